@@ -1,0 +1,1 @@
+"""The gRPC contract: generated from the .proto files beside this file by `make proto`."""

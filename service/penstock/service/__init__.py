@@ -1,0 +1,1 @@
+"""The gRPC front: servicers, conversion, text and telemetry around the engine."""

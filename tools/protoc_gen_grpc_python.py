@@ -1,0 +1,36 @@
+"""The protoc plugin `grpc_python`, for buf.
+
+gRPC's Python generator is compiled into `grpc_tools.protoc` and exists as no program of its own, which is what
+buf needs. This turns the plugin protocol (a CodeGeneratorRequest on stdin, its response on stdout) into a call
+of that compiler on the same descriptors.
+"""
+
+import sys
+import tempfile
+from pathlib import Path
+
+from google.protobuf.compiler import plugin_pb2
+from google.protobuf.descriptor_pb2 import FileDescriptorSet
+from grpc_tools import protoc
+
+
+def generate(request: plugin_pb2.CodeGeneratorRequest) -> plugin_pb2.CodeGeneratorResponse:
+    response = plugin_pb2.CodeGeneratorResponse(
+        supported_features=plugin_pb2.CodeGeneratorResponse.FEATURE_PROTO3_OPTIONAL
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        descriptors, out = Path(folder, "descriptors.binpb"), Path(folder, "out")
+        descriptors.write_bytes(FileDescriptorSet(file=request.proto_file).SerializeToString())
+        out.mkdir()
+        arguments = [f"--descriptor_set_in={descriptors}", f"--grpc_python_out={request.parameter}:{out}"]
+        status = protoc.main(["protoc", *arguments, *request.file_to_generate])
+        if status != 0:
+            response.error = f"grpc_tools.protoc ended with status {status}; see its messages above"
+        for path in sorted(path for path in out.rglob("*") if path.is_file()):
+            response.file.add(name=path.relative_to(out).as_posix(), content=path.read_text())
+    return response
+
+
+if __name__ == "__main__":
+    code_request = plugin_pb2.CodeGeneratorRequest.FromString(sys.stdin.buffer.read())
+    sys.stdout.buffer.write(generate(code_request).SerializeToString())
