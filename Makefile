@@ -1,0 +1,77 @@
+# Needs make, Python >= 3.11 and a package index. `make` alone lists the targets.
+
+VENV ?= .venv
+PYTHON ?= $(shell for p in python3 python3.11 python3.12 python3.13 python; do \
+	$$p -c 'import ensurepip, sys, venv; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
+MARK ?=
+PYTEST_ARGS ?=
+AGAINST ?= HEAD~1
+
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+export PATH := $(abspath $(BIN)):$(PATH)
+
+.DEFAULT_GOAL := help
+.PHONY: help install run test check format-check lint types imports protos-check proto breaking format lock clean
+
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' Makefile
+
+install: $(STAMP) ## create .venv and install the project with its tools
+
+$(STAMP): pyproject.toml constraints.txt
+	@test -n "$(PYTHON)" || { echo "no Python >= 3.11 with venv found; say make PYTHON=..." >&2; exit 1; }
+	@test -x $(BIN)/python || (set -x; $(PYTHON) -m venv $(VENV))
+	# The pins hold on the Pythons they were tried on; another one gets the newest that pyproject.toml allows.
+	$(BIN)/python -m pip install --disable-pip-version-check --editable '.[dev]' \
+		$$($(BIN)/python -c 'import sys; print("--constraint constraints.txt" * (sys.version_info < (3, 14)))')
+	@touch $(STAMP)
+
+run: install ## serve the demo model on 127.0.0.1 and print a sample
+	$(BIN)/python -m penstock.cli demo
+
+test: install ## run the whole suite (MARK='not slow' and PYTEST_ARGS=... narrow it)
+	$(BIN)/python -m pytest $(if $(MARK),-m '$(MARK)') $(PYTEST_ARGS)
+
+check: format-check lint types imports protos-check test ## everything CI asks: style, types, import law, protos, tests
+
+format-check: install
+	$(BIN)/ruff format --check
+
+lint: install
+	$(BIN)/ruff check
+
+types: install
+	$(BIN)/mypy
+
+imports: install
+	$(BIN)/lint-imports --no-logo
+
+protos-check: install
+	$(BIN)/buf lint
+	$(BIN)/buf format --diff --exit-code
+	@fresh=$$(mktemp -d) && trap 'rm -rf "$$fresh"' EXIT && $(BIN)/buf generate --output "$$fresh" 2>/dev/null \
+		&& diff -r -x '*.proto' -x __init__.py -x py.typed -x __pycache__ "$$fresh/protos" protos \
+		|| { echo "the code in protos/ is not what the .proto files generate: make proto" >&2; exit 1; }
+
+proto: install ## generate the Python code of protos/ again
+	$(BIN)/buf generate
+
+breaking: install ## compare the contract with an earlier commit (AGAINST=HEAD~1)
+	@if git cat-file -e '$(AGAINST):buf.yaml' 2>/dev/null; \
+		then $(BIN)/buf breaking --against '.git#ref=$(AGAINST)' && echo "nothing breaks since $(AGAINST)"; \
+		else echo "no contract at $(AGAINST) to compare with"; fi
+
+format: install ## format the code and the .proto files, and fix what can be fixed
+	$(BIN)/ruff check --fix
+	$(BIN)/ruff format
+	$(BIN)/buf format --write
+
+lock: install ## pin the newest versions that pyproject.toml allows in constraints.txt
+	$(BIN)/uv pip compile --quiet --universal --fork-strategy fewest --upgrade --extra dev --no-annotate \
+		--no-emit-index-url --no-emit-find-links --custom-compile-command 'make lock' \
+		--output-file constraints.txt pyproject.toml
+
+clean: ## remove .venv, caches and build output
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache dist build
+	find . -name __pycache__ -type d -not -path './node_modules/*' -prune -exec rm -rf {} +

@@ -1,0 +1,23 @@
+"""Settings of the whole suite.
+
+JAX reads them from the environment when it is first imported, so tests that need no JAX load none.
+PENSTOCK_TEST_PLATFORM=cuda runs the suite, and the tests marked `gpu`, on a GPU; the default is the CPU.
+"""
+
+import os
+
+import pytest
+
+PLATFORM = os.environ.get("PENSTOCK_TEST_PLATFORM", "cpu")
+
+os.environ["JAX_PLATFORMS"] = PLATFORM
+os.environ["JAX_NUMPY_DTYPE_PROMOTION"] = "strict"
+os.environ["JAX_NUMPY_RANK_PROMOTION"] = "raise"
+os.environ["HF_HUB_OFFLINE"] = "1"  # nothing is fetched: a test that would fails at once
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if PLATFORM == "cpu":
+        for item in items:
+            if item.get_closest_marker("gpu"):
+                item.add_marker(pytest.mark.skip(reason="needs a GPU: PENSTOCK_TEST_PLATFORM=cuda"))

@@ -1,0 +1,45 @@
+"""The import law at run time: what a module loads, also through the packages above it.
+
+import-linter reads import statements and never looks at what importing `penstock.runtime` itself brings in.
+"""
+
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+REPOSITORY = Path(__file__).parents[2]
+PYPROJECT: dict[str, Any] = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())
+ROOTS = [REPOSITORY / folder for folder in PYPROJECT["tool"]["hatch"]["build"]["dev-mode-dirs"]]
+LAW = PYPROJECT["tool"]["importlinter"]
+JAX_FREE = next(law["source_modules"] for law in LAW["contracts"] if law["id"] == "jax-free")
+
+
+def loaded_by(module: str) -> set[str]:
+    """The top-level modules in memory after a fresh interpreter has imported `module`."""
+    program = f"import sys, {module}; print(*{{name.partition('.')[0] for name in sys.modules}})"
+    return set(subprocess.check_output([sys.executable, "-c", program], text=True).split())
+
+
+@pytest.mark.parametrize("module", ["penstock.client", *JAX_FREE])
+def test_loads_no_jax(module: str) -> None:
+    assert loaded_by(module).isdisjoint({"jax", "jaxlib", "flax", "transformers", "torch"})
+
+
+def test_the_engine_loads_no_transport() -> None:
+    assert loaded_by("penstock.runtime").isdisjoint({"grpc", "google", "opentelemetry"})
+
+
+@pytest.mark.parametrize("root", ROOTS, ids=lambda root: root.name)
+def test_no_root_claims_the_namespace(root: Path) -> None:
+    assert (root / "penstock").is_dir()
+    assert not (root / "penstock" / "__init__.py").exists(), "it would hide the other roots"
+
+
+def test_every_part_is_under_the_law_and_typed() -> None:
+    parts = {path.parent for root in ROOTS for path in (root / "penstock").glob("*/__init__.py")}
+    assert {f"penstock.{part.name}" for part in parts} == set(LAW["root_packages"])
+    assert [part for part in parts if not (part / "py.typed").exists()] == []

@@ -1,0 +1,100 @@
+"""The contract: twins stay twins, enums start unspecified, and the checked-in code is up to date."""
+
+import filecmp
+import os
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import google.protobuf
+import grpc
+import pytest
+from google.protobuf.descriptor import Descriptor, FieldDescriptor, FileDescriptor
+from google.protobuf.descriptor_pb2 import DescriptorProto
+from packaging.requirements import Requirement
+from packaging.version import Version
+
+from penstock.v1 import control_pb2, inference_pb2, inference_pb2_grpc, types_pb2, weights_pb2
+
+REPOSITORY = Path(__file__).parents[2]
+GENERATED = REPOSITORY / "protos" / "penstock" / "v1"
+FILES = [module.DESCRIPTOR for module in (control_pb2, inference_pb2, types_pb2, weights_pb2)]
+TOOLS = Path(sys.executable).parent
+
+
+def buf(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run buf as `make` does, with the programs of this environment first."""
+    environment = {**os.environ, "PATH": f"{TOOLS}{os.pathsep}{os.environ['PATH']}"}
+    return subprocess.run(
+        [TOOLS / "buf", *arguments],
+        cwd=REPOSITORY,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def shape(field: FieldDescriptor) -> tuple[object, ...]:
+    """All that a caller sees of a field but its comment."""
+    named = field.message_type or field.enum_type
+    oneof = field.containing_oneof.name if field.containing_oneof else None
+    return field.name, field.type, named and named.full_name, field.is_repeated, field.has_presence, oneof
+
+
+def shared_part(message: Descriptor) -> dict[int, tuple[object, ...]]:
+    return {field.number: shape(field) for field in message.fields if field.number < 100}
+
+
+def test_generate_and_stream_requests_are_twins() -> None:
+    generate, stream = inference_pb2.GenerateRequest.DESCRIPTOR, inference_pb2.StreamRequest.DESCRIPTOR
+    assert shared_part(generate) == shared_part(stream)
+    assert (
+        len(shared_part(generate)) == len(generate.fields) > 0
+    )  # Generate has nothing beyond the shared part
+
+    reserved = []
+    for message in (generate, stream):
+        proto = DescriptorProto()
+        message.CopyToProto(proto)
+        reserved.append([(numbers.start, numbers.end) for numbers in proto.reserved_range])
+    assert reserved[0] == reserved[1]
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.name)
+def test_enums_start_unspecified(file: FileDescriptor) -> None:
+    nested = [enum for message in file.message_types_by_name.values() for enum in message.enum_types]
+    for enum in [*file.enum_types_by_name.values(), *nested]:
+        assert enum.values_by_number[0].name.endswith("_UNSPECIFIED")
+
+
+def test_buf_lint_passes() -> None:
+    lint = buf("lint")
+    assert lint.returncode == 0, lint.stdout + lint.stderr
+
+
+def test_checked_in_code_is_what_the_files_generate(tmp_path: Path) -> None:
+    generate = buf("generate", "--output", str(tmp_path))
+    assert generate.returncode == 0, generate.stderr
+    fresh = tmp_path / GENERATED.relative_to(REPOSITORY)
+    names = {path.name for path in GENERATED.glob("*_pb2*.py*")} | {path.name for path in fresh.iterdir()}
+    _, different, missing = filecmp.cmpfiles(GENERATED, fresh, names, shallow=False)
+    assert (different, missing) == ([], []), "run `make proto`"
+
+
+def test_pyproject_allows_no_library_older_than_the_code_asks_for() -> None:
+    """Generated code refuses, when imported, a grpcio or protobuf older than its generator."""
+    project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
+    allowed = {wanted.name: wanted.specifier for wanted in map(Requirement, project["dependencies"])}
+
+    def lowest(name: str) -> Version:
+        return min(Version(clause.version) for clause in allowed[name] if clause.operator == ">=")
+
+    assert lowest("grpcio") >= Version(inference_pb2_grpc.GRPC_GENERATED_VERSION)
+    line = next(
+        line for line in (GENERATED / "types_pb2.py").read_text().splitlines() if "Python Version" in line
+    )
+    assert lowest("protobuf") >= Version(line.rpartition(" ")[2])
+    assert Version(grpc.__version__) in allowed["grpcio"]
+    assert Version(google.protobuf.__version__) in allowed["protobuf"]
