@@ -1,0 +1,111 @@
+"""Which compiled programs exist and which one runs a plan. Pure functions, no jax.
+
+XLA compiles for fixed shapes, so a plan is padded up to one of a small set of (tokens, rows) shapes. Few
+shapes mean a short warm-up; shapes close to the plan mean little wasted work. Decode steps are the common
+case and have one program per row bucket. Steps with a prefill chunk have one per token bucket, for the
+smallest and the largest row bucket only: there the tokens dominate the cost and padding rows are cheap.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from dataclasses import dataclass
+from itertools import pairwise
+
+from penstock.runtime.errors import ConfigError
+
+MIN_BUCKET = 4
+"""On CPU a matmul with M below 4 falls off XLA's fast path, so four rows cost no more than one."""
+FIRST_TOKEN_BUCKET = 16
+ROW_GROWTH = 4
+
+
+@dataclass(frozen=True, slots=True)
+class ProgramKey:
+    """One compiled program: `tokens` input positions spread over `rows` rows.
+
+    `decode_only` tells apart two programs of equal shape: (16, 16) may exist both as "row i has token i" and
+    as a mixed step of 16 tokens split among 16 rows in any way.
+    """
+
+    tokens: int
+    rows: int
+    decode_only: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Buckets:
+    """Ascending bucket sizes. A program may have more rows than tokens; then some rows are always padding."""
+
+    token_buckets: tuple[int, ...]
+    row_buckets: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        for name, sizes in (("token_buckets", self.token_buckets), ("row_buckets", self.row_buckets)):
+            if not sizes:
+                raise ConfigError(f"{name} must not be empty")
+            if sizes[0] < 1:
+                raise ConfigError(f"{name} must be at least 1, not {sizes[0]}")
+            if any(a >= b for a, b in pairwise(sizes)):
+                raise ConfigError(f"{name} must ascend without repeats, not {sizes}")
+        if self.token_buckets[-1] < self.row_buckets[-1]:
+            raise ConfigError(
+                f"token_buckets end in {self.token_buckets[-1]} and row_buckets in {self.row_buckets[-1]}; "
+                "the former must not be less, because a step needs one token for every row"
+            )
+
+    @classmethod
+    def default(cls, max_num_seqs: int, max_num_batched_tokens: int) -> Buckets:
+        """Rows 4, 16, 64, ... up to max_num_seqs; tokens 16, 32, 64, ... up to max_num_batched_tokens.
+
+        Neither ends below 4 (see MIN_BUCKET): a smaller limit is served with padding rows.
+        """
+        if max_num_seqs < 1:
+            raise ConfigError(f"max_num_seqs must be at least 1, not {max_num_seqs}")
+        if max_num_batched_tokens < max_num_seqs:
+            raise ConfigError(
+                f"max_num_batched_tokens, {max_num_batched_tokens}, must be at least "
+                f"max_num_seqs, {max_num_seqs}"
+            )
+        return cls(
+            token_buckets=_geometric(FIRST_TOKEN_BUCKET, 2, max(max_num_batched_tokens, MIN_BUCKET)),
+            row_buckets=_geometric(MIN_BUCKET, ROW_GROWTH, max(max_num_seqs, MIN_BUCKET)),
+        )
+
+    def keys(self) -> tuple[ProgramKey, ...]:
+        """Every program that `select` can return, each once, largest first.
+
+        Largest first because it takes longest to compile (the best order for several compiler threads) and
+        needs the most memory (if it does not fit, start-up fails at once and not after minutes).
+        """
+        smallest, largest = self.row_buckets[0], self.row_buckets[-1]
+        keys = {ProgramKey(rows, rows, True) for rows in self.row_buckets}
+        keys.update(ProgramKey(tokens, smallest) for tokens in self.token_buckets)
+        # More than `smallest` rows have more than `smallest` tokens: below that the pair cannot occur.
+        keys.update(ProgramKey(tokens, largest) for tokens in self.token_buckets if tokens > smallest)
+        return tuple(sorted(keys, key=lambda key: (key.tokens, key.rows, key.decode_only), reverse=True))
+
+    def select(self, num_tokens: int, num_rows: int, decode_only: bool) -> ProgramKey:
+        """The smallest program that fits, ValueError if none does. A decode-only plan has one token a row."""
+        rows, tokens = self.row_buckets, self.token_buckets
+        if not 1 <= num_rows <= rows[-1]:
+            raise ValueError(f"num_rows {num_rows} is not from 1 to {rows[-1]}")
+        if decode_only:
+            if num_tokens != num_rows:
+                raise ValueError(f"a decode-only plan of {num_rows} rows cannot have {num_tokens} tokens")
+            size = rows[bisect_left(rows, num_rows)]
+            return ProgramKey(size, size, True)
+        if not num_rows <= num_tokens <= tokens[-1]:
+            raise ValueError(f"num_tokens {num_tokens} is not from num_rows, {num_rows}, to {tokens[-1]}")
+        row_bucket = rows[0] if num_rows <= rows[0] else rows[-1]
+        return ProgramKey(tokens[bisect_left(tokens, num_tokens)], row_bucket)
+
+
+def _geometric(first: int, factor: int, last: int) -> tuple[int, ...]:
+    """first, first * factor, ... below `last`, then `last`."""
+    sizes = []
+    size = first
+    while size < last:
+        sizes.append(size)
+        size *= factor
+    return (*sizes, last)

@@ -1,0 +1,286 @@
+"""Continuous batching: which requests run in the next step, on which pages, and what becomes of it. No jax.
+
+Every step shares one token budget between decodes (one token a row) and chunks of prefills:
+
+1. All running decodes, first come first served. One that needs a page and finds none preempts the latest
+   arrival, which may be itself: its pages and slot go, its tokens stay and are prefilled when it comes back.
+2. Sequences that are partly prefilled, in order of arrival, with the rest of the budget.
+3. Waiting requests, strictly in order of arrival: nobody overtakes, which is what keeps large requests from
+   starving. One enters when a slot, budget and the pages for all its known tokens are free. Nobody enters
+   in a step that preempted.
+
+The oldest request always moves on, so every request ends: it can take every page (`add` refuses what would
+not fit even then), and there is budget for it, because max_num_batched_tokens >= max_num_seqs and a row that
+prefills is not one that decodes.
+
+`schedule` moves `num_computed` at once and `commit` handles tokens, so that a later engine may dispatch a
+step before it commits the last one. Today a sequence whose token is still in flight sits out until `commit`.
+"""
+
+from __future__ import annotations
+
+from penstock.runtime.errors import (
+    DuplicateRequestId,
+    ExceedsKVCapacity,
+    PromptTooLong,
+    QueueFull,
+)
+from penstock.runtime.plan import PageWrite, Plan, PlanRow, StepResult
+from penstock.runtime.request import Finish, FinishReason, Output, Request, TokenLogprobs
+from penstock.runtime.roster import Load, Roster
+from penstock.runtime.scheduler_config import SchedulerConfig
+from penstock.runtime.sequence import Sequence, Status
+from penstock.runtime.stopping import NEVER_NS, StopRules
+
+__all__ = ["FINISHED_MEMORY", "Load", "Scheduler", "SchedulerConfig"]
+
+FINISHED_MEMORY = 4096
+"""How many finished ids `Scheduler.finished` remembers."""
+
+
+class Scheduler:
+    """The policy over a `Roster`. Single-threaded: only the engine's loop calls it."""
+
+    def __init__(self, config: SchedulerConfig) -> None:
+        self.config = config
+        self.weights_generation = 0
+        """Put into every Output; the engine sets it when new weights go live."""
+        self.num_preemptions = 0
+        """Since the start, for metrics."""
+        self._roster = Roster(config.max_num_seqs, config.num_pages, config.page_size)
+        self._finished: dict[str, None] = {}  # oldest first
+        # Plans not committed yet, by step: the weights' generation and the sequence of each row. By identity
+        # and not by id, so an id that was aborted and is used again does not get the old request's token.
+        self._in_flight: dict[int, tuple[int, list[Sequence]]] = {}
+        self._next_order = 0
+        self._next_step = 0
+        self._next_deadline_ns = NEVER_NS  # nothing active is due earlier; it may be a finished request's
+
+    def add(self, request: Request, now_ns: int) -> None:
+        """Queues a request, or raises DuplicateRequestId, PromptTooLong, ExceedsKVCapacity or QueueFull.
+
+        The prompt must leave room for one token: len(prompt) <= max_model_len - 1. The last token of a
+        request is never an input, so T tokens in all need KV for T - 1 positions. A request with max_tokens
+        must be able to reach them (or max_model_len) alone in an empty pool. One without takes what there is:
+        it needs KV for its prompt, and ends CONTEXT_FULL at min(max_model_len, capacity + 1) tokens.
+        """
+        config, roster = self.config, self._roster
+        if roster.find(request.request_id) is not None:
+            raise DuplicateRequestId(request.request_id)
+        num_prompt = len(request.prompt_token_ids)
+        if num_prompt > config.max_model_len - 1:
+            raise PromptTooLong(num_prompt, config.max_model_len - 1)
+        capacity = config.num_pages * config.page_size
+        max_tokens = request.stopping.max_tokens
+        most_tokens = min(config.max_model_len, num_prompt + (1 if max_tokens is None else max_tokens))
+        if most_tokens - 1 > capacity:
+            raise ExceedsKVCapacity(most_tokens - 1, capacity)
+        if len(roster.waiting) >= config.max_queued_requests:
+            raise QueueFull(config.max_queued_requests)
+        rules = StopRules.of(
+            request,
+            eos_token_ids=config.eos_token_ids,
+            context_limit=min(config.max_model_len, capacity + 1),
+            now_ns=now_ns,
+        )
+        roster.add(
+            Sequence(request, self._next_order, list(request.prompt_token_ids), num_prompt, rules, now_ns)
+        )
+        self._next_order += 1
+        self._next_deadline_ns = min(self._next_deadline_ns, rules.deadline_ns)
+
+    def schedule(self, now_ns: int) -> Plan | None:
+        """The next step, or None when nothing can be computed now. Commit every plan exactly once."""
+        roster = self._roster
+        page_size = self.config.page_size
+        rows: list[PlanRow] = []
+        seqs: list[Sequence] = []
+        writes: list[PageWrite] = []
+        preempted: list[str] = []
+
+        prefills: list[Sequence] = []
+        for seq in list(roster.running.values()):
+            if seq.pending or seq.status is not Status.RUNNING:  # the latter: preempted a moment ago
+                continue
+            start = seq.num_computed
+            if start < seq.prefill_until:
+                prefills.append(seq)
+                continue
+            if start == len(seq.pages) * page_size and not self._grow(seq, writes, preempted):
+                continue
+            slot = seq.slot
+            assert slot is not None
+            end = start + 1
+            bans_stops = end - seq.num_prompt < seq.rules.min_tokens
+            rows.append(PlanRow(seq.request_id, slot, start, 1, None, True, bans_stops))
+            seqs.append(seq)
+            seq.num_computed = end
+            seq.pending = True
+
+        budget = self.config.max_num_batched_tokens - len(rows)
+        for seq in prefills:
+            if budget == 0:
+                break
+            if seq.status is Status.RUNNING:
+                rows.append(_chunk(seq, budget))
+                seqs.append(seq)
+                budget -= rows[-1].num_tokens
+
+        entered: list[tuple[int, Request]] = []
+        while roster.waiting and budget > 0 and not preempted:
+            seq = next(iter(roster.waiting.values()))
+            # If preempted while its token was in flight, it must not sample that position a second time.
+            if seq.pending or not roster.can_enter(seq):
+                break
+            slot = roster.enter(seq)
+            writes.extend([PageWrite(slot, index, page) for index, page in enumerate(seq.pages)])
+            entered.append((slot, seq.request))
+            if seq.scheduled_ns == 0:
+                seq.scheduled_ns = now_ns
+            rows.append(_chunk(seq, budget))
+            seqs.append(seq)
+            budget -= rows[-1].num_tokens
+
+        if not rows:
+            return None
+        plan = Plan(self._next_step, tuple(rows), tuple(entered), tuple(writes), tuple(preempted))
+        self._next_step += 1
+        self._in_flight[plan.step_id] = (self.weights_generation, seqs)
+        return plan
+
+    def commit(self, plan: Plan, result: StepResult, now_ns: int) -> list[Output]:
+        """Takes in the tokens of a plan: one Output for each row that sampled and is still active.
+
+        The token that ends a request (EOS, stop id) is in its Output; the text layer decides what is shown.
+        """
+        generation, seqs = self._in_flight.pop(plan.step_id)
+        outputs: list[Output] = []
+        for seq, row, token, logprob in zip(seqs, plan.rows, result.token_ids, result.logprobs, strict=True):
+            if not row.samples or seq.status is Status.FINISHED:
+                continue
+            token = int(token)  # from numpy
+            tokens = seq.token_ids
+            tokens.append(token)
+            seq.pending = False
+            if seq.first_token_ns == 0:
+                seq.first_token_ns = now_ns
+            logprobs = () if logprob is None or seq.request.logprobs is None else (logprob,)
+            rules = seq.rules
+            if len(tokens) >= rules.total_limit or token in rules.end_ids or now_ns >= rules.deadline_ns:
+                finish = rules.decide(token, len(tokens), now_ns)
+                if finish is not None:
+                    outputs.append(self._finish(seq, finish, now_ns, generation, (token,), logprobs))
+                    continue
+            outputs.append(Output(seq.request_id, (token,), logprobs, None, None, generation))
+        return outputs
+
+    def abort(
+        self,
+        request_id: str,
+        message: str,
+        now_ns: int,
+        reason: FinishReason = FinishReason.ABORTED,
+        stop: str | None = None,
+    ) -> Output | None:
+        """Ends an active request in any state; None if there is none of exactly this id.
+
+        Its slot and pages are free when this returns, and a token still in flight is dropped at commit. (A
+        step already dispatched may still write those pages, but it runs before any later step that is given
+        them.)
+        """
+        seq = self._roster.find(request_id)
+        if seq is None:
+            return None
+        return self._finish(seq, Finish(reason, stop=stop, message=message), now_ns, self.weights_generation)
+
+    def expire(self, now_ns: int) -> list[Output]:
+        """Ends active requests whose time limit passed. Costs nothing while no deadline is due."""
+        if now_ns < self._next_deadline_ns:
+            return []
+        active = [*self._roster.running.values(), *self._roster.waiting.values()]
+        finish = Finish(FinishReason.TIME_LIMIT)
+        self._next_deadline_ns = min(
+            (d for s in active if (d := s.rules.deadline_ns) > now_ns), default=NEVER_NS
+        )
+        return [
+            self._finish(seq, finish, now_ns, self.weights_generation)
+            for seq in active
+            if seq.rules.deadline_ns <= now_ns
+        ]
+
+    def preempt_all(self) -> tuple[str, ...]:
+        """Sends all running requests back to the queue, tokens kept: all KV is computed anew. Their ids."""
+        victims = tuple(self._roster.running)
+        for _ in victims:
+            self._roster.preempt_last()
+        self.num_preemptions += len(victims)
+        return victims
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._roster.running or self._roster.waiting)
+
+    def active_ids(self) -> tuple[str, ...]:
+        """In order of arrival: the running ones, then the waiting."""
+        return (*self._roster.running, *self._roster.waiting)
+
+    def finished(self, request_id: str) -> bool:
+        """Whether this id ended, in any way, among the last FINISHED_MEMORY and is not in use again."""
+        return request_id in self._finished and self._roster.find(request_id) is None
+
+    def load(self) -> Load:
+        return self._roster.load()
+
+    def check(self) -> None:
+        """Audit for tests, valid between any two calls; AssertionError tells what is wrong."""
+        self._roster.check()
+
+    def _grow(self, seq: Sequence, writes: list[PageWrite], preempted: list[str]) -> bool:
+        """One more page for a decode, preempting latest arrivals until there is one; false if that hit
+        itself.
+
+        A victim has no row in this plan: it arrived no earlier than `seq`, and rows are made in that order.
+        """
+        roster = self._roster
+        while not roster.pool.can_allocate(1):
+            victim = roster.preempt_last()
+            self.num_preemptions += 1
+            preempted.append(victim.request_id)
+            if victim is seq:
+                return False
+        (page,) = roster.pool.allocate(1)
+        assert seq.slot is not None
+        writes.append(PageWrite(seq.slot, len(seq.pages), page))
+        seq.pages.append(page)
+        return True
+
+    def _finish(
+        self,
+        seq: Sequence,
+        finish: Finish,
+        now_ns: int,
+        generation: int,
+        token_ids: tuple[int, ...] = (),
+        logprobs: tuple[TokenLogprobs, ...] = (),
+    ) -> Output:
+        """Ends a sequence and makes its last Output."""
+        self._roster.remove(seq)
+        self._finished.pop(seq.request_id, None)  # an id that is used again counts as the newest
+        self._finished[seq.request_id] = None
+        if len(self._finished) > FINISHED_MEMORY:
+            del self._finished[next(iter(self._finished))]
+        return Output(seq.request_id, token_ids, logprobs, finish, seq.timing(now_ns), generation)
+
+
+def _chunk(seq: Sequence, budget: int) -> PlanRow:
+    """The next part of a prefill, as large as the budget allows; its last part samples the next token."""
+    assert seq.slot is not None
+    start = seq.num_computed
+    end = min(start + budget, seq.prefill_until)
+    samples = end == seq.prefill_until
+    seq.num_computed = end
+    seq.pending = samples
+    bans_stops = samples and end - seq.num_prompt < seq.rules.min_tokens
+    return PlanRow(
+        seq.request_id, seq.slot, start, end - start, tuple(seq.token_ids[start:end]), samples, bans_stops
+    )

@@ -1,0 +1,71 @@
+"""When generation ends: one pure decision after each sampled token. No jax.
+
+Stop strings are not here: the text layer finds them and ends the request with `Scheduler.abort(reason=STOP)`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from penstock.runtime.request import Finish, FinishReason, Request
+
+NEVER_NS = 2**63 - 1
+"""A deadline that no monotonic clock reaches: an int compares faster than None is checked for."""
+
+
+@dataclass(frozen=True, slots=True)
+class StopRules:
+    """What `StoppingParams` mean for one request on one engine; made once, at `Scheduler.add`."""
+
+    eos_ids: frozenset[int]
+    """Empty when the request ignores EOS."""
+    end_ids: frozenset[int]
+    """EOS ids and the request's stop ids."""
+    min_tokens: int
+    num_prompt: int
+    max_total: int | None
+    """Prompt + max_tokens; None without max_tokens."""
+    context_limit: int
+    """Most tokens, prompt and generated, this request may reach."""
+    total_limit: int
+    """The smaller of the two above: below it neither ends the request."""
+    deadline_ns: int
+
+    @classmethod
+    def of(
+        cls, request: Request, *, eos_token_ids: frozenset[int], context_limit: int, now_ns: int
+    ) -> StopRules:
+        stopping = request.stopping
+        num_prompt = len(request.prompt_token_ids)
+        eos_ids = frozenset() if stopping.ignore_eos else eos_token_ids
+        max_total = None if stopping.max_tokens is None else num_prompt + stopping.max_tokens
+        limit_s = stopping.time_limit_s
+        return cls(
+            eos_ids=eos_ids,
+            end_ids=eos_ids.union(stopping.stop_token_ids),
+            min_tokens=stopping.min_tokens,
+            num_prompt=num_prompt,
+            max_total=max_total,
+            context_limit=context_limit,
+            total_limit=context_limit if max_total is None else min(max_total, context_limit),
+            deadline_ns=NEVER_NS if limit_s is None else min(NEVER_NS, now_ns + int(limit_s * 1e9)),
+        )
+
+    def decide(self, token_id: int, num_total: int, now_ns: int) -> Finish | None:
+        """Why the request ends with `token_id`, its `num_total`-th token (prompt included), or None.
+
+        First match of: EOS, STOP, MAX_TOKENS, CONTEXT_FULL, TIME_LIMIT. The token that ends the request
+        counts as generated and is part of the output. With min_tokens = m, the first m generated tokens never
+        end it by EOS or STOP (the sampler masks those ids as well); with max_tokens = n, the n-th always ends
+        it.
+        """
+        if token_id in self.end_ids and num_total - self.num_prompt > self.min_tokens:
+            reason = FinishReason.EOS if token_id in self.eos_ids else FinishReason.STOP
+            return Finish(reason, token_id=token_id)
+        if self.max_total is not None and num_total >= self.max_total:
+            return Finish(FinishReason.MAX_TOKENS)
+        if num_total >= self.context_limit:
+            return Finish(FinishReason.CONTEXT_FULL)
+        if now_ns >= self.deadline_ns:
+            return Finish(FinishReason.TIME_LIMIT)
+        return None
