@@ -1,0 +1,195 @@
+"""The sync client: each method builds a request (requests.py), calls, and reads the reply (replies.py)."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Self, TypeVar, Unpack
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from penstock.client import replies, requests
+from penstock.client.calls import (
+    SERVING_SERVICE,
+    ChannelOptions,
+    Metadata,
+    channel_options,
+    check_target,
+    is_final_health_error,
+    pairs,
+)
+from penstock.client.errors import NotReady, from_rpc_error
+from penstock.client.requests import RequestOptions, Turn
+from penstock.client.streams import GenerationStream
+from penstock.client.values import AbortResult, Generation, Load, ModelInfo, ServerInfo, Tokens
+from penstock.v1 import control_pb2, control_pb2_grpc, inference_pb2, inference_pb2_grpc
+
+RequestT = TypeVar("RequestT")
+ReplyT = TypeVar("ReplyT")
+
+
+class Client:
+    """A connection to one server, safe to share between threads.
+
+    `addr` is host:port, by default 127.0.0.1:50051; `credentials` (`grpc.ssl_channel_credentials(...)`) make
+    the channel secure. With an existing `channel` give neither: it stays the caller's, and `close` leaves it
+    open. `metadata` goes with every call, before the call's own. `inference` and `control` are the generated
+    stubs, for the RPCs that have no method here.
+
+    Every method takes `timeout`, the hard deadline in seconds (None: no limit), and `metadata` of the call,
+    e.g. `{"traceparent": "00-..."}`; it raises the errors of `penstock.client.errors`.
+    """
+
+    def __init__(
+        self,
+        addr: str | None = None,
+        *,
+        credentials: grpc.ChannelCredentials | None = None,
+        channel: grpc.Channel | None = None,
+        metadata: Metadata | None = None,
+        options: ChannelOptions = (),
+    ) -> None:
+        target = check_target(addr, channel, credentials)
+        self._owns_channel = channel is None
+        if channel is None:
+            merged = channel_options(options)
+            if credentials is None:
+                channel = grpc.insecure_channel(target, options=merged)
+            else:
+                channel = grpc.secure_channel(target, credentials, options=merged)
+        self.channel = channel
+        self.inference = inference_pb2_grpc.InferenceServiceStub(channel)
+        self.control = control_pb2_grpc.ControlServiceStub(channel)
+        stub = health_pb2_grpc.HealthStub(channel)
+        self._check_health = stub.Check  # type: ignore[attr-defined]  # types-grpcio-health-checking lacks it
+        self._metadata = pairs(metadata)
+
+    def generate(
+        self,
+        prompt: str | None = None,
+        *,
+        timeout: float | None = None,
+        metadata: Metadata | None = None,
+        **options: Unpack[RequestOptions],
+    ) -> Generation:
+        """Run a prompt to its end. Options: see RequestOptions. Not idempotent: a retry generates again."""
+        request = requests.fill_request(inference_pb2.GenerateRequest(), prompt, options)
+        return replies.generation(self._unary(self.inference.Generate, request, timeout, metadata))
+
+    def stream(
+        self,
+        prompt: str | None = None,
+        *,
+        min_tokens_per_message: int | None = None,
+        timeout: float | None = None,
+        metadata: Metadata | None = None,
+        **options: Unpack[RequestOptions],
+    ) -> GenerationStream:
+        """The same, as events while tokens are made. Use it in a `with` block, or close it."""
+        request = inference_pb2.StreamRequest(min_tokens_per_message=min_tokens_per_message)
+        requests.fill_request(request, prompt, options)
+        call = self.inference.Stream(request, timeout=timeout, metadata=pairs(self._metadata, metadata))
+        return GenerationStream(call)
+
+    def abort(
+        self,
+        ids: str | Sequence[str] | None = None,
+        *,
+        prefix: str | None = None,
+        all: bool = False,
+        reason: str = "",
+        timeout: float | None = None,
+        metadata: Metadata | None = None,
+    ) -> tuple[AbortResult, ...]:
+        """End requests early; answers once their slots and KV pages are free. Give exactly one target."""
+        request = requests.abort_request(ids, prefix, all, reason)
+        return replies.abort_results(self._unary(self.inference.Abort, request, timeout, metadata))
+
+    def model_info(
+        self, *, include_tensors: bool = False, timeout: float | None = None, metadata: Metadata | None = None
+    ) -> ModelInfo:
+        """The model served and the sampling values in force."""
+        request = control_pb2.GetModelInfoRequest(include_tensors=include_tensors)
+        return replies.model_info(self._unary(self.control.GetModelInfo, request, timeout, metadata))
+
+    def server_info(self, *, timeout: float | None = None, metadata: Metadata | None = None) -> ServerInfo:
+        """The server's limits."""
+        request = control_pb2.GetServerInfoRequest()
+        return replies.server_info(self._unary(self.control.GetServerInfo, request, timeout, metadata))
+
+    def load(self, *, timeout: float | None = None, metadata: Metadata | None = None) -> Load:
+        """How busy the server is now."""
+        return replies.load(
+            self._unary(self.control.GetLoad, control_pb2.GetLoadRequest(), timeout, metadata)
+        )
+
+    def tokenize(
+        self,
+        text: str | None = None,
+        *,
+        messages: Sequence[Turn] | None = None,
+        add_special_tokens: bool | None = None,
+        timeout: float | None = None,
+        metadata: Metadata | None = None,
+    ) -> Tokens:
+        """Token ids of a text, or of a conversation rendered with the chat template."""
+        request = requests.tokenize_request(text, messages, add_special_tokens)
+        return replies.tokens(self._unary(self.control.Tokenize, request, timeout, metadata))
+
+    def detokenize(
+        self,
+        token_ids: Sequence[int],
+        *,
+        skip_special_tokens: bool | None = None,
+        timeout: float | None = None,
+        metadata: Metadata | None = None,
+    ) -> str:
+        """Text of token ids."""
+        request = control_pb2.DetokenizeRequest(token_ids=token_ids, skip_special_tokens=skip_special_tokens)
+        return self._unary(self.control.Detokenize, request, timeout, metadata).text
+
+    def wait_ready(self, timeout: float | None = None) -> None:
+        """Return once the server's health is SERVING; NotReady after `timeout` seconds (None: waits on)."""
+        deadline = None if timeout is None else time.monotonic() + timeout
+        request = health_pb2.HealthCheckRequest(service=SERVING_SERVICE)
+        state = "nobody answers"
+        while True:
+            left = 1.0 if deadline is None else min(1.0, deadline - time.monotonic())
+            if left <= 0:
+                raise NotReady.local(f"the server was not ready within {timeout:g} s: {state}")
+            try:
+                reply = self._check_health(
+                    request, timeout=left, metadata=self._metadata, wait_for_ready=True
+                )
+            except grpc.RpcError as error:
+                if is_final_health_error(error):
+                    raise from_rpc_error(error) from error
+                continue
+            if reply.status == health_pb2.HealthCheckResponse.SERVING:
+                return
+            state = f"health is {health_pb2.HealthCheckResponse.ServingStatus.Name(reply.status)}"
+            time.sleep(min(0.1, left))
+
+    def _unary(
+        self,
+        method: grpc.UnaryUnaryMultiCallable[RequestT, ReplyT],
+        request: RequestT,
+        timeout: float | None,
+        metadata: Metadata | None,
+    ) -> ReplyT:
+        try:
+            return method(request, timeout=timeout, metadata=pairs(self._metadata, metadata))
+        except grpc.RpcError as error:
+            raise from_rpc_error(error) from error
+
+    def close(self) -> None:
+        """Close the channel, unless it was the caller's; running calls are cancelled."""
+        if self._owns_channel:
+            self.channel.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()

@@ -1,0 +1,271 @@
+"""Every error the client raises, made from the status of a call in one table.
+
+PenstockClientError                `reason`, `code`, `metadata`; `__cause__` is the grpc error
+├── RefusedError                   the caller can mend the request; sending it again as it is fails again
+│   ├── InvalidRequest             `violations` lists every bad field
+│   ├── PromptTooLong              the prompt leaves no room in the context
+│   ├── ExceedsKVCapacity          could never fit the server's KV cache
+│   ├── Unsupported                `fields` this server lacks
+│   ├── UnknownModel, UnknownAdapter
+│   ├── DuplicateRequestId         a request with that id is active
+│   ├── PreconditionFailed         e.g. min_weights is newer than the weights in use
+│   └── Denied                     missing or wrong credentials
+├── UnavailableError               the same request may succeed later, or elsewhere
+│   ├── QueueFull                  `retry_after`, seconds
+│   ├── Draining                   the server is shutting down
+│   ├── NotReady                   the server is still loading or warming up
+│   └── Unreachable                nobody answers at that address
+├── LimitExceeded                  another limit than the queue's: a message's size, a proxy's quota
+├── Conflict                       lost against another caller (weights compare-and-set)
+├── DeadlineExceeded               the call's `timeout` passed; the server freed the request
+├── Cancelled                      the call was cancelled
+└── ServerError                    a bug or a failure on the server's side
+    └── ProtocolError              the server broke the order of a stream
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol, Self, cast
+
+import grpc
+from google.protobuf.message import DecodeError
+from google.rpc import error_details_pb2, status_pb2  # type: ignore[import-untyped]  # no py.typed
+
+_DETAILS_KEY = "grpc-status-details-bin"
+
+
+@dataclass(frozen=True, slots=True)
+class Violation:
+    """One thing wrong with one field; `field` is the contract's dotted path, e.g. "sampling.top_p"."""
+
+    field: str
+    description: str
+
+
+@dataclass(frozen=True, slots=True)
+class StatusDetails:
+    """What a failed call carried, unpacked."""
+
+    code: grpc.StatusCode
+    message: str
+    reason: str = ""
+    """ErrorInfo.reason, e.g. "QUEUE_FULL"; empty when the failure did not come from Penstock itself."""
+    metadata: tuple[tuple[str, str], ...] = ()
+    violations: tuple[Violation, ...] = ()
+    retry_after: float | None = None
+
+
+class PenstockClientError(Exception):
+    """Root of all errors of the client."""
+
+    def __init__(self, details: StatusDetails) -> None:
+        super().__init__(details.message or details.code.name)
+        self.details = details
+
+    @property
+    def code(self) -> grpc.StatusCode:
+        return self.details.code
+
+    @property
+    def reason(self) -> str:
+        return self.details.reason
+
+    @property
+    def metadata(self) -> Mapping[str, str]:
+        """ErrorInfo.metadata, e.g. both numbers of PROMPT_TOO_LONG."""
+        return dict(self.details.metadata)
+
+
+class RefusedError(PenstockClientError):
+    """The caller can mend the request."""
+
+
+class InvalidRequest(RefusedError):
+    """Fields are missing or out of range."""
+
+    @property
+    def violations(self) -> tuple[Violation, ...]:
+        return self.details.violations
+
+    @classmethod
+    def local(cls, violations: Sequence[Violation]) -> Self:
+        """Found before anything was sent."""
+        text = "; ".join(f"{v.field}: {v.description}" for v in violations)
+        details = StatusDetails(
+            grpc.StatusCode.INVALID_ARGUMENT, text, "INVALID_FIELD", (), tuple(violations)
+        )
+        return cls(details)
+
+
+class PromptTooLong(RefusedError):
+    """The prompt leaves no room in the context; the message has both numbers."""
+
+
+class ExceedsKVCapacity(RefusedError):
+    """Even alone on the server the request would not fit."""
+
+
+class Unsupported(RefusedError):
+    """A feature of the contract that this server lacks."""
+
+    @property
+    def fields(self) -> tuple[str, ...]:
+        """The contract's dotted paths; empty when the whole method is missing."""
+        if self.details.violations:
+            return tuple(v.field for v in self.details.violations)
+        return tuple(f.strip() for f in self.metadata.get("fields", "").split(",") if f.strip())
+
+
+class UnknownModel(RefusedError):
+    """The request names a model that is not served here."""
+
+
+class UnknownAdapter(RefusedError):
+    """The request names an adapter that is not loaded here."""
+
+
+class DuplicateRequestId(RefusedError):
+    """A request with this id is active."""
+
+
+class PreconditionFailed(RefusedError):
+    """The server is not in the state the request asks for."""
+
+
+class Denied(RefusedError):
+    """Credentials are missing, wrong, or do not allow this."""
+
+
+class UnavailableError(PenstockClientError):
+    """Try again later, or elsewhere."""
+
+
+class QueueFull(UnavailableError):
+    """Too many requests are waiting."""
+
+    @property
+    def retry_after(self) -> float | None:
+        """Seconds the server asks to wait; None: it did not say."""
+        return self.details.retry_after
+
+
+class Draining(UnavailableError):
+    """The server is shutting down and takes no new requests."""
+
+
+class NotReady(UnavailableError):
+    """The server is still loading or warming up."""
+
+    @classmethod
+    def local(cls, message: str) -> Self:
+        """`wait_ready` ran out of patience."""
+        return cls(StatusDetails(grpc.StatusCode.UNAVAILABLE, message, "NOT_READY"))
+
+
+class Unreachable(UnavailableError):
+    """Nobody answers at that address, or the connection broke."""
+
+
+class LimitExceeded(PenstockClientError):
+    """A limit other than the queue's: the size of a message, the quota of a proxy."""
+
+
+class Conflict(PenstockClientError):
+    """Lost against another caller."""
+
+
+class DeadlineExceeded(PenstockClientError):
+    """The call's timeout passed."""
+
+
+class Cancelled(PenstockClientError):
+    """The call was cancelled."""
+
+
+class ServerError(PenstockClientError):
+    """A bug or a failure on the server's side."""
+
+
+class ProtocolError(ServerError):
+    """The server broke the order of a stream."""
+
+    @classmethod
+    def local(cls, message: str) -> Self:
+        return cls(StatusDetails(grpc.StatusCode.INTERNAL, message, "PROTOCOL"))
+
+
+BY_REASON: Mapping[str, type[PenstockClientError]] = {
+    "INVALID_FIELD": InvalidRequest,
+    "PROMPT_TOO_LONG": PromptTooLong,
+    "EXCEEDS_KV_CAPACITY": ExceedsKVCapacity,
+    "UNSUPPORTED_FEATURE": Unsupported,
+    "UNKNOWN_MODEL": UnknownModel,
+    "UNKNOWN_ADAPTER": UnknownAdapter,
+    "DUPLICATE_REQUEST_ID": DuplicateRequestId,
+    "QUEUE_FULL": QueueFull,
+    "DRAINING": Draining,
+    "NOT_READY": NotReady,
+}
+
+BY_CODE: Mapping[grpc.StatusCode, type[PenstockClientError]] = {
+    grpc.StatusCode.INVALID_ARGUMENT: InvalidRequest,
+    grpc.StatusCode.OUT_OF_RANGE: InvalidRequest,
+    grpc.StatusCode.NOT_FOUND: RefusedError,
+    grpc.StatusCode.ALREADY_EXISTS: DuplicateRequestId,
+    grpc.StatusCode.FAILED_PRECONDITION: PreconditionFailed,
+    grpc.StatusCode.UNIMPLEMENTED: Unsupported,
+    grpc.StatusCode.UNAUTHENTICATED: Denied,
+    grpc.StatusCode.PERMISSION_DENIED: Denied,
+    grpc.StatusCode.RESOURCE_EXHAUSTED: LimitExceeded,
+    grpc.StatusCode.UNAVAILABLE: Unreachable,
+    grpc.StatusCode.ABORTED: Conflict,
+    grpc.StatusCode.DEADLINE_EXCEEDED: DeadlineExceeded,
+    grpc.StatusCode.CANCELLED: Cancelled,
+}
+"""For a reason that is absent or unknown; a code that is not here is a ServerError."""
+
+
+class _FailedCall(Protocol):
+    """What a failed sync call and an AioRpcError have in common."""
+
+    def code(self) -> grpc.StatusCode: ...
+    def details(self) -> str | None: ...
+    def trailing_metadata(self) -> Sequence[tuple[str, str | bytes]] | None: ...
+
+
+def read_status(error: grpc.RpcError) -> StatusDetails:
+    """Unpack the status of a failed call; details that cannot be read are left out."""
+    call = cast("_FailedCall", error)
+    status = status_pb2.Status()
+    for key, value in call.trailing_metadata() or ():
+        if key == _DETAILS_KEY and isinstance(value, bytes):
+            try:
+                status = status_pb2.Status.FromString(value)
+            except DecodeError:
+                continue
+    info, bad, retry = (
+        error_details_pb2.ErrorInfo(),
+        error_details_pb2.BadRequest(),
+        error_details_pb2.RetryInfo(),
+    )
+    for detail in status.details:
+        detail.Unpack(info)
+        detail.Unpack(bad)
+        detail.Unpack(retry)
+    return StatusDetails(
+        code=call.code(),
+        message=call.details() or "",
+        reason=info.reason,
+        metadata=tuple(sorted(info.metadata.items())),
+        violations=tuple(Violation(v.field, v.description) for v in bad.field_violations),
+        retry_after=retry.retry_delay.ToNanoseconds() / 1e9 if retry.HasField("retry_delay") else None,
+    )
+
+
+def from_rpc_error(error: grpc.RpcError) -> PenstockClientError:
+    """The exception to raise `from error`."""
+    details = read_status(error)
+    kind = BY_REASON.get(details.reason) or BY_CODE.get(details.code, ServerError)
+    return kind(details)

@@ -1,0 +1,183 @@
+"""Reply messages to values: pure functions, shared by the sync and the async client."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+from google.protobuf.duration_pb2 import Duration
+
+from penstock.client import values
+from penstock.v1 import control_pb2, inference_pb2, types_pb2, weights_pb2
+
+EnumT = TypeVar("EnumT", values.FinishReason, values.AbortOutcome)
+
+
+def _member(kind: type[EnumT], number: int, names: Mapping[Any, str], prefix: str) -> EnumT:
+    """The enum member of a number; UNKNOWN for unspecified and for numbers of a newer contract."""
+    name = names.get(number, "").removeprefix(prefix).lower()
+    return kind(name) if name in {member.value for member in kind} else kind("unknown")
+
+
+_FINISH_NAMES = {number: name for name, number in types_pb2.FinishReason.items()}
+_OUTCOME_NAMES = {number: name for name, number in inference_pb2.AbortOutcome.items()}
+_FEATURE_NAMES = {number: name for name, number in control_pb2.Feature.items()}
+_DTYPE_NAMES = {number: name for name, number in weights_pb2.DataType.items()}
+
+
+def _seconds(duration: Duration) -> float:
+    return duration.seconds + duration.nanos / 1e9
+
+
+def _spelled(names: Mapping[Any, str], number: int, prefix: str) -> str:
+    """Lower-case name of a number, or "feature_42" for one of a newer contract."""
+    return names.get(number, f"{prefix}{number}").removeprefix(prefix if number in names else "").lower()
+
+
+def finish(message: types_pb2.Finish) -> values.Finish:
+    kind = message.match.WhichOneof("match")
+    return values.Finish(
+        reason=_member(values.FinishReason, message.reason, _FINISH_NAMES, "FINISH_REASON_"),
+        stop=message.match.stop if kind == "stop" else None,
+        token_id=message.match.token_id if kind == "token_id" else None,
+        message=message.message,
+    )
+
+
+def logprobs(message: types_pb2.Logprobs) -> values.Logprobs:
+    return values.Logprobs(
+        sampled=tuple(message.sampled),
+        top=tuple(tuple((c.token_id, c.logprob) for c in entry.candidates) for entry in message.top),
+    )
+
+
+def weights_version(message: types_pb2.WeightsVersion) -> values.WeightsVersion:
+    return values.WeightsVersion(message.label, message.generation)
+
+
+def tool_call(message: types_pb2.ToolCall) -> values.ToolCall:
+    return values.ToolCall(message.id, message.name, message.arguments_json)
+
+
+def prompt_info(message: types_pb2.PromptInfo) -> values.PromptInfo:
+    return values.PromptInfo(
+        token_count=message.token_count,
+        truncated_tokens=message.truncated_tokens,
+        token_ids=tuple(message.token_ids),
+        logprobs=logprobs(message.logprobs) if message.HasField("logprobs") else None,
+    )
+
+
+def usage(message: types_pb2.Usage) -> values.Usage:
+    return values.Usage(message.prompt_tokens, message.cached_prompt_tokens, message.completion_tokens)
+
+
+def timing(message: types_pb2.Timing) -> values.Timing:
+    made = message.HasField("time_to_first_token")
+    return values.Timing(
+        queue=_seconds(message.queue),
+        time_to_first_token=_seconds(message.time_to_first_token) if made else None,
+        total=_seconds(message.total),
+        preemptions=message.preemptions,
+    )
+
+
+def output(message: inference_pb2.Output) -> values.Output:
+    return values.Output(
+        index=message.index,
+        text=message.text,
+        token_ids=tuple(message.token_ids),
+        finish=finish(message.finish),
+        logprobs=logprobs(message.logprobs) if message.HasField("logprobs") else None,
+        weights=tuple(
+            values.WeightsSpan(span.first_output_token, weights_version(span.version))
+            for span in message.weights
+        ),
+        reasoning=message.reasoning,
+        tool_calls=tuple(tool_call(call) for call in message.tool_calls),
+    )
+
+
+def generation(message: inference_pb2.GenerateResponse) -> values.Generation:
+    return values.Generation(
+        request_id=message.request_id,
+        model=message.model,
+        prompt=prompt_info(message.prompt),
+        outputs=tuple(output(o) for o in message.outputs),
+        usage=usage(message.usage),
+        timing=timing(message.timing),
+    )
+
+
+def abort_results(message: inference_pb2.AbortResponse) -> tuple[values.AbortResult, ...]:
+    return tuple(
+        values.AbortResult(
+            r.request_id, _member(values.AbortOutcome, r.outcome, _OUTCOME_NAMES, "ABORT_OUTCOME_")
+        )
+        for r in message.results
+    )
+
+
+def _sampling_defaults(message: types_pb2.SamplingParams) -> values.SamplingDefaults:
+    def given(name: str) -> bool:
+        return message.HasField(name)  # type: ignore[arg-type]  # the stub wants literals
+
+    return values.SamplingDefaults(
+        temperature=message.temperature if given("temperature") else None,
+        top_p=message.top_p if given("top_p") else None,
+        top_k=message.top_k if given("top_k") else None,
+        min_p=message.min_p if given("min_p") else None,
+        presence_penalty=message.presence_penalty if given("presence_penalty") else None,
+        frequency_penalty=message.frequency_penalty if given("frequency_penalty") else None,
+        repetition_penalty=message.repetition_penalty if given("repetition_penalty") else None,
+        seed=message.seed if given("seed") else None,
+        n=message.n if given("n") else None,
+    )
+
+
+def model_info(message: control_pb2.GetModelInfoResponse) -> values.ModelInfo:
+    return values.ModelInfo(
+        model=message.model,
+        architecture=message.architecture,
+        vocab_size=message.vocab_size,
+        max_context_tokens=message.max_context_tokens,
+        eos_token_ids=tuple(message.eos_token_ids),
+        default_sampling=_sampling_defaults(message.default_sampling),
+        weights=weights_version(message.weights),
+        features=tuple(_spelled(_FEATURE_NAMES, number, "FEATURE_") for number in message.features),
+        tensors=tuple(
+            values.TensorInfo(t.name, _spelled(_DTYPE_NAMES, t.dtype, "DATA_TYPE_"), tuple(t.shape))
+            for t in message.tensors
+        ),
+    )
+
+
+def server_info(message: control_pb2.GetServerInfoResponse) -> values.ServerInfo:
+    return values.ServerInfo(
+        server_version=message.server_version,
+        instance_id=message.instance_id,
+        contract_revision=message.contract_revision,
+        max_running_requests=message.max_running_requests,
+        max_queued_requests=message.max_queued_requests,
+        kv_page_tokens=message.kv_page_tokens,
+        kv_pages_total=message.kv_pages_total,
+        max_chunk_bytes=message.max_chunk_bytes,
+        max_logprobs=message.max_logprobs,
+        devices=tuple(message.devices),
+    )
+
+
+def load(message: control_pb2.GetLoadResponse) -> values.Load:
+    return values.Load(
+        running_requests=message.running_requests,
+        queued_requests=message.queued_requests,
+        queued_prompt_tokens=message.queued_prompt_tokens,
+        kv_pages_used=message.kv_pages_used,
+        kv_pages_total=message.kv_pages_total,
+        paused=message.paused,
+        weights=weights_version(message.weights),
+    )
+
+
+def tokens(message: control_pb2.TokenizeResponse) -> values.Tokens:
+    return values.Tokens(tuple(message.token_ids), message.max_context_tokens)

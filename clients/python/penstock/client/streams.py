@@ -1,0 +1,165 @@
+"""A running Stream call, sync and async: an iterator of events that cancels the call when it is closed early.
+
+The call starts with the method that made the stream, not with the first iteration. Leaving the `with` block,
+`close()`, or dropping the last reference ends it on the server too, which frees the request's slot and pages.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator
+from typing import Protocol, Self
+
+import grpc
+import grpc.aio
+
+from penstock.client.accumulate import Accumulator
+from penstock.client.errors import PenstockClientError, ProtocolError, from_rpc_error
+from penstock.client.values import Generation, StreamEvent
+from penstock.v1 import inference_pb2
+
+
+class _Call(Protocol):
+    """What a sync Stream call offers."""
+
+    def __next__(self) -> inference_pb2.StreamResponse: ...
+    def cancel(self) -> object: ...
+
+
+class _Progress:
+    """What both streams know of the answer so far."""
+
+    def __init__(self) -> None:
+        self._answer = Accumulator()
+        self._generation: Generation | None = None
+        self._closed = False
+
+    @property
+    def request_id(self) -> str | None:
+        """As the server has it, for `abort`; None until the first event has come."""
+        return self._answer.started.request_id if self._answer.started is not None else None
+
+    def text(self, index: int = 0) -> str:
+        """What one output has so far."""
+        return self._answer.text(index)
+
+    def _whole(self) -> Generation:
+        if self._generation is None:
+            raise ProtocolError.local("the stream was closed before its end")
+        return self._generation
+
+
+class GenerationStream(_Progress, Iterator[StreamEvent]):
+    """Events of a running request."""
+
+    def __init__(self, call: _Call) -> None:
+        super().__init__()
+        self._call = call
+
+    def __next__(self) -> StreamEvent:
+        """The next event. Raises the errors of `penstock.client.errors`."""
+        if self._closed:
+            raise StopIteration
+        try:
+            return self._answer.feed(next(self._call))
+        except StopIteration:
+            self._closed = True
+            self._generation = self._answer.end()
+            raise
+        except grpc.RpcError as error:
+            if self._closed:  # by another thread, which made this call end
+                raise StopIteration from None
+            self._closed = True
+            raise from_rpc_error(error) from error
+        except ProtocolError:
+            self.close()
+            raise
+
+    def result(self) -> Generation:
+        """Read to the end and return the whole answer, as `generate` would."""
+        for _ in self:
+            pass
+        return self._whole()
+
+    def close(self) -> None:
+        """Cancel the call if it still runs; iteration ends. Safe to call from another thread, and twice."""
+        if not self._closed:
+            self._closed = True
+            self._call.cancel()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class AsyncGenerationStream(_Progress, AsyncIterator[StreamEvent]):
+    """Events of a running request, for asyncio."""
+
+    def __init__(
+        self, call: grpc.aio.UnaryStreamCall[inference_pb2.StreamRequest, inference_pb2.StreamResponse]
+    ) -> None:
+        super().__init__()
+        self._call = call
+        self._messages = aiter(call)
+
+    async def __anext__(self) -> StreamEvent:
+        """The next event. Raises the errors of `penstock.client.errors`."""
+        if self._closed:
+            raise StopAsyncIteration
+        try:
+            return self._answer.feed(await anext(self._messages))
+        except StopAsyncIteration:
+            self._closed = True
+            self._generation = self._answer.end()
+            raise
+        except grpc.RpcError as error:
+            self._closed = True
+            raise from_rpc_error(error) from error
+        except asyncio.CancelledError:
+            closed, self._closed = self._closed, True
+            if is_task_cancelled():
+                self._call.cancel()
+                raise
+            if closed:  # by another task, which made this call end
+                raise StopAsyncIteration from None
+            raise await cancelled_by_server(self._call) from None
+        except ProtocolError:
+            await self.aclose()
+            raise
+
+    async def result(self) -> Generation:
+        """Read to the end and return the whole answer, as `generate` would."""
+        async for _ in self:
+            pass
+        return self._whole()
+
+    async def aclose(self) -> None:
+        """Cancel the call if it still runs; iteration ends."""
+        if not self._closed:
+            self._closed = True
+            self._call.cancel()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.aclose()
+
+
+def is_task_cancelled() -> bool:
+    """Tell a cancelled task from a cancelled call: grpc.aio raises asyncio.CancelledError for both.
+
+    Without this, a server that answers CANCELLED would look like somebody cancelling the caller's task.
+    """
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0
+
+
+async def cancelled_by_server(call: grpc.aio.Call) -> PenstockClientError:
+    """The error of a call that ended with status CANCELLED, which grpc.aio does not raise as an RpcError."""
+    error = grpc.aio.AioRpcError(
+        await call.code(), await call.initial_metadata(), await call.trailing_metadata(), await call.details()
+    )
+    return from_rpc_error(error)
