@@ -19,10 +19,10 @@ help: ## list the targets
 
 install: $(STAMP) ## create .venv and install the project with its tools
 
+# The pins hold on the Pythons they were tried on; another one gets the newest that pyproject.toml allows.
 $(STAMP): pyproject.toml constraints.txt
 	@test -n "$(PYTHON)" || { echo "no Python >= 3.11 with venv found; say make PYTHON=..." >&2; exit 1; }
 	@test -x $(BIN)/python || (set -x; $(PYTHON) -m venv $(VENV))
-	# The pins hold on the Pythons they were tried on; another one gets the newest that pyproject.toml allows.
 	$(BIN)/python -m pip install --disable-pip-version-check --editable '.[dev]' \
 		$$($(BIN)/python -c 'import sys; print("--constraint constraints.txt" * (sys.version_info < (3, 14)))')
 	@touch $(STAMP)
