@@ -1,0 +1,171 @@
+"""Reading safetensors files through memory maps, bfloat16 included.
+
+The safetensors package's numpy reader has no bfloat16 and names no file in its errors, so the header is
+read here: 8 bytes of little-endian length, a JSON object {name: {dtype, shape, data_offsets}}, then the data
+without holes.
+Source: https://github.com/huggingface/safetensors (format section).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+import numpy.typing as npt
+
+from penstock.runtime.errors import ConfigError
+
+INDEX_NAME = "model.safetensors.index.json"
+SINGLE_NAME = "model.safetensors"
+_MAX_HEADER_BYTES = 100_000_000
+
+# What numpy (with ml_dtypes) can view; floats may be loaded, the others are only named in errors.
+_DTYPES: Mapping[str, np.dtype[np.generic]] = {
+    "F64": np.dtype(np.float64),
+    "F32": np.dtype(np.float32),
+    "F16": np.dtype(np.float16),
+    "BF16": np.dtype(ml_dtypes.bfloat16),
+    "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn),
+    "F8_E5M2": np.dtype(ml_dtypes.float8_e5m2),
+    "I64": np.dtype(np.int64),
+    "I32": np.dtype(np.int32),
+    "I16": np.dtype(np.int16),
+    "I8": np.dtype(np.int8),
+    "U64": np.dtype(np.uint64),
+    "U32": np.dtype(np.uint32),
+    "U16": np.dtype(np.uint16),
+    "U8": np.dtype(np.uint8),
+    "BOOL": np.dtype(np.bool_),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class TensorEntry:
+    """Where one tensor lies: file, byte offset from the file's start, dtype and shape."""
+
+    file: Path
+    offset: int
+    dtype: np.dtype[np.generic]
+    shape: tuple[int, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        """Size in the file."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    def map(self) -> npt.NDArray[np.generic]:
+        """A read-only memory map of the tensor; unmapped when the array and all its views are gone."""
+        if self.num_bytes == 0:
+            return np.zeros(self.shape, self.dtype)
+        raw = np.memmap(self.file, np.uint8, "r", self.offset, (self.num_bytes,))
+        return raw.view(self.dtype).reshape(self.shape)
+
+
+def find_tensors(directory: Path) -> dict[str, TensorEntry]:
+    """Every tensor of a checkpoint directory: model.safetensors, or the shards that its index lists.
+
+    Only headers are read. Raises ConfigError for absent, truncated and corrupt files, saying what to do next.
+    """
+    single, index = directory / SINGLE_NAME, directory / INDEX_NAME
+    if single.is_file():
+        return read_header(single)
+    if index.is_file():
+        return _sharded(directory, index)
+    other = sorted(
+        p.name for pattern in ("*.bin", "*.pth", "*.pt", "*.gguf") for p in directory.glob(pattern)
+    )
+    hint = (
+        f"found {', '.join(other)}, which is another format: convert it with transformers' "
+        "save_pretrained(..., safe_serialization=True)"
+        if other
+        else "download the *.safetensors files of the model into it, or give another directory"
+    )
+    raise ConfigError(f"{directory} holds neither {SINGLE_NAME} nor {INDEX_NAME}; {hint}")
+
+
+def _sharded(directory: Path, index: Path) -> dict[str, TensorEntry]:
+    try:
+        weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        places = {str(name): str(shard) for name, shard in weight_map.items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ConfigError(f"{index} is not a safetensors index ({error!r}); download it again") from error
+    shards = sorted(set(places.values()))
+    outside = [shard for shard in shards if Path(shard).name != shard]
+    if outside:
+        raise ConfigError(f"{index} names files outside its own directory: {', '.join(outside)}")
+    absent = [shard for shard in shards if not (directory / shard).is_file()]
+    if absent:
+        raise ConfigError(
+            f"{index} names {len(absent)} of {len(shards)} shards that are not there: {', '.join(absent)}; "
+            "the download is incomplete: download the missing files again"
+        )
+    found: dict[str, TensorEntry] = {}
+    for shard in shards:
+        for name, entry in read_header(directory / shard).items():
+            if name in found:
+                raise ConfigError(
+                    f"tensor {name} is in both {found[name].file.name} and {shard} of {directory}"
+                )
+            found[name] = entry
+    misplaced = sorted(n for n, s in places.items() if n not in found or found[n].file.name != s)
+    if misplaced:
+        raise ConfigError(
+            f"{index} does not describe its shards; not where it says: {', '.join(misplaced)}; "
+            "index and shards are of different downloads: download all of them again"
+        )
+    return found
+
+
+def read_header(file: Path) -> dict[str, TensorEntry]:
+    """The tensors of one file. Raises ConfigError when the file is truncated or is not safetensors."""
+    try:
+        with file.open("rb") as stream:
+            size = file.stat().st_size
+            prefix = stream.read(8)
+            length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else size
+            if length > min(size - 8, _MAX_HEADER_BYTES):
+                raise ValueError(f"its header would be {length} bytes long and the file has {size}")
+            header = json.loads(stream.read(length))
+        return _parse_header(file, header, 8 + length, size)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ConfigError(
+            f"{file} is not a complete safetensors file ({error}); the download or the copy was cut short or "
+            "damaged: download it again"
+        ) from error
+
+
+def _parse_header(
+    file: Path, header: Mapping[str, Mapping[str, object]], start: int, size: int
+) -> dict[str, TensorEntry]:
+    entries: dict[str, TensorEntry] = {}
+    spans: list[tuple[int, int]] = []
+    for name, fields in header.items():
+        if name == "__metadata__":
+            continue
+        dtype, shape, offsets = fields["dtype"], fields["shape"], fields["data_offsets"]
+        if dtype not in _DTYPES:
+            raise ValueError(f"tensor {name} has dtype {dtype}, unknown to this build")
+        if not isinstance(shape, list) or not all(isinstance(n, int) and n >= 0 for n in shape):
+            raise ValueError(f"tensor {name} has shape {shape}")
+        if not isinstance(offsets, list) or len(offsets) != 2 or not all(isinstance(n, int) for n in offsets):
+            raise ValueError(f"tensor {name} has offsets {offsets}")
+        begin, end = offsets
+        entry = TensorEntry(file, start + begin, _DTYPES[str(dtype)], tuple(shape))
+        if begin < 0 or end - begin != entry.num_bytes:
+            raise ValueError(f"tensor {name} of shape {shape} and dtype {dtype} has offsets {offsets}")
+        entries[name] = entry
+        spans.append((begin, end))
+    end = 0
+    for begin, stop in sorted(spans):
+        if begin != end:
+            raise ValueError(f"its tensors overlap or leave a hole at byte {end} of the data")
+        end = stop
+    if start + end != size:
+        raise ValueError(f"its header describes {start + end} bytes and the file has {size}")
+    return entries

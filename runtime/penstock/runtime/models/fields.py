@@ -1,0 +1,134 @@
+"""Reading a config.json mapping field by field, so that nothing in it goes unnoticed.
+
+Every field is either read, known to be harmless, or a problem. All problems are reported in one ConfigError.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Final
+
+from penstock.runtime.errors import ConfigError
+
+REQUIRED: Final = object()
+
+
+class Fields:
+    """A mapping whose reads are recorded; `finish` refuses what was never read.
+
+    A wrong value is noted as a problem and a placeholder is returned, so that one pass finds every problem.
+    """
+
+    def __init__(
+        self, data: Mapping[str, object], prefix: str = "", problems: list[str] | None = None
+    ) -> None:
+        self._data, self._prefix = data, prefix
+        self._read: set[str] = set()
+        self.problems: list[str] = [] if problems is None else problems
+
+    def __contains__(self, name: str) -> bool:
+        """Whether the field is present, null or not."""
+        return name in self._data
+
+    def problem(self, name: str, text: str) -> None:
+        """Note that field `name` cannot be served."""
+        self.problems.append(f"{self._prefix}{name}: {text}")
+
+    def raw(self, name: str) -> object:
+        """The value as it stands, None when absent; marks the field as read."""
+        self._read.add(name)
+        return self._data.get(name)
+
+    def integer(self, name: str, default: object = REQUIRED, minimum: int = 1) -> int:
+        """An int of at least `minimum`; null counts as absent."""
+        value = self.optional_integer(name, minimum)
+        if value is not None:
+            return value
+        if isinstance(default, int):
+            return default
+        if self._data.get(name) is None:
+            self.problem(name, "is required")
+        return minimum
+
+    def optional_integer(self, name: str, minimum: int = 1) -> int | None:
+        """An int of at least `minimum`, or None when absent or null."""
+        value = self.raw(name)
+        if value is None:
+            return None
+        if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
+            self.problem(name, f"must be an integer of at least {minimum}, not {value!r}")
+            return None
+        return value
+
+    def number(self, name: str, default: object = REQUIRED) -> float:
+        """A number above zero; null counts as absent."""
+        value = self.optional_number(name)
+        if value is not None:
+            return value
+        if isinstance(default, float):
+            return default
+        if self._data.get(name) is None:
+            self.problem(name, "is required")
+        return 1.0
+
+    def optional_number(self, name: str) -> float | None:
+        """A number above zero, or None when absent or null."""
+        value = self.raw(name)
+        if value is None:
+            return None
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
+            self.problem(name, f"must be a finite number above 0, not {value!r}")
+            return None
+        return float(value)
+
+    def boolean(self, name: str, default: bool) -> bool:
+        """True or false; null counts as absent."""
+        value = self.raw(name)
+        if value is None:
+            return default
+        if not isinstance(value, bool):
+            self.problem(name, f"must be true or false, not {value!r}")
+            return default
+        return value
+
+    def token_ids(self, name: str) -> tuple[int, ...]:
+        """One id, a list of ids, or null: always a tuple."""
+        value = self.raw(name)
+        values: Sequence[object] = value if isinstance(value, list) else () if value is None else (value,)
+        ids = tuple(v for v in values if isinstance(v, int) and not isinstance(v, bool) and v >= 0)
+        if len(ids) != len(values):
+            self.problem(name, f"must be a token id or a list of them, not {value!r}")
+        return ids
+
+    def mapping(self, name: str) -> Mapping[str, object]:
+        """A JSON object; absent or null is an empty one."""
+        value = self.raw(name)
+        if value is None:
+            return {}
+        if not isinstance(value, dict):
+            self.problem(name, f"must be an object, not {value!r}")
+            return {}
+        return value
+
+    def only(self, name: str, *supported: object) -> None:
+        """Absent, null, or one of the values this build computes."""
+        value = self.raw(name)
+        if value is not None and value not in supported:
+            self.problem(name, f"{value!r} is not supported; supported: {', '.join(map(repr, supported))}")
+
+    def refuse_unread(self, harmless: Collection[str] = ()) -> None:
+        """Note every field that was not read, is not `harmless` and is not off (null, false, empty)."""
+        for name in sorted(set(self._data) - self._read):
+            value = self._data[name]
+            off = value is None or value is False or value in ("", [], {})
+            if not off and name not in harmless and not name.startswith("_"):
+                self.problem(
+                    name,
+                    f"{value!r} is not supported: this build does not know the field and it may change the "
+                    "computation (remove it from config.json if it does not)",
+                )
+
+    def finish(self) -> None:
+        """Raise ConfigError listing every problem noted so far, if there is any."""
+        if self.problems:
+            raise ConfigError("config.json cannot be served: " + "; ".join(self.problems))

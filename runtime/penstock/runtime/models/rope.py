@@ -1,0 +1,127 @@
+"""Rotary position embedding and its context-extension variants.
+
+Sources: Su et al. 2021 (RoPE, arXiv 2104.09864); kaiokendev (linear interpolation); bloc97 and emozilla
+(dynamic NTK); Peng et al. 2023 (YaRN, arXiv 2309.00071); Meta's llama-models (llama3 scaling). Semantics,
+names and defaults follow Hugging Face transformers' `modeling_rope_utils`. Channels are laid out as in its
+checkpoints: channel i turns with channel i + head_dim / 2.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpy.typing as npt
+
+RopeKind = Literal["default", "linear", "dynamic", "yarn", "llama3"]
+ROPE_KINDS: tuple[RopeKind, ...] = ("default", "linear", "dynamic", "yarn", "llama3")
+
+
+@dataclass(frozen=True, slots=True)
+class RopeConfig:
+    """One RoPE variant; fields a kind does not use keep their defaults.
+
+    original_max_positions: length the model was trained at before extension (dynamic, yarn, llama3).
+    attention_factor: multiplies cos and sin, so attention scores by its square; 1 but for yarn.
+    """
+
+    kind: RopeKind = "default"
+    theta: float = 10_000.0
+    factor: float = 1.0
+    original_max_positions: int = 0
+    attention_factor: float = 1.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+
+
+def yarn_attention_factor(
+    factor: float, mscale: float | None = None, mscale_all_dim: float | None = None
+) -> float:
+    """YaRN's temperature, 0.1 ln(s) + 1 (equation 22), or DeepSeek's ratio when both mscales are given."""
+
+    def temperature(weight: float) -> float:
+        return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
+
+    if mscale and mscale_all_dim:
+        return temperature(mscale) / temperature(mscale_all_dim)
+    return temperature(1.0)
+
+
+def inverse_frequencies(rope: RopeConfig, head_dim: int) -> npt.NDArray[np.float32]:
+    """Radians per position of each channel pair, float32 [head_dim / 2], computed in float64.
+
+    For "dynamic" these are the unscaled ones: `cos_sin` scales them by position.
+    """
+    pair = np.arange(0, head_dim, 2, dtype=np.float64) / head_dim
+    plain = rope.theta**-pair
+    match rope.kind:
+        case "default" | "dynamic":
+            result = plain
+        case "linear":
+            result = plain / rope.factor
+        case "yarn":
+            result = _yarn(plain, rope, head_dim)
+        case "llama3":
+            result = _llama3(plain, rope)
+    return result.astype(np.float32)
+
+
+def _yarn(plain: npt.NDArray[np.float64], rope: RopeConfig, head_dim: int) -> npt.NDArray[np.float64]:
+    """Fast pairs keep their frequency, slow ones are interpolated, a linear ramp between (YaRN, 3.2)."""
+
+    def pair_turning(rotations: float) -> float:
+        """The (fractional) pair that makes `rotations` full turns over the original context."""
+        turns = rope.original_max_positions / (rotations * 2 * math.pi)
+        return head_dim * math.log(turns) / (2 * math.log(rope.theta))
+
+    low, high = pair_turning(rope.beta_fast), pair_turning(rope.beta_slow)
+    if rope.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, head_dim - 1)
+    if low == high:
+        high += 0.001
+    interpolated = np.clip((np.arange(head_dim // 2, dtype=np.float64) - low) / (high - low), 0.0, 1.0)
+    return plain * (1 - interpolated) + plain / rope.factor * interpolated
+
+
+def _llama3(plain: npt.NDArray[np.float64], rope: RopeConfig) -> npt.NDArray[np.float64]:
+    """Long waves are divided by factor, short ones kept, between them a blend linear in turns per context."""
+    turns = rope.original_max_positions * plain / (2 * math.pi)
+    kept = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
+    kept = np.clip(kept, 0.0, 1.0)
+    return plain * kept + plain / rope.factor * (1 - kept)
+
+
+def cos_sin(rope: RopeConfig, head_dim: int, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Cosines and sines for positions int32 [T]: two float32 [T, head_dim / 2].
+
+    Dynamic NTK is defined per position: below `original_max_positions` nothing is scaled; position p beyond
+    it uses the base for a context of p + 1. That is what transformers computes token by token with a cache,
+    and it does not depend on how a prompt is cut into chunks.
+    """
+    position = positions.astype(jnp.float32)[:, None]
+    angle = position * jnp.asarray(inverse_frequencies(rope, head_dim))[None, :]
+    if rope.kind == "dynamic":
+        limit = np.float32(rope.original_max_positions)
+        beyond = jnp.maximum(position + np.float32(1), limit) - limit
+        stretch = np.float32(1) + np.float32(rope.factor) * beyond / limit  # exactly 1 within the limit
+        # base' = base * stretch^(d / (d - 2)), so frequency i is base^(-2i / d) * stretch^(-2i / (d - 2))
+        power = -np.arange(0, head_dim, 2, dtype=np.float64) / (head_dim - 2)
+        angle = angle * jnp.power(stretch, jnp.asarray(power.astype(np.float32))[None, :])
+    scale = np.float32(rope.attention_factor)
+    return jnp.cos(angle) * scale, jnp.sin(angle) * scale
+
+
+def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
+    """Rotate x [T, heads, head_dim] by cos, sin float32 [T, head_dim / 2], in float32; x's dtype out."""
+    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    cos, sin = cos[:, None, :], sin[:, None, :]
+    turned = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+    return turned.astype(x.dtype)

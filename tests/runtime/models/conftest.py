@@ -1,0 +1,77 @@
+"""Golden checkpoints, and a test double of paged attention: no pages, no engine.
+
+The double keeps one sequence in one contiguous cache per layer, float32 [slots, 2, kv heads, head_dim].
+Its `meta` is the positions int32 [T]. The last slot is scratch for padding tokens; no real token goes there.
+"""
+
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from penstock.runtime.models import params
+from penstock.runtime.models.config import ModelConfig
+
+SLOTS = 128
+CHUNK = 8
+GOLDEN = Path(__file__).parents[2] / "golden"
+
+
+def contiguous_attention(q, k_new, v_new, kv, meta, *, scale, sliding_window):
+    groups = q.shape[1] // k_new.shape[1]
+    kv = kv.at[meta].set(jnp.stack([k_new, v_new], axis=1).astype(jnp.float32))
+    keys, values = (jnp.repeat(kv[:, i], groups, axis=1) for i in (0, 1))
+    distance = meta[:, None] - jnp.arange(SLOTS, dtype=jnp.int32)[None, :]
+    visible = distance >= 0
+    if sliding_window is not None:
+        visible &= distance < sliding_window
+    scores = jnp.einsum("thd,shd->hts", q.astype(jnp.float32), keys, precision="highest") * np.float32(scale)
+    weights = jax.nn.softmax(jnp.where(visible[None], scores, -jnp.inf), axis=-1)
+    return jnp.einsum("hts,shd->thd", weights, values, precision="highest").astype(q.dtype), kv
+
+
+class Sequence:
+    """Feeds one sequence through a model in chunks of at most CHUNK tokens, one compiled program."""
+
+    def __init__(self, config: ModelConfig, state: params.ModelState) -> None:
+        self.leaves = params.state_to_leaves(state)
+        shape = (SLOTS, 2, config.num_kv_heads, config.head_dim)
+        self._empty = tuple(jnp.zeros(shape, jnp.float32) for _ in range(config.num_layers))
+
+        def step(leaves, token_ids, positions, kv):
+            model = params.bind(config, leaves)
+            hidden, kv = model(token_ids, positions, kv, positions, attention=contiguous_attention)
+            return model.logits(hidden), kv
+
+        self._step = jax.jit(step)
+        self.reset()
+
+    def reset(self) -> None:
+        self.kv, self.length = self._empty, 0
+
+    def feed(self, tokens, chunk: int = CHUNK) -> np.ndarray:
+        """Append tokens; the logits float32 [V] after the last one."""
+        for begin in range(0, len(tokens), chunk):
+            part = tokens[begin : begin + chunk]
+            token_ids = np.zeros(CHUNK, np.int32)
+            positions = np.full(CHUNK, SLOTS - 1, np.int32)
+            token_ids[: len(part)] = part
+            positions[: len(part)] = np.arange(self.length, self.length + len(part))
+            logits, self.kv = self._step(self.leaves, token_ids, positions, self.kv)
+            self.length += len(part)
+            last = np.array(logits[len(part) - 1])
+        return last
+
+
+@pytest.fixture(scope="session")
+def golden_root() -> Path:
+    """The folder of golden checkpoints."""
+    return GOLDEN
+
+
+@pytest.fixture(scope="session")
+def make_sequence():
+    """(config, state) -> Sequence."""
+    return Sequence

@@ -1,0 +1,45 @@
+"""Logits, greedy tokens and logprobs against PyTorch float32 eager, without the engine.
+
+tests/golden holds tiny random checkpoints and what transformers 5.23 computed from them without a cache.
+"""
+
+import json
+
+import numpy as np
+import pytest
+
+from penstock.runtime.checkpoint import load_config, load_weights
+
+NAMES = ["qwen3", "qwen2", "qwen2_yarn", "llama", "llama_linear_rope", "mistral_swa"]
+
+
+def log_softmax(logits):
+    shifted = logits.astype(np.float64) - logits.max()
+    return shifted - np.log(np.exp(shifted).sum())
+
+
+@pytest.fixture(scope="module", params=NAMES)
+def golden(request, golden_root, make_sequence):
+    directory = golden_root / request.param
+    config = load_config(directory)
+    sequence = make_sequence(config, load_weights(directory, config, progress=False))
+    return sequence, json.loads((directory / "expected.json").read_text())["cases"]
+
+
+@pytest.mark.parametrize("case", range(3))
+def test_matches_pytorch(golden, case):
+    sequence, cases = golden
+    expected = cases[case]
+    sequence.reset()
+    logits = sequence.feed(expected["prompt"])
+    ids, values = zip(*expected["last_logits_top"], strict=True)
+    np.testing.assert_allclose(logits[list(ids)], values, rtol=1e-4)
+    assert list(np.argsort(-logits)[: len(ids)]) == list(ids)
+    tokens, logprobs = [], []
+    for _ in expected["tokens"]:
+        token = int(logits.argmax())
+        tokens.append(token)
+        logprobs.append(log_softmax(logits)[token])
+        logits = sequence.feed([token])
+    assert tokens == expected["tokens"]
+    np.testing.assert_allclose(logprobs, expected["logprobs"], atol=1e-4)
