@@ -1,0 +1,65 @@
+"""`penstock`: one program, a module per command.
+
+Only the chosen command's module is imported, so that `penstock --help` is instant and no command of the
+client pays for JAX. A module of a command has `add_parser(subparsers)` and `run(args) -> int`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+from importlib import metadata
+
+COMMANDS = {
+    "demo": "start the built-in demo model, show one answer, and stay up",
+    "serve": "serve a model over gRPC",
+    "generate": "continue a prompt, streaming to the terminal",
+    "chat": "talk to a model in the terminal",
+    "info": "show a server's model, limits and load",
+    "bench": "measure a server's latency and throughput",
+}
+"""Name of the command and of its module in penstock.cli, and its line in `penstock --help`."""
+
+
+def version() -> str:
+    """Of the installed distribution."""
+    try:
+        return metadata.version("penstock")
+    except metadata.PackageNotFoundError:  # run from a source tree that was not installed
+        return "unknown"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; returns the exit code (2: wrong usage, 130: interrupted)."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    chosen = next((argument for argument in arguments if not argument.startswith("-")), None)
+    parser = argparse.ArgumentParser(prog="penstock", description="A gRPC server for language models.")
+    parser.add_argument("--version", action="version", version=f"penstock {version()}")
+    subparsers = parser.add_subparsers(dest="command", metavar="COMMAND")
+    modules = {}
+    for name, line in COMMANDS.items():
+        if name == chosen:
+            modules[name] = importlib.import_module(f"penstock.cli.{name}")
+            modules[name].add_parser(subparsers)
+        else:
+            subparsers.add_parser(name, help=line)
+    args = parser.parse_args(arguments)
+    if args.command is None:
+        parser.print_help(sys.stderr)
+        return 2
+    try:
+        code = modules[args.command].run(args)
+        sys.stdout.flush()
+        return int(code)
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:  # e.g. `penstock generate ... | head -1`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,152 @@
+"""What the commands that talk to a server share: address, sampling flags, and errors as one helpful line."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import enum
+import json
+import math
+import sys
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from penstock.client import (
+    DEFAULT_ADDR,
+    Client,
+    DeadlineExceeded,
+    Draining,
+    DuplicateRequestId,
+    InvalidRequest,
+    NotReady,
+    PenstockClientError,
+    PromptTooLong,
+    QueueFull,
+    RequestOptions,
+    ServerError,
+    Unreachable,
+    Unsupported,
+)
+
+if TYPE_CHECKING:
+    # Generic only for type checkers.
+    Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
+
+
+def add_addr(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--addr", default=DEFAULT_ADDR, metavar="HOST:PORT", help="default: %(default)s")
+
+
+def add_sampling(parser: argparse.ArgumentParser, max_tokens: int | None) -> None:
+    """Flags that become request options; what is not given is left to the server."""
+    limit = "until the context is full" if max_tokens is None else "%(default)s"
+    group = parser.add_argument_group("generation", "what is not given is the model's own default")
+    group.add_argument(
+        "--max-tokens",
+        type=int,
+        default=max_tokens,
+        metavar="N",
+        help=f"most tokens to generate; default: {limit}",
+    )
+    group.add_argument("--temperature", type=float, metavar="T", help="0 is greedy")
+    group.add_argument("--top-p", type=float, metavar="P")
+    group.add_argument("--top-k", type=int, metavar="K", help="0 is off")
+    group.add_argument("--min-p", type=float, metavar="P")
+    group.add_argument("--seed", type=int, metavar="N", help="the same seed gives the same answer")
+    group.add_argument(
+        "--stop", action="append", metavar="TEXT", help="end before this text; may be repeated"
+    )
+    group.add_argument(
+        "--ignore-eos", action="store_true", default=None, help="go on past the model's end token"
+    )
+
+
+def sampling_of(args: argparse.Namespace) -> RequestOptions:
+    return RequestOptions(
+        max_tokens=args.max_tokens,
+        temperature=args.temperature,
+        top_p=args.top_p,
+        top_k=args.top_k,
+        min_p=args.min_p,
+        seed=args.seed,
+        stop=args.stop,
+        ignore_eos=args.ignore_eos,
+    )
+
+
+def with_client(args: argparse.Namespace, body: Callable[[Client], int]) -> int:
+    """Connect, run, and turn what the server refuses into one line on stderr and exit code 1."""
+    with Client(args.addr) as client:
+        try:
+            return body(client)
+        except PenstockClientError as error:
+            complain(args.command, explain(error, args.addr))
+            return 1
+
+
+def complain(command: str, message: str) -> None:
+    print(f"penstock {command}: {message}", file=sys.stderr)
+
+
+def explain(error: PenstockClientError, addr: str) -> str:
+    """What went wrong and what to do next, in one line."""
+    text = " ".join(str(error).split())
+    match error:
+        case Unreachable():
+            cause = text.rpartition(": ")[2]
+            return (
+                f"no server at {addr} ({cause}); start one with `penstock serve demo`, or name it with --addr"
+            )
+        case NotReady():
+            return (
+                f"the server at {addr} is still loading; try again in a moment, or watch its output ({text})"
+            )
+        case Draining():
+            return f"the server at {addr} is shutting down; try again when it is back"
+        case QueueFull():
+            wait = "" if error.retry_after is None else f" in {error.retry_after:g} s"
+            return f"the server is full ({text}); try again{wait}"
+        case PromptTooLong():
+            return f"{text}; shorten the prompt"
+        case InvalidRequest() if error.violations:
+            listed = "; ".join(f"{v.field}: {v.description}" for v in error.violations)
+            return f"the request is not valid: {listed}"
+        case Unsupported():
+            what = ", ".join(error.fields)
+            return f"this server cannot do that{f' ({what})' if what else ''}: {text}; see `penstock info`"
+        case DuplicateRequestId():
+            return f"{text}; choose another --request-id"
+        case DeadlineExceeded():
+            return f"no answer in time from {addr}; allow more with --timeout"
+        case ServerError():
+            return f"the server failed ({error.code.name}): {text}; its log says more"
+        case _:
+            return f"the server refused ({error.reason or error.code.name}): {text}"
+
+
+def plain(value: object) -> Any:
+    """Dataclasses and enums as what json can write; NaN, which JSON lacks, as null."""
+    if isinstance(value, enum.Enum):
+        return value.value
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {f.name: plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
+    if isinstance(value, Mapping):
+        return {str(key): plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(item) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value
+
+
+def print_json(value: object) -> None:
+    print(json.dumps(plain(value), indent=2, ensure_ascii=False))
+
+
+_CONTROLS = {code: "�" for code in (*range(0x20), 0x7F, *range(0x80, 0xA0)) if chr(code) not in "\n\t\r"}
+
+
+def write(text: str) -> None:
+    """Show a model's text at once; on a terminal without control characters, which could rewrite it."""
+    sys.stdout.write(text.translate(_CONTROLS) if sys.stdout.isatty() else text)
+    sys.stdout.flush()

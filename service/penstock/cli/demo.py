@@ -1,0 +1,149 @@
+"""`penstock demo`: the built-in demo model, served, with one answer shown and lines to paste.
+
+The server is a child process, so that what runs here is what an operator runs: `penstock serve demo`. It has
+its own process group: Ctrl-C reaches it once, from us, and not a second time from the terminal, which a server
+may read as "stop without finishing the running requests".
+"""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import TYPE_CHECKING
+
+from penstock.cli.common import complain, explain, write
+from penstock.client import Client, NotReady, PenstockClientError
+
+if TYPE_CHECKING:
+    from penstock.cli.common import Subparsers
+
+PROMPT = "Once upon a time"
+SAMPLE_TOKENS = 120
+FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+PASTE = """
+Try it from another terminal:
+
+  grpcurl -plaintext -d '{{"prompt": "{prompt}", "stopping": {{"max_tokens": 60}}}}' \\
+    {addr} penstock.v1.InferenceService/Stream
+
+  penstock generate "{prompt}"{flag}
+  penstock chat{flag}
+  penstock info{flag}
+
+or from Python:
+
+  from penstock.client import Client
+
+  with Client("{addr}") as client:
+      for event in client.stream("{prompt}", max_tokens=60):
+          print(event.delta, end="", flush=True)
+
+Serving on {addr}. Ctrl-C stops it.
+"""
+
+
+def add_parser(subparsers: Subparsers) -> None:
+    parser = subparsers.add_parser(
+        "demo",
+        help="start the built-in demo model, show one answer, and stay up",
+        description="Start a server for the built-in demo model, show one answer, and stay up until Ctrl-C.",
+    )
+    parser.add_argument("--host", default="127.0.0.1", help="default: %(default)s")
+    parser.add_argument("--port", type=int, default=50051, help="default: %(default)s")
+
+
+def server_command(host: str, port: int) -> list[str]:
+    """What the child runs."""
+    return [sys.executable, "-m", "penstock.cli", "serve", "demo", "--host", host, "--port", str(port)]
+
+
+def is_port_free(host: str, port: int) -> bool:
+    """Ask before the model is loaded: a server finds out only after. False also for a foreign address."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as gRPC does: TIME_WAIT is no obstacle
+        try:
+            probe.bind((host, port))
+        except OSError:
+            return False
+    return True
+
+
+def run(args: argparse.Namespace) -> int:
+    """Returns the server's exit code (128 + n when signal n ended it)."""
+    if not is_port_free(args.host, args.port):
+        complain(
+            args.command,
+            f"port {args.port} on {args.host} is taken, perhaps by a running demo; "
+            f"choose another: penstock demo --port {args.port + 1}",
+        )
+        return 1
+    addr = f"[{args.host}]:{args.port}" if ":" in args.host else f"{args.host}:{args.port}"
+    with _child(server_command(args.host, args.port)) as (server, stopped), Client(addr) as client:
+        try:
+            if _wait_ready(server, client):
+                _show(client, addr)
+        except PenstockClientError as error:
+            if server.poll() is None and not stopped:
+                complain(args.command, explain(error, addr))
+                server.terminate()
+        code = server.wait()
+    if code != 0 and not stopped:
+        complain(args.command, f"the server ended with exit code {code}; its output above says why")
+    return code if code >= 0 else 128 - code
+
+
+@contextmanager
+def _child(command: list[str]) -> Iterator[tuple[subprocess.Popen[bytes], list[int]]]:
+    """Run the server and hand signals on to it; yields it, and the list of the signals that came.
+
+    Its output goes where ours goes. It never outlives the block.
+    """
+    came: list[int] = []
+    server: subprocess.Popen[bytes] | None = None
+
+    def forward(number: int, _frame: FrameType | None) -> None:
+        came.append(number)
+        if server is not None and server.poll() is None:
+            server.send_signal(number)
+
+    before = {number: signal.signal(number, forward) for number in FORWARDED}
+    try:
+        server = subprocess.Popen(command, stdin=subprocess.DEVNULL, process_group=0)
+        if came:  # while it was being started
+            server.send_signal(came[-1])
+        yield server, came
+    finally:
+        if server is not None and server.poll() is None:
+            server.terminate()
+            server.wait()
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _wait_ready(server: subprocess.Popen[bytes], client: Client) -> bool:
+    """Until health is SERVING; False when the server ended first."""
+    while server.poll() is None:
+        try:
+            client.wait_ready(timeout=0.5)
+        except NotReady:
+            continue
+        return True
+    return False
+
+
+def _show(client: Client, addr: str) -> None:
+    """One answer, streamed, and how to get more."""
+    write(f"\n{PROMPT}")
+    with client.stream(PROMPT, max_tokens=SAMPLE_TOKENS) as stream:
+        for event in stream:
+            write(event.delta)
+    flag = "" if addr == "127.0.0.1:50051" else f" --addr {addr}"
+    write("\n" + PASTE.format(prompt=PROMPT, addr=addr, flag=flag))

@@ -1,0 +1,77 @@
+"""`penstock info`: what a server serves, its limits, and how busy it is."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from typing import TYPE_CHECKING
+
+from penstock.cli.common import add_addr, print_json, with_client
+from penstock.client import Client, Load, ModelInfo, ServerInfo, WeightsVersion
+
+if TYPE_CHECKING:
+    from penstock.cli.common import Subparsers
+
+
+def add_parser(subparsers: Subparsers) -> None:
+    parser = subparsers.add_parser(
+        "info",
+        help="show a server's model, limits and load",
+        description="Show a server's model, its limits and its load.",
+    )
+    add_addr(parser)
+    parser.add_argument("--json", action="store_true", help="print as JSON")
+
+
+def run(args: argparse.Namespace) -> int:
+    return with_client(args, lambda client: _show(client, args.json))
+
+
+def _show(client: Client, as_json: bool) -> int:
+    model, server, load = client.model_info(), client.server_info(), client.load()
+    if as_json:
+        print_json({"model": model, "server": server, "load": load})
+    else:
+        print(table(model, server, load))
+    return 0
+
+
+def _weights(version: WeightsVersion) -> str:
+    return f"{version.label} (generation {version.generation})"
+
+
+def table(model: ModelInfo, server: ServerInfo, load: Load) -> str:
+    """Three groups of name and value."""
+    sampling = dataclasses.asdict(model.default_sampling)
+    groups = {
+        "model": {
+            "name": model.model,
+            "architecture": model.architecture,
+            "vocabulary": f"{model.vocab_size} tokens",
+            "context": f"{model.max_context_tokens} tokens",
+            "end tokens": ", ".join(map(str, model.eos_token_ids)) or "none",
+            "sampling": ", ".join(f"{k} {v:g}" for k, v in sampling.items() if v is not None) or "not stated",
+            "weights": _weights(model.weights),
+            "features": ", ".join(model.features) or "none",
+        },
+        "server": {
+            "version": server.server_version,
+            "instance": server.instance_id,
+            "devices": ", ".join(server.devices),
+            "requests": f"{server.max_running_requests} running, {server.max_queued_requests} queued at most",
+            "KV cache": f"{server.kv_pages_total} pages of {server.kv_page_tokens} tokens",
+            "log-probabilities": f"{server.max_logprobs} at most",
+        },
+        "load": {
+            "requests": f"{load.running_requests} running, {load.queued_requests} queued",
+            "queued prompts": f"{load.queued_prompt_tokens} tokens",
+            "KV cache": f"{load.kv_pages_used} of {load.kv_pages_total} pages used",
+            "state": "paused" if load.paused else "running",
+        },
+    }
+    width = max(len(name) for group in groups.values() for name in group)
+    lines = [
+        "\n".join([title, *(f"  {name:<{width}}  {value}" for name, value in group.items())])
+        for title, group in groups.items()
+    ]
+    return "\n\n".join(lines)
