@@ -1,0 +1,29 @@
+"""The engine. `from penstock.runtime import Engine` to embed it; submodules without jax import without jax."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from penstock.runtime.config import EngineConfig
+    from penstock.runtime.engine import Engine, Generation
+    from penstock.runtime.request import SamplingParams, StoppingParams
+
+__all__ = ["Engine", "EngineConfig", "Generation", "SamplingParams", "StoppingParams"]
+
+_HOME = {
+    "Engine": "penstock.runtime.engine",
+    "EngineConfig": "penstock.runtime.config",
+    "Generation": "penstock.runtime.engine",
+    "SamplingParams": "penstock.runtime.request",
+    "StoppingParams": "penstock.runtime.request",
+}
+
+
+def __getattr__(name: str) -> Any:
+    # Lazy (PEP 562), so that the scheduler's tests and the client never pay for importing jax.
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    import importlib
+
+    return getattr(importlib.import_module(_HOME[name]), name)

@@ -1,0 +1,90 @@
+"""Compiling every program before serving: in parallel, with a progress bar, cached on disk; and counting compiles afterwards."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from pathlib import Path
+from typing import Any
+
+import jax
+from tqdm import tqdm
+
+from penstock.runtime.buckets import ProgramKey
+
+log = logging.getLogger(__name__)
+
+Programs = Mapping[ProgramKey, jax.stages.Compiled]
+_BACKEND_COMPILE = "/jax/core/compile/backend_compile_duration"
+
+
+def use_compilation_cache(folder: Path | None) -> None:
+    """Point JAX's persistent compilation cache at `folder` (made if absent); None leaves JAX's own setting alone.
+
+    JAX keeps this setting per process; programs of any size and compile time are kept, since a start-up needs them all.
+    """
+    if folder is None:
+        return
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        log.warning("compilation cache is off: cannot make %s (%s)", folder, error)
+        return
+    jax.config.update("jax_compilation_cache_dir", str(folder))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+
+
+class CompileCounter:
+    """Counts XLA compilations of this process from `start` on (a hit in the persistent cache counts too)."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._listening = False
+
+    def _on_duration(self, event: str, _duration: float, **_kwargs: Any) -> None:
+        if event == _BACKEND_COMPILE:
+            self.count += 1
+
+    def start(self) -> None:
+        """Begin counting from zero."""
+        self.count = 0
+        if not self._listening:
+            jax.monitoring.register_event_duration_secs_listener(self._on_duration)
+            self._listening = True
+
+    def stop(self) -> None:
+        """Stop counting; `count` keeps its value."""
+        if self._listening:
+            jax.monitoring.unregister_event_duration_listener(self._on_duration)
+            self._listening = False
+
+
+def compile_all(
+    keys: Sequence[ProgramKey], compile_one: Callable[[ProgramKey], jax.stages.Compiled], *, show_progress: bool
+) -> Programs:
+    """Compile every key with as many threads as there are processors (XLA compiles outside the GIL)."""
+    programs: dict[ProgramKey, jax.stages.Compiled] = {}
+    started = time.monotonic()
+    workers = max(1, min(os.cpu_count() or 1, 8, len(keys)))
+    bar = tqdm(
+        total=len(keys),
+        desc="Compiling programs",
+        unit="program",
+        disable=not show_progress or None,  # None: hidden where stderr is not a terminal
+        bar_format="{desc}: {n_fmt}/{total_fmt} |{bar}| {elapsed}, about {remaining} left",
+    )
+    with bar, ThreadPoolExecutor(workers, thread_name_prefix="penstock-compile") as pool:
+        pending = {pool.submit(compile_one, key): key for key in keys}
+        try:
+            for done in as_completed(pending):
+                programs[pending[done]] = done.result()
+                bar.update()
+        except BaseException:
+            pool.shutdown(cancel_futures=True)
+            raise
+    log.info("compiled %d programs in %.1f s", len(programs), time.monotonic() - started)
+    return programs

@@ -1,0 +1,70 @@
+"""Options of the engine: frozen, checked once, and resolved ("auto" becomes a value) into new objects. No jax."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from penstock.runtime.errors import ConfigError
+
+DTYPES = ("auto", "bfloat16", "float16", "float32")
+
+
+def default_compilation_cache() -> Path:
+    """Where compiled programs are kept between starts."""
+    return Path(os.path.expanduser("~")) / ".cache" / "penstock" / "xla"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """What an operator may choose. None means "derive it"; what was derived is logged at start."""
+
+    served_model_name: str | None = None
+    """Name in replies and the one `model` field that is accepted; None: the last part of the model's path."""
+    dtype: str = "auto"
+    """Weights and activations; auto is the checkpoint's own."""
+    max_model_len: int | None = None
+    """Prompt plus generated tokens of one request; None: the model's own, at most what the KV cache holds."""
+    max_num_seqs: int = 16
+    """Rows of the running batch."""
+    max_num_batched_tokens: int = 512
+    """Token budget of one step, shared by decodes and prefill chunks."""
+    max_queued_requests: int = 1024
+    page_size: int = 16
+    """Tokens per KV page."""
+    kv_cache_bytes: int | None = None
+    """Size of the KV cache; None: on an accelerator from `hbm_utilization`, on CPU a logged default."""
+    hbm_utilization: float = 0.9
+    """Share of an accelerator's memory for weights, programs and KV together."""
+    max_logprobs: int = 20
+    """Most `logprobs` a request may ask for."""
+    compilation_cache: Path | None = field(default_factory=default_compilation_cache)
+    """Folder of the persistent compilation cache; None turns it off."""
+    show_progress: bool = True
+
+    def __post_init__(self) -> None:
+        bad: list[str] = []
+        if self.dtype not in DTYPES:
+            bad.append(f"dtype: must be one of {', '.join(DTYPES)}, not {self.dtype!r}")
+        if self.max_model_len is not None and self.max_model_len < 2:
+            bad.append(f"max_model_len: must be at least 2, not {self.max_model_len}")
+        if not 1 <= self.max_num_seqs <= 4096:
+            bad.append(f"max_num_seqs: must be from 1 to 4096, not {self.max_num_seqs}")
+        if self.max_num_batched_tokens < max(16, self.max_num_seqs):
+            bad.append(
+                f"max_num_batched_tokens: must be at least 16 and max_num_seqs ({self.max_num_seqs}), "
+                f"not {self.max_num_batched_tokens}"
+            )
+        if self.max_queued_requests < 1:
+            bad.append(f"max_queued_requests: must be at least 1, not {self.max_queued_requests}")
+        if self.page_size < 1 or self.page_size & (self.page_size - 1) or self.page_size > 1024:
+            bad.append(f"page_size: must be a power of two up to 1024, not {self.page_size}")
+        if self.kv_cache_bytes is not None and self.kv_cache_bytes <= 0:
+            bad.append(f"kv_cache_bytes: must be above 0, not {self.kv_cache_bytes}")
+        if not 0.0 < self.hbm_utilization <= 1.0:
+            bad.append(f"hbm_utilization: must be above 0 and at most 1, not {self.hbm_utilization}")
+        if not 0 <= self.max_logprobs <= 1024:
+            bad.append(f"max_logprobs: must be from 0 to 1024, not {self.max_logprobs}")
+        if bad:
+            raise ConfigError("; ".join(bad))

@@ -1,0 +1,395 @@
+"""EngineCore: the engine's thread, which schedules, runs and hands out steps. Token ids in, token ids out.
+
+One Generate, eight hops: 1. a client calls the stub. 2. The servicer method runs inside the interceptors (trace start, error mapping).
+3. `convert` and `text` make a validated frozen `Request`; refusals happen here or in hop 4, never later. 4. `submit(request, sink)`
+puts it in the queue. 5. `Scheduler.schedule` makes a `Plan`. 6. `ModelRunner.execute_async` pads it to a bucket and packs one
+host-to-device buffer. 7. The bucket's compiled program runs model, sampler and state update. 8. `ModelRunner.wait` ->
+`Scheduler.commit` -> sink -> the service's stream -> reply.
+
+Locking: the scheduler is touched only under `_lock`, which is never held while the device works, so a caller waits for a plan
+or a commit at most (tens of microseconds). Everything a request is told, in whatever thread it was decided, goes through `_outbox` and
+is delivered by the engine thread, in order. Freeing pages while a dispatched step may still write them is safe: the device runs
+steps in order, so whoever gets the pages next writes after.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import logging
+import secrets
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Protocol
+
+from penstock.runtime.errors import Draining, EngineFailure, InvalidRequest, NotReady, Violation
+from penstock.runtime.plan import Plan
+from penstock.runtime.request import MAX_STOP_TOKEN_IDS, Finish, FinishReason, Output, Request
+from penstock.runtime.runner import ModelRunner
+from penstock.runtime.scheduler import Load, Scheduler
+
+log = logging.getLogger(__name__)
+
+_ABORTED = FinishReason.ABORTED
+_LONGEST_WAIT_S = 3600.0
+
+Sink = Callable[[Sequence[Output]], None]
+"""Takes the outputs of one step for all requests submitted with this same object; called on the engine thread; must not block."""
+
+
+class AbortOutcome(enum.Enum):
+    """What `abort` found for an id."""
+
+    ABORTED = "aborted"
+    ALREADY_FINISHED = "already_finished"
+    NOT_FOUND = "not_found"
+
+
+class InFlightPolicy(enum.Enum):
+    """What a weight update does with running requests."""
+
+    WAIT = "wait"
+    """Hold admission, let the running ones finish on the old weights."""
+    ABORT = "abort"
+    """End them with what they have."""
+    KEEP = "keep"
+    """Go on with the cache the old weights computed."""
+    RECOMPUTE = "recompute"
+    """Drop their cache, prefill again on the new weights, go on."""
+
+
+@dataclass(frozen=True, slots=True)
+class WeightsVersion:
+    """Which weights serve: the caller's label and a number that rises by one per update."""
+
+    label: str
+    generation: int
+
+
+@dataclass(frozen=True, slots=True)
+class StepRecord:
+    """One engine step for an observer; times are monotonic ns."""
+
+    step_id: int
+    num_rows: int
+    num_tokens: int
+    decode_only: bool
+    request_ids: tuple[str, ...]
+    num_waiting: int
+    pages_used: int
+    started_ns: int
+    scheduled_ns: int
+    dispatched_ns: int
+    waited_ns: int
+    committed_ns: int
+
+
+class Observer(Protocol):
+    """Sees every step, on the engine thread: append and return; anything costly belongs elsewhere."""
+
+    def on_step(self, record: StepRecord) -> None:
+        """Called after the step's outputs were committed."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class _Update:
+    install: Callable[[], None]
+    label: str
+    policy: InFlightPolicy
+    done: Future[WeightsVersion]
+
+
+class EngineCore:
+    """Runs one scheduler on one runner in one thread. All public methods may be called from any thread."""
+
+    def __init__(
+        self, runner: ModelRunner, scheduler: Scheduler, *, vocab_size: int, observer: Observer | None = None
+    ) -> None:
+        self._runner = runner
+        self._scheduler = scheduler
+        self._vocab_size = vocab_size
+        self._observer = observer
+        self._lock = threading.Lock()
+        self._changed = threading.Condition(self._lock)
+        self._sinks: dict[str, Sink] = {}
+        self._outbox: list[tuple[Sink, Output]] = []
+        self._updates: deque[_Update] = deque()
+        self._weights = WeightsVersion("initial", 1)
+        scheduler.weights_generation = self._weights.generation
+        self._draining = False
+        self._stopping = False
+        self._failure: EngineFailure | None = None
+        self._thread: threading.Thread | None = None
+
+    # -- state --
+
+    @property
+    def ready(self) -> bool:
+        """Whether requests are taken."""
+        return self._thread is not None and self._failure is None and not self._draining
+
+    @property
+    def failure(self) -> EngineFailure | None:
+        """Why the engine died, if it did."""
+        return self._failure
+
+    @property
+    def weights(self) -> WeightsVersion:
+        """The weights that serve now."""
+        return self._weights
+
+    def load(self) -> Load:
+        """A consistent snapshot of how busy the engine is."""
+        with self._lock:
+            return self._scheduler.load()
+
+    # -- requests --
+
+    def submit(self, request: Request, sink: Sink) -> None:
+        """Queue a request; its outputs go to `sink`. Raises what the request or the engine's state forbid, at once."""
+        self._check(request)
+        if request.sampling.seed is None:
+            sampling = dataclasses.replace(request.sampling, seed=secrets.randbits(64))
+            request = dataclasses.replace(request, sampling=sampling)
+        with self._lock:
+            if self._failure is not None:
+                raise self._failure
+            if self._draining or self._stopping:
+                raise Draining
+            if self._thread is None:
+                raise NotReady
+            self._scheduler.add(request, time.monotonic_ns())
+            self._sinks[request.request_id] = sink
+            self._changed.notify()
+
+    def _check(self, request: Request) -> None:
+        vocab = self._vocab_size
+        bad = [
+            Violation(f"{name}[{i}]", f"must be from 0 to {vocab - 1}, not {token}")
+            for name, ids in (
+                ("prompt_token_ids.ids", request.prompt_token_ids),
+                ("stopping.stop_token_ids", request.stopping.stop_token_ids),
+            )
+            if ids and (min(ids) < 0 or max(ids) >= vocab)
+            for i, token in enumerate(ids)
+            if not 0 <= token < vocab
+        ]
+        num_stops = len(request.stopping.stop_token_ids) + len(self._scheduler.config.eos_token_ids)
+        if num_stops > MAX_STOP_TOKEN_IDS:
+            most = MAX_STOP_TOKEN_IDS - len(self._scheduler.config.eos_token_ids)
+            bad.append(Violation("stopping.stop_token_ids", f"at most {most} ids with this model"))
+        if bad:
+            raise InvalidRequest(bad)
+
+    def cancel(self, request_id: str) -> None:
+        """Its reader is gone: free slot and pages, tell nobody. Unknown ids are ignored."""
+        with self._lock:
+            self._sinks.pop(request_id, None)
+            self._scheduler.abort(request_id, "", time.monotonic_ns())
+            self._changed.notify()
+
+    def finish(self, request_id: str, finish: Finish) -> None:
+        """End a request for a reason found outside, such as a stop string. Its sink gets a last output; unknown ids are ignored."""
+        with self._lock:
+            self._end(request_id, finish)
+            self._changed.notify()
+
+    def abort(
+        self,
+        request_ids: Sequence[str] | None = None,
+        *,
+        prefix: str | None = None,
+        all_requests: bool = False,
+        message: str = "",
+    ) -> list[tuple[str, AbortOutcome]]:
+        """End requests by exact id, by a non-empty prefix, or all; exactly one target must be given (ValueError).
+
+        Slot and pages are free when this returns. One result per id asked for, or per match.
+        """
+        if (request_ids is not None) + bool(prefix) + all_requests != 1:
+            raise ValueError("abort needs exactly one of request_ids, a non-empty prefix, or all_requests")
+        with self._lock:
+            if request_ids is None:
+                active = self._scheduler.active_ids()
+                request_ids = [i for i in active if all_requests or i.startswith(prefix or "")]
+            results = []
+            for request_id in dict.fromkeys(request_ids):
+                if self._end(request_id, Finish(reason=_ABORTED, message=message)):
+                    outcome = AbortOutcome.ABORTED
+                elif self._scheduler.finished(request_id):
+                    outcome = AbortOutcome.ALREADY_FINISHED
+                else:
+                    outcome = AbortOutcome.NOT_FOUND
+                results.append((request_id, outcome))
+            self._changed.notify()
+        return results
+
+    def _end(self, request_id: str, finish: Finish) -> bool:
+        output = self._scheduler.abort(
+            request_id, finish.message, time.monotonic_ns(), reason=finish.reason, stop=finish.stop
+        )
+        if output is None:
+            return False
+        self._post([output])
+        return True
+
+    # -- weights --
+
+    def update(self, install: Callable[[], None], label: str, policy: InFlightPolicy) -> Future[WeightsVersion]:
+        """Run `install` (which swaps the runner's weights, or raises and leaves them) between two steps.
+
+        The future holds the new version, or what `install` raised; then nothing has changed.
+        """
+        done: Future[WeightsVersion] = Future()
+        with self._lock:
+            if self._thread is None or self._failure is not None or self._stopping:
+                raise self._failure or NotReady()
+            self._updates.append(_Update(install, label, policy, done))
+            self._changed.notify()
+        return done
+
+    def _apply_updates(self) -> None:
+        """On the engine thread, with no step in flight: apply what updates the running requests allow."""
+        while True:
+            with self._lock:
+                if not self._updates:
+                    return
+                update = self._updates[0]
+                if update.policy is InFlightPolicy.WAIT and self._scheduler.load().num_running:
+                    return
+                self._updates.popleft()
+            try:
+                update.install()  # without the lock: callers need not wait while it copies
+            except Exception as error:  # whatever it was, the old weights serve on, and the caller is told
+                update.done.set_exception(error)
+                continue
+            with self._lock:
+                if update.policy is InFlightPolicy.ABORT:
+                    for request_id in self._scheduler.active_ids():
+                        self._end(request_id, Finish(_ABORTED, message=f"weights were updated to {update.label!r}"))
+                elif update.policy is InFlightPolicy.RECOMPUTE:
+                    self._scheduler.preempt_all()
+                self._weights = WeightsVersion(update.label, self._weights.generation + 1)
+                self._scheduler.weights_generation = self._weights.generation
+            update.done.set_result(self._weights)
+
+    # -- the thread --
+
+    def start(self) -> None:
+        """Start stepping; the runner must be compiled."""
+        self._thread = threading.Thread(target=self._run, name="penstock-engine", daemon=True)
+        self._thread.start()
+
+    def drain(self, timeout_s: float) -> bool:
+        """Refuse new requests and wait for the others to end; false if some are left after `timeout_s`."""
+        with self._lock:
+            self._draining = True
+            return self._changed.wait_for(lambda: not self._scheduler.has_work and not self._outbox, timeout_s)
+
+    def shutdown(self) -> None:
+        """End what still runs (ABORTED), stop the thread and free the device's memory. May be called twice."""
+        with self._lock:
+            self._draining = self._stopping = True
+            for request_id in self._scheduler.active_ids():
+                self._end(request_id, Finish(_ABORTED, message="the server is shutting down"))
+            self._changed.notify_all()
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join()
+        self._runner.shutdown()
+
+    def _run(self) -> None:
+        try:
+            while True:
+                plan, started_ns, scheduled_ns = self._next_plan()
+                if plan is not None:
+                    self._step(plan, started_ns, scheduled_ns)
+                self._deliver()
+                if plan is None and self._stopping:
+                    return
+        except Exception as error:
+            log.exception("the engine failed")
+            self._fail(error)
+
+    def _next_plan(self) -> tuple[Plan | None, int, int]:
+        """Wait until there is something to do; the plan, if a step is to be run."""
+        while True:
+            self._apply_updates()
+            with self._lock:
+                started_ns = time.monotonic_ns()
+                self._post(self._scheduler.expire(started_ns))
+                # An update that waits holds admission: nothing new may enter, what runs goes on.
+                plan = self._scheduler.schedule(started_ns, admit=not self._updates)
+                if plan is not None or self._outbox or self._stopping:
+                    return plan, started_ns, time.monotonic_ns()
+                wait_ns = self._scheduler.next_deadline_ns - time.monotonic_ns()
+                self._changed.wait(min(max(wait_ns, 0) / 1e9, _LONGEST_WAIT_S))
+
+    def _step(self, plan: Plan, started_ns: int, scheduled_ns: int) -> None:
+        pending = self._runner.execute_async(plan)
+        dispatched_ns = time.monotonic_ns()
+        result = self._runner.wait(pending)
+        waited_ns = time.monotonic_ns()
+        with self._lock:
+            self._post(self._scheduler.commit(plan, result, waited_ns))
+            load = self._scheduler.load()
+        if self._observer is not None:
+            self._observer.on_step(
+                StepRecord(
+                    step_id=plan.step_id,
+                    num_rows=len(plan.rows),
+                    num_tokens=plan.num_tokens,
+                    decode_only=plan.decode_only,
+                    request_ids=tuple(row.request_id for row in plan.rows),
+                    num_waiting=load.num_waiting,
+                    pages_used=load.pages_used,
+                    started_ns=started_ns,
+                    scheduled_ns=scheduled_ns,
+                    dispatched_ns=dispatched_ns,
+                    waited_ns=waited_ns,
+                    committed_ns=time.monotonic_ns(),
+                )
+            )
+
+    def _post(self, outputs: Sequence[Output]) -> None:
+        """With the lock held: line up outputs for delivery, dropping those of cancelled requests."""
+        for output in outputs:
+            sink = self._sinks.pop(output.request_id, None) if output.last else self._sinks.get(output.request_id)
+            if sink is not None:
+                self._outbox.append((sink, output))
+
+    def _deliver(self) -> None:
+        """One call per sink for everything that is lined up."""
+        with self._lock:
+            outbox, self._outbox = self._outbox, []
+        by_sink: dict[int, tuple[Sink, list[Output]]] = {}
+        for sink, output in outbox:
+            by_sink.setdefault(id(sink), (sink, []))[1].append(output)
+        for sink, outputs in by_sink.values():
+            try:
+                sink(outputs)
+            except Exception:  # one reader's fault must not end the others' requests
+                log.exception("a sink failed; its outputs are lost")
+        if not self._scheduler.has_work:
+            with self._lock:
+                self._changed.notify_all()  # drain waits for this
+
+    def _fail(self, error: Exception) -> None:
+        failure = EngineFailure(f"the engine failed: {type(error).__name__}: {error}")
+        failure.__cause__ = error
+        with self._lock:
+            self._failure = failure
+            for request_id in self._scheduler.active_ids():
+                self._scheduler.abort(request_id, str(failure), time.monotonic_ns())
+            for request_id, sink in self._sinks.items():
+                self._outbox.append((sink, Output(request_id, error=failure)))
+            self._sinks.clear()
+            for update in self._updates:
+                update.done.set_exception(failure)
+            self._updates.clear()
+        self._deliver()
+

@@ -1,0 +1,345 @@
+"""Engine: one model, ready to generate. The service stands on it, and it can be embedded without a server.
+
+>>> engine = Engine.from_pretrained("demo", EngineConfig(max_num_seqs=4))
+>>> engine.start()
+>>> engine.generate("Once upon a time", stopping=StoppingParams(max_tokens=40)).text
+
+Token-level work is `EngineCore`'s; this class loads, sizes, compiles, and puts text around the tokens.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import logging
+import queue
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.runtime.buckets import Buckets
+from penstock.runtime.compilation import use_compilation_cache
+from penstock.runtime.config import EngineConfig
+from penstock.runtime.core import AbortOutcome, EngineCore, InFlightPolicy, Observer, Sink, WeightsVersion
+from penstock.runtime.defaults import GenerationDefaults
+from penstock.runtime.errors import ConfigError, EngineFailure, InvalidRequest, Violation
+from penstock.runtime.memory import device_kv_bytes, plan_kv
+from penstock.runtime.request import (
+    Finish,
+    FinishReason,
+    Output,
+    Request,
+    RequestTiming,
+    SamplingParams,
+    StoppingParams,
+    TokenLogprobs,
+)
+from penstock.runtime.runner import ModelRunner, RunnerConfig, single_device_mesh
+from penstock.runtime.scheduler import Load, Scheduler, SchedulerConfig
+from penstock.runtime.served import ServedModel, load_model
+from penstock.runtime.text import TextCodec, TextStream
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelInfo:
+    """What is served, as resolved."""
+
+    name: str
+    architecture: str
+    vocab_size: int
+    max_model_len: int
+    eos_token_ids: tuple[int, ...]
+    defaults: GenerationDefaults
+    num_pages: int
+    page_size: int
+    devices: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """Text and tokens so far; as the last value of `stream` and the value of `generate`, `finish` is set."""
+
+    request_id: str
+    text: str
+    token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    delta: str = ""
+    """The text that is new since the last value."""
+    finish: Finish | None = None
+    timing: RequestTiming | None = None
+
+
+class Engine:
+    """A served model with its runner, scheduler and thread."""
+
+    def __init__(self, model: ServedModel, config: EngineConfig, *, observer: Observer | None = None) -> None:
+        """Size the KV cache and build scheduler and runner; nothing is compiled before `start`. ConfigError if it cannot fit."""
+        device = jax.tree.leaves(model.weights)[0].devices().pop()
+        mesh = single_device_mesh(device)
+        buckets = Buckets.default(config.max_num_seqs, config.max_num_batched_tokens)
+        runner_config = RunnerConfig(
+            buckets=buckets,
+            max_num_seqs=config.max_num_seqs,
+            max_model_len=config.max_model_len or model.max_model_len,
+            page_size=config.page_size,
+            dtype=model.dtype,
+            vocab_size=model.vocab_size,
+            eos_token_ids=model.eos_token_ids,
+            max_logprobs=config.max_logprobs,
+            show_progress=config.show_progress,
+        )
+        use_compilation_cache(config.compilation_cache)
+        probe = ModelRunner(model.graphdef, model.weights, model.kv_spec, runner_config, mesh)
+        device_bytes = None
+        if device.platform != "cpu" and config.kv_cache_bytes is None:
+            device_bytes = device_kv_bytes(device, config.hbm_utilization, probe.peak_temp_bytes())
+        kv = plan_kv(
+            config, model_max_len=model.max_model_len, page_bytes=probe.page_bytes, device_bytes=device_bytes
+        )
+        runner_config = dataclasses.replace(runner_config, max_model_len=kv.max_model_len)
+        self._runner = ModelRunner(model.graphdef, model.weights, model.kv_spec, runner_config, mesh)
+        self._runner.initialize_kv_cache(kv.num_pages)
+        scheduler = Scheduler(
+            SchedulerConfig(
+                max_num_seqs=config.max_num_seqs,
+                max_num_batched_tokens=config.max_num_batched_tokens,
+                max_model_len=kv.max_model_len,
+                page_size=config.page_size,
+                num_pages=kv.num_pages,
+                eos_token_ids=frozenset(model.eos_token_ids),
+                max_queued_requests=config.max_queued_requests,
+            )
+        )
+        self._core = EngineCore(self._runner, scheduler, vocab_size=model.vocab_size, observer=observer)
+        self._model = model
+        self.config = dataclasses.replace(
+            config,
+            served_model_name=model.name,
+            max_model_len=kv.max_model_len,
+            kv_cache_bytes=kv.num_pages * self._runner.page_bytes,
+            dtype=np.dtype(model.dtype).name,
+        )
+        self.info = ModelInfo(
+            name=model.name,
+            architecture=model.architecture,
+            vocab_size=model.vocab_size,
+            max_model_len=kv.max_model_len,
+            eos_token_ids=model.eos_token_ids,
+            defaults=model.defaults,
+            num_pages=kv.num_pages,
+            page_size=config.page_size,
+            devices=(f"{device.platform}:{device.id} {device.device_kind}",),
+        )
+
+    @classmethod
+    def from_pretrained(
+        cls, model: str, config: EngineConfig | None = None, *, observer: Observer | None = None
+    ) -> Engine:
+        """Load "demo", a checkpoint directory or a Hugging Face hub id. Raises ConfigError."""
+        config = config or EngineConfig()
+        return cls(load_model(model, config, single_device_mesh(jax.devices()[0])), config, observer=observer)
+
+    # -- life --
+
+    def start(self) -> None:
+        """Compile every program (with a progress bar) and start the engine thread; blocks until ready."""
+        self._runner.compile()
+        gc.collect()
+        gc.freeze()  # what start-up made lives as long as the server: no collection need walk it again
+        self._core.start()
+
+    @property
+    def ready(self) -> bool:
+        """Whether requests are taken."""
+        return self._core.ready
+
+    @property
+    def failure(self) -> EngineFailure | None:
+        """Why the engine died, if it did."""
+        return self._core.failure
+
+    @property
+    def text(self) -> TextCodec | None:
+        """The model's tokenizer; None for a model without one."""
+        return self._model.text
+
+    @property
+    def weights(self) -> WeightsVersion:
+        """Which weights serve."""
+        return self._core.weights
+
+    @property
+    def compiles_after_warmup(self) -> int:
+        """XLA compilations since `start` ended; anything but 0 is a bug."""
+        return self._runner.compiles_after_warmup.count
+
+    def tensor_specs(self) -> list[tuple[str, str, tuple[int, ...]]]:
+        """(checkpoint name, dtype, shape) of every weight, as `update_weights` takes them."""
+        return [(spec.hf_name, np.dtype(spec.dtype).name, tuple(spec.shape)) for spec in self._model.tensors]
+
+    def drain(self, timeout_s: float) -> bool:
+        """Refuse new requests, wait for the others; false if some are left after `timeout_s` seconds."""
+        return self._core.drain(timeout_s)
+
+    def shutdown(self) -> None:
+        """End what runs (ABORTED) and free the device's memory. May be called twice."""
+        self._core.shutdown()
+
+    # -- tokens --
+
+    def submit(self, request: Request, sink: Sink) -> None:
+        """Queue a request; see `EngineCore.submit`."""
+        if request.logprobs is not None and not 0 <= request.logprobs <= self.config.max_logprobs:
+            most = self.config.max_logprobs
+            raise InvalidRequest([Violation("output.logprobs", f"must be at most {most}, not {request.logprobs}")])
+        self._core.submit(request, sink)
+
+    def cancel(self, request_id: str) -> None:
+        """Free a request whose reader is gone."""
+        self._core.cancel(request_id)
+
+    def finish(self, request_id: str, finish: Finish) -> None:
+        """End a request for a reason found in its text."""
+        self._core.finish(request_id, finish)
+
+    def abort(
+        self,
+        request_ids: Sequence[str] | None = None,
+        *,
+        prefix: str | None = None,
+        all_requests: bool = False,
+        message: str = "",
+    ) -> list[tuple[str, AbortOutcome]]:
+        """End requests by exact ids, prefix, or all; slot and pages are free when this returns."""
+        return self._core.abort(request_ids, prefix=prefix, all_requests=all_requests, message=message)
+
+    def load(self) -> Load:
+        """How busy the engine is."""
+        return self._core.load()
+
+    def update_weights(
+        self,
+        tensors: Mapping[str, NDArray[Any]],
+        *,
+        label: str,
+        in_flight: InFlightPolicy = InFlightPolicy.WAIT,
+        partial: bool = False,
+    ) -> Future[WeightsVersion]:
+        """Stage named tensors now, while serving, and swap them in between two steps.
+
+        Raises CheckpointError naming every missing, extra or wrongly shaped tensor; then nothing has changed.
+        """
+        staged = self._model.replaced(self._runner.weights, tensors, partial)
+        return self._core.update(lambda: self._runner.replace_weights(staged), label, in_flight)
+
+    # -- text --
+
+    def stream(
+        self,
+        prompt: str | Sequence[int],
+        *,
+        sampling: SamplingParams | None = None,
+        stopping: StoppingParams | None = None,
+        logprobs: int | None = None,
+        request_id: str | None = None,
+    ) -> Iterator[Generation]:
+        """Generate from text or token ids, yielding what each step adds. Closing the iterator early frees the request.
+
+        Unset sampling means the model's defaults. Raises RequestError or UnavailableError before the first value.
+        """
+        request = self._request(prompt, sampling, stopping, logprobs, request_id)
+        inbox: queue.SimpleQueue[Sequence[Output]] = queue.SimpleQueue()
+        self.submit(request, inbox.put)
+        return self._follow(request, inbox)
+
+    def generate(
+        self,
+        prompt: str | Sequence[int],
+        *,
+        sampling: SamplingParams | None = None,
+        stopping: StoppingParams | None = None,
+        logprobs: int | None = None,
+        request_id: str | None = None,
+    ) -> Generation:
+        """`stream`, collected."""
+        last: Generation | None = None
+        for last in self.stream(
+            prompt, sampling=sampling, stopping=stopping, logprobs=logprobs, request_id=request_id
+        ):
+            pass
+        assert last is not None, "a stream yields at least its last value"
+        return dataclasses.replace(last, delta=last.text)
+
+    def _request(
+        self,
+        prompt: str | Sequence[int],
+        sampling: SamplingParams | None,
+        stopping: StoppingParams | None,
+        logprobs: int | None,
+        request_id: str | None,
+    ) -> Request:
+        stopping = stopping or StoppingParams()
+        if isinstance(prompt, str):
+            if self.text is None:
+                raise InvalidRequest([Violation("input", "this model has no tokenizer; pass token ids")])
+            prompt = self.text.encode(prompt)
+        elif stopping.stop and self.text is None:
+            raise InvalidRequest([Violation("stopping.stop", "this model has no tokenizer to find stop strings with")])
+        if sampling is None:
+            defaults = self._model.defaults
+            sampling = SamplingParams(defaults.temperature, defaults.top_k, defaults.top_p, defaults.min_p)
+        return Request(request_id or uuid.uuid4().hex, tuple(prompt), sampling, stopping, logprobs)
+
+    def _follow(
+        self, request: Request, inbox: queue.SimpleQueue[Sequence[Output]]
+    ) -> Iterator[Generation]:
+        stopping = request.stopping
+        text = None
+        if self.text is not None:
+            text = TextStream(
+                self.text,
+                stop=stopping.stop,
+                include_stop=stopping.include_stop,
+                min_tokens=stopping.min_tokens,
+            )
+        said, tokens, logprobs = "", [], []
+        stopped: Finish | None = None
+        try:
+            while True:
+                for output in inbox.get():
+                    if output.error is not None:
+                        raise output.error
+                    delta = ""
+                    if stopped is None:
+                        count = len(output.token_ids)
+                        if text is not None:
+                            mute = output.finish is not None and output.finish.token_id is not None
+                            found = text.push(
+                                output.token_ids,
+                                final=output.last,
+                                mute_last_token=mute and not stopping.include_stop,
+                            )
+                            delta, count = found.text, found.num_tokens
+                            if found.stop is not None:
+                                stopped = Finish(FinishReason.STOP, stop=found.stop)
+                                self.finish(request.request_id, stopped)
+                        tokens += output.token_ids[:count]
+                        logprobs += output.logprobs[:count]
+                        said += delta
+                    finish = (stopped or output.finish) if output.last else None
+                    if finish is not None or delta or output.token_ids:
+                        yield Generation(
+                            request.request_id, said, tuple(tokens), tuple(logprobs), delta, finish, output.timing
+                        )
+                    if output.last:
+                        return
+        finally:
+            self.cancel(request.request_id)

@@ -1,0 +1,156 @@
+"""Every error Penstock raises on purpose.
+
+PenstockError
+├── ConfigError                  expected: the operator asked for something that cannot be served
+│   ├── UnknownArchitecture      config.json names an architecture that is not in the registry
+│   └── CheckpointError          missing, extra and wrongly shaped tensors, all at once, by name
+├── RequestError                 expected: the caller can mend the request
+│   ├── InvalidRequest           one or more fields out of range; every violation is listed
+│   ├── UnsupportedFeature       a field of the contract that this build does not honour
+│   ├── PromptTooLong            prompt leaves no room in the context
+│   ├── ExceedsKVCapacity        the request could never fit the KV cache
+│   ├── DuplicateRequestId       that id is running or waiting
+│   └── UnknownModel             the request names another model
+├── UnavailableError             expected: try again later, or elsewhere
+│   ├── QueueFull
+│   ├── Draining
+│   └── NotReady
+├── WeightsError                 expected: an update was refused; the old weights still serve
+└── EngineFailure                unexpected: a bug or the device failed; the engine is dead
+
+The service maps each class to one gRPC status in one table; a test proves that none is missing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+class PenstockError(Exception):
+    """Root of all errors raised on purpose."""
+
+
+class ConfigError(PenstockError):
+    """Options, a config.json or a checkpoint that cannot be served."""
+
+
+class UnknownArchitecture(ConfigError):
+    """config.json names an architecture that is not in the registry."""
+
+    def __init__(self, name: str, known: Sequence[str]) -> None:
+        self.name, self.known = name, tuple(known)
+        super().__init__(f"unknown architecture {name!r}; known ones: {', '.join(sorted(known))}")
+
+
+class CheckpointError(ConfigError):
+    """The checkpoint's tensors do not match the model; lists all of them, not only the first."""
+
+    def __init__(
+        self,
+        *,
+        missing: Sequence[str] = (),
+        extra: Sequence[str] = (),
+        mismatched: Sequence[str] = (),
+        where: str = "checkpoint",
+    ) -> None:
+        self.missing, self.extra, self.mismatched = tuple(missing), tuple(extra), tuple(mismatched)
+        groups = (("missing", missing), ("unexpected", extra), ("wrong shape or dtype", mismatched))
+        parts = [f"{title} ({len(names)}): {', '.join(names)}" for title, names in groups if names]
+        super().__init__(f"{where} does not match the model: " + "; ".join(parts))
+
+
+class RequestError(PenstockError):
+    """The caller can mend the request."""
+
+
+@dataclass(frozen=True, slots=True)
+class Violation:
+    """One thing wrong with one field; `field` is the contract's dotted path, e.g. "sampling.top_p"."""
+
+    field: str
+    description: str
+
+
+class InvalidRequest(RequestError):
+    """Fields out of range; `violations` lists every one."""
+
+    def __init__(self, violations: Sequence[Violation]) -> None:
+        if not violations:
+            raise ValueError("InvalidRequest needs at least one violation")
+        self.violations = tuple(violations)
+        super().__init__("; ".join(f"{v.field}: {v.description}" for v in violations))
+
+
+class UnsupportedFeature(RequestError):
+    """Fields (or whole RPCs) of the contract that this build refuses instead of ignoring."""
+
+    def __init__(self, fields: Sequence[str]) -> None:
+        self.fields = tuple(fields)
+        super().__init__(f"not supported by this server: {', '.join(fields)}")
+
+
+class PromptTooLong(RequestError):
+    """The prompt leaves no room for one generated token."""
+
+    def __init__(self, num_prompt_tokens: int, max_prompt_tokens: int) -> None:
+        self.num_prompt_tokens, self.max_prompt_tokens = num_prompt_tokens, max_prompt_tokens
+        super().__init__(f"the prompt has {num_prompt_tokens} tokens; at most {max_prompt_tokens} fit the context")
+
+
+class ExceedsKVCapacity(RequestError):
+    """Even alone on the server the request would not fit the KV cache."""
+
+    def __init__(self, needed_tokens: int, capacity_tokens: int) -> None:
+        self.needed_tokens, self.capacity_tokens = needed_tokens, capacity_tokens
+        super().__init__(f"the request needs {needed_tokens} tokens of KV cache; the server has {capacity_tokens}")
+
+
+class DuplicateRequestId(RequestError):
+    """A request with this id is running or waiting."""
+
+    def __init__(self, request_id: str) -> None:
+        self.request_id = request_id
+        super().__init__(f"request id {request_id!r} is active; ids must be unique while they run")
+
+
+class UnknownModel(RequestError):
+    """The request names a model that is not served here."""
+
+    def __init__(self, name: str, served: str) -> None:
+        self.name, self.served = name, served
+        super().__init__(f"model {name!r} is not served here; this server serves {served!r}")
+
+
+class UnavailableError(PenstockError):
+    """Try again later, or elsewhere."""
+
+
+class QueueFull(UnavailableError):
+    """The waiting queue is at its limit."""
+
+    def __init__(self, limit: int, retry_after_s: float = 1.0) -> None:
+        self.limit, self.retry_after_s = limit, retry_after_s
+        super().__init__(f"the queue is full ({limit} requests are waiting); retry in {retry_after_s:g} s")
+
+
+class Draining(UnavailableError):
+    """The server is shutting down and takes no new requests."""
+
+    def __init__(self) -> None:
+        super().__init__("the server is draining and takes no new requests")
+
+
+class NotReady(UnavailableError):
+    """Warm-up has not ended."""
+
+    def __init__(self) -> None:
+        super().__init__("the server is still warming up")
+
+
+class WeightsError(PenstockError):
+    """A weight update was refused; the old weights still serve."""
+
+
+class EngineFailure(PenstockError):
+    """The engine died; `__cause__` holds why."""

@@ -1,0 +1,119 @@
+"""The one int32 buffer that goes to the device each step: its layout, filled with numpy, taken apart in the program.
+
+One transfer costs what eight small ones cost each; floats travel as their bits. Sections, in order: header, input tokens [T], row
+fields [R, NUM_FIELDS], banned token ids [R, MAX_STOP_TOKEN_IDS], page tables [R, P].
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+from numpy.typing import NDArray
+
+from penstock.runtime.buckets import ProgramKey
+from penstock.runtime.request import MAX_STOP_TOKEN_IDS, SamplingParams
+from penstock.runtime.sampler import SamplingRows
+
+HEADER = 2
+ANY_SAMPLING, ANY_LOGPROBS = range(HEADER)
+SLOT, START, NUM_TOKENS, SAMPLES = range(4)
+_STEP_FIELDS = 4
+PARAM_FIELDS = 6  # temperature, top_k, top_p, min_p, seed high, seed low: constant while a request holds its slot
+NUM_FIELDS = _STEP_FIELDS + PARAM_FIELDS
+FEEDBACK = -1
+"""Input token that stands for "the token this row's slot sampled last"."""
+
+Ints = NDArray[np.int32]
+
+
+def pack_params(params: SamplingParams) -> Ints:
+    """The constant fields of a row, int32[PARAM_FIELDS]. The engine has drawn a seed where the caller set none."""
+    seed = params.seed or 0
+    floats = np.array([params.temperature, params.top_p, params.min_p], np.float32).view(np.int32)
+    words = np.array([seed >> 32, seed & 0xFFFFFFFF], np.uint32).view(np.int32)
+    return np.array([floats[0], params.top_k, floats[1], floats[2], words[0], words[1]], np.int32)
+
+
+class Unpacked(NamedTuple):
+    """The step's inputs on the device; T tokens, R rows, P pages a row."""
+
+    any_sampling: Array  # bool[]
+    any_logprobs: Array  # bool[]
+    tokens: Array  # int32[T]
+    slots: Array  # int32[R]; max_num_seqs for padding rows
+    starts: Array  # int32[R]
+    q_lens: Array  # int32[R]
+    samples: Array  # bool[R]
+    sampling: SamplingRows
+    bans: Array  # int32[R, MAX_STOP_TOKEN_IDS]; vocabulary size where unused
+    page_table: Array  # int32[R, P]
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Offsets of the packed buffer of one program."""
+
+    key: ProgramKey
+    pages_per_row: int
+
+    @property
+    def size(self) -> int:
+        """Length of the buffer in int32 words."""
+        return HEADER + self.key.tokens + self.key.rows * (NUM_FIELDS + MAX_STOP_TOKEN_IDS + self.pages_per_row)
+
+    def views(self, buffer: Ints) -> tuple[Ints, Ints, Ints, Ints, Ints]:
+        """Header, tokens, fields, bans and page tables as views into the host buffer."""
+        parts, at = [], 0
+        rows = self.key.rows
+        for shape in (
+            (HEADER,),
+            (self.key.tokens,),
+            (rows, NUM_FIELDS),
+            (rows, MAX_STOP_TOKEN_IDS),
+            (rows, self.pages_per_row),
+        ):
+            size = int(np.prod(shape))
+            parts.append(buffer[at : at + size].reshape(shape))
+            at += size
+        header, tokens, fields, bans, tables = parts
+        return header, tokens, fields, bans, tables
+
+    def unpack(self, packed: Array) -> Unpacked:
+        """The same sections inside the program."""
+        rows, at = self.key.rows, HEADER
+        tokens = lax.slice_in_dim(packed, at, at + self.key.tokens)
+        at += self.key.tokens
+        fields = lax.slice_in_dim(packed, at, at + rows * NUM_FIELDS).reshape(rows, NUM_FIELDS)
+        at += rows * NUM_FIELDS
+        bans = lax.slice_in_dim(packed, at, at + rows * MAX_STOP_TOKEN_IDS).reshape(rows, MAX_STOP_TOKEN_IDS)
+        at += rows * MAX_STOP_TOKEN_IDS
+        tables = lax.slice_in_dim(packed, at, at + rows * self.pages_per_row).reshape(rows, self.pages_per_row)
+
+        def floats(column: int) -> Array:
+            return lax.bitcast_convert_type(fields[:, column], jnp.float32)
+
+        first = _STEP_FIELDS
+        sampling = SamplingRows(
+            temperature=floats(first),
+            top_k=fields[:, first + 1],
+            top_p=floats(first + 2),
+            min_p=floats(first + 3),
+            seed=lax.bitcast_convert_type(fields[:, first + 4 : first + 6], jnp.uint32),
+            positions=fields[:, START] + fields[:, NUM_TOKENS],
+        )
+        return Unpacked(
+            any_sampling=packed[ANY_SAMPLING] != 0,
+            any_logprobs=packed[ANY_LOGPROBS] != 0,
+            tokens=tokens,
+            slots=fields[:, SLOT],
+            starts=fields[:, START],
+            q_lens=fields[:, NUM_TOKENS],
+            samples=fields[:, SAMPLES] != 0,
+            sampling=sampling,
+            bans=bans,
+            page_table=tables,
+        )

@@ -1,0 +1,179 @@
+"""What a request asks and what comes back: frozen values shared by scheduler, engine and service. No jax.
+
+Defaults here are the neutral ones of the contract's "server default"; a model's generation_config is merged in
+by the service before a value of this module is made. Every class checks itself once, on construction, and
+raises `InvalidRequest` listing all violations by the contract's field path.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from penstock.runtime.errors import InvalidRequest, Violation
+
+MAX_STOP_TOKEN_IDS = 32
+"""Width of the per-row list that the compiled sampler masks before `min_tokens`; EOS ids count."""
+MAX_STOP_STRINGS = 16
+MAX_STOP_STRING_CHARS = 256
+MAX_REQUEST_ID_CHARS = 128
+
+
+def _raise_if(violations: list[Violation]) -> None:
+    if violations:
+        raise InvalidRequest(violations)
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How the next token is drawn from the logits.
+
+    Order as in Hugging Face's processors: temperature, top_k, top_p, min_p. `temperature` 0 is greedy and makes the others
+    without effect. `top_k` 0, `top_p` 1 and `min_p` 0 are off. `seed` is an unsigned 64-bit number; None lets the engine draw one.
+    """
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int | None = None
+
+    def __post_init__(self) -> None:
+        bad: list[Violation] = []
+        if not (math.isfinite(self.temperature) and 0.0 <= self.temperature <= 100.0):
+            bad.append(Violation("sampling.temperature", f"must be from 0 to 100, not {self.temperature}"))
+        if not 0 <= self.top_k < 2**31:
+            bad.append(Violation("sampling.top_k", f"must be from 0 (off) to 2147483647, not {self.top_k}"))
+        if not 0.0 < self.top_p <= 1.0:
+            bad.append(Violation("sampling.top_p", f"must be above 0 and at most 1, not {self.top_p}"))
+        if not 0.0 <= self.min_p <= 1.0:
+            bad.append(Violation("sampling.min_p", f"must be from 0 to 1, not {self.min_p}"))
+        if self.seed is not None and not 0 <= self.seed < 2**64:
+            bad.append(Violation("sampling.seed", "must be an unsigned 64-bit number"))
+        _raise_if(bad)
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class StoppingParams:
+    """When generation ends. `max_tokens` None fills the context. `time_limit_s` is soft: partial output, TIME_LIMIT.
+
+    `stop` strings are found by the text layer (`penstock.runtime.text`), which then ends the request in the engine.
+    `min_tokens` masks EOS and stop ids in the sampler, and delays stop strings, until that many tokens are made.
+    """
+
+    max_tokens: int | None = None
+    min_tokens: int = 0
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    include_stop: bool = False
+    time_limit_s: float | None = None
+
+    def __post_init__(self) -> None:
+        bad: list[Violation] = []
+        if self.max_tokens is not None and self.max_tokens < 1:
+            bad.append(Violation("stopping.max_tokens", f"must be at least 1, not {self.max_tokens}"))
+        if self.min_tokens < 0:
+            bad.append(Violation("stopping.min_tokens", f"must be at least 0, not {self.min_tokens}"))
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens >= 1:
+            bad.append(
+                Violation("stopping.min_tokens", f"{self.min_tokens} is more than max_tokens, {self.max_tokens}")
+            )
+        if len(self.stop) > MAX_STOP_STRINGS:
+            bad.append(Violation("stopping.stop", f"at most {MAX_STOP_STRINGS} strings, not {len(self.stop)}"))
+        for i, text in enumerate(self.stop):
+            if not 0 < len(text) <= MAX_STOP_STRING_CHARS:
+                bad.append(Violation(f"stopping.stop[{i}]", f"must have 1 to {MAX_STOP_STRING_CHARS} characters"))
+        if len(self.stop_token_ids) > MAX_STOP_TOKEN_IDS:
+            bad.append(Violation("stopping.stop_token_ids", f"at most {MAX_STOP_TOKEN_IDS} ids"))
+        if self.time_limit_s is not None and not (math.isfinite(self.time_limit_s) and self.time_limit_s > 0):
+            bad.append(Violation("stopping.time_limit", f"must be above 0 s, not {self.time_limit_s}"))
+        _raise_if(bad)
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One generation as the engine sees it: token ids in, token ids out."""
+
+    request_id: str
+    prompt_token_ids: tuple[int, ...]
+    sampling: SamplingParams = field(default_factory=SamplingParams)
+    stopping: StoppingParams = field(default_factory=StoppingParams)
+    logprobs: int | None = None
+    """None: no log-probabilities. k: that of the sampled token and of the k likeliest."""
+
+    def __post_init__(self) -> None:
+        bad: list[Violation] = []
+        if not 0 < len(self.request_id) <= MAX_REQUEST_ID_CHARS:
+            bad.append(Violation("request_id", f"must have 1 to {MAX_REQUEST_ID_CHARS} characters"))
+        if not self.prompt_token_ids:
+            bad.append(Violation("input", "the prompt has no tokens"))
+        _raise_if(bad)
+
+
+class FinishReason(enum.Enum):
+    """Why an output ended; names as in the contract."""
+
+    EOS = "eos"
+    STOP = "stop"
+    MAX_TOKENS = "max_tokens"
+    CONTEXT_FULL = "context_full"
+    TIME_LIMIT = "time_limit"
+    ABORTED = "aborted"
+
+
+@dataclass(frozen=True, slots=True)
+class Finish:
+    """Why and on what an output ended: `stop` or `token_id` is the match of STOP and EOS; `message` that of an abort."""
+
+    reason: FinishReason
+    token_id: int | None = None
+    stop: str | None = None
+    message: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """Natural log-probabilities under the model's raw logits (before temperature and filters)."""
+
+    sampled: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class RequestTiming:
+    """Monotonic times in ns (`time.monotonic_ns`); 0 where the request never got there."""
+
+    arrived_ns: int
+    scheduled_ns: int
+    first_token_ns: int
+    finished_ns: int
+    preemptions: int
+    cached_prompt_tokens: int = 0
+
+
+class Output(NamedTuple):
+    """What one engine step made for one request. The last one has `finish` or `error`, and `timing`.
+
+    A named tuple for its cost, as `plan.PlanRow` is.
+    """
+
+    request_id: str
+    token_ids: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    """Empty, or one per token id."""
+    finish: Finish | None = None
+    timing: RequestTiming | None = None
+    generation: int = 0
+    """Generation of the weights that made these tokens."""
+    error: Exception | None = None
+
+    @property
+    def last(self) -> bool:
+        return self.finish is not None or self.error is not None

@@ -1,0 +1,100 @@
+"""ServedModel: everything the engine needs of one model, whether loaded from a checkpoint or built by hand (tests, toys)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from numpy.typing import NDArray
+
+from penstock.runtime.checkpoint import convert_named, load_config, load_weights
+from penstock.runtime.config import EngineConfig
+from penstock.runtime.defaults import GenerationDefaults, read_generation_defaults
+from penstock.runtime.errors import UnsupportedFeature
+from penstock.runtime.hub import resolve_model
+from penstock.runtime.models.config import KVSpec, ModelConfig
+from penstock.runtime.models.params import ParamSpec, abstract_model, model_dtype, param_specs
+from penstock.runtime.text import TextCodec
+
+Tensors = Mapping[str, NDArray[Any]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServedModel:
+    """A model on its devices. `graphdef` and `weights` are the halves of nnx.split; see `penstock.runtime.step.StepModel`."""
+
+    name: str
+    architecture: str
+    graphdef: nnx.GraphDef[Any]
+    weights: Any
+    kv_spec: KVSpec
+    dtype: np.dtype[Any]
+    vocab_size: int
+    max_model_len: int
+    eos_token_ids: tuple[int, ...]
+    defaults: GenerationDefaults
+    text: TextCodec | None
+    tensors: Sequence[ParamSpec] = ()
+    replace: Callable[[Any, Tensors, bool], Any] | None = None
+    """(current weights, tensors by checkpoint name, partial) -> new weights, or CheckpointError naming every bad one."""
+
+    def replaced(self, weights: Any, tensors: Tensors, partial: bool) -> Any:
+        """New weights from named tensors; nothing is changed in place."""
+        if self.replace is None:
+            raise UnsupportedFeature(["UpdateWeights"])
+        return self.replace(weights, tensors, partial)
+
+
+def load_model(model: str, config: EngineConfig, mesh: Mesh) -> ServedModel:
+    """Load "demo", a checkpoint directory or a hub id onto the mesh, with a progress bar.
+
+    Raises ConfigError (unknown architecture, bad config or checkpoint, a hub out of reach) saying what to do next.
+    """
+    directory = resolve_model(model)
+    model_config = load_config(directory)
+    dtype = model_dtype(model_config, config.dtype)
+    text = TextCodec.find(directory)
+    defaults = read_generation_defaults(directory)
+    weights = load_weights(
+        directory,
+        model_config,
+        dtype,
+        placement=NamedSharding(mesh, PartitionSpec()),
+        progress=config.show_progress,
+    )
+    graphdef, _ = abstract_model(model_config, dtype)
+    return ServedModel(
+        name=config.served_model_name or (model if not Path(model).exists() else directory.resolve().name),
+        architecture=model_config.architecture,
+        graphdef=graphdef,
+        weights=weights,
+        kv_spec=model_config.kv_spec,
+        dtype=dtype,
+        vocab_size=model_config.vocab_size,
+        max_model_len=model_config.max_position_embeddings,
+        eos_token_ids=model_config.eos_token_ids,
+        defaults=defaults,
+        text=text,
+        tensors=param_specs(model_config, dtype),
+        replace=lambda current, tensors, partial: _replace(model_config, dtype, current, tensors, partial),
+    )
+
+
+def _replace(
+    config: ModelConfig, dtype: np.dtype[Any], current: Any, tensors: Tensors, partial: bool
+) -> Any:
+    new = convert_named(config, tensors, partial=partial, dtype=dtype)
+    leaves, tree = jax.tree.flatten(current)
+    specs = param_specs(config, dtype)
+    merged = [
+        jax.device_put(new[spec.path], leaf.sharding) if spec.path in new else leaf
+        for spec, leaf in zip(specs, leaves, strict=True)
+    ]
+    jax.block_until_ready(merged)
+    return jax.tree.unflatten(tree, merged)
