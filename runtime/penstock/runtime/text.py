@@ -1,0 +1,232 @@
+"""Text at the edge of the engine: encode prompts, render chats, and turn generated tokens into text with stops.
+
+The engine itself sees token ids only; the service calls this module before `submit` and for every output.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+from jinja2 import TemplateError
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from penstock.runtime.errors import ConfigError, InvalidRequest, Violation
+from penstock.runtime.text_decoder import (
+    IncrementalDecoder,
+    PieceDecoder,
+    WindowDecoder,
+    decoder_state,
+    piece_rule,
+)
+
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tekken.json")
+
+
+class TextCodec:
+    """A checkpoint's tokenizer and chat template. Thread-safe: encoding may run in any thread."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self._tokenizer = tokenizer
+        backend = getattr(tokenizer, "backend_tokenizer", None)
+        self._backend: Any = backend
+        self._rule = piece_rule(decoder_state(backend)) if backend is not None else None
+        self._special = frozenset(
+            i for i, token in tokenizer.added_tokens_decoder.items() if getattr(token, "special", True)
+        )
+        self._pieces: dict[int, bytes] = {}
+
+    @classmethod
+    def from_pretrained(cls, folder: str | Path) -> TextCodec:
+        """Read the tokenizer of a checkpoint folder; ConfigError where there is none or it cannot be read."""
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)  # type: ignore[no-untyped-call]
+        except (OSError, ValueError, KeyError, ImportError) as error:
+            raise ConfigError(f"{folder}: the tokenizer cannot be loaded: {error}") from error
+        return cls(cast("PreTrainedTokenizerBase", tokenizer))
+
+    @classmethod
+    def find(cls, folder: str | Path) -> TextCodec | None:
+        """The same, but None where the folder holds no tokenizer at all: the server then takes token ids only."""
+        if not any((Path(folder) / name).is_file() for name in TOKENIZER_FILES):
+            return None
+        return cls.from_pretrained(folder)
+
+    @property
+    def has_chat_template(self) -> bool:
+        return bool(getattr(self._tokenizer, "chat_template", None))
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of `text`. Special tokens spelt out in it are recognised, as Hugging Face does."""
+        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        return ids
+
+    def render_chat(self, messages: Sequence[Mapping[str, str]]) -> str:
+        """The prompt that asks for the assistant's next turn; InvalidRequest where the template refuses."""
+        if not self.has_chat_template:
+            raise InvalidRequest([Violation("chat", "the model has no chat template")])
+        try:
+            rendered = self._tokenizer.apply_chat_template(
+                [dict(message) for message in messages], add_generation_prompt=True, tokenize=False
+            )
+        except TemplateError as error:
+            raise InvalidRequest([Violation("chat.messages", f"the chat template says: {error}")]) from error
+        return cast("str", rendered)
+
+    def encode_chat(
+        self, messages: Sequence[Mapping[str, str]], *, add_special_tokens: bool = False
+    ) -> list[int]:
+        """Token ids of the rendered chat. The template writes its own special tokens, so none are added."""
+        return self.encode(self.render_chat(messages), add_special_tokens=add_special_tokens)
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """Text of the tokens; an id that the tokenizer does not know has none.
+
+        Equal to Hugging Face's, but for SentencePiece's byte tokens: there an invalid byte does not spoil the valid
+        characters spelt in bytes next to it.
+        """
+        decoder = self.decoder(skip_special_tokens=skip_special_tokens)
+        return decoder.push(token_ids) + decoder.flush()
+
+    def decoder(self, *, skip_special_tokens: bool = True) -> IncrementalDecoder:
+        """A decoder for one sequence of tokens."""
+        if self._rule is None:
+            return WindowDecoder(lambda ids: self._decode_whole(ids, skip_special_tokens))
+        piece_of = self._text_piece if skip_special_tokens else self._piece
+        return PieceDecoder(piece_of, self._rule.strip_leading_spaces)
+
+    def _decode_whole(self, token_ids: Sequence[int], skip_special_tokens: bool) -> str:
+        text = self._tokenizer.decode(
+            list(token_ids), skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
+        )
+        return cast("str", text)
+
+    def _text_piece(self, token_id: int) -> bytes:
+        return b"" if token_id in self._special else self._piece(token_id)
+
+    def _piece(self, token_id: int) -> bytes:
+        piece = self._pieces.get(token_id)
+        if piece is None:
+            token = self._backend.id_to_token(token_id)
+            assert self._rule is not None
+            piece = self._pieces[token_id] = b"" if token is None else self._rule.piece(token)
+        return piece
+
+
+@dataclass(frozen=True, slots=True)
+class TextDelta:
+    """What one push made certain."""
+
+    text: str
+    stop: str | None = None
+    """The stop string that ended the text, if one did."""
+    num_tokens: int = 0
+    """How many of the pushed tokens belong to the output: all, or those up to the one that completed the stop."""
+
+
+class TextStream:
+    """The text of one output, with stop strings.
+
+    Generation ends where a stop string is first complete; of several complete at the same character the longest
+    counts. This does not depend on how tokens are grouped into pushes. Text that may still become part of a stop is
+    held back. A match is cut out of the text, with everything after it; `include_stop` keeps the match itself. A
+    stop counts only if the token that completes it has a number (from 1) of at least `min_tokens`.
+
+    Token ids are never held back, so the tokens that a stop string was found in stay in the output; those after
+    the one that completed it are dropped (`TextDelta.num_tokens`).
+    """
+
+    def __init__(
+        self,
+        codec: TextCodec,
+        *,
+        stop: Sequence[str] = (),
+        include_stop: bool = False,
+        skip_special_tokens: bool = True,
+        min_tokens: int = 0,
+    ) -> None:
+        self._decoder = codec.decoder(skip_special_tokens=skip_special_tokens)
+        self._stop = tuple(stop)
+        self._include_stop = include_stop
+        self._min_tokens = min_tokens
+        self._num_tokens = 0
+        self._pending = ""
+        """Decoded and not yet handed out; starts at character `_sent` of the text."""
+        self._sent = 0
+        self._decoded = 0
+        self._search_from: int | None = None
+        """A match must end after this character; None while `min_tokens` is not reached."""
+        self._ended = False
+
+    def push(
+        self, token_ids: Sequence[int], *, final: bool = False, mute_last_token: bool = False
+    ) -> TextDelta:
+        """Add tokens; `final` says that no more follow. `mute_last_token` leaves out the last one's text (EOS)."""
+        if self._ended:
+            return TextDelta("")
+        self._ended = final
+        spoken = token_ids[:-1] if mute_last_token else token_ids
+        if not self._stop:
+            text = self._decoder.push(spoken) + (self._decoder.flush() if final else "")
+            return TextDelta(text, num_tokens=len(token_ids))
+        searched = self._decoded
+        ends = self._decode(spoken, final)
+        match = self._find(searched)
+        if match is None:
+            keep = 0 if final else self._held_back()
+            return TextDelta(self._take(len(self._pending) - keep), num_tokens=len(token_ids))
+        self._ended = True
+        start, stop = match
+        end = start + len(stop)
+        num_tokens = next((i for i, e in enumerate(ends, 1) if e >= self._sent + end), len(token_ids))
+        return TextDelta(self._take(end if self._include_stop else start), stop, num_tokens)
+
+    def _decode(self, token_ids: Sequence[int], final: bool) -> list[int]:
+        """Append the tokens' text to `_pending`; returns the length of the whole text after each token."""
+        ends: list[int] = []
+        parts: list[str] = []
+        for token_id in token_ids:
+            self._num_tokens += 1
+            if self._search_from is None and self._num_tokens >= self._min_tokens:
+                self._search_from = self._decoded
+            parts.append(self._decoder.push((token_id,)))
+            self._decoded += len(parts[-1])
+            ends.append(self._decoded)
+        if final:
+            parts.append(self._decoder.flush())
+            self._decoded += len(parts[-1])
+            ends[-1:] = [self._decoded] if ends else []
+        self._pending += "".join(parts)
+        return ends
+
+    def _find(self, searched: int) -> tuple[int, str] | None:
+        """The first complete stop as (start in `_pending`, stop), among those ending after character `searched`."""
+        if self._search_from is None:
+            return None
+        first_end = max(searched, self._search_from) + 1 - self._sent
+        found = []
+        for stop in self._stop:
+            start = self._pending.find(stop, max(0, first_end - len(stop)))
+            if start >= 0:
+                found.append((start + len(stop), -len(stop), start, stop))
+        if not found:
+            return None
+        _, _, start, stop = min(found)
+        return start, stop
+
+    def _held_back(self) -> int:
+        """Length of the longest tail of `_pending` that is the beginning of a stop."""
+        longest = 0
+        for stop in self._stop:
+            for length in range(min(len(stop) - 1, len(self._pending)), longest, -1):
+                if self._pending.endswith(stop[:length]):
+                    longest = length
+                    break
+        return longest
+
+    def _take(self, length: int) -> str:
+        text, self._pending = self._pending[:length], self._pending[length:]
+        self._sent += length
+        return text

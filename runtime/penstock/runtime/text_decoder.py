@@ -1,0 +1,151 @@
+"""Token ids to text, a few tokens at a time, never splitting a character.
+
+Nearly every checkpoint has one of two decoders, both of which map each token to bytes:
+
+- byte-level BPE (GPT-2, Llama 3, Qwen, GPT-OSS): each character of a token stands for one byte;
+- SentencePiece with byte fallback (Llama 2, Mistral, Gemma, Phi 3): U+2581 is a space, `<0xE9>` is a byte, and
+  one leading space may be dropped from the whole text.
+
+For these the bytes go through Python's incremental UTF-8 decoder, which keeps an unfinished character back and
+replaces invalid bytes as Unicode recommends (one U+FFFD per maximal subpart, as Rust and WHATWG do), as soon as
+they cannot be completed. `tokenizers.decoders.DecodeStream` was not taken: it raises on some invalid sequences, and
+holds everything back while the tail is invalid.
+
+Any other decoder (WordPiece, Metaspace, ...) is run by Hugging Face on a window of tokens.
+"""
+
+from __future__ import annotations
+
+import codecs
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+REPLACEMENT = "\ufffd"
+
+
+class IncrementalDecoder(Protocol):
+    """Text of the tokens so far, handed out piece by piece; the pieces, joined, are the text of all tokens."""
+
+    def push(self, token_ids: Sequence[int]) -> str:
+        """Text that these tokens made certain."""
+        ...
+
+    def flush(self) -> str:
+        """The rest: there are no more tokens. An unfinished character becomes U+FFFD."""
+        ...
+
+
+def _byte_of_char() -> dict[str, int]:
+    """GPT-2's printable alphabet, inverted: printable Latin-1 is itself, the others follow from U+0100."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    rest = [b for b in range(256) if b not in printable]
+    return {chr(b): b for b in printable} | {chr(0x100 + i): b for i, b in enumerate(rest)}
+
+
+_BYTES = _byte_of_char()
+
+
+def byte_level_piece(token: str) -> bytes:
+    """Bytes of a byte-level token; an added token with a character outside the alphabet stands for itself."""
+    try:
+        return bytes(_BYTES[c] for c in token)
+    except KeyError:
+        return token.encode()
+
+
+def sentencepiece_piece(token: str) -> bytes:
+    """Bytes of a SentencePiece token: `<0xE9>` is one byte, U+2581 a space."""
+    if len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
+        try:
+            return bytes([int(token[3:5], 16)])
+        except ValueError:
+            pass
+    return token.replace("\u2581", " ").encode()
+
+
+@dataclass(frozen=True, slots=True)
+class PieceRule:
+    """How tokens become bytes, and how many leading spaces the whole text loses."""
+
+    piece: Callable[[str], bytes]
+    strip_leading_spaces: int = 0
+
+
+def piece_rule(decoder: dict[str, Any] | None) -> PieceRule | None:
+    """The rule for a decoder as tokenizer.json spells it; None where tokens do not map to bytes one by one."""
+    if decoder is None:
+        return None
+    parts = decoder["decoders"] if decoder["type"] == "Sequence" else [decoder]
+    names = [part["type"] for part in parts]
+    if names == ["ByteLevel"]:
+        return PieceRule(byte_level_piece)
+    if names[:3] != ["Replace", "ByteFallback", "Fuse"] or names[3:] not in ([], ["Strip"]):
+        return None
+    if parts[0]["pattern"] != {"String": "\u2581"} or parts[0]["content"] != " ":
+        return None
+    if names[3:] and (parts[3]["content"] != " " or parts[3]["stop"] != 0):
+        return None
+    return PieceRule(sentencepiece_piece, parts[3]["start"] if names[3:] else 0)
+
+
+def decoder_state(backend: Any) -> dict[str, Any] | None:
+    """The decoder of a `tokenizers.Tokenizer` as a dict; None if it has none."""
+    decoder = backend.decoder
+    if decoder is None:
+        return None
+    state: dict[str, Any] = json.loads(decoder.__getstate__())
+    return state
+
+
+class PieceDecoder:
+    """Joins the bytes of tokens and hands out whole characters."""
+
+    def __init__(self, piece_of: Callable[[int], bytes], strip_leading_spaces: int = 0) -> None:
+        self._piece_of = piece_of
+        self._strip = strip_leading_spaces
+        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def push(self, token_ids: Sequence[int]) -> str:
+        return self._strip_start(self._utf8.decode(b"".join(map(self._piece_of, token_ids))))
+
+    def flush(self) -> str:
+        return self._strip_start(self._utf8.decode(b"", final=True))
+
+    def _strip_start(self, text: str) -> str:
+        if not self._strip or not text:
+            return text
+        spaces = min(self._strip, len(text) - len(text.lstrip(" ")))
+        self._strip = self._strip - spaces if spaces == len(text) else 0
+        return text[spaces:]
+
+
+class WindowDecoder:
+    """Decodes the last tokens again with each new one and hands out what was added.
+
+    The window starts with tokens whose text is already out: a decoder that treats the first token in its own way
+    (Metaspace, WordPiece) treats these so in both decodings, and the difference is what the new tokens add.
+    """
+
+    def __init__(self, decode: Callable[[Sequence[int]], str]) -> None:
+        self._decode = decode
+        self._window: list[int] = []
+        self._sent = 0
+        """How many tokens at the start of the window have been handed out."""
+
+    def push(self, token_ids: Sequence[int]) -> str:
+        self._window.extend(token_ids)
+        before, after = self._texts()
+        if len(after) <= len(before) or after.endswith(REPLACEMENT):
+            return ""
+        self._window = self._window[self._sent :]
+        self._sent = len(self._window)
+        return after[len(before) :]
+
+    def flush(self) -> str:
+        before, after = self._texts()
+        return after[len(before) :]
+
+    def _texts(self) -> tuple[str, str]:
+        return self._decode(self._window[: self._sent]), self._decode(self._window)
