@@ -37,6 +37,8 @@ class Sequence:
 
     request_id: str = field(init=False)
     """Of `request`; kept here because it is read for every row of every step."""
+    bans_until: int = field(init=False)
+    """A token sampled at an input position below this is one of the first min_tokens: no EOS, no stop id."""
     status: Status = Status.WAITING
     slot: int | None = None
     pages: list[int] = field(default_factory=list)
@@ -53,6 +55,8 @@ class Sequence:
 
     def __post_init__(self) -> None:
         self.request_id = self.request.request_id
+        # Input position p samples the token at p + 1, which is generated token number p + 2 - num_prompt.
+        self.bans_until = self.num_prompt - 1 + self.rules.min_tokens
 
     def timing(self, now_ns: int) -> RequestTiming:
         return RequestTiming(
