@@ -1,0 +1,105 @@
+"""A model whose every token can be computed by hand, and which reads its whole context through the real paged cache.
+
+next token = (7 * sum of all tokens so far + 3 * how many + offset) mod vocabulary. The sum comes from `paged_attention` with
+zero queries (so every position weighs the same) and the token ids as values: a wrong page, position or length is a wrong token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from penstock.runtime.attention import AttentionMeta, paged_attention
+from penstock.runtime.config import EngineConfig
+from penstock.runtime.defaults import GenerationDefaults
+from penstock.runtime.engine import Engine
+from penstock.runtime.errors import CheckpointError
+from penstock.runtime.models.config import KVSpec
+from penstock.runtime.models.params import ParamSpec
+from penstock.runtime.served import ServedModel
+
+VOCAB = 61
+EOS = 60
+OFFSET = 1
+_DIM = 4
+
+
+def toy_tokens(prompt: Sequence[int], num: int, offset: int = OFFSET) -> list[int]:
+    """The next `num` greedy tokens after `prompt`, by the formula, ignoring EOS."""
+    tokens = list(prompt)
+    for _ in range(num):
+        tokens.append((7 * sum(tokens) + 3 * len(tokens) + offset) % VOCAB)
+    return tokens[len(prompt) :]
+
+
+class ToyLM(nnx.Module):
+    """See the module docstring; the only weight is the offset."""
+
+    def __init__(self) -> None:
+        self.offset = nnx.Param(jnp.full((1,), OFFSET, jnp.float32))
+
+    def __call__(
+        self, token_ids: jax.Array, positions: jax.Array, kv: tuple[jax.Array, ...], meta: AttentionMeta
+    ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+        zeros = jnp.zeros((token_ids.shape[0], 1, _DIM), jnp.float32)
+        values = zeros.at[:, 0, 0].set(token_ids.astype(jnp.float32))
+        mean, layer = paged_attention(zeros, zeros, values, kv[0], meta, scale=1.0)
+        count = (positions + 1).astype(jnp.float32)
+        total = jnp.round(mean[:, 0, 0] * count)
+        return jnp.stack([total, count], axis=1), (layer,)
+
+    def logits(self, hidden: jax.Array) -> jax.Array:
+        following = (7 * hidden[:, 0] + 3 * hidden[:, 1] + self.offset[...]) % VOCAB
+        return 10 * jax.nn.one_hot(following.astype(jnp.int32), VOCAB, dtype=jnp.float32)
+
+
+def _replace(current: Any, tensors: Mapping[str, np.ndarray], partial: bool) -> Any:
+    if set(tensors) != {"offset"}:
+        raise CheckpointError(extra=sorted(set(tensors) - {"offset"}), where="update")
+    leaves, tree = jax.tree.flatten(current)
+    return jax.tree.unflatten(tree, [jax.device_put(tensors["offset"], leaves[0].sharding)])
+
+
+def toy_model(*, eos_token_ids: tuple[int, ...] = (EOS,), max_model_len: int = 128, text: Any = None) -> ServedModel:
+    """The toy as a ServedModel; without a tokenizer unless one is given."""
+    graphdef, weights = nnx.split(ToyLM())
+    return ServedModel(
+        name="toy",
+        architecture="ToyForCausalLM",
+        graphdef=graphdef,
+        weights=weights,
+        kv_spec=KVSpec(num_layers=1, num_kv_heads=1, head_dim=_DIM),
+        dtype=np.dtype(np.float32),
+        vocab_size=VOCAB,
+        max_model_len=max_model_len,
+        eos_token_ids=eos_token_ids,
+        defaults=GenerationDefaults(),
+        text=text,
+        tensors=(ParamSpec("offset", ("offset",), (1,), np.dtype(np.float32)),),
+        replace=_replace,
+    )
+
+
+def toy_config(**changes: Any) -> EngineConfig:
+    """A small engine: few programs, so it is ready in seconds."""
+    options: dict[str, Any] = {
+        "max_num_seqs": 4,
+        "max_num_batched_tokens": 16,
+        "page_size": 4,
+        "compilation_cache": None,
+        "show_progress": False,
+    }
+    return EngineConfig(**(options | changes))
+
+
+def toy_engine(model: ServedModel | None = None, *, start: bool = True, **changes: Any) -> Engine:
+    """A toy engine; the caller shuts it down."""
+    engine = Engine(model or toy_model(), toy_config(**changes))
+    if start:
+        engine.start()
+    return engine
