@@ -80,23 +80,27 @@ class Buckets:
         """
         smallest, largest = self.row_buckets[0], self.row_buckets[-1]
         keys = {ProgramKey(rows, rows, True) for rows in self.row_buckets}
-        keys.update(ProgramKey(tokens, smallest) for tokens in self.token_buckets)
-        # More than `smallest` rows have more than `smallest` tokens: below that the pair cannot occur.
-        keys.update(ProgramKey(tokens, largest) for tokens in self.token_buckets if tokens > smallest)
+        # A mixed plan has more tokens than rows; one for the largest bucket has more rows than the smallest.
+        keys.update(ProgramKey(tokens, smallest) for tokens in self.token_buckets if tokens > 1)
+        if largest > smallest:
+            keys.update(ProgramKey(tokens, largest) for tokens in self.token_buckets if tokens > smallest + 1)
         return tuple(sorted(keys, key=lambda key: (key.tokens, key.rows, key.decode_only), reverse=True))
 
     def select(self, num_tokens: int, num_rows: int, decode_only: bool) -> ProgramKey:
-        """The smallest program that fits, ValueError if none does. A decode-only plan has one token a row."""
+        """The smallest program that fits; ValueError if none does.
+
+        `decode_only` is Plan.decode_only: every row has one token, so it means num_tokens == num_rows.
+        """
         rows, tokens = self.row_buckets, self.token_buckets
         if not 1 <= num_rows <= rows[-1]:
             raise ValueError(f"num_rows {num_rows} is not from 1 to {rows[-1]}")
+        if decode_only != (num_tokens == num_rows) or num_tokens < num_rows:
+            raise ValueError(f"{num_rows} rows with {num_tokens} tokens cannot be {decode_only=}")
         if decode_only:
-            if num_tokens != num_rows:
-                raise ValueError(f"a decode-only plan of {num_rows} rows cannot have {num_tokens} tokens")
             size = rows[bisect_left(rows, num_rows)]
             return ProgramKey(size, size, True)
-        if not num_rows <= num_tokens <= tokens[-1]:
-            raise ValueError(f"num_tokens {num_tokens} is not from num_rows, {num_rows}, to {tokens[-1]}")
+        if num_tokens > tokens[-1]:
+            raise ValueError(f"num_tokens {num_tokens} is above {tokens[-1]}")
         row_bucket = rows[0] if num_rows <= rows[0] else rows[-1]
         return ProgramKey(tokens[bisect_left(tokens, num_tokens)], row_bucket)
 

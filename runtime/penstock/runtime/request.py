@@ -114,6 +114,8 @@ class Request:
             bad.append(Violation("request_id", f"must have 1 to {MAX_REQUEST_ID_CHARS} characters"))
         if not self.prompt_token_ids:
             bad.append(Violation("input", "the prompt has no tokens"))
+        if self.logprobs is not None and self.logprobs < 0:
+            bad.append(Violation("output.logprobs", f"must be at least 0, not {self.logprobs}"))
         _raise_if(bad)
 
 

@@ -1,0 +1,139 @@
+"""Buckets: which programs exist, and that the one selected is listed, fits, and is the smallest that does."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from penstock.runtime.buckets import Buckets, ProgramKey
+from penstock.runtime.errors import ConfigError
+
+
+@pytest.mark.parametrize(
+    ("max_num_seqs", "max_num_batched_tokens", "row_buckets", "token_buckets"),
+    [
+        (256, 2048, (4, 16, 64, 256), (16, 32, 64, 128, 256, 512, 1024, 2048)),
+        (100, 300, (4, 16, 64, 100), (16, 32, 64, 128, 256, 300)),
+        (64, 64, (4, 16, 64), (16, 32, 64)),
+        (17, 17, (4, 16, 17), (16, 17)),
+        (16, 16, (4, 16), (16,)),
+        (5, 6, (4, 5), (6,)),
+        (4, 8, (4,), (8,)),
+        (1, 1, (4,), (4,)),  # three of the four rows are padding
+    ],
+)
+def test_default_sizes(max_num_seqs, max_num_batched_tokens, row_buckets, token_buckets):
+    buckets = Buckets.default(max_num_seqs, max_num_batched_tokens)
+    assert buckets.row_buckets == row_buckets
+    assert buckets.token_buckets == token_buckets
+
+
+def test_keys_are_largest_first_with_mixed_programs_for_two_row_buckets_only():
+    assert Buckets.default(64, 64).keys() == (
+        ProgramKey(64, 64, decode_only=True),
+        ProgramKey(64, 64),
+        ProgramKey(64, 4),
+        ProgramKey(32, 64),
+        ProgramKey(32, 4),
+        ProgramKey(16, 64),
+        ProgramKey(16, 16, decode_only=True),
+        ProgramKey(16, 4),
+        ProgramKey(4, 4, decode_only=True),
+    )
+
+
+def test_a_program_that_no_plan_can_need_is_not_compiled():
+    # A mixed plan for 16 rows has at least 5 rows, and at least 6 tokens, because 5 would be decode-only.
+    keys = Buckets(token_buckets=(1, 4, 5, 6, 16), row_buckets=(4, 16)).keys()
+    mixed = [key for key in keys if not key.decode_only]
+    assert {key.tokens for key in mixed if key.rows == 4} == {4, 5, 6, 16}
+    assert {key.tokens for key in mixed if key.rows == 16} == {6, 16}
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "num_rows", "decode_only", "key"),
+    [
+        (1, 1, True, ProgramKey(4, 4, True)),
+        (4, 4, True, ProgramKey(4, 4, True)),
+        (5, 5, True, ProgramKey(16, 16, True)),
+        (16, 16, True, ProgramKey(16, 16, True)),
+        (17, 17, True, ProgramKey(64, 64, True)),
+        (64, 64, True, ProgramKey(64, 64, True)),
+        (2, 1, False, ProgramKey(16, 4)),
+        (16, 4, False, ProgramKey(16, 4)),
+        (17, 4, False, ProgramKey(32, 4)),
+        (16, 5, False, ProgramKey(16, 64)),  # no mixed program for 16 rows
+        (128, 64, False, ProgramKey(128, 64)),
+    ],
+)
+def test_select(num_tokens, num_rows, decode_only, key):
+    assert Buckets.default(64, 128).select(num_tokens, num_rows, decode_only) == key
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "num_rows", "decode_only", "message"),
+    [
+        (0, 0, True, "num_rows 0 is not from 1 to 64"),
+        (65, 65, True, "num_rows 65 is not from 1 to 64"),
+        (129, 64, False, "num_tokens 129 is above 128"),
+        (3, 4, False, "4 rows with 3 tokens cannot be decode_only=False"),
+        (5, 4, True, "4 rows with 5 tokens cannot be decode_only=True"),
+        (4, 4, False, "4 rows with 4 tokens cannot be decode_only=False"),
+    ],
+)
+def test_a_plan_that_fits_no_program_is_refused(num_tokens, num_rows, decode_only, message):
+    with pytest.raises(ValueError, match=message):
+        Buckets.default(64, 128).select(num_tokens, num_rows, decode_only)
+
+
+@given(st.integers(1, 40), st.integers(0, 60), st.data())
+def test_whatever_is_selected_is_listed_and_the_smallest_that_fits(max_num_seqs, more_tokens, data):
+    buckets = Buckets.default(max_num_seqs, max_num_seqs + more_tokens)
+    num_rows = data.draw(st.integers(1, max_num_seqs), label="rows")
+    num_tokens = data.draw(st.integers(num_rows, max_num_seqs + more_tokens), label="tokens")
+    decode_only = num_tokens == num_rows
+    key = buckets.select(num_tokens, num_rows, decode_only)
+    keys = buckets.keys()
+    assert len(set(keys)) == len(keys)
+    fitting = [
+        k for k in keys if k.decode_only == decode_only and k.tokens >= num_tokens and k.rows >= num_rows
+    ]
+    assert key in fitting
+    assert all(key.tokens <= other.tokens and key.rows <= other.rows for other in fitting)
+    if key.decode_only:
+        assert key.tokens == key.rows
+
+
+@given(st.integers(1, 40), st.integers(0, 60))
+def test_every_listed_program_has_a_plan_that_selects_it(max_num_seqs, more_tokens):
+    buckets = Buckets.default(max_num_seqs, max_num_seqs + more_tokens)
+    reached = set()
+    for num_rows in range(1, buckets.row_buckets[-1] + 1):
+        reached.add(buckets.select(num_rows, num_rows, True))
+        for num_tokens in range(num_rows + 1, buckets.token_buckets[-1] + 1):
+            reached.add(buckets.select(num_tokens, num_rows, False))
+    assert reached == set(buckets.keys())
+
+
+@pytest.mark.parametrize(
+    ("token_buckets", "row_buckets", "message"),
+    [
+        ((), (4,), "token_buckets must not be empty"),
+        ((16,), (), "row_buckets must not be empty"),
+        ((16,), (0, 4), "row_buckets must be at least 1, not 0"),
+        ((16, 16), (4,), "token_buckets must ascend without repeats"),
+        ((16,), (8, 4), "row_buckets must ascend without repeats"),
+        ((16,), (4, 32), "token_buckets end in 16 and row_buckets in 32"),
+    ],
+)
+def test_bad_sizes_are_refused_by_name(token_buckets, row_buckets, message):
+    with pytest.raises(ConfigError, match=message):
+        Buckets(token_buckets, row_buckets)
+
+
+def test_default_refuses_bad_limits_by_name():
+    with pytest.raises(ConfigError, match="max_num_seqs must be at least 1, not 0"):
+        Buckets.default(0, 16)
+    with pytest.raises(ConfigError, match="max_num_batched_tokens, 7, must be at least max_num_seqs, 8"):
+        Buckets.default(8, 7)
