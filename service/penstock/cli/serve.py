@@ -1,0 +1,297 @@
+"""`penstock serve MODEL`: load a model and serve it until SIGTERM or SIGINT."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import logging
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from opentelemetry.sdk.trace import TracerProvider
+
+from penstock.runtime.config import DTYPES, EngineConfig, default_compilation_cache
+from penstock.runtime.engine import Engine
+from penstock.runtime.errors import ConfigError, PenstockError
+from penstock.service.options import ServerOptions
+from penstock.service.server import PenstockServer, in_thread, version
+from penstock.service.telemetry import otlp_provider
+
+if TYPE_CHECKING:
+    Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
+
+log = logging.getLogger("penstock.serve")
+
+_CONFIG = EngineConfig()
+_OPTIONS = ServerOptions()
+_UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+_EPILOG = """\
+examples:
+  penstock serve demo
+  penstock serve Qwen/Qwen3-0.6B --max-model-len 4096 --kv-cache-bytes 2G
+  penstock serve ./my-checkpoint --host 0.0.0.0 --served-model-name mine --otlp-endpoint http://127.0.0.1:4317
+
+The server speaks penstock.v1 over gRPC, with health checks and reflection. SIGTERM or Ctrl-C ends it gracefully:
+it refuses new requests, finishes the running ones within --grace, and exits 0. A second signal ends it at once.
+"""
+
+
+def size(text: str) -> int:
+    """Bytes, with an optional binary unit: 512M, 2G, 1.5GiB."""
+    number = text.upper().removesuffix("IB").removesuffix("B")
+    unit = number[-1:] if number[-1:] in _UNITS else ""
+    try:
+        value = float(number.removesuffix(unit)) * _UNITS[unit]
+        whole = int(value)
+    except (ValueError, OverflowError):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a size; write for example 512M or 2G") from None
+    if whole < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is less than one byte")
+    return whole
+
+
+def add_parser(subparsers: Subparsers) -> None:
+    """Describe the command's arguments."""
+    parser = subparsers.add_parser(
+        "serve",
+        help="serve a model over gRPC",
+        description="Load a model and serve it over gRPC.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "model",
+        help='"demo" (built in), a checkpoint directory, or a Hugging Face id such as Qwen/Qwen3-0.6B',
+    )
+    net = parser.add_argument_group("network")
+    net.add_argument(
+        "--host", default=_OPTIONS.host, help="address to listen on; default: %(default)s, this machine only"
+    )
+    net.add_argument(
+        "--port", type=int, default=_OPTIONS.port, help="0 lets the system choose; default: %(default)s"
+    )
+    net.add_argument(
+        "--stall-limit",
+        type=float,
+        default=_OPTIONS.stall_limit_s,
+        metavar="SECONDS",
+        help="end a stream whose client reads nothing for so long; default: %(default)g",
+    )
+    net.add_argument(
+        "--grace",
+        type=float,
+        default=_OPTIONS.grace_s,
+        metavar="SECONDS",
+        help="how long running requests may go on after SIGTERM; default: %(default)g",
+    )
+    _add_engine(parser)
+    watch = parser.add_argument_group("logs and traces")
+    watch.add_argument(
+        "--otlp-endpoint",
+        metavar="URL",
+        help="send OpenTelemetry traces to this OTLP gRPC endpoint; default: none",
+    )
+    watch.add_argument(
+        "--log-level",
+        default="info",
+        choices=("debug", "info", "warning", "error"),
+        help="default: %(default)s; logs go to stderr",
+    )
+
+
+def _add_engine(parser: argparse.ArgumentParser) -> None:
+    engine = parser.add_argument_group("engine")
+    engine.add_argument(
+        "--served-model-name", metavar="NAME", help="name in requests and replies; default: the model's own"
+    )
+    engine.add_argument(
+        "--dtype", default=_CONFIG.dtype, choices=DTYPES, help="auto: the checkpoint's; default: %(default)s"
+    )
+    engine.add_argument(
+        "--max-model-len",
+        type=int,
+        metavar="TOKENS",
+        help="prompt and output of a request together; default: the model's, at most what the KV cache holds",
+    )
+    engine.add_argument(
+        "--max-num-seqs",
+        type=int,
+        default=_CONFIG.max_num_seqs,
+        metavar="N",
+        help="requests that run together; default: %(default)s",
+    )
+    engine.add_argument(
+        "--max-num-batched-tokens",
+        type=int,
+        default=_CONFIG.max_num_batched_tokens,
+        metavar="N",
+        help="tokens of one step, prompts and outputs together; default: %(default)s",
+    )
+    engine.add_argument(
+        "--max-queued-requests",
+        type=int,
+        default=_CONFIG.max_queued_requests,
+        metavar="N",
+        help="requests that may wait; more are refused; default: %(default)s",
+    )
+    engine.add_argument(
+        "--page-size",
+        type=int,
+        default=_CONFIG.page_size,
+        metavar="TOKENS",
+        help="tokens of one KV page, a power of two; default: %(default)s",
+    )
+    engine.add_argument(
+        "--kv-cache-bytes",
+        type=size,
+        metavar="SIZE",
+        help="size of the KV cache, such as 512M or 2G; default: on an accelerator what --hbm-utilization leaves",
+    )
+    engine.add_argument(
+        "--hbm-utilization",
+        type=float,
+        default=_CONFIG.hbm_utilization,
+        metavar="SHARE",
+        help="share of an accelerator's memory to use in all; default: %(default)s",
+    )
+    engine.add_argument(
+        "--max-logprobs",
+        type=int,
+        default=_CONFIG.max_logprobs,
+        metavar="N",
+        help="most log-probabilities a request may ask for per token; default: %(default)s",
+    )
+    engine.add_argument(
+        "--compilation-cache",
+        default=str(default_compilation_cache()),
+        metavar="DIR|off",
+        help="where compiled programs are kept between starts; default: %(default)s",
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Serve until told to stop; 0 after a graceful end, 1 where the server cannot start or the engine dies."""
+    logging.basicConfig(
+        stream=sys.stderr,
+        level=args.log_level.upper(),
+        format="%(asctime)s %(levelname)-7s %(name)s: %(message)s",
+        force=True,
+    )
+    for noisy in ("jax", "httpx", "asyncio", "filelock", "huggingface_hub", "transformers"):
+        logging.getLogger(noisy).setLevel(logging.WARNING)
+    try:
+        options = ServerOptions(
+            host=args.host, port=args.port, stall_limit_s=args.stall_limit, grace_s=args.grace
+        )
+        config = _engine_config(args)
+    except ConfigError as error:
+        print(f"penstock serve: {error}", file=sys.stderr)
+        return 2
+    provider = None
+    if args.otlp_endpoint:
+        provider = otlp_provider(args.otlp_endpoint, version=version())
+    code = asyncio.run(_serve(args.model, config, options, provider))
+    if provider is not None:
+        provider.shutdown()  # sends what is left
+    if code is None:  # the engine's thread is busy compiling and cannot be asked to stop
+        logging.shutdown()
+        sys.stdout.flush()
+        os._exit(0)
+    return code
+
+
+def _engine_config(args: argparse.Namespace) -> EngineConfig:
+    cache = None if args.compilation_cache == "off" else Path(args.compilation_cache).expanduser()
+    return EngineConfig(
+        served_model_name=args.served_model_name,
+        dtype=args.dtype,
+        max_model_len=args.max_model_len,
+        max_num_seqs=args.max_num_seqs,
+        max_num_batched_tokens=args.max_num_batched_tokens,
+        max_queued_requests=args.max_queued_requests,
+        page_size=args.page_size,
+        kv_cache_bytes=args.kv_cache_bytes,
+        hbm_utilization=args.hbm_utilization,
+        max_logprobs=args.max_logprobs,
+        compilation_cache=cache,
+    )
+
+
+async def _serve(
+    model: str, config: EngineConfig, options: ServerOptions, provider: TracerProvider | None
+) -> int | None:
+    """The exit code; None where the process must be ended though a thread is busy."""
+    told_to_stop = asyncio.Event()
+    _on_signals(told_to_stop)
+    stopping = asyncio.ensure_future(told_to_stop.wait())
+    try:
+        server = PenstockServer(options, provider)
+        if not options.loopback:
+            log.warning(
+                "listening on %s without TLS or tokens: whoever reaches the port may use the model",
+                options.host,
+            )
+        loading = asyncio.ensure_future(in_thread(lambda: Engine.from_pretrained(model, config)))
+        if not await _first(loading, stopping):
+            return None
+        engine = loading.result()
+        _tell(engine)
+        await server.serve(engine)
+        starting = asyncio.ensure_future(server.start_engine())
+        if not await _first(starting, stopping):
+            await server.stop()
+            return None
+        starting.result()
+    except PenstockError as error:
+        print(f"penstock serve: {error}", file=sys.stderr)
+        return 1
+    print(f"penstock: ready on {server.address}", flush=True)
+    failed = asyncio.ensure_future(server.wait_for_failure())
+    await _first(failed, stopping)
+    log.info("stopping: no new requests; running ones have %g s", options.grace_s)
+    await server.stop()
+    log.info("stopped")
+    return 1 if failed.done() else 0
+
+
+async def _first(wanted: asyncio.Future[Any], stopping: asyncio.Future[Any]) -> bool:
+    """Wait for either; whether `wanted` came to its end."""
+    await asyncio.wait((wanted, stopping), return_when=asyncio.FIRST_COMPLETED)
+    return wanted.done()
+
+
+def _on_signals(told_to_stop: asyncio.Event) -> None:
+    """The first SIGTERM or SIGINT asks to stop, the second ends the process."""
+
+    def stop(number: int) -> None:
+        if told_to_stop.is_set():
+            log.warning("second signal: ending at once")
+            os._exit(128 + number)
+        told_to_stop.set()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, stop, number)
+
+
+def _tell(engine: Engine) -> None:
+    """What was resolved, one line each."""
+    info, config = engine.info, engine.config
+    log.info("model %s: %s, %s, vocabulary %d", info.name, info.architecture, config.dtype, info.vocab_size)
+    log.info("on %s", ", ".join(info.devices))
+    log.info(
+        "context %d tokens, %d running and %d waiting requests at most",
+        info.max_model_len,
+        config.max_num_seqs,
+        config.max_queued_requests,
+    )
+    log.info(
+        "KV cache %.1f MiB: %d pages of %d tokens",
+        (config.kv_cache_bytes or 0) / 2**20,
+        info.num_pages,
+        info.page_size,
+    )
+    log.info("defaults: %s", info.defaults)
+    log.info("compiled programs are kept in %s", config.compilation_cache or "memory only")

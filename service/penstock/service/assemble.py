@@ -1,0 +1,118 @@
+"""Engine outputs of one request to deltas: text, stop strings, what is kept. Pure; the buffer calls it on arrival."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from penstock.runtime.request import Finish, FinishReason, Output, RequestTiming, TokenLogprobs
+from penstock.runtime.text import TextCodec, TextStream
+
+from penstock.service.convert import Job
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """What was added to the output. The last one has `finish` and `timing`."""
+
+    text: str = ""
+    token_ids: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    generation: int = 0
+    """Generation of the weights that made these tokens."""
+    finish: Finish | None = None
+    timing: RequestTiming | None = None
+
+
+class PendingDelta:
+    """Deltas of the same weights that wait to be read, merged into one."""
+
+    def __init__(self, generation: int) -> None:
+        self.generation = generation
+        self.num_tokens = 0
+        self.last = False
+        self._deltas: list[Delta] = []
+
+    def add(self, delta: Delta) -> None:
+        self._deltas.append(delta)
+        self.num_tokens += len(delta.token_ids)
+        self.last = self.last or delta.finish is not None
+
+    def merged(self) -> Delta:
+        """All of them in one."""
+        return Delta(
+            "".join(d.text for d in self._deltas),
+            tuple(i for d in self._deltas for i in d.token_ids),
+            tuple(p for d in self._deltas for p in d.logprobs),
+            self.generation,
+            self._deltas[-1].finish,
+            self._deltas[-1].timing,
+        )
+
+
+class Assembler:
+    """The output of one request, from the engine's steps.
+
+    Token ids are those generated, up to the one that completed a stop string. A matched stop token id is left out
+    unless `include_stop`; an end-of-sequence token stays (it is the model's own, and trainers need it), but has no
+    text while special tokens are skipped.
+    """
+
+    def __init__(self, job: Job, codec: TextCodec | None) -> None:
+        self._stopping = job.stopping
+        self._skip_special = job.options.skip_special_tokens
+        self._text: TextStream | None = None
+        self._stop: Finish | None = None
+        if job.options.text and codec is not None:
+            self._text = TextStream(
+                codec,
+                stop=job.stopping.stop,
+                include_stop=job.stopping.include_stop,
+                skip_special_tokens=job.options.skip_special_tokens,
+                min_tokens=job.stopping.min_tokens,
+            )
+
+    @property
+    def stop(self) -> Finish | None:
+        """Set once a stop string was found: the engine has to be told."""
+        return self._stop
+
+    def add(self, output: Output) -> Delta:
+        """The delta of one engine output; raises its error."""
+        if output.error is not None:
+            raise output.error
+        if self._stop is not None:  # tokens made before the engine heard of the stop
+            finish = self._stop if output.finish is not None else None
+            return Delta(finish=finish, timing=output.timing, generation=output.generation)
+        ids, logprobs, finish = output.token_ids, output.logprobs, output.finish
+        if self._drops_last(output):
+            ids, logprobs = ids[:-1], logprobs[:-1]
+        text = ""
+        if self._text is not None:
+            pushed = self._text.push(ids, final=output.last, mute_last_token=self._mutes_last(output))
+            text = pushed.text
+            if pushed.stop is not None:
+                self._stop = Finish(FinishReason.STOP, stop=pushed.stop)
+                ids, logprobs = ids[: pushed.num_tokens], logprobs[: pushed.num_tokens]
+                finish = self._stop if finish is not None else None
+        return Delta(text, ids, logprobs, output.generation, finish, output.timing)
+
+    def _drops_last(self, output: Output) -> bool:
+        """Whether the last token is a stop token id that the caller did not ask to keep."""
+        finish = output.finish
+        return (
+            finish is not None
+            and finish.reason is FinishReason.STOP
+            and finish.token_id is not None
+            and output.token_ids[-1:] == (finish.token_id,)
+            and not self._stopping.include_stop
+        )
+
+    def _mutes_last(self, output: Output) -> bool:
+        """Whether the last token is an end-of-sequence token, which has no text even where it is no special one."""
+        finish = output.finish
+        return (
+            finish is not None
+            and finish.reason is FinishReason.EOS
+            and self._skip_special
+            and output.token_ids[-1:] == (finish.token_id,)
+        )

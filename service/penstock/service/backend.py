@@ -1,0 +1,106 @@
+"""What the service needs of an engine. `penstock.runtime.engine.Engine` has it; tests put a toy in its place."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from penstock.runtime.config import EngineConfig
+from penstock.runtime.core import AbortOutcome, WeightsVersion
+from penstock.runtime.request import Finish, Output, Request
+from penstock.runtime.scheduler import Load
+from penstock.runtime.text import TextCodec
+
+
+class Defaults(Protocol):
+    """Sampling values of an unset field: the model's generation_config, then neutral ones."""
+
+    @property
+    def temperature(self) -> float: ...
+    @property
+    def top_k(self) -> int: ...
+    @property
+    def top_p(self) -> float: ...
+    @property
+    def min_p(self) -> float: ...
+
+
+class Info(Protocol):
+    """The model that is served and the values in force."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def architecture(self) -> str: ...
+    @property
+    def vocab_size(self) -> int: ...
+    @property
+    def max_model_len(self) -> int: ...
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]: ...
+    @property
+    def defaults(self) -> Defaults: ...
+    @property
+    def num_pages(self) -> int: ...
+    @property
+    def page_size(self) -> int: ...
+    @property
+    def devices(self) -> tuple[str, ...]: ...
+
+
+class Backend(Protocol):
+    """The engine as the service sees it. All of it may be called on the event loop, but for what says it blocks."""
+
+    @property
+    def config(self) -> EngineConfig: ...
+    @property
+    def info(self) -> Info: ...
+    @property
+    def text(self) -> TextCodec | None: ...
+    @property
+    def weights(self) -> WeightsVersion: ...
+    @property
+    def ready(self) -> bool: ...
+    @property
+    def failure(self) -> Exception | None: ...
+
+    def tensor_specs(self) -> Sequence[tuple[str, str, tuple[int, ...]]]:
+        """(Hugging Face name, dtype such as "bfloat16", shape) of every tensor."""
+        ...
+
+    def start(self) -> None:
+        """Compile and start; blocks for as long as that takes."""
+        ...
+
+    def submit(self, request: Request, sink: Callable[[Sequence[Output]], None]) -> None:
+        """Queue a request; refusals are raised at once."""
+        ...
+
+    def cancel(self, request_id: str) -> None:
+        """Nobody wants the rest of it."""
+        ...
+
+    def finish(self, request_id: str, finish: Finish) -> None:
+        """End it for a reason that the text layer found."""
+        ...
+
+    def abort(
+        self,
+        request_ids: Sequence[str] | None = None,
+        *,
+        prefix: str | None = None,
+        all_requests: bool = False,
+        message: str = "",
+    ) -> Sequence[tuple[str, AbortOutcome]]:
+        """End requests; slot and pages are free when it returns."""
+        ...
+
+    def load(self) -> Load: ...
+
+    def drain(self, timeout_s: float) -> bool:
+        """Refuse new requests and wait for the others; blocks."""
+        ...
+
+    def shutdown(self) -> None:
+        """Stop for good; blocks."""
+        ...

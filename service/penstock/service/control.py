@@ -1,0 +1,162 @@
+"""ControlService: what an operator, a router or a trainer asks. Each RPC: check, convert, call, convert back."""
+
+from __future__ import annotations
+
+import asyncio
+from functools import partial
+from typing import TYPE_CHECKING
+
+from penstock.runtime.errors import UnsupportedFeature
+from penstock.v1 import control_pb2, control_pb2_grpc, types_pb2
+
+from penstock.service import replies
+from penstock.service.backend import Backend
+from penstock.service.convert import Prompt, TextPrompt, Violations, chat_prompt, check_token_ids
+from penstock.service.generation import INLINE_CHARS, encode_prompt
+from penstock.service.inference import limits_of
+from penstock.service.support import check_supported
+
+if TYPE_CHECKING:
+    from penstock.v1.control_pb2_grpc import _ServicerContext as Context
+
+CONTRACT_REVISION = 1
+
+
+class ControlServicer(control_pb2_grpc.ControlServiceServicer):
+    """Facts about one engine, and its tokenizer."""
+
+    def __init__(self, engine: Backend, *, version: str, instance_id: str) -> None:
+        self._engine = engine
+        self._version = version
+        self._instance_id = instance_id
+        self._limits = limits_of(engine)
+
+    async def GetModelInfo(
+        self, request: control_pb2.GetModelInfoRequest, context: Context
+    ) -> control_pb2.GetModelInfoResponse:
+        """The values in force."""
+        check_supported(request)
+        info = self._engine.info
+        defaults = info.defaults
+        sampling = types_pb2.SamplingParams(
+            temperature=defaults.temperature,
+            top_p=defaults.top_p,
+            top_k=defaults.top_k,
+            min_p=defaults.min_p,
+            presence_penalty=0.0,
+            frequency_penalty=0.0,
+            repetition_penalty=1.0,
+            n=1,
+        )
+        specs = self._engine.tensor_specs() if request.include_tensors else ()
+        return control_pb2.GetModelInfoResponse(
+            model=info.name,
+            architecture=info.architecture,
+            vocab_size=info.vocab_size,
+            max_context_tokens=info.max_model_len,
+            eos_token_ids=info.eos_token_ids,
+            default_sampling=sampling,
+            weights=replies.weights_version(self._engine.weights),
+            tensors=[replies.tensor_spec(*spec) for spec in specs],
+            features=[control_pb2.FEATURE_CHAT] if self._limits.has_chat else [],
+        )
+
+    async def GetServerInfo(
+        self, request: control_pb2.GetServerInfoRequest, context: Context
+    ) -> control_pb2.GetServerInfoResponse:
+        """Limits, fixed at start. `max_chunk_bytes` is 0: weight updates are not in this release."""
+        config, info = self._engine.config, self._engine.info
+        return control_pb2.GetServerInfoResponse(
+            server_version=self._version,
+            instance_id=self._instance_id,
+            contract_revision=CONTRACT_REVISION,
+            max_running_requests=config.max_num_seqs,
+            max_queued_requests=config.max_queued_requests,
+            kv_page_tokens=info.page_size,
+            kv_pages_total=info.num_pages,
+            max_logprobs=config.max_logprobs,
+            devices=info.devices,
+        )
+
+    async def GetLoad(
+        self, request: control_pb2.GetLoadRequest, context: Context
+    ) -> control_pb2.GetLoadResponse:
+        """A snapshot."""
+        load = self._engine.load()
+        return control_pb2.GetLoadResponse(
+            running_requests=load.num_running,
+            queued_requests=load.num_waiting,
+            queued_prompt_tokens=load.waiting_prompt_tokens,
+            kv_pages_used=load.pages_used,
+            kv_pages_total=load.pages_total,
+            weights=replies.weights_version(self._engine.weights),
+        )
+
+    async def Tokenize(
+        self, request: control_pb2.TokenizeRequest, context: Context
+    ) -> control_pb2.TokenizeResponse:
+        """What Generate would feed the model."""
+        check_supported(request)
+        bad = Violations()
+        prompt: Prompt | None = None
+        kind = request.WhichOneof("input")
+        if kind == "text":
+            if self._engine.text is None:
+                raise UnsupportedFeature(["text"])
+            prompt = TextPrompt(request.text)
+        elif kind == "chat":
+            prompt = chat_prompt(request.chat, self._limits, bad)
+        else:
+            bad.add("input", "one of text and chat is required")
+        bad.raise_if_any()
+        assert prompt is not None
+        special = request.add_special_tokens if request.HasField("add_special_tokens") else None
+        return control_pb2.TokenizeResponse(
+            token_ids=await encode_prompt(self._engine.text, prompt, special),
+            max_context_tokens=self._engine.info.max_model_len,
+        )
+
+    async def Detokenize(
+        self, request: control_pb2.DetokenizeRequest, context: Context
+    ) -> control_pb2.DetokenizeResponse:
+        """Text of any ids of the vocabulary."""
+        check_supported(request)
+        codec = self._engine.text
+        if codec is None:
+            raise UnsupportedFeature(["token_ids"])
+        bad = Violations()
+        ids = tuple(request.token_ids)
+        check_token_ids("token_ids", ids, self._engine.info.vocab_size, bad)
+        bad.raise_if_any()
+        skip = request.skip_special_tokens if request.HasField("skip_special_tokens") else True
+        decode = partial(codec.decode, ids, skip_special_tokens=skip)
+        text = decode() if len(ids) <= INLINE_CHARS else await asyncio.to_thread(decode)
+        return control_pb2.DetokenizeResponse(text=text)
+
+    async def Pause(self, request: control_pb2.PauseRequest, context: Context) -> control_pb2.PauseResponse:
+        """Not in this release."""
+        raise UnsupportedFeature(["Pause"])
+
+    async def Resume(
+        self, request: control_pb2.ResumeRequest, context: Context
+    ) -> control_pb2.ResumeResponse:
+        """Not in this release."""
+        raise UnsupportedFeature(["Resume"])
+
+    async def CommitWeights(
+        self, request: control_pb2.CommitWeightsRequest, context: Context
+    ) -> control_pb2.CommitWeightsResponse:
+        """Not in this release."""
+        raise UnsupportedFeature(["CommitWeights"])
+
+    async def DiscardWeights(
+        self, request: control_pb2.DiscardWeightsRequest, context: Context
+    ) -> control_pb2.DiscardWeightsResponse:
+        """Not in this release."""
+        raise UnsupportedFeature(["DiscardWeights"])
+
+    async def FlushCache(
+        self, request: control_pb2.FlushCacheRequest, context: Context
+    ) -> control_pb2.FlushCacheResponse:
+        """Not in this release."""
+        raise UnsupportedFeature(["FlushCache"])

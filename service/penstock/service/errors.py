@@ -1,0 +1,143 @@
+"""Errors to gRPC statuses: one table, one row for every class of the error tree, and the rich details of each.
+
+Each status carries google.rpc.ErrorInfo (domain "penstock", an upper-case reason, facts in `metadata`), and where it
+helps BadRequest (every violation) or RetryInfo. Trailing metadata above 8 KiB may be refused by the peer, which
+would hide the error behind another one, so everything is cut to fit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+from google.protobuf import any_pb2, duration_pb2
+from google.protobuf.message import Message
+from google.rpc import error_details_pb2, status_pb2  # type: ignore[import-untyped]  # ships no hints
+
+from penstock.runtime import errors
+
+DOMAIN = "penstock"
+DETAILS_KEY = "grpc-status-details-bin"
+MAX_MESSAGE_CHARS = 400
+MAX_METADATA_CHARS = 700
+MAX_VIOLATION_CHARS = 300
+MAX_VIOLATIONS_BYTES = 2500
+Code = grpc.StatusCode
+
+
+class StalledReader(errors.RequestError):
+    """The client of a stream read nothing for longer than the server waits; its pages were freed.
+
+    Expected: the client, or the network to it, is too slow. The status reaches it when it reads on.
+    """
+
+    def __init__(self, limit_s: float) -> None:
+        self.limit_s = limit_s
+        super().__init__(f"the stream was not read for {limit_s:g} s, so its generation was ended")
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """How one class of errors looks on the wire; `metadata` takes facts from the error for ErrorInfo."""
+
+    code: grpc.StatusCode
+    reason: str
+    metadata: Callable[[Any], dict[str, str]] = lambda error: {}
+
+
+TABLE: Mapping[type[errors.PenstockError], Row] = {
+    errors.PenstockError: Row(Code.INTERNAL, "INTERNAL"),
+    errors.ConfigError: Row(Code.FAILED_PRECONDITION, "CONFIG"),
+    errors.UnknownArchitecture: Row(Code.FAILED_PRECONDITION, "UNKNOWN_ARCHITECTURE"),
+    errors.CheckpointError: Row(Code.FAILED_PRECONDITION, "CHECKPOINT"),
+    errors.RequestError: Row(Code.INVALID_ARGUMENT, "INVALID_REQUEST"),
+    errors.InvalidRequest: Row(Code.INVALID_ARGUMENT, "INVALID_FIELD"),
+    errors.UnsupportedFeature: Row(
+        Code.UNIMPLEMENTED, "UNSUPPORTED_FEATURE", lambda e: {"field": ",".join(e.fields)}
+    ),
+    errors.PromptTooLong: Row(
+        Code.INVALID_ARGUMENT,
+        "PROMPT_TOO_LONG",
+        lambda e: {"prompt_tokens": str(e.num_prompt_tokens), "max_prompt_tokens": str(e.max_prompt_tokens)},
+    ),
+    errors.ExceedsKVCapacity: Row(
+        Code.INVALID_ARGUMENT,
+        "EXCEEDS_KV_CAPACITY",
+        lambda e: {"needed_tokens": str(e.needed_tokens), "capacity_tokens": str(e.capacity_tokens)},
+    ),
+    errors.DuplicateRequestId: Row(
+        Code.ALREADY_EXISTS, "DUPLICATE_REQUEST_ID", lambda e: {"request_id": e.request_id}
+    ),
+    errors.UnknownModel: Row(
+        Code.NOT_FOUND, "UNKNOWN_MODEL", lambda e: {"model": e.name, "served_model": e.served}
+    ),
+    StalledReader: Row(Code.RESOURCE_EXHAUSTED, "STALLED_READER", lambda e: {"limit_s": f"{e.limit_s:g}"}),
+    errors.UnavailableError: Row(Code.UNAVAILABLE, "UNAVAILABLE"),
+    errors.QueueFull: Row(Code.RESOURCE_EXHAUSTED, "QUEUE_FULL", lambda e: {"limit": str(e.limit)}),
+    errors.Draining: Row(Code.UNAVAILABLE, "DRAINING"),
+    errors.NotReady: Row(Code.UNAVAILABLE, "NOT_READY"),
+    errors.WeightsError: Row(Code.FAILED_PRECONDITION, "WEIGHTS_REFUSED"),
+    errors.EngineFailure: Row(Code.INTERNAL, "ENGINE_FAILURE"),
+}
+
+BUG = Row(Code.INTERNAL, "INTERNAL")
+"""Any exception that is not in the tree: a bug. Its text stays in the log."""
+
+
+def row_of(error: BaseException) -> Row:
+    """The row of the error's class, or of the nearest class above it."""
+    for cls in type(error).__mro__:
+        if cls in TABLE:
+            return TABLE[cls]
+    return BUG
+
+
+def to_status(error: BaseException) -> status_pb2.Status:
+    """The whole google.rpc.Status of an error."""
+    row = row_of(error)
+    text = str(error) if isinstance(error, errors.PenstockError) else "internal error; see the server's log"
+    metadata = {key: _cut(value, MAX_METADATA_CHARS) for key, value in row.metadata(error).items()}
+    info = error_details_pb2.ErrorInfo(reason=row.reason, domain=DOMAIN, metadata=metadata)
+    number: int = row.code.value[0]
+    return status_pb2.Status(
+        code=number, message=_cut(text, MAX_MESSAGE_CHARS), details=[_any(info), *map(_any, _extras(error))]
+    )
+
+
+def _extras(error: BaseException) -> Sequence[Message]:
+    if isinstance(error, errors.InvalidRequest):
+        return [_bad_request(error.violations)]
+    if isinstance(error, errors.QueueFull):
+        delay = duration_pb2.Duration()
+        delay.FromNanoseconds(int(error.retry_after_s * 1e9))
+        return [error_details_pb2.RetryInfo(retry_delay=delay)]
+    return []
+
+
+def _bad_request(violations: Sequence[errors.Violation]) -> error_details_pb2.BadRequest:
+    """Every violation, or as many as fit and one that tells how many do not."""
+    bad = error_details_pb2.BadRequest()
+    size = 0
+    for i, violation in enumerate(violations):
+        field = _cut(violation.field, MAX_VIOLATION_CHARS)
+        description = _cut(violation.description, MAX_VIOLATION_CHARS)
+        size += len(field) + len(description) + 8
+        if size > MAX_VIOLATIONS_BYTES:
+            bad.field_violations.add(field="", description=f"and {len(violations) - i} more violations")
+            break
+        bad.field_violations.add(field=field, description=description)
+    return bad
+
+
+def _any(message: Message) -> any_pb2.Any:
+    packed = any_pb2.Any()
+    packed.Pack(message)
+    return packed
+
+
+def _cut(text: str, limit: int) -> str:
+    """At most `limit` ASCII characters: the wire escapes others to three times their bytes."""
+    text = text.encode("ascii", "backslashreplace").decode()
+    return text if len(text) <= limit else text[: limit - 3] + "..."

@@ -1,0 +1,56 @@
+"""Options of the gRPC front: frozen, checked once."""
+
+from __future__ import annotations
+
+import ipaddress
+import math
+from dataclasses import dataclass
+
+from penstock.runtime.errors import ConfigError
+
+MIB = 1024 * 1024
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerOptions:
+    """Where the server listens and how long it waits for whom."""
+
+    host: str = "127.0.0.1"
+    port: int = 50051
+    """0 lets the system choose one."""
+    stall_limit_s: float = 30.0
+    """A stream that is not read for so long while output waits is ended, and its pages are freed."""
+    grace_s: float = 30.0
+    """On SIGTERM: how long running requests may go on."""
+    max_receive_bytes: int = 64 * MIB
+    """Largest request message."""
+
+    def __post_init__(self) -> None:
+        bad: list[str] = []
+        if not self.host:
+            bad.append("host: must not be empty")
+        if not 0 <= self.port <= 65535:
+            bad.append(f"port: must be from 0 to 65535, not {self.port}")
+        if not (math.isfinite(self.stall_limit_s) and self.stall_limit_s > 0):
+            bad.append(f"stall_limit_s: must be above 0, not {self.stall_limit_s}")
+        if not (math.isfinite(self.grace_s) and self.grace_s >= 0):
+            bad.append(f"grace_s: must be at least 0, not {self.grace_s}")
+        if not 1 <= self.max_receive_bytes < 2**31:
+            bad.append(f"max_receive_bytes: must be from 1 to 2147483647, not {self.max_receive_bytes}")
+        if bad:
+            raise ConfigError("; ".join(bad))
+
+    def address(self, port: int | None = None) -> str:
+        """host:port as gRPC and people read it; IPv6 in brackets."""
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"{host}:{self.port if port is None else port}"
+
+    @property
+    def loopback(self) -> bool:
+        """Whether only this machine can connect."""
+        if self.host == "localhost":
+            return True
+        try:
+            return ipaddress.ip_address(self.host).is_loopback
+        except ValueError:
+            return False

@@ -1,0 +1,162 @@
+"""From the engine's thread to readers: one wake-up of the event loop per step, one merging buffer per request.
+
+The engine calls each request's sink in turn; a sink only appends to the switchboard's queue, and the first one of a
+step wakes the loop. So a step costs one `call_soon_threadsafe` however many requests it serves. Each request has its
+own sink, not one for all with a lookup by id: an id may be used again while outputs of its former, cancelled user
+are still on their way, and these must not reach the new one.
+
+On the loop an output becomes a delta at once (text, stop strings), whether or not anybody reads, so a stop string
+ends the request in the engine without waiting for a slow reader. Deltas wait merged: at most one per weights
+version, no longer than the context. A reader that takes nothing for `stall_limit_s` while something waits is given
+up: the request is cancelled in the engine, which frees its pages, and the reader finds StalledReader.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Callable, Sequence
+
+from penstock.runtime.request import Output
+
+from penstock.service.assemble import Assembler, Delta, PendingDelta
+from penstock.service.backend import Backend
+from penstock.service.errors import StalledReader
+
+log = logging.getLogger(__name__)
+
+
+class Switchboard:
+    """Carries outputs from the engine's thread to the buffers on the event loop."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._queue: deque[tuple[Buffer, Sequence[Output]]] = deque()
+        self._awake = False
+
+    def post(self, buffer: Buffer, outputs: Sequence[Output]) -> None:
+        """On the engine's thread. Appending before the check means that nothing is left behind asleep."""
+        self._queue.append((buffer, outputs))
+        if not self._awake:
+            self._awake = True
+            try:
+                self._loop.call_soon_threadsafe(self._deliver)
+            except RuntimeError:  # the loop is closed: the server has ended and nobody reads
+                self._queue.clear()
+
+    def _deliver(self) -> None:
+        self._awake = False
+        for _ in range(len(self._queue)):
+            buffer, outputs = self._queue.popleft()
+            for output in outputs:
+                buffer.deliver(output)
+
+
+class Buffer:
+    """What one request made and its reader has not taken yet."""
+
+    def __init__(
+        self,
+        engine: Backend,
+        switchboard: Switchboard,
+        request_id: str,
+        assembler: Assembler,
+        *,
+        min_tokens: int = 1,
+        stall_limit_s: float | None = None,
+    ) -> None:
+        self._engine = engine
+        self._switchboard = switchboard
+        self._request_id = request_id
+        self._assembler = assembler
+        self._min_tokens = min_tokens
+        self._stall_limit_s = stall_limit_s
+        """None: the reader wants everything at the end (Generate), so it cannot stall."""
+        self._pending: deque[PendingDelta] = deque()
+        self._error: Exception | None = None
+        self._changed = asyncio.Event()
+        self._timer: asyncio.TimerHandle | None = None
+        self._reading = False
+        self._told_stop = False
+        self._ended = False
+        """The engine has no more for us, or we want no more."""
+        self.sink: Callable[[Sequence[Output]], None] = lambda outputs: switchboard.post(self, outputs)
+
+    @property
+    def ended(self) -> bool:
+        """Whether the engine is done with the request."""
+        return self._ended
+
+    def deliver(self, output: Output) -> None:
+        """On the loop: take in one output. An error of this request's making must not reach the others'."""
+        if self._ended:
+            return
+        try:
+            delta = self._assembler.add(output)
+        except Exception as error:  # noqa: BLE001 -- raised to the reader, whatever it is
+            self._fail(error)
+            return
+        self._append(delta)
+        if output.last:
+            self._ended = True
+        elif self._assembler.stop is not None and not self._told_stop:
+            self._told_stop = True
+            self._engine.finish(self._request_id, self._assembler.stop)
+        self._changed.set()
+        if not self._reading and self._timer is None and self._stall_limit_s is not None:
+            loop = asyncio.get_running_loop()
+            self._timer = loop.call_later(self._stall_limit_s, self._stalled)
+
+    async def take(self) -> Delta:
+        """Wait for the next delta of at least `min_tokens` tokens, or the last one; raises what went wrong."""
+        self._stop_timer()
+        self._reading = True
+        try:
+            while not self._can_take():
+                self._changed.clear()
+                await self._changed.wait()
+        finally:
+            self._reading = False
+        if self._error is not None:
+            raise self._error
+        return self._pending.popleft().merged()
+
+    def close(self) -> None:
+        """The reader is gone: cancel in the engine what still runs. May be called twice."""
+        self._stop_timer()
+        if not self._ended:
+            self._ended = True
+            self._engine.cancel(self._request_id)
+
+    def _can_take(self) -> bool:
+        if self._error is not None or len(self._pending) > 1:
+            return True
+        return bool(self._pending) and (
+            self._pending[0].last or self._pending[0].num_tokens >= self._min_tokens
+        )
+
+    def _append(self, delta: Delta) -> None:
+        if not (delta.token_ids or delta.text or delta.finish is not None):
+            return
+        if not self._pending or (delta.token_ids and self._pending[-1].generation != delta.generation):
+            self._pending.append(PendingDelta(delta.generation))
+        self._pending[-1].add(delta)
+
+    def _stalled(self) -> None:
+        self._timer = None
+        assert self._stall_limit_s is not None
+        log.warning("request %s: not read for %g s, cancelled", self._request_id, self._stall_limit_s)
+        self._fail(StalledReader(self._stall_limit_s))
+
+    def _fail(self, error: Exception) -> None:
+        """End with an error; what was buffered is dropped."""
+        self._error = error
+        self._pending.clear()
+        self.close()
+        self._changed.set()
+
+    def _stop_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None

@@ -1,0 +1,165 @@
+"""Which fields of the contract this release honours. Whatever is set and not honoured is refused, never ignored.
+
+`HONOURED` and `REFUSED` together name every field of every request message; tests/service/test_support.py walks the
+descriptors, so a field added to the contract fails until it stands in one of them. Paths are dotted, from the
+request message down, without the indices of repeated fields. A refused path covers everything below it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from google.protobuf.message import Message
+from google.protobuf.unknown_fields import UnknownFieldSet
+
+from penstock.runtime.errors import InvalidRequest, UnsupportedFeature, Violation
+
+_CHAT_HONOURED = frozenset({"chat", "chat.messages", "chat.messages.role", "chat.messages.content"})
+_CHAT_REFUSED: Mapping[str, object] = {
+    "chat.messages.tool_calls": None,
+    "chat.messages.tool_call_id": None,
+    "chat.tools": None,
+    "chat.tool_choice": None,
+    "chat.chat_template": None,
+    "chat.template_options_json": None,
+}
+_GENERATE_HONOURED = _CHAT_HONOURED | {
+    "request_id",
+    "model",
+    "prompt",
+    "prompt_token_ids",
+    "prompt_token_ids.ids",
+    "sampling",
+    "sampling.temperature",
+    "sampling.top_p",
+    "sampling.top_k",
+    "sampling.min_p",
+    "sampling.seed",
+    "stopping",
+    "stopping.max_tokens",
+    "stopping.min_tokens",
+    "stopping.stop",
+    "stopping.stop_token_ids",
+    "stopping.ignore_eos",
+    "stopping.include_stop",
+    "stopping.time_limit",
+    "stopping.time_limit.seconds",
+    "stopping.time_limit.nanos",
+    "output",
+    "output.text",
+    "output.token_ids",
+    "output.logprobs",
+    "output.skip_special_tokens",
+    "output.echo_prompt_token_ids",
+    "cache",  # an empty one asks for nothing
+    "context",
+}
+_GENERATE_REFUSED: Mapping[str, object] = {
+    **_CHAT_REFUSED,
+    # The value beside a path is neutral: it asks for nothing, so it is taken.
+    "sampling.presence_penalty": 0.0,
+    "sampling.frequency_penalty": 0.0,
+    "sampling.repetition_penalty": 1.0,
+    "sampling.n": 1,
+    "sampling.logit_bias": None,
+    "sampling.bad_words": None,
+    "sampling.allowed_token_ids": None,
+    "output.prompt_logprobs": None,
+    "constraint": None,
+    "cache.cache_salt": None,
+    "cache.bypass_prefix_cache": None,
+    "adapter": None,
+    "priority": None,
+    "min_weights": None,
+    "context.truncation": 1,  # TRUNCATION_REJECT, the server's default
+    "context.reserve_tokens": None,
+    "context.cap_max_tokens": None,
+}
+
+HONOURED: Mapping[str, frozenset[str]] = {
+    "penstock.v1.GenerateRequest": _GENERATE_HONOURED,
+    "penstock.v1.StreamRequest": _GENERATE_HONOURED | {"min_tokens_per_message"},
+    "penstock.v1.AbortRequest": frozenset(
+        {"request_ids", "request_ids.ids", "request_id_prefix", "all", "reason"}
+    ),
+    "penstock.v1.TokenizeRequest": _CHAT_HONOURED | {"text", "add_special_tokens"},
+    "penstock.v1.DetokenizeRequest": frozenset({"token_ids", "skip_special_tokens"}),
+    "penstock.v1.GetModelInfoRequest": frozenset({"include_tensors"}),
+}
+"""Message name to the paths that have an effect."""
+
+REFUSED: Mapping[str, Mapping[str, object]] = {
+    "penstock.v1.GenerateRequest": _GENERATE_REFUSED,
+    "penstock.v1.StreamRequest": _GENERATE_REFUSED,
+    "penstock.v1.TokenizeRequest": _CHAT_REFUSED,
+}
+"""Message name to the paths that are refused, each with its neutral value or None."""
+
+REFUSED_RPCS = frozenset(
+    {
+        "penstock.v1.InferenceService/UpdateWeights",
+        "penstock.v1.ControlService/Pause",
+        "penstock.v1.ControlService/Resume",
+        "penstock.v1.ControlService/CommitWeights",
+        "penstock.v1.ControlService/DiscardWeights",
+        "penstock.v1.ControlService/FlushCache",
+    }
+)
+"""RPCs that answer UNIMPLEMENTED as a whole."""
+
+
+def check_supported(request: Message) -> None:
+    """Raise UnsupportedFeature naming every field that is set and not honoured, with indices, in field order."""
+    name = request.DESCRIPTOR.full_name
+    honoured, refused = HONOURED.get(name, frozenset()), REFUSED.get(name, {})
+    found = list(_unsupported(request, "", "", honoured, refused))
+    if found:
+        raise UnsupportedFeature(found)
+
+
+def _unsupported(
+    message: Message, rule_at: str, shown_at: str, honoured: frozenset[str], refused: Mapping[str, object]
+) -> Iterator[str]:
+    for field, value in message.ListFields():
+        rule, shown = rule_at + field.name, shown_at + field.name
+        if rule not in honoured:
+            neutral = refused.get(rule)
+            if neutral is None or value != neutral:
+                yield shown
+        elif field.message_type is not None:
+            many = field.is_repeated
+            for i, item in enumerate(value if many else [value]):
+                below = f"{shown}[{i}]." if many else f"{shown}."
+                yield from _unsupported(item, rule + ".", below, honoured, refused)
+
+
+def check_wire(message: Message) -> None:
+    """Raise on fields that the contract does not have, or has with another wire type: protobuf would drop them.
+
+    A field number nobody knows comes from a newer client (UnsupportedFeature); a known number with the wrong wire
+    type is a broken one (InvalidRequest).
+    """
+    unsupported: list[str] = []
+    violations: list[Violation] = []
+    for owner, path, number in _unknown(message, ""):
+        known = owner.DESCRIPTOR.fields_by_number.get(number)
+        if known is None:
+            unsupported.append(f"{path}{owner.DESCRIPTOR.name}#{number}")
+        else:
+            violations.append(Violation(path + known.name, "has the wrong wire type"))
+    if violations:
+        raise InvalidRequest(violations)
+    if unsupported:
+        raise UnsupportedFeature(unsupported)
+
+
+def _unknown(message: Message, path: str) -> Iterator[tuple[Message, str, int]]:
+    unknown = UnknownFieldSet(message)
+    for i in range(len(unknown)):
+        yield message, path, unknown[i].field_number
+    for field, value in message.ListFields():
+        if field.message_type is None or field.message_type.GetOptions().map_entry:
+            continue
+        many = field.is_repeated
+        for i, item in enumerate(value if many else [value]):
+            yield from _unknown(item, f"{path}{field.name}[{i}]." if many else f"{path}{field.name}.")
