@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 
 import pytest
@@ -78,7 +79,7 @@ def reference(name: str, ids: list[int], skip: bool) -> str:
 def chunks_of(items: list[int], cuts: list[int]) -> list[list[int]]:
     """Split at the cut positions; empty pieces happen, as in steps that make no token."""
     marks = [0, *sorted(min(c, len(items)) for c in cuts), len(items)]
-    return [items[a:b] for a, b in zip(marks, marks[1:], strict=False)]
+    return [items[a:b] for a, b in itertools.pairwise(marks)]
 
 
 def stream_text(stream: TextStream, pieces: list[list[int]]) -> tuple[str, str | None, int]:
@@ -94,7 +95,9 @@ def stream_text(stream: TextStream, pieces: list[list[int]]) -> tuple[str, str |
 @settings(max_examples=150, deadline=None)
 @given(data=st.data())
 def test_deltas_are_the_whole_decode(name: str, data: st.DataObject) -> None:
-    """Random tokens, so mostly invalid UTF-8, in random pieces, equal to Hugging Face's decode of all of them."""
+    """Random tokens, so mostly invalid UTF-8, in random pieces, equal to Hugging Face's decode of all of
+    them.
+    """
     ids = data.draw(st.lists(st.integers(0, VOCABULARY[name] - 1), max_size=40))
     cuts = data.draw(st.lists(st.integers(0, 40), max_size=10))
     skip = data.draw(st.booleans())
@@ -158,7 +161,7 @@ def test_decoders_chosen(name: str) -> None:
     assert isinstance(CODECS[name].decoder(), kind)
 
 
-# Stop strings ----------------------------------------------------------------------------------------------------
+# -- Stop strings --
 
 
 def first_stop(text: str, stops: list[str]) -> tuple[int, int] | None:
@@ -242,7 +245,7 @@ def test_a_stop_completed_by_the_final_replacement_character() -> None:
     assert (text, stop, kept) == ("a", "\ufffd", 2)
 
 
-# Codec -----------------------------------------------------------------------------------------------------------
+# -- Codec --
 
 
 def test_encode_and_chat() -> None:

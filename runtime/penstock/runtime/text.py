@@ -1,4 +1,5 @@
-"""Text at the edge of the engine: encode prompts, render chats, and turn generated tokens into text with stops.
+"""Text at the edge of the engine: encode prompts, render chats, and turn generated tokens into text with
+stops.
 
 The engine itself sees token ids only; the service calls this module before `submit` and for every output.
 """
@@ -42,14 +43,16 @@ class TextCodec:
     def from_pretrained(cls, folder: str | Path) -> TextCodec:
         """Read the tokenizer of a checkpoint folder; ConfigError where there is none or it cannot be read."""
         try:
-            tokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)  # type: ignore[no-untyped-call]
+            tokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
         except (OSError, ValueError, KeyError, ImportError) as error:
             raise ConfigError(f"{folder}: the tokenizer cannot be loaded: {error}") from error
         return cls(cast("PreTrainedTokenizerBase", tokenizer))
 
     @classmethod
     def find(cls, folder: str | Path) -> TextCodec | None:
-        """The same, but None where the folder holds no tokenizer at all: the server then takes token ids only."""
+        """The same, but None where the folder holds no tokenizer at all: the server then takes token ids
+        only.
+        """
         if not any((Path(folder) / name).is_file() for name in TOKENIZER_FILES):
             return None
         return cls.from_pretrained(folder)
@@ -84,8 +87,8 @@ class TextCodec:
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Text of the tokens; an id that the tokenizer does not know has none.
 
-        Equal to Hugging Face's, but for SentencePiece's byte tokens: there an invalid byte does not spoil the valid
-        characters spelt in bytes next to it.
+        Equal to Hugging Face's, but for SentencePiece's byte tokens: there an invalid byte does not spoil the
+        valid characters spelt in bytes next to it.
         """
         decoder = self.decoder(skip_special_tokens=skip_special_tokens)
         return decoder.push(token_ids) + decoder.flush()
@@ -123,19 +126,22 @@ class TextDelta:
     stop: str | None = None
     """The stop string that ended the text, if one did."""
     num_tokens: int = 0
-    """How many of the pushed tokens belong to the output: all, or those up to the one that completed the stop."""
+    """How many of the pushed tokens belong to the output: all, or those up to the one that completed the
+    stop.
+    """
 
 
 class TextStream:
     """The text of one output, with stop strings.
 
-    Generation ends where a stop string is first complete; of several complete at the same character the longest
-    counts. This does not depend on how tokens are grouped into pushes. Text that may still become part of a stop is
-    held back. A match is cut out of the text, with everything after it; `include_stop` keeps the match itself. A
-    stop counts only if the token that completes it has a number (from 1) of at least `min_tokens`.
+    Generation ends where a stop string is first complete; of several complete at the same character the
+    longest counts. This does not depend on how tokens are grouped into pushes. Text that may still become
+    part of a stop is held back. A match is cut out of the text, with everything after it; `include_stop`
+    keeps the match itself. A stop counts only if the token that completes it has a number (from 1) of at
+    least `min_tokens`.
 
-    Token ids are never held back, so the tokens that a stop string was found in stay in the output; those after
-    the one that completed it are dropped (`TextDelta.num_tokens`).
+    Token ids are never held back, so the tokens that a stop string was found in stay in the output; those
+    after the one that completed it are dropped (`TextDelta.num_tokens`).
     """
 
     def __init__(
@@ -163,7 +169,9 @@ class TextStream:
     def push(
         self, token_ids: Sequence[int], *, final: bool = False, mute_last_token: bool = False
     ) -> TextDelta:
-        """Add tokens; `final` says that no more follow. `mute_last_token` leaves out the last one's text (EOS)."""
+        """Add tokens; `final` says that no more follow. `mute_last_token` leaves out the last one's text
+        (EOS).
+        """
         if self._ended:
             return TextDelta("")
         self._ended = final
@@ -202,7 +210,9 @@ class TextStream:
         return ends
 
     def _find(self, searched: int) -> tuple[int, str] | None:
-        """The first complete stop as (start in `_pending`, stop), among those ending after character `searched`."""
+        """The first complete stop as (start in `_pending`, stop), among those ending after character
+        `searched`.
+        """
         if self._search_from is None:
             return None
         first_end = max(searched, self._search_from) + 1 - self._sent

@@ -3,13 +3,13 @@
 Nearly every checkpoint has one of two decoders, both of which map each token to bytes:
 
 - byte-level BPE (GPT-2, Llama 3, Qwen, GPT-OSS): each character of a token stands for one byte;
-- SentencePiece with byte fallback (Llama 2, Mistral, Gemma, Phi 3): U+2581 is a space, `<0xE9>` is a byte, and
-  one leading space may be dropped from the whole text.
+- SentencePiece with byte fallback (Llama 2, Mistral, Gemma, Phi 3): U+2581 is a space, `<0xE9>` is a byte,
+  and one leading space may be dropped from the whole text.
 
-For these the bytes go through Python's incremental UTF-8 decoder, which keeps an unfinished character back and
-replaces invalid bytes as Unicode recommends (one U+FFFD per maximal subpart, as Rust and WHATWG do), as soon as
-they cannot be completed. `tokenizers.decoders.DecodeStream` was not taken: it raises on some invalid sequences, and
-holds everything back while the tail is invalid.
+For these the bytes go through Python's incremental UTF-8 decoder, which keeps an unfinished character back
+and replaces invalid bytes as Unicode recommends (one U+FFFD per maximal subpart, as Rust and WHATWG do), as
+soon as they cannot be completed. `tokenizers.decoders.DecodeStream` was not taken: it raises on some invalid
+sequences, and holds everything back while the tail is invalid.
 
 Any other decoder (WordPiece, Metaspace, ...) is run by Hugging Face on a window of tokens.
 """
@@ -124,8 +124,9 @@ class PieceDecoder:
 class WindowDecoder:
     """Decodes the last tokens again with each new one and hands out what was added.
 
-    The window starts with tokens whose text is already out: a decoder that treats the first token in its own way
-    (Metaspace, WordPiece) treats these so in both decodings, and the difference is what the new tokens add.
+    The window starts with tokens whose text is already out: a decoder that treats the first token in its own
+    way (Metaspace, WordPiece) treats these so in both decodings, and the difference is what the new tokens
+    add.
     """
 
     def __init__(self, decode: Callable[[Sequence[int]], str]) -> None:

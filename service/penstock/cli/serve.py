@@ -34,8 +34,9 @@ examples:
   penstock serve Qwen/Qwen3-0.6B --max-model-len 4096 --kv-cache-bytes 2G
   penstock serve ./my-checkpoint --host 0.0.0.0 --served-model-name mine --otlp-endpoint http://127.0.0.1:4317
 
-The server speaks penstock.v1 over gRPC, with health checks and reflection. SIGTERM or Ctrl-C ends it gracefully:
-it refuses new requests, finishes the running ones within --grace, and exits 0. A second signal ends it at once.
+The server speaks penstock.v1 over gRPC, with health checks and reflection. SIGTERM or Ctrl-C ends it
+gracefully: it refuses new requests, finishes the running ones within --grace, and exits 0. A second signal
+ends it at once.
 """
 
 
@@ -148,7 +149,7 @@ def _add_engine(parser: argparse.ArgumentParser) -> None:
         "--kv-cache-bytes",
         type=size,
         metavar="SIZE",
-        help="size of the KV cache, such as 512M or 2G; default: on an accelerator what --hbm-utilization leaves",
+        help="such as 512M or 2G; default: on an accelerator what --hbm-utilization leaves",
     )
     engine.add_argument(
         "--hbm-utilization",

@@ -1,4 +1,6 @@
-"""Engine outputs of one request to deltas: text, stop strings, what is kept. Pure; the buffer calls it on arrival."""
+"""Engine outputs of one request to deltas: text, stop strings, what is kept. Pure; the buffer calls it on
+arrival.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +8,6 @@ from dataclasses import dataclass
 
 from penstock.runtime.request import Finish, FinishReason, Output, RequestTiming, TokenLogprobs
 from penstock.runtime.text import TextCodec, TextStream
-
 from penstock.service.convert import Job
 
 
@@ -52,9 +53,9 @@ class PendingDelta:
 class Assembler:
     """The output of one request, from the engine's steps.
 
-    Token ids are those generated, up to the one that completed a stop string. A matched stop token id is left out
-    unless `include_stop`; an end-of-sequence token stays (it is the model's own, and trainers need it), but has no
-    text while special tokens are skipped.
+    Token ids are those generated, up to the one that completed a stop string. A matched stop token id is left
+    out unless `include_stop`; an end-of-sequence token stays (it is the model's own, and trainers need it),
+    but has no text while special tokens are skipped.
     """
 
     def __init__(self, job: Job, codec: TextCodec | None) -> None:
@@ -108,7 +109,9 @@ class Assembler:
         )
 
     def _mutes_last(self, output: Output) -> bool:
-        """Whether the last token is an end-of-sequence token, which has no text even where it is no special one."""
+        """Whether the last token is an end-of-sequence token, which has no text even where it is no special
+        one.
+        """
         finish = output.finish
         return (
             finish is not None

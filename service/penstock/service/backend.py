@@ -49,7 +49,9 @@ class Info(Protocol):
 
 
 class Backend(Protocol):
-    """The engine as the service sees it. All of it may be called on the event loop, but for what says it blocks."""
+    """The engine as the service sees it. All of it may be called on the event loop, but for what says it
+    blocks.
+    """
 
     @property
     def config(self) -> EngineConfig: ...

@@ -7,14 +7,13 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from penstock.runtime.errors import UnsupportedFeature
-from penstock.v1 import control_pb2, control_pb2_grpc, types_pb2
-
 from penstock.service import replies
 from penstock.service.backend import Backend
 from penstock.service.convert import Prompt, TextPrompt, Violations, chat_prompt, check_token_ids
 from penstock.service.generation import INLINE_CHARS, encode_prompt
 from penstock.service.inference import limits_of
 from penstock.service.support import check_supported
+from penstock.v1 import control_pb2, control_pb2_grpc, types_pb2
 
 if TYPE_CHECKING:
     from penstock.v1.control_pb2_grpc import _ServicerContext as Context

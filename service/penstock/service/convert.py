@@ -1,4 +1,6 @@
-"""The contract's requests to validated frozen values. Refusals happen here, all violations of a request at once."""
+"""The contract's requests to validated frozen values. Refusals happen here, all violations of a request at
+once.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +10,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from google.protobuf.duration_pb2 import Duration
+
 from penstock.runtime.errors import InvalidRequest, UnknownModel, UnsupportedFeature, Violation
 from penstock.runtime.request import (
     MAX_REQUEST_ID_CHARS,
@@ -16,10 +19,9 @@ from penstock.runtime.request import (
     SamplingParams,
     StoppingParams,
 )
-from penstock.v1 import inference_pb2, types_pb2
-
 from penstock.service.backend import Info
 from penstock.service.support import check_supported
+from penstock.v1 import inference_pb2, types_pb2
 
 T = TypeVar("T")
 ROLES = ("system", "user", "assistant")

@@ -1,8 +1,9 @@
-"""Errors to gRPC statuses: one table, one row for every class of the error tree, and the rich details of each.
+"""Errors to gRPC statuses: one table, one row for every class of the error tree, and the rich details of
+each.
 
-Each status carries google.rpc.ErrorInfo (domain "penstock", an upper-case reason, facts in `metadata`), and where it
-helps BadRequest (every violation) or RetryInfo. Trailing metadata above 8 KiB may be refused by the peer, which
-would hide the error behind another one, so everything is cut to fit.
+Each status carries google.rpc.ErrorInfo (domain "penstock", an upper-case reason, facts in `metadata`), and
+where it helps BadRequest (every violation) or RetryInfo. Trailing metadata above 8 KiB may be refused by the
+peer, which would hide the error behind another one, so everything is cut to fit.
 """
 
 from __future__ import annotations

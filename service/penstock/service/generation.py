@@ -10,7 +10,6 @@ from typing import Self
 
 from penstock.runtime.errors import InvalidRequest, Violation
 from penstock.runtime.text import TextCodec
-
 from penstock.service.assemble import Assembler, Delta
 from penstock.service.backend import Backend
 from penstock.service.convert import Job, Prompt, TextPrompt, TokenPrompt
@@ -18,13 +17,16 @@ from penstock.service.streams import Buffer, Switchboard
 from penstock.service.telemetry import RequestTrace, Telemetry
 
 INLINE_CHARS = 2000
-"""Shorter prompts are tokenized on the event loop (well under a millisecond); a hop to a thread costs more."""
+"""Shorter prompts are tokenized on the event loop (well under a millisecond); a hop to a thread costs more.
+"""
 
 
 async def encode_prompt(
     codec: TextCodec | None, prompt: Prompt, add_special_tokens: bool | None = None
 ) -> tuple[int, ...]:
-    """Token ids of a prompt; long ones are encoded in a thread. None adds special tokens to text, none to chats."""
+    """Token ids of a prompt; long ones are encoded in a thread. None adds special tokens to text, none to
+    chats.
+    """
     if isinstance(prompt, TokenPrompt):
         return prompt.token_ids
     assert codec is not None, "conversion refuses text where there is no tokenizer"

@@ -8,8 +8,6 @@ from typing import TYPE_CHECKING
 
 from penstock.runtime.core import WeightsVersion
 from penstock.runtime.errors import InvalidRequest, UnsupportedFeature, Violation
-from penstock.v1 import inference_pb2, inference_pb2_grpc, types_pb2, weights_pb2
-
 from penstock.service import replies
 from penstock.service.assemble import Delta
 from penstock.service.backend import Backend
@@ -18,6 +16,7 @@ from penstock.service.generation import Generation
 from penstock.service.streams import Switchboard
 from penstock.service.support import check_supported
 from penstock.service.telemetry import Telemetry
+from penstock.v1 import inference_pb2, inference_pb2_grpc, types_pb2, weights_pb2
 
 if TYPE_CHECKING:
     from penstock.v1.inference_pb2_grpc import _ServicerContext as Context

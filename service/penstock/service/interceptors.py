@@ -1,7 +1,7 @@
 """One server interceptor around every penstock RPC: decode, trace, map errors.
 
-Requests are decoded here and not by gRPC, whose own failure to decode is an untyped INTERNAL: a garbled request is
-INVALID_ARGUMENT, and fields that protobuf would drop in silence are refused.
+Requests are decoded here and not by gRPC, whose own failure to decode is an untyped INTERNAL: a garbled
+request is INVALID_ARGUMENT, and fields that protobuf would drop in silence are refused.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import grpc
 from google.protobuf.message import DecodeError, Message
 
 from penstock.runtime.errors import EngineFailure, InvalidRequest, PenstockError, Violation
-
 from penstock.service.errors import DETAILS_KEY, row_of, to_status
 from penstock.service.support import check_wire
 from penstock.service.telemetry import CURRENT_RPC, RpcTrace, Telemetry

@@ -1,9 +1,9 @@
 """The gRPC server around one engine: build, start, serve, stop gracefully.
 
-    server = PenstockServer(options)     # the port is taken here, before anything slow: a port in use fails at once
-    await server.serve(engine)           # answers; health says NOT_SERVING
-    await server.start_engine()          # compiles; then health says SERVING
-    await server.stop()                  # refuses new requests, finishes the running ones
+    server = PenstockServer(options)     # the port is taken here, before anything slow: a port in use fails
+    at once await server.serve(engine)           # answers; health says NOT_SERVING await
+    server.start_engine()          # compiles; then health says SERVING await server.stop()                  #
+    refuses new requests, finishes the running ones
 
 Must be made and used on one event loop.
 """
@@ -53,7 +53,9 @@ def version() -> str:
 
 
 def in_thread(work: Callable[[], T]) -> Awaitable[T]:
-    """Run blocking work in a daemon thread: unlike asyncio's own pool it does not keep the process from ending."""
+    """Run blocking work in a daemon thread: unlike asyncio's own pool it does not keep the process from
+    ending.
+    """
     loop = asyncio.get_running_loop()
     future: asyncio.Future[T] = loop.create_future()
 
@@ -201,7 +203,7 @@ def _probe(options: ServerOptions) -> None:
         try:
             probe.bind(address)
         except OSError as error:
-            where = options.address()
             raise ConfigError(
-                f"cannot listen on {where}: {error.strerror}; choose another with --port, or 0 for any free one"
+                f"cannot listen on {options.address()}: {error.strerror}; "
+                "choose another with --port, or 0 for any free one"
             ) from error

@@ -1,14 +1,16 @@
-"""From the engine's thread to readers: one wake-up of the event loop per step, one merging buffer per request.
+"""From the engine's thread to readers: one wake-up of the event loop per step, one merging buffer per
+request.
 
-The engine calls each request's sink in turn; a sink only appends to the switchboard's queue, and the first one of a
-step wakes the loop. So a step costs one `call_soon_threadsafe` however many requests it serves. Each request has its
-own sink, not one for all with a lookup by id: an id may be used again while outputs of its former, cancelled user
-are still on their way, and these must not reach the new one.
+The engine calls each request's sink in turn; a sink only appends to the switchboard's queue, and the first
+one of a step wakes the loop. So a step costs one `call_soon_threadsafe` however many requests it serves. Each
+request has its own sink, not one for all with a lookup by id: an id may be used again while outputs of its
+former, cancelled user are still on their way, and these must not reach the new one.
 
-On the loop an output becomes a delta at once (text, stop strings), whether or not anybody reads, so a stop string
-ends the request in the engine without waiting for a slow reader. Deltas wait merged: at most one per weights
-version, no longer than the context. A reader that takes nothing for `stall_limit_s` while something waits is given
-up: the request is cancelled in the engine, which frees its pages, and the reader finds StalledReader.
+On the loop an output becomes a delta at once (text, stop strings), whether or not anybody reads, so a stop
+string ends the request in the engine without waiting for a slow reader. Deltas wait merged: at most one per
+weights version, no longer than the context. A reader that takes nothing for `stall_limit_s` while something
+waits is given up: the request is cancelled in the engine, which frees its pages, and the reader finds
+StalledReader.
 """
 
 from __future__ import annotations
@@ -19,7 +21,6 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 from penstock.runtime.request import Output
-
 from penstock.service.assemble import Assembler, Delta, PendingDelta
 from penstock.service.backend import Backend
 from penstock.service.errors import StalledReader

@@ -1,8 +1,10 @@
-"""Which fields of the contract this release honours. Whatever is set and not honoured is refused, never ignored.
+"""Which fields of the contract this release honours. Whatever is set and not honoured is refused, never
+ignored.
 
-`HONOURED` and `REFUSED` together name every field of every request message; tests/service/test_support.py walks the
-descriptors, so a field added to the contract fails until it stands in one of them. Paths are dotted, from the
-request message down, without the indices of repeated fields. A refused path covers everything below it.
+`HONOURED` and `REFUSED` together name every field of every request message; tests/service/test_support.py
+walks the descriptors, so a field added to the contract fails until it stands in one of them. Paths are
+dotted, from the request message down, without the indices of repeated fields. A refused path covers
+everything below it.
 """
 
 from __future__ import annotations
@@ -134,10 +136,11 @@ def _unsupported(
 
 
 def check_wire(message: Message) -> None:
-    """Raise on fields that the contract does not have, or has with another wire type: protobuf would drop them.
+    """Raise on fields that the contract does not have, or has with another wire type: protobuf would drop
+    them.
 
-    A field number nobody knows comes from a newer client (UnsupportedFeature); a known number with the wrong wire
-    type is a broken one (InvalidRequest).
+    A field number nobody knows comes from a newer client (UnsupportedFeature); a known number with the wrong
+    wire type is a broken one (InvalidRequest).
     """
     unsupported: list[str] = []
     violations: list[Violation] = []

@@ -1,9 +1,11 @@
-"""Traces: one SERVER span per RPC, below it one span per request with its phases. OpenTelemetry, no global provider.
+"""Traces: one SERVER span per RPC, below it one span per request with its phases. OpenTelemetry, no global
+provider.
 
-Spans are built on the event loop, the phases after the request ended, from the engine's monotonic times: the engine's
-thread does nothing for them. No span is ever made current (a stream's generator may be closed in another context):
-parents are passed explicitly, from the interceptor to the servicer through `CURRENT_RPC`, which lives in the RPC's own
-task. No prompt or output text is recorded, and no stop strings, which may quote a prompt.
+Spans are built on the event loop, the phases after the request ended, from the engine's monotonic times: the
+engine's thread does nothing for them. No span is ever made current (a stream's generator may be closed in
+another context): parents are passed explicitly, from the interceptor to the servicer through `CURRENT_RPC`,
+which lives in the RPC's own task. No prompt or output text is recorded, and no stop strings, which may quote
+a prompt.
 """
 
 from __future__ import annotations
@@ -25,7 +27,6 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 from opentelemetry.util.types import AttributeValue
 
 from penstock.runtime.request import Finish, RequestTiming
-
 from penstock.service.convert import ChatPrompt, Job
 
 CURRENT_RPC: ContextVar[Span] = ContextVar("penstock_rpc_span", default=trace.INVALID_SPAN)
@@ -33,7 +34,9 @@ PROVIDER = "penstock"
 _SERVER_FAULTS = frozenset(
     {"UNKNOWN", "DEADLINE_EXCEEDED", "UNIMPLEMENTED", "INTERNAL", "UNAVAILABLE", "DATA_LOSS"}
 )
-"""Codes that mark a server's span as an error, by the semantic conventions; the others are the caller's doing."""
+"""Codes that mark a server's span as an error, by the semantic conventions; the others are the caller's
+doing.
+"""
 _PROPAGATOR = TraceContextTextMapPropagator()
 
 
@@ -53,7 +56,9 @@ class Telemetry:
         self._tracer = (provider or trace.NoOpTracerProvider()).get_tracer("penstock.service")
 
     def rpc(self, method: str, metadata: Iterable[tuple[str, str | bytes]]) -> RpcTrace:
-        """Start the span of one RPC; `method` is "penstock.v1.Service/Method". Adopts the caller's traceparent."""
+        """Start the span of one RPC; `method` is "penstock.v1.Service/Method". Adopts the caller's
+        traceparent.
+        """
         carrier = {key: value for key, value in metadata if isinstance(value, str)}
         span = self._tracer.start_span(
             method,
