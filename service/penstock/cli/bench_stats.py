@@ -38,7 +38,7 @@ def time_per_output_token(trace: RequestTrace) -> float | None:
 
 
 def inter_token_latencies(trace: RequestTrace) -> list[float]:
-    """Gaps between messages with tokens: what a reader waits, however many tokens each brings."""
+    """Gaps between messages with tokens, which is what a reader waits, however many tokens each brings."""
     times = [time for time, _ in trace.arrivals]
     return [later - earlier for earlier, later in itertools.pairwise(times)]
 

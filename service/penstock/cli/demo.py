@@ -1,8 +1,8 @@
 """`penstock demo`: the built-in demo model, served, with one answer shown and lines to paste.
 
 The server is a child process, so that what runs here is what an operator runs: `penstock serve demo`. It has
-its own process group: Ctrl-C reaches it once, from us, and not a second time from the terminal, which a server
-may read as "stop without finishing the running requests".
+its own process group: Ctrl-C reaches it once, from us, and not a second time from the terminal, which a
+server may read as "stop without finishing the running requests".
 """
 
 from __future__ import annotations
@@ -141,8 +141,9 @@ def _wait_ready(server: subprocess.Popen[bytes], client: Client) -> bool:
 
 def _show(client: Client, addr: str) -> None:
     """One answer, streamed, and how to get more."""
-    write(f"\n{PROMPT}")
     with client.stream(PROMPT, max_tokens=SAMPLE_TOKENS) as stream:
+        next(stream)  # started: what the server logs about the request stands before the answer, not in it
+        write(f"\n{PROMPT}")
         for event in stream:
             write(event.delta)
     flag = "" if addr == "127.0.0.1:50051" else f" --addr {addr}"

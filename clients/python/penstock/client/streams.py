@@ -7,6 +7,7 @@ The call starts with the method that made the stream, not with the first iterati
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import AsyncIterator, Iterator
 from typing import Protocol, Self
 
@@ -93,6 +94,9 @@ class GenerationStream(_Progress, Iterator[StreamEvent]):
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    def __del__(self) -> None:
+        self.close()
+
 
 class AsyncGenerationStream(_Progress, AsyncIterator[StreamEvent]):
     """Events of a running request, for asyncio."""
@@ -146,6 +150,12 @@ class AsyncGenerationStream(_Progress, AsyncIterator[StreamEvent]):
 
     async def __aexit__(self, *_: object) -> None:
         await self.aclose()
+
+    def __del__(self) -> None:
+        # grpc.aio's call and its iterator refer to each other, so dropping ours alone would not end the call.
+        if not self._closed:
+            with contextlib.suppress(RuntimeError):  # the event loop is gone, and the call with it
+                self._call.cancel()
 
 
 def is_task_cancelled() -> bool:

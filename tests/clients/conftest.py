@@ -1,0 +1,287 @@
+"""A server by hand: it implements the contract with canned replies, and notes what it was asked."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any
+
+import grpc
+import pytest
+from google.protobuf.any_pb2 import Any as AnyMessage
+from google.protobuf.duration_pb2 import Duration
+from google.rpc import error_details_pb2, status_pb2  # type: ignore[import-untyped]  # no py.typed
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+
+from penstock.client import (
+    Finish,
+    FinishReason,
+    Generation,
+    Output,
+    PromptInfo,
+    Timing,
+    Usage,
+    WeightsSpan,
+    WeightsVersion,
+)
+from penstock.v1 import control_pb2, control_pb2_grpc, inference_pb2, inference_pb2_grpc, types_pb2
+
+HEALTH_NAME = "penstock.v1.InferenceService"
+
+EXPECTED = Generation(
+    request_id="r-1",
+    model="toy",
+    prompt=PromptInfo(token_count=3),
+    outputs=(
+        Output(
+            index=0,
+            text="Hello",
+            token_ids=(5, 6, 7, 8),
+            finish=Finish(FinishReason.STOP, stop="END"),
+            weights=(
+                WeightsSpan(0, WeightsVersion("initial", 0)),
+                WeightsSpan(2, WeightsVersion("step-1", 1)),
+            ),
+        ),
+    ),
+    usage=Usage(prompt_tokens=3, cached_prompt_tokens=1, completion_tokens=4),
+    timing=Timing(queue=0.25, time_to_first_token=0.5, total=1.5, preemptions=2),
+)
+"""What the fake server's two RPCs both say, written out by hand."""
+
+_INITIAL = types_pb2.WeightsVersion(label="initial", generation=0)
+_STEP_1 = types_pb2.WeightsVersion(label="step-1", generation=1)
+_FINISH = types_pb2.Finish(reason=types_pb2.FINISH_REASON_STOP, match=types_pb2.StopMatch(stop="END"))
+_USAGE = types_pb2.Usage(prompt_tokens=3, cached_prompt_tokens=1, completion_tokens=4)
+_TIMING = types_pb2.Timing(
+    queue=Duration(nanos=250_000_000),
+    time_to_first_token=Duration(nanos=500_000_000),
+    total=Duration(seconds=1, nanos=500_000_000),
+    preemptions=2,
+)
+
+
+def generate_reply() -> inference_pb2.GenerateResponse:
+    return inference_pb2.GenerateResponse(
+        request_id="r-1",
+        model="toy",
+        prompt=types_pb2.PromptInfo(token_count=3),
+        outputs=[
+            inference_pb2.Output(
+                index=0,
+                text="Hello",
+                token_ids=[5, 6, 7, 8],
+                finish=_FINISH,
+                weights=[
+                    types_pb2.WeightsSpan(first_output_token=0, version=_INITIAL),
+                    types_pb2.WeightsSpan(first_output_token=2, version=_STEP_1),
+                ],
+            )
+        ],
+        usage=_USAGE,
+        timing=_TIMING,
+    )
+
+
+def stream_replies() -> list[inference_pb2.StreamResponse]:
+    event = inference_pb2.StreamResponse
+    delta = inference_pb2.OutputDelta
+    return [
+        event(
+            started=inference_pb2.StreamStarted(
+                request_id="r-1", model="toy", prompt=types_pb2.PromptInfo(token_count=3), weights=_INITIAL
+            )
+        ),
+        event(delta=delta(index=0, text="Hel", token_ids=[5])),
+        event(delta=delta(index=0, text="", token_ids=[6])),
+        event(delta=delta(index=0, text="lo", token_ids=[7, 8], weights=_STEP_1)),
+        event(finished=inference_pb2.OutputFinished(index=0, finish=_FINISH)),
+        event(summary=inference_pb2.StreamSummary(usage=_USAGE, timing=_TIMING)),
+    ]
+
+
+@dataclass
+class Failure:
+    """A status with rich details, as the contract's server sends it."""
+
+    code: grpc.StatusCode
+    reason: str = ""
+    message: str = "no"
+    metadata: dict[str, str] = field(default_factory=dict)
+    violations: list[tuple[str, str]] = field(default_factory=list)
+    retry_after: Duration | None = None
+
+    def trailing_metadata(self) -> tuple[tuple[str, bytes], ...]:
+        parts: list[Any] = []
+        if self.reason:
+            parts.append(
+                error_details_pb2.ErrorInfo(reason=self.reason, domain="penstock", metadata=self.metadata)
+            )
+        if self.violations:
+            bad = error_details_pb2.BadRequest()
+            for name, description in self.violations:
+                bad.field_violations.add(field=name, description=description)
+            parts.append(bad)
+        if self.retry_after is not None:
+            parts.append(error_details_pb2.RetryInfo(retry_delay=self.retry_after))
+        status = status_pb2.Status(code=self.code.value[0], message=self.message)
+        for part in parts:
+            packed = AnyMessage()
+            packed.Pack(part)
+            status.details.append(packed)
+        return (("grpc-status-details-bin", status.SerializeToString()),) if parts else ()
+
+
+class FakeServer(inference_pb2_grpc.InferenceServiceServicer, control_pb2_grpc.ControlServiceServicer):
+    """Answers "Hello"; `failure` makes every call fail, `hold_after` makes a stream wait forever."""
+
+    def __init__(self) -> None:
+        self.calls: list[Any] = []
+        self.metadata: list[dict[str, str | bytes]] = []
+        self.failure: Failure | None = None
+        self.failing_calls: int | None = None
+        """How many calls `failure` is for; None: all."""
+        self.stream_failure: Failure | None = None
+        """Ends a stream after its replies."""
+        self.replies = stream_replies()
+        self.hold_after: int | None = None
+        """Number of events after which a stream sends nothing until it is cancelled."""
+        self.asked = threading.Event()
+        self.cancelled = threading.Event()
+        self.health = health.HealthServicer()
+        self.addr = ""
+
+    def _note(self, request: Any, context: Any) -> None:
+        self.calls.append(request)
+        self.asked.set()
+        self.metadata.append(dict(context.invocation_metadata()))
+        if self.failing_calls is None or len(self.calls) <= self.failing_calls:
+            self._fail(self.failure, context)
+
+    def _fail(self, failure: Failure | None, context: Any) -> None:
+        if failure is not None:
+            context.set_trailing_metadata(failure.trailing_metadata())
+            context.abort(failure.code, failure.message)
+
+    def Generate(self, request, context):
+        self._note(request, context)
+        return generate_reply()
+
+    def Stream(self, request, context):
+        self._note(request, context)
+        finished = False
+        context.add_callback(lambda: None if finished else self.cancelled.set())
+        for number, reply in enumerate(self.replies):
+            if number == self.hold_after:
+                self.cancelled.wait(60)
+                return
+            yield reply
+        self._fail(self.stream_failure, context)
+        finished = True
+
+    def Abort(self, request, context):
+        self._note(request, context)
+        outcomes = [("a", 1), ("b", 2), ("c", 3), ("d", 0)]
+        return inference_pb2.AbortResponse(
+            results=[
+                inference_pb2.AbortResult(request_id=name, outcome=outcome)  # type: ignore[arg-type]
+                for name, outcome in outcomes
+            ]
+        )
+
+    def UpdateWeights(self, request_iterator, context):
+        raise NotImplementedError
+
+    def GetModelInfo(self, request, context):
+        self._note(request, context)
+        return control_pb2.GetModelInfoResponse(
+            model="toy",
+            architecture="ToyForCausalLM",
+            vocab_size=10,
+            max_context_tokens=64,
+            eos_token_ids=[2, 3],
+            default_sampling=types_pb2.SamplingParams(temperature=0.0, top_k=20),
+            weights=_STEP_1,
+            features=[control_pb2.FEATURE_CHAT, 42],  # type: ignore[list-item]  # 42: of a newer contract
+        )
+
+    def GetServerInfo(self, request, context):
+        self._note(request, context)
+        return control_pb2.GetServerInfoResponse(
+            server_version="9.8.7",
+            instance_id="i-1",
+            contract_revision=1,
+            max_running_requests=4,
+            max_queued_requests=8,
+            kv_page_tokens=16,
+            kv_pages_total=100,
+            max_chunk_bytes=1024,
+            max_logprobs=5,
+            devices=["cpu:0"],
+        )
+
+    def GetLoad(self, request, context):
+        self._note(request, context)
+        return control_pb2.GetLoadResponse(
+            running_requests=1,
+            queued_requests=2,
+            queued_prompt_tokens=30,
+            kv_pages_used=7,
+            kv_pages_total=100,
+            paused=True,
+            weights=_STEP_1,
+        )
+
+    def Tokenize(self, request, context):
+        self._note(request, context)
+        return control_pb2.TokenizeResponse(token_ids=[4, 5], max_context_tokens=64)
+
+    def Detokenize(self, request, context):
+        self._note(request, context)
+        return control_pb2.DetokenizeResponse(text="Hello")
+
+    def Pause(self, request, context):
+        raise NotImplementedError
+
+    def Resume(self, request, context):
+        raise NotImplementedError
+
+    def CommitWeights(self, request, context):
+        raise NotImplementedError
+
+    def DiscardWeights(self, request, context):
+        raise NotImplementedError
+
+    def FlushCache(self, request, context):
+        raise NotImplementedError
+
+    def set_health(self, serving: bool) -> None:
+        status = health_pb2.HealthCheckResponse
+        self.health.set(HEALTH_NAME, status.SERVING if serving else status.NOT_SERVING)
+
+
+@pytest.fixture
+def server() -> Iterator[FakeServer]:
+    fake = FakeServer()
+    fake.set_health(True)
+    running = grpc.server(ThreadPoolExecutor(16))
+    inference_pb2_grpc.add_InferenceServiceServicer_to_server(fake, running)
+    control_pb2_grpc.add_ControlServiceServicer_to_server(fake, running)
+    health_pb2_grpc.add_HealthServicer_to_server(fake.health, running)
+    fake.addr = f"127.0.0.1:{running.add_insecure_port('127.0.0.1:0')}"
+    running.start()
+    yield fake
+    fake.cancelled.set()
+    running.stop(None).wait()
+
+
+@pytest.fixture
+def failure() -> type[Failure]:
+    return Failure
+
+
+@pytest.fixture
+def expected() -> Generation:
+    return EXPECTED

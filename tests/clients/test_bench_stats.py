@@ -1,0 +1,120 @@
+"""The arithmetic of `penstock bench`, against numbers worked out by hand."""
+
+from __future__ import annotations
+
+import pytest
+
+from penstock.cli.bench_load import Workload, prompts
+from penstock.cli.bench_stats import (
+    Distribution,
+    RequestTrace,
+    distribution,
+    inter_token_latencies,
+    percentile,
+    report,
+    table,
+    time_per_output_token,
+    time_to_first_token,
+)
+
+# Sent at 10; 1 token at 10.5, 1 at 10.75, 2 together at 11.5; the stream ended at 12.
+TRACE = RequestTrace(sent=10.0, arrivals=((10.5, 1), (10.75, 1), (11.5, 2)), ended=12.0, prompt_tokens=3)
+# Sent at 10.5; 4 tokens in one message at 12.5; ended at 12.5.
+AT_ONCE = RequestTrace(sent=10.5, arrivals=((12.5, 4),), ended=12.5, prompt_tokens=5)
+FAILED = RequestTrace(sent=11.0, arrivals=(), ended=15.0, prompt_tokens=7, error="QUEUE_FULL: full")
+
+
+def test_one_request():
+    assert time_to_first_token(TRACE) == 0.5
+    # 3 tokens came in the 1.0 s after the first message.
+    assert time_per_output_token(TRACE) == pytest.approx(1.0 / 3)
+    assert inter_token_latencies(TRACE) == [0.25, 0.75]
+    assert TRACE.completion_tokens == 4
+
+
+def test_one_message_has_no_pace():
+    assert time_to_first_token(AT_ONCE) == 2.0
+    assert time_per_output_token(AT_ONCE) is None
+    assert inter_token_latencies(AT_ONCE) == []
+
+
+def test_no_token_has_no_first():
+    assert time_to_first_token(FAILED) is None
+    assert time_per_output_token(FAILED) is None
+
+
+@pytest.mark.parametrize(
+    ("values", "percent", "expected"),
+    [
+        ([7.0], 99, 7.0),
+        ([3.0, 1.0, 2.0], 50, 2.0),
+        ([1.0, 2.0], 50, 1.5),
+        ([1.0, 2.0, 3.0, 4.0, 5.0], 90, 4.6),  # rank 3.6
+        ([0.0, 10.0], 99, 9.9),
+        ([4.0, 8.0], 0, 4.0),
+        ([4.0, 8.0], 100, 8.0),
+    ],
+)
+def test_percentile(values, percent, expected):
+    assert percentile(values, percent) == pytest.approx(expected)
+
+
+def test_distribution():
+    assert distribution([]) is None
+    found = distribution([4.0, 1.0, 2.0, 3.0, 5.0])
+    assert found is not None
+    assert (found.mean, found.p50) == (3.0, 3.0)
+    assert found.p90 == pytest.approx(4.6)
+    assert found.p99 == pytest.approx(4.96)
+
+
+def test_report():
+    found = report([TRACE, AT_ONCE, FAILED])
+    assert (found.completed, found.failed, found.errors) == (2, 1, {"QUEUE_FULL: full": 1})
+    assert found.duration == 5.0  # from 10 to 15
+    assert (found.prompt_tokens, found.completion_tokens) == (8, 8)
+    assert found.requests_per_second == 0.4
+    assert found.output_tokens_per_second == 1.6
+    assert found.total_tokens_per_second == 3.2
+    assert found.time_to_first_token == distribution([0.5, 2.0])
+    assert found.time_per_output_token == distribution([1.0 / 3])
+    assert found.inter_token_latency == distribution([0.25, 0.75])
+    assert found.end_to_end == Distribution(2.0, 2.0, 2.0, 2.0)
+
+
+def test_a_report_of_failures_has_no_latencies():
+    found = report([FAILED])
+    assert found.requests_per_second == 0
+    assert found.time_to_first_token is None
+    assert "failed 1 times: QUEUE_FULL: full" in table(found)
+
+
+def test_table_is_in_milliseconds():
+    lines = table(report([TRACE, AT_ONCE])).splitlines()
+    first = next(line for line in lines if line.startswith("time to first token"))
+    # Of 0.5 s and 2 s: mean and p50 1.25 s, p90 0.5 + 0.9 * 1.5 = 1.85 s, p99 1.985 s.
+    assert first.split()[4:] == ["1250.00", "1250.00", "1850.00", "1985.00"]
+
+
+def workload(**changes):
+    values = {
+        "requests": 3,
+        "prompt_tokens": 50,
+        "max_tokens": 2,
+        "seed": 0,
+        "concurrency": 1,
+        "request_rate": None,
+        "temperature": None,
+        "vocab_size": 5,
+        "excluded_token_ids": (2,),
+    }
+    return Workload(**{**values, **changes})
+
+
+def test_prompts_are_random_but_repeatable():
+    first = prompts(workload(), 3, seed=1)
+    assert [len(p) for p in first] == [50, 50, 50]
+    assert {token for p in first for token in p} == {0, 1, 3, 4}  # never 2
+    assert len({tuple(p) for p in first}) == 3
+    assert first == prompts(workload(), 3, seed=1)
+    assert first != prompts(workload(), 3, seed=2)

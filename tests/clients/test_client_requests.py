@@ -1,0 +1,244 @@
+"""Keyword arguments to request messages."""
+
+from __future__ import annotations
+
+from typing import cast
+
+import pytest
+from google.protobuf import text_format
+
+from penstock.client import ChatMessage, InvalidRequest, Tool, ToolCall
+from penstock.client.requests import (
+    _FIELDS,
+    _INPUT,
+    RequestOptions,
+    abort_request,
+    fill_request,
+    tokenize_request,
+)
+from penstock.v1 import inference_pb2
+
+
+def build(prompt=None, **options):
+    return fill_request(inference_pb2.GenerateRequest(), prompt, cast(RequestOptions, options))
+
+
+def parsed(text):
+    return text_format.Parse(text, inference_pb2.GenerateRequest())
+
+
+def test_only_what_is_given_is_set():
+    assert build("hi") == parsed('prompt: "hi"')
+    assert build("hi", temperature=None, stop=None) == parsed('prompt: "hi"')
+
+
+def test_zero_is_given():
+    assert build("", temperature=0.0, top_k=0, seed=0, logprobs=0, ignore_eos=False) == parsed(
+        'prompt: "" sampling { temperature: 0 top_k: 0 seed: 0 } output { logprobs: 0 } stopping {}'
+    )
+
+
+def test_every_option_lands_in_its_field():
+    request = build(
+        token_ids=[1, 2],
+        request_id="r",
+        model="m",
+        adapter="a",
+        priority=-3,
+        min_weights=7,
+        temperature=0.5,
+        top_p=0.25,
+        top_k=3,
+        min_p=0.125,
+        presence_penalty=1.0,
+        frequency_penalty=-1.0,
+        repetition_penalty=1.5,
+        seed=2**64 - 1,
+        n=2,
+        logit_bias={5: -2.0},
+        bad_words=["x"],
+        allowed_token_ids=[1, 2],
+        max_tokens=9,
+        min_tokens=4,
+        stop=["a", "b"],
+        stop_token_ids=[8],
+        ignore_eos=True,
+        include_stop=True,
+        time_limit=1.5,
+        return_text=False,
+        return_token_ids=True,
+        logprobs=2,
+        prompt_logprobs=1,
+        skip_special_tokens=False,
+        echo_prompt_token_ids=True,
+        choice=["yes", "no"],
+        cache_salt="s",
+        bypass_prefix_cache=True,
+        truncation="left",
+        reserve_tokens=6,
+        cap_max_tokens=True,
+    )
+    assert request == parsed(
+        """
+        request_id: "r" model: "m" prompt_token_ids { ids: 1 ids: 2 } adapter: "a" priority: -3
+        sampling {
+          temperature: 0.5 top_p: 0.25 top_k: 3 min_p: 0.125 presence_penalty: 1 frequency_penalty: -1
+          repetition_penalty: 1.5 seed: 18446744073709551615 n: 2 logit_bias { key: 5 value: -2 }
+          bad_words: "x" allowed_token_ids: 1 allowed_token_ids: 2
+        }
+        stopping {
+          max_tokens: 9 min_tokens: 4 stop: "a" stop: "b" stop_token_ids: 8 ignore_eos: true
+          include_stop: true time_limit { seconds: 1 nanos: 500000000 }
+        }
+        output {
+          text: false token_ids: true logprobs: 2 prompt_logprobs: 1 skip_special_tokens: false
+          echo_prompt_token_ids: true
+        }
+        constraint { choice { choices: "yes" choices: "no" } }
+        cache { cache_salt: "s" bypass_prefix_cache: true }
+        min_weights { generation: 7 }
+        context { truncation: TRUNCATION_LEFT reserve_tokens: 6 cap_max_tokens: true }
+        """
+    )
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "text"),
+    [
+        ("json_schema", "{}", 'json_schema: "{}"'),
+        ("json_object", True, "json_object {}"),
+        ("regex", "a+", 'regex: "a+"'),
+        ("ebnf", "r", 'ebnf: "r"'),
+    ],
+)
+def test_constraints(option, value, text):
+    assert build("p", **{option: value}) == parsed(f'prompt: "p" constraint {{ {text} }}')
+
+
+def leaves(descriptor, prefix=""):
+    for field in descriptor.fields:
+        if field.containing_oneof is not None and field.containing_oneof.name == "input":
+            continue
+        # ChoiceList, JsonObject and Duration are one value to the caller; WeightsVersion is its generation.
+        nested = field.message_type is not None and field.message_type.name in (
+            "SamplingParams",
+            "StoppingParams",
+            "OutputOptions",
+            "Constraint",
+            "CacheOptions",
+            "ContextOptions",
+        )
+        if nested:
+            yield from leaves(field.message_type, f"{prefix}{field.name}.")
+        else:
+            yield f"{prefix}{field.name}"
+
+
+def test_the_whole_contract_can_be_said():
+    contract = set(leaves(inference_pb2.GenerateRequest.DESCRIPTOR))
+    assert contract == set(_FIELDS.values()) - {"min_weights.generation"} | {"min_weights"}
+
+
+def test_the_typed_options_are_the_options():
+    assert set(RequestOptions.__annotations__) == set(_FIELDS) | set(_INPUT)
+
+
+def test_one_stop_string_is_one_stop():
+    assert build("p", stop="END").stopping.stop == ["END"]
+
+
+def test_chat():
+    request = build(
+        messages=[
+            {"role": "system", "content": "be brief"},
+            ChatMessage("assistant", "", tool_calls=(ToolCall("c1", "f", "{}"),)),
+            ChatMessage("tool", "4", tool_call_id="c1"),
+        ],
+        tools=[Tool("f", "adds", '{"type": "object"}')],
+        tool_choice="auto",
+        chat_template="T",
+        template_options_json="{}",
+    )
+    assert request == parsed(
+        """
+        chat {
+          messages { role: "system" content: "be brief" }
+          messages { role: "assistant" tool_calls { id: "c1" name: "f" arguments_json: "{}" } }
+          messages { role: "tool" content: "4" tool_call_id: "c1" }
+          tools { name: "f" description: "adds" parameters_json: "{\\"type\\": \\"object\\"}" }
+          tool_choice: "auto" chat_template: "T" template_options_json: "{}"
+        }
+        """
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({}, "give one of prompt, token_ids and messages"),
+        ({"prompt": "a", "token_ids": [1]}, "not prompt and token_ids"),
+        ({"prompt": "a", "tools": []}, "tools goes with messages, not with prompt"),
+        ({"prompt": "a", "temprature": 1}, "unknown option 'temprature'; did you mean 'temperature'"),
+        ({"prompt": "a", "regex": "x", "ebnf": "y"}, "give one constraint, not regex and ebnf"),
+        ({"prompt": "a", "max_tokens": "9"}, "str"),
+        ({"prompt": "a", "bad_words": "x"}, "bad_words: give a sequence"),
+        ({"prompt": "a", "choice": "x"}, "choice: give a sequence"),
+    ],
+)
+def test_wrong_calls(arguments, message):
+    with pytest.raises(TypeError, match=message):
+        build(**arguments)
+
+
+def test_values_the_wire_cannot_carry_are_all_listed():
+    with pytest.raises(InvalidRequest) as caught:
+        build(
+            token_ids=[-1],
+            max_tokens=-1,
+            seed=2**64,
+            truncation="up",
+            time_limit=float("inf"),
+            temperature=1.0,
+        )
+    assert [v.field for v in caught.value.violations] == [
+        "prompt_token_ids.ids",
+        "stopping.max_tokens",
+        "sampling.seed",
+        "context.truncation",
+        "stopping.time_limit",
+    ]
+    assert caught.value.reason == "INVALID_FIELD"
+
+
+@pytest.mark.parametrize(
+    ("target", "text"),
+    [
+        (("a", None, False), 'request_ids { ids: "a" }'),
+        ((["a", "b"], None, False), 'request_ids { ids: "a" ids: "b" }'),
+        (([], None, False), "request_ids {}"),
+        ((None, "job-", False), 'request_id_prefix: "job-"'),
+        ((None, None, True), "all {}"),
+    ],
+)
+def test_abort_targets(target, text):
+    expected = text_format.Parse(text + ' reason: "why"', inference_pb2.AbortRequest())
+    ids, prefix, everything = target
+    assert abort_request(ids, prefix, everything, "why") == expected
+
+
+@pytest.mark.parametrize("target", [(None, None, False), ("a", "b", False), (None, "b", True)])
+def test_abort_needs_one_target(target):
+    ids, prefix, everything = target
+    with pytest.raises(TypeError, match="give one of ids, prefix and all=True"):
+        abort_request(ids, prefix, everything, "")
+
+
+def test_an_empty_prefix_is_not_everything():
+    with pytest.raises(ValueError, match="all=True"):
+        abort_request(None, "", False, "")
+
+
+@pytest.mark.parametrize(("text", "messages"), [(None, None), ("a", [])])
+def test_tokenize_needs_one_input(text, messages):
+    with pytest.raises(TypeError, match="give one of text and messages"):
+        tokenize_request(text, messages, None)

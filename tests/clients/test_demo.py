@@ -1,0 +1,176 @@
+"""`penstock demo` around a stand-in for the server's process."""
+
+from __future__ import annotations
+
+import signal
+import socket
+import subprocess
+import sys
+
+import pytest
+
+from penstock.cli import demo
+from penstock.cli.__main__ import main
+
+# Serves health and one canned stream; SIGINT ends it with code 7, and a second one would with code 9.
+SERVER = """
+import signal, sys, threading
+from concurrent.futures import ThreadPoolExecutor
+import grpc
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from penstock.v1 import inference_pb2 as pb, inference_pb2_grpc as rpc
+
+class Fake(rpc.InferenceServiceServicer):
+    def Stream(self, request, context):
+        print("ASKED", request.prompt, request.stopping.max_tokens, flush=True)
+        yield pb.StreamResponse(started=pb.StreamStarted(request_id="r"))
+        yield pb.StreamResponse(delta=pb.OutputDelta(text=", there was a pond."))
+        yield pb.StreamResponse(finished=pb.OutputFinished())
+        yield pb.StreamResponse(summary=pb.StreamSummary())
+    Generate = Abort = UpdateWeights = None
+
+stop, signals = threading.Event(), []
+def on_signal(number, frame):
+    signals.append(number)
+    stop.set()
+signal.signal(signal.SIGINT, on_signal)
+signal.signal(signal.SIGTERM, on_signal)
+print("loading the model", flush=True)
+server = grpc.server(ThreadPoolExecutor(4))
+rpc.add_InferenceServiceServicer_to_server(Fake(), server)
+status = health.HealthServicer()
+health_pb2_grpc.add_HealthServicer_to_server(status, server)
+server.add_insecure_port(sys.argv[1])
+server.start()
+stop.wait(0.7)
+status.set("penstock.v1.InferenceService", health_pb2.HealthCheckResponse.SERVING)
+stop.wait()
+threading.Event().wait(0.5)
+server.stop(None)
+print("GOT", *signals, flush=True)
+sys.exit(7 if len(signals) == 1 else 9)
+"""
+
+# What `penstock demo` runs, with the server's command replaced by what comes after the port.
+DRIVER = """
+import sys
+from penstock.cli import demo
+from penstock.cli.__main__ import main
+demo.server_command = lambda host, port: [sys.executable, "-c", sys.argv[2], f"{host}:{port}"]
+sys.exit(main(["demo", "--port", sys.argv[1]]))
+"""
+
+
+@pytest.fixture
+def port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def start(port, server, **more):
+    command = [sys.executable, "-c", DRIVER, str(port), server]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **more)
+
+
+def read_until(program, end):
+    """What the program prints up to the line that starts with `end`."""
+    lines = []
+    for line in program.stdout:
+        lines.append(line)
+        if line.startswith(end):
+            return "".join(lines)
+    raise AssertionError(f"ended without {end!r}: {''.join(lines)}{program.stderr.read()}")
+
+
+def test_the_server_is_the_real_command():
+    assert demo.server_command("127.0.0.1", 5) == [
+        sys.executable, "-m", "penstock.cli", "serve", "demo", "--host", "127.0.0.1", "--port", "5",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_it_shows_an_answer_and_stays_up_until_it_is_told(port, number):
+    with start(port, SERVER) as program:
+        shown = read_until(program, "Serving on")
+        program.send_signal(number)
+        out, err = program.communicate(timeout=60)
+    assert "loading the model" in shown
+    assert "ASKED Once upon a time 120" in shown
+    assert "Once upon a time, there was a pond." in shown
+    assert f"127.0.0.1:{port} penstock.v1.InferenceService/Stream" in shown
+    for command in ("generate", "chat", "info"):
+        assert f"penstock {command}" in shown
+    assert f'with Client("127.0.0.1:{port}") as client:' in shown
+    assert (out, err) == (f"GOT {number.value}\n", "")
+    assert program.returncode == 7
+
+
+def test_ctrl_c_of_the_terminal_reaches_the_server_once(port):
+    """A terminal signals the whole foreground group; the server must not be in it."""
+    with start(port, SERVER, process_group=0) as program:
+        read_until(program, "Serving on")
+        subprocess.run(["kill", "-INT", "--", f"-{program.pid}"], check=True)
+        out, _ = program.communicate(timeout=60)
+    assert (out, program.returncode) == ("GOT 2\n", 7)
+
+
+def test_the_lines_to_paste_are_real(port):
+    """The Python lines run as they are printed."""
+    with start(port, SERVER) as program:
+        shown = read_until(program, "Serving on")
+        snippet = shown[shown.index("  from penstock.client") : shown.index("Serving on")]
+        program_text = "\n".join(line[2:] for line in snippet.splitlines())
+        done = subprocess.run(
+            [sys.executable, "-c", program_text], capture_output=True, text=True, timeout=60, check=False
+        )
+        program.send_signal(signal.SIGINT)
+        program.communicate(timeout=60)
+    assert (done.stdout, done.stderr) == (", there was a pond.", "")
+
+
+def test_a_server_that_dies_while_loading(port):
+    with start(port, "import sys; sys.exit(3)") as program:
+        out, err = program.communicate(timeout=60)
+    assert (out, program.returncode) == ("", 3)
+    assert err == "penstock demo: the server ended with exit code 3; its output above says why\n"
+
+
+def test_a_server_that_is_killed(port):
+    with start(port, "import os; os.kill(os.getpid(), 9)") as program:
+        _, err = program.communicate(timeout=60)
+    assert program.returncode == 128 + 9
+    assert "exit code -9" in err
+
+
+def test_ctrl_c_while_loading(port):
+    loading = "import time; print('loading', flush=True); time.sleep(600)"
+    with start(port, loading) as program:
+        read_until(program, "loading")
+        program.send_signal(signal.SIGTERM)
+        _, err = program.communicate(timeout=60)
+    assert (program.returncode, err) == (128 + 15, "")
+
+
+def test_a_server_that_refuses_the_sample_is_not_left_behind(port):
+    refusing = SERVER.replace(
+        'yield pb.StreamResponse(started=pb.StreamStarted(request_id="r"))',
+        'context.abort(grpc.StatusCode.INTERNAL, "the engine died")',
+    )
+    with start(port, refusing) as program:
+        _, err = program.communicate(timeout=60)
+    assert program.returncode == 7
+    assert "penstock demo: the server failed (INTERNAL): the engine died" in err
+
+
+def test_a_taken_port_is_named_before_anything_starts(port, capsys):
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", port))
+        other.listen()
+        assert main(["demo", "--port", str(port)]) == 1
+    shown = capsys.readouterr()
+    assert shown.err == (
+        f"penstock demo: port {port} on 127.0.0.1 is taken, perhaps by a running demo; "
+        f"choose another: penstock demo --port {port + 1}\n"
+    )
+    assert shown.out == ""
