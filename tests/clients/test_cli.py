@@ -72,9 +72,8 @@ def test_no_command_of_the_client_loads_the_engine(server, arguments):
 
 
 def test_generate_streams_and_sends_what_was_asked(server, capsys):
-    flags = (
-        "--max-tokens 4 --temperature 0 --top-p 0.5 --top-k 3 --min-p 0.25 --seed 7 --stop A --stop B".split()
-    )
+    flags = ["--max-tokens", 4, "--temperature", 0, "--top-p", 0.5, "--top-k", 3, "--min-p", 0.25]
+    flags += ["--seed", 7, "--stop", "A", "--stop", "B"]
     assert run("generate", "p", "--addr", server.addr, *flags, "--ignore-eos", "--request-id", "r") == 0
     assert capsys.readouterr().out == "Hello\n"
     assert server.calls == [
@@ -156,6 +155,7 @@ FAILURES = [
     ((Code.INVALID_ARGUMENT, "PROMPT_TOO_LONG"), "shorten the prompt"),
     ((Code.UNAVAILABLE, "NOT_READY"), "still loading; try again"),
     ((Code.UNAVAILABLE, "DRAINING"), "shutting down"),
+    ((Code.UNAVAILABLE, "A_REASON_OF_TOMORROW"), "is not available now (A_REASON_OF_TOMORROW): no"),
     ((Code.UNIMPLEMENTED, "UNSUPPORTED_FEATURE"), "cannot do that"),
     ((Code.ALREADY_EXISTS, "DUPLICATE_REQUEST_ID"), "choose another --request-id"),
     ((Code.DEADLINE_EXCEEDED, ""), "allow more with --timeout"),

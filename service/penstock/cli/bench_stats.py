@@ -38,13 +38,13 @@ def time_per_output_token(trace: RequestTrace) -> float | None:
 
 
 def inter_token_latencies(trace: RequestTrace) -> list[float]:
-    """Gaps between messages with tokens, which is what a reader waits, however many tokens each brings."""
+    """Gaps between messages with tokens: what a reader waits, however many tokens each brings."""
     times = [time for time, _ in trace.arrivals]
     return [later - earlier for earlier, later in itertools.pairwise(times)]
 
 
 def percentile(values: Sequence[float], percent: float) -> float:
-    """With linear interpolation between ranks, as NumPy's default. Values need not be sorted; at least one."""
+    """With linear interpolation between ranks, as NumPy's default. At least one value, in any order."""
     ordered = sorted(values)
     rank = (len(ordered) - 1) * percent / 100
     below = math.floor(rank)

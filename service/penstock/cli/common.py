@@ -24,6 +24,7 @@ from penstock.client import (
     QueueFull,
     RequestOptions,
     ServerError,
+    UnavailableError,
     Unreachable,
     Unsupported,
 )
@@ -108,6 +109,8 @@ def explain(error: PenstockClientError, addr: str) -> str:
             return f"the server is full ({text}); try again{wait}"
         case PromptTooLong():
             return f"{text}; shorten the prompt"
+        case UnavailableError():
+            return f"{addr} is not available now ({error.reason}): {text}; try again later"
         case InvalidRequest() if error.violations:
             listed = "; ".join(f"{v.field}: {v.description}" for v in error.violations)
             return f"the request is not valid: {listed}"

@@ -86,10 +86,11 @@ def run(args: argparse.Namespace) -> int:
         )
         return 1
     addr = f"[{args.host}]:{args.port}" if ":" in args.host else f"{args.host}:{args.port}"
-    with _child(server_command(args.host, args.port)) as (server, stopped), Client(addr) as client:
+    with _child(server_command(args.host, args.port)) as (server, stopped):
         try:
-            if _wait_ready(server, client):
-                _show(client, addr)
+            with Client(addr) as client:
+                if _wait_ready(server, client):
+                    _show(client, addr)
         except PenstockClientError as error:
             if server.poll() is None and not stopped:
                 complain(args.command, explain(error, addr))

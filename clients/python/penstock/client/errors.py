@@ -15,7 +15,7 @@ PenstockClientError                `reason`, `code`, `metadata`; `__cause__` is 
 │   ├── Draining                   the server is shutting down
 │   ├── NotReady                   the server is still loading or warming up
 │   └── Unreachable                nobody answers at that address
-├── LimitExceeded                  another limit than the queue's: a message's size, a proxy's quota
+├── LimitExceeded                  another limit than the queue's: a message's size, a stalled reader
 ├── Conflict                       lost against another caller (weights compare-and-set)
 ├── DeadlineExceeded               the call's `timeout` passed; the server freed the request
 ├── Cancelled                      the call was cancelled
@@ -113,9 +113,7 @@ class Unsupported(RefusedError):
     @property
     def fields(self) -> tuple[str, ...]:
         """The contract's dotted paths; empty when the whole method is missing."""
-        if self.details.violations:
-            return tuple(v.field for v in self.details.violations)
-        return tuple(f.strip() for f in self.metadata.get("fields", "").split(",") if f.strip())
+        return tuple(f.strip() for f in self.metadata.get("field", "").split(",") if f.strip())
 
 
 class UnknownModel(RefusedError):
@@ -169,7 +167,7 @@ class Unreachable(UnavailableError):
 
 
 class LimitExceeded(PenstockClientError):
-    """A limit other than the queue's: the size of a message, the quota of a proxy."""
+    """A limit other than the queue's: a message's size, a stream that was not read, a proxy's quota."""
 
 
 class Conflict(PenstockClientError):
@@ -268,4 +266,6 @@ def from_rpc_error(error: grpc.RpcError) -> PenstockClientError:
     """The exception to raise `from error`."""
     details = read_status(error)
     kind = BY_REASON.get(details.reason) or BY_CODE.get(details.code, ServerError)
+    if kind is Unreachable and details.reason:  # somebody did answer
+        kind = UnavailableError
     return kind(details)
