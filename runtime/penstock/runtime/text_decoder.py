@@ -8,8 +8,8 @@ Nearly every checkpoint has one of two decoders, both of which map each token to
 
 For these the bytes go through Python's incremental UTF-8 decoder, which keeps an unfinished character back
 and replaces invalid bytes as Unicode recommends (one U+FFFD per maximal subpart, as Rust and WHATWG do), as
-soon as they cannot be completed. `tokenizers.decoders.DecodeStream` was not taken: it raises on some invalid
-sequences, and holds everything back while the tail is invalid.
+soon as they cannot be completed. `tokenizers.decoders.DecodeStream` was not taken: it holds everything back
+while the tail is invalid, and cannot be flushed at the end.
 
 Any other decoder (WordPiece, Metaspace, ...) is run by Hugging Face on a window of tokens.
 """
@@ -26,7 +26,7 @@ REPLACEMENT = "\ufffd"
 
 
 class IncrementalDecoder(Protocol):
-    """Text of the tokens so far, handed out piece by piece; the pieces, joined, are the text of all tokens."""
+    """Text of the tokens so far, handed out piece by piece; joined, the pieces are the whole text."""
 
     def push(self, token_ids: Sequence[int]) -> str:
         """Text that these tokens made certain."""
@@ -74,7 +74,7 @@ class PieceRule:
 
 
 def piece_rule(decoder: dict[str, Any] | None) -> PieceRule | None:
-    """The rule for a decoder as tokenizer.json spells it; None where tokens do not map to bytes one by one."""
+    """The rule for a decoder as tokenizer.json spells it; None where tokens are not bytes, one by one."""
     if decoder is None:
         return None
     parts = decoder["decoders"] if decoder["type"] == "Sequence" else [decoder]

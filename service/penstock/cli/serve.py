@@ -174,7 +174,7 @@ def _add_engine(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Serve until told to stop; 0 after a graceful end, 1 where the server cannot start or the engine dies."""
+    """Serve until told to stop; 0 after a graceful end, 1 if it cannot start or the engine dies."""
     logging.basicConfig(
         stream=sys.stderr,
         level=args.log_level.upper(),

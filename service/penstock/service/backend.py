@@ -1,4 +1,4 @@
-"""What the service needs of an engine. `penstock.runtime.engine.Engine` has it; tests put a toy in its place."""
+"""What the service needs of an engine. `penstock.runtime.engine.Engine` is one; tests use a toy."""
 
 from __future__ import annotations
 

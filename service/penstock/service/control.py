@@ -1,4 +1,4 @@
-"""ControlService: what an operator, a router or a trainer asks. Each RPC: check, convert, call, convert back."""
+"""ControlService: what operators, routers and trainers ask. Each RPC: check, convert, call, convert back."""
 
 from __future__ import annotations
 

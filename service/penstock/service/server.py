@@ -26,8 +26,6 @@ from grpc_reflection.v1alpha import reflection
 from opentelemetry.trace import TracerProvider
 
 from penstock.runtime.errors import ConfigError, PenstockError
-from penstock.v1 import control_pb2, control_pb2_grpc, inference_pb2, inference_pb2_grpc
-
 from penstock.service.backend import Backend
 from penstock.service.control import ControlServicer
 from penstock.service.inference import InferenceServicer
@@ -35,6 +33,7 @@ from penstock.service.interceptors import PenstockInterceptor
 from penstock.service.options import ServerOptions
 from penstock.service.streams import Switchboard
 from penstock.service.telemetry import Telemetry
+from penstock.v1 import control_pb2, control_pb2_grpc, inference_pb2, inference_pb2_grpc
 
 log = logging.getLogger(__name__)
 
@@ -176,7 +175,7 @@ class PenstockServer:
 
     async def _watch(self, engine: Backend) -> None:
         """Turn health to NOT_SERVING should the engine die."""
-        while engine.failure is None:
+        while engine.failure is None:  # noqa: ASYNC110 -- the engine knows no asyncio, so it has no event
             await asyncio.sleep(_WATCH_INTERVAL_S)
         log.error("the engine is dead: %s", engine.failure)
         await self._set_health(serving=False)

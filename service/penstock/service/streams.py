@@ -110,7 +110,7 @@ class Buffer:
             self._timer = loop.call_later(self._stall_limit_s, self._stalled)
 
     async def take(self) -> Delta:
-        """Wait for the next delta of at least `min_tokens` tokens, or the last one; raises what went wrong."""
+        """The next delta of at least `min_tokens` tokens, or the last one; raises what went wrong."""
         self._stop_timer()
         self._reading = True
         try:

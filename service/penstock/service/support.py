@@ -111,7 +111,7 @@ REFUSED_RPCS = frozenset(
 
 
 def check_supported(request: Message) -> None:
-    """Raise UnsupportedFeature naming every field that is set and not honoured, with indices, in field order."""
+    """Raise UnsupportedFeature naming every field that is set and not honoured, with indices."""
     name = request.DESCRIPTOR.full_name
     honoured, refused = HONOURED.get(name, frozenset()), REFUSED.get(name, {})
     found = list(_unsupported(request, "", "", honoured, refused))

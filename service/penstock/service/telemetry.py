@@ -41,7 +41,7 @@ _PROPAGATOR = TraceContextTextMapPropagator()
 
 
 def otlp_provider(endpoint: str, *, version: str) -> TracerProvider:
-    """A provider that sends spans to an OTLP gRPC endpoint in batches; a caller's sampling decision is kept."""
+    """A provider that sends spans to an OTLP gRPC endpoint; a caller's sampling decision is kept."""
     resource = Resource.create({"service.name": "penstock", "service.version": version})
     provider = TracerProvider(sampler=ParentBased(ALWAYS_ON), resource=resource, shutdown_on_exit=False)
     insecure = not endpoint.startswith("https://")

@@ -1,0 +1,199 @@
+"""A server on a loopback port with stubs to it, and how to read its errors."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+from google.rpc import error_details_pb2, status_pb2
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from opentelemetry.trace import TracerProvider
+
+from penstock.service.backend import Backend
+from penstock.service.options import ServerOptions
+from penstock.service.server import PenstockServer
+from penstock.v1 import control_pb2_grpc, inference_pb2, inference_pb2_grpc, types_pb2
+from tests.service.fake import FakeEngine, byte_codec
+
+WAIT_S = 20.0
+CODEC = byte_codec()
+
+
+@dataclass
+class Rig:
+    """All that a test touches."""
+
+    engine: Any
+    server: PenstockServer
+    channel: grpc.aio.Channel
+
+    def __post_init__(self) -> None:
+        self.inference: Any = inference_pb2_grpc.InferenceServiceStub(self.channel)
+        self.control: Any = control_pb2_grpc.ControlServiceStub(self.channel)
+        self.health: Any = health_pb2_grpc.HealthStub(self.channel)
+
+    async def health_of(self, service: str = "") -> int:
+        reply = await self.health.Check(health_pb2.HealthCheckRequest(service=service))
+        status: int = reply.status
+        return status
+
+    async def raw(self, method: str, data: bytes) -> bytes:
+        """Call a unary method with bytes as they are."""
+        call = self.channel.unary_unary(f"/penstock.v1.{method}")
+        reply: bytes = await call(data)
+        return reply
+
+
+@contextlib.asynccontextmanager
+async def serving(
+    engine: Backend | None = None,
+    *,
+    start: bool = True,
+    provider: TracerProvider | None = None,
+    channel_options: Sequence[tuple[str, Any]] = (),
+    **options: Any,
+) -> AsyncIterator[Rig]:
+    """A server on `engine` (by default a free-running fake one)."""
+    engine = engine or FakeEngine(codec=CODEC)
+    server = PenstockServer(ServerOptions(**({"port": 0, "grace_s": 0.0} | options)), provider)
+    await server.serve(engine)
+    if start:
+        await server.start_engine()
+    async with grpc.aio.insecure_channel(server.address, options=list(channel_options)) as channel:
+        try:
+            yield Rig(engine, server, channel)
+        finally:
+            await server.stop()
+
+
+def fake(**options: Any) -> FakeEngine:
+    """A fake engine with the byte tokenizer."""
+    return FakeEngine(**({"codec": CODEC} | options))
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    """Wait, bounded, for something that another thread does."""
+    async with asyncio.timeout(WAIT_S):
+        while not condition():  # noqa: ASYNC110 -- what is watched has no event
+            await asyncio.sleep(0.005)
+
+
+@dataclass
+class Failure:
+    """A non-OK status, taken apart."""
+
+    code: grpc.StatusCode
+    message: str
+    info: Any
+    details: list[Any]
+
+    @property
+    def reason(self) -> str:
+        return str(self.info.reason)
+
+    @property
+    def violations(self) -> dict[str, str]:
+        """Field to description, of the BadRequest."""
+        (bad,) = [d for d in self.details if isinstance(d, error_details_pb2.BadRequest)]
+        return {v.field: v.description for v in bad.field_violations}
+
+
+_DETAILS = {
+    cls.DESCRIPTOR.full_name: cls
+    for cls in (error_details_pb2.ErrorInfo, error_details_pb2.BadRequest, error_details_pb2.RetryInfo)
+}
+
+
+def taken_apart(error: grpc.aio.AioRpcError) -> Failure:
+    status = status_pb2.Status()
+    for key, value in error.trailing_metadata() or ():
+        if key == "grpc-status-details-bin":
+            status.ParseFromString(value)
+    details = []
+    for packed in status.details:
+        detail = _DETAILS[packed.TypeName()]()
+        packed.Unpack(detail)
+        details.append(detail)
+    infos = [d for d in details if isinstance(d, error_details_pb2.ErrorInfo)]
+    if infos:
+        assert infos[0].domain == "penstock"
+        assert status.code == error.code().value[0]
+    return Failure(error.code(), error.details() or "", infos[0] if infos else None, details)
+
+
+async def failure_of(call: Awaitable[Any]) -> Failure:
+    """The failure of a call that must fail."""
+    try:
+        async with asyncio.timeout(WAIT_S):
+            reply = await call
+    except grpc.aio.AioRpcError as error:
+        return taken_apart(error)
+    raise AssertionError(f"the call succeeded: {reply}")
+
+
+async def collect(call: Any) -> list[inference_pb2.StreamResponse]:
+    """All messages of a stream, which must follow the grammar and end with OK."""
+    messages = []
+    async with asyncio.timeout(WAIT_S):
+        async for message in call:
+            messages.append(message)  # noqa: PERF401 -- kept when the stream fails
+    kinds = [m.WhichOneof("event") for m in messages]
+    deltas = len(kinds) - 3
+    assert kinds == ["started", *["delta"] * deltas, "finished", "summary"]
+    assert await call.code() is grpc.StatusCode.OK
+    return messages
+
+
+def joined(messages: Sequence[inference_pb2.StreamResponse]) -> inference_pb2.GenerateResponse:
+    """What Generate would have answered, from the messages of a stream."""
+    first, *deltas, finished, summary = messages
+    started = first.started
+    output = inference_pb2.Output(finish=finished.finished.finish)
+    output.weights.add(first_output_token=0, version=started.weights)
+    num_tokens = 0
+    for delta in (m.delta for m in deltas):
+        if delta.HasField("weights"):
+            output.weights.add(first_output_token=num_tokens, version=delta.weights)
+        num_tokens += len(delta.token_ids)
+        output.text += delta.text
+        output.token_ids.extend(delta.token_ids)
+        if delta.HasField("logprobs"):
+            output.logprobs.MergeFrom(delta.logprobs)
+    return inference_pb2.GenerateResponse(
+        request_id=started.request_id,
+        model=started.model,
+        prompt=started.prompt,
+        outputs=[output],
+        usage=summary.summary.usage,
+        timing=summary.summary.timing,
+    )
+
+
+def generate(prompt: str | None = None, **fields: Any) -> inference_pb2.GenerateRequest:
+    """A GenerateRequest; stopping, sampling and output may be dicts."""
+    return inference_pb2.GenerateRequest(**_fields(prompt, fields))
+
+
+def stream(prompt: str | None = None, **fields: Any) -> inference_pb2.StreamRequest:
+    return inference_pb2.StreamRequest(**_fields(prompt, fields))
+
+
+def _fields(prompt: str | None, fields: dict[str, Any]) -> dict[str, Any]:
+    types = {
+        "sampling": types_pb2.SamplingParams,
+        "stopping": types_pb2.StoppingParams,
+        "output": types_pb2.OutputOptions,
+        "context": types_pb2.ContextOptions,
+        "chat": types_pb2.ChatPrompt,
+    }
+    made = {k: types[k](**v) if k in types and isinstance(v, dict) else v for k, v in fields.items()}
+    return made if prompt is None else {"prompt": prompt, **made}
+
+
+def ids(text: str) -> list[int]:
+    """Token ids of the byte tokenizer."""
+    return list(text.encode())

@@ -1,0 +1,144 @@
+"""The table of statuses: every class of the error tree has a row, and every row reaches the client."""
+
+from __future__ import annotations
+
+import grpc
+import pytest
+from google.rpc import error_details_pb2
+
+from penstock.runtime import errors
+from penstock.service import errors as service_errors
+from penstock.service.errors import DETAILS_KEY, TABLE, StalledReader, row_of, to_status
+from tests.service.rig import failure_of, fake, generate, serving
+
+
+def tree(root: type[errors.PenstockError]) -> list[type[errors.PenstockError]]:
+    return [root, *(below for child in root.__subclasses__() for below in tree(child))]
+
+
+ALL = [cls for cls in tree(errors.PenstockError) if cls.__module__.startswith("penstock.")]
+
+
+def test_the_walk_sees_the_tree() -> None:
+    assert {errors.InvalidRequest, errors.QueueFull, StalledReader} <= set(ALL)
+    assert len(set(ALL)) == len(ALL)
+
+
+@pytest.mark.parametrize("cls", ALL, ids=lambda cls: cls.__name__)
+def test_every_class_is_mapped(cls: type[errors.PenstockError]) -> None:
+    assert cls in TABLE, f"{cls.__name__} has no row in penstock.service.errors.TABLE"
+    assert TABLE[cls].reason.isupper()
+
+
+def test_reasons_tell_classes_apart() -> None:
+    reasons = [row.reason for row in TABLE.values()]
+    assert len(set(reasons)) == len(reasons)
+
+
+SAMPLES = [
+    (errors.InvalidRequest([errors.Violation("a.b", "bad")]), "INVALID_ARGUMENT", "INVALID_FIELD", {}),
+    (errors.UnsupportedFeature(["n", "m"]), "UNIMPLEMENTED", "UNSUPPORTED_FEATURE", {"field": "n,m"}),
+    (
+        errors.PromptTooLong(9, 8),
+        "INVALID_ARGUMENT",
+        "PROMPT_TOO_LONG",
+        {"prompt_tokens": "9", "max_prompt_tokens": "8"},
+    ),
+    (
+        errors.ExceedsKVCapacity(9, 8),
+        "INVALID_ARGUMENT",
+        "EXCEEDS_KV_CAPACITY",
+        {"needed_tokens": "9", "capacity_tokens": "8"},
+    ),
+    (errors.QueueFull(3, 1.5), "RESOURCE_EXHAUSTED", "QUEUE_FULL", {"limit": "3"}),
+    (errors.Draining(), "UNAVAILABLE", "DRAINING", {}),
+    (errors.NotReady(), "UNAVAILABLE", "NOT_READY", {}),
+    (errors.DuplicateRequestId("r"), "ALREADY_EXISTS", "DUPLICATE_REQUEST_ID", {"request_id": "r"}),
+    (errors.UnknownModel("x", "y"), "NOT_FOUND", "UNKNOWN_MODEL", {"model": "x", "served_model": "y"}),
+    (errors.EngineFailure("gone"), "INTERNAL", "ENGINE_FAILURE", {}),
+    (errors.WeightsError("no"), "FAILED_PRECONDITION", "WEIGHTS_REFUSED", {}),
+    (errors.CheckpointError(missing=["w"]), "FAILED_PRECONDITION", "CHECKPOINT", {}),
+    (StalledReader(2), "RESOURCE_EXHAUSTED", "STALLED_READER", {"limit_s": "2"}),
+    (ValueError("secret"), "INTERNAL", "INTERNAL", {}),
+]
+
+
+@pytest.mark.parametrize(("error", "code", "reason", "metadata"), SAMPLES, ids=lambda v: type(v).__name__)
+async def test_every_row_reaches_the_client(error, code, reason, metadata) -> None:
+    """Raised by the engine's submit, over a real channel."""
+    engine = fake()
+
+    def submit(request, sink):
+        raise error
+
+    engine.submit = submit  # type: ignore[method-assign]
+    async with serving(engine) as rig:
+        failure = await failure_of(rig.inference.Generate(generate("a")))
+        streamed = await failure_of(rig.inference.Stream(generate("a")).read())
+    for f in (failure, streamed):
+        assert (f.code.name, f.reason, dict(f.info.metadata)) == (code, reason, metadata)
+        assert "secret" not in f.message
+        assert f.message
+
+
+def details(error: Exception, kind: type) -> list:
+    found = []
+    for packed in to_status(error).details:
+        message = kind()
+        if packed.Unpack(message):
+            found.append(message)
+    return found
+
+
+def test_retry_info() -> None:
+    (retry,) = details(errors.QueueFull(3, 1.5), error_details_pb2.RetryInfo)
+    assert retry.retry_delay.ToNanoseconds() == 1_500_000_000
+
+
+def test_subclasses_take_the_row_above() -> None:
+    class Finer(errors.QueueFull):
+        pass
+
+    try:
+        assert row_of(Finer(1)) is TABLE[errors.QueueFull]
+    finally:
+        del Finer
+
+
+@pytest.mark.parametrize("text", ["x" * 100_000, "\U0001f600" * 50_000, "%\n" * 50_000])
+def test_statuses_fit_the_metadata_limit(text: str) -> None:
+    """8 KiB for message (escaped) and details (base64) together, however long the caller's values are."""
+    for error in (
+        errors.InvalidRequest([errors.Violation(text, text)] * 500),
+        errors.UnsupportedFeature([text] * 500),
+        errors.UnknownModel(text, text),
+        errors.DuplicateRequestId(text),
+        errors.EngineFailure(text),
+    ):
+        status = to_status(error)
+        size = 3 * len(status.message) + len(status.SerializeToString()) * 4 // 3 + len(DETAILS_KEY)
+        assert size < 8000
+
+
+def test_violations_that_do_not_fit_are_counted() -> None:
+    (bad,) = details(
+        errors.InvalidRequest([errors.Violation(f"f{i}", "d" * 100) for i in range(500)]),
+        error_details_pb2.BadRequest,
+    )
+    shown = len(bad.field_violations) - 1
+    assert 10 <= shown < 500
+    assert bad.field_violations[-1].description == f"and {500 - shown} more violations"
+
+
+async def test_a_long_status_arrives() -> None:
+    """Over a real channel: the client sees our error and not one about metadata."""
+    async with serving() as rig:
+        failure = await failure_of(rig.inference.Generate(generate("a", model="\U0001f600" * 100_000)))
+        many = generate(prompt_token_ids={"ids": [2**32 - 1] * 5000}, stopping={"stop": [""] * 5000})
+        violations = await failure_of(rig.inference.Generate(many))
+    assert failure.reason == "UNKNOWN_MODEL"
+    assert violations.reason == "INVALID_FIELD"
+
+
+def test_codes_are_grpc_codes() -> None:
+    assert all(isinstance(row.code, grpc.StatusCode) for row in service_errors.TABLE.values())
