@@ -121,8 +121,9 @@ def load_weights(
 
 
 def _place(entry: TensorEntry, spec: ParamSpec, placement: Placement) -> jax.Array:
-    # The copy is what lets the file change or go away later: device_put may alias host memory on CPU.
-    value = np.array(entry.map(), dtype=spec.dtype, copy=True)
+    value, problem = _convert(spec, entry.map())
+    if problem:
+        raise CheckpointError(mismatched=[problem], where=f"{entry.file}")
     target = placement(spec) if callable(placement) else placement
     placed: jax.Array = jax.device_put(value, target)
     return placed.block_until_ready()
@@ -138,15 +139,31 @@ def convert_named(
     """Tensors by checkpoint name -> new host arrays by state path, in the model's dtype; nothing is placed.
 
     partial: whether a subset of the parameters is enough. The input is never aliased.
-    Raises CheckpointError listing every missing (unless partial), extra and wrongly shaped tensor.
+    Raises CheckpointError listing every missing (unless partial), extra, misshapen or overflowing tensor.
     """
     specs = param_specs(config, model_dtype(config, dtype))
     _check(config, specs, tensors, tensors.__getitem__, partial=partial, where="the update")
-    return {
-        spec.path: np.array(tensors[spec.hf_name], dtype=spec.dtype, copy=True)
-        for spec in specs
-        if spec.hf_name in tensors
-    }
+    converted: dict[ParamPath, npt.NDArray[np.generic]] = {}
+    problems: list[str] = []
+    for spec in specs:
+        if spec.hf_name in tensors:
+            converted[spec.path], problem = _convert(spec, tensors[spec.hf_name])
+            problems += [problem] if problem else []
+    if problems:
+        raise CheckpointError(mismatched=problems, where="the update")
+    return converted
+
+
+def _convert(spec: ParamSpec, tensor: npt.NDArray[np.generic]) -> tuple[npt.NDArray[np.generic], str | None]:
+    """A copy in the parameter's dtype, and what is wrong with it, if anything.
+
+    Always a copy: device_put may alias host memory on CPU, and a mapped file may change or go away.
+    """
+    with np.errstate(over="ignore"):
+        value = np.array(tensor, dtype=spec.dtype, copy=True)
+    if _largest(tensor.dtype) > _largest(spec.dtype) and np.isinf(value).any():
+        return value, f"{spec.hf_name} has values beyond the range of {spec.dtype}"
+    return value, None
 
 
 def _check(
@@ -179,6 +196,10 @@ def _check(
             extra.append(name)
     if missing or extra or mismatched:
         raise CheckpointError(missing=missing, extra=extra, mismatched=mismatched, where=where)
+
+
+def _largest(dtype: np.dtype[np.generic]) -> float:
+    return float(jnp.finfo(dtype).max)  # type: ignore[no-untyped-call]  # jax leaves finfo unannotated
 
 
 def _is_loadable(dtype: np.dtype[np.generic]) -> bool:

@@ -1,8 +1,7 @@
 """Reading safetensors files through memory maps, bfloat16 included.
 
-The safetensors package's numpy reader has no bfloat16 and names no file in its errors, so the header is
-read here: 8 bytes of little-endian length, a JSON object {name: {dtype, shape, data_offsets}}, then the data
-without holes.
+safetensors' own `safe_open(framework="np")` has no bfloat16 (TypeError up to 0.8), so it is read here:
+8 bytes of little-endian length, a JSON object {name: {dtype, shape, data_offsets}}, the data without holes.
 Source: https://github.com/huggingface/safetensors (format section).
 """
 
@@ -15,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-import ml_dtypes
+import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
 
@@ -30,9 +29,9 @@ _DTYPES: Mapping[str, np.dtype[np.generic]] = {
     "F64": np.dtype(np.float64),
     "F32": np.dtype(np.float32),
     "F16": np.dtype(np.float16),
-    "BF16": np.dtype(ml_dtypes.bfloat16),
-    "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn),
-    "F8_E5M2": np.dtype(ml_dtypes.float8_e5m2),
+    "BF16": np.dtype(jnp.bfloat16),
+    "F8_E4M3": np.dtype(jnp.float8_e4m3fn),
+    "F8_E5M2": np.dtype(jnp.float8_e5m2),
     "I64": np.dtype(np.int64),
     "I32": np.dtype(np.int32),
     "I16": np.dtype(np.int16),

@@ -36,9 +36,9 @@ def resolve_model(name_or_path: str) -> Path:
             )
         return DEMO_DIRECTORY
     path = Path(name_or_path).expanduser()
-    if path.is_dir():
+    if name_or_path and path.is_dir():
         return path
-    if path.exists():
+    if name_or_path and path.exists():
         raise ConfigError(f"{name_or_path} is a file; give the directory that holds the model's config.json")
     if not _HUB_ID.fullmatch(name_or_path):
         raise ConfigError(

@@ -4,12 +4,15 @@ The double keeps one sequence in one contiguous cache per layer, float32 [slots,
 Its `meta` is the positions int32 [T]. The last slot is scratch for padding tokens; no real token goes there.
 """
 
+import json
+import shutil
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 
 from penstock.runtime.models import params
 from penstock.runtime.models.config import ModelConfig
@@ -75,3 +78,36 @@ def golden_root() -> Path:
 def make_sequence():
     """(config, state) -> Sequence."""
     return Sequence
+
+
+@pytest.fixture
+def copy(golden_root, tmp_path):
+    """(golden name) -> a directory of its own with that checkpoint."""
+
+    def make(name="qwen2"):
+        shutil.copytree(golden_root / name, tmp_path / name)
+        return tmp_path / name
+
+    return make
+
+
+def shard(directory, count=3):
+    """Turn model.safetensors into `count` shards and an index, as transformers writes them."""
+    tensors = load_file(directory / "model.safetensors")
+    (directory / "model.safetensors").unlink()
+    names = sorted(tensors)
+    weight_map: dict[str, str] = {}
+    for i in range(count):
+        file = f"model-{i + 1:05}-of-{count:05}.safetensors"
+        save_file({n: tensors[n] for n in names[i::count]}, directory / file)
+        weight_map |= dict.fromkeys(names[i::count], file)
+    (directory / "model.safetensors.index.json").write_text(
+        json.dumps({"metadata": {"total_size": 0}, "weight_map": weight_map})
+    )
+    return weight_map
+
+
+@pytest.fixture(scope="session")
+def into_shards():
+    """(directory) -> weight_map: replaces model.safetensors by three shards and an index."""
+    return shard

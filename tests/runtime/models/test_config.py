@@ -1,0 +1,267 @@
+"""config.json of both generations is parsed; what this build does not compute is refused by name."""
+
+import json
+
+import pytest
+
+from penstock.runtime.errors import ConfigError, UnknownArchitecture
+from penstock.runtime.models.config import KVSpec, ModelConfig
+from penstock.runtime.models.registry import ARCHITECTURES, family_of
+from penstock.runtime.models.rope import RopeConfig
+
+SIZES = {
+    "vocab_size": 512,
+    "hidden_size": 48,
+    "intermediate_size": 112,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 1024,
+}
+
+
+def parse(architecture="LlamaForCausalLM", **fields):
+    return ModelConfig.from_dict({"architectures": [architecture], **SIZES, **fields})
+
+
+def refused(**fields):
+    with pytest.raises(ConfigError) as caught:
+        parse(**fields)
+    return str(caught.value)
+
+
+# Fields as these checkpoints publish them.
+QWEN3_0_6B = {
+    "architectures": ["Qwen3ForCausalLM"], "attention_bias": False, "attention_dropout": 0.0,
+    "bos_token_id": 151643, "eos_token_id": 151645, "head_dim": 128, "hidden_act": "silu",
+    "hidden_size": 1024,
+    "initializer_range": 0.02, "intermediate_size": 3072, "max_position_embeddings": 40960,
+    "max_window_layers": 28, "model_type": "qwen3", "num_attention_heads": 16, "num_hidden_layers": 28,
+    "num_key_value_heads": 8, "rms_norm_eps": 1e-06, "rope_scaling": None, "rope_theta": 1000000,
+    "sliding_window": None, "tie_word_embeddings": True, "torch_dtype": "bfloat16",
+    "transformers_version": "4.51.0", "use_cache": True, "use_sliding_window": False, "vocab_size": 151936,
+}  # fmt: skip
+QWEN2_5_0_5B = {
+    "architectures": ["Qwen2ForCausalLM"], "attention_dropout": 0.0, "bos_token_id": 151643,
+    "eos_token_id": 151645, "hidden_act": "silu", "hidden_size": 896, "initializer_range": 0.02,
+    "intermediate_size": 4864, "max_position_embeddings": 32768, "max_window_layers": 21,
+    "model_type": "qwen2",
+    "num_attention_heads": 14, "num_hidden_layers": 24, "num_key_value_heads": 2, "rms_norm_eps": 1e-06,
+    "rope_theta": 1000000.0, "sliding_window": 32768, "tie_word_embeddings": True, "torch_dtype": "bfloat16",
+    "transformers_version": "4.43.1", "use_cache": True, "use_sliding_window": False, "vocab_size": 151936,
+}  # fmt: skip
+LLAMA_3_2_1B = {
+    "architectures": ["LlamaForCausalLM"], "attention_bias": False, "attention_dropout": 0.0,
+    "bos_token_id": 128000, "eos_token_id": [128001, 128008, 128009], "head_dim": 64, "hidden_act": "silu",
+    "hidden_size": 2048, "initializer_range": 0.02, "intermediate_size": 8192,
+    "max_position_embeddings": 131072,
+    "mlp_bias": False, "model_type": "llama", "num_attention_heads": 32, "num_hidden_layers": 16,
+    "num_key_value_heads": 8, "pretraining_tp": 1, "rms_norm_eps": 1e-05,
+    "rope_scaling": {
+        "factor": 32.0, "high_freq_factor": 4.0, "low_freq_factor": 1.0,
+        "original_max_position_embeddings": 8192, "rope_type": "llama3",
+    },
+    "rope_theta": 500000.0, "tie_word_embeddings": True, "torch_dtype": "bfloat16",
+    "transformers_version": "4.45.0.dev0", "use_cache": True, "vocab_size": 128256,
+}  # fmt: skip
+MISTRAL_7B_V0_1 = {
+    "architectures": ["MistralForCausalLM"], "bos_token_id": 1, "eos_token_id": 2, "hidden_act": "silu",
+    "hidden_size": 4096, "initializer_range": 0.02, "intermediate_size": 14336,
+    "max_position_embeddings": 32768, "model_type": "mistral", "num_attention_heads": 32,
+    "num_hidden_layers": 32, "num_key_value_heads": 8, "rms_norm_eps": 1e-05, "rope_theta": 10000.0,
+    "sliding_window": 4096, "tie_word_embeddings": False, "torch_dtype": "bfloat16",
+    "transformers_version": "4.34.0.dev0", "use_cache": True, "vocab_size": 32000,
+}  # fmt: skip
+
+
+def test_published_qwen3():
+    config = ModelConfig.from_dict(QWEN3_0_6B)
+    assert config.qk_norm
+    assert not config.qkv_bias
+    assert config.kv_spec == KVSpec(28, 8, 128)
+    assert config.rope == RopeConfig(theta=1e6)
+    assert config.sliding_windows == (None,) * 28
+    assert (config.dtype, config.tie_word_embeddings) == ("bfloat16", True)
+    assert (config.bos_token_id, config.eos_token_ids) == (151643, (151645,))
+
+
+def test_published_qwen2():
+    config = ModelConfig.from_dict(QWEN2_5_0_5B)
+    assert (config.qkv_bias, config.o_bias, config.mlp_bias, config.qk_norm) == (True, False, False, False)
+    assert config.head_dim == 64
+    assert config.sliding_windows == (None,) * 24  # sliding_window is there, but switched off
+
+
+def test_published_llama():
+    config = ModelConfig.from_dict(LLAMA_3_2_1B)
+    assert config.rope == RopeConfig(
+        "llama3", 500_000.0, 32.0, 8192, low_freq_factor=1.0, high_freq_factor=4.0
+    )
+    assert config.eos_token_ids == (128001, 128008, 128009)
+    assert config.rms_norm_eps == 1e-5
+
+
+def test_published_mistral():
+    config = ModelConfig.from_dict(MISTRAL_7B_V0_1)
+    assert config.sliding_windows == (4096,) * 32
+    assert config.head_dim == 128
+
+
+def test_old_and_new_style_are_the_same_model():
+    scaling = {"factor": 4.0, "original_max_position_embeddings": 256}
+    old = parse(rope_theta=5e5, rope_scaling={"type": "yarn", **scaling}, torch_dtype="float16")
+    new = parse(rope_parameters={"rope_type": "yarn", "rope_theta": 5e5, **scaling}, dtype="float16")
+    assert old == new
+    assert old.rope.attention_factor == pytest.approx(1.1386294)
+    assert hash(old) == hash(new)
+
+
+def test_parsing_leaves_its_input_alone():
+    before = json.dumps(LLAMA_3_2_1B)
+    ModelConfig.from_dict(LLAMA_3_2_1B)
+    assert json.dumps(LLAMA_3_2_1B) == before
+
+
+def test_rope_fields():
+    rope = parse(rope_scaling={"rope_type": "linear", "type": "dynamic", "factor": 2}).rope
+    assert rope == RopeConfig("linear", factor=2.0)  # rope_type wins over type
+    assert parse(rope_scaling={"type": "dynamic", "factor": 2.0}).rope.original_max_positions == 1024
+    yarn = {"rope_type": "yarn", "factor": 8.0}
+    assert parse(rope_parameters=yarn).rope.original_max_positions == 1024
+    assert parse(rope_parameters=yarn, original_max_position_embeddings=64).rope.original_max_positions == 64
+    assert parse(rope_parameters={**yarn, "attention_factor": 0.5}).rope.attention_factor == 0.5
+    ratio = {"rope_type": "yarn", "factor": None, "original_max_position_embeddings": 256}
+    assert parse(rope_parameters=ratio).rope.factor == 4.0
+    full = {**yarn, "beta_fast": 16, "beta_slow": 2, "truncate": False, "mscale": 0.7, "mscale_all_dim": 0.9}
+    rope = parse(rope_parameters=full).rope
+    assert (rope.beta_fast, rope.beta_slow, rope.truncate) == (16.0, 2.0, False)
+    assert rope.attention_factor == pytest.approx(1.1455609 / 1.1871498, rel=1e-5)
+    assert parse().rope == RopeConfig(theta=10_000.0)
+
+
+def test_windows_by_layer_type():
+    qwen = {"architecture": "Qwen2ForCausalLM", "sliding_window": 64}
+    assert parse(**qwen).sliding_windows == (None,) * 4
+    assert parse(**qwen, use_sliding_window=True, max_window_layers=3).sliding_windows == (
+        None,
+        None,
+        None,
+        64,
+    )
+    types = ["sliding_attention", "full_attention"] * 2
+    assert parse(**qwen, use_sliding_window=True, layer_types=types).sliding_windows == (64, None, 64, None)
+    assert "layer_types" in refused(**qwen, layer_types=types)  # contradicts use_sliding_window
+    assert "layer_types" in refused(architecture="MistralForCausalLM", sliding_window=64, layer_types=types)
+    assert parse("MistralForCausalLM", sliding_window=None).sliding_windows == (None,) * 4
+    assert parse("MistralForCausalLM").sliding_windows == (4096,) * 4  # transformers' default
+
+
+def test_biases_follow_the_architecture():
+    llama = parse(attention_bias=True, mlp_bias=True)
+    assert (llama.qkv_bias, llama.o_bias, llama.mlp_bias) == (True, True, True)
+    qwen3 = parse("Qwen3ForCausalLM", attention_bias=True)
+    assert (qwen3.qkv_bias, qwen3.o_bias, qwen3.mlp_bias, qwen3.head_dim) == (True, True, False, 128)
+    qwen2 = parse("Qwen2ForCausalLM", attention_bias=False)  # transformers' Qwen2 does not look at it
+    assert (qwen2.qkv_bias, qwen2.o_bias) == (True, False)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("hidden_act", "gelu"),
+        ("pretraining_tp", 2),
+        ("partial_rotary_factor", 0.5),
+        ("rope_interleaved", True),
+        ("is_encoder_decoder", True),
+        ("quantization_config", {"quant_method": "gptq"}),
+        ("auto_map", {"AutoModelForCausalLM": "modeling.Own"}),
+        ("attn_logit_softcapping", 50.0),
+        ("sliding_window", 4096),  # Llama has none
+        ("num_local_experts", 8),
+        ("dtype", "float8_e4m3fn"),
+        ("torch_dtype", "int8"),
+        ("model_type", "gemma"),
+        ("layer_types", ["chunked_attention"] * 4),
+        ("layer_types", ["full_attention"]),
+        ("hidden_size", "48"),
+        ("hidden_size", 0),
+        ("hidden_size", True),
+        ("vocab_size", None),
+        ("num_key_value_heads", 3),
+        ("head_dim", 15),
+        ("rms_norm_eps", 0),
+        ("rms_norm_eps", float("nan")),
+        ("tie_word_embeddings", "yes"),
+        ("eos_token_id", "</s>"),
+        ("rope_theta", -1.0),
+        ("rope_scaling", "linear"),
+        ("rope_scaling.type", {"type": "su", "factor": 2.0}),
+        ("rope_scaling.rope_type", {"rope_type": "longrope", "factor": 2.0}),
+        ("rope_scaling.factor", {"rope_type": "linear"}),
+        ("rope_scaling.alpha", {"rope_type": "dynamic", "factor": 2.0, "alpha": 1000.0}),
+        ("rope_scaling.partial_rotary_factor", {"rope_type": "default", "partial_rotary_factor": 0.5}),
+        ("rope_scaling.low_freq_factor", {"rope_type": "llama3", "factor": 2.0, "high_freq_factor": 4.0}),
+        (
+            "rope_scaling.high_freq_factor",
+            {"rope_type": "llama3", "factor": 2.0, "low_freq_factor": 4.0, "high_freq_factor": 4.0},
+        ),
+    ],
+)
+def test_refused_by_name(field, value):
+    message = refused(**{field.partition(".")[0]: value})
+    assert message.count(f"{field}: ") == 1, message
+
+
+def test_contradicting_rope_styles_are_refused():
+    one = {"rope_type": "linear", "factor": 2.0}
+    assert "rope_scaling" in refused(rope_scaling=one, rope_parameters={**one, "factor": 4.0})
+    assert parse(rope_scaling=one, rope_parameters=one).rope.factor == 2.0
+
+
+def test_all_problems_are_named_at_once():
+    message = refused(hidden_act="gelu", vocab_size=None, logit_scale=0.1, rope_scaling={"type": "su"})
+    for field in ("hidden_act", "vocab_size", "logit_scale", "rope_scaling.type"):
+        assert f"{field}: " in message
+
+
+@pytest.mark.parametrize("off", [None, False, [], {}, ""])
+def test_unknown_fields_that_are_off_pass(off):
+    assert parse(some_new_feature=off) == parse()
+
+
+def test_harmless_fields_pass():
+    harmless = {"_name_or_path": "x", "attention_dropout": 0.1, "temperature": 0.6, "id2label": {"0": "a"}}
+    assert parse(**harmless) == parse()
+
+
+def test_missing_kv_heads():
+    sizes = {k: v for k, v in SIZES.items() if k != "num_key_value_heads"}
+    assert ModelConfig.from_dict({"architectures": ["LlamaForCausalLM"], **sizes}).num_kv_heads == 4
+    assert parse("MistralForCausalLM", num_key_value_heads=None).num_kv_heads == 4
+    with pytest.raises(ConfigError, match="num_key_value_heads: is required"):
+        ModelConfig.from_dict({"architectures": ["MistralForCausalLM"], **sizes})
+
+
+def test_unknown_architecture_lists_the_known():
+    with pytest.raises(UnknownArchitecture, match=r"'BertModel'.*LlamaForCausalLM.*Qwen3ForCausalLM"):
+        parse("BertModel")
+    with pytest.raises(UnknownArchitecture):
+        family_of("BertModel")
+
+
+@pytest.mark.parametrize(
+    "value", [None, [], ["LlamaForCausalLM", "MistralForCausalLM"], "LlamaForCausalLM", [3]]
+)
+def test_architectures_must_name_one(value):
+    with pytest.raises(ConfigError, match="architectures"):
+        ModelConfig.from_dict({**SIZES, "architectures": value})
+
+
+def test_registry_holds_what_is_promised():
+    assert set(ARCHITECTURES) == {
+        "LlamaForCausalLM",
+        "MistralForCausalLM",
+        "Qwen2ForCausalLM",
+        "Qwen3ForCausalLM",
+    }
+    assert ARCHITECTURES["Qwen3ForCausalLM"].parse(QWEN3_0_6B) == ModelConfig.from_dict(QWEN3_0_6B)

@@ -1,0 +1,198 @@
+"""The decoder beyond the goldens: how it is computed, how it is cut into leaves, and what must not matter."""
+
+import dataclasses
+import json
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from penstock.runtime.checkpoint import load_config, load_weights
+from penstock.runtime.models import params
+from penstock.runtime.models.config import ModelConfig
+from penstock.runtime.models.rope import RopeConfig
+
+TINY = ModelConfig(
+    architecture="Qwen2ForCausalLM",
+    vocab_size=64,
+    hidden_size=16,
+    intermediate_size=24,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=8,
+    max_position_embeddings=16,
+    rms_norm_eps=1e-6,
+    rope=RopeConfig(),
+    sliding_windows=(None, 8),
+    qkv_bias=True,
+    o_bias=False,
+    mlp_bias=False,
+    qk_norm=False,
+    tie_word_embeddings=False,
+    dtype="bfloat16",
+    bos_token_id=0,
+    eos_token_ids=(2,),
+)
+PROMPT = list(range(3, 43))
+META: Any = "meta"  # the decoder only hands it on
+
+
+def no_attention(q, k_new, v_new, kv, meta, *, scale, sliding_window):
+    return q, kv
+
+
+def test_abstract_model_holds_no_arrays():
+    graphdef, state = params.abstract_model(TINY)
+    leaves = jax.tree.leaves(state)
+    assert all(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in leaves)
+    assert {leaf.dtype for leaf in leaves} == {jnp.dtype(jnp.bfloat16)}
+    assert isinstance(graphdef, nnx.GraphDef)
+    assert jax.tree.leaves(params.abstract_model(TINY, "float32")[1])[0].dtype == jnp.float32
+
+
+def test_a_large_model_is_described_without_memory():
+    large = dataclasses.replace(
+        TINY, vocab_size=1 << 20, hidden_size=1 << 16, num_heads=1 << 13, num_kv_heads=8
+    )
+    assert sum(spec.num_bytes for spec in params.param_specs(large)) > 100e9
+
+
+def test_specs_leaves_and_state_share_one_order():
+    specs = params.param_specs(TINY)
+    state = params.random_state(TINY)
+    leaves = params.state_to_leaves(state)
+    assert [leaf.shape for leaf in leaves] == [spec.shape for spec in specs]
+    assert all(a is b for a, b in zip(leaves, jax.tree.leaves(state), strict=True))
+    again = params.leaves_to_state(TINY, leaves)
+    assert all(a is b for a, b in zip(params.state_to_leaves(again), leaves, strict=True))
+    same: Any = jax.tree.structure(params.abstract_model(TINY)[1])
+    assert jax.tree.structure(again) == same
+
+
+def test_layers_keep_their_numeric_order():
+    specs = params.param_specs(dataclasses.replace(TINY, num_layers=12, sliding_windows=(None,) * 12))
+    layers = [spec.path[1] for spec in specs if spec.path[0] == "layers"]
+    assert layers == sorted(layers)
+    assert "model.layers.11.self_attn.q_proj.bias" in {spec.hf_name for spec in specs}
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_only_an_untied_head_is_a_parameter(tied):
+    names = {spec.hf_name for spec in params.param_specs(dataclasses.replace(TINY, tie_word_embeddings=tied))}
+    assert ("lm_head.weight" in names) != tied
+
+
+def test_auto_dtype_falls_back_to_float32():
+    assert params.model_dtype(TINY, "auto") == jnp.bfloat16
+    assert params.model_dtype(dataclasses.replace(TINY, dtype=None), "auto") == np.float32
+    assert params.model_dtype(TINY, "float16") == np.float16
+
+
+@pytest.mark.parametrize(
+    ("dtype", "precision"), [("float32", jax.lax.Precision.HIGHEST), ("bfloat16", jax.lax.Precision.DEFAULT)]
+)
+def test_every_product_accumulates_in_float32_from_the_checkpoints_layout(dtype, precision):
+    """TF32 on GPUs and the slow path on CPU would both show here."""
+    leaves = params.state_to_leaves(params.random_state(TINY, dtype))
+    tokens = jnp.zeros(4, jnp.int32)
+
+    def run(leaves):
+        model = params.bind(TINY, leaves)
+        hidden, _ = model(tokens, tokens, (jnp.zeros(1),) * 2, META, attention=no_attention)
+        return hidden, model.logits(hidden)
+
+    closed = jax.make_jaxpr(run)(leaves)
+    hidden, logits = closed.out_avals
+    assert (hidden.dtype, logits.dtype) == (dtype, "float32")
+    products = [eqn for eqn in closed.jaxpr.eqns if eqn.primitive.name == "dot_general"]
+    assert len(products) == 2 * 7 + 1
+    for eqn in products:
+        assert eqn.params["dimension_numbers"] == (((1,), (1,)), ((), ()))
+        assert eqn.params["preferred_element_type"] == jnp.float32
+        assert eqn.params["precision"] in (precision, (precision, precision))
+        assert {v.aval.dtype for v in eqn.invars} == {jnp.dtype(dtype)}
+        assert eqn.invars[1] in closed.jaxpr.invars  # the weight itself: no transpose, no copy
+
+
+def test_attention_gets_each_layers_window_and_scale():
+    seen = []
+
+    def attention(q, k_new, v_new, kv, meta, *, scale, sliding_window):
+        seen.append((q.shape, k_new.shape, v_new.shape, q.dtype, scale, sliding_window, meta))
+        return q, kv + 1
+
+    model = params.bind(TINY, params.state_to_leaves(params.random_state(TINY)))
+    tokens = jnp.zeros(3, jnp.int32)
+    _, kv = model(tokens, tokens, (jnp.zeros(1), jnp.ones(1)), META, attention=attention)
+    shapes = ((3, 4, 8), (3, 2, 8), (3, 2, 8), jnp.bfloat16, 8**-0.5)
+    assert seen == [(*shapes, None, "meta"), (*shapes, 8, "meta")]
+    assert [float(cache[0]) for cache in kv] == [1.0, 2.0]
+
+
+def test_one_cache_per_layer_is_demanded():
+    model = params.bind(TINY, params.state_to_leaves(params.random_state(TINY)))
+    tokens = jnp.zeros(3, jnp.int32)
+    with pytest.raises(ValueError, match="zip"):
+        model(tokens, tokens, (jnp.zeros(1),), META, attention=no_attention)
+
+
+@pytest.mark.parametrize("rope", [RopeConfig(), RopeConfig("dynamic", factor=2.0, original_max_positions=16)])
+def test_cutting_a_prompt_into_chunks_changes_nothing(make_sequence, rope):
+    """With dynamic NTK too, on both sides of the trained context."""
+    config = dataclasses.replace(TINY, rope=rope)
+    sequence = make_sequence(config, params.random_state(config, "float32", std=0.3))
+    results = []
+    for chunk in (1, 3, 8):
+        sequence.reset()
+        results.append(sequence.feed(PROMPT, chunk))
+    np.testing.assert_allclose(results[1], results[0], rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(results[2], results[0], rtol=1e-5, atol=1e-5)
+    assert np.ptp(results[0]) > 0.1  # not all alike
+
+
+def test_dynamic_ntk_acts_only_beyond_the_trained_context(make_sequence):
+    state = params.random_state(TINY, "float32", std=0.3)
+    dynamic = dataclasses.replace(TINY, rope=RopeConfig("dynamic", factor=4.0, original_max_positions=16))
+    plain, scaled = make_sequence(TINY, state), make_sequence(dynamic, state)
+    np.testing.assert_array_equal(plain.feed(PROMPT[:16]), scaled.feed(PROMPT[:16]))
+    assert not np.allclose(plain.feed(PROMPT[16:]), scaled.feed(PROMPT[16:]), atol=1e-3)
+
+
+@pytest.mark.parametrize("window", [31, 33])
+def test_the_golden_pins_the_window_to_the_token(golden_root, make_sequence, window):
+    """A token sees itself and the window - 1 before it: off by one is seen at a prompt of 90."""
+    directory = golden_root / "mistral_swa"
+    config = load_config(directory)
+    assert config.sliding_windows == (32, 32)
+    case = json.loads((directory / "expected.json").read_text())["cases"][2]
+    ids, values = zip(*case["last_logits_top"], strict=True)
+    off = dataclasses.replace(config, sliding_windows=(window, window))
+    sequence = make_sequence(off, load_weights(directory, config, progress=False))
+    logits = sequence.feed(case["prompt"])[list(ids)]
+    assert np.abs(logits / np.array(values) - 1).max() > 1e-2
+
+
+@pytest.mark.parametrize("name", ["qwen3", "llama_linear_rope"])
+def test_bfloat16_stays_close(golden_root, make_sequence, name):
+    directory = golden_root / name
+    config = load_config(directory)
+    case = json.loads((directory / "expected.json").read_text())["cases"][1]
+    sequence = make_sequence(config, load_weights(directory, config, "bfloat16", progress=False))
+    logits = sequence.feed(case["prompt"])
+    assert logits.dtype == np.float32
+    ids, values = zip(*case["last_logits_top"], strict=True)
+    spread = logits.max() - logits.min()
+    assert np.abs(logits[list(ids)] - values).max() < 0.05 * spread
+    assert int(logits.argmax()) in ids[:2]
+
+
+def test_ids_outside_the_table_stay_inside_it():
+    """Only padding can have them; a NaN there would spread through the cache."""
+    model = params.bind(TINY, params.state_to_leaves(params.random_state(TINY)))
+    rows = np.asarray(model.embed_tokens(jnp.array([0, 64, 1 << 30, -1], jnp.int32)), np.float32)
+    table = np.asarray(model.embed_tokens.weight[...], np.float32)
+    np.testing.assert_array_equal(rows, table[[0, 63, 63, 63]])
