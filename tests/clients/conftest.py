@@ -134,6 +134,18 @@ class Failure:
         return (("grpc-status-details-bin", status.SerializeToString()),) if parts else ()
 
 
+class _Health(health.HealthServicer):
+    """The standard one, which `health_failure` makes refuse."""
+
+    def __init__(self, server: FakeServer) -> None:
+        super().__init__()
+        self._server = server
+
+    def Check(self, request, context):
+        self._server._fail(self._server.health_failure, context)
+        return super().Check(request, context)
+
+
 class FakeServer(inference_pb2_grpc.InferenceServiceServicer, control_pb2_grpc.ControlServiceServicer):
     """Answers "Hello"; `failure` makes every call fail, `hold_after` makes a stream wait forever."""
 
@@ -150,7 +162,9 @@ class FakeServer(inference_pb2_grpc.InferenceServiceServicer, control_pb2_grpc.C
         """Number of events after which a stream sends nothing until it is cancelled."""
         self.asked = threading.Event()
         self.cancelled = threading.Event()
-        self.health = health.HealthServicer()
+        self.paused = True
+        self.health_failure: Failure | None = None
+        self.health = _Health(self)
         self.addr = ""
 
     def _note(self, request: Any, context: Any) -> None:
@@ -191,8 +205,10 @@ class FakeServer(inference_pb2_grpc.InferenceServiceServicer, control_pb2_grpc.C
             ]
         )
 
-    def UpdateWeights(self, request_iterator, context):
+    def _unused(self, request, context):
         raise NotImplementedError
+
+    UpdateWeights = Pause = Resume = CommitWeights = DiscardWeights = FlushCache = _unused
 
     def GetModelInfo(self, request, context):
         self._note(request, context)
@@ -230,7 +246,7 @@ class FakeServer(inference_pb2_grpc.InferenceServiceServicer, control_pb2_grpc.C
             queued_prompt_tokens=30,
             kv_pages_used=7,
             kv_pages_total=100,
-            paused=True,
+            paused=self.paused,
             weights=_STEP_1,
         )
 
@@ -241,21 +257,6 @@ class FakeServer(inference_pb2_grpc.InferenceServiceServicer, control_pb2_grpc.C
     def Detokenize(self, request, context):
         self._note(request, context)
         return control_pb2.DetokenizeResponse(text="Hello")
-
-    def Pause(self, request, context):
-        raise NotImplementedError
-
-    def Resume(self, request, context):
-        raise NotImplementedError
-
-    def CommitWeights(self, request, context):
-        raise NotImplementedError
-
-    def DiscardWeights(self, request, context):
-        raise NotImplementedError
-
-    def FlushCache(self, request, context):
-        raise NotImplementedError
 
     def set_health(self, serving: bool) -> None:
         status = health_pb2.HealthCheckResponse

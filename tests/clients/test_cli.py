@@ -143,11 +143,20 @@ def test_info(server, capsys):
         assert line in shown.splitlines()
 
 
+@pytest.mark.parametrize(("ready", "state"), [(True, "serving"), (False, "not ready")])
+def test_info_says_whether_it_serves(server, capsys, ready, state):
+    server.paused = False
+    server.set_health(ready)
+    assert run("info", "--addr", server.addr) == 0
+    assert f"  state              {state}" in capsys.readouterr().out.splitlines()
+
+
 def test_info_json(server, capsys):
     assert run("info", "--addr", server.addr, "--json") == 0
     shown = json.loads(capsys.readouterr().out)
     assert shown["model"]["default_sampling"]["top_k"] == 20
     assert shown["server"]["instance_id"] == "i-1"
+    assert shown["ready"] is True
     assert shown["load"]["weights"] == {"label": "step-1", "generation": 1}
 
 
@@ -254,9 +263,16 @@ def test_bench(server, capsys, tmp_path, more):
         assert (call.stopping.max_tokens, call.stopping.ignore_eos) == (4, True)
 
 
+def test_bench_refuses_what_the_context_would_cut_short(server, capsys):
+    assert run("bench", "--addr", server.addr, "--prompt-tokens", 60, "--max-tokens", 5) == 1
+    assert "60 prompt tokens and 5 more do not fit the context of 64 tokens" in capsys.readouterr().err
+    assert not [call for call in server.calls if isinstance(call, inference_pb2.StreamRequest)]
+    assert run("bench", "--addr", server.addr, "--prompt-tokens", 60, "--max-tokens", 4, "--requests", 1) == 0
+
+
 def test_bench_counts_failures_and_says_so(server, failure, capsys):
     server.stream_failure = failure(Code.RESOURCE_EXHAUSTED, "QUEUE_FULL", "full")
-    assert run("bench", "--addr", server.addr, "--requests", 3) == 1
+    assert run("bench", "--addr", server.addr, "--requests", 3, "--prompt-tokens", 3, "--max-tokens", 4) == 1
     shown = capsys.readouterr()
     assert "0 completed, 3 failed" in shown.out
     assert "failed 3 times: QUEUE_FULL: full" in shown.out

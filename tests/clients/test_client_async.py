@@ -137,8 +137,10 @@ async def test_an_existing_channel_stays_open(server):
 
 async def test_wait_ready(server, client):
     await client.wait_ready(timeout=30)
+    assert await client.is_ready()
     server.set_health(False)
-    with pytest.raises(NotReady, match="NOT_SERVING"):
+    assert not await client.is_ready()
+    with pytest.raises(NotReady, match=r"not ready within 0\.3 s"):
         await client.wait_ready(timeout=0.3)
     asyncio.get_running_loop().call_later(0.2, server.set_health, True)
     await client.wait_ready(timeout=30)

@@ -213,18 +213,26 @@ def test_credentials_make_the_channel_secure(server):
 
 def test_wait_ready(server, client):
     client.wait_ready(timeout=30)
+    assert client.is_ready()
     server.set_health(False)
-    with pytest.raises(NotReady, match="NOT_SERVING"):
+    assert not client.is_ready()
+    with pytest.raises(NotReady, match=r"not ready within 0\.3 s"):
         client.wait_ready(timeout=0.3)
     threading.Timer(0.2, server.set_health, [True]).start()
     client.wait_ready(timeout=30)
 
 
 def test_wait_ready_without_a_server():
-    with Client("127.0.0.1:1") as client, pytest.raises(NotReady, match="nobody answers"):
+    with Client("127.0.0.1:1") as client, pytest.raises(NotReady, match=r"not ready within 0\.2 s"):
         client.wait_ready(timeout=0.2)
 
 
 def test_the_generated_stubs_are_there_for_the_rest(client):
     assert client.control.GetLoad(control_pb2.GetLoadRequest()).running_requests == 1
     assert client.inference.Generate(inference_pb2.GenerateRequest()).model == "toy"
+
+
+def test_a_server_without_our_health_is_an_error_and_no_wait(server, client, failure):
+    server.health_failure = failure(grpc.StatusCode.UNAUTHENTICATED, "", "who are you")
+    with pytest.raises(api.Denied, match="who are you"):
+        client.wait_ready()

@@ -21,6 +21,10 @@ if TYPE_CHECKING:
 DEFAULT_CONCURRENCY = 8
 
 
+class ContextTooSmall(Exception):
+    """Outputs would be cut short without a word, and the figures would be of another load than asked for."""
+
+
 def add_parser(subparsers: Subparsers) -> None:
     parser = subparsers.add_parser(
         "bench",
@@ -68,6 +72,9 @@ def run(args: argparse.Namespace) -> int:
     """Exit code 1 when any request failed."""
     try:
         report = asyncio.run(_measure(args))
+    except ContextTooSmall as error:
+        complain(args.command, str(error))
+        return 1
     except PenstockClientError as error:
         complain(args.command, explain(error, args.addr))
         return 1
@@ -98,6 +105,11 @@ def run(args: argparse.Namespace) -> int:
 async def _measure(args: argparse.Namespace) -> bench_stats.Report:
     async with AsyncClient(args.addr) as client:
         model = await client.model_info()
+        if args.prompt_tokens + args.max_tokens > model.max_context_tokens:
+            raise ContextTooSmall(
+                f"{args.prompt_tokens} prompt tokens and {args.max_tokens} more do not fit "
+                f"the context of {model.max_context_tokens} tokens; lower --prompt-tokens or --max-tokens"
+            )
         load = bench_load.Workload(
             requests=args.requests,
             prompt_tokens=args.prompt_tokens,

@@ -13,6 +13,18 @@ if TYPE_CHECKING:
     from penstock.cli.common import Subparsers
 
 
+NEUTRAL = {
+    "top_p": 1,
+    "top_k": 0,
+    "min_p": 0,
+    "presence_penalty": 0,
+    "frequency_penalty": 0,
+    "repetition_penalty": 1,
+    "n": 1,
+}
+"""Sampling values that change nothing."""
+
+
 def add_parser(subparsers: Subparsers) -> None:
     parser = subparsers.add_parser(
         "info",
@@ -29,10 +41,11 @@ def run(args: argparse.Namespace) -> int:
 
 def _show(client: Client, as_json: bool) -> int:
     model, server, load = client.model_info(), client.server_info(), client.load()
+    ready = client.is_ready()
     if as_json:
-        print_json({"model": model, "server": server, "load": load})
+        print_json({"model": model, "server": server, "load": load, "ready": ready})
     else:
-        print(table(model, server, load))
+        print(table(model, server, load, ready))
     return 0
 
 
@@ -40,9 +53,10 @@ def _weights(version: WeightsVersion) -> str:
     return f"{version.label} (generation {version.generation})"
 
 
-def table(model: ModelInfo, server: ServerInfo, load: Load) -> str:
+def table(model: ModelInfo, server: ServerInfo, load: Load, ready: bool) -> str:
     """Three groups of name and value."""
-    sampling = dataclasses.asdict(model.default_sampling)
+    # Only what has an effect: the rest is as if it were not there.
+    sampling = {k: v for k, v in dataclasses.asdict(model.default_sampling).items() if v != NEUTRAL.get(k)}
     groups = {
         "model": {
             "name": model.model,
@@ -66,7 +80,7 @@ def table(model: ModelInfo, server: ServerInfo, load: Load) -> str:
             "requests": f"{load.running_requests} running, {load.queued_requests} queued",
             "queued prompts": f"{load.queued_prompt_tokens} tokens",
             "KV cache": f"{load.kv_pages_used} of {load.kv_pages_total} pages used",
-            "state": "paused" if load.paused else "running",
+            "state": "paused" if load.paused else "serving" if ready else "not ready",
         },
     }
     width = max(len(name) for group in groups.values() for name in group)

@@ -148,27 +148,28 @@ class AsyncClient:
         request = control_pb2.DetokenizeRequest(token_ids=token_ids, skip_special_tokens=skip_special_tokens)
         return (await self._unary(self.control.Detokenize, request, timeout, metadata)).text
 
+    async def is_ready(self, timeout: float = 1.0) -> bool:
+        """Whether health is SERVING now; False also when nobody answers within `timeout` seconds."""
+        request = health_pb2.HealthCheckRequest(service=SERVING_SERVICE)
+        try:
+            reply = await self._check_health(
+                request, timeout=timeout, metadata=self._metadata, wait_for_ready=True
+            )
+        except grpc.RpcError as error:
+            if is_final_health_error(error):
+                raise from_rpc_error(error) from error
+            return False
+        return bool(reply.status == health_pb2.HealthCheckResponse.SERVING)
+
     async def wait_ready(self, timeout: float | None = None) -> None:
         """Return once the server's health is SERVING; NotReady after `timeout` seconds (None: waits on)."""
         deadline = None if timeout is None else asyncio.get_running_loop().time() + timeout
-        request = health_pb2.HealthCheckRequest(service=SERVING_SERVICE)
-        state = "nobody answers"
-        while True:
-            left = 1.0 if deadline is None else min(1.0, deadline - asyncio.get_running_loop().time())
-            if left <= 0:
-                raise NotReady.local(f"the server was not ready within {timeout:g} s: {state}")
-            try:
-                reply = await self._check_health(
-                    request, timeout=left, metadata=self._metadata, wait_for_ready=True
-                )
-            except grpc.RpcError as error:
-                if is_final_health_error(error):
-                    raise from_rpc_error(error) from error
-                continue
-            if reply.status == health_pb2.HealthCheckResponse.SERVING:
-                return
-            state = f"health is {health_pb2.HealthCheckResponse.ServingStatus.Name(reply.status)}"
-            await asyncio.sleep(min(0.1, left))
+        while not await self.is_ready(
+            1.0 if deadline is None else min(1.0, deadline - asyncio.get_running_loop().time())
+        ):
+            if deadline is not None and asyncio.get_running_loop().time() >= deadline:
+                raise NotReady.local(f"the server was not ready within {timeout:g} s")
+            await asyncio.sleep(0.05)
 
     async def _unary(
         self,

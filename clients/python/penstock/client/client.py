@@ -149,27 +149,24 @@ class Client:
         request = control_pb2.DetokenizeRequest(token_ids=token_ids, skip_special_tokens=skip_special_tokens)
         return self._unary(self.control.Detokenize, request, timeout, metadata).text
 
+    def is_ready(self, timeout: float = 1.0) -> bool:
+        """Whether health is SERVING now; False also when nobody answers within `timeout` seconds."""
+        request = health_pb2.HealthCheckRequest(service=SERVING_SERVICE)
+        try:
+            reply = self._check_health(request, timeout=timeout, metadata=self._metadata, wait_for_ready=True)
+        except grpc.RpcError as error:
+            if is_final_health_error(error):
+                raise from_rpc_error(error) from error
+            return False
+        return bool(reply.status == health_pb2.HealthCheckResponse.SERVING)
+
     def wait_ready(self, timeout: float | None = None) -> None:
         """Return once the server's health is SERVING; NotReady after `timeout` seconds (None: waits on)."""
         deadline = None if timeout is None else time.monotonic() + timeout
-        request = health_pb2.HealthCheckRequest(service=SERVING_SERVICE)
-        state = "nobody answers"
-        while True:
-            left = 1.0 if deadline is None else min(1.0, deadline - time.monotonic())
-            if left <= 0:
-                raise NotReady.local(f"the server was not ready within {timeout:g} s: {state}")
-            try:
-                reply = self._check_health(
-                    request, timeout=left, metadata=self._metadata, wait_for_ready=True
-                )
-            except grpc.RpcError as error:
-                if is_final_health_error(error):
-                    raise from_rpc_error(error) from error
-                continue
-            if reply.status == health_pb2.HealthCheckResponse.SERVING:
-                return
-            state = f"health is {health_pb2.HealthCheckResponse.ServingStatus.Name(reply.status)}"
-            time.sleep(min(0.1, left))
+        while not self.is_ready(1.0 if deadline is None else min(1.0, deadline - time.monotonic())):
+            if deadline is not None and time.monotonic() >= deadline:
+                raise NotReady.local(f"the server was not ready within {timeout:g} s")
+            time.sleep(0.05)
 
     def _unary(
         self,
