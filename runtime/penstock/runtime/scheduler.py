@@ -22,12 +22,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
-from penstock.runtime.errors import (
-    DuplicateRequestId,
-    ExceedsKVCapacity,
-    PromptTooLong,
-    QueueFull,
-)
+from penstock.runtime.errors import DuplicateRequestId, ExceedsKVCapacity, PromptTooLong, QueueFull
 from penstock.runtime.plan import PageWrite, Plan, PlanRow, StepResult
 from penstock.runtime.request import Finish, FinishReason, Output, Request, TokenLogprobs
 from penstock.runtime.roster import Load, Roster
@@ -250,13 +245,15 @@ class Scheduler:
         self._roster.check()
 
     def _grow(self, seq: Sequence, writes: list[PageWrite], preempted: list[str]) -> bool:
-        """One more page for a decode, preempting latest arrivals until there is one; false if that hit
-        itself.
+        """One more page for a decode, preempting latest arrivals until one is free; false if there is none.
 
         A victim has no row in this plan: it arrived no earlier than `seq`, and rows are made in that order.
+        While a step is in flight, `seq` sits out rather than lose its own pages: the commit may free some.
         """
         roster = self._roster
         while not roster.pool.can_allocate(1):
+            if self._in_flight and next(reversed(roster.running.values())) is seq:
+                return False
             victim = roster.preempt_last()
             self.num_preemptions += 1
             preempted.append(victim.request_id)
