@@ -1,12 +1,16 @@
-"""A model whose every token can be computed by hand, and which reads its whole context through the real paged cache.
+"""A model whose every token can be computed by hand, and which reads its whole context through the real paged
+cache.
 
-next token = (7 * sum of all tokens so far + 3 * how many + offset) mod vocabulary. The sum comes from `paged_attention` with
-zero queries (so every position weighs the same) and the token ids as values: a wrong page, position or length is a wrong token.
+next token = (7 * sum of all tokens so far + 3 * how many + offset) mod vocabulary. The sum comes from
+`paged_attention` with zero queries (so every position weighs the same) and the token ids as values: a wrong
+page, position or length is a wrong token.
 """
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -16,6 +20,7 @@ from flax import nnx
 
 from penstock.runtime.attention import AttentionMeta, paged_attention
 from penstock.runtime.config import EngineConfig
+from penstock.runtime.core import Observer
 from penstock.runtime.defaults import GenerationDefaults
 from penstock.runtime.engine import Engine
 from penstock.runtime.errors import CheckpointError
@@ -27,6 +32,8 @@ VOCAB = 61
 EOS = 60
 OFFSET = 1
 _DIM = 4
+TEST_CACHE = Path(tempfile.gettempdir()) / "penstock-tests-xla"
+"""Programs are compiled once for the whole suite, its worker processes and its next run."""
 
 
 def toy_tokens(prompt: Sequence[int], num: int, offset: int = OFFSET) -> list[int]:
@@ -65,7 +72,9 @@ def _replace(current: Any, tensors: Mapping[str, np.ndarray], partial: bool) -> 
     return jax.tree.unflatten(tree, [jax.device_put(tensors["offset"], leaves[0].sharding)])
 
 
-def toy_model(*, eos_token_ids: tuple[int, ...] = (EOS,), max_model_len: int = 128, text: Any = None) -> ServedModel:
+def toy_model(
+    *, eos_token_ids: tuple[int, ...] = (EOS,), max_model_len: int = 128, text: Any = None
+) -> ServedModel:
     """The toy as a ServedModel; without a tokenizer unless one is given."""
     graphdef, weights = nnx.split(ToyLM())
     return ServedModel(
@@ -91,15 +100,17 @@ def toy_config(**changes: Any) -> EngineConfig:
         "max_num_seqs": 4,
         "max_num_batched_tokens": 16,
         "page_size": 4,
-        "compilation_cache": None,
+        "compilation_cache": TEST_CACHE,
         "show_progress": False,
     }
     return EngineConfig(**(options | changes))
 
 
-def toy_engine(model: ServedModel | None = None, *, start: bool = True, **changes: Any) -> Engine:
+def toy_engine(
+    model: ServedModel | None = None, *, start: bool = True, observer: Observer | None = None, **changes: Any
+) -> Engine:
     """A toy engine; the caller shuts it down."""
-    engine = Engine(model or toy_model(), toy_config(**changes))
+    engine = Engine(model or toy_model(), toy_config(**changes), observer=observer)
     if start:
         engine.start()
     return engine

@@ -1,7 +1,10 @@
-"""The engine. `from penstock.runtime import Engine` to embed it; submodules without jax import without jax."""
+"""The engine. `from penstock.runtime import Engine` to embed it; submodules without jax import without
+jax.
+"""
 
 from __future__ import annotations
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -24,6 +27,4 @@ def __getattr__(name: str) -> Any:
     # Lazy (PEP 562), so that the scheduler's tests and the client never pay for importing jax.
     if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    import importlib
-
     return getattr(importlib.import_module(_HOME[name]), name)

@@ -1,12 +1,14 @@
-"""Paged attention over a ragged batch, in plain XLA: runs on any backend and is the reference for native kernels.
+"""Paged attention over a ragged batch, in plain XLA: runs on any backend and is the reference for native
+kernels.
 
-A step's tokens lie flat, row after row: row r holds q_lens[r] consecutive query tokens (a prefill chunk, or one decode
-token) whose last one is at position kv_lens[r] - 1 of its request. Keys and values of earlier positions are read through the
-row's page table. The op writes this step's keys and values first, so a chunk attends to itself through the cache.
+A step's tokens lie flat, row after row: row r holds q_lens[r] consecutive query tokens (a prefill chunk, or
+one decode token) whose last one is at position kv_lens[r] - 1 of its request. Keys and values of earlier
+positions are read through the row's page table. The op writes this step's keys and values first, so a chunk
+attends to itself through the cache.
 
-Method: queries are cut into blocks of `block_q` tokens of one row each; a loop walks the key pages of all blocks
-together with an online softmax (Milakov and Gimelshein 2018; FlashAttention, Dao 2022). Work is bound by the longest row of the
-batch, not by the page table's width, so no program is compiled per context length.
+Method: queries are cut into blocks of `block_q` tokens of one row each; a loop walks the key pages of all
+blocks together with an online softmax (Milakov and Gimelshein 2018; FlashAttention, Dao 2022). Work is bound
+by the longest row of the batch, not by the page table's width, so no program is compiled per context length.
 """
 
 from __future__ import annotations
@@ -49,7 +51,8 @@ def kv_layer_shape(num_pages: int, page_size: int, num_kv_heads: int, head_dim: 
 def kv_storage_dtype(dtype: np.dtype) -> np.dtype:
     """dtype the cache is stored in: 16-bit floats as raw uint16.
 
-    A scatter into a bf16 array makes XLA's CPU backend convert the whole cache to float32 and back (40 ms against 9 us for 67 MB).
+    A scatter into a bf16 array makes XLA's CPU backend convert the whole cache to float32 and back (40 ms
+    against 9 us for 67 MB).
     """
     return np.dtype(np.uint16) if np.dtype(dtype).itemsize == 2 else np.dtype(dtype)
 
@@ -66,9 +69,9 @@ def make_meta(
 ) -> tuple[AttentionMeta, Array]:
     """Expand per-row lengths to per-token and per-block indices, on the device.
 
-    starts int32[R]: position of each row's first token of the step; q_lens int32[R]: its tokens (0 = padding row);
-    page_table int32[R, P]; num_tokens: T, static. `decode_only` promises that T == R and row i has token i, or none.
-    Returns the meta and token_rows int32[T], the row of each token (R - 1 for padding).
+    starts int32[R]: position of each row's first token of the step; q_lens int32[R]: its tokens (0 = padding
+    row); page_table int32[R, P]; num_tokens: T, static. `decode_only` promises that T == R and row i has
+    token i, or none. Returns the meta and token_rows int32[T], the row of each token (R - 1 for padding).
     """
     num_rows = q_lens.shape[0]
     block_q = 1 if decode_only else PREFILL_BLOCK_Q
@@ -84,9 +87,12 @@ def make_meta(
     row_blocks = (q_lens + block_q - 1) // block_q
     block_ends = jnp.cumsum(row_blocks)
     block_firsts = block_ends - row_blocks
-    num_blocks = num_rows if decode_only else num_tokens // block_q + num_rows
+    # A block holds at least one token, and only a row's last block is not full.
+    num_blocks = num_rows if decode_only else min(num_tokens, num_tokens // block_q + num_rows)
     block = jnp.arange(num_blocks, dtype=jnp.int32)
-    block_rows = jnp.minimum(jnp.searchsorted(block_ends, block, side="right"), num_rows - 1).astype(jnp.int32)
+    block_rows = jnp.minimum(jnp.searchsorted(block_ends, block, side="right"), num_rows - 1).astype(
+        jnp.int32
+    )
     lane = jnp.arange(block_q, dtype=jnp.int32)
     offsets = ((block - block_firsts[block_rows]) * block_q)[:, None] + lane[None, :]
     used = (block < block_ends[-1])[:, None] & (offsets < q_lens[block_rows][:, None])
@@ -97,13 +103,22 @@ def make_meta(
         real, (block_firsts[token_rows] + token_offsets // block_q) * block_q + token_offsets % block_q, 0
     )
     meta = AttentionMeta(
-        positions, write_slots, starts + q_lens, page_table, block_rows, block_tokens, block_positions, token_lanes
+        positions,
+        write_slots,
+        starts + q_lens,
+        page_table,
+        block_rows,
+        block_tokens,
+        block_positions,
+        token_lanes,
     )
     return meta, token_rows
 
 
 def write_kv(kv: Array, k_new: Array, v_new: Array, write_slots: Array) -> Array:
-    """Put this step's keys and values, each [T, KH, D], into one layer's cache at flat slots; past-the-end slots are dropped."""
+    """Put this step's keys and values, each [T, KH, D], into one layer's cache at flat slots; past-the-end
+    slots are dropped.
+    """
     num_pages, page_size, _, heads, dim = kv.shape
     new = jnp.stack([k_new, v_new], axis=1)
     if kv.dtype == jnp.uint16:
@@ -124,11 +139,12 @@ def paged_attention(
 ) -> tuple[Array, Array]:
     """Causal attention of a ragged batch against its paged cache; owns the cache write.
 
-    q [T, H, D], k_new and v_new [T, KH, D] in the model's dtype, rotated; kv as `kv_layer_shape`, in `kv_storage_dtype`.
-    H is a multiple of KH. With `sliding_window` w a token sees itself and the w - 1 before it.
-    Returns out [T, H, D] in q's dtype (padding tokens hold some row's finite values) and the updated cache.
+    q [T, H, D], k_new and v_new [T, KH, D] in the model's dtype, rotated; kv as `kv_layer_shape`, in
+    `kv_storage_dtype`. H is a multiple of KH. With `sliding_window` w a token sees itself and the w - 1
+    before it. Returns out [T, H, D] in q's dtype (padding tokens hold some row's finite values) and the
+    updated cache.
     """
-    num_tokens, num_heads, dim = q.shape
+    _, num_heads, dim = q.shape
     _, page_size, _, kv_heads, _ = kv.shape
     group = num_heads // kv_heads
     kv = write_kv(kv, k_new, v_new, meta.write_slots)
@@ -138,7 +154,9 @@ def paged_attention(
     num_blocks, block_q = meta.block_tokens.shape
     tables = meta.page_table[meta.block_rows]
     tables = jnp.pad(tables, ((0, 0), (0, -tables.shape[1] % pages_per_turn)))
-    queries = q.astype(jnp.float32)[meta.block_tokens].reshape(num_blocks, block_q, kv_heads, group, dim) * scale
+    queries = (
+        q.astype(jnp.float32)[meta.block_tokens].reshape(num_blocks, block_q, kv_heads, group, dim) * scale
+    )
     q_pos = meta.block_positions
     kv_lens = meta.kv_lens[meta.block_rows]
 
@@ -149,12 +167,11 @@ def paged_attention(
         if block.dtype == jnp.uint16:
             block = lax.bitcast_convert_type(block, q.dtype)
         k_pos = i * span + jnp.arange(span, dtype=jnp.int32)
-        # What lies past a row's end may be another request's data, or NaN: it must not even be multiplied by zero.
+        # What lies past a row's end may be another request's data, or NaN: it must not even be multiplied by
+        # zero.
         held = k_pos[None, :] < kv_lens[:, None]
         block = jnp.where(held[:, :, None, None, None], block.astype(jnp.float32), 0.0)
-        scores = jnp.einsum(
-            "bqhgd,bkhd->bhgqk", queries, block[:, :, 0], precision=lax.Precision.HIGHEST
-        )
+        scores = jnp.einsum("bqhgd,bkhd->bhgqk", queries, block[:, :, 0], precision=lax.Precision.HIGHEST)
         seen = k_pos[None, None, :] <= q_pos[:, :, None]
         if sliding_window is not None:
             seen &= k_pos[None, None, :] > q_pos[:, :, None] - sliding_window
@@ -188,6 +205,8 @@ def paged_attention(
 def allocate_kv(
     num_layers: int, shape: tuple[int, ...], dtype: np.dtype, sharding: jax.sharding.Sharding
 ) -> tuple[Array, ...]:
-    """Zeroed cache, one array a layer (slicing layers out of one stacked array defeats XLA's fast paths on CPU)."""
+    """Zeroed cache, one array a layer (slicing layers out of one stacked array defeats XLA's fast paths on
+    CPU).
+    """
     storage = kv_storage_dtype(dtype)
     return tuple(jax.device_put(np.zeros(shape, storage), sharding) for _ in range(num_layers))

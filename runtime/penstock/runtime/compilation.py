@@ -1,14 +1,16 @@
-"""Compiling every program before serving: in parallel, with a progress bar, cached on disk; and counting compiles afterwards."""
+"""Compiling every program before serving: in parallel, with a progress bar, cached on disk; and counting
+compiles afterwards.
+"""
 
 from __future__ import annotations
 
 import logging
 import os
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
-from typing import Any
 
 import jax
 from tqdm import tqdm
@@ -22,9 +24,11 @@ _BACKEND_COMPILE = "/jax/core/compile/backend_compile_duration"
 
 
 def use_compilation_cache(folder: Path | None) -> None:
-    """Point JAX's persistent compilation cache at `folder` (made if absent); None leaves JAX's own setting alone.
+    """Point JAX's persistent compilation cache at `folder` (made if absent); None leaves JAX's own setting
+    alone.
 
-    JAX keeps this setting per process; programs of any size and compile time are kept, since a start-up needs them all.
+    JAX keeps this setting per process; programs of any size and compile time are kept, since a start-up needs
+    them all.
     """
     if folder is None:
         return
@@ -39,19 +43,23 @@ def use_compilation_cache(folder: Path | None) -> None:
 
 
 class CompileCounter:
-    """Counts XLA compilations of this process from `start` on (a hit in the persistent cache counts too)."""
+    """Counts XLA compilations made by one thread, the one that runs steps (a hit in the persistent cache
+    counts too).
+    """
 
     def __init__(self) -> None:
         self.count = 0
+        self._thread = 0
         self._listening = False
 
-    def _on_duration(self, event: str, _duration: float, **_kwargs: Any) -> None:
-        if event == _BACKEND_COMPILE:
+    def _on_duration(self, event: str, duration_secs: float, **kwargs: str | int) -> None:
+        if event == _BACKEND_COMPILE and threading.get_ident() == self._thread:
             self.count += 1
 
     def start(self) -> None:
-        """Begin counting from zero."""
+        """Begin counting what the calling thread compiles, from zero."""
         self.count = 0
+        self._thread = threading.get_ident()
         if not self._listening:
             jax.monitoring.register_event_duration_secs_listener(self._on_duration)
             self._listening = True
@@ -64,7 +72,10 @@ class CompileCounter:
 
 
 def compile_all(
-    keys: Sequence[ProgramKey], compile_one: Callable[[ProgramKey], jax.stages.Compiled], *, show_progress: bool
+    keys: Sequence[ProgramKey],
+    compile_one: Callable[[ProgramKey], jax.stages.Compiled],
+    *,
+    show_progress: bool,
 ) -> Programs:
     """Compile every key with as many threads as there are processors (XLA compiles outside the GIL)."""
     programs: dict[ProgramKey, jax.stages.Compiled] = {}

@@ -1,4 +1,6 @@
-"""Options of the engine: frozen, checked once, and resolved ("auto" becomes a value) into new objects. No jax."""
+"""Options of the engine: frozen, checked once, and resolved ("auto" becomes a value) into new objects. No
+jax.
+"""
 
 from __future__ import annotations
 

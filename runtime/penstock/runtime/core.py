@@ -1,15 +1,17 @@
 """EngineCore: the engine's thread, which schedules, runs and hands out steps. Token ids in, token ids out.
 
-One Generate, eight hops: 1. a client calls the stub. 2. The servicer method runs inside the interceptors (trace start, error mapping).
-3. `convert` and `text` make a validated frozen `Request`; refusals happen here or in hop 4, never later. 4. `submit(request, sink)`
-puts it in the queue. 5. `Scheduler.schedule` makes a `Plan`. 6. `ModelRunner.execute_async` pads it to a bucket and packs one
-host-to-device buffer. 7. The bucket's compiled program runs model, sampler and state update. 8. `ModelRunner.wait` ->
-`Scheduler.commit` -> sink -> the service's stream -> reply.
+One Generate, eight hops: 1. a client calls the stub. 2. The servicer method runs inside the interceptors
+(trace start, error mapping). 3. `convert` and `text` make a validated frozen `Request`; refusals happen here
+or in hop 4, never later. 4. `submit(request, sink)` puts it in the queue. 5. `Scheduler.schedule` makes a
+`Plan`. 6. `ModelRunner.execute_async` pads it to a bucket and packs one host-to-device buffer. 7. The
+bucket's compiled program runs model, sampler and state update. 8. `ModelRunner.wait` -> `Scheduler.commit` ->
+sink -> the service's stream -> reply.
 
-Locking: the scheduler is touched only under `_lock`, which is never held while the device works, so a caller waits for a plan
-or a commit at most (tens of microseconds). Everything a request is told, in whatever thread it was decided, goes through `_outbox` and
-is delivered by the engine thread, in order. Freeing pages while a dispatched step may still write them is safe: the device runs
-steps in order, so whoever gets the pages next writes after.
+Locking: the scheduler is touched only under `_lock`, which is never held while the device works, so a caller
+waits for a plan or a commit at most (tens of microseconds). Everything a request is told, in whatever thread
+it was decided, goes through `_outbox` and is delivered by the engine thread, in order. Freeing pages while a
+dispatched step may still write them is safe: the device runs steps in order, so whoever gets the pages next
+writes after.
 """
 
 from __future__ import annotations
@@ -38,7 +40,9 @@ _ABORTED = FinishReason.ABORTED
 _LONGEST_WAIT_S = 3600.0
 
 Sink = Callable[[Sequence[Output]], None]
-"""Takes the outputs of one step for all requests submitted with this same object; called on the engine thread; must not block."""
+"""Takes the outputs of one step for all requests submitted with this same object; called on the engine
+thread; must not block.
+"""
 
 
 class AbortOutcome(enum.Enum):
@@ -151,7 +155,9 @@ class EngineCore:
     # -- requests --
 
     def submit(self, request: Request, sink: Sink) -> None:
-        """Queue a request; its outputs go to `sink`. Raises what the request or the engine's state forbid, at once."""
+        """Queue a request; its outputs go to `sink`. Raises what the request or the engine's state forbid, at
+        once.
+        """
         self._check(request)
         if request.sampling.seed is None:
             sampling = dataclasses.replace(request.sampling, seed=secrets.randbits(64))
@@ -194,7 +200,9 @@ class EngineCore:
             self._changed.notify()
 
     def finish(self, request_id: str, finish: Finish) -> None:
-        """End a request for a reason found outside, such as a stop string. Its sink gets a last output; unknown ids are ignored."""
+        """End a request for a reason found outside, such as a stop string. Its sink gets a last output;
+        unknown ids are ignored.
+        """
         with self._lock:
             self._end(request_id, finish)
             self._changed.notify()
@@ -207,7 +215,8 @@ class EngineCore:
         all_requests: bool = False,
         message: str = "",
     ) -> list[tuple[str, AbortOutcome]]:
-        """End requests by exact id, by a non-empty prefix, or all; exactly one target must be given (ValueError).
+        """End requests by exact id, by a non-empty prefix, or all; exactly one target must be given
+        (ValueError).
 
         Slot and pages are free when this returns. One result per id asked for, or per match.
         """
@@ -240,7 +249,9 @@ class EngineCore:
 
     # -- weights --
 
-    def update(self, install: Callable[[], None], label: str, policy: InFlightPolicy) -> Future[WeightsVersion]:
+    def update(
+        self, install: Callable[[], None], label: str, policy: InFlightPolicy
+    ) -> Future[WeightsVersion]:
         """Run `install` (which swaps the runner's weights, or raises and leaves them) between two steps.
 
         The future holds the new version, or what `install` raised; then nothing has changed.
@@ -265,13 +276,15 @@ class EngineCore:
                 self._updates.popleft()
             try:
                 update.install()  # without the lock: callers need not wait while it copies
-            except Exception as error:  # whatever it was, the old weights serve on, and the caller is told
+            except Exception as error:  # noqa: BLE001  # whatever it was, the old weights serve on and the caller hears
                 update.done.set_exception(error)
                 continue
             with self._lock:
                 if update.policy is InFlightPolicy.ABORT:
                     for request_id in self._scheduler.active_ids():
-                        self._end(request_id, Finish(_ABORTED, message=f"weights were updated to {update.label!r}"))
+                        self._end(
+                            request_id, Finish(_ABORTED, message=f"weights were updated to {update.label!r}")
+                        )
                 elif update.policy is InFlightPolicy.RECOMPUTE:
                     self._scheduler.preempt_all()
                 self._weights = WeightsVersion(update.label, self._weights.generation + 1)
@@ -289,10 +302,14 @@ class EngineCore:
         """Refuse new requests and wait for the others to end; false if some are left after `timeout_s`."""
         with self._lock:
             self._draining = True
-            return self._changed.wait_for(lambda: not self._scheduler.has_work and not self._outbox, timeout_s)
+            return self._changed.wait_for(
+                lambda: not self._scheduler.has_work and not self._outbox, timeout_s
+            )
 
     def shutdown(self) -> None:
-        """End what still runs (ABORTED), stop the thread and free the device's memory. May be called twice."""
+        """End what still runs (ABORTED), stop the thread and free the device's memory. May be called
+        twice.
+        """
         with self._lock:
             self._draining = self._stopping = True
             for request_id in self._scheduler.active_ids():
@@ -303,6 +320,7 @@ class EngineCore:
         self._runner.shutdown()
 
     def _run(self) -> None:
+        self._runner.compiles_after_warmup.start()
         try:
             while True:
                 plan, started_ns, scheduled_ns = self._next_plan()
@@ -358,7 +376,11 @@ class EngineCore:
     def _post(self, outputs: Sequence[Output]) -> None:
         """With the lock held: line up outputs for delivery, dropping those of cancelled requests."""
         for output in outputs:
-            sink = self._sinks.pop(output.request_id, None) if output.last else self._sinks.get(output.request_id)
+            sink = (
+                self._sinks.pop(output.request_id, None)
+                if output.last
+                else self._sinks.get(output.request_id)
+            )
             if sink is not None:
                 self._outbox.append((sink, output))
 
@@ -392,4 +414,3 @@ class EngineCore:
                 update.done.set_exception(failure)
             self._updates.clear()
         self._deliver()
-

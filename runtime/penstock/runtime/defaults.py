@@ -13,7 +13,12 @@ from penstock.runtime.request import SamplingParams
 
 log = logging.getLogger(__name__)
 
-_NEUTRAL: dict[str, Any] = {"repetition_penalty": 1.0, "no_repeat_ngram_size": 0, "typical_p": 1.0, "num_beams": 1}
+_NEUTRAL: dict[str, Any] = {
+    "repetition_penalty": 1.0,
+    "no_repeat_ngram_size": 0,
+    "typical_p": 1.0,
+    "num_beams": 1,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,10 +32,12 @@ class GenerationDefaults:
 
 
 def read_generation_defaults(directory: Path) -> GenerationDefaults:
-    """Effective defaults of the checkpoint in `directory`; neutral ones where it has no generation_config.json.
+    """Effective defaults of the checkpoint in `directory`; neutral ones where it has no
+    generation_config.json.
 
-    An explicit `do_sample: false` means greedy, as in transformers; where it is absent the values decide. Fields that change
-    sampling and are not honoured are logged by name. Values out of range are a ConfigError.
+    An explicit `do_sample: false` means greedy, as in transformers; where it is absent the values decide.
+    Fields that change sampling and are not honoured are logged by name. Values out of range are a
+    ConfigError.
     """
     path = directory / "generation_config.json"
     if not path.exists():

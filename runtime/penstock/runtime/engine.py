@@ -28,7 +28,7 @@ from penstock.runtime.compilation import use_compilation_cache
 from penstock.runtime.config import EngineConfig
 from penstock.runtime.core import AbortOutcome, EngineCore, InFlightPolicy, Observer, Sink, WeightsVersion
 from penstock.runtime.defaults import GenerationDefaults
-from penstock.runtime.errors import ConfigError, EngineFailure, InvalidRequest, Violation
+from penstock.runtime.errors import EngineFailure, InvalidRequest, Violation
 from penstock.runtime.memory import device_kv_bytes, plan_kv
 from penstock.runtime.request import (
     Finish,
@@ -81,7 +81,9 @@ class Engine:
     """A served model with its runner, scheduler and thread."""
 
     def __init__(self, model: ServedModel, config: EngineConfig, *, observer: Observer | None = None) -> None:
-        """Size the KV cache and build scheduler and runner; nothing is compiled before `start`. ConfigError if it cannot fit."""
+        """Size the KV cache and build scheduler and runner; nothing is compiled before `start`. ConfigError
+        if it cannot fit.
+        """
         device = jax.tree.leaves(model.weights)[0].devices().pop()
         mesh = single_device_mesh(device)
         buckets = Buckets.default(config.max_num_seqs, config.max_num_batched_tokens)
@@ -178,7 +180,7 @@ class Engine:
 
     @property
     def compiles_after_warmup(self) -> int:
-        """XLA compilations since `start` ended; anything but 0 is a bug."""
+        """XLA compilations by the engine thread since `start`; anything but 0 is a bug."""
         return self._runner.compiles_after_warmup.count
 
     def tensor_specs(self) -> list[tuple[str, str, tuple[int, ...]]]:
@@ -199,7 +201,9 @@ class Engine:
         """Queue a request; see `EngineCore.submit`."""
         if request.logprobs is not None and not 0 <= request.logprobs <= self.config.max_logprobs:
             most = self.config.max_logprobs
-            raise InvalidRequest([Violation("output.logprobs", f"must be at most {most}, not {request.logprobs}")])
+            raise InvalidRequest(
+                [Violation("output.logprobs", f"must be at most {most}, not {request.logprobs}")]
+            )
         self._core.submit(request, sink)
 
     def cancel(self, request_id: str) -> None:
@@ -251,9 +255,11 @@ class Engine:
         logprobs: int | None = None,
         request_id: str | None = None,
     ) -> Iterator[Generation]:
-        """Generate from text or token ids, yielding what each step adds. Closing the iterator early frees the request.
+        """Generate from text or token ids, yielding what each step adds. Closing the iterator early frees the
+        request.
 
-        Unset sampling means the model's defaults. Raises RequestError or UnavailableError before the first value.
+        Unset sampling means the model's defaults. Raises RequestError or UnavailableError before the first
+        value.
         """
         request = self._request(prompt, sampling, stopping, logprobs, request_id)
         inbox: queue.SimpleQueue[Sequence[Output]] = queue.SimpleQueue()
@@ -270,12 +276,9 @@ class Engine:
         request_id: str | None = None,
     ) -> Generation:
         """`stream`, collected."""
-        last: Generation | None = None
-        for last in self.stream(
+        *_, last = self.stream(
             prompt, sampling=sampling, stopping=stopping, logprobs=logprobs, request_id=request_id
-        ):
-            pass
-        assert last is not None, "a stream yields at least its last value"
+        )
         return dataclasses.replace(last, delta=last.text)
 
     def _request(
@@ -292,15 +295,15 @@ class Engine:
                 raise InvalidRequest([Violation("input", "this model has no tokenizer; pass token ids")])
             prompt = self.text.encode(prompt)
         elif stopping.stop and self.text is None:
-            raise InvalidRequest([Violation("stopping.stop", "this model has no tokenizer to find stop strings with")])
+            raise InvalidRequest(
+                [Violation("stopping.stop", "this model has no tokenizer to find stop strings with")]
+            )
         if sampling is None:
             defaults = self._model.defaults
             sampling = SamplingParams(defaults.temperature, defaults.top_k, defaults.top_p, defaults.min_p)
         return Request(request_id or uuid.uuid4().hex, tuple(prompt), sampling, stopping, logprobs)
 
-    def _follow(
-        self, request: Request, inbox: queue.SimpleQueue[Sequence[Output]]
-    ) -> Iterator[Generation]:
+    def _follow(self, request: Request, inbox: queue.SimpleQueue[Sequence[Output]]) -> Iterator[Generation]:
         stopping = request.stopping
         text = None
         if self.text is not None:
@@ -310,7 +313,9 @@ class Engine:
                 include_stop=stopping.include_stop,
                 min_tokens=stopping.min_tokens,
             )
-        said, tokens, logprobs = "", [], []
+        said = ""
+        tokens: list[int] = []
+        logprobs: list[TokenLogprobs] = []
         stopped: Finish | None = None
         try:
             while True:
@@ -337,7 +342,13 @@ class Engine:
                     finish = (stopped or output.finish) if output.last else None
                     if finish is not None or delta or output.token_ids:
                         yield Generation(
-                            request.request_id, said, tuple(tokens), tuple(logprobs), delta, finish, output.timing
+                            request.request_id,
+                            said,
+                            tuple(tokens),
+                            tuple(logprobs),
+                            delta,
+                            finish,
+                            output.timing,
                         )
                     if output.last:
                         return

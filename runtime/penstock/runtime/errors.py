@@ -95,7 +95,9 @@ class PromptTooLong(RequestError):
 
     def __init__(self, num_prompt_tokens: int, max_prompt_tokens: int) -> None:
         self.num_prompt_tokens, self.max_prompt_tokens = num_prompt_tokens, max_prompt_tokens
-        super().__init__(f"the prompt has {num_prompt_tokens} tokens; at most {max_prompt_tokens} fit the context")
+        super().__init__(
+            f"the prompt has {num_prompt_tokens} tokens; at most {max_prompt_tokens} fit the context"
+        )
 
 
 class ExceedsKVCapacity(RequestError):
@@ -103,7 +105,9 @@ class ExceedsKVCapacity(RequestError):
 
     def __init__(self, needed_tokens: int, capacity_tokens: int) -> None:
         self.needed_tokens, self.capacity_tokens = needed_tokens, capacity_tokens
-        super().__init__(f"the request needs {needed_tokens} tokens of KV cache; the server has {capacity_tokens}")
+        super().__init__(
+            f"the request needs {needed_tokens} tokens of KV cache; the server has {capacity_tokens}"
+        )
 
 
 class DuplicateRequestId(RequestError):

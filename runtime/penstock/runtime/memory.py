@@ -1,4 +1,6 @@
-"""How large the KV cache is, and so how long a request may be. Pure arithmetic plus one question to the device."""
+"""How large the KV cache is, and so how long a request may be. Pure arithmetic plus one question to the
+device.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,9 @@ from penstock.runtime.errors import ConfigError
 log = logging.getLogger(__name__)
 
 DEFAULT_CPU_KV_BYTES = 1 << 30
-"""On CPU the operating system cannot say what is ours to take, so the budget is explicit; this one is logged when used."""
+"""On CPU the operating system cannot say what is ours to take, so the budget is explicit; this one is logged
+when used.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +29,8 @@ class KVPlan:
 
 
 def device_kv_bytes(device: jax.Device, utilization: float, peak_temp_bytes: int) -> int | None:
-    """Bytes left for KV on an accelerator: limit * utilization - in use (weights) - the largest program's scratch.
+    """Bytes left for KV on an accelerator: limit * utilization - in use (weights) - the largest program's
+    scratch.
 
     None where the device reports no limit (CPU). ConfigError where nothing is left.
     """
@@ -33,12 +38,12 @@ def device_kv_bytes(device: jax.Device, utilization: float, peak_temp_bytes: int
     if not stats or "bytes_limit" not in stats:
         return None
     limit, in_use = stats["bytes_limit"], stats["bytes_in_use"]
-    left = int(limit * utilization) - in_use - peak_temp_bytes
+    left: int = int(limit * utilization) - in_use - peak_temp_bytes
     if left <= 0:
         raise ConfigError(
-            f"hbm_utilization: {utilization:g} of {limit / 2**30:.1f} GiB leaves nothing for the KV cache after "
-            f"{in_use / 2**30:.1f} GiB of weights and {peak_temp_bytes / 2**30:.1f} GiB of scratch; raise it, or lower "
-            "max_num_batched_tokens"
+            f"hbm_utilization: {utilization:g} of {limit / 2**30:.1f} GiB leaves nothing for the KV cache "
+            f"after {in_use / 2**30:.1f} GiB of weights and {peak_temp_bytes / 2**30:.1f} GiB of scratch; "
+            "raise it, or lower max_num_batched_tokens"
         )
     return left
 
@@ -46,9 +51,10 @@ def device_kv_bytes(device: jax.Device, utilization: float, peak_temp_bytes: int
 def plan_kv(config: EngineConfig, *, model_max_len: int, page_bytes: int, device_bytes: int | None) -> KVPlan:
     """Resolve pages and context length.
 
-    The budget is kv_cache_bytes, else `device_bytes`, else a logged default; never more pages than all rows could fill. An explicit
-    max_model_len that the budget cannot hold is a ConfigError; a derived one is lowered to what fits, with a log line. The last
-    token of a request needs no KV, so `num_pages * page_size` positions hold one token more.
+    The budget is kv_cache_bytes, else `device_bytes`, else a logged default; never more pages than all rows
+    could fill. An explicit max_model_len that the budget cannot hold is a ConfigError; a derived one is
+    lowered to what fits, with a log line. The last token of a request needs no KV, so `num_pages * page_size`
+    positions hold one token more.
     """
     page_size = config.page_size
     budget = config.kv_cache_bytes or device_bytes
@@ -56,7 +62,9 @@ def plan_kv(config: EngineConfig, *, model_max_len: int, page_bytes: int, device
         budget = DEFAULT_CPU_KV_BYTES
         log.info("kv_cache_bytes is not set: using %.2f GiB at most", budget / 2**30)
     if config.max_model_len is not None and config.max_model_len > model_max_len:
-        raise ConfigError(f"max_model_len: {config.max_model_len} is more than the model's own {model_max_len}")
+        raise ConfigError(
+            f"max_model_len: {config.max_model_len} is more than the model's own {model_max_len}"
+        )
     wanted_len = config.max_model_len or model_max_len
     pages_per_row = -(-wanted_len // page_size)
     num_pages = min(budget // page_bytes, pages_per_row * config.max_num_seqs)
@@ -70,7 +78,9 @@ def plan_kv(config: EngineConfig, *, model_max_len: int, page_bytes: int, device
             f"set kv_cache_bytes to at least {needed}, or max_model_len to at most {fits_len}"
         )
     if fits_len < wanted_len:
-        log.info("max_model_len is %d, not the model's %d: that is what the KV cache holds", fits_len, wanted_len)
+        log.info(
+            "max_model_len is %d, not the model's %d: that is what the KV cache holds", fits_len, wanted_len
+        )
     log.info(
         "KV cache: %d pages of %d tokens, %.2f GiB", num_pages, page_size, num_pages * page_bytes / 2**30
     )

@@ -1,7 +1,8 @@
-"""The one int32 buffer that goes to the device each step: its layout, filled with numpy, taken apart in the program.
+"""The one int32 buffer that goes to the device each step: its layout, filled with numpy, taken apart in the
+program.
 
-One transfer costs what eight small ones cost each; floats travel as their bits. Sections, in order: header, input tokens [T], row
-fields [R, NUM_FIELDS], banned token ids [R, MAX_STOP_TOKEN_IDS], page tables [R, P].
+One transfer costs what eight small ones cost each; floats travel as their bits. Sections, in order: header,
+input tokens [T], row fields [R, NUM_FIELDS], banned token ids [R, MAX_STOP_TOKEN_IDS], page tables [R, P].
 """
 
 from __future__ import annotations
@@ -22,7 +23,9 @@ HEADER = 2
 ANY_SAMPLING, ANY_LOGPROBS = range(HEADER)
 SLOT, START, NUM_TOKENS, SAMPLES = range(4)
 _STEP_FIELDS = 4
-PARAM_FIELDS = 6  # temperature, top_k, top_p, min_p, seed high, seed low: constant while a request holds its slot
+PARAM_FIELDS = (
+    6  # temperature, top_k, top_p, min_p, seed high, seed low: constant while a request holds its slot
+)
 NUM_FIELDS = _STEP_FIELDS + PARAM_FIELDS
 FEEDBACK = -1
 """Input token that stands for "the token this row's slot sampled last"."""
@@ -31,7 +34,9 @@ Ints = NDArray[np.int32]
 
 
 def pack_params(params: SamplingParams) -> Ints:
-    """The constant fields of a row, int32[PARAM_FIELDS]. The engine has drawn a seed where the caller set none."""
+    """The constant fields of a row, int32[PARAM_FIELDS]. The engine has drawn a seed where the caller set
+    none.
+    """
     seed = params.seed or 0
     floats = np.array([params.temperature, params.top_p, params.min_p], np.float32).view(np.int32)
     words = np.array([seed >> 32, seed & 0xFFFFFFFF], np.uint32).view(np.int32)
@@ -63,7 +68,9 @@ class Layout:
     @property
     def size(self) -> int:
         """Length of the buffer in int32 words."""
-        return HEADER + self.key.tokens + self.key.rows * (NUM_FIELDS + MAX_STOP_TOKEN_IDS + self.pages_per_row)
+        return (
+            HEADER + self.key.tokens + self.key.rows * (NUM_FIELDS + MAX_STOP_TOKEN_IDS + self.pages_per_row)
+        )
 
     def views(self, buffer: Ints) -> tuple[Ints, Ints, Ints, Ints, Ints]:
         """Header, tokens, fields, bans and page tables as views into the host buffer."""
@@ -91,7 +98,9 @@ class Layout:
         at += rows * NUM_FIELDS
         bans = lax.slice_in_dim(packed, at, at + rows * MAX_STOP_TOKEN_IDS).reshape(rows, MAX_STOP_TOKEN_IDS)
         at += rows * MAX_STOP_TOKEN_IDS
-        tables = lax.slice_in_dim(packed, at, at + rows * self.pages_per_row).reshape(rows, self.pages_per_row)
+        tables = lax.slice_in_dim(packed, at, at + rows * self.pages_per_row).reshape(
+            rows, self.pages_per_row
+        )
 
         def floats(column: int) -> Array:
             return lax.bitcast_convert_type(fields[:, column], jnp.float32)

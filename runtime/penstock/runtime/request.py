@@ -1,7 +1,7 @@
 """What a request asks and what comes back: frozen values shared by scheduler, engine and service. No jax.
 
-Defaults here are the neutral ones of the contract's "server default"; a model's generation_config is merged in
-by the service before a value of this module is made. Every class checks itself once, on construction, and
+Defaults here are the neutral ones of the contract's "server default"; a model's generation_config is merged
+in by the service before a value of this module is made. Every class checks itself once, on construction, and
 raises `InvalidRequest` listing all violations by the contract's field path.
 """
 
@@ -30,8 +30,9 @@ def _raise_if(violations: list[Violation]) -> None:
 class SamplingParams:
     """How the next token is drawn from the logits.
 
-    Order as in Hugging Face's processors: temperature, top_k, top_p, min_p. `temperature` 0 is greedy and makes the others
-    without effect. `top_k` 0, `top_p` 1 and `min_p` 0 are off. `seed` is an unsigned 64-bit number; None lets the engine draw one.
+    Order as in Hugging Face's processors: temperature, top_k, top_p, min_p. `temperature` 0 is greedy and
+    makes the others without effect. `top_k` 0, `top_p` 1 and `min_p` 0 are off. `seed` is an unsigned 64-bit
+    number; None lets the engine draw one.
     """
 
     temperature: float = 1.0
@@ -61,10 +62,12 @@ class SamplingParams:
 
 @dataclass(frozen=True, slots=True)
 class StoppingParams:
-    """When generation ends. `max_tokens` None fills the context. `time_limit_s` is soft: partial output, TIME_LIMIT.
+    """When generation ends. `max_tokens` None fills the context. `time_limit_s` is soft: partial output,
+    TIME_LIMIT.
 
-    `stop` strings are found by the text layer (`penstock.runtime.text`), which then ends the request in the engine.
-    `min_tokens` masks EOS and stop ids in the sampler, and delays stop strings, until that many tokens are made.
+    `stop` strings are found by the text layer (`penstock.runtime.text`), which then ends the request in the
+    engine. `min_tokens` masks EOS and stop ids in the sampler, and delays stop strings, until that many
+    tokens are made.
     """
 
     max_tokens: int | None = None
@@ -83,13 +86,19 @@ class StoppingParams:
             bad.append(Violation("stopping.min_tokens", f"must be at least 0, not {self.min_tokens}"))
         if self.max_tokens is not None and self.min_tokens > self.max_tokens >= 1:
             bad.append(
-                Violation("stopping.min_tokens", f"{self.min_tokens} is more than max_tokens, {self.max_tokens}")
+                Violation(
+                    "stopping.min_tokens", f"{self.min_tokens} is more than max_tokens, {self.max_tokens}"
+                )
             )
         if len(self.stop) > MAX_STOP_STRINGS:
-            bad.append(Violation("stopping.stop", f"at most {MAX_STOP_STRINGS} strings, not {len(self.stop)}"))
+            bad.append(
+                Violation("stopping.stop", f"at most {MAX_STOP_STRINGS} strings, not {len(self.stop)}")
+            )
         for i, text in enumerate(self.stop):
             if not 0 < len(text) <= MAX_STOP_STRING_CHARS:
-                bad.append(Violation(f"stopping.stop[{i}]", f"must have 1 to {MAX_STOP_STRING_CHARS} characters"))
+                bad.append(
+                    Violation(f"stopping.stop[{i}]", f"must have 1 to {MAX_STOP_STRING_CHARS} characters")
+                )
         if len(self.stop_token_ids) > MAX_STOP_TOKEN_IDS:
             bad.append(Violation("stopping.stop_token_ids", f"at most {MAX_STOP_TOKEN_IDS} ids"))
         if self.time_limit_s is not None and not (math.isfinite(self.time_limit_s) and self.time_limit_s > 0):
@@ -132,7 +141,9 @@ class FinishReason(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Finish:
-    """Why and on what an output ended: `stop` or `token_id` is the match of STOP and EOS; `message` that of an abort."""
+    """Why and on what an output ended: `stop` or `token_id` is the match of STOP and EOS; `message` that of
+    an abort.
+    """
 
     reason: FinishReason
     token_id: int | None = None

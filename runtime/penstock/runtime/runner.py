@@ -1,14 +1,15 @@
-"""ModelRunner: turns a Plan into one dispatch of a compiled program. Owns everything that lives on the device.
+"""ModelRunner: turns a Plan into one dispatch of a compiled program. Owns everything that lives on the
+device.
 
-Host work per step is: pick the program, fill one fresh int32 buffer with numpy, call. The buffer is never reused, because on
-CPU the runtime may read it in place after the call has returned.
+Host work per step is: pick the program, fill one fresh int32 buffer with numpy, call. The buffer is never
+reused, because on CPU the runtime may read it in place after the call has returned.
 """
 
 from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import jax
 import numpy as np
@@ -56,7 +57,9 @@ class RunnerConfig:
 
     def __post_init__(self) -> None:
         if len(self.eos_token_ids) >= MAX_STOP_TOKEN_IDS:
-            raise ConfigError(f"eos_token_ids: at most {MAX_STOP_TOKEN_IDS - 1}, not {len(self.eos_token_ids)}")
+            raise ConfigError(
+                f"eos_token_ids: at most {MAX_STOP_TOKEN_IDS - 1}, not {len(self.eos_token_ids)}"
+            )
 
     @property
     def pages_per_row(self) -> int:
@@ -115,7 +118,9 @@ class ModelRunner:
     def page_bytes(self) -> int:
         """Bytes of one page over all layers."""
         spec = self._kv_spec
-        per_token = 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim * np.dtype(self.config.dtype).itemsize
+        per_token = (
+            2 * spec.num_layers * spec.num_kv_heads * spec.head_dim * np.dtype(self.config.dtype).itemsize
+        )
         return per_token * self.config.page_size
 
     @property
@@ -138,7 +143,9 @@ class ModelRunner:
         self._kv = allocate_kv(self._kv_spec.num_layers, shape, self.config.dtype, self._sharding)
 
     def destroy_kv_cache(self) -> None:
-        """Free the cache's memory now; `initialize_kv_cache` brings it back (programs stay valid for the same size)."""
+        """Free the cache's memory now; `initialize_kv_cache` brings it back (programs stay valid for the same
+        size).
+        """
         for layer in self._kv or ():
             layer.delete()
         self._kv = None
@@ -150,9 +157,13 @@ class ModelRunner:
         self._tables[:] = 0
 
     def peak_temp_bytes(self, num_pages: int = 64) -> int:
-        """Scratch memory of the largest program, from XLA's own account; compiles that program for a small cache."""
+        """Scratch memory of the largest program, from XLA's own account; compiles that program for a small
+        cache.
+        """
         analysis = self._compile_one(self.config.buckets.keys()[0], num_pages).memory_analysis()
-        return int(getattr(analysis, "temp_size_in_bytes", 0)) + int(getattr(analysis, "output_size_in_bytes", 0))
+        return int(getattr(analysis, "temp_size_in_bytes", 0)) + int(
+            getattr(analysis, "output_size_in_bytes", 0)
+        )
 
     def _kv_shape(self, num_pages: int) -> tuple[int, ...]:
         spec = self._kv_spec
@@ -164,7 +175,7 @@ class ModelRunner:
     # -- programs --
 
     def compile(self) -> None:
-        """Compile every program, run each once with padding only, and start counting compiles."""
+        """Compile every program and run each once with padding only."""
         if self._kv is None:
             raise ConfigError("initialize_kv_cache comes before compile")
         self._programs = compile_all(
@@ -175,7 +186,6 @@ class ModelRunner:
         for key in self._programs:
             self._call(key, self._blank(key))
         jax.block_until_ready(self._state)
-        self.compiles_after_warmup.start()
 
     def _layout(self, key: ProgramKey) -> Layout:
         return Layout(key, self.config.pages_per_row)
@@ -202,7 +212,9 @@ class ModelRunner:
         return self.wait(self.execute_async(plan))
 
     def execute_async(self, plan: Plan) -> PendingStep:
-        """Dispatch one step; its tokens stay on the device as the next step's input, and a copy starts for the host."""
+        """Dispatch one step; its tokens stay on the device as the next step's input, and a copy starts for
+        the host.
+        """
         for slot, request in plan.new_requests:
             self._admit(slot, request)
         for write in plan.page_writes:
@@ -280,12 +292,14 @@ class ModelRunner:
         Checked before anything changes: on ConfigError the old weights serve on.
         """
         old, old_tree = jax.tree.flatten(self._weights)
-        new, new_tree = jax.tree.flatten(weights)
-        if old_tree != new_tree:
+        new = jax.tree.leaves(weights)
+        if cast("object", old_tree) != cast("object", jax.tree.structure(weights)):  # untyped in jax's stubs
             raise ConfigError("the new weights have another tree than the model's")
         for before, after in zip(old, new, strict=True):
             if before.shape != after.shape or before.dtype != after.dtype:
-                raise ConfigError(f"a new weight is {after.dtype}{after.shape}, the model's {before.dtype}{before.shape}")
+                raise ConfigError(
+                    f"a new weight is {after.dtype}{after.shape}, the model's {before.dtype}{before.shape}"
+                )
         placed = [jax.device_put(after, before.sharding) for before, after in zip(old, new, strict=True)]
         jax.block_until_ready(placed)
         self._weights = jax.tree.unflatten(old_tree, placed)
@@ -299,5 +313,7 @@ class ModelRunner:
 
 
 def single_device_mesh(device: jax.Device) -> Mesh:
-    """A mesh of one device; sharding over several is a matter of this mesh and of the weights' partition specs."""
+    """A mesh of one device; sharding over several is a matter of this mesh and of the weights' partition
+    specs.
+    """
     return Mesh(np.array([device]), ("model",))

@@ -1,9 +1,10 @@
 """Drawing the next token from logits, inside the compiled step.
 
-Order of filters as in Hugging Face's processors: temperature, top_k, top_p, min_p; ties at a threshold are all kept. Thresholds
-come from a radix select over the floats' bits (32 counting passes) instead of a sort, which XLA does slowly for wide vocabularies.
-The draw is exact and takes two uniforms: one picks a chunk of the vocabulary by its mass, the second a token inside it. Both come
-from fold_in(key(seed), position), so a request's tokens do not depend on what else is in the batch.
+Order of filters as in Hugging Face's processors: temperature, top_k, top_p, min_p; ties at a threshold are
+all kept. Thresholds come from a radix select over the floats' bits (32 counting passes) instead of a sort,
+which XLA does slowly for wide vocabularies. The draw is exact and takes two uniforms: one picks a chunk of
+the vocabulary by its mass, the second a token inside it. Both come from fold_in(key(seed), position), so a
+request's tokens do not depend on what else is in the batch.
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ def _ordered_bits(x: Array) -> Array:
 def _largest_threshold(keys: Array, weights: Array, need: Array) -> Array:
     """Largest key t per row for which the weights of entries with key >= t sum to at least `need`.
 
-    keys uint32[R, V], weights float32[R, V], need float32[R] -> uint32[R]; 0 where even all together fall short.
+    keys uint32[R, V], weights float32[R, V], need float32[R] -> uint32[R]; 0 where even all together fall
+    short.
     """
 
     def bit(i: Array, t: Array) -> Array:
@@ -45,7 +47,8 @@ def _largest_threshold(keys: Array, weights: Array, need: Array) -> Array:
         mass = jnp.where(keys >= trial[:, None], weights, 0.0).sum(axis=1)
         return jnp.where(mass >= need, trial, t)
 
-    return lax.fori_loop(0, 32, bit, jnp.zeros(need.shape, jnp.uint32))
+    threshold: Array = lax.fori_loop(0, 32, bit, jnp.zeros(need.shape, jnp.uint32))
+    return threshold
 
 
 def filter_logits(logits: Array, rows: SamplingRows) -> Array:
@@ -102,17 +105,22 @@ def draw(filtered: Array, rows: SamplingRows) -> Array:
 
 
 def sample(logits: Array, rows: SamplingRows, any_sampling: Array) -> Array:
-    """Next token of each row: float32[R, V] -> int32[R]. `any_sampling` false (all greedy) skips the filters and the draw."""
+    """Next token of each row: float32[R, V] -> int32[R]. `any_sampling` false (all greedy) skips the filters
+    and the draw.
+    """
     greedy = jnp.argmax(logits, axis=1).astype(jnp.int32)
 
     def mixed(x: Array) -> Array:
         return jnp.where(rows.temperature > 0, draw(filter_logits(x, rows), rows), greedy)
 
-    return lax.cond(any_sampling, mixed, lambda _: greedy, logits)
+    tokens: Array = lax.cond(any_sampling, mixed, lambda _: greedy, logits)
+    return tokens
 
 
 def token_logprobs(logits: Array, tokens: Array, num_top: int) -> tuple[Array, Array, Array]:
-    """Log-probabilities under raw logits: sampled float32[R], top ids int32[R, num_top] and theirs float32[R, num_top]."""
+    """Log-probabilities under raw logits: sampled float32[R], top ids int32[R, num_top] and theirs float32[R,
+    num_top].
+    """
     norm = jax.nn.logsumexp(logits, axis=1)
     sampled = jnp.take_along_axis(logits, tokens[:, None], axis=1)[:, 0] - norm
     if num_top == 0:

@@ -1,4 +1,6 @@
-"""ServedModel: everything the engine needs of one model, whether loaded from a checkpoint or built by hand (tests, toys)."""
+"""ServedModel: everything the engine needs of one model, whether loaded from a checkpoint or built by hand
+(tests, toys).
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,9 @@ Tensors = Mapping[str, NDArray[Any]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServedModel:
-    """A model on its devices. `graphdef` and `weights` are the halves of nnx.split; see `penstock.runtime.step.StepModel`."""
+    """A model on its devices. `graphdef` and `weights` are the halves of nnx.split; see
+    `penstock.runtime.step.StepModel`.
+    """
 
     name: str
     architecture: str
@@ -42,7 +46,9 @@ class ServedModel:
     text: TextCodec | None
     tensors: Sequence[ParamSpec] = ()
     replace: Callable[[Any, Tensors, bool], Any] | None = None
-    """(current weights, tensors by checkpoint name, partial) -> new weights, or CheckpointError naming every bad one."""
+    """(current weights, tensors by checkpoint name, partial) -> new weights, or CheckpointError naming every
+    bad one.
+    """
 
     def replaced(self, weights: Any, tensors: Tensors, partial: bool) -> Any:
         """New weights from named tensors; nothing is changed in place."""
@@ -54,7 +60,8 @@ class ServedModel:
 def load_model(model: str, config: EngineConfig, mesh: Mesh) -> ServedModel:
     """Load "demo", a checkpoint directory or a hub id onto the mesh, with a progress bar.
 
-    Raises ConfigError (unknown architecture, bad config or checkpoint, a hub out of reach) saying what to do next.
+    Raises ConfigError (unknown architecture, bad config or checkpoint, a hub out of reach) saying what to do
+    next.
     """
     directory = resolve_model(model)
     model_config = load_config(directory)
@@ -86,9 +93,7 @@ def load_model(model: str, config: EngineConfig, mesh: Mesh) -> ServedModel:
     )
 
 
-def _replace(
-    config: ModelConfig, dtype: np.dtype[Any], current: Any, tensors: Tensors, partial: bool
-) -> Any:
+def _replace(config: ModelConfig, dtype: np.dtype[Any], current: Any, tensors: Tensors, partial: bool) -> Any:
     new = convert_named(config, tensors, partial=partial, dtype=dtype)
     leaves, tree = jax.tree.flatten(current)
     specs = param_specs(config, dtype)

@@ -1,7 +1,9 @@
-"""The compiled step: input tokens, model, sampler and state update in one program, and its ahead-of-time compilation.
+"""The compiled step: input tokens, model, sampler and state update in one program, and its ahead-of-time
+compilation.
 
-Weights, KV cache and row state are arguments, so new weights need no recompile; KV cache and state are donated, so a step updates
-them in place. What the host reads back is one int32 array per step, `OutputLayout`.
+Weights, KV cache and row state are arguments, so new weights need no recompile; KV cache and state are
+donated, so a step updates them in place. What the host reads back is one int32 array per step,
+`OutputLayout`.
 """
 
 from __future__ import annotations
@@ -46,7 +48,9 @@ class StepModel(Protocol):
 StepFn = Callable[[Any, KVCache, RowState, Array], tuple[Array, KVCache, RowState]]
 
 
-def make_step(graphdef: nnx.GraphDef[Any], layout: Layout, *, page_size: int, num_pages: int, num_top: int) -> StepFn:
+def make_step(
+    graphdef: nnx.GraphDef[Any], layout: Layout, *, page_size: int, num_pages: int, num_top: int
+) -> StepFn:
     """The step function of one program key. Its result array is int32[R, 2 + 2 * num_top]; see `read_row`."""
 
     def step(weights: Any, kv: KVCache, state: RowState, packed: Array) -> tuple[Array, KVCache, RowState]:
@@ -95,6 +99,8 @@ def read_logprobs(row: np.ndarray, num_top: int, wanted: int) -> TokenLogprobs:
 def compile_step(
     step: StepFn, weights: Any, kv: Any, state: Any, packed_size: int, sharding: jax.sharding.Sharding
 ) -> jax.stages.Compiled:
-    """Lower and compile for the shapes and shardings of `weights`, `kv` and `state` (arrays or ShapeDtypeStructs)."""
+    """Lower and compile for the shapes and shardings of `weights`, `kv` and `state` (arrays or
+    ShapeDtypeStructs).
+    """
     packed = jax.ShapeDtypeStruct((packed_size,), jnp.int32, sharding=sharding)
     return jax.jit(step, donate_argnums=(1, 2)).lower(weights, kv, state, packed).compile()

@@ -1,0 +1,412 @@
+"""Engine, core and runner on the toy model, whose tokens are computed by hand (tests/support/toy.py)."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+from support.toy import EOS, VOCAB, toy_engine, toy_model, toy_tokens
+
+from penstock.runtime import Engine, SamplingParams, StoppingParams
+from penstock.runtime.core import AbortOutcome, InFlightPolicy, StepRecord
+from penstock.runtime.errors import (
+    CheckpointError,
+    ConfigError,
+    Draining,
+    DuplicateRequestId,
+    EngineFailure,
+    InvalidRequest,
+    NotReady,
+    PromptTooLong,
+    QueueFull,
+)
+from penstock.runtime.request import Finish, FinishReason, Output, Request
+
+GREEDY = SamplingParams(temperature=0.0)
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[Engine]:
+    engine = toy_engine()
+    yield engine
+    assert engine.compiles_after_warmup == 0
+    assert engine.load().pages_used == 0
+    engine.shutdown()
+
+
+def long(max_tokens: int = 60) -> StoppingParams:
+    return StoppingParams(max_tokens=max_tokens, ignore_eos=True)
+
+
+class Collector:
+    """A sink that gathers outputs per request and lets a test wait for the last one."""
+
+    def __init__(self) -> None:
+        self.outputs: dict[str, list[Output]] = {}
+        self.calls = 0
+        self._changed = threading.Condition()
+
+    def __call__(self, outputs: Sequence[Output]) -> None:
+        with self._changed:
+            self.calls += 1
+            for output in outputs:
+                self.outputs.setdefault(output.request_id, []).append(output)
+            self._changed.notify_all()
+
+    def last(self, request_id: str) -> Output:
+        with self._changed:
+            assert self._changed.wait_for(lambda: self._has_ended(request_id), 60)
+            return self.outputs[request_id][-1]
+
+    def first(self, request_id: str) -> None:
+        with self._changed:
+            assert self._changed.wait_for(lambda: request_id in self.outputs, 60)
+
+    def tokens(self, request_id: str) -> list[int]:
+        return [t for output in self.outputs.get(request_id, ()) for t in output.token_ids]
+
+    def _has_ended(self, request_id: str) -> bool:
+        return request_id in self.outputs and self.outputs[request_id][-1].last
+
+
+@pytest.mark.parametrize("prompt", [[1], [5, 6, 7], list(range(40)), [2] * 97])
+def test_greedy_tokens_are_the_hand_computed_ones(engine: Engine, prompt: list[int]) -> None:
+    """Prompts within a page, over pages, over several chunks of the 16-token budget."""
+    result = engine.generate(prompt, sampling=GREEDY, stopping=long(30))
+    assert list(result.token_ids) == toy_tokens(prompt, 30)
+    assert result.finish == Finish(FinishReason.MAX_TOKENS)
+
+
+def test_packed_requests_get_what_they_get_alone(engine: Engine) -> None:
+    """24 requests of different lengths over 4 rows."""
+    prompts = [[(7 * i + j) % VOCAB for j in range(1 + 5 * (i % 9))] for i in range(24)]
+    with ThreadPoolExecutor(24) as pool:
+        results = list(pool.map(lambda p: engine.generate(p, sampling=GREEDY, stopping=long(20)), prompts))
+    for prompt, result in zip(prompts, results, strict=True):
+        assert list(result.token_ids) == toy_tokens(prompt, 20)
+
+
+def test_preempted_and_resumed_equals_undisturbed() -> None:
+    """12 pages of 4 tokens for 4 rows that each grow to 40 tokens: most of them lose their pages several
+    times.
+    """
+    engine = toy_engine(toy_model(max_model_len=44), kv_cache_bytes=12 * 4 * 2 * 4 * 4)
+    try:
+        assert engine.info.num_pages == 12
+        with ThreadPoolExecutor(8) as pool:
+            results = list(
+                pool.map(lambda i: engine.generate([i] * 10, sampling=GREEDY, stopping=long(30)), range(8))
+            )
+        for i, result in enumerate(results):
+            assert list(result.token_ids) == toy_tokens([i] * 10, 30)
+        assert sum(r.timing.preemptions for r in results if r.timing) > 0
+        assert engine.load().pages_used == 0
+        assert engine.compiles_after_warmup == 0
+    finally:
+        engine.shutdown()
+
+
+def test_eos_ends_and_ignore_eos_goes_on(engine: Engine) -> None:
+    prompt = next(
+        p for p in ([a, b] for a in range(VOCAB) for b in range(VOCAB)) if EOS in toy_tokens(p, 12)[3:]
+    )
+    expected = toy_tokens(prompt, 12)
+    until = expected.index(EOS) + 1
+    result = engine.generate(prompt, sampling=GREEDY)
+    assert list(result.token_ids) == expected[:until]
+    assert result.finish == Finish(FinishReason.EOS, token_id=EOS)
+    assert list(engine.generate(prompt, sampling=GREEDY, stopping=long(12)).token_ids) == expected
+
+
+def test_min_tokens_masks_eos_and_stop_ids_until_reached(engine: Engine) -> None:
+    """The toy gives the wanted token logit 10 and all others 0: where that one is masked, greedy takes token
+    0.
+    """
+    prompt = [3, 4]
+    first = toy_tokens(prompt, 1)[0]
+    stop = StoppingParams(max_tokens=8, stop_token_ids=(first,), ignore_eos=True)
+    result = engine.generate(prompt, sampling=GREEDY, stopping=stop)
+    assert result.token_ids == (first,)
+    assert result.finish == Finish(FinishReason.STOP, token_id=first)
+    held = StoppingParams(max_tokens=8, min_tokens=1, stop_token_ids=(first,), ignore_eos=True)
+    tokens = list(engine.generate(prompt, sampling=GREEDY, stopping=held).token_ids)
+    assert tokens[0] == 0
+    assert tokens[1] == toy_tokens([*prompt, 0], 1)[0]
+
+
+def test_the_context_ends_generation(engine: Engine) -> None:
+    result = engine.generate([1] * 120, sampling=GREEDY, stopping=StoppingParams(ignore_eos=True))
+    assert list(result.token_ids) == toy_tokens([1] * 120, 8)  # max_model_len is 128
+    assert result.finish == Finish(FinishReason.CONTEXT_FULL)
+
+
+def test_seeded_sampling_does_not_depend_on_the_batch(engine: Engine) -> None:
+    """The toy's distribution is nearly flat at temperature 50, so tokens depend on the seed alone."""
+    hot = SamplingParams(temperature=50.0, seed=2**63 + 5)
+    alone = engine.generate([1, 2, 3], sampling=hot, stopping=long(20)).token_ids
+    with ThreadPoolExecutor(12) as pool:
+        noise = [pool.submit(engine.generate, [9] * (i + 1), stopping=long(40)) for i in range(11)]
+        again = engine.generate([1, 2, 3], sampling=hot, stopping=long(20)).token_ids
+        for other in noise:
+            other.result()
+    assert again == alone
+    assert len(set(alone)) > 5
+    other_seed = SamplingParams(temperature=50.0, seed=2**63 + 6)
+    assert engine.generate([1, 2, 3], sampling=other_seed, stopping=long(20)).token_ids != alone
+    unseeded = {
+        engine.generate([1, 2, 3], sampling=SamplingParams(temperature=50.0), stopping=long(20)).token_ids
+        for _ in range(3)
+    }
+    assert len(unseeded) == 3
+
+
+def test_logprobs_are_those_of_the_toy(engine: Engine) -> None:
+    """One logit is 10 and 60 are 0: log p = 10 - log(e^10 + 60)."""
+    result = engine.generate([1, 2], sampling=GREEDY, stopping=long(3), logprobs=2)
+    peak = 10 - np.log(np.exp(10) + VOCAB - 1)
+    assert len(result.logprobs) == 3
+    for token, logprob in zip(result.token_ids, result.logprobs, strict=True):
+        assert logprob.sampled == pytest.approx(peak, abs=1e-5)
+        assert logprob.top[0][0] == token
+        assert [v for _, v in logprob.top] == pytest.approx([peak, peak - 10], abs=1e-5)
+    assert engine.generate([1, 2], sampling=GREEDY, stopping=long(3)).logprobs == ()
+
+
+def test_time_limit_gives_partial_output(engine: Engine) -> None:
+    limit = StoppingParams(max_tokens=100, ignore_eos=True, time_limit_s=1e-6)
+    result = engine.generate([1], sampling=GREEDY, stopping=limit)
+    assert result.finish == Finish(FinishReason.TIME_LIMIT)
+    assert list(result.token_ids) == toy_tokens([1], len(result.token_ids))
+
+
+def submit(
+    engine: Engine, sink: Collector, request_id: str, prompt: Sequence[int] = (1,), tokens: int = 100
+) -> None:
+    engine.submit(Request(request_id, tuple(prompt), GREEDY, long(tokens)), sink)
+
+
+def test_abort_by_id_is_exact_and_reports_every_outcome(engine: Engine) -> None:
+    sink = Collector()
+    for name in ("req-1", "req-10", "other"):
+        submit(engine, sink, name)
+    outcomes = engine.abort(["req-1", "nobody"], message="why")
+    assert outcomes == [("req-1", AbortOutcome.ABORTED), ("nobody", AbortOutcome.NOT_FOUND)]
+    assert sink.last("req-1").finish == Finish(FinishReason.ABORTED, message="why")
+    assert sink.last("req-10").finish == Finish(FinishReason.MAX_TOKENS)
+    assert sink.tokens("req-1") == toy_tokens([1], len(sink.tokens("req-1")))
+    sink.last("other")
+    assert engine.abort(["req-10"]) == [("req-10", AbortOutcome.ALREADY_FINISHED)]
+
+
+def test_abort_by_prefix_and_all(engine: Engine) -> None:
+    sink = Collector()
+    for name in ("a-1", "a-2", "b-1"):
+        submit(engine, sink, name)
+    assert dict(engine.abort(prefix="a-")) == {"a-1": AbortOutcome.ABORTED, "a-2": AbortOutcome.ABORTED}
+    assert dict(engine.abort(all_requests=True)).keys() <= {"b-1"}
+    for name in ("a-1", "a-2", "b-1"):
+        sink.last(name)
+    assert engine.load().pages_used == 0
+    for bad in ({}, {"prefix": ""}, {"prefix": "a", "all_requests": True}):
+        with pytest.raises(ValueError, match="exactly one"):
+            engine.abort(**bad)  # type: ignore[arg-type]
+
+
+def test_an_aborted_id_can_be_used_again_at_once(engine: Engine) -> None:
+    sink, again = Collector(), Collector()
+    submit(engine, sink, "again", [1])
+    sink.first("again")
+    engine.abort(["again"])
+    submit(engine, again, "again", [2], tokens=10)
+    assert again.last("again").finish == Finish(FinishReason.MAX_TOKENS)
+    assert again.tokens("again") == toy_tokens([2], 10)
+
+
+def test_cancel_frees_and_says_nothing(engine: Engine) -> None:
+    sink = Collector()
+    submit(engine, sink, "gone")
+    sink.first("gone")
+    engine.cancel("gone")
+    engine.cancel("never was")
+    assert engine.load().pages_used == 0
+    engine.generate([1], sampling=GREEDY, stopping=long(2))
+    assert not sink.outputs["gone"][-1].last
+
+
+def test_closing_a_stream_early_frees_the_request(engine: Engine) -> None:
+    stream = engine.stream([1], sampling=GREEDY, stopping=long(100), request_id="closed")
+    next(stream)
+    stream.close()
+    assert engine.abort(["closed"])[0][1] is AbortOutcome.ALREADY_FINISHED
+    assert engine.load().pages_used == 0
+
+
+def test_one_call_per_step_for_requests_that_share_a_sink(engine: Engine) -> None:
+    sink = Collector()
+    for i in range(4):
+        submit(engine, sink, f"s{i}", [i], tokens=50)
+    for i in range(4):
+        sink.last(f"s{i}")
+    assert sum(len(v) for v in sink.outputs.values()) >= 3 * sink.calls
+
+
+def test_a_failing_sink_does_not_disturb_others(engine: Engine) -> None:
+    def broken(outputs: Sequence[Output]) -> None:
+        raise RuntimeError("reader's fault")
+
+    engine.submit(Request("broken", (1,), GREEDY, long(20)), broken)
+    assert list(engine.generate([2], sampling=GREEDY, stopping=long(20)).token_ids) == toy_tokens([2], 20)
+
+
+def test_refusals_come_at_once_and_name_everything(engine: Engine) -> None:
+    sink = Collector()
+    with pytest.raises(InvalidRequest) as caught:
+        engine.submit(Request("bad", (1, VOCAB, -1), GREEDY, StoppingParams(stop_token_ids=(VOCAB,))), sink)
+    assert [v.field for v in caught.value.violations] == [
+        "prompt_token_ids.ids[1]",
+        "prompt_token_ids.ids[2]",
+        "stopping.stop_token_ids[0]",
+    ]
+    with pytest.raises(InvalidRequest, match=r"output\.logprobs"):
+        engine.submit(Request("bad", (1,), logprobs=21), sink)
+    with pytest.raises(PromptTooLong, match="128 tokens; at most 127"):
+        engine.submit(Request("bad", (1,) * 128), sink)
+    with pytest.raises(InvalidRequest, match="at most 31 ids"):
+        engine.submit(Request("bad", (1,), stopping=StoppingParams(stop_token_ids=tuple(range(32)))), sink)
+    submit(engine, sink, "twice")
+    with pytest.raises(DuplicateRequestId):
+        submit(engine, sink, "twice")
+    engine.abort(["twice"])
+
+
+def test_the_queue_has_a_limit() -> None:
+    engine = toy_engine(max_queued_requests=2, max_num_seqs=1)
+    try:
+        sink = Collector()
+        submit(engine, sink, "runs", tokens=100)
+        sink.first("runs")
+        submit(engine, sink, "waits-1")
+        submit(engine, sink, "waits-2")
+        with pytest.raises(QueueFull):
+            submit(engine, sink, "too many")
+        assert engine.load().num_waiting == 2
+        engine.abort(all_requests=True)
+    finally:
+        engine.shutdown()
+
+
+def update(engine: Engine, value: float, policy: InFlightPolicy) -> None:
+    tensors = {"offset": np.full((1,), value, np.float32)}
+    version = engine.update_weights(tensors, label=f"to-{value}", in_flight=policy).result(60)
+    assert version.label == f"to-{value}"
+    assert engine.weights == version
+
+
+@pytest.mark.parametrize("policy", list(InFlightPolicy))
+def test_weights_are_swapped_between_steps(policy: InFlightPolicy) -> None:
+    """Tokens switch from one formula to the other exactly where the outputs' generation says so."""
+    engine = toy_engine()
+    try:
+        sink = Collector()
+        submit(engine, sink, "flying", tokens=110)
+        sink.first("flying")
+        update(engine, 5.0, policy)
+        last = sink.last("flying")
+        outputs = sink.outputs["flying"]
+        old = [t for o in outputs if o.generation == 1 for t in o.token_ids]
+        new = [t for o in outputs if o.generation == 2 for t in o.token_ids]
+        assert old == toy_tokens([1], len(old))
+        assert new == toy_tokens([1, *old], len(new), offset=5)
+        assert last.finish is not None
+        if policy is InFlightPolicy.ABORT:
+            assert last.finish.reason is FinishReason.ABORTED
+        else:
+            assert len(old) + len(new) == 110
+        if policy is InFlightPolicy.WAIT:
+            assert new == []
+        after = engine.generate([4, 4], sampling=GREEDY, stopping=long(10)).token_ids
+        assert list(after) == toy_tokens([4, 4], 10, offset=5)
+        assert engine.compiles_after_warmup == 0
+    finally:
+        engine.shutdown()
+
+
+def test_a_refused_update_leaves_the_old_weights_serving(engine: Engine) -> None:
+    before = engine.weights
+    with pytest.raises(CheckpointError, match="nonsense"):
+        engine.update_weights({"nonsense": np.zeros(1, np.float32)}, label="x")
+    wrong = engine.update_weights({"offset": np.zeros((2,), np.float32)}, label="x")
+    with pytest.raises(ConfigError, match="float32"):
+        wrong.result(60)
+    assert engine.weights == before
+    assert list(engine.generate([7], sampling=GREEDY, stopping=long(9)).token_ids) == toy_tokens([7], 9)
+
+
+def test_a_dead_engine_tells_everyone(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = toy_engine()
+    sink = Collector()
+    try:
+
+        def boom(*_: object) -> None:
+            raise RuntimeError("device lost")
+
+        monkeypatch.setattr(engine._runner, "execute_async", boom)
+        submit(engine, sink, "a")
+        assert isinstance(sink.last("a").error, EngineFailure)
+        assert "device lost" in str(engine.failure)
+        assert not engine.ready
+        with pytest.raises(EngineFailure):
+            submit(engine, sink, "b")
+        assert engine.load().pages_used == 0
+    finally:
+        engine.shutdown()
+
+
+def test_life_cycle() -> None:
+    engine = toy_engine(start=False)
+    sink = Collector()
+    with pytest.raises(NotReady):
+        submit(engine, sink, "early")
+    assert not engine.ready
+    engine.start()
+    assert engine.ready
+    submit(engine, sink, "runs", tokens=100)
+    assert engine.drain(60)
+    assert sink.last("runs").finish == Finish(FinishReason.MAX_TOKENS)
+    with pytest.raises(Draining):
+        submit(engine, sink, "late")
+    engine.shutdown()
+    engine.shutdown()
+
+
+def test_shutdown_ends_what_runs() -> None:
+    engine = toy_engine()
+    sink = Collector()
+    submit(engine, sink, "runs", tokens=120)
+    sink.first("runs")
+    engine.shutdown()
+    assert sink.last("runs").finish is not None
+
+
+def test_an_observer_sees_every_step() -> None:
+    seen: queue.SimpleQueue[StepRecord] = queue.SimpleQueue()
+
+    class Watch:
+        def on_step(self, record: StepRecord) -> None:
+            seen.put(record)
+
+    engine = toy_engine(observer=Watch())
+    try:
+        engine.generate([1] * 20, sampling=GREEDY, stopping=long(3), request_id="watched")
+    finally:
+        engine.shutdown()
+    records = [seen.get_nowait() for _ in range(seen.qsize())]
+    # 20 prompt tokens under a budget of 16, then two decodes
+    assert [(r.num_tokens, r.decode_only) for r in records] == [(16, False), (4, False), (1, True), (1, True)]
+    for r in records:
+        assert r.request_ids == ("watched",)
+        assert r.started_ns <= r.scheduled_ns <= r.dispatched_ns <= r.waited_ns <= r.committed_ns

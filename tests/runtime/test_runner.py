@@ -1,0 +1,182 @@
+"""The runner's own surface: donation, packing, poison, state and weights; counts of compiles and of
+transfers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import jax
+import numpy as np
+import pytest
+from support.toy import OFFSET, TEST_CACHE, VOCAB, toy_model, toy_tokens
+
+from penstock.runtime.buckets import Buckets, ProgramKey
+from penstock.runtime.compilation import CompileCounter, use_compilation_cache
+from penstock.runtime.errors import ConfigError
+from penstock.runtime.packing import FEEDBACK, MAX_STOP_TOKEN_IDS, NUM_FIELDS, SLOT, Layout, pack_params
+from penstock.runtime.plan import PageWrite, Plan, PlanRow
+from penstock.runtime.request import Request, SamplingParams, StoppingParams
+from penstock.runtime.runner import ModelRunner, RunnerConfig, single_device_mesh
+
+GREEDY = SamplingParams(temperature=0.0)
+
+
+def make_runner() -> ModelRunner:
+    use_compilation_cache(TEST_CACHE)
+    model = toy_model()
+    config = RunnerConfig(
+        buckets=Buckets(token_buckets=(16,), row_buckets=(4,)),
+        max_num_seqs=4,
+        max_model_len=64,
+        page_size=4,
+        dtype=np.dtype(np.float32),
+        vocab_size=VOCAB,
+        eos_token_ids=(60,),
+        show_progress=False,
+    )
+    return ModelRunner(
+        model.graphdef, model.weights, model.kv_spec, config, single_device_mesh(jax.devices()[0])
+    )
+
+
+@pytest.fixture
+def runner() -> Iterator[ModelRunner]:
+    runner = make_runner()
+    runner.initialize_kv_cache(16)
+    runner.compile()
+    yield runner
+    runner.shutdown()
+
+
+def prefill(prompt: list[int], slot: int, pages: list[int], step: int = 0) -> Plan:
+    request = Request(f"r{slot}", tuple(prompt), GREEDY, StoppingParams(ignore_eos=True))
+    row = PlanRow(request.request_id, slot, 0, len(prompt), tuple(prompt), True)
+    writes = tuple(PageWrite(slot, i, page) for i, page in enumerate(pages))
+    return Plan(step, (row,), ((slot, request),), writes)
+
+
+def decode(slot: int, start: int, step: int = 1) -> Plan:
+    return Plan(step, (PlanRow(f"r{slot}", slot, start, 1, None, True),))
+
+
+def test_feedback_stays_on_the_device(runner: ModelRunner) -> None:
+    """Two decodes are dispatched before the first token is read; each takes its input from the device."""
+    pending = [
+        runner.execute_async(plan)
+        for plan in (prefill([1, 2, 3], 2, [7, 9]), decode(2, 3), decode(2, 4, step=2))
+    ]
+    assert [runner.wait(p).token_ids[0] for p in pending] == toy_tokens([1, 2, 3], 3)
+
+
+def test_cache_and_state_are_really_donated(runner: ModelRunner) -> None:
+    """The old buffers are deleted, so no step copies the cache; the weights are not donated."""
+    before, state = runner._kv, runner._state
+    assert before is not None
+    pointer = before[0].unsafe_buffer_pointer()
+    runner.execute(prefill([1], 0, [0]))
+    assert all(layer.is_deleted() for layer in before)
+    assert state.tokens.is_deleted()
+    assert runner._kv is not None
+    assert runner._kv[0].unsafe_buffer_pointer() == pointer
+    assert not jax.tree.leaves(runner.weights)[0].is_deleted()
+
+
+def test_padding_writes_nowhere_and_reads_nothing(runner: ModelRunner) -> None:
+    """With every other page full of NaN, a step touches its own slots only and its token is right."""
+    shape = runner._kv_shape(16)
+    poison = np.full(shape, np.nan, np.float32)
+    assert runner._kv is not None
+    runner._kv = (jax.device_put(poison, runner._kv[0].sharding),)
+    result = runner.execute(prefill([5, 6, 7, 8, 9], 1, [3, 11]))
+    assert result.token_ids[0] == toy_tokens([5, 6, 7, 8, 9], 1)[0]
+    cache = np.asarray(runner._kv[0])
+    finite = {(int(p), int(o)) for p, o in zip(*np.nonzero(np.isfinite(cache[:, :, 1, 0, 0])), strict=True)}
+    assert finite == {(3, 0), (3, 1), (3, 2), (3, 3), (11, 0)}
+
+
+def test_destroying_the_cache_frees_it_and_it_can_come_back(runner: ModelRunner) -> None:
+    assert runner._kv is not None
+    layer = runner._kv[0]
+    runner.destroy_kv_cache()
+    assert layer.is_deleted()
+    with pytest.raises(ConfigError, match="not initialised"):
+        runner.execute(prefill([1], 0, [0]))
+    runner.initialize_kv_cache(16)
+    runner.reset_state()
+    assert runner.execute(prefill([1], 0, [0])).token_ids[0] == toy_tokens([1], 1)[0]
+
+
+def test_order_of_setup_is_checked() -> None:
+    runner = make_runner()
+    with pytest.raises(ConfigError, match="before compile"):
+        runner.compile()
+    with pytest.raises(ConfigError, match="at least one page"):
+        runner.initialize_kv_cache(0)
+
+
+def test_new_weights_serve_without_a_compile(runner: ModelRunner) -> None:
+    counter = CompileCounter()
+    counter.start()
+    leaves, tree = jax.tree.flatten(runner.weights)
+    runner.replace_weights(jax.tree.unflatten(tree, [np.full((1,), OFFSET + 6, np.float32)]))
+    assert runner.execute(prefill([1], 0, [0])).token_ids[0] == toy_tokens([1], 1, offset=OFFSET + 6)[0]
+    with pytest.raises(ConfigError, match=r"float32\(2,\)"):
+        runner.replace_weights(jax.tree.unflatten(tree, [np.zeros((2,), np.float32)]))
+    with pytest.raises(ConfigError, match="another tree"):
+        runner.replace_weights(leaves)
+    assert runner.execute(prefill([1], 0, [0])).token_ids[0] == toy_tokens([1], 1, offset=OFFSET + 6)[0]
+    counter.stop()
+    assert counter.count == 0
+
+
+def test_the_counter_counts() -> None:
+    counter = CompileCounter()
+    counter.start()
+    jax.jit(lambda x: x * 3 + counter.count)(np.float32(1)).block_until_ready()
+    counter.stop()
+    assert counter.count == 1
+    jax.jit(lambda x: x * 5)(np.float32(1)).block_until_ready()
+    assert counter.count == 1
+
+
+def test_layout_round_trip() -> None:
+    """What the host writes through views is what the program reads; floats and 64-bit seeds survive as
+    bits.
+    """
+    layout = Layout(ProgramKey(8, 4), pages_per_row=3)
+    buffer = np.zeros(layout.size, np.int32)
+    assert layout.size == 2 + 8 + 4 * (NUM_FIELDS + MAX_STOP_TOKEN_IDS + 3)
+    header, tokens, fields, bans, tables = layout.views(buffer)
+    header[:] = (1, 0)
+    tokens[:] = range(8)
+    tokens[7] = FEEDBACK
+    fields[:, SLOT] = [3, 1, 2, 0]
+    fields[1, -6:] = pack_params(SamplingParams(0.7, 50, 0.9, 0.05, seed=(7 << 32) | 0xFFFFFFFE))
+    bans[2, 5] = 44
+    tables[3] = [9, 8, 7]
+    out = jax.jit(layout.unpack)(buffer)
+    assert bool(out.any_sampling)
+    assert not bool(out.any_logprobs)
+    assert out.tokens.tolist() == [0, 1, 2, 3, 4, 5, 6, -1]
+    assert out.slots.tolist() == [3, 1, 2, 0]
+    assert out.sampling.temperature[1] == np.float32(0.7)
+    assert out.sampling.top_k[1] == 50
+    assert out.sampling.top_p[1] == np.float32(0.9)
+    assert out.sampling.min_p[1] == np.float32(0.05)
+    assert out.sampling.seed[1].tolist() == [7, 0xFFFFFFFE]
+    assert out.bans[2, 5] == 44
+    assert out.page_table[3].tolist() == [9, 8, 7]
+
+
+def test_too_many_eos_ids_are_refused() -> None:
+    with pytest.raises(ConfigError, match="eos_token_ids"):
+        RunnerConfig(
+            buckets=Buckets((16,), (4,)),
+            max_num_seqs=4,
+            max_model_len=64,
+            page_size=4,
+            dtype=np.dtype(np.float32),
+            vocab_size=99,
+            eos_token_ids=tuple(range(32)),
+        )
