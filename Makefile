@@ -4,7 +4,8 @@ VENV ?= .venv
 PYTHON ?= $(shell for p in python3 python3.11 python3.12 python3.13 python; do \
 	$$p -c 'import ensurepip, sys, venv; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
 MARK ?=
-PYTEST_ARGS ?=
+# A file's tests share one worker, so what a module sets up once (a compiled engine) is set up once.
+PYTEST_ARGS ?= --numprocesses auto --maxprocesses 4 --dist loadfile
 AGAINST ?= HEAD~1
 
 BIN := $(VENV)/bin
@@ -30,8 +31,8 @@ $(STAMP): pyproject.toml constraints.txt
 run: install ## serve the demo model on 127.0.0.1 and print a sample
 	$(BIN)/python -m penstock.cli demo
 
-test: install ## run the whole suite (MARK='not slow' and PYTEST_ARGS=... narrow it)
-	$(BIN)/python -m pytest $(if $(MARK),-m '$(MARK)') $(PYTEST_ARGS)
+test: install ## run the whole suite (MARK='not slow' or PYTEST_ARGS=tests/service narrow it)
+	$(BIN)/python -m pytest $(PYTEST_ARGS) $(if $(MARK),-m '$(MARK)')
 
 check: format-check lint types imports protos-check test ## everything CI asks: style, types, import law, protos, tests
 
