@@ -92,7 +92,8 @@ def load_weights(
     placement: a device, a sharding, or a function from parameter to sharding; None for JAX's default device.
     progress: a bar on stderr if that is a terminal, False for none, or a callback (bytes done, bytes in all).
     Raises CheckpointError listing every missing, extra and wrongly shaped tensor before anything is placed,
-    and ConfigError for files that are absent, truncated or corrupt.
+    and ConfigError for files that are absent, truncated or corrupt. Only values beyond the range of `dtype`
+    are found later, with the tensor that holds them (CheckpointError too).
     """
     found = find_tensors(directory)
     specs = param_specs(config, model_dtype(config, dtype))

@@ -43,7 +43,8 @@ def test_demo_is_the_packaged_folder(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["/no/such/directory", "gpt2", "a/b/c", "../x", "org/na me", ""])
-def test_neither_directory_nor_id(name):
+def test_neither_directory_nor_id(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError, match="no directory here, and no Hugging Face id"):
         resolve_model(name)
 

@@ -215,7 +215,7 @@ def _windows(fields: Fields, traits: FamilyTraits, num_layers: int) -> tuple[int
 def _rope(fields: Fields, max_positions: int) -> RopeConfig:
     """RoPE from rope_parameters, or from rope_scaling with the top-level rope_theta."""
     theta = fields.number("rope_theta", 10_000.0)
-    original = fields.raw("original_max_position_embeddings")
+    original = fields.optional_integer("original_max_position_embeddings")
     parsed: list[RopeConfig] = []
     for name in ("rope_scaling", "rope_parameters"):
         data = fields.mapping(name)
@@ -225,10 +225,13 @@ def _rope(fields: Fields, max_positions: int) -> RopeConfig:
             inner.refuse_unread()
     if len(parsed) == 2 and parsed[0] != parsed[1]:
         fields.problem("rope_scaling", "contradicts rope_parameters")
-    return parsed[0] if parsed else RopeConfig(theta=theta)
+    rope = parsed[0] if parsed else RopeConfig(theta=theta)
+    if rope.theta <= 1:
+        fields.problem("rope_theta", f"must be above 1, not {rope.theta:g}")
+    return rope
 
 
-def _rope_variant(fields: Fields, theta: float, original: object, max_positions: int) -> RopeConfig:
+def _rope_variant(fields: Fields, theta: float, original: int | None, max_positions: int) -> RopeConfig:
     old_kind, new_kind = fields.raw("type"), fields.raw("rope_type")
     kind = new_kind or old_kind or "default"
     fields.only("partial_rotary_factor", 1.0)
@@ -242,8 +245,7 @@ def _rope_variant(fields: Fields, theta: float, original: object, max_positions:
     if kind in ("linear", "dynamic"):
         return RopeConfig(kind, theta, fields.number("factor"), max_positions if kind == "dynamic" else 0)
     trained = fields.integer("original_max_position_embeddings", max_positions)
-    if isinstance(original, int):  # the top-level field wins, as in transformers
-        trained = original
+    trained = original or trained  # the top-level field wins, as in transformers
     if kind == "llama3":
         low, high = fields.number("low_freq_factor"), fields.number("high_freq_factor")
         if high <= low:
