@@ -222,7 +222,7 @@ class Traffic(RuleBasedStateMachine):
             assert slot == min(set(range(self.config.max_num_seqs)) - taken)
             tracked.slot, tracked.computed, tracked.decoding = slot, 0, False
             running.append(tracked)
-        # Every decode is served, but the latest one may sit out for want of a page; the oldest is always served.
+        # Every decode is served (the latest may sit out for want of a page), and the oldest request always.
         for tracked in running:
             if tracked.decoding and not tracked.pending and tracked.request.request_id not in planned:
                 assert self.in_flight

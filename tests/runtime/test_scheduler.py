@@ -1,0 +1,245 @@
+"""Plans computed by hand: chunks, priorities, page boundaries, slots, preemption and resumption."""
+
+from __future__ import annotations
+
+from support.scheduling import add, commit, dispatch, make
+
+from penstock.runtime.plan import PageWrite, Plan, PlanRow
+from penstock.runtime.request import Output
+from penstock.runtime.scheduler import Load, Scheduler
+
+
+def step(scheduler: Scheduler, token: int = 9) -> Plan:
+    plan = dispatch(scheduler)
+    commit(scheduler, plan, token)
+    return plan
+
+
+def add_prompt(scheduler: Scheduler, name: str, num_prompt: int) -> tuple[int, ...]:
+    add(scheduler, name, num_prompt)
+    return tuple(range(100, 100 + num_prompt))
+
+
+def shape(plan: Plan) -> list[tuple[str, int, int]]:
+    return [(row.request_id, row.start, row.num_tokens) for row in plan.rows]
+
+
+def test_an_idle_scheduler_has_no_plan():
+    scheduler = make()
+    assert not scheduler.has_work
+    assert scheduler.schedule(1) is None
+
+
+def test_a_prompt_is_cut_into_chunks_by_the_budget_and_only_the_last_one_samples():
+    scheduler = make(max_num_batched_tokens=4)
+    prompt = add_prompt(scheduler, "a", 10)
+    assert step(scheduler).rows == (PlanRow("a", 0, 0, 4, prompt[:4], samples=False),)
+    assert step(scheduler).rows == (PlanRow("a", 0, 4, 4, prompt[4:8], samples=False),)
+    assert step(scheduler).rows == (PlanRow("a", 0, 8, 2, prompt[8:], samples=True),)
+    assert step(scheduler).rows == (PlanRow("a", 0, 10, 1, None, samples=True),)
+    assert step(scheduler).rows == (PlanRow("a", 0, 11, 1, None, samples=True),)
+
+
+def test_a_last_chunk_of_one_token_is_no_decode_it_brings_its_token():
+    scheduler = make(max_num_batched_tokens=4)
+    prompt = add_prompt(scheduler, "a", 5)
+    step(scheduler)
+    assert step(scheduler).rows == (PlanRow("a", 0, 4, 1, prompt[4:], samples=True),)
+    assert step(scheduler).rows == (PlanRow("a", 0, 5, 1, None, samples=True),)
+
+
+def test_a_chunk_that_does_not_sample_makes_no_output():
+    scheduler = make(max_num_batched_tokens=4)
+    add(scheduler, "a", 5)
+    assert commit(scheduler, dispatch(scheduler)) == []
+    assert commit(scheduler, dispatch(scheduler)) == [Output("a", (9,))]
+
+
+def test_decodes_come_first_then_prefills_underway_then_arrivals_each_in_order():
+    scheduler = make(max_num_batched_tokens=6)
+    add(scheduler, "a", 2)
+    add(scheduler, "b", 9)
+    add(scheduler, "c", 4)
+    assert shape(step(scheduler)) == [("a", 0, 2), ("b", 0, 4)]
+    assert shape(step(scheduler)) == [("a", 2, 1), ("b", 4, 5)]
+    assert shape(step(scheduler)) == [("a", 3, 1), ("b", 9, 1), ("c", 0, 4)]
+    assert shape(step(scheduler)) == [("a", 4, 1), ("b", 10, 1), ("c", 4, 1)]
+
+
+def test_several_prefills_underway_share_the_rest_in_order():
+    scheduler = make(max_num_batched_tokens=6)
+    add(scheduler, "a", 1)
+    add(scheduler, "b", 1)
+    add(scheduler, "c", 6)
+    assert shape(step(scheduler)) == [("a", 0, 1), ("b", 0, 1), ("c", 0, 4)]
+    add(scheduler, "d", 9)
+    assert shape(step(scheduler)) == [("a", 1, 1), ("b", 1, 1), ("c", 4, 2), ("d", 0, 2)]
+    add(scheduler, "e", 1)
+    assert shape(step(scheduler)) == [("a", 2, 1), ("b", 2, 1), ("c", 6, 1), ("d", 2, 3)]
+
+
+def test_decodes_may_use_up_the_budget_but_never_starve_a_prefill():
+    scheduler = make(max_num_seqs=3, max_num_batched_tokens=3)
+    for name in "abc":
+        add(scheduler, name, 2)
+    step(scheduler)
+    step(scheduler)
+    assert shape(step(scheduler)) == [("a", 3, 1), ("b", 2, 1), ("c", 1, 1)]
+
+
+def test_pages_are_written_at_entry_for_the_whole_prompt_and_then_at_each_boundary():
+    scheduler = make(max_num_batched_tokens=6)
+    add(scheduler, "a", 8)
+    assert step(scheduler).page_writes == (PageWrite(0, 0, 0), PageWrite(0, 1, 1))  # 8 positions, 2 pages
+    assert step(scheduler).page_writes == ()  # the rest of the prefill
+    assert step(scheduler).page_writes == (PageWrite(0, 2, 2),)  # position 8 opens the third page
+    for _ in range(3):
+        assert step(scheduler).page_writes == ()  # positions 9, 10, 11
+    assert step(scheduler).page_writes == (PageWrite(0, 3, 3),)  # position 12
+
+
+def test_nobody_overtakes_a_large_request_that_waits_for_pages():
+    scheduler = make(num_pages=4, max_num_batched_tokens=16)
+    add(scheduler, "a", 8, max_tokens=3)
+    step(scheduler)
+    add(scheduler, "large", 9)  # 3 pages; 2 are free
+    add(scheduler, "small", 1)
+    assert shape(step(scheduler)) == [("a", 8, 1)]
+    assert scheduler.load().num_waiting == 2
+    assert shape(step(scheduler)) == [("a", 9, 1)]  # its third token, the last
+    assert shape(step(scheduler)) == [("large", 0, 9), ("small", 0, 1)]
+
+
+def test_entry_needs_a_slot_and_takes_the_lowest():
+    scheduler = make(max_num_seqs=3, max_num_batched_tokens=16)
+    for name in "abcd":
+        add(scheduler, name, 1)
+    plan = step(scheduler)
+    assert [(row.request_id, row.slot) for row in plan.rows] == [("a", 0), ("b", 1), ("c", 2)]
+    assert [(slot, request.request_id) for slot, request in plan.new_requests] == [
+        (0, "a"),
+        (1, "b"),
+        (2, "c"),
+    ]
+    for name in ("c", "a"):
+        scheduler.abort(name, "", 3)
+    plan = step(scheduler)
+    assert [(row.request_id, row.slot) for row in plan.rows] == [("b", 1), ("d", 0)]
+    assert [(slot, request.request_id) for slot, request in plan.new_requests] == [(0, "d")]
+
+
+def test_a_decode_without_a_page_preempts_the_latest_arrival_which_resumes_with_its_tokens():
+    scheduler = make(num_pages=4, page_size=2, max_num_batched_tokens=16)
+    add(scheduler, "a", 3)  # pages 0 and 1
+    prompt = add_prompt(scheduler, "b", 3)  # pages 2 and 3
+    step(scheduler, token=11)
+    assert shape(step(scheduler, token=12)) == [("a", 3, 1), ("b", 3, 1)]  # both full now
+    add(scheduler, "c", 1)
+    plan = step(scheduler, token=13)
+    assert plan.preempted == ("b",)
+    assert shape(plan) == [
+        ("a", 4, 1)
+    ]  # "b" is out, and "c" does not slip in though a page and slots are free
+    assert plan.page_writes == (PageWrite(0, 2, 2),)  # "b" gave up pages 2 and 3
+    assert scheduler.active_ids() == ("a", "b", "c")
+    assert scheduler.load() == Load(1, 2, 3 + 1, 3, 4)
+    assert shape(step(scheduler, token=14)) == [("a", 5, 1)]  # "b" needs 3 pages for its 5 tokens; 1 is free
+    scheduler.abort("a", "", 3)
+    plan = step(scheduler, token=15)
+    resumed = PlanRow("b", 0, 0, 5, (*prompt, 11, 12), samples=True)
+    assert plan.rows[0] == resumed
+    assert [request.request_id for _, request in plan.new_requests] == ["b", "c"]
+    assert step(scheduler).rows[0] == PlanRow("b", 0, 5, 1, None, samples=True)
+    assert scheduler.num_preemptions == 1
+
+
+def test_a_decode_that_is_the_latest_arrival_itself_gives_way():
+    scheduler = make(num_pages=4, page_size=2, max_num_batched_tokens=16)
+    add(scheduler, "a", 3)
+    add(scheduler, "b", 4)
+    step(scheduler)
+    plan = step(scheduler)  # "a" has room for position 3, "b" has none for position 4
+    assert (shape(plan), plan.preempted) == ([("a", 3, 1)], ("b",))
+    assert scheduler.load().pages_used == 2
+
+
+def test_a_victim_may_be_halfway_through_its_prefill():
+    scheduler = make(num_pages=4, page_size=2, max_num_batched_tokens=5)
+    add(scheduler, "a", 4)
+    add(scheduler, "b", 4)
+    assert shape(step(scheduler)) == [("a", 0, 4), ("b", 0, 1)]
+    plan = step(scheduler)
+    assert (shape(plan), plan.preempted) == ([("a", 4, 1)], ("b",))
+    scheduler.abort("a", "", 3)
+    assert shape(step(scheduler)) == [("b", 0, 4)]  # from its start
+
+
+def test_a_decode_does_not_give_way_while_a_step_in_flight_may_free_pages():
+    scheduler = make(num_pages=2, page_size=2)
+    add(scheduler, "a", 2, max_tokens=1)
+    first = dispatch(scheduler)
+    add(scheduler, "b", 2, max_tokens=3)
+    step(scheduler)
+    assert scheduler.schedule(2) is None  # "b" needs a third page
+    commit(scheduler, first)  # ends "a"
+    assert step(scheduler).rows == (PlanRow("b", 1, 2, 1, None, samples=True),)
+    assert scheduler.num_preemptions == 0
+
+
+def test_a_resumed_request_is_chunked_like_any_other():
+    scheduler = make(max_num_batched_tokens=4)
+    prompt = add_prompt(scheduler, "a", 3)
+    for token in (11, 12, 13):
+        step(scheduler, token)
+    assert scheduler.preempt_all() == ("a",)
+    assert step(scheduler).rows == (PlanRow("a", 0, 0, 4, (*prompt, 11), samples=False),)
+    assert step(scheduler, 14).rows == (PlanRow("a", 0, 4, 2, (12, 13), samples=True),)
+    assert step(scheduler).rows == (PlanRow("a", 0, 6, 1, None, samples=True),)
+
+
+def test_preempt_all_keeps_the_order_of_arrival():
+    scheduler = make(max_num_seqs=2)
+    for name in "abc":
+        add(scheduler, name, 1)
+    step(scheduler)
+    assert scheduler.preempt_all() == ("a", "b")
+    scheduler.check()
+    assert scheduler.active_ids() == ("a", "b", "c")
+    assert scheduler.load() == Load(0, 3, 3, 0, 16)
+    assert scheduler.num_preemptions == 2
+    assert shape(step(scheduler)) == [("a", 0, 2), ("b", 0, 2)]
+
+
+def test_while_nobody_is_admitted_the_running_ones_go_on():
+    scheduler = make()
+    add(scheduler, "a", 1)
+    assert scheduler.schedule(1, admit=False) is None
+    step(scheduler)
+    add(scheduler, "b", 1)
+    plan = dispatch(scheduler, admit=False)
+    assert shape(plan) == [("a", 1, 1)]
+    commit(scheduler, plan)
+    assert shape(dispatch(scheduler)) == [("a", 2, 1), ("b", 0, 1)]
+
+
+def test_a_request_whose_token_is_in_flight_sits_out():
+    scheduler = make()
+    add(scheduler, "a", 2)
+    first = dispatch(scheduler)
+    assert scheduler.schedule(2) is None
+    add(scheduler, "b", 1)
+    second = dispatch(scheduler)
+    assert (shape(first), shape(second)) == ([("a", 0, 2)], [("b", 0, 1)])
+    assert second.step_id == first.step_id + 1
+    commit(scheduler, first)
+    assert shape(dispatch(scheduler)) == [("a", 2, 1)]
+
+
+def test_min_tokens_bans_stops_for_exactly_that_many_tokens_also_after_a_preemption():
+    scheduler = make(max_num_batched_tokens=4)
+    add(scheduler, "a", 5, min_tokens=3)
+    bans = [[row.bans_stops for row in step(scheduler).rows] for _ in range(3)]
+    assert bans == [[False], [True], [True]]  # the first chunk samples nothing
+    scheduler.preempt_all()
+    bans = [[row.bans_stops for row in step(scheduler).rows] for _ in range(4)]
+    assert bans == [[False], [True], [False], [False]]  # 7 tokens in two chunks; the last makes token 3

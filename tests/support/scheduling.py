@@ -1,0 +1,45 @@
+"""A scheduler of hand-computable size, and the short words its tests are written in."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from penstock.runtime.plan import Plan, StepResult
+from penstock.runtime.request import Output, Request, StoppingParams
+from penstock.runtime.scheduler import Scheduler, SchedulerConfig
+
+EOS, OTHER_EOS, STOP_ID, WORD = 0, 1, 5, 9
+LIMITS: dict[str, Any] = {
+    "max_num_seqs": 4,
+    "max_num_batched_tokens": 8,
+    "max_model_len": 32,
+    "page_size": 4,
+    "num_pages": 16,
+    "eos_token_ids": frozenset({EOS, OTHER_EOS}),
+    "max_queued_requests": 10_000,
+}
+
+
+def make(**limits: int) -> Scheduler:
+    return Scheduler(SchedulerConfig(**{**LIMITS, **limits}))
+
+
+def add(scheduler: Scheduler, name: str = "a", num_prompt: int = 3, now_ns: int = 1, **stopping: Any) -> None:
+    """Queues a request with the prompt 100, 101, ..."""
+    prompt = tuple(range(100, 100 + num_prompt))
+    scheduler.add(Request(name, prompt, stopping=StoppingParams(**stopping)), now_ns)
+
+
+def dispatch(scheduler: Scheduler, now_ns: int = 2, admit: bool = True) -> Plan:
+    """A plan, which there must be."""
+    plan = scheduler.schedule(now_ns, admit=admit)
+    assert plan is not None
+    scheduler.check()
+    return plan
+
+
+def commit(scheduler: Scheduler, plan: Plan, token: int = WORD, now_ns: int = 3) -> list[Output]:
+    """The same token for every row."""
+    outputs = scheduler.commit(plan, StepResult([token] * len(plan.rows), [None] * len(plan.rows)), now_ns)
+    scheduler.check()
+    return outputs
