@@ -135,6 +135,13 @@ async def failure_of(call: Awaitable[Any]) -> Failure:
     raise AssertionError(f"the call succeeded: {reply}")
 
 
+async def read_all(call: Any) -> AsyncIterator[inference_pb2.StreamResponse]:
+    """The rest of a stream that was begun with read(); raises its failure."""
+    async with asyncio.timeout(3 * WAIT_S):
+        while (message := await call.read()) is not grpc.aio.EOF:
+            yield message
+
+
 async def collect(call: Any) -> list[inference_pb2.StreamResponse]:
     """All messages of a stream, which must follow the grammar and end with OK."""
     messages = []

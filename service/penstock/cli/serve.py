@@ -250,12 +250,11 @@ async def _serve(
         print(f"penstock serve: {error}", file=sys.stderr)
         return 1
     print(f"penstock: ready on {server.address}", flush=True)
-    failed = asyncio.ensure_future(server.wait_for_failure())
-    await _first(failed, stopping)
+    died = await _first(asyncio.ensure_future(server.wait_for_failure()), stopping)
     log.info("stopping: no new requests; running ones have %g s", options.grace_s)
     await server.stop()
     log.info("stopped")
-    return 1 if failed.done() else 0
+    return 1 if died else 0
 
 
 async def _first(wanted: asyncio.Future[Any], stopping: asyncio.Future[Any]) -> bool:

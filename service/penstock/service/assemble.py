@@ -80,7 +80,7 @@ class Assembler:
     def add(self, output: Output) -> Delta:
         """The delta of one engine output; raises its error."""
         if output.error is not None:
-            raise output.error
+            raise output.error.with_traceback(None)  # one object for all requests that it ended
         if self._stop is not None:  # tokens made before the engine heard of the stop
             finish = self._stop if output.finish is not None else None
             return Delta(finish=finish, timing=output.timing, generation=output.generation)

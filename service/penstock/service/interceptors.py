@@ -14,7 +14,7 @@ from typing import Any, TypeAlias, TypeVar, cast
 import grpc
 from google.protobuf.message import DecodeError, Message
 
-from penstock.runtime.errors import EngineFailure, InvalidRequest, PenstockError, Violation
+from penstock.runtime.errors import InvalidRequest, PenstockError, Violation
 from penstock.service.errors import DETAILS_KEY, row_of, to_status
 from penstock.service.support import check_wire
 from penstock.service.telemetry import CURRENT_RPC, RpcTrace, Telemetry
@@ -26,6 +26,8 @@ Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
 Behaviour: TypeAlias = "Callable[[Any, Context], Any]"
 PACKAGE = "/penstock.v1."
+DEADLINE_SLACK_S = 0.1
+"""gRPC tells a handler of a deadline as of a cancel, and the client's own may come a little earlier than ours."""
 
 
 def decode(parse: Callable[[bytes], M], data: bytes) -> M:
@@ -120,15 +122,16 @@ class PenstockInterceptor(grpc.aio.ServerInterceptor):
 async def _fail(error: BaseException, rpc: RpcTrace, context: Context) -> None:
     """End the RPC as the error says; always raises."""
     if isinstance(error, (asyncio.CancelledError, GeneratorExit)):
-        late = (context.time_remaining() or 1.0) <= 0
+        remaining_s = cast("float | None", context.time_remaining())  # None: no deadline
+        late = remaining_s is not None and remaining_s < DEADLINE_SLACK_S
         rpc.end(grpc.StatusCode.DEADLINE_EXCEEDED if late else grpc.StatusCode.CANCELLED)
         raise error
     if not isinstance(error, Exception):
         rpc.end(grpc.StatusCode.INTERNAL, type(error).__name__)
         raise error
     row = row_of(error)
-    if not isinstance(error, PenstockError) or isinstance(error, EngineFailure):
-        log.error("%s failed: %s", rpc, error, exc_info=error)
+    if not isinstance(error, PenstockError):
+        log.error("a bug in the service", exc_info=error)
     status = to_status(error)
     rpc.end(row.code, row.reason)
     await context.abort(row.code, status.message, ((DETAILS_KEY, status.SerializeToString()),))

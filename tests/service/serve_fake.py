@@ -1,0 +1,48 @@
+"""`penstock serve` with the fake engine in place of the real one: a process to send signals to.
+
+--served-model-name chooses what it does: "never-ready" has a warm-up without end, "dies" fails at its first request.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import threading
+import time
+from typing import Any
+
+from penstock.cli import serve
+from penstock.runtime.config import EngineConfig
+from tests.service.fake import FakeEngine, byte_codec
+
+
+class SlowEngine(FakeEngine):
+    """Ten steps a second."""
+
+    dies = False
+
+    def _advance(self, request_id: str) -> None:
+        if self.dies:
+            self.die()
+            return
+        time.sleep(0.1)
+        super()._advance(request_id)
+
+
+class Loader:
+    """Stands in for the class `Engine`."""
+
+    @staticmethod
+    def from_pretrained(model: str, config: EngineConfig) -> Any:
+        forever = threading.Event()
+        start = forever.wait if config.served_model_name == "never-ready" else lambda: None
+        engine = SlowEngine(codec=byte_codec(), max_model_len=10_000, start=start)  # type: ignore[arg-type]
+        engine.dies = config.served_model_name == "dies"
+        return engine
+
+
+if __name__ == "__main__":
+    serve.Engine = Loader  # type: ignore[assignment, misc]
+    parser = argparse.ArgumentParser()
+    serve.add_parser(parser.add_subparsers())
+    sys.exit(serve.run(parser.parse_args(["serve", "fake", *sys.argv[1:]])))

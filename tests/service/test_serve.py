@@ -1,0 +1,298 @@
+"""`penstock serve` as a process: what it prints, what it refuses, and how signals end it."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from penstock.cli import serve
+from penstock.service.options import ServerOptions
+from penstock.v1 import inference_pb2_grpc, types_pb2
+from tests.service.rig import generate, stream
+
+GOLDEN = Path("/work/shared/golden/models/qwen3")
+REPOSITORY = Path(__file__).parents[2]
+ENGINE = ["--max-num-seqs", "2", "--max-num-batched-tokens", "16", "--kv-cache-bytes", "4M"]
+START_S = 150.0
+
+
+class Process:
+    """A server in a process, its output collected as it comes."""
+
+    def __init__(self, *command: str) -> None:
+        self.popen = subprocess.Popen(
+            [sys.executable, "-u", *command],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            cwd=REPOSITORY,
+        )
+        self.lines: list[str] = []
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def _read(self) -> None:
+        assert self.popen.stdout is not None
+        self.lines.extend(iter(self.popen.stdout.readline, ""))
+
+    @property
+    def output(self) -> str:
+        return "".join(self.lines)
+
+    def wait_for(self, pattern: str, timeout_s: float = START_S) -> re.Match[str]:
+        deadline = time.monotonic() + timeout_s
+        while time.monotonic() < deadline:
+            found = re.search(pattern, self.output)
+            if found:
+                return found
+            if self.popen.poll() is not None:
+                break
+            time.sleep(0.05)
+        raise AssertionError(f"never printed {pattern!r}:\n{self.output}")
+
+    def wait(self, timeout_s: float = 60.0) -> int:
+        code = self.popen.wait(timeout_s)
+        self._reader.join(10)
+        assert self.popen.stdout is not None
+        self.popen.stdout.close()
+        return code
+
+
+@contextlib.contextmanager
+def running(*command: str) -> Iterator[Process]:
+    started = Process(*command)
+    try:
+        yield started
+    finally:
+        if started.popen.poll() is None:
+            started.popen.kill()
+        started.wait()
+
+
+def process(*arguments: str) -> contextlib.AbstractContextManager[Process]:
+    """The command itself."""
+    return running("-m", "penstock.cli", "serve", *arguments)
+
+
+def fake_process(*arguments: str) -> contextlib.AbstractContextManager[Process]:
+    """The command on the fake engine at ten tokens a second; see tests/service/serve_fake.py."""
+    return running("-m", "tests.service.serve_fake", *arguments)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not GOLDEN.is_dir(), reason="needs the golden models")
+def test_a_checkpoint_is_served_until_sigterm(tmp_path: Path) -> None:
+    """On the real engine: what was resolved is printed, a stream under way gets all of its tokens, exit 0."""
+    cache = ["--compilation-cache", str(tmp_path)]
+    with process(str(GOLDEN), "--port", "0", "--grace", "60", *ENGINE, *cache) as server:
+        address = server.wait_for(r"ready on (127\.0\.0\.1:\d+)")[1]
+        with grpc.insecure_channel(address) as channel:
+            health = health_pb2_grpc.HealthStub(channel)
+            assert health.Check(health_pb2.HealthCheckRequest()).status == 1
+            stub = inference_pb2_grpc.InferenceServiceStub(channel)
+            asked = {"max_tokens": 200, "ignore_eos": True}
+            call = stub.Stream(stream("def f(x):", stopping=asked, sampling={"temperature": 0}))
+            assert next(call).WhichOneof("event") == "started"
+            assert next(call).delta.token_ids
+            server.popen.send_signal(signal.SIGTERM)
+            server.wait_for("stopping")
+            last = list(call)[-2:]
+        assert last[0].finished.finish.reason == types_pb2.FINISH_REASON_MAX_TOKENS
+        assert last[1].summary.usage.completion_tokens == 200
+        assert server.wait() == 0
+    for line in ("Qwen3ForCausalLM, float32", "context 1024 tokens", "KV cache", "on cpu:0"):
+        assert line in server.output
+    assert "Traceback" not in server.output
+
+
+def test_sigterm_finishes_what_runs_and_refuses_new() -> None:
+    with fake_process("--port", "0", "--grace", "60") as server:
+        address = server.wait_for(r"ready on (127\.0\.0\.1:\d+)")[1]
+        with grpc.insecure_channel(address) as channel:
+            stub = inference_pb2_grpc.InferenceServiceStub(channel)
+            call = stub.Stream(stream("a"))
+            next(call)
+            server.popen.send_signal(signal.SIGTERM)
+            server.wait_for("stopping")
+            failure = stub.Generate.future(generate("a")).exception(20)
+            assert isinstance(failure, grpc.RpcError)
+            assert failure.code() is grpc.StatusCode.UNAVAILABLE  # type: ignore[attr-defined]
+            text = "".join(message.delta.text for message in call)
+        assert text == "bcdefghijklmnopqrstuvwxyz"
+        assert server.wait() == 0
+    assert "Traceback" not in server.output
+
+
+def test_requests_beyond_the_grace_end_aborted() -> None:
+    with fake_process("--port", "0", "--grace", "0.2") as server:
+        address = server.wait_for(r"ready on (127\.0\.0\.1:\d+)")[1]
+        with grpc.insecure_channel(address) as channel:
+            stub = inference_pb2_grpc.InferenceServiceStub(channel)
+            call = stub.Stream(stream("a", stopping={"ignore_eos": True, "max_tokens": 10_000}))
+            next(call)
+            server.popen.send_signal(signal.SIGTERM)
+            finished = list(call)[-2].finished.finish
+        assert finished.reason == types_pb2.FINISH_REASON_ABORTED
+        assert server.wait() == 0
+
+
+def test_sigint_ends_it_too() -> None:
+    with fake_process("--port", "0") as server:
+        server.wait_for("ready on")
+        server.popen.send_signal(signal.SIGINT)
+        assert server.wait() == 0
+    assert "Traceback" not in server.output
+
+
+def test_a_second_signal_ends_it_at_once() -> None:
+    with fake_process("--port", "0", "--grace", "600") as server:
+        address = server.wait_for(r"ready on (127\.0\.0\.1:\d+)")[1]
+        with grpc.insecure_channel(address) as channel:
+            stub = inference_pb2_grpc.InferenceServiceStub(channel)
+            next(stub.Stream(stream("a", stopping={"ignore_eos": True, "max_tokens": 10_000})))
+            server.popen.send_signal(signal.SIGTERM)
+            server.wait_for("stopping")
+            server.popen.send_signal(signal.SIGTERM)
+            assert server.wait() == 128 + signal.SIGTERM
+    assert "second signal" in server.output
+
+
+def test_sigterm_during_warm_up_ends_it() -> None:
+    """The fake's warm-up never ends here, as a long compilation would not."""
+    with fake_process("--port", "0", "--served-model-name", "never-ready") as server:
+        server.wait_for("compiled programs are kept in")
+        server.popen.send_signal(signal.SIGTERM)
+        assert server.wait() == 0
+    assert "ready on" not in server.output
+    assert "Traceback" not in server.output
+
+
+def test_a_dead_engine_ends_the_process_with_1() -> None:
+    with fake_process("--port", "0", "--served-model-name", "dies") as server:
+        address = server.wait_for(r"ready on (127\.0\.0\.1:\d+)")[1]
+        with grpc.insecure_channel(address) as channel:
+            failure = inference_pb2_grpc.InferenceServiceStub(channel).Generate.future(generate("a")).exception(20)
+            assert isinstance(failure, grpc.RpcError)
+            assert failure.code() is grpc.StatusCode.INTERNAL  # type: ignore[attr-defined]
+        assert server.wait() == 1
+    assert "the engine is dead" in server.output
+
+
+def test_listening_for_others_is_warned_about() -> None:
+    with fake_process("--port", "0", "--host", "0.0.0.0") as server:
+        server.wait_for(r"WARNING.*without TLS")
+        server.wait_for(r"ready on 0\.0\.0\.0:\d+")
+        server.popen.send_signal(signal.SIGTERM)
+        assert server.wait() == 0
+
+
+def test_a_port_in_use_is_told_before_anything_is_loaded() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with process("demo", "--port", str(port)) as server:
+            assert server.wait(START_S) == 1
+    assert f"penstock serve: cannot listen on 127.0.0.1:{port}: Address already in use" in server.output
+    assert "--port" in server.output
+    assert "Traceback" not in server.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (["./no-such-folder"], "no-such-folder"),
+        (["demo", "--page-size", "3"], "page_size: must be a power of two"),
+        (["demo", "--stall-limit", "0"], "stall_limit_s: must be above 0"),
+    ],
+)
+def test_what_cannot_be_served_is_one_clear_line(arguments: list[str], complaint: str) -> None:
+    with process(*arguments, "--port", "0") as server:
+        assert server.wait(START_S) in (1, 2)
+    assert complaint in server.output
+    assert "Traceback" not in server.output
+
+
+# -- arguments, without a process --
+
+
+def parse(*arguments: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    serve.add_parser(parser.add_subparsers())
+    return parser.parse_args(["serve", "demo", *arguments])
+
+
+def test_defaults_are_those_of_the_configurations() -> None:
+    args = parse()
+    assert serve._engine_config(args) == serve.EngineConfig()
+    assert (args.host, args.port) == (ServerOptions().host, ServerOptions().port)
+    assert (args.stall_limit, args.grace) == (ServerOptions().stall_limit_s, ServerOptions().grace_s)
+
+
+def test_every_option_arrives(tmp_path: Path) -> None:
+    given = {
+        "--served-model-name": "m",
+        "--dtype": "float16",
+        "--max-model-len": "100",
+        "--max-num-seqs": "3",
+        "--max-num-batched-tokens": "64",
+        "--max-queued-requests": "9",
+        "--page-size": "8",
+        "--kv-cache-bytes": "2G",
+        "--hbm-utilization": "0.5",
+        "--max-logprobs": "4",
+        "--compilation-cache": str(tmp_path),
+    }
+    config = serve._engine_config(parse(*(x for pair in given.items() for x in pair)))
+    assert config == serve.EngineConfig(
+        served_model_name="m",
+        dtype="float16",
+        max_model_len=100,
+        max_num_seqs=3,
+        max_num_batched_tokens=64,
+        max_queued_requests=9,
+        page_size=8,
+        kv_cache_bytes=2 * 2**30,
+        hbm_utilization=0.5,
+        max_logprobs=4,
+        compilation_cache=tmp_path,
+    )
+    assert serve._engine_config(parse("--compilation-cache", "off")).compilation_cache is None
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [("1", 1), ("512M", 512 * 2**20), ("2G", 2**31), ("2g", 2**31), ("1.5GiB", 3 * 2**29), ("4kb", 4096), ("7B", 7)],
+)
+def test_size(text: str, value: int) -> None:
+    assert serve.size(text) == value
+
+
+@pytest.mark.parametrize("text", ["", "G", "2X", "-1", "0", "inf", "nan", "1e400G", "0.1", "2 G G"])
+def test_bad_size(text: str) -> None:
+    with pytest.raises(argparse.ArgumentTypeError):
+        serve.size(text)
+
+
+def test_help_has_defaults_and_examples(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        parse("--help")
+    assert end.value.code == 0
+    text = capsys.readouterr().out
+    for part in ("penstock serve demo", "default: 50051", "--kv-cache-bytes", "SIGTERM"):
+        assert part in text
+
+

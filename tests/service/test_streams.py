@@ -1,0 +1,59 @@
+"""The switchboard: one wake-up of the loop however many requests a step serves."""
+
+from __future__ import annotations
+
+import asyncio
+
+from penstock.runtime.request import Finish, FinishReason, Output, SamplingParams, StoppingParams
+from penstock.service.assemble import Assembler
+from penstock.service.convert import Job, ResponseOptions, TokenPrompt
+from penstock.service.streams import Buffer, Switchboard
+from tests.service.rig import CODEC, fake
+
+
+def buffer(board, engine, name, **options):
+    job = Job(name, TokenPrompt((97,)), SamplingParams(), StoppingParams(), None, ResponseOptions())
+    return Buffer(engine, board, name, Assembler(job, CODEC), **options)
+
+
+async def test_one_wake_up_a_step():
+    """64 sinks are called from another thread, as by one step; the loop is woken once."""
+    loop = asyncio.get_running_loop()
+    calls = []
+
+    class CountingLoop:
+        def call_soon_threadsafe(self, work):
+            calls.append(work)
+
+    board = Switchboard(CountingLoop())  # type: ignore[arg-type]
+    buffers = [buffer(board, fake(), str(i)) for i in range(64)]
+    last = Output("", (98,), finish=Finish(FinishReason.EOS))
+    await loop.run_in_executor(None, lambda: [b.sink([last]) for b in buffers])
+    assert len(calls) == 1
+    calls[0]()
+    assert [(await b.take()).text for b in buffers] == ["b"] * 64
+    buffers[0].sink([last])
+    assert len(calls) == 2, "the next step wakes it again"
+
+
+async def test_outputs_of_a_former_user_of_an_id_do_not_reach_the_next():
+    """They were on their way when the first was cancelled and the second took the id."""
+    board = Switchboard(asyncio.get_running_loop())
+    engine = fake()
+    first, second = buffer(board, engine, "same"), buffer(board, engine, "same")
+    first.sink([Output("same", (120,))])
+    first.close()
+    second.sink([Output("same", (98,), finish=Finish(FinishReason.EOS))])
+    assert (await second.take()).text == "b"
+    assert engine.cancelled == ["same"]
+
+
+async def test_close_after_the_end_cancels_nothing():
+    """Its id may belong to another request by then."""
+    board = Switchboard(asyncio.get_running_loop())
+    engine = fake()
+    one = buffer(board, engine, "one")
+    one.sink([Output("one", (98,), finish=Finish(FinishReason.EOS))])
+    await one.take()
+    one.close()
+    assert engine.cancelled == []
