@@ -65,23 +65,23 @@ def pair_turning(rotations, theta, length, dim):
 
 @pytest.mark.parametrize("truncate", [True, False])
 @pytest.mark.parametrize(("beta_fast", "beta_slow"), [(32.0, 1.0), (8.0, 2.0)])
-@pytest.mark.parametrize("length", [256, 4096])
-def test_yarn_ramp(truncate, beta_fast, beta_slow, length):
-    rope = RopeConfig(
-        "yarn", 10_000.0, 4.0, length, beta_fast=beta_fast, beta_slow=beta_slow, truncate=truncate
-    )
-    first = pair_turning(beta_fast, 10_000.0, length, DIM)
-    last = pair_turning(beta_slow, 10_000.0, length, DIM)
+# The last two: a ramp cut off at the first pair, and one cut off at the last channel.
+@pytest.mark.parametrize(("theta", "length"), [(1e4, 256), (1e4, 4096), (1e4, 40), (10.0, 4096)])
+def test_yarn_ramp(truncate, beta_fast, beta_slow, theta, length):
+    rope = RopeConfig("yarn", theta, 4.0, length, beta_fast=beta_fast, beta_slow=beta_slow, truncate=truncate)
+    first = pair_turning(beta_fast, theta, length, DIM)
+    last = pair_turning(beta_slow, theta, length, DIM)
     if truncate:
         first, last = math.floor(first), math.ceil(last)
     first, last = max(first, 0), min(last, DIM - 1)
     expected = []
-    for i, frequency in enumerate(plain()):
+    for i, frequency in enumerate(plain(theta)):
         ramp = min(max((i - first) / (last - first), 0.0), 1.0)
         expected.append(frequency * (1 - ramp) + frequency / 4.0 * ramp)
     np.testing.assert_allclose(inverse_frequencies(rope, DIM), expected, rtol=1e-5)
-    assert expected[0] == plain()[0]  # the fastest pair extrapolates
-    assert expected[-1] == plain()[-1] / 4.0  # the slowest is interpolated
+    if (theta, length) == (1e4, 4096):
+        assert expected[0] == plain()[0]  # the fastest pair extrapolates
+        assert expected[-1] == plain()[-1] / 4.0  # the slowest is interpolated
 
 
 def test_yarn_with_an_empty_ramp_is_a_step():
