@@ -217,6 +217,12 @@ def test_a_failure_midway_shows_the_half_and_the_reason(server, failure, capsys)
     assert "the engine died" in shown.err
 
 
+def test_a_connection_that_breaks_is_not_called_a_missing_server(server, failure, capsys):
+    server.stream_failure = failure(Code.UNAVAILABLE, "", "Stream removed (recvmsg: reset by peer)")
+    assert run("generate", "p", "--addr", server.addr) == 1
+    assert f"the connection to {server.addr} broke" in capsys.readouterr().err
+
+
 def test_ctrl_c_ends_generate_on_the_server_too(server):
     server.hold_after = 2
     command = [sys.executable, "-m", "penstock.cli", "generate", "p", "--addr", server.addr]

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import shlex
 import signal
 import socket
 import subprocess
 import sys
 
 import pytest
+from google.protobuf import json_format
 
 from penstock.cli import demo
 from penstock.cli.__main__ import main
+from penstock.v1 import inference_pb2, types_pb2
 
 # Serves health and one canned stream; SIGINT ends it with code 7, and a second one would with code 9.
 SERVER = """
@@ -100,7 +103,7 @@ def test_it_shows_an_answer_and_stays_up_until_it_is_told(port, number):
     assert "Once upon a time, there was a pond." in shown
     assert f"127.0.0.1:{port} penstock.v1.InferenceService/Stream" in shown
     for command in ("generate", "chat", "info"):
-        assert f"penstock {command}" in shown
+        assert f"penstock {command}" in shown.replace(" -m penstock.cli", " penstock")
     assert f'with Client("127.0.0.1:{port}") as client:' in shown
     assert (out, err) == (f"GOT {number.value}\n", "")
     assert program.returncode == 7
@@ -127,6 +130,39 @@ def test_the_lines_to_paste_are_real(port):
         program.send_signal(signal.SIGINT)
         program.communicate(timeout=60)
     assert (done.stdout, done.stderr) == (", there was a pond.", "")
+
+
+@pytest.mark.parametrize(
+    ("on_path", "folder", "script", "expected"),
+    [
+        (True, "", True, ("penstock", "python")),
+        (False, "", True, ("venv/bin/penstock", "venv/bin/python")),
+        (False, "", False, ("venv/bin/python -m penstock.cli", "venv/bin/python")),
+        (False, "elsewhere", True, ("{root}/venv/bin/penstock", "{root}/venv/bin/python")),
+    ],
+)
+def test_the_lines_to_paste_work_without_the_virtual_environment_on_path(
+    tmp_path, monkeypatch, on_path, folder, script, expected
+):
+    programs = tmp_path / "venv" / "bin"
+    programs.mkdir(parents=True)
+    (tmp_path / "elsewhere").mkdir()
+    if script:
+        (programs / "penstock").touch(mode=0o755)
+    monkeypatch.setenv("PATH", str(programs) if on_path else "")
+    monkeypatch.setattr(sys, "executable", str(programs / "python"))
+    monkeypatch.chdir(tmp_path / folder)
+    assert demo.programs() == tuple(part.format(root=tmp_path) for part in expected)
+
+
+def test_the_grpcurl_line_is_a_request_of_the_contract():
+    line = demo.PASTE.format(prompt=demo.PROMPT, addr="a:1", flag="", program="", python="")
+    words = shlex.split(line[line.index("grpcurl") : line.index("/Stream")].replace("\\\n", ""))
+    assert words[:3] == ["grpcurl", "-plaintext", "-d"]
+    assert json_format.Parse(words[3], inference_pb2.StreamRequest()) == inference_pb2.StreamRequest(
+        prompt="Once upon a time", stopping=types_pb2.StoppingParams(max_tokens=60)
+    )
+    assert words[4:] == ["a:1", "penstock.v1.InferenceService"]
 
 
 def test_a_server_that_dies_while_loading(port):

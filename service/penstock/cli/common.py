@@ -95,6 +95,8 @@ def explain(error: PenstockClientError, addr: str) -> str:
     match error:
         case Unreachable():
             cause = text.rpartition(": ")[2]
+            if "failed to connect" not in text:
+                return f"the connection to {addr} broke ({cause}); see whether the server still runs"
             return (
                 f"no server at {addr} ({cause}); start one with `penstock serve demo`, or name it with --addr"
             )

@@ -8,12 +8,14 @@ server may read as "stop without finishing the running requests".
 from __future__ import annotations
 
 import argparse
+import shutil
 import signal
 import socket
 import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
 
@@ -33,11 +35,11 @@ Try it from another terminal:
   grpcurl -plaintext -d '{{"prompt": "{prompt}", "stopping": {{"max_tokens": 60}}}}' \\
     {addr} penstock.v1.InferenceService/Stream
 
-  penstock generate "{prompt}"{flag}
-  penstock chat{flag}
-  penstock info{flag}
+  {program} generate "{prompt}"{flag}
+  {program} chat{flag}
+  {program} info{flag}
 
-or from Python:
+or from Python ({python}):
 
   from penstock.client import Client
 
@@ -148,4 +150,16 @@ def _show(client: Client, addr: str) -> None:
         for event in stream:
             write(event.delta)
     flag = "" if addr == "127.0.0.1:50051" else f" --addr {addr}"
-    write("\n" + PASTE.format(prompt=PROMPT, addr=addr, flag=flag))
+    program, python = programs()
+    write("\n" + PASTE.format(prompt=PROMPT, addr=addr, flag=flag, program=program, python=python))
+
+
+def programs() -> tuple[str, str]:
+    """How another terminal in this folder calls `penstock` and Python: by path where no PATH has them."""
+    if shutil.which("penstock") is not None:
+        return "penstock", "python"
+    python = Path(sys.executable)
+    if python.is_relative_to(Path.cwd()):
+        python = python.relative_to(Path.cwd())
+    script = python.with_name("penstock")
+    return str(script) if script.exists() else f"{python} -m penstock.cli", str(python)
