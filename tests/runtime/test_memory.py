@@ -79,6 +79,7 @@ def test_what_a_device_has_left() -> None:
         ("max_num_seqs", 4097),
         ("max_num_batched_tokens", 15),
         ("max_queued_requests", 0),
+        ("max_prefill_chunk", 0),
         ("page_size", 12),
         ("page_size", 0),
         ("page_size", 2048),

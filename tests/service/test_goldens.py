@@ -66,6 +66,7 @@ def check(output: inference_pb2.Output, case: dict[str, Any]) -> None:
     np.testing.assert_allclose([c.logprob - shift for c in top], expected_logits, rtol=1e-4)
 
 
+@pytest.mark.timeout(900)  # minutes on a busy machine: some 600 requests per architecture
 @pytest.mark.parametrize("name", NAMES)
 async def test_every_chunk_size_alone_and_packed(name: str) -> None:
     cases = json.loads((GOLDEN / name / "expected.json").read_text())["cases"]

@@ -32,6 +32,10 @@ class EngineConfig:
     """Rows of the running batch."""
     max_num_batched_tokens: int = 512
     """Token budget of one step, shared by decodes and prefill chunks."""
+    max_prefill_chunk: int | None = None
+    """Most prompt tokens of one request in a step; smaller bounds how long a long prompt delays running
+    decodes.
+    None: all of the step's budget that decodes leave."""
     max_queued_requests: int = 1024
     page_size: int = 16
     """Tokens per KV page."""
@@ -58,6 +62,8 @@ class EngineConfig:
                 f"max_num_batched_tokens: must be at least 16 and max_num_seqs ({self.max_num_seqs}), "
                 f"not {self.max_num_batched_tokens}"
             )
+        if self.max_prefill_chunk is not None and self.max_prefill_chunk < 1:
+            bad.append(f"max_prefill_chunk: must be at least 1, not {self.max_prefill_chunk}")
         if self.max_queued_requests < 1:
             bad.append(f"max_queued_requests: must be at least 1, not {self.max_queued_requests}")
         if self.page_size < 1 or self.page_size & (self.page_size - 1) or self.page_size > 1024:

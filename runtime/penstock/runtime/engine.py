@@ -84,7 +84,7 @@ class Engine:
         """Size the KV cache and build scheduler and runner; nothing is compiled before `start`. ConfigError
         if it cannot fit.
         """
-        device = jax.tree.leaves(model.weights)[0].devices().pop()
+        device = next(iter(jax.tree.leaves(model.weights)[0].devices()))
         mesh = single_device_mesh(device)
         buckets = Buckets.default(config.max_num_seqs, config.max_num_batched_tokens)
         runner_config = RunnerConfig(
@@ -118,6 +118,7 @@ class Engine:
                 num_pages=kv.num_pages,
                 eos_token_ids=frozenset(model.eos_token_ids),
                 max_queued_requests=config.max_queued_requests,
+                max_prefill_chunk=config.max_prefill_chunk,
             )
         )
         self._core = EngineCore(self._runner, scheduler, vocab_size=model.vocab_size, observer=observer)

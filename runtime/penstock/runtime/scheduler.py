@@ -120,11 +120,12 @@ class Scheduler:
             seq.pending = True
 
         budget = self.config.max_num_batched_tokens - len(rows)
+        most = self.config.max_prefill_chunk or budget
         for seq in prefills:
             if budget == 0:
                 break
             if seq.status is _RUNNING:
-                row = _chunk(seq, budget)
+                row = _chunk(seq, min(budget, most))
                 rows.append(row)
                 sampling.append(seq if row.samples else None)
                 budget -= row.num_tokens
@@ -140,7 +141,7 @@ class Scheduler:
             entered.append((slot, seq.request))
             if seq.scheduled_ns == 0:
                 seq.scheduled_ns = now_ns
-            row = _chunk(seq, budget)
+            row = _chunk(seq, min(budget, most))
             rows.append(row)
             sampling.append(seq if row.samples else None)
             budget -= row.num_tokens
@@ -284,7 +285,7 @@ class Scheduler:
 
 
 def _chunk(seq: Sequence, budget: int) -> PlanRow:
-    """The next part of a prefill, as large as the budget allows; its last part samples the next token."""
+    """The next part of a prefill, of `budget` tokens at most; its last part samples the next token."""
     assert seq.slot is not None
     start = seq.num_computed
     end = min(start + budget, seq.prefill_until)

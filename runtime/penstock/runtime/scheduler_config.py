@@ -21,6 +21,8 @@ class SchedulerConfig:
     num_pages: int
     eos_token_ids: frozenset[int]
     max_queued_requests: int
+    max_prefill_chunk: int | None = None
+    """Most prompt tokens of one request in a step; None: as many as the budget allows."""
 
     def __post_init__(self) -> None:
         least = {
@@ -40,5 +42,7 @@ class SchedulerConfig:
                 f"max_num_batched_tokens, {self.max_num_batched_tokens}, must be at least max_num_seqs, "
                 f"{self.max_num_seqs}: in every step each running request may decode one token"
             )
+        if self.max_prefill_chunk is not None and self.max_prefill_chunk < 1:
+            bad.append(f"max_prefill_chunk must be at least 1, not {self.max_prefill_chunk}")
         if bad:
             raise ConfigError("; ".join(bad))
