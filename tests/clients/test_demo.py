@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import random
 import shlex
 import signal
 import socket
@@ -17,7 +19,7 @@ from penstock.v1 import inference_pb2, types_pb2
 
 # Serves health and one canned stream; SIGINT ends it with code 7, and a second one would with code 9.
 SERVER = """
-import signal, sys, threading
+import signal, sys, time
 from concurrent.futures import ThreadPoolExecutor
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
@@ -32,12 +34,9 @@ class Fake(rpc.InferenceServiceServicer):
         yield pb.StreamResponse(summary=pb.StreamSummary())
     Generate = Abort = UpdateWeights = None
 
-stop, signals = threading.Event(), []
-def on_signal(number, frame):
-    signals.append(number)
-    stop.set()
-signal.signal(signal.SIGINT, on_signal)
-signal.signal(signal.SIGTERM, on_signal)
+signals = []
+for number in (signal.SIGINT, signal.SIGTERM):
+    signal.signal(number, lambda number, frame: signals.append(number))
 print("loading the model", flush=True)
 server = grpc.server(ThreadPoolExecutor(4))
 rpc.add_InferenceServiceServicer_to_server(Fake(), server)
@@ -45,10 +44,11 @@ status = health.HealthServicer()
 health_pb2_grpc.add_HealthServicer_to_server(status, server)
 server.add_insecure_port(sys.argv[1])
 server.start()
-stop.wait(0.7)
+time.sleep(0.7)
 status.set("penstock.v1.InferenceService", health_pb2.HealthCheckResponse.SERVING)
-stop.wait()
-threading.Event().wait(0.5)
+while not signals:
+    time.sleep(0.05)
+time.sleep(0.5)  # for a second one
 server.stop(None)
 print("GOT", *signals, flush=True)
 sys.exit(7 if len(signals) == 1 else 9)
@@ -66,9 +66,12 @@ sys.exit(main(["demo", "--port", sys.argv[1]]))
 
 @pytest.fixture
 def port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+    """Below the ports that the system hands out, so that no test running meanwhile is given it."""
+    for candidate in random.sample(range(20000, 32000), 100):
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", candidate))
+            return candidate
+    raise AssertionError("no free port")
 
 
 def start(port, server, **more):
