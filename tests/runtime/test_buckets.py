@@ -29,26 +29,21 @@ def test_default_sizes(max_num_seqs, max_num_batched_tokens, row_buckets, token_
     assert buckets.token_buckets == token_buckets
 
 
-def test_keys_are_largest_first_with_mixed_programs_for_two_row_buckets_only():
+def test_keys_are_largest_first_with_mixed_programs_for_the_largest_row_bucket_only():
     assert Buckets.default(64, 64).keys() == (
         ProgramKey(64, 64, decode_only=True),
         ProgramKey(64, 64),
-        ProgramKey(64, 4),
         ProgramKey(32, 64),
-        ProgramKey(32, 4),
         ProgramKey(16, 64),
         ProgramKey(16, 16, decode_only=True),
-        ProgramKey(16, 4),
         ProgramKey(4, 4, decode_only=True),
     )
 
 
 def test_a_program_that_no_plan_can_need_is_not_compiled():
-    # A mixed plan for 16 rows has at least 5 rows, and at least 6 tokens, because 5 would be decode-only.
-    keys = Buckets(token_buckets=(1, 4, 5, 6, 16), row_buckets=(4, 16)).keys()
-    mixed = [key for key in keys if not key.decode_only]
-    assert {key.tokens for key in mixed if key.rows == 4} == {4, 5, 6, 16}
-    assert {key.tokens for key in mixed if key.rows == 16} == {6, 16}
+    """A mixed plan has a row with two tokens."""
+    keys = Buckets(token_buckets=(1, 2, 16), row_buckets=(4, 16)).keys()
+    assert {key.tokens for key in keys if not key.decode_only} == {2, 16}
 
 
 @pytest.mark.parametrize(
@@ -60,10 +55,10 @@ def test_a_program_that_no_plan_can_need_is_not_compiled():
         (16, 16, True, ProgramKey(16, 16, True)),
         (17, 17, True, ProgramKey(64, 64, True)),
         (64, 64, True, ProgramKey(64, 64, True)),
-        (2, 1, False, ProgramKey(16, 4)),
-        (16, 4, False, ProgramKey(16, 4)),
-        (17, 4, False, ProgramKey(32, 4)),
-        (16, 5, False, ProgramKey(16, 64)),  # no mixed program for 16 rows
+        (2, 1, False, ProgramKey(16, 64)),
+        (16, 4, False, ProgramKey(16, 64)),
+        (17, 4, False, ProgramKey(32, 64)),
+        (16, 5, False, ProgramKey(16, 64)),
         (128, 64, False, ProgramKey(128, 64)),
     ],
 )

@@ -2,8 +2,8 @@
 
 XLA compiles for fixed shapes, so a plan is padded up to one of a small set of (tokens, rows) shapes. Few
 shapes mean a short warm-up; shapes close to the plan mean little wasted work. Decode steps are the common
-case and have one program per row bucket. Steps with a prefill chunk have one per token bucket, for the
-smallest and the largest row bucket only: there the tokens dominate the cost and padding rows are cheap.
+case and have one program per row bucket. Steps with a prefill chunk have one per token bucket, all with the
+largest row bucket: there the tokens dominate the cost, padding rows are cheap, and programs are not.
 """
 
 from __future__ import annotations
@@ -78,12 +78,9 @@ class Buckets:
         Largest first because it takes longest to compile (the best order for several compiler threads) and
         needs the most memory (if it does not fit, start-up fails at once and not after minutes).
         """
-        smallest, largest = self.row_buckets[0], self.row_buckets[-1]
-        keys = {ProgramKey(rows, rows, True) for rows in self.row_buckets}
-        # A mixed plan has more tokens than rows; one for the largest bucket has more rows than the smallest.
-        keys.update(ProgramKey(tokens, smallest) for tokens in self.token_buckets if tokens > 1)
-        if largest > smallest:
-            keys.update(ProgramKey(tokens, largest) for tokens in self.token_buckets if tokens > smallest + 1)
+        keys = [ProgramKey(rows, rows, True) for rows in self.row_buckets]
+        # A mixed plan has more tokens than rows, so more than one.
+        keys += [ProgramKey(tokens, self.row_buckets[-1]) for tokens in self.token_buckets if tokens > 1]
         return tuple(sorted(keys, key=lambda key: (key.tokens, key.rows, key.decode_only), reverse=True))
 
     def select(self, num_tokens: int, num_rows: int, decode_only: bool) -> ProgramKey:
@@ -101,8 +98,7 @@ class Buckets:
             return ProgramKey(size, size, True)
         if num_tokens > tokens[-1]:
             raise ValueError(f"num_tokens {num_tokens} is above {tokens[-1]}")
-        row_bucket = rows[0] if num_rows <= rows[0] else rows[-1]
-        return ProgramKey(tokens[bisect_left(tokens, num_tokens)], row_bucket)
+        return ProgramKey(tokens[bisect_left(tokens, num_tokens)], rows[-1])
 
 
 def _geometric(first: int, factor: int, last: int) -> tuple[int, ...]:
