@@ -87,6 +87,15 @@ def test_decodes_may_use_up_the_budget_but_never_starve_a_prefill():
     assert shape(step(scheduler)) == [("a", 3, 1), ("b", 2, 1), ("c", 1, 1)]
 
 
+def test_a_chunk_may_be_limited_below_the_budget_so_that_several_prefills_share_a_step():
+    scheduler = make(max_num_batched_tokens=8, max_prefill_chunk=3)
+    for name, num_prompt in (("a", 7), ("b", 3), ("c", 4)):
+        add(scheduler, name, num_prompt)
+    assert shape(step(scheduler)) == [("a", 0, 3), ("b", 0, 3), ("c", 0, 2)]
+    assert shape(step(scheduler)) == [("b", 3, 1), ("a", 3, 3), ("c", 2, 2)]
+    assert shape(step(scheduler)) == [("b", 4, 1), ("c", 4, 1), ("a", 6, 1)]
+
+
 def test_pages_are_written_at_entry_for_the_whole_prompt_and_then_at_each_boundary():
     scheduler = make(max_num_batched_tokens=6)
     add(scheduler, "a", 8)
@@ -233,6 +242,8 @@ def test_a_request_whose_token_is_in_flight_sits_out():
     assert second.step_id == first.step_id + 1
     commit(scheduler, first)
     assert shape(dispatch(scheduler)) == [("a", 2, 1)]
+    commit(scheduler, second)
+    assert shape(dispatch(scheduler)) == [("b", 1, 1)]  # "a" is in flight again, now decoding
 
 
 def test_min_tokens_bans_stops_for_exactly_that_many_tokens_also_after_a_preemption():

@@ -89,7 +89,7 @@ def test_a_plan_is_committed_once_with_one_result_for_each_row():
         scheduler.commit(plan, StepResult([], []), 3)
 
 
-@pytest.mark.parametrize("name", sorted(LIMITS.keys() - {"eos_token_ids"}))
+@pytest.mark.parametrize("name", sorted(LIMITS.keys() - {"eos_token_ids"} | {"max_prefill_chunk"}))
 def test_limits_are_refused_by_name(name):
     least = 2 if name == "max_model_len" else 1
     with pytest.raises(ConfigError, match=f"{name} must be at least {least}, not {least - 1}"):

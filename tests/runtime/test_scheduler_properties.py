@@ -69,8 +69,9 @@ class Traffic(RuleBasedStateMachine):
         num_pages=st.integers(3, 16) | st.integers(1, 3),
         max_model_len=st.integers(12, 40) | st.integers(2, 12),
         max_queued=st.integers(1, 6),
+        max_chunk=st.none() | st.integers(1, 6),
     )
-    def start(self, max_num_seqs, spare_budget, page_size, num_pages, max_model_len, max_queued):
+    def start(self, max_num_seqs, spare_budget, page_size, num_pages, max_model_len, max_queued, max_chunk):
         self.config = SchedulerConfig(
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_seqs + spare_budget,
@@ -79,6 +80,7 @@ class Traffic(RuleBasedStateMachine):
             num_pages=num_pages,
             eos_token_ids=EOS,
             max_queued_requests=max_queued,
+            max_prefill_chunk=max_chunk,
         )
         note(repr(self.config))
         self.scheduler = Scheduler(self.config)
@@ -247,8 +249,11 @@ class Traffic(RuleBasedStateMachine):
                 assert (row.token_ids, row.num_tokens, end) == (None, 1, len(tracked.known))
             else:
                 assert row.token_ids == tuple(tracked.known[row.start : end])
-                assert row.num_tokens > 0
-                assert end == len(tracked.known) or left == 0, "a chunk was cut while budget was left"
+                most = self.config.max_prefill_chunk or self.config.max_num_batched_tokens
+                assert 0 < row.num_tokens <= most
+                assert end == len(tracked.known) or left == 0 or row.num_tokens == most, (
+                    "a chunk cut for nothing"
+                )
             assert row.samples == (end == len(tracked.known))
             tracked.computed = end
             tracked.pending = tracked.decoding = row.samples

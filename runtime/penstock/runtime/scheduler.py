@@ -121,15 +121,15 @@ class Scheduler:
 
         budget = self.config.max_num_batched_tokens - len(rows)
         most = self.config.max_prefill_chunk or budget
-        for seq in prefills:
+        for seq in prefills:  # none was preempted since: a victim comes after the decode that hits it
             if budget == 0:
                 break
-            if seq.status is _RUNNING:
-                row = _chunk(seq, min(budget, most))
-                rows.append(row)
-                sampling.append(seq if row.samples else None)
-                budget -= row.num_tokens
+            row = _chunk(seq, min(budget, most))
+            rows.append(row)
+            sampling.append(seq if row.samples else None)
+            budget -= row.num_tokens
 
+        # (A preemption leaves too few pages for its victim anyway; once pages are shared, it might not.)
         entered: list[tuple[int, Request]] = []
         while admit and roster.waiting and budget > 0 and not preempted:
             seq = next(iter(roster.waiting.values()))
