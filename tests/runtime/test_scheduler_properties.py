@@ -62,30 +62,23 @@ class Tracked:
 class Traffic(RuleBasedStateMachine):
     """Up to two plans in flight, as an engine that overlaps steps would have; most of the time one."""
 
-    @initialize(
-        max_num_seqs=st.integers(1, 5),
-        spare_budget=st.integers(0, 8),
-        page_size=st.integers(1, 4),
-        num_pages=st.integers(3, 16) | st.integers(1, 3),
-        max_model_len=st.integers(12, 40) | st.integers(2, 12),
-        max_queued=st.integers(1, 6),
-        max_chunk=st.none() | st.integers(1, 6),
-    )
-    def start(self, max_num_seqs, spare_budget, page_size, num_pages, max_model_len, max_queued, max_chunk):
+    @initialize(data=st.data())
+    def start(self, data):
+        max_num_seqs = data.draw(st.integers(1, 5))
         self.config = SchedulerConfig(
             max_num_seqs=max_num_seqs,
-            max_num_batched_tokens=max_num_seqs + spare_budget,
-            max_model_len=max_model_len,
-            page_size=page_size,
-            num_pages=num_pages,
+            max_num_batched_tokens=max_num_seqs + data.draw(st.integers(0, 8)),
+            max_model_len=data.draw(st.integers(12, 40) | st.integers(2, 12)),
+            page_size=data.draw(st.integers(1, 4)),
+            num_pages=data.draw(st.integers(3, 16) | st.integers(1, 3)),
             eos_token_ids=EOS,
-            max_queued_requests=max_queued,
-            max_prefill_chunk=max_chunk,
+            max_queued_requests=data.draw(st.integers(1, 6)),
+            max_prefill_chunk=data.draw(st.none() | st.integers(1, 6)),
         )
         note(repr(self.config))
         self.scheduler = Scheduler(self.config)
         self.runner = FakeRunner(self.config)
-        self.capacity = page_size * num_pages
+        self.capacity = self.config.page_size * self.config.num_pages
         self.now_ns = SECOND
         self.active: dict[str, Tracked] = {}
         self.arrivals = 0
