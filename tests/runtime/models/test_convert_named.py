@@ -48,6 +48,13 @@ def test_convert_named_lists_everything_wrong(golden_root, partial):
     assert caught.value.mismatched == (f"{UP} has shape [111, 48], expected [112, 48]",)
 
 
+@pytest.mark.parametrize("dtype", [np.int32, np.int8, np.bool_, jnp.float8_e4m3fn])
+def test_convert_named_takes_floats_of_16_bits_or_more(golden_root, dtype):
+    config, tensors = named(golden_root / "qwen2")
+    with pytest.raises(CheckpointError, match=rf"{UP} has dtype {np.dtype(dtype)}"):
+        convert_named(config, {UP: tensors[UP].astype(dtype)}, partial=True)
+
+
 def test_convert_named_lists_every_overflow(golden_root):
     config, tensors = named(golden_root / "qwen2")
     tensors = {name: np.array(t) for name, t in tensors.items()}
