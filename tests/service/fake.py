@@ -1,7 +1,8 @@
-"""An engine with the interface of the real one, whose tokens are known without computing: it counts bytes upwards.
+"""An engine with the interface of the real one, whose tokens are known beforehand: it counts bytes upwards.
 
-Token b is the byte b. After "a" comes "b", after "b" comes "c", after "z" the end token. A script may replace this for
-a prompt. Each running request holds one page for as long as it runs. `hold=True` makes it step only when told.
+Token b is the byte b. After "a" comes "b", after "b" comes "c", after "z" the end token. A script may replace
+this for a prompt. Each running request holds one page for as long as it runs. `hold=True` makes it step only
+when told.
 """
 
 from __future__ import annotations
@@ -241,7 +242,9 @@ class FakeEngine:
     def drain(self, timeout_s: float) -> bool:
         with self._changed:
             self._draining = True
-            return self._changed.wait_for(lambda: not (self._running or self._waiting or self._outbox), timeout_s)
+            return self._changed.wait_for(
+                lambda: not (self._running or self._waiting or self._outbox), timeout_s
+            )
 
     def shutdown(self) -> None:
         with self._changed:
@@ -285,7 +288,7 @@ class FakeEngine:
                 while not self._stopping and not self._outbox and not self._may_step():
                     self._changed.wait(0.005)  # short, so that time limits are seen
                     self._expire()
-                if self._running and self._may_step():
+                if self._may_step():
                     if self._budget is not None:
                         self._budget -= 1
                     self.num_steps += 1

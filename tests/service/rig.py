@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import grpc
-from google.rpc import error_details_pb2, status_pb2
+from google.rpc import error_details_pb2, status_pb2  # type: ignore[import-untyped]  # ships no hints
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from opentelemetry.trace import TracerProvider
 
@@ -43,7 +43,7 @@ class Rig:
 
     async def raw(self, method: str, data: bytes) -> bytes:
         """Call a unary method with bytes as they are."""
-        call = self.channel.unary_unary(f"/penstock.v1.{method}")
+        call: Any = self.channel.unary_unary(f"/penstock.v1.{method}")
         reply: bytes = await call(data)
         return reply
 

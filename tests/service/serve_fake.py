@@ -1,6 +1,7 @@
 """`penstock serve` with the fake engine in place of the real one: a process to send signals to.
 
---served-model-name chooses what it does: "never-ready" has a warm-up without end, "dies" fails at its first request.
+--served-model-name chooses what it does: "never-ready" has a warm-up without end, "dies" fails at its first
+request.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ class Loader:
 
 
 if __name__ == "__main__":
-    serve.Engine = Loader  # type: ignore[assignment, misc]
+    vars(serve)["Engine"] = Loader
     parser = argparse.ArgumentParser()
     serve.add_parser(parser.add_subparsers())
     sys.exit(serve.run(parser.parse_args(["serve", "fake", *sys.argv[1:]])))

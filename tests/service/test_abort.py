@@ -23,12 +23,16 @@ async def outcomes(rig, request):
     return [(r.request_id, r.outcome) for r in reply.results]
 
 
+async def seen(rig, number):
+    await until(lambda: len(rig.engine.seen) == number)
+
+
 async def started(rig, *names):
     """Requests that run (or wait) on a held engine: each has made two tokens if it runs."""
     calls = []
     for number, name in enumerate(names, 1):  # one by one: calls sent together may arrive in any order
         calls.append(asyncio.ensure_future(rig.inference.Generate(generate("a", request_id=name))))
-        await until(lambda number=number: len(rig.engine.seen) == number)
+        await seen(rig, number)
     rig.engine.step(2)
     await until(lambda: rig.engine.num_steps == 2)
     return calls

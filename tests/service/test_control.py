@@ -65,13 +65,17 @@ async def test_instance_ids_differ():
         assert one.server.instance_id != two.server.instance_id
 
 
+async def seen(rig, number):
+    await until(lambda: len(rig.engine.seen) == number)
+
+
 async def test_load():
     """One runs, two wait with prompts of 2 and 3 tokens."""
     async with serving(fake(hold=True, max_num_seqs=1)) as rig:
         calls = []
         for i, prompt in enumerate(("a", "bb", "ccc"), 1):
             calls.append(asyncio.ensure_future(rig.inference.Generate(generate(prompt))))
-            await until(lambda i=i: len(rig.engine.seen) == i)
+            await seen(rig, i)
         load = await rig.control.GetLoad(control_pb2.GetLoadRequest())
         assert (load.running_requests, load.queued_requests, load.queued_prompt_tokens) == (1, 2, 5)
         assert (load.kv_pages_used, load.kv_pages_total, load.paused) == (1, 1, False)
@@ -100,9 +104,7 @@ def codec_with_begin_token():
     from tokenizers.processors import TemplateProcessing  # noqa: PLC0415 -- only here
 
     codec = byte_codec(CHAT_TEMPLATE)
-    codec._backend.post_processor = TemplateProcessing(
-        single="<|end|> $A", special_tokens=[("<|end|>", EOS)]
-    )
+    codec._backend.post_processor = TemplateProcessing(single="<|end|> $A", special_tokens=[("<|end|>", EOS)])
     return codec
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import grpc
 import pytest
-from google.rpc import error_details_pb2
+from google.rpc import error_details_pb2  # type: ignore[import-untyped]  # ships no hints
 
 from penstock.runtime import errors
 from penstock.service import errors as service_errors
@@ -81,7 +83,7 @@ async def test_every_row_reaches_the_client(error, code, reason, metadata) -> No
         assert f.message
 
 
-def details(error: Exception, kind: type) -> list:
+def details(error: Exception, kind: type) -> list[Any]:
     found = []
     for packed in to_status(error).details:
         message = kind()

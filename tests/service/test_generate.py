@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import uuid
+from typing import Any
 
 import pytest
 from google.protobuf.duration_pb2 import Duration
@@ -14,7 +15,7 @@ from penstock.runtime.defaults import GenerationDefaults
 from penstock.runtime.request import SamplingParams
 from penstock.v1 import inference_pb2, types_pb2
 from tests.service.fake import EOS
-from tests.service.rig import collect, failure_of, fake, generate, ids, joined, serving, stream
+from tests.service.rig import collect, failure_of, fake, generate, ids, joined, serving, stream, until
 
 A_TO_Z = "abcdefghijklmnopqrstuvwxyz"
 
@@ -37,9 +38,7 @@ async def test_generate_answers_with_everything():
     ]
     assert (reply.usage.prompt_tokens, reply.usage.completion_tokens) == (1, 26)
     times = reply.timing
-    queue, first, total = (
-        t.ToNanoseconds() for t in (times.queue, times.time_to_first_token, times.total)
-    )
+    queue, first, total = (t.ToNanoseconds() for t in (times.queue, times.time_to_first_token, times.total))
     assert 0 <= queue <= first <= total
     assert total > 0
     assert not output.HasField("logprobs")
@@ -58,7 +57,7 @@ async def test_stream_follows_the_grammar():
     assert summary.timing.total.ToNanoseconds() > 0
 
 
-OPTIONS = {
+OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
     "max_tokens": {"stopping": {"max_tokens": 5}},
     "stop": {"stopping": {"stop": ["hij", "lm"]}},
@@ -203,7 +202,9 @@ async def test_min_tokens_delays_the_end_and_stops():
     async with serving() as rig:
         asked = {"min_tokens": 5, "stop": ["a", "b", "d"]}
         assert (await finish_and_text(rig, "y", stopping=asked))[:2] == ("FINISH_REASON_STOP", "zabc")
-        assert (await finish_and_text(rig, "y", stopping={"min_tokens": 5}))[1] == "zabcdefghijklmnopqrstuvwxyz"
+        assert (await finish_and_text(rig, "y", stopping={"min_tokens": 5}))[
+            1
+        ] == "zabcdefghijklmnopqrstuvwxyz"
 
 
 async def test_stop_string_across_tokens():
@@ -324,19 +325,26 @@ async def test_prompt_ids_are_echoed_when_asked():
         assert list(messages[0].started.prompt.token_ids) == ids("xy")
 
 
+async def seen(engine, number):
+    await until(lambda: len(engine.seen) == number)
+
+
+async def stepped(engine, number):
+    await until(lambda: engine.num_steps == number)
+
+
 async def test_weights_spans():
     """New weights after three tokens: a second span, and in the stream a delta that names them."""
     for _ in range(2):
         engine = fake(hold=True)
         async with serving(engine) as rig:
             whole = rig.inference.Generate(generate("a", stopping={"max_tokens": 5}))
-            parts = asyncio.create_task(collect(rig.inference.Stream(stream("a", stopping={"max_tokens": 5}))))
-            async with asyncio.timeout(20):
-                while len(engine.seen) < 2:
-                    await asyncio.sleep(0.005)
-                engine.step(3)
-                while engine.num_steps < 3:
-                    await asyncio.sleep(0.005)
+            parts = asyncio.create_task(
+                collect(rig.inference.Stream(stream("a", stopping={"max_tokens": 5})))
+            )
+            await seen(engine, 2)
+            engine.step(3)
+            await stepped(engine, 3)
             engine.weights = WeightsVersion("step-2", 2)
             engine.step(10)
             reply = await asyncio.wait_for(whole, 20)

@@ -1,8 +1,9 @@
-"""Bad requests: every field at both ends of its range, all violations in one reply, and bytes that are no request."""
+"""Bad requests: every field at both ends of its range, all violations in one reply, bytes of no request."""
 
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import grpc
 import pytest
@@ -34,7 +35,10 @@ BAD = [
     ({"prompt": None}, {"input"}),
     ({"prompt": None, "prompt_token_ids": tokens()}, {"prompt_token_ids.ids"}),
     ({"prompt": None, "prompt_token_ids": tokens(VOCAB)}, {"prompt_token_ids.ids[0]"}),
-    ({"prompt": None, "prompt_token_ids": tokens(1, U32, 2, VOCAB)}, {"prompt_token_ids.ids[1]", "prompt_token_ids.ids[3]"}),
+    (
+        {"prompt": None, "prompt_token_ids": tokens(1, U32, 2, VOCAB)},
+        {"prompt_token_ids.ids[1]", "prompt_token_ids.ids[3]"},
+    ),
     ({"prompt": None, "chat": {}}, {"chat.messages"}),
     ({"prompt": None, "chat": chat(("user", "x"), ("User", "x"))}, {"chat.messages[1].role"}),
     ({"prompt": None, "chat": chat(("user", "x"), ("system", "x"))}, {"chat.messages"}),
@@ -84,7 +88,10 @@ GOOD = [
 async def test_out_of_range(fields, violated):
     async with serving() as rig:
         fields = {"prompt": "y", **fields}
-        for call in (rig.inference.Generate(generate(**fields)), rig.inference.Stream(stream(**fields)).read()):
+        for call in (
+            rig.inference.Generate(generate(**fields)),
+            rig.inference.Stream(stream(**fields)).read(),
+        ):
             failure = await failure_of(call)
             assert (failure.code, failure.reason) == (grpc.StatusCode.INVALID_ARGUMENT, "INVALID_FIELD")
             assert set(failure.violations) == violated
@@ -163,7 +170,9 @@ GARBAGE = {
 
 
 @pytest.mark.parametrize("name", GARBAGE)
-@pytest.mark.parametrize("method", ["InferenceService/Generate", "InferenceService/Abort", "ControlService/Tokenize"])
+@pytest.mark.parametrize(
+    "method", ["InferenceService/Generate", "InferenceService/Abort", "ControlService/Tokenize"]
+)
 async def test_undecodable(method, name):
     data = GARBAGE[name].replace(b"\x1a", b"\x0a") if "Generate" not in method else GARBAGE[name]
     async with serving() as rig:
@@ -174,14 +183,14 @@ async def test_undecodable(method, name):
 
 async def test_undecodable_stream():
     async with serving() as rig:
-        call = rig.channel.unary_stream("/penstock.v1.InferenceService/Stream")(GARBAGE["invalid utf-8"])
-        assert (await failure_of(call.read())).reason == "INVALID_FIELD"
+        method: Any = rig.channel.unary_stream("/penstock.v1.InferenceService/Stream")
+        assert (await failure_of(method(GARBAGE["invalid utf-8"]).read())).reason == "INVALID_FIELD"
 
 
 async def test_undecodable_upload():
     """UpdateWeights is refused as a whole, before its first message is read."""
     async with serving() as rig:
-        call = rig.channel.stream_unary("/penstock.v1.InferenceService/UpdateWeights")
+        call: Any = rig.channel.stream_unary("/penstock.v1.InferenceService/UpdateWeights")
         assert (await failure_of(call(iter([b"\xff"])))).reason == "UNSUPPORTED_FEATURE"
 
 

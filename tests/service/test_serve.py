@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
+import logging
 import re
 import signal
 import socket
@@ -11,14 +13,16 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from penstock.cli import serve
+from penstock.runtime.config import EngineConfig
 from penstock.service.options import ServerOptions
 from penstock.v1 import inference_pb2_grpc, types_pb2
 from tests.service.rig import generate, stream
@@ -27,6 +31,7 @@ GOLDEN = Path("/work/shared/golden/models/qwen3")
 REPOSITORY = Path(__file__).parents[2]
 ENGINE = ["--max-num-seqs", "2", "--max-num-batched-tokens", "16", "--kv-cache-bytes", "4M"]
 START_S = 150.0
+Run = Callable[..., tuple[int, str]]
 
 
 class Process:
@@ -100,7 +105,7 @@ def test_a_checkpoint_is_served_until_sigterm(tmp_path: Path) -> None:
     with process(str(GOLDEN), "--port", "0", "--grace", "60", *ENGINE, *cache) as server:
         address = server.wait_for(r"ready on (127\.0\.0\.1:\d+)")[1]
         with grpc.insecure_channel(address) as channel:
-            health = health_pb2_grpc.HealthStub(channel)
+            health: Any = health_pb2_grpc.HealthStub(channel)
             assert health.Check(health_pb2.HealthCheckRequest()).status == 1
             stub = inference_pb2_grpc.InferenceServiceStub(channel)
             asked = {"max_tokens": 200, "ignore_eos": True}
@@ -129,7 +134,7 @@ def test_sigterm_finishes_what_runs_and_refuses_new() -> None:
             server.wait_for("stopping")
             failure = stub.Generate.future(generate("a")).exception(20)
             assert isinstance(failure, grpc.RpcError)
-            assert failure.code() is grpc.StatusCode.UNAVAILABLE  # type: ignore[attr-defined]
+            assert failure.code() is grpc.StatusCode.UNAVAILABLE
             text = "".join(message.delta.text for message in call)
         assert text == "bcdefghijklmnopqrstuvwxyz"
         assert server.wait() == 0
@@ -162,7 +167,8 @@ def test_a_second_signal_ends_it_at_once() -> None:
         address = server.wait_for(r"ready on (127\.0\.0\.1:\d+)")[1]
         with grpc.insecure_channel(address) as channel:
             stub = inference_pb2_grpc.InferenceServiceStub(channel)
-            next(stub.Stream(stream("a", stopping={"ignore_eos": True, "max_tokens": 10_000})))
+            call = stub.Stream(stream("a", stopping={"ignore_eos": True, "max_tokens": 10_000}))
+            next(call)
             server.popen.send_signal(signal.SIGTERM)
             server.wait_for("stopping")
             server.popen.send_signal(signal.SIGTERM)
@@ -184,9 +190,11 @@ def test_a_dead_engine_ends_the_process_with_1() -> None:
     with fake_process("--port", "0", "--served-model-name", "dies") as server:
         address = server.wait_for(r"ready on (127\.0\.0\.1:\d+)")[1]
         with grpc.insecure_channel(address) as channel:
-            failure = inference_pb2_grpc.InferenceServiceStub(channel).Generate.future(generate("a")).exception(20)
+            failure = (
+                inference_pb2_grpc.InferenceServiceStub(channel).Generate.future(generate("a")).exception(20)
+            )
             assert isinstance(failure, grpc.RpcError)
-            assert failure.code() is grpc.StatusCode.INTERNAL  # type: ignore[attr-defined]
+            assert failure.code() is grpc.StatusCode.INTERNAL
         assert server.wait() == 1
     assert "the engine is dead" in server.output
 
@@ -199,31 +207,51 @@ def test_listening_for_others_is_warned_about() -> None:
         assert server.wait() == 0
 
 
-def test_a_port_in_use_is_told_before_anything_is_loaded() -> None:
+# -- refusals, in this process: importing JAX again takes seconds --
+
+
+@pytest.fixture
+def run(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Callable[..., tuple[int, str]]:
+    """Runs the command; its exit code and what it wrote to stderr."""
+    monkeypatch.setattr(logging, "basicConfig", lambda **_: None)
+
+    def command(*arguments: str) -> tuple[int, str]:
+        code = serve.run(parse(*arguments))
+        return code, capsys.readouterr().err
+
+    return command
+
+
+def test_a_port_in_use_is_told_before_anything_is_loaded(run: Run) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        with process("demo", "--port", str(port)) as server:
-            assert server.wait(START_S) == 1
-    assert f"penstock serve: cannot listen on 127.0.0.1:{port}: Address already in use" in server.output
-    assert "--port" in server.output
-    assert "Traceback" not in server.output
+        code, errors = run("no-such-model", "--port", str(port))
+    assert code == 1
+    assert f"penstock serve: cannot listen on 127.0.0.1:{port}: Address already in use" in errors
+    assert "--port" in errors
+    assert "no-such-model" not in errors
 
 
 @pytest.mark.parametrize(
-    ("arguments", "complaint"),
+    ("arguments", "complaint", "expected"),
     [
-        (["./no-such-folder"], "no-such-folder"),
-        (["demo", "--page-size", "3"], "page_size: must be a power of two"),
-        (["demo", "--stall-limit", "0"], "stall_limit_s: must be above 0"),
+        (["./no-such-folder", "--port", "0"], "no-such-folder", 1),
+        (["demo", "--page-size", "3"], "page_size: must be a power of two", 2),
+        (["demo", "--stall-limit", "0"], "stall_limit_s: must be above 0", 2),
     ],
 )
-def test_what_cannot_be_served_is_one_clear_line(arguments: list[str], complaint: str) -> None:
-    with process(*arguments, "--port", "0") as server:
-        assert server.wait(START_S) in (1, 2)
-    assert complaint in server.output
-    assert "Traceback" not in server.output
+def test_what_cannot_be_served_is_one_clear_line(
+    run: Run, arguments: list[str], complaint: str, expected: int
+) -> None:
+    code, errors = run(*arguments)
+    assert code == expected
+    (line,) = [line for line in errors.splitlines() if line.startswith("penstock serve: ")]
+    assert complaint in line
+    assert "Traceback" not in errors
 
 
 # -- arguments, without a process --
@@ -232,12 +260,12 @@ def test_what_cannot_be_served_is_one_clear_line(arguments: list[str], complaint
 def parse(*arguments: str) -> argparse.Namespace:
     parser = argparse.ArgumentParser()
     serve.add_parser(parser.add_subparsers())
-    return parser.parse_args(["serve", "demo", *arguments])
+    return parser.parse_args(["serve", *arguments])
 
 
 def test_defaults_are_those_of_the_configurations() -> None:
-    args = parse()
-    assert serve._engine_config(args) == serve.EngineConfig()
+    args = parse("demo")
+    assert serve._engine_config(args) == EngineConfig()
     assert (args.host, args.port) == (ServerOptions().host, ServerOptions().port)
     assert (args.stall_limit, args.grace) == (ServerOptions().stall_limit_s, ServerOptions().grace_s)
 
@@ -249,6 +277,7 @@ def test_every_option_arrives(tmp_path: Path) -> None:
         "--max-model-len": "100",
         "--max-num-seqs": "3",
         "--max-num-batched-tokens": "64",
+        "--max-prefill-chunk": "32",
         "--max-queued-requests": "9",
         "--page-size": "8",
         "--kv-cache-bytes": "2G",
@@ -256,13 +285,14 @@ def test_every_option_arrives(tmp_path: Path) -> None:
         "--max-logprobs": "4",
         "--compilation-cache": str(tmp_path),
     }
-    config = serve._engine_config(parse(*(x for pair in given.items() for x in pair)))
-    assert config == serve.EngineConfig(
+    config = serve._engine_config(parse("demo", *(x for pair in given.items() for x in pair)))
+    assert config == EngineConfig(
         served_model_name="m",
         dtype="float16",
         max_model_len=100,
         max_num_seqs=3,
         max_num_batched_tokens=64,
+        max_prefill_chunk=32,
         max_queued_requests=9,
         page_size=8,
         kv_cache_bytes=2 * 2**30,
@@ -270,12 +300,26 @@ def test_every_option_arrives(tmp_path: Path) -> None:
         max_logprobs=4,
         compilation_cache=tmp_path,
     )
-    assert serve._engine_config(parse("--compilation-cache", "off")).compilation_cache is None
+    assert serve._engine_config(parse("demo", "--compilation-cache", "off")).compilation_cache is None
+
+
+def test_every_option_of_the_engine_can_be_given() -> None:
+    """An option added to EngineConfig fails here until the command has it."""
+    offered = set(vars(parse("demo")))
+    assert {f.name for f in dataclasses.fields(EngineConfig)} - {"show_progress"} <= offered
 
 
 @pytest.mark.parametrize(
     ("text", "value"),
-    [("1", 1), ("512M", 512 * 2**20), ("2G", 2**31), ("2g", 2**31), ("1.5GiB", 3 * 2**29), ("4kb", 4096), ("7B", 7)],
+    [
+        ("1", 1),
+        ("512M", 512 * 2**20),
+        ("2G", 2**31),
+        ("2g", 2**31),
+        ("1.5GiB", 3 * 2**29),
+        ("4kb", 4096),
+        ("7B", 7),
+    ],
 )
 def test_size(text: str, value: int) -> None:
     assert serve.size(text) == value
@@ -294,5 +338,3 @@ def test_help_has_defaults_and_examples(capsys: pytest.CaptureFixture[str]) -> N
     text = capsys.readouterr().out
     for part in ("penstock serve demo", "default: 50051", "--kv-cache-bytes", "SIGTERM"):
         assert part in text
-
-

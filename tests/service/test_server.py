@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from typing import Any, cast
 
 import grpc
 import pytest
@@ -65,7 +66,7 @@ async def test_start_engine_raises_what_the_engine_raises():
 
 async def test_reflection_lists_services_and_files():
     async with serving() as rig:
-        stub = reflection_pb2_grpc.ServerReflectionStub(rig.channel)
+        stub: Any = reflection_pb2_grpc.ServerReflectionStub(cast("Any", rig.channel))
 
         async def ask(**fields):
             request = reflection_pb2.ServerReflectionRequest(**fields)
@@ -84,7 +85,7 @@ async def test_reflection_lists_services_and_files():
 async def test_port_in_use():
     """The second server fails at once and says why, and the first goes on."""
     async with serving() as rig:
-        with pytest.raises(ConfigError, match=r"cannot listen on 127.0.0.1:\d+: Address already in use"):
+        with pytest.raises(ConfigError, match=r"cannot listen on 127\.0\.0\.1:\d+: Address already in use"):
             PenstockServer(ServerOptions(port=rig.server.port))
         assert (await rig.inference.Generate(generate("y"))).outputs[0].text == "z"
 
@@ -113,7 +114,7 @@ async def test_ipv6():
     await server.start_engine()
     try:
         async with grpc.aio.insecure_channel(server.address) as channel:
-            call = channel.unary_unary("/penstock.v1.InferenceService/Generate")
+            call: Any = channel.unary_unary("/penstock.v1.InferenceService/Generate")
             assert b"z" in await call(generate("y").SerializeToString())
     finally:
         await server.stop()
@@ -139,7 +140,7 @@ def test_options_out_of_range(fields, named):
 
 
 def test_every_bad_option_is_named():
-    with pytest.raises(ConfigError, match="host: .*; port: "):
+    with pytest.raises(ConfigError, match=r"host: .*; port: "):
         ServerOptions(host="", port=-1)
 
 
@@ -155,7 +156,9 @@ def test_loopback(host, loopback):
 async def test_ten_mib_prompt_is_received():
     """Above gRPC's own limit of 4 MiB; the engine then finds it too long."""
     async with serving() as rig:
-        failure = await failure_of(rig.inference.Generate(generate(prompt_token_ids={"ids": [97] * 10 * 2**20})))
+        failure = await failure_of(
+            rig.inference.Generate(generate(prompt_token_ids={"ids": [97] * 10 * 2**20}))
+        )
         assert failure.info.metadata["prompt_tokens"] == str(10 * 2**20)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from google.protobuf.descriptor import Descriptor, FieldDescriptor
@@ -235,9 +236,9 @@ async def test_served_rpcs_are_not_refused(name: str) -> None:
     """The other half of the two tables: these answer something else than UNIMPLEMENTED."""
     method = METHODS[name]
     async with serving() as rig:
-        call = rig.channel.unary_unary(f"/{name}")
+        call: Any = rig.channel.unary_unary(f"/{name}")
         if method.name == "Stream":
-            stream_call = rig.channel.unary_stream(f"/{name}")
+            stream_call: Any = rig.channel.unary_stream(f"/{name}")
             failure = await failure_of(stream_call(b"").read())
             assert failure.reason == "INVALID_FIELD"
         elif method.name in ("Generate", "Abort", "Tokenize"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from typing import Any
 
 import pytest
 from opentelemetry.sdk.trace import TracerProvider
@@ -11,6 +12,7 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.sdk.trace.sampling import ALWAYS_ON, ParentBased
 from opentelemetry.trace import SpanKind, StatusCode
+
 from penstock.runtime.request import RequestTiming
 from penstock.service.telemetry import otlp_provider, phases
 from penstock.v1 import control_pb2, inference_pb2, types_pb2
@@ -45,7 +47,10 @@ PHASES = ["tokenize", "queue", "prefill", "decode"]
 
 @pytest.mark.parametrize("method", ["Generate", "Stream"])
 async def test_spans_of_a_request(recorder, method):
-    fields = {"sampling": {"temperature": 0.5, "top_p": 0.25, "top_k": 7, "seed": 11}, "stopping": {"max_tokens": 5}}
+    fields: dict[str, Any] = {
+        "sampling": {"temperature": 0.5, "top_p": 0.25, "top_k": 7, "seed": 11},
+        "stopping": {"max_tokens": 5},
+    }
     async with recorder.serving() as rig:
         if method == "Generate":
             await rig.inference.Generate(generate("a", request_id="one", **fields))
@@ -166,7 +171,10 @@ async def test_the_servers_fault_is_an_error(recorder):
         rig.engine.die()
         await failure_of(call)
         await until(lambda: "penstock.v1.InferenceService/Generate" in recorder.spans)
-    rpc, request = recorder.spans["penstock.v1.InferenceService/Generate"], recorder.spans["text_completion fake"]
+    rpc, request = (
+        recorder.spans["penstock.v1.InferenceService/Generate"],
+        recorder.spans["text_completion fake"],
+    )
     assert rpc.attributes["rpc.response.status_code"] == "INTERNAL"
     assert (rpc.status.status_code, rpc.status.description) == (StatusCode.ERROR, "ENGINE_FAILURE")
     assert request.status.status_code is StatusCode.ERROR
@@ -178,7 +186,11 @@ async def test_refused_by_the_engine_ends_the_request_span(recorder):
         await failure_of(rig.inference.Generate(generate("aaaaaa")))
         await until(lambda: len(recorder.spans) == 3)
     assert recorder.spans["text_completion fake"].attributes["error.type"] == "PromptTooLong"
-    assert set(recorder.spans) == {"penstock.v1.InferenceService/Generate", "text_completion fake", "tokenize"}
+    assert set(recorder.spans) == {
+        "penstock.v1.InferenceService/Generate",
+        "text_completion fake",
+        "tokenize",
+    }
 
 
 @pytest.mark.parametrize("method", ["Generate", "Stream"])
@@ -194,7 +206,10 @@ async def test_a_cancel_is_a_cancel(recorder, method):
         await until(lambda: rig.engine.num_steps == 2)
         call.cancel()
         await until(lambda: f"penstock.v1.InferenceService/{method}" in recorder.spans)
-    rpc, request = recorder.spans[f"penstock.v1.InferenceService/{method}"], recorder.spans["text_completion fake"]
+    rpc, request = (
+        recorder.spans[f"penstock.v1.InferenceService/{method}"],
+        recorder.spans["text_completion fake"],
+    )
     assert rpc.attributes["rpc.response.status_code"] == "CANCELLED"
     assert rpc.attributes["error.type"] == request.attributes["error.type"] == "CANCELLED"
     assert rpc.status.status_code is StatusCode.UNSET
@@ -217,7 +232,7 @@ async def test_an_abort_is_ok(recorder):
         await until(lambda: len(rig.engine.seen) == 1)
         second = asyncio.ensure_future(rig.inference.Generate(generate("a", request_id="w")))
         await until(lambda: len(rig.engine.seen) == 2)
-        await rig.inference.Abort(inference_pb2.AbortRequest(request_ids={"ids": ["w"]}))
+        await rig.inference.Abort(inference_pb2.AbortRequest(request_id_prefix="w"))
         await second
         await until(lambda: "queue" in recorder.spans)
         rig.engine.release()
@@ -238,7 +253,9 @@ async def test_no_prompt_and_no_output_text_anywhere(recorder):
     engine = fake(scripts={secret: script})
     stopping = {"stop": ["SECRETSTOP"]}
     async with recorder.serving(engine) as rig:
-        assert (await rig.inference.Generate(generate(secret, stopping=stopping))).outputs[0].text == "SECRETOUTPUT"
+        assert (await rig.inference.Generate(generate(secret, stopping=stopping))).outputs[
+            0
+        ].text == "SECRETOUTPUT"
         await collect(rig.inference.Stream(stream(secret, stopping=stopping)))
         await rig.inference.Generate(generate(chat=chat, stopping={"max_tokens": 2}))
         await rig.control.Tokenize(control_pb2.TokenizeRequest(text=secret))
@@ -277,7 +294,7 @@ async def test_health_checks_leave_no_spans(recorder):
 
 
 async def test_otlp_export_reaches_a_collector():
-    """Over gRPC to a collector of our own: spans arrive on shutdown at the latest, with the service's name."""
+    """Over gRPC to a collector of our own: spans arrive on shutdown at the latest."""
     import grpc  # noqa: PLC0415 -- only here
     from opentelemetry.proto.collector.trace.v1 import (  # noqa: PLC0415
         trace_service_pb2,

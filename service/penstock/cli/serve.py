@@ -132,6 +132,12 @@ def _add_engine(parser: argparse.ArgumentParser) -> None:
         help="tokens of one step, prompts and outputs together; default: %(default)s",
     )
     engine.add_argument(
+        "--max-prefill-chunk",
+        type=int,
+        metavar="TOKENS",
+        help="prompt tokens of one request in a step; fewer delay running requests less; default: no limit",
+    )
+    engine.add_argument(
         "--max-queued-requests",
         type=int,
         default=_CONFIG.max_queued_requests,
@@ -212,6 +218,7 @@ def _engine_config(args: argparse.Namespace) -> EngineConfig:
         max_model_len=args.max_model_len,
         max_num_seqs=args.max_num_seqs,
         max_num_batched_tokens=args.max_num_batched_tokens,
+        max_prefill_chunk=args.max_prefill_chunk,
         max_queued_requests=args.max_queued_requests,
         page_size=args.page_size,
         kv_cache_bytes=args.kv_cache_bytes,

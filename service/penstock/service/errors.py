@@ -140,5 +140,5 @@ def _any(message: Message) -> any_pb2.Any:
 
 def _cut(text: str, limit: int) -> str:
     """At most `limit` ASCII characters: the wire escapes others to three times their bytes."""
-    text = text.encode("ascii", "backslashreplace").decode()
-    return text if len(text) <= limit else text[: limit - 3] + "..."
+    short = text[: limit + 1].encode("ascii", "backslashreplace").decode()
+    return short if len(short) <= limit else short[: limit - 3] + "..."

@@ -27,7 +27,7 @@ Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
 Behaviour: TypeAlias = "Callable[[Any, Context], Any]"
 PACKAGE = "/penstock.v1."
 DEADLINE_SLACK_S = 0.1
-"""gRPC tells a handler of a deadline as of a cancel, and the client's own may come a little earlier than ours."""
+"""gRPC tells a handler of a deadline as of a cancel, and the client's may come a little before ours."""
 
 
 def decode(parse: Callable[[bytes], M], data: bytes) -> M:
