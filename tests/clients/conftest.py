@@ -181,6 +181,8 @@ class FakeServer(inference_pb2_grpc.InferenceServiceServicer, control_pb2_grpc.C
 
     def Generate(self, request, context):
         self._note(request, context)
+        if self.hold_after is not None:
+            self.cancelled.wait(60)
         return generate_reply()
 
     def Stream(self, request, context):

@@ -14,6 +14,8 @@ import pytest
 from google.protobuf.duration_pb2 import Duration
 
 from penstock.cli.__main__ import COMMANDS, main
+from penstock.cli.common import plain, write
+from penstock.client import Logprobs
 from penstock.v1 import inference_pb2
 
 Code = grpc.StatusCode
@@ -31,6 +33,20 @@ def test_help_lists_every_command(capsys):
     for name, line in COMMANDS.items():
         assert f"{name} " in shown
         assert line in " ".join(shown.split())
+
+
+def test_json_has_no_nan():
+    """The first prompt token has no log-probability: NaN, which JSON readers refuse."""
+    assert plain(Logprobs((float("nan"), -1.0), ())) == {"sampled": [None, -1.0], "top": []}
+
+
+@pytest.mark.parametrize(("tty", "shown"), [(True, "a\nb\tc�[2J��d\n"), (False, "a\nb\tc\x1b[2J\x9b\rd\r\n")])
+def test_a_model_cannot_rewrite_the_terminal(monkeypatch, tty, shown):
+    screen = io.StringIO()
+    monkeypatch.setattr(screen, "isatty", lambda: tty)
+    monkeypatch.setattr(sys, "stdout", screen)
+    write("a\nb\tc\x1b[2J\x9b\rd\r\n")
+    assert screen.getvalue() == shown
 
 
 def test_no_command_is_wrong_usage(capsys):
@@ -242,52 +258,3 @@ def test_a_closed_pipe_is_no_traceback(server):
     done = subprocess.run(command, stdout=writing, stderr=subprocess.PIPE, text=True, timeout=60)
     os.close(writing)
     assert (done.returncode, done.stderr) == (1, "")
-
-
-@pytest.mark.parametrize("more", [["--concurrency", "2"], ["--request-rate", "1000"]])
-def test_bench(server, capsys, tmp_path, more):
-    file = tmp_path / "report.json"
-    code = run(
-        "bench", "--addr", server.addr, "--requests", 5, "--prompt-tokens", 6, "--max-tokens", 4, "--seed", 3,
-        "--output", file, "--json", *more,
-    )  # fmt: skip
-    assert code == 0
-    shown = json.loads(capsys.readouterr().out)
-    assert shown == json.loads(file.read_text())
-    assert shown["settings"]["requests"] == 5
-    measured = shown["report"]
-    assert (measured["completed"], measured["failed"]) == (5, 0)
-    assert (measured["prompt_tokens"], measured["completion_tokens"]) == (30, 20)
-    assert measured["time_to_first_token"]["p50"] > 0
-    streams = [call for call in server.calls if isinstance(call, inference_pb2.StreamRequest)]
-    warmups = [call for call in server.calls if isinstance(call, inference_pb2.GenerateRequest)]
-    assert (len(streams), len(warmups)) == (5, 1)
-    assert sorted(call.sampling.seed for call in streams) == [3, 4, 5, 6, 7]
-    for call in streams:
-        assert len(call.prompt_token_ids.ids) == 6
-        assert not {2, 3} & set(call.prompt_token_ids.ids)  # the end tokens
-        assert (call.stopping.max_tokens, call.stopping.ignore_eos) == (4, True)
-
-
-def test_bench_refuses_what_the_context_would_cut_short(server, capsys):
-    assert run("bench", "--addr", server.addr, "--prompt-tokens", 60, "--max-tokens", 5) == 1
-    assert "60 prompt tokens and 5 more do not fit the context of 64 tokens" in capsys.readouterr().err
-    assert not [call for call in server.calls if isinstance(call, inference_pb2.StreamRequest)]
-    assert run("bench", "--addr", server.addr, "--prompt-tokens", 60, "--max-tokens", 4, "--requests", 1) == 0
-
-
-def test_bench_counts_failures_and_says_so(server, failure, capsys):
-    server.stream_failure = failure(Code.RESOURCE_EXHAUSTED, "QUEUE_FULL", "full")
-    assert run("bench", "--addr", server.addr, "--requests", 3, "--prompt-tokens", 3, "--max-tokens", 4) == 1
-    shown = capsys.readouterr()
-    assert "0 completed, 3 failed" in shown.out
-    assert "failed 3 times: QUEUE_FULL: full" in shown.out
-    assert "3 of 3 requests failed" in shown.err
-
-
-@pytest.mark.parametrize("flags", [["--requests", "0"], ["--concurrency", "0"], ["--request-rate", "0"]])
-def test_bench_refuses_senseless_numbers(capsys, flags):
-    with pytest.raises(SystemExit) as caught:
-        run("bench", *flags)
-    assert caught.value.code == 2
-    assert flags[0] in capsys.readouterr().err

@@ -144,3 +144,16 @@ async def test_wait_ready(server, client):
         await client.wait_ready(timeout=0.3)
     asyncio.get_running_loop().call_later(0.2, server.set_health, True)
     await client.wait_ready(timeout=30)
+
+
+@pytest.mark.parametrize("kind", ["generate", "stream"])
+async def test_closing_the_client_is_no_cancellation_of_the_task(server, kind):
+    server.hold_after = 1
+    client = AsyncClient(server.addr)
+    calls = {"generate": lambda: client.generate("p"), "stream": lambda: client.stream("p").result()}
+    waiting = asyncio.create_task(calls[kind]())
+    await until_set(server.asked)
+    await client.close()
+    with pytest.raises(api.Cancelled):
+        await waiting
+    assert not waiting.cancelled()

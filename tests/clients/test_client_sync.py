@@ -236,3 +236,14 @@ def test_a_server_without_our_health_is_an_error_and_no_wait(server, client, fai
     server.health_failure = failure(grpc.StatusCode.UNAUTHENTICATED, "", "who are you")
     with pytest.raises(api.Denied, match="who are you"):
         client.wait_ready()
+
+
+def test_closing_the_client_ends_its_streams(server):
+    server.hold_after = 1
+    client = Client(server.addr)
+    stream = client.stream("p")
+    next(stream)
+    threading.Timer(0.1, client.close).start()
+    with pytest.raises(api.Cancelled):
+        list(stream)
+    assert server.cancelled.wait(30)

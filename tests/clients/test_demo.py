@@ -19,7 +19,7 @@ from penstock.v1 import inference_pb2, types_pb2
 
 # Serves health and one canned stream; SIGINT ends it with code 7, and a second one would with code 9.
 SERVER = """
-import signal, sys, time
+import os, signal, sys, time
 from concurrent.futures import ThreadPoolExecutor
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
@@ -37,7 +37,7 @@ class Fake(rpc.InferenceServiceServicer):
 signals = []
 for number in (signal.SIGINT, signal.SIGTERM):
     signal.signal(number, lambda number, frame: signals.append(number))
-print("loading the model", flush=True)
+print("loading the model in group", os.getpgrp(), flush=True)
 server = grpc.server(ThreadPoolExecutor(4))
 rpc.add_InferenceServiceServicer_to_server(Fake(), server)
 status = health.HealthServicer()
@@ -115,7 +115,8 @@ def test_it_shows_an_answer_and_stays_up_until_it_is_told(port, number):
 def test_ctrl_c_of_the_terminal_reaches_the_server_once(port):
     """A terminal signals the whole foreground group; the server must not be in it."""
     with start(port, SERVER, process_group=0) as program:
-        read_until(program, "Serving on")
+        shown = read_until(program, "Serving on")
+        assert f"in group {program.pid}\n" not in shown
         subprocess.run(["kill", "-INT", "--", f"-{program.pid}"], check=True)
         out, _ = program.communicate(timeout=60)
     assert (out, program.returncode) == ("GOT 2\n", 7)
@@ -200,6 +201,14 @@ def test_a_server_that_refuses_the_sample_is_not_left_behind(port):
         _, err = program.communicate(timeout=60)
     assert program.returncode == 7
     assert "penstock demo: the server failed (INTERNAL): the engine died" in err
+
+
+def test_a_reader_that_goes_away_leaves_no_server_behind(port):
+    with start(port, SERVER) as program:
+        read_until(program, "loading")
+        program.stdout.close()
+        assert program.wait(60) == 1
+    assert demo.is_port_free("127.0.0.1", port)
 
 
 def test_a_taken_port_is_named_before_anything_starts(port, capsys):

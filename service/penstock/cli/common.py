@@ -148,10 +148,10 @@ def print_json(value: object) -> None:
     print(json.dumps(plain(value), indent=2, ensure_ascii=False))
 
 
-_CONTROLS = {code: "�" for code in (*range(0x20), 0x7F, *range(0x80, 0xA0)) if chr(code) not in "\n\t\r"}
+_CONTROLS = {code: "�" for code in (*range(0x20), 0x7F, *range(0x80, 0xA0)) if chr(code) not in "\n\t"}
 
 
 def write(text: str) -> None:
     """Show a model's text at once; on a terminal without control characters, which could rewrite it."""
-    sys.stdout.write(text.translate(_CONTROLS) if sys.stdout.isatty() else text)
+    sys.stdout.write(text.replace("\r\n", "\n").translate(_CONTROLS) if sys.stdout.isatty() else text)
     sys.stdout.flush()

@@ -24,7 +24,7 @@ from penstock.client.calls import (
 )
 from penstock.client.errors import NotReady, from_rpc_error
 from penstock.client.requests import RequestOptions, Turn
-from penstock.client.streams import AsyncGenerationStream, cancelled_by_server, is_task_cancelled
+from penstock.client.streams import AsyncGenerationStream, cancelled_call, is_task_cancelled
 from penstock.client.values import AbortResult, Generation, Load, ModelInfo, ServerInfo, Tokens
 from penstock.v1 import control_pb2, control_pb2_grpc, inference_pb2, inference_pb2_grpc
 
@@ -186,7 +186,7 @@ class AsyncClient:
         except asyncio.CancelledError:
             if is_task_cancelled():
                 raise
-            raise await cancelled_by_server(call) from None
+            raise await cancelled_call(call) from None
 
     async def close(self) -> None:
         """Close the channel, unless it was the caller's; running calls are cancelled."""

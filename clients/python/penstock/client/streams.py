@@ -128,7 +128,7 @@ class AsyncGenerationStream(_Progress, AsyncIterator[StreamEvent]):
                 raise
             if closed:  # by another task, which made this call end
                 raise StopAsyncIteration from None
-            raise await cancelled_by_server(self._call) from None
+            raise await cancelled_call(self._call) from None
         except ProtocolError:
             await self.aclose()
             raise
@@ -161,14 +161,14 @@ class AsyncGenerationStream(_Progress, AsyncIterator[StreamEvent]):
 def is_task_cancelled() -> bool:
     """Tell a cancelled task from a cancelled call: grpc.aio raises asyncio.CancelledError for both.
 
-    Without this, a server that answers CANCELLED would look like somebody cancelling the caller's task.
+    Without this, closing the client would look like its own cancellation to a task that waits for an answer.
     """
     task = asyncio.current_task()
     return task is not None and task.cancelling() > 0
 
 
-async def cancelled_by_server(call: grpc.aio.Call) -> PenstockClientError:
-    """The error of a call that ended with status CANCELLED, which grpc.aio does not raise as an RpcError."""
+async def cancelled_call(call: grpc.aio.Call) -> PenstockClientError:
+    """The error of a call that was cancelled on this side, for which grpc.aio raises no RpcError."""
     error = grpc.aio.AioRpcError(
         await call.code(), await call.initial_metadata(), await call.trailing_metadata(), await call.details()
     )

@@ -1,9 +1,13 @@
-"""The arithmetic of `penstock bench`, against numbers worked out by hand."""
+"""`penstock bench`: its arithmetic against numbers worked out by hand, and the command."""
 
 from __future__ import annotations
 
+import json
+
+import grpc
 import pytest
 
+from penstock.cli.__main__ import main
 from penstock.cli.bench_load import Workload, prompts
 from penstock.cli.bench_stats import (
     Distribution,
@@ -16,6 +20,9 @@ from penstock.cli.bench_stats import (
     time_per_output_token,
     time_to_first_token,
 )
+from penstock.v1 import inference_pb2
+
+Code = grpc.StatusCode
 
 # Sent at 10; 1 token at 10.5, 1 at 10.75, 2 together at 11.5; the stream ended at 12.
 TRACE = RequestTrace(sent=10.0, arrivals=((10.5, 1), (10.75, 1), (11.5, 2)), ended=12.0, prompt_tokens=3)
@@ -118,3 +125,56 @@ def test_prompts_are_random_but_repeatable():
     assert len({tuple(p) for p in first}) == 3
     assert first == prompts(workload(), 3, seed=1)
     assert first != prompts(workload(), 3, seed=2)
+
+
+def run(*argv):
+    return main([str(argument) for argument in argv])
+
+
+@pytest.mark.parametrize("more", [["--concurrency", "2"], ["--request-rate", "1000"]])
+def test_bench(server, capsys, tmp_path, more):
+    file = tmp_path / "report.json"
+    code = run(
+        "bench", "--addr", server.addr, "--requests", 5, "--prompt-tokens", 6, "--max-tokens", 4, "--seed", 3,
+        "--output", file, "--json", *more,
+    )  # fmt: skip
+    assert code == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert shown == json.loads(file.read_text())
+    assert shown["settings"]["requests"] == 5
+    measured = shown["report"]
+    assert (measured["completed"], measured["failed"]) == (5, 0)
+    assert (measured["prompt_tokens"], measured["completion_tokens"]) == (30, 20)
+    assert measured["time_to_first_token"]["p50"] > 0
+    streams = [call for call in server.calls if isinstance(call, inference_pb2.StreamRequest)]
+    warmups = [call for call in server.calls if isinstance(call, inference_pb2.GenerateRequest)]
+    assert (len(streams), len(warmups)) == (5, 1)
+    assert sorted(call.sampling.seed for call in streams) == [3, 4, 5, 6, 7]
+    for call in streams:
+        assert len(call.prompt_token_ids.ids) == 6
+        assert not {2, 3} & set(call.prompt_token_ids.ids)  # the end tokens
+        assert (call.stopping.max_tokens, call.stopping.ignore_eos) == (4, True)
+
+
+def test_bench_refuses_what_the_context_would_cut_short(server, capsys):
+    assert run("bench", "--addr", server.addr, "--prompt-tokens", 60, "--max-tokens", 5) == 1
+    assert "60 prompt tokens and 5 more do not fit the context of 64 tokens" in capsys.readouterr().err
+    assert not [call for call in server.calls if isinstance(call, inference_pb2.StreamRequest)]
+    assert run("bench", "--addr", server.addr, "--prompt-tokens", 60, "--max-tokens", 4, "--requests", 1) == 0
+
+
+def test_bench_counts_failures_and_says_so(server, failure, capsys):
+    server.stream_failure = failure(Code.RESOURCE_EXHAUSTED, "QUEUE_FULL", "full")
+    assert run("bench", "--addr", server.addr, "--requests", 3, "--prompt-tokens", 3, "--max-tokens", 4) == 1
+    shown = capsys.readouterr()
+    assert "0 completed, 3 failed" in shown.out
+    assert "failed 3 times: QUEUE_FULL: full" in shown.out
+    assert "3 of 3 requests failed" in shown.err
+
+
+@pytest.mark.parametrize("flags", [["--requests", "0"], ["--concurrency", "0"], ["--request-rate", "0"]])
+def test_bench_refuses_senseless_numbers(capsys, flags):
+    with pytest.raises(SystemExit) as caught:
+        run("bench", *flags)
+    assert caught.value.code == 2
+    assert flags[0] in capsys.readouterr().err
