@@ -86,7 +86,7 @@ def response(status):
         (OfflineModeIsEnabled("offline"), "HF_HUB_OFFLINE is set"),
         (GatedRepoError("403", response=response(403)), "HF_TOKEN"),
         (RepositoryNotFoundError("404", response=response(404)), "does not exist, or is private"),
-        (ConnectionError("connection refused"), "download failed.*ConnectionError: connection refused"),
+        (ConnectionError("connection refused\nmore"), "download failed.*ConnectionError: connection refused"),
         (OSError(28, "No space left on device"), "disk space.*No space left"),
         (ValueError(""), "ValueError"),
     ],
