@@ -1,9 +1,9 @@
 """The gRPC server around one engine: build, start, serve, stop gracefully.
 
-    server = PenstockServer(options)     # the port is taken here, before anything slow: a port in use fails
-    at once await server.serve(engine)           # answers; health says NOT_SERVING await
-    server.start_engine()          # compiles; then health says SERVING await server.stop()                  #
-    refuses new requests, finishes the running ones
+    server = PenstockServer(options)  # takes the port before anything slow: a port in use fails at once
+    await server.serve(engine)        # answers; health says NOT_SERVING
+    await server.start_engine()       # compiles; then health says SERVING
+    await server.stop()               # refuses new requests, finishes the running ones
 
 Must be made and used on one event loop.
 """
