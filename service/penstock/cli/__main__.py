@@ -34,6 +34,8 @@ def version() -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code (2: wrong usage, 130: interrupted)."""
+    # transformers otherwise warns that there is no PyTorch, which is by design and would worry people.
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     arguments = list(sys.argv[1:] if argv is None else argv)
     chosen = next((argument for argument in arguments if not argument.startswith("-")), None)
     parser = argparse.ArgumentParser(prog="penstock", description="A gRPC server for language models.")
