@@ -74,9 +74,18 @@ def port():
     raise AssertionError("no free port")
 
 
+@contextlib.contextmanager
 def start(port, server, **more):
+    """The running demo; it and its server end with the block, also when a test fails or is interrupted."""
     command = [sys.executable, "-c", DRIVER, str(port), server]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **more)
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, **more) as program:
+        try:
+            yield program
+        finally:
+            if program.poll() is None:
+                program.terminate()
+                program.wait(60)
 
 
 def read_until(program, end):
@@ -204,7 +213,9 @@ def test_a_server_that_refuses_the_sample_is_not_left_behind(port):
 
 
 def test_a_reader_that_goes_away_leaves_no_server_behind(port):
-    with start(port, SERVER) as program:
+    silent = SERVER.replace('print("ASKED", request.prompt, request.stopping.max_tokens, flush=True)', "pass")
+    assert silent != SERVER
+    with start(port, silent) as program:
         read_until(program, "loading")
         program.stdout.close()
         assert program.wait(60) == 1
