@@ -9,15 +9,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
 from penstock.runtime.errors import ConfigError, InvalidRequest
 from penstock.runtime.text import TextCodec, TextStream
 from penstock.runtime.text_decoder import PieceDecoder, WindowDecoder, byte_level_piece
 
-GOLDEN = Path(__file__).parents[1] / "golden" / "models" / "qwen3"
-if not GOLDEN.is_dir():
-    GOLDEN = Path("/work/shared/golden/models/qwen3")
+GOLDEN = Path(__file__).parents[1] / "golden" / "qwen3"
 EOS = 256
 ALPHABET = sorted(pre_tokenizers.ByteLevel.alphabet(), key=lambda c: byte_level_piece(c)[0])
 
@@ -260,8 +259,6 @@ def test_encode_and_chat() -> None:
 
 def test_special_tokens_are_added_when_asked() -> None:
     """A tokenizer with a begin token puts it first, unless told not to."""
-    from tokenizers.processors import TemplateProcessing  # noqa: PLC0415 -- only here
-
     tokenizer = bytes_tokenizer()
     tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
         single="<|end|> $A", special_tokens=[("<|end|>", EOS)]
@@ -288,6 +285,15 @@ def test_no_tokenizer(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(ConfigError, match="the tokenizer cannot be loaded"):
         TextCodec.find(tmp_path)
+
+
+def test_no_token_is_longer_than_told() -> None:
+    assert BYTES.max_token_chars == len("<|end|>")
+    for name in ("golden", "llama2"):
+        codec = CODECS[name]
+        longest = max(len(codec.decode([i], skip_special_tokens=False)) for i in range(VOCABULARY[name]))
+        assert longest <= (codec.max_token_chars or 0)
+    assert CODECS["wordpiece"].max_token_chars is None
 
 
 def test_find_loads() -> None:

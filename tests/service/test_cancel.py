@@ -34,6 +34,7 @@ class SlowCodec:
     def __init__(self, gate):
         self._gate = gate
         self.has_chat_template = True
+        self.max_token_chars = None
         self.decoder = CODEC.decoder
 
     def encode(self, text, *, add_special_tokens=True):
@@ -184,6 +185,7 @@ async def test_a_bug_in_one_request_ends_only_that_one(monkeypatch):
 
         class Broken:
             has_chat_template = False
+            max_token_chars = None
             encode = CODEC.encode
 
             def decoder(self, **_):

@@ -153,6 +153,22 @@ async def test_prompt_too_long_tells_both_numbers():
     assert dict(failure.info.metadata) == {"prompt_tokens": "8", "max_prompt_tokens": "7"}
 
 
+async def test_megabytes_of_text_are_refused_without_tokenizing(monkeypatch):
+    """No token of the fake stands for more than 7 characters; the number told is what it has at least."""
+    async with serving(fake(max_model_len=8)) as rig:
+        monkeypatch.setattr(type(rig.engine.text), "encode", None)
+        failure = await failure_of(rig.inference.Generate(generate("a" * 57)))
+    assert dict(failure.info.metadata) == {"prompt_tokens": "9", "max_prompt_tokens": "7"}
+
+
+async def test_millions_of_bad_ids_are_one_short_reply():
+    async with serving(fake(max_model_len=10**7)) as rig:
+        request = generate(prompt_token_ids={"ids": [VOCAB] * 10**6})
+        failure = await failure_of(rig.inference.Generate(request))
+    assert failure.reason == "INVALID_FIELD"
+    assert "prompt_token_ids.ids[0]" in failure.violations
+
+
 async def test_exceeds_kv_capacity():
     async with serving(fake(kv_tokens=4)) as rig:
         failure = await failure_of(rig.inference.Generate(generate("aaaa")))

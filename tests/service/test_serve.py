@@ -20,6 +20,7 @@ from typing import Any
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from support.toy import TEST_CACHE
 
 from penstock.cli import serve
 from penstock.runtime.config import EngineConfig
@@ -27,7 +28,7 @@ from penstock.service.options import ServerOptions
 from penstock.v1 import inference_pb2_grpc, types_pb2
 from tests.service.rig import generate, stream
 
-GOLDEN = Path("/work/shared/golden/models/qwen3")
+GOLDEN = Path(__file__).parents[1] / "golden" / "qwen3"
 REPOSITORY = Path(__file__).parents[2]
 ENGINE = ["--max-num-seqs", "2", "--max-num-batched-tokens", "16", "--kv-cache-bytes", "4M"]
 START_S = 150.0
@@ -98,10 +99,9 @@ def fake_process(*arguments: str) -> contextlib.AbstractContextManager[Process]:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not GOLDEN.is_dir(), reason="needs the golden models")
-def test_a_checkpoint_is_served_until_sigterm(tmp_path: Path) -> None:
+def test_a_checkpoint_is_served_until_sigterm() -> None:
     """On the real engine: what was resolved is printed, a stream under way gets all of its tokens, exit 0."""
-    cache = ["--compilation-cache", str(tmp_path)]
+    cache = ["--compilation-cache", str(TEST_CACHE)]
     with process(str(GOLDEN), "--port", "0", "--grace", "60", *ENGINE, *cache) as server:
         address = server.wait_for(r"ready on (127\.0\.0\.1:\d+)")[1]
         with grpc.insecure_channel(address) as channel:

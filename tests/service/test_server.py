@@ -219,3 +219,15 @@ async def test_in_thread_survives_a_cancelled_wait():
     gate.set()
     with pytest.raises(asyncio.CancelledError):
         await waiting
+
+
+@pytest.mark.slow
+async def test_clients_may_ping_while_nothing_is_sent():
+    """Every 5 s, as through a long prefill; gRPC's own default ends such a connection at the third ping."""
+    engine = fake(hold=True)
+    pinging = [("grpc.keepalive_time_ms", 5100), ("grpc.http2.max_pings_without_data", 0)]
+    async with serving(engine, channel_options=pinging) as rig:
+        call = rig.inference.Generate(generate("y"))
+        await asyncio.sleep(26)
+        engine.release()
+        assert (await asyncio.wait_for(call, 20)).outputs[0].text == "z"

@@ -48,6 +48,14 @@ async def test_outputs_of_a_former_user_of_an_id_do_not_reach_the_next():
     assert engine.cancelled == ["same"]
 
 
+async def test_outputs_after_the_loops_end_are_dropped():
+    """The engine's thread may be a step ahead of a server that has ended; it must not fail for that."""
+    loop = asyncio.new_event_loop()
+    board = Switchboard(loop)
+    loop.close()
+    buffer(board, fake(), "late").sink([Output("late", (98,))])
+
+
 async def test_close_after_the_end_cancels_nothing():
     """Its id may belong to another request by then."""
     board = Switchboard(asyncio.get_running_loop())

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, cast
 
@@ -56,6 +57,16 @@ class TextCodec:
         if not any((Path(folder) / name).is_file() for name in TOKENIZER_FILES):
             return None
         return cls.from_pretrained(folder)
+
+    @cached_property
+    def max_token_chars(self) -> int | None:
+        """No token stands for more characters than this; None where that cannot be told.
+
+        A prompt longer than the context times this need not be tokenized to know that it is too long.
+        """
+        if self._rule is None:
+            return None
+        return max(map(len, self._backend.get_vocab(with_added_tokens=True)), default=1)
 
     @property
     def has_chat_template(self) -> bool:

@@ -288,17 +288,9 @@ def _tell(engine: Engine) -> None:
     info, config = engine.info, engine.config
     log.info("model %s: %s, %s, vocabulary %d", info.name, info.architecture, config.dtype, info.vocab_size)
     log.info("on %s", ", ".join(info.devices))
-    log.info(
-        "context %d tokens, %d running and %d waiting requests at most",
-        info.max_model_len,
-        config.max_num_seqs,
-        config.max_queued_requests,
-    )
-    log.info(
-        "KV cache %.1f MiB: %d pages of %d tokens",
-        (config.kv_cache_bytes or 0) / 2**20,
-        info.num_pages,
-        info.page_size,
-    )
+    running, waiting = config.max_num_seqs, config.max_queued_requests
+    log.info("context %d tokens; at most %d requests run and %d wait", info.max_model_len, running, waiting)
+    cache_mib = (config.kv_cache_bytes or 0) / 2**20
+    log.info("KV cache %.1f MiB: %d pages of %d tokens", cache_mib, info.num_pages, info.page_size)
     log.info("defaults: %s", info.defaults)
     log.info("compiled programs are kept in %s", config.compilation_cache or "memory only")

@@ -5,13 +5,19 @@ once.
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
 from google.protobuf.duration_pb2 import Duration
 
-from penstock.runtime.errors import InvalidRequest, UnknownModel, UnsupportedFeature, Violation
+from penstock.runtime.errors import (
+    InvalidRequest,
+    PromptTooLong,
+    UnknownModel,
+    UnsupportedFeature,
+    Violation,
+)
 from penstock.runtime.request import (
     MAX_REQUEST_ID_CHARS,
     MAX_STOP_TOKEN_IDS,
@@ -24,6 +30,7 @@ from penstock.service.support import check_supported
 from penstock.v1 import inference_pb2, types_pb2
 
 T = TypeVar("T")
+MAX_BAD_IDS = 100
 ROLES = ("system", "user", "assistant")
 _MAX_DURATION_S = 315_576_000_000  # google.protobuf.Duration: 10,000 years
 
@@ -151,7 +158,10 @@ def _prompt(
     if kind == "chat":
         return chat_prompt(message.chat, limits, bad)
     if kind == "prompt_token_ids":
-        ids = tuple(message.prompt_token_ids.ids)
+        repeated = message.prompt_token_ids.ids
+        if len(repeated) >= limits.info.max_model_len:  # before anything walks over millions of ids
+            raise PromptTooLong(len(repeated), limits.info.max_model_len - 1)
+        ids = tuple(repeated)
         if not ids:
             bad.add("prompt_token_ids.ids", "must not be empty")
         check_token_ids("prompt_token_ids.ids", ids, limits.info.vocab_size, bad)
@@ -177,12 +187,15 @@ def chat_prompt(chat: types_pb2.ChatPrompt, limits: Limits, bad: Violations) -> 
     return ChatPrompt(tuple({"role": m.role, "content": m.content} for m in chat.messages))
 
 
-def check_token_ids(field: str, ids: tuple[int, ...], vocab_size: int, bad: Violations) -> None:
-    """Note ids outside the vocabulary: one violation each."""
-    if ids and max(ids) >= vocab_size:
-        for i, token in enumerate(ids):
-            if token >= vocab_size:
-                bad.add(f"{field}[{i}]", f"must be below the vocabulary size {vocab_size}, not {token}")
+def check_token_ids(field: str, ids: Sequence[int], vocab_size: int, bad: Violations) -> None:
+    """Note ids outside the vocabulary: one violation each, as far as a status may hold them anyway."""
+    if not ids or max(ids) < vocab_size:
+        return
+    outside = [(i, token) for i, token in enumerate(ids) if token >= vocab_size]
+    for i, token in outside[:MAX_BAD_IDS]:
+        bad.add(f"{field}[{i}]", f"must be below the vocabulary size {vocab_size}, not {token}")
+    if len(outside) > MAX_BAD_IDS:
+        bad.add(field, f"{len(outside) - MAX_BAD_IDS} more ids are not below the vocabulary size")
 
 
 def _sampling(message: types_pb2.SamplingParams, info: Info) -> SamplingParams:

@@ -8,7 +8,7 @@ from functools import partial
 from types import TracebackType
 from typing import Self
 
-from penstock.runtime.errors import InvalidRequest, Violation
+from penstock.runtime.errors import InvalidRequest, PromptTooLong, Violation
 from penstock.runtime.text import TextCodec
 from penstock.service.assemble import Assembler, Delta
 from penstock.service.backend import Backend
@@ -72,6 +72,7 @@ class Generation:
         """Tokenize and submit; raises what the engine refuses."""
         try:
             started_ns = time.monotonic_ns()
+            self._check_length(self.job.prompt)
             self.prompt_token_ids = await encode_prompt(self._engine.text, self.job.prompt)
             num_tokens = len(self.prompt_token_ids)
             self._trace.phase(
@@ -86,6 +87,13 @@ class Generation:
             self._end(error)
             raise
         return self
+
+    def _check_length(self, prompt: Prompt) -> None:
+        """Refuse megabytes of text before they are tokenized; what passes is counted exactly."""
+        codec, limit = self._engine.text, self._engine.info.max_model_len
+        most = None if codec is None else codec.max_token_chars
+        if most is not None and isinstance(prompt, TextPrompt) and len(prompt.text) > limit * most:
+            raise PromptTooLong(-(-len(prompt.text) // most), limit - 1)
 
     async def take(self) -> Delta:
         """The next delta; the last one has `finish`."""

@@ -84,4 +84,6 @@ def timing(times: RequestTiming | None) -> types_pb2.Timing:
 
 
 def tensor_spec(name: str, dtype: str, shape: Sequence[int]) -> weights_pb2.TensorSpec:
-    return weights_pb2.TensorSpec(name=name, dtype=DTYPES[dtype], shape=shape)
+    return weights_pb2.TensorSpec(
+        name=name, dtype=DTYPES.get(dtype, weights_pb2.DATA_TYPE_UNSPECIFIED), shape=shape
+    )
