@@ -84,13 +84,12 @@ class Traffic:
 
     def dispatch(self, admit: bool = True) -> None:
         self.now_ns += 1
-        before = self.scheduler.load()
         plan = self.scheduler.schedule(self.now_ns, admit=admit)
         if plan is None:
             movable = [t for t in self.active.values() if not t.pending and (admit or t.slot is not None)]
             assert not movable or self.in_flight, "there was work and no plan"
             return
-        self.check_plan(plan, admit, before.pages_used)
+        self.check_plan(plan, admit)
         self.in_flight.append(
             (plan, self.runner.execute(plan), [self.active[r.request_id] for r in plan.rows])
         )
@@ -146,8 +145,8 @@ class Traffic:
         tracked.slot, tracked.computed, tracked.decoding = None, 0, False
         tracked.preemptions += 1
 
-    def check_plan(self, plan: Plan, admit: bool, pages_used: int) -> None:
-        active = self.active
+    def check_plan(self, plan: Plan, admit: bool) -> None:
+        active, pages_used = self.active, self.scheduler.load().pages_used
         assert 0 < plan.num_tokens <= self.config.max_num_batched_tokens
         planned = {row.request_id for row in plan.rows}
         assert len(planned) == len(plan.rows)
@@ -172,7 +171,7 @@ class Traffic:
             if tracked.decoding and not tracked.pending and tracked.request.request_id not in planned:
                 assert self.in_flight
                 assert tracked is max(running, key=lambda t: t.order)
-                assert pages_used + len(plan.page_writes) == self.config.num_pages
+                assert pages_used == self.config.num_pages
         if not self.in_flight and (admit or running):
             oldest = min(active.values() if admit else running, key=lambda t: t.order)
             assert oldest.request.request_id in planned
@@ -181,7 +180,6 @@ class Traffic:
         unserved = waiting[len(plan.new_requests) :]
         if left and unserved and admit and not plan.preempted and not unserved[0].pending:
             needed = -(-len(unserved[0].known) // self.config.page_size)
-            pages_used += len(plan.page_writes)
             assert len(running) == self.config.max_num_seqs or needed > self.config.num_pages - pages_used
         for row in plan.rows:
             tracked = active[row.request_id]
