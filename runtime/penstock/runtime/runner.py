@@ -36,7 +36,7 @@ from penstock.runtime.packing import (
 )
 from penstock.runtime.plan import Plan, StepResult
 from penstock.runtime.request import MAX_STOP_TOKEN_IDS, Request
-from penstock.runtime.step import KVCache, RowState, compile_step, make_step, read_logprobs
+from penstock.runtime.step import KVCache, RowState, Weights, compile_step, make_step, read_logprobs
 
 log = logging.getLogger(__name__)
 
@@ -100,7 +100,8 @@ class ModelRunner:
         self.mesh = mesh
         self.compiles_after_warmup = CompileCounter()
         self._graphdef = graphdef
-        self._weights = weights
+        leaves, self._weights_tree = jax.tree.flatten(weights)
+        self._weights: Weights = tuple(leaves)
         self._kv_spec = kv_spec
         self._sharding = NamedSharding(mesh, PartitionSpec())
         self._kv: KVCache | None = None
@@ -131,7 +132,7 @@ class ModelRunner:
     @property
     def weights(self) -> Any:
         """The state that serves now."""
-        return self._weights
+        return jax.tree.unflatten(self._weights_tree, self._weights)
 
     def initialize_kv_cache(self, num_pages: int) -> None:
         """Allocate the cache, zeroed. Programs are compiled for its shape, so this comes before `compile`."""
@@ -193,7 +194,7 @@ class ModelRunner:
     def _compile_one(self, key: ProgramKey, num_pages: int) -> jax.stages.Compiled:
         layout = self._layout(key)
         step = make_step(
-            self._graphdef,
+            lambda leaves: nnx.merge(self._graphdef, jax.tree.unflatten(self._weights_tree, leaves)),
             layout,
             page_size=self.config.page_size,
             num_pages=num_pages,
@@ -291,25 +292,26 @@ class ModelRunner:
 
         Checked before anything changes: on ConfigError the old weights serve on.
         """
-        old, old_tree = jax.tree.flatten(self._weights)
-        new = jax.tree.leaves(weights)
-        if cast("object", old_tree) != cast("object", jax.tree.structure(weights)):  # untyped in jax's stubs
+        new, tree = jax.tree.flatten(weights)
+        if cast("object", tree) != cast("object", self._weights_tree):  # untyped in jax's stubs
             raise ConfigError("the new weights have another tree than the model's")
-        for before, after in zip(old, new, strict=True):
+        for before, after in zip(self._weights, new, strict=True):
             if before.shape != after.shape or before.dtype != after.dtype:
                 raise ConfigError(
                     f"a new weight is {after.dtype}{after.shape}, the model's {before.dtype}{before.shape}"
                 )
-        placed = [jax.device_put(after, before.sharding) for before, after in zip(old, new, strict=True)]
+        placed = [
+            jax.device_put(after, before.sharding) for before, after in zip(self._weights, new, strict=True)
+        ]
         jax.block_until_ready(placed)
-        self._weights = jax.tree.unflatten(old_tree, placed)
+        self._weights = tuple(placed)
 
     def shutdown(self) -> None:
         """Free the device's memory that this runner holds; it cannot be used afterwards."""
         self.compiles_after_warmup.stop()
         self.destroy_kv_cache()
         self._programs = {}
-        self._weights = None
+        self._weights = ()
 
 
 def single_device_mesh(device: jax.Device) -> Mesh:

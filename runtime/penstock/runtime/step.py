@@ -14,7 +14,6 @@ from typing import Any, NamedTuple, Protocol
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 from jax import Array, lax
 
 from penstock.runtime.attention import AttentionMeta, make_meta
@@ -23,6 +22,8 @@ from penstock.runtime.request import TokenLogprobs
 from penstock.runtime.sampler import sample, token_logprobs
 
 KVCache = tuple[Array, ...]
+Weights = tuple[Array, ...]
+"""The model's state as flat leaves: flattening nnx's own tree on every call costs milliseconds of Python."""
 
 
 class RowState(NamedTuple):
@@ -45,16 +46,18 @@ class StepModel(Protocol):
         ...
 
 
-StepFn = Callable[[Any, KVCache, RowState, Array], tuple[Array, KVCache, RowState]]
+StepFn = Callable[[Weights, KVCache, RowState, Array], tuple[Array, KVCache, RowState]]
 
 
 def make_step(
-    graphdef: nnx.GraphDef[Any], layout: Layout, *, page_size: int, num_pages: int, num_top: int
+    rebuild: Callable[[Weights], StepModel], layout: Layout, *, page_size: int, num_pages: int, num_top: int
 ) -> StepFn:
     """The step function of one program key. Its result array is int32[R, 2 + 2 * num_top]; see `read_row`."""
 
-    def step(weights: Any, kv: KVCache, state: RowState, packed: Array) -> tuple[Array, KVCache, RowState]:
-        model: StepModel = nnx.merge(graphdef, weights)
+    def step(
+        weights: Weights, kv: KVCache, state: RowState, packed: Array
+    ) -> tuple[Array, KVCache, RowState]:
+        model = rebuild(weights)
         batch = layout.unpack(packed)
         meta, token_rows = make_meta(
             starts=batch.starts,
