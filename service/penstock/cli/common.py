@@ -108,7 +108,7 @@ def explain(error: PenstockClientError, addr: str) -> str:
             return f"the server at {addr} is shutting down; try again when it is back"
         case QueueFull():
             wait = "" if error.retry_after is None else f" in {error.retry_after:g} s"
-            return f"the server is full ({text}); try again{wait}"
+            return f"the queue of {addr} is full; try again{wait}"
         case PromptTooLong():
             return f"{text}; shorten the prompt"
         case UnavailableError():
