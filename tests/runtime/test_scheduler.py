@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from support.scheduling import add, commit, dispatch, make
-
 from penstock.runtime.plan import PageWrite, Plan, PlanRow
 from penstock.runtime.request import Output
 from penstock.runtime.scheduler import Load, Scheduler
+from tests.support.scheduling import add, commit, dispatch, make
 
 
 def step(scheduler: Scheduler, token: int = 9) -> Plan:
@@ -170,6 +169,18 @@ def test_a_decode_that_is_the_latest_arrival_itself_gives_way():
     plan = step(scheduler)  # "a" has room for position 3, "b" has none for position 4
     assert (shape(plan), plan.preempted) == ([("a", 3, 1)], ("b",))
     assert scheduler.load().pages_used == 2
+
+
+def test_a_resumed_request_needs_pages_for_what_it_has_generated_too():
+    scheduler = make(num_pages=3, page_size=2)
+    add(scheduler, "a", 2)
+    add(scheduler, "b", 2)
+    step(scheduler)
+    assert step(scheduler).preempted == ("b",)  # "a" took the last page
+    assert (
+        scheduler.load().pages_used == 2
+    )  # one is free, enough for the prompt of "b" but not for its 3 tokens
+    assert shape(step(scheduler)) == [("a", 3, 1)]
 
 
 def test_a_victim_may_be_halfway_through_its_prefill():

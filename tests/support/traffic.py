@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections import deque
 
 import pytest
-from support.fake_runner import FakeRunner, run_alone
 
 from penstock.runtime.errors import DuplicateRequestId, ExceedsKVCapacity, PromptTooLong, QueueFull
 from penstock.runtime.plan import Plan, StepResult
 from penstock.runtime.request import FinishReason, Output, Request, TokenLogprobs
 from penstock.runtime.scheduler import Scheduler, SchedulerConfig
+from tests.support.fake_runner import FakeRunner, run_alone
 
 SECOND = 10**9
 
@@ -155,6 +155,7 @@ class Traffic:
             assert name not in planned
             self.lose_pages(active[name])
         running = [t for t in active.values() if t.slot is not None]
+        assert admit or not plan.new_requests
         if plan.preempted:
             assert not plan.new_requests
             assert max(t.order for t in running) < min(active[name].order for name in plan.preempted)
