@@ -9,7 +9,6 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
-from support.toy import EOS, VOCAB, toy_engine, toy_model, toy_tokens
 
 from penstock.runtime import Engine, SamplingParams, StoppingParams
 from penstock.runtime.core import AbortOutcome, InFlightPolicy, StepRecord
@@ -25,6 +24,7 @@ from penstock.runtime.errors import (
     QueueFull,
 )
 from penstock.runtime.request import Finish, FinishReason, Output, Request
+from tests.support.toy import EOS, VOCAB, toy_engine, toy_model, toy_tokens
 
 GREEDY = SamplingParams(temperature=0.0)
 
@@ -213,7 +213,7 @@ def test_abort_by_prefix_and_all(engine: Engine) -> None:
     assert engine.load().pages_used == 0
     for bad in ({}, {"prefix": ""}, {"prefix": "a", "all_requests": True}):
         with pytest.raises(ValueError, match="exactly one"):
-            engine.abort(**bad)  # type: ignore[arg-type]
+            engine.abort(**bad)
 
 
 def test_an_aborted_id_can_be_used_again_at_once(engine: Engine) -> None:
@@ -371,7 +371,6 @@ def test_life_cycle() -> None:
     sink = Collector()
     with pytest.raises(NotReady):
         submit(engine, sink, "early")
-    assert not engine.ready
     engine.start()
     assert engine.ready
     submit(engine, sink, "runs", tokens=100)

@@ -9,15 +9,15 @@ from collections.abc import Iterator
 import jax
 import numpy as np
 import pytest
-from support.toy import OFFSET, TEST_CACHE, VOCAB, toy_model, toy_tokens
 
 from penstock.runtime.buckets import Buckets, ProgramKey
 from penstock.runtime.compilation import CompileCounter, use_compilation_cache
 from penstock.runtime.errors import ConfigError
-from penstock.runtime.packing import FEEDBACK, MAX_STOP_TOKEN_IDS, NUM_FIELDS, SLOT, Layout, pack_params
+from penstock.runtime.packing import FEEDBACK, NUM_FIELDS, SLOT, Layout, pack_params
 from penstock.runtime.plan import PageWrite, Plan, PlanRow
-from penstock.runtime.request import Request, SamplingParams, StoppingParams
+from penstock.runtime.request import MAX_STOP_TOKEN_IDS, Request, SamplingParams, StoppingParams
 from penstock.runtime.runner import ModelRunner, RunnerConfig, single_device_mesh
+from tests.support.toy import OFFSET, TEST_CACHE, VOCAB, toy_model, toy_tokens
 
 GREEDY = SamplingParams(temperature=0.0)
 

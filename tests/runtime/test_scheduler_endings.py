@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import pytest
-from support.scheduling import EOS, WORD, add, commit, dispatch, make
 
 from penstock.runtime.plan import StepResult
 from penstock.runtime.request import Finish, FinishReason, Output, Request, RequestTiming, TokenLogprobs
 from penstock.runtime.scheduler import FINISHED_MEMORY, Load, Scheduler
+from tests.support.scheduling import EOS, WORD, add, commit, dispatch, make
 
 SECOND = 10**9
 IDLE = Load(num_running=0, num_waiting=0, waiting_prompt_tokens=0, pages_used=0, pages_total=16)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-from support.scheduling import LIMITS, add, commit, dispatch, make
 
 from penstock.runtime.errors import (
     ConfigError,
@@ -14,6 +13,7 @@ from penstock.runtime.errors import (
 )
 from penstock.runtime.plan import StepResult
 from penstock.runtime.scheduler import Load, Scheduler
+from tests.support.scheduling import LIMITS, add, commit, dispatch, make
 
 
 def step(scheduler: Scheduler) -> None:

@@ -11,11 +11,11 @@ import random
 
 from hypothesis import given, note, settings
 from hypothesis import strategies as st
-from support.fake_runner import EOS, VOCAB
-from support.traffic import Traffic
 
 from penstock.runtime.request import Request, StoppingParams
 from penstock.runtime.scheduler import SchedulerConfig
+from tests.support.fake_runner import EOS, VOCAB
+from tests.support.traffic import Traffic
 
 
 def random_config(rng: random.Random) -> SchedulerConfig:

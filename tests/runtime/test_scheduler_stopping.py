@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from support.scheduling import EOS, OTHER_EOS, STOP_ID, WORD, add, commit, dispatch, make
 
 from penstock.runtime.request import Finish, FinishReason, Output
 from penstock.runtime.scheduler import Scheduler
+from tests.support.scheduling import EOS, OTHER_EOS, STOP_ID, WORD, add, commit, dispatch, make
 
 SECOND = 10**9
 

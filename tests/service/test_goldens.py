@@ -16,12 +16,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.toy import TEST_CACHE
 
 from penstock.runtime.config import EngineConfig
 from penstock.runtime.engine import Engine
 from penstock.v1 import inference_pb2, types_pb2
 from tests.service.rig import Rig, serving
+from tests.support.toy import TEST_CACHE
 
 GOLDEN = Path(__file__).parent.parent / "golden"
 NAMES = ("qwen3", "qwen2", "qwen2_yarn", "llama", "llama_linear_rope", "mistral_swa")

@@ -17,12 +17,12 @@ from google.protobuf.duration_pb2 import Duration
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
-from support.toy import TEST_CACHE
 
 from penstock.runtime.config import EngineConfig
 from penstock.runtime.engine import Engine
 from penstock.v1 import inference_pb2, types_pb2
 from tests.service.rig import Rig, collect, failure_of, generate, joined, serving, stream, until
+from tests.support.toy import TEST_CACHE
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "qwen3"
 PROMPT = "def decode(self, text):"

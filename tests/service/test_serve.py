@@ -20,13 +20,13 @@ from typing import Any
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from support.toy import TEST_CACHE
 
 from penstock.cli import serve
 from penstock.runtime.config import EngineConfig
 from penstock.service.options import ServerOptions
 from penstock.v1 import inference_pb2_grpc, types_pb2
 from tests.service.rig import generate, stream
+from tests.support.toy import TEST_CACHE
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "qwen3"
 REPOSITORY = Path(__file__).parents[2]

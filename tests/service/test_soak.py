@@ -11,10 +11,10 @@ from typing import Any
 
 import grpc
 import pytest
-from support.toy import VOCAB, toy_engine, toy_model, toy_tokens
 
 from penstock.v1 import inference_pb2
 from tests.service.rig import Rig, generate, serving, stream, until
+from tests.support.toy import VOCAB, toy_engine, toy_model, toy_tokens
 
 NUM_STREAMS = 200
 CONTEXT = 1024
@@ -53,8 +53,9 @@ async def one(rig: Rig, i: int, seed: int) -> str:
             other = asyncio.create_task(abort_later(rig, request.request_id, rng.uniform(0, 2.0)))
         if kind == "stall":
             await call.read()
-            while request.request_id in rig.engine._core._scheduler.active_ids():
-                await asyncio.sleep(0.05)  # until the server gives the silent reader up
+            # Until the server gives the silent reader up; nothing tells a client that it was given up.
+            while request.request_id in rig.engine._core._scheduler.active_ids():  # noqa: ASYNC110
+                await asyncio.sleep(0.05)
         while (message := await call.read()) is not grpc.aio.EOF:
             tokens += message.delta.token_ids
         assert await call.code() is grpc.StatusCode.OK
@@ -80,7 +81,9 @@ def tasks() -> set[asyncio.Task[Any]]:
 
 async def abort_later(rig: Rig, request_id: str, delay: float) -> None:
     await asyncio.sleep(delay)
-    await rig.inference.Abort(inference_pb2.AbortRequest(request_ids={"ids": [request_id]}))
+    await rig.inference.Abort(
+        inference_pb2.AbortRequest(request_ids=inference_pb2.RequestIds(ids=[request_id]))
+    )
 
 
 @pytest.mark.timeout(600)

@@ -94,6 +94,8 @@ def compile_all(
             for done in as_completed(pending):
                 programs[pending[done]] = done.result()
                 bar.update()
+                if bar.disable:  # a log file should show that it goes on, too
+                    log.info("compiled %d of %d programs", len(programs), len(keys))
         except BaseException:
             pool.shutdown(cancel_futures=True)
             raise

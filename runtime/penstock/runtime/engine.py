@@ -14,7 +14,7 @@ import gc
 import logging
 import queue
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
@@ -255,7 +255,7 @@ class Engine:
         stopping: StoppingParams | None = None,
         logprobs: int | None = None,
         request_id: str | None = None,
-    ) -> Iterator[Generation]:
+    ) -> Generator[Generation, None, None]:
         """Generate from text or token ids, yielding what each step adds. Closing the iterator early frees the
         request.
 
@@ -304,7 +304,9 @@ class Engine:
             sampling = SamplingParams(defaults.temperature, defaults.top_k, defaults.top_p, defaults.min_p)
         return Request(request_id or uuid.uuid4().hex, tuple(prompt), sampling, stopping, logprobs)
 
-    def _follow(self, request: Request, inbox: queue.SimpleQueue[Sequence[Output]]) -> Iterator[Generation]:
+    def _follow(
+        self, request: Request, inbox: queue.SimpleQueue[Sequence[Output]]
+    ) -> Generator[Generation, None, None]:
         stopping = request.stopping
         text = None
         if self.text is not None:
