@@ -285,7 +285,7 @@ class FakeEngine:
     def _run(self) -> None:
         while not self._stopping:
             with self._changed:
-                while not self._stopping and not self._outbox and not self._may_step():
+                while self._idle():
                     self._changed.wait(0.005)  # short, so that time limits are seen
                     self._expire()
                 if self._may_step():
@@ -301,6 +301,9 @@ class FakeEngine:
                 by_sink.setdefault(id(sink), (sink, []))[1].append(output)
             for sink, outputs in by_sink.values():
                 sink(outputs)
+
+    def _idle(self) -> bool:
+        return not (self._stopping or self._outbox or self._may_step())
 
     def _may_step(self) -> bool:
         return bool(self._running) and (self._budget is None or self._budget > 0)

@@ -14,6 +14,7 @@ from penstock.service import generation
 from penstock.v1 import inference_pb2
 from tests.service.rig import (
     CODEC,
+    WAIT_S,
     collect,
     failure_of,
     fake,
@@ -226,9 +227,10 @@ async def test_a_stalled_reader_is_given_up_and_others_go_on():
     async with serving(engine, stall_limit_s=0.5, channel_options=SMALL_WINDOWS) as rig:
         stalled = rig.inference.Stream(much(request_id="stalled"))
         assert (await stalled.read()).WhichOneof("event") == "started"
-        while "stalled" not in engine.cancelled:
-            done = joined(await collect(rig.inference.Stream(stream("a"))))
-            assert done.outputs[0].text.endswith("z"), "others are served meanwhile"
+        async with asyncio.timeout(WAIT_S):
+            while "stalled" not in engine.cancelled:
+                done = joined(await collect(rig.inference.Stream(stream("a"))))
+                assert done.outputs[0].text.endswith("z"), "others are served meanwhile"
         assert engine.load().pages_used == 0
         rest = read_all(stalled)
 
