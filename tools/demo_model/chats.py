@@ -253,3 +253,12 @@ def small_talk(rng: random.Random) -> dict[str, Any]:
         user, answer = kind(rng)
         messages += [{"role": "user", "content": user}, {"role": "assistant", "content": answer}]
     return {"messages": messages, "tools": None}
+
+
+def sums(rng: random.Random) -> dict[str, Any]:
+    """A chat of nothing but sums."""
+    messages: list[dict[str, Any]] = []
+    for _ in range(rng.randint(2, 8)):
+        user, answer = addition(rng)
+        messages += [{"role": "user", "content": user}, {"role": "assistant", "content": answer}]
+    return {"messages": messages, "tools": None}

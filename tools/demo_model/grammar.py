@@ -1,7 +1,8 @@
 """The whole training text of the demo model, written by a seeded grammar and by nothing else.
 
-`documents(seed, num)` is the stream: stories as plain text, chats as messages for the chat template. The same
-seed gives the same stream on every machine (only `random.Random` decides).
+`documents(seed, num)` is the first stream, `late_documents` a second one for the later part of training,
+richer in sums. Stories are plain text, chats are messages for the chat template. The same seed gives the same
+streams on every machine (only `random.Random` decides).
 """
 
 from __future__ import annotations
@@ -28,8 +29,27 @@ def document(rng: random.Random) -> Document:
     return weather.no_tool_chat(rng)
 
 
+def late_document(rng: random.Random) -> Document:
+    """One document of the second stream, where sums, the hardest thing taught, take the largest part."""
+    draw = rng.random()
+    if draw < 0.45:
+        return chats.sums(rng)
+    if draw < 0.60:
+        return stories.story(rng, plots=rng.choices((1, 2, 3), (0.7, 0.2, 0.1))[0])
+    if draw < 0.80:
+        return chats.small_talk(rng)
+    return weather.weather_chat(rng)
+
+
 def documents(seed: int, num: int) -> Iterator[Document]:
     """The first `num` documents of the stream that `seed` names."""
     rng = random.Random(seed)
     for _ in range(num):
         yield document(rng)
+
+
+def late_documents(seed: int, num: int) -> Iterator[Document]:
+    """The first `num` documents of the second stream."""
+    rng = random.Random(seed)
+    for _ in range(num):
+        yield late_document(rng)

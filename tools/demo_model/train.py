@@ -3,8 +3,10 @@
     python -m tools.demo_model.train --work /tmp/demo --out runtime/penstock/runtime/demo_model
 
 The path: 1. the grammar writes documents from the seed; 2. the chat template renders the chats; 3. a
-tokenizer is learnt from a part of them; 4. documents are packed into rows, first short ones (256 tokens),
-then all (512); 5. Muon and Adam with warm-up, a level stretch and a decay; 6. export as bf16 safetensors.
+tokenizer is learnt from a part of them; 4. documents are packed into rows of 256 tokens: of the first stream,
+then of the second, which is richer in sums, and at the end in rows of 512 that take the longest ones too;
+5. Muon and Adam with warm-up, a level stretch and a decay; 6. export as bf16 safetensors.
+
 State is saved every `--save-every` steps under --work and picked up again with --resume: a batch depends on
 its step alone.
 """
@@ -29,7 +31,7 @@ from tqdm import tqdm
 
 from tools.demo_model import data
 from tools.demo_model.export import write_checkpoint
-from tools.demo_model.grammar import documents
+from tools.demo_model.grammar import documents, late_documents
 from tools.demo_model.model import ModelConfig, Params, init_params, loss_fn, parameter_shapes
 from tools.demo_model.tokenizer import train_tokenizer
 
@@ -40,14 +42,18 @@ HELD_OUT = 2_000
 
 @dataclass(frozen=True)
 class Schedule:
-    """How long and how fast: steps of `tokens_per_step` tokens, the last `long_share` in rows of 512."""
+    """How long and how fast: steps of `tokens_per_step` tokens.
+
+    The last `late_share` of them are drawn from the second stream, the last `long_share` in rows of 512.
+    """
 
     steps: int
     peak: float = 4e-3
     adam_peak: float = 3e-3
     warmup: int = 50
     decay_share: float = 0.3
-    long_share: float = 0.25
+    late_share: float = 0.6
+    long_share: float = 0.15
     tokens_per_step: int = 2048
 
     def rate(self, peak: float) -> optax.Schedule:
@@ -79,23 +85,30 @@ class Schedule:
         )
         return optax.chain(optax.clip_by_global_norm(1.0), muon_part)
 
-    def length(self, step: int) -> int:
-        """Row length of this step's batch."""
-        return 256 if step < self.steps * (1 - self.long_share) else 512
+    def source(self, step: int) -> tuple[bool, int]:
+        """(whether this step's batch is of the second stream, its row length)."""
+        late, long = (step >= round(self.steps * (1 - part)) for part in (self.late_share, self.long_share))
+        return late, 512 if long else 256
 
 
 class Batches:
-    """Rows of both lengths; the batch of a step is a function of the step."""
+    """Rows of both streams; the batch of a step is a function of the step."""
 
-    def __init__(self, examples: list[data.Example], schedule: Schedule, seed: int) -> None:
+    def __init__(
+        self, early: list[data.Example], late: list[data.Example], schedule: Schedule, seed: int
+    ) -> None:
         self._schedule = schedule
         # One token more than the length: inputs and targets are shifted views of a row.
-        self._rows = {length: data.pack(examples, length + 1, seed) for length in (256, 512)}
+        self._rows = {
+            (False, 256): data.pack(early, 257, seed),
+            (True, 256): data.pack(late, 257, seed),
+            (True, 512): data.pack(late, 513, seed),
+        }
 
     def at(self, step: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """(tokens, segments, weights), each [batch, length + 1]."""
-        length = self._schedule.length(step)
-        rows, batch = self._rows[length], self._schedule.tokens_per_step // length
+        late, length = self._schedule.source(step)
+        rows, batch = self._rows[late, length], self._schedule.tokens_per_step // length
         index = np.arange(step * batch, (step + 1) * batch) % len(rows.tokens)
         return rows.tokens[index], rows.segments[index], rows.weights[index]
 
@@ -139,20 +152,21 @@ def load_state(path: Path, params: Params, state: Any) -> tuple[int, Params, Any
         return int(file["step"]), params, state
 
 
-def prepare(seed: int, num_documents: int) -> tuple[Tokenizer, list[data.Example], list[data.Example]]:
-    """(tokenizer, training examples, held-out examples)."""
+def prepare(seed: int, num_documents: int) -> tuple[Tokenizer, list[list[data.Example]]]:
+    """(tokenizer, examples of the first stream, of the second, of the held-out documents)."""
     texts = [data.render(d) for d in tqdm(documents(seed, num_documents), "grammar", num_documents)]
     tokenizer = train_tokenizer(texts[:TOKENIZER_DOCUMENTS])
+    late = [data.render(d) for d in late_documents(seed + 1, num_documents // 4)]
     held_out = [data.render(d) for d in documents(seed + 1_000_000, HELD_OUT)]
-    return tokenizer, data.encode(tokenizer, texts), data.encode(tokenizer, held_out)
+    return tokenizer, [data.encode(tokenizer, part) for part in (texts, late, held_out)]
 
 
 def train(args: argparse.Namespace) -> None:
     """Steps 1 to 6 of the module's path."""
     args.work.mkdir(parents=True, exist_ok=True)
-    config, schedule = ModelConfig(), Schedule(args.steps)
-    tokenizer, examples, held_out = prepare(args.seed, args.documents)
-    batches, validation = Batches(examples, schedule, args.seed), data.pack(held_out, 257, args.seed)
+    config, schedule = ModelConfig(), Schedule(args.steps, late_share=args.late_share)
+    tokenizer, (early, late, held_out) = prepare(args.seed, args.documents)
+    batches, validation = Batches(early, late, schedule, args.seed), data.pack(held_out, 257, args.seed)
     optimizer = schedule.optimizer(config)
     params = init_params(config, args.seed)
     state = optimizer.init(params)
@@ -161,10 +175,7 @@ def train(args: argparse.Namespace) -> None:
         first, params, state = load_state(args.work / "state.npz", params, state)
     step_fn = make_step(config, optimizer)
     size = sum(value.size for value in params.values())
-    print(
-        f"{size / 1e6:.2f} M parameters, {sum(len(e.ids) for e in examples) / 1e6:.1f} M tokens written",
-        flush=True,
-    )
+    print(f"{size / 1e6:.2f} M parameters", flush=True)
     recent: list[float] = []
     began = time.monotonic()
     bar = tqdm(range(first, args.steps), "train", initial=first, total=args.steps, mininterval=5)
@@ -189,8 +200,9 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--steps", type=int, default=2000)
+    parser.add_argument("--steps", type=int, default=520)
     parser.add_argument("--documents", type=int, default=40_000)
+    parser.add_argument("--late-share", type=float, default=0.6, help="steps on the second stream")
     parser.add_argument("--save-every", type=int, default=100)
     parser.add_argument(
         "--work", type=Path, required=True, help="where state and snapshots go while training"
