@@ -134,7 +134,7 @@ def test_violations_that_do_not_fit_are_counted() -> None:
 
 async def test_a_long_status_arrives() -> None:
     """Over a real channel: the client sees our error and not one about metadata."""
-    async with serving() as rig:
+    async with serving(fake(max_model_len=10_000)) as rig:
         failure = await failure_of(rig.inference.Generate(generate("a", model="\U0001f600" * 100_000)))
         many = generate(prompt_token_ids={"ids": [2**32 - 1] * 5000}, stopping={"stop": [""] * 5000})
         violations = await failure_of(rig.inference.Generate(many))
