@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 
+from penstock.runtime.assemble import Assembler
 from penstock.runtime.request import Finish, FinishReason, Output, SamplingParams, StoppingParams
-from penstock.service.assemble import Assembler
 from penstock.service.convert import Job, ResponseOptions, TokenPrompt
 from penstock.service.streams import Buffer, Switchboard
 from tests.service.rig import CODEC, fake
@@ -13,7 +13,7 @@ from tests.service.rig import CODEC, fake
 
 def buffer(board, engine, name, **options):
     job = Job(name, TokenPrompt((97,)), SamplingParams(), StoppingParams(), None, ResponseOptions())
-    return Buffer(engine, board, name, Assembler(job, CODEC), **options)
+    return Buffer(engine, board, name, Assembler(job.stopping, CODEC), **options)
 
 
 async def test_one_wake_up_a_step():

@@ -23,6 +23,7 @@ import jax
 import numpy as np
 from numpy.typing import NDArray
 
+from penstock.runtime.assemble import Assembler
 from penstock.runtime.buckets import Buckets
 from penstock.runtime.compilation import use_compilation_cache
 from penstock.runtime.config import EngineConfig
@@ -32,7 +33,6 @@ from penstock.runtime.errors import EngineFailure, InvalidRequest, Violation
 from penstock.runtime.memory import device_kv_bytes, plan_kv
 from penstock.runtime.request import (
     Finish,
-    FinishReason,
     Output,
     Request,
     RequestTiming,
@@ -43,7 +43,7 @@ from penstock.runtime.request import (
 from penstock.runtime.runner import ModelRunner, RunnerConfig, single_device_mesh
 from penstock.runtime.scheduler import Load, Scheduler, SchedulerConfig
 from penstock.runtime.served import ServedModel, load_model
-from penstock.runtime.text import TextCodec, TextStream
+from penstock.runtime.text import TextCodec
 
 log = logging.getLogger(__name__)
 
@@ -307,51 +307,30 @@ class Engine:
     def _follow(
         self, request: Request, inbox: queue.SimpleQueue[Sequence[Output]]
     ) -> Generator[Generation, None, None]:
-        stopping = request.stopping
-        text = None
-        if self.text is not None:
-            text = TextStream(
-                self.text,
-                stop=stopping.stop,
-                include_stop=stopping.include_stop,
-                min_tokens=stopping.min_tokens,
-            )
+        assembler = Assembler(request.stopping, self.text)
         said = ""
         tokens: list[int] = []
         logprobs: list[TokenLogprobs] = []
-        stopped: Finish | None = None
+        told_stop = False
         try:
             while True:
                 for output in inbox.get():
-                    if output.error is not None:
-                        raise output.error
-                    delta = ""
-                    if stopped is None:
-                        count = len(output.token_ids)
-                        if text is not None:
-                            mute = output.finish is not None and output.finish.token_id is not None
-                            found = text.push(
-                                output.token_ids,
-                                final=output.last,
-                                mute_last_token=mute and not stopping.include_stop,
-                            )
-                            delta, count = found.text, found.num_tokens
-                            if found.stop is not None:
-                                stopped = Finish(FinishReason.STOP, stop=found.stop)
-                                self.finish(request.request_id, stopped)
-                        tokens += output.token_ids[:count]
-                        logprobs += output.logprobs[:count]
-                        said += delta
-                    finish = (stopped or output.finish) if output.last else None
-                    if finish is not None or delta or output.token_ids:
+                    delta = assembler.add(output)
+                    if assembler.stop is not None and not told_stop:
+                        told_stop = True
+                        self.finish(request.request_id, assembler.stop)
+                    said += delta.text
+                    tokens += delta.token_ids
+                    logprobs += delta.logprobs
+                    if delta.text or delta.token_ids or delta.finish is not None:
                         yield Generation(
                             request.request_id,
                             said,
                             tuple(tokens),
                             tuple(logprobs),
-                            delta,
-                            finish,
-                            output.timing,
+                            delta.text,
+                            delta.finish,
+                            delta.timing,
                         )
                     if output.last:
                         return

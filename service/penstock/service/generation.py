@@ -8,9 +8,9 @@ from functools import partial
 from types import TracebackType
 from typing import Self
 
+from penstock.runtime.assemble import Assembler, Delta
 from penstock.runtime.errors import InvalidRequest, PromptTooLong, Violation
 from penstock.runtime.text import TextCodec
-from penstock.service.assemble import Assembler, Delta
 from penstock.service.backend import Backend
 from penstock.service.convert import Job, Prompt, TextPrompt, TokenPrompt
 from penstock.service.streams import Buffer, Switchboard
@@ -62,7 +62,11 @@ class Generation:
             engine,
             switchboard,
             job.request_id,
-            Assembler(job, engine.text),
+            Assembler(
+                job.stopping,
+                engine.text if job.options.text else None,
+                skip_special_tokens=job.options.skip_special_tokens,
+            ),
             min_tokens=min_tokens,
             stall_limit_s=stall_limit_s,
         )

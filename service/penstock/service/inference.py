@@ -6,10 +6,10 @@ import sys
 from collections.abc import AsyncIterator
 from typing import TYPE_CHECKING
 
+from penstock.runtime.assemble import Delta
 from penstock.runtime.core import WeightsVersion
 from penstock.runtime.errors import InvalidRequest, UnsupportedFeature, Violation
 from penstock.service import replies
-from penstock.service.assemble import Delta
 from penstock.service.backend import Backend
 from penstock.service.convert import Limits, to_job
 from penstock.service.generation import Generation

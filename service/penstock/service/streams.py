@@ -20,8 +20,8 @@ import logging
 from collections import deque
 from collections.abc import Callable, Sequence
 
+from penstock.runtime.assemble import Assembler, Delta
 from penstock.runtime.request import Output
-from penstock.service.assemble import Assembler, Delta, PendingDelta
 from penstock.service.backend import Backend
 from penstock.service.errors import StalledReader
 
@@ -52,6 +52,32 @@ class Switchboard:
             buffer, outputs = self._queue.popleft()
             for output in outputs:
                 buffer.deliver(output)
+
+
+class PendingDelta:
+    """Deltas of the same weights that wait to be read, merged into one."""
+
+    def __init__(self, generation: int) -> None:
+        self.generation = generation
+        self.num_tokens = 0
+        self.last = False
+        self._deltas: list[Delta] = []
+
+    def add(self, delta: Delta) -> None:
+        self._deltas.append(delta)
+        self.num_tokens += len(delta.token_ids)
+        self.last = self.last or delta.finish is not None
+
+    def merged(self) -> Delta:
+        """All of them in one."""
+        return Delta(
+            "".join(d.text for d in self._deltas),
+            tuple(i for d in self._deltas for i in d.token_ids),
+            tuple(p for d in self._deltas for p in d.logprobs),
+            self.generation,
+            self._deltas[-1].finish,
+            self._deltas[-1].timing,
+        )
 
 
 class Buffer:

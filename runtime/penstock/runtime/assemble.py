@@ -1,14 +1,21 @@
-"""Engine outputs of one request to deltas: text, stop strings, what is kept. Pure; the buffer calls it on
-arrival.
+"""Engine outputs of one request to deltas: text, stop strings, and which tokens are kept. Pure.
+
+The service calls it as outputs arrive, and so does `Engine.stream`: both give the same tokens and text.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from penstock.runtime.request import Finish, FinishReason, Output, RequestTiming, TokenLogprobs
+from penstock.runtime.request import (
+    Finish,
+    FinishReason,
+    Output,
+    RequestTiming,
+    StoppingParams,
+    TokenLogprobs,
+)
 from penstock.runtime.text import TextCodec, TextStream
-from penstock.service.convert import Job
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,32 +31,6 @@ class Delta:
     timing: RequestTiming | None = None
 
 
-class PendingDelta:
-    """Deltas of the same weights that wait to be read, merged into one."""
-
-    def __init__(self, generation: int) -> None:
-        self.generation = generation
-        self.num_tokens = 0
-        self.last = False
-        self._deltas: list[Delta] = []
-
-    def add(self, delta: Delta) -> None:
-        self._deltas.append(delta)
-        self.num_tokens += len(delta.token_ids)
-        self.last = self.last or delta.finish is not None
-
-    def merged(self) -> Delta:
-        """All of them in one."""
-        return Delta(
-            "".join(d.text for d in self._deltas),
-            tuple(i for d in self._deltas for i in d.token_ids),
-            tuple(p for d in self._deltas for p in d.logprobs),
-            self.generation,
-            self._deltas[-1].finish,
-            self._deltas[-1].timing,
-        )
-
-
 class Assembler:
     """The output of one request, from the engine's steps.
 
@@ -58,18 +39,21 @@ class Assembler:
     but has no text while special tokens are skipped.
     """
 
-    def __init__(self, job: Job, codec: TextCodec | None) -> None:
-        self._stopping = job.stopping
-        self._skip_special = job.options.skip_special_tokens
+    def __init__(
+        self, stopping: StoppingParams, codec: TextCodec | None, *, skip_special_tokens: bool = True
+    ) -> None:
+        """`codec` None: token ids only, no text and no stop strings."""
+        self._stopping = stopping
+        self._skip_special = skip_special_tokens
         self._text: TextStream | None = None
         self._stop: Finish | None = None
-        if job.options.text and codec is not None:
+        if codec is not None:
             self._text = TextStream(
                 codec,
-                stop=job.stopping.stop,
-                include_stop=job.stopping.include_stop,
-                skip_special_tokens=job.options.skip_special_tokens,
-                min_tokens=job.stopping.min_tokens,
+                stop=stopping.stop,
+                include_stop=stopping.include_stop,
+                skip_special_tokens=skip_special_tokens,
+                min_tokens=stopping.min_tokens,
             )
 
     @property
