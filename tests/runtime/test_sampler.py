@@ -80,6 +80,16 @@ def test_top_k_keeps_ties_and_handles_negative_and_impossible_logits() -> None:
     assert kept(np.array([-np.inf, 0.0, -0.0, -np.inf], np.float32), top_k=4) == [1, 2]
 
 
+def test_values_too_small_for_float32_act_as_their_limit() -> None:
+    """Accepted values near 0: the likeliest token alone, not none and not the first of several infinities."""
+    logits = np.array([1.0, 30.0, 50.0, -5.0], np.float32)
+    for tiny in (1e-30, 1e-37, 1e-38, 1e-40, 1e-45):
+        assert kept(logits, top_p=tiny) == [2]
+        assert int(sample(jnp.asarray(logits)[None], rows(1, temperature=tiny), jnp.array(True))[0]) == 2
+    assert kept(logits, top_p=1e-60) == [2]
+    assert kept(logits, min_p=1e-60) == [0, 1, 2, 3]
+
+
 def chi_square(counts: np.ndarray, probs: np.ndarray) -> float:
     expected = probs * counts.sum()
     return float(((counts - expected) ** 2 / expected).sum())

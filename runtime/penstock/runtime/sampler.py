@@ -16,6 +16,8 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 _CHUNK = 512
+_TINY = 1e-30
+"""Below every probability that matters, and far from float32's denormals, which compute as 0."""
 
 
 class SamplingRows(NamedTuple):
@@ -54,7 +56,9 @@ def _largest_threshold(keys: Array, weights: Array, need: Array) -> Array:
 def filter_logits(logits: Array, rows: SamplingRows) -> Array:
     """Scale float32[R, V] logits by temperature and set what top_k, top_p and min_p cut to -inf."""
     vocab = logits.shape[1]
-    scaled = logits / jnp.where(rows.temperature > 0, rows.temperature, 1.0)[:, None]
+    # From the peak down, so that a tiny temperature overflows to -inf and never to several +inf.
+    scaled = logits - logits.max(axis=1, keepdims=True)
+    scaled /= jnp.where(rows.temperature > 0, jnp.maximum(rows.temperature, _TINY), 1.0)[:, None]
 
     def cut_top_k(x: Array) -> Array:
         k = jnp.where(rows.top_k > 0, jnp.minimum(rows.top_k, vocab), vocab).astype(jnp.float32)
@@ -66,7 +70,9 @@ def filter_logits(logits: Array, rows: SamplingRows) -> Array:
         probs = jax.nn.softmax(x, axis=1)
         # By probability and not by logit: an impossible token (-inf) then never survives a rounded total.
         keys = _ordered_bits(probs)
-        threshold = _largest_threshold(keys, probs, rows.top_p * probs.sum(axis=1))
+        # Where top_p underflows to 0 even no token at all would be enough.
+        need = jnp.maximum(rows.top_p, _TINY) * probs.sum(axis=1)
+        threshold = _largest_threshold(keys, probs, need)
         keep = (keys >= threshold[:, None]) | (rows.top_p >= 1.0)[:, None]
         return jnp.where(keep, x, -jnp.inf)
 
