@@ -4,6 +4,7 @@ transfers.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 
 import jax
@@ -67,6 +68,22 @@ def test_feedback_stays_on_the_device(runner: ModelRunner) -> None:
         for plan in (prefill([1, 2, 3], 2, [7, 9]), decode(2, 3), decode(2, 4, step=2))
     ]
     assert [runner.wait(p).token_ids[0] for p in pending] == toy_tokens([1, 2, 3], 3)
+
+
+def test_logprobs_are_those_asked_for_at_dispatch(runner: ModelRunner) -> None:
+    """The slot goes to a request that wants others before the first result is read."""
+    plans = []
+    for wanted, step in ((2, 0), (None, 1), (0, 2)):
+        plan = prefill([1, 2, 3], 2, [7, 9], step)
+        request = dataclasses.replace(plan.new_requests[0][1], logprobs=wanted)
+        plans.append(dataclasses.replace(plan, new_requests=((2, request),)))
+    pending = [runner.execute_async(plan) for plan in plans]
+    two, none, only_sampled = (runner.wait(p).logprobs[0] for p in pending)
+    assert two is not None
+    assert len(two.top) == 2
+    assert none is None
+    assert only_sampled is not None
+    assert only_sampled.top == ()
 
 
 def test_cache_and_state_are_really_donated(runner: ModelRunner) -> None:

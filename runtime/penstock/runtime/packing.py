@@ -7,6 +7,7 @@ input tokens [T], row fields [R, NUM_FIELDS], banned token ids [R, MAX_STOP_TOKE
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -83,7 +84,7 @@ class Layout:
             (rows, MAX_STOP_TOKEN_IDS),
             (rows, self.pages_per_row),
         ):
-            size = int(np.prod(shape))
+            size = math.prod(shape)
             parts.append(buffer[at : at + size].reshape(shape))
             at += size
         header, tokens, fields, bans, tables = parts

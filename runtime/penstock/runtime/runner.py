@@ -34,7 +34,7 @@ from penstock.runtime.packing import (
     Layout,
     pack_params,
 )
-from penstock.runtime.plan import Plan, StepResult
+from penstock.runtime.plan import Plan, PlanRow, StepResult
 from penstock.runtime.request import MAX_STOP_TOKEN_IDS, Request
 from penstock.runtime.step import KVCache, RowState, Weights, compile_step, make_step, read_logprobs
 
@@ -77,8 +77,10 @@ class PendingStep:
     """A dispatched step; `result` is on its way to the host."""
 
     plan: Plan
-    key: ProgramKey
     result: jax.Array
+    logprobs: tuple[int | None, ...]
+    """How many each row wants; noted here because its slot may be another request's when the result is read.
+    """
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,8 +112,8 @@ class ModelRunner:
         self._state = self._new_state()
         slots = config.max_num_seqs
         self._slots: list[_Slot | None] = [None] * slots
-        self._params = np.zeros((slots + 1, PARAM_FIELDS), np.int32)
-        self._tables = np.zeros((slots + 1, config.pages_per_row), np.int32)
+        self._params = np.zeros((slots, PARAM_FIELDS), np.int32)
+        self._tables = np.zeros((slots, config.pages_per_row), np.int32)
 
     # -- memory --
 
@@ -223,19 +225,24 @@ class ModelRunner:
         key = self.config.buckets.select(plan.num_tokens, len(plan.rows), plan.decode_only)
         result = self._call(key, self._pack(plan, key))
         result.copy_to_host_async()
-        return PendingStep(plan, key, result)
+        return PendingStep(plan, result, tuple([self._wanted_logprobs(row) for row in plan.rows]))
 
     def wait(self, pending: PendingStep) -> StepResult:
         """Block until a dispatched step's result is on the host."""
         result = np.asarray(pending.result)
         rows = pending.plan.rows
         num_top = self.config.num_top
-        wanted = [slot.request.logprobs if (slot := self._slots[row.slot]) else None for row in rows]
         logprobs = [
-            None if k is None or not row.samples else read_logprobs(result[i], num_top, k)
-            for i, (row, k) in enumerate(zip(rows, wanted, strict=True))
+            None if k is None else read_logprobs(result[i], num_top, k)
+            for i, k in enumerate(pending.logprobs)
         ]
         return StepResult(result[: len(rows), 0].tolist(), logprobs)
+
+    def _wanted_logprobs(self, row: PlanRow) -> int | None:
+        held = self._slots[row.slot]
+        if held is None or held.request.logprobs is None or not row.samples:
+            return None
+        return min(held.request.logprobs, self.config.num_top)
 
     def _call(self, key: ProgramKey, packed: NDArray[np.int32]) -> jax.Array:
         if self._kv is None:
