@@ -12,6 +12,9 @@ from penstock.runtime.request import Finish, FinishReason, Request
 NEVER_NS = 2**63 - 1
 """A deadline that no monotonic clock reaches: an int compares faster than None is checked for."""
 
+_LONGEST_LIMIT_S = 2.0**32
+"""Over a century; a float of seconds may stand for more ns than an int can be made of."""
+
 
 @dataclass(frozen=True, slots=True)
 class StopRules:
@@ -48,7 +51,7 @@ class StopRules:
             max_total=max_total,
             context_limit=context_limit,
             total_limit=context_limit if max_total is None else min(max_total, context_limit),
-            deadline_ns=NEVER_NS if limit_s is None else min(NEVER_NS, now_ns + int(limit_s * 1e9)),
+            deadline_ns=NEVER_NS if limit_s is None else now_ns + int(min(limit_s, _LONGEST_LIMIT_S) * 1e9),
         )
 
     def decide(self, token_id: int, num_total: int, now_ns: int) -> Finish | None:
