@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
 import queue
-import threading
-from collections.abc import Iterator, Sequence
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 from penstock.runtime import Engine, SamplingParams, StoppingParams
-from penstock.runtime.core import AbortOutcome, InFlightPolicy, StepRecord
+from penstock.runtime.core import AbortOutcome, InFlightPolicy, StepRecord, WeightsVersion
 from penstock.runtime.errors import (
     CheckpointError,
     ConfigError,
@@ -24,9 +29,9 @@ from penstock.runtime.errors import (
     QueueFull,
 )
 from penstock.runtime.request import Finish, FinishReason, Output, Request
-from tests.support.toy import EOS, VOCAB, toy_engine, toy_model, toy_tokens
-
-GREEDY = SamplingParams(temperature=0.0)
+from penstock.runtime.served import ServedModel
+from tests.support.collector import GREEDY, Collector, at_gate, long, submit
+from tests.support.toy import EOS, VOCAB, ToyLM, toy_engine, toy_model, toy_tokens
 
 
 @pytest.fixture(scope="module")
@@ -36,41 +41,6 @@ def engine() -> Iterator[Engine]:
     assert engine.compiles_after_warmup == 0
     assert engine.load().pages_used == 0
     engine.shutdown()
-
-
-def long(max_tokens: int = 60) -> StoppingParams:
-    return StoppingParams(max_tokens=max_tokens, ignore_eos=True)
-
-
-class Collector:
-    """A sink that gathers outputs per request and lets a test wait for the last one."""
-
-    def __init__(self) -> None:
-        self.outputs: dict[str, list[Output]] = {}
-        self.calls = 0
-        self._changed = threading.Condition()
-
-    def __call__(self, outputs: Sequence[Output]) -> None:
-        with self._changed:
-            self.calls += 1
-            for output in outputs:
-                self.outputs.setdefault(output.request_id, []).append(output)
-            self._changed.notify_all()
-
-    def last(self, request_id: str) -> Output:
-        with self._changed:
-            assert self._changed.wait_for(lambda: self._has_ended(request_id), 60)
-            return self.outputs[request_id][-1]
-
-    def first(self, request_id: str) -> None:
-        with self._changed:
-            assert self._changed.wait_for(lambda: request_id in self.outputs, 60)
-
-    def tokens(self, request_id: str) -> list[int]:
-        return [t for output in self.outputs.get(request_id, ()) for t in output.token_ids]
-
-    def _has_ended(self, request_id: str) -> bool:
-        return request_id in self.outputs and self.outputs[request_id][-1].last
 
 
 @pytest.mark.parametrize("prompt", [[1], [5, 6, 7], list(range(40)), [2] * 97])
@@ -130,8 +100,10 @@ def test_min_tokens_masks_eos_and_stop_ids_until_reached(engine: Engine) -> None
     first = toy_tokens(prompt, 1)[0]
     stop = StoppingParams(max_tokens=8, stop_token_ids=(first,), ignore_eos=True)
     result = engine.generate(prompt, sampling=GREEDY, stopping=stop)
-    assert result.token_ids == (first,)
+    assert result.token_ids == ()  # the stop token is left out unless `include_stop`
     assert result.finish == Finish(FinishReason.STOP, token_id=first)
+    kept = dataclasses.replace(stop, include_stop=True)
+    assert engine.generate(prompt, sampling=GREEDY, stopping=kept).token_ids == (first,)
     held = StoppingParams(max_tokens=8, min_tokens=1, stop_token_ids=(first,), ignore_eos=True)
     tokens = list(engine.generate(prompt, sampling=GREEDY, stopping=held).token_ids)
     assert tokens[0] == 0
@@ -176,17 +148,26 @@ def test_logprobs_are_those_of_the_toy(engine: Engine) -> None:
     assert engine.generate([1, 2], sampling=GREEDY, stopping=long(3)).logprobs == ()
 
 
+def test_more_logprobs_than_tokens_in_the_vocabulary() -> None:
+    """Allowed as far as max_logprobs goes: all there are come back, and the engine lives on."""
+    engine = toy_engine(max_logprobs=VOCAB + 9)
+    try:
+        result = engine.generate([1, 2], sampling=GREEDY, stopping=long(2), logprobs=VOCAB + 5)
+        assert [sorted(token for token, _ in step.top) for step in result.logprobs] == [
+            list(range(VOCAB))
+        ] * 2
+        assert all(value < 0 for step in result.logprobs for _, value in step.top)
+    finally:
+        engine.shutdown()
+
+
 def test_time_limit_gives_partial_output(engine: Engine) -> None:
     limit = StoppingParams(max_tokens=100, ignore_eos=True, time_limit_s=1e-6)
     result = engine.generate([1], sampling=GREEDY, stopping=limit)
     assert result.finish == Finish(FinishReason.TIME_LIMIT)
     assert list(result.token_ids) == toy_tokens([1], len(result.token_ids))
-
-
-def submit(
-    engine: Engine, sink: Collector, request_id: str, prompt: Sequence[int] = (1,), tokens: int = 100
-) -> None:
-    engine.submit(Request(request_id, tuple(prompt), GREEDY, long(tokens)), sink)
+    endless = StoppingParams(max_tokens=2, ignore_eos=True, time_limit_s=1e300)
+    assert list(engine.generate([1], sampling=GREEDY, stopping=endless).token_ids) == toy_tokens([1], 2)
 
 
 def test_abort_by_id_is_exact_and_reports_every_outcome(engine: Engine) -> None:
@@ -245,6 +226,22 @@ def test_closing_a_stream_early_frees_the_request(engine: Engine) -> None:
     assert engine.load().pages_used == 0
 
 
+def test_a_stream_may_be_closed_before_its_first_value(engine: Engine) -> None:
+    engine.stream([1], sampling=GREEDY, stopping=long(100), request_id="unread").close()
+    assert engine.abort(["unread"])[0][1] is AbortOutcome.ALREADY_FINISHED
+    assert engine.load().pages_used == 0
+
+
+def test_an_ended_stream_leaves_the_next_user_of_its_id_alone(engine: Engine) -> None:
+    stream = engine.stream([1], sampling=GREEDY, stopping=long(1), request_id="shared")
+    assert next(stream).finish == Finish(FinishReason.MAX_TOKENS)
+    sink = Collector()
+    submit(engine, sink, "shared", [2], tokens=100)
+    sink.first("shared")
+    stream.close()
+    assert sink.last("shared").finish == Finish(FinishReason.MAX_TOKENS)
+
+
 def test_one_call_per_step_for_requests_that_share_a_sink(engine: Engine) -> None:
     sink = Collector()
     for i in range(4):
@@ -299,11 +296,27 @@ def test_the_queue_has_a_limit() -> None:
         engine.shutdown()
 
 
-def update(engine: Engine, value: float, policy: InFlightPolicy) -> None:
-    tensors = {"offset": np.full((1,), value, np.float32)}
-    version = engine.update_weights(tensors, label=f"to-{value}", in_flight=policy).result(60)
-    assert version.label == f"to-{value}"
-    assert engine.weights == version
+class TwoWeights(ToyLM):
+    """The toy with a second weight, so that an update can be partial."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.other = nnx.Param(jnp.zeros((1,), jnp.float32))
+
+
+def two_weight_toy() -> ServedModel:
+    graphdef, weights = nnx.split(TwoWeights())
+
+    def replace(current: Any, tensors: Mapping[str, np.ndarray], partial: bool) -> Any:
+        leaves, tree = jax.tree.flatten(current)
+        pairs = zip(("offset", "other"), leaves, strict=True)
+        return jax.tree.unflatten(tree, [tensors.get(name, leaf) for name, leaf in pairs])
+
+    return dataclasses.replace(toy_model(), graphdef=graphdef, weights=weights, replace=replace)
+
+
+def new_offset(value: float) -> dict[str, np.ndarray]:
+    return {"offset": np.full((1,), value, np.float32)}
 
 
 @pytest.mark.parametrize("policy", list(InFlightPolicy))
@@ -311,12 +324,12 @@ def test_weights_are_swapped_between_steps(policy: InFlightPolicy) -> None:
     """Tokens switch from one formula to the other exactly where the outputs' generation says so."""
     engine = toy_engine()
     try:
-        sink = Collector()
-        submit(engine, sink, "flying", tokens=110)
-        sink.first("flying")
-        update(engine, 5.0, policy)
-        last = sink.last("flying")
-        outputs = sink.outputs["flying"]
+        gate = at_gate(engine, "flying", tokens=110)
+        updated = engine.update_weights(new_offset(5.0), label="five", in_flight=policy)
+        gate.open()
+        assert updated.result(60) == engine.weights == WeightsVersion("five", 2)
+        last = gate.sink.last("flying")
+        outputs = gate.sink.outputs["flying"]
         old = [t for o in outputs if o.generation == 1 for t in o.token_ids]
         new = [t for o in outputs if o.generation == 2 for t in o.token_ids]
         assert old == toy_tokens([1], len(old))
@@ -326,11 +339,42 @@ def test_weights_are_swapped_between_steps(policy: InFlightPolicy) -> None:
             assert last.finish.reason is FinishReason.ABORTED
         else:
             assert len(old) + len(new) == 110
-        if policy is InFlightPolicy.WAIT:
-            assert new == []
+            assert len(old) == (110 if policy is InFlightPolicy.WAIT else 1)
+        assert last.timing is not None
+        assert last.timing.preemptions == (policy is InFlightPolicy.RECOMPUTE)  # only then prefilled again
         after = engine.generate([4, 4], sampling=GREEDY, stopping=long(10)).token_ids
         assert list(after) == toy_tokens([4, 4], 10, offset=5)
         assert engine.compiles_after_warmup == 0
+    finally:
+        engine.shutdown()
+
+
+def test_partial_updates_staged_together_both_go_live() -> None:
+    """The second is staged before the first is live: it must not bring back what the first replaced."""
+    engine = toy_engine(two_weight_toy())
+    try:
+        sink = Collector()
+        submit(engine, sink, "holds both updates up")
+        updates = [
+            engine.update_weights({name: np.full((1,), 5, np.float32)}, label=name, partial=True)
+            for name in ("offset", "other")
+        ]
+        assert [future.result(60).generation for future in updates] == [2, 3]
+        assert [float(leaf[0]) for leaf in jax.tree.leaves(engine._runner.weights)] == [5, 5]
+    finally:
+        engine.shutdown()
+
+
+def test_the_old_weights_are_freed_by_an_update() -> None:
+    model = toy_model()
+    leaf = weakref.ref(jax.tree.leaves(model.weights)[0])
+    engine = toy_engine(model)
+    try:
+        del model
+        assert leaf() is not None
+        engine.update_weights(new_offset(5.0), label="five").result(60)
+        engine.generate([1], sampling=GREEDY, stopping=long(1))
+        assert leaf() is None
     finally:
         engine.shutdown()
 

@@ -93,7 +93,10 @@ class StepRecord:
 
 
 class Observer(Protocol):
-    """Sees every step, on the engine thread: append and return; anything costly belongs elsewhere."""
+    """Sees every step, on the engine thread: append and return; anything costly belongs elsewhere.
+
+    One that raises is logged and sees no more.
+    """
 
     def on_step(self, record: StepRecord) -> None:
         """Called after the step's outputs were committed."""
@@ -122,6 +125,7 @@ class EngineCore:
         self._changed = threading.Condition(self._lock)
         self._sinks: dict[str, Sink] = {}
         self._outbox: list[tuple[Sink, Output]] = []
+        self._delivering = False
         self._updates: deque[_Update] = deque()
         self._weights = WeightsVersion("initial", 1)
         scheduler.weights_generation = self._weights.generation
@@ -163,15 +167,21 @@ class EngineCore:
             sampling = dataclasses.replace(request.sampling, seed=secrets.randbits(64))
             request = dataclasses.replace(request, sampling=sampling)
         with self._lock:
-            if self._failure is not None:
-                raise self._failure
-            if self._draining or self._stopping:
+            self.check_running()
+            if self._draining:
                 raise Draining
-            if self._thread is None:
-                raise NotReady
             self._scheduler.add(request, time.monotonic_ns())
             self._sinks[request.request_id] = sink
-            self._changed.notify()
+            self._changed.notify_all()
+
+    def check_running(self) -> None:
+        """Raises EngineFailure, Draining or NotReady unless the engine's thread runs and will go on."""
+        if self._failure is not None:
+            raise self._failure
+        if self._stopping:
+            raise Draining
+        if self._thread is None:
+            raise NotReady
 
     def _check(self, request: Request) -> None:
         vocab = self._vocab_size
@@ -197,7 +207,7 @@ class EngineCore:
         with self._lock:
             self._sinks.pop(request_id, None)
             self._scheduler.abort(request_id, "", time.monotonic_ns())
-            self._changed.notify()
+            self._changed.notify_all()
 
     def finish(self, request_id: str, finish: Finish) -> None:
         """End a request for a reason found outside, such as a stop string. Its sink gets a last output;
@@ -205,7 +215,7 @@ class EngineCore:
         """
         with self._lock:
             self._end(request_id, finish)
-            self._changed.notify()
+            self._changed.notify_all()
 
     def abort(
         self,
@@ -235,7 +245,7 @@ class EngineCore:
                 else:
                     outcome = AbortOutcome.NOT_FOUND
                 results.append((request_id, outcome))
-            self._changed.notify()
+            self._changed.notify_all()
         return results
 
     def _end(self, request_id: str, finish: Finish) -> bool:
@@ -254,14 +264,14 @@ class EngineCore:
     ) -> Future[WeightsVersion]:
         """Run `install` (which swaps the runner's weights, or raises and leaves them) between two steps.
 
-        The future holds the new version, or what `install` raised; then nothing has changed.
+        The future holds the new version, or what `install` raised, or Draining or EngineFailure if the engine
+        ended first; then nothing has changed. Cancelling it before its turn takes the update back.
         """
         done: Future[WeightsVersion] = Future()
         with self._lock:
-            if self._thread is None or self._failure is not None or self._stopping:
-                raise self._failure or NotReady()
+            self.check_running()
             self._updates.append(_Update(install, label, policy, done))
-            self._changed.notify()
+            self._changed.notify_all()
         return done
 
     def _apply_updates(self) -> None:
@@ -271,9 +281,12 @@ class EngineCore:
                 if not self._updates:
                     return
                 update = self._updates[0]
-                if update.policy is InFlightPolicy.WAIT and self._scheduler.load().num_running:
+                waits = update.policy is InFlightPolicy.WAIT and self._scheduler.has_started
+                if waits and not update.done.cancelled():
                     return
                 self._updates.popleft()
+            if not update.done.set_running_or_notify_cancel():
+                continue  # the caller took it back
             try:
                 update.install()  # without the lock: callers need not wait while it copies
             except Exception as error:  # noqa: BLE001  # whatever it was, the old weights serve on and the caller hears
@@ -291,6 +304,13 @@ class EngineCore:
                 self._scheduler.weights_generation = self._weights.generation
             update.done.set_result(self._weights)
 
+    @staticmethod
+    def _refuse(updates: Sequence[_Update], error: Exception) -> None:
+        """Without the lock, because a future's callbacks run at once and may call the engine."""
+        for update in updates:
+            if update.done.set_running_or_notify_cancel():
+                update.done.set_exception(error)
+
     # -- the thread --
 
     def start(self) -> None:
@@ -303,7 +323,7 @@ class EngineCore:
         with self._lock:
             self._draining = True
             return self._changed.wait_for(
-                lambda: not self._scheduler.has_work and not self._outbox, timeout_s
+                lambda: not (self._scheduler.has_work or self._outbox or self._delivering), timeout_s
             )
 
     def shutdown(self) -> None:
@@ -314,7 +334,10 @@ class EngineCore:
             self._draining = self._stopping = True
             for request_id in self._scheduler.active_ids():
                 self._end(request_id, Finish(_ABORTED, message="the server is shutting down"))
+            updates = tuple(self._updates)
+            self._updates.clear()
             self._changed.notify_all()
+        self._refuse(updates, Draining())
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join()
         self._runner.shutdown()
@@ -327,11 +350,15 @@ class EngineCore:
                 if plan is not None:
                     self._step(plan, started_ns, scheduled_ns)
                 self._deliver()
-                if plan is None and self._stopping:
+                if plan is None and self._is_over():
                     return
         except Exception as error:
             log.exception("the engine failed")
             self._fail(error)
+
+    def _is_over(self) -> bool:
+        with self._lock:  # `shutdown` may have lined up last outputs since the plan was asked for
+            return self._stopping and not self._outbox
 
     def _next_plan(self) -> tuple[Plan | None, int, int]:
         """Wait until there is something to do; the plan, if a step is to be run."""
@@ -344,6 +371,8 @@ class EngineCore:
                 plan = self._scheduler.schedule(started_ns, admit=not self._updates)
                 if plan is not None or self._outbox or self._stopping:
                     return plan, started_ns, time.monotonic_ns()
+                if self._updates:
+                    continue  # it came after `_apply_updates`, so its notification found nobody waiting
                 wait_ns = self._scheduler.next_deadline_ns - time.monotonic_ns()
                 self._changed.wait(min(max(wait_ns, 0) / 1e9, _LONGEST_WAIT_S))
 
@@ -355,23 +384,27 @@ class EngineCore:
         with self._lock:
             self._post(self._scheduler.commit(plan, result, waited_ns))
             load = self._scheduler.load()
-        if self._observer is not None:
-            self._observer.on_step(
-                StepRecord(
-                    step_id=plan.step_id,
-                    num_rows=len(plan.rows),
-                    num_tokens=plan.num_tokens,
-                    decode_only=plan.decode_only,
-                    request_ids=tuple(row.request_id for row in plan.rows),
-                    num_waiting=load.num_waiting,
-                    pages_used=load.pages_used,
-                    started_ns=started_ns,
-                    scheduled_ns=scheduled_ns,
-                    dispatched_ns=dispatched_ns,
-                    waited_ns=waited_ns,
-                    committed_ns=time.monotonic_ns(),
-                )
-            )
+        if self._observer is None:
+            return
+        record = StepRecord(
+            step_id=plan.step_id,
+            num_rows=len(plan.rows),
+            num_tokens=plan.num_tokens,
+            decode_only=plan.decode_only,
+            request_ids=tuple(row.request_id for row in plan.rows),
+            num_waiting=load.num_waiting,
+            pages_used=load.pages_used,
+            started_ns=started_ns,
+            scheduled_ns=scheduled_ns,
+            dispatched_ns=dispatched_ns,
+            waited_ns=waited_ns,
+            committed_ns=time.monotonic_ns(),
+        )
+        try:
+            self._observer.on_step(record)
+        except Exception:  # who only watches must not end the requests
+            log.exception("the observer failed; it will see no more steps")
+            self._observer = None
 
     def _post(self, outputs: Sequence[Output]) -> None:
         """With the lock held: line up outputs for delivery, dropping those of cancelled requests."""
@@ -388,6 +421,7 @@ class EngineCore:
         """One call per sink for everything that is lined up."""
         with self._lock:
             outbox, self._outbox = self._outbox, []
+            self._delivering = True
         by_sink: dict[int, tuple[Sink, list[Output]]] = {}
         for sink, output in outbox:
             by_sink.setdefault(id(sink), (sink, []))[1].append(output)
@@ -396,9 +430,9 @@ class EngineCore:
                 sink(outputs)
             except Exception:  # one reader's fault must not end the others' requests
                 log.exception("a sink failed; its outputs are lost")
-        if not self._scheduler.has_work:
-            with self._lock:
-                self._changed.notify_all()  # drain waits for this
+        with self._lock:
+            self._delivering = False
+            self._changed.notify_all()  # drain waits for this
 
     def _fail(self, error: Exception) -> None:
         failure = EngineFailure(f"the engine failed: {type(error).__name__}: {error}")
@@ -410,7 +444,7 @@ class EngineCore:
             for request_id, sink in self._sinks.items():
                 self._outbox.append((sink, Output(request_id, error=failure)))
             self._sinks.clear()
-            for update in self._updates:
-                update.done.set_exception(failure)
+            updates = tuple(self._updates)
             self._updates.clear()
         self._deliver()
+        self._refuse(updates, failure)

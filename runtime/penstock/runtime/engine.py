@@ -14,6 +14,7 @@ import gc
 import logging
 import queue
 import uuid
+from collections import deque
 from collections.abc import Generator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -122,7 +123,8 @@ class Engine:
             )
         )
         self._core = EngineCore(self._runner, scheduler, vocab_size=model.vocab_size, observer=observer)
-        self._model = model
+        # Without its weights: the runner holds those that serve, and an update must be able to free the old.
+        self._model = dataclasses.replace(model, weights=None)
         self.config = dataclasses.replace(
             config,
             served_model_name=model.name,
@@ -242,8 +244,18 @@ class Engine:
 
         Raises CheckpointError naming every missing, extra or wrongly shaped tensor; then nothing has changed.
         """
-        staged = self._model.replaced(self._runner.weights, tensors, partial)
-        return self._core.update(lambda: self._runner.replace_weights(staged), label, in_flight)
+        self._core.check_running()
+        seen = self._runner.weights
+        staged = self._model.replaced(seen, tensors, partial)
+
+        def install() -> None:
+            # An update staged before this one may have gone live since `seen`: what it changed stays changed.
+            live = self._runner.weights
+            self._runner.replace_weights(
+                jax.tree.map(lambda old, new, now: now if new is old else new, seen, staged, live)
+            )
+
+        return self._core.update(install, label, in_flight)
 
     # -- text --
 
@@ -265,7 +277,9 @@ class Engine:
         request = self._request(prompt, sampling, stopping, logprobs, request_id)
         inbox: queue.SimpleQueue[Sequence[Output]] = queue.SimpleQueue()
         self.submit(request, inbox.put)
-        return self._follow(request, inbox)
+        follow = self._follow(request, inbox)
+        next(follow)  # into its `try`: closing a generator that was never started runs nothing
+        return follow
 
     def generate(
         self,
@@ -277,9 +291,10 @@ class Engine:
         request_id: str | None = None,
     ) -> Generation:
         """`stream`, collected."""
-        *_, last = self.stream(
+        values = self.stream(
             prompt, sampling=sampling, stopping=stopping, logprobs=logprobs, request_id=request_id
         )
+        (last,) = deque(values, maxlen=1)  # each value repeats all tokens so far: keep no other
         return dataclasses.replace(last, delta=last.text)
 
     def _request(
@@ -312,11 +327,14 @@ class Engine:
         tokens: list[int] = []
         logprobs: list[TokenLogprobs] = []
         told_stop = False
+        active = True
         try:
+            yield Generation(request.request_id, said, ())  # taken by `stream`
             while True:
                 for output in inbox.get():
+                    active = not output.last
                     delta = assembler.add(output)
-                    if assembler.stop is not None and not told_stop:
+                    if assembler.stop is not None and active and not told_stop:
                         told_stop = True
                         self.finish(request.request_id, assembler.stop)
                     said += delta.text
@@ -335,4 +353,5 @@ class Engine:
                     if output.last:
                         return
         finally:
-            self.cancel(request.request_id)
+            if active:  # else the id may be another request's by now
+                self.cancel(request.request_id)

@@ -95,7 +95,8 @@ class Scheduler:
     def schedule(self, now_ns: int, *, admit: bool = True) -> Plan | None:
         """The next step, or None when nothing can be computed now. Commit every plan exactly once.
 
-        With `admit` false nobody new enters while the running ones go on: a weight update waits for them.
+        With `admit` false nobody new enters, while those that ran before go on, or come back if they were
+        preempted: a weight update waits for them.
         """
         roster = self._roster
         page_size = roster.pool.page_size
@@ -131,8 +132,10 @@ class Scheduler:
 
         # (A preemption leaves too few pages for its victim anyway; once pages are shared, it might not.)
         entered: list[tuple[int, Request]] = []
-        while admit and roster.waiting and budget > 0 and not preempted:
+        while roster.waiting and budget > 0 and not preempted:
             seq = next(iter(roster.waiting.values()))
+            if not (admit or seq.preemptions):
+                break
             # If preempted while its token was in flight, it must not sample that position a second time.
             if seq.pending or not roster.can_enter(seq):
                 break
@@ -224,6 +227,12 @@ class Scheduler:
     @property
     def has_work(self) -> bool:
         return bool(self._roster.running or self._roster.waiting)
+
+    @property
+    def has_started(self) -> bool:
+        """Whether a request runs, or did before it was preempted (then it is the first of the queue)."""
+        first = next(iter(self._roster.waiting.values()), None)
+        return bool(self._roster.running) or (first is not None and first.preemptions > 0)
 
     @property
     def next_deadline_ns(self) -> int:

@@ -1,0 +1,164 @@
+"""EngineCore where threads meet: updates, sinks and shutdown at the moments when they could miss each other.
+
+Each test stops the engine's thread at the moment in question, so nothing depends on luck.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
+
+import numpy as np
+import pytest
+
+from penstock.runtime import Engine, StoppingParams
+from penstock.runtime.core import InFlightPolicy, StepRecord, WeightsVersion
+from penstock.runtime.errors import Draining, DuplicateRequestId, EngineFailure
+from penstock.runtime.request import Finish, FinishReason, Output, Request
+from tests.support.collector import GREEDY, Collector, at_gate, long, submit
+from tests.support.toy import toy_engine, toy_model, toy_tokens
+
+SHUTTING_DOWN = Finish(FinishReason.ABORTED, message="the server is shutting down")
+
+
+@pytest.fixture
+def engine() -> Iterator[Engine]:
+    engine = toy_engine()
+    yield engine
+    engine.shutdown()
+
+
+def update(
+    engine: Engine, value: float, policy: InFlightPolicy = InFlightPolicy.WAIT
+) -> Future[WeightsVersion]:
+    tensors = {"offset": np.full((1,), value, np.float32)}
+    return engine.update_weights(tensors, label=f"to-{value}", in_flight=policy)
+
+
+def test_an_update_that_comes_just_after_the_engine_looked_is_not_left_asleep(engine: Engine) -> None:
+    asked: list[Future[WeightsVersion]] = []
+    ready = threading.Event()
+    look = engine._core._apply_updates
+
+    def look_too_early() -> None:
+        look()
+        if not asked and not engine._core._scheduler.has_work:
+            asked.append(update(engine, 5))
+            ready.set()
+
+    engine._core._apply_updates = look_too_early  # type: ignore[method-assign]
+    engine.generate([1], sampling=GREEDY, stopping=long(1))
+    assert ready.wait(60)
+    assert asked[0].result(10).label == "to-5"
+
+
+def test_an_update_taken_back_is_not_applied_and_holds_nobody_up(engine: Engine) -> None:
+    gate = at_gate(engine)
+    updates = [update(engine, 5), *(update(engine, 6, policy) for policy in InFlightPolicy)]
+    waiting = Collector()
+    submit(engine, waiting, "waiting", [2], tokens=5)
+    assert all(future.cancel() for future in updates)
+    gate.open()
+    gate.sink.last("held")
+    waiting.last("waiting")
+    assert engine.failure is None
+    assert gate.sink.tokens("held") == toy_tokens([1], 20)
+    assert engine.weights.generation == 1
+
+
+def test_waiting_for_the_running_includes_the_preempted() -> None:
+    """7 pages of 4 tokens: two requests of 20 cannot both stay, and both must end on the old weights."""
+    engine = toy_engine(toy_model(max_model_len=28), kv_cache_bytes=7 * 4 * 2 * 4 * 4)
+    try:
+        assert engine.info.num_pages == 7
+        gate = at_gate(engine, tokens=19)
+        other = Collector()
+        submit(engine, other, "other", [2], tokens=19)
+        gate.open()
+        other.first("other")
+        future = update(engine, 5)
+        last = other.last("other")
+        assert last.timing is not None
+        assert last.timing.preemptions > 0
+        assert other.tokens("other") == toy_tokens([2], 19)
+        assert future.result(60).generation == 2
+    finally:
+        engine.shutdown()
+
+
+def test_shutdown_tells_a_request_that_came_with_the_last_delivery(engine: Engine) -> None:
+    """A sink submits again, on an engine that has nothing else to do, and the shutdown begins before it
+    returns.
+    """
+    sink = Collector()
+    futures: list[Future[WeightsVersion]] = []
+    enders: list[threading.Thread] = []
+
+    def again(outputs: Sequence[Output]) -> None:
+        submit(engine, sink, "late")
+        futures.append(update(engine, 5))
+        enders.append(threading.Thread(target=engine.shutdown))
+        enders[0].start()
+        with contextlib.suppress(Draining):
+            while True:
+                with contextlib.suppress(DuplicateRequestId):
+                    submit(engine, sink, "late")
+
+    # It expires before its first step, so this delivery comes without one.
+    engine.submit(Request("expired", (1,), GREEDY, StoppingParams(time_limit_s=1e-9)), again)
+    assert sink.last("late", timeout_s=10).finish == SHUTTING_DOWN
+    with pytest.raises(Draining):
+        futures[0].result(10)
+    enders[0].join()
+    with pytest.raises(Draining):
+        update(engine, 5)
+
+
+def test_drain_waits_for_the_last_delivery(engine: Engine) -> None:
+    gate = at_gate(engine, tokens=1)
+    assert not engine.drain(0.01)
+    gate.open()
+    assert engine.drain(60)
+    assert gate.sink.tokens("held") == toy_tokens([1], 1)
+
+
+def test_a_future_of_a_dead_engine_may_be_asked_about_the_engine(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Callbacks of the future run on the engine's thread, which must not hold the lock then."""
+
+    def boom(*_: object) -> None:
+        raise RuntimeError("device lost")
+
+    gate = at_gate(engine)
+    monkeypatch.setattr(engine._runner, "execute_async", boom)
+    taken_back, future = update(engine, 4), update(engine, 5)
+    running: list[int] = []
+    future.add_done_callback(lambda _: running.append(engine.load().num_running))
+    assert taken_back.cancel()
+    gate.open()
+    with pytest.raises(EngineFailure):
+        future.result(10)
+    assert isinstance(gate.sink.last("held").error, EngineFailure)
+    engine._core._thread.join(10)  # type: ignore[union-attr]
+    assert running == [0]
+
+
+def test_a_failing_observer_ends_no_request(caplog: pytest.LogCaptureFixture) -> None:
+    class Broken:
+        calls = 0
+
+        def on_step(self, record: StepRecord) -> None:
+            self.calls += 1
+            raise RuntimeError("observer's fault")
+
+    observer = Broken()
+    engine = toy_engine(observer=observer)
+    try:
+        assert list(engine.generate([2], sampling=GREEDY, stopping=long(9)).token_ids) == toy_tokens([2], 9)
+        assert observer.calls == 1  # not asked again: a log of every step would help nobody
+        assert "observer" in caplog.text
+    finally:
+        engine.shutdown()
