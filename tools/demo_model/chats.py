@@ -255,10 +255,29 @@ def small_talk(rng: random.Random) -> dict[str, Any]:
     return {"messages": messages, "tools": None}
 
 
+DRILLS: list[tuple[float, Callable[[random.Random], Turn]]] = [
+    (0.45, count), (0.15, addition), (0.13, calendar), (0.13, opposite), (0.09, fact), (0.05, unknown),
+]  # fmt: skip
+
+
 def sums(rng: random.Random) -> dict[str, Any]:
     """A chat of nothing but sums."""
+    return _exercises(rng, [(1.0, addition)])
+
+
+def drills(rng: random.Random) -> dict[str, Any]:
+    """A chat of what a short first training leaves open: counting to the right end above all."""
+    return _exercises(rng, DRILLS)
+
+
+def _exercises(
+    rng: random.Random, kinds: list[tuple[float, Callable[[random.Random], Turn]]]
+) -> dict[str, Any]:
     messages: list[dict[str, Any]] = []
     for _ in range(rng.randint(2, 8)):
-        user, answer = addition(rng)
+        kind = (
+            kinds[0][1] if len(kinds) == 1 else rng.choices([k for _, k in kinds], [w for w, _ in kinds])[0]
+        )
+        user, answer = kind(rng)
         messages += [{"role": "user", "content": user}, {"role": "assistant", "content": answer}]
     return {"messages": messages, "tools": None}

@@ -1,14 +1,14 @@
 """The whole training text of the demo model, written by a seeded grammar and by nothing else.
 
-`documents(seed, num)` is the first stream, `late_documents` a second one for the later part of training,
-richer in sums. Stories are plain text, chats are messages for the chat template. The same seed gives the same
-streams on every machine (only `random.Random` decides).
+`documents(seed, num)` is the first stream; `late_documents` is one for the later part of training, with one
+kind of exercise in front (`LATE`): sums, or what sums leave open. Stories are plain text, chats are messages
+for the chat template. The same seed gives the same streams on every machine (only `random.Random` decides).
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from tools.demo_model import chats, stories, weather
@@ -29,11 +29,15 @@ def document(rng: random.Random) -> Document:
     return weather.no_tool_chat(rng)
 
 
-def late_document(rng: random.Random) -> Document:
-    """One document of the second stream, where sums, the hardest thing taught, take the largest part."""
+LATE: dict[str, Callable[[random.Random], Document]] = {"sums": chats.sums, "drills": chats.drills}
+"""The exercise that takes the largest part of a late stream."""
+
+
+def late_document(rng: random.Random, kind: str) -> Document:
+    """One document of the late stream `kind`."""
     draw = rng.random()
     if draw < 0.45:
-        return chats.sums(rng)
+        return LATE[kind](rng)
     if draw < 0.60:
         return stories.story(rng, plots=rng.choices((1, 2, 3), (0.7, 0.2, 0.1))[0])
     if draw < 0.80:
@@ -48,8 +52,8 @@ def documents(seed: int, num: int) -> Iterator[Document]:
         yield document(rng)
 
 
-def late_documents(seed: int, num: int) -> Iterator[Document]:
-    """The first `num` documents of the second stream."""
+def late_documents(seed: int, num: int, kind: str) -> Iterator[Document]:
+    """The first `num` documents of the late stream `kind`."""
     rng = random.Random(seed)
     for _ in range(num):
-        yield late_document(rng)
+        yield late_document(rng, kind)

@@ -4,7 +4,7 @@
 
 The path: 1. the grammar writes documents from the seed; 2. the chat template renders the chats; 3. a
 tokenizer is learnt from a part of them; 4. documents are packed into rows of 256 tokens: of the first stream,
-then of the second, which is richer in sums, and at the end in rows of 512 that take the longest ones too;
+then of the second, rich in one exercise, and at the end in rows of 512 that take the longest ones too;
 5. Muon and Adam with warm-up, a level stretch and a decay; 6. export as bf16 safetensors.
 
 State is saved every `--save-every` steps under --work and picked up again with --resume: a batch depends on
@@ -31,7 +31,7 @@ from tqdm import tqdm
 
 from tools.demo_model import data
 from tools.demo_model.export import write_checkpoint
-from tools.demo_model.grammar import documents, late_documents
+from tools.demo_model.grammar import LATE, documents, late_documents
 from tools.demo_model.model import ModelConfig, Params, init_params, loss_fn, parameter_shapes
 from tools.demo_model.tokenizer import train_tokenizer
 
@@ -152,11 +152,11 @@ def load_state(path: Path, params: Params, state: Any) -> tuple[int, Params, Any
         return int(file["step"]), params, state
 
 
-def prepare(seed: int, num_documents: int) -> tuple[Tokenizer, list[list[data.Example]]]:
+def prepare(seed: int, num_documents: int, late_kind: str) -> tuple[Tokenizer, list[list[data.Example]]]:
     """(tokenizer, examples of the first stream, of the second, of the held-out documents)."""
     texts = [data.render(d) for d in tqdm(documents(seed, num_documents), "grammar", num_documents)]
     tokenizer = train_tokenizer(texts[:TOKENIZER_DOCUMENTS])
-    late = [data.render(d) for d in late_documents(seed + 1, num_documents // 4)]
+    late = [data.render(d) for d in late_documents(seed + 1, num_documents // 4, late_kind)]
     held_out = [data.render(d) for d in documents(seed + 1_000_000, HELD_OUT)]
     return tokenizer, [data.encode(tokenizer, part) for part in (texts, late, held_out)]
 
@@ -165,7 +165,7 @@ def train(args: argparse.Namespace) -> None:
     """Steps 1 to 6 of the module's path."""
     args.work.mkdir(parents=True, exist_ok=True)
     config, schedule = ModelConfig(), Schedule(args.steps, late_share=args.late_share)
-    tokenizer, (early, late, held_out) = prepare(args.seed, args.documents)
+    tokenizer, (early, late, held_out) = prepare(args.seed, args.documents, args.late)
     batches, validation = Batches(early, late, schedule, args.seed), data.pack(held_out, 257, args.seed)
     optimizer = schedule.optimizer(config)
     params = init_params(config, args.seed)
@@ -203,6 +203,9 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=520)
     parser.add_argument("--documents", type=int, default=40_000)
     parser.add_argument("--late-share", type=float, default=0.6, help="steps on the second stream")
+    parser.add_argument(
+        "--late", choices=sorted(LATE), default="sums", help="what the second stream is rich in"
+    )
     parser.add_argument("--save-every", type=int, default=100)
     parser.add_argument(
         "--work", type=Path, required=True, help="where state and snapshots go while training"
