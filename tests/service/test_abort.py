@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import threading
 
 import pytest
 
+from penstock.service import generation
 from penstock.v1 import inference_pb2, types_pb2
-from tests.service.rig import collect, failure_of, fake, generate, joined, serving, stream, until
+from tests.service.fake import byte_codec
+from tests.service.rig import CODEC, collect, failure_of, fake, generate, joined, serving, stream, until
 
 ABORTED = inference_pb2.ABORT_OUTCOME_ABORTED
 FINISHED = inference_pb2.ABORT_OUTCOME_ALREADY_FINISHED
@@ -112,15 +116,98 @@ async def test_aborted_while_waiting_has_no_times_it_never_had():
         await asyncio.wait_for(first, 20)
 
 
+# -- before the engine knows the request --
+
+
+@contextlib.asynccontextmanager
+async def tokenizing(monkeypatch, *calls):
+    """A server whose tokenizer is busy with the prompts of `calls`, and what opens its gate."""
+    monkeypatch.setattr(generation, "INLINE_CHARS", 0)
+    gate = threading.Event()
+    encoding: list[str] = []
+
+    def encode(text, *, add_special_tokens):
+        encoding.append(text)
+        assert gate.wait(20)
+        return CODEC.encode(text)
+
+    codec = byte_codec()
+    monkeypatch.setattr(codec, "encode", encode)
+    async with serving(fake(codec=codec)) as rig:
+        running = [asyncio.ensure_future(call(rig)) for call in calls]
+        await until(lambda: len(encoding) == len(calls))
+        try:
+            yield rig, running, gate
+        finally:
+            gate.set()
+
+
+def unary(name):
+    return lambda rig: rig.inference.Generate(generate("abc", request_id=name))
+
+
+def streamed(name):
+    return lambda rig: collect(rig.inference.Stream(stream("abc", request_id=name)))
+
+
+@pytest.mark.parametrize(
+    "target", [{"request_ids": {"ids": ["j/b", "j/a"]}}, {"request_id_prefix": "j/"}, {"all": {}}], ids=str
+)
+async def test_a_request_that_is_being_tokenized_is_aborted(target, monkeypatch):
+    """It never comes to the engine, and answers as one that was aborted in the queue."""
+    names = ("j/a", "j/b")
+    async with tokenizing(monkeypatch, unary(names[0]), streamed(names[1])) as (rig, calls, gate):
+        request = inference_pb2.AbortRequest(reason="early", **target)
+        assert sorted(await outcomes(rig, request)) == [(name, ABORTED) for name in names]
+        gate.set()
+        whole, messages = await asyncio.wait_for(asyncio.gather(*calls), 20)
+        for reply in (whole, joined(messages)):
+            check_aborted(reply, "", "early")
+            assert (reply.prompt.token_count, reply.outputs[0].weights[0].version.generation) == (3, 1)
+            assert reply.timing.HasField("total")
+            assert not reply.timing.HasField("queue")
+        assert not rig.engine.seen
+        assert await outcomes(rig, by_ids(*names)) == [(name, NOT_FOUND) for name in names]
+
+
+async def test_others_go_on_when_one_is_aborted_while_tokenized(monkeypatch):
+    async with tokenizing(monkeypatch, unary("a"), unary("ab")) as (rig, calls, gate):
+        assert await outcomes(rig, by_ids("x", "a")) == [("x", NOT_FOUND), ("a", ABORTED)]
+        gate.set()
+        aborted, other = await asyncio.wait_for(asyncio.gather(*calls), 20)
+        check_aborted(aborted, "")
+        assert other.outputs[0].text.startswith("def")
+
+
+async def test_an_id_is_taken_while_its_prompt_is_tokenized(monkeypatch):
+    async with tokenizing(monkeypatch, unary("a")) as (rig, (first,), gate):
+        assert (await failure_of(unary("a")(rig))).reason == "DUPLICATE_REQUEST_ID"
+        gate.set()
+        assert (await asyncio.wait_for(first, 20)).outputs[0].text.startswith("def")
+
+
+async def test_an_id_is_free_after_a_cancel_while_tokenized(monkeypatch):
+    async with tokenizing(monkeypatch, unary("a")) as (rig, (first,), gate):
+        first.cancel()
+        async with asyncio.timeout(20):
+            while await outcomes(rig, by_ids("a")) != [("a", NOT_FOUND)]:
+                pass
+        gate.set()
+        assert (await unary("a")(rig)).outputs[0].text.startswith("def")
+        assert len(rig.engine.seen) == 1
+
+
 @pytest.mark.parametrize(
     ("request_", "field"),
     [
         (inference_pb2.AbortRequest(reason="x"), "target"),
         (inference_pb2.AbortRequest(request_id_prefix=""), "request_id_prefix"),
         (inference_pb2.AbortRequest(request_ids=inference_pb2.RequestIds()), "request_ids.ids"),
+        (by_ids(*map(str, range(10_001))), "request_ids.ids"),
+        (by_ids("r", reason="x" * 1001), "reason"),
     ],
 )
-async def test_nothing_named_is_invalid_and_aborts_nothing(request_, field):
+async def test_an_invalid_target_or_reason_aborts_nothing(request_, field):
     async with serving(fake(hold=True)) as rig:
         (call,) = await started(rig, "r")
         failure = await failure_of(rig.inference.Abort(request_))

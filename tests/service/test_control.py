@@ -90,13 +90,33 @@ async def test_load():
 
 
 async def test_tokenize_text():
-    async with serving(fake(max_model_len=77)) as rig:
+    async with serving(fake(max_model_len=7777)) as rig:
         reply = await rig.control.Tokenize(control_pb2.TokenizeRequest(text="h\u00e9"))
         assert list(reply.token_ids) == [0x68, 0xC3, 0xA9]
-        assert reply.max_context_tokens == 77
+        assert reply.max_context_tokens == 7777
         assert not (await rig.control.Tokenize(control_pb2.TokenizeRequest(text=""))).token_ids
         long = await rig.control.Tokenize(control_pb2.TokenizeRequest(text="ab" * 5000))
         assert list(long.token_ids) == ids("ab" * 5000)
+
+
+async def test_tokenize_counts_beyond_the_context_but_not_megabytes():
+    """No token of the fake stands for more than 7 characters, so 57 cannot be 8 tokens."""
+    chat = types_pb2.ChatPrompt(messages=[types_pb2.ChatMessage(role="user", content="a" * 54)])
+    async with serving(fake(max_model_len=8)) as rig:
+        tokenize = rig.control.Tokenize
+        assert len((await tokenize(control_pb2.TokenizeRequest(text="a" * 56))).token_ids) == 56
+        for request in (control_pb2.TokenizeRequest(text="a" * 57), control_pb2.TokenizeRequest(chat=chat)):
+            failure = await failure_of(tokenize(request))
+            assert failure.reason == "PROMPT_TOO_LONG"
+            assert failure.info.metadata["prompt_tokens"] == "9"
+
+
+async def test_detokenize_takes_no_more_than_the_context():
+    async with serving(fake(max_model_len=8)) as rig:
+        detokenize = rig.control.Detokenize
+        assert (await detokenize(control_pb2.DetokenizeRequest(token_ids=[97] * 8))).text == "a" * 8
+        failure = await failure_of(detokenize(control_pb2.DetokenizeRequest(token_ids=[97] * 9)))
+    assert failure.violations == {"token_ids": "at most 8 ids, not 9"}
 
 
 def codec_with_begin_token():
@@ -138,7 +158,7 @@ async def test_tokenize_bad_input():
 
 
 async def test_detokenize():
-    async with serving() as rig:
+    async with serving(fake(max_model_len=5000)) as rig:
 
         async def text(*token_ids, **fields):
             request = control_pb2.DetokenizeRequest(token_ids=token_ids, **fields)

@@ -47,6 +47,8 @@ BAD = [
     *(({"sampling": {"top_p": v}}, {"sampling.top_p"}) for v in (0.0, -1.0, 1.0001, INF, NAN)),
     *(({"sampling": {"top_k": v}}, {"sampling.top_k"}) for v in (2**31, U32)),
     *(({"sampling": {"min_p": v}}, {"sampling.min_p"}) for v in (-0.001, 1.001, NAN)),
+    ({"sampling": {"n": 0}}, {"sampling.n"}),
+    ({"sampling": {"n": 0, "top_p": 2}}, {"sampling.n", "sampling.top_p"}),
     ({"stopping": {"max_tokens": 0}}, {"stopping.max_tokens"}),
     ({"stopping": {"max_tokens": 3, "min_tokens": 4}}, {"stopping.min_tokens"}),
     ({"stopping": {"stop": [""]}}, {"stopping.stop[0]"}),
@@ -70,6 +72,7 @@ GOOD = [
     *({"sampling": {"top_p": v}} for v in (5e-324, 1.0)),
     *({"sampling": {"top_k": v}} for v in (0, 2**31 - 1)),
     *({"sampling": {"min_p": v}} for v in (0.0, 1.0)),
+    {"sampling": {"n": 1}},
     *({"sampling": {"seed": v}} for v in (0, 2**64 - 1)),
     {"stopping": {"max_tokens": 1, "min_tokens": 1}},
     {"stopping": {"max_tokens": U32, "min_tokens": U32}},
@@ -145,6 +148,19 @@ async def test_unknown_model():
     assert failure.info.metadata["served_model"] == "fake"
 
 
+async def test_of_several_kinds_of_refusal_the_model_comes_first_then_the_unsupported():
+    """What is not honoured may change what the rest means, so ranges are told when all of it is gone."""
+    fields: dict[str, Any] = {"sampling": {"n": 2, "temperature": -1}, "stopping": {"max_tokens": 0}}
+    too_long = {"prompt": None, "prompt_token_ids": tokens(*[1] * 99), "context": {"truncation": 2}}
+    async with serving() as rig:
+        for call, reason in (
+            (generate("a", model="other", **fields), "UNKNOWN_MODEL"),
+            (generate("a", **fields), "UNSUPPORTED_FEATURE"),
+            (generate(**too_long), "UNSUPPORTED_FEATURE"),
+        ):
+            assert (await failure_of(rig.inference.Generate(call))).reason == reason
+
+
 async def test_prompt_too_long_tells_both_numbers():
     async with serving(fake(max_model_len=8)) as rig:
         assert (await rig.inference.Generate(generate("a" * 7))).outputs[0].text == "b"
@@ -159,6 +175,23 @@ async def test_megabytes_of_text_are_refused_without_tokenizing(monkeypatch):
         monkeypatch.setattr(type(rig.engine.text), "encode", None)
         failure = await failure_of(rig.inference.Generate(generate("a" * 57)))
     assert dict(failure.info.metadata) == {"prompt_tokens": "9", "max_prompt_tokens": "7"}
+
+
+async def test_megabytes_of_chat_are_refused_without_tokenizing(monkeypatch):
+    """Counted as rendered: "u:" + content + "|"."""
+    async with serving(fake(max_model_len=8)) as rig:
+        monkeypatch.setattr(type(rig.engine.text), "encode", None)
+        failure = await failure_of(rig.inference.Generate(generate(chat=chat(("user", "a" * 54)))))
+    assert dict(failure.info.metadata) == {"prompt_tokens": "9", "max_prompt_tokens": "7"}
+
+
+async def test_a_great_many_messages_in_one_request_are_refused_before_they_are_walked():
+    """Two bytes each on the wire; walking a million of them would keep the event loop for seconds."""
+    turns = [("user", "")] * 1000
+    async with serving(fake(max_model_len=10**5)) as rig:
+        await rig.inference.Generate(generate(chat=chat(*turns), stopping={"max_tokens": 1}))
+        failure = await failure_of(rig.inference.Generate(generate(chat=chat(*turns * 10))))
+    assert failure.violations == {"": "the request has more than 10000 nested messages"}
 
 
 async def test_millions_of_bad_ids_are_one_short_reply():

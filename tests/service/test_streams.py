@@ -11,9 +11,11 @@ from penstock.service.streams import Buffer, Switchboard
 from tests.service.rig import CODEC, fake
 
 
-def buffer(board, engine, name, **options):
+def buffer(board, engine, name, assembler=None, **options):
     job = Job(name, TokenPrompt((97,)), SamplingParams(), StoppingParams(), None, ResponseOptions())
-    return Buffer(engine, board, name, Assembler(job.stopping, CODEC), **options)
+    made = Buffer(engine, board, name, assembler or Assembler(job.stopping, CODEC), **options)
+    board.holders[name] = made  # as `submit` does
+    return made
 
 
 async def test_one_wake_up_a_step():
@@ -40,12 +42,30 @@ async def test_outputs_of_a_former_user_of_an_id_do_not_reach_the_next():
     """They were on their way when the first was cancelled and the second took the id."""
     board = Switchboard(asyncio.get_running_loop())
     engine = fake()
-    first, second = buffer(board, engine, "same"), buffer(board, engine, "same")
+    first = buffer(board, engine, "same")
     first.sink([Output("same", (120,))])
     first.close()
+    second = buffer(board, engine, "same")
     second.sink([Output("same", (98,), finish=Finish(FinishReason.EOS))])
     assert (await second.take()).text == "b"
     assert engine.cancelled == ["same"]
+
+
+async def test_a_former_user_of_an_id_does_not_end_the_next():
+    """The engine was done with the first, so it took the id again, before the first heard of its end: neither
+    the stop string the first finds in what is still on its way nor its cancel may hit the second.
+    """
+    board = Switchboard(asyncio.get_running_loop())
+    engine = fake()
+    first = buffer(board, engine, "same", Assembler(StoppingParams(stop=("x",)), CODEC))
+    second = buffer(board, engine, "same")
+    first.deliver(Output("same", (120,)))
+    first.close()
+    assert (engine.told, engine.cancelled) == ([], [])
+    second.close()
+    second.close()
+    assert engine.cancelled == ["same"]
+    assert not board.holders
 
 
 async def test_outputs_after_the_loops_end_are_dropped():

@@ -94,7 +94,7 @@ class StoppingParams:
             bad.append(
                 Violation("stopping.stop", f"at most {MAX_STOP_STRINGS} strings, not {len(self.stop)}")
             )
-        for i, text in enumerate(self.stop):
+        for i, text in enumerate(self.stop[:MAX_STOP_STRINGS]):
             if not 0 < len(text) <= MAX_STOP_STRING_CHARS:
                 bad.append(
                     Violation(f"stopping.stop[{i}]", f"must have 1 to {MAX_STOP_STRING_CHARS} characters")

@@ -109,10 +109,11 @@ class ControlServicer(control_pb2_grpc.ControlServiceServicer):
             bad.add("input", "one of text and chat is required")
         bad.raise_if_any()
         assert prompt is not None
+        max_model_len = self._engine.info.max_model_len
         special = request.add_special_tokens if request.HasField("add_special_tokens") else None
         return control_pb2.TokenizeResponse(
-            token_ids=await encode_prompt(self._engine.text, prompt, special),
-            max_context_tokens=self._engine.info.max_model_len,
+            token_ids=await encode_prompt(self._engine.text, prompt, max_model_len, special),
+            max_context_tokens=max_model_len,
         )
 
     async def Detokenize(
@@ -124,6 +125,10 @@ class ControlServicer(control_pb2_grpc.ControlServiceServicer):
         if codec is None:
             raise UnsupportedFeature(["token_ids"])
         bad = Violations()
+        most = self._engine.info.max_model_len
+        if len(request.token_ids) > most:  # a byte of the request may be hundreds of the reply
+            bad.add("token_ids", f"at most {most} ids, not {len(request.token_ids)}")
+            bad.raise_if_any()
         ids = tuple(request.token_ids)
         check_token_ids("token_ids", ids, self._engine.info.vocab_size, bad)
         bad.raise_if_any()

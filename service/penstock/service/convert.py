@@ -119,7 +119,13 @@ class Violations:
 
 
 def to_job(message: inference_pb2.GenerateRequest | inference_pb2.StreamRequest, limits: Limits) -> Job:
-    """Check the whole message; raises UnknownModel, UnsupportedFeature or InvalidRequest."""
+    """Check the whole message.
+
+    Raises the first that applies of UnknownModel (nothing else can be judged for another model),
+    UnsupportedFeature (what is not honoured may change what the rest means: with truncation a long prompt is
+    fine) and InvalidRequest with all violations. The values of unsupported fields are not looked at, except
+    that `sampling.n` is honoured as far as it goes: from 1 to 1.
+    """
     if message.model and message.model != limits.info.name:
         raise UnknownModel(message.model, limits.info.name)
     check_supported(message)
@@ -127,10 +133,12 @@ def to_job(message: inference_pb2.GenerateRequest | inference_pb2.StreamRequest,
     request_id = message.request_id or uuid.uuid4().hex
     if len(request_id) > MAX_REQUEST_ID_CHARS:
         bad.add("request_id", f"must have at most {MAX_REQUEST_ID_CHARS} characters, not {len(request_id)}")
+    options = _options(message, limits, bad)
     prompt = _prompt(message, limits, bad)
     sampling = bad.build(lambda: _sampling(message.sampling, limits.info))
+    if message.sampling.HasField("n") and message.sampling.n < 1:
+        bad.add("sampling.n", f"must be at least 1, not {message.sampling.n}")
     stopping = _stopping(message.stopping, limits.info, bad)
-    options = _options(message, limits, bad)
     logprobs = message.output.logprobs if message.output.HasField("logprobs") else None
     if logprobs is not None and logprobs > limits.max_logprobs:
         bad.add("output.logprobs", f"must be at most {limits.max_logprobs} on this server, not {logprobs}")

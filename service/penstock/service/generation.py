@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import time
-from functools import partial
 from types import TracebackType
 from typing import Self
 
 from penstock.runtime.assemble import Assembler, Delta
-from penstock.runtime.errors import InvalidRequest, PromptTooLong, Violation
+from penstock.runtime.errors import PromptTooLong
+from penstock.runtime.request import Finish, Output, RequestTiming
 from penstock.runtime.text import TextCodec
+from penstock.service.abort import Arrivals
 from penstock.service.backend import Backend
 from penstock.service.convert import Job, Prompt, TextPrompt, TokenPrompt
 from penstock.service.streams import Buffer, Switchboard
@@ -19,25 +20,38 @@ from penstock.service.telemetry import RequestTrace, Telemetry
 INLINE_CHARS = 2000
 """Shorter prompts are tokenized on the event loop (well under a millisecond); a hop to a thread costs more.
 """
+TURN_CHARS = 20
+"""What the template adds to a turn of a chat, roughly: a thousand empty turns are no short prompt."""
 
 
 async def encode_prompt(
-    codec: TextCodec | None, prompt: Prompt, add_special_tokens: bool | None = None
+    codec: TextCodec | None, prompt: Prompt, max_model_len: int, add_special_tokens: bool | None = None
 ) -> tuple[int, ...]:
     """Token ids of a prompt; long ones are encoded in a thread. None adds special tokens to text, none to
     chats.
+
+    Raises PromptTooLong for text that cannot fit the context whatever its tokens are: megabytes are not
+    tokenized to learn that. What passes is counted exactly by the engine.
     """
     if isinstance(prompt, TokenPrompt):
         return prompt.token_ids
     assert codec is not None, "conversion refuses text where there is no tokenizer"
+    most = codec.max_token_chars
+
+    def encode() -> tuple[int, ...]:
+        if isinstance(prompt, TextPrompt):
+            text, special = prompt.text, add_special_tokens is not False
+        else:  # the template writes its own special tokens
+            text, special = codec.render_chat(prompt.messages), bool(add_special_tokens)
+        if most is not None and len(text) > max_model_len * most:
+            raise PromptTooLong(-(-len(text) // most), max_model_len - 1)
+        return tuple(codec.encode(text, add_special_tokens=special))
+
     if isinstance(prompt, TextPrompt):
         size = len(prompt.text)
-        special = True if add_special_tokens is None else add_special_tokens
-        encode = partial(codec.encode, prompt.text, add_special_tokens=special)
     else:
-        size = sum(len(message["content"]) for message in prompt.messages)
-        encode = partial(codec.encode_chat, prompt.messages, add_special_tokens=bool(add_special_tokens))
-    return tuple(encode() if size <= INLINE_CHARS else await asyncio.to_thread(encode))
+        size = sum(TURN_CHARS + len(message["content"]) for message in prompt.messages)
+    return encode() if size <= INLINE_CHARS else await asyncio.to_thread(encode)
 
 
 class Generation:
@@ -49,6 +63,7 @@ class Generation:
         engine: Backend,
         switchboard: Switchboard,
         telemetry: Telemetry,
+        arrivals: Arrivals,
         *,
         min_tokens: int = 1,
         stall_limit_s: float | None = None,
@@ -70,34 +85,45 @@ class Generation:
             min_tokens=min_tokens,
             stall_limit_s=stall_limit_s,
         )
-        self._submitted = False
+        self._arrivals = arrivals
 
     async def __aenter__(self) -> Self:
         """Tokenize and submit; raises what the engine refuses."""
         try:
-            started_ns = time.monotonic_ns()
-            self._check_length(self.job.prompt)
-            self.prompt_token_ids = await encode_prompt(self._engine.text, self.job.prompt)
-            num_tokens = len(self.prompt_token_ids)
-            self._trace.phase(
-                "tokenize", started_ns, time.monotonic_ns(), {"gen_ai.usage.input_tokens": num_tokens}
-            )
-            self._trace.started(num_tokens)
-            if not num_tokens:
-                raise InvalidRequest([Violation("input", "the prompt has no tokens")])
-            self._engine.submit(self.job.request(self.prompt_token_ids), self._buffer.sink)
-            self._submitted = True
+            aborted = await self._tokenize()
+            request = self.job.request(self.prompt_token_ids)  # no `await` from here on: see Arrivals
+            if aborted is None:
+                self._buffer.submit(request)
+            else:
+                self._buffer.deliver(self._never_ran(aborted))
         except BaseException as error:
             self._end(error)
             raise
         return self
 
-    def _check_length(self, prompt: Prompt) -> None:
-        """Refuse megabytes of text before they are tokenized; what passes is counted exactly."""
-        codec, limit = self._engine.text, self._engine.info.max_model_len
-        most = None if codec is None else codec.max_token_chars
-        if most is not None and isinstance(prompt, TextPrompt) and len(prompt.text) > limit * most:
-            raise PromptTooLong(-(-len(prompt.text) // most), limit - 1)
+    async def _tokenize(self) -> Finish | None:
+        """Set `prompt_token_ids`; how the request was aborted meanwhile, if it was."""
+        started_ns = time.monotonic_ns()
+        with self._arrivals.tokenizing(self.job.request_id) as arrival:
+            self.prompt_token_ids = await encode_prompt(
+                self._engine.text, self.job.prompt, self._engine.info.max_model_len
+            )
+        num_tokens = len(self.prompt_token_ids)
+        self._trace.phase(
+            "tokenize", started_ns, time.monotonic_ns(), {"gen_ai.usage.input_tokens": num_tokens}
+        )
+        self._trace.started(num_tokens)
+        return arrival.finish
+
+    def _never_ran(self, finish: Finish) -> Output:
+        """What the engine says of a request that ends while it waits."""
+        now_ns = time.monotonic_ns()
+        timing = RequestTiming(
+            arrived_ns=now_ns, scheduled_ns=0, first_token_ns=0, finished_ns=now_ns, preemptions=0
+        )
+        return Output(
+            self.job.request_id, finish=finish, timing=timing, generation=self._engine.weights.generation
+        )
 
     async def take(self) -> Delta:
         """The next delta; the last one has `finish`."""
@@ -113,6 +139,5 @@ class Generation:
         self._end(error)
 
     def _end(self, error: BaseException | None) -> None:
-        if self._submitted:
-            self._buffer.close()
+        self._buffer.close()
         self._trace.end(error, cancelled=isinstance(error, (asyncio.CancelledError, GeneratorExit)))

@@ -7,9 +7,10 @@ from collections.abc import AsyncIterator
 from typing import TYPE_CHECKING
 
 from penstock.runtime.assemble import Delta
-from penstock.runtime.core import WeightsVersion
-from penstock.runtime.errors import InvalidRequest, UnsupportedFeature, Violation
+from penstock.runtime.core import AbortOutcome, WeightsVersion
+from penstock.runtime.errors import UnsupportedFeature
 from penstock.service import replies
+from penstock.service.abort import Arrivals, to_target
 from penstock.service.backend import Backend
 from penstock.service.convert import Limits, to_job
 from penstock.service.generation import Generation
@@ -44,6 +45,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         self._telemetry = telemetry
         self._stall_limit_s = stall_limit_s
         self._limits = limits_of(engine)
+        self._arrivals = Arrivals()
 
     async def Generate(
         self, request: inference_pb2.GenerateRequest, context: Context
@@ -52,7 +54,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         job = to_job(request, self._limits)
         output = inference_pb2.Output(index=0)
         async with Generation(
-            job, self._engine, self._switchboard, self._telemetry, min_tokens=sys.maxsize
+            job, self._engine, self._switchboard, self._telemetry, self._arrivals, min_tokens=sys.maxsize
         ) as generation:
             while True:
                 delta = await generation.take()
@@ -89,6 +91,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             self._engine,
             self._switchboard,
             self._telemetry,
+            self._arrivals,
             min_tokens=job.options.min_tokens_per_message,
             stall_limit_s=self._stall_limit_s,
         ) as generation:
@@ -125,25 +128,18 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
     ) -> inference_pb2.AbortResponse:
         """Answers once slots and pages are free. An unknown id is an outcome, not an error."""
         check_supported(request)
-        target = request.WhichOneof("target")
-        empty = {
-            None: ("target", "one of request_ids, request_id_prefix and all is required"),
-            "request_ids": ("request_ids.ids", "must not be empty"),
-            "request_id_prefix": ("request_id_prefix", "must not be empty"),
-        }
-        if not (request.request_ids.ids or request.request_id_prefix or target == "all"):
-            raise InvalidRequest([Violation(*empty[target])])
-        ids = list(dict.fromkeys(request.request_ids.ids))
-        results = self._engine.abort(
-            ids if target == "request_ids" else None,
-            prefix=request.request_id_prefix or None,
-            all_requests=target == "all",
-            message=request.reason,
+        target = to_target(request)
+        early = self._arrivals.abort(target, request.reason)
+        outcomes = dict(
+            self._engine.abort(
+                target.ids, prefix=target.prefix, all_requests=target.everything, message=request.reason
+            )
         )
+        outcomes.update(dict.fromkeys(early, AbortOutcome.ABORTED))
         return inference_pb2.AbortResponse(
             results=[
                 inference_pb2.AbortResult(request_id=request_id, outcome=replies.OUTCOMES[outcome])
-                for request_id, outcome in results
+                for request_id, outcome in outcomes.items()
             ]
         )
 

@@ -21,7 +21,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 from penstock.runtime.assemble import Assembler, Delta
-from penstock.runtime.request import Output
+from penstock.runtime.request import Output, Request
 from penstock.service.backend import Backend
 from penstock.service.errors import StalledReader
 
@@ -35,6 +35,10 @@ class Switchboard:
         self._loop = loop
         self._queue: deque[tuple[Buffer, Sequence[Output]]] = deque()
         self._awake = False
+        self.holders: dict[str, Buffer] = {}
+        """Id to the buffer of the request that has it in the engine: once the engine took an id again, what
+        its former user cancels or ends must not hit the new one.
+        """
 
     def post(self, buffer: Buffer, outputs: Sequence[Output]) -> None:
         """On the engine's thread. Appending before the check means that nothing is left behind asleep."""
@@ -110,10 +114,13 @@ class Buffer:
         """The engine has no more for us, or we want no more."""
         self.sink: Callable[[Sequence[Output]], None] = lambda outputs: switchboard.post(self, outputs)
 
-    @property
-    def ended(self) -> bool:
-        """Whether the engine is done with the request."""
-        return self._ended
+    def submit(self, request: Request) -> None:
+        """Queue the request in the engine; raises what it refuses."""
+        self._engine.submit(request, self.sink)
+        self._switchboard.holders[self._request_id] = self
+
+    def _holds_id(self) -> bool:
+        return self._switchboard.holders.get(self._request_id) is self
 
     def deliver(self, output: Output) -> None:
         """On the loop: take in one output. An error of this request's making must not reach the others'."""
@@ -129,7 +136,8 @@ class Buffer:
             self._ended = True
         elif self._assembler.stop is not None and not self._told_stop:
             self._told_stop = True
-            self._engine.finish(self._request_id, self._assembler.stop)
+            if self._holds_id():
+                self._engine.finish(self._request_id, self._assembler.stop)
         self._changed.set()
         if not self._reading and self._timer is None and self._stall_limit_s is not None:
             loop = asyncio.get_running_loop()
@@ -150,11 +158,13 @@ class Buffer:
         return self._pending.popleft().merged()
 
     def close(self) -> None:
-        """The reader is gone: cancel in the engine what still runs. May be called twice."""
+        """The reader is gone: cancel in the engine what still runs there. May be called twice."""
         self._stop_timer()
-        if not self._ended:
-            self._ended = True
-            self._engine.cancel(self._request_id)
+        if self._holds_id():
+            del self._switchboard.holders[self._request_id]
+            if not self._ended:
+                self._engine.cancel(self._request_id)
+        self._ended = True
 
     def _can_take(self) -> bool:
         if self._error is not None or len(self._pending) > 1:

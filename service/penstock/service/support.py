@@ -16,14 +16,20 @@ from google.protobuf.unknown_fields import UnknownFieldSet
 
 from penstock.runtime.errors import InvalidRequest, UnsupportedFeature, Violation
 
+MAX_MESSAGES = 10_000
+"""Within one request, e.g. turns of a chat."""
+MAX_UNKNOWN = 100
+"""Fields of one message that an error may name."""
+
+Refused = Mapping[str, tuple[object, ...]]
 _CHAT_HONOURED = frozenset({"chat", "chat.messages", "chat.messages.role", "chat.messages.content"})
-_CHAT_REFUSED: Mapping[str, object] = {
-    "chat.messages.tool_calls": None,
-    "chat.messages.tool_call_id": None,
-    "chat.tools": None,
-    "chat.tool_choice": None,
-    "chat.chat_template": None,
-    "chat.template_options_json": None,
+_CHAT_REFUSED: Refused = {
+    "chat.messages.tool_calls": (),
+    "chat.messages.tool_call_id": (),
+    "chat.tools": (),
+    "chat.tool_choice": (),
+    "chat.chat_template": (),
+    "chat.template_options_json": (),
 }
 _GENERATE_HONOURED = _CHAT_HONOURED | {
     "request_id",
@@ -56,26 +62,26 @@ _GENERATE_HONOURED = _CHAT_HONOURED | {
     "cache",  # an empty one asks for nothing
     "context",
 }
-_GENERATE_REFUSED: Mapping[str, object] = {
+_GENERATE_REFUSED: Refused = {
     **_CHAT_REFUSED,
-    # The value beside a path is neutral: it asks for nothing, so it is taken.
-    "sampling.presence_penalty": 0.0,
-    "sampling.frequency_penalty": 0.0,
-    "sampling.repetition_penalty": 1.0,
-    "sampling.n": 1,
-    "sampling.logit_bias": None,
-    "sampling.bad_words": None,
-    "sampling.allowed_token_ids": None,
-    "output.prompt_logprobs": None,
-    "constraint": None,
-    "cache.cache_salt": None,
-    "cache.bypass_prefix_cache": None,
-    "adapter": None,
-    "priority": None,
-    "min_weights": None,
-    "context.truncation": 1,  # TRUNCATION_REJECT, the server's default
-    "context.reserve_tokens": None,
-    "context.cap_max_tokens": None,
+    # The values beside a path are taken: they ask for nothing, or `convert` refuses them.
+    "sampling.presence_penalty": (0.0,),
+    "sampling.frequency_penalty": (0.0,),
+    "sampling.repetition_penalty": (1.0,),
+    "sampling.n": (0, 1),  # 0 is out of range, not a feature
+    "sampling.logit_bias": (),
+    "sampling.bad_words": (),
+    "sampling.allowed_token_ids": (),
+    "output.prompt_logprobs": (),
+    "constraint": (),
+    "cache.cache_salt": (),
+    "cache.bypass_prefix_cache": (),
+    "adapter": (),
+    "priority": (),
+    "min_weights": (),
+    "context.truncation": (1,),  # TRUNCATION_REJECT, the server's default
+    "context.reserve_tokens": (),
+    "context.cap_max_tokens": (),
 }
 
 HONOURED: Mapping[str, frozenset[str]] = {
@@ -90,12 +96,12 @@ HONOURED: Mapping[str, frozenset[str]] = {
 }
 """Message name to the paths that have an effect."""
 
-REFUSED: Mapping[str, Mapping[str, object]] = {
+REFUSED: Mapping[str, Refused] = {
     "penstock.v1.GenerateRequest": _GENERATE_REFUSED,
     "penstock.v1.StreamRequest": _GENERATE_REFUSED,
     "penstock.v1.TokenizeRequest": _CHAT_REFUSED,
 }
-"""Message name to the paths that are refused, each with its neutral value or None."""
+"""Message name to the paths that are refused, each with the values that are taken all the same."""
 
 REFUSED_RPCS = frozenset(
     {
@@ -120,13 +126,12 @@ def check_supported(request: Message) -> None:
 
 
 def _unsupported(
-    message: Message, rule_at: str, shown_at: str, honoured: frozenset[str], refused: Mapping[str, object]
+    message: Message, rule_at: str, shown_at: str, honoured: frozenset[str], refused: Refused
 ) -> Iterator[str]:
     for field, value in message.ListFields():
         rule, shown = rule_at + field.name, shown_at + field.name
         if rule not in honoured:
-            neutral = refused.get(rule)
-            if neutral is None or value != neutral:
+            if value not in refused.get(rule, ()):
                 yield shown
         elif field.message_type is not None:
             many = field.is_repeated
@@ -140,29 +145,33 @@ def check_wire(message: Message) -> None:
     them.
 
     A field number nobody knows comes from a newer client (UnsupportedFeature); a known number with the wrong
-    wire type is a broken one (InvalidRequest).
+    wire type is a broken one (InvalidRequest). So is a request of very many small messages, which would keep
+    the event loop busy for everybody.
     """
     unsupported: list[str] = []
     violations: list[Violation] = []
-    for owner, path, number in _unknown(message, ""):
-        known = owner.DESCRIPTOR.fields_by_number.get(number)
-        if known is None:
-            unsupported.append(f"{path}{owner.DESCRIPTOR.name}#{number}")
-        else:
-            violations.append(Violation(path + known.name, "has the wrong wire type"))
+    for count, (owner, path) in enumerate(_messages(message, "")):
+        if count >= MAX_MESSAGES:
+            raise InvalidRequest([Violation("", f"the request has more than {MAX_MESSAGES} nested messages")])
+        unknown = UnknownFieldSet(owner)
+        for i in range(min(len(unknown), MAX_UNKNOWN)):
+            known = owner.DESCRIPTOR.fields_by_number.get(unknown[i].field_number)
+            if known is None:
+                unsupported.append(f"{path}{owner.DESCRIPTOR.name}#{unknown[i].field_number}")
+            else:
+                violations.append(Violation(path + known.name, "has the wrong wire type"))
     if violations:
         raise InvalidRequest(violations)
     if unsupported:
         raise UnsupportedFeature(unsupported)
 
 
-def _unknown(message: Message, path: str) -> Iterator[tuple[Message, str, int]]:
-    unknown = UnknownFieldSet(message)
-    for i in range(len(unknown)):
-        yield message, path, unknown[i].field_number
+def _messages(message: Message, path: str) -> Iterator[tuple[Message, str]]:
+    """The message and those in it, with the path up to their fields."""
+    yield message, path
     for field, value in message.ListFields():
         if field.message_type is None or field.message_type.GetOptions().map_entry:
             continue
         many = field.is_repeated
         for i, item in enumerate(value if many else [value]):
-            yield from _unknown(item, f"{path}{field.name}[{i}]." if many else f"{path}{field.name}.")
+            yield from _messages(item, f"{path}{field.name}[{i}]." if many else f"{path}{field.name}.")

@@ -1,0 +1,90 @@
+"""Abort: whom it means, and the requests that have come but are not in the engine yet.
+
+The engine learns of an id with `submit`. `Abort` must know it from the moment the RPC starts: one that came
+while the prompt is being tokenized would otherwise find nothing, and the request would run after all.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from penstock.runtime.errors import DuplicateRequestId
+from penstock.runtime.request import Finish, FinishReason
+from penstock.service.convert import Violations
+from penstock.v1 import inference_pb2
+
+MAX_ABORT_IDS = 10_000
+MAX_REASON_CHARS = 1000
+
+
+@dataclass(frozen=True, slots=True)
+class AbortTarget:
+    """Whom Abort means: exactly one of the three."""
+
+    ids: tuple[str, ...] | None
+    prefix: str | None
+    everything: bool
+
+    def matches(self, request_id: str) -> bool:
+        if self.prefix is not None:
+            return request_id.startswith(self.prefix)
+        return self.everything or request_id in (self.ids or ())
+
+
+def to_target(message: inference_pb2.AbortRequest) -> AbortTarget:
+    """Raises InvalidRequest: an abort that names nothing never means everything."""
+    bad = Violations()
+    ids = tuple(dict.fromkeys(message.request_ids.ids))
+    kind = message.WhichOneof("target")
+    if kind is None:
+        bad.add("target", "one of request_ids, request_id_prefix and all is required")
+    elif kind == "request_ids" and not ids:
+        bad.add("request_ids.ids", "must not be empty")
+    elif kind == "request_id_prefix" and not message.request_id_prefix:
+        bad.add("request_id_prefix", "must not be empty")
+    if len(ids) > MAX_ABORT_IDS:  # the engine stands still while it looks for them
+        bad.add("request_ids.ids", f"at most {MAX_ABORT_IDS} ids, not {len(ids)}")
+    if len(message.reason) > MAX_REASON_CHARS:  # every request that is ended answers with it
+        bad.add("reason", f"must have at most {MAX_REASON_CHARS} characters, not {len(message.reason)}")
+    bad.raise_if_any()
+    return AbortTarget(
+        ids if kind == "request_ids" else None, message.request_id_prefix or None, kind == "all"
+    )
+
+
+@dataclass(slots=True)
+class Arrival:
+    """A request whose prompt is being tokenized; `finish` is set once it was aborted."""
+
+    finish: Finish | None = None
+
+
+class Arrivals:
+    """All of those of one server, by id. Used on the event loop only."""
+
+    def __init__(self) -> None:
+        self._arrivals: dict[str, Arrival] = {}
+
+    @contextlib.contextmanager
+    def tokenizing(self, request_id: str) -> Iterator[Arrival]:
+        """The id can be aborted inside. DuplicateRequestId where another request of that id is inside too.
+
+        Whoever leaves must end the request or submit it to the engine without an `await` in between.
+        """
+        if request_id in self._arrivals:
+            raise DuplicateRequestId(request_id)
+        arrival = self._arrivals[request_id] = Arrival()
+        try:
+            yield arrival
+        finally:
+            del self._arrivals[request_id]
+
+    def abort(self, target: AbortTarget, message: str) -> list[str]:
+        """Keep those that are meant from the engine; their ids. The first message counts."""
+        found = [request_id for request_id in self._arrivals if target.matches(request_id)]
+        for request_id in found:
+            arrival = self._arrivals[request_id]
+            arrival.finish = arrival.finish or Finish(FinishReason.ABORTED, message=message)
+        return found
