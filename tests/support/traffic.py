@@ -34,6 +34,10 @@ class Tracked:
     def known(self) -> list[int]:
         return [*self.request.prompt_token_ids, *self.made]
 
+    def may_run(self, admit: bool) -> bool:
+        """While nobody is admitted, who ran before may still come back."""
+        return admit or self.slot is not None or self.preemptions > 0
+
 
 class Traffic:
     """Up to two plans may be in flight, as in an engine that overlaps steps."""
@@ -86,7 +90,7 @@ class Traffic:
         self.now_ns += 1
         plan = self.scheduler.schedule(self.now_ns, admit=admit)
         if plan is None:
-            movable = [t for t in self.active.values() if not t.pending and (admit or t.slot is not None)]
+            movable = [t for t in self.active.values() if not t.pending and t.may_run(admit)]
             assert not movable or self.in_flight, "there was work and no plan"
             return
         self.check_plan(plan, admit)
@@ -155,7 +159,6 @@ class Traffic:
             assert name not in planned
             self.lose_pages(active[name])
         running = [t for t in active.values() if t.slot is not None]
-        assert admit or not plan.new_requests
         if plan.preempted:
             assert not plan.new_requests
             assert max(t.order for t in running) < min(active[name].order for name in plan.preempted)
@@ -163,6 +166,7 @@ class Traffic:
         waiting = sorted((t for t in active.values() if t.slot is None), key=lambda t: t.order)
         for (slot, request), tracked in zip(plan.new_requests, waiting, strict=False):
             assert request is tracked.request
+            assert tracked.may_run(admit)
             taken = {t.slot for t in running}
             assert slot == min(set(range(self.config.max_num_seqs)) - taken)
             tracked.slot, tracked.computed, tracked.decoding = slot, 0, False
@@ -173,13 +177,14 @@ class Traffic:
                 assert self.in_flight
                 assert tracked is max(running, key=lambda t: t.order)
                 assert pages_used == self.config.num_pages
-        if not self.in_flight and (admit or running):
-            oldest = min(active.values() if admit else running, key=lambda t: t.order)
+        if not self.in_flight:
+            oldest = min((t for t in active.values() if t.may_run(admit)), key=lambda t: t.order)
             assert oldest.request.request_id in planned
         # No budget is left over while somebody could use it.
         left = self.config.max_num_batched_tokens - plan.num_tokens
         unserved = waiting[len(plan.new_requests) :]
-        if left and unserved and admit and not plan.preempted and not unserved[0].pending:
+        may_enter = bool(unserved) and unserved[0].may_run(admit) and not unserved[0].pending
+        if left and may_enter and not plan.preempted:
             needed = -(-len(unserved[0].known) // self.config.page_size)
             assert len(running) == self.config.max_num_seqs or needed > self.config.num_pages - pages_used
         for row in plan.rows:

@@ -203,7 +203,10 @@ class EngineCore:
             raise InvalidRequest(bad)
 
     def cancel(self, request_id: str) -> None:
-        """Its reader is gone: free slot and pages, tell nobody. Unknown ids are ignored."""
+        """Its reader is gone: free slot and pages, tell nobody. Unknown ids are ignored.
+
+        Outputs that were lined up before may still reach its sink.
+        """
         with self._lock:
             self._sinks.pop(request_id, None)
             self._scheduler.abort(request_id, "", time.monotonic_ns())
