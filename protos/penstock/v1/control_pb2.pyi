@@ -174,7 +174,7 @@ class GetServerInfoResponse(_message.Message):
     """tokens per KV page"""
     kv_pages_total: _builtins.int
     max_chunk_bytes: _builtins.int
-    """largest TensorChunk.data"""
+    """largest TensorChunk.data; 0 = no weight updates"""
     max_logprobs: _builtins.int
     """largest OutputOptions.logprobs and prompt_logprobs"""
     @_builtins.property
@@ -323,7 +323,9 @@ class DetokenizeRequest(_message.Message):
     skip_special_tokens: _builtins.bool
     """default true"""
     @_builtins.property
-    def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """at most GetModelInfo.max_context_tokens"""
+
     def __init__(
         self,
         *,

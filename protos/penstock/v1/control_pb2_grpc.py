@@ -26,7 +26,8 @@ if _version_not_supported:
 
 
 class ControlServiceStub:
-    """Missing associated documentation comment in .proto file."""
+    """A server may lack Pause, Resume, CommitWeights, DiscardWeights and FlushCache: they answer UNIMPLEMENTED.
+    """
 
     def __init__(self, channel):
         """Constructor.
@@ -87,10 +88,11 @@ class ControlServiceStub:
 
 
 class ControlServiceServicer:
-    """Missing associated documentation comment in .proto file."""
+    """A server may lack Pause, Resume, CommitWeights, DiscardWeights and FlushCache: they answer UNIMPLEMENTED.
+    """
 
     def GetModelInfo(self, request, context):
-        """The model served, the values in force and what the server can do. UNAVAILABLE until it is loaded.
+        """The model served, the values in force and what the server can do.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -111,13 +113,16 @@ class ControlServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Tokenize(self, request, context):
-        """Missing associated documentation comment in .proto file."""
+        """What Generate would feed the model. Text that cannot fit the context, whatever its tokens are, is
+        PROMPT_TOO_LONG and not tokenized; shorter text is counted also beyond the context.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Detokenize(self, request, context):
-        """Missing associated documentation comment in .proto file."""
+        """Text of token ids. Bytes that are not valid UTF-8 become U+FFFD.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
@@ -220,7 +225,8 @@ def add_ControlServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class ControlService:
-    """Missing associated documentation comment in .proto file."""
+    """A server may lack Pause, Resume, CommitWeights, DiscardWeights and FlushCache: they answer UNIMPLEMENTED.
+    """
 
     @staticmethod
     def GetModelInfo(request,

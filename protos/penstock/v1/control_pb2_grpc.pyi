@@ -27,18 +27,24 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class ControlServiceStub:
+    """A server may lack Pause, Resume, CommitWeights, DiscardWeights and FlushCache: they answer UNIMPLEMENTED."""
+
     @_typing.overload
     def __new__(cls, channel: _grpc.Channel) -> _Self: ...
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> ControlServiceAsyncStub: ...
     GetModelInfo: _grpc.UnaryUnaryMultiCallable[_control_pb2.GetModelInfoRequest, _control_pb2.GetModelInfoResponse]
-    """The model served, the values in force and what the server can do. UNAVAILABLE until it is loaded."""
+    """The model served, the values in force and what the server can do."""
     GetServerInfo: _grpc.UnaryUnaryMultiCallable[_control_pb2.GetServerInfoRequest, _control_pb2.GetServerInfoResponse]
     """The server's limits, fixed at start."""
     GetLoad: _grpc.UnaryUnaryMultiCallable[_control_pb2.GetLoadRequest, _control_pb2.GetLoadResponse]
     """How busy it is now, for routers; cheap enough to poll every second."""
     Tokenize: _grpc.UnaryUnaryMultiCallable[_control_pb2.TokenizeRequest, _control_pb2.TokenizeResponse]
+    """What Generate would feed the model. Text that cannot fit the context, whatever its tokens are, is
+    PROMPT_TOO_LONG and not tokenized; shorter text is counted also beyond the context.
+    """
     Detokenize: _grpc.UnaryUnaryMultiCallable[_control_pb2.DetokenizeRequest, _control_pb2.DetokenizeResponse]
+    """Text of token ids. Bytes that are not valid UTF-8 become U+FFFD."""
     Pause: _grpc.UnaryUnaryMultiCallable[_control_pb2.PauseRequest, _control_pb2.PauseResponse]
     """Stops making tokens; new requests queue up. Pausing a paused server is OK and changes nothing."""
     Resume: _grpc.UnaryUnaryMultiCallable[_control_pb2.ResumeRequest, _control_pb2.ResumeResponse]
@@ -54,15 +60,21 @@ class ControlServiceStub:
 
 @_typing.type_check_only
 class ControlServiceAsyncStub(ControlServiceStub):
+    """A server may lack Pause, Resume, CommitWeights, DiscardWeights and FlushCache: they answer UNIMPLEMENTED."""
+
     def __init__(self, channel: _aio.Channel) -> None: ...
     GetModelInfo: _aio.UnaryUnaryMultiCallable[_control_pb2.GetModelInfoRequest, _control_pb2.GetModelInfoResponse]  # type: ignore[assignment]
-    """The model served, the values in force and what the server can do. UNAVAILABLE until it is loaded."""
+    """The model served, the values in force and what the server can do."""
     GetServerInfo: _aio.UnaryUnaryMultiCallable[_control_pb2.GetServerInfoRequest, _control_pb2.GetServerInfoResponse]  # type: ignore[assignment]
     """The server's limits, fixed at start."""
     GetLoad: _aio.UnaryUnaryMultiCallable[_control_pb2.GetLoadRequest, _control_pb2.GetLoadResponse]  # type: ignore[assignment]
     """How busy it is now, for routers; cheap enough to poll every second."""
     Tokenize: _aio.UnaryUnaryMultiCallable[_control_pb2.TokenizeRequest, _control_pb2.TokenizeResponse]  # type: ignore[assignment]
+    """What Generate would feed the model. Text that cannot fit the context, whatever its tokens are, is
+    PROMPT_TOO_LONG and not tokenized; shorter text is counted also beyond the context.
+    """
     Detokenize: _aio.UnaryUnaryMultiCallable[_control_pb2.DetokenizeRequest, _control_pb2.DetokenizeResponse]  # type: ignore[assignment]
+    """Text of token ids. Bytes that are not valid UTF-8 become U+FFFD."""
     Pause: _aio.UnaryUnaryMultiCallable[_control_pb2.PauseRequest, _control_pb2.PauseResponse]  # type: ignore[assignment]
     """Stops making tokens; new requests queue up. Pausing a paused server is OK and changes nothing."""
     Resume: _aio.UnaryUnaryMultiCallable[_control_pb2.ResumeRequest, _control_pb2.ResumeResponse]  # type: ignore[assignment]
@@ -77,13 +89,15 @@ class ControlServiceAsyncStub(ControlServiceStub):
     """Forgets cached prefixes that no running request uses."""
 
 class ControlServiceServicer(metaclass=_abc_1.ABCMeta):
+    """A server may lack Pause, Resume, CommitWeights, DiscardWeights and FlushCache: they answer UNIMPLEMENTED."""
+
     @_abc_1.abstractmethod
     def GetModelInfo(
         self,
         request: _control_pb2.GetModelInfoRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_control_pb2.GetModelInfoResponse, _abc.Awaitable[_control_pb2.GetModelInfoResponse]]:
-        """The model served, the values in force and what the server can do. UNAVAILABLE until it is loaded."""
+        """The model served, the values in force and what the server can do."""
 
     @_abc_1.abstractmethod
     def GetServerInfo(
@@ -106,14 +120,18 @@ class ControlServiceServicer(metaclass=_abc_1.ABCMeta):
         self,
         request: _control_pb2.TokenizeRequest,
         context: _ServicerContext,
-    ) -> _typing.Union[_control_pb2.TokenizeResponse, _abc.Awaitable[_control_pb2.TokenizeResponse]]: ...
+    ) -> _typing.Union[_control_pb2.TokenizeResponse, _abc.Awaitable[_control_pb2.TokenizeResponse]]:
+        """What Generate would feed the model. Text that cannot fit the context, whatever its tokens are, is
+        PROMPT_TOO_LONG and not tokenized; shorter text is counted also beyond the context.
+        """
 
     @_abc_1.abstractmethod
     def Detokenize(
         self,
         request: _control_pb2.DetokenizeRequest,
         context: _ServicerContext,
-    ) -> _typing.Union[_control_pb2.DetokenizeResponse, _abc.Awaitable[_control_pb2.DetokenizeResponse]]: ...
+    ) -> _typing.Union[_control_pb2.DetokenizeResponse, _abc.Awaitable[_control_pb2.DetokenizeResponse]]:
+        """Text of token ids. Bytes that are not valid UTF-8 become U+FFFD."""
 
     @_abc_1.abstractmethod
     def Pause(

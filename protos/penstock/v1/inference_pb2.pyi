@@ -66,18 +66,18 @@ class GenerateRequest(_message.Message):
     MIN_WEIGHTS_FIELD_NUMBER: _builtins.int
     CONTEXT_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
-    """empty = the server mints a UUID; unique among active requests"""
+    """at most 128 characters, unique among active requests; empty = the server mints one"""
     model: _builtins.str
     """empty = the served model"""
     prompt: _builtins.str
-    """tokenized as it is, with the tokenizer's special tokens, no chat template"""
+    """not empty; tokenized as it is, with the tokenizer's special tokens, no chat template"""
     adapter: _builtins.str
     """LoRA name; empty = base"""
     priority: _builtins.int
     """higher runs first; default 0"""
     @_builtins.property
     def prompt_token_ids(self) -> _types_pb2.TokenIds:
-        """used as they are"""
+        """not empty; used as they are"""
 
     @_builtins.property
     def chat(self) -> _types_pb2.ChatPrompt: ...
@@ -479,7 +479,7 @@ class RequestIds(_message.Message):
     IDS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """exact"""
+        """exact; 1 to 10,000"""
 
     def __init__(
         self,
@@ -520,7 +520,7 @@ class AbortRequest(_message.Message):
     request_id_prefix: _builtins.str
     """non-empty"""
     reason: _builtins.str
-    """free text, handed on in Finish.message"""
+    """free text of at most 1,000 characters, handed on in Finish.message"""
     @_builtins.property
     def request_ids(self) -> Global___RequestIds: ...
     @_builtins.property
@@ -550,7 +550,7 @@ class AbortResponse(_message.Message):
     RESULTS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def results(self) -> _containers.RepeatedCompositeFieldContainer[Global___AbortResult]:
-        """one per id named, or per active request that a prefix or all matched"""
+        """one per distinct id named, or per active request that a prefix or all matched"""
 
     def __init__(
         self,

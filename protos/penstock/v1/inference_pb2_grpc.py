@@ -32,10 +32,12 @@ class InferenceServiceStub:
     NOT_FOUND           UNKNOWN_MODEL, UNKNOWN_ADAPTER
     ALREADY_EXISTS      DUPLICATE_REQUEST_ID: a request with this id is active
     FAILED_PRECONDITION min_weights is newer than the weights in use
-    RESOURCE_EXHAUSTED  QUEUE_FULL, with google.rpc.RetryInfo
+    RESOURCE_EXHAUSTED  QUEUE_FULL, with google.rpc.RetryInfo; at any time STALLED_READER: a stream that was not
+    read for longer than the server waits
     UNAVAILABLE         NOT_READY, DRAINING
     UNIMPLEMENTED       UNSUPPORTED_FEATURE
-    DEADLINE_EXCEEDED, CANCELLED, INTERNAL   at any time; the slot and its KV pages are freed
+    INTERNAL            ENGINE_FAILURE, INTERNAL (a bug): at any time
+    DEADLINE_EXCEEDED, CANCELLED   at any time; whatever the error, the slot and its KV pages are freed
     """
 
     def __init__(self, channel):
@@ -72,10 +74,12 @@ class InferenceServiceServicer:
     NOT_FOUND           UNKNOWN_MODEL, UNKNOWN_ADAPTER
     ALREADY_EXISTS      DUPLICATE_REQUEST_ID: a request with this id is active
     FAILED_PRECONDITION min_weights is newer than the weights in use
-    RESOURCE_EXHAUSTED  QUEUE_FULL, with google.rpc.RetryInfo
+    RESOURCE_EXHAUSTED  QUEUE_FULL, with google.rpc.RetryInfo; at any time STALLED_READER: a stream that was not
+    read for longer than the server waits
     UNAVAILABLE         NOT_READY, DRAINING
     UNIMPLEMENTED       UNSUPPORTED_FEATURE
-    DEADLINE_EXCEEDED, CANCELLED, INTERNAL   at any time; the slot and its KV pages are freed
+    INTERNAL            ENGINE_FAILURE, INTERNAL (a bug): at any time
+    DEADLINE_EXCEEDED, CANCELLED   at any time; whatever the error, the slot and its KV pages are freed
     """
 
     def Generate(self, request, context):
@@ -96,7 +100,7 @@ class InferenceServiceServicer:
 
     def Abort(self, request, context):
         """Ends requests early. Each ends with OK, FINISH_REASON_ABORTED and what it had generated; the answer comes
-        after their slots and KV pages are free.
+        after their slots and KV pages are free. A request can be aborted from the moment its RPC starts.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -104,7 +108,8 @@ class InferenceServiceServicer:
 
     def UpdateWeights(self, request_iterator, context):
         """Replaces weights without a restart: begin, chunks, commit. Validated and staged while the server goes on
-        serving, then swapped in between two steps. A stream that ends without commit changes nothing.
+        serving, then swapped in between two steps. A stream that ends without commit changes nothing. UNIMPLEMENTED where
+        GetModelInfo does not list FEATURE_UPDATE_WEIGHTS.
         INVALID_ARGUMENT  with TensorErrors (all bad tensors), before any byte is taken where the manifest tells
         DATA_LOSS         a checksum does not match, with TensorErrors
         ABORTED           expected_generation is not the current one, or another update is under way
@@ -150,10 +155,12 @@ class InferenceService:
     NOT_FOUND           UNKNOWN_MODEL, UNKNOWN_ADAPTER
     ALREADY_EXISTS      DUPLICATE_REQUEST_ID: a request with this id is active
     FAILED_PRECONDITION min_weights is newer than the weights in use
-    RESOURCE_EXHAUSTED  QUEUE_FULL, with google.rpc.RetryInfo
+    RESOURCE_EXHAUSTED  QUEUE_FULL, with google.rpc.RetryInfo; at any time STALLED_READER: a stream that was not
+    read for longer than the server waits
     UNAVAILABLE         NOT_READY, DRAINING
     UNIMPLEMENTED       UNSUPPORTED_FEATURE
-    DEADLINE_EXCEEDED, CANCELLED, INTERNAL   at any time; the slot and its KV pages are freed
+    INTERNAL            ENGINE_FAILURE, INTERNAL (a bug): at any time
+    DEADLINE_EXCEEDED, CANCELLED   at any time; whatever the error, the slot and its KV pages are freed
     """
 
     @staticmethod

@@ -33,10 +33,12 @@ class InferenceServiceStub:
       NOT_FOUND           UNKNOWN_MODEL, UNKNOWN_ADAPTER
       ALREADY_EXISTS      DUPLICATE_REQUEST_ID: a request with this id is active
       FAILED_PRECONDITION min_weights is newer than the weights in use
-      RESOURCE_EXHAUSTED  QUEUE_FULL, with google.rpc.RetryInfo
+      RESOURCE_EXHAUSTED  QUEUE_FULL, with google.rpc.RetryInfo; at any time STALLED_READER: a stream that was not
+                          read for longer than the server waits
       UNAVAILABLE         NOT_READY, DRAINING
       UNIMPLEMENTED       UNSUPPORTED_FEATURE
-      DEADLINE_EXCEEDED, CANCELLED, INTERNAL   at any time; the slot and its KV pages are freed
+      INTERNAL            ENGINE_FAILURE, INTERNAL (a bug): at any time
+      DEADLINE_EXCEEDED, CANCELLED   at any time; whatever the error, the slot and its KV pages are freed
     """
 
     @_typing.overload
@@ -52,11 +54,12 @@ class InferenceServiceStub:
     """
     Abort: _grpc.UnaryUnaryMultiCallable[_inference_pb2.AbortRequest, _inference_pb2.AbortResponse]
     """Ends requests early. Each ends with OK, FINISH_REASON_ABORTED and what it had generated; the answer comes
-    after their slots and KV pages are free.
+    after their slots and KV pages are free. A request can be aborted from the moment its RPC starts.
     """
     UpdateWeights: _grpc.StreamUnaryMultiCallable[_weights_pb2.UpdateWeightsRequest, _weights_pb2.UpdateWeightsResponse]
     """Replaces weights without a restart: begin, chunks, commit. Validated and staged while the server goes on
-    serving, then swapped in between two steps. A stream that ends without commit changes nothing.
+    serving, then swapped in between two steps. A stream that ends without commit changes nothing. UNIMPLEMENTED where
+    GetModelInfo does not list FEATURE_UPDATE_WEIGHTS.
       INVALID_ARGUMENT  with TensorErrors (all bad tensors), before any byte is taken where the manifest tells
       DATA_LOSS         a checksum does not match, with TensorErrors
       ABORTED           expected_generation is not the current one, or another update is under way
@@ -69,10 +72,12 @@ class InferenceServiceAsyncStub(InferenceServiceStub):
       NOT_FOUND           UNKNOWN_MODEL, UNKNOWN_ADAPTER
       ALREADY_EXISTS      DUPLICATE_REQUEST_ID: a request with this id is active
       FAILED_PRECONDITION min_weights is newer than the weights in use
-      RESOURCE_EXHAUSTED  QUEUE_FULL, with google.rpc.RetryInfo
+      RESOURCE_EXHAUSTED  QUEUE_FULL, with google.rpc.RetryInfo; at any time STALLED_READER: a stream that was not
+                          read for longer than the server waits
       UNAVAILABLE         NOT_READY, DRAINING
       UNIMPLEMENTED       UNSUPPORTED_FEATURE
-      DEADLINE_EXCEEDED, CANCELLED, INTERNAL   at any time; the slot and its KV pages are freed
+      INTERNAL            ENGINE_FAILURE, INTERNAL (a bug): at any time
+      DEADLINE_EXCEEDED, CANCELLED   at any time; whatever the error, the slot and its KV pages are freed
     """
 
     def __init__(self, channel: _aio.Channel) -> None: ...
@@ -85,11 +90,12 @@ class InferenceServiceAsyncStub(InferenceServiceStub):
     """
     Abort: _aio.UnaryUnaryMultiCallable[_inference_pb2.AbortRequest, _inference_pb2.AbortResponse]  # type: ignore[assignment]
     """Ends requests early. Each ends with OK, FINISH_REASON_ABORTED and what it had generated; the answer comes
-    after their slots and KV pages are free.
+    after their slots and KV pages are free. A request can be aborted from the moment its RPC starts.
     """
     UpdateWeights: _aio.StreamUnaryMultiCallable[_weights_pb2.UpdateWeightsRequest, _weights_pb2.UpdateWeightsResponse]  # type: ignore[assignment]
     """Replaces weights without a restart: begin, chunks, commit. Validated and staged while the server goes on
-    serving, then swapped in between two steps. A stream that ends without commit changes nothing.
+    serving, then swapped in between two steps. A stream that ends without commit changes nothing. UNIMPLEMENTED where
+    GetModelInfo does not list FEATURE_UPDATE_WEIGHTS.
       INVALID_ARGUMENT  with TensorErrors (all bad tensors), before any byte is taken where the manifest tells
       DATA_LOSS         a checksum does not match, with TensorErrors
       ABORTED           expected_generation is not the current one, or another update is under way
@@ -101,10 +107,12 @@ class InferenceServiceServicer(metaclass=_abc_1.ABCMeta):
       NOT_FOUND           UNKNOWN_MODEL, UNKNOWN_ADAPTER
       ALREADY_EXISTS      DUPLICATE_REQUEST_ID: a request with this id is active
       FAILED_PRECONDITION min_weights is newer than the weights in use
-      RESOURCE_EXHAUSTED  QUEUE_FULL, with google.rpc.RetryInfo
+      RESOURCE_EXHAUSTED  QUEUE_FULL, with google.rpc.RetryInfo; at any time STALLED_READER: a stream that was not
+                          read for longer than the server waits
       UNAVAILABLE         NOT_READY, DRAINING
       UNIMPLEMENTED       UNSUPPORTED_FEATURE
-      DEADLINE_EXCEEDED, CANCELLED, INTERNAL   at any time; the slot and its KV pages are freed
+      INTERNAL            ENGINE_FAILURE, INTERNAL (a bug): at any time
+      DEADLINE_EXCEEDED, CANCELLED   at any time; whatever the error, the slot and its KV pages are freed
     """
 
     @_abc_1.abstractmethod
@@ -133,7 +141,7 @@ class InferenceServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_inference_pb2.AbortResponse, _abc.Awaitable[_inference_pb2.AbortResponse]]:
         """Ends requests early. Each ends with OK, FINISH_REASON_ABORTED and what it had generated; the answer comes
-        after their slots and KV pages are free.
+        after their slots and KV pages are free. A request can be aborted from the moment its RPC starts.
         """
 
     @_abc_1.abstractmethod
@@ -143,7 +151,8 @@ class InferenceServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_weights_pb2.UpdateWeightsResponse, _abc.Awaitable[_weights_pb2.UpdateWeightsResponse]]:
         """Replaces weights without a restart: begin, chunks, commit. Validated and staged while the server goes on
-        serving, then swapped in between two steps. A stream that ends without commit changes nothing.
+        serving, then swapped in between two steps. A stream that ends without commit changes nothing. UNIMPLEMENTED where
+        GetModelInfo does not list FEATURE_UPDATE_WEIGHTS.
           INVALID_ARGUMENT  with TensorErrors (all bad tensors), before any byte is taken where the manifest tells
           DATA_LOSS         a checksum does not match, with TensorErrors
           ABORTED           expected_generation is not the current one, or another update is under way

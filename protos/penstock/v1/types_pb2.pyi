@@ -7,8 +7,10 @@ Conventions of the whole contract:
 - `optional` marks a field whose unset state differs from its zero value; without it, zero is the default.
 - Token ids are uint32; a value outside the model's vocabulary is INVALID_ARGUMENT.
 - Fields whose value is out of range are INVALID_ARGUMENT with a google.rpc.BadRequest that lists every
-  violation, not only the first. A feature this server lacks is UNIMPLEMENTED, never silently ignored.
-- Every error carries google.rpc.ErrorInfo with domain "penstock" and an upper-case reason.
+  violation, not only the first. A feature this server lacks is UNIMPLEMENTED, never silently ignored. A
+  request with both is UNIMPLEMENTED: what is lacking may change what the rest means.
+- Every error carries google.rpc.ErrorInfo with domain "penstock" and an upper-case reason, except those that
+  gRPC makes: an unknown method, a message above the size limit, a passed deadline, a cancel.
 """
 
 from collections import abc as _abc
@@ -37,7 +39,7 @@ class _TruncationEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Truncation
     TRUNCATION_UNSPECIFIED: _Truncation.ValueType  # 0
     """the server's default, which is to reject"""
     TRUNCATION_REJECT: _Truncation.ValueType  # 1
-    """too long = INVALID_ARGUMENT, PROMPT_TOO_LONG"""
+    """no room for one generated token = INVALID_ARGUMENT, PROMPT_TOO_LONG"""
     TRUNCATION_LEFT: _Truncation.ValueType  # 2
     """drop the oldest tokens"""
     TRUNCATION_RIGHT: _Truncation.ValueType  # 3
@@ -50,7 +52,7 @@ class Truncation(_Truncation, metaclass=_TruncationEnumTypeWrapper): ...
 TRUNCATION_UNSPECIFIED: Truncation.ValueType  # 0
 """the server's default, which is to reject"""
 TRUNCATION_REJECT: Truncation.ValueType  # 1
-"""too long = INVALID_ARGUMENT, PROMPT_TOO_LONG"""
+"""no room for one generated token = INVALID_ARGUMENT, PROMPT_TOO_LONG"""
 TRUNCATION_LEFT: Truncation.ValueType  # 2
 """drop the oldest tokens"""
 TRUNCATION_RIGHT: Truncation.ValueType  # 3
@@ -76,7 +78,7 @@ class _FinishReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_FinishRe
     FINISH_REASON_TIME_LIMIT: _FinishReason.ValueType  # 5
     """StoppingParams.time_limit"""
     FINISH_REASON_ABORTED: _FinishReason.ValueType  # 6
-    """Abort, or UpdateWeights or Pause with IN_FLIGHT_POLICY_ABORT"""
+    """Abort, the server's shutdown, UpdateWeights or Pause with IN_FLIGHT_POLICY_ABORT"""
 
 class FinishReason(_FinishReason, metaclass=_FinishReasonEnumTypeWrapper): ...
 
@@ -91,7 +93,7 @@ FINISH_REASON_CONTEXT_FULL: FinishReason.ValueType  # 4
 FINISH_REASON_TIME_LIMIT: FinishReason.ValueType  # 5
 """StoppingParams.time_limit"""
 FINISH_REASON_ABORTED: FinishReason.ValueType  # 6
-"""Abort, or UpdateWeights or Pause with IN_FLIGHT_POLICY_ABORT"""
+"""Abort, the server's shutdown, UpdateWeights or Pause with IN_FLIGHT_POLICY_ABORT"""
 Global___FinishReason: _TypeAlias = FinishReason  # noqa: Y015
 
 @_typing.final
@@ -291,11 +293,11 @@ class SamplingParams(_message.Message):
     BAD_WORDS_FIELD_NUMBER: _builtins.int
     ALLOWED_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     temperature: _builtins.float
-    """>= 0; 0 = greedy"""
+    """[0, 100]; 0 = greedy"""
     top_p: _builtins.float
     """(0, 1]; 1 = off"""
     top_k: _builtins.int
-    """0 = off"""
+    """below 2^31; 0 = off"""
     min_p: _builtins.float
     """[0, 1], relative to the likeliest token; 0 = off"""
     presence_penalty: _builtins.float
@@ -398,13 +400,18 @@ class StoppingParams(_message.Message):
     """EOS and stops are held off until then; <= max_tokens"""
     ignore_eos: _builtins.bool
     include_stop: _builtins.bool
-    """keep the matched stop in text and token_ids"""
+    """Keep the matched stop. A matched stop string is left out of text unless set; its tokens are in token_ids
+    either way (ids are never held back), up to the one that completed it. A matched stop token id is left out
+    of text and token_ids unless set. EOS is always in token_ids.
+    """
     @_builtins.property
     def stop(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """non-empty strings, searched in the generated text only"""
+        """at most 16, of 1 to 256 characters; searched in the generated text only"""
 
     @_builtins.property
-    def stop_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    def stop_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """at most 32 less the number of GetModelInfo.eos_token_ids"""
+
     @_builtins.property
     def time_limit(self) -> _duration_pb2.Duration:
         """> 0; soft: partial output, OK, FINISH_REASON_TIME_LIMIT"""
@@ -573,7 +580,7 @@ Global___OutputOptions: _TypeAlias = OutputOptions  # noqa: Y015
 
 @_typing.final
 class ContextOptions(_message.Message):
-    """What happens when prompt + max_tokens > context."""
+    """What happens to a prompt that leaves too little room in the context."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -735,10 +742,10 @@ class Finish(_message.Message):
     MESSAGE_FIELD_NUMBER: _builtins.int
     reason: Global___FinishReason.ValueType
     message: _builtins.str
-    """reason text given to Abort"""
+    """with FINISH_REASON_ABORTED: AbortRequest.reason, or the server's own words"""
     @_builtins.property
     def match(self) -> Global___StopMatch:
-        """only with FINISH_REASON_STOP"""
+        """with FINISH_REASON_STOP; with FINISH_REASON_EOS the token_id"""
 
     def __init__(
         self,
@@ -819,7 +826,7 @@ class Usage(_message.Message):
     cached_prompt_tokens: _builtins.int
     """of those, read from the prefix cache"""
     completion_tokens: _builtins.int
-    """summed over outputs"""
+    """token ids of the outputs, summed, whether or not they are sent"""
     def __init__(
         self,
         *,
@@ -837,7 +844,7 @@ Global___Usage: _TypeAlias = Usage  # noqa: Y015
 
 @_typing.final
 class Timing(_message.Message):
-    """Measured by the server, from the moment it accepted the request."""
+    """Measured by the server, from the moment the tokenized request entered its queue."""
 
     DESCRIPTOR: _descriptor.Descriptor
 

@@ -7,8 +7,10 @@ Conventions of the whole contract:
 - `optional` marks a field whose unset state differs from its zero value; without it, zero is the default.
 - Token ids are uint32; a value outside the model's vocabulary is INVALID_ARGUMENT.
 - Fields whose value is out of range are INVALID_ARGUMENT with a google.rpc.BadRequest that lists every
-  violation, not only the first. A feature this server lacks is UNIMPLEMENTED, never silently ignored.
-- Every error carries google.rpc.ErrorInfo with domain "penstock" and an upper-case reason.
+  violation, not only the first. A feature this server lacks is UNIMPLEMENTED, never silently ignored. A
+  request with both is UNIMPLEMENTED: what is lacking may change what the rest means.
+- Every error carries google.rpc.ErrorInfo with domain "penstock" and an upper-case reason, except those that
+  gRPC makes: an unknown method, a message above the size limit, a passed deadline, a cancel.
 """
 
 from collections import abc as _abc
