@@ -162,3 +162,38 @@ def test_a_failing_observer_ends_no_request(caplog: pytest.LogCaptureFixture) ->
         assert "observer" in caplog.text
     finally:
         engine.shutdown()
+
+
+def test_a_cancel_on_the_thread_that_holds_the_lock_is_done_later(engine: Engine) -> None:
+    """As when the garbage collector closes an abandoned stream in the middle of a scheduler call."""
+    gate = at_gate(engine, tokens=100)
+    with engine._core._lock:
+        engine.cancel("held")
+    gate.open()
+    follower = Collector()
+    submit(engine, follower, "follower", [2], tokens=5)
+    assert follower.last("follower").finish == Finish(FinishReason.MAX_TOKENS)
+    assert engine.load().pages_used == 0
+    assert len(gate.sink.tokens("held")) < 100
+
+
+def test_an_aborting_update_spares_those_that_have_not_started() -> None:
+    engine = toy_engine(max_num_seqs=1)
+    try:
+        gate = at_gate(engine, tokens=100)
+        waiting = Collector()
+        submit(engine, waiting, "waiting", [2], tokens=10)
+        done = update(engine, 5, InFlightPolicy.ABORT)
+        gate.open()
+        assert done.result(60).generation == 2
+        finish = gate.sink.last("held").finish
+        assert finish == Finish(FinishReason.ABORTED, message="weights were updated to 'to-5'")
+        assert waiting.last("waiting").finish == Finish(FinishReason.MAX_TOKENS)
+        assert waiting.tokens("waiting") == toy_tokens([2], 10, offset=5)
+    finally:
+        engine.shutdown()
+
+
+def test_an_engine_is_started_once(engine: Engine) -> None:
+    with pytest.raises(RuntimeError, match="started before"):
+        engine._core.start()

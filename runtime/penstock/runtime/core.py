@@ -38,6 +38,7 @@ log = logging.getLogger(__name__)
 
 _ABORTED = FinishReason.ABORTED
 _LONGEST_WAIT_S = 3600.0
+_CANCEL_WAIT_S = 0.1
 
 Sink = Callable[[Sequence[Output]], None]
 """Takes the outputs of one step for all requests submitted with this same object; called on the engine
@@ -59,7 +60,7 @@ class InFlightPolicy(enum.Enum):
     WAIT = "wait"
     """Hold admission, let the running ones finish on the old weights."""
     ABORT = "abort"
-    """End them with what they have."""
+    """End them with what they have; requests that wait start on the new weights."""
     KEEP = "keep"
     """Go on with the cache the old weights computed."""
     RECOMPUTE = "recompute"
@@ -126,6 +127,7 @@ class EngineCore:
         self._sinks: dict[str, Sink] = {}
         self._outbox: list[tuple[Sink, Output]] = []
         self._delivering = False
+        self._cancelled: deque[str] = deque()
         self._updates: deque[_Update] = deque()
         self._weights = WeightsVersion("initial", 1)
         scheduler.weights_generation = self._weights.generation
@@ -207,10 +209,20 @@ class EngineCore:
 
         Outputs that were lined up before may still reach its sink.
         """
-        with self._lock:
-            self._sinks.pop(request_id, None)
-            self._scheduler.abort(request_id, "", time.monotonic_ns())
+        # The garbage collector may close an abandoned stream on the very thread that holds the lock; waiting
+        # for it would be for ever. Then the engine thread does it before its next step.
+        if not self._lock.acquire(timeout=_CANCEL_WAIT_S):
+            self._cancelled.append(request_id)
+            return
+        try:
+            self._drop(request_id)
             self._changed.notify_all()
+        finally:
+            self._lock.release()
+
+    def _drop(self, request_id: str) -> None:
+        self._sinks.pop(request_id, None)
+        self._scheduler.abort(request_id, "", time.monotonic_ns())
 
     def finish(self, request_id: str, finish: Finish) -> None:
         """End a request for a reason found outside, such as a stop string. Its sink gets a last output;
@@ -297,7 +309,7 @@ class EngineCore:
                 continue
             with self._lock:
                 if update.policy is InFlightPolicy.ABORT:
-                    for request_id in self._scheduler.active_ids():
+                    for request_id in self._scheduler.started_ids():
                         self._end(
                             request_id, Finish(_ABORTED, message=f"weights were updated to {update.label!r}")
                         )
@@ -317,7 +329,9 @@ class EngineCore:
     # -- the thread --
 
     def start(self) -> None:
-        """Start stepping; the runner must be compiled."""
+        """Start stepping; the runner must be compiled. Once only: RuntimeError after that."""
+        if self._thread is not None:
+            raise RuntimeError("the engine was started before")
         self._thread = threading.Thread(target=self._run, name="penstock-engine", daemon=True)
         self._thread.start()
 
@@ -368,6 +382,8 @@ class EngineCore:
         while True:
             self._apply_updates()
             with self._lock:
+                while self._cancelled:
+                    self._drop(self._cancelled.popleft())
                 started_ns = time.monotonic_ns()
                 self._post(self._scheduler.expire(started_ns))
                 # An update that waits holds admission: nothing new may enter, what runs goes on.

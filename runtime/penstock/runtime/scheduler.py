@@ -234,6 +234,11 @@ class Scheduler:
         first = next(iter(self._roster.waiting.values()), None)
         return bool(self._roster.running) or (first is not None and first.preemptions > 0)
 
+    def started_ids(self) -> tuple[str, ...]:
+        """Those that run, or did before they were preempted, in order of arrival."""
+        resumed = (i for i, seq in self._roster.waiting.items() if seq.preemptions > 0)
+        return (*self._roster.running, *resumed)
+
     @property
     def next_deadline_ns(self) -> int:
         """No active request's time limit passes before this; `expire` has nothing to do until then."""
