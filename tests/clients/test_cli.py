@@ -224,6 +224,14 @@ def test_no_server_is_one_line_that_helps(capsys, monkeypatch, command):
     assert shown.count("\n") == 1
 
 
+@pytest.mark.parametrize("addr", ["no host", "nohost.invalid:5"])
+def test_an_address_that_cannot_be_resolved_is_not_called_a_broken_connection(capsys, addr):
+    assert run("generate", "p", "--addr", addr) == 1
+    shown = capsys.readouterr().err
+    assert f"{addr} is not an address" in shown
+    assert "]" not in shown
+
+
 def test_a_failure_midway_shows_the_half_and_the_reason(server, failure, capsys):
     server.replies = server.replies[:2]
     server.stream_failure = failure(Code.INTERNAL, "", "the engine died")

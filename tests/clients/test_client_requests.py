@@ -190,6 +190,20 @@ def test_wrong_calls(arguments, message):
         build(**arguments)
 
 
+@pytest.mark.parametrize(
+    ("arguments", "field"),
+    [
+        ({"prompt": "\ud800"}, "prompt"),
+        ({"messages": [ChatMessage("user", "\ud800")]}, "chat"),
+        ({"token_ids": [2**32]}, "prompt_token_ids.ids"),
+    ],
+)
+def test_an_input_the_wire_cannot_carry_is_told_by_its_own_name(arguments, field):
+    with pytest.raises(InvalidRequest) as caught:
+        build(**arguments)
+    assert [v.field for v in caught.value.violations] == [field]
+
+
 def test_values_the_wire_cannot_carry_are_all_listed():
     with pytest.raises(InvalidRequest) as caught:
         build(

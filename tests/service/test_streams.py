@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import asyncio
 
+import pytest
+
 from penstock.runtime.assemble import Assembler
 from penstock.runtime.request import Finish, FinishReason, Output, SamplingParams, StoppingParams
 from penstock.service.convert import Job, ResponseOptions, TokenPrompt
+from penstock.service.errors import StalledReader
 from penstock.service.streams import Buffer, Switchboard
 from tests.service.rig import CODEC, fake
 
@@ -66,6 +69,16 @@ async def test_a_former_user_of_an_id_does_not_end_the_next():
     second.close()
     assert engine.cancelled == ["same"]
     assert not board.holders
+
+
+async def test_an_id_cannot_forge_a_line_of_the_log(caplog):
+    board = Switchboard(asyncio.get_running_loop())
+    one = buffer(board, fake(), "a\nERROR all is lost", stall_limit_s=0.001)
+    one.deliver(Output("a", (98,)))
+    await asyncio.sleep(0.05)
+    with pytest.raises(StalledReader):
+        await one.take()
+    assert "\n" not in caplog.messages[0]
 
 
 async def test_outputs_after_the_loops_end_are_dropped():

@@ -94,7 +94,9 @@ def explain(error: PenstockClientError, addr: str) -> str:
     text = " ".join(str(error).split())
     match error:
         case Unreachable():
-            cause = text.rpartition(": ")[2]
+            cause = text.rpartition(": ")[2].rstrip("]")
+            if "resolving" in text or "resolution" in text:
+                return f"{addr} is not an address that can be found ({cause}); give HOST:PORT with --addr"
             if "failed to connect" not in text:
                 return f"the connection to {addr} broke ({cause}); see whether the server still runs"
             return (

@@ -183,7 +183,7 @@ class Buffer:
     def _stalled(self) -> None:
         self._timer = None
         assert self._stall_limit_s is not None
-        log.warning("request %s: not read for %g s, cancelled", self._request_id, self._stall_limit_s)
+        log.warning("request %r: not read for %g s, cancelled", self._request_id, self._stall_limit_s)
         self._fail(StalledReader(self._stall_limit_s))
 
     def _fail(self, error: Exception) -> None:

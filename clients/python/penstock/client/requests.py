@@ -175,7 +175,8 @@ def fill_request(request: RequestT, prompt: str | None, options: RequestOptions)
     try:
         _set_input(request, prompt, given)
     except ValueError as error:
-        violations.append(Violation("prompt_token_ids.ids", str(error)))
+        field = "prompt" if prompt is not None else "chat" if "messages" in given else "prompt_token_ids.ids"
+        violations.append(Violation(field, str(error)))
     for name, value in given.items():
         if name in _FIELDS:
             try:
