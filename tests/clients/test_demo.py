@@ -219,7 +219,7 @@ def test_a_reader_that_goes_away_leaves_no_server_behind(port):
         read_until(program, "loading")
         program.stdout.close()
         assert program.wait(60) == 1
-    assert demo.is_port_free("127.0.0.1", port)
+    assert demo.problem_of("127.0.0.1", port) is None
 
 
 def test_a_taken_port_is_named_before_anything_starts(port, capsys):
@@ -233,3 +233,19 @@ def test_a_taken_port_is_named_before_anything_starts(port, capsys):
         f"choose another: penstock demo --port {port + 1}\n"
     )
     assert shown.out == ""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--port", "0"], "--port must be from 1 to 65535, not 0"),
+        (["--port", "65536"], "--port must be from 1 to 65535, not 65536"),
+        (["--host", "nohost.invalid"], "cannot listen on nohost.invalid, port 50051: "),
+        (["--host", "192.0.2.1"], "cannot listen on 192.0.2.1, port 50051: Cannot assign requested address"),
+    ],
+)
+def test_an_address_nobody_can_listen_on_is_not_called_taken(arguments, message, capsys):
+    assert main(["demo", *arguments]) == 1
+    shown = capsys.readouterr().err
+    assert shown.startswith(f"penstock demo: {message}")
+    assert shown.count("\n") == 1

@@ -8,6 +8,7 @@ server may read as "stop without finishing the running requests".
 from __future__ import annotations
 
 import argparse
+import errno
 import shutil
 import signal
 import socket
@@ -66,26 +67,31 @@ def server_command(host: str, port: int) -> list[str]:
     return [sys.executable, "-m", "penstock.cli", "serve", "demo", "--host", host, "--port", str(port)]
 
 
-def is_port_free(host: str, port: int) -> bool:
-    """Ask before the model is loaded: a server finds out only after. False also for a foreign address."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as gRPC does: TIME_WAIT is no obstacle
-        try:
-            probe.bind((host, port))
-        except OSError:
-            return False
-    return True
+def problem_of(host: str, port: int) -> str | None:
+    """Why a server cannot listen there; asked before it loads the model, as it finds out only after."""
+    if not 1 <= port <= 65535:  # 0 would leave us, who ask the server for an answer, without its port
+        return f"--port must be from 1 to 65535, not {port}"
+    try:
+        family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as gRPC does: TIME_WAIT is free
+            probe.bind(address)
+    except OSError as error:
+        if error.errno != errno.EADDRINUSE:
+            return f"cannot listen on {host}, port {port}: {error.strerror}"
+        another = port + 1 if port < 65535 else 50051
+        return (
+            f"port {port} on {host} is taken, perhaps by a running demo; "
+            f"choose another: penstock demo --port {another}"
+        )
+    return None
 
 
 def run(args: argparse.Namespace) -> int:
     """Returns the server's exit code (128 + n when signal n ended it)."""
-    if not is_port_free(args.host, args.port):
-        complain(
-            args.command,
-            f"port {args.port} on {args.host} is taken, perhaps by a running demo; "
-            f"choose another: penstock demo --port {args.port + 1}",
-        )
+    problem = problem_of(args.host, args.port)
+    if problem is not None:
+        complain(args.command, problem)
         return 1
     addr = f"[{args.host}]:{args.port}" if ":" in args.host else f"{args.host}:{args.port}"
     with _child(server_command(args.host, args.port)) as (server, stopped):
