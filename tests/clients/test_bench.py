@@ -163,6 +163,15 @@ def test_bench_refuses_what_the_context_would_cut_short(server, capsys):
     assert run("bench", "--addr", server.addr, "--prompt-tokens", 60, "--max-tokens", 4, "--requests", 1) == 0
 
 
+def test_bench_shows_its_figures_also_when_they_cannot_be_written(server, capsys, tmp_path):
+    file = tmp_path / "missing" / "report.json"
+    few = ("--requests", 1, "--prompt-tokens", 3, "--max-tokens", 4)
+    assert run("bench", "--addr", server.addr, *few, "--output", file) == 1
+    shown = capsys.readouterr()
+    assert "1 completed, 0 failed" in shown.out
+    assert shown.err.endswith(f"penstock bench: cannot write {file}: No such file or directory\n")
+
+
 def test_bench_counts_failures_and_says_so(server, failure, capsys):
     server.stream_failure = failure(Code.RESOURCE_EXHAUSTED, "QUEUE_FULL", "full")
     assert run("bench", "--addr", server.addr, "--requests", 3, "--prompt-tokens", 3, "--max-tokens", 4) == 1

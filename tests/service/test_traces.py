@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 from typing import Any
 
 import pytest
@@ -14,8 +15,10 @@ from opentelemetry.sdk.trace.sampling import ALWAYS_ON, ParentBased
 from opentelemetry.trace import SpanKind, StatusCode
 
 from penstock.runtime.request import RequestTiming
+from penstock.service import generation
 from penstock.service.telemetry import otlp_provider, phases
 from penstock.v1 import control_pb2, inference_pb2, types_pb2
+from tests.service.fake import byte_codec
 from tests.service.rig import collect, failure_of, fake, generate, serving, stream, until
 
 TRACE, PARENT = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
@@ -241,6 +244,31 @@ async def test_an_abort_is_ok(recorder):
     assert spans["text_completion fake"].attributes["gen_ai.response.finish_reasons"] == ("aborted",)
     assert spans["queue"].end_time > spans["queue"].start_time
     assert not {"prefill", "decode"} & set(spans), "it never came so far"
+
+
+async def test_an_abort_before_the_engine_knows_the_request_ends_its_spans(recorder, monkeypatch):
+    monkeypatch.setattr(generation, "INLINE_CHARS", 0)
+    gate = threading.Event()
+    engine = fake(codec=byte_codec())
+    monkeypatch.setattr(engine.text, "encode", lambda text, **_: gate.wait(20) and [*text.encode()])
+    async with recorder.serving(engine) as rig:
+        call = asyncio.ensure_future(rig.inference.Generate(generate("ab", request_id="w")))
+        request = inference_pb2.AbortRequest(request_id_prefix="w")
+        async with asyncio.timeout(20):
+            while not (await rig.inference.Abort(request)).results:
+                pass
+        gate.set()
+        await call
+        await until(lambda: "penstock.v1.InferenceService/Generate" in recorder.spans)
+    span = recorder.spans["text_completion fake"]
+    assert span.attributes["gen_ai.response.finish_reasons"] == ("aborted",)
+    assert (span.attributes["gen_ai.usage.input_tokens"], span.attributes["gen_ai.usage.output_tokens"]) == (
+        2,
+        0,
+    )
+    assert recorder.spans["tokenize"].end_time <= span.end_time
+    assert not {"prefill", "decode"} & set(recorder.spans)
+    assert not engine.seen
 
 
 # -- what is recorded --

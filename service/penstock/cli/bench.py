@@ -88,12 +88,16 @@ def run(args: argparse.Namespace) -> int:
         "seed",
     )
     document = {"settings": {name: getattr(args, name) for name in settings}, "report": plain(report)}
-    if args.output is not None:
-        args.output.write_text(json.dumps(document, indent=2) + "\n")
     if args.json:
         print_json(document)
     else:
         print(bench_stats.table(report))
+    if args.output is not None:
+        try:
+            args.output.write_text(json.dumps(document, indent=2) + "\n")
+        except OSError as error:
+            complain(args.command, f"cannot write {args.output}: {error.strerror}")
+            return 1
     if report.failed:
         complain(
             args.command, f"{report.failed} of {args.requests} requests failed; the figures leave them out"
