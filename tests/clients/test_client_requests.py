@@ -8,13 +8,13 @@ import pytest
 from google.protobuf import text_format
 
 from penstock.client import ChatMessage, InvalidRequest, Tool, ToolCall
+from penstock.client.control_requests import abort_request, detokenize_request, tokenize_request
 from penstock.client.requests import (
     _FIELDS,
     _INPUT,
     RequestOptions,
-    abort_request,
     fill_request,
-    tokenize_request,
+    stream_request,
 )
 from penstock.v1 import inference_pb2
 
@@ -201,6 +201,24 @@ def test_wrong_calls(arguments, message):
 def test_an_input_the_wire_cannot_carry_is_told_by_its_own_name(arguments, field):
     with pytest.raises(InvalidRequest) as caught:
         build(**arguments)
+    assert [v.field for v in caught.value.violations] == [field]
+
+
+@pytest.mark.parametrize(
+    ("make", "field"),
+    [
+        (lambda: stream_request("a", -1, {}), "min_tokens_per_message"),
+        (lambda: tokenize_request("\ud800", None, None), "text"),
+        (lambda: tokenize_request(None, [ChatMessage("user", "\ud800")], None), "chat"),
+        (lambda: detokenize_request([-1], None), "token_ids"),
+        (lambda: abort_request("\ud800", None, False, ""), "request_ids.ids"),
+        (lambda: abort_request(None, "\ud800", False, ""), "request_id_prefix"),
+        (lambda: abort_request(None, None, True, "\ud800"), "reason"),
+    ],
+)
+def test_every_method_tells_what_the_wire_cannot_carry_in_the_same_way(make, field):
+    with pytest.raises(InvalidRequest) as caught:
+        make()
     assert [v.field for v in caught.value.violations] == [field]
 
 

@@ -9,7 +9,7 @@ from typing import Self, TypeVar, Unpack
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from penstock.client import replies, requests
+from penstock.client import control_requests, replies, requests
 from penstock.client.calls import (
     SERVING_SERVICE,
     ChannelOptions,
@@ -87,8 +87,7 @@ class Client:
         **options: Unpack[RequestOptions],
     ) -> GenerationStream:
         """The same, as events while tokens are made. Use it in a `with` block, or close it."""
-        request = inference_pb2.StreamRequest(min_tokens_per_message=min_tokens_per_message)
-        requests.fill_request(request, prompt, options)
+        request = requests.stream_request(prompt, min_tokens_per_message, options)
         call = self.inference.Stream(request, timeout=timeout, metadata=pairs(self._metadata, metadata))
         return GenerationStream(call)
 
@@ -103,7 +102,7 @@ class Client:
         metadata: Metadata | None = None,
     ) -> tuple[AbortResult, ...]:
         """End requests early; answers once their slots and KV pages are free. Give exactly one target."""
-        request = requests.abort_request(ids, prefix, all, reason)
+        request = control_requests.abort_request(ids, prefix, all, reason)
         return replies.abort_results(self._unary(self.inference.Abort, request, timeout, metadata))
 
     def model_info(
@@ -134,7 +133,7 @@ class Client:
         metadata: Metadata | None = None,
     ) -> Tokens:
         """Token ids of a text, or of a conversation rendered with the chat template."""
-        request = requests.tokenize_request(text, messages, add_special_tokens)
+        request = control_requests.tokenize_request(text, messages, add_special_tokens)
         return replies.tokens(self._unary(self.control.Tokenize, request, timeout, metadata))
 
     def detokenize(
@@ -146,7 +145,7 @@ class Client:
         metadata: Metadata | None = None,
     ) -> str:
         """Text of token ids."""
-        request = control_pb2.DetokenizeRequest(token_ids=token_ids, skip_special_tokens=skip_special_tokens)
+        request = control_requests.detokenize_request(token_ids, skip_special_tokens)
         return self._unary(self.control.Detokenize, request, timeout, metadata).text
 
     def is_ready(self, timeout: float = 1.0) -> bool:

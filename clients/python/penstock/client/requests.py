@@ -13,9 +13,9 @@ from typing import Any, TypedDict, TypeVar
 
 from google.protobuf.message import Message as ProtoMessage
 
-from penstock.client.errors import InvalidRequest, Violation
+from penstock.client.errors import InvalidRequest, Violation, checked
 from penstock.client.values import ToolCall
-from penstock.v1 import control_pb2, inference_pb2, types_pb2
+from penstock.v1 import inference_pb2, types_pb2
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,6 +188,15 @@ def fill_request(request: RequestT, prompt: str | None, options: RequestOptions)
     return request
 
 
+def stream_request(
+    prompt: str | None, min_tokens_per_message: int | None, options: RequestOptions
+) -> inference_pb2.StreamRequest:
+    """The same for Stream, with the one option that is its own."""
+    with checked("min_tokens_per_message"):
+        request = inference_pb2.StreamRequest(min_tokens_per_message=min_tokens_per_message)
+    return fill_request(request, prompt, options)
+
+
 def _set_input(request: RequestT, prompt: str | None, given: dict[str, Any]) -> None:
     inputs = {"prompt": prompt, "token_ids": given.get("token_ids"), "messages": given.get("messages")}
     names = [name for name, value in inputs.items() if value is not None]
@@ -255,43 +264,3 @@ def _set(request: ProtoMessage, path: str, value: Any) -> None:
             getattr(holder, name).extend(value)
         case _:
             setattr(holder, name, value)
-
-
-def abort_request(
-    ids: str | Sequence[str] | None, prefix: str | None, all_requests: bool, reason: str
-) -> inference_pb2.AbortRequest:
-    """Exactly one target, in so many words: an empty one never means everything (TypeError, ValueError)."""
-    targets = [
-        name
-        for name, on in (("ids", ids is not None), ("prefix", prefix is not None), ("all", all_requests))
-        if on
-    ]
-    if len(targets) != 1:
-        raise TypeError(
-            "give one of ids, prefix and all=True" + (f", not {' and '.join(targets)}" if targets else "")
-        )
-    request = inference_pb2.AbortRequest(reason=reason)
-    if ids is not None:
-        request.request_ids.SetInParent()
-        request.request_ids.ids.extend([ids] if isinstance(ids, str) else ids)
-    elif prefix is not None:
-        if not prefix:
-            raise ValueError("prefix is empty; to abort every request say all=True")
-        request.request_id_prefix = prefix
-    else:
-        request.all.SetInParent()
-    return request
-
-
-def tokenize_request(
-    text: str | None, messages: Sequence[Turn] | None, add_special_tokens: bool | None
-) -> control_pb2.TokenizeRequest:
-    """A text, or a conversation rendered with the chat template; exactly one (TypeError)."""
-    if (text is None) == (messages is None):
-        raise TypeError("give one of text and messages")
-    request = control_pb2.TokenizeRequest(add_special_tokens=add_special_tokens)
-    if text is not None:
-        request.text = text
-    if messages is not None:
-        request.chat.CopyFrom(chat_prompt(messages))
-    return request
