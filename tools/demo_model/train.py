@@ -178,12 +178,13 @@ def train(args: argparse.Namespace) -> None:
     print(f"{size / 1e6:.2f} M parameters", flush=True)
     recent: list[float] = []
     began = time.monotonic()
-    bar = tqdm(range(first, args.steps), "train", initial=first, total=args.steps, mininterval=5)
+    until = min(args.until or args.steps, args.steps)
+    bar = tqdm(range(first, until), "train", initial=first, total=until, mininterval=5)
     for step in bar:
         params, state, loss = step_fn(params, state, tuple(map(jnp.asarray, batches.at(step))))
         recent = [*recent[-49:], float(loss)]
         bar.set_postfix(loss=f"{np.mean(recent):.4f}", refresh=False)
-        if (step + 1) % args.save_every == 0 or step + 1 == args.steps:
+        if (step + 1) % args.save_every == 0 or step + 1 == until:
             save_state(args.work / "state.npz", step + 1, params, state)
             total = write_checkpoint(params, config, tokenizer, args.work / "checkpoint")
             line = {"step": step + 1, "train_loss": round(float(np.mean(recent)), 4), "bytes": total,
@@ -201,6 +202,7 @@ def main() -> None:
     )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--steps", type=int, default=520)
+    parser.add_argument("--until", type=int, default=None, help="stop here, in the schedule of --steps")
     parser.add_argument("--documents", type=int, default=40_000)
     parser.add_argument("--late-share", type=float, default=0.6, help="steps on the second stream")
     parser.add_argument(
