@@ -5,6 +5,7 @@ PENSTOCK_TEST_PLATFORM=cuda runs the suite, and the tests marked `gpu`, on a GPU
 """
 
 import os
+import signal
 
 import pytest
 
@@ -14,6 +15,10 @@ os.environ["JAX_PLATFORMS"] = PLATFORM
 os.environ["JAX_NUMPY_DTYPE_PROMOTION"] = "strict"
 os.environ["JAX_NUMPY_RANK_PROMOTION"] = "raise"
 os.environ["HF_HUB_OFFLINE"] = "1"  # nothing is fetched: a test that would fails at once
+
+# A shell that starts the suite in the background has it ignore Ctrl-C, and so would every program it starts.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -105,7 +105,9 @@ def test_every_violation_is_listed_at_once():
         "stopping.max_tokens",
         "stopping.min_tokens",
         "stopping.stop",
-        *(f"stopping.stop[{i}]" for i in range(MAX_STOP_STRINGS + 1)),
+        *(
+            f"stopping.stop[{i}]" for i in range(MAX_STOP_STRINGS)
+        ),  # those above the limit are not listed singly
         "stopping.stop_token_ids",
         "stopping.time_limit",
     ]

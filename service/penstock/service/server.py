@@ -160,10 +160,10 @@ class PenstockServer:
         engine = self._engine
         if engine is None:
             return True
+        # First the drain, which refuses new requests from its start, then health, which takes a moment.
+        draining = in_thread(lambda: engine.drain(self._options.grace_s)) if engine.ready else None
         await self._set_health(serving=False)
-        drained = True
-        if engine.ready:
-            drained = await in_thread(lambda: engine.drain(self._options.grace_s))
+        drained = draining is None or await draining
         if not drained:
             with contextlib.suppress(PenstockError):
                 aborted = engine.abort(all_requests=True, message="the server is shutting down")
