@@ -10,6 +10,7 @@ AGAINST ?= HEAD~1
 
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+OWN_PATH := $(PATH)
 export PATH := $(abspath $(BIN)):$(PATH)
 
 .DEFAULT_GOAL := help
@@ -29,7 +30,8 @@ $(STAMP): pyproject.toml constraints.txt
 	@touch $(STAMP)
 
 run: install ## serve the demo model on 127.0.0.1 and print a sample
-	$(BIN)/python -m penstock.cli demo
+	@# With the caller's own PATH, so that the lines it prints work in the caller's other terminal.
+	PATH="$(OWN_PATH)" $(BIN)/python -m penstock.cli demo
 
 test: install ## run the whole suite (MARK='not slow' or PYTEST_ARGS=tests/service narrow it)
 	$(BIN)/python -m pytest $(PYTEST_ARGS) $(if $(MARK),-m '$(MARK)')
