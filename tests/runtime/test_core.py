@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 
 from penstock.runtime import Engine, StoppingParams
-from penstock.runtime.core import InFlightPolicy, StepRecord, WeightsVersion
 from penstock.runtime.errors import Draining, DuplicateRequestId, EngineFailure
+from penstock.runtime.interface import InFlightPolicy, StepRecord, WeightsVersion
 from penstock.runtime.request import Finish, FinishReason, Output, Request
 from tests.support.collector import GREEDY, Collector, at_gate, long, submit
 from tests.support.toy import toy_engine, toy_model, toy_tokens

@@ -16,7 +16,6 @@ import pytest
 from flax import nnx
 
 from penstock.runtime import Engine, SamplingParams, StoppingParams
-from penstock.runtime.core import AbortOutcome, InFlightPolicy, StepRecord, WeightsVersion
 from penstock.runtime.errors import (
     CheckpointError,
     ConfigError,
@@ -28,6 +27,7 @@ from penstock.runtime.errors import (
     PromptTooLong,
     QueueFull,
 )
+from penstock.runtime.interface import AbortOutcome, InFlightPolicy, StepRecord, WeightsVersion
 from penstock.runtime.request import Finish, FinishReason, Output, Request
 from penstock.runtime.served import ServedModel
 from tests.support.collector import GREEDY, Collector, at_gate, long, submit

@@ -16,7 +16,6 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from penstock.runtime.config import EngineConfig
-from penstock.runtime.core import AbortOutcome, WeightsVersion
 from penstock.runtime.defaults import GenerationDefaults
 from penstock.runtime.engine import ModelInfo
 from penstock.runtime.errors import (
@@ -28,6 +27,7 @@ from penstock.runtime.errors import (
     PromptTooLong,
     QueueFull,
 )
+from penstock.runtime.interface import AbortOutcome, WeightsVersion
 from penstock.runtime.request import Finish, FinishReason, Output, Request, RequestTiming, TokenLogprobs
 from penstock.runtime.scheduler import Load
 from penstock.runtime.text import TextCodec

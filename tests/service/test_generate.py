@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from google.protobuf.duration_pb2 import Duration
 
-from penstock.runtime.core import WeightsVersion
 from penstock.runtime.defaults import GenerationDefaults
+from penstock.runtime.interface import WeightsVersion
 from penstock.runtime.request import SamplingParams
 from penstock.v1 import inference_pb2, types_pb2
 from tests.service.fake import EOS

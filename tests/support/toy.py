@@ -20,10 +20,10 @@ from flax import nnx
 
 from penstock.runtime.attention import AttentionMeta, paged_attention
 from penstock.runtime.config import EngineConfig
-from penstock.runtime.core import Observer
 from penstock.runtime.defaults import GenerationDefaults
 from penstock.runtime.engine import Engine
 from penstock.runtime.errors import CheckpointError
+from penstock.runtime.interface import Observer
 from penstock.runtime.models.config import KVSpec
 from penstock.runtime.models.params import ParamSpec
 from penstock.runtime.served import ServedModel

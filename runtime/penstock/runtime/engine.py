@@ -28,9 +28,10 @@ from penstock.runtime.assemble import Assembler
 from penstock.runtime.buckets import Buckets
 from penstock.runtime.compilation import use_compilation_cache
 from penstock.runtime.config import EngineConfig
-from penstock.runtime.core import AbortOutcome, EngineCore, InFlightPolicy, Observer, Sink, WeightsVersion
+from penstock.runtime.core import EngineCore
 from penstock.runtime.defaults import GenerationDefaults
 from penstock.runtime.errors import EngineFailure, InvalidRequest, Violation
+from penstock.runtime.interface import AbortOutcome, InFlightPolicy, Observer, Sink, WeightsVersion
 from penstock.runtime.memory import device_kv_bytes, plan_kv
 from penstock.runtime.request import (
     Finish,

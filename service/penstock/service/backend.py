@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from penstock.runtime.config import EngineConfig
-from penstock.runtime.core import AbortOutcome, WeightsVersion
+from penstock.runtime.interface import AbortOutcome, WeightsVersion
 from penstock.runtime.request import Finish, Output, Request
 from penstock.runtime.scheduler import Load
 from penstock.runtime.text import TextCodec

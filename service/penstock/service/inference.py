@@ -7,8 +7,8 @@ from collections.abc import AsyncIterator
 from typing import TYPE_CHECKING
 
 from penstock.runtime.assemble import Delta
-from penstock.runtime.core import AbortOutcome, WeightsVersion
 from penstock.runtime.errors import UnsupportedFeature
+from penstock.runtime.interface import AbortOutcome, WeightsVersion
 from penstock.service import replies
 from penstock.service.abort import Arrivals, to_target
 from penstock.service.backend import Backend

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from penstock.runtime.core import AbortOutcome, WeightsVersion
+from penstock.runtime.interface import AbortOutcome, WeightsVersion
 from penstock.runtime.request import Finish, FinishReason, RequestTiming, TokenLogprobs
 from penstock.v1 import inference_pb2, types_pb2, weights_pb2
 
