@@ -96,7 +96,7 @@ def compile_all(
                 bar.update()
                 if bar.disable:  # a log file should show that it goes on, too
                     log.info("compiled %d of %d programs", len(programs), len(keys))
-        except BaseException:
+        except BaseException:  # Ctrl-C too: what has not begun to compile must not keep the process waiting
             pool.shutdown(cancel_futures=True)
             raise
     log.info("compiled %d programs in %.1f s", len(programs), time.monotonic() - started)

@@ -345,9 +345,9 @@ class EngineCore:
         waited_ns = time.monotonic_ns()
         with self._lock:
             self._post(self._scheduler.commit(plan, result, waited_ns))
-            load = self._scheduler.load()
         if self._observer is None:
             return
+        load = self.load()
         record = StepRecord(
             step_id=plan.step_id,
             num_rows=len(plan.rows),

@@ -101,12 +101,13 @@ class Engine:
             show_progress=config.show_progress,
         )
         use_compilation_cache(config.compilation_cache)
-        probe = ModelRunner(model.graphdef, model.weights, model.kv_spec, runner_config, mesh)
+        page_bytes = model.kv_spec.bytes_per_token(np.dtype(model.dtype).itemsize) * config.page_size
         device_bytes = None
         if device.platform != "cpu" and config.kv_cache_bytes is None:
+            probe = ModelRunner(model.graphdef, model.weights, model.kv_spec, runner_config, mesh)
             device_bytes = device_kv_bytes(device, config.hbm_utilization, probe.peak_temp_bytes())
         kv = plan_kv(
-            config, model_max_len=model.max_model_len, page_bytes=probe.page_bytes, device_bytes=device_bytes
+            config, model_max_len=model.max_model_len, page_bytes=page_bytes, device_bytes=device_bytes
         )
         runner_config = dataclasses.replace(runner_config, max_model_len=kv.max_model_len)
         self._runner = ModelRunner(model.graphdef, model.weights, model.kv_spec, runner_config, mesh)
@@ -130,7 +131,7 @@ class Engine:
             config,
             served_model_name=model.name,
             max_model_len=kv.max_model_len,
-            kv_cache_bytes=kv.num_pages * self._runner.page_bytes,
+            kv_cache_bytes=kv.num_pages * page_bytes,
             dtype=np.dtype(model.dtype).name,
         )
         self.info = ModelInfo(

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import jax.numpy as jnp
 import numpy as np
@@ -32,6 +32,7 @@ FEEDBACK = -1
 """Input token that stands for "the token this row's slot sampled last"."""
 
 Ints = NDArray[np.int32]
+Buffer = TypeVar("Buffer", Ints, Array)
 
 
 def pack_params(params: SamplingParams) -> Ints:
@@ -67,23 +68,26 @@ class Layout:
     pages_per_row: int
 
     @property
-    def size(self) -> int:
-        """Length of the buffer in int32 words."""
-        return (
-            HEADER + self.key.tokens + self.key.rows * (NUM_FIELDS + MAX_STOP_TOKEN_IDS + self.pages_per_row)
-        )
-
-    def views(self, buffer: Ints) -> tuple[Ints, Ints, Ints, Ints, Ints]:
-        """Header, tokens, fields, bans and page tables as views into the host buffer."""
-        parts, at = [], 0
+    def _shapes(self) -> tuple[tuple[int, ...], ...]:
+        """Header, tokens, row fields, bans, page tables: the one place that says what stands where."""
         rows = self.key.rows
-        for shape in (
+        return (
             (HEADER,),
             (self.key.tokens,),
             (rows, NUM_FIELDS),
             (rows, MAX_STOP_TOKEN_IDS),
             (rows, self.pages_per_row),
-        ):
+        )
+
+    @property
+    def size(self) -> int:
+        """Length of the buffer in int32 words."""
+        return sum(map(math.prod, self._shapes))
+
+    def views(self, buffer: Buffer) -> tuple[Buffer, Buffer, Buffer, Buffer, Buffer]:
+        """Header, tokens, row fields, bans, page tables: views of a host buffer, slices of a device one."""
+        parts, at = [], 0
+        for shape in self._shapes:
             size = math.prod(shape)
             parts.append(buffer[at : at + size].reshape(shape))
             at += size
@@ -92,16 +96,7 @@ class Layout:
 
     def unpack(self, packed: Array) -> Unpacked:
         """The same sections inside the program."""
-        rows, at = self.key.rows, HEADER
-        tokens = lax.slice_in_dim(packed, at, at + self.key.tokens)
-        at += self.key.tokens
-        fields = lax.slice_in_dim(packed, at, at + rows * NUM_FIELDS).reshape(rows, NUM_FIELDS)
-        at += rows * NUM_FIELDS
-        bans = lax.slice_in_dim(packed, at, at + rows * MAX_STOP_TOKEN_IDS).reshape(rows, MAX_STOP_TOKEN_IDS)
-        at += rows * MAX_STOP_TOKEN_IDS
-        tables = lax.slice_in_dim(packed, at, at + rows * self.pages_per_row).reshape(
-            rows, self.pages_per_row
-        )
+        header, tokens, fields, bans, tables = self.views(packed)
 
         def floats(column: int) -> Array:
             return lax.bitcast_convert_type(fields[:, column], jnp.float32)
@@ -116,8 +111,8 @@ class Layout:
             positions=fields[:, START] + fields[:, NUM_TOKENS],
         )
         return Unpacked(
-            any_sampling=packed[ANY_SAMPLING] != 0,
-            any_logprobs=packed[ANY_LOGPROBS] != 0,
+            any_sampling=header[ANY_SAMPLING] != 0,
+            any_logprobs=header[ANY_LOGPROBS] != 0,
             tokens=tokens,
             slots=fields[:, SLOT],
             starts=fields[:, START],

@@ -118,15 +118,6 @@ class ModelRunner:
     # -- memory --
 
     @property
-    def page_bytes(self) -> int:
-        """Bytes of one page over all layers."""
-        spec = self._kv_spec
-        per_token = (
-            2 * spec.num_layers * spec.num_kv_heads * spec.head_dim * np.dtype(self.config.dtype).itemsize
-        )
-        return per_token * self.config.page_size
-
-    @property
     def num_pages(self) -> int:
         """Pages of the KV cache; 0 before `initialize_kv_cache`."""
         return self._num_pages

@@ -80,7 +80,7 @@ def _stream(
             for event in stream:
                 if not args.json and event.delta:
                     write(event.delta)
-        except BaseException:
+        except BaseException:  # Ctrl-C too; raised on
             if not args.json and stream.text():
                 write("\n")  # so that the error starts on its own line
             raise

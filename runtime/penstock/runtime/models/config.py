@@ -27,6 +27,10 @@ class KVSpec:
     num_kv_heads: int
     head_dim: int
 
+    def bytes_per_token(self, itemsize: int) -> int:
+        """Bytes that one token takes in all layers, with values of `itemsize` bytes."""
+        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * itemsize
+
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
