@@ -260,8 +260,8 @@ def test_a_request_whose_token_is_in_flight_sits_out():
 def test_min_tokens_bans_stops_for_exactly_that_many_tokens_also_after_a_preemption():
     scheduler = make(max_num_batched_tokens=4)
     add(scheduler, "a", 5, min_tokens=3)
-    bans = [[row.bans_stops for row in step(scheduler).rows] for _ in range(3)]
-    assert bans == [[False], [True], [True]]  # the first chunk samples nothing
+    bans = [[row.bans for row in step(scheduler).rows] for _ in range(3)]
+    assert bans == [[0], [1], [1]]  # the first chunk samples nothing
     scheduler.preempt_all()
-    bans = [[row.bans_stops for row in step(scheduler).rows] for _ in range(4)]
-    assert bans == [[False], [True], [False], [False]]  # 7 tokens in two chunks; the last makes token 3
+    bans = [[row.bans for row in step(scheduler).rows] for _ in range(4)]
+    assert bans == [[0], [1], [0], [0]]  # 7 tokens in two chunks; the last makes token 3

@@ -188,8 +188,8 @@ def test_log_probabilities_go_to_those_who_asked():
         scheduler.add(Request(name, (100,), logprobs=logprobs), 1)
     values = [TokenLogprobs(-0.5), TokenLogprobs(-1.5, ((9, -1.5),))]
     plan = dispatch(scheduler)
-    outputs = scheduler.commit(plan, StepResult([WORD, WORD], values), 3)
+    outputs = scheduler.commit(plan, StepResult([(WORD,), (WORD,)], [(value,) for value in values]), 3)
     assert [output.logprobs for output in outputs] == [(), (values[1],)]
     plan = dispatch(scheduler)
-    outputs = scheduler.commit(plan, StepResult([EOS, EOS], values), 3)
+    outputs = scheduler.commit(plan, StepResult([(EOS,), (EOS,)], [(value,) for value in values]), 3)
     assert [output.logprobs for output in outputs] == [(), (values[1],)]

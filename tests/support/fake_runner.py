@@ -72,11 +72,14 @@ class FakeRunner:
                 assert (page, offset) not in written, "two rows write one place"
                 written.add((page, offset))
                 self.kv[page][offset] = token
-        tokens = [self._sample(row.slot, row.start + row.num_tokens, row.bans_stops) for row in plan.rows]
-        for row, token in zip(plan.rows, tokens, strict=True):
+        sampled: list[tuple[int, ...]] = []
+        for row in plan.rows:
             if row.samples:
-                self.last[row.slot] = token
-        return StepResult(tokens, [TokenLogprobs(-float(token)) for token in tokens])
+                self.last[row.slot] = self._sample(row.slot, row.start + row.num_tokens, row.bans > 0)
+                sampled.append((self.last[row.slot],))
+            else:
+                sampled.append(())
+        return StepResult(sampled, [tuple(TokenLogprobs(-float(t)) for t in tokens) for tokens in sampled])
 
     def _where(self, slot: int, position: int) -> tuple[int, int]:
         return self.tables[slot][position // self.config.page_size], position % self.config.page_size

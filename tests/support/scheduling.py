@@ -39,7 +39,8 @@ def dispatch(scheduler: Scheduler, now_ns: int = 2, admit: bool = True) -> Plan:
 
 
 def commit(scheduler: Scheduler, plan: Plan, token: int = WORD, now_ns: int = 3) -> list[Output]:
-    """The same token for every row."""
-    outputs = scheduler.commit(plan, StepResult([token] * len(plan.rows), [None] * len(plan.rows)), now_ns)
+    """The same token for every row that samples."""
+    sampled = [(token,) if row.samples else () for row in plan.rows]
+    outputs = scheduler.commit(plan, StepResult(sampled, [()] * len(plan.rows)), now_ns)
     scheduler.check()
     return outputs

@@ -102,17 +102,17 @@ class Traffic:
         plan, result, owners = self.in_flight.popleft()
         outputs = self.scheduler.commit(plan, result, self.now_ns)
         live = [
-            (row, token, owner)
-            for row, token, owner in zip(plan.rows, result.token_ids, owners, strict=True)
+            (row, tokens, owner)
+            for row, tokens, owner in zip(plan.rows, result.token_ids, owners, strict=True)
             if row.samples and self.active.get(row.request_id) is owner
         ]
         assert [output.request_id for output in outputs] == [row.request_id for row, _, _ in live]
-        for output, (_, token, owner) in zip(outputs, live, strict=True):
+        for output, (_, tokens, owner) in zip(outputs, live, strict=True):
             owner.pending = False
-            owner.made.append(token)
-            assert output.token_ids == (token,)
+            owner.made += tokens
+            assert output.token_ids == tokens
             asked = owner.request.logprobs is not None
-            assert output.logprobs == ((TokenLogprobs(-float(token)),) if asked else ())
+            assert output.logprobs == (tuple(TokenLogprobs(-float(t)) for t in tokens) if asked else ())
             self.check_output(output, owner)
 
     def abort(self, name: str, stop: bool) -> None:
@@ -206,7 +206,7 @@ class Traffic:
             tracked.pending = tracked.decoding = row.samples
             # With min_tokens m, generated tokens number 1 to m may not end the request.
             may_not_end = len(tracked.made) + 1 <= tracked.request.stopping.min_tokens
-            assert row.bans_stops == (row.samples and may_not_end)
+            assert row.bans == (row.samples and may_not_end)
 
     def check_output(self, output: Output, tracked: Tracked) -> None:
         assert tracked.made == tracked.expected[: len(tracked.made)]

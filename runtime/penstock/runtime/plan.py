@@ -25,8 +25,12 @@ class PlanRow(NamedTuple):
     """The input tokens; None = one token, the one this slot sampled last, which is on the device."""
     samples: bool
     """Whether the last position yields a token (false for a prefill chunk that is not the last)."""
-    bans_stops: bool = False
-    """min_tokens is not reached: mask EOS (unless ignored) and stop ids."""
+    bans: int = 0
+    """How many of this row's samples, from the first on, must be neither EOS (unless ignored) nor stop id:
+    those are masked until min_tokens is reached. At most max_samples."""
+    max_samples: int = 1
+    """Most tokens this row may produce in this plan: 1 to `Plan.num_steps` where it samples, else without
+    meaning. The device ends a row early, after a token that ends the request and is not banned."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +44,10 @@ class PageWrite:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """One step. Rows stand in no particular order that a caller may rely on; slots are unique."""
+    """One dispatch: a step, or a window of several decode steps.
+
+    Rows stand in no particular order that a caller may rely on; slots are unique.
+    """
 
     step_id: int
     rows: tuple[PlanRow, ...]
@@ -49,9 +56,13 @@ class Plan:
     page_writes: tuple[PageWrite, ...] = ()
     preempted: tuple[str, ...] = ()
     """Ids that lost their pages while this plan was made; never among `rows`."""
+    num_steps: int = 1
+    """Decode steps in one program: above 1 only where every row is a decode. Each later step's input is the
+    row's sample of the one before; a row takes part while it has made fewer than max_samples tokens."""
 
     @property
     def num_tokens(self) -> int:
+        """Input tokens of the (first) step."""
         return sum(row.num_tokens for row in self.rows)
 
     @property
@@ -61,7 +72,9 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """Sampled tokens of a step, aligned with `plan.rows` (meaningless where the row does not sample)."""
+    """Sampled tokens of a plan, aligned with `plan.rows`."""
 
-    token_ids: Sequence[int]
-    logprobs: Sequence[TokenLogprobs | None]
+    token_ids: Sequence[Sequence[int]]
+    """Per row in the order they were sampled: none where the row does not sample, else 1 to max_samples."""
+    logprobs: Sequence[Sequence[TokenLogprobs]]
+    """Per row: empty, or one per token."""

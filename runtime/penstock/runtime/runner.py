@@ -224,10 +224,12 @@ class ModelRunner:
         rows = pending.plan.rows
         num_top = self.config.num_top
         logprobs = [
-            None if k is None else read_logprobs(result[i], num_top, k)
+            () if k is None else (read_logprobs(result[i], num_top, k),)
             for i, k in enumerate(pending.logprobs)
         ]
-        return StepResult(result[: len(rows), 0].tolist(), logprobs)
+        sampled = result[: len(rows), 0].tolist()
+        token_ids = [(token,) if row.samples else () for row, token in zip(rows, sampled, strict=True)]
+        return StepResult(token_ids, logprobs)
 
     def _wanted_logprobs(self, row: PlanRow) -> int | None:
         held = self._slots[row.slot]
@@ -279,7 +281,7 @@ class ModelRunner:
             if row.samples:
                 header[ANY_SAMPLING] |= not held.request.sampling.greedy
                 header[ANY_LOGPROBS] |= held.request.logprobs is not None
-            if row.bans_stops:
+            if row.bans:
                 bans[i] = held.bans
         return buffer
 

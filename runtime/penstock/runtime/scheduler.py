@@ -115,7 +115,9 @@ class Scheduler:
                 continue
             if start == len(seq.pages) * page_size and not self._grow(seq, writes, preempted):
                 continue
-            rows.append(_row((seq.request_id, seq.slot, start, 1, None, True, start < seq.bans_until)))
+            rows.append(
+                _row((seq.request_id, seq.slot, start, 1, None, True, int(start < seq.bans_until), 1))
+            )
             sampling.append(seq)
             seq.num_computed = start + 1
             seq.pending = True
@@ -164,15 +166,16 @@ class Scheduler:
         generation, sampling = self._in_flight.pop(plan.step_id)
         any_late = now_ns >= self._next_deadline_ns
         outputs: list[Output] = []
-        for seq, token, logprob in zip(sampling, result.token_ids, result.logprobs, strict=True):
+        for seq, sampled, logprobs in zip(sampling, result.token_ids, result.logprobs, strict=True):
             if seq is None or seq.status is _FINISHED:
                 continue
+            (token,) = sampled
             tokens = seq.token_ids
             tokens.append(token)
             seq.pending = False
             if seq.first_token_ns == 0:
                 seq.first_token_ns = now_ns
-            logprobs = () if logprob is None or seq.request.logprobs is None else (logprob,)
+            logprobs = () if seq.request.logprobs is None else tuple(logprobs)
             rules = seq.rules
             if len(tokens) >= rules.total_limit or token in rules.end_ids or any_late:
                 finish = rules.decide(token, len(tokens), now_ns)
@@ -306,7 +309,7 @@ def _chunk(seq: Sequence, budget: int) -> PlanRow:
     samples = end == seq.prefill_until
     seq.num_computed = end
     seq.pending = samples
-    bans_stops = samples and end <= seq.bans_until
+    bans = int(samples and end <= seq.bans_until)
     return PlanRow(
-        seq.request_id, seq.slot, start, end - start, tuple(seq.token_ids[start:end]), samples, bans_stops
+        seq.request_id, seq.slot, start, end - start, tuple(seq.token_ids[start:end]), samples, bans
     )
