@@ -1,0 +1,132 @@
+"""Compiles `src/*.cc` into one shared library with the machine's own C++ compiler, once per version.
+
+Run `python -m penstock.runtime.native.build` to build it now; otherwise it is built on first use. A file's
+instruction set is the end of its name (`linear_amx.cc`); the rest of the library runs on any x86-64, and
+which of the others is called is decided at run time (`src/cpu.cc`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import jax.ffi
+from jaxlib.version import __version__ as jaxlib_version
+
+log = logging.getLogger(__name__)
+
+SOURCES = Path(__file__).parent / "src"
+COMPILERS = ("c++", "g++", "clang++")
+_COMMON = ("-O3", "-std=c++17", "-fPIC", "-fvisibility=hidden", "-fno-math-errno", "-Wall", "-Wno-attributes")
+_AVX2 = ("-mavx2", "-mfma", "-mf16c")
+_AVX512 = (
+    *_AVX2,
+    "-mavx512f",
+    "-mavx512bw",
+    "-mavx512dq",
+    "-mavx512vl",
+    "-mavx512vnni",
+    "-mprefer-vector-width=512",
+)
+_AVX512_BF16 = (*_AVX512, "-mavx512bf16")
+_FLAGS = {  # longest suffix first
+    "_avx512_bf16": _AVX512_BF16,
+    "_avx512": _AVX512,
+    "_avx2": _AVX2,
+    "_amx": (*_AVX512_BF16, "-mamx-tile", "-mamx-bf16", "-mamx-int8"),
+}
+
+
+class BuildFailed(Exception):
+    """There is no library for this machine; the message says why."""
+
+
+def default_folder() -> Path:
+    """Where built libraries are kept."""
+    return Path(os.path.expanduser("~")) / ".cache" / "penstock" / "native"
+
+
+def build(folder: Path | None = None) -> Path:
+    """The path of the library for these sources, compiled now if it is not in `folder` yet (some 20 s).
+
+    Raises BuildFailed where it cannot be had: another processor family, no compiler, or one that fails.
+    """
+    folder = folder or default_folder()
+    if platform.machine() not in ("x86_64", "AMD64") or platform.system() != "Linux":
+        raise BuildFailed(
+            f"the native kernels are for Linux on x86-64, not {platform.system()} on {platform.machine()}"
+        )
+    library = folder / f"penstock-{_digest()}.so"
+    if library.is_file():
+        return library
+    compiler = next(filter(None, map(shutil.which, COMPILERS)), None)
+    if compiler is None:
+        raise BuildFailed(f"no C++ compiler found (looked for {', '.join(COMPILERS)}); install g++")
+    log.info("compiling the native kernels with %s; this is done once", compiler)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=folder) as scratch:
+            built = _compile(compiler, Path(scratch))
+            os.replace(built, library)  # at once: another process may be doing the same
+    except OSError as error:
+        raise BuildFailed(f"cannot write to {folder}: {error}") from error
+    return library
+
+
+def _digest() -> str:
+    """Of everything that the library depends on."""
+    digest = hashlib.sha256(f"{jaxlib_version} {_COMMON} {_FLAGS}".encode())
+    for file in sorted(SOURCES.iterdir()):
+        if file.suffix in (".cc", ".h"):
+            digest.update(file.name.encode() + b"\0" + file.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def _flags(stem: str) -> tuple[str, ...]:
+    return next((flags for suffix, flags in _FLAGS.items() if stem.endswith(suffix)), ())
+
+
+def _compile(compiler: str, scratch: Path) -> Path:
+    include = f"-I{jax.ffi.include_dir()}"
+    objects: list[tuple[Path, list[str]]] = []
+    for source in sorted(SOURCES.glob("*.cc")):
+        target = scratch / f"{source.stem}.o"
+        objects.append(
+            (
+                target,
+                [compiler, *_COMMON, *_flags(source.stem), include, "-c", str(source), "-o", str(target)],
+            )
+        )
+    with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
+        list(pool.map(_run, [command for _, command in objects]))
+    library = scratch / "penstock.so"
+    _run([compiler, "-shared", "-o", str(library), *[str(target) for target, _ in objects]])
+    return library
+
+
+def _run(command: list[str]) -> None:
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        lines = [line for line in done.stderr.splitlines() if "error" in line] or done.stderr.splitlines()
+        raise BuildFailed(f"{command[0]} failed on {command[-3]}: {' '.join(lines[:2])[:400]}")
+
+
+def main() -> int:
+    """Build for this machine; failing is no error, since everything runs without the library."""
+    try:
+        print(f"native kernels: {build()}")  # noqa: T201  # this is its answer
+    except BuildFailed as error:
+        print(f"native kernels: none ({error}); XLA is used", file=sys.stderr)  # noqa: T201
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

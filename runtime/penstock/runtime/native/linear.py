@@ -1,0 +1,101 @@
+"""Linear layers over packed weights: the Python side of `penstock_linear` and the packing (src/linear.h).
+
+Products take bfloat16 activations, sum in float32 and round once. With int8 weights each row of activations
+is quantized on the way (symmetric, one scale a row), each output has one scale, and sums are exact int32.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+from jax import Array
+from numpy.typing import NDArray
+
+BLOCK_OUT = 16
+_BF16_IN, _INT8_IN = 32, 64
+"""Inputs of a tile."""
+
+
+class Packed(NamedTuple):
+    """One linear layer's weight as the kernels read it. N outputs, K inputs."""
+
+    tiles: Array  # bfloat16 [N / 16, K / 32, 16, 16, 2] or int8 [N / 16, K / 64, 16, 16, 4]
+    scale: Array | None = None  # float32 [2, N] with int8: of each output, and 128 * the sum of its weights
+    bias: Array | None = None  # bfloat16 [N]
+
+
+def can_pack(out_size: int, in_size: int) -> bool:
+    """Whether a weight [out_size, in_size] can be cut into tiles, in either format."""
+    return out_size % BLOCK_OUT == 0 and in_size % _INT8_IN == 0
+
+
+def packed_shape(out_size: int, in_size: int, *, int8: bool) -> tuple[int, ...]:
+    """Shape of the tiles of a weight [out_size, in_size]."""
+    per_tile, group = (_INT8_IN, 4) if int8 else (_BF16_IN, 2)
+    return (out_size // BLOCK_OUT, in_size // per_tile, per_tile // group, BLOCK_OUT, group)
+
+
+def pack(weight: NDArray[np.generic]) -> NDArray[np.generic]:
+    """[N, K] -> tiles; bfloat16 or int8."""
+    out_size, in_size = weight.shape
+    shape = packed_shape(out_size, in_size, int8=weight.dtype == np.int8)
+    blocks, tiles, groups, outs, group = shape
+    return np.ascontiguousarray(weight.reshape(blocks, outs, tiles, groups, group).transpose(0, 2, 3, 1, 4))
+
+
+def unpack(tiles: NDArray[np.generic]) -> NDArray[np.generic]:
+    """Tiles -> [N, K]: the inverse of `pack`."""
+    blocks, count, groups, outs, group = tiles.shape
+    return np.ascontiguousarray(tiles.transpose(0, 3, 1, 2, 4).reshape(blocks * outs, count * groups * group))
+
+
+def quantize(weight: NDArray[np.generic]) -> tuple[NDArray[np.int8], NDArray[np.float32]]:
+    """[N, K] -> symmetric int8 [N, K] and `Packed.scale`, one scale an output."""
+    wide = weight.astype(np.float32)
+    peak = np.abs(wide).max(axis=1, keepdims=True)
+    scale = np.where(peak > 0, peak / np.float32(127), np.float32(1))
+    values = np.rint(wide / scale).astype(np.int8)
+    sums = values.astype(np.int32).sum(axis=1).astype(np.float32) * np.float32(128)
+    return values, np.stack([scale[:, 0], sums]).astype(np.float32)
+
+
+def linear(
+    x: Array,
+    weights: tuple[Packed, ...],
+    *,
+    num_rows: Array,
+    norm: Array | None = None,
+    eps: float = 0.0,
+    residual: Array | None = None,
+    gate: bool = False,
+    out_dtype: np.dtype[np.generic] | type[np.generic] = ml_dtypes.bfloat16,
+) -> Array:
+    """x bfloat16 [T, K] times one to three weights [N_i, K] transposed, side by side: [T, sum of N_i].
+
+    norm bfloat16 [K]: x is normalised by its root mean square first, with `eps`. residual bfloat16 like the
+    result is added. gate: silu of the first of two products times the second, [T, N_0]. num_rows int32 []:
+    rows from here on are padding; they cost nothing, and what the result holds there is undefined.
+    """
+    none, no_scale = jnp.zeros((0,), jnp.bfloat16), jnp.zeros((0,), jnp.float32)
+    operands: list[Array] = [
+        x,
+        num_rows,
+        none if norm is None else norm,
+        none if residual is None else residual,
+    ]
+    for weight in weights:
+        operands += [
+            weight.tiles,
+            no_scale if weight.scale is None else weight.scale,
+            none if weight.bias is None else weight.bias,
+        ]
+    widths = [weight.tiles.shape[0] * BLOCK_OUT for weight in weights]
+    width = widths[0] if gate else sum(widths)
+    result = jax.ShapeDtypeStruct((x.shape[0], width), out_dtype)
+    call = jax.ffi.ffi_call("penstock_linear", result)
+    out: Array = call(*operands, gate=gate, eps=np.float32(eps))
+    return out

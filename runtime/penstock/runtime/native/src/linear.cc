@@ -1,0 +1,155 @@
+// The FFI operation `penstock_linear`: optional RMS norm of x, products with one to three packed weights, epilogue.
+#include <cmath>
+#include <cstdlib>
+#include <cstring>
+#include <memory>
+
+#include "cpu.h"
+#include "linear.h"
+#include "parallel.h"
+#include "xla/ffi/api/ffi.h"
+
+namespace penstock {
+namespace {
+
+namespace ffi = xla::ffi;
+
+constexpr int64_t kRowBlock = 16;
+constexpr int64_t kInlineRows = 4;  // fewer are prepared faster than a thread wakes
+
+const LinearKernel* Kernel() {
+  switch (CurrentIsa()) {
+    case Isa::kAmx:
+      return &LinearAmx();
+    case Isa::kAvx512Bf16:
+      return &LinearAvx512Bf16();
+    case Isa::kAvx512:
+      return &LinearAvx512();
+    case Isa::kAvx2:
+      return &LinearAvx2();
+    case Isa::kNone:
+      break;
+  }
+  return nullptr;
+}
+
+float WidenBf16(uint16_t bits) {
+  const uint32_t wide = static_cast<uint32_t>(bits) << 16;
+  float value;
+  memcpy(&value, &wide, 4);
+  return value;
+}
+
+// x as float32 rows, normalised by their root mean square where there is a norm (Zhang and Sennrich 2019).
+void LoadRows(const uint16_t* x, const uint16_t* norm, float eps, int64_t rows, int64_t k, float* out) {
+  for (int64_t r = 0; r < rows; ++r, x += k, out += k) {
+    for (int64_t i = 0; i < k; ++i) out[i] = WidenBf16(x[i]);
+    if (!norm) continue;
+    float parts[16] = {};
+    for (int64_t i = 0; i < k; i += 16) {
+      for (int64_t j = 0; j < 16; ++j) parts[j] += out[i + j] * out[i + j];
+    }
+    float square = 0.0f;
+    for (float part : parts) square += part;
+    const float scale = 1.0f / std::sqrt(square / static_cast<float>(k) + eps);
+    for (int64_t i = 0; i < k; ++i) out[i] = out[i] * scale * WidenBf16(norm[i]);
+  }
+}
+
+// Memory that a thread keeps between calls.
+char* Scratch(int64_t bytes) {
+  struct Free {
+    void operator()(char* p) const { std::free(p); }
+  };
+  static thread_local std::unique_ptr<char, Free> memory;
+  static thread_local int64_t size = 0;
+  if (size < bytes) {
+    const int64_t rounded = (bytes + 4095) / 4096 * 4096;
+    memory.reset(static_cast<char*>(std::aligned_alloc(4096, rounded)));
+    size = memory ? rounded : 0;
+  }
+  return memory.get();
+}
+
+template <typename T, typename Buffer>
+const T* OrNull(const Buffer& buffer) {
+  return buffer.element_count() ? reinterpret_cast<const T*>(buffer.untyped_data()) : nullptr;
+}
+
+// x bf16 [T, K]; num_rows int32 []: rows from here on are padding, and y's are left as they are; norm bf16 [K] or
+// [0]; residual bf16 like y or [0]; then weight, scale, bias per weight, the latter two [0] where absent.
+ffi::Error Linear(ffi::ThreadPool pool, ffi::Buffer<ffi::BF16> x, ffi::Buffer<ffi::S32> num_rows,
+                  ffi::Buffer<ffi::BF16> norm, ffi::Buffer<ffi::BF16> residual, ffi::RemainingArgs rest,
+                  ffi::Result<ffi::AnyBuffer> y, bool gate, float eps) {
+  const LinearKernel* kernel = Kernel();
+  if (!kernel) return ffi::Error::Internal("no kernel for this processor");
+  LinearJob job{};
+  const int64_t most = x.dimensions()[0];
+  job.m = std::min<int64_t>(num_rows.typed_data()[0], most);
+  job.k = x.dimensions()[1];
+  job.gate = gate;
+  job.num_weights = static_cast<int64_t>(rest.size()) / 3;
+  if (job.num_weights < 1 || job.num_weights > kMaxWeights) return ffi::Error::InvalidArgument("1 to 3 weights");
+  for (int64_t w = 0; w < job.num_weights; ++w) {
+    auto tiles = rest.get<ffi::AnyBuffer>(3 * w), scale = rest.get<ffi::AnyBuffer>(3 * w + 1),
+         bias = rest.get<ffi::AnyBuffer>(3 * w + 2);
+    if (!tiles || !scale || !bias) return ffi::Error::InvalidArgument("weights, scales and biases are buffers");
+    job.int8 = tiles->element_type() == ffi::S8;
+    job.weights[w] = {static_cast<const char*>(tiles->untyped_data()), OrNull<float>(*scale),
+                      OrNull<uint16_t>(*bias), tiles->dimensions()[0]};
+    if (tiles->dimensions()[1] * (job.int8 ? 64 : 32) != job.k) {
+      return ffi::Error::InvalidArgument("x and a weight differ in their inner size");
+    }
+  }
+  job.ldy = y->dimensions()[1];
+  if (y->element_type() == ffi::F32) {
+    job.y_f32 = static_cast<float*>(y->untyped_data());
+  } else {
+    job.y_bf16 = static_cast<uint16_t*>(y->untyped_data());
+  }
+  job.residual = OrNull<uint16_t>(residual);
+  if (job.m <= 0) return ffi::Error::Success();
+
+  const int64_t x_bytes = (kernel->x_bytes(job.m, job.k, job.int8) + 63) / 64 * 64;
+  char* scratch = Scratch(x_bytes + job.m * 4);
+  if (!scratch) return ffi::Error(ffi::ErrorCode::kResourceExhausted, "no memory for a linear layer's input");
+  float* x_scale = reinterpret_cast<float*>(scratch + x_bytes);
+  const auto* source = reinterpret_cast<const uint16_t*>(x.untyped_data());
+  const auto* norm_weight = OrNull<uint16_t>(norm);
+  auto prepare = [&](int64_t block) {
+    const int64_t first = block * kRowBlock, rows = std::min(kRowBlock, job.m - first);
+    std::unique_ptr<float[]> wide(new float[rows * job.k]);
+    LoadRows(source + first * job.k, norm_weight, eps, rows, job.k, wide.get());
+    kernel->put_rows(wide.get(), block, job.m, job.k, job.int8, scratch, x_scale);
+  };
+  const int64_t row_blocks = (job.m + kRowBlock - 1) / kRowBlock;
+  if (row_blocks == 1) {
+    prepare(0);
+  } else {
+    ParallelFor(pool, row_blocks, prepare);
+  }
+  job.x = scratch;
+  job.x_scale = x_scale;
+  ParallelFor(pool, kernel->num_units(job), [&](int64_t unit) { kernel->run_unit(job, unit); });
+  return ffi::Error::Success();
+}
+
+}  // namespace
+}  // namespace penstock
+
+extern "C" __attribute__((visibility("default"))) XLA_FFI_Error* penstock_linear(XLA_FFI_CallFrame* frame) {
+  using namespace penstock;
+  static auto* handler = ffi::Ffi::Bind()
+                             .Ctx<ffi::ThreadPool>()
+                             .Arg<ffi::Buffer<ffi::BF16>>()
+                             .Arg<ffi::Buffer<ffi::S32>>()
+                             .Arg<ffi::Buffer<ffi::BF16>>()
+                             .Arg<ffi::Buffer<ffi::BF16>>()
+                             .RemainingArgs()
+                             .Ret<ffi::AnyBuffer>()
+                             .Attr<bool>("gate")
+                             .Attr<float>("eps")
+                             .To(Linear)
+                             .release();
+  return handler->Call(frame);
+}

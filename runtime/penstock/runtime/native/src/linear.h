@@ -1,0 +1,55 @@
+// y = x W^T over weights packed in tiles: what the kernels of each instruction set share.
+//
+// A packed bf16 weight [out, in] is [out / 16][in / 32][16 pairs of in][16 out][2]: each 1 KiB tile is the B operand
+// of AMX's TDPBF16PS and, row by row, the vector operand of AVX-512's VDPBF16PS, and the whole weight is read in
+// one ascending sweep. A packed int8 weight is [out / 16][in / 64][16 fours of in][16 out][4].
+#pragma once
+
+#include <cstdint>
+
+namespace penstock {
+
+constexpr int64_t kBlockOut = 16;  // outputs of a tile
+constexpr int64_t kTileBytes = 1024;
+constexpr int64_t kMaxWeights = 3;
+
+struct PackedWeight {
+  const char* tiles;
+  const float* scale;    // int8: [2, out]: of each output, and 128 * the sum of its weights; else null
+  const uint16_t* bias;  // bf16 [out] or null
+  int64_t num_blocks;    // out / 16
+};
+
+// One call. Outputs of several weights stand side by side in a row of y; with `gate` there are two weights of
+// equal shape and y = silu(x W0^T) * (x W1^T).
+struct LinearJob {
+  const void* x;         // in the kernel's own form, see its Prepare
+  const float* x_scale;  // int8: [m]
+  int64_t m, k;
+  PackedWeight weights[kMaxWeights];
+  int64_t num_weights;
+  bool gate, int8;
+  uint16_t* y_bf16;          // [m, ldy], or null and
+  float* y_f32;              // [m, ldy]
+  const uint16_t* residual;  // bf16 [m, ldy] added to y, or null
+  int64_t ldy;
+
+  int64_t BlockBytes() const { return kBlockOut * k * (int8 ? 1 : 2); }
+};
+
+// The kernels of one instruction set. Work is cut in units of some consecutive output blocks of one weight.
+struct LinearKernel {
+  int64_t (*num_units)(const LinearJob&);
+  void (*run_unit)(const LinearJob&, int64_t unit);
+  // Bytes of x in the kernel's form, and how row block `block` (16 rows) is put into it from normalised float32
+  // rows [rows, k].
+  int64_t (*x_bytes)(int64_t m, int64_t k, bool int8);
+  void (*put_rows)(const float* rows, int64_t block, int64_t m, int64_t k, bool int8, void* x, float* x_scale);
+};
+
+const LinearKernel& LinearAvx2();
+const LinearKernel& LinearAvx512();
+const LinearKernel& LinearAvx512Bf16();
+const LinearKernel& LinearAmx();
+
+}  // namespace penstock

@@ -1,0 +1,218 @@
+// Linear layers on AMX: rows of x are the A tiles, the packed weight the B tiles as they lie in memory.
+#include <immintrin.h>
+
+#include "linear_common.h"
+
+namespace penstock {
+namespace {
+
+constexpr int64_t kRows = 16;               // of an A tile
+constexpr int64_t kPrefetchBytes = 4096;    // ahead of a weight that streams from memory
+constexpr int64_t kUnitBytes = 128 * 1024;  // of weight per unit, where x is small
+
+struct alignas(64) TileConfig {
+  uint8_t palette = 1, start_row = 0, reserved[14] = {};
+  uint16_t bytes[16] = {};
+  uint8_t rows[16] = {};
+};
+
+// C tiles 0 to 3 (two row blocks by two out blocks), A tiles 4 and 5, B tiles 6 and 7.
+void Configure(int64_t rows0, int64_t rows1) {
+  TileConfig config;
+  for (int t = 0; t < 8; ++t) {
+    config.bytes[t] = 64;
+    config.rows[t] = 16;
+  }
+  config.rows[0] = config.rows[1] = config.rows[4] = static_cast<uint8_t>(rows0);
+  config.rows[2] = config.rows[3] = config.rows[5] = static_cast<uint8_t>(rows1 ? rows1 : 1);
+  _tile_loadconfig(&config);
+}
+
+inline void PrefetchTile(const char* at) {
+  for (int line = 0; line < 16; ++line) _mm_prefetch(at + line * 64, _MM_HINT_T0);
+}
+
+// Tile intrinsics take constants, so the two element types differ by macro.
+#define PENSTOCK_DP(int8, c, a, b) \
+  do {                             \
+    if constexpr (int8) {          \
+      _tile_dpbssd(c, a, b);       \
+    } else {                       \
+      _tile_dpbf16ps(c, a, b);     \
+    }                              \
+  } while (0)
+
+// At most 16 rows: bound by reading the weight once, so blocks are taken in the order they lie in memory. Two sums,
+// because a tile product takes longer than the next tile's arrival.
+template <bool kInt8>
+void FewRows(const LinearJob& job, const Span& span) {
+  const char* x = static_cast<const char*>(job.x);
+  const int64_t steps = job.k * (kInt8 ? 1 : 2) / 64, x_step = job.m * 64;
+  alignas(64) float sums[2][kRows * kBlockOut];
+  Configure(job.m, job.m);
+  for (int64_t b = span.block; b < span.block + span.count; ++b) {
+    for (int64_t part = 0; part < (job.gate ? 2 : 1); ++part) {
+      const int64_t weight = job.gate ? part : span.weight;
+      const char* tiles = job.weights[weight].tiles + b * job.BlockBytes();
+      _tile_zero(0);
+      _tile_zero(1);
+      int64_t s = 0;
+      for (; s + 2 <= steps; s += 2) {
+        const char* at = tiles + s * kTileBytes;
+        PrefetchTile(at + kPrefetchBytes);
+        _tile_loadd(4, x + s * x_step, 64);
+        _tile_loadd(6, at, 64);
+        PENSTOCK_DP(kInt8, 0, 4, 6);
+        PrefetchTile(at + kPrefetchBytes + kTileBytes);
+        _tile_loadd(5, x + (s + 1) * x_step, 64);
+        _tile_loadd(7, at + kTileBytes, 64);
+        PENSTOCK_DP(kInt8, 1, 5, 7);
+      }
+      if (s < steps) {
+        _tile_loadd(4, x + s * x_step, 64);
+        _tile_loadd(6, tiles + s * kTileBytes, 64);
+        PENSTOCK_DP(kInt8, 0, 4, 6);
+      }
+      alignas(64) float odd[kRows * kBlockOut];
+      _tile_stored(0, sums[part], 64);
+      _tile_stored(1, odd, 64);
+      if constexpr (kInt8) {
+        int32_t* whole = reinterpret_cast<int32_t*>(sums[part]);
+        const int32_t* more = reinterpret_cast<const int32_t*>(odd);
+        for (int64_t i = 0; i < job.m * kBlockOut; ++i) whole[i] += more[i];
+        Dequantize(job, weight, b, 0, job.m, sums[part], kBlockOut, false);
+      } else {
+        for (int64_t i = 0; i < job.m * kBlockOut; ++i) sums[part][i] += odd[i];
+      }
+    }
+    if (job.gate) {
+      FinishGate(job, b, 0, job.m, sums[0], sums[1], kBlockOut);
+    } else {
+      Finish(job, span.weight, b, 0, job.m, sums[0], kBlockOut);
+    }
+  }
+}
+
+// Many rows: two row blocks by two out blocks in registers.
+template <bool kInt8>
+void ManyRows(const LinearJob& job, const Span& span) {
+  const char* x = static_cast<const char*>(job.x);
+  const int64_t element = kInt8 ? 1 : 2, steps = job.k * element / 64;
+  const int64_t block_bytes = kRows * job.k * element;
+  const bool pair = job.gate || span.count == 2;
+  const int64_t weight0 = span.weight, block0 = span.block;
+  const int64_t weight1 = job.gate ? 1 : span.weight, block1 = job.gate || !pair ? span.block : span.block + 1;
+  const char* tiles0 = job.weights[weight0].tiles + block0 * job.BlockBytes();
+  const char* tiles1 = job.weights[weight1].tiles + block1 * job.BlockBytes();
+  const int64_t row_blocks = (job.m + kRows - 1) / kRows;
+  alignas(64) float sums[2][2 * kRows * kBlockOut];
+  int64_t configured = -1;
+  for (int64_t rb = 0; rb < row_blocks; rb += 2) {
+    const int64_t row = rb * kRows, left = job.m - row;
+    const int64_t rows0 = left < kRows ? left : kRows;
+    const int64_t rows1 = left <= kRows ? 0 : (left < 2 * kRows ? left - kRows : kRows);
+    if (configured != rows0 * 32 + rows1) Configure(rows0, rows1);
+    configured = rows0 * 32 + rows1;
+    const char* x0 = x + rb * block_bytes;
+    const char* x1 = rows1 ? x0 + block_bytes : x0;
+    const int64_t x0_step = rows0 * 64, x1_step = (rows1 ? rows1 : 1) * 64;
+    // While these rows are multiplied, a share of the next unit's weight comes into the second cache.
+    const int64_t ahead = 2 * job.BlockBytes() / ((row_blocks + 1) / 2) / steps;
+    const char* next = tiles0 + (job.gate ? 1 : 2) * job.BlockBytes() + rb / 2 * ahead * steps;
+    _tile_zero(0);
+    _tile_zero(1);
+    _tile_zero(2);
+    _tile_zero(3);
+    for (int64_t s = 0; s < steps; ++s) {
+      _tile_loadd(4, x0 + s * x0_step, 64);
+      _tile_loadd(6, tiles0 + s * kTileBytes, 64);
+      PENSTOCK_DP(kInt8, 0, 4, 6);
+      _tile_loadd(7, tiles1 + s * kTileBytes, 64);
+      PENSTOCK_DP(kInt8, 1, 4, 7);
+      _tile_loadd(5, x1 + s * x1_step, 64);
+      PENSTOCK_DP(kInt8, 2, 5, 6);
+      PENSTOCK_DP(kInt8, 3, 5, 7);
+      for (int64_t p = 0; p < ahead; p += 64) _mm_prefetch(next + s * ahead + p, _MM_HINT_T1);
+    }
+    _tile_stored(0, sums[0], 64);
+    _tile_stored(1, sums[1], 64);
+    if (rows1) {
+      _tile_stored(2, sums[0] + kRows * kBlockOut, 64);
+      _tile_stored(3, sums[1] + kRows * kBlockOut, 64);
+    }
+    const int64_t rows = rows0 + rows1;
+    if constexpr (kInt8) {
+      Dequantize(job, weight0, block0, row, rows, sums[0], kBlockOut, false);
+      if (pair) Dequantize(job, weight1, block1, row, rows, sums[1], kBlockOut, false);
+    }
+    if (job.gate) {
+      FinishGate(job, block0, row, rows, sums[0], sums[1], kBlockOut);
+    } else {
+      Finish(job, weight0, block0, row, rows, sums[0], kBlockOut);
+      if (pair) Finish(job, weight1, block1, row, rows, sums[1], kBlockOut);
+    }
+  }
+}
+
+int64_t PerUnit(const LinearJob& job) {
+  if (job.m > kRows) return job.gate ? 1 : 2;
+  const int64_t blocks = kUnitBytes / (job.BlockBytes() * (job.gate ? 2 : 1));
+  return blocks < 1 ? 1 : blocks;
+}
+
+int64_t NumUnits(const LinearJob& job) { return CountUnits(job, PerUnit(job)); }
+
+void RunUnit(const LinearJob& job, int64_t unit) {
+  const Span span = FindUnit(job, unit, PerUnit(job));
+  if (job.m <= kRows) {
+    job.int8 ? FewRows<true>(job, span) : FewRows<false>(job, span);
+  } else {
+    job.int8 ? ManyRows<true>(job, span) : ManyRows<false>(job, span);
+  }
+}
+
+// Row blocks of 16, each as tiles [rows, 64 bytes] in the order they are multiplied.
+int64_t XBytes(int64_t m, int64_t k, bool int8) { return m * k * (int8 ? 1 : 2); }
+
+void PutRows(const float* rows, int64_t block, int64_t m, int64_t k, bool int8, void* x, float* x_scale) {
+  const int64_t first = block * kRows, count = m - first < kRows ? m - first : kRows;
+  if (int8) {
+    int8_t* out = static_cast<int8_t*>(x) + first * k;
+    for (int64_t r = 0; r < count; ++r) {
+      alignas(64) int8_t line[64];
+      const float* row = rows + r * k;
+      float peak = 0.0f;
+      for (int64_t i = 0; i < k; ++i) {
+        const float size = row[i] < 0 ? -row[i] : row[i];
+        peak = size > peak ? size : peak;
+      }
+      x_scale[first + r] = peak / 127.0f;
+      const float inverse = peak > 0 ? 127.0f / peak : 0.0f;
+      for (int64_t s = 0; s < k / 64; ++s) {
+        for (int64_t i = 0; i < 64; ++i) {
+          const float scaled = row[s * 64 + i] * inverse;
+          line[i] = static_cast<int8_t>(static_cast<int32_t>(scaled + (scaled < 0 ? -0.5f : 0.5f)));
+        }
+        memcpy(out + (s * count + r) * 64, line, 64);
+      }
+    }
+    return;
+  }
+  uint16_t* out = static_cast<uint16_t*>(x) + first * k;
+  for (int64_t r = 0; r < count; ++r) {
+    for (int64_t s = 0; s < k / 32; ++s) {
+      const float* from = rows + r * k + s * 32;
+      const __m512bh pair = _mm512_cvtne2ps_pbh(_mm512_loadu_ps(from + 16), _mm512_loadu_ps(from));
+      memcpy(out + (s * count + r) * 32, &pair, 64);
+    }
+  }
+}
+
+}  // namespace
+
+const LinearKernel& LinearAmx() {
+  static const LinearKernel kernel{NumUnits, RunUnit, XBytes, PutRows};
+  return kernel;
+}
+
+}  // namespace penstock
