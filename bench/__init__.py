@@ -1,0 +1,1 @@
+"""Benchmarks of the engine and its server; see bench/README.md."""

@@ -1,0 +1,203 @@
+"""A checkpoint of random weights in the shape of Qwen3-0.6B, for measuring speed where there is no real one.
+
+    python -m bench.checkpoint --out DIR
+
+Tokens mean nothing, but every product, read and write has the size it has in the real model. Weights are
+normal with deviation 0.02 (norm weights: that around 1), so activations stay finite; the same seed writes the
+same file. Written as a stream: memory stays at one block of a tensor, however large the model.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import struct
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+from numpy.typing import NDArray
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+DEVIATION = 0.02
+NUM_CONTROL = 3
+_BLOCK = 1 << 22  # values drawn at a time: 16 MiB of float32
+_MERGES = [("t", "h"), ("h", "e"), ("i", "n")]
+_CONTROL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """Sizes of a Qwen3 decoder with tied embeddings.
+
+    num_words: how many of the vocabulary's ids the tokenizer knows as text; its control tokens follow them,
+    and the rest of the vocabulary is padding, as in the real model.
+    """
+
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int
+    num_words: int
+    max_position_embeddings: int
+
+    def __post_init__(self) -> None:
+        least, most = 256 + len(_MERGES), self.vocab_size - NUM_CONTROL
+        if not least <= self.num_words <= most:
+            raise ValueError(f"num_words: must be from {least} to {most}, not {self.num_words}")
+
+
+SHAPES = {
+    "qwen3-0.6b": Shape(1024, 3072, 28, 16, 8, 128, 151_936, 151_643, 40_960),
+    "tiny": Shape(64, 128, 2, 4, 2, 16, 512, 300, 4096),
+}
+
+
+def config_json(shape: Shape) -> dict[str, Any]:
+    """config.json, with the fields of the real checkpoint."""
+    return {
+        "architectures": ["Qwen3ForCausalLM"],
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "bos_token_id": shape.num_words,
+        "eos_token_id": shape.num_words + 2,
+        "head_dim": shape.head_dim,
+        "hidden_act": "silu",
+        "hidden_size": shape.hidden_size,
+        "initializer_range": DEVIATION,
+        "intermediate_size": shape.intermediate_size,
+        "max_position_embeddings": shape.max_position_embeddings,
+        "max_window_layers": shape.num_layers,
+        "model_type": "qwen3",
+        "num_attention_heads": shape.num_heads,
+        "num_hidden_layers": shape.num_layers,
+        "num_key_value_heads": shape.num_kv_heads,
+        "rms_norm_eps": 1e-6,
+        "rope_scaling": None,
+        "rope_theta": 1_000_000,
+        "sliding_window": None,
+        "tie_word_embeddings": True,
+        "torch_dtype": "bfloat16",
+        "use_cache": True,
+        "use_sliding_window": False,
+        "vocab_size": shape.vocab_size,
+    }
+
+
+def tensor_shapes(shape: Shape) -> dict[str, tuple[int, ...]]:
+    """Name and shape of every tensor, in the order of the file; linear weights are [out, in]."""
+    hidden, inner = shape.hidden_size, shape.intermediate_size
+    queries, keys = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
+    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (shape.vocab_size, hidden)}
+    for layer in range(shape.num_layers):
+        parts: dict[str, tuple[int, ...]] = {
+            "input_layernorm": (hidden,),
+            "self_attn.q_proj": (queries, hidden),
+            "self_attn.k_proj": (keys, hidden),
+            "self_attn.v_proj": (keys, hidden),
+            "self_attn.o_proj": (hidden, queries),
+            "self_attn.q_norm": (shape.head_dim,),
+            "self_attn.k_norm": (shape.head_dim,),
+            "post_attention_layernorm": (hidden,),
+            "mlp.gate_proj": (inner, hidden),
+            "mlp.up_proj": (inner, hidden),
+            "mlp.down_proj": (hidden, inner),
+        }
+        shapes |= {f"model.layers.{layer}.{name}.weight": size for name, size in parts.items()}
+    return shapes | {"model.norm.weight": (hidden,)}
+
+
+def safetensors_header(shapes: dict[str, tuple[int, ...]]) -> bytes:
+    """Length and JSON of a safetensors file of bfloat16 tensors, padded to 8 bytes as its format asks."""
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    at = 0
+    for name, size in shapes.items():
+        end = at + 2 * math.prod(size)
+        header[name] = {"dtype": "BF16", "shape": list(size), "data_offsets": [at, end]}
+        at = end
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return struct.pack("<Q", len(text)) + text
+
+
+def blocks(size: int, mean: float, draw: np.random.Generator) -> Iterator[NDArray[Any]]:
+    """`size` normal values of deviation 0.02 around `mean`, bfloat16[<= 2**22] at a time."""
+    for start in range(0, size, _BLOCK):
+        values = draw.standard_normal(min(_BLOCK, size - start), np.float32)
+        yield (mean + DEVIATION * values).astype(ml_dtypes.bfloat16)
+
+
+def make_tokenizer(shape: Shape) -> Tokenizer:
+    """Byte-level BPE of 256 bytes, a few merges, filler words no merge reaches, then the control tokens."""
+    words = sorted(pre_tokenizers.ByteLevel.alphabet())
+    words += [first + second for first, second in _MERGES]
+    words += [f"Ġw{number}" for number in range(len(words), shape.num_words)]
+    tokenizer = Tokenizer(
+        models.BPE(vocab={word: number for number, word in enumerate(words)}, merges=_MERGES)
+    )
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(name, special=True) for name in _CONTROL])
+    return tokenizer
+
+
+def write_checkpoint(directory: Path, shape: Shape, seed: int = 0) -> None:
+    """Write model.safetensors, config.json, generation_config.json and the tokenizer's files."""
+    directory.mkdir(parents=True, exist_ok=True)
+    config = config_json(shape)
+    _write_json(directory / "config.json", config)
+    _write_json(
+        directory / "generation_config.json",
+        {"bos_token_id": config["bos_token_id"], "eos_token_id": config["eos_token_id"], "do_sample": False},
+    )
+    make_tokenizer(shape).save(str(directory / "tokenizer.json"))
+    _write_json(
+        directory / "tokenizer_config.json",
+        {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "bos_token": None,
+            "eos_token": _CONTROL[2],
+            "pad_token": _CONTROL[0],
+            "unk_token": None,
+            "clean_up_tokenization_spaces": False,
+            "model_max_length": shape.max_position_embeddings,
+        },
+    )
+    draw = np.random.default_rng(seed)
+    shapes = tensor_shapes(shape)
+    part = directory / "model.safetensors.part"
+    with part.open("wb") as file:
+        file.write(safetensors_header(shapes))
+        for name, size in shapes.items():
+            for block in blocks(math.prod(size), 1.0 if "norm" in name else 0.0, draw):
+                file.write(block.tobytes())
+    part.replace(directory / "model.safetensors")  # its presence means that it is whole
+
+
+def _write_json(file: Path, data: dict[str, Any]) -> None:
+    file.write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m bench.checkpoint", description=__doc__.split("\n")[0])
+    parser.add_argument("--out", type=Path, required=True, metavar="DIR")
+    parser.add_argument("--shape", choices=SHAPES, default="qwen3-0.6b", help="default: %(default)s")
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args()
+    shape = SHAPES[args.shape]
+    write_checkpoint(args.out, shape, args.seed)
+    parameters = sum(map(math.prod, tensor_shapes(shape).values()))
+    print(f"{args.out}: {parameters / 1e6:.1f} million parameters")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,57 @@
+"""Engine options as `--set NAME=VALUE`, so that an option added to EngineConfig can be measured at once."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from penstock.runtime.config import EngineConfig
+
+DEFAULTS: Mapping[str, Any] = MappingProxyType(
+    {
+        "max_num_seqs": 32,
+        "max_num_batched_tokens": 512,
+        "max_model_len": 2304,
+        "kv_cache_bytes": 3 * 2**30,
+    }
+)
+"""Room for every workload of the table on the Qwen3-0.6B shape: W5 needs 20,480 tokens at most, W3 2,049."""
+
+
+def parse(assignments: Sequence[str]) -> dict[str, Any]:
+    """`["page_size=32", "dtype=auto"]` to values: JSON if it is JSON, else text. ValueError without "="."""
+    found: dict[str, Any] = {}
+    for assignment in assignments:
+        name, equals, text = assignment.partition("=")
+        if not equals or not name:
+            raise ValueError(f"--set {assignment}: write NAME=VALUE")
+        try:
+            found[name] = json.loads(text)
+        except json.JSONDecodeError:
+            found[name] = text
+    return found
+
+
+def engine_config(options: Mapping[str, Any]) -> EngineConfig:
+    """Options over EngineConfig's own defaults. TypeError for an unknown one, ConfigError for a bad value."""
+    values = dict(options)
+    if values.get("compilation_cache") is not None:
+        values["compilation_cache"] = Path(values["compilation_cache"])
+    return EngineConfig(**values)
+
+
+def serve_arguments(options: Mapping[str, Any]) -> list[str]:
+    """The same options for `penstock serve`."""
+    arguments: list[str] = []
+    for name, value in options.items():
+        flag = name.replace("_", "-")
+        if value is None:
+            arguments += ["--compilation-cache", "off"] if name == "compilation_cache" else []
+        elif isinstance(value, bool):
+            arguments.append(f"--{flag}" if value else f"--no-{flag}")
+        else:
+            arguments += [f"--{flag}", str(value)]
+    return arguments

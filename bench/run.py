@@ -1,0 +1,82 @@
+"""Measures Penstock on the workloads of `bench.workloads`.
+
+python -m bench.run --checkpoint DIR --mode inprocess --out bench/out/penstock.jsonl
+python -m bench.run --checkpoint DIR --mode grpc --workloads W1,W5 --set max_num_seqs=16
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import sys
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from bench import options
+from bench.inprocess import InProcess
+from bench.over_grpc import OverGrpc
+from bench.session import Session, add_arguments, chosen, measure
+from penstock.runtime.errors import ConfigError
+
+PACKAGES = ("penstock", "jax", "jaxlib", "flax", "numpy", "grpcio", "protobuf")
+_LOG = Path("bench/out/server.log")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m bench.run", description="Measure Penstock.")
+    add_arguments(parser)
+    parser.add_argument("--mode", choices=("inprocess", "grpc"), default="inprocess")
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help=f"an option of EngineConfig; bench's own defaults: {dict(options.DEFAULTS)}",
+    )
+    parser.add_argument(
+        "--cold", action="store_true", help="compile anew, in a compilation cache that is thrown away"
+    )
+    parser.add_argument("--no-steps", action="store_true", help="do not take the engine's step records")
+    parser.add_argument("--log", type=Path, default=_LOG, metavar="FILE", help="the server's; %(default)s")
+    args = parser.parse_args()
+    logging.basicConfig(level=logging.WARNING)
+    try:
+        workloads = chosen(args)
+        given = dict(options.DEFAULTS) | options.parse(args.set)
+        with tempfile.TemporaryDirectory(prefix="penstock-bench-") as folder:
+            if args.cold:
+                given["compilation_cache"] = folder
+            driver = start(args, given)
+            try:
+                measure(
+                    driver,
+                    Session(
+                        engine=f"penstock {args.mode}",
+                        options=given,
+                        startup=driver.startup,
+                        packages=PACKAGES,
+                        workloads=workloads,
+                        repeats=args.repeats,
+                        num_words=args.num_words,
+                        output=args.out,
+                    ),
+                )
+            finally:
+                driver.close()
+    except (ConfigError, TypeError, ValueError, RuntimeError) as error:
+        print(f"bench.run: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def start(args: argparse.Namespace, given: Mapping[str, Any]) -> InProcess | OverGrpc:
+    """The engine of the chosen mode, up."""
+    if args.mode == "grpc":
+        return OverGrpc(args.checkpoint, given, args.log)
+    return InProcess(args.checkpoint, options.engine_config(given), observe=not args.no_steps)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,161 @@
+"""The workloads, as a table. Pure and without dependencies: every engine that is compared imports this.
+
+All are greedy, ignore end tokens and give token ids. A repeat is one or more waves; a wave's jobs are
+submitted together and all end before the next begins. Lengths are the same in every repeat, tokens are not,
+so a prefix cache can help only within a repeat.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+
+WARMUP = -1
+"""The repeat that is run first and not counted."""
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One request. `after_tokens`: submit it when every job of the wave that has 0 made so many tokens."""
+
+    token_ids: tuple[int, ...]
+    max_tokens: int
+    after_tokens: int = 0
+
+
+Wave = tuple[Job, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """`count` requests of a wave; lengths are drawn evenly from (least, most), both included.
+
+    Prompts are `shared_prompt` tokens that all of the group have in common, then their own.
+    """
+
+    count: int
+    prompt: tuple[int, int]
+    output: tuple[int, int]
+    shared_prompt: int = 0
+    after_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """What to send. `waves` times the same jobs, token for token."""
+
+    name: str
+    title: str
+    groups: tuple[Group, ...]
+    figures: tuple[str, ...]
+    """Of `bench.figures`, the ones that this workload is about, first the most important."""
+    waves: int = 1
+
+
+def _one(count: int, prompt: int, output: int) -> tuple[Group, ...]:
+    return (Group(count, (prompt, prompt), (output, output)),)
+
+
+def _concurrent(count: int) -> Workload:
+    title = f"{count} at once, 128 in, 64 out"
+    return Workload(f"C{count}", title, _one(count, 128, 64), ("output_tokens_per_s",))
+
+
+LEVELS = (1, 2, 4, 8, 16, 32)
+CONCURRENCY = tuple(f"C{count}" for count in LEVELS)
+"""Names of the workloads of throughput against concurrency."""
+MAIN = ("W1", "W2", "W3", "W4", "W5", "W6")
+
+TABLE: Mapping[str, Workload] = MappingProxyType(
+    {
+        workload.name: workload
+        for workload in (
+            Workload(
+                "W1",
+                "1 request, 128 in, 128 out",
+                _one(1, 128, 128),
+                ("decode_tokens_per_s", "prefill_tokens_per_s", "itl_p50_ms"),
+            ),
+            Workload("W2", "16 at once, 256 in, 128 out", _one(16, 256, 128), ("output_tokens_per_s",)),
+            Workload("W3", "1 request, 2048 in, 1 out", _one(1, 2048, 1), ("prefill_tokens_per_s",)),
+            Workload(
+                "W4",
+                "twice the same 16 at once, 1024 shared + 32 own in, 32 out",
+                (Group(16, (32, 32), (32, 32), shared_prompt=1024),),
+                ("wave1_s", "wave2_s"),
+                waves=2,
+            ),
+            Workload(
+                "W5",
+                "32 ragged at once, 16..512 in, 16..128 out",
+                (Group(32, (16, 512), (16, 128)),),
+                ("output_tokens_per_s",),
+            ),
+            Workload(
+                "W6",
+                "4 decodes while 2048 tokens prefill",
+                (
+                    Group(4, (64, 64), (128, 128)),
+                    Group(1, (2048, 2048), (1, 1), after_tokens=8),
+                ),
+                ("itl_p50_ms", "itl_p99_ms", "itl_max_ms", "late_ttft_s"),
+            ),
+            *map(_concurrent, LEVELS),
+        )
+    }
+)
+
+
+def jobs(workload: Workload, repeat: int, num_words: int) -> Wave:
+    """The jobs of one wave of a repeat; token ids are from 0 up to, not including, `num_words`.
+
+    Lengths depend on the workload's name alone, tokens on name and repeat. (random.Random seeded with a
+    string is the same on every machine and Python from 3.2 on.)
+    """
+    lengths = random.Random(f"lengths of {workload.name}")
+    tokens = random.Random(f"tokens of {workload.name} {repeat}")
+    made: list[Job] = []
+    for group in workload.groups:
+        shared = tokens.choices(range(num_words), k=group.shared_prompt)
+        for _ in range(group.count):
+            own = tokens.choices(range(num_words), k=lengths.randint(*group.prompt))
+            made.append(Job((*shared, *own), lengths.randint(*group.output), group.after_tokens))
+    return tuple(made)
+
+
+def waves(workload: Workload, repeat: int, num_words: int) -> tuple[Wave, ...]:
+    """All waves of a repeat."""
+    return (jobs(workload, repeat, num_words),) * workload.waves
+
+
+def select(names: Sequence[str]) -> tuple[Workload, ...]:
+    """Workloads by name; "main" and "concurrency" stand for their lists. ValueError for an unknown name."""
+    lists = {"main": MAIN, "concurrency": CONCURRENCY}
+    wanted = [name for given in names for name in lists.get(given, (given,))]
+    if unknown := sorted(set(wanted) - set(TABLE)):
+        raise ValueError(f"no workload {', '.join(unknown)}; there are {', '.join([*TABLE, *lists])}")
+    return tuple(TABLE[name] for name in dict.fromkeys(wanted))
+
+
+def shrunk(workload: Workload, divisor: int) -> Workload:
+    """The same with lengths divided, for trying a runner out: prompts of at least 2 tokens, outputs of 2
+    where there was more than 1.
+    """
+
+    def less(span: tuple[int, int], least: int) -> tuple[int, int]:
+        return max(least, span[0] // divisor), max(least, span[1] // divisor)
+
+    groups = tuple(
+        dataclasses.replace(
+            group,
+            prompt=less(group.prompt, 2),
+            output=less(group.output, min(2, group.output[0])),
+            shared_prompt=group.shared_prompt // divisor,
+            after_tokens=min(1, group.after_tokens),
+        )
+        for group in workload.groups
+    )
+    return dataclasses.replace(workload, groups=groups)

@@ -1,0 +1,58 @@
+"""The random checkpoint: its files, read by the libraries that define the formats."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+from safetensors import safe_open
+from tokenizers import Tokenizer
+
+from bench.checkpoint import SHAPES, tensor_shapes, write_checkpoint
+
+TINY = SHAPES["tiny"]
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("checkpoint")
+    write_checkpoint(folder, TINY, seed=3)
+    return folder
+
+
+def test_parameters_of_qwen3_0_6b():
+    # 151936 * 1024 embedding; per layer 2048 * 1024 q, twice 1024 * 1024 k and v, 1024 * 2048 o, 3 times
+    # 3072 * 1024 MLP, norms 2 * 1024 + 2 * 128; and the last norm.
+    layer = 2048 * 1024 * 2 + 1024 * 1024 * 2 + 3072 * 1024 * 3 + 2 * 1024 + 2 * 128
+    sizes = tensor_shapes(SHAPES["qwen3-0.6b"])
+    assert len(sizes) == 28 * 11 + 2
+    assert sum(int(np.prod(size)) for size in sizes.values()) == 151_936 * 1024 + 28 * layer + 1024
+
+
+def test_safetensors_reads_it(directory):
+    with safe_open(directory / "model.safetensors", framework="flax") as file:
+        assert list(file.keys()) == sorted(tensor_shapes(TINY))
+        embedding = np.asarray(file.get_tensor("model.embed_tokens.weight"), np.float32)
+        norm = np.asarray(file.get_tensor("model.norm.weight"), np.float32)
+    assert embedding.shape == (512, 64)
+    assert embedding.std() == pytest.approx(0.02, rel=0.02)  # 32768 values: its own deviation is 0.4 %
+    assert abs(embedding.mean()) < 0.001
+    assert norm.mean() == pytest.approx(1.0, abs=0.02)
+
+
+def test_a_seed_writes_the_same_file(directory, tmp_path):
+    for seed in (3, 4):
+        write_checkpoint(tmp_path / str(seed), TINY, seed)
+    ours = (directory / "model.safetensors").read_bytes()
+    assert (tmp_path / "3" / "model.safetensors").read_bytes() == ours
+    assert (tmp_path / "4" / "model.safetensors").read_bytes() != ours
+
+
+def test_tokenizer_goes_there_and_back(directory):
+    tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
+    config = json.loads((directory / "config.json").read_text())
+    assert tokenizer.decode(tokenizer.encode("the thing, à propos").ids) == "the thing, à propos"
+    assert tokenizer.get_vocab_size() == TINY.num_words + 3
+    assert tokenizer.token_to_id("<|im_end|>") == config["eos_token_id"]
+    assert set(tokenizer.get_vocab().values()) == set(range(TINY.num_words + 3))
