@@ -130,7 +130,7 @@ def test_packing_is_a_permutation(dtype: type) -> None:
     assert tiles.shape == packed_shape(32, 128, int8=dtype is np.int8)
     np.testing.assert_array_equal(unpack(tiles), weight)
     group = 4 if dtype is np.int8 else 2
-    # Output 17, input 70: block 1, then tile, group of inputs, output within the block, input within the group.
+    # Output 17, input 70: block, tile, group of inputs, output within the block, input within the group.
     per_tile = 16 * group
     assert tiles[1, 70 // per_tile, 70 % per_tile // group, 1, 70 % group] == weight[17, 70]
 

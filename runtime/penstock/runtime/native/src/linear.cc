@@ -1,12 +1,12 @@
 // The FFI operation `penstock_linear`: optional RMS norm of x, products with one to three packed weights, epilogue.
 #include <cmath>
-#include <cstdlib>
 #include <cstring>
 #include <memory>
 
 #include "cpu.h"
 #include "linear.h"
 #include "parallel.h"
+#include "scratch.h"
 #include "xla/ffi/api/ffi.h"
 
 namespace penstock {
@@ -56,21 +56,6 @@ void LoadRows(const uint16_t* x, const uint16_t* norm, float eps, int64_t rows, 
   }
 }
 
-// Memory that a thread keeps between calls.
-char* Scratch(int64_t bytes) {
-  struct Free {
-    void operator()(char* p) const { std::free(p); }
-  };
-  static thread_local std::unique_ptr<char, Free> memory;
-  static thread_local int64_t size = 0;
-  if (size < bytes) {
-    const int64_t rounded = (bytes + 4095) / 4096 * 4096;
-    memory.reset(static_cast<char*>(std::aligned_alloc(4096, rounded)));
-    size = memory ? rounded : 0;
-  }
-  return memory.get();
-}
-
 template <typename T, typename Buffer>
 const T* OrNull(const Buffer& buffer) {
   return buffer.element_count() ? reinterpret_cast<const T*>(buffer.untyped_data()) : nullptr;
@@ -88,6 +73,7 @@ ffi::Error Linear(ffi::ThreadPool pool, ffi::Buffer<ffi::BF16> x, ffi::Buffer<ff
   job.m = std::min<int64_t>(num_rows.typed_data()[0], most);
   job.k = x.dimensions()[1];
   job.gate = gate;
+  job.num_threads = std::max<int64_t>(pool.num_threads(), 1);
   job.num_weights = static_cast<int64_t>(rest.size()) / 3;
   if (job.num_weights < 1 || job.num_weights > kMaxWeights) return ffi::Error::InvalidArgument("1 to 3 weights");
   for (int64_t w = 0; w < job.num_weights; ++w) {
@@ -111,8 +97,7 @@ ffi::Error Linear(ffi::ThreadPool pool, ffi::Buffer<ffi::BF16> x, ffi::Buffer<ff
   if (job.m <= 0) return ffi::Error::Success();
 
   const int64_t x_bytes = (kernel->x_bytes(job.m, job.k, job.int8) + 63) / 64 * 64;
-  char* scratch = Scratch(x_bytes + job.m * 4);
-  if (!scratch) return ffi::Error(ffi::ErrorCode::kResourceExhausted, "no memory for a linear layer's input");
+  char* scratch = Scratch<struct LinearInput>(x_bytes + job.m * 4);
   float* x_scale = reinterpret_cast<float*>(scratch + x_bytes);
   const auto* source = reinterpret_cast<const uint16_t*>(x.untyped_data());
   const auto* norm_weight = OrNull<uint16_t>(norm);

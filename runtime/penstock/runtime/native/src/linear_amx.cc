@@ -2,13 +2,17 @@
 #include <immintrin.h>
 
 #include "linear_common.h"
+#include "scratch.h"
 
 namespace penstock {
 namespace {
 
 constexpr int64_t kRows = 16;               // of an A tile
 constexpr int64_t kPrefetchBytes = 4096;    // ahead of a weight that streams from memory
-constexpr int64_t kUnitBytes = 128 * 1024;  // of weight per unit, where x is small
+constexpr int64_t kFewRowsUnitBytes = 128 * 1024;  // of weight: enough to be worth a claim
+constexpr int64_t kRowsBytes = 1280 * 1024;       // of x: what stays in the second cache beside some weights
+constexpr int64_t kChunkSteps = 8;               // of 64 bytes; two blocks' tiles of 8 steps take 16 KiB
+constexpr int64_t kUnchunkedPairs = 4;  // of row blocks: for so few the weights only pass through anyway
 
 struct alignas(64) TileConfig {
   uint8_t palette = 1, start_row = 0, reserved[14] = {};
@@ -80,95 +84,124 @@ void FewRows(const LinearJob& job, const Span& span) {
         int32_t* whole = reinterpret_cast<int32_t*>(sums[part]);
         const int32_t* more = reinterpret_cast<const int32_t*>(odd);
         for (int64_t i = 0; i < job.m * kBlockOut; ++i) whole[i] += more[i];
-        Dequantize(job, weight, b, 0, job.m, sums[part], kBlockOut, false);
+        Dequantize(job, weight, b, 0, job.m, sums[part], false);
       } else {
         for (int64_t i = 0; i < job.m * kBlockOut; ++i) sums[part][i] += odd[i];
       }
     }
     if (job.gate) {
-      FinishGate(job, b, 0, job.m, sums[0], sums[1], kBlockOut);
+      FinishGate(job, b, 0, job.m, sums[0], sums[1]);
     } else {
-      Finish(job, span.weight, b, 0, job.m, sums[0], kBlockOut);
+      Finish(job, span.weight, b, 0, job.m, sums[0], nullptr);
     }
   }
 }
 
-// Many rows: two row blocks by two out blocks in registers.
+// Many rows: a unit is two out blocks (or one of gate and one of up) by as many rows of x as stay in the second cache.
+// Inputs are taken in chunks whose weights stay in the first cache while x streams from the second; between chunks
+// the sums wait in memory. Meanwhile the weights of this thread's next unit come into the second cache.
 template <bool kInt8>
-void ManyRows(const LinearJob& job, const Span& span) {
-  const char* x = static_cast<const char*>(job.x);
+void ManyRows(const LinearJob& job, const Span& span, int64_t first_row, int64_t last_row) {
   const int64_t element = kInt8 ? 1 : 2, steps = job.k * element / 64;
-  const int64_t block_bytes = kRows * job.k * element;
+  const int64_t row_block_bytes = kRows * job.k * element;
+  const char* x = static_cast<const char*>(job.x) + first_row * job.k * element;
   const bool pair = job.gate || span.count == 2;
-  const int64_t weight0 = span.weight, block0 = span.block;
   const int64_t weight1 = job.gate ? 1 : span.weight, block1 = job.gate || !pair ? span.block : span.block + 1;
-  const char* tiles0 = job.weights[weight0].tiles + block0 * job.BlockBytes();
+  const char* tiles0 = job.weights[span.weight].tiles + span.block * job.BlockBytes();
   const char* tiles1 = job.weights[weight1].tiles + block1 * job.BlockBytes();
-  const int64_t row_blocks = (job.m + kRows - 1) / kRows;
-  alignas(64) float sums[2][2 * kRows * kBlockOut];
+  const int64_t row_pairs = (last_row - first_row + 2 * kRows - 1) / (2 * kRows);
+  const int64_t ahead = job.num_threads * (job.gate ? 1 : 2) * job.BlockBytes();
+  const int64_t lines = (job.BlockBytes() / 64 + row_pairs * steps - 1) / (row_pairs * steps);
+  int64_t fetched = 0;
+  char* sums = Scratch<struct LinearSums>(row_pairs * 4 * kTileBytes);
   int64_t configured = -1;
-  for (int64_t rb = 0; rb < row_blocks; rb += 2) {
-    const int64_t row = rb * kRows, left = job.m - row;
-    const int64_t rows0 = left < kRows ? left : kRows;
-    const int64_t rows1 = left <= kRows ? 0 : (left < 2 * kRows ? left - kRows : kRows);
-    if (configured != rows0 * 32 + rows1) Configure(rows0, rows1);
-    configured = rows0 * 32 + rows1;
-    const char* x0 = x + rb * block_bytes;
-    const char* x1 = rows1 ? x0 + block_bytes : x0;
-    const int64_t x0_step = rows0 * 64, x1_step = (rows1 ? rows1 : 1) * 64;
-    // While these rows are multiplied, a share of the next unit's weight comes into the second cache.
-    const int64_t ahead = 2 * job.BlockBytes() / ((row_blocks + 1) / 2) / steps;
-    const char* next = tiles0 + (job.gate ? 1 : 2) * job.BlockBytes() + rb / 2 * ahead * steps;
-    _tile_zero(0);
-    _tile_zero(1);
-    _tile_zero(2);
-    _tile_zero(3);
-    for (int64_t s = 0; s < steps; ++s) {
-      _tile_loadd(4, x0 + s * x0_step, 64);
-      _tile_loadd(6, tiles0 + s * kTileBytes, 64);
-      PENSTOCK_DP(kInt8, 0, 4, 6);
-      _tile_loadd(7, tiles1 + s * kTileBytes, 64);
-      PENSTOCK_DP(kInt8, 1, 4, 7);
-      _tile_loadd(5, x1 + s * x1_step, 64);
-      PENSTOCK_DP(kInt8, 2, 5, 6);
-      PENSTOCK_DP(kInt8, 3, 5, 7);
-      for (int64_t p = 0; p < ahead; p += 64) _mm_prefetch(next + s * ahead + p, _MM_HINT_T1);
-    }
-    _tile_stored(0, sums[0], 64);
-    _tile_stored(1, sums[1], 64);
-    if (rows1) {
-      _tile_stored(2, sums[0] + kRows * kBlockOut, 64);
-      _tile_stored(3, sums[1] + kRows * kBlockOut, 64);
-    }
-    const int64_t rows = rows0 + rows1;
-    if constexpr (kInt8) {
-      Dequantize(job, weight0, block0, row, rows, sums[0], kBlockOut, false);
-      if (pair) Dequantize(job, weight1, block1, row, rows, sums[1], kBlockOut, false);
-    }
-    if (job.gate) {
-      FinishGate(job, block0, row, rows, sums[0], sums[1], kBlockOut);
-    } else {
-      Finish(job, weight0, block0, row, rows, sums[0], kBlockOut);
-      if (pair) Finish(job, weight1, block1, row, rows, sums[1], kBlockOut);
+  const int64_t chunk = row_pairs <= kUnchunkedPairs ? steps : kChunkSteps;
+  for (int64_t begin = 0; begin < steps; begin += chunk) {
+    const int64_t end = begin + chunk < steps ? begin + chunk : steps;
+    for (int64_t p = 0; p < row_pairs; ++p) {
+      const int64_t row = first_row + p * 2 * kRows, left = last_row - row;
+      const int64_t rows0 = left < kRows ? left : kRows;
+      const int64_t rows1 = left <= kRows ? 0 : (left < 2 * kRows ? left - kRows : kRows), rows = rows0 + rows1;
+      if (configured != rows0 * 32 + rows1) Configure(rows0, rows1);
+      configured = rows0 * 32 + rows1;
+      const char* x0 = x + 2 * p * row_block_bytes;
+      const char* x1 = rows1 ? x0 + row_block_bytes : x0;
+      const int64_t x0_step = rows0 * 64, x1_step = (rows1 ? rows1 : 1) * 64;
+      char* at = sums + p * 4 * kTileBytes;
+      if (begin == 0) {
+        _tile_zero(0);
+        _tile_zero(1);
+        _tile_zero(2);
+        _tile_zero(3);
+      } else {
+        _tile_loadd(0, at, 64);
+        _tile_loadd(1, at + 2 * kTileBytes, 64);
+        _tile_loadd(2, at + kTileBytes, 64);
+        _tile_loadd(3, at + 3 * kTileBytes, 64);
+      }
+      for (int64_t s = begin; s < end; ++s) {
+        _tile_loadd(4, x0 + s * x0_step, 64);
+        _tile_loadd(6, tiles0 + s * kTileBytes, 64);
+        PENSTOCK_DP(kInt8, 0, 4, 6);
+        _tile_loadd(7, tiles1 + s * kTileBytes, 64);
+        PENSTOCK_DP(kInt8, 1, 4, 7);
+        _tile_loadd(5, x1 + s * x1_step, 64);
+        PENSTOCK_DP(kInt8, 2, 5, 6);
+        PENSTOCK_DP(kInt8, 3, 5, 7);
+        for (int64_t line = 0; line < lines; ++line, fetched += 64) {
+          _mm_prefetch(tiles0 + ahead + fetched, _MM_HINT_T1);
+          _mm_prefetch(tiles1 + ahead + fetched, _MM_HINT_T1);
+        }
+      }
+      _tile_stored(0, at, 64);
+      _tile_stored(1, at + 2 * kTileBytes, 64);
+      if (rows1) {
+        _tile_stored(2, at + kTileBytes, 64);
+        _tile_stored(3, at + 3 * kTileBytes, 64);
+      }
+      if (end < steps) continue;
+      float* sums0 = reinterpret_cast<float*>(at);
+      float* sums1 = reinterpret_cast<float*>(at + 2 * kTileBytes);
+      if constexpr (kInt8) {
+        Dequantize(job, span.weight, span.block, row, rows, sums0, false);
+        if (pair) Dequantize(job, weight1, block1, row, rows, sums1, false);
+      }
+      if (job.gate) {
+        FinishGate(job, span.block, row, rows, sums0, sums1);
+      } else {
+        Finish(job, span.weight, span.block, row, rows, sums0, pair ? sums1 : nullptr);
+      }
     }
   }
+}
+
+// Rows of x that are taken together.
+int64_t RowsAtOnce(const LinearJob& job) {
+  const int64_t rows = kRowsBytes / (job.k * (job.int8 ? 1 : 2)) / (2 * kRows) * (2 * kRows);
+  return rows < 2 * kRows ? 2 * kRows : rows;
 }
 
 int64_t PerUnit(const LinearJob& job) {
   if (job.m > kRows) return job.gate ? 1 : 2;
-  const int64_t blocks = kUnitBytes / (job.BlockBytes() * (job.gate ? 2 : 1));
+  const int64_t blocks = kFewRowsUnitBytes / (job.BlockBytes() * (job.gate ? 2 : 1));
   return blocks < 1 ? 1 : blocks;
 }
 
-int64_t NumUnits(const LinearJob& job) { return CountUnits(job, PerUnit(job)); }
+int64_t NumUnits(const LinearJob& job) {
+  const int64_t units = CountUnits(job, PerUnit(job));
+  return job.m <= kRows ? units : units * ((job.m + RowsAtOnce(job) - 1) / RowsAtOnce(job));
+}
 
 void RunUnit(const LinearJob& job, int64_t unit) {
-  const Span span = FindUnit(job, unit, PerUnit(job));
   if (job.m <= kRows) {
+    const Span span = FindUnit(job, unit, PerUnit(job));
     job.int8 ? FewRows<true>(job, span) : FewRows<false>(job, span);
-  } else {
-    job.int8 ? ManyRows<true>(job, span) : ManyRows<false>(job, span);
+    return;
   }
+  const int64_t units = CountUnits(job, PerUnit(job)), rows = RowsAtOnce(job);
+  const Span span = FindUnit(job, unit % units, PerUnit(job));
+  const int64_t first = unit / units * rows, last = first + rows < job.m ? first + rows : job.m;
+  job.int8 ? ManyRows<true>(job, span, first, last) : ManyRows<false>(job, span, first, last);
 }
 
 // Row blocks of 16, each as tiles [rows, 64 bytes] in the order they are multiplied.
@@ -181,18 +214,11 @@ void PutRows(const float* rows, int64_t block, int64_t m, int64_t k, bool int8, 
     for (int64_t r = 0; r < count; ++r) {
       alignas(64) int8_t line[64];
       const float* row = rows + r * k;
-      float peak = 0.0f;
-      for (int64_t i = 0; i < k; ++i) {
-        const float size = row[i] < 0 ? -row[i] : row[i];
-        peak = size > peak ? size : peak;
-      }
+      const float peak = RowPeak(row, k);
       x_scale[first + r] = peak / 127.0f;
       const float inverse = peak > 0 ? 127.0f / peak : 0.0f;
       for (int64_t s = 0; s < k / 64; ++s) {
-        for (int64_t i = 0; i < 64; ++i) {
-          const float scaled = row[s * 64 + i] * inverse;
-          line[i] = static_cast<int8_t>(static_cast<int32_t>(scaled + (scaled < 0 ? -0.5f : 0.5f)));
-        }
+        Quantize(row + s * 64, 64, inverse, line);
         memcpy(out + (s * count + r) * 64, line, 64);
       }
     }

@@ -2,45 +2,129 @@
 // namespace: were it shared, the linker would keep one copy, perhaps with instructions the machine lacks.
 #pragma once
 
+#include <immintrin.h>
+
 #include <cstring>
+#include <initializer_list>
 
 #include "linear.h"
 
 namespace penstock {
 namespace {
 
-inline float Widen(uint16_t bits) {
-  uint32_t wide = static_cast<uint32_t>(bits) << 16;
-  float value;
-  memcpy(&value, &wide, 4);
-  return value;
+// Sixteen float32 values, as one AVX-512 register or as an array that compilers vectorise.
+#if defined(__AVX512F__)
+
+struct Lanes {
+  __m512 v;
+};
+
+inline Lanes Load(const float* from) { return {_mm512_loadu_ps(from)}; }
+inline void Store(float* to, Lanes a) { _mm512_storeu_ps(to, a.v); }
+inline Lanes Fill(float value) { return {_mm512_set1_ps(value)}; }
+inline Lanes Add(Lanes a, Lanes b) { return {_mm512_add_ps(a.v, b.v)}; }
+inline Lanes Mul(Lanes a, Lanes b) { return {_mm512_mul_ps(a.v, b.v)}; }
+inline Lanes Div(Lanes a, Lanes b) { return {_mm512_div_ps(a.v, b.v)}; }
+
+inline Lanes LoadBf16(const uint16_t* from) {
+  const __m512i wide = _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)));
+  return {_mm512_castsi512_ps(_mm512_slli_epi32(wide, 16))};
 }
 
 // To nearest, ties to even; NaN stays NaN.
-inline uint16_t Narrow(float value) {
-  uint32_t bits;
-  memcpy(&bits, &value, 4);
-  const uint32_t rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
-  return value == value ? static_cast<uint16_t>(rounded) : static_cast<uint16_t>((bits >> 16) | 0x40);
+inline void StoreBf16(uint16_t* to, Lanes a) {
+#if defined(__AVX512BF16__)
+  const __m256bh narrow = _mm512_cvtneps_pbh(a.v);
+  memcpy(to, &narrow, 32);
+#else
+  const __m512i bits = _mm512_castps_si512(a.v);
+  const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
+  const __m512i rounded = _mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff)));
+  const __mmask16 nan = _mm512_cmp_ps_mask(a.v, a.v, _CMP_UNORD_Q);
+  const __m512i value = _mm512_mask_or_epi32(rounded, nan, bits, _mm512_set1_epi32(0x400000));
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), _mm512_cvtepi32_epi16(_mm512_srli_epi32(value, 16)));
+#endif
 }
 
-// e^x to about 2 ulp (Cephes' polynomial); written so that compilers vectorise loops over it.
-inline float Exp(float x) {
-  x = x < -87.0f ? -87.0f : (x > 88.0f ? 88.0f : x);
-  const float n = (x * 1.44269504088896341f + 12582912.0f) - 12582912.0f;  // rounded to an integer
-  const float r = (x - n * 0.693359375f) + n * 2.12194440e-4f;
-  float p = 1.9875691500e-4f;
-  p = p * r + 1.3981999507e-3f;
-  p = p * r + 8.3334519073e-3f;
-  p = p * r + 4.1665795894e-2f;
-  p = p * r + 1.6666665459e-1f;
-  p = p * r + 5.0000001201e-1f;
-  const float value = p * r * r + r + 1.0f;
-  const int32_t exponent = (static_cast<int32_t>(n) + 127) << 23;
-  float scale;
-  memcpy(&scale, &exponent, 4);
-  return value * scale;
+// e^x to about 2 ulp (Cephes' polynomial).
+inline Lanes Exp(Lanes x) {
+  const __m512 clipped = _mm512_max_ps(_mm512_min_ps(x.v, _mm512_set1_ps(88.0f)), _mm512_set1_ps(-87.0f));
+  const __m512 n = _mm512_roundscale_ps(_mm512_mul_ps(clipped, _mm512_set1_ps(1.44269504088896341f)), 0);
+  __m512 r = _mm512_fnmadd_ps(n, _mm512_set1_ps(0.693359375f), clipped);
+  r = _mm512_fmadd_ps(n, _mm512_set1_ps(2.12194440e-4f), r);
+  __m512 p = _mm512_set1_ps(1.9875691500e-4f);
+  for (float c : {1.3981999507e-3f, 8.3334519073e-3f, 4.1665795894e-2f, 1.6666665459e-1f, 5.0000001201e-1f}) {
+    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(c));
+  }
+  p = _mm512_add_ps(_mm512_fmadd_ps(p, _mm512_mul_ps(r, r), r), _mm512_set1_ps(1.0f));
+  return {_mm512_scalef_ps(p, n)};
 }
+
+#else
+
+struct Lanes {
+  float v[16];
+};
+
+template <typename Function>
+inline Lanes Each(Function function) {
+  Lanes out;
+  for (int i = 0; i < 16; ++i) out.v[i] = function(i);
+  return out;
+}
+
+inline Lanes Load(const float* from) {
+  return Each([&](int i) { return from[i]; });
+}
+inline void Store(float* to, const Lanes& a) { memcpy(to, a.v, sizeof a.v); }
+inline Lanes Fill(float value) {
+  return Each([&](int) { return value; });
+}
+inline Lanes Add(const Lanes& a, const Lanes& b) {
+  return Each([&](int i) { return a.v[i] + b.v[i]; });
+}
+inline Lanes Mul(const Lanes& a, const Lanes& b) {
+  return Each([&](int i) { return a.v[i] * b.v[i]; });
+}
+inline Lanes Div(const Lanes& a, const Lanes& b) {
+  return Each([&](int i) { return a.v[i] / b.v[i]; });
+}
+
+inline Lanes LoadBf16(const uint16_t* from) {
+  return Each([&](int i) {
+    const uint32_t wide = static_cast<uint32_t>(from[i]) << 16;
+    float value;
+    memcpy(&value, &wide, 4);
+    return value;
+  });
+}
+
+inline void StoreBf16(uint16_t* to, const Lanes& a) {
+  for (int i = 0; i < 16; ++i) {
+    uint32_t bits;
+    memcpy(&bits, &a.v[i], 4);
+    const uint32_t rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+    to[i] = static_cast<uint16_t>(a.v[i] == a.v[i] ? rounded : (bits >> 16) | 0x40);
+  }
+}
+
+inline Lanes Exp(const Lanes& a) {
+  return Each([&](int i) {
+    const float x = a.v[i] < -87.0f ? -87.0f : (a.v[i] > 88.0f ? 88.0f : a.v[i]);
+    const float n = (x * 1.44269504088896341f + 12582912.0f) - 12582912.0f;  // rounded to an integer
+    const float r = (x - n * 0.693359375f) + n * 2.12194440e-4f;
+    float p = 1.9875691500e-4f;
+    for (float c : {1.3981999507e-3f, 8.3334519073e-3f, 4.1665795894e-2f, 1.6666665459e-1f, 5.0000001201e-1f}) {
+      p = p * r + c;
+    }
+    const int32_t exponent = (static_cast<int32_t>(n) + 127) << 23;
+    float scale;
+    memcpy(&scale, &exponent, 4);
+    return (p * r * r + r + 1.0f) * scale;
+  });
+}
+
+#endif
 
 // Where a unit's blocks are.
 struct Span {
@@ -71,79 +155,78 @@ inline int64_t ColumnOf(const LinearJob& job, int64_t weight, int64_t block) {
   return before * kBlockOut;
 }
 
-// sums [rows, stride]: 16 products of each row, to y's rows from `row` and columns of (weight, block).
-inline void Finish(const LinearJob& job, int64_t weight, int64_t block, int64_t row, int64_t rows,
-                   const float* sums, int64_t stride) {
+inline Lanes BiasOf(const PackedWeight& weight, int64_t block) {
+  return weight.bias ? LoadBf16(weight.bias + block * kBlockOut) : Fill(0.0f);
+}
+
+// sums [rows, 16]: the products of rows from `row` with `block`, and more of its neighbour `block + 1` unless null, to y.
+inline void Finish(const LinearJob& job, int64_t weight, int64_t block, int64_t row, int64_t rows, const float* sums,
+                   const float* more) {
   const int64_t column = ColumnOf(job, weight, block);
-  float bias[kBlockOut] = {};
-  if (const uint16_t* source = job.weights[weight].bias) {
-    for (int64_t i = 0; i < kBlockOut; ++i) bias[i] = Widen(source[block * kBlockOut + i]);
-  }
+  const Lanes bias[2] = {BiasOf(job.weights[weight], block), BiasOf(job.weights[weight], more ? block + 1 : block)};
   for (int64_t r = 0; r < rows; ++r) {
-    const int64_t at = (row + r) * job.ldy + column;
-    float value[kBlockOut];
-    for (int64_t i = 0; i < kBlockOut; ++i) value[i] = sums[r * stride + i] + bias[i];
-    if (job.residual) {
-      for (int64_t i = 0; i < kBlockOut; ++i) value[i] += Widen(job.residual[at + i]);
-    }
-    if (job.y_f32) {
-      memcpy(job.y_f32 + at, value, sizeof value);
-    } else {
-      for (int64_t i = 0; i < kBlockOut; ++i) job.y_bf16[at + i] = Narrow(value[i]);
+    // Both halves of a cache line of y one after the other.
+    for (int64_t half = 0; half < (more ? 2 : 1); ++half) {
+      const int64_t at = (row + r) * job.ldy + column + half * kBlockOut;
+      Lanes value = Add(Load((half ? more : sums) + r * kBlockOut), bias[half]);
+      if (job.residual) value = Add(value, LoadBf16(job.residual + at));
+      if (job.y_f32) {
+        Store(job.y_f32 + at, value);
+      } else {
+        StoreBf16(job.y_bf16 + at, value);
+      }
     }
   }
 }
 
-// The same for y = silu(gate) * up, with the biases of both.
+// The same for y = silu(gate) * up, of one block.
 inline void FinishGate(const LinearJob& job, int64_t block, int64_t row, int64_t rows, const float* gates,
-                       const float* ups, int64_t stride) {
-  float bias[2][kBlockOut] = {};
-  for (int w = 0; w < 2; ++w) {
-    if (const uint16_t* source = job.weights[w].bias) {
-      for (int64_t i = 0; i < kBlockOut; ++i) bias[w][i] = Widen(source[block * kBlockOut + i]);
-    }
-  }
-  for (int64_t r = 0; r < rows; ++r) {
-    float value[kBlockOut];
-    for (int64_t i = 0; i < kBlockOut; ++i) {
-      const float gate = gates[r * stride + i] + bias[0][i], up = ups[r * stride + i] + bias[1][i];
-      value[i] = gate / (1.0f + Exp(-gate)) * up;
-    }
-    uint16_t* out = job.y_bf16 + (row + r) * job.ldy + block * kBlockOut;
-    for (int64_t i = 0; i < kBlockOut; ++i) out[i] = Narrow(value[i]);
+                       const float* ups) {
+  const Lanes gate_bias = BiasOf(job.weights[0], block), up_bias = BiasOf(job.weights[1], block);
+  uint16_t* out = job.y_bf16 + row * job.ldy + block * kBlockOut;
+  for (int64_t r = 0; r < rows; ++r, out += job.ldy) {
+    const Lanes gate = Add(Load(gates + r * kBlockOut), gate_bias), up = Add(Load(ups + r * kBlockOut), up_bias);
+    const Lanes below = Add(Fill(1.0f), Exp(Mul(gate, Fill(-1.0f))));
+    StoreBf16(out, Mul(Div(gate, below), up));
   }
 }
 
-// int32 sums of an int8 product to float32, in place of the same bytes.
+// int32 sums of an int8 product to float32, in place.
 inline void Dequantize(const LinearJob& job, int64_t weight, int64_t block, int64_t row, int64_t rows, float* sums,
-                       int64_t stride, bool offset) {
+                       bool offset) {
   const PackedWeight& w = job.weights[weight];
-  const float* scale = w.scale + block * kBlockOut;
-  const float* correction = scale + w.num_blocks * kBlockOut;
+  const Lanes scale = Load(w.scale + block * kBlockOut);
+  const Lanes correction = offset ? Load(w.scale + (w.num_blocks + block) * kBlockOut) : Fill(0.0f);
   for (int64_t r = 0; r < rows; ++r) {
     int32_t whole[kBlockOut];
-    memcpy(whole, sums + r * stride, sizeof whole);
-    const float x_scale = job.x_scale[row + r];
-    for (int64_t i = 0; i < kBlockOut; ++i) {
-      const float value = static_cast<float>(whole[i]) - (offset ? correction[i] : 0.0f);
-      sums[r * stride + i] = value * (x_scale * scale[i]);
-    }
+    float value[kBlockOut];
+    memcpy(whole, sums + r * kBlockOut, sizeof whole);
+    for (int64_t i = 0; i < kBlockOut; ++i) value[i] = static_cast<float>(whole[i]);
+    const Lanes exact = Add(Load(value), Mul(correction, Fill(-1.0f)));
+    Store(sums + r * kBlockOut, Mul(exact, Mul(Fill(job.x_scale[row + r]), scale)));
   }
 }
 
-// Symmetric int8 of one row of float32; returns its scale.
-inline float Quantize(const float* row, int64_t k, int8_t* out) {
-  float peak = 0.0f;
-  for (int64_t i = 0; i < k; ++i) {
-    const float size = row[i] < 0 ? -row[i] : row[i];
-    peak = size > peak ? size : peak;
+// The largest size in a row of float32, k a multiple of 16: 127 stands for it in symmetric int8.
+inline float RowPeak(const float* row, int64_t k) {
+  float parts[16] = {};
+  for (int64_t i = 0; i < k; i += 16) {
+    for (int64_t j = 0; j < 16; ++j) {
+      const float size = row[i + j] < 0 ? -row[i + j] : row[i + j];
+      parts[j] = size > parts[j] ? size : parts[j];
+    }
   }
-  const float scale = peak / 127.0f, inverse = peak > 0 ? 127.0f / peak : 0.0f;
-  for (int64_t i = 0; i < k; ++i) {
-    const float scaled = row[i] * inverse;
+  float peak = 0.0f;
+  for (float part : parts) peak = part > peak ? part : peak;
+  return peak;
+}
+
+// `inverse` is 127 / RowPeak, or 0.
+inline void Quantize(const float* from, int64_t count, float inverse, int8_t* out) {
+  for (int64_t i = 0; i < count; ++i) {
+    const float scaled = from[i] * inverse;
     out[i] = static_cast<int8_t>(static_cast<int32_t>(scaled + (scaled < 0 ? -0.5f : 0.5f)));
   }
-  return scale;
 }
 
 }  // namespace

@@ -74,7 +74,7 @@ struct VectorLinear {
     const char* x = static_cast<const char*>(job.x) + row * row_bytes;
     if (job.int8) {
       Rows<true>(rows, tiles, x, row_bytes, job.k, sums);
-      Dequantize(job, weight, block, row, rows, sums, kBlockOut, V::kOffset);
+      Dequantize(job, weight, block, row, rows, sums, V::kOffset);
     } else {
       Rows<false>(rows, tiles, x, row_bytes, job.k, sums);
     }
@@ -96,9 +96,9 @@ struct VectorLinear {
         Multiply(job, span.weight, b, row, rows, sums[0]);
         if (job.gate) {
           Multiply(job, 1, b, row, rows, sums[1]);
-          FinishGate(job, b, row, rows, sums[0], sums[1], kBlockOut);
+          FinishGate(job, b, row, rows, sums[0], sums[1]);
         } else {
-          Finish(job, span.weight, b, row, rows, sums[0], kBlockOut);
+          Finish(job, span.weight, b, row, rows, sums[0], nullptr);
         }
       }
     }
@@ -111,15 +111,21 @@ struct VectorLinear {
     char* out = static_cast<char*>(x) + first * RowBytes(k, int8);
     for (int64_t r = 0; r < count; ++r, rows += k, out += RowBytes(k, int8)) {
       if (int8) {
-        x_scale[first + r] = Quantize(rows, k, reinterpret_cast<int8_t*>(out));
+        const float peak = RowPeak(rows, k);
+        x_scale[first + r] = peak / 127.0f;
+        Quantize(rows, k, peak > 0 ? 127.0f / peak : 0.0f, reinterpret_cast<int8_t*>(out));
         if constexpr (V::kOffset) {
           for (int64_t i = 0; i < k; ++i) out[i] = static_cast<char>(out[i] ^ 0x80);  // + 128, as unsigned
         }
       } else if constexpr (V::kXBytes == 2) {
-        for (int64_t i = 0; i < k; ++i) reinterpret_cast<uint16_t*>(out)[i] = Narrow(rows[i]);
+        for (int64_t i = 0; i < k; i += 16) StoreBf16(reinterpret_cast<uint16_t*>(out) + i, Load(rows + i));
       } else {
         // Rounded to bf16 all the same: every machine computes the same model.
-        for (int64_t i = 0; i < k; ++i) reinterpret_cast<float*>(out)[i] = Widen(Narrow(rows[i]));
+        for (int64_t i = 0; i < k; i += 16) {
+          uint16_t rounded[16];
+          StoreBf16(rounded, Load(rows + i));
+          Store(reinterpret_cast<float*>(out) + i, LoadBf16(rounded));
+        }
       }
     }
   }
