@@ -41,6 +41,7 @@ class AttentionMeta(NamedTuple):
     block_tokens: Array  # int32[B, Q] index into the T tokens; any valid index where padded
     block_positions: Array  # int32[B, Q] position of that query; -1 where padded
     token_lanes: Array  # int32[T] where the token stands in the flattened [B * Q] blocks
+    num_tokens: Array  # int32[] those that are not padding; they come first
 
 
 def kv_layer_shape(num_pages: int, page_size: int, num_kv_heads: int, head_dim: int) -> tuple[int, ...]:
@@ -111,6 +112,7 @@ def make_meta(
         block_tokens,
         block_positions,
         token_lanes,
+        ends[-1],
     )
     return meta, token_rows
 

@@ -24,7 +24,8 @@ from penstock.runtime.checkpoint_safetensors import TensorEntry, find_tensors
 from penstock.runtime.errors import CheckpointError, ConfigError
 from penstock.runtime.models.config import ModelConfig
 from penstock.runtime.models.fields import Fields
-from penstock.runtime.models.params import ModelState, ParamSpec, leaves_to_state, model_dtype, param_specs
+from penstock.runtime.models.linear import PLAIN, LinearFormat
+from penstock.runtime.models.params import ModelState, ParamSpec, param_specs, state_of
 from penstock.runtime.models.registry import ParamPath
 
 _log = logging.getLogger(__name__)
@@ -83,12 +84,13 @@ def load_weights(
     config: ModelConfig,
     dtype: npt.DTypeLike | None = None,
     *,
+    linear: LinearFormat = PLAIN,
     placement: Placement = None,
     progress: Progress = True,
 ) -> ModelState:
     """Load a checkpoint's weights onto the device.
 
-    dtype: of the parameters; None or "auto" for the checkpoint's own.
+    dtype: of the parameters; None or "auto" for the checkpoint's own. linear: how products' weights are kept.
     placement: a device, a sharding, or a function from parameter to sharding; None for JAX's default device.
     progress: a bar on stderr if that is a terminal, False for none, or a callback (bytes done, bytes in all).
     Raises CheckpointError listing every missing, extra and wrongly shaped tensor before anything is placed,
@@ -96,13 +98,13 @@ def load_weights(
     are found later, with the tensor that holds them (CheckpointError too).
     """
     found = find_tensors(directory)
-    specs = param_specs(config, model_dtype(config, dtype))
+    specs = param_specs(config, dtype, linear)
     _check(
         config, specs, found, lambda name: found[name].map(), partial=False, where=f"checkpoint {directory}"
     )
     total = sum(spec.num_bytes for spec in specs)
     _log.info("loading %d tensors (%.2f GB) from %s", len(specs), total / 1e9, directory)
-    leaves: list[jax.Array] = []
+    leaves: dict[ParamPath, jax.Array] = {}
     with tqdm(
         total=total,
         desc="weights",
@@ -113,21 +115,22 @@ def load_weights(
     ) as bar:
         done = 0
         for spec in specs:
-            leaves.append(_place(found[spec.hf_name], spec, placement))
+            leaves.update(_place(found[spec.hf_name], spec, placement))
             done += spec.num_bytes
             bar.update(spec.num_bytes)
             if callable(progress):
                 progress(done, total)
-    return leaves_to_state(config, leaves)
+    return state_of(config, leaves, dtype, linear)
 
 
-def _place(entry: TensorEntry, spec: ParamSpec, placement: Placement) -> jax.Array:
+def _place(entry: TensorEntry, spec: ParamSpec, placement: Placement) -> dict[ParamPath, jax.Array]:
     value, problem = _convert(spec, entry.map())
     if problem:
         raise CheckpointError(mismatched=[problem], where=f"{entry.file}")
     target = placement(spec) if callable(placement) else placement
-    placed: jax.Array = jax.device_put(value, target)
-    return placed.block_until_ready()
+    placed = {path: jax.device_put(leaf, target) for path, leaf in spec.stored(value).items()}
+    jax.block_until_ready(list(placed.values()))
+    return placed
 
 
 def convert_named(
@@ -136,19 +139,22 @@ def convert_named(
     *,
     partial: bool,
     dtype: npt.DTypeLike | None = None,
+    linear: LinearFormat = PLAIN,
 ) -> dict[ParamPath, npt.NDArray[np.generic]]:
-    """Tensors by checkpoint name -> new host arrays by state path, in the model's dtype; nothing is placed.
+    """Tensors by checkpoint name -> new host arrays by state path, as the model keeps them; nothing is
+    placed.
 
     partial: whether a subset of the parameters is enough. The input is never aliased.
     Raises CheckpointError listing every missing (unless partial), extra, misshapen or overflowing tensor.
     """
-    specs = param_specs(config, model_dtype(config, dtype))
+    specs = param_specs(config, dtype, linear)
     _check(config, specs, tensors, tensors.__getitem__, partial=partial, where="the update")
     converted: dict[ParamPath, npt.NDArray[np.generic]] = {}
     problems: list[str] = []
     for spec in specs:
         if spec.hf_name in tensors:
-            converted[spec.path], problem = _convert(spec, tensors[spec.hf_name])
+            value, problem = _convert(spec, tensors[spec.hf_name])
+            converted |= spec.stored(value)
             problems += [problem] if problem else []
     if problems:
         raise CheckpointError(mismatched=problems, where="the update")

@@ -11,6 +11,7 @@ from pathlib import Path
 from penstock.runtime.errors import ConfigError
 
 DTYPES = ("auto", "bfloat16", "float16", "float32")
+QUANTIZATIONS = ("none", "int8")
 
 
 def default_compilation_cache() -> Path:
@@ -26,6 +27,10 @@ class EngineConfig:
     """Name in replies and the one `model` field that is accepted; None: the last part of the model's path."""
     dtype: str = "auto"
     """Weights and activations; auto is the checkpoint's own."""
+    quantization: str = "none"
+    """int8: weights of linear layers in int8 with one scale an output, activations quantized on the way."""
+    native: bool = True
+    """Use the native CPU kernels where the machine can; off: XLA only."""
     max_model_len: int | None = None
     """Prompt plus generated tokens of one request; None: the model's own, at most what the KV cache holds."""
     max_num_seqs: int = 16
@@ -53,6 +58,8 @@ class EngineConfig:
         bad: list[str] = []
         if self.dtype not in DTYPES:
             bad.append(f"dtype: must be one of {', '.join(DTYPES)}, not {self.dtype!r}")
+        if self.quantization not in QUANTIZATIONS:
+            bad.append(f"quantization: must be one of {', '.join(QUANTIZATIONS)}, not {self.quantization!r}")
         if self.max_model_len is not None and self.max_model_len < 2:
             bad.append(f"max_model_len: must be at least 2, not {self.max_model_len}")
         if not 1 <= self.max_num_seqs <= 4096:

@@ -7,9 +7,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
@@ -20,8 +21,11 @@ from penstock.runtime.config import EngineConfig
 from penstock.runtime.defaults import GenerationDefaults, read_generation_defaults
 from penstock.runtime.errors import UnsupportedFeature
 from penstock.runtime.hub import resolve_model
-from penstock.runtime.models.config import KVSpec, ModelConfig
+from penstock.runtime.models.config import KVSpec
+from penstock.runtime.models.linear import LinearFormat
 from penstock.runtime.models.params import ParamSpec, abstract_model, model_dtype, param_specs
+from penstock.runtime.models.registry import ParamPath
+from penstock.runtime.native import library
 from penstock.runtime.text import TextCodec
 
 Tensors = Mapping[str, NDArray[Any]]
@@ -66,16 +70,18 @@ def load_model(model: str, config: EngineConfig, mesh: Mesh) -> ServedModel:
     directory = resolve_model(model)
     model_config = load_config(directory)
     dtype = model_dtype(model_config, config.dtype)
+    linear = _linear_format(config, dtype, mesh)
     text = TextCodec.find(directory)
     defaults = read_generation_defaults(directory)
     weights = load_weights(
         directory,
         model_config,
         dtype,
+        linear=linear,
         placement=NamedSharding(mesh, PartitionSpec()),
         progress=config.show_progress,
     )
-    graphdef, _ = abstract_model(model_config, dtype)
+    graphdef, _ = abstract_model(model_config, dtype, linear)
     return ServedModel(
         name=config.served_model_name or (model if not Path(model).exists() else directory.resolve().name),
         architecture=model_config.architecture,
@@ -88,18 +94,27 @@ def load_model(model: str, config: EngineConfig, mesh: Mesh) -> ServedModel:
         eos_token_ids=model_config.eos_token_ids,
         defaults=defaults,
         text=text,
-        tensors=param_specs(model_config, dtype),
-        replace=lambda current, tensors, partial: _replace(model_config, dtype, current, tensors, partial),
+        tensors=param_specs(model_config, dtype, linear),
+        replace=lambda current, tensors, partial: _replace(
+            current, convert_named(model_config, tensors, partial=partial, dtype=dtype, linear=linear)
+        ),
     )
 
 
-def _replace(config: ModelConfig, dtype: np.dtype[Any], current: Any, tensors: Tensors, partial: bool) -> Any:
-    new = convert_named(config, tensors, partial=partial, dtype=dtype)
-    leaves, tree = jax.tree.flatten(current)
-    specs = param_specs(config, dtype)
+def _linear_format(config: EngineConfig, dtype: np.dtype[Any], mesh: Mesh) -> LinearFormat:
+    """Packed where the native kernels can be used: on CPU, for bfloat16."""
+    on_cpu = next(iter(mesh.devices.flat)).platform == "cpu"
+    packed = config.native and on_cpu and dtype == jnp.bfloat16 and library.available()
+    return LinearFormat(packed=packed, int8=config.quantization == "int8")
+
+
+def _replace(current: Any, new: Mapping[ParamPath, NDArray[Any]]) -> Any:
+    """`current` with some leaves replaced, each placed where the old one is."""
+    flat, tree = jax.tree.flatten(current)
+    paths = [cast(ParamPath, path) for path, _ in nnx.to_flat_state(current)]
     merged = [
-        jax.device_put(new[spec.path], leaf.sharding) if spec.path in new else leaf
-        for spec, leaf in zip(specs, leaves, strict=True)
+        jax.device_put(new[path], leaf.sharding) if path in new else leaf
+        for path, leaf in zip(paths, flat, strict=True)
     ]
     jax.block_until_ready(merged)
     return jax.tree.unflatten(tree, merged)

@@ -41,8 +41,8 @@ class StepModel(Protocol):
         """int32[T] tokens and positions -> hidden [T, E] and the updated cache."""
         ...
 
-    def logits(self, hidden: Array) -> Array:
-        """[R, E] -> float32[R, V]."""
+    def logits(self, hidden: Array, num_rows: Array) -> Array:
+        """[R, E] -> float32[R, V]; rows from num_rows, int32[], on are padding and may hold anything."""
         ...
 
 
@@ -72,7 +72,7 @@ def make_step(
         tokens = jnp.where(batch.tokens == FEEDBACK, fed_back, batch.tokens)
         hidden, kv = model(tokens, meta.positions, kv, meta)
         last = jnp.maximum(jnp.cumsum(batch.q_lens) - 1, 0)
-        raw = model.logits(hidden[last])
+        raw = model.logits(hidden[last], jnp.sum((batch.q_lens > 0).astype(jnp.int32)))
         row = jnp.arange(layout.key.rows, dtype=jnp.int32)[:, None]
         allowed = raw.at[row, batch.bans].set(-jnp.inf, mode="drop")
         sampled = sample(allowed, batch.sampling, batch.any_sampling)

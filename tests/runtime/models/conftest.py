@@ -1,12 +1,14 @@
 """Golden checkpoints, and a test double of paged attention: no pages, no engine.
 
 The double keeps one sequence in one contiguous cache per layer, float32 [slots, 2, kv heads, head_dim].
-Its `meta` is the positions int32 [T]. The last slot is scratch for padding tokens; no real token goes there.
+Its `meta` holds the positions int32 [T]. The last slot is scratch for padding tokens; no real token goes
+there.
 """
 
 import json
 import shutil
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,17 +18,25 @@ from safetensors.numpy import load_file, save_file
 
 from penstock.runtime.models import params
 from penstock.runtime.models.config import ModelConfig
+from penstock.runtime.models.linear import PLAIN, LinearFormat
 
 SLOTS = 128
 CHUNK = 8
 GOLDEN = Path(__file__).parents[2] / "golden"
 
 
+class Meta(NamedTuple):
+    """What the model and the double read of `AttentionMeta`."""
+
+    positions: jax.Array
+    num_tokens: jax.Array
+
+
 def contiguous_attention(q, k_new, v_new, kv, meta, *, scale, sliding_window):
     groups = q.shape[1] // k_new.shape[1]
-    kv = kv.at[meta].set(jnp.stack([k_new, v_new], axis=1).astype(jnp.float32))
+    kv = kv.at[meta.positions].set(jnp.stack([k_new, v_new], axis=1).astype(jnp.float32))
     keys, values = (jnp.repeat(kv[:, i], groups, axis=1) for i in (0, 1))
-    distance = meta[:, None] - jnp.arange(SLOTS, dtype=jnp.int32)[None, :]
+    distance = meta.positions[:, None] - jnp.arange(SLOTS, dtype=jnp.int32)[None, :]
     visible = distance >= 0
     if sliding_window is not None:
         visible &= distance < sliding_window
@@ -38,15 +48,22 @@ def contiguous_attention(q, k_new, v_new, kv, meta, *, scale, sliding_window):
 class Sequence:
     """Feeds one sequence through a model in chunks of at most CHUNK tokens, one compiled program."""
 
-    def __init__(self, config: ModelConfig, state: params.ModelState) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        state: params.ModelState,
+        dtype: str | None = None,
+        linear: LinearFormat = PLAIN,
+    ) -> None:
         self.leaves = params.state_to_leaves(state)
         shape = (SLOTS, 2, config.num_kv_heads, config.head_dim)
         self._empty = tuple(jnp.zeros(shape, jnp.float32) for _ in range(config.num_layers))
 
         def step(leaves, token_ids, positions, kv):
-            model = params.bind(config, leaves)
-            hidden, kv = model(token_ids, positions, kv, positions, attention=contiguous_attention)
-            return model.logits(hidden), kv
+            model = params.bind(config, leaves, dtype, linear)
+            meta: Any = Meta(positions, jnp.int32(CHUNK))
+            hidden, kv = model(token_ids, positions, kv, meta, attention=contiguous_attention)
+            return model.logits(hidden, meta.num_tokens), kv
 
         self._step = jax.jit(step)
         self.reset()

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -13,7 +14,9 @@ from flax import nnx
 from penstock.runtime.checkpoint import load_config, load_weights
 from penstock.runtime.models import params
 from penstock.runtime.models.config import ModelConfig
+from penstock.runtime.models.linear import LinearFormat
 from penstock.runtime.models.rope import RopeConfig
+from penstock.runtime.native import library
 
 TINY = ModelConfig(
     architecture="Qwen2ForCausalLM",
@@ -38,7 +41,7 @@ TINY = ModelConfig(
     eos_token_ids=(2,),
 )
 PROMPT = list(range(3, 43))
-META: Any = "meta"  # the decoder only hands it on
+META: Any = SimpleNamespace(num_tokens=np.int32(3))  # the decoder reads num_tokens and hands it on
 
 
 def no_attention(q, k_new, v_new, kv, meta, *, scale, sliding_window):
@@ -67,7 +70,7 @@ def test_specs_leaves_and_state_share_one_order():
     leaves = params.state_to_leaves(state)
     assert [leaf.shape for leaf in leaves] == [spec.shape for spec in specs]
     assert all(a is b for a, b in zip(leaves, jax.tree.leaves(state), strict=True))
-    again = params.leaves_to_state(TINY, leaves)
+    again = params.state_of(TINY, dict(zip([spec.path for spec in specs], leaves, strict=True)))
     assert all(a is b for a, b in zip(params.state_to_leaves(again), leaves, strict=True))
     same: Any = jax.tree.structure(params.abstract_model(TINY)[1])
     assert jax.tree.structure(again) == same
@@ -103,7 +106,7 @@ def test_every_product_accumulates_in_float32_from_the_checkpoints_layout(dtype,
     def run(leaves):
         model = params.bind(TINY, leaves)
         hidden, _ = model(tokens, tokens, (jnp.zeros(1),) * 2, META, attention=no_attention)
-        return hidden, model.logits(hidden)
+        return hidden, model.logits(hidden, jnp.int32(hidden.shape[0]))
 
     closed = jax.make_jaxpr(run)(leaves)
     hidden, logits = closed.out_avals
@@ -129,7 +132,7 @@ def test_attention_gets_each_layers_window_and_scale():
     tokens = jnp.zeros(3, jnp.int32)
     _, kv = model(tokens, tokens, (jnp.zeros(1), jnp.ones(1)), META, attention=attention)
     shapes = ((3, 4, 8), (3, 2, 8), (3, 2, 8), jnp.bfloat16, 8**-0.5)
-    assert seen == [(*shapes, None, "meta"), (*shapes, 8, "meta")]
+    assert seen == [(*shapes, None, META), (*shapes, 8, META)]
     assert [float(cache[0]) for cache in kv] == [1.0, 2.0]
 
 
@@ -176,18 +179,57 @@ def test_the_golden_pins_the_window_to_the_token(golden_root, make_sequence, win
     assert np.abs(logits / np.array(values) - 1).max() > 1e-2
 
 
-@pytest.mark.parametrize("name", ["qwen3", "llama_linear_rope"])
-def test_bfloat16_stays_close(golden_root, make_sequence, name):
+FORMATS = {
+    "plain": LinearFormat(),
+    "packed": LinearFormat(packed=True),
+    "int8": LinearFormat(int8=True),
+    "packed_int8": LinearFormat(packed=True, int8=True),
+}
+
+
+@pytest.mark.parametrize("linear", FORMATS)
+@pytest.mark.parametrize("name", ["qwen3", "llama_linear_rope", "qwen2"])
+def test_bfloat16_and_int8_stay_close_to_pytorch(golden_root, make_sequence, name, linear):
+    chosen = FORMATS[linear]
+    if chosen.packed and not library.available():
+        pytest.skip("no native library on this machine")
     directory = golden_root / name
     config = load_config(directory)
     case = json.loads((directory / "expected.json").read_text())["cases"][1]
-    sequence = make_sequence(config, load_weights(directory, config, "bfloat16", progress=False))
+    state = load_weights(directory, config, "bfloat16", linear=chosen, progress=False)
+    dtypes = {leaf.dtype for leaf in jax.tree.leaves(state)}
+    assert (jnp.dtype(jnp.int8) in dtypes) == chosen.int8
+    if name == "qwen3":  # the others have no layer that can be cut into tiles
+        assert any(leaf.ndim == 5 for leaf in jax.tree.leaves(state)) == chosen.packed
+    sequence = make_sequence(config, state, "bfloat16", chosen)
     logits = sequence.feed(case["prompt"])
     assert logits.dtype == np.float32
     ids, values = zip(*case["last_logits_top"], strict=True)
     spread = logits.max() - logits.min()
-    assert np.abs(logits[list(ids)] - values).max() < 0.05 * spread
+    assert np.abs(logits[list(ids)] - values).max() < (0.1 if chosen.int8 else 0.05) * spread
     assert int(logits.argmax()) in ids[:2]
+
+
+@pytest.mark.parametrize("linear", ["packed", "int8", "packed_int8"])
+@pytest.mark.parametrize("tied", [True, False])
+def test_formats_agree_with_float32_where_every_layer_can_be_packed(make_sequence, linear, tied):
+    """The float32 path is the one that the goldens pin to PyTorch."""
+    chosen = FORMATS[linear]
+    if chosen.packed and not library.available():
+        pytest.skip("no native library on this machine")
+    config = dataclasses.replace(
+        TINY, hidden_size=64, intermediate_size=192, head_dim=32, vocab_size=256, tie_word_embeddings=tied
+    )
+    weights = {
+        "exact": params.random_state(config, "float32", std=0.1),
+        "tried": params.random_state(config, "bfloat16", std=0.1, linear=chosen),
+    }
+    if chosen.packed:
+        matrices = [leaf for leaf in jax.tree.leaves(weights["tried"]) if leaf.ndim > 1 and leaf.shape[0] > 2]
+        assert all(leaf.ndim == 5 for leaf in matrices) == tied  # an untied table is only looked up
+    exact = make_sequence(config, weights["exact"], "float32").feed(PROMPT)
+    tried = make_sequence(config, weights["tried"], "bfloat16", chosen).feed(PROMPT)
+    assert np.abs(tried - exact).max() < (0.1 if chosen.int8 else 0.05) * np.ptp(exact)
 
 
 def test_ids_outside_the_table_stay_inside_it():

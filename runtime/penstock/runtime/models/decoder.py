@@ -14,25 +14,18 @@ from flax import nnx
 from penstock.runtime.attention import AttentionMeta, paged_attention
 from penstock.runtime.models import rope
 from penstock.runtime.models.config import ModelConfig
-from penstock.runtime.models.layers import (
-    MLP,
-    Attention,
-    AttentionOp,
-    Embedding,
-    Linear,
-    RMSNorm,
-    matmul_transposed,
-)
+from penstock.runtime.models.layers import MLP, Attention, AttentionOp
+from penstock.runtime.models.linear import PLAIN, Embedding, Linear, LinearFormat, RMSNorm, logits
 
 
 class DecoderLayer(nnx.Module):
     """x + attention(norm(x)), then x + mlp(norm(x))."""
 
-    def __init__(self, config: ModelConfig, layer: int, dtype: jnp.dtype) -> None:
+    def __init__(self, config: ModelConfig, layer: int, dtype: jnp.dtype, linear: LinearFormat) -> None:
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
-        self.self_attn = Attention(config, layer, dtype)
+        self.self_attn = Attention(config, layer, dtype, linear)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
-        self.mlp = MLP(config, dtype)
+        self.mlp = MLP(config, dtype, linear)
 
     def __call__(
         self,
@@ -44,9 +37,8 @@ class DecoderLayer(nnx.Module):
         attention: AttentionOp,
     ) -> tuple[jax.Array, jax.Array]:
         """x [T, E] -> ([T, E], this layer's new cache)."""
-        attended, kv = self.self_attn(self.input_layernorm(x), cos, sin, kv, meta, attention)
-        x = x + attended
-        return x + self.mlp(self.post_attention_layernorm(x)), kv
+        x, kv = self.self_attn(x, self.input_layernorm, cos, sin, kv, meta, attention)
+        return self.mlp(x, self.post_attention_layernorm, meta.num_tokens), kv
 
 
 class CausalLM(nnx.Module):
@@ -55,14 +47,17 @@ class CausalLM(nnx.Module):
     Built with zero weights: make it under `nnx.eval_shape` (`params.abstract_model`) and merge a state.
     """
 
-    def __init__(self, config: ModelConfig, dtype: jnp.dtype) -> None:
+    def __init__(self, config: ModelConfig, dtype: jnp.dtype, linear: LinearFormat = PLAIN) -> None:
         self.config = config
-        self.embed_tokens = Embedding(config.vocab_size, config.hidden_size, dtype)
-        self.layers = nnx.List([DecoderLayer(config, layer, dtype) for layer in range(config.num_layers)])
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
-        self.lm_head = (
-            None if config.tie_word_embeddings else Linear(config.hidden_size, config.vocab_size, dtype)
+        tied = config.tie_word_embeddings
+        hidden, vocab = config.hidden_size, config.vocab_size
+        # A table that is only looked up gains nothing from the formats of products.
+        self.embed_tokens = Embedding(vocab, hidden, dtype, linear if tied else PLAIN)
+        self.layers = nnx.List(
+            [DecoderLayer(config, layer, dtype, linear) for layer in range(config.num_layers)]
         )
+        self.norm = RMSNorm(hidden, config.rms_norm_eps, dtype)
+        self.lm_head = None if tied else Linear(hidden, vocab, dtype, linear=linear)
 
     def __call__(
         self,
@@ -76,7 +71,7 @@ class CausalLM(nnx.Module):
         """Run a ragged batch of tokens through the decoder.
 
         token_ids, positions: int32 [T]; kv: one cache per layer; meta: which row and page a token belongs to.
-        Returns the hidden states after the final norm [T, E] in the model's dtype, and the new caches.
+        Returns the hidden states before the final norm [T, E] in the model's dtype, and the new caches.
         """
         cos, sin = rope.cos_sin(self.config.rope, self.config.head_dim, positions)
         x = self.embed_tokens(token_ids)
@@ -84,9 +79,12 @@ class CausalLM(nnx.Module):
         for layer, cache in zip(self.layers, kv, strict=True):
             x, cache = layer(x, cos, sin, cache, meta, attention)
             caches.append(cache)
-        return self.norm(x), tuple(caches)
+        return x, tuple(caches)
 
-    def logits(self, hidden: jax.Array) -> jax.Array:
-        """hidden [R, E] -> logits float32 [R, V]; pass only the rows to sample, the head is wide."""
+    def logits(self, hidden: jax.Array, num_rows: jax.Array) -> jax.Array:
+        """hidden [R, E], of which the first num_rows count -> logits float32 [R, V]: final norm and head.
+
+        Pass only the rows to sample, the head is wide.
+        """
         head = self.embed_tokens if self.lm_head is None else self.lm_head
-        return matmul_transposed(hidden, head.weight[...])
+        return logits(head, self.norm(hidden), num_rows)

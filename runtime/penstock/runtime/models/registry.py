@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from penstock.runtime.errors import UnknownArchitecture
 from penstock.runtime.models.config import FAMILIES, ModelConfig
 from penstock.runtime.models.decoder import CausalLM
+from penstock.runtime.models.linear import LinearFormat
 
 ParamPath: TypeAlias = tuple[str | int, ...]
 
@@ -27,7 +28,7 @@ class ModelFamily:
     """
 
     parse: Callable[[Mapping[str, object]], ModelConfig]
-    build: Callable[[ModelConfig, jnp.dtype], CausalLM]
+    build: Callable[[ModelConfig, jnp.dtype, LinearFormat], CausalLM]
     tensor_name: Callable[[ParamPath], str]
 
 

@@ -6,7 +6,7 @@ is quantized on the way (symmetric, one scale a row), each output has one scale,
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, TypedDict
 
 import jax
 import jax.numpy as jnp
@@ -26,6 +26,13 @@ class Packed(NamedTuple):
     tiles: Array  # bfloat16 [N / 16, K / 32, 16, 16, 2] or int8 [N / 16, K / 64, 16, 16, 4]
     scale: Array | None = None  # float32 [2, N] with int8: of each output, and 128 * the sum of its weights
     bias: Array | None = None  # bfloat16 [N]
+
+
+class NormOptions(TypedDict, total=False):
+    """The arguments of `linear` that concern its norm."""
+
+    norm: Array
+    eps: float
 
 
 def can_pack(out_size: int, in_size: int) -> bool:
