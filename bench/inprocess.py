@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from bench.record import own_peak_rss_bytes
@@ -53,22 +54,27 @@ class Collector:
                 raise ValueError(f"nothing came for {_TIMEOUT_S:.0f} s")
 
 
+def _entries(cache: Path | None) -> set[str]:
+    """Names in the compilation cache; each new program makes some."""
+    return {entry.name for entry in cache.iterdir()} if cache is not None and cache.is_dir() else set()
+
+
 class InProcess:
     """A loaded, started engine; `startup` says how long that took."""
 
     def __init__(self, checkpoint: str, config: EngineConfig, *, observe: bool = True) -> None:
         """Load and start. `observe`: take the engine's step records, at some microseconds a step."""
         self._recorder = StepRecorder() if observe else None
-        cache = config.compilation_cache
-        warm = cache is not None and cache.is_dir() and any(cache.iterdir())
+        kept = _entries(config.compilation_cache)
         began = time.perf_counter()
         self.engine = Engine.from_pretrained(checkpoint, config, observer=self._recorder)
         loaded = time.perf_counter()
         self.engine.start()
+        ready = time.perf_counter()
         self.startup = {
             "load_s": round(loaded - began, 2),
-            "compile_s": round(time.perf_counter() - loaded, 2),
-            "compilation_cache": "warm" if warm else "cold",
+            "compile_s": round(ready - loaded, 2),
+            "newly_compiled": len(_entries(config.compilation_cache) - kept),
         }
         self._wave = 0
 

