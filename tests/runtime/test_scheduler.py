@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from penstock.runtime.plan import PageWrite, Plan, PlanRow
-from penstock.runtime.request import Output
+from penstock.runtime.plan import PageWrite, Plan, PlanRow, StepResult
+from penstock.runtime.request import Output, Request
 from penstock.runtime.scheduler import Load, Scheduler
-from tests.support.scheduling import add, commit, dispatch, make
+from tests.support.scheduling import EOS, WORD, add, commit, dispatch, make
 
 
 def step(scheduler: Scheduler, token: int = 9) -> Plan:
@@ -242,19 +242,38 @@ def test_while_nobody_is_admitted_the_running_ones_go_on():
     assert shape(dispatch(scheduler)) == [("a", 2, 1), ("b", 0, 1)]
 
 
-def test_a_request_whose_token_is_in_flight_sits_out():
+def test_a_decode_goes_on_while_its_token_is_in_flight():
+    """Its input is on the device; only who will have ended by then gets no further row."""
     scheduler = make()
     add(scheduler, "a", 2)
-    first = dispatch(scheduler)
+    add(scheduler, "b", 2, max_tokens=2)
+    plans = [dispatch(scheduler) for _ in range(2)]
+    assert [shape(plan) for plan in plans] == [[("a", 0, 2), ("b", 0, 2)], [("a", 2, 1), ("b", 2, 1)]]
+    assert [output.token_ids for output in commit(scheduler, plans[0], 7)] == [(7,), (7,)]
+    plans.append(dispatch(scheduler))
+    assert shape(plans[2]) == [("a", 3, 1)]
+    assert [output.last for output in commit(scheduler, plans[1], 8)] == [False, True]
+    assert [output.request_id for output in commit(scheduler, plans[2], 9)] == ["a"]
+
+
+def test_a_row_dispatched_past_the_end_is_dropped():
+    scheduler = make()
+    add(scheduler, "a", 2)
+    add(scheduler, "b", 2)
+    plans = [dispatch(scheduler) for _ in range(2)]
+    (ended, other) = scheduler.commit(plans[0], StepResult([(EOS,), (WORD,)], [(), ()]), 3)
+    assert (ended.last, other.last) == (True, False)
+    assert scheduler.load().pages_used == 1
+    assert commit(scheduler, plans[1]) == [Output("b", (WORD,))]
+
+
+def test_who_must_see_each_token_waits_for_it():
+    scheduler = make()
+    scheduler.add(Request("a", (100, 101), step_by_step=True), 1)
+    plan = dispatch(scheduler)
     assert scheduler.schedule(2) is None
-    add(scheduler, "b", 1)
-    second = dispatch(scheduler)
-    assert (shape(first), shape(second)) == ([("a", 0, 2)], [("b", 0, 1)])
-    assert second.step_id == first.step_id + 1
-    commit(scheduler, first)
-    assert shape(dispatch(scheduler)) == [("a", 2, 1)]
-    commit(scheduler, second)
-    assert shape(dispatch(scheduler)) == [("b", 1, 1)]  # "a" is in flight again, now decoding
+    commit(scheduler, plan)
+    assert dispatch(scheduler, max_steps=8).num_steps == 1
 
 
 def test_min_tokens_bans_stops_for_exactly_that_many_tokens_also_after_a_preemption():

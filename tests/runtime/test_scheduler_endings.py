@@ -170,10 +170,10 @@ def test_what_never_happened_has_no_time():
 
 def test_outputs_carry_the_generation_that_made_their_tokens():
     scheduler = make()
-    scheduler.weights_generation = 4
+    scheduler.use_weights(4)
     add(scheduler)
     plan = dispatch(scheduler)
-    scheduler.weights_generation = 5
+    scheduler.use_weights(5)
     assert commit(scheduler, plan)[0].generation == 4
     assert step(scheduler, EOS)[0].generation == 5
     add(scheduler)

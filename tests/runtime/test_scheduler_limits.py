@@ -89,6 +89,19 @@ def test_a_plan_is_committed_once_with_one_result_for_each_row():
         scheduler.commit(plan, StepResult([], []), 3)
 
 
+@pytest.mark.parametrize(
+    ("options", "complaint"),
+    [
+        ({"scheduling_policy": "lifo"}, "scheduling_policy must be one of fcfs, priority, not 'lifo'"),
+        ({"prefix_cache_pages": -1}, "prefix_cache_pages must be at least 0, not -1"),
+        ({"sliding_window": 0}, "sliding_window must be at least 1, not 0"),
+    ],
+)
+def test_options_are_refused_by_name(options, complaint):
+    with pytest.raises(ConfigError, match=complaint):
+        make(**options)
+
+
 @pytest.mark.parametrize("name", sorted(LIMITS.keys() - {"eos_token_ids"} | {"max_prefill_chunk"}))
 def test_limits_are_refused_by_name(name):
     least = 2 if name == "max_model_len" else 1
@@ -107,22 +120,23 @@ def test_every_wrong_limit_is_listed():
 
 
 DAMAGES = {
-    "both waiting and running": lambda r: r.waiting.update(a=r.running["a"]),
-    "has no slot": lambda r: setattr(r.running["a"], "slot", None),
-    "not each slot once": lambda r: setattr(r.running["a"], "slot", 1),
-    "not the order of arrival": lambda r: setattr(r.waiting["c"], "order", 0),
+    "not all the active ones": lambda r: r.waiting.append(r.running[0]),
+    "has no slot": lambda r: setattr(r.running[0], "slot", None),
+    "not each slot once": lambda r: setattr(r.running[0], "slot", 1),
+    "the running are not in order of rank": lambda r: r.running.reverse(),
+    "the waiting are not in order of rank": lambda r: r.waiting.reverse(),
     "waiting_prompt_tokens drifted": lambda r: setattr(r, "waiting_prompt_tokens", 0),
-    "among the running": lambda r: setattr(r.running["a"], "status", r.waiting["c"].status),
-    "computed beyond its tokens": lambda r: setattr(r.running["a"], "num_computed", 4),
-    "prefills beyond its tokens": lambda r: setattr(r.running["a"], "prefill_until", 4),
-    "computed beyond its pages": lambda r: (
-        r.pool.release(r.running["a"].pages) or r.running["a"].pages.clear()
-    ),
-    "among the waiting": lambda r: setattr(r.waiting["c"], "status", r.running["a"].status),
-    "c waits but holds pages or a slot": lambda r: setattr(r.waiting["c"], "slot", 3),
-    "d waits but holds pages or a slot": lambda r: r.waiting["d"].pages.extend([5]),
-    "has computed positions": lambda r: setattr(r.waiting["c"], "num_computed", 1),
-    "is not 16 pages": lambda r: r.running["a"].pages.extend([9]),
+    "among the running": lambda r: setattr(r.running[0], "status", r.waiting[0].status),
+    "a computed too far": lambda r: setattr(r.running[0], "num_computed", 4),
+    "a computed beyond its limit": lambda r: setattr(r.running[0], "max_computed", 1),
+    "prefills beyond its tokens": lambda r: setattr(r.running[0], "prefill_until", 4),
+    "computed beyond its pages": lambda r: r.pool.release(r.running[0].pages) or r.running[0].pages.clear(),
+    "among the waiting": lambda r: setattr(r.waiting[0], "status", r.running[0].status),
+    "c waits but holds pages or a slot": lambda r: setattr(r.waiting[0], "slot", 3),
+    "d waits but holds pages or a slot": lambda r: r.waiting[1].pages.extend([5]),
+    "has computed positions": lambda r: setattr(r.waiting[0], "num_computed", 1),
+    "c waits but publishes pages": lambda r: setattr(r.waiting[0], "publish_at", 4),
+    "is not 16 pages": lambda r: r.running[0].pages.extend([9]),
 }
 
 

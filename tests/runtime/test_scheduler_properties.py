@@ -1,8 +1,10 @@
-"""Random arrivals, steps, aborts, time limits and preemptions on a fake runner that reads through the page
-tables.
+"""Random arrivals, steps, aborts, time limits, preemptions, flushes and weight updates on a fake runner that
+reads through the page tables.
 
 After every event `support.traffic` checks the plan and the accounts; at the end every request must have made
-the tokens of the same model run alone on a list: no scheduler, pages, chunks or preemptions.
+the tokens of the same model run alone on a list: no scheduler, pages, chunks, windows, sharing or
+preemptions. So streams are the same with steps overlapped or not, in windows of any length, cached or not, in
+any company.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ import random
 from hypothesis import given, note, settings
 from hypothesis import strategies as st
 
-from penstock.runtime.request import Request, StoppingParams
+from penstock.runtime.request import CacheParams, Request, StoppingParams
 from penstock.runtime.scheduler import SchedulerConfig
 from tests.support.fake_runner import EOS, VOCAB
 from tests.support.traffic import Traffic
@@ -20,16 +22,28 @@ from tests.support.traffic import Traffic
 
 def random_config(rng: random.Random) -> SchedulerConfig:
     max_num_seqs = rng.randint(1, 5)
+    num_pages = rng.choice([rng.randint(1, 5), rng.randint(5, 16), 30])
     return SchedulerConfig(
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_seqs + rng.randint(0, 8),
         max_model_len=rng.choice([rng.randint(2, 12), rng.randint(12, 40), 40]),
         page_size=rng.randint(1, 4),
-        num_pages=rng.choice([rng.randint(1, 5), rng.randint(5, 16)]),
+        num_pages=num_pages,
         eos_token_ids=EOS,
         max_queued_requests=rng.randint(1, 8),
         max_prefill_chunk=rng.choice([None, rng.randint(1, 6)]),
+        scheduling_policy=rng.choice(["fcfs", "priority"]),
+        prefix_cache_pages=rng.choice([None, None, 0, rng.randint(1, num_pages)]),
+        sliding_window=rng.choice([None, None, rng.randint(1, 12)]),
     )
+
+
+def random_prompt(rng: random.Random) -> tuple[int, ...]:
+    """Half of them begin like others do."""
+    beginning: list[int] = []
+    if rng.random() < 0.6:
+        beginning = random.Random(rng.randint(0, 1)).choices(range(VOCAB), k=24)[: rng.randint(1, 24)]
+    return (*beginning, *rng.choices(range(VOCAB), k=rng.randint(0 if beginning else 1, 12)))
 
 
 def random_request(rng: random.Random) -> Request:
@@ -42,21 +56,30 @@ def random_request(rng: random.Random) -> Request:
         ignore_eos=rng.random() < 0.5,
         time_limit_s=rng.choice([None, None, None, rng.randint(1, 9)]),
     )
-    prompt = tuple(rng.choices(range(VOCAB), k=rng.randint(1, 12)))
-    return Request(f"r{rng.randint(0, 20)}", prompt, stopping=stopping, logprobs=rng.choice([None, 0, 2]))
+    return Request(
+        f"r{rng.randint(0, 20)}",
+        random_prompt(rng),
+        stopping=stopping,
+        logprobs=rng.choice([None, 0, 2]),
+        cache=CacheParams(rng.choice(["", "", "salt"]), rng.random() < 0.1),
+        priority=rng.randint(-1, 1),
+        step_by_step=rng.random() < 0.1,
+    )
 
 
 def one_event(traffic: Traffic, rng: random.Random) -> None:
     kind = rng.choices(
-        ["arrive", "run", "dispatch", "commit", "abort", "wait", "preempt_all"], [8, 8, 4, 3, 2, 2, 1]
+        ["arrive", "run", "dispatch", "commit", "abort", "wait", "preempt_all", "flush", "update"],
+        [8, 10, 4, 3, 2, 2, 1, 1, 1],
     )[0]
+    max_steps = rng.choice([1, 1, 8, rng.randint(2, 7)])
     if kind == "arrive":
         for _ in range(rng.randint(1, 4)):
             traffic.arrive(random_request(rng))
     elif kind == "run":
-        traffic.run(rng.randint(1, 8), ahead=rng.randint(0, 1))
+        traffic.run(rng.randint(1, 8), ahead=rng.randint(0, 1), max_steps=max_steps)
     elif kind == "dispatch" and len(traffic.in_flight) < 2:
-        traffic.dispatch(admit=rng.random() < 0.7)
+        traffic.dispatch(admit=rng.random() < 0.7, max_steps=max_steps)
     elif kind == "commit" and traffic.in_flight:
         traffic.commit()
     elif kind == "abort" and traffic.active:
@@ -65,11 +88,15 @@ def one_event(traffic: Traffic, rng: random.Random) -> None:
         traffic.wait(rng.randint(1, 4))
     elif kind == "preempt_all":
         traffic.preempt_all()
+    elif kind == "flush":
+        traffic.flush()
+    elif kind == "update":
+        traffic.update_weights(recompute=rng.random() < 0.6)
 
 
 # All comes from one seed: drawn by hypothesis one by one, events cost more than the scheduler and cluster at
 # the smallest limits. Their number still shrinks.
-@settings(max_examples=200, deadline=None)  # no deadline: the machine that runs this may be busy
+@settings(max_examples=300, deadline=None)  # no deadline: the machine that runs this may be busy
 @given(seed=st.integers(0, 2**32 - 1), num_events=st.integers(10, 80))
 def test_random_traffic(seed, num_events):
     rng = random.Random(seed)
@@ -79,4 +106,4 @@ def test_random_traffic(seed, num_events):
     for _ in range(num_events):
         one_event(traffic, rng)
         traffic.accounts_agree()
-    traffic.end()
+    traffic.end(ahead=rng.randint(0, 1), max_steps=rng.choice([1, 8]))

@@ -69,7 +69,7 @@ class Gate:
 
 
 def at_gate(engine: Engine, request_id: str = "held", tokens: int = 20) -> Gate:
-    """A request whose first token is being delivered, and no step is in flight."""
+    """A request whose first token is being delivered, while the step after is in flight."""
     gate = Gate()
     engine.submit(Request(request_id, (1,), GREEDY, long(tokens)), gate)
     assert gate.reached.wait(60)

@@ -1,49 +1,83 @@
 """A runner on Python lists: what the compiled step does, without jax, for the scheduler's tests.
 
-Its KV cache stores the token itself at each position and is poisoned whenever a page changes hands. The model
-reads its history back through the page tables, so a wrong page, position, order or length is a wrong token or
-a poison read.
+Its KV cache stores at each position the token and a digest of all tokens up to it, taken on from the position
+before as it stands in the cache, as a model's KV depends on the whole prefix. The model reads its history
+back through the page tables. So a wrong page, position, order, length or prefix, a page that was overwritten
+or never written, is a wrong token or a poison read.
 """
 
 from __future__ import annotations
 
-from penstock.runtime.plan import Plan, StepResult
+from collections.abc import Sequence
+from zlib import crc32
+
+from penstock.runtime.plan import Plan, PlanRow, StepResult
 from penstock.runtime.request import FinishReason, Request, TokenLogprobs
 from penstock.runtime.scheduler import SchedulerConfig
 
 VOCAB = 50
 EOS = frozenset({3, 17})
-POISON = -1
+Entry = tuple[int, int]
+"""Token and digest."""
+GARBAGE = (0, 4711)
 
 
-def next_token(history: list[int], banned: frozenset[int]) -> int:
-    """Depends on every token and their number; going on to the next id not banned stands for the mask."""
-    assert POISON not in history, f"read a position that was never written: {history}"
-    token = (sum(history) * 7 + len(history)) % VOCAB
+def root_digest(request: Request, generation: int) -> int:
+    """Requests of different salts, or on other weights, agree in no digest."""
+    return crc32(f"{generation} {request.cache.salt}".encode())
+
+
+def digest(previous: int, token: int) -> int:
+    return (previous * 1_000_003 + token + 1) % (2**61 - 1)
+
+
+def next_token(digests: Sequence[int], length: int, banned: frozenset[int]) -> int:
+    """Depends on all that is read and on the length; going on to the next id not banned stands for the
+    mask."""
+    token = (sum(digests) + 7 * length) % VOCAB
     while token in banned:
         token = (token + 1) % VOCAB
     return token
 
 
-def run_alone(request: Request, context_limit: int) -> tuple[list[int], FinishReason]:
-    """What the request must produce, from the definition of its parameters."""
+def end_ids(request: Request) -> frozenset[int]:
+    stopping = request.stopping
+    return (frozenset() if stopping.ignore_eos else EOS) | frozenset(stopping.stop_token_ids)
+
+
+def run_alone(
+    request: Request,
+    context_limit: int,
+    *,
+    window: int | None = None,
+    generation: int = 0,
+    made: Sequence[int] = (),
+) -> tuple[list[int], FinishReason]:
+    """What the request must produce, `made` included, from the definition of its parameters: no scheduler,
+    pages, chunks, windows or preemptions.
+    """
     stopping = request.stopping
     eos = frozenset() if stopping.ignore_eos else EOS
-    history = list(request.prompt_token_ids)
-    made: list[int] = []
+    history = [*request.prompt_token_ids, *made]
+    out = list(made)
     while True:
-        may_stop = len(made) >= stopping.min_tokens
-        token = next_token(history, frozenset() if may_stop else eos | set(stopping.stop_token_ids))
+        digests, last = [], root_digest(request, generation)
+        for token in history:
+            last = digest(root_digest(request, generation) if window == 1 else last, token)
+            digests.append(last)
+        seen = digests if window is None else digests[-window:]
+        may_stop = len(out) >= stopping.min_tokens
+        token = next_token(seen, len(history), frozenset() if may_stop else end_ids(request))
         history.append(token)
-        made.append(token)
+        out.append(token)
         if may_stop and token in eos:
-            return made, FinishReason.EOS
+            return out, FinishReason.EOS
         if may_stop and token in stopping.stop_token_ids:
-            return made, FinishReason.STOP
-        if len(made) == stopping.max_tokens:
-            return made, FinishReason.MAX_TOKENS
+            return out, FinishReason.STOP
+        if len(out) == stopping.max_tokens:
+            return out, FinishReason.MAX_TOKENS
         if len(history) == context_limit:
-            return made, FinishReason.CONTEXT_FULL
+            return out, FinishReason.CONTEXT_FULL
 
 
 class FakeRunner:
@@ -51,44 +85,82 @@ class FakeRunner:
 
     def __init__(self, config: SchedulerConfig) -> None:
         self.config = config
+        self.generation = 0
         self.requests: dict[int, Request] = {}
         self.tables: dict[int, dict[int, int]] = {}
         self.last: dict[int, int] = {}
-        self.kv = [[POISON] * config.page_size for _ in range(config.num_pages)]
+        self.ended: set[int] = set()
+        """Slots whose request has sampled its end: what rows they yet have compute is garbage."""
+        self.kv: list[list[Entry | None]] = [[None] * config.page_size for _ in range(config.num_pages)]
+        self.num_computed_tokens = 0
+        """Inputs of all rows so far, for tests of what is not computed twice."""
 
     def execute(self, plan: Plan) -> StepResult:
+        shared = {row.slot: row.start // self.config.page_size for row in plan.rows}
+        entered = {slot for slot, _ in plan.new_requests}
         for slot, request in plan.new_requests:
             self.requests[slot], self.tables[slot] = request, {}
+            self.ended.discard(slot)
             self.last.pop(slot, None)  # it belonged to another request, or to a history that is computed anew
         for write in plan.page_writes:
             self.tables[write.slot][write.index] = write.page
-            self.kv[write.page] = [POISON] * self.config.page_size
-        written = set()
-        for row in plan.rows:
-            inputs = (self.last[row.slot],) if row.token_ids is None else row.token_ids
-            assert len(inputs) == row.num_tokens
-            for position, token in enumerate(inputs, row.start):
-                page, offset = self._where(row.slot, position)
-                assert (page, offset) not in written, "two rows write one place"
-                written.add((page, offset))
-                self.kv[page][offset] = token
-        sampled: list[tuple[int, ...]] = []
-        for row in plan.rows:
-            if row.samples:
-                self.last[row.slot] = self._sample(row.slot, row.start + row.num_tokens, row.bans > 0)
-                sampled.append((self.last[row.slot],))
-            else:
-                sampled.append(())
-        return StepResult(sampled, [tuple(TokenLogprobs(-float(t)) for t in tokens) for tokens in sampled])
+            # What comes from the prefix cache is full already (or will be when this step has written); all
+            # else is new to this row, and what stands in it is somebody's past.
+            if write.slot not in entered or write.index >= shared[write.slot]:
+                self.kv[write.page] = [None] * self.config.page_size
+        made: list[list[int]] = [[] for _ in plan.rows]
+        for step in range(plan.num_steps):
+            rows = [
+                (i, row)
+                for i, row in enumerate(plan.rows)
+                if step == 0 or (row.slot not in self.ended and len(made[i]) < row.max_samples)
+            ]
+            self._write([row for _, row in rows], step)
+            samples = [(i, row, self._sample(row, step)) for i, row in rows if row.samples]
+            for i, row, token in samples:
+                self.last[row.slot] = token
+                made[i].append(token)
+                if step >= row.bans and token in end_ids(self.requests[row.slot]):
+                    self.ended.add(row.slot)
+        logprobs = [[TokenLogprobs(-float(token)) for token in tokens] for tokens in made]
+        return StepResult(made, logprobs)
 
-    def _where(self, slot: int, position: int) -> tuple[int, int]:
+    def where(self, slot: int, position: int) -> tuple[int, int]:
+        """Page and offset."""
         return self.tables[slot][position // self.config.page_size], position % self.config.page_size
 
-    def _sample(self, slot: int, length: int, bans_stops: bool) -> int:
-        history = []
-        for position in range(length):
-            page, offset = self._where(slot, position)
-            history.append(self.kv[page][offset])
-        stopping = self.requests[slot].stopping
-        ends = (frozenset() if stopping.ignore_eos else EOS) | frozenset(stopping.stop_token_ids)
-        return next_token(history, ends if bans_stops else frozenset())
+    def _write(self, rows: Sequence[PlanRow], step: int) -> None:
+        inputs = []
+        for row in rows:
+            tokens = (self.last[row.slot],) if step or row.token_ids is None else row.token_ids
+            assert len(tokens) == (1 if step else row.num_tokens)
+            inputs += [(row.start + step + i, row.slot, token) for i, token in enumerate(tokens)]
+        places = {self.where(slot, position) for position, slot, _ in inputs}
+        assert len(places) == len(inputs), "two rows write one place"
+        self.num_computed_tokens += len(inputs)
+        # By position: what a row builds on may be written by another row of the same step.
+        for position, slot, token in sorted(inputs):
+            page, offset = self.where(slot, position)
+            if slot in self.ended:
+                self.kv[page][offset] = GARBAGE
+                continue
+            previous = root_digest(self.requests[slot], self.generation)
+            if position and self.config.sliding_window != 1:
+                previous = self._read(slot, position - 1)[1]
+            self.kv[page][offset] = (token, digest(previous, token))
+
+    def _read(self, slot: int, position: int) -> Entry:
+        page, offset = self.where(slot, position)
+        entry = self.kv[page][offset]
+        assert entry is not None, f"read position {position}, which was never written"
+        return entry
+
+    def _sample(self, row: PlanRow, step: int) -> int:
+        if row.slot in self.ended:
+            return GARBAGE[0]
+        length = row.start + row.num_tokens + step
+        window = self.config.sliding_window
+        first = 0 if window is None else max(length - window, 0)
+        digests = [self._read(row.slot, position)[1] for position in range(first, length)]
+        banned = end_ids(self.requests[row.slot]) if step < row.bans else frozenset[int]()
+        return next_token(digests, length, banned)

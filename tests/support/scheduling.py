@@ -20,8 +20,9 @@ LIMITS: dict[str, Any] = {
 }
 
 
-def make(**limits: int) -> Scheduler:
-    return Scheduler(SchedulerConfig(**{**LIMITS, **limits}))
+def make(**limits: Any) -> Scheduler:
+    """Without a prefix cache, unless told otherwise: all prompts of `add` begin alike."""
+    return Scheduler(SchedulerConfig(**{**LIMITS, "prefix_cache_pages": 0, **limits}))
 
 
 def add(scheduler: Scheduler, name: str = "a", num_prompt: int = 3, now_ns: int = 1, **stopping: Any) -> None:
@@ -30,17 +31,17 @@ def add(scheduler: Scheduler, name: str = "a", num_prompt: int = 3, now_ns: int 
     scheduler.add(Request(name, prompt, stopping=StoppingParams(**stopping)), now_ns)
 
 
-def dispatch(scheduler: Scheduler, now_ns: int = 2, admit: bool = True) -> Plan:
+def dispatch(scheduler: Scheduler, now_ns: int = 2, admit: bool = True, max_steps: int = 1) -> Plan:
     """A plan, which there must be."""
-    plan = scheduler.schedule(now_ns, admit=admit)
+    plan = scheduler.schedule(now_ns, admit=admit, max_steps=max_steps)
     assert plan is not None
     scheduler.check()
     return plan
 
 
 def commit(scheduler: Scheduler, plan: Plan, token: int = WORD, now_ns: int = 3) -> list[Output]:
-    """The same token for every row that samples."""
-    sampled = [(token,) if row.samples else () for row in plan.rows]
+    """The same token for every sample of every row."""
+    sampled = [(token,) * row.max_samples if row.samples else () for row in plan.rows]
     outputs = scheduler.commit(plan, StepResult(sampled, [()] * len(plan.rows)), now_ns)
     scheduler.check()
     return outputs

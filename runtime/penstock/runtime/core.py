@@ -12,6 +12,9 @@ waits for a plan or a commit at most (tens of microseconds). Everything a reques
 it was decided, goes through `_outbox` and is delivered by the engine thread, in order. Freeing pages while a
 dispatched step may still write them is safe: the device runs steps in order, so whoever gets the pages next
 writes after.
+
+Overlap: a step is dispatched before the tokens of the one before are read, so the device works while the host
+commits, delivers and schedules. Weights are swapped only when nothing is in flight.
 """
 
 from __future__ import annotations
@@ -35,10 +38,12 @@ from penstock.runtime.interface import (
     StepRecord,
     WeightsVersion,
 )
+from penstock.runtime.pacing import DecodePacer
 from penstock.runtime.plan import Plan
 from penstock.runtime.request import MAX_STOP_TOKEN_IDS, Finish, FinishReason, Output, Request
-from penstock.runtime.runner import ModelRunner
+from penstock.runtime.runner import ModelRunner, PendingStep
 from penstock.runtime.scheduler import Load, Scheduler
+from penstock.runtime.updates import Update, UpdateQueue, refuse
 
 log = logging.getLogger(__name__)
 
@@ -48,19 +53,28 @@ _CANCEL_WAIT_S = 0.1
 
 
 @dataclass(frozen=True, slots=True)
-class _Update:
-    install: Callable[[], None]
-    label: str
-    policy: InFlightPolicy
-    done: Future[WeightsVersion]
+class _Dispatched:
+    plan: Plan
+    pending: PendingStep
+    started_ns: int
+    scheduled_ns: int
+    dispatched_ns: int
 
 
 class EngineCore:
     """Runs one scheduler on one runner in one thread. All public methods may be called from any thread."""
 
     def __init__(
-        self, runner: ModelRunner, scheduler: Scheduler, *, vocab_size: int, observer: Observer | None = None
+        self,
+        runner: ModelRunner,
+        scheduler: Scheduler,
+        *,
+        vocab_size: int,
+        observer: Observer | None = None,
+        overlap: bool = True,
+        pacer: DecodePacer | None = None,
     ) -> None:
+        """`overlap`: dispatch a step before the one before is read; `pacer`: None makes no windows."""
         self._runner = runner
         self._scheduler = scheduler
         self._vocab_size = vocab_size
@@ -71,9 +85,13 @@ class EngineCore:
         self._outbox: list[tuple[Sink, Output]] = []
         self._delivering = False
         self._cancelled: deque[str] = deque()
-        self._updates: deque[_Update] = deque()
+        self._updates = UpdateQueue()
+        self._pacer = pacer or DecodePacer(0.0, 1)
+        self._most_in_flight = 2 if overlap else 1
+        self._in_flight: deque[_Dispatched] = deque()  # the engine thread's own
+        self._waited_ns = 0
         self._weights = WeightsVersion("initial", 1)
-        scheduler.weights_generation = self._weights.generation
+        scheduler.use_weights(self._weights.generation)
         self._draining = False
         self._stopping = False
         self._failure: EngineFailure | None = None
@@ -225,24 +243,20 @@ class EngineCore:
         The future holds the new version, or what `install` raised, or Draining or EngineFailure if the engine
         ended first; then nothing has changed. Cancelling it before its turn takes the update back.
         """
-        done: Future[WeightsVersion] = Future()
+        update = Update(install, label, policy)
         with self._lock:
             self.check_running()
-            self._updates.append(_Update(install, label, policy, done))
+            self._updates.add(update)
             self._changed.notify_all()
-        return done
+        return update.done
 
     def _apply_updates(self) -> None:
         """On the engine thread, with no step in flight: apply what updates the running requests allow."""
         while True:
             with self._lock:
-                if not self._updates:
+                if not self._updates.is_due(self._scheduler.has_started):
                     return
-                update = self._updates[0]
-                waits = update.policy is InFlightPolicy.WAIT and self._scheduler.has_started
-                if waits and not update.done.cancelled():
-                    return
-                self._updates.popleft()
+                update = self._updates.take()
             if not update.done.set_running_or_notify_cancel():
                 continue  # the caller took it back
             try:
@@ -259,15 +273,13 @@ class EngineCore:
                 elif update.policy is InFlightPolicy.RECOMPUTE:
                     self._scheduler.preempt_all()
                 self._weights = WeightsVersion(update.label, self._weights.generation + 1)
-                self._scheduler.weights_generation = self._weights.generation
+                self._scheduler.use_weights(self._weights.generation)
             update.done.set_result(self._weights)
 
-    @staticmethod
-    def _refuse(updates: Sequence[_Update], error: Exception) -> None:
-        """Without the lock, because a future's callbacks run at once and may call the engine."""
-        for update in updates:
-            if update.done.set_running_or_notify_cancel():
-                update.done.set_exception(error)
+    def flush_prefix_cache(self) -> tuple[int, int]:
+        """Forget all cached prefixes: (pages that became free, pages that running requests still hold)."""
+        with self._lock:
+            return self._scheduler.flush_prefix_cache()
 
     # -- the thread --
 
@@ -294,10 +306,9 @@ class EngineCore:
             self._draining = self._stopping = True
             for request_id in self._scheduler.active_ids():
                 self._end(request_id, Finish(_ABORTED, message="the server is shutting down"))
-            updates = tuple(self._updates)
-            self._updates.clear()
+            updates = self._updates.take_all()
             self._changed.notify_all()
-        self._refuse(updates, Draining())
+        refuse(updates, Draining())
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join()
         self._runner.shutdown()
@@ -306,11 +317,13 @@ class EngineCore:
         self._runner.compiles_after_warmup.start()
         try:
             while True:
-                plan, started_ns, scheduled_ns = self._next_plan()
-                if plan is not None:
-                    self._step(plan, started_ns, scheduled_ns)
+                planned = self._next_plan()
+                if planned is not None:
+                    self._in_flight.append(self._dispatch(*planned))
+                if self._in_flight and (planned is None or len(self._in_flight) == self._most_in_flight):
+                    self._collect(self._in_flight.popleft())
                 self._deliver()
-                if plan is None and self._is_over():
+                if planned is None and not self._in_flight and self._is_over():
                     return
         except Exception as error:
             log.exception("the engine failed")
@@ -320,31 +333,54 @@ class EngineCore:
         with self._lock:  # `shutdown` may have lined up last outputs since the plan was asked for
             return self._stopping and not self._outbox
 
-    def _next_plan(self) -> tuple[Plan | None, int, int]:
-        """Wait until there is something to do; the plan, if a step is to be run."""
+    def _next_plan(self) -> tuple[Plan, int, int] | None:
+        """Wait until there is something to do. The plan, when it was begun and when it was made; None if
+        there is something else to do than to run a step.
+        """
         while True:
-            self._apply_updates()
+            if not self._in_flight:
+                self._apply_updates()
             with self._lock:
                 while self._cancelled:
                     self._drop(self._cancelled.popleft())
                 started_ns = time.monotonic_ns()
                 self._post(self._scheduler.expire(started_ns))
-                # An update that waits holds admission: nothing new may enter, what runs goes on.
-                plan = self._scheduler.schedule(started_ns, admit=not self._updates)
-                if plan is not None or self._outbox or self._stopping:
+                plan = None
+                # An update that is due lets what is in flight run out; one that waits holds admission:
+                # nothing new may enter, what runs goes on.
+                is_due = self._updates.is_due(self._scheduler.has_started)
+                if not is_due:
+                    steps_ahead = sum(step.plan.num_steps for step in self._in_flight)
+                    ns_to_deadline = self._scheduler.next_deadline_ns - started_ns
+                    plan = self._scheduler.schedule(
+                        started_ns,
+                        admit=not self._updates,
+                        max_steps=self._pacer.max_steps(ns_to_deadline, steps_ahead),
+                    )
+                if plan is not None:
                     return plan, started_ns, time.monotonic_ns()
-                if self._updates:
+                if self._in_flight or self._outbox or self._stopping:
+                    return None
+                if is_due:
                     continue  # it came after `_apply_updates`, so its notification found nobody waiting
                 wait_ns = self._scheduler.next_deadline_ns - time.monotonic_ns()
                 self._changed.wait(min(max(wait_ns, 0) / 1e9, _LONGEST_WAIT_S))
 
-    def _step(self, plan: Plan, started_ns: int, scheduled_ns: int) -> None:
+    def _dispatch(self, plan: Plan, started_ns: int, scheduled_ns: int) -> _Dispatched:
         pending = self._runner.execute_async(plan)
-        dispatched_ns = time.monotonic_ns()
-        result = self._runner.wait(pending)
+        return _Dispatched(plan, pending, started_ns, scheduled_ns, time.monotonic_ns())
+
+    def _collect(self, step: _Dispatched) -> None:
+        """Wait for the oldest step in flight and take in its tokens."""
+        plan = step.plan
+        result = self._runner.wait(step.pending)
         waited_ns = time.monotonic_ns()
         with self._lock:
             self._post(self._scheduler.commit(plan, result, waited_ns))
+        if plan.decode_only:  # the device began it when it was dispatched, or when the one before was done
+            num_steps = max(map(len, result.token_ids), default=1)
+            self._pacer.measured(num_steps, waited_ns - max(step.dispatched_ns, self._waited_ns))
+        self._waited_ns = waited_ns
         if self._observer is None:
             return
         load = self.load()
@@ -356,11 +392,12 @@ class EngineCore:
             request_ids=tuple(row.request_id for row in plan.rows),
             num_waiting=load.num_waiting,
             pages_used=load.pages_used,
-            started_ns=started_ns,
-            scheduled_ns=scheduled_ns,
-            dispatched_ns=dispatched_ns,
+            started_ns=step.started_ns,
+            scheduled_ns=step.scheduled_ns,
+            dispatched_ns=step.dispatched_ns,
             waited_ns=waited_ns,
             committed_ns=time.monotonic_ns(),
+            num_steps=plan.num_steps,
         )
         try:
             self._observer.on_step(record)
@@ -406,7 +443,6 @@ class EngineCore:
             for request_id, sink in self._sinks.items():
                 self._outbox.append((sink, Output(request_id, error=failure)))
             self._sinks.clear()
-            updates = tuple(self._updates)
-            self._updates.clear()
+            updates = self._updates.take_all()
         self._deliver()
-        self._refuse(updates, failure)
+        refuse(updates, failure)

@@ -46,7 +46,7 @@ class WeightsVersion:
 
 @dataclass(frozen=True, slots=True)
 class StepRecord:
-    """One engine step for an observer; times are monotonic ns."""
+    """One engine step, or window of decode steps, for an observer; times are monotonic ns."""
 
     step_id: int
     num_rows: int
@@ -60,6 +60,8 @@ class StepRecord:
     dispatched_ns: int
     waited_ns: int
     committed_ns: int
+    num_steps: int = 1
+    """Decode steps of a window."""
 
 
 class Observer(Protocol):

@@ -1,11 +1,12 @@
-"""The pool of KV pages: who holds which page, and how often. No jax: a page is only a number here.
+"""The pool of KV pages: who holds which page, how often, and what is kept of the past. No jax: a page is only
+a number here.
 
 Ask, do, audit: `can_allocate` before `allocate`, and `check` in tests after every step.
 """
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
 
 from penstock.runtime.errors import ConfigError
@@ -14,32 +15,60 @@ from penstock.runtime.errors import ConfigError
 class PagePool:
     """Refcounted pages 0 .. num_pages - 1 of `page_size` token positions each.
 
-    Each page is either free (refcount 0, on the stack) or held (refcount = number of holders). The free list
-    is a stack, so every operation is O(pages touched), and the page used last, likely still in a CPU cache,
-    is used next. A prefix cache would add a third state, cached (refcount 0, content kept, evictable),
-    decided at one place: where `release` sees a refcount fall to 0. `can_allocate` would then count evictable
-    pages as well.
+    Each page is in one of three states:
+
+    - free: refcount 0, its content is of no use; on a stack, so that the page used last, likely still in a
+      CPU cache, is used next.
+    - held: refcount = number of holders. `publish` may give it a key, by which `lookup` finds it.
+    - cached: refcount 0, but with a key: its content is kept until the page is wanted for something else,
+      the least recently held first. `retain` makes it held again.
+
+    Every operation is O(pages touched).
     """
 
-    __slots__ = ("_free", "_refcounts", "num_pages", "page_size")
+    __slots__ = (
+        "_cached",
+        "_free",
+        "_index",
+        "_keys",
+        "_max_cached",
+        "_refcounts",
+        "num_pages",
+        "page_size",
+    )
 
-    def __init__(self, num_pages: int, page_size: int) -> None:
+    def __init__(self, num_pages: int, page_size: int, max_cached: int | None = None) -> None:
+        """`max_cached`: most pages in the state cached; None: no limit."""
         if num_pages < 1:
             raise ConfigError(f"num_pages must be at least 1, not {num_pages}")
         if page_size < 1:
             raise ConfigError(f"page_size must be at least 1, not {page_size}")
         self.num_pages = num_pages
         self.page_size = page_size
+        self._max_cached = num_pages if max_cached is None else max_cached
         self._refcounts = [0] * num_pages
         self._free = list(range(num_pages - 1, -1, -1))  # top of the stack = end of the list = lowest page
+        self._keys: list[bytes | None] = [None] * num_pages
+        self._index: dict[bytes, int] = {}
+        self._cached: OrderedDict[int, None] = OrderedDict()  # least recently held first
 
     @property
     def num_free(self) -> int:
         return len(self._free)
 
     @property
+    def num_cached(self) -> int:
+        return len(self._cached)
+
+    @property
+    def num_available(self) -> int:
+        """What `allocate` can give: free pages and cached ones."""
+        return len(self._free) + len(self._cached)
+
+    @property
     def num_used(self) -> int:
-        return self.num_pages - len(self._free)
+        """Held pages."""
+        return self.num_pages - len(self._free) - len(self._cached)
 
     @property
     def capacity_tokens(self) -> int:
@@ -50,33 +79,44 @@ class PagePool:
         """Pages that hold `num_tokens` positions."""
         return -(-num_tokens // self.page_size)
 
-    def can_allocate(self, n: int) -> bool:
-        return n <= len(self._free)
+    def can_allocate(self, n: int, beside: Sequence[int] = ()) -> bool:
+        """Whether `n` pages can be had once the pages `beside`, held or cached, are retained."""
+        refcounts = self._refcounts
+        return n + sum(refcounts[page] == 0 for page in beside) <= len(self._free) + len(self._cached)
 
     def allocate(self, n: int) -> list[int]:
-        """Takes `n` free pages for one holder. RuntimeError if `can_allocate(n)` is false: ask first."""
+        """Takes `n` pages for one holder: free ones first, then what was cached longest ago. RuntimeError if
+        `can_allocate(n)` is false: ask first.
+        """
         free = self._free
-        if not 0 <= n <= len(free):
-            raise RuntimeError(f"cannot allocate {n} pages; {len(free)} of {self.num_pages} are free")
-        split = len(free) - n
+        if not 0 <= n <= self.num_available:
+            raise RuntimeError(
+                f"cannot allocate {n} pages; {self.num_available} of {self.num_pages} are free"
+            )
+        split = max(len(free) - n, 0)
         pages = free[split:]
         del free[split:]
         pages.reverse()
+        while len(pages) < n:
+            pages.append(self._evict())
         for page in pages:
             self._refcounts[page] = 1
         return pages
 
     def retain(self, pages: Iterable[int]) -> None:
-        """One more holder for each page; all of them must be held already."""
+        """One more holder for each page; each must be held or cached."""
         for page in pages:
             if self._refcounts[page] < 1:
-                raise RuntimeError(f"page {page} is free and cannot be retained")
+                if page not in self._cached:
+                    raise RuntimeError(f"page {page} is free and cannot be retained")
+                del self._cached[page]
             self._refcounts[page] += 1
 
     def release(self, pages: Sequence[int]) -> None:
-        """One holder fewer for each page; a page without holders is free at once.
+        """One holder fewer for each page; a page without holders is free, or cached if it has a key, at once.
 
-        Pushed in reverse, so that the next `allocate` hands them out in their old order.
+        In reverse order: the next `allocate` hands free pages out in their old order, and of cached ones the
+        end of a prefix goes before its beginning, without which the end cannot be found.
         """
         refcounts = self._refcounts
         for page in reversed(pages):
@@ -85,7 +125,51 @@ class PagePool:
                 raise RuntimeError(f"page {page} is free and cannot be released")
             refcounts[page] = count
             if count == 0:
-                self._free.append(page)
+                if self._keys[page] is None:
+                    self._free.append(page)
+                else:
+                    self._cached[page] = None
+        while len(self._cached) > self._max_cached:
+            self._free.append(self._evict())
+
+    def num_released_with(self, holders: Iterable[Iterable[int]]) -> int:
+        """How many pages would be without holders if all of these released theirs."""
+        counts = Counter(page for pages in holders for page in pages)
+        return sum(self._refcounts[page] == count for page, count in counts.items())
+
+    # -- keys --
+
+    def publish(self, page: int, key: bytes) -> None:
+        """Lets `lookup` find a held page; nothing happens if another page has this key already."""
+        if self._refcounts[page] < 1 or self._keys[page] is not None:
+            raise RuntimeError(f"page {page} is not held, or was published before")
+        if key not in self._index:
+            self._index[key] = page
+            self._keys[page] = key
+
+    def lookup(self, key: bytes) -> int | None:
+        """The held or cached page of this key."""
+        return self._index.get(key)
+
+    def forget_keys(self) -> tuple[int, int]:
+        """No page is found by a key any more: cached ones become free (how many is the first number), held
+        ones stay held (how many had a key is the second).
+        """
+        freed, in_use = len(self._cached), len(self._index) - len(self._cached)
+        self._free.extend(reversed(self._cached))
+        self._cached.clear()
+        self._index.clear()
+        self._keys = [None] * self.num_pages
+        return freed, in_use
+
+    def _evict(self) -> int:
+        """The page cached longest ago loses its key; it belongs to the caller."""
+        page, _ = self._cached.popitem(last=False)
+        key = self._keys[page]
+        assert key is not None
+        del self._index[key]
+        self._keys[page] = None
+        return page
 
     def check(self, holders: Iterable[Iterable[int]]) -> None:
         """Audit against the pages of every holder, for tests; AssertionError tells what is wrong."""
@@ -94,11 +178,24 @@ class PagePool:
             held.update(pages)
         if len(set(self._free)) != len(self._free):
             raise AssertionError(f"a page is free twice: {sorted(self._free)}")
-        if len(self._free) + len(held) != self.num_pages:
-            raise AssertionError(f"{len(self._free)} free + {len(held)} held is not {self.num_pages} pages")
+        if len(self._free) + len(self._cached) + len(held) != self.num_pages:
+            raise AssertionError(
+                f"{len(self._free)} free + {len(self._cached)} cached + {len(held)} held is not "
+                f"{self.num_pages} pages"
+            )
         for page, count in enumerate(self._refcounts):
             if count != held[page]:
                 raise AssertionError(f"page {page} has refcount {count} but {held[page]} holders")
         for page in self._free:
             if self._refcounts[page] != 0:
                 raise AssertionError(f"page {page} is free but has refcount {self._refcounts[page]}")
+            if self._keys[page] is not None or page in self._cached:
+                raise AssertionError(f"page {page} is free but has a key or is cached")
+        for page in self._cached:
+            if self._refcounts[page] != 0 or self._keys[page] is None:
+                raise AssertionError(f"page {page} is cached but is held or has no key")
+        if len(self._cached) > self._max_cached:
+            raise AssertionError(f"{len(self._cached)} pages are cached; {self._max_cached} may be")
+        keys = {key: page for page, key in enumerate(self._keys) if key is not None}
+        if keys != self._index:
+            raise AssertionError("the index does not tell what the pages' keys are")

@@ -19,6 +19,7 @@ MAX_STOP_TOKEN_IDS = 32
 MAX_STOP_STRINGS = 16
 MAX_STOP_STRING_CHARS = 256
 MAX_REQUEST_ID_CHARS = 128
+MAX_CACHE_SALT_CHARS = 256
 
 
 def _raise_if(violations: list[Violation]) -> None:
@@ -107,6 +108,22 @@ class StoppingParams:
 
 
 @dataclass(frozen=True, slots=True)
+class CacheParams:
+    """How a request uses the prefix cache."""
+
+    salt: str = ""
+    """Prefixes are shared only among equal salts."""
+    bypass: bool = False
+    """Neither read from the prefix cache nor add to it."""
+
+    def __post_init__(self) -> None:
+        if len(self.salt) > MAX_CACHE_SALT_CHARS:
+            raise InvalidRequest(
+                [Violation("cache.cache_salt", f"must have at most {MAX_CACHE_SALT_CHARS} characters")]
+            )
+
+
+@dataclass(frozen=True, slots=True)
 class Request:
     """One generation as the engine sees it: token ids in, token ids out."""
 
@@ -116,6 +133,12 @@ class Request:
     stopping: StoppingParams = field(default_factory=StoppingParams)
     logprobs: int | None = None
     """None: no log-probabilities. k: that of the sampled token and of the k likeliest."""
+    cache: CacheParams = field(default_factory=CacheParams)
+    priority: int = 0
+    """Higher goes first, under the scheduling policy "priority"."""
+    step_by_step: bool = False
+    """Each token must be read before the next is computed, as where a grammar decides which may follow: its
+    rows are in no window of several steps and never ahead of their last commit."""
 
     def __post_init__(self) -> None:
         bad: list[Violation] = []

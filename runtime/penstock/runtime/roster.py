@@ -4,18 +4,20 @@
               ^                    |
               +----- preempt ------+        (WAITING -- remove --> FINISHED as well)
 
-One invariant carries the design: every running sequence arrived before every waiting one. Entry takes the
-first of the queue and preemption the last of the running, so both orders hold without any sorting.
+Both lists are sorted by `Sequence.rank`: the first to be served comes first, the first to be preempted last.
+A running sequence may rank behind a waiting one: it entered while that one waited for a shared prefix, or
+before one of higher priority came.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections import OrderedDict
+from bisect import bisect_left, insort
 from dataclasses import dataclass
 
 from penstock.runtime.pages import PagePool
-from penstock.runtime.sequence import Sequence, Status
+from penstock.runtime.prefix_cache import PrefixCache
+from penstock.runtime.sequence import NEVER, Sequence, Status
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,77 +28,106 @@ class Load:
     num_waiting: int
     waiting_prompt_tokens: int
     pages_used: int
+    """Held by requests; pages that only cache a prefix count as free."""
     pages_total: int
 
 
 class Roster:
-    """`running` and `waiting` by request id, each in order of arrival. Changed by the moves only."""
+    """`running` and `waiting`, each in order of rank. Changed by the moves only."""
 
-    def __init__(self, max_num_seqs: int, num_pages: int, page_size: int) -> None:
-        self.pool = PagePool(num_pages, page_size)
-        self.running: dict[str, Sequence] = {}
-        self.waiting: OrderedDict[str, Sequence] = OrderedDict()
+    def __init__(
+        self, max_num_seqs: int, num_pages: int, page_size: int, prefix_cache_pages: int | None = None
+    ) -> None:
+        self.pool = PagePool(num_pages, page_size, prefix_cache_pages)
+        self.cache = PrefixCache(self.pool, enabled=prefix_cache_pages != 0)
+        self.running: list[Sequence] = []
+        self.waiting: list[Sequence] = []
         self.waiting_prompt_tokens = 0
         self._max_num_seqs = max_num_seqs
         self._free_slots = list(range(max_num_seqs))  # a heap: the lowest slot is taken first
+        self._active: dict[str, Sequence] = {}
 
     def find(self, request_id: str) -> Sequence | None:
         """The active sequence of exactly this id."""
-        return self.running.get(request_id) or self.waiting.get(request_id)
+        return self._active.get(request_id)
+
+    def active(self) -> list[Sequence]:
+        """All that run or wait, in order of arrival."""
+        return list(self._active.values())
+
+    @property
+    def has_free_slot(self) -> bool:
+        return bool(self._free_slots)
 
     def add(self, seq: Sequence) -> None:
-        """A new arrival joins the end of the queue."""
-        self.waiting[seq.request_id] = seq
-        self.waiting_prompt_tokens += seq.num_prompt
+        """A new arrival joins the queue."""
+        self._active[seq.request_id] = seq
+        self._wait(seq)
 
-    def can_enter(self, seq: Sequence) -> bool:
-        """A slot is free, and so are the pages for all tokens known now (generated ones too, if resumed)."""
-        return bool(self._free_slots) and self.pool.can_allocate(self.pool.pages_for(len(seq.token_ids)))
+    def can_enter(self, seq: Sequence, shared: list[int]) -> bool:
+        """A slot is free, and so are the pages for all tokens known now (generated ones too, if resumed),
+        beside the `shared` ones.
+        """
+        num_new = self.pool.pages_for(len(seq.token_ids)) - len(shared)
+        return bool(self._free_slots) and self.pool.can_allocate(num_new, beside=shared)
 
-    def enter(self, seq: Sequence) -> int:
-        """The first of the queue starts to run: lowest free slot, all pages of its known tokens. Returns the
-        slot.
+    def enter(self, seq: Sequence, shared: list[int]) -> int:
+        """One of the queue starts to run: lowest free slot, all pages of its known tokens, of which the
+        leading ones are `shared` and computed. Returns the slot.
 
         A prefill therefore never allocates on its way, and never deadlocks with another one halfway.
         """
         slot = heapq.heappop(self._free_slots)
         num_tokens = len(seq.token_ids)
-        seq.pages = self.pool.allocate(self.pool.pages_for(num_tokens))
+        self.pool.retain(shared)  # first, lest they be evicted for the others
+        seq.pages = shared + self.pool.allocate(self.pool.pages_for(num_tokens) - len(shared))
+        seq.num_computed = len(shared) * self.pool.page_size
         seq.slot, seq.prefill_until, seq.status = slot, num_tokens, Status.RUNNING
-        del self.waiting[seq.request_id]
+        self.cache.begin(seq, len(shared))
+        _take(self.waiting, seq)
         self.waiting_prompt_tokens -= seq.num_prompt
-        self.running[seq.request_id] = seq
+        insort(self.running, seq, key=_rank)
         return slot
 
     def preempt_last(self) -> Sequence:
-        """The latest arrival among the running goes back to the front of the queue.
+        """The last of the running goes back to the queue.
 
         Slot and pages go, tokens stay: they are prefilled again after the next `enter`.
         """
-        seq = next(reversed(self.running.values()))
+        seq = self.running[-1]
         self._leave(seq)
-        seq.status, seq.num_computed, seq.prefill_until = Status.WAITING, 0, 0
+        seq.num_computed = seq.prefill_until = 0
         seq.preemptions += 1
-        self.waiting[seq.request_id] = seq
-        self.waiting.move_to_end(seq.request_id, last=False)
-        self.waiting_prompt_tokens += seq.num_prompt
+        self._wait(seq)
         return seq
+
+    def drop_pages(self, seq: Sequence, num_pages: int) -> None:
+        """Give back the leading `num_pages` of a running sequence; nobody will read them through it again."""
+        self.pool.release(seq.pages[seq.num_dropped : num_pages])
+        seq.num_dropped = num_pages
 
     def remove(self, seq: Sequence) -> None:
         """Running or waiting -> finished; what it held is free at once."""
         if seq.status is Status.RUNNING:
             self._leave(seq)
         else:
-            del self.waiting[seq.request_id]
+            _take(self.waiting, seq)
             self.waiting_prompt_tokens -= seq.num_prompt
+        del self._active[seq.request_id]
         seq.status = Status.FINISHED
+
+    def _wait(self, seq: Sequence) -> None:
+        seq.status = Status.WAITING
+        insort(self.waiting, seq, key=_rank)
+        self.waiting_prompt_tokens += seq.num_prompt
 
     def _leave(self, seq: Sequence) -> None:
         assert seq.slot is not None
-        del self.running[seq.request_id]
+        _take(self.running, seq)
+        self.cache.leave(seq)
         heapq.heappush(self._free_slots, seq.slot)
-        self.pool.release(seq.pages)
-        seq.slot, seq.pages = None, []
+        self.pool.release(seq.held_pages)
+        seq.slot, seq.pages, seq.num_dropped = None, [], 0
 
     def load(self) -> Load:
         return Load(
@@ -109,23 +140,26 @@ class Roster:
 
     def check(self) -> None:
         """Audit for tests, valid between any two moves; AssertionError tells what is wrong."""
-        running, waiting = list(self.running.values()), list(self.waiting.values())
-        self.pool.check(seq.pages for seq in running)
-        _expect(not self.running.keys() & self.waiting.keys(), "a request is both waiting and running")
+        running, waiting = self.running, self.waiting
+        self.pool.check(seq.held_pages for seq in running)
+        listed = sorted([*running, *waiting], key=lambda seq: seq.order)
+        _expect(listed == self.active(), "running and waiting are not all the active ones, each once")
         slots = [seq.slot for seq in running if seq.slot is not None]
         _expect(len(slots) == len(running), "a running sequence has no slot")
         _expect(
             sorted(slots + self._free_slots) == list(range(self._max_num_seqs)),
             f"slots in use {slots} and free {self._free_slots} are not each slot once",
         )
-        orders = [seq.order for seq in running + waiting]
-        _expect(orders == sorted(orders), f"running, then waiting, is not the order of arrival: {orders}")
+        for name, seqs in (("running", running), ("waiting", waiting)):
+            ranks = [seq.rank for seq in seqs]
+            _expect(ranks == sorted(ranks), f"the {name} are not in order of rank: {ranks}")
         prompt_tokens = sum(seq.num_prompt for seq in waiting)
         _expect(self.waiting_prompt_tokens == prompt_tokens, "waiting_prompt_tokens drifted")
         for seq in running:
             name = seq.request_id
             _expect(seq.status is Status.RUNNING, f"{name} is {seq.status} among the running")
-            _expect(seq.num_computed <= len(seq.token_ids), f"{name} computed beyond its tokens")
+            _expect(seq.num_computed < len(seq.token_ids) + max(seq.pending, 1), f"{name} computed too far")
+            _expect(seq.num_computed <= seq.max_computed, f"{name} computed beyond its limit")
             _expect(seq.prefill_until <= len(seq.token_ids), f"{name} prefills beyond its tokens")
             covered = len(seq.pages) * self.pool.page_size
             _expect(seq.num_computed <= covered, f"{name} computed beyond its pages")
@@ -134,6 +168,18 @@ class Roster:
             _expect(seq.status is Status.WAITING, f"{name} is {seq.status} among the waiting")
             _expect(not seq.pages and seq.slot is None, f"{name} waits but holds pages or a slot")
             _expect(seq.num_computed == 0, f"{name} waits but has computed positions")
+            _expect(seq.publish_at == NEVER, f"{name} waits but publishes pages")
+
+
+def _rank(seq: Sequence) -> tuple[int, int]:
+    return seq.rank
+
+
+def _take(seqs: list[Sequence], seq: Sequence) -> None:
+    """Ranks are unique, so a search by rank finds it."""
+    index = bisect_left(seqs, seq.rank, key=_rank)
+    assert seqs[index] is seq
+    del seqs[index]
 
 
 def _expect(holds: bool, what: str) -> None:

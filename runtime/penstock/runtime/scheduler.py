@@ -1,20 +1,12 @@
-"""Continuous batching: which requests run in the next step, on which pages, and what becomes of it. No jax.
+"""Continuous batching: what becomes of requests, from `add` to their last output. No jax.
 
-Every step shares one token budget between decodes (one token a row) and chunks of prefills:
-
-1. All running decodes, first come first served. One that needs a page and finds none preempts the latest
-   arrival, which may be itself: its pages and slot go, its tokens stay and are prefilled when it comes back.
-2. Sequences that are partly prefilled, in order of arrival, with the rest of the budget.
-3. Waiting requests, strictly in order of arrival: nobody overtakes, which is what keeps large requests from
-   starving. One enters when a slot, budget and the pages for all its known tokens are free. Nobody enters
-   in a step that preempted.
-
-The oldest request always moves on, so every request ends: it can take every page (`add` refuses what would
-not fit even then), and there is budget for it, because max_num_batched_tokens >= max_num_seqs and a row that
-prefills is not one that decodes.
-
-`schedule` moves `num_computed` at once and `commit` handles tokens, so that a later engine may dispatch a
-step before it commits the last one. Today a sequence whose token is still in flight sits out until `commit`.
+`planning` decides what runs next. `schedule` moves `num_computed` at once and `commit` handles tokens, so the
+engine may dispatch a step before it commits the one before. A decode's input is the device's own last sample,
+so a sequence is scheduled again while its token is in flight; if that token turns out to end it, the row that
+was too much is dropped at `commit`. What such a row writes lies behind the last token that counts, in pages
+that nobody else gets to see before: pages freed at commit are given to a later step, and the device runs
+steps in order. A sequence preempted with tokens in flight enters again after their commit, else it would
+sample the same position twice.
 """
 
 from __future__ import annotations
@@ -23,7 +15,8 @@ from collections.abc import Callable
 from functools import partial
 
 from penstock.runtime.errors import DuplicateRequestId, ExceedsKVCapacity, PromptTooLong, QueueFull
-from penstock.runtime.plan import PageWrite, Plan, PlanRow, StepResult
+from penstock.runtime.plan import Plan, StepResult
+from penstock.runtime.planning import Draft, Planner
 from penstock.runtime.request import Finish, FinishReason, Output, Request, TokenLogprobs
 from penstock.runtime.roster import Load, Roster
 from penstock.runtime.scheduler_config import SchedulerConfig
@@ -35,8 +28,7 @@ __all__ = ["FINISHED_MEMORY", "Load", "Scheduler", "SchedulerConfig"]
 FINISHED_MEMORY = 4096
 """How many finished ids `Scheduler.finished` remembers."""
 
-# One of each is made per row and step; calling the named tuple itself takes twice as long (46 us for 64).
-_row: Callable[[tuple[object, ...]], PlanRow] = partial(tuple.__new__, PlanRow)
+# One is made per row and step; calling the named tuple itself takes twice as long.
 _output: Callable[[tuple[object, ...]], Output] = partial(tuple.__new__, Output)
 _RUNNING, _FINISHED = Status.RUNNING, Status.FINISHED  # looked up once
 
@@ -46,11 +38,13 @@ class Scheduler:
 
     def __init__(self, config: SchedulerConfig) -> None:
         self.config = config
-        self.weights_generation = 0
-        """Put into every Output; the engine sets it when new weights go live."""
         self.num_preemptions = 0
         """Since the start, for metrics."""
-        self._roster = Roster(config.max_num_seqs, config.num_pages, config.page_size)
+        self._generation = 0
+        self._roster = Roster(
+            config.max_num_seqs, config.num_pages, config.page_size, config.prefix_cache_pages
+        )
+        self._planner = Planner(config, self._roster)
         self._finished: dict[str, None] = {}  # oldest first
         # Plans not committed yet, by step: the weights' generation and, for each row that samples, its
         # sequence. By identity and not by id: an id aborted and used again must not get the old one's token.
@@ -86,103 +80,79 @@ class Scheduler:
             context_limit=min(config.max_model_len, capacity + 1),
             now_ns=now_ns,
         )
-        roster.add(
-            Sequence(request, self._next_order, list(request.prompt_token_ids), num_prompt, rules, now_ns)
-        )
+        rank = (-request.priority if config.by_priority else 0, self._next_order)
+        tokens = list(request.prompt_token_ids)
+        roster.add(Sequence(request, self._next_order, tokens, num_prompt, rules, now_ns, rank))
         self._next_order += 1
         self._next_deadline_ns = min(self._next_deadline_ns, rules.deadline_ns)
 
-    def schedule(self, now_ns: int, *, admit: bool = True) -> Plan | None:
-        """The next step, or None when nothing can be computed now. Commit every plan exactly once.
+    # -- a step --
+
+    def schedule(self, now_ns: int, *, admit: bool = True, max_steps: int = 1) -> Plan | None:
+        """The next step, or a window of up to `max_steps`; None when nothing can be computed now. Commit
+        every plan exactly once, in the order they were made.
 
         With `admit` false nobody new enters, while those that ran before go on, or come back if they were
         preempted: a weight update waits for them.
         """
-        roster = self._roster
-        page_size = roster.pool.page_size
-        rows: list[PlanRow] = []
-        sampling: list[Sequence | None] = []
-        writes: list[PageWrite] = []
-        preempted: list[str] = []
-
-        prefills: list[Sequence] = []
-        for seq in list(roster.running.values()):
-            if seq.pending or (preempted and seq.status is not _RUNNING):
-                continue
-            start = seq.num_computed
-            if start < seq.prefill_until:
-                prefills.append(seq)
-                continue
-            if start == len(seq.pages) * page_size and not self._grow(seq, writes, preempted):
-                continue
-            rows.append(
-                _row((seq.request_id, seq.slot, start, 1, None, True, int(start < seq.bans_until), 1))
-            )
-            sampling.append(seq)
-            seq.num_computed = start + 1
-            seq.pending = True
-
-        budget = self.config.max_num_batched_tokens - len(rows)
-        most = self.config.max_prefill_chunk or budget
-        for seq in prefills:  # none was preempted since: a victim comes after the decode that hits it
-            if budget == 0:
-                break
-            row = _chunk(seq, min(budget, most))
-            rows.append(row)
-            sampling.append(seq if row.samples else None)
-            budget -= row.num_tokens
-
-        # (A preemption leaves too few pages for its victim anyway; once pages are shared, it might not.)
-        entered: list[tuple[int, Request]] = []
-        while roster.waiting and budget > 0 and not preempted:
-            seq = next(iter(roster.waiting.values()))
-            if not (admit or seq.preemptions):
-                break
-            # If preempted while its token was in flight, it must not sample that position a second time.
-            if seq.pending or not roster.can_enter(seq):
-                break
-            slot = roster.enter(seq)
-            writes.extend([PageWrite(slot, index, page) for index, page in enumerate(seq.pages)])
-            entered.append((slot, seq.request))
-            if seq.scheduled_ns == 0:
-                seq.scheduled_ns = now_ns
-            row = _chunk(seq, min(budget, most))
-            rows.append(row)
-            sampling.append(seq if row.samples else None)
-            budget -= row.num_tokens
-
-        if not rows:
+        draft = Draft(bool(self._in_flight), admit, now_ns)
+        self._planner.make(draft, max_steps)
+        self.num_preemptions += len(draft.preempted)
+        if not draft.rows:
             return None
-        plan = Plan(self._next_step, tuple(rows), tuple(entered), tuple(writes), tuple(preempted))
+        plan = Plan(
+            self._next_step,
+            tuple(draft.rows),
+            tuple(draft.entered),
+            tuple(draft.writes),
+            tuple(draft.preempted),
+            draft.num_steps,
+        )
         self._next_step += 1
-        self._in_flight[plan.step_id] = (self.weights_generation, sampling)
+        self._in_flight[plan.step_id] = (self._generation, draft.sampling)
         return plan
+
+    # -- what comes back --
 
     def commit(self, plan: Plan, result: StepResult, now_ns: int) -> list[Output]:
         """Takes in the tokens of a plan: one Output for each row that sampled and is still active.
 
-        The token that ends a request (EOS, stop id) is in its Output; the text layer decides what is shown.
+        The token that ends a request (EOS, stop id) is the last in its Output; the text layer decides what is
+        shown.
         """
         generation, sampling = self._in_flight.pop(plan.step_id)
         any_late = now_ns >= self._next_deadline_ns
         outputs: list[Output] = []
-        for seq, sampled, logprobs in zip(sampling, result.token_ids, result.logprobs, strict=True):
+        for seq, row, sampled, logprobs in zip(
+            sampling, plan.rows, result.token_ids, result.logprobs, strict=True
+        ):
             if seq is None or seq.status is _FINISHED:
                 continue
-            (token,) = sampled
             tokens = seq.token_ids
-            tokens.append(token)
-            seq.pending = False
+            before, count = len(tokens), len(sampled)
+            total = before + count
+            tokens += sampled
+            seq.pending -= row.max_samples
             if seq.first_token_ns == 0:
                 seq.first_token_ns = now_ns
-            logprobs = () if seq.request.logprobs is None else tuple(logprobs)
+            new = tuple(sampled)
+            wanted = () if seq.request.logprobs is None else tuple(logprobs)
             rules = seq.rules
-            if len(tokens) >= rules.total_limit or token in rules.end_ids or any_late:
-                finish = rules.decide(token, len(tokens), now_ns)
+            if total >= rules.total_limit or any_late or not rules.end_ids.isdisjoint(new):
+                counted, finish = rules.first_end(new, before, now_ns)
                 if finish is not None:
-                    outputs.append(self._finish(seq, finish, now_ns, generation, (token,), logprobs))
+                    del tokens[before + counted :]
+                    if len(tokens) > seq.publish_at:
+                        self._roster.cache.publish(seq, len(tokens) - 1)
+                    outputs.append(
+                        self._finish(seq, finish, now_ns, generation, new[:counted], wanted[:counted])
+                    )
                     continue
-            outputs.append(_output((seq.request_id, (token,), logprobs, None, None, generation, None)))
+            if count != row.max_samples:
+                raise RuntimeError(f"{seq.request_id} goes on with {count} of {row.max_samples} samples")
+            if total > seq.publish_at:
+                self._roster.cache.publish(seq, total - 1)
+            outputs.append(_output((seq.request_id, new, wanted, None, None, generation, None)))
         return outputs
 
     def abort(
@@ -195,93 +165,29 @@ class Scheduler:
     ) -> Output | None:
         """Ends an active request in any state; None if there is none of exactly this id.
 
-        Its slot and pages are free when this returns, and a token still in flight is dropped at commit. (A
+        Its slot and pages are free when this returns, and tokens still in flight are dropped at commit. (A
         step already dispatched may still write those pages, but it runs before any later step that is given
         them.)
         """
         seq = self._roster.find(request_id)
         if seq is None:
             return None
-        return self._finish(seq, Finish(reason, stop=stop, message=message), now_ns, self.weights_generation)
+        return self._finish(seq, Finish(reason, stop=stop, message=message), now_ns, self._generation)
 
     def expire(self, now_ns: int) -> list[Output]:
         """Ends active requests whose time limit passed. Costs nothing while no deadline is due."""
         if now_ns < self._next_deadline_ns:
             return []
-        active = [*self._roster.running.values(), *self._roster.waiting.values()]
+        active = self._roster.active()
         finish = Finish(FinishReason.TIME_LIMIT)
         self._next_deadline_ns = min(
             (d for s in active if (d := s.rules.deadline_ns) > now_ns), default=NEVER_NS
         )
         return [
-            self._finish(seq, finish, now_ns, self.weights_generation)
+            self._finish(seq, finish, now_ns, self._generation)
             for seq in active
             if seq.rules.deadline_ns <= now_ns
         ]
-
-    def preempt_all(self) -> tuple[str, ...]:
-        """Sends all running requests back to the queue, tokens kept: all KV is computed anew. Their ids."""
-        victims = tuple(self._roster.running)
-        for _ in victims:
-            self._roster.preempt_last()
-        self.num_preemptions += len(victims)
-        return victims
-
-    @property
-    def has_work(self) -> bool:
-        return bool(self._roster.running or self._roster.waiting)
-
-    @property
-    def has_started(self) -> bool:
-        """Whether a request runs, or did before it was preempted (then it is the first of the queue)."""
-        first = next(iter(self._roster.waiting.values()), None)
-        return bool(self._roster.running) or (first is not None and first.preemptions > 0)
-
-    def started_ids(self) -> tuple[str, ...]:
-        """Those that run, or did before they were preempted, in order of arrival."""
-        resumed = (i for i, seq in self._roster.waiting.items() if seq.preemptions > 0)
-        return (*self._roster.running, *resumed)
-
-    @property
-    def next_deadline_ns(self) -> int:
-        """No active request's time limit passes before this; `expire` has nothing to do until then."""
-        return self._next_deadline_ns
-
-    def active_ids(self) -> tuple[str, ...]:
-        """In order of arrival: the running ones, then the waiting."""
-        return (*self._roster.running, *self._roster.waiting)
-
-    def finished(self, request_id: str) -> bool:
-        """Whether this id ended, in any way, among the last FINISHED_MEMORY and is not in use again."""
-        return request_id in self._finished and self._roster.find(request_id) is None
-
-    def load(self) -> Load:
-        return self._roster.load()
-
-    def check(self) -> None:
-        """Audit for tests, valid between any two calls; AssertionError tells what is wrong."""
-        self._roster.check()
-
-    def _grow(self, seq: Sequence, writes: list[PageWrite], preempted: list[str]) -> bool:
-        """One more page for a decode, preempting latest arrivals until one is free; false if there is none.
-
-        A victim has no row in this plan: it arrived no earlier than `seq`, and rows are made in that order.
-        While a step is in flight, `seq` sits out rather than lose its own pages: the commit may free some.
-        """
-        roster = self._roster
-        while not roster.pool.can_allocate(1):
-            if self._in_flight and next(reversed(roster.running.values())) is seq:
-                return False
-            victim = roster.preempt_last()
-            self.num_preemptions += 1
-            preempted.append(victim.request_id)
-            if victim is seq:
-                return False
-        (page,) = roster.pool.allocate(1)
-        assert seq.slot is not None
-        writes.append(PageWrite(seq.slot, len(seq.pages), page))
-        seq.pages.append(page)
-        return True
 
     def _finish(
         self,
@@ -300,16 +206,64 @@ class Scheduler:
             del self._finished[next(iter(self._finished))]
         return Output(seq.request_id, token_ids, logprobs, finish, seq.timing(now_ns), generation)
 
+    # -- all at once --
 
-def _chunk(seq: Sequence, budget: int) -> PlanRow:
-    """The next part of a prefill, of `budget` tokens at most; its last part samples the next token."""
-    assert seq.slot is not None
-    start = seq.num_computed
-    end = min(start + budget, seq.prefill_until)
-    samples = end == seq.prefill_until
-    seq.num_computed = end
-    seq.pending = samples
-    bans = int(samples and end <= seq.bans_until)
-    return PlanRow(
-        seq.request_id, seq.slot, start, end - start, tuple(seq.token_ids[start:end]), samples, bans
-    )
+    def preempt_all(self) -> tuple[str, ...]:
+        """Sends all running requests back to the queue, tokens kept. Their ids, in order of arrival."""
+        victims = sorted(self._roster.running, key=lambda seq: seq.order)
+        for _ in victims:
+            self._roster.preempt_last()
+        self.num_preemptions += len(victims)
+        return tuple(seq.request_id for seq in victims)
+
+    def use_weights(self, generation: int) -> None:
+        """New weights went live, with no step in flight: Outputs carry this number from now on, and no KV of
+        the old ones is shared any more. Who is running goes on with its own.
+        """
+        self._generation = generation
+        self.flush_prefix_cache()
+
+    def flush_prefix_cache(self) -> tuple[int, int]:
+        """Forget all cached prefixes. Returns the pages that became free, and those that stay because running
+        requests hold them; they are not shared with anybody new.
+        """
+        for seq in self._roster.running:
+            self._roster.cache.leave(seq)
+        return self._roster.cache.flush(self._generation)
+
+    # -- what is going on --
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._roster.running or self._roster.waiting)
+
+    @property
+    def has_started(self) -> bool:
+        """Whether a request runs, or did before it was preempted."""
+        return bool(self._roster.running) or any(seq.preemptions for seq in self._roster.waiting)
+
+    def started_ids(self) -> tuple[str, ...]:
+        """Those that run, or did before they were preempted, in order of arrival."""
+        return tuple(
+            seq.request_id for seq in self._roster.active() if seq.status is _RUNNING or seq.preemptions
+        )
+
+    @property
+    def next_deadline_ns(self) -> int:
+        """No active request's time limit passes before this; `expire` has nothing to do until then."""
+        return self._next_deadline_ns
+
+    def active_ids(self) -> tuple[str, ...]:
+        """In order of arrival."""
+        return tuple(seq.request_id for seq in self._roster.active())
+
+    def finished(self, request_id: str) -> bool:
+        """Whether this id ended, in any way, among the last FINISHED_MEMORY and is not in use again."""
+        return request_id in self._finished and self._roster.find(request_id) is None
+
+    def load(self) -> Load:
+        return self._roster.load()
+
+    def check(self) -> None:
+        """Audit for tests, valid between any two calls; AssertionError tells what is wrong."""
+        self._roster.check()

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 from penstock.runtime.errors import ConfigError
 
+SCHEDULING_POLICIES = ("fcfs", "priority")
+
 
 @dataclass(frozen=True, slots=True)
 class SchedulerConfig:
@@ -23,6 +25,14 @@ class SchedulerConfig:
     max_queued_requests: int
     max_prefill_chunk: int | None = None
     """Most prompt tokens of one request in a step; None: as many as the budget allows."""
+    scheduling_policy: str = "fcfs"
+    """"fcfs": in order of arrival. "priority": highest `Request.priority` first, then in order of arrival."""
+    prefix_cache_pages: int | None = None
+    """Most pages kept for their prefix while nobody holds them; None: all that are free. 0: no prefix
+    cache."""
+    sliding_window: int | None = None
+    """Largest window of the model's layers, if each has one: a token attends to that many latest tokens at
+    most, itself included, so pages before them are given back."""
 
     def __post_init__(self) -> None:
         least = {
@@ -44,5 +54,16 @@ class SchedulerConfig:
             )
         if self.max_prefill_chunk is not None and self.max_prefill_chunk < 1:
             bad.append(f"max_prefill_chunk must be at least 1, not {self.max_prefill_chunk}")
+        if self.scheduling_policy not in SCHEDULING_POLICIES:
+            policies = ", ".join(SCHEDULING_POLICIES)
+            bad.append(f"scheduling_policy must be one of {policies}, not {self.scheduling_policy!r}")
+        if self.prefix_cache_pages is not None and self.prefix_cache_pages < 0:
+            bad.append(f"prefix_cache_pages must be at least 0, not {self.prefix_cache_pages}")
+        if self.sliding_window is not None and self.sliding_window < 1:
+            bad.append(f"sliding_window must be at least 1, not {self.sliding_window}")
         if bad:
             raise ConfigError("; ".join(bad))
+
+    @property
+    def by_priority(self) -> bool:
+        return self.scheduling_policy == "priority"

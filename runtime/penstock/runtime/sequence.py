@@ -8,6 +8,9 @@ from dataclasses import dataclass, field
 from penstock.runtime.request import Request, RequestTiming
 from penstock.runtime.stopping import StopRules
 
+NEVER = 2**63 - 1
+"""A number of positions that no sequence reaches."""
+
 
 class Status(enum.Enum):
     WAITING = "waiting"
@@ -22,41 +25,64 @@ class Sequence:
     """One request in the scheduler.
 
     Positions count from 0 over prompt and generated tokens alike. `num_computed` positions have their KV
-    written once every step dispatched so far has run. In decode the newest token has no KV yet: num_computed
-    is len(token_ids) - 1 before `schedule`, and len(token_ids) between `schedule` and `commit`.
+    written once every step dispatched so far has run. In decode the newest token, known or in flight, has no
+    KV yet: num_computed is len(token_ids) + pending - 1.
     """
 
     request: Request
     order: int
-    """Arrival number: the key of first come, first served, kept through preemptions."""
+    """Arrival number, kept through preemptions."""
     token_ids: list[int]
     """Prompt, then generated tokens."""
     num_prompt: int
     rules: StopRules
     arrived_ns: int
+    rank: tuple[int, int]
+    """The order in which sequences are served, smallest first: (0 or -priority, order)."""
 
     request_id: str = field(init=False)
     """Of `request`; kept here because it is read for every row of every step."""
     bans_until: int = field(init=False)
     """A token sampled at an input position below this is one of the first min_tokens: no EOS, no stop id."""
+    max_computed: int = field(init=False)
+    """When so many positions are computed, the last token it may have is sampled, which needs no KV."""
     status: Status = Status.WAITING
     slot: int | None = None
     pages: list[int] = field(default_factory=list)
-    """Page i holds positions [i * page_size, (i + 1) * page_size)."""
+    """Page i holds positions [i * page_size, (i + 1) * page_size); the first `num_dropped` are not held."""
+    num_dropped: int = 0
+    """Leading pages given back because they are out of every later token's sliding window."""
     num_computed: int = 0
     prefill_until: int = 0
     """Positions below this are (re)computed from `token_ids`; from here on each input is the slot's own last
     sample. Set at entry to len(token_ids), so a prefill chunk of one token is never taken for a decode."""
-    pending: bool = False
-    """A dispatched step samples this sequence's next token and was not committed yet."""
+    pending: int = 0
+    """Most tokens that dispatched steps will yet have sampled for this sequence when they are committed."""
     preemptions: int = 0
     scheduled_ns: int = 0
     first_token_ns: int = 0
+    cached_prompt_tokens: int = 0
+
+    page_keys: list[bytes] = field(default_factory=list)
+    """The prefix cache's keys of the leading full pages, as far as they were asked for."""
+    keys_generation: int = -1
+    """Generation of the weights that `page_keys` stand for."""
+    published: int = 0
+    """Leading pages that were offered to the prefix cache, or came from it."""
+    publish_at: int = NEVER
+    """Computed and known positions that fill the next page to be published; NEVER if it publishes none."""
+    awaits: bytes | None = None
+    """The key of the first page that the prefix cache did not have."""
 
     def __post_init__(self) -> None:
         self.request_id = self.request.request_id
         # Input position p samples the token at p + 1, which is generated token number p + 2 - num_prompt.
         self.bans_until = self.num_prompt - 1 + self.rules.min_tokens
+        self.max_computed = self.rules.total_limit - 1
+
+    @property
+    def held_pages(self) -> list[int]:
+        return self.pages[self.num_dropped :] if self.num_dropped else self.pages
 
     def timing(self, now_ns: int) -> RequestTiming:
         return RequestTiming(
@@ -65,4 +91,5 @@ class Sequence:
             first_token_ns=self.first_token_ns,
             finished_ns=now_ns,
             preemptions=self.preemptions,
+            cached_prompt_tokens=self.cached_prompt_tokens,
         )

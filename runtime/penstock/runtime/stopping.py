@@ -5,6 +5,7 @@ Stop strings are not here: the text layer finds them and ends the request with `
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from penstock.runtime.request import Finish, FinishReason, Request
@@ -53,6 +54,19 @@ class StopRules:
             total_limit=context_limit if max_total is None else min(max_total, context_limit),
             deadline_ns=NEVER_NS if limit_s is None else now_ns + int(min(limit_s, _LONGEST_LIMIT_S) * 1e9),
         )
+
+    def first_end(self, tokens: Sequence[int], num_before: int, now_ns: int) -> tuple[int, Finish | None]:
+        """How many of these samples count, and why the request ends with the last of them, or None.
+
+        The request had `num_before` tokens. Time is looked at once, at the last
+        sample: all were made by then.
+        """
+        last = len(tokens) - 1
+        for index, token in enumerate(tokens):
+            finish = self.decide(token, num_before + index + 1, now_ns if index == last else 0)
+            if finish is not None:
+                return index + 1, finish
+        return len(tokens), None
 
     def decide(self, token_id: int, num_total: int, now_ns: int) -> Finish | None:
         """Why the request ends with `token_id`, its `num_total`-th token (prompt included), or None.
