@@ -14,7 +14,7 @@ import pytest
 from penstock.runtime.buckets import Buckets, ProgramKey
 from penstock.runtime.compilation import CompileCounter, use_compilation_cache
 from penstock.runtime.errors import ConfigError
-from penstock.runtime.packing import FEEDBACK, NUM_FIELDS, SLOT, Layout, pack_params
+from penstock.runtime.packing import BANS, FEEDBACK, MAX_SAMPLES, NUM_FIELDS, SLOT, Layout, pack_params
 from penstock.runtime.plan import PageWrite, Plan, PlanRow
 from penstock.runtime.request import MAX_STOP_TOKEN_IDS, Request, SamplingParams, StoppingParams
 from penstock.runtime.runner import ModelRunner, RunnerConfig, single_device_mesh
@@ -23,7 +23,7 @@ from tests.support.toy import OFFSET, TEST_CACHE, VOCAB, toy_model, toy_tokens
 GREEDY = SamplingParams(temperature=0.0)
 
 
-def make_runner() -> ModelRunner:
+def make_runner(max_decode_steps: int = 1) -> ModelRunner:
     use_compilation_cache(TEST_CACHE)
     model = toy_model()
     config = RunnerConfig(
@@ -34,6 +34,7 @@ def make_runner() -> ModelRunner:
         dtype=np.dtype(np.float32),
         vocab_size=VOCAB,
         eos_token_ids=(60,),
+        max_decode_steps=max_decode_steps,
         show_progress=False,
     )
     return ModelRunner(
@@ -67,7 +68,56 @@ def test_feedback_stays_on_the_device(runner: ModelRunner) -> None:
         runner.execute_async(plan)
         for plan in (prefill([1, 2, 3], 2, [7, 9]), decode(2, 3), decode(2, 4, step=2))
     ]
-    assert [runner.wait(p).token_ids[0] for p in pending] == [(t,) for t in toy_tokens([1, 2, 3], 3)]
+    assert [runner.wait(p).token_ids[0] for p in pending] == [[t] for t in toy_tokens([1, 2, 3], 3)]
+
+
+@pytest.fixture
+def looping() -> Iterator[ModelRunner]:
+    runner = make_runner(max_decode_steps=8)
+    runner.initialize_kv_cache(16)
+    runner.compile()
+    yield runner
+    runner.shutdown()
+
+
+def windowed(rows: list[tuple[int, int, int, int]], num_steps: int, step: int = 1) -> Plan:
+    """Rows of (slot, start, max_samples, bans) that decode."""
+    made = [PlanRow(f"r{slot}", slot, start, 1, None, True, bans, most) for slot, start, most, bans in rows]
+    return Plan(step, tuple(made), num_steps=num_steps)
+
+
+def test_a_window_makes_what_single_steps_make(looping: ModelRunner) -> None:
+    """Rows end at their own number of samples, the loop at its number of steps, and the next plan goes on."""
+    first, second = toy_tokens([1, 2, 3], 13), toy_tokens([5], 13)
+    looping.execute(prefill([1, 2, 3], 2, [7, 9, 1, 3]))
+    looping.execute(prefill([5], 0, [2, 4, 6, 8], 1))
+    pending = [
+        looping.execute_async(windowed([(2, 3, 5, 0), (0, 1, 2, 0)], 5, 2)),  # the second row ends early
+        looping.execute_async(windowed([(0, 3, 3, 0), (2, 8, 1, 0)], 3, 3)),  # and goes on in another order
+        looping.execute_async(windowed([(2, 9, 1, 0)], 1, 4)),
+    ]
+    results = [looping.wait(p).token_ids for p in pending]
+    assert results == [[first[1:6], second[1:3]], [second[3:6], first[6:7]], [first[7:8]]]
+
+
+def test_a_window_ends_rows_at_stop_ids_unless_banned(looping: ModelRunner) -> None:
+    tokens = toy_tokens([1, 2, 3], 8)
+    stop = tokens[3]
+    assert stop not in tokens[:3]
+    plan = prefill([1, 2, 3], 1, [5, 6, 7])
+    request = dataclasses.replace(
+        plan.new_requests[0][1], stopping=StoppingParams(ignore_eos=True, stop_token_ids=(stop,))
+    )
+    looping.execute(dataclasses.replace(plan, new_requests=((1, request),)))
+    result = looping.execute(windowed([(1, 3, 8, 0)], 8))
+    assert result.token_ids == [tokens[1:4]]
+    # Again from the start, with the first three samples banned: another token takes the stop's place.
+    looping.reset_state()
+    looping.execute(dataclasses.replace(plan, new_requests=((1, request),)))
+    banned = looping.execute(windowed([(1, 3, 8, 3)], 8)).token_ids[0]
+    assert banned[:2] == tokens[1:3]
+    assert banned[2] != stop
+    assert len(banned) > 3
 
 
 def test_logprobs_are_those_asked_for_at_dispatch(runner: ModelRunner) -> None:
@@ -161,14 +211,15 @@ def test_layout_round_trip() -> None:
     """
     layout = Layout(ProgramKey(8, 4), pages_per_row=3)
     buffer = np.zeros(layout.size, np.int32)
-    assert layout.size == 2 + 8 + 4 * (NUM_FIELDS + MAX_STOP_TOKEN_IDS + 3)
-    header, tokens, fields, bans, tables = layout.views(buffer)
-    header[:] = (1, 0)
+    assert layout.size == 3 + 8 + 4 * (NUM_FIELDS + MAX_STOP_TOKEN_IDS + 3)
+    header, tokens, fields, stop_ids, tables = layout.views(buffer)
+    header[:] = (1, 0, 5)
     tokens[:] = range(8)
     tokens[7] = FEEDBACK
     fields[:, SLOT] = [3, 1, 2, 0]
     fields[1, -6:] = pack_params(SamplingParams(0.7, 50, 0.9, 0.05, seed=(7 << 32) | 0xFFFFFFFE))
-    bans[2, 5] = 44
+    stop_ids[2, 5] = 44
+    fields[:, MAX_SAMPLES], fields[:, BANS] = [1, 5, 0, 2], [0, 3, 0, 2]
     tables[3] = [9, 8, 7]
     out = jax.jit(layout.unpack)(buffer)
     assert bool(out.any_sampling)
@@ -180,7 +231,10 @@ def test_layout_round_trip() -> None:
     assert out.sampling.top_p[1] == np.float32(0.9)
     assert out.sampling.min_p[1] == np.float32(0.05)
     assert out.sampling.seed[1].tolist() == [7, 0xFFFFFFFE]
-    assert out.bans[2, 5] == 44
+    assert int(out.num_steps) == 5
+    assert out.max_samples.tolist() == [1, 5, 0, 2]
+    assert out.bans.tolist() == [0, 3, 0, 2]
+    assert out.stop_ids[2, 5] == 44
     assert out.page_table[3].tolist() == [9, 8, 7]
 
 

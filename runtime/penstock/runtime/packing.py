@@ -2,7 +2,8 @@
 program.
 
 One transfer costs what eight small ones cost each; floats travel as their bits. Sections, in order: header,
-input tokens [T], row fields [R, NUM_FIELDS], banned token ids [R, MAX_STOP_TOKEN_IDS], page tables [R, P].
+input tokens [T], row fields [R, NUM_FIELDS], ids that end the row [R, MAX_STOP_TOKEN_IDS], page tables [R,
+P].
 """
 
 from __future__ import annotations
@@ -20,10 +21,10 @@ from penstock.runtime.buckets import ProgramKey
 from penstock.runtime.request import MAX_STOP_TOKEN_IDS, SamplingParams
 from penstock.runtime.sampler import SamplingRows
 
-HEADER = 2
-ANY_SAMPLING, ANY_LOGPROBS = range(HEADER)
-SLOT, START, NUM_TOKENS, SAMPLES = range(4)
-_STEP_FIELDS = 4
+HEADER = 3
+ANY_SAMPLING, ANY_LOGPROBS, NUM_STEPS = range(HEADER)
+_STEP_FIELDS = 5
+SLOT, START, NUM_TOKENS, MAX_SAMPLES, BANS = range(_STEP_FIELDS)
 PARAM_FIELDS = (
     6  # temperature, top_k, top_p, min_p, seed high, seed low: constant while a request holds its slot
 )
@@ -50,13 +51,15 @@ class Unpacked(NamedTuple):
 
     any_sampling: Array  # bool[]
     any_logprobs: Array  # bool[]
+    num_steps: Array  # int32[]
     tokens: Array  # int32[T]
     slots: Array  # int32[R]; max_num_seqs for padding rows
     starts: Array  # int32[R]
     q_lens: Array  # int32[R]
-    samples: Array  # bool[R]
+    max_samples: Array  # int32[R] most tokens the row makes; 0 for a prefill chunk that is not the last
+    bans: Array  # int32[R] how many of them must not be among stop_ids
     sampling: SamplingRows
-    bans: Array  # int32[R, MAX_STOP_TOKEN_IDS]; vocabulary size where unused
+    stop_ids: Array  # int32[R, MAX_STOP_TOKEN_IDS] EOS and stop ids; vocabulary size where unused
     page_table: Array  # int32[R, P]
 
 
@@ -69,7 +72,7 @@ class Layout:
 
     @property
     def _shapes(self) -> tuple[tuple[int, ...], ...]:
-        """Header, tokens, row fields, bans, page tables: the one place that says what stands where."""
+        """Header, tokens, row fields, stop ids, page tables: the one place that says what stands where."""
         rows = self.key.rows
         return (
             (HEADER,),
@@ -85,18 +88,18 @@ class Layout:
         return sum(map(math.prod, self._shapes))
 
     def views(self, buffer: Buffer) -> tuple[Buffer, Buffer, Buffer, Buffer, Buffer]:
-        """Header, tokens, row fields, bans, page tables: views of a host buffer, slices of a device one."""
+        """Header, tokens, row fields, stop ids, page tables: views of a host buffer, slices on a device."""
         parts, at = [], 0
         for shape in self._shapes:
             size = math.prod(shape)
             parts.append(buffer[at : at + size].reshape(shape))
             at += size
-        header, tokens, fields, bans, tables = parts
-        return header, tokens, fields, bans, tables
+        header, tokens, fields, stop_ids, tables = parts
+        return header, tokens, fields, stop_ids, tables
 
     def unpack(self, packed: Array) -> Unpacked:
         """The same sections inside the program."""
-        header, tokens, fields, bans, tables = self.views(packed)
+        header, tokens, fields, stop_ids, tables = self.views(packed)
 
         def floats(column: int) -> Array:
             return lax.bitcast_convert_type(fields[:, column], jnp.float32)
@@ -113,12 +116,14 @@ class Layout:
         return Unpacked(
             any_sampling=header[ANY_SAMPLING] != 0,
             any_logprobs=header[ANY_LOGPROBS] != 0,
+            num_steps=header[NUM_STEPS],
             tokens=tokens,
             slots=fields[:, SLOT],
             starts=fields[:, START],
             q_lens=fields[:, NUM_TOKENS],
-            samples=fields[:, SAMPLES] != 0,
+            max_samples=fields[:, MAX_SAMPLES],
+            bans=fields[:, BANS],
             sampling=sampling,
-            bans=bans,
+            stop_ids=stop_ids,
             page_table=tables,
         )

@@ -8,6 +8,7 @@ reused, because on CPU the runtime may read it in place after the call has retur
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -25,10 +26,12 @@ from penstock.runtime.models.config import KVSpec
 from penstock.runtime.packing import (
     ANY_LOGPROBS,
     ANY_SAMPLING,
+    BANS,
     FEEDBACK,
+    MAX_SAMPLES,
+    NUM_STEPS,
     NUM_TOKENS,
     PARAM_FIELDS,
-    SAMPLES,
     SLOT,
     START,
     Layout,
@@ -36,7 +39,7 @@ from penstock.runtime.packing import (
 )
 from penstock.runtime.plan import Plan, PlanRow, StepResult
 from penstock.runtime.request import MAX_STOP_TOKEN_IDS, Request
-from penstock.runtime.step import KVCache, RowState, Weights, compile_step, make_step, read_logprobs
+from penstock.runtime.step import NO_TOKEN, KVCache, RowState, Weights, compile_step, make_step, read_logprobs
 
 log = logging.getLogger(__name__)
 
@@ -53,6 +56,8 @@ class RunnerConfig:
     vocab_size: int
     eos_token_ids: tuple[int, ...]
     max_logprobs: int = 20
+    max_decode_steps: int = 1
+    """Most steps of a decode program's loop; see `Plan.num_steps`."""
     show_progress: bool = True
 
     def __post_init__(self) -> None:
@@ -88,7 +93,7 @@ class _Slot:
     """Host mirror of the request that holds a slot."""
 
     request: Request
-    bans: NDArray[np.int32]
+    stop_ids: NDArray[np.int32]
 
 
 class ModelRunner:
@@ -192,6 +197,7 @@ class ModelRunner:
             page_size=self.config.page_size,
             num_pages=num_pages,
             num_top=self.config.num_top,
+            max_steps=self.config.max_decode_steps if key.decode_only else 1,
         )
         layer = jax.ShapeDtypeStruct(
             self._kv_shape(num_pages), kv_storage_dtype(self.config.dtype), sharding=self._sharding
@@ -221,14 +227,18 @@ class ModelRunner:
     def wait(self, pending: PendingStep) -> StepResult:
         """Block until a dispatched step's result is on the host."""
         result = np.asarray(pending.result)
-        rows = pending.plan.rows
-        num_top = self.config.num_top
+        plan, num_top = pending.plan, self.config.num_top
+        by_row = result[: plan.num_steps, : len(plan.rows), 0].T.tolist()
+        token_ids: list[Sequence[int]] = [
+            [token for token in tokens if token != NO_TOKEN] if row.samples else ()
+            for row, tokens in zip(plan.rows, by_row, strict=True)
+        ]
         logprobs = [
-            () if k is None else (read_logprobs(result[i], num_top, k),)
+            ()
+            if k is None
+            else tuple(read_logprobs(result[s, i], num_top, k) for s in range(len(token_ids[i])))
             for i, k in enumerate(pending.logprobs)
         ]
-        sampled = result[: len(rows), 0].tolist()
-        token_ids = [(token,) if row.samples else () for row, token in zip(rows, sampled, strict=True)]
         return StepResult(token_ids, logprobs)
 
     def _wanted_logprobs(self, row: PlanRow) -> int | None:
@@ -245,31 +255,34 @@ class ModelRunner:
 
     def _admit(self, slot: int, request: Request) -> None:
         self._params[slot] = pack_params(request.sampling)
-        bans = np.full(MAX_STOP_TOKEN_IDS, self.config.vocab_size, np.int32)
+        stop_ids = np.full(MAX_STOP_TOKEN_IDS, self.config.vocab_size, np.int32)
         ids = list(request.stopping.stop_token_ids)
         if not request.stopping.ignore_eos:
             ids += self.config.eos_token_ids
-        bans[: len(ids)] = ids
-        self._slots[slot] = _Slot(request, bans)
+        stop_ids[: len(ids)] = ids
+        self._slots[slot] = _Slot(request, stop_ids)
 
     def _blank(self, key: ProgramKey) -> NDArray[np.int32]:
         """A buffer of padding only: it computes, writes nowhere and samples nothing."""
         layout = self._layout(key)
         buffer = np.zeros(layout.size, np.int32)
-        _, _, fields, bans, _ = layout.views(buffer)
+        header, _, fields, stop_ids, _ = layout.views(buffer)
+        header[NUM_STEPS] = 1
         fields[:, SLOT] = self.config.max_num_seqs
-        bans[:] = self.config.vocab_size
+        stop_ids[:] = self.config.vocab_size
         return buffer
 
     def _pack(self, plan: Plan, key: ProgramKey) -> NDArray[np.int32]:
         buffer = self._blank(key)
-        header, tokens, fields, bans, tables = self._layout(key).views(buffer)
+        header, tokens, fields, stop_ids, tables = self._layout(key).views(buffer)
+        header[NUM_STEPS] = plan.num_steps
         rows, count = plan.rows, len(plan.rows)
         slots = [row.slot for row in rows]
         fields[:count, SLOT] = slots
         fields[:count, START] = [row.start for row in rows]
         fields[:count, NUM_TOKENS] = [row.num_tokens for row in rows]
-        fields[:count, SAMPLES] = [row.samples for row in rows]
+        fields[:count, MAX_SAMPLES] = [row.max_samples if row.samples else 0 for row in rows]
+        fields[:count, BANS] = [row.bans for row in rows]
         fields[:count, -PARAM_FIELDS:] = self._params[slots]
         tables[:count] = self._tables[slots]
         at = 0
@@ -281,8 +294,7 @@ class ModelRunner:
             if row.samples:
                 header[ANY_SAMPLING] |= not held.request.sampling.greedy
                 header[ANY_LOGPROBS] |= held.request.logprobs is not None
-            if row.bans:
-                bans[i] = held.bans
+            stop_ids[i] = held.stop_ids
         return buffer
 
     # -- weights and end --

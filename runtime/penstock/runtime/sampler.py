@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 _CHUNK = 512
+_ARGMAX_CHUNK = 128
 _TINY = 1e-30
 """Below every probability that matters, and far from float32's denormals, which compute as 0."""
 
@@ -110,11 +111,33 @@ def draw(filtered: Array, rows: SamplingRows) -> Array:
     return which * chunk + _first_past(inner, u[:, 1])
 
 
+def argmax(logits: Array) -> Array:
+    """Index of the first largest value of each row of float32[R, V] -> int32[R].
+
+    In two passes, because a maximum is a vector operation and XLA's argmax on CPU is not (0.4 ms against 3.5
+    for 16 rows of 152k).
+    """
+    num_rows, vocab = logits.shape
+    whole = vocab // _ARGMAX_CHUNK * _ARGMAX_CHUNK
+    tail = jnp.argmax(logits[:, whole:], axis=1) + whole if whole < vocab else None
+    if whole == 0:
+        assert tail is not None
+        return tail.astype(jnp.int32)
+    chunks = logits[:, :whole].reshape(num_rows, -1, _ARGMAX_CHUNK)
+    which = jnp.argmax(chunks.max(axis=2), axis=1)
+    inner = jnp.take_along_axis(chunks, which[:, None, None], axis=1)[:, 0]
+    best = which * _ARGMAX_CHUNK + jnp.argmax(inner, axis=1)
+    if tail is not None:
+        better = jnp.take_along_axis(logits, tail[:, None], axis=1) > inner.max(axis=1, keepdims=True)
+        best = jnp.where(better[:, 0], tail, best)
+    return best.astype(jnp.int32)
+
+
 def sample(logits: Array, rows: SamplingRows, any_sampling: Array) -> Array:
     """Next token of each row: float32[R, V] -> int32[R]. `any_sampling` false (all greedy) skips the filters
     and the draw.
     """
-    greedy = jnp.argmax(logits, axis=1).astype(jnp.int32)
+    greedy = argmax(logits)
 
     def mixed(x: Array) -> Array:
         return jnp.where(rows.temperature > 0, draw(filter_logits(x, rows), rows), greedy)

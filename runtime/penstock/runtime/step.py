@@ -17,7 +17,7 @@ import numpy as np
 from jax import Array, lax
 
 from penstock.runtime.attention import AttentionMeta, make_meta
-from penstock.runtime.packing import FEEDBACK, Layout
+from penstock.runtime.packing import FEEDBACK, Layout, Unpacked
 from penstock.runtime.request import TokenLogprobs
 from penstock.runtime.sampler import sample, token_logprobs
 
@@ -46,21 +46,32 @@ class StepModel(Protocol):
         ...
 
 
-StepFn = Callable[[Weights, KVCache, RowState, Array], tuple[Array, KVCache, RowState]]
+StepOut = tuple[Array, KVCache, RowState]
+StepFn = Callable[[Weights, KVCache, RowState, Array], StepOut]
+NO_TOKEN = -1
 
 
 def make_step(
-    rebuild: Callable[[Weights], StepModel], layout: Layout, *, page_size: int, num_pages: int, num_top: int
+    rebuild: Callable[[Weights], StepModel],
+    layout: Layout,
+    *,
+    page_size: int,
+    num_pages: int,
+    num_top: int,
+    max_steps: int = 1,
 ) -> StepFn:
-    """The step function of one program key. Its result array is int32[R, 2 + 2 * num_top]; see `read_row`."""
+    """The step function of one program key. Its result is int32[max_steps, R, 2 + 2 * num_top]: by row the
+    token, or NO_TOKEN where it made none in that step, and see `read_logprobs`.
 
-    def step(
-        weights: Weights, kv: KVCache, state: RowState, packed: Array
-    ) -> tuple[Array, KVCache, RowState]:
-        model = rebuild(weights)
-        batch = layout.unpack(packed)
+    max_steps above 1 makes it a loop of decode steps, of which a call runs as many as its header says, or
+    fewer when every row has ended.
+    """
+
+    def forward(
+        model: StepModel, kv: KVCache, batch: Unpacked, tokens: Array, starts: Array
+    ) -> tuple[Array, KVCache]:
         meta, token_rows = make_meta(
-            starts=batch.starts,
+            starts=starts,
             q_lens=batch.q_lens,
             page_table=batch.page_table,
             num_tokens=layout.key.tokens,
@@ -68,23 +79,97 @@ def make_step(
             page_size=page_size,
             num_pages=num_pages,
         )
-        fed_back = state.tokens[jnp.minimum(batch.slots, state.tokens.shape[0] - 1)][token_rows]
-        tokens = jnp.where(batch.tokens == FEEDBACK, fed_back, batch.tokens)
+        tokens = jnp.where(batch.tokens == FEEDBACK, tokens[token_rows], batch.tokens)
         hidden, kv = model(tokens, meta.positions, kv, meta)
         last = jnp.maximum(jnp.cumsum(batch.q_lens) - 1, 0)
-        raw = model.logits(hidden[last], jnp.sum((batch.q_lens > 0).astype(jnp.int32)))
+        num_rows = jnp.sum((batch.q_lens > 0).astype(jnp.int32))
+        return model.logits(hidden[last], num_rows), kv
+
+    def choose(raw: Array, batch: Unpacked, step: Array) -> tuple[Array, Array]:
+        """(token int32[R], what the host reads of it int32[R, 2 + 2 * num_top])."""
         row = jnp.arange(layout.key.rows, dtype=jnp.int32)[:, None]
-        allowed = raw.at[row, batch.bans].set(-jnp.inf, mode="drop")
-        sampled = sample(allowed, batch.sampling, batch.any_sampling)
-        result = lax.cond(
+        banned = step < batch.bans
+        ids = jnp.where(banned[:, None], batch.stop_ids, jnp.int32(raw.shape[1]))
+        allowed = lax.cond(jnp.any(banned), lambda: raw.at[row, ids].set(-jnp.inf, mode="drop"), lambda: raw)
+        rows = batch.sampling._replace(positions=batch.sampling.positions + step)
+        sampled = sample(allowed, rows, batch.any_sampling)
+        read = lax.cond(
             batch.any_logprobs,
             lambda: _result(sampled, *token_logprobs(raw, sampled, num_top)),
             lambda: jnp.zeros((layout.key.rows, 2 + 2 * num_top), jnp.int32).at[:, 0].set(sampled),
         )
-        slots = jnp.where(batch.samples, batch.slots, state.tokens.shape[0])
-        return result, kv, RowState(state.tokens.at[slots].set(sampled, mode="drop"))
+        return sampled, read
 
-    return step
+    def keep(state: RowState, batch: Unpacked, sampled: Array) -> RowState:
+        slots = jnp.where(batch.max_samples > 0, batch.slots, state.tokens.shape[0])
+        return RowState(state.tokens.at[slots].set(sampled, mode="drop"))
+
+    def last_tokens(state: RowState, batch: Unpacked) -> Array:
+        return state.tokens[jnp.minimum(batch.slots, state.tokens.shape[0] - 1)]
+
+    def single(weights: Weights, kv: KVCache, state: RowState, packed: Array) -> StepOut:
+        model, batch = rebuild(weights), layout.unpack(packed)
+        raw, kv = forward(model, kv, batch, last_tokens(state, batch), batch.starts)
+        sampled, read = choose(raw, batch, jnp.int32(0))
+        return read[None], kv, keep(state, batch, sampled)
+
+    def window(weights: Weights, kv: KVCache, state: RowState, packed: Array) -> StepOut:
+        model, batch = rebuild(weights), layout.unpack(packed)
+
+        def more(carry: _Window) -> Array:
+            # The first step runs even where no row samples: a prefill chunk of one token must be written.
+            return (carry.step == 0) | ((carry.step < batch.num_steps) & jnp.any(carry.alive))
+
+        def turn(carry: _Window) -> _Window:
+            raw, kv = forward(model, carry.kv, batch, carry.tokens, batch.starts + carry.made)
+            sampled, read = choose(raw, batch, carry.step)
+            read = read.at[:, 0].set(jnp.where(carry.alive, read[:, 0], NO_TOKEN))
+            ended = (sampled[:, None] == batch.stop_ids).any(axis=1) & (carry.step >= batch.bans)
+            step = carry.step + 1
+            alive = carry.alive & ~ended & (step < batch.max_samples)
+            return _Window(
+                step=step,
+                # A row that has ended repeats its last step while the others go on: the same token at the
+                # same position, so what it writes is what is there.
+                alive=alive,
+                made=carry.made + alive.astype(jnp.int32),
+                tokens=jnp.where(alive, sampled, carry.tokens),
+                sampled=jnp.where(carry.alive, sampled, carry.sampled),
+                kv=kv,
+                result=carry.result.at[carry.step].set(read),
+            )
+
+        rows = layout.key.rows
+        first = jnp.where(batch.tokens == FEEDBACK, last_tokens(state, batch), batch.tokens)
+        batch = batch._replace(tokens=jnp.full_like(batch.tokens, FEEDBACK))
+        end = lax.while_loop(
+            more,
+            turn,
+            _Window(
+                step=jnp.int32(0),
+                alive=batch.max_samples > 0,
+                made=jnp.zeros((rows,), jnp.int32),
+                tokens=first,
+                sampled=jnp.zeros((rows,), jnp.int32),
+                kv=kv,
+                result=jnp.full((max_steps, rows, 2 + 2 * num_top), NO_TOKEN, jnp.int32),
+            ),
+        )
+        return end.result, end.kv, keep(state, batch, end.sampled)
+
+    return window if max_steps > 1 else single
+
+
+class _Window(NamedTuple):
+    """What a loop of decode steps carries."""
+
+    step: Array  # int32[]
+    alive: Array  # bool[R] rows that make a token in the next step
+    made: Array  # int32[R] positions the row has advanced
+    tokens: Array  # int32[R] input of the next step
+    sampled: Array  # int32[R] the row's newest token
+    kv: KVCache
+    result: Array  # int32[max_steps, R, 2 + 2 * num_top]
 
 
 def _result(sampled: Array, logprob: Array, top_ids: Array, top_logprobs: Array) -> Array:
