@@ -40,8 +40,8 @@ def set_chunk(engine: Engine, size: int | None) -> None:
     """What `EngineConfig.max_prefill_chunk` sets, on a running engine: a new engine per size would take hours
     to compile.
     """
-    scheduler = engine._core._scheduler
-    scheduler.config = dataclasses.replace(scheduler.config, max_prefill_chunk=size)
+    planner = engine._core._scheduler._planner
+    planner._config = dataclasses.replace(planner._config, max_prefill_chunk=size)
 
 
 async def ask(rig: Rig, case: dict[str, Any]) -> inference_pb2.Output:
@@ -77,8 +77,11 @@ async def test_every_chunk_size_alone_and_packed(name: str) -> None:
             set_chunk(engine, size)
             for case in cases:
                 if size is None or size <= len(case["prompt"]):
+                    engine.flush_prefix_cache()  # else each prompt would be computed once only
                     check(await ask(rig, case), case)
-            # Six requests over four rows: they start, end and are chunked at different steps.
+            engine.flush_prefix_cache()
+            # Six requests over four rows: they start, end and are chunked at different steps, and the second
+            # three share the pages of the first.
             packed = [*cases, *reversed(cases)]
             for output, case in zip(
                 await asyncio.gather(*(ask(rig, c) for c in packed)), packed, strict=True

@@ -9,7 +9,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from penstock.runtime.errors import ConfigError
+from penstock.runtime.scheduler_config import SCHEDULING_POLICIES
 
+MAX_DECODE_STEPS = 64
 DTYPES = ("auto", "bfloat16", "float16", "float32")
 QUANTIZATIONS = ("none", "int8")
 
@@ -41,6 +43,9 @@ class EngineConfig:
     """Most prompt tokens of one request in a step; smaller bounds how long a long prompt delays running
     decodes.
     None: all of the step's budget that decodes leave."""
+    scheduling_policy: str = "fcfs"
+    """Who goes first: "fcfs", in order of arrival; "priority", by the requests' priority, which may
+    preempt."""
     max_queued_requests: int = 1024
     page_size: int = 16
     """Tokens per KV page."""
@@ -48,6 +53,16 @@ class EngineConfig:
     """Size of the KV cache; None: on an accelerator from `hbm_utilization`, on CPU a logged default."""
     hbm_utilization: float = 0.9
     """Share of an accelerator's memory for weights, programs and KV together."""
+    prefix_cache_pages: int | None = None
+    """Most KV pages kept for prefixes that no running request uses; None: all that are free; 0: no prefix
+    cache.
+    """
+    overlap: bool = True
+    """Dispatch a step before the tokens of the one before are read."""
+    max_decode_steps: int = 1
+    """Most decode steps in one dispatch, where nobody waits; 1: no such windows."""
+    decode_window_s: float = 0.02
+    """Seconds that a window of decode steps should take at most."""
     max_logprobs: int = 20
     """Most `logprobs` a request may ask for."""
     compilation_cache: Path | None = field(default_factory=default_compilation_cache)
@@ -71,6 +86,15 @@ class EngineConfig:
             )
         if self.max_prefill_chunk is not None and self.max_prefill_chunk < 1:
             bad.append(f"max_prefill_chunk: must be at least 1, not {self.max_prefill_chunk}")
+        if self.scheduling_policy not in SCHEDULING_POLICIES:
+            policies = ", ".join(SCHEDULING_POLICIES)
+            bad.append(f"scheduling_policy: must be one of {policies}, not {self.scheduling_policy!r}")
+        if self.prefix_cache_pages is not None and self.prefix_cache_pages < 0:
+            bad.append(f"prefix_cache_pages: must be at least 0, not {self.prefix_cache_pages}")
+        if not 1 <= self.max_decode_steps <= MAX_DECODE_STEPS:
+            bad.append(f"max_decode_steps: must be from 1 to {MAX_DECODE_STEPS}, not {self.max_decode_steps}")
+        if not 0.0 < self.decode_window_s <= 60.0:
+            bad.append(f"decode_window_s: must be above 0 and at most 60, not {self.decode_window_s}")
         if self.max_queued_requests < 1:
             bad.append(f"max_queued_requests: must be at least 1, not {self.max_queued_requests}")
         if self.page_size < 1 or self.page_size & (self.page_size - 1) or self.page_size > 1024:

@@ -33,6 +33,7 @@ from penstock.runtime.defaults import GenerationDefaults
 from penstock.runtime.errors import EngineFailure, InvalidRequest, Violation
 from penstock.runtime.interface import AbortOutcome, InFlightPolicy, Observer, Sink, WeightsVersion
 from penstock.runtime.memory import device_kv_bytes, plan_kv
+from penstock.runtime.pacing import DecodePacer
 from penstock.runtime.request import (
     Finish,
     Output,
@@ -122,9 +123,19 @@ class Engine:
                 eos_token_ids=frozenset(model.eos_token_ids),
                 max_queued_requests=config.max_queued_requests,
                 max_prefill_chunk=config.max_prefill_chunk,
+                scheduling_policy=config.scheduling_policy,
+                prefix_cache_pages=config.prefix_cache_pages,
+                sliding_window=model.sliding_window,
             )
         )
-        self._core = EngineCore(self._runner, scheduler, vocab_size=model.vocab_size, observer=observer)
+        self._core = EngineCore(
+            self._runner,
+            scheduler,
+            vocab_size=model.vocab_size,
+            observer=observer,
+            overlap=config.overlap,
+            pacer=DecodePacer(config.decode_window_s, config.max_decode_steps),
+        )
         # Without its weights: the runner holds those that serve, and an update must be able to free the old.
         self._model = dataclasses.replace(model, weights=None)
         self.config = dataclasses.replace(
@@ -233,6 +244,10 @@ class Engine:
     def load(self) -> Load:
         """How busy the engine is."""
         return self._core.load()
+
+    def flush_prefix_cache(self) -> tuple[int, int]:
+        """Forget all cached prefixes: (pages that became free, pages that running requests still hold)."""
+        return self._core.flush_prefix_cache()
 
     def update_weights(
         self,

@@ -48,6 +48,8 @@ class ServedModel:
     eos_token_ids: tuple[int, ...]
     defaults: GenerationDefaults
     text: TextCodec | None
+    sliding_window: int | None = None
+    """The largest of the layers' sliding windows, if each has one: KV before it is never read again."""
     tensors: Sequence[ParamSpec] = ()
     replace: Callable[[Any, Tensors, bool], Any] | None = None
     """(current weights, tensors by checkpoint name, partial) -> new weights, or CheckpointError naming every
@@ -94,6 +96,7 @@ def load_model(model: str, config: EngineConfig, mesh: Mesh) -> ServedModel:
         eos_token_ids=model_config.eos_token_ids,
         defaults=defaults,
         text=text,
+        sliding_window=_largest_window(model_config.sliding_windows),
         tensors=param_specs(model_config, dtype, linear),
         replace=lambda current, tensors, partial: _replace(
             current, convert_named(model_config, tensors, partial=partial, dtype=dtype, linear=linear)
@@ -106,6 +109,12 @@ def _linear_format(config: EngineConfig, dtype: np.dtype[Any], mesh: Mesh) -> Li
     on_cpu = next(iter(mesh.devices.flat)).platform == "cpu"
     packed = config.native and on_cpu and dtype == jnp.bfloat16 and library.available()
     return LinearFormat(packed=packed, int8=config.quantization == "int8")
+
+
+def _largest_window(windows: Sequence[int | None]) -> int | None:
+    """None if a layer attends to everything."""
+    limits = [window for window in windows if window is not None]
+    return max(limits) if limits and len(limits) == len(windows) else None
 
 
 def _replace(current: Any, new: Mapping[ParamPath, NDArray[Any]]) -> Any:
