@@ -23,6 +23,7 @@ from penstock.runtime.models.linear import (
     project,
     project_gated,
 )
+from penstock.runtime.native.rotate import can_rotate, rotate_qkv
 
 
 class AttentionOp(Protocol):
@@ -61,6 +62,7 @@ class Attention(nnx.Module):
         self.k_norm = RMSNorm(dim, config.rms_norm_eps, dtype) if config.qk_norm else None
         self.num_heads, self.num_kv_heads, self.head_dim = heads, kv_heads, dim
         self.scale = dim**-0.5
+        self.native = linear.packed and can_rotate(dim)
         self.sliding_window = config.sliding_windows[layer]
 
     def __call__(
@@ -78,13 +80,32 @@ class Attention(nnx.Module):
         """
         num_tokens = x.shape[0]
         qkv = project((self.q_proj, self.k_proj, self.v_proj), x, meta.num_tokens, norm=norm)
-        qkv = qkv.reshape(num_tokens, -1, self.head_dim)
-        q, k, v = jnp.split(qkv, (self.num_heads, self.num_heads + self.num_kv_heads), axis=1)
-        if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
-        q, k = rope.rotate(q, cos, sin), rope.rotate(k, cos, sin)
+        q, k, v = self._rotated(qkv, cos, sin, meta.num_tokens)
         out, kv = attention(q, k, v, kv, meta, scale=self.scale, sliding_window=self.sliding_window)
         return add_projected(self.o_proj, out.reshape(num_tokens, -1), x, meta.num_tokens), kv
+
+    def _rotated(
+        self, qkv: jax.Array, cos: jax.Array, sin: jax.Array, num_tokens: jax.Array
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """qkv [T, (H + 2 K) * D] -> q [T, H, D], k and v [T, K, D], normalised and rotated."""
+        heads, kv_heads = self.num_heads, self.num_kv_heads
+        if self.native:
+            return rotate_qkv(
+                qkv,
+                cos,
+                sin,
+                num_rows=num_tokens,
+                num_heads=heads,
+                num_kv_heads=kv_heads,
+                q_norm=None if self.q_norm is None else self.q_norm.weight[...],
+                k_norm=None if self.k_norm is None else self.k_norm.weight[...],
+                eps=0.0 if self.q_norm is None else self.q_norm.eps,
+            )
+        qkv = qkv.reshape(qkv.shape[0], -1, self.head_dim)
+        q, k, v = jnp.split(qkv, (heads, heads + kv_heads), axis=1)
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        return rope.rotate(q, cos, sin), rope.rotate(k, cos, sin), v
 
 
 class MLP(nnx.Module):

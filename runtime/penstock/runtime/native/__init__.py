@@ -3,4 +3,5 @@
 build.py    compiles src/ with the machine's compiler
 library.py  loads the library and registers its operations
 linear.py   linear layers over packed weights
+rotate.py   per-head norms and rotary embedding
 """
