@@ -279,6 +279,10 @@ def test_every_option_arrives(tmp_path: Path) -> None:
         "--max-num-seqs": "3",
         "--max-num-batched-tokens": "64",
         "--max-prefill-chunk": "32",
+        "--scheduling-policy": "priority",
+        "--prefix-cache-pages": "7",
+        "--max-decode-steps": "5",
+        "--decode-window": "0.5",
         "--max-queued-requests": "9",
         "--page-size": "8",
         "--kv-cache-bytes": "2G",
@@ -294,6 +298,10 @@ def test_every_option_arrives(tmp_path: Path) -> None:
         max_num_seqs=3,
         max_num_batched_tokens=64,
         max_prefill_chunk=32,
+        scheduling_policy="priority",
+        prefix_cache_pages=7,
+        max_decode_steps=5,
+        decode_window_s=0.5,
         max_queued_requests=9,
         page_size=8,
         kv_cache_bytes=2 * 2**30,
@@ -302,6 +310,7 @@ def test_every_option_arrives(tmp_path: Path) -> None:
         compilation_cache=tmp_path,
     )
     assert serve._engine_config(parse("demo", "--compilation-cache", "off")).compilation_cache is None
+    assert not serve._engine_config(parse("demo", "--no-overlap")).overlap
 
 
 def test_every_option_of_the_engine_can_be_given() -> None:

@@ -16,6 +16,7 @@ from opentelemetry.sdk.trace import TracerProvider
 from penstock.runtime.config import DTYPES, EngineConfig, default_compilation_cache
 from penstock.runtime.engine import Engine
 from penstock.runtime.errors import ConfigError, PenstockError
+from penstock.runtime.scheduler_config import SCHEDULING_POLICIES
 from penstock.service.options import ServerOptions
 from penstock.service.server import PenstockServer, in_thread, version
 from penstock.service.telemetry import otlp_provider
@@ -138,6 +139,40 @@ def _add_engine(parser: argparse.ArgumentParser) -> None:
         help="prompt tokens of one request in a step; fewer delay running requests less; default: no limit",
     )
     engine.add_argument(
+        "--scheduling-policy",
+        default=_CONFIG.scheduling_policy,
+        choices=SCHEDULING_POLICIES,
+        help="fcfs: in order of arrival; priority: the requests' priority first; default: %(default)s",
+    )
+    engine.add_argument(
+        "--prefix-cache-pages",
+        type=int,
+        metavar="N",
+        help="most KV pages kept for prefixes that no running request uses; 0: no prefix cache; default: all "
+        "that are free",
+    )
+    engine.add_argument(
+        "--overlap",
+        action=argparse.BooleanOptionalAction,
+        default=_CONFIG.overlap,
+        help="dispatch a step before the tokens of the one before are read; default: on",
+    )
+    engine.add_argument(
+        "--max-decode-steps",
+        type=int,
+        default=_CONFIG.max_decode_steps,
+        metavar="N",
+        help="most decode steps in one dispatch, where nobody waits; default: %(default)s",
+    )
+    engine.add_argument(
+        "--decode-window",
+        dest="decode_window_s",
+        type=float,
+        default=_CONFIG.decode_window_s,
+        metavar="SECONDS",
+        help="what such a window should take at most; default: %(default)g",
+    )
+    engine.add_argument(
         "--max-queued-requests",
         type=int,
         default=_CONFIG.max_queued_requests,
@@ -219,6 +254,11 @@ def _engine_config(args: argparse.Namespace) -> EngineConfig:
         max_num_seqs=args.max_num_seqs,
         max_num_batched_tokens=args.max_num_batched_tokens,
         max_prefill_chunk=args.max_prefill_chunk,
+        scheduling_policy=args.scheduling_policy,
+        prefix_cache_pages=args.prefix_cache_pages,
+        overlap=args.overlap,
+        max_decode_steps=args.max_decode_steps,
+        decode_window_s=args.decode_window_s,
         max_queued_requests=args.max_queued_requests,
         page_size=args.page_size,
         kv_cache_bytes=args.kv_cache_bytes,
