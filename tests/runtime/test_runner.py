@@ -156,7 +156,7 @@ def test_padding_writes_nowhere_and_reads_nothing(runner: ModelRunner) -> None:
     result = runner.execute(prefill([5, 6, 7, 8, 9], 1, [3, 11]))
     assert list(result.token_ids[0]) == toy_tokens([5, 6, 7, 8, 9], 1)
     cache = np.asarray(runner._kv[0])
-    finite = {(int(p), int(o)) for p, o in zip(*np.nonzero(np.isfinite(cache[:, :, 1, 0, 0])), strict=True)}
+    finite = {(int(p), int(o)) for p, o in zip(*np.nonzero(np.isfinite(cache[:, 1, 0, :, 0])), strict=True)}
     assert finite == {(3, 0), (3, 1), (3, 2), (3, 3), (11, 0)}
 
 

@@ -1,5 +1,5 @@
-"""Paged attention over a ragged batch, in plain XLA: runs on any backend and is the reference for native
-kernels.
+"""Paged attention over a ragged batch: the cache's layout, the metadata of a step, and the op in plain XLA,
+which runs on any backend and is what the native kernels are measured against.
 
 A step's tokens lie flat, row after row: row r holds q_lens[r] consecutive query tokens (a prefill chunk, or
 one decode token) whose last one is at position kv_lens[r] - 1 of its request. Keys and values of earlier
@@ -13,12 +13,16 @@ by the longest row of the batch, not by the page table's width, so no program is
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
+
+from penstock.runtime.native import attention as kernels
+from penstock.runtime.native import library
 
 KV_BLOCK_TOKENS = 64
 """Key positions handled in one turn of the loop."""
@@ -35,6 +39,8 @@ class AttentionMeta(NamedTuple):
 
     positions: Array  # int32[T] absolute position of each token in its request
     write_slots: Array  # int32[T] page * page_size + offset; num_pages * page_size for padding
+    starts: Array  # int32[R] position of the row's first token of the step
+    q_lens: Array  # int32[R] the row's tokens of the step
     kv_lens: Array  # int32[R] tokens of the row in the cache once this step is written
     page_table: Array  # int32[R, P]
     block_rows: Array  # int32[B] row of each query block
@@ -45,8 +51,11 @@ class AttentionMeta(NamedTuple):
 
 
 def kv_layer_shape(num_pages: int, page_size: int, num_kv_heads: int, head_dim: int) -> tuple[int, ...]:
-    """Shape of one layer's cache: [page, offset, key or value, kv head, dim]."""
-    return (num_pages, page_size, 2, num_kv_heads, head_dim)
+    """Shape of one layer's cache: [page, key or value, kv head, offset, dim].
+
+    What one head reads of a page is one run of memory, which prefetchers and the TLB like.
+    """
+    return (num_pages, 2, num_kv_heads, page_size, head_dim)
 
 
 def kv_storage_dtype(dtype: np.dtype) -> np.dtype:
@@ -106,6 +115,8 @@ def make_meta(
     meta = AttentionMeta(
         positions,
         write_slots,
+        starts,
+        q_lens,
         starts + q_lens,
         page_table,
         block_rows,
@@ -118,15 +129,24 @@ def make_meta(
 
 
 def write_kv(kv: Array, k_new: Array, v_new: Array, write_slots: Array) -> Array:
-    """Put this step's keys and values, each [T, KH, D], into one layer's cache at flat slots; past-the-end
-    slots are dropped.
+    """Put this step's keys and values, each [T, KH, D], into one layer's cache at slots page * page_size +
+    offset; past-the-end slots are dropped.
     """
-    num_pages, page_size, _, heads, dim = kv.shape
+    page_size = kv.shape[3]
     new = jnp.stack([k_new, v_new], axis=1)
     if kv.dtype == jnp.uint16:
         new = lax.bitcast_convert_type(new, jnp.uint16)
-    flat = kv.reshape(num_pages * page_size, 2, heads, dim)
-    return flat.at[write_slots].set(new, mode="drop").reshape(kv.shape)
+    return kv.at[write_slots // page_size, :, :, write_slots % page_size].set(new, mode="drop")
+
+
+def oldest_visible(positions: Array, sliding_window: int | None, chunk: int | None) -> Array:
+    """The first position that each of `positions` attends to, same shape and dtype."""
+    oldest = jnp.zeros_like(positions)
+    if sliding_window is not None:
+        oldest = jnp.maximum(oldest, positions - (sliding_window - 1))
+    if chunk is not None:
+        oldest = jnp.maximum(oldest, positions - positions % chunk)
+    return oldest
 
 
 def paged_attention(
@@ -138,16 +158,21 @@ def paged_attention(
     *,
     scale: float,
     sliding_window: int | None = None,
+    softcap: float | None = None,
+    sinks: Array | None = None,
+    chunk: int | None = None,
 ) -> tuple[Array, Array]:
-    """Causal attention of a ragged batch against its paged cache; owns the cache write.
+    """Causal attention of a ragged batch against its paged cache; owns the cache write. In XLA.
 
     q [T, H, D], k_new and v_new [T, KH, D] in the model's dtype, rotated; kv as `kv_layer_shape`, in
     `kv_storage_dtype`. H is a multiple of KH. With `sliding_window` w a token sees itself and the w - 1
-    before it. Returns out [T, H, D] in q's dtype (padding tokens hold some row's finite values) and the
-    updated cache.
+    before it; with `chunk` c only positions of its own chunk, position // c (Llama 4). Scores s become
+    softcap * tanh(s / softcap) (Gemma 2). `sinks` float32 [H] joins each softmax as one more score without a
+    value (gpt-oss). Returns out [T, H, D] in q's dtype (padding tokens hold finite values) and the updated
+    cache.
     """
     _, num_heads, dim = q.shape
-    _, page_size, _, kv_heads, _ = kv.shape
+    _, _, kv_heads, page_size, _ = kv.shape
     group = num_heads // kv_heads
     kv = write_kv(kv, k_new, v_new, meta.write_slots)
 
@@ -161,47 +186,105 @@ def paged_attention(
     )
     q_pos = meta.block_positions
     kv_lens = meta.kv_lens[meta.block_rows]
+    oldest = oldest_visible(q_pos, sliding_window, chunk)
+    lanes = (num_blocks, kv_heads, group, block_q)
 
     def turn(i: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
         peak, total, acc = carry
         pages = lax.dynamic_slice_in_dim(tables, i * pages_per_turn, pages_per_turn, axis=1)
-        block = kv[pages].reshape(num_blocks, span, 2, kv_heads, dim)
+        block = kv[pages]  # [B, pages, 2, KH, page_size, D]
         if block.dtype == jnp.uint16:
             block = lax.bitcast_convert_type(block, q.dtype)
         k_pos = i * span + jnp.arange(span, dtype=jnp.int32)
-        # What lies past a row's end may be another request's data, or NaN: it must not even be multiplied by
-        # zero.
-        held = k_pos[None, :] < kv_lens[:, None]
-        block = jnp.where(held[:, :, None, None, None], block.astype(jnp.float32), 0.0)
-        scores = jnp.einsum("bqhgd,bkhd->bhgqk", queries, block[:, :, 0], precision=lax.Precision.HIGHEST)
-        seen = k_pos[None, None, :] <= q_pos[:, :, None]
-        if sliding_window is not None:
-            seen &= k_pos[None, None, :] > q_pos[:, :, None] - sliding_window
+        # What lies past a row's end, or before all that a block sees, may be another request's data, or NaN:
+        # it must not even be multiplied by zero.
+        held = (k_pos[None, :] < kv_lens[:, None]) & (k_pos[None, :] >= oldest[:, :1])
+        held = held.reshape(num_blocks, pages_per_turn, 1, 1, page_size, 1)
+        block = jnp.where(held, block.astype(jnp.float32), 0.0)
+        keys, values = block[:, :, 0], block[:, :, 1]
+        scores = jnp.einsum("bqhgd,bphkd->bhgqpk", queries, keys, precision=lax.Precision.HIGHEST)
+        scores = scores.reshape(*lanes, span)
+        if softcap is not None:
+            scores = softcap * jnp.tanh(scores / softcap)
+        seen = (k_pos[None, None, :] <= q_pos[:, :, None]) & (k_pos[None, None, :] >= oldest[:, :, None])
         seen = seen[:, None, None, :, :]
         scores = jnp.where(seen, scores, _MASKED)
         new_peak = jnp.maximum(peak, scores.max(axis=-1))
         weights = jnp.where(seen, jnp.exp(scores - new_peak[..., None]), 0.0)
         fade = jnp.exp(peak - new_peak)
         acc = acc * fade[..., None] + jnp.einsum(
-            "bhgqk,bkhd->bhgqd", weights, block[:, :, 1], precision=lax.Precision.HIGHEST
+            "bhgqpk,bphkd->bhgqd",
+            weights.reshape(*lanes, pages_per_turn, page_size),
+            values,
+            precision=lax.Precision.HIGHEST,
         )
         return new_peak, total * fade + weights.sum(axis=-1), acc
 
-    lanes = (num_blocks, kv_heads, group, block_q)
     init = (
         jnp.full(lanes, _MASKED, jnp.float32),
         jnp.zeros(lanes, jnp.float32),
         jnp.zeros((*lanes, dim), jnp.float32),
     )
     last_turn = (q_pos.max() + span) // span
-    first_turn = jnp.int32(0)
-    if sliding_window is not None:
-        oldest = jnp.where(q_pos >= 0, q_pos - (sliding_window - 1), jnp.int32(2**30)).min()
-        first_turn = jnp.maximum(oldest, 0) // span
-    _, total, acc = lax.fori_loop(first_turn, last_turn, turn, init)
+    first_turn = jnp.where(q_pos >= 0, oldest, jnp.int32(2**30)).min() // span
+    peak, total, acc = lax.fori_loop(first_turn, last_turn, turn, init)
+    if sinks is not None:
+        sink = sinks.reshape(1, kv_heads, group, 1)
+        top = jnp.maximum(peak, sink)
+        fade = jnp.exp(peak - top)
+        total = total * fade + jnp.exp(sink - top)
+        acc = acc * fade[..., None]
     out = acc / jnp.maximum(total, 1e-30)[..., None]
     out = out.transpose(0, 3, 1, 2, 4).reshape(num_blocks * block_q, num_heads, dim)
     return out[meta.token_lanes].astype(q.dtype), kv
+
+
+def native_paged_attention(
+    q: Array,
+    k_new: Array,
+    v_new: Array,
+    kv: Array,
+    meta: AttentionMeta,
+    *,
+    scale: float,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    sinks: Array | None = None,
+    chunk: int | None = None,
+) -> tuple[Array, Array]:
+    """`paged_attention` by the native CPU kernels, for the shapes they support; padding tokens' out is 0."""
+    if not kernels.supports(q, kv):
+        return paged_attention(
+            q,
+            k_new,
+            v_new,
+            kv,
+            meta,
+            scale=scale,
+            sliding_window=sliding_window,
+            softcap=softcap,
+            sinks=sinks,
+            chunk=chunk,
+        )
+    return kernels.attend(
+        q,
+        k_new,
+        v_new,
+        kv,
+        meta.starts,
+        meta.q_lens,
+        meta.page_table,
+        scale=scale,
+        sliding_window=sliding_window,
+        softcap=softcap,
+        sinks=sinks,
+        chunk=chunk,
+    )
+
+
+def attention_op(platform: str, *, native: bool = True) -> Callable[..., tuple[Array, Array]]:
+    """The implementation of `paged_attention` for programs of a platform (`Device.platform`)."""
+    return native_paged_attention if native and platform == "cpu" and library.available() else paged_attention
 
 
 def allocate_kv(
