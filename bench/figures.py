@@ -44,10 +44,10 @@ def figures(jobs: Wave, waves: Sequence[Traces]) -> dict[str, float]:
     """Everything that can be said of one repeat; what does not apply is left out.
 
     decode_tokens_per_s: of one request, tokens after the first message by the time since it; the median of
-    all. prefill_tokens_per_s: prompt tokens by time to first token, where there is one request.
-    output_tokens_per_s: all tokens made by the wall time of all waves. itl_*: gaps between messages; where
-    jobs came late, of the others, and only the gaps that overlap the wait for a late first token.
-    late_ttft_s: longest time to first token of a late job.
+    all. prefill_tokens_per_s: prompt tokens by time to first token, where there is one request; decode_s:
+    from its first token to its last. output_tokens_per_s: all tokens made by the wall time of all waves.
+    itl_*: gaps between messages; where jobs came late, of the others, and only the gaps that overlap the wait
+    for a late first token. late_ttft_s: longest time to first token of a late job.
 
     Raises ValueError if a request failed or made another number of tokens than asked.
     """
@@ -64,6 +64,7 @@ def figures(jobs: Wave, waves: Sequence[Traces]) -> dict[str, float]:
         found |= {f"wave{number}_s": wall for number, wall in enumerate(walls, 1)}
     if len(every) == 1:
         found["prefill_tokens_per_s"] = every[0].prompt_tokens / _ttft(every[0])
+        found["decode_s"] = every[0].arrivals[-1][0] - every[0].arrivals[0][0]
     paces = [pace for trace in every if (pace := time_per_output_token(trace)) is not None]
     if paces:
         found["decode_tokens_per_s"] = 1 / median(paces)

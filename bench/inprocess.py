@@ -13,6 +13,7 @@ from bench.steps import StepRecorder, summary
 from bench.workloads import Job
 from penstock.cli.bench_stats import RequestTrace
 from penstock.runtime import Engine, EngineConfig
+from penstock.runtime.interface import StepRecord
 from penstock.runtime.request import Output, Request, SamplingParams, StoppingParams
 
 _GREEDY = SamplingParams(temperature=0.0)
@@ -102,12 +103,15 @@ class InProcess:
         ]
 
     def about_repeat(self) -> Mapping[str, Any]:
-        steps = summary(self._recorder.take()) if self._recorder is not None else {}
         return {
             "peak_rss_bytes": own_peak_rss_bytes(),
             "compiles_after_warmup": self.engine.compiles_after_warmup,
-            "steps": steps,
+            "steps": summary(self.take_steps()),
         }
+
+    def take_steps(self) -> list[StepRecord]:
+        """The step records since the last call; none unless observed. Call it while no request runs."""
+        return self._recorder.take() if self._recorder is not None else []
 
     def close(self) -> None:
         self.engine.shutdown()

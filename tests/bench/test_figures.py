@@ -25,7 +25,7 @@ def test_one_request():
     assert found["decode_tokens_per_s"] == 2.0
     assert found["output_tokens_per_s"] == 2.0  # 5 tokens in 2.5 s
     assert (found["itl_p50_ms"], found["itl_max_ms"]) == (500.0, 750.0)
-    assert found["ttft_s"] == 0.5
+    assert (found["ttft_s"], found["decode_s"]) == (0.5, 2.0)
 
 
 def test_several_tokens_in_a_message():

@@ -1,0 +1,93 @@
+"""How long the host works per decode step, at many rows.
+
+    python -m bench.host --rows 64
+
+Runs an engine on a model with as many arrays as Qwen3-0.6B and next to no work, so that little but the host's
+share is left: scheduling, packing and calling the program, committing, delivering. Waiting for the program
+is shown but is not part of it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from bench.checkpoint import SHAPES, write_checkpoint
+from bench.inprocess import InProcess
+from bench.steps import phases_us
+from bench.workloads import Group, Workload, jobs
+from penstock.cli.bench_stats import percentile
+from penstock.runtime import EngineConfig
+from penstock.runtime.interface import StepRecord
+
+TARGET_US = 300.0
+_PROMPT, _OUTPUT = 16, 256
+
+
+def timed(work: Callable[..., Any], microseconds: list[float]) -> Callable[..., Any]:
+    """The same function, noting how long each call takes."""
+
+    def call(*args: Any) -> Any:
+        began = time.perf_counter_ns()
+        result = work(*args)
+        microseconds.append((time.perf_counter_ns() - began) / 1e3)
+        return result
+
+    return call
+
+
+def table(records: Sequence[StepRecord], pack_us: Sequence[float]) -> str:
+    """p50, p90 and p99 of each phase, and of their sum without the wait."""
+    phases = phases_us(records)
+    host = [phases[name] for name in ("schedule", "dispatch", "commit", "deliver")]
+    # The last step has no next one and so no delivery time: zip ends before it.
+    phases["host, all"] = [sum(step) for step in zip(*host, strict=False)]
+    if pack_us:
+        phases["of dispatch: pack"] = list(pack_us)
+    lines = [f"{'microseconds per step':<24}{'p50':>10}{'p90':>10}{'p99':>10}"]
+    for name, values in phases.items():
+        cells = "".join(f"{percentile(values, p):>10.1f}" for p in (50, 90, 99))
+        lines.append(f"{name:<24}{cells}")
+    return "\n".join(lines)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m bench.host", description=__doc__.split("\n")[0])
+    parser.add_argument("--rows", type=int, default=64, metavar="N", help="default: %(default)s")
+    parser.add_argument("--repeats", type=int, default=3, metavar="N", help="default: %(default)s")
+    args = parser.parse_args()
+    workload = Workload("host", "", (Group(args.rows, (_PROMPT, _PROMPT), (_OUTPUT, _OUTPUT)),), ())
+    config = EngineConfig(
+        max_num_seqs=args.rows,
+        max_num_batched_tokens=max(args.rows, 16),
+        max_model_len=_PROMPT + _OUTPUT,
+        kv_cache_bytes=2**29,
+    )
+    shape = SHAPES["slim"]
+    with tempfile.TemporaryDirectory(prefix="penstock-bench-") as folder:
+        write_checkpoint(Path(folder), shape)
+        driver = InProcess(folder, config)
+    pack_us: list[float] = []
+    runner: Any = driver.engine._runner
+    if hasattr(runner, "_pack"):  # the runner's own; where that is done otherwise, there is no such line
+        runner._pack = timed(runner._pack, pack_us)
+    records: list[StepRecord] = []
+    for repeat in range(-1, args.repeats):
+        if repeat == 0:
+            records.clear()
+            pack_us.clear()
+        driver.run_wave(jobs(workload, repeat, shape.num_words))
+        records += [r for r in driver.take_steps() if r.decode_only and r.num_rows == args.rows]
+    driver.close()
+    print(f"{len(records)} decode steps of {args.rows} rows; the target is {TARGET_US:.0f} in all\n")
+    print(table(records, pack_us))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
