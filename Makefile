@@ -13,8 +13,10 @@ STAMP := $(VENV)/.installed
 OWN_PATH := $(PATH)
 export PATH := $(abspath $(BIN)):$(PATH)
 
+BENCH_OUT ?= bench/out
+
 .DEFAULT_GOAL := help
-.PHONY: help install run test check format-check lint types imports protos-check proto breaking format lock clean
+.PHONY: help install run test bench check format-check lint types imports protos-check proto breaking format lock clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' Makefile
@@ -35,6 +37,10 @@ run: install ## serve the demo model on 127.0.0.1 and print a sample
 
 test: install ## run the whole suite (MARK='not slow' or PYTEST_ARGS=tests/service narrow it)
 	$(BIN)/python -m pytest $(PYTEST_ARGS) $(if $(MARK),-m '$(MARK)')
+
+bench: install ## measure the engine on a random checkpoint of the Qwen3-0.6B shape (bench/README.md)
+	@test -f $(BENCH_OUT)/model/model.safetensors || (set -x; $(BIN)/python -m bench.checkpoint --out $(BENCH_OUT)/model)
+	$(BIN)/python -m bench.run --checkpoint $(BENCH_OUT)/model --out $(BENCH_OUT)/inprocess.jsonl
 
 check: format-check lint types imports protos-check $(if $(SKIP_TESTS),,test) ## style, types, import law, protos, and the tests (SKIP_TESTS=1 leaves them out)
 

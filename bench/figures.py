@@ -116,6 +116,14 @@ def medians(repeats: Sequence[Mapping[str, float]]) -> dict[str, tuple[float, fl
     return {name: (median(values), min(values), max(values)) for name, values in columns.items()}
 
 
+def label(figure: str) -> str:
+    """A figure's name as people read it, with its unit."""
+    words = figure
+    for ending in ("_tokens_per_s", "_ms", "_s"):
+        words = words.removesuffix(ending)
+    return f"{words.replace('_', ' ')}, {UNITS[figure]}"
+
+
 def table(results: Mapping[str, Sequence[Mapping[str, float]]]) -> str:
     """For a terminal and for Markdown: per workload the medians of its repeats, with least and most."""
     lines = ["| workload | figure | median | least | most |", "|---|---|---:|---:|---:|"]
@@ -124,6 +132,5 @@ def table(results: Mapping[str, Sequence[Mapping[str, float]]]) -> str:
         for figure in TABLE[name].figures:
             if figure in found:
                 cells = " | ".join(f"{value:.4g}" for value in found[figure])
-                label = f"{figure.removesuffix('_per_s').removesuffix('_ms').removesuffix('_s')}"
-                lines.append(f"| {name} | {label}, {UNITS[figure]} | {cells} |")
+                lines.append(f"| {name} | {label(figure)} | {cells} |")
     return "\n".join(lines)

@@ -13,6 +13,7 @@ from bench.steps import StepRecorder, summary
 from bench.workloads import Job
 from penstock.cli.bench_stats import RequestTrace
 from penstock.runtime import Engine, EngineConfig
+from penstock.runtime.errors import PenstockError
 from penstock.runtime.interface import StepRecord
 from penstock.runtime.request import Output, Request, SamplingParams, StoppingParams
 
@@ -93,7 +94,11 @@ class InProcess:
             if job.after_tokens:
                 sink.wait_for_tokens(early, job.after_tokens)
             sent[request.request_id] = time.perf_counter()
-            self.engine.submit(request, sink)
+            try:
+                self.engine.submit(request, sink)
+            except PenstockError as error:
+                self.engine.abort(all_requests=True)
+                raise ValueError(f"refused: {error}") from error
         sink.wait_for_end()
         return [
             RequestTrace(

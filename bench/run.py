@@ -53,7 +53,7 @@ def main() -> int:
                 measure(
                     driver,
                     Session(
-                        engine=f"penstock {args.mode}",
+                        engine=args.label or f"penstock {args.mode}",
                         options=given,
                         startup=driver.startup,
                         packages=PACKAGES,

@@ -91,6 +91,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help='names, or "main" (the default), or "concurrency"',
     )
     parser.add_argument("--repeats", type=int, default=3, metavar="N", help="after one warm-up; default: 3")
+    parser.add_argument(
+        "--label", metavar="TEXT", help="the engine's name in records; give one when options differ"
+    )
     parser.add_argument("--out", type=Path, metavar="FILE", help="append JSON lines, one per repeat")
     parser.add_argument(
         "--shrink", type=int, default=1, metavar="N", help="divide lengths, to try a runner; default: 1"

@@ -158,4 +158,4 @@ def shrunk(workload: Workload, divisor: int) -> Workload:
         )
         for group in workload.groups
     )
-    return dataclasses.replace(workload, groups=groups)
+    return dataclasses.replace(workload, title=f"{workload.title}; lengths / {divisor}", groups=groups)

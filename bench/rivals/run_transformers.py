@@ -75,7 +75,7 @@ def main() -> int:
     began = time.perf_counter()
     driver = Transformers(args.checkpoint)
     session = Session(
-        engine="transformers",
+        engine=args.label or "transformers",
         options={"dtype": "bfloat16", "threads": torch.get_num_threads()},
         startup={"ready_s": round(time.perf_counter() - began, 2)},
         packages=("transformers", "torch"),

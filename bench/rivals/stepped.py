@@ -83,7 +83,7 @@ def run(
     began = time.perf_counter()
     engine = start(args.checkpoint, given)
     session = Session(
-        engine=name,
+        engine=args.label or name,
         options=given,
         startup={"ready_s": round(time.perf_counter() - began, 2)},
         packages=packages,

@@ -74,4 +74,4 @@ def test_wall_is_from_first_send_to_last_end():
 def test_medians_and_table():
     repeats = [{"output_tokens_per_s": value, "wall_s": 1.0} for value in (30.0, 10.0, 20.0)]
     assert medians(repeats)["output_tokens_per_s"] == (20.0, 10.0, 30.0)
-    assert "| W2 | output_tokens, tok/s | 20 | 10 | 30 |" in table({"W2": repeats})
+    assert "| W2 | output, tok/s | 20 | 10 | 30 |" in table({"W2": repeats})
