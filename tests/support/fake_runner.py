@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from zlib import crc32
 
+from penstock.runtime.compilation import CompileCounter
 from penstock.runtime.plan import Plan, PlanRow, StepResult
 from penstock.runtime.request import FinishReason, Request, TokenLogprobs
 from penstock.runtime.scheduler import SchedulerConfig
@@ -164,3 +165,28 @@ class FakeRunner:
         digests = [self._read(row.slot, position)[1] for position in range(first, length)]
         banned = end_ids(self.requests[row.slot]) if step < row.bans else frozenset[int]()
         return next_token(digests, length, banned)
+
+
+class LazyRunner(FakeRunner):
+    """What the engine's thread needs of a runner. A step is computed when it is waited for, and not before:
+    nothing may depend on its being done earlier.
+    """
+
+    def __init__(self, config: SchedulerConfig) -> None:
+        super().__init__(config)
+        self.compiles_after_warmup = CompileCounter()
+        self.log: list[tuple[str, int]] = []
+        """("dispatch" or "wait", step id), in order."""
+        self.num_steps: list[int] = []
+
+    def execute_async(self, plan: Plan) -> Plan:
+        self.log.append(("dispatch", plan.step_id))
+        self.num_steps.append(plan.num_steps)
+        return plan
+
+    def wait(self, plan: Plan) -> StepResult:
+        self.log.append(("wait", plan.step_id))
+        return self.execute(plan)
+
+    def shutdown(self) -> None:
+        self.compiles_after_warmup.stop()

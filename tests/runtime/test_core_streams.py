@@ -1,0 +1,177 @@
+"""The engine's thread on the fake runner: the same streams with steps overlapped or not, in windows or not,
+cached or not; and the order of dispatches and waits.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from collections.abc import Iterator
+from typing import Any, cast
+
+import pytest
+
+from penstock.runtime.core import EngineCore
+from penstock.runtime.interface import InFlightPolicy
+from penstock.runtime.pacing import DecodePacer
+from penstock.runtime.request import (
+    CacheParams,
+    Finish,
+    FinishReason,
+    Request,
+    SamplingParams,
+    StoppingParams,
+)
+from penstock.runtime.runner import ModelRunner
+from penstock.runtime.scheduler import Scheduler, SchedulerConfig
+from tests.support.collector import Collector
+from tests.support.fake_runner import EOS, VOCAB, LazyRunner, run_alone
+
+MAX_LEN = 60
+GREEDY = SamplingParams(temperature=0.0)
+
+
+@contextlib.contextmanager
+def core(*, overlap: bool = True, steps: int = 1, **limits: Any) -> Iterator[tuple[EngineCore, LazyRunner]]:
+    options: dict[str, Any] = {
+        "max_num_seqs": 4,
+        "max_num_batched_tokens": 12,
+        "max_model_len": MAX_LEN,
+        "page_size": 4,
+        "num_pages": 24,
+        "eos_token_ids": EOS,
+        "max_queued_requests": 100,
+    }
+    config = SchedulerConfig(**(options | limits))
+    runner = LazyRunner(config)
+    pacer = DecodePacer(10.0, steps)
+    engine = EngineCore(
+        cast("ModelRunner", runner), Scheduler(config), vocab_size=VOCAB, overlap=overlap, pacer=pacer
+    )
+    engine.start()
+    try:
+        yield engine, runner
+        assert engine.failure is None
+        engine._scheduler.check()
+    finally:
+        engine.shutdown()
+
+
+def requests(seed: int) -> list[Request]:
+    rng = random.Random(seed)
+    shared = rng.choices(range(VOCAB), k=20)
+    return [
+        Request(
+            f"r{i}",
+            (*shared[: rng.randint(1, 20)], *rng.choices(range(VOCAB), k=rng.randint(0, 9))),
+            GREEDY,
+            StoppingParams(
+                max_tokens=rng.choice([None, rng.randint(5, 25)]),
+                min_tokens=rng.choice([0, 5]),
+                stop_token_ids=(rng.randrange(VOCAB),),
+                ignore_eos=rng.random() < 0.5,
+            ),
+            cache=CacheParams(rng.choice(["", "salt"]), rng.random() < 0.2),
+            priority=rng.randint(0, 2),
+        )
+        for i in range(14)
+    ]
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("steps", [1, 8])
+@pytest.mark.parametrize("cache", [0, None])
+@pytest.mark.parametrize("limits", [{}, {"scheduling_policy": "priority"}, {"sliding_window": 9}])
+def test_streams_depend_on_nothing_but_the_request(overlap, steps, cache, limits):
+    with core(overlap=overlap, steps=steps, prefix_cache_pages=cache, **limits) as (engine, runner):
+        sink = Collector()
+        asked = requests(7)
+        for request in asked:
+            engine.submit(request, sink)
+        for request in asked:
+            last = sink.last(request.request_id)
+            assert last.finish is not None
+            expected = run_alone(request, MAX_LEN, window=limits.get("sliding_window"))
+            assert (sink.tokens(request.request_id), last.finish.reason) == expected
+        assert engine.load().pages_used == 0
+        assert (max(runner.num_steps) > 1) == (steps > 1)
+
+
+def test_a_step_is_dispatched_before_the_one_before_is_read():
+    with core() as (engine, runner):
+        sink = Collector()
+        engine.submit(Request("a", (1,), GREEDY, StoppingParams(max_tokens=4, ignore_eos=True)), sink)
+        sink.last("a")
+    assert runner.log == [
+        ("dispatch", 0),
+        ("dispatch", 1),
+        ("wait", 0),
+        ("dispatch", 2),
+        ("wait", 1),
+        ("dispatch", 3),
+        ("wait", 2),
+        ("wait", 3),
+    ]
+
+
+def test_without_overlap_each_step_is_read_before_the_next():
+    with core(overlap=False) as (engine, runner):
+        sink = Collector()
+        engine.submit(Request("a", (1,), GREEDY, StoppingParams(max_tokens=4, ignore_eos=True)), sink)
+        sink.last("a")
+    assert runner.log == [(what, step) for step in range(4) for what in ("dispatch", "wait")]
+
+
+@pytest.mark.parametrize("steps", [1, 8])
+@pytest.mark.parametrize("policy", list(InFlightPolicy))
+def test_weights_are_swapped_with_nothing_in_flight(steps, policy):
+    with core(steps=steps) as (engine, runner):
+        sink = Collector()
+        stopping = StoppingParams(max_tokens=50, ignore_eos=True)
+        for i in range(3):
+            engine.submit(Request(f"r{i}", (1, 2, 3, 4, 5, i), GREEDY, stopping), sink)
+        sink.first("r2")
+        seen: list[int] = []
+
+        def install() -> None:
+            dispatched, waited = ([w for w, _ in runner.log].count(what) for what in ("dispatch", "wait"))
+            seen.append(dispatched - waited)
+            runner.generation += 1
+
+        assert engine.update(install, "new", policy).result(60).generation == 2
+        assert seen == [0]
+        after = Request("after", (1, 2, 3, 4, 5, 0), GREEDY, stopping)
+        engine.submit(after, sink)
+        sink.last("after")
+        assert sink.tokens("after") == run_alone(after, MAX_LEN, generation=1)[0]
+
+
+def test_a_stop_found_outside_in_the_middle_of_a_window_ends_it_there():
+    with core(steps=8) as (engine, _):
+        sink = Collector()
+        engine.submit(Request("a", (1,), GREEDY, StoppingParams(ignore_eos=True)), sink)
+        engine.submit(Request("b", (2,), GREEDY, StoppingParams(ignore_eos=True)), sink)
+        sink.first("a")
+        engine.finish("a", Finish(FinishReason.STOP, stop="."))
+        assert sink.last("a").finish in (
+            Finish(FinishReason.STOP, stop="."),
+            Finish(FinishReason.CONTEXT_FULL),  # it was faster
+        )
+        sink.last("b")
+        assert (
+            sink.tokens("b")
+            == run_alone(Request("b", (2,), GREEDY, StoppingParams(ignore_eos=True)), MAX_LEN)[0]
+        )
+
+
+def test_the_cache_can_be_flushed_while_it_serves():
+    with core() as (engine, _):
+        sink = Collector()
+        request = Request("a", tuple(range(12)), GREEDY, StoppingParams(max_tokens=1))
+        for name, flushed, cached in (("a", False, 0), ("b", False, 8), ("c", True, 0)):
+            if flushed:
+                assert engine.flush_prefix_cache() == (3, 0)
+            engine.submit(Request(name, request.prompt_token_ids, GREEDY, request.stopping), sink)
+            timing = sink.last(name).timing
+            assert timing is not None
+            assert timing.cached_prompt_tokens == cached
