@@ -9,8 +9,8 @@ sink -> the service's stream -> reply.
 
 Locking: the scheduler is touched only under `_lock`, which is never held while the device works, so a caller
 waits for a plan or a commit at most (tens of microseconds). Everything a request is told, in whatever thread
-it was decided, goes through `_outbox` and is delivered by the engine thread, in order. Freeing pages while a
-dispatched step may still write them is safe: the device runs steps in order, so whoever gets the pages next
+it was decided, goes through `Delivery` and is handed over by the engine thread, in order. Freeing pages while
+a dispatched step may still write them is safe: the device runs steps in order, so whoever gets the pages next
 writes after.
 
 Overlap: a step is dispatched before the tokens of the one before are read, so the device works while the host
@@ -29,6 +29,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 
+from penstock.runtime.delivery import Delivery
 from penstock.runtime.errors import Draining, EngineFailure, InvalidRequest, NotReady, Violation
 from penstock.runtime.interface import (
     AbortOutcome,
@@ -40,7 +41,7 @@ from penstock.runtime.interface import (
 )
 from penstock.runtime.pacing import DecodePacer
 from penstock.runtime.plan import Plan
-from penstock.runtime.request import MAX_STOP_TOKEN_IDS, Finish, FinishReason, Output, Request
+from penstock.runtime.request import MAX_STOP_TOKEN_IDS, Finish, FinishReason, Request
 from penstock.runtime.runner import ModelRunner, PendingStep
 from penstock.runtime.scheduler import Load, Scheduler
 from penstock.runtime.updates import Update, UpdateQueue, refuse
@@ -81,9 +82,7 @@ class EngineCore:
         self._observer = observer
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
-        self._sinks: dict[str, Sink] = {}
-        self._outbox: list[tuple[Sink, Output]] = []
-        self._delivering = False
+        self._delivery = Delivery(self._changed)
         self._cancelled: deque[str] = deque()
         self._updates = UpdateQueue()
         self._pacer = pacer or DecodePacer(0.0, 1)
@@ -134,7 +133,7 @@ class EngineCore:
             if self._draining:
                 raise Draining
             self._scheduler.add(request, time.monotonic_ns())
-            self._sinks[request.request_id] = sink
+            self._delivery.attach(request.request_id, sink)
             self._changed.notify_all()
 
     def check_running(self) -> None:
@@ -182,7 +181,7 @@ class EngineCore:
             self._lock.release()
 
     def _drop(self, request_id: str) -> None:
-        self._sinks.pop(request_id, None)
+        self._delivery.detach(request_id)
         self._scheduler.abort(request_id, "", time.monotonic_ns())
 
     def finish(self, request_id: str, finish: Finish) -> None:
@@ -230,7 +229,7 @@ class EngineCore:
         )
         if output is None:
             return False
-        self._post([output])
+        self._delivery.post([output])
         return True
 
     # -- weights --
@@ -295,7 +294,7 @@ class EngineCore:
         with self._lock:
             self._draining = True
             return self._changed.wait_for(
-                lambda: not (self._scheduler.has_work or self._outbox or self._delivering), timeout_s
+                lambda: self._delivery.is_done and not self._scheduler.has_work, timeout_s
             )
 
     def shutdown(self) -> None:
@@ -322,7 +321,7 @@ class EngineCore:
                     self._in_flight.append(self._dispatch(*planned))
                 if self._in_flight and (planned is None or len(self._in_flight) == self._most_in_flight):
                     self._collect(self._in_flight.popleft())
-                self._deliver()
+                self._delivery.deliver()
                 if planned is None and not self._in_flight and self._is_over():
                     return
         except Exception as error:
@@ -331,7 +330,7 @@ class EngineCore:
 
     def _is_over(self) -> bool:
         with self._lock:  # `shutdown` may have lined up last outputs since the plan was asked for
-            return self._stopping and not self._outbox
+            return self._stopping and not self._delivery.is_pending
 
     def _next_plan(self) -> tuple[Plan, int, int] | None:
         """Wait until there is something to do. The plan, when it was begun and when it was made; None if
@@ -344,7 +343,7 @@ class EngineCore:
                 while self._cancelled:
                     self._drop(self._cancelled.popleft())
                 started_ns = time.monotonic_ns()
-                self._post(self._scheduler.expire(started_ns))
+                self._delivery.post(self._scheduler.expire(started_ns))
                 plan = None
                 # An update that is due lets what is in flight run out; one that waits holds admission:
                 # nothing new may enter, what runs goes on.
@@ -359,7 +358,7 @@ class EngineCore:
                     )
                 if plan is not None:
                     return plan, started_ns, time.monotonic_ns()
-                if self._in_flight or self._outbox or self._stopping:
+                if self._in_flight or self._delivery.is_pending or self._stopping:
                     return None
                 if is_due:
                     continue  # it came after `_apply_updates`, so its notification found nobody waiting
@@ -376,7 +375,7 @@ class EngineCore:
         result = self._runner.wait(step.pending)
         waited_ns = time.monotonic_ns()
         with self._lock:
-            self._post(self._scheduler.commit(plan, result, waited_ns))
+            self._delivery.post(self._scheduler.commit(plan, result, waited_ns))
         if plan.decode_only:  # the device began it when it was dispatched, or when the one before was done
             num_steps = max(map(len, result.token_ids), default=1)
             self._pacer.measured(num_steps, waited_ns - max(step.dispatched_ns, self._waited_ns))
@@ -405,34 +404,6 @@ class EngineCore:
             log.exception("the observer failed; it will see no more steps")
             self._observer = None
 
-    def _post(self, outputs: Sequence[Output]) -> None:
-        """With the lock held: line up outputs for delivery, dropping those of cancelled requests."""
-        for output in outputs:
-            sink = (
-                self._sinks.pop(output.request_id, None)
-                if output.last
-                else self._sinks.get(output.request_id)
-            )
-            if sink is not None:
-                self._outbox.append((sink, output))
-
-    def _deliver(self) -> None:
-        """One call per sink for everything that is lined up."""
-        with self._lock:
-            outbox, self._outbox = self._outbox, []
-            self._delivering = True
-        by_sink: dict[int, tuple[Sink, list[Output]]] = {}
-        for sink, output in outbox:
-            by_sink.setdefault(id(sink), (sink, []))[1].append(output)
-        for sink, outputs in by_sink.values():
-            try:
-                sink(outputs)
-            except Exception:  # one reader's fault must not end the others' requests
-                log.exception("a sink failed; its outputs are lost")
-        with self._lock:
-            self._delivering = False
-            self._changed.notify_all()  # drain waits for this
-
     def _fail(self, error: Exception) -> None:
         failure = EngineFailure(f"the engine failed: {type(error).__name__}: {error}")
         failure.__cause__ = error
@@ -440,9 +411,7 @@ class EngineCore:
             self._failure = failure
             for request_id in self._scheduler.active_ids():
                 self._scheduler.abort(request_id, str(failure), time.monotonic_ns())
-            for request_id, sink in self._sinks.items():
-                self._outbox.append((sink, Output(request_id, error=failure)))
-            self._sinks.clear()
+            self._delivery.fail(failure)
             updates = self._updates.take_all()
-        self._deliver()
+        self._delivery.deliver()
         refuse(updates, failure)
