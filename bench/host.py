@@ -13,19 +13,20 @@ import argparse
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from itertools import compress
 from pathlib import Path
 from typing import Any
 
+from bench import options
 from bench.checkpoint import SHAPES, write_checkpoint
 from bench.inprocess import InProcess
-from bench.steps import phases_us
+from bench.steps import PHASES, phases_us
 from bench.workloads import Group, Workload, jobs
 from penstock.cli.bench_stats import percentile
-from penstock.runtime import EngineConfig
-from penstock.runtime.interface import StepRecord
 
 TARGET_US = 300.0
+HOST = ("schedule", "dispatch", "commit", "deliver")
 _PROMPT, _OUTPUT = 16, 256
 
 
@@ -41,16 +42,15 @@ def timed(work: Callable[..., Any], microseconds: list[float]) -> Callable[..., 
     return call
 
 
-def table(records: Sequence[StepRecord], pack_us: Sequence[float]) -> str:
-    """p50, p90 and p99 of each phase, and of their sum without the wait."""
-    phases = phases_us(records)
-    host = [phases[name] for name in ("schedule", "dispatch", "commit", "deliver")]
-    # The last step has no next one and so no delivery time: zip ends before it.
-    phases["host, all"] = [sum(step) for step in zip(*host, strict=False)]
-    if pack_us:
-        phases["of dispatch: pack"] = list(pack_us)
+def table(steps: Sequence[Mapping[str, float]], pack_us: Sequence[float]) -> str:
+    """p50, p90 and p99 of each phase of `bench.steps.phases_us`, and of the host's phases together."""
+    rows = {name: [step[name] for step in steps if name in step] for name in PHASES}
+    rows["host, all"] = [sum(step[name] for name in HOST) for step in steps if step.keys() >= set(HOST)]
+    rows["of dispatch: pack"] = list(pack_us)
     lines = [f"{'microseconds per step':<24}{'p50':>10}{'p90':>10}{'p99':>10}"]
-    for name, values in phases.items():
+    for name, values in rows.items():
+        if not values:
+            continue
         cells = "".join(f"{percentile(values, p):>10.1f}" for p in (50, 90, 99))
         lines.append(f"{name:<24}{cells}")
     return "\n".join(lines)
@@ -60,14 +60,16 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.host", description=__doc__.split("\n")[0])
     parser.add_argument("--rows", type=int, default=64, metavar="N", help="default: %(default)s")
     parser.add_argument("--repeats", type=int, default=3, metavar="N", help="default: %(default)s")
+    parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="as of bench.run")
     args = parser.parse_args()
     workload = Workload("host", "", (Group(args.rows, (_PROMPT, _PROMPT), (_OUTPUT, _OUTPUT)),), ())
-    config = EngineConfig(
-        max_num_seqs=args.rows,
-        max_num_batched_tokens=max(args.rows, 16),
-        max_model_len=_PROMPT + _OUTPUT,
-        kv_cache_bytes=2**29,
-    )
+    given = {
+        "max_num_seqs": args.rows,
+        "max_num_batched_tokens": max(args.rows, 16),
+        "max_model_len": _PROMPT + _OUTPUT,
+        "kv_cache_bytes": 2**29,
+    }
+    config = options.engine_config(given | options.parse(args.set))
     shape = SHAPES["slim"]
     with tempfile.TemporaryDirectory(prefix="penstock-bench-") as folder:
         write_checkpoint(Path(folder), shape)
@@ -76,16 +78,18 @@ def main() -> int:
     runner: Any = driver.engine._runner
     if hasattr(runner, "_pack"):  # the runner's own; where that is done otherwise, there is no such line
         runner._pack = timed(runner._pack, pack_us)
-    records: list[StepRecord] = []
+    steps: list[Mapping[str, float]] = []
     for repeat in range(-1, args.repeats):
         if repeat == 0:
-            records.clear()
+            steps.clear()
             pack_us.clear()
         driver.run_wave(jobs(workload, repeat, shape.num_words))
-        records += [r for r in driver.take_steps() if r.decode_only and r.num_rows == args.rows]
+        records = driver.take_steps()
+        of_interest = [record.decode_only and record.num_rows == args.rows for record in records]
+        steps += compress(phases_us(records), of_interest)
     driver.close()
-    print(f"{len(records)} decode steps of {args.rows} rows; the target is {TARGET_US:.0f} in all\n")
-    print(table(records, pack_us))
+    print(f"{len(steps)} decode steps of {args.rows} rows; the target is {TARGET_US:.0f} in all\n")
+    print(table(steps, pack_us))
     return 0
 
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
-from itertools import pairwise
 
 from penstock.cli.bench_stats import percentile
 from penstock.runtime.interface import StepRecord
 
-PHASES = ("schedule", "dispatch", "wait", "commit", "deliver")
+PHASES = ("schedule", "dispatch", "wait", "commit", "deliver", "idle")
 
 
 class StepRecorder:
@@ -26,37 +26,53 @@ class StepRecorder:
         return records
 
 
-def phases_us(records: Sequence[StepRecord]) -> dict[str, list[float]]:
-    """Microseconds of each phase, one value per step.
+def phases_us(records: Sequence[StepRecord]) -> list[dict[str, float]]:
+    """Microseconds of each phase of each step; what cannot be told of a step is left out.
 
-    schedule: making the plan. dispatch: packing and calling the program. wait: for its result. commit: what
-    ended. deliver: from there to the start of the next step (sinks, bookkeeping), without the gaps in which
-    nothing was running.
+    schedule: making the plan. dispatch: packing and calling the program. wait: for its result, from when the
+    engine's thread had nothing else to do. commit: what ended. deliver: from there to the next plan (sinks,
+    bookkeeping). idle: how long the device had no work before this step, as far as the host can see. An
+    engine that dispatches a step before it reads the one before does all but `wait` while the device works.
+    Gaps in which no request was running are in none of them.
     """
-    found = {
-        "schedule": [(r.scheduled_ns - r.started_ns) / 1e3 for r in records],
-        "dispatch": [(r.dispatched_ns - r.scheduled_ns) / 1e3 for r in records],
-        "wait": [(r.waited_ns - r.dispatched_ns) / 1e3 for r in records],
-        "commit": [(r.committed_ns - r.waited_ns) / 1e3 for r in records],
-    }
-    found["deliver"] = [
-        (after.started_ns - before.committed_ns) / 1e3
-        for before, after in pairwise(records)
-        if after.step_id == before.step_id + 1 and set(after.request_ids) & set(before.request_ids)
-    ]
+    records = sorted(records, key=lambda record: record.dispatched_ns)
+    starts = [record.started_ns for record in records]
+    busy = sorted(time for record in records for time in (record.dispatched_ns, record.committed_ns))
+    found: list[dict[str, float]] = []
+    for i, record in enumerate(records):
+        phases = {
+            "schedule": (record.scheduled_ns - record.started_ns) / 1e3,
+            "dispatch": (record.dispatched_ns - record.scheduled_ns) / 1e3,
+            "wait": (record.waited_ns - busy[bisect_left(busy, record.waited_ns) - 1]) / 1e3,
+            "commit": (record.committed_ns - record.waited_ns) / 1e3,
+        }
+        after = bisect_left(starts, record.committed_ns)
+        if after < len(records) and _continues(record, records[after]):
+            phases["deliver"] = (starts[after] - record.committed_ns) / 1e3
+        if i and _continues(records[i - 1], record):
+            phases["idle"] = max(0, record.dispatched_ns - records[i - 1].waited_ns) / 1e3
+        found.append(phases)
     return found
 
 
+def _continues(before: StepRecord, after: StepRecord) -> bool:
+    """Whether a request ran in both, so that the engine cannot have been waiting for work between them."""
+    return not set(before.request_ids).isdisjoint(after.request_ids)
+
+
 def summary(records: Sequence[StepRecord]) -> dict[str, dict[str, float]]:
-    """Per kind of step ("decode", "mixed") their number and p50 and p90 of each phase in microseconds."""
+    """Per kind of step ("decode", "mixed"): dispatches, steps (a dispatch may be a window of several), and
+    p50 and p90 of each phase of a dispatch in microseconds.
+    """
+    records = sorted(records, key=lambda record: record.dispatched_ns)
+    phases = phases_us(records)
     found: dict[str, dict[str, float]] = {}
     for kind, decode_only in (("decode", True), ("mixed", False)):
-        steps = [record for record in records if record.decode_only is decode_only]
-        if steps:
-            found[kind] = {"steps": len(steps)} | {
-                f"{phase}_p{percent}_us": round(percentile(values, percent), 1)
-                for phase, values in phases_us(steps).items()
-                if values
-                for percent in (50, 90)
-            }
+        chosen = [pair for pair in zip(records, phases, strict=True) if pair[0].decode_only is decode_only]
+        if not chosen:
+            continue
+        found[kind] = {"dispatches": len(chosen), "steps": sum(record.num_steps for record, _ in chosen)}
+        for phase in PHASES:
+            if values := [each[phase] for _, each in chosen if phase in each]:
+                found[kind] |= {f"{phase}_p{p}_us": round(percentile(values, p), 1) for p in (50, 90)}
     return found

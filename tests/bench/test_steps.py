@@ -2,50 +2,79 @@
 
 from __future__ import annotations
 
+from bench.host import table
 from bench.steps import StepRecorder, phases_us, summary
 from penstock.runtime.interface import StepRecord
 
 
-def step(step_id, started_us, *, ids=("a",), decode_only=True):
+def record(step_id, times_us, *, ids=("a",), decode_only=True, num_steps=1):
+    """times_us: started, scheduled, dispatched, waited, committed."""
+    started, scheduled, dispatched, waited, committed = (1000 * time for time in times_us)
+    return StepRecord(
+        step_id=step_id,
+        num_rows=len(ids),
+        num_tokens=len(ids),
+        decode_only=decode_only,
+        request_ids=ids,
+        num_waiting=0,
+        pages_used=1,
+        started_ns=started,
+        scheduled_ns=scheduled,
+        dispatched_ns=dispatched,
+        waited_ns=waited,
+        committed_ns=committed,
+        num_steps=num_steps,
+    )
+
+
+def step(step_id, started_us, **more):
     """1 us to schedule, 2 to dispatch, 3 to wait, 4 to commit."""
-    times = [1000 * (started_us + after) for after in (0, 1, 3, 6, 10)]
-    return StepRecord(step_id, len(ids), len(ids), decode_only, ids, 0, 1, *times)
+    return record(step_id, [started_us + after for after in (0, 1, 3, 6, 10)], **more)
 
 
-def test_phases():
-    found = phases_us([step(1, 0), step(2, 15), step(3, 30)])
-    assert {name: values[0] for name, values in found.items()} == {
-        "schedule": 1.0,
-        "dispatch": 2.0,
-        "wait": 3.0,
-        "commit": 4.0,
-        "deliver": 5.0,  # from 10 to 15
-    }
-    assert found["deliver"] == [5.0, 5.0]
+def test_one_step_after_another():
+    first, second = phases_us([step(1, 0), step(2, 15)])
+    # Delivered from 10 to 15; the device idles from 6, when the first was read, to 18.
+    assert first == {"schedule": 1.0, "dispatch": 2.0, "wait": 3.0, "commit": 4.0, "deliver": 5.0}
+    assert second == {"schedule": 1.0, "dispatch": 2.0, "wait": 3.0, "commit": 4.0, "idle": 12.0}
 
 
-def test_idle_time_is_not_delivery():
-    # Nothing of step 2 runs on in step 3, and step 4 is missing.
-    records = [step(2, 0), step(3, 500, ids=("b",)), step(5, 1000, ids=("b",))]
-    assert phases_us(records)["deliver"] == []
+def test_overlapped_steps():
+    # 0-3 plan and dispatch 1; 3-6 the same for 2; wait for 1 until 10, commit to 12; deliver to 13;
+    # 13-16 plan and dispatch 3; wait for 2 until 20, commit to 22.
+    records = [
+        record(1, [0, 1, 3, 10, 12]),
+        record(2, [3, 4, 6, 20, 22]),
+        record(3, [13, 14, 16, 30, 32]),
+    ]
+    first, second, third = phases_us(records)
+    assert first == {"schedule": 1.0, "dispatch": 2.0, "wait": 4.0, "commit": 2.0, "deliver": 1.0}
+    assert second == {"schedule": 1.0, "dispatch": 2.0, "wait": 4.0, "commit": 2.0, "idle": 0.0}
+    assert (third["wait"], third["idle"]) == (8.0, 0.0)
+
+
+def test_time_without_requests_is_none_of_it():
+    first, second = phases_us([step(2, 0), step(3, 500, ids=("b",))])
+    assert "deliver" not in first
+    assert "idle" not in second
 
 
 def test_summary_tells_decodes_from_mixed_steps():
-    found = summary([step(1, 0, decode_only=False), step(2, 10), step(3, 24)])
-    assert found["mixed"]["steps"] == 1
-    assert found["decode"] == {
-        "steps": 2,
-        "schedule_p50_us": 1.0,
-        "schedule_p90_us": 1.0,
-        "dispatch_p50_us": 2.0,
-        "dispatch_p90_us": 2.0,
-        "wait_p50_us": 3.0,
-        "wait_p90_us": 3.0,
-        "commit_p50_us": 4.0,
-        "commit_p90_us": 4.0,
-        "deliver_p50_us": 4.0,
-        "deliver_p90_us": 4.0,
-    }
+    found = summary([step(1, 0, decode_only=False), step(2, 10), step(3, 24, num_steps=8)])
+    assert (found["mixed"]["dispatches"], found["mixed"]["deliver_p50_us"]) == (1, 0.0)
+    decode = found["decode"]
+    assert (decode["dispatches"], decode["steps"]) == (2, 9)
+    assert (decode["schedule_p50_us"], decode["wait_p90_us"], decode["deliver_p90_us"]) == (1.0, 3.0, 4.0)
+    # Idle before step 2: from 6 to 13; before step 3: from 16 to 27.
+    assert (decode["idle_p50_us"], decode["idle_p90_us"]) == (9.0, 10.6)
+
+
+def test_host_table():
+    lines = table(phases_us([step(1, 0), step(2, 15)]), [1.5]).splitlines()
+    cells = {line[:24].strip(): line[24:].split() for line in lines}
+    assert cells["commit"] == ["4.0"] * 3
+    assert cells["host, all"] == ["12.0"] * 3  # of the first step: 1 + 2 + 4 + 5
+    assert cells["of dispatch: pack"] == ["1.5"] * 3
 
 
 def test_records_are_taken_once():
