@@ -79,8 +79,11 @@ ffi::Error Attend(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffer k_new, 
   job.sinks = sinks.element_count() ? sinks.typed_data() : nullptr;
   job.scale = scale, job.softcap = softcap;
 
-  const AttentionRows rows{starts.typed_data(), q_lens.typed_data(), job.page_table, static_cast<int64_t>(starts.element_count()), job.table_width,
-                           cache[0], job.page_size, shape[0], window, chunk};
+  const AttentionRows rows{starts.typed_data(),    q_lens.typed_data(),
+                           job.page_table,         static_cast<int64_t>(starts.element_count()),
+                           job.table_width,        cache[0],
+                           job.page_size,          shape[0],
+                           window,                 chunk};
   const int64_t threads = std::max<int64_t>(1, pool.num_threads());
   const std::string problem = plan.Make(rows, job.group(), job.kv_heads, threads);
   if (!problem.empty()) return ffi::Error::InvalidArgument("paged attention: " + problem);
@@ -116,8 +119,11 @@ ffi::Error Attend(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffer k_new, 
   ParallelFor(pool, std::min(threads, units), [&](int64_t) {
     char* memory = Scratch<Work>(scratch);
     const auto claim = [&] {
-      const int64_t unit = claimed.fetch_add(1, std::memory_order_relaxed);
-      return unit < units ? AttentionUnit{tasks + unit / job.kv_heads, unit % job.kv_heads} : AttentionUnit{};
+      int64_t unit = claimed.fetch_add(1, std::memory_order_relaxed);
+      if (unit >= units) return AttentionUnit{};
+      // The blocks of a long row use the keys of one head one after the other: they stay in the second cache.
+      if (unit < plan.num_long * job.kv_heads) return AttentionUnit{tasks + unit % plan.num_long, unit / plan.num_long};
+      return AttentionUnit{tasks + unit / job.kv_heads, unit % job.kv_heads};
     };
     kernel->enter();
     for (AttentionUnit unit = claim(); unit.task;) {

@@ -5,7 +5,7 @@
 // online softmax (Milakov and Gimelshein 2018).
 #pragma once
 
-#include "attention_products.h"
+#include "attention_tiles.h"
 
 namespace penstock {
 namespace {
@@ -140,7 +140,7 @@ void LoadColumns(const AttentionJob& job, const AttentionTask& task, int64_t kv_
 // to the split's peak, and fills the split's peak and total.
 template <Form kForm>
 void Softmax(const AttentionJob& job, const Columns& c, int start, int begin, int end, float* scores, float* out,
-             Sums& sums) {
+             Sums& sums, Fetch& fetch) {
   const bool cap = job.softcap > 0.0f;
   const float factor = cap ? 1.0f : job.scale * kLog2E;
   const int vecs = (c.count + Vec::kWidth - 1) / Vec::kWidth;
@@ -148,6 +148,7 @@ void Softmax(const AttentionJob& job, const Columns& c, int start, int begin, in
     const int col = v * Vec::kWidth;
     Vec::F peak = Vec::Set(-__builtin_inff());
     for (int tile = begin; tile < end; tile += kKeyTile) {
+      fetch.Some();
       const int first = start + tile;
       const bool masked = first < c.max_oldest || first + kKeyTile - 1 > c.min_newest;
       for (int key = 0; key < kKeyTile; ++key) {
@@ -165,6 +166,7 @@ void Softmax(const AttentionJob& job, const Columns& c, int start, int begin, in
     Vec::F total = Vec::Set(0.0f);
     const Vec::F minus_peak = Vec::Sub(Vec::Set(0.0f), peak);
     for (int key = begin; key < end; key += 2) {
+      if (key % kKeyTile == 0) fetch.Some();
       Vec::F p[2];
       for (int i = 0; i < 2; ++i) {
         p[i] = Exp2(Vec::Fma(Vec::Load(scores + (key + i) * kCols + col), Vec::Set(factor), minus_peak));

@@ -49,8 +49,11 @@ std::string AttentionPlan::Make(const AttentionRows& rows, int64_t group, int64_
     AddRow(rows, row, static_cast<int32_t>(t), shared[row], group, splits_per_task);
     t += rows.q_lens[row];
   }
-  // The longest first, so that no thread is left with one at the end.
-  std::stable_sort(tasks.begin(), tasks.end(), [](const AttentionTask& a, const AttentionTask& b) {
+  // Prefill first, and of the rest the longest, so that no thread is left with much at the end.
+  const auto is_long = [&](const AttentionTask& task) { return task.count * group > kCols && !task.partial; };
+  const auto rest = std::stable_partition(tasks.begin(), tasks.end(), is_long);
+  num_long = rest - tasks.begin();
+  std::stable_sort(rest, tasks.end(), [](const AttentionTask& a, const AttentionTask& b) {
     return a.count * (a.split_end - a.split_begin) > b.count * (b.split_end - b.split_begin);
   });
   return "";

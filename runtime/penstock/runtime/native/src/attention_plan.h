@@ -27,7 +27,8 @@ struct AttentionPlan {
   std::vector<int64_t> first_slot;                     // by token
   int64_t num_slots;
   std::vector<int32_t> members;
-  std::vector<AttentionTask> tasks;
+  std::vector<AttentionTask> tasks;  // first those of long rows, row by row
+  int64_t num_long;                  // of these
   std::vector<int32_t> shared, order;  // scratch: by row, decode rows sorted by page table
 
   // Fills the plan. An answer that is not empty says which row is not consistent with the cache.

@@ -7,8 +7,8 @@ namespace penstock {
 namespace {
 
 // Where the tiles of keys (or values) of a split lie, those of positions [begin, end) of the split.
-inline void FindTiles(const AttentionJob& job, const AttentionTask& task, int64_t kv_head, int start, int begin, int end,
-                      int value, const char** tiles) {
+inline void FindTiles(const AttentionJob& job, const AttentionTask& task, int64_t kv_head, int start, int begin,
+                      int end, int value, const char** tiles) {
   for (int at = begin / kKeyTile * kKeyTile; at < end; at += kKeyTile) {
     tiles[at / kKeyTile] = job.tile(task, kv_head, start + at, value);
   }
@@ -27,13 +27,12 @@ inline void Range(const AttentionJob& job, const AttentionTask& task, int* low, 
 // Scores of tiles of keys [begin, end) against one column tile, or `wide` of them.
 template <Form kForm>
 void ScoreAll(const char* const* keys, const AttentionJob& job, const float* queries, int wide, int cols, int begin,
-              int end, float* scores, const char* const* next) {
-  const int64_t dim = job.dim, tile_bytes = kKeyTile * dim * job.element(), words = Memory<kForm>::Words(dim);
+              int end, float* scores, Fetch& fetch) {
+  const int64_t dim = job.dim, words = Memory<kForm>::Words(dim);
   if constexpr (kForm == Form::kTiles) {
 #ifdef __AMX_BF16__
     const auto* q = reinterpret_cast<const uint32_t*>(queries);
     const int per = wide == 2 ? 2 : 4;
-    Fetch fetch(next, tile_bytes, (end - begin + per - 1) / per * (words / 16));
     for (int tile = begin; tile < end; tile += per) {
       float* out = scores + tile * kKeyTile * kCols;
       const int left = end - tile;
@@ -49,7 +48,6 @@ void ScoreAll(const char* const* keys, const AttentionJob& job, const float* que
     }
 #endif
   } else {
-    Fetch fetch(next, tile_bytes, end - begin);
     for (int tile = begin; tile < end; ++tile) {
       fetch.Some();
       float* out = scores + tile * kKeyTile * kCols;
@@ -65,9 +63,8 @@ void ScoreAll(const char* const* keys, const AttentionJob& job, const float* que
 // Values of a split's keys [begin, end) into the form they are summed in, at `memory.values` unless used in place.
 template <Form kForm>
 void PrepareValues(const char** values, int64_t dim, int begin, int end, Memory<kForm>& memory,
-                   const char* const* next) {
+                   Fetch& fetch) {
   if constexpr (kForm == Form::kFloat) return;
-  Fetch fetch(next, kKeyTile * dim * 2, (end - begin + kKeyTile - 1) / kKeyTile);
   constexpr int kStep = Paired(kForm) ? 2 * kKeyTile : kKeyTile;  // AMX sums 32 keys at once
   for (int at = begin / kStep * kStep; at < (end + kStep - 1) / kStep * kStep; at += kKeyTile) {
     const int tile = at / kKeyTile, low = Max(begin - at, 0), high = Min(end - at, kKeyTile);
@@ -105,7 +102,7 @@ inline void Turn(uint32_t* pairs, int begin, int end, uint32_t* turned) {
 // Values of keys [begin, end) weighted, into `wide` tiles of sums.
 template <Form kForm>
 void SumAll(const char* const* values, const AttentionJob& job, int wide, int cols, int begin, int end,
-            const Memory<kForm>& memory, Sums* sums) {
+            const Memory<kForm>& memory, Sums* sums, Fetch& fetch) {
   if constexpr (kForm == Form::kTiles) {
 #ifdef __AMX_BF16__
     const int first = begin / 32, last = (end + 31) / 32;
@@ -115,14 +112,14 @@ void SumAll(const char* const* values, const AttentionJob& job, int wide, int co
       const int64_t left = job.dim - dim;
       if (wide == 2) {
         float *out = sums[0].values, *out2 = sums[1].values;
-        if (left >= 32) SumTilesTwice<2>(turned, words, first, last, job.dim, dim, out, out2);
-        else SumTilesTwice<1>(turned, words, first, last, job.dim, dim, out, out2);
+        if (left >= 32) SumTilesTwice<2>(turned, words, first, last, job.dim, dim, out, out2, fetch);
+        else SumTilesTwice<1>(turned, words, first, last, job.dim, dim, out, out2, fetch);
       } else {
         float* out = sums[0].values;
-        if (left >= 64) SumTiles<4>(turned, words, first, last, job.dim, dim, out);
-        else if (left == 48) SumTiles<3>(turned, words, first, last, job.dim, dim, out);
-        else if (left == 32) SumTiles<2>(turned, words, first, last, job.dim, dim, out);
-        else SumTiles<1>(turned, words, first, last, job.dim, dim, out);
+        if (left >= 64) SumTiles<4>(turned, words, first, last, job.dim, dim, out, fetch);
+        else if (left == 48) SumTiles<3>(turned, words, first, last, job.dim, dim, out, fetch);
+        else if (left == 32) SumTiles<2>(turned, words, first, last, job.dim, dim, out, fetch);
+        else SumTiles<1>(turned, words, first, last, job.dim, dim, out, fetch);
       }
     }
 #endif
@@ -170,6 +167,9 @@ void RunUnit(const AttentionJob& job, const AttentionUnit& unit, const Attention
         keys[at / kKeyTile] = reinterpret_cast<const char*>(memory.keys + at * dim);
       }
     }
+    // While the first columns are at the keys, their values come; and then the next keys.
+    const int64_t tile_bytes = kKeyTile * dim * job.element(), steps = (end - begin + kKeyTile - 1) / kKeyTile;
+    Fetch fetch_values(raw_values, tile_bytes, 3 * steps), fetch_next(ahead, tile_bytes, 2 * steps);
     bool prepared = false;
     for (int64_t t = 0; t < tiles; t += kWide<kForm>) {
       const int wide = Min(kWide<kForm>, static_cast<int>(tiles - t));
@@ -183,21 +183,22 @@ void RunUnit(const AttentionJob& job, const AttentionUnit& unit, const Attention
       if (!empty) {
         const int first = from / kKeyTile * kKeyTile, last = (to + kKeyTile - 1) / kKeyTile * kKeyTile;
         ScoreAll<kForm>(keys, job, memory.queries + t * memory.query_words * kCols, wide, memory.columns[t].count,
-                        first / kKeyTile, last / kKeyTile, memory.scores, prepared ? nullptr : raw_values);
+                        first / kKeyTile, last / kKeyTile, memory.scores, fetch_values);
         for (int w = 0; w < wide; ++w) {
           Softmax<kForm>(job, memory.columns[t + w], start, first, last, memory.scores + w * kSplit * kCols,
-                         memory.probabilities, split_sums[w]);
+                         memory.probabilities, split_sums[w], fetch_values);
 #ifdef __AMX_BF16__
           if constexpr (kForm == Form::kTiles) {
-            Turn(reinterpret_cast<uint32_t*>(memory.probabilities), first, last, memory.turned + w * kSplit / 2 * kCols);
+            Turn(reinterpret_cast<uint32_t*>(memory.probabilities), first, last,
+                 memory.turned + w * kSplit / 2 * kCols);
           }
 #endif
         }
-        if (!prepared) PrepareValues<kForm>(values, dim, begin, end, memory, ahead);
+        if (!prepared) PrepareValues<kForm>(values, dim, begin, end, memory, fetch_next);
         prepared = true;
         // Keys outside the range have values that must not be multiplied; as pairs they are 0 there.
         if (Paired(kForm)) from = first, to = last;
-        SumAll<kForm>(values, job, wide, memory.columns[t].count, from, to, memory, split_sums);
+        SumAll<kForm>(values, job, wide, memory.columns[t].count, from, to, memory, split_sums, fetch_next);
       }
       for (int w = 0; w < wide; ++w) {
         const Columns& c = memory.columns[t + w];
