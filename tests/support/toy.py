@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from penstock.runtime.attention import AttentionMeta, paged_attention
+from penstock.runtime.attention import AttentionMeta, AttentionOp
 from penstock.runtime.config import EngineConfig
 from penstock.runtime.defaults import GenerationDefaults
 from penstock.runtime.engine import Engine
@@ -51,11 +51,17 @@ class ToyLM(nnx.Module):
         self.offset = nnx.Param(jnp.full((1,), OFFSET, jnp.float32))
 
     def __call__(
-        self, token_ids: jax.Array, positions: jax.Array, kv: tuple[jax.Array, ...], meta: AttentionMeta
+        self,
+        token_ids: jax.Array,
+        positions: jax.Array,
+        kv: tuple[jax.Array, ...],
+        meta: AttentionMeta,
+        *,
+        attention: AttentionOp,
     ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
         zeros = jnp.zeros((token_ids.shape[0], 1, _DIM), jnp.float32)
         values = zeros.at[:, 0, 0].set(token_ids.astype(jnp.float32))
-        mean, layer = paged_attention(zeros, zeros, values, kv[0], meta, scale=1.0)
+        mean, layer = attention(zeros, zeros, values, kv[0], meta, scale=1.0)
         count = (positions + 1).astype(jnp.float32)
         total = jnp.round(mean[:, 0, 0] * count)
         return jnp.stack([total, count], axis=1), (layer,)

@@ -13,8 +13,7 @@ by the longest row of the batch, not by the page table's width, so no program is
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -48,6 +47,22 @@ class AttentionMeta(NamedTuple):
     block_positions: Array  # int32[B, Q] position of that query; -1 where padded
     token_lanes: Array  # int32[T] where the token stands in the flattened [B * Q] blocks
     num_tokens: Array  # int32[] those that are not padding; they come first
+
+
+class AttentionOp(Protocol):
+    """`paged_attention`'s interface as models call it; kv is the layer's cache, opaque to them."""
+
+    def __call__(
+        self,
+        q: Array,
+        k_new: Array,
+        v_new: Array,
+        kv: Array,
+        meta: AttentionMeta,
+        *,
+        scale: float,
+        sliding_window: int | None = None,
+    ) -> tuple[Array, Array]: ...
 
 
 def kv_layer_shape(num_pages: int, page_size: int, num_kv_heads: int, head_dim: int) -> tuple[int, ...]:
@@ -282,7 +297,7 @@ def native_paged_attention(
     )
 
 
-def attention_op(platform: str, *, native: bool = True) -> Callable[..., tuple[Array, Array]]:
+def attention_op(platform: str, *, native: bool = True) -> AttentionOp:
     """The implementation of `paged_attention` for programs of a platform (`Device.platform`)."""
     return native_paged_attention if native and platform == "cpu" and library.available() else paged_attention
 

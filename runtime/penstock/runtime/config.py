@@ -59,7 +59,7 @@ class EngineConfig:
     """
     overlap: bool = True
     """Dispatch a step before the tokens of the one before are read."""
-    max_decode_steps: int = 1
+    max_decode_steps: int = 8
     """Most decode steps in one dispatch, where nobody waits; 1: no such windows."""
     decode_window_s: float = 0.02
     """Seconds that a window of decode steps should take at most."""

@@ -99,6 +99,8 @@ class Engine:
             vocab_size=model.vocab_size,
             eos_token_ids=model.eos_token_ids,
             max_logprobs=config.max_logprobs,
+            native=config.native,
+            max_decode_steps=config.max_decode_steps,
             show_progress=config.show_progress,
         )
         use_compilation_cache(config.compilation_cache)

@@ -18,7 +18,7 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from numpy.typing import NDArray
 
-from penstock.runtime.attention import allocate_kv, kv_layer_shape, kv_storage_dtype
+from penstock.runtime.attention import allocate_kv, attention_op, kv_layer_shape, kv_storage_dtype
 from penstock.runtime.buckets import Buckets, ProgramKey
 from penstock.runtime.compilation import CompileCounter, Programs, compile_all
 from penstock.runtime.errors import ConfigError
@@ -56,6 +56,8 @@ class RunnerConfig:
     vocab_size: int
     eos_token_ids: tuple[int, ...]
     max_logprobs: int = 20
+    native: bool = True
+    """Attention by the native CPU kernels where the machine and the model's shapes allow."""
     max_decode_steps: int = 1
     """Most steps of a decode program's loop; see `Plan.num_steps`."""
     show_progress: bool = True
@@ -111,6 +113,7 @@ class ModelRunner:
         self._weights: Weights = tuple(leaves)
         self._kv_spec = kv_spec
         self._sharding = NamedSharding(mesh, PartitionSpec())
+        self._platform = next(iter(mesh.devices.flat)).platform
         self._kv: KVCache | None = None
         self._num_pages = 0
         self._programs: Programs = {}
@@ -197,6 +200,7 @@ class ModelRunner:
             page_size=self.config.page_size,
             num_pages=num_pages,
             num_top=self.config.num_top,
+            attention=attention_op(self._platform, native=self.config.native),
             max_steps=self.config.max_decode_steps if key.decode_only else 1,
         )
         layer = jax.ShapeDtypeStruct(

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from penstock.runtime.attention import AttentionMeta, make_meta
+from penstock.runtime.attention import AttentionMeta, AttentionOp, make_meta, paged_attention
 from penstock.runtime.packing import FEEDBACK, Layout, Unpacked
 from penstock.runtime.request import TokenLogprobs
 from penstock.runtime.sampler import sample, token_logprobs
@@ -36,7 +36,7 @@ class StepModel(Protocol):
     """What the step asks of a model; `penstock.runtime.models.decoder.CausalLM` is one."""
 
     def __call__(
-        self, token_ids: Array, positions: Array, kv: KVCache, meta: AttentionMeta
+        self, token_ids: Array, positions: Array, kv: KVCache, meta: AttentionMeta, *, attention: AttentionOp
     ) -> tuple[Array, KVCache]:
         """int32[T] tokens and positions -> hidden [T, E] and the updated cache."""
         ...
@@ -59,6 +59,7 @@ def make_step(
     num_pages: int,
     num_top: int,
     max_steps: int = 1,
+    attention: AttentionOp = paged_attention,
 ) -> StepFn:
     """The step function of one program key. Its result is int32[max_steps, R, 2 + 2 * num_top]: by row the
     token, or NO_TOKEN where it made none in that step, and see `read_logprobs`.
@@ -80,7 +81,7 @@ def make_step(
             num_pages=num_pages,
         )
         tokens = jnp.where(batch.tokens == FEEDBACK, tokens[token_rows], batch.tokens)
-        hidden, kv = model(tokens, meta.positions, kv, meta)
+        hidden, kv = model(tokens, meta.positions, kv, meta, attention=attention)
         last = jnp.maximum(jnp.cumsum(batch.q_lens) - 1, 0)
         num_rows = jnp.sum((batch.q_lens > 0).astype(jnp.int32))
         return model.logits(hidden[last], num_rows), kv

@@ -32,7 +32,7 @@ class Meta(NamedTuple):
     num_tokens: jax.Array
 
 
-def contiguous_attention(q, k_new, v_new, kv, meta, *, scale, sliding_window):
+def contiguous_attention(q, k_new, v_new, kv, meta, *, scale, sliding_window=None):
     groups = q.shape[1] // k_new.shape[1]
     kv = kv.at[meta.positions].set(jnp.stack([k_new, v_new], axis=1).astype(jnp.float32))
     keys, values = (jnp.repeat(kv[:, i], groups, axis=1) for i in (0, 1))

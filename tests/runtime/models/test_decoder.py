@@ -44,7 +44,7 @@ PROMPT = list(range(3, 43))
 META: Any = SimpleNamespace(num_tokens=np.int32(3))  # the decoder reads num_tokens and hands it on
 
 
-def no_attention(q, k_new, v_new, kv, meta, *, scale, sliding_window):
+def no_attention(q, k_new, v_new, kv, meta, *, scale, sliding_window=None):
     return q, kv
 
 
@@ -124,7 +124,7 @@ def test_every_product_accumulates_in_float32_from_the_checkpoints_layout(dtype,
 def test_attention_gets_each_layers_window_and_scale():
     seen = []
 
-    def attention(q, k_new, v_new, kv, meta, *, scale, sliding_window):
+    def attention(q, k_new, v_new, kv, meta, *, scale, sliding_window=None):
         seen.append((q.shape, k_new.shape, v_new.shape, q.dtype, scale, sliding_window, meta))
         return q, kv + 1
 

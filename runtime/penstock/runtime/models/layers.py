@@ -6,13 +6,11 @@ Shapes: T tokens of a ragged batch, E hidden_size, H query heads, K KV heads, D 
 
 from __future__ import annotations
 
-from typing import Protocol
-
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from penstock.runtime.attention import AttentionMeta
+from penstock.runtime.attention import AttentionMeta, AttentionOp
 from penstock.runtime.models import rope
 from penstock.runtime.models.config import ModelConfig
 from penstock.runtime.models.linear import (
@@ -24,27 +22,6 @@ from penstock.runtime.models.linear import (
     project_gated,
 )
 from penstock.runtime.native.rotate import can_rotate, rotate_qkv
-
-
-class AttentionOp(Protocol):
-    """`paged_attention`'s interface: writes k_new, v_new to the layer's cache, then attends.
-
-    q [T, H, D] and k_new, v_new [T, K, D] after RoPE, in the model's dtype; kv is the layer's cache, opaque.
-    Returns out [T, H, D] in q's dtype and the new cache. A token sees itself and the `sliding_window` - 1
-    tokens before it; all of them when None.
-    """
-
-    def __call__(
-        self,
-        q: jax.Array,
-        k_new: jax.Array,
-        v_new: jax.Array,
-        kv: jax.Array,
-        meta: AttentionMeta,
-        *,
-        scale: float,
-        sliding_window: int | None,
-    ) -> tuple[jax.Array, jax.Array]: ...
 
 
 class Attention(nnx.Module):

@@ -115,17 +115,25 @@ class Embedding(Linear):
         self, vocab_size: int, hidden_size: int, dtype: jnp.dtype, linear: LinearFormat = PLAIN
     ) -> None:
         super().__init__(hidden_size, vocab_size, dtype, linear=linear)
-        self.dtype = dtype
+        self.dtype = jnp.dtype(dtype)
 
     def __call__(self, token_ids: jax.Array) -> jax.Array:
         """token_ids int32 [T] -> [T, E]; ids outside the table, only padding has them, read its edge."""
         table = self.weight[...]
+        kept = table.dtype
+        if kept.itemsize == 2:
+            # As bits: else XLA's CPU backend gathers from a float32 copy of the whole table. The barrier
+            # keeps that cast where it costs nothing: taken out of a loop of steps, it is a copy.
+            table, token_ids = jax.lax.optimization_barrier((table, token_ids))
+            table = jax.lax.bitcast_convert_type(table, jnp.uint16)
         if self.packed:
             ids = jnp.clip(token_ids, 0, table.shape[0] * native.BLOCK_OUT - 1)
             rows = table[ids // native.BLOCK_OUT, :, :, ids % native.BLOCK_OUT]
             rows = rows.reshape(ids.shape[0], -1)
         else:
             rows = table.at[token_ids].get(mode="clip")
+        if kept.itemsize == 2:
+            rows = jax.lax.bitcast_convert_type(rows, kept)
         if self.scale is None:
             return rows
         scale = self.scale[...][0].at[token_ids].get(mode="clip")
