@@ -23,6 +23,7 @@ from penstock.runtime.buckets import Buckets, ProgramKey
 from penstock.runtime.compilation import CompileCounter, Programs, compile_all
 from penstock.runtime.errors import ConfigError
 from penstock.runtime.models.config import KVSpec
+from penstock.runtime.native import huge_pages
 from penstock.runtime.packing import (
     ANY_LOGPROBS,
     ANY_SAMPLING,
@@ -118,6 +119,7 @@ class ModelRunner:
         self._num_pages = 0
         self._programs: Programs = {}
         self._state = self._new_state()
+        self._use_huge_pages(self._weights)
         slots = config.max_num_seqs
         self._slots: list[_Slot | None] = [None] * slots
         self._params = np.zeros((slots, PARAM_FIELDS), np.int32)
@@ -143,6 +145,7 @@ class ModelRunner:
         self._num_pages = num_pages
         shape = self._kv_shape(num_pages)
         self._kv = allocate_kv(self._kv_spec.num_layers, shape, self.config.dtype, self._sharding)
+        self._use_huge_pages(self._kv)
 
     def destroy_kv_cache(self) -> None:
         """Free the cache's memory now; `initialize_kv_cache` brings it back (programs stay valid for the same
@@ -157,6 +160,10 @@ class ModelRunner:
         self._state = self._new_state()
         self._slots = [None] * self.config.max_num_seqs
         self._tables[:] = 0
+
+    def _use_huge_pages(self, arrays: Sequence[jax.Array]) -> None:
+        if self.config.native and self._platform == "cpu":
+            huge_pages.advise(arrays)
 
     def peak_temp_bytes(self, num_pages: int = 64) -> int:
         """Scratch memory of the largest program, from XLA's own account; compiles that program for a small
@@ -320,6 +327,7 @@ class ModelRunner:
             jax.device_put(after, before.sharding) for before, after in zip(self._weights, new, strict=True)
         ]
         jax.block_until_ready(placed)
+        self._use_huge_pages(placed)
         self._weights = tuple(placed)
 
     def shutdown(self) -> None:
