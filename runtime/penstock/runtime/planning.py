@@ -14,11 +14,13 @@ shares one token budget between decodes (one token a row) and chunks of prefills
 Under "priority" the first of the queue, if slot or pages are lacking, preempts running ones of lower priority
 before the step is made.
 
-Every request ends (under "priority": once no more of higher priority come). Of all active requests consider
-the first in rank: it can take every page (`add` refuses what would not fit even then), and there is budget
-for it, because max_num_batched_tokens >= max_num_seqs and a row that prefills is not one that decodes. So it
-moves on, or it waits for a running prefill to publish a page; those rank before all that could take budget or
-pages from them, except finitely many, or are preempted and promise nothing any more.
+Every request ends (under "priority": once no more of higher priority come). Consider the first in rank of all
+active requests. If it runs, it can take every page from those behind it (`add` refuses what would not fit
+even then), and there is budget for it, because max_num_batched_tokens >= max_num_seqs and a row that prefills
+is not one that decodes. If it waits, nobody behind it enters, so those who run end or are preempted, until
+slot and pages are free. If it waits for a promised page, somebody of no lower priority is prefilling; in each
+step the first of those who prefill moves on, only finitely many rank before the one who promised, and if that
+one is preempted or ends, its promise is gone and the first in rank computes the page itself.
 
 When all rows decode and nobody could enter, a plan may be a window of several steps: pages for all of them
 are reserved first, and the window is made shorter rather than that somebody is preempted for it.
