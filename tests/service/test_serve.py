@@ -275,6 +275,7 @@ def test_every_option_arrives(tmp_path: Path) -> None:
     given = {
         "--served-model-name": "m",
         "--dtype": "float16",
+        "--quantization": "int8",
         "--max-model-len": "100",
         "--max-num-seqs": "3",
         "--max-num-batched-tokens": "64",
@@ -294,6 +295,7 @@ def test_every_option_arrives(tmp_path: Path) -> None:
     assert config == EngineConfig(
         served_model_name="m",
         dtype="float16",
+        quantization="int8",
         max_model_len=100,
         max_num_seqs=3,
         max_num_batched_tokens=64,
@@ -311,6 +313,7 @@ def test_every_option_arrives(tmp_path: Path) -> None:
     )
     assert serve._engine_config(parse("demo", "--compilation-cache", "off")).compilation_cache is None
     assert not serve._engine_config(parse("demo", "--no-overlap")).overlap
+    assert not serve._engine_config(parse("demo", "--no-native")).native
 
 
 def test_every_option_of_the_engine_can_be_given() -> None:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from opentelemetry.sdk.trace import TracerProvider
 
-from penstock.runtime.config import DTYPES, EngineConfig, default_compilation_cache
+from penstock.runtime.config import DTYPES, QUANTIZATIONS, EngineConfig, default_compilation_cache
 from penstock.runtime.engine import Engine
 from penstock.runtime.errors import ConfigError, PenstockError
 from penstock.runtime.scheduler_config import SCHEDULING_POLICIES
@@ -111,6 +111,18 @@ def _add_engine(parser: argparse.ArgumentParser) -> None:
     )
     engine.add_argument(
         "--dtype", default=_CONFIG.dtype, choices=DTYPES, help="auto: the checkpoint's; default: %(default)s"
+    )
+    engine.add_argument(
+        "--quantization",
+        default=_CONFIG.quantization,
+        choices=QUANTIZATIONS,
+        help="int8: linear layers with weights and activations in int8; default: %(default)s",
+    )
+    engine.add_argument(
+        "--native",
+        action=argparse.BooleanOptionalAction,
+        default=_CONFIG.native,
+        help="use the native CPU kernels where the machine can; default: on",
     )
     engine.add_argument(
         "--max-model-len",
@@ -250,6 +262,8 @@ def _engine_config(args: argparse.Namespace) -> EngineConfig:
     return EngineConfig(
         served_model_name=args.served_model_name,
         dtype=args.dtype,
+        quantization=args.quantization,
+        native=args.native,
         max_model_len=args.max_model_len,
         max_num_seqs=args.max_num_seqs,
         max_num_batched_tokens=args.max_num_batched_tokens,
