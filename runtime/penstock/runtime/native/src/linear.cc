@@ -73,7 +73,6 @@ ffi::Error Linear(ffi::ThreadPool pool, ffi::Buffer<ffi::BF16> x, ffi::Buffer<ff
   job.m = std::min<int64_t>(num_rows.typed_data()[0], most);
   job.k = x.dimensions()[1];
   job.gate = gate;
-  job.num_threads = std::max<int64_t>(pool.num_threads(), 1);
   job.num_weights = static_cast<int64_t>(rest.size()) / 3;
   if (job.num_weights < 1 || job.num_weights > kMaxWeights) return ffi::Error::InvalidArgument("1 to 3 weights");
   for (int64_t w = 0; w < job.num_weights; ++w) {
@@ -115,7 +114,7 @@ ffi::Error Linear(ffi::ThreadPool pool, ffi::Buffer<ffi::BF16> x, ffi::Buffer<ff
   }
   job.x = scratch;
   job.x_scale = x_scale;
-  ParallelFor(pool, kernel->num_units(job), [&](int64_t unit) { kernel->run_unit(job, unit); });
+  ParallelSweep(pool, kernel->num_units(job), [&](int64_t unit) { kernel->run_unit(job, unit); });
   return ffi::Error::Success();
 }
 

@@ -33,7 +33,6 @@ struct LinearJob {
   float* y_f32;              // [m, ldy]
   const uint16_t* residual;  // bf16 [m, ldy] added to y, or null
   int64_t ldy;
-  int64_t num_threads;  // that take units
 
   int64_t BlockBytes() const { return kBlockOut * k * (int8 ? 1 : 2); }
 };
