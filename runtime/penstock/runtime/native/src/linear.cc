@@ -114,7 +114,7 @@ ffi::Error Linear(ffi::ThreadPool pool, ffi::Buffer<ffi::BF16> x, ffi::Buffer<ff
   }
   job.x = scratch;
   job.x_scale = x_scale;
-  ParallelSweep(pool, kernel->num_units(job), [&](int64_t unit) { kernel->run_unit(job, unit); });
+  ParallelFor(pool, kernel->num_units(job), [&](int64_t unit) { kernel->run_unit(job, unit); });
   return ffi::Error::Success();
 }
 
