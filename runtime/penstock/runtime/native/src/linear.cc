@@ -1,5 +1,4 @@
 // The FFI operation `penstock_linear`: optional RMS norm of x, products with one to three packed weights, epilogue.
-#include <cmath>
 #include <cstring>
 #include <memory>
 
@@ -15,7 +14,6 @@ namespace {
 namespace ffi = xla::ffi;
 
 constexpr int64_t kRowBlock = 16;
-constexpr int64_t kInlineRows = 4;  // fewer are prepared faster than a thread wakes
 
 const LinearKernel* Kernel() {
   switch (CurrentIsa()) {
@@ -31,29 +29,6 @@ const LinearKernel* Kernel() {
       break;
   }
   return nullptr;
-}
-
-float WidenBf16(uint16_t bits) {
-  const uint32_t wide = static_cast<uint32_t>(bits) << 16;
-  float value;
-  memcpy(&value, &wide, 4);
-  return value;
-}
-
-// x as float32 rows, normalised by their root mean square where there is a norm (Zhang and Sennrich 2019).
-void LoadRows(const uint16_t* x, const uint16_t* norm, float eps, int64_t rows, int64_t k, float* out) {
-  for (int64_t r = 0; r < rows; ++r, x += k, out += k) {
-    for (int64_t i = 0; i < k; ++i) out[i] = WidenBf16(x[i]);
-    if (!norm) continue;
-    float parts[16] = {};
-    for (int64_t i = 0; i < k; i += 16) {
-      for (int64_t j = 0; j < 16; ++j) parts[j] += out[i + j] * out[i + j];
-    }
-    float square = 0.0f;
-    for (float part : parts) square += part;
-    const float scale = 1.0f / std::sqrt(square / static_cast<float>(k) + eps);
-    for (int64_t i = 0; i < k; ++i) out[i] = out[i] * scale * WidenBf16(norm[i]);
-  }
 }
 
 template <typename T, typename Buffer>
@@ -96,15 +71,12 @@ ffi::Error Linear(ffi::ThreadPool pool, ffi::Buffer<ffi::BF16> x, ffi::Buffer<ff
   if (job.m <= 0) return ffi::Error::Success();
 
   const int64_t x_bytes = (kernel->x_bytes(job.m, job.k, job.int8) + 63) / 64 * 64;
-  char* scratch = Scratch<struct LinearInput>(x_bytes + job.m * 4);
+  char* scratch = Scratch<struct LinearRows>(x_bytes + job.m * 4);
   float* x_scale = reinterpret_cast<float*>(scratch + x_bytes);
-  const auto* source = reinterpret_cast<const uint16_t*>(x.untyped_data());
-  const auto* norm_weight = OrNull<uint16_t>(norm);
+  const LinearInput input{reinterpret_cast<const uint16_t*>(x.untyped_data()), OrNull<uint16_t>(norm), eps};
   auto prepare = [&](int64_t block) {
-    const int64_t first = block * kRowBlock, rows = std::min(kRowBlock, job.m - first);
-    std::unique_ptr<float[]> wide(new float[rows * job.k]);
-    LoadRows(source + first * job.k, norm_weight, eps, rows, job.k, wide.get());
-    kernel->put_rows(wide.get(), block, job.m, job.k, job.int8, scratch, x_scale);
+    float* row = reinterpret_cast<float*>(Scratch<struct LinearRow>(job.k * 4));
+    kernel->put_rows(input, block, job, scratch, x_scale, row);
   };
   const int64_t row_blocks = (job.m + kRowBlock - 1) / kRowBlock;
   if (row_blocks == 1) {

@@ -37,14 +37,20 @@ struct LinearJob {
   int64_t BlockBytes() const { return kBlockOut * k * (int8 ? 1 : 2); }
 };
 
+// x as it comes: bf16 [m, k], to be normalised by the root mean square of each row where `norm`, bf16 [k], is given.
+struct LinearInput {
+  const uint16_t* x;
+  const uint16_t* norm;
+  float eps;
+};
+
 // The kernels of one instruction set. Work is cut in units of some consecutive output blocks of one weight.
 struct LinearKernel {
   int64_t (*num_units)(const LinearJob&);
   void (*run_unit)(const LinearJob&, int64_t unit);
-  // Bytes of x in the kernel's form, and how row block `block` (16 rows) is put into it from normalised float32
-  // rows [rows, k].
+  // Bytes of x in the kernel's form, and how row block `block` (16 rows) is put into it; `row` is room for k floats.
   int64_t (*x_bytes)(int64_t m, int64_t k, bool int8);
-  void (*put_rows)(const float* rows, int64_t block, int64_t m, int64_t k, bool int8, void* x, float* x_scale);
+  void (*put_rows)(const LinearInput&, int64_t block, const LinearJob&, void* x, float* x_scale, float* row);
 };
 
 const LinearKernel& LinearAvx2();

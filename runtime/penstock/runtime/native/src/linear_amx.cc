@@ -88,16 +88,19 @@ template <bool kInt8>
 void FewRows(const LinearJob& job, const Span& span) {
   alignas(64) float sums[2][kRows * kBlockOut];
   Configure(job.m, job.m);
-  for (int64_t b = span.block; b < span.block + span.count; ++b) {
-    for (int64_t part = 0; part < (job.gate ? 2 : 1); ++part) {
-      const int64_t weight = job.gate ? part : span.weight;
-      Products<kInt8>(job, job.weights[weight].tiles + b * job.BlockBytes(), sums[part]);
-      if constexpr (kInt8) Dequantize(job, weight, b, 0, job.m, sums[part], false);
+  const int64_t last = span.block + span.count;
+  // Two at a time, gate and up or neighbours, so that y is written in whole cache lines.
+  for (int64_t b = span.block; b < last; b += job.gate ? 1 : 2) {
+    const bool two = job.gate || b + 1 < last;
+    for (int64_t part = 0; part < (two ? 2 : 1); ++part) {
+      const int64_t weight = job.gate ? part : span.weight, block = job.gate ? b : b + part;
+      Products<kInt8>(job, job.weights[weight].tiles + block * job.BlockBytes(), sums[part]);
+      if constexpr (kInt8) Dequantize(job, weight, block, 0, job.m, sums[part], false);
     }
     if (job.gate) {
       FinishGate(job, b, 0, job.m, sums[0], sums[1]);
     } else {
-      Finish(job, span.weight, b, 0, job.m, sums[0], nullptr);
+      Finish(job, span.weight, b, 0, job.m, sums[0], two ? sums[1] : nullptr);
     }
   }
 }
@@ -212,29 +215,22 @@ void RunUnit(const LinearJob& job, int64_t unit) {
 // Row blocks of 16, each as tiles [rows, 64 bytes] in the order they are multiplied.
 int64_t XBytes(int64_t m, int64_t k, bool int8) { return m * k * (int8 ? 1 : 2); }
 
-void PutRows(const float* rows, int64_t block, int64_t m, int64_t k, bool int8, void* x, float* x_scale) {
-  const int64_t first = block * kRows, count = m - first < kRows ? m - first : kRows;
-  if (int8) {
-    int8_t* out = static_cast<int8_t*>(x) + first * k;
-    for (int64_t r = 0; r < count; ++r) {
-      alignas(64) int8_t line[64];
-      const float* row = rows + r * k;
-      const float peak = RowPeak(row, k);
-      x_scale[first + r] = peak / 127.0f;
-      const float inverse = peak > 0 ? 127.0f / peak : 0.0f;
-      for (int64_t s = 0; s < k / 64; ++s) {
-        Quantize(row + s * 64, 64, inverse, line);
-        memcpy(out + (s * count + r) * 64, line, 64);
-      }
-    }
-    return;
-  }
-  uint16_t* out = static_cast<uint16_t*>(x) + first * k;
+void PutRows(const LinearInput& input, int64_t block, const LinearJob& job, void* x, float* x_scale, float* row) {
+  const int64_t k = job.k, first = block * kRows, count = job.m - first < kRows ? job.m - first : kRows;
+  char* out = static_cast<char*>(x) + first * k * (job.int8 ? 1 : 2);
   for (int64_t r = 0; r < count; ++r) {
-    for (int64_t s = 0; s < k / 32; ++s) {
-      const float* from = rows + r * k + s * 32;
-      const __m512bh pair = _mm512_cvtne2ps_pbh(_mm512_loadu_ps(from + 16), _mm512_loadu_ps(from));
-      memcpy(out + (s * count + r) * 32, &pair, 64);
+    LoadRow(input, first + r, k, row);
+    if (job.int8) {
+      const float peak = RowPeak(row, k), inverse = peak > 0 ? 127.0f / peak : 0.0f;
+      x_scale[first + r] = peak / 127.0f;
+      for (int64_t s = 0; s < k / 64; ++s) {
+        Quantize(row + s * 64, 64, inverse, reinterpret_cast<int8_t*>(out + (s * count + r) * 64));
+      }
+    } else {
+      for (int64_t s = 0; s < k / 32; ++s) {
+        const __m512bh pairs = _mm512_cvtne2ps_pbh(_mm512_loadu_ps(row + s * 32 + 16), _mm512_loadu_ps(row + s * 32));
+        memcpy(out + (s * count + r) * 64, &pairs, 64);
+      }
     }
   }
 }

@@ -2,6 +2,8 @@
 // namespace: were it shared, the linker would keep one copy, perhaps with instructions the machine lacks.
 #pragma once
 
+#include <cmath>
+
 #include "lanes.h"
 #include "linear.h"
 
@@ -87,6 +89,20 @@ inline void Dequantize(const LinearJob& job, int64_t weight, int64_t block, int6
     const Lanes exact = Add(Load(value), Mul(correction, Fill(-1.0f)));
     Store(sums + r * kBlockOut, Mul(exact, Mul(Fill(job.x_scale[row + r]), scale)));
   }
+}
+
+// Row `row` of x as float32, normalised by its root mean square where there is a norm (Zhang and Sennrich 2019).
+inline void LoadRow(const LinearInput& input, int64_t row, int64_t k, float* out) {
+  const uint16_t* x = input.x + row * k;
+  Lanes squares = Fill(0.0f);
+  for (int64_t i = 0; i < k; i += 16) {
+    const Lanes value = LoadBf16(x + i);
+    squares = Add(squares, Mul(value, value));
+    Store(out + i, value);
+  }
+  if (!input.norm) return;
+  const Lanes scale = Fill(1.0f / std::sqrt(Total(squares) / static_cast<float>(k) + input.eps));
+  for (int64_t i = 0; i < k; i += 16) Store(out + i, Mul(Mul(Load(out + i), scale), LoadBf16(input.norm + i)));
 }
 
 // The largest size in a row of float32, k a multiple of 16: 127 stands for it in symmetric int8.

@@ -106,24 +106,26 @@ struct VectorLinear {
 
   static int64_t XBytes(int64_t m, int64_t k, bool int8) { return m * RowBytes(k, int8); }
 
-  static void PutRows(const float* rows, int64_t block, int64_t m, int64_t k, bool int8, void* x, float* x_scale) {
-    const int64_t first = block * 16, count = m - first < 16 ? m - first : 16;
-    char* out = static_cast<char*>(x) + first * RowBytes(k, int8);
-    for (int64_t r = 0; r < count; ++r, rows += k, out += RowBytes(k, int8)) {
-      if (int8) {
-        const float peak = RowPeak(rows, k);
+  static void PutRows(const LinearInput& input, int64_t block, const LinearJob& job, void* x, float* x_scale,
+                      float* row) {
+    const int64_t k = job.k, first = block * 16, count = job.m - first < 16 ? job.m - first : 16;
+    char* out = static_cast<char*>(x) + first * RowBytes(k, job.int8);
+    for (int64_t r = 0; r < count; ++r, out += RowBytes(k, job.int8)) {
+      LoadRow(input, first + r, k, row);
+      if (job.int8) {
+        const float peak = RowPeak(row, k);
         x_scale[first + r] = peak / 127.0f;
-        Quantize(rows, k, peak > 0 ? 127.0f / peak : 0.0f, reinterpret_cast<int8_t*>(out));
+        Quantize(row, k, peak > 0 ? 127.0f / peak : 0.0f, reinterpret_cast<int8_t*>(out));
         if constexpr (V::kOffset) {
           for (int64_t i = 0; i < k; ++i) out[i] = static_cast<char>(out[i] ^ 0x80);  // + 128, as unsigned
         }
       } else if constexpr (V::kXBytes == 2) {
-        for (int64_t i = 0; i < k; i += 16) StoreBf16(reinterpret_cast<uint16_t*>(out) + i, Load(rows + i));
+        for (int64_t i = 0; i < k; i += 16) StoreBf16(reinterpret_cast<uint16_t*>(out) + i, Load(row + i));
       } else {
         // Rounded to bf16 all the same: every machine computes the same model.
         for (int64_t i = 0; i < k; i += 16) {
           uint16_t rounded[16];
-          StoreBf16(rounded, Load(rows + i));
+          StoreBf16(rounded, Load(row + i));
           Store(reinterpret_cast<float*>(out) + i, LoadBf16(rounded));
         }
       }
