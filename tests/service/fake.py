@@ -2,7 +2,8 @@
 
 Token b is the byte b. After "a" comes "b", after "b" comes "c", after "z" the end token. A script may replace
 this for a prompt. Each running request holds one page for as long as it runs. `hold=True` makes it step only
-when told.
+when told. It has no prefix cache, but says what it is told to: each prompt found `cached_prompt_tokens`, and
+`cached_pages` can be flushed.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
@@ -91,10 +93,11 @@ class FakeEngine:
         defaults: GenerationDefaults | None = None,
         eos_token_ids: tuple[int, ...] = (EOS,),
         start: Callable[[], None] = lambda: None,
-        drain_ends: bool = True,
-        **config: int,
+        cached_prompt_tokens: int = 0,
+        cached_pages: int = 0,
+        **config: Any,
     ) -> None:
-        self.config = EngineConfig(served_model_name="fake", max_model_len=max_model_len, **config)  # type: ignore[arg-type]
+        self.config = EngineConfig(served_model_name="fake", max_model_len=max_model_len, **config)
         self.info = ModelInfo(
             name="fake",
             architecture="FakeForCausalLM",
@@ -117,6 +120,8 @@ class FakeEngine:
         self._tokens_per_step = tokens_per_step
         self._scripts = {tuple(prompt.encode()): list(tokens) for prompt, tokens in (scripts or {}).items()}
         self._kv_tokens = kv_tokens
+        self._cached_prompt_tokens = cached_prompt_tokens
+        self._cached_pages = cached_pages
         self._budget = 0 if hold else None
         self._on_start = start
         self._running: dict[str, Running] = {}
@@ -239,6 +244,11 @@ class FakeEngine:
                 pages_total=self.info.num_pages,
             )
 
+    def flush_prefix_cache(self) -> tuple[int, int]:
+        with self._changed:
+            freed, self._cached_pages = self._cached_pages, 0
+            return freed, len(self._running)
+
     def drain(self, timeout_s: float) -> bool:
         with self._changed:
             self._draining = True
@@ -259,7 +269,10 @@ class FakeEngine:
         while self._waiting and len(self._running) < self.config.max_num_seqs:
             request_id = next(iter(self._waiting))
             running = self._waiting.pop(request_id)
-            running.timing = replace(running.timing, scheduled_ns=time.monotonic_ns())
+            cached = min(self._cached_prompt_tokens, len(running.request.prompt_token_ids) - 1)
+            running.timing = replace(
+                running.timing, scheduled_ns=time.monotonic_ns(), cached_prompt_tokens=cached
+            )
             self._running[request_id] = running
 
     def _end(self, request_id: str, finish: Finish, token_ids: Sequence[int] = ()) -> bool:

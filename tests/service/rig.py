@@ -48,6 +48,25 @@ class Rig:
         return reply
 
 
+class Kept:
+    """An engine that servers of several tests share: they neither start nor end it."""
+
+    def __init__(self, engine: Backend) -> None:
+        self._engine = engine
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
+
+    def start(self) -> None:
+        pass
+
+    def drain(self, timeout_s: float) -> bool:
+        return True
+
+    def shutdown(self) -> None:
+        self._engine.abort(all_requests=True)
+
+
 @contextlib.asynccontextmanager
 async def serving(
     engine: Backend | None = None,
@@ -194,6 +213,7 @@ def _fields(prompt: str | None, fields: dict[str, Any]) -> dict[str, Any]:
         "sampling": types_pb2.SamplingParams,
         "stopping": types_pb2.StoppingParams,
         "output": types_pb2.OutputOptions,
+        "cache": types_pb2.CacheOptions,
         "context": types_pb2.ContextOptions,
         "chat": types_pb2.ChatPrompt,
     }

@@ -158,6 +158,27 @@ async def test_queue_full():
         await asyncio.wait_for(asyncio.gather(*calls), 20)
 
 
+async def test_a_full_queue_is_told_before_anything_is_tokenized(monkeypatch):
+    async with serving(fake(hold=True, max_num_seqs=1, max_queued_requests=1)) as rig:
+        calls = [asyncio.ensure_future(rig.inference.Generate(generate("y"))) for _ in range(2)]
+        await until(lambda: len(rig.engine.seen) == 2)
+        with monkeypatch.context() as patch:
+            patch.setattr(type(rig.engine.text), "encode", None)
+            for refused in (
+                rig.inference.Generate(generate("y")),
+                rig.inference.Stream(stream("y")).read(),
+            ):
+                failure = await failure_of(refused)
+                assert (failure.code.name, failure.reason) == ("RESOURCE_EXHAUSTED", "QUEUE_FULL")
+                assert failure.info.metadata["limit"] == "1"
+                assert failure.details[1].retry_delay.ToNanoseconds() > 0
+        assert not rig.engine.drain(0)
+        failure = await failure_of(rig.inference.Generate(generate("y")))
+        assert failure.reason == "DRAINING", "what is full and ends is not worth another try"
+        rig.engine.release()
+        await asyncio.wait_for(asyncio.gather(*calls), 20)
+
+
 async def test_engine_failure_midway_is_a_failed_stream():
     async with serving(fake(hold=True)) as rig:
         call = rig.inference.Stream(stream("a"))

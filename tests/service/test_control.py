@@ -7,6 +7,7 @@ import asyncio
 import pytest
 
 from penstock.runtime.defaults import GenerationDefaults
+from penstock.runtime.errors import EngineFailure
 from penstock.service.server import version
 from penstock.v1 import control_pb2, types_pb2, weights_pb2
 from tests.service.fake import CHAT_TEMPLATE, EOS, byte_codec
@@ -49,6 +50,12 @@ async def test_chat_is_no_feature_without_a_template():
         assert failure.violations == {"chat": "the model has no chat template"}
 
 
+async def test_priority_is_a_feature_where_it_has_an_effect():
+    async with serving(fake(scheduling_policy="priority")) as rig:
+        info = await rig.control.GetModelInfo(control_pb2.GetModelInfoRequest())
+    assert list(info.features) == [control_pb2.FEATURE_CHAT, control_pb2.FEATURE_PRIORITY]
+
+
 async def test_server_info():
     async with serving(fake(max_num_seqs=3, max_queued_requests=5, max_logprobs=7)) as rig:
         info = await rig.control.GetServerInfo(control_pb2.GetServerInfoRequest())
@@ -84,6 +91,34 @@ async def test_load():
         await asyncio.wait_for(asyncio.gather(*calls), 20)
         load = await rig.control.GetLoad(control_pb2.GetLoadRequest())
         assert (load.running_requests, load.queued_requests, load.kv_pages_used) == (0, 0, 0)
+
+
+async def test_flush_cache():
+    """One request runs; flushing again finds nothing."""
+    async with serving(fake(hold=True, cached_pages=5)) as rig:
+        call = asyncio.ensure_future(rig.inference.Generate(generate("a")))
+        await seen(rig, 1)
+        flush = rig.control.FlushCache
+        reply = await flush(control_pb2.FlushCacheRequest())
+        assert (reply.pages_freed, reply.pages_in_use) == (5, 1)
+        rig.engine.release()
+        await asyncio.wait_for(call, 20)
+        reply = await flush(control_pb2.FlushCacheRequest())
+        assert (reply.pages_freed, reply.pages_in_use) == (0, 0)
+
+
+async def test_flush_cache_fails_as_everything_does():
+    engine = fake()
+
+    def flush():
+        raise EngineFailure("the device is gone")
+
+    engine.flush_prefix_cache = flush  # type: ignore[method-assign]
+    async with serving(engine) as rig:
+        failure = await failure_of(rig.control.FlushCache(control_pb2.FlushCacheRequest()))
+        assert (failure.code.name, failure.reason) == ("INTERNAL", "ENGINE_FAILURE")
+        newer = await failure_of(rig.raw("ControlService/FlushCache", b"\xd8\x06\x05"))
+        assert newer.reason == "UNSUPPORTED_FEATURE"
 
 
 # -- Tokenize and Detokenize --

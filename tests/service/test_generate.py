@@ -172,7 +172,7 @@ async def test_truncation_reject_is_the_default():
     async with serving() as rig:
         reply = await answer(rig, generate("y", context={"truncation": types_pb2.TRUNCATION_REJECT}))
         assert reply.outputs[0].text == "z"
-        await answer(rig, generate("y", context={}, cache=types_pb2.CacheOptions()))
+        await answer(rig, generate("y", context={}, cache={}))
 
 
 # -- stopping --

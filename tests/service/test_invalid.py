@@ -65,6 +65,7 @@ BAD = [
     ({"output": {"logprobs": U32}}, {"output.logprobs"}),
     ({"output": {"logprobs": 0, "token_ids": False}}, {"output.logprobs"}),
     ({"output": {"text": False}, "stopping": {"stop": ["x"]}}, {"stopping.stop"}),
+    ({"cache": {"cache_salt": "x" * 257}}, {"cache.cache_salt"}),
 ]  # fmt: skip
 GOOD = [
     {"request_id": "x" * 128},
@@ -82,6 +83,7 @@ GOOD = [
     {"stopping": limit(315_576_000_000, 999_999_999)},
     {"output": {"logprobs": 20}},
     {"output": {"logprobs": 0}},
+    {"cache": {"cache_salt": "\u20ac" * 256}},
     {"prompt": None, "prompt_token_ids": tokens(0, VOCAB - 1)},
     {"prompt": None, "chat": chat(("system", ""), ("user", ""), ("assistant", ""))},
 ]
@@ -123,6 +125,7 @@ async def test_all_violations_in_one_reply():
         "sampling": {"temperature": -1, "top_p": 2, "min_p": 2, "top_k": 2**31},
         "stopping": {"max_tokens": 0, "stop": [""], "stop_token_ids": [999], **limit(-1)},
         "output": {"logprobs": 99},
+        "cache": {"cache_salt": "x" * 999, "bypass_prefix_cache": True},
     }
     async with serving() as rig:
         failure = await failure_of(rig.inference.Generate(generate("", **fields)))
@@ -138,6 +141,7 @@ async def test_all_violations_in_one_reply():
         "stopping.stop_token_ids[0]",
         "stopping.time_limit",
         "output.logprobs",
+        "cache.cache_salt",
     }
 
 

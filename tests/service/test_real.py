@@ -21,30 +21,11 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from penstock.runtime.config import EngineConfig
 from penstock.runtime.engine import Engine
 from penstock.v1 import inference_pb2, types_pb2
-from tests.service.rig import Rig, collect, failure_of, generate, joined, serving, stream, until
+from tests.service.rig import Kept, Rig, collect, failure_of, generate, joined, serving, stream, until
 from tests.support.toy import TEST_CACHE
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "qwen3"
 PROMPT = "def decode(self, text):"
-
-
-class Kept:
-    """An engine that servers of several tests share: they neither start nor end it."""
-
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._engine, name)
-
-    def start(self) -> None:
-        pass
-
-    def drain(self, timeout_s: float) -> bool:
-        return True
-
-    def shutdown(self) -> None:
-        self._engine.abort(all_requests=True)
 
 
 @pytest.fixture(scope="module")

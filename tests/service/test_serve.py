@@ -25,6 +25,7 @@ from penstock.cli import serve
 from penstock.runtime.config import EngineConfig
 from penstock.service.options import ServerOptions
 from penstock.v1 import inference_pb2_grpc, types_pb2
+from tests.service.fake import FakeEngine
 from tests.service.rig import generate, stream
 from tests.support.toy import TEST_CACHE
 
@@ -320,6 +321,27 @@ def test_every_option_of_the_engine_can_be_given() -> None:
     """An option added to EngineConfig fails here until the command has it."""
     offered = set(vars(parse("demo")))
     assert {f.name for f in dataclasses.fields(EngineConfig)} - {"show_progress"} <= offered
+
+
+@pytest.mark.parametrize(
+    ("options", "lines"),
+    [
+        ({}, ["FakeForCausalLM, auto, vocabulary", "scheduling: fcfs; prefix cache: all free pages"]),
+        (
+            {"quantization": "int8", "scheduling_policy": "priority", "prefix_cache_pages": 7},
+            ["FakeForCausalLM, auto with int8, vocabulary", "priority; prefix cache: at most 7 pages"],
+        ),
+        ({"prefix_cache_pages": 0}, ["prefix cache: off"]),
+    ],
+)
+def test_what_was_resolved_is_told(
+    caplog: pytest.LogCaptureFixture, options: dict[str, Any], lines: list[str]
+) -> None:
+    engine: Any = FakeEngine(**options)
+    with caplog.at_level(logging.INFO):
+        serve._tell(engine)
+    for line in lines:
+        assert line in caplog.text
 
 
 @pytest.mark.parametrize(

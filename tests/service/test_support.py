@@ -23,7 +23,7 @@ SERVICES = [
 ]
 METHODS = {f"{s.full_name}/{m.name}": m for s in SERVICES for m in s.methods}
 SERVED = {name: method for name, method in METHODS.items() if name not in REFUSED_RPCS}
-GENERATE, CONTROL = "test_generate", "test_control"
+GENERATE, CONTROL, REAL = "test_generate", "test_control", "test_cache_and_priority"
 
 EFFECTS = {
     "request_id": f"{GENERATE}::test_request_id_reaches_the_engine",
@@ -57,7 +57,10 @@ EFFECTS = {
     "output.logprobs": f"{GENERATE}::test_logprobs",
     "output.skip_special_tokens": f"{GENERATE}::test_special_tokens_are_shown_when_asked",
     "output.echo_prompt_token_ids": f"{GENERATE}::test_prompt_ids_are_echoed_when_asked",
-    "cache": f"{GENERATE}::test_truncation_reject_is_the_default",
+    "cache": f"{REAL}::test_salts_share_nothing",
+    "cache.cache_salt": f"{REAL}::test_salts_share_nothing",
+    "cache.bypass_prefix_cache": f"{REAL}::test_bypass_neither_reads_nor_adds",
+    "priority": f"{REAL}::test_a_higher_priority_overtakes",
     "context": f"{GENERATE}::test_truncation_reject_is_the_default",
     "min_tokens_per_message": f"{GENERATE}::test_min_tokens_per_message_coalesces",
     "request_ids": "test_abort::test_exact_ids",
@@ -196,7 +199,7 @@ async def test_all_refused_fields_are_named_in_the_status() -> None:
     fields = {
         "sampling": {"n": 2, "presence_penalty": 0.5},
         "adapter": "lora",
-        "priority": -1,
+        "priority": -1,  # on a server that serves in order of arrival
         "stopping": {"max_tokens": 0},
     }
     async with serving() as rig:

@@ -98,6 +98,16 @@ async def test_spans_of_a_request(recorder, method):
     assert ends == [spans[name].start_time for name in PHASES[2:]], "each phase starts where the last ended"
 
 
+async def test_cached_tokens_and_priority_of_a_request(recorder):
+    async with recorder.serving(fake(cached_prompt_tokens=3, scheduling_policy="priority")) as rig:
+        await rig.inference.Generate(generate("wxyz", priority=-7))
+        await until(lambda: "text_completion fake" in recorder.spans)
+    attributes = recorder.spans["text_completion fake"].attributes
+    assert attributes["gen_ai.usage.input_tokens"] == 4
+    assert attributes["gen_ai.usage.cache_read.input_tokens"] == 3
+    assert attributes["penstock.request.priority"] == -7
+
+
 async def test_chat_is_named_so(recorder):
     chat = {"messages": [types_pb2.ChatMessage(role="user", content="hi")]}
     async with recorder.serving() as rig:
@@ -280,11 +290,11 @@ async def test_no_prompt_and_no_output_text_anywhere(recorder):
     script = [*b"SECRETOUTPUT"]
     engine = fake(scripts={secret: script})
     stopping = {"stop": ["SECRETSTOP"]}
+    cache = {"cache_salt": "SECRETSALT"}
     async with recorder.serving(engine) as rig:
-        assert (await rig.inference.Generate(generate(secret, stopping=stopping))).outputs[
-            0
-        ].text == "SECRETOUTPUT"
-        await collect(rig.inference.Stream(stream(secret, stopping=stopping)))
+        reply = await rig.inference.Generate(generate(secret, stopping=stopping, cache=cache))
+        assert reply.outputs[0].text == "SECRETOUTPUT"
+        await collect(rig.inference.Stream(stream(secret, stopping=stopping, cache=cache)))
         await rig.inference.Generate(generate(chat=chat, stopping={"max_tokens": 2}))
         await rig.control.Tokenize(control_pb2.TokenizeRequest(text=secret))
         await failure_of(rig.inference.Generate(generate(secret, stopping={"stop": [""]})))

@@ -340,11 +340,18 @@ def _on_signals(told_to_stop: asyncio.Event) -> None:
 def _tell(engine: Engine) -> None:
     """What was resolved, one line each."""
     info, config = engine.info, engine.config
-    log.info("model %s: %s, %s, vocabulary %d", info.name, info.architecture, config.dtype, info.vocab_size)
+    dtype = config.dtype if config.quantization == "none" else f"{config.dtype} with {config.quantization}"
+    log.info("model %s: %s, %s, vocabulary %d", info.name, info.architecture, dtype, info.vocab_size)
     log.info("on %s", ", ".join(info.devices))
     running, waiting = config.max_num_seqs, config.max_queued_requests
     log.info("context %d tokens; at most %d requests run and %d wait", info.max_model_len, running, waiting)
+    log.info("scheduling: %s; prefix cache: %s", config.scheduling_policy, _prefix_cache(config))
     cache_mib = (config.kv_cache_bytes or 0) / 2**20
     log.info("KV cache %.1f MiB: %d pages of %d tokens", cache_mib, info.num_pages, info.page_size)
     log.info("defaults: %s", info.defaults)
     log.info("compiled programs are kept in %s", config.compilation_cache or "memory only")
+
+
+def _prefix_cache(config: EngineConfig) -> str:
+    most = config.prefix_cache_pages
+    return "off" if most == 0 else "all free pages" if most is None else f"at most {most} pages"

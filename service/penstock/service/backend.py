@@ -99,6 +99,10 @@ class Backend(Protocol):
 
     def load(self) -> Load: ...
 
+    def flush_prefix_cache(self) -> tuple[int, int]:
+        """Forget all cached prefixes: (pages that became free, pages that running requests hold)."""
+        ...
+
     def drain(self, timeout_s: float) -> bool:
         """Refuse new requests and wait for the others; blocks."""
         ...

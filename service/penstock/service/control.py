@@ -57,8 +57,15 @@ class ControlServicer(control_pb2_grpc.ControlServiceServicer):
             default_sampling=sampling,
             weights=replies.weights_version(self._engine.weights),
             tensors=[replies.tensor_spec(*spec) for spec in specs],
-            features=[control_pb2.FEATURE_CHAT] if self._limits.has_chat else [],
+            features=self._features(),
         )
+
+    def _features(self) -> list[control_pb2.Feature.ValueType]:
+        has = {
+            control_pb2.FEATURE_CHAT: self._limits.has_chat,
+            control_pb2.FEATURE_PRIORITY: self._limits.has_priority,
+        }
+        return [feature for feature, there in has.items() if there]
 
     async def GetServerInfo(
         self, request: control_pb2.GetServerInfoRequest, context: Context
@@ -162,5 +169,7 @@ class ControlServicer(control_pb2_grpc.ControlServiceServicer):
     async def FlushCache(
         self, request: control_pb2.FlushCacheRequest, context: Context
     ) -> control_pb2.FlushCacheResponse:
-        """Not in this release."""
-        raise UnsupportedFeature(["FlushCache"])
+        """All prefixes are forgotten, also those in use: they are shared with nobody new."""
+        check_supported(request)
+        pages_freed, pages_in_use = self._engine.flush_prefix_cache()
+        return control_pb2.FlushCacheResponse(pages_freed=pages_freed, pages_in_use=pages_in_use)

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 from google.protobuf.duration_pb2 import Duration
@@ -21,6 +21,7 @@ from penstock.runtime.errors import (
 from penstock.runtime.request import (
     MAX_REQUEST_ID_CHARS,
     MAX_STOP_TOKEN_IDS,
+    CacheParams,
     Request,
     SamplingParams,
     StoppingParams,
@@ -32,6 +33,7 @@ from penstock.v1 import inference_pb2, types_pb2
 T = TypeVar("T")
 MAX_BAD_IDS = 100
 ROLES = ("system", "user", "assistant")
+_PRIORITY = frozenset({"priority"})
 _MAX_DURATION_S = 315_576_000_000  # google.protobuf.Duration: 10,000 years
 
 
@@ -80,10 +82,20 @@ class Job:
     stopping: StoppingParams
     logprobs: int | None
     options: ResponseOptions
+    cache: CacheParams = field(default_factory=CacheParams)
+    priority: int = 0
 
     def request(self, token_ids: tuple[int, ...]) -> Request:
         """The engine's request, once the prompt's ids are known."""
-        return Request(self.request_id, token_ids, self.sampling, self.stopping, self.logprobs)
+        return Request(
+            self.request_id,
+            token_ids,
+            self.sampling,
+            self.stopping,
+            self.logprobs,
+            cache=self.cache,
+            priority=self.priority,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +106,12 @@ class Limits:
     max_logprobs: int
     has_text: bool
     has_chat: bool
+    has_priority: bool
+
+    @property
+    def lacking(self) -> frozenset[str]:
+        """Fields of the contract that would be without effect here, and are refused."""
+        return frozenset() if self.has_priority else _PRIORITY
 
 
 class Violations:
@@ -128,7 +146,7 @@ def to_job(message: inference_pb2.GenerateRequest | inference_pb2.StreamRequest,
     """
     if message.model and message.model != limits.info.name:
         raise UnknownModel(message.model, limits.info.name)
-    check_supported(message)
+    check_supported(message, limits.lacking)
     bad = Violations()
     request_id = message.request_id or uuid.uuid4().hex
     if len(request_id) > MAX_REQUEST_ID_CHARS:
@@ -144,13 +162,15 @@ def to_job(message: inference_pb2.GenerateRequest | inference_pb2.StreamRequest,
         bad.add("output.logprobs", f"must be at most {limits.max_logprobs} on this server, not {logprobs}")
     if logprobs is not None and not options.token_ids:
         bad.add("output.logprobs", "needs output.token_ids: log-probabilities stand beside token ids")
+    cache = bad.build(lambda: CacheParams(message.cache.cache_salt, message.cache.bypass_prefix_cache))
     if message.stopping.stop and not options.text:
         bad.add("stopping.stop", "needs output.text: stop strings are searched in the text")
     bad.raise_if_any()
     assert prompt is not None
     assert sampling is not None
     assert stopping is not None
-    return Job(request_id, prompt, sampling, stopping, logprobs, options)
+    assert cache is not None
+    return Job(request_id, prompt, sampling, stopping, logprobs, options, cache, message.priority)
 
 
 def _prompt(

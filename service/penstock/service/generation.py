@@ -8,7 +8,7 @@ from types import TracebackType
 from typing import Self
 
 from penstock.runtime.assemble import Assembler, Delta
-from penstock.runtime.errors import PromptTooLong
+from penstock.runtime.errors import PromptTooLong, QueueFull
 from penstock.runtime.request import Finish, Output, RequestTiming
 from penstock.runtime.text import TextCodec
 from penstock.service.abort import Arrivals
@@ -90,6 +90,7 @@ class Generation:
     async def __aenter__(self) -> Self:
         """Tokenize and submit; raises what the engine refuses."""
         try:
+            self._check_queue()
             aborted = await self._tokenize()
             request = self.job.request(self.prompt_token_ids)  # no `await` from here on: see Arrivals
             if aborted is None:
@@ -100,6 +101,15 @@ class Generation:
             self._end(error)
             raise
         return self
+
+    def _check_queue(self) -> None:
+        """QueueFull before a prompt is tokenized for nothing; `submit` checks again, and all else.
+
+        An engine that takes no requests at all says why on `submit`.
+        """
+        limit = self._engine.config.max_queued_requests
+        if self._engine.ready and self._engine.load().num_waiting >= limit:
+            raise QueueFull(limit)
 
     async def _tokenize(self) -> Finish | None:
         """Set `prompt_token_ids`; how the request was aborted meanwhile, if it was."""

@@ -31,6 +31,7 @@ def limits_of(engine: Backend) -> Limits:
         max_logprobs=engine.config.max_logprobs,
         has_text=codec is not None,
         has_chat=codec is not None and codec.has_chat_template,
+        has_priority=engine.config.scheduling_policy == "priority",
     )
 
 

@@ -9,7 +9,7 @@ everything below it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 
 from google.protobuf.message import Message
 from google.protobuf.unknown_fields import UnknownFieldSet
@@ -59,8 +59,11 @@ _GENERATE_HONOURED = _CHAT_HONOURED | {
     "output.logprobs",
     "output.skip_special_tokens",
     "output.echo_prompt_token_ids",
-    "cache",  # an empty one asks for nothing
-    "context",
+    "cache",
+    "cache.cache_salt",
+    "cache.bypass_prefix_cache",
+    "priority",
+    "context",  # an empty one asks for nothing
 }
 _GENERATE_REFUSED: Refused = {
     **_CHAT_REFUSED,
@@ -74,10 +77,7 @@ _GENERATE_REFUSED: Refused = {
     "sampling.allowed_token_ids": (),
     "output.prompt_logprobs": (),
     "constraint": (),
-    "cache.cache_salt": (),
-    "cache.bypass_prefix_cache": (),
     "adapter": (),
-    "priority": (),
     "min_weights": (),
     "context.truncation": (1,),  # TRUNCATION_REJECT, the server's default
     "context.reserve_tokens": (),
@@ -110,34 +110,41 @@ REFUSED_RPCS = frozenset(
         "penstock.v1.ControlService/Resume",
         "penstock.v1.ControlService/CommitWeights",
         "penstock.v1.ControlService/DiscardWeights",
-        "penstock.v1.ControlService/FlushCache",
     }
 )
 """RPCs that answer UNIMPLEMENTED as a whole."""
 
 
-def check_supported(request: Message) -> None:
-    """Raise UnsupportedFeature naming every field that is set and not honoured, with indices."""
+def check_supported(request: Message, lacking: Set[str] = frozenset()) -> None:
+    """Raise UnsupportedFeature naming every field that is set and not honoured, with indices.
+
+    `lacking` are honoured paths that would be without effect on this server, as it was started.
+    """
     name = request.DESCRIPTOR.full_name
     honoured, refused = HONOURED.get(name, frozenset()), REFUSED.get(name, {})
-    found = list(_unsupported(request, "", "", honoured, refused))
+    found = list(_unsupported(request, "", "", honoured, refused, lacking))
     if found:
         raise UnsupportedFeature(found)
 
 
 def _unsupported(
-    message: Message, rule_at: str, shown_at: str, honoured: frozenset[str], refused: Refused
+    message: Message,
+    rule_at: str,
+    shown_at: str,
+    honoured: frozenset[str],
+    refused: Refused,
+    lacking: Set[str],
 ) -> Iterator[str]:
     for field, value in message.ListFields():
         rule, shown = rule_at + field.name, shown_at + field.name
-        if rule not in honoured:
+        if rule not in honoured or rule in lacking:
             if value not in refused.get(rule, ()):
                 yield shown
         elif field.message_type is not None:
             many = field.is_repeated
             for i, item in enumerate(value if many else [value]):
                 below = f"{shown}[{i}]." if many else f"{shown}."
-                yield from _unsupported(item, rule + ".", below, honoured, refused)
+                yield from _unsupported(item, rule + ".", below, honoured, refused, lacking)
 
 
 def check_wire(message: Message) -> None:

@@ -4,8 +4,8 @@ provider.
 Spans are built on the event loop, the phases after the request ended, from the engine's monotonic times: the
 engine's thread does nothing for them. No span is ever made current (a stream's generator may be closed in
 another context): parents are passed explicitly, from the interceptor to the servicer through `CURRENT_RPC`,
-which lives in the RPC's own task. No prompt or output text is recorded, and no stop strings, which may quote
-a prompt.
+which lives in the RPC's own task. No prompt or output text is recorded, no stop strings, which may quote a
+prompt, and no cache salts, which keep tenants apart only while others do not know them.
 """
 
 from __future__ import annotations
@@ -170,6 +170,8 @@ def _request_attributes(job: Job, operation: str, model: str) -> dict[str, Attri
         "penstock.request.min_p": job.sampling.min_p,
         "penstock.request.stop_strings": len(job.stopping.stop),
     }
+    if job.priority:
+        attributes["penstock.request.priority"] = job.priority
     if job.stopping.max_tokens is not None:
         attributes["gen_ai.request.max_tokens"] = job.stopping.max_tokens
     if job.sampling.seed is not None and job.sampling.seed < 2**63:  # OTLP's integers are signed
