@@ -210,7 +210,11 @@ class FakeServer(inference_pb2_grpc.InferenceServiceServicer, control_pb2_grpc.C
     def _unused(self, request, context):
         raise NotImplementedError
 
-    UpdateWeights = Pause = Resume = CommitWeights = DiscardWeights = FlushCache = _unused
+    UpdateWeights = Pause = Resume = CommitWeights = DiscardWeights = _unused
+
+    def FlushCache(self, request, context):
+        self._note(request, context)
+        return control_pb2.FlushCacheResponse(pages_freed=12, pages_in_use=3)
 
     def GetModelInfo(self, request, context):
         self._note(request, context)

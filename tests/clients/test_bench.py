@@ -105,6 +105,7 @@ def test_table_is_in_milliseconds():
 
 def workload(**changes):
     values = {
+        "cache_salt": "s",
         "requests": 3,
         "prompt_tokens": 50,
         "max_tokens": 2,
@@ -154,6 +155,19 @@ def test_bench(server, capsys, tmp_path, more):
         assert len(call.prompt_token_ids.ids) == 6
         assert not {2, 3} & set(call.prompt_token_ids.ids)  # the end tokens
         assert (call.stopping.max_tokens, call.stopping.ignore_eos) == (4, True)
+
+
+def test_a_second_run_does_not_find_the_prompts_of_the_first_in_the_prefix_cache(server):
+    few = ("--requests", 2, "--prompt-tokens", 3, "--max-tokens", 4)
+    for _ in range(2):
+        assert run("bench", "--addr", server.addr, *few) == 0
+    asked = [call for call in server.calls if hasattr(call, "cache")]
+    runs = asked[:3], asked[3:]  # a warm-up and two requests each
+    assert [len({call.cache.cache_salt for call in calls}) for calls in runs] == [1, 1]
+    assert runs[0][0].cache.cache_salt != runs[1][0].cache.cache_salt
+    assert all(call.cache.cache_salt for call in asked)
+    ids = [sorted(tuple(call.prompt_token_ids.ids) for call in calls) for calls in runs]
+    assert ids[0] == ids[1]
 
 
 def test_bench_refuses_what_the_context_would_cut_short(server, capsys):

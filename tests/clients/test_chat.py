@@ -65,6 +65,12 @@ def test_sampling_flags_go_with_every_question(chat, server):
     assert [(c.sampling.temperature, c.stopping.max_tokens) for c in server.calls] == [(0.0, 9)] * 2
 
 
+def test_priority_and_cache_flags_go_with_every_question(chat, server):
+    chat("hi\nmore\n", "--priority", "3", "--cache-salt", "me", "--no-prefix-cache")
+    asked = [(c.priority, c.cache.cache_salt, c.cache.bypass_prefix_cache) for c in server.calls]
+    assert asked == [(3, "me", True)] * 2
+
+
 def test_a_refused_question_leaves_no_trace_but_the_exit_code(chat, server, failure, capsys):
     server.failure = failure(grpc.StatusCode.INVALID_ARGUMENT, "PROMPT_TOO_LONG", "too long")
     server.failing_calls = 1

@@ -90,7 +90,8 @@ def test_no_command_of_the_client_loads_the_engine(server, arguments):
 def test_generate_streams_and_sends_what_was_asked(server, capsys):
     flags = ["--max-tokens", 4, "--temperature", 0, "--top-p", 0.5, "--top-k", 3, "--min-p", 0.25]
     flags += ["--seed", 7, "--stop", "A", "--stop", "B"]
-    assert run("generate", "p", "--addr", server.addr, *flags, "--ignore-eos", "--request-id", "r") == 0
+    flags += ["--ignore-eos", "--priority", -2, "--cache-salt", "S", "--no-prefix-cache"]
+    assert run("generate", "p", "--addr", server.addr, *flags, "--request-id", "r") == 0
     assert capsys.readouterr().out == "Hello\n"
     assert server.calls == [
         inference_pb2.StreamRequest(
@@ -98,6 +99,8 @@ def test_generate_streams_and_sends_what_was_asked(server, capsys):
             prompt="p",
             sampling={"temperature": 0.0, "top_p": 0.5, "top_k": 3, "min_p": 0.25, "seed": 7},  # type: ignore[arg-type]
             stopping={"max_tokens": 4, "stop": ["A", "B"], "ignore_eos": True},  # type: ignore[arg-type]
+            priority=-2,
+            cache={"cache_salt": "S", "bypass_prefix_cache": True},  # type: ignore[arg-type]
         )
     ]
 
@@ -105,9 +108,17 @@ def test_generate_streams_and_sends_what_was_asked(server, capsys):
 def test_generate_leaves_unset_what_was_not_given(server):
     run("generate", "p", "--addr", server.addr)
     assert not server.calls[0].HasField("sampling")
+    assert not server.calls[0].HasField("cache")
     assert server.calls[0].stopping.ListFields() == [
         (server.calls[0].stopping.DESCRIPTOR.fields_by_name["max_tokens"], 256)
     ]
+
+
+def test_on_a_terminal_generate_says_how_it_ended(server, capsys, monkeypatch):
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    assert run("generate", "p", "--addr", server.addr) == 0
+    ending = "[stop: 4 tokens in 1.50 s, 2.7 tokens/s; 1 of 3 prompt tokens cached]\n"
+    assert capsys.readouterr().err == ending
 
 
 def test_generate_without_stream(server, capsys):

@@ -10,7 +10,7 @@ import grpc.aio
 import pytest
 
 from penstock import client as api
-from penstock.client import AbortOutcome, AsyncClient, Client, NotReady, Tokens
+from penstock.client import AbortOutcome, AsyncClient, Client, FlushedCache, NotReady, Tokens
 from penstock.v1 import control_pb2, inference_pb2
 
 
@@ -116,6 +116,7 @@ async def test_the_other_calls(server, client):
     assert (await client.load()).kv_pages_used == 7
     assert await client.tokenize("hi") == Tokens((4, 5), 64)
     assert await client.detokenize([4]) == "Hello"
+    assert await client.flush_cache() == FlushedCache(12, 3)
     assert (await client.control.GetLoad(control_pb2.GetLoadRequest())).queued_requests == 2
 
 

@@ -103,6 +103,28 @@ def test_every_option_lands_in_its_field():
 
 
 @pytest.mark.parametrize(
+    ("options", "wire"),
+    [
+        # Field 12, a varint; negative ones are ten bytes, as of every int32.
+        ({"priority": 5}, "60 05"),
+        ({"priority": -2}, "60 fe ff ff ff ff ff ff ff ff 01"),
+        # Field 10 with a message, in it field 1 with a string and field 2 with a bool.
+        ({"cache_salt": "ab"}, "52 04 0a 02 61 62"),
+        ({"bypass_prefix_cache": True}, "52 02 10 01"),
+        ({"cache_salt": "ab", "bypass_prefix_cache": True}, "52 06 0a 02 61 62 10 01"),
+        ({"priority": 0}, ""),
+        ({"cache_salt": "", "bypass_prefix_cache": False}, "52 00"),
+        ({"priority": None, "cache_salt": None, "bypass_prefix_cache": None}, ""),
+    ],
+)
+def test_bytes_of_priority_and_cache_options(options, wire):
+    """By hand, after the protobuf encoding; field 3 is the prompt "p"."""
+    expected = bytes.fromhex("1a 01 70" + wire)
+    assert build("p", **options).SerializeToString(deterministic=True) == expected
+    assert stream_request("p", None, cast(RequestOptions, options)).SerializeToString() == expected
+
+
+@pytest.mark.parametrize(
     ("option", "value", "text"),
     [
         ("json_schema", "{}", 'json_schema: "{}"'),
@@ -230,6 +252,8 @@ def test_values_the_wire_cannot_carry_are_all_listed():
             seed=2**64,
             truncation="up",
             time_limit=float("inf"),
+            priority=2**31,
+            cache_salt="\ud800",
             temperature=1.0,
         )
     assert [v.field for v in caught.value.violations] == [
@@ -238,6 +262,8 @@ def test_values_the_wire_cannot_carry_are_all_listed():
         "sampling.seed",
         "context.truncation",
         "stopping.time_limit",
+        "priority",
+        "cache.cache_salt",
     ]
     assert caught.value.reason == "INVALID_FIELD"
 

@@ -16,6 +16,7 @@ from penstock.client import (
     Finish,
     Finished,
     FinishReason,
+    FlushedCache,
     Load,
     ModelInfo,
     NotReady,
@@ -173,6 +174,20 @@ def test_info(server, client):
     assert client.server_info() == ServerInfo("9.8.7", "i-1", 1, 4, 8, 16, 100, 1024, 5, ("cpu:0",))
     assert client.load() == Load(1, 2, 30, 7, 100, True, WeightsVersion("step-1", 1))
     assert server.calls[0] == control_pb2.GetModelInfoRequest(include_tensors=True)
+
+
+def test_flush_cache(server, client):
+    assert client.flush_cache() == FlushedCache(pages_freed=12, pages_in_use=3)
+    assert server.calls == [control_pb2.FlushCacheRequest()]
+
+
+def test_flush_cache_on_a_server_without(server, client, failure):
+    server.failure = failure(
+        grpc.StatusCode.UNIMPLEMENTED, "UNSUPPORTED_FEATURE", metadata={"field": "FlushCache"}
+    )
+    with pytest.raises(api.Unsupported) as caught:
+        client.flush_cache()
+    assert caught.value.fields == ("FlushCache",)
 
 
 def test_tokenize_and_back(server, client):

@@ -6,6 +6,7 @@ import argparse
 import asyncio
 import json
 import sys
+import uuid
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -115,6 +116,7 @@ async def _measure(args: argparse.Namespace) -> bench_stats.Report:
                 f"the context of {model.max_context_tokens} tokens; lower --prompt-tokens or --max-tokens"
             )
         load = bench_load.Workload(
+            cache_salt=uuid.uuid4().hex,
             requests=args.requests,
             prompt_tokens=args.prompt_tokens,
             max_tokens=args.max_tokens,
@@ -127,6 +129,11 @@ async def _measure(args: argparse.Namespace) -> bench_stats.Report:
         )
         for token_ids in bench_load.prompts(load, args.warmup, args.seed - 1):
             # Through the unary RPC, whose errors are raised: a request that is refused ends the run at once.
-            await client.generate(token_ids=token_ids, max_tokens=load.max_tokens, ignore_eos=True)
+            await client.generate(
+                token_ids=token_ids,
+                max_tokens=load.max_tokens,
+                ignore_eos=True,
+                cache_salt=load.cache_salt,
+            )
         with tqdm(total=args.requests, unit="request", disable=not sys.stderr.isatty(), leave=False) as bar:
             return bench_stats.report(await bench_load.drive(client, load, bar.update))

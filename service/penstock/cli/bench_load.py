@@ -16,6 +16,9 @@ from penstock.client import AsyncClient, Delta, PenstockClientError
 class Workload:
     """What to send. The same seed sends the same prompts at the same times."""
 
+    cache_salt: str
+    """Of this run alone, else a second run of the same seed would find its prompts in the prefix cache."""
+
     requests: int
     prompt_tokens: int
     max_tokens: int
@@ -49,6 +52,7 @@ async def send(client: AsyncClient, load: Workload, token_ids: list[int], seed: 
             ignore_eos=True,
             seed=seed,
             temperature=load.temperature,
+            cache_salt=load.cache_salt,
         )
         async with stream:
             async for event in stream:

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from penstock.cli.common import add_addr, add_sampling, complain, explain, sampling_of, write
+from penstock.cli.common import add_addr, add_generation, complain, explain, options_of, write
 from penstock.client import ChatMessage, Client, PenstockClientError, RequestOptions, UnavailableError
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ def add_parser(subparsers: Subparsers) -> None:
     )
     add_addr(parser)
     parser.add_argument("--system", metavar="TEXT", help="a system message")
-    add_sampling(parser, max_tokens=None)
+    add_generation(parser, max_tokens=None)
 
 
 class Chat:
@@ -96,7 +96,7 @@ def run(args: argparse.Namespace) -> int:
             except PenstockClientError as error:
                 complain(args.command, explain(error, args.addr))
                 return 1
-        chat = Chat(client, args.addr, sampling_of(args), args.system)
+        chat = Chat(client, args.addr, options_of(args), args.system)
         went_away = not _loop(chat, _prompt if interactive else _read)
     return int(went_away or (chat.failed and not interactive))
 

@@ -38,7 +38,7 @@ def add_addr(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--addr", default=DEFAULT_ADDR, metavar="HOST:PORT", help="default: %(default)s")
 
 
-def add_sampling(parser: argparse.ArgumentParser, max_tokens: int | None) -> None:
+def add_generation(parser: argparse.ArgumentParser, max_tokens: int | None) -> None:
     """Flags that become request options; what is not given is left to the server."""
     limit = "until the context is full" if max_tokens is None else "%(default)s"
     group = parser.add_argument_group("generation", "what is not given is the model's own default")
@@ -60,9 +60,23 @@ def add_sampling(parser: argparse.ArgumentParser, max_tokens: int | None) -> Non
     group.add_argument(
         "--ignore-eos", action="store_true", default=None, help="go on past the model's end token"
     )
+    group = parser.add_argument_group("scheduling and prefix cache")
+    group.add_argument(
+        "--priority", type=int, metavar="N", help="higher goes first, where `penstock info` lists priority"
+    )
+    group.add_argument(
+        "--cache-salt", metavar="TEXT", help="share cached prefixes only with requests of the same salt"
+    )
+    group.add_argument(
+        "--no-prefix-cache",
+        dest="bypass_prefix_cache",
+        action="store_true",
+        default=None,
+        help="neither read from the prefix cache nor add to it",
+    )
 
 
-def sampling_of(args: argparse.Namespace) -> RequestOptions:
+def options_of(args: argparse.Namespace) -> RequestOptions:
     return RequestOptions(
         max_tokens=args.max_tokens,
         temperature=args.temperature,
@@ -72,6 +86,9 @@ def sampling_of(args: argparse.Namespace) -> RequestOptions:
         seed=args.seed,
         stop=args.stop,
         ignore_eos=args.ignore_eos,
+        priority=args.priority,
+        cache_salt=args.cache_salt,
+        bypass_prefix_cache=args.bypass_prefix_cache,
     )
 
 

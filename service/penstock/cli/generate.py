@@ -6,7 +6,7 @@ import argparse
 import sys
 from typing import TYPE_CHECKING
 
-from penstock.cli.common import add_addr, add_sampling, complain, print_json, sampling_of, with_client, write
+from penstock.cli.common import add_addr, add_generation, complain, options_of, print_json, with_client, write
 from penstock.client import ChatMessage, Client, Generation, RequestOptions
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ def add_parser(subparsers: Subparsers) -> None:
     )
     parser.add_argument("--request-id", metavar="ID")
     parser.add_argument("--timeout", type=float, metavar="S", help="give up after this many seconds")
-    add_sampling(parser, max_tokens=256)
+    add_generation(parser, max_tokens=256)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -48,7 +48,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _generate(client: Client, args: argparse.Namespace, prompt: str) -> int:
-    options = sampling_of(args)
+    options = options_of(args)
     options["request_id"] = args.request_id
     options["logprobs"] = args.logprobs
     text: str | None = prompt
@@ -90,4 +90,6 @@ def _stream(
 def _ending(answer: Generation) -> str:
     made, total = answer.usage.completion_tokens, answer.timing.total
     rate = f", {made / total:.1f} tokens/s" if total > 0 else ""
-    return f"[{answer.finish.reason.value}: {made} tokens in {total:.2f} s{rate}]"
+    found = answer.usage.cached_prompt_tokens
+    cached = f"; {found} of {answer.usage.prompt_tokens} prompt tokens cached" if found else ""
+    return f"[{answer.finish.reason.value}: {made} tokens in {total:.2f} s{rate}{cached}]"

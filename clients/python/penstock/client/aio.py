@@ -25,7 +25,7 @@ from penstock.client.calls import (
 from penstock.client.errors import NotReady, from_rpc_error
 from penstock.client.requests import RequestOptions, Turn
 from penstock.client.streams import AsyncGenerationStream, cancelled_call, is_task_cancelled
-from penstock.client.values import AbortResult, Generation, Load, ModelInfo, ServerInfo, Tokens
+from penstock.client.values import AbortResult, FlushedCache, Generation, Load, ModelInfo, ServerInfo, Tokens
 from penstock.v1 import control_pb2, control_pb2_grpc, inference_pb2, inference_pb2_grpc
 
 RequestT = TypeVar("RequestT")
@@ -121,6 +121,13 @@ class AsyncClient:
         return replies.load(
             await self._unary(self.control.GetLoad, control_pb2.GetLoadRequest(), timeout, metadata)
         )
+
+    async def flush_cache(
+        self, *, timeout: float | None = None, metadata: Metadata | None = None
+    ) -> FlushedCache:
+        """Forget the prompt prefixes that the server cached; running requests keep their pages."""
+        request = control_pb2.FlushCacheRequest()
+        return replies.flushed_cache(await self._unary(self.control.FlushCache, request, timeout, metadata))
 
     async def tokenize(
         self,

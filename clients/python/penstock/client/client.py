@@ -22,7 +22,7 @@ from penstock.client.calls import (
 from penstock.client.errors import NotReady, from_rpc_error
 from penstock.client.requests import RequestOptions, Turn
 from penstock.client.streams import GenerationStream
-from penstock.client.values import AbortResult, Generation, Load, ModelInfo, ServerInfo, Tokens
+from penstock.client.values import AbortResult, FlushedCache, Generation, Load, ModelInfo, ServerInfo, Tokens
 from penstock.v1 import control_pb2, control_pb2_grpc, inference_pb2, inference_pb2_grpc
 
 RequestT = TypeVar("RequestT")
@@ -122,6 +122,11 @@ class Client:
         return replies.load(
             self._unary(self.control.GetLoad, control_pb2.GetLoadRequest(), timeout, metadata)
         )
+
+    def flush_cache(self, *, timeout: float | None = None, metadata: Metadata | None = None) -> FlushedCache:
+        """Forget the prompt prefixes that the server cached; running requests keep their pages."""
+        request = control_pb2.FlushCacheRequest()
+        return replies.flushed_cache(self._unary(self.control.FlushCache, request, timeout, metadata))
 
     def tokenize(
         self,

@@ -179,5 +179,9 @@ def load(message: control_pb2.GetLoadResponse) -> values.Load:
     )
 
 
+def flushed_cache(message: control_pb2.FlushCacheResponse) -> values.FlushedCache:
+    return values.FlushedCache(message.pages_freed, message.pages_in_use)
+
+
 def tokens(message: control_pb2.TokenizeResponse) -> values.Tokens:
     return values.Tokens(tuple(message.token_ids), message.max_context_tokens)

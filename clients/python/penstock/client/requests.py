@@ -59,6 +59,7 @@ class RequestOptions(TypedDict, total=False):
     model: str | None
     adapter: str | None
     priority: int | None
+    """Higher runs first; for servers whose features have "priority"."""
     min_weights: int | None
     """Refuse to start on weights of a smaller generation."""
 
@@ -101,7 +102,9 @@ class RequestOptions(TypedDict, total=False):
     choice: Sequence[str] | None
 
     cache_salt: str | None
+    """Cached prefixes are shared only with requests of an equal salt: one per tenant isolates them."""
     bypass_prefix_cache: bool | None
+    """Neither read from the prefix cache nor add to it."""
     truncation: str | None
     """"reject", "left", "right" or "middle": what to drop when prompt and max_tokens exceed the context."""
     reserve_tokens: int | None

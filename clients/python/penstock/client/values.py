@@ -79,6 +79,7 @@ class ToolCall:
 class Usage:
     prompt_tokens: int
     cached_prompt_tokens: int
+    """Of those, read from the prefix cache."""
     completion_tokens: int
 
 
@@ -275,6 +276,15 @@ class Load:
     kv_pages_total: int
     paused: bool
     weights: WeightsVersion
+
+
+@dataclass(frozen=True, slots=True)
+class FlushedCache:
+    """What a flush of the prefix cache did, in KV pages."""
+
+    pages_freed: int
+    pages_in_use: int
+    """By running requests, not touched."""
 
 
 @dataclass(frozen=True, slots=True)
