@@ -63,7 +63,7 @@ def test_a_text_prompt_is_tokenized(engine: Engine) -> None:
 
 def test_deltas_join_to_the_text(engine: Engine) -> None:
     parts = list(engine.stream(CASE["prompt"], sampling=GREEDY, stopping=STOPPING))
-    assert len(parts) > 10
+    assert len(parts) > 1  # several tokens at a time: decode steps may come in windows
     assert "".join(part.delta for part in parts) == parts[-1].text == expected_text(engine)
     assert [part.finish for part in parts[:-1]] == [None] * (len(parts) - 1)
 

@@ -47,7 +47,7 @@ class EngineConfig:
     """Who goes first: "fcfs", in order of arrival; "priority", by the requests' priority, which may
     preempt."""
     max_queued_requests: int = 1024
-    page_size: int = 16
+    page_size: int = 64
     """Tokens per KV page."""
     kv_cache_bytes: int | None = None
     """Size of the KV cache; None: on an accelerator from `hbm_utilization`, on CPU a logged default."""
