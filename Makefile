@@ -29,6 +29,8 @@ $(STAMP): pyproject.toml constraints.txt
 	@test -x $(BIN)/python || (set -x; $(PYTHON) -m venv $(VENV))
 	$(BIN)/python -m pip install --disable-pip-version-check --editable '.[dev]' \
 		$$($(BIN)/python -c 'import sys; print("--constraint constraints.txt" * (sys.version_info < (3, 14)))')
+	@# For the CPU kernels; where they cannot be built it says why, and everything runs on XLA.
+	$(BIN)/python -m penstock.runtime.native.build
 	@touch $(STAMP)
 
 run: install ## serve the demo model on 127.0.0.1 and print a sample

@@ -40,6 +40,12 @@ def test_keys_are_largest_first_with_mixed_programs_for_the_largest_row_bucket_o
     )
 
 
+def test_token_buckets_may_grow_faster():
+    """Where padding costs nothing: fewer programs, and the largest is still the budget."""
+    assert Buckets.default(4, 512, token_growth=8).token_buckets == (16, 128, 512)
+    assert Buckets.default(4, 20, token_growth=8).token_buckets == (16, 20)
+
+
 def test_a_program_that_no_plan_can_need_is_not_compiled():
     """A mixed plan has a row with two tokens."""
     keys = Buckets(token_buckets=(1, 2, 16), row_buckets=(4, 16)).keys()

@@ -18,6 +18,9 @@ MIN_BUCKET = 4
 """On CPU a matmul with M below 4 falls off XLA's fast path, so four rows cost no more than one."""
 FIRST_TOKEN_BUCKET = 16
 ROW_GROWTH = 4
+TOKEN_GROWTH = 2
+NATIVE_TOKEN_GROWTH = 8
+"""Where kernels skip padding: a bucket far above what is needed costs little, a program seconds to make."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,8 +58,11 @@ class Buckets:
             )
 
     @classmethod
-    def default(cls, max_num_seqs: int, max_num_batched_tokens: int) -> Buckets:
-        """Rows 4, 16, 64, ... up to max_num_seqs; tokens 16, 32, 64, ... up to max_num_batched_tokens.
+    def default(
+        cls, max_num_seqs: int, max_num_batched_tokens: int, *, token_growth: int = TOKEN_GROWTH
+    ) -> Buckets:
+        """Rows 4, 16, 64, ... up to max_num_seqs; tokens from 16 up to max_num_batched_tokens, each bucket
+        `token_growth` times the one before.
 
         Neither ends below 4 (see MIN_BUCKET): a smaller limit is served with padding rows.
         """
@@ -67,8 +73,9 @@ class Buckets:
                 f"max_num_batched_tokens, {max_num_batched_tokens}, must be at least "
                 f"max_num_seqs, {max_num_seqs}"
             )
+        most_tokens = max(max_num_batched_tokens, MIN_BUCKET)
         return cls(
-            token_buckets=_geometric(FIRST_TOKEN_BUCKET, 2, max(max_num_batched_tokens, MIN_BUCKET)),
+            token_buckets=_geometric(FIRST_TOKEN_BUCKET, token_growth, most_tokens),
             row_buckets=_geometric(MIN_BUCKET, ROW_GROWTH, max(max_num_seqs, MIN_BUCKET)),
         )
 

@@ -25,7 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.runtime.assemble import Assembler
-from penstock.runtime.buckets import Buckets
+from penstock.runtime.buckets import NATIVE_TOKEN_GROWTH, TOKEN_GROWTH, Buckets
 from penstock.runtime.compilation import use_compilation_cache
 from penstock.runtime.config import EngineConfig
 from penstock.runtime.core import EngineCore
@@ -89,7 +89,11 @@ class Engine:
         """
         device = next(iter(jax.tree.leaves(model.weights)[0].devices()))
         mesh = single_device_mesh(device)
-        buckets = Buckets.default(config.max_num_seqs, config.max_num_batched_tokens)
+        buckets = Buckets.default(
+            config.max_num_seqs,
+            config.max_num_batched_tokens,
+            token_growth=NATIVE_TOKEN_GROWTH if model.skips_padding else TOKEN_GROWTH,
+        )
         runner_config = RunnerConfig(
             buckets=buckets,
             max_num_seqs=config.max_num_seqs,

@@ -50,6 +50,8 @@ class ServedModel:
     text: TextCodec | None
     sliding_window: int | None = None
     """The largest of the layers' sliding windows, if each has one: KV before it is never read again."""
+    skips_padding: bool = False
+    """Whether padding tokens cost next to nothing, as with native kernels."""
     tensors: Sequence[ParamSpec] = ()
     replace: Callable[[Any, Tensors, bool], Any] | None = None
     """(current weights, tensors by checkpoint name, partial) -> new weights, or CheckpointError naming every
@@ -97,6 +99,7 @@ def load_model(model: str, config: EngineConfig, mesh: Mesh) -> ServedModel:
         defaults=defaults,
         text=text,
         sliding_window=_largest_window(model_config.sliding_windows),
+        skips_padding=linear.packed,
         tensors=param_specs(model_config, dtype, linear),
         replace=lambda current, tensors, partial: _replace(
             current, convert_named(model_config, tensors, partial=partial, dtype=dtype, linear=linear)
