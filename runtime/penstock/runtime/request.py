@@ -31,9 +31,14 @@ def _raise_if(violations: list[Violation]) -> None:
 class SamplingParams:
     """How the next token is drawn from the logits.
 
-    Order as in Hugging Face's processors: temperature, top_k, top_p, min_p. `temperature` 0 is greedy and
-    makes the others without effect. `top_k` 0, `top_p` 1 and `min_p` 0 are off. `seed` is an unsigned 64-bit
-    number; None lets the engine draw one.
+    In this order: repetition penalty, frequency and presence penalty, bias, what is not allowed; then, as in
+    Hugging Face's processors, temperature, top_k, top_p, min_p. `temperature` 0 is greedy and makes those
+    after it without effect. `top_k` 0, `top_p` 1 and `min_p` 0 are off. `seed` is an unsigned 64-bit number;
+    None lets the engine draw one.
+
+    `repetition_penalty` is Hugging Face's (CTRL, Keskar et al. 2019): the logit of every token of prompt or
+    output is divided by it if positive, else multiplied. `frequency_penalty` and `presence_penalty` are
+    OpenAI's: subtracted per occurrence in the output, and once if there is any.
     """
 
     temperature: float = 1.0
@@ -41,6 +46,15 @@ class SamplingParams:
     top_p: float = 1.0
     min_p: float = 0.0
     seed: int | None = None
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    """(token id, what is added to its logit); -inf forbids it."""
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    """Sequences of token ids that the output must not hold."""
+    allowed_token_ids: tuple[int, ...] = ()
+    """Empty: all."""
 
     def __post_init__(self) -> None:
         bad: list[Violation] = []
@@ -54,11 +68,34 @@ class SamplingParams:
             bad.append(Violation("sampling.min_p", f"must be from 0 to 1, not {self.min_p}"))
         if self.seed is not None and not 0 <= self.seed < 2**64:
             bad.append(Violation("sampling.seed", "must be an unsigned 64-bit number"))
+        for name in ("presence_penalty", "frequency_penalty"):
+            value = getattr(self, name)
+            if not -2.0 <= value <= 2.0:
+                bad.append(Violation(f"sampling.{name}", f"must be from -2 to 2, not {value}"))
+        if not (math.isfinite(self.repetition_penalty) and self.repetition_penalty > 0.0):
+            bad.append(
+                Violation("sampling.repetition_penalty", f"must be above 0, not {self.repetition_penalty}")
+            )
+        for token, bias in self.logit_bias:
+            if math.isnan(bias) or bias == math.inf:
+                bad.append(Violation(f"sampling.logit_bias[{token}]", f"must be a number, not {bias}"))
+        if not all(self.bad_words):
+            bad.append(Violation("sampling.bad_words", "must not hold an empty word"))
         _raise_if(bad)
 
     @property
     def greedy(self) -> bool:
         return self.temperature == 0.0
+
+    @property
+    def has_penalties(self) -> bool:
+        """Whether the tokens so far matter."""
+        return bool(self.presence_penalty or self.frequency_penalty) or self.repetition_penalty != 1.0
+
+    @property
+    def has_bias(self) -> bool:
+        """Whether a fixed value per token is added to the logits, -inf where it is forbidden."""
+        return bool(self.logit_bias or self.allowed_token_ids) or any(len(w) == 1 for w in self.bad_words)
 
 
 @dataclass(frozen=True, slots=True)
