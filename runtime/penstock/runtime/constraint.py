@@ -1,8 +1,8 @@
 """What may follow: the interface between the engine and whatever restricts a request's next token. No jax.
 
-A mask is a row of packed int32 words: bit `t % 32` of word `t // 32` stands for token t, 1 = allowed; bits beyond
-the vocabulary are without meaning. The engine's thread asks for the mask of the next token while the device
-computes that token's logits, and tells which token came of it, one request at a time.
+A mask is a row of packed int32 words: bit `t % 32` of word `t // 32` stands for token t, 1 = allowed; bits
+beyond the vocabulary are without meaning. The engine's thread asks for the mask of the next token while the
+device computes that token's logits, and tells which token came of it, one request at a time.
 """
 
 from __future__ import annotations
