@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
@@ -157,12 +157,15 @@ class FakeServer(inference_pb2_grpc.InferenceServiceServicer, control_pb2_grpc.C
         """How many calls `failure` is for; None: all."""
         self.stream_failure: Failure | None = None
         """Ends a stream after its replies."""
-        self.replies = stream_replies()
+        self.answer: Callable[[inference_pb2.GenerateRequest], inference_pb2.GenerateResponse]
+        self.answer = lambda request: generate_reply()
+        self.replies: Sequence[inference_pb2.StreamResponse] = stream_replies()
         self.hold_after: int | None = None
         """Number of events after which a stream sends nothing until it is cancelled."""
         self.asked = threading.Event()
         self.cancelled = threading.Event()
         self.paused = True
+        self.default_sampling = types_pb2.SamplingParams(temperature=0.0, top_k=20)
         self.health_failure: Failure | None = None
         self.health = _Health(self)
         self.addr = ""
@@ -183,7 +186,7 @@ class FakeServer(inference_pb2_grpc.InferenceServiceServicer, control_pb2_grpc.C
         self._note(request, context)
         if self.hold_after is not None:
             self.cancelled.wait(60)
-        return generate_reply()
+        return self.answer(request)
 
     def Stream(self, request, context):
         self._note(request, context)
@@ -224,7 +227,7 @@ class FakeServer(inference_pb2_grpc.InferenceServiceServicer, control_pb2_grpc.C
             vocab_size=10,
             max_context_tokens=64,
             eos_token_ids=[2, 3],
-            default_sampling=types_pb2.SamplingParams(temperature=0.0, top_k=20),
+            default_sampling=self.default_sampling,
             weights=_STEP_1,
             features=[control_pb2.FEATURE_CHAT, 42],  # type: ignore[list-item]  # 42: of a newer contract
         )

@@ -7,16 +7,10 @@ from typing import cast
 import pytest
 from google.protobuf import text_format
 
-from penstock.client import ChatMessage, InvalidRequest, Tool, ToolCall
-from penstock.client.control_requests import abort_request, detokenize_request, tokenize_request
-from penstock.client.requests import (
-    _FIELDS,
-    _INPUT,
-    RequestOptions,
-    fill_request,
-    stream_request,
-)
-from penstock.v1 import inference_pb2
+from penstock.client import Choice, InvalidRequest, RequestOptions, Truncation, WeightsVersion
+from penstock.client.options import CHAT_FIELDS, FIELDS
+from penstock.client.requests import fill_request, stream_request
+from penstock.v1 import inference_pb2, types_pb2
 
 
 def build(prompt=None, **options):
@@ -71,7 +65,7 @@ def test_every_option_lands_in_its_field():
         prompt_logprobs=1,
         skip_special_tokens=False,
         echo_prompt_token_ids=True,
-        choice=["yes", "no"],
+        constraint=Choice(["yes", "no"]),
         cache_salt="s",
         bypass_prefix_cache=True,
         truncation="left",
@@ -124,29 +118,31 @@ def test_bytes_of_priority_and_cache_options(options, wire):
     assert stream_request("p", None, cast(RequestOptions, options)).SerializeToString() == expected
 
 
-@pytest.mark.parametrize(
-    ("option", "value", "text"),
-    [
-        ("json_schema", "{}", 'json_schema: "{}"'),
-        ("json_object", True, "json_object {}"),
-        ("regex", "a+", 'regex: "a+"'),
-        ("ebnf", "r", 'ebnf: "r"'),
-    ],
-)
-def test_constraints(option, value, text):
-    assert build("p", **{option: value}) == parsed(f'prompt: "p" constraint {{ {text} }}')
+@pytest.mark.parametrize("value", [*Truncation, *(member.value for member in Truncation)])
+def test_truncation(value):
+    name = getattr(value, "value", value).upper()
+    assert build("p", truncation=value) == parsed(f'prompt: "p" context {{ truncation: TRUNCATION_{name} }}')
+
+
+def test_every_truncation_has_a_member():
+    contract = {name.removeprefix("TRUNCATION_").lower() for name in types_pb2.Truncation.keys()}  # noqa: SIM118
+    assert {member.value for member in Truncation} == contract - {"unspecified"}
+
+
+def test_min_weights_may_be_a_version_that_a_reply_had():
+    assert build("p", min_weights=WeightsVersion("step-7", 7)) == build("p", min_weights=7)
 
 
 def leaves(descriptor, prefix=""):
     for field in descriptor.fields:
-        if field.containing_oneof is not None and field.containing_oneof.name == "input":
+        if field.name in ("prompt", "prompt_token_ids") and not prefix:
             continue
-        # ChoiceList, JsonObject and Duration are one value to the caller; WeightsVersion is its generation.
+        # What is one value to the caller: TokenIds, Constraint, Duration; of WeightsVersion its generation.
         nested = field.message_type is not None and field.message_type.name in (
+            "ChatPrompt",
             "SamplingParams",
             "StoppingParams",
             "OutputOptions",
-            "Constraint",
             "CacheOptions",
             "ContextOptions",
         )
@@ -158,40 +154,16 @@ def leaves(descriptor, prefix=""):
 
 def test_the_whole_contract_can_be_said():
     contract = set(leaves(inference_pb2.GenerateRequest.DESCRIPTOR))
-    assert contract == set(_FIELDS.values()) - {"min_weights.generation"} | {"min_weights"}
+    said = {*FIELDS.values(), *CHAT_FIELDS.values()}
+    assert contract == said - {"min_weights.generation"} | {"min_weights"}
 
 
 def test_the_typed_options_are_the_options():
-    assert set(RequestOptions.__annotations__) == set(_FIELDS) | set(_INPUT)
+    assert set(RequestOptions.__annotations__) == {*FIELDS, *CHAT_FIELDS, "token_ids"}
 
 
 def test_one_stop_string_is_one_stop():
     assert build("p", stop="END").stopping.stop == ["END"]
-
-
-def test_chat():
-    request = build(
-        messages=[
-            {"role": "system", "content": "be brief"},
-            ChatMessage("assistant", "", tool_calls=(ToolCall("c1", "f", "{}"),)),
-            ChatMessage("tool", "4", tool_call_id="c1"),
-        ],
-        tools=[Tool("f", "adds", '{"type": "object"}')],
-        tool_choice="auto",
-        chat_template="T",
-        template_options_json="{}",
-    )
-    assert request == parsed(
-        """
-        chat {
-          messages { role: "system" content: "be brief" }
-          messages { role: "assistant" tool_calls { id: "c1" name: "f" arguments_json: "{}" } }
-          messages { role: "tool" content: "4" tool_call_id: "c1" }
-          tools { name: "f" description: "adds" parameters_json: "{\\"type\\": \\"object\\"}" }
-          tool_choice: "auto" chat_template: "T" template_options_json: "{}"
-        }
-        """
-    )
 
 
 @pytest.mark.parametrize(
@@ -201,10 +173,11 @@ def test_chat():
         ({"prompt": "a", "token_ids": [1]}, "not prompt and token_ids"),
         ({"prompt": "a", "tools": []}, "tools goes with messages, not with prompt"),
         ({"prompt": "a", "temprature": 1}, "unknown option 'temprature'; did you mean 'temperature'"),
-        ({"prompt": "a", "regex": "x", "ebnf": "y"}, "give one constraint, not regex and ebnf"),
+        ({"prompt": "a", "regex": "x"}, r"unknown option 'regex'; say constraint=Regex\(...\)"),
+        ({"prompt": "a", "json_schema": {}}, r"say constraint=JsonSchema\(...\)"),
+        ({"prompt": "a", "constraint": {"type": "object"}}, r"constraint: give JsonSchema.*, not dict"),
         ({"prompt": "a", "max_tokens": "9"}, "str"),
         ({"prompt": "a", "bad_words": "x"}, "bad_words: give a sequence"),
-        ({"prompt": "a", "choice": "x"}, "choice: give a sequence"),
     ],
 )
 def test_wrong_calls(arguments, message):
@@ -216,7 +189,6 @@ def test_wrong_calls(arguments, message):
     ("arguments", "field"),
     [
         ({"prompt": "\ud800"}, "prompt"),
-        ({"messages": [ChatMessage("user", "\ud800")]}, "chat"),
         ({"token_ids": [2**32]}, "prompt_token_ids.ids"),
     ],
 )
@@ -226,22 +198,10 @@ def test_an_input_the_wire_cannot_carry_is_told_by_its_own_name(arguments, field
     assert [v.field for v in caught.value.violations] == [field]
 
 
-@pytest.mark.parametrize(
-    ("make", "field"),
-    [
-        (lambda: stream_request("a", -1, {}), "min_tokens_per_message"),
-        (lambda: tokenize_request("\ud800", None, None), "text"),
-        (lambda: tokenize_request(None, [ChatMessage("user", "\ud800")], None), "chat"),
-        (lambda: detokenize_request([-1], None), "token_ids"),
-        (lambda: abort_request("\ud800", None, False, ""), "request_ids.ids"),
-        (lambda: abort_request(None, "\ud800", False, ""), "request_id_prefix"),
-        (lambda: abort_request(None, None, True, "\ud800"), "reason"),
-    ],
-)
-def test_every_method_tells_what_the_wire_cannot_carry_in_the_same_way(make, field):
+def test_a_min_tokens_per_message_the_wire_cannot_carry():
     with pytest.raises(InvalidRequest) as caught:
-        make()
-    assert [v.field for v in caught.value.violations] == [field]
+        stream_request("a", -1, {})
+    assert [v.field for v in caught.value.violations] == ["min_tokens_per_message"]
 
 
 def test_values_the_wire_cannot_carry_are_all_listed():
@@ -266,37 +226,3 @@ def test_values_the_wire_cannot_carry_are_all_listed():
         "cache.cache_salt",
     ]
     assert caught.value.reason == "INVALID_FIELD"
-
-
-@pytest.mark.parametrize(
-    ("target", "text"),
-    [
-        (("a", None, False), 'request_ids { ids: "a" }'),
-        ((["a", "b"], None, False), 'request_ids { ids: "a" ids: "b" }'),
-        (([], None, False), "request_ids {}"),
-        ((None, "job-", False), 'request_id_prefix: "job-"'),
-        ((None, None, True), "all {}"),
-    ],
-)
-def test_abort_targets(target, text):
-    expected = text_format.Parse(text + ' reason: "why"', inference_pb2.AbortRequest())
-    ids, prefix, everything = target
-    assert abort_request(ids, prefix, everything, "why") == expected
-
-
-@pytest.mark.parametrize("target", [(None, None, False), ("a", "b", False), (None, "b", True)])
-def test_abort_needs_one_target(target):
-    ids, prefix, everything = target
-    with pytest.raises(TypeError, match="give one of ids, prefix and all=True"):
-        abort_request(ids, prefix, everything, "")
-
-
-def test_an_empty_prefix_is_not_everything():
-    with pytest.raises(ValueError, match="all=True"):
-        abort_request(None, "", False, "")
-
-
-@pytest.mark.parametrize(("text", "messages"), [(None, None), ("a", [])])
-def test_tokenize_needs_one_input(text, messages):
-    with pytest.raises(TypeError, match="give one of text and messages"):
-        tokenize_request(text, messages, None)

@@ -10,7 +10,9 @@ with Client("127.0.0.1:50051") as client:
 
 from penstock.client.aio import AsyncClient
 from penstock.client.calls import DEFAULT_ADDR, Metadata
+from penstock.client.chat_values import ChatMessage, Tool, ToolCall, ToolLike, Turn
 from penstock.client.client import Client
+from penstock.client.constraints import Choice, Constraint, Ebnf, JsonObject, JsonSchema, Regex
 from penstock.client.errors import (
     Cancelled,
     Conflict,
@@ -36,31 +38,32 @@ from penstock.client.errors import (
     Unsupported,
     Violation,
 )
-from penstock.client.requests import ChatMessage, RequestOptions, Tool, Turn
-from penstock.client.streams import AsyncGenerationStream, GenerationStream
-from penstock.client.values import (
+from penstock.client.options import ChatOptions, RequestOptions, Truncation
+from penstock.client.server_values import (
     AbortOutcome,
     AbortResult,
+    FlushedCache,
+    Load,
+    ModelInfo,
+    SamplingDefaults,
+    ServerInfo,
+    TensorInfo,
+    Tokens,
+)
+from penstock.client.streams import AsyncGenerationStream, GenerationStream
+from penstock.client.values import (
     Delta,
     Finish,
     Finished,
     FinishReason,
-    FlushedCache,
     Generation,
-    Load,
     Logprobs,
-    ModelInfo,
     Output,
     PromptInfo,
-    SamplingDefaults,
-    ServerInfo,
     Started,
     StreamEvent,
     Summary,
-    TensorInfo,
     Timing,
-    Tokens,
-    ToolCall,
     Usage,
     WeightsSpan,
     WeightsVersion,
@@ -74,13 +77,17 @@ __all__ = [
     "AsyncGenerationStream",
     "Cancelled",
     "ChatMessage",
+    "ChatOptions",
+    "Choice",
     "Client",
     "Conflict",
+    "Constraint",
     "DeadlineExceeded",
     "Delta",
     "Denied",
     "Draining",
     "DuplicateRequestId",
+    "Ebnf",
     "ExceedsKVCapacity",
     "Finish",
     "FinishReason",
@@ -89,6 +96,8 @@ __all__ = [
     "Generation",
     "GenerationStream",
     "InvalidRequest",
+    "JsonObject",
+    "JsonSchema",
     "LimitExceeded",
     "Load",
     "Logprobs",
@@ -103,6 +112,7 @@ __all__ = [
     "ProtocolError",
     "QueueFull",
     "RefusedError",
+    "Regex",
     "RequestOptions",
     "SamplingDefaults",
     "ServerError",
@@ -115,6 +125,8 @@ __all__ = [
     "Tokens",
     "Tool",
     "ToolCall",
+    "ToolLike",
+    "Truncation",
     "Turn",
     "UnavailableError",
     "UnknownAdapter",

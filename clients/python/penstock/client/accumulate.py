@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from penstock.client import replies
+from penstock.client.chat_values import ToolCall
 from penstock.client.errors import ProtocolError
 from penstock.client.values import (
     Delta,
@@ -20,7 +21,6 @@ from penstock.client.values import (
     Started,
     StreamEvent,
     Summary,
-    ToolCall,
     WeightsSpan,
     WeightsVersion,
 )
@@ -28,7 +28,7 @@ from penstock.v1 import inference_pb2
 
 
 @dataclass(slots=True)
-class _OutputSoFar:
+class OutputSoFar:
     """Grows while deltas arrive."""
 
     weights: list[WeightsSpan]
@@ -75,7 +75,7 @@ class Accumulator:
         self._started: Started | None = None
         self._summary: Summary | None = None
         self._weights = WeightsVersion("", 0)
-        self._outputs: dict[int, _OutputSoFar] = {}
+        self._outputs: dict[int, OutputSoFar] = {}
 
     def feed(self, message: inference_pb2.StreamResponse) -> StreamEvent:
         """The event of one message. Raises ProtocolError when it may not come now."""
@@ -114,9 +114,9 @@ class Accumulator:
             timing=self._summary.timing,
         )
 
-    def text(self, index: int = 0) -> str:
-        """What one output has so far; empty before its first delta."""
-        return self._outputs[index].text if index in self._outputs else ""
+    def so_far(self, index: int) -> OutputSoFar:
+        """What one output has now; empty before its first delta."""
+        return self._outputs.get(index) or OutputSoFar([WeightsSpan(0, self._weights)])
 
     @property
     def started(self) -> Started | None:
@@ -129,8 +129,8 @@ class Accumulator:
         )
         return self._started
 
-    def _open(self, index: int, kind: str) -> _OutputSoFar:
-        so_far = self._outputs.setdefault(index, _OutputSoFar([WeightsSpan(0, self._weights)]))
+    def _open(self, index: int, kind: str) -> OutputSoFar:
+        so_far = self._outputs.setdefault(index, OutputSoFar([WeightsSpan(0, self._weights)]))
         if so_far.finish is not None:
             raise ProtocolError.local(f"the server sent {kind} for output {index}, which had finished")
         return so_far
@@ -158,5 +158,6 @@ class Accumulator:
     def _summarize(self, message: inference_pb2.StreamSummary) -> Summary:
         if not self._outputs or any(o.finish is None for o in self._outputs.values()):
             raise ProtocolError.local("the server sent summary before every output had finished")
+        replies.check_indices(sorted(self._outputs))
         self._summary = Summary(replies.usage(message.usage), replies.timing(message.timing))
         return self._summary

@@ -23,9 +23,10 @@ from penstock.client.calls import (
     pairs,
 )
 from penstock.client.errors import NotReady, from_rpc_error
-from penstock.client.requests import RequestOptions, Turn
+from penstock.client.options import ChatOptions, RequestOptions
+from penstock.client.server_values import AbortResult, FlushedCache, Load, ModelInfo, ServerInfo, Tokens
 from penstock.client.streams import AsyncGenerationStream, cancelled_call, is_task_cancelled
-from penstock.client.values import AbortResult, FlushedCache, Generation, Load, ModelInfo, ServerInfo, Tokens
+from penstock.client.values import Generation
 from penstock.v1 import control_pb2, control_pb2_grpc, inference_pb2, inference_pb2_grpc
 
 RequestT = TypeVar("RequestT")
@@ -133,13 +134,13 @@ class AsyncClient:
         self,
         text: str | None = None,
         *,
-        messages: Sequence[Turn] | None = None,
         add_special_tokens: bool | None = None,
         timeout: float | None = None,
         metadata: Metadata | None = None,
+        **chat: Unpack[ChatOptions],
     ) -> Tokens:
-        """Token ids of a text, or of a conversation rendered with the chat template."""
-        request = control_requests.tokenize_request(text, messages, add_special_tokens)
+        """Token ids of a text, or of a conversation (messages=...) rendered with the chat template."""
+        request = control_requests.tokenize_request(text, add_special_tokens, chat)
         return replies.tokens(await self._unary(self.control.Tokenize, request, timeout, metadata))
 
     async def detokenize(

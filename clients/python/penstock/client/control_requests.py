@@ -7,8 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from penstock.client.errors import checked
-from penstock.client.requests import Turn, chat_prompt
+from penstock.client.chat_requests import chat_prompt
+from penstock.client.checks import checked
+from penstock.client.options import CHAT_FIELDS, ChatOptions
+from penstock.client.requests import given_of
 from penstock.v1 import control_pb2, inference_pb2
 
 
@@ -41,17 +43,20 @@ def abort_request(
 
 
 def tokenize_request(
-    text: str | None, messages: Sequence[Turn] | None, add_special_tokens: bool | None
+    text: str | None, add_special_tokens: bool | None, chat: ChatOptions
 ) -> control_pb2.TokenizeRequest:
     """A text, or a conversation rendered with the chat template; exactly one (TypeError)."""
-    if (text is None) == (messages is None):
+    given = given_of(chat, CHAT_FIELDS)
+    if (text is None) == ("messages" not in given):
         raise TypeError("give one of text and messages")
+    if text is not None and given:
+        raise TypeError(f"{next(iter(given))} goes with messages, not with text")
     request = control_pb2.TokenizeRequest(add_special_tokens=add_special_tokens)
-    with checked("text" if text is not None else "chat"):
-        if text is not None:
+    if text is not None:
+        with checked("text"):
             request.text = text
-        if messages is not None:
-            request.chat.CopyFrom(chat_prompt(messages))
+    else:
+        request.chat.CopyFrom(chat_prompt(chat))
     return request
 
 

@@ -25,8 +25,7 @@ PenstockClientError                `reason`, `code`, `metadata`; `__cause__` is 
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol, Self, cast
 
@@ -98,15 +97,6 @@ class InvalidRequest(RefusedError):
             grpc.StatusCode.INVALID_ARGUMENT, text, "INVALID_FIELD", (), tuple(violations)
         )
         return cls(details)
-
-
-@contextlib.contextmanager
-def checked(field: str) -> Iterator[None]:
-    """Turns what protobuf says of a value that the wire cannot carry into InvalidRequest."""
-    try:
-        yield
-    except (ValueError, OverflowError) as error:
-        raise InvalidRequest.local([Violation(field, str(error))]) from error
 
 
 class PromptTooLong(RefusedError):

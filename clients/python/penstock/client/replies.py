@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
 from google.protobuf.duration_pb2 import Duration
 
-from penstock.client import values
+from penstock.client import server_values, values
+from penstock.client.chat_values import ToolCall
+from penstock.client.errors import ProtocolError
 from penstock.v1 import control_pb2, inference_pb2, types_pb2, weights_pb2
 
-EnumT = TypeVar("EnumT", values.FinishReason, values.AbortOutcome)
+EnumT = TypeVar("EnumT", values.FinishReason, server_values.AbortOutcome)
 
 
 def _member(kind: type[EnumT], number: int, names: Mapping[Any, str], prefix: str) -> EnumT:
@@ -55,8 +57,8 @@ def weights_version(message: types_pb2.WeightsVersion) -> values.WeightsVersion:
     return values.WeightsVersion(message.label, message.generation)
 
 
-def tool_call(message: types_pb2.ToolCall) -> values.ToolCall:
-    return values.ToolCall(message.id, message.name, message.arguments_json)
+def tool_call(message: types_pb2.ToolCall) -> ToolCall:
+    return ToolCall(message.id, message.name, message.arguments_json)
 
 
 def prompt_info(message: types_pb2.PromptInfo) -> values.PromptInfo:
@@ -99,6 +101,8 @@ def output(message: inference_pb2.Output) -> values.Output:
 
 
 def generation(message: inference_pb2.GenerateResponse) -> values.Generation:
+    """Raises ProtocolError when the outputs are not 0, 1, ... in this order, at least one."""
+    check_indices([o.index for o in message.outputs])
     return values.Generation(
         request_id=message.request_id,
         model=message.model,
@@ -109,20 +113,26 @@ def generation(message: inference_pb2.GenerateResponse) -> values.Generation:
     )
 
 
-def abort_results(message: inference_pb2.AbortResponse) -> tuple[values.AbortResult, ...]:
+def check_indices(indices: Sequence[int]) -> None:
+    """Raises ProtocolError unless they are 0, 1, ..., at least one: `outputs[i]` must be output i."""
+    if not indices or list(indices) != list(range(len(indices))):
+        raise ProtocolError.local(f"the server answered with outputs {list(indices)}, not with 0 to n - 1")
+
+
+def abort_results(message: inference_pb2.AbortResponse) -> tuple[server_values.AbortResult, ...]:
     return tuple(
-        values.AbortResult(
-            r.request_id, _member(values.AbortOutcome, r.outcome, _OUTCOME_NAMES, "ABORT_OUTCOME_")
+        server_values.AbortResult(
+            r.request_id, _member(server_values.AbortOutcome, r.outcome, _OUTCOME_NAMES, "ABORT_OUTCOME_")
         )
         for r in message.results
     )
 
 
-def _sampling_defaults(message: types_pb2.SamplingParams) -> values.SamplingDefaults:
+def _sampling_defaults(message: types_pb2.SamplingParams) -> server_values.SamplingDefaults:
     def given(name: str) -> bool:
         return message.HasField(name)  # type: ignore[arg-type]  # the stub wants literals
 
-    return values.SamplingDefaults(
+    return server_values.SamplingDefaults(
         temperature=message.temperature if given("temperature") else None,
         top_p=message.top_p if given("top_p") else None,
         top_k=message.top_k if given("top_k") else None,
@@ -132,11 +142,14 @@ def _sampling_defaults(message: types_pb2.SamplingParams) -> values.SamplingDefa
         repetition_penalty=message.repetition_penalty if given("repetition_penalty") else None,
         seed=message.seed if given("seed") else None,
         n=message.n if given("n") else None,
+        logit_bias=tuple(sorted(message.logit_bias.items())),
+        bad_words=tuple(message.bad_words),
+        allowed_token_ids=tuple(message.allowed_token_ids),
     )
 
 
-def model_info(message: control_pb2.GetModelInfoResponse) -> values.ModelInfo:
-    return values.ModelInfo(
+def model_info(message: control_pb2.GetModelInfoResponse) -> server_values.ModelInfo:
+    return server_values.ModelInfo(
         model=message.model,
         architecture=message.architecture,
         vocab_size=message.vocab_size,
@@ -146,14 +159,14 @@ def model_info(message: control_pb2.GetModelInfoResponse) -> values.ModelInfo:
         weights=weights_version(message.weights),
         features=tuple(_spelled(_FEATURE_NAMES, number, "FEATURE_") for number in message.features),
         tensors=tuple(
-            values.TensorInfo(t.name, _spelled(_DTYPE_NAMES, t.dtype, "DATA_TYPE_"), tuple(t.shape))
+            server_values.TensorInfo(t.name, _spelled(_DTYPE_NAMES, t.dtype, "DATA_TYPE_"), tuple(t.shape))
             for t in message.tensors
         ),
     )
 
 
-def server_info(message: control_pb2.GetServerInfoResponse) -> values.ServerInfo:
-    return values.ServerInfo(
+def server_info(message: control_pb2.GetServerInfoResponse) -> server_values.ServerInfo:
+    return server_values.ServerInfo(
         server_version=message.server_version,
         instance_id=message.instance_id,
         contract_revision=message.contract_revision,
@@ -167,8 +180,8 @@ def server_info(message: control_pb2.GetServerInfoResponse) -> values.ServerInfo
     )
 
 
-def load(message: control_pb2.GetLoadResponse) -> values.Load:
-    return values.Load(
+def load(message: control_pb2.GetLoadResponse) -> server_values.Load:
+    return server_values.Load(
         running_requests=message.running_requests,
         queued_requests=message.queued_requests,
         queued_prompt_tokens=message.queued_prompt_tokens,
@@ -179,9 +192,9 @@ def load(message: control_pb2.GetLoadResponse) -> values.Load:
     )
 
 
-def flushed_cache(message: control_pb2.FlushCacheResponse) -> values.FlushedCache:
-    return values.FlushedCache(message.pages_freed, message.pages_in_use)
+def flushed_cache(message: control_pb2.FlushCacheResponse) -> server_values.FlushedCache:
+    return server_values.FlushedCache(message.pages_freed, message.pages_in_use)
 
 
-def tokens(message: control_pb2.TokenizeResponse) -> values.Tokens:
-    return values.Tokens(tuple(message.token_ids), message.max_context_tokens)
+def tokens(message: control_pb2.TokenizeResponse) -> server_values.Tokens:
+    return server_values.Tokens(tuple(message.token_ids), message.max_context_tokens)

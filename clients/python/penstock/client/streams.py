@@ -15,6 +15,7 @@ import grpc
 import grpc.aio
 
 from penstock.client.accumulate import Accumulator
+from penstock.client.chat_values import ToolCall
 from penstock.client.errors import PenstockClientError, ProtocolError, from_rpc_error
 from penstock.client.values import Generation, StreamEvent
 from penstock.v1 import inference_pb2
@@ -41,8 +42,17 @@ class _Progress:
         return self._answer.started.request_id if self._answer.started is not None else None
 
     def text(self, index: int = 0) -> str:
-        """What one output has so far."""
-        return self._answer.text(index)
+        """What one output has so far; so the others."""
+        return self._answer.so_far(index).text
+
+    def reasoning(self, index: int = 0) -> str:
+        return self._answer.so_far(index).reasoning
+
+    def token_ids(self, index: int = 0) -> tuple[int, ...]:
+        return tuple(self._answer.so_far(index).token_ids)
+
+    def tool_calls(self, index: int = 0) -> tuple[ToolCall, ...]:
+        return tuple(self._answer.so_far(index).tool_calls)
 
     def _whole(self) -> Generation:
         if self._generation is None:

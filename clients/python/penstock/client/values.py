@@ -1,4 +1,4 @@
-"""What the client hands back: frozen values, free of protobuf, that can be compared, kept and pickled.
+"""What a request hands back: frozen values, free of protobuf, that can be compared, kept and pickled.
 
 Durations are seconds. Log-probabilities are natural logarithms of the model's own distribution, before
 temperature and filters.
@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass, field
+
+from penstock.client.chat_values import ChatMessage, ToolCall
 
 
 class FinishReason(enum.Enum):
@@ -21,15 +23,6 @@ class FinishReason(enum.Enum):
     ABORTED = "aborted"
     UNKNOWN = "unknown"
     """A reason of a newer contract than this client's."""
-
-
-class AbortOutcome(enum.Enum):
-    """What an abort did to one request."""
-
-    ABORTED = "aborted"
-    ALREADY_FINISHED = "already_finished"
-    NOT_FOUND = "not_found"
-    UNKNOWN = "unknown"
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,15 +57,6 @@ class WeightsSpan:
 
     first_output_token: int
     version: WeightsVersion
-
-
-@dataclass(frozen=True, slots=True)
-class ToolCall:
-    """A call that the model made; `arguments_json` is as the model wrote it."""
-
-    id: str
-    name: str
-    arguments_json: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,12 +101,19 @@ class Output:
     logprobs: Logprobs | None = None
     weights: tuple[WeightsSpan, ...] = ()
     reasoning: str = ""
+    """What the model marked as thinking; not in `text`."""
     tool_calls: tuple[ToolCall, ...] = ()
+    """Parsed from the output; not in `text`."""
+
+    @property
+    def message(self) -> ChatMessage:
+        """The assistant's turn, to go on with the conversation; without the reasoning."""
+        return ChatMessage("assistant", self.text, self.tool_calls)
 
 
 @dataclass(frozen=True, slots=True)
 class Generation:
-    """A finished request. `text`, `token_ids`, `finish`, `logprobs` are those of the first output."""
+    """A finished request; `outputs` are `n`, ordered by index. What an output has, this has of the first."""
 
     request_id: str
     model: str
@@ -151,6 +142,18 @@ class Generation:
     def weights(self) -> tuple[WeightsSpan, ...]:
         return self.outputs[0].weights
 
+    @property
+    def reasoning(self) -> str:
+        return self.outputs[0].reasoning
+
+    @property
+    def tool_calls(self) -> tuple[ToolCall, ...]:
+        return self.outputs[0].tool_calls
+
+    @property
+    def message(self) -> ChatMessage:
+        return self.outputs[0].message
+
 
 @dataclass(frozen=True, slots=True)
 class Started:
@@ -167,8 +170,9 @@ class Started:
 class Delta:
     """What was added to one output: `delta` is the new text, `text` all of it so far.
 
-    `delta` may be empty while text is held back because it may still become a stop string; `token_ids`, the
-    new ones, are never held back.
+    `delta` may be empty while text is held back because it may still become a stop string or a tool call;
+    `token_ids`, the new ones, are never held back. `reasoning` and `tool_calls` are the new ones too, each
+    call whole. The deltas of several outputs (`n`) come mixed: `index` tells them apart.
     """
 
     index: int
@@ -203,93 +207,3 @@ class Summary:
 
 StreamEvent = Started | Delta | Finished | Summary
 """Every event has `delta`, the new text, empty except in Delta, so that a loop need not ask for its class."""
-
-
-@dataclass(frozen=True, slots=True)
-class AbortResult:
-    request_id: str
-    outcome: AbortOutcome
-
-
-@dataclass(frozen=True, slots=True)
-class SamplingDefaults:
-    """What an unset sampling field means on this server; None: the server did not say."""
-
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    repetition_penalty: float | None = None
-    seed: int | None = None
-    n: int | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class TensorInfo:
-    """A tensor that a weight update accepts."""
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class ModelInfo:
-    model: str
-    architecture: str
-    vocab_size: int
-    max_context_tokens: int
-    eos_token_ids: tuple[int, ...]
-    default_sampling: SamplingDefaults
-    weights: WeightsVersion
-    features: tuple[str, ...]
-    """Optional parts of the contract that the server has, e.g. "chat"; using another raises Unsupported."""
-    tensors: tuple[TensorInfo, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class ServerInfo:
-    """Limits of the server, fixed at its start."""
-
-    server_version: str
-    instance_id: str
-    contract_revision: int
-    max_running_requests: int
-    max_queued_requests: int
-    kv_page_tokens: int
-    kv_pages_total: int
-    max_chunk_bytes: int
-    max_logprobs: int
-    devices: tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Load:
-    """How busy the server is now."""
-
-    running_requests: int
-    queued_requests: int
-    queued_prompt_tokens: int
-    kv_pages_used: int
-    kv_pages_total: int
-    paused: bool
-    weights: WeightsVersion
-
-
-@dataclass(frozen=True, slots=True)
-class FlushedCache:
-    """What a flush of the prefix cache did, in KV pages."""
-
-    pages_freed: int
-    pages_in_use: int
-    """By running requests, not touched."""
-
-
-@dataclass(frozen=True, slots=True)
-class Tokens:
-    """A tokenized text and the room it has to fit into."""
-
-    token_ids: tuple[int, ...]
-    max_context_tokens: int
