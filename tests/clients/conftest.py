@@ -153,13 +153,15 @@ class FakeServer(inference_pb2_grpc.InferenceServiceServicer, control_pb2_grpc.C
         self.calls: list[Any] = []
         self.metadata: list[dict[str, str | bytes]] = []
         self.failure: Failure | None = None
-        self.failing_calls: int | None = None
-        """How many calls `failure` is for; None: all."""
+        self.failing_calls: set[int] | None = None
+        """Which calls `failure` is for, counted from 1; None: all."""
         self.stream_failure: Failure | None = None
         """Ends a stream after its replies."""
         self.answer: Callable[[inference_pb2.GenerateRequest], inference_pb2.GenerateResponse]
         self.answer = lambda request: generate_reply()
         self.replies: Sequence[inference_pb2.StreamResponse] = stream_replies()
+        self.next_replies: Callable[[inference_pb2.StreamRequest], Sequence[inference_pb2.StreamResponse]]
+        self.next_replies = lambda request: self.replies
         self.hold_after: int | None = None
         """Number of events after which a stream sends nothing until it is cancelled."""
         self.asked = threading.Event()
@@ -174,7 +176,7 @@ class FakeServer(inference_pb2_grpc.InferenceServiceServicer, control_pb2_grpc.C
         self.calls.append(request)
         self.asked.set()
         self.metadata.append(dict(context.invocation_metadata()))
-        if self.failing_calls is None or len(self.calls) <= self.failing_calls:
+        if self.failing_calls is None or len(self.calls) in self.failing_calls:
             self._fail(self.failure, context)
 
     def _fail(self, failure: Failure | None, context: Any) -> None:
@@ -192,7 +194,7 @@ class FakeServer(inference_pb2_grpc.InferenceServiceServicer, control_pb2_grpc.C
         self._note(request, context)
         finished = False
         context.add_callback(lambda: None if finished else self.cancelled.set())
-        for number, reply in enumerate(self.replies):
+        for number, reply in enumerate(self.next_replies(request)):
             if number == self.hold_after:
                 self.cancelled.wait(60)
                 return

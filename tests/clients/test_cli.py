@@ -16,7 +16,7 @@ from google.protobuf.duration_pb2 import Duration
 from penstock.cli.__main__ import COMMANDS, main
 from penstock.cli.common import plain, write
 from penstock.client import Logprobs
-from penstock.v1 import inference_pb2
+from penstock.v1 import inference_pb2, types_pb2
 
 Code = grpc.StatusCode
 
@@ -168,6 +168,18 @@ def test_info(server, capsys):
         "  features           chat, feature_42",
     ):
         assert line in shown.splitlines()
+
+
+def test_info_shows_defaults_that_have_an_effect(server, capsys):
+    server.default_sampling = types_pb2.SamplingParams(
+        temperature=0.7, top_p=1, min_p=0, presence_penalty=0.5, frequency_penalty=0, repetition_penalty=1.1,
+        n=1, logit_bias={7: -1.5}, bad_words=["no"], allowed_token_ids=range(9),
+    )  # fmt: skip
+    assert run("info", "--addr", server.addr) == 0
+    assert (
+        "  sampling           temperature 0.7, presence_penalty 0.5, repetition_penalty 1.1, "
+        "logit_bias 7=-1.5, bad_words 'no', allowed_token_ids (9 of them)"
+    ) in capsys.readouterr().out.splitlines()
 
 
 @pytest.mark.parametrize(("ready", "state"), [(True, "serving"), (False, "not ready")])

@@ -22,7 +22,6 @@ from penstock.client import (
     PenstockClientError,
     PromptTooLong,
     QueueFull,
-    RequestOptions,
     ServerError,
     UnavailableError,
     Unreachable,
@@ -36,60 +35,6 @@ if TYPE_CHECKING:
 
 def add_addr(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--addr", default=DEFAULT_ADDR, metavar="HOST:PORT", help="default: %(default)s")
-
-
-def add_generation(parser: argparse.ArgumentParser, max_tokens: int | None) -> None:
-    """Flags that become request options; what is not given is left to the server."""
-    limit = "until the context is full" if max_tokens is None else "%(default)s"
-    group = parser.add_argument_group("generation", "what is not given is the model's own default")
-    group.add_argument(
-        "--max-tokens",
-        type=int,
-        default=max_tokens,
-        metavar="N",
-        help=f"most tokens to generate; default: {limit}",
-    )
-    group.add_argument("--temperature", type=float, metavar="T", help="0 is greedy")
-    group.add_argument("--top-p", type=float, metavar="P")
-    group.add_argument("--top-k", type=int, metavar="K", help="0 is off")
-    group.add_argument("--min-p", type=float, metavar="P")
-    group.add_argument("--seed", type=int, metavar="N", help="the same seed gives the same answer")
-    group.add_argument(
-        "--stop", action="append", metavar="TEXT", help="end before this text; may be repeated"
-    )
-    group.add_argument(
-        "--ignore-eos", action="store_true", default=None, help="go on past the model's end token"
-    )
-    group = parser.add_argument_group("scheduling and prefix cache")
-    group.add_argument(
-        "--priority", type=int, metavar="N", help="higher goes first, where `penstock info` lists priority"
-    )
-    group.add_argument(
-        "--cache-salt", metavar="TEXT", help="share cached prefixes only with requests of the same salt"
-    )
-    group.add_argument(
-        "--no-prefix-cache",
-        dest="bypass_prefix_cache",
-        action="store_true",
-        default=None,
-        help="neither read from the prefix cache nor add to it",
-    )
-
-
-def options_of(args: argparse.Namespace) -> RequestOptions:
-    return RequestOptions(
-        max_tokens=args.max_tokens,
-        temperature=args.temperature,
-        top_p=args.top_p,
-        top_k=args.top_k,
-        min_p=args.min_p,
-        seed=args.seed,
-        stop=args.stop,
-        ignore_eos=args.ignore_eos,
-        priority=args.priority,
-        cache_salt=args.cache_salt,
-        bypass_prefix_cache=args.bypass_prefix_cache,
-    )
 
 
 def with_client(args: argparse.Namespace, body: Callable[[Client], int]) -> int:
@@ -129,7 +74,7 @@ def explain(error: PenstockClientError, addr: str) -> str:
             wait = "" if error.retry_after is None else f" in {error.retry_after:g} s"
             return f"the queue of {addr} is full; try again{wait}"
         case PromptTooLong():
-            return f"{text}; shorten the prompt"
+            return f"{text}; shorten the prompt, or have it cut with --truncation left"
         case UnavailableError():
             return f"{addr} is not available now ({error.reason}): {text}; try again later"
         case InvalidRequest() if error.violations:

@@ -6,36 +6,51 @@ import argparse
 import sys
 from typing import TYPE_CHECKING
 
-from penstock.cli.common import add_addr, add_generation, complain, options_of, print_json, with_client, write
+from penstock.cli.common import add_addr, complain, print_json, with_client
+from penstock.cli.flag_table import CHAT, COMMON, REPORT
+from penstock.cli.flag_values import number, words
+from penstock.cli.flags import add_groups, given_flags, options_of, problem_of
+from penstock.cli.show import AnswerView, tell_unseen
 from penstock.client import ChatMessage, Client, Generation, RequestOptions
 
 if TYPE_CHECKING:
     from penstock.cli.common import Subparsers
 
+GROUPS = (*COMMON, REPORT)
+
 
 def add_parser(subparsers: Subparsers) -> None:
     parser = subparsers.add_parser(
         "generate",
+        usage="%(prog)s [options] [prompt]",
         help="continue a prompt, streaming to the terminal",
         description="Continue a prompt. The text streams to stdout; on a terminal, stderr says how it ended.",
     )
     parser.add_argument("prompt", nargs="?", help="the prompt; left out or '-': read it from stdin")
     add_addr(parser)
-    parser.add_argument("--chat", action="store_true", help="send the prompt as a user's message")
-    parser.add_argument("--system", metavar="TEXT", help="a system message before it; implies --chat")
+    parser.add_argument(
+        "--chat",
+        action="store_true",
+        help="send the prompt as a user's message; the flags of the chat group imply it",
+    )
     parser.add_argument(
         "--json", action="store_true", help="print the whole reply as JSON once it is complete"
     )
     parser.add_argument("--no-stream", action="store_true", help="wait for the whole answer (the unary RPC)")
+    parser.add_argument("--request-id", type=words(128), metavar="ID", help="to name it in an abort")
     parser.add_argument(
-        "--logprobs", type=int, metavar="K", help="with --json: log-probabilities and K candidates"
+        "--timeout", type=number(above=0), metavar="S", help="give up after this many seconds"
     )
-    parser.add_argument("--request-id", metavar="ID")
-    parser.add_argument("--timeout", type=float, metavar="S", help="give up after this many seconds")
-    add_generation(parser, max_tokens=256)
+    add_groups(parser, GROUPS, max_tokens=256)
 
 
 def run(args: argparse.Namespace) -> int:
+    problem = problem_of(args)
+    if problem is None and not args.json and (useless := given_flags(args, REPORT)):
+        problem = f"{useless[0]} shows only in the whole reply; add --json"
+    if problem is not None:
+        complain(args.command, problem)
+        return 2
     prompt = args.prompt
     if prompt in (None, "-"):
         if sys.stdin.isatty() and prompt is None:
@@ -48,48 +63,53 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _generate(client: Client, args: argparse.Namespace, prompt: str) -> int:
-    options = options_of(args)
+    options = options_of(args, GROUPS)
     options["request_id"] = args.request_id
-    options["logprobs"] = args.logprobs
     text: str | None = prompt
-    if args.chat or args.system is not None:
+    if args.chat or given_flags(args, CHAT):
         system = [ChatMessage("system", args.system)] if args.system is not None else []
         options["messages"] = [*system, ChatMessage("user", prompt)]
         text = None
+    view = None if args.json else AnswerView(numbered=(args.n or 1) > 1)
     if args.no_stream:
         answer = client.generate(text, timeout=args.timeout, **options)
-        if not args.json:
-            write(answer.text)
+        if view is not None:
+            view.feed_all(answer)
     else:
-        answer = _stream(client, args, text, options)
-    if args.json:
+        answer = _stream(client, args, text, options, view)
+    if view is None:
         print_json(answer)
-    else:
-        write("\n")
-        if sys.stderr.isatty():
-            print(_ending(answer), file=sys.stderr)
+        return 0
+    tell_unseen(args.command, answer)
+    if sys.stderr.isatty():
+        print(_ending(answer), file=sys.stderr)
     return 0
 
 
 def _stream(
-    client: Client, args: argparse.Namespace, prompt: str | None, options: RequestOptions
+    client: Client,
+    args: argparse.Namespace,
+    prompt: str | None,
+    options: RequestOptions,
+    view: AnswerView | None,
 ) -> Generation:
-    """The same through the streaming RPC, writing text as it comes, unless JSON was asked for."""
+    """The same through the streaming RPC, showing what comes, unless JSON was asked for."""
     with client.stream(prompt, timeout=args.timeout, **options) as stream:
         try:
             for event in stream:
-                if not args.json and event.delta:
-                    write(event.delta)
+                if view is not None:
+                    view.feed(event)
         except BaseException:  # Ctrl-C too; raised on
-            if not args.json and stream.text():
-                write("\n")  # so that the error starts on its own line
+            if view is not None:
+                view.interrupt()  # so that the error starts on its own line
             raise
         return stream.result()
 
 
 def _ending(answer: Generation) -> str:
     made, total = answer.usage.completion_tokens, answer.timing.total
+    reasons = ", ".join(output.finish.reason.value for output in answer.outputs)
     rate = f", {made / total:.1f} tokens/s" if total > 0 else ""
     found = answer.usage.cached_prompt_tokens
     cached = f"; {found} of {answer.usage.prompt_tokens} prompt tokens cached" if found else ""
-    return f"[{answer.finish.reason.value}: {made} tokens in {total:.2f} s{rate}{cached}]"
+    return f"[{reasons}: {made} tokens in {total:.2f} s{rate}{cached}]"

@@ -53,10 +53,20 @@ def _weights(version: WeightsVersion) -> str:
     return f"{version.label} (generation {version.generation})"
 
 
+def _value(value: object) -> str:
+    """A sampling value; of a long list only how long it is."""
+    if not isinstance(value, tuple):
+        return f"{value:g}" if isinstance(value, float) else str(value)
+    if len(value) > 4:
+        return f"({len(value)} of them)"
+    return " ".join(f"{v[0]}={v[1]:g}" if isinstance(v, tuple) else repr(v) for v in value)
+
+
 def table(model: ModelInfo, server: ServerInfo, load: Load, ready: bool) -> str:
     """Three groups of name and value."""
     # Only what has an effect: the rest is as if it were not there.
-    sampling = {k: v for k, v in dataclasses.asdict(model.default_sampling).items() if v != NEUTRAL.get(k)}
+    defaults = dataclasses.asdict(model.default_sampling)
+    sampling = {k: v for k, v in defaults.items() if v not in (None, (), NEUTRAL.get(k))}
     groups = {
         "model": {
             "name": model.model,
@@ -64,7 +74,7 @@ def table(model: ModelInfo, server: ServerInfo, load: Load, ready: bool) -> str:
             "vocabulary": f"{model.vocab_size} tokens",
             "context": f"{model.max_context_tokens} tokens",
             "end tokens": ", ".join(map(str, model.eos_token_ids)) or "none",
-            "sampling": ", ".join(f"{k} {v:g}" for k, v in sampling.items() if v is not None) or "not stated",
+            "sampling": ", ".join(f"{k} {_value(v)}" for k, v in sampling.items()) or "not stated",
             "weights": _weights(model.weights),
             "features": ", ".join(model.features) or "none",
         },
