@@ -6,16 +6,18 @@ The engine itself sees token ids only; the service calls this module before `sub
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any, cast
 
-from jinja2 import TemplateError
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from penstock.runtime.errors import ConfigError, InvalidRequest, Violation
+from penstock.runtime.chat.messages import Chat, ChatTurn
+from penstock.runtime.chat.sandbox import TemplateSandbox
+from penstock.runtime.chat.template import render
+from penstock.runtime.errors import ConfigError
 from penstock.runtime.text_decoder import (
     IncrementalDecoder,
     PieceDecoder,
@@ -39,6 +41,7 @@ class TextCodec:
             i for i, token in tokenizer.added_tokens_decoder.items() if getattr(token, "special", True)
         )
         self._pieces: dict[int, bytes] = {}
+        self._sandbox = TemplateSandbox()
 
     @classmethod
     def from_pretrained(cls, folder: str | Path) -> TextCodec:
@@ -77,23 +80,32 @@ class TextCodec:
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
         return ids
 
-    def render_chat(self, messages: Sequence[Mapping[str, str]]) -> str:
-        """The prompt that asks for the assistant's next turn; InvalidRequest where the template refuses."""
-        if not self.has_chat_template:
-            raise InvalidRequest([Violation("chat", "the model has no chat template")])
-        try:
-            rendered = self._tokenizer.apply_chat_template(
-                [dict(message) for message in messages], add_generation_prompt=True, tokenize=False
-            )
-        except TemplateError as error:
-            raise InvalidRequest([Violation("chat.messages", f"the chat template says: {error}")]) from error
-        return cast("str", rendered)
+    @property
+    def chat_template(self) -> str:
+        """The model's template, for `chat.parser.detect`; named ones joined; empty where there is none."""
+        template = getattr(self._tokenizer, "chat_template", None)
+        return "\n".join(template.values()) if isinstance(template, dict) else template or ""
+
+    @cached_property
+    def added_tokens(self) -> Mapping[str, int]:
+        """Ids of the tokens that the tokenizer has besides its vocabulary, by their text."""
+        return {str(token): i for i, token in self._tokenizer.added_tokens_decoder.items()}
+
+    def render_chat(self, chat: Chat | Sequence[Mapping[str, str]]) -> str:
+        """The prompt that asks for the assistant's next turn; InvalidRequest where the template refuses.
+
+        A chat with a template of its own may take seconds (`chat.sandbox`): never on an event loop. Mappings
+        are turns of "role" and "content".
+        """
+        if not isinstance(chat, Chat):
+            chat = Chat(tuple(ChatTurn(turn["role"], turn["content"]) for turn in chat))
+        return render(self._tokenizer, chat, self._sandbox)
 
     def encode_chat(
-        self, messages: Sequence[Mapping[str, str]], *, add_special_tokens: bool = False
+        self, chat: Chat | Sequence[Mapping[str, str]], *, add_special_tokens: bool = False
     ) -> list[int]:
         """Token ids of the rendered chat. The template writes its own special tokens, so none are added."""
-        return self.encode(self.render_chat(messages), add_special_tokens=add_special_tokens)
+        return self.encode(self.render_chat(chat), add_special_tokens=add_special_tokens)
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Text of the tokens; an id that the tokenizer does not know has none.
@@ -104,21 +116,25 @@ class TextCodec:
         decoder = self.decoder(skip_special_tokens=skip_special_tokens)
         return decoder.push(token_ids) + decoder.flush()
 
-    def decoder(self, *, skip_special_tokens: bool = True) -> IncrementalDecoder:
-        """A decoder for one sequence of tokens."""
-        if self._rule is None:
+    def decoder(
+        self, *, skip_special_tokens: bool = True, visible: Set[str] = frozenset()
+    ) -> IncrementalDecoder:
+        """A decoder for one sequence of tokens. `visible` are special tokens that have text nevertheless."""
+        hidden = self._special if skip_special_tokens else frozenset[int]()
+        if visible:
+            hidden = hidden - {i for token, i in self.added_tokens.items() if token in visible}
+        if self._rule is not None:
+            piece_of = (lambda i: b"" if i in hidden else self._piece(i)) if hidden else self._piece
+            return PieceDecoder(piece_of, self._rule.strip_leading_spaces)
+        if not visible:
             return WindowDecoder(lambda ids: self._decode_whole(ids, skip_special_tokens))
-        piece_of = self._text_piece if skip_special_tokens else self._piece
-        return PieceDecoder(piece_of, self._rule.strip_leading_spaces)
+        return WindowDecoder(lambda ids: self._decode_whole([i for i in ids if i not in hidden], False))
 
     def _decode_whole(self, token_ids: Sequence[int], skip_special_tokens: bool) -> str:
         text = self._tokenizer.decode(
             list(token_ids), skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
         )
         return cast("str", text)
-
-    def _text_piece(self, token_id: int) -> bytes:
-        return b"" if token_id in self._special else self._piece(token_id)
 
     def _piece(self, token_id: int) -> bytes:
         piece = self._pieces.get(token_id)
@@ -162,9 +178,10 @@ class TextStream:
         stop: Sequence[str] = (),
         include_stop: bool = False,
         skip_special_tokens: bool = True,
+        visible: Set[str] = frozenset(),
         min_tokens: int = 0,
     ) -> None:
-        self._decoder = codec.decoder(skip_special_tokens=skip_special_tokens)
+        self._decoder = codec.decoder(skip_special_tokens=skip_special_tokens, visible=visible)
         self._stop = tuple(stop)
         self._include_stop = include_stop
         self._min_tokens = min_tokens

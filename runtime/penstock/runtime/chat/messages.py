@@ -1,0 +1,265 @@
+"""A conversation as the chat template and the parsers see it: frozen values, checked on construction.
+
+Field paths in violations are the contract's (`penstock.v1.ChatPrompt`). `Chat.parse` takes the contract's raw
+texts and lists what is wrong with them together with everything else.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+import string
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from penstock.runtime.errors import InvalidRequest, Violation
+
+ROLES = ("system", "user", "assistant", "tool")
+MAX_TEMPLATE_CHARS = 256 * 1024
+CALL_ID_CHARS = 9
+RESERVED_OPTIONS = frozenset({
+    # Told by other fields of the contract.
+    "messages", "tools", "add_generation_prompt",
+    # Parameters of transformers' functions, no variables of a template.
+    "chat_template", "continue_final_message", "conversation", "conversations", "max_length", "padding",
+    "return_assistant_tokens_mask", "return_dict", "return_tensors", "sanitize_control_tokens", "self",
+    "tokenize", "tokenizer_kwargs", "truncation",
+})  # fmt: skip
+"""Names that `template_options_json` may not set."""
+CHOICES = ("auto", "none", "required")
+_ALPHANUMERIC = string.ascii_letters + string.digits
+_NO_ARGUMENTS: Mapping[str, Any] = {"type": "object", "properties": {}}
+
+
+def mint_call_id() -> str:
+    """A new id for a call: nine letters and digits, because Mistral's templates refuse any other length."""
+    return "".join(secrets.choice(_ALPHANUMERIC) for _ in range(CALL_ID_CHARS))
+
+
+def parse_object(text: str) -> dict[str, Any]:
+    """The JSON object that `text` holds; ValueError, fit for a caller's eyes, where it holds none."""
+    try:
+        value = json.loads(text, parse_constant=_refuse_constant)
+    except RecursionError:
+        raise ValueError("must be a JSON object; this one is nested too deeply") from None
+    except ValueError as error:
+        raise ValueError(f"must be a JSON object: {error}") from None
+    if not isinstance(value, dict):
+        raise ValueError(f"must be a JSON object, not {_kind(value)}")
+    return value
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is not JSON")
+
+
+def _kind(value: object) -> str:
+    names = {list: "an array", str: "a string", bool: "a boolean", type(None): "null"}
+    return names.get(type(value), "a number")
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCall:
+    """A call that the model made."""
+
+    id: str
+    name: str
+    arguments: str
+    """A JSON object, as text: what the model wrote."""
+
+
+@dataclass(frozen=True, slots=True)
+class ChatTurn:
+    """One message."""
+
+    role: str
+    """One of `ROLES`."""
+    content: str = ""
+    tool_calls: tuple[ToolCall, ...] = ()
+    """What an assistant turn called."""
+    tool_call_id: str = ""
+    """Which call a tool turn answers."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tool:
+    """A function that the model may call."""
+
+    name: str
+    description: str = ""
+    parameters: Mapping[str, Any] = field(default_factory=lambda: dict(_NO_ARGUMENTS))
+    """JSON Schema of the arguments, an object's."""
+
+
+@dataclass(frozen=True, slots=True)
+class RawTool:
+    """A tool as the contract writes it; `parameters_json` empty: no arguments."""
+
+    name: str
+    description: str = ""
+    parameters_json: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Chat:
+    """A conversation to be rendered. Raises InvalidRequest with every violation."""
+
+    messages: tuple[ChatTurn, ...]
+    tools: tuple[Tool, ...] = ()
+    tool_choice: str = "auto"
+    """One of `CHOICES`, which are never taken for a tool's name, or a tool's name; empty becomes "auto"."""
+    template: str | None = None
+    """Jinja in place of the model's own template."""
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """Further variables for the template."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "tool_choice", self.tool_choice or "auto")
+        bad = [
+            *_check_turns(self.messages),
+            *_check_tools(self.tools),
+            *_check_choice(self.tool_choice, [tool.name for tool in self.tools]),
+            *_check_template(self.template),
+            *_check_options(self.options),
+        ]
+        if bad:
+            raise InvalidRequest(bad)
+
+    @classmethod
+    def parse(
+        cls,
+        messages: Sequence[ChatTurn],
+        tools: Sequence[RawTool] = (),
+        tool_choice: str = "",
+        chat_template: str = "",
+        template_options_json: str = "",
+    ) -> Chat:
+        """The same from the contract's texts; empty ones are unset."""
+        bad: list[Violation] = []
+        parsed = tuple(_parse_tool(i, tool, bad) for i, tool in enumerate(tools))
+        options: dict[str, Any] = {}
+        if template_options_json:
+            try:
+                options = parse_object(template_options_json)
+            except ValueError as error:
+                bad.append(Violation("chat.template_options_json", str(error)))
+        try:
+            chat = cls(tuple(messages), parsed, tool_choice, chat_template or None, options)
+        except InvalidRequest as error:
+            raise InvalidRequest([*bad, *error.violations]) from None
+        if bad:
+            raise InvalidRequest(bad)
+        return chat
+
+    @property
+    def offered_tools(self) -> tuple[Tool, ...]:
+        """What the model is told of: nothing under tool_choice "none"."""
+        return () if self.tool_choice == "none" else self.tools
+
+    @property
+    def required_tools(self) -> tuple[Tool, ...]:
+        """Tools of which one has to be called; none where the model may answer in words."""
+        if self.tool_choice in ("auto", "none"):
+            return ()
+        return tuple(tool for tool in self.tools if self.tool_choice in ("required", tool.name))
+
+
+def _parse_tool(index: int, raw: RawTool, bad: list[Violation]) -> Tool:
+    if not raw.parameters_json:
+        return Tool(raw.name, raw.description)
+    try:
+        return Tool(raw.name, raw.description, parse_object(raw.parameters_json))
+    except ValueError as error:
+        bad.append(Violation(f"chat.tools[{index}].parameters_json", str(error)))
+        return Tool(raw.name, raw.description)
+
+
+def _check_turns(turns: Sequence[ChatTurn]) -> list[Violation]:
+    if not turns:
+        return [Violation("chat.messages", "must not be empty")]
+    bad: list[Violation] = []
+    made: set[str] = set()
+    for i, turn in enumerate(turns):
+        at = f"chat.messages[{i}]"
+        if turn.role not in ROLES:
+            bad.append(Violation(f"{at}.role", f"must be one of {', '.join(ROLES)}, not {turn.role[:40]!r}"))
+        if turn.tool_calls and turn.role != "assistant":
+            bad.append(Violation(f"{at}.tool_calls", "only an assistant turn has calls"))
+        for j, call in enumerate(turn.tool_calls):
+            bad.extend(_check_call(f"{at}.tool_calls[{j}]", call))
+        if turn.role == "tool" and not turn.tool_call_id:
+            bad.append(Violation(f"{at}.tool_call_id", "a tool turn needs the id of the call it answers"))
+        elif turn.role == "tool" and turn.tool_call_id not in made:
+            bad.append(
+                Violation(
+                    f"{at}.tool_call_id", f"no assistant turn before made a call {turn.tool_call_id[:40]!r}"
+                )
+            )
+        elif turn.role != "tool" and turn.tool_call_id:
+            bad.append(Violation(f"{at}.tool_call_id", "only a tool turn answers a call"))
+        if turn.role == "assistant":
+            made.update(call.id for call in turn.tool_calls)
+    return bad
+
+
+def _check_call(at: str, call: ToolCall) -> list[Violation]:
+    bad = []
+    if not call.id:
+        bad.append(Violation(f"{at}.id", "must not be empty"))
+    if not call.name:
+        bad.append(Violation(f"{at}.name", "must not be empty"))
+    try:
+        parse_object(call.arguments)
+    except ValueError as error:
+        bad.append(Violation(f"{at}.arguments_json", str(error)))
+    return bad
+
+
+def _check_tools(tools: Sequence[Tool]) -> list[Violation]:
+    bad = []
+    seen: set[str] = set()
+    for i, tool in enumerate(tools):
+        at = f"chat.tools[{i}]"
+        if not tool.name:
+            bad.append(Violation(f"{at}.name", "must not be empty"))
+        elif tool.name in seen:
+            bad.append(Violation(f"{at}.name", f"{tool.name[:40]!r} is the name of a tool before it"))
+        seen.add(tool.name)
+        kind = tool.parameters.get("type", "object")
+        if kind != "object":
+            bad.append(
+                Violation(
+                    f"{at}.parameters_json", f'must be the schema of an object: "type" is {str(kind)[:40]!r}'
+                )
+            )
+    return bad
+
+
+def _check_choice(choice: str, names: Sequence[str]) -> list[Violation]:
+    if choice in ("auto", "none") or choice in names:
+        return []
+    if choice == "required":
+        return [] if names else [Violation("chat.tool_choice", "required needs at least one tool")]
+    return [
+        Violation(
+            "chat.tool_choice", f"must be one of {', '.join(CHOICES)} or a tool's name, not {choice[:40]!r}"
+        )
+    ]
+
+
+def _check_template(template: str | None) -> list[Violation]:
+    if template is None or len(template) <= MAX_TEMPLATE_CHARS:
+        return []
+    return [
+        Violation(
+            "chat.chat_template", f"must have at most {MAX_TEMPLATE_CHARS} characters, not {len(template)}"
+        )
+    ]
+
+
+def _check_options(options: Mapping[str, Any]) -> list[Violation]:
+    return [
+        Violation("chat.template_options_json", f"must not set {name!r}: it is told by other means")
+        for name in sorted(RESERVED_OPTIONS & options.keys())
+    ]

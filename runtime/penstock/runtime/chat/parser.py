@@ -1,0 +1,129 @@
+"""An output's text to words, reasoning and tool calls, in the forms that the model writes."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from penstock.runtime.chat.events import Call, Event, Text
+from penstock.runtime.chat.messages import Chat
+from penstock.runtime.chat.reasoning import REASONING_FORMS, ReasoningForm, ReasoningParser
+from penstock.runtime.chat.tools import TOOL_FORMS, CallParser, ToolForm
+from penstock.runtime.errors import ConfigError
+
+TOOL_PARSERS = ("auto", "none", *TOOL_FORMS)
+"""Values of the option --tool-call-parser."""
+REASONING_PARSERS = ("auto", "none", *REASONING_FORMS)
+"""Values of the option --reasoning-parser."""
+_IN_TEMPLATE = (
+    # Calls in tags of XML, which no parser here reads (Qwen3-Coder, GLM-4.5); they share Hermes' outer tag.
+    ("<function=", None),
+    ("<arg_key>", None),
+    ("[TOOL_CALLS]", "mistral"),
+    ("<|python_tag|>", "llama3_json"),
+    ('"parameters": dictionary of argument name', "llama3_json"),  # what Llama 3.2 and 4 are told
+    ("<tool_call>", "hermes"),
+    ("<|tool_call_start|>", "pythonic"),
+    ("<|python_start|>", "pythonic"),
+    ("[func_name1(", "pythonic"),
+)
+_IN_VOCABULARY = (
+    ("[TOOL_CALLS]", "mistral"),
+    ("<|python_tag|>", "llama3_json"),
+    ("<tool_call>", "hermes"),
+    ("<|tool_call_start|>", "pythonic"),
+    ("<|python_start|>", "pythonic"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Parsed:
+    """What a piece of text added. Words and calls are in order among themselves."""
+
+    text: str = ""
+    reasoning: str = ""
+    calls: tuple[Call, ...] = ()
+
+
+class ChatParser:
+    """One output's text, in pieces. Without parsers it is all words."""
+
+    def __init__(self, reasoning: ReasoningParser | None, tools: CallParser | None) -> None:
+        self._reasoning = reasoning
+        self._tools = tools
+
+    def push(self, text: str) -> Parsed:
+        """What more text made certain; how the text is split into pieces does not matter."""
+        reasoning = ""
+        if self._reasoning is not None:
+            reasoning, text = self._reasoning.push(text)
+        return _parsed(reasoning, [Text(text)] if self._tools is None else self._tools.push(text))
+
+    def flush(self) -> Parsed:
+        """The rest: there is no more text."""
+        reasoning, text = "", ""
+        if self._reasoning is not None:
+            reasoning, text = self._reasoning.flush()
+        events: list[Event] = [Text(text)]
+        if self._tools is not None:
+            events = [*self._tools.push(text), *self._tools.flush()]
+        return _parsed(reasoning, events)
+
+
+def _parsed(reasoning: str, events: list[Event]) -> Parsed:
+    text = "".join(event.text for event in events if isinstance(event, Text))
+    return Parsed(text, reasoning, tuple(event for event in events if isinstance(event, Call)))
+
+
+@dataclass(frozen=True, slots=True)
+class ChatForms:
+    """The forms that a served model writes; None: it writes none, or nobody is to look for it."""
+
+    tools: ToolForm | None = None
+    reasoning: ReasoningForm | None = None
+
+    def parser(self, chat: Chat, prompt: str) -> ChatParser:
+        """A parser for one output to `chat`, which was rendered as `prompt`. Calls are looked for where the
+        model was offered tools.
+        """
+        reasoning = tools = None
+        if self.reasoning is not None:
+            reasoning = ReasoningParser(self.reasoning, inside=self.reasoning.opened_by(prompt))
+        if self.tools is not None and chat.offered_tools:
+            tools = CallParser(self.tools, [tool.name for tool in chat.offered_tools])
+        return ChatParser(reasoning, tools)
+
+    def markers(self, chat: Chat) -> frozenset[str]:
+        """Strings that the parser of `chat` needs to see, also where they are special tokens."""
+        tools = self.tools.markers if self.tools is not None and chat.offered_tools else ()
+        reasoning = self.reasoning.markers if self.reasoning is not None else ()
+        return frozenset([*tools, *reasoning])
+
+
+def detect(template: str, added_tokens: Collection[str] = ()) -> ChatForms:
+    """The forms that the model's chat template shows, all its named templates joined; for calls also the
+    tokens that the tokenizer has besides its vocabulary, if the template takes tools but does not show how
+    they are called.
+    """
+    tools = next((name for mark, name in _IN_TEMPLATE if mark in template), "")
+    if tools == "" and "tools" in template:
+        tools = next((name for mark, name in _IN_VOCABULARY if mark in added_tokens), "")
+    reasoning = [f for f in REASONING_FORMS.values() if f.start in template or f.end in template]
+    return ChatForms(TOOL_FORMS[tools] if tools else None, reasoning[0] if reasoning else None)
+
+
+def choose_forms(
+    template: str, added_tokens: Collection[str] = (), *, tools: str = "auto", reasoning: str = "auto"
+) -> ChatForms:
+    """The forms by option: `TOOL_PARSERS` and `REASONING_PARSERS`. ConfigError for other values."""
+    found = detect(template, added_tokens)
+    for option, value, known in (
+        ("tool-call-parser", tools, TOOL_PARSERS),
+        ("reasoning-parser", reasoning, REASONING_PARSERS),
+    ):
+        if value not in known:
+            raise ConfigError(f"--{option} must be one of {', '.join(known)}, not {value!r}")
+    return ChatForms(
+        found.tools if tools == "auto" else TOOL_FORMS.get(tools),
+        found.reasoning if reasoning == "auto" else REASONING_FORMS.get(reasoning),
+    )

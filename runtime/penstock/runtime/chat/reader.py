@@ -1,0 +1,202 @@
+"""Parsing a text that arrives in pieces: parsers are generators, which yield where they must wait for more.
+
+A parser written so sees characters, never pieces: how the text was split cannot change what it finds, as long
+as it decides by characters alone. What it has decided is out at once; what it cannot decide yet it holds by
+not having consumed it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Generator, Sequence
+from typing import TypeAlias, TypeVar
+
+T = TypeVar("T")
+Wait: TypeAlias = Generator[None, None, T]
+"""Runs until it needs more text, yields, and goes on when there is more or none will come; returns a T."""
+SPACES = " \t\r\n"
+
+
+class Reader:
+    """The text not consumed yet. Between `mark` and `keep` or `back`, positions stay valid."""
+
+    def __init__(self) -> None:
+        self.text = ""
+        self.pos = 0
+        self.ended = False
+        """No more will come."""
+        self._mark: int | None = None
+
+    def add(self, text: str) -> None:
+        """More text came."""
+        if self._mark is None:
+            self.text, self.pos = self.text[self.pos :] + text, 0
+        else:
+            self.text += text
+
+    def mark(self) -> None:
+        """From here on everything is kept, to come back to."""
+        self._mark = self.pos
+
+    def back(self) -> None:
+        """Return to the mark and lift it."""
+        assert self._mark is not None
+        self.pos, self._mark = self._mark, None
+
+    def keep(self) -> None:
+        """Lift the mark: what was read since is consumed."""
+        self._mark = None
+
+    def take(self, count: int) -> str:
+        """Consume `count` characters, or as many as there are."""
+        start = self.pos
+        self.pos = min(start + count, len(self.text))
+        return self.text[start : self.pos]
+
+    def take_all(self) -> str:
+        """Consume what there is."""
+        return self.take(len(self.text))
+
+
+class Stream:
+    """Runs a parser over pieces of text."""
+
+    def __init__(self, parser: Callable[[Reader], Wait[None]]) -> None:
+        self._reader = Reader()
+        self._run = parser(self._reader)
+        next(self._run, None)
+
+    def push(self, text: str) -> None:
+        """More text came; none may after `flush`."""
+        assert not self._reader.ended
+        if text:
+            self._reader.add(text)
+            next(self._run, None)
+
+    def flush(self) -> None:
+        """No more will come."""
+        self._reader.ended = True
+        next(self._run, None)
+
+
+class SpaceHolder:
+    """Holds back the white space at a text's end, until it is known what follows."""
+
+    def __init__(self) -> None:
+        self.held = ""
+
+    def push(self, text: str) -> str:
+        """The text that may go out: all but white space at its end."""
+        text = self.held + text
+        out = text.rstrip(SPACES)
+        self.held = text[len(out) :]
+        return out
+
+    def drop(self) -> None:
+        """What is held goes nowhere."""
+        self.held = ""
+
+
+def more(r: Reader) -> Wait[bool]:
+    """Wait for a character; whether there is one."""
+    while r.pos >= len(r.text):
+        if r.ended:
+            return False
+        yield
+    return True
+
+
+def peek(r: Reader) -> Wait[str]:
+    """The next character, not consumed; empty at the end."""
+    return r.text[r.pos] if (yield from more(r)) else ""
+
+
+def literal(r: Reader, text: str, *, or_end: bool = False) -> Wait[bool]:
+    """Consume `text` if it comes next, else nothing. `or_end`: the end, also in the midst of `text`, will
+    do."""
+    while True:
+        have = r.text[r.pos : r.pos + len(text)]
+        if not text.startswith(have):
+            return False
+        if have == text or (r.ended and or_end):
+            r.pos += len(have)
+            return True
+        if r.ended:
+            return False
+        yield
+
+
+def spaces(r: Reader) -> Wait[None]:
+    """Consume white space."""
+    while (yield from more(r)) and r.text[r.pos] in SPACES:
+        r.pos += 1
+
+
+def run_of(r: Reader, pattern: re.Pattern[str]) -> Wait[str]:
+    """Consume the characters that `pattern`, a repeated class, matches."""
+    start = r.pos
+    while (yield from more(r)):
+        found = pattern.match(r.text, r.pos)
+        assert found is not None
+        r.pos = found.end()
+        if r.pos < len(r.text):
+            break
+    return r.text[start : r.pos]
+
+
+def rest(r: Reader, out: Callable[[str], None]) -> Wait[None]:
+    """Hand on everything."""
+    while (yield from more(r)):
+        out(r.take_all())
+
+
+def text_until(
+    r: Reader,
+    out: Callable[[str], None],
+    markers: Sequence[str],
+    opening: str = "",
+    fresh: Callable[[], bool] = lambda: True,
+) -> Wait[str | None]:
+    """Hand on text up to the first of `markers`, and return that, not consumed; None at the end.
+
+    The character `opening` is a marker too where it is the first of a line that is not white space; `fresh`
+    says whether the text handed on so far leaves that open. No marker may begin within another.
+    """
+    while (yield from more(r)):
+        found = [(at, m) for m in markers if (at := r.text.find(m, r.pos)) >= 0]
+        at, marker = min(found, default=(len(r.text), None))
+        first = _first_of_line(r.text, r.pos, at, opening, fresh()) if opening else None
+        if first is not None:
+            at, marker = first, opening
+        if marker is not None:
+            if at > r.pos:
+                out(r.take(at - r.pos))
+            return marker
+        hold = 0 if r.ended else max((_begun(r.text, r.pos, m) for m in markers), default=0)
+        if len(r.text) - r.pos > hold:
+            out(r.take(len(r.text) - r.pos - hold))
+        if hold:
+            yield
+    return None
+
+
+def _begun(text: str, start: int, marker: str) -> int:
+    """Length of the longest tail of `text[start:]` that is a beginning of the marker, and not all of it."""
+    longest = min(len(marker) - 1, len(text) - start)
+    return next((n for n in range(longest, 0, -1) if text.endswith(marker[:n])), 0)
+
+
+def _first_of_line(text: str, start: int, end: int, char: str, fresh: bool) -> int | None:
+    """The first `char` in `text[start:end]` with only white space before it on its line."""
+    line = start
+    while (at := text.find(char, line, end)) >= 0:
+        newline = text.rfind("\n", line, at)
+        if newline >= 0:
+            line, fresh = newline + 1, True
+        if fresh and not text[line:at].strip(SPACES):
+            return at
+        newline = text.find("\n", at, end)
+        if newline < 0:
+            return None
+        line, fresh = newline + 1, True
+    return None

@@ -1,0 +1,114 @@
+"""Splitting an output into what the model thought and what it answers: `<think>...</think>` and its kin.
+
+The block is the first thing of an output, white space aside. Either the model writes the opening tag, or the
+template's generation prompt ends with it and the output begins within (DeepSeek-R1, Qwen3-Thinking); a model
+that writes the tag again is forgiven. A tag anywhere else is text. Without a closing tag all is reasoning.
+White space around the tags belongs to them: reasoning and answer come without it. Outputs without a block
+come out as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from penstock.runtime.chat.reader import (
+    SPACES,
+    Reader,
+    SpaceHolder,
+    Stream,
+    Wait,
+    literal,
+    rest,
+    spaces,
+    text_until,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class ReasoningForm:
+    """A pair of tags."""
+
+    name: str
+    start: str
+    end: str
+
+    @property
+    def markers(self) -> tuple[str, ...]:
+        """They must stay visible where special tokens are skipped."""
+        return (self.start, self.end)
+
+    def opened_by(self, prompt: str) -> bool:
+        """Whether the prompt ends within a block: the opening tag is the last thing in it."""
+        return prompt.rstrip(SPACES).endswith(self.start)
+
+    def closed_by(self, prompt: str) -> bool:
+        """Whether the prompt ends with a whole block, as Qwen3's does with thinking switched off."""
+        return prompt.rstrip(SPACES).endswith(self.end)
+
+
+REASONING_FORMS: Mapping[str, ReasoningForm] = {
+    form.name: form
+    for form in (
+        ReasoningForm("think", "<think>", "</think>"),  # DeepSeek-R1, Qwen3, QwQ and most others
+        ReasoningForm("seed", "<seed:think>", "</seed:think>"),  # Seed-OSS
+        ReasoningForm("magistral", "[THINK]", "[/THINK]"),  # Magistral
+    )
+}
+
+
+class Split(NamedTuple):
+    """What a piece of text added."""
+
+    reasoning: str = ""
+    answer: str = ""
+
+
+@dataclass(slots=True)
+class _Sink:
+    reasoning: list[str] = field(default_factory=list)
+    answer: list[str] = field(default_factory=list)
+    spaces: SpaceHolder = field(default_factory=SpaceHolder)
+
+    def think(self, text: str) -> None:
+        self.reasoning.append(self.spaces.push(text))
+
+    def take(self) -> Split:
+        split = Split("".join(self.reasoning), "".join(self.answer))
+        self.reasoning.clear()
+        self.answer.clear()
+        return split
+
+
+class ReasoningParser:
+    """Splits one output's text."""
+
+    def __init__(self, form: ReasoningForm, *, inside: bool) -> None:
+        """`inside`: the prompt has opened the block (`ReasoningForm.opened_by`)."""
+        self._sink = _Sink()
+        self._stream = Stream(lambda r: _parse(r, self._sink, form, inside))
+
+    def push(self, text: str) -> Split:
+        """What more text made certain."""
+        self._stream.push(text)
+        return self._sink.take()
+
+    def flush(self) -> Split:
+        """The rest: there is no more text."""
+        self._stream.flush()
+        return self._sink.take()
+
+
+def _parse(r: Reader, out: _Sink, form: ReasoningForm, inside: bool) -> Wait[None]:
+    r.mark()
+    yield from spaces(r)
+    if (yield from literal(r, form.start)) or inside:
+        r.keep()
+        yield from spaces(r)
+        if (yield from text_until(r, out.think, (form.end,))):
+            yield from literal(r, form.end)
+            yield from spaces(r)
+    else:
+        r.back()
+    yield from rest(r, out.answer.append)

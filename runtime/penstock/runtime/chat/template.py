@@ -1,0 +1,96 @@
+"""A conversation to the prompt that asks for the assistant's next turn, by transformers' chat templates.
+
+The model's own template is the operator's choice and runs here. One that a caller sends runs in a process of
+its own (sandbox.py), bounded in time, memory and output.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from jinja2 import TemplateError
+from transformers import PreTrainedTokenizerBase
+from transformers.utils.chat_template_utils import render_jinja_template
+
+from penstock.runtime.chat.messages import Chat, ChatTurn, Tool
+from penstock.runtime.chat.sandbox import TemplateFailed, TemplateSandbox
+from penstock.runtime.errors import InvalidRequest, Violation
+
+
+def tool_dict(tool: Tool) -> dict[str, Any]:
+    """OpenAI's form, which templates expect."""
+    return {
+        "type": "function",
+        "function": {
+            "name": tool.name,
+            "description": tool.description,
+            "parameters": dict(tool.parameters),
+        },
+    }
+
+
+def turn_dicts(turns: tuple[ChatTurn, ...]) -> list[dict[str, Any]]:
+    """Messages as Hugging Face's templates expect them: arguments as objects, and only the keys that say
+    something (templates ask whether `tool_calls` is there). A tool's turn also has the name of the function.
+    """
+    names = {call.id: call.name for turn in turns for call in turn.tool_calls}
+    dicts = []
+    for turn in turns:
+        message: dict[str, Any] = {"role": turn.role, "content": turn.content}
+        if turn.tool_calls:
+            message["tool_calls"] = [
+                {
+                    "id": call.id,
+                    "type": "function",
+                    "function": {"name": call.name, "arguments": json.loads(call.arguments)},
+                }
+                for call in turn.tool_calls
+            ]
+        if turn.role == "tool":
+            message |= {"tool_call_id": turn.tool_call_id, "name": names[turn.tool_call_id]}
+        dicts.append(message)
+    return dicts
+
+
+def render(tokenizer: PreTrainedTokenizerBase, chat: Chat, sandbox: TemplateSandbox) -> str:
+    """The prompt. Raises InvalidRequest where there is no template, or where it refuses or fails: on
+    `chat.messages` the model's own, on `chat.chat_template` the caller's.
+    """
+    tools = [tool_dict(tool) for tool in chat.offered_tools] or None
+    own = getattr(tokenizer, "chat_template", None)
+    if chat.template is None and not own:
+        raise InvalidRequest([Violation("chat", "the model has no chat template")])
+    try:
+        # Named templates: a model may have several, and one for tools.
+        template = tokenizer.get_chat_template(chat.template, tools)
+    except ValueError as error:
+        raise InvalidRequest([Violation("chat", str(error))]) from error
+    variables = {
+        **tokenizer.special_tokens_map,
+        **chat.options,
+        "conversations": [turn_dicts(chat.messages)],
+        "tools": tools,
+        "chat_template": template,
+        "add_generation_prompt": True,
+    }
+    trusted = template in (own.values() if isinstance(own, dict) else [own])
+    field = "chat.messages" if trusted else "chat.chat_template"
+    try:
+        text = _render_here(variables) if trusted else sandbox.render(variables)
+        text.encode()
+    except TemplateFailed as error:
+        raise InvalidRequest([Violation(field, f"the chat template {error}")]) from error
+    except UnicodeEncodeError as error:
+        raise InvalidRequest([Violation(field, f"the rendered chat is no Unicode text: {error}")]) from error
+    return text
+
+
+def _render_here(variables: dict[str, Any]) -> str:
+    try:
+        text = render_jinja_template(**variables)[0][0]
+    except TemplateError as error:
+        raise TemplateFailed(f"says: {error}") from error
+    except Exception as error:  # a template is a program: it may raise anything
+        raise TemplateFailed(f"fails: {type(error).__name__}: {error}") from error
+    return text
