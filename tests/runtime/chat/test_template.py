@@ -1,0 +1,250 @@
+"""Conversations to prompts, by templates in the style of Qwen, Llama 3, Mistral and DeepSeek-R1.
+
+Expected prompts are written by hand.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from penstock.runtime.chat.messages import Chat, ChatTurn, RawTool, Tool, ToolCall
+from penstock.runtime.chat.sandbox import TemplateSandbox
+from penstock.runtime.chat.template import render
+from penstock.runtime.errors import InvalidRequest
+from penstock.runtime.text import TextCodec
+from tests.support.chat import LLAMA3, MISTRAL, QWEN, R1, bytes_tokenizer
+
+USER = ChatTurn("user", "Weather in Z\u00fcrich?")
+WEATHER = RawTool("get_weather", "Look.", '{"type": "object", "properties": {"city": {"type": "string"}}}')
+CALLED = (
+    USER,
+    ChatTurn("assistant", "", (ToolCall("abcdefghi", "get_weather", '{"city":"Z\u00fcrich"}'),)),
+    ChatTurn("tool", "4 \u00b0C", tool_call_id="abcdefghi"),
+)
+SHOWN = (
+    '{"type": "function", "function": {"name": "get_weather", "description": "Look.", "parameters": '
+    '{"type": "object", "properties": {"city": {"type": "string"}}}}}'
+)
+
+
+def rendered(template: str | dict[str, str] | None, chat: Chat) -> str:
+    return TextCodec(bytes_tokenizer(chat_template=template)).render_chat(chat)
+
+
+def refusal(template: str | None, chat: Chat) -> tuple[str, str]:
+    with pytest.raises(InvalidRequest) as caught:
+        rendered(template, chat)
+    (violation,) = caught.value.violations
+    return violation.field, violation.description
+
+
+def test_qwen() -> None:
+    chat = Chat.parse(CALLED, [WEATHER])
+    assert rendered(QWEN, chat) == (
+        f"<|im_start|>system\n# Tools\n<tools>\n{SHOWN}\n</tools>\n"
+        'Answer with <tool_call>{"name": ..., "arguments": ...}</tool_call><|im_end|>\n'
+        "<|im_start|>user\nWeather in Z\u00fcrich?<|im_end|>\n"
+        '<|im_start|>assistant\n<tool_call>\n{"name": "get_weather", "arguments": {"city": '
+        '"Z\u00fcrich"}}\n</tool_call><|im_end|>\n'
+        "<|im_start|>user\n<tool_response>\n4 \u00b0C\n</tool_response><|im_end|>\n"
+        "<|im_start|>assistant\n"
+    )
+
+
+def test_llama3() -> None:
+    chat = Chat.parse(CALLED, [WEATHER])
+    assert rendered(LLAMA3, chat) == (
+        "<|start_header_id|>user<|end_header_id|>\n\nRespond in the format "
+        '{"name": function name, "parameters": dictionary of argument name and its value}.\nget_weather\n'
+        "Weather in Z\u00fcrich?<|eot_id|>"
+        "<|start_header_id|>assistant<|end_header_id|>\n\n"
+        '{"name": "get_weather", "parameters": {"city": "Z\u00fcrich"}}<|eot_id|>'
+        "<|start_header_id|>ipython<|end_header_id|>\n\n4 \u00b0C<|eot_id|>"
+        "<|start_header_id|>assistant<|end_header_id|>\n\n"
+    )
+
+
+def test_mistral() -> None:
+    chat = Chat.parse(CALLED, [WEATHER])
+    assert rendered(MISTRAL, chat) == (
+        f"<s>[AVAILABLE_TOOLS] [{SHOWN}][/AVAILABLE_TOOLS][INST] Weather in Z\u00fcrich?[/INST]"
+        '[TOOL_CALLS] [{"name": "get_weather", "arguments": {"city": "Z\u00fcrich"}, "id": "abcdefghi"}]</s>'
+        '[TOOL_RESULTS] {"content": "4 \u00b0C", "call_id": "abcdefghi"}[/TOOL_RESULTS]'
+    )
+
+
+@pytest.mark.parametrize("template", [QWEN, LLAMA3, MISTRAL, R1])
+def test_it_is_what_transformers_renders(template: str) -> None:
+    tokenizer = bytes_tokenizer(chat_template=template)
+    shown = {"name": "get_weather", "description": "Look.", "parameters": json.loads(WEATHER.parameters_json)}
+    function = {"name": "get_weather", "arguments": {"city": "Z\u00fcrich"}}
+    call = {"id": "abcdefghi", "type": "function", "function": function}
+    turns: list[Any] = [
+        {"role": "user", "content": USER.content},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "content": "4 \u00b0C", "tool_call_id": "abcdefghi", "name": "get_weather"},
+    ]
+    expected = tokenizer.apply_chat_template(
+        turns,
+        tools=[{"type": "function", "function": shown}],
+        add_generation_prompt=True,
+        tokenize=False,
+        bos_token="<b>",
+    )
+    chat = Chat.parse(CALLED, [WEATHER], template_options_json='{"bos_token": "<b>"}')
+    assert rendered(template, chat) == expected
+
+
+def test_no_tools_are_shown_under_tool_choice_none() -> None:
+    for choice, shown in (("none", False), ("auto", True), ("required", True), ("get_weather", True)):
+        prompt = rendered(QWEN, Chat.parse([USER], [WEATHER], choice))
+        assert ("# Tools" in prompt) is shown
+    assert rendered(QWEN, Chat.parse([USER])) == (
+        "<|im_start|>user\nWeather in Z\u00fcrich?<|im_end|>\n<|im_start|>assistant\n"
+    )
+
+
+def test_options_are_variables_of_the_template() -> None:
+    thinking = Chat.parse([USER], template_options_json='{"enable_thinking": false}')
+    assert rendered(QWEN, thinking).endswith("<|im_start|>assistant\n<think>\n\n</think>\n\n")
+    template = "{{ a }} {{ b }} {{ eos_token }} {{ documents[0].title }}"
+    options = {"a": [1], "b": None, "documents": [{"title": "T", "text": "x"}]}
+    chat = Chat.parse([USER], template_options_json=json.dumps(options))
+    assert rendered(template, chat) == "[1] None <|end|> T"
+
+
+def test_the_generation_prompt_may_open_the_reasoning() -> None:
+    assert rendered(R1, Chat((USER,))).endswith("<|assistant|><think>\n")
+
+
+def test_a_tool_turn_names_its_function() -> None:
+    template = "{% for m in messages %}{{ m.keys() | list }}{{ m.name }};{% endfor %}"
+    assert rendered(template, Chat(CALLED)) == (
+        "['role', 'content'];['role', 'content', 'tool_calls'];"
+        "['role', 'content', 'tool_call_id', 'name']get_weather;"
+    )
+
+
+def test_named_templates() -> None:
+    """As transformers has it: one for chats with tools."""
+    templates = {"default": "plain", "tool_use": "tools {{ tools | length }}"}
+    assert rendered(templates, Chat((USER,))) == "plain"
+    assert rendered(templates, Chat((USER,), (Tool("f"),))) == "tools 1"
+    assert rendered(templates, Chat((USER,), template="tool_use", tools=(Tool("f"),))) == "tools 1"
+    assert "no default" in refusal({"other": "x"}, Chat((USER,)))[1]  # type: ignore[arg-type]
+
+
+def test_a_model_without_a_template() -> None:
+    assert refusal(None, Chat((USER,))) == ("chat", "the model has no chat template")
+
+
+@pytest.mark.parametrize(
+    ("template", "reason"),
+    [
+        ("{{ raise_exception('roles must alternate') }}", "says: roles must alternate"),
+        ("{{ messages.nothing.more }}", "says: 'list object' has no attribute 'nothing'"),
+        ("{% if %}", "says: Expected an expression"),
+        ("{{ 1 + 'a' }}", "fails: TypeError: unsupported operand"),
+        ("{{ 1 // 0 }}", "fails: ZeroDivisionError"),
+        ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "fails: RecursionError"),
+        ("{{ range(100001) | list }}", "fails: OverflowError: Range too big"),
+        ("{{ ''.__class__.__mro__ }}", "says: access to attribute '__class__'"),
+        ("{{ messages.append(1) }}", "says: access to attribute 'append'"),
+        ("{{ half }}", "the rendered chat is no Unicode text"),
+    ],
+)
+def test_a_template_that_fails(template: str, reason: str, sandbox: TemplateSandbox) -> None:
+    """The model's own is told on the messages, the caller's, which runs in another process, on itself."""
+    options = {"half": "\ud800"}
+    field, own = refusal(template, Chat((USER,), options=options))
+    assert field == "chat.messages"
+    assert reason in own
+    with pytest.raises(InvalidRequest) as caught:
+        render(bytes_tokenizer(), Chat((USER,), template=template, options=options), sandbox)
+    (violation,) = caught.value.violations
+    assert violation.field == "chat.chat_template"
+    assert reason in violation.description
+
+
+@pytest.fixture(scope="module")
+def sandbox():
+    sandbox = TemplateSandbox(time_limit_s=60, max_chars=10_000)
+    yield sandbox
+    sandbox.close()
+
+
+def test_a_callers_template(sandbox: TemplateSandbox) -> None:
+    """It works on a model without one, and gives what the model's own would."""
+    for template in (QWEN, LLAMA3, MISTRAL, R1):
+        chat = Chat.parse(
+            CALLED, [WEATHER], chat_template=template, template_options_json='{"bos_token": "<s>"}'
+        )
+        own = Chat.parse(CALLED, [WEATHER], template_options_json='{"bos_token": "<s>"}')
+        assert render(bytes_tokenizer(), chat, sandbox) == rendered(template, own)
+
+
+def test_output_is_bounded(sandbox: TemplateSandbox) -> None:
+    with pytest.raises(InvalidRequest, match="writes 10001 characters; at most 10000 are taken"):
+        render(bytes_tokenizer(), Chat((USER,), template="{{ 'x' * 10001 }}"), sandbox)
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{% for i in range(100000) %}{% for j in range(100000) %}{% endfor %}{% endfor %}",
+        "{{ 9 ** (9 ** 9) }}",  # while the template compiles, in one instruction
+        "{% set ns = namespace(x='x') %}{% for i in range(50) %}{% set ns.x = ns.x ~ ns.x %}{% endfor %}",
+    ],
+    ids=["loop", "power", "memory"],
+)
+def test_a_template_that_would_never_end(template: str) -> None:
+    """It is stopped, and the next one is rendered."""
+    sandbox = TemplateSandbox(time_limit_s=1)
+    try:
+        with pytest.raises(
+            InvalidRequest, match=r"^chat\.chat_template: the chat template (took|fails: Memory)"
+        ):
+            render(bytes_tokenizer(), Chat((USER,), template=template), sandbox)
+        patient = TemplateSandbox(time_limit_s=60)
+        patient._worker, sandbox._worker = sandbox._worker, None
+        assert (
+            render(bytes_tokenizer(), Chat((USER,), template="{{ messages[0].content }}"), patient)
+            == USER.content
+        )
+        patient.close()
+    finally:
+        sandbox.close()
+
+
+def test_the_sandbox_ends_with_its_owner() -> None:
+    sandbox = TemplateSandbox(time_limit_s=60)
+    assert sandbox.render({"conversations": [[]], "chat_template": "x"}) == "x"
+    assert sandbox._worker is not None
+    stop = sandbox._worker.stop
+    assert stop.alive
+    del sandbox
+    assert not stop.alive
+
+
+def test_the_sandbox_does_not_see_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Should a template break out of jinja's sandbox, it finds no secrets there."""
+    monkeypatch.setenv("PENSTOCK_SECRET", "x")
+    sandbox = TemplateSandbox(time_limit_s=60)
+    sandbox.render({"conversations": [[]], "chat_template": "x"})
+    assert sandbox._worker is not None
+    peek = sandbox._worker.stop.peek()
+    assert peek is not None
+    environment = Path(f"/proc/{peek[2][0].pid}/environ").read_text()
+    sandbox.close()
+    assert "PENSTOCK_SECRET" not in environment
+
+
+def test_messages_as_mappings() -> None:
+    codec = TextCodec(bytes_tokenizer(chat_template=QWEN))
+    chat = [{"role": "user", "content": "hi"}]
+    assert codec.render_chat(chat) == codec.render_chat(Chat((ChatTurn("user", "hi"),)))
+    assert codec.decode(codec.encode_chat(chat)) == codec.render_chat(chat)

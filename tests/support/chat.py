@@ -1,0 +1,162 @@
+"""Feeding chat parsers in pieces, and chats to feed templates with."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from penstock.runtime.chat.events import Call, Event, Text
+from penstock.runtime.chat.reader import Reader, Stream, Wait
+from penstock.runtime.chat.tools import TOOL_FORMS, CallParser
+
+TOOLS = ("get_weather", "f", "g", "ns.tool-2")
+
+
+def pieces_of(text: str, cuts: Iterable[int]) -> list[str]:
+    """The text cut at these positions; empty pieces happen."""
+    marks = [0, *sorted(min(cut, len(text)) for cut in cuts), len(text)]
+    return [text[a:b] for a, b in itertools.pairwise(marks)]
+
+
+def merged(events: Iterable[Event]) -> list[Event]:
+    """The same with texts next to each other joined, as whoever shows them does."""
+    out: list[Event] = []
+    for event in events:
+        if isinstance(event, Text) and out and isinstance(out[-1], Text):
+            out[-1] = Text(out[-1].text + event.text)
+        else:
+            out.append(event)
+    return out
+
+
+def events_of(form: str, pieces: Sequence[str], tools: Sequence[str] = TOOLS) -> list[Event]:
+    """What a parser of the form finds in the pieces."""
+    parser = CallParser(TOOL_FORMS[form], tools)
+    found = [event for piece in pieces for event in parser.push(piece)]
+    return merged([*found, *parser.flush()])
+
+
+def texts(events: Iterable[Event]) -> str:
+    return "".join(event.text for event in events if isinstance(event, Text))
+
+
+def calls(events: Iterable[Event]) -> list[tuple[str, str]]:
+    return [(event.name, event.arguments) for event in events if isinstance(event, Call)]
+
+
+class Scan:
+    """Runs one scanner over pieces."""
+
+    def __init__(self, scanner: Callable[[Reader], Wait[Any]], pieces: Sequence[str]) -> None:
+        self.result: Any = None
+        self.left = ""
+        """What the scanner did not consume, if it was content."""
+        self.known_after: int | None = None
+        """After how many characters the result was known; None: at the end."""
+        self._fed = 0
+        self._reader = Reader()
+        stream = Stream(lambda r: self._run(r, scanner))
+        for piece in pieces:
+            self._fed += len(piece)
+            stream.push(piece)
+        self._fed = -1
+        stream.flush()
+        self.left = self._reader.text[self._reader.pos :]
+
+    def _run(self, r: Reader, scanner: Callable[[Reader], Wait[Any]]) -> Wait[None]:
+        self._reader = r
+        r.mark()
+        self.result = yield from scanner(r)
+        self.known_after = self._fed if self._fed >= 0 else None
+
+
+def bytes_tokenizer(
+    special: Sequence[str] = (),
+    ordinary: Sequence[str] = (),
+    chat_template: str | dict[str, str] | None = None,
+) -> PreTrainedTokenizerFast:
+    """Tokens are bytes; then the end token `<|end|>`, and what is added: special tokens and ordinary ones."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE(vocab={char: i for i, char in enumerate(alphabet)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<|end|>", *special])
+    tokenizer.add_tokens([AddedToken(text, special=False, normalized=False) for text in ordinary])
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|end|>")
+    fast.chat_template = chat_template
+    return fast
+
+
+# Small templates in the style of well-known models.
+QWEN = """
+{%- if tools %}
+{{- "<|im_start|>system\\n# Tools\\n<tools>" }}
+{%- for tool in tools %}{{- "\\n" + (tool | tojson) }}{%- endfor %}
+{{- '\\n</tools>\\nAnswer with <tool_call>{"name": ..., "arguments": ...}</tool_call><|im_end|>\\n' }}
+{%- endif %}
+{%- for message in messages %}
+{%- if message.role == "tool" %}
+{{- "<|im_start|>user\\n<tool_response>\\n" + message.content + "\\n</tool_response><|im_end|>\\n" }}
+{%- else %}
+{{- "<|im_start|>" + message.role + "\\n" + message.content }}
+{%- for call in message.tool_calls %}
+{%- if message.content or not loop.first %}{{- "\\n" }}{%- endif %}
+{{- '<tool_call>\\n{"name": "' + call.function.name + '", "arguments": ' }}
+{{- (call.function.arguments | tojson) + "}\\n</tool_call>" }}
+{%- endfor %}
+{{- "<|im_end|>\\n" }}
+{%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}
+{{- "<|im_start|>assistant\\n" }}
+{%- if enable_thinking is defined and not enable_thinking %}{{- "<think>\\n\\n</think>\\n\\n" }}{%- endif %}
+{%- endif %}"""
+LLAMA3 = """
+{{- bos_token }}
+{%- for message in messages %}
+{%- set role = "ipython" if message.role == "tool" else message.role %}
+{{- "<|start_header_id|>" + role + "<|end_header_id|>\\n\\n" }}
+{%- if "tool_calls" in message %}
+{%- if message.tool_calls | length != 1 %}{{ raise_exception("only single tool-calls") }}{%- endif %}
+{%- set call = message.tool_calls[0].function %}
+{{- '{"name": "' + call.name + '", "parameters": ' + (call.arguments | tojson) + "}" }}
+{%- else %}
+{%- if tools and loop.first %}
+{{- 'Respond in the format {"name": function name, ' }}
+{{- '"parameters": dictionary of argument name and its value}.\\n' }}
+{{- tools | map(attribute="function") | map(attribute="name") | join(", ") + "\\n" }}
+{%- endif %}
+{{- message.content | trim }}
+{%- endif %}
+{{- "<|eot_id|>" }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ "<|start_header_id|>assistant<|end_header_id|>\\n\\n" }}{% endif %}"""
+MISTRAL = """
+{{- "<s>" }}
+{%- if tools %}{{- "[AVAILABLE_TOOLS] " + (tools | tojson) + "[/AVAILABLE_TOOLS]" }}{%- endif %}
+{%- for message in messages %}
+{%- if message.role == "user" %}{{- "[INST] " + message.content + "[/INST]" }}
+{%- elif message.role == "tool" %}
+{%- set result = {"content": message.content, "call_id": message.tool_call_id} %}
+{{- "[TOOL_RESULTS] " + (result | tojson) + "[/TOOL_RESULTS]" }}
+{%- elif message.tool_calls is defined %}
+{{- "[TOOL_CALLS] [" }}
+{%- for call in message.tool_calls %}
+{%- if call.id | length != 9 %}{{ raise_exception("ids must have nine characters") }}{% endif %}
+{%- set f = call.function %}
+{{- {"name": f.name, "arguments": f.arguments, "id": call.id} | tojson }}
+{%- if not loop.last %}{{- ", " }}{%- endif %}
+{%- endfor %}
+{{- "]</s>" }}
+{%- else %}{{- " " + message.content + "</s>" }}
+{%- endif %}
+{%- endfor %}"""
+R1 = """
+{%- for message in messages %}
+{{- "<|" + message.role + "|>" + message.content.split("</think>")[-1] }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- "<|assistant|><think>\\n" }}{%- endif %}"""
