@@ -230,15 +230,23 @@ def test_the_sandbox_ends_with_its_owner() -> None:
     assert not stop.alive
 
 
+def test_a_process_that_died_meanwhile_is_replaced() -> None:
+    sandbox = TemplateSandbox(time_limit_s=60)
+    for _ in range(2):
+        assert sandbox.render({"conversations": [[]], "chat_template": "x"}) == "x"
+        assert sandbox._worker is not None
+        sandbox._worker._process.kill()
+        sandbox._worker._process.wait()
+    sandbox.close()
+
+
 def test_the_sandbox_does_not_see_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     """Should a template break out of jinja's sandbox, it finds no secrets there."""
     monkeypatch.setenv("PENSTOCK_SECRET", "x")
     sandbox = TemplateSandbox(time_limit_s=60)
     sandbox.render({"conversations": [[]], "chat_template": "x"})
     assert sandbox._worker is not None
-    peek = sandbox._worker.stop.peek()
-    assert peek is not None
-    environment = Path(f"/proc/{peek[2][0].pid}/environ").read_text()
+    environment = Path(f"/proc/{sandbox._worker._process.pid}/environ").read_text()
     sandbox.close()
     assert "PENSTOCK_SECRET" not in environment
 

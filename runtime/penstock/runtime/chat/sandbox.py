@@ -46,7 +46,7 @@ class TemplateSandbox:
         """
         message = json.dumps({"variables": variables, "max_chars": self._max_chars}).encode()
         with self._lock:
-            if self._worker is None:
+            if self._worker is None or not self._worker.alive:
                 self._worker = _Worker()
             reply = self._worker.ask(message, self._time_limit_s)
             if reply is None:
@@ -73,7 +73,7 @@ class _Worker:
     def __init__(self) -> None:
         self._pipe, theirs = Pipe()
         with theirs:
-            process = subprocess.Popen(
+            self._process = subprocess.Popen(
                 # Isolated, and without the server's environment: that may hold secrets.
                 [sys.executable, "-I", "-X", "utf8", str(WORKER), str(theirs.fileno())],
                 pass_fds=[theirs.fileno()],
@@ -82,11 +82,16 @@ class _Worker:
                 stderr=subprocess.DEVNULL,
                 env={"HF_HUB_OFFLINE": "1", "OPENBLAS_NUM_THREADS": "1"} | _linking(),
             )
-        self.stop = weakref.finalize(self, _stop, process, self._pipe)
+        self.stop = weakref.finalize(self, _stop, self._process, self._pipe)
         """Kill the process; also called when the owner is dropped, and at exit."""
         if self._receive(START_LIMIT_S) is None:
             self.stop()
             raise RuntimeError(f"the process for chat templates does not start: {WORKER}")
+
+    @property
+    def alive(self) -> bool:
+        """False where something else ended it, such as the kernel for want of memory."""
+        return self._process.poll() is None
 
     def ask(self, message: bytes, limit_s: float) -> dict[str, str] | None:
         """The answer; None if none came in time or the process died."""
