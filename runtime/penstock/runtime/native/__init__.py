@@ -5,5 +5,6 @@ library.py     loads the library and registers its operations
 linear.py      linear layers over packed weights
 rotate.py      per-head norms and rotary embedding
 attention.py   paged attention
+sample.py      the sampler: penalties, bias, masks, filters, the draw, log-probabilities
 huge_pages.py  asks Linux to keep weights and KV cache on huge pages
 """

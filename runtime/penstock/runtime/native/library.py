@@ -13,7 +13,7 @@ from penstock.runtime.native.build import BuildFailed, build
 
 log = logging.getLogger(__name__)
 
-TARGETS = ("penstock_linear", "penstock_rotate", "penstock_attention")
+TARGETS = ("penstock_linear", "penstock_rotate", "penstock_attention", "penstock_sample")
 """Handler symbols of the library; each is an FFI target of the same name on the CPU platform."""
 
 

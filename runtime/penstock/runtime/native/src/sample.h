@@ -1,0 +1,88 @@
+// Choosing a row's next token: penalties, bias, what is forbidden, top_k, top_p, min_p, the draw; log-probabilities.
+//
+// A row is swept in blocks, by one thread or by several: what a block writes, and the order in which blocks are added
+// up, are the same either way. So a row's result depends on that row alone.
+#pragma once
+
+#include <cstdint>
+
+namespace penstock {
+
+constexpr int64_t kSampleChunk = 512;                // ids; the draw picks a chunk, then a token in it
+constexpr int64_t kSampleBlock = 16 * kSampleChunk;  // ids; 32 KiB of logits
+constexpr int64_t kSampleLanes = 16;                 // at most, in a vector
+
+inline int64_t SampleChunks(int64_t vocab) { return (vocab + kSampleChunk - 1) / kSampleChunk; }
+inline int64_t SampleBlocks(int64_t vocab) { return (vocab + kSampleBlock - 1) / kSampleBlock; }
+
+struct SampleRow {
+  int64_t vocab;
+  const float* logits;      // [vocab]
+  const int32_t* history;   // [vocab], or null without penalties: times generated; bit 30: it is in the prompt
+  const float* bias;        // [vocab] or null; -infinity forbids
+  const int32_t* mask;      // [vocab / 32 rounded up] or null; bit t % 32 of word t / 32: t is allowed
+  const int32_t* stop_ids;  // [num_stop_ids], forbidden; those that are no ids are skipped
+  int64_t num_stop_ids;
+  float repetition, frequency, presence;
+  float temperature, top_p, min_p;
+  int32_t top_k;
+  const float* uniforms;  // [2]
+  int64_t num_top;        // log-probabilities of the sampled token and of this many; -1: none
+
+  // Whether x, from which the token is chosen, differs from the logits.
+  bool edited() const { return history || bias || mask || num_stop_ids; }
+};
+
+struct SampleResult {
+  int32_t* token;
+  float* logprob;
+  int32_t* top_ids;  // [num_top]
+  float* top_logprobs;
+};
+
+// A row's memory.
+struct SampleWork {
+  float* x;           // [vocab and a vector], for rows that are edited
+  float* raw_peaks;   // [chunks] the largest logit
+  float* peaks;       // [chunks] the largest x
+  float* lane_peaks;  // [chunks, lanes] the largest x of all that lie in this lane
+  double* sums;       // [blocks] of e^(logit - the block's largest), with log-probabilities
+  bool* broken;       // [blocks] a logit is NaN
+  float* masses;      // [chunks]
+  int64_t* counts;    // [blocks] of distances that `collect` found
+  double* nearer;     // [blocks] weight of those that it only counted
+  float* distances;   // [blocks, kSampleBlock], then without gaps
+  float* weights;     // of distances
+  float* left;        // [vocab] those that SampleReach still searches
+  float* left_weights;
+  float* order;       // [chunks, lanes], for the k-th of something
+  float* tops;        // [num_top, kSampleChunk] chunks that hold some of the largest logits
+  int64_t* top_rows;  // [chunks] where in tops, or -1
+};
+
+// A token's distance is the largest x, the peak, minus its x; its weight is 2^(-distance * scale).
+struct SampleRange {
+  float peak, scale;
+  float near, far;  // distances above `near` and up to `far`, which is finite
+};
+
+// What is done with vectors.
+struct SampleKernel {
+  int64_t lanes;
+  // x, peaks, and whatever else of `block` comes straight from the logits.
+  void (*build)(const SampleRow& row, const SampleWork& work, int64_t block);
+  // The weights of distances up to `reach`, summed by chunk.
+  void (*weigh_chunks)(const SampleRow& row, const SampleWork& work, int64_t block, float peak, float scale,
+                       float reach);
+  // The distances in the range, in order of their ids, and the summed weight of those nearer.
+  void (*collect)(const SampleRow& row, const SampleWork& work, int64_t block, const SampleRange& range);
+  void (*weigh)(const float* distances, int64_t count, float scale, float* weights);
+  float (*peak)(const float* x, int64_t count);
+  // The first index of a value that is there, and not -infinity.
+  int64_t (*find)(const float* x, int64_t count, float value);
+};
+
+const SampleKernel& SampleAvx2();
+const SampleKernel& SampleAvx512();
+
+}  // namespace penstock
