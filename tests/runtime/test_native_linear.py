@@ -19,12 +19,25 @@ BF16 = ml_dtypes.bfloat16
 pytestmark = pytest.mark.skipif(not library.available(), reason="no native library on this machine")
 
 
-@pytest.fixture(params=[Isa.AVX2, Isa.AVX512, Isa.AVX512_BF16, Isa.AMX], ids=lambda isa: isa.name)
+KERNELS = {
+    "avx2": (Isa.AVX2, None),
+    "avx512": (Isa.AVX512, None),
+    "avx512_bf16": (Isa.AVX512_BF16, False),
+    "avx512_bf16_pairs": (Isa.AVX512_BF16, True),
+    "amx": (Isa.AMX, None),
+}
+"""Instruction set and `use_pairs`."""
+
+
+@pytest.fixture(params=KERNELS)
 def isa(request: pytest.FixtureRequest) -> Iterator[Isa]:
-    if library.limit_isa(request.param) is not request.param:
+    wanted, pairs = KERNELS[request.param]
+    if library.limit_isa(wanted) is not wanted:
         library.limit_isa(Isa.AMX)
-        pytest.skip(f"this processor has no {request.param.name}")
-    yield request.param
+        pytest.skip(f"this processor has no {wanted.name}")
+    library.use_pairs(pairs)
+    yield wanted
+    library.use_pairs(None)
     library.limit_isa(Isa.AMX)
 
 
@@ -109,13 +122,44 @@ def test_exact_small_integers(isa: Isa) -> None:
     np.testing.assert_array_equal(np.asarray(got), (x @ weight.T).astype(np.float32))
 
 
-def test_a_row_does_not_depend_on_the_others(isa: Isa) -> None:
+@pytest.mark.parametrize("int8", [False, True], ids=["bf16", "int8"])
+@pytest.mark.parametrize("inner", [128, 2112])
+def test_a_row_does_not_depend_on_the_others(isa: Isa, int8: bool, inner: int) -> None:
+    """A row's bits are the same whatever is beside it; on AMX, which sums few rows in two parts, nearly."""
     rng = np.random.default_rng(6)
-    x, weight = draw(rng, 64, 128), packed(draw(rng, 64, 128), False)
-    together = linear(jnp.asarray(x), (weight,), num_rows=jnp.int32(64), out_dtype=np.float32)
-    for count in (1, 16, 33):
-        alone = linear(jnp.asarray(x), (weight,), num_rows=jnp.int32(count), out_dtype=np.float32)
-        np.testing.assert_allclose(alone[:count], together[:count], rtol=2e-6, atol=1e-5)
+    first, second = (packed(draw(rng, 48, inner, scale=0.05), int8) for _ in range(2))
+    x, residual, norm = draw(rng, 100, inner), draw(rng, 100, 48), jnp.asarray(draw(rng, inner))
+
+    def run(begin: int, end: int) -> list[np.ndarray]:
+        rows, count = jnp.asarray(np.roll(x, -begin, 0)), jnp.int32(end - begin)
+        added = jnp.asarray(np.roll(residual, -begin, 0))
+        results = [
+            linear(rows, (first, second), num_rows=count, norm=norm, eps=1e-5, out_dtype=np.float32),
+            linear(rows, (first,), num_rows=count, residual=added),
+            linear(rows, (first, second), num_rows=count, norm=norm, eps=1e-5, gate=True),
+        ]
+        return [np.asarray(result)[: end - begin] for result in results]
+
+    together = run(0, 100)
+    for begin, end in [(0, 1), (2, 4), (7, 12), (20, 27), (16, 31), (5, 21), (30, 47), (60, 93), (35, 99)]:
+        for alone, whole in zip(run(begin, end), together, strict=True):
+            if isa is Isa.AMX and not int8:
+                close(alone, wide(whole[begin:end]), 1e-2 if alone.dtype == BF16 else 1e-5)
+            else:
+                np.testing.assert_array_equal(alone.view(np.uint8), whole[begin:end].view(np.uint8))
+
+
+def test_int8_sums_are_exact(isa: Isa) -> None:
+    """Rows whose peak is 127 are quantized to themselves, so the sums are whole numbers known exactly."""
+    rng = np.random.default_rng(8)
+    x = rng.integers(-126, 127, (37, 192))
+    x[:, 5], x[3] = 127, -127
+    values = rng.integers(-127, 128, (32, 192)).astype(np.int8)
+    sums = values.astype(np.int64).sum(axis=1) * 128
+    scale = np.stack([np.ones(32), sums]).astype(np.float32)
+    weight = Packed(jnp.asarray(pack(values)), jnp.asarray(scale))
+    got = linear(jnp.asarray(x.astype(BF16)), (weight,), num_rows=jnp.int32(37), out_dtype=np.float32)
+    np.testing.assert_array_equal(np.asarray(got), (x @ values.T.astype(np.int64)).astype(np.float32))
 
 
 @pytest.mark.parametrize("dtype", [BF16, np.int8])

@@ -55,3 +55,12 @@ def limit_isa(isa: Isa) -> Isa:
     """Use no instruction set above `isa` from now on, process-wide: for tests. Returns the one in use."""
     library = load()
     return Isa.NONE if library is None else Isa(library.penstock_limit_isa(int(isa)))
+
+
+def use_pairs(pairs: bool | None) -> None:
+    """Whether kernels for AVX512_BF16 multiply pairs of bfloat16, or float32; None: what this processor is
+    faster at. Process-wide: for tests.
+    """
+    library = load()
+    if library is not None:
+        library.penstock_use_pairs(-1 if pairs is None else int(pairs))

@@ -49,11 +49,24 @@ Isa Best() {
   return best;
 }
 
+bool IsIntel() {
+  unsigned a, b, c, d;
+  if (!__get_cpuid(0, &a, &b, &c, &d)) return false;
+  return b == signature_INTEL_ebx && c == signature_INTEL_ecx && d == signature_INTEL_edx;
+}
+
 std::atomic<int> limit{static_cast<int>(Isa::kAmx)};
+std::atomic<int> pairs{-1};
 
 }  // namespace
 
 Isa CurrentIsa() { return static_cast<Isa>(std::min(static_cast<int>(Best()), limit.load(std::memory_order_relaxed))); }
+
+bool UsePairs() {
+  static const bool liked = !IsIntel();
+  const int wanted = pairs.load(std::memory_order_relaxed);
+  return wanted < 0 ? liked : wanted > 0;
+}
 
 }  // namespace penstock
 
@@ -63,3 +76,5 @@ __attribute__((visibility("default"))) int penstock_limit_isa(int isa) {
   penstock::limit.store(isa);
   return static_cast<int>(penstock::CurrentIsa());
 }
+
+__attribute__((visibility("default"))) void penstock_use_pairs(int pairs) { penstock::pairs.store(pairs); }

@@ -26,6 +26,16 @@ inline Lanes Sub(Lanes a, Lanes b) { return {_mm512_sub_ps(a.v, b.v)}; }
 inline float Total(Lanes a) { return _mm512_reduce_add_ps(a.v); }
 inline Lanes Mul(Lanes a, Lanes b) { return {_mm512_mul_ps(a.v, b.v)}; }
 inline Lanes Div(Lanes a, Lanes b) { return {_mm512_div_ps(a.v, b.v)}; }
+inline Lanes Max(Lanes a, Lanes b) { return {_mm512_max_ps(a.v, b.v)}; }  // b if either is NaN
+inline Lanes Size(Lanes a) { return {_mm512_abs_ps(a.v)}; }
+inline float Largest(Lanes a) { return _mm512_reduce_max_ps(a.v); }
+
+// To the nearest integer, ties away from zero; at most 127 in size.
+inline void StoreInt8(int8_t* to, Lanes a) {
+  const __m512 half = _mm512_or_ps(_mm512_and_ps(a.v, _mm512_set1_ps(-0.0f)), _mm512_set1_ps(0.5f));
+  const __m512i whole = _mm512_cvttps_epi32(_mm512_add_ps(a.v, half));
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(to), _mm512_cvtepi32_epi8(whole));
+}
 
 inline Lanes LoadBf16(const uint16_t* from) {
   const __m512i wide = _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)));
@@ -97,6 +107,22 @@ inline Lanes Mul(const Lanes& a, const Lanes& b) {
 }
 inline Lanes Div(const Lanes& a, const Lanes& b) {
   return Each([&](int i) { return a.v[i] / b.v[i]; });
+}
+inline Lanes Max(const Lanes& a, const Lanes& b) {
+  return Each([&](int i) { return a.v[i] > b.v[i] ? a.v[i] : b.v[i]; });
+}
+inline Lanes Size(const Lanes& a) {
+  return Each([&](int i) { return a.v[i] < 0 ? -a.v[i] : a.v[i]; });
+}
+inline float Largest(const Lanes& a) {
+  float largest = a.v[0];
+  for (float value : a.v) largest = value > largest ? value : largest;
+  return largest;
+}
+inline void StoreInt8(int8_t* to, const Lanes& a) {
+  int32_t whole[16];
+  for (int i = 0; i < 16; ++i) whole[i] = static_cast<int32_t>(a.v[i] + (a.v[i] < 0 ? -0.5f : 0.5f));
+  for (int i = 0; i < 16; ++i) to[i] = static_cast<int8_t>(whole[i]);
 }
 
 inline Lanes LoadBf16(const uint16_t* from) {

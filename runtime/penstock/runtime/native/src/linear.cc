@@ -20,7 +20,7 @@ const LinearKernel* Kernel() {
     case Isa::kAmx:
       return &LinearAmx();
     case Isa::kAvx512Bf16:
-      return &LinearAvx512Bf16();
+      return UsePairs() ? &LinearAvx512Bf16() : &LinearAvx512();
     case Isa::kAvx512:
       return &LinearAvx512();
     case Isa::kAvx2:

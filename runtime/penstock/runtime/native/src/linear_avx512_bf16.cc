@@ -1,23 +1,30 @@
-// AVX-512 with bf16 products (VDPBF16PS) and VNNI.
+// AVX-512 with products of bf16 pairs (VDPBF16PS) and VNNI.
+#include "linear_avx512.h"
 #include "linear_vector.h"
 
 namespace penstock {
 namespace {
 
-struct Avx512Bf16 {
+struct PairBf16 {
   using Sum = __m512;
-  static constexpr int64_t kLanes = 16, kXBytes = 2;
-  static constexpr bool kOffset = true;
+  using Operand = __m512i;
+  static constexpr int kParts = 1, kSteps = 1, kRows = 16;
+  static constexpr Form kForm = Form::kPair;
   static Sum Zero() { return _mm512_setzero_ps(); }
-  static void Store(float* to, Sum sum) { _mm512_storeu_ps(to, sum); }
-  static void MulBf16(Sum& sum, const char* w, const char* x) {
-    sum = _mm512_dpbf16_ps(sum, reinterpret_cast<__m512bh>(_mm512_loadu_si512(w)),
-                           reinterpret_cast<__m512bh>(_mm512_set1_epi32(Four(x))));
+  template <int kStep>
+  static Operand Weights(const char* tile_row, int) {
+    return _mm512_loadu_si512(tile_row);
   }
-  static void MulInt8(Sum& sum, const char* w, const char* x) {
-    sum = _mm512_castsi512_ps(
-        _mm512_dpbusd_epi32(_mm512_castps_si512(sum), _mm512_set1_epi32(Four(x)), _mm512_loadu_si512(w)));
+  static Operand Word(const uint32_t* x) { return _mm512_set1_epi32(static_cast<int>(*x)); }
+  static Sum Add(Sum sum, Operand weights, Operand word) {
+    return _mm512_dpbf16_ps(sum, (__m512bh)weights, (__m512bh)word);
   }
+  static void Finish(float* to, const Sum* sum) { _mm512_storeu_ps(to, *sum); }
+};
+
+struct Avx512Bf16 {
+  using Bf16 = PairBf16;
+  using Int8 = VnniInt8;
 };
 
 }  // namespace

@@ -107,24 +107,14 @@ inline void LoadRow(const LinearInput& input, int64_t row, int64_t k, float* out
 
 // The largest size in a row of float32, k a multiple of 16: 127 stands for it in symmetric int8.
 inline float RowPeak(const float* row, int64_t k) {
-  float parts[16] = {};
-  for (int64_t i = 0; i < k; i += 16) {
-    for (int64_t j = 0; j < 16; ++j) {
-      const float size = row[i + j] < 0 ? -row[i + j] : row[i + j];
-      parts[j] = size > parts[j] ? size : parts[j];
-    }
-  }
-  float peak = 0.0f;
-  for (float part : parts) peak = part > peak ? part : peak;
-  return peak;
+  Lanes peak = Fill(0.0f);
+  for (int64_t i = 0; i < k; i += 16) peak = Max(Size(Load(row + i)), peak);
+  return Largest(peak);
 }
 
-// `inverse` is 127 / RowPeak, or 0.
+// `inverse` is 127 / RowPeak, or 0; count is a multiple of 16.
 inline void Quantize(const float* from, int64_t count, float inverse, int8_t* out) {
-  for (int64_t i = 0; i < count; ++i) {
-    const float scaled = from[i] * inverse;
-    out[i] = static_cast<int8_t>(static_cast<int32_t>(scaled + (scaled < 0 ? -0.5f : 0.5f)));
-  }
+  for (int64_t i = 0; i < count; i += 16) StoreInt8(out + i, Mul(Load(from + i), Fill(inverse)));
 }
 
 }  // namespace

@@ -1,83 +1,71 @@
-// Linear layers on vector registers, for any instruction set described by a traits class V:
-//   Sum                      a register of float32 or int32 sums, kLanes wide
-//   Zero(), Store(f, Sum)
-//   MulBf16(sum, w, x)       sum += pairs of weights w (16 bits each) times the pair of x's that x points to
-//   MulInt8(sum, w, x)       sum += fours of int8 weights times the four x's
-//   kXBytes                  bytes of x's elements in bf16 mode: 2 as they are, 4 widened to float32
-//   kOffset                  whether x is stored plus 128, as unsigned bytes
-// A tile's row holds 16 outputs, so it is 16 / kLanes registers.
+// Linear layers on vector registers, for any instruction set described by a traits class V whose members Bf16 and
+// Int8 say how words (32 bits) of weights and of x are multiplied:
+//   Sum             a register of float32 or int32 sums
+//   kParts          registers for the 16 outputs of a tile's row
+//   kSteps          products to a tile's row: each takes one word of every row of x
+//   kRows           rows of x at once, what the registers hold
+//   kForm           what x's words are: kFloat one value, kPair two in bf16, kFour, kFourOffset (plus 128) in int8
+//   Zero(), Finish(float*, sum), Weights<step>(tile row, part), Word(const uint32_t*), Add(sum, weights, word)
+//
+// x is cut in panels of at most kRows rows, words [step over all inputs][row of the panel]: the words that a step
+// multiplies by the same weights lie side by side, and a panel is read in one ascending sweep. (Rows that lie apart
+// by a power of two bytes would share a few sets of the first cache.)
+//
+// An output is one chain of products in ascending order of inputs, whatever the number of rows: its bits depend on
+// its own row alone.
 #pragma once
 
 #include <immintrin.h>
 
+#include <type_traits>
+
 #include "linear_common.h"
+#include "linear_panels.h"
 
 namespace penstock {
 namespace {
 
-constexpr int64_t kUnitBytes = 128 * 1024;
-constexpr int64_t kPrefetchBytes = 2048;
+constexpr int64_t kUnitBytes = 128 * 1024;    // of weight: enough to be worth a claim
+constexpr int64_t kPrefetchBytes = 4096;      // ahead of a weight that streams from memory
+constexpr int64_t kRowsBytes = 1024 * 1024;   // of x: what stays in the second cache beside some weights
+constexpr int64_t kFewestRows = 64;           // of x at once all the same: for fewer, weights come too slowly
+
+// One block's tile rows against a panel of R rows, over all inputs.
+template <class P, int R>
+void Block(const char* tiles, const uint32_t* x, int64_t tile_rows, float* sums) {
+  typename P::Sum sum[R][P::kParts];
+  for (int r = 0; r < R; ++r) {
+    for (int p = 0; p < P::kParts; ++p) sum[r][p] = P::Zero();
+  }
+  for (int64_t g = 0; g < tile_rows; ++g, tiles += 64) {
+    _mm_prefetch(tiles + kPrefetchBytes, _MM_HINT_T0);
+    const auto step = [&](auto number) {
+      typename P::Operand weights[P::kParts];
+      for (int p = 0; p < P::kParts; ++p) weights[p] = P::template Weights<decltype(number)::value>(tiles, p);
+      for (int r = 0; r < R; ++r) {
+        const typename P::Operand word = P::Word(x + r);
+        for (int p = 0; p < P::kParts; ++p) sum[r][p] = P::Add(sum[r][p], weights[p], word);
+      }
+      x += R;
+    };
+    step(std::integral_constant<int, 0>());
+    if constexpr (P::kSteps == 2) step(std::integral_constant<int, 1>());
+  }
+  for (int r = 0; r < R; ++r) P::Finish(sums + r * kBlockOut, sum[r]);
+}
+
+template <class P, int R = P::kRows>
+void AnyBlock(int64_t rows, const char* tiles, const uint32_t* x, int64_t tile_rows, float* sums) {
+  if constexpr (R > 1) {
+    if (rows < R) return AnyBlock<P, R - 1>(rows, tiles, x, tile_rows, sums);
+  }
+  Block<P, R>(tiles, x, tile_rows, sums);
+}
 
 template <class V>
 struct VectorLinear {
-  static constexpr int64_t kParts = kBlockOut / V::kLanes;
-  static constexpr int64_t kMostRows = V::kLanes == 16 ? 8 : 4;  // that fit in registers
-
-  static int64_t RowBytes(int64_t k, bool int8) { return k * (int8 ? 1 : V::kXBytes); }
-
-  // One tile row after the other over all inputs; kRows rows of x at once.
-  template <bool kInt8, int kRows>
-  static void Block(const char* tiles, const char* x, int64_t row_bytes, int64_t k, float* sums) {
-    constexpr int64_t kGroup = kInt8 ? 4 : 2, kXGroup = kInt8 ? 4 : 2 * V::kXBytes;
-    typename V::Sum sum[kRows][kParts];
-    for (int r = 0; r < kRows; ++r) {
-      for (int p = 0; p < kParts; ++p) sum[r][p] = V::Zero();
-    }
-    for (int64_t g = 0; g < k / kGroup; ++g) {
-      const char* w = tiles + g * 64;
-      _mm_prefetch(w + kPrefetchBytes, _MM_HINT_T0);
-      for (int p = 0; p < kParts; ++p) {
-        for (int r = 0; r < kRows; ++r) {
-          if constexpr (kInt8) {
-            V::MulInt8(sum[r][p], w + p * V::kLanes * 4, x + r * row_bytes + g * kXGroup);
-          } else {
-            V::MulBf16(sum[r][p], w + p * V::kLanes * 4, x + r * row_bytes + g * kXGroup);
-          }
-        }
-      }
-    }
-    for (int r = 0; r < kRows; ++r) {
-      for (int p = 0; p < kParts; ++p) V::Store(sums + r * kBlockOut + p * V::kLanes, sum[r][p]);
-    }
-  }
-
-  template <bool kInt8>
-  static void Rows(int64_t rows, const char* tiles, const char* x, int64_t row_bytes, int64_t k, float* sums) {
-    if constexpr (kMostRows == 8) {
-      if (rows == 8) return Block<kInt8, 8>(tiles, x, row_bytes, k, sums);
-    }
-    if (rows >= 4) {
-      Block<kInt8, 4>(tiles, x, row_bytes, k, sums);
-      if (rows > 4) Rows<kInt8>(rows - 4, tiles, x + 4 * row_bytes, row_bytes, k, sums + 4 * kBlockOut);
-    } else if (rows == 3) {
-      Block<kInt8, 3>(tiles, x, row_bytes, k, sums);
-    } else if (rows == 2) {
-      Block<kInt8, 2>(tiles, x, row_bytes, k, sums);
-    } else {
-      Block<kInt8, 1>(tiles, x, row_bytes, k, sums);
-    }
-  }
-
-  static void Multiply(const LinearJob& job, int64_t weight, int64_t block, int64_t row, int64_t rows, float* sums) {
-    const char* tiles = job.weights[weight].tiles + block * job.BlockBytes();
-    const int64_t row_bytes = RowBytes(job.k, job.int8);
-    const char* x = static_cast<const char*>(job.x) + row * row_bytes;
-    if (job.int8) {
-      Rows<true>(rows, tiles, x, row_bytes, job.k, sums);
-      Dequantize(job, weight, block, row, rows, sums, V::kOffset);
-    } else {
-      Rows<false>(rows, tiles, x, row_bytes, job.k, sums);
-    }
+  static int64_t WordsOf(const LinearJob& job) {
+    return job.int8 ? Words(V::Int8::kForm, job.k) : Words(V::Bf16::kForm, job.k);
   }
 
   static int64_t PerUnit(const LinearJob& job) {
@@ -85,51 +73,54 @@ struct VectorLinear {
     return job.m > 64 || blocks < 1 ? 1 : blocks;
   }
 
-  static int64_t NumUnits(const LinearJob& job) { return CountUnits(job, PerUnit(job)); }
+  static int64_t RowsAtOnce(const LinearJob& job) {
+    const int64_t rows = kRowsBytes / (WordsOf(job) * 4) / kRowBlock * kRowBlock;
+    return rows < kFewestRows ? kFewestRows : rows;
+  }
 
-  static void RunUnit(const LinearJob& job, int64_t unit) {
-    const Span span = FindUnit(job, unit, PerUnit(job));
-    alignas(64) float sums[2][kMostRows * kBlockOut];
+  static int64_t NumUnits(const LinearJob& job) {
+    return CountUnits(job, PerUnit(job)) * ((job.m + RowsAtOnce(job) - 1) / RowsAtOnce(job));
+  }
+
+  template <class P>
+  static void Run(const LinearJob& job, const Span& span, int64_t first, int64_t last) {
+    const int64_t words = Words(P::kForm, job.k), tile_rows = job.BlockBytes() / 64;
+    const uint32_t* x = static_cast<const uint32_t*>(job.x);
+    alignas(64) float sums[2][P::kRows * kBlockOut];
     for (int64_t b = span.block; b < span.block + span.count; ++b) {
-      for (int64_t row = 0; row < job.m; row += kMostRows) {
-        const int64_t rows = job.m - row < kMostRows ? job.m - row : kMostRows;
-        Multiply(job, span.weight, b, row, rows, sums[0]);
+      for (int64_t row = first; row < last;) {
+        const int64_t rows = PanelRows(P::kRows, job.m, row);
+        for (int64_t part = 0; part < (job.gate ? 2 : 1); ++part) {
+          const int64_t weight = job.gate ? part : span.weight;
+          const char* tiles = job.weights[weight].tiles + b * job.BlockBytes();
+          AnyBlock<P>(rows, tiles, x + row * words, tile_rows, sums[part]);
+          if (job.int8) Dequantize(job, weight, b, row, rows, sums[part], P::kForm == Form::kFourOffset);
+        }
         if (job.gate) {
-          Multiply(job, 1, b, row, rows, sums[1]);
           FinishGate(job, b, row, rows, sums[0], sums[1]);
         } else {
           Finish(job, span.weight, b, row, rows, sums[0], nullptr);
         }
+        row += rows;
       }
     }
   }
 
-  static int64_t XBytes(int64_t m, int64_t k, bool int8) { return m * RowBytes(k, int8); }
+  static void RunUnit(const LinearJob& job, int64_t unit) {
+    const int64_t units = CountUnits(job, PerUnit(job)), rows = RowsAtOnce(job);
+    const Span span = FindUnit(job, unit % units, PerUnit(job));
+    const int64_t first = unit / units * rows, last = first + rows < job.m ? first + rows : job.m;
+    job.int8 ? Run<typename V::Int8>(job, span, first, last) : Run<typename V::Bf16>(job, span, first, last);
+  }
+
+  static int64_t XBytes(int64_t m, int64_t k, bool int8) {
+    return m * 4 * (int8 ? Words(V::Int8::kForm, k) : Words(V::Bf16::kForm, k));
+  }
 
   static void PutRows(const LinearInput& input, int64_t block, const LinearJob& job, void* x, float* x_scale,
                       float* row) {
-    const int64_t k = job.k, first = block * 16, count = job.m - first < 16 ? job.m - first : 16;
-    char* out = static_cast<char*>(x) + first * RowBytes(k, job.int8);
-    for (int64_t r = 0; r < count; ++r, out += RowBytes(k, job.int8)) {
-      LoadRow(input, first + r, k, row);
-      if (job.int8) {
-        const float peak = RowPeak(row, k);
-        x_scale[first + r] = peak / 127.0f;
-        Quantize(row, k, peak > 0 ? 127.0f / peak : 0.0f, reinterpret_cast<int8_t*>(out));
-        if constexpr (V::kOffset) {
-          for (int64_t i = 0; i < k; ++i) out[i] = static_cast<char>(out[i] ^ 0x80);  // + 128, as unsigned
-        }
-      } else if constexpr (V::kXBytes == 2) {
-        for (int64_t i = 0; i < k; i += 16) StoreBf16(reinterpret_cast<uint16_t*>(out) + i, Load(row + i));
-      } else {
-        // Rounded to bf16 all the same: every machine computes the same model.
-        for (int64_t i = 0; i < k; i += 16) {
-          uint16_t rounded[16];
-          StoreBf16(rounded, Load(row + i));
-          Store(reinterpret_cast<float*>(out) + i, LoadBf16(rounded));
-        }
-      }
-    }
+    job.int8 ? PutPanels(V::Int8::kForm, V::Int8::kRows, input, block, job, static_cast<uint32_t*>(x), x_scale, row)
+             : PutPanels(V::Bf16::kForm, V::Bf16::kRows, input, block, job, static_cast<uint32_t*>(x), x_scale, row);
   }
 
   static const LinearKernel& Kernel() {
@@ -137,12 +128,6 @@ struct VectorLinear {
     return kernel;
   }
 };
-
-inline int32_t Four(const char* x) {
-  int32_t value;
-  memcpy(&value, x, 4);
-  return value;
-}
 
 }  // namespace
 }  // namespace penstock

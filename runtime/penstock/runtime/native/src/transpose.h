@@ -1,0 +1,64 @@
+// Words (32 bits) of up to 16 rows, transposed. In an unnamed namespace, like lanes.h.
+#pragma once
+
+#include <immintrin.h>
+
+#include <cstdint>
+
+namespace penstock {
+namespace {
+
+#if defined(__AVX512F__)
+
+// 16 x 16 words, in place.
+inline void Transpose16(__m512i* a) {
+  __m512i b[16];
+  for (int i = 0; i < 16; i += 2) {
+    b[i] = _mm512_unpacklo_epi32(a[i], a[i + 1]);
+    b[i + 1] = _mm512_unpackhi_epi32(a[i], a[i + 1]);
+  }
+  for (int i = 0; i < 16; i += 4) {
+    a[i] = _mm512_unpacklo_epi64(b[i], b[i + 2]);
+    a[i + 1] = _mm512_unpackhi_epi64(b[i], b[i + 2]);
+    a[i + 2] = _mm512_unpacklo_epi64(b[i + 1], b[i + 3]);
+    a[i + 3] = _mm512_unpackhi_epi64(b[i + 1], b[i + 3]);
+  }
+  // a[4 i + j] lane l holds word 4 l + j of rows 4 i .. 4 i + 3.
+  for (int j = 0; j < 4; ++j) {
+    const __m512i low = _mm512_shuffle_i32x4(a[j], a[4 + j], 0x44);
+    const __m512i low2 = _mm512_shuffle_i32x4(a[8 + j], a[12 + j], 0x44);
+    const __m512i high = _mm512_shuffle_i32x4(a[j], a[4 + j], 0xee);
+    const __m512i high2 = _mm512_shuffle_i32x4(a[8 + j], a[12 + j], 0xee);
+    b[j] = _mm512_shuffle_i32x4(low, low2, 0x88);
+    b[4 + j] = _mm512_shuffle_i32x4(low, low2, 0xdd);
+    b[8 + j] = _mm512_shuffle_i32x4(high, high2, 0x88);
+    b[12 + j] = _mm512_shuffle_i32x4(high, high2, 0xdd);
+  }
+  for (int i = 0; i < 16; ++i) a[i] = b[i];
+}
+
+// from [rows][stride] to [words][rows]; rows at most 16, words a multiple of 16.
+inline void TransposeWords(const uint32_t* from, int64_t stride, int64_t rows, int64_t words, uint32_t* to) {
+  const __mmask16 kept = static_cast<__mmask16>((1u << rows) - 1);
+  const uint32_t* begins[16];
+  for (int64_t r = 0; r < 16; ++r) begins[r] = from + (r < rows ? r : 0) * stride;
+  for (int64_t w = 0; w < words; w += 16) {
+    __m512i a[16];
+    for (int64_t r = 0; r < 16; ++r) a[r] = _mm512_loadu_si512(begins[r] + w);
+    Transpose16(a);
+    for (int64_t i = 0; i < 16; ++i) _mm512_mask_storeu_epi32(to + (w + i) * rows, kept, a[i]);
+  }
+}
+
+#else
+
+inline void TransposeWords(const uint32_t* from, int64_t stride, int64_t rows, int64_t words, uint32_t* to) {
+  for (int64_t r = 0; r < rows; ++r) {
+    for (int64_t w = 0; w < words; ++w) to[w * rows + r] = from[r * stride + w];
+  }
+}
+
+#endif
+
+}  // namespace
+}  // namespace penstock
