@@ -23,15 +23,24 @@ pytestmark = pytest.mark.skipif(not library.available(), reason="no native libra
 TOLERANCE = {"bfloat16": 0.015, "float32": 4e-6}
 BASE = Shape(heads=4, kv_heads=2, dim=64, page=16, tokens=160, rows=6, width=64, pages=200)
 PLAIN = Options()
-ISAS = (Isa.AVX2, Isa.AVX512, Isa.AVX512_BF16, Isa.AMX)
+KERNELS = {
+    "avx2": (Isa.AVX2, None),
+    "avx512": (Isa.AVX512, None),  # and of AVX512_BF16 where pairs are not used
+    "avx512_bf16_pairs": (Isa.AVX512_BF16, True),
+    "amx": (Isa.AMX, None),
+}
+"""Instruction set and `use_pairs`."""
 
 
-@pytest.fixture(params=ISAS, ids=lambda isa: isa.name)
+@pytest.fixture(params=KERNELS)
 def isa(request: pytest.FixtureRequest) -> Iterator[Isa]:
-    if library.limit_isa(request.param) is not request.param:
+    wanted, pairs = KERNELS[request.param]
+    if library.limit_isa(wanted) is not wanted:
         library.limit_isa(Isa.AMX)
-        pytest.skip(f"this processor has no {request.param.name}")
-    yield request.param
+        pytest.skip(f"this processor has no {wanted.name}")
+    library.use_pairs(pairs)
+    yield wanted
+    library.use_pairs(None)
     library.limit_isa(Isa.AMX)
 
 
@@ -106,22 +115,25 @@ def test_shared_prefixes(isa: Isa, dtype: str, shared: int) -> None:
     run(cases[-6:], shape, Options(softcap=5.0, sinks=True), shared + 1, shared)
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_bits_depend_on_the_row_alone(isa: Isa, dtype: str) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "dim", "options"),
+    [
+        ("bfloat16", 64, PLAIN),
+        ("bfloat16", 80, Options(window=300, softcap=20.0, sinks=True)),
+        ("float32", 64, PLAIN),
+    ],
+)
+def test_bits_depend_on_the_row_alone(isa: Isa, dtype: str, dim: int, options: Options) -> None:
     """A row alone, in a batch, beside rows that share its pages, as one chunk or several: the same bits."""
-    shape = Shape(heads=8, kv_heads=2, dim=64, page=16, tokens=640, rows=6, width=64, pages=200, dtype=dtype)
-    batch = draw(
-        [Case(600, 1), Case(570, 1), Case(590, 1), Case(0, 300), Case(530, 40)],
-        shape,
-        Options(),
-        7,
-        shared=512,
-    )
-    together, cache = step(shape)(batch)
+    shape = Shape(heads=8, kv_heads=2, dim=dim, page=16, tokens=640, rows=7, width=64, pages=240, dtype=dtype)
+    cases = [Case(600, 1), Case(570, 1), Case(590, 1), Case(0, 300), Case(530, 40), Case(250, 12)]
+    batch = draw(cases, shape, options, 7, shared=512)
+    together, cache = step(shape, options)(batch)
+    chunks = {40: 9, 12: 2}  # of the rows with so many new tokens
     at = 0
-    for row, new in enumerate(batch.q_lens[:5]):
-        for first in range(0, new, 9 if new == 40 else new):
-            count = min(9, new - first) if new == 40 else new
+    for row, new in enumerate(batch.q_lens[: len(cases)]):
+        for first in range(0, new, chunks.get(new, new)):
+            count = min(chunks.get(new, new), new - first)
             alone = np.zeros_like(batch.q_lens)
             alone[0] = count
             tokens = slice(at + first, at + first + count)
@@ -136,11 +148,11 @@ def test_bits_depend_on_the_row_alone(isa: Isa, dtype: str) -> None:
                 starts,
                 alone,
                 np.roll(batch.table, -row, 0),
-                None,
+                batch.sinks,
                 batch.expected,
                 batch.cache_after,
             )
-            out, _ = step(shape)(single)
+            out, _ = step(shape, options)(single)
             np.testing.assert_array_equal(out[:count].view(np.uint8), together[tokens].view(np.uint8))
         at += new
 

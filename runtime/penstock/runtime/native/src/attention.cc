@@ -29,7 +29,7 @@ const AttentionKernel* Kernel() {
     case Isa::kAmx:
       return &AttentionAmx();
     case Isa::kAvx512Bf16:
-      return &AttentionAvx512Bf16();
+      return UsePairs() ? &AttentionAvx512Bf16() : &AttentionAvx512();
     case Isa::kAvx512:
       return &AttentionAvx512();
     case Isa::kAvx2:

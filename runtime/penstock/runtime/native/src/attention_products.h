@@ -89,8 +89,11 @@ struct ValueRows {
   int begin, end;  // only these rows are read
 };
 
+// Where probabilities lie: by row, or by column (kSplit rows each).
+enum class Order { kRows, kColumns };
+
 // out[col][dim..] = sum over rows of probability[row][col] * value[row][dim..], for kC columns and kV vectors.
-template <int kC, int kV, bool kPair>
+template <int kC, int kV, bool kPair, Order kOrder>
 void SumBlock(const ValueRows& rows, const float* probabilities, int64_t dim, int64_t out_stride, float* out) {
   Vec::F sum[kC][kV];
   for (auto& col : sum)
@@ -103,7 +106,7 @@ void SumBlock(const ValueRows& rows, const float* probabilities, int64_t dim, in
       Vec::F v[kV];
       for (int i = 0; i < kV; ++i) v[i] = Vec::Load(reinterpret_cast<const float*>(value) + i * Vec::kWidth);
       for (int c = 0; c < kC; ++c) {
-        const float p = probabilities[row * kCols + c];
+        const float p = probabilities[kOrder == Order::kRows ? row * kCols + c : c * kSplit + row];
         for (int i = 0; i < kV; ++i) sum[c][i] = DotStep<kPair>(sum[c][i], v[i], p);
       }
     }
@@ -112,26 +115,30 @@ void SumBlock(const ValueRows& rows, const float* probabilities, int64_t dim, in
     for (int i = 0; i < kV; ++i) Vec::Store(out + c * out_stride + dim + i * Vec::kWidth, sum[c][i]);
 }
 
-template <int kC, bool kPair>
+template <int kC, bool kPair, Order kOrder>
 void SumColumns(const ValueRows& rows, const float* probabilities, int64_t dims, float* out) {
   int64_t dim = 0;
   for (; dim + 4 * Vec::kWidth <= dims; dim += 4 * Vec::kWidth) {
-    SumBlock<kC, 4, kPair>(rows, probabilities, dim, dims, out);
+    SumBlock<kC, 4, kPair, kOrder>(rows, probabilities, dim, dims, out);
   }
-  for (; dim < dims; dim += Vec::kWidth) SumBlock<kC, 1, kPair>(rows, probabilities, dim, dims, out);
+  for (; dim < dims; dim += Vec::kWidth) SumBlock<kC, 1, kPair, kOrder>(rows, probabilities, dim, dims, out);
 }
 
 // out float[kCols][dims], of which `cols` are filled.
-template <bool kPair>
+template <bool kPair, Order kOrder>
 void SumValues(const ValueRows& rows, const float* probabilities, int cols, int64_t dims, float* out) {
   constexpr int kBlock = Vec::kWidth == 16 ? 4 : 2;  // what the registers hold
+  constexpr int kColumn = kOrder == Order::kRows ? 1 : kSplit;
+  const float* p = probabilities;
   int c = 0;
-  for (; c + kBlock <= cols; c += kBlock) SumColumns<kBlock, kPair>(rows, probabilities + c, dims, out + c * dims);
+  for (; c + kBlock <= cols; c += kBlock) {
+    SumColumns<kBlock, kPair, kOrder>(rows, p + c * kColumn, dims, out + c * dims);
+  }
   if (kBlock > 2 && c + 2 <= cols) {
-    SumColumns<2, kPair>(rows, probabilities + c, dims, out + c * dims);
+    SumColumns<2, kPair, kOrder>(rows, p + c * kColumn, dims, out + c * dims);
     c += 2;
   }
-  for (; c < cols; ++c) SumColumns<1, kPair>(rows, probabilities + c, dims, out + c * dims);
+  for (; c < cols; ++c) SumColumns<1, kPair, kOrder>(rows, p + c * kColumn, dims, out + c * dims);
 }
 
 inline void WidenKeys(const char* from, int64_t count, float* to) {

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "attention_kernel.h"
+#include "attention_lanes.h"
 
 namespace penstock {
 namespace {
@@ -47,6 +48,13 @@ void ScoreAll(const char* const* keys, const AttentionJob& job, const float* que
       }
     }
 #endif
+  } else if constexpr (kKeyLanes<kForm>) {
+#ifdef __AVX512F__
+    for (int tile = begin; tile < end; ++tile) {
+      fetch.Some();
+      ScoreTurned(reinterpret_cast<const float*>(keys[tile]), dim, queries, scores + tile * kKeyTile);
+    }
+#endif
   } else {
     for (int tile = begin; tile < end; ++tile) {
       fetch.Some();
@@ -58,6 +66,46 @@ void ScoreAll(const char* const* keys, const AttentionJob& job, const float* que
       }
     }
   }
+}
+
+// Keys [begin, end) of a split into the form they are scored in, at `memory.keys` unless used in place.
+template <Form kForm>
+void PrepareKeys(const char** keys, int64_t dim, int begin, int end, Memory<kForm>& memory) {
+  if constexpr (kForm != Form::kWiden) return;
+  for (int at = begin / kKeyTile * kKeyTile; at < end; at += kKeyTile) {
+    float* to = memory.keys + at * dim;
+    if constexpr (kKeyLanes<kForm>) {
+#ifdef __AVX512F__
+      TurnKeys(keys[at / kKeyTile], dim, to);
+#endif
+    } else {
+      WidenKeys(keys[at / kKeyTile], kKeyTile * dim, to);
+    }
+    keys[at / kKeyTile] = reinterpret_cast<const char*>(to);
+  }
+}
+
+template <Form kForm>
+void SoftmaxOf(const AttentionJob& job, const Columns& c, const Part& part, float* scores, float* out, Sums& sums,
+               Fetch& fetch) {
+  if constexpr (kKeyLanes<kForm>) {
+#ifdef __AVX512F__
+    SoftmaxLanes(job, c, part, scores, out, sums, fetch);
+#endif
+  } else {
+    Softmax<kForm>(job, c, part.start, part.first, part.last, scores, out, sums, fetch);
+  }
+}
+
+template <Form kForm>
+void AttendFew(const AttentionJob& job, const Part& part, const Memory<kForm>& memory, Sums& sums, Fetch& fetch_values,
+               Fetch& fetch_next) {
+#ifdef __AVX512F__
+  if constexpr (kKeyLanes<kForm>) {
+    AttendFewColumns(job, memory.columns[0], part, memory.queries, memory.scores, memory.probabilities, sums,
+                     fetch_values, fetch_next);
+  }
+#endif
 }
 
 // Values of a split's keys [begin, end) into the form they are summed in, at `memory.values` unless used in place.
@@ -126,7 +174,8 @@ void SumAll(const char* const* values, const AttentionJob& job, int wide, int co
   } else {
     constexpr int kPer = Paired(kForm) ? 2 : 1;
     const ValueRows rows{values, job.dim * 4, kKeyTile / kPer, begin / kPer, (end + kPer - 1) / kPer};
-    SumValues<Paired(kForm)>(rows, memory.probabilities, cols, job.dim, sums[0].values);
+    constexpr Order kOrder = kKeyLanes<kForm> ? Order::kColumns : Order::kRows;
+    SumValues<Paired(kForm), kOrder>(rows, memory.probabilities, cols, job.dim, sums[0].values);
   }
 }
 
@@ -161,12 +210,8 @@ void RunUnit(const AttentionJob& job, const AttentionUnit& unit, const Attention
     }
     const char* raw_values[kSplitTiles];
     memcpy(raw_values, values, sizeof(values));
-    if constexpr (kForm == Form::kWiden) {
-      for (int at = begin / kKeyTile * kKeyTile; at < end; at += kKeyTile) {
-        WidenKeys(keys[at / kKeyTile], kKeyTile * dim, memory.keys + at * dim);
-        keys[at / kKeyTile] = reinterpret_cast<const char*>(memory.keys + at * dim);
-      }
-    }
+    const bool few = kKeyLanes<kForm> && columns <= kFewColumns;
+    if (!few) PrepareKeys<kForm>(keys, dim, begin, end, memory);
     // While the first columns are at the keys, their values come; and then the next keys.
     const int64_t tile_bytes = kKeyTile * dim * job.element(), steps = (end - begin + kKeyTile - 1) / kKeyTile;
     Fetch fetch_values(raw_values, tile_bytes, 3 * steps), fetch_next(ahead, tile_bytes, 2 * steps);
@@ -182,23 +227,28 @@ void RunUnit(const AttentionJob& job, const AttentionUnit& unit, const Attention
       const bool empty = from >= to;
       if (!empty) {
         const int first = from / kKeyTile * kKeyTile, last = (to + kKeyTile - 1) / kKeyTile * kKeyTile;
-        ScoreAll<kForm>(keys, job, memory.queries + t * memory.query_words * kCols, wide, memory.columns[t].count,
-                        first / kKeyTile, last / kKeyTile, memory.scores, fetch_values);
-        for (int w = 0; w < wide; ++w) {
-          Softmax<kForm>(job, memory.columns[t + w], start, first, last, memory.scores + w * kSplit * kCols,
-                         memory.probabilities, split_sums[w], fetch_values);
+        const Part part{keys, values, start, first, last, from, to};
+        if (few) {
+          AttendFew<kForm>(job, part, memory, split_sums[0], fetch_values, fetch_next);
+        } else {
+          ScoreAll<kForm>(keys, job, memory.queries + t * memory.query_words * kCols, wide, memory.columns[t].count,
+                          first / kKeyTile, last / kKeyTile, memory.scores, fetch_values);
+          for (int w = 0; w < wide; ++w) {
+            SoftmaxOf<kForm>(job, memory.columns[t + w], part, memory.scores + w * kSplit * kCols,
+                             memory.probabilities, split_sums[w], fetch_values);
 #ifdef __AMX_BF16__
-          if constexpr (kForm == Form::kTiles) {
-            Turn(reinterpret_cast<uint32_t*>(memory.probabilities), first, last,
-                 memory.turned + w * kSplit / 2 * kCols);
-          }
+            if constexpr (kForm == Form::kTiles) {
+              Turn(reinterpret_cast<uint32_t*>(memory.probabilities), first, last,
+                   memory.turned + w * kSplit / 2 * kCols);
+            }
 #endif
+          }
+          if (!prepared) PrepareValues<kForm>(values, dim, begin, end, memory, fetch_next);
+          prepared = true;
+          // Keys outside the range have values that must not be multiplied; as pairs they are 0 there.
+          if (Paired(kForm)) from = first, to = last;
+          SumAll<kForm>(values, job, wide, memory.columns[t].count, from, to, memory, split_sums, fetch_next);
         }
-        if (!prepared) PrepareValues<kForm>(values, dim, begin, end, memory, fetch_next);
-        prepared = true;
-        // Keys outside the range have values that must not be multiplied; as pairs they are 0 there.
-        if (Paired(kForm)) from = first, to = last;
-        SumAll<kForm>(values, job, wide, memory.columns[t].count, from, to, memory, split_sums, fetch_next);
       }
       for (int w = 0; w < wide; ++w) {
         const Columns& c = memory.columns[t + w];

@@ -73,9 +73,11 @@ struct VectorLinear {
     return job.m > 64 || blocks < 1 ? 1 : blocks;
   }
 
+  // Rows are shared out evenly, so that all of a call's units are alike.
   static int64_t RowsAtOnce(const LinearJob& job) {
-    const int64_t rows = kRowsBytes / (WordsOf(job) * 4) / kRowBlock * kRowBlock;
-    return rows < kFewestRows ? kFewestRows : rows;
+    const int64_t fit = kRowsBytes / (WordsOf(job) * 4), most = fit < kFewestRows ? kFewestRows : fit;
+    const int64_t parts = (job.m + most - 1) / most, rows = (job.m + parts - 1) / parts;
+    return (rows + kRowBlock - 1) / kRowBlock * kRowBlock;
   }
 
   static int64_t NumUnits(const LinearJob& job) {
