@@ -123,7 +123,7 @@ def test_exact_small_integers(isa: Isa) -> None:
 
 
 @pytest.mark.parametrize("int8", [False, True], ids=["bf16", "int8"])
-@pytest.mark.parametrize("inner", [128, 2112])
+@pytest.mark.parametrize("inner", [128, 16512])  # x of the latter takes several passes
 def test_a_row_does_not_depend_on_the_others(isa: Isa, int8: bool, inner: int) -> None:
     """A row's bits are the same whatever is beside it; on AMX, which sums few rows in two parts, nearly."""
     rng = np.random.default_rng(6)
@@ -144,7 +144,9 @@ def test_a_row_does_not_depend_on_the_others(isa: Isa, int8: bool, inner: int) -
     for begin, end in [(0, 1), (2, 4), (7, 12), (20, 27), (16, 31), (5, 21), (30, 47), (60, 93), (35, 99)]:
         for alone, whole in zip(run(begin, end), together, strict=True):
             if isa is Isa.AMX and not int8:
-                close(alone, wide(whole[begin:end]), 1e-2 if alone.dtype == BF16 else 1e-5)
+                last_digit = 2**-7 if alone.dtype == BF16 else 0.0
+                expected = wide(whole[begin:end])
+                np.testing.assert_allclose(wide(alone), expected, last_digit, 1e-4 * expected.std())
             else:
                 np.testing.assert_array_equal(alone.view(np.uint8), whole[begin:end].view(np.uint8))
 
