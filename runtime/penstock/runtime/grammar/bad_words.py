@@ -1,0 +1,132 @@
+"""Sequences of tokens that an output must not hold. Single tokens are a matter of the sampler's bias.
+
+As in Hugging Face's `NoBadWordsLogitsProcessor` and in vLLM, a word is one or two exact sequences of tokens,
+and what is forbidden is the last token of a sequence after all the others of it. The same text spelt in other
+tokens is not seen.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+from llguidance import LLMatcher
+
+from penstock.runtime.constraint import Mask, TokenConstraint
+from penstock.runtime.errors import InvalidRequest, Violation
+from penstock.runtime.grammar.matcher import GrammarConstraint
+from penstock.runtime.grammar.vocabulary import pack
+
+MAX_BAD_WORDS = 1_000
+MAX_BAD_WORD_CHARS = 1_000
+
+
+class Encoder(Protocol):
+    """Text to token ids; `penstock.runtime.text.TextCodec` is one."""
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]: ...
+
+
+def bad_word_ids(codec: Encoder, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+    """The sequences of token ids that stand for `words`: each word as the tokenizer encodes it alone and with
+    one space before it, without special tokens; spaces that the word itself begins with are dropped.
+
+    Hugging Face leaves both spellings to the caller. vLLM takes the spaced one only where it has as many
+    tokens as the other and begins with another one, so it does not see " word" where the space makes it
+    shorter or longer. A tokenizer that puts a space before every text (SentencePiece) gives nothing for a
+    word in the middle of another, here as there.
+
+    Raises InvalidRequest on `sampling.bad_words`.
+    """
+    bad = [
+        Violation(
+            f"sampling.bad_words[{i}]", f"must have 1 to {MAX_BAD_WORD_CHARS} characters besides spaces"
+        )
+        for i, word in enumerate(words)
+        if not 0 < len(word.strip()) <= MAX_BAD_WORD_CHARS
+    ]
+    if len(words) > MAX_BAD_WORDS:
+        bad = [Violation("sampling.bad_words", f"at most {MAX_BAD_WORDS} words, not {len(words)}")]
+    if bad:
+        raise InvalidRequest(bad)
+    spellings = (prefix + word.lstrip(" ") for word in words for prefix in ("", " "))
+    ids = (tuple(codec.encode(text, add_special_tokens=False)) for text in spellings)
+    return tuple(dict.fromkeys(sequence for sequence in ids if sequence))
+
+
+class BadWords:
+    """Forbids the last token of each word where the tokens so far end in the others of it.
+
+    Only generated tokens count, not the prompt. What `inner` allows is narrowed; alone, everything else is
+    allowed. Where nothing would be left, `inner` decides alone: the grammar wins over the words. An output
+    is complete when `inner` says so. Errors are those of `inner`.
+    """
+
+    def __init__(
+        self, words: Sequence[Sequence[int]], inner: TokenConstraint | None, vocab_size: int
+    ) -> None:
+        """`words` have at least two ids each (ValueError); ids the vocabulary lacks never occur."""
+        if any(len(word) < 2 for word in words):
+            raise ValueError("a word of one token is a matter of the logit bias")
+        self._inner = inner
+        self._all = pack(range(vocab_size), vocab_size)
+        self._words: dict[int, list[tuple[tuple[int, ...], int]]] = {}
+        """By the last id but one: the ids before that one, and the last."""
+        for *head, before, last in words:
+            if last < vocab_size:
+                self._words.setdefault(before, []).append((tuple(head), last))
+        self._recent: deque[int] = deque(maxlen=max((len(word) - 1 for word in words), default=1))
+
+    @property
+    def is_complete(self) -> bool:
+        return self._inner is not None and self._inner.is_complete
+
+    def fill(self, mask: Mask) -> None:
+        """Overwrite int32[mask_words(vocab_size)], contiguous, with what may come next."""
+        if self._inner is None:
+            mask[:] = self._all
+        else:
+            self._inner.fill(mask)
+        self._forbid(mask)
+
+    def pending(self) -> LLMatcher | None:
+        """As `GrammarConstraint.pending`."""
+        return self._inner.pending() if isinstance(self._inner, GrammarConstraint) else None
+
+    def finish(self, mask: Mask) -> None:
+        """As `GrammarConstraint.finish`."""
+        if not isinstance(self._inner, GrammarConstraint):
+            self.fill(mask)
+            return
+        self._inner.finish(mask)
+        self._forbid(mask)
+
+    def accept(self, token_ids: Sequence[int]) -> None:
+        """These came next."""
+        if self._inner is not None:
+            self._inner.accept(token_ids)
+        self._recent.extend(token_ids)
+
+    def _forbid(self, mask: Mask) -> None:
+        last = self._forbidden()
+        if not last:
+            return
+        before = mask.copy()
+        for token in last:
+            # Unsigned: bit 31 of an int32 is its sign.
+            mask.view(np.uint32)[token // 32] &= np.uint32(~(1 << token % 32) & 0xFFFFFFFF)
+        if not np.bitwise_and(mask, self._all).any():
+            mask[:] = before
+
+    def _forbidden(self) -> set[int]:
+        """Ids that would complete a word."""
+        if not self._recent:
+            return set()
+        *earlier, before = self._recent
+        return {
+            last
+            for head, last in self._words.get(before, ())
+            if len(head) <= len(earlier) and tuple(earlier[len(earlier) - len(head) :]) == head
+        }

@@ -1,0 +1,69 @@
+"""The masks of many rows at once."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+
+from llguidance import LLExecutor
+from llguidance.numpy import fill_next_token_bitmask_par
+
+from penstock.runtime.constraint import Mask, TokenConstraint
+from penstock.runtime.errors import InvalidRequest
+from penstock.runtime.grammar.bad_words import BadWords
+from penstock.runtime.grammar.matcher import GrammarConstraint
+
+PARALLEL_ROWS = 8
+"""A mask takes 10 to 50 us where the lexer knows the state, and waking a thread about as long. Fewer rows are
+done before the threads are awake."""
+_MAX_THREADS = 8
+
+
+class MaskFiller:
+    """Fills the rows of a step: where many are under grammars, in parallel on threads of its own."""
+
+    def __init__(self, num_threads: int | None = None) -> None:
+        """`num_threads` None: a quarter of the machine's cores, at most 8. With fewer than two there are
+        none, and the caller's thread does all: on few cores a step's own threads keep those for masks waiting
+        for longer than the masks take.
+        """
+        if num_threads is None:
+            num_threads = min(_MAX_THREADS, (os.cpu_count() or 1) // 4)
+        self._executor = LLExecutor(num_threads) if num_threads > 1 else None
+
+    def fill_all(self, constraints: Mapping[int, TokenConstraint], masks: Mask) -> dict[int, InvalidRequest]:
+        """Overwrite the rows named of `masks`, int32[rows, mask_words(vocab_size)], contiguous; others stay.
+
+        Returns the rows whose output cannot go on, with what to tell its caller; their masks allow all.
+        """
+        if not masks.flags.c_contiguous:
+            raise ValueError("the masks must be contiguous")
+        ahead = self._fill_ahead(constraints, masks)
+        stuck: dict[int, InvalidRequest] = {}
+        for row, constraint in constraints.items():
+            try:
+                if row in ahead:
+                    ahead[row].finish(masks[row])
+                else:
+                    constraint.fill(masks[row])
+            except InvalidRequest as error:
+                masks[row] = -1
+                stuck[row] = error
+        return stuck
+
+    def _fill_ahead(
+        self, constraints: Mapping[int, TokenConstraint], masks: Mask
+    ) -> dict[int, GrammarConstraint | BadWords]:
+        """Fill the masks of pending matchers, if in parallel; returns the rows to be finished."""
+        if self._executor is None or len(constraints) < PARALLEL_ROWS:
+            return {}
+        ahead, jobs = {}, []
+        for row, constraint in constraints.items():
+            if isinstance(constraint, GrammarConstraint | BadWords):
+                matcher = constraint.pending()
+                if matcher is not None:
+                    ahead[row] = constraint
+                    jobs.append((matcher, row))
+        if jobs:
+            fill_next_token_bitmask_par(self._executor, jobs, masks)
+        return ahead

@@ -1,0 +1,152 @@
+"""Grammars are tried in a process of their own before they are compiled in this one.
+
+llguidance's own limits do not bound what a hostile grammar costs: 4 KB of regular expressions take minutes
+and gigabytes, and some inputs end the process. A thread cannot be stopped, a process can: it has a limit on
+memory, and is killed where it takes too long. What it compiled cannot be handed over; but compiling is
+deterministic, so what went well there goes well here.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+import weakref
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, Pipe
+
+from penstock.runtime.errors import UnavailableError
+from penstock.runtime.grammar.narrowing import GrammarError
+from penstock.runtime.grammar.spec import Grammar
+from penstock.runtime.grammar.vocabulary import Vocabulary
+
+_START_LIMIT_S = 60.0
+"""A process imports its modules and indexes the vocabulary; about two seconds."""
+
+
+@dataclass(frozen=True, slots=True)
+class TrialLimits:
+    """What one trial may take."""
+
+    time_limit_s: float
+    memory_bytes: int
+    """Address space besides what the process has when it starts."""
+    max_lexer_states: int
+
+
+class Sandbox:
+    """Tries grammars, each in one of at most `max_processes` processes. Safe to use from many threads.
+
+    Processes start when they are first needed and end with `close`, or when this object is forgotten.
+    """
+
+    def __init__(self, vocabulary: Vocabulary, limits: TrialLimits, max_processes: int) -> None:
+        self._vocabulary = vocabulary
+        self._limits = limits
+        self._slots = threading.BoundedSemaphore(max_processes)
+        self._idle: list[_Trial] = []
+
+    def check(self, grammar: Grammar) -> str:
+        """The grammar as llguidance takes it, if it compiles within the limits.
+
+        Raises GrammarError where it does not; UnavailableError where all processes are busy for that time,
+        or none can be started.
+        """
+        if not self._slots.acquire(timeout=self._limits.time_limit_s):
+            raise UnavailableError("every process that compiles grammars is busy; try again later")
+        try:
+            trial = self._take()
+            try:
+                return trial.run(grammar)
+            finally:
+                if trial.alive:
+                    self._idle.append(trial)
+        finally:
+            self._slots.release()
+
+    def close(self) -> None:
+        """End the idle processes; later calls start new ones."""
+        while self._idle:
+            self._idle.pop().kill()
+
+    def _take(self) -> _Trial:
+        while True:
+            try:
+                trial = self._idle.pop()
+            except IndexError:
+                return _Trial(self._vocabulary, self._limits)
+            if trial.alive:
+                return trial
+            trial.kill()
+
+
+class _Trial:
+    """One process; `penstock.runtime.grammar.trial` is what runs in it."""
+
+    def __init__(self, vocabulary: Vocabulary, limits: TrialLimits) -> None:
+        self._limits = limits
+        ours, theirs = Pipe()
+        self._connection = ours
+        try:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "penstock.runtime.grammar.trial", str(theirs.fileno())],
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,  # Rust's account of a panic that is answered anyway
+                env=_environment(),
+                start_new_session=True,  # Ctrl-C is for the server alone
+            )
+        except OSError as error:
+            ours.close()
+            raise UnavailableError(f"no process to compile grammars in: {error}") from error
+        finally:
+            theirs.close()
+        self.kill = weakref.finalize(self, _kill, self._process, ours)
+        try:
+            ours.send((vocabulary, limits))
+            ready = ours.poll(_START_LIMIT_S) and ours.recv()
+        except (EOFError, OSError):
+            ready = False
+        if not ready:
+            self.kill()
+            raise UnavailableError("the process to compile grammars in did not start")
+
+    @property
+    def alive(self) -> bool:
+        return self._process.poll() is None
+
+    def run(self, grammar: Grammar) -> str:
+        """As `Sandbox.check`; where that ended the process, it is no longer `alive`."""
+        limit_s = self._limits.time_limit_s
+        try:
+            self._connection.send(grammar)
+            answered = self._connection.poll(limit_s)
+            late = ("", f"compiling it took more than {limit_s:g} s; simplify it")
+            text, refused = self._connection.recv() if answered else late
+        except (EOFError, OSError) as error:
+            self.kill()
+            raise GrammarError(
+                "compiling it took too much memory, or llguidance failed; simplify it"
+            ) from error
+        except BaseException:  # interrupted: the answer to come would be taken for that to the next grammar
+            self.kill()
+            raise
+        if not answered:
+            self.kill()
+        if refused is not None:
+            raise GrammarError(refused)
+        return str(text)
+
+
+def _environment() -> dict[str, str]:
+    """What importing the modules takes, and nothing else of the server's, which may hold secrets."""
+    linking = {name: os.environ[name] for name in ("LD_LIBRARY_PATH",) if name in os.environ}
+    return {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OPENBLAS_NUM_THREADS": "1"} | linking
+
+
+def _kill(process: subprocess.Popen[bytes], connection: Connection) -> None:
+    connection.close()
+    process.kill()
+    process.wait()

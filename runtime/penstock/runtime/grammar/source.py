@@ -1,0 +1,74 @@
+"""A `Grammar` in llguidance's own words: its JSON list of grammars.
+
+All have `no_forcing` set. By default llguidance, where only one text can follow, allows just the tokens that
+the tokenizer makes of it. That text may spell a special token (a constant "<|im_end|>"), and then the mask
+allows the token itself, which ends the output in the middle. Without forcing, a mask allows every token that
+spells the text, and never a special one.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from llguidance import LLMatcher
+from llguidance.gbnf_to_lark import gbnf_to_lark
+
+from penstock.runtime.grammar.json_schema import any_object, read_schema
+from penstock.runtime.grammar.narrowing import GrammarError
+from penstock.runtime.grammar.spec import Grammar, GrammarKind
+
+_NO_FORCING = '\n%llguidance {"no_forcing": true}'
+_START_SCHEMA = "start: @schema" + _NO_FORCING
+_GBNF_RULE = re.compile(r"^[ \t]*[\w-]+[ \t]*::=", re.MULTILINE)
+
+
+def to_llguidance(grammar: Grammar) -> str:
+    """What `llguidance.LLMatcher` takes. Raises GrammarError; most mistakes only llguidance itself finds."""
+    if isinstance(grammar.source, tuple):
+        return _lark(_choice(grammar.source))
+    return _WRITERS[grammar.kind](grammar.source)
+
+
+def _lark(text: str) -> str:
+    # Added at the end, where it overrides what the text sets and moves no line that a message names.
+    return json.dumps({"grammars": [{"lark_grammar": text + _NO_FORCING}]})
+
+
+def _schema(schema: Mapping[str, Any]) -> str:
+    return json.dumps(
+        {"grammars": [{"lark_grammar": _START_SCHEMA}, {"name": "schema", "json_schema": schema}]}
+    )
+
+
+def _regex(source: str) -> str:
+    quoted: str = json.loads(LLMatcher.grammar_from_regex(source))["grammars"][0]["lark_grammar"]
+    return _lark(quoted)
+
+
+def _ebnf(source: str) -> str:
+    """Lark, or GBNF (llama.cpp's), told apart by its `name ::=`."""
+    if not _GBNF_RULE.search(source):
+        return _lark(source)
+    try:
+        return _lark(gbnf_to_lark(source))
+    except RecursionError as error:
+        raise GrammarError("the grammar is nested too deeply") from error
+    except Exception as error:  # it raises Exception itself, for a rule that is missing
+        raise GrammarError(f"GBNF: {error}") from error
+
+
+def _choice(choices: tuple[str, ...]) -> str:
+    # One terminal, not a rule of alternatives: the lexer then walks one automaton, however many there are.
+    quoted = (json.dumps(text, ensure_ascii=False) for text in dict.fromkeys(choices))
+    return f"start: CHOICE\nCHOICE: {' | '.join(quoted)}"
+
+
+_WRITERS: Mapping[GrammarKind, Callable[[str], str]] = {
+    GrammarKind.JSON_SCHEMA: lambda source: _schema(read_schema(source)),
+    GrammarKind.JSON_OBJECT: lambda source: _schema(any_object()),
+    GrammarKind.REGEX: _regex,
+    GrammarKind.EBNF: _ebnf,
+}

@@ -1,0 +1,83 @@
+"""What runs in a process of `sandbox`: compiles what it is sent and says whether that went well.
+
+    python -m penstock.runtime.grammar.trial FD
+
+FD is a connection of `multiprocessing`. It ends when the other end closes.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import sys
+import threading
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+from llguidance import LLTokenizer
+
+from penstock.runtime.grammar.build import build_matcher
+from penstock.runtime.grammar.matcher import TokenBits, shorten
+from penstock.runtime.grammar.narrowing import GrammarError
+from penstock.runtime.grammar.sandbox import TrialLimits
+from penstock.runtime.grammar.source import to_llguidance
+from penstock.runtime.grammar.spec import Grammar, GrammarKind
+from penstock.runtime.grammar.vocabulary import Vocabulary
+from penstock.runtime.grammar.workers import STACK_BYTES
+
+
+def serve(connection: Connection) -> None:
+    """Answer each grammar with (text for llguidance, None) or (None, why it is refused)."""
+    vocabulary: Vocabulary
+    limits: TrialLimits
+    vocabulary, limits = connection.recv()
+    tokenizer, bits = vocabulary.to_llguidance(), TokenBits(vocabulary)
+    _limit_memory(limits.memory_bytes)
+    connection.send(True)
+    while True:
+        try:
+            grammar: Grammar = connection.recv()
+        except EOFError:
+            return
+        _limit_cpu(limits.time_limit_s)
+        try:
+            connection.send((_try(grammar, tokenizer, bits, limits), None))
+        except GrammarError as error:
+            connection.send((None, str(error)))
+
+
+def _try(grammar: Grammar, tokenizer: LLTokenizer, bits: TokenBits, limits: TrialLimits) -> str:
+    text = to_llguidance(grammar)
+    warnings = build_matcher(tokenizer, bits, text, limits.max_lexer_states).get_grammar_warnings()
+    # Who writes Lark may ask for leniency in a schema within it; nothing else may pass over a keyword.
+    if warnings and grammar.kind is not GrammarKind.EBNF:
+        raise GrammarError(shorten("; ".join(warnings)))
+    return text
+
+
+def _limit_memory(more: int) -> None:
+    """Let the address space grow by `more` bytes, after which the process is ended; write no files."""
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    limit = pages * os.sysconf("SC_PAGESIZE") + more
+    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+
+
+def _limit_cpu(more_s: float) -> None:
+    """Have the kernel end this process some time after the other end would, should that be gone."""
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    _, most = resource.getrlimit(resource.RLIMIT_CPU)
+    resource.setrlimit(resource.RLIMIT_CPU, (int(used.ru_utime + used.ru_stime + more_s) + 10, most))
+
+
+def main() -> None:
+    connection = Connection(int(sys.argv[1]))
+    threading.stack_size(STACK_BYTES)
+    server = threading.Thread(target=serve, args=(connection,))
+    server.start()
+    server.join()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,97 @@
+"""A model's tokens as llguidance takes them: the bytes of each, and which are special.
+
+The bytes are those that `penstock.runtime.text` makes of a token, so what a mask promises about bytes holds
+for the text that is sent. `tokenizer.json` is not handed to llguidance, which would read it in its own way:
+it takes every added token for a special one, also the runs of spaces that some tokenizers add.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from llguidance import LLTokenizer
+from numpy.typing import NDArray
+from tokenizers import Tokenizer
+
+from penstock.runtime.constraint import Mask, mask_words
+from penstock.runtime.errors import ConfigError
+from penstock.runtime.text_decoder import decoder_state, piece_rule
+
+
+@dataclass(frozen=True, eq=False)
+class Vocabulary:
+    """The tokens 0 to vocab_size - 1 of a model."""
+
+    tokens: tuple[bytes, ...] = field(repr=False)
+    """Bytes that each stands for; none for an id that the tokenizer lacks."""
+    special: frozenset[int]
+    """Markers: never part of text, named `<...>` in a Lark grammar. `tokens` holds their names."""
+    eos_token_ids: tuple[int, ...]
+
+    @classmethod
+    def from_tokenizer(
+        cls, backend: Tokenizer, vocab_size: int, eos_token_ids: Collection[int]
+    ) -> Vocabulary:
+        """Tokens of a Hugging Face tokenizer (`PreTrainedTokenizerFast.backend_tokenizer`).
+
+        `vocab_size` is the model's: the width of its logits, which may be more or less than the tokenizer
+        has. Raises ConfigError where tokens are not bytes one by one, or there is no end token.
+        """
+        rule = piece_rule(decoder_state(backend))
+        if rule is None:
+            raise ConfigError("structured output needs a tokenizer whose tokens stand for bytes")
+        eos = tuple(sorted(i for i in set(eos_token_ids) if 0 <= i < vocab_size))
+        if not eos:
+            raise ConfigError("structured output needs a model with an end token")
+        added = backend.get_added_tokens_decoder()
+        markers = {i for i, token in added.items() if token.special or _is_marker(token.content)}
+        tokens = [b""] * vocab_size
+        for name, i in backend.get_vocab(with_added_tokens=True).items():
+            if i < vocab_size:
+                tokens[i] = name.encode() if i in markers else rule.piece(name)
+        special = frozenset(i for i in markers.union(eos) if i < vocab_size)
+        return cls(tuple(tokens), special, eos)
+
+    def to_llguidance(self) -> LLTokenizer:
+        """The same for llguidance, which indexes it; takes about a second per million tokens."""
+        return LLTokenizer(_Wrapper(self), eos_token=list(self.eos_token_ids))  # type: ignore[arg-type]
+
+    def masks(self) -> tuple[Mask, Mask]:
+        """(tokens that the tokenizer has and that end nothing, end tokens)."""
+        known = {i for i, token in enumerate(self.tokens) if token}
+        return (
+            pack(known.difference(self.eos_token_ids), len(self.tokens)),
+            pack(self.eos_token_ids, len(self.tokens)),
+        )
+
+
+def pack(token_ids: Collection[int], vocab_size: int) -> Mask:
+    """The mask int32[mask_words(vocab_size)] of these tokens."""
+    bits: NDArray[np.uint8] = np.zeros(32 * mask_words(vocab_size), np.uint8)
+    bits[list(token_ids)] = 1
+    return np.packbits(bits, bitorder="little").view("<i4").astype(np.int32)
+
+
+def _is_marker(name: str) -> bool:
+    """Whether an added token that is not special stands for more than white space. `<think>` is then asked
+    for by name or id, and never comes of characters; runs of spaces are text."""
+    return bool(name.replace("\u2581", " ").strip())
+
+
+class _Wrapper:
+    """What llguidance reads of a tokenizer that it does not know; see `llguidance.TokenizerWrapper`."""
+
+    is_tokenizer_wrapper = True
+    bos_token_id = None
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        self.eos_token_id = vocabulary.eos_token_ids[0]
+        self.tokens: Sequence[bytes] = vocabulary.tokens
+        self.special_token_ids = sorted(vocabulary.special)
+
+    def __call__(self, text: str) -> list[int]:
+        # Asked for forced text only, and nothing is forced (`source`). Nor could it be: with no tokens for
+        # it, llguidance says that the grammar cannot go on.
+        return []

@@ -1,0 +1,38 @@
+"""The demo model's tokenizer under grammars. What the process for trials costs to start is paid once."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from tokenizers import Tokenizer
+
+from penstock.runtime.grammar.compiler import CompilerConfig, GrammarCompiler
+from penstock.runtime.grammar.vocabulary import Vocabulary
+from tests.support.schemas import RandomWriter
+
+TOKENIZER = Path(__file__).parents[3] / "runtime/penstock/runtime/demo_model/tokenizer.json"
+EOS = (2041, 2039)
+"""<|im_end|> and <|endoftext|>."""
+
+
+@pytest.fixture(scope="session")
+def backend() -> Tokenizer:
+    return Tokenizer.from_file(str(TOKENIZER))
+
+
+@pytest.fixture(scope="session")
+def vocabulary(backend: Tokenizer) -> Vocabulary:
+    return Vocabulary.from_tokenizer(backend, 2048, EOS)
+
+
+@pytest.fixture(scope="session")
+def compiler(vocabulary: Vocabulary) -> Iterator[GrammarCompiler]:
+    # Nothing here is slow; a busy machine is.
+    compiler = GrammarCompiler(vocabulary, CompilerConfig(time_limit_s=60.0))
+    yield compiler
+    compiler.close()
+
+
+@pytest.fixture(scope="session")
+def writer(vocabulary: Vocabulary) -> RandomWriter:
+    return RandomWriter(vocabulary.tokens, vocabulary.eos_token_ids)

@@ -1,0 +1,135 @@
+"""Multi-token bad words, against a formula that is as simple as it is slow."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import PreTrainedTokenizerFast
+
+from penstock.runtime.constraint import mask_words
+from penstock.runtime.errors import InvalidRequest
+from penstock.runtime.grammar.bad_words import MAX_BAD_WORDS, BadWords, bad_word_ids
+from penstock.runtime.grammar.spec import Grammar
+from penstock.runtime.text import TextCodec
+from tests.support.schemas import allowed_ids
+
+
+def allowed(constraint: BadWords, vocab_size: int) -> set[int]:
+    mask = np.full(mask_words(vocab_size), 0x5A5A5A5A, np.int32)
+    constraint.fill(mask)
+    return {int(i) for i in allowed_ids(mask, vocab_size)}
+
+
+class Only:
+    """An inner constraint that allows the same few tokens at every step."""
+
+    def __init__(self, token_ids: Sequence[int]) -> None:
+        self.token_ids = set(token_ids)
+        self.accepted: list[int] = []
+        self.is_complete = False
+
+    def fill(self, mask) -> None:
+        mask[:] = 0
+        for i in self.token_ids:
+            mask.view(np.uint32)[i // 32] |= np.uint32(1 << i % 32)
+
+    def accept(self, token_ids) -> None:
+        self.accepted += token_ids
+
+
+def test_by_hand():
+    words = BadWords([(3, 31), (1, 2, 3), (3, 3), (3, 40)], None, 33)
+    everything = set(range(33))
+    assert allowed(words, 33) == everything, "what is not generated yet does not count"
+    words.accept([3])
+    assert allowed(words, 33) == everything - {31, 3}, "and no token 40"
+    words.accept([1, 2])
+    assert allowed(words, 33) == everything - {3}
+    words.accept([2])
+    assert allowed(words, 33) == everything
+    assert not words.is_complete
+
+
+VOCAB = 5
+TOKENS = st.integers(0, VOCAB - 1)
+
+
+@given(
+    st.lists(st.lists(TOKENS, min_size=2, max_size=4), max_size=6),
+    st.lists(TOKENS, max_size=25),
+    st.none() | st.sets(TOKENS, min_size=1),
+)
+def test_as_the_formula_says(words, written, inner):
+    constraint = BadWords(words, Only(sorted(inner)) if inner else None, VOCAB)
+    candidates = inner or set(range(VOCAB))
+    for i in range(len(written) + 1):
+        so_far = written[:i]
+        fine = {t for t in candidates if not any([*so_far, t][-len(w) :] == w for w in words)}
+        assert allowed(constraint, VOCAB) == (fine or candidates)
+        constraint.accept(written[i : i + 1])
+
+
+def test_the_inner_constraint_hears_all_and_decides_the_end():
+    inner = Only([1])
+    words = BadWords([(1, 1)], inner, 40)
+    words.accept([1])
+    words.accept([2, 3])
+    assert inner.accepted == [1, 2, 3]
+    inner.is_complete = True
+    assert words.is_complete
+
+
+def test_the_grammar_wins(compiler, backend):
+    """Nothing but "b" may follow "a", so it may; where something else may, it may not."""
+    a, b = backend.token_to_id("a"), backend.token_to_id("b")
+    forced = BadWords([(a, b)], compiler.constraint(Grammar.regex("ab")), 2048)
+    forced.accept([a])
+    assert allowed(forced, 2048) == {b}
+    free = BadWords([(a, b)], compiler.constraint(Grammar.regex("a[bc]")), 2048)
+    free.accept([a])
+    assert allowed(free, 2048) == {backend.token_to_id("c")}
+    ended = BadWords([(a, 2041), (a, 2039)], compiler.constraint(Grammar.regex("a")), 2048)
+    ended.accept([a])
+    assert allowed(ended, 2048) == {2041, 2039}
+    assert ended.is_complete
+
+
+def test_single_tokens_are_for_the_bias():
+    with pytest.raises(ValueError, match="bias"):
+        BadWords([(1,)], None, 10)
+
+
+@pytest.fixture(scope="module")
+def codec(backend) -> TextCodec:
+    return TextCodec(PreTrainedTokenizerFast(tokenizer_object=backend))
+
+
+def test_words_with_and_without_a_leading_space(codec):
+    ids = bad_word_ids(codec, ["rainbow trout", "the", " the", "zq"])
+    texts = [codec.decode(sequence) for sequence in ids]
+    assert texts == ["rainbow trout", " rainbow trout", "the", " the", "zq", " zq"]
+    assert ids == tuple(tuple(codec.encode(text, add_special_tokens=False)) for text in texts)
+    assert len(set(ids)) == len(ids)
+    assert bad_word_ids(codec, []) == ()
+
+
+def test_words_that_are_refused(codec):
+    with pytest.raises(InvalidRequest) as caught:
+        bad_word_ids(codec, ["fine", "", "  ", "x" * 1001])
+    assert [v.field for v in caught.value.violations] == [f"sampling.bad_words[{i}]" for i in (1, 2, 3)]
+    with pytest.raises(InvalidRequest, match="at most 1000 words"):
+        bad_word_ids(codec, ["x"] * (MAX_BAD_WORDS + 1))
+
+
+class EverythingHasASpace:
+    """A tokenizer that puts a space before every text, and an id before everything if it is asked to."""
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        assert not add_special_tokens
+        return [ord(char) for char in " " + text.lstrip(" ")]
+
+
+def test_what_comes_twice_counts_once():
+    assert bad_word_ids(EverythingHasASpace(), ["a", " a"]) == ((32, 97),)
