@@ -112,6 +112,8 @@ def _closing(token: bytes) -> float:
     """How much closer a token brings JSON to its end, very roughly."""
     if token in _CLOSERS:
         return _CLOSERS[token]
+    if token.startswith(b"</"):
+        return 3.0
     if token[:1] in (b"{", b"[", b",", b" ", b"\n", b"\t", b"\\"):
         return -2.0
     return -0.7 * len(token)

@@ -1,0 +1,49 @@
+"""Grammars of required tool calls, as chat writes them, under this package's masks."""
+
+import json
+
+import jsonschema
+import pytest
+
+from penstock.runtime.chat.enforce import call_grammar
+from penstock.runtime.chat.messages import Chat, ChatTurn, Tool
+from penstock.runtime.chat.parser import ChatForms
+from penstock.runtime.chat.reasoning import REASONING_FORMS
+from penstock.runtime.chat.tools import TOOL_FORMS
+from penstock.runtime.grammar.spec import Grammar, GrammarKind
+
+KNOWN = {
+    "city": {"type": "string", "maxLength": 8},
+    "days": {"type": "integer", "minimum": 1, "maximum": 14},
+}
+WEATHER = {
+    "type": "object",
+    "properties": {**KNOWN, "days": {**KNOWN["days"], "not": {"const": 13}}},
+    "required": ["city"],
+    "additionalProperties": False,
+}
+"""With a keyword that llguidance does not know: who writes the grammar of a call may be lenient about it."""
+
+
+@pytest.mark.parametrize("thinks", [False, True])
+@pytest.mark.parametrize("form", sorted(TOOL_FORMS))
+def test_what_is_written_is_a_call(form, thinks, compiler, backend, vocabulary, writer):
+    chat = Chat((ChatTurn("user", "hi"),), (Tool("get_weather", "", WEATHER),), tool_choice="get_weather")
+    forms = ChatForms(TOOL_FORMS[form], REASONING_FORMS["think"] if thinks else None)
+    added = {token.content: i for i, token in backend.get_added_tokens_decoder().items()}
+    prompt = "<think>\n" if thinks else ""
+    lark = call_grammar(forms, chat, prompt, added)
+    assert lark is not None
+    grammar = Grammar(GrammarKind.EBNF, lark, field="chat.tool_choice")
+    walks = [writer.write(compiler.constraint(grammar), seed) for seed in range(6)]
+    written = [walk.token_ids for walk in walks if walk.complete]
+    assert len(written) >= 4
+    for token_ids in written:
+        spoken = [i for i in token_ids if i not in vocabulary.eos_token_ids]
+        parser = forms.parser(chat, prompt)
+        text = b"".join(vocabulary.tokens[i] for i in spoken).decode()
+        parsed = [parser.push(text), parser.flush()]
+        (call,) = [call for part in parsed for call in part.calls]
+        assert call.name == "get_weather"
+        jsonschema.validate(json.loads(call.arguments), {**WEATHER, "properties": KNOWN})
+        assert "".join(part.text for part in parsed) == ""
