@@ -121,6 +121,14 @@ def test_one_of_the_choices_exactly(compiler, vocabulary, writer, choices, seed)
     assert text in choices
 
 
+def test_a_choice_may_hold_any_character(compiler, backend):
+    """Every one of the Basic Multilingual Plane's first blocks, and some from beyond."""
+    text = "".join(map(chr, [*range(0x3000), 0xFFFE, 0xFFFF, 0x1F600, 0x10FFFF]))
+    constraint = compiler.constraint(Grammar.choice([text]))
+    constraint.accept(backend.encode(text).ids)
+    assert constraint.is_complete
+
+
 def test_every_choice_can_come(compiler, vocabulary, writer):
     choices = ["red", "green", "greenish", "blue"]
     grammar = Grammar.choice(choices)

@@ -62,8 +62,12 @@ def _ebnf(source: str) -> str:
 
 def _choice(choices: tuple[str, ...]) -> str:
     # One terminal, not a rule of alternatives: the lexer then walks one automaton, however many there are.
-    quoted = (json.dumps(text, ensure_ascii=False) for text in dict.fromkeys(choices))
-    return f"start: CHOICE\nCHOICE: {' | '.join(quoted)}"
+    return f"start: CHOICE\nCHOICE: {' | '.join(map(_quote, dict.fromkeys(choices)))}"
+
+
+def _quote(text: str) -> str:
+    """A literal: that of JSON, but for DEL, which JSON leaves as it is and Lark does not take."""
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
 _WRITERS: Mapping[GrammarKind, Callable[[str], str]] = {
