@@ -14,10 +14,23 @@ import pytest
 from penstock.runtime.buckets import Buckets, ProgramKey
 from penstock.runtime.compilation import CompileCounter, use_compilation_cache
 from penstock.runtime.errors import ConfigError
-from penstock.runtime.packing import BANS, FEEDBACK, MAX_SAMPLES, NUM_FIELDS, SLOT, Layout, pack_params
+from penstock.runtime.packing import (
+    BANS,
+    FEEDBACK,
+    FLAGS,
+    MAX_SAMPLES,
+    NUM_FIELDS,
+    NUM_STEPS,
+    PARAM_FIELDS,
+    SLOT,
+    Layout,
+    pack_params,
+)
 from penstock.runtime.plan import PageWrite, Plan, PlanRow
 from penstock.runtime.request import MAX_STOP_TOKEN_IDS, Request, SamplingParams, StoppingParams
-from penstock.runtime.runner import ModelRunner, RunnerConfig, single_device_mesh
+from penstock.runtime.runner import ModelRunner, single_device_mesh
+from penstock.runtime.runner_config import RunnerConfig
+from penstock.runtime.sampler import LOGPROBS, PENALTIES, SAMPLING
 from tests.support.toy import OFFSET, TEST_CACHE, VOCAB, toy_model, toy_tokens
 
 GREEDY = SamplingParams(temperature=0.0)
@@ -206,36 +219,54 @@ def test_the_counter_counts() -> None:
 
 
 def test_layout_round_trip() -> None:
-    """What the host writes through views is what the program reads; floats and 64-bit seeds survive as
+    """What the host writes through views is what the programs read; floats and 64-bit seeds survive as
     bits.
     """
     layout = Layout(ProgramKey(8, 4), pages_per_row=3)
     buffer = np.zeros(layout.size, np.int32)
-    assert layout.size == 3 + 8 + 4 * (NUM_FIELDS + MAX_STOP_TOKEN_IDS + 3)
-    header, tokens, fields, stop_ids, tables = layout.views(buffer)
-    header[:] = (1, 0, 5)
+    assert layout.size == 2 + 8 + 4 * (NUM_FIELDS + MAX_STOP_TOKEN_IDS + 3)
+    header, fields, stop_ids, tokens, tables = layout.views(buffer)
+    header[FLAGS], header[NUM_STEPS] = 9, 5
     tokens[:] = range(8)
     tokens[7] = FEEDBACK
     fields[:, SLOT] = [3, 1, 2, 0]
-    fields[1, -6:] = pack_params(SamplingParams(0.7, 50, 0.9, 0.05, seed=(7 << 32) | 0xFFFFFFFE))
+    params = SamplingParams(
+        0.7,
+        50,
+        0.9,
+        0.05,
+        seed=(7 << 32) | 0xFFFFFFFE,
+        presence_penalty=0.5,
+        frequency_penalty=-1.5,
+        repetition_penalty=1.1,
+    )
+    fields[1, -PARAM_FIELDS:] = pack_params(Request("r", (1,), params, logprobs=4))
     stop_ids[2, 5] = 44
     fields[:, MAX_SAMPLES], fields[:, BANS] = [1, 5, 0, 2], [0, 3, 0, 2]
     tables[3] = [9, 8, 7]
-    out = jax.jit(layout.unpack)(buffer)
-    assert bool(out.any_sampling)
-    assert not bool(out.any_logprobs)
-    assert out.tokens.tolist() == [0, 1, 2, 3, 4, 5, 6, -1]
-    assert out.slots.tolist() == [3, 1, 2, 0]
-    assert out.sampling.temperature[1] == np.float32(0.7)
-    assert out.sampling.top_k[1] == 50
-    assert out.sampling.top_p[1] == np.float32(0.9)
-    assert out.sampling.min_p[1] == np.float32(0.05)
-    assert out.sampling.seed[1].tolist() == [7, 0xFFFFFFFE]
+    out, inputs = jax.jit(lambda b: (layout.unpack_rows(b), layout.unpack_inputs(b)))(buffer)
+    alone = jax.jit(layout.unpack_rows)(buffer[: layout.rows_size])
+    jax.tree.map(np.testing.assert_array_equal, alone, out)
+    assert int(out.flags) == 9
+    assert inputs.tokens.tolist() == [0, 1, 2, 3, 4, 5, 6, -1]
+    rows = out.sampling
+    assert rows.slots.tolist() == [3, 1, 2, 0]
+    assert rows.features[1] == PENALTIES | SAMPLING | LOGPROBS
+    assert rows.num_logprobs[1] == 4
+    assert rows.temperature[1] == np.float32(0.7)
+    assert rows.top_k[1] == 50
+    assert rows.top_p[1] == np.float32(0.9)
+    assert rows.min_p[1] == np.float32(0.05)
+    assert rows.presence_penalty[1] == np.float32(0.5)
+    assert rows.frequency_penalty[1] == np.float32(-1.5)
+    assert rows.repetition_penalty[1] == np.float32(1.1)
+    assert rows.seed[1].tolist() == [7, 0xFFFFFFFE]
+    assert rows.banned.tolist() == [False, True, False, True]
     assert int(out.num_steps) == 5
     assert out.max_samples.tolist() == [1, 5, 0, 2]
     assert out.bans.tolist() == [0, 3, 0, 2]
-    assert out.stop_ids[2, 5] == 44
-    assert out.page_table[3].tolist() == [9, 8, 7]
+    assert rows.stop_ids[2, 5] == 44
+    assert inputs.page_table[3].tolist() == [9, 8, 7]
 
 
 def test_too_many_eos_ids_are_refused() -> None:

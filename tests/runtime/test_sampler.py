@@ -2,45 +2,82 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from penstock.runtime import sampler
-from penstock.runtime.sampler import SamplingRows
+from penstock.runtime.sampler import BIAS, IN_PROMPT, MASK, PENALTIES, RowState, SamplingRows
 
 filter_logits = jax.jit(sampler.filter_logits)  # op by op it would compile every op on its own
-sample = jax.jit(sampler.sample)
+choose = jax.jit(sampler.sample, static_argnames="num_top")
 token_logprobs = jax.jit(sampler.token_logprobs, static_argnums=2)
 
 LOGITS = np.log(np.array([0.4, 0.3, 0.2, 0.06, 0.04], np.float32))
 
 
 def rows(
-    n: int,
-    *,
-    temperature: float = 1.0,
-    top_k: int = 0,
-    top_p: float = 1.0,
-    min_p: float = 0.0,
-    seeds: np.ndarray | None = None,
-    positions: np.ndarray | None = None,
+    n: int, *, seeds: np.ndarray | None = None, positions: np.ndarray | None = None, **params: Any
 ) -> SamplingRows:
+    """Rows with values other than the neutral ones, each for all rows or one a row."""
     seed = np.zeros((n, 2), np.uint32)
     seed[:, 1] = np.arange(n) if seeds is None else seeds
-    return SamplingRows(
-        jnp.full(n, temperature, jnp.float32),
-        jnp.full(n, top_k, jnp.int32),
-        jnp.full(n, top_p, jnp.float32),
-        jnp.full(n, min_p, jnp.float32),
-        jnp.asarray(seed),
-        jnp.zeros(n, jnp.int32) if positions is None else jnp.asarray(positions, jnp.int32),
+    neutral: dict[str, tuple[Any, type]] = {
+        "slots": (np.arange(n), np.int32),
+        "banned": (False, np.bool_),
+        "features": (0, np.int32),
+        "num_logprobs": (-1, np.int32),
+        "top_k": (0, np.int32),
+        "temperature": (1.0, np.float32),
+        "top_p": (1.0, np.float32),
+        "min_p": (0.0, np.float32),
+        "presence_penalty": (0.0, np.float32),
+        "frequency_penalty": (0.0, np.float32),
+        "repetition_penalty": (1.0, np.float32),
+    }
+    stop_ids = jnp.asarray(params.pop("stop_ids", np.full((n, 2), 2**30)), jnp.int32)
+    fields = {
+        name: jnp.asarray(np.broadcast_to(np.asarray(params.pop(name, value), kind), (n,)))
+        for name, (value, kind) in neutral.items()
+    }
+    assert not params
+    at = jnp.zeros(n, jnp.int32) if positions is None else jnp.asarray(positions, jnp.int32)
+    return SamplingRows(seed=jnp.asarray(seed), positions=at, stop_ids=stop_ids, **fields)
+
+
+def sample(
+    logits: jax.Array,
+    rows: SamplingRows,
+    any_sampling: jax.Array,
+    history: np.ndarray | None = None,
+    bias: np.ndarray | None = None,
+    mask: np.ndarray | None = None,
+) -> jax.Array:
+    """The tokens alone."""
+    n, vocab = logits.shape
+    state = RowState(
+        jnp.zeros(n, jnp.int32),
+        jnp.zeros((n, vocab), jnp.int32) if history is None else jnp.asarray(history, jnp.int32),
+        jnp.zeros((n, vocab), jnp.float32) if bias is None else jnp.asarray(bias, jnp.float32),
     )
+    flags = np.bitwise_or.reduce(np.asarray(rows.features)) | int(any_sampling) * sampler.SAMPLING
+    flags |= sampler.BANNED * bool(np.asarray(rows.banned).any())
+    packed = None if mask is None else pack(mask)
+    tokens: jax.Array = choose(logits, state, rows, jnp.int32(flags), packed, num_top=0).tokens
+    return tokens
 
 
-def kept(logits: np.ndarray, **params: float) -> list[int]:
-    out = filter_logits(jnp.asarray(logits)[None], rows(1, **params))  # type: ignore[arg-type]
+def pack(allowed: np.ndarray) -> jax.Array:
+    """bool[R, V] -> int32[R, words]."""
+    padded = np.pad(allowed, ((0, 0), (0, -allowed.shape[1] % 32)))
+    return jnp.asarray(np.packbits(padded, axis=1, bitorder="little").view(np.int32))
+
+
+def kept(logits: np.ndarray, **params: Any) -> list[int]:
+    out = filter_logits(jnp.asarray(logits)[None], rows(1, **params))
     return np.flatnonzero(np.isfinite(np.asarray(out)[0])).tolist()
 
 
@@ -68,7 +105,7 @@ def kept(logits: np.ndarray, **params: float) -> list[int]:
         ({"temperature": 0.5, "min_p": 0.5}, [0, 1]),  # (0.3 / 0.4) ** 2 = 0.5625, (0.2 / 0.4) ** 2 = 0.25
     ],
 )
-def test_filters_keep_the_hand_computed_set(params: dict[str, float], expected: list[int]) -> None:
+def test_filters_keep_the_hand_computed_set(params: dict[str, Any], expected: list[int]) -> None:
     assert kept(LOGITS, **params) == expected
     order = np.array([3, 1, 4, 0, 2])  # the same, wherever the tokens stand
     assert kept(LOGITS[order], **params) == sorted(np.flatnonzero(np.isin(order, expected)).tolist())
@@ -105,7 +142,7 @@ def chi_square(counts: np.ndarray, probs: np.ndarray) -> float:
     ],
 )
 @pytest.mark.parametrize("by", ["seed", "position"])
-def test_the_draw_has_the_right_distribution(params: dict[str, float], probs: list[float], by: str) -> None:
+def test_the_draw_has_the_right_distribution(params: dict[str, Any], probs: list[float], by: str) -> None:
     """20,000 draws over seeds, or over positions of one seed; the critical value is that of p = 1e-5 (4
     degrees: 28.5).
     """
@@ -114,7 +151,7 @@ def test_the_draw_has_the_right_distribution(params: dict[str, float], probs: li
     positions = None if by == "seed" else np.arange(n)
     drawn = sample(
         jnp.broadcast_to(jnp.asarray(LOGITS), (n, 5)),
-        rows(n, seeds=seeds, positions=positions, **params),  # type: ignore[arg-type]
+        rows(n, seeds=seeds, positions=positions, **params),
         jnp.array(True),
     )
     counts = np.bincount(np.asarray(drawn), minlength=5)
@@ -181,3 +218,94 @@ def test_logprobs_are_those_of_the_raw_logits() -> None:
     np.testing.assert_allclose(np.asarray(sampled), [np.log(0.2)], rtol=1e-5)
     assert np.asarray(ids).tolist() == [[0, 1, 2]]
     np.testing.assert_allclose(np.asarray(values)[0], np.log([0.4, 0.3, 0.2]), rtol=1e-5)
+
+
+def test_of_a_wide_row_the_likeliest_tokens_are_found_in_order_ties_by_id() -> None:
+    rng = np.random.default_rng(3)
+    logits = np.round(rng.standard_normal((3, 10_000)).astype(np.float32), 2)  # many ties
+    _, ids, values = token_logprobs(jnp.asarray(logits), jnp.zeros(3, jnp.int32), 20)
+    order = np.argsort(-logits, axis=1, kind="stable")[:, :20]
+    np.testing.assert_array_equal(np.asarray(ids), order)
+    norm = np.log(np.exp(logits.astype(np.float64)).sum(axis=1, keepdims=True))
+    np.testing.assert_allclose(values, np.take_along_axis(logits, order, 1) - norm, rtol=1e-5)
+
+
+GREEDY: dict[str, Any] = {"temperature": 0.0}
+
+
+def greedy(logits: list[float], **given: Any) -> int:
+    arrays = {name: given.pop(name) for name in ("history", "bias", "mask") if name in given}
+    made = {name: np.asarray(value)[None] for name, value in arrays.items()}
+    return int(
+        sample(jnp.asarray([logits], jnp.float32), rows(1, **GREEDY, **given), jnp.array(False), **made)[0]
+    )
+
+
+@pytest.mark.parametrize(
+    ("penalties", "expected"),
+    [
+        # logits 3.0, 2.9, -1, -1.1; token 0 generated twice, token 1 in the prompt only, 2 and 3 never
+        ({}, 0),
+        ({"presence_penalty": 0.05}, 0),  # 2.95
+        ({"presence_penalty": 0.2}, 1),  # 2.8: once, however often it was made, and never for the prompt
+        ({"frequency_penalty": 0.04}, 0),  # 3 - 2 * 0.04 = 2.92
+        ({"frequency_penalty": 0.06}, 1),  # 3 - 2 * 0.06 = 2.88
+        ({"presence_penalty": -2.0, "frequency_penalty": 0.06}, 0),
+        ({"repetition_penalty": 4.0}, 0),  # 0.75 and 0.725: prompt and output alike
+        ({"repetition_penalty": 4.0, "presence_penalty": 0.05}, 1),  # 0.7 and 0.725: it comes first
+    ],
+)
+def test_penalties_as_computed_by_hand(penalties: dict[str, float], expected: int) -> None:
+    history = [2, IN_PROMPT, 0, 0]
+    assert greedy([3.0, 2.9, -1.0, -1.1], history=history, features=PENALTIES, **penalties) == expected
+    assert greedy([3.0, 2.9, -1.0, -1.1], history=history, **penalties) == 0  # not this row's history
+
+
+def test_a_repetition_penalty_multiplies_what_is_negative() -> None:
+    history = [IN_PROMPT + 3, 0]
+    assert greedy([-1.0, -1.9], history=history, features=PENALTIES, repetition_penalty=2.0) == 1
+    assert greedy([-1.0, -2.1], history=history, features=PENALTIES, repetition_penalty=2.0) == 0
+
+
+def test_bias_mask_and_bans_forbid_and_the_mask_has_the_last_word() -> None:
+    logits = [5.0, 4.0, 3.0, 2.0]
+    everything = [True] * 4
+    assert greedy(logits, bias=[-2.0, 0.0, 0.0, 2.5], features=BIAS) == 3
+    assert greedy(logits, bias=[-np.inf, 0.0, 0.0, 0.0], features=BIAS) == 1
+    assert greedy(logits, bias=[-np.inf, 0.0, 0.0, 0.0]) == 0  # another request's
+    assert greedy(logits, mask=[False, False, True, True], features=MASK) == 2
+    assert greedy(logits, mask=[False, False, True, True]) == 0
+    assert greedy(logits, banned=True, stop_ids=[[0, 1]]) == 2
+    assert greedy(logits, stop_ids=[[0, 1]]) == 0
+    # Nothing left: the mask alone counts, and without one nothing does.
+    assert greedy(logits, bias=[-np.inf] * 4, features=BIAS, mask=everything) == 0
+    forbidding = {"bias": [0.0, 0.0, -np.inf, -np.inf], "mask": [False, False, True, True]}
+    assert greedy(logits, features=BIAS | MASK, **forbidding) == 2
+    assert (
+        greedy(logits, features=MASK, mask=[False, True, False, False], banned=True, stop_ids=[[1, 9]]) == 1
+    )
+
+
+def test_a_row_whose_logits_are_not_finite_has_no_token_and_spoils_no_other() -> None:
+    logits = np.tile(LOGITS, (5, 1))
+    logits[1, 3], logits[2], logits[3, 0] = np.nan, -np.inf, np.inf
+    drawn = sample(jnp.asarray(logits), rows(5, top_k=1), jnp.array(True))
+    assert np.asarray(drawn).tolist() == [0, sampler.NON_FINITE, sampler.NON_FINITE, sampler.NON_FINITE, 0]
+
+
+def test_the_draw_after_penalties_and_bias_has_the_right_distribution() -> None:
+    """Weights 4, 3, 2, 0.6, 0.4: token 0 made once (divided by e), 2 doubled, 4 forbidden."""
+    n = 20_000
+    history, bias = np.zeros((n, 5)), np.zeros((n, 5))
+    history[:, 0], bias[:, 2], bias[:, 4] = 1, np.log(2.0), -np.inf
+    drawn = sample(
+        jnp.broadcast_to(jnp.asarray(LOGITS), (n, 5)),
+        rows(n, features=PENALTIES | BIAS, frequency_penalty=1.0),
+        jnp.array(True),
+        history,
+        bias,
+    )
+    weights = np.array([4 / np.e, 3, 4, 0.6])
+    counts = np.bincount(np.asarray(drawn), minlength=5)
+    assert counts[4] == 0
+    assert chi_square(counts[:4], weights / weights.sum()) < 26.0  # 3 degrees, p = 1e-5

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from penstock.runtime.errors import NonFiniteLogits
 from penstock.runtime.plan import PageWrite, Plan, PlanRow, StepResult
-from penstock.runtime.request import Output, Request
+from penstock.runtime.request import Finish, FinishReason, Output, Request, TokenLogprobs
 from penstock.runtime.scheduler import Load, Scheduler
+from tests.support.fake_runner import Rota
 from tests.support.scheduling import EOS, WORD, add, commit, dispatch, make
 
 
@@ -267,13 +269,47 @@ def test_a_row_dispatched_past_the_end_is_dropped():
     assert commit(scheduler, plans[1]) == [Output("b", (WORD,))]
 
 
-def test_who_must_see_each_token_waits_for_it():
+def test_a_constraint_gets_each_token_once_and_its_completion_ends_the_request():
     scheduler = make()
-    scheduler.add(Request("a", (100, 101), step_by_step=True), 1)
-    plan = dispatch(scheduler)
-    assert scheduler.schedule(2) is None
-    commit(scheduler, plan)
-    assert dispatch(scheduler, max_steps=8).num_steps == 1
+    rota = Rota(2)
+    scheduler.add(Request("a", (100, 101), constraint=rota), 1)
+    plans = [dispatch(scheduler, max_steps=8) for _ in range(3)]
+    assert [plan.num_steps for plan in plans] == [1, 1, 1]
+    assert commit(scheduler, plans[0], 10) == [Output("a", (10,))]
+    (ended,) = commit(scheduler, plans[1], 13)
+    assert ended.finish == Finish(FinishReason.EOS)
+    assert rota.accepted == [10, 13]
+    assert commit(scheduler, plans[2]) == []
+    assert scheduler.load().pages_used == 0
+
+
+def test_a_row_that_cannot_go_on_ends_with_its_error_and_the_others_go_on():
+    scheduler = make()
+    add(scheduler, "a", 2)
+    add(scheduler, "b", 2)
+    error = NonFiniteLogits()
+    failed, other = scheduler.commit(
+        dispatch(scheduler), StepResult([(), (WORD,)], [(), ()], errors={0: error}), 3
+    )
+    assert (failed.error, failed.finish, failed.token_ids) == (error, None, ())
+    assert (other.request_id, other.token_ids, other.last) == ("b", (WORD,), False)
+    assert scheduler.active_ids() == ("b",)
+
+
+def test_log_probabilities_of_the_prompt_come_with_the_first_token_whatever_the_chunks():
+    scheduler = make(max_num_batched_tokens=4, prefix_cache_pages=None)
+    known = [TokenLogprobs(-float(i)) for i in range(1, 7)]
+    scheduler.add(Request("a", tuple(range(100, 107)), prompt_logprobs=0), 1)
+    first = dispatch(scheduler)
+    scheduler.commit(first, StepResult([()], [()], prompt_logprobs={0: known[:4]}), 2)
+    scheduler.preempt_all()  # and computes all of them again
+    again = dispatch(scheduler)
+    assert again.rows[0].start == 0
+    scheduler.commit(again, StepResult([()], [()], prompt_logprobs={0: known[:4]}), 3)
+    (output,) = scheduler.commit(
+        dispatch(scheduler), StepResult([(WORD,)], [()], prompt_logprobs={0: known[4:]}), 4
+    )
+    assert output.prompt_logprobs == tuple(known)
 
 
 def test_min_tokens_bans_stops_for_exactly_that_many_tokens_also_after_a_preemption():

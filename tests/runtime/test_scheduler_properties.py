@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from penstock.runtime.request import CacheParams, Request, StoppingParams
 from penstock.runtime.scheduler import SchedulerConfig
-from tests.support.fake_runner import EOS, VOCAB
+from tests.support.fake_runner import EOS, VOCAB, Rota
 from tests.support.traffic import Traffic
 
 
@@ -63,7 +63,7 @@ def random_request(rng: random.Random) -> Request:
         logprobs=rng.choice([None, 0, 2]),
         cache=CacheParams(rng.choice(["", "", "salt"]), rng.random() < 0.1),
         priority=rng.randint(-1, 1),
-        step_by_step=rng.random() < 0.1,
+        constraint=Rota(rng.randint(1, 20)) if rng.random() < 0.2 else None,
     )
 
 

@@ -11,6 +11,7 @@ import pytest
 from penstock.runtime.plan import Plan, StepResult
 from penstock.runtime.request import Finish, FinishReason, Output, Request, TokenLogprobs
 from penstock.runtime.scheduler import Scheduler
+from tests.support.fake_runner import Rota
 from tests.support.scheduling import EOS, WORD, add, commit, dispatch, make
 
 SECOND = 10**9
@@ -71,12 +72,12 @@ def test_a_window_is_made_shorter_rather_than_that_it_preempts():
     assert (window(plan), plan.preempted) == ((1, [("a", 8, 1)]), ("b",))
 
 
-@pytest.mark.parametrize("event", ["arrives", "prefills", "step_by_step"])
+@pytest.mark.parametrize("event", ["arrives", "prefills", "constrained"])
 def test_no_window_while_there_is_something_else_to_do(event):
     scheduler = started({})
-    if event == "step_by_step":
-        scheduler.add(Request("b", (1, 2), step_by_step=True), 1)
-        commit(scheduler, dispatch(scheduler))
+    if event == "constrained":
+        scheduler.add(Request("b", (1, 2), constraint=Rota(9)), 1)
+        commit(scheduler, dispatch(scheduler), 10)
     else:
         add(scheduler, "b", num_prompt=3 if event == "arrives" else 30)
         if event == "prefills":

@@ -8,10 +8,15 @@ or never written, is a wrong token or a poison read.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from zlib import crc32
 
+import numpy as np
+
 from penstock.runtime.compilation import CompileCounter
+from penstock.runtime.constraint import Mask, mask_words
 from penstock.runtime.plan import Plan, PlanRow, StepResult
 from penstock.runtime.request import FinishReason, Request, TokenLogprobs
 from penstock.runtime.scheduler import SchedulerConfig
@@ -41,6 +46,39 @@ def next_token(digests: Sequence[int], length: int, banned: frozenset[int]) -> i
     return token
 
 
+def forbidden(request: Request, index: int) -> frozenset[int]:
+    """What a constraint of these tests forbids as the generated token of this index."""
+    if request.constraint is None:
+        return frozenset()
+    return frozenset(token for token in range(VOCAB) if (token + index) % 3 == 0)
+
+
+@dataclass(eq=False)
+class Rota:
+    """A constraint that takes turns, and is complete after `limit` tokens."""
+
+    limit: int
+    accepted: list[int] = field(default_factory=list)
+
+    def fill(self, mask: Mask) -> None:
+        bits = np.ones(32 * mask_words(VOCAB), np.uint8)
+        bits[[t for t in range(VOCAB) if (t + len(self.accepted)) % 3 == 0]] = 0
+        mask[:] = np.packbits(bits, bitorder="little").view(np.int32)
+
+    def accept(self, token_ids: Sequence[int]) -> None:
+        for token in token_ids:
+            assert (token + len(self.accepted)) % 3
+            self.accepted.append(token)
+
+    @property
+    def is_complete(self) -> bool:
+        return len(self.accepted) >= self.limit
+
+
+def constraint_limit(request: Request) -> int | None:
+    return request.constraint.limit if isinstance(request.constraint, Rota) else None
+
+
 def end_ids(request: Request) -> frozenset[int]:
     stopping = request.stopping
     return (frozenset() if stopping.ignore_eos else EOS) | frozenset(stopping.stop_token_ids)
@@ -68,7 +106,8 @@ def run_alone(
             digests.append(last)
         seen = digests if window is None else digests[-window:]
         may_stop = len(out) >= stopping.min_tokens
-        token = next_token(seen, len(history), frozenset() if may_stop else end_ids(request))
+        banned = (frozenset() if may_stop else end_ids(request)) | forbidden(request, len(out))
+        token = next_token(seen, len(history), banned)
         history.append(token)
         out.append(token)
         if may_stop and token in eos:
@@ -79,6 +118,8 @@ def run_alone(
             return out, FinishReason.MAX_TOKENS
         if len(history) == context_limit:
             return out, FinishReason.CONTEXT_FULL
+        if len(out) == constraint_limit(request):
+            return out, FinishReason.EOS
 
 
 class FakeRunner:
@@ -121,7 +162,9 @@ class FakeRunner:
             for i, row, token in samples:
                 self.last[row.slot] = token
                 made[i].append(token)
-                if step >= row.bans and token in end_ids(self.requests[row.slot]):
+                request = self.requests[row.slot]
+                num_made = row.start + row.num_tokens + step + 1 - len(request.prompt_token_ids)
+                if (step >= row.bans and token in end_ids(request)) or num_made == constraint_limit(request):
                     self.ended.add(row.slot)
         logprobs = [[TokenLogprobs(-float(token)) for token in tokens] for tokens in made]
         return StepResult(made, logprobs)
@@ -163,8 +206,18 @@ class FakeRunner:
         window = self.config.sliding_window
         first = 0 if window is None else max(length - window, 0)
         digests = [self._read(row.slot, position)[1] for position in range(first, length)]
-        banned = end_ids(self.requests[row.slot]) if step < row.bans else frozenset[int]()
+        request = self.requests[row.slot]
+        banned = end_ids(request) if step < row.bans else frozenset[int]()
+        banned |= forbidden(request, length - len(request.prompt_token_ids))
         return next_token(digests, length, banned)
+
+
+@dataclass(frozen=True)
+class LazyStep:
+    """Stands for a `PendingStep`."""
+
+    plan: Plan
+    unchosen: bool | None
 
 
 class LazyRunner(FakeRunner):
@@ -176,17 +229,35 @@ class LazyRunner(FakeRunner):
         super().__init__(config)
         self.compiles_after_warmup = CompileCounter()
         self.log: list[tuple[str, int]] = []
-        """("dispatch" or "wait", step id), in order."""
+        """("dispatch", "choose" or "wait", step id), in order."""
         self.num_steps: list[int] = []
+        self.holders: dict[int, Request] = {}
+        """By slot, as of the newest step dispatched."""
 
-    def execute_async(self, plan: Plan) -> Plan:
+    def execute_async(self, plan: Plan) -> LazyStep:
         self.log.append(("dispatch", plan.step_id))
         self.num_steps.append(plan.num_steps)
-        return plan
+        self.holders.update(plan.new_requests)
+        constrained = any(r.samples and self.holders[r.slot].constraint for r in plan.rows)
+        return LazyStep(plan, True if constrained else None)
 
-    def wait(self, plan: Plan) -> StepResult:
-        self.log.append(("wait", plan.step_id))
-        return self.execute(plan)
+    def choose(self, step: LazyStep) -> LazyStep:
+        """The mask must be that of the tokens committed so far, unless the request has ended."""
+        self.log.append(("choose", step.plan.step_id))
+        for row in step.plan.rows:
+            request = self.holders[row.slot]
+            if row.samples and isinstance(request.constraint, Rota) and not request.constraint.is_complete:
+                mask = np.zeros(mask_words(VOCAB), np.int32)
+                request.constraint.fill(mask)
+                index = row.start + row.num_tokens - len(request.prompt_token_ids)
+                allowed = np.unpackbits(mask.view(np.uint8), bitorder="little")[:VOCAB]
+                assert set(np.flatnonzero(allowed == 0).tolist()) == forbidden(request, index)
+        return dataclasses.replace(step, unchosen=None)
+
+    def wait(self, step: LazyStep) -> StepResult:
+        assert step.unchosen is None
+        self.log.append(("wait", step.plan.step_id))
+        return self.execute(step.plan)
 
     def shutdown(self) -> None:
         self.compiles_after_warmup.stop()

@@ -242,7 +242,7 @@ class Traffic:
             assert not plan.new_requests
             assert all(row.token_ids is None for row in plan.rows)
             assert max(row.max_samples for row in plan.rows) == plan.num_steps
-            assert not any(self.active[row.request_id].request.step_by_step for row in plan.rows)
+            assert not any(self.active[row.request_id].request.constraint for row in plan.rows)
 
     def check_shared(self, row: PlanRow, tracked: Tracked) -> None:
         """What an entering request found in the prefix cache."""
@@ -262,8 +262,6 @@ class Traffic:
         # Every decode is served; the last may sit out for want of a page.
         for tracked in running:
             if tracked.decoding and tracked.request.request_id not in planned and not self.is_done(tracked):
-                if tracked.request.step_by_step and tracked.pending:
-                    continue
                 assert self.in_flight
                 assert tracked is max(running, key=lambda t: t.rank)
         # Nobody overtakes, but for those who wait for a prefix that is being computed.
@@ -308,7 +306,6 @@ class Traffic:
         end = row.start + row.num_tokens
         if tracked.decoding:
             assert (row.token_ids, row.num_tokens, end) == (None, 1, len(tracked.known) + tracked.pending)
-            assert not (tracked.request.step_by_step and tracked.pending)
             room = tracked.limit(self.context_limit) - end
             assert row.samples
             assert row.max_samples == min(plan.num_steps, room) > 0

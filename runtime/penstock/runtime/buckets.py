@@ -86,19 +86,18 @@ class Buckets:
         needs the most memory (if it does not fit, start-up fails at once and not after minutes).
         """
         keys = [ProgramKey(rows, rows, True) for rows in self.row_buckets]
-        # A mixed plan has more tokens than rows, so more than one.
-        keys += [ProgramKey(tokens, self.row_buckets[-1]) for tokens in self.token_buckets if tokens > 1]
+        keys += [ProgramKey(tokens, self.row_buckets[-1]) for tokens in self.token_buckets]
         return tuple(sorted(keys, key=lambda key: (key.tokens, key.rows, key.decode_only), reverse=True))
 
     def select(self, num_tokens: int, num_rows: int, decode_only: bool) -> ProgramKey:
         """The smallest program that fits; ValueError if none does.
 
-        `decode_only` is Plan.decode_only: every row has one token, so it means num_tokens == num_rows.
+        With `decode_only` every row has one token; such a plan may also run as any other does.
         """
         rows, tokens = self.row_buckets, self.token_buckets
         if not 1 <= num_rows <= rows[-1]:
             raise ValueError(f"num_rows {num_rows} is not from 1 to {rows[-1]}")
-        if decode_only != (num_tokens == num_rows) or num_tokens < num_rows:
+        if (decode_only and num_tokens != num_rows) or num_tokens < num_rows:
             raise ValueError(f"{num_rows} rows with {num_tokens} tokens cannot be {decode_only=}")
         if decode_only:
             size = rows[bisect_left(rows, num_rows)]

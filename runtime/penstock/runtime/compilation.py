@@ -8,18 +8,17 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
+from typing import TypeVar
 
 import jax
 from tqdm import tqdm
 
-from penstock.runtime.buckets import ProgramKey
-
 log = logging.getLogger(__name__)
 
-Programs = Mapping[ProgramKey, jax.stages.Compiled]
+Key = TypeVar("Key", bound=Hashable)
 _BACKEND_COMPILE = "/jax/core/compile/backend_compile_duration"
 
 
@@ -72,30 +71,28 @@ class CompileCounter:
 
 
 def compile_all(
-    keys: Sequence[ProgramKey],
-    compile_one: Callable[[ProgramKey], jax.stages.Compiled],
-    *,
-    show_progress: bool,
-) -> Programs:
-    """Compile every key with as many threads as there are processors (XLA compiles outside the GIL)."""
-    programs: dict[ProgramKey, jax.stages.Compiled] = {}
+    jobs: Mapping[Key, Callable[[], jax.stages.Compiled]], *, show_progress: bool
+) -> dict[Key, jax.stages.Compiled]:
+    """Run every job, the first ones first, with as many threads as there are processors (XLA compiles outside
+    the GIL)."""
+    programs: dict[Key, jax.stages.Compiled] = {}
     started = time.monotonic()
-    workers = max(1, min(os.cpu_count() or 1, 8, len(keys)))
+    workers = max(1, min(os.cpu_count() or 1, 8, len(jobs)))
     bar = tqdm(
-        total=len(keys),
+        total=len(jobs),
         desc="Compiling programs",
         unit="program",
         disable=not show_progress or None,  # None: hidden where stderr is not a terminal
         bar_format="{desc}: {n_fmt}/{total_fmt} |{bar}| {elapsed}, about {remaining} left",
     )
     with bar, ThreadPoolExecutor(workers, thread_name_prefix="penstock-compile") as pool:
-        pending = {pool.submit(compile_one, key): key for key in keys}
+        pending = {pool.submit(job): key for key, job in jobs.items()}
         try:
             for done in as_completed(pending):
                 programs[pending[done]] = done.result()
                 bar.update()
                 if bar.disable:  # a log file should show that it goes on, too
-                    log.info("compiled %d of %d programs", len(programs), len(keys))
+                    log.info("compiled %d of %d programs", len(programs), len(jobs))
         except BaseException:  # Ctrl-C too: what has not begun to compile must not keep the process waiting
             pool.shutdown(cancel_futures=True)
             raise

@@ -14,7 +14,9 @@ a dispatched step may still write them is safe: the device runs steps in order, 
 writes after.
 
 Overlap: a step is dispatched before the tokens of the one before are read, so the device works while the host
-commits, delivers and schedules. Weights are swapped only when nothing is in flight.
+commits, delivers and schedules. Weights are swapped only when nothing is in flight. Where rows have
+constraints, the model of a step is dispatched first, and the choice of its tokens once those of the step
+before are committed: masks are made while the model runs.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ import secrets
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 
@@ -146,13 +148,17 @@ class EngineCore:
             raise NotReady
 
     def _check(self, request: Request) -> None:
-        vocab = self._vocab_size
+        vocab, sampling = self._vocab_size, request.sampling
+        fields: list[tuple[str, Iterable[int]]] = [
+            ("prompt_token_ids.ids", request.prompt_token_ids),
+            ("stopping.stop_token_ids", request.stopping.stop_token_ids),
+            ("sampling.allowed_token_ids", sampling.allowed_token_ids),
+            ("sampling.logit_bias", [token for token, _ in sampling.logit_bias]),
+            ("sampling.bad_words", [token for word in sampling.bad_words for token in word]),
+        ]
         bad = [
             Violation(f"{name}[{i}]", f"must be from 0 to {vocab - 1}, not {token}")
-            for name, ids in (
-                ("prompt_token_ids.ids", request.prompt_token_ids),
-                ("stopping.stop_token_ids", request.stopping.stop_token_ids),
-            )
+            for name, ids in fields
             if ids and (min(ids) < 0 or max(ids) >= vocab)
             for i, token in enumerate(ids)
             if not 0 <= token < vocab
@@ -319,8 +325,10 @@ class EngineCore:
                 planned = self._next_plan()
                 if planned is not None:
                     self._in_flight.append(self._dispatch(*planned))
+                self._choose()
                 if self._in_flight and (planned is None or len(self._in_flight) == self._most_in_flight):
                     self._collect(self._in_flight.popleft())
+                    self._choose()
                 self._delivery.deliver()
                 if planned is None and not self._in_flight and self._is_over():
                     return
@@ -368,6 +376,13 @@ class EngineCore:
     def _dispatch(self, plan: Plan, started_ns: int, scheduled_ns: int) -> _Dispatched:
         pending = self._runner.execute_async(plan)
         return _Dispatched(plan, pending, started_ns, scheduled_ns, time.monotonic_ns())
+
+    def _choose(self) -> None:
+        """Have the tokens of the oldest step chosen, if that is yet to do: constraints saw all before."""
+        if self._in_flight and self._in_flight[0].pending.unchosen is not None:
+            step = self._in_flight.popleft()
+            step = dataclasses.replace(step, pending=self._runner.choose(step.pending))
+            self._in_flight.appendleft(step)
 
     def _collect(self, step: _Dispatched) -> None:
         """Wait for the oldest step in flight and take in its tokens."""

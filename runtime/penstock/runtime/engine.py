@@ -43,7 +43,8 @@ from penstock.runtime.request import (
     StoppingParams,
     TokenLogprobs,
 )
-from penstock.runtime.runner import ModelRunner, RunnerConfig, single_device_mesh
+from penstock.runtime.runner import ModelRunner, single_device_mesh
+from penstock.runtime.runner_config import RunnerConfig
 from penstock.runtime.scheduler import Load, Scheduler, SchedulerConfig
 from penstock.runtime.served import ServedModel, load_model
 from penstock.runtime.text import TextCodec

@@ -16,6 +16,9 @@ PenstockError
 │   ├── Draining
 │   └── NotReady
 ├── WeightsError                 expected: an update was refused; the old weights still serve
+├── GenerationError              unexpected: one request cannot go on; the engine serves the others
+│   ├── NonFiniteLogits          the model computed NaN or infinity
+│   └── ConstraintFailure        its grammar failed after it was accepted
 └── EngineFailure                unexpected: a bug or the device failed; the engine is dead
 
 The service maps each class to one gRPC status in one table; a test proves that none is missing.
@@ -154,6 +157,21 @@ class NotReady(UnavailableError):
 
 class WeightsError(PenstockError):
     """A weight update was refused; the old weights still serve."""
+
+
+class GenerationError(PenstockError):
+    """One request cannot go on; the engine serves the others."""
+
+
+class NonFiniteLogits(GenerationError):
+    """The model computed NaN, or infinity, instead of logits."""
+
+    def __init__(self) -> None:
+        super().__init__("the model's logits are not finite; its weights or its precision are at fault")
+
+
+class ConstraintFailure(GenerationError):
+    """A grammar failed after it was accepted, such as by a limit on its work for one token."""
 
 
 class EngineFailure(PenstockError):

@@ -2,8 +2,9 @@
 program.
 
 One transfer costs what eight small ones cost each; floats travel as their bits. Sections, in order: header,
-input tokens [T], row fields [R, NUM_FIELDS], ids that end the row [R, MAX_STOP_TOKEN_IDS], page tables [R,
-P].
+row fields [R, NUM_FIELDS], ids that end the row [R, MAX_STOP_TOKEN_IDS], input tokens [T], page tables
+[R, P]. The first three are all that sampling needs, so that one sampling program per number of rows serves
+steps of any number of tokens.
 """
 
 from __future__ import annotations
@@ -18,17 +19,18 @@ from jax import Array, lax
 from numpy.typing import NDArray
 
 from penstock.runtime.buckets import ProgramKey
-from penstock.runtime.request import MAX_STOP_TOKEN_IDS, SamplingParams
-from penstock.runtime.sampler import SamplingRows
+from penstock.runtime.request import MAX_STOP_TOKEN_IDS, Request, SamplingParams
+from penstock.runtime.sampler import BIAS, LOGPROBS, PENALTIES, SAMPLING, SamplingRows
 
-HEADER = 3
-ANY_SAMPLING, ANY_LOGPROBS, NUM_STEPS = range(HEADER)
+HEADER = 2
+FLAGS, NUM_STEPS = range(HEADER)
 _STEP_FIELDS = 5
 SLOT, START, NUM_TOKENS, MAX_SAMPLES, BANS = range(_STEP_FIELDS)
-PARAM_FIELDS = (
-    6  # temperature, top_k, top_p, min_p, seed high, seed low: constant while a request holds its slot
-)
+PARAM_FIELDS = 11
+"""Constant while a request holds its slot; in the order of `pack_params`."""
 NUM_FIELDS = _STEP_FIELDS + PARAM_FIELDS
+FEATURES = _STEP_FIELDS
+"""The first of them; a row's bits of the header's flags."""
 FEEDBACK = -1
 """Input token that stands for "the token this row's slot sampled last"."""
 
@@ -36,30 +38,55 @@ Ints = NDArray[np.int32]
 Buffer = TypeVar("Buffer", Ints, Array)
 
 
-def pack_params(params: SamplingParams) -> Ints:
+def row_features(request: Request) -> int:
+    """What the sampler must look at for this request."""
+    sampling = request.sampling
+    return (
+        PENALTIES * sampling.has_penalties
+        | BIAS * sampling.has_bias
+        | SAMPLING * (not sampling.greedy)
+        | LOGPROBS * (request.logprobs is not None)
+    )
+
+
+def pack_params(request: Request) -> Ints:
     """The constant fields of a row, int32[PARAM_FIELDS]. The engine has drawn a seed where the caller set
     none.
     """
+    params: SamplingParams = request.sampling
     seed = params.seed or 0
-    floats = np.array([params.temperature, params.top_p, params.min_p], np.float32).view(np.int32)
-    words = np.array([seed >> 32, seed & 0xFFFFFFFF], np.uint32).view(np.int32)
-    return np.array([floats[0], params.top_k, floats[1], floats[2], words[0], words[1]], np.int32)
+    floats = np.array(
+        [
+            params.temperature,
+            params.top_p,
+            params.min_p,
+            params.presence_penalty,
+            params.frequency_penalty,
+            params.repetition_penalty,
+        ],
+        np.float32,
+    ).view(np.int32)
+    seeds = np.array([seed >> 32, seed & 0xFFFFFFFF], np.uint32).view(np.int32)
+    num_logprobs = -1 if request.logprobs is None else request.logprobs
+    return np.array([row_features(request), num_logprobs, params.top_k, *floats, *seeds], np.int32)
 
 
 class Unpacked(NamedTuple):
-    """The step's inputs on the device; T tokens, R rows, P pages a row."""
+    """The step's inputs on the device, but for tokens and page tables; R rows."""
 
-    any_sampling: Array  # bool[]
-    any_logprobs: Array  # bool[]
+    flags: Array  # int32[] bits of what any row has
     num_steps: Array  # int32[]
-    tokens: Array  # int32[T]
-    slots: Array  # int32[R]; max_num_seqs for padding rows
     starts: Array  # int32[R]
     q_lens: Array  # int32[R]
     max_samples: Array  # int32[R] most tokens the row makes; 0 for a prefill chunk that is not the last
-    bans: Array  # int32[R] how many of them must not be among stop_ids
+    bans: Array  # int32[R] how many of them must not be among the stop ids
     sampling: SamplingRows
-    stop_ids: Array  # int32[R, MAX_STOP_TOKEN_IDS] EOS and stop ids; vocabulary size where unused
+
+
+class Inputs(NamedTuple):
+    """What only the forward reads; T tokens, P pages a row."""
+
+    tokens: Array  # int32[T]
     page_table: Array  # int32[R, P]
 
 
@@ -72,13 +99,13 @@ class Layout:
 
     @property
     def _shapes(self) -> tuple[tuple[int, ...], ...]:
-        """Header, tokens, row fields, stop ids, page tables: the one place that says what stands where."""
+        """Header, row fields, stop ids, tokens, page tables: the one place that says what stands where."""
         rows = self.key.rows
         return (
             (HEADER,),
-            (self.key.tokens,),
             (rows, NUM_FIELDS),
             (rows, MAX_STOP_TOKEN_IDS),
+            (self.key.tokens,),
             (rows, self.pages_per_row),
         )
 
@@ -87,43 +114,60 @@ class Layout:
         """Length of the buffer in int32 words."""
         return sum(map(math.prod, self._shapes))
 
-    def views(self, buffer: Buffer) -> tuple[Buffer, Buffer, Buffer, Buffer, Buffer]:
-        """Header, tokens, row fields, stop ids, page tables: views of a host buffer, slices on a device."""
-        parts, at = [], 0
-        for shape in self._shapes:
-            size = math.prod(shape)
-            parts.append(buffer[at : at + size].reshape(shape))
-            at += size
-        header, tokens, fields, stop_ids, tables = parts
-        return header, tokens, fields, stop_ids, tables
+    @property
+    def rows_size(self) -> int:
+        """Length of its first part, up to the tokens."""
+        return sum(map(math.prod, self._shapes[:3]))
 
-    def unpack(self, packed: Array) -> Unpacked:
-        """The same sections inside the program."""
-        header, tokens, fields, stop_ids, tables = self.views(packed)
+    def views(self, buffer: Buffer) -> tuple[Buffer, Buffer, Buffer, Buffer, Buffer]:
+        """Header, row fields, stop ids, tokens, page tables: views of a host buffer, slices on a device."""
+        header, fields, stop_ids, tokens, tables = _split(buffer, self._shapes)
+        return header, fields, stop_ids, tokens, tables
+
+    def unpack_rows(self, packed: Array) -> Unpacked:
+        """The first part of the buffer, alone or with the rest behind it, inside the program."""
+        header, fields, stop_ids = _split(packed, self._shapes[:3])
+        params = fields[:, _STEP_FIELDS:]
 
         def floats(column: int) -> Array:
-            return lax.bitcast_convert_type(fields[:, column], jnp.float32)
+            return lax.bitcast_convert_type(params[:, column], jnp.float32)
 
-        first = _STEP_FIELDS
         sampling = SamplingRows(
-            temperature=floats(first),
-            top_k=fields[:, first + 1],
-            top_p=floats(first + 2),
-            min_p=floats(first + 3),
-            seed=lax.bitcast_convert_type(fields[:, first + 4 : first + 6], jnp.uint32),
+            slots=fields[:, SLOT],
             positions=fields[:, START] + fields[:, NUM_TOKENS],
+            stop_ids=stop_ids,
+            banned=fields[:, BANS] > 0,
+            features=params[:, 0],
+            num_logprobs=params[:, 1],
+            top_k=params[:, 2],
+            temperature=floats(3),
+            top_p=floats(4),
+            min_p=floats(5),
+            presence_penalty=floats(6),
+            frequency_penalty=floats(7),
+            repetition_penalty=floats(8),
+            seed=lax.bitcast_convert_type(params[:, 9:11], jnp.uint32),
         )
         return Unpacked(
-            any_sampling=header[ANY_SAMPLING] != 0,
-            any_logprobs=header[ANY_LOGPROBS] != 0,
+            flags=header[FLAGS],
             num_steps=header[NUM_STEPS],
-            tokens=tokens,
-            slots=fields[:, SLOT],
             starts=fields[:, START],
             q_lens=fields[:, NUM_TOKENS],
             max_samples=fields[:, MAX_SAMPLES],
             bans=fields[:, BANS],
             sampling=sampling,
-            stop_ids=stop_ids,
-            page_table=tables,
         )
+
+    def unpack_inputs(self, packed: Array) -> Inputs:
+        """The rest of the buffer."""
+        _, _, _, tokens, tables = self.views(packed)
+        return Inputs(tokens, tables)
+
+
+def _split(buffer: Buffer, shapes: tuple[tuple[int, ...], ...]) -> list[Buffer]:
+    parts, at = [], 0
+    for shape in shapes:
+        size = math.prod(shape)
+        parts.append(buffer[at : at + size].reshape(shape))
+        at += size
+    return parts

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from penstock.runtime.request import Request, TokenLogprobs
@@ -59,6 +59,8 @@ class Plan:
     num_steps: int = 1
     """Decode steps in one program: above 1 only where every row is a decode. Each later step's input is the
     row's sample of the one before; a row takes part while it has made fewer than max_samples tokens."""
+    made: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
+    """By slot, for those of `new_requests` whose penalties need it: the tokens they had made before."""
 
     @property
     def num_tokens(self) -> int:
@@ -78,3 +80,7 @@ class StepResult:
     """Per row in the order they were sampled: none where the row does not sample, else 1 to max_samples."""
     logprobs: Sequence[Sequence[TokenLogprobs]]
     """Per row: empty, or one per token."""
+    errors: Mapping[int, Exception] = field(default_factory=dict)
+    """By row, where no more tokens can be made."""
+    prompt_logprobs: Mapping[int, Sequence[TokenLogprobs]] = field(default_factory=dict)
+    """By row, of the prompt's tokens at positions from start + 1 on, for requests that want it."""

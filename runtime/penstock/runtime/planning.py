@@ -23,7 +23,8 @@ step the first of those who prefill moves on, only finitely many rank before the
 one is preempted or ends, its promise is gone and the first in rank computes the page itself.
 
 When all rows decode and nobody could enter, a plan may be a window of several steps: pages for all of them
-are reserved first, and the window is made shorter rather than that somebody is preempted for it.
+are reserved first, and the window is made shorter rather than that somebody is preempted for it. A row under
+a constraint makes one token a step, because the host says which may follow.
 """
 
 from __future__ import annotations
@@ -61,6 +62,9 @@ class Draft:
     writes: list[PageWrite] = field(default_factory=list)
     preempted: list[str] = field(default_factory=list)
     entered: list[tuple[int, Request]] = field(default_factory=list)
+    made: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    prompts: dict[int, Sequence] = field(default_factory=dict)
+    """By row, where log-probabilities of the prompt's tokens come back."""
 
 
 class Planner:
@@ -91,7 +95,7 @@ class Planner:
         page_size = roster.pool.page_size
         longest = 0
         for seq in roster.running:
-            if seq.num_computed < seq.prefill_until or seq.request.step_by_step:
+            if seq.num_computed < seq.prefill_until or seq.is_constrained:
                 return 1
             longest = max(longest, seq.max_computed - seq.num_computed)
         first = self._first_waiting(draft)
@@ -125,8 +129,8 @@ class Planner:
                 prefills.append(seq)
                 continue
             count = seq.max_computed - start
-            if count < 1 or (seq.pending and seq.request.step_by_step):
-                continue  # its last token is in flight, or the one that it needs to see
+            if count < 1:
+                continue  # its last token is in flight
             if count > num_steps:
                 count = num_steps
             if start + count > len(seq.pages) * page_size and not self._grow(seq, start + count, draft):
@@ -183,6 +187,8 @@ class Planner:
             else:
                 return
             row = self._chunk(seq, min(budget, most))
+            if seq.request.prompt_logprobs is not None and row.start + 1 < seq.num_prompt:
+                draft.prompts[len(draft.rows)] = seq
             draft.rows.append(row)
             draft.sampling.append(seq if row.samples else None)
             budget -= row.num_tokens
@@ -212,6 +218,8 @@ class Planner:
         slot = self._roster.enter(seq, shared)
         draft.writes.extend([PageWrite(slot, index, page) for index, page in enumerate(seq.pages)])
         draft.entered.append((slot, seq.request))
+        if seq.request.sampling.has_penalties and len(seq.token_ids) > seq.num_prompt:
+            draft.made[slot] = tuple(seq.token_ids[seq.num_prompt :])
         if seq.scheduled_ns == 0:
             seq.scheduled_ns = draft.now_ns
             seq.cached_prompt_tokens = seq.num_computed

@@ -42,11 +42,12 @@ class PrefixCache:
     def match(self, seq: Sequence) -> list[int]:
         """The pages that hold the longest cached prefix of a waiting sequence, not retained yet.
 
-        At least its last token is left to compute. Notes in `seq.awaits` the key of the next page, if there
+        At least its last token is left to compute; all of its prompt, while log-probabilities of that are
+        wanted: a cached page has none. Notes in `seq.awaits` the key of the next page, if there
         is one that could be shared.
         """
         seq.awaits = None
-        if not self._enabled or seq.request.cache.bypass:
+        if not self._enabled or seq.request.cache.bypass or seq.needs_whole_prompt:
             return []
         pages: list[int] = []
         for key in self._keys(seq)[: (len(seq.token_ids) - 1) // self._pool.page_size]:

@@ -12,6 +12,7 @@ import math
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from penstock.runtime.constraint import TokenConstraint
 from penstock.runtime.errors import InvalidRequest, Violation
 
 MAX_STOP_TOKEN_IDS = 32
@@ -173,9 +174,10 @@ class Request:
     cache: CacheParams = field(default_factory=CacheParams)
     priority: int = 0
     """Higher goes first, under the scheduling policy "priority"."""
-    step_by_step: bool = False
-    """Each token must be read before the next is computed, as where a grammar decides which may follow: its
-    rows are in no window of several steps and never ahead of their last commit."""
+    prompt_logprobs: int | None = None
+    """The same as `logprobs` for the prompt's tokens, from the second on."""
+    constraint: TokenConstraint | None = field(default=None, compare=False)
+    """What may be generated; this request's own, as it has state."""
 
     def __post_init__(self) -> None:
         bad: list[Violation] = []
@@ -185,6 +187,8 @@ class Request:
             bad.append(Violation("input", "the prompt has no tokens"))
         if self.logprobs is not None and self.logprobs < 0:
             bad.append(Violation("output.logprobs", f"must be at least 0, not {self.logprobs}"))
+        if self.prompt_logprobs is not None and self.prompt_logprobs < 0:
+            bad.append(Violation("output.prompt_logprobs", f"must be at least 0, not {self.prompt_logprobs}"))
         _raise_if(bad)
 
 
@@ -246,6 +250,8 @@ class Output(NamedTuple):
     generation: int = 0
     """Generation of the weights that made these tokens."""
     error: Exception | None = None
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+    """With the first tokens, if asked for: of the prompt's tokens from the second on."""
 
     @property
     def last(self) -> bool:

@@ -7,8 +7,9 @@ reused, because on CPU the runtime may read it in place after the call has retur
 
 from __future__ import annotations
 
+import dataclasses
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -18,17 +19,18 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from numpy.typing import NDArray
 
-from penstock.runtime.attention import allocate_kv, attention_op, kv_layer_shape, kv_storage_dtype
-from penstock.runtime.buckets import Buckets, ProgramKey
-from penstock.runtime.compilation import CompileCounter, Programs, compile_all
-from penstock.runtime.errors import ConfigError
+from penstock.runtime.attention import allocate_kv, kv_layer_shape, kv_storage_dtype
+from penstock.runtime.buckets import ProgramKey
+from penstock.runtime.compilation import CompileCounter
+from penstock.runtime.constraint import TokenConstraint, mask_words
+from penstock.runtime.errors import ConfigError, NonFiniteLogits
 from penstock.runtime.models.config import KVSpec
 from penstock.runtime.native import huge_pages
 from penstock.runtime.packing import (
-    ANY_LOGPROBS,
-    ANY_SAMPLING,
     BANS,
+    FEATURES,
     FEEDBACK,
+    FLAGS,
     MAX_SAMPLES,
     NUM_STEPS,
     NUM_TOKENS,
@@ -39,45 +41,24 @@ from penstock.runtime.packing import (
     pack_params,
 )
 from penstock.runtime.plan import Plan, PlanRow, StepResult
-from penstock.runtime.request import MAX_STOP_TOKEN_IDS, Request
-from penstock.runtime.step import NO_TOKEN, KVCache, RowState, Weights, compile_step, make_step, read_logprobs
+from penstock.runtime.programs import ProgramBuilder, Programs
+from penstock.runtime.request import MAX_STOP_TOKEN_IDS, Request, TokenLogprobs
+from penstock.runtime.request_programs import bias_row, pack_admission
+from penstock.runtime.runner_config import RunnerConfig
+from penstock.runtime.sampler import BANNED, MASK, NON_FINITE, RowState
+from penstock.runtime.step import NO_TOKEN, KVCache, Weights, read_logprobs
 
 log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RunnerConfig:
-    """Shapes and limits of one runner; all resolved values."""
+@dataclass(frozen=True, slots=True)
+class _Unchosen:
+    """Logits whose tokens are yet to be chosen, and what that takes."""
 
-    buckets: Buckets
-    max_num_seqs: int
-    max_model_len: int
-    page_size: int
-    dtype: np.dtype[Any]
-    vocab_size: int
-    eos_token_ids: tuple[int, ...]
-    max_logprobs: int = 20
-    native: bool = True
-    """Attention by the native CPU kernels where the machine and the model's shapes allow."""
-    max_decode_steps: int = 1
-    """Most steps of a decode program's loop; see `Plan.num_steps`."""
-    show_progress: bool = True
-
-    def __post_init__(self) -> None:
-        if len(self.eos_token_ids) >= MAX_STOP_TOKEN_IDS:
-            raise ConfigError(
-                f"eos_token_ids: at most {MAX_STOP_TOKEN_IDS - 1}, not {len(self.eos_token_ids)}"
-            )
-
-    @property
-    def pages_per_row(self) -> int:
-        """Width of the page table."""
-        return -(-self.max_model_len // self.page_size)
-
-    @property
-    def num_top(self) -> int:
-        """Top log-probabilities the program computes."""
-        return min(self.max_logprobs, self.vocab_size)
+    logits: jax.Array
+    packed: NDArray[np.int32]
+    constraints: Mapping[int, TokenConstraint]
+    """By row."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,10 +66,18 @@ class PendingStep:
     """A dispatched step; `result` is on its way to the host."""
 
     plan: Plan
-    result: jax.Array
+    result: jax.Array | None
+    """None while `unchosen`."""
     logprobs: tuple[int | None, ...]
     """How many each row wants; noted here because its slot may be another request's when the result is read.
     """
+    unchosen: _Unchosen | None = None
+    """Set while `ModelRunner.choose` is still to be called."""
+    prompt_logprobs: jax.Array | None = None
+    prompt_rows: Mapping[int, tuple[int, int, int]] = dataclasses.field(default_factory=dict)
+    """By row: first entry of `prompt_logprobs`, number of entries, how many candidates it wants."""
+    errors: Mapping[int, Exception] = dataclasses.field(default_factory=dict)
+    """By row, where no token can be chosen."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,13 +106,17 @@ class ModelRunner:
         self._platform = next(iter(mesh.devices.flat)).platform
         self._kv: KVCache | None = None
         self._num_pages = 0
-        self._programs: Programs = {}
+        self._programs: Programs | None = None
         self._state = self._new_state()
         self._use_huge_pages(self._weights)
         slots = config.max_num_seqs
         self._slots: list[_Slot | None] = [None] * slots
         self._params = np.zeros((slots, PARAM_FIELDS), np.int32)
         self._tables = np.zeros((slots, config.pages_per_row), np.int32)
+        num_rows = config.buckets.row_buckets[-1]
+        self._no_mask = jax.device_put(
+            np.zeros((num_rows, mask_words(config.vocab_size)), np.int32), self._sharding
+        )
 
     # -- memory --
 
@@ -169,7 +162,8 @@ class ModelRunner:
         """Scratch memory of the largest program, from XLA's own account; compiles that program for a small
         cache.
         """
-        analysis = self._compile_one(self.config.buckets.keys()[0], num_pages).memory_analysis()
+        builder = self._builder(num_pages)
+        analysis = builder.forward(builder.largest).memory_analysis()
         return int(getattr(analysis, "temp_size_in_bytes", 0)) + int(
             getattr(analysis, "output_size_in_bytes", 0)
         )
@@ -179,7 +173,13 @@ class ModelRunner:
         return kv_layer_shape(num_pages, self.config.page_size, spec.num_kv_heads, spec.head_dim)
 
     def _new_state(self) -> RowState:
-        return RowState(jax.device_put(np.zeros(self.config.max_num_seqs, np.int32), self._sharding))
+        slots, vocab = self.config.max_num_seqs, self.config.vocab_size
+        arrays = (
+            np.zeros(slots, np.int32),
+            np.zeros((slots, vocab), np.int32),
+            np.zeros((slots, vocab), np.float32),
+        )
+        return RowState(*(jax.device_put(array, self._sharding) for array in arrays))
 
     # -- programs --
 
@@ -187,56 +187,116 @@ class ModelRunner:
         """Compile every program and run each once with padding only."""
         if self._kv is None:
             raise ConfigError("initialize_kv_cache comes before compile")
-        self._programs = compile_all(
-            self.config.buckets.keys(),
-            lambda key: self._compile_one(key, self._num_pages),
-            show_progress=self.config.show_progress,
-        )
-        for key in self._programs:
-            self._call(key, self._blank(key))
+        self._programs = programs = self._builder(self._num_pages).compile_all()
+        hidden: jax.Array | None = None
+        for key in programs.steps:
+            packed = self._blank(key)
+            if key.decode_only:
+                self._run_window(key, packed)
+            else:
+                logits, hidden = self._run_forward(key, packed)
+                self._choose(logits, packed[: self._layout(key).rows_size], self._no_mask)
+                programs.prompt_logprobs(self._weights, hidden, self._prompt_buffer([], []))
+        nobody = Request("warm-up", (0,))
+        self._write_slot(self.config.max_num_seqs, nobody, ())
         jax.block_until_ready(self._state)
 
     def _layout(self, key: ProgramKey) -> Layout:
         return Layout(key, self.config.pages_per_row)
 
-    def _compile_one(self, key: ProgramKey, num_pages: int) -> jax.stages.Compiled:
-        layout = self._layout(key)
-        step = make_step(
-            lambda leaves: nnx.merge(self._graphdef, jax.tree.unflatten(self._weights_tree, leaves)),
-            layout,
-            page_size=self.config.page_size,
-            num_pages=num_pages,
-            num_top=self.config.num_top,
-            attention=attention_op(self._platform, native=self.config.native),
-            max_steps=self.config.max_decode_steps if key.decode_only else 1,
-        )
+    def _builder(self, num_pages: int) -> ProgramBuilder:
         layer = jax.ShapeDtypeStruct(
             self._kv_shape(num_pages), kv_storage_dtype(self.config.dtype), sharding=self._sharding
         )
-        kv = (layer,) * self._kv_spec.num_layers
-        return compile_step(step, self._weights, kv, self._state, layout.size, self._sharding)
+        return ProgramBuilder(
+            config=self.config,
+            rebuild=lambda leaves: nnx.merge(self._graphdef, jax.tree.unflatten(self._weights_tree, leaves)),
+            weights=self._weights,
+            state=self._state,
+            kv=cast("KVCache", (layer,) * self._kv_spec.num_layers),
+            platform=self._platform,
+            sharding=self._sharding,
+        )
+
+    @property
+    def _ready(self) -> tuple[Programs, KVCache]:
+        if self._kv is None or self._programs is None:
+            raise ConfigError("the KV cache is not initialised, or nothing is compiled")
+        return self._programs, self._kv
+
+    def _run_forward(self, key: ProgramKey, packed: NDArray[np.int32]) -> tuple[jax.Array, jax.Array]:
+        """Logits and hidden states."""
+        programs, kv = self._ready
+        logits, hidden, self._kv = programs.steps[key](self._weights, kv, self._state, packed)
+        return logits, hidden
+
+    def _choose(self, logits: jax.Array, packed: NDArray[np.int32], mask: Any) -> jax.Array:
+        programs, _ = self._ready
+        result, self._state = programs.choice(self._state, logits, packed, mask)
+        result.copy_to_host_async()
+        return cast("jax.Array", result)
+
+    def _run_window(self, key: ProgramKey, packed: NDArray[np.int32]) -> jax.Array:
+        programs, kv = self._ready
+        result, self._kv, self._state = programs.steps[key](self._weights, kv, self._state, packed)
+        result.copy_to_host_async()
+        return cast("jax.Array", result)
+
+    def _write_slot(self, slot: int, request: Request, made: tuple[int, ...]) -> None:
+        programs, _ = self._ready
+        packed = pack_admission(slot, request, made, self.config.max_model_len)
+        self._state = programs.admission(self._state, packed, bias_row(request, self.config.vocab_size))
 
     # -- steps --
 
     def execute(self, plan: Plan) -> StepResult:
         """Run one step and wait for its tokens."""
-        return self.wait(self.execute_async(plan))
+        return self.wait(self.choose(self.execute_async(plan)))
 
     def execute_async(self, plan: Plan) -> PendingStep:
         """Dispatch one step; its tokens stay on the device as the next step's input, and a copy starts for
-        the host.
+        the host. If rows have constraints, only the model runs, until `choose`.
         """
         for slot, request in plan.new_requests:
-            self._admit(slot, request)
+            self._admit(slot, request, plan.made.get(slot, ()))
         for write in plan.page_writes:
             self._tables[write.slot, write.index] = write.page
-        key = self.config.buckets.select(plan.num_tokens, len(plan.rows), plan.decode_only)
-        result = self._call(key, self._pack(plan, key))
-        result.copy_to_host_async()
-        return PendingStep(plan, result, tuple([self._wanted_logprobs(row) for row in plan.rows]))
+        constraints = self._constraints(plan)
+        key = self.config.buckets.select(
+            plan.num_tokens, len(plan.rows), plan.decode_only and not constraints
+        )
+        packed = self._pack(plan, key, constraints)
+        logprobs = tuple([self._wanted_logprobs(row) for row in plan.rows])
+        if key.decode_only:
+            return PendingStep(plan, self._run_window(key, packed), logprobs)
+        logits, hidden = self._run_forward(key, packed)
+        packed = packed[: self._layout(key).rows_size]
+        rows, prompt = self._prompt_logprobs(plan, hidden)
+        if constraints:
+            return PendingStep(plan, None, logprobs, _Unchosen(logits, packed, constraints), prompt, rows)
+        result = self._choose(logits, packed, self._no_mask)
+        return PendingStep(plan, result, logprobs, None, prompt, rows)
+
+    def choose(self, pending: PendingStep) -> PendingStep:
+        """Choose the tokens of a step that waits for it, else do nothing: once the tokens of all steps before
+        were accepted by the constraints, and before the next step is dispatched.
+        """
+        unchosen = pending.unchosen
+        if unchosen is None:
+            return pending
+        mask = np.full(self._no_mask.shape, -1, np.int32)
+        errors: dict[int, Exception] = {}
+        for row, constraint in unchosen.constraints.items():
+            try:
+                constraint.fill(mask[row])
+            except Exception as error:  # noqa: BLE001  # one request's grammar must not end the others'
+                errors[row] = error
+        result = self._choose(unchosen.logits, unchosen.packed, mask)
+        return dataclasses.replace(pending, result=result, unchosen=None, errors=errors)
 
     def wait(self, pending: PendingStep) -> StepResult:
         """Block until a dispatched step's result is on the host."""
+        assert pending.result is not None, "choose comes before wait"
         result = np.asarray(pending.result)
         plan, num_top = pending.plan, self.config.num_top
         by_row = result[: plan.num_steps, : len(plan.rows), 0].T.tolist()
@@ -244,13 +304,18 @@ class ModelRunner:
             [token for token in tokens if token != NO_TOKEN] if row.samples else ()
             for row, tokens in zip(plan.rows, by_row, strict=True)
         ]
+        errors = dict(pending.errors)
+        for i, tokens in enumerate(token_ids):
+            if tokens and tokens[-1] == NON_FINITE:
+                token_ids[i] = tokens[:-1]
+                errors.setdefault(i, NonFiniteLogits())
         logprobs = [
             ()
             if k is None
             else tuple(read_logprobs(result[s, i], num_top, k) for s in range(len(token_ids[i])))
             for i, k in enumerate(pending.logprobs)
         ]
-        return StepResult(token_ids, logprobs)
+        return StepResult(token_ids, logprobs, errors, self._read_prompt(pending))
 
     def _wanted_logprobs(self, row: PlanRow) -> int | None:
         held = self._slots[row.slot]
@@ -258,34 +323,91 @@ class ModelRunner:
             return None
         return min(held.request.logprobs, self.config.num_top)
 
-    def _call(self, key: ProgramKey, packed: NDArray[np.int32]) -> jax.Array:
-        if self._kv is None:
-            raise ConfigError("the KV cache is not initialised")
-        result, self._kv, self._state = self._programs[key](self._weights, self._kv, self._state, packed)
-        return result  # type: ignore[no-any-return]  # Compiled.__call__ is untyped
+    def _constraints(self, plan: Plan) -> dict[int, TokenConstraint]:
+        """By row, of those that make a token."""
+        return {
+            i: constraint
+            for i, row in enumerate(plan.rows)
+            if row.samples and (constraint := self._held(row).request.constraint) is not None
+        }
 
-    def _admit(self, slot: int, request: Request) -> None:
-        self._params[slot] = pack_params(request.sampling)
+    def _held(self, row: PlanRow) -> _Slot:
+        held = self._slots[row.slot]
+        assert held is not None, f"slot {row.slot} runs {row.request_id} but was never admitted"
+        return held
+
+    def _admit(self, slot: int, request: Request, made: tuple[int, ...]) -> None:
+        self._params[slot] = pack_params(request)
         stop_ids = np.full(MAX_STOP_TOKEN_IDS, self.config.vocab_size, np.int32)
         ids = list(request.stopping.stop_token_ids)
         if not request.stopping.ignore_eos:
             ids += self.config.eos_token_ids
         stop_ids[: len(ids)] = ids
         self._slots[slot] = _Slot(request, stop_ids)
+        if request.sampling.has_penalties or request.sampling.has_bias:
+            self._write_slot(slot, request, made)
+
+    # -- log-probabilities of prompts --
+
+    def _prompt_buffer(self, before: Sequence[int], targets: Sequence[int]) -> NDArray[np.int32]:
+        """See `make_prompt_logprobs`."""
+        most = self.config.buckets.token_buckets[-1]
+        buffer = np.zeros(1 + 2 * most, np.int32)
+        buffer[0] = len(before)
+        buffer[1 : 1 + len(before)] = before
+        buffer[1 + most : 1 + most + len(targets)] = targets
+        return buffer
+
+    def _prompt_logprobs(
+        self, plan: Plan, hidden: jax.Array
+    ) -> tuple[dict[int, tuple[int, int, int]], jax.Array | None]:
+        """The program's result for the rows that want it, and where each row's part is."""
+        rows: dict[int, tuple[int, int, int]] = {}
+        before: list[int] = []
+        targets: list[int] = []
+        at = 0
+        for i, row in enumerate(plan.rows):
+            request = self._held(row).request
+            if request.prompt_logprobs is not None:
+                wanted = request.prompt_token_ids[row.start + 1 : row.start + row.num_tokens + 1]
+                if wanted:
+                    rows[i] = (len(before), len(wanted), min(request.prompt_logprobs, self.config.num_top))
+                    before += range(at, at + len(wanted))
+                    targets += wanted
+            at += row.num_tokens
+        if not rows:
+            return rows, None
+        programs, _ = self._ready
+        result = programs.prompt_logprobs(self._weights, hidden, self._prompt_buffer(before, targets))
+        result.copy_to_host_async()
+        return rows, result
+
+    def _read_prompt(self, pending: PendingStep) -> dict[int, tuple[TokenLogprobs, ...]]:
+        if pending.prompt_logprobs is None:
+            return {}
+        values = np.asarray(pending.prompt_logprobs)
+        return {
+            row: tuple(read_logprobs(values[i], self.config.num_top, k) for i in range(first, first + count))
+            for row, (first, count, k) in pending.prompt_rows.items()
+        }
+
+    # -- packing --
 
     def _blank(self, key: ProgramKey) -> NDArray[np.int32]:
         """A buffer of padding only: it computes, writes nowhere and samples nothing."""
         layout = self._layout(key)
         buffer = np.zeros(layout.size, np.int32)
-        header, _, fields, stop_ids, _ = layout.views(buffer)
+        header, fields, stop_ids, _, _ = layout.views(buffer)
         header[NUM_STEPS] = 1
         fields[:, SLOT] = self.config.max_num_seqs
         stop_ids[:] = self.config.vocab_size
         return buffer
 
-    def _pack(self, plan: Plan, key: ProgramKey) -> NDArray[np.int32]:
+    def _pack(
+        self, plan: Plan, key: ProgramKey, constraints: Mapping[int, TokenConstraint]
+    ) -> NDArray[np.int32]:
         buffer = self._blank(key)
-        header, tokens, fields, stop_ids, tables = self._layout(key).views(buffer)
+        header, fields, stop_ids, tokens, tables = self._layout(key).views(buffer)
         header[NUM_STEPS] = plan.num_steps
         rows, count = plan.rows, len(plan.rows)
         slots = [row.slot for row in rows]
@@ -293,19 +415,19 @@ class ModelRunner:
         fields[:count, START] = [row.start for row in rows]
         fields[:count, NUM_TOKENS] = [row.num_tokens for row in rows]
         fields[:count, MAX_SAMPLES] = [row.max_samples if row.samples else 0 for row in rows]
-        fields[:count, BANS] = [row.bans for row in rows]
+        bans = [row.bans for row in rows]
+        fields[:count, BANS] = bans
         fields[:count, -PARAM_FIELDS:] = self._params[slots]
         tables[:count] = self._tables[slots]
         at = 0
         for i, row in enumerate(rows):
             tokens[at : at + row.num_tokens] = FEEDBACK if row.token_ids is None else row.token_ids
             at += row.num_tokens
-            held = self._slots[row.slot]
-            assert held is not None, f"slot {row.slot} runs {row.request_id} but was never admitted"
-            if row.samples:
-                header[ANY_SAMPLING] |= not held.request.sampling.greedy
-                header[ANY_LOGPROBS] |= held.request.logprobs is not None
-            stop_ids[i] = held.stop_ids
+            stop_ids[i] = self._held(row).stop_ids
+            if not row.samples:
+                fields[i, FEATURES] = 0
+        fields[list(constraints), FEATURES] |= MASK
+        header[FLAGS] = np.bitwise_or.reduce(fields[:count, FEATURES]) | (BANNED if any(bans) else 0)
         return buffer
 
     # -- weights and end --
@@ -334,7 +456,7 @@ class ModelRunner:
         """Free the device's memory that this runner holds; it cannot be used afterwards."""
         self.compiles_after_warmup.stop()
         self.destroy_kv_cache()
-        self._programs = {}
+        self._programs = None
         self._weights = ()
 
 

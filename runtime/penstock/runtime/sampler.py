@@ -1,19 +1,31 @@
-"""Drawing the next token from logits, inside the compiled step.
+"""Choosing the next token from logits, inside the compiled step, in plain XLA: for accelerators, and what
+the native CPU kernel (`native.sample`) is measured against.
 
-Order of filters as in Hugging Face's processors: temperature, top_k, top_p, min_p; ties at a threshold are
-all kept. Thresholds come from a radix select over the floats' bits (32 counting passes) instead of a sort,
-which XLA does slowly for wide vocabularies. The draw is exact and takes two uniforms: one picks a chunk of
-the vocabulary by its mass, the second a token inside it. Both come from fold_in(key(seed), position), so a
-request's tokens do not depend on what else is in the batch.
+In this order: repetition penalty (Hugging Face's), frequency and presence penalty (OpenAI's), bias, what is
+forbidden (bias of -inf, stop ids before min_tokens, a grammar's mask), then Hugging Face's processors:
+temperature, top_k, top_p, min_p; ties at a threshold are all kept. If all of that forbids every token, only
+the mask counts, and without a mask nothing is forbidden.
+
+Thresholds come from a radix select over the floats' bits (32 counting passes) instead of a sort. The draw is
+exact and takes two uniforms: one picks a chunk of the vocabulary by its mass, the second a token inside it.
+Both come from fold_in(key(seed), position), so a request's tokens do not depend on what else is in the batch.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
+
+PENALTIES, BIAS, MASK, SAMPLING, LOGPROBS, BANNED = (1 << i for i in range(6))
+"""Bits of a row's `features`, and of a step's flags, which have each bit that any of its rows has. A row's
+history, bias or mask is not looked at without its bit."""
+IN_PROMPT = 1 << 30
+"""Added to a token's count in `RowState.history` if it is in the prompt."""
+NON_FINITE = -2
+"""Stands for a token where the row's logits hold a NaN, or no finite maximum."""
 
 _CHUNK = 512
 _ARGMAX_CHUNK = 128
@@ -21,15 +33,58 @@ _TINY = 1e-30
 """Below every probability that matters, and far from float32's denormals, which compute as 0."""
 
 
+class RowState(NamedTuple):
+    """What stays on the device between steps, one entry per slot; S slots."""
+
+    tokens: Array  # int32[S] the token each slot sampled last
+    history: Array  # int32[S, V] how often each token was generated, plus IN_PROMPT; only where PENALTIES
+    bias: Array  # float32[S, V] added to the logits, -inf = forbidden; only where BIAS
+
+
 class SamplingRows(NamedTuple):
     """Sampling parameters, one entry a row."""
 
-    temperature: Array  # float32[R]; 0 = greedy
+    slots: Array  # int32[R] rows of `RowState`; from S on: padding
+    positions: Array  # int32[R] absolute position of the token that is drawn
+    stop_ids: Array  # int32[R, N] EOS and stop ids; vocabulary size or above where unused
+    banned: Array  # bool[R] whether these are forbidden in this step
+    features: Array  # int32[R] bits
+    num_logprobs: Array  # int32[R] likeliest tokens to report, -1 = not even that of the token itself
     top_k: Array  # int32[R]; 0 = off
+    temperature: Array  # float32[R]; 0 = greedy
     top_p: Array  # float32[R]; 1 = off
     min_p: Array  # float32[R]; 0 = off
+    presence_penalty: Array  # float32[R]
+    frequency_penalty: Array  # float32[R]
+    repetition_penalty: Array  # float32[R]
     seed: Array  # uint32[R, 2]: high and low word
-    positions: Array  # int32[R] absolute position of the token that is drawn
+
+
+class Sampled(NamedTuple):
+    """One token a row and, where LOGPROBS, log-probabilities under the raw logits."""
+
+    tokens: Array  # int32[R]; NON_FINITE where there is none
+    logprobs: Array  # float32[R]
+    top_ids: Array  # int32[R, num_top] likeliest first
+    top_logprobs: Array  # float32[R, num_top]
+
+
+class SamplerOp(Protocol):
+    """Chooses the next token of each row."""
+
+    def __call__(
+        self,
+        logits: Array,
+        state: RowState,
+        rows: SamplingRows,
+        flags: Array,
+        mask: Array | None,
+        *,
+        num_top: int,
+    ) -> Sampled:
+        """float32[R, V] raw logits, flags int32[], mask int32[R, ceil(V / 32)] packed or None (no row has
+        MASK)."""
+        ...
 
 
 def _ordered_bits(x: Array) -> Array:
@@ -133,17 +188,81 @@ def argmax(logits: Array) -> Array:
     return best.astype(jnp.int32)
 
 
-def sample(logits: Array, rows: SamplingRows, any_sampling: Array) -> Array:
-    """Next token of each row: float32[R, V] -> int32[R]. `any_sampling` false (all greedy) skips the filters
-    and the draw.
-    """
-    greedy = argmax(logits)
+def sample(
+    logits: Array, state: RowState, rows: SamplingRows, flags: Array, mask: Array | None, *, num_top: int
+) -> Sampled:
+    """`SamplerOp` in XLA. Whatever no row asks for, by `flags`, is skipped."""
+    peak = logits.max(axis=1)
+    shaped = _shape(logits, state, rows, flags, mask)
+    greedy = argmax(shaped)
 
     def mixed(x: Array) -> Array:
         return jnp.where(rows.temperature > 0, draw(filter_logits(x, rows), rows), greedy)
 
-    tokens: Array = lax.cond(any_sampling, mixed, lambda _: greedy, logits)
-    return tokens
+    tokens = lax.cond(_any(flags, SAMPLING), mixed, lambda _: greedy, shaped)
+    tokens = jnp.where(jnp.isfinite(peak), tokens, NON_FINITE)
+    none = jnp.zeros((logits.shape[0], num_top))
+    logprobs, top_ids, top_logprobs = lax.cond(
+        _any(flags, LOGPROBS),
+        lambda: token_logprobs(logits, jnp.maximum(tokens, 0), num_top),
+        lambda: (none.sum(axis=1).astype(jnp.float32), none.astype(jnp.int32), none.astype(jnp.float32)),
+    )
+    return Sampled(tokens, logprobs, top_ids, top_logprobs)
+
+
+def _any(flags: Array, bit: int) -> Array:
+    return (flags & bit) != 0
+
+
+def _shape(logits: Array, state: RowState, rows: SamplingRows, flags: Array, mask: Array | None) -> Array:
+    """Logits with penalties and bias, -inf where a token is forbidden."""
+    num_rows, vocab = logits.shape
+    slots = jnp.minimum(rows.slots, state.tokens.shape[0] - 1)
+
+    def has(bit: int) -> Array:
+        return ((rows.features & bit) != 0)[:, None]
+
+    def penalise(x: Array) -> Array:
+        history = jnp.where(has(PENALTIES), state.history[slots], 0)
+        counts = (history & (IN_PROMPT - 1)).astype(jnp.float32)
+        factor = jnp.where(history != 0, rows.repetition_penalty[:, None], 1.0)
+        x = jnp.where(x > 0, x / factor, x * factor)
+        present = (counts > 0).astype(jnp.float32)
+        return x - counts * rows.frequency_penalty[:, None] - present * rows.presence_penalty[:, None]
+
+    def add_bias(x: Array) -> Array:
+        return x + jnp.where(has(BIAS), state.bias[slots], 0.0)
+
+    def ban(x: Array) -> Array:
+        ids = jnp.where(rows.banned[:, None], rows.stop_ids, jnp.int32(vocab))
+        row = jnp.arange(num_rows, dtype=jnp.int32)[:, None]
+        return x.at[row, ids].set(-jnp.inf, mode="drop")
+
+    def cut(x: Array) -> Array:
+        assert mask is not None
+        return jnp.where(_unpack_bits(mask, vocab) | ~has(MASK), x, -jnp.inf)
+
+    def keep(x: Array) -> Array:
+        return x
+
+    penalised = lax.cond(_any(flags, PENALTIES), penalise, keep, logits)
+    shaped = lax.cond(_any(flags, BIAS), add_bias, keep, penalised)
+    shaped = lax.cond(_any(flags, BANNED), ban, keep, shaped)
+    if mask is not None:
+        shaped = lax.cond(_any(flags, MASK), cut, keep, shaped)
+
+    def relent(x: Array) -> Array:
+        fallback = penalised if mask is None else cut(penalised)
+        return jnp.where((x.max(axis=1) > -jnp.inf)[:, None], x, fallback)
+
+    result: Array = lax.cond(_any(flags, BIAS | BANNED | MASK), relent, keep, shaped)
+    return result
+
+
+def _unpack_bits(mask: Array, vocab: int) -> Array:
+    """int32[R, ceil(V / 32)] -> bool[R, V]."""
+    bits = (mask[:, :, None] >> jnp.arange(32, dtype=jnp.int32).reshape(1, 1, 32)) & 1
+    return bits.reshape(mask.shape[0], -1)[:, :vocab] != 0
 
 
 def token_logprobs(logits: Array, tokens: Array, num_top: int) -> tuple[Array, Array, Array]:
@@ -152,8 +271,25 @@ def token_logprobs(logits: Array, tokens: Array, num_top: int) -> tuple[Array, A
     """
     norm = jax.nn.logsumexp(logits, axis=1)
     sampled = jnp.take_along_axis(logits, tokens[:, None], axis=1)[:, 0] - norm
-    if num_top == 0:
-        empty = jnp.zeros((logits.shape[0], 0))
-        return sampled, empty.astype(jnp.int32), empty.astype(jnp.float32)
-    values, ids = lax.top_k(logits, num_top)
-    return sampled, ids.astype(jnp.int32), values - norm[:, None]
+    values, ids = top_values(logits, num_top)
+    return sampled, ids, values - norm[:, None]
+
+
+def top_values(logits: Array, count: int) -> tuple[Array, Array]:
+    """The `count` largest values of each row of float32[R, V] and their ids, largest first, ties by id.
+
+    In two passes, as `argmax`: they lie in the `count` chunks with the largest maxima (of equal ones the
+    first), and a top_k over the whole row is slow on every backend.
+    """
+    num_rows, vocab = logits.shape
+    if vocab <= 2 * count * _ARGMAX_CHUNK or count == 0:
+        return lax.top_k(logits, count)
+    padding = -vocab % _ARGMAX_CHUNK
+    chunks = jnp.pad(logits, ((0, 0), (0, padding)), constant_values=-jnp.inf)
+    chunks = chunks.reshape(num_rows, -1, _ARGMAX_CHUNK)
+    _, which = lax.top_k(chunks.max(axis=2), count)
+    which = jnp.sort(which, axis=1)  # so that of equal values the smaller id comes first
+    inner = jnp.take_along_axis(chunks, which[:, :, None], axis=1).reshape(num_rows, -1)
+    values, at = lax.top_k(inner, count)
+    chunk = jnp.take_along_axis(which, at // _ARGMAX_CHUNK, axis=1)
+    return values, chunk * _ARGMAX_CHUNK + at % _ARGMAX_CHUNK

@@ -46,9 +46,10 @@ class Scheduler:
         )
         self._planner = Planner(config, self._roster)
         self._finished: dict[str, None] = {}  # oldest first
-        # Plans not committed yet, by step: the weights' generation and, for each row that samples, its
-        # sequence. By identity and not by id: an id aborted and used again must not get the old one's token.
-        self._in_flight: dict[int, tuple[int, list[Sequence | None]]] = {}
+        # Plans not committed yet, by step: the weights' generation; for each row that samples, its sequence;
+        # by row, those that ask about their prompt. By identity and not by id: an id aborted and used again
+        # must not get the old one's token.
+        self._in_flight: dict[int, tuple[int, list[Sequence | None], dict[int, Sequence]]] = {}
         self._next_order = 0
         self._next_step = 0
         self._next_deadline_ns = NEVER_NS  # nothing active is due earlier; it may be a finished request's
@@ -107,9 +108,10 @@ class Scheduler:
             tuple(draft.writes),
             tuple(draft.preempted),
             draft.num_steps,
+            draft.made,
         )
         self._next_step += 1
-        self._in_flight[plan.step_id] = (self._generation, draft.sampling)
+        self._in_flight[plan.step_id] = (self._generation, draft.sampling, draft.prompts)
         return plan
 
     # -- what comes back --
@@ -120,11 +122,14 @@ class Scheduler:
         The token that ends a request (EOS, stop id) is the last in its Output; the text layer decides what is
         shown.
         """
-        generation, sampling = self._in_flight.pop(plan.step_id)
+        generation, sampling, prompts = self._in_flight.pop(plan.step_id)
+        if prompts:
+            self._take_prompt_logprobs(prompts, plan, result)
         any_late = now_ns >= self._next_deadline_ns
+        errors = result.errors
         outputs: list[Output] = []
-        for seq, row, sampled, logprobs in zip(
-            sampling, plan.rows, result.token_ids, result.logprobs, strict=True
+        for i, (seq, row, sampled, logprobs) in enumerate(
+            zip(sampling, plan.rows, result.token_ids, result.logprobs, strict=True)
         ):
             if seq is None or seq.status is _FINISHED:
                 continue
@@ -137,23 +142,39 @@ class Scheduler:
                 seq.first_token_ns = now_ns
             new = tuple(sampled)
             wanted = () if seq.request.logprobs is None else tuple(logprobs)
+            prompt = seq.take_prompt_logprobs() if seq.prompt_logprobs else ()
             rules = seq.rules
+            counted, finish = count, None
             if total >= rules.total_limit or any_late or not rules.end_ids.isdisjoint(new):
                 counted, finish = rules.first_end(new, before, now_ns)
-                if finish is not None:
-                    del tokens[before + counted :]
-                    if len(tokens) > seq.publish_at:
-                        self._roster.cache.publish(seq, len(tokens) - 1)
-                    outputs.append(
-                        self._finish(seq, finish, now_ns, generation, new[:counted], wanted[:counted])
+            error = errors.get(i) if errors and finish is None else None
+            if seq.is_constrained and error is None:
+                finish, error = _accept(seq, new[:counted], finish)
+            if finish is not None or error is not None:
+                del tokens[before + counted :]
+                if len(tokens) > seq.publish_at:
+                    self._roster.cache.publish(seq, len(tokens) - 1)
+                outputs.append(
+                    self._finish(
+                        seq, finish, now_ns, generation, new[:counted], wanted[:counted], error, prompt
                     )
-                    continue
+                )
+                continue
             if count != row.max_samples:
                 raise RuntimeError(f"{seq.request_id} goes on with {count} of {row.max_samples} samples")
             if total > seq.publish_at:
                 self._roster.cache.publish(seq, total - 1)
-            outputs.append(_output((seq.request_id, new, wanted, None, None, generation, None)))
+            outputs.append(_output((seq.request_id, new, wanted, None, None, generation, None, prompt)))
         return outputs
+
+    def _take_prompt_logprobs(self, prompts: dict[int, Sequence], plan: Plan, result: StepResult) -> None:
+        """A sequence that was preempted computes some of them again."""
+        for i, seq in prompts.items():
+            values = result.prompt_logprobs.get(i, ())
+            known = plan.rows[i].start + len(values)
+            if seq.status is not _FINISHED and known > seq.num_prompt_logprobs:
+                seq.prompt_logprobs += values[seq.num_prompt_logprobs - known :]
+                seq.num_prompt_logprobs = known
 
     def abort(
         self,
@@ -192,19 +213,30 @@ class Scheduler:
     def _finish(
         self,
         seq: Sequence,
-        finish: Finish,
+        finish: Finish | None,
         now_ns: int,
         generation: int,
         token_ids: tuple[int, ...] = (),
         logprobs: tuple[TokenLogprobs, ...] = (),
+        error: Exception | None = None,
+        prompt_logprobs: tuple[TokenLogprobs, ...] = (),
     ) -> Output:
-        """Ends a sequence and makes its last Output."""
+        """Ends a sequence, by `finish` or `error`, and makes its last Output."""
         self._roster.remove(seq)
         self._finished.pop(seq.request_id, None)  # an id that is used again counts as the newest
         self._finished[seq.request_id] = None
         if len(self._finished) > FINISHED_MEMORY:
             del self._finished[next(iter(self._finished))]
-        return Output(seq.request_id, token_ids, logprobs, finish, seq.timing(now_ns), generation)
+        return Output(
+            seq.request_id,
+            token_ids,
+            logprobs,
+            finish,
+            seq.timing(now_ns),
+            generation,
+            error,
+            prompt_logprobs,
+        )
 
     # -- all at once --
 
@@ -267,3 +299,18 @@ class Scheduler:
     def check(self) -> None:
         """Audit for tests, valid between any two calls; AssertionError tells what is wrong."""
         self._roster.check()
+
+
+def _accept(
+    seq: Sequence, token_ids: tuple[int, ...], finish: Finish | None
+) -> tuple[Finish | None, Exception | None]:
+    """Tells a sequence's constraint which tokens it got; how it ends if that completes it, or fails."""
+    constraint = seq.request.constraint
+    assert constraint is not None
+    try:
+        constraint.accept(token_ids)
+        if finish is None and constraint.is_complete:
+            finish = Finish(FinishReason.EOS)
+    except Exception as error:  # noqa: BLE001  # one request's grammar must not end the others'
+        return None, error
+    return finish, None

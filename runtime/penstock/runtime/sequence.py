@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass, field
 
-from penstock.runtime.request import Request, RequestTiming
+from penstock.runtime.request import Request, RequestTiming, TokenLogprobs
 from penstock.runtime.stopping import StopRules
 
 NEVER = 2**63 - 1
@@ -46,6 +46,8 @@ class Sequence:
     """A token sampled at an input position below this is one of the first min_tokens: no EOS, no stop id."""
     max_computed: int = field(init=False)
     """When so many positions are computed, the last token it may have is sampled, which needs no KV."""
+    is_constrained: bool = field(init=False)
+    """Whether the host says before each token which may follow."""
     status: Status = Status.WAITING
     slot: int | None = None
     pages: list[int] = field(default_factory=list)
@@ -62,6 +64,10 @@ class Sequence:
     scheduled_ns: int = 0
     first_token_ns: int = 0
     cached_prompt_tokens: int = 0
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    """Of the prompt's tokens from the second on, as far as they are known and not handed out."""
+    num_prompt_logprobs: int = 0
+    """How many of them were known so far."""
 
     page_keys: list[bytes] = field(default_factory=list)
     """The prefix cache's keys of the leading full pages, as far as they were asked for."""
@@ -79,10 +85,21 @@ class Sequence:
         # Input position p samples the token at p + 1, which is generated token number p + 2 - num_prompt.
         self.bans_until = self.num_prompt - 1 + self.rules.min_tokens
         self.max_computed = self.rules.total_limit - 1
+        self.is_constrained = self.request.constraint is not None
 
     @property
     def held_pages(self) -> list[int]:
         return self.pages[self.num_dropped :] if self.num_dropped else self.pages
+
+    @property
+    def needs_whole_prompt(self) -> bool:
+        """Whether log-probabilities of the prompt are still to be computed."""
+        return self.request.prompt_logprobs is not None and self.num_prompt_logprobs < self.num_prompt - 1
+
+    def take_prompt_logprobs(self) -> tuple[TokenLogprobs, ...]:
+        """All of them, which are known when the first token is."""
+        taken, self.prompt_logprobs = tuple(self.prompt_logprobs), []
+        return taken
 
     def timing(self, now_ns: int) -> RequestTiming:
         return RequestTiming(

@@ -1,9 +1,15 @@
-"""The compiled step: input tokens, model, sampler and state update in one program, and its ahead-of-time
-compilation.
+"""The compiled programs: what runs on the device, ahead-of-time compiled.
+
+- `make_forward`: input tokens through the model to logits. One per bucket of tokens.
+- `make_choice`: logits to tokens. One in all. That a step with a prefill chunk, or with rows under a grammar,
+  is two programs lets the host work out the grammar's masks while the device runs the model.
+- `make_window`: both, in a loop of decode steps. One per bucket of rows.
+
+What only some requests need is in `request_programs`.
 
 Weights, KV cache and row state are arguments, so new weights need no recompile; KV cache and state are
-donated, so a step updates them in place. What the host reads back is one int32 array per step,
-`OutputLayout`.
+donated, so a step updates them in place. What the host reads back is one int32 array per step: by row the
+token, then see `read_logprobs`.
 """
 
 from __future__ import annotations
@@ -16,20 +22,20 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from penstock.runtime.attention import AttentionMeta, AttentionOp, make_meta, paged_attention
-from penstock.runtime.packing import FEEDBACK, Layout, Unpacked
+from penstock.runtime.attention import AttentionMeta, AttentionOp, make_meta
+from penstock.runtime.packing import FEEDBACK, Inputs, Layout, Unpacked
 from penstock.runtime.request import TokenLogprobs
-from penstock.runtime.sampler import sample, token_logprobs
+from penstock.runtime.sampler import (
+    LOGPROBS,
+    PENALTIES,
+    RowState,
+    Sampled,
+    SamplerOp,
+)
 
 KVCache = tuple[Array, ...]
 Weights = tuple[Array, ...]
 """The model's state as flat leaves: flattening nnx's own tree on every call costs milliseconds of Python."""
-
-
-class RowState(NamedTuple):
-    """What stays on the device between steps, one entry per slot."""
-
-    tokens: Array  # int32[max_num_seqs] the token each slot sampled last
 
 
 class StepModel(Protocol):
@@ -46,86 +52,143 @@ class StepModel(Protocol):
         ...
 
 
-StepOut = tuple[Array, KVCache, RowState]
-StepFn = Callable[[Weights, KVCache, RowState, Array], StepOut]
+Rebuild = Callable[[Weights], StepModel]
 NO_TOKEN = -1
 
 
-def make_step(
-    rebuild: Callable[[Weights], StepModel],
-    layout: Layout,
-    *,
-    page_size: int,
-    num_pages: int,
-    num_top: int,
-    max_steps: int = 1,
-    attention: AttentionOp = paged_attention,
-) -> StepFn:
-    """The step function of one program key. Its result is int32[max_steps, R, 2 + 2 * num_top]: by row the
-    token, or NO_TOKEN where it made none in that step, and see `read_logprobs`.
+class Forward(NamedTuple):
+    """What the model says of one step."""
 
-    max_steps above 1 makes it a loop of decode steps, of which a call runs as many as its header says, or
-    fewer when every row has ended.
+    logits: Array  # float32[R, V] after each row's last token
+    hidden: Array  # [most tokens of a step, E] of every token
+    kv: KVCache
+
+
+class StepShapes(NamedTuple):
+    """What all programs of a runner have in common."""
+
+    page_size: int
+    num_pages: int
+    max_tokens: int
+    """Of any step: `Forward.hidden` is padded to it."""
+    num_top: int
+    """Likeliest tokens that are reported."""
+
+
+def _run_model(
+    model: StepModel,
+    layout: Layout,
+    shapes: StepShapes,
+    attention: AttentionOp,
+    *,
+    kv: KVCache,
+    batch: Unpacked,
+    inputs: Inputs,
+    last: Array,
+    starts: Array,
+) -> tuple[Array, Array, KVCache]:
+    """(logits float32[R, V], hidden [T, E], cache); `last` int32[R] replaces FEEDBACK."""
+    meta, token_rows = make_meta(
+        starts=starts,
+        q_lens=batch.q_lens,
+        page_table=inputs.page_table,
+        num_tokens=layout.key.tokens,
+        decode_only=layout.key.decode_only,
+        page_size=shapes.page_size,
+        num_pages=shapes.num_pages,
+    )
+    tokens = jnp.where(inputs.tokens == FEEDBACK, last[token_rows], inputs.tokens)
+    hidden, kv = model(tokens, meta.positions, kv, meta, attention=attention)
+    at = jnp.maximum(jnp.cumsum(batch.q_lens) - 1, 0)
+    num_rows = jnp.sum((batch.q_lens > 0).astype(jnp.int32))
+    return model.logits(hidden[at], num_rows), hidden, kv
+
+
+def _last_tokens(tokens: Array, batch: Unpacked) -> Array:
+    return tokens[jnp.minimum(batch.sampling.slots, tokens.shape[0] - 1)]
+
+
+def make_forward(
+    rebuild: Rebuild, layout: Layout, shapes: StepShapes, attention: AttentionOp
+) -> Callable[[Weights, KVCache, RowState, Array], Forward]:
+    """The model over one step of any mix of chunks and decodes."""
+
+    def forward(weights: Weights, kv: KVCache, state: RowState, packed: Array) -> Forward:
+        batch, inputs = layout.unpack_rows(packed), layout.unpack_inputs(packed)
+        logits, hidden, kv = _run_model(
+            rebuild(weights),
+            layout,
+            shapes,
+            attention,
+            kv=kv,
+            batch=batch,
+            inputs=inputs,
+            last=_last_tokens(state.tokens, batch),
+            starts=batch.starts,
+        )
+        padding = shapes.max_tokens - hidden.shape[0]
+        return Forward(logits, jnp.pad(hidden, ((0, padding), (0, 0))), kv)
+
+    return forward
+
+
+def make_choice(
+    layout: Layout, sampler: SamplerOp, num_top: int
+) -> Callable[[RowState, Array, Array, Array], tuple[Array, RowState]]:
+    """The tokens after one step's logits: (state, logits, first part of the packed buffer, mask int32[R, W])
+    -> (int32[1, R, 2 + 2 * num_top], state).
     """
 
-    def forward(
-        model: StepModel, kv: KVCache, batch: Unpacked, tokens: Array, starts: Array
-    ) -> tuple[Array, KVCache]:
-        meta, token_rows = make_meta(
-            starts=starts,
-            q_lens=batch.q_lens,
-            page_table=batch.page_table,
-            num_tokens=layout.key.tokens,
-            decode_only=layout.key.decode_only,
-            page_size=page_size,
-            num_pages=num_pages,
-        )
-        tokens = jnp.where(batch.tokens == FEEDBACK, tokens[token_rows], batch.tokens)
-        hidden, kv = model(tokens, meta.positions, kv, meta, attention=attention)
-        last = jnp.maximum(jnp.cumsum(batch.q_lens) - 1, 0)
-        num_rows = jnp.sum((batch.q_lens > 0).astype(jnp.int32))
-        return model.logits(hidden[last], num_rows), kv
+    def choose(state: RowState, logits: Array, packed: Array, mask: Array) -> tuple[Array, RowState]:
+        batch = layout.unpack_rows(packed)
+        sampled = sampler(logits, state, batch.sampling, batch.flags, mask, num_top=num_top)
+        state = _add_history(state, batch, sampled.tokens, batch.max_samples > 0)
+        return report(sampled, batch.flags)[None], _keep(state, batch, sampled.tokens)
 
-    def choose(raw: Array, batch: Unpacked, step: Array) -> tuple[Array, Array]:
-        """(token int32[R], what the host reads of it int32[R, 2 + 2 * num_top])."""
-        row = jnp.arange(layout.key.rows, dtype=jnp.int32)[:, None]
-        banned = step < batch.bans
-        ids = jnp.where(banned[:, None], batch.stop_ids, jnp.int32(raw.shape[1]))
-        allowed = lax.cond(jnp.any(banned), lambda: raw.at[row, ids].set(-jnp.inf, mode="drop"), lambda: raw)
-        rows = batch.sampling._replace(positions=batch.sampling.positions + step)
-        sampled = sample(allowed, rows, batch.any_sampling)
-        read = lax.cond(
-            batch.any_logprobs,
-            lambda: _result(sampled, *token_logprobs(raw, sampled, num_top)),
-            lambda: jnp.zeros((layout.key.rows, 2 + 2 * num_top), jnp.int32).at[:, 0].set(sampled),
-        )
-        return sampled, read
+    return choose
 
-    def keep(state: RowState, batch: Unpacked, sampled: Array) -> RowState:
-        slots = jnp.where(batch.max_samples > 0, batch.slots, state.tokens.shape[0])
-        return RowState(state.tokens.at[slots].set(sampled, mode="drop"))
 
-    def last_tokens(state: RowState, batch: Unpacked) -> Array:
-        return state.tokens[jnp.minimum(batch.slots, state.tokens.shape[0] - 1)]
+def make_window(
+    rebuild: Rebuild,
+    layout: Layout,
+    shapes: StepShapes,
+    attention: AttentionOp,
+    sampler: SamplerOp,
+    max_steps: int,
+) -> Callable[[Weights, KVCache, RowState, Array], tuple[Array, KVCache, RowState]]:
+    """A loop of decode steps, of which a call runs as many as its header says, or fewer when every row has
+    ended: result int32[max_steps, R, 2 + 2 * num_top], NO_TOKEN where a row made none. No row has a mask.
+    """
 
-    def single(weights: Weights, kv: KVCache, state: RowState, packed: Array) -> StepOut:
-        model, batch = rebuild(weights), layout.unpack(packed)
-        raw, kv = forward(model, kv, batch, last_tokens(state, batch), batch.starts)
-        sampled, read = choose(raw, batch, jnp.int32(0))
-        return read[None], kv, keep(state, batch, sampled)
-
-    def window(weights: Weights, kv: KVCache, state: RowState, packed: Array) -> StepOut:
-        model, batch = rebuild(weights), layout.unpack(packed)
+    def window(
+        weights: Weights, kv: KVCache, state: RowState, packed: Array
+    ) -> tuple[Array, KVCache, RowState]:
+        model = rebuild(weights)
+        batch, inputs = layout.unpack_rows(packed), layout.unpack_inputs(packed)
 
         def more(carry: _Window) -> Array:
             # The first step runs even where no row samples: a prefill chunk of one token must be written.
             return (carry.step == 0) | ((carry.step < batch.num_steps) & jnp.any(carry.alive))
 
         def turn(carry: _Window) -> _Window:
-            raw, kv = forward(model, carry.kv, batch, carry.tokens, batch.starts + carry.made)
-            sampled, read = choose(raw, batch, carry.step)
-            read = read.at[:, 0].set(jnp.where(carry.alive, read[:, 0], NO_TOKEN))
-            ended = (sampled[:, None] == batch.stop_ids).any(axis=1) & (carry.step >= batch.bans)
+            logits, _, kv = _run_model(
+                model,
+                layout,
+                shapes,
+                attention,
+                kv=carry.kv,
+                batch=batch,
+                inputs=feedback,
+                last=carry.tokens,
+                starts=batch.starts + carry.made,
+            )
+            banned = carry.step < batch.bans
+            rows = batch.sampling._replace(positions=batch.sampling.positions + carry.step, banned=banned)
+            made = sampler(logits, carry.state, rows, batch.flags, None, num_top=shapes.num_top)
+            sampled = made.tokens
+            read = report(made, batch.flags)
+            read = read.at[:, 0].set(jnp.where(carry.alive, sampled, NO_TOKEN))
+            ended = ((sampled[:, None] == rows.stop_ids).any(axis=1) & ~banned) | (sampled < 0)
             step = carry.step + 1
             alive = carry.alive & ~ended & (step < batch.max_samples)
             return _Window(
@@ -137,12 +200,14 @@ def make_step(
                 tokens=jnp.where(alive, sampled, carry.tokens),
                 sampled=jnp.where(carry.alive, sampled, carry.sampled),
                 kv=kv,
+                state=_add_history(carry.state, batch, sampled, carry.alive),
                 result=carry.result.at[carry.step].set(read),
             )
 
         rows = layout.key.rows
-        first = jnp.where(batch.tokens == FEEDBACK, last_tokens(state, batch), batch.tokens)
-        batch = batch._replace(tokens=jnp.full_like(batch.tokens, FEEDBACK))
+        last = _last_tokens(state.tokens, batch)
+        first = jnp.where(inputs.tokens == FEEDBACK, last, inputs.tokens)
+        feedback = inputs._replace(tokens=jnp.full_like(inputs.tokens, FEEDBACK))
         end = lax.while_loop(
             more,
             turn,
@@ -153,12 +218,13 @@ def make_step(
                 tokens=first,
                 sampled=jnp.zeros((rows,), jnp.int32),
                 kv=kv,
-                result=jnp.full((max_steps, rows, 2 + 2 * num_top), NO_TOKEN, jnp.int32),
+                state=state,
+                result=jnp.full((max_steps, rows, 2 + 2 * shapes.num_top), NO_TOKEN, jnp.int32),
             ),
         )
-        return end.result, end.kv, keep(state, batch, end.sampled)
+        return end.result, end.kv, _keep(end.state, batch, end.sampled)
 
-    return window if max_steps > 1 else single
+    return window
 
 
 class _Window(NamedTuple):
@@ -170,26 +236,49 @@ class _Window(NamedTuple):
     tokens: Array  # int32[R] input of the next step
     sampled: Array  # int32[R] the row's newest token
     kv: KVCache
+    state: RowState
     result: Array  # int32[max_steps, R, 2 + 2 * num_top]
 
 
-def _result(sampled: Array, logprob: Array, top_ids: Array, top_logprobs: Array) -> Array:
-    bits = lax.bitcast_convert_type(jnp.concatenate([logprob[:, None], top_logprobs], axis=1), jnp.int32)
-    return jnp.concatenate([sampled[:, None], bits[:, :1], top_ids, bits[:, 1:]], axis=1)
+def _keep(state: RowState, batch: Unpacked, sampled: Array) -> RowState:
+    """The newest tokens are the next step's input."""
+    num_slots = state.tokens.shape[0]
+    slots = jnp.where(batch.max_samples > 0, batch.sampling.slots, num_slots)
+    return state._replace(tokens=state.tokens.at[slots].set(sampled, mode="drop"))
+
+
+def _add_history(state: RowState, batch: Unpacked, sampled: Array, alive: Array) -> RowState:
+    """Counts what rows with penalties have made."""
+    counts = alive & ((batch.sampling.features & PENALTIES) != 0) & (sampled >= 0)
+    slots = jnp.where(counts, batch.sampling.slots, state.tokens.shape[0])
+    return state._replace(history=state.history.at[slots, sampled].add(1, mode="drop"))
+
+
+def report(sampled: Sampled, flags: Array) -> Array:
+    """What the host reads of one step: int32[R, 2 + 2 * num_top], see `read_logprobs`."""
+
+    def full() -> Array:
+        values = jnp.concatenate([sampled.logprobs[:, None], sampled.top_logprobs], axis=1)
+        bits = lax.bitcast_convert_type(values, jnp.int32)
+        return jnp.concatenate([sampled.tokens[:, None], bits[:, :1], sampled.top_ids, bits[:, 1:]], axis=1)
+
+    def tokens_only() -> Array:
+        num_rows, num_top = sampled.top_ids.shape
+        return jnp.zeros((num_rows, 2 + 2 * num_top), jnp.int32).at[:, 0].set(sampled.tokens)
+
+    result: Array = lax.cond((flags & LOGPROBS) != 0, full, tokens_only)
+    return result
 
 
 def read_logprobs(row: np.ndarray, num_top: int, wanted: int) -> TokenLogprobs:
-    """One row of the result array as the `wanted` likeliest tokens and the sampled one's log-probability."""
+    """One row of a result array as the `wanted` likeliest tokens and the token's own log-probability."""
     ids = row[2 : 2 + wanted].tolist()
     values = row[2 + num_top : 2 + num_top + wanted].view(np.float32).tolist()
     return TokenLogprobs(float(row[1:2].view(np.float32)[0]), tuple(zip(ids, values, strict=True)))
 
 
-def compile_step(
-    step: StepFn, weights: Any, kv: Any, state: Any, packed_size: int, sharding: jax.sharding.Sharding
+def compile_program(
+    program: Callable[..., Any], *arguments: Any, donate: tuple[int, ...] = ()
 ) -> jax.stages.Compiled:
-    """Lower and compile for the shapes and shardings of `weights`, `kv` and `state` (arrays or
-    ShapeDtypeStructs).
-    """
-    packed = jax.ShapeDtypeStruct((packed_size,), jnp.int32, sharding=sharding)
-    return jax.jit(step, donate_argnums=(1, 2)).lower(weights, kv, state, packed).compile()
+    """Lower and compile for the shapes and shardings of the arguments (arrays or ShapeDtypeStructs)."""
+    return jax.jit(program, donate_argnums=donate).lower(*arguments).compile()

@@ -1,0 +1,136 @@
+"""The set of compiled programs of one runner: which there are, for which shapes, and their compilation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from penstock.runtime.attention import attention_op
+from penstock.runtime.buckets import ProgramKey
+from penstock.runtime.compilation import compile_all
+from penstock.runtime.constraint import mask_words
+from penstock.runtime.packing import Layout
+from penstock.runtime.request_programs import admission_size, make_admission, make_prompt_logprobs
+from penstock.runtime.runner_config import RunnerConfig
+from penstock.runtime.sampler import RowState, sample
+from penstock.runtime.step import (
+    Forward,
+    KVCache,
+    Rebuild,
+    StepShapes,
+    Weights,
+    compile_program,
+    make_choice,
+    make_forward,
+    make_window,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Programs:
+    """Everything a runner calls; see `step` and `request_programs`."""
+
+    steps: Mapping[ProgramKey, jax.stages.Compiled]
+    """A window for a key that is decode_only, a forward for any other."""
+    choice: jax.stages.Compiled
+    prompt_logprobs: jax.stages.Compiled
+    admission: jax.stages.Compiled
+
+
+@dataclass(frozen=True, slots=True)
+class ProgramBuilder:
+    """What programs are compiled for. `kv` are shapes; so may be `weights` and `state`."""
+
+    config: RunnerConfig
+    rebuild: Rebuild
+    weights: Weights
+    state: RowState
+    kv: KVCache
+    platform: str
+    sharding: jax.sharding.Sharding
+
+    def layout(self, key: ProgramKey) -> Layout:
+        return Layout(key, self.config.pages_per_row)
+
+    @property
+    def largest(self) -> ProgramKey:
+        """The forward of the most tokens."""
+        return max(
+            (key for key in self.config.buckets.keys() if not key.decode_only),  # noqa: SIM118 # no mapping
+            key=lambda key: key.tokens,
+        )
+
+    def compile_all(self) -> Programs:
+        """All of them, in parallel, with a progress bar; what takes longest first."""
+        keys = self.config.buckets.keys()
+        jobs: dict[ProgramKey | str, Callable[[], jax.stages.Compiled]] = {
+            key: lambda key=key: self.window(key) if key.decode_only else self.forward(key)  # type: ignore[misc]
+            for key in keys
+        }
+        jobs |= {"choice": self.choice, "prompt": self.prompt_logprobs, "admission": self.admission}
+        made = compile_all(jobs, show_progress=self.config.show_progress)
+        return Programs({key: made[key] for key in keys}, made["choice"], made["prompt"], made["admission"])
+
+    def forward(self, key: ProgramKey) -> jax.stages.Compiled:
+        packed = self._ints(self.layout(key).size)
+        return compile_program(self._forward(key), self.weights, self.kv, self.state, packed, donate=(1,))
+
+    def window(self, key: ProgramKey) -> jax.stages.Compiled:
+        program = make_window(
+            self.rebuild,
+            self.layout(key),
+            self._shapes,
+            attention_op(self.platform, native=self.config.native),
+            sample,
+            self.config.max_decode_steps,
+        )
+        packed = self._ints(self.layout(key).size)
+        return compile_program(program, self.weights, self.kv, self.state, packed, donate=(1, 2))
+
+    def choice(self) -> jax.stages.Compiled:
+        layout = self.layout(self.largest)
+        mask = self._ints(layout.key.rows, mask_words(self.config.vocab_size))
+        program = make_choice(layout, sample, self.config.num_top)
+        return compile_program(
+            program, self.state, self._outputs.logits, self._ints(layout.rows_size), mask, donate=(0,)
+        )
+
+    def prompt_logprobs(self) -> jax.stages.Compiled:
+        program = make_prompt_logprobs(self.rebuild, self._shapes)
+        packed = self._ints(1 + 2 * self._shapes.max_tokens)
+        return compile_program(program, self.weights, self._outputs.hidden, packed)
+
+    def admission(self) -> jax.stages.Compiled:
+        vocab = self.config.vocab_size
+        packed = self._ints(admission_size(self.config.max_model_len))
+        bias = jax.ShapeDtypeStruct((vocab,), jnp.float32, sharding=self.sharding)
+        return compile_program(make_admission(vocab), self.state, packed, bias, donate=(0,))
+
+    @property
+    def _shapes(self) -> StepShapes:
+        config = self.config
+        num_pages = self.kv[0].shape[0] if self.kv else 0
+        return StepShapes(config.page_size, num_pages, self.largest.tokens, config.num_top)
+
+    def _forward(self, key: ProgramKey) -> Callable[..., Forward]:
+        attention = attention_op(self.platform, native=self.config.native)
+        return make_forward(self.rebuild, self.layout(key), self._shapes, attention)
+
+    @property
+    def _outputs(self) -> Forward:
+        """Shapes of what a forward makes."""
+        key = self.largest
+        made = jax.eval_shape(
+            self._forward(key), self.weights, self.kv, self.state, self._ints(self.layout(key).size)
+        )
+        placed: Any = jax.tree.map(
+            lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=self.sharding), made
+        )
+        return Forward(*placed)
+
+    def _ints(self, *shape: int) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, jnp.int32, sharding=self.sharding)

@@ -1,0 +1,94 @@
+"""Compiled programs for what only some requests ask: log-probabilities of the prompt; penalties and biases,
+whose arrays are written when the request gets its slot.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+from numpy.typing import NDArray
+
+from penstock.runtime.request import Request
+from penstock.runtime.sampler import IN_PROMPT, LOGPROBS, RowState, Sampled, token_logprobs
+from penstock.runtime.step import Rebuild, StepShapes, Weights, report
+
+_PROMPT_TILE = 32
+
+
+def make_prompt_logprobs(rebuild: Rebuild, shapes: StepShapes) -> Callable[[Weights, Array, Array], Array]:
+    """Log-probabilities of prompt tokens: (weights, `Forward.hidden`, int32[1 + 2 * max_tokens]: how many,
+    the index of the token before each, and the tokens themselves) -> int32[max_tokens, 2 + 2 * num_top], see
+    `read_logprobs`.
+    """
+    tile = min(_PROMPT_TILE, shapes.max_tokens)
+
+    def prompt_logprobs(weights: Weights, hidden: Array, packed: Array) -> Array:
+        model, count = rebuild(weights), packed[0]
+        size = -(-shapes.max_tokens // tile) * tile
+        before, targets = (jnp.pad(part, (0, size - shapes.max_tokens)) for part in packed[1:].reshape(2, -1))
+
+        def turn(carry: tuple[Array, Array]) -> tuple[Array, Array]:
+            start, out = carry
+            at = lax.dynamic_slice_in_dim(before, start, tile)
+            tokens = lax.dynamic_slice_in_dim(targets, start, tile)
+            logits = model.logits(hidden[at], jnp.minimum(count - start, tile))
+            read = report(
+                Sampled(tokens, *token_logprobs(logits, tokens, shapes.num_top)), jnp.int32(LOGPROBS)
+            )
+            return start + tile, lax.dynamic_update_slice_in_dim(out, read, start, 0)
+
+        out = jnp.zeros((size, 2 + 2 * shapes.num_top), jnp.int32)
+        _, out = lax.while_loop(lambda carry: carry[0] < count, turn, (jnp.int32(0), out))
+        return out[: shapes.max_tokens]
+
+    return prompt_logprobs
+
+
+def admission_size(max_model_len: int) -> int:
+    """Length of the buffer of `make_admission`."""
+    return 3 + max_model_len
+
+
+def make_admission(vocab_size: int) -> Callable[[RowState, Array, Array], RowState]:
+    """A slot's past and bias: (state, int32[admission_size]: slot, tokens in the prompt, tokens in all, the
+    tokens; bias float32[V]) -> state.
+    """
+
+    def admit(state: RowState, packed: Array, bias: Array) -> RowState:
+        slot, num_prompt, count, tokens = packed[0], packed[1], packed[2], packed[3:]
+        place = jnp.arange(tokens.shape[0], dtype=jnp.int32)
+        made = jnp.where((place >= num_prompt) & (place < count), tokens, vocab_size)
+        prompt = jnp.where(place < num_prompt, tokens, vocab_size)
+        history = jnp.zeros((vocab_size,), jnp.int32)
+        history = history.at[prompt].set(IN_PROMPT, mode="drop").at[made].add(1, mode="drop")
+        return state._replace(history=state.history.at[slot].set(history), bias=state.bias.at[slot].set(bias))
+
+    return admit
+
+
+def pack_admission(
+    slot: int, request: Request, made: tuple[int, ...], max_model_len: int
+) -> NDArray[np.int32]:
+    """The first argument of `make_admission`; `made` are the tokens the request has generated already."""
+    buffer = np.zeros(admission_size(max_model_len), np.int32)
+    tokens = request.prompt_token_ids + made if request.sampling.has_penalties else ()
+    buffer[:3] = slot, min(len(request.prompt_token_ids), len(tokens)), len(tokens)
+    buffer[3 : 3 + len(tokens)] = tokens
+    return buffer
+
+
+def bias_row(request: Request, vocab_size: int) -> NDArray[np.float32]:
+    """What is added to each token's logit, float32[V]: -inf where a token is never allowed."""
+    sampling = request.sampling
+    if sampling.allowed_token_ids:
+        row = np.full(vocab_size, -np.inf, np.float32)
+        row[list(sampling.allowed_token_ids)] = 0.0
+    else:
+        row = np.zeros(vocab_size, np.float32)
+    for token, bias in sampling.logit_bias:
+        row[token] += np.float32(bias)
+    row[[word[0] for word in sampling.bad_words if len(word) == 1]] = -np.inf
+    return row

@@ -1,0 +1,47 @@
+"""Shapes and limits of one runner."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from penstock.runtime.buckets import Buckets
+from penstock.runtime.errors import ConfigError
+from penstock.runtime.request import MAX_STOP_TOKEN_IDS
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunnerConfig:
+    """All resolved values."""
+
+    buckets: Buckets
+    max_num_seqs: int
+    max_model_len: int
+    page_size: int
+    dtype: np.dtype[Any]
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+    max_logprobs: int = 20
+    native: bool = True
+    """Attention and sampling by the native CPU kernels where the machine and the model's shapes allow."""
+    max_decode_steps: int = 1
+    """Most steps of a decode program's loop; see `Plan.num_steps`."""
+    show_progress: bool = True
+
+    def __post_init__(self) -> None:
+        if len(self.eos_token_ids) >= MAX_STOP_TOKEN_IDS:
+            raise ConfigError(
+                f"eos_token_ids: at most {MAX_STOP_TOKEN_IDS - 1}, not {len(self.eos_token_ids)}"
+            )
+
+    @property
+    def pages_per_row(self) -> int:
+        """Width of the page table."""
+        return -(-self.max_model_len // self.page_size)
+
+    @property
+    def num_top(self) -> int:
+        """Top log-probabilities the program computes."""
+        return min(self.max_logprobs, self.vocab_size)
