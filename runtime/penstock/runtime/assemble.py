@@ -5,8 +5,12 @@ The service calls it as outputs arrive, and so does `Engine.stream`: both give t
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Set
 from dataclasses import dataclass
 
+from penstock.runtime.chat.messages import ToolCall, mint_call_id
+from penstock.runtime.chat.parser import ChatParser
 from penstock.runtime.request import (
     Finish,
     FinishReason,
@@ -29,6 +33,12 @@ class Delta:
     """Generation of the weights that made these tokens."""
     finish: Finish | None = None
     timing: RequestTiming | None = None
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+    """With the first tokens, if asked for."""
+    reasoning: str = ""
+    """What the model thought, which is not in `text`."""
+    tool_calls: tuple[ToolCall, ...] = ()
+    """Each whole, and not in `text`."""
 
 
 class Assembler:
@@ -40,9 +50,18 @@ class Assembler:
     """
 
     def __init__(
-        self, stopping: StoppingParams, codec: TextCodec | None, *, skip_special_tokens: bool = True
+        self,
+        stopping: StoppingParams,
+        codec: TextCodec | None,
+        *,
+        skip_special_tokens: bool = True,
+        parser: ChatParser | None = None,
+        visible: Set[str] = frozenset(),
     ) -> None:
-        """`codec` None: token ids only, no text and no stop strings."""
+        """`codec` None: token ids only, no text and no stop strings. `parser` takes reasoning and calls out of
+        the text, after stop strings were found in all of it; `visible` are special tokens that it must see.
+        """
+        self._parser = parser
         self._stopping = stopping
         self._skip_special = skip_special_tokens
         self._text: TextStream | None = None
@@ -54,6 +73,7 @@ class Assembler:
                 include_stop=stopping.include_stop,
                 skip_special_tokens=skip_special_tokens,
                 min_tokens=stopping.min_tokens,
+                visible=visible,
             )
 
     @property
@@ -63,6 +83,22 @@ class Assembler:
 
     def add(self, output: Output) -> Delta:
         """The delta of one engine output; raises its error."""
+        delta = self._add(output)
+        if self._parser is None:
+            return delta
+        parsed = [self._parser.push(delta.text)]
+        if delta.finish is not None:
+            parsed.append(self._parser.flush())
+        return dataclasses.replace(
+            delta,
+            text="".join(part.text for part in parsed),
+            reasoning="".join(part.reasoning for part in parsed),
+            tool_calls=tuple(
+                ToolCall(mint_call_id(), call.name, call.arguments) for part in parsed for call in part.calls
+            ),
+        )
+
+    def _add(self, output: Output) -> Delta:
         if output.error is not None:
             raise output.error.with_traceback(None)  # one object for all requests that it ended
         if self._stop is not None:  # tokens made before the engine heard of the stop
@@ -79,7 +115,9 @@ class Assembler:
                 self._stop = Finish(FinishReason.STOP, stop=pushed.stop)
                 ids, logprobs = ids[: pushed.num_tokens], logprobs[: pushed.num_tokens]
                 finish = self._stop if finish is not None else None
-        return Delta(text, ids, logprobs, output.generation, finish, output.timing)
+        return Delta(
+            text, ids, logprobs, output.generation, finish, output.timing, output.prompt_logprobs
+        )
 
     def _drops_last(self, output: Output) -> bool:
         """Whether the last token is a stop token id that the caller did not ask to keep."""

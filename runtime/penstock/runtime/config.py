@@ -5,8 +5,10 @@ jax.
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from penstock.runtime.errors import ConfigError
 from penstock.runtime.scheduler_config import SCHEDULING_POLICIES
@@ -65,6 +67,10 @@ class EngineConfig:
     """Seconds that a window of decode steps should take at most."""
     max_logprobs: int = 20
     """Most `logprobs` a request may ask for."""
+    generation_config: Mapping[str, Any] | None = None
+    """Sampling defaults that go before those of the model's generation_config.json, by the same names."""
+    grammar_time_limit_s: float = 5.0
+    """A constraint that takes longer to compile is refused."""
     compilation_cache: Path | None = field(default_factory=default_compilation_cache)
     """Folder of the persistent compilation cache; None turns it off."""
     show_progress: bool = True
@@ -105,5 +111,7 @@ class EngineConfig:
             bad.append(f"hbm_utilization: must be above 0 and at most 1, not {self.hbm_utilization}")
         if not 0 <= self.max_logprobs <= 1024:
             bad.append(f"max_logprobs: must be from 0 to 1024, not {self.max_logprobs}")
+        if not 0.0 < self.grammar_time_limit_s <= 3600.0:
+            bad.append(f"grammar_time_limit_s: must be above 0, at most 3600, not {self.grammar_time_limit_s}")
         if bad:
             raise ConfigError("; ".join(bad))

@@ -41,6 +41,7 @@ from penstock.runtime.interface import (
     StepRecord,
     WeightsVersion,
 )
+from penstock.runtime.outputs import request_id_of
 from penstock.runtime.pacing import DecodePacer
 from penstock.runtime.plan import Plan
 from penstock.runtime.request import MAX_STOP_TOKEN_IDS, Finish, FinishReason, Request
@@ -206,20 +207,26 @@ class EngineCore:
         all_requests: bool = False,
         message: str = "",
     ) -> list[tuple[str, AbortOutcome]]:
-        """End requests by exact id, by a non-empty prefix, or all; exactly one target must be given
-        (ValueError).
+        """End requests, with all their outputs, by exact id, by a non-empty prefix, or all; exactly one target
+        must be given (ValueError).
 
         Slot and pages are free when this returns. One result per id asked for, or per match.
         """
         if (request_ids is not None) + bool(prefix) + all_requests != 1:
             raise ValueError("abort needs exactly one of request_ids, a non-empty prefix, or all_requests")
         with self._lock:
+            outputs: dict[str, list[str]] = {}
+            for active in self._scheduler.active_ids():
+                outputs.setdefault(request_id_of(active), []).append(active)
             if request_ids is None:
-                active = self._scheduler.active_ids()
-                request_ids = [i for i in active if all_requests or i.startswith(prefix or "")]
+                request_ids = [i for i in outputs if all_requests or i.startswith(prefix or "")]
             results = []
             for request_id in dict.fromkeys(request_ids):
-                if self._end(request_id, Finish(reason=_ABORTED, message=message)):
+                ended = [
+                    self._end(output, Finish(reason=_ABORTED, message=message))
+                    for output in outputs.get(request_id, ())
+                ]
+                if any(ended):
                     outcome = AbortOutcome.ABORTED
                 elif self._scheduler.finished(request_id):
                     outcome = AbortOutcome.ALREADY_FINISHED

@@ -1,9 +1,13 @@
-"""Sampling defaults: the model's generation_config.json, then neutral values. No jax."""
+"""Sampling defaults: the model's generation_config.json, what the operator puts in its place, then neutral values.
+No jax.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import logging
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,12 +17,7 @@ from penstock.runtime.request import SamplingParams
 
 log = logging.getLogger(__name__)
 
-_NEUTRAL: dict[str, Any] = {
-    "repetition_penalty": 1.0,
-    "no_repeat_ngram_size": 0,
-    "typical_p": 1.0,
-    "num_beams": 1,
-}
+_NEUTRAL: dict[str, Any] = {"no_repeat_ngram_size": 0, "typical_p": 1.0, "num_beams": 1}
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,43 +28,59 @@ class GenerationDefaults:
     top_k: int = 0
     top_p: float = 1.0
     min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+
+    def sampling(self) -> SamplingParams:
+        """For a request that says nothing."""
+        return SamplingParams(**{field: getattr(self, field) for field in FIELDS})
 
 
-def read_generation_defaults(directory: Path) -> GenerationDefaults:
-    """Effective defaults of the checkpoint in `directory`; neutral ones where it has no
-    generation_config.json.
+FIELDS = tuple(field.name for field in dataclasses.fields(GenerationDefaults))
+
+
+def read_generation_defaults(directory: Path, override: Mapping[str, Any] | None = None) -> GenerationDefaults:
+    """Effective defaults of the checkpoint in `directory`: neutral values, over them its generation_config.json,
+    if it has one, over that `override`, which has the same names.
 
     An explicit `do_sample: false` means greedy, as in transformers; where it is absent the values decide.
-    Fields that change sampling and are not honoured are logged by name. Values out of range are a
-    ConfigError.
+    Fields of the file that change sampling and are not honoured are logged by name; in `override` any unknown
+    name is a ConfigError, and so are values out of range, wherever they stand.
     """
+    defaults = GenerationDefaults()
     path = directory / "generation_config.json"
-    if not path.exists():
-        return GenerationDefaults()
-    try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{path}: not readable as JSON: {error}") from error
-    if not isinstance(data, dict):
-        raise ConfigError(f"{path}: must hold a JSON object")
-    for name, neutral in _NEUTRAL.items():
-        if data.get(name) not in (None, neutral):
-            log.warning("%s: %s = %s is not honoured", path.name, name, data[name])
+    if path.exists():
+        try:
+            data = json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"{path}: not readable as JSON: {error}") from error
+        if not isinstance(data, dict):
+            raise ConfigError(f"{path}: must hold a JSON object")
+        for name, neutral in _NEUTRAL.items():
+            if data.get(name) not in (None, neutral):
+                log.warning("%s: %s = %s is not honoured", path.name, name, data[name])
+        defaults = _over(defaults, data, str(path))
+    return defaults if override is None else override_defaults(defaults, override)
+
+
+def override_defaults(defaults: GenerationDefaults, override: Mapping[str, Any]) -> GenerationDefaults:
+    """`defaults` with some values replaced; see `read_generation_defaults`."""
+    unknown = sorted(set(override) - {*FIELDS, "do_sample"})
+    if unknown:
+        raise ConfigError(
+            f"generation_config: {', '.join(unknown)} cannot be set; what can is {', '.join(FIELDS)}, do_sample"
+        )
+    return _over(defaults, override, "generation_config")
+
+
+def _over(defaults: GenerationDefaults, data: Mapping[str, Any], where: str) -> GenerationDefaults:
+    values = {name: data[name] for name in FIELDS if data.get(name) is not None}
     if data.get("do_sample") is False:
-        return GenerationDefaults(temperature=0.0)
-
-    def value(name: str, default: float) -> Any:
-        found = data.get(name)
-        return default if found is None else found
-
-    defaults = GenerationDefaults(
-        temperature=value("temperature", 1.0),
-        top_k=value("top_k", 0),
-        top_p=value("top_p", 1.0),
-        min_p=value("min_p", 0.0),
-    )
+        values = {"temperature": 0.0}
     try:
-        SamplingParams(defaults.temperature, defaults.top_k, defaults.top_p, defaults.min_p)
+        defaults = dataclasses.replace(defaults, **values)
+        defaults.sampling()
     except (InvalidRequest, TypeError) as error:
-        raise ConfigError(f"{path}: {error}") from error
+        raise ConfigError(f"{where}: {error}") from error
     return defaults

@@ -15,9 +15,10 @@ import logging
 import queue
 import uuid
 from collections import deque
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import jax
@@ -31,6 +32,8 @@ from penstock.runtime.config import EngineConfig
 from penstock.runtime.core import EngineCore
 from penstock.runtime.defaults import GenerationDefaults
 from penstock.runtime.errors import EngineFailure, InvalidRequest, Violation
+from penstock.runtime.grammar.bad_words import BadWords
+from penstock.runtime.grammar.compiler import CompilerConfig, GrammarCompiler
 from penstock.runtime.interface import AbortOutcome, InFlightPolicy, Observer, Sink, WeightsVersion
 from penstock.runtime.memory import device_kv_bytes, plan_kv
 from penstock.runtime.pacing import DecodePacer
@@ -50,6 +53,8 @@ from penstock.runtime.served import ServedModel, load_model
 from penstock.runtime.text import TextCodec
 
 log = logging.getLogger(__name__)
+
+SamplingCallback = Callable[[Request], SamplingParams]
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,10 +89,22 @@ class Generation:
 class Engine:
     """A served model with its runner, scheduler and thread."""
 
-    def __init__(self, model: ServedModel, config: EngineConfig, *, observer: Observer | None = None) -> None:
+    def __init__(
+        self,
+        model: ServedModel,
+        config: EngineConfig,
+        *,
+        observer: Observer | None = None,
+        sampling_params_callback: SamplingCallback | None = None,
+    ) -> None:
         """Size the KV cache and build scheduler and runner; nothing is compiled before `start`. ConfigError
         if it cannot fit.
+
+        `sampling_params_callback` sees every request before it is queued, in the caller's thread, and returns
+        the sampling it is to have; it must be quick. What it returns is checked as a caller's own would be, and
+        an error that it raises is the caller's answer.
         """
+        self._callback = sampling_params_callback
         device = next(iter(jax.tree.leaves(model.weights)[0].devices()))
         mesh = single_device_mesh(device)
         buckets = Buckets.default(
@@ -166,11 +183,21 @@ class Engine:
 
     @classmethod
     def from_pretrained(
-        cls, model: str, config: EngineConfig | None = None, *, observer: Observer | None = None
+        cls,
+        model: str,
+        config: EngineConfig | None = None,
+        *,
+        observer: Observer | None = None,
+        sampling_params_callback: SamplingCallback | None = None,
     ) -> Engine:
         """Load "demo", a checkpoint directory or a Hugging Face hub id. Raises ConfigError."""
         config = config or EngineConfig()
-        return cls(load_model(model, config, single_device_mesh(jax.devices()[0])), config, observer=observer)
+        return cls(
+            load_model(model, config, single_device_mesh(jax.devices()[0])),
+            config,
+            observer=observer,
+            sampling_params_callback=sampling_params_callback,
+        )
 
     # -- life --
 
@@ -195,6 +222,19 @@ class Engine:
     def text(self) -> TextCodec | None:
         """The model's tokenizer; None for a model without one."""
         return self._model.text
+
+    @cached_property
+    def grammars(self) -> GrammarCompiler | None:
+        """Compiles grammars for the model's tokenizer; None for a model without one."""
+        backend = None if self._model.text is None else self._model.text.backend
+        if backend is None:
+            return None
+        return GrammarCompiler.from_tokenizer(
+            backend,
+            vocab_size=self.info.vocab_size,
+            eos_token_ids=self.info.eos_token_ids,
+            config=CompilerConfig(time_limit_s=self.config.grammar_time_limit_s),
+        )
 
     @property
     def weights(self) -> WeightsVersion:
@@ -221,13 +261,30 @@ class Engine:
     # -- tokens --
 
     def submit(self, request: Request, sink: Sink) -> None:
-        """Queue a request; see `EngineCore.submit`."""
-        if request.logprobs is not None and not 0 <= request.logprobs <= self.config.max_logprobs:
-            most = self.config.max_logprobs
-            raise InvalidRequest(
-                [Violation("output.logprobs", f"must be at most {most}, not {request.logprobs}")]
-            )
+        """Queue a request; see `EngineCore.submit`. What `sampling_params_callback` makes of its sampling is
+        what counts."""
+        if self._callback is not None:
+            request = dataclasses.replace(request, sampling=self._rewritten(request))
+        most = self.config.max_logprobs
+        bad = [
+            Violation(f"output.{name}", f"must be at most {most}, not {value}")
+            for name, value in (("logprobs", request.logprobs), ("prompt_logprobs", request.prompt_logprobs))
+            if value is not None and value > most
+        ]
+        if bad:
+            raise InvalidRequest(bad)
+        words = [word for word in request.sampling.bad_words if len(word) > 1]
+        if words:
+            constraint = BadWords(words, request.constraint, self.info.vocab_size)
+            request = dataclasses.replace(request, constraint=constraint)
         self._core.submit(request, sink)
+
+    def _rewritten(self, request: Request) -> SamplingParams:
+        assert self._callback is not None
+        sampling = self._callback(request)
+        if not isinstance(sampling, SamplingParams):
+            raise TypeError(f"sampling_params_callback must return SamplingParams, not {type(sampling)}")
+        return sampling
 
     def cancel(self, request_id: str) -> None:
         """Free a request whose reader is gone."""
@@ -339,8 +396,7 @@ class Engine:
                 [Violation("stopping.stop", "this model has no tokenizer to find stop strings with")]
             )
         if sampling is None:
-            defaults = self._model.defaults
-            sampling = SamplingParams(defaults.temperature, defaults.top_k, defaults.top_p, defaults.min_p)
+            sampling = self._model.defaults.sampling()
         return Request(request_id or uuid.uuid4().hex, tuple(prompt), sampling, stopping, logprobs)
 
     def _follow(

@@ -17,8 +17,7 @@ PenstockError
 │   └── NotReady
 ├── WeightsError                 expected: an update was refused; the old weights still serve
 ├── GenerationError              unexpected: one request cannot go on; the engine serves the others
-│   ├── NonFiniteLogits          the model computed NaN or infinity
-│   └── ConstraintFailure        its grammar failed after it was accepted
+│   └── NonFiniteLogits          the model computed NaN or infinity
 └── EngineFailure                unexpected: a bug or the device failed; the engine is dead
 
 The service maps each class to one gRPC status in one table; a test proves that none is missing.
@@ -168,10 +167,6 @@ class NonFiniteLogits(GenerationError):
 
     def __init__(self) -> None:
         super().__init__("the model's logits are not finite; its weights or its precision are at fault")
-
-
-class ConstraintFailure(GenerationError):
-    """A grammar failed after it was accepted, such as by a limit on its work for one token."""
 
 
 class EngineFailure(PenstockError):

@@ -181,7 +181,8 @@ class Request:
 
     def __post_init__(self) -> None:
         bad: list[Violation] = []
-        if not 0 < len(self.request_id) <= MAX_REQUEST_ID_CHARS:
+        name = self.request_id.partition("\x00")[0]  # without what `outputs` adds
+        if not 0 < len(name) <= MAX_REQUEST_ID_CHARS:
             bad.append(Violation("request_id", f"must have 1 to {MAX_REQUEST_ID_CHARS} characters"))
         if not self.prompt_token_ids:
             bad.append(Violation("input", "the prompt has no tokens"))

@@ -13,8 +13,10 @@ from __future__ import annotations
 
 import heapq
 from bisect import bisect_left, insort
+from collections import Counter
 from dataclasses import dataclass
 
+from penstock.runtime.outputs import request_id_of
 from penstock.runtime.pages import PagePool
 from penstock.runtime.prefix_cache import PrefixCache
 from penstock.runtime.sequence import NEVER, Sequence, Status
@@ -46,6 +48,11 @@ class Roster:
         self._max_num_seqs = max_num_seqs
         self._free_slots = list(range(max_num_seqs))  # a heap: the lowest slot is taken first
         self._active: dict[str, Sequence] = {}
+        self._num_outputs: Counter[str] = Counter()
+
+    def has_outputs(self, request_id: str) -> bool:
+        """Whether any output of a request is active."""
+        return self._num_outputs[request_id] > 0
 
     def find(self, request_id: str) -> Sequence | None:
         """The active sequence of exactly this id."""
@@ -62,6 +69,7 @@ class Roster:
     def add(self, seq: Sequence) -> None:
         """A new arrival joins the queue."""
         self._active[seq.request_id] = seq
+        self._num_outputs[request_id_of(seq.request_id)] += 1
         self._wait(seq)
 
     def can_enter(self, seq: Sequence, shared: list[int]) -> bool:
@@ -114,6 +122,10 @@ class Roster:
             _take(self.waiting, seq)
             self.waiting_prompt_tokens -= seq.num_prompt
         del self._active[seq.request_id]
+        name = request_id_of(seq.request_id)
+        self._num_outputs[name] -= 1
+        if not self._num_outputs[name]:
+            del self._num_outputs[name]
         seq.status = Status.FINISHED
 
     def _wait(self, seq: Sequence) -> None:

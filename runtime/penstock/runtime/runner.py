@@ -24,6 +24,7 @@ from penstock.runtime.buckets import ProgramKey
 from penstock.runtime.compilation import CompileCounter
 from penstock.runtime.constraint import TokenConstraint, mask_words
 from penstock.runtime.errors import ConfigError, NonFiniteLogits
+from penstock.runtime.grammar.fill import MaskFiller
 from penstock.runtime.models.config import KVSpec
 from penstock.runtime.native import huge_pages
 from penstock.runtime.packing import (
@@ -113,6 +114,7 @@ class ModelRunner:
         self._slots: list[_Slot | None] = [None] * slots
         self._params = np.zeros((slots, PARAM_FIELDS), np.int32)
         self._tables = np.zeros((slots, config.pages_per_row), np.int32)
+        self._filler = MaskFiller()
         num_rows = config.buckets.row_buckets[-1]
         self._no_mask = jax.device_put(
             np.zeros((num_rows, mask_words(config.vocab_size)), np.int32), self._sharding
@@ -285,12 +287,7 @@ class ModelRunner:
         if unchosen is None:
             return pending
         mask = np.full(self._no_mask.shape, -1, np.int32)
-        errors: dict[int, Exception] = {}
-        for row, constraint in unchosen.constraints.items():
-            try:
-                constraint.fill(mask[row])
-            except Exception as error:  # noqa: BLE001  # one request's grammar must not end the others'
-                errors[row] = error
+        errors = self._filler.fill_all(unchosen.constraints, mask)
         result = self._choose(unchosen.logits, unchosen.packed, mask)
         return dataclasses.replace(pending, result=result, unchosen=None, errors=errors)
 

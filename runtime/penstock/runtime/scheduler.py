@@ -63,7 +63,7 @@ class Scheduler:
         it needs KV for its prompt, and ends CONTEXT_FULL at min(max_model_len, capacity + 1) tokens.
         """
         config, roster = self.config, self._roster
-        if roster.find(request.request_id) is not None:
+        if roster.find(request.request_id) is not None or roster.has_outputs(request.request_id):
             raise DuplicateRequestId(request.request_id)
         num_prompt = len(request.prompt_token_ids)
         if num_prompt > config.max_model_len - 1:

@@ -76,7 +76,7 @@ def load_model(model: str, config: EngineConfig, mesh: Mesh) -> ServedModel:
     dtype = model_dtype(model_config, config.dtype)
     linear = _linear_format(config, dtype, mesh)
     text = TextCodec.find(directory)
-    defaults = read_generation_defaults(directory)
+    defaults = read_generation_defaults(directory, config.generation_config)
     weights = load_weights(
         directory,
         model_config,

@@ -12,6 +12,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, cast
 
+from tokenizers import Tokenizer
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from penstock.runtime.chat.messages import Chat, ChatTurn
@@ -70,6 +71,11 @@ class TextCodec:
         if self._rule is None:
             return None
         return max(map(len, self._backend.get_vocab(with_added_tokens=True)), default=1)
+
+    @property
+    def backend(self) -> Tokenizer | None:
+        """The tokenizer underneath; None where it is not one of Hugging Face's fast ones."""
+        return cast("Tokenizer | None", self._backend)
 
     @property
     def has_chat_template(self) -> bool:

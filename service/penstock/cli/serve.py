@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import json
 import logging
 import os
 import signal
@@ -13,10 +14,12 @@ from typing import TYPE_CHECKING, Any
 
 from opentelemetry.sdk.trace import TracerProvider
 
+from penstock.runtime.chat.parser import REASONING_PARSERS, TOOL_PARSERS
 from penstock.runtime.config import DTYPES, QUANTIZATIONS, EngineConfig, default_compilation_cache
 from penstock.runtime.engine import Engine
 from penstock.runtime.errors import ConfigError, PenstockError
 from penstock.runtime.scheduler_config import SCHEDULING_POLICIES
+from penstock.service.context import Truncation
 from penstock.service.options import ServerOptions
 from penstock.service.server import PenstockServer, in_thread, version
 from penstock.service.telemetry import otlp_provider
@@ -90,6 +93,7 @@ def add_parser(subparsers: Subparsers) -> None:
         help="how long running requests may go on after SIGTERM; default: %(default)g",
     )
     _add_engine(parser)
+    _add_requests(parser)
     watch = parser.add_argument_group("logs and traces")
     watch.add_argument(
         "--otlp-endpoint",
@@ -102,6 +106,56 @@ def add_parser(subparsers: Subparsers) -> None:
         choices=("debug", "info", "warning", "error"),
         help="default: %(default)s; logs go to stderr",
     )
+
+
+def _add_requests(parser: argparse.ArgumentParser) -> None:
+    requests = parser.add_argument_group("requests")
+    requests.add_argument(
+        "--override-generation-config",
+        dest="generation_config",
+        type=json_object,
+        metavar="JSON",
+        help="sampling defaults in place of the model's generation_config.json, such as "
+        """'{"temperature": 0.6, "top_p": 0.95}'; requests may still set their own""",
+    )
+    requests.add_argument(
+        "--truncation",
+        default=_OPTIONS.truncation.value,
+        choices=[value.value for value in Truncation],
+        help="what becomes of a prompt that is too long, where the request does not say; left drops the "
+        "oldest tokens, middle keeps both ends; default: %(default)s",
+    )
+    requests.add_argument(
+        "--tool-call-parser",
+        default=_OPTIONS.tool_call_parser,
+        choices=TOOL_PARSERS,
+        help="the form in which the model writes calls of tools; auto: told from its chat template; "
+        "default: %(default)s",
+    )
+    requests.add_argument(
+        "--reasoning-parser",
+        default=_OPTIONS.reasoning_parser,
+        choices=REASONING_PARSERS,
+        help="the same for what it thinks before it answers; default: %(default)s",
+    )
+    requests.add_argument(
+        "--grammar-time-limit",
+        type=float,
+        default=_CONFIG.grammar_time_limit_s,
+        metavar="SECONDS",
+        help="a constraint that takes longer to compile is refused; default: %(default)g",
+    )
+
+
+def json_object(text: str) -> dict[str, Any]:
+    """argparse's type of an option that is a JSON object."""
+    try:
+        value = json.loads(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"not JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError("must be a JSON object")
+    return value
 
 
 def _add_engine(parser: argparse.ArgumentParser) -> None:
@@ -238,7 +292,13 @@ def run(args: argparse.Namespace) -> int:
         logging.getLogger(noisy).setLevel(logging.WARNING)
     try:
         options = ServerOptions(
-            host=args.host, port=args.port, stall_limit_s=args.stall_limit, grace_s=args.grace
+            host=args.host,
+            port=args.port,
+            stall_limit_s=args.stall_limit,
+            grace_s=args.grace,
+            truncation=Truncation(args.truncation),
+            tool_call_parser=args.tool_call_parser,
+            reasoning_parser=args.reasoning_parser,
         )
         config = _engine_config(args)
     except ConfigError as error:
@@ -278,6 +338,8 @@ def _engine_config(args: argparse.Namespace) -> EngineConfig:
         kv_cache_bytes=args.kv_cache_bytes,
         hbm_utilization=args.hbm_utilization,
         max_logprobs=args.max_logprobs,
+        generation_config=args.generation_config,
+        grammar_time_limit_s=args.grammar_time_limit,
         compilation_cache=cache,
     )
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from penstock.runtime.errors import DuplicateRequestId
 from penstock.runtime.request import Finish, FinishReason
-from penstock.service.convert import Violations
+from penstock.service.convert_params import Violations
 from penstock.v1 import inference_pb2
 
 MAX_ABORT_IDS = 10_000

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from penstock.runtime.config import EngineConfig
+from penstock.runtime.grammar.compiler import GrammarCompiler
 from penstock.runtime.interface import AbortOutcome, WeightsVersion
 from penstock.runtime.request import Finish, Output, Request
 from penstock.runtime.scheduler import Load
@@ -23,6 +24,12 @@ class Defaults(Protocol):
     def top_p(self) -> float: ...
     @property
     def min_p(self) -> float: ...
+    @property
+    def presence_penalty(self) -> float: ...
+    @property
+    def frequency_penalty(self) -> float: ...
+    @property
+    def repetition_penalty(self) -> float: ...
 
 
 class Info(Protocol):
@@ -59,6 +66,11 @@ class Backend(Protocol):
     def info(self) -> Info: ...
     @property
     def text(self) -> TextCodec | None: ...
+    @property
+    def grammars(self) -> GrammarCompiler | None:
+        """Compiles grammars for the model; None where it has no tokenizer."""
+        ...
+
     @property
     def weights(self) -> WeightsVersion: ...
     @property

@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING
 from penstock.runtime.errors import UnsupportedFeature
 from penstock.service import replies
 from penstock.service.backend import Backend
-from penstock.service.convert import Prompt, TextPrompt, Violations, chat_prompt, check_token_ids
-from penstock.service.generation import INLINE_CHARS, encode_prompt
+from penstock.service.convert import Prompt, TextPrompt, chat_prompt
+from penstock.service.convert_params import Violations, check_token_ids
 from penstock.service.inference import limits_of
+from penstock.service.prompts import INLINE_CHARS, encode_prompt
 from penstock.service.support import check_supported
 from penstock.v1 import control_pb2, control_pb2_grpc, types_pb2
 
@@ -42,9 +43,9 @@ class ControlServicer(control_pb2_grpc.ControlServiceServicer):
             top_p=defaults.top_p,
             top_k=defaults.top_k,
             min_p=defaults.min_p,
-            presence_penalty=0.0,
-            frequency_penalty=0.0,
-            repetition_penalty=1.0,
+            presence_penalty=defaults.presence_penalty,
+            frequency_penalty=defaults.frequency_penalty,
+            repetition_penalty=defaults.repetition_penalty,
             n=1,
         )
         specs = self._engine.tensor_specs() if request.include_tensors else ()
@@ -63,6 +64,9 @@ class ControlServicer(control_pb2_grpc.ControlServiceServicer):
     def _features(self) -> list[control_pb2.Feature.ValueType]:
         has = {
             control_pb2.FEATURE_CHAT: self._limits.has_chat,
+            control_pb2.FEATURE_PROMPT_LOGPROBS: True,
+            control_pb2.FEATURE_JSON_SCHEMA: self._limits.has_text,
+            control_pb2.FEATURE_REGEX: self._limits.has_text,
             control_pb2.FEATURE_PRIORITY: self._limits.has_priority,
         }
         return [feature for feature, there in has.items() if there]
@@ -118,9 +122,11 @@ class ControlServicer(control_pb2_grpc.ControlServiceServicer):
         assert prompt is not None
         max_model_len = self._engine.info.max_model_len
         special = request.add_special_tokens if request.HasField("add_special_tokens") else None
+        encoded = await encode_prompt(
+            self._engine.text, prompt, max_tokens=max_model_len - 1, add_special_tokens=special
+        )
         return control_pb2.TokenizeResponse(
-            token_ids=await encode_prompt(self._engine.text, prompt, max_model_len, special),
-            max_context_tokens=max_model_len,
+            token_ids=encoded.token_ids, max_context_tokens=max_model_len
         )
 
     async def Detokenize(

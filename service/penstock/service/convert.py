@@ -5,36 +5,28 @@ once.
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TypeVar
 
-from google.protobuf.duration_pb2 import Duration
-
-from penstock.runtime.errors import (
-    InvalidRequest,
-    PromptTooLong,
-    UnknownModel,
-    UnsupportedFeature,
-    Violation,
-)
-from penstock.runtime.request import (
-    MAX_REQUEST_ID_CHARS,
-    MAX_STOP_TOKEN_IDS,
-    CacheParams,
-    Request,
-    SamplingParams,
-    StoppingParams,
-)
+from penstock.runtime.chat.messages import Chat, ChatTurn, RawTool, ToolCall
+from penstock.runtime.errors import PromptTooLong, UnknownModel, UnsupportedFeature
+from penstock.runtime.grammar.spec import Grammar
+from penstock.runtime.outputs import SEPARATOR
+from penstock.runtime.request import MAX_REQUEST_ID_CHARS, CacheParams, Request, SamplingParams, StoppingParams
+from penstock.runtime.text import TextCodec
 from penstock.service.backend import Info
+from penstock.service.context import ContextParams, Fitted, Truncation
+from penstock.service.convert_params import (
+    Violations,
+    check_token_ids,
+    context_params,
+    num_outputs,
+    sampling_params,
+    stopping_params,
+)
 from penstock.service.support import check_supported
 from penstock.v1 import inference_pb2, types_pb2
 
-T = TypeVar("T")
-MAX_BAD_IDS = 100
-ROLES = ("system", "user", "assistant")
 _PRIORITY = frozenset({"priority"})
-_MAX_DURATION_S = 315_576_000_000  # google.protobuf.Duration: 10,000 years
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,9 +38,9 @@ class TextPrompt:
 
 @dataclass(frozen=True, slots=True)
 class ChatPrompt:
-    """Turns for the chat template."""
+    """A conversation for the chat template."""
 
-    messages: tuple[Mapping[str, str], ...]
+    chat: Chat
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,17 +76,22 @@ class Job:
     options: ResponseOptions
     cache: CacheParams = field(default_factory=CacheParams)
     priority: int = 0
+    n: int = 1
+    prompt_logprobs: int | None = None
+    context: ContextParams = field(default_factory=ContextParams)
+    grammar: Grammar | None = None
 
-    def request(self, token_ids: tuple[int, ...]) -> Request:
+    def request(self, prompt: Fitted) -> Request:
         """The engine's request, once the prompt's ids are known."""
         return Request(
             self.request_id,
-            token_ids,
+            prompt.token_ids,
             self.sampling,
-            self.stopping,
+            prompt.stopping,
             self.logprobs,
             cache=self.cache,
             priority=self.priority,
+            prompt_logprobs=self.prompt_logprobs,
         )
 
 
@@ -104,9 +101,24 @@ class Limits:
 
     info: Info
     max_logprobs: int
-    has_text: bool
-    has_chat: bool
+    codec: TextCodec | None
     has_priority: bool
+    truncation: Truncation = Truncation.REJECT
+    """What an unset `context.truncation` means."""
+
+    def truncation_of(
+        self, message: inference_pb2.GenerateRequest | inference_pb2.StreamRequest
+    ) -> Truncation:
+        """What the request, or else the server, says."""
+        return context_params(message.context, self.truncation, Violations()).truncation
+
+    @property
+    def has_text(self) -> bool:
+        return self.codec is not None
+
+    @property
+    def has_chat(self) -> bool:
+        return self.codec is not None and self.codec.has_chat_template
 
     @property
     def lacking(self) -> frozenset[str]:
@@ -114,35 +126,12 @@ class Limits:
         return frozenset() if self.has_priority else _PRIORITY
 
 
-class Violations:
-    """Collects what is wrong, so that a caller learns all of it at once."""
-
-    def __init__(self) -> None:
-        self.found: list[Violation] = []
-
-    def add(self, field: str, description: str) -> None:
-        self.found.append(Violation(field, description))
-
-    def build(self, make: Callable[[], T]) -> T | None:
-        """`make()`, or None with its violations noted."""
-        try:
-            return make()
-        except InvalidRequest as error:
-            self.found.extend(error.violations)
-            return None
-
-    def raise_if_any(self) -> None:
-        if self.found:
-            raise InvalidRequest(self.found)
-
-
 def to_job(message: inference_pb2.GenerateRequest | inference_pb2.StreamRequest, limits: Limits) -> Job:
     """Check the whole message.
 
     Raises the first that applies of UnknownModel (nothing else can be judged for another model),
     UnsupportedFeature (what is not honoured may change what the rest means: with truncation a long prompt is
-    fine) and InvalidRequest with all violations. The values of unsupported fields are not looked at, except
-    that `sampling.n` is honoured as far as it goes: from 1 to 1.
+    fine) and InvalidRequest with all violations. The values of unsupported fields are not looked at.
     """
     if message.model and message.model != limits.info.name:
         raise UnknownModel(message.model, limits.info.name)
@@ -151,15 +140,17 @@ def to_job(message: inference_pb2.GenerateRequest | inference_pb2.StreamRequest,
     request_id = message.request_id or uuid.uuid4().hex
     if len(request_id) > MAX_REQUEST_ID_CHARS:
         bad.add("request_id", f"must have at most {MAX_REQUEST_ID_CHARS} characters, not {len(request_id)}")
+    if SEPARATOR in request_id:
+        bad.add("request_id", "must not hold the character U+0000")
     options = _options(message, limits, bad)
     prompt = _prompt(message, limits, bad)
-    sampling = bad.build(lambda: _sampling(message.sampling, limits.info))
-    if message.sampling.HasField("n") and message.sampling.n < 1:
-        bad.add("sampling.n", f"must be at least 1, not {message.sampling.n}")
-    stopping = _stopping(message.stopping, limits.info, bad)
-    logprobs = message.output.logprobs if message.output.HasField("logprobs") else None
-    if logprobs is not None and logprobs > limits.max_logprobs:
-        bad.add("output.logprobs", f"must be at most {limits.max_logprobs} on this server, not {logprobs}")
+    sampling = sampling_params(message.sampling, limits.info, limits.codec, bad)
+    n = num_outputs(message.sampling, bad)
+    stopping = stopping_params(message.stopping, limits.info, bad)
+    grammar = _grammar(message, prompt, limits, bad)
+    context = context_params(message.context, limits.truncation, bad)
+    logprobs = _num_logprobs(message.output, "logprobs", limits, bad)
+    prompt_logprobs = _num_logprobs(message.output, "prompt_logprobs", limits, bad)
     if logprobs is not None and not options.token_ids:
         bad.add("output.logprobs", "needs output.token_ids: log-probabilities stand beside token ids")
     cache = bad.build(lambda: CacheParams(message.cache.cache_salt, message.cache.bypass_prefix_cache))
@@ -170,7 +161,32 @@ def to_job(message: inference_pb2.GenerateRequest | inference_pb2.StreamRequest,
     assert sampling is not None
     assert stopping is not None
     assert cache is not None
-    return Job(request_id, prompt, sampling, stopping, logprobs, options, cache, message.priority)
+    return Job(
+        request_id,
+        prompt,
+        sampling,
+        stopping,
+        logprobs,
+        options,
+        cache,
+        message.priority,
+        n,
+        prompt_logprobs,
+        context,
+        grammar,
+    )
+
+
+def _num_logprobs(
+    output: types_pb2.OutputOptions, name: str, limits: Limits, bad: Violations
+) -> int | None:
+    """None where they are not asked for."""
+    if not output.HasField(name):  # type: ignore[arg-type]  # one of two literals
+        return None
+    value: int = getattr(output, name)
+    if value > limits.max_logprobs:
+        bad.add(f"output.{name}", f"must be at most {limits.max_logprobs} on this server, not {value}")
+    return value
 
 
 def _prompt(
@@ -187,7 +203,8 @@ def _prompt(
         return chat_prompt(message.chat, limits, bad)
     if kind == "prompt_token_ids":
         repeated = message.prompt_token_ids.ids
-        if len(repeated) >= limits.info.max_model_len:  # before anything walks over millions of ids
+        rejects = limits.truncation_of(message) is Truncation.REJECT
+        if rejects and len(repeated) >= limits.info.max_model_len:  # before anything walks over all of them
             raise PromptTooLong(len(repeated), limits.info.max_model_len - 1)
         ids = tuple(repeated)
         if not ids:
@@ -198,75 +215,57 @@ def _prompt(
     return None
 
 
-def chat_prompt(chat: types_pb2.ChatPrompt, limits: Limits, bad: Violations) -> ChatPrompt:
-    """The turns of a chat; notes what is wrong with them."""
+def chat_prompt(message: types_pb2.ChatPrompt, limits: Limits, bad: Violations) -> ChatPrompt | None:
+    """A chat, its tools and its template; notes what is wrong with them."""
     if not limits.has_text:
         raise UnsupportedFeature(["chat"])
-    if not limits.has_chat:
-        bad.add("chat", "the model has no chat template")
-    if not chat.messages:
-        bad.add("chat.messages", "must not be empty")
-    tools = [f"chat.messages[{i}].role" for i, m in enumerate(chat.messages) if m.role == "tool"]
-    if tools:  # a turn that answers a tool call, and tool calls are refused
-        raise UnsupportedFeature(tools)
-    for i, turn in enumerate(chat.messages):
-        if turn.role not in ROLES:
-            bad.add(f"chat.messages[{i}].role", f"must be one of {', '.join(ROLES)}, not {turn.role[:40]!r}")
-    return ChatPrompt(tuple({"role": m.role, "content": m.content} for m in chat.messages))
-
-
-def check_token_ids(field: str, ids: Sequence[int], vocab_size: int, bad: Violations) -> None:
-    """Note ids outside the vocabulary: one violation each, as far as a status may hold them anyway."""
-    if not ids or max(ids) < vocab_size:
-        return
-    outside = [(i, token) for i, token in enumerate(ids) if token >= vocab_size]
-    for i, token in outside[:MAX_BAD_IDS]:
-        bad.add(f"{field}[{i}]", f"must be below the vocabulary size {vocab_size}, not {token}")
-    if len(outside) > MAX_BAD_IDS:
-        bad.add(field, f"{len(outside) - MAX_BAD_IDS} more ids are not below the vocabulary size")
-
-
-def _sampling(message: types_pb2.SamplingParams, info: Info) -> SamplingParams:
-    """Unset fields take the model's effective defaults."""
-    defaults = info.defaults
-    return SamplingParams(
-        temperature=message.temperature if message.HasField("temperature") else defaults.temperature,
-        top_k=message.top_k if message.HasField("top_k") else defaults.top_k,
-        top_p=message.top_p if message.HasField("top_p") else defaults.top_p,
-        min_p=message.min_p if message.HasField("min_p") else defaults.min_p,
-        seed=message.seed if message.HasField("seed") else None,
-    )
-
-
-def _stopping(message: types_pb2.StoppingParams, info: Info, bad: Violations) -> StoppingParams | None:
-    ids = tuple(message.stop_token_ids)
-    check_token_ids("stopping.stop_token_ids", ids, info.vocab_size, bad)
-    room = MAX_STOP_TOKEN_IDS - len(info.eos_token_ids)
-    if room < len(ids) <= MAX_STOP_TOKEN_IDS:
-        bad.add("stopping.stop_token_ids", f"at most {room} ids with this model, not {len(ids)}")
-    time_limit_s = None
-    if message.HasField("time_limit"):
-        time_limit_s = _seconds("stopping.time_limit", message.time_limit, bad)
-    return bad.build(
-        lambda: StoppingParams(
-            max_tokens=message.max_tokens if message.HasField("max_tokens") else None,
-            min_tokens=message.min_tokens,
-            stop=tuple(message.stop),
-            stop_token_ids=ids,
-            ignore_eos=message.ignore_eos,
-            include_stop=message.include_stop,
-            time_limit_s=time_limit_s,
+    if not limits.has_chat and not message.chat_template:
+        bad.add("chat", "the model has no chat template, and the request brings none")
+    chat = bad.build(
+        lambda: Chat.parse(
+            [
+                ChatTurn(
+                    turn.role,
+                    turn.content,
+                    tuple(ToolCall(c.id, c.name, c.arguments_json) for c in turn.tool_calls),
+                    turn.tool_call_id,
+                )
+                for turn in message.messages
+            ],
+            [RawTool(t.name, t.description, t.parameters_json) for t in message.tools],
+            message.tool_choice,
+            message.chat_template,
+            message.template_options_json,
         )
     )
+    return None if chat is None else ChatPrompt(chat)
 
 
-def _seconds(field: str, duration: Duration, bad: Violations) -> float | None:
-    """A Duration in seconds; None, noted, where it breaks the rules of google.protobuf.Duration."""
-    seconds, nanos = duration.seconds, duration.nanos
-    if abs(seconds) > _MAX_DURATION_S or abs(nanos) >= 10**9 or seconds * nanos < 0:
-        bad.add(field, f"is not a valid Duration: {seconds} s and {nanos} ns")
+def _grammar(
+    message: inference_pb2.GenerateRequest | inference_pb2.StreamRequest,
+    prompt: Prompt | None,
+    limits: Limits,
+    bad: Violations,
+) -> Grammar | None:
+    """What the output must match."""
+    kind = message.constraint.WhichOneof("kind")
+    if kind is None:
+        if message.HasField("constraint"):
+            bad.add("constraint", "one of json_schema, json_object, regex, ebnf and choice is required")
         return None
-    return seconds + nanos / 1e9
+    if not limits.has_text:
+        raise UnsupportedFeature([f"constraint.{kind}"])
+    if isinstance(prompt, ChatPrompt) and prompt.chat.required_tools:
+        bad.add("constraint", "not together with a chat.tool_choice that requires a call")
+    value = message.constraint
+    makers = {
+        "json_schema": lambda: Grammar.json_schema(value.json_schema),
+        "json_object": Grammar.json_object,
+        "regex": lambda: Grammar.regex(value.regex),
+        "ebnf": lambda: Grammar.ebnf(value.ebnf),
+        "choice": lambda: Grammar.choice(value.choice.choices),
+    }
+    return bad.build(makers[kind])
 
 
 def _options(

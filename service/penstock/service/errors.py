@@ -75,6 +75,8 @@ TABLE: Mapping[type[errors.PenstockError], Row] = {
         Code.NOT_FOUND, "UNKNOWN_MODEL", lambda e: {"model": e.name, "served_model": e.served}
     ),
     StalledReader: Row(Code.RESOURCE_EXHAUSTED, "STALLED_READER", lambda e: {"limit_s": f"{e.limit_s:g}"}),
+    errors.GenerationError: Row(Code.INTERNAL, "GENERATION_FAILED"),
+    errors.NonFiniteLogits: Row(Code.INTERNAL, "NON_FINITE_LOGITS"),
     errors.UnavailableError: Row(Code.UNAVAILABLE, "UNAVAILABLE"),
     errors.QueueFull: Row(Code.RESOURCE_EXHAUSTED, "QUEUE_FULL", lambda e: {"limit": str(e.limit)}),
     errors.Draining: Row(Code.UNAVAILABLE, "DRAINING"),

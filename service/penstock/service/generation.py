@@ -4,58 +4,29 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Sequence
 from types import TracebackType
 from typing import Self
 
 from penstock.runtime.assemble import Assembler, Delta
-from penstock.runtime.errors import PromptTooLong, QueueFull
-from penstock.runtime.request import Finish, Output, RequestTiming
-from penstock.runtime.text import TextCodec
+from penstock.runtime.chat.enforce import call_grammar
+from penstock.runtime.chat.parser import ChatForms
+from penstock.runtime.constraint import TokenConstraint
+from penstock.runtime.errors import QueueFull
+from penstock.runtime.grammar.spec import Grammar, GrammarKind
+from penstock.runtime.outputs import outputs_of
+from penstock.runtime.request import Finish, Output, Request, RequestTiming, TokenLogprobs
 from penstock.service.abort import Arrivals
 from penstock.service.backend import Backend
-from penstock.service.convert import Job, Prompt, TextPrompt, TokenPrompt
-from penstock.service.streams import Buffer, Switchboard
+from penstock.service.context import Fitted, Truncation, fit
+from penstock.service.convert import ChatPrompt, Job
+from penstock.service.prompts import Encoded, encode_prompt
+from penstock.service.streams import Buffer, Switchboard, take_any
 from penstock.service.telemetry import RequestTrace, Telemetry
-
-INLINE_CHARS = 2000
-"""Shorter prompts are tokenized on the event loop (well under a millisecond); a hop to a thread costs more.
-"""
-TURN_CHARS = 20
-"""What the template adds to a turn of a chat, roughly: a thousand empty turns are no short prompt."""
-
-
-async def encode_prompt(
-    codec: TextCodec | None, prompt: Prompt, max_model_len: int, add_special_tokens: bool | None = None
-) -> tuple[int, ...]:
-    """Token ids of a prompt; long ones are encoded in a thread. None adds special tokens to text, none to
-    chats.
-
-    Raises PromptTooLong for text that cannot fit the context whatever its tokens are: megabytes are not
-    tokenized to learn that. What passes is counted exactly by the engine.
-    """
-    if isinstance(prompt, TokenPrompt):
-        return prompt.token_ids
-    assert codec is not None, "conversion refuses text where there is no tokenizer"
-    most = codec.max_token_chars
-
-    def encode() -> tuple[int, ...]:
-        if isinstance(prompt, TextPrompt):
-            text, special = prompt.text, add_special_tokens is not False
-        else:  # the template writes its own special tokens
-            text, special = codec.render_chat(prompt.messages), bool(add_special_tokens)
-        if most is not None and len(text) > max_model_len * most:
-            raise PromptTooLong(-(-len(text) // most), max_model_len - 1)
-        return tuple(codec.encode(text, add_special_tokens=special))
-
-    if isinstance(prompt, TextPrompt):
-        size = len(prompt.text)
-    else:
-        size = sum(TURN_CHARS + len(message["content"]) for message in prompt.messages)
-    return encode() if size <= INLINE_CHARS else await asyncio.to_thread(encode)
 
 
 class Generation:
-    """A request in the engine, as an async context: whatever happens, leaving it frees slot and pages."""
+    """A request in the engine, as an async context: whatever happens, leaving it frees slots and pages."""
 
     def __init__(
         self,
@@ -64,39 +35,44 @@ class Generation:
         switchboard: Switchboard,
         telemetry: Telemetry,
         arrivals: Arrivals,
+        forms: ChatForms,
         *,
         min_tokens: int = 1,
         stall_limit_s: float | None = None,
     ) -> None:
         self.job = job
-        self.prompt_token_ids: tuple[int, ...] = ()
+        self.prompt = Fitted((), job.stopping)
+        self.prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+        """Known once the first delta of output 0 was taken."""
         self.num_completion_tokens = 0
+        """Of all outputs taken so far."""
         self._engine = engine
-        self._trace: RequestTrace = telemetry.request(job, engine.info.name)
-        self._buffer = Buffer(
-            engine,
-            switchboard,
-            job.request_id,
-            Assembler(
-                job.stopping,
-                engine.text if job.options.text else None,
-                skip_special_tokens=job.options.skip_special_tokens,
-            ),
-            min_tokens=min_tokens,
-            stall_limit_s=stall_limit_s,
-        )
+        self._switchboard = switchboard
         self._arrivals = arrivals
+        self._forms = forms
+        self._min_tokens = min_tokens
+        self._stall_limit_s = stall_limit_s
+        self._trace: RequestTrace = telemetry.request(job, engine.info.name)
+        self._buffers: list[Buffer] = []
+        self._active: list[int] = []
+        """Outputs whose end was not taken yet."""
+        self._ends: list[Delta] = []
+        self._finishes: list[Finish] = []
 
     async def __aenter__(self) -> Self:
         """Tokenize and submit; raises what the engine refuses."""
         try:
             self._check_queue()
-            aborted = await self._tokenize()
-            request = self.job.request(self.prompt_token_ids)  # no `await` from here on: see Arrivals
-            if aborted is None:
-                self._buffer.submit(request)
-            else:
-                self._buffer.deliver(self._never_ran(aborted))
+            requests, aborted, text = await self._prepare()
+            # No `await` from here on: see Arrivals.
+            changed = asyncio.Event()
+            self._buffers = [self._buffer(request, text, changed) for request in requests]
+            self._active = list(range(len(requests)))
+            for request, buffer in zip(requests, self._buffers, strict=True):
+                if aborted is None:
+                    buffer.submit(request)
+                else:
+                    buffer.deliver(self._never_ran(request.request_id, aborted))
         except BaseException as error:
             self._end(error)
             raise
@@ -111,37 +87,95 @@ class Generation:
         if self._engine.ready and self._engine.load().num_waiting >= limit:
             raise QueueFull(limit)
 
-    async def _tokenize(self) -> Finish | None:
-        """Set `prompt_token_ids`; how the request was aborted meanwhile, if it was."""
+    async def _prepare(self) -> tuple[list[Request], Finish | None, str]:
+        """A request for each output, how they were aborted meanwhile, if so, and a chat's text."""
         started_ns = time.monotonic_ns()
-        with self._arrivals.tokenizing(self.job.request_id) as arrival:
-            self.prompt_token_ids = await encode_prompt(
-                self._engine.text, self.job.prompt, self._engine.info.max_model_len
+        job, room = self.job, self._engine.info.max_model_len
+        rejects = job.context.truncation is Truncation.REJECT
+        with self._arrivals.tokenizing(job.request_id) as arrival:
+            encoded = await encode_prompt(
+                self._engine.text, job.prompt, max_tokens=room - 1 if rejects else None
             )
-        num_tokens = len(self.prompt_token_ids)
+            self.prompt = fit(encoded.token_ids, job.context, job.stopping, room)
+            constraints = await self._constraints(encoded)
+        num_tokens = len(self.prompt.token_ids)
         self._trace.phase(
             "tokenize", started_ns, time.monotonic_ns(), {"gen_ai.usage.input_tokens": num_tokens}
         )
         self._trace.started(num_tokens)
-        return arrival.finish
+        return outputs_of(job.request(self.prompt), job.n, constraints), arrival.finish, encoded.text
 
-    def _never_ran(self, finish: Finish) -> Output:
+    async def _constraints(self, encoded: Encoded) -> Sequence[TokenConstraint]:
+        """One per output, where there is a grammar; compiled in a thread."""
+        grammar, codec = self.job.grammar, self._engine.text
+        if isinstance(self.job.prompt, ChatPrompt) and codec is not None:
+            calls = call_grammar(self._forms, self.job.prompt.chat, encoded.text, codec.added_tokens)
+            if calls is not None:
+                grammar = Grammar(GrammarKind.EBNF, calls, "chat.tool_choice")
+        if grammar is None:
+            return ()
+        compiler = self._engine.grammars
+        assert compiler is not None, "conversion refuses grammars where there is no tokenizer"
+        compiled = await asyncio.to_thread(compiler.compile, grammar)
+        return [compiled.constraint(grammar.field) for _ in range(self.job.n)]
+
+    def _buffer(self, request: Request, text: str, changed: asyncio.Event) -> Buffer:
+        job = self.job
+        parser, visible = None, frozenset[str]()
+        if isinstance(job.prompt, ChatPrompt) and job.options.text:
+            parser = self._forms.parser(job.prompt.chat, text)
+            visible = self._forms.markers(job.prompt.chat)
+        assembler = Assembler(
+            request.stopping,
+            self._engine.text if job.options.text else None,
+            skip_special_tokens=job.options.skip_special_tokens,
+            parser=parser,
+            visible=visible,
+        )
+        return Buffer(
+            self._engine,
+            self._switchboard,
+            request.request_id,
+            assembler,
+            min_tokens=self._min_tokens,
+            stall_limit_s=self._stall_limit_s,
+            changed=changed,
+        )
+
+    def _never_ran(self, request_id: str, finish: Finish) -> Output:
         """What the engine says of a request that ends while it waits."""
         now_ns = time.monotonic_ns()
         timing = RequestTiming(
             arrived_ns=now_ns, scheduled_ns=0, first_token_ns=0, finished_ns=now_ns, preemptions=0
         )
-        return Output(
-            self.job.request_id, finish=finish, timing=timing, generation=self._engine.weights.generation
-        )
+        return Output(request_id, finish=finish, timing=timing, generation=self._engine.weights.generation)
 
-    async def take(self) -> Delta:
-        """The next delta; the last one has `finish`."""
-        delta = await self._buffer.take()
+    @property
+    def is_done(self) -> bool:
+        """Whether the end of every output was taken."""
+        return not self._active
+
+    async def take(self) -> tuple[int, Delta]:
+        """The next delta of any output and its index; the last one of each has `finish`."""
+        at, delta = await take_any([self._buffers[index] for index in self._active])
+        index = self._active[at]
         self.num_completion_tokens += len(delta.token_ids)
+        if delta.prompt_logprobs:
+            self.prompt_logprobs = delta.prompt_logprobs
+        # The others go first the next time: a fast output must not keep a slow one waiting.
+        self._active = [*self._active[at + 1 :], *self._active[: at + 1]]
         if delta.finish is not None:
-            self._trace.finished(delta.finish, delta.timing, self.num_completion_tokens)
-        return delta
+            self._active.remove(index)
+            self._ends.append(delta)
+            self._finishes.append(delta.finish)
+            if self.is_done:
+                self._trace.finished(self._finishes, self.timing, self.num_completion_tokens)
+        return index, delta
+
+    @property
+    def timing(self) -> RequestTiming | None:
+        """Of all outputs that have ended: from the first arrival to the last end."""
+        return merged_timing([delta.timing for delta in self._ends if delta.timing is not None])
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
@@ -149,5 +183,24 @@ class Generation:
         self._end(error)
 
     def _end(self, error: BaseException | None) -> None:
-        self._buffer.close()
+        for buffer in self._buffers:
+            buffer.close()
         self._trace.end(error, cancelled=isinstance(error, (asyncio.CancelledError, GeneratorExit)))
+
+
+def merged_timing(times: Sequence[RequestTiming]) -> RequestTiming | None:
+    """The earliest first token, the latest end; preemptions summed. Cached tokens are those of the output that
+    was scheduled first: what the others found was made by it.
+    """
+    if not times:
+        return None
+    scheduled = [t for t in times if t.scheduled_ns]
+    first = min(scheduled, key=lambda t: t.scheduled_ns, default=times[0])
+    return RequestTiming(
+        arrived_ns=min(t.arrived_ns for t in times),
+        scheduled_ns=first.scheduled_ns,
+        first_token_ns=min((t.first_token_ns for t in times if t.first_token_ns), default=0),
+        finished_ns=max(t.finished_ns for t in times),
+        preemptions=sum(t.preemptions for t in times),
+        cached_prompt_tokens=first.cached_prompt_tokens,
+    )

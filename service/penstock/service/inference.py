@@ -7,12 +7,14 @@ from collections.abc import AsyncIterator
 from typing import TYPE_CHECKING
 
 from penstock.runtime.assemble import Delta
+from penstock.runtime.chat.parser import ChatForms
 from penstock.runtime.errors import UnsupportedFeature
 from penstock.runtime.interface import AbortOutcome, WeightsVersion
 from penstock.service import replies
 from penstock.service.abort import Arrivals, to_target
 from penstock.service.backend import Backend
-from penstock.service.convert import Limits, to_job
+from penstock.service.context import Truncation
+from penstock.service.convert import Job, Limits, to_job
 from penstock.service.generation import Generation
 from penstock.service.streams import Switchboard
 from penstock.service.support import check_supported
@@ -23,14 +25,13 @@ if TYPE_CHECKING:
     from penstock.v1.inference_pb2_grpc import _ServicerContext as Context
 
 
-def limits_of(engine: Backend) -> Limits:
+def limits_of(engine: Backend, truncation: Truncation = Truncation.REJECT) -> Limits:
     """What requests are checked against."""
-    codec = engine.text
     return Limits(
         info=engine.info,
         max_logprobs=engine.config.max_logprobs,
-        has_text=codec is not None,
-        has_chat=codec is not None and codec.has_chat_template,
+        codec=engine.text,
+        truncation=truncation,
         has_priority=engine.config.scheduling_policy == "priority",
     )
 
@@ -39,90 +40,107 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
     """Generation on one engine."""
 
     def __init__(
-        self, engine: Backend, switchboard: Switchboard, telemetry: Telemetry, *, stall_limit_s: float
+        self,
+        engine: Backend,
+        switchboard: Switchboard,
+        telemetry: Telemetry,
+        forms: ChatForms,
+        *,
+        stall_limit_s: float,
+        truncation: Truncation = Truncation.REJECT,
     ) -> None:
         self._engine = engine
         self._switchboard = switchboard
         self._telemetry = telemetry
         self._stall_limit_s = stall_limit_s
-        self._limits = limits_of(engine)
+        self._limits = limits_of(engine, truncation)
+        self._forms = forms
         self._arrivals = Arrivals()
 
-    async def Generate(
-        self, request: inference_pb2.GenerateRequest, context: Context
-    ) -> inference_pb2.GenerateResponse:
-        """The stream, collected: the buffer merges until the end, and only what its end gives is read."""
-        job = to_job(request, self._limits)
-        output = inference_pb2.Output(index=0)
-        async with Generation(
-            job, self._engine, self._switchboard, self._telemetry, self._arrivals, min_tokens=sys.maxsize
-        ) as generation:
-            while True:
-                delta = await generation.take()
-                self._extend(output, generation, delta)
-                if delta.finish is not None:
-                    break
-            output.finish.CopyFrom(replies.finish(delta.finish))
-            return inference_pb2.GenerateResponse(
-                request_id=job.request_id,
-                model=self._engine.info.name,
-                prompt=_prompt_info(generation),
-                outputs=[output],
-                usage=replies.usage(
-                    len(generation.prompt_token_ids), generation.num_completion_tokens, delta.timing
-                ),
-                timing=replies.timing(delta.timing),
-            )
-
-    def _extend(self, output: inference_pb2.Output, generation: Generation, delta: Delta) -> None:
-        """Append a delta to a whole output, with a new weights span where the weights changed."""
-        if not output.weights or output.weights[-1].version.generation != delta.generation:
-            first = generation.num_completion_tokens - len(delta.token_ids)
-            output.weights.add(first_output_token=first, version=self._version(delta.generation))
-        output.text += delta.text
-        _add_tokens(output, generation, delta)
-
-    async def Stream(
-        self, request: inference_pb2.StreamRequest, context: Context
-    ) -> AsyncIterator[inference_pb2.StreamResponse]:
-        """started, delta*, finished, summary."""
-        job = to_job(request, self._limits)
-        async with Generation(
+    def _generation(
+        self, job: Job, *, min_tokens: int, stall_limit_s: float | None = None
+    ) -> Generation:
+        return Generation(
             job,
             self._engine,
             self._switchboard,
             self._telemetry,
             self._arrivals,
-            min_tokens=job.options.min_tokens_per_message,
-            stall_limit_s=self._stall_limit_s,
+            self._forms,
+            min_tokens=min_tokens,
+            stall_limit_s=stall_limit_s,
+        )
+
+    async def Generate(
+        self, request: inference_pb2.GenerateRequest, context: Context
+    ) -> inference_pb2.GenerateResponse:
+        """The stream, collected: the buffers merge until the end, and only what that gives is read."""
+        job = to_job(request, self._limits)
+        outputs = [inference_pb2.Output(index=index) for index in range(job.n)]
+        num_tokens = [0] * job.n
+        async with self._generation(job, min_tokens=sys.maxsize) as generation:
+            while not generation.is_done:
+                index, delta = await generation.take()
+                output = outputs[index]
+                if not output.weights or output.weights[-1].version.generation != delta.generation:
+                    output.weights.add(
+                        first_output_token=num_tokens[index], version=self._version(delta.generation)
+                    )
+                num_tokens[index] += len(delta.token_ids)
+                replies.add_delta(output, delta, job)
+                if delta.finish is not None:
+                    output.finish.CopyFrom(replies.finish(delta.finish))
+            return inference_pb2.GenerateResponse(
+                request_id=job.request_id,
+                model=self._engine.info.name,
+                prompt=replies.prompt_info(job, generation.prompt, generation.prompt_logprobs),
+                outputs=outputs,
+                usage=self._usage(generation),
+                timing=replies.timing(generation.timing),
+            )
+
+    async def Stream(
+        self, request: inference_pb2.StreamRequest, context: Context
+    ) -> AsyncIterator[inference_pb2.StreamResponse]:
+        """started; per output delta*, finished; summary."""
+        job = to_job(request, self._limits)
+        per_message = job.options.min_tokens_per_message
+        async with self._generation(
+            job, min_tokens=per_message, stall_limit_s=self._stall_limit_s
         ) as generation:
             weights = self._engine.weights
+            taken: list[tuple[int, Delta]] = []
+            while job.prompt_logprobs is not None and not any(index == 0 for index, _ in taken):
+                taken.append(await generation.take())  # they are part of the first message
             started = inference_pb2.StreamStarted(
                 request_id=job.request_id,
                 model=self._engine.info.name,
-                prompt=_prompt_info(generation),
+                prompt=replies.prompt_info(job, generation.prompt, generation.prompt_logprobs),
                 weights=replies.weights_version(weights),
             )
             yield inference_pb2.StreamResponse(started=started)
-            sent_generation = weights.generation
-            while True:
-                delta = await generation.take()
-                message = inference_pb2.OutputDelta(index=0, text=delta.text)
-                _add_tokens(message, generation, delta)
-                if delta.token_ids and delta.generation != sent_generation:
+            sent_generations = [weights.generation] * job.n
+            while taken or not generation.is_done:
+                index, delta = taken.pop(0) if taken else await generation.take()
+                message = inference_pb2.OutputDelta(index=index)
+                replies.add_delta(message, delta, job)
+                if delta.token_ids and delta.generation != sent_generations[index]:
                     message.weights.CopyFrom(self._version(delta.generation))
-                    sent_generation = delta.generation
-                if message.text or message.token_ids:
+                    sent_generations[index] = delta.generation
+                if message.text or message.token_ids or message.reasoning or message.tool_calls:
                     yield inference_pb2.StreamResponse(delta=message)
                 if delta.finish is not None:
-                    break
-            finished = inference_pb2.OutputFinished(index=0, finish=replies.finish(delta.finish))
-            yield inference_pb2.StreamResponse(finished=finished)
-            usage = replies.usage(
-                len(generation.prompt_token_ids), generation.num_completion_tokens, delta.timing
+                    finished = inference_pb2.OutputFinished(index=index, finish=replies.finish(delta.finish))
+                    yield inference_pb2.StreamResponse(finished=finished)
+            summary = inference_pb2.StreamSummary(
+                usage=self._usage(generation), timing=replies.timing(generation.timing)
             )
-            summary = inference_pb2.StreamSummary(usage=usage, timing=replies.timing(delta.timing))
             yield inference_pb2.StreamResponse(summary=summary)
+
+    def _usage(self, generation: Generation) -> types_pb2.Usage:
+        return replies.usage(
+            len(generation.prompt.token_ids), generation.num_completion_tokens, generation.timing
+        )
 
     async def Abort(
         self, request: inference_pb2.AbortRequest, context: Context
@@ -156,21 +174,3 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         if generation != current.generation:
             current = WeightsVersion("", generation)
         return replies.weights_version(current)
-
-
-def _prompt_info(generation: Generation) -> types_pb2.PromptInfo:
-    ids = generation.prompt_token_ids
-    echo = generation.job.options.echo_prompt_token_ids
-    return types_pb2.PromptInfo(token_count=len(ids), token_ids=ids if echo else ())
-
-
-def _add_tokens(
-    message: inference_pb2.Output | inference_pb2.OutputDelta, generation: Generation, delta: Delta
-) -> None:
-    """Token ids and log-probabilities, as far as they were asked for."""
-    job = generation.job
-    if not job.options.token_ids:
-        return
-    message.token_ids.extend(delta.token_ids)
-    if job.logprobs is not None and delta.token_ids:
-        message.logprobs.MergeFrom(replies.logprobs(delta.logprobs, job.logprobs))

@@ -6,7 +6,9 @@ import ipaddress
 import math
 from dataclasses import dataclass
 
+from penstock.runtime.chat.parser import REASONING_PARSERS, TOOL_PARSERS
 from penstock.runtime.errors import ConfigError
+from penstock.service.context import Truncation
 
 MIB = 1024 * 1024
 
@@ -24,6 +26,12 @@ class ServerOptions:
     """On SIGTERM: how long running requests may go on."""
     max_receive_bytes: int = 64 * MIB
     """Largest request message."""
+    truncation: Truncation = Truncation.REJECT
+    """What becomes of a prompt that is too long, where the request does not say."""
+    tool_call_parser: str = "auto"
+    """The form in which the model writes calls of tools; auto: told from its chat template."""
+    reasoning_parser: str = "auto"
+    """The same for what it thinks."""
 
     def __post_init__(self) -> None:
         bad: list[str] = []
@@ -37,6 +45,12 @@ class ServerOptions:
             bad.append(f"grace_s: must be at least 0, not {self.grace_s}")
         if not 1 <= self.max_receive_bytes < 2**31:
             bad.append(f"max_receive_bytes: must be from 1 to 2147483647, not {self.max_receive_bytes}")
+        for name, value, known in (
+            ("tool_call_parser", self.tool_call_parser, TOOL_PARSERS),
+            ("reasoning_parser", self.reasoning_parser, REASONING_PARSERS),
+        ):
+            if value not in known:
+                bad.append(f"{name}: must be one of {', '.join(known)}, not {value!r}")
         if bad:
             raise ConfigError("; ".join(bad))
 

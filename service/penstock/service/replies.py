@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
+from penstock.runtime.assemble import Delta
 from penstock.runtime.interface import AbortOutcome, WeightsVersion
 from penstock.runtime.request import Finish, FinishReason, RequestTiming, TokenLogprobs
+from penstock.service.context import Fitted
+from penstock.service.convert import Job
 from penstock.v1 import inference_pb2, types_pb2, weights_pb2
 
 REASONS = {
@@ -54,6 +58,37 @@ def logprobs(values: Sequence[TokenLogprobs], top: int) -> types_pb2.Logprobs:
             candidates = message.top.add().candidates
             for token_id, logprob in value.top:
                 candidates.add(token_id=token_id, logprob=logprob)
+    return message
+
+
+def add_delta(
+    message: inference_pb2.Output | inference_pb2.OutputDelta, delta: Delta, job: Job
+) -> None:
+    """Append what is new: text always (it is empty where none was asked for), ids and log-probabilities as far
+    as they were asked for.
+    """
+    message.text += delta.text
+    message.reasoning += delta.reasoning
+    for call in delta.tool_calls:
+        message.tool_calls.add(id=call.id, name=call.name, arguments_json=call.arguments)
+    if not job.options.token_ids:
+        return
+    message.token_ids.extend(delta.token_ids)
+    if job.logprobs is not None and delta.token_ids:
+        message.logprobs.MergeFrom(logprobs(delta.logprobs, job.logprobs))
+
+
+def prompt_info(job: Job, prompt: Fitted, values: Sequence[TokenLogprobs]) -> types_pb2.PromptInfo:
+    """The prompt as the model saw it. Its first token has no log-probability: NaN, and no candidates."""
+    ids = prompt.token_ids
+    message = types_pb2.PromptInfo(
+        token_count=len(ids),
+        token_ids=ids if job.options.echo_prompt_token_ids else (),
+        truncated_tokens=prompt.num_truncated,
+    )
+    if job.prompt_logprobs is not None and len(values) == len(ids) - 1:  # else it ended before
+        first = TokenLogprobs(math.nan)
+        message.logprobs.CopyFrom(logprobs([first, *values], job.prompt_logprobs))
     return message
 
 

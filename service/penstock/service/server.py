@@ -25,6 +25,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 from opentelemetry.trace import TracerProvider
 
+from penstock.runtime.chat.parser import ChatForms, choose_forms
 from penstock.runtime.errors import ConfigError, PenstockError
 from penstock.service.backend import Backend
 from penstock.service.control import ControlServicer
@@ -123,7 +124,12 @@ class PenstockServer:
         switchboard = Switchboard(asyncio.get_running_loop())
         inference_pb2_grpc.add_InferenceServiceServicer_to_server(
             InferenceServicer(
-                engine, switchboard, self._telemetry, stall_limit_s=self._options.stall_limit_s
+                engine,
+                switchboard,
+                self._telemetry,
+                self._forms(engine),
+                stall_limit_s=self._options.stall_limit_s,
+                truncation=self._options.truncation,
             ),
             self._server,
         )
@@ -136,6 +142,18 @@ class PenstockServer:
         )
         await self._set_health(serving=False)
         await self._server.start()
+
+    def _forms(self, engine: Backend) -> ChatForms:
+        """How the model writes calls and thoughts."""
+        codec = engine.text
+        if codec is None:
+            return ChatForms()
+        return choose_forms(
+            codec.chat_template,
+            codec.added_tokens,
+            tools=self._options.tool_call_parser,
+            reasoning=self._options.reasoning_parser,
+        )
 
     async def start_engine(self) -> None:
         """Compile and start the engine, then tell the world; raises what the engine raises."""

@@ -81,11 +81,33 @@ class PendingDelta:
             self.generation,
             self._deltas[-1].finish,
             self._deltas[-1].timing,
+            tuple(p for d in self._deltas for p in d.prompt_logprobs),
+            "".join(d.reasoning for d in self._deltas),
+            tuple(c for d in self._deltas for c in d.tool_calls),
         )
 
 
+async def take_any(buffers: Sequence[Buffer]) -> tuple[int, Delta]:
+    """The next delta of any of these, which must share their `changed`, and whose it is. The first that has one
+    goes first, but for those that have ended; raises what went wrong with any.
+    """
+    for buffer in buffers:
+        buffer.reading = True
+    try:
+        while True:
+            for index, buffer in enumerate(buffers):
+                if buffer.can_take:
+                    return index, buffer.pop()
+            changed = buffers[0].changed
+            changed.clear()
+            await changed.wait()
+    finally:
+        for buffer in buffers:
+            buffer.reading = False
+
+
 class Buffer:
-    """What one request made and its reader has not taken yet."""
+    """What one output made and its reader has not taken yet."""
 
     def __init__(
         self,
@@ -96,7 +118,9 @@ class Buffer:
         *,
         min_tokens: int = 1,
         stall_limit_s: float | None = None,
+        changed: asyncio.Event | None = None,
     ) -> None:
+        """`changed` is set whenever there may be something to take; outputs read together share one."""
         self._engine = engine
         self._switchboard = switchboard
         self._request_id = request_id
@@ -106,7 +130,7 @@ class Buffer:
         """None: the reader wants everything at the end (Generate), so it cannot stall."""
         self._pending: deque[PendingDelta] = deque()
         self._error: Exception | None = None
-        self._changed = asyncio.Event()
+        self.changed = changed or asyncio.Event()
         self._timer: asyncio.TimerHandle | None = None
         self._reading = False
         self._told_stop = False
@@ -138,21 +162,28 @@ class Buffer:
             self._told_stop = True
             if self._holds_id():
                 self._engine.finish(self._request_id, self._assembler.stop)
-        self._changed.set()
+        self.changed.set()
         if not self._reading and self._timer is None and self._stall_limit_s is not None:
             loop = asyncio.get_running_loop()
             self._timer = loop.call_later(self._stall_limit_s, self._stalled)
 
     async def take(self) -> Delta:
         """The next delta of at least `min_tokens` tokens, or the last one; raises what went wrong."""
-        self._stop_timer()
-        self._reading = True
-        try:
-            while not self._can_take():
-                self._changed.clear()
-                await self._changed.wait()
-        finally:
-            self._reading = False
+        return (await take_any([self]))[1]
+
+    @property
+    def reading(self) -> bool:
+        """Whether the reader waits: it does not stall then."""
+        return self._reading
+
+    @reading.setter
+    def reading(self, value: bool) -> None:
+        self._reading = value
+        if value:
+            self._stop_timer()
+
+    def pop(self) -> Delta:
+        """What `can_take` found; raises what went wrong."""
         if self._error is not None:
             raise self._error
         return self._pending.popleft().merged()
@@ -166,7 +197,9 @@ class Buffer:
                 self._engine.cancel(self._request_id)
         self._ended = True
 
-    def _can_take(self) -> bool:
+    @property
+    def can_take(self) -> bool:
+        """Whether `pop` gives something."""
         if self._error is not None or len(self._pending) > 1:
             return True
         return bool(self._pending) and (
@@ -174,7 +207,7 @@ class Buffer:
         )
 
     def _append(self, delta: Delta) -> None:
-        if not (delta.token_ids or delta.text or delta.finish is not None):
+        if not (delta.token_ids or delta.text or delta.reasoning or delta.tool_calls or delta.finish is not None):
             return
         if not self._pending or (delta.token_ids and self._pending[-1].generation != delta.generation):
             self._pending.append(PendingDelta(delta.generation))
@@ -191,7 +224,7 @@ class Buffer:
         self._error = error
         self._pending.clear()
         self.close()
-        self._changed.set()
+        self.changed.set()
 
     def _stop_timer(self) -> None:
         if self._timer is not None:

@@ -22,15 +22,26 @@ MAX_UNKNOWN = 100
 """Fields of one message that an error may name."""
 
 Refused = Mapping[str, tuple[object, ...]]
-_CHAT_HONOURED = frozenset({"chat", "chat.messages", "chat.messages.role", "chat.messages.content"})
-_CHAT_REFUSED: Refused = {
-    "chat.messages.tool_calls": (),
-    "chat.messages.tool_call_id": (),
-    "chat.tools": (),
-    "chat.tool_choice": (),
-    "chat.chat_template": (),
-    "chat.template_options_json": (),
-}
+_CHAT_HONOURED = frozenset(
+    {
+        "chat",
+        "chat.messages",
+        "chat.messages.role",
+        "chat.messages.content",
+        "chat.messages.tool_calls",
+        "chat.messages.tool_calls.id",
+        "chat.messages.tool_calls.name",
+        "chat.messages.tool_calls.arguments_json",
+        "chat.messages.tool_call_id",
+        "chat.tools",
+        "chat.tools.name",
+        "chat.tools.description",
+        "chat.tools.parameters_json",
+        "chat.tool_choice",
+        "chat.chat_template",
+        "chat.template_options_json",
+    }
+)
 _GENERATE_HONOURED = _CHAT_HONOURED | {
     "request_id",
     "model",
@@ -42,7 +53,16 @@ _GENERATE_HONOURED = _CHAT_HONOURED | {
     "sampling.top_p",
     "sampling.top_k",
     "sampling.min_p",
+    "sampling.presence_penalty",
+    "sampling.frequency_penalty",
+    "sampling.repetition_penalty",
     "sampling.seed",
+    "sampling.n",
+    "sampling.logit_bias",
+    "sampling.logit_bias.key",
+    "sampling.logit_bias.value",
+    "sampling.bad_words",
+    "sampling.allowed_token_ids",
     "stopping",
     "stopping.max_tokens",
     "stopping.min_tokens",
@@ -57,32 +77,26 @@ _GENERATE_HONOURED = _CHAT_HONOURED | {
     "output.text",
     "output.token_ids",
     "output.logprobs",
+    "output.prompt_logprobs",
     "output.skip_special_tokens",
     "output.echo_prompt_token_ids",
+    "constraint",
+    "constraint.json_schema",
+    "constraint.json_object",
+    "constraint.regex",
+    "constraint.ebnf",
+    "constraint.choice",
+    "constraint.choice.choices",
     "cache",
     "cache.cache_salt",
     "cache.bypass_prefix_cache",
     "priority",
-    "context",  # an empty one asks for nothing
+    "context",
+    "context.truncation",
+    "context.reserve_tokens",
+    "context.cap_max_tokens",
 }
-_GENERATE_REFUSED: Refused = {
-    **_CHAT_REFUSED,
-    # The values beside a path are taken: they ask for nothing, or `convert` refuses them.
-    "sampling.presence_penalty": (0.0,),
-    "sampling.frequency_penalty": (0.0,),
-    "sampling.repetition_penalty": (1.0,),
-    "sampling.n": (0, 1),  # 0 is out of range, not a feature
-    "sampling.logit_bias": (),
-    "sampling.bad_words": (),
-    "sampling.allowed_token_ids": (),
-    "output.prompt_logprobs": (),
-    "constraint": (),
-    "adapter": (),
-    "min_weights": (),
-    "context.truncation": (1,),  # TRUNCATION_REJECT, the server's default
-    "context.reserve_tokens": (),
-    "context.cap_max_tokens": (),
-}
+_GENERATE_REFUSED: Refused = {"adapter": (), "min_weights": ()}
 
 HONOURED: Mapping[str, frozenset[str]] = {
     "penstock.v1.GenerateRequest": _GENERATE_HONOURED,
@@ -99,7 +113,6 @@ HONOURED: Mapping[str, frozenset[str]] = {
 REFUSED: Mapping[str, Refused] = {
     "penstock.v1.GenerateRequest": _GENERATE_REFUSED,
     "penstock.v1.StreamRequest": _GENERATE_REFUSED,
-    "penstock.v1.TokenizeRequest": _CHAT_REFUSED,
 }
 """Message name to the paths that are refused, each with the values that are taken all the same."""
 
@@ -140,7 +153,7 @@ def _unsupported(
         if rule not in honoured or rule in lacking:
             if value not in refused.get(rule, ()):
                 yield shown
-        elif field.message_type is not None:
+        elif field.message_type is not None and not field.message_type.GetOptions().map_entry:
             many = field.is_repeated
             for i, item in enumerate(value if many else [value]):
                 below = f"{shown}[{i}]." if many else f"{shown}."

@@ -124,12 +124,14 @@ class RequestTrace:
     def started(self, num_prompt_tokens: int) -> None:
         self._span.set_attribute("gen_ai.usage.input_tokens", num_prompt_tokens)
 
-    def finished(self, finish: Finish, timing: RequestTiming | None, num_completion_tokens: int) -> None:
-        """The generation came to an end: usage, reason and phases."""
+    def finished(
+        self, finishes: Sequence[Finish], timing: RequestTiming | None, num_completion_tokens: int
+    ) -> None:
+        """All outputs came to an end: usage, reasons and phases."""
         if not self._span.is_recording():
             return
         self._span.set_attribute("gen_ai.usage.output_tokens", num_completion_tokens)
-        self._span.set_attribute("gen_ai.response.finish_reasons", (finish.reason.value,))
+        self._span.set_attribute("gen_ai.response.finish_reasons", tuple(f.reason.value for f in finishes))
         if timing is None:
             return
         self._span.set_attribute("gen_ai.usage.cache_read.input_tokens", timing.cached_prompt_tokens)

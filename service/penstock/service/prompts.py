@@ -1,0 +1,57 @@
+"""A request's prompt to token ids."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import NamedTuple
+
+from penstock.runtime.chat.messages import Chat
+from penstock.runtime.errors import PromptTooLong
+from penstock.runtime.text import TextCodec
+from penstock.service.convert import ChatPrompt, Prompt, TextPrompt, TokenPrompt
+
+INLINE_CHARS = 2000
+"""Shorter texts are tokenized on the event loop (well under a millisecond); a hop to a thread costs more."""
+
+
+class Encoded(NamedTuple):
+    """A prompt as the model sees it, before anything is cut off."""
+
+    token_ids: tuple[int, ...]
+    text: str = ""
+    """What a chat was rendered to; else empty."""
+
+
+async def encode_prompt(
+    codec: TextCodec | None,
+    prompt: Prompt,
+    *,
+    max_tokens: int | None,
+    add_special_tokens: bool | None = None,
+) -> Encoded:
+    """Token ids of a prompt; chats and long texts are encoded in a thread. None adds special tokens to text,
+    none to chats.
+
+    `max_tokens` None takes a prompt of any length. Else raises PromptTooLong for text that cannot have so few
+    whatever its tokens are: megabytes are not tokenized to learn that.
+    """
+    if isinstance(prompt, TokenPrompt):
+        return Encoded(prompt.token_ids)
+    assert codec is not None, "conversion refuses text where there is no tokenizer"
+    most = codec.max_token_chars
+
+    def encode(text: str, special: bool) -> tuple[int, ...]:
+        if most is not None and max_tokens is not None and len(text) > (max_tokens + 1) * most:
+            raise PromptTooLong(-(-len(text) // most), max_tokens)
+        return tuple(codec.encode(text, add_special_tokens=special))
+
+    def encode_chat(chat: Chat) -> Encoded:
+        text = codec.render_chat(chat)
+        return Encoded(encode(text, bool(add_special_tokens)), text)  # the template writes its own
+
+    if isinstance(prompt, ChatPrompt):
+        return await asyncio.to_thread(encode_chat, prompt.chat)
+    text, special = prompt.text, add_special_tokens is not False
+    if len(text) <= INLINE_CHARS:
+        return Encoded(encode(text, special))
+    return Encoded(await asyncio.to_thread(encode, text, special))
