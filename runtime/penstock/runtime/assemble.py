@@ -58,8 +58,8 @@ class Assembler:
         parser: ChatParser | None = None,
         visible: Set[str] = frozenset(),
     ) -> None:
-        """`codec` None: token ids only, no text and no stop strings. `parser` takes reasoning and calls out of
-        the text, after stop strings were found in all of it; `visible` are special tokens that it must see.
+        """`codec` None: token ids only, no text and no stop strings. `parser` takes reasoning and calls out
+        of the text, after stop strings were found in all of it; `visible` are special tokens it must see.
         """
         self._parser = parser
         self._stopping = stopping
@@ -115,9 +115,7 @@ class Assembler:
                 self._stop = Finish(FinishReason.STOP, stop=pushed.stop)
                 ids, logprobs = ids[: pushed.num_tokens], logprobs[: pushed.num_tokens]
                 finish = self._stop if finish is not None else None
-        return Delta(
-            text, ids, logprobs, output.generation, finish, output.timing, output.prompt_logprobs
-        )
+        return Delta(text, ids, logprobs, output.generation, finish, output.timing, output.prompt_logprobs)
 
     def _drops_last(self, output: Output) -> bool:
         """Whether the last token is a stop token id that the caller did not ask to keep."""

@@ -112,6 +112,8 @@ class EngineConfig:
         if not 0 <= self.max_logprobs <= 1024:
             bad.append(f"max_logprobs: must be from 0 to 1024, not {self.max_logprobs}")
         if not 0.0 < self.grammar_time_limit_s <= 3600.0:
-            bad.append(f"grammar_time_limit_s: must be above 0, at most 3600, not {self.grammar_time_limit_s}")
+            bad.append(
+                f"grammar_time_limit_s: must be above 0, at most 3600, not {self.grammar_time_limit_s}"
+            )
         if bad:
             raise ConfigError("; ".join(bad))

@@ -207,8 +207,8 @@ class EngineCore:
         all_requests: bool = False,
         message: str = "",
     ) -> list[tuple[str, AbortOutcome]]:
-        """End requests, with all their outputs, by exact id, by a non-empty prefix, or all; exactly one target
-        must be given (ValueError).
+        """End requests, with all their outputs, by exact id, by a non-empty prefix, or all; exactly one
+        target must be given (ValueError).
 
         Slot and pages are free when this returns. One result per id asked for, or per match.
         """

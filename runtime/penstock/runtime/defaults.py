@@ -1,4 +1,5 @@
-"""Sampling defaults: the model's generation_config.json, what the operator puts in its place, then neutral values.
+"""Sampling defaults: the model's generation_config.json, what the operator puts in its place, then neutral
+values.
 No jax.
 """
 
@@ -40,9 +41,11 @@ class GenerationDefaults:
 FIELDS = tuple(field.name for field in dataclasses.fields(GenerationDefaults))
 
 
-def read_generation_defaults(directory: Path, override: Mapping[str, Any] | None = None) -> GenerationDefaults:
-    """Effective defaults of the checkpoint in `directory`: neutral values, over them its generation_config.json,
-    if it has one, over that `override`, which has the same names.
+def read_generation_defaults(
+    directory: Path, override: Mapping[str, Any] | None = None
+) -> GenerationDefaults:
+    """Effective defaults of the checkpoint in `directory`: neutral values, over them its
+    generation_config.json, if it has one, over that `override`, which has the same names.
 
     An explicit `do_sample: false` means greedy, as in transformers; where it is absent the values decide.
     Fields of the file that change sampling and are not honoured are logged by name; in `override` any unknown
@@ -69,7 +72,7 @@ def override_defaults(defaults: GenerationDefaults, override: Mapping[str, Any])
     unknown = sorted(set(override) - {*FIELDS, "do_sample"})
     if unknown:
         raise ConfigError(
-            f"generation_config: {', '.join(unknown)} cannot be set; what can is {', '.join(FIELDS)}, do_sample"
+            f"generation_config: {', '.join(unknown)} cannot be set; there is {', '.join(FIELDS)}, do_sample"
         )
     return _over(defaults, override, "generation_config")
 

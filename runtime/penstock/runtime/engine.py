@@ -101,8 +101,8 @@ class Engine:
         if it cannot fit.
 
         `sampling_params_callback` sees every request before it is queued, in the caller's thread, and returns
-        the sampling it is to have; it must be quick. What it returns is checked as a caller's own would be, and
-        an error that it raises is the caller's answer.
+        the sampling it is to have; it must be quick. What it returns is checked as a caller's own would be,
+        and an error that it raises is the caller's answer.
         """
         self._callback = sampling_params_callback
         device = next(iter(jax.tree.leaves(model.weights)[0].devices()))

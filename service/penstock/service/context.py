@@ -67,9 +67,7 @@ def fit(token_ids: tuple[int, ...], context: ContextParams, stopping: StoppingPa
         token_ids = cut(token_ids, most, context.truncation)
     if context.cap_max_tokens and stopping.max_tokens is not None:
         most = min(stopping.max_tokens, room - len(token_ids))
-        stopping = dataclasses.replace(
-            stopping, max_tokens=most, min_tokens=min(stopping.min_tokens, most)
-        )
+        stopping = dataclasses.replace(stopping, max_tokens=most, min_tokens=min(stopping.min_tokens, most))
     return Fitted(token_ids, stopping, num_truncated)
 
 

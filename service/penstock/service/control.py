@@ -125,9 +125,7 @@ class ControlServicer(control_pb2_grpc.ControlServiceServicer):
         encoded = await encode_prompt(
             self._engine.text, prompt, max_tokens=max_model_len - 1, add_special_tokens=special
         )
-        return control_pb2.TokenizeResponse(
-            token_ids=encoded.token_ids, max_context_tokens=max_model_len
-        )
+        return control_pb2.TokenizeResponse(token_ids=encoded.token_ids, max_context_tokens=max_model_len)
 
     async def Detokenize(
         self, request: control_pb2.DetokenizeRequest, context: Context

@@ -11,7 +11,13 @@ from penstock.runtime.chat.messages import Chat, ChatTurn, RawTool, ToolCall
 from penstock.runtime.errors import PromptTooLong, UnknownModel, UnsupportedFeature
 from penstock.runtime.grammar.spec import Grammar
 from penstock.runtime.outputs import SEPARATOR
-from penstock.runtime.request import MAX_REQUEST_ID_CHARS, CacheParams, Request, SamplingParams, StoppingParams
+from penstock.runtime.request import (
+    MAX_REQUEST_ID_CHARS,
+    CacheParams,
+    Request,
+    SamplingParams,
+    StoppingParams,
+)
 from penstock.runtime.text import TextCodec
 from penstock.service.backend import Info
 from penstock.service.context import ContextParams, Fitted, Truncation
@@ -177,9 +183,7 @@ def to_job(message: inference_pb2.GenerateRequest | inference_pb2.StreamRequest,
     )
 
 
-def _num_logprobs(
-    output: types_pb2.OutputOptions, name: str, limits: Limits, bad: Violations
-) -> int | None:
+def _num_logprobs(output: types_pb2.OutputOptions, name: str, limits: Limits, bad: Violations) -> int | None:
     """None where they are not asked for."""
     if not output.HasField(name):  # type: ignore[arg-type]  # one of two literals
         return None

@@ -76,7 +76,8 @@ def sampling_params(
     defaults = info.defaults
 
     def value(name: str) -> float:
-        given: float = getattr(message if message.HasField(name) else defaults, name)
+        is_set = message.HasField(name)  # type: ignore[arg-type]  # one of its literals
+        given: float = getattr(message if is_set else defaults, name)
         return given
 
     def build() -> SamplingParams:

@@ -189,7 +189,8 @@ class Generation:
 
 
 def merged_timing(times: Sequence[RequestTiming]) -> RequestTiming | None:
-    """The earliest first token, the latest end; preemptions summed. Cached tokens are those of the output that
+    """The earliest first token, the latest end; preemptions summed. Cached tokens are those of the output
+    that
     was scheduled first: what the others found was made by it.
     """
     if not times:

@@ -57,9 +57,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         self._forms = forms
         self._arrivals = Arrivals()
 
-    def _generation(
-        self, job: Job, *, min_tokens: int, stall_limit_s: float | None = None
-    ) -> Generation:
+    def _generation(self, job: Job, *, min_tokens: int, stall_limit_s: float | None = None) -> Generation:
         return Generation(
             job,
             self._engine,

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from penstock.runtime.chat.messages import Chat
 from penstock.runtime.errors import PromptTooLong
 from penstock.runtime.text import TextCodec
-from penstock.service.convert import ChatPrompt, Prompt, TextPrompt, TokenPrompt
+from penstock.service.convert import ChatPrompt, Prompt, TokenPrompt
 
 INLINE_CHARS = 2000
 """Shorter texts are tokenized on the event loop (well under a millisecond); a hop to a thread costs more."""

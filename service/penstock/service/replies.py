@@ -61,10 +61,9 @@ def logprobs(values: Sequence[TokenLogprobs], top: int) -> types_pb2.Logprobs:
     return message
 
 
-def add_delta(
-    message: inference_pb2.Output | inference_pb2.OutputDelta, delta: Delta, job: Job
-) -> None:
-    """Append what is new: text always (it is empty where none was asked for), ids and log-probabilities as far
+def add_delta(message: inference_pb2.Output | inference_pb2.OutputDelta, delta: Delta, job: Job) -> None:
+    """Append what is new: text always (it is empty where none was asked for), ids and log-probabilities as
+    far
     as they were asked for.
     """
     message.text += delta.text

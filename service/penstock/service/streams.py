@@ -88,7 +88,8 @@ class PendingDelta:
 
 
 async def take_any(buffers: Sequence[Buffer]) -> tuple[int, Delta]:
-    """The next delta of any of these, which must share their `changed`, and whose it is. The first that has one
+    """The next delta of any of these, which must share their `changed`, and whose it is. The first that has
+    one
     goes first, but for those that have ended; raises what went wrong with any.
     """
     for buffer in buffers:
@@ -207,7 +208,9 @@ class Buffer:
         )
 
     def _append(self, delta: Delta) -> None:
-        if not (delta.token_ids or delta.text or delta.reasoning or delta.tool_calls or delta.finish is not None):
+        if not (
+            delta.token_ids or delta.text or delta.reasoning or delta.tool_calls or delta.finish is not None
+        ):
             return
         if not self._pending or (delta.token_ids and self._pending[-1].generation != delta.generation):
             self._pending.append(PendingDelta(delta.generation))
