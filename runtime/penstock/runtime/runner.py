@@ -27,26 +27,13 @@ from penstock.runtime.errors import ConfigError, NonFiniteLogits
 from penstock.runtime.grammar.fill import MaskFiller
 from penstock.runtime.models.config import KVSpec
 from penstock.runtime.native import huge_pages
-from penstock.runtime.packing import (
-    BANS,
-    FEATURES,
-    FEEDBACK,
-    FLAGS,
-    MAX_SAMPLES,
-    NUM_STEPS,
-    NUM_TOKENS,
-    PARAM_FIELDS,
-    SLOT,
-    START,
-    Layout,
-    pack_params,
-)
 from penstock.runtime.plan import Plan, PlanRow, StepResult
 from penstock.runtime.programs import ProgramBuilder, Programs
-from penstock.runtime.request import MAX_STOP_TOKEN_IDS, Request, TokenLogprobs
+from penstock.runtime.request import Request, TokenLogprobs
 from penstock.runtime.request_programs import bias_row, pack_admission
 from penstock.runtime.runner_config import RunnerConfig
-from penstock.runtime.sampler import BANNED, MASK, NON_FINITE, RowState
+from penstock.runtime.sampler import NON_FINITE, RowState
+from penstock.runtime.slots import Slots
 from penstock.runtime.step import NO_TOKEN, KVCache, Weights, read_logprobs
 
 log = logging.getLogger(__name__)
@@ -81,14 +68,6 @@ class PendingStep:
     """By row, where no token can be chosen."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Slot:
-    """Host mirror of the request that holds a slot."""
-
-    request: Request
-    stop_ids: NDArray[np.int32]
-
-
 class ModelRunner:
     """Compiles and runs steps of one model on one device."""
 
@@ -110,10 +89,7 @@ class ModelRunner:
         self._programs: Programs | None = None
         self._state = self._new_state()
         self._use_huge_pages(self._weights)
-        slots = config.max_num_seqs
-        self._slots: list[_Slot | None] = [None] * slots
-        self._params = np.zeros((slots, PARAM_FIELDS), np.int32)
-        self._tables = np.zeros((slots, config.pages_per_row), np.int32)
+        self._slots = Slots(config)
         self._filler = MaskFiller()
         num_rows = config.buckets.row_buckets[-1]
         self._no_mask = jax.device_put(
@@ -153,8 +129,7 @@ class ModelRunner:
     def reset_state(self) -> None:
         """Forget all rows, as after start-up; no request may be running."""
         self._state = self._new_state()
-        self._slots = [None] * self.config.max_num_seqs
-        self._tables[:] = 0
+        self._slots.clear()
 
     def _use_huge_pages(self, arrays: Sequence[jax.Array]) -> None:
         if self.config.native and self._platform == "cpu":
@@ -192,19 +167,16 @@ class ModelRunner:
         self._programs = programs = self._builder(self._num_pages).compile_all()
         hidden: jax.Array | None = None
         for key in programs.steps:
-            packed = self._blank(key)
+            packed = self._slots.blank(key)
             if key.decode_only:
                 self._run_window(key, packed)
             else:
                 logits, hidden = self._run_forward(key, packed)
-                self._choose(logits, packed[: self._layout(key).rows_size], self._no_mask)
+                self._choose(logits, packed[: self._slots.layout(key).rows_size], self._no_mask)
                 programs.prompt_logprobs(self._weights, hidden, self._prompt_buffer([], []))
         nobody = Request("warm-up", (0,))
         self._write_slot(self.config.max_num_seqs, nobody, ())
         jax.block_until_ready(self._state)
-
-    def _layout(self, key: ProgramKey) -> Layout:
-        return Layout(key, self.config.pages_per_row)
 
     def _builder(self, num_pages: int) -> ProgramBuilder:
         layer = jax.ShapeDtypeStruct(
@@ -260,19 +232,21 @@ class ModelRunner:
         the host. If rows have constraints, only the model runs, until `choose`.
         """
         for slot, request in plan.new_requests:
-            self._admit(slot, request, plan.made.get(slot, ()))
+            self._slots.admit(slot, request)
+            if request.sampling.has_penalties or request.sampling.has_bias:
+                self._write_slot(slot, request, plan.made.get(slot, ()))
         for write in plan.page_writes:
-            self._tables[write.slot, write.index] = write.page
-        constraints = self._constraints(plan)
+            self._slots.write_page(write)
+        constraints = self._slots.constraints(plan)
         key = self.config.buckets.select(
             plan.num_tokens, len(plan.rows), plan.decode_only and not constraints
         )
-        packed = self._pack(plan, key, constraints)
+        packed = self._slots.pack(plan, key, constraints)
         logprobs = tuple([self._wanted_logprobs(row) for row in plan.rows])
         if key.decode_only:
             return PendingStep(plan, self._run_window(key, packed), logprobs)
         logits, hidden = self._run_forward(key, packed)
-        packed = packed[: self._layout(key).rows_size]
+        packed = packed[: self._slots.layout(key).rows_size]
         rows, prompt = self._prompt_logprobs(plan, hidden)
         if constraints:
             return PendingStep(plan, None, logprobs, _Unchosen(logits, packed, constraints), prompt, rows)
@@ -315,34 +289,8 @@ class ModelRunner:
         return StepResult(token_ids, logprobs, errors, self._read_prompt(pending))
 
     def _wanted_logprobs(self, row: PlanRow) -> int | None:
-        held = self._slots[row.slot]
-        if held is None or held.request.logprobs is None or not row.samples:
-            return None
-        return min(held.request.logprobs, self.config.num_top)
-
-    def _constraints(self, plan: Plan) -> dict[int, TokenConstraint]:
-        """By row, of those that make a token."""
-        return {
-            i: constraint
-            for i, row in enumerate(plan.rows)
-            if row.samples and (constraint := self._held(row).request.constraint) is not None
-        }
-
-    def _held(self, row: PlanRow) -> _Slot:
-        held = self._slots[row.slot]
-        assert held is not None, f"slot {row.slot} runs {row.request_id} but was never admitted"
-        return held
-
-    def _admit(self, slot: int, request: Request, made: tuple[int, ...]) -> None:
-        self._params[slot] = pack_params(request)
-        stop_ids = np.full(MAX_STOP_TOKEN_IDS, self.config.vocab_size, np.int32)
-        ids = list(request.stopping.stop_token_ids)
-        if not request.stopping.ignore_eos:
-            ids += self.config.eos_token_ids
-        stop_ids[: len(ids)] = ids
-        self._slots[slot] = _Slot(request, stop_ids)
-        if request.sampling.has_penalties or request.sampling.has_bias:
-            self._write_slot(slot, request, made)
+        wanted = self._slots.request(row).logprobs if row.samples else None
+        return None if wanted is None else min(wanted, self.config.num_top)
 
     # -- log-probabilities of prompts --
 
@@ -364,7 +312,7 @@ class ModelRunner:
         targets: list[int] = []
         at = 0
         for i, row in enumerate(plan.rows):
-            request = self._held(row).request
+            request = self._slots.request(row)
             if request.prompt_logprobs is not None:
                 wanted = request.prompt_token_ids[row.start + 1 : row.start + row.num_tokens + 1]
                 if wanted:
@@ -387,45 +335,6 @@ class ModelRunner:
             row: tuple(read_logprobs(values[i], self.config.num_top, k) for i in range(first, first + count))
             for row, (first, count, k) in pending.prompt_rows.items()
         }
-
-    # -- packing --
-
-    def _blank(self, key: ProgramKey) -> NDArray[np.int32]:
-        """A buffer of padding only: it computes, writes nowhere and samples nothing."""
-        layout = self._layout(key)
-        buffer = np.zeros(layout.size, np.int32)
-        header, fields, stop_ids, _, _ = layout.views(buffer)
-        header[NUM_STEPS] = 1
-        fields[:, SLOT] = self.config.max_num_seqs
-        stop_ids[:] = self.config.vocab_size
-        return buffer
-
-    def _pack(
-        self, plan: Plan, key: ProgramKey, constraints: Mapping[int, TokenConstraint]
-    ) -> NDArray[np.int32]:
-        buffer = self._blank(key)
-        header, fields, stop_ids, tokens, tables = self._layout(key).views(buffer)
-        header[NUM_STEPS] = plan.num_steps
-        rows, count = plan.rows, len(plan.rows)
-        slots = [row.slot for row in rows]
-        fields[:count, SLOT] = slots
-        fields[:count, START] = [row.start for row in rows]
-        fields[:count, NUM_TOKENS] = [row.num_tokens for row in rows]
-        fields[:count, MAX_SAMPLES] = [row.max_samples if row.samples else 0 for row in rows]
-        bans = [row.bans for row in rows]
-        fields[:count, BANS] = bans
-        fields[:count, -PARAM_FIELDS:] = self._params[slots]
-        tables[:count] = self._tables[slots]
-        at = 0
-        for i, row in enumerate(rows):
-            tokens[at : at + row.num_tokens] = FEEDBACK if row.token_ids is None else row.token_ids
-            at += row.num_tokens
-            stop_ids[i] = self._held(row).stop_ids
-            if not row.samples:
-                fields[i, FEATURES] = 0
-        fields[list(constraints), FEATURES] |= MASK
-        header[FLAGS] = np.bitwise_or.reduce(fields[:count, FEATURES]) | (BANNED if any(bans) else 0)
-        return buffer
 
     # -- weights and end --
 
