@@ -16,7 +16,7 @@ from penstock.runtime.constraint import mask_words
 from penstock.runtime.packing import Layout
 from penstock.runtime.request_programs import admission_size, make_admission, make_prompt_logprobs
 from penstock.runtime.runner_config import RunnerConfig
-from penstock.runtime.sampler import RowState, sample
+from penstock.runtime.sampler import RowState, SamplerOp, sampler_op
 from penstock.runtime.step import (
     Forward,
     KVCache,
@@ -85,7 +85,7 @@ class ProgramBuilder:
             self.layout(key),
             self._shapes,
             attention_op(self.platform, native=self.config.native),
-            sample,
+            self._sampler,
             self.config.max_decode_steps,
         )
         packed = self._ints(self.layout(key).size)
@@ -94,7 +94,7 @@ class ProgramBuilder:
     def choice(self) -> jax.stages.Compiled:
         layout = self.layout(self.largest)
         mask = self._ints(layout.key.rows, mask_words(self.config.vocab_size))
-        program = make_choice(layout, sample, self.config.num_top)
+        program = make_choice(layout, self._sampler, self.config.num_top)
         return compile_program(
             program, self.state, self._outputs.logits, self._ints(layout.rows_size), mask, donate=(0,)
         )
@@ -115,6 +115,10 @@ class ProgramBuilder:
         config = self.config
         num_pages = self.kv[0].shape[0] if self.kv else 0
         return StepShapes(config.page_size, num_pages, self.largest.tokens, config.num_top)
+
+    @property
+    def _sampler(self) -> SamplerOp:
+        return sampler_op(self.platform, native=self.config.native)
 
     def _forward(self, key: ProgramKey) -> Callable[..., Forward]:
         attention = attention_op(self.platform, native=self.config.native)

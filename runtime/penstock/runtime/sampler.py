@@ -19,6 +19,10 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from penstock.runtime.constraint import mask_words
+from penstock.runtime.native import library
+from penstock.runtime.native import sample as kernel
+
 PENALTIES, BIAS, MASK, SAMPLING, LOGPROBS, BANNED = (1 << i for i in range(6))
 """Bits of a row's `features`, and of a step's flags, which have each bit that any of its rows has. A row's
 history, bias or mask is not looked at without its bit."""
@@ -149,15 +153,20 @@ def _first_past(masses: Array, uniform: Array) -> Array:
     return jnp.where(past.any(axis=1), drawn, jnp.argmax(masses, axis=1)).astype(jnp.int32)
 
 
-def draw(filtered: Array, rows: SamplingRows) -> Array:
-    """Draw one token per row from float32[R, V] log-weights -> int32[R]."""
-    num_rows, vocab = filtered.shape
+def uniforms(rows: SamplingRows) -> Array:
+    """float32[R, 2] in [0, 1): what chance has to say about each row's next token."""
 
-    def uniforms(seed: Array, position: Array) -> Array:
+    def of(seed: Array, position: Array) -> Array:
         key = jax.random.wrap_key_data(seed, impl="threefry2x32")
         return jax.random.uniform(jax.random.fold_in(key, position), (2,), jnp.float32)
 
-    u = jax.vmap(uniforms)(rows.seed, rows.positions)
+    return jax.vmap(of)(rows.seed, rows.positions)
+
+
+def draw(filtered: Array, rows: SamplingRows) -> Array:
+    """Draw one token per row from float32[R, V] log-weights -> int32[R]."""
+    num_rows, vocab = filtered.shape
+    u = uniforms(rows)
     weights = jnp.exp(filtered - filtered.max(axis=1, keepdims=True))
     chunk = min(_CHUNK, vocab)
     chunks = jnp.pad(weights, ((0, 0), (0, -vocab % chunk))).reshape(num_rows, -1, chunk)
@@ -293,3 +302,40 @@ def top_values(logits: Array, count: int) -> tuple[Array, Array]:
     values, at = lax.top_k(inner, count)
     chunk = jnp.take_along_axis(which, at // _ARGMAX_CHUNK, axis=1)
     return values, chunk * _ARGMAX_CHUNK + at % _ARGMAX_CHUNK
+
+
+def native_sample(
+    logits: Array, state: RowState, rows: SamplingRows, flags: Array, mask: Array | None, *, num_top: int
+) -> Sampled:
+    """`sample` by the native CPU kernel; the same tokens, up to rounding."""
+    num_rows, vocab = logits.shape
+    drawn = lax.cond(
+        _any(flags, SAMPLING), lambda: uniforms(rows), lambda: jnp.zeros((num_rows, 2), jnp.float32)
+    )
+    return Sampled(
+        *kernel.sample(
+            logits,
+            state.history,
+            state.bias,
+            jnp.zeros((num_rows, mask_words(vocab)), jnp.int32) if mask is None else mask,
+            drawn,
+            slots=rows.slots,
+            features=rows.features & (PENALTIES | BIAS | (0 if mask is None else MASK)),
+            temperature=rows.temperature,
+            top_k=rows.top_k,
+            top_p=rows.top_p,
+            min_p=rows.min_p,
+            presence=rows.presence_penalty,
+            frequency=rows.frequency_penalty,
+            repetition=rows.repetition_penalty,
+            stop_ids=rows.stop_ids,
+            banned=rows.banned,
+            num_logprobs=rows.num_logprobs,
+            num_top=num_top,
+        )
+    )
+
+
+def sampler_op(platform: str, *, native: bool = True) -> SamplerOp:
+    """The implementation for programs of a platform (`Device.platform`)."""
+    return native_sample if native and platform == "cpu" and library.available() else sample
