@@ -17,7 +17,17 @@ from hypothesis import strategies as st
 from penstock.runtime import sampler
 from penstock.runtime.native import library
 from penstock.runtime.native.library import Isa
-from penstock.runtime.native.sample import IN_PROMPT, NON_FINITE, can_sample, sample
+from penstock.runtime.native.sample import can_sample, sample
+from penstock.runtime.sampling_codes import (
+    BANNED,
+    BIAS,
+    IN_PROMPT,
+    LOGPROBS,
+    MASK,
+    NON_FINITE,
+    PENALTIES,
+    SAMPLING,
+)
 from tests.support.sample_reference import NUM_TOP, Row, arrays, check_logprobs, check_token, random_row
 
 INF = float("inf")
@@ -238,39 +248,39 @@ def test_a_row_depends_on_itself_alone() -> None:
             assert many[r].tobytes() == one[0].tobytes() == other[23 - r].tobytes()
 
 
-def test_the_same_tokens_as_in_xla() -> None:
+def test_the_same_as_in_xla() -> None:
+    """Rows with any features, by the two implementations of `SamplerOp`."""
     rng = np.random.default_rng(2)
-    num_rows, vocab = 60, 5000
-    x = (rng.standard_normal((num_rows, vocab)) * 3).astype(np.float32)
-    choose = [
-        rng.choice(values, num_rows) for values in ([0.0, 0.7, 1.0], [0, 5, 50], [1.0, 0.9], [0.0, 0.05])
-    ]
+    num_rows, num_top = 60, 5
+    picked = [replace(random_row(rng, 5000), num_logprobs=num_top) for _ in range(num_rows)]
+    positional, named = arrays(picked, order=rng.permutation(num_rows))
+    logits, history, bias, mask, _ = map(jnp.asarray, positional)
+    state = sampler.RowState(jnp.zeros(num_rows, jnp.int32), history, jnp.nan_to_num(bias, neginf=-jnp.inf))
     seeds = np.stack([np.zeros(num_rows), np.arange(num_rows)], axis=1).astype(np.uint32)
+    named |= {name + "_penalty": named.pop(name) for name in ("presence", "frequency", "repetition")}
     rows = sampler.SamplingRows(
-        temperature=jnp.asarray(choose[0].astype(np.float32)),
-        top_k=jnp.asarray(choose[1].astype(np.int32)),
-        top_p=jnp.asarray(choose[2].astype(np.float32)),
-        min_p=jnp.asarray(choose[3].astype(np.float32)),
         seed=jnp.asarray(seeds),
         positions=jnp.arange(num_rows, dtype=jnp.int32),
+        **{name: jnp.asarray(value) for name, value in named.items() if name != "banned"},
+        banned=jnp.asarray(named["banned"]) != 0,
     )
-    expected = np.asarray(jax.jit(sampler.sample)(jnp.asarray(x), rows, jnp.asarray(True)))
-
-    def uniforms(seed: jax.Array, position: jax.Array) -> jax.Array:
-        key = jax.random.wrap_key_data(seed, impl="threefry2x32")
-        return jax.random.uniform(jax.random.fold_in(key, position), (2,), jnp.float32)
-
-    u = np.asarray(jax.vmap(uniforms)(rows.seed, rows.positions))
-    names = ("temperature", "top_k", "top_p", "min_p")
-    given = [
-        Row(
-            x[r],
-            (float(u[r, 0]), float(u[r, 1])),
-            **{n: c[r].item() for n, c in zip(names, choose, strict=True)},
+    flags = jnp.int32(PENALTIES | BIAS | MASK | SAMPLING | LOGPROBS | BANNED)
+    one, other = (
+        jax.tree.map(
+            np.asarray,
+            jax.jit(op, static_argnames="num_top")(logits, state, rows, flags, mask, num_top=num_top),
         )
-        for r in range(num_rows)
-    ]
-    assert (run(given)[0] == expected).sum() >= num_rows - 1  # one may fall on the other side of a rounding
+        for op in (sampler.sample, sampler.native_sample)
+    )
+    same = one.tokens == other.tokens
+    assert same.sum() >= num_rows - 1  # one may fall on the other side of a rounding
+    finite = one.tokens >= 0
+    assert finite.any()
+    np.testing.assert_allclose(
+        one.logprobs[same & finite], other.logprobs[same & finite], rtol=1e-5, atol=1e-5
+    )
+    np.testing.assert_array_equal(one.top_ids[finite], other.top_ids[finite])
+    np.testing.assert_allclose(one.top_logprobs[finite], other.top_logprobs[finite], rtol=1e-5, atol=1e-5)
 
 
 def test_shapes_that_do_not_fit_are_refused() -> None:

@@ -30,7 +30,7 @@ from penstock.runtime.plan import PageWrite, Plan, PlanRow
 from penstock.runtime.request import MAX_STOP_TOKEN_IDS, Request, SamplingParams, StoppingParams
 from penstock.runtime.runner import ModelRunner, single_device_mesh
 from penstock.runtime.runner_config import RunnerConfig
-from penstock.runtime.sampler import LOGPROBS, PENALTIES, SAMPLING
+from penstock.runtime.sampling_codes import LOGPROBS, PENALTIES, SAMPLING
 from tests.support.toy import OFFSET, TEST_CACHE, VOCAB, toy_model, toy_tokens
 
 GREEDY = SamplingParams(temperature=0.0)

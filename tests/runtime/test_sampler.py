@@ -10,7 +10,16 @@ import numpy as np
 import pytest
 
 from penstock.runtime import sampler
-from penstock.runtime.sampler import BIAS, IN_PROMPT, MASK, PENALTIES, RowState, SamplingRows
+from penstock.runtime.sampler import RowState, SamplingRows
+from penstock.runtime.sampling_codes import (
+    BANNED,
+    BIAS,
+    IN_PROMPT,
+    MASK,
+    NON_FINITE,
+    PENALTIES,
+    SAMPLING,
+)
 
 filter_logits = jax.jit(sampler.filter_logits)  # op by op it would compile every op on its own
 choose = jax.jit(sampler.sample, static_argnames="num_top")
@@ -63,8 +72,8 @@ def sample(
         jnp.zeros((n, vocab), jnp.int32) if history is None else jnp.asarray(history, jnp.int32),
         jnp.zeros((n, vocab), jnp.float32) if bias is None else jnp.asarray(bias, jnp.float32),
     )
-    flags = np.bitwise_or.reduce(np.asarray(rows.features)) | int(any_sampling) * sampler.SAMPLING
-    flags |= sampler.BANNED * bool(np.asarray(rows.banned).any())
+    flags = np.bitwise_or.reduce(np.asarray(rows.features)) | int(any_sampling) * SAMPLING
+    flags |= BANNED * bool(np.asarray(rows.banned).any())
     packed = None if mask is None else pack(mask)
     tokens: jax.Array = choose(logits, state, rows, jnp.int32(flags), packed, num_top=0).tokens
     return tokens
@@ -290,7 +299,7 @@ def test_a_row_whose_logits_are_not_finite_has_no_token_and_spoils_no_other() ->
     logits = np.tile(LOGITS, (5, 1))
     logits[1, 3], logits[2], logits[3, 0] = np.nan, -np.inf, np.inf
     drawn = sample(jnp.asarray(logits), rows(5, top_k=1), jnp.array(True))
-    assert np.asarray(drawn).tolist() == [0, sampler.NON_FINITE, sampler.NON_FINITE, sampler.NON_FINITE, 0]
+    assert np.asarray(drawn).tolist() == [0, NON_FINITE, NON_FINITE, NON_FINITE, 0]
 
 
 def test_the_draw_after_penalties_and_bias_has_the_right_distribution() -> None:

@@ -20,7 +20,8 @@ from numpy.typing import NDArray
 
 from penstock.runtime.buckets import ProgramKey
 from penstock.runtime.request import MAX_STOP_TOKEN_IDS, Request, SamplingParams
-from penstock.runtime.sampler import BIAS, LOGPROBS, PENALTIES, SAMPLING, SamplingRows
+from penstock.runtime.sampler import SamplingRows
+from penstock.runtime.sampling_codes import BIAS, LOGPROBS, PENALTIES, SAMPLING
 
 HEADER = 2
 FLAGS, NUM_STEPS = range(HEADER)

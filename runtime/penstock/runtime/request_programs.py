@@ -12,7 +12,8 @@ from jax import Array, lax
 from numpy.typing import NDArray
 
 from penstock.runtime.request import Request
-from penstock.runtime.sampler import IN_PROMPT, LOGPROBS, RowState, Sampled, token_logprobs
+from penstock.runtime.sampler import RowState, Sampled, token_logprobs
+from penstock.runtime.sampling_codes import IN_PROMPT, LOGPROBS
 from penstock.runtime.step import Rebuild, StepShapes, Weights, report
 
 _PROMPT_TILE = 32

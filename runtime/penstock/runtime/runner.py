@@ -32,7 +32,8 @@ from penstock.runtime.programs import ProgramBuilder, Programs
 from penstock.runtime.request import Request, TokenLogprobs
 from penstock.runtime.request_programs import bias_row, pack_admission
 from penstock.runtime.runner_config import RunnerConfig
-from penstock.runtime.sampler import NON_FINITE, RowState
+from penstock.runtime.sampler import RowState
+from penstock.runtime.sampling_codes import NON_FINITE
 from penstock.runtime.slots import Slots
 from penstock.runtime.step import NO_TOKEN, KVCache, Weights, read_logprobs
 

@@ -22,14 +22,16 @@ from jax import Array, lax
 from penstock.runtime.constraint import mask_words
 from penstock.runtime.native import library
 from penstock.runtime.native import sample as kernel
-
-PENALTIES, BIAS, MASK, SAMPLING, LOGPROBS, BANNED = (1 << i for i in range(6))
-"""Bits of a row's `features`, and of a step's flags, which have each bit that any of its rows has. A row's
-history, bias or mask is not looked at without its bit."""
-IN_PROMPT = 1 << 30
-"""Added to a token's count in `RowState.history` if it is in the prompt."""
-NON_FINITE = -2
-"""Stands for a token where the row's logits hold a NaN, or no finite maximum."""
+from penstock.runtime.sampling_codes import (
+    BANNED,
+    BIAS,
+    IN_PROMPT,
+    LOGPROBS,
+    MASK,
+    NON_FINITE,
+    PENALTIES,
+    SAMPLING,
+)
 
 _CHUNK = 512
 _ARGMAX_CHUNK = 128
@@ -291,6 +293,7 @@ def top_values(logits: Array, count: int) -> tuple[Array, Array]:
     first), and a top_k over the whole row is slow on every backend.
     """
     num_rows, vocab = logits.shape
+    logits = jnp.where(logits == 0.0, 0.0, logits)  # top_k takes -0 for less than 0
     if vocab <= 2 * count * _ARGMAX_CHUNK or count == 0:
         return lax.top_k(logits, count)
     padding = -vocab % _ARGMAX_CHUNK

@@ -30,7 +30,7 @@ from penstock.runtime.packing import (
 from penstock.runtime.plan import PageWrite, Plan, PlanRow
 from penstock.runtime.request import MAX_STOP_TOKEN_IDS, Request
 from penstock.runtime.runner_config import RunnerConfig
-from penstock.runtime.sampler import BANNED, MASK
+from penstock.runtime.sampling_codes import BANNED, MASK
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,13 +25,8 @@ from jax import Array, lax
 from penstock.runtime.attention import AttentionMeta, AttentionOp, make_meta
 from penstock.runtime.packing import FEEDBACK, Inputs, Layout, Unpacked
 from penstock.runtime.request import TokenLogprobs
-from penstock.runtime.sampler import (
-    LOGPROBS,
-    PENALTIES,
-    RowState,
-    Sampled,
-    SamplerOp,
-)
+from penstock.runtime.sampler import RowState, Sampled, SamplerOp
+from penstock.runtime.sampling_codes import LOGPROBS, PENALTIES
 
 KVCache = tuple[Array, ...]
 Weights = tuple[Array, ...]
