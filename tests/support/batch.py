@@ -1,0 +1,54 @@
+"""Many requests at once through an engine, and what came of each."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from penstock.runtime.engine import Engine
+from penstock.runtime.request import Finish, Output, Request, TokenLogprobs
+from tests.support.collector import Collector
+
+
+@dataclass(frozen=True)
+class Answer:
+    """All outputs of one request."""
+
+    tokens: list[int]
+    logprobs: list[TokenLogprobs]
+    prompt_logprobs: list[TokenLogprobs]
+    finish: Finish | None
+    error: Exception | None
+    preemptions: int
+    cached_prompt_tokens: int
+
+    @classmethod
+    def of(cls, outputs: Sequence[Output]) -> Answer:
+        last = outputs[-1]
+        assert last.timing is not None
+        return cls(
+            tokens=[t for output in outputs for t in output.token_ids],
+            logprobs=[t for output in outputs for t in output.logprobs],
+            prompt_logprobs=[t for output in outputs for t in output.prompt_logprobs],
+            finish=last.finish,
+            error=last.error,
+            preemptions=last.timing.preemptions,
+            cached_prompt_tokens=last.timing.cached_prompt_tokens,
+        )
+
+
+def answers(engine: Engine, requests: Iterable[Request], timeout_s: float = 120) -> list[Answer]:
+    """Submits all in this order and waits for all; ids must differ."""
+    sink = Collector()
+    ids = []
+    for request in requests:
+        engine.submit(request, sink)
+        ids.append(request.request_id)
+    for request_id in ids:
+        sink.last(request_id, timeout_s)
+    return [Answer.of(sink.outputs[request_id]) for request_id in ids]
+
+
+def answer(engine: Engine, request: Request) -> Answer:
+    """One request alone."""
+    return answers(engine, [request])[0]
