@@ -34,6 +34,7 @@ FEATURES = _STEP_FIELDS
 """The first of them; a row's bits of the header's flags."""
 FEEDBACK = -1
 """Input token that stands for "the token this row's slot sampled last"."""
+_MOST_PENALTY = 1e30
 
 Ints = NDArray[np.int32]
 Buffer = TypeVar("Buffer", Ints, Array)
@@ -63,7 +64,8 @@ def pack_params(request: Request) -> Ints:
             params.min_p,
             params.presence_penalty,
             params.frequency_penalty,
-            params.repetition_penalty,
+            # Neither it nor what it makes of a logit may leave the range of float32.
+            min(max(params.repetition_penalty, 1 / _MOST_PENALTY), _MOST_PENALTY),
         ],
         np.float32,
     ).view(np.int32)

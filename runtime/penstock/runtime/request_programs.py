@@ -4,6 +4,7 @@ whose arrays are written when the request gets its slot.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import jax.numpy as jnp
@@ -17,6 +18,8 @@ from penstock.runtime.sampling_codes import IN_PROMPT, LOGPROBS
 from penstock.runtime.step import Rebuild, StepShapes, Weights, report
 
 _PROMPT_TILE = 32
+_HUGE = 1e30
+"""Above every logit, and far enough from float32's largest that sums of a few stay finite."""
 
 
 def make_prompt_logprobs(rebuild: Rebuild, shapes: StepShapes) -> Callable[[Weights, Array, Array], Array]:
@@ -90,6 +93,6 @@ def bias_row(request: Request, vocab_size: int) -> NDArray[np.float32]:
     else:
         row = np.zeros(vocab_size, np.float32)
     for token, bias in sampling.logit_bias:
-        row[token] += np.float32(bias)
+        row[token] += -np.inf if bias == -math.inf else np.float32(min(max(bias, -_HUGE), _HUGE))
     row[[word[0] for word in sampling.bad_words if len(word) == 1]] = -np.inf
     return row
