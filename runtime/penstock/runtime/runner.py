@@ -239,16 +239,17 @@ class ModelRunner:
         for write in plan.page_writes:
             self._slots.write_page(write)
         constraints = self._slots.constraints(plan)
-        key = self.config.buckets.select(
-            plan.num_tokens, len(plan.rows), plan.decode_only and not constraints
-        )
+        targets = self._prompt_targets(plan)
+        # A window chooses its tokens itself and tells no hidden states, not even of chunks of one token.
+        in_window = plan.decode_only and not constraints and not targets
+        key = self.config.buckets.select(plan.num_tokens, len(plan.rows), in_window)
         packed = self._slots.pack(plan, key, constraints)
         logprobs = tuple([self._wanted_logprobs(row) for row in plan.rows])
         if key.decode_only:
             return PendingStep(plan, self._run_window(key, packed), logprobs)
         logits, hidden = self._run_forward(key, packed)
         packed = packed[: self._slots.layout(key).rows_size]
-        rows, prompt = self._prompt_logprobs(plan, hidden)
+        rows, prompt = self._prompt_logprobs(plan, hidden, targets)
         if constraints:
             return PendingStep(plan, None, logprobs, _Unchosen(logits, packed, constraints), prompt, rows)
         result = self._choose(logits, packed, self._no_mask)
@@ -304,8 +305,19 @@ class ModelRunner:
         buffer[1 + most : 1 + most + len(targets)] = targets
         return buffer
 
+    def _prompt_targets(self, plan: Plan) -> dict[int, tuple[int, ...]]:
+        """By row, the prompt's tokens that come after a token of this step, where they are asked for."""
+        targets: dict[int, tuple[int, ...]] = {}
+        for i, row in enumerate(plan.rows):
+            if row.token_ids is not None:
+                request = self._slots.request(row)
+                tokens = request.prompt_token_ids[row.start + 1 : row.start + row.num_tokens + 1]
+                if tokens and request.prompt_logprobs is not None:
+                    targets[i] = tokens
+        return targets
+
     def _prompt_logprobs(
-        self, plan: Plan, hidden: jax.Array
+        self, plan: Plan, hidden: jax.Array, wanted: Mapping[int, tuple[int, ...]]
     ) -> tuple[dict[int, tuple[int, int, int]], jax.Array | None]:
         """The program's result for the rows that want it, and where each row's part is."""
         rows: dict[int, tuple[int, int, int]] = {}
@@ -313,13 +325,11 @@ class ModelRunner:
         targets: list[int] = []
         at = 0
         for i, row in enumerate(plan.rows):
-            request = self._slots.request(row)
-            if request.prompt_logprobs is not None:
-                wanted = request.prompt_token_ids[row.start + 1 : row.start + row.num_tokens + 1]
-                if wanted:
-                    rows[i] = (len(before), len(wanted), min(request.prompt_logprobs, self.config.num_top))
-                    before += range(at, at + len(wanted))
-                    targets += wanted
+            if i in wanted:
+                most = self._slots.request(row).prompt_logprobs or 0
+                rows[i] = (len(before), len(wanted[i]), min(most, self.config.num_top))
+                before += range(at, at + len(wanted[i]))
+                targets += wanted[i]
             at += row.num_tokens
         if not rows:
             return rows, None
