@@ -121,7 +121,7 @@ def test_answers_do_not_depend_on_how_they_are_computed(
             set_chunk(engine, chunk)
             requests = constrained(mixed())
             shuffle.shuffle(requests)
-            results = answers(engine, requests)
+            results = answers(engine, requests, together=True)
             assert_same(results, requests, expected)
             preemptions += sum(result.preemptions for result in results)
             cached += sum(result.cached_prompt_tokens for result in results)

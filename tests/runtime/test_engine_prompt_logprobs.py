@@ -157,7 +157,7 @@ def test_preempted_in_the_middle_of_a_prompt() -> None:
         set_chunk(engine, 3)
         for _ in range(2):
             requests = [ask(middle, 0, "grows", 60), ask(long, 24, "waits", 5), ask(middle, 24, "last", 5)]
-            grows, waits, last = answers(engine, requests)
+            grows, waits, last = answers(engine, requests, together=True)
             assert waits.preemptions + last.preemptions > 0
             assert grows.preemptions == 0
             assert grows.tokens[:24] == middle["tokens"]

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from penstock.runtime.engine import Engine
 from penstock.runtime.request import Finish, Output, Request, TokenLogprobs
-from tests.support.collector import Collector
+from tests.support.collector import Collector, at_gate
 
 
 @dataclass(frozen=True)
@@ -37,13 +37,20 @@ class Answer:
         )
 
 
-def answers(engine: Engine, requests: Iterable[Request], timeout_s: float = 120) -> list[Answer]:
-    """Submits all in this order and waits for all; ids must differ."""
+def answers(
+    engine: Engine, requests: Iterable[Request], timeout_s: float = 120, *, together: bool = False
+) -> list[Answer]:
+    """Submits all in this order and waits for all; ids must differ. `together`: an idle engine looks at none
+    before all have arrived.
+    """
     sink = Collector()
+    gate = at_gate(engine, "gate", tokens=1) if together else None
     ids = []
     for request in requests:
         engine.submit(request, sink)
         ids.append(request.request_id)
+    if gate is not None:
+        gate.open()
     for request_id in ids:
         sink.last(request_id, timeout_s)
     return [Answer.of(sink.outputs[request_id]) for request_id in ids]
