@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -84,16 +85,29 @@ def _end_ids(request: Request) -> set[int]:
     return eos | set(request.stopping.stop_token_ids)
 
 
-def greedy_tokens(request: Request, tables: Tables, num: int) -> Told:
-    """Up to `num` likeliest tokens, to the first that ends the request; of equal ones the smallest id."""
+class Rule(Protocol):
+    """What the witness asks of a constraint; `tests.support.mix.Turns` is one."""
+
+    def allowed(self) -> frozenset[int]: ...
+    def accept(self, token_ids: Sequence[int]) -> None: ...
+    @property
+    def is_complete(self) -> bool: ...
+
+
+def greedy_tokens(request: Request, tables: Tables, num: int, rule: Rule | None = None) -> Told:
+    """Up to `num` likeliest tokens, to the first that ends the request or completes the rule; of equal ones
+    the smallest id.
+    """
     made: list[int] = []
-    while len(made) < num:
-        logits = shaped_logits(request, tables, made)
+    while len(made) < num and not (rule is not None and rule.is_complete):
+        logits = shaped_logits(request, tables, made, None if rule is None else rule.allowed())
         best = int(np.argmax(logits))
         others = np.delete(logits, best)
         if 0 < logits[best] - others.max() < MARGIN:
             return Told(made, unclear=True)
         made.append(best)
+        if rule is not None:
+            rule.accept([best])
         if best in _end_ids(request) and len(made) > request.stopping.min_tokens:
             break
     return Told(made, unclear=False)

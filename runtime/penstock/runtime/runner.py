@@ -278,6 +278,8 @@ class ModelRunner:
             for row, tokens in zip(plan.rows, by_row, strict=True)
         ]
         errors = dict(pending.errors)
+        for i in errors:
+            token_ids[i] = ()  # chosen without a mask
         for i, tokens in enumerate(token_ids):
             if tokens and tokens[-1] == NON_FINITE:
                 token_ids[i] = tokens[:-1]
