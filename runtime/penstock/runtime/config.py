@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from penstock.runtime.defaults import GenerationDefaults, override_defaults
 from penstock.runtime.errors import ConfigError
 from penstock.runtime.scheduler_config import SCHEDULING_POLICIES
 
@@ -115,5 +116,9 @@ class EngineConfig:
             bad.append(
                 f"grammar_time_limit_s: must be above 0, at most 3600, not {self.grammar_time_limit_s}"
             )
+        try:
+            override_defaults(GenerationDefaults(), self.generation_config or {})
+        except ConfigError as error:
+            bad.append(str(error))
         if bad:
             raise ConfigError("; ".join(bad))

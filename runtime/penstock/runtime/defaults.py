@@ -1,5 +1,4 @@
-"""Sampling defaults: the model's generation_config.json, what the operator puts in its place, then neutral
-values.
+"""Sampling defaults: what the operator says, then the model's generation_config.json, then neutral values.
 No jax.
 """
 
@@ -8,6 +7,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -47,24 +47,30 @@ def read_generation_defaults(
     """Effective defaults of the checkpoint in `directory`: neutral values, over them its
     generation_config.json, if it has one, over that `override`, which has the same names.
 
-    An explicit `do_sample: false` means greedy, as in transformers; where it is absent the values decide.
-    Fields of the file that change sampling and are not honoured are logged by name; in `override` any unknown
-    name is a ConfigError, and so are values out of range, wherever they stand.
+    An explicit `do_sample: false` means temperature 0, as in transformers, whatever temperature stands beside
+    it; where it is absent the values decide. Fields of the file that change sampling and are not honoured are
+    logged by name; in `override` any unknown name is a ConfigError, and so are values out of range, wherever
+    they stand.
     """
-    defaults = GenerationDefaults()
+    override = override or {}
     path = directory / "generation_config.json"
-    if path.exists():
-        try:
-            data = json.loads(path.read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
-            raise ConfigError(f"{path}: not readable as JSON: {error}") from error
-        if not isinstance(data, dict):
-            raise ConfigError(f"{path}: must hold a JSON object")
-        for name, neutral in _NEUTRAL.items():
-            if data.get(name) not in (None, neutral):
-                log.warning("%s: %s = %s is not honoured", path.name, name, data[name])
-        defaults = _over(defaults, data, str(path))
-    return defaults if override is None else override_defaults(defaults, override)
+    data = _read(path) if path.exists() else {}
+    if override.get("do_sample") is not None:  # the operator decides whether the file's temperature counts
+        data["do_sample"] = override["do_sample"]
+    return override_defaults(_over(GenerationDefaults(), data, str(path)), override)
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path}: not readable as JSON: {error}") from error
+    if not isinstance(data, dict):
+        raise ConfigError(f"{path}: must hold a JSON object")
+    for name, neutral in _NEUTRAL.items():
+        if data.get(name) not in (None, neutral):
+            log.warning("%s: %s = %s is not honoured", path.name, name, data[name])
+    return data
 
 
 def override_defaults(defaults: GenerationDefaults, override: Mapping[str, Any]) -> GenerationDefaults:
@@ -78,12 +84,26 @@ def override_defaults(defaults: GenerationDefaults, override: Mapping[str, Any])
 
 
 def _over(defaults: GenerationDefaults, data: Mapping[str, Any], where: str) -> GenerationDefaults:
-    values = {name: data[name] for name in FIELDS if data.get(name) is not None}
-    if data.get("do_sample") is False:
-        values = {"temperature": 0.0}
+    values: dict[str, Any] = {name: _number(where, name, data[name]) for name in FIELDS if data.get(name) is not None}
+    do_sample = data.get("do_sample")
+    if do_sample is not None and not isinstance(do_sample, bool):
+        raise ConfigError(f"{where}: do_sample: must be true or false, not {do_sample!r}")
+    if do_sample is False:
+        values["temperature"] = 0.0
     try:
         defaults = dataclasses.replace(defaults, **values)
         defaults.sampling()
-    except (InvalidRequest, TypeError) as error:
+    except InvalidRequest as error:
         raise ConfigError(f"{where}: {error}") from error
     return defaults
+
+
+def _number(where: str, name: str, value: Any) -> float:
+    """As JSON has it; a whole one where only that has a meaning."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise ConfigError(f"{where}: {name}: must be a number, not {value!r}")
+    if name != "top_k":
+        return math.inf if abs(value) > 1e300 else float(value)  # JSON's integers have no largest
+    if value != value // 1:
+        raise ConfigError(f"{where}: top_k: must be a whole number, not {value!r}")
+    return int(value)
