@@ -31,7 +31,7 @@ from penstock.runtime.compilation import use_compilation_cache
 from penstock.runtime.config import EngineConfig
 from penstock.runtime.core import EngineCore
 from penstock.runtime.defaults import GenerationDefaults
-from penstock.runtime.errors import EngineFailure, InvalidRequest, Violation
+from penstock.runtime.errors import ConfigError, EngineFailure, InvalidRequest, Violation
 from penstock.runtime.grammar.bad_words import BadWords
 from penstock.runtime.grammar.compiler import CompilerConfig, GrammarCompiler
 from penstock.runtime.interface import AbortOutcome, InFlightPolicy, Observer, Sink, WeightsVersion
@@ -225,16 +225,22 @@ class Engine:
 
     @cached_property
     def grammars(self) -> GrammarCompiler | None:
-        """Compiles grammars for the model's tokenizer; None for a model without one."""
+        """Compiles grammars for the model's tokenizer; None for a model without one, or with one that cannot
+        have them. Made when it is first asked for, in up to a second.
+        """
         backend = None if self._model.text is None else self._model.text.backend
         if backend is None:
             return None
-        return GrammarCompiler.from_tokenizer(
-            backend,
-            vocab_size=self.info.vocab_size,
-            eos_token_ids=self.info.eos_token_ids,
-            config=CompilerConfig(time_limit_s=self.config.grammar_time_limit_s),
-        )
+        try:
+            return GrammarCompiler.from_tokenizer(
+                backend,
+                vocab_size=self.info.vocab_size,
+                eos_token_ids=self.info.eos_token_ids,
+                config=CompilerConfig(time_limit_s=self.config.grammar_time_limit_s),
+            )
+        except ConfigError as error:
+            log.warning("no structured output: %s", error)
+            return None
 
     @property
     def weights(self) -> WeightsVersion:

@@ -68,7 +68,7 @@ class Backend(Protocol):
     def text(self) -> TextCodec | None: ...
     @property
     def grammars(self) -> GrammarCompiler | None:
-        """Compiles grammars for the model; None where it has no tokenizer."""
+        """Compiles grammars for the model; None where it has no tokenizer, or one that cannot have them."""
         ...
 
     @property

@@ -65,8 +65,8 @@ class ControlServicer(control_pb2_grpc.ControlServiceServicer):
         has = {
             control_pb2.FEATURE_CHAT: self._limits.has_chat,
             control_pb2.FEATURE_PROMPT_LOGPROBS: True,
-            control_pb2.FEATURE_JSON_SCHEMA: self._limits.has_text,
-            control_pb2.FEATURE_REGEX: self._limits.has_text,
+            control_pb2.FEATURE_JSON_SCHEMA: self._limits.has_grammars,
+            control_pb2.FEATURE_REGEX: self._limits.has_grammars,
             control_pb2.FEATURE_PRIORITY: self._limits.has_priority,
         }
         return [feature for feature, there in has.items() if there]

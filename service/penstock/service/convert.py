@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 
 from penstock.runtime.chat.messages import Chat, ChatTurn, RawTool, ToolCall
 from penstock.runtime.errors import PromptTooLong, UnknownModel, UnsupportedFeature
-from penstock.runtime.grammar.spec import Grammar
-from penstock.runtime.outputs import SEPARATOR
+from penstock.runtime.grammar.spec import Grammar, GrammarKind
+from penstock.runtime.outputs import MAX_OUTPUTS, SEPARATOR
 from penstock.runtime.request import (
     MAX_REQUEST_ID_CHARS,
     CacheParams,
@@ -29,10 +29,11 @@ from penstock.service.convert_params import (
     sampling_params,
     stopping_params,
 )
-from penstock.service.support import check_supported
+from penstock.service.support import Refused, check_supported
 from penstock.v1 import inference_pb2, types_pb2
 
-_PRIORITY = frozenset({"priority"})
+_NEED_TEXT: Refused = {"prompt": (), "chat": (), "sampling.bad_words": (), "output.text": (False,)}
+_NEED_GRAMMARS: Refused = {f"constraint.{kind.value}": () for kind in GrammarKind}
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,13 +87,14 @@ class Job:
     prompt_logprobs: int | None = None
     context: ContextParams = field(default_factory=ContextParams)
     grammar: Grammar | None = None
+    bad_words: tuple[str, ...] = ()
 
-    def request(self, prompt: Fitted) -> Request:
-        """The engine's request, once the prompt's ids are known."""
+    def request(self, prompt: Fitted, sampling: SamplingParams) -> Request:
+        """The engine's request, once the ids of the prompt and of the words are known."""
         return Request(
             self.request_id,
             prompt.token_ids,
-            self.sampling,
+            sampling,
             prompt.stopping,
             self.logprobs,
             cache=self.cache,
@@ -108,7 +110,9 @@ class Limits:
     info: Info
     max_logprobs: int
     codec: TextCodec | None
+    has_grammars: bool
     has_priority: bool
+    max_outputs: int = MAX_OUTPUTS
     truncation: Truncation = Truncation.REJECT
     """What an unset `context.truncation` means."""
 
@@ -127,9 +131,13 @@ class Limits:
         return self.codec is not None and self.codec.has_chat_template
 
     @property
-    def lacking(self) -> frozenset[str]:
+    def lacking(self) -> Refused:
         """Fields of the contract that would be without effect here, and are refused."""
-        return frozenset() if self.has_priority else _PRIORITY
+        return {
+            **({} if self.has_priority else {"priority": ()}),
+            **({} if self.has_text else _NEED_TEXT),
+            **({} if self.has_grammars else _NEED_GRAMMARS),
+        }
 
 
 def to_job(message: inference_pb2.GenerateRequest | inference_pb2.StreamRequest, limits: Limits) -> Job:
@@ -150,8 +158,8 @@ def to_job(message: inference_pb2.GenerateRequest | inference_pb2.StreamRequest,
         bad.add("request_id", "must not hold the character U+0000")
     options = _options(message, limits, bad)
     prompt = _prompt(message, limits, bad)
-    sampling = sampling_params(message.sampling, limits.info, limits.codec, bad)
-    n = num_outputs(message.sampling, bad)
+    sampling = sampling_params(message.sampling, limits.info, bad)
+    n = num_outputs(message.sampling, limits.max_outputs, bad)
     stopping = stopping_params(message.stopping, limits.info, bad)
     grammar = _grammar(message, prompt, limits, bad)
     context = context_params(message.context, limits.truncation, bad)
@@ -180,6 +188,7 @@ def to_job(message: inference_pb2.GenerateRequest | inference_pb2.StreamRequest,
         prompt_logprobs,
         context,
         grammar,
+        tuple(message.sampling.bad_words),
     )
 
 
@@ -198,8 +207,6 @@ def _prompt(
 ) -> Prompt | None:
     kind = message.WhichOneof("input")
     if kind == "prompt":
-        if not limits.has_text:
-            raise UnsupportedFeature(["prompt"])
         if not message.prompt:
             bad.add("prompt", "must not be empty")
         return TextPrompt(message.prompt)
@@ -252,14 +259,15 @@ def _grammar(
     bad: Violations,
 ) -> Grammar | None:
     """What the output must match."""
+    required = isinstance(prompt, ChatPrompt) and bool(prompt.chat.required_tools)
+    if required and not limits.has_grammars:
+        raise UnsupportedFeature(["chat.tool_choice"])
     kind = message.constraint.WhichOneof("kind")
     if kind is None:
         if message.HasField("constraint"):
             bad.add("constraint", "one of json_schema, json_object, regex, ebnf and choice is required")
         return None
-    if not limits.has_text:
-        raise UnsupportedFeature([f"constraint.{kind}"])
-    if isinstance(prompt, ChatPrompt) and prompt.chat.required_tools:
+    if required:
         bad.add("constraint", "not together with a chat.tool_choice that requires a call")
     value = message.constraint
     makers = {
@@ -281,8 +289,6 @@ def _options(
         per_message = message.min_tokens_per_message
         if per_message < 1:
             bad.add("min_tokens_per_message", "must be at least 1")
-    if output.text and not limits.has_text:
-        raise UnsupportedFeature(["output.text"])
     return ResponseOptions(
         text=output.text if output.HasField("text") else limits.has_text,
         token_ids=output.token_ids if output.HasField("token_ids") else True,

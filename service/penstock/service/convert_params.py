@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from google.protobuf.duration_pb2 import Duration
 
-from penstock.runtime.errors import InvalidRequest, UnsupportedFeature, Violation
+from penstock.runtime.errors import InvalidRequest, Violation
 from penstock.runtime.grammar.bad_words import bad_word_ids
-from penstock.runtime.outputs import MAX_OUTPUTS
 from penstock.runtime.request import MAX_STOP_TOKEN_IDS, SamplingParams, StoppingParams
-from penstock.runtime.text import TextCodec
 from penstock.service.backend import Info
 from penstock.service.context import ContextParams, Truncation
 from penstock.v1 import types_pb2
@@ -60,12 +59,17 @@ def check_token_ids(field: str, ids: Sequence[int], vocab_size: int, bad: Violat
         bad.add(field, f"{len(outside) - MAX_BAD_IDS} more ids are not below the vocabulary size")
 
 
-def sampling_params(
-    message: types_pb2.SamplingParams, info: Info, codec: TextCodec | None, bad: Violations
-) -> SamplingParams | None:
-    """Unset fields take the model's effective defaults. None, noted, where something is wrong."""
-    if message.bad_words and codec is None:
-        raise UnsupportedFeature(["sampling.bad_words"])
+class _NoTokens:
+    """Spells nothing: what is wrong with words is found before they are spelt."""
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        return []
+
+
+def sampling_params(message: types_pb2.SamplingParams, info: Info, bad: Violations) -> SamplingParams | None:
+    """Unset fields take the model's effective defaults. None, noted, where something is wrong. Bad words are
+    checked and not in it yet: see `with_bad_words`.
+    """
     vocab = info.vocab_size
     allowed = tuple(dict.fromkeys(message.allowed_token_ids))
     check_token_ids("sampling.allowed_token_ids", allowed, vocab, bad)
@@ -80,8 +84,9 @@ def sampling_params(
         given: float = getattr(message if is_set else defaults, name)
         return given
 
-    def build() -> SamplingParams:
-        made = SamplingParams(
+    bad.build(lambda: bad_word_ids(_NoTokens(), message.bad_words))
+    return bad.build(
+        lambda: SamplingParams(
             temperature=value("temperature"),
             top_k=int(value("top_k")),
             top_p=value("top_p"),
@@ -91,29 +96,31 @@ def sampling_params(
             frequency_penalty=value("frequency_penalty"),
             repetition_penalty=value("repetition_penalty"),
             logit_bias=tuple(biases),
-            bad_words=() if codec is None else bad_word_ids(codec, message.bad_words),
             allowed_token_ids=allowed,
         )
-        _check_something_is_left(made, vocab, bad)
-        return made
-
-    return bad.build(build)
+    )
 
 
-def _check_something_is_left(sampling: SamplingParams, vocab: int, bad: Violations) -> None:
-    """Note a request that forbids every token."""
+def with_bad_words(
+    sampling: SamplingParams, words: tuple[tuple[int, ...], ...], vocab: int
+) -> SamplingParams:
+    """The same without these sequences of tokens; InvalidRequest where every token is forbidden then."""
+    sampling = dataclasses.replace(sampling, bad_words=words)
+    bad = Violations()
     forbidden = {token for token, bias in sampling.logit_bias if bias == float("-inf")}
     forbidden |= {word[0] for word in sampling.bad_words if len(word) == 1}
     if sampling.allowed_token_ids and forbidden.issuperset(sampling.allowed_token_ids):
         bad.add("sampling.allowed_token_ids", "all of them are forbidden by bad_words or logit_bias")
     elif len(forbidden) == vocab:
         bad.add("sampling.logit_bias", "forbids every token")
+    bad.raise_if_any()
+    return sampling
 
 
-def num_outputs(message: types_pb2.SamplingParams, bad: Violations) -> int:
+def num_outputs(message: types_pb2.SamplingParams, most: int, bad: Violations) -> int:
     """How many outputs are asked for."""
-    if message.HasField("n") and not 1 <= message.n <= MAX_OUTPUTS:
-        bad.add("sampling.n", f"must be from 1 to {MAX_OUTPUTS}, not {message.n}")
+    if message.HasField("n") and not 1 <= message.n <= most:
+        bad.add("sampling.n", f"must be from 1 to {most}, not {message.n}")
     return message.n if message.HasField("n") else 1
 
 

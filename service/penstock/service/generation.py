@@ -20,7 +20,8 @@ from penstock.service.abort import Arrivals
 from penstock.service.backend import Backend
 from penstock.service.context import Fitted, Truncation, fit
 from penstock.service.convert import ChatPrompt, Job
-from penstock.service.prompts import Encoded, encode_prompt
+from penstock.service.convert_params import with_bad_words
+from penstock.service.prompts import Encoded, encode_prompt, encode_words
 from penstock.service.streams import Buffer, Switchboard, take_any
 from penstock.service.telemetry import RequestTrace, Telemetry
 
@@ -56,8 +57,7 @@ class Generation:
         self._buffers: list[Buffer] = []
         self._active: list[int] = []
         """Outputs whose end was not taken yet."""
-        self._ends: list[Delta] = []
-        self._finishes: list[Finish] = []
+        self._ends: dict[int, Delta] = {}
 
     async def __aenter__(self) -> Self:
         """Tokenize and submit; raises what the engine refuses."""
@@ -84,7 +84,7 @@ class Generation:
         An engine that takes no requests at all says why on `submit`.
         """
         limit = self._engine.config.max_queued_requests
-        if self._engine.ready and self._engine.load().num_waiting >= limit:
+        if self._engine.ready and self._engine.load().num_waiting + self.job.n > limit:
             raise QueueFull(limit)
 
     async def _prepare(self) -> tuple[list[Request], Finish | None, str]:
@@ -96,14 +96,18 @@ class Generation:
             encoded = await encode_prompt(
                 self._engine.text, job.prompt, max_tokens=room - 1 if rejects else None
             )
+            words = await encode_words(self._engine.text, job.bad_words)
+            made = {"gen_ai.usage.input_tokens": len(encoded.token_ids)}
+            self._trace.phase("tokenize", started_ns, time.monotonic_ns(), made)
             self.prompt = fit(encoded.token_ids, job.context, job.stopping, room)
+            sampling = with_bad_words(job.sampling, words, self._engine.info.vocab_size)
             constraints = await self._constraints(encoded)
-        num_tokens = len(self.prompt.token_ids)
-        self._trace.phase(
-            "tokenize", started_ns, time.monotonic_ns(), {"gen_ai.usage.input_tokens": num_tokens}
+        self._trace.started(len(self.prompt.token_ids))
+        return (
+            outputs_of(job.request(self.prompt, sampling), job.n, constraints),
+            arrival.finish,
+            encoded.text,
         )
-        self._trace.started(num_tokens)
-        return outputs_of(job.request(self.prompt), job.n, constraints), arrival.finish, encoded.text
 
     async def _constraints(self, encoded: Encoded) -> Sequence[TokenConstraint]:
         """One per output, where there is a grammar; compiled in a thread."""
@@ -116,7 +120,9 @@ class Generation:
             return ()
         compiler = self._engine.grammars
         assert compiler is not None, "conversion refuses grammars where there is no tokenizer"
+        started_ns = time.monotonic_ns()
         compiled = await asyncio.to_thread(compiler.compile, grammar)
+        self._trace.phase("grammar", started_ns, time.monotonic_ns())
         return [compiled.constraint(grammar.field) for _ in range(self.job.n)]
 
     def _buffer(self, request: Request, text: str, changed: asyncio.Event) -> Buffer:
@@ -166,16 +172,16 @@ class Generation:
         self._active = [*self._active[at + 1 :], *self._active[: at + 1]]
         if delta.finish is not None:
             self._active.remove(index)
-            self._ends.append(delta)
-            self._finishes.append(delta.finish)
+            self._ends[index] = delta
             if self.is_done:
-                self._trace.finished(self._finishes, self.timing, self.num_completion_tokens)
+                finishes = [end.finish for _, end in sorted(self._ends.items()) if end.finish is not None]
+                self._trace.finished(finishes, self.timing, self.num_completion_tokens)
         return index, delta
 
     @property
     def timing(self) -> RequestTiming | None:
         """Of all outputs that have ended: from the first arrival to the last end."""
-        return merged_timing([delta.timing for delta in self._ends if delta.timing is not None])
+        return merged_timing([end.timing for end in self._ends.values() if end.timing is not None])
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
@@ -190,8 +196,7 @@ class Generation:
 
 def merged_timing(times: Sequence[RequestTiming]) -> RequestTiming | None:
     """The earliest first token, the latest end; preemptions summed. Cached tokens are those of the output
-    that
-    was scheduled first: what the others found was made by it.
+    that was scheduled first: what the others found was made by it.
     """
     if not times:
         return None

@@ -10,6 +10,7 @@ from penstock.runtime.assemble import Delta
 from penstock.runtime.chat.parser import ChatForms
 from penstock.runtime.errors import UnsupportedFeature
 from penstock.runtime.interface import AbortOutcome, WeightsVersion
+from penstock.runtime.outputs import MAX_OUTPUTS
 from penstock.service import replies
 from penstock.service.abort import Arrivals, to_target
 from penstock.service.backend import Backend
@@ -31,8 +32,10 @@ def limits_of(engine: Backend, truncation: Truncation = Truncation.REJECT) -> Li
         info=engine.info,
         max_logprobs=engine.config.max_logprobs,
         codec=engine.text,
-        truncation=truncation,
+        has_grammars=engine.grammars is not None,
         has_priority=engine.config.scheduling_policy == "priority",
+        max_outputs=min(MAX_OUTPUTS, engine.config.max_queued_requests),  # more could never all be queued
+        truncation=truncation,
     )
 
 
@@ -125,7 +128,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
                 if delta.token_ids and delta.generation != sent_generations[index]:
                     message.weights.CopyFrom(self._version(delta.generation))
                     sent_generations[index] = delta.generation
-                if message.text or message.token_ids or message.reasoning or message.tool_calls:
+                if replies.says_something(message):
                     yield inference_pb2.StreamResponse(delta=message)
                 if delta.finish is not None:
                     finished = inference_pb2.OutputFinished(index=index, finish=replies.finish(delta.finish))

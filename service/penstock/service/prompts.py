@@ -1,17 +1,21 @@
-"""A request's prompt to token ids."""
+"""A request's texts to token ids."""
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from penstock.runtime.chat.messages import Chat
 from penstock.runtime.errors import PromptTooLong
+from penstock.runtime.grammar.bad_words import bad_word_ids
 from penstock.runtime.text import TextCodec
 from penstock.service.convert import ChatPrompt, Prompt, TokenPrompt
 
 INLINE_CHARS = 2000
 """Shorter texts are tokenized on the event loop (well under a millisecond); a hop to a thread costs more."""
+_CALL_CHARS = 100
+"""What a call of the tokenizer costs, in characters of a long text."""
 
 
 class Encoded(NamedTuple):
@@ -55,3 +59,13 @@ async def encode_prompt(
     if len(text) <= INLINE_CHARS:
         return Encoded(encode(text, special))
     return Encoded(await asyncio.to_thread(encode, text, special))
+
+
+async def encode_words(codec: TextCodec | None, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+    """Token ids of words that are forbidden, in all their spellings; many of them are encoded in a thread."""
+    if not words:
+        return ()
+    assert codec is not None, "conversion refuses words where there is no tokenizer"
+    if sum(len(word) + _CALL_CHARS for word in words) <= INLINE_CHARS:
+        return bad_word_ids(codec, words)
+    return await asyncio.to_thread(bad_word_ids, codec, words)

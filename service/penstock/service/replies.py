@@ -77,6 +77,11 @@ def add_delta(message: inference_pb2.Output | inference_pb2.OutputDelta, delta: 
         message.logprobs.MergeFrom(logprobs(delta.logprobs, job.logprobs))
 
 
+def says_something(message: inference_pb2.OutputDelta) -> bool:
+    """Whether there is more in it than an index."""
+    return any(field.name != "index" for field, _ in message.ListFields())
+
+
 def prompt_info(job: Job, prompt: Fitted, values: Sequence[TokenLogprobs]) -> types_pb2.PromptInfo:
     """The prompt as the model saw it. Its first token has no log-probability: NaN, and no candidates."""
     ids = prompt.token_ids

@@ -9,7 +9,7 @@ everything below it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Iterator, Mapping
 
 from google.protobuf.message import Message
 from google.protobuf.unknown_fields import UnknownFieldSet
@@ -22,6 +22,7 @@ MAX_UNKNOWN = 100
 """Fields of one message that an error may name."""
 
 Refused = Mapping[str, tuple[object, ...]]
+_NOTHING: Refused = {}
 _CHAT_HONOURED = frozenset(
     {
         "chat",
@@ -128,14 +129,15 @@ REFUSED_RPCS = frozenset(
 """RPCs that answer UNIMPLEMENTED as a whole."""
 
 
-def check_supported(request: Message, lacking: Set[str] = frozenset()) -> None:
+def check_supported(request: Message, lacking: Refused = _NOTHING) -> None:
     """Raise UnsupportedFeature naming every field that is set and not honoured, with indices.
 
-    `lacking` are honoured paths that would be without effect on this server, as it was started.
+    `lacking` are honoured paths that this server cannot honour, as it was started, each with the values that
+    are taken all the same.
     """
     name = request.DESCRIPTOR.full_name
-    honoured, refused = HONOURED.get(name, frozenset()), REFUSED.get(name, {})
-    found = list(_unsupported(request, "", "", honoured, refused, lacking))
+    refused = {**REFUSED.get(name, {}), **lacking}
+    found = list(_unsupported(request, "", "", HONOURED.get(name, frozenset()).difference(lacking), refused))
     if found:
         raise UnsupportedFeature(found)
 
@@ -146,18 +148,17 @@ def _unsupported(
     shown_at: str,
     honoured: frozenset[str],
     refused: Refused,
-    lacking: Set[str],
 ) -> Iterator[str]:
     for field, value in message.ListFields():
         rule, shown = rule_at + field.name, shown_at + field.name
-        if rule not in honoured or rule in lacking:
+        if rule not in honoured:
             if value not in refused.get(rule, ()):
                 yield shown
         elif field.message_type is not None and not field.message_type.GetOptions().map_entry:
             many = field.is_repeated
             for i, item in enumerate(value if many else [value]):
                 below = f"{shown}[{i}]." if many else f"{shown}."
-                yield from _unsupported(item, rule + ".", below, honoured, refused, lacking)
+                yield from _unsupported(item, rule + ".", below, honoured, refused)
 
 
 def check_wire(message: Message) -> None:

@@ -11,7 +11,7 @@ prompt, and no cache salts, which keep tenants apart only while others do not kn
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 
@@ -108,7 +108,7 @@ class RequestTrace:
         """Taken once, so that all phases move together should the wall clock be set meanwhile."""
 
     def phase(
-        self, name: str, start_ns: int, end_ns: int, attributes: dict[str, AttributeValue] | None = None
+        self, name: str, start_ns: int, end_ns: int, attributes: Mapping[str, AttributeValue] | None = None
     ) -> None:
         """Record a child span between two monotonic times."""
         if not self._span.is_recording():
