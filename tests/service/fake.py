@@ -1,9 +1,11 @@
 """An engine with the interface of the real one, whose tokens are known beforehand: it counts bytes upwards.
 
-Token b is the byte b. After "a" comes "b", after "b" comes "c", after "z" the end token. A script may replace
-this for a prompt. Each running request holds one page for as long as it runs. `hold=True` makes it step only
-when told. It has no prefix cache, but says what it is told to: each prompt found `cached_prompt_tokens`, and
-`cached_pages` can be flushed.
+Token b is the byte b. After "a" comes "b", after "b" comes "c", after "z" the end token. Output i of a
+request begins i letters later: of "a", output 2 is "def...". A script may replace this for a prompt, or for
+one output of it. Under a constraint the token is the lowest allowed one from there on, or else the lowest at
+all. Each running output holds one page for as long as it runs. `hold=True` makes it step only when told. It
+has no prefix cache, but says what it is told to: each prompt found `cached_prompt_tokens`, and `cached_pages`
+can be flushed.
 """
 
 from __future__ import annotations
@@ -11,11 +13,9 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
+from functools import cached_property
 from typing import Any
-
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
 
 from penstock.runtime.config import EngineConfig
 from penstock.runtime.defaults import GenerationDefaults
@@ -25,57 +25,18 @@ from penstock.runtime.errors import (
     DuplicateRequestId,
     EngineFailure,
     ExceedsKVCapacity,
+    InvalidRequest,
     NotReady,
     PromptTooLong,
     QueueFull,
 )
+from penstock.runtime.grammar.compiler import GrammarCompiler
 from penstock.runtime.interface import AbortOutcome, WeightsVersion
-from penstock.runtime.request import Finish, FinishReason, Output, Request, RequestTiming, TokenLogprobs
+from penstock.runtime.request import Finish, FinishReason, Output, Request, RequestTiming
 from penstock.runtime.scheduler import Load
 from penstock.runtime.text import TextCodec
-from penstock.runtime.text_decoder import byte_level_piece
-
-Sink = Callable[[Sequence[Output]], None]
-EOS = 256
-VOCAB = 260
-CHAT_TEMPLATE = (
-    "{% for m in messages %}{% if m['role'] == 'system' and not loop.first %}"
-    "{{ raise_exception('system comes first') }}{% endif %}"
-    "{{ m['role'][0] }}:{{ m['content'] }}|{% endfor %}"
-)
-"""user "hi" is "u:hi|"."""
-
-
-def byte_codec(chat_template: str | None = CHAT_TEMPLATE) -> TextCodec:
-    """Token b is the byte b; 256 is the special end token."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet(), key=lambda c: byte_level_piece(c)[0])
-    tokenizer = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens(["<|end|>"])
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|end|>")
-    fast.chat_template = chat_template
-    return TextCodec(fast)
-
-
-def logprobs_of(token: int, top: int) -> TokenLogprobs:
-    """By hand: the sampled one has -token/8, and the likeliest are token, token + 1, ..."""
-    return TokenLogprobs(-token / 8, tuple((token + i, -(token + i) / 8) for i in range(top)))
-
-
-@dataclass
-class Running:
-    """One request in the fake."""
-
-    request: Request
-    sink: Sink
-    timing: RequestTiming
-    made: list[int] = field(default_factory=list)
-
-    @property
-    def deadline(self) -> float:
-        limit = self.request.stopping.time_limit_s
-        return float("inf") if limit is None else self.timing.arrived_ns / 1e9 + limit
+from tests.service.codecs import EOS, VOCAB
+from tests.service.fake_outputs import Running, Sink
 
 
 class FakeEngine:
@@ -86,7 +47,8 @@ class FakeEngine:
         *,
         hold: bool = False,
         tokens_per_step: int = 1,
-        scripts: Mapping[str, Sequence[int]] | None = None,
+        scripts: Mapping[str | tuple[str, int], Sequence[int]] | None = None,
+        vocab_size: int = VOCAB,
         codec: TextCodec | None = None,
         max_model_len: int = 64,
         kv_tokens: int = 1 << 30,
@@ -101,7 +63,7 @@ class FakeEngine:
         self.info = ModelInfo(
             name="fake",
             architecture="FakeForCausalLM",
-            vocab_size=VOCAB,
+            vocab_size=vocab_size,
             max_model_len=max_model_len,
             eos_token_ids=eos_token_ids,
             defaults=defaults or GenerationDefaults(),
@@ -118,7 +80,7 @@ class FakeEngine:
         self.num_steps = 0
         self.longest_step_sinks = 0
         self._tokens_per_step = tokens_per_step
-        self._scripts = {tuple(prompt.encode()): list(tokens) for prompt, tokens in (scripts or {}).items()}
+        self._scripts = {self._script_key(key): list(tokens) for key, tokens in (scripts or {}).items()}
         self._kv_tokens = kv_tokens
         self._cached_prompt_tokens = cached_prompt_tokens
         self._cached_pages = cached_pages
@@ -158,7 +120,23 @@ class FakeEngine:
             self._waiting.clear()
             self._changed.notify_all()
 
+    def fail(self, request_id: str, error: Exception) -> None:
+        """One output cannot go on."""
+        with self._changed:
+            running = self._running.pop(request_id)
+            self._finished.add(request_id)
+            self._outbox.append((running.sink, Output(request_id, error=error)))
+            self._changed.notify_all()
+
     # -- the interface --
+
+    @cached_property
+    def grammars(self) -> GrammarCompiler | None:
+        if self.text is None or self.text.backend is None:
+            return None
+        return GrammarCompiler.from_tokenizer(
+            self.text.backend, vocab_size=self.info.vocab_size, eos_token_ids=self.info.eos_token_ids
+        )
 
     @property
     def ready(self) -> bool:
@@ -193,7 +171,8 @@ class FakeEngine:
             raise PromptTooLong(num, self.info.max_model_len - 1)
         if num >= self._kv_tokens:
             raise ExceedsKVCapacity(num + 1, self._kv_tokens)
-        if request.request_id in self._running or request.request_id in self._waiting:
+        active = [*self._running.values(), *self._waiting.values()]
+        if any(request.request_id in (one.base_id, one.request.request_id) for one in active):
             raise DuplicateRequestId(request.request_id)
         if len(self._waiting) >= self.config.max_queued_requests:
             raise QueueFull(self.config.max_queued_requests)
@@ -220,12 +199,15 @@ class FakeEngine:
     ) -> list[tuple[str, AbortOutcome]]:
         assert (request_ids is not None) + bool(prefix) + all_requests == 1
         with self._changed:
+            active = [*self._running.values(), *self._waiting.values()]
             if request_ids is None:
-                active = [*self._running, *self._waiting]
-                request_ids = [i for i in active if all_requests or i.startswith(prefix or "")]
+                ids = dict.fromkeys(one.base_id for one in active)
+                request_ids = [i for i in ids if all_requests or i.startswith(prefix or "")]
             results = []
             for request_id in request_ids:
-                if self._end(request_id, Finish(FinishReason.ABORTED, message=message)):
+                outputs = [one.request.request_id for one in active if one.base_id == request_id]
+                finish = Finish(FinishReason.ABORTED, message=message)
+                if outputs and all(self._end(output, finish) for output in outputs):
                     results.append((request_id, AbortOutcome.ABORTED))
                 elif request_id in self._finished:
                     results.append((request_id, AbortOutcome.ALREADY_FINISHED))
@@ -281,19 +263,12 @@ class FakeEngine:
             return False
         timing = replace(running.timing, finished_ns=time.monotonic_ns())
         self._finished.add(request_id)
-        self._outbox.append((running.sink, self._output(running, token_ids, finish, timing)))
+        self._outbox.append(
+            (running.sink, running.output(token_ids, finish, timing, self.weights.generation))
+        )
         self._admit()
         self._changed.notify_all()
         return True
-
-    def _output(
-        self, running: Running, token_ids: Sequence[int], finish: Finish | None, timing: RequestTiming | None
-    ) -> Output:
-        top = running.request.logprobs
-        logprobs = () if top is None else tuple(logprobs_of(token, top) for token in token_ids)
-        return Output(
-            running.request.request_id, tuple(token_ids), logprobs, finish, timing, self.weights.generation
-        )
 
     def _run(self) -> None:
         while not self._stopping:
@@ -331,10 +306,12 @@ class FakeEngine:
         running = self._running[request_id]
         new: list[int] = []
         for _ in range(self._tokens_per_step):
-            token = self._next(running)
-            running.made.append(token)
-            new.append(token)
-            finish = self._finish_of(running, token)
+            try:
+                new.append(running.make(self._script_of(running), self.info))
+            except InvalidRequest as error:  # of its grammar
+                self.fail(request_id, error)
+                return
+            finish = running.finish(self.info)
             if finish is not None:
                 break
         if not running.timing.first_token_ns:
@@ -342,30 +319,13 @@ class FakeEngine:
         if finish is not None:
             self._end(request_id, finish, new)
         else:
-            self._outbox.append((running.sink, self._output(running, new, None, None)))
+            self._outbox.append((running.sink, running.output(new, None, None, self.weights.generation)))
 
-    def _next(self, running: Running) -> int:
-        prompt, made = running.request.prompt_token_ids, running.made
-        script = self._scripts.get(prompt)
-        if script is not None:
-            token = script[len(made)] if len(made) < len(script) else EOS
-        else:
-            last = made[-1] if made else prompt[-1]
-            token = EOS if last == ord("z") else ord("a") if last >= EOS else last + 1
-        if token in self.info.eos_token_ids and len(made) < running.request.stopping.min_tokens:
-            return ord("a")
-        return token
+    def _script_key(self, key: str | tuple[str, int]) -> tuple[tuple[int, ...], int | None]:
+        prompt, index = key if isinstance(key, tuple) else (key, None)
+        ids = prompt.encode() if self.text is None else self.text.encode(prompt, add_special_tokens=False)
+        return tuple(ids), index
 
-    def _finish_of(self, running: Running, token: int) -> Finish | None:
-        stopping, made = running.request.stopping, running.made
-        if token in self.info.eos_token_ids and not stopping.ignore_eos:
-            return Finish(FinishReason.EOS, token_id=token)
-        if token in stopping.stop_token_ids and len(made) > stopping.min_tokens:
-            return Finish(FinishReason.STOP, token_id=token)
-        if stopping.max_tokens is not None and len(made) >= stopping.max_tokens:
-            return Finish(FinishReason.MAX_TOKENS)
-        if len(running.request.prompt_token_ids) + len(made) >= self.info.max_model_len:
-            return Finish(FinishReason.CONTEXT_FULL)
-        if time.monotonic() >= running.deadline:
-            return Finish(FinishReason.TIME_LIMIT)
-        return None
+    def _script_of(self, running: Running) -> Sequence[int] | None:
+        prompt = running.request.prompt_token_ids
+        return self._scripts.get((prompt, running.index), self._scripts.get((prompt, None)))

@@ -17,7 +17,8 @@ from penstock.service.backend import Backend
 from penstock.service.options import ServerOptions
 from penstock.service.server import PenstockServer
 from penstock.v1 import control_pb2_grpc, inference_pb2, inference_pb2_grpc, types_pb2
-from tests.service.fake import FakeEngine, byte_codec
+from tests.service.codecs import byte_codec
+from tests.service.fake import FakeEngine
 
 WAIT_S = 20.0
 CODEC = byte_codec()
@@ -162,40 +163,55 @@ async def read_all(call: Any) -> AsyncIterator[inference_pb2.StreamResponse]:
 
 
 async def collect(call: Any) -> list[inference_pb2.StreamResponse]:
-    """All messages of a stream, which must follow the grammar and end with OK."""
+    """All messages of a stream, which must follow the grammar and end with OK: started; per index delta* then
+    finished; summary.
+    """
     messages = []
     async with asyncio.timeout(WAIT_S):
         async for message in call:
             messages.append(message)  # noqa: PERF401 -- kept when the stream fails
     kinds = [m.WhichOneof("event") for m in messages]
-    deltas = len(kinds) - 3
-    assert kinds == ["started", *["delta"] * deltas, "finished", "summary"]
+    assert (kinds[0], kinds[-1]) == ("started", "summary")
+    assert not {"started", "summary"} & set(kinds[1:-1])
+    ended: set[int] = set()
+    seen: set[int] = set()
+    for message, kind in zip(messages[1:-1], kinds[1:-1], strict=True):
+        index = message.delta.index if kind == "delta" else message.finished.index
+        assert index not in ended, "nothing comes after finished"
+        seen.add(index)
+        if kind == "finished":
+            ended.add(index)
+    assert ended == seen == set(range(len(ended)))
     assert await call.code() is grpc.StatusCode.OK
     return messages
 
 
 def joined(messages: Sequence[inference_pb2.StreamResponse]) -> inference_pb2.GenerateResponse:
     """What Generate would have answered, from the messages of a stream."""
-    first, *deltas, finished, summary = messages
-    started = first.started
-    output = inference_pb2.Output(finish=finished.finished.finish)
-    output.weights.add(first_output_token=0, version=started.weights)
-    num_tokens = 0
-    for delta in (m.delta for m in deltas):
+    started, summary = messages[0].started, messages[-1].summary
+    ends = {m.finished.index: m.finished.finish for m in messages if m.HasField("finished")}
+    outputs = [inference_pb2.Output(index=i, finish=finish) for i, finish in sorted(ends.items())]
+    num_tokens = [0] * len(outputs)
+    for output in outputs:
+        output.weights.add(first_output_token=0, version=started.weights)
+    for delta in (m.delta for m in messages if m.HasField("delta")):
+        output = outputs[delta.index]
         if delta.HasField("weights"):
-            output.weights.add(first_output_token=num_tokens, version=delta.weights)
-        num_tokens += len(delta.token_ids)
+            output.weights.add(first_output_token=num_tokens[delta.index], version=delta.weights)
+        num_tokens[delta.index] += len(delta.token_ids)
         output.text += delta.text
+        output.reasoning += delta.reasoning
         output.token_ids.extend(delta.token_ids)
+        output.tool_calls.extend(delta.tool_calls)
         if delta.HasField("logprobs"):
             output.logprobs.MergeFrom(delta.logprobs)
     return inference_pb2.GenerateResponse(
         request_id=started.request_id,
         model=started.model,
         prompt=started.prompt,
-        outputs=[output],
-        usage=summary.summary.usage,
-        timing=summary.summary.timing,
+        outputs=outputs,
+        usage=summary.usage,
+        timing=summary.timing,
     )
 
 
@@ -216,6 +232,7 @@ def _fields(prompt: str | None, fields: dict[str, Any]) -> dict[str, Any]:
         "cache": types_pb2.CacheOptions,
         "context": types_pb2.ContextOptions,
         "chat": types_pb2.ChatPrompt,
+        "constraint": types_pb2.Constraint,
     }
     made = {k: types[k](**v) if k in types and isinstance(v, dict) else v for k, v in fields.items()}
     return made if prompt is None else {"prompt": prompt, **made}

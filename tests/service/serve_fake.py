@@ -14,7 +14,8 @@ from typing import Any
 
 from penstock.cli import serve
 from penstock.runtime.config import EngineConfig
-from tests.service.fake import FakeEngine, byte_codec
+from tests.service.codecs import byte_codec
+from tests.service.fake import FakeEngine
 
 
 class SlowEngine(FakeEngine):

@@ -8,9 +8,9 @@ import threading
 
 import pytest
 
-from penstock.service import generation
+from penstock.service import prompts
 from penstock.v1 import inference_pb2, types_pb2
-from tests.service.fake import byte_codec
+from tests.service.codecs import byte_codec
 from tests.service.rig import CODEC, collect, failure_of, fake, generate, joined, serving, stream, until
 
 ABORTED = inference_pb2.ABORT_OUTCOME_ABORTED
@@ -122,7 +122,7 @@ async def test_aborted_while_waiting_has_no_times_it_never_had():
 @contextlib.asynccontextmanager
 async def tokenizing(monkeypatch, *calls):
     """A server whose tokenizer is busy with the prompts of `calls`, and what opens its gate."""
-    monkeypatch.setattr(generation, "INLINE_CHARS", 0)
+    monkeypatch.setattr(prompts, "INLINE_CHARS", 0)
     gate = threading.Event()
     encoding: list[str] = []
 

@@ -10,12 +10,19 @@ from penstock.runtime.defaults import GenerationDefaults
 from penstock.runtime.errors import EngineFailure
 from penstock.service.server import version
 from penstock.v1 import control_pb2, types_pb2, weights_pb2
-from tests.service.fake import CHAT_TEMPLATE, EOS, byte_codec
+from tests.service.codecs import CHAT_TEMPLATE, EOS, byte_codec
 from tests.service.rig import failure_of, fake, generate, ids, serving, until
+
+FEATURES = [
+    control_pb2.FEATURE_PROMPT_LOGPROBS,
+    control_pb2.FEATURE_JSON_SCHEMA,
+    control_pb2.FEATURE_REGEX,
+]
+"""What every model with a tokenizer has."""
 
 
 async def test_model_info():
-    defaults = GenerationDefaults(temperature=0.6, top_k=20, top_p=0.5, min_p=0.25)
+    defaults = GenerationDefaults(0.6, 20, 0.5, 0.25, 1.5, -0.5, 1.25)
     async with serving(fake(defaults=defaults, eos_token_ids=(EOS, 3), max_model_len=77)) as rig:
         info = await rig.control.GetModelInfo(control_pb2.GetModelInfoRequest())
         assert not info.tensors
@@ -28,13 +35,13 @@ async def test_model_info():
         top_k=20,
         top_p=0.5,
         min_p=0.25,
-        presence_penalty=0,
-        frequency_penalty=0,
-        repetition_penalty=1,
+        presence_penalty=1.5,
+        frequency_penalty=-0.5,
+        repetition_penalty=1.25,
         n=1,
     )
     assert (info.weights.label, info.weights.generation) == ("initial", 1)
-    assert list(info.features) == [control_pb2.FEATURE_CHAT]
+    assert list(info.features) == [control_pb2.FEATURE_CHAT, *FEATURES]
     assert [(t.name, t.dtype, list(t.shape)) for t in full.tensors] == [
         ("model.embed_tokens.weight", weights_pb2.DATA_TYPE_BF16, [260, 8]),
         ("model.norm.weight", weights_pb2.DATA_TYPE_F32, [8]),
@@ -44,16 +51,22 @@ async def test_model_info():
 async def test_chat_is_no_feature_without_a_template():
     async with serving(fake(codec=byte_codec(chat_template=None))) as rig:
         info = await rig.control.GetModelInfo(control_pb2.GetModelInfoRequest())
-        assert not info.features
+        assert list(info.features) == FEATURES
         chat = {"messages": [types_pb2.ChatMessage(role="user", content="hi")]}
         failure = await failure_of(rig.inference.Generate(generate(chat=chat)))
-        assert failure.violations == {"chat": "the model has no chat template"}
+        assert failure.violations == {"chat": "the model has no chat template, and the request brings none"}
 
 
 async def test_priority_is_a_feature_where_it_has_an_effect():
     async with serving(fake(scheduling_policy="priority")) as rig:
         info = await rig.control.GetModelInfo(control_pb2.GetModelInfoRequest())
-    assert list(info.features) == [control_pb2.FEATURE_CHAT, control_pb2.FEATURE_PRIORITY]
+    assert list(info.features) == [control_pb2.FEATURE_CHAT, *FEATURES, control_pb2.FEATURE_PRIORITY]
+
+
+async def test_without_a_tokenizer_there_are_neither_chats_nor_grammars():
+    async with serving(fake(codec=None)) as rig:
+        info = await rig.control.GetModelInfo(control_pb2.GetModelInfoRequest())
+    assert list(info.features) == [control_pb2.FEATURE_PROMPT_LOGPROBS]
 
 
 async def test_server_info():
@@ -187,9 +200,9 @@ async def test_tokenize_bad_input():
         chat = types_pb2.ChatPrompt(messages=turns)
         roles = await failure_of(rig.control.Tokenize(control_pb2.TokenizeRequest(chat=chat)))
         assert list(roles.violations) == ["chat.messages[0].role", "chat.messages[1].role"]
-        tools = types_pb2.ChatPrompt(messages=turns, tool_choice="none")
-        refused = await failure_of(rig.control.Tokenize(control_pb2.TokenizeRequest(chat=tools)))
-        assert refused.info.metadata["field"] == "chat.tool_choice"
+        tools = types_pb2.ChatPrompt(messages=turns[:1], tool_choice="required")
+        lacking = await failure_of(rig.control.Tokenize(control_pb2.TokenizeRequest(chat=tools)))
+        assert list(lacking.violations) == ["chat.messages[0].role", "chat.tool_choice"]
 
 
 async def test_detokenize():

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import itertools
+import math
 import uuid
 from typing import Any
 
@@ -14,7 +16,7 @@ from penstock.runtime.defaults import GenerationDefaults
 from penstock.runtime.interface import WeightsVersion
 from penstock.runtime.request import SamplingParams
 from penstock.v1 import inference_pb2, types_pb2
-from tests.service.fake import EOS
+from tests.service.codecs import EOS
 from tests.service.rig import collect, failure_of, fake, generate, ids, joined, serving, stream, until
 
 A_TO_Z = "abcdefghijklmnopqrstuvwxyz"
@@ -142,37 +144,58 @@ async def test_a_long_prompt_is_encoded_off_the_loop():
 
 
 async def sampling_seen(sampling, **engine_options):
+    """What the engine saw; a seed that was not asked for is drawn, and left out here."""
     async with serving(fake(**engine_options)) as rig:
         await answer(rig, generate("y", sampling=sampling))
-        return rig.engine.seen[0].sampling
+        await collect(rig.inference.Stream(stream("y", sampling=sampling)))
+        seen = [request.sampling for request in rig.engine.seen]
+    assert all(0 <= one.seed < 2**64 for one in seen)
+    if "seed" not in sampling:
+        assert seen[0].seed != seen[1].seed
+        seen = [dataclasses.replace(one, seed=None) for one in seen]
+    assert seen[0] == seen[1]
+    return seen[0]
 
 
 async def test_unset_sampling_is_the_models_default():
-    defaults = GenerationDefaults(temperature=0.6, top_k=20, top_p=0.95, min_p=0.05)
-    assert await sampling_seen({}, defaults=defaults) == SamplingParams(0.6, 20, 0.95, 0.05, None)
+    values: dict[str, Any] = {
+        "temperature": 0.6, "top_k": 20, "top_p": 0.95, "min_p": 0.05, "presence_penalty": 0.5,
+        "frequency_penalty": -0.5, "repetition_penalty": 1.2,
+    }  # fmt: skip
+    assert await sampling_seen({}, defaults=GenerationDefaults(**values)) == SamplingParams(**values)
 
 
 async def test_zero_is_not_unset():
-    defaults = GenerationDefaults(temperature=0.6, top_k=20, top_p=0.95, min_p=0.05)
-    seen = await sampling_seen({"temperature": 0.0, "top_k": 0, "min_p": 0.0, "seed": 0}, defaults=defaults)
-    assert seen == SamplingParams(0.0, 0, 0.95, 0.0, 0)
+    defaults = GenerationDefaults(temperature=0.6, top_k=20, top_p=0.95, min_p=0.05, presence_penalty=1)
+    asked = {"temperature": 0.0, "top_k": 0, "min_p": 0.0, "seed": 0, "presence_penalty": 0.0}
+    assert await sampling_seen(asked, defaults=defaults) == SamplingParams(0.0, 0, 0.95, 0.0, 0)
 
 
 async def test_sampling_reaches_the_engine():
-    asked = {"temperature": 0.5, "top_p": 0.25, "top_k": 7, "min_p": 0.125, "seed": 2**64 - 1}
-    assert await sampling_seen(asked) == SamplingParams(0.5, 7, 0.25, 0.125, 2**64 - 1)
+    asked: dict[str, Any] = {
+        "temperature": 0.5, "top_p": 0.25, "top_k": 7, "min_p": 0.125, "seed": 2**64 - 1,
+        "presence_penalty": -2.0, "frequency_penalty": 2.0, "repetition_penalty": 1.5,
+    }  # fmt: skip
+    assert await sampling_seen(asked) == SamplingParams(**asked)
+
+
+async def test_tokens_that_are_pushed_or_forbidden_reach_the_engine():
+    """Words as the tokenizer spells them, alone and after a space; the rest sorted, and each once."""
+    asked: dict[str, Any] = {
+        "logit_bias": {99: -0.5, 3: 2.0, 4: -math.inf},
+        "bad_words": ["ab", "\u00e9", "x"],
+        "allowed_token_ids": [7, 256, 7, 0],
+    }
+    assert await sampling_seen(asked) == SamplingParams(
+        logit_bias=((3, 2.0), (4, -math.inf), (99, -0.5)),
+        bad_words=((97, 98), (32, 97, 98), (0xC3, 0xA9), (32, 0xC3, 0xA9), (120,), (32, 120)),
+        allowed_token_ids=(7, 256, 0),
+    )
 
 
 async def test_neutral_values_are_taken():
     asked = {"presence_penalty": 0.0, "frequency_penalty": 0.0, "repetition_penalty": 1.0, "n": 1}
     assert await sampling_seen(asked) == SamplingParams()
-
-
-async def test_truncation_reject_is_the_default():
-    async with serving() as rig:
-        reply = await answer(rig, generate("y", context={"truncation": types_pb2.TRUNCATION_REJECT}))
-        assert reply.outputs[0].text == "z"
-        await answer(rig, generate("y", context={}, cache={}))
 
 
 # -- stopping --
@@ -377,10 +400,20 @@ async def test_without_a_tokenizer_ids_work_and_text_is_refused():
         failures = [
             await failure_of(rig.inference.Generate(bad))
             for bad in (
-                generate("a"),
+                generate("a", sampling={"bad_words": ["x"]}),
                 generate(chat={"messages": [types_pb2.ChatMessage(role="user", content="x")]}),
-                generate(prompt_token_ids=types_pb2.TokenIds(ids=[97]), output={"text": True}),
+                generate(
+                    prompt_token_ids=types_pb2.TokenIds(ids=[97] * 999),
+                    output={"text": True},
+                    constraint={"regex": "a"},
+                    stopping={"max_tokens": 0},
+                ),
             )
         ]
+        await answer(rig, generate(prompt_token_ids=types_pb2.TokenIds(ids=[97]), output={"text": False}))
     assert [f.reason for f in failures] == ["UNSUPPORTED_FEATURE"] * 3
-    assert [f.info.metadata["field"] for f in failures] == ["prompt", "chat", "output.text"]
+    assert [f.info.metadata["field"] for f in failures] == [
+        "prompt,sampling.bad_words",
+        "chat",
+        "output.text,constraint.regex",
+    ]

@@ -11,10 +11,11 @@ from google.protobuf.duration_pb2 import Duration
 
 from penstock.runtime.request import MAX_STOP_TOKEN_IDS
 from penstock.v1 import types_pb2
-from tests.service.fake import VOCAB
+from tests.service.codecs import VOCAB
 from tests.service.rig import collect, failure_of, fake, generate, serving, stream
 
 INF, NAN = math.inf, math.nan
+PENALTIES = ("presence_penalty", "frequency_penalty")
 U32 = 2**32 - 1
 
 
@@ -47,7 +48,25 @@ BAD = [
     *(({"sampling": {"top_p": v}}, {"sampling.top_p"}) for v in (0.0, -1.0, 1.0001, INF, NAN)),
     *(({"sampling": {"top_k": v}}, {"sampling.top_k"}) for v in (2**31, U32)),
     *(({"sampling": {"min_p": v}}, {"sampling.min_p"}) for v in (-0.001, 1.001, NAN)),
-    ({"sampling": {"n": 0}}, {"sampling.n"}),
+    *(({"sampling": {p: v}}, {f"sampling.{p}"}) for p in PENALTIES for v in (-2.01, 2.01, INF, NAN)),
+    *(
+        ({"sampling": {"repetition_penalty": v}}, {"sampling.repetition_penalty"})
+        for v in (0.0, -1.0, 0.00099, 1000.1, 1e300, INF, NAN)
+    ),
+    *(({"sampling": {"n": v}}, {"sampling.n"}) for v in (0, 129, U32)),
+    *(({"sampling": {"logit_bias": {3: v}}}, {"sampling.logit_bias[3]"}) for v in (INF, NAN)),
+    (
+        {"sampling": {"logit_bias": {VOCAB: 1.0, U32: 1.0, 0: 1.0}}},
+        {f"sampling.logit_bias[{VOCAB}]", f"sampling.logit_bias[{U32}]"},
+    ),
+    ({"sampling": {"logit_bias": dict.fromkeys(range(VOCAB), -INF)}}, {"sampling.logit_bias"}),
+    ({"sampling": {"bad_words": ["x", " ", "y" * 1001]}}, {"sampling.bad_words[1]", "sampling.bad_words[2]"}),
+    ({"sampling": {"bad_words": ["x"] * 1001}}, {"sampling.bad_words"}),
+    ({"sampling": {"allowed_token_ids": [0, VOCAB]}}, {"sampling.allowed_token_ids[1]"}),
+    (
+        {"sampling": {"allowed_token_ids": [97, 3], "bad_words": ["a"], "logit_bias": {3: -INF}}},
+        {"sampling.allowed_token_ids"},
+    ),
     ({"sampling": {"n": 0, "top_p": 2}}, {"sampling.n", "sampling.top_p"}),
     ({"stopping": {"max_tokens": 0}}, {"stopping.max_tokens"}),
     ({"stopping": {"max_tokens": 3, "min_tokens": 4}}, {"stopping.min_tokens"}),
@@ -73,7 +92,13 @@ GOOD = [
     *({"sampling": {"top_p": v}} for v in (5e-324, 1.0)),
     *({"sampling": {"top_k": v}} for v in (0, 2**31 - 1)),
     *({"sampling": {"min_p": v}} for v in (0.0, 1.0)),
+    *({"sampling": {p: v}} for p in PENALTIES for v in (-2.0, 2.0)),
+    *({"sampling": {"repetition_penalty": v}} for v in (0.001, 1000.0)),
     {"sampling": {"n": 1}},
+    {"sampling": {"logit_bias": {0: -INF, VOCAB - 1: 3e38, 1: -3e38, 2: 0.0}}},
+    {"sampling": {"logit_bias": dict.fromkeys(range(1, VOCAB), -INF)}},
+    {"sampling": {"bad_words": ["y" * 1000, *"ab" * 499]}},
+    {"sampling": {"allowed_token_ids": [*range(VOCAB), 0, 0]}},
     *({"sampling": {"seed": v}} for v in (0, 2**64 - 1)),
     {"stopping": {"max_tokens": 1, "min_tokens": 1}},
     {"stopping": {"max_tokens": U32, "min_tokens": U32}},
@@ -154,8 +179,8 @@ async def test_unknown_model():
 
 async def test_of_several_kinds_of_refusal_the_model_comes_first_then_the_unsupported():
     """What is not honoured may change what the rest means, so ranges are told when all of it is gone."""
-    fields: dict[str, Any] = {"sampling": {"n": 2, "temperature": -1}, "stopping": {"max_tokens": 0}}
-    too_long = {"prompt": None, "prompt_token_ids": tokens(*[1] * 99), "context": {"truncation": 2}}
+    fields: dict[str, Any] = {"adapter": "x", "sampling": {"temperature": -1}, "stopping": {"max_tokens": 0}}
+    too_long = {"prompt": None, "prompt_token_ids": tokens(*[1] * 99), "adapter": "x"}
     async with serving() as rig:
         for call, reason in (
             (generate("a", model="other", **fields), "UNKNOWN_MODEL"),

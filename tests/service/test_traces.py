@@ -15,10 +15,10 @@ from opentelemetry.sdk.trace.sampling import ALWAYS_ON, ParentBased
 from opentelemetry.trace import SpanKind, StatusCode
 
 from penstock.runtime.request import RequestTiming
-from penstock.service import generation
+from penstock.service import prompts
 from penstock.service.telemetry import otlp_provider, phases
 from penstock.v1 import control_pb2, inference_pb2, types_pb2
-from tests.service.fake import byte_codec
+from tests.service.codecs import byte_codec
 from tests.service.rig import collect, failure_of, fake, generate, serving, stream, until
 
 TRACE, PARENT = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
@@ -257,7 +257,7 @@ async def test_an_abort_is_ok(recorder):
 
 
 async def test_an_abort_before_the_engine_knows_the_request_ends_its_spans(recorder, monkeypatch):
-    monkeypatch.setattr(generation, "INLINE_CHARS", 0)
+    monkeypatch.setattr(prompts, "INLINE_CHARS", 0)
     gate = threading.Event()
     engine = fake(codec=byte_codec())
     monkeypatch.setattr(engine.text, "encode", lambda text, **_: gate.wait(20) and [*text.encode()])

@@ -1,0 +1,49 @@
+"""Tokenizers whose tokens are bytes, so that every id and every text can be written down by hand."""
+
+from __future__ import annotations
+
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from penstock.runtime.text import TextCodec
+from penstock.runtime.text_decoder import byte_level_piece
+
+EOS = 256
+VOCAB = 260
+CHAT_TEMPLATE = (
+    "{% for m in messages %}{% if m['role'] == 'system' and not loop.first %}"
+    "{{ raise_exception('system comes first') }}{% endif %}"
+    "{{ m['role'][0] }}:{{ m['content'] }}|{% endfor %}"
+)
+"""user "hi" is "u:hi|"."""
+
+MARKERS = ("<think>", "</think>", "<tool_call>", "</tool_call>")
+"""Tokens 257 to 260 of `qwen_codec`."""
+THINK, END_THINK, CALL, END_CALL = range(257, 261)
+QWEN_VOCAB = 264
+QWEN_TEMPLATE = (
+    "{% if tools %}T{% for t in tools %}:{{ t.function.name }}{% endfor %}|{% endif %}"
+    "{% for m in messages %}{{ m.role[0] }}:{{ m.content }}"
+    "{% for c in m.tool_calls %}"
+    "<tool_call>{{ c.function.name }}{{ c.function.arguments | tojson }}#{{ c.id }}</tool_call>{% endfor %}"
+    "{% if m.role == 'tool' %}={{ m.name }}#{{ m.tool_call_id }}{% endif %}|{% endfor %}"
+    "{% if add_generation_prompt %}a:{% endif %}{% if thinking %}<think>{% endif %}"
+)
+"""As Qwen's, much shortened: tools, calls, what tools answered, and thinking by option."""
+
+
+def byte_codec(chat_template: str | None = CHAT_TEMPLATE, markers: tuple[str, ...] = ()) -> TextCodec:
+    """Token b is the byte b; 256 is the special end token, then come `markers`, special too."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet(), key=lambda c: byte_level_piece(c)[0])
+    tokenizer = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<|end|>", *markers])
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|end|>")
+    fast.chat_template = chat_template
+    return TextCodec(fast)
+
+
+def qwen_codec() -> TextCodec:
+    """Bytes, and the markers of Qwen's thoughts and calls."""
+    return byte_codec(QWEN_TEMPLATE, MARKERS)

@@ -1,0 +1,113 @@
+"""What the fake engine makes for one output, by hand; see tests/service/fake.py."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from penstock.runtime.constraint import TokenConstraint, mask_words
+from penstock.runtime.engine import ModelInfo
+from penstock.runtime.outputs import SEPARATOR
+from penstock.runtime.request import Finish, FinishReason, Output, Request, RequestTiming, TokenLogprobs
+from tests.service.codecs import EOS
+
+Sink = Callable[[Sequence[Output]], None]
+
+
+def logprobs_of(token: int, top: int) -> TokenLogprobs:
+    """By hand: the sampled one has -token/8, and the likeliest are token, token + 1, ..."""
+    return TokenLogprobs(-token / 8, tuple((token + i, -(token + i) / 8) for i in range(top)))
+
+
+def prompt_logprobs_of(token_ids: Sequence[int], top: int) -> tuple[TokenLogprobs, ...]:
+    """By hand, of each token but the first: half of `logprobs_of`."""
+    return tuple(
+        TokenLogprobs(-token / 16, tuple((token + i, -(token + i) / 16) for i in range(top)))
+        for token in token_ids[1:]
+    )
+
+
+@dataclass
+class Running:
+    """One output in the fake."""
+
+    request: Request
+    sink: Sink
+    timing: RequestTiming
+    made: list[int] = field(default_factory=list)
+
+    @property
+    def base_id(self) -> str:
+        """The request that this is an output of."""
+        return self.request.request_id.partition(SEPARATOR)[0]
+
+    @property
+    def index(self) -> int:
+        """Which output it is."""
+        return int(self.request.request_id.partition(SEPARATOR)[2] or 0)
+
+    @property
+    def deadline(self) -> float:
+        limit = self.request.stopping.time_limit_s
+        return float("inf") if limit is None else self.timing.arrived_ns / 1e9 + limit
+
+    def make(self, script: Sequence[int] | None, info: ModelInfo) -> int:
+        """The next token."""
+        token = self._wanted(script, info)
+        constraint = self.request.constraint
+        if constraint is not None:
+            token = _allowed(constraint, token, info.vocab_size)
+            constraint.accept((token,))
+        self.made.append(token)
+        return token
+
+    def _wanted(self, script: Sequence[int] | None, info: ModelInfo) -> int:
+        made = self.made
+        if script is not None:
+            token = script[len(made)] if len(made) < len(script) else EOS
+        else:
+            last = made[-1] if made else self.request.prompt_token_ids[-1] + self.index
+            token = EOS if last == ord("z") else ord("a") if last >= EOS else last + 1
+        if token in info.eos_token_ids and len(made) < self.request.stopping.min_tokens:
+            return ord("a")
+        return token
+
+    def finish(self, info: ModelInfo) -> Finish | None:
+        """How the output ends, if it does, with what was made last."""
+        stopping, made, token = self.request.stopping, self.made, self.made[-1]
+        if token in info.eos_token_ids and not stopping.ignore_eos:
+            return Finish(FinishReason.EOS, token_id=token)
+        if token in stopping.stop_token_ids and len(made) > stopping.min_tokens:
+            return Finish(FinishReason.STOP, token_id=token)
+        if stopping.max_tokens is not None and len(made) >= stopping.max_tokens:
+            return Finish(FinishReason.MAX_TOKENS)
+        if len(self.request.prompt_token_ids) + len(made) >= info.max_model_len:
+            return Finish(FinishReason.CONTEXT_FULL)
+        if time.monotonic() >= self.deadline:
+            return Finish(FinishReason.TIME_LIMIT)
+        if self.request.constraint is not None and self.request.constraint.is_complete:
+            return Finish(FinishReason.EOS)
+        return None
+
+    def output(
+        self, new: Sequence[int], finish: Finish | None, timing: RequestTiming | None, generation: int
+    ) -> Output:
+        """What is told of the newest tokens; with the first of them come the prompt's log-probabilities."""
+        request = self.request
+        logprobs: tuple[TokenLogprobs, ...] = ()
+        prompt: tuple[TokenLogprobs, ...] = ()
+        if request.logprobs is not None:
+            logprobs = tuple(logprobs_of(token, request.logprobs) for token in new)
+        if request.prompt_logprobs is not None and new and len(self.made) == len(new):
+            prompt = prompt_logprobs_of(request.prompt_token_ids, request.prompt_logprobs)
+        return Output(request.request_id, tuple(new), logprobs, finish, timing, generation, None, prompt)
+
+
+def _allowed(constraint: TokenConstraint, wanted: int, vocab_size: int) -> int:
+    mask = np.zeros(mask_words(vocab_size), np.int32)
+    constraint.fill(mask)
+    allowed: list[int] = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little")).tolist()
+    return next((token for token in allowed if token >= wanted), allowed[0])
