@@ -1,0 +1,267 @@
+"""What chats answer: words, reasoning and calls, taken apart while they are made.
+
+The fake engine writes scripts in the form of Hermes and Qwen; its tokenizer (tests/service/codecs.py) has
+the four markers as special tokens.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from typing import Any
+
+import pytest
+
+from penstock.v1 import types_pb2
+from tests.service.codecs import CALL, END_CALL, END_THINK, EOS, QWEN_VOCAB, THINK, byte_codec, qwen_codec
+from tests.service.rig import collect, failure_of, fake, generate, ids, joined, read_all, serving, stream
+
+CODEC = qwen_codec()
+PROMPT = "T:get:put|u:hi|a:"
+ON = {"type": "object", "properties": {"on": {"type": "boolean"}}, "required": ["on"]}
+TOOLS = [
+    types_pb2.ToolDefinition(name="get", parameters_json=json.dumps(ON)),
+    types_pb2.ToolDefinition(name="put"),
+]
+ROME = '{"city": "R\\u00f3ma"}'
+CALLS = (
+    f'<tool_call>\n{{"name": "get", "arguments": {ROME}}}\n</tool_call>\n'
+    '<tool_call>{"name": "put", "arguments": {}}</tool_call>'
+)
+THOUGHT = "<think>\nhm, \u00e9\n</think>\n\n"
+
+
+def chat(**fields: Any) -> types_pb2.ChatPrompt:
+    user = types_pb2.ChatMessage(role="user", content="hi")
+    return types_pb2.ChatPrompt(messages=[user], **{"tools": TOOLS, **fields})
+
+
+def qwen(script: str, prompt: str = PROMPT, **options: Any) -> Any:
+    """An engine that writes the script, which may hold markers, to the prompt."""
+    scripts = {prompt: CODEC.encode(script, add_special_tokens=False)}
+    fields = {"codec": CODEC, "vocab_size": QWEN_VOCAB, "max_model_len": 2000, "scripts": scripts}
+    return fake(**{**fields, **options})
+
+
+def without_ids(reply):
+    """Ids of calls are minted anew each time: nine letters and digits, no two alike."""
+    calls = [call for output in reply.outputs for call in output.tool_calls]
+    assert all(re.fullmatch("[A-Za-z0-9]{9}", call.id) for call in calls)
+    assert len({call.id for call in calls}) == len(calls)
+    for call in calls:
+        call.id = ""
+    return reply
+
+
+async def both(rig, **fields):
+    """Generate's outputs, which Stream's deltas join to however they are cut."""
+    fields = {"chat": chat(), "request_id": "one", **fields}
+    whole = without_ids(await asyncio.wait_for(rig.inference.Generate(generate(**fields)), 20))
+    whole.timing.Clear()
+    for per_message in (1, 7, 10_000):
+        request = stream(**fields, min_tokens_per_message=per_message)
+        parts = without_ids(joined(await collect(rig.inference.Stream(request))))
+        parts.timing.Clear()
+        assert parts == whole
+    return whole.outputs
+
+
+def said(output):
+    """(words, reasoning, calls)."""
+    calls = [(call.name, call.arguments_json) for call in output.tool_calls]
+    return output.text, output.reasoning, calls
+
+
+@pytest.mark.parametrize("tokens_per_step", [1, 3, 1000])
+async def test_words_reasoning_and_calls_are_told_apart(tokens_per_step):
+    """And every token id is there, in order, with those of the markers."""
+    async with serving(qwen(f"{THOUGHT}I look.\n{CALLS}", tokens_per_step=tokens_per_step)) as rig:
+        (output,) = await both(rig)
+    assert said(output) == ("I look.", "hm, \u00e9", [("get", ROME), ("put", "{}")])
+    assert list(output.token_ids[:3]) == [THINK, *ids("\nh")]
+    assert list(output.token_ids[-2:]) == [END_CALL, EOS]
+    assert output.finish.reason == types_pb2.FINISH_REASON_EOS
+
+
+async def test_calls_come_whole_and_in_their_place():
+    """Each in one delta, as soon as it is complete: before what the model writes next."""
+    script = f"{THOUGHT}one {CALLS} two"
+    deltas = []
+    async with serving(qwen(script, hold=True)) as rig:
+        call = rig.inference.Stream(stream(chat=chat()))
+        await call.read()
+        for _ in CODEC.encode(script, add_special_tokens=False):
+            rig.engine.step()
+            deltas.append((await asyncio.wait_for(call.read(), 20)).delta)
+        rig.engine.release()
+        assert [m async for m in read_all(call)][-1].HasField("summary")
+    with_calls = [d for d in deltas if d.tool_calls]
+    calls = [[json.loads(c.arguments_json) for c in d.tool_calls] for d in with_calls]
+    assert calls == [[{"city": "R\u00f3ma"}], [{}]]
+    assert all(d.token_ids[-1] == END_CALL for d in with_calls), "with the token that completed it"
+    order = ["r" if d.reasoning else "c" if d.tool_calls else "t" if d.text else "" for d in deltas]
+    assert re.fullmatch("r+t+cct+", "".join(order))
+    assert sum(bool(d.reasoning) for d in deltas) > 1, "reasoning comes as it is made"
+
+
+async def test_tool_choice_none_looks_for_no_calls():
+    """The model was offered none. Special tokens are then no text, as ever."""
+    script = '<tool_call>{"name": "get", "arguments": {}}</tool_call>'
+    async with serving(qwen(script, "u:hi|a:")) as rig:
+        (output,) = await both(rig, chat=chat(tool_choice="none"))
+        assert said(output) == ('{"name": "get", "arguments": {}}', "", [])
+        (output,) = await both(rig, chat=chat(tools=[]))
+        assert said(output) == ('{"name": "get", "arguments": {}}', "", [])
+
+
+async def test_tool_choice_auto_leaves_the_model_its_choice():
+    async with serving(qwen("no need")) as rig:
+        for choice in ("", "auto"):
+            (output,) = await both(rig, chat=chat(tool_choice=choice))
+            assert said(output) == ("no need", "", [])
+            assert rig.engine.seen[-1].constraint is None
+
+
+@pytest.mark.parametrize(("choice", "name"), [("required", "get"), ("get", "get"), ("put", "put")])
+async def test_tool_choice_that_requires_a_call_enforces_it(choice, name):
+    """The script says "hello". The lowest allowed token from "h" on begins a thought, which "ello" may be;
+    then the script is over, and of what is left the lowest token is taken each time ("f" before "t").
+    """
+    async with serving(qwen("hello")) as rig:
+        (output,) = await both(rig, chat=chat(tool_choice=choice))
+    arguments = {"get": '{"on": false}', "put": "{}"}[name]
+    assert said(output) == ("", "ello", [(name, arguments)])
+    assert output.token_ids[0] == THINK
+    assert {END_THINK, CALL, END_CALL} <= set(output.token_ids)
+    assert output.finish.reason == types_pb2.FINISH_REASON_EOS
+
+
+async def test_a_required_call_lets_a_good_one_be():
+    """One of a named tool, several under "required"."""
+    two = '<tool_call>\n{"name": "get", "arguments": {"on": true}}\n</tool_call>\n' * 2
+    async with serving(qwen(two.strip())) as rig:
+        (output,) = await both(rig, chat=chat(tool_choice="required"))
+        assert said(output)[2] == [("get", '{"on": true}')] * 2
+        (output,) = await both(rig, chat=chat(tool_choice="get"))
+        assert said(output)[2] == [("get", '{"on": true}')]
+        (output,) = await both(rig, chat=chat(tool_choice="required"), output={"text": False})
+        assert said(output) == ("", "", [])
+        assert list(output.token_ids).count(CALL) == 2, "enforced all the same"
+
+
+async def test_a_thought_that_the_prompt_began():
+    """By an option of the template: the output begins inside."""
+    options = json.dumps({"thinking": True})
+    async with serving(qwen("so\n</think>\nyes", "u:hi|a:<think>")) as rig:
+        (output,) = await both(rig, chat=chat(tools=[], template_options_json=options))
+        assert said(output) == ("yes", "so", [])
+        assert list(output.token_ids[:2]) == ids("so")
+
+
+async def test_reasoning_is_told_without_tools_too():
+    async with serving(qwen(f"{THOUGHT}yes", "u:hi|a:")) as rig:
+        (output,) = await both(rig, chat=chat(tools=[]))
+        assert said(output) == ("yes", "hm, \u00e9", [])
+
+
+async def test_text_prompts_are_not_taken_apart():
+    """Nobody said that the model was to answer in the form of a chat."""
+    async with serving(qwen(f"{THOUGHT}{CALLS}", "a")) as rig:
+        reply = await rig.inference.Generate(generate("a", output={"skip_special_tokens": False}))
+        assert said(reply.outputs[0]) == (f"{THOUGHT}{CALLS}<|end|>", "", [])
+
+
+# -- with other options --
+
+
+@pytest.mark.parametrize("tokens_per_step", [1, 5, 1000])
+@pytest.mark.parametrize("include", [False, True])
+async def test_stop_strings_are_found_in_all_that_is_written(include, tokens_per_step):
+    """In words, in a thought, and in a call, which a stop at its end leaves whole and one within does not."""
+    script = f"{THOUGHT}I look.\n{CALLS}"
+    begun = '<tool_call>\n{"name": "get", "arguments": {"'
+    for stop, expected in (
+        ("look", (f"I {'look' * include}", "hm, \u00e9", [])),
+        ("hm,", ("", "hm," * include, [])),
+        ("</tool_call>", ("I look.", "hm, \u00e9", [("get", ROME)])),
+        ("city", (f"I look.\n{begun}{'city' * include}", "hm, \u00e9", [])),
+    ):
+        async with serving(qwen(script, tokens_per_step=tokens_per_step)) as rig:
+            (output,) = await both(rig, stopping={"stop": [stop], "include_stop": include})
+            assert said(output) == expected
+            assert output.finish.match.stop == stop
+
+
+async def test_limits_cut_a_call_into_text():
+    """What never became a call comes out as it is."""
+    async with serving(qwen(f"I look.\n{CALLS}")) as rig:
+        (output,) = await both(rig, stopping={"max_tokens": 20})
+    assert said(output) == ('I look.\n<tool_call>\n{"name": "', "", [])
+    assert output.finish.reason == types_pb2.FINISH_REASON_MAX_TOKENS
+
+
+async def test_text_off_takes_nothing_apart():
+    async with serving(qwen(f"{THOUGHT}I look.\n{CALLS}")) as rig:
+        (output,) = await both(rig, output={"text": False})
+        assert said(output) == ("", "", [])
+        assert [t for t in output.token_ids if t > EOS] == [THINK, END_THINK, CALL, END_CALL, CALL, END_CALL]
+        (output,) = await both(rig, output={"token_ids": False})
+        assert (said(output)[0], list(output.token_ids)) == ("I look.", [])
+
+
+async def test_special_tokens_are_shown_when_asked():
+    """Those that are no marker: the markers are the parsers'."""
+    async with serving(qwen(f"{THOUGHT}I look.\n{CALLS} bye")) as rig:
+        (output,) = await both(rig, output={"skip_special_tokens": False})
+        assert said(output)[0] == "I look. bye<|end|>"
+        assert len(output.tool_calls) == 2
+
+
+async def test_each_output_is_taken_apart_alone():
+    scripts = {
+        (PROMPT, i): CODEC.encode(text, add_special_tokens=False)
+        for i, text in enumerate([f"{THOUGHT}one", CALLS, "three"])
+    }
+    async with serving(qwen("", scripts=scripts, tokens_per_step=4)) as rig:
+        outputs = await both(rig, sampling={"n": 3}, output={"logprobs": 1})
+    assert [said(o) for o in outputs] == [
+        ("one", "hm, \u00e9", []),
+        ("", "", [("get", ROME), ("put", "{}")]),
+        ("three", "", []),
+    ]
+
+
+async def test_an_abort_hands_out_what_was_held():
+    async with serving(qwen("see <tool_call>{", hold=True)) as rig:
+        parts = asyncio.create_task(collect(rig.inference.Stream(stream(chat=chat(), request_id="r"))))
+        while not rig.engine.seen:  # noqa: ASYNC110 -- the fake has no event
+            await asyncio.sleep(0.005)
+        rig.engine.step(6)
+        while rig.engine.num_steps < 6:  # noqa: ASYNC110
+            await asyncio.sleep(0.005)
+        rig.engine.abort(["r"])
+        (output,) = joined(await parts).outputs
+    assert said(output) == ("see <tool_call>{", "", [])
+
+
+# -- by option of the server --
+
+
+async def test_parsers_by_option():
+    """For a model whose template shows nothing, and against what it shows."""
+    text = "<think>hm</think>[get(a=1)]"
+    plain = byte_codec("{% for m in messages %}{{ m.content }}{% endfor %}")
+    for options, expected in (
+        ({}, (text, "", [])),
+        ({"reasoning_parser": "think"}, ("[get(a=1)]", "hm", [])),
+        ({"reasoning_parser": "think", "tool_call_parser": "pythonic"}, ("", "hm", [("get", '{"a": 1}')])),
+    ):
+        async with serving(fake(codec=plain, max_model_len=500, scripts={"hi": ids(text)}), **options) as rig:
+            (output,) = await both(rig)
+            assert said(output) == expected
+    async with serving(qwen(f"{THOUGHT}{CALLS}"), tool_call_parser="none", reasoning_parser="none") as rig:
+        (output,) = await both(rig, output={"skip_special_tokens": False})
+        assert said(output) == (f"{THOUGHT}{CALLS}<|end|>", "", [])
+        failure = await failure_of(rig.inference.Generate(generate(chat=chat(tool_choice="required"))))
+        assert list(failure.violations) == ["chat.tool_choice"]
