@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import grpc
@@ -11,7 +12,7 @@ from google.rpc import error_details_pb2  # type: ignore[import-untyped]  # ship
 from penstock.runtime import errors
 from penstock.service import errors as service_errors
 from penstock.service.errors import DETAILS_KEY, TABLE, StalledReader, row_of, to_status
-from tests.service.rig import failure_of, fake, generate, serving
+from tests.service.rig import failure_of, fake, generate, serving, stream, until
 
 
 def tree(root: type[errors.PenstockError]) -> list[type[errors.PenstockError]]:
@@ -58,6 +59,8 @@ SAMPLES = [
     (errors.DuplicateRequestId("r"), "ALREADY_EXISTS", "DUPLICATE_REQUEST_ID", {"request_id": "r"}),
     (errors.UnknownModel("x", "y"), "NOT_FOUND", "UNKNOWN_MODEL", {"model": "x", "served_model": "y"}),
     (errors.EngineFailure("gone"), "INTERNAL", "ENGINE_FAILURE", {}),
+    (errors.GenerationError("no"), "INTERNAL", "GENERATION_FAILED", {}),
+    (errors.NonFiniteLogits(), "INTERNAL", "NON_FINITE_LOGITS", {}),
     (errors.WeightsError("no"), "FAILED_PRECONDITION", "WEIGHTS_REFUSED", {}),
     (errors.CheckpointError(missing=["w"]), "FAILED_PRECONDITION", "CHECKPOINT", {}),
     (StalledReader(2), "RESOURCE_EXHAUSTED", "STALLED_READER", {"limit_s": "2"}),
@@ -81,6 +84,53 @@ async def test_every_row_reaches_the_client(error, code, reason, metadata) -> No
         assert (f.code.name, f.reason, dict(f.info.metadata)) == (code, reason, metadata)
         assert "secret" not in f.message
         assert f.message
+
+
+MIDWAY = [
+    (errors.NonFiniteLogits(), "INTERNAL", "NON_FINITE_LOGITS"),
+    (errors.GenerationError("no"), "INTERNAL", "GENERATION_FAILED"),
+    (
+        errors.InvalidRequest([errors.Violation("constraint.regex", "stuck")]),
+        "INVALID_ARGUMENT",
+        "INVALID_FIELD",
+    ),
+    (RuntimeError("secret"), "INTERNAL", "INTERNAL"),
+]
+
+
+@pytest.mark.parametrize(("error", "code", "reason"), MIDWAY, ids=lambda v: type(v).__name__)
+@pytest.mark.parametrize("streamed", [False, True])
+async def test_an_output_that_cannot_go_on_ends_its_rpc_only(error, code, reason, streamed) -> None:
+    """One of three, after two tokens: the others of the request are freed, other requests go on."""
+    engine = fake(hold=True)
+    fields: dict[str, Any] = {"request_id": "r", "sampling": {"n": 3}}
+    async with serving(engine) as rig:
+        other = asyncio.ensure_future(rig.inference.Generate(generate("a")))
+        if streamed:
+            call = rig.inference.Stream(stream("a", **fields))
+            ending = failure_of(drained(call))
+        else:
+            ending = failure_of(rig.inference.Generate(generate("a", **fields)))
+        failing = asyncio.ensure_future(ending)
+        await until(lambda: len(engine.seen) == 4)
+        engine.step(2)
+        await until(lambda: engine.num_steps == 2)
+        engine.fail("r\x001", error)
+        failure = await failing
+        assert (failure.code.name, failure.reason) == (code, reason)
+        assert "secret" not in failure.message
+        await until(lambda: engine.load().num_running == 1)
+        assert sorted(engine.cancelled) == ["r", "r\x002"]
+        again = rig.inference.Generate(generate("y", request_id="r"))
+        engine.release()
+        assert (await again).outputs[0].text == "z", "the id is free"
+        assert (await other).outputs[0].text == "bcdefghijklmnopqrstuvwxyz"
+
+
+async def drained(call: Any) -> None:
+    """Read to the end."""
+    async for message in call:
+        assert message.WhichOneof("event") in ("started", "delta")
 
 
 def details(error: Exception, kind: type) -> list[Any]:

@@ -23,6 +23,8 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from penstock.cli import serve
 from penstock.runtime.config import EngineConfig
+from penstock.runtime.errors import ConfigError
+from penstock.service.context import Truncation
 from penstock.service.options import ServerOptions
 from penstock.v1 import inference_pb2_grpc, types_pb2
 from tests.service.fake import FakeEngine
@@ -33,6 +35,7 @@ GOLDEN = Path(__file__).parents[1] / "golden" / "qwen3"
 REPOSITORY = Path(__file__).parents[2]
 ENGINE = ["--max-num-seqs", "2", "--max-num-batched-tokens", "16", "--kv-cache-bytes", "4M"]
 START_S = 150.0
+OVERRIDE = "--override-generation-config"
 Run = Callable[..., tuple[int, str]]
 
 
@@ -244,6 +247,15 @@ def test_a_port_in_use_is_told_before_anything_is_loaded(run: Run) -> None:
         (["./no-such-folder", "--port", "0"], "no-such-folder", 1),
         (["demo", "--page-size", "3"], "page_size: must be a power of two", 2),
         (["demo", "--stall-limit", "0"], "stall_limit_s: must be above 0", 2),
+        (["demo", "--grammar-time-limit", "0"], "grammar_time_limit_s: must be above 0", 2),
+        (["demo", "--grammar-time-limit", "nan"], "grammar_time_limit_s: must be above 0", 2),
+        (["demo", OVERRIDE, '{"temperature": -1}'], "temperature: must be from 0 to 100", 2),
+        (["demo", OVERRIDE, '{"top_k": 1.5}'], "top_k: must be a whole number", 2),
+        (
+            ["demo", OVERRIDE, '{"max_new_tokens": 3}'],
+            "max_new_tokens cannot be set; there is temperature",
+            2,
+        ),
     ],
 )
 def test_what_cannot_be_served_is_one_clear_line(
@@ -254,6 +266,28 @@ def test_what_cannot_be_served_is_one_clear_line(
     (line,) = [line for line in errors.splitlines() if line.startswith("penstock serve: ")]
     assert complaint in line
     assert "Traceback" not in errors
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        ([OVERRIDE, "{"], "not JSON"),
+        ([OVERRIDE, "[1]"], "must be a JSON object"),
+        (["--truncation", "top"], "invalid choice: 'top'"),
+        (["--tool-call-parser", "gpt"], "invalid choice: 'gpt'"),
+        (["--reasoning-parser", "gpt"], "invalid choice: 'gpt'"),
+        (["--grammar-time-limit", "soon"], "invalid float value"),
+    ],
+)
+def test_what_is_no_value_ends_with_2(
+    arguments: list[str], complaint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as end:
+        parse("demo", *arguments)
+    assert end.value.code == 2
+    errors = capsys.readouterr().err
+    assert complaint in errors
+    assert arguments[0] in errors
 
 
 # -- arguments, without a process --
@@ -267,9 +301,38 @@ def parse(*arguments: str) -> argparse.Namespace:
 
 def test_defaults_are_those_of_the_configurations() -> None:
     args = parse("demo")
-    assert serve._engine_config(args) == EngineConfig()
+    assert serve.engine_config(args) == EngineConfig()
     assert (args.host, args.port) == (ServerOptions().host, ServerOptions().port)
-    assert (args.stall_limit, args.grace) == (ServerOptions().stall_limit_s, ServerOptions().grace_s)
+    assert (args.stall_limit_s, args.grace_s) == (ServerOptions().stall_limit_s, ServerOptions().grace_s)
+    assert serve.server_options(args) == ServerOptions()
+
+
+def test_every_option_of_the_server_arrives() -> None:
+    given = {
+        "--host": "::1",
+        "--port": "7",
+        "--stall-limit": "2.5",
+        "--grace": "0",
+        "--truncation": "middle",
+        "--tool-call-parser": "pythonic",
+        "--reasoning-parser": "none",
+    }
+    assert serve.server_options(parse("demo", *(x for pair in given.items() for x in pair))) == ServerOptions(
+        host="::1",
+        port=7,
+        stall_limit_s=2.5,
+        grace_s=0,
+        truncation=Truncation.MIDDLE,
+        tool_call_parser="pythonic",
+        reasoning_parser="none",
+    )
+
+
+@pytest.mark.parametrize("name", ["tool_call_parser", "reasoning_parser"])
+def test_the_same_values_are_checked_when_embedded(name: str) -> None:
+    options: dict[str, Any] = {name: "gpt"}
+    with pytest.raises(ConfigError, match=f"{name}: must be one of auto, none, "):
+        ServerOptions(**options)
 
 
 def test_every_option_arrives(tmp_path: Path) -> None:
@@ -290,9 +353,11 @@ def test_every_option_arrives(tmp_path: Path) -> None:
         "--kv-cache-bytes": "2G",
         "--hbm-utilization": "0.5",
         "--max-logprobs": "4",
+        OVERRIDE: '{"temperature": 0.5, "do_sample": true}',
+        "--grammar-time-limit": "0.5",
         "--compilation-cache": str(tmp_path),
     }
-    config = serve._engine_config(parse("demo", *(x for pair in given.items() for x in pair)))
+    config = serve.engine_config(parse("demo", *(x for pair in given.items() for x in pair)))
     assert config == EngineConfig(
         served_model_name="m",
         dtype="float16",
@@ -310,17 +375,20 @@ def test_every_option_arrives(tmp_path: Path) -> None:
         kv_cache_bytes=2 * 2**30,
         hbm_utilization=0.5,
         max_logprobs=4,
+        generation_config={"temperature": 0.5, "do_sample": True},
+        grammar_time_limit_s=0.5,
         compilation_cache=tmp_path,
     )
-    assert serve._engine_config(parse("demo", "--compilation-cache", "off")).compilation_cache is None
-    assert not serve._engine_config(parse("demo", "--no-overlap")).overlap
-    assert not serve._engine_config(parse("demo", "--no-native")).native
+    assert serve.engine_config(parse("demo", "--compilation-cache", "off")).compilation_cache is None
+    assert not serve.engine_config(parse("demo", "--no-overlap")).overlap
+    assert not serve.engine_config(parse("demo", "--no-native")).native
 
 
 def test_every_option_of_the_engine_can_be_given() -> None:
     """An option added to EngineConfig fails here until the command has it."""
     offered = set(vars(parse("demo")))
     assert {f.name for f in dataclasses.fields(EngineConfig)} - {"show_progress"} <= offered
+    assert {f.name for f in dataclasses.fields(ServerOptions)} - {"max_receive_bytes"} <= offered
 
 
 @pytest.mark.parametrize(

@@ -24,6 +24,7 @@ SERVICES = [
 METHODS = {f"{s.full_name}/{m.name}": m for s in SERVICES for m in s.methods}
 SERVED = {name: method for name, method in METHODS.items() if name not in REFUSED_RPCS}
 GENERATE, CONTROL, REAL = "test_generate", "test_control", "test_cache_and_priority"
+CHATS, CONSTRAINTS, CONTEXT = "test_chats", "test_constraints", "test_context"
 
 EFFECTS = {
     "request_id": f"{GENERATE}::test_request_id_reaches_the_engine",
@@ -35,12 +36,41 @@ EFFECTS = {
     "chat.messages": f"{GENERATE}::test_chat_is_rendered_with_the_template",
     "chat.messages.role": f"{GENERATE}::test_chat_is_rendered_with_the_template",
     "chat.messages.content": f"{GENERATE}::test_chat_is_rendered_with_the_template",
+    **dict.fromkeys(
+        (
+            "chat.messages.tool_calls",
+            "chat.messages.tool_calls.id",
+            "chat.messages.tool_calls.name",
+            "chat.messages.tool_calls.arguments_json",
+            "chat.messages.tool_call_id",
+        ),
+        f"{CHATS}::test_calls_and_what_tools_answered_stand_in_the_prompt",
+    ),
+    "chat.tools": f"{CHATS}::test_tools_stand_in_the_prompt",
+    "chat.tools.name": f"{CHATS}::test_tools_stand_in_the_prompt",
+    "chat.tools.description": f"{CHATS}::test_a_tools_definition_reaches_the_template",
+    "chat.tools.parameters_json": f"{CHATS}::test_a_tools_definition_reaches_the_template",
+    "chat.tool_choice": "test_tool_calls::test_tool_choice_that_requires_a_call_enforces_it",
+    "chat.chat_template": f"{CHATS}::test_a_template_of_the_requests_own",
+    "chat.template_options_json": f"{CHATS}::test_options_are_variables_of_the_template",
     "sampling": f"{GENERATE}::test_sampling_reaches_the_engine",
     "sampling.temperature": f"{GENERATE}::test_sampling_reaches_the_engine",
     "sampling.top_p": f"{GENERATE}::test_sampling_reaches_the_engine",
     "sampling.top_k": f"{GENERATE}::test_sampling_reaches_the_engine",
     "sampling.min_p": f"{GENERATE}::test_sampling_reaches_the_engine",
+    "sampling.presence_penalty": f"{GENERATE}::test_sampling_reaches_the_engine",
+    "sampling.frequency_penalty": f"{GENERATE}::test_sampling_reaches_the_engine",
+    "sampling.repetition_penalty": f"{GENERATE}::test_sampling_reaches_the_engine",
     "sampling.seed": f"{GENERATE}::test_sampling_reaches_the_engine",
+    "sampling.n": "test_outputs::test_n_outputs_in_order",
+    **dict.fromkeys(
+        (
+            "sampling.logit_bias",
+            "sampling.bad_words",
+            "sampling.allowed_token_ids",
+        ),
+        f"{GENERATE}::test_tokens_that_are_pushed_or_forbidden_reach_the_engine",
+    ),
     "stopping": f"{GENERATE}::test_max_tokens",
     "stopping.max_tokens": f"{GENERATE}::test_max_tokens",
     "stopping.min_tokens": f"{GENERATE}::test_min_tokens_delays_the_end_and_stops",
@@ -55,13 +85,24 @@ EFFECTS = {
     "output.text": f"{GENERATE}::test_text_off_runs_no_detokenizer",
     "output.token_ids": f"{GENERATE}::test_token_ids_off",
     "output.logprobs": f"{GENERATE}::test_logprobs",
+    "output.prompt_logprobs": "test_prompt_logprobs::test_prompt_logprobs",
     "output.skip_special_tokens": f"{GENERATE}::test_special_tokens_are_shown_when_asked",
     "output.echo_prompt_token_ids": f"{GENERATE}::test_prompt_ids_are_echoed_when_asked",
     "cache": f"{REAL}::test_salts_share_nothing",
     "cache.cache_salt": f"{REAL}::test_salts_share_nothing",
     "cache.bypass_prefix_cache": f"{REAL}::test_bypass_neither_reads_nor_adds",
     "priority": f"{REAL}::test_a_higher_priority_overtakes",
-    "context": f"{GENERATE}::test_truncation_reject_is_the_default",
+    "constraint": f"{CONSTRAINTS}::test_every_kind",
+    "constraint.json_schema": f"{CONSTRAINTS}::test_every_kind",
+    "constraint.json_object": f"{CONSTRAINTS}::test_json_object",
+    "constraint.regex": f"{CONSTRAINTS}::test_every_kind",
+    "constraint.ebnf": f"{CONSTRAINTS}::test_every_kind",
+    "constraint.choice": f"{CONSTRAINTS}::test_every_kind",
+    "constraint.choice.choices": f"{CONSTRAINTS}::test_every_kind",
+    "context": f"{CONTEXT}::test_truncation",
+    "context.truncation": f"{CONTEXT}::test_truncation",
+    "context.reserve_tokens": f"{CONTEXT}::test_reserve_tokens",
+    "context.cap_max_tokens": f"{CONTEXT}::test_cap_max_tokens",
     "min_tokens_per_message": f"{GENERATE}::test_min_tokens_per_message_coalesces",
     "request_ids": "test_abort::test_exact_ids",
     "request_ids.ids": "test_abort::test_exact_ids",
@@ -175,24 +216,33 @@ def test_refused_when_set(name: str, path: str) -> None:
     assert refusal.value.fields == (shown,)
 
 
-@pytest.mark.parametrize("path", ["output.prompt_logprobs", "context.reserve_tokens"])
-def test_refused_also_when_set_to_zero(path: str) -> None:
-    """`optional` fields: 0 is not unset."""
-    message = inference_pb2.GenerateRequest()
-    parent, field = path.split(".")
-    setattr(getattr(message, parent), field, 0)
-    with pytest.raises(UnsupportedFeature):
-        check_supported(message)
+LACKING = {
+    "priority": (),
+    "output.prompt_logprobs": (),
+    "output.text": (False,),
+    "chat": (),
+    **{f"constraint.{field.name}": () for field in types_pb2.Constraint.DESCRIPTOR.fields},
+}
+"""What a server might lack, as it was started."""
 
 
-@pytest.mark.parametrize(
-    "kind", [f.name for f in types_pb2.Constraint.DESCRIPTOR.oneofs_by_name["kind"].fields]
-)
-def test_every_kind_of_constraint_is_refused(kind: str) -> None:
+@pytest.mark.parametrize("path", LACKING)
+def test_what_this_server_lacks_is_refused_when_set(path: str) -> None:
     message = inference_pb2.GenerateRequest()
-    set_field(message.constraint, kind)
-    with pytest.raises(UnsupportedFeature, match="constraint"):
-        check_supported(message)
+    check_supported(message, LACKING)
+    shown = set_field(message, path)
+    check_supported(message)
+    with pytest.raises(UnsupportedFeature) as refusal:
+        check_supported(message, LACKING)
+    assert refusal.value.fields == (shown,)
+
+
+def test_an_optional_zero_is_not_unset() -> None:
+    """Refused as any value, but where that very value asks for nothing."""
+    message = inference_pb2.GenerateRequest(output=types_pb2.OutputOptions(prompt_logprobs=0, text=False))
+    with pytest.raises(UnsupportedFeature) as refusal:
+        check_supported(message, LACKING)
+    assert refusal.value.fields == ("output.prompt_logprobs",)
 
 
 async def test_all_refused_fields_are_named_in_the_status() -> None:
@@ -200,6 +250,7 @@ async def test_all_refused_fields_are_named_in_the_status() -> None:
         "sampling": {"n": 2, "presence_penalty": 0.5},
         "adapter": "lora",
         "priority": -1,  # on a server that serves in order of arrival
+        "min_weights": types_pb2.WeightsVersion(generation=1),
         "stopping": {"max_tokens": 0},
     }
     async with serving() as rig:
@@ -207,17 +258,7 @@ async def test_all_refused_fields_are_named_in_the_status() -> None:
         streamed = await failure_of(rig.inference.Stream(stream("a", **fields)).read())
     for f in (failure, streamed):
         assert (f.code.name, f.reason) == ("UNIMPLEMENTED", "UNSUPPORTED_FEATURE")
-        assert f.info.metadata["field"] == "sampling.presence_penalty,sampling.n,adapter,priority"
-
-
-async def test_a_tool_turn_is_refused() -> None:
-    chat = {"messages": [types_pb2.ChatMessage(role="user"), types_pb2.ChatMessage(role="tool")]}
-    async with serving() as rig:
-        failure = await failure_of(rig.inference.Generate(generate(chat=chat)))
-    assert (failure.reason, failure.info.metadata["field"]) == (
-        "UNSUPPORTED_FEATURE",
-        "chat.messages[1].role",
-    )
+        assert f.info.metadata["field"] == "adapter,priority,min_weights"
 
 
 @pytest.mark.parametrize("name", sorted(REFUSED_RPCS))

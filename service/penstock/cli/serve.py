@@ -80,6 +80,7 @@ def add_parser(subparsers: Subparsers) -> None:
     )
     net.add_argument(
         "--stall-limit",
+        dest="stall_limit_s",
         type=float,
         default=_OPTIONS.stall_limit_s,
         metavar="SECONDS",
@@ -87,6 +88,7 @@ def add_parser(subparsers: Subparsers) -> None:
     )
     net.add_argument(
         "--grace",
+        dest="grace_s",
         type=float,
         default=_OPTIONS.grace_s,
         metavar="SECONDS",
@@ -140,6 +142,7 @@ def _add_requests(parser: argparse.ArgumentParser) -> None:
     )
     requests.add_argument(
         "--grammar-time-limit",
+        dest="grammar_time_limit_s",
         type=float,
         default=_CONFIG.grammar_time_limit_s,
         metavar="SECONDS",
@@ -291,16 +294,8 @@ def run(args: argparse.Namespace) -> int:
     for noisy in ("jax", "httpx", "asyncio", "filelock", "huggingface_hub", "transformers"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
     try:
-        options = ServerOptions(
-            host=args.host,
-            port=args.port,
-            stall_limit_s=args.stall_limit,
-            grace_s=args.grace,
-            truncation=Truncation(args.truncation),
-            tool_call_parser=args.tool_call_parser,
-            reasoning_parser=args.reasoning_parser,
-        )
-        config = _engine_config(args)
+        options = server_options(args)
+        config = engine_config(args)
     except ConfigError as error:
         print(f"penstock serve: {error}", file=sys.stderr)
         return 2
@@ -317,7 +312,21 @@ def run(args: argparse.Namespace) -> int:
     return code
 
 
-def _engine_config(args: argparse.Namespace) -> EngineConfig:
+def server_options(args: argparse.Namespace) -> ServerOptions:
+    """The front's options of a command line. Raises ConfigError."""
+    return ServerOptions(
+        host=args.host,
+        port=args.port,
+        stall_limit_s=args.stall_limit_s,
+        grace_s=args.grace_s,
+        truncation=Truncation(args.truncation),
+        tool_call_parser=args.tool_call_parser,
+        reasoning_parser=args.reasoning_parser,
+    )
+
+
+def engine_config(args: argparse.Namespace) -> EngineConfig:
+    """The engine's. Raises ConfigError."""
     cache = None if args.compilation_cache == "off" else Path(args.compilation_cache).expanduser()
     return EngineConfig(
         served_model_name=args.served_model_name,
@@ -339,7 +348,7 @@ def _engine_config(args: argparse.Namespace) -> EngineConfig:
         hbm_utilization=args.hbm_utilization,
         max_logprobs=args.max_logprobs,
         generation_config=args.generation_config,
-        grammar_time_limit_s=args.grammar_time_limit,
+        grammar_time_limit_s=args.grammar_time_limit_s,
         compilation_cache=cache,
     )
 

@@ -154,6 +154,7 @@ class Buffer:
         try:
             delta = self._assembler.add(output)
         except Exception as error:  # noqa: BLE001 -- raised to the reader, whatever it is
+            self._ended = output.last
             self._fail(error)
             return
         self._append(delta)

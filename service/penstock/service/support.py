@@ -60,8 +60,6 @@ _GENERATE_HONOURED = _CHAT_HONOURED | {
     "sampling.seed",
     "sampling.n",
     "sampling.logit_bias",
-    "sampling.logit_bias.key",
-    "sampling.logit_bias.value",
     "sampling.bad_words",
     "sampling.allowed_token_ids",
     "stopping",
