@@ -10,7 +10,7 @@ from penstock.runtime.assemble import Assembler
 from penstock.runtime.request import Finish, FinishReason, Output, SamplingParams, StoppingParams
 from penstock.service.convert import Job, ResponseOptions, TokenPrompt
 from penstock.service.errors import StalledReader
-from penstock.service.streams import Buffer, Switchboard
+from penstock.service.streams import Buffer, Switchboard, take_any
 from tests.service.rig import CODEC, fake
 
 
@@ -79,6 +79,35 @@ async def test_an_id_cannot_forge_a_line_of_the_log(caplog):
     with pytest.raises(StalledReader):
         await one.take()
     assert "\n" not in caplog.messages[0]
+
+
+async def test_a_reader_of_several_that_stalls_after_one_is_given_up():
+    """What waits in the second has waited since before the first was taken, and nothing more comes."""
+    board = Switchboard(asyncio.get_running_loop())
+    changed = asyncio.Event()
+    both = [buffer(board, fake(), name, stall_limit_s=0.05, changed=changed) for name in "ab"]
+    for one in both:
+        one.deliver(Output("", (98,), finish=Finish(FinishReason.EOS)))
+    assert (await take_any(both))[0] == 0
+    assert (await take_any(both[1:]))[1].text == "b", "in time"
+    both[1].close()
+    late = [buffer(board, fake(), name, stall_limit_s=0.05, changed=changed) for name in "cd"]
+    for one in late:
+        one.deliver(Output("", (98,), finish=Finish(FinishReason.EOS)))
+    assert (await take_any(late))[0] == 0
+    await asyncio.sleep(0.3)
+    with pytest.raises(StalledReader):
+        await take_any(late[1:])
+
+
+async def test_a_reader_that_has_taken_all_does_not_stall():
+    board = Switchboard(asyncio.get_running_loop())
+    one = buffer(board, fake(), "one", stall_limit_s=0.05)
+    one.deliver(Output("", (98,)))
+    assert (await one.take()).text == "b"
+    await asyncio.sleep(0.2)
+    one.deliver(Output("", (99,), finish=Finish(FinishReason.EOS)))
+    assert (await one.take()).text == "c"
 
 
 async def test_outputs_after_the_loops_end_are_dropped():

@@ -88,9 +88,8 @@ class PendingDelta:
 
 
 async def take_any(buffers: Sequence[Buffer]) -> tuple[int, Delta]:
-    """The next delta of any of these, which must share their `changed`, and whose it is. The first that has
-    one
-    goes first, but for those that have ended; raises what went wrong with any.
+    """The next delta of any of these, which must share their `changed`, and whose it is: of the first that
+    has one. Raises what went wrong with any.
     """
     for buffer in buffers:
         buffer.reading = True
@@ -165,9 +164,7 @@ class Buffer:
             if self._holds_id():
                 self._engine.finish(self._request_id, self._assembler.stop)
         self.changed.set()
-        if not self._reading and self._timer is None and self._stall_limit_s is not None:
-            loop = asyncio.get_running_loop()
-            self._timer = loop.call_later(self._stall_limit_s, self._stalled)
+        self._watch()
 
     async def take(self) -> Delta:
         """The next delta of at least `min_tokens` tokens, or the last one; raises what went wrong."""
@@ -183,6 +180,8 @@ class Buffer:
         self._reading = value
         if value:
             self._stop_timer()
+        else:
+            self._watch()  # what other outputs made may wait here since before
 
     def pop(self) -> Delta:
         """What `can_take` found; raises what went wrong."""
@@ -216,6 +215,12 @@ class Buffer:
         if not self._pending or (delta.token_ids and self._pending[-1].generation != delta.generation):
             self._pending.append(PendingDelta(delta.generation))
         self._pending[-1].add(delta)
+
+    def _watch(self) -> None:
+        """Time a reader that is away while something waits."""
+        if self._pending and not self._reading and self._timer is None and self._stall_limit_s is not None:
+            loop = asyncio.get_running_loop()
+            self._timer = loop.call_later(self._stall_limit_s, self._stalled)
 
     def _stalled(self) -> None:
         self._timer = None

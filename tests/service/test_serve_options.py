@@ -1,0 +1,251 @@
+"""The arguments of `penstock serve`, without a process: what they become, and what is refused."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import logging
+import socket
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from penstock.cli import serve
+from penstock.runtime.config import EngineConfig
+from penstock.runtime.errors import ConfigError
+from penstock.service.context import Truncation
+from penstock.service.options import ServerOptions
+from tests.service.fake import FakeEngine
+
+OVERRIDE = "--override-generation-config"
+Run = Callable[..., tuple[int, str]]
+
+
+@pytest.fixture
+def run(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Callable[..., tuple[int, str]]:
+    """Runs the command; its exit code and what it wrote to stderr."""
+    monkeypatch.setattr(logging, "basicConfig", lambda **_: None)
+
+    def command(*arguments: str) -> tuple[int, str]:
+        code = serve.run(parse(*arguments))
+        return code, capsys.readouterr().err
+
+    return command
+
+
+def test_a_port_in_use_is_told_before_anything_is_loaded(run: Run) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        code, errors = run("no-such-model", "--port", str(port))
+    assert code == 1
+    assert f"penstock serve: cannot listen on 127.0.0.1:{port}: Address already in use" in errors
+    assert "--port" in errors
+    assert "no-such-model" not in errors
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint", "expected"),
+    [
+        (["./no-such-folder", "--port", "0"], "no-such-folder", 1),
+        (["demo", "--page-size", "3"], "page_size: must be a power of two", 2),
+        (["demo", "--stall-limit", "0"], "stall_limit_s: must be above 0", 2),
+        (["demo", "--grammar-time-limit", "0"], "grammar_time_limit_s: must be above 0", 2),
+        (["demo", "--grammar-time-limit", "nan"], "grammar_time_limit_s: must be above 0", 2),
+        (["demo", OVERRIDE, '{"temperature": -1}'], "temperature: must be from 0 to 100", 2),
+        (["demo", OVERRIDE, '{"top_k": 1.5}'], "top_k: must be a whole number", 2),
+        (
+            ["demo", OVERRIDE, '{"max_new_tokens": 3}'],
+            "max_new_tokens cannot be set; there is temperature",
+            2,
+        ),
+    ],
+)
+def test_what_cannot_be_served_is_one_clear_line(
+    run: Run, arguments: list[str], complaint: str, expected: int
+) -> None:
+    code, errors = run(*arguments)
+    assert code == expected
+    (line,) = [line for line in errors.splitlines() if line.startswith("penstock serve: ")]
+    assert complaint in line
+    assert "Traceback" not in errors
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        ([OVERRIDE, "{"], "not JSON"),
+        ([OVERRIDE, "[1]"], "must be a JSON object"),
+        (["--truncation", "top"], "invalid choice: 'top'"),
+        (["--tool-call-parser", "gpt"], "invalid choice: 'gpt'"),
+        (["--reasoning-parser", "gpt"], "invalid choice: 'gpt'"),
+        (["--grammar-time-limit", "soon"], "invalid float value"),
+    ],
+)
+def test_what_is_no_value_ends_with_2(
+    arguments: list[str], complaint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as end:
+        parse("demo", *arguments)
+    assert end.value.code == 2
+    errors = capsys.readouterr().err
+    assert complaint in errors
+    assert arguments[0] in errors
+
+
+# -- arguments, without a process --
+
+
+def parse(*arguments: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    serve.add_parser(parser.add_subparsers())
+    return parser.parse_args(["serve", *arguments])
+
+
+def test_defaults_are_those_of_the_configurations() -> None:
+    args = parse("demo")
+    assert serve.engine_config(args) == EngineConfig()
+    assert (args.host, args.port) == (ServerOptions().host, ServerOptions().port)
+    assert (args.stall_limit_s, args.grace_s) == (ServerOptions().stall_limit_s, ServerOptions().grace_s)
+    assert serve.server_options(args) == ServerOptions()
+
+
+def test_every_option_of_the_server_arrives() -> None:
+    given = {
+        "--host": "::1",
+        "--port": "7",
+        "--stall-limit": "2.5",
+        "--grace": "0",
+        "--truncation": "middle",
+        "--tool-call-parser": "pythonic",
+        "--reasoning-parser": "none",
+    }
+    assert serve.server_options(parse("demo", *(x for pair in given.items() for x in pair))) == ServerOptions(
+        host="::1",
+        port=7,
+        stall_limit_s=2.5,
+        grace_s=0,
+        truncation=Truncation.MIDDLE,
+        tool_call_parser="pythonic",
+        reasoning_parser="none",
+    )
+
+
+@pytest.mark.parametrize("name", ["tool_call_parser", "reasoning_parser"])
+def test_the_same_values_are_checked_when_embedded(name: str) -> None:
+    options: dict[str, Any] = {name: "gpt"}
+    with pytest.raises(ConfigError, match=f"{name}: must be one of auto, none, "):
+        ServerOptions(**options)
+
+
+def test_every_option_arrives(tmp_path: Path) -> None:
+    given = {
+        "--served-model-name": "m",
+        "--dtype": "float16",
+        "--quantization": "int8",
+        "--max-model-len": "100",
+        "--max-num-seqs": "3",
+        "--max-num-batched-tokens": "64",
+        "--max-prefill-chunk": "32",
+        "--scheduling-policy": "priority",
+        "--prefix-cache-pages": "7",
+        "--max-decode-steps": "5",
+        "--decode-window": "0.5",
+        "--max-queued-requests": "9",
+        "--page-size": "8",
+        "--kv-cache-bytes": "2G",
+        "--hbm-utilization": "0.5",
+        "--max-logprobs": "4",
+        OVERRIDE: '{"temperature": 0.5, "do_sample": true}',
+        "--grammar-time-limit": "0.5",
+        "--compilation-cache": str(tmp_path),
+    }
+    config = serve.engine_config(parse("demo", *(x for pair in given.items() for x in pair)))
+    assert config == EngineConfig(
+        served_model_name="m",
+        dtype="float16",
+        quantization="int8",
+        max_model_len=100,
+        max_num_seqs=3,
+        max_num_batched_tokens=64,
+        max_prefill_chunk=32,
+        scheduling_policy="priority",
+        prefix_cache_pages=7,
+        max_decode_steps=5,
+        decode_window_s=0.5,
+        max_queued_requests=9,
+        page_size=8,
+        kv_cache_bytes=2 * 2**30,
+        hbm_utilization=0.5,
+        max_logprobs=4,
+        generation_config={"temperature": 0.5, "do_sample": True},
+        grammar_time_limit_s=0.5,
+        compilation_cache=tmp_path,
+    )
+    assert serve.engine_config(parse("demo", "--compilation-cache", "off")).compilation_cache is None
+    assert not serve.engine_config(parse("demo", "--no-overlap")).overlap
+    assert not serve.engine_config(parse("demo", "--no-native")).native
+
+
+def test_every_option_of_the_engine_can_be_given() -> None:
+    """An option added to EngineConfig fails here until the command has it."""
+    offered = set(vars(parse("demo")))
+    assert {f.name for f in dataclasses.fields(EngineConfig)} - {"show_progress"} <= offered
+    assert {f.name for f in dataclasses.fields(ServerOptions)} - {"max_receive_bytes"} <= offered
+
+
+@pytest.mark.parametrize(
+    ("options", "lines"),
+    [
+        ({}, ["FakeForCausalLM, auto, vocabulary", "scheduling: fcfs; prefix cache: all free pages"]),
+        (
+            {"quantization": "int8", "scheduling_policy": "priority", "prefix_cache_pages": 7},
+            ["FakeForCausalLM, auto with int8, vocabulary", "priority; prefix cache: at most 7 pages"],
+        ),
+        ({"prefix_cache_pages": 0}, ["prefix cache: off"]),
+    ],
+)
+def test_what_was_resolved_is_told(
+    caplog: pytest.LogCaptureFixture, options: dict[str, Any], lines: list[str]
+) -> None:
+    engine: Any = FakeEngine(**options)
+    with caplog.at_level(logging.INFO):
+        serve._tell(engine)
+    for line in lines:
+        assert line in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("1", 1),
+        ("512M", 512 * 2**20),
+        ("2G", 2**31),
+        ("2g", 2**31),
+        ("1.5GiB", 3 * 2**29),
+        ("4kb", 4096),
+        ("7B", 7),
+    ],
+)
+def test_size(text: str, value: int) -> None:
+    assert serve.size(text) == value
+
+
+@pytest.mark.parametrize("text", ["", "G", "2X", "-1", "0", "inf", "nan", "1e400G", "0.1", "2 G G"])
+def test_bad_size(text: str) -> None:
+    with pytest.raises(argparse.ArgumentTypeError):
+        serve.size(text)
+
+
+def test_help_has_defaults_and_examples(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        parse("--help")
+    assert end.value.code == 0
+    text = capsys.readouterr().out
+    for part in ("penstock serve demo", "default: 50051", "--kv-cache-bytes", "SIGTERM"):
+        assert part in text
