@@ -13,6 +13,7 @@ import pytest
 
 from penstock.runtime.core import EngineCore
 from penstock.runtime.interface import InFlightPolicy
+from penstock.runtime.outputs import outputs_of
 from penstock.runtime.pacing import DecodePacer
 from penstock.runtime.request import (
     CacheParams,
@@ -58,13 +59,14 @@ def core(*, overlap: bool = True, steps: int = 1, **limits: Any) -> Iterator[tup
 
 
 def requests(seed: int) -> list[Request]:
+    """Of one to four outputs each."""
     rng = random.Random(seed)
     shared = rng.choices(range(VOCAB), k=20)
-    return [
+    asked = [
         Request(
             f"r{i}",
             (*shared[: rng.randint(1, 20)], *rng.choices(range(VOCAB), k=rng.randint(0, 9))),
-            GREEDY,
+            SamplingParams(seed=i) if i % 2 else GREEDY,
             StoppingParams(
                 max_tokens=rng.choice([None, rng.randint(5, 25)]),
                 min_tokens=rng.choice([0, 5]),
@@ -76,6 +78,7 @@ def requests(seed: int) -> list[Request]:
         )
         for i in range(14)
     ]
+    return [output for i, request in enumerate(asked) for output in outputs_of(request, 1 + i % 4)]
 
 
 @pytest.mark.parametrize("overlap", [False, True])

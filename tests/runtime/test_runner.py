@@ -28,9 +28,11 @@ from penstock.runtime.packing import (
 )
 from penstock.runtime.plan import PageWrite, Plan, PlanRow
 from penstock.runtime.request import MAX_STOP_TOKEN_IDS, Request, SamplingParams, StoppingParams
+from penstock.runtime.request_programs import make_page_copies, pack_page_copies
 from penstock.runtime.runner import ModelRunner, single_device_mesh
 from penstock.runtime.runner_config import RunnerConfig
 from penstock.runtime.sampling_codes import LOGPROBS, PENALTIES, SAMPLING
+from penstock.runtime.step import compile_program
 from tests.support.toy import OFFSET, TEST_CACHE, VOCAB, toy_model, toy_tokens
 
 GREEDY = SamplingParams(temperature=0.0)
@@ -171,6 +173,44 @@ def test_padding_writes_nowhere_and_reads_nothing(runner: ModelRunner) -> None:
     cache = np.asarray(runner._kv[0])
     finite = {(int(p), int(o)) for p, o in zip(*np.nonzero(np.isfinite(cache[:, 1, 0, :, 0])), strict=True)}
     assert finite == {(3, 0), (3, 1), (3, 2), (3, 3), (11, 0)}
+
+
+def test_pages_are_copied_in_all_layers_in_place_and_padding_copies_nothing() -> None:
+    kv = tuple(jax.random.normal(jax.random.key(i), (5, 2, 1, 4, 3)) for i in range(3))
+    before = [np.array(layer) for layer in kv]
+    pointers = [layer.unsafe_buffer_pointer() for layer in kv]
+    program = compile_program(make_page_copies(), kv, pack_page_copies((), 4, 5), donate=(0,))
+    for copies in [(), ((4, 0), (2, 1)), ((0, 3),), ((1, 4), (1, 2), (1, 0), (1, 3))]:
+        kv = program(kv, pack_page_copies(copies, 4, 5))
+        for layer in before:
+            layer[[to for _, to in copies]] = layer[[at for at, _ in copies]]
+        for layer, expected in zip(kv, before, strict=True):
+            np.testing.assert_array_equal(layer, expected)
+    assert [layer.unsafe_buffer_pointer() for layer in kv] == pointers
+
+
+def test_a_fork_goes_on_from_a_copy_and_the_first_one_from_its_own_page(runner: ModelRunner) -> None:
+    """Both write position 6 in the step after the copy, in pages of their own. The first two tokens of the
+    fork's last page come from the copy alone.
+    """
+    counter = CompileCounter()
+    counter.start()
+    prompt = [1, 2, 3, 4, 5, 6, 7]
+    tokens = toy_tokens(prompt, 3)
+    assert runner._kv is not None
+    pointer = runner._kv[0].unsafe_buffer_pointer()
+    pending = [runner.execute_async(prefill(prompt, 0, [3, 5]))]
+    fork = Request("r2", tuple(prompt), GREEDY, StoppingParams(ignore_eos=True), fork_of="r0")
+    rows = (PlanRow("r0", 0, 7, 1, None, True), PlanRow("r2", 2, 6, 1, (7,), True))
+    writes = (PageWrite(2, 0, 3), PageWrite(2, 1, 8))
+    pending.append(runner.execute_async(Plan(1, rows, ((2, fork),), writes, page_copies=((5, 8),))))
+    pending.append(runner.execute_async(Plan(2, (PlanRow("r2", 2, 7, 1, None, True),))))
+    made = [runner.wait(p).token_ids for p in pending]
+    assert made == [[tokens[:1]], [tokens[1:2], tokens[:1]], [tokens[1:2]]]
+    assert runner._kv is not None
+    assert runner._kv[0].unsafe_buffer_pointer() == pointer
+    counter.stop()
+    assert counter.count == 0
 
 
 def test_destroying_the_cache_frees_it_and_it_can_come_back(runner: ModelRunner) -> None:

@@ -14,7 +14,8 @@ import random
 from hypothesis import given, note, settings
 from hypothesis import strategies as st
 
-from penstock.runtime.request import CacheParams, Request, StoppingParams
+from penstock.runtime.outputs import outputs_of
+from penstock.runtime.request import CacheParams, Request, SamplingParams, StoppingParams
 from penstock.runtime.scheduler import SchedulerConfig
 from tests.support.fake_runner import EOS, VOCAB, Rota
 from tests.support.traffic import Traffic
@@ -62,9 +63,17 @@ def random_request(rng: random.Random) -> Request:
         stopping=stopping,
         logprobs=rng.choice([None, 0, 2]),
         cache=CacheParams(rng.choice(["", "", "salt"]), rng.random() < 0.1),
+        sampling=SamplingParams(seed=rng.randrange(2**64)),
         priority=rng.randint(-1, 1),
-        constraint=Rota(rng.randint(1, 20)) if rng.random() < 0.2 else None,
     )
+
+
+def random_outputs(rng: random.Random) -> list[Request]:
+    """One request as the engine sees it."""
+    n = rng.choice([1, 1, 1, rng.randint(2, 4)])
+    limits = [rng.randint(1, 20) for _ in range(n)]
+    constraints = [Rota(limit) for limit in limits] if rng.random() < 0.2 else []
+    return outputs_of(random_request(rng), n, constraints)
 
 
 def one_event(traffic: Traffic, rng: random.Random) -> None:
@@ -75,7 +84,8 @@ def one_event(traffic: Traffic, rng: random.Random) -> None:
     max_steps = rng.choice([1, 1, 8, rng.randint(2, 7)])
     if kind == "arrive":
         for _ in range(rng.randint(1, 4)):
-            traffic.arrive(random_request(rng))
+            for request in random_outputs(rng):
+                traffic.arrive(request)
     elif kind == "run":
         traffic.run(rng.randint(1, 8), ahead=rng.randint(0, 1), max_steps=max_steps)
     elif kind == "dispatch" and len(traffic.in_flight) < 2:

@@ -37,10 +37,11 @@ def digest(previous: int, token: int) -> int:
     return (previous * 1_000_003 + token + 1) % (2**61 - 1)
 
 
-def next_token(digests: Sequence[int], length: int, banned: frozenset[int]) -> int:
-    """Depends on all that is read and on the length; going on to the next id not banned stands for the
-    mask."""
-    token = (sum(digests) + 7 * length) % VOCAB
+def next_token(request: Request, digests: Sequence[int], length: int, banned: frozenset[int]) -> int:
+    """Depends on all that is read, on the length and, unless greedy, on the seed; going on to the next id not
+    banned stands for the mask."""
+    seed = 0 if request.sampling.greedy else request.sampling.seed or 0
+    token = (sum(digests) + 7 * length + seed) % VOCAB
     while token in banned:
         token = (token + 1) % VOCAB
     return token
@@ -107,7 +108,7 @@ def run_alone(
         seen = digests if window is None else digests[-window:]
         may_stop = len(out) >= stopping.min_tokens
         banned = (frozenset() if may_stop else end_ids(request)) | forbidden(request, len(out))
-        token = next_token(seen, len(history), banned)
+        token = next_token(request, seen, len(history), banned)
         history.append(token)
         out.append(token)
         if may_stop and token in eos:
@@ -146,10 +147,12 @@ class FakeRunner:
             self.last.pop(slot, None)  # it belonged to another request, or to a history that is computed anew
         for write in plan.page_writes:
             self.tables[write.slot][write.index] = write.page
-            # What comes from the prefix cache is full already (or will be when this step has written); all
-            # else is new to this row, and what stands in it is somebody's past.
+            # What is shared is full already (or will be when this step has written); all else is new to this
+            # row, and what stands in it is somebody's past.
             if write.slot not in entered or write.index >= shared[write.slot]:
                 self.kv[write.page] = [None] * self.config.page_size
+        for source, destination in plan.page_copies:
+            self.kv[destination] = self.kv[source][:]
         made: list[list[int]] = [[] for _ in plan.rows]
         for step in range(plan.num_steps):
             rows = [
@@ -209,7 +212,7 @@ class FakeRunner:
         request = self.requests[row.slot]
         banned = end_ids(request) if step < row.bans else frozenset[int]()
         banned |= forbidden(request, length - len(request.prompt_token_ids))
-        return next_token(digests, length, banned)
+        return next_token(request, digests, length, banned)
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,8 @@ from collections import deque
 import pytest
 
 from penstock.runtime.errors import DuplicateRequestId, ExceedsKVCapacity, PromptTooLong, QueueFull
-from penstock.runtime.plan import Plan, PlanRow, StepResult
+from penstock.runtime.outputs import request_id_of
+from penstock.runtime.plan import PageWrite, Plan, PlanRow, StepResult
 from penstock.runtime.request import FinishReason, Output, Request, TokenLogprobs
 from penstock.runtime.scheduler import Scheduler, SchedulerConfig
 from tests.support.fake_runner import FakeRunner, run_alone
@@ -33,12 +34,19 @@ class Tracked:
         self.pending = 0
         self.decoding = False
         self.preemptions = 0
+        self.overtaken = False
+        """While it waited for a prefix that somebody computed, others entered."""
         self.cached: int | None = None
-        """Tokens found in the prefix cache at its first entry."""
+        """Tokens that it need not compute at its first entry."""
+        self.shares = False
+        """Whether its forks may have its pages: it runs, and nothing was flushed since it entered."""
 
     @property
     def known(self) -> list[int]:
         return [*self.request.prompt_token_ids, *self.made]
+
+    def entered(self, plan: Plan) -> bool:
+        return any(request is self.request for _, request in plan.new_requests)
 
     def may_run(self, admit: bool) -> bool:
         """While nobody is admitted, who ran before may still come back."""
@@ -74,7 +82,8 @@ class Traffic:
         longest = num_prompt + (1 if stopping.max_tokens is None else stopping.max_tokens)
         num_waiting = sum(tracked.slot is None for tracked in self.active.values())
         refusal: type[Exception] | None = None
-        if request.request_id in self.active:
+        outputs = {request_id_of(name) for name in self.active}
+        if request.request_id in self.active or request.request_id in outputs:
             refusal = DuplicateRequestId
         elif num_prompt + 1 > self.config.max_model_len:
             refusal = PromptTooLong
@@ -181,6 +190,8 @@ class Traffic:
         freed, in_use = self.scheduler.flush_prefix_cache()
         assert 0 <= in_use <= used
         assert 0 <= freed <= self.config.num_pages - used
+        for tracked in self.active.values():
+            tracked.shares = False
         assert self.scheduler.flush_prefix_cache() == (0, 0)
 
     def update_weights(self, recompute: bool) -> None:
@@ -192,6 +203,7 @@ class Traffic:
         self.runner.generation += 1
         self.scheduler.use_weights(self.runner.generation)
         for tracked in self.active.values():
+            tracked.shares = False
             if tracked.slot is None:
                 tracked.predictable = True
                 self.predict(tracked)
@@ -201,7 +213,8 @@ class Traffic:
     # ---- what must hold
 
     def lose_pages(self, tracked: Tracked) -> None:
-        tracked.slot, tracked.computed, tracked.decoding = None, 0, False
+        tracked.slot, tracked.computed, tracked.decoding, tracked.shares = None, 0, False, False
+        tracked.overtaken = False
         tracked.preemptions += 1
         if not tracked.predictable and not tracked.pending:
             tracked.predictable = True
@@ -219,6 +232,7 @@ class Traffic:
             self.lose_pages(active[name])
         running = [t for t in active.values() if t.slot is not None]
         rows = {row.request_id: row for row in plan.rows}
+        copies = list(plan.page_copies)
         for slot, request in plan.new_requests:
             tracked = active[request.request_id]
             assert request is tracked.request
@@ -226,8 +240,11 @@ class Traffic:
             assert tracked.slot is None
             assert slot == min(set(range(self.config.max_num_seqs)) - {t.slot for t in running})
             tracked.slot, tracked.decoding = slot, False
-            self.check_shared(rows[request.request_id], tracked)
+            sources = self.sources(tracked, running)
+            self.check_shared(rows[request.request_id], tracked, sources, copies, plan)
+            tracked.shares = True
             running.append(tracked)
+        assert not copies
         if plan.preempted:
             victims = min(active[name].rank for name in plan.preempted)
             assert all(tracked.rank < victims for tracked in running)
@@ -244,12 +261,36 @@ class Traffic:
             assert max(row.max_samples for row in plan.rows) == plan.num_steps
             assert not any(self.active[row.request_id].request.constraint for row in plan.rows)
 
-    def check_shared(self, row: PlanRow, tracked: Tracked) -> None:
-        """What an entering request found in the prefix cache."""
-        assert row.start % self.config.page_size == 0
+    def sources(self, tracked: Tracked, running: list[Tracked]) -> list[Tracked]:
+        """Whose pages of the prompt a fork may have, unless some were dropped."""
+        prompt = tracked.request.prompt_token_ids
+        if tracked.request.fork_of is None or tracked.preemptions:
+            return []
+        return [t for t in running if t.shares and t.request.prompt_token_ids is prompt]
+
+    def check_shared(
+        self,
+        row: PlanRow,
+        tracked: Tracked,
+        sources: list[Tracked],
+        copies: list[tuple[int, int]],
+        plan: Plan,
+    ) -> None:
+        """What an entering request has of one of `sources`, or found in the prefix cache; `copies` loses its
+        own."""
         assert row.start < len(tracked.known)
-        if self.config.prefix_cache_pages == 0 or tracked.request.cache.bypass:
-            assert row.start == 0
+        index, rest = divmod(row.start, self.config.page_size)
+        if rest:
+            source, own = copies.pop(0)
+            # Those had the page before this plan, so its content is of a step before.
+            holders = [t for t in sources if t.computed >= row.start and not t.entered(plan)]
+            assert source in [self.runner.tables[t.slot][index] for t in holders if t.slot is not None]
+            assert PageWrite(row.slot, index, own) in plan.page_writes
+        as_fork = {len(tracked.request.prompt_token_ids) - 1} if sources else set()
+        if rest or (sources and self.config.sliding_window is None):
+            assert row.start in as_fork
+        elif self.config.prefix_cache_pages == 0 or tracked.request.cache.bypass:
+            assert row.start in {0} | as_fork
         tracked.computed = row.start
         if tracked.cached is None:
             tracked.cached = row.start
@@ -269,16 +310,21 @@ class Traffic:
         for first in waiting:
             if any(t.rank > first.rank for t in running if t.request.request_id in entered):
                 assert self.may_be_promised(first, running)
+                first.overtaken = True
         # The first in rank is served, and no budget is left over while somebody could use it.
         unserved = [t for t in waiting if not self.may_be_promised(t, running)]
         if not self.in_flight and not (waiting and self.may_be_promised(waiting[0], running)):
             served = [t for t in in_rank if t.may_run(admit) and not self.is_done(t)]
             # A decode of lower priority may take the pages that were just enough: the next step preempts it.
+            # Whoever overtook may hold the pages that it needs now that nobody computes them for it.
+            overtaken = served[0].slot is None and served[0].overtaken
             grew = self.config.scheduling_policy == "priority" and plan.page_writes and served[0].slot is None
-            assert grew or served[0].request.request_id in planned
+            assert grew or overtaken or served[0].request.request_id in planned
         left = self.config.max_num_batched_tokens - plan.num_tokens
         if left and unserved and unserved[0] is waiting[0] and not unserved[0].pending and not plan.preempted:
             needed = -(-len(unserved[0].known) // self.config.page_size)
+            if self.config.sliding_window is None and self.sources(unserved[0], running):
+                needed = 1
             no_slot = len(running) == self.config.max_num_seqs
             assert no_slot or needed > self.config.num_pages - load.pages_used
 
@@ -287,7 +333,9 @@ class Traffic:
         return len(tracked.known) + tracked.pending >= tracked.limit(self.context_limit)
 
     def may_be_promised(self, tracked: Tracked, running: list[Tracked]) -> bool:
-        """Whether a running prefill shares at least one full page with it."""
+        """Whether a running prefill shares at least one full page with it, or its prompt with a fork."""
+        if any(not t.decoding for t in self.sources(tracked, running)):
+            return True
         size = self.config.page_size
         first = tracked.known[:size]
         return (

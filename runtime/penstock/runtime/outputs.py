@@ -1,7 +1,7 @@
 """Several outputs of one prompt: each is a request of its own in the engine, with an id and a seed made here.
 No jax.
 
-They share the prompt's KV pages through the prefix cache: the first computes them, the others wait for it.
+The first computes the prompt; the others are its forks, which begin with its KV pages (`roster`, `planning`).
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import secrets
 from collections.abc import Sequence
 
 from penstock.runtime.constraint import TokenConstraint
-from penstock.runtime.request import CacheParams, Request
+from penstock.runtime.request import Request
 
 MAX_OUTPUTS = 128
 SEPARATOR = "\x00"
@@ -44,23 +44,20 @@ def output_seed(seed: int, index: int) -> int:
 
 
 def outputs_of(request: Request, n: int, constraints: Sequence[TokenConstraint] = ()) -> list[Request]:
-    """One request per output; `constraints` is empty or has one for each.
+    """One request per output, to be submitted in this order; `constraints` is empty or has one for each.
 
-    Log-probabilities of the prompt come with the first only. Outputs that may not use the prefix cache share
-    it among themselves, under a salt that nobody else has.
+    Log-probabilities of the prompt come with the first only.
     """
-    sampling, cache = request.sampling, request.cache
+    sampling = request.sampling
     seed = secrets.randbits(64) if sampling.seed is None else sampling.seed
-    if n > 1 and cache.bypass:
-        cache = CacheParams(SEPARATOR + secrets.token_hex(16))
     return [
         dataclasses.replace(
             request,
             request_id=output_id(request.request_id, index),
             sampling=dataclasses.replace(sampling, seed=output_seed(seed, index)),
-            cache=cache,
             prompt_logprobs=request.prompt_logprobs if index == 0 else None,
             constraint=constraints[index] if constraints else None,
+            fork_of=request.request_id if index else None,
         )
         for index in range(n)
     ]

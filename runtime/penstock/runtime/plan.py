@@ -59,6 +59,8 @@ class Plan:
     num_steps: int = 1
     """Decode steps in one program: above 1 only where every row is a decode. Each later step's input is the
     row's sample of the one before; a row takes part while it has made fewer than max_samples tokens."""
+    page_copies: tuple[tuple[int, int], ...] = ()
+    """(source, destination): pages to copy before the step writes; no page is both."""
     made: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
     """By slot, for those of `new_requests` whose penalties need it: the tokens they had made before."""
 

@@ -9,7 +9,9 @@ shares one token budget between decodes (one token a row) and chunks of prefills
    One of these enters when a slot, budget and the pages for all its known tokens are free (shared ones need
    not be). Nobody overtakes it, which is what keeps large requests from starving, but for one case: who waits
    for a prefix that a running prefill is about to publish (`prefix_cache`) is passed by, and tried first in
-   every step.
+   every step. So is a fork (`Request.fork_of`: an output after the first) while a running output of its
+   request computes the prompt. It then enters with all of that but the last token: full pages are shared, the
+   one it will write is copied. Copies precede a step's writes, so their sources are of a step before.
 
 Under "priority" the first of the queue, if slot or pages are lacking, preempts running ones of lower priority
 before the step is made.
@@ -20,7 +22,8 @@ even then), and there is budget for it, because max_num_batched_tokens >= max_nu
 is not one that decodes. If it waits, nobody behind it enters, so those who run end or are preempted, until
 slot and pages are free. If it waits for a promised page, somebody of no lower priority is prefilling; in each
 step the first of those who prefill moves on, only finitely many rank before the one who promised, and if that
-one is preempted or ends, its promise is gone and the first in rank computes the page itself.
+one is preempted or ends, its promise is gone and the first in rank computes the page itself. So it is with a
+fork and the output that computes its prompt, which as a rule arrived, and so ranks, before it.
 
 When all rows decode and nobody could enter, a plan may be a window of several steps: pages for all of them
 are reserved first, and the window is made shorter rather than that somebody is preempted for it. A row under
@@ -36,7 +39,7 @@ from functools import partial
 
 from penstock.runtime.plan import PageWrite, PlanRow
 from penstock.runtime.request import Request
-from penstock.runtime.roster import Roster
+from penstock.runtime.roster import Prefix, Roster
 from penstock.runtime.scheduler_config import SchedulerConfig
 from penstock.runtime.sequence import Sequence, Status
 
@@ -62,6 +65,8 @@ class Draft:
     writes: list[PageWrite] = field(default_factory=list)
     preempted: list[str] = field(default_factory=list)
     entered: list[tuple[int, Request]] = field(default_factory=list)
+    copies: list[tuple[int, int]] = field(default_factory=list)
+    chunked: set[Sequence] = field(default_factory=set)  # with a row of prefill
     made: dict[int, tuple[int, ...]] = field(default_factory=dict)
     prompts: dict[int, Sequence] = field(default_factory=dict)
     """By row, where log-probabilities of the prompt's tokens come back."""
@@ -173,14 +178,14 @@ class Planner:
         while budget > 0:
             candidate = waiting[passed] if entering and passed < len(waiting) else None
             if candidate is not None and not (underway and underway[0].rank < candidate.rank):
-                shared = self._may_enter(candidate, draft)
-                if shared is None:
+                prefix = self._may_enter(candidate, draft)
+                if prefix is None:
                     if self._is_passed_by(candidate, draft):
                         passed += 1
                     else:
                         entering = False
                     continue
-                self._enter(candidate, shared, draft)
+                self._enter(candidate, prefix, draft)
                 seq = candidate
             elif underway:
                 seq = underway.popleft()
@@ -190,6 +195,7 @@ class Planner:
             if seq.request.prompt_logprobs is not None and row.start + 1 < seq.num_prompt:
                 draft.prompts[len(draft.rows)] = seq
             draft.rows.append(row)
+            draft.chunked.add(seq)
             draft.sampling.append(seq if row.samples else None)
             budget -= row.num_tokens
 
@@ -199,23 +205,39 @@ class Planner:
 
     def _is_passed_by(self, seq: Sequence, draft: Draft) -> bool:
         """Whether a waiting sequence that may not enter now lets those behind it pass."""
-        return not (draft.admit or seq.preemptions) or self._roster.cache.is_promised(seq)
+        if not (draft.admit or seq.preemptions):
+            return True
+        source = self._roster.source_of(seq)
+        if source is None:
+            return self._roster.cache.is_promised(seq)
+        needed = seq.num_prompt - 1
+        copied = needed % self._roster.pool.page_size > 0
+        return source.num_computed < needed or (copied and source in draft.chunked)
 
-    def _may_enter(self, seq: Sequence, draft: Draft) -> list[int] | None:
-        """The cached pages with which a waiting sequence can enter now, or None."""
+    def _prefix(self, seq: Sequence) -> Prefix | None:
+        """With what a waiting sequence that is not passed by enters; None if that is promised."""
+        roster = self._roster
+        source = roster.source_of(seq)
+        if source is not None:
+            return roster.fork(seq, source)
+        pages = roster.cache.match(seq)
+        return None if roster.cache.is_promised(seq) else Prefix(pages, len(pages) * roster.pool.page_size)
+
+    def _may_enter(self, seq: Sequence, draft: Draft) -> Prefix | None:
+        """With what a waiting sequence can enter now, or None."""
         roster = self._roster
         if self._is_passed_by(seq, draft):
             return None
         # If preempted while its token was in flight, it must not sample that position a second time.
         if seq.pending or not roster.has_free_slot or seq.request_id in draft.preempted:
             return None
-        shared = roster.cache.match(seq)
-        if roster.cache.is_promised(seq) or not roster.can_enter(seq, shared):
-            return None
-        return shared
+        prefix = self._prefix(seq)
+        return prefix if prefix is not None and roster.can_enter(seq, prefix.pages) else None
 
-    def _enter(self, seq: Sequence, shared: list[int], draft: Draft) -> None:
-        slot = self._roster.enter(seq, shared)
+    def _enter(self, seq: Sequence, prefix: Prefix, draft: Draft) -> None:
+        slot = self._roster.enter(seq, prefix)
+        if prefix.partial is not None:
+            draft.copies.append((prefix.partial, seq.pages[len(prefix.pages)]))
         draft.writes.extend([PageWrite(slot, index, page) for index, page in enumerate(seq.pages)])
         draft.entered.append((slot, seq.request))
         if seq.request.sampling.has_penalties and len(seq.token_ids) > seq.num_prompt:
@@ -242,16 +264,16 @@ class Planner:
         )
 
     def _make_room(self, draft: Draft) -> None:
-        """The first of the queue gets slot and pages from running ones of lower priority, if those
-        suffice."""
+        """The first of the queue gets slot and pages from running ones of lower priority, if they suffice."""
         roster = self._roster
         first = self._first_waiting(draft)
         if first is None or first.pending:
             return
-        shared = roster.cache.match(first)
+        prefix = self._prefix(first)
         victims = [seq for seq in roster.running if seq.rank[0] > first.rank[0]]
-        if not victims or roster.cache.is_promised(first) or roster.can_enter(first, shared):
+        if not victims or prefix is None or roster.can_enter(first, prefix.pages):
             return
+        shared = prefix.pages
         roster.pool.retain(shared)  # what it shares with a victim must not count as gained
         gained = roster.pool.num_released_with(seq.held_pages for seq in victims)
         needed = roster.pool.pages_for(len(first.token_ids)) - len(shared)
@@ -266,10 +288,8 @@ class Planner:
         return victim
 
     def _drop_pages(self, window: int) -> None:
-        """Gives back pages that lie before the window of every position still to be computed.
-
-        A step dispatched before may read or write them, but it runs first. What is not known yet is kept, so
-        that the prefix cache misses no page.
+        """Gives back pages before the window of every position still to be computed. A step dispatched before
+        may use them, but it runs first. What is not known yet is kept, lest the prefix cache miss a page.
         """
         page_size = self._roster.pool.page_size
         for seq in self._roster.running:

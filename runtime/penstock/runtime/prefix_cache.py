@@ -67,7 +67,7 @@ class PrefixCache:
 
     def begin(self, seq: Sequence, num_shared: int) -> None:
         """A sequence enters with that many shared pages."""
-        seq.published = num_shared
+        seq.published, seq.is_shareable = num_shared, True
         if self._enabled and not seq.request.cache.bypass:
             seq.publish_at = (num_shared + 1) * self._pool.page_size
 
@@ -92,8 +92,10 @@ class PrefixCache:
         seq.publish_at = (until + 1) * self._pool.page_size
 
     def leave(self, seq: Sequence) -> None:
-        """A sequence stops running: it will not keep its promises."""
-        seq.publish_at = NEVER
+        """A sequence stops running, or has KV of before a flush: it shares no more, and will not keep its
+        promises.
+        """
+        seq.publish_at, seq.is_shareable = NEVER, False
         if self._promised:
             for key in seq.page_keys[seq.published :]:
                 if self._promised.get(key) is seq:

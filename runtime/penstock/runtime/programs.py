@@ -14,7 +14,12 @@ from penstock.runtime.buckets import ProgramKey
 from penstock.runtime.compilation import compile_all
 from penstock.runtime.constraint import mask_words
 from penstock.runtime.packing import Layout
-from penstock.runtime.request_programs import admission_size, make_admission, make_prompt_logprobs
+from penstock.runtime.request_programs import (
+    admission_size,
+    make_admission,
+    make_page_copies,
+    make_prompt_logprobs,
+)
 from penstock.runtime.runner_config import RunnerConfig
 from penstock.runtime.sampler import RowState, SamplerOp, sampler_op
 from penstock.runtime.step import (
@@ -39,6 +44,7 @@ class Programs:
     choice: jax.stages.Compiled
     prompt_logprobs: jax.stages.Compiled
     admission: jax.stages.Compiled
+    copy_pages: jax.stages.Compiled
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,9 +77,11 @@ class ProgramBuilder:
             key: lambda key=key: self.window(key) if key.decode_only else self.forward(key)  # type: ignore[misc]
             for key in keys
         }
-        jobs |= {"choice": self.choice, "prompt": self.prompt_logprobs, "admission": self.admission}
+        once = (self.choice, self.prompt_logprobs, self.admission, self.copy_pages)
+        jobs |= {program.__name__: program for program in once}
         made = compile_all(jobs, show_progress=self.config.show_progress)
-        return Programs({key: made[key] for key in keys}, made["choice"], made["prompt"], made["admission"])
+        steps = {key: made[key] for key in keys}
+        return Programs(steps, **{program.__name__: made[program.__name__] for program in once})
 
     def forward(self, key: ProgramKey) -> jax.stages.Compiled:
         packed = self._ints(self.layout(key).size)
@@ -109,6 +117,11 @@ class ProgramBuilder:
         packed = self._ints(admission_size(self.config.max_model_len))
         bias = jax.ShapeDtypeStruct((vocab,), jnp.float32, sharding=self.sharding)
         return compile_program(make_admission(vocab), self.state, packed, bias, donate=(0,))
+
+    def copy_pages(self) -> jax.stages.Compiled:
+        return compile_program(
+            make_page_copies(), self.kv, self._ints(self.config.max_num_seqs, 2), donate=(0,)
+        )
 
     @property
     def _shapes(self) -> StepShapes:

@@ -181,6 +181,9 @@ class Request:
     """The same as `logprobs` for the prompt's tokens, from the second on."""
     constraint: TokenConstraint | None = field(default=None, compare=False)
     """What may be generated; this request's own, as it has state."""
+    fork_of: str | None = None
+    """The engine's id of the first output of the same prompt, the very same tuple: while an output of that
+    request runs, its KV pages of the prompt are shared and copied, whatever `cache` says."""
 
     def __post_init__(self) -> None:
         bad: list[Violation] = []
@@ -193,6 +196,8 @@ class Request:
             bad.append(Violation("output.logprobs", f"must be at least 0, not {self.logprobs}"))
         if self.prompt_logprobs is not None and self.prompt_logprobs < 0:
             bad.append(Violation("output.prompt_logprobs", f"must be at least 0, not {self.prompt_logprobs}"))
+        if self.prompt_logprobs is not None and self.fork_of is not None:
+            bad.append(Violation("output.prompt_logprobs", "must not be asked for by a fork"))
         _raise_if(bad)
 
 

@@ -1,11 +1,11 @@
 """Compiled programs for what only some requests ask: log-probabilities of the prompt; penalties and biases,
-whose arrays are written when the request gets its slot.
+whose arrays are written when the request gets its slot; the pages that forks copy.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import jax.numpy as jnp
 import numpy as np
@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from penstock.runtime.request import Request
 from penstock.runtime.sampler import RowState, Sampled, token_logprobs
 from penstock.runtime.sampling_codes import IN_PROMPT, LOGPROBS
-from penstock.runtime.step import Rebuild, StepShapes, Weights, report
+from penstock.runtime.step import KVCache, Rebuild, StepShapes, Weights, report
 
 _PROMPT_TILE = 32
 _HUGE = 1e30
@@ -96,3 +96,37 @@ def bias_row(request: Request, vocab_size: int) -> NDArray[np.float32]:
         row[token] += -np.inf if bias == -math.inf else np.float32(min(max(bias, -_HUGE), _HUGE))
     row[[word[0] for word in sampling.bad_words if len(word) == 1]] = -np.inf
     return row
+
+
+def make_page_copies() -> Callable[[KVCache, Array], KVCache]:
+    """Copies of pages in all layers: (cache, int32[most, 2]: source and destination) -> cache. A destination
+    past the cache's end marks padding, which comes last.
+
+    A loop over the pairs runs in place and costs what they do; a scatter would also gather the padding (64
+    pairs of 64 KB and 8 layers on CPU: 34 ms, the loop 0.2 ms for three real ones).
+    """
+
+    def copy_pages(kv: KVCache, pairs: Array) -> KVCache:
+        count = jnp.sum((pairs[:, 1] < kv[0].shape[0]).astype(jnp.int32))
+
+        def turn(i: Array, kv: KVCache) -> KVCache:
+            source, destination = pairs[i, 0], pairs[i, 1]
+            return tuple(
+                lax.dynamic_update_slice_in_dim(
+                    layer, lax.dynamic_slice_in_dim(layer, source, 1, 0), destination, 0
+                )
+                for layer in kv
+            )
+
+        copied: KVCache = lax.fori_loop(0, count, turn, kv)
+        return copied
+
+    return copy_pages
+
+
+def pack_page_copies(copies: Sequence[tuple[int, int]], most: int, num_pages: int) -> NDArray[np.int32]:
+    """The second argument of `make_page_copies`."""
+    pairs = np.full((most, 2), num_pages, np.int32)
+    if copies:
+        pairs[: len(copies)] = copies
+    return pairs

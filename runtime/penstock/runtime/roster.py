@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import heapq
 from bisect import bisect_left, insort
-from collections import Counter
 from dataclasses import dataclass
 
 from penstock.runtime.outputs import request_id_of
@@ -34,6 +33,18 @@ class Load:
     pages_total: int
 
 
+@dataclass(frozen=True, slots=True)
+class Prefix:
+    """What of a waiting sequence is computed when it enters."""
+
+    pages: list[int]
+    """Full, and shared: they stand first in its page table."""
+    num_computed: int
+    """Positions: those of `pages` and, of a fork, the beginning of the page after them."""
+    partial: int | None = None
+    """The page that has this beginning, for the fork to copy; None where it is empty."""
+
+
 class Roster:
     """`running` and `waiting`, each in order of rank. Changed by the moves only."""
 
@@ -48,11 +59,11 @@ class Roster:
         self._max_num_seqs = max_num_seqs
         self._free_slots = list(range(max_num_seqs))  # a heap: the lowest slot is taken first
         self._active: dict[str, Sequence] = {}
-        self._num_outputs: Counter[str] = Counter()
+        self._outputs: dict[str, list[Sequence]] = {}  # active ones by request, in order of arrival
 
     def has_outputs(self, request_id: str) -> bool:
         """Whether any output of a request is active."""
-        return self._num_outputs[request_id] > 0
+        return request_id in self._outputs
 
     def find(self, request_id: str) -> Sequence | None:
         """The active sequence of exactly this id."""
@@ -69,8 +80,29 @@ class Roster:
     def add(self, seq: Sequence) -> None:
         """A new arrival joins the queue."""
         self._active[seq.request_id] = seq
-        self._num_outputs[request_id_of(seq.request_id)] += 1
+        self._outputs.setdefault(request_id_of(seq.request_id), []).append(seq)
         self._wait(seq)
+
+    def source_of(self, seq: Sequence) -> Sequence | None:
+        """The running output that a waiting fork is to share the prompt of, computed or not; None if there is
+        none, or the fork ran before: then it computes what the prefix cache has not.
+
+        The prompt is compared by identity, so that no other request under a former one's id is taken for it.
+        """
+        request = seq.request
+        if request.fork_of is None or seq.preemptions:
+            return None
+        for other in self._outputs.get(request_id_of(request.fork_of), ()):
+            same = other.request.prompt_token_ids is request.prompt_token_ids
+            if same and other.is_shareable and not other.num_dropped:
+                return other
+        return None
+
+    def fork(self, seq: Sequence, source: Sequence) -> Prefix:
+        """All positions of the prompt but the last, which `source` has computed."""
+        num_computed = seq.num_prompt - 1
+        num_pages, rest = divmod(num_computed, self.pool.page_size)
+        return Prefix(source.pages[:num_pages], num_computed, source.pages[num_pages] if rest else None)
 
     def can_enter(self, seq: Sequence, shared: list[int]) -> bool:
         """A slot is free, and so are the pages for all tokens known now (generated ones too, if resumed),
@@ -79,17 +111,18 @@ class Roster:
         num_new = self.pool.pages_for(len(seq.token_ids)) - len(shared)
         return bool(self._free_slots) and self.pool.can_allocate(num_new, beside=shared)
 
-    def enter(self, seq: Sequence, shared: list[int]) -> int:
-        """One of the queue starts to run: lowest free slot, all pages of its known tokens, of which the
-        leading ones are `shared` and computed. Returns the slot.
+    def enter(self, seq: Sequence, prefix: Prefix) -> int:
+        """One of the queue starts to run behind its prefix: lowest free slot, all pages of its known tokens.
+        Returns the slot.
 
         A prefill therefore never allocates on its way, and never deadlocks with another one halfway.
         """
+        shared = prefix.pages
         slot = heapq.heappop(self._free_slots)
         num_tokens = len(seq.token_ids)
         self.pool.retain(shared)  # first, lest they be evicted for the others
         seq.pages = shared + self.pool.allocate(self.pool.pages_for(num_tokens) - len(shared))
-        seq.num_computed = len(shared) * self.pool.page_size
+        seq.num_computed = prefix.num_computed
         seq.slot, seq.prefill_until, seq.status = slot, num_tokens, Status.RUNNING
         self.cache.begin(seq, len(shared))
         _take(self.waiting, seq)
@@ -123,9 +156,9 @@ class Roster:
             self.waiting_prompt_tokens -= seq.num_prompt
         del self._active[seq.request_id]
         name = request_id_of(seq.request_id)
-        self._num_outputs[name] -= 1
-        if not self._num_outputs[name]:
-            del self._num_outputs[name]
+        self._outputs[name].remove(seq)
+        if not self._outputs[name]:
+            del self._outputs[name]
         seq.status = Status.FINISHED
 
     def _wait(self, seq: Sequence) -> None:

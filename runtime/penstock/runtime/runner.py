@@ -30,7 +30,7 @@ from penstock.runtime.native import huge_pages
 from penstock.runtime.plan import Plan, PlanRow, StepResult
 from penstock.runtime.programs import ProgramBuilder, Programs
 from penstock.runtime.request import Request, TokenLogprobs
-from penstock.runtime.request_programs import bias_row, pack_admission
+from penstock.runtime.request_programs import bias_row, pack_admission, pack_page_copies
 from penstock.runtime.runner_config import RunnerConfig
 from penstock.runtime.sampler import RowState
 from penstock.runtime.sampling_codes import NON_FINITE
@@ -177,7 +177,8 @@ class ModelRunner:
                 programs.prompt_logprobs(self._weights, hidden, self._prompt_buffer([], []))
         nobody = Request("warm-up", (0,))
         self._write_slot(self.config.max_num_seqs, nobody, ())
-        jax.block_until_ready(self._state)
+        self._copy_pages(())
+        jax.block_until_ready((self._state, self._kv))
 
     def _builder(self, num_pages: int) -> ProgramBuilder:
         layer = jax.ShapeDtypeStruct(
@@ -222,6 +223,12 @@ class ModelRunner:
         packed = pack_admission(slot, request, made, self.config.max_model_len)
         self._state = programs.admission(self._state, packed, bias_row(request, self.config.vocab_size))
 
+    def _copy_pages(self, copies: Sequence[tuple[int, int]]) -> None:
+        programs, kv = self._ready
+        self._kv = programs.copy_pages(
+            kv, pack_page_copies(copies, self.config.max_num_seqs, self._num_pages)
+        )
+
     # -- steps --
 
     def execute(self, plan: Plan) -> StepResult:
@@ -238,6 +245,8 @@ class ModelRunner:
                 self._write_slot(slot, request, plan.made.get(slot, ()))
         for write in plan.page_writes:
             self._slots.write_page(write)
+        if plan.page_copies:
+            self._copy_pages(plan.page_copies)
         constraints = self._slots.constraints(plan)
         targets = self._prompt_targets(plan)
         # A window chooses its tokens itself and tells no hidden states, not even of chunks of one token.

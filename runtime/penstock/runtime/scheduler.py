@@ -108,6 +108,7 @@ class Scheduler:
             tuple(draft.writes),
             tuple(draft.preempted),
             draft.num_steps,
+            tuple(draft.copies),
             draft.made,
         )
         self._next_step += 1

@@ -75,6 +75,9 @@ class Sequence:
     """Generation of the weights that `page_keys` stand for."""
     published: int = 0
     """Leading pages that were offered to the prefix cache, or came from it."""
+    is_shareable: bool = False
+    """Whether forks may take its pages: it runs, and since it entered nobody flushed the prefix cache, as new
+    weights do."""
     publish_at: int = NEVER
     """Computed and known positions that fill the next page to be published; NEVER if it publishes none."""
     awaits: bytes | None = None
