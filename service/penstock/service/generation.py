@@ -201,7 +201,7 @@ def merged_timing(times: Sequence[RequestTiming]) -> RequestTiming | None:
     if not times:
         return None
     scheduled = [t for t in times if t.scheduled_ns]
-    first = min(scheduled, key=lambda t: t.scheduled_ns, default=times[0])
+    first = min(scheduled, key=lambda t: (t.scheduled_ns, t.cached_prompt_tokens), default=times[0])
     return RequestTiming(
         arrived_ns=min(t.arrived_ns for t in times),
         scheduled_ns=first.scheduled_ns,
