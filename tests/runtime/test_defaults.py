@@ -92,7 +92,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"min_p": [0.5]}, "min_p: must be a number"),
     ({"presence_penalty": 2.5}, "presence_penalty: must be from -2 to 2"),
     ({"frequency_penalty": -(10**400)}, "frequency_penalty: must be from -2 to 2"),
-    ({"repetition_penalty": 0}, "repetition_penalty: must be from 0.001 to 1000"),
+    ({"repetition_penalty": 0}, "repetition_penalty: must be above 0"),
     ({"do_sample": 0}, "do_sample: must be true or false, not 0"),
     ({"do_sample": "no"}, "do_sample: must be true or false"),
 ]
