@@ -23,9 +23,13 @@ from tests.support.witness import greedy_tokens
 TABLES = random_tables(41)
 
 
-@pytest.fixture(scope="module", params=[True, False], ids=["overlap", "no overlap"])
+@pytest.fixture(
+    scope="module",
+    params=[{}, {"overlap": False}, {"native": False}],
+    ids=["default", "no overlap", "XLA"],
+)
 def engine(request: pytest.FixtureRequest) -> Iterator[Engine]:
-    engine = table_engine(TABLES, overlap=request.param)
+    engine = table_engine(TABLES, **request.param)
     yield engine
     assert engine.ready
     assert engine.compiles_after_warmup == 0

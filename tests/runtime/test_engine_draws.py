@@ -24,10 +24,12 @@ FLAT = Tables.constant(np.log(WEIGHTS).tolist())
 PROMPT = (0, 4, 9)
 
 
-@pytest.fixture(scope="module")
-def engine() -> Iterator[Engine]:
+@pytest.fixture(scope="module", params=[True, False], ids=["native", "XLA"])
+def engine(request: pytest.FixtureRequest) -> Iterator[Engine]:
+    """With either sampler."""
     engine = table_engine(
         FLAT,
+        native=request.param,
         max_model_len=1024,
         max_num_seqs=16,
         page_size=64,

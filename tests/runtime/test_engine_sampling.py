@@ -23,9 +23,10 @@ from tests.support.witness import greedy_tokens, log_softmax, probabilities, sha
 TABLES = random_tables()
 
 
-@pytest.fixture(scope="module")
-def engine() -> Iterator[Engine]:
-    engine = table_engine(TABLES)
+@pytest.fixture(scope="module", params=[True, False], ids=["native", "XLA"])
+def engine(request: pytest.FixtureRequest) -> Iterator[Engine]:
+    """With either sampler."""
+    engine = table_engine(TABLES, native=request.param)
     yield engine
     assert engine.compiles_after_warmup == 0
     assert engine.load().pages_used == 0

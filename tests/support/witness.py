@@ -46,7 +46,7 @@ def shaped_logits(
     logits[[word[0] for word in sampling.bad_words if len(word) == 1]] = -np.inf
     if len(made) < request.stopping.min_tokens:
         logits[sorted(_end_ids(request))] = -np.inf
-    mask = [t for t in range(VOCAB) if not _may_follow(t, sampling, made, allowed)]
+    mask = sorted(_masked(sampling, made, allowed))
     penalised[mask] = logits[mask] = -np.inf
     # Nothing left: what a constraint forbids stays forbidden, all else is given up.
     return penalised if np.isneginf(logits).all() else logits
@@ -62,22 +62,15 @@ def _penalised(raw: Logits, sampling: SamplingParams, prompt: Sequence[int], mad
     return logits
 
 
-def _may_follow(
-    token: int, sampling: SamplingParams, made: Sequence[int], allowed: frozenset[int] | None
-) -> bool:
-    """Whether a constraint, and words of several tokens, let this token come next. Where the words leave
-    nothing, they do not count.
+def _masked(sampling: SamplingParams, made: Sequence[int], allowed: frozenset[int] | None) -> set[int]:
+    """What a constraint, and words of several tokens, forbid. Where the words leave nothing, they do not
+    count.
     """
-
-    def by_constraint(t: int) -> bool:
-        return allowed is None or t in allowed
-
-    def ends_word(t: int) -> bool:
-        after = (*made, t)
-        return any(len(word) > 1 and after[-len(word) :] == word for word in sampling.bad_words)
-
-    anything = any(by_constraint(t) and not ends_word(t) for t in range(VOCAB))
-    return by_constraint(token) and not (anything and ends_word(token))
+    everything = set(range(VOCAB))
+    unlawful = set() if allowed is None else everything - allowed
+    words = [word for word in sampling.bad_words if len(word) > 1]
+    ending = {word[-1] for word in words if (*made, word[-1])[-len(word) :] == word}
+    return unlawful if unlawful | ending == everything else unlawful | ending
 
 
 def _end_ids(request: Request) -> set[int]:
