@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,11 @@ import numpy as np
 import pytest
 
 from penstock.runtime import Engine, EngineConfig, SamplingParams, StoppingParams
-from penstock.runtime.request import Request, TokenLogprobs
+from penstock.runtime.interface import InFlightPolicy, WeightsVersion
+from penstock.runtime.request import Output, Request, TokenLogprobs
 from tests.support.batch import Answer, answer, answers
 from tests.support.chunks import set_chunk
+from tests.support.collector import Collector, at_gate
 from tests.support.mix import Mixer
 from tests.support.table import random_tables, table_engine
 from tests.support.toy import TEST_CACHE
@@ -187,5 +190,37 @@ def test_the_table_models_prompts_as_the_witness_has_them(chunk: int | None) -> 
                 assert one.sampled == pytest.approx(raw[prompt[i]], rel=1e-5, abs=1e-5)
                 assert [t for t, _ in one.top] == np.argsort(-raw)[: request.prompt_logprobs].tolist()
         assert engine.compiles_after_warmup == 0
+    finally:
+        engine.shutdown()
+
+
+def test_a_prompt_that_new_weights_compute_again_is_told_by_them_alone() -> None:
+    """The update comes in the middle of it, 3 tokens at a time, and drops what the old weights computed."""
+    old, new = random_tables(5), random_tables(6)
+    engine = table_engine(old, max_prefill_chunk=3)
+    sink = Collector()
+    updates: list[Future[WeightsVersion]] = []
+    held: list[Output] = []
+
+    def other(outputs: Sequence[Output]) -> None:
+        held.extend(outputs)
+        if len(held) == 4:
+            updates.append(
+                engine.update_weights(new.tensors(), label="new", in_flight=InFlightPolicy.RECOMPUTE)
+            )
+
+    try:
+        prompt = tuple(range(3, 60))
+        asked = Request("r", prompt, GREEDY, StoppingParams(max_tokens=4), prompt_logprobs=0)
+        gate = at_gate(engine, tokens=1)
+        engine.submit(Request("other", (1,), GREEDY, StoppingParams(max_tokens=90, ignore_eos=True)), other)
+        engine.submit(asked, sink)
+        gate.open()
+        sink.last("r")
+        result = Answer.of(sink.outputs["r"])
+        assert updates[0].done()
+        assert result.preemptions == 1
+        raw = [log_softmax(new.logits(prompt[:i]))[prompt[i]] for i in range(1, len(prompt))]
+        assert [one.sampled for one in result.prompt_logprobs] == pytest.approx(raw, rel=1e-5, abs=1e-5)
     finally:
         engine.shutdown()

@@ -251,9 +251,11 @@ class Scheduler:
 
     def use_weights(self, generation: int) -> None:
         """New weights went live, with no step in flight: Outputs carry this number from now on, and no KV of
-        the old ones is shared any more. Who is running goes on with its own.
+        the old ones is shared any more. Who is running goes on with its own; who was preempted starts anew.
         """
         self._generation = generation
+        for seq in self._roster.waiting:
+            seq.forget_prompt_logprobs()
         self.flush_prefix_cache()
 
     def flush_prefix_cache(self) -> tuple[int, int]:

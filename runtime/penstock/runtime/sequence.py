@@ -104,6 +104,11 @@ class Sequence:
         taken, self.prompt_logprobs = tuple(self.prompt_logprobs), []
         return taken
 
+    def forget_prompt_logprobs(self) -> None:
+        """What is known of them and not handed out is void: the whole prompt is to be computed again."""
+        if self.first_token_ns == 0:
+            self.prompt_logprobs, self.num_prompt_logprobs = [], 0
+
     def timing(self, now_ns: int) -> RequestTiming:
         return RequestTiming(
             arrived_ns=self.arrived_ns,
