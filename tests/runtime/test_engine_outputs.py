@@ -70,23 +70,33 @@ def ask(num_prompt: int, max_tokens: int, name: str = "r", seed: int | None = 12
     )
 
 
+@pytest.mark.parametrize("num_prompt", [41, 40, 3, 17])
+@pytest.mark.parametrize("n", [1, 2, 4])
+def test_a_prompt_is_computed_once(engine: Engine, watch: Watch, num_prompt: int, n: int) -> None:
+    """All but its last token, which each output computes for the logits, also where no page is full."""
+    results = answers(engine, outputs_of(ask(num_prompt, 1), n))
+    assert [len(result.tokens) for result in results] == [1] * n
+    assert [result.cached_prompt_tokens for result in results] == [0] + [num_prompt - 1] * (n - 1)
+    assert sum(record.num_tokens for record in watch.records) == num_prompt + n - 1
+
+
 @pytest.mark.parametrize(
     ("num_prompt", "alone"),
     [
         (41, 1),  # ten pages are shared, and the token after them is each output's own
         (40, 4),  # nine: the last token of a prompt is always computed, for its logits
         (3, 3),  # no page is full
-        (17, 1),
     ],
 )
-@pytest.mark.parametrize("n", [1, 2, 4, 9])
-def test_a_prompt_is_computed_once(engine: Engine, watch: Watch, num_prompt: int, alone: int, n: int) -> None:
-    """Even 9 outputs over 4 rows compute but what lies behind the last full page."""
-    results = answers(engine, outputs_of(ask(num_prompt, 1), n))
-    assert [len(result.tokens) for result in results] == [1] * n
-    shared = num_prompt - alone
-    assert [result.cached_prompt_tokens for result in results] == [0] + [shared] * (n - 1)
-    assert sum(record.num_tokens for record in watch.records) == num_prompt + (n - 1) * alone
+def test_outputs_that_come_when_all_others_have_ended_share_full_pages(
+    engine: Engine, watch: Watch, num_prompt: int, alone: int
+) -> None:
+    """Nine over four rows: the later ones find nobody to fork from, but the prefix cache."""
+    results = answers(engine, outputs_of(ask(num_prompt, 1), 9))
+    cached = [result.cached_prompt_tokens for result in results]
+    assert cached[:4] == [0] + [num_prompt - 1] * 3
+    assert set(cached[4:]) <= {num_prompt - 1, num_prompt - alone}
+    assert sum(record.num_tokens for record in watch.records) == 9 * num_prompt - sum(cached)
 
 
 def test_outputs_share_the_prompts_pages(engine: Engine, watch: Watch) -> None:
@@ -184,9 +194,10 @@ def test_an_abort_ends_all_outputs(engine: Engine, how: str) -> None:
     """Six outputs on four rows: two still wait. Others go on, unless all are meant."""
     group = outputs_of(ask(12, 110, "group"), 6)
     hold = Hold(*[request.request_id for request in group[:4]])
-    for request in (*group, ask(2, 5, "groom")):
+    for request in group:
         engine.submit(request, hold)
     hold.wait()
+    engine.submit(ask(2, 5, "groom"), hold)
     if how == "id":
         told = engine.abort(["group"], message="enough")
     elif how == "prefix":

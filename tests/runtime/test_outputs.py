@@ -61,13 +61,9 @@ def test_constraints_are_each_outputs_own() -> None:
     assert [o.constraint for o in outputs] == constraints
 
 
-def test_bypass_shares_among_the_outputs_only() -> None:
-    """A salt that no caller can know; a single output bypasses as it is."""
-    request = Request("r", (1,), cache=CacheParams("tenant", bypass=True))
-    assert outputs_of(request, 1)[0].cache == request.cache
-    one, other = outputs_of(request, 2), outputs_of(request, 2)
-    assert one[0].cache == one[1].cache != other[0].cache
-    assert not one[0].cache.bypass
-    assert len(one[0].cache.salt) > 32
-    shared = Request("r", (1,), cache=CacheParams("tenant"))
-    assert [o.cache for o in outputs_of(shared, 2)] == [shared.cache] * 2
+def test_bypass_and_salt_stay_as_they_are() -> None:
+    """Outputs share by forking, for which nothing is published."""
+    for cache in (CacheParams("tenant", bypass=True), CacheParams("tenant")):
+        made = outputs_of(Request("r", (1,), cache=cache), 2)
+        assert [output.cache for output in made] == [cache, cache]
+        assert [output.fork_of for output in made] == [None, "r"]
