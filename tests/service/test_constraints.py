@@ -146,23 +146,25 @@ async def test_what_conversion_sees_comes_with_all_else():
     assert set(failure.violations) == {"constraint.choice", "sampling.temperature", "stopping.max_tokens"}
 
 
-class Slow(GrammarCompiler):
-    """Compiles nothing in time, or says what it is told to."""
+TOO_SLOW = InvalidRequest([Violation("constraint.regex", "compiling it took more than 1 s")])
 
-    error: Exception = InvalidRequest([Violation("constraint.regex", "compiling it took more than 1 s")])
+
+class Slow:
+    """A compiler that compiles nothing in time."""
+
+    def __init__(self, error: Exception) -> None:
+        self._error = error
 
     def compile(self, grammar):
-        raise self.error
+        raise self._error
 
 
 @pytest.mark.parametrize(
-    ("error", "reason"), [(Slow.error, "INVALID_FIELD"), (UnavailableError("busy"), "UNAVAILABLE")]
+    ("error", "reason"), [(TOO_SLOW, "INVALID_FIELD"), (UnavailableError("busy"), "UNAVAILABLE")]
 )
 async def test_a_grammar_that_cannot_be_compiled_now(error, reason):
     engine = fake()
-    compiler = Slow.from_tokenizer(CODEC.backend, vocab_size=VOCAB, eos_token_ids=[EOS])
-    compiler.error = error
-    engine.__dict__["grammars"] = compiler
+    engine.__dict__["grammars"] = Slow(error)
     async with serving(engine) as rig:
         failure = await failure_of(rig.inference.Generate(generate("a", constraint={"regex": "a"})))
         assert failure.reason == reason
@@ -172,6 +174,7 @@ async def test_a_grammar_that_cannot_be_compiled_now(error, reason):
 async def test_a_grammar_that_turns_out_too_complex_ends_its_output_only():
     """More states of the lexer than an output may have: the engine tells the request, and goes on."""
     engine = fake(max_model_len=4000)
+    assert CODEC.backend is not None
     engine.__dict__["grammars"] = GrammarCompiler.from_tokenizer(
         CODEC.backend, vocab_size=VOCAB, eos_token_ids=[EOS], config=CompilerConfig(max_lexer_states=40)
     )

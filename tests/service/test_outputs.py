@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 import grpc
 import pytest
@@ -38,7 +39,8 @@ async def answer(rig, request):
 
 
 def abort(*names, **fields):
-    return inference_pb2.AbortRequest(request_ids={"ids": names} if names else None, **fields)
+    target: dict[str, Any] = {"request_ids": {"ids": names}} if names else {}
+    return inference_pb2.AbortRequest(**target, **fields)
 
 
 async def test_n_outputs_in_order():

@@ -252,11 +252,12 @@ async def test_parsers_by_option():
     """For a model whose template shows nothing, and against what it shows."""
     text = "<think>hm</think>[get(a=1)]"
     plain = byte_codec("{% for m in messages %}{{ m.content }}{% endfor %}")
-    for options, expected in (
+    cases: tuple[tuple[dict[str, Any], Any], ...] = (
         ({}, (text, "", [])),
         ({"reasoning_parser": "think"}, ("[get(a=1)]", "hm", [])),
         ({"reasoning_parser": "think", "tool_call_parser": "pythonic"}, ("", "hm", [("get", '{"a": 1}')])),
-    ):
+    )
+    for options, expected in cases:
         async with serving(fake(codec=plain, max_model_len=500, scripts={"hi": ids(text)}), **options) as rig:
             (output,) = await both(rig)
             assert said(output) == expected

@@ -108,6 +108,26 @@ async def test_cached_tokens_and_priority_of_a_request(recorder):
     assert attributes["penstock.request.priority"] == -7
 
 
+async def test_several_outputs_under_a_grammar(recorder):
+    """The grammar's compilation is a phase of its own; reasons are in the order of the outputs."""
+    engine = fake(hold=True, scripts={("a", 1): [98, 256]})
+    asked = {"sampling": {"n": 3}, "stopping": {"max_tokens": 5}, "constraint": {"regex": "[a-z]*"}}
+    async with recorder.serving(engine) as rig:
+        call = asyncio.ensure_future(rig.inference.Generate(generate("a", **asked)))
+        await until(lambda: len(engine.seen) == 3)
+        engine.release()
+        await call
+        await until(lambda: len(recorder.spans) == 7)
+    spans = recorder.spans
+    attributes = spans["text_completion fake"].attributes
+    assert attributes["gen_ai.response.finish_reasons"] == ("max_tokens", "eos", "max_tokens")
+    assert attributes["gen_ai.usage.output_tokens"] == 5 + 2 + 5
+    assert spans["grammar"].parent.span_id == spans["text_completion fake"].context.span_id
+    ends = [spans[name].end_time for name in ("tokenize", "grammar")]
+    assert ends[0] <= spans["grammar"].start_time
+    assert ends[1] <= spans["queue"].start_time
+
+
 async def test_chat_is_named_so(recorder):
     chat = {"messages": [types_pb2.ChatMessage(role="user", content="hi")]}
     async with recorder.serving() as rig:
