@@ -7,6 +7,8 @@ the real scheduler and its timing.
 from __future__ import annotations
 
 import asyncio
+import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,6 +22,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 
 from penstock.runtime.config import EngineConfig
 from penstock.runtime.engine import Engine
+from penstock.runtime.outputs import output_seed
 from penstock.v1 import inference_pb2, types_pb2
 from tests.service.rig import Kept, Rig, collect, failure_of, generate, joined, serving, stream, until
 from tests.support.toy import TEST_CACHE
@@ -64,7 +67,21 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "specials": {"output": {"skip_special_tokens": False}},
     "eos": {"stopping": {"max_tokens": 400}},
     "stop_ids": {"stopping": {**FREE, "stop_token_ids": list(range(10, 25))}},
-}
+    "penalties": {
+        "sampling": {
+            **SEEDED, "presence_penalty": 0.5, "frequency_penalty": 0.5, "repetition_penalty": 1.3,
+            "logit_bias": {20: 3.0, 21: -3.0}, "bad_words": ["re", "def"],
+        },
+    },
+    "several": {"sampling": {**SEEDED, "n": 3}, "stopping": {**FREE, "stop": ["e"]}},
+    "prompt_logprobs": {"output": {"logprobs": 3, "prompt_logprobs": 2}},
+    "cut": {"context": {"truncation": 2, "reserve_tokens": 508}},
+    "regex": {"constraint": {"regex": "[a-f]{20,40}"}},
+    "schema": {
+        "sampling": {**SEEDED, "n": 2},
+        "constraint": {"json_schema": '{"type": "array", "items": {"enum": ["x", 1, null]}, "minItems": 5}'},
+    },
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", OPTIONS)
@@ -73,6 +90,7 @@ async def test_deltas_are_generates_output(engine: Any, name: str) -> None:
     fields = {"request_id": "", "sampling": SEEDED, "stopping": FREE, **OPTIONS[name]}
     async with serving(engine) as rig:
         answered = await answer(rig, **fields)
+        prompt = rounded(answered.prompt)
         streams = [
             rig.inference.Stream(stream(PROMPT, **fields, min_tokens_per_message=n)) for n in (1, 1, 7, 500)
         ]
@@ -80,18 +98,45 @@ async def test_deltas_are_generates_output(engine: Any, name: str) -> None:
             parts, whole = joined(messages), inference_pb2.GenerateResponse()
             whole.CopyFrom(answered)
             logprobs = parts.outputs[0].logprobs.sampled, whole.outputs[0].logprobs.sampled
-            assert len(logprobs[0]) == (60 if name == "logprobs" else 0)
+            assert len(logprobs[0]) == (60 if "logprobs" in name else 0)
             assert list(logprobs[0]) == pytest.approx(list(logprobs[1]), rel=1e-4)
-            for output in (parts.outputs[0], whole.outputs[0]):
+            assert rounded(parts.prompt) == pytest.approx(prompt, rel=1e-4, nan_ok=True)
+            for output in (*parts.outputs, *whole.outputs):
                 output.ClearField("logprobs")  # another batch shape rounds differently in the last bits
             assert parts.outputs == whole.outputs
             for usage in (parts.usage, whole.usage):
                 usage.ClearField("cached_prompt_tokens")  # the first one found less in the prefix cache
             assert parts.usage == whole.usage
-    assert whole.usage.prompt_tokens == len(engine.text.encode(PROMPT))
-    ids = list(whole.outputs[0].token_ids)
-    skip = name != "specials"
-    assert whole.outputs[0].text == engine.text.decode(ids, skip_special_tokens=skip)
+    num_prompt = len(engine.text.encode(PROMPT))
+    left = 4 if name == "cut" else num_prompt
+    assert (whole.usage.prompt_tokens, whole.prompt.truncated_tokens) == (left, num_prompt - left)
+    assert len(whole.outputs) == fields["sampling"].get("n", 1)
+    for output in whole.outputs:
+        text = engine.text.decode(list(output.token_ids), skip_special_tokens=name != "specials")
+        assert output.text == (text.partition("e")[0] if name == "several" else text)
+        if name == "regex":
+            assert re.fullmatch("[a-f]{20,40}", output.text)
+        elif name == "schema" and output.finish.reason == types_pb2.FINISH_REASON_EOS:
+            assert set(json.loads(output.text)) <= {"x", 1, None}
+
+
+def rounded(prompt: types_pb2.PromptInfo) -> list[float]:
+    """Its log-probabilities, those of the candidates too."""
+    values = list(prompt.logprobs.sampled)
+    return [*values, *(c.logprob for top in prompt.logprobs.top for c in top.candidates)]
+
+
+async def test_outputs_of_one_prompt(engine: Any) -> None:
+    """Output i is what a request with seed (seed, i) gives alone, and the prompt is computed once."""
+    async with serving(engine) as rig:
+        engine.flush_prefix_cache()
+        several = await answer(rig, sampling={**SEEDED, "n": 3}, stopping=FREE)
+        assert several.usage.cached_prompt_tokens == 0
+        for i, output in enumerate(several.outputs):
+            alone = await answer(rig, sampling={**SEEDED, "seed": output_seed(7, i)}, stopping=FREE)
+            assert (alone.outputs[0].text, alone.outputs[0].token_ids) == (output.text, output.token_ids)
+    assert len({output.text for output in several.outputs}) == 3
+    assert several.usage.completion_tokens == 180
 
 
 async def test_seeds(engine: Any) -> None:

@@ -17,7 +17,7 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from penstock.v1 import inference_pb2_grpc, types_pb2
+from penstock.v1 import control_pb2, control_pb2_grpc, inference_pb2_grpc, types_pb2
 from tests.service.rig import generate, stream
 from tests.support.toy import TEST_CACHE
 
@@ -94,11 +94,19 @@ def fake_process(*arguments: str) -> contextlib.AbstractContextManager[Process]:
 def test_a_checkpoint_is_served_until_sigterm() -> None:
     """On the real engine: what was resolved is printed, a stream under way gets all of its tokens, exit 0."""
     cache = ["--compilation-cache", str(TEST_CACHE)]
-    with process(str(GOLDEN), "--port", "0", "--grace", "60", *ENGINE, *cache) as server:
+    defaults = ["--override-generation-config", '{"temperature": 0, "presence_penalty": 0.5}']
+    with process(str(GOLDEN), "--port", "0", "--grace", "60", *ENGINE, *cache, *defaults) as server:
         address = server.wait_for(r"ready on (127\.0\.0\.1:\d+)")[1]
         with grpc.insecure_channel(address) as channel:
             health: Any = health_pb2_grpc.HealthStub(channel)
             assert health.Check(health_pb2.HealthCheckRequest()).status == 1
+            info = control_pb2_grpc.ControlServiceStub(channel).GetModelInfo(
+                control_pb2.GetModelInfoRequest()
+            )
+            assert info.default_sampling == types_pb2.SamplingParams(
+                temperature=0, top_p=1, top_k=0, min_p=0, presence_penalty=0.5, frequency_penalty=0,
+                repetition_penalty=1, n=1,
+            )  # fmt: skip
             stub = inference_pb2_grpc.InferenceServiceStub(channel)
             asked = {"max_tokens": 200, "ignore_eos": True}
             call = stub.Stream(stream("def f(x):", stopping=asked, sampling={"temperature": 0}))
