@@ -12,6 +12,7 @@ from penstock.service.backend import Backend
 from penstock.service.convert import Prompt, TextPrompt, chat_prompt
 from penstock.service.convert_params import Violations, check_token_ids
 from penstock.service.inference import limits_of
+from penstock.service.lanes import Lanes
 from penstock.service.prompts import INLINE_CHARS, encode_prompt
 from penstock.service.support import check_supported
 from penstock.v1 import control_pb2, control_pb2_grpc, types_pb2
@@ -25,8 +26,9 @@ CONTRACT_REVISION = 1
 class ControlServicer(control_pb2_grpc.ControlServiceServicer):
     """Facts about one engine, and its tokenizer."""
 
-    def __init__(self, engine: Backend, *, version: str, instance_id: str) -> None:
+    def __init__(self, engine: Backend, lanes: Lanes, *, version: str, instance_id: str) -> None:
         self._engine = engine
+        self._lanes = lanes
         self._version = version
         self._instance_id = instance_id
         self._limits = limits_of(engine)
@@ -123,7 +125,7 @@ class ControlServicer(control_pb2_grpc.ControlServiceServicer):
         max_model_len = self._engine.info.max_model_len
         special = request.add_special_tokens if request.HasField("add_special_tokens") else None
         encoded = await encode_prompt(
-            self._engine.text, prompt, max_tokens=max_model_len - 1, add_special_tokens=special
+            self._engine.text, prompt, self._lanes, max_tokens=max_model_len - 1, add_special_tokens=special
         )
         return control_pb2.TokenizeResponse(token_ids=encoded.token_ids, max_context_tokens=max_model_len)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Sequence
+from functools import partial
 from types import TracebackType
 from typing import Self
 
@@ -21,6 +22,7 @@ from penstock.service.backend import Backend
 from penstock.service.context import Fitted, Truncation, fit
 from penstock.service.convert import ChatPrompt, Job
 from penstock.service.convert_params import with_bad_words
+from penstock.service.lanes import Lanes
 from penstock.service.prompts import Encoded, encode_prompt, encode_words
 from penstock.service.streams import Buffer, Switchboard, take_any
 from penstock.service.telemetry import RequestTrace, Telemetry
@@ -37,6 +39,7 @@ class Generation:
         telemetry: Telemetry,
         arrivals: Arrivals,
         forms: ChatForms,
+        lanes: Lanes,
         *,
         min_tokens: int = 1,
         stall_limit_s: float | None = None,
@@ -51,6 +54,7 @@ class Generation:
         self._switchboard = switchboard
         self._arrivals = arrivals
         self._forms = forms
+        self._lanes = lanes
         self._min_tokens = min_tokens
         self._stall_limit_s = stall_limit_s
         self._trace: RequestTrace = telemetry.request(job, engine.info.name)
@@ -94,9 +98,9 @@ class Generation:
         rejects = job.context.truncation is Truncation.REJECT
         with self._arrivals.tokenizing(job.request_id) as arrival:
             encoded = await encode_prompt(
-                self._engine.text, job.prompt, max_tokens=room - 1 if rejects else None
+                self._engine.text, job.prompt, self._lanes, max_tokens=room - 1 if rejects else None
             )
-            words = await encode_words(self._engine.text, job.bad_words)
+            words = await encode_words(self._engine.text, job.bad_words, self._lanes)
             made = {"gen_ai.usage.input_tokens": len(encoded.token_ids)}
             self._trace.phase("tokenize", started_ns, time.monotonic_ns(), made)
             self.prompt = fit(encoded.token_ids, job.context, job.stopping, room)
@@ -121,7 +125,7 @@ class Generation:
         compiler = self._engine.grammars
         assert compiler is not None, "conversion refuses grammars where there is no tokenizer"
         started_ns = time.monotonic_ns()
-        compiled = await asyncio.to_thread(compiler.compile, grammar)
+        compiled = await self._lanes.heavy(partial(compiler.compile, grammar))
         self._trace.phase("grammar", started_ns, time.monotonic_ns())
         return [compiled.constraint(grammar.field) for _ in range(self.job.n)]
 

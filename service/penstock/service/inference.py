@@ -17,6 +17,7 @@ from penstock.service.backend import Backend
 from penstock.service.context import Truncation
 from penstock.service.convert import Job, Limits, to_job
 from penstock.service.generation import Generation
+from penstock.service.lanes import Lanes
 from penstock.service.streams import Switchboard
 from penstock.service.support import check_supported
 from penstock.service.telemetry import Telemetry
@@ -48,6 +49,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         switchboard: Switchboard,
         telemetry: Telemetry,
         forms: ChatForms,
+        lanes: Lanes,
         *,
         stall_limit_s: float,
         truncation: Truncation = Truncation.REJECT,
@@ -58,6 +60,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         self._stall_limit_s = stall_limit_s
         self._limits = limits_of(engine, truncation)
         self._forms = forms
+        self._lanes = lanes
         self._arrivals = Arrivals()
 
     def _generation(self, job: Job, *, min_tokens: int, stall_limit_s: float | None = None) -> Generation:
@@ -68,6 +71,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             self._telemetry,
             self._arrivals,
             self._forms,
+            self._lanes,
             min_tokens=min_tokens,
             stall_limit_s=stall_limit_s,
         )

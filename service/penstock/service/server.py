@@ -31,6 +31,7 @@ from penstock.service.backend import Backend
 from penstock.service.control import ControlServicer
 from penstock.service.inference import InferenceServicer
 from penstock.service.interceptors import PenstockInterceptor
+from penstock.service.lanes import Lanes
 from penstock.service.options import ServerOptions
 from penstock.service.streams import Switchboard
 from penstock.service.telemetry import Telemetry
@@ -89,6 +90,7 @@ class PenstockServer:
         self._options = options
         self._telemetry = Telemetry(tracer_provider)
         self.instance_id = uuid.uuid4().hex
+        self._lanes = Lanes()
         self._health = health.aio.HealthServicer()
         self._engine: Backend | None = None
         self._watcher: asyncio.Task[None] | None = None
@@ -128,13 +130,15 @@ class PenstockServer:
                 switchboard,
                 self._telemetry,
                 self._forms(engine),
+                self._lanes,
                 stall_limit_s=self._options.stall_limit_s,
                 truncation=self._options.truncation,
             ),
             self._server,
         )
         control_pb2_grpc.add_ControlServiceServicer_to_server(
-            ControlServicer(engine, version=version(), instance_id=self.instance_id), self._server
+            ControlServicer(engine, self._lanes, version=version(), instance_id=self.instance_id),
+            self._server,
         )
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         reflection.enable_server_reflection(
@@ -187,6 +191,7 @@ class PenstockServer:
                 aborted = engine.abort(all_requests=True, message="the server is shutting down")
                 log.warning("grace of %g s is over; aborted %d requests", self._options.grace_s, len(aborted))
         await self._server.stop(_LAST_REPLIES_S)  # readers take what is buffered
+        self._lanes.close()
         if not self._starting:  # a compilation cannot be interrupted; its thread ends with the process
             await in_thread(engine.shutdown)
         return drained

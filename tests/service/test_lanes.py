@@ -1,0 +1,102 @@
+"""Templates and grammars that callers write may take seconds; nobody else waits for them."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+
+import pytest
+
+from penstock.v1 import control_pb2, types_pb2
+from tests.service.codecs import byte_codec
+from tests.service.rig import fake, generate, serving, until
+
+MANY = 40
+"""More than asyncio has threads, which are at most 32."""
+LONG = "a" * 500_001
+CUT = {"truncation": types_pb2.TRUNCATION_LEFT}
+
+
+class Held:
+    """Stands in for a sandbox and for a compiler: whatever it is asked for takes until the test lets go."""
+
+    def __init__(self) -> None:
+        self.entered = 0
+        self.gate = threading.Event()
+
+    def render(self, variables):
+        self._hold()
+        return "y"
+
+    def compile(self, grammar):
+        self._hold()
+        raise MemoryError  # whatever comes after does not matter here
+
+    def _hold(self):
+        self.entered += 1
+        assert self.gate.wait(30)
+
+
+def chat(content="x", **fields):
+    return types_pb2.ChatPrompt(messages=[types_pb2.ChatMessage(role="user", content=content)], **fields)
+
+
+@pytest.mark.parametrize("what", ["templates", "grammars", "tokenize", "long texts", "long chats"])
+async def test_others_are_served_meanwhile(what):
+    held = Held()
+    codec = byte_codec()
+    codec._sandbox = held  # type: ignore[assignment]
+    engine = fake(codec=codec, max_model_len=9000)
+    engine.__dict__["grammars"] = held
+    encode = codec.encode
+
+    def encode_held(text, **options):
+        if len(text) >= len(LONG):
+            held._hold()
+        return encode(text[:100], **options)
+
+    codec.encode = encode_held  # type: ignore[method-assign]
+    async with serving(engine) as rig:
+        own = chat(chat_template="{{ 1 }}")
+        slow = {
+            "templates": lambda: rig.inference.Generate(generate(chat=own)),
+            "grammars": lambda: rig.inference.Generate(generate("a", constraint={"regex": "a"})),
+            "long texts": lambda: rig.inference.Generate(generate(LONG, context=CUT)),
+            "long chats": lambda: rig.inference.Generate(generate(chat=chat(LONG), context=CUT)),
+            "tokenize": lambda: rig.control.Tokenize(control_pb2.TokenizeRequest(chat=own)),
+        }[what]
+        waiting = [asyncio.ensure_future(slow()) for _ in range(MANY)]
+        await until(lambda: held.entered > 0)
+        try:
+            others = asyncio.gather(
+                rig.inference.Generate(generate(chat=chat(), stopping={"max_tokens": 1})),
+                rig.inference.Generate(generate("y" * 5000, stopping={"max_tokens": 1})),
+                rig.control.Tokenize(control_pb2.TokenizeRequest(chat=chat())),
+            )
+            replies = await asyncio.wait_for(others, 20)
+            assert not any(call.done() for call in waiting)
+        finally:
+            held.gate.set()
+        ended = await asyncio.wait_for(asyncio.gather(*waiting, return_exceptions=True), 20)
+    assert (replies[0].outputs[0].text, replies[1].outputs[0].text) == ("}", "z")
+    assert len(ended) == MANY
+
+
+@pytest.mark.parametrize(("num_words", "inline"), [(3, True), (1000, False)])
+async def test_many_bad_words_are_spelt_off_the_loop(num_words, inline):
+    """Each costs two calls of the tokenizer."""
+    codec = byte_codec()
+    encode, on_loop = codec.encode, []
+
+    def noted(text, **options):
+        on_loop.append(threading.current_thread() is threading.main_thread())
+        return encode(text, **options)
+
+    codec.encode = noted  # type: ignore[method-assign]
+    words = [f"w{i}" for i in range(num_words)]
+    async with serving(fake(codec=codec)) as rig:
+        request = generate(prompt_token_ids={"ids": [121]}, sampling={"bad_words": words})
+        await rig.inference.Generate(request)
+        spelt = rig.engine.seen[0].sampling.bad_words
+    assert on_loop == [inline] * 2 * num_words
+    assert spelt == tuple(tuple(text.encode()) for word in words for text in (word, f" {word}"))
