@@ -66,7 +66,7 @@ class GenerateRequest(_message.Message):
     MIN_WEIGHTS_FIELD_NUMBER: _builtins.int
     CONTEXT_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
-    """at most 128 characters, unique among active requests; empty = the server mints one"""
+    """At most 128 characters, without U+0000, unique among active requests; empty = the server mints one."""
     model: _builtins.str
     """empty = the served model"""
     prompt: _builtins.str
@@ -182,7 +182,7 @@ class Output(_message.Message):
     text: _builtins.str
     """empty when OutputOptions.text is false"""
     reasoning: _builtins.str
-    """text the model marked as thinking; not in text"""
+    """text that the model marked as thinking in answer to a chat; not in text"""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """empty when OutputOptions.token_ids is false"""
@@ -199,7 +199,7 @@ class Output(_message.Message):
 
     @_builtins.property
     def tool_calls(self) -> _containers.RepeatedCompositeFieldContainer[_types_pb2.ToolCall]:
-        """parsed from the output; not in text"""
+        """parsed from the answer to a chat that offered tools; not in text"""
 
     def __init__(
         self,

@@ -28,16 +28,19 @@ if _version_not_supported:
 
 class InferenceServiceStub:
     """Errors of Generate and Stream, all of them before the first token unless noted:
-    INVALID_ARGUMENT    INVALID_FIELD, PROMPT_TOO_LONG, EXCEEDS_KV_CAPACITY (can never fit)
+    INVALID_ARGUMENT    INVALID_FIELD, PROMPT_TOO_LONG, EXCEEDS_KV_CAPACITY (can never fit); at any time
+    INVALID_FIELD: a Constraint that turned out too complex
     NOT_FOUND           UNKNOWN_MODEL, UNKNOWN_ADAPTER
     ALREADY_EXISTS      DUPLICATE_REQUEST_ID: a request with this id is active
     FAILED_PRECONDITION min_weights is newer than the weights in use
     RESOURCE_EXHAUSTED  QUEUE_FULL, with google.rpc.RetryInfo; at any time STALLED_READER: a stream that was not
     read for longer than the server waits
-    UNAVAILABLE         NOT_READY, DRAINING
+    UNAVAILABLE         NOT_READY, DRAINING, UNAVAILABLE (all threads that compile grammars are busy)
     UNIMPLEMENTED       UNSUPPORTED_FEATURE
-    INTERNAL            ENGINE_FAILURE, INTERNAL (a bug): at any time
+    INTERNAL            ENGINE_FAILURE, INTERNAL (a bug), NON_FINITE_LOGITS (the model computed NaN or infinity; other
+    requests go on), GENERATION_FAILED: at any time
     DEADLINE_EXCEEDED, CANCELLED   at any time; whatever the error, the slot and its KV pages are freed
+    An error of one of n outputs ends the call and frees the others.
     """
 
     def __init__(self, channel):
@@ -70,16 +73,19 @@ class InferenceServiceStub:
 
 class InferenceServiceServicer:
     """Errors of Generate and Stream, all of them before the first token unless noted:
-    INVALID_ARGUMENT    INVALID_FIELD, PROMPT_TOO_LONG, EXCEEDS_KV_CAPACITY (can never fit)
+    INVALID_ARGUMENT    INVALID_FIELD, PROMPT_TOO_LONG, EXCEEDS_KV_CAPACITY (can never fit); at any time
+    INVALID_FIELD: a Constraint that turned out too complex
     NOT_FOUND           UNKNOWN_MODEL, UNKNOWN_ADAPTER
     ALREADY_EXISTS      DUPLICATE_REQUEST_ID: a request with this id is active
     FAILED_PRECONDITION min_weights is newer than the weights in use
     RESOURCE_EXHAUSTED  QUEUE_FULL, with google.rpc.RetryInfo; at any time STALLED_READER: a stream that was not
     read for longer than the server waits
-    UNAVAILABLE         NOT_READY, DRAINING
+    UNAVAILABLE         NOT_READY, DRAINING, UNAVAILABLE (all threads that compile grammars are busy)
     UNIMPLEMENTED       UNSUPPORTED_FEATURE
-    INTERNAL            ENGINE_FAILURE, INTERNAL (a bug): at any time
+    INTERNAL            ENGINE_FAILURE, INTERNAL (a bug), NON_FINITE_LOGITS (the model computed NaN or infinity; other
+    requests go on), GENERATION_FAILED: at any time
     DEADLINE_EXCEEDED, CANCELLED   at any time; whatever the error, the slot and its KV pages are freed
+    An error of one of n outputs ends the call and frees the others.
     """
 
     def Generate(self, request, context):
@@ -99,8 +105,9 @@ class InferenceServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Abort(self, request, context):
-        """Ends requests early. Each ends with OK, FINISH_REASON_ABORTED and what it had generated; the answer comes
-        after their slots and KV pages are free. A request can be aborted from the moment its RPC starts.
+        """Ends requests early, with all their outputs. Each ends with OK, FINISH_REASON_ABORTED and what it had
+        generated; the answer comes after their slots and KV pages are free. A request can be aborted from the moment
+        its RPC starts.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -151,16 +158,19 @@ def add_InferenceServiceServicer_to_server(servicer, server):
  # This class is part of an EXPERIMENTAL API.
 class InferenceService:
     """Errors of Generate and Stream, all of them before the first token unless noted:
-    INVALID_ARGUMENT    INVALID_FIELD, PROMPT_TOO_LONG, EXCEEDS_KV_CAPACITY (can never fit)
+    INVALID_ARGUMENT    INVALID_FIELD, PROMPT_TOO_LONG, EXCEEDS_KV_CAPACITY (can never fit); at any time
+    INVALID_FIELD: a Constraint that turned out too complex
     NOT_FOUND           UNKNOWN_MODEL, UNKNOWN_ADAPTER
     ALREADY_EXISTS      DUPLICATE_REQUEST_ID: a request with this id is active
     FAILED_PRECONDITION min_weights is newer than the weights in use
     RESOURCE_EXHAUSTED  QUEUE_FULL, with google.rpc.RetryInfo; at any time STALLED_READER: a stream that was not
     read for longer than the server waits
-    UNAVAILABLE         NOT_READY, DRAINING
+    UNAVAILABLE         NOT_READY, DRAINING, UNAVAILABLE (all threads that compile grammars are busy)
     UNIMPLEMENTED       UNSUPPORTED_FEATURE
-    INTERNAL            ENGINE_FAILURE, INTERNAL (a bug): at any time
+    INTERNAL            ENGINE_FAILURE, INTERNAL (a bug), NON_FINITE_LOGITS (the model computed NaN or infinity; other
+    requests go on), GENERATION_FAILED: at any time
     DEADLINE_EXCEEDED, CANCELLED   at any time; whatever the error, the slot and its KV pages are freed
+    An error of one of n outputs ends the call and frees the others.
     """
 
     @staticmethod

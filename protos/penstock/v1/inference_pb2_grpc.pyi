@@ -29,16 +29,19 @@ GRPC_VERSION: str
 
 class InferenceServiceStub:
     """Errors of Generate and Stream, all of them before the first token unless noted:
-      INVALID_ARGUMENT    INVALID_FIELD, PROMPT_TOO_LONG, EXCEEDS_KV_CAPACITY (can never fit)
+      INVALID_ARGUMENT    INVALID_FIELD, PROMPT_TOO_LONG, EXCEEDS_KV_CAPACITY (can never fit); at any time
+                          INVALID_FIELD: a Constraint that turned out too complex
       NOT_FOUND           UNKNOWN_MODEL, UNKNOWN_ADAPTER
       ALREADY_EXISTS      DUPLICATE_REQUEST_ID: a request with this id is active
       FAILED_PRECONDITION min_weights is newer than the weights in use
       RESOURCE_EXHAUSTED  QUEUE_FULL, with google.rpc.RetryInfo; at any time STALLED_READER: a stream that was not
                           read for longer than the server waits
-      UNAVAILABLE         NOT_READY, DRAINING
+      UNAVAILABLE         NOT_READY, DRAINING, UNAVAILABLE (all threads that compile grammars are busy)
       UNIMPLEMENTED       UNSUPPORTED_FEATURE
-      INTERNAL            ENGINE_FAILURE, INTERNAL (a bug): at any time
+      INTERNAL            ENGINE_FAILURE, INTERNAL (a bug), NON_FINITE_LOGITS (the model computed NaN or infinity; other
+                          requests go on), GENERATION_FAILED: at any time
       DEADLINE_EXCEEDED, CANCELLED   at any time; whatever the error, the slot and its KV pages are freed
+    An error of one of n outputs ends the call and frees the others.
     """
 
     @_typing.overload
@@ -53,8 +56,9 @@ class InferenceServiceStub:
     status, never OK with an error inside.
     """
     Abort: _grpc.UnaryUnaryMultiCallable[_inference_pb2.AbortRequest, _inference_pb2.AbortResponse]
-    """Ends requests early. Each ends with OK, FINISH_REASON_ABORTED and what it had generated; the answer comes
-    after their slots and KV pages are free. A request can be aborted from the moment its RPC starts.
+    """Ends requests early, with all their outputs. Each ends with OK, FINISH_REASON_ABORTED and what it had
+    generated; the answer comes after their slots and KV pages are free. A request can be aborted from the moment
+    its RPC starts.
     """
     UpdateWeights: _grpc.StreamUnaryMultiCallable[_weights_pb2.UpdateWeightsRequest, _weights_pb2.UpdateWeightsResponse]
     """Replaces weights without a restart: begin, chunks, commit. Validated and staged while the server goes on
@@ -68,16 +72,19 @@ class InferenceServiceStub:
 @_typing.type_check_only
 class InferenceServiceAsyncStub(InferenceServiceStub):
     """Errors of Generate and Stream, all of them before the first token unless noted:
-      INVALID_ARGUMENT    INVALID_FIELD, PROMPT_TOO_LONG, EXCEEDS_KV_CAPACITY (can never fit)
+      INVALID_ARGUMENT    INVALID_FIELD, PROMPT_TOO_LONG, EXCEEDS_KV_CAPACITY (can never fit); at any time
+                          INVALID_FIELD: a Constraint that turned out too complex
       NOT_FOUND           UNKNOWN_MODEL, UNKNOWN_ADAPTER
       ALREADY_EXISTS      DUPLICATE_REQUEST_ID: a request with this id is active
       FAILED_PRECONDITION min_weights is newer than the weights in use
       RESOURCE_EXHAUSTED  QUEUE_FULL, with google.rpc.RetryInfo; at any time STALLED_READER: a stream that was not
                           read for longer than the server waits
-      UNAVAILABLE         NOT_READY, DRAINING
+      UNAVAILABLE         NOT_READY, DRAINING, UNAVAILABLE (all threads that compile grammars are busy)
       UNIMPLEMENTED       UNSUPPORTED_FEATURE
-      INTERNAL            ENGINE_FAILURE, INTERNAL (a bug): at any time
+      INTERNAL            ENGINE_FAILURE, INTERNAL (a bug), NON_FINITE_LOGITS (the model computed NaN or infinity; other
+                          requests go on), GENERATION_FAILED: at any time
       DEADLINE_EXCEEDED, CANCELLED   at any time; whatever the error, the slot and its KV pages are freed
+    An error of one of n outputs ends the call and frees the others.
     """
 
     def __init__(self, channel: _aio.Channel) -> None: ...
@@ -89,8 +96,9 @@ class InferenceServiceAsyncStub(InferenceServiceStub):
     status, never OK with an error inside.
     """
     Abort: _aio.UnaryUnaryMultiCallable[_inference_pb2.AbortRequest, _inference_pb2.AbortResponse]  # type: ignore[assignment]
-    """Ends requests early. Each ends with OK, FINISH_REASON_ABORTED and what it had generated; the answer comes
-    after their slots and KV pages are free. A request can be aborted from the moment its RPC starts.
+    """Ends requests early, with all their outputs. Each ends with OK, FINISH_REASON_ABORTED and what it had
+    generated; the answer comes after their slots and KV pages are free. A request can be aborted from the moment
+    its RPC starts.
     """
     UpdateWeights: _aio.StreamUnaryMultiCallable[_weights_pb2.UpdateWeightsRequest, _weights_pb2.UpdateWeightsResponse]  # type: ignore[assignment]
     """Replaces weights without a restart: begin, chunks, commit. Validated and staged while the server goes on
@@ -103,16 +111,19 @@ class InferenceServiceAsyncStub(InferenceServiceStub):
 
 class InferenceServiceServicer(metaclass=_abc_1.ABCMeta):
     """Errors of Generate and Stream, all of them before the first token unless noted:
-      INVALID_ARGUMENT    INVALID_FIELD, PROMPT_TOO_LONG, EXCEEDS_KV_CAPACITY (can never fit)
+      INVALID_ARGUMENT    INVALID_FIELD, PROMPT_TOO_LONG, EXCEEDS_KV_CAPACITY (can never fit); at any time
+                          INVALID_FIELD: a Constraint that turned out too complex
       NOT_FOUND           UNKNOWN_MODEL, UNKNOWN_ADAPTER
       ALREADY_EXISTS      DUPLICATE_REQUEST_ID: a request with this id is active
       FAILED_PRECONDITION min_weights is newer than the weights in use
       RESOURCE_EXHAUSTED  QUEUE_FULL, with google.rpc.RetryInfo; at any time STALLED_READER: a stream that was not
                           read for longer than the server waits
-      UNAVAILABLE         NOT_READY, DRAINING
+      UNAVAILABLE         NOT_READY, DRAINING, UNAVAILABLE (all threads that compile grammars are busy)
       UNIMPLEMENTED       UNSUPPORTED_FEATURE
-      INTERNAL            ENGINE_FAILURE, INTERNAL (a bug): at any time
+      INTERNAL            ENGINE_FAILURE, INTERNAL (a bug), NON_FINITE_LOGITS (the model computed NaN or infinity; other
+                          requests go on), GENERATION_FAILED: at any time
       DEADLINE_EXCEEDED, CANCELLED   at any time; whatever the error, the slot and its KV pages are freed
+    An error of one of n outputs ends the call and frees the others.
     """
 
     @_abc_1.abstractmethod
@@ -140,8 +151,9 @@ class InferenceServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _inference_pb2.AbortRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_inference_pb2.AbortResponse, _abc.Awaitable[_inference_pb2.AbortResponse]]:
-        """Ends requests early. Each ends with OK, FINISH_REASON_ABORTED and what it had generated; the answer comes
-        after their slots and KV pages are free. A request can be aborted from the moment its RPC starts.
+        """Ends requests early, with all their outputs. Each ends with OK, FINISH_REASON_ABORTED and what it had
+        generated; the answer comes after their slots and KV pages are free. A request can be aborted from the moment
+        its RPC starts.
         """
 
     @_abc_1.abstractmethod

@@ -37,7 +37,7 @@ class _Truncation:
 class _TruncationEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Truncation.ValueType], _builtins.type):
     DESCRIPTOR: _descriptor.EnumDescriptor
     TRUNCATION_UNSPECIFIED: _Truncation.ValueType  # 0
-    """the server's default, which is to reject"""
+    """the server's default, which is to reject unless its operator says otherwise"""
     TRUNCATION_REJECT: _Truncation.ValueType  # 1
     """no room for one generated token = INVALID_ARGUMENT, PROMPT_TOO_LONG"""
     TRUNCATION_LEFT: _Truncation.ValueType  # 2
@@ -45,12 +45,12 @@ class _TruncationEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Truncation
     TRUNCATION_RIGHT: _Truncation.ValueType  # 3
     """drop the newest tokens"""
     TRUNCATION_MIDDLE: _Truncation.ValueType  # 4
-    """keep both ends"""
+    """keep both ends, of an odd number one more of the newest"""
 
 class Truncation(_Truncation, metaclass=_TruncationEnumTypeWrapper): ...
 
 TRUNCATION_UNSPECIFIED: Truncation.ValueType  # 0
-"""the server's default, which is to reject"""
+"""the server's default, which is to reject unless its operator says otherwise"""
 TRUNCATION_REJECT: Truncation.ValueType  # 1
 """no room for one generated token = INVALID_ARGUMENT, PROMPT_TOO_LONG"""
 TRUNCATION_LEFT: Truncation.ValueType  # 2
@@ -58,7 +58,7 @@ TRUNCATION_LEFT: Truncation.ValueType  # 2
 TRUNCATION_RIGHT: Truncation.ValueType  # 3
 """drop the newest tokens"""
 TRUNCATION_MIDDLE: Truncation.ValueType  # 4
-"""keep both ends"""
+"""keep both ends, of an odd number one more of the newest"""
 Global___Truncation: _TypeAlias = Truncation  # noqa: Y015
 
 class _FinishReason:
@@ -69,7 +69,7 @@ class _FinishReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_FinishRe
     DESCRIPTOR: _descriptor.EnumDescriptor
     FINISH_REASON_UNSPECIFIED: _FinishReason.ValueType  # 0
     FINISH_REASON_EOS: _FinishReason.ValueType  # 1
-    """the model's own end token"""
+    """the model's own end token, or a grammar that allows nothing more"""
     FINISH_REASON_STOP: _FinishReason.ValueType  # 2
     """caller's stop string or id, see StopMatch"""
     FINISH_REASON_MAX_TOKENS: _FinishReason.ValueType  # 3
@@ -84,7 +84,7 @@ class FinishReason(_FinishReason, metaclass=_FinishReasonEnumTypeWrapper): ...
 
 FINISH_REASON_UNSPECIFIED: FinishReason.ValueType  # 0
 FINISH_REASON_EOS: FinishReason.ValueType  # 1
-"""the model's own end token"""
+"""the model's own end token, or a grammar that allows nothing more"""
 FINISH_REASON_STOP: FinishReason.ValueType  # 2
 """caller's stop string or id, see StopMatch"""
 FINISH_REASON_MAX_TOKENS: FinishReason.ValueType  # 3
@@ -132,7 +132,7 @@ class ToolDefinition(_message.Message):
     description: _builtins.str
     """shown to the model"""
     parameters_json: _builtins.str
-    """JSON Schema of the arguments; empty = no arguments"""
+    """JSON Schema of the arguments, an object's; empty = no arguments"""
     def __init__(
         self,
         *,
@@ -224,9 +224,13 @@ class ChatPrompt(_message.Message):
     CHAT_TEMPLATE_FIELD_NUMBER: _builtins.int
     TEMPLATE_OPTIONS_JSON_FIELD_NUMBER: _builtins.int
     tool_choice: _builtins.str
-    """"auto" (default) | "none" | "required" | a tool's name"""
+    """"auto" (default) | "none" = the model is not told of any | "required" = one or more calls | a tool's name =
+    exactly one call of it. The last two are enforced by a grammar, so they exclude Constraint.
+    """
     chat_template: _builtins.str
-    """Jinja, run in a sandbox; overrides the model's own; empty = the model's"""
+    """Jinja, run in a sandbox with a limit on its time; overrides the model's own; empty = the model's. At most
+    262,144 characters.
+    """
     template_options_json: _builtins.str
     """a JSON object: further variables for the template"""
     @_builtins.property
@@ -254,8 +258,10 @@ Global___ChatPrompt: _TypeAlias = ChatPrompt  # noqa: Y015
 
 @_typing.final
 class SamplingParams(_message.Message):
-    """How the next token is drawn. An unset field takes the model's generation_config, then the server's default;
-    GetModelInfo reports the values in force.
+    """How the next token is drawn: penalties, then bias and what is forbidden, then temperature, top_k, top_p, min_p.
+    An unset field takes the server's or the model's generation_config, then a neutral value; GetModelInfo reports
+    the values in force. A request that forbids every token is INVALID_ARGUMENT; where bias, words and min_tokens
+    together forbid all that is left in one step, only a Constraint counts in that step.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -301,22 +307,26 @@ class SamplingParams(_message.Message):
     min_p: _builtins.float
     """[0, 1], relative to the likeliest token; 0 = off"""
     presence_penalty: _builtins.float
-    """[-2, 2]; over generated tokens; 0 = off"""
+    """[-2, 2]; over generated tokens, as OpenAI's; 0 = off"""
     frequency_penalty: _builtins.float
-    """[-2, 2]; over generated tokens; 0 = off"""
+    """[-2, 2]; over generated tokens, as OpenAI's; 0 = off"""
     repetition_penalty: _builtins.float
-    """> 0; over prompt and generated tokens; 1 = off"""
+    """[0.001, 1000]; over prompt and generated tokens, as Hugging Face's; 1 = off"""
     seed: _builtins.int
     """unset = drawn by the server"""
     n: _builtins.int
-    """outputs to generate, >= 1; default 1; output i is seeded with (seed, i)"""
+    """Outputs to generate, 1 to 128, and at most GetServerInfo.max_queued_requests; default 1. Output i is seeded
+    with (seed, i), and output 0 is what n = 1 gives.
+    """
     @_builtins.property
     def logit_bias(self) -> _containers.ScalarMap[_builtins.int, _builtins.float]:
-        """token id to a value added to its logit"""
+        """token id to a value added to its logit; -infinity = never generated"""
 
     @_builtins.property
     def bad_words(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """never generated, with or without a leading space"""
+        """Never generated, as the tokenizer spells each alone and after a space; the same text in other tokens is not
+        seen, nor is what begins in the prompt. At most 1,000, of 1 to 1,000 characters besides spaces.
+        """
 
     @_builtins.property
     def allowed_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
@@ -397,7 +407,7 @@ class StoppingParams(_message.Message):
     max_tokens: _builtins.int
     """>= 1; unset = fill the context"""
     min_tokens: _builtins.int
-    """EOS and stops are held off until then; <= max_tokens"""
+    """EOS and stops are held off until then; a complete Constraint is not; <= max_tokens"""
     ignore_eos: _builtins.bool
     include_stop: _builtins.bool
     """Keep the matched stop. A matched stop string is left out of text unless set; its tokens are in token_ids
@@ -444,7 +454,7 @@ class ChoiceList(_message.Message):
     CHOICES_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def choices(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """at least one"""
+        """1 to 10,000"""
 
     def __init__(
         self,
@@ -478,7 +488,11 @@ Global___JsonObject: _TypeAlias = JsonObject  # noqa: Y015
 
 @_typing.final
 class Constraint(_message.Message):
-    """Forces the output into a grammar. UNIMPLEMENTED where GetModelInfo does not list the feature."""
+    """Forces the output into a grammar. UNIMPLEMENTED where GetModelInfo does not list the feature. INVALID_ARGUMENT,
+    with the reason, for a grammar that is wrong, unsupported in part, above 262,144 bytes or too slow to compile;
+    for one that turns out too complex also midway. Where the grammar allows nothing more the output ends
+    FINISH_REASON_EOS; one that ends by a limit or a stop is only a beginning.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -492,6 +506,7 @@ class Constraint(_message.Message):
     regex: _builtins.str
     """matches the whole output"""
     ebnf: _builtins.str
+    """in the syntax of Lark, from its rule "start", or of GBNF, from "root" """
     @_builtins.property
     def json_object(self) -> Global___JsonObject: ...
     @_builtins.property
@@ -530,13 +545,15 @@ class OutputOptions(_message.Message):
     SKIP_SPECIAL_TOKENS_FIELD_NUMBER: _builtins.int
     ECHO_PROMPT_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     text: _builtins.bool
-    """default true; false = token-only, no detokenizer (and then no stop strings)"""
+    """Default true; false = token-only, no detokenizer (and then no stop strings, reasoning or tool calls)."""
     token_ids: _builtins.bool
     """default true"""
     logprobs: _builtins.int
     """set = logprob of each sampled token; value = likeliest k besides, may be 0"""
     prompt_logprobs: _builtins.int
-    """the same for the prompt, in PromptInfo"""
+    """The same for the prompt, in PromptInfo. Such a request does not read the prefix cache, and a stream starts
+    when the first token is made.
+    """
     skip_special_tokens: _builtins.bool
     """in text; default true"""
     echo_prompt_token_ids: _builtins.bool
@@ -580,7 +597,9 @@ Global___OutputOptions: _TypeAlias = OutputOptions  # noqa: Y015
 
 @_typing.final
 class ContextOptions(_message.Message):
-    """What happens to a prompt that leaves too little room in the context."""
+    """What happens to a prompt that leaves too little room in the context. PromptInfo.truncated_tokens tells what was
+    dropped: nothing is cut silently.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -589,9 +608,13 @@ class ContextOptions(_message.Message):
     CAP_MAX_TOKENS_FIELD_NUMBER: _builtins.int
     truncation: Global___Truncation.ValueType
     reserve_tokens: _builtins.int
-    """room kept for generation when truncating; unset = max_tokens, else 1"""
+    """Room kept for generation when truncating; unset = max_tokens, else 1. INVALID_ARGUMENT where it leaves none
+    for a prompt.
+    """
     cap_max_tokens: _builtins.bool
-    """shorten generation before the prompt"""
+    """Shorten generation before the prompt: max_tokens becomes what the context has left, and when truncating 1
+    token is room enough unless reserve_tokens says otherwise.
+    """
     def __init__(
         self,
         *,
@@ -616,9 +639,9 @@ class CacheOptions(_message.Message):
     CACHE_SALT_FIELD_NUMBER: _builtins.int
     BYPASS_PREFIX_CACHE_FIELD_NUMBER: _builtins.int
     cache_salt: _builtins.str
-    """requests share cached prefixes only with an equal salt: one per tenant isolates them"""
+    """Requests share cached prefixes only with an equal salt, of at most 256 characters: one per tenant isolates them."""
     bypass_prefix_cache: _builtins.bool
-    """neither read from the prefix cache nor add to it"""
+    """Neither read from the prefix cache nor add to it; the n outputs of a request share among themselves all the same."""
     def __init__(
         self,
         *,
@@ -745,7 +768,7 @@ class Finish(_message.Message):
     """with FINISH_REASON_ABORTED: AbortRequest.reason, or the server's own words"""
     @_builtins.property
     def match(self) -> Global___StopMatch:
-        """with FINISH_REASON_STOP; with FINISH_REASON_EOS the token_id"""
+        """with FINISH_REASON_STOP; with FINISH_REASON_EOS the token_id, if a token ended it"""
 
     def __init__(
         self,
@@ -824,7 +847,7 @@ class Usage(_message.Message):
     prompt_tokens: _builtins.int
     """after truncation; counted once, whatever n is"""
     cached_prompt_tokens: _builtins.int
-    """of those, read from the prefix cache"""
+    """of those, read from the prefix cache, by the first output to be scheduled"""
     completion_tokens: _builtins.int
     """token ids of the outputs, summed, whether or not they are sent"""
     def __init__(
@@ -853,7 +876,7 @@ class Timing(_message.Message):
     TOTAL_FIELD_NUMBER: _builtins.int
     PREEMPTIONS_FIELD_NUMBER: _builtins.int
     preemptions: _builtins.int
-    """times it lost its KV pages to another request and was prefilled again"""
+    """times an output lost its KV pages to another request and was prefilled again"""
     @_builtins.property
     def queue(self) -> _duration_pb2.Duration:
         """until first scheduled"""
@@ -863,7 +886,9 @@ class Timing(_message.Message):
         """of the earliest output; unset = no token was made"""
 
     @_builtins.property
-    def total(self) -> _duration_pb2.Duration: ...
+    def total(self) -> _duration_pb2.Duration:
+        """until the last output ended"""
+
     def __init__(
         self,
         *,
