@@ -311,7 +311,7 @@ class SamplingParams(_message.Message):
     frequency_penalty: _builtins.float
     """[-2, 2]; over generated tokens, as OpenAI's; 0 = off"""
     repetition_penalty: _builtins.float
-    """[0.001, 1000]; over prompt and generated tokens, as Hugging Face's; 1 = off"""
+    """> 0; over prompt and generated tokens, as Hugging Face's; 1 = off"""
     seed: _builtins.int
     """unset = drawn by the server"""
     n: _builtins.int

@@ -84,7 +84,8 @@ def override_defaults(defaults: GenerationDefaults, override: Mapping[str, Any])
 
 
 def _over(defaults: GenerationDefaults, data: Mapping[str, Any], where: str) -> GenerationDefaults:
-    values: dict[str, Any] = {name: _number(where, name, data[name]) for name in FIELDS if data.get(name) is not None}
+    given = [name for name in FIELDS if data.get(name) is not None]
+    values: dict[str, Any] = {name: _number(where, name, data[name]) for name in given}
     do_sample = data.get("do_sample")
     if do_sample is not None and not isinstance(do_sample, bool):
         raise ConfigError(f"{where}: do_sample: must be true or false, not {do_sample!r}")
