@@ -51,7 +51,7 @@ BAD = [
     *(({"sampling": {p: v}}, {f"sampling.{p}"}) for p in PENALTIES for v in (-2.01, 2.01, INF, NAN)),
     *(
         ({"sampling": {"repetition_penalty": v}}, {"sampling.repetition_penalty"})
-        for v in (0.0, -1.0, INF, NAN)
+        for v in (0.0, -1.0, 0.00099, 1000.1, 1e300, INF, NAN)
     ),
     *(({"sampling": {"n": v}}, {"sampling.n"}) for v in (0, 129, U32)),
     *(({"sampling": {"logit_bias": {3: v}}}, {"sampling.logit_bias[3]"}) for v in (INF, NAN)),
@@ -93,7 +93,7 @@ GOOD = [
     *({"sampling": {"top_k": v}} for v in (0, 2**31 - 1)),
     *({"sampling": {"min_p": v}} for v in (0.0, 1.0)),
     *({"sampling": {p: v}} for p in PENALTIES for v in (-2.0, 2.0)),
-    *({"sampling": {"repetition_penalty": v}} for v in (1e-300, 0.001, 1e300)),
+    *({"sampling": {"repetition_penalty": v}} for v in (1e-300, 0.001, 1000.0, 1e300)),
     {"sampling": {"n": 1}},
     {"sampling": {"logit_bias": {0: -INF, VOCAB - 1: 3e38, 1: -3e38, 2: 0.0}}},
     {"sampling": {"logit_bias": dict.fromkeys(range(1, VOCAB), -INF)}},
