@@ -51,7 +51,7 @@ BAD = [
     *(({"sampling": {p: v}}, {f"sampling.{p}"}) for p in PENALTIES for v in (-2.01, 2.01, INF, NAN)),
     *(
         ({"sampling": {"repetition_penalty": v}}, {"sampling.repetition_penalty"})
-        for v in (0.0, -1.0, 0.00099, 1000.1, 1e300, INF, NAN)
+        for v in (0.0, -1.0, INF, NAN)
     ),
     *(({"sampling": {"n": v}}, {"sampling.n"}) for v in (0, 129, U32)),
     *(({"sampling": {"logit_bias": {3: v}}}, {"sampling.logit_bias[3]"}) for v in (INF, NAN)),
