@@ -552,7 +552,7 @@ class OutputOptions(_message.Message):
     """set = logprob of each sampled token; value = likeliest k besides, may be 0"""
     prompt_logprobs: _builtins.int
     """The same for the prompt, in PromptInfo. Such a request does not read the prefix cache, and a stream starts
-    when the first token is made.
+    only when output 0 has tokens for its first delta.
     """
     skip_special_tokens: _builtins.bool
     """in text; default true"""
