@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from penstock.cli import serve
+from penstock.cli import serve, serve_flags
 from penstock.runtime.config import EngineConfig
 from penstock.runtime.errors import ConfigError
 from penstock.service.context import Truncation
@@ -103,16 +103,16 @@ def test_what_is_no_value_ends_with_2(
 
 def parse(*arguments: str) -> argparse.Namespace:
     parser = argparse.ArgumentParser()
-    serve.add_parser(parser.add_subparsers())
+    serve_flags.add_parser(parser.add_subparsers())
     return parser.parse_args(["serve", *arguments])
 
 
 def test_defaults_are_those_of_the_configurations() -> None:
     args = parse("demo")
-    assert serve.engine_config(args) == EngineConfig()
+    assert serve_flags.engine_config(args) == EngineConfig()
     assert (args.host, args.port) == (ServerOptions().host, ServerOptions().port)
     assert (args.stall_limit_s, args.grace_s) == (ServerOptions().stall_limit_s, ServerOptions().grace_s)
-    assert serve.server_options(args) == ServerOptions()
+    assert serve_flags.server_options(args) == ServerOptions()
 
 
 def test_every_option_of_the_server_arrives() -> None:
@@ -125,7 +125,9 @@ def test_every_option_of_the_server_arrives() -> None:
         "--tool-call-parser": "pythonic",
         "--reasoning-parser": "none",
     }
-    assert serve.server_options(parse("demo", *(x for pair in given.items() for x in pair))) == ServerOptions(
+    assert serve_flags.server_options(
+        parse("demo", *(x for pair in given.items() for x in pair))
+    ) == ServerOptions(
         host="::1",
         port=7,
         stall_limit_s=2.5,
@@ -165,7 +167,7 @@ def test_every_option_arrives(tmp_path: Path) -> None:
         "--grammar-time-limit": "0.5",
         "--compilation-cache": str(tmp_path),
     }
-    config = serve.engine_config(parse("demo", *(x for pair in given.items() for x in pair)))
+    config = serve_flags.engine_config(parse("demo", *(x for pair in given.items() for x in pair)))
     assert config == EngineConfig(
         served_model_name="m",
         dtype="float16",
@@ -187,9 +189,9 @@ def test_every_option_arrives(tmp_path: Path) -> None:
         grammar_time_limit_s=0.5,
         compilation_cache=tmp_path,
     )
-    assert serve.engine_config(parse("demo", "--compilation-cache", "off")).compilation_cache is None
-    assert not serve.engine_config(parse("demo", "--no-overlap")).overlap
-    assert not serve.engine_config(parse("demo", "--no-native")).native
+    assert serve_flags.engine_config(parse("demo", "--compilation-cache", "off")).compilation_cache is None
+    assert not serve_flags.engine_config(parse("demo", "--no-overlap")).overlap
+    assert not serve_flags.engine_config(parse("demo", "--no-native")).native
 
 
 def test_every_option_of_the_engine_can_be_given() -> None:
@@ -233,13 +235,13 @@ def test_what_was_resolved_is_told(
     ],
 )
 def test_size(text: str, value: int) -> None:
-    assert serve.size(text) == value
+    assert serve_flags.size(text) == value
 
 
 @pytest.mark.parametrize("text", ["", "G", "2X", "-1", "0", "inf", "nan", "1e400G", "0.1", "2 G G"])
 def test_bad_size(text: str) -> None:
     with pytest.raises(argparse.ArgumentTypeError):
-        serve.size(text)
+        serve_flags.size(text)
 
 
 def test_help_has_defaults_and_examples(capsys: pytest.CaptureFixture[str]) -> None:

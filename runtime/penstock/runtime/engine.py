@@ -263,6 +263,9 @@ class Engine:
     def shutdown(self) -> None:
         """End what runs (ABORTED) and free the device's memory. May be called twice."""
         self._core.shutdown()
+        compiler: GrammarCompiler | None = self.__dict__.get("grammars")  # if anybody asked for it
+        if compiler is not None:
+            compiler.close()
 
     # -- tokens --
 

@@ -4,283 +4,25 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import logging
 import os
 import signal
 import sys
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from opentelemetry.sdk.trace import TracerProvider
 
-from penstock.runtime.chat.parser import REASONING_PARSERS, TOOL_PARSERS
-from penstock.runtime.config import DTYPES, QUANTIZATIONS, EngineConfig, default_compilation_cache
+from penstock.cli.serve_flags import add_parser, engine_config, server_options
+from penstock.runtime.config import EngineConfig
 from penstock.runtime.engine import Engine
 from penstock.runtime.errors import ConfigError, PenstockError
-from penstock.runtime.scheduler_config import SCHEDULING_POLICIES
-from penstock.service.context import Truncation
 from penstock.service.options import ServerOptions
 from penstock.service.server import PenstockServer, in_thread, version
 from penstock.service.telemetry import otlp_provider
 
-if TYPE_CHECKING:
-    Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
+__all__ = ["add_parser", "run"]
 
 log = logging.getLogger("penstock.serve")
-
-_CONFIG = EngineConfig()
-_OPTIONS = ServerOptions()
-_UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
-_EPILOG = """\
-examples:
-  penstock serve demo
-  penstock serve Qwen/Qwen3-0.6B --max-model-len 4096 --kv-cache-bytes 2G
-  penstock serve ./my-checkpoint --host 0.0.0.0 --served-model-name mine --otlp-endpoint http://127.0.0.1:4317
-
-The server speaks penstock.v1 over gRPC, with health checks and reflection. SIGTERM or Ctrl-C ends it
-gracefully: it refuses new requests, finishes the running ones within --grace, and exits 0. A second signal
-ends it at once.
-"""
-
-
-def size(text: str) -> int:
-    """Bytes, with an optional binary unit: 512M, 2G, 1.5GiB."""
-    number = text.upper().removesuffix("IB").removesuffix("B")
-    unit = number[-1:] if number[-1:] in _UNITS else ""
-    try:
-        value = float(number.removesuffix(unit)) * _UNITS[unit]
-        whole = int(value)
-    except (ValueError, OverflowError):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a size; write for example 512M or 2G") from None
-    if whole < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is less than one byte")
-    return whole
-
-
-def add_parser(subparsers: Subparsers) -> None:
-    """Describe the command's arguments."""
-    parser = subparsers.add_parser(
-        "serve",
-        help="serve a model over gRPC",
-        description="Load a model and serve it over gRPC.",
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument(
-        "model",
-        help='"demo" (built in), a checkpoint directory, or a Hugging Face id such as Qwen/Qwen3-0.6B',
-    )
-    net = parser.add_argument_group("network")
-    net.add_argument(
-        "--host", default=_OPTIONS.host, help="address to listen on; default: %(default)s, this machine only"
-    )
-    net.add_argument(
-        "--port", type=int, default=_OPTIONS.port, help="0 lets the system choose; default: %(default)s"
-    )
-    net.add_argument(
-        "--stall-limit",
-        dest="stall_limit_s",
-        type=float,
-        default=_OPTIONS.stall_limit_s,
-        metavar="SECONDS",
-        help="end a stream whose client reads nothing for so long; default: %(default)g",
-    )
-    net.add_argument(
-        "--grace",
-        dest="grace_s",
-        type=float,
-        default=_OPTIONS.grace_s,
-        metavar="SECONDS",
-        help="how long running requests may go on after SIGTERM; default: %(default)g",
-    )
-    _add_engine(parser)
-    _add_requests(parser)
-    watch = parser.add_argument_group("logs and traces")
-    watch.add_argument(
-        "--otlp-endpoint",
-        metavar="URL",
-        help="send OpenTelemetry traces to this OTLP gRPC endpoint; default: none",
-    )
-    watch.add_argument(
-        "--log-level",
-        default="info",
-        choices=("debug", "info", "warning", "error"),
-        help="default: %(default)s; logs go to stderr",
-    )
-
-
-def _add_requests(parser: argparse.ArgumentParser) -> None:
-    requests = parser.add_argument_group("requests")
-    requests.add_argument(
-        "--override-generation-config",
-        dest="generation_config",
-        type=json_object,
-        metavar="JSON",
-        help="sampling defaults in place of the model's generation_config.json, such as "
-        """'{"temperature": 0.6, "top_p": 0.95}'; requests may still set their own""",
-    )
-    requests.add_argument(
-        "--truncation",
-        default=_OPTIONS.truncation.value,
-        choices=[value.value for value in Truncation],
-        help="what becomes of a prompt that is too long, where the request does not say; left drops the "
-        "oldest tokens, middle keeps both ends; default: %(default)s",
-    )
-    requests.add_argument(
-        "--tool-call-parser",
-        default=_OPTIONS.tool_call_parser,
-        choices=TOOL_PARSERS,
-        help="the form in which the model writes calls of tools; auto: told from its chat template; "
-        "default: %(default)s",
-    )
-    requests.add_argument(
-        "--reasoning-parser",
-        default=_OPTIONS.reasoning_parser,
-        choices=REASONING_PARSERS,
-        help="the same for what it thinks before it answers; default: %(default)s",
-    )
-    requests.add_argument(
-        "--grammar-time-limit",
-        dest="grammar_time_limit_s",
-        type=float,
-        default=_CONFIG.grammar_time_limit_s,
-        metavar="SECONDS",
-        help="a constraint that takes longer to compile is refused; default: %(default)g",
-    )
-
-
-def json_object(text: str) -> dict[str, Any]:
-    """argparse's type of an option that is a JSON object."""
-    try:
-        value = json.loads(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(f"not JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise argparse.ArgumentTypeError("must be a JSON object")
-    return value
-
-
-def _add_engine(parser: argparse.ArgumentParser) -> None:
-    engine = parser.add_argument_group("engine")
-    engine.add_argument(
-        "--served-model-name", metavar="NAME", help="name in requests and replies; default: the model's own"
-    )
-    engine.add_argument(
-        "--dtype", default=_CONFIG.dtype, choices=DTYPES, help="auto: the checkpoint's; default: %(default)s"
-    )
-    engine.add_argument(
-        "--quantization",
-        default=_CONFIG.quantization,
-        choices=QUANTIZATIONS,
-        help="int8: linear layers with weights and activations in int8; default: %(default)s",
-    )
-    engine.add_argument(
-        "--native",
-        action=argparse.BooleanOptionalAction,
-        default=_CONFIG.native,
-        help="use the native CPU kernels where the machine can; default: on",
-    )
-    engine.add_argument(
-        "--max-model-len",
-        type=int,
-        metavar="TOKENS",
-        help="prompt and output of a request together; default: the model's, at most what the KV cache holds",
-    )
-    engine.add_argument(
-        "--max-num-seqs",
-        type=int,
-        default=_CONFIG.max_num_seqs,
-        metavar="N",
-        help="requests that run together; default: %(default)s",
-    )
-    engine.add_argument(
-        "--max-num-batched-tokens",
-        type=int,
-        default=_CONFIG.max_num_batched_tokens,
-        metavar="N",
-        help="tokens of one step, prompts and outputs together; default: %(default)s",
-    )
-    engine.add_argument(
-        "--max-prefill-chunk",
-        type=int,
-        metavar="TOKENS",
-        help="prompt tokens of one request in a step; fewer delay running requests less; default: no limit",
-    )
-    engine.add_argument(
-        "--scheduling-policy",
-        default=_CONFIG.scheduling_policy,
-        choices=SCHEDULING_POLICIES,
-        help="fcfs: in order of arrival; priority: the requests' priority first; default: %(default)s",
-    )
-    engine.add_argument(
-        "--prefix-cache-pages",
-        type=int,
-        metavar="N",
-        help="most KV pages kept for prefixes that no running request uses; 0: no prefix cache; default: all "
-        "that are free",
-    )
-    engine.add_argument(
-        "--overlap",
-        action=argparse.BooleanOptionalAction,
-        default=_CONFIG.overlap,
-        help="dispatch a step before the tokens of the one before are read; default: on",
-    )
-    engine.add_argument(
-        "--max-decode-steps",
-        type=int,
-        default=_CONFIG.max_decode_steps,
-        metavar="N",
-        help="most decode steps in one dispatch, where nobody waits; default: %(default)s",
-    )
-    engine.add_argument(
-        "--decode-window",
-        dest="decode_window_s",
-        type=float,
-        default=_CONFIG.decode_window_s,
-        metavar="SECONDS",
-        help="what such a window should take at most; default: %(default)g",
-    )
-    engine.add_argument(
-        "--max-queued-requests",
-        type=int,
-        default=_CONFIG.max_queued_requests,
-        metavar="N",
-        help="requests that may wait; more are refused; default: %(default)s",
-    )
-    engine.add_argument(
-        "--page-size",
-        type=int,
-        default=_CONFIG.page_size,
-        metavar="TOKENS",
-        help="tokens of one KV page, a power of two; default: %(default)s",
-    )
-    engine.add_argument(
-        "--kv-cache-bytes",
-        type=size,
-        metavar="SIZE",
-        help="such as 512M or 2G; default: on an accelerator what --hbm-utilization leaves",
-    )
-    engine.add_argument(
-        "--hbm-utilization",
-        type=float,
-        default=_CONFIG.hbm_utilization,
-        metavar="SHARE",
-        help="share of an accelerator's memory to use in all; default: %(default)s",
-    )
-    engine.add_argument(
-        "--max-logprobs",
-        type=int,
-        default=_CONFIG.max_logprobs,
-        metavar="N",
-        help="most log-probabilities a request may ask for per token; default: %(default)s",
-    )
-    engine.add_argument(
-        "--compilation-cache",
-        default=str(default_compilation_cache()),
-        metavar="DIR|off",
-        help="where compiled programs are kept between starts; default: %(default)s",
-    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -312,47 +54,6 @@ def run(args: argparse.Namespace) -> int:
     return code
 
 
-def server_options(args: argparse.Namespace) -> ServerOptions:
-    """The front's options of a command line. Raises ConfigError."""
-    return ServerOptions(
-        host=args.host,
-        port=args.port,
-        stall_limit_s=args.stall_limit_s,
-        grace_s=args.grace_s,
-        truncation=Truncation(args.truncation),
-        tool_call_parser=args.tool_call_parser,
-        reasoning_parser=args.reasoning_parser,
-    )
-
-
-def engine_config(args: argparse.Namespace) -> EngineConfig:
-    """The engine's. Raises ConfigError."""
-    cache = None if args.compilation_cache == "off" else Path(args.compilation_cache).expanduser()
-    return EngineConfig(
-        served_model_name=args.served_model_name,
-        dtype=args.dtype,
-        quantization=args.quantization,
-        native=args.native,
-        max_model_len=args.max_model_len,
-        max_num_seqs=args.max_num_seqs,
-        max_num_batched_tokens=args.max_num_batched_tokens,
-        max_prefill_chunk=args.max_prefill_chunk,
-        scheduling_policy=args.scheduling_policy,
-        prefix_cache_pages=args.prefix_cache_pages,
-        overlap=args.overlap,
-        max_decode_steps=args.max_decode_steps,
-        decode_window_s=args.decode_window_s,
-        max_queued_requests=args.max_queued_requests,
-        page_size=args.page_size,
-        kv_cache_bytes=args.kv_cache_bytes,
-        hbm_utilization=args.hbm_utilization,
-        max_logprobs=args.max_logprobs,
-        generation_config=args.generation_config,
-        grammar_time_limit_s=args.grammar_time_limit_s,
-        compilation_cache=cache,
-    )
-
-
 async def _serve(
     model: str, config: EngineConfig, options: ServerOptions, provider: TracerProvider | None
 ) -> int | None:
@@ -382,10 +83,13 @@ async def _serve(
         print(f"penstock serve: {error}", file=sys.stderr)
         return 1
     print(f"penstock: ready on {server.address}", flush=True)
+    warming = in_thread(lambda: _warm_grammars(engine))  # beside what it serves from now on
     died = await _first(asyncio.ensure_future(server.wait_for_failure()), stopping)
     log.info("stopping: no new requests; running ones have %g s", options.grace_s)
     await server.stop()
     log.info("stopped")
+    await warming
+    engine.shutdown()  # again, for what that may have begun since
     return 1 if died else 0
 
 
@@ -406,6 +110,15 @@ def _on_signals(told_to_stop: asyncio.Event) -> None:
 
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop, number)
+
+
+def _warm_grammars(engine: Engine) -> None:
+    """Else the first constraint would wait for the process that grammars are tried in."""
+    try:
+        if engine.grammars is not None:
+            engine.grammars.warm_up()
+    except PenstockError as error:
+        log.warning("constraints are not ready: %s", error)
 
 
 def _tell(engine: Engine) -> None:
