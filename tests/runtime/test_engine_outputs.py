@@ -39,7 +39,7 @@ class Watch:
 @pytest.fixture(scope="module")
 def watched() -> Iterator[tuple[Engine, Watch]]:
     watch = Watch()
-    engine = table_engine(TABLES, observer=watch)
+    engine = table_engine(TABLES, observer=watch, max_decode_steps=1)
     yield engine, watch
     assert engine.compiles_after_warmup == 0
     assert engine.load().pages_used == 0
@@ -70,14 +70,21 @@ def ask(num_prompt: int, max_tokens: int, name: str = "r", seed: int | None = 12
     )
 
 
-@pytest.mark.parametrize("num_prompt", [41, 40, 3, 17])
-@pytest.mark.parametrize("n", [1, 2, 4])
+def num_computed(watch: Watch) -> int:
+    """Inputs of all rows of all steps, but for those of the request that `answers` holds the engine with."""
+    records = [record for record in watch.records if record.request_ids != ("gate",)]
+    assert all(record.num_steps == 1 for record in records)
+    return sum(record.num_tokens for record in records)
+
+
+@pytest.mark.parametrize("num_prompt", [41, 40, 3, 17, 1])
+@pytest.mark.parametrize("n", [1, 2, 4, 9])
 def test_a_prompt_is_computed_once(engine: Engine, watch: Watch, num_prompt: int, n: int) -> None:
-    """All but its last token, which each output computes for the logits, also where no page is full."""
-    results = answers(engine, outputs_of(ask(num_prompt, 1), n))
-    assert [len(result.tokens) for result in results] == [1] * n
+    """Even 9 outputs over 4 rows compute but its last token each, for the logits; and 3 of their 4 tokens."""
+    results = answers(engine, outputs_of(ask(num_prompt, 4), n), together=True)
+    assert [len(result.tokens) for result in results] == [4] * n
     assert [result.cached_prompt_tokens for result in results] == [0] + [num_prompt - 1] * (n - 1)
-    assert sum(record.num_tokens for record in watch.records) == num_prompt + n - 1
+    assert num_computed(watch) == num_prompt + (n - 1) + n * 3
 
 
 @pytest.mark.parametrize(
@@ -92,11 +99,11 @@ def test_outputs_that_come_when_all_others_have_ended_share_full_pages(
     engine: Engine, watch: Watch, num_prompt: int, alone: int
 ) -> None:
     """Nine over four rows: the later ones find nobody to fork from, but the prefix cache."""
-    results = answers(engine, outputs_of(ask(num_prompt, 1), 9))
+    results = answers(engine, outputs_of(ask(num_prompt, 1), 9), together=True)
     cached = [result.cached_prompt_tokens for result in results]
     assert cached[:4] == [0] + [num_prompt - 1] * 3
     assert set(cached[4:]) <= {num_prompt - 1, num_prompt - alone}
-    assert sum(record.num_tokens for record in watch.records) == 9 * num_prompt - sum(cached)
+    assert num_computed(watch) == 9 * num_prompt - sum(cached)
 
 
 def test_outputs_share_the_prompts_pages(engine: Engine, watch: Watch) -> None:
@@ -145,7 +152,7 @@ def test_each_output_has_its_own_seed(engine: Engine) -> None:
     [
         {"prefix_cache_pages": 0},
         {"kv_cache_bytes": 14 * PAGE_BYTES, "max_model_len": 56},
-        {"overlap": False, "max_decode_steps": 1},
+        {"overlap": False, "max_decode_steps": 8},
     ],
 )
 def test_outputs_are_the_same_without_sharing_and_under_preemption(
@@ -237,23 +244,24 @@ def test_an_abort_reaches_outputs_whose_first_has_ended(engine: Engine) -> None:
 
 
 def test_bypass_shares_among_the_outputs_and_with_nobody_else(engine: Engine, watch: Watch) -> None:
-    group = dataclasses.replace(ask(41, 1), cache=CacheParams(bypass=True))
+    group = dataclasses.replace(ask(41, 3), cache=CacheParams(bypass=True))
     for _ in range(2):  # the second group gets nothing of the first
         watch.records.clear()
-        answers(engine, outputs_of(group, 4))
-        assert sum(record.num_tokens for record in watch.records) == 41 + 3
+        answers(engine, outputs_of(group, 4), together=True)
+        assert num_computed(watch) == 41 + 3 + 4 * 2
     for request in (ask(41, 1), group):
         assert answer(engine, dataclasses.replace(request, request_id="other")).cached_prompt_tokens == 0
     # Nor does the group read what others have cached by now.
-    assert [r.cached_prompt_tokens for r in answers(engine, outputs_of(group, 2))] == [0, 40]
-    assert [r.cached_prompt_tokens for r in answers(engine, outputs_of(ask(41, 1), 2))] == [40, 40]
+    for request, cached in ((group, [0, 40]), (ask(41, 3), [40, 40])):
+        results = answers(engine, outputs_of(request, 2), together=True)
+        assert [result.cached_prompt_tokens for result in results] == cached
 
 
 def test_the_prompts_log_probabilities_come_with_the_first(engine: Engine, watch: Watch) -> None:
-    request = dataclasses.replace(ask(41, 1), prompt_logprobs=2)
-    results = answers(engine, outputs_of(request, 3))
+    request = dataclasses.replace(ask(41, 3), prompt_logprobs=2)
+    results = answers(engine, outputs_of(request, 3), together=True)
     assert [len(result.prompt_logprobs) for result in results] == [40, 0, 0]
-    assert sum(record.num_tokens for record in watch.records) == 41 + 2
+    assert num_computed(watch) == 41 + 2 + 3 * 2
 
 
 def test_each_output_has_its_own_constraint(engine: Engine) -> None:
