@@ -53,3 +53,20 @@ def test_nothing_to_do():
 def test_masks_must_be_contiguous():
     with pytest.raises(ValueError, match="contiguous"):
         MaskFiller().fill_all({}, np.zeros((4, 4), np.int32).T[:2])
+
+
+def test_whatever_a_constraint_raises_is_its_own_rows(compiler):
+    class Broken:
+        is_complete = False
+
+        def fill(self, mask):
+            raise ValueError("broken")
+
+        def accept(self, token_ids):
+            pass
+
+    masks = np.zeros((2, 64), np.int32)
+    stuck = MaskFiller().fill_all({0: Broken(), 1: compiler.constraint(Grammar.regex("ab"))}, masks)
+    assert list(stuck) == [0]
+    assert isinstance(stuck[0], ValueError)
+    assert allowed_ids(masks[1], 2048)

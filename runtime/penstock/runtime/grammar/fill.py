@@ -9,7 +9,6 @@ from llguidance import LLExecutor
 from llguidance.numpy import fill_next_token_bitmask_par
 
 from penstock.runtime.constraint import Mask, TokenConstraint
-from penstock.runtime.errors import InvalidRequest
 from penstock.runtime.grammar.bad_words import BadWords
 from penstock.runtime.grammar.matcher import GrammarConstraint
 
@@ -31,7 +30,7 @@ class MaskFiller:
             num_threads = min(_MAX_THREADS, (os.cpu_count() or 1) // 4)
         self._executor = LLExecutor(num_threads) if num_threads > 1 else None
 
-    def fill_all(self, constraints: Mapping[int, TokenConstraint], masks: Mask) -> dict[int, InvalidRequest]:
+    def fill_all(self, constraints: Mapping[int, TokenConstraint], masks: Mask) -> dict[int, Exception]:
         """Overwrite the rows named of `masks`, int32[rows, mask_words(vocab_size)], contiguous; others stay.
 
         Returns the rows whose output cannot go on, with what to tell its caller; their masks allow all.
@@ -39,14 +38,14 @@ class MaskFiller:
         if not masks.flags.c_contiguous:
             raise ValueError("the masks must be contiguous")
         ahead = self._fill_ahead(constraints, masks)
-        stuck: dict[int, InvalidRequest] = {}
+        stuck: dict[int, Exception] = {}
         for row, constraint in constraints.items():
             try:
                 if row in ahead:
                     ahead[row].finish(masks[row])
                 else:
                     constraint.fill(masks[row])
-            except InvalidRequest as error:
+            except Exception as error:  # noqa: BLE001  # whatever it is, it is one request's and not the engine's
                 masks[row] = -1
                 stuck[row] = error
         return stuck
