@@ -166,7 +166,6 @@ class ModelRunner:
         if self._kv is None:
             raise ConfigError("initialize_kv_cache comes before compile")
         self._programs = programs = self._builder(self._num_pages).compile_all()
-        hidden: jax.Array | None = None
         for key in programs.steps:
             packed = self._slots.blank(key)
             if key.decode_only:
