@@ -9,7 +9,6 @@ differences within the top 8 after the prompt, which are logit differences.
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,7 @@ from penstock.runtime.config import EngineConfig
 from penstock.runtime.engine import Engine
 from penstock.v1 import inference_pb2, types_pb2
 from tests.service.rig import Rig, serving
+from tests.support.chunks import set_chunk
 from tests.support.toy import TEST_CACHE
 
 GOLDEN = Path(__file__).parent.parent / "golden"
@@ -34,14 +34,6 @@ CONFIG = EngineConfig(
     compilation_cache=TEST_CACHE,
     show_progress=False,
 )
-
-
-def set_chunk(engine: Engine, size: int | None) -> None:
-    """What `EngineConfig.max_prefill_chunk` sets, on a running engine: a new engine per size would take hours
-    to compile.
-    """
-    planner = engine._core._scheduler._planner
-    planner._config = dataclasses.replace(planner._config, max_prefill_chunk=size)
 
 
 async def ask(rig: Rig, case: dict[str, Any]) -> inference_pb2.Output:

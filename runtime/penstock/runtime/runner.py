@@ -319,10 +319,12 @@ class ModelRunner:
         """By row, the prompt's tokens that come after a token of this step, where they are asked for."""
         targets: dict[int, tuple[int, ...]] = {}
         for i, row in enumerate(plan.rows):
-            if row.token_ids is not None:
-                request = self._slots.request(row)
+            if row.token_ids is None:
+                continue
+            request = self._slots.request(row)
+            if request.prompt_logprobs is not None:
                 tokens = request.prompt_token_ids[row.start + 1 : row.start + row.num_tokens + 1]
-                if tokens and request.prompt_logprobs is not None:
+                if tokens:
                     targets[i] = tokens
         return targets
 

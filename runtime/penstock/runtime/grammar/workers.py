@@ -43,7 +43,7 @@ class TimedCalls:
         future: Future[T] = Future()
         try:
             _start(lambda: self._work(call, future))
-        except BaseException:
+        except BaseException:  # no thread was started to release it; raised on
             self._slots.release()
             raise
         return future.result(self.time_limit_s)
