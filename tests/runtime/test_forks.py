@@ -88,11 +88,9 @@ def test_a_prompt_that_fills_its_pages_the_last_one_is_copied():
     )
     assert plan.page_copies == ((1, 3), (1, 4))
     assert plan.page_writes == (
-        PageWrite(0, 2, 2),
-        PageWrite(1, 0, 0),
-        PageWrite(1, 1, 3),
-        PageWrite(2, 0, 0),
-        PageWrite(2, 1, 4),
+        PageWrite(0, 2, (2,)),
+        PageWrite(1, 0, (0, 3)),
+        PageWrite(2, 0, (0, 4)),
     )
     assert scheduler.load().pages_used == 5
     plan = step(scheduler)
@@ -108,11 +106,7 @@ def test_a_prompt_one_longer_than_its_pages_nothing_is_copied_and_nobody_waits()
     plan = step(scheduler)
     assert shape(plan) == [("a", 0, 9), (A1, 8, 1)]
     assert plan.page_copies == ()
-    assert [write for write in plan.page_writes if write.slot == 1] == [
-        PageWrite(1, 0, 0),
-        PageWrite(1, 1, 1),
-        PageWrite(1, 2, 3),
-    ]
+    assert [write for write in plan.page_writes if write.slot == 1] == [PageWrite(1, 0, (0, 1, 3))]
     assert scheduler.load().pages_used == 4
 
 
@@ -123,7 +117,7 @@ def test_a_prompt_one_shorter_than_its_pages_the_copy_has_two_positions_of_use()
     plan = step(scheduler)
     assert shape(plan) == [("a", 11, 1), (A1, 10, 1)]
     assert plan.page_copies == ((2, 3),)
-    assert [write.page for write in plan.page_writes if write.slot == 1] == [0, 1, 3]
+    assert [write.pages for write in plan.page_writes if write.slot == 1] == [(0, 1, 3)]
 
 
 def test_a_prompt_of_one_token_leaves_nothing_to_share():
@@ -132,7 +126,7 @@ def test_a_prompt_of_one_token_leaves_nothing_to_share():
     plan = step(scheduler)
     assert shape(plan) == [("a", 0, 1), (A1, 0, 1), (A2, 0, 1), (A3, 0, 1)]
     assert plan.page_copies == ()
-    assert [write.page for write in plan.page_writes] == [0, 1, 2, 3]
+    assert [write.pages for write in plan.page_writes] == [(0,), (1,), (2,), (3,)]
 
 
 def test_what_a_fork_did_not_compute_is_reported():
@@ -284,7 +278,8 @@ def test_a_copy_is_published_once_its_own_tokens_fill_it():
         plan = dispatch(scheduler)
         (slot, _), *_ = plan.new_requests
         assert (name, 8, 1) in shape(plan)
-        assert [write.page for write in plan.page_writes if write.slot == slot][:2] == [0, page]
+        (write,) = (write for write in plan.page_writes if write.slot == slot)
+        assert write.pages[:2] == (0, page)
 
 
 # -- priorities --

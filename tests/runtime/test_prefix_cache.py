@@ -51,7 +51,7 @@ def test_a_second_request_starts_behind_the_full_pages_of_the_first():
     plan = dispatch(scheduler)
     row = next(row for row in plan.rows if row.request_id == "b")
     assert (row.start, row.token_ids) == (8, (108, 1, 2, 3))
-    assert [write.page for write in plan.page_writes if write.slot == 1] == [0, 1, 3]
+    assert [write.pages for write in plan.page_writes if write.slot == 1] == [(0, 1, 3)]
     assert scheduler.load().pages_used == 4  # 3 of "a", of which "b" shares 2
     output = scheduler.abort("b", "", 5)
     assert output is not None

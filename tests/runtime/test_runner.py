@@ -69,8 +69,7 @@ def runner() -> Iterator[ModelRunner]:
 def prefill(prompt: list[int], slot: int, pages: list[int], step: int = 0) -> Plan:
     request = Request(f"r{slot}", tuple(prompt), GREEDY, StoppingParams(ignore_eos=True))
     row = PlanRow(request.request_id, slot, 0, len(prompt), tuple(prompt), True)
-    writes = tuple(PageWrite(slot, i, page) for i, page in enumerate(pages))
-    return Plan(step, (row,), ((slot, request),), writes)
+    return Plan(step, (row,), ((slot, request),), (PageWrite(slot, 0, tuple(pages)),))
 
 
 def decode(slot: int, start: int, step: int = 1) -> Plan:
@@ -202,7 +201,7 @@ def test_a_fork_goes_on_from_a_copy_and_the_first_one_from_its_own_page(runner: 
     pending = [runner.execute_async(prefill(prompt, 0, [3, 5]))]
     fork = Request("r2", tuple(prompt), GREEDY, StoppingParams(ignore_eos=True), fork_of="r0")
     rows = (PlanRow("r0", 0, 7, 1, None, True), PlanRow("r2", 2, 6, 1, (7,), True))
-    writes = (PageWrite(2, 0, 3), PageWrite(2, 1, 8))
+    writes = (PageWrite(2, 0, (3, 8)),)
     pending.append(runner.execute_async(Plan(1, rows, ((2, fork),), writes, page_copies=((5, 8),))))
     pending.append(runner.execute_async(Plan(2, (PlanRow("r2", 2, 7, 1, None, True),))))
     made = [runner.wait(p).token_ids for p in pending]

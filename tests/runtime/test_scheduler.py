@@ -100,12 +100,12 @@ def test_a_chunk_may_be_limited_below_the_budget_so_that_several_prefills_share_
 def test_pages_are_written_at_entry_for_the_whole_prompt_and_then_at_each_boundary():
     scheduler = make(max_num_batched_tokens=6)
     add(scheduler, "a", 8)
-    assert step(scheduler).page_writes == (PageWrite(0, 0, 0), PageWrite(0, 1, 1))  # 8 positions, 2 pages
+    assert step(scheduler).page_writes == (PageWrite(0, 0, (0, 1)),)  # 8 positions, 2 pages
     assert step(scheduler).page_writes == ()  # the rest of the prefill
-    assert step(scheduler).page_writes == (PageWrite(0, 2, 2),)  # position 8 opens the third page
+    assert step(scheduler).page_writes == (PageWrite(0, 2, (2,)),)  # position 8 opens the third page
     for _ in range(3):
         assert step(scheduler).page_writes == ()  # positions 9, 10, 11
-    assert step(scheduler).page_writes == (PageWrite(0, 3, 3),)  # position 12
+    assert step(scheduler).page_writes == (PageWrite(0, 3, (3,)),)  # position 12
 
 
 def test_nobody_overtakes_a_large_request_that_waits_for_pages():
@@ -150,7 +150,7 @@ def test_a_decode_without_a_page_preempts_the_latest_arrival_which_resumes_with_
     assert shape(plan) == [
         ("a", 4, 1)
     ]  # "b" is out, and "c" does not slip in though a page and slots are free
-    assert plan.page_writes == (PageWrite(0, 2, 2),)  # "b" gave up pages 2 and 3
+    assert plan.page_writes == (PageWrite(0, 2, (2,)),)  # "b" gave up pages 2 and 3
     assert scheduler.active_ids() == ("a", "b", "c")
     assert scheduler.load() == Load(1, 2, 3 + 1, 3, 4)
     assert shape(step(scheduler, token=14)) == [("a", 5, 1)]  # "b" needs 3 pages for its 5 tokens; 1 is free

@@ -60,7 +60,7 @@ def test_no_row_gets_more_steps_than_tokens_it_may_make():
 def test_pages_for_the_whole_window_are_reserved_first():
     scheduler = started({})
     plan = dispatch(scheduler, max_steps=8)  # positions 3 to 10; the first page has 0 to 3
-    assert [(write.index, write.page) for write in plan.page_writes] == [(1, 1), (2, 2)]
+    assert [(write.first_index, write.pages) for write in plan.page_writes] == [(1, (1, 2))]
 
 
 def test_a_window_is_made_shorter_rather_than_that_it_preempts():

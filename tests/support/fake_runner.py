@@ -146,11 +146,12 @@ class FakeRunner:
             self.ended.discard(slot)
             self.last.pop(slot, None)  # it belonged to another request, or to a history that is computed anew
         for write in plan.page_writes:
-            self.tables[write.slot][write.index] = write.page
-            # What is shared is full already (or will be when this step has written); all else is new to this
-            # row, and what stands in it is somebody's past.
-            if write.slot not in entered or write.index >= shared[write.slot]:
-                self.kv[write.page] = [None] * self.config.page_size
+            for index, page in enumerate(write.pages, write.first_index):
+                self.tables[write.slot][index] = page
+                # What is shared is full already (or will be when this step has written); all else is new to
+                # this row, and what stands in it is somebody's past.
+                if write.slot not in entered or index >= shared[write.slot]:
+                    self.kv[page] = [None] * self.config.page_size
         for source, destination in plan.page_copies:
             self.kv[destination] = self.kv[source][:]
         made: list[list[int]] = [[] for _ in plan.rows]

@@ -8,7 +8,7 @@ import pytest
 
 from penstock.runtime.errors import DuplicateRequestId, ExceedsKVCapacity, PromptTooLong, QueueFull
 from penstock.runtime.outputs import request_id_of
-from penstock.runtime.plan import PageWrite, Plan, PlanRow, StepResult
+from penstock.runtime.plan import Plan, PlanRow, StepResult
 from penstock.runtime.request import FinishReason, Output, Request, TokenLogprobs
 from penstock.runtime.scheduler import Scheduler, SchedulerConfig
 from tests.support.fake_runner import FakeRunner, run_alone
@@ -285,7 +285,7 @@ class Traffic:
             # Those had the page before this plan, so its content is of a step before.
             holders = [t for t in sources if t.computed >= row.start and not t.entered(plan)]
             assert source in [self.runner.tables[t.slot][index] for t in holders if t.slot is not None]
-            assert PageWrite(row.slot, index, own) in plan.page_writes
+            assert own in [w.pages[index] for w in plan.page_writes if w.slot == row.slot]
         as_fork = {len(tracked.request.prompt_token_ids) - 1} if sources else set()
         if rest or (sources and self.config.sliding_window is None):
             assert row.start in as_fork

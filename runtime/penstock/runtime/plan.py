@@ -35,11 +35,11 @@ class PlanRow(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class PageWrite:
-    """Entry `index` of slot's page table becomes `page`."""
+    """Entries of slot's page table become `pages`, from `first_index` on."""
 
     slot: int
-    index: int
-    page: int
+    first_index: int
+    pages: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)

@@ -162,9 +162,9 @@ class Planner:
             if self._preempt_last(draft) is seq:
                 return False
         assert seq.slot is not None
-        for page in roster.pool.allocate(num_pages):
-            draft.writes.append(PageWrite(seq.slot, len(seq.pages), page))
-            seq.pages.append(page)
+        pages = roster.pool.allocate(num_pages)
+        draft.writes.append(PageWrite(seq.slot, len(seq.pages), tuple(pages)))
+        seq.pages += pages
         return True
 
     def _add_prefills(self, draft: Draft, prefills: list[Sequence]) -> None:
@@ -238,7 +238,7 @@ class Planner:
         slot = self._roster.enter(seq, prefix)
         if prefix.partial is not None:
             draft.copies.append((prefix.partial, seq.pages[len(prefix.pages)]))
-        draft.writes.extend([PageWrite(slot, index, page) for index, page in enumerate(seq.pages)])
+        draft.writes.append(PageWrite(slot, 0, tuple(seq.pages)))
         draft.entered.append((slot, seq.request))
         if seq.request.sampling.has_penalties and len(seq.token_ids) > seq.num_prompt:
             draft.made[slot] = tuple(seq.token_ids[seq.num_prompt :])

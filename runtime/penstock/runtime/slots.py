@@ -1,6 +1,5 @@
 """The host's mirror of the slots: which request holds each, its parameters and its page table; and the
-packing of
-plans from it.
+packing of plans from it.
 """
 
 from __future__ import annotations
@@ -65,8 +64,9 @@ class Slots:
         self._slots[slot] = _Slot(request, stop_ids)
 
     def write_page(self, write: PageWrite) -> None:
-        """One entry of a page table."""
-        self._tables[write.slot, write.index] = write.page
+        """Entries of one page table."""
+        end = write.first_index + len(write.pages)
+        self._tables[write.slot, write.first_index : end] = write.pages
 
     def request(self, row: PlanRow) -> Request:
         """Who holds the row's slot."""
