@@ -5,7 +5,6 @@ compiles afterwards.
 from __future__ import annotations
 
 import logging
-import os
 import threading
 import time
 from collections.abc import Callable, Hashable, Mapping
@@ -15,6 +14,8 @@ from typing import TypeVar
 
 import jax
 from tqdm import tqdm
+
+from penstock.runtime.processors import available_processors
 
 log = logging.getLogger(__name__)
 
@@ -77,7 +78,7 @@ def compile_all(
     the GIL)."""
     programs: dict[Key, jax.stages.Compiled] = {}
     started = time.monotonic()
-    workers = max(1, min(os.cpu_count() or 1, 8, len(jobs)))
+    workers = max(1, min(available_processors(), 8, len(jobs)))
     bar = tqdm(
         total=len(jobs),
         desc="Compiling programs",

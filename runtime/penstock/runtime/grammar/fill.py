@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 
 from llguidance import LLExecutor
@@ -11,6 +10,7 @@ from llguidance.numpy import fill_next_token_bitmask_par
 from penstock.runtime.constraint import Mask, TokenConstraint
 from penstock.runtime.grammar.bad_words import BadWords
 from penstock.runtime.grammar.matcher import GrammarConstraint
+from penstock.runtime.processors import available_processors
 
 PARALLEL_ROWS = 8
 """A mask takes 10 to 50 us where the lexer knows the state, and waking a thread about as long. Fewer rows are
@@ -22,12 +22,12 @@ class MaskFiller:
     """Fills the rows of a step: where many are under grammars, in parallel on threads of its own."""
 
     def __init__(self, num_threads: int | None = None) -> None:
-        """`num_threads` None: a quarter of the machine's cores, at most 8. With fewer than two there are
+        """`num_threads` None: a quarter of the processors, at most 8. With fewer than two there are
         none, and the caller's thread does all: on few cores a step's own threads keep those for masks waiting
         for longer than the masks take.
         """
         if num_threads is None:
-            num_threads = min(_MAX_THREADS, (os.cpu_count() or 1) // 4)
+            num_threads = min(_MAX_THREADS, available_processors() // 4)
         self._executor = LLExecutor(num_threads) if num_threads > 1 else None
 
     def fill_all(self, constraints: Mapping[int, TokenConstraint], masks: Mask) -> dict[int, Exception]:

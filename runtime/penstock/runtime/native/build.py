@@ -21,6 +21,8 @@ from pathlib import Path
 import jax.ffi
 from jaxlib.version import __version__ as jaxlib_version
 
+from penstock.runtime.processors import available_processors
+
 log = logging.getLogger(__name__)
 
 SOURCES = Path(__file__).parent / "src"
@@ -105,7 +107,7 @@ def _compile(compiler: str, scratch: Path) -> Path:
                 [compiler, *_COMMON, *_flags(source.stem), include, "-c", str(source), "-o", str(target)],
             )
         )
-    with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
+    with ThreadPoolExecutor(available_processors()) as pool:
         list(pool.map(_run, [command for _, command in objects]))
     library = scratch / "penstock.so"
     _run([compiler, "-shared", "-o", str(library), *[str(target) for target, _ in objects]])
