@@ -14,9 +14,10 @@ OWN_PATH := $(PATH)
 export PATH := $(abspath $(BIN)):$(PATH)
 
 BENCH_OUT ?= bench/out
+BENCH_ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help install run test bench check format-check lint types imports protos-check proto breaking format lock clean
+.PHONY: help install run test bench bench-compare check format-check lint types imports protos-check proto breaking format lock clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' Makefile
@@ -43,6 +44,11 @@ test: install ## run the whole suite (MARK='not slow' or PYTEST_ARGS=tests/servi
 bench: install ## measure the engine on a random checkpoint of the Qwen3-0.6B shape (bench/README.md)
 	@test -f $(BENCH_OUT)/model/model.safetensors || (set -x; $(BIN)/python -m bench.checkpoint --out $(BENCH_OUT)/model)
 	$(BIN)/python -m bench.run --checkpoint $(BENCH_OUT)/model --out $(BENCH_OUT)/inprocess.jsonl
+
+bench-compare: install ## the same for another commit in turns with this tree (AGAINST=REV BENCH_ARGS='--rounds 5')
+	@test -f $(BENCH_OUT)/model/model.safetensors || (set -x; $(BIN)/python -m bench.checkpoint --out $(BENCH_OUT)/model)
+	$(BIN)/python -m bench.compare --against '$(AGAINST)' --checkpoint $(BENCH_OUT)/model \
+		--out $(BENCH_OUT)/compare.jsonl $(BENCH_ARGS)
 
 check: format-check lint types imports protos-check $(if $(SKIP_TESTS),,test) ## style, types, import law, protos, and the tests (SKIP_TESTS=1 leaves them out)
 

@@ -64,8 +64,7 @@ def measure(driver: Driver, session: Session) -> dict[str, list[dict[str, float]
     for workload in session.workloads:
         try:
             for repeat in range(WARMUP, session.repeats):
-                planned = waves(workload, repeat, session.num_words)
-                found = figures(planned[0], [driver.run_wave(wave) for wave in planned])
+                found = one_repeat(driver, workload, repeat, session.num_words)
                 more = dict(driver.about_repeat())
                 if repeat == WARMUP:
                     continue
@@ -81,18 +80,29 @@ def measure(driver: Driver, session: Session) -> dict[str, list[dict[str, float]
     return results
 
 
+def one_repeat(driver: Driver, workload: Workload, repeat: int, num_words: int) -> dict[str, float]:
+    """The figures of one repeat. ValueError if a request failed."""
+    planned = waves(workload, repeat, num_words)
+    return figures(planned[0], [driver.run_wave(wave) for wave in planned])
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What every runner takes."""
+    """What every runner of one engine takes."""
+    add_workload_arguments(parser)
+    parser.add_argument("--repeats", type=int, default=3, metavar="N", help="after one warm-up; default: 3")
+    parser.add_argument(
+        "--label", metavar="TEXT", help="the engine's name in records; give one when options differ"
+    )
+
+
+def add_workload_arguments(parser: argparse.ArgumentParser) -> None:
+    """What is run, and where it is written."""
     parser.add_argument("--checkpoint", required=True, metavar="DIR", help="see bench.checkpoint")
     parser.add_argument(
         "--workloads",
         default=",".join(MAIN),
         metavar="W1,W2",
         help='names, or "main" (the default), or "concurrency"',
-    )
-    parser.add_argument("--repeats", type=int, default=3, metavar="N", help="after one warm-up; default: 3")
-    parser.add_argument(
-        "--label", metavar="TEXT", help="the engine's name in records; give one when options differ"
     )
     parser.add_argument("--out", type=Path, metavar="FILE", help="append JSON lines, one per repeat")
     parser.add_argument(

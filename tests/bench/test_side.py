@@ -1,0 +1,78 @@
+"""A driver in another process, with a made-up engine there."""
+
+from __future__ import annotations
+
+import os
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from bench.side import Side
+from bench.workloads import Job
+from penstock.cli.bench_stats import RequestTrace
+
+ROOT = Path(__file__).parents[2]
+
+
+def start(code):
+    """A side that runs `code` before it serves `driver`."""
+    before = "import sys\nfrom bench.side import RequestTrace, own_output, serve\n"
+    after = '\nserve(driver, {"ready_s": 1.5}, sys.stdin, answers)\n'
+    path = os.pathsep.join([str(ROOT), *sys.path])
+    script = before + textwrap.dedent(code) + after
+    return Side([sys.executable, "-c", script], {**os.environ, "PYTHONPATH": path})
+
+
+ENGINE = """
+    class Driver:
+        def run_wave(self, jobs):
+            print("the engine says something")
+            if jobs[0].max_tokens == 0:
+                raise ValueError("nothing asked")
+            arrivals = ((0.2, 1), (0.30000000000000004, jobs[0].max_tokens))
+            return [RequestTrace(0.1, arrivals, 0.5, len(job.token_ids)) for job in jobs]
+
+        def about_repeat(self):
+            return {"peak_rss_bytes": 7}
+
+    answers, driver = own_output(), Driver()
+"""
+
+
+def test_waves_and_errors_come_through():
+    side = start(ENGINE)
+    try:
+        side.wait_until_up()
+        assert side.startup == {"ready_s": 1.5}
+        arrivals = ((0.2, 1), (0.30000000000000004, 3))
+        assert side.run_wave([Job((5, 6), 3), Job((7,), 3, after_tokens=1)]) == [
+            RequestTrace(0.1, arrivals, 0.5, 2),
+            RequestTrace(0.1, arrivals, 0.5, 1),
+        ]
+        with pytest.raises(ValueError, match="nothing asked"):
+            side.run_wave([Job((5,), 0)])
+        assert side.about_repeat() == {"peak_rss_bytes": 7}
+    finally:
+        side.close()
+
+
+def test_an_engine_that_does_not_come_up():
+    side = start("sys.exit(3)")
+    try:
+        with pytest.raises(RuntimeError, match="ended with 3"):
+            side.wait_until_up()
+    finally:
+        side.close()
+
+
+def test_an_engine_that_dies_in_a_wave():
+    side = start(ENGINE + "    Driver.run_wave = lambda self, jobs: sys.exit(4)\n")
+    try:
+        side.wait_until_up()
+        for _ in range(2):  # also when it is known to be gone
+            with pytest.raises(RuntimeError, match="ended with 4"):
+                side.run_wave([Job((5,), 1)])
+    finally:
+        side.close()
