@@ -21,8 +21,14 @@ def plan(
     return plan_kv(config, model_max_len=model, page_bytes=page, device_bytes=device)
 
 
-def test_never_more_pages_than_all_rows_can_fill() -> None:
+def test_the_default_on_cpu_takes_no_more_pages_than_all_rows_can_fill() -> None:
     assert plan() == KVPlan(num_pages=8, max_model_len=64)  # 2 rows of 64 / 16 pages
+
+
+def test_what_was_asked_for_is_taken_in_full() -> None:
+    """Pages beyond what the rows can fill keep prefixes."""
+    assert plan(dataclasses.replace(CONFIG, kv_cache_bytes=5050)) == KVPlan(num_pages=50, max_model_len=64)
+    assert plan(device=5050) == KVPlan(num_pages=50, max_model_len=64)
 
 
 def test_explicit_bytes_win_over_the_device_and_lower_the_context() -> None:

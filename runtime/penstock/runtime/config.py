@@ -53,7 +53,8 @@ class EngineConfig:
     page_size: int = 64
     """Tokens per KV page."""
     kv_cache_bytes: int | None = None
-    """Size of the KV cache; None: on an accelerator from `hbm_utilization`, on CPU a logged default."""
+    """Size of the KV cache, taken in full: what running requests do not need keeps prefixes. None: on an
+    accelerator what `hbm_utilization` leaves; on CPU what all rows can fill, at most 1 GiB (logged)."""
     hbm_utilization: float = 0.9
     """Share of an accelerator's memory for weights, programs and KV together."""
     prefix_cache_pages: int | None = None

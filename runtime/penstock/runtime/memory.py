@@ -51,15 +51,16 @@ def device_kv_bytes(device: jax.Device, utilization: float, peak_temp_bytes: int
 def plan_kv(config: EngineConfig, *, model_max_len: int, page_bytes: int, device_bytes: int | None) -> KVPlan:
     """Resolve pages and context length.
 
-    The budget is kv_cache_bytes, else `device_bytes`, else a logged default; never more pages than all rows
-    could fill. An explicit max_model_len that the budget cannot hold is a ConfigError; a derived one is
-    lowered to what fits, with a log line. The last token of a request needs no KV, so `num_pages * page_size`
-    positions hold one token more.
+    The budget is kv_cache_bytes, else `device_bytes`, and all of it is taken: pages beyond what the rows can
+    fill keep prefixes. Else it is a logged default, of which only as much is taken as all rows could fill,
+    because nobody asked for more. An explicit max_model_len that the budget cannot hold is a ConfigError; a
+    derived one is lowered to what fits, with a log line. The last token of a request needs no KV, so
+    `num_pages * page_size` positions hold one token more.
     """
     page_size = config.page_size
-    budget = config.kv_cache_bytes or device_bytes
-    if budget is None:
-        budget = DEFAULT_CPU_KV_BYTES
+    asked_for = config.kv_cache_bytes or device_bytes
+    budget = asked_for or DEFAULT_CPU_KV_BYTES
+    if asked_for is None:
         log.info("kv_cache_bytes is not set: using %.2f GiB at most", budget / 2**30)
     if config.max_model_len is not None and config.max_model_len > model_max_len:
         raise ConfigError(
@@ -67,7 +68,9 @@ def plan_kv(config: EngineConfig, *, model_max_len: int, page_bytes: int, device
         )
     wanted_len = config.max_model_len or model_max_len
     pages_per_row = -(-wanted_len // page_size)
-    num_pages = min(budget // page_bytes, pages_per_row * config.max_num_seqs)
+    num_pages = budget // page_bytes
+    if asked_for is None:
+        num_pages = min(num_pages, pages_per_row * config.max_num_seqs)
     if num_pages < 1:
         raise ConfigError(f"kv_cache_bytes: {budget} is less than one page of {page_bytes} bytes")
     fits_len = num_pages * page_size + 1

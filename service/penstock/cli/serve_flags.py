@@ -246,7 +246,8 @@ def _add_engine(parser: argparse.ArgumentParser) -> None:
         "--kv-cache-bytes",
         type=size,
         metavar="SIZE",
-        help="such as 512M or 2G; default: on an accelerator what --hbm-utilization leaves",
+        help="such as 512M or 2G, taken in full: what running requests do not need keeps prefixes; "
+        "default: on an accelerator what --hbm-utilization leaves, on CPU what all rows can fill, at most 1G",
     )
     engine.add_argument(
         "--hbm-utilization",
