@@ -17,52 +17,43 @@ Overlap: a step is dispatched before the tokens of the one before are read, so t
 commits, delivers and schedules. Weights are swapped only when nothing is in flight. Where rows have
 constraints, the model of a step is dispatched first, and the choice of its tokens once those of the step
 before are committed: masks are made while the model runs.
+
+Failure: whatever is raised on the engine's thread, or in the scheduler on anybody's, ends the engine. Its
+last act is to tell every request and every weight update that waits; the scheduler, which may be what broke,
+is not touched again.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 import secrets
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
 
+from penstock.runtime.checks import check_token_ids
 from penstock.runtime.delivery import Delivery
-from penstock.runtime.errors import Draining, EngineFailure, InvalidRequest, NotReady, Violation
-from penstock.runtime.interface import (
-    AbortOutcome,
-    InFlightPolicy,
-    Observer,
-    Sink,
-    StepRecord,
-    WeightsVersion,
-)
+from penstock.runtime.errors import Draining, EngineFailure, NotReady, PenstockError
+from penstock.runtime.failing import as_exception, engine_failure
+from penstock.runtime.interface import AbortOutcome, InFlightPolicy, Observer, Sink, WeightsVersion
 from penstock.runtime.outputs import request_id_of
 from penstock.runtime.pacing import DecodePacer
 from penstock.runtime.plan import Plan
-from penstock.runtime.request import MAX_STOP_TOKEN_IDS, Finish, FinishReason, Request
-from penstock.runtime.runner import ModelRunner, PendingStep
+from penstock.runtime.request import Finish, FinishReason, Request
+from penstock.runtime.runner import ModelRunner
 from penstock.runtime.scheduler import Load, Scheduler
-from penstock.runtime.updates import Update, UpdateQueue, refuse
+from penstock.runtime.stepping import Steps
+from penstock.runtime.updates import Update, UpdateQueue, refuse, settle
 
 log = logging.getLogger(__name__)
 
 _ABORTED = FinishReason.ABORTED
 _LONGEST_WAIT_S = 3600.0
 _CANCEL_WAIT_S = 0.1
-
-
-@dataclass(frozen=True, slots=True)
-class _Dispatched:
-    plan: Plan
-    pending: PendingStep
-    started_ns: int
-    scheduled_ns: int
-    dispatched_ns: int
 
 
 class EngineCore:
@@ -82,21 +73,23 @@ class EngineCore:
         self._runner = runner
         self._scheduler = scheduler
         self._vocab_size = vocab_size
-        self._observer = observer
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
         self._delivery = Delivery(self._changed)
         self._cancelled: deque[str] = deque()
         self._updates = UpdateQueue()
-        self._pacer = pacer or DecodePacer(0.0, 1)
-        self._most_in_flight = 2 if overlap else 1
-        self._in_flight: deque[_Dispatched] = deque()  # the engine thread's own
-        self._waited_ns = 0
+        pacer = pacer or DecodePacer(0.0, 1)
+        # The engine thread's own:
+        self._steps = Steps(runner, pacer, observer, most_in_flight=2 if overlap else 1)
+        self._applying: Update | None = None
         self._weights = WeightsVersion("initial", 1)
         scheduler.use_weights(self._weights.generation)
         self._draining = False
         self._stopping = False
         self._failure: EngineFailure | None = None
+        self._broken: BaseException | None = None
+        """What the scheduler raised on a caller's thread: the engine's thread is to end of it."""
+        self._death_watches: list[Callable[[], None]] = []
         self._thread: threading.Thread | None = None
 
     # -- state --
@@ -104,12 +97,24 @@ class EngineCore:
     @property
     def ready(self) -> bool:
         """Whether requests are taken."""
-        return self._thread is not None and self._failure is None and not self._draining
+        thread = self._thread
+        return thread is not None and thread.is_alive() and self._failure is None and not self._draining
 
     @property
     def failure(self) -> EngineFailure | None:
         """Why the engine died, if it did."""
+        thread = self._thread
+        if self._failure is None and thread is not None and not (thread.is_alive() or self._stopping):
+            return EngineFailure("the engine's thread is gone, as after a fork")
         return self._failure
+
+    def on_failure(self, callback: Callable[[], None]) -> None:
+        """Call this once when the engine dies, at once if it is dead: on any thread; it must not block."""
+        with self._lock:
+            if self._failure is None:
+                self._death_watches.append(callback)
+                return
+        callback()
 
     @property
     def weights(self) -> WeightsVersion:
@@ -117,8 +122,10 @@ class EngineCore:
         return self._weights
 
     def load(self) -> Load:
-        """A consistent snapshot of how busy the engine is."""
+        """A consistent snapshot of how busy the engine is; nothing is left to do in one that is dead."""
         with self._lock:
+            if self._failure is not None:
+                return Load(0, 0, 0, 0, pages_total=self._scheduler.config.num_pages)
             return self._scheduler.load()
 
     # -- requests --
@@ -127,49 +134,42 @@ class EngineCore:
         """Queue a request; its outputs go to `sink`. Raises what the request or the engine's state forbid, at
         once.
         """
-        self._check(request)
+        check_token_ids(request, self._vocab_size, len(self._scheduler.config.eos_token_ids))
         if request.sampling.seed is None:
             sampling = dataclasses.replace(request.sampling, seed=secrets.randbits(64))
             request = dataclasses.replace(request, sampling=sampling)
-        with self._lock:
+        with self._lock, self._changing():
             self.check_running()
             if self._draining:
                 raise Draining
             self._scheduler.add(request, time.monotonic_ns())
             self._delivery.attach(request.request_id, sink)
-            self._changed.notify_all()
 
     def check_running(self) -> None:
         """Raises EngineFailure, Draining or NotReady unless the engine's thread runs and will go on."""
-        if self._failure is not None:
-            raise self._failure
+        failure = self.failure
+        if failure is not None:
+            raise failure
         if self._stopping:
             raise Draining
         if self._thread is None:
             raise NotReady
 
-    def _check(self, request: Request) -> None:
-        vocab, sampling = self._vocab_size, request.sampling
-        fields: list[tuple[str, Iterable[int]]] = [
-            ("prompt_token_ids.ids", request.prompt_token_ids),
-            ("stopping.stop_token_ids", request.stopping.stop_token_ids),
-            ("sampling.allowed_token_ids", sampling.allowed_token_ids),
-            ("sampling.logit_bias", [token for token, _ in sampling.logit_bias]),
-            ("sampling.bad_words", [token for word in sampling.bad_words for token in word]),
-        ]
-        bad = [
-            Violation(f"{name}[{i}]", f"must be from 0 to {vocab - 1}, not {token}")
-            for name, ids in fields
-            if ids and (min(ids) < 0 or max(ids) >= vocab)
-            for i, token in enumerate(ids)
-            if not 0 <= token < vocab
-        ]
-        num_stops = len(request.stopping.stop_token_ids) + len(self._scheduler.config.eos_token_ids)
-        if num_stops > MAX_STOP_TOKEN_IDS:
-            most = MAX_STOP_TOKEN_IDS - len(self._scheduler.config.eos_token_ids)
-            bad.append(Violation("stopping.stop_token_ids", f"at most {most} ids with this model"))
-        if bad:
-            raise InvalidRequest(bad)
+    @contextlib.contextmanager
+    def _changing(self) -> Iterator[None]:
+        """Inside the lock, around what a caller's thread changes in the scheduler: one that breaks halfway
+        through a change can be trusted no more, so the engine ends of what it raised. Refusals change
+        nothing.
+        """
+        try:
+            yield
+        except PenstockError:
+            raise
+        except BaseException as error:
+            self._broken = self._broken or error
+            raise
+        finally:
+            self._changed.notify_all()
 
     def cancel(self, request_id: str) -> None:
         """Its reader is gone: free slot and pages, tell nobody. Unknown ids are ignored.
@@ -182,8 +182,9 @@ class EngineCore:
             self._cancelled.append(request_id)
             return
         try:
-            self._drop(request_id)
-            self._changed.notify_all()
+            if self._failure is None:
+                with self._changing():
+                    self._drop(request_id)
         finally:
             self._lock.release()
 
@@ -193,11 +194,11 @@ class EngineCore:
 
     def finish(self, request_id: str, finish: Finish) -> None:
         """End a request for a reason found outside, such as a stop string. Its sink gets a last output;
-        unknown ids are ignored.
+        unknown ids are ignored, and so are all after the engine died.
         """
-        with self._lock:
-            self._end(request_id, finish)
-            self._changed.notify_all()
+        with self._lock, self._changing():
+            if self._failure is None:
+                self._end(request_id, finish)
 
     def abort(
         self,
@@ -210,11 +211,14 @@ class EngineCore:
         """End requests, with all their outputs, by exact id, by a non-empty prefix, or all; exactly one
         target must be given (ValueError).
 
-        Slot and pages are free when this returns. One result per id asked for, or per match.
+        Slot and pages are free when this returns. One result per id asked for, or per match. Raises
+        EngineFailure where the engine is dead: it has ended all of them with that, and knows no more.
         """
         if (request_ids is not None) + bool(prefix) + all_requests != 1:
             raise ValueError("abort needs exactly one of request_ids, a non-empty prefix, or all_requests")
-        with self._lock:
+        with self._lock, self._changing():
+            if self._failure is not None:
+                raise self._failure
             outputs: dict[str, list[str]] = {}
             for active in self._scheduler.active_ids():
                 outputs.setdefault(request_id_of(active), []).append(active)
@@ -233,7 +237,6 @@ class EngineCore:
                 else:
                     outcome = AbortOutcome.NOT_FOUND
                 results.append((request_id, outcome))
-            self._changed.notify_all()
         return results
 
     def _end(self, request_id: str, finish: Finish) -> bool:
@@ -271,26 +274,34 @@ class EngineCore:
                 update = self._updates.take()
             if not update.done.set_running_or_notify_cancel():
                 continue  # the caller took it back
-            try:
-                update.install()  # without the lock: callers need not wait while it copies
-            except Exception as error:  # noqa: BLE001  # whatever it was, the old weights serve on and the caller hears
-                update.done.set_exception(error)
-                continue
-            with self._lock:
-                if update.policy is InFlightPolicy.ABORT:
-                    for request_id in self._scheduler.started_ids():
-                        self._end(
-                            request_id, Finish(_ABORTED, message=f"weights were updated to {update.label!r}")
-                        )
-                elif update.policy is InFlightPolicy.RECOMPUTE:
-                    self._scheduler.preempt_all()
-                self._weights = WeightsVersion(update.label, self._weights.generation + 1)
-                self._scheduler.use_weights(self._weights.generation)
-            update.done.set_result(self._weights)
+            self._applying = update
+            settle(update, self._apply(update))
+            self._applying = None
+
+    def _apply(self, update: Update) -> WeightsVersion | Exception:
+        """The weights that serve now, or why the old ones still do."""
+        try:
+            update.install()  # without the lock: callers need not wait while it copies
+        except BaseException as error:  # noqa: BLE001  whatever it was, the old weights serve on
+            return as_exception(error)
+        with self._lock:
+            if update.policy is InFlightPolicy.ABORT:
+                for request_id in self._scheduler.started_ids():
+                    finish = Finish(_ABORTED, message=f"weights were updated to {update.label!r}")
+                    self._end(request_id, finish)
+            elif update.policy is InFlightPolicy.RECOMPUTE:
+                self._scheduler.preempt_all()
+            self._weights = WeightsVersion(update.label, self._weights.generation + 1)
+            self._scheduler.use_weights(self._weights.generation)
+        return self._weights
 
     def flush_prefix_cache(self) -> tuple[int, int]:
-        """Forget all cached prefixes: (pages that became free, pages that running requests still hold)."""
-        with self._lock:
+        """Forget all cached prefixes: (pages that became free, pages that running requests still hold).
+        Raises EngineFailure where the engine is dead.
+        """
+        with self._lock, self._changing():
+            if self._failure is not None:
+                raise self._failure
             return self._scheduler.flush_prefix_cache()
 
     # -- the thread --
@@ -299,16 +310,22 @@ class EngineCore:
         """Start stepping; the runner must be compiled. Once only: RuntimeError after that."""
         if self._thread is not None:
             raise RuntimeError("the engine was started before")
-        self._thread = threading.Thread(target=self._run, name="penstock-engine", daemon=True)
-        self._thread.start()
+        thread = threading.Thread(target=self._run, name="penstock-engine", daemon=True)
+        thread.start()
+        self._thread = thread  # not before: one that does not run yet would look as if it had died
 
     def drain(self, timeout_s: float) -> bool:
-        """Refuse new requests and wait for the others to end; false if some are left after `timeout_s`."""
+        """Refuse new requests and wait for the others to end; false if some are left after `timeout_s`. In an
+        engine that dies all end.
+        """
+
+        def is_drained() -> bool:
+            has_work = self._failure is None and self._scheduler.has_work
+            return self._delivery.is_done and not has_work
+
         with self._lock:
             self._draining = True
-            return self._changed.wait_for(
-                lambda: self._delivery.is_done and not self._scheduler.has_work, timeout_s
-            )
+            return self._changed.wait_for(is_drained, timeout_s)
 
     def shutdown(self) -> None:
         """End what still runs (ABORTED), stop the thread and free the device's memory. May be called
@@ -316,32 +333,37 @@ class EngineCore:
         """
         with self._lock:
             self._draining = self._stopping = True
-            for request_id in self._scheduler.active_ids():
-                self._end(request_id, Finish(_ABORTED, message="the server is shutting down"))
+            # What the scheduler raises is for the engine's thread, which then tells everybody.
+            with contextlib.suppress(BaseException), self._changing():
+                if self._failure is None:
+                    for request_id in self._scheduler.active_ids():
+                        self._end(request_id, Finish(_ABORTED, message="the server is shutting down"))
             updates = self._updates.take_all()
-            self._changed.notify_all()
         refuse(updates, Draining())
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join()
         self._runner.shutdown()
 
     def _run(self) -> None:
-        self._runner.compiles_after_warmup.start()
         try:
-            while True:
-                planned = self._next_plan()
-                if planned is not None:
-                    self._in_flight.append(self._dispatch(*planned))
-                self._choose()
-                if self._in_flight and (planned is None or len(self._in_flight) == self._most_in_flight):
-                    self._collect(self._in_flight.popleft())
-                    self._choose()
-                self._delivery.deliver()
-                if planned is None and not self._in_flight and self._is_over():
-                    return
-        except Exception as error:
-            log.exception("the engine failed")
+            self._runner.compiles_after_warmup.start()
+            self._loop()
+        except BaseException as error:  # noqa: BLE001  a panic in Rust is no Exception; see `failing`
             self._fail(error)
+
+    def _loop(self) -> None:
+        steps = self._steps
+        while True:
+            planned = self._next_plan()
+            if planned is not None:
+                steps.dispatch(*planned)
+            steps.choose()
+            if steps and (planned is None or steps.is_full):
+                self._commit()
+                steps.choose()
+            self._delivery.deliver()
+            if planned is None and not steps and self._is_over():
+                return
 
     def _is_over(self) -> bool:
         with self._lock:  # `shutdown` may have lined up last outputs since the plan was asked for
@@ -352,9 +374,11 @@ class EngineCore:
         there is something else to do than to run a step.
         """
         while True:
-            if not self._in_flight:
+            if not self._steps:
                 self._apply_updates()
             with self._lock:
+                if self._broken is not None:
+                    raise self._broken
                 while self._cancelled:
                     self._drop(self._cancelled.popleft())
                 started_ns = time.monotonic_ns()
@@ -364,76 +388,44 @@ class EngineCore:
                 # nothing new may enter, what runs goes on.
                 is_due = self._updates.is_due(self._scheduler.has_started)
                 if not is_due:
-                    steps_ahead = sum(step.plan.num_steps for step in self._in_flight)
-                    ns_to_deadline = self._scheduler.next_deadline_ns - started_ns
                     plan = self._scheduler.schedule(
                         started_ns,
                         admit=not self._updates,
-                        max_steps=self._pacer.max_steps(ns_to_deadline, steps_ahead),
+                        max_steps=self._steps.max_steps(self._scheduler.next_deadline_ns - started_ns),
                     )
                 if plan is not None:
                     return plan, started_ns, time.monotonic_ns()
-                if self._in_flight or self._delivery.is_pending or self._stopping:
+                if self._steps or self._delivery.is_pending or self._stopping:
                     return None
                 if is_due:
                     continue  # it came after `_apply_updates`, so its notification found nobody waiting
                 wait_ns = self._scheduler.next_deadline_ns - time.monotonic_ns()
                 self._changed.wait(min(max(wait_ns, 0) / 1e9, _LONGEST_WAIT_S))
 
-    def _dispatch(self, plan: Plan, started_ns: int, scheduled_ns: int) -> _Dispatched:
-        pending = self._runner.execute_async(plan)
-        return _Dispatched(plan, pending, started_ns, scheduled_ns, time.monotonic_ns())
-
-    def _choose(self) -> None:
-        """Have the tokens of the oldest step chosen, if that is yet to do: constraints saw all before."""
-        if self._in_flight and self._in_flight[0].pending.unchosen is not None:
-            step = self._in_flight.popleft()
-            step = dataclasses.replace(step, pending=self._runner.choose(step.pending))
-            self._in_flight.appendleft(step)
-
-    def _collect(self, step: _Dispatched) -> None:
+    def _commit(self) -> None:
         """Wait for the oldest step in flight and take in its tokens."""
-        plan = step.plan
-        result = self._runner.wait(step.pending)
-        waited_ns = time.monotonic_ns()
+        done = self._steps.wait()
         with self._lock:
-            self._delivery.post(self._scheduler.commit(plan, result, waited_ns))
-        if plan.decode_only:  # the device began it when it was dispatched, or when the one before was done
-            num_steps = max(map(len, result.token_ids), default=1)
-            self._pacer.measured(num_steps, waited_ns - max(step.dispatched_ns, self._waited_ns))
-        self._waited_ns = waited_ns
-        if self._observer is None:
-            return
-        load = self.load()
-        record = StepRecord(
-            step_id=plan.step_id,
-            num_rows=len(plan.rows),
-            num_tokens=plan.num_tokens,
-            decode_only=plan.decode_only,
-            request_ids=tuple(row.request_id for row in plan.rows),
-            num_waiting=load.num_waiting,
-            pages_used=load.pages_used,
-            started_ns=step.started_ns,
-            scheduled_ns=step.scheduled_ns,
-            dispatched_ns=step.dispatched_ns,
-            waited_ns=waited_ns,
-            committed_ns=time.monotonic_ns(),
-            num_steps=plan.num_steps,
-        )
-        try:
-            self._observer.on_step(record)
-        except Exception:  # who only watches must not end the requests
-            log.exception("the observer failed; it will see no more steps")
-            self._observer = None
+            self._delivery.post(self._scheduler.commit(done.step.plan, done.result, done.waited_ns))
+        if self._steps.is_observed:
+            self._steps.observe(done, self.load())
 
-    def _fail(self, error: Exception) -> None:
-        failure = EngineFailure(f"the engine failed: {type(error).__name__}: {error}")
-        failure.__cause__ = error
+    def _fail(self, error: BaseException) -> None:
+        """The last act of the engine's thread: all who wait for something are told, each on its own."""
+        log.error("the engine failed", exc_info=error)
+        failure = engine_failure(error)
         with self._lock:
             self._failure = failure
-            for request_id in self._scheduler.active_ids():
-                self._scheduler.abort(request_id, str(failure), time.monotonic_ns())
-            self._delivery.fail(failure)
-            updates = self._updates.take_all()
-        self._delivery.deliver()
+            self._cancelled.clear()
+            updates = list(self._updates.take_all())
+            watches, self._death_watches = self._death_watches, []
+        if self._applying is not None:
+            updates.append(self._applying)
+        self._steps.forget()
+        for watch in watches:
+            try:
+                watch()
+            except BaseException:  # the requests are yet to be told
+                log.exception("a watch of the engine's life failed")
+        self._delivery.fail(failure)
         refuse(updates, failure)

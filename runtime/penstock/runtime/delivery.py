@@ -13,8 +13,8 @@ log = logging.getLogger(__name__)
 
 
 class Delivery:
-    """Outputs are lined up by any thread and handed over by one, in order. All methods but `deliver` are to
-    be called with the engine's lock held.
+    """Outputs are lined up by any thread and handed over by one, in order. All methods but `deliver` and
+    `fail` are to be called with the engine's lock held.
     """
 
     def __init__(self, changed: threading.Condition) -> None:
@@ -50,23 +50,35 @@ class Delivery:
             if sink is not None:
                 self._outbox.append((sink, output))
 
-    def fail(self, error: Exception) -> None:
-        """A last output for everybody."""
-        self.post([Output(request_id, error=error) for request_id in self._sinks])
-
     def deliver(self) -> None:
         """One call per sink for everything that is lined up; on the engine's thread, without the lock."""
         with self._changed:
             outbox, self._outbox = self._outbox, []
             self._delivering = True
-        by_sink: dict[int, tuple[Sink, list[Output]]] = {}
-        for sink, output in outbox:
-            by_sink.setdefault(id(sink), (sink, []))[1].append(output)
-        for sink, outputs in by_sink.values():
-            try:
-                sink(outputs)
-            except Exception:  # one reader's fault must not end the others' requests
-                log.exception("a sink failed; its outputs are lost")
+        self._hand_over(outbox)
+
+    def fail(self, error: Exception) -> None:
+        """What is lined up, and then a last output with `error` for everybody who had none; called as
+        `deliver` is.
+        """
         with self._changed:
-            self._delivering = False
-            self._changed.notify_all()  # drain waits for this
+            outbox, self._outbox = self._outbox, []
+            sinks, self._sinks = self._sinks, {}
+            self._delivering = True
+        outbox += [(sink, Output(request_id, error=error)) for request_id, sink in sinks.items()]
+        self._hand_over(outbox)
+
+    def _hand_over(self, outbox: Sequence[tuple[Sink, Output]]) -> None:
+        try:
+            by_sink: dict[int, tuple[Sink, list[Output]]] = {}
+            for sink, output in outbox:
+                by_sink.setdefault(id(sink), (sink, []))[1].append(output)
+            for sink, outputs in by_sink.values():
+                try:
+                    sink(outputs)
+                except BaseException:  # one reader's fault must not end the others' requests
+                    log.exception("a sink failed; its outputs are lost")
+        finally:
+            with self._changed:
+                self._delivering = False
+                self._changed.notify_all()  # drain waits for this

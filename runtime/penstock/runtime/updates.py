@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 from penstock.runtime.interface import InFlightPolicy, WeightsVersion
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +55,22 @@ class UpdateQueue:
 
 
 def refuse(updates: Iterable[Update], error: Exception) -> None:
-    """To be called without the engine's lock: a future's callbacks run at once and may call the engine."""
+    """Tell the callers of updates that waited, or of one that was being applied."""
     for update in updates:
-        if update.done.set_running_or_notify_cancel():
-            update.done.set_exception(error)
+        if update.done.running() or update.done.set_running_or_notify_cancel():
+            settle(update, error)
+
+
+def settle(update: Update, outcome: WeightsVersion | Exception) -> None:
+    """Tell the caller of an update whose turn has come.
+
+    To be called without the engine's lock: a future's callbacks run at once and may call the engine. One that
+    raises is logged; it must not keep the others from being told.
+    """
+    try:
+        if isinstance(outcome, Exception):
+            update.done.set_exception(outcome)
+        else:
+            update.done.set_result(outcome)
+    except BaseException:  # see above
+        log.exception("a callback of a weight update failed")

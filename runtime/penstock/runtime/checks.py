@@ -1,0 +1,34 @@
+"""What a request may not ask of the model that is served, beside what its own classes forbid. No jax."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from penstock.runtime.errors import InvalidRequest, Violation
+from penstock.runtime.request import MAX_STOP_TOKEN_IDS, Request
+
+
+def check_token_ids(request: Request, vocab_size: int, num_eos: int) -> None:
+    """Raises InvalidRequest with every id outside the vocabulary, and for more stop ids than fit beside the
+    model's `num_eos`.
+    """
+    sampling, stopping = request.sampling, request.stopping
+    fields: list[tuple[str, Iterable[int]]] = [
+        ("prompt_token_ids.ids", request.prompt_token_ids),
+        ("stopping.stop_token_ids", stopping.stop_token_ids),
+        ("sampling.allowed_token_ids", sampling.allowed_token_ids),
+        ("sampling.logit_bias", [token for token, _ in sampling.logit_bias]),
+        ("sampling.bad_words", [token for word in sampling.bad_words for token in word]),
+    ]
+    bad = [
+        Violation(f"{name}[{i}]", f"must be from 0 to {vocab_size - 1}, not {token}")
+        for name, ids in fields
+        if ids and (min(ids) < 0 or max(ids) >= vocab_size)
+        for i, token in enumerate(ids)
+        if not 0 <= token < vocab_size
+    ]
+    most_stops = MAX_STOP_TOKEN_IDS - num_eos
+    if len(stopping.stop_token_ids) > most_stops:
+        bad.append(Violation("stopping.stop_token_ids", f"at most {most_stops} ids with this model"))
+    if bad:
+        raise InvalidRequest(bad)
