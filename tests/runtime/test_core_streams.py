@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, cast
 
 import pytest
@@ -14,11 +14,12 @@ import pytest
 from penstock.runtime.core import EngineCore
 from penstock.runtime.interface import InFlightPolicy
 from penstock.runtime.outputs import outputs_of
-from penstock.runtime.pacing import DecodePacer
+from penstock.runtime.pacing import Pacer
 from penstock.runtime.request import (
     CacheParams,
     Finish,
     FinishReason,
+    Output,
     Request,
     SamplingParams,
     StoppingParams,
@@ -33,7 +34,9 @@ GREEDY = SamplingParams(temperature=0.0)
 
 
 @contextlib.contextmanager
-def core(*, overlap: bool = True, steps: int = 1, **limits: Any) -> Iterator[tuple[EngineCore, LazyRunner]]:
+def core(
+    *, overlap: bool = True, steps: int = 1, pacer: Pacer | None = None, **limits: Any
+) -> Iterator[tuple[EngineCore, LazyRunner]]:
     options: dict[str, Any] = {
         "max_num_seqs": 4,
         "max_num_batched_tokens": 12,
@@ -45,7 +48,7 @@ def core(*, overlap: bool = True, steps: int = 1, **limits: Any) -> Iterator[tup
     }
     config = SchedulerConfig(**(options | limits))
     runner = LazyRunner(config)
-    pacer = DecodePacer(10.0, steps)
+    pacer = pacer or Pacer(10.0, steps)
     engine = EngineCore(
         cast("ModelRunner", runner), Scheduler(config), vocab_size=VOCAB, overlap=overlap, pacer=pacer
     )
@@ -98,6 +101,45 @@ def test_streams_depend_on_nothing_but_the_request(overlap, steps, cache, limits
             assert (sink.tokens(request.request_id), last.finish.reason) == expected
         assert engine.load().pages_used == 0
         assert (max(runner.num_steps) > 1) == (steps > 1)
+
+
+class Told(Pacer):
+    """Allows two prompt tokens beside decodes, and keeps what it is told."""
+
+    def __init__(self) -> None:
+        super().__init__(10.0, 1)
+        self.steps: list[int] = []
+        """Of each its prompt tokens."""
+
+    def decoded(self, num_steps: int, elapsed_ns: int) -> None:
+        assert num_steps == 1
+        assert elapsed_ns > 0
+        self.steps.append(0)
+
+    def prefilled(self, num_tokens: int, elapsed_ns: int) -> None:
+        assert elapsed_ns > 0
+        self.steps.append(num_tokens)
+
+    @property
+    def prefill_budget(self) -> int | None:
+        return 2
+
+
+def test_steps_with_prompt_tokens_are_sized_by_the_pacer_and_measured():
+    pacer, collector = Told(), Collector()
+    with core(pacer=pacer) as (engine, _):
+
+        def sink(outputs: Sequence[Output]) -> None:
+            if "a" not in collector.outputs:
+                engine.submit(Request("b", tuple(range(9)), GREEDY, StoppingParams(max_tokens=1)), collector)
+            collector(outputs)
+
+        engine.submit(Request("a", (1, 2), GREEDY, StoppingParams(max_tokens=40, ignore_eos=True)), sink)
+        collector.last("a")
+        assert collector.tokens("b") == run_alone(Request("b", tuple(range(9)), GREEDY), MAX_LEN)[0][:1]
+    assert pacer.steps[0] == 2
+    assert [num for num in pacer.steps[1:] if num] == [2, 2, 2, 2]  # a chunk of one costs what a decode does
+    assert len(pacer.steps) in (40, 41)  # a step too many may be in flight when the last token is seen
 
 
 def test_a_step_is_dispatched_before_the_one_before_is_read():

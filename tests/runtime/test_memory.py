@@ -86,6 +86,8 @@ def test_what_a_device_has_left() -> None:
         ("max_num_batched_tokens", 15),
         ("max_queued_requests", 0),
         ("max_prefill_chunk", 0),
+        ("target_itl_s", -0.1),
+        ("target_itl_s", 61.0),
         ("scheduling_policy", "lifo"),
         ("prefix_cache_pages", -1),
         ("max_decode_steps", 0),

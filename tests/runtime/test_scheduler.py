@@ -97,6 +97,44 @@ def test_a_chunk_may_be_limited_below_the_budget_so_that_several_prefills_share_
     assert shape(step(scheduler)) == [("b", 4, 1), ("c", 4, 1), ("a", 6, 1)]
 
 
+def test_prompts_may_have_a_smaller_budget_beside_decodes():
+    scheduler = make(max_num_batched_tokens=16, max_model_len=64)
+    add(scheduler, "a", 2)
+    add(scheduler, "b", 40)
+    plan = dispatch(scheduler, prefill_budget=3)
+    assert shape(plan) == [("a", 0, 2), ("b", 0, 14)]  # nobody decodes yet
+    for start in (14, 17):
+        plan = dispatch(scheduler, prefill_budget=3)
+        assert shape(plan)[1:] == [("b", start, 3)]
+    assert shape(dispatch(scheduler, prefill_budget=0))[1:] == [("b", 20, 1)]  # but always something
+    assert shape(dispatch(scheduler, prefill_budget=100))[1:] == [("b", 21, 15)]
+
+
+def test_where_steps_are_padded_a_smaller_budget_pads_nothing():
+    scheduler = make(max_num_batched_tokens=16, max_model_len=64, num_pages=20, step_sizes=(4, 8, 16))
+    add(scheduler, "a", 2)
+    add(scheduler, "b", 60)
+    dispatch(scheduler)
+    for budget, num_tokens in ((1, 3), (4, 3), (6, 3), (7, 7), (14, 7), (15, 15)):
+        plan = dispatch(scheduler, prefill_budget=budget)
+        assert [row.num_tokens for row in plan.rows] == [1, num_tokens]
+
+
+def test_a_long_prompt_leaves_a_part_of_each_step_to_those_behind_it():
+    scheduler = make(max_num_batched_tokens=32, max_model_len=900, num_pages=400, max_num_seqs=5)
+    add(scheduler, "long", 600)
+    assert shape(step(scheduler)) == [("long", 0, 32)]
+    add(scheduler, "longer", 800)
+    add(scheduler, "a", 5)
+    add(scheduler, "b", 9)
+    add(scheduler, "c", 9)
+    assert shape(step(scheduler)) == [("long", 32, 24), ("longer", 0, 1), ("a", 0, 5), ("b", 0, 2)]
+    # Of a step's 31 tokens beside "a" a quarter, 7, are for the others.
+    assert shape(step(scheduler))[1:] == [("long", 56, 24), ("longer", 1, 1), ("b", 2, 6)]
+    assert shape(step(scheduler))[1:] == [("long", 80, 24), ("longer", 2, 1), ("b", 8, 1), ("c", 0, 5)]
+    assert shape(step(scheduler))[2:] == [("long", 104, 25), ("longer", 3, 1), ("c", 5, 4)]
+
+
 def test_pages_are_written_at_entry_for_the_whole_prompt_and_then_at_each_boundary():
     scheduler = make(max_num_batched_tokens=6)
     add(scheduler, "a", 8)

@@ -82,14 +82,15 @@ def one_event(traffic: Traffic, rng: random.Random) -> None:
         [8, 10, 4, 3, 2, 2, 1, 1, 1],
     )[0]
     max_steps = rng.choice([1, 1, 8, rng.randint(2, 7)])
+    prefill_budget = rng.choice([None, None, rng.randint(1, 6)])
     if kind == "arrive":
         for _ in range(rng.randint(1, 4)):
             for request in random_outputs(rng):
                 traffic.arrive(request)
     elif kind == "run":
-        traffic.run(rng.randint(1, 8), ahead=rng.randint(0, 1), max_steps=max_steps)
+        traffic.run(rng.randint(1, 8), rng.randint(0, 1), max_steps, prefill_budget)
     elif kind == "dispatch" and len(traffic.in_flight) < 2:
-        traffic.dispatch(admit=rng.random() < 0.7, max_steps=max_steps)
+        traffic.dispatch(rng.random() < 0.7, max_steps, prefill_budget)
     elif kind == "commit" and traffic.in_flight:
         traffic.commit()
     elif kind == "abort" and traffic.active:
@@ -116,4 +117,4 @@ def test_random_traffic(seed, num_events):
     for _ in range(num_events):
         one_event(traffic, rng)
         traffic.accounts_agree()
-    traffic.end(ahead=rng.randint(0, 1), max_steps=rng.choice([1, 8]))
+    traffic.end(rng.randint(0, 1), rng.choice([1, 8]), rng.choice([None, rng.randint(1, 4)]))

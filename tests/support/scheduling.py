@@ -31,9 +31,15 @@ def add(scheduler: Scheduler, name: str = "a", num_prompt: int = 3, now_ns: int 
     scheduler.add(Request(name, prompt, stopping=StoppingParams(**stopping)), now_ns)
 
 
-def dispatch(scheduler: Scheduler, now_ns: int = 2, admit: bool = True, max_steps: int = 1) -> Plan:
+def dispatch(
+    scheduler: Scheduler,
+    now_ns: int = 2,
+    admit: bool = True,
+    max_steps: int = 1,
+    prefill_budget: int | None = None,
+) -> Plan:
     """A plan, which there must be."""
-    plan = scheduler.schedule(now_ns, admit=admit, max_steps=max_steps)
+    plan = scheduler.schedule(now_ns, admit=admit, max_steps=max_steps, prefill_budget=prefill_budget)
     assert plan is not None
     scheduler.check()
     return plan

@@ -71,6 +71,7 @@ class Traffic:
         self.now_ns = SECOND
         self.active: dict[str, Tracked] = {}
         self.arrivals = 0
+        self.budget = 0  # tokens of the newest plan
         self.in_flight: deque[tuple[Plan, StepResult, list[Tracked]]] = deque()
         self.streams: list[tuple[int, tuple[int, ...], FinishReason]] = []
         """What every request that ended had made: order, tokens, why."""
@@ -112,26 +113,29 @@ class Traffic:
             made=tracked.made,
         )
 
-    def run(self, num_steps: int, ahead: int, max_steps: int = 1) -> None:
+    def run(self, num_steps: int, ahead: int, max_steps: int = 1, prefill_budget: int | None = None) -> None:
         """That many plans with up to `ahead` of them in flight when each is made."""
         for _ in range(num_steps):
             while len(self.in_flight) > ahead:
                 self.commit()
-            if not self.dispatch(max_steps=max_steps) and self.in_flight:
+            dispatched = self.dispatch(max_steps=max_steps, prefill_budget=prefill_budget)
+            if not dispatched and self.in_flight:
                 self.commit()
             self.accounts_agree()
         while len(self.in_flight) > ahead:
             self.commit()
 
-    def dispatch(self, admit: bool = True, max_steps: int = 1) -> bool:
+    def dispatch(self, admit: bool = True, max_steps: int = 1, prefill_budget: int | None = None) -> bool:
         """Whether there was a plan to run."""
         self.now_ns += 1
-        plan = self.scheduler.schedule(self.now_ns, admit=admit, max_steps=max_steps)
+        plan = self.scheduler.schedule(
+            self.now_ns, admit=admit, max_steps=max_steps, prefill_budget=prefill_budget
+        )
         if plan is None:
             movable = [t for t in self.active.values() if t.may_run(admit)]
             assert not movable or self.in_flight, "there was work and no plan"
             return False
-        self.check_plan(plan, admit, max_steps)
+        self.check_plan(plan, admit, max_steps, prefill_budget)
         owners = [self.active[row.request_id] for row in plan.rows]
         self.in_flight.append((plan, self.runner.execute(plan), owners))
         return True
@@ -220,9 +224,13 @@ class Traffic:
             tracked.predictable = True
             self.predict(tracked)
 
-    def check_plan(self, plan: Plan, admit: bool, max_steps: int) -> None:
+    def check_plan(self, plan: Plan, admit: bool, max_steps: int, prefill_budget: int | None) -> None:
         active = self.active
-        assert 0 < plan.num_tokens <= self.config.max_num_batched_tokens
+        self.budget = self.config.max_num_batched_tokens
+        num_decodes = sum(row.token_ids is None for row in plan.rows)
+        if num_decodes and prefill_budget is not None:
+            self.budget = min(self.budget, num_decodes + prefill_budget)
+        assert 0 < plan.num_tokens <= self.budget
         planned = {row.request_id for row in plan.rows}
         assert len(planned) == len(plan.rows)
         assert len({row.slot for row in plan.rows}) == len(plan.rows)
@@ -249,6 +257,7 @@ class Traffic:
             victims = min(active[name].rank for name in plan.preempted)
             assert all(tracked.rank < victims for tracked in running)
         self.check_fairness(plan, admit, running)
+        self.check_shares(plan)
         for row in plan.rows:
             self.check_row(row, active[row.request_id], plan)
 
@@ -320,13 +329,22 @@ class Traffic:
             overtaken = served[0].slot is None and served[0].overtaken
             grew = self.config.scheduling_policy == "priority" and plan.page_writes and served[0].slot is None
             assert grew or overtaken or served[0].request.request_id in planned
-        left = self.config.max_num_batched_tokens - plan.num_tokens
+        left = self.budget - plan.num_tokens
         if left and unserved and unserved[0] is waiting[0] and not unserved[0].pending and not plan.preempted:
             needed = -(-len(unserved[0].known) // self.config.page_size)
             if self.config.sliding_window is None and self.sources(unserved[0], running):
                 needed = 1
             no_slot = len(running) == self.config.max_num_seqs
             assert no_slot or needed > self.config.num_pages - load.pages_used
+
+    def check_shares(self, plan: Plan) -> None:
+        """However many prompts come in, the first in rank of them gets all it needs or most of the step."""
+        chunks = [(self.active[row.request_id], row) for row in plan.rows if row.token_ids is not None]
+        if chunks:
+            first, row = min(chunks, key=lambda chunk: chunk[0].rank)
+            left = self.budget - (len(plan.rows) - len(chunks))
+            most = self.config.max_prefill_chunk or left
+            assert row.num_tokens >= min(len(first.known) - first.computed, most, left - left // 4)
 
     def is_done(self, tracked: Tracked) -> bool:
         """All tokens it may have are made or in flight."""
@@ -349,7 +367,7 @@ class Traffic:
         )
 
     def check_row(self, row: PlanRow, tracked: Tracked, plan: Plan) -> None:
-        left = self.config.max_num_batched_tokens - plan.num_tokens
+        left = self.budget - plan.num_tokens
         assert (row.slot, row.start) == (tracked.slot, tracked.computed)
         end = row.start + row.num_tokens
         if tracked.decoding:
@@ -416,13 +434,13 @@ class Traffic:
         assert (load.num_running, load.num_waiting) == (len(self.active) - len(waiting), len(waiting))
         assert load.waiting_prompt_tokens == sum(len(t.request.prompt_token_ids) for t in waiting)
 
-    def end(self, ahead: int = 0, max_steps: int = 1) -> None:
+    def end(self, ahead: int = 0, max_steps: int = 1, prefill_budget: int | None = None) -> None:
         """Whatever happened: without new arrivals everything ends, soon and right, and all pages return."""
         # In each step somebody computes at least one token, and each token at most twice; a row that is
         # dropped later costs nobody a turn.
         bound = sum(2 * (len(t.known) + t.limit(self.context_limit)) for t in self.active.values()) + 4
         for _ in range(bound):
-            self.run(1, ahead, max_steps)
+            self.run(1, ahead, max_steps, prefill_budget)
             if not self.active:
                 break
         while self.in_flight:

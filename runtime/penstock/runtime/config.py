@@ -15,6 +15,7 @@ from penstock.runtime.errors import ConfigError
 from penstock.runtime.scheduler_config import SCHEDULING_POLICIES
 
 MAX_DECODE_STEPS = 64
+DEFAULT_TARGET_ITL_S = 0.15
 DTYPES = ("auto", "bfloat16", "float16", "float32")
 QUANTIZATIONS = ("none", "int8")
 
@@ -43,9 +44,14 @@ class EngineConfig:
     max_num_batched_tokens: int = 512
     """Token budget of one step, shared by decodes and prefill chunks."""
     max_prefill_chunk: int | None = None
-    """Most prompt tokens of one request in a step; smaller bounds how long a long prompt delays running
-    decodes.
-    None: all of the step's budget that decodes leave."""
+    """Most prompt tokens of one request in a step, in any case. None: all of the step's budget that decodes
+    leave."""
+    target_itl_s: float | None = None
+    """Seconds that a step with decodes and prompt tokens should take at most, by the steps measured so far:
+    so far apart may the tokens of running requests be while prompts come in. Where decodes alone take more
+    than two thirds of that, prompts get a third of a longer step. 0: no target. None: DEFAULT_TARGET_ITL_S
+    where native kernels run on CPU, else 0: XLA's roundings may depend on a step's size, and that on time.
+    """
     scheduling_policy: str = "fcfs"
     """Who goes first: "fcfs", in order of arrival; "priority", by the requests' priority, which may
     preempt."""
@@ -94,6 +100,8 @@ class EngineConfig:
             )
         if self.max_prefill_chunk is not None and self.max_prefill_chunk < 1:
             bad.append(f"max_prefill_chunk: must be at least 1, not {self.max_prefill_chunk}")
+        if self.target_itl_s is not None and not 0.0 <= self.target_itl_s <= 60.0:
+            bad.append(f"target_itl_s: must be from 0 to 60, not {self.target_itl_s}")
         if self.scheduling_policy not in SCHEDULING_POLICIES:
             policies = ", ".join(SCHEDULING_POLICIES)
             bad.append(f"scheduling_policy: must be one of {policies}, not {self.scheduling_policy!r}")

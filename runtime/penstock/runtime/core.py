@@ -41,7 +41,7 @@ from penstock.runtime.errors import Draining, EngineFailure, NotReady, PenstockE
 from penstock.runtime.failing import as_exception, engine_failure
 from penstock.runtime.interface import AbortOutcome, InFlightPolicy, Observer, Sink, WeightsVersion
 from penstock.runtime.outputs import request_id_of
-from penstock.runtime.pacing import DecodePacer
+from penstock.runtime.pacing import Pacer
 from penstock.runtime.plan import Plan
 from penstock.runtime.request import Finish, FinishReason, Request
 from penstock.runtime.runner import ModelRunner
@@ -67,9 +67,11 @@ class EngineCore:
         vocab_size: int,
         observer: Observer | None = None,
         overlap: bool = True,
-        pacer: DecodePacer | None = None,
+        pacer: Pacer | None = None,
     ) -> None:
-        """`overlap`: dispatch a step before the one before is read; `pacer`: None makes no windows."""
+        """`overlap`: dispatch a step before the one before is read; `pacer`: None makes no windows,
+        and sets no limit to the prompt tokens of a step.
+        """
         self._runner = runner
         self._scheduler = scheduler
         self._vocab_size = vocab_size
@@ -78,7 +80,7 @@ class EngineCore:
         self._delivery = Delivery(self._changed)
         self._cancelled: deque[str] = deque()
         self._updates = UpdateQueue()
-        pacer = pacer or DecodePacer(0.0, 1)
+        pacer = pacer or Pacer(0.0, 1)
         # The engine thread's own:
         self._steps = Steps(runner, pacer, observer, most_in_flight=2 if overlap else 1)
         self._applying: Update | None = None
@@ -392,6 +394,7 @@ class EngineCore:
                         started_ns,
                         admit=not self._updates,
                         max_steps=self._steps.max_steps(self._scheduler.next_deadline_ns - started_ns),
+                        prefill_budget=self._steps.prefill_budget,
                     )
                 if plan is not None:
                     return plan, started_ns, time.monotonic_ns()

@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 from penstock.runtime.assemble import Assembler
 from penstock.runtime.buckets import NATIVE_TOKEN_GROWTH, TOKEN_GROWTH, Buckets
 from penstock.runtime.compilation import use_compilation_cache
-from penstock.runtime.config import EngineConfig
+from penstock.runtime.config import DEFAULT_TARGET_ITL_S, EngineConfig
 from penstock.runtime.core import EngineCore
 from penstock.runtime.defaults import GenerationDefaults
 from penstock.runtime.errors import ConfigError, EngineFailure, InvalidRequest, Violation
@@ -36,7 +36,7 @@ from penstock.runtime.grammar.bad_words import BadWords
 from penstock.runtime.grammar.compiler import CompilerConfig, GrammarCompiler
 from penstock.runtime.interface import AbortOutcome, InFlightPolicy, Observer, Sink, WeightsVersion
 from penstock.runtime.memory import device_kv_bytes, plan_kv
-from penstock.runtime.pacing import DecodePacer
+from penstock.runtime.pacing import Pacer
 from penstock.runtime.request import (
     Finish,
     Output,
@@ -147,18 +147,22 @@ class Engine:
                 eos_token_ids=frozenset(model.eos_token_ids),
                 max_queued_requests=config.max_queued_requests,
                 max_prefill_chunk=config.max_prefill_chunk,
+                step_sizes=() if model.skips_padding else buckets.token_buckets,
                 scheduling_policy=config.scheduling_policy,
                 prefix_cache_pages=config.prefix_cache_pages,
                 sliding_window=model.sliding_window,
             )
         )
+        target_itl_s = config.target_itl_s
+        if target_itl_s is None:
+            target_itl_s = DEFAULT_TARGET_ITL_S if model.skips_padding else 0.0
         self._core = EngineCore(
             self._runner,
             scheduler,
             vocab_size=model.vocab_size,
             observer=observer,
             overlap=config.overlap,
-            pacer=DecodePacer(config.decode_window_s, config.max_decode_steps),
+            pacer=Pacer(config.decode_window_s, config.max_decode_steps, target_itl_s),
         )
         # Without its weights: the runner holds those that serve, and an update must be able to free the old.
         self._model = dataclasses.replace(model, weights=None)
@@ -168,6 +172,7 @@ class Engine:
             max_model_len=kv.max_model_len,
             kv_cache_bytes=kv.num_pages * page_bytes,
             dtype=np.dtype(model.dtype).name,
+            target_itl_s=target_itl_s,
         )
         self.info = ModelInfo(
             name=model.name,

@@ -1,36 +1,89 @@
-"""How many decode steps one dispatch may hold: as many as fit a wanted duration, by the steps measured so
-far. No jax.
+"""How much one dispatch may hold, by the steps measured so far: how many decode steps a window, how many
+prompt tokens a step with decodes. Pure arithmetic on what it is told; no clock, no jax.
 """
 
 from __future__ import annotations
 
-_SMOOTHING = 8
-"""A new measurement counts for one part in so many."""
+from collections import deque
+from statistics import median_low
+
+DECODE_SHARE = 2 / 3
+"""Most of a step's time that decodes may take while prompts come in. Where a decode step alone takes more
+than that of the target, steps are made longer than the target: prompts get the rest of their time."""
+_AIM = 0.95
+"""Steps aim at this part of the target: about half of them will take longer than what they aim at."""
+_LEAST_TOKENS = 16
+"""Least prompt tokens of a step, and of one worth measuring: fewer are lost in a decode step's noise."""
+_FIRST_TOKENS = 64
+"""Prompt tokens of a step beside decodes before anything was measured."""
+_NUM_DECODES = 5
+_NUM_PREFILLS = 3
 
 
-class DecodePacer:
-    """Windows of decode steps save a dispatch per step; while one runs, nobody can enter and no token is
-    seen.
+class Pacer:
+    """What steps may cost those who run.
 
+    Windows of decode steps save a dispatch per step; while one runs, nobody can enter and no token is seen.
     So they aim at a duration, not a number, and end before the next time limit.
+
+    A step that computes prompt tokens beside decodes makes those wait for all of it. So such steps aim at a
+    duration too: the time between two tokens of a row that decodes. How many prompt tokens fit is told from
+    steps that had some. One that took too long is compared with a decode step, as if each token had cost the
+    same; one that was short tells that more fit, though not more than twice as many.
+
+    Of the last few measurements the median counts, so that a single odd one changes nothing.
     """
 
-    def __init__(self, window_s: float, max_steps: int) -> None:
+    def __init__(self, window_s: float, max_steps: int, target_itl_s: float = 0.0) -> None:
         """`window_s`: what a window should take at most, in seconds; `max_steps`: the most steps it may have;
-        1 makes none.
+        1 makes none. `target_itl_s`: what a step with decodes and prompt tokens should take at most, in
+        seconds; 0 sets no limit.
         """
         self._window_ns = window_s * 1e9
         self._max_steps = max_steps
-        self._step_ns = 0.0  # not measured yet
+        self._target_ns = target_itl_s * 1e9
+        self._decodes: deque[float] = deque(maxlen=_NUM_DECODES)
+        """What a decode step took, in ns."""
+        self._fits: deque[float] = deque(maxlen=_NUM_PREFILLS)
+        """How many prompt tokens would have met the aim."""
 
-    def measured(self, num_steps: int, elapsed_ns: int) -> None:
+    def decoded(self, num_steps: int, elapsed_ns: int) -> None:
         """That many decode steps, one after the other, took so long on the device."""
-        step_ns = max(elapsed_ns, 1) / max(num_steps, 1)
-        self._step_ns += (step_ns - self._step_ns) / (_SMOOTHING if self._step_ns else 1)
+        self._decodes.append(max(elapsed_ns, 1) / max(num_steps, 1))
+
+    def prefilled(self, num_tokens: int, elapsed_ns: int) -> None:
+        """A step with so many prompt tokens, with or without decodes, took so long on the device."""
+        if not self._target_ns or num_tokens < _LEAST_TOKENS:
+            return
+        aim, decode = self._aim_ns, self._decode_ns
+        if elapsed_ns <= aim and 2 * num_tokens < self._tokens:
+            return  # that few tokens are quick says nothing of many
+        most = 2.0 * num_tokens
+        if elapsed_ns > decode:
+            most = min(most, num_tokens * (aim - decode) / (elapsed_ns - decode))
+        self._fits.append(most)
 
     def max_steps(self, ns_to_deadline: int, steps_ahead: int) -> int:
         """Steps for the next dispatch, at least 1. `steps_ahead` of those already dispatched come before."""
-        if self._max_steps == 1 or not self._step_ns:
+        if self._max_steps == 1 or not self._decodes:
             return 1
-        to_deadline = ns_to_deadline / self._step_ns - steps_ahead
-        return max(1, int(min(self._max_steps, self._window_ns / self._step_ns, to_deadline)))
+        to_deadline = ns_to_deadline / self._decode_ns - steps_ahead
+        return max(1, int(min(self._max_steps, self._window_ns / self._decode_ns, to_deadline)))
+
+    @property
+    def prefill_budget(self) -> int | None:
+        """Most prompt tokens of the next step if it has decodes, at least 1; None: no limit."""
+        return max(int(self._tokens), _LEAST_TOKENS) if self._target_ns else None
+
+    @property
+    def _tokens(self) -> float:
+        return median_low(self._fits) if self._fits else _FIRST_TOKENS
+
+    @property
+    def _decode_ns(self) -> float:
+        """0 if none was measured yet."""
+        return median_low(self._decodes) if self._decodes else 0.0
+
+    @property
+    def _aim_ns(self) -> float:
+        return max(_AIM * self._target_ns, self._decode_ns / DECODE_SHARE)

@@ -70,6 +70,11 @@ class Plan:
         return sum(row.num_tokens for row in self.rows)
 
     @property
+    def num_prompt_tokens(self) -> int:
+        """Those of them that no decode has: tokens of prompts, or computed anew after a preemption."""
+        return sum(row.num_tokens for row in self.rows if row.token_ids is not None)
+
+    @property
     def decode_only(self) -> bool:
         return all(row.num_tokens == 1 for row in self.rows)
 

@@ -13,6 +13,11 @@ shares one token budget between decodes (one token a row) and chunks of prefills
    request computes the prompt. It then enters with all of that but the last token: full pages are shared, the
    one it will write is copied. Copies precede a step's writes, so their sources are of a step before.
 
+So that nobody waits for all of a long prompt, the first one that would take more than _LONG steps leaves a
+part of each to those behind it: long ones among them get little, the others what they need, in order of rank.
+What they do not take is its own. While decodes run, the prefills of a step may have a smaller budget than the
+rest of the step's (`pacing`).
+
 Under "priority" the first of the queue, if slot or pages are lacking, preempts running ones of lower priority
 before the step is made.
 
@@ -46,6 +51,12 @@ from penstock.runtime.sequence import Sequence, Status
 # One is made per row and step; calling the named tuple itself takes twice as long (46 us for 64).
 _row: Callable[[tuple[object, ...]], PlanRow] = partial(tuple.__new__, PlanRow)
 _RUNNING = Status.RUNNING  # looked up once
+_LONG = 4
+"""A prompt that is not computed within so many whole steps shares them with those behind it."""
+_SHARE = 4
+"""One part in so many of a step is kept for them."""
+_FLOOR = 32
+"""One part in so many of a step is what a long prompt behind a long one gets."""
 
 
 @dataclass(slots=True)
@@ -57,6 +68,8 @@ class Draft:
     admit: bool
     """Whether those may enter that never ran."""
     now_ns: int
+    prefill_budget: int | None = None
+    """Most prompt tokens beside decodes; None: as many as the token budget has."""
     num_steps: int = 1
 
     rows: list[PlanRow] = field(default_factory=list)
@@ -170,11 +183,13 @@ class Planner:
     def _add_prefills(self, draft: Draft, prefills: list[Sequence]) -> None:
         """Chunks of those underway and of those who enter, in order of rank."""
         waiting = self._roster.waiting
-        budget = self._config.max_num_batched_tokens - len(draft.rows)
+        whole = budget = self._prefill_budget(draft)
         most = self._config.max_prefill_chunk or budget
+        parts: list[tuple[Sequence, int]] = []
+        """Who gets a chunk, and where it begins."""
         underway = deque(prefills)
         passed = 0  # leading ones of the queue that do not hold up the others
-        entering = True
+        entering, shared = True, False
         while budget > 0:
             candidate = waiting[passed] if entering and passed < len(waiting) else None
             if candidate is not None and not (underway and underway[0].rank < candidate.rank):
@@ -190,14 +205,40 @@ class Planner:
             elif underway:
                 seq = underway.popleft()
             else:
-                return
-            row = self._chunk(seq, min(budget, most))
+                break
+            count = budget
+            if seq.prefill_until - seq.num_computed > _LONG * whole:
+                if shared:
+                    count = max(whole // _FLOOR, 1)
+                elif underway or (entering and passed < len(waiting)):
+                    count = budget - budget // _SHARE
+                shared = True
+            parts.append((seq, seq.num_computed))
+            draft.chunked.add(seq)
+            budget -= self._advance(seq, min(count, budget, most))
+        for seq, start in parts:  # what was kept for others, and nobody took
+            if budget > 0:
+                budget -= self._advance(seq, min(budget, start + most - seq.num_computed))
+        for seq, start in parts:
+            row = self._chunk(seq, start)
             if seq.request.prompt_logprobs is not None and row.start + 1 < seq.num_prompt:
                 draft.prompts[len(draft.rows)] = seq
             draft.rows.append(row)
-            draft.chunked.add(seq)
             draft.sampling.append(seq if row.samples else None)
-            budget -= row.num_tokens
+
+    def _prefill_budget(self, draft: Draft) -> int:
+        """Prompt tokens of this step: what the decodes leave, and at most `draft.prefill_budget` if there are
+        any. Where steps are padded, as many as pad nothing.
+        """
+        num_decodes = len(draft.rows)
+        budget = self._config.max_num_batched_tokens - num_decodes
+        if not num_decodes or draft.prefill_budget is None or draft.prefill_budget >= budget:
+            return budget
+        wanted = num_decodes + max(draft.prefill_budget, 1)
+        sizes = [size for size in self._config.step_sizes if size > num_decodes]
+        if sizes:
+            wanted = max((size for size in sizes if size <= wanted), default=sizes[0])
+        return min(budget, wanted - num_decodes)
 
     def _first_waiting(self, draft: Draft) -> Sequence | None:
         """The one that nobody may overtake."""
@@ -246,18 +287,24 @@ class Planner:
             seq.scheduled_ns = draft.now_ns
             seq.cached_prompt_tokens = seq.num_computed
 
-    def _chunk(self, seq: Sequence, budget: int) -> PlanRow:
-        """The next part of a prefill, of `budget` tokens at most; its last part samples the next token."""
-        assert seq.slot is not None
+    def _advance(self, seq: Sequence, most: int) -> int:
+        """Adds up to `most` tokens to the next chunk of a prefill. Returns how many."""
         start = seq.num_computed
-        end = min(start + budget, seq.prefill_until)
-        samples = end == seq.prefill_until
-        seq.num_computed = end
-        seq.pending += samples
+        seq.num_computed = end = min(start + most, seq.prefill_until)
         if end >= seq.publish_at:
             self._roster.cache.publish(seq, end)
-        if not samples:
+        if end < seq.prefill_until:
             self._roster.cache.promise(seq)
+        return end - start
+
+    def _chunk(self, seq: Sequence, start: int) -> PlanRow:
+        """The part of a prefill from `start` up to where it has advanced; its last part samples the next
+        token.
+        """
+        assert seq.slot is not None
+        end = seq.num_computed
+        samples = end == seq.prefill_until
+        seq.pending += samples
         bans = int(samples and end <= seq.bans_until)
         return PlanRow(
             seq.request_id, seq.slot, start, end - start, tuple(seq.token_ids[start:end]), samples, bans

@@ -89,14 +89,19 @@ class Scheduler:
 
     # -- a step --
 
-    def schedule(self, now_ns: int, *, admit: bool = True, max_steps: int = 1) -> Plan | None:
+    def schedule(
+        self, now_ns: int, *, admit: bool = True, max_steps: int = 1, prefill_budget: int | None = None
+    ) -> Plan | None:
         """The next step, or a window of up to `max_steps`; None when nothing can be computed now. Commit
         every plan exactly once, in the order they were made.
+
+        A step with decodes has at most `prefill_budget` prompt tokens beside them, though always one where
+        somebody has one to compute; None: as many as the token budget has.
 
         With `admit` false nobody new enters, while those that ran before go on, or come back if they were
         preempted: a weight update waits for them.
         """
-        draft = Draft(bool(self._in_flight), admit, now_ns)
+        draft = Draft(bool(self._in_flight), admit, now_ns, prefill_budget)
         self._planner.make(draft, max_steps)
         self.num_preemptions += len(draft.preempted)
         if not draft.rows:

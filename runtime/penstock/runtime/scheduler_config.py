@@ -25,6 +25,8 @@ class SchedulerConfig:
     max_queued_requests: int
     max_prefill_chunk: int | None = None
     """Most prompt tokens of one request in a step; None: as many as the budget allows."""
+    step_sizes: tuple[int, ...] = ()
+    """Numbers of tokens, ascending, that steps are padded to; none where padding costs nothing."""
     scheduling_policy: str = "fcfs"
     """"fcfs": in order of arrival. "priority": highest `Request.priority` first, then in order of arrival."""
     prefix_cache_pages: int | None = None

@@ -12,7 +12,7 @@ from collections import deque
 from dataclasses import dataclass
 
 from penstock.runtime.interface import Observer, StepRecord
-from penstock.runtime.pacing import DecodePacer
+from penstock.runtime.pacing import Pacer
 from penstock.runtime.plan import Plan, StepResult
 from penstock.runtime.roster import Load
 from penstock.runtime.runner import ModelRunner, PendingStep
@@ -44,7 +44,7 @@ class Steps:
     """Those in flight, the oldest first."""
 
     def __init__(
-        self, runner: ModelRunner, pacer: DecodePacer, observer: Observer | None, *, most_in_flight: int
+        self, runner: ModelRunner, pacer: Pacer, observer: Observer | None, *, most_in_flight: int
     ) -> None:
         self._runner = runner
         self._pacer = pacer
@@ -66,6 +66,11 @@ class Steps:
         steps_ahead = sum(step.plan.num_steps for step in self._in_flight)
         return self._pacer.max_steps(ns_to_deadline, steps_ahead)
 
+    @property
+    def prefill_budget(self) -> int | None:
+        """Most prompt tokens of the next dispatch beside decodes; None: no limit."""
+        return self._pacer.prefill_budget
+
     def dispatch(self, plan: Plan, started_ns: int, scheduled_ns: int) -> None:
         pending = self._runner.execute_async(plan)
         self._in_flight.append(Dispatched(plan, pending, started_ns, scheduled_ns, time.monotonic_ns()))
@@ -81,9 +86,12 @@ class Steps:
         step = self._in_flight.popleft()
         result = self._runner.wait(step.pending)
         waited_ns = time.monotonic_ns()
-        if step.plan.decode_only:  # the device began it when it was dispatched, or the one before was done
-            num_steps = max(map(len, result.token_ids), default=1)
-            self._pacer.measured(num_steps, waited_ns - max(step.dispatched_ns, self._waited_ns))
+        # The device began it when it was dispatched, or when the one before was done.
+        elapsed_ns = waited_ns - max(step.dispatched_ns, self._waited_ns)
+        if step.plan.decode_only:
+            self._pacer.decoded(max(map(len, result.token_ids), default=1), elapsed_ns)
+        else:
+            self._pacer.prefilled(step.plan.num_prompt_tokens, elapsed_ns)
         self._waited_ns = waited_ns
         return Done(step, result, waited_ns)
 

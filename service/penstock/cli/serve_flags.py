@@ -8,7 +8,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from penstock.runtime.chat.parser import REASONING_PARSERS, TOOL_PARSERS
-from penstock.runtime.config import DTYPES, QUANTIZATIONS, EngineConfig, default_compilation_cache
+from penstock.runtime.config import (
+    DEFAULT_TARGET_ITL_S,
+    DTYPES,
+    QUANTIZATIONS,
+    EngineConfig,
+    default_compilation_cache,
+)
 from penstock.runtime.scheduler_config import SCHEDULING_POLICIES
 from penstock.service.context import Truncation
 from penstock.service.options import ServerOptions
@@ -192,7 +198,18 @@ def _add_engine(parser: argparse.ArgumentParser) -> None:
         "--max-prefill-chunk",
         type=int,
         metavar="TOKENS",
-        help="prompt tokens of one request in a step; fewer delay running requests less; default: no limit",
+        help="prompt tokens of one request in a step, in any case; default: no limit",
+    )
+    engine.add_argument(
+        "--target-itl",
+        dest="target_itl_s",
+        type=float,
+        default=_CONFIG.target_itl_s,
+        metavar="SECONDS",
+        help="how far apart the tokens of running requests may be while prompts come in: steps with prompt "
+        "tokens are sized to it by measurement; less costs new requests some of their first token's time; "
+        "0: no target; default: "
+        f"{DEFAULT_TARGET_ITL_S:g} where native kernels run on CPU, else 0",
     )
     engine.add_argument(
         "--scheduling-policy",
@@ -296,6 +313,7 @@ def engine_config(args: argparse.Namespace) -> EngineConfig:
         max_num_seqs=args.max_num_seqs,
         max_num_batched_tokens=args.max_num_batched_tokens,
         max_prefill_chunk=args.max_prefill_chunk,
+        target_itl_s=args.target_itl_s,
         scheduling_policy=args.scheduling_policy,
         prefix_cache_pages=args.prefix_cache_pages,
         overlap=args.overlap,
