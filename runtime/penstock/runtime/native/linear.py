@@ -21,17 +21,24 @@ _BF16_IN, _INT8_IN = 32, 64
 
 
 class Packed(NamedTuple):
-    """One linear layer's weight as the kernels read it. N outputs, K inputs."""
+    """One linear layer's weight as the kernels read it. N outputs, K inputs.
+
+    Scale and bias are the N columns from `scale_at` and `bias_at` on of arrays that may hold other layers',
+    too: a program that takes few arrays is called faster.
+    """
 
     tiles: Array  # bfloat16 [N / 16, K / 32, 16, 16, 2] or int8 [N / 16, K / 64, 16, 16, 4]
-    scale: Array | None = None  # float32 [2, N] with int8: of each output, and 128 * the sum of its weights
-    bias: Array | None = None  # bfloat16 [N]
+    scale: Array | None = None  # float32 [2, any] with int8: of each output, and 128 * the sum of its weights
+    bias: Array | None = None  # bfloat16 [any]
+    scale_at: int = 0
+    bias_at: int = 0
 
 
 class NormOptions(TypedDict, total=False):
     """The arguments of `linear` that concern its norm."""
 
     norm: Array
+    norm_at: int
     eps: float
 
 
@@ -48,10 +55,20 @@ def packed_shape(out_size: int, in_size: int, *, int8: bool) -> tuple[int, ...]:
 
 def pack(weight: NDArray[np.generic]) -> NDArray[np.generic]:
     """[N, K] -> tiles; bfloat16 or int8."""
-    out_size, in_size = weight.shape
-    shape = packed_shape(out_size, in_size, int8=weight.dtype == np.int8)
-    blocks, tiles, groups, outs, group = shape
-    return np.ascontiguousarray(weight.reshape(blocks, outs, tiles, groups, group).transpose(0, 2, 3, 1, 4))
+    tiles = np.empty(packed_shape(*weight.shape, int8=weight.dtype == np.int8), weight.dtype)
+    pack_into(tiles, np.ascontiguousarray(weight))
+    return tiles
+
+
+def pack_into(tiles: NDArray[np.generic], weight: NDArray[np.generic]) -> None:
+    """Put the tiles of a weight [N, K] where they belong; both C-contiguous.
+
+    A group of a tile is 4 bytes in either format, so that each block of 16 outputs is a transposition of
+    32-bit words: numpy copies these seven times as fast as the groups' own elements.
+    """
+    blocks = weight.shape[0] // BLOCK_OUT
+    words = weight.view(np.uint32).reshape(blocks, BLOCK_OUT, -1)
+    np.copyto(tiles.view(np.uint32).reshape(blocks, -1, BLOCK_OUT), words.transpose(0, 2, 1))
 
 
 def unpack(tiles: NDArray[np.generic]) -> NDArray[np.generic]:
@@ -76,6 +93,7 @@ def linear(
     *,
     num_rows: Array,
     norm: Array | None = None,
+    norm_at: int = 0,
     eps: float = 0.0,
     residual: Array | None = None,
     gate: bool = False,
@@ -83,11 +101,12 @@ def linear(
 ) -> Array:
     """x bfloat16 [T, K] times one to three weights [N_i, K] transposed, side by side: [T, sum of N_i].
 
-    norm bfloat16 [K]: x is normalised by its root mean square first, with `eps`. residual bfloat16 like the
-    result is added. gate: silu of the first of two products times the second, [T, N_0]. num_rows int32 []:
-    rows from here on are padding; they cost nothing, and what the result holds there is undefined.
+    norm bfloat16 [any], of which the K values from `norm_at` on count: x is normalised by its root mean
+    square first, with `eps`. residual bfloat16 like the result is added. gate: silu of the first of two
+    products times the second, [T, N_0]; one weight is taken for two, the halves of its outputs. num_rows
+    int32 []: rows from here on are padding; they cost nothing, and what the result holds there is undefined.
     """
-    none, no_scale = jnp.zeros((0,), jnp.bfloat16), jnp.zeros((0,), jnp.float32)
+    none, no_scale = jnp.zeros((0,), jnp.bfloat16), jnp.zeros((2, 0), jnp.float32)
     operands: list[Array] = [
         x,
         num_rows,
@@ -101,8 +120,9 @@ def linear(
             none if weight.bias is None else weight.bias,
         ]
     widths = [weight.tiles.shape[0] * BLOCK_OUT for weight in weights]
-    width = widths[0] if gate else sum(widths)
+    width = sum(widths) // 2 if gate else sum(widths)
+    places = [norm_at, *(place for weight in weights for place in (weight.scale_at, weight.bias_at))]
     result = jax.ShapeDtypeStruct((x.shape[0], width), out_dtype)
     call = jax.ffi.ffi_call("penstock_linear", result)
-    out: Array = call(*operands, gate=gate, eps=np.float32(eps))
+    out: Array = call(*operands, gate=gate, eps=np.float32(eps), at=np.array(places, np.int64))
     return out

@@ -26,12 +26,15 @@ def rotate_qkv(
     num_kv_heads: int,
     q_norm: Array | None = None,
     k_norm: Array | None = None,
+    q_norm_at: int = 0,
+    k_norm_at: int = 0,
     eps: float = 0.0,
 ) -> tuple[Array, Array, Array]:
     """qkv bfloat16 [T, (H + 2 K) * D], cos and sin float32 [T, D / 2] -> q [T, H, D], k and v [T, K, D].
 
-    Queries and keys are normalised by head where q_norm and k_norm, bfloat16 [D], are given, then rotated, in
-    float32. Rows from num_rows, int32 [], on are padding and undefined.
+    Queries and keys are normalised by head where q_norm and k_norm are given, then rotated, in float32. Each
+    norm is the D values from its place on in an array bfloat16 [any]. Rows from num_rows, int32 [], on are
+    padding and undefined.
     """
     num_tokens = qkv.shape[0]
     dim = qkv.shape[1] // (num_heads + 2 * num_kv_heads)
@@ -48,5 +51,7 @@ def rotate_qkv(
         none if q_norm is None else q_norm,
         none if k_norm is None else k_norm,
         eps=np.float32(eps),
+        q_norm_at=np.int64(q_norm_at),
+        k_norm_at=np.int64(k_norm_at),
     )
     return q, k, v

@@ -15,7 +15,8 @@ constexpr int64_t kMaxWeights = 3;
 
 struct PackedWeight {
   const char* tiles;
-  const float* scale;    // int8: [2, out]: of each output, and 128 * the sum of its weights; else null
+  const float* scale;    // int8: [out], of each output; else null
+  const float* sums;     // int8: [out], 128 * the sum of each output's weights; else null
   const uint16_t* bias;  // bf16 [out] or null
   int64_t num_blocks;    // out / 16
 };

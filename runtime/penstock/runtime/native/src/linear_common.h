@@ -80,7 +80,7 @@ inline void Dequantize(const LinearJob& job, int64_t weight, int64_t block, int6
                        bool offset) {
   const PackedWeight& w = job.weights[weight];
   const Lanes scale = Load(w.scale + block * kBlockOut);
-  const Lanes correction = offset ? Load(w.scale + (w.num_blocks + block) * kBlockOut) : Fill(0.0f);
+  const Lanes correction = offset ? Load(w.sums + block * kBlockOut) : Fill(0.0f);
   for (int64_t r = 0; r < rows; ++r) {
     int32_t whole[kBlockOut];
     float value[kBlockOut];

@@ -27,9 +27,10 @@ RotateRows Kernel() {
   return nullptr;
 }
 
+// What the buffer holds from place `at` on; null where it is empty.
 template <typename Buffer>
-const uint16_t* OrNull(const Buffer& buffer) {
-  return buffer.element_count() ? reinterpret_cast<const uint16_t*>(buffer.untyped_data()) : nullptr;
+const uint16_t* From(const Buffer& buffer, int64_t at) {
+  return buffer.element_count() ? reinterpret_cast<const uint16_t*>(buffer.untyped_data()) + at : nullptr;
 }
 
 uint16_t* Bits(ffi::Result<ffi::Buffer<ffi::BF16>>& buffer) {
@@ -37,19 +38,21 @@ uint16_t* Bits(ffi::Result<ffi::Buffer<ffi::BF16>>& buffer) {
 }
 
 // qkv bf16 [T, (H + 2 K) * D], cos and sin float32 [T, D / 2], num_rows int32 [] (the others are padding and left as
-// they are), norms bf16 [D] or [0] -> q [T, H, D], k [T, K, D], v [T, K, D].
+// they are), norms bf16 [D] from `q_norm_at` and `k_norm_at` on in arrays that may hold more, or [0] -> q [T, H, D],
+// k [T, K, D], v [T, K, D].
 ffi::Error Rotate(ffi::ThreadPool pool, ffi::Buffer<ffi::BF16> qkv, ffi::Buffer<ffi::F32> cos,
                   ffi::Buffer<ffi::F32> sin, ffi::Buffer<ffi::S32> num_rows, ffi::Buffer<ffi::BF16> q_norm,
                   ffi::Buffer<ffi::BF16> k_norm, ffi::Result<ffi::Buffer<ffi::BF16>> q,
-                  ffi::Result<ffi::Buffer<ffi::BF16>> k, ffi::Result<ffi::Buffer<ffi::BF16>> v, float eps) {
+                  ffi::Result<ffi::Buffer<ffi::BF16>> k, ffi::Result<ffi::Buffer<ffi::BF16>> v, float eps,
+                  int64_t q_norm_at, int64_t k_norm_at) {
   const RotateRows kernel = Kernel();
   if (!kernel) return ffi::Error::Internal("no kernel for this processor");
   RotateJob job{};
   job.qkv = reinterpret_cast<const uint16_t*>(qkv.untyped_data());
   job.cos = cos.typed_data();
   job.sin = sin.typed_data();
-  job.q_norm = OrNull(q_norm);
-  job.k_norm = OrNull(k_norm);
+  job.q_norm = From(q_norm, q_norm_at);
+  job.k_norm = From(k_norm, k_norm_at);
   job.eps = eps;
   job.heads = q->dimensions()[1];
   job.kv_heads = k->dimensions()[1];
@@ -83,6 +86,8 @@ extern "C" __attribute__((visibility("default"))) XLA_FFI_Error* penstock_rotate
                              .Ret<Bf16>()
                              .Ret<Bf16>()
                              .Attr<float>("eps")
+                             .Attr<int64_t>("q_norm_at")
+                             .Attr<int64_t>("k_norm_at")
                              .To(Rotate)
                              .release();
   return handler->Call(frame);
