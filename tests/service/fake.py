@@ -93,6 +93,7 @@ class FakeEngine:
         self._changed = threading.Condition()
         self._draining = False
         self._stopping = False
+        self._watches: list[Callable[[], None]] = []
         self._thread: threading.Thread | None = None
 
     # -- control by tests --
@@ -114,6 +115,8 @@ class FakeEngine:
         """As the real one does when its thread fails."""
         with self._changed:
             self.failure = EngineFailure(message)
+            for watch in self._watches:
+                watch()
             for running in [*self._running.values(), *self._waiting.values()]:
                 self._outbox.append((running.sink, Output(running.request.request_id, error=self.failure)))
             self._running.clear()
@@ -141,6 +144,12 @@ class FakeEngine:
     @property
     def ready(self) -> bool:
         return self._thread is not None and self.failure is None and not self._draining
+
+    def on_failure(self, callback: Callable[[], None]) -> None:
+        with self._changed:
+            self._watches.append(callback)
+            if self.failure is not None:
+                callback()
 
     def tensor_specs(self) -> list[tuple[str, str, tuple[int, ...]]]:
         return [("model.embed_tokens.weight", "bfloat16", (VOCAB, 8)), ("model.norm.weight", "float32", (8,))]

@@ -111,7 +111,9 @@ class EngineCore:
         return self._failure
 
     def on_failure(self, callback: Callable[[], None]) -> None:
-        """Call this once when the engine dies, at once if it is dead: on any thread; it must not block."""
+        """Call this once when the engine dies, before its requests are told; at once if it is dead. It may be
+        called on any thread, and must not block.
+        """
         with self._lock:
             if self._failure is None:
                 self._death_watches.append(callback)

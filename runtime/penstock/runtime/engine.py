@@ -223,6 +223,12 @@ class Engine:
         """Why the engine died, if it did."""
         return self._core.failure
 
+    def on_failure(self, callback: Callable[[], None]) -> None:
+        """Call this once when the engine dies, before its requests are told; at once if it is dead. It may be
+        called on any thread, and must not block.
+        """
+        self._core.on_failure(callback)
+
     @property
     def text(self) -> TextCodec | None:
         """The model's tokenizer; None for a model without one."""

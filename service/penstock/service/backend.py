@@ -78,6 +78,12 @@ class Backend(Protocol):
     @property
     def failure(self) -> Exception | None: ...
 
+    def on_failure(self, callback: Callable[[], None]) -> None:
+        """Call this once when the engine dies, before its requests are told; at once if it is dead. It may be
+        called on any thread.
+        """
+        ...
+
     def tensor_specs(self) -> Sequence[tuple[str, str, tuple[int, ...]]]:
         """(Hugging Face name, dtype such as "bfloat16", shape) of every tensor."""
         ...

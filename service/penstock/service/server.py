@@ -44,7 +44,6 @@ SERVICES = tuple(
     module.DESCRIPTOR.services_by_name[name].full_name
     for module, name in ((inference_pb2, "InferenceService"), (control_pb2, "ControlService"))
 )
-_WATCH_INTERVAL_S = 0.25
 _LAST_REPLIES_S = 5.0
 
 
@@ -198,8 +197,14 @@ class PenstockServer:
 
     async def _watch(self, engine: Backend) -> None:
         """Turn health to NOT_SERVING should the engine die."""
-        while engine.failure is None:  # noqa: ASYNC110 -- the engine knows no asyncio, so it has no event
-            await asyncio.sleep(_WATCH_INTERVAL_S)
+        loop, died = asyncio.get_running_loop(), asyncio.Event()
+
+        def tell() -> None:
+            with contextlib.suppress(RuntimeError):  # the loop is closed: the server has ended
+                loop.call_soon_threadsafe(died.set)
+
+        engine.on_failure(tell)
+        await died.wait()
         log.error("the engine is dead: %s", engine.failure)
         await self._set_health(serving=False)
 
