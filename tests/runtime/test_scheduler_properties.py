@@ -76,6 +76,16 @@ def random_outputs(rng: random.Random) -> list[Request]:
     return outputs_of(random_request(rng), n, constraints)
 
 
+def callers(traffic: Traffic, rng: random.Random) -> None:
+    """What other threads do while constraints are fed: also with ids that were in use until just now."""
+    for _ in range(rng.choice([0, 0, 1, 3])):
+        if traffic.active and rng.random() < 0.6:
+            traffic.abort(rng.choice(sorted(traffic.active)), stop=rng.random() < 0.5)
+        else:
+            for request in random_outputs(rng):
+                traffic.arrive(request)
+
+
 def one_event(traffic: Traffic, rng: random.Random) -> None:
     kind = rng.choices(
         ["arrive", "run", "dispatch", "commit", "abort", "wait", "preempt_all", "flush", "update"],
@@ -92,7 +102,7 @@ def one_event(traffic: Traffic, rng: random.Random) -> None:
     elif kind == "dispatch" and len(traffic.in_flight) < 2:
         traffic.dispatch(rng.random() < 0.7, max_steps, prefill_budget)
     elif kind == "commit" and traffic.in_flight:
-        traffic.commit()
+        traffic.commit(meanwhile=lambda: callers(traffic, rng))
     elif kind == "abort" and traffic.active:
         traffic.abort(rng.choice(sorted(traffic.active)), stop=rng.random() < 0.5)
     elif kind == "wait":

@@ -48,6 +48,7 @@ def dispatch(
 def commit(scheduler: Scheduler, plan: Plan, token: int = WORD, now_ns: int = 3) -> list[Output]:
     """The same token for every sample of every row."""
     sampled = [(token,) * row.max_samples if row.samples else () for row in plan.rows]
-    outputs = scheduler.commit(plan, StepResult(sampled, [()] * len(plan.rows)), now_ns)
+    result = StepResult(sampled, [()] * len(plan.rows))
+    outputs = scheduler.commit(plan, result, now_ns, scheduler.accept(plan, result, now_ns))
     scheduler.check()
     return outputs

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 
 import pytest
 
@@ -140,9 +141,13 @@ class Traffic:
         self.in_flight.append((plan, self.runner.execute(plan), owners))
         return True
 
-    def commit(self) -> None:
+    def commit(self, meanwhile: Callable[[], None] = lambda: None) -> None:
+        """`meanwhile` comes after the constraints got their tokens, for which nobody is kept out."""
         plan, result, owners = self.in_flight.popleft()
-        outputs = self.scheduler.commit(plan, result, self.now_ns)
+        now_ns = self.now_ns
+        verdicts = self.scheduler.accept(plan, result, now_ns)
+        meanwhile()
+        outputs = self.scheduler.commit(plan, result, now_ns, verdicts)
         live = [
             (row, tokens, owner)
             for row, tokens, owner in zip(plan.rows, result.token_ids, owners, strict=True)

@@ -7,11 +7,11 @@ or in hop 4, never later. 4. `submit(request, sink)` puts it in the queue. 5. `S
 bucket's compiled program runs model, sampler and state update. 8. `ModelRunner.wait` -> `Scheduler.commit` ->
 sink -> the service's stream -> reply.
 
-Locking: the scheduler is touched only under `_lock`, which is never held while the device works, so a caller
-waits for a plan or a commit at most (tens of microseconds). Everything a request is told, in whatever thread
-it was decided, goes through `Delivery` and is handed over by the engine thread, in order. Freeing pages while
-a dispatched step may still write them is safe: the device runs steps in order, so whoever gets the pages next
-writes after.
+Locking: the scheduler is touched only under `_lock`, which is never held while the device works or a
+constraint is asked, so a caller waits for a plan or a commit at most (tens of microseconds). Everything a
+request is told, in whatever thread it was decided, goes through `Delivery` and is handed over by the engine
+thread, in order. Freeing pages while a dispatched step may still write them is safe: the device runs steps in
+order, so whoever gets the pages next writes after.
 
 Overlap: a step is dispatched before the tokens of the one before are read, so the device works while the host
 commits, delivers and schedules. Weights are swapped only when nothing is in flight. Where rows have
@@ -410,8 +410,11 @@ class EngineCore:
     def _commit(self) -> None:
         """Wait for the oldest step in flight and take in its tokens."""
         done = self._steps.wait()
+        step = (done.step.plan, done.result, done.waited_ns)
+        # Without the lock, which nobody else needs to wait for while a grammar thinks.
+        verdicts = self._scheduler.accept(*step)
         with self._lock:
-            self._delivery.post(self._scheduler.commit(done.step.plan, done.result, done.waited_ns))
+            self._delivery.post(self._scheduler.commit(*step, verdicts))
         if self._steps.is_observed:
             self._steps.observe(done, self.load())
 

@@ -11,10 +11,12 @@ sample the same position twice.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from collections.abc import Sequence as Items
 from functools import partial
 
 from penstock.runtime.errors import DuplicateRequestId, ExceedsKVCapacity, PromptTooLong, QueueFull
+from penstock.runtime.failing import as_exception
 from penstock.runtime.plan import Plan, StepResult
 from penstock.runtime.planning import Draft, Planner
 from penstock.runtime.request import Finish, FinishReason, Output, Request, TokenLogprobs
@@ -31,6 +33,10 @@ FINISHED_MEMORY = 4096
 # One is made per row and step; calling the named tuple itself takes twice as long.
 _output: Callable[[tuple[object, ...]], Output] = partial(tuple.__new__, Output)
 _RUNNING, _FINISHED = Status.RUNNING, Status.FINISHED  # looked up once
+
+Verdicts = Mapping[int, bool | Exception]
+"""By row under a constraint: whether that is complete, or what it raised."""
+_NO_VERDICTS: Verdicts = {}
 
 
 class Scheduler:
@@ -122,8 +128,29 @@ class Scheduler:
 
     # -- what comes back --
 
-    def commit(self, plan: Plan, result: StepResult, now_ns: int) -> list[Output]:
-        """Takes in the tokens of a plan: one Output for each row that sampled and is still active.
+    def accept(self, plan: Plan, result: StepResult, now_ns: int) -> Verdicts:
+        """Tells the constraints of a plan's rows which tokens they got: what `commit` wants to know of them.
+
+        This may take long, so it is the one method that others need not be kept out of meanwhile, if the
+        caller is the one who schedules and commits: it reads what only these change. Whoever is aborted
+        meanwhile is passed over by `commit`.
+        """
+        _, sampling, _ = self._in_flight[plan.step_id]
+        verdicts: dict[int, bool | Exception] = {}
+        for i, seq in enumerate(sampling):
+            if seq is None or not seq.is_constrained or seq.status is _FINISHED:
+                continue
+            sampled = result.token_ids[i]
+            counted, finish = seq.rules.first_end(sampled, len(seq.token_ids), now_ns)
+            if finish is not None or i not in result.errors:
+                verdicts[i] = _accept(seq, sampled[:counted])
+        return verdicts
+
+    def commit(
+        self, plan: Plan, result: StepResult, now_ns: int, verdicts: Verdicts = _NO_VERDICTS
+    ) -> list[Output]:
+        """Takes in the tokens of a plan: one Output for each row that sampled and is still active. Where rows
+        have constraints, `accept` comes before, with the same arguments.
 
         The token that ends a request (EOS, stop id) is the last in its Output; the text layer decides what is
         shown.
@@ -155,7 +182,11 @@ class Scheduler:
                 counted, finish = rules.first_end(new, before, now_ns)
             error = errors.get(i) if errors and finish is None else None
             if seq.is_constrained and error is None:
-                finish, error = _accept(seq, new[:counted], finish)
+                verdict = verdicts[i]
+                if isinstance(verdict, Exception):
+                    finish, error = None, verdict
+                elif verdict and finish is None:
+                    finish = Finish(FinishReason.EOS)
             if finish is not None or error is not None:
                 del tokens[before + counted :]
                 if len(tokens) > seq.publish_at:
@@ -309,16 +340,12 @@ class Scheduler:
         self._roster.check()
 
 
-def _accept(
-    seq: Sequence, token_ids: tuple[int, ...], finish: Finish | None
-) -> tuple[Finish | None, Exception | None]:
-    """Tells a sequence's constraint which tokens it got; how it ends if that completes it, or fails."""
+def _accept(seq: Sequence, token_ids: Items[int]) -> bool | Exception:
+    """What a sequence's constraint says to its tokens, see `Verdicts`."""
     constraint = seq.request.constraint
     assert constraint is not None
     try:
         constraint.accept(token_ids)
-        if finish is None and constraint.is_complete:
-            finish = Finish(FinishReason.EOS)
-    except Exception as error:  # noqa: BLE001  # one request's grammar must not end the others'
-        return None, error
-    return finish, None
+        return constraint.is_complete
+    except BaseException as error:  # noqa: BLE001  one request's grammar must not end the others'; see `failing`
+        return as_exception(error)
