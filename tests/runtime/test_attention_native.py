@@ -8,12 +8,21 @@ import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from penstock.runtime.attention import attention_op, native_paged_attention, paged_attention
+from penstock.runtime.attention import (
+    attention_op,
+    kv_layer_shape,
+    make_meta,
+    native_paged_attention,
+    paged_attention,
+)
+from penstock.runtime.native import attention as kernels
 from penstock.runtime.native import library
 from penstock.runtime.native.library import Isa
 from tests.support.attention import Batch, Case, Options, Shape, check, draw, runner
@@ -177,6 +186,83 @@ def test_a_page_outside_the_cache_fails_the_call() -> None:
 def test_a_step_of_padding_alone_writes_nothing() -> None:
     batch = draw([Case(0, 0)], BASE, Options(), 0)
     check(batch, step(BASE)(batch), 0.0)
+
+
+def test_all_layers_share_the_plan_of_their_window() -> None:
+    """A plan is asked for in every layer, so it is XLA that makes one of equal calls."""
+    num_layers = 6
+
+    def layers(
+        q: jax.Array, kvs: tuple[jax.Array, ...], starts: jax.Array, q_lens: jax.Array, table: jax.Array
+    ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+        meta, _ = make_meta(
+            starts=starts,
+            q_lens=q_lens,
+            page_table=table,
+            num_tokens=q.shape[0],
+            decode_only=False,
+            page_size=BASE.page,
+            num_pages=BASE.pages,
+        )
+        caches = []
+        for layer, kv in enumerate(kvs):
+            new = q[:, : BASE.kv_heads]
+            window = None if layer % 3 else 32
+            out, kv = native_paged_attention(q, new, new, kv, meta, scale=1.0, sliding_window=window)
+            q = q + out
+            caches.append(kv)
+        return q, tuple(caches)
+
+    q = jnp.zeros((BASE.tokens, BASE.heads, BASE.dim), jnp.float32)
+    kv = jnp.zeros(kv_layer_shape(BASE.pages, BASE.page, BASE.kv_heads, BASE.dim), jnp.float32)
+    ints = jnp.zeros(BASE.rows, jnp.int32)
+    table = jnp.zeros((BASE.rows, BASE.width), jnp.int32)
+    compiled = jax.jit(layers).lower(q, (kv,) * num_layers, ints, ints, table).compile().as_text()
+    assert compiled is not None
+    assert compiled.count('custom_call_target="penstock_attention"') == num_layers
+    assert compiled.count('custom_call_target="penstock_attention_plan"') == 2
+
+
+def plan_of(lens: np.ndarray, q_lens: np.ndarray, table: np.ndarray, heads: int) -> np.ndarray:
+    """The plan of rows of `lens` positions after the step, in pages of 16; raises if it does not fit."""
+    made = kernels.plan(
+        jnp.asarray(lens - q_lens),
+        jnp.asarray(q_lens),
+        jnp.asarray(table),
+        num_tokens=int(q_lens.sum()),
+        num_heads=heads,
+        kv_shape=(int(table.max()) + 1, 2, 1, 16, 64),
+        sliding_window=None,
+        chunk=None,
+    )
+    return np.asarray(made)
+
+
+@pytest.mark.parametrize("heads", [1, 3, 16])
+def test_the_largest_plan_fits(heads: int) -> None:
+    """Each row shares one part more with the next: as many tasks with as many members as there can be."""
+    rows = 40
+    table = np.arange(rows * (rows + 1) * 16, dtype=np.int32).reshape(rows, -1)
+    for row in range(1, rows):
+        table[row:, : row * 16] = table[row, : row * 16]
+    lens = np.full(rows, table.shape[1] * 16, np.int32)
+    plan = plan_of(lens, np.ones(rows, np.int32), table, heads)
+    assert plan[0] == rows
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    lens=st.lists(st.integers(1, 900), min_size=1, max_size=8),
+    new=st.lists(st.sampled_from([1, 1, 1, 2, 16, 300]), min_size=8, max_size=8),
+    alike=st.lists(st.integers(0, 60), min_size=8, max_size=8),
+    heads=st.sampled_from([1, 2, 16, 24, 200]),
+)
+def test_every_plan_fits(lens: list[int], new: list[int], alike: list[int], heads: int) -> None:
+    table = np.arange(len(lens) * 57, dtype=np.int32).reshape(len(lens), 57)
+    for row in range(1, len(lens)):
+        table[row, : alike[row]] = table[row - 1, : alike[row]]
+    q_lens = np.minimum(lens, new[: len(lens)]).astype(np.int32)
+    assert plan_of(np.array(lens, np.int32), q_lens, table, heads)[0] == q_lens.sum()
 
 
 def test_selection() -> None:

@@ -281,19 +281,18 @@ def native_paged_attention(
             sinks=sinks,
             chunk=chunk,
         )
-    return kernels.attend(
-        q,
-        k_new,
-        v_new,
-        kv,
+    plan = kernels.plan(
         meta.starts,
         meta.q_lens,
         meta.page_table,
-        scale=scale,
+        num_tokens=q.shape[0],
+        num_heads=q.shape[1],
+        kv_shape=kv.shape,
         sliding_window=sliding_window,
-        softcap=softcap,
-        sinks=sinks,
         chunk=chunk,
+    )
+    return kernels.attend(
+        q, k_new, v_new, kv, plan, meta.page_table, scale=scale, softcap=softcap, sinks=sinks
     )
 
 

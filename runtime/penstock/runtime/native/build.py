@@ -1,12 +1,14 @@
 """Compiles `src/*.cc` into one shared library with the machine's own C++ compiler, once per version.
 
-Run `python -m penstock.runtime.native.build` to build it now; otherwise it is built on first use. A file's
-instruction set is the end of its name (`linear_amx.cc`); the rest of the library runs on any x86-64, and
-which of the others is called is decided at run time (`src/cpu.cc`).
+Run `python -m penstock.runtime.native.build` to build it now, with `--folder` for an image that is to have no
+compiler; otherwise it is built on first use. A file's instruction set is the end of its name
+(`linear_amx.cc`); the rest of the library runs on any x86-64, and which of the others is called is decided at
+run time (`src/cpu.cc`).
 """
 
 from __future__ import annotations
 
+import argparse
 import hashlib
 import logging
 import os
@@ -71,7 +73,10 @@ def build(folder: Path | None = None) -> Path:
         return library
     compiler = next(filter(None, map(shutil.which, COMPILERS)), None)
     if compiler is None:
-        raise BuildFailed(f"no C++ compiler found (looked for {', '.join(COMPILERS)}); install g++")
+        raise BuildFailed(
+            f"{library} is not there, and no C++ compiler to make it (looked for {', '.join(COMPILERS)}); "
+            "install g++, or build it elsewhere with the same versions of Penstock and jaxlib"
+        )
     log.info("compiling the native kernels with %s; this is done once", compiler)
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -121,14 +126,20 @@ def _run(command: list[str]) -> None:
         raise BuildFailed(f"{command[0]} failed on {command[-3]}: {' '.join(lines[:2])[:400]}")
 
 
-def main() -> int:
-    """Build for this machine; failing is no error, since everything runs without the library."""
+def main(arguments: list[str]) -> int:
+    """Build now. Failing is no error unless a folder is named, since everything runs without the library."""
+    parser = argparse.ArgumentParser(description="Compile the native CPU kernels.")
+    parser.add_argument(
+        "--folder", type=Path, help="for `penstock serve --native-folder`; default: where they are looked for"
+    )
+    folder = parser.parse_args(arguments).folder
     try:
-        print(f"native kernels: {build()}")  # noqa: T201  # this is its answer
+        print(f"native kernels: {build(folder)}")  # noqa: T201  # this is its answer
     except BuildFailed as error:
         print(f"native kernels: none ({error}); XLA is used", file=sys.stderr)  # noqa: T201
+        return 0 if folder is None else 1
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

@@ -15,6 +15,8 @@ import numpy as np
 from jax import Array
 from numpy.typing import NDArray
 
+from penstock.runtime.native import library
+
 BLOCK_OUT = 16
 _BF16_IN, _INT8_IN = 32, 64
 """Inputs of a tile."""
@@ -106,6 +108,7 @@ def linear(
     products times the second, [T, N_0]; one weight is taken for two, the halves of its outputs. num_rows
     int32 []: rows from here on are padding; they cost nothing, and what the result holds there is undefined.
     """
+    library.load()
     none, no_scale = jnp.zeros((0,), jnp.bfloat16), jnp.zeros((2, 0), jnp.float32)
     operands: list[Array] = [
         x,

@@ -10,6 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from penstock.runtime.native import library
+
 
 def can_rotate(head_dim: int) -> bool:
     """Whether the kernel takes heads of this size."""
@@ -36,6 +38,7 @@ def rotate_qkv(
     norm is the D values from its place on in an array bfloat16 [any]. Rows from num_rows, int32 [], on are
     padding and undefined.
     """
+    library.load()
     num_tokens = qkv.shape[0]
     dim = qkv.shape[1] // (num_heads + 2 * num_kv_heads)
     none = jnp.zeros((0,), jnp.bfloat16)

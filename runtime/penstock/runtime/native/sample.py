@@ -62,6 +62,7 @@ def sample(
 
     A row's result depends on its own inputs alone, to the bit: not on other rows or the number of threads.
     """
+    library.load()
     num_rows = logits.shape[0]
     call = jax.ffi.ffi_call(
         "penstock_sample",

@@ -1,4 +1,5 @@
-// The FFI operation `penstock_attention`: writes a step's keys and values to the cache, then attends.
+// The FFI operations `penstock_attention_plan`, once a step, and `penstock_attention`, in every layer: it writes the
+// step's keys and values to the cache, then attends.
 #include "attention.h"
 
 #include <algorithm>
@@ -8,6 +9,7 @@
 
 #include "attention_plan.h"
 #include "cpu.h"
+#include "guarded.h"
 #include "parallel.h"
 #include "scratch.h"
 #include "xla/ffi/api/ffi.h"
@@ -41,7 +43,7 @@ const AttentionKernel* Kernel() {
 }
 
 // Keys and values of tokens [begin, end), in bytes [tokens, kv_heads, dim].
-void WriteTokens(const AttentionJob& job, const AttentionPlan& plan, const char* keys, const char* values, char* kv,
+void WriteTokens(const AttentionJob& job, const PlanView& plan, const char* keys, const char* values, char* kv,
                  int64_t begin, int64_t end) {
   const int64_t bytes = job.dim * job.element(), plane = job.kv_heads * job.page_size * bytes;
   for (int64_t t = begin; t < end; ++t) {
@@ -56,17 +58,41 @@ void WriteTokens(const AttentionJob& job, const AttentionPlan& plan, const char*
   }
 }
 
+// The plan of the rows' attention to a cache of num_pages pages, for `kv_heads` heads with `group` query heads each.
+ffi::Error Plan(ffi::ThreadPool pool, ffi::Buffer<ffi::S32> starts, ffi::Buffer<ffi::S32> q_lens,
+                ffi::Buffer<ffi::S32> page_table, ffi::Result<ffi::Buffer<ffi::S32>> plan, int32_t num_tokens,
+                int32_t num_pages, int32_t page_size, int32_t group, int32_t kv_heads, int32_t window, int32_t chunk) {
+  const AttentionRows rows{starts.typed_data(),
+                           q_lens.typed_data(),
+                           page_table.typed_data(),
+                           static_cast<int64_t>(starts.element_count()),
+                           page_table.dimensions()[1],
+                           num_pages,
+                           page_size,
+                           num_tokens,
+                           window,
+                           chunk};
+  thread_local AttentionPlan made;
+  const std::string problem = made.Make(rows, group, kv_heads, NumThreads(pool));
+  if (!problem.empty()) return ffi::Error::InvalidArgument("paged attention: " + problem);
+  if (made.Size() > static_cast<int64_t>(plan->element_count())) {
+    return ffi::Error::Internal("paged attention: a plan of " + std::to_string(made.Size()) +
+                                " numbers, more than the most expected");
+  }
+  made.Write(plan->typed_data());
+  return ffi::Error::Success();
+}
+
 ffi::Error Attend(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffer k_new, ffi::AnyBuffer v_new,
-                  ffi::AnyBuffer kv_in, ffi::Buffer<ffi::S32> starts, ffi::Buffer<ffi::S32> q_lens,
-                  ffi::Buffer<ffi::S32> page_table, ffi::Buffer<ffi::F32> sinks, ffi::Result<ffi::AnyBuffer> out,
-                  ffi::Result<ffi::AnyBuffer> kv, float scale, float softcap, int32_t window, int32_t chunk) {
+                  ffi::AnyBuffer kv_in, ffi::Buffer<ffi::S32> step_plan, ffi::Buffer<ffi::S32> page_table,
+                  ffi::Buffer<ffi::F32> sinks, ffi::Result<ffi::AnyBuffer> out, ffi::Result<ffi::AnyBuffer> kv,
+                  float scale, float softcap) {
   const AttentionKernel* kernel = Kernel();
   if (!kernel) return ffi::Error(ffi::ErrorCode::kUnimplemented, "no kernel for this processor");
   if (kv->untyped_data() != kv_in.untyped_data()) return ffi::Error::Internal("the cache must be updated in place");
   const auto shape = q.dimensions(), cache = kv->dimensions();
 
-  thread_local AttentionPlan kept_plan;
-  AttentionPlan& plan = kept_plan;  // in a lambda run elsewhere, kept_plan would be that thread's own
+  const PlanView plan(step_plan.typed_data());
   AttentionJob job{};
   job.q = static_cast<const char*>(q.untyped_data());
   job.kv = static_cast<const char*>(kv->untyped_data());
@@ -79,15 +105,6 @@ ffi::Error Attend(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffer k_new, 
   job.sinks = sinks.element_count() ? sinks.typed_data() : nullptr;
   job.scale = scale, job.softcap = softcap;
 
-  const AttentionRows rows{starts.typed_data(),    q_lens.typed_data(),
-                           job.page_table,         static_cast<int64_t>(starts.element_count()),
-                           job.table_width,        cache[0],
-                           job.page_size,          shape[0],
-                           window,                 chunk};
-  const int64_t threads = std::max<int64_t>(1, pool.num_threads());
-  const std::string problem = plan.Make(rows, job.group(), job.kv_heads, threads);
-  if (!problem.empty()) return ffi::Error::InvalidArgument("paged attention: " + problem);
-
   const auto* keys = static_cast<const char*>(k_new.untyped_data());
   const auto* values = static_cast<const char*>(v_new.untyped_data());
   auto* written = static_cast<char*>(kv->untyped_data());
@@ -98,25 +115,23 @@ ffi::Error Attend(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffer k_new, 
   const int64_t token_bytes = job.heads * job.dim * job.element();
   memset(job.out + plan.num_tokens * token_bytes, 0, (shape[0] - plan.num_tokens) * token_bytes);
 
-  job.members = plan.members.data();
-  job.positions = plan.positions.data();
-  job.oldest = plan.oldest.data();
-  job.first_slot = plan.first_slot.data();
+  job.members = plan.members;
+  job.positions = plan.positions;
+  job.oldest = plan.oldest;
+  job.first_slot = plan.first_slot;
   job.partials = reinterpret_cast<float*>(Scratch<Partials>(plan.num_slots * job.kv_heads * job.partial_floats() * 4));
   const int64_t pairs = plan.num_tokens * job.kv_heads;
   job.pending = reinterpret_cast<std::atomic<int32_t>*>(Scratch<Pending>(pairs * 4));
-  int64_t most_columns = 1;
   for (int64_t t = 0; t < plan.num_tokens; ++t) {
     const int32_t splits = plan.positions[t] / kSplit - plan.oldest[t] / kSplit + 1;
     for (int64_t h = 0; h < job.kv_heads; ++h) new (&job.pending[t * job.kv_heads + h]) std::atomic<int32_t>(splits);
   }
-  for (const AttentionTask& task : plan.tasks) most_columns = std::max(most_columns, task.count * job.group());
-  const int64_t scratch = kernel->scratch_bytes(job, (most_columns + kCols - 1) / kCols);
+  const int64_t scratch = kernel->scratch_bytes(job, (plan.most_tokens * job.group() + kCols - 1) / kCols);
 
-  const int64_t units = static_cast<int64_t>(plan.tasks.size()) * job.kv_heads;
-  const AttentionTask* tasks = plan.tasks.data();
+  const int64_t units = plan.num_tasks * job.kv_heads;
+  const AttentionTask* tasks = plan.tasks;
   std::atomic<int64_t> claimed{0};
-  ParallelFor(pool, std::min(threads, units), [&](int64_t) {
+  ParallelFor(pool, std::min(NumThreads(pool), units), [&](int64_t) {
     char* memory = Scratch<Work>(scratch);
     const auto claim = [&] {
       int64_t unit = claimed.fetch_add(1, std::memory_order_relaxed);
@@ -139,6 +154,26 @@ ffi::Error Attend(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffer k_new, 
 }  // namespace
 }  // namespace penstock
 
+extern "C" __attribute__((visibility("default"))) XLA_FFI_Error* penstock_attention_plan(XLA_FFI_CallFrame* frame) {
+  using namespace penstock;
+  static auto* handler = ffi::Ffi::Bind()
+                             .Ctx<ffi::ThreadPool>()
+                             .Arg<ffi::Buffer<ffi::S32>>()
+                             .Arg<ffi::Buffer<ffi::S32>>()
+                             .Arg<ffi::Buffer<ffi::S32>>()
+                             .Ret<ffi::Buffer<ffi::S32>>()
+                             .Attr<int32_t>("num_tokens")
+                             .Attr<int32_t>("num_pages")
+                             .Attr<int32_t>("page_size")
+                             .Attr<int32_t>("group")
+                             .Attr<int32_t>("kv_heads")
+                             .Attr<int32_t>("window")
+                             .Attr<int32_t>("chunk")
+                             .To(Guarded<&Plan>::Call)
+                             .release();
+  return handler->Call(frame);
+}
+
 extern "C" __attribute__((visibility("default"))) XLA_FFI_Error* penstock_attention(XLA_FFI_CallFrame* frame) {
   using namespace penstock;
   static auto* handler = ffi::Ffi::Bind()
@@ -149,15 +184,12 @@ extern "C" __attribute__((visibility("default"))) XLA_FFI_Error* penstock_attent
                              .Arg<ffi::AnyBuffer>()
                              .Arg<ffi::Buffer<ffi::S32>>()
                              .Arg<ffi::Buffer<ffi::S32>>()
-                             .Arg<ffi::Buffer<ffi::S32>>()
                              .Arg<ffi::Buffer<ffi::F32>>()
                              .Ret<ffi::AnyBuffer>()
                              .Ret<ffi::AnyBuffer>()
                              .Attr<float>("scale")
                              .Attr<float>("softcap")
-                             .Attr<int32_t>("window")
-                             .Attr<int32_t>("chunk")
-                             .To(Attend)
+                             .To(Guarded<&Attend>::Call)
                              .release();
   return handler->Call(frame);
 }

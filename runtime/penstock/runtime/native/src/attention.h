@@ -19,10 +19,10 @@ constexpr int kMaxTiles = 8;  // column tiles of a task
 
 // Some query tokens with their page table, and the splits they attend to together.
 struct AttentionTask {
-  int32_t row;          // whose page table
+  int32_t row;  // whose page table
   int32_t first, count; // range of AttentionJob::members
   int32_t split_begin, split_end;
-  bool partial;  // splits go to AttentionJob::partials one by one; else merged here and written out
+  int32_t partial;  // 1: splits go to AttentionJob::partials one by one; 0: merged here and written out
 };
 
 struct AttentionJob {
@@ -39,7 +39,7 @@ struct AttentionJob {
   const int32_t* members;     // tokens, listed by task
   const int32_t* positions;   // [tokens]
   const int32_t* oldest;      // [tokens] first position each token sees
-  const int64_t* first_slot;  // [tokens] index of the token's first split in partials
+  const int32_t* first_slot;  // [tokens] index of the token's first split in partials
   float* partials;            // [slot][kv_heads][peak[G], total[G], values[G][dim]], peaks in powers of two
   std::atomic<int32_t>* pending;  // [tokens, kv_heads] splits not yet in partials
 

@@ -1,6 +1,7 @@
 #include "attention_plan.h"
 
 #include <algorithm>
+#include <cstring>
 
 namespace penstock {
 
@@ -26,7 +27,7 @@ std::string AttentionPlan::Make(const AttentionRows& rows, int64_t group, int64_
       positions.push_back(static_cast<int32_t>(position));
       oldest.push_back(static_cast<int32_t>(first));
       token_rows.push_back(static_cast<int32_t>(r));
-      first_slot.push_back(num_slots);
+      first_slot.push_back(static_cast<int32_t>(num_slots));
       if (small) num_slots += position / kSplit - first / kSplit + 1;
       if (small) decode_splits += position / kSplit - first / kSplit + 1;
     }
@@ -40,6 +41,7 @@ std::string AttentionPlan::Make(const AttentionRows& rows, int64_t group, int64_
     }
     num_tokens += count;
   }
+  if (num_slots > INT32_MAX) return "the rows are too long to be read in one step";
   ShareSplits(rows, group);
   // Short units balance, long ones have less overhead; results do not depend on it.
   const int splits_per_task =
@@ -139,6 +141,40 @@ void AttentionPlan::ShareRun(int begin, int end, int split, int64_t group, const
     ShareRun(i, stop, std::max(split, until), group, common);
     i = stop;
   }
+}
+
+namespace {
+
+constexpr int64_t kHead = 6;  // numbers before the arrays
+constexpr int64_t kTask = sizeof(AttentionTask) / sizeof(int32_t);
+
+}  // namespace
+
+int64_t AttentionPlan::Size() const {
+  return kHead + 4 * num_tokens + static_cast<int64_t>(members.size() + kTask * tasks.size());
+}
+
+void AttentionPlan::Write(int32_t* to) const {
+  int32_t most_tokens = 1;
+  for (const AttentionTask& task : tasks) most_tokens = std::max(most_tokens, task.count);
+  for (const int64_t number : {num_tokens, num_slots, static_cast<int64_t>(members.size()),
+                               static_cast<int64_t>(tasks.size()), num_long, static_cast<int64_t>(most_tokens)}) {
+    *to++ = static_cast<int32_t>(number);
+  }
+  for (const std::vector<int32_t>* values : {&positions, &oldest, &token_rows, &first_slot, &members}) {
+    to = std::copy(values->begin(), values->end(), to);
+  }
+  if (!tasks.empty()) memcpy(to, tasks.data(), tasks.size() * sizeof(AttentionTask));
+}
+
+PlanView::PlanView(const int32_t* from)
+    : num_tokens(from[0]), num_slots(from[1]), num_tasks(from[3]), num_long(from[4]), most_tokens(from[5]) {
+  positions = from + kHead;
+  oldest = positions + num_tokens;
+  token_rows = oldest + num_tokens;
+  first_slot = token_rows + num_tokens;
+  members = first_slot + num_tokens;
+  tasks = reinterpret_cast<const AttentionTask*>(members + from[2]);
 }
 
 }  // namespace penstock

@@ -1,4 +1,4 @@
-// Which tasks a call of paged attention consists of.
+// Which tasks a step's paged attention consists of. One plan serves all layers with as many heads and the same window.
 #pragma once
 
 #include <cstdint>
@@ -23,8 +23,7 @@ struct AttentionRows {
 // Kept by the calling thread between calls, so that its vectors keep their memory.
 struct AttentionPlan {
   int64_t num_tokens;  // real ones
-  std::vector<int32_t> positions, oldest, token_rows;  // by token
-  std::vector<int64_t> first_slot;                     // by token
+  std::vector<int32_t> positions, oldest, token_rows, first_slot;  // by token
   int64_t num_slots;
   std::vector<int32_t> members;
   std::vector<AttentionTask> tasks;  // first those of long rows, row by row
@@ -34,12 +33,28 @@ struct AttentionPlan {
   // Fills the plan. An answer that is not empty says which row is not consistent with the cache.
   std::string Make(const AttentionRows& rows, int64_t group, int64_t kv_heads, int64_t threads);
 
+  // Numbers that Write takes.
+  int64_t Size() const;
+
+  // As PlanView reads it.
+  void Write(int32_t* to) const;
+
  private:
   void AddRow(const AttentionRows& rows, int32_t row, int32_t first_token, int from_split, int64_t group,
               int splits_per_task);
   void AddTask(int32_t row, int begin, int end, bool partial);
   void ShareSplits(const AttentionRows& rows, int64_t group);
   void ShareRun(int begin, int end, int split, int64_t group, const std::vector<int32_t>& common);
+};
+
+// A plan where Write put it.
+struct PlanView {
+  explicit PlanView(const int32_t* from);
+
+  int64_t num_tokens, num_slots, num_tasks, num_long;
+  int64_t most_tokens;  // of a task
+  const int32_t *positions, *oldest, *token_rows, *first_slot, *members;
+  const AttentionTask* tasks;
 };
 
 }  // namespace penstock

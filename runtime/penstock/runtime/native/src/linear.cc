@@ -3,6 +3,7 @@
 #include <memory>
 
 #include "cpu.h"
+#include "guarded.h"
 #include "linear.h"
 #include "parallel.h"
 #include "scratch.h"
@@ -124,7 +125,7 @@ extern "C" __attribute__((visibility("default"))) XLA_FFI_Error* penstock_linear
                              .Attr<bool>("gate")
                              .Attr<float>("eps")
                              .Attr<ffi::Span<const int64_t>>("at")
-                             .To(Linear)
+                             .To(Guarded<&Linear>::Call)
                              .release();
   return handler->Call(frame);
 }

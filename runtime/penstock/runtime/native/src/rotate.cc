@@ -2,6 +2,7 @@
 #include "rotate.h"
 
 #include "cpu.h"
+#include "guarded.h"
 #include "parallel.h"
 #include "xla/ffi/api/ffi.h"
 
@@ -88,7 +89,7 @@ extern "C" __attribute__((visibility("default"))) XLA_FFI_Error* penstock_rotate
                              .Attr<float>("eps")
                              .Attr<int64_t>("q_norm_at")
                              .Attr<int64_t>("k_norm_at")
-                             .To(Rotate)
+                             .To(Guarded<&Rotate>::Call)
                              .release();
   return handler->Call(frame);
 }

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "cpu.h"
+#include "guarded.h"
 #include "parallel.h"
 #include "sample_row.h"
 #include "scratch.h"
@@ -127,7 +128,8 @@ ffi::Error Sample(ffi::ThreadPool pool, Floats logits, Ints history, Floats bias
   int64_t bytes;
   CarveSample(nullptr, in.vocab(), num_top, &bytes);
   const auto run = [&](int64_t r, const EachBlock& each) {
-    const SampleWork work = CarveSample(Scratch<RowMemory>(bytes), in.vocab(), num_top, &bytes);
+    int64_t used;
+    const SampleWork work = CarveSample(Scratch<RowMemory>(bytes), in.vocab(), num_top, &used);
     const SampleResult result{tokens->typed_data() + r, logprobs->typed_data() + r, top_ids->typed_data() + r * num_top,
                               top_logprobs->typed_data() + r * num_top};
     const PlainFloats plain;
@@ -145,7 +147,7 @@ ffi::Error Sample(ffi::ThreadPool pool, Floats logits, Ints history, Floats bias
   };
   // A thread takes a whole row, which then stays in its cache, as long as all threads have one; the last few rows are
   // done one after the other by all, unless that left many threads idle.
-  const int64_t count = static_cast<int64_t>(live.size()), threads = std::max<int64_t>(pool.num_threads(), 1);
+  const int64_t count = static_cast<int64_t>(live.size()), threads = NumThreads(pool);
   int64_t whole = count / threads * threads;
   if (2 * (count - whole) > threads) whole = count;
   ParallelFor(pool, whole, [&](int64_t i) { run(live[i], alone); });
@@ -181,7 +183,7 @@ extern "C" __attribute__((visibility("default"))) XLA_FFI_Error* penstock_sample
                              .Ret<Floats>()
                              .Ret<Ints>()
                              .Ret<Floats>()
-                             .To(Sample)
+                             .To(Guarded<&Sample>::Call)
                              .release();
   return handler->Call(frame);
 }

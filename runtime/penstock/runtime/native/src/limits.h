@@ -1,0 +1,21 @@
+// What kernels may take of the machine, set for the whole process.
+#pragma once
+
+#include <cstdint>
+
+namespace penstock {
+
+// Most threads of a loop, its caller's among them.
+int64_t MaxThreads();
+
+// Most bytes of a Scratch.
+int64_t MaxScratch();
+
+}  // namespace penstock
+
+extern "C" {
+// From now on; the default is no limit.
+void penstock_limit_threads(int64_t threads);
+// The same for scratch memory, for tests.
+void penstock_limit_scratch(int64_t bytes);
+}
