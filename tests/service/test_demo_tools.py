@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Iterator
+import re
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jsonschema
@@ -105,3 +106,43 @@ async def test_offered_none_it_calls_none(engine: Any) -> None:
     async with serving(engine) as rig:
         (output,) = await both(rig, chat=chat(ASK, tool_choice="none"))
     assert not output.tool_calls
+
+
+THINKING_TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "<|im_start|>assistant\n<think>\n"
+)
+"""As DeepSeek-R1's and Qwen3-Thinking's: the output begins within the block."""
+CONSTRAINTS: dict[str, tuple[dict[str, Any], Callable[[str], object]]] = {
+    "json_schema": ({"json_schema": json.dumps(SCHEMA)}, lambda text: is_arguments(text)),
+    "json_object": ({"json_object": {}}, lambda text: isinstance(json.loads(text), dict)),
+    "regex": ({"regex": "[0-9]{3}"}, lambda text: re.fullmatch("[0-9]{3}", text)),
+    "ebnf": ({"ebnf": 'start: "<" ("a" | "b")* ">"'}, lambda text: re.fullmatch("<[ab]*>", text)),
+    "choice": ({"choice": {"choices": ["yes", "no"]}}, lambda text: text in ("yes", "no")),
+}
+
+
+def is_arguments(text: str) -> bool:
+    jsonschema.validate(json.loads(text), SCHEMA)
+    return True
+
+
+@pytest.mark.parametrize("kind", CONSTRAINTS)
+async def test_a_constraint_is_for_the_answer_of_a_model_that_thinks(engine: Any, kind: str) -> None:
+    """Hot enough to think anything, and made to come to an end: every answer matches, whatever was thought.
+    (The demo model's own template shows no thinking, so the parser is chosen.)
+    """
+    constraint, matches = CONSTRAINTS[kind]
+    end_think = engine.text.added_tokens["</think>"]
+    ended = thought = 0
+    async with serving(engine, reasoning_parser="think") as rig:
+        asked = types_pb2.ChatPrompt(messages=[ASK], chat_template=THINKING_TEMPLATE)
+        sampling = {"temperature": 1.5, "seed": 5, "n": 4, "logit_bias": {end_think: 10.0}}
+        for output in await both(rig, chat=asked, sampling=sampling, constraint=constraint):
+            assert end_think in output.token_ids
+            thought += bool(output.reasoning)
+            if output.finish.reason == types_pb2.FINISH_REASON_EOS:
+                ended += 1
+                assert matches(output.text), output.text
+    assert ended
+    assert thought

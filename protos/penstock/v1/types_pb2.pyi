@@ -488,10 +488,11 @@ Global___JsonObject: _TypeAlias = JsonObject  # noqa: Y015
 
 @_typing.final
 class Constraint(_message.Message):
-    """Forces the output into a grammar. UNIMPLEMENTED where GetModelInfo does not list the feature. INVALID_ARGUMENT,
-    with the reason, for a grammar that is wrong, unsupported in part, above 262,144 bytes or too slow to compile;
-    for one that turns out too complex also midway. Where the grammar allows nothing more the output ends
-    FINISH_REASON_EOS; one that ends by a limit or a stop is only a beginning.
+    """Forces the output into a grammar; of a chat the answer, which begins where the model's reasoning ends, if it
+    writes any: Output.text matches, Output.reasoning is free. UNIMPLEMENTED where GetModelInfo does not list the
+    feature. INVALID_ARGUMENT, with the reason, for a grammar that is wrong, unsupported in part, above 262,144 bytes
+    or too slow to compile; for one that turns out too complex also midway. Where the grammar allows nothing more the
+    output ends FINISH_REASON_EOS; one that ends by a limit or a stop is only a beginning.
     """
 
     DESCRIPTOR: _descriptor.Descriptor

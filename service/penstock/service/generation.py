@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import time
 from collections.abc import Sequence
 from functools import partial
@@ -10,7 +11,7 @@ from types import TracebackType
 from typing import Self
 
 from penstock.runtime.assemble import Assembler, Delta
-from penstock.runtime.chat.enforce import call_grammar
+from penstock.runtime.chat.enforce import call_grammar, thinking_first
 from penstock.runtime.chat.parser import ChatForms
 from penstock.runtime.constraint import TokenConstraint
 from penstock.runtime.errors import QueueFull
@@ -120,6 +121,9 @@ class Generation:
             calls = call_grammar(self._forms, self.job.prompt.chat, encoded.text, codec.added_tokens)
             if calls is not None:
                 grammar = Grammar(GrammarKind.EBNF, calls, "chat.tool_choice")
+            elif grammar is not None:
+                before = thinking_first(self._forms, encoded.text, codec.added_tokens)
+                grammar = dataclasses.replace(grammar, before=before)
         if grammar is None:
             return ()
         compiler = self._engine.grammars

@@ -1,9 +1,12 @@
-"""tool_choice "required" or a tool's name as a grammar for llguidance: the form's calls and nothing else.
+"""Grammars for llguidance of what a chat's output must be: calls, and the thinking that may come before.
 
-The grammar is Lark, in llguidance's dialect. What it lets through is what the form's parser takes for calls.
-A marker that the tokenizer has as a token is asked for by its id, because llguidance keeps such tokens apart
-from the text that they are spelt with. Arguments follow the tool's schema as far as llguidance can express
-it, and are laid out as Python's `json.dumps` does it, because templates show them so.
+tool_choice "required" or a tool's name asks for the form's calls and nothing else. A caller's own grammar is
+for the answer: a model that thinks does so first, unbound.
+
+The grammars are Lark, in llguidance's dialect. What they let through is what the form's parsers take for
+calls and for reasoning. A marker that the tokenizer has as a token is asked for by its id, because llguidance
+keeps such tokens apart from the text that they are spelt with. Arguments follow the tool's schema as far as
+llguidance can express it, and are laid out as Python's `json.dumps` does it, because templates show them so.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ from penstock.runtime.chat.messages import Chat, Tool
 from penstock.runtime.chat.parser import ChatForms
 from penstock.runtime.chat.reasoning import ReasoningForm
 from penstock.runtime.errors import InvalidRequest, Violation
+from penstock.runtime.grammar.spec import ANSWER
 
 _SAYS_MORE = frozenset({
     "$ref", "$dynamicRef", "allOf", "anyOf", "oneOf", "not", "if", "dependentSchemas", "patternProperties",
@@ -46,6 +50,20 @@ def call_grammar(forms: ChatForms, chat: Chat, prompt: str, token_ids: Mapping[s
     return str(g)
 
 
+def thinking_first(forms: ChatForms, prompt: str, token_ids: Mapping[str, int]) -> str:
+    """Lark text, as `Grammar.before` takes it, of the reasoning block that comes before an answer under a
+    grammar; "" where the model writes none, or `prompt`, the rendered chat, has ended it.
+
+    The block has to end where `prompt` has opened it, else it may come or not. `token_ids`: see `Lark`.
+    """
+    g = Lark(token_ids)
+    thinking = _reasoning(g, forms.reasoning, prompt)
+    if not thinking:
+        return ""
+    g.rule("start", " ".join([*thinking, f"@{ANSWER}"]))
+    return str(g)
+
+
 def arguments_schema(tool: Tool) -> dict[str, Any]:
     """Schema of the arguments: an object, and where the tool lists properties and says no more, only those.
 
@@ -58,7 +76,7 @@ def arguments_schema(tool: Tool) -> dict[str, Any]:
 
 
 def _reasoning(g: Lark, form: ReasoningForm | None, prompt: str) -> list[str]:
-    """What comes before the calls."""
+    """What comes before calls and answers: any text, up to the closing tag."""
     if form is None or form.closed_by(prompt):
         return []
     if g.is_token(form.end):

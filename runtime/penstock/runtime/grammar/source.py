@@ -18,7 +18,7 @@ from llguidance.gbnf_to_lark import gbnf_to_lark
 
 from penstock.runtime.grammar.json_schema import any_object, read_schema
 from penstock.runtime.grammar.narrowing import GrammarError
-from penstock.runtime.grammar.spec import Grammar, GrammarKind
+from penstock.runtime.grammar.spec import ANSWER, Grammar, GrammarKind
 
 _NO_FORCING = '\n%llguidance {"no_forcing": true}'
 _START_SCHEMA = "start: @schema" + _NO_FORCING
@@ -28,8 +28,18 @@ _GBNF_RULE = re.compile(r"^[ \t]*[\w-]+[ \t]*::=", re.MULTILINE)
 def to_llguidance(grammar: Grammar) -> str:
     """What `llguidance.LLMatcher` takes. Raises GrammarError; most mistakes only llguidance itself finds."""
     if isinstance(grammar.source, tuple):
-        return _lark(_choice(grammar.source))
-    return _WRITERS[grammar.kind](grammar.source)
+        text = _lark(_choice(grammar.source))
+    else:
+        text = _WRITERS[grammar.kind](grammar.source)
+    return _after(grammar.before, text) if grammar.before else text
+
+
+def _after(before: str, text: str) -> str:
+    """The first of the grammars is where an output begins: it gets a name, by which `before` refers to it."""
+    first, *others = json.loads(text)["grammars"]
+    return json.dumps(
+        {"grammars": [{"lark_grammar": before + _NO_FORCING}, {"name": ANSWER, **first}, *others]}
+    )
 
 
 def _lark(text: str) -> str:

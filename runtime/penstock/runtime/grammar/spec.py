@@ -12,6 +12,8 @@ from penstock.runtime.errors import InvalidRequest, Violation
 MAX_GRAMMAR_BYTES = 256 * 1024
 """Of the source in UTF-8. Together with `workers.STACK_BYTES` this bounds how deep a compile can recurse."""
 MAX_CHOICES = 10_000
+ANSWER = "answer"
+"""The name by which `Grammar.before` refers to the grammar proper."""
 
 
 class GrammarKind(enum.Enum):
@@ -26,8 +28,9 @@ class GrammarKind(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Grammar:
-    """What the whole output must match; equal grammars share what is compiled of them.
+    """What the whole output must match, or all of it that comes after `before`.
 
+    Equal grammars share what is compiled of them.
     Raises InvalidRequest on construction where the source is empty or too large. Whether it means anything is
     found when it is compiled (`compiler.GrammarCompiler`).
     """
@@ -38,6 +41,9 @@ class Grammar:
     choices."""
     field: str = dataclasses.field(default="", compare=False)
     """Where the contract's caller wrote it; by default the field of the kind, such as "constraint.regex"."""
+    before: str = ""
+    """Lark text, of the server's own making, of what comes first: its rule `start` ends in `@answer`, which
+    stands for the grammar proper. "": nothing comes first."""
 
     def __post_init__(self) -> None:
         if not self.field:
