@@ -226,7 +226,7 @@ def test_what_sinks_and_updates_and_observers_raise_is_their_own(error):
 def test_a_scheduler_that_breaks_on_a_callers_thread_ends_the_engine(rig, monkeypatch, call, error):
     """The caller gets what was raised; all others would run on in a scheduler that broke halfway."""
     rig.start()
-    for name in ("add", "abort", "flush_prefix_cache"):
+    for name in ("queue", "abort", "flush_prefix_cache"):
         monkeypatch.setattr(rig.scheduler, name, raising(error))
     calls: dict[str, Callable[[], Any]] = {
         "submit": lambda: rig.submit("late", Collector()),

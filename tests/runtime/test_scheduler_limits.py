@@ -119,23 +119,33 @@ def test_every_wrong_limit_is_listed():
     assert "max_num_batched_tokens, 3, must be at least max_num_seqs, 4" in message
 
 
+def aside(waiting, event):
+    """The first in line as if it had stepped aside, but for leaving the line."""
+    waiting.first().awaits = event
+    return waiting.first()
+
+
 DAMAGES = {
-    "not all the active ones": lambda r: r.waiting.append(r.running[0]),
+    "not all the active ones": lambda r: r.running.append(r.waiting.first()),
     "has no slot": lambda r: setattr(r.running[0], "slot", None),
     "not each slot once": lambda r: setattr(r.running[0], "slot", 1),
     "the running are not in order of rank": lambda r: r.running.reverse(),
-    "the waiting are not in order of rank": lambda r: r.waiting.reverse(),
-    "waiting_prompt_tokens drifted": lambda r: setattr(r, "waiting_prompt_tokens", 0),
-    "among the running": lambda r: setattr(r.running[0], "status", r.waiting[0].status),
+    "a line is not in order of rank": lambda r: r.waiting._new.reverse(),
+    "the waiting prompts' tokens drifted": lambda r: setattr(r.waiting, "prompt_tokens", 0),
+    "those who ran before drifted": lambda r: setattr(r.waiting, "num_started", 1),
+    "2 should wait, each once, not 3": lambda r: r.waiting._aside.update({b"": [aside(r.waiting, b"")]}),
+    "c awaits what will not happen": lambda r: r.waiting.step_aside(r.waiting.first(), r.running[0]),
+    "d awaits what nobody promised": lambda r: r.waiting.step_aside(list(r.waiting)[1], b"key"),
+    "among the running": lambda r: setattr(r.running[0], "status", r.waiting.first().status),
     "a computed too far": lambda r: setattr(r.running[0], "num_computed", 4),
     "a computed beyond its limit": lambda r: setattr(r.running[0], "max_computed", 1),
     "prefills beyond its tokens": lambda r: setattr(r.running[0], "prefill_until", 4),
     "computed beyond its pages": lambda r: r.pool.release(r.running[0].pages) or r.running[0].pages.clear(),
-    "among the waiting": lambda r: setattr(r.waiting[0], "status", r.running[0].status),
-    "c waits but holds pages or a slot": lambda r: setattr(r.waiting[0], "slot", 3),
-    "d waits but holds pages or a slot": lambda r: r.waiting[1].pages.extend([5]),
-    "has computed positions": lambda r: setattr(r.waiting[0], "num_computed", 1),
-    "c waits but publishes pages": lambda r: setattr(r.waiting[0], "publish_at", 4),
+    "among the waiting": lambda r: setattr(r.waiting.first(), "status", r.running[0].status),
+    "c waits but holds pages or a slot": lambda r: setattr(r.waiting.first(), "slot", 3),
+    "d waits but holds pages or a slot": lambda r: list(r.waiting)[1].pages.extend([5]),
+    "has computed positions": lambda r: setattr(r.waiting.first(), "num_computed", 1),
+    "c waits but publishes pages": lambda r: setattr(r.waiting.first(), "publish_at", 4),
     "is not 16 pages": lambda r: r.running[0].pages.extend([9]),
 }
 

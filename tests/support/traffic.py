@@ -85,12 +85,12 @@ class Traffic:
         num_waiting = sum(tracked.slot is None for tracked in self.active.values())
         refusal: type[Exception] | None = None
         outputs = {request_id_of(name) for name in self.active}
-        if request.request_id in self.active or request.request_id in outputs:
-            refusal = DuplicateRequestId
-        elif num_prompt + 1 > self.config.max_model_len:
+        if num_prompt + 1 > self.config.max_model_len:
             refusal = PromptTooLong
         elif min(longest, self.config.max_model_len) > self.capacity + 1:
             refusal = ExceedsKVCapacity
+        elif request.request_id in self.active or request.request_id in outputs:
+            refusal = DuplicateRequestId
         elif num_waiting >= self.config.max_queued_requests:
             refusal = QueueFull
         if refusal is not None:

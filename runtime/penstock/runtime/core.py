@@ -142,11 +142,12 @@ class EngineCore:
         if request.sampling.seed is None:
             sampling = dataclasses.replace(request.sampling, seed=secrets.randbits(64))
             request = dataclasses.replace(request, sampling=sampling)
+        seq = self._scheduler.prepare(request, time.monotonic_ns())  # without the lock: it may be long
         with self._lock, self._changing():
             self.check_running()
             if self._draining:
                 raise Draining
-            self._scheduler.add(request, time.monotonic_ns())
+            self._scheduler.queue(seq)
             self._delivery.attach(request.request_id, sink)
 
     def check_running(self) -> None:

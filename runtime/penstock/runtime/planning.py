@@ -8,10 +8,11 @@ shares one token budget between decodes (one token a row) and chunks of prefills
 2. With the rest of the budget, in order of rank: sequences that are partly prefilled, and waiting requests.
    One of these enters when a slot, budget and the pages for all its known tokens are free (shared ones need
    not be). Nobody overtakes it, which is what keeps large requests from starving, but for one case: who waits
-   for a prefix that a running prefill is about to publish (`prefix_cache`) is passed by, and tried first in
-   every step. So is a fork (`Request.fork_of`: an output after the first) while a running output of its
-   request computes the prompt. It then enters with all of that but the last token: full pages are shared, the
-   one it will write is copied. Copies precede a step's writes, so their sources are of a step before.
+   for a prefix that a running prefill is about to publish (`prefix_cache`) steps aside (`waiting`), and is in
+   line again once the last page they share is published, or will not be. So does a fork (`Request.fork_of`:
+   an output after the first) while a running output of its request computes the prompt. It then enters with
+   all of that but the last token: full pages are shared, the one it will write is copied. Copies precede a
+   step's writes, so their sources are of a step before.
 
 So that nobody waits for all of a long prompt, the first one that would take more than _LONG steps leaves a
 part of each to those behind it: long ones among them get little, the others what they need, in order of rank.
@@ -47,6 +48,7 @@ from penstock.runtime.request import Request
 from penstock.runtime.roster import Prefix, Roster
 from penstock.runtime.scheduler_config import SchedulerConfig
 from penstock.runtime.sequence import Sequence, Status
+from penstock.runtime.waiting import NEXT_STEP
 
 # One is made per row and step; calling the named tuple itself takes twice as long (46 us for 64).
 _row: Callable[[tuple[object, ...]], PlanRow] = partial(tuple.__new__, PlanRow)
@@ -97,6 +99,7 @@ class Planner:
         computed now.
         """
         waiting = self._roster.waiting
+        waiting.happened(NEXT_STEP)
         if self._config.sliding_window is not None:
             self._drop_pages(self._config.sliding_window)
         if waiting and self._config.by_priority:
@@ -116,9 +119,11 @@ class Planner:
             if seq.num_computed < seq.prefill_until or seq.is_constrained:
                 return 1
             longest = max(longest, seq.max_computed - seq.num_computed)
-        first = self._first_waiting(draft)
-        if first is not None and self._may_enter(first, draft) is not None:
-            return 1
+        while (first := roster.waiting.first(admit=draft.admit)) is not None:
+            if self._may_enter(first, draft) is not None:
+                return 1
+            if first.awaits is None:
+                break
         num_steps = min(most, longest)
         while num_steps > 1:
             needed = 0
@@ -188,17 +193,13 @@ class Planner:
         parts: list[tuple[Sequence, int]] = []
         """Who gets a chunk, and where it begins."""
         underway = deque(prefills)
-        passed = 0  # leading ones of the queue that do not hold up the others
         entering, shared = True, False
         while budget > 0:
-            candidate = waiting[passed] if entering and passed < len(waiting) else None
+            candidate = waiting.first(admit=draft.admit) if entering else None
             if candidate is not None and not (underway and underway[0].rank < candidate.rank):
                 prefix = self._may_enter(candidate, draft)
                 if prefix is None:
-                    if self._is_passed_by(candidate, draft):
-                        passed += 1
-                    else:
-                        entering = False
+                    entering = candidate.awaits is not None  # else nobody may overtake it
                     continue
                 self._enter(candidate, prefix, draft)
                 seq = candidate
@@ -210,7 +211,7 @@ class Planner:
             if seq.prefill_until - seq.num_computed > _LONG * whole:
                 if shared:
                     count = max(whole // _FLOOR, 1)
-                elif underway or (entering and passed < len(waiting)):
+                elif underway or (entering and waiting.first(admit=draft.admit)):
                     count = budget - budget // _SHARE
                 shared = True
             parts.append((seq, seq.num_computed))
@@ -240,40 +241,37 @@ class Planner:
             wanted = max((size for size in sizes if size <= wanted), default=sizes[0])
         return min(budget, wanted - num_decodes)
 
-    def _first_waiting(self, draft: Draft) -> Sequence | None:
-        """The one that nobody may overtake."""
-        return next((seq for seq in self._roster.waiting if not self._is_passed_by(seq, draft)), None)
-
-    def _is_passed_by(self, seq: Sequence, draft: Draft) -> bool:
-        """Whether a waiting sequence that may not enter now lets those behind it pass."""
-        if not (draft.admit or seq.preemptions):
-            return True
-        source = self._roster.source_of(seq)
-        if source is None:
-            return self._roster.cache.is_promised(seq)
-        needed = seq.num_prompt - 1
-        copied = needed % self._roster.pool.page_size > 0
-        return source.num_computed < needed or (copied and source in draft.chunked)
-
-    def _prefix(self, seq: Sequence) -> Prefix | None:
-        """With what a waiting sequence that is not passed by enters; None if that is promised."""
-        roster = self._roster
-        source = roster.source_of(seq)
-        if source is not None:
-            return roster.fork(seq, source)
-        pages = roster.cache.match(seq)
-        return None if roster.cache.is_promised(seq) else Prefix(pages, len(pages) * roster.pool.page_size)
-
     def _may_enter(self, seq: Sequence, draft: Draft) -> Prefix | None:
-        """With what a waiting sequence can enter now, or None."""
+        """With what the first in line can enter now. None if it cannot: it steps aside if others may pass it,
+        else nobody may.
+        """
         roster = self._roster
-        if self._is_passed_by(seq, draft):
-            return None
         # If preempted while its token was in flight, it must not sample that position a second time.
         if seq.pending or not roster.has_free_slot or seq.request_id in draft.preempted:
             return None
-        prefix = self._prefix(seq)
+        prefix = self._prefix(seq, draft)
         return prefix if prefix is not None and roster.can_enter(seq, prefix.pages) else None
+
+    def _prefix(self, seq: Sequence, draft: Draft) -> Prefix | None:
+        """What the first in line need not compute; None if it is yet to be computed by others: it steps
+        aside.
+        """
+        roster = self._roster
+        source = roster.source_of(seq)
+        if source is None:
+            pages = roster.cache.match(seq)
+            key = roster.cache.promised(seq, len(pages))
+            if key is None:
+                return Prefix(pages, len(pages) * roster.pool.page_size)
+            roster.waiting.step_aside(seq, key)
+        elif source.num_computed < seq.num_prompt - 1:
+            roster.waiting.step_aside(seq, source)
+        else:
+            prefix = roster.fork(seq, source)
+            if prefix.partial is None or source not in draft.chunked:
+                return prefix
+            roster.waiting.step_aside(seq, NEXT_STEP)  # a copy is made before the step writes
+        return None
 
     def _enter(self, seq: Sequence, prefix: Prefix, draft: Draft) -> None:
         slot = self._roster.enter(seq, prefix)
@@ -293,8 +291,8 @@ class Planner:
         seq.num_computed = end = min(start + most, seq.prefill_until)
         if end >= seq.publish_at:
             self._roster.cache.publish(seq, end)
-        if end < seq.prefill_until:
-            self._roster.cache.promise(seq)
+        if end >= seq.num_prompt - 1:
+            self._roster.waiting.happened(seq)  # its forks may have the prompt
         return end - start
 
     def _chunk(self, seq: Sequence, start: int) -> PlanRow:
@@ -313,13 +311,17 @@ class Planner:
     def _make_room(self, draft: Draft) -> None:
         """The first of the queue gets slot and pages from running ones of lower priority, if they suffice."""
         roster = self._roster
-        first = self._first_waiting(draft)
-        if first is None or first.pending:
+        running = roster.running
+        while True:
+            first = roster.waiting.first(admit=draft.admit)
+            if first is None or first.pending or not running or running[-1].rank[0] <= first.rank[0]:
+                return
+            prefix = self._prefix(first, draft)
+            if prefix is not None:
+                break
+        if roster.can_enter(first, prefix.pages):
             return
-        prefix = self._prefix(first)
-        victims = [seq for seq in roster.running if seq.rank[0] > first.rank[0]]
-        if not victims or prefix is None or roster.can_enter(first, prefix.pages):
-            return
+        victims = [seq for seq in running if seq.rank[0] > first.rank[0]]
         shared = prefix.pages
         roster.pool.retain(shared)  # what it shares with a victim must not count as gained
         gained = roster.pool.num_released_with(seq.held_pages for seq in victims)

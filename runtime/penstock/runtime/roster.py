@@ -4,7 +4,7 @@
               ^                    |
               +----- preempt ------+        (WAITING -- remove --> FINISHED as well)
 
-Both lists are sorted by `Sequence.rank`: the first to be served comes first, the first to be preempted last.
+Both are in order of `Sequence.rank`: the first to be served comes first, the first to be preempted last.
 A running sequence may rank behind a waiting one: it entered while that one waited for a shared prefix, or
 before one of higher priority came.
 """
@@ -12,13 +12,14 @@ before one of higher priority came.
 from __future__ import annotations
 
 import heapq
-from bisect import bisect_left, insort
+from bisect import insort
 from dataclasses import dataclass
 
 from penstock.runtime.outputs import request_id_of
 from penstock.runtime.pages import PagePool
 from penstock.runtime.prefix_cache import PrefixCache
-from penstock.runtime.sequence import NEVER, Sequence, Status
+from penstock.runtime.sequence import NEVER, Sequence, Status, rank_of
+from penstock.runtime.waiting import Waiting, take_ranked
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,16 +47,15 @@ class Prefix:
 
 
 class Roster:
-    """`running` and `waiting`, each in order of rank. Changed by the moves only."""
+    """`running`, in order of rank, and `waiting`. Changed by the moves only."""
 
     def __init__(
         self, max_num_seqs: int, num_pages: int, page_size: int, prefix_cache_pages: int | None = None
     ) -> None:
         self.pool = PagePool(num_pages, page_size, prefix_cache_pages)
-        self.cache = PrefixCache(self.pool, enabled=prefix_cache_pages != 0)
+        self.waiting = Waiting()
+        self.cache = PrefixCache(self.pool, self.waiting, enabled=prefix_cache_pages != 0)
         self.running: list[Sequence] = []
-        self.waiting: list[Sequence] = []
-        self.waiting_prompt_tokens = 0
         self._max_num_seqs = max_num_seqs
         self._free_slots = list(range(max_num_seqs))  # a heap: the lowest slot is taken first
         self._active: dict[str, Sequence] = {}
@@ -81,7 +81,7 @@ class Roster:
         """A new arrival joins the queue."""
         self._active[seq.request_id] = seq
         self._outputs.setdefault(request_id_of(seq.request_id), []).append(seq)
-        self._wait(seq)
+        self.waiting.add(seq)
 
     def source_of(self, seq: Sequence) -> Sequence | None:
         """The running output that a waiting fork is to share the prompt of, computed or not; None if there is
@@ -123,11 +123,11 @@ class Roster:
         self.pool.retain(shared)  # first, lest they be evicted for the others
         seq.pages = shared + self.pool.allocate(self.pool.pages_for(num_tokens) - len(shared))
         seq.num_computed = prefix.num_computed
-        seq.slot, seq.prefill_until, seq.status = slot, num_tokens, Status.RUNNING
+        seq.slot, seq.prefill_until = slot, num_tokens
         self.cache.begin(seq, len(shared))
-        _take(self.waiting, seq)
-        self.waiting_prompt_tokens -= seq.num_prompt
-        insort(self.running, seq, key=_rank)
+        self.waiting.take(seq)
+        seq.status = Status.RUNNING
+        insort(self.running, seq, key=rank_of)
         return slot
 
     def preempt_last(self) -> Sequence:
@@ -139,7 +139,7 @@ class Roster:
         self._leave(seq)
         seq.num_computed = seq.prefill_until = 0
         seq.preemptions += 1
-        self._wait(seq)
+        self.waiting.add(seq)
         return seq
 
     def drop_pages(self, seq: Sequence, num_pages: int) -> None:
@@ -152,8 +152,7 @@ class Roster:
         if seq.status is Status.RUNNING:
             self._leave(seq)
         else:
-            _take(self.waiting, seq)
-            self.waiting_prompt_tokens -= seq.num_prompt
+            self.waiting.take(seq)
         del self._active[seq.request_id]
         name = request_id_of(seq.request_id)
         self._outputs[name].remove(seq)
@@ -161,14 +160,9 @@ class Roster:
             del self._outputs[name]
         seq.status = Status.FINISHED
 
-    def _wait(self, seq: Sequence) -> None:
-        seq.status = Status.WAITING
-        insort(self.waiting, seq, key=_rank)
-        self.waiting_prompt_tokens += seq.num_prompt
-
     def _leave(self, seq: Sequence) -> None:
         assert seq.slot is not None
-        _take(self.running, seq)
+        take_ranked(self.running, seq)
         self.cache.leave(seq)
         heapq.heappush(self._free_slots, seq.slot)
         self.pool.release(seq.held_pages)
@@ -178,14 +172,15 @@ class Roster:
         return Load(
             num_running=len(self.running),
             num_waiting=len(self.waiting),
-            waiting_prompt_tokens=self.waiting_prompt_tokens,
+            waiting_prompt_tokens=self.waiting.prompt_tokens,
             pages_used=self.pool.num_used,
             pages_total=self.pool.num_pages,
         )
 
     def check(self) -> None:
         """Audit for tests, valid between any two moves; AssertionError tells what is wrong."""
-        running, waiting = self.running, self.waiting
+        running, waiting = self.running, list(self.waiting)
+        self.waiting.check()
         self.pool.check(seq.held_pages for seq in running)
         listed = sorted([*running, *waiting], key=lambda seq: seq.order)
         _expect(listed == self.active(), "running and waiting are not all the active ones, each once")
@@ -195,11 +190,8 @@ class Roster:
             sorted(slots + self._free_slots) == list(range(self._max_num_seqs)),
             f"slots in use {slots} and free {self._free_slots} are not each slot once",
         )
-        for name, seqs in (("running", running), ("waiting", waiting)):
-            ranks = [seq.rank for seq in seqs]
-            _expect(ranks == sorted(ranks), f"the {name} are not in order of rank: {ranks}")
-        prompt_tokens = sum(seq.num_prompt for seq in waiting)
-        _expect(self.waiting_prompt_tokens == prompt_tokens, "waiting_prompt_tokens drifted")
+        ranks = [seq.rank for seq in running]
+        _expect(ranks == sorted(ranks), f"the running are not in order of rank: {ranks}")
         for seq in running:
             name = seq.request_id
             _expect(seq.status is Status.RUNNING, f"{name} is {seq.status} among the running")
@@ -214,17 +206,21 @@ class Roster:
             _expect(not seq.pages and seq.slot is None, f"{name} waits but holds pages or a slot")
             _expect(seq.num_computed == 0, f"{name} waits but has computed positions")
             _expect(seq.publish_at == NEVER, f"{name} waits but publishes pages")
+            self._check_awaited(seq)
 
-
-def _rank(seq: Sequence) -> tuple[int, int]:
-    return seq.rank
-
-
-def _take(seqs: list[Sequence], seq: Sequence) -> None:
-    """Ranks are unique, so a search by rank finds it."""
-    index = bisect_left(seqs, seq.rank, key=_rank)
-    assert seqs[index] is seq
-    del seqs[index]
+    def _check_awaited(self, seq: Sequence) -> None:
+        """Who stepped aside is right to wait: what it awaits will happen."""
+        event, name = seq.awaits, seq.request_id
+        if isinstance(event, Sequence):
+            will = event.status is Status.RUNNING and event.is_shareable
+            _expect(will and event.num_computed < seq.num_prompt - 1, f"{name} awaits what will not happen")
+        elif isinstance(event, bytes):
+            promised = any(
+                event in other.page_keys[other.published : other.prefill_until // self.pool.page_size]
+                for other in self.running
+                if other.publish_at != NEVER and other.rank[0] <= seq.rank[0]
+            )
+            _expect(promised and event in seq.page_keys, f"{name} awaits what nobody promised")
 
 
 def _expect(holds: bool, what: str) -> None:

@@ -61,16 +61,19 @@ class Scheduler:
         self._next_deadline_ns = NEVER_NS  # nothing active is due earlier; it may be a finished request's
 
     def add(self, request: Request, now_ns: int) -> None:
-        """Queues a request, or raises DuplicateRequestId, PromptTooLong, ExceedsKVCapacity or QueueFull.
+        """`prepare` and `queue` in one, for who holds no lock."""
+        self.queue(self.prepare(request, now_ns))
+
+    def prepare(self, request: Request, now_ns: int) -> Sequence:
+        """What of queueing takes longer the longer the prompt is; it touches nothing that changes, so any
+        thread may call it at any time. Raises PromptTooLong or ExceedsKVCapacity.
 
         The prompt must leave room for one token: len(prompt) <= max_model_len - 1. The last token of a
         request is never an input, so T tokens in all need KV for T - 1 positions. A request with max_tokens
         must be able to reach them (or max_model_len) alone in an empty pool. One without takes what there is:
         it needs KV for its prompt, and ends CONTEXT_FULL at min(max_model_len, capacity + 1) tokens.
         """
-        config, roster = self.config, self._roster
-        if roster.find(request.request_id) is not None or roster.has_outputs(request.request_id):
-            raise DuplicateRequestId(request.request_id)
+        config = self.config
         num_prompt = len(request.prompt_token_ids)
         if num_prompt > config.max_model_len - 1:
             raise PromptTooLong(num_prompt, config.max_model_len - 1)
@@ -79,19 +82,27 @@ class Scheduler:
         most_tokens = min(config.max_model_len, num_prompt + (1 if max_tokens is None else max_tokens))
         if most_tokens - 1 > capacity:
             raise ExceedsKVCapacity(most_tokens - 1, capacity)
-        if len(roster.waiting) >= config.max_queued_requests:
-            raise QueueFull(config.max_queued_requests)
         rules = StopRules.of(
             request,
             eos_token_ids=config.eos_token_ids,
             context_limit=min(config.max_model_len, capacity + 1),
             now_ns=now_ns,
         )
-        rank = (-request.priority if config.by_priority else 0, self._next_order)
-        tokens = list(request.prompt_token_ids)
-        roster.add(Sequence(request, self._next_order, tokens, num_prompt, rules, now_ns, rank))
+        keys = self._roster.cache.keys_of(request)
+        return Sequence(request, list(request.prompt_token_ids), num_prompt, rules, now_ns, keys)
+
+    def queue(self, seq: Sequence) -> None:
+        """Queues what `prepare` made, once, or raises DuplicateRequestId or QueueFull."""
+        config, roster, request = self.config, self._roster, seq.request
+        if roster.find(seq.request_id) is not None or roster.has_outputs(seq.request_id):
+            raise DuplicateRequestId(seq.request_id)
+        if len(roster.waiting) >= config.max_queued_requests:
+            raise QueueFull(config.max_queued_requests)
+        seq.order = self._next_order
+        seq.rank = (-request.priority if config.by_priority else 0, seq.order)
+        roster.add(seq)
         self._next_order += 1
-        self._next_deadline_ns = min(self._next_deadline_ns, rules.deadline_ns)
+        self._next_deadline_ns = min(self._next_deadline_ns, seq.rules.deadline_ns)
 
     # -- a step --
 
@@ -300,7 +311,7 @@ class Scheduler:
         """
         for seq in self._roster.running:
             self._roster.cache.leave(seq)
-        return self._roster.cache.flush(self._generation)
+        return self._roster.cache.flush()
 
     # -- what is going on --
 
@@ -311,7 +322,7 @@ class Scheduler:
     @property
     def has_started(self) -> bool:
         """Whether a request runs, or did before it was preempted."""
-        return bool(self._roster.running) or any(seq.preemptions for seq in self._roster.waiting)
+        return bool(self._roster.running) or self._roster.waiting.num_started > 0
 
     def started_ids(self) -> tuple[str, ...]:
         """Those that run, or did before they were preempted, in order of arrival."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Hashable
 from dataclasses import dataclass, field
 
 from penstock.runtime.request import Request, RequestTiming, TokenLogprobs
@@ -10,6 +11,11 @@ from penstock.runtime.stopping import StopRules
 
 NEVER = 2**63 - 1
 """A number of positions that no sequence reaches."""
+
+
+def rank_of(seq: Sequence) -> tuple[int, int]:
+    """For sorting."""
+    return seq.rank
 
 
 class Status(enum.Enum):
@@ -30,16 +36,18 @@ class Sequence:
     """
 
     request: Request
-    order: int
-    """Arrival number, kept through preemptions."""
     token_ids: list[int]
     """Prompt, then generated tokens."""
     num_prompt: int
     rules: StopRules
     arrived_ns: int
-    rank: tuple[int, int]
-    """The order in which sequences are served, smallest first: (0 or -priority, order)."""
+    page_keys: list[bytes]
+    """The prefix cache's keys of the leading full pages: of the prompt's, and of more as they are needed."""
 
+    order: int = -1
+    """Arrival number, given when it is queued and kept through preemptions."""
+    rank: tuple[int, int] = (0, -1)
+    """The order in which sequences are served, smallest first: (0 or -priority, order)."""
     request_id: str = field(init=False)
     """Of `request`; kept here because it is read for every row of every step."""
     bans_until: int = field(init=False)
@@ -69,10 +77,6 @@ class Sequence:
     num_prompt_logprobs: int = 0
     """How many of them were known so far."""
 
-    page_keys: list[bytes] = field(default_factory=list)
-    """The prefix cache's keys of the leading full pages, as far as they were asked for."""
-    keys_generation: int = -1
-    """Generation of the weights that `page_keys` stand for."""
     published: int = 0
     """Leading pages that were offered to the prefix cache, or came from it."""
     is_shareable: bool = False
@@ -80,8 +84,8 @@ class Sequence:
     weights do."""
     publish_at: int = NEVER
     """Computed and known positions that fill the next page to be published; NEVER if it publishes none."""
-    awaits: bytes | None = None
-    """The key of the first page that the prefix cache did not have."""
+    awaits: Hashable | None = None
+    """While it waits: the event before which it cannot enter (`waiting`); None if it stands in line."""
 
     def __post_init__(self) -> None:
         self.request_id = self.request.request_id

@@ -19,7 +19,7 @@ _LONGEST_LIMIT_S = 2.0**32
 
 @dataclass(frozen=True, slots=True)
 class StopRules:
-    """What `StoppingParams` mean for one request on one engine; made once, at `Scheduler.add`."""
+    """What `StoppingParams` mean for one request on one engine; made once, by `Scheduler.prepare`."""
 
     eos_ids: frozenset[int]
     """Empty when the request ignores EOS."""
