@@ -46,9 +46,9 @@ def expected_text(engine: Engine) -> str:
 def test_tokens_and_text_are_pytorchs(engine: Engine) -> None:
     result = engine.generate(CASE["prompt"], sampling=GREEDY, stopping=STOPPING)
     assert list(result.token_ids) == CASE["tokens"]
-    assert result.text == result.delta == expected_text(engine)
+    assert result.text == expected_text(engine)
     assert result.finish == Finish(FinishReason.MAX_TOKENS)
-    assert result.timing is not None
+    assert result.timing.finished_ns > result.timing.arrived_ns
 
 
 def test_a_text_prompt_is_tokenized(engine: Engine) -> None:
@@ -64,8 +64,23 @@ def test_a_text_prompt_is_tokenized(engine: Engine) -> None:
 def test_deltas_join_to_the_text(engine: Engine) -> None:
     parts = list(engine.stream(CASE["prompt"], sampling=GREEDY, stopping=STOPPING))
     assert len(parts) > 1  # several tokens at a time: decode steps may come in windows
-    assert "".join(part.delta for part in parts) == parts[-1].text == expected_text(engine)
-    assert [part.finish for part in parts[:-1]] == [None] * (len(parts) - 1)
+    assert "".join(part.text for part in parts) == expected_text(engine)
+    assert [token for part in parts for token in part.token_ids] == CASE["tokens"]
+    *before, last = parts
+    assert (last.finish, last.timing is not None) == (Finish(FinishReason.MAX_TOKENS), True)
+    assert all(part.finish is None and part.timing is None for part in before)
+
+
+def test_a_stream_copies_what_it_is_long(engine: Engine) -> None:
+    """What its values hold sums to what there is: none repeats what came before it."""
+    for count in (10, 100):
+        stopping = StoppingParams(max_tokens=count, ignore_eos=True)
+        parts = list(engine.stream(CASE["prompt"][:4], sampling=GREEDY, stopping=stopping, logprobs=0))
+        whole = engine.generate(CASE["prompt"][:4], sampling=GREEDY, stopping=stopping, logprobs=0)
+        assert sum(len(part.token_ids) for part in parts) == len(whole.token_ids) == count
+        assert sum(len(part.logprobs) for part in parts) == len(whole.logprobs) == count
+        assert sum(len(part.text) for part in parts) == len(whole.text)
+        assert [entry for part in parts for entry in part.logprobs] == list(whole.logprobs)
 
 
 @pytest.mark.parametrize("include_stop", [False, True])

@@ -68,5 +68,5 @@ def test_seeded_samples_and_banned_stops_are_the_same_in_windows() -> None:
     for generation in eight:
         assert EOS not in generation.token_ids[:13]
         assert len(generation.logprobs) == len(generation.token_ids) >= 13
-    reasons = {g.finish.reason for g in eight if g.finish is not None}
+    reasons = {g.finish.reason for g in eight}
     assert reasons <= {FinishReason.EOS, FinishReason.MAX_TOKENS}

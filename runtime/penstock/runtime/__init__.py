@@ -8,13 +8,15 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from penstock.runtime.assemble import Delta
     from penstock.runtime.config import EngineConfig
     from penstock.runtime.engine import Engine, Generation
     from penstock.runtime.request import SamplingParams, StoppingParams
 
-__all__ = ["Engine", "EngineConfig", "Generation", "SamplingParams", "StoppingParams"]
+__all__ = ["Delta", "Engine", "EngineConfig", "Generation", "SamplingParams", "StoppingParams"]
 
 _HOME = {
+    "Delta": "penstock.runtime.assemble",
     "Engine": "penstock.runtime.engine",
     "EngineConfig": "penstock.runtime.config",
     "Generation": "penstock.runtime.engine",

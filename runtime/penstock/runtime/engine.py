@@ -14,18 +14,18 @@ import gc
 import logging
 import queue
 import uuid
-from collections import deque
 from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
 from typing import Any
 
 import jax
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.runtime.assemble import Assembler
+from penstock.runtime.assemble import Assembler, Delta
 from penstock.runtime.buckets import NATIVE_TOKEN_GROWTH, TOKEN_GROWTH, Buckets
 from penstock.runtime.compilation import use_compilation_cache
 from penstock.runtime.config import DEFAULT_TARGET_ITL_S, EngineConfig
@@ -74,16 +74,15 @@ class ModelInfo:
 
 @dataclass(frozen=True, slots=True)
 class Generation:
-    """Text and tokens so far; as the last value of `stream` and the value of `generate`, `finish` is set."""
+    """One whole output: what the deltas of `Engine.stream` come to."""
 
     request_id: str
     text: str
     token_ids: tuple[int, ...]
-    logprobs: tuple[TokenLogprobs, ...] = ()
-    delta: str = ""
-    """The text that is new since the last value."""
-    finish: Finish | None = None
-    timing: RequestTiming | None = None
+    logprobs: tuple[TokenLogprobs, ...]
+    """One for each token, if asked for."""
+    finish: Finish
+    timing: RequestTiming
 
 
 class Engine:
@@ -368,19 +367,14 @@ class Engine:
         stopping: StoppingParams | None = None,
         logprobs: int | None = None,
         request_id: str | None = None,
-    ) -> Generator[Generation, None, None]:
-        """Generate from text or token ids, yielding what each step adds. Closing the iterator early frees the
-        request.
+    ) -> Generator[Delta, None, None]:
+        """Generate from text or token ids, yielding what each step adds; the last value has `finish` and
+        `timing`. Closing the iterator early frees the request.
 
         Unset sampling means the model's defaults. Raises RequestError or UnavailableError before the first
         value.
         """
-        request = self._request(prompt, sampling, stopping, logprobs, request_id)
-        inbox: queue.SimpleQueue[Sequence[Output]] = queue.SimpleQueue()
-        self.submit(request, inbox.put)
-        follow = self._follow(request, inbox)
-        next(follow)  # into its `try`: closing a generator that was never started runs nothing
-        return follow
+        return self._stream(self._request(prompt, sampling, stopping, logprobs, request_id))
 
     def generate(
         self,
@@ -391,12 +385,20 @@ class Engine:
         logprobs: int | None = None,
         request_id: str | None = None,
     ) -> Generation:
-        """`stream`, collected."""
-        values = self.stream(
-            prompt, sampling=sampling, stopping=stopping, logprobs=logprobs, request_id=request_id
+        """`stream`, joined."""
+        request = self._request(prompt, sampling, stopping, logprobs, request_id)
+        deltas = list(self._stream(request))
+        finish, timing = deltas[-1].finish, deltas[-1].timing
+        assert finish is not None, "a stream that raises nothing has an end"
+        assert timing is not None, "an end has its timing"
+        return Generation(
+            request.request_id,
+            "".join(delta.text for delta in deltas),
+            tuple(chain.from_iterable(delta.token_ids for delta in deltas)),
+            tuple(chain.from_iterable(delta.logprobs for delta in deltas)),
+            finish,
+            timing,
         )
-        (last,) = deque(values, maxlen=1)  # each value repeats all tokens so far: keep no other
-        return dataclasses.replace(last, delta=last.text)
 
     def _request(
         self,
@@ -419,17 +421,22 @@ class Engine:
             sampling = self._model.defaults.sampling()
         return Request(request_id or uuid.uuid4().hex, tuple(prompt), sampling, stopping, logprobs)
 
+    def _stream(self, request: Request) -> Generator[Delta, None, None]:
+        inbox: queue.SimpleQueue[Sequence[Output]] = queue.SimpleQueue()
+        self.submit(request, inbox.put)
+        follow = self._follow(request, inbox)
+        next(follow)  # into its `try`: closing a generator that was never started runs nothing
+        return follow
+
     def _follow(
         self, request: Request, inbox: queue.SimpleQueue[Sequence[Output]]
-    ) -> Generator[Generation, None, None]:
+    ) -> Generator[Delta, None, None]:
+        """A delta that says nothing, then those of the outputs that `inbox` is given."""
         assembler = Assembler(request.stopping, self.text)
-        said = ""
-        tokens: list[int] = []
-        logprobs: list[TokenLogprobs] = []
         told_stop = False
         active = True
         try:
-            yield Generation(request.request_id, said, ())  # taken by `stream`
+            yield Delta()  # taken by `_stream`
             while True:
                 for output in inbox.get():
                     active = not output.last
@@ -437,19 +444,8 @@ class Engine:
                     if assembler.stop is not None and active and not told_stop:
                         told_stop = True
                         self.finish(request.request_id, assembler.stop)
-                    said += delta.text
-                    tokens += delta.token_ids
-                    logprobs += delta.logprobs
                     if delta.text or delta.token_ids or delta.finish is not None:
-                        yield Generation(
-                            request.request_id,
-                            said,
-                            tuple(tokens),
-                            tuple(logprobs),
-                            delta.text,
-                            delta.finish,
-                            delta.timing,
-                        )
+                        yield delta
                     if output.last:
                         return
         finally:
