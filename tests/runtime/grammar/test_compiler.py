@@ -1,12 +1,13 @@
 """Compiling: cached, shared among those who ask at once, bounded in time, memory and threads."""
 
 import threading
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from penstock.runtime.errors import InvalidRequest, UnavailableError
+from penstock.runtime.errors import GenerationError, InvalidRequest, UnavailableError
 from penstock.runtime.grammar.build import build_matcher
 from penstock.runtime.grammar.compiler import CompilerConfig, GrammarCompiler
 from penstock.runtime.grammar.source import to_llguidance
@@ -170,6 +171,42 @@ def test_with_every_process_busy_others_are_told_to_come_back(make, monkeypatch)
             compiler.compile(Grammar.regex("b"))
         done.set()
         first.exception(PATIENT)
+
+
+class PanicException(BaseException):
+    """As pyo3's."""
+
+
+@pytest.mark.parametrize("error", [PanicException("lost"), KeyboardInterrupt(), SystemExit(1)])
+def test_what_is_no_exception_reaches_nobody_else(make, monkeypatch, error):
+    """A panic is an error of its grammar's. An interrupt is for the thread that it came to; who waits for the
+    same grammar there is told to try again.
+    """
+    compiler = make()
+    begun, waited = threading.Event(), threading.Event()
+
+    def fail(*_):
+        begun.set()
+        assert waited.wait(PATIENT)
+        raise error
+
+    class Waited(Future[Any]):
+        def result(self, timeout=None):
+            if not self.done():
+                waited.set()
+            return super().result(timeout)
+
+    monkeypatch.setattr("penstock.runtime.grammar.compiler.Future", Waited)
+    monkeypatch.setattr(compiler, "_compile", fail)
+    panics = isinstance(error, PanicException)
+    with ThreadPoolExecutor(2) as pool:
+        first = pool.submit(compiler.compile, Grammar.regex("a"))
+        assert begun.wait(PATIENT)
+        second = pool.submit(compiler.compile, Grammar.regex("a"))
+        assert isinstance(first.exception(PATIENT), GenerationError if panics else type(error))
+        assert isinstance(second.exception(PATIENT), GenerationError if panics else UnavailableError)
+    monkeypatch.undo()
+    compiler.constraint(Grammar.regex("a"))
 
 
 def test_close_ends_the_processes_and_a_later_compile_starts_one(make):

@@ -1,11 +1,15 @@
 """Many rows at once are what each row is alone."""
 
+from typing import cast
+
 import numpy as np
 import pytest
+from llguidance import LLMatcher
 
 from penstock.runtime.errors import InvalidRequest
 from penstock.runtime.grammar.bad_words import BadWords
 from penstock.runtime.grammar.fill import PARALLEL_ROWS, MaskFiller
+from penstock.runtime.grammar.matcher import BUDGET_PER_TOKEN_S, BUDGET_S, GrammarConstraint, TokenBits
 from penstock.runtime.grammar.spec import Grammar
 from tests.support.schemas import allowed_ids
 
@@ -55,12 +59,17 @@ def test_masks_must_be_contiguous():
         MaskFiller().fill_all({}, np.zeros((4, 4), np.int32).T[:2])
 
 
-def test_whatever_a_constraint_raises_is_its_own_rows(compiler):
+class PanicException(BaseException):
+    """As pyo3's."""
+
+
+@pytest.mark.parametrize("error", [ValueError("broken"), PanicException("broken"), SystemExit(1)])
+def test_whatever_a_constraint_raises_is_its_own_rows(compiler, error):
     class Broken:
         is_complete = False
 
         def fill(self, mask):
-            raise ValueError("broken")
+            raise error
 
         def accept(self, token_ids):
             pass
@@ -68,5 +77,122 @@ def test_whatever_a_constraint_raises_is_its_own_rows(compiler):
     masks = np.zeros((2, 64), np.int32)
     stuck = MaskFiller().fill_all({0: Broken(), 1: compiler.constraint(Grammar.regex("ab"))}, masks)
     assert list(stuck) == [0]
-    assert isinstance(stuck[0], ValueError)
+    assert isinstance(stuck[0], Exception), "what is raised to a reader must not end its event loop"
+    assert error in (stuck[0], stuck[0].__cause__)
+    assert (masks[0] == -1).all()
     assert allowed_ids(masks[1], 2048)
+
+
+@pytest.mark.parametrize("error", [ValueError("broken"), PanicException("broken")])
+def test_where_filling_in_parallel_fails_only_the_culprit_ends(compiler, backend, error):
+    def fail(executor, jobs, masks):
+        masks[:] = 7
+        raise error
+
+    a = backend.token_to_id("a")
+    rows = {row: compiler.constraint(Grammar.regex("ab")) for row in range(PARALLEL_ROWS)}
+    rows[3] = compiler.constraint(Grammar.ebnf('start: "a" <|im_end|>'))
+    rows[3].accept([a])  # leads nowhere
+    masks = np.zeros((PARALLEL_ROWS, 64), np.int32)
+    stuck = MaskFiller(2, fail).fill_all(rows, masks)
+    assert list(stuck) == [3]
+    for row in set(rows) - {3}:
+        expected = np.zeros(64, np.int32)
+        compiler.constraint(Grammar.regex("ab")).fill(expected)
+        assert (masks[row] == expected).all(), row
+
+
+class Clock:
+    """Of a thread and of the wall: nothing else runs."""
+
+    def __init__(self):
+        self.now = 0.0
+
+    def __call__(self):
+        return self.now
+
+
+class SlowMatcher:
+    """As much of llguidance's as `GrammarConstraint` uses. Every mask allows all and takes `cost` seconds."""
+
+    def __init__(self, clock, cost):
+        self.clock, self.cost = clock, cost
+
+    def unsafe_compute_mask_ptr(self, address, num_bytes):
+        self.clock.now += self.cost
+
+    def try_consume_tokens(self, tokens):
+        return len(tokens)
+
+    def is_error(self):
+        return False
+
+    is_stopped = is_error
+
+    def is_accepting(self):
+        return True
+
+
+class Masks:
+    eos_token_ids = frozenset({0})
+    text, eos = np.full(2, -2, np.int32), np.ones(2, np.int32)
+
+
+def slow(clock, cost):
+    matcher, masks = cast("LLMatcher", SlowMatcher(clock, cost)), cast("TokenBits", Masks())
+    return GrammarConstraint(matcher, masks, "constraint", clock=clock)
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+@pytest.mark.parametrize("costs", [[0.021], [0.05], [0.3], [7.0], [0.1, 0.3, 0.021]])
+def test_a_hostile_grammar_costs_everybody_no_more_than_its_budgets(costs, wrapped):
+    """It ends, and has cost the rows beside it at most two budgets and the two calls that went beyond them.
+    These rows go on, and those that come later share calls again. A step takes as long as the slowest of the
+    masks filled in parallel, and all others one by one.
+    """
+    clock, calls = Clock(), []
+
+    def fill_parallel(executor, jobs, masks):
+        calls.append(len(jobs))
+        clock.now += max(matcher.cost for matcher, _ in jobs)
+
+    def constraint(cost):
+        return BadWords([(1, 2)], slow(clock, cost), 64) if wrapped else slow(clock, cost)
+
+    filler = MaskFiller(2, fill_parallel, clock)
+    usual, num_usual = 20e-6, PARALLEL_ROWS + 2
+    rows = dict(enumerate(constraint(cost) for cost in [*costs, *[usual] * num_usual]))
+    masks = np.zeros((len(rows), 2), np.int32)
+    steps = 0
+    while any(row in rows for row in range(len(costs))):
+        stuck = filler.fill_all(rows, masks)
+        assert all(row < len(costs) for row in stuck), "a neighbour pays for it"
+        for row in stuck:
+            assert "too long to follow" in str(stuck[row])
+            del rows[row]
+        steps += 1
+        for row in rows.values():
+            row.accept([5])
+    hostile_s = clock.now - steps * num_usual * usual
+    assert hostile_s <= len(costs) * (2 * BUDGET_S + steps * BUDGET_PER_TOKEN_S) + 2 * sum(costs)
+    late = {row: constraint(usual) for row in range(len(costs) + num_usual, len(masks) + num_usual)}
+    calls.clear()
+    masks = np.zeros((len(masks) + num_usual, 2), np.int32)
+    assert filler.fill_all(rows | late, masks) == {}
+    assert calls == [num_usual]
+
+
+def test_masks_of_the_usual_cost_are_always_filled_in_parallel():
+    clock, calls = Clock(), []
+
+    def fill_parallel(executor, jobs, masks):
+        calls.append(len(jobs))
+        clock.now += 0.003
+
+    filler = MaskFiller(2, fill_parallel, clock)
+    rows = {row: slow(clock, 0.003) for row in range(PARALLEL_ROWS)}
+    for _ in range(2000):
+        assert filler.fill_all(rows, np.zeros((PARALLEL_ROWS, 2), np.int32)) == {}
+        for row in rows.values():
+            row.accept([5])
+    assert calls == [PARALLEL_ROWS] * 2000

@@ -4,7 +4,7 @@ import threading
 
 import pytest
 
-from penstock.runtime.errors import UnavailableError
+from penstock.runtime.errors import GenerationError, UnavailableError
 from penstock.runtime.grammar.workers import STACK_BYTES, TimedCalls
 
 PATIENT = 60.0
@@ -27,7 +27,7 @@ def test_a_panic_is_an_error():
         raise Panic("assertion failed")
 
     calls = TimedCalls(time_limit_s=PATIENT, max_threads=1)
-    with pytest.raises(RuntimeError, match="Panic: assertion failed"):
+    with pytest.raises(GenerationError, match="Panic: assertion failed"):
         calls.run(panic)
     assert calls.run(lambda: 1) == 1
 

@@ -91,9 +91,14 @@ class BadWords:
             self._inner.fill(mask)
         self._forbid(mask)
 
-    def pending(self) -> LLMatcher | None:
-        """As `GrammarConstraint.pending`."""
-        return self._inner.pending() if isinstance(self._inner, GrammarConstraint) else None
+    def to_share(self) -> LLMatcher | None:
+        """As `GrammarConstraint.to_share`."""
+        return self._inner.to_share() if isinstance(self._inner, GrammarConstraint) else None
+
+    def shared(self, seconds: float) -> None:
+        """As `GrammarConstraint.shared`."""
+        if isinstance(self._inner, GrammarConstraint):
+            self._inner.shared(seconds)
 
     def finish(self, mask: Mask) -> None:
         """As `GrammarConstraint.finish`."""

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from llguidance import LLMatcher
 from tokenizers import Tokenizer
 
-from penstock.runtime.errors import InvalidRequest, Violation
+from penstock.runtime.errors import InvalidRequest, UnavailableError, Violation
+from penstock.runtime.failing import as_exception
 from penstock.runtime.grammar.build import build_matcher
 from penstock.runtime.grammar.matcher import GrammarConstraint, TokenBits
 from penstock.runtime.grammar.narrowing import GrammarError
@@ -151,10 +152,13 @@ class GrammarCompiler:
     ) -> None:
         try:
             compiled = self._compile(grammar, before)
-        except BaseException as error:  # noqa: BLE001  who waits for the same gets it too
+        except BaseException as error:  # who waits for the same gets it too
             with self._lock:
                 del self._compiling[grammar]
-            future.set_exception(error)
+            if isinstance(error, KeyboardInterrupt | SystemExit):  # meant for this thread, not for who waits
+                future.set_exception(UnavailableError("the grammar's compile was interrupted; try again"))
+                raise
+            future.set_exception(as_exception(error))
             return
         with self._lock:
             del self._compiling[grammar]

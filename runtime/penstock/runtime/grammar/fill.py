@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import logging
+import time
+from collections.abc import Callable, Mapping
 
-from llguidance import LLExecutor
+from llguidance import LLExecutor, LLMatcher
 from llguidance.numpy import fill_next_token_bitmask_par
 
 from penstock.runtime.constraint import Mask, TokenConstraint
+from penstock.runtime.failing import as_exception
 from penstock.runtime.grammar.bad_words import BadWords
 from penstock.runtime.grammar.matcher import GrammarConstraint
 from penstock.runtime.processors import available_processors
+
+log = logging.getLogger(__name__)
+
+FillParallel = Callable[[LLExecutor, list[tuple[LLMatcher, int]], Mask], None]
 
 PARALLEL_ROWS = 8
 """A mask takes 10 to 50 us where the lexer knows the state, and waking a thread about as long. Fewer rows are
@@ -21,14 +28,21 @@ _MAX_THREADS = 8
 class MaskFiller:
     """Fills the rows of a step: where many are under grammars, in parallel on threads of its own."""
 
-    def __init__(self, num_threads: int | None = None) -> None:
+    def __init__(
+        self,
+        num_threads: int | None = None,
+        fill_parallel: FillParallel = fill_next_token_bitmask_par,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         """`num_threads` None: a quarter of the processors, at most 8. With fewer than two there are
         none, and the caller's thread does all: on few cores a step's own threads keep those for masks waiting
-        for longer than the masks take.
+        for longer than the masks take. `fill_parallel` is llguidance's, `clock` in seconds.
         """
         if num_threads is None:
             num_threads = min(_MAX_THREADS, available_processors() // 4)
         self._executor = LLExecutor(num_threads) if num_threads > 1 else None
+        self._fill_parallel = fill_parallel
+        self._clock = clock
 
     def fill_all(self, constraints: Mapping[int, TokenConstraint], masks: Mask) -> dict[int, Exception]:
         """Overwrite the rows named of `masks`, int32[rows, mask_words(vocab_size)], contiguous; others stay.
@@ -45,24 +59,38 @@ class MaskFiller:
                     ahead[row].finish(masks[row])
                 else:
                     constraint.fill(masks[row])
-            except Exception as error:  # noqa: BLE001  # whatever it is, it is one request's and not the engine's
+            except BaseException as error:  # noqa: BLE001  one request's, and not the engine's; see `failing`
                 masks[row] = -1
-                stuck[row] = error
+                stuck[row] = as_exception(error)
         return stuck
 
     def _fill_ahead(
         self, constraints: Mapping[int, TokenConstraint], masks: Mask
     ) -> dict[int, GrammarConstraint | BadWords]:
-        """Fill the masks of pending matchers, if in parallel; returns the rows to be finished."""
+        """Fill masks in parallel, if there are enough that may be; returns the rows that are to be finished.
+
+        Where that fails nobody knows whose fault it was: then there are none, and each row is filled alone.
+        """
         if self._executor is None or len(constraints) < PARALLEL_ROWS:
             return {}
-        ahead, jobs = {}, []
+        ahead: dict[int, GrammarConstraint | BadWords] = {}
+        jobs: list[tuple[LLMatcher, int]] = []
         for row, constraint in constraints.items():
             if isinstance(constraint, GrammarConstraint | BadWords):
-                matcher = constraint.pending()
+                matcher = constraint.to_share()
                 if matcher is not None:
                     ahead[row] = constraint
                     jobs.append((matcher, row))
-        if jobs:
-            fill_next_token_bitmask_par(self._executor, jobs, masks)
+        if len(jobs) < PARALLEL_ROWS:
+            return {}
+        started = self._clock()
+        try:
+            self._fill_parallel(self._executor, jobs, masks)
+        except BaseException:  # as above
+            log.exception("masks could not be filled in parallel")
+            return {}
+        finally:
+            elapsed = self._clock() - started
+            for constraint in ahead.values():
+                constraint.shared(elapsed)
         return ahead

@@ -15,9 +15,9 @@ from penstock.runtime.grammar.vocabulary import Vocabulary
 
 BUDGET_S = 1.0
 BUDGET_PER_TOKEN_S = 0.02
-"""CPU time that one output may take of its caller's thread: at first, and more for each token. Masks take
-some 20 us, those in new territory up to a few ms; a very ambiguous grammar's take hundreds, while all other
-rows wait. Masks that `fill.MaskFiller` fills in parallel are not counted."""
+"""Time that one output may take: so much at first and at most, and what was used of it comes back by so much
+with each token. Masks take some 20 us, those in new territory up to a few ms; a very ambiguous grammar's take
+hundreds, while all other rows wait."""
 
 _MAX_LINE_CHARS = 160
 _MAX_MESSAGE_CHARS = 600
@@ -31,6 +31,26 @@ class TokenBits:
         self.text, self.eos = vocabulary.masks()
 
 
+class Budget:
+    """Time that may be used; see BUDGET_S. It is spent once over some T tokens more than
+    BUDGET_S + T * BUDGET_PER_TOKEN_S was used.
+    """
+
+    def __init__(self) -> None:
+        self._left_s = BUDGET_S
+
+    def earn(self) -> None:
+        """A token was made."""
+        self._left_s = min(BUDGET_S, self._left_s + BUDGET_PER_TOKEN_S)
+
+    def use(self, seconds: float) -> None:
+        self._left_s -= seconds
+
+    @property
+    def is_spent(self) -> bool:
+        return self._left_s < 0
+
+
 class GrammarConstraint:
     """What may follow in one output. `GrammarCompiler` makes them.
 
@@ -38,14 +58,24 @@ class GrammarConstraint:
     itself says of them. Ids that the tokenizer lacks are never allowed.
 
     `fill` and `accept` raise InvalidRequest, on the field that held the grammar, where it leads nowhere or
-    llguidance gives up on it as too complex: that output cannot go on, others can. `accept` raises
-    RuntimeError for a token that the mask did not allow: a bug of the caller.
+    llguidance gives up on it as too complex, or where it has spent its budget of time: that output cannot go
+    on, others can. `accept` raises RuntimeError for a token that the mask did not allow: a bug of the caller.
+
+    There are two budgets. The CPU time of `fill` and `accept` is taken from the output's own. Where masks of
+    several outputs are filled in parallel nobody knows whose took long: the call is taken from a second
+    budget of each, and who has spent that is filled alone from then on, which ends those only who are slow. A
+    grammar costs the others at most two BUDGET_S, BUDGET_PER_TOKEN_S a token, and two calls.
     """
 
     def __init__(
-        self, matcher: LLMatcher, bits: TokenBits, field: str, on_error: Callable[[], None] = lambda: None
+        self,
+        matcher: LLMatcher,
+        bits: TokenBits,
+        field: str,
+        on_error: Callable[[], None] = lambda: None,
+        clock: Callable[[], float] = time.thread_time,
     ) -> None:
-        """`on_error` is called where llguidance gives up."""
+        """`on_error` is called where llguidance gives up; `clock` is the CPU time of the calling thread."""
         self._matcher = matcher
         self._bits = bits
         self._field = field
@@ -53,7 +83,8 @@ class GrammarConstraint:
         self._ended = False
         """An end token was accepted."""
         self._complete = False
-        self._budget_s = BUDGET_S
+        self._clock = clock
+        self._own, self._shared = Budget(), Budget()
 
     @property
     def is_complete(self) -> bool:
@@ -64,19 +95,24 @@ class GrammarConstraint:
         """Overwrite int32[mask_words(vocab_size)], contiguous, with what may come next."""
         if not mask.flags.c_contiguous:
             raise ValueError("the mask must be contiguous")
-        started = time.thread_time()
-        matcher = self.pending()
-        if matcher is not None:
-            matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
+        started = self._clock()
+        if not self._complete:
+            self._matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
         self.finish(mask)
         self._charge(started)
 
-    def pending(self) -> LLMatcher | None:
-        """The matcher whose mask `finish` expects to find; None if it needs none. See `fill.MaskFiller`."""
-        return None if self._complete else self._matcher
+    def to_share(self) -> LLMatcher | None:
+        """The matcher whose mask may be filled beside those of others, before `finish`; None if it needs
+        none, or is to be filled alone. See `fill.MaskFiller`.
+        """
+        return None if self._complete or self._shared.is_spent else self._matcher
+
+    def shared(self, seconds: float) -> None:
+        """Its mask was one of those filled in a call that took so long."""
+        self._shared.use(seconds)
 
     def finish(self, mask: Mask) -> None:
-        """Make the mask that llguidance filled, if one was pending, into that of `fill`."""
+        """Make the mask that llguidance filled, unless the output is complete, into that of `fill`."""
         if self._complete:
             mask[:] = self._bits.eos
             return
@@ -104,7 +140,7 @@ class GrammarConstraint:
     def _consume(self, token: int) -> None:
         if self._complete:
             raise RuntimeError(f"token {token} came after the end")
-        started = time.thread_time()
+        started = self._clock()
         consumed = self._matcher.try_consume_tokens([token])
         if not consumed and not self._matcher.is_error():
             # Where an output that shares the lexer ran into a limit, every token is refused, and only the
@@ -115,13 +151,15 @@ class GrammarConstraint:
         if not consumed:
             raise RuntimeError(f"token {token} came where the grammar does not allow it")
         self._complete = self._matcher.is_stopped()
-        self._budget_s += BUDGET_PER_TOKEN_S
+        self._own.earn()
+        if not self._shared.is_spent:
+            self._shared.earn()
         self._charge(started)
 
     def _charge(self, started: float) -> None:
-        """Take the time since `started` from the budget, which a very ambiguous grammar may exhaust."""
-        self._budget_s -= time.thread_time() - started
-        if self._budget_s < 0:
+        """Take the time since `started` from its own budget, which a very ambiguous grammar may exhaust."""
+        self._own.use(self._clock() - started)
+        if self._own.is_spent:
             raise self._stuck("it takes too long to follow; make it less ambiguous")
 
     def _stuck(self, message: str = "") -> InvalidRequest:

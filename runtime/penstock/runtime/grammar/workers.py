@@ -8,6 +8,7 @@ from concurrent.futures import Future
 from typing import TypeVar
 
 from penstock.runtime.errors import UnavailableError
+from penstock.runtime.failing import as_exception
 
 T = TypeVar("T")
 
@@ -51,12 +52,9 @@ class TimedCalls:
     def _work(self, call: Callable[[], T], future: Future[T]) -> None:
         try:
             result = call()
-        except Exception as error:  # noqa: BLE001  the caller gets it
+        except BaseException as error:  # noqa: BLE001  the caller gets it; see `failing`
             self._slots.release()
-            future.set_exception(error)
-        except BaseException as error:  # noqa: BLE001  a panic in Rust; the same
-            self._slots.release()
-            future.set_exception(RuntimeError(f"{type(error).__name__}: {error}"))
+            future.set_exception(as_exception(error))
         else:
             self._slots.release()
             future.set_result(result)
