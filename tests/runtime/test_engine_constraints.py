@@ -25,7 +25,7 @@ TABLES = random_tables(41)
 
 @pytest.fixture(
     scope="module",
-    params=[{}, {"overlap": False}, {"native": False}],
+    params=[{}, {"overlap": False}, {"native": "off"}],
     ids=["default", "no overlap", "XLA"],
 )
 def engine(request: pytest.FixtureRequest) -> Iterator[Engine]:

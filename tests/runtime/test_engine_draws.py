@@ -24,7 +24,7 @@ FLAT = Tables.constant(np.log(WEIGHTS).tolist())
 PROMPT = (0, 4, 9)
 
 
-@pytest.fixture(scope="module", params=[True, False], ids=["native", "XLA"])
+@pytest.fixture(scope="module", params=["auto", "off"], ids=["native", "XLA"])
 def engine(request: pytest.FixtureRequest) -> Iterator[Engine]:
     """With either sampler."""
     engine = table_engine(

@@ -108,7 +108,7 @@ def test_the_reference_uses_every_feature(expected: dict[str, Answer]) -> None:
         {"kv_cache_bytes": 24 * PAGE_BYTES, "max_model_len": 96, "scheduling_policy": "priority"},
         {"max_num_seqs": 16, "max_num_batched_tokens": 64},
         {"max_num_seqs": 1},
-        {"native": False},
+        {"native": "off"},
     ],
     ids=lambda options: ", ".join(f"{name}={value}" for name, value in options.items()) or "default",
 )

@@ -23,7 +23,7 @@ from tests.support.witness import greedy_tokens, log_softmax, probabilities, sha
 TABLES = random_tables()
 
 
-@pytest.fixture(scope="module", params=[True, False], ids=["native", "XLA"])
+@pytest.fixture(scope="module", params=["auto", "off"], ids=["native", "XLA"])
 def engine(request: pytest.FixtureRequest) -> Iterator[Engine]:
     """With either sampler."""
     engine = table_engine(TABLES, native=request.param)

@@ -101,6 +101,8 @@ def test_what_a_device_has_left() -> None:
         ("hbm_utilization", 0.0),
         ("hbm_utilization", 1.1),
         ("max_logprobs", -1),
+        ("native", "on"),
+        ("threads", 0),
         ("max_logprobs", 1025),
     ],
 )

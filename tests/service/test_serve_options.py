@@ -150,6 +150,9 @@ def test_every_option_arrives(tmp_path: Path) -> None:
         "--served-model-name": "m",
         "--dtype": "float16",
         "--quantization": "int8",
+        "--native": "require",
+        "--native-folder": str(tmp_path / "native"),
+        "--threads": "3",
         "--max-model-len": "100",
         "--max-num-seqs": "3",
         "--max-num-batched-tokens": "64",
@@ -173,6 +176,9 @@ def test_every_option_arrives(tmp_path: Path) -> None:
         served_model_name="m",
         dtype="float16",
         quantization="int8",
+        native="require",
+        native_folder=tmp_path / "native",
+        threads=3,
         max_model_len=100,
         max_num_seqs=3,
         max_num_batched_tokens=64,
@@ -193,7 +199,6 @@ def test_every_option_arrives(tmp_path: Path) -> None:
     )
     assert serve_flags.engine_config(parse("demo", "--compilation-cache", "off")).compilation_cache is None
     assert not serve_flags.engine_config(parse("demo", "--no-overlap")).overlap
-    assert not serve_flags.engine_config(parse("demo", "--no-native")).native
 
 
 def test_every_option_of_the_engine_can_be_given() -> None:

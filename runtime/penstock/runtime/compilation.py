@@ -15,8 +15,6 @@ from typing import TypeVar
 import jax
 from tqdm import tqdm
 
-from penstock.runtime.processors import available_processors
-
 log = logging.getLogger(__name__)
 
 Key = TypeVar("Key", bound=Hashable)
@@ -72,13 +70,12 @@ class CompileCounter:
 
 
 def compile_all(
-    jobs: Mapping[Key, Callable[[], jax.stages.Compiled]], *, show_progress: bool
+    jobs: Mapping[Key, Callable[[], jax.stages.Compiled]], *, threads: int, show_progress: bool
 ) -> dict[Key, jax.stages.Compiled]:
-    """Run every job, the first ones first, with as many threads as there are processors (XLA compiles outside
-    the GIL)."""
+    """Run every job, the first ones first, on up to 8 of so many threads (XLA compiles outside the GIL)."""
     programs: dict[Key, jax.stages.Compiled] = {}
     started = time.monotonic()
-    workers = max(1, min(available_processors(), 8, len(jobs)))
+    workers = max(1, min(threads, 8, len(jobs)))
     bar = tqdm(
         total=len(jobs),
         desc="Compiling programs",

@@ -18,6 +18,7 @@ MAX_DECODE_STEPS = 64
 DEFAULT_TARGET_ITL_S = 0.15
 DTYPES = ("auto", "bfloat16", "float16", "float32")
 QUANTIZATIONS = ("none", "int8")
+NATIVE = ("auto", "require", "off")
 
 
 def default_compilation_cache() -> Path:
@@ -35,8 +36,15 @@ class EngineConfig:
     """Weights and activations; auto is the checkpoint's own."""
     quantization: str = "none"
     """int8: weights of linear layers in int8 with one scale an output, activations quantized on the way."""
-    native: bool = True
-    """Use the native CPU kernels where the machine can; off: XLA only."""
+    native: str = "auto"
+    """The native CPU kernels: "auto" uses them where machine and model can, "require" does not start without,
+    "off" leaves all to XLA."""
+    native_folder: Path | None = None
+    """Where their library is kept, and compiled into if it is not there; None: ~/.cache/penstock/native."""
+    threads: int | None = None
+    """CPU threads that compute, compile programs and fill masks; None: the processors that affinity mask and
+    CPU quota leave. XLA has one pool in a process, made when JAX's CPU backend starts, so load an engine
+    before other code computes with JAX; else a warning says how many threads that pool has."""
     max_model_len: int | None = None
     """Prompt plus generated tokens of one request; None: the model's own, at most what the KV cache holds."""
     max_num_seqs: int = 16
@@ -89,6 +97,10 @@ class EngineConfig:
             bad.append(f"dtype: must be one of {', '.join(DTYPES)}, not {self.dtype!r}")
         if self.quantization not in QUANTIZATIONS:
             bad.append(f"quantization: must be one of {', '.join(QUANTIZATIONS)}, not {self.quantization!r}")
+        if self.native not in NATIVE:
+            bad.append(f"native: must be one of {', '.join(NATIVE)}, not {self.native!r}")
+        if self.threads is not None and not 1 <= self.threads <= 4096:
+            bad.append(f"threads: must be from 1 to 4096, not {self.threads}")
         if self.max_model_len is not None and self.max_model_len < 2:
             bad.append(f"max_model_len: must be at least 2, not {self.max_model_len}")
         if not 1 <= self.max_num_seqs <= 4096:

@@ -30,13 +30,16 @@ from penstock.runtime.buckets import NATIVE_TOKEN_GROWTH, TOKEN_GROWTH, Buckets
 from penstock.runtime.compilation import use_compilation_cache
 from penstock.runtime.config import DEFAULT_TARGET_ITL_S, EngineConfig
 from penstock.runtime.core import EngineCore
+from penstock.runtime.cpu_threads import check_pool, start_backends
 from penstock.runtime.defaults import GenerationDefaults
 from penstock.runtime.errors import ConfigError, EngineFailure, InvalidRequest, Violation
 from penstock.runtime.grammar.bad_words import BadWords
 from penstock.runtime.grammar.compiler import CompilerConfig, GrammarCompiler
 from penstock.runtime.interface import AbortOutcome, InFlightPolicy, Observer, Sink, WeightsVersion
 from penstock.runtime.memory import device_kv_bytes, plan_kv
+from penstock.runtime.native import library
 from penstock.runtime.pacing import Pacer
+from penstock.runtime.processors import available_processors
 from penstock.runtime.request import (
     Finish,
     Output,
@@ -106,6 +109,12 @@ class Engine:
         self._callback = sampling_params_callback
         device = next(iter(jax.tree.leaves(model.weights)[0].devices()))
         mesh = single_device_mesh(device)
+        threads = config.threads or available_processors()
+        native = library.wanted(config.native, config.native_folder, device.platform, np.dtype(model.dtype))
+        if native:
+            library.limit_threads(threads)
+        if device.platform == "cpu":
+            check_pool(threads)
         buckets = Buckets.default(
             config.max_num_seqs,
             config.max_num_batched_tokens,
@@ -120,7 +129,8 @@ class Engine:
             vocab_size=model.vocab_size,
             eos_token_ids=model.eos_token_ids,
             max_logprobs=config.max_logprobs,
-            native=config.native,
+            native=native,
+            threads=threads,
             max_decode_steps=config.max_decode_steps,
             show_progress=config.show_progress,
         )
@@ -171,6 +181,7 @@ class Engine:
             max_model_len=kv.max_model_len,
             kv_cache_bytes=kv.num_pages * page_bytes,
             dtype=np.dtype(model.dtype).name,
+            threads=threads,
             target_itl_s=target_itl_s,
         )
         self.info = ModelInfo(
@@ -196,8 +207,9 @@ class Engine:
     ) -> Engine:
         """Load "demo", a checkpoint directory or a Hugging Face hub id. Raises ConfigError."""
         config = config or EngineConfig()
+        devices = start_backends(config.threads or available_processors())
         return cls(
-            load_model(model, config, single_device_mesh(jax.devices()[0])),
+            load_model(model, config, single_device_mesh(devices[0])),
             config,
             observer=observer,
             sampling_params_callback=sampling_params_callback,

@@ -79,7 +79,7 @@ class ProgramBuilder:
         }
         once = (self.choice, self.prompt_logprobs, self.admission, self.copy_pages)
         jobs |= {program.__name__: program for program in once}
-        made = compile_all(jobs, show_progress=self.config.show_progress)
+        made = compile_all(jobs, threads=self.config.threads, show_progress=self.config.show_progress)
         steps = {key: made[key] for key in keys}
         return Programs(steps, **{program.__name__: made[program.__name__] for program in once})
 

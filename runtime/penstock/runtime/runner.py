@@ -24,7 +24,7 @@ from penstock.runtime.buckets import ProgramKey
 from penstock.runtime.compilation import CompileCounter
 from penstock.runtime.constraint import TokenConstraint, mask_words
 from penstock.runtime.errors import ConfigError, NonFiniteLogits
-from penstock.runtime.grammar.fill import MaskFiller
+from penstock.runtime.grammar.fill import MaskFiller, mask_threads
 from penstock.runtime.models.config import KVSpec
 from penstock.runtime.native import huge_pages
 from penstock.runtime.plan import Plan, PlanRow, StepResult
@@ -91,7 +91,7 @@ class ModelRunner:
         self._state = self._new_state()
         self._use_huge_pages(self._weights)
         self._slots = Slots(config)
-        self._filler = MaskFiller()
+        self._filler = MaskFiller(mask_threads(config.threads))
         num_rows = config.buckets.row_buckets[-1]
         self._no_mask = jax.device_put(
             np.zeros((num_rows, mask_words(config.vocab_size)), np.int32), self._sharding
@@ -133,7 +133,7 @@ class ModelRunner:
         self._slots.clear()
 
     def _use_huge_pages(self, arrays: Sequence[jax.Array]) -> None:
-        if self.config.native and self._platform == "cpu":
+        if self._platform == "cpu":
             huge_pages.advise(arrays)
 
     def peak_temp_bytes(self, num_pages: int = 64) -> int:

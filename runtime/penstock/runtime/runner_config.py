@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 from penstock.runtime.buckets import Buckets
 from penstock.runtime.errors import ConfigError
+from penstock.runtime.processors import available_processors
 from penstock.runtime.request import MAX_STOP_TOKEN_IDS
 
 
@@ -26,6 +27,8 @@ class RunnerConfig:
     max_logprobs: int = 20
     native: bool = True
     """Attention and sampling by the native CPU kernels where the machine and the model's shapes allow."""
+    threads: int = field(default_factory=available_processors)
+    """That compile programs, and of which some fill masks."""
     max_decode_steps: int = 1
     """Most steps of a decode program's loop; see `Plan.num_steps`."""
     show_progress: bool = True

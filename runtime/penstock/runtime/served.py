@@ -109,9 +109,9 @@ def load_model(model: str, config: EngineConfig, mesh: Mesh) -> ServedModel:
 
 def _linear_format(config: EngineConfig, dtype: np.dtype[Any], mesh: Mesh) -> LinearFormat:
     """Packed where the native kernels can be used: on CPU, for bfloat16."""
-    on_cpu = next(iter(mesh.devices.flat)).platform == "cpu"
-    packed = config.native and on_cpu and dtype == jnp.bfloat16 and library.available()
-    return LinearFormat(packed=packed, int8=config.quantization == "int8")
+    platform = next(iter(mesh.devices.flat)).platform
+    native = library.wanted(config.native, config.native_folder, platform, dtype)
+    return LinearFormat(packed=native and dtype == jnp.bfloat16, int8=config.quantization == "int8")
 
 
 def _largest_window(windows: Sequence[int | None]) -> int | None:

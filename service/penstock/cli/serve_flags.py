@@ -11,6 +11,7 @@ from penstock.runtime.chat.parser import REASONING_PARSERS, TOOL_PARSERS
 from penstock.runtime.config import (
     DEFAULT_TARGET_ITL_S,
     DTYPES,
+    NATIVE,
     QUANTIZATIONS,
     EngineConfig,
     default_compilation_cache,
@@ -170,9 +171,23 @@ def _add_engine(parser: argparse.ArgumentParser) -> None:
     )
     engine.add_argument(
         "--native",
-        action=argparse.BooleanOptionalAction,
         default=_CONFIG.native,
-        help="use the native CPU kernels where the machine can; default: on",
+        choices=NATIVE,
+        help="the native CPU kernels; auto: where machine and model can use them; require: do not start "
+        "without; off: XLA alone; default: %(default)s",
+    )
+    engine.add_argument(
+        "--native-folder",
+        type=Path,
+        metavar="DIR",
+        help="where their library is, and where it is compiled to if it is not there; default: "
+        "~/.cache/penstock/native",
+    )
+    engine.add_argument(
+        "--threads",
+        type=int,
+        metavar="N",
+        help="CPU threads that compute; default: the processors that affinity mask and CPU quota leave",
     )
     engine.add_argument(
         "--max-model-len",
@@ -309,6 +324,8 @@ def engine_config(args: argparse.Namespace) -> EngineConfig:
         dtype=args.dtype,
         quantization=args.quantization,
         native=args.native,
+        native_folder=None if args.native_folder is None else args.native_folder.expanduser(),
+        threads=args.threads,
         max_model_len=args.max_model_len,
         max_num_seqs=args.max_num_seqs,
         max_num_batched_tokens=args.max_num_batched_tokens,

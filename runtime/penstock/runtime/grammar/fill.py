@@ -25,6 +25,11 @@ done before the threads are awake."""
 _MAX_THREADS = 8
 
 
+def mask_threads(processors: int) -> int:
+    """How many of so many processors' threads are for masks."""
+    return min(_MAX_THREADS, processors // 4)
+
+
 class MaskFiller:
     """Fills the rows of a step: where many are under grammars, in parallel on threads of its own."""
 
@@ -39,7 +44,7 @@ class MaskFiller:
         for longer than the masks take. `fill_parallel` is llguidance's, `clock` in seconds.
         """
         if num_threads is None:
-            num_threads = min(_MAX_THREADS, available_processors() // 4)
+            num_threads = mask_threads(available_processors())
         self._executor = LLExecutor(num_threads) if num_threads > 1 else None
         self._fill_parallel = fill_parallel
         self._clock = clock
