@@ -75,9 +75,8 @@ def main() -> int:
         write_checkpoint(Path(folder), shape)
         driver = InProcess(folder, config)
     pack_us: list[float] = []
-    runner: Any = driver.engine._runner
-    if hasattr(runner, "_pack"):  # the runner's own; where that is done otherwise, there is no such line
-        runner._pack = timed(runner._pack, pack_us)
+    slots: Any = driver.engine._runner._slots
+    slots.pack = timed(slots.pack, pack_us)
     steps: list[Mapping[str, float]] = []
     for repeat in range(-1, args.repeats):
         if repeat == 0:

@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.sharding import NamedSharding, PartitionSpec
 
 from penstock.runtime.attention import AttentionMeta, AttentionOp
 from penstock.runtime.config import EngineConfig
@@ -26,6 +27,7 @@ from penstock.runtime.errors import CheckpointError
 from penstock.runtime.interface import Observer
 from penstock.runtime.models.config import KVSpec
 from penstock.runtime.models.params import ParamSpec
+from penstock.runtime.runner import single_device_mesh
 from penstock.runtime.served import ServedModel
 
 VOCAB = 61
@@ -83,6 +85,8 @@ def toy_model(
 ) -> ServedModel:
     """The toy as a ServedModel; without a tokenizer unless one is given."""
     graphdef, weights = nnx.split(ToyLM())
+    mesh = single_device_mesh(jax.devices()[0])
+    weights = jax.device_put(weights, NamedSharding(mesh, PartitionSpec()))  # as a checkpoint's are
     return ServedModel(
         name="toy",
         architecture="ToyForCausalLM",

@@ -25,12 +25,13 @@ from penstock.runtime.sampling_codes import BIAS, LOGPROBS, PENALTIES, SAMPLING
 
 HEADER = 2
 FLAGS, NUM_STEPS = range(HEADER)
-_STEP_FIELDS = 5
-SLOT, START, NUM_TOKENS, MAX_SAMPLES, BANS = range(_STEP_FIELDS)
+PARAMS = 5
+SLOT, START, NUM_TOKENS, MAX_SAMPLES, BANS = range(PARAMS)
+"""Fields of the step; behind them, from PARAMS on, those of the request."""
 PARAM_FIELDS = 11
 """Constant while a request holds its slot; in the order of `pack_params`."""
-NUM_FIELDS = _STEP_FIELDS + PARAM_FIELDS
-FEATURES = _STEP_FIELDS
+NUM_FIELDS = PARAMS + PARAM_FIELDS
+FEATURES = PARAMS
 """The first of them; a row's bits of the header's flags."""
 FEEDBACK = -1
 """Input token that stands for "the token this row's slot sampled last"."""
@@ -130,7 +131,7 @@ class Layout:
     def unpack_rows(self, packed: Array) -> Unpacked:
         """The first part of the buffer, alone or with the rest behind it, inside the program."""
         header, fields, stop_ids = _split(packed, self._shapes[:3])
-        params = fields[:, _STEP_FIELDS:]
+        params = fields[:, PARAMS:]
 
         def floats(column: int) -> Array:
             return lax.bitcast_convert_type(params[:, column], jnp.float32)

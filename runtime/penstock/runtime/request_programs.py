@@ -24,7 +24,7 @@ _HUGE = 1e30
 
 def make_prompt_logprobs(rebuild: Rebuild, shapes: StepShapes) -> Callable[[Weights, Array, Array], Array]:
     """Log-probabilities of prompt tokens: (weights, `Forward.hidden`, int32[1 + 2 * max_tokens]: how many,
-    the index of the token before each, and the tokens themselves) -> int32[max_tokens, 2 + 2 * num_top], see
+    the index of the token before each, and the tokens themselves) -> int32[max_tokens, 1 + 2 * num_top], see
     `read_logprobs`.
     """
     tile = min(_PROMPT_TILE, shapes.max_tokens)
@@ -44,7 +44,7 @@ def make_prompt_logprobs(rebuild: Rebuild, shapes: StepShapes) -> Callable[[Weig
             )
             return start + tile, lax.dynamic_update_slice_in_dim(out, read, start, 0)
 
-        out = jnp.zeros((size, 2 + 2 * shapes.num_top), jnp.int32)
+        out = jnp.zeros((size, 1 + 2 * shapes.num_top), jnp.int32)
         _, out = lax.while_loop(lambda carry: carry[0] < count, turn, (jnp.int32(0), out))
         return out[: shapes.max_tokens]
 

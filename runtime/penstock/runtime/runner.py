@@ -27,7 +27,7 @@ from penstock.runtime.errors import ConfigError, NonFiniteLogits
 from penstock.runtime.grammar.fill import MaskFiller, mask_threads
 from penstock.runtime.models.config import KVSpec
 from penstock.runtime.native import huge_pages
-from penstock.runtime.plan import Plan, PlanRow, StepResult
+from penstock.runtime.plan import Plan, StepResult
 from penstock.runtime.programs import ProgramBuilder, Programs
 from penstock.runtime.request import Request, TokenLogprobs
 from penstock.runtime.request_programs import bias_row, pack_admission, pack_page_copies
@@ -35,7 +35,7 @@ from penstock.runtime.runner_config import RunnerConfig
 from penstock.runtime.sampler import RowState
 from penstock.runtime.sampling_codes import NON_FINITE
 from penstock.runtime.slots import Slots
-from penstock.runtime.step import NO_TOKEN, KVCache, Weights, read_logprobs
+from penstock.runtime.step import Chosen, KVCache, Weights, read_logprobs
 
 log = logging.getLogger(__name__)
 
@@ -52,12 +52,12 @@ class _Unchosen:
 
 @dataclass(frozen=True, slots=True)
 class PendingStep:
-    """A dispatched step; `result` is on its way to the host."""
+    """A dispatched step; what the host will read of `result` is on its way there."""
 
     plan: Plan
-    result: jax.Array | None
+    result: Chosen | None
     """None while `unchosen`."""
-    logprobs: tuple[int | None, ...]
+    logprobs: Sequence[int | None]
     """How many each row wants; noted here because its slot may be another request's when the result is read.
     """
     unchosen: _Unchosen | None = None
@@ -67,6 +67,11 @@ class PendingStep:
     """By row: first entry of `prompt_logprobs`, number of entries, how many candidates it wants."""
     errors: Mapping[int, Exception] = dataclasses.field(default_factory=dict)
     """By row, where no token can be chosen."""
+
+    @property
+    def wants_logprobs(self) -> bool:
+        """Whether any row does; if not, they stay on the device."""
+        return any(wanted is not None for wanted in self.logprobs)
 
 
 class ModelRunner:
@@ -172,7 +177,10 @@ class ModelRunner:
                 self._run_window(key, packed)
             else:
                 logits, hidden = self._run_forward(key, packed)
-                self._choose(logits, packed[: self._slots.layout(key).rows_size], self._no_mask)
+                packed = packed[: self._slots.layout(key).rows_size]
+                self._choose(logits, packed, self._no_mask)
+                # JAX's fast path is found per kind of argument, and rows under a grammar bring a host's mask.
+                self._choose(logits, packed, np.full(self._no_mask.shape, -1, np.int32))
                 programs.prompt_logprobs(self._weights, hidden, self._prompt_buffer([], []))
         nobody = Request("warm-up", (0,))
         self._write_slot(self.config.max_num_seqs, nobody, ())
@@ -205,17 +213,15 @@ class ModelRunner:
         logits, hidden, self._kv = programs.steps[key](self._weights, kv, self._state, packed)
         return logits, hidden
 
-    def _choose(self, logits: jax.Array, packed: NDArray[np.int32], mask: Any) -> jax.Array:
+    def _choose(self, logits: jax.Array, packed: NDArray[np.int32], mask: Any) -> Chosen:
         programs, _ = self._ready
-        result, self._state = programs.choice(self._state, logits, packed, mask)
-        result.copy_to_host_async()
-        return cast("jax.Array", result)
+        chosen, self._state = programs.choice(self._state, logits, packed, mask)
+        return cast("Chosen", chosen)
 
-    def _run_window(self, key: ProgramKey, packed: NDArray[np.int32]) -> jax.Array:
+    def _run_window(self, key: ProgramKey, packed: NDArray[np.int32]) -> Chosen:
         programs, kv = self._ready
-        result, self._kv, self._state = programs.steps[key](self._weights, kv, self._state, packed)
-        result.copy_to_host_async()
-        return cast("jax.Array", result)
+        chosen, self._kv, self._state = programs.steps[key](self._weights, kv, self._state, packed)
+        return cast("Chosen", chosen)
 
     def _write_slot(self, slot: int, request: Request, made: tuple[int, ...]) -> None:
         programs, _ = self._ready
@@ -252,16 +258,16 @@ class ModelRunner:
         in_window = plan.decode_only and not constraints and not targets
         key = self.config.buckets.select(plan.num_tokens, len(plan.rows), in_window)
         packed = self._slots.pack(plan, key, constraints)
-        logprobs = tuple([self._wanted_logprobs(row) for row in plan.rows])
+        logprobs = self._slots.logprobs(plan)
         if key.decode_only:
-            return PendingStep(plan, self._run_window(key, packed), logprobs)
+            return _sent(PendingStep(plan, self._run_window(key, packed), logprobs))
         logits, hidden = self._run_forward(key, packed)
         packed = packed[: self._slots.layout(key).rows_size]
         rows, prompt = self._prompt_logprobs(plan, hidden, targets)
         if constraints:
             return PendingStep(plan, None, logprobs, _Unchosen(logits, packed, constraints), prompt, rows)
         result = self._choose(logits, packed, self._no_mask)
-        return PendingStep(plan, result, logprobs, None, prompt, rows)
+        return _sent(PendingStep(plan, result, logprobs, None, prompt, rows))
 
     def choose(self, pending: PendingStep) -> PendingStep:
         """Choose the tokens of a step that waits for it, else do nothing: once the tokens of all steps before
@@ -273,36 +279,32 @@ class ModelRunner:
         mask = np.full(self._no_mask.shape, -1, np.int32)
         errors = self._filler.fill_all(unchosen.constraints, mask)
         result = self._choose(unchosen.logits, unchosen.packed, mask)
-        return dataclasses.replace(pending, result=result, unchosen=None, errors=errors)
+        return _sent(dataclasses.replace(pending, result=result, unchosen=None, errors=errors))
 
     def wait(self, pending: PendingStep) -> StepResult:
         """Block until a dispatched step's result is on the host."""
         assert pending.result is not None, "choose comes before wait"
-        result = np.asarray(pending.result)
         plan, num_top = pending.plan, self.config.num_top
-        by_row = result[: plan.num_steps, : len(plan.rows), 0].T.tolist()
-        token_ids: list[Sequence[int]] = [
-            [token for token in tokens if token != NO_TOKEN] if row.samples else ()
-            for row, tokens in zip(plan.rows, by_row, strict=True)
-        ]
+        tokens = np.asarray(pending.result.tokens)[: plan.num_steps, : len(plan.rows)].T
+        token_ids: list[Sequence[int]] = tokens.tolist()
         errors = dict(pending.errors)
+        for i, row in enumerate(plan.rows):
+            if not row.samples:
+                token_ids[i] = ()
         for i in errors:
             token_ids[i] = ()  # chosen without a mask
-        for i, tokens in enumerate(token_ids):
-            if tokens and tokens[-1] == NON_FINITE:
-                token_ids[i] = tokens[:-1]
-                errors.setdefault(i, NonFiniteLogits())
-        logprobs = [
-            ()
-            if k is None
-            else tuple(read_logprobs(result[s, i], num_top, k) for s in range(len(token_ids[i])))
-            for i, k in enumerate(pending.logprobs)
-        ]
+        if tokens.min() < 0:
+            for i, made in enumerate(token_ids):
+                if NON_FINITE in made:
+                    errors.setdefault(i, NonFiniteLogits())
+                token_ids[i] = [token for token in made if token >= 0]
+        logprobs: list[Sequence[TokenLogprobs]] = [()] * len(plan.rows)
+        if pending.wants_logprobs:
+            values = np.asarray(pending.result.logprobs)
+            for i, k in enumerate(pending.logprobs):
+                if k is not None:
+                    logprobs[i] = [read_logprobs(values[s, i], num_top, k) for s in range(len(token_ids[i]))]
         return StepResult(token_ids, logprobs, errors, self._read_prompt(pending))
-
-    def _wanted_logprobs(self, row: PlanRow) -> int | None:
-        wanted = self._slots.request(row).logprobs if row.samples else None
-        return None if wanted is None else min(wanted, self.config.num_top)
 
     # -- log-probabilities of prompts --
 
@@ -387,6 +389,15 @@ class ModelRunner:
         self.destroy_kv_cache()
         self._programs = None
         self._weights = ()
+
+
+def _sent(pending: PendingStep) -> PendingStep:
+    """The same, once what the host will read of it is on its way."""
+    assert pending.result is not None
+    pending.result.tokens.copy_to_host_async()
+    if pending.wants_logprobs:
+        pending.result.logprobs.copy_to_host_async()
+    return pending
 
 
 def single_device_mesh(device: jax.Device) -> Mesh:

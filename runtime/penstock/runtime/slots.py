@@ -5,7 +5,6 @@ packing of plans from it.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,16 +12,14 @@ from numpy.typing import NDArray
 from penstock.runtime.buckets import ProgramKey
 from penstock.runtime.constraint import TokenConstraint
 from penstock.runtime.packing import (
-    BANS,
     FEATURES,
     FEEDBACK,
     FLAGS,
     MAX_SAMPLES,
     NUM_STEPS,
-    NUM_TOKENS,
     PARAM_FIELDS,
+    PARAMS,
     SLOT,
-    START,
     Layout,
     pack_params,
 )
@@ -32,36 +29,41 @@ from penstock.runtime.runner_config import RunnerConfig
 from penstock.runtime.sampling_codes import BANNED, MASK
 
 
-@dataclass(frozen=True, slots=True)
-class _Slot:
-    request: Request
-    stop_ids: NDArray[np.int32]
-
-
 class Slots:
-    """Filled by what plans say; plain numpy."""
+    """Filled by what plans say; plain numpy. What a step needs of a slot is worked out once, when a request
+    takes it: a step then costs a few operations over whole columns, however many rows it has.
+    """
 
     def __init__(self, config: RunnerConfig) -> None:
         self._config = config
         count = config.max_num_seqs
-        self._slots: list[_Slot | None] = [None] * count
+        self._requests: list[Request | None] = [None] * count
+        self._logprobs: list[int | None] = [None] * count
+        self._constrained: set[int] = set()
         self._params = np.zeros((count, PARAM_FIELDS), np.int32)
+        self._stop_ids = np.full((count, MAX_STOP_TOKEN_IDS), config.vocab_size, np.int32)
         self._tables = np.zeros((count, config.pages_per_row), np.int32)
+        self._layouts: dict[ProgramKey, Layout] = {}
+        self._blanks: dict[ProgramKey, NDArray[np.int32]] = {}
 
     def clear(self) -> None:
         """Nobody holds a slot."""
-        self._slots = [None] * self._config.max_num_seqs
+        self._requests = [None] * self._config.max_num_seqs
+        self._constrained.clear()
         self._tables[:] = 0
 
     def admit(self, slot: int, request: Request) -> None:
         """A request takes a slot."""
+        self._requests[slot] = request
+        wanted = request.logprobs
+        self._logprobs[slot] = None if wanted is None else min(wanted, self._config.num_top)
+        (self._constrained.discard if request.constraint is None else self._constrained.add)(slot)
         self._params[slot] = pack_params(request)
-        stop_ids = np.full(MAX_STOP_TOKEN_IDS, self._config.vocab_size, np.int32)
         ids = list(request.stopping.stop_token_ids)
         if not request.stopping.ignore_eos:
             ids += self._config.eos_token_ids
-        stop_ids[: len(ids)] = ids
-        self._slots[slot] = _Slot(request, stop_ids)
+        self._stop_ids[slot, : len(ids)] = ids
+        self._stop_ids[slot, len(ids) :] = self._config.vocab_size
 
     def write_page(self, write: PageWrite) -> None:
         """Entries of one page table."""
@@ -70,29 +72,43 @@ class Slots:
 
     def request(self, row: PlanRow) -> Request:
         """Who holds the row's slot."""
-        return self._held(row).request
+        request = self._requests[row.slot]
+        assert request is not None, f"slot {row.slot} runs {row.request_id} but was never admitted"
+        return request
 
     def constraints(self, plan: Plan) -> dict[int, TokenConstraint]:
         """By row, of those that make a token."""
+        if not self._constrained:
+            return {}
         return {
             i: constraint
             for i, row in enumerate(plan.rows)
-            if row.samples and (constraint := self._held(row).request.constraint) is not None
+            if row.samples and (constraint := self.request(row).constraint) is not None
         }
+
+    def logprobs(self, plan: Plan) -> list[int | None]:
+        """By row, how many log-probabilities of likeliest tokens to report; None: not even the token's."""
+        logprobs = self._logprobs
+        return [logprobs[row.slot] if row.samples else None for row in plan.rows]
 
     def layout(self, key: ProgramKey) -> Layout:
         """Of a program's packed buffer."""
-        return Layout(key, self._config.pages_per_row)
+        layout = self._layouts.get(key)
+        if layout is None:
+            layout = self._layouts[key] = Layout(key, self._config.pages_per_row)
+        return layout
 
     def blank(self, key: ProgramKey) -> NDArray[np.int32]:
         """A buffer of padding only: it computes, writes nowhere and samples nothing."""
-        layout = self.layout(key)
-        buffer = np.zeros(layout.size, np.int32)
-        header, fields, stop_ids, _, _ = layout.views(buffer)
-        header[NUM_STEPS] = 1
-        fields[:, SLOT] = self._config.max_num_seqs
-        stop_ids[:] = self._config.vocab_size
-        return buffer
+        blank = self._blanks.get(key)
+        if blank is None:
+            layout = self.layout(key)
+            blank = self._blanks[key] = np.zeros(layout.size, np.int32)
+            header, fields, stop_ids, _, _ = layout.views(blank)
+            header[NUM_STEPS] = 1
+            fields[:, SLOT] = self._config.max_num_seqs
+            stop_ids[:] = self._config.vocab_size
+        return blank.copy()
 
     def pack(
         self, plan: Plan, key: ProgramKey, constraints: Mapping[int, TokenConstraint]
@@ -103,28 +119,26 @@ class Slots:
         buffer = self.blank(key)
         header, fields, stop_ids, tokens, tables = self.layout(key).views(buffer)
         header[NUM_STEPS] = plan.num_steps
-        rows, count = plan.rows, len(plan.rows)
-        slots = [row.slot for row in rows]
-        fields[:count, SLOT] = slots
-        fields[:count, START] = [row.start for row in rows]
-        fields[:count, NUM_TOKENS] = [row.num_tokens for row in rows]
-        fields[:count, MAX_SAMPLES] = [row.max_samples if row.samples else 0 for row in rows]
-        bans = [row.bans for row in rows]
-        fields[:count, BANS] = bans
-        fields[:count, -PARAM_FIELDS:] = self._params[slots]
+        count = len(plan.rows)
+        _, row_slots, starts, nums, ids, samples, bans, most = zip(*plan.rows, strict=True)
+        step = np.array([row_slots, starts, nums, most, bans], np.int32)  # in the order of the fields
+        slots = step[SLOT]
+        fields[:count, :PARAMS] = step.T
+        fields[:count, PARAMS:] = self._params[slots]
+        stop_ids[:count] = self._stop_ids[slots]
         tables[:count] = self._tables[slots]
-        at = 0
-        for i, row in enumerate(rows):
-            tokens[at : at + row.num_tokens] = FEEDBACK if row.token_ids is None else row.token_ids
-            at += row.num_tokens
-            stop_ids[i] = self._held(row).stop_ids
-            if not row.samples:
-                fields[i, FEATURES] = 0
-        fields[list(constraints), FEATURES] |= MASK
+        if any(ids):
+            at = 0
+            for num, given in zip(nums, ids, strict=True):
+                tokens[at : at + num] = FEEDBACK if given is None else given
+                at += num
+        else:
+            tokens[:count] = FEEDBACK
+        if not all(samples):
+            silent = [i for i, row_samples in enumerate(samples) if not row_samples]
+            fields[silent, MAX_SAMPLES] = 0
+            fields[silent, FEATURES] = 0
+        if constraints:
+            fields[list(constraints), FEATURES] |= MASK
         header[FLAGS] = np.bitwise_or.reduce(fields[:count, FEATURES]) | (BANNED if any(bans) else 0)
         return buffer
-
-    def _held(self, row: PlanRow) -> _Slot:
-        held = self._slots[row.slot]
-        assert held is not None, f"slot {row.slot} runs {row.request_id} but was never admitted"
-        return held

@@ -8,8 +8,8 @@
 What only some requests need is in `request_programs`.
 
 Weights, KV cache and row state are arguments, so new weights need no recompile; KV cache and state are
-donated, so a step updates them in place. What the host reads back is one int32 array per step: by row the
-token, then see `read_logprobs`.
+donated, so a step updates them in place. What the host reads back of a step are its tokens, and where a row
+wants log-probabilities a second, larger array of them (`Chosen`).
 """
 
 from __future__ import annotations
@@ -57,6 +57,13 @@ class Forward(NamedTuple):
     logits: Array  # float32[R, V] after each row's last token
     hidden: Array  # [most tokens of a step, E] of every token
     kv: KVCache
+
+
+class Chosen(NamedTuple):
+    """What the host reads of a dispatch; N is 1, or the most steps of a window."""
+
+    tokens: Array  # int32[N, R]; NO_TOKEN where a row made none, NON_FINITE where it cannot
+    logprobs: Array  # int32[N, R, 1 + 2 * num_top], see `read_logprobs`; zeros where no row has LOGPROBS
 
 
 class StepShapes(NamedTuple):
@@ -129,16 +136,17 @@ def make_forward(
 
 def make_choice(
     layout: Layout, sampler: SamplerOp, num_top: int
-) -> Callable[[RowState, Array, Array, Array], tuple[Array, RowState]]:
+) -> Callable[[RowState, Array, Array, Array], tuple[Chosen, RowState]]:
     """The tokens after one step's logits: (state, logits, first part of the packed buffer, mask int32[R, W])
-    -> (int32[1, R, 2 + 2 * num_top], state).
+    -> (what was chosen, state).
     """
 
-    def choose(state: RowState, logits: Array, packed: Array, mask: Array) -> tuple[Array, RowState]:
+    def choose(state: RowState, logits: Array, packed: Array, mask: Array) -> tuple[Chosen, RowState]:
         batch = layout.unpack_rows(packed)
         sampled = sampler(logits, state, batch.sampling, batch.flags, mask, num_top=num_top)
         state = _add_history(state, batch, sampled.tokens, batch.max_samples > 0)
-        return report(sampled, batch.flags)[None], _keep(state, batch, sampled.tokens)
+        chosen = Chosen(sampled.tokens[None], report(sampled, batch.flags)[None])
+        return chosen, _keep(state, batch, sampled.tokens)
 
     return choose
 
@@ -150,14 +158,14 @@ def make_window(
     attention: AttentionOp,
     sampler: SamplerOp,
     max_steps: int,
-) -> Callable[[Weights, KVCache, RowState, Array], tuple[Array, KVCache, RowState]]:
+) -> Callable[[Weights, KVCache, RowState, Array], tuple[Chosen, KVCache, RowState]]:
     """A loop of decode steps, of which a call runs as many as its header says, or fewer when every row has
-    ended: result int32[max_steps, R, 2 + 2 * num_top], NO_TOKEN where a row made none. No row has a mask.
+    ended. No row has a mask.
     """
 
     def window(
         weights: Weights, kv: KVCache, state: RowState, packed: Array
-    ) -> tuple[Array, KVCache, RowState]:
+    ) -> tuple[Chosen, KVCache, RowState]:
         model = rebuild(weights)
         batch, inputs = layout.unpack_rows(packed), layout.unpack_inputs(packed)
 
@@ -181,8 +189,7 @@ def make_window(
             rows = batch.sampling._replace(positions=batch.sampling.positions + carry.step, banned=banned)
             made = sampler(logits, carry.state, rows, batch.flags, None, num_top=shapes.num_top)
             sampled = made.tokens
-            read = report(made, batch.flags)
-            read = read.at[:, 0].set(jnp.where(carry.alive, sampled, NO_TOKEN))
+            token = jnp.where(carry.alive, sampled, NO_TOKEN)
             ended = ((sampled[:, None] == rows.stop_ids).any(axis=1) & ~banned) | (sampled < 0)
             step = carry.step + 1
             alive = carry.alive & ~ended & (step < batch.max_samples)
@@ -196,7 +203,10 @@ def make_window(
                 sampled=jnp.where(carry.alive, sampled, carry.sampled),
                 kv=kv,
                 state=_add_history(carry.state, batch, sampled, carry.alive),
-                result=carry.result.at[carry.step].set(read),
+                chosen=Chosen(
+                    carry.chosen.tokens.at[carry.step].set(token),
+                    carry.chosen.logprobs.at[carry.step].set(report(made, batch.flags)),
+                ),
             )
 
         rows = layout.key.rows
@@ -214,10 +224,13 @@ def make_window(
                 sampled=jnp.zeros((rows,), jnp.int32),
                 kv=kv,
                 state=state,
-                result=jnp.full((max_steps, rows, 2 + 2 * shapes.num_top), NO_TOKEN, jnp.int32),
+                chosen=Chosen(
+                    jnp.full((max_steps, rows), NO_TOKEN, jnp.int32),
+                    jnp.zeros((max_steps, rows, 1 + 2 * shapes.num_top), jnp.int32),
+                ),
             ),
         )
-        return end.result, end.kv, _keep(end.state, batch, end.sampled)
+        return end.chosen, end.kv, _keep(end.state, batch, end.sampled)
 
     return window
 
@@ -232,7 +245,7 @@ class _Window(NamedTuple):
     sampled: Array  # int32[R] the row's newest token
     kv: KVCache
     state: RowState
-    result: Array  # int32[max_steps, R, 2 + 2 * num_top]
+    chosen: Chosen
 
 
 def _keep(state: RowState, batch: Unpacked, sampled: Array) -> RowState:
@@ -250,26 +263,30 @@ def _add_history(state: RowState, batch: Unpacked, sampled: Array, alive: Array)
 
 
 def report(sampled: Sampled, flags: Array) -> Array:
-    """What the host reads of one step: int32[R, 2 + 2 * num_top], see `read_logprobs`."""
+    """Log-probabilities as the host reads them, int32[R, 1 + 2 * num_top], see `read_logprobs`; zeros without
+    LOGPROBS.
+    """
 
     def full() -> Array:
         values = jnp.concatenate([sampled.logprobs[:, None], sampled.top_logprobs], axis=1)
         bits = lax.bitcast_convert_type(values, jnp.int32)
-        return jnp.concatenate([sampled.tokens[:, None], bits[:, :1], sampled.top_ids, bits[:, 1:]], axis=1)
+        return jnp.concatenate([bits[:, :1], sampled.top_ids, bits[:, 1:]], axis=1)
 
-    def tokens_only() -> Array:
+    def nothing() -> Array:
         num_rows, num_top = sampled.top_ids.shape
-        return jnp.zeros((num_rows, 2 + 2 * num_top), jnp.int32).at[:, 0].set(sampled.tokens)
+        return jnp.zeros((num_rows, 1 + 2 * num_top), jnp.int32)
 
-    result: Array = lax.cond((flags & LOGPROBS) != 0, full, tokens_only)
+    result: Array = lax.cond((flags & LOGPROBS) != 0, full, nothing)
     return result
 
 
 def read_logprobs(row: np.ndarray, num_top: int, wanted: int) -> TokenLogprobs:
-    """One row of a result array as the `wanted` likeliest tokens and the token's own log-probability."""
-    ids = row[2 : 2 + wanted].tolist()
-    values = row[2 + num_top : 2 + num_top + wanted].view(np.float32).tolist()
-    return TokenLogprobs(float(row[1:2].view(np.float32)[0]), tuple(zip(ids, values, strict=True)))
+    """One row of `report`: the token's own log-probability (float32's bits), the likeliest tokens, and
+    theirs; of which the first `wanted` are told.
+    """
+    ids = row[1 : 1 + wanted].tolist()
+    values = row[1 + num_top : 1 + num_top + wanted].view(np.float32).tolist()
+    return TokenLogprobs(float(row[:1].view(np.float32)[0]), tuple(zip(ids, values, strict=True)))
 
 
 def compile_program(

@@ -1,0 +1,160 @@
+"""JAX calls a compiled program in C++, unless something about a call sends it to Python, which costs a
+millisecond at a few hundred arrays: in steady state, and from the first step on, nothing does. What the host
+reads of a step is as little as was asked for.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from jax._src import test_util
+
+from penstock.runtime.buckets import Buckets
+from penstock.runtime.compilation import use_compilation_cache
+from penstock.runtime.plan import PageWrite, Plan, PlanRow
+from penstock.runtime.request import Request, SamplingParams, StoppingParams
+from penstock.runtime.runner import ModelRunner, PendingStep, single_device_mesh
+from penstock.runtime.runner_config import RunnerConfig
+from penstock.runtime.step import compile_program
+from tests.support.toy import TEST_CACHE, VOCAB, toy_model
+
+GREEDY = SamplingParams(temperature=0.0)
+PENALISED = SamplingParams(temperature=0.0, presence_penalty=0.5, logit_bias=((3, 1.0),))
+
+
+class Anything:
+    """A constraint that allows every token."""
+
+    is_complete = False
+
+    def fill(self, mask: np.ndarray) -> None:
+        mask[:] = -1
+
+    def accept(self, token_ids: Any) -> None: ...
+
+
+@contextmanager
+def slow_calls() -> Iterator[Callable[[], int]]:
+    """How many calls of compiled programs this thread has made by way of Python."""
+    with test_util.count_aot_jit_cpp_cache_miss() as count:
+        yield count
+
+
+@pytest.fixture(scope="module")
+def runner() -> Iterator[ModelRunner]:
+    use_compilation_cache(TEST_CACHE)
+    model = toy_model()
+    config = RunnerConfig(
+        buckets=Buckets(token_buckets=(16, 32), row_buckets=(2, 4)),
+        max_num_seqs=4,
+        max_model_len=64,
+        page_size=4,
+        dtype=np.dtype(np.float32),
+        vocab_size=VOCAB,
+        eos_token_ids=(60,),
+        max_decode_steps=4,
+        show_progress=False,
+    )
+    device = jax.devices()[0]
+    runner = ModelRunner(model.graphdef, model.weights, model.kv_spec, config, single_device_mesh(device))
+    runner.initialize_kv_cache(64)
+    runner.compile()
+    yield runner
+    runner.shutdown()
+
+
+def entry(slot: int, num_prompt: int = 5, **about: Any) -> Plan:
+    prompt = tuple(range(1, num_prompt + 1))
+    request = Request(f"r{slot}", prompt, GREEDY, StoppingParams(ignore_eos=True))
+    request = dataclasses.replace(request, **about)
+    row = PlanRow(request.request_id, slot, 0, num_prompt, prompt, True)
+    pages = PageWrite(slot, 0, tuple(range(16 * slot, 16 * slot + 16)))
+    return Plan(slot, (row,), ((slot, request),), (pages,))
+
+
+def decodes(*slots: int, start: int = 5, num_steps: int = 1) -> Plan:
+    rows = tuple(PlanRow(f"r{slot}", slot, start, 1, None, True, 0, num_steps) for slot in slots)
+    return Plan(9, rows, num_steps=num_steps)
+
+
+PLANS = {
+    "prefills": lambda: [entry(0), entry(1, 20)],
+    "decodes and windows": lambda: [
+        *map(entry, range(4)),
+        decodes(0),
+        decodes(0, 1, 2, start=6),
+        decodes(0, 1, start=7, num_steps=4),
+        decodes(0, 1, 2, 3, start=11, num_steps=3),
+    ],
+    "penalties": lambda: [entry(2, sampling=PENALISED), decodes(2)],
+    "copies of pages": lambda: [entry(0), dataclasses.replace(entry(1), page_copies=((1, 40), (2, 41)))],
+    "constraints": lambda: [entry(3, constraint=Anything()), decodes(3)],
+    "log-probabilities": lambda: [entry(0, logprobs=2), decodes(0, num_steps=4)],
+    "log-probabilities of the prompt": lambda: [entry(0, 20, prompt_logprobs=2)],
+}
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_no_step_is_called_by_way_of_python(runner: ModelRunner, name: str) -> None:
+    with slow_calls() as count:
+        for plan in PLANS[name]():
+            runner.execute(plan)
+        assert count() == 0
+
+
+def test_new_weights_keep_the_fast_path(runner: ModelRunner) -> None:
+    leaves, tree = jax.tree.flatten(runner.weights)
+    runner.replace_weights(jax.tree.unflatten(tree, [np.asarray(leaf) for leaf in leaves]))
+    with slow_calls() as count:
+        for plan in PLANS["decodes and windows"]():
+            runner.execute(plan)
+        assert count() == 0
+
+
+def test_a_slow_call_is_counted() -> None:
+    """What the tests above rely on: the first call with arguments of one kind is slow, later ones are not."""
+    program = compile_program(lambda x: x + 1, jax.ShapeDtypeStruct((3,), np.float32))
+    with slow_calls() as count:
+        program(np.zeros(3, np.float32))
+        assert count() == 1
+        program(np.zeros(3, np.float32))
+        assert count() == 1
+        program(jax.device_put(np.zeros(3, np.float32), jax.devices()[0]))
+        assert count() == 2
+
+
+def test_log_probabilities_are_read_only_where_a_row_wants_them(
+    runner: ModelRunner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where nobody does, their array is never asked for: here it is one that nobody can read."""
+
+    def unreadable(pending: PendingStep) -> PendingStep:
+        assert pending.result is not None
+        pending.result.logprobs.delete()
+        return pending
+
+    pending = [runner.execute_async(entry(0)), runner.execute_async(decodes(0, num_steps=4))]
+    plain = [runner.wait(unreadable(p)) for p in pending]
+    assert [result.logprobs for result in plain] == [[()], [()]]
+    wanted = [runner.execute(entry(0, logprobs=2)), runner.execute(decodes(0, num_steps=4))]
+    assert [result.token_ids for result in wanted] == [result.token_ids for result in plain]
+    assert [[len(token.top) for token in result.logprobs[0]] for result in wanted] == [[2], [2] * 4]
+    assert runner.config.num_top == 20
+    with pytest.raises(RuntimeError, match="deleted"):
+        runner.wait(unreadable(runner.execute_async(entry(0, logprobs=2))))
+
+
+def test_what_a_step_sends_for_the_tokens_alone(runner: ModelRunner) -> None:
+    """Four bytes a row and step are read back where no log-probabilities are."""
+    runner.execute(entry(0))
+    pending = runner.execute_async(decodes(0, num_steps=4))
+    assert pending.result is not None
+    assert pending.result.tokens.shape == (4, 2)
+    assert pending.result.logprobs.shape == (4, 2, 1 + 2 * 20)
+    runner.wait(pending)
