@@ -255,7 +255,12 @@ def test_the_same_as_in_xla() -> None:
     picked = [replace(random_row(rng, 5000), num_logprobs=num_top) for _ in range(num_rows)]
     positional, named = arrays(picked, order=rng.permutation(num_rows))
     logits, history, bias, mask, _ = map(jnp.asarray, positional)
-    state = sampler.RowState(jnp.zeros(num_rows, jnp.int32), history, jnp.nan_to_num(bias, neginf=-jnp.inf))
+    state = sampler.RowState(
+        jnp.zeros(num_rows, jnp.int32),
+        jnp.zeros((num_rows, 1), jnp.int32),
+        history,
+        jnp.nan_to_num(bias, neginf=-jnp.inf),
+    )
     seeds = np.stack([np.zeros(num_rows), np.arange(num_rows)], axis=1).astype(np.uint32)
     named |= {name + "_penalty": named.pop(name) for name in ("presence", "frequency", "repetition")}
     rows = sampler.SamplingRows(

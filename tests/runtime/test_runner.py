@@ -21,6 +21,8 @@ from penstock.runtime.packing import (
     MAX_SAMPLES,
     NUM_FIELDS,
     NUM_STEPS,
+    PAGE,
+    PAGE_INDEX,
     PARAM_FIELDS,
     SLOT,
     Layout,
@@ -261,13 +263,13 @@ def test_layout_round_trip() -> None:
     """What the host writes through views is what the programs read; floats and 64-bit seeds survive as
     bits.
     """
-    layout = Layout(ProgramKey(8, 4), pages_per_row=3)
+    layout = Layout(ProgramKey(8, 4))
     buffer = np.zeros(layout.size, np.int32)
-    assert layout.size == 2 + 8 + 4 * (NUM_FIELDS + MAX_STOP_TOKEN_IDS + 3)
-    header, fields, stop_ids, tokens, tables = layout.views(buffer)
+    assert layout.size == 2 + 8 + 4 * (NUM_FIELDS + MAX_STOP_TOKEN_IDS)
+    header, fields, stop_ids, packed_tokens = layout.views(buffer)
     header[FLAGS], header[NUM_STEPS] = 9, 5
-    tokens[:] = range(8)
-    tokens[7] = FEEDBACK
+    packed_tokens[:] = range(8)
+    packed_tokens[7] = FEEDBACK
     fields[:, SLOT] = [3, 1, 2, 0]
     params = SamplingParams(
         0.7,
@@ -282,12 +284,12 @@ def test_layout_round_trip() -> None:
     fields[1, -PARAM_FIELDS:] = pack_params(Request("r", (1,), params, logprobs=4))
     stop_ids[2, 5] = 44
     fields[:, MAX_SAMPLES], fields[:, BANS] = [1, 5, 0, 2], [0, 3, 0, 2]
-    tables[3] = [9, 8, 7]
-    out, inputs = jax.jit(lambda b: (layout.unpack_rows(b), layout.unpack_inputs(b)))(buffer)
+    fields[:, PAGE_INDEX], fields[:, PAGE] = [7, 7, 2, 7], [0, 0, 9, 0]
+    out, tokens = jax.jit(lambda b: (layout.unpack_rows(b), layout.unpack_tokens(b)))(buffer)
     alone = jax.jit(layout.unpack_rows)(buffer[: layout.rows_size])
     jax.tree.map(np.testing.assert_array_equal, alone, out)
     assert int(out.flags) == 9
-    assert inputs.tokens.tolist() == [0, 1, 2, 3, 4, 5, 6, -1]
+    assert tokens.tolist() == [0, 1, 2, 3, 4, 5, 6, -1]
     rows = out.sampling
     assert rows.slots.tolist() == [3, 1, 2, 0]
     assert rows.features[1] == PENALTIES | SAMPLING | LOGPROBS
@@ -305,7 +307,7 @@ def test_layout_round_trip() -> None:
     assert out.max_samples.tolist() == [1, 5, 0, 2]
     assert out.bans.tolist() == [0, 3, 0, 2]
     assert rows.stop_ids[2, 5] == 44
-    assert inputs.page_table[3].tolist() == [9, 8, 7]
+    assert (out.page_indices.tolist(), out.pages.tolist()) == ([7, 7, 2, 7], [0, 0, 9, 0])
 
 
 def test_too_many_eos_ids_are_refused() -> None:

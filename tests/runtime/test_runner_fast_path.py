@@ -1,26 +1,32 @@
 """JAX calls a compiled program in C++, unless something about a call sends it to Python, which costs a
 millisecond at a few hundred arrays: in steady state, and from the first step on, nothing does. What the host
-reads of a step is as little as was asked for.
+sends and reads of a step is as little as it can be.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import tracemalloc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import jax
 import numpy as np
 import pytest
 from jax._src import test_util
 
-from penstock.runtime.buckets import Buckets
+from penstock.runtime.attention import allocate_kv
+from penstock.runtime.buckets import Buckets, ProgramKey
 from penstock.runtime.compilation import use_compilation_cache
+from penstock.runtime.device_arrays import zeros
 from penstock.runtime.plan import PageWrite, Plan, PlanRow
 from penstock.runtime.request import Request, SamplingParams, StoppingParams
+from penstock.runtime.request_programs import make_table_rows
 from penstock.runtime.runner import ModelRunner, PendingStep, single_device_mesh
 from penstock.runtime.runner_config import RunnerConfig
+from penstock.runtime.sampler import RowState
+from penstock.runtime.slots import Slots
 from penstock.runtime.step import compile_program
 from tests.support.toy import TEST_CACHE, VOCAB, toy_model
 
@@ -150,7 +156,7 @@ def test_log_probabilities_are_read_only_where_a_row_wants_them(
         runner.wait(unreadable(runner.execute_async(entry(0, logprobs=2))))
 
 
-def test_what_a_step_sends_for_the_tokens_alone(runner: ModelRunner) -> None:
+def test_what_a_step_reads_for_the_tokens_alone(runner: ModelRunner) -> None:
     """Four bytes a row and step are read back where no log-probabilities are."""
     runner.execute(entry(0))
     pending = runner.execute_async(decodes(0, num_steps=4))
@@ -158,3 +164,89 @@ def test_what_a_step_sends_for_the_tokens_alone(runner: ModelRunner) -> None:
     assert pending.result.tokens.shape == (4, 2)
     assert pending.result.logprobs.shape == (4, 2, 1 + 2 * 20)
     runner.wait(pending)
+
+
+def spied(runner: ModelRunner, monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
+    """The slots whose whole page tables are sent from now on, by call."""
+    calls: list[list[int]] = []
+    programs = runner._programs
+    assert programs is not None
+
+    def table_rows(state: Any, packed: np.ndarray) -> Any:
+        calls.append([int(slot) for slot in packed[:, 0] if slot < runner.config.max_num_seqs])
+        return programs.table_rows(state, packed)
+
+    spy = dataclasses.replace(programs, table_rows=cast("jax.stages.Compiled", table_rows))
+    monkeypatch.setattr(runner, "_programs", spy)
+    return calls
+
+
+def with_pages(plan: Plan, *writes: PageWrite) -> Plan:
+    return dataclasses.replace(plan, page_writes=writes)
+
+
+def test_a_page_of_a_decode_travels_in_the_step_and_a_whole_table_before_it(
+    runner: ModelRunner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runner.reset_state()
+    calls = spied(runner, monkeypatch)
+    runner.execute(with_pages(entry(0), PageWrite(0, 0, (9, 8))))
+    runner.execute(with_pages(entry(2, 3), PageWrite(2, 0, (7,))))  # one page: it needs no more than a decode
+    assert calls == [[0]]
+    runner.execute(with_pages(decodes(2, 0, start=4), PageWrite(0, 2, (3,)), PageWrite(2, 1, (5,))))
+    assert calls == [[0]]
+    grown = decodes(0, 2, start=8, num_steps=4)
+    runner.execute(with_pages(grown, PageWrite(0, 3, (1, 2)), PageWrite(2, 2, (6,))))
+    assert calls == [[0], [0]]
+    expected = np.zeros((4, 16), np.int32)
+    expected[0, :5], expected[2, :3] = [9, 8, 3, 1, 2], [7, 5, 6]
+    np.testing.assert_array_equal(runner._state.tables, expected)
+
+
+def test_several_writes_of_a_slot_and_slots_without_a_row_are_all_sent(
+    runner: ModelRunner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runner.reset_state()
+    calls = spied(runner, monkeypatch)
+    writes = (PageWrite(1, 0, (4,)), PageWrite(1, 1, (6,)), PageWrite(3, 2, (11,)))
+    runner.execute(with_pages(entry(1), *writes))
+    assert calls == [[1, 3]]
+    expected = np.zeros((4, 16), np.int32)
+    expected[1, :2], expected[3, 2] = [4, 6], 11
+    np.testing.assert_array_equal(runner._state.tables, expected)
+
+
+def test_more_tables_than_one_call_takes(runner: ModelRunner) -> None:
+    config = dataclasses.replace(runner.config, max_num_seqs=20, max_model_len=9)
+    given = np.arange(20 * 3, dtype=np.int32).reshape(20, 3)
+    slots = Slots(config)
+    writes = tuple(PageWrite(slot, 0, tuple(map(int, row))) for slot, row in enumerate(given))
+    parts = list(slots.table_rows(slots.write_pages(Plan(0, (), (), writes))))
+    assert [len(part) for part in parts] == [8, 8, 8]
+    none = np.zeros(1, np.int32)
+    state: Any = (none, np.zeros((20, 3), np.int32), none, none)
+    for part in parts:
+        state = jax.jit(make_table_rows())(RowState(*state), part)
+    np.testing.assert_array_equal(state.tables, given)
+
+
+def test_what_a_step_sends_does_not_grow_with_the_context(runner: ModelRunner) -> None:
+    short, long = (
+        Slots(dataclasses.replace(runner.config, max_model_len=n)).blank(ProgramKey(4, 4, True)).nbytes
+        for n in (64, 131_072)
+    )
+    assert short == long < 1024
+
+
+def test_the_host_never_holds_a_copy_of_what_is_allocated() -> None:
+    """Neither of the cache nor of what sampling keeps: both are zeros that the device makes."""
+    sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    dtype = np.dtype(np.uint16)
+    zeros((2,), dtype, sharding)  # what compiling takes is not of interest
+    tracemalloc.start()
+    made = jax.block_until_ready(allocate_kv(3, (2**18, 2, 1, 1, 2), np.dtype(np.float16), sharding))
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 2**20
+    assert len({array.unsafe_buffer_pointer() for array in made}) == 3
+    assert all(array.nbytes == 2**21 and array.dtype == dtype and not np.any(array) for array in made)

@@ -20,6 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
+from penstock.runtime.device_arrays import zeros
 from penstock.runtime.native import attention as kernels
 from penstock.runtime.native import library
 
@@ -307,5 +308,4 @@ def allocate_kv(
     """Zeroed cache, one array a layer (slicing layers out of one stacked array defeats XLA's fast paths on
     CPU).
     """
-    storage = kv_storage_dtype(dtype)
-    return tuple(jax.device_put(np.zeros(shape, storage), sharding) for _ in range(num_layers))
+    return zeros(shape, kv_storage_dtype(dtype), sharding, num_layers)

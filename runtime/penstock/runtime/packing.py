@@ -2,9 +2,10 @@
 program.
 
 One transfer costs what eight small ones cost each; floats travel as their bits. Sections, in order: header,
-row fields [R, NUM_FIELDS], ids that end the row [R, MAX_STOP_TOKEN_IDS], input tokens [T], page tables
-[R, P]. The first three are all that sampling needs, so that one sampling program per number of rows serves
-steps of any number of tokens.
+row fields [R, NUM_FIELDS], ids that end the row [R, MAX_STOP_TOKEN_IDS], input tokens [T]. The first three
+are all that sampling needs, so that one sampling program per number of rows serves steps of any number of
+tokens. Page tables stay on the device: a row's fields tell the one entry that is new, which is all that a
+decode ever adds, and whoever enters sends its table beforehand (`request_programs.make_table_rows`).
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ from penstock.runtime.sampling_codes import BIAS, LOGPROBS, PENALTIES, SAMPLING
 
 HEADER = 2
 FLAGS, NUM_STEPS = range(HEADER)
-PARAMS = 5
-SLOT, START, NUM_TOKENS, MAX_SAMPLES, BANS = range(PARAMS)
+PARAMS = 7
+SLOT, START, NUM_TOKENS, MAX_SAMPLES, BANS, PAGE_INDEX, PAGE = range(PARAMS)
 """Fields of the step; behind them, from PARAMS on, those of the request."""
 PARAM_FIELDS = 11
 """Constant while a request holds its slot; in the order of `pack_params`."""
@@ -84,14 +85,9 @@ class Unpacked(NamedTuple):
     q_lens: Array  # int32[R]
     max_samples: Array  # int32[R] most tokens the row makes; 0 for a prefill chunk that is not the last
     bans: Array  # int32[R] how many of them must not be among the stop ids
+    page_indices: Array  # int32[R] entry of the row's page table that is new; P or above: none
+    pages: Array  # int32[R] what it becomes
     sampling: SamplingRows
-
-
-class Inputs(NamedTuple):
-    """What only the forward reads; T tokens, P pages a row."""
-
-    tokens: Array  # int32[T]
-    page_table: Array  # int32[R, P]
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,19 +95,12 @@ class Layout:
     """Offsets of the packed buffer of one program."""
 
     key: ProgramKey
-    pages_per_row: int
 
     @property
     def _shapes(self) -> tuple[tuple[int, ...], ...]:
-        """Header, row fields, stop ids, tokens, page tables: the one place that says what stands where."""
+        """Header, row fields, stop ids, tokens: the one place that says what stands where."""
         rows = self.key.rows
-        return (
-            (HEADER,),
-            (rows, NUM_FIELDS),
-            (rows, MAX_STOP_TOKEN_IDS),
-            (self.key.tokens,),
-            (rows, self.pages_per_row),
-        )
+        return (HEADER,), (rows, NUM_FIELDS), (rows, MAX_STOP_TOKEN_IDS), (self.key.tokens,)
 
     @property
     def size(self) -> int:
@@ -123,10 +112,10 @@ class Layout:
         """Length of its first part, up to the tokens."""
         return sum(map(math.prod, self._shapes[:3]))
 
-    def views(self, buffer: Buffer) -> tuple[Buffer, Buffer, Buffer, Buffer, Buffer]:
-        """Header, row fields, stop ids, tokens, page tables: views of a host buffer, slices on a device."""
-        header, fields, stop_ids, tokens, tables = _split(buffer, self._shapes)
-        return header, fields, stop_ids, tokens, tables
+    def views(self, buffer: Buffer) -> tuple[Buffer, Buffer, Buffer, Buffer]:
+        """Header, row fields, stop ids, tokens: views of a host buffer, slices on a device."""
+        header, fields, stop_ids, tokens = _split(buffer, self._shapes)
+        return header, fields, stop_ids, tokens
 
     def unpack_rows(self, packed: Array) -> Unpacked:
         """The first part of the buffer, alone or with the rest behind it, inside the program."""
@@ -159,13 +148,14 @@ class Layout:
             q_lens=fields[:, NUM_TOKENS],
             max_samples=fields[:, MAX_SAMPLES],
             bans=fields[:, BANS],
+            page_indices=fields[:, PAGE_INDEX],
+            pages=fields[:, PAGE],
             sampling=sampling,
         )
 
-    def unpack_inputs(self, packed: Array) -> Inputs:
-        """The rest of the buffer."""
-        _, _, _, tokens, tables = self.views(packed)
-        return Inputs(tokens, tables)
+    def unpack_tokens(self, packed: Array) -> Array:
+        """The rest of the buffer: int32[T]."""
+        return self.views(packed)[3]
 
 
 def _split(buffer: Buffer, shapes: tuple[tuple[int, ...], ...]) -> list[Buffer]:

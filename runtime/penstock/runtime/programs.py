@@ -15,10 +15,12 @@ from penstock.runtime.compilation import compile_all
 from penstock.runtime.constraint import mask_words
 from penstock.runtime.packing import Layout
 from penstock.runtime.request_programs import (
+    TABLE_ROWS,
     admission_size,
     make_admission,
     make_page_copies,
     make_prompt_logprobs,
+    make_table_rows,
 )
 from penstock.runtime.runner_config import RunnerConfig
 from penstock.runtime.sampler import RowState, SamplerOp, sampler_op
@@ -45,6 +47,7 @@ class Programs:
     prompt_logprobs: jax.stages.Compiled
     admission: jax.stages.Compiled
     copy_pages: jax.stages.Compiled
+    table_rows: jax.stages.Compiled
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +63,7 @@ class ProgramBuilder:
     sharding: jax.sharding.Sharding
 
     def layout(self, key: ProgramKey) -> Layout:
-        return Layout(key, self.config.pages_per_row)
+        return Layout(key)
 
     @property
     def largest(self) -> ProgramKey:
@@ -77,7 +80,7 @@ class ProgramBuilder:
             key: lambda key=key: self.window(key) if key.decode_only else self.forward(key)  # type: ignore[misc]
             for key in keys
         }
-        once = (self.choice, self.prompt_logprobs, self.admission, self.copy_pages)
+        once = (self.choice, self.prompt_logprobs, self.admission, self.copy_pages, self.table_rows)
         jobs |= {program.__name__: program for program in once}
         made = compile_all(jobs, threads=self.config.threads, show_progress=self.config.show_progress)
         steps = {key: made[key] for key in keys}
@@ -85,7 +88,7 @@ class ProgramBuilder:
 
     def forward(self, key: ProgramKey) -> jax.stages.Compiled:
         packed = self._ints(self.layout(key).size)
-        return compile_program(self._forward(key), self.weights, self.kv, self.state, packed, donate=(1,))
+        return compile_program(self._forward(key), self.weights, self.kv, self.state, packed, donate=(1, 2))
 
     def window(self, key: ProgramKey) -> jax.stages.Compiled:
         program = make_window(
@@ -122,6 +125,10 @@ class ProgramBuilder:
         return compile_program(
             make_page_copies(), self.kv, self._ints(self.config.max_num_seqs, 2), donate=(0,)
         )
+
+    def table_rows(self) -> jax.stages.Compiled:
+        packed = self._ints(TABLE_ROWS, 1 + self.config.pages_per_row)
+        return compile_program(make_table_rows(), self.state, packed, donate=(0,))
 
     @property
     def _shapes(self) -> StepShapes:

@@ -1,5 +1,6 @@
-"""Compiled programs for what only some requests ask: log-probabilities of the prompt; penalties and biases,
-whose arrays are written when the request gets its slot; the pages that forks copy.
+"""Compiled programs for what only some steps need: log-probabilities of the prompt; penalties and biases,
+whose arrays are written when the request gets its slot; the pages that forks copy; the page tables of those
+who enter.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ from penstock.runtime.sampler import RowState, Sampled, token_logprobs
 from penstock.runtime.sampling_codes import IN_PROMPT, LOGPROBS
 from penstock.runtime.step import KVCache, Rebuild, StepShapes, Weights, report
 
+TABLE_ROWS = 8
+"""Page tables that one call of `make_table_rows` takes."""
 _PROMPT_TILE = 32
 _HUGE = 1e30
 """Above every logit, and far enough from float32's largest that sums of a few stay finite."""
@@ -130,3 +133,29 @@ def pack_page_copies(copies: Sequence[tuple[int, int]], most: int, num_pages: in
     if copies:
         pairs[: len(copies)] = copies
     return pairs
+
+
+def make_table_rows() -> Callable[[RowState, Array], RowState]:
+    """Whole page tables: (state, int32[TABLE_ROWS, 1 + P]: slot and table) -> state. A slot past the last one
+    marks padding, which comes last; it costs nothing.
+    """
+
+    def write(state: RowState, packed: Array) -> RowState:
+        count = jnp.sum((packed[:, 0] < state.tables.shape[0]).astype(jnp.int32))
+
+        def turn(i: Array, tables: Array) -> Array:
+            row = lax.dynamic_slice_in_dim(packed, i, 1, 0)
+            return lax.dynamic_update_slice(tables, row[:, 1:], (row[0, 0], jnp.int32(0)))
+
+        return state._replace(tables=lax.fori_loop(0, count, turn, state.tables))
+
+    return write
+
+
+def pack_table_rows(slots: Sequence[int], tables: NDArray[np.int32]) -> NDArray[np.int32]:
+    """The second argument of `make_table_rows`, from all tables int32[S, P]; at most TABLE_ROWS slots."""
+    num_slots, width = tables.shape
+    buffer = np.full((TABLE_ROWS, 1 + width), num_slots, np.int32)
+    buffer[: len(slots), 0] = slots
+    buffer[: len(slots), 1:] = tables[list(slots)]
+    return buffer

@@ -23,6 +23,7 @@ from penstock.runtime.attention import allocate_kv, kv_layer_shape, kv_storage_d
 from penstock.runtime.buckets import ProgramKey
 from penstock.runtime.compilation import CompileCounter
 from penstock.runtime.constraint import TokenConstraint, mask_words
+from penstock.runtime.device_arrays import zeros
 from penstock.runtime.errors import ConfigError, NonFiniteLogits
 from penstock.runtime.grammar.fill import MaskFiller, mask_threads
 from penstock.runtime.models.config import KVSpec
@@ -157,12 +158,13 @@ class ModelRunner:
 
     def _new_state(self) -> RowState:
         slots, vocab = self.config.max_num_seqs, self.config.vocab_size
-        arrays = (
-            np.zeros(slots, np.int32),
-            np.zeros((slots, vocab), np.int32),
-            np.zeros((slots, vocab), np.float32),
+        ints, floats = np.dtype(np.int32), np.dtype(np.float32)
+        return RowState(
+            *zeros((slots,), ints, self._sharding),
+            *zeros((slots, self.config.pages_per_row), ints, self._sharding),
+            *zeros((slots, vocab), ints, self._sharding),
+            *zeros((slots, vocab), floats, self._sharding),
         )
-        return RowState(*(jax.device_put(array, self._sharding) for array in arrays))
 
     # -- programs --
 
@@ -185,6 +187,7 @@ class ModelRunner:
         nobody = Request("warm-up", (0,))
         self._write_slot(self.config.max_num_seqs, nobody, ())
         self._copy_pages(())
+        self._write_tables([0])
         jax.block_until_ready((self._state, self._kv))
 
     def _builder(self, num_pages: int) -> ProgramBuilder:
@@ -210,7 +213,8 @@ class ModelRunner:
     def _run_forward(self, key: ProgramKey, packed: NDArray[np.int32]) -> tuple[jax.Array, jax.Array]:
         """Logits and hidden states."""
         programs, kv = self._ready
-        logits, hidden, self._kv = programs.steps[key](self._weights, kv, self._state, packed)
+        forward = programs.steps[key](self._weights, kv, self._state, packed)
+        logits, hidden, self._kv, self._state = forward
         return logits, hidden
 
     def _choose(self, logits: jax.Array, packed: NDArray[np.int32], mask: Any) -> Chosen:
@@ -227,6 +231,11 @@ class ModelRunner:
         programs, _ = self._ready
         packed = pack_admission(slot, request, made, self.config.max_model_len)
         self._state = programs.admission(self._state, packed, bias_row(request, self.config.vocab_size))
+
+    def _write_tables(self, slots: Sequence[int]) -> None:
+        programs, _ = self._ready
+        for packed in self._slots.table_rows(slots):
+            self._state = programs.table_rows(self._state, packed)
 
     def _copy_pages(self, copies: Sequence[tuple[int, int]]) -> None:
         programs, kv = self._ready
@@ -248,8 +257,8 @@ class ModelRunner:
             self._slots.admit(slot, request)
             if request.sampling.has_penalties or request.sampling.has_bias:
                 self._write_slot(slot, request, plan.made.get(slot, ()))
-        for write in plan.page_writes:
-            self._slots.write_page(write)
+        if plan.page_writes:
+            self._write_tables(self._slots.write_pages(plan))
         if plan.page_copies:
             self._copy_pages(plan.page_copies)
         constraints = self._slots.constraints(plan)

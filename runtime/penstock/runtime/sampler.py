@@ -43,6 +43,7 @@ class RowState(NamedTuple):
     """What stays on the device between steps, one entry per slot; S slots."""
 
     tokens: Array  # int32[S] the token each slot sampled last
+    tables: Array  # int32[S, P] pages of the KV cache; entries past a row's end are stale and of no account
     history: Array  # int32[S, V] how often each token was generated, plus IN_PROMPT; only where PENALTIES
     bias: Array  # float32[S, V] added to the logits, -inf = forbidden; only where BIAS
 

@@ -4,7 +4,7 @@ packing of plans from it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,14 +17,17 @@ from penstock.runtime.packing import (
     FLAGS,
     MAX_SAMPLES,
     NUM_STEPS,
+    PAGE,
+    PAGE_INDEX,
     PARAM_FIELDS,
     PARAMS,
     SLOT,
     Layout,
     pack_params,
 )
-from penstock.runtime.plan import PageWrite, Plan, PlanRow
+from penstock.runtime.plan import Plan, PlanRow
 from penstock.runtime.request import MAX_STOP_TOKEN_IDS, Request
+from penstock.runtime.request_programs import TABLE_ROWS, pack_table_rows
 from penstock.runtime.runner_config import RunnerConfig
 from penstock.runtime.sampling_codes import BANNED, MASK
 
@@ -65,10 +68,25 @@ class Slots:
         self._stop_ids[slot, : len(ids)] = ids
         self._stop_ids[slot, len(ids) :] = self._config.vocab_size
 
-    def write_page(self, write: PageWrite) -> None:
-        """Entries of one page table."""
-        end = write.first_index + len(write.pages)
-        self._tables[write.slot, write.first_index : end] = write.pages
+    def write_pages(self, plan: Plan) -> list[int]:
+        """Take a plan's new pages into the mirror. Returns the slots whose whole table is to be sent before
+        the step: those that get more than the one entry for which a row of the step has room.
+        """
+        with_room = {row.slot for row in plan.rows}
+        whole: list[int] = []
+        for write in plan.page_writes:
+            slot, first = write.slot, write.first_index
+            self._tables[slot, first : first + len(write.pages)] = write.pages
+            if slot in with_room and len(write.pages) == 1:
+                with_room.remove(slot)
+            elif slot not in whole:
+                whole.append(slot)
+        return whole
+
+    def table_rows(self, slots: Sequence[int]) -> Iterator[NDArray[np.int32]]:
+        """Arguments for as many calls of `make_table_rows` as whole tables of these slots need."""
+        for i in range(0, len(slots), TABLE_ROWS):
+            yield pack_table_rows(slots[i : i + TABLE_ROWS], self._tables)
 
     def request(self, row: PlanRow) -> Request:
         """Who holds the row's slot."""
@@ -95,7 +113,7 @@ class Slots:
         """Of a program's packed buffer."""
         layout = self._layouts.get(key)
         if layout is None:
-            layout = self._layouts[key] = Layout(key, self._config.pages_per_row)
+            layout = self._layouts[key] = Layout(key)
         return layout
 
     def blank(self, key: ProgramKey) -> NDArray[np.int32]:
@@ -104,9 +122,10 @@ class Slots:
         if blank is None:
             layout = self.layout(key)
             blank = self._blanks[key] = np.zeros(layout.size, np.int32)
-            header, fields, stop_ids, _, _ = layout.views(blank)
+            header, fields, stop_ids, _ = layout.views(blank)
             header[NUM_STEPS] = 1
             fields[:, SLOT] = self._config.max_num_seqs
+            fields[:, PAGE_INDEX] = self._config.pages_per_row
             stop_ids[:] = self._config.vocab_size
         return blank.copy()
 
@@ -117,16 +136,20 @@ class Slots:
         returned.
         """
         buffer = self.blank(key)
-        header, fields, stop_ids, tokens, tables = self.layout(key).views(buffer)
+        header, fields, stop_ids, tokens = self.layout(key).views(buffer)
         header[NUM_STEPS] = plan.num_steps
         count = len(plan.rows)
         _, row_slots, starts, nums, ids, samples, bans, most = zip(*plan.rows, strict=True)
         step = np.array([row_slots, starts, nums, most, bans], np.int32)  # in the order of the fields
         slots = step[SLOT]
-        fields[:count, :PARAMS] = step.T
+        fields[:count, : len(step)] = step.T
         fields[:count, PARAMS:] = self._params[slots]
         stop_ids[:count] = self._stop_ids[slots]
-        tables[:count] = self._tables[slots]
+        if plan.page_writes:
+            rows = dict(zip(row_slots, range(count), strict=True))
+            for write in plan.page_writes:
+                if len(write.pages) == 1 and write.slot in rows:
+                    fields[rows[write.slot], PAGE_INDEX : PAGE + 1] = write.first_index, write.pages[0]
         if any(ids):
             at = 0
             for num, given in zip(nums, ids, strict=True):

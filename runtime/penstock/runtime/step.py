@@ -23,7 +23,7 @@ import numpy as np
 from jax import Array, lax
 
 from penstock.runtime.attention import AttentionMeta, AttentionOp, make_meta
-from penstock.runtime.packing import FEEDBACK, Inputs, Layout, Unpacked
+from penstock.runtime.packing import FEEDBACK, Layout, Unpacked
 from penstock.runtime.request import TokenLogprobs
 from penstock.runtime.sampler import RowState, Sampled, SamplerOp
 from penstock.runtime.sampling_codes import LOGPROBS, PENALTIES
@@ -57,6 +57,7 @@ class Forward(NamedTuple):
     logits: Array  # float32[R, V] after each row's last token
     hidden: Array  # [most tokens of a step, E] of every token
     kv: KVCache
+    state: RowState
 
 
 class Chosen(NamedTuple):
@@ -85,7 +86,8 @@ def _run_model(
     *,
     kv: KVCache,
     batch: Unpacked,
-    inputs: Inputs,
+    tokens: Array,
+    page_table: Array,
     last: Array,
     starts: Array,
 ) -> tuple[Array, Array, KVCache]:
@@ -93,21 +95,28 @@ def _run_model(
     meta, token_rows = make_meta(
         starts=starts,
         q_lens=batch.q_lens,
-        page_table=inputs.page_table,
+        page_table=page_table,
         num_tokens=layout.key.tokens,
         decode_only=layout.key.decode_only,
         page_size=shapes.page_size,
         num_pages=shapes.num_pages,
     )
-    tokens = jnp.where(inputs.tokens == FEEDBACK, last[token_rows], inputs.tokens)
+    tokens = jnp.where(tokens == FEEDBACK, last[token_rows], tokens)
     hidden, kv = model(tokens, meta.positions, kv, meta, attention=attention)
     at = jnp.maximum(jnp.cumsum(batch.q_lens) - 1, 0)
     num_rows = jnp.sum((batch.q_lens > 0).astype(jnp.int32))
     return model.logits(hidden[at], num_rows), hidden, kv
 
 
-def _last_tokens(tokens: Array, batch: Unpacked) -> Array:
-    return tokens[jnp.minimum(batch.sampling.slots, tokens.shape[0] - 1)]
+def _of_rows(by_slot: Array, batch: Unpacked) -> Array:
+    """[S, ...] -> [R, ...]; of padding rows anything."""
+    return by_slot[jnp.minimum(batch.sampling.slots, by_slot.shape[0] - 1)]
+
+
+def _add_pages(state: RowState, batch: Unpacked) -> RowState:
+    """With the entries of page tables that are new in this step."""
+    tables = state.tables.at[batch.sampling.slots, batch.page_indices].set(batch.pages, mode="drop")
+    return state._replace(tables=tables)
 
 
 def make_forward(
@@ -116,7 +125,8 @@ def make_forward(
     """The model over one step of any mix of chunks and decodes."""
 
     def forward(weights: Weights, kv: KVCache, state: RowState, packed: Array) -> Forward:
-        batch, inputs = layout.unpack_rows(packed), layout.unpack_inputs(packed)
+        batch = layout.unpack_rows(packed)
+        state = _add_pages(state, batch)
         logits, hidden, kv = _run_model(
             rebuild(weights),
             layout,
@@ -124,12 +134,13 @@ def make_forward(
             attention,
             kv=kv,
             batch=batch,
-            inputs=inputs,
-            last=_last_tokens(state.tokens, batch),
+            tokens=layout.unpack_tokens(packed),
+            page_table=_of_rows(state.tables, batch),
+            last=_of_rows(state.tokens, batch),
             starts=batch.starts,
         )
         padding = shapes.max_tokens - hidden.shape[0]
-        return Forward(logits, jnp.pad(hidden, ((0, padding), (0, 0))), kv)
+        return Forward(logits, jnp.pad(hidden, ((0, padding), (0, 0))), kv, state)
 
     return forward
 
@@ -167,7 +178,9 @@ def make_window(
         weights: Weights, kv: KVCache, state: RowState, packed: Array
     ) -> tuple[Chosen, KVCache, RowState]:
         model = rebuild(weights)
-        batch, inputs = layout.unpack_rows(packed), layout.unpack_inputs(packed)
+        batch = layout.unpack_rows(packed)
+        state = _add_pages(state, batch)
+        page_table = _of_rows(state.tables, batch)
 
         def more(carry: _Window) -> Array:
             # The first step runs even where no row samples: a prefill chunk of one token must be written.
@@ -181,7 +194,8 @@ def make_window(
                 attention,
                 kv=carry.kv,
                 batch=batch,
-                inputs=feedback,
+                tokens=feedback,
+                page_table=page_table,
                 last=carry.tokens,
                 starts=batch.starts + carry.made,
             )
@@ -210,9 +224,9 @@ def make_window(
             )
 
         rows = layout.key.rows
-        last = _last_tokens(state.tokens, batch)
-        first = jnp.where(inputs.tokens == FEEDBACK, last, inputs.tokens)
-        feedback = inputs._replace(tokens=jnp.full_like(inputs.tokens, FEEDBACK))
+        tokens = layout.unpack_tokens(packed)
+        first = jnp.where(tokens == FEEDBACK, _of_rows(state.tokens, batch), tokens)
+        feedback = jnp.full_like(tokens, FEEDBACK)
         end = lax.while_loop(
             more,
             turn,
