@@ -121,7 +121,7 @@ def test_where_steps_are_padded_a_smaller_budget_pads_nothing():
 
 
 def test_a_long_prompt_leaves_a_part_of_each_step_to_those_behind_it():
-    scheduler = make(max_num_batched_tokens=32, max_model_len=900, num_pages=400, max_num_seqs=5)
+    scheduler = make(max_num_batched_tokens=32, max_model_len=900, num_pages=600, max_num_seqs=5)
     add(scheduler, "long", 600)
     assert shape(step(scheduler)) == [("long", 0, 32)]
     add(scheduler, "longer", 800)

@@ -45,10 +45,13 @@ def dispatch(
     return plan
 
 
-def commit(scheduler: Scheduler, plan: Plan, token: int = WORD, now_ns: int = 3) -> list[Output]:
+def commit(
+    scheduler: Scheduler, plan: Plan, token: int = WORD, now_ns: int = 3, *, audit: bool = True
+) -> list[Output]:
     """The same token for every sample of every row."""
     sampled = [(token,) * row.max_samples if row.samples else () for row in plan.rows]
     result = StepResult(sampled, [()] * len(plan.rows))
     outputs = scheduler.commit(plan, result, now_ns, scheduler.accept(plan, result, now_ns))
-    scheduler.check()
+    if audit:
+        scheduler.check()
     return outputs

@@ -340,7 +340,8 @@ class Traffic:
             if self.config.sliding_window is None and self.sources(unserved[0], running):
                 needed = 1
             no_slot = len(running) == self.config.max_num_seqs
-            assert no_slot or needed > self.config.num_pages - load.pages_used
+            left_free = self.config.num_pages - load.pages_used - self.headroom(running)
+            assert no_slot or needed > left_free
 
     def check_shares(self, plan: Plan) -> None:
         """However many prompts come in, the first in rank of them gets all it needs or most of the step."""
@@ -350,6 +351,17 @@ class Traffic:
             left = self.budget - (len(plan.rows) - len(chunks))
             most = self.config.max_prefill_chunk or left
             assert row.num_tokens >= min(len(first.known) - first.computed, most, left - left // 4)
+
+    def headroom(self, running: list[Tracked]) -> int:
+        """Pages that are left to those who run: for 48 more tokens each, at most an eighth of all."""
+        wanted = 0
+        for tracked in running:
+            seq = self.scheduler._roster.find(tracked.request.request_id)
+            assert seq is not None
+            most = tracked.limit(self.context_limit) - 1
+            positions = seq.num_computed if seq.num_computed >= seq.prefill_until else seq.prefill_until
+            wanted += max(-(-min(positions + 48, most) // self.config.page_size) - len(seq.pages), 0)
+        return min(wanted, self.config.num_pages // 8)
 
     def is_done(self, tracked: Tracked) -> bool:
         """All tokens it may have are made or in flight."""

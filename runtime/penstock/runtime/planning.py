@@ -7,12 +7,13 @@ shares one token budget between decodes (one token a row) and chunks of prefills
    may be itself: its pages and slot go, its tokens stay and are prefilled when it comes back.
 2. With the rest of the budget, in order of rank: sequences that are partly prefilled, and waiting requests.
    One of these enters when a slot, budget and the pages for all its known tokens are free (shared ones need
-   not be). Nobody overtakes it, which is what keeps large requests from starving, but for one case: who waits
-   for a prefix that a running prefill is about to publish (`prefix_cache`) steps aside (`waiting`), and is in
-   line again once the last page they share is published, or will not be. So does a fork (`Request.fork_of`:
-   an output after the first) while a running output of its request computes the prompt. It then enters with
-   all of that but the last token: full pages are shared, the one it will write is copied. Copies precede a
-   step's writes, so their sources are of a step before.
+   not be), beside some that those who run will soon want (`Roster.headroom`). Nobody overtakes it, which is
+   what keeps large requests from starving, but for one case: who waits for a prefix that a running prefill is
+   about to publish (`prefix_cache`) steps aside (`waiting`), and is in line again once the last page they
+   share is published, or will not be. So does a fork (`Request.fork_of`: an output after the first) while a
+   running output of its request computes the prompt. It then enters with all of that but the last token: full
+   pages are shared, the one it will write is copied. Copies precede a step's writes, so their sources are of
+   a step before.
 
 So that nobody waits for all of a long prompt, the first one that would take more than _LONG steps leaves a
 part of each to those behind it: long ones among them get little, the others what they need, in order of rank.
@@ -26,10 +27,11 @@ Every request ends (under "priority": once no more of higher priority come). Con
 active requests. If it runs, it can take every page from those behind it (`add` refuses what would not fit
 even then), and there is budget for it, because max_num_batched_tokens >= max_num_seqs and a row that prefills
 is not one that decodes. If it waits, nobody behind it enters, so those who run end or are preempted, until
-slot and pages are free. If it waits for a promised page, somebody of no lower priority is prefilling; in each
-step the first of those who prefill moves on, only finitely many rank before the one who promised, and if that
-one is preempted or ends, its promise is gone and the first in rank computes the page itself. So it is with a
-fork and the output that computes its prompt, which as a rule arrived, and so ranks, before it.
+slot and pages are free; when nobody runs, nothing is kept for others. If it waits for a promised page,
+somebody of no lower priority is prefilling; in each step the first of those who prefill moves on, only
+finitely many rank before the one who promised, and if that one is preempted or ends, its promise is gone and
+the first in rank computes the page itself. So it is with a fork and the output that computes its prompt,
+which as a rule arrived, and so ranks, before it.
 
 When all rows decode and nobody could enter, a plan may be a window of several steps: pages for all of them
 are reserved first, and the window is made shorter rather than that somebody is preempted for it. A row under
@@ -326,8 +328,9 @@ class Planner:
         roster.pool.retain(shared)  # what it shares with a victim must not count as gained
         gained = roster.pool.num_released_with(seq.held_pages for seq in victims)
         needed = roster.pool.pages_for(len(first.token_ids)) - len(shared)
+        needed += roster.headroom(running[: len(running) - len(victims)])
         if needed <= roster.pool.num_available + gained:
-            while not (roster.has_free_slot and roster.pool.can_allocate(needed)):
+            while not roster.can_enter(first, shared):
                 self._preempt_last(draft)
         roster.pool.release(shared)
 
