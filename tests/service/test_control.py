@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 
 import pytest
 
@@ -61,6 +62,14 @@ async def test_priority_is_a_feature_where_it_has_an_effect():
     async with serving(fake(scheduling_policy="priority")) as rig:
         info = await rig.control.GetModelInfo(control_pb2.GetModelInfoRequest())
     assert list(info.features) == [control_pb2.FEATURE_CHAT, *FEATURES, control_pb2.FEATURE_PRIORITY]
+
+
+async def test_batch_invariance_is_a_feature_where_the_engine_promises_it():
+    engine = fake()
+    engine.info = dataclasses.replace(engine.info, batch_invariant=True)
+    async with serving(engine) as rig:
+        info = await rig.control.GetModelInfo(control_pb2.GetModelInfoRequest())
+    assert list(info.features) == [control_pb2.FEATURE_CHAT, *FEATURES, control_pb2.FEATURE_BATCH_INVARIANT]
 
 
 async def test_without_a_tokenizer_there_are_neither_chats_nor_grammars():

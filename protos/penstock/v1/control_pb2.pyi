@@ -39,9 +39,13 @@ class _FeatureEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Feature.Value
     FEATURE_ADAPTERS: _Feature.ValueType  # 5
     FEATURE_PRIORITY: _Feature.ValueType  # 6
     FEATURE_UPDATE_WEIGHTS: _Feature.ValueType  # 7
+    FEATURE_BATCH_INVARIANT: _Feature.ValueType  # 8
+    """The logits of a token depend on its own row alone, bit for bit: on no neighbour in the batch, no chunking of
+    the prompt, no prefix that was cached, no preemption.
+    """
 
 class Feature(_Feature, metaclass=_FeatureEnumTypeWrapper):
-    """Optional parts of the contract; using one that is not listed is UNIMPLEMENTED."""
+    """Optional parts of the contract; using one that is not listed is UNIMPLEMENTED. The last is a promise."""
 
 FEATURE_UNSPECIFIED: Feature.ValueType  # 0
 FEATURE_CHAT: Feature.ValueType  # 1
@@ -54,6 +58,10 @@ FEATURE_REGEX: Feature.ValueType  # 4
 FEATURE_ADAPTERS: Feature.ValueType  # 5
 FEATURE_PRIORITY: Feature.ValueType  # 6
 FEATURE_UPDATE_WEIGHTS: Feature.ValueType  # 7
+FEATURE_BATCH_INVARIANT: Feature.ValueType  # 8
+"""The logits of a token depend on its own row alone, bit for bit: on no neighbour in the batch, no chunking of
+the prompt, no prefix that was cached, no preemption.
+"""
 Global___Feature: _TypeAlias = Feature  # noqa: Y015
 
 @_typing.final

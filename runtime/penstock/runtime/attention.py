@@ -302,6 +302,15 @@ def attention_op(platform: str, *, native: bool = True) -> AttentionOp:
     return native_paged_attention if native and platform == "cpu" and library.available() else paged_attention
 
 
+def attends_natively(
+    platform: str, kv_shape: tuple[int, ...], dtype: np.dtype, *, native: bool = True
+) -> bool:
+    """Whether `attention_op` is native kernels for queries of this dtype and caches of this shape."""
+    query = jax.ShapeDtypeStruct((1, 1, kv_shape[-1]), dtype)
+    cache = jax.ShapeDtypeStruct(kv_shape, kv_storage_dtype(dtype))
+    return attention_op(platform, native=native) is native_paged_attention and kernels.supports(query, cache)
+
+
 def allocate_kv(
     num_layers: int, shape: tuple[int, ...], dtype: np.dtype, sharding: jax.sharding.Sharding
 ) -> tuple[Array, ...]:

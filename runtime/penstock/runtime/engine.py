@@ -73,6 +73,9 @@ class ModelInfo:
     num_pages: int
     page_size: int
     devices: tuple[str, ...]
+    batch_invariant: bool = False
+    """Whether the logits of a token depend on its own row alone, bit for bit: so where native kernels compute
+    the whole model (bfloat16 or int8 on CPU); of what XLA compiles it is not promised."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,6 +197,7 @@ class Engine:
             num_pages=kv.num_pages,
             page_size=config.page_size,
             devices=(f"{device.platform}:{device.id} {device.device_kind}",),
+            batch_invariant=model.is_native and self._runner.attends_natively,
         )
 
     @classmethod

@@ -19,7 +19,7 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from numpy.typing import NDArray
 
-from penstock.runtime.attention import allocate_kv, kv_layer_shape, kv_storage_dtype
+from penstock.runtime.attention import allocate_kv, attends_natively, kv_layer_shape, kv_storage_dtype
 from penstock.runtime.buckets import ProgramKey
 from penstock.runtime.compilation import CompileCounter
 from penstock.runtime.constraint import TokenConstraint, mask_words
@@ -124,6 +124,13 @@ class ModelRunner:
         shape = self._kv_shape(num_pages)
         self._kv = allocate_kv(self._kv_spec.num_layers, shape, self.config.dtype, self._sharding)
         self._use_huge_pages(self._kv)
+
+    @property
+    def attends_natively(self) -> bool:
+        """Whether native kernels compute attention over the cache."""
+        return attends_natively(
+            self._platform, self._kv_shape(1), self.config.dtype, native=self.config.native
+        )
 
     def destroy_kv_cache(self) -> None:
         """Free the cache's memory now; `initialize_kv_cache` brings it back (programs stay valid for the same

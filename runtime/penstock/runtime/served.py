@@ -52,6 +52,8 @@ class ServedModel:
     """The largest of the layers' sliding windows, if each has one: KV before it is never read again."""
     skips_padding: bool = False
     """Whether padding tokens cost next to nothing, as with native kernels."""
+    is_native: bool = False
+    """Whether native kernels compute the layers and the head, see `CausalLM.is_native`."""
     tensors: Sequence[ParamSpec] = ()
     replace: Callable[[Any, Tensors, bool], Any] | None = None
     """(current weights, tensors by checkpoint name, partial) -> new weights, or CheckpointError naming every
@@ -85,7 +87,7 @@ def load_model(model: str, config: EngineConfig, mesh: Mesh) -> ServedModel:
         placement=NamedSharding(mesh, PartitionSpec()),
         progress=config.show_progress,
     )
-    graphdef, _ = abstract_model(model_config, dtype, linear)
+    graphdef, shapes = abstract_model(model_config, dtype, linear)
     return ServedModel(
         name=config.served_model_name or (model if not Path(model).exists() else directory.resolve().name),
         architecture=model_config.architecture,
@@ -100,6 +102,7 @@ def load_model(model: str, config: EngineConfig, mesh: Mesh) -> ServedModel:
         text=text,
         sliding_window=_largest_window(model_config.sliding_windows),
         skips_padding=linear.packed,
+        is_native=nnx.merge(graphdef, shapes).is_native,
         tensors=param_specs(model_config, dtype, linear),
         replace=lambda current, tensors, partial: _replace(
             current, convert_named(model_config, tensors, partial=partial, dtype=dtype, linear=linear)

@@ -70,6 +70,7 @@ class ControlServicer(control_pb2_grpc.ControlServiceServicer):
             control_pb2.FEATURE_JSON_SCHEMA: self._limits.has_grammars,
             control_pb2.FEATURE_REGEX: self._limits.has_grammars,
             control_pb2.FEATURE_PRIORITY: self._limits.has_priority,
+            control_pb2.FEATURE_BATCH_INVARIANT: self._engine.info.batch_invariant,
         }
         return [feature for feature, there in has.items() if there]
 

@@ -59,6 +59,14 @@ class CausalLM(nnx.Module):
         self.norm = RMSNorm(hidden, config.rms_norm_eps, dtype)
         self.lm_head = None if tied else Linear(hidden, vocab, dtype, linear=linear)
 
+    @property
+    def is_native(self) -> bool:
+        """Whether native kernels compute all layers, attention itself apart, and the head's product. XLA then
+        looks up embeddings, makes angles, and does the last norm: each token by itself.
+        """
+        head = self.embed_tokens if self.lm_head is None else self.lm_head
+        return head.packed and all(layer.self_attn.is_native and layer.mlp.is_native for layer in self.layers)
+
     def __call__(
         self,
         token_ids: jax.Array,

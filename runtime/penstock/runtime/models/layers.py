@@ -42,6 +42,12 @@ class Attention(nnx.Module):
         self.native = linear.packed and can_rotate(dim)
         self.sliding_window = config.sliding_windows[layer]
 
+    @property
+    def is_native(self) -> bool:
+        """Whether native kernels compute all but `attention` itself."""
+        linears = (self.q_proj, self.k_proj, self.v_proj, self.o_proj)
+        return self.native and all(linear.packed for linear in linears)
+
     def __call__(
         self,
         x: jax.Array,
@@ -93,6 +99,11 @@ class MLP(nnx.Module):
         self.gate_proj = Linear(hidden, inner, dtype, bias=bias, linear=linear)
         self.up_proj = Linear(hidden, inner, dtype, bias=bias, linear=linear)
         self.down_proj = Linear(inner, hidden, dtype, bias=bias, linear=linear)
+
+    @property
+    def is_native(self) -> bool:
+        """Whether native kernels compute all of it."""
+        return all(linear.packed for linear in (self.gate_proj, self.up_proj, self.down_proj))
 
     def __call__(self, x: jax.Array, norm: RMSNorm, num_tokens: jax.Array) -> jax.Array:
         """x + mlp(norm(x)): x [T, E] -> [T, E]."""

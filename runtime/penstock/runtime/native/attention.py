@@ -24,7 +24,7 @@ _PLAN_HEAD, _PER_TOKEN, _PER_TASK = 6, 4, 6
 """Numbers of a plan: before all, of a token, of a task (and one for each of its members)."""
 
 
-def supports(q: Array, kv: Array) -> bool:
+def supports(q: Array | jax.ShapeDtypeStruct, kv: Array | jax.ShapeDtypeStruct) -> bool:
     """Whether the kernels handle queries [T, H, D] against a cache [page, 2, KH, page size, D]."""
     return (
         _DTYPES.get(np.dtype(q.dtype)) == kv.dtype
