@@ -25,7 +25,7 @@ PACKED = LinearFormat(packed=True, int8=False)
         ({}, True),
         ({"quantization": "int8"}, True),
         ({"dtype": "float32"}, False),
-        ({"native": False}, False),
+        ({"native": "off"}, False),
         ({"page_size": 8}, False),  # which native attention does not take
     ],
 )
