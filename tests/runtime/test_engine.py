@@ -29,7 +29,7 @@ from penstock.runtime.errors import (
 )
 from penstock.runtime.interface import AbortOutcome, InFlightPolicy, StepRecord, WeightsVersion
 from penstock.runtime.request import Finish, FinishReason, Output, Request
-from penstock.runtime.served import ServedModel
+from penstock.runtime.served import Renewal, ServedModel
 from tests.support.collector import GREEDY, Collector, at_gate, long, submit
 from tests.support.toy import EOS, VOCAB, ToyLM, toy_engine, toy_model, toy_tokens
 
@@ -307,12 +307,15 @@ class TwoWeights(ToyLM):
 def two_weight_toy() -> ServedModel:
     graphdef, weights = nnx.split(TwoWeights())
 
-    def replace(current: Any, tensors: Mapping[str, np.ndarray], partial: bool) -> Any:
-        leaves, tree = jax.tree.flatten(current)
-        pairs = zip(("offset", "other"), leaves, strict=True)
-        return jax.tree.unflatten(tree, [tensors.get(name, leaf) for name, leaf in pairs])
+    def stage(current: Any, tensors: Mapping[str, np.ndarray], partial: bool) -> Renewal:
+        def renew(live: Any) -> Any:
+            leaves, tree = jax.tree.flatten(live)
+            pairs = zip(("offset", "other"), leaves, strict=True)
+            return jax.tree.unflatten(tree, [tensors.get(name, leaf) for name, leaf in pairs])
 
-    return dataclasses.replace(toy_model(), graphdef=graphdef, weights=weights, replace=replace)
+        return renew
+
+    return dataclasses.replace(toy_model(), graphdef=graphdef, weights=weights, stage=stage)
 
 
 def new_offset(value: float) -> dict[str, np.ndarray]:

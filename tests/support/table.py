@@ -22,7 +22,7 @@ from penstock.runtime.engine import Engine
 from penstock.runtime.errors import CheckpointError
 from penstock.runtime.interface import Observer
 from penstock.runtime.models.params import ParamSpec
-from penstock.runtime.served import ServedModel
+from penstock.runtime.served import Renewal, ServedModel
 from tests.support.toy import EOS, VOCAB, toy_engine, toy_model
 
 __all__ = ["EOS", "VOCAB", "Tables", "random_tables", "serve", "table_engine", "table_model"]
@@ -93,12 +93,13 @@ class TableLM(nnx.Module):
         return logits
 
 
-def _replace(current: Any, tensors: Mapping[str, np.ndarray], partial: bool) -> Any:
+def _stage(current: Any, tensors: Mapping[str, np.ndarray], partial: bool) -> Renewal:
     if set(tensors) != set(_NAMES):
         raise CheckpointError(extra=sorted(set(tensors) - set(_NAMES)), where="update")
     leaves, tree = jax.tree.flatten(current)
     new = [jax.device_put(tensors[name], leaf.sharding) for name, leaf in zip(_NAMES, leaves, strict=True)]
-    return jax.tree.unflatten(tree, new)
+    renewed = jax.tree.unflatten(tree, new)
+    return lambda live: renewed
 
 
 def table_model(
@@ -113,7 +114,7 @@ def table_model(
         graphdef=graphdef,
         weights=weights,
         tensors=tuple(ParamSpec(name, (name,), (VOCAB, VOCAB), np.dtype(np.float32)) for name in _NAMES),
-        replace=_replace,
+        stage=_stage,
     )
 
 

@@ -28,7 +28,7 @@ from penstock.runtime.interface import Observer
 from penstock.runtime.models.config import KVSpec
 from penstock.runtime.models.params import ParamSpec
 from penstock.runtime.runner import single_device_mesh
-from penstock.runtime.served import ServedModel
+from penstock.runtime.served import Renewal, ServedModel
 
 VOCAB = 61
 EOS = 60
@@ -73,11 +73,12 @@ class ToyLM(nnx.Module):
         return 10 * jax.nn.one_hot(following.astype(jnp.int32), VOCAB, dtype=jnp.float32)
 
 
-def _replace(current: Any, tensors: Mapping[str, np.ndarray], partial: bool) -> Any:
+def _stage(current: Any, tensors: Mapping[str, np.ndarray], partial: bool) -> Renewal:
     if set(tensors) != {"offset"}:
         raise CheckpointError(extra=sorted(set(tensors) - {"offset"}), where="update")
     leaves, tree = jax.tree.flatten(current)
-    return jax.tree.unflatten(tree, [jax.device_put(tensors["offset"], leaves[0].sharding)])
+    new = jax.tree.unflatten(tree, [jax.device_put(tensors["offset"], leaves[0].sharding)])
+    return lambda live: new
 
 
 def toy_model(
@@ -100,7 +101,7 @@ def toy_model(
         defaults=GenerationDefaults(),
         text=text,
         tensors=(ParamSpec("offset", ("offset",), (1,), np.dtype(np.float32)),),
-        replace=_replace,
+        stage=_stage,
     )
 
 

@@ -1,7 +1,7 @@
-"""From a Hugging Face checkpoint directory to a model's state on the device.
+"""From a Hugging Face checkpoint directory, or named tensors, to a model's state on the device.
 
-All tensors are checked by name, shape and dtype before the first one is placed; then each is read through a
-memory map, converted and placed in turn, so host memory peaks at about one tensor above the weights.
+All tensors are checked by name, shape and dtype before the first one is placed; `checkpoint_leaves` converts
+and places them.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import logging
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -20,18 +20,19 @@ import numpy as np
 import numpy.typing as npt
 from tqdm import tqdm
 
-from penstock.runtime.checkpoint_safetensors import TensorEntry, find_tensors
+from penstock.runtime.checkpoint_leaves import NewLeaf, Tensor, make_leaves
+from penstock.runtime.checkpoint_safetensors import find_tensors
 from penstock.runtime.errors import CheckpointError, ConfigError
 from penstock.runtime.models.config import ModelConfig
 from penstock.runtime.models.fields import Fields
 from penstock.runtime.models.linear import PLAIN, LinearFormat
-from penstock.runtime.models.params import ModelState, ParamSpec, param_specs, state_of
+from penstock.runtime.models.params import ModelState, ParamSpec, leaf_shapes, param_specs, state_of
 from penstock.runtime.models.registry import ParamPath
 
 _log = logging.getLogger(__name__)
 
 Placement: TypeAlias = (
-    jax.Device | jax.sharding.Sharding | Callable[[ParamSpec], jax.sharding.Sharding] | None
+    jax.Device | jax.sharding.Sharding | Callable[[ParamPath], jax.sharding.Sharding] | None
 )
 Progress: TypeAlias = bool | Callable[[int, int], None]
 
@@ -39,13 +40,7 @@ _IGNORED = re.compile(
     r"(^|\.)rotary_emb\.inv_freq$"
 )  # a constant that old checkpoints store; config.json decides
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
-
-
-class _Described(Protocol):
-    @property
-    def shape(self) -> tuple[int, ...]: ...
-    @property
-    def dtype(self) -> np.dtype[np.generic]: ...
+_COMPARED_AT_ONCE = 1 << 24  # bytes
 
 
 def load_config(directory: Path) -> ModelConfig:
@@ -91,20 +86,23 @@ def load_weights(
     """Load a checkpoint's weights onto the device.
 
     dtype: of the parameters; None or "auto" for the checkpoint's own. linear: how products' weights are kept.
-    placement: a device, a sharding, or a function from parameter to sharding; None for JAX's default device.
+    placement: a device, a sharding, or a function from a leaf's path to one; None for JAX's default device.
     progress: a bar on stderr if that is a terminal, False for none, or a callback (bytes done, bytes in all).
     Raises CheckpointError listing every missing, extra and wrongly shaped tensor before anything is placed,
     and ConfigError for files that are absent, truncated or corrupt. Only values beyond the range of `dtype`
-    are found later, with the tensor that holds them (CheckpointError too).
+    are found later (CheckpointError too, listing every tensor that holds some).
     """
     found = find_tensors(directory)
     specs = param_specs(config, dtype, linear)
-    _check(
-        config, specs, found, lambda name: found[name].map(), partial=False, where=f"checkpoint {directory}"
-    )
+    where = f"checkpoint {directory}"
+    _check(config, specs, found, partial=False, where=where)
     total = sum(spec.num_bytes for spec in specs)
     _log.info("loading %d tensors (%.2f GB) from %s", len(specs), total / 1e9, directory)
-    leaves: dict[ParamPath, jax.Array] = {}
+
+    def place(path: ParamPath, leaf: npt.NDArray[Any]) -> jax.Array:
+        placed: jax.Array = jax.device_put(leaf, placement(path) if callable(placement) else placement)
+        return placed
+
     with tqdm(
         total=total,
         desc="weights",
@@ -113,76 +111,59 @@ def load_weights(
         unit_divisor=1000,
         disable=None if progress is True else True,  # None: only where stderr is a terminal
     ) as bar:
-        done = 0
-        for spec in specs:
-            leaves.update(_place(found[spec.hf_name], spec, placement))
-            done += spec.num_bytes
+        so_far = 0
+
+        def done(spec: ParamSpec) -> None:
+            nonlocal so_far
+            so_far += spec.num_bytes
             bar.update(spec.num_bytes)
             if callable(progress):
-                progress(done, total)
-    return state_of(config, leaves, dtype, linear)
+                progress(so_far, total)
+
+        made, problems = make_leaves(specs, found, leaf_shapes(config, dtype, linear), place, done=done)
+    if problems:
+        raise CheckpointError(mismatched=problems, where=where)
+    return state_of(config, {path: leaf.value for path, leaf in made.items()}, dtype, linear)
 
 
-def _place(entry: TensorEntry, spec: ParamSpec, placement: Placement) -> dict[ParamPath, jax.Array]:
-    value, problem = _convert(spec, entry.map())
-    if problem:
-        raise CheckpointError(mismatched=[problem], where=f"{entry.file}")
-    target = placement(spec) if callable(placement) else placement
-    placed = {path: jax.device_put(leaf, target) for path, leaf in spec.stored(value).items()}
-    jax.block_until_ready(list(placed.values()))
-    return placed
-
-
-def convert_named(
+def stage_named(
     config: ModelConfig,
-    tensors: Mapping[str, npt.NDArray[np.generic]],
+    tensors: Mapping[str, npt.NDArray[Any]],
+    current: Mapping[ParamPath, jax.Array],
     *,
     partial: bool,
     dtype: npt.DTypeLike | None = None,
     linear: LinearFormat = PLAIN,
-) -> dict[ParamPath, npt.NDArray[np.generic]]:
-    """Tensors by checkpoint name -> new host arrays by state path, as the model keeps them; nothing is
-    placed.
+) -> dict[ParamPath, NewLeaf]:
+    """Tensors by checkpoint name -> new leaves by state path, each placed as the current one is.
 
-    partial: whether a subset of the parameters is enough. The input is never aliased.
+    partial: whether a subset of the tensors is enough; what they leave of a leaf is the current one's. The
+    mapping may be lazy: each tensor is asked for twice, to be checked and to be taken, and never aliased.
     Raises CheckpointError listing every missing (unless partial), extra, misshapen or overflowing tensor.
     """
     specs = param_specs(config, dtype, linear)
-    _check(config, specs, tensors, tensors.__getitem__, partial=partial, where="the update")
-    converted: dict[ParamPath, npt.NDArray[np.generic]] = {}
-    problems: list[str] = []
-    for spec in specs:
-        if spec.hf_name in tensors:
-            value, problem = _convert(spec, tensors[spec.hf_name])
-            converted |= spec.stored(value)
-            problems += [problem] if problem else []
+    _check(config, specs, tensors, partial=partial, where="the update")
+    made, problems = make_leaves(
+        specs,
+        tensors,
+        leaf_shapes(config, dtype, linear),
+        lambda path, leaf: jax.device_put(leaf, current[path].sharding),
+        old=lambda path: np.asarray(current[path]),
+    )
     if problems:
         raise CheckpointError(mismatched=problems, where="the update")
-    return converted
-
-
-def _convert(spec: ParamSpec, tensor: npt.NDArray[np.generic]) -> tuple[npt.NDArray[np.generic], str | None]:
-    """A copy in the parameter's dtype, and what is wrong with it, if anything.
-
-    Always a copy: device_put may alias host memory on CPU, and a mapped file may change or go away.
-    """
-    with np.errstate(over="ignore"):
-        value = np.array(tensor, dtype=spec.dtype, copy=True)
-    if _largest(tensor.dtype) > _largest(spec.dtype) and np.isinf(value).any():
-        return value, f"{spec.hf_name} has values beyond the range of {spec.dtype}"
-    return value, None
+    return made
 
 
 def _check(
     config: ModelConfig,
     specs: tuple[ParamSpec, ...],
-    found: Mapping[str, _Described],
-    read: Callable[[str], npt.NDArray[np.generic]],
+    found: Mapping[str, Tensor],
     *,
     partial: bool,
     where: str,
 ) -> None:
-    """Raise CheckpointError unless `found` is what the model needs; `read` gives values, for tied heads."""
+    """Raise CheckpointError unless `found` is what the model needs; values are read of tied heads only."""
     expected = {spec.hf_name: spec for spec in specs}
     missing = [] if partial else [name for name in expected if name not in found]
     extra: list[str] = []
@@ -197,7 +178,7 @@ def _check(
             elif not _is_loadable(tensor.dtype):
                 mismatched.append(f"{name} has dtype {tensor.dtype}, expected a 16-, 32- or 64-bit float")
         elif name == _HEAD and config.tie_word_embeddings and _EMBEDDING in found:
-            if not _equal(read(_HEAD), read(_EMBEDDING)):
+            if not _equal(tensor, found[_EMBEDDING]):
                 mismatched.append(f"{_HEAD} differs from {_EMBEDDING}, though config.json ties them")
         elif not _IGNORED.search(name):
             extra.append(name)
@@ -205,13 +186,14 @@ def _check(
         raise CheckpointError(missing=missing, extra=extra, mismatched=mismatched, where=where)
 
 
-def _largest(dtype: np.dtype[np.generic]) -> float:
-    return float(jnp.finfo(dtype).max)  # type: ignore[no-untyped-call]  # jax leaves finfo unannotated
-
-
 def _is_loadable(dtype: np.dtype[np.generic]) -> bool:
     return bool(jnp.issubdtype(dtype, jnp.floating)) and dtype.itemsize >= 2
 
 
-def _equal(one: npt.NDArray[np.generic], other: npt.NDArray[np.generic]) -> bool:
-    return one.dtype == other.dtype and one.shape == other.shape and one.tobytes() == other.tobytes()
+def _equal(one: Tensor, other: Tensor) -> bool:
+    """Whether both hold the same bits."""
+    if one.dtype != other.dtype or one.shape != other.shape:
+        return False
+    rows = max(1, _COMPARED_AT_ONCE // max(1, one.dtype.itemsize * int(np.prod(one.shape[1:]))))
+    parts = [slice(begin, begin + rows) for begin in range(0, one.shape[0], rows)]
+    return all(one[part].tobytes() == other[part].tobytes() for part in parts)

@@ -13,6 +13,7 @@ import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -64,6 +65,17 @@ class TensorEntry:
             return np.zeros(self.shape, self.dtype)
         raw = np.memmap(self.file, np.uint8, "r", self.offset, (self.num_bytes,))
         return raw.view(self.dtype).reshape(self.shape)
+
+    def __getitem__(self, rows: slice) -> npt.NDArray[Any]:
+        """A map of consecutive rows only: with the whole tensor's, all that was read of it would count as
+        this process's memory.
+        """
+        begin, end, step = rows.indices(self.shape[0])
+        if step != 1:
+            raise ValueError("rows are read one after the other")
+        row_bytes = math.prod(self.shape[1:]) * self.dtype.itemsize
+        part = (max(0, end - begin), *self.shape[1:])
+        return TensorEntry(self.file, self.offset + begin * row_bytes, self.dtype, part).map()
 
 
 def find_tensors(directory: Path) -> dict[str, TensorEntry]:

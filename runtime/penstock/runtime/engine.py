@@ -358,18 +358,15 @@ class Engine:
     ) -> Future[WeightsVersion]:
         """Stage named tensors now, while serving, and swap them in between two steps.
 
+        Until then the new weights lie beside those that serve. `tensors` may be lazy: each is asked for
+        twice, to be checked and to be taken, and not held on to.
         Raises CheckpointError naming every missing, extra or wrongly shaped tensor; then nothing has changed.
         """
         self._core.check_running()
-        seen = self._runner.weights
-        staged = self._model.replaced(seen, tensors, partial)
+        renewed = self._model.staged(self._runner.weights, tensors, partial)
 
         def install() -> None:
-            # An update staged before this one may have gone live since `seen`: what it changed stays changed.
-            live = self._runner.weights
-            self._runner.replace_weights(
-                jax.tree.map(lambda old, new, now: now if new is old else new, seen, staged, live)
-            )
+            self._runner.replace_weights(renewed(self._runner.weights))
 
         return self._core.update(install, label, in_flight)
 

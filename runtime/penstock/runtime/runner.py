@@ -380,7 +380,8 @@ class ModelRunner:
     # -- weights and end --
 
     def replace_weights(self, weights: Any) -> None:
-        """Swap in new weights between steps; same tree, shapes, dtypes and shardings, so nothing recompiles.
+        """Swap in new weights between steps; same tree, shapes and dtypes, so nothing recompiles. Where they
+        are placed as the old ones are, and huge pages were asked for, nothing but references is exchanged.
 
         Checked before anything changes: on ConfigError the old weights serve on.
         """
@@ -393,10 +394,11 @@ class ModelRunner:
                     f"a new weight is {after.dtype}{after.shape}, the model's {before.dtype}{before.shape}"
                 )
         placed = [
-            jax.device_put(after, before.sharding) for before, after in zip(self._weights, new, strict=True)
+            after
+            if isinstance(after, jax.Array) and after.sharding == before.sharding
+            else jax.device_put(after, before.sharding)
+            for before, after in zip(self._weights, new, strict=True)
         ]
-        jax.block_until_ready(placed)
-        self._use_huge_pages(placed)
         self._weights = tuple(placed)
 
     def shutdown(self) -> None:

@@ -16,7 +16,9 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from numpy.typing import NDArray
 
-from penstock.runtime.checkpoint import convert_named, load_config, load_weights
+from penstock.runtime import host_memory
+from penstock.runtime.checkpoint import load_config, load_weights, stage_named
+from penstock.runtime.checkpoint_leaves import NewLeaf
 from penstock.runtime.config import EngineConfig
 from penstock.runtime.defaults import GenerationDefaults, read_generation_defaults
 from penstock.runtime.errors import UnsupportedFeature
@@ -25,10 +27,12 @@ from penstock.runtime.models.config import KVSpec
 from penstock.runtime.models.linear import LinearFormat
 from penstock.runtime.models.params import ParamSpec, abstract_model, model_dtype, param_specs
 from penstock.runtime.models.registry import ParamPath
-from penstock.runtime.native import library
+from penstock.runtime.native import huge_pages, library
 from penstock.runtime.text import TextCodec
 
 Tensors = Mapping[str, NDArray[Any]]
+Renewal = Callable[[Any], Any]
+"""The weights that serve when an update's turn comes -> those that shall serve."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,16 +59,16 @@ class ServedModel:
     is_native: bool = False
     """Whether native kernels compute the layers and the head, see `CausalLM.is_native`."""
     tensors: Sequence[ParamSpec] = ()
-    replace: Callable[[Any, Tensors, bool], Any] | None = None
-    """(current weights, tensors by checkpoint name, partial) -> new weights, or CheckpointError naming every
-    bad one.
+    stage: Callable[[Any, Tensors, bool], Renewal] | None = None
+    """(current weights, tensors by checkpoint name, partial) -> what brings the new ones, which are on the
+    device by then; or CheckpointError naming every bad tensor.
     """
 
-    def replaced(self, weights: Any, tensors: Tensors, partial: bool) -> Any:
-        """New weights from named tensors; nothing is changed in place."""
-        if self.replace is None:
+    def staged(self, weights: Any, tensors: Tensors, partial: bool) -> Renewal:
+        """Put new weights from named tensors beside those that serve; nothing is changed in place."""
+        if self.stage is None:
             raise UnsupportedFeature(["UpdateWeights"])
-        return self.replace(weights, tensors, partial)
+        return self.stage(weights, tensors, partial)
 
 
 def load_model(model: str, config: EngineConfig, mesh: Mesh) -> ServedModel:
@@ -87,7 +91,15 @@ def load_model(model: str, config: EngineConfig, mesh: Mesh) -> ServedModel:
         placement=NamedSharding(mesh, PartitionSpec()),
         progress=config.show_progress,
     )
+    host_memory.give_back()
     graphdef, shapes = abstract_model(model_config, dtype, linear)
+
+    def stage(current: Any, tensors: Tensors, partial: bool) -> Renewal:
+        seen = _by_path(current)
+        new = stage_named(model_config, tensors, seen, partial=partial, dtype=dtype, linear=linear)
+        host_memory.give_back()
+        return _renewal(seen, new)
+
     return ServedModel(
         name=config.served_model_name or (model if not Path(model).exists() else directory.resolve().name),
         architecture=model_config.architecture,
@@ -104,9 +116,7 @@ def load_model(model: str, config: EngineConfig, mesh: Mesh) -> ServedModel:
         skips_padding=linear.packed,
         is_native=nnx.merge(graphdef, shapes).is_native,
         tensors=param_specs(model_config, dtype, linear),
-        replace=lambda current, tensors, partial: _replace(
-            current, convert_named(model_config, tensors, partial=partial, dtype=dtype, linear=linear)
-        ),
+        stage=stage,
     )
 
 
@@ -123,13 +133,40 @@ def _largest_window(windows: Sequence[int | None]) -> int | None:
     return max(limits) if limits and len(limits) == len(windows) else None
 
 
-def _replace(current: Any, new: Mapping[ParamPath, NDArray[Any]]) -> Any:
-    """`current` with some leaves replaced, each placed where the old one is."""
-    flat, tree = jax.tree.flatten(current)
-    paths = [cast(ParamPath, path) for path, _ in nnx.to_flat_state(current)]
-    merged = [
-        jax.device_put(new[path], leaf.sharding) if path in new else leaf
-        for path, leaf in zip(paths, flat, strict=True)
-    ]
-    jax.block_until_ready(merged)
-    return jax.tree.unflatten(tree, merged)
+def _by_path(weights: Any) -> dict[ParamPath, jax.Array]:
+    paths = [cast("ParamPath", path) for path, _ in nnx.to_flat_state(weights)]
+    return dict(zip(paths, jax.tree.leaves(weights), strict=True))
+
+
+def _renewal(seen: Mapping[ParamPath, jax.Array], new: Mapping[ParamPath, NewLeaf]) -> Renewal:
+    """Weights with the new leaves instead of those that were seen when these were made.
+
+    An update that was staged before this one may go live in between: what it changed stays changed. That
+    matters where only parts of a leaf are new; the leaf is then made again, of the live one.
+    """
+    on_cpu = [leaf.value for leaf in new.values() if _is_on_cpu(leaf.value)]
+    huge_pages.advise(on_cpu)  # most are there already, see `host_memory`
+    seen = {path: seen[path] for path, leaf in new.items() if leaf.parts is not None}
+
+    def renew(live: Any) -> Any:
+        leaves = _by_path(live)
+        for path, leaf in new.items():
+            is_stale = leaf.parts is not None and leaves[path] is not seen[path]
+            leaves[path] = _merged(leaves[path], leaf) if is_stale else leaf.value
+        return jax.tree.unflatten(jax.tree.structure(live), list(leaves.values()))
+
+    return renew
+
+
+def _is_on_cpu(leaf: jax.Array) -> bool:
+    return all(device.platform == "cpu" for device in leaf.devices())
+
+
+def _merged(live: jax.Array, new: NewLeaf) -> jax.Array:
+    """The live leaf with the new parts. On the host: nothing is compiled while requests run."""
+    merged = host_memory.zeros(live.shape, live.dtype)
+    merged[...] = np.asarray(live)
+    for part in new.parts or ():
+        merged[part] = np.asarray(new.value)[part]
+    placed: jax.Array = jax.device_put(merged, live.sharding)
+    return placed

@@ -86,6 +86,21 @@ class Sequence:
 
 
 @pytest.fixture(scope="session")
+def by_name():
+    """(config, unpacked leaves in the state's order, dtype) -> what they hold of each tensor, by its name."""
+
+    def find(config, leaves, dtype=None):
+        by_path = dict(zip(params.leaf_shapes(config, dtype), leaves, strict=True))
+        found = {}
+        for spec in params.param_specs(config, dtype):
+            ((path, part),) = spec.parts.items()
+            found[spec.hf_name] = np.asarray(by_path[path])[part]
+        return found
+
+    return find
+
+
+@pytest.fixture(scope="session")
 def golden_root() -> Path:
     """The folder of golden checkpoints."""
     return GOLDEN

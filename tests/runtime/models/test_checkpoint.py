@@ -12,11 +12,14 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from penstock.runtime import checkpoint
+from bench.checkpoint import SHAPES, write_checkpoint
+from penstock.runtime import checkpoint_leaves
 from penstock.runtime.checkpoint import load_config, load_weights
-from penstock.runtime.checkpoint_safetensors import find_tensors
+from penstock.runtime.checkpoint_safetensors import TensorEntry, find_tensors
 from penstock.runtime.errors import CheckpointError, ConfigError
-from penstock.runtime.models.params import param_specs, state_to_leaves
+from penstock.runtime.models.linear import LinearFormat
+from penstock.runtime.models.params import leaf_shapes, param_specs, state_to_leaves
+from penstock.runtime.native.linear import unpack
 
 UP = "model.layers.1.mlp.up_proj.weight"
 
@@ -42,21 +45,26 @@ def assert_same(one, other):
         np.testing.assert_array_equal(a, b)
 
 
+def assert_same_by_name(one, other):
+    assert one.keys() == other.keys()
+    assert_same(one.values(), [other[name] for name in one])
+
+
 @pytest.mark.parametrize("name", ["qwen2", "qwen3", "llama_linear_rope"])
-def test_every_tensor_lands_at_its_path(golden_root, name):
+def test_every_tensor_lands_in_a_part_of_its_own(golden_root, by_name, name):
     directory = golden_root / name
     config = load_config(directory)
     tensors = load_file(directory / "model.safetensors")
-    specs = param_specs(config)
-    assert {spec.hf_name for spec in specs} == set(tensors)
-    state = load_weights(directory, config, progress=False)
-    for spec, leaf in zip(specs, state_to_leaves(state), strict=True):
-        node = state
-        for step in spec.path:
-            node = node[step]
-        np.testing.assert_array_equal(node[...], tensors[spec.hf_name])
-        np.testing.assert_array_equal(leaf, tensors[spec.hf_name])
-        assert (leaf.shape, leaf.dtype) == (spec.shape, spec.dtype)
+    leaves = state_to_leaves(load_weights(directory, config, progress=False))
+    assert_same_by_name(by_name(config, leaves), tensors)
+    shapes = leaf_shapes(config)
+    taken = {path: np.zeros(leaf.shape, int) for path, leaf in shapes.items()}
+    for spec in param_specs(config):
+        for path, part in spec.parts.items():
+            taken[path][part] += 1
+    assert all(leaf.max() == 1 for leaf in taken.values())
+    assert all(leaf.all() for path, leaf in taken.items() if path != ("vectors",))  # places have gaps
+    assert [(leaf.shape, leaf.dtype) for leaf in leaves] == [(s.shape, s.dtype) for s in shapes.values()]
 
 
 def test_shards_equal_a_single_file(copy, into_shards):
@@ -67,12 +75,43 @@ def test_shards_equal_a_single_file(copy, into_shards):
 
 
 @pytest.mark.parametrize("stored", [jnp.bfloat16, np.float16, np.float64])
-def test_other_stored_dtypes(copy, stored):
+def test_other_stored_dtypes(copy, by_name, stored):
     directory = copy()
+    config = load_config(directory)
     tensors = rewrite(directory, lambda _: None, cast=stored)
-    names = [spec.hf_name for spec in param_specs(load_config(directory))]
-    assert_same(load(directory, "float32"), [tensors[n].astype(np.float32) for n in names])
-    assert_same(load(directory, jnp.bfloat16), [tensors[n].astype(jnp.bfloat16) for n in names])
+    for dtype in (np.float32, jnp.bfloat16):
+        loaded = by_name(config, load(directory, dtype), dtype)
+        assert_same_by_name(loaded, {name: tensor.astype(dtype) for name, tensor in tensors.items()})
+
+
+def quantized(weight):
+    """Symmetric int8 by output, and the scale, by definition."""
+    wide = weight.astype(np.float32)
+    scale = np.abs(wide).max(axis=1, keepdims=True) / np.float32(127)
+    return np.rint(wide / scale).astype(np.int8), scale[:, 0]
+
+
+@pytest.mark.parametrize("int8", [False, True], ids=["bf16", "int8"])
+def test_however_the_work_is_shared_out_it_gives_the_same(tmp_path, monkeypatch, int8):
+    """Packed: rows of one tensor in many tasks, of one block each, on many threads, in any order."""
+    directory = tmp_path
+    write_checkpoint(directory, SHAPES["tiny"])
+    linear = LinearFormat(packed=True, int8=int8)
+    whole = load(directory, "bfloat16", linear=linear)
+    monkeypatch.setattr(checkpoint_leaves, "_TASK_VALUES", 1)
+    monkeypatch.setattr(checkpoint_leaves, "_STEP_VALUES", 1)
+    monkeypatch.setattr(checkpoint_leaves, "available_processors", lambda: 7)
+    assert_same(load(directory, "bfloat16", linear=linear), whole)
+    config, tensors = load_config(directory), find_tensors(directory)
+    leaves = dict(zip(leaf_shapes(config, "bfloat16", linear), whole, strict=True))
+    for name in ("k_proj", "v_proj"):
+        hf_name = f"model.layers.1.self_attn.{name}.weight"
+        spec = next(s for s in param_specs(config, "bfloat16", linear) if s.hf_name == hf_name)
+        tensor = tensors[hf_name].map()
+        values, scale = quantized(tensor) if int8 else (tensor, None)
+        np.testing.assert_array_equal(unpack(np.asarray(leaves[spec.path][spec.parts[spec.path]])), values)
+        if int8:
+            np.testing.assert_array_equal(leaves["scales",][spec.parts["scales",]][0], scale)
 
 
 def test_auto_is_the_dtype_of_the_checkpoint(copy):
@@ -154,6 +193,15 @@ def test_loaded_weights_do_not_follow_the_file(copy):
         assert_same(load(directory), before)  # the file did change
 
 
+def test_rows_of_a_tensor_are_those_of_all_of_it(golden_root):
+    entry = find_tensors(golden_root / "qwen2")[UP]
+    whole = entry.map()
+    for rows in (slice(0, 112), slice(16, 48), slice(100, None), slice(7, 7)):
+        np.testing.assert_array_equal(entry[rows], whole[rows])
+    with pytest.raises(ValueError, match="one after the other"):
+        entry[slice(0, 4, 2)]
+
+
 def test_tensors_are_mapped_not_read(golden_root):
     entry = find_tensors(golden_root / "qwen2")[UP]
     value = entry.map()
@@ -161,38 +209,42 @@ def test_tensors_are_mapped_not_read(golden_root):
     assert not value.flags.writeable
 
 
-def test_tensors_are_held_one_at_a_time(copy, monkeypatch):
+def test_few_rows_are_mapped_at_a_time(copy, monkeypatch):
+    """What is mapped counts as the process's memory while it is read."""
     directory = copy()
     live, peak = set(), [0]
-    original = checkpoint._convert
+    original = TensorEntry.map
 
-    def counting(spec, tensor):
-        value, problem = original(spec, tensor)
-        base = tensor.base
+    def counting(entry):
+        value = original(entry)
+        base = value
         while isinstance(base.base, np.ndarray):
             base = base.base
         live.add(id(base))
         peak[0] = max(peak[0], len(live))
         weakref.finalize(base, live.discard, id(base))
-        return value, problem
+        return value
 
-    monkeypatch.setattr(checkpoint, "_convert", counting)
+    monkeypatch.setattr(TensorEntry, "map", counting)
+    monkeypatch.setattr(checkpoint_leaves, "available_processors", lambda: 2)
     load(directory)
-    assert peak[0] <= 2
+    assert 1 <= peak[0] <= 4  # each thread's, and the one that it has just let go of
     assert not live
 
 
-def test_placement_per_parameter(copy):
+def test_placement_per_leaf(copy):
     directory = copy()
     seen = []
     sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
 
-    def place(spec):
-        seen.append(spec.hf_name)
+    def place(path):
+        seen.append(path)
         return sharding
 
     leaves = load(directory, placement=place)
-    assert seen == [spec.hf_name for spec in param_specs(load_config(directory))]
+    shapes = leaf_shapes(load_config(directory))
+    assert len(seen) == len(shapes)
+    assert set(seen) == set(shapes)
     assert all(leaf.sharding == sharding for leaf in leaves)
     assert_same(load(directory, placement=jax.devices()[0]), leaves)
 

@@ -1,8 +1,8 @@
 """CausalLM: the pre-norm decoder shared by the Llama family, configured by `ModelConfig`.
 
-Attribute names follow the checkpoint's tensor names, so a state path is a tensor name with dots for steps.
-The layers are unrolled with one array per weight and layer: stacked weights under `lax.scan` are ten times
-slower on CPU.
+Attribute names follow the checkpoint's tensor names, but for layers that are fused, which name their parts
+(`linear.Linear`). The layers are unrolled with an array for each product's weight: stacked weights under
+`lax.scan` are ten times slower on CPU. All small parameters share one or two arrays (`pools`).
 """
 
 from __future__ import annotations
@@ -16,16 +16,24 @@ from penstock.runtime.models import rope
 from penstock.runtime.models.config import ModelConfig
 from penstock.runtime.models.layers import MLP, Attention
 from penstock.runtime.models.linear import PLAIN, Embedding, Linear, LinearFormat, RMSNorm, logits
+from penstock.runtime.models.pools import Planner, PoolPlanners, Pools
 
 
 class DecoderLayer(nnx.Module):
     """x + attention(norm(x)), then x + mlp(norm(x))."""
 
-    def __init__(self, config: ModelConfig, layer: int, dtype: jnp.dtype, linear: LinearFormat) -> None:
-        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
-        self.self_attn = Attention(config, layer, dtype, linear)
-        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
-        self.mlp = MLP(config, dtype, linear)
+    def __init__(
+        self,
+        config: ModelConfig,
+        layer: int,
+        dtype: jnp.dtype,
+        linear: LinearFormat,
+        planners: PoolPlanners,
+    ) -> None:
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, planners)
+        self.self_attn = Attention(config, layer, dtype, linear, planners)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, planners)
+        self.mlp = MLP(config, dtype, linear, planners)
 
     def __call__(
         self,
@@ -35,10 +43,11 @@ class DecoderLayer(nnx.Module):
         kv: jax.Array,
         meta: AttentionMeta,
         attention: AttentionOp,
+        pools: Pools,
     ) -> tuple[jax.Array, jax.Array]:
         """x [T, E] -> ([T, E], this layer's new cache)."""
-        x, kv = self.self_attn(x, self.input_layernorm, cos, sin, kv, meta, attention)
-        return self.mlp(x, self.post_attention_layernorm, meta.num_tokens), kv
+        x, kv = self.self_attn(x, self.input_layernorm, cos, sin, kv, meta, attention, pools)
+        return self.mlp(x, self.post_attention_layernorm, meta.num_tokens, pools), kv
 
 
 class CausalLM(nnx.Module):
@@ -51,13 +60,22 @@ class CausalLM(nnx.Module):
         self.config = config
         tied = config.tie_word_embeddings
         hidden, vocab = config.hidden_size, config.vocab_size
+        planners = PoolPlanners(Planner(), Planner())
         # A table that is only looked up gains nothing from the formats of products.
-        self.embed_tokens = Embedding(vocab, hidden, dtype, linear if tied else PLAIN)
+        self.embed_tokens = Embedding(vocab, hidden, dtype, planners, linear if tied else PLAIN)
         self.layers = nnx.List(
-            [DecoderLayer(config, layer, dtype, linear) for layer in range(config.num_layers)]
+            [DecoderLayer(config, layer, dtype, linear, planners) for layer in range(config.num_layers)]
         )
-        self.norm = RMSNorm(hidden, config.rms_norm_eps, dtype)
-        self.lm_head = None if tied else Linear(hidden, vocab, dtype, linear=linear)
+        self.norm = RMSNorm(hidden, config.rms_norm_eps, planners)
+        self.lm_head = None if tied else Linear(hidden, {"lm_head": vocab}, dtype, planners, linear=linear)
+        self.vectors = nnx.Param(jnp.zeros((planners.vectors.size,), dtype))
+        num_scales = planners.scales.size
+        self.scales = nnx.Param(jnp.zeros((2, num_scales), jnp.float32)) if num_scales else None
+
+    @property
+    def pools(self) -> Pools:
+        """The small parameters of all layers."""
+        return Pools(self.vectors[...], None if self.scales is None else self.scales[...])
 
     @property
     def is_native(self) -> bool:
@@ -82,10 +100,11 @@ class CausalLM(nnx.Module):
         Returns the hidden states before the final norm [T, E] in the model's dtype, and the new caches.
         """
         cos, sin = rope.cos_sin(self.config.rope, self.config.head_dim, positions)
-        x = self.embed_tokens(token_ids)
+        pools = self.pools
+        x = self.embed_tokens(token_ids, pools)
         caches: list[jax.Array] = []
         for layer, cache in zip(self.layers, kv, strict=True):
-            x, cache = layer(x, cos, sin, cache, meta, attention)
+            x, cache = layer(x, cos, sin, cache, meta, attention, pools)
             caches.append(cache)
         return x, tuple(caches)
 
@@ -95,4 +114,4 @@ class CausalLM(nnx.Module):
         Pass only the rows to sample, the head is wide.
         """
         head = self.embed_tokens if self.lm_head is None else self.lm_head
-        return logits(head, self.norm(hidden), num_rows)
+        return logits(head, self.norm(hidden, self.pools), num_rows, self.pools)

@@ -1,6 +1,7 @@
 """Attention and MLP of the decoders, as flax.nnx modules.
 
-Both take the norm before them and the residual stream, because the CPU kernels fuse them with their products.
+Both take the norm before them and the residual stream, because the CPU kernels fuse them with their products,
+and the model's pools of small parameters. q, k and v are one product, and so are gate and up.
 Shapes: T tokens of a ragged batch, E hidden_size, H query heads, K KV heads, D head_dim.
 """
 
@@ -21,22 +22,29 @@ from penstock.runtime.models.linear import (
     project,
     project_gated,
 )
+from penstock.runtime.models.pools import PoolPlanners, Pools
 from penstock.runtime.native.rotate import can_rotate, rotate_qkv
 
 
 class Attention(nnx.Module):
     """Grouped-query attention with RoPE, and per-head q and k norms where the model has them."""
 
-    def __init__(self, config: ModelConfig, layer: int, dtype: jnp.dtype, linear: LinearFormat) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        layer: int,
+        dtype: jnp.dtype,
+        linear: LinearFormat,
+        planners: PoolPlanners,
+    ) -> None:
         heads, kv_heads, dim = config.num_heads, config.num_kv_heads, config.head_dim
-
-        def projection(out_heads: int) -> Linear:
-            return Linear(config.hidden_size, out_heads * dim, dtype, bias=config.qkv_bias, linear=linear)
-
-        self.q_proj, self.k_proj, self.v_proj = projection(heads), projection(kv_heads), projection(kv_heads)
-        self.o_proj = Linear(heads * dim, config.hidden_size, dtype, bias=config.o_bias, linear=linear)
-        self.q_norm = RMSNorm(dim, config.rms_norm_eps, dtype) if config.qk_norm else None
-        self.k_norm = RMSNorm(dim, config.rms_norm_eps, dtype) if config.qk_norm else None
+        hidden, eps = config.hidden_size, config.rms_norm_eps
+        parts = {"q_proj": heads * dim, "k_proj": kv_heads * dim, "v_proj": kv_heads * dim}
+        self.qkv_proj = Linear(hidden, parts, dtype, planners, bias=config.qkv_bias, linear=linear)
+        out = {"o_proj": hidden}
+        self.o_proj = Linear(heads * dim, out, dtype, planners, bias=config.o_bias, linear=linear)
+        self.q_norm = RMSNorm(dim, eps, planners) if config.qk_norm else None
+        self.k_norm = RMSNorm(dim, eps, planners) if config.qk_norm else None
         self.num_heads, self.num_kv_heads, self.head_dim = heads, kv_heads, dim
         self.scale = dim**-0.5
         self.native = linear.packed and can_rotate(dim)
@@ -45,7 +53,7 @@ class Attention(nnx.Module):
     @property
     def is_native(self) -> bool:
         """Whether native kernels compute all but `attention` itself."""
-        linears = (self.q_proj, self.k_proj, self.v_proj, self.o_proj)
+        linears = (self.qkv_proj, self.o_proj)
         return self.native and all(linear.packed for linear in linears)
 
     def __call__(
@@ -57,18 +65,19 @@ class Attention(nnx.Module):
         kv: jax.Array,
         meta: AttentionMeta,
         attention: AttentionOp,
+        pools: Pools,
     ) -> tuple[jax.Array, jax.Array]:
         """x + attention(norm(x)): x [T, E], cos and sin float32 [T, D / 2] -> ([T, E], the layer's new
         cache).
         """
         num_tokens = x.shape[0]
-        qkv = project((self.q_proj, self.k_proj, self.v_proj), x, meta.num_tokens, norm=norm)
-        q, k, v = self._rotated(qkv, cos, sin, meta.num_tokens)
+        qkv = project(self.qkv_proj, x, meta.num_tokens, pools, norm=norm)
+        q, k, v = self._rotated(qkv, cos, sin, meta.num_tokens, pools)
         out, kv = attention(q, k, v, kv, meta, scale=self.scale, sliding_window=self.sliding_window)
-        return add_projected(self.o_proj, out.reshape(num_tokens, -1), x, meta.num_tokens), kv
+        return add_projected(self.o_proj, out.reshape(num_tokens, -1), x, meta.num_tokens, pools), kv
 
     def _rotated(
-        self, qkv: jax.Array, cos: jax.Array, sin: jax.Array, num_tokens: jax.Array
+        self, qkv: jax.Array, cos: jax.Array, sin: jax.Array, num_tokens: jax.Array, pools: Pools
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
         """qkv [T, (H + 2 K) * D] -> q [T, H, D], k and v [T, K, D], normalised and rotated."""
         heads, kv_heads = self.num_heads, self.num_kv_heads
@@ -80,32 +89,36 @@ class Attention(nnx.Module):
                 num_rows=num_tokens,
                 num_heads=heads,
                 num_kv_heads=kv_heads,
-                q_norm=None if self.q_norm is None else self.q_norm.weight[...],
-                k_norm=None if self.k_norm is None else self.k_norm.weight[...],
+                q_norm=None if self.q_norm is None else pools.vectors,
+                k_norm=None if self.k_norm is None else pools.vectors,
+                q_norm_at=0 if self.q_norm is None else self.q_norm.weight_at.begin,
+                k_norm_at=0 if self.k_norm is None else self.k_norm.weight_at.begin,
                 eps=0.0 if self.q_norm is None else self.q_norm.eps,
             )
         qkv = qkv.reshape(qkv.shape[0], -1, self.head_dim)
         q, k, v = jnp.split(qkv, (heads, heads + kv_heads), axis=1)
         if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
+            q, k = self.q_norm(q, pools), self.k_norm(k, pools)
         return rope.rotate(q, cos, sin), rope.rotate(k, cos, sin), v
 
 
 class MLP(nnx.Module):
     """SwiGLU: down(silu(gate(x)) * up(x)) (Shazeer 2020)."""
 
-    def __init__(self, config: ModelConfig, dtype: jnp.dtype, linear: LinearFormat) -> None:
+    def __init__(
+        self, config: ModelConfig, dtype: jnp.dtype, linear: LinearFormat, planners: PoolPlanners
+    ) -> None:
         hidden, inner, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
-        self.gate_proj = Linear(hidden, inner, dtype, bias=bias, linear=linear)
-        self.up_proj = Linear(hidden, inner, dtype, bias=bias, linear=linear)
-        self.down_proj = Linear(inner, hidden, dtype, bias=bias, linear=linear)
+        parts = {"gate_proj": inner, "up_proj": inner}
+        self.gate_up_proj = Linear(hidden, parts, dtype, planners, bias=bias, linear=linear)
+        self.down_proj = Linear(inner, {"down_proj": hidden}, dtype, planners, bias=bias, linear=linear)
 
     @property
     def is_native(self) -> bool:
         """Whether native kernels compute all of it."""
-        return all(linear.packed for linear in (self.gate_proj, self.up_proj, self.down_proj))
+        return all(linear.packed for linear in (self.gate_up_proj, self.down_proj))
 
-    def __call__(self, x: jax.Array, norm: RMSNorm, num_tokens: jax.Array) -> jax.Array:
+    def __call__(self, x: jax.Array, norm: RMSNorm, num_tokens: jax.Array, pools: Pools) -> jax.Array:
         """x + mlp(norm(x)): x [T, E] -> [T, E]."""
-        inner = project_gated(self.gate_proj, self.up_proj, x, num_tokens, norm=norm)
-        return add_projected(self.down_proj, inner, x, num_tokens)
+        inner = project_gated(self.gate_up_proj, x, num_tokens, pools, norm=norm)
+        return add_projected(self.down_proj, inner, x, num_tokens, pools)

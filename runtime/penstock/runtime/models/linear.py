@@ -1,9 +1,12 @@
 """Linear layers and what decoders build of them, over any format of weights.
 
 Weights keep the checkpoint's own [out, in] layout, or are packed for the CPU kernels (`native.linear`), or
-are int8 with one scale an output. Products accumulate in float32 (int8 in int32), which is what XLA's CPU
-backend is fast at (up to 7 times) and what keeps bfloat16 exact enough. The functions below are the fusions
-that the kernels have; over other formats they are composed of plain operations with the same meaning.
+are int8 with one scale an output. Layers of one input, such as q, k and v, are one product, whose outputs lie
+side by side; norms, biases and scales have places in the model's pools (`pools`).
+
+Products accumulate in float32 (int8 in int32), which is what XLA's CPU backend is fast at (up to 7 times) and
+what keeps bfloat16 exact enough. The functions below are the fusions that the kernels have; over other
+formats they are composed of plain operations with the same meaning.
 
 Shapes: T tokens, E hidden_size. `num_rows` int32 []: rows of x from here on are padding, which kernels skip;
 what results hold there is undefined.
@@ -11,7 +14,7 @@ what results hold there is undefined.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import jax
@@ -19,6 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from penstock.runtime.models.pools import Place, PoolPlanners, Pools
 from penstock.runtime.native import linear as native
 
 
@@ -46,78 +50,100 @@ def matmul_transposed(x: jax.Array, weight: jax.Array) -> jax.Array:
 
 
 def _matmul_int8(x: jax.Array, weight: jax.Array, scale: jax.Array) -> jax.Array:
-    """x [T, in] quantized by row times int8 weight [out, in] transposed: float32 [T, out]."""
+    """x [T, in] quantized by row times int8 weight [out, in] transposed: float32 [T, out]; scale [out]."""
     wide = x.astype(jnp.float32)
     peak = jnp.abs(wide).max(axis=1, keepdims=True)
     rounded = jnp.round(wide * jnp.where(peak > 0, np.float32(127) / peak, np.float32(0))).astype(jnp.int8)
     dimensions = (((1,), (1,)), ((), ()))
     exact = jax.lax.dot_general(rounded, weight, dimensions, preferred_element_type=jnp.int32)
-    return exact.astype(jnp.float32) * (peak / np.float32(127)) * scale[0][None, :]
+    return exact.astype(jnp.float32) * (peak / np.float32(127)) * scale[None, :]
 
 
 class RMSNorm(nnx.Module):
     """Root mean square norm over the last dimension, in float32 (Zhang and Sennrich 2019)."""
 
-    def __init__(self, size: int, eps: float, dtype: jnp.dtype) -> None:
-        self.weight = nnx.Param(jnp.ones((size,), dtype))
+    def __init__(self, size: int, eps: float, planners: PoolPlanners) -> None:
+        self.weight_at = planners.vectors.take(size)
         self.eps = eps
 
-    def __call__(self, x: jax.Array) -> jax.Array:
+    def __call__(self, x: jax.Array, pools: Pools) -> jax.Array:
         """x [..., size] -> the same shape and dtype."""
         wide = x.astype(jnp.float32)
         mean_square = jnp.mean(jnp.square(wide), axis=-1, keepdims=True)
-        weight = self.weight[...].astype(jnp.float32).reshape((1,) * (x.ndim - 1) + (-1,))
+        weight = pools.vectors[self.weight_at.columns].astype(jnp.float32)
+        weight = weight.reshape((1,) * (x.ndim - 1) + (-1,))
         return (wide * jax.lax.rsqrt(mean_square + np.float32(self.eps)) * weight).astype(x.dtype)
 
 
 class Linear(nnx.Module):
-    """y = x W^T + b. Its weight in one of the formats; `scale` float32 [2, out] with int8, see
-    `native.Packed`.
+    """y = x W^T + b: one layer of a checkpoint, or several of one input, whose outputs lie side by side.
+
+    `parts` tells the sizes of their outputs by the names that their parent in the checkpoint has for them.
+    The weight is in one of the formats; `scale_at` and `bias_at` are places in the pools.
     """
 
     def __init__(
         self,
         in_size: int,
-        out_size: int,
+        parts: Mapping[str, int],
         dtype: jnp.dtype,
+        planners: PoolPlanners,
         *,
         bias: bool = False,
         linear: LinearFormat = PLAIN,
     ) -> None:
-        self.packed = linear.packed and native.can_pack(out_size, in_size)
+        out_size = sum(parts.values())
+        self.in_size, self.parts = in_size, tuple(parts.items())
+        self.packed = linear.packed and all(native.can_pack(size, in_size) for size in parts.values())
         self.int8 = linear.int8
         shape = native.packed_shape(out_size, in_size, int8=self.int8) if self.packed else (out_size, in_size)
         self.weight = nnx.Param(jnp.zeros(shape, jnp.int8 if self.int8 else dtype))
-        self.scale = nnx.Param(jnp.zeros((2, out_size), jnp.float32)) if self.int8 else None
-        self.bias = nnx.Param(jnp.zeros((out_size,), dtype)) if bias else None
+        self.scale_at: Place | None = planners.scales.take(out_size) if self.int8 else None
+        self.bias_at: Place | None = planners.vectors.take(out_size) if bias else None
 
-    def native(self) -> native.Packed:
+    def native(self, pools: Pools) -> native.Packed:
         """The operands of the native kernel."""
         return native.Packed(
             self.weight[...],
-            None if self.scale is None else self.scale[...],
-            None if self.bias is None else self.bias[...],
+            None if self.scale_at is None else pools.scales,
+            None if self.bias_at is None else pools.vectors,
+            0 if self.scale_at is None else self.scale_at.begin,
+            0 if self.bias_at is None else self.bias_at.begin,
         )
 
-    def product(self, x: jax.Array) -> jax.Array:
+    def scale(self, pools: Pools) -> jax.Array | None:
+        """float32 [out] with int8, else None."""
+        if self.scale_at is None or pools.scales is None:
+            return None
+        return pools.scales[0, self.scale_at.columns]
+
+    def product(self, x: jax.Array, pools: Pools) -> jax.Array:
         """x [T, in] -> float32 [T, out], unpacked weights only."""
-        if self.scale is None:
+        scale = self.scale(pools)
+        if scale is None:
             y = matmul_transposed(x, self.weight[...])
         else:
-            y = _matmul_int8(x, self.weight[...], self.scale[...])
-        return y if self.bias is None else y + self.bias[...].astype(jnp.float32)[None, :]
+            y = _matmul_int8(x, self.weight[...], scale)
+        if self.bias_at is None:
+            return y
+        return y + pools.vectors[self.bias_at.columns].astype(jnp.float32)[None, :]
 
 
 class Embedding(Linear):
     """Table [V, E]; as a linear layer it is the output head where the model ties them."""
 
     def __init__(
-        self, vocab_size: int, hidden_size: int, dtype: jnp.dtype, linear: LinearFormat = PLAIN
+        self,
+        vocab_size: int,
+        hidden_size: int,
+        dtype: jnp.dtype,
+        planners: PoolPlanners,
+        linear: LinearFormat = PLAIN,
     ) -> None:
-        super().__init__(hidden_size, vocab_size, dtype, linear=linear)
+        super().__init__(hidden_size, {"embed_tokens": vocab_size}, dtype, planners, linear=linear)
         self.dtype = jnp.dtype(dtype)
 
-    def __call__(self, token_ids: jax.Array) -> jax.Array:
+    def __call__(self, token_ids: jax.Array, pools: Pools) -> jax.Array:
         """token_ids int32 [T] -> [T, E]; ids outside the table, only padding has them, read its edge."""
         table = self.weight[...]
         kept = table.dtype
@@ -134,53 +160,50 @@ class Embedding(Linear):
             rows = table.at[token_ids].get(mode="clip")
         if kept.itemsize == 2:
             rows = jax.lax.bitcast_convert_type(rows, kept)
-        if self.scale is None:
+        scales = self.scale(pools)
+        if scales is None:
             return rows
-        scale = self.scale[...][0].at[token_ids].get(mode="clip")
+        scale = scales.at[token_ids].get(mode="clip")
         return (rows.astype(jnp.float32) * scale[:, None]).astype(self.dtype)
 
 
-def project(
-    linears: Sequence[Linear], x: jax.Array, num_rows: jax.Array, *, norm: RMSNorm | None = None
+def project(linear: Linear, x: jax.Array, num_rows: jax.Array, pools: Pools, *, norm: RMSNorm) -> jax.Array:
+    """linear(norm(x)): [T, in] -> [T, out] in x's dtype."""
+    if linear.packed:
+        weight = linear.native(pools)
+        return native.linear(x, (weight,), num_rows=num_rows, **_norm_options(norm, pools))
+    return linear.product(norm(x, pools), pools).astype(x.dtype)
+
+
+def add_projected(
+    linear: Linear, x: jax.Array, residual: jax.Array, num_rows: jax.Array, pools: Pools
 ) -> jax.Array:
-    """norm(x) [T, in] through layers of equal input, results side by side: [T, sum of out] in x's dtype."""
-    if all(linear.packed for linear in linears):
-        weights = tuple(linear.native() for linear in linears)
-        return native.linear(x, weights, num_rows=num_rows, **_norm_of(norm))
-    if norm is not None:
-        x = norm(x)
-    parts = [_apply(linear, x, num_rows) for linear in linears]
-    return parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis=1)
-
-
-def add_projected(linear: Linear, x: jax.Array, residual: jax.Array, num_rows: jax.Array) -> jax.Array:
     """residual [T, out] + linear(x)."""
     if linear.packed:
-        return native.linear(x, (linear.native(),), num_rows=num_rows, residual=residual)
-    return residual + linear.product(x).astype(x.dtype)
+        return native.linear(x, (linear.native(pools),), num_rows=num_rows, residual=residual)
+    return residual + linear.product(x, pools).astype(x.dtype)
 
 
-def project_gated(gate: Linear, up: Linear, x: jax.Array, num_rows: jax.Array, *, norm: RMSNorm) -> jax.Array:
-    """silu(gate(norm(x))) * up(norm(x)) (SwiGLU, Shazeer 2020), the activation in float32."""
-    if gate.packed and up.packed:
-        return native.linear(x, (gate.native(), up.native()), num_rows=num_rows, gate=True, **_norm_of(norm))
-    x = norm(x)
-    opened = jax.nn.silu(_apply(gate, x, num_rows).astype(jnp.float32))
-    return (opened * _apply(up, x, num_rows).astype(jnp.float32)).astype(x.dtype)
+def project_gated(
+    gate_up: Linear, x: jax.Array, num_rows: jax.Array, pools: Pools, *, norm: RMSNorm
+) -> jax.Array:
+    """silu(gate(norm(x))) * up(norm(x)) (SwiGLU, Shazeer 2020), the activation in float32; the first half of
+    the layer's outputs are the gate's.
+    """
+    if gate_up.packed:
+        weight = gate_up.native(pools)
+        return native.linear(x, (weight,), num_rows=num_rows, gate=True, **_norm_options(norm, pools))
+    both = gate_up.product(norm(x, pools), pools).astype(x.dtype).astype(jnp.float32)
+    gate, up = jnp.split(both, 2, axis=1)
+    return (jax.nn.silu(gate) * up).astype(x.dtype)
 
 
-def logits(head: Linear, x: jax.Array, num_rows: jax.Array) -> jax.Array:
+def logits(head: Linear, x: jax.Array, num_rows: jax.Array, pools: Pools) -> jax.Array:
     """x [R, E] -> float32 [R, V]."""
     if head.packed:
-        return native.linear(x, (head.native(),), num_rows=num_rows, out_dtype=np.float32)
-    return head.product(x)
+        return native.linear(x, (head.native(pools),), num_rows=num_rows, out_dtype=np.float32)
+    return head.product(x, pools)
 
 
-def _apply(linear: Linear, x: jax.Array, num_rows: jax.Array) -> jax.Array:
-    if linear.packed:
-        return native.linear(x, (linear.native(),), num_rows=num_rows)
-    return linear.product(x).astype(x.dtype)
-
-
-def _norm_of(norm: RMSNorm | None) -> native.NormOptions:
-    return {} if norm is None else {"norm": norm.weight[...], "eps": norm.eps}
+def _norm_options(norm: RMSNorm, pools: Pools) -> native.NormOptions:
+    return {"norm": pools.vectors, "norm_at": norm.weight_at.begin, "eps": norm.eps}

@@ -24,7 +24,7 @@ ParamPath: TypeAlias = tuple[str | int, ...]
 class ModelFamily:
     """parse: config.json mapping -> ModelConfig. build: the module with zero weights, in a dtype.
 
-    tensor_name: the checkpoint's name of the parameter at a state path; one tensor per parameter.
+    tensor_name: the checkpoint's name of the tensor at a path, that of a state in which nothing is fused.
     """
 
     parse: Callable[[Mapping[str, object]], ModelConfig]
