@@ -31,11 +31,14 @@ def test_default_sizes(max_num_seqs, max_num_batched_tokens, row_buckets, token_
 
 def test_keys_are_largest_first_with_mixed_programs_for_the_largest_row_bucket_only():
     assert Buckets.default(64, 64).keys() == (
+        ProgramKey(64, 64, decode_only=True, window=True),
         ProgramKey(64, 64, decode_only=True),
         ProgramKey(64, 64),
         ProgramKey(32, 64),
         ProgramKey(16, 64),
+        ProgramKey(16, 16, decode_only=True, window=True),
         ProgramKey(16, 16, decode_only=True),
+        ProgramKey(4, 4, decode_only=True, window=True),
         ProgramKey(4, 4, decode_only=True),
     )
 
@@ -46,39 +49,40 @@ def test_token_buckets_may_grow_faster():
     assert Buckets.default(4, 20, token_growth=8).token_buckets == (16, 20)
 
 
+@pytest.mark.parametrize("window", [True, False])
+@pytest.mark.parametrize(("num_rows", "size"), [(1, 4), (4, 4), (5, 16), (16, 16), (17, 64), (64, 64)])
+def test_steps_of_a_token_in_every_row_are_selected_by_rows(num_rows, size, window):
+    key = Buckets.default(64, 128).select(num_rows, num_rows, window=window)
+    assert key == ProgramKey(size, size, True, window)
+
+
 @pytest.mark.parametrize(
-    ("num_tokens", "num_rows", "decode_only", "key"),
+    ("num_tokens", "num_rows", "key"),
     [
-        (1, 1, True, ProgramKey(4, 4, True)),
-        (4, 4, True, ProgramKey(4, 4, True)),
-        (5, 5, True, ProgramKey(16, 16, True)),
-        (16, 16, True, ProgramKey(16, 16, True)),
-        (17, 17, True, ProgramKey(64, 64, True)),
-        (64, 64, True, ProgramKey(64, 64, True)),
-        (2, 1, False, ProgramKey(16, 64)),
-        (16, 4, False, ProgramKey(16, 64)),
-        (17, 4, False, ProgramKey(32, 64)),
-        (16, 5, False, ProgramKey(16, 64)),
-        (128, 64, False, ProgramKey(128, 64)),
+        (2, 1, ProgramKey(16, 64)),
+        (16, 4, ProgramKey(16, 64)),
+        (17, 4, ProgramKey(32, 64)),
+        (16, 5, ProgramKey(16, 64)),
+        (128, 64, ProgramKey(128, 64)),
     ],
 )
-def test_select(num_tokens, num_rows, decode_only, key):
-    assert Buckets.default(64, 128).select(num_tokens, num_rows, decode_only) == key
+def test_other_steps_are_selected_by_tokens(num_tokens, num_rows, key):
+    assert Buckets.default(64, 128).select(num_tokens, num_rows) == key
 
 
 @pytest.mark.parametrize(
-    ("num_tokens", "num_rows", "decode_only", "message"),
+    ("num_tokens", "num_rows", "window", "message"),
     [
         (0, 0, True, "num_rows 0 is not from 1 to 64"),
         (65, 65, True, "num_rows 65 is not from 1 to 64"),
         (129, 64, False, "num_tokens 129 is above 128"),
-        (3, 4, False, "4 rows with 3 tokens cannot be decode_only=False"),
-        (5, 4, True, "4 rows with 5 tokens cannot be decode_only=True"),
+        (3, 4, False, "4 rows with 3 tokens cannot be window=False"),
+        (5, 4, True, "4 rows with 5 tokens cannot be window=True"),
     ],
 )
-def test_a_plan_that_fits_no_program_is_refused(num_tokens, num_rows, decode_only, message):
+def test_a_plan_that_fits_no_program_is_refused(num_tokens, num_rows, window, message):
     with pytest.raises(ValueError, match=message):
-        Buckets.default(64, 128).select(num_tokens, num_rows, decode_only)
+        Buckets.default(64, 128).select(num_tokens, num_rows, window=window)
 
 
 @given(st.integers(1, 40), st.integers(0, 60), st.data())
@@ -87,12 +91,12 @@ def test_whatever_is_selected_is_listed_and_the_smallest_that_fits(max_num_seqs,
     num_rows = data.draw(st.integers(1, max_num_seqs), label="rows")
     num_tokens = data.draw(st.integers(num_rows, max_num_seqs + more_tokens), label="tokens")
     decode_only = num_tokens == num_rows
-    key = buckets.select(num_tokens, num_rows, decode_only)
+    window = decode_only and data.draw(st.booleans(), label="window")
+    key = buckets.select(num_tokens, num_rows, window=window)
     keys = buckets.keys()
     assert len(set(keys)) == len(keys)
-    fitting = [
-        k for k in keys if k.decode_only == decode_only and k.tokens >= num_tokens and k.rows >= num_rows
-    ]
+    kind = [k for k in keys if (k.decode_only, k.window) == (decode_only, window)]
+    fitting = [k for k in kind if k.tokens >= num_tokens and k.rows >= num_rows]
     assert key in fitting
     assert all(key.tokens <= other.tokens and key.rows <= other.rows for other in fitting)
     if key.decode_only:
@@ -104,9 +108,9 @@ def test_every_listed_program_has_a_plan_that_selects_it(max_num_seqs, more_toke
     buckets = Buckets.default(max_num_seqs, max_num_seqs + more_tokens)
     reached = set()
     for num_rows in range(1, buckets.row_buckets[-1] + 1):
-        reached.add(buckets.select(num_rows, num_rows, True))
+        reached |= {buckets.select(num_rows, num_rows, window=window) for window in (True, False)}
         for num_tokens in range(num_rows + 1, buckets.token_buckets[-1] + 1):
-            reached.add(buckets.select(num_tokens, num_rows, False))
+            reached.add(buckets.select(num_tokens, num_rows))
     assert reached == set(buckets.keys())
 
 
@@ -131,10 +135,3 @@ def test_default_refuses_bad_limits_by_name():
         Buckets.default(0, 16)
     with pytest.raises(ConfigError, match="max_num_batched_tokens, 7, must be at least max_num_seqs, 8"):
         Buckets.default(8, 7)
-
-
-def test_decodes_may_run_as_any_other_step_does():
-    """Rows under a grammar: the host makes their masks between the two programs of such a step."""
-    buckets = Buckets(token_buckets=(16, 64), row_buckets=(4, 16))
-    assert buckets.select(3, 3, False) == ProgramKey(16, 16)
-    assert buckets.select(3, 3, True) == ProgramKey(4, 4, True)

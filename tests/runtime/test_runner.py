@@ -5,14 +5,16 @@ transfers.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import jax
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from penstock.runtime.buckets import Buckets, ProgramKey
 from penstock.runtime.compilation import CompileCounter, use_compilation_cache
+from penstock.runtime.constraint import Mask
 from penstock.runtime.errors import ConfigError
 from penstock.runtime.packing import (
     BANS,
@@ -44,7 +46,7 @@ def make_runner(max_decode_steps: int = 1) -> ModelRunner:
     use_compilation_cache(TEST_CACHE)
     model = toy_model()
     config = RunnerConfig(
-        buckets=Buckets(token_buckets=(16,), row_buckets=(4,)),
+        buckets=Buckets(token_buckets=(16,), row_buckets=(4, 8)),
         max_num_seqs=4,
         max_model_len=64,
         page_size=4,
@@ -85,6 +87,38 @@ def test_feedback_stays_on_the_device(runner: ModelRunner) -> None:
         for plan in (prefill([1, 2, 3], 2, [7, 9]), decode(2, 3), decode(2, 4, step=2))
     ]
     assert [runner.wait(p).token_ids[0] for p in pending] == [[t] for t in toy_tokens([1, 2, 3], 3)]
+
+
+class Anything:
+    """A constraint that forbids nothing."""
+
+    is_complete = False
+
+    def fill(self, mask: Mask) -> None:
+        mask[:] = -1
+
+    def accept(self, token_ids: Sequence[int]) -> None:
+        pass
+
+
+def test_decodes_under_a_constraint_compute_no_more_rows_than_others(
+    runner: ModelRunner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not those of a step with prefill chunks, which has the most."""
+    keys: list[ProgramKey] = []
+    run = runner._run_forward
+
+    def recorded(key: ProgramKey, packed: NDArray[np.int32]) -> tuple[jax.Array, jax.Array]:
+        keys.append(key)
+        return run(key, packed)
+
+    monkeypatch.setattr(runner, "_run_forward", recorded)
+    plan = prefill([1, 2, 3], 2, [7, 9])
+    request = dataclasses.replace(plan.new_requests[0][1], constraint=Anything())
+    plan = dataclasses.replace(plan, new_requests=((2, request),))
+    results = [runner.execute(plan).token_ids[0] for plan in (plan, decode(2, 3), decode(2, 4, step=2))]
+    assert results == [[token] for token in toy_tokens([1, 2, 3], 3)]
+    assert keys == [ProgramKey(16, 8), *[ProgramKey(4, 4, decode_only=True)] * 2]
 
 
 @pytest.fixture

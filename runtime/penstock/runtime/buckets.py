@@ -2,8 +2,10 @@
 
 XLA compiles for fixed shapes, so a plan is padded up to one of a small set of (tokens, rows) shapes. Few
 shapes mean a short warm-up; shapes close to the plan mean little wasted work. Decode steps are the common
-case and have one program per row bucket. Steps with a prefill chunk have one per token bucket, all with the
-largest row bucket: there the tokens dominate the cost, padding rows are cheap, and programs are not.
+case and have two programs per row bucket: a window, which chooses its tokens itself, and a forward, for steps
+whose tokens wait for the host's masks or whose hidden states are wanted. Steps with a prefill chunk have a
+forward per token bucket, all with the largest row bucket: there the tokens dominate the cost, padding rows
+are cheap, and programs are not.
 """
 
 from __future__ import annotations
@@ -27,13 +29,15 @@ NATIVE_TOKEN_GROWTH = 8
 class ProgramKey:
     """One compiled program: `tokens` input positions spread over `rows` rows.
 
-    `decode_only` tells apart two programs of equal shape: (16, 16) may exist both as "row i has token i" and
-    as a mixed step of 16 tokens split among 16 rows in any way.
+    `decode_only` tells apart programs of equal shape: (16, 16) may exist both as "row i has token i" and as a
+    mixed step of 16 tokens split among 16 rows in any way.
     """
 
     tokens: int
     rows: int
     decode_only: bool = False
+    window: bool = False
+    """A loop of decode steps that chooses its tokens, which only a program that is `decode_only` can be."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,23 +89,22 @@ class Buckets:
         Largest first because it takes longest to compile (the best order for several compiler threads) and
         needs the most memory (if it does not fit, start-up fails at once and not after minutes).
         """
-        keys = [ProgramKey(rows, rows, True) for rows in self.row_buckets]
+        keys = [ProgramKey(rows, rows, True, window) for rows in self.row_buckets for window in (True, False)]
         keys += [ProgramKey(tokens, self.row_buckets[-1]) for tokens in self.token_buckets]
-        return tuple(sorted(keys, key=lambda key: (key.tokens, key.rows, key.decode_only), reverse=True))
+        return tuple(
+            sorted(keys, key=lambda key: (key.tokens, key.rows, key.decode_only, key.window), reverse=True)
+        )
 
-    def select(self, num_tokens: int, num_rows: int, decode_only: bool) -> ProgramKey:
-        """The smallest program that fits; ValueError if none does.
-
-        With `decode_only` every row has one token; such a plan may also run as any other does.
-        """
+    def select(self, num_tokens: int, num_rows: int, *, window: bool = False) -> ProgramKey:
+        """The smallest program that fits; ValueError if none does. A `window` has one token in every row."""
         rows, tokens = self.row_buckets, self.token_buckets
         if not 1 <= num_rows <= rows[-1]:
             raise ValueError(f"num_rows {num_rows} is not from 1 to {rows[-1]}")
-        if (decode_only and num_tokens != num_rows) or num_tokens < num_rows:
-            raise ValueError(f"{num_rows} rows with {num_tokens} tokens cannot be {decode_only=}")
-        if decode_only:
+        if (window and num_tokens != num_rows) or num_tokens < num_rows:
+            raise ValueError(f"{num_rows} rows with {num_tokens} tokens cannot be {window=}")
+        if num_tokens == num_rows:
             size = rows[bisect_left(rows, num_rows)]
-            return ProgramKey(size, size, True)
+            return ProgramKey(size, size, True, window)
         if num_tokens > tokens[-1]:
             raise ValueError(f"num_tokens {num_tokens} is above {tokens[-1]}")
         return ProgramKey(tokens[bisect_left(tokens, num_tokens)], rows[-1])

@@ -42,8 +42,9 @@ class Programs:
     """Everything a runner calls; see `step` and `request_programs`."""
 
     steps: Mapping[ProgramKey, jax.stages.Compiled]
-    """A window for a key that is decode_only, a forward for any other."""
-    choice: jax.stages.Compiled
+    """Windows and forwards, as their keys say."""
+    choices: Mapping[int, jax.stages.Compiled]
+    """By number of rows."""
     prompt_logprobs: jax.stages.Compiled
     admission: jax.stages.Compiled
     copy_pages: jax.stages.Compiled
@@ -76,15 +77,17 @@ class ProgramBuilder:
     def compile_all(self) -> Programs:
         """All of them, in parallel, with a progress bar; what takes longest first."""
         keys = self.config.buckets.keys()
-        jobs: dict[ProgramKey | str, Callable[[], jax.stages.Compiled]] = {
-            key: lambda key=key: self.window(key) if key.decode_only else self.forward(key)  # type: ignore[misc]
+        jobs: dict[ProgramKey | int | str, Callable[[], jax.stages.Compiled]] = {
+            key: lambda key=key: self.window(key) if key.window else self.forward(key)  # type: ignore[misc]
             for key in keys
         }
-        once = (self.choice, self.prompt_logprobs, self.admission, self.copy_pages, self.table_rows)
+        once = (self.prompt_logprobs, self.admission, self.copy_pages, self.table_rows)
+        jobs |= {rows: lambda rows=rows: self.choice(rows) for rows in self.config.buckets.row_buckets}  # type: ignore[misc]
         jobs |= {program.__name__: program for program in once}
         made = compile_all(jobs, threads=self.config.threads, show_progress=self.config.show_progress)
         steps = {key: made[key] for key in keys}
-        return Programs(steps, **{program.__name__: made[program.__name__] for program in once})
+        choices = {rows: made[rows] for rows in self.config.buckets.row_buckets}
+        return Programs(steps, choices, **{program.__name__: made[program.__name__] for program in once})
 
     def forward(self, key: ProgramKey) -> jax.stages.Compiled:
         packed = self._ints(self.layout(key).size)
@@ -102,18 +105,17 @@ class ProgramBuilder:
         packed = self._ints(self.layout(key).size)
         return compile_program(program, self.weights, self.kv, self.state, packed, donate=(1, 2))
 
-    def choice(self) -> jax.stages.Compiled:
-        layout = self.layout(self.largest)
-        mask = self._ints(layout.key.rows, mask_words(self.config.vocab_size))
+    def choice(self, rows: int) -> jax.stages.Compiled:
+        key = ProgramKey(rows, rows, decode_only=True)
+        layout, logits = self.layout(key), self._outputs(key).logits
+        mask = self._ints(rows, mask_words(self.config.vocab_size))
         program = make_choice(layout, self._sampler, self.config.num_top)
-        return compile_program(
-            program, self.state, self._outputs.logits, self._ints(layout.rows_size), mask, donate=(0,)
-        )
+        return compile_program(program, self.state, logits, self._ints(layout.rows_size), mask, donate=(0,))
 
     def prompt_logprobs(self) -> jax.stages.Compiled:
         program = make_prompt_logprobs(self.rebuild, self._shapes)
         packed = self._ints(1 + 2 * self._shapes.max_tokens)
-        return compile_program(program, self.weights, self._outputs.hidden, packed)
+        return compile_program(program, self.weights, self._outputs(self.largest).hidden, packed)
 
     def admission(self) -> jax.stages.Compiled:
         vocab = self.config.vocab_size
@@ -144,10 +146,8 @@ class ProgramBuilder:
         attention = attention_op(self.platform, native=self.config.native)
         return make_forward(self.rebuild, self.layout(key), self._shapes, attention)
 
-    @property
-    def _outputs(self) -> Forward:
+    def _outputs(self, key: ProgramKey) -> Forward:
         """Shapes of what a forward makes."""
-        key = self.largest
         made = jax.eval_shape(
             self._forward(key), self.weights, self.kv, self.state, self._ints(self.layout(key).size)
         )

@@ -98,10 +98,11 @@ class ModelRunner:
         self._use_huge_pages(self._weights)
         self._slots = Slots(config)
         self._filler = MaskFiller(mask_threads(config.threads))
-        num_rows = config.buckets.row_buckets[-1]
-        self._no_mask = jax.device_put(
-            np.zeros((num_rows, mask_words(config.vocab_size)), np.int32), self._sharding
-        )
+        words = mask_words(config.vocab_size)
+        self._no_masks = {
+            rows: jax.device_put(np.zeros((rows, words), np.int32), self._sharding)
+            for rows in config.buckets.row_buckets
+        }
 
     # -- memory --
 
@@ -182,14 +183,15 @@ class ModelRunner:
         self._programs = programs = self._builder(self._num_pages).compile_all()
         for key in programs.steps:
             packed = self._slots.blank(key)
-            if key.decode_only:
+            if key.window:
                 self._run_window(key, packed)
             else:
                 logits, hidden = self._run_forward(key, packed)
                 packed = packed[: self._slots.layout(key).rows_size]
-                self._choose(logits, packed, self._no_mask)
+                no_mask = self._no_masks[key.rows]
+                self._choose(logits, packed, no_mask)
                 # JAX's fast path is found per kind of argument, and rows under a grammar bring a host's mask.
-                self._choose(logits, packed, np.full(self._no_mask.shape, -1, np.int32))
+                self._choose(logits, packed, np.full(no_mask.shape, -1, np.int32))
                 programs.prompt_logprobs(self._weights, hidden, self._prompt_buffer([], []))
         nobody = Request("warm-up", (0,))
         self._write_slot(self.config.max_num_seqs, nobody, ())
@@ -226,7 +228,7 @@ class ModelRunner:
 
     def _choose(self, logits: jax.Array, packed: NDArray[np.int32], mask: Any) -> Chosen:
         programs, _ = self._ready
-        chosen, self._state = programs.choice(self._state, logits, packed, mask)
+        chosen, self._state = programs.choices[logits.shape[0]](self._state, logits, packed, mask)
         return cast("Chosen", chosen)
 
     def _run_window(self, key: ProgramKey, packed: NDArray[np.int32]) -> Chosen:
@@ -271,18 +273,18 @@ class ModelRunner:
         constraints = self._slots.constraints(plan)
         targets = self._prompt_targets(plan)
         # A window chooses its tokens itself and tells no hidden states, not even of chunks of one token.
-        in_window = plan.decode_only and not constraints and not targets
-        key = self.config.buckets.select(plan.num_tokens, len(plan.rows), in_window)
+        window = plan.decode_only and not constraints and not targets
+        key = self.config.buckets.select(plan.num_tokens, len(plan.rows), window=window)
         packed = self._slots.pack(plan, key, constraints)
         logprobs = self._slots.logprobs(plan)
-        if key.decode_only:
+        if key.window:
             return _sent(PendingStep(plan, self._run_window(key, packed), logprobs))
         logits, hidden = self._run_forward(key, packed)
         packed = packed[: self._slots.layout(key).rows_size]
         rows, prompt = self._prompt_logprobs(plan, hidden, targets)
         if constraints:
             return PendingStep(plan, None, logprobs, _Unchosen(logits, packed, constraints), prompt, rows)
-        result = self._choose(logits, packed, self._no_mask)
+        result = self._choose(logits, packed, self._no_masks[key.rows])
         return _sent(PendingStep(plan, result, logprobs, None, prompt, rows))
 
     def choose(self, pending: PendingStep) -> PendingStep:
@@ -292,7 +294,7 @@ class ModelRunner:
         unchosen = pending.unchosen
         if unchosen is None:
             return pending
-        mask = np.full(self._no_mask.shape, -1, np.int32)
+        mask = np.full(self._no_masks[unchosen.logits.shape[0]].shape, -1, np.int32)
         errors = self._filler.fill_all(unchosen.constraints, mask)
         result = self._choose(unchosen.logits, unchosen.packed, mask)
         return _sent(dataclasses.replace(pending, result=result, unchosen=None, errors=errors))

@@ -1,8 +1,9 @@
 """The compiled programs: what runs on the device, ahead-of-time compiled.
 
-- `make_forward`: input tokens through the model to logits. One per bucket of tokens.
-- `make_choice`: logits to tokens. One in all. That a step with a prefill chunk, or with rows under a grammar,
-  is two programs lets the host work out the grammar's masks while the device runs the model.
+- `make_forward`: input tokens through the model to logits. One per bucket of tokens, and one per bucket of
+  rows for steps of a token each.
+- `make_choice`: logits to tokens. One per bucket of rows. That a step with a prefill chunk, or with rows
+  under a grammar, is two programs lets the host work out the grammar's masks while the device runs the model.
 - `make_window`: both, in a loop of decode steps. One per bucket of rows.
 
 What only some requests need is in `request_programs`.
