@@ -81,8 +81,11 @@ class PagePool:
 
     def can_allocate(self, n: int, beside: Sequence[int] = ()) -> bool:
         """Whether `n` pages can be had once the pages `beside`, held or cached, are retained."""
+        left = len(self._free) + len(self._cached) - n
+        if left >= len(beside) or left < 0:
+            return left >= 0
         refcounts = self._refcounts
-        return n + sum(refcounts[page] == 0 for page in beside) <= len(self._free) + len(self._cached)
+        return sum(refcounts[page] == 0 for page in beside) <= left
 
     def allocate(self, n: int) -> list[int]:
         """Takes `n` pages for one holder: free ones first, then what was cached longest ago. RuntimeError if
@@ -105,12 +108,14 @@ class PagePool:
 
     def retain(self, pages: Iterable[int]) -> None:
         """One more holder for each page; each must be held or cached."""
+        refcounts = self._refcounts
         for page in pages:
-            if self._refcounts[page] < 1:
+            count = refcounts[page]
+            if not count:
                 if page not in self._cached:
                     raise RuntimeError(f"page {page} is free and cannot be retained")
                 del self._cached[page]
-            self._refcounts[page] += 1
+            refcounts[page] = count + 1
 
     def release(self, pages: Sequence[int]) -> None:
         """One holder fewer for each page; a page without holders is free, or cached if it has a key, at once.

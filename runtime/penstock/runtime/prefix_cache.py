@@ -46,6 +46,7 @@ class PrefixCache:
         self._waiting = waiting
         self._enabled = enabled
         self._secret = secret or secrets.token_bytes(32)
+        self._latest: Sequence | None = None  # the last that entered and publishes
         self._promising: dict[Sequence, None] = {}  # running prefills with pages to publish, oldest first
 
     def keys_of(self, request: Request) -> list[bytes]:
@@ -58,10 +59,17 @@ class PrefixCache:
         return keys
 
     def match(self, seq: Sequence) -> list[int]:
-        """The pages that hold the longest cached prefix of a waiting sequence, not retained yet."""
+        """The pages that hold the longest cached prefix of a waiting sequence, not retained yet.
+
+        What it has in common with the sequence that entered last need not be looked up: of many that wait
+        for one prefix, only the first is.
+        """
+        keys, latest = self._shareable_keys(seq), self._latest
         pages: list[int] = []
+        if keys and latest is not None and latest.is_shareable and not latest.num_dropped:
+            pages = latest.pages[: _num_common(keys, latest.page_keys, min(len(keys), latest.published))]
         lookup = self._pool.lookup
-        for key in self._shareable_keys(seq):
+        for key in keys[len(pages) :]:
             page = lookup(key)
             if page is None:
                 break
@@ -80,11 +88,7 @@ class PrefixCache:
             end = min(len(keys), other.prefill_until // self._pool.page_size)
             is_due = other.published <= num_found < end
             if is_due and theirs[num_found] == keys[num_found] and other.rank[0] <= seq.rank[0]:
-                low, high = num_found, end - 1  # keys are chained: up to some page all are equal, then none
-                while low < high:
-                    middle = (low + high + 1) // 2
-                    low, high = (middle, high) if keys[middle] == theirs[middle] else (low, middle - 1)
-                return keys[low]
+                return keys[_num_common(keys, theirs, end) - 1]
         return None
 
     def begin(self, seq: Sequence, num_shared: int) -> None:
@@ -94,6 +98,7 @@ class PrefixCache:
             page_size = self._pool.page_size
             self._extend(seq.page_keys, seq.request, seq.token_ids)
             seq.publish_at = (num_shared + 1) * page_size
+            self._latest = seq
             if num_shared < seq.prefill_until // page_size:
                 self._promising[seq] = None
 
@@ -120,6 +125,8 @@ class PrefixCache:
         promises.
         """
         seq.publish_at, seq.is_shareable = NEVER, False
+        if seq is self._latest:
+            self._latest = None
         if seq in self._promising:
             del self._promising[seq]
             if self._waiting.any_aside:
@@ -166,3 +173,12 @@ class PrefixCache:
 
     def _hash(self, data: bytes) -> bytes:
         return blake2b(data, digest_size=_KEY_BYTES, key=self._secret).digest()
+
+
+def _num_common(keys: list[bytes], others: list[bytes], most: int) -> int:
+    """How many of the first `most` keys are equal: chained as they are, up to some page all, then none."""
+    low, high = 0, most
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if keys[middle - 1] == others[middle - 1] else (low, middle - 1)
+    return low
