@@ -81,6 +81,10 @@ class EngineConfig:
     """Most decode steps in one dispatch, where nobody waits; 1: no such windows."""
     decode_window_s: float = 0.02
     """Seconds that a window of decode steps should take at most."""
+    switch_interval_s: float | None = 0.0005
+    """Seconds after which Python's interpreter goes from one thread to another that wants it; CPython's own
+    default is 0.005. It is one for the whole process, from `Engine.start` to `Engine.shutdown`, which puts
+    back what was before unless somebody else has set it since. None: left alone."""
     max_logprobs: int = 20
     """Most `logprobs` a request may ask for."""
     generation_config: Mapping[str, Any] | None = None
@@ -123,6 +127,8 @@ class EngineConfig:
             bad.append(f"max_decode_steps: must be from 1 to {MAX_DECODE_STEPS}, not {self.max_decode_steps}")
         if not 0.0 < self.decode_window_s <= 60.0:
             bad.append(f"decode_window_s: must be above 0 and at most 60, not {self.decode_window_s}")
+        if self.switch_interval_s is not None and not 1e-5 <= self.switch_interval_s <= 1.0:
+            bad.append(f"switch_interval_s: must be from 0.00001 to 1, not {self.switch_interval_s}")
         if self.max_queued_requests < 1:
             bad.append(f"max_queued_requests: must be at least 1, not {self.max_queued_requests}")
         if self.page_size < 1 or self.page_size & (self.page_size - 1) or self.page_size > 1024:

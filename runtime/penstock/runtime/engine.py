@@ -53,6 +53,7 @@ from penstock.runtime.runner import ModelRunner, single_device_mesh
 from penstock.runtime.runner_config import RunnerConfig
 from penstock.runtime.scheduler import Load, Scheduler, SchedulerConfig
 from penstock.runtime.served import ServedModel, load_model
+from penstock.runtime.switch_interval import SwitchInterval
 from penstock.runtime.text import TextCodec
 
 log = logging.getLogger(__name__)
@@ -176,6 +177,7 @@ class Engine:
             overlap=config.overlap,
             pacer=Pacer(config.decode_window_s, config.max_decode_steps, target_itl_s),
         )
+        self._switch_interval = SwitchInterval(config.switch_interval_s)
         # Without its weights: the runner holds those that serve, and an update must be able to free the old.
         self._model = dataclasses.replace(model, weights=None)
         self.config = dataclasses.replace(
@@ -226,6 +228,7 @@ class Engine:
         self._runner.compile()
         gc.collect()
         gc.freeze()  # what start-up made lives as long as the server: no collection need walk it again
+        self._switch_interval.apply()
         self._core.start()
 
     @property
@@ -289,6 +292,7 @@ class Engine:
     def shutdown(self) -> None:
         """End what runs (ABORTED) and free the device's memory. May be called twice."""
         self._core.shutdown()
+        self._switch_interval.restore()
         compiler: GrammarCompiler | None = self.__dict__.get("grammars")  # if anybody asked for it
         if compiler is not None:
             compiler.close()

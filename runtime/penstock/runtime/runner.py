@@ -407,6 +407,8 @@ class ModelRunner:
         """Free the device's memory that this runner holds; it cannot be used afterwards."""
         self.compiles_after_warmup.stop()
         self.destroy_kv_cache()
+        for array in jax.tree.leaves((self._state, self._no_masks)):
+            array.delete()
         self._programs = None
         self._weights = ()
 

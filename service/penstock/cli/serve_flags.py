@@ -261,6 +261,15 @@ def _add_engine(parser: argparse.ArgumentParser) -> None:
         help="what such a window should take at most; default: %(default)g",
     )
     engine.add_argument(
+        "--switch-interval",
+        dest="switch_interval_s",
+        type=float,
+        default=_CONFIG.switch_interval_s,
+        metavar="SECONDS",
+        help="after how long Python lets another thread that waits have its turn; more makes tokens wait for "
+        "each other on their way out, much less costs throughput; default: %(default)g",
+    )
+    engine.add_argument(
         "--max-queued-requests",
         type=int,
         default=_CONFIG.max_queued_requests,
@@ -336,6 +345,7 @@ def engine_config(args: argparse.Namespace) -> EngineConfig:
         overlap=args.overlap,
         max_decode_steps=args.max_decode_steps,
         decode_window_s=args.decode_window_s,
+        switch_interval_s=args.switch_interval_s,
         max_queued_requests=args.max_queued_requests,
         page_size=args.page_size,
         kv_cache_bytes=args.kv_cache_bytes,
