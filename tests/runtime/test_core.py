@@ -51,7 +51,7 @@ def test_an_update_that_comes_just_after_the_engine_looked_is_not_left_asleep(en
     engine._core._apply_updates = look_too_early  # type: ignore[method-assign]
     engine.generate([1], sampling=GREEDY, stopping=long(1))
     assert ready.wait(60)
-    assert asked[0].result(10).label == "to-5"
+    assert asked[0].result(60).label == "to-5"
 
 
 def test_an_update_taken_back_is_not_applied_and_holds_nobody_up(engine: Engine) -> None:
@@ -108,9 +108,9 @@ def test_shutdown_tells_a_request_that_came_with_the_last_delivery(engine: Engin
 
     # It expires before its first step, so this delivery comes without one.
     engine.submit(Request("expired", (1,), GREEDY, StoppingParams(time_limit_s=1e-9)), again)
-    assert sink.last("late", timeout_s=10).finish == SHUTTING_DOWN
+    assert sink.last("late", timeout_s=60).finish == SHUTTING_DOWN
     with pytest.raises(Draining):
-        futures[0].result(10)
+        futures[0].result(60)
     enders[0].join()
     with pytest.raises(Draining):
         update(engine, 5)
@@ -140,9 +140,9 @@ def test_a_future_of_a_dead_engine_may_be_asked_about_the_engine(
     assert taken_back.cancel()
     gate.open()
     with pytest.raises(EngineFailure):
-        future.result(10)
+        future.result(60)
     assert isinstance(gate.sink.last("held").error, EngineFailure)
-    engine._core._thread.join(10)  # type: ignore[union-attr]
+    engine._core._thread.join(60)  # type: ignore[union-attr]
     assert running == [0]
 
 

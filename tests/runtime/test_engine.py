@@ -171,25 +171,28 @@ def test_time_limit_gives_partial_output(engine: Engine) -> None:
 
 
 def test_abort_by_id_is_exact_and_reports_every_outcome(engine: Engine) -> None:
-    sink = Collector()
-    for name in ("req-1", "req-10", "other"):
+    gate, sink = at_gate(engine, "req-1", tokens=100), Collector()
+    for name in ("req-10", "other"):
         submit(engine, sink, name)
     outcomes = engine.abort(["req-1", "nobody"], message="why")
+    gate.open()
     assert outcomes == [("req-1", AbortOutcome.ABORTED), ("nobody", AbortOutcome.NOT_FOUND)]
-    assert sink.last("req-1").finish == Finish(FinishReason.ABORTED, message="why")
+    assert gate.sink.last("req-1").finish == Finish(FinishReason.ABORTED, message="why")
     assert sink.last("req-10").finish == Finish(FinishReason.MAX_TOKENS)
-    assert sink.tokens("req-1") == toy_tokens([1], len(sink.tokens("req-1")))
+    assert gate.sink.tokens("req-1") == toy_tokens([1], 1)
     sink.last("other")
     assert engine.abort(["req-10"]) == [("req-10", AbortOutcome.ALREADY_FINISHED)]
 
 
 def test_abort_by_prefix_and_all(engine: Engine) -> None:
-    sink = Collector()
-    for name in ("a-1", "a-2", "b-1"):
+    gate, sink = at_gate(engine, "a-1", tokens=100), Collector()
+    for name in ("a-2", "b-1"):
         submit(engine, sink, name)
     assert dict(engine.abort(prefix="a-")) == {"a-1": AbortOutcome.ABORTED, "a-2": AbortOutcome.ABORTED}
-    assert dict(engine.abort(all_requests=True)).keys() <= {"b-1"}
-    for name in ("a-1", "a-2", "b-1"):
+    assert engine.abort(all_requests=True) == [("b-1", AbortOutcome.ABORTED)]
+    gate.open()
+    gate.sink.last("a-1")
+    for name in ("a-2", "b-1"):
         sink.last(name)
     assert engine.load().pages_used == 0
     for bad in ({}, {"prefix": ""}, {"prefix": "a", "all_requests": True}):
@@ -198,24 +201,22 @@ def test_abort_by_prefix_and_all(engine: Engine) -> None:
 
 
 def test_an_aborted_id_can_be_used_again_at_once(engine: Engine) -> None:
-    sink, again = Collector(), Collector()
-    submit(engine, sink, "again", [1])
-    sink.first("again")
+    gate, again = at_gate(engine, "again", tokens=100), Collector()
     engine.abort(["again"])
     submit(engine, again, "again", [2], tokens=10)
+    gate.open()
     assert again.last("again").finish == Finish(FinishReason.MAX_TOKENS)
     assert again.tokens("again") == toy_tokens([2], 10)
 
 
 def test_cancel_frees_and_says_nothing(engine: Engine) -> None:
-    sink = Collector()
-    submit(engine, sink, "gone")
-    sink.first("gone")
+    gate = at_gate(engine, "gone", tokens=100)
     engine.cancel("gone")
     engine.cancel("never was")
     assert engine.load().pages_used == 0
+    gate.open()
     engine.generate([1], sampling=GREEDY, stopping=long(2))
-    assert not sink.outputs["gone"][-1].last
+    assert not gate.sink.outputs["gone"][-1].last
 
 
 def test_closing_a_stream_early_frees_the_request(engine: Engine) -> None:
@@ -235,20 +236,22 @@ def test_a_stream_may_be_closed_before_its_first_value(engine: Engine) -> None:
 def test_an_ended_stream_leaves_the_next_user_of_its_id_alone(engine: Engine) -> None:
     stream = engine.stream([1], sampling=GREEDY, stopping=long(1), request_id="shared")
     assert next(stream).finish == Finish(FinishReason.MAX_TOKENS)
-    sink = Collector()
-    submit(engine, sink, "shared", [2], tokens=100)
-    sink.first("shared")
+    gate = at_gate(engine, "shared", tokens=100)
     stream.close()
-    assert sink.last("shared").finish == Finish(FinishReason.MAX_TOKENS)
+    gate.open()
+    assert gate.sink.last("shared").finish == Finish(FinishReason.MAX_TOKENS)
 
 
 def test_one_call_per_step_for_requests_that_share_a_sink(engine: Engine) -> None:
-    sink = Collector()
-    for i in range(4):
-        submit(engine, sink, f"s{i}", [i], tokens=50)
-    for i in range(4):
-        sink.last(f"s{i}")
-    assert sum(len(v) for v in sink.outputs.values()) >= 3 * sink.calls
+    """They come while the engine is held at its gate, so they enter, and run, side by side."""
+    gate, sink, names = at_gate(engine), Collector(), ["s0", "s1", "s2"]
+    for i, name in enumerate(names):
+        submit(engine, sink, name, [i], tokens=50)
+    gate.open()
+    for i, name in enumerate(names):
+        sink.last(name)
+        assert sink.tokens(name) == toy_tokens([i], 50)
+    assert [len(sink.outputs[name]) for name in names] == [sink.calls] * 3
 
 
 def test_a_failing_sink_does_not_disturb_others(engine: Engine) -> None:
@@ -274,24 +277,23 @@ def test_refusals_come_at_once_and_name_everything(engine: Engine) -> None:
         engine.submit(Request("bad", (1,) * 128), sink)
     with pytest.raises(InvalidRequest, match="at most 31 ids"):
         engine.submit(Request("bad", (1,), stopping=StoppingParams(stop_token_ids=tuple(range(32)))), sink)
-    submit(engine, sink, "twice")
+    gate = at_gate(engine, "twice")
     with pytest.raises(DuplicateRequestId):
         submit(engine, sink, "twice")
-    engine.abort(["twice"])
+    gate.open()
 
 
 def test_the_queue_has_a_limit() -> None:
     engine = toy_engine(max_queued_requests=2, max_num_seqs=1)
     try:
-        sink = Collector()
-        submit(engine, sink, "runs", tokens=100)
-        sink.first("runs")
+        gate, sink = at_gate(engine, "runs"), Collector()
         submit(engine, sink, "waits-1")
         submit(engine, sink, "waits-2")
         with pytest.raises(QueueFull):
             submit(engine, sink, "too many")
         assert engine.load().num_waiting == 2
         engine.abort(all_requests=True)
+        gate.open()
     finally:
         engine.shutdown()
 

@@ -93,6 +93,8 @@ class FakeEngine:
         self._changed = threading.Condition()
         self._draining = False
         self._stopping = False
+        self.clock: Callable[[], float] = time.monotonic
+        """Seconds; time limits go by it."""
         self._watches: list[Callable[[], None]] = []
         self._thread: threading.Thread | None = None
 
@@ -306,7 +308,7 @@ class FakeEngine:
         return bool(self._running) and (self._budget is None or self._budget > 0)
 
     def _expire(self) -> None:
-        now = time.monotonic()
+        now = self.clock()
         for request_id, running in [*self._running.items(), *self._waiting.items()]:
             if now >= running.deadline:
                 self._end(request_id, Finish(FinishReason.TIME_LIMIT))
@@ -320,7 +322,7 @@ class FakeEngine:
             except InvalidRequest as error:  # of its grammar
                 self.fail(request_id, error)
                 return
-            finish = running.finish(self.info)
+            finish = running.finish(self.info, self.clock())
             if finish is not None:
                 break
         if not running.timing.first_token_ns:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -75,8 +74,8 @@ class Running:
             return ord("a")
         return token
 
-    def finish(self, info: ModelInfo) -> Finish | None:
-        """How the output ends, if it does, with what was made last."""
+    def finish(self, info: ModelInfo, now: float) -> Finish | None:
+        """How the output ends, if it does, with what was made last, at the time `now` in seconds."""
         stopping, made, token = self.request.stopping, self.made, self.made[-1]
         if token in info.eos_token_ids and not stopping.ignore_eos:
             return Finish(FinishReason.EOS, token_id=token)
@@ -86,7 +85,7 @@ class Running:
             return Finish(FinishReason.MAX_TOKENS)
         if len(self.request.prompt_token_ids) + len(made) >= info.max_model_len:
             return Finish(FinishReason.CONTEXT_FULL)
-        if time.monotonic() >= self.deadline:
+        if now >= self.deadline:
             return Finish(FinishReason.TIME_LIMIT)
         if self.request.constraint is not None and self.request.constraint.is_complete:
             return Finish(FinishReason.EOS)

@@ -58,11 +58,19 @@ async def in_state(state, start_call, monkeypatch):
         if state == "tokenizing":
             engine.text = cast("Any", SlowCodec(gate))
         call = start_call(rig)
+
+        def arrived() -> bool:
+            """On a busy machine a deadline may pass before; then there is another call, with more time."""
+            nonlocal call
+            if call.done() and len(engine.seen) < 2:
+                call = start_call(rig)
+            return len(engine.seen) == 2
+
         if state == "tokenizing":
             await asyncio.sleep(0.1)  # it is in the encoder, or will find itself cancelled before
             assert len(engine.seen) == 1
         else:
-            await until(lambda: len(engine.seen) == 2)
+            await until(arrived)
         if state == "decode":
             engine.step(3)
             await until(lambda: engine.num_steps == 3)
@@ -102,7 +110,8 @@ async def test_cancel(state, start, monkeypatch):
 @pytest.mark.parametrize("start", [unary, streaming])
 @pytest.mark.parametrize("state", STATES)
 async def test_deadline(state, start, monkeypatch):
-    async with in_state(state, lambda rig: start(rig, timeout=1.0), monkeypatch) as (_, call, _):
+    timeouts_s = iter((1.0, 5.0, 19.0))
+    async with in_state(state, lambda rig: start(rig, timeout=next(timeouts_s)), monkeypatch) as (_, call, _):
         async with asyncio.timeout(20):
             assert await call.code() is grpc.StatusCode.DEADLINE_EXCEEDED
 

@@ -6,6 +6,7 @@ import asyncio
 import dataclasses
 import itertools
 import math
+import time
 import uuid
 from typing import Any
 
@@ -280,9 +281,12 @@ async def test_ignore_eos():
 
 async def test_time_limit_is_soft():
     engine = fake(hold=True)
+    engine.clock = lambda: 0.0
     async with serving(engine) as rig:
         call = rig.inference.Generate(generate("a", stopping={"time_limit": Duration(nanos=300_000_000)}))
         engine.step(3)
+        await until(lambda: engine.num_steps == 3)
+        engine.clock = lambda: time.monotonic() + 1.0
         reply = await asyncio.wait_for(call, 20)
     assert reply.outputs[0].finish.reason == types_pb2.FINISH_REASON_TIME_LIMIT
     assert reply.outputs[0].text == "bcd"

@@ -63,7 +63,7 @@ class Process:
 
     def wait(self, timeout_s: float = 60.0) -> int:
         code = self.popen.wait(timeout_s)
-        self._reader.join(10)
+        self._reader.join(60)
         assert self.popen.stdout is not None
         self.popen.stdout.close()
         return code

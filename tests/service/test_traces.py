@@ -251,8 +251,11 @@ async def test_a_cancel_is_a_cancel(recorder, method):
 
 async def test_a_deadline_is_told_from_a_cancel(recorder):
     async with recorder.serving(fake(hold=True)) as rig:
-        failure = await failure_of(rig.inference.Generate(generate("a"), timeout=0.3))
-        assert failure.code.name == "DEADLINE_EXCEEDED"
+        for timeout_s in (0.3, 3.0, 15.0):  # how long the request takes to the engine depends on the machine
+            failure = await failure_of(rig.inference.Generate(generate("a"), timeout=timeout_s))
+            assert failure.code.name == "DEADLINE_EXCEEDED"
+            if rig.engine.seen:
+                break
         await until(lambda: "penstock.v1.InferenceService/Generate" in recorder.spans)
     rpc = recorder.spans["penstock.v1.InferenceService/Generate"]
     assert rpc.attributes["rpc.response.status_code"] == "DEADLINE_EXCEEDED"
