@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -183,7 +184,17 @@ async def test_limits(engine: Any) -> None:
 LONG: dict[str, Any] = {"stopping": {"ignore_eos": True}, "sampling": {"temperature": 0}}
 
 
-async def test_abort_and_duplicate(engine: Any) -> None:
+async def test_abort_and_duplicate(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine stands still after its first delivery, so that the request cannot end before the abort."""
+    delivery, goes_on = engine._core._delivery, threading.Event()
+    deliver = delivery.deliver
+
+    def deliver_and_wait() -> None:
+        is_due = delivery.is_pending
+        deliver()
+        assert not is_due or goes_on.wait(60)
+
+    monkeypatch.setattr(delivery, "deliver", deliver_and_wait)
     async with serving(engine) as rig:
         call = rig.inference.Stream(stream(PROMPT, request_id="r", **LONG))
         assert (await call.read()).WhichOneof("event") == "started"
@@ -194,6 +205,7 @@ async def test_abort_and_duplicate(engine: Any) -> None:
         (result,) = (await rig.inference.Abort(request)).results
         assert (result.request_id, result.outcome) == ("r", inference_pb2.ABORT_OUTCOME_ABORTED)
         assert engine.load().pages_used == 0, "free before the answer"
+        goes_on.set()
         messages = []
         while (message := await call.read()) is not grpc.aio.EOF:
             messages.append(message)
