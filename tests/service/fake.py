@@ -32,7 +32,7 @@ from penstock.runtime.errors import (
 )
 from penstock.runtime.grammar.compiler import GrammarCompiler
 from penstock.runtime.interface import AbortOutcome, WeightsVersion
-from penstock.runtime.request import Finish, FinishReason, Output, Request, RequestTiming
+from penstock.runtime.request import Finish, FinishReason, Output, PreparedPrompt, Request, RequestTiming
 from penstock.runtime.scheduler import Load
 from penstock.runtime.text import TextCodec
 from tests.service.codecs import EOS, VOCAB
@@ -161,7 +161,10 @@ class FakeEngine:
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
 
-    def submit(self, request: Request, sink: Sink) -> None:
+    def prepare(self, request: Request) -> PreparedPrompt:
+        return PreparedPrompt(request.prompt_token_ids, request.cache, (), in_vocabulary=True)
+
+    def submit(self, request: Request, sink: Sink, prepared: PreparedPrompt | None = None) -> None:
         with self._changed:
             self._refuse(request)
             self.seen.append(request)

@@ -73,7 +73,7 @@ async def test_every_row_reaches_the_client(error, code, reason, metadata) -> No
     """Raised by the engine's submit, over a real channel."""
     engine = fake()
 
-    def submit(request, sink):
+    def submit(request, sink, prepared=None):
         raise error
 
     engine.submit = submit  # type: ignore[method-assign]

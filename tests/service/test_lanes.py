@@ -7,6 +7,7 @@ import threading
 
 import pytest
 
+from penstock.runtime.request import PreparedPrompt
 from penstock.v1 import control_pb2, types_pb2
 from tests.service.codecs import byte_codec
 from tests.service.rig import fake, generate, serving, until
@@ -100,3 +101,31 @@ async def test_many_bad_words_are_spelt_off_the_loop(num_words, inline):
         spelt = rig.engine.seen[0].sampling.bad_words
     assert on_loop == [inline] * 2 * num_words
     assert spelt == tuple(tuple(text.encode()) for word in words for text in (word, f" {word}"))
+
+
+@pytest.mark.parametrize(("num_tokens", "is_long"), [(2000, False), (2001, True)])
+async def test_long_prompts_are_checked_and_hashed_off_the_event_loop(num_tokens, is_long):
+    """What the thread made is what every output of the request is submitted with."""
+    engine = fake(max_model_len=9000)
+    prepare, submit = engine.prepare, engine.submit
+    threads: list[threading.Thread] = []
+    given: list[tuple[PreparedPrompt | None, bool]] = []
+
+    def prepare_noted(request):
+        threads.append(threading.current_thread())
+        return prepare(request)
+
+    def submit_noted(request, sink, prepared=None):
+        given.append((prepared, prepared is not None and prepared.token_ids is request.prompt_token_ids))
+        submit(request, sink, prepared)
+
+    engine.prepare = prepare_noted  # type: ignore[method-assign]
+    engine.submit = submit_noted  # type: ignore[method-assign]
+    ids = types_pb2.TokenIds(ids=[97] * num_tokens)
+    async with serving(engine) as rig:
+        await rig.inference.Generate(
+            generate(prompt_token_ids=ids, stopping={"max_tokens": 1}, sampling={"n": 2})
+        )
+    assert [thread is threading.main_thread() for thread in threads] == ([False] if is_long else [])
+    assert [is_same for _, is_same in given] == [is_long, is_long]
+    assert len({id(prepared) for prepared, _ in given}) == 1

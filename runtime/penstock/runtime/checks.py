@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection
 
 from penstock.runtime.errors import InvalidRequest, Violation
 from penstock.runtime.request import MAX_STOP_TOKEN_IDS, Request
 
 
-def check_token_ids(request: Request, vocab_size: int, num_eos: int) -> None:
+def in_vocabulary(ids: Collection[int], vocab_size: int) -> bool:
+    """Whether all ids are from 0 to vocab_size - 1."""
+    return not ids or (min(ids) >= 0 and max(ids) < vocab_size)
+
+
+def check_token_ids(request: Request, vocab_size: int, num_eos: int, *, prompt_is_known: bool) -> None:
     """Raises InvalidRequest with every id outside the vocabulary, and for more stop ids than fit beside the
-    model's `num_eos`.
+    model's `num_eos`. With `prompt_is_known` the prompt is not looked at.
     """
     sampling, stopping = request.sampling, request.stopping
-    fields: list[tuple[str, Iterable[int]]] = [
-        ("prompt_token_ids.ids", request.prompt_token_ids),
+    fields: list[tuple[str, Collection[int]]] = [
+        ("prompt_token_ids.ids", () if prompt_is_known else request.prompt_token_ids),
         ("stopping.stop_token_ids", stopping.stop_token_ids),
         ("sampling.allowed_token_ids", sampling.allowed_token_ids),
         ("sampling.logit_bias", [token for token, _ in sampling.logit_bias]),
@@ -23,7 +28,7 @@ def check_token_ids(request: Request, vocab_size: int, num_eos: int) -> None:
     bad = [
         Violation(f"{name}[{i}]", f"must be from 0 to {vocab_size - 1}, not {token}")
         for name, ids in fields
-        if ids and (min(ids) < 0 or max(ids) >= vocab_size)
+        if not in_vocabulary(ids, vocab_size)
         for i, token in enumerate(ids)
         if not 0 <= token < vocab_size
     ]

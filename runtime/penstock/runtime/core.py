@@ -35,7 +35,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 
-from penstock.runtime.checks import check_token_ids
+from penstock.runtime.checks import check_token_ids, in_vocabulary
 from penstock.runtime.delivery import Delivery
 from penstock.runtime.errors import Draining, EngineFailure, NotReady, PenstockError
 from penstock.runtime.failing import as_exception, engine_failure
@@ -43,7 +43,7 @@ from penstock.runtime.interface import AbortOutcome, InFlightPolicy, Observer, S
 from penstock.runtime.outputs import request_id_of
 from penstock.runtime.pacing import Pacer
 from penstock.runtime.plan import Plan
-from penstock.runtime.request import Finish, FinishReason, Request
+from penstock.runtime.request import Finish, FinishReason, PreparedPrompt, Request
 from penstock.runtime.runner import ModelRunner
 from penstock.runtime.scheduler import Load, Scheduler
 from penstock.runtime.stepping import Steps
@@ -134,15 +134,33 @@ class EngineCore:
 
     # -- requests --
 
-    def submit(self, request: Request, sink: Sink) -> None:
-        """Queue a request; its outputs go to `sink`. Raises what the request or the engine's state forbid, at
-        once.
+    def prepare(self, request: Request) -> PreparedPrompt:
+        """What `submit` does with a prompt and takes longer the longer that is (about 10 ms for 100,000
+        tokens), for callers with something better to do: any thread may, at any time. Raises nothing.
         """
-        check_token_ids(request, self._vocab_size, len(self._scheduler.config.eos_token_ids))
+        token_ids, cache = request.prompt_token_ids, request.cache
+        is_known = in_vocabulary(token_ids, self._vocab_size)
+        keys = self._scheduler.page_keys(request) if is_known else ()
+        return PreparedPrompt(token_ids, cache, tuple(keys), is_known)
+
+    def submit(self, request: Request, sink: Sink, prepared: PreparedPrompt | None = None) -> None:
+        """Queue a request; its outputs go to `sink`. Raises what the request or the engine's state forbid, at
+        once. `prepared` is what `prepare` made of this very prompt, or ValueError; None: it is done now.
+        """
+        if prepared is None:
+            prepared = self.prepare(request)
+        elif prepared.token_ids is not request.prompt_token_ids or prepared.cache != request.cache:
+            raise ValueError("another prompt was prepared than is submitted")
+        check_token_ids(
+            request,
+            self._vocab_size,
+            len(self._scheduler.config.eos_token_ids),
+            prompt_is_known=prepared.in_vocabulary,
+        )
         if request.sampling.seed is None:
             sampling = dataclasses.replace(request.sampling, seed=secrets.randbits(64))
             request = dataclasses.replace(request, sampling=sampling)
-        seq = self._scheduler.prepare(request, time.monotonic_ns())  # without the lock: it may be long
+        seq = self._scheduler.prepare(request, time.monotonic_ns(), prepared.page_keys)
         with self._lock, self._changing():
             self.check_running()
             if self._draining:

@@ -43,6 +43,7 @@ from penstock.runtime.processors import available_processors
 from penstock.runtime.request import (
     Finish,
     Output,
+    PreparedPrompt,
     Request,
     RequestTiming,
     SamplingParams,
@@ -299,7 +300,11 @@ class Engine:
 
     # -- tokens --
 
-    def submit(self, request: Request, sink: Sink) -> None:
+    def prepare(self, request: Request) -> PreparedPrompt:
+        """The part of `submit` that takes longer the longer a prompt is; see `EngineCore.prepare`."""
+        return self._core.prepare(request)
+
+    def submit(self, request: Request, sink: Sink, prepared: PreparedPrompt | None = None) -> None:
         """Queue a request; see `EngineCore.submit`. What `sampling_params_callback` makes of its sampling is
         what counts."""
         if self._callback is not None:
@@ -316,7 +321,7 @@ class Engine:
         if words:
             constraint = BadWords(words, request.constraint, self.info.vocab_size)
             request = dataclasses.replace(request, constraint=constraint)
-        self._core.submit(request, sink)
+        self._core.submit(request, sink, prepared)
 
     def _rewritten(self, request: Request) -> SamplingParams:
         assert self._callback is not None

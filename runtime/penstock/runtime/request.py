@@ -198,6 +198,18 @@ class Request:
         _raise_if(bad)
 
 
+@dataclass(frozen=True, slots=True)
+class PreparedPrompt:
+    """What `Engine.prepare` makes of a request's prompt, and all outputs of the request may share."""
+
+    token_ids: tuple[int, ...]
+    cache: CacheParams
+    page_keys: tuple[bytes, ...]
+    """Of its full pages, for the prefix cache."""
+    in_vocabulary: bool
+    """Whether the model knows every id."""
+
+
 class FinishReason(enum.Enum):
     """Why an output ended; names as in the contract."""
 

@@ -11,7 +11,7 @@ sample the same position twice.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as Items
 from functools import partial
 
@@ -62,11 +62,18 @@ class Scheduler:
 
     def add(self, request: Request, now_ns: int) -> None:
         """`prepare` and `queue` in one, for who holds no lock."""
-        self.queue(self.prepare(request, now_ns))
+        self.queue(self.prepare(request, now_ns, self.page_keys(request)))
 
-    def prepare(self, request: Request, now_ns: int) -> Sequence:
-        """What of queueing takes longer the longer the prompt is; it touches nothing that changes, so any
-        thread may call it at any time. Raises PromptTooLong or ExceedsKVCapacity.
+    def page_keys(self, request: Request) -> Iterable[bytes]:
+        """The prefix cache's keys of a prompt; none of one that is too long anyway. As `prepare`, it touches
+        nothing that changes, so any thread may call it at any time.
+        """
+        if len(request.prompt_token_ids) >= self.config.max_model_len:
+            return ()
+        return self._roster.cache.keys_of(request)
+
+    def prepare(self, request: Request, now_ns: int, page_keys: Iterable[bytes]) -> Sequence:
+        """What `queue` takes. Raises PromptTooLong or ExceedsKVCapacity.
 
         The prompt must leave room for one token: len(prompt) <= max_model_len - 1. The last token of a
         request is never an input, so T tokens in all need KV for T - 1 positions. A request with max_tokens
@@ -88,8 +95,7 @@ class Scheduler:
             context_limit=min(config.max_model_len, capacity + 1),
             now_ns=now_ns,
         )
-        keys = self._roster.cache.keys_of(request)
-        return Sequence(request, list(request.prompt_token_ids), num_prompt, rules, now_ns, keys)
+        return Sequence(request, list(request.prompt_token_ids), num_prompt, rules, now_ns, list(page_keys))
 
     def queue(self, seq: Sequence) -> None:
         """Queues what `prepare` made, once, or raises DuplicateRequestId or QueueFull."""

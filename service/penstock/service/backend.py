@@ -8,7 +8,7 @@ from typing import Protocol
 from penstock.runtime.config import EngineConfig
 from penstock.runtime.grammar.compiler import GrammarCompiler
 from penstock.runtime.interface import AbortOutcome, WeightsVersion
-from penstock.runtime.request import Finish, Output, Request
+from penstock.runtime.request import Finish, Output, PreparedPrompt, Request
 from penstock.runtime.scheduler import Load
 from penstock.runtime.text import TextCodec
 
@@ -94,8 +94,17 @@ class Backend(Protocol):
         """Compile and start; blocks for as long as that takes."""
         ...
 
-    def submit(self, request: Request, sink: Callable[[Sequence[Output]], None]) -> None:
-        """Queue a request; refusals are raised at once."""
+    def prepare(self, request: Request) -> PreparedPrompt:
+        """The part of `submit` that takes long for a long prompt; blocks, in any thread."""
+        ...
+
+    def submit(
+        self,
+        request: Request,
+        sink: Callable[[Sequence[Output]], None],
+        prepared: PreparedPrompt | None = None,
+    ) -> None:
+        """Queue a request; refusals are raised at once. `prepared`: its prompt, if that was prepared."""
         ...
 
     def cancel(self, request_id: str) -> None:

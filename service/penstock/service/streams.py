@@ -21,7 +21,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 from penstock.runtime.assemble import Assembler, Delta
-from penstock.runtime.request import Output, Request
+from penstock.runtime.request import Output, PreparedPrompt, Request
 from penstock.service.backend import Backend
 from penstock.service.errors import StalledReader
 
@@ -138,9 +138,9 @@ class Buffer:
         """The engine has no more for us, or we want no more."""
         self.sink: Callable[[Sequence[Output]], None] = lambda outputs: switchboard.post(self, outputs)
 
-    def submit(self, request: Request) -> None:
+    def submit(self, request: Request, prepared: PreparedPrompt | None = None) -> None:
         """Queue the request in the engine; raises what it refuses."""
-        self._engine.submit(request, self.sink)
+        self._engine.submit(request, self.sink, prepared)
         self._switchboard.holders[self._request_id] = self
 
     def _holds_id(self) -> bool:
