@@ -1,9 +1,10 @@
-"""The native paged attention against a dense float64 softmax, on every instruction set this machine has; and
-that a row's bits depend on nothing but the row.
+"""The native paged attention against a dense float64 softmax, on every instruction set this machine has and
+on emulated AMX; and that a row's bits depend on nothing but the row.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -24,45 +25,32 @@ from penstock.runtime.attention import (
 )
 from penstock.runtime.native import attention as kernels
 from penstock.runtime.native import library
-from penstock.runtime.native.library import Isa
 from tests.support.attention import Batch, Case, Options, Shape, check, draw, runner
+from tests.support.kernels import KERNELS, running
 
 pytestmark = pytest.mark.skipif(not library.available(), reason="no native library on this machine")
 
 TOLERANCE = {"bfloat16": 0.015, "float32": 4e-6}
 BASE = Shape(heads=4, kv_heads=2, dim=64, page=16, tokens=160, rows=6, width=64, pages=200)
 PLAIN = Options()
-KERNELS = {
-    "avx2": (Isa.AVX2, None),
-    "avx512": (Isa.AVX512, None),  # and of AVX512_BF16 where pairs are not used
-    "avx512_bf16_pairs": (Isa.AVX512_BF16, True),
-    "amx": (Isa.AMX, None),
-}
-"""Instruction set and `use_pairs`."""
 
 
-@pytest.fixture(params=KERNELS)
-def isa(request: pytest.FixtureRequest) -> Iterator[Isa]:
-    wanted, pairs = KERNELS[request.param]
-    if library.limit_isa(wanted) is not wanted:
-        library.limit_isa(Isa.AMX)
-        pytest.skip(f"this processor has no {wanted.name}")
-    library.use_pairs(pairs)
-    yield wanted
-    library.use_pairs(None)
-    library.limit_isa(Isa.AMX)
+@pytest.fixture(params=[name for name in KERNELS if name != "avx512_bf16"])  # without pairs: AVX512's kernels
+def kernel(request: pytest.FixtureRequest) -> Iterator[str]:
+    with running(request.param):
+        yield request.param
 
 
 @functools.cache
-def step(shape: Shape, options: Options = PLAIN) -> Callable[..., Any]:
+def step(shape: Shape, options: Options = PLAIN, kernel: str = "avx2") -> Callable[..., Any]:
     return runner(native_paged_attention, shape, options)
 
 
 def run(
-    cases: list[Case], shape: Shape, options: Options, seed: int, shared: int = 0
+    cases: list[Case], shape: Shape, options: Options, seed: int, kernel: str, shared: int = 0
 ) -> tuple[Batch, np.ndarray]:
     batch = draw(cases, shape, options, seed, shared=shared)
-    out, cache = step(shape, options)(batch)
+    out, cache = step(shape, options, kernel)(batch)
     check(batch, (out, cache), TOLERANCE[shape.dtype])
     assert not out[len(batch.expected) :].any()
     return batch, out
@@ -103,13 +91,13 @@ options = st.builds(
 
 @settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(cases=rows, shape=shapes, options=options, seed=st.integers(0, 2**31))
-def test_random_batches(isa: Isa, cases: list[Case], shape: Shape, options: Options, seed: int) -> None:
-    run(cases, shape, options, seed)
+def test_random_batches(kernel: str, cases: list[Case], shape: Shape, options: Options, seed: int) -> None:
+    run(cases, shape, options, seed, kernel)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("shared", [256, 512, 528])
-def test_shared_prefixes(isa: Isa, dtype: str, shared: int) -> None:
+def test_shared_prefixes(kernel: str, dtype: str, shared: int) -> None:
     """Decode rows with common pages, of different lengths, beside others; more columns than a task holds."""
     shape = Shape(
         heads=16, kv_heads=2, dim=64, page=16, tokens=96, rows=26, width=64, pages=1100, dtype=dtype
@@ -120,8 +108,8 @@ def test_shared_prefixes(isa: Isa, dtype: str, shared: int) -> None:
         Case(shared, 20),
         Case(0, 1),
     ]
-    run(cases, shape, Options(), shared, shared)
-    run(cases[-6:], shape, Options(softcap=5.0, sinks=True), shared + 1, shared)
+    run(cases, shape, Options(), shared, kernel, shared)
+    run(cases[-6:], shape, Options(softcap=5.0, sinks=True), shared + 1, kernel, shared)
 
 
 @pytest.mark.parametrize(
@@ -132,36 +120,34 @@ def test_shared_prefixes(isa: Isa, dtype: str, shared: int) -> None:
         ("float32", 64, PLAIN),
     ],
 )
-def test_bits_depend_on_the_row_alone(isa: Isa, dtype: str, dim: int, options: Options) -> None:
-    """A row alone, in a batch, beside rows that share its pages, as one chunk or several: the same bits."""
+def test_bits_depend_on_the_row_alone(kernel: str, dtype: str, dim: int, options: Options) -> None:
+    """A row alone, in a batch, beside rows that share its pages, in chunks of any size: the same bits."""
     shape = Shape(heads=8, kv_heads=2, dim=dim, page=16, tokens=640, rows=7, width=64, pages=240, dtype=dtype)
     cases = [Case(600, 1), Case(570, 1), Case(590, 1), Case(0, 300), Case(530, 40), Case(250, 12)]
     batch = draw(cases, shape, options, 7, shared=512)
-    together, cache = step(shape, options)(batch)
-    chunks = {40: 9, 12: 2}  # of the rows with so many new tokens
+    attend = step(shape, options, kernel)
+    together, cache = attend(batch)
+    sizes = {300: (100, 33, 300), 40: (1, 7, 16), 12: (2, 12), 1: (1,)}  # of chunks, by a row's new tokens
     at = 0
     for row, new in enumerate(batch.q_lens[: len(cases)]):
-        for first in range(0, new, chunks.get(new, new)):
-            count = min(chunks.get(new, new), new - first)
+        for first, count in [(i, min(size, new - i)) for size in sizes[new] for i in range(0, new, size)]:
             alone = np.zeros_like(batch.q_lens)
             alone[0] = count
             tokens = slice(at + first, at + first + count)
             q, k, v = np.zeros_like(batch.q), np.zeros_like(batch.k), np.zeros_like(batch.v)
             q[:count], k[:count], v[:count] = batch.q[tokens], batch.k[tokens], batch.v[tokens]
             starts = np.full_like(batch.starts, batch.starts[row] + first)
-            single = Batch(
-                q,
-                k,
-                v,
-                cache,
-                starts,
-                alone,
-                np.roll(batch.table, -row, 0),
-                batch.sinks,
-                batch.expected,
-                batch.cache_after,
+            single = dataclasses.replace(
+                batch,
+                q=q,
+                k=k,
+                v=v,
+                cache=cache,
+                starts=starts,
+                q_lens=alone,
+                table=np.roll(batch.table, -row, 0),
             )
-            out, _ = step(shape, options)(single)
+            out, _ = attend(single)
             np.testing.assert_array_equal(out[:count].view(np.uint8), together[tokens].view(np.uint8))
         at += new
 

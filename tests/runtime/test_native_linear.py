@@ -1,44 +1,33 @@
-"""The native linear layers against numpy in float64, on every instruction set this machine has."""
+"""The native linear layers against numpy in float64, on every instruction set this machine has and on
+emulated AMX; and that a row's bits depend on nothing but the row.
+"""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
 
+from penstock.runtime.models.linear import Linear, LinearFormat
 from penstock.runtime.native import library
-from penstock.runtime.native.library import Isa
 from penstock.runtime.native.linear import Packed, linear, pack, packed_shape, quantize, unpack
+from tests.support.kernels import KERNELS, running
 
 BF16 = ml_dtypes.bfloat16
 
 pytestmark = pytest.mark.skipif(not library.available(), reason="no native library on this machine")
 
 
-KERNELS = {
-    "avx2": (Isa.AVX2, None),
-    "avx512": (Isa.AVX512, None),
-    "avx512_bf16": (Isa.AVX512_BF16, False),
-    "avx512_bf16_pairs": (Isa.AVX512_BF16, True),
-    "amx": (Isa.AMX, None),
-}
-"""Instruction set and `use_pairs`."""
-
-
-@pytest.fixture(params=KERNELS)
-def isa(request: pytest.FixtureRequest) -> Iterator[Isa]:
-    wanted, pairs = KERNELS[request.param]
-    if library.limit_isa(wanted) is not wanted:
-        library.limit_isa(Isa.AMX)
-        pytest.skip(f"this processor has no {wanted.name}")
-    library.use_pairs(pairs)
-    yield wanted
-    library.use_pairs(None)
-    library.limit_isa(Isa.AMX)
+@pytest.fixture(params=KERNELS, autouse=True)
+def kernel(request: pytest.FixtureRequest) -> Iterator[str]:
+    with running(request.param):
+        yield request.param
 
 
 def draw(rng: np.random.Generator, *shape: int, scale: float = 1.0) -> np.ndarray:
@@ -74,9 +63,7 @@ SIZES = [
 
 @pytest.mark.parametrize("int8", [False, True], ids=["bf16", "int8"])
 @pytest.mark.parametrize(("rows", "padded", "inner", "out"), SIZES)
-def test_products_norm_residual_and_gate(
-    isa: Isa, int8: bool, rows: int, padded: int, inner: int, out: int
-) -> None:
+def test_products_norm_residual_and_gate(int8: bool, rows: int, padded: int, inner: int, out: int) -> None:
     rng = np.random.default_rng(rows * inner + out)
     x, residual = draw(rng, padded, inner), draw(rng, padded, out)
     x[rows:] = np.nan  # padding may hold anything
@@ -109,7 +96,7 @@ def test_products_norm_residual_and_gate(
     close(mixed[:rows], gate / (1 + np.exp(-gate)) * (real @ wide(second).T), gated)
 
 
-def test_exact_small_integers(isa: Isa) -> None:
+def test_exact_small_integers() -> None:
     """Products of small integers are exact in bf16, so every digit counts: a wrong layout cannot hide."""
     rng = np.random.default_rng(5)
     x, weight = rng.integers(-4, 5, (40, 256)), rng.integers(-4, 5, (48, 256))
@@ -123,35 +110,58 @@ def test_exact_small_integers(isa: Isa) -> None:
 
 
 @pytest.mark.parametrize("int8", [False, True], ids=["bf16", "int8"])
-@pytest.mark.parametrize("inner", [128, 16512])  # x of the latter takes several passes
-def test_a_row_does_not_depend_on_the_others(isa: Isa, int8: bool, inner: int) -> None:
-    """A row's bits are the same whatever is beside it; on AMX, which sums few rows in two parts, nearly."""
+def test_a_row_does_not_depend_on_the_others(int8: bool) -> None:
+    """A row alone, at any place, beside any number of others: the same bits."""
     rng = np.random.default_rng(6)
-    first, second = (packed(draw(rng, 48, inner, scale=0.05), int8) for _ in range(2))
-    x, residual, norm = draw(rng, 100, inner), draw(rng, 100, 48), jnp.asarray(draw(rng, inner))
+    inner, out, most = 192, 48, 500  # an odd number of steps for either format, and of blocks
+    first, second = (packed(draw(rng, out, inner, scale=0.05), int8, draw(rng, out)) for _ in range(2))
+    third = packed(draw(rng, 16, inner), int8)
+    x, residual, norm = draw(rng, most, inner), draw(rng, most, out), jnp.asarray(draw(rng, inner))
 
-    def run(begin: int, end: int) -> list[np.ndarray]:
+    @functools.cache
+    def programs(padded: int) -> Any:
+        def run(rows: jax.Array, added: jax.Array, count: jax.Array) -> list[jax.Array]:
+            return [
+                linear(rows, (first, second, third), num_rows=count, out_dtype=np.float32),
+                linear(rows, (first,), num_rows=count, residual=added),
+                linear(rows, (first, second), num_rows=count, norm=norm, eps=1e-5, gate=True),
+            ]
+
+        return jax.jit(run)
+
+    def run(rows: np.ndarray) -> list[np.ndarray]:
+        padded = -(-len(rows) // 16) * 16
+        filled = np.resize(rows, padded)
+        results = programs(padded)(x[filled], residual[filled], jnp.int32(len(rows)))
+        return [np.asarray(result)[: len(rows)].view(np.uint8) for result in results]
+
+    alone = [
+        np.concatenate(results)
+        for results in zip(*(run(np.array([row])) for row in range(most)), strict=True)
+    ]
+    for count in (2, 4, 7, 15, 16, 17, 25, 31, 32, 33, 64, 161, most):
+        rows = rng.permutation(most)[:count]
+        for together, one_by_one in zip(run(rows), alone, strict=True):
+            np.testing.assert_array_equal(together, one_by_one[rows], err_msg=f"{count} rows")
+
+
+@pytest.mark.parametrize("int8", [False, True], ids=["bf16", "int8"])
+def test_rows_that_take_several_passes_do_not_depend_on_each_other(int8: bool) -> None:
+    """So many inputs that the second cache does not hold all rows."""
+    rng = np.random.default_rng(9)
+    inner = 16512
+    weight, x = packed(draw(rng, 16, inner, scale=0.05), int8), draw(rng, 100, inner)
+
+    def run(begin: int, end: int) -> np.ndarray:
         rows, count = jnp.asarray(np.roll(x, -begin, 0)), jnp.int32(end - begin)
-        added = jnp.asarray(np.roll(residual, -begin, 0))
-        results = [
-            linear(rows, (first, second), num_rows=count, norm=norm, eps=1e-5, out_dtype=np.float32),
-            linear(rows, (first,), num_rows=count, residual=added),
-            linear(rows, (first, second), num_rows=count, norm=norm, eps=1e-5, gate=True),
-        ]
-        return [np.asarray(result)[: end - begin] for result in results]
+        return np.asarray(linear(rows, (weight,), num_rows=count, out_dtype=np.float32))[: end - begin]
 
     together = run(0, 100)
-    for begin, end in [(0, 1), (2, 4), (7, 12), (20, 27), (16, 31), (5, 21), (30, 47), (60, 93), (35, 99)]:
-        for alone, whole in zip(run(begin, end), together, strict=True):
-            if isa is Isa.AMX and not int8:
-                last_digit = 2**-7 if alone.dtype == BF16 else 0.0
-                expected = wide(whole[begin:end])
-                np.testing.assert_allclose(wide(alone), expected, last_digit, 1e-4 * expected.std())
-            else:
-                np.testing.assert_array_equal(alone.view(np.uint8), whole[begin:end].view(np.uint8))
+    for begin, end in [(0, 1), (20, 27), (5, 21), (35, 99)]:
+        np.testing.assert_array_equal(run(begin, end), together[begin:end])
 
 
-def test_int8_sums_are_exact(isa: Isa) -> None:
+def test_int8_sums_are_exact() -> None:
     """Rows whose peak is 127 are quantized to themselves, so the sums are whole numbers known exactly."""
     rng = np.random.default_rng(8)
     x = rng.integers(-126, 127, (37, 192))
@@ -162,6 +172,41 @@ def test_int8_sums_are_exact(isa: Isa) -> None:
     weight = Packed(jnp.asarray(pack(values)), jnp.asarray(scale))
     got = linear(jnp.asarray(x.astype(BF16)), (weight,), num_rows=jnp.int32(37), out_dtype=np.float32)
     np.testing.assert_array_equal(np.asarray(got), (x @ values.T.astype(np.int64)).astype(np.float32))
+
+
+@pytest.mark.parametrize("int8", [False, True], ids=["bf16", "int8"])
+def test_a_row_with_nan_or_infinity_is_not_finite_and_the_others_keep_their_bits(int8: bool) -> None:
+    """As in XLA's form; a row that came out finite would be served as an answer."""
+    rng = np.random.default_rng(10)
+    weight, other = (packed(draw(rng, 32, 192, scale=0.05), int8) for _ in range(2))
+    norm = jnp.asarray(draw(rng, 192))
+    clean = draw(rng, 40, 192)
+    spoiled = {0: np.nan, 7: -np.nan, 16: np.inf, 33: -np.inf}
+    x = clean.copy()
+    for row, value in spoiled.items():
+        x[row, row * 3] = value
+
+    def run(rows: np.ndarray, count: int) -> list[np.ndarray]:
+        given, num_rows = jnp.asarray(rows), jnp.int32(count)
+        results = [
+            linear(given, (weight,), num_rows=num_rows, out_dtype=np.float32),
+            linear(given, (weight,), num_rows=num_rows, norm=norm, eps=1e-5, out_dtype=np.float32),
+            linear(given, (weight,), num_rows=num_rows, residual=given[:, :32]),
+            linear(given, (weight, other), num_rows=num_rows, gate=True),
+        ]
+        return [np.asarray(result)[:count].astype(np.float32) for result in results]
+
+    others = [row for row in range(len(x)) if row not in spoiled]
+    for dirty, whole, few in zip(run(x, 40), run(clean, 40), run(x, 1), strict=True):
+        np.testing.assert_array_equal(dirty[others], whole[others])
+        assert not np.isfinite(dirty[list(spoiled)]).any()
+        assert np.isnan(dirty[[0, 7]]).all()
+        assert np.isnan(few).all()
+    if int8:
+        plain = Linear(192, 32, jnp.dtype(jnp.bfloat16), linear=LinearFormat(int8=True))
+        plain.weight[...] = jnp.asarray(unpack(np.asarray(weight.tiles)))
+        expected = np.asarray(plain.product(jnp.asarray(x)))
+        np.testing.assert_array_equal(np.isnan(run(x, 40)[0]), np.isnan(expected))
 
 
 @pytest.mark.parametrize("dtype", [BF16, np.int8])

@@ -52,7 +52,9 @@ def matmul_transposed(x: jax.Array, weight: jax.Array) -> jax.Array:
 def _matmul_int8(x: jax.Array, weight: jax.Array, scale: jax.Array) -> jax.Array:
     """x [T, in] quantized by row times int8 weight [out, in] transposed: float32 [T, out]; scale [out]."""
     wide = x.astype(jnp.float32)
-    peak = jnp.abs(wide).max(axis=1, keepdims=True)
+    # A row with NaN has a peak of NaN, so that its products are; XLA's maximum on CPU may pass over some.
+    spoiled = jnp.isnan(wide).any(axis=1, keepdims=True)
+    peak = jnp.where(spoiled, np.float32(np.nan), jnp.abs(wide).max(axis=1, keepdims=True))
     rounded = jnp.round(wide * jnp.where(peak > 0, np.float32(127) / peak, np.float32(0))).astype(jnp.int8)
     dimensions = (((1,), (1,)), ((), ()))
     exact = jax.lax.dot_general(rounded, weight, dimensions, preferred_element_type=jnp.int32)

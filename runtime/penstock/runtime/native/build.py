@@ -17,7 +17,9 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 
 import jax.ffi
@@ -29,7 +31,16 @@ log = logging.getLogger(__name__)
 
 SOURCES = Path(__file__).parent / "src"
 COMPILERS = ("c++", "g++", "clang++")
-_COMMON = ("-O3", "-std=c++17", "-fPIC", "-fvisibility=hidden", "-fno-math-errno", "-Wall", "-Wno-attributes")
+_COMMON = (
+    "-O3",
+    "-std=c++17",
+    "-fPIC",
+    "-fvisibility=hidden",
+    "-fno-math-errno",
+    "-ffp-contract=off",  # a * b + c is rounded twice wherever it stands: bits must not depend on inlining
+    "-Wall",
+    "-Wno-attributes",
+)
 _AVX2 = ("-mavx2", "-mfma", "-mf16c")
 _AVX512 = (
     *_AVX2,
@@ -41,12 +52,41 @@ _AVX512 = (
     "-mprefer-vector-width=512",
 )
 _AVX512_BF16 = (*_AVX512, "-mavx512bf16")
-_FLAGS = {  # longest suffix first
+FLAGS = {  # longest suffix first
     "_avx512_bf16": _AVX512_BF16,
     "_avx512": _AVX512,
     "_avx2": _AVX2,
     "_amx": (*_AVX512_BF16, "-mamx-tile", "-mamx-bf16", "-mamx-int8"),
 }
+"""What a file whose name ends so is compiled with."""
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What a library is made of. Tests make one whose AMX is emulated."""
+
+    name: str
+    sources: tuple[Path, ...]
+    """Files to compile. Headers are found beside each, and in SOURCES."""
+    flags: Mapping[str, tuple[str, ...]]
+    """As FLAGS."""
+
+    def flags_of(self, source: Path) -> tuple[str, ...]:
+        """What `source` is compiled with, beyond what all are."""
+        return next((flags for end, flags in self.flags.items() if source.stem.endswith(end)), ())
+
+    def digest(self) -> str:
+        """Of everything that the library depends on."""
+        digest = hashlib.sha256(f"{jaxlib_version} {_COMMON} {self.flags}".encode())
+        folders = {SOURCES, *(source.parent for source in self.sources)}
+        files = {file for folder in folders for file in folder.iterdir() if file.suffix == ".h"}
+        for file in sorted(files | set(self.sources)):
+            digest.update(file.name.encode() + b"\0" + file.read_bytes())
+        return digest.hexdigest()[:16]
+
+
+KERNELS = Recipe("penstock", tuple(sorted(SOURCES.glob("*.cc"))), FLAGS)
+"""The library that serves."""
 
 
 class BuildFailed(Exception):
@@ -58,8 +98,8 @@ def default_folder() -> Path:
     return Path(os.path.expanduser("~")) / ".cache" / "penstock" / "native"
 
 
-def build(folder: Path | None = None) -> Path:
-    """The path of the library for these sources, compiled now if it is not in `folder` yet (some 20 s).
+def build(folder: Path | None = None, recipe: Recipe = KERNELS) -> Path:
+    """The path of the library of `recipe`, compiled now if it is not in `folder` yet (some 20 s).
 
     Raises BuildFailed where it cannot be had: another processor family, no compiler, or one that fails.
     """
@@ -68,7 +108,7 @@ def build(folder: Path | None = None) -> Path:
         raise BuildFailed(
             f"the native kernels are for Linux on x86-64, not {platform.system()} on {platform.machine()}"
         )
-    library = folder / f"penstock-{_digest()}.so"
+    library = folder / f"{recipe.name}-{recipe.digest()}.so"
     if library.is_file():
         return library
     compiler = next(filter(None, map(shutil.which, COMPILERS)), None)
@@ -81,40 +121,23 @@ def build(folder: Path | None = None) -> Path:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder) as scratch:
-            built = _compile(compiler, Path(scratch))
+            built = _compile(compiler, recipe, Path(scratch))
             os.replace(built, library)  # at once: another process may be doing the same
     except OSError as error:
         raise BuildFailed(f"cannot write to {folder}: {error}") from error
     return library
 
 
-def _digest() -> str:
-    """Of everything that the library depends on."""
-    digest = hashlib.sha256(f"{jaxlib_version} {_COMMON} {_FLAGS}".encode())
-    for file in sorted(SOURCES.iterdir()):
-        if file.suffix in (".cc", ".h"):
-            digest.update(file.name.encode() + b"\0" + file.read_bytes())
-    return digest.hexdigest()[:16]
-
-
-def _flags(stem: str) -> tuple[str, ...]:
-    return next((flags for suffix, flags in _FLAGS.items() if stem.endswith(suffix)), ())
-
-
-def _compile(compiler: str, scratch: Path) -> Path:
-    include = f"-I{jax.ffi.include_dir()}"
+def _compile(compiler: str, recipe: Recipe, scratch: Path) -> Path:
+    includes = [f"-I{jax.ffi.include_dir()}", f"-I{SOURCES}"]
     objects: list[tuple[Path, list[str]]] = []
-    for source in sorted(SOURCES.glob("*.cc")):
+    for source in recipe.sources:
         target = scratch / f"{source.stem}.o"
-        objects.append(
-            (
-                target,
-                [compiler, *_COMMON, *_flags(source.stem), include, "-c", str(source), "-o", str(target)],
-            )
-        )
+        flags = [*_COMMON, *recipe.flags_of(source), *includes]
+        objects.append((target, [compiler, *flags, "-c", str(source), "-o", str(target)]))
     with ThreadPoolExecutor(available_processors()) as pool:
         list(pool.map(_run, [command for _, command in objects]))
-    library = scratch / "penstock.so"
+    library = scratch / "library.so"
     _run([compiler, "-shared", "-o", str(library), *[str(target) for target, _ in objects]])
     return library
 

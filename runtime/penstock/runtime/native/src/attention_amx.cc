@@ -21,12 +21,9 @@ void Run(const AttentionJob& job, const AttentionUnit& unit, const AttentionUnit
   }
 }
 
-void Enter() {
-  static const TileConfig config;
-  _tile_loadconfig(&config);
-}
+void Enter() { TileConfigure(TileConfig()); }
 
-void Leave() { _tile_release(); }
+void Leave() { TileRelease(); }
 
 }  // namespace
 

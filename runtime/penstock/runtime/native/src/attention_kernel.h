@@ -6,6 +6,7 @@
 #pragma once
 
 #include "attention_tiles.h"
+#include "transpose.h"
 
 namespace penstock {
 namespace {
@@ -122,14 +123,14 @@ void LoadColumns(const AttentionJob& job, const AttentionTask& task, int64_t kv_
       }
     }
   }
-#ifdef __AMX_BF16__
+#ifdef PENSTOCK_HAS_TILES
   if constexpr (kForm == Form::kTiles) {
     for (int64_t chunk = 0; chunk * 16 < words; ++chunk) {
       const int64_t at = ChunkOffset(chunk, job.dim) / 4;
       const uint32_t* from[16];
       for (int i = 0; i < kCols; ++i) from[i] = i < c.count ? rows[i] + at : zeros;
       auto* to = reinterpret_cast<uint32_t*>(queries) + chunk * 256;
-      Transpose(from, to);
+      TransposeTile(from, to);
       memset(to, 0, (chunk * 16 - at) * kCols * 4);  // dims that the chunk before has
     }
   }
@@ -173,9 +174,7 @@ void Softmax(const AttentionJob& job, const Columns& c, int start, int begin, in
         total = Vec::Add(total, p[i]);
       }
       if constexpr (Paired(kForm)) {
-#ifdef __AVX512BF16__
-        StorePair(reinterpret_cast<uint32_t*>(out) + key / 2 * kCols, p[0], p[1]);
-#endif
+        StorePair(reinterpret_cast<uint32_t*>(out) + key / 2 * kCols + col, p[0], p[1]);
       } else {
         Vec::Store(out + key * kCols + col, p[0]);
         Vec::Store(out + (key + 1) * kCols + col, p[1]);

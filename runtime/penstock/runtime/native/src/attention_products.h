@@ -44,13 +44,18 @@ class Fetch {
 
 constexpr bool Paired(Form form) { return form == Form::kPairs || form == Form::kTiles; }
 
+// sum + the dot product of pairs of bf16, lane by lane.
+inline Vec::F DotPairs(Vec::F sum, Vec::F a, Vec::F b) {
+#ifdef __AVX512BF16__
+  return _mm512_dpbf16_ps(sum, (__m512bh)a, (__m512bh)b);
+#else
+  return Vec::Fma(Vec::EvenHalves(a), Vec::EvenHalves(b), Vec::Fma(Vec::OddHalves(a), Vec::OddHalves(b), sum));
+#endif
+}
+
 template <bool kPair>
 inline Vec::F DotStep(Vec::F sum, Vec::F a, float broadcast) {
-#ifdef __AVX512BF16__
-  if constexpr (kPair) {
-    return _mm512_dpbf16_ps(sum, (__m512bh)a, (__m512bh)_mm512_set1_ps(broadcast));
-  }
-#endif
+  if constexpr (kPair) return DotPairs(sum, a, Vec::Set(broadcast));
   return Vec::Fma(a, Vec::Set(broadcast), sum);
 }
 
@@ -146,7 +151,6 @@ inline void WidenKeys(const char* from, int64_t count, float* to) {
   for (int64_t i = 0; i < count; i += Vec::kWidth) Vec::Store(to + i, Vec::Widen(bits + i));
 }
 
-#ifdef __AVX512BF16__
 // Values [16 keys][dims] to pairs of keys [8][dims][2], where 16 dims begin every `block_words` words and pairs every
 // `pair_words`. Keys outside [begin, end) become 0 unread: they may be NaN.
 inline void PairValues(const char* values, int64_t dims, int begin, int end, int64_t block_words, int64_t pair_words,
@@ -161,20 +165,31 @@ inline void PairValues(const char* values, int64_t dims, int begin, int end, int
     const int64_t step_a = has_even ? 16 : 0, step_b = has_odd ? 16 : 0;
     uint32_t* at = to;
     for (int64_t d = 0; d < dims; d += 16, a += step_a, b += step_b, at += block_words) {
+#ifdef __AVX512F__
       const __m512i low = _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(a)));
       const __m512i high = _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(b)));
       _mm512_storeu_si512(at, _mm512_or_si512(low, _mm512_slli_epi32(high, 16)));
+#else
+      for (int i = 0; i < 16; ++i) at[i] = a[i] | static_cast<uint32_t>(b[i]) << 16;
+#endif
     }
   }
 }
 
+// Rounded to bf16, side by side in a word.
 inline void StorePair(uint32_t* to, Vec::F even, Vec::F odd) {
+#ifdef __AVX512BF16__
   alignas(64) static const uint16_t order[32] = {0, 16, 1, 17, 2,  18, 3,  19, 4,  20, 5,  21, 6,  22, 7,  23,
                                                  8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
   const __m512i both = (__m512i)_mm512_cvtne2ps_pbh(odd, even);
   _mm512_storeu_si512(to, _mm512_permutexvar_epi16(_mm512_load_si512(order), both));
-}
+#else
+  uint16_t low[Vec::kWidth], high[Vec::kWidth];
+  Vec::StoreNarrow(low, even);
+  Vec::StoreNarrow(high, odd);
+  for (int i = 0; i < Vec::kWidth; ++i) to[i] = low[i] | static_cast<uint32_t>(high[i]) << 16;
 #endif
+}
 
 }  // namespace
 }  // namespace penstock

@@ -31,7 +31,7 @@ void ScoreAll(const char* const* keys, const AttentionJob& job, const float* que
               int end, float* scores, Fetch& fetch) {
   const int64_t dim = job.dim, words = Memory<kForm>::Words(dim);
   if constexpr (kForm == Form::kTiles) {
-#ifdef __AMX_BF16__
+#ifdef PENSTOCK_HAS_TILES
     const auto* q = reinterpret_cast<const uint32_t*>(queries);
     const int per = wide == 2 ? 2 : 4;
     for (int tile = begin; tile < end; tile += per) {
@@ -122,18 +122,16 @@ void PrepareValues(const char** values, int64_t dim, int begin, int end, Memory<
       WidenKeys(values[tile] + low * dim * 2, (high - low) * dim, to + low * dim);
       values[tile] = reinterpret_cast<const char*>(to);
     } else {
-#ifdef __AVX512BF16__
       auto* to = reinterpret_cast<uint32_t*>(memory.values) + at / 2 * dim;
       const bool held = low < high, tiled = kForm == Form::kTiles;
       if (tiled && at % 32) to = to - 8 * dim + 8 * kCols;  // the lower half of the tiles of 16 pairs
       PairValues(values[tile], dim, held ? low : 0, held ? high : 0, tiled ? 256 : 16, tiled ? kCols : dim, to);
       values[tile] = reinterpret_cast<const char*>(to);
-#endif
     }
   }
 }
 
-#ifdef __AMX_BF16__
+#ifdef PENSTOCK_HAS_TILES
 // The probabilities of keys [begin, end), multiples of kKeyTile, as AMX's A operands: blocks of 32 keys, of which the
 // half without scores counts nothing.
 inline void Turn(uint32_t* pairs, int begin, int end, uint32_t* turned) {
@@ -142,7 +140,7 @@ inline void Turn(uint32_t* pairs, int begin, int end, uint32_t* turned) {
   for (int block = begin / 32; block < (end + 31) / 32; ++block) {
     const uint32_t* rows[16];
     for (int i = 0; i < 16; ++i) rows[i] = pairs + block * 256 + i * kCols;
-    Transpose(rows, turned + block * 256);
+    TransposeTile(rows, turned + block * 256);
   }
 }
 #endif
@@ -152,7 +150,7 @@ template <Form kForm>
 void SumAll(const char* const* values, const AttentionJob& job, int wide, int cols, int begin, int end,
             const Memory<kForm>& memory, Sums* sums, Fetch& fetch) {
   if constexpr (kForm == Form::kTiles) {
-#ifdef __AMX_BF16__
+#ifdef PENSTOCK_HAS_TILES
     const int first = begin / 32, last = (end + 31) / 32;
     const auto* words = reinterpret_cast<const uint32_t*>(memory.values);
     const uint32_t* turned = memory.turned;
@@ -236,7 +234,7 @@ void RunUnit(const AttentionJob& job, const AttentionUnit& unit, const Attention
           for (int w = 0; w < wide; ++w) {
             SoftmaxOf<kForm>(job, memory.columns[t + w], part, memory.scores + w * kSplit * kCols,
                              memory.probabilities, split_sums[w], fetch_values);
-#ifdef __AMX_BF16__
+#ifdef PENSTOCK_HAS_TILES
             if constexpr (kForm == Form::kTiles) {
               Turn(reinterpret_cast<uint32_t*>(memory.probabilities), first, last,
                    memory.turned + w * kSplit / 2 * kCols);

@@ -38,6 +38,11 @@ struct Vec {
     return _mm512_castsi512_ps(
         _mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))), 16));
   }
+  // Pairs of bf16: those in the low, and in the high half of each word.
+  static F EvenHalves(F x) { return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_castps_si512(x), 16)); }
+  static F OddHalves(F x) {
+    return _mm512_castsi512_ps(_mm512_and_si512(_mm512_castps_si512(x), _mm512_set1_epi32(static_cast<int>(0xffff0000))));
+  }
   // To nearest, ties to even.
   static void StoreNarrow(uint16_t* p, F x) {
     const __m512i bits = _mm512_castps_si512(x);
@@ -76,6 +81,10 @@ struct Vec {
   static F Widen(const uint16_t* p) {
     return _mm256_castsi256_ps(
         _mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))), 16));
+  }
+  static F EvenHalves(F x) { return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_castps_si256(x), 16)); }
+  static F OddHalves(F x) {
+    return _mm256_castsi256_ps(_mm256_and_si256(_mm256_castps_si256(x), _mm256_set1_epi32(static_cast<int>(0xffff0000))));
   }
   static void StoreNarrow(uint16_t* p, F x) {
     const __m256i bits = _mm256_castps_si256(x);

@@ -26,9 +26,21 @@ inline Lanes Sub(Lanes a, Lanes b) { return {_mm512_sub_ps(a.v, b.v)}; }
 inline float Total(Lanes a) { return _mm512_reduce_add_ps(a.v); }
 inline Lanes Mul(Lanes a, Lanes b) { return {_mm512_mul_ps(a.v, b.v)}; }
 inline Lanes Div(Lanes a, Lanes b) { return {_mm512_div_ps(a.v, b.v)}; }
-inline Lanes Max(Lanes a, Lanes b) { return {_mm512_max_ps(a.v, b.v)}; }  // b if either is NaN
-inline Lanes Size(Lanes a) { return {_mm512_abs_ps(a.v)}; }
-inline float Largest(Lanes a) { return _mm512_reduce_max_ps(a.v); }
+
+// The larger of `size`, which is not negative, and the size of b. Sizes compare as their bits do as integers, whose
+// largest are NaN.
+inline Lanes LargerSize(Lanes size, Lanes b) {
+  const __m512i bits = _mm512_castps_si512(_mm512_abs_ps(b.v));
+  return {_mm512_castsi512_ps(_mm512_max_epi32(_mm512_castps_si512(size.v), bits))};
+}
+
+// Of lanes that are not negative, or NaN if any is.
+inline float LargestSize(Lanes sizes) {
+  const int32_t bits = _mm512_reduce_max_epi32(_mm512_castps_si512(sizes.v));
+  float largest;
+  memcpy(&largest, &bits, 4);
+  return largest;
+}
 
 // To the nearest integer, ties away from zero; at most 127 in size.
 inline void StoreInt8(int8_t* to, Lanes a) {
@@ -108,17 +120,32 @@ inline Lanes Mul(const Lanes& a, const Lanes& b) {
 inline Lanes Div(const Lanes& a, const Lanes& b) {
   return Each([&](int i) { return a.v[i] / b.v[i]; });
 }
-inline Lanes Max(const Lanes& a, const Lanes& b) {
-  return Each([&](int i) { return a.v[i] > b.v[i] ? a.v[i] : b.v[i]; });
+
+// The bits of a float without its sign.
+inline int32_t SizeBits(float value) {
+  int32_t bits;
+  memcpy(&bits, &value, 4);
+  return bits & 0x7fffffff;
 }
-inline Lanes Size(const Lanes& a) {
-  return Each([&](int i) { return a.v[i] < 0 ? -a.v[i] : a.v[i]; });
+
+inline float FloatOf(int32_t bits) {
+  float value;
+  memcpy(&value, &bits, 4);
+  return value;
 }
-inline float Largest(const Lanes& a) {
-  float largest = a.v[0];
-  for (float value : a.v) largest = value > largest ? value : largest;
-  return largest;
+
+inline Lanes LargerSize(const Lanes& size, const Lanes& b) {
+  return Each([&](int i) {
+    const int32_t old = SizeBits(size.v[i]), now = SizeBits(b.v[i]);
+    return FloatOf(old > now ? old : now);
+  });
 }
+inline float LargestSize(const Lanes& sizes) {
+  int32_t largest = 0;
+  for (float value : sizes.v) largest = SizeBits(value) > largest ? SizeBits(value) : largest;
+  return FloatOf(largest);
+}
+
 inline void StoreInt8(int8_t* to, const Lanes& a) {
   int32_t whole[16];
   for (int i = 0; i < 16; ++i) whole[i] = static_cast<int32_t>(a.v[i] + (a.v[i] < 0 ? -0.5f : 0.5f));
@@ -146,16 +173,17 @@ inline void StoreBf16(uint16_t* to, const Lanes& a) {
 inline Lanes Exp(const Lanes& a) {
   return Each([&](int i) {
     const float x = a.v[i] < -87.0f ? -87.0f : (a.v[i] > 88.0f ? 88.0f : a.v[i]);
-    const float n = (x * 1.44269504088896341f + 12582912.0f) - 12582912.0f;  // rounded to an integer
-    const float r = (x - n * 0.693359375f) + n * 2.12194440e-4f;
+    // Rounded to an integer.
+    const float n = __builtin_fmaf(x, 1.44269504088896341f, 12582912.0f) - 12582912.0f;
+    const float r = __builtin_fmaf(n, 2.12194440e-4f, __builtin_fmaf(n, -0.693359375f, x));
     float p = 1.9875691500e-4f;
     for (float c : {1.3981999507e-3f, 8.3334519073e-3f, 4.1665795894e-2f, 1.6666665459e-1f, 5.0000001201e-1f}) {
-      p = p * r + c;
+      p = __builtin_fmaf(p, r, c);
     }
     const int32_t exponent = (static_cast<int32_t>(n) + 127) << 23;
     float scale;
     memcpy(&scale, &exponent, 4);
-    return (p * r * r + r + 1.0f) * scale;
+    return (__builtin_fmaf(p, r * r, r) + 1.0f) * scale;
   });
 }
 

@@ -3,6 +3,7 @@
 
 #include "linear_common.h"
 #include "scratch.h"
+#include "tiles.h"
 
 namespace penstock {
 namespace {
@@ -14,74 +15,83 @@ constexpr int64_t kRowsBytes = 1280 * 1024;       // of x: what stays in the sec
 constexpr int64_t kChunkSteps = 8;               // of 64 bytes; two blocks' tiles of 8 steps take 16 KiB
 constexpr int64_t kUnchunkedPairs = 4;  // of row blocks: for so few the weights only pass through anyway
 
-struct alignas(64) TileConfig {
-  uint8_t palette = 1, start_row = 0, reserved[14] = {};
-  uint16_t bytes[16] = {};
-  uint8_t rows[16] = {};
-};
-
 // C tiles 0 to 3 (two row blocks by two out blocks), A tiles 4 and 5, B tiles 6 and 7.
 void Configure(int64_t rows0, int64_t rows1) {
   TileConfig config;
-  for (int t = 0; t < 8; ++t) {
-    config.bytes[t] = 64;
-    config.rows[t] = 16;
-  }
   config.rows[0] = config.rows[1] = config.rows[4] = static_cast<uint8_t>(rows0);
   config.rows[2] = config.rows[3] = config.rows[5] = static_cast<uint8_t>(rows1 ? rows1 : 1);
-  _tile_loadconfig(&config);
+  TileConfigure(config);
 }
 
 inline void PrefetchTile(const char* at) {
   for (int line = 0; line < 16; ++line) _mm_prefetch(at + line * 64, _MM_HINT_T0);
 }
 
-// Tile intrinsics take constants, so the two element types differ by macro.
-#define PENSTOCK_DP(int8, c, a, b) \
-  do {                             \
-    if constexpr (int8) {          \
-      _tile_dpbssd(c, a, b);       \
-    } else {                       \
-      _tile_dpbf16ps(c, a, b);     \
-    }                              \
-  } while (0)
+// A block of rows of x, or a block of a weight: its tiles lie `step` bytes apart, in the order they are multiplied.
+struct Tiles {
+  const char* begin;
+  int64_t step;
+};
+
+template <bool kInt8, int kC, int kA, int kB>
+inline void TileDot() {
+  if constexpr (kInt8) {
+    TileDotInt8<kC, kA, kB>();
+  } else {
+    TileDotBf16<kC, kA, kB>();
+  }
+}
+
+// Step `s` of AddProducts. With one block of each, the steps take tiles in turns: no load waits for a product.
+template <bool kInt8, int kBlocks, int kTurn>
+inline void AddStep(const Tiles* x, const Tiles* weight, int64_t s) {
+  constexpr int kA = kBlocks == 1 ? 4 + kTurn : 4, kB = kBlocks == 1 ? 6 + kTurn : 6;
+  TileLoad<kA>(x[0].begin + s * x[0].step, 64);
+  TileLoad<kB>(weight[0].begin + s * weight[0].step, 64);
+  TileDot<kInt8, 0, kA, kB>();
+  if constexpr (kBlocks == 2) {
+    TileLoad<7>(weight[1].begin + s * weight[1].step, 64);
+    TileDot<kInt8, 1, 4, 7>();
+    TileLoad<5>(x[1].begin + s * x[1].step, 64);
+    TileDot<kInt8, 2, 5, 6>();
+    TileDot<kInt8, 3, 5, 7>();
+  }
+}
+
+// The order of every sum: one chain, a tile product for each step (64 bytes of a row), in ascending steps. Few rows and
+// many both come here, so an output's bits depend on its own row alone.
+//
+// Adds the products of steps [begin, end) of kBlocks (1 or 2) blocks of rows and as many of weights to C tiles 0 to 3:
+// rows 0 by weights 0, rows 0 by weights 1, then those of rows 1. Calls fetch() before each step.
+template <bool kInt8, int kBlocks, typename Fetch>
+inline void AddProducts(const Tiles* x, const Tiles* weight, int64_t begin, int64_t end, Fetch&& fetch) {
+  constexpr int kTurns = kBlocks == 1 ? 2 : 1;
+  int64_t s = begin;
+  for (; s + kTurns <= end; s += kTurns) {
+    fetch();
+    AddStep<kInt8, kBlocks, 0>(x, weight, s);
+    if constexpr (kTurns == 1) continue;
+    fetch();
+    AddStep<kInt8, kBlocks, kTurns - 1>(x, weight, s + 1);
+  }
+  if (s == end) return;
+  fetch();
+  AddStep<kInt8, kBlocks, 0>(x, weight, s);
+}
 
 // x times one block, at most 16 rows: bound by reading the weight, so its tiles are taken as they lie in memory. (Two
-// blocks at a time would halve the reading of x, but two streams measured 8 % slower.) Even and odd steps have sums of
-// their own, because a tile product takes longer than the next tile's arrival.
+// blocks at a time would halve the reading of x, but two streams measured 8 % slower.) One chain of products is enough:
+// a tile product takes 52 cycles, and to bring a tile of weights from memory takes a core more than 100.
 template <bool kInt8>
-void Products(const LinearJob& job, const char* tiles, float* sums) {
-  const char* x = static_cast<const char*>(job.x);
-  const int64_t steps = job.k * (kInt8 ? 1 : 2) / 64, x_step = job.m * 64;
-  _tile_zero(0);
-  _tile_zero(1);
-  int64_t s = 0;
-  for (; s + 2 <= steps; s += 2) {
-    const char* at = tiles + s * kTileBytes;
-    PrefetchTile(at + kPrefetchBytes);
-    _tile_loadd(4, x + s * x_step, 64);
-    _tile_loadd(6, at, 64);
-    PENSTOCK_DP(kInt8, 0, 4, 6);
-    PrefetchTile(at + kPrefetchBytes + kTileBytes);
-    _tile_loadd(5, x + (s + 1) * x_step, 64);
-    _tile_loadd(7, at + kTileBytes, 64);
-    PENSTOCK_DP(kInt8, 1, 5, 7);
-  }
-  if (s < steps) {
-    _tile_loadd(4, x + s * x_step, 64);
-    _tile_loadd(6, tiles + s * kTileBytes, 64);
-    PENSTOCK_DP(kInt8, 0, 4, 6);
-  }
-  alignas(64) float odd[kRows * kBlockOut];
-  _tile_stored(0, sums, 64);
-  _tile_stored(1, odd, 64);
-  for (int64_t i = 0; i < job.m * kBlockOut; ++i) {
-    if constexpr (kInt8) {
-      reinterpret_cast<int32_t*>(sums)[i] += reinterpret_cast<const int32_t*>(odd)[i];
-    } else {
-      sums[i] += odd[i];
-    }
-  }
+void Products(const LinearJob& job, const char* weight, float* sums) {
+  const Tiles x{static_cast<const char*>(job.x), job.m * 64}, tiles{weight, kTileBytes};
+  const char* ahead = weight + kPrefetchBytes;
+  TileZero<0>();
+  AddProducts<kInt8, 1>(&x, &tiles, 0, job.k * (kInt8 ? 1 : 2) / 64, [&] {
+    PrefetchTile(ahead);
+    ahead += kTileBytes;
+  });
+  TileStore<0>(sums, 64);
 }
 
 template <bool kInt8>
@@ -103,6 +113,7 @@ void FewRows(const LinearJob& job, const Span& span) {
       Finish(job, span.weight, b, 0, job.m, sums[0], two ? sums[1] : nullptr);
     }
   }
+  TileRelease();
 }
 
 // Many rows: a unit is two out blocks (or one of gate and one of up) by as many rows of x as stay in the second cache.
@@ -117,6 +128,7 @@ void ManyRows(const LinearJob& job, const Span& span, int64_t first_row, int64_t
   const int64_t weight1 = job.gate ? 1 : span.weight, block1 = job.gate || !pair ? span.block : span.block + 1;
   const char* tiles0 = job.weights[span.weight].tiles + span.block * job.BlockBytes();
   const char* tiles1 = job.weights[weight1].tiles + block1 * job.BlockBytes();
+  const Tiles blocks[2] = {{tiles0, kTileBytes}, {tiles1, kTileBytes}};
   const int64_t row_pairs = (last_row - first_row + 2 * kRows - 1) / (2 * kRows);
   const int64_t ahead = (job.gate ? 1 : 2) * job.BlockBytes();
   const int64_t lines = (job.BlockBytes() / 64 + row_pairs * steps - 1) / (row_pairs * steps);
@@ -133,39 +145,31 @@ void ManyRows(const LinearJob& job, const Span& span, int64_t first_row, int64_t
       if (configured != rows0 * 32 + rows1) Configure(rows0, rows1);
       configured = rows0 * 32 + rows1;
       const char* x0 = x + 2 * p * row_block_bytes;
-      const char* x1 = rows1 ? x0 + row_block_bytes : x0;
-      const int64_t x0_step = rows0 * 64, x1_step = (rows1 ? rows1 : 1) * 64;
+      const Tiles row_blocks[2] = {{x0, rows0 * 64},
+                                   {rows1 ? x0 + row_block_bytes : x0, (rows1 ? rows1 : 1) * 64}};
       char* at = sums + p * 4 * kTileBytes;
       if (begin == 0) {
-        _tile_zero(0);
-        _tile_zero(1);
-        _tile_zero(2);
-        _tile_zero(3);
+        TileZero<0>();
+        TileZero<1>();
+        TileZero<2>();
+        TileZero<3>();
       } else {
-        _tile_loadd(0, at, 64);
-        _tile_loadd(1, at + 2 * kTileBytes, 64);
-        _tile_loadd(2, at + kTileBytes, 64);
-        _tile_loadd(3, at + 3 * kTileBytes, 64);
+        TileLoad<0>(at, 64);
+        TileLoad<1>(at + 2 * kTileBytes, 64);
+        TileLoad<2>(at + kTileBytes, 64);
+        TileLoad<3>(at + 3 * kTileBytes, 64);
       }
-      for (int64_t s = begin; s < end; ++s) {
-        _tile_loadd(4, x0 + s * x0_step, 64);
-        _tile_loadd(6, tiles0 + s * kTileBytes, 64);
-        PENSTOCK_DP(kInt8, 0, 4, 6);
-        _tile_loadd(7, tiles1 + s * kTileBytes, 64);
-        PENSTOCK_DP(kInt8, 1, 4, 7);
-        _tile_loadd(5, x1 + s * x1_step, 64);
-        PENSTOCK_DP(kInt8, 2, 5, 6);
-        PENSTOCK_DP(kInt8, 3, 5, 7);
+      AddProducts<kInt8, 2>(row_blocks, blocks, begin, end, [&] {
         for (int64_t line = 0; line < lines; ++line, fetched += 64) {
           _mm_prefetch(tiles0 + ahead + fetched, _MM_HINT_T1);
           _mm_prefetch(tiles1 + ahead + fetched, _MM_HINT_T1);
         }
-      }
-      _tile_stored(0, at, 64);
-      _tile_stored(1, at + 2 * kTileBytes, 64);
+      });
+      TileStore<0>(at, 64);
+      TileStore<1>(at + 2 * kTileBytes, 64);
       if (rows1) {
-        _tile_stored(2, at + kTileBytes, 64);
-        _tile_stored(3, at + 3 * kTileBytes, 64);
+        TileStore<2>(at + kTileBytes, 64);
+        TileStore<3>(at + 3 * kTileBytes, 64);
       }
       if (end < steps) continue;
       float* sums0 = reinterpret_cast<float*>(at);
@@ -181,6 +185,7 @@ void ManyRows(const LinearJob& job, const Span& span, int64_t first_row, int64_t
       }
     }
   }
+  TileRelease();
 }
 
 // Rows of x that are taken together.
@@ -228,8 +233,9 @@ void PutRows(const LinearInput& input, int64_t block, const LinearJob& job, void
       }
     } else {
       for (int64_t s = 0; s < k / 32; ++s) {
-        const __m512bh pairs = _mm512_cvtne2ps_pbh(_mm512_loadu_ps(row + s * 32 + 16), _mm512_loadu_ps(row + s * 32));
-        memcpy(out + (s * count + r) * 64, &pairs, 64);
+        auto* to = reinterpret_cast<uint16_t*>(out + (s * count + r) * 64);
+        StoreBf16(to, Load(row + s * 32));
+        StoreBf16(to + 16, Load(row + s * 32 + 16));
       }
     }
   }

@@ -105,14 +105,15 @@ inline void LoadRow(const LinearInput& input, int64_t row, int64_t k, float* out
   for (int64_t i = 0; i < k; i += 16) Store(out + i, Mul(Mul(Load(out + i), scale), LoadBf16(input.norm + i)));
 }
 
-// The largest size in a row of float32, k a multiple of 16: 127 stands for it in symmetric int8.
+// The largest size in a row of float32, k a multiple of 16: 127 stands for it in symmetric int8. NaN if any is, so
+// that the row's scale is, and all its outputs are.
 inline float RowPeak(const float* row, int64_t k) {
   Lanes peak = Fill(0.0f);
-  for (int64_t i = 0; i < k; i += 16) peak = Max(Size(Load(row + i)), peak);
-  return Largest(peak);
+  for (int64_t i = 0; i < k; i += 16) peak = LargerSize(peak, Load(row + i));
+  return LargestSize(peak);
 }
 
-// `inverse` is 127 / RowPeak, or 0; count is a multiple of 16.
+// `inverse` is 127 / RowPeak, or 0 where that is 0 or NaN; count is a multiple of 16.
 inline void Quantize(const float* from, int64_t count, float inverse, int8_t* out) {
   for (int64_t i = 0; i < count; i += 16) StoreInt8(out + i, Mul(Load(from + i), Fill(inverse)));
 }

@@ -50,7 +50,21 @@ inline void TransposeWords(const uint32_t* from, int64_t stride, int64_t rows, i
   }
 }
 
+// 16 rows of 16 words, e.g. between probability pairs [pair][col] and AMX's A operand [col][pair].
+inline void TransposeTile(const uint32_t* const* from, uint32_t* to) {
+  __m512i a[16];
+  for (int i = 0; i < 16; ++i) a[i] = _mm512_loadu_si512(from[i]);
+  Transpose16(a);
+  for (int i = 0; i < 16; ++i) _mm512_storeu_si512(to + 16 * i, a[i]);
+}
+
 #else
+
+inline void TransposeTile(const uint32_t* const* from, uint32_t* to) {
+  for (int r = 0; r < 16; ++r) {
+    for (int w = 0; w < 16; ++w) to[w * 16 + r] = from[r][w];
+  }
+}
 
 inline void TransposeWords(const uint32_t* from, int64_t stride, int64_t rows, int64_t words, uint32_t* to) {
   for (int64_t r = 0; r < rows; ++r) {

@@ -1,0 +1,21 @@
+// In src/cpu.cc's place: a processor with AMX, and no kernels for any other instruction set.
+#include "cpu.h"
+
+#include <cstdlib>
+
+#include "attention.h"
+#include "linear.h"
+
+namespace penstock {
+
+Isa CurrentIsa() { return Isa::kAmx; }
+bool UsePairs() { abort(); }
+
+const LinearKernel& LinearAvx2() { abort(); }
+const LinearKernel& LinearAvx512() { abort(); }
+const LinearKernel& LinearAvx512Bf16() { abort(); }
+const AttentionKernel& AttentionAvx2() { abort(); }
+const AttentionKernel& AttentionAvx512() { abort(); }
+const AttentionKernel& AttentionAvx512Bf16() { abort(); }
+
+}  // namespace penstock
