@@ -114,4 +114,4 @@ class CausalLM(nnx.Module):
         Pass only the rows to sample, the head is wide.
         """
         head = self.embed_tokens if self.lm_head is None else self.lm_head
-        return logits(head, self.norm(hidden, self.pools), num_rows, self.pools)
+        return logits(head, hidden, num_rows, self.pools, norm=self.norm)

@@ -49,7 +49,7 @@ def matmul_transposed(x: jax.Array, weight: jax.Array) -> jax.Array:
     return jax.lax.dot_general(x, weight, dimensions, precision=precision, preferred_element_type=jnp.float32)
 
 
-def _matmul_int8(x: jax.Array, weight: jax.Array, scale: jax.Array) -> jax.Array:
+def matmul_int8(x: jax.Array, weight: jax.Array, scale: jax.Array) -> jax.Array:
     """x [T, in] quantized by row times int8 weight [out, in] transposed: float32 [T, out]; scale [out]."""
     wide = x.astype(jnp.float32)
     # A row with NaN has a peak of NaN, so that its products are; XLA's maximum on CPU may pass over some.
@@ -125,7 +125,7 @@ class Linear(nnx.Module):
         if scale is None:
             y = matmul_transposed(x, self.weight[...])
         else:
-            y = _matmul_int8(x, self.weight[...], scale)
+            y = matmul_int8(x, self.weight[...], scale)
         if self.bias_at is None:
             return y
         return y + pools.vectors[self.bias_at.columns].astype(jnp.float32)[None, :]
@@ -200,11 +200,12 @@ def project_gated(
     return (jax.nn.silu(gate) * up).astype(x.dtype)
 
 
-def logits(head: Linear, x: jax.Array, num_rows: jax.Array, pools: Pools) -> jax.Array:
-    """x [R, E] -> float32 [R, V]."""
+def logits(head: Linear, x: jax.Array, num_rows: jax.Array, pools: Pools, *, norm: RMSNorm) -> jax.Array:
+    """norm(x) [R, E] times the head: float32 [R, V]."""
     if head.packed:
-        return native.linear(x, (head.native(pools),), num_rows=num_rows, out_dtype=np.float32)
-    return head.product(x, pools)
+        weights, options = (head.native(pools),), _norm_options(norm, pools)
+        return native.linear(x, weights, num_rows=num_rows, out_dtype=np.float32, **options)
+    return head.product(norm(x, pools), pools)
 
 
 def _norm_options(norm: RMSNorm, pools: Pools) -> native.NormOptions:
