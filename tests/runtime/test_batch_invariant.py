@@ -10,6 +10,7 @@ from flax import nnx
 
 from penstock.runtime import Engine, EngineConfig
 from penstock.runtime.checkpoint import load_config
+from penstock.runtime.errors import ConfigError
 from penstock.runtime.hub import DEMO_DIRECTORY
 from penstock.runtime.models.linear import PLAIN, LinearFormat
 from penstock.runtime.models.params import abstract_model
@@ -38,6 +39,14 @@ def test_the_demo_model(options, promised):
         assert engine.info.batch_invariant is (promised and library.available())
     finally:
         engine.shutdown()
+
+
+@pytest.mark.skipif(not library.available(), reason="no native library on this machine")
+def test_required_kernels_must_do_all_of_the_model():
+    config = EngineConfig(native="require", max_num_seqs=4, max_model_len=64, show_progress=False)
+    Engine.from_pretrained("demo", config).shutdown()
+    with pytest.raises(ConfigError, match=r"^native: .*cannot compute all of this model"):
+        Engine.from_pretrained("demo", dataclasses.replace(config, page_size=8))
 
 
 def test_a_model_of_another_making_promises_nothing():

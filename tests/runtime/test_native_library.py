@@ -21,7 +21,7 @@ from penstock.runtime.native.library import NotAvailable
 from tests.support.attention import Case, Options, Shape, draw, runner
 
 needs_kernels = pytest.mark.skipif(not library.available(), reason="no native library on this machine")
-BF16, F16 = np.dtype(jnp.bfloat16), np.dtype(np.float16)
+BF16, F16, F32 = np.dtype(jnp.bfloat16), np.dtype(np.float16), np.dtype(np.float32)
 
 
 def weight() -> linear.Packed:
@@ -159,14 +159,14 @@ def test_one_folder_may_fail_and_another_serve(tmp_path: Path, monkeypatch: pyte
 
 @needs_kernels
 def test_what_may_use_the_kernels() -> None:
-    for native in ("auto", "require"):
-        assert library.wanted(native, None, "cpu", BF16)
-        assert library.wanted(native, None, "cpu", np.dtype(np.float32))
-    assert library.wanted("auto", None, "cpu", F16)  # for what has no dtype of its own: the sampler
+    assert library.wanted("require", None, "cpu", BF16)
+    for dtype in (BF16, F16, F32):  # the sampler, if nothing else
+        assert library.wanted("auto", None, "cpu", dtype)
     assert not library.wanted("off", None, "cpu", BF16)
     assert not library.wanted("auto", None, "cuda", BF16)
-    with pytest.raises(ConfigError, match=r"^native: .*none for float16; serve the model in bfloat16"):
-        library.wanted("require", None, "cpu", F16)
+    for dtype in (F16, F32):
+        with pytest.raises(ConfigError, match=rf"^native: .*a model in {dtype} .*serve it in bfloat16"):
+            library.wanted("require", None, "cpu", dtype)
     with pytest.raises(ConfigError, match=r"^native: .*they are for CPU, not cuda"):
         library.wanted("require", None, "cuda", BF16)
 

@@ -37,8 +37,8 @@ class EngineConfig:
     quantization: str = "none"
     """int8: weights of linear layers in int8 with one scale an output, activations quantized on the way."""
     native: str = "auto"
-    """The native CPU kernels: "auto" uses them where machine and model can, "require" does not start without,
-    "off" leaves all to XLA."""
+    """The native CPU kernels: "auto" uses them where machine and model can, "require" does not start unless
+    they compute all of the model, "off" leaves all to XLA."""
     native_folder: Path | None = None
     """Where their library is kept, and compiled into if it is not there; None: ~/.cache/penstock/native."""
     threads: int | None = None

@@ -150,6 +150,12 @@ class Engine:
         )
         runner_config = dataclasses.replace(runner_config, max_model_len=kv.max_model_len)
         self._runner = ModelRunner(model.graphdef, model.weights, model.kv_spec, runner_config, mesh)
+        batch_invariant = model.is_native and self._runner.attends_natively
+        if config.native == "require" and not batch_invariant:
+            raise ConfigError(
+                "native: the kernels are required, but cannot compute all of this model: they take a page_size "
+                "in multiples of 16, heads of 32, inputs of products of 64 and outputs of 16"
+            )
         self._runner.initialize_kv_cache(kv.num_pages)
         scheduler = Scheduler(
             SchedulerConfig(
@@ -200,7 +206,7 @@ class Engine:
             num_pages=kv.num_pages,
             page_size=config.page_size,
             devices=(f"{device.platform}:{device.id} {device.device_kind}",),
-            batch_invariant=model.is_native and self._runner.attends_natively,
+            batch_invariant=batch_invariant,
         )
 
     @classmethod

@@ -126,7 +126,7 @@ def _tell(engine: Engine) -> None:
     info, config = engine.info, engine.config
     dtype = config.dtype if config.quantization == "none" else f"{config.dtype} with {config.quantization}"
     log.info("model %s: %s, %s, vocabulary %d", info.name, info.architecture, dtype, info.vocab_size)
-    log.info("on %s, with %s CPU threads", ", ".join(info.devices), config.threads)
+    log.info("on %s; CPU threads: %s", ", ".join(info.devices), config.threads)
     running, waiting = config.max_num_seqs, config.max_queued_requests
     log.info("context %d tokens; at most %d requests run and %d wait", info.max_model_len, running, waiting)
     log.info("scheduling: %s; prefix cache: %s", config.scheduling_policy, _prefix_cache(config))

@@ -9,6 +9,7 @@ import threading
 from pathlib import Path
 
 import jax.ffi
+import jax.numpy as jnp
 import numpy as np
 
 from penstock.runtime.errors import ConfigError
@@ -96,7 +97,7 @@ def available(folder: Path | None = None) -> bool:
 def wanted(native: str, folder: Path | None, platform: str, dtype: np.dtype) -> bool:
     """Whether programs for `platform` are to use the kernels, by `EngineConfig.native` and `native_folder`.
 
-    Raises ConfigError where they are required and cannot be used, or have nothing for the model's dtype.
+    Raises ConfigError where they are required and cannot be used, or do not do all in the model's dtype.
     """
     if native == "off":
         return False
@@ -107,8 +108,8 @@ def wanted(native: str, folder: Path | None, platform: str, dtype: np.dtype) -> 
         except NotAvailable as error:
             problem = str(error)
     if native == "require":
-        if problem is None and dtype == np.float16:
-            problem = "there are none for float16; serve the model in bfloat16"
+        if problem is None and dtype != jnp.bfloat16:
+            problem = f"a model in {dtype} has its products computed by XLA; serve it in bfloat16"
         if problem is not None:
             raise ConfigError(f"native: the kernels are required, and cannot be used: {problem}")
     return problem is None
