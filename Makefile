@@ -17,7 +17,7 @@ BENCH_OUT ?= bench/out
 BENCH_ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help install run test bench bench-compare check format-check lint types imports protos-check proto breaking format lock clean
+.PHONY: help install run test test-all bench bench-compare check format-check lint types imports protos-check proto breaking format lock clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' Makefile
@@ -38,7 +38,10 @@ run: install ## serve the demo model on 127.0.0.1 and print a sample
 	@# With the caller's own PATH, so that the lines it prints work in the caller's other terminal.
 	PATH="$(OWN_PATH)" $(BIN)/python -m penstock.cli demo
 
-test: install ## run the whole suite (MARK='not slow' or PYTEST_ARGS=tests/service narrow it)
+test: install ## run the tests, but for the long sweeps (MARK=gpu or PYTEST_ARGS=tests/service narrow it)
+	$(BIN)/python -m pytest $(PYTEST_ARGS) -m 'not sweep$(if $(MARK), and ($(MARK)))'
+
+test-all: install ## run every test, long sweeps too: what CI runs
 	$(BIN)/python -m pytest $(PYTEST_ARGS) $(if $(MARK),-m '$(MARK)')
 
 bench: install ## measure the engine on a random checkpoint of the Qwen3-0.6B shape (bench/README.md)

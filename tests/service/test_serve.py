@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import grpc
-import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from penstock.v1 import control_pb2, control_pb2_grpc, inference_pb2_grpc, types_pb2
@@ -90,7 +89,6 @@ def fake_process(*arguments: str) -> contextlib.AbstractContextManager[Process]:
     return running("-m", "tests.service.serve_fake", *arguments)
 
 
-@pytest.mark.slow
 def test_a_checkpoint_is_served_until_sigterm() -> None:
     """On the real engine: what was resolved is printed, a stream under way gets all of its tokens, exit 0."""
     cache = ["--compilation-cache", str(TEST_CACHE)]

@@ -221,7 +221,7 @@ async def test_in_thread_survives_a_cancelled_wait():
         await waiting
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 async def test_clients_may_ping_while_nothing_is_sent():
     """Every 5 s, as through a long prefill; gRPC's own default ends such a connection at the third ping."""
     engine = fake(hold=True)
