@@ -153,8 +153,8 @@ class Engine:
         batch_invariant = model.is_native and self._runner.attends_natively
         if config.native == "require" and not batch_invariant:
             raise ConfigError(
-                "native: the kernels are required, but cannot compute all of this model: they take a page_size "
-                "in multiples of 16, heads of 32, inputs of products of 64 and outputs of 16"
+                "native: the kernels are required, but cannot compute all of this model: they take a "
+                "page_size in multiples of 16, heads of 32, inputs of products of 64 and outputs of 16"
             )
         self._runner.initialize_kv_cache(kv.num_pages)
         scheduler = Scheduler(
