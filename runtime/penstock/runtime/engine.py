@@ -25,6 +25,7 @@ import jax
 import numpy as np
 from numpy.typing import NDArray
 
+from penstock.runtime import host_memory
 from penstock.runtime.assemble import Assembler, Delta
 from penstock.runtime.buckets import NATIVE_TOKEN_GROWTH, TOKEN_GROWTH, Buckets
 from penstock.runtime.compilation import use_compilation_cache
@@ -382,6 +383,7 @@ class Engine:
 
         def install() -> None:
             self._runner.replace_weights(renewed(self._runner.weights))
+            host_memory.let_go()
 
         return self._core.update(install, label, in_flight)
 

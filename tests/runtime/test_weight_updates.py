@@ -1,0 +1,83 @@
+"""Weight updates of a real decoder: parts of fused leaves, and how much memory they take."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from bench.checkpoint import SHAPES, Shape, write_checkpoint
+from penstock.runtime import EngineConfig
+from penstock.runtime.checkpoint_safetensors import find_tensors
+from penstock.runtime.native import library
+from penstock.runtime.native.linear import unpack
+from penstock.runtime.runner import single_device_mesh
+from penstock.runtime.served import ServedModel, load_model
+from tests.support.toy import TEST_CACHE
+
+LAYER = "model.layers.1.self_attn."
+Q, K, V = (f"{LAYER}{part}.weight" for part in ("q_proj", "k_proj", "v_proj"))
+NORM, Q_NORM = "model.norm.weight", f"{LAYER}q_norm.weight"
+WIDE = Shape(1024, 4096, 4, 16, 4, 64, 4096, 300, 4096)  # 130 MB
+CLEAR_REFS = Path("/proc/self/clear_refs")
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("tiny")
+    write_checkpoint(directory, SHAPES["tiny"])
+    return directory
+
+
+def rows_of(model: ServedModel, weights: Any, name: str) -> Any:
+    """What weights hold of a tensor, as the checkpoint has it."""
+    spec = next(spec for spec in model.tensors if spec.hf_name == name)
+    node = weights
+    for step in spec.path:
+        node = node[step]
+    held = np.asarray(node[...])[spec.parts[spec.path]]
+    return unpack(held) if spec.packed else held
+
+
+@pytest.mark.parametrize("native", ["auto", "off"])
+def test_updates_of_parts_that_were_staged_together_all_stay(tiny: Path, native: Any) -> None:
+    """Each is staged beside weights that the others have not changed yet; q, k and v are one leaf."""
+    model = load_model(
+        str(tiny), EngineConfig(native=native, show_progress=False), single_device_mesh(jax.devices()[0])
+    )
+    assert any(spec.packed for spec in model.tensors) == (native == "auto" and library.available())
+    old = {name: entry.map() for name, entry in find_tensors(tiny).items()}
+    new = {name: (2 * old[name].astype(np.float32)).astype(jnp.bfloat16) for name in (Q, K, NORM, Q_NORM)}
+    staged = [model.staged(model.weights, {name: new[name]}, True) for name in new]
+    weights = model.weights
+    for renew in staged:
+        weights = renew(weights)
+    for name, tensor in (old | new).items():
+        np.testing.assert_array_equal(rows_of(model, weights, name), tensor, err_msg=name)
+    np.testing.assert_array_equal(rows_of(model, model.weights, Q), old[Q])  # nothing changed in place
+    before, after = jax.tree.leaves(model.weights), jax.tree.leaves(weights)
+    assert sum(one is not other for one, other in zip(before, after, strict=True)) == 2  # qkv, vectors
+    whole = model.staged(weights, old, False)(weights)
+    for name, tensor in old.items():
+        np.testing.assert_array_equal(rows_of(model, whole, name), tensor, err_msg=name)
+
+
+@pytest.mark.skipif(not CLEAR_REFS.exists(), reason="needs Linux's /proc")
+def test_an_update_takes_one_checkpoint_of_memory_and_gives_it_back(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, WIDE)
+    checkpoint = (tmp_path / "model.safetensors").stat().st_size
+    command = [sys.executable, "-m", "tests.support.update_memory", str(tmp_path), str(TEST_CACHE)]
+    found = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+    serving = found["serving"]["bytes"]
+    for name in ("refused", "updated"):
+        assert found[name]["peak"] < serving + 1.15 * checkpoint, found
+        assert found[name]["bytes"] < serving + 0.15 * checkpoint, found
+        assert found[name]["tokens"] == found["serving"]["tokens"]
+    assert (found["refused"]["generation"], found["updated"]["generation"]) == (1, 2)

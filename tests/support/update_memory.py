@@ -1,0 +1,82 @@
+"""Memory of weight updates, measured in a process of its own.
+
+    python -m tests.support.update_memory DIRECTORY COMPILATION_CACHE
+
+Prints JSON: bytes resident while serving, at most during a refused and a whole update of all weights, and
+after each; the tokens of one prompt before and after each.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import json
+import os
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from penstock.runtime import Engine, EngineConfig, StoppingParams
+from penstock.runtime.checkpoint_safetensors import find_tensors
+from penstock.runtime.errors import CheckpointError
+from tests.support.collector import GREEDY
+
+
+class Lazy(Mapping[str, Any]):
+    """The tensors of a checkpoint, mapped when they are asked for; `bad` has a value beyond bfloat16's."""
+
+    def __init__(self, directory: Path, bad: str = "") -> None:
+        self._entries, self._bad = find_tensors(directory), bad
+
+    def __getitem__(self, name: str) -> Any:
+        tensor = self._entries[name].map()
+        if name == self._bad:
+            tensor = np.array(tensor, np.float32)
+            tensor.flat[-1] = 3.4e38
+        return tensor
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._entries)
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+
+def resident(field: str = "VmRSS") -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(field))
+
+
+def measured(engine: Engine) -> dict[str, Any]:
+    answer = engine.generate([5, 6, 7], sampling=GREEDY, stopping=StoppingParams(max_tokens=4))
+    return {"peak": resident("VmHWM"), "bytes": resident(), "tokens": answer.token_ids}
+
+
+def main(directory: Path, cache: Path) -> None:
+    gc.disable()  # what goes back must not wait for a collection that may come at any time
+    os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:2])  # each thread has some rows in hand
+    config = EngineConfig(
+        max_num_seqs=1,
+        max_num_batched_tokens=16,
+        max_model_len=64,
+        max_decode_steps=1,
+        compilation_cache=cache,
+        show_progress=False,
+    )
+    engine = Engine.from_pretrained(str(directory), config)
+    engine.start()
+    found = {"serving": measured(engine)}
+    for name, bad in (("refused", "model.norm.weight"), ("updated", "")):
+        Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+        with contextlib.suppress(CheckpointError):  # of the refused one, which is to change nothing
+            engine.update_weights(Lazy(directory, bad), label=name).result(60)
+        found[name] = measured(engine) | {"generation": engine.weights.generation}
+    engine.shutdown()
+    json.dump(found, sys.stdout)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), Path(sys.argv[2]))
