@@ -27,7 +27,7 @@ from penstock.runtime.request import (
 from penstock.runtime.runner import ModelRunner
 from penstock.runtime.scheduler import Scheduler, SchedulerConfig
 from tests.support.collector import Collector
-from tests.support.fake_runner import EOS, VOCAB, LazyRunner, run_alone
+from tests.support.fake_runner import EOS, VOCAB, LazyRunner, Rota, run_alone
 
 MAX_LEN = 60
 GREEDY = SamplingParams(temperature=0.0)
@@ -100,7 +100,43 @@ def test_streams_depend_on_nothing_but_the_request(overlap, steps, cache, limits
             expected = run_alone(request, MAX_LEN, window=limits.get("sliding_window"))
             assert (sink.tokens(request.request_id), last.finish.reason) == expected
         assert engine.load().pages_used == 0
-        assert (max(runner.num_steps) > 1) == (steps > 1)
+        assert (max(plan.num_steps for plan in runner.plans) > 1) == (steps > 1)
+
+
+class Apart(Pacer):
+    """Windows of any length, and turns for rows under a constraint after six steps of the others."""
+
+    @property
+    def apart_steps(self) -> int:
+        return 6
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_rows_under_a_constraint_take_turns_with_the_windows_of_the_others(overlap):
+    with core(overlap=overlap, pacer=Apart(10.0, 4), num_pages=60) as (engine, runner):
+        sink = Collector()
+        limits = {"c0": 12, "c1": 20}
+        asked = [
+            Request(
+                name,
+                (7, i),
+                SamplingParams(seed=i),
+                StoppingParams(max_tokens=50, ignore_eos=True),
+                constraint=Rota(limits[name]) if name in limits else None,
+            )
+            for i, name in enumerate(["a", "c0", "b", "c1"])
+        ]
+        for request in asked:
+            engine.submit(request, sink)
+        for request in asked:
+            last = sink.last(request.request_id)
+            assert last.finish is not None
+            assert (sink.tokens(request.request_id), last.finish.reason) == run_alone(request, MAX_LEN)
+        turns = [i for i, plan in enumerate(runner.plans) if plan.apart]
+        assert len(turns) > 5
+        between = runner.plans[turns[0] : turns[5]]
+        assert sum(plan.num_steps > 1 for plan in between) >= 5
+        assert engine.load().pages_used == 0
 
 
 class Told(Pacer):

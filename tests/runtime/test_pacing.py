@@ -88,3 +88,29 @@ def test_where_decodes_alone_take_most_of_the_target_prompts_get_a_third_of_the_
     # Decodes take 200 ms: steps of 300 ms.
     assert prefilling((100, 300), decode_ms=200) == 100
     assert prefilling((100, 400), decode_ms=200) == 50
+
+
+@pytest.mark.parametrize(
+    ("step_ms", "constrained_ms", "apart_steps"),
+    [
+        (0.5, None, 40),  # the window's 20 ms
+        (0.5, 1.2, 24),  # ten times 1.2 ms
+        (0.5, 6.0, 40),
+        (2.0, 2.0, 10),
+        (2.0, 0.1, 8),  # a window of the most steps
+        (2.6, 2.6, 0),  # fewer than eight fit
+        (60, 60, 0),
+    ],
+)
+def test_how_often_rows_under_a_constraint_have_a_step_of_their_own(
+    step_ms: float, constrained_ms: float | None, apart_steps: int
+) -> None:
+    made = pacer(step_ms)
+    if constrained_ms is not None:
+        made.constrained(int(constrained_ms * MS))
+    assert made.apart_steps == apart_steps
+
+
+def test_without_windows_all_step_together() -> None:
+    assert pacer(0.5, max_steps=1).apart_steps == 0
+    assert Pacer(0.02, 8).apart_steps == 0  # nothing is measured yet

@@ -93,14 +93,15 @@ def one_event(traffic: Traffic, rng: random.Random) -> None:
     )[0]
     max_steps = rng.choice([1, 1, 8, rng.randint(2, 7)])
     prefill_budget = rng.choice([None, None, rng.randint(1, 6)])
+    apart_steps = rng.choice([0, rng.randint(1, 12)])
     if kind == "arrive":
         for _ in range(rng.randint(1, 4)):
             for request in random_outputs(rng):
                 traffic.arrive(request)
     elif kind == "run":
-        traffic.run(rng.randint(1, 8), rng.randint(0, 1), max_steps, prefill_budget)
+        traffic.run(rng.randint(1, 8), rng.randint(0, 1), max_steps, prefill_budget, apart_steps)
     elif kind == "dispatch" and len(traffic.in_flight) < 2:
-        traffic.dispatch(rng.random() < 0.7, max_steps, prefill_budget)
+        traffic.dispatch(rng.random() < 0.7, max_steps, prefill_budget, apart_steps)
     elif kind == "commit" and traffic.in_flight:
         traffic.commit(meanwhile=lambda: callers(traffic, rng))
     elif kind == "abort" and traffic.active:
@@ -127,4 +128,5 @@ def test_random_traffic(seed, num_events):
     for _ in range(num_events):
         one_event(traffic, rng)
         traffic.accounts_agree()
-    traffic.end(rng.randint(0, 1), rng.choice([1, 8]), rng.choice([None, rng.randint(1, 4)]))
+    prefill_budget, apart_steps = rng.choice([None, rng.randint(1, 4)]), rng.choice([0, rng.randint(1, 12)])
+    traffic.end(rng.randint(0, 1), rng.choice([1, 8]), prefill_budget, apart_steps)

@@ -87,6 +87,43 @@ def test_no_window_while_there_is_something_else_to_do(event):
     assert [row.request_id for row in plan.rows] == ["a", "b"]
 
 
+def beside_a_constraint(*requests: dict[str, Any], **limits: Any) -> Scheduler:
+    """As `started`, and a request "c" that decodes under a constraint."""
+    scheduler = started(*requests, **limits)
+    scheduler.add(Request("c", (1, 2), constraint=Rota(20)), 1)
+    commit(scheduler, dispatch(scheduler), 10)
+    return scheduler
+
+
+def test_rows_under_a_constraint_have_steps_of_their_own_between_the_windows_of_the_others():
+    scheduler = beside_a_constraint({}, {})
+    plans = [dispatch(scheduler, max_steps=4, apart_steps=6) for _ in range(5)]
+    assert [(plan.num_steps, [row.request_id for row in plan.rows]) for plan in plans] == [
+        (4, ["a", "b"]),
+        (2, ["a", "b"]),
+        (1, ["c"]),
+        (4, ["a", "b"]),
+        (2, ["a", "b"]),
+    ]
+    assert [plan.apart for plan in plans] == [False, False, True, False, False]
+    assert [row.start for plan in plans for row in plan.rows if row.request_id == "a"] == [4, 8, 10, 14]
+
+
+@pytest.mark.parametrize("reason", ["arrives", "no pages", "nobody else", "together"])
+def test_all_step_together_where_no_window_is_to_be_had(reason):
+    limits = {"no pages": {"num_pages": 4, "max_model_len": 16}}.get(reason, {})
+    requests: list[dict[str, Any]] = [{"max_tokens": 2} if reason == "nobody else" else {}]
+    scheduler = beside_a_constraint(*requests, **limits)
+    if reason == "no pages":  # "a" has room for one token more, and "c" the other two
+        for token in (10, 11, 11):
+            commit(scheduler, dispatch(scheduler), token)
+    if reason == "arrives":
+        add(scheduler, "b")
+    plan = dispatch(scheduler, max_steps=4, apart_steps=0 if reason == "together" else 4)
+    assert (plan.num_steps, plan.apart) == (1, False)
+    assert "c" in [row.request_id for row in plan.rows]
+
+
 def test_a_window_although_somebody_waits_who_cannot_enter():
     scheduler = started({}, max_num_seqs=1)
     add(scheduler, "b")

@@ -234,13 +234,13 @@ class LazyRunner(FakeRunner):
         self.compiles_after_warmup = CompileCounter()
         self.log: list[tuple[str, int]] = []
         """("dispatch", "choose" or "wait", step id), in order."""
-        self.num_steps: list[int] = []
+        self.plans: list[Plan] = []
         self.holders: dict[int, Request] = {}
         """By slot, as of the newest step dispatched."""
 
     def execute_async(self, plan: Plan) -> LazyStep:
         self.log.append(("dispatch", plan.step_id))
-        self.num_steps.append(plan.num_steps)
+        self.plans.append(plan)
         self.holders.update(plan.new_requests)
         constrained = any(r.samples and self.holders[r.slot].constraint for r in plan.rows)
         return LazyStep(plan, True if constrained else None)

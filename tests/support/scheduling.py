@@ -37,9 +37,12 @@ def dispatch(
     admit: bool = True,
     max_steps: int = 1,
     prefill_budget: int | None = None,
+    apart_steps: int = 0,
 ) -> Plan:
     """A plan, which there must be."""
-    plan = scheduler.schedule(now_ns, admit=admit, max_steps=max_steps, prefill_budget=prefill_budget)
+    plan = scheduler.schedule(
+        now_ns, admit=admit, max_steps=max_steps, prefill_budget=prefill_budget, apart_steps=apart_steps
+    )
     assert plan is not None
     scheduler.check()
     return plan

@@ -73,6 +73,11 @@ class Traffic:
         self.active: dict[str, Tracked] = {}
         self.arrivals = 0
         self.budget = 0  # tokens of the newest plan
+        self.sitting_out: bool | None = (
+            None  # those who in the newest plan are under a constraint, or are not
+        )
+        self.plain_steps = 0  # while rows under a constraint sat out
+        self.most_apart = 0
         self.in_flight: deque[tuple[Plan, StepResult, list[Tracked]]] = deque()
         self.streams: list[tuple[int, tuple[int, ...], FinishReason]] = []
         """What every request that ended had made: order, tokens, why."""
@@ -114,29 +119,46 @@ class Traffic:
             made=tracked.made,
         )
 
-    def run(self, num_steps: int, ahead: int, max_steps: int = 1, prefill_budget: int | None = None) -> None:
+    def run(
+        self,
+        num_steps: int,
+        ahead: int,
+        max_steps: int = 1,
+        prefill_budget: int | None = None,
+        apart_steps: int = 0,
+    ) -> None:
         """That many plans with up to `ahead` of them in flight when each is made."""
         for _ in range(num_steps):
             while len(self.in_flight) > ahead:
                 self.commit()
-            dispatched = self.dispatch(max_steps=max_steps, prefill_budget=prefill_budget)
+            dispatched = self.dispatch(True, max_steps, prefill_budget, apart_steps)
             if not dispatched and self.in_flight:
                 self.commit()
             self.accounts_agree()
         while len(self.in_flight) > ahead:
             self.commit()
 
-    def dispatch(self, admit: bool = True, max_steps: int = 1, prefill_budget: int | None = None) -> bool:
+    def dispatch(
+        self,
+        admit: bool = True,
+        max_steps: int = 1,
+        prefill_budget: int | None = None,
+        apart_steps: int = 0,
+    ) -> bool:
         """Whether there was a plan to run."""
         self.now_ns += 1
         plan = self.scheduler.schedule(
-            self.now_ns, admit=admit, max_steps=max_steps, prefill_budget=prefill_budget
+            self.now_ns,
+            admit=admit,
+            max_steps=max_steps,
+            prefill_budget=prefill_budget,
+            apart_steps=apart_steps,
         )
         if plan is None:
             movable = [t for t in self.active.values() if t.may_run(admit)]
             assert not movable or self.in_flight, "there was work and no plan"
             return False
-        self.check_plan(plan, admit, max_steps, prefill_budget)
+        self.check_plan(plan, admit, max_steps, prefill_budget, apart_steps)
         owners = [self.active[row.request_id] for row in plan.rows]
         self.in_flight.append((plan, self.runner.execute(plan), owners))
         return True
@@ -229,7 +251,9 @@ class Traffic:
             tracked.predictable = True
             self.predict(tracked)
 
-    def check_plan(self, plan: Plan, admit: bool, max_steps: int, prefill_budget: int | None) -> None:
+    def check_plan(
+        self, plan: Plan, admit: bool, max_steps: int, prefill_budget: int | None, apart_steps: int
+    ) -> None:
         active = self.active
         self.budget = self.config.max_num_batched_tokens
         num_decodes = sum(row.token_ids is None for row in plan.rows)
@@ -240,6 +264,7 @@ class Traffic:
         assert len(planned) == len(plan.rows)
         assert len({row.slot for row in plan.rows}) == len(plan.rows)
         self.check_window(plan, max_steps)
+        self.check_turn(plan, apart_steps)
         for name in plan.preempted:
             assert name not in planned
             self.lose_pages(active[name])
@@ -274,6 +299,33 @@ class Traffic:
             assert all(row.token_ids is None for row in plan.rows)
             assert max(row.max_samples for row in plan.rows) == plan.num_steps
             assert not any(self.active[row.request_id].request.constraint for row in plan.rows)
+
+    def check_turn(self, plan: Plan, apart_steps: int) -> None:
+        """Whose rows these are, and that those under a constraint wait for no more than `apart_steps`."""
+        constrained = {
+            row.request_id for row in plan.rows if self.active[row.request_id].request.constraint is not None
+        }
+        decodes = all(row.token_ids is None for row in plan.rows)
+        self.sitting_out = None
+        if plan.apart:
+            assert apart_steps
+            assert plan.num_steps == 1
+            assert len(constrained) == len(plan.rows)
+            self.sitting_out = False
+        elif not constrained and decodes and apart_steps:
+            self.sitting_out = True
+        waits = any(
+            t.decoding and t.request.constraint and t.request.request_id not in plan.preempted
+            for t in self.active.values()
+        )
+        self.plain_steps = self.plain_steps + plan.num_steps if self.sitting_out and waits else 0
+        # Turns of before may have had other limits.
+        assert self.plain_steps <= max(apart_steps, self.most_apart)
+        self.most_apart = max(self.most_apart, apart_steps)
+
+    def sits_out(self, tracked: Tracked) -> bool:
+        """Whether it is others' turn."""
+        return self.sitting_out is not None and (tracked.request.constraint is not None) is self.sitting_out
 
     def sources(self, tracked: Tracked, running: list[Tracked]) -> list[Tracked]:
         """Whose pages of the prompt a fork may have, unless some were dropped."""
@@ -316,6 +368,8 @@ class Traffic:
         waiting = [t for t in in_rank if t.slot is None and t.may_run(admit)]
         # Every decode is served; the last may sit out for want of a page.
         for tracked in running:
+            if self.sits_out(tracked):
+                continue
             if tracked.decoding and tracked.request.request_id not in planned and not self.is_done(tracked):
                 assert self.in_flight
                 assert tracked is max(running, key=lambda t: t.rank)
@@ -333,7 +387,8 @@ class Traffic:
             # Whoever overtook may hold the pages that it needs now that nobody computes them for it.
             overtaken = served[0].slot is None and served[0].overtaken
             grew = self.config.scheduling_policy == "priority" and plan.page_writes and served[0].slot is None
-            assert grew or overtaken or served[0].request.request_id in planned
+            first = served[0]
+            assert grew or overtaken or self.sits_out(first) or first.request.request_id in planned
         left = self.budget - plan.num_tokens
         if left and unserved and unserved[0] is waiting[0] and not unserved[0].pending and not plan.preempted:
             needed = -(-len(unserved[0].known) // self.config.page_size)
@@ -451,13 +506,19 @@ class Traffic:
         assert (load.num_running, load.num_waiting) == (len(self.active) - len(waiting), len(waiting))
         assert load.waiting_prompt_tokens == sum(len(t.request.prompt_token_ids) for t in waiting)
 
-    def end(self, ahead: int = 0, max_steps: int = 1, prefill_budget: int | None = None) -> None:
+    def end(
+        self,
+        ahead: int = 0,
+        max_steps: int = 1,
+        prefill_budget: int | None = None,
+        apart_steps: int = 0,
+    ) -> None:
         """Whatever happened: without new arrivals everything ends, soon and right, and all pages return."""
         # In each step somebody computes at least one token, and each token at most twice; a row that is
         # dropped later costs nobody a turn.
         bound = sum(2 * (len(t.known) + t.limit(self.context_limit)) for t in self.active.values()) + 4
         for _ in range(bound):
-            self.run(1, ahead, max_steps, prefill_budget)
+            self.run(1, ahead, max_steps, prefill_budget, apart_steps)
             if not self.active:
                 break
         while self.in_flight:

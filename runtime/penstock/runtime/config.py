@@ -80,7 +80,8 @@ class EngineConfig:
     max_decode_steps: int = 8
     """Most decode steps in one dispatch, where nobody waits; 1: no such windows."""
     decode_window_s: float = 0.02
-    """Seconds that a window of decode steps should take at most."""
+    """Seconds that a window of decode steps should take at most. Where eight steps or more fit, rows under a
+    constraint have steps of their own between windows, one within this time."""
     switch_interval_s: float | None = 0.0005
     """Seconds after which Python's interpreter goes from one thread to another that wants it; CPython's own
     default is 0.005. It is one for the whole process, from `Engine.start` to `Engine.shutdown`, which puts

@@ -416,6 +416,7 @@ class EngineCore:
                         admit=not self._updates,
                         max_steps=self._steps.max_steps(self._scheduler.next_deadline_ns - started_ns),
                         prefill_budget=self._steps.prefill_budget,
+                        apart_steps=self._steps.apart_steps,
                     )
                 if plan is not None:
                     return plan, started_ns, time.monotonic_ns()

@@ -16,6 +16,11 @@ _LEAST_TOKENS = 16
 """Least prompt tokens of a step, and of one worth measuring: fewer are lost in a decode step's noise."""
 _FIRST_TOKENS = 64
 """Prompt tokens of a step beside decodes before anything was measured."""
+_SHORT = 8
+"""Where so many steps fit a window, rows under a constraint have steps of their own."""
+_SLOWER = 10
+"""The others run so many times as long as those, unless that is longer than a window should be, and at least
+for a window of the most steps."""
 _NUM_DECODES = 5
 _NUM_PREFILLS = 3
 
@@ -24,7 +29,9 @@ class Pacer:
     """What steps may cost those who run.
 
     Windows of decode steps save a dispatch per step; while one runs, nobody can enter and no token is seen.
-    So they aim at a duration, not a number, and end before the next time limit.
+    So they aim at a duration, not a number, and end before the next time limit. Rows under a constraint make
+    a token a step. Where many steps fit a window, such steps hold these rows alone and come after so many of
+    the others' that they take a tenth of the time, but no later than a window may end, nor within one.
 
     A step that computes prompt tokens beside decodes makes those wait for all of it. So such steps aim at a
     duration too: the time between two tokens of a row that decodes. How many prompt tokens fit is told from
@@ -46,10 +53,16 @@ class Pacer:
         """What a decode step took, in ns."""
         self._fits: deque[float] = deque(maxlen=_NUM_PREFILLS)
         """How many prompt tokens would have met the aim."""
+        self._constrained: deque[float] = deque(maxlen=_NUM_DECODES)
+        """What a step of rows under a constraint alone took, in ns."""
 
     def decoded(self, num_steps: int, elapsed_ns: int) -> None:
         """That many decode steps, one after the other, took so long on the device."""
         self._decodes.append(max(elapsed_ns, 1) / max(num_steps, 1))
+
+    def constrained(self, elapsed_ns: int) -> None:
+        """A decode step of rows under a constraint alone took so long, on the device or for want of masks."""
+        self._constrained.append(max(elapsed_ns, 1))
 
     def prefilled(self, num_tokens: int, elapsed_ns: int) -> None:
         """A step with so many prompt tokens, with or without decodes, took so long on the device."""
@@ -69,6 +82,18 @@ class Pacer:
             return 1
         to_deadline = ns_to_deadline / self._decode_ns - steps_ahead
         return max(1, int(min(self._max_steps, self._window_ns / self._decode_ns, to_deadline)))
+
+    @property
+    def apart_steps(self) -> int:
+        """How many decode steps of the others come between two of rows under a constraint; 0: all step
+        together.
+        """
+        if self._max_steps == 1 or not self._decodes or self._window_ns < _SHORT * self._decode_ns:
+            return 0
+        wanted = self._window_ns
+        if self._constrained:
+            wanted = min(wanted, _SLOWER * median_low(self._constrained))
+        return max(int(wanted / self._decode_ns), self._max_steps)
 
     @property
     def prefill_budget(self) -> int | None:

@@ -35,7 +35,9 @@ which as a rule arrived, and so ranks, before it.
 
 When all rows decode and nobody could enter, a plan may be a window of several steps: pages for all of them
 are reserved first, and the window is made shorter rather than that somebody is preempted for it. A row under
-a constraint makes one token a step, because the host says which may follow.
+a constraint makes one token a step, because the host says which may follow. Where steps are short, so that
+windows are worth having, such rows have steps of their own between the windows of the others; else all step
+together, because two steps read the weights twice.
 """
 
 from __future__ import annotations
@@ -74,7 +76,12 @@ class Draft:
     now_ns: int
     prefill_budget: int | None = None
     """Most prompt tokens beside decodes; None: as many as the token budget has."""
+    apart_steps: int = 0
+    """So many decode steps of the others come between two of rows under a constraint; 0: all step together.
+    """
     num_steps: int = 1
+    turn: bool | None = None
+    """Whose rows these are: those under a constraint, the others, or all."""
 
     rows: list[PlanRow] = field(default_factory=list)
     sampling: list[Sequence | None] = field(default_factory=list)
@@ -95,6 +102,7 @@ class Planner:
     def __init__(self, config: SchedulerConfig, roster: Roster) -> None:
         self._config = config
         self._roster = roster
+        self._plain_steps = 0  # since rows under a constraint had their turn
 
     def make(self, draft: Draft, max_steps: int) -> None:
         """Fills in the rows, and all else, of a window of up to `max_steps` steps; no rows if nothing can be
@@ -109,33 +117,55 @@ class Planner:
         if max_steps > 1:
             draft.num_steps = self._window(draft, max_steps)
         prefills = self._add_decodes(draft)
-        if prefills or waiting:
+        if draft.turn is None and (prefills or waiting):
             self._add_prefills(draft, prefills)
 
     def _window(self, draft: Draft, most: int) -> int:
-        """How many decode steps the next plan may hold."""
+        """How many decode steps the next plan may hold; sets the draft's `turn`."""
         roster = self._roster
-        page_size = roster.pool.page_size
-        longest = 0
+        plain: list[Sequence] = []
+        constrained: list[Sequence] = []
         for seq in roster.running:
-            if seq.num_computed < seq.prefill_until or seq.is_constrained:
+            if seq.num_computed < seq.prefill_until:
                 return 1
-            longest = max(longest, seq.max_computed - seq.num_computed)
+            if seq.num_computed < seq.max_computed:
+                (constrained if seq.is_constrained else plain).append(seq)
+        if constrained and not (plain and draft.apart_steps):
+            return 1
         while (first := roster.waiting.first(admit=draft.admit)) is not None:
             if self._may_enter(first, draft) is not None:
                 return 1
             if first.awaits is None:
                 break
-        num_steps = min(most, longest)
-        while num_steps > 1:
+        if not constrained:
+            return max(self._steps_with_pages(plain, most), 1)
+        left = draft.apart_steps - self._plain_steps
+        if left < 1:
+            if self._steps_with_pages(constrained, 1):
+                self._plain_steps, draft.turn = 0, True
+            return 1
+        num_steps = self._steps_with_pages(plain, min(most, left))
+        if num_steps < min(left, 2):
+            return 1  # nobody need sit out where no window is to be had
+        self._plain_steps += num_steps
+        draft.turn = False
+        return num_steps
+
+    def _steps_with_pages(self, seqs: list[Sequence], most: int) -> int:
+        """How many steps these may make: at most as many as somebody has tokens to make, and as there are
+        pages for without preempting anybody, which may be none.
+        """
+        pool = self._roster.pool
+        num_steps = min(most, max((seq.max_computed - seq.num_computed for seq in seqs), default=1))
+        while num_steps > 0:
             needed = 0
-            for seq in roster.running:
+            for seq in seqs:
                 end = min(seq.num_computed + num_steps, seq.max_computed)
-                needed += max(-(-end // page_size) - len(seq.pages), 0)
-            if roster.pool.can_allocate(needed):
-                return num_steps
+                needed += max(-(-end // pool.page_size) - len(seq.pages), 0)
+            if pool.can_allocate(needed):
+                break
             num_steps -= 1
-        return 1
+        return num_steps
 
     def _add_decodes(self, draft: Draft) -> list[Sequence]:
         """A row for every decode. Returns the running ones that are partly prefilled; none of them is
@@ -144,10 +174,12 @@ class Planner:
         roster = self._roster
         page_size = roster.pool.page_size
         rows, sampling, preempted = draft.rows, draft.sampling, draft.preempted
-        num_steps = draft.num_steps
+        num_steps, turn = draft.num_steps, draft.turn
         prefills: list[Sequence] = []
         for seq in roster.running[:]:
             if preempted and seq.status is not _RUNNING:
+                continue
+            if turn is not None and seq.is_constrained is not turn:
                 continue
             start = seq.num_computed
             if start < seq.prefill_until:

@@ -113,7 +113,13 @@ class Scheduler:
     # -- a step --
 
     def schedule(
-        self, now_ns: int, *, admit: bool = True, max_steps: int = 1, prefill_budget: int | None = None
+        self,
+        now_ns: int,
+        *,
+        admit: bool = True,
+        max_steps: int = 1,
+        prefill_budget: int | None = None,
+        apart_steps: int = 0,
     ) -> Plan | None:
         """The next step, or a window of up to `max_steps`; None when nothing can be computed now. Commit
         every plan exactly once, in the order they were made.
@@ -121,10 +127,13 @@ class Scheduler:
         A step with decodes has at most `prefill_budget` prompt tokens beside them, though always one where
         somebody has one to compute; None: as many as the token budget has.
 
+        With `apart_steps`, where a window could be made but for rows under a constraint, these have a step of
+        their own after so many steps of the others.
+
         With `admit` false nobody new enters, while those that ran before go on, or come back if they were
         preempted: a weight update waits for them.
         """
-        draft = Draft(bool(self._in_flight), admit, now_ns, prefill_budget)
+        draft = Draft(bool(self._in_flight), admit, now_ns, prefill_budget, apart_steps)
         self._planner.make(draft, max_steps)
         self.num_preemptions += len(draft.preempted)
         if not draft.rows:
@@ -138,6 +147,7 @@ class Scheduler:
             draft.num_steps,
             tuple(draft.copies),
             draft.made,
+            draft.turn is True,
         )
         self._next_step += 1
         self._in_flight[plan.step_id] = (self._generation, draft.sampling, draft.prompts)

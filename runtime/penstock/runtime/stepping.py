@@ -29,6 +29,8 @@ class Dispatched:
     started_ns: int
     scheduled_ns: int
     dispatched_ns: int
+    is_constrained: bool
+    """Whether rows under a constraint make a token."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,15 +73,33 @@ class Steps:
         """Most prompt tokens of the next dispatch beside decodes; None: no limit."""
         return self._pacer.prefill_budget
 
+    @property
+    def apart_steps(self) -> int:
+        """How many decode steps come between two of rows under a constraint; 0: all step together."""
+        return self._pacer.apart_steps
+
     def dispatch(self, plan: Plan, started_ns: int, scheduled_ns: int) -> None:
         pending = self._runner.execute_async(plan)
-        self._in_flight.append(Dispatched(plan, pending, started_ns, scheduled_ns, time.monotonic_ns()))
+        self._in_flight.append(
+            Dispatched(
+                plan,
+                pending,
+                started_ns,
+                scheduled_ns,
+                time.monotonic_ns(),
+                is_constrained=pending.unchosen is not None,
+            )
+        )
 
     def choose(self) -> None:
-        """Have the tokens of the oldest step chosen, if that is yet to do: constraints saw all before."""
-        if self._in_flight and self._in_flight[0].pending.unchosen is not None:
-            step = self._in_flight[0]
-            self._in_flight[0] = dataclasses.replace(step, pending=self._runner.choose(step.pending))
+        """Have the tokens of the oldest step with rows under constraints chosen, if that is yet to do: these
+        saw all tokens before, because steps ahead of it have none of theirs.
+        """
+        for i, step in enumerate(self._in_flight):
+            if step.is_constrained:
+                if step.pending.unchosen is not None:
+                    self._in_flight[i] = dataclasses.replace(step, pending=self._runner.choose(step.pending))
+                return
 
     def wait(self) -> Done:
         """Wait for the oldest, which is then no longer in flight."""
@@ -88,7 +108,9 @@ class Steps:
         waited_ns = time.monotonic_ns()
         # The device began it when it was dispatched, or when the one before was done.
         elapsed_ns = waited_ns - max(step.dispatched_ns, self._waited_ns)
-        if step.plan.decode_only:
+        if step.plan.apart:
+            self._pacer.constrained(elapsed_ns)
+        elif step.plan.decode_only:
             self._pacer.decoded(max(map(len, result.token_ids), default=1), elapsed_ns)
         else:
             self._pacer.prefilled(step.plan.num_prompt_tokens, elapsed_ns)

@@ -258,7 +258,8 @@ def _add_engine(parser: argparse.ArgumentParser) -> None:
         type=float,
         default=_CONFIG.decode_window_s,
         metavar="SECONDS",
-        help="what such a window should take at most; default: %(default)g",
+        help="what such a window should take at most, and how long requests under a grammar wait for a token "
+        "where they take turns with windows; default: %(default)g",
     )
     engine.add_argument(
         "--switch-interval",
