@@ -109,7 +109,8 @@ def no_scratch() -> Iterator[None]:
 @pytest.mark.parametrize("run", [run_linear, run_sample, run_attention])
 def test_a_kernel_without_memory_fails_its_step_and_nothing_else(run: Callable[[int], jax.Array]) -> None:
     """It used to end the process. That it comes from all threads of a loop is tested in test_native_loops."""
-    with pytest.raises(jax.errors.JaxRuntimeError, match=r"RESOURCE_EXHAUSTED.*no memory for a native"):
+    # The kernel says RESOURCE_EXHAUSTED; of a program that it queued, XLA makes INTERNAL of every code.
+    with pytest.raises(jax.errors.JaxRuntimeError, match="no memory for a native kernel"):
         jax.block_until_ready(run(64))
     library.limit_scratch(None)
     assert np.isfinite(np.asarray(run(64), np.float32)).all()
