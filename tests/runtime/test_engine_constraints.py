@@ -13,7 +13,7 @@ import pytest
 
 from penstock.runtime import Engine, SamplingParams, StoppingParams
 from penstock.runtime.constraint import Mask
-from penstock.runtime.errors import InvalidRequest, NonFiniteLogits, Violation
+from penstock.runtime.errors import GenerationError, InvalidRequest, NonFiniteLogits, Violation
 from penstock.runtime.request import Finish, FinishReason, Request
 from tests.support.batch import Answer, answers
 from tests.support.mix import Mixer, Turns
@@ -98,7 +98,7 @@ class Failing(Turns):
 
     fails_at: int = 4
     where: str = "fill"
-    error: Exception = field(
+    error: BaseException = field(
         default_factory=lambda: InvalidRequest([Violation("constraint.regex", "cannot go on")])
     )
 
@@ -145,6 +145,22 @@ def test_a_constraint_that_fails_ends_its_own_request_only(engine: Engine, where
     assert results.pop(1).tokens == expect(fine, Turns())
     for request, result in zip(others, results, strict=True):
         assert result.tokens == expect(request)
+
+
+class PanicException(BaseException):
+    """As pyo3's: a panic in Rust, which `except Exception` lets pass."""
+
+
+@pytest.mark.parametrize("where", ["fill", "accept"])
+def test_a_panic_in_a_constraint_ends_its_own_request_only(engine: Engine, where: str) -> None:
+    panic = PanicException("lost")
+    failing = dataclasses.replace(greedy("fails", 600), constraint=Failing(where=where, error=panic))
+    other = free("free", 610)
+    ended, result = answers(engine, [failing, other], together=True)
+    assert isinstance(ended.error, GenerationError)
+    assert ended.error.__cause__ is panic
+    assert "PanicException: lost" in str(ended.error)
+    assert result.tokens == expect(other)
 
 
 def poisoned(token: int, value: float) -> Tables:

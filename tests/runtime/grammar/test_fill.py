@@ -173,8 +173,8 @@ def test_a_hostile_grammar_costs_everybody_no_more_than_its_budgets(costs, wrapp
         steps += 1
         for row in rows.values():
             row.accept([5])
-    hostile_s = clock.now - steps * num_usual * usual
-    assert hostile_s <= len(costs) * (2 * BUDGET_S + steps * BUDGET_PER_TOKEN_S) + 2 * sum(costs)
+        hostile_s = clock.now - steps * num_usual * usual
+        assert hostile_s <= len(costs) * (2 * BUDGET_S + steps * BUDGET_PER_TOKEN_S) + 2 * sum(costs)
     late = {row: constraint(usual) for row in range(len(costs) + num_usual, len(masks) + num_usual)}
     calls.clear()
     masks = np.zeros((len(masks) + num_usual, 2), np.int32)
