@@ -67,7 +67,15 @@ class Traffic:
         self.config = config
         self.scheduler = Scheduler(config)
         self.runner = FakeRunner(config)
-        self.capacity = config.page_size * config.num_pages
+        window, size = config.sliding_window, config.page_size
+        self.capacity = size * config.num_pages
+        self.most_pages = config.num_pages
+        """That a prefill holds at a time."""
+        if window is not None:
+            chunk = config.max_prefill_chunk or config.max_num_batched_tokens
+            self.most_pages = min(self.most_pages, -(-(window + chunk) // size) + 1)
+            if config.num_pages >= -(-window // size) + 2:
+                self.capacity = max(self.capacity, config.max_model_len)
         self.context_limit = min(config.max_model_len, self.capacity + 1)
         self.now_ns = SECOND
         self.active: dict[str, Tracked] = {}
@@ -391,7 +399,7 @@ class Traffic:
             assert grew or overtaken or self.sits_out(first) or first.request.request_id in planned
         left = self.budget - plan.num_tokens
         if left and unserved and unserved[0] is waiting[0] and not unserved[0].pending and not plan.preempted:
-            needed = -(-len(unserved[0].known) // self.config.page_size)
+            needed = min(-(-len(unserved[0].known) // self.config.page_size), self.most_pages)
             if self.config.sliding_window is None and self.sources(unserved[0], running):
                 needed = 1
             no_slot = len(running) == self.config.max_num_seqs
@@ -405,7 +413,15 @@ class Traffic:
             first, row = min(chunks, key=lambda chunk: chunk[0].rank)
             left = self.budget - (len(plan.rows) - len(chunks))
             most = self.config.max_prefill_chunk or left
-            assert row.num_tokens >= min(len(first.known) - first.computed, most, left - left // 4)
+            wanted = min(len(first.known) - first.computed, most, left - left // 4)
+            assert row.num_tokens >= wanted or self.lacks_pages(row)
+
+    def lacks_pages(self, row: PlanRow) -> bool:
+        """With a sliding window it may have got no page for more, because others hold what it gave back."""
+        seq = self.scheduler._roster.find(row.request_id)
+        assert seq is not None
+        covered = len(seq.pages) * self.config.page_size
+        return self.config.sliding_window is not None and row.start + row.num_tokens == covered
 
     def headroom(self, running: list[Tracked]) -> int:
         """Pages that are left to those who run: for 48 more tokens each, at most an eighth of all."""
@@ -414,7 +430,7 @@ class Traffic:
             seq = self.scheduler._roster.find(tracked.request.request_id)
             assert seq is not None
             most = tracked.limit(self.context_limit) - 1
-            positions = seq.num_computed if seq.num_computed >= seq.prefill_until else seq.prefill_until
+            positions = min(max(seq.num_computed, seq.prefill_until), len(seq.pages) * self.config.page_size)
             wanted += max(-(-min(positions + 48, most) // self.config.page_size) - len(seq.pages), 0)
         return min(wanted, self.config.num_pages // 8)
 
@@ -452,7 +468,11 @@ class Traffic:
             most = self.config.max_prefill_chunk or self.config.max_num_batched_tokens
             assert 0 < row.num_tokens <= most
             whole = end == len(tracked.known)
-            assert whole or left == 0 or row.num_tokens == most, "a chunk cut for nothing"
+            complete = whole or left == 0 or row.num_tokens == most
+            assert complete or self.lacks_pages(row), "a chunk cut for nothing"
+            seq = self.scheduler._roster.find(row.request_id)
+            assert seq is not None
+            assert len(seq.held_pages) <= self.most_pages
             assert row.samples == whole
             assert not tracked.pending
         self.check_writes(row)

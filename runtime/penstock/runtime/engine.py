@@ -147,7 +147,11 @@ class Engine:
             probe = ModelRunner(model.graphdef, model.weights, model.kv_spec, runner_config, mesh)
             device_bytes = device_kv_bytes(device, config.hbm_utilization, probe.peak_temp_bytes())
         kv = plan_kv(
-            config, model_max_len=model.max_model_len, page_bytes=page_bytes, device_bytes=device_bytes
+            config,
+            model_max_len=model.max_model_len,
+            page_bytes=page_bytes,
+            device_bytes=device_bytes,
+            sliding_window=model.sliding_window,
         )
         runner_config = dataclasses.replace(runner_config, max_model_len=kv.max_model_len)
         self._runner = ModelRunner(model.graphdef, model.weights, model.kv_spec, runner_config, mesh)

@@ -11,6 +11,7 @@ import jax
 
 from penstock.runtime.config import EngineConfig
 from penstock.runtime.errors import ConfigError
+from penstock.runtime.scheduler_config import capacity_tokens
 
 log = logging.getLogger(__name__)
 
@@ -48,14 +49,22 @@ def device_kv_bytes(device: jax.Device, utilization: float, peak_temp_bytes: int
     return left
 
 
-def plan_kv(config: EngineConfig, *, model_max_len: int, page_bytes: int, device_bytes: int | None) -> KVPlan:
+def plan_kv(
+    config: EngineConfig,
+    *,
+    model_max_len: int,
+    page_bytes: int,
+    device_bytes: int | None,
+    sliding_window: int | None = None,
+) -> KVPlan:
     """Resolve pages and context length.
 
     The budget is kv_cache_bytes, else `device_bytes`, and all of it is taken: pages beyond what the rows can
     fill keep prefixes. Else it is a logged default, of which only as much is taken as all rows could fill,
     because nobody asked for more. An explicit max_model_len that the budget cannot hold is a ConfigError; a
     derived one is lowered to what fits, with a log line. The last token of a request needs no KV, so
-    `num_pages * page_size` positions hold one token more.
+    `num_pages * page_size` positions hold one token more. If all layers have a sliding window, what is out of
+    it is given back, so pages for the window hold any context.
     """
     page_size = config.page_size
     asked_for = config.kv_cache_bytes or device_bytes
@@ -73,7 +82,7 @@ def plan_kv(config: EngineConfig, *, model_max_len: int, page_bytes: int, device
         num_pages = min(num_pages, pages_per_row * config.max_num_seqs)
     if num_pages < 1:
         raise ConfigError(f"kv_cache_bytes: {budget} is less than one page of {page_bytes} bytes")
-    fits_len = num_pages * page_size + 1
+    fits_len = capacity_tokens(num_pages, page_size, sliding_window, wanted_len) + 1
     if fits_len < 2 or (config.max_model_len is not None and wanted_len > fits_len):
         needed = pages_per_row * page_bytes
         raise ConfigError(

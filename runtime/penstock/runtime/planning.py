@@ -33,6 +33,10 @@ finitely many rank before the one who promised, and if that one is preempted or 
 the first in rank computes the page itself. So it is with a fork and the output that computes its prompt,
 which as a rule arrived, and so ranks, before it.
 
+With a sliding window a prefill enters with as many pages as it can make use of at a time, and exchanges those
+that it reads no more for the next ones, before the decodes of lower rank get theirs. Where others hold some
+of them too it gets fewer, and computes less; if none is left at all it takes one as a decode does.
+
 When all rows decode and nobody could enter, a plan may be a window of several steps: pages for all of them
 are reserved first, and the window is made shorter rather than that somebody is preempted for it. A row under
 a constraint makes one token a step, because the host says which may follow. Where steps are short, so that
@@ -183,7 +187,8 @@ class Planner:
                 continue
             start = seq.num_computed
             if start < seq.prefill_until:
-                prefills.append(seq)
+                if len(seq.pages) * page_size >= seq.prefill_until or self._exchange(seq, draft):
+                    prefills.append(seq)
                 continue
             count = seq.max_computed - start
             if count < 1:
@@ -200,7 +205,7 @@ class Planner:
         return prefills
 
     def _grow(self, seq: Sequence, end: int, draft: Draft) -> bool:
-        """The pages for a decode's positions below `end`, preempting the last of the running until they are
+        """The pages for a row's positions below `end`, preempting the last of the running until they are
         free; false if they are not to be had.
 
         A victim has no row in this plan: it ranks behind `seq`, and rows are made in that order. While a step
@@ -218,6 +223,22 @@ class Planner:
         draft.writes.append(PageWrite(seq.slot, len(seq.pages), tuple(pages)))
         seq.pages += pages
         return True
+
+    def _exchange(self, seq: Sequence, draft: Draft) -> bool:
+        """Pages for the next chunk of a prefill with a sliding window, instead of those it reads no more;
+        false if it gets none at all. There are too few only where some of the old ones have other holders:
+        then it has a shorter chunk, and preempts for its first token.
+        """
+        roster, config = self._roster, self._config
+        page_size = roster.pool.page_size
+        start, num_pages = seq.num_computed, len(seq.pages)
+        num_unread = roster.num_unread(start)
+        if num_unread > seq.num_dropped:
+            roster.drop_pages(seq, num_unread)
+        chunk = config.max_prefill_chunk or config.max_num_batched_tokens
+        end = min(start + chunk, seq.prefill_until, (num_pages + roster.pool.num_available) * page_size)
+        end = max(end, start + 1)
+        return end <= num_pages * page_size or self._grow(seq, end, draft)
 
     def _add_prefills(self, draft: Draft, prefills: list[Sequence]) -> None:
         """Chunks of those underway and of those who enter, in order of rank."""
@@ -284,7 +305,7 @@ class Planner:
         if seq.pending or not roster.has_free_slot or seq.request_id in draft.preempted:
             return None
         prefix = self._prefix(seq, draft)
-        return prefix if prefix is not None and roster.can_enter(seq, prefix.pages) else None
+        return prefix if prefix is not None and roster.can_enter(seq, prefix) else None
 
     def _prefix(self, seq: Sequence, draft: Draft) -> Prefix | None:
         """What the first in line need not compute; None if it is yet to be computed by others: it steps
@@ -322,7 +343,8 @@ class Planner:
     def _advance(self, seq: Sequence, most: int) -> int:
         """Adds up to `most` tokens to the next chunk of a prefill. Returns how many."""
         start = seq.num_computed
-        seq.num_computed = end = min(start + most, seq.prefill_until)
+        covered = len(seq.pages) * self._roster.pool.page_size  # with a sliding window maybe not all
+        seq.num_computed = end = min(start + most, seq.prefill_until, covered)
         if end >= seq.publish_at:
             self._roster.cache.publish(seq, end)
         if end >= seq.num_prompt - 1:
@@ -353,16 +375,16 @@ class Planner:
             prefix = self._prefix(first, draft)
             if prefix is not None:
                 break
-        if roster.can_enter(first, prefix.pages):
+        if roster.can_enter(first, prefix):
             return
         victims = [seq for seq in running if seq.rank[0] > first.rank[0]]
-        shared = prefix.pages
+        shared = roster.shared_by(prefix)
         roster.pool.retain(shared)  # what it shares with a victim must not count as gained
         gained = roster.pool.num_released_with(seq.held_pages for seq in victims)
-        needed = roster.pool.pages_for(len(first.token_ids)) - len(shared)
+        needed = roster.num_new(first, prefix)
         needed += roster.headroom(running[: len(running) - len(victims)])
         if needed <= roster.pool.num_available + gained:
-            while not roster.can_enter(first, shared):
+            while not roster.can_enter(first, prefix):
                 self._preempt_last(draft)
         roster.pool.release(shared)
 
@@ -373,11 +395,14 @@ class Planner:
 
     def _drop_pages(self, window: int) -> None:
         """Gives back pages before the window of every position still to be computed. A step dispatched before
-        may use them, but it runs first. What is not known yet is kept, lest the prefix cache miss a page.
+        may use them, but it runs first. What is not known yet is kept, lest the prefix cache miss a page; and
+        a prefill keeps what it can exchange.
         """
         page_size = self._roster.pool.page_size
         for seq in self._roster.running:
             start = seq.num_computed
+            if len(seq.pages) * page_size < seq.prefill_until:
+                continue
             num_pages = max(min(start - window + 1, start - seq.pending), 0) // page_size
             if num_pages > seq.num_dropped:
                 self._roster.drop_pages(seq, num_pages)

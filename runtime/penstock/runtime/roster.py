@@ -58,13 +58,25 @@ class Roster:
     """`running`, in order of rank, and `waiting`. Changed by the moves only."""
 
     def __init__(
-        self, max_num_seqs: int, num_pages: int, page_size: int, prefix_cache_pages: int | None = None
+        self,
+        max_num_seqs: int,
+        num_pages: int,
+        page_size: int,
+        prefix_cache_pages: int | None = None,
+        *,
+        sliding_window: int | None = None,
+        max_prefill_pages: int | None = None,
     ) -> None:
+        """`max_prefill_pages`: most pages that a row holds while it prefills; None: those of all its
+        tokens.
+        """
         self.pool = PagePool(num_pages, page_size, prefix_cache_pages)
         self.waiting = Waiting()
         self.cache = PrefixCache(self.pool, self.waiting, enabled=prefix_cache_pages != 0)
         self.running: list[Sequence] = []
         self._max_num_seqs = max_num_seqs
+        self._sliding_window = sliding_window
+        self._max_prefill_pages = max_prefill_pages or num_pages
         self._free_slots = list(range(max_num_seqs))  # a heap: the lowest slot is taken first
         self._active: dict[str, Sequence] = {}
         self._outputs: dict[str, list[Sequence]] = {}  # active ones by request, in order of arrival
@@ -112,13 +124,29 @@ class Roster:
         num_pages, rest = divmod(num_computed, self.pool.page_size)
         return Prefix(source.pages[:num_pages], num_computed, source.pages[num_pages] if rest else None)
 
-    def can_enter(self, seq: Sequence, shared: list[int]) -> bool:
-        """A slot is free, and so are the pages for all tokens known now (generated ones too, if resumed),
-        beside the `shared` ones and the `headroom` of those who run.
+    def num_unread(self, start: int) -> int:
+        """Leading pages that no position from `start` on looks back to."""
+        window = self._sliding_window
+        return 0 if window is None else max(start - window + 1, 0) // self.pool.page_size
+
+    def shared_by(self, prefix: Prefix) -> list[int]:
+        """The pages that one who enters with this prefix holds of it."""
+        return prefix.pages[self.num_unread(prefix.num_computed) :]
+
+    def num_new(self, seq: Sequence, prefix: Prefix) -> int:
+        """The pages of its own that a sequence enters with: those for all tokens known now (generated ones
+        too, if resumed). With a sliding window as many as it can make use of at a time: it exchanges them.
+        """
+        whole = self.pool.pages_for(len(seq.token_ids)) - len(prefix.pages)
+        return min(whole, self._max_prefill_pages - len(self.shared_by(prefix)))
+
+    def can_enter(self, seq: Sequence, prefix: Prefix) -> bool:
+        """A slot is free, and so are its own pages, beside the shared ones and the `headroom` of those who
+        run.
         """
         if not self._free_slots:
             return False
-        num_new = self.pool.pages_for(len(seq.token_ids)) - len(shared)
+        num_new, shared = self.num_new(seq, prefix), self.shared_by(prefix)
         return self.pool.can_allocate(num_new, beside=shared) and self.pool.can_allocate(
             num_new + self.headroom(self.running), beside=shared
         )
@@ -131,7 +159,8 @@ class Roster:
         page_size, most = self.pool.page_size, self.pool.num_pages // HEADROOM_SHARE
         num_pages = 0
         for seq in running:
-            start = seq.prefill_until if seq.num_computed < seq.prefill_until else seq.num_computed
+            # A prefill holds its pages, or exchanges them.
+            start = min(max(seq.num_computed, seq.prefill_until), len(seq.pages) * page_size)
             end = min(start + HEADROOM_TOKENS, seq.max_computed)
             num_pages += max(-(-end // page_size) - len(seq.pages), 0)
             if num_pages >= most:
@@ -142,13 +171,17 @@ class Roster:
         """One of the queue starts to run behind its prefix: lowest free slot, all pages of its known tokens.
         Returns the slot.
 
-        A prefill therefore never allocates on its way, and never deadlocks with another one halfway.
+        A prefill therefore never takes a page from the pool on its way, and never deadlocks with another one
+        halfway. With a sliding window it exchanges those that it will not read again for new ones; if one of
+        them is held by others too, it preempts as a decode does (`Planner`).
         """
         shared = prefix.pages
         slot = heapq.heappop(self._free_slots)
         num_tokens = len(seq.token_ids)
-        self.pool.retain(shared)  # first, lest they be evicted for the others
-        seq.pages = shared + self.pool.allocate(self.pool.pages_for(num_tokens) - len(shared))
+        num_new = self.num_new(seq, prefix)
+        self.pool.retain(self.shared_by(prefix))  # first, lest they be evicted for the others
+        seq.pages = shared + self.pool.allocate(num_new)
+        seq.num_dropped = self.num_unread(prefix.num_computed)
         seq.num_computed = prefix.num_computed
         seq.slot, seq.prefill_until = slot, num_tokens
         self.cache.begin(seq, len(shared))

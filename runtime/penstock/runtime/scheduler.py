@@ -48,7 +48,12 @@ class Scheduler:
         """Since the start, for metrics."""
         self._generation = 0
         self._roster = Roster(
-            config.max_num_seqs, config.num_pages, config.page_size, config.prefix_cache_pages
+            config.max_num_seqs,
+            config.num_pages,
+            config.page_size,
+            config.prefix_cache_pages,
+            sliding_window=config.sliding_window,
+            max_prefill_pages=config.max_prefill_pages,
         )
         self._planner = Planner(config, self._roster)
         self._finished: dict[str, None] = {}  # oldest first
@@ -84,7 +89,7 @@ class Scheduler:
         num_prompt = len(request.prompt_token_ids)
         if num_prompt > config.max_model_len - 1:
             raise PromptTooLong(num_prompt, config.max_model_len - 1)
-        capacity = config.num_pages * config.page_size
+        capacity = config.capacity_tokens
         max_tokens = request.stopping.max_tokens
         most_tokens = min(config.max_model_len, num_prompt + (1 if max_tokens is None else max_tokens))
         if most_tokens - 1 > capacity:

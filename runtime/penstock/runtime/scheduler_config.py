@@ -67,5 +67,30 @@ class SchedulerConfig:
             raise ConfigError("; ".join(bad))
 
     @property
+    def max_prefill_pages(self) -> int:
+        """Most pages that a row holds while it prefills. With a sliding window: those of a chunk and of what
+        it looks back to, wherever in a page they begin.
+        """
+        if self.sliding_window is None:
+            return self.num_pages
+        chunk = self.max_prefill_chunk or self.max_num_batched_tokens
+        return min(self.num_pages, -(-(self.sliding_window + chunk) // self.page_size) + 1)
+
+    @property
+    def capacity_tokens(self) -> int:
+        """Most positions that one request alone can have computed."""
+        return capacity_tokens(self.num_pages, self.page_size, self.sliding_window, self.max_model_len)
+
+    @property
     def by_priority(self) -> bool:
         return self.scheduling_policy == "priority"
+
+
+def capacity_tokens(num_pages: int, page_size: int, sliding_window: int | None, max_model_len: int) -> int:
+    """Most positions of one request that so many pages are enough for: theirs; or, where the window and one
+    more page fit, wherever in a page they begin, any number, for what is out of the window is given back.
+    """
+    capacity = num_pages * page_size
+    if sliding_window is not None and num_pages >= -(-sliding_window // page_size) + 2:
+        return max(capacity, max_model_len)
+    return capacity
