@@ -69,6 +69,19 @@ def test_one_weight_of_several_with_its_small_parameters_in_pools(int8: bool, ga
     same_bits(together, apart)
 
 
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_an_int8_output_of_a_weight_that_is_not_finite_is_nan(bad: float) -> None:
+    """It would be quantized to some number, and nobody would hear of it."""
+    rng = np.random.default_rng(5)
+    weight = draw(rng, 48, INNER)
+    weight[17, 100] = bad
+    ones = draw(rng, 4, INNER)
+    out = linear(jnp.asarray(ones), (packed(weight, draw(rng, 48), True),), num_rows=jnp.int32(4))
+    is_nan = np.isnan(np.asarray(out).astype(np.float32))
+    assert is_nan[:, 17].all()
+    assert not np.delete(is_nan, 17, axis=1).any()
+
+
 def test_norms_of_heads_in_a_pool() -> None:
     rng = np.random.default_rng(4)
     heads, kv_heads, dim = 4, 2, 64
