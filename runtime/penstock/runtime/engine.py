@@ -379,8 +379,8 @@ class Engine:
         """Stage named tensors now, while serving, and swap them in between two steps.
 
         Until then the new weights lie beside those that serve, made leaf by leaf, which takes as much memory
-        again as what is new. `tensors` may be lazy: each is asked for twice, to be checked and to be taken, and
-        not held on to.
+        again as what is new. `tensors` may be lazy: each is asked for twice, to be checked and to be taken,
+        and not held on to.
         Raises CheckpointError naming every missing, extra or wrongly shaped tensor; then nothing has changed.
         """
         self._core.check_running()
