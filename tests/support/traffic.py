@@ -323,8 +323,9 @@ class Traffic:
         elif not constrained and decodes and apart_steps:
             self.sitting_out = True
         waits = any(
-            t.decoding and t.request.constraint and t.request.request_id not in plan.preempted
+            t.decoding and t.request.constraint and not self.is_done(t)
             for t in self.active.values()
+            if t.request.request_id not in plan.preempted
         )
         self.plain_steps = self.plain_steps + plan.num_steps if self.sitting_out and waits else 0
         # Turns of before may have had other limits.
