@@ -136,6 +136,9 @@ def test_rows_under_a_constraint_take_turns_with_the_windows_of_the_others(overl
         assert len(turns) > 5
         between = runner.plans[turns[0] : turns[5]]
         assert sum(plan.num_steps > 1 for plan in between) >= 5
+        # No step ahead has tokens of these rows, so nothing is waited for before theirs are chosen.
+        for step in [runner.plans[i].step_id for i in turns[1:]]:
+            assert runner.log[runner.log.index(("dispatch", step)) + 1] == ("choose", step)
         assert engine.load().pages_used == 0
 
 

@@ -110,6 +110,18 @@ def test_prompts_may_have_a_smaller_budget_beside_decodes():
     assert shape(dispatch(scheduler, prefill_budget=100))[1:] == [("b", 21, 15)]
 
 
+def test_many_prompts_at_once_have_a_larger_budget_beside_decodes():
+    scheduler = make(max_num_batched_tokens=40, max_model_len=64, max_num_seqs=10, num_pages=200)
+    add(scheduler, "a", 2)
+    dispatch(scheduler)
+    for i in range(12):  # 9 of which have slots
+        add(scheduler, f"b{i}", 30)
+    assert shape(dispatch(scheduler, prefill_budget=4)) == [("a", 2, 1), ("b0", 0, 12)]
+    for i in range(8):
+        scheduler.abort(f"b{i + 1}", "", 1)  # "b9" to "b11" are left beside "b0"
+    assert shape(dispatch(scheduler, prefill_budget=4)) == [("a", 3, 1), ("b0", 12, 8)]
+
+
 def test_where_steps_are_padded_a_smaller_budget_pads_nothing():
     scheduler = make(max_num_batched_tokens=16, max_model_len=64, num_pages=20, step_sizes=(4, 8, 16))
     add(scheduler, "a", 2)

@@ -265,9 +265,6 @@ class Traffic:
         active = self.active
         self.budget = self.config.max_num_batched_tokens
         num_decodes = sum(row.token_ids is None for row in plan.rows)
-        if num_decodes and prefill_budget is not None:
-            self.budget = min(self.budget, num_decodes + prefill_budget)
-        assert 0 < plan.num_tokens <= self.budget
         planned = {row.request_id for row in plan.rows}
         assert len(planned) == len(plan.rows)
         assert len({row.slot for row in plan.rows}) == len(plan.rows)
@@ -277,6 +274,12 @@ class Traffic:
             assert name not in planned
             self.lose_pages(active[name])
         running = [t for t in active.values() if t.slot is not None]
+        if num_decodes and prefill_budget is not None:
+            waiting, free = len(active) - len(running), self.config.max_num_seqs - len(running)
+            num_prompts = sum(not t.decoding for t in running) + min(waiting, free)
+            prompts_budget = int(prefill_budget * max(num_prompts, 1) ** 0.5)
+            self.budget = min(self.budget, num_decodes + prompts_budget)
+        assert 0 < plan.num_tokens <= self.budget
         rows = {row.request_id: row for row in plan.rows}
         copies = list(plan.page_copies)
         for slot, request in plan.new_requests:

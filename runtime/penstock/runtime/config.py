@@ -56,9 +56,10 @@ class EngineConfig:
     leave."""
     target_itl_s: float | None = None
     """Seconds that a step with decodes and prompt tokens should take at most, by the steps measured so far:
-    so far apart may the tokens of running requests be while prompts come in. Where decodes alone take more
-    than two thirds of that, prompts get a third of a longer step. 0: no target. None: DEFAULT_TARGET_ITL_S
-    where native kernels run on CPU, else 0: XLA's roundings may depend on a step's size, and that on time.
+    so far apart may the tokens of running requests be while a prompt comes in (root n times as far for n at
+    once). Where decodes alone take more than two thirds of that, prompts get a third of a longer step. 0: no
+    target. None: DEFAULT_TARGET_ITL_S where native kernels run on CPU, else 0: XLA's roundings may depend on
+    a step's size, and that on time.
     """
     scheduling_policy: str = "fcfs"
     """Who goes first: "fcfs", in order of arrival; "priority", by the requests' priority, which may

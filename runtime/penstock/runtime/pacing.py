@@ -51,6 +51,8 @@ class Pacer:
         self._target_ns = target_itl_s * 1e9
         self._decodes: deque[float] = deque(maxlen=_NUM_DECODES)
         """What a decode step took, in ns."""
+        self._decode_ns = 0.0
+        """The median of them; 0 if there is none yet."""
         self._fits: deque[float] = deque(maxlen=_NUM_PREFILLS)
         """How many prompt tokens would have met the aim."""
         self._constrained: deque[float] = deque(maxlen=_NUM_DECODES)
@@ -59,6 +61,7 @@ class Pacer:
     def decoded(self, num_steps: int, elapsed_ns: int) -> None:
         """That many decode steps, one after the other, took so long on the device."""
         self._decodes.append(max(elapsed_ns, 1) / max(num_steps, 1))
+        self._decode_ns = median_low(self._decodes)
 
     def constrained(self, elapsed_ns: int) -> None:
         """A decode step of rows under a constraint alone took so long, on the device or for want of masks."""
@@ -103,11 +106,6 @@ class Pacer:
     @property
     def _tokens(self) -> float:
         return median_low(self._fits) if self._fits else _FIRST_TOKENS
-
-    @property
-    def _decode_ns(self) -> float:
-        """0 if none was measured yet."""
-        return median_low(self._decodes) if self._decodes else 0.0
 
     @property
     def _aim_ns(self) -> float:

@@ -243,7 +243,7 @@ class Planner:
     def _add_prefills(self, draft: Draft, prefills: list[Sequence]) -> None:
         """Chunks of those underway and of those who enter, in order of rank."""
         waiting = self._roster.waiting
-        whole = budget = self._prefill_budget(draft)
+        whole = budget = self._prefill_budget(draft, len(prefills))
         most = self._config.max_prefill_chunk or budget
         parts: list[tuple[Sequence, int]] = []
         """Who gets a chunk, and where it begins."""
@@ -282,15 +282,21 @@ class Planner:
             draft.rows.append(row)
             draft.sampling.append(seq if row.samples else None)
 
-    def _prefill_budget(self, draft: Draft) -> int:
+    def _prefill_budget(self, draft: Draft, num_prefills: int) -> int:
         """Prompt tokens of this step: what the decodes leave, and at most `draft.prefill_budget` if there are
-        any. Where steps are padded, as many as pad nothing.
+        any. That is for one prompt; many at once have its times the root of their number, because as a crowd
+        they lose more by waiting, and the machine by running half empty, than those who decode. Where steps
+        are padded, as many as pad nothing.
         """
         num_decodes = len(draft.rows)
         budget = self._config.max_num_batched_tokens - num_decodes
-        if not num_decodes or draft.prefill_budget is None or draft.prefill_budget >= budget:
+        if not num_decodes or draft.prefill_budget is None:
             return budget
-        wanted = num_decodes + max(draft.prefill_budget, 1)
+        num_prompts = num_prefills + min(len(self._roster.waiting), self._roster.num_free_slots)
+        wanted = int(max(draft.prefill_budget, 1) * max(num_prompts, 1) ** 0.5)
+        if wanted >= budget:
+            return budget
+        wanted += num_decodes
         sizes = [size for size in self._config.step_sizes if size > num_decodes]
         if sizes:
             wanted = max((size for size in sizes if size <= wanted), default=sizes[0])

@@ -94,6 +94,10 @@ class Roster:
         return list(self._active.values())
 
     @property
+    def num_free_slots(self) -> int:
+        return len(self._free_slots)
+
+    @property
     def has_free_slot(self) -> bool:
         return bool(self._free_slots)
 

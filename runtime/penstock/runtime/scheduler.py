@@ -129,8 +129,9 @@ class Scheduler:
         """The next step, or a window of up to `max_steps`; None when nothing can be computed now. Commit
         every plan exactly once, in the order they were made.
 
-        A step with decodes has at most `prefill_budget` prompt tokens beside them, though always one where
-        somebody has one to compute; None: as many as the token budget has.
+        A step with decodes has at most `prefill_budget` prompt tokens beside them, times the root of the
+        number of prompts that could come in, though always one where somebody has one to compute; None: as
+        many as the token budget has.
 
         With `apart_steps`, where a window could be made but for rows under a constraint, these have a step of
         their own after so many steps of the others.
