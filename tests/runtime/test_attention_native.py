@@ -26,7 +26,7 @@ from penstock.runtime.attention import (
 from penstock.runtime.native import attention as kernels
 from penstock.runtime.native import library
 from tests.support.attention import Batch, Case, Options, Shape, check, draw, runner
-from tests.support.kernels import KERNELS, running
+from tests.support.kernels import EMULATED, KERNELS, running, threads_with_tiles
 
 pytestmark = pytest.mark.skipif(not library.available(), reason="no native library on this machine")
 
@@ -117,6 +117,7 @@ def test_shared_prefixes(kernel: str, dtype: str, shared: int) -> None:
     [
         ("bfloat16", 64, PLAIN),
         ("bfloat16", 80, Options(window=300, softcap=20.0, sinks=True)),
+        ("bfloat16", 16, PLAIN),  # less than a tile
         ("float32", 64, PLAIN),
     ],
 )
@@ -150,6 +151,7 @@ def test_bits_depend_on_the_row_alone(kernel: str, dtype: str, dim: int, options
             out, _ = attend(single)
             np.testing.assert_array_equal(out[:count].view(np.uint8), together[tokens].view(np.uint8))
         at += new
+    assert kernel != EMULATED or threads_with_tiles() == 0
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ import pytest
 from penstock.runtime.models.linear import matmul_int8
 from penstock.runtime.native import library
 from penstock.runtime.native.linear import Packed, linear, pack, packed_shape, quantize, unpack
-from tests.support.kernels import KERNELS, running
+from tests.support.kernels import EMULATED, KERNELS, running, threads_with_tiles
 
 BF16 = ml_dtypes.bfloat16
 
@@ -206,6 +206,18 @@ def test_a_row_with_nan_or_infinity_is_not_finite_and_the_others_keep_their_bits
         values = jnp.asarray(unpack(np.asarray(weight.tiles)))
         expected = np.asarray(matmul_int8(jnp.asarray(x), values, jnp.ones((32,), jnp.float32)))
         np.testing.assert_array_equal(np.isnan(run(x, 40)[0]), np.isnan(expected))
+
+
+@pytest.mark.parametrize("int8", [False, True], ids=["bf16", "int8"])
+@pytest.mark.parametrize("rows", [1, 40])
+def test_amx_tiles_are_released(kernel: str, int8: bool, rows: int) -> None:
+    """Else the system saves 8 KiB of them whenever it switches threads."""
+    if kernel != EMULATED:
+        pytest.skip("not counted there")
+    rng = np.random.default_rng(11)
+    x = jnp.asarray(draw(rng, rows, 64))
+    np.asarray(linear(x, (packed(draw(rng, 32, 64), int8),), num_rows=jnp.int32(rows)))
+    assert threads_with_tiles() == 0
 
 
 @pytest.mark.parametrize("dtype", [BF16, np.int8])

@@ -65,11 +65,18 @@ def running(name: str) -> Iterator[None]:
 
 
 @functools.cache
-def _register() -> None:
+def _register() -> ctypes.CDLL:
     emulated = ctypes.CDLL(str(build.build(recipe=_RECIPE)))
     for target in _TARGETS:
         handler = jax.ffi.pycapsule(getattr(emulated, target))
         jax.ffi.register_ffi_target(f"{target}_emulated", handler, platform="cpu")
+    return emulated
+
+
+def threads_with_tiles() -> int:
+    """How many threads have emulated tiles that they have not released."""
+    count: int = _register().penstock_threads_with_tiles()
+    return count
 
 
 @contextmanager

@@ -1,12 +1,15 @@
 // In src/cpu.cc's place: a processor with AMX, and no kernels for any other instruction set.
 #include "cpu.h"
 
+#include <atomic>
 #include <cstdlib>
 
 #include "attention.h"
 #include "linear.h"
 
 namespace penstock {
+
+std::atomic<int> threads_with_tiles{0};
 
 Isa CurrentIsa() { return Isa::kAmx; }
 bool UsePairs() { abort(); }
@@ -19,3 +22,7 @@ const AttentionKernel& AttentionAvx512() { abort(); }
 const AttentionKernel& AttentionAvx512Bf16() { abort(); }
 
 }  // namespace penstock
+
+extern "C" __attribute__((visibility("default"))) int penstock_threads_with_tiles() {
+  return penstock::threads_with_tiles;
+}

@@ -4,11 +4,15 @@
 
 #include <immintrin.h>
 
+#include <atomic>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
 
 namespace penstock {
+
+extern std::atomic<int> threads_with_tiles;  // configured and not yet released
+
 namespace {
 
 struct Emulated {
@@ -25,10 +29,16 @@ inline void Demand(bool held, const char* what) {
   abort();
 }
 
+inline void TileRelease() {
+  if (emulated.configured) --threads_with_tiles;
+  emulated = Emulated();
+}
+
 inline void TileConfigure(const TileConfig& config) {
   Demand(config.palette == 1 && config.start_row == 0, "palette 1, row 0 and no other");
-  emulated = Emulated();
+  TileRelease();
   emulated.configured = true;
+  ++threads_with_tiles;
   for (int t = 0; t < 16; ++t) {
     Demand(config.rows[t] <= 16 && config.row_bytes[t] <= 64, "a tile has at most 16 rows of 64 bytes");
     Demand((config.rows[t] == 0) == (config.row_bytes[t] == 0), "a tile without rows, or without columns");
@@ -36,8 +46,6 @@ inline void TileConfigure(const TileConfig& config) {
     if (t < 8) emulated.rows[t] = config.rows[t], emulated.row_bytes[t] = config.row_bytes[t];
   }
 }
-
-inline void TileRelease() { emulated = Emulated(); }
 
 inline void DemandTile(int tile) {
   Demand(emulated.configured && emulated.rows[tile] > 0, "a tile that is not configured");

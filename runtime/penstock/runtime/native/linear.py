@@ -1,7 +1,8 @@
 """Linear layers over packed weights: the Python side of `penstock_linear` and the packing (src/linear.h).
 
 Products take bfloat16 activations, sum in float32 and round once. With int8 weights each row of activations
-is quantized on the way (symmetric, one scale a row), each output has one scale, and sums are exact int32.
+is quantized on the way (symmetric, one scale a row), each output has one scale, and sums are exact int32. A
+row of results depends on its own row of activations alone, bit for bit; NaN in that makes all of it NaN.
 """
 
 from __future__ import annotations
