@@ -40,7 +40,6 @@ from penstock.runtime.delivery import Delivery
 from penstock.runtime.errors import Draining, EngineFailure, NotReady, PenstockError
 from penstock.runtime.failing import as_exception, engine_failure
 from penstock.runtime.interface import AbortOutcome, InFlightPolicy, Observer, Sink, WeightsVersion
-from penstock.runtime.outputs import request_id_of
 from penstock.runtime.pacing import Pacer
 from penstock.runtime.plan import Plan
 from penstock.runtime.request import Finish, FinishReason, PreparedPrompt, Request
@@ -242,16 +241,14 @@ class EngineCore:
         with self._lock, self._changing():
             if self._failure is not None:
                 raise self._failure
-            outputs: dict[str, list[str]] = {}
-            for active in self._scheduler.active_ids():
-                outputs.setdefault(request_id_of(active), []).append(active)
             if request_ids is None:
-                request_ids = [i for i in outputs if all_requests or i.startswith(prefix or "")]
+                active = self._scheduler.active_requests()
+                request_ids = [i for i in active if all_requests or i.startswith(prefix or "")]
             results = []
             for request_id in dict.fromkeys(request_ids):
                 ended = [
                     self._end(output, Finish(reason=_ABORTED, message=message))
-                    for output in outputs.get(request_id, ())
+                    for output in self._scheduler.outputs_of(request_id)
                 ]
                 if any(ended):
                     outcome = AbortOutcome.ABORTED

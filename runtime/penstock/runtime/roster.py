@@ -85,6 +85,14 @@ class Roster:
         """Whether any output of a request is active."""
         return request_id in self._outputs
 
+    def requests(self) -> tuple[str, ...]:
+        """Those that have active outputs, in order of arrival."""
+        return tuple(self._outputs)
+
+    def outputs_of(self, request_id: str) -> Iterable[Sequence]:
+        """The active outputs of a request, in order of arrival."""
+        return self._outputs.get(request_id, ())
+
     def find(self, request_id: str) -> Sequence | None:
         """The active sequence of exactly this id."""
         return self._active.get(request_id)

@@ -361,6 +361,14 @@ class Scheduler:
         """In order of arrival."""
         return tuple(seq.request_id for seq in self._roster.active())
 
+    def active_requests(self) -> tuple[str, ...]:
+        """The requests that have active outputs, in order of arrival."""
+        return self._roster.requests()
+
+    def outputs_of(self, request_id: str) -> tuple[str, ...]:
+        """The engine's ids of a request's active outputs, in order of arrival."""
+        return tuple(seq.request_id for seq in self._roster.outputs_of(request_id))
+
     def finished(self, request_id: str) -> bool:
         """Whether this id ended, in any way, among the last FINISHED_MEMORY and is not in use again."""
         return request_id in self._finished and self._roster.find(request_id) is None
