@@ -28,10 +28,11 @@ def zeros(shape: tuple[int, ...], dtype: npt.DTypeLike) -> npt.NDArray[np.generi
     if num_bytes < _HUGE or not sys.platform.startswith("linux"):
         return np.zeros(shape, dtype)
     memory = mmap.mmap(-1, num_bytes + _HUGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with contextlib.suppress(OSError):  # a kernel without them: small pages serve as well
-        memory.madvise(mmap.MADV_HUGEPAGE)
     data = np.frombuffer(memory, np.uint8)
     begin = -data.ctypes.data % _HUGE
+    with contextlib.suppress(OSError):  # a kernel without them: small pages serve as well
+        # Whole ones only: the rest of the last would be memory that holds nothing.
+        memory.madvise(mmap.MADV_HUGEPAGE, begin, num_bytes // _HUGE * _HUGE)
     return data[begin : begin + num_bytes].view(dtype).reshape(shape)
 
 
