@@ -25,8 +25,8 @@ TABLES = random_tables()
 
 @pytest.fixture(scope="module", params=["auto", "off"], ids=["native", "XLA"])
 def engine(request: pytest.FixtureRequest) -> Iterator[Engine]:
-    """With either sampler."""
-    engine = table_engine(TABLES, native=request.param)
+    """With either sampler; what has penalties or a bias takes turns on two feature slots."""
+    engine = table_engine(TABLES, native=request.param, feature_slots=2)
     yield engine
     assert engine.compiles_after_warmup == 0
     assert engine.load().pages_used == 0

@@ -264,6 +264,7 @@ def test_the_same_as_in_xla() -> None:
     seeds = np.stack([np.zeros(num_rows), np.arange(num_rows)], axis=1).astype(np.uint32)
     named |= {name + "_penalty": named.pop(name) for name in ("presence", "frequency", "repetition")}
     rows = sampler.SamplingRows(
+        feature_slots=jnp.asarray(named["slots"]),
         seed=jnp.asarray(seeds),
         positions=jnp.arange(num_rows, dtype=jnp.int32),
         **{name: jnp.asarray(value) for name, value in named.items() if name != "banned"},

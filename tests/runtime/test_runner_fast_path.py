@@ -98,7 +98,10 @@ PLANS = {
         decodes(0, 1, start=7, num_steps=4),
         decodes(0, 1, 2, 3, start=11, num_steps=3),
     ],
-    "penalties": lambda: [entry(2, sampling=PENALISED), decodes(2)],
+    "penalties": lambda: [
+        dataclasses.replace(entry(2, sampling=PENALISED), feature_slots={2: 1}),
+        decodes(2),
+    ],
     "copies of pages": lambda: [entry(0), dataclasses.replace(entry(1), page_copies=((1, 40), (2, 41)))],
     "constraints": lambda: [entry(3, constraint=Anything()), decodes(3)],
     "log-probabilities": lambda: [entry(0, logprobs=2), decodes(0, num_steps=4)],

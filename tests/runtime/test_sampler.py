@@ -54,6 +54,7 @@ def rows(
     }
     assert not params
     at = jnp.zeros(n, jnp.int32) if positions is None else jnp.asarray(positions, jnp.int32)
+    fields["feature_slots"] = jnp.arange(n, dtype=jnp.int32)
     return SamplingRows(seed=jnp.asarray(seed), positions=at, stop_ids=stop_ids, **fields)
 
 

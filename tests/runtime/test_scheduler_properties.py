@@ -32,6 +32,7 @@ def random_config(rng: random.Random) -> SchedulerConfig:
         num_pages=num_pages,
         eos_token_ids=EOS,
         max_queued_requests=rng.randint(1, 8),
+        feature_slots=rng.choice([None, rng.randint(1, max_num_seqs)]),
         max_prefill_chunk=rng.choice([None, rng.randint(1, 6)]),
         scheduling_policy=rng.choice(["fcfs", "priority"]),
         prefix_cache_pages=rng.choice([None, None, 0, rng.randint(1, num_pages)]),
@@ -63,7 +64,7 @@ def random_request(rng: random.Random) -> Request:
         stopping=stopping,
         logprobs=rng.choice([None, 0, 2]),
         cache=CacheParams(rng.choice(["", "", "salt"]), rng.random() < 0.1),
-        sampling=SamplingParams(seed=rng.randrange(2**64)),
+        sampling=SamplingParams(seed=rng.randrange(2**64), presence_penalty=rng.choice([0.0, 0.0, 1.0])),
         priority=rng.randint(-1, 1),
     )
 

@@ -31,6 +31,7 @@ class Tracked:
         """False once it runs on with KV of older weights."""
         self.made: list[int] = []
         self.slot: int | None = None  # None: waiting
+        self.feature_slot: int | None = None
         self.computed = 0
         self.pending = 0
         self.decoding = False
@@ -41,6 +42,11 @@ class Tracked:
         """Tokens that it need not compute at its first entry."""
         self.shares = False
         """Whether its forks may have its pages: it runs, and nothing was flushed since it entered."""
+
+    @property
+    def has_features(self) -> bool:
+        """Whether it needs a feature slot."""
+        return self.request.sampling.has_penalties or self.request.sampling.has_bias
 
     @property
     def known(self) -> list[int]:
@@ -288,6 +294,13 @@ class Traffic:
             assert tracked.may_run(admit)
             assert tracked.slot is None
             assert slot == min(set(range(self.config.max_num_seqs)) - {t.slot for t in running})
+            feature_slot = plan.feature_slots.get(slot)
+            assert (feature_slot is not None) is tracked.has_features
+            if feature_slot is not None:
+                most = self.config.feature_slots or self.config.max_num_seqs
+                others = {t.feature_slot for t in running if t.has_features}
+                assert feature_slot == min(set(range(most)) - others)
+            tracked.feature_slot = feature_slot
             tracked.slot, tracked.decoding = slot, False
             sources = self.sources(tracked, running)
             self.check_shared(rows[request.request_id], tracked, sources, copies, plan)
@@ -407,6 +420,8 @@ class Traffic:
             if self.config.sliding_window is None and self.sources(unserved[0], running):
                 needed = 1
             no_slot = len(running) == self.config.max_num_seqs
+            if unserved[0].has_features:
+                no_slot |= sum(t.has_features for t in running) == self.config.feature_slots
             left_free = self.config.num_pages - load.pages_used - self.headroom(running)
             assert no_slot or needed > left_free
 

@@ -15,6 +15,8 @@ from penstock.runtime.errors import ConfigError
 from penstock.runtime.scheduler_config import SCHEDULING_POLICIES
 
 MAX_DECODE_STEPS = 64
+DEFAULT_FEATURE_SLOTS = 64
+"""78 MB with a vocabulary of 152k."""
 DEFAULT_TARGET_ITL_S = 0.15
 DTYPES = ("auto", "bfloat16", "float16", "float32")
 QUANTIZATIONS = ("none", "int8")
@@ -49,6 +51,10 @@ class EngineConfig:
     """Prompt plus generated tokens of one request; None: the model's own, at most what the KV cache holds."""
     max_num_seqs: int = 16
     """Rows of the running batch."""
+    feature_slots: int | None = None
+    """Requests with penalties or a bias (allowed ids and banned words are one) that run at a time: each takes
+    8 bytes per token of the vocabulary on the device. Others of them wait. None: max_num_seqs, at most
+    DEFAULT_FEATURE_SLOTS."""
     max_num_batched_tokens: int = 512
     """Token budget of one step, shared by decodes and prefill chunks."""
     max_prefill_chunk: int | None = None
@@ -116,6 +122,8 @@ class EngineConfig:
                 f"max_num_batched_tokens: must be at least 16 and max_num_seqs ({self.max_num_seqs}), "
                 f"not {self.max_num_batched_tokens}"
             )
+        if self.feature_slots is not None and self.feature_slots < 1:
+            bad.append(f"feature_slots: must be at least 1, not {self.feature_slots}")
         if self.max_prefill_chunk is not None and self.max_prefill_chunk < 1:
             bad.append(f"max_prefill_chunk: must be at least 1, not {self.max_prefill_chunk}")
         if self.target_itl_s is not None and not 0.0 <= self.target_itl_s <= 60.0:

@@ -29,7 +29,7 @@ from penstock.runtime import host_memory
 from penstock.runtime.assemble import Assembler, Delta
 from penstock.runtime.buckets import NATIVE_TOKEN_GROWTH, TOKEN_GROWTH, Buckets
 from penstock.runtime.compilation import use_compilation_cache
-from penstock.runtime.config import DEFAULT_TARGET_ITL_S, EngineConfig
+from penstock.runtime.config import DEFAULT_FEATURE_SLOTS, DEFAULT_TARGET_ITL_S, EngineConfig
 from penstock.runtime.core import EngineCore
 from penstock.runtime.cpu_threads import check_pool, start_backends
 from penstock.runtime.defaults import GenerationDefaults
@@ -126,6 +126,7 @@ class Engine:
             config.max_num_batched_tokens,
             token_growth=NATIVE_TOKEN_GROWTH if model.skips_padding else TOKEN_GROWTH,
         )
+        feature_slots = min(config.max_num_seqs, config.feature_slots or DEFAULT_FEATURE_SLOTS)
         runner_config = RunnerConfig(
             buckets=buckets,
             max_num_seqs=config.max_num_seqs,
@@ -134,6 +135,7 @@ class Engine:
             dtype=model.dtype,
             vocab_size=model.vocab_size,
             eos_token_ids=model.eos_token_ids,
+            feature_slots=feature_slots,
             max_logprobs=config.max_logprobs,
             native=native,
             threads=threads,
@@ -170,6 +172,7 @@ class Engine:
                 page_size=config.page_size,
                 num_pages=kv.num_pages,
                 eos_token_ids=frozenset(model.eos_token_ids),
+                feature_slots=feature_slots,
                 max_queued_requests=config.max_queued_requests,
                 max_prefill_chunk=config.max_prefill_chunk,
                 step_sizes=() if model.skips_padding else buckets.token_buckets,
@@ -200,6 +203,7 @@ class Engine:
             dtype=np.dtype(model.dtype).name,
             threads=threads,
             target_itl_s=target_itl_s,
+            feature_slots=feature_slots,
         )
         self.info = ModelInfo(
             name=model.name,

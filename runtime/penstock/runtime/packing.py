@@ -29,7 +29,7 @@ FLAGS, NUM_STEPS = range(HEADER)
 PARAMS = 7
 SLOT, START, NUM_TOKENS, MAX_SAMPLES, BANS, PAGE_INDEX, PAGE = range(PARAMS)
 """Fields of the step; behind them, from PARAMS on, those of the request."""
-PARAM_FIELDS = 11
+PARAM_FIELDS = 12
 """Constant while a request holds its slot; in the order of `pack_params`."""
 NUM_FIELDS = PARAMS + PARAM_FIELDS
 FEATURES = PARAMS
@@ -53,9 +53,9 @@ def row_features(request: Request) -> int:
     )
 
 
-def pack_params(request: Request) -> Ints:
+def pack_params(request: Request, feature_slot: int = 0) -> Ints:
     """The constant fields of a row, int32[PARAM_FIELDS]. The engine has drawn a seed where the caller set
-    none.
+    none; without penalties and bias no feature slot is looked at.
     """
     params: SamplingParams = request.sampling
     seed = params.seed or 0
@@ -73,7 +73,8 @@ def pack_params(request: Request) -> Ints:
     ).view(np.int32)
     seeds = np.array([seed >> 32, seed & 0xFFFFFFFF], np.uint32).view(np.int32)
     num_logprobs = -1 if request.logprobs is None else request.logprobs
-    return np.array([row_features(request), num_logprobs, params.top_k, *floats, *seeds], np.int32)
+    ints = (row_features(request), num_logprobs, params.top_k)
+    return np.array([*ints, *floats, *seeds, feature_slot], np.int32)
 
 
 class Unpacked(NamedTuple):
@@ -127,6 +128,7 @@ class Layout:
 
         sampling = SamplingRows(
             slots=fields[:, SLOT],
+            feature_slots=params[:, 11],
             positions=fields[:, START] + fields[:, NUM_TOKENS],
             stop_ids=stop_ids,
             banned=fields[:, BANS] > 0,

@@ -63,6 +63,8 @@ class Plan:
     """(source, destination): pages to copy before the step writes; no page is both."""
     made: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
     """By slot, for those of `new_requests` whose penalties need it: the tokens they had made before."""
+    feature_slots: Mapping[int, int] = field(default_factory=dict)
+    """By slot, for those of `new_requests` with penalties or a bias: where these are kept while they run."""
     apart: bool = False
     """A step of rows under a constraint alone, between the windows of the others."""
 

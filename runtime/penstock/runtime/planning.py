@@ -7,27 +7,27 @@ shares one token budget between decodes (one token a row) and chunks of prefills
    may be itself: its pages and slot go, its tokens stay and are prefilled when it comes back.
 2. With the rest of the budget, in order of rank: sequences that are partly prefilled, and waiting requests.
    One of these enters when a slot, budget and the pages for all its known tokens are free (shared ones need
-   not be), beside some that those who run will soon want (`Roster.headroom`). Nobody overtakes it, which is
-   what keeps large requests from starving, but for one case: who waits for a prefix that a running prefill is
-   about to publish (`prefix_cache`) steps aside (`waiting`), and is in line again once the last page they
-   share is published, or will not be. So does a fork (`Request.fork_of`: an output after the first) while a
-   running output of its request computes the prompt. It then enters with all of that but the last token: full
-   pages are shared, the one it will write is copied. Copies precede a step's writes, so their sources are of
-   a step before.
+   not be), beside some that those who run will soon want (`Roster.headroom`), and, if it has penalties or a
+   bias, one of the feature slots, of which there may be fewer. Nobody overtakes it, which is what keeps large
+   requests from starving, but for one case: who waits for a prefix that a running prefill is about to publish
+   (`prefix_cache`) steps aside (`waiting`), and is in line again once the last page they share is published,
+   or will not be. So does a fork (`Request.fork_of`: an output after the first) while a running output of its
+   request computes the prompt. It then enters with all of that but the last token: full pages are shared, the
+   one it will write is copied. Copies precede a step's writes, so their sources are of a step before.
 
 So that nobody waits for all of a long prompt, the first one that would take more than _LONG steps leaves a
 part of each to those behind it: long ones among them get little, the others what they need, in order of rank.
 What they do not take is its own. While decodes run, the prefills of a step may have a smaller budget than the
 rest of the step's (`pacing`).
 
-Under "priority" the first of the queue, if slot or pages are lacking, preempts running ones of lower priority
-before the step is made.
+Under "priority" the first of the queue, if slots or pages are lacking, preempts running ones of lower
+priority before the step is made.
 
 Every request ends (under "priority": once no more of higher priority come). Consider the first in rank of all
 active requests. If it runs, it can take every page from those behind it (`add` refuses what would not fit
 even then), and there is budget for it, because max_num_batched_tokens >= max_num_seqs and a row that prefills
 is not one that decodes. If it waits, nobody behind it enters, so those who run end or are preempted, until
-slot and pages are free; when nobody runs, nothing is kept for others. If it waits for a promised page,
+its slots and pages are free; when nobody runs, nothing is kept for others. If it waits for a promised page,
 somebody of no lower priority is prefilling; in each step the first of those who prefill moves on, only
 finitely many rank before the one who promised, and if that one is preempted or ends, its promise is gone and
 the first in rank computes the page itself. So it is with a fork and the output that computes its prompt,
@@ -96,6 +96,7 @@ class Draft:
     copies: list[tuple[int, int]] = field(default_factory=list)
     chunked: set[Sequence] = field(default_factory=set)  # with a row of prefill
     made: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    feature_slots: dict[int, int] = field(default_factory=dict)
     prompts: dict[int, Sequence] = field(default_factory=dict)
     """By row, where log-probabilities of the prompt's tokens come back."""
 
@@ -308,7 +309,7 @@ class Planner:
         """
         roster = self._roster
         # If preempted while its token was in flight, it must not sample that position a second time.
-        if seq.pending or not roster.has_free_slot or seq.request_id in draft.preempted:
+        if seq.pending or not roster.has_slots_for(seq) or seq.request_id in draft.preempted:
             return None
         prefix = self._prefix(seq, draft)
         return prefix if prefix is not None and roster.can_enter(seq, prefix) else None
@@ -340,6 +341,8 @@ class Planner:
             draft.copies.append((prefix.partial, seq.pages[len(prefix.pages)]))
         draft.writes.append(PageWrite(slot, 0, tuple(seq.pages)))
         draft.entered.append((slot, seq.request))
+        if seq.feature_slot is not None:
+            draft.feature_slots[slot] = seq.feature_slot
         if seq.request.sampling.has_penalties and len(seq.token_ids) > seq.num_prompt:
             draft.made[slot] = tuple(seq.token_ids[seq.num_prompt :])
         if seq.scheduled_ns == 0:
@@ -384,6 +387,8 @@ class Planner:
         if roster.can_enter(first, prefix):
             return
         victims = [seq for seq in running if seq.rank[0] > first.rank[0]]
+        if not (roster.has_feature_slot_for(first) or any(seq.needs_feature_slot for seq in victims)):
+            return
         shared = roster.shared_by(prefix)
         roster.pool.retain(shared)  # what it shares with a victim must not count as gained
         gained = roster.pool.num_released_with(seq.held_pages for seq in victims)

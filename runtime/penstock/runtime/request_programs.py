@@ -60,8 +60,8 @@ def admission_size(max_model_len: int) -> int:
 
 
 def make_admission(vocab_size: int) -> Callable[[RowState, Array, Array], RowState]:
-    """A slot's past and bias: (state, int32[admission_size]: slot, tokens in the prompt, tokens in all, the
-    tokens; bias float32[V]) -> state.
+    """A feature slot's past and bias: (state, int32[admission_size]: feature slot, tokens in the
+    prompt, tokens in all, the tokens; bias float32[V]) -> state.
     """
 
     def admit(state: RowState, packed: Array, bias: Array) -> RowState:
@@ -77,12 +77,12 @@ def make_admission(vocab_size: int) -> Callable[[RowState, Array, Array], RowSta
 
 
 def pack_admission(
-    slot: int, request: Request, made: tuple[int, ...], max_model_len: int
+    feature_slot: int, request: Request, made: tuple[int, ...], max_model_len: int
 ) -> NDArray[np.int32]:
     """The first argument of `make_admission`; `made` are the tokens the request has generated already."""
     buffer = np.zeros(admission_size(max_model_len), np.int32)
     tokens = request.prompt_token_ids + made if request.sampling.has_penalties else ()
-    buffer[:3] = slot, min(len(request.prompt_token_ids), len(tokens)), len(tokens)
+    buffer[:3] = feature_slot, min(len(request.prompt_token_ids), len(tokens)), len(tokens)
     buffer[3 : 3 + len(tokens)] = tokens
     return buffer
 

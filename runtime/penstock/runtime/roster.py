@@ -66,6 +66,7 @@ class Roster:
         *,
         sliding_window: int | None = None,
         max_prefill_pages: int | None = None,
+        feature_slots: int | None = None,
     ) -> None:
         """`max_prefill_pages`: most pages that a row holds while it prefills; None: those of all its
         tokens.
@@ -77,7 +78,9 @@ class Roster:
         self._max_num_seqs = max_num_seqs
         self._sliding_window = sliding_window
         self._max_prefill_pages = max_prefill_pages or num_pages
-        self._free_slots = list(range(max_num_seqs))  # a heap: the lowest slot is taken first
+        self._num_feature_slots = max_num_seqs if feature_slots is None else feature_slots
+        self._free_slots = list(range(max_num_seqs))  # heaps: the lowest slot is taken first
+        self._free_feature_slots = list(range(self._num_feature_slots))
         self._active: dict[str, Sequence] = {}
         self._outputs: dict[str, list[Sequence]] = {}  # active ones by request, in order of arrival
 
@@ -105,9 +108,13 @@ class Roster:
     def num_free_slots(self) -> int:
         return len(self._free_slots)
 
-    @property
-    def has_free_slot(self) -> bool:
-        return bool(self._free_slots)
+    def has_slots_for(self, seq: Sequence) -> bool:
+        """Whether a slot is free and, if it needs one, a feature slot."""
+        return bool(self._free_slots) and self.has_feature_slot_for(seq)
+
+    def has_feature_slot_for(self, seq: Sequence) -> bool:
+        """Whether one is free, or not needed."""
+        return bool(self._free_feature_slots) or not seq.needs_feature_slot
 
     def add(self, seq: Sequence) -> None:
         """A new arrival joins the queue."""
@@ -153,10 +160,10 @@ class Roster:
         return min(whole, self._max_prefill_pages - len(self.shared_by(prefix)))
 
     def can_enter(self, seq: Sequence, prefix: Prefix) -> bool:
-        """A slot is free, and so are its own pages, beside the shared ones and the `headroom` of those who
+        """Its slots are free, and so are its own pages, beside the shared ones and the `headroom` of those who
         run.
         """
-        if not self._free_slots:
+        if not self.has_slots_for(seq):
             return False
         num_new, shared = self.num_new(seq, prefix), self.shared_by(prefix)
         return self.pool.can_allocate(num_new, beside=shared) and self.pool.can_allocate(
@@ -180,7 +187,7 @@ class Roster:
         return num_pages
 
     def enter(self, seq: Sequence, prefix: Prefix) -> int:
-        """One of the queue starts to run behind its prefix: lowest free slot, all pages of its known tokens.
+        """One of the queue starts to run behind its prefix: lowest free slots, all pages of its known tokens.
         Returns the slot.
 
         A prefill therefore never takes a page from the pool on its way, and never deadlocks with another one
@@ -189,6 +196,8 @@ class Roster:
         """
         shared = prefix.pages
         slot = heapq.heappop(self._free_slots)
+        if seq.needs_feature_slot:
+            seq.feature_slot = heapq.heappop(self._free_feature_slots)
         num_tokens = len(seq.token_ids)
         num_new = self.num_new(seq, prefix)
         self.pool.retain(self.shared_by(prefix))  # first, lest they be evicted for the others
@@ -237,8 +246,10 @@ class Roster:
         take_ranked(self.running, seq)
         self.cache.leave(seq)
         heapq.heappush(self._free_slots, seq.slot)
+        if seq.feature_slot is not None:
+            heapq.heappush(self._free_feature_slots, seq.feature_slot)
         self.pool.release(seq.held_pages)
-        seq.slot, seq.pages, seq.num_dropped = None, [], 0
+        seq.slot, seq.feature_slot, seq.pages, seq.num_dropped = None, None, [], 0
 
     def load(self) -> Load:
         return Load(
@@ -264,9 +275,16 @@ class Roster:
         )
         ranks = [seq.rank for seq in running]
         _expect(ranks == sorted(ranks), f"the running are not in order of rank: {ranks}")
+        held = [seq.feature_slot for seq in running if seq.feature_slot is not None]
+        _expect(
+            sorted(held + self._free_feature_slots) == list(range(self._num_feature_slots)),
+            f"feature slots in use {held} and free {self._free_feature_slots} are not each once",
+        )
         for seq in running:
             name = seq.request_id
             _expect(seq.status is Status.RUNNING, f"{name} is {seq.status} among the running")
+            has = seq.feature_slot is not None
+            _expect(has is seq.needs_feature_slot, f"{name} has a feature slot: {has}")
             _expect(seq.num_computed < len(seq.token_ids) + max(seq.pending, 1), f"{name} computed too far")
             _expect(seq.num_computed <= seq.max_computed, f"{name} computed beyond its limit")
             _expect(seq.prefill_until <= len(seq.token_ids), f"{name} prefills beyond its tokens")
@@ -276,6 +294,7 @@ class Roster:
             name = seq.request_id
             _expect(seq.status is Status.WAITING, f"{name} is {seq.status} among the waiting")
             _expect(not seq.pages and seq.slot is None, f"{name} waits but holds pages or a slot")
+            _expect(seq.feature_slot is None, f"{name} waits but holds a feature slot")
             _expect(seq.num_computed == 0, f"{name} waits but has computed positions")
             _expect(seq.publish_at == NEVER, f"{name} waits but publishes pages")
             self._check_awaited(seq)

@@ -170,8 +170,8 @@ class ModelRunner:
         return RowState(
             *zeros((slots,), ints, self._sharding),
             *zeros((slots, self.config.pages_per_row), ints, self._sharding),
-            *zeros((slots, vocab), ints, self._sharding),
-            *zeros((slots, vocab), floats, self._sharding),
+            *zeros((self.config.feature_slots, vocab), ints, self._sharding),
+            *zeros((self.config.feature_slots, vocab), floats, self._sharding),
         )
 
     # -- programs --
@@ -194,7 +194,7 @@ class ModelRunner:
                 self._choose(logits, packed, np.full(no_mask.shape, -1, np.int32))
                 programs.prompt_logprobs(self._weights, hidden, self._prompt_buffer([], []))
         nobody = Request("warm-up", (0,))
-        self._write_slot(self.config.max_num_seqs, nobody, ())
+        self._write_features(self.config.feature_slots, nobody, ())
         self._copy_pages(())
         self._write_tables([0])
         jax.block_until_ready((self._state, self._kv))
@@ -236,9 +236,9 @@ class ModelRunner:
         chosen, self._kv, self._state = programs.steps[key](self._weights, kv, self._state, packed)
         return cast("Chosen", chosen)
 
-    def _write_slot(self, slot: int, request: Request, made: tuple[int, ...]) -> None:
+    def _write_features(self, feature_slot: int, request: Request, made: tuple[int, ...]) -> None:
         programs, _ = self._ready
-        packed = pack_admission(slot, request, made, self.config.max_model_len)
+        packed = pack_admission(feature_slot, request, made, self.config.max_model_len)
         self._state = programs.admission(self._state, packed, bias_row(request, self.config.vocab_size))
 
     def _write_tables(self, slots: Sequence[int]) -> None:
@@ -263,9 +263,10 @@ class ModelRunner:
         the host. If rows have constraints, only the model runs, until `choose`.
         """
         for slot, request in plan.new_requests:
-            self._slots.admit(slot, request)
-            if request.sampling.has_penalties or request.sampling.has_bias:
-                self._write_slot(slot, request, plan.made.get(slot, ()))
+            feature_slot = plan.feature_slots.get(slot)
+            self._slots.admit(slot, request, feature_slot or 0)
+            if feature_slot is not None:
+                self._write_features(feature_slot, request, plan.made.get(slot, ()))
         if plan.page_writes:
             self._write_tables(self._slots.write_pages(plan))
         if plan.page_copies:

@@ -24,6 +24,8 @@ class RunnerConfig:
     dtype: np.dtype[Any]
     vocab_size: int
     eos_token_ids: tuple[int, ...]
+    feature_slots: int = 16
+    """Requests with penalties or a bias that may run at a time; see `RowState`."""
     max_logprobs: int = 20
     native: bool = True
     """Attention and sampling by the native CPU kernels where the machine and the model's shapes allow."""

@@ -40,18 +40,19 @@ _TINY = 1e-30
 
 
 class RowState(NamedTuple):
-    """What stays on the device between steps, one entry per slot; S slots."""
+    """What stays on the device between steps: one entry per slot, S of them, or per feature slot, F."""
 
     tokens: Array  # int32[S] the token each slot sampled last
     tables: Array  # int32[S, P] pages of the KV cache; entries past a row's end are stale and of no account
-    history: Array  # int32[S, V] how often each token was generated, plus IN_PROMPT; only where PENALTIES
-    bias: Array  # float32[S, V] added to the logits, -inf = forbidden; only where BIAS
+    history: Array  # int32[F, V] how often each token was generated, plus IN_PROMPT; only where PENALTIES
+    bias: Array  # float32[F, V] added to the logits, -inf = forbidden; only where BIAS
 
 
 class SamplingRows(NamedTuple):
     """Sampling parameters, one entry a row."""
 
-    slots: Array  # int32[R] rows of `RowState`; from S on: padding
+    slots: Array  # int32[R] the rows' slots; from S on: padding
+    feature_slots: Array  # int32[R] rows of `RowState.history` and `bias`; only with PENALTIES or BIAS
     positions: Array  # int32[R] absolute position of the token that is drawn
     stop_ids: Array  # int32[R, N] EOS and stop ids; vocabulary size or above where unused
     banned: Array  # bool[R] whether these are forbidden in this step
@@ -229,13 +230,12 @@ def _any(flags: Array, bit: int) -> Array:
 def _shape(logits: Array, state: RowState, rows: SamplingRows, flags: Array, mask: Array | None) -> Array:
     """Logits with penalties and bias, -inf where a token is forbidden."""
     num_rows, vocab = logits.shape
-    slots = jnp.minimum(rows.slots, state.tokens.shape[0] - 1)
 
     def has(bit: int) -> Array:
         return ((rows.features & bit) != 0)[:, None]
 
     def penalise(x: Array) -> Array:
-        history = jnp.where(has(PENALTIES), state.history[slots], 0)
+        history = jnp.where(has(PENALTIES), state.history[rows.feature_slots], 0)
         counts = (history & (IN_PROMPT - 1)).astype(jnp.float32)
         factor = jnp.where(history != 0, rows.repetition_penalty[:, None], 1.0)
         x = jnp.where(x > 0, x / factor, x * factor)
@@ -243,7 +243,7 @@ def _shape(logits: Array, state: RowState, rows: SamplingRows, flags: Array, mas
         return x - counts * rows.frequency_penalty[:, None] - present * rows.presence_penalty[:, None]
 
     def add_bias(x: Array) -> Array:
-        return x + jnp.where(has(BIAS), state.bias[slots], 0.0)
+        return x + jnp.where(has(BIAS), state.bias[rows.feature_slots], 0.0)
 
     def ban(x: Array) -> Array:
         ids = jnp.where(rows.banned[:, None], rows.stop_ids, jnp.int32(vocab))
@@ -323,7 +323,7 @@ def native_sample(
             state.bias,
             jnp.zeros((num_rows, mask_words(vocab)), jnp.int32) if mask is None else mask,
             drawn,
-            slots=rows.slots,
+            slots=jnp.where(rows.slots < state.tokens.shape[0], rows.feature_slots, state.history.shape[0]),
             features=rows.features & (PENALTIES | BIAS | (0 if mask is None else MASK)),
             temperature=rows.temperature,
             top_k=rows.top_k,

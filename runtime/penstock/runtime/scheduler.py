@@ -54,6 +54,7 @@ class Scheduler:
             config.prefix_cache_pages,
             sliding_window=config.sliding_window,
             max_prefill_pages=config.max_prefill_pages,
+            feature_slots=config.feature_slots,
         )
         self._planner = Planner(config, self._roster)
         self._finished: dict[str, None] = {}  # oldest first
@@ -153,6 +154,7 @@ class Scheduler:
             draft.num_steps,
             tuple(draft.copies),
             draft.made,
+            draft.feature_slots,
             draft.turn is True,
         )
         self._next_step += 1

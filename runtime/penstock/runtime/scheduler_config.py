@@ -23,6 +23,8 @@ class SchedulerConfig:
     num_pages: int
     eos_token_ids: frozenset[int]
     max_queued_requests: int
+    feature_slots: int | None = None
+    """Requests with penalties or a bias that run at a time; None: as many as there are slots."""
     max_prefill_chunk: int | None = None
     """Most prompt tokens of one request in a step; None: as many as the budget allows."""
     step_sizes: tuple[int, ...] = ()
@@ -54,6 +56,8 @@ class SchedulerConfig:
                 f"max_num_batched_tokens, {self.max_num_batched_tokens}, must be at least max_num_seqs, "
                 f"{self.max_num_seqs}: in every step each running request may decode one token"
             )
+        if self.feature_slots is not None and self.feature_slots < 1:
+            bad.append(f"feature_slots must be at least 1, not {self.feature_slots}")
         if self.max_prefill_chunk is not None and self.max_prefill_chunk < 1:
             bad.append(f"max_prefill_chunk must be at least 1, not {self.max_prefill_chunk}")
         if self.scheduling_policy not in SCHEDULING_POLICIES:

@@ -54,10 +54,13 @@ class Sequence:
     """A token sampled at an input position below this is one of the first min_tokens: no EOS, no stop id."""
     max_computed: int = field(init=False)
     """When so many positions are computed, the last token it may have is sampled, which needs no KV."""
+    needs_feature_slot: bool = field(init=False)
+    """Whether it has penalties or a bias: while it runs it holds a feature slot beside its slot."""
     is_constrained: bool = field(init=False)
     """Whether the host says before each token which may follow."""
     status: Status = Status.WAITING
     slot: int | None = None
+    feature_slot: int | None = None
     pages: list[int] = field(default_factory=list)
     """Page i holds positions [i * page_size, (i + 1) * page_size); the first `num_dropped` are not held."""
     num_dropped: int = 0
@@ -92,6 +95,8 @@ class Sequence:
         # Input position p samples the token at p + 1, which is generated token number p + 2 - num_prompt.
         self.bans_until = self.num_prompt - 1 + self.rules.min_tokens
         self.max_computed = self.rules.total_limit - 1
+        sampling = self.request.sampling
+        self.needs_feature_slot = sampling.has_penalties or sampling.has_bias
         self.is_constrained = self.request.constraint is not None
 
     @property

@@ -55,13 +55,13 @@ class Slots:
         self._constrained.clear()
         self._tables[:] = 0
 
-    def admit(self, slot: int, request: Request) -> None:
-        """A request takes a slot."""
+    def admit(self, slot: int, request: Request, feature_slot: int = 0) -> None:
+        """A request takes a slot and, with penalties or a bias, a feature slot."""
         self._requests[slot] = request
         wanted = request.logprobs
         self._logprobs[slot] = None if wanted is None else min(wanted, self._config.num_top)
         (self._constrained.discard if request.constraint is None else self._constrained.add)(slot)
-        self._params[slot] = pack_params(request)
+        self._params[slot] = pack_params(request, feature_slot)
         ids = list(request.stopping.stop_token_ids)
         if not request.stopping.ignore_eos:
             ids += self._config.eos_token_ids

@@ -273,7 +273,7 @@ def _keep(state: RowState, batch: Unpacked, sampled: Array) -> RowState:
 def _add_history(state: RowState, batch: Unpacked, sampled: Array, alive: Array) -> RowState:
     """Counts what rows with penalties have made."""
     counts = alive & ((batch.sampling.features & PENALTIES) != 0) & (sampled >= 0)
-    slots = jnp.where(counts, batch.sampling.slots, state.tokens.shape[0])
+    slots = jnp.where(counts, batch.sampling.feature_slots, state.history.shape[0])
     return state._replace(history=state.history.at[slots, sampled].add(1, mode="drop"))
 
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from penstock.runtime.chat.parser import REASONING_PARSERS, TOOL_PARSERS
 from penstock.runtime.config import (
+    DEFAULT_FEATURE_SLOTS,
     DEFAULT_TARGET_ITL_S,
     DTYPES,
     NATIVE,
@@ -203,6 +204,13 @@ def _add_engine(parser: argparse.ArgumentParser) -> None:
         help="requests that run together; default: %(default)s",
     )
     engine.add_argument(
+        "--feature-slots",
+        type=int,
+        metavar="N",
+        help="of them, requests with penalties, a bias, allowed ids or banned words; each takes 8 bytes per "
+        f"token of the vocabulary; default: as many as run together, at most {DEFAULT_FEATURE_SLOTS}",
+    )
+    engine.add_argument(
         "--max-num-batched-tokens",
         type=int,
         default=_CONFIG.max_num_batched_tokens,
@@ -338,6 +346,7 @@ def engine_config(args: argparse.Namespace) -> EngineConfig:
         threads=args.threads,
         max_model_len=args.max_model_len,
         max_num_seqs=args.max_num_seqs,
+        feature_slots=args.feature_slots,
         max_num_batched_tokens=args.max_num_batched_tokens,
         max_prefill_chunk=args.max_prefill_chunk,
         target_itl_s=args.target_itl_s,

@@ -43,12 +43,12 @@ def sample(
     """The next token of each row: (tokens int32[R], logprobs float32[R], top_ids int32[R, num_top],
     top_logprobs float32[R, num_top]).
 
-    logits float32[R, V]; history int32[S, V] (see `sampling_codes`) and bias float32[S, V] (-inf forbids a
+    logits float32[R, V]; history int32[F, V] (see `sampling_codes`) and bias float32[F, V] (-inf forbids a
     token), of which row r uses slots[r], int32[R]; mask int32[R, ceil(V / 32)], bit t % 32 of word t // 32: t
     is allowed; uniforms float32[R, 2] in [0, 1); features int32[R] of PENALTIES, BIAS and MASK; temperature
     (0: greedy), top_p (1: off), min_p (0: off), presence, frequency, repetition (1: off) float32[R]; top_k
     int32[R] (0: off); stop_ids int32[R, N], forbidden where banned, bool or int32[R], but ids from V on are
-    skipped; num_logprobs int32[R], -1: none. A row whose slot is S or more is padding: token 0, no work.
+    skipped; num_logprobs int32[R], -1: none. A row whose slot is F or more is padding: token 0, no work.
 
     In this order: penalties (Hugging Face's for repetition, OpenAI's for frequency and presence), bias, what
     is forbidden by bias, mask and bans; where that leaves no token with a finite logit, only the mask counts,

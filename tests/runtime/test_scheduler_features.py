@@ -1,0 +1,103 @@
+"""Feature slots: what penalties and biases need while they run, of which there are fewer than slots."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from penstock.runtime.errors import ConfigError
+from penstock.runtime.request import Request, SamplingParams, StoppingParams
+from penstock.runtime.scheduler import Scheduler
+from tests.support.scheduling import commit, dispatch, make
+
+FEATURES = {
+    "presence": SamplingParams(presence_penalty=1.0),
+    "frequency": SamplingParams(frequency_penalty=-1.0),
+    "repetition": SamplingParams(repetition_penalty=1.1),
+    "bias": SamplingParams(logit_bias=((3, 1.0),)),
+    "allowed ids": SamplingParams(allowed_token_ids=(3, 4)),
+    "a banned word": SamplingParams(bad_words=((3,),)),
+}
+PLAIN = SamplingParams()
+PENALISED = FEATURES["presence"]
+
+
+def add(scheduler: Scheduler, name: str, sampling: SamplingParams, **about: Any) -> None:
+    stopping = StoppingParams(max_tokens=about.pop("max_tokens", 4), ignore_eos=True)
+    scheduler.add(Request(name, (100, 101, 102), sampling, stopping, **about), 1)
+
+
+def names(plan: Any) -> list[str]:
+    return [row.request_id for row in plan.rows]
+
+
+@pytest.mark.parametrize("name", FEATURES)
+def test_who_needs_one(name: str) -> None:
+    scheduler = make(feature_slots=1)
+    add(scheduler, "plain", PLAIN)
+    add(scheduler, "first", FEATURES[name])
+    add(scheduler, "second", FEATURES[name])
+    plan = dispatch(scheduler)
+    assert names(plan) == ["plain", "first"]
+    assert plan.feature_slots == {1: 0}
+
+
+def test_who_waits_for_one_is_not_overtaken_and_enters_when_it_is_free() -> None:
+    scheduler = make(feature_slots=1)
+    add(scheduler, "holds", PENALISED, max_tokens=2)
+    add(scheduler, "waits", PENALISED)
+    add(scheduler, "plain", PLAIN)
+    plan = dispatch(scheduler)
+    assert names(plan) == ["holds"]
+    assert plan.feature_slots == {0: 0}
+    commit(scheduler, plan)
+    plan = dispatch(scheduler)
+    assert names(plan) == ["holds"]
+    commit(scheduler, plan)
+    plan = dispatch(scheduler)
+    assert names(plan) == ["waits", "plain"]
+    assert plan.feature_slots == {0: 0}
+
+
+def test_an_aborted_or_preempted_one_gives_it_back() -> None:
+    scheduler = make(feature_slots=1)
+    add(scheduler, "a", PENALISED)
+    commit(scheduler, dispatch(scheduler))
+    add(scheduler, "b", PENALISED)
+    scheduler.abort("a", "", 5)
+    plan = dispatch(scheduler)
+    assert (names(plan), plan.feature_slots) == (["b"], {0: 0})
+    commit(scheduler, plan)
+    scheduler.preempt_all()
+    scheduler.check()
+    plan = dispatch(scheduler)
+    assert (names(plan), plan.feature_slots) == (["b"], {0: 0})
+
+
+def test_by_priority_the_holder_of_lower_priority_makes_room() -> None:
+    scheduler = make(feature_slots=1, scheduling_policy="priority")
+    add(scheduler, "holds", PENALISED)
+    add(scheduler, "plain", PLAIN)
+    commit(scheduler, dispatch(scheduler))
+    add(scheduler, "first", PENALISED, priority=1)
+    plan = dispatch(scheduler)
+    assert plan.preempted == ("plain", "holds")  # from the end, up to the one that has it
+    assert names(plan)[0] == "first"
+    assert plan.feature_slots == {0: 0}
+
+
+def test_nobody_is_preempted_where_that_frees_no_feature_slot() -> None:
+    scheduler = make(feature_slots=1, scheduling_policy="priority")
+    add(scheduler, "holds", PENALISED, priority=1)
+    add(scheduler, "plain", PLAIN)
+    commit(scheduler, dispatch(scheduler))
+    add(scheduler, "waits", PENALISED, priority=1)
+    plan = dispatch(scheduler)
+    assert plan.preempted == ()
+    assert names(plan) == ["holds", "plain"]
+
+
+def test_none_at_all_is_refused() -> None:
+    with pytest.raises(ConfigError, match="feature_slots must be at least 1"):
+        make(feature_slots=0)
