@@ -137,3 +137,30 @@ def test_default_refuses_bad_limits_by_name():
         Buckets.default(0, 16)
     with pytest.raises(ConfigError, match="max_num_batched_tokens, 7, must be at least max_num_seqs, 8"):
         Buckets.default(8, 7)
+
+
+def test_windows_of_fixed_lengths() -> None:
+    """The shortest that is long enough; one program for each number of rows and each length."""
+    buckets = Buckets.default(16, 64, row_growth=2, max_window=6)
+    assert buckets.row_buckets == (4, 8, 16)
+    assert buckets.window_steps == (1, 2, 4, 6)
+    assert sum(key.window for key in buckets.keys()) == 3 * 4  # noqa: SIM118 # no mapping
+    selected = [buckets.select(5, 5, window=True, num_steps=steps) for steps in range(1, 7)]
+    assert selected == [ProgramKey(8, 8, True, True, steps) for steps in (1, 2, 4, 4, 6, 6)]
+    assert set(selected) <= set(buckets.keys())
+    with pytest.raises(ValueError, match="num_steps 7 is above 6"):
+        buckets.select(5, 5, window=True, num_steps=7)
+    assert buckets.select(20, 5).num_steps == buckets.select(5, 5).num_steps == 0
+
+
+def test_one_program_for_windows_of_any_length() -> None:
+    buckets = Buckets.default(16, 64)
+    assert buckets.row_buckets == (4, 16)
+    selected = {buckets.select(5, 5, window=True, num_steps=steps) for steps in (1, 2, 64)}
+    assert selected == {ProgramKey(16, 16, True, True)}
+
+
+@pytest.mark.parametrize("steps", [(), (2, 4), (1, 1), (1, 4, 2)])
+def test_lengths_of_windows_are_checked(steps: tuple[int, ...]) -> None:
+    with pytest.raises(ConfigError, match="window_steps"):
+        Buckets((16,), (4,), steps)

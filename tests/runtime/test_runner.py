@@ -42,11 +42,11 @@ from tests.support.toy import OFFSET, TEST_CACHE, VOCAB, toy_model, toy_tokens
 GREEDY = SamplingParams(temperature=0.0)
 
 
-def make_runner(max_decode_steps: int = 1) -> ModelRunner:
+def make_runner(max_decode_steps: int = 1, window_steps: tuple[int, ...] = (0,)) -> ModelRunner:
     use_compilation_cache(TEST_CACHE)
     model = toy_model()
     config = RunnerConfig(
-        buckets=Buckets(token_buckets=(16,), row_buckets=(4, 8)),
+        buckets=Buckets((16,), (4, 8), window_steps),
         max_num_seqs=4,
         max_model_len=64,
         page_size=4,
@@ -121,9 +121,10 @@ def test_decodes_under_a_constraint_compute_no_more_rows_than_others(
     assert keys == [ProgramKey(16, 8), *[ProgramKey(4, 4, decode_only=True)] * 2]
 
 
-@pytest.fixture
-def looping() -> Iterator[ModelRunner]:
-    runner = make_runner(max_decode_steps=8)
+@pytest.fixture(params=[(0,), (1, 2, 4, 8)], ids=["as long as it takes", "of fixed lengths"])
+def looping(request: pytest.FixtureRequest) -> Iterator[ModelRunner]:
+    """With either form of windows."""
+    runner = make_runner(max_decode_steps=8, window_steps=request.param)
     runner.initialize_kv_cache(16)
     runner.compile()
     yield runner
@@ -148,6 +149,24 @@ def test_a_window_makes_what_single_steps_make(looping: ModelRunner) -> None:
     ]
     results = [looping.wait(p).token_ids for p in pending]
     assert results == [[first[1:6], second[1:3]], [second[3:6], first[6:7]], [first[7:8]]]
+
+
+def test_steps_past_a_window_that_was_asked_for_change_nothing(looping: ModelRunner) -> None:
+    """A window of three steps may run as one of four: rows that could go on make three tokens, and write
+    three positions.
+    """
+    tokens, others = toy_tokens([3, 2, 4], 8), toy_tokens([5], 8)
+    assert all(tokens[:3] + others[:3])  # zeros in the cache would not show
+    looping.execute(prefill([3, 2, 4], 2, [7, 9, 1]))
+    looping.execute(prefill([5], 0, [2, 4, 6], 1))
+    assert looping._kv is not None
+    before = np.array(looping._kv[0])
+    result = looping.execute(windowed([(2, 3, 3, 0), (0, 1, 3, 0)], 3, 2))
+    assert result.token_ids == [tokens[1:4], others[1:4]]
+    written = np.argwhere((np.array(looping._kv[0]) != before).any(axis=(1, 2, 4)))
+    assert written.tolist() == [[2, 1], [2, 2], [2, 3], [7, 3], [9, 0], [9, 1]]
+    result = looping.execute(windowed([(0, 4, 1, 0), (2, 6, 1, 0)], 1, 3))
+    assert result.token_ids == [others[4:5], tokens[4:5]]
 
 
 def test_a_window_ends_rows_at_stop_ids_unless_banned(looping: ModelRunner) -> None:

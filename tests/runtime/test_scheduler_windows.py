@@ -185,3 +185,10 @@ def test_a_request_preempted_with_a_window_in_flight_comes_back_with_its_tokens(
     assert scheduler.schedule(3, max_steps=4) is None
     give(scheduler, plan, (11, 12, 13, 14))
     assert dispatch(scheduler).rows[0].token_ids == (100, 101, 102, WORD, 11, 12, 13, 14)
+
+
+def test_windows_have_the_lengths_that_programs_have():
+    """Of those the longest that fits, so that no program runs steps that nobody wants."""
+    scheduler = started({"max_tokens": 12}, window_steps=(1, 2, 4, 8))
+    lengths = [dispatch(scheduler, max_steps=most).num_steps for most in (7, 3, 8, 8)]
+    assert lengths == [4, 2, 4, 1]  # 11 tokens are left of which 5 after the first two, and 1 at the end

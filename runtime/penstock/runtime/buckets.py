@@ -2,16 +2,16 @@
 
 XLA compiles for fixed shapes, so a plan is padded up to one of a small set of (tokens, rows) shapes. Few
 shapes mean a short warm-up; shapes close to the plan mean little wasted work. Decode steps are the common
-case and have two programs per row bucket: a window, which chooses its tokens itself, and a forward, for steps
-whose tokens wait for the host's masks or whose hidden states are wanted. Steps with a prefill chunk have a
-forward per token bucket, all with the largest row bucket: there the tokens dominate the cost, padding rows
-are cheap, and programs are not.
+case and have two programs per row bucket: a window, which chooses its tokens itself (on accelerators one for
+each length, see `step`), and a forward, for steps whose tokens wait for the host's masks or whose hidden
+states are wanted. Steps with a prefill chunk have a forward per token bucket, all with the largest row
+bucket: there the tokens dominate the cost, padding rows are cheap, and programs are not.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from itertools import pairwise
 
 from penstock.runtime.errors import ConfigError
@@ -19,10 +19,12 @@ from penstock.runtime.errors import ConfigError
 MIN_BUCKET = 4
 """On CPU a matmul with M below 4 falls off XLA's fast path, so four rows cost no more than one."""
 FIRST_TOKEN_BUCKET = 16
-ROW_GROWTH = 4
+ROW_GROWTH = 2
 TOKEN_GROWTH = 2
+NATIVE_ROW_GROWTH = 4
 NATIVE_TOKEN_GROWTH = 8
 """Where kernels skip padding: a bucket far above what is needed costs little, a program seconds to make."""
+WINDOW_GROWTH = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +33,8 @@ class ProgramKey:
 
     `decode_only` tells apart programs of equal shape: (16, 16) may exist both as "row i has token i" and as a
     mixed step of 16 tokens split among 16 rows in any way.
+
+    `num_steps` is of a window alone: how many decode steps it has; 0: as many as the step's buffer says.
     """
 
     tokens: int
@@ -38,6 +42,7 @@ class ProgramKey:
     decode_only: bool = False
     window: bool = False
     """A loop of decode steps that chooses its tokens, which only a program that is `decode_only` can be."""
+    num_steps: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +51,8 @@ class Buckets:
 
     token_buckets: tuple[int, ...]
     row_buckets: tuple[int, ...]
+    window_steps: tuple[int, ...] = (0,)
+    """Windows of decode steps, by their length: one program each. (0,): one program for any length."""
 
     def __post_init__(self) -> None:
         for name, sizes in (("token_buckets", self.token_buckets), ("row_buckets", self.row_buckets)):
@@ -55,6 +62,10 @@ class Buckets:
                 raise ConfigError(f"{name} must be at least 1, not {sizes[0]}")
             if any(a >= b for a, b in pairwise(sizes)):
                 raise ConfigError(f"{name} must ascend without repeats, not {sizes}")
+        if self.window_steps != (0,) and (not self.window_steps or self.window_steps[0] != 1):
+            raise ConfigError(f"window_steps must begin with 1, or be (0,), not {self.window_steps}")
+        if any(a >= b for a, b in pairwise(self.window_steps)):
+            raise ConfigError(f"window_steps must ascend without repeats, not {self.window_steps}")
         if self.token_buckets[-1] < self.row_buckets[-1]:
             raise ConfigError(
                 f"token_buckets end in {self.token_buckets[-1]} and row_buckets in {self.row_buckets[-1]}; "
@@ -63,10 +74,17 @@ class Buckets:
 
     @classmethod
     def default(
-        cls, max_num_seqs: int, max_num_batched_tokens: int, *, token_growth: int = TOKEN_GROWTH
+        cls,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        *,
+        token_growth: int = TOKEN_GROWTH,
+        row_growth: int = NATIVE_ROW_GROWTH,
+        max_window: int | None = None,
     ) -> Buckets:
-        """Rows 4, 16, 64, ... up to max_num_seqs; tokens from 16 up to max_num_batched_tokens, each bucket
-        `token_growth` times the one before.
+        """Rows from 4 up to max_num_seqs, each bucket `row_growth` times the one before; tokens from 16 up to
+        max_num_batched_tokens, likewise by `token_growth`; with `max_window` windows of 1, 2, 4, ... up to so
+        many decode steps.
 
         Neither ends below 4 (see MIN_BUCKET): a smaller limit is served with padding rows.
         """
@@ -80,7 +98,8 @@ class Buckets:
         most_tokens = max(max_num_batched_tokens, MIN_BUCKET)
         return cls(
             token_buckets=_geometric(FIRST_TOKEN_BUCKET, token_growth, most_tokens),
-            row_buckets=_geometric(MIN_BUCKET, ROW_GROWTH, max(max_num_seqs, MIN_BUCKET)),
+            row_buckets=_geometric(MIN_BUCKET, row_growth, max(max_num_seqs, MIN_BUCKET)),
+            window_steps=(0,) if max_window is None else _geometric(1, WINDOW_GROWTH, max_window),
         )
 
     def keys(self) -> tuple[ProgramKey, ...]:
@@ -89,14 +108,21 @@ class Buckets:
         Largest first because it takes longest to compile (the best order for several compiler threads) and
         needs the most memory (if it does not fit, start-up fails at once and not after minutes).
         """
-        keys = [ProgramKey(rows, rows, True, window) for rows in self.row_buckets for window in (True, False)]
+        keys = [ProgramKey(rows, rows, True) for rows in self.row_buckets]
+        keys += [
+            ProgramKey(rows, rows, True, True, steps)
+            for rows in self.row_buckets
+            for steps in self.window_steps
+        ]
         keys += [ProgramKey(tokens, self.row_buckets[-1]) for tokens in self.token_buckets]
-        return tuple(
-            sorted(keys, key=lambda key: (key.tokens, key.rows, key.decode_only, key.window), reverse=True)
-        )
+        return tuple(sorted(keys, key=astuple, reverse=True))
 
-    def select(self, num_tokens: int, num_rows: int, *, window: bool = False) -> ProgramKey:
-        """The smallest program that fits; ValueError if none does. A `window` has one token in every row."""
+    def select(
+        self, num_tokens: int, num_rows: int, *, window: bool = False, num_steps: int = 1
+    ) -> ProgramKey:
+        """The smallest program that fits; ValueError if none does. A `window` has one token in every row, and
+        may have several steps.
+        """
         rows, tokens = self.row_buckets, self.token_buckets
         if not 1 <= num_rows <= rows[-1]:
             raise ValueError(f"num_rows {num_rows} is not from 1 to {rows[-1]}")
@@ -104,10 +130,18 @@ class Buckets:
             raise ValueError(f"{num_rows} rows with {num_tokens} tokens cannot be {window=}")
         if num_tokens == num_rows:
             size = rows[bisect_left(rows, num_rows)]
-            return ProgramKey(size, size, True, window)
+            return ProgramKey(size, size, True, window, self._length(num_steps) if window else 0)
         if num_tokens > tokens[-1]:
             raise ValueError(f"num_tokens {num_tokens} is above {tokens[-1]}")
         return ProgramKey(tokens[bisect_left(tokens, num_tokens)], rows[-1])
+
+    def _length(self, num_steps: int) -> int:
+        steps = self.window_steps
+        if steps == (0,):
+            return 0
+        if num_steps > steps[-1]:
+            raise ValueError(f"num_steps {num_steps} is above {steps[-1]}")
+        return steps[bisect_left(steps, num_steps)]
 
 
 def _geometric(first: int, factor: int, last: int) -> tuple[int, ...]:

@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 
 from penstock.runtime import host_memory
 from penstock.runtime.assemble import Assembler, Delta
-from penstock.runtime.buckets import NATIVE_TOKEN_GROWTH, TOKEN_GROWTH, Buckets
+from penstock.runtime.buckets import NATIVE_ROW_GROWTH, NATIVE_TOKEN_GROWTH, ROW_GROWTH, TOKEN_GROWTH, Buckets
 from penstock.runtime.compilation import use_compilation_cache
 from penstock.runtime.config import DEFAULT_FEATURE_SLOTS, DEFAULT_TARGET_ITL_S, EngineConfig
 from penstock.runtime.core import EngineCore
@@ -125,6 +125,8 @@ class Engine:
             config.max_num_seqs,
             config.max_num_batched_tokens,
             token_growth=NATIVE_TOKEN_GROWTH if model.skips_padding else TOKEN_GROWTH,
+            row_growth=NATIVE_ROW_GROWTH if device.platform == "cpu" else ROW_GROWTH,
+            max_window=None if device.platform == "cpu" else config.max_decode_steps,
         )
         feature_slots = min(config.max_num_seqs, config.feature_slots or DEFAULT_FEATURE_SLOTS)
         runner_config = RunnerConfig(
@@ -179,6 +181,7 @@ class Engine:
                 scheduling_policy=config.scheduling_policy,
                 prefix_cache_pages=config.prefix_cache_pages,
                 sliding_window=model.sliding_window,
+                window_steps=() if buckets.window_steps == (0,) else buckets.window_steps,
             )
         )
         target_itl_s = config.target_itl_s

@@ -46,6 +46,7 @@ together, because two steps read the weights twice.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -158,7 +159,7 @@ class Planner:
 
     def _steps_with_pages(self, seqs: list[Sequence], most: int) -> int:
         """How many steps these may make: at most as many as somebody has tokens to make, and as there are
-        pages for without preempting anybody, which may be none.
+        pages for without preempting anybody, which may be none; but for that a length that windows may have.
         """
         pool = self._roster.pool
         num_steps = min(most, max((seq.max_computed - seq.num_computed for seq in seqs), default=1))
@@ -170,6 +171,8 @@ class Planner:
             if pool.can_allocate(needed):
                 break
             num_steps -= 1
+        if num_steps and (lengths := self._config.window_steps):
+            return lengths[bisect_right(lengths, num_steps) - 1]
         return num_steps
 
     def _add_decodes(self, draft: Draft) -> list[Sequence]:

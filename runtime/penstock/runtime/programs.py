@@ -100,7 +100,7 @@ class ProgramBuilder:
             self._shapes,
             attention_op(self.platform, native=self.config.native),
             self._sampler,
-            self.config.max_decode_steps,
+            key.num_steps or self.config.max_decode_steps,
         )
         packed = self._ints(self.layout(key).size)
         return compile_program(program, self.weights, self.kv, self.state, packed, donate=(1, 2))

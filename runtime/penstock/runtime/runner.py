@@ -275,7 +275,9 @@ class ModelRunner:
         targets = self._prompt_targets(plan)
         # A window chooses its tokens itself and tells no hidden states, not even of chunks of one token.
         window = plan.decode_only and not constraints and not targets
-        key = self.config.buckets.select(plan.num_tokens, len(plan.rows), window=window)
+        key = self.config.buckets.select(
+            plan.num_tokens, len(plan.rows), window=window, num_steps=plan.num_steps
+        )
         packed = self._slots.pack(plan, key, constraints)
         logprobs = self._slots.logprobs(plan)
         if key.window:

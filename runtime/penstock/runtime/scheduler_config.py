@@ -38,6 +38,9 @@ class SchedulerConfig:
     """Largest window of the model's layers, if each has one: a token attends to that many latest tokens at
     most, itself included, so pages before them are given back."""
 
+    window_steps: tuple[int, ...] = ()
+    """Lengths that windows may have, ascending from 1; (): any."""
+
     def __post_init__(self) -> None:
         least = {
             "max_num_seqs": 1,

@@ -173,6 +173,9 @@ def make_window(
 ) -> Callable[[Weights, KVCache, RowState, Array], tuple[Chosen, KVCache, RowState]]:
     """A loop of decode steps, of which a call runs as many as its header says, or fewer when every row has
     ended. No row has a mask.
+
+    A program for a fixed number of steps runs all of them; in those that are too many every row has ended. So
+    it is on accelerators: XLA reads the condition of a loop of unknown length back to the host in each turn.
     """
 
     def window(
@@ -207,7 +210,7 @@ def make_window(
             token = jnp.where(carry.alive, sampled, NO_TOKEN)
             ended = ((sampled[:, None] == rows.stop_ids).any(axis=1) & ~banned) | (sampled < 0)
             step = carry.step + 1
-            alive = carry.alive & ~ended & (step < batch.max_samples)
+            alive = carry.alive & ~ended & (step < jnp.minimum(batch.max_samples, batch.num_steps))
             return _Window(
                 step=step,
                 # A row that has ended repeats its last step while the others go on: the same token at the
@@ -228,23 +231,23 @@ def make_window(
         tokens = layout.unpack_tokens(packed)
         first = jnp.where(tokens == FEEDBACK, _of_rows(state.tokens, batch), tokens)
         feedback = jnp.full_like(tokens, FEEDBACK)
-        end = lax.while_loop(
-            more,
-            turn,
-            _Window(
-                step=jnp.int32(0),
-                alive=batch.max_samples > 0,
-                made=jnp.zeros((rows,), jnp.int32),
-                tokens=first,
-                sampled=jnp.zeros((rows,), jnp.int32),
-                kv=kv,
-                state=state,
-                chosen=Chosen(
-                    jnp.full((max_steps, rows), NO_TOKEN, jnp.int32),
-                    jnp.zeros((max_steps, rows, 1 + 2 * shapes.num_top), jnp.int32),
-                ),
+        begin = _Window(
+            step=jnp.int32(0),
+            alive=batch.max_samples > 0,
+            made=jnp.zeros((rows,), jnp.int32),
+            tokens=first,
+            sampled=jnp.zeros((rows,), jnp.int32),
+            kv=kv,
+            state=state,
+            chosen=Chosen(
+                jnp.full((max_steps, rows), NO_TOKEN, jnp.int32),
+                jnp.zeros((max_steps, rows, 1 + 2 * shapes.num_top), jnp.int32),
             ),
         )
+        if layout.key.num_steps:
+            end = lax.fori_loop(0, layout.key.num_steps, lambda _, carry: turn(carry), begin)
+        else:
+            end = lax.while_loop(more, turn, begin)
         return end.chosen, end.kv, _keep(end.state, batch, end.sampled)
 
     return window
