@@ -3,20 +3,27 @@
 from __future__ import annotations
 
 import dataclasses
+from types import SimpleNamespace
 from typing import Any, cast
 
 import jax
+import numpy as np
 import pytest
 
-from penstock.runtime.config import EngineConfig
+from penstock.runtime.buckets import Buckets, ProgramKey
+from penstock.runtime.config import EngineConfig, ResolvedConfig, resolve
 from penstock.runtime.errors import ConfigError
 from penstock.runtime.memory import DEFAULT_CPU_KV_BYTES, KVPlan, device_kv_bytes, plan_kv
+from penstock.runtime.programs import ProgramBuilder
+from penstock.runtime.runner import ModelRunner, single_device_mesh
+from penstock.runtime.runner_config import RunnerConfig
+from tests.support.toy import toy_model
 
-CONFIG = EngineConfig(max_num_seqs=2, page_size=16)
+CONFIG = resolve(EngineConfig(max_num_seqs=2, page_size=16), "cpu")
 
 
 def plan(
-    config: EngineConfig = CONFIG, *, model: int = 64, page: int = 100, device: int | None = None
+    config: ResolvedConfig = CONFIG, *, model: int = 64, page: int = 100, device: int | None = None
 ) -> KVPlan:
     return plan_kv(config, model_max_len=model, page_bytes=page, device_bytes=device)
 
@@ -109,3 +116,75 @@ def test_what_a_device_has_left() -> None:
 def test_options_out_of_range_are_refused_by_name(field: str, value: Any) -> None:
     with pytest.raises(ConfigError, match=field):
         EngineConfig(**{field: value})
+
+
+@pytest.mark.parametrize(
+    ("options", "platform", "gib", "resolved"),
+    [
+        ({}, "cpu", None, (16, 512, 16)),
+        ({}, "gpu", 80, (256, 8192, 64)),
+        ({}, "tpu", None, (256, 8192, 64)),  # it does not tell how much it has
+        ({}, "gpu", 16, (64, 2048, 64)),
+        ({"max_num_seqs": 3}, "cpu", None, (3, 512, 3)),
+        ({"max_num_seqs": 1000}, "cpu", None, (1000, 1000, 64)),
+        ({"max_num_batched_tokens": 100}, "gpu", 80, (100, 100, 64)),
+        ({"max_num_batched_tokens": 1000}, "cpu", None, (16, 1000, 16)),
+        ({"max_num_seqs": 8, "max_num_batched_tokens": 99, "feature_slots": 2}, "gpu", 80, (8, 99, 2)),
+        ({"max_num_seqs": 8, "feature_slots": 100}, "gpu", 80, (8, 8192, 8)),
+    ],
+)
+def test_what_was_not_chosen_goes_by_platform(
+    options: dict[str, int], platform: str, gib: int | None, resolved: tuple[int, int, int]
+) -> None:
+    config = EngineConfig(page_size=8, **cast("Any", options))
+    found = resolve(config, platform, None if gib is None else gib * 2**30)
+    assert (found.max_num_seqs, found.max_num_batched_tokens, found.feature_slots) == resolved
+    assert found.page_size == 8
+    assert resolve(found, platform) == found
+
+
+def test_a_share_of_what_jax_may_take_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    device = cast("jax.Device", FakeDevice("gpu", {"bytes_limit": 60 * 2**30, "bytes_in_use": 2**30}))
+    with caplog.at_level("INFO"):
+        assert device_kv_bytes(device, 0.5, 2**30) == 28 * 2**30
+    assert "60.0 GiB" in caplog.text
+    assert "XLA_PYTHON_CLIENT_MEM_FRACTION" in caplog.text
+
+
+def test_the_program_that_needs_most_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whichever kind it is of; results in a donated argument's memory take none."""
+    model = toy_model()
+    config = RunnerConfig(
+        buckets=Buckets((16,), (2, 4)),
+        max_num_seqs=4,
+        max_model_len=64,
+        page_size=4,
+        dtype=np.dtype(np.float32),
+        vocab_size=model.vocab_size,
+        eos_token_ids=(),
+    )
+    mesh = single_device_mesh(jax.devices()[0])
+    runner = ModelRunner(model.graphdef, model.weights, model.kv_spec, config, mesh)
+    asked: list[ProgramKey | int] = []
+
+    def needs(**sizes: int) -> Any:
+        analysis = SimpleNamespace(**{f"{kind}_size_in_bytes": size for kind, size in sizes.items()})
+        return SimpleNamespace(memory_analysis=lambda: analysis)
+
+    sizes = {"forward": 5, "window": 5, "choice": 5}
+
+    def program(name: str) -> Any:
+        def make(_: ProgramBuilder, key: ProgramKey | int) -> Any:
+            asked.append(key)
+            return needs(temp=sizes[name], output=107, alias=100)
+
+        return make
+
+    for name in sizes:
+        monkeypatch.setattr(ProgramBuilder, name, program(name))
+    for name in sizes:
+        sizes[name] += 10
+        assert runner.peak_temp_bytes() == 22
+        sizes[name] -= 10
+    assert set(asked) == {ProgramKey(16, 4), ProgramKey(4, 4, True, True), 4}
+    runner.shutdown()

@@ -17,7 +17,7 @@ from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
-from penstock.runtime.config import EngineConfig
+from penstock.runtime.config import EngineConfig, resolve
 from penstock.runtime.defaults import GenerationDefaults
 from penstock.runtime.engine import ModelInfo
 from penstock.runtime.errors import (
@@ -59,7 +59,8 @@ class FakeEngine:
         cached_pages: int = 0,
         **config: Any,
     ) -> None:
-        self.config = EngineConfig(served_model_name="fake", max_model_len=max_model_len, **config)
+        options = EngineConfig(served_model_name="fake", max_model_len=max_model_len, **config)
+        self.config = resolve(options, "cpu")
         self.info = ModelInfo(
             name="fake",
             architecture="FakeForCausalLM",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import logging
+import os
 import socket
 from collections.abc import Callable
 from pathlib import Path
@@ -155,6 +156,7 @@ def test_every_option_arrives(tmp_path: Path) -> None:
         "--threads": "3",
         "--max-model-len": "100",
         "--max-num-seqs": "3",
+        "--feature-slots": "2",
         "--max-num-batched-tokens": "64",
         "--max-prefill-chunk": "32",
         "--target-itl": "0.25",
@@ -182,6 +184,7 @@ def test_every_option_arrives(tmp_path: Path) -> None:
         threads=3,
         max_model_len=100,
         max_num_seqs=3,
+        feature_slots=2,
         max_num_batched_tokens=64,
         max_prefill_chunk=32,
         target_itl_s=0.25,
@@ -260,3 +263,16 @@ def test_help_has_defaults_and_examples(capsys: pytest.CaptureFixture[str]) -> N
     text = capsys.readouterr().out
     for part in ("penstock serve demo", "default: 50051", "--kv-cache-bytes", "SIGTERM"):
         assert part in text
+
+
+@pytest.mark.parametrize(("given", "used"), [(None, "0.95"), ("0.5", "0.5")])
+def test_jax_may_take_most_of_an_accelerator(
+    run: Run, monkeypatch: pytest.MonkeyPatch, given: str | None, used: str
+) -> None:
+    """Unless the environment says how much."""
+    name = "XLA_PYTHON_CLIENT_MEM_FRACTION"
+    monkeypatch.setenv(name, given or "")  # so that it is as before when the test ends
+    if given is None:
+        monkeypatch.delenv(name)
+    run("demo", "--page-size", "3")
+    assert os.environ[name] == used

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,12 @@ from penstock.runtime.errors import ConfigError
 from penstock.runtime.scheduler_config import SCHEDULING_POLICIES
 
 MAX_DECODE_STEPS = 64
+DEFAULT_NUM_SEQS, DEFAULT_NUM_TOKENS = 16, 512
+"""Of max_num_seqs and max_num_batched_tokens on CPU."""
+ACCELERATOR_NUM_SEQS, ACCELERATOR_NUM_TOKENS = 256, 8192
+SMALL_NUM_SEQS, SMALL_NUM_TOKENS = 64, 2048
+"""Of an accelerator with less than SMALL_BYTES: what a step computes on the way has to fit, too."""
+SMALL_BYTES = 24 * 2**30
 DEFAULT_FEATURE_SLOTS = 64
 """78 MB with a vocabulary of 152k."""
 DEFAULT_TARGET_ITL_S = 0.15
@@ -49,14 +55,14 @@ class EngineConfig:
     before other code computes with JAX; else a warning says how many threads that pool has."""
     max_model_len: int | None = None
     """Prompt plus generated tokens of one request; None: the model's own, at most what the KV cache holds."""
-    max_num_seqs: int = 16
-    """Rows of the running batch."""
+    max_num_seqs: int | None = None
+    """Rows of the running batch. None: by platform, see `resolve`."""
     feature_slots: int | None = None
     """Requests with penalties or a bias (allowed ids and banned words are one) that run at a time: each takes
     8 bytes per token of the vocabulary on the device. Others of them wait. None: max_num_seqs, at most
     DEFAULT_FEATURE_SLOTS."""
-    max_num_batched_tokens: int = 512
-    """Token budget of one step, shared by decodes and prefill chunks."""
+    max_num_batched_tokens: int | None = None
+    """Token budget of one step, shared by decodes and prefill chunks. None: by platform, see `resolve`."""
     max_prefill_chunk: int | None = None
     """Most prompt tokens of one request in a step, in any case. None: all of the step's budget that decodes
     leave."""
@@ -115,13 +121,12 @@ class EngineConfig:
             bad.append(f"threads: must be from 1 to 4096, not {self.threads}")
         if self.max_model_len is not None and self.max_model_len < 2:
             bad.append(f"max_model_len: must be at least 2, not {self.max_model_len}")
-        if not 1 <= self.max_num_seqs <= 4096:
-            bad.append(f"max_num_seqs: must be from 1 to 4096, not {self.max_num_seqs}")
-        if self.max_num_batched_tokens < max(16, self.max_num_seqs):
-            bad.append(
-                f"max_num_batched_tokens: must be at least 16 and max_num_seqs ({self.max_num_seqs}), "
-                f"not {self.max_num_batched_tokens}"
-            )
+        num_seqs, num_tokens = self.max_num_seqs, self.max_num_batched_tokens
+        if num_seqs is not None and not 1 <= num_seqs <= 4096:
+            bad.append(f"max_num_seqs: must be from 1 to 4096, not {num_seqs}")
+        if num_tokens is not None and num_tokens < max(16, num_seqs or 0):
+            than = "16" if num_seqs is None else f"16 and max_num_seqs ({num_seqs})"
+            bad.append(f"max_num_batched_tokens: must be at least {than}, not {num_tokens}")
         if self.feature_slots is not None and self.feature_slots < 1:
             bad.append(f"feature_slots: must be at least 1, not {self.feature_slots}")
         if self.max_prefill_chunk is not None and self.max_prefill_chunk < 1:
@@ -159,3 +164,32 @@ class EngineConfig:
             bad.append(str(error))
         if bad:
             raise ConfigError("; ".join(bad))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResolvedConfig(EngineConfig):
+    """What an engine runs with: numbers where nothing was chosen."""
+
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    feature_slots: int
+
+
+def resolve(config: EngineConfig, platform: str, memory_bytes: int | None = None) -> ResolvedConfig:
+    """With what the platform (`Device.platform`) makes of what was not chosen, and of what was: the rows are
+    no more than the tokens given, and the other way round. `memory_bytes`: of an accelerator, if it tells.
+    """
+    if platform == "cpu":
+        num_seqs, num_tokens = DEFAULT_NUM_SEQS, DEFAULT_NUM_TOKENS
+    elif memory_bytes is not None and memory_bytes < SMALL_BYTES:
+        num_seqs, num_tokens = SMALL_NUM_SEQS, SMALL_NUM_TOKENS
+    else:
+        num_seqs, num_tokens = ACCELERATOR_NUM_SEQS, ACCELERATOR_NUM_TOKENS
+    num_seqs = config.max_num_seqs or min(num_seqs, config.max_num_batched_tokens or num_seqs)
+    values = {each.name: getattr(config, each.name) for each in fields(config)}
+    values |= {
+        "max_num_seqs": num_seqs,
+        "max_num_batched_tokens": config.max_num_batched_tokens or max(num_tokens, num_seqs),
+        "feature_slots": min(num_seqs, config.feature_slots or DEFAULT_FEATURE_SLOTS),
+    }
+    return ResolvedConfig(**values)

@@ -29,7 +29,7 @@ from penstock.runtime import host_memory
 from penstock.runtime.assemble import Assembler, Delta
 from penstock.runtime.buckets import NATIVE_ROW_GROWTH, NATIVE_TOKEN_GROWTH, ROW_GROWTH, TOKEN_GROWTH, Buckets
 from penstock.runtime.compilation import use_compilation_cache
-from penstock.runtime.config import DEFAULT_FEATURE_SLOTS, DEFAULT_TARGET_ITL_S, EngineConfig
+from penstock.runtime.config import DEFAULT_TARGET_ITL_S, EngineConfig, ResolvedConfig, resolve
 from penstock.runtime.core import EngineCore
 from penstock.runtime.cpu_threads import check_pool, start_backends
 from penstock.runtime.defaults import GenerationDefaults
@@ -121,6 +121,8 @@ class Engine:
             library.limit_threads(threads)
         if device.platform == "cpu":
             check_pool(threads)
+        stats = (device.memory_stats() or {}) if device.platform != "cpu" else {}
+        config = resolve(config, device.platform, stats.get("bytes_limit"))
         buckets = Buckets.default(
             config.max_num_seqs,
             config.max_num_batched_tokens,
@@ -128,7 +130,6 @@ class Engine:
             row_growth=NATIVE_ROW_GROWTH if device.platform == "cpu" else ROW_GROWTH,
             max_window=None if device.platform == "cpu" else config.max_decode_steps,
         )
-        feature_slots = min(config.max_num_seqs, config.feature_slots or DEFAULT_FEATURE_SLOTS)
         runner_config = RunnerConfig(
             buckets=buckets,
             max_num_seqs=config.max_num_seqs,
@@ -137,7 +138,7 @@ class Engine:
             dtype=model.dtype,
             vocab_size=model.vocab_size,
             eos_token_ids=model.eos_token_ids,
-            feature_slots=feature_slots,
+            feature_slots=config.feature_slots,
             max_logprobs=config.max_logprobs,
             native=native,
             threads=threads,
@@ -150,6 +151,7 @@ class Engine:
         if device.platform != "cpu" and config.kv_cache_bytes is None:
             probe = ModelRunner(model.graphdef, model.weights, model.kv_spec, runner_config, mesh)
             device_bytes = device_kv_bytes(device, config.hbm_utilization, probe.peak_temp_bytes())
+            del probe  # with what it keeps for sampling, which the runner makes again
         kv = plan_kv(
             config,
             model_max_len=model.max_model_len,
@@ -174,7 +176,7 @@ class Engine:
                 page_size=config.page_size,
                 num_pages=kv.num_pages,
                 eos_token_ids=frozenset(model.eos_token_ids),
-                feature_slots=feature_slots,
+                feature_slots=config.feature_slots,
                 max_queued_requests=config.max_queued_requests,
                 max_prefill_chunk=config.max_prefill_chunk,
                 step_sizes=() if model.skips_padding else buckets.token_buckets,
@@ -198,7 +200,7 @@ class Engine:
         self._switch_interval = SwitchInterval(config.switch_interval_s)
         # Without its weights: the runner holds those that serve, and an update must be able to free the old.
         self._model = dataclasses.replace(model, weights=None)
-        self.config = dataclasses.replace(
+        self.config: ResolvedConfig = dataclasses.replace(
             config,
             served_model_name=model.name,
             max_model_len=kv.max_model_len,
@@ -206,7 +208,6 @@ class Engine:
             dtype=np.dtype(model.dtype).name,
             threads=threads,
             target_itl_s=target_itl_s,
-            feature_slots=feature_slots,
         )
         self.info = ModelInfo(
             name=model.name,

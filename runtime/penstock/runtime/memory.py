@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import jax
 
-from penstock.runtime.config import EngineConfig
+from penstock.runtime.config import ResolvedConfig
 from penstock.runtime.errors import ConfigError
 from penstock.runtime.scheduler_config import capacity_tokens
 
@@ -39,6 +39,12 @@ def device_kv_bytes(device: jax.Device, utilization: float, peak_temp_bytes: int
     if not stats or "bytes_limit" not in stats:
         return None
     limit, in_use = stats["bytes_limit"], stats["bytes_in_use"]
+    log.info(
+        "JAX may use %.1f GiB of the device's memory (the variable XLA_PYTHON_CLIENT_MEM_FRACTION says which "
+        "share; 0.75 where it is not set), of which hbm_utilization takes %g",
+        limit / 2**30,
+        utilization,
+    )
     left: int = int(limit * utilization) - in_use - peak_temp_bytes
     if left <= 0:
         raise ConfigError(
@@ -50,7 +56,7 @@ def device_kv_bytes(device: jax.Device, utilization: float, peak_temp_bytes: int
 
 
 def plan_kv(
-    config: EngineConfig,
+    config: ResolvedConfig,
     *,
     model_max_len: int,
     page_bytes: int,

@@ -151,14 +151,14 @@ class ModelRunner:
             huge_pages.advise(arrays)
 
     def peak_temp_bytes(self, num_pages: int = 64) -> int:
-        """Scratch memory of the largest program, from XLA's own account; compiles that program for a small
-        cache.
+        """Memory that the most demanding program takes beside its arguments, from XLA's own account; compiles
+        the largest of each kind for a small cache.
         """
         builder = self._builder(num_pages)
-        analysis = builder.forward(builder.largest).memory_analysis()
-        return int(getattr(analysis, "temp_size_in_bytes", 0)) + int(
-            getattr(analysis, "output_size_in_bytes", 0)
-        )
+        window = next(key for key in self.config.buckets.keys() if key.window)  # noqa: SIM118 # no mapping
+        largest = builder.largest
+        programs = (builder.forward(largest), builder.window(window), builder.choice(largest.rows))
+        return max(_bytes_beside_arguments(program) for program in programs)
 
     def _kv_shape(self, num_pages: int) -> tuple[int, ...]:
         spec = self._kv_spec
@@ -414,6 +414,13 @@ class ModelRunner:
             array.delete()
         self._programs = None
         self._weights = ()
+
+
+def _bytes_beside_arguments(program: jax.stages.Compiled) -> int:
+    """Scratch, and results that are not a donated argument's memory."""
+    analysis = program.memory_analysis()
+    kinds = (("temp", 1), ("output", 1), ("alias", -1))
+    return sum(sign * int(getattr(analysis, f"{kind}_size_in_bytes", 0)) for kind, sign in kinds)
 
 
 def _sent(pending: PendingStep) -> PendingStep:

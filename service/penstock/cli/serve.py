@@ -24,6 +24,9 @@ __all__ = ["add_parser", "run"]
 
 log = logging.getLogger("penstock.serve")
 
+_MEMORY_FRACTION = "0.95"
+"""Of an accelerator's memory that JAX may take; `--hbm-utilization` is a share of this."""
+
 
 def run(args: argparse.Namespace) -> int:
     """Serve until told to stop; 0 after a graceful end, 1 if it cannot start or the engine dies."""
@@ -35,6 +38,8 @@ def run(args: argparse.Namespace) -> int:
     )
     for noisy in ("jax", "httpx", "asyncio", "filelock", "huggingface_hub", "transformers"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
+    # JAX reads it when it first looks for devices. Its own default leaves a quarter of an accelerator idle.
+    os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", _MEMORY_FRACTION)
     try:
         options = server_options(args)
         config = engine_config(args)
@@ -129,6 +134,9 @@ def _tell(engine: Engine) -> None:
     log.info("on %s; CPU threads: %s", ", ".join(info.devices), config.threads)
     running, waiting = config.max_num_seqs, config.max_queued_requests
     log.info("context %d tokens; at most %d requests run and %d wait", info.max_model_len, running, waiting)
+    log.info(
+        "at most %d tokens a step; %d feature slots", config.max_num_batched_tokens, config.feature_slots
+    )
     log.info("scheduling: %s; prefix cache: %s", config.scheduling_policy, _prefix_cache(config))
     cache_mib = (config.kv_cache_bytes or 0) / 2**20
     log.info("KV cache %.1f MiB: %d pages of %d tokens", cache_mib, info.num_pages, info.page_size)

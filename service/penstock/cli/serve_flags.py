@@ -9,11 +9,18 @@ from typing import TYPE_CHECKING, Any
 
 from penstock.runtime.chat.parser import REASONING_PARSERS, TOOL_PARSERS
 from penstock.runtime.config import (
+    ACCELERATOR_NUM_SEQS,
+    ACCELERATOR_NUM_TOKENS,
     DEFAULT_FEATURE_SLOTS,
+    DEFAULT_NUM_SEQS,
+    DEFAULT_NUM_TOKENS,
     DEFAULT_TARGET_ITL_S,
     DTYPES,
     NATIVE,
     QUANTIZATIONS,
+    SMALL_BYTES,
+    SMALL_NUM_SEQS,
+    SMALL_NUM_TOKENS,
     EngineConfig,
     default_compilation_cache,
 )
@@ -199,9 +206,9 @@ def _add_engine(parser: argparse.ArgumentParser) -> None:
     engine.add_argument(
         "--max-num-seqs",
         type=int,
-        default=_CONFIG.max_num_seqs,
         metavar="N",
-        help="requests that run together; default: %(default)s",
+        help=f"requests that run together; default: {DEFAULT_NUM_SEQS} on CPU, {ACCELERATOR_NUM_SEQS} on an "
+        f"accelerator, {SMALL_NUM_SEQS} on one with less than {SMALL_BYTES >> 30} GiB",
     )
     engine.add_argument(
         "--feature-slots",
@@ -213,9 +220,9 @@ def _add_engine(parser: argparse.ArgumentParser) -> None:
     engine.add_argument(
         "--max-num-batched-tokens",
         type=int,
-        default=_CONFIG.max_num_batched_tokens,
         metavar="N",
-        help="tokens of one step, prompts and outputs together; default: %(default)s",
+        help=f"tokens of one step, prompts and outputs together; default: {DEFAULT_NUM_TOKENS}, "
+        f"{ACCELERATOR_NUM_TOKENS} or {SMALL_NUM_TOKENS}, on the same terms",
     )
     engine.add_argument(
         "--max-prefill-chunk",

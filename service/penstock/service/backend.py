@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from penstock.runtime.config import EngineConfig
+from penstock.runtime.config import ResolvedConfig
 from penstock.runtime.grammar.compiler import GrammarCompiler
 from penstock.runtime.interface import AbortOutcome, WeightsVersion
 from penstock.runtime.request import Finish, Output, PreparedPrompt, Request
@@ -63,7 +63,7 @@ class Backend(Protocol):
     """
 
     @property
-    def config(self) -> EngineConfig: ...
+    def config(self) -> ResolvedConfig: ...
     @property
     def info(self) -> Info: ...
     @property
