@@ -37,6 +37,7 @@ def random_config(rng: random.Random) -> SchedulerConfig:
         scheduling_policy=rng.choice(["fcfs", "priority"]),
         prefix_cache_pages=rng.choice([None, None, 0, rng.randint(1, num_pages)]),
         sliding_window=rng.choice([None, None, rng.randint(1, 12)]),
+        window_steps=rng.choice([(), (), (1, 2, 4), (1, 3)]),
     )
 
 

@@ -317,6 +317,7 @@ class Traffic:
 
     def check_window(self, plan: Plan, max_steps: int) -> None:
         assert 1 <= plan.num_steps <= max_steps
+        assert not self.config.window_steps or plan.num_steps in self.config.window_steps
         if plan.num_steps > 1:
             assert not plan.preempted
             assert not plan.new_requests
