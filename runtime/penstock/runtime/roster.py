@@ -160,8 +160,8 @@ class Roster:
         return min(whole, self._max_prefill_pages - len(self.shared_by(prefix)))
 
     def can_enter(self, seq: Sequence, prefix: Prefix) -> bool:
-        """Its slots are free, and so are its own pages, beside the shared ones and the `headroom` of those who
-        run.
+        """Its slots are free, and so are its own pages, beside the shared ones and the `headroom` of those
+        who run.
         """
         if not self.has_slots_for(seq):
             return False
