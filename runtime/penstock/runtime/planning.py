@@ -270,7 +270,7 @@ class Planner:
             if seq.prefill_until - seq.num_computed > _LONG * whole:
                 if shared:
                     count = max(whole // _FLOOR, 1)
-                elif underway or (entering and waiting.first(admit=draft.admit)):
+                elif underway or (entering and waiting):
                     count = budget - budget // _SHARE
                 shared = True
             parts.append((seq, seq.num_computed))
