@@ -12,12 +12,13 @@ import pytest
 
 from penstock.runtime.buckets import Buckets, ProgramKey
 from penstock.runtime.config import EngineConfig, ResolvedConfig, resolve
+from penstock.runtime.defaults import GenerationDefaults
 from penstock.runtime.errors import ConfigError
 from penstock.runtime.memory import DEFAULT_CPU_KV_BYTES, KVPlan, device_kv_bytes, plan_kv
 from penstock.runtime.programs import ProgramBuilder
 from penstock.runtime.runner import ModelRunner, single_device_mesh
 from penstock.runtime.runner_config import RunnerConfig
-from tests.support.toy import toy_model
+from tests.support.toy import toy_engine, toy_model
 
 CONFIG = resolve(EngineConfig(max_num_seqs=2, page_size=16), "cpu")
 
@@ -141,6 +142,32 @@ def test_what_was_not_chosen_goes_by_platform(
     assert (found.max_num_seqs, found.max_num_batched_tokens, found.feature_slots) == resolved
     assert found.page_size == 8
     assert resolve(found, platform) == found
+
+
+@pytest.mark.parametrize(
+    ("asked", "defaults", "slots"),
+    [
+        (None, GenerationDefaults(temperature=0.7, top_p=0.8), 64),
+        (None, GenerationDefaults(repetition_penalty=1.05), 256),
+        (None, GenerationDefaults(presence_penalty=1.5), 256),
+        (32, GenerationDefaults(repetition_penalty=1.05), 32),
+    ],
+)
+def test_where_all_requests_have_penalties_all_rows_have_feature_slots(
+    asked: int | None, defaults: GenerationDefaults, slots: int
+) -> None:
+    """Unless the operator gave a number."""
+    found = resolve(EngineConfig(feature_slots=asked), "gpu", defaults=defaults)
+    assert (found.max_num_seqs, found.feature_slots) == (256, slots)
+
+
+def test_an_engine_goes_by_the_served_defaults(caplog: pytest.LogCaptureFixture) -> None:
+    model = dataclasses.replace(toy_model(), defaults=GenerationDefaults(repetition_penalty=1.05))
+    with caplog.at_level("INFO"):
+        engine = toy_engine(model, start=False, max_num_seqs=80, max_num_batched_tokens=80)
+    engine.shutdown()
+    assert engine.config.feature_slots == 80
+    assert "80 feature slots" in caplog.text
 
 
 def test_a_share_of_what_jax_may_take_is_told(caplog: pytest.LogCaptureFixture) -> None:

@@ -60,7 +60,7 @@ class EngineConfig:
     feature_slots: int | None = None
     """Requests with penalties or a bias (allowed ids and banned words are one) that run at a time: each takes
     8 bytes per token of the vocabulary on the device. Others of them wait. None: max_num_seqs, at most
-    DEFAULT_FEATURE_SLOTS."""
+    DEFAULT_FEATURE_SLOTS unless the served sampling defaults have penalties, which then every request has."""
     max_num_batched_tokens: int | None = None
     """Token budget of one step, shared by decodes and prefill chunks. None: by platform, see `resolve`."""
     max_prefill_chunk: int | None = None
@@ -175,9 +175,17 @@ class ResolvedConfig(EngineConfig):
     feature_slots: int
 
 
-def resolve(config: EngineConfig, platform: str, memory_bytes: int | None = None) -> ResolvedConfig:
+def resolve(
+    config: EngineConfig,
+    platform: str,
+    memory_bytes: int | None = None,
+    *,
+    defaults: GenerationDefaults | None = None,
+) -> ResolvedConfig:
     """With what the platform (`Device.platform`) makes of what was not chosen, and of what was: the rows are
     no more than the tokens given, and the other way round. `memory_bytes`: of an accelerator, if it tells.
+    `defaults`: the served ones. Where they have penalties, so has every request that does not say otherwise,
+    and there are as many feature slots as rows.
     """
     if platform == "cpu":
         num_seqs, num_tokens = DEFAULT_NUM_SEQS, DEFAULT_NUM_TOKENS
@@ -186,10 +194,12 @@ def resolve(config: EngineConfig, platform: str, memory_bytes: int | None = None
     else:
         num_seqs, num_tokens = ACCELERATOR_NUM_SEQS, ACCELERATOR_NUM_TOKENS
     num_seqs = config.max_num_seqs or min(num_seqs, config.max_num_batched_tokens or num_seqs)
+    are_all_penalised = defaults is not None and defaults.sampling().has_penalties
+    feature_slots = num_seqs if are_all_penalised else DEFAULT_FEATURE_SLOTS
     values = {each.name: getattr(config, each.name) for each in fields(config)}
     values |= {
         "max_num_seqs": num_seqs,
         "max_num_batched_tokens": config.max_num_batched_tokens or max(num_tokens, num_seqs),
-        "feature_slots": min(num_seqs, config.feature_slots or DEFAULT_FEATURE_SLOTS),
+        "feature_slots": min(num_seqs, config.feature_slots or feature_slots),
     }
     return ResolvedConfig(**values)

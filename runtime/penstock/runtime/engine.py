@@ -122,7 +122,13 @@ class Engine:
         if device.platform == "cpu":
             check_pool(threads)
         stats = (device.memory_stats() or {}) if device.platform != "cpu" else {}
-        config = resolve(config, device.platform, stats.get("bytes_limit"))
+        config = resolve(config, device.platform, stats.get("bytes_limit"), defaults=model.defaults)
+        if model.defaults.sampling().has_penalties:
+            log.info(
+                "requests have penalties unless they say otherwise; so %d feature slots, %.0f MB",
+                config.feature_slots,
+                config.feature_slots * model.vocab_size * 8 / 1e6,
+            )
         buckets = Buckets.default(
             config.max_num_seqs,
             config.max_num_batched_tokens,

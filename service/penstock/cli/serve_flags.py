@@ -215,7 +215,8 @@ def _add_engine(parser: argparse.ArgumentParser) -> None:
         type=int,
         metavar="N",
         help="of them, requests with penalties, a bias, allowed ids or banned words; each takes 8 bytes per "
-        f"token of the vocabulary; default: as many as run together, at most {DEFAULT_FEATURE_SLOTS}",
+        f"token of the vocabulary; default: as many as run together, at most {DEFAULT_FEATURE_SLOTS} "
+        "unless the served sampling defaults have penalties",
     )
     engine.add_argument(
         "--max-num-batched-tokens",
