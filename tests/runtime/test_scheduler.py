@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
+
+import pytest
+
 from penstock.runtime.errors import NonFiniteLogits
+from penstock.runtime.outputs import outputs_of
 from penstock.runtime.plan import PageWrite, Plan, PlanRow, StepResult
 from penstock.runtime.request import Finish, FinishReason, Output, Request, TokenLogprobs
 from penstock.runtime.scheduler import Load, Scheduler
@@ -120,6 +125,33 @@ def test_many_prompts_at_once_have_a_larger_budget_beside_decodes():
     for i in range(8):
         scheduler.abort(f"b{i + 1}", "", 1)  # "b9" to "b11" are left beside "b0"
     assert shape(dispatch(scheduler, prefill_budget=4)) == [("a", 3, 1), ("b0", 12, 8)]
+
+
+@pytest.mark.parametrize("kind", ["forks", "prefix", "no pages", "not admitted"])
+def test_who_cannot_come_in_makes_no_larger_budget(kind):
+    """Sixteen of them beside one prompt, whose budget stays its own. They are looked at once before."""
+    scheduler = make(
+        max_num_batched_tokens=256, max_model_len=4096, max_num_seqs=32,
+        num_pages=1010 if kind == "no pages" else 4000,
+        prefix_cache_pages=None if kind == "prefix" else 0,
+    )  # fmt: skip
+    add(scheduler, "decodes", 2)
+    step(scheduler)
+    request = Request("long", tuple(range(3900)))
+    for output in outputs_of(request, 16 if kind == "forks" else 1):
+        scheduler.add(output, 1)
+    dispatch(scheduler, prefill_budget=8)
+    if kind == "no pages":
+        for i in range(16):
+            scheduler.add(Request(f"blocked{i}", tuple(range(300 + i))), 1)
+    elif kind != "forks":
+        for i in range(16):
+            scheduler.add(dataclasses.replace(request, request_id=f"sharer{i}"), 1)
+    admit = kind != "not admitted"
+    if admit:
+        dispatch(scheduler, prefill_budget=8)
+    for _ in range(3):
+        assert shape(dispatch(scheduler, admit=admit, prefill_budget=8))[1][2] == 8
 
 
 def test_where_steps_are_padded_a_smaller_budget_pads_nothing():

@@ -86,7 +86,7 @@ class Traffic:
         self.now_ns = SECOND
         self.active: dict[str, Tracked] = {}
         self.arrivals = 0
-        self.budget = 0  # tokens of the newest plan
+        self.budget = 0  # least that the newest plan may use
         self.sitting_out: bool | None = (
             None  # those who in the newest plan are under a constraint, or are not
         )
@@ -280,12 +280,16 @@ class Traffic:
             assert name not in planned
             self.lose_pages(active[name])
         running = [t for t in active.values() if t.slot is not None]
+        most = self.budget
         if num_decodes and prefill_budget is not None:
+            # At most as if all who wait could come in, at least as if none of them.
             waiting, free = len(active) - len(running), self.config.max_num_seqs - len(running)
-            num_prompts = sum(not t.decoding for t in running) + min(waiting, free)
-            prompts_budget = int(prefill_budget * max(num_prompts, 1) ** 0.5)
-            self.budget = min(self.budget, num_decodes + prompts_budget)
-        assert 0 < plan.num_tokens <= self.budget
+            num_prefills = sum(not t.decoding for t in running)
+            most, self.budget = (
+                min(self.budget, num_decodes + int(prefill_budget * max(num_prompts, 1) ** 0.5))
+                for num_prompts in (num_prefills + min(waiting, free), num_prefills)
+            )
+        assert 0 < plan.num_tokens <= most
         rows = {row.request_id: row for row in plan.rows}
         copies = list(plan.page_copies)
         for slot, request in plan.new_requests:
@@ -416,7 +420,13 @@ class Traffic:
             first = served[0]
             assert grew or overtaken or self.sits_out(first) or first.request.request_id in planned
         left = self.budget - plan.num_tokens
-        if left and unserved and unserved[0] is waiting[0] and not unserved[0].pending and not plan.preempted:
+        if (
+            left > 0
+            and unserved
+            and unserved[0] is waiting[0]
+            and not unserved[0].pending
+            and not plan.preempted
+        ):
             needed = min(-(-len(unserved[0].known) // self.config.page_size), self.most_pages)
             if self.config.sliding_window is None and self.sources(unserved[0], running):
                 needed = 1
@@ -488,7 +498,7 @@ class Traffic:
             most = self.config.max_prefill_chunk or self.config.max_num_batched_tokens
             assert 0 < row.num_tokens <= most
             whole = end == len(tracked.known)
-            complete = whole or left == 0 or row.num_tokens == most
+            complete = whole or left <= 0 or row.num_tokens == most
             assert complete or self.lacks_pages(row), "a chunk cut for nothing"
             seq = self.scheduler._roster.find(row.request_id)
             assert seq is not None

@@ -109,6 +109,7 @@ class Planner:
         self._config = config
         self._roster = roster
         self._plain_steps = 0  # since rows under a constraint had their turn
+        self._blocked: Sequence | None = None  # the first in line, if it could not enter in the last step
 
     def make(self, draft: Draft, max_steps: int) -> None:
         """Fills in the rows, and all else, of a window of up to `max_steps` steps; no rows if nothing can be
@@ -248,6 +249,7 @@ class Planner:
         """Chunks of those underway and of those who enter, in order of rank."""
         waiting = self._roster.waiting
         whole = budget = self._prefill_budget(draft, len(prefills))
+        self._blocked = None
         most = self._config.max_prefill_chunk or budget
         parts: list[tuple[Sequence, int]] = []
         """Who gets a chunk, and where it begins."""
@@ -259,6 +261,7 @@ class Planner:
                 prefix = self._may_enter(candidate, draft)
                 if prefix is None:
                     entering = candidate.awaits is not None  # else nobody may overtake it
+                    self._blocked = None if entering else candidate
                     continue
                 self._enter(candidate, prefix, draft)
                 seq = candidate
@@ -289,14 +292,18 @@ class Planner:
     def _prefill_budget(self, draft: Draft, num_prefills: int) -> int:
         """Prompt tokens of this step: what the decodes leave, and at most `draft.prefill_budget` if there are
         any. That is for one prompt; many at once have its times the root of their number, because as a crowd
-        they lose more by waiting, and the machine by running half empty, than those who decode. Where steps
-        are padded, as many as pad nothing.
+        they lose more by waiting, and the machine by running half empty, than those who decode. Who stepped
+        aside, or is behind one that lacks pages, cannot come in and does not count. Where steps are padded,
+        as many as pad nothing.
         """
         num_decodes = len(draft.rows)
         budget = self._config.max_num_batched_tokens - num_decodes
         if not num_decodes or draft.prefill_budget is None:
             return budget
-        num_prompts = num_prefills + min(len(self._roster.waiting), self._roster.num_free_slots)
+        waiting, num_prompts = self._roster.waiting, num_prefills
+        first = waiting.first(admit=draft.admit)
+        if first is not None and first is not self._blocked:
+            num_prompts += min(waiting.num_in_line(admit=draft.admit), self._roster.num_free_slots)
         wanted = int(max(draft.prefill_budget, 1) * max(num_prompts, 1) ** 0.5)
         if wanted >= budget:
             return budget

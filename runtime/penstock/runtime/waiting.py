@@ -46,6 +46,10 @@ class Waiting:
         """False if no event needs to be told."""
         return bool(self._aside)
 
+    def num_in_line(self, *, admit: bool = True) -> int:
+        """Without those who stepped aside; with `admit` false, of those who ran before."""
+        return len(self._started) + (len(self._new) if admit else 0)
+
     def first(self, *, admit: bool = True) -> Sequence | None:
         """The first in line; with `admit` false, of those who ran before."""
         new = self._new[0] if admit and self._new else None
