@@ -93,8 +93,10 @@ def raising(error: BaseException) -> Callable[..., Any]:
     return call
 
 
-def expect_death(rig: Rig, cause: BaseException, *, told: Sequence[Collector]) -> None:
-    """All that must be true of a dead engine, and stay true after it was shut down."""
+def expect_death(rig: Rig, cause: BaseException, *, told: Sequence[Collector], callers: bool = False) -> None:
+    """All that must be true of a dead engine, and stay true after it was shut down. `callers`: the cause was
+    raised on a caller's thread, and is known by its name.
+    """
     engine = rig.engine
     for sink, name in zip(told, ("running", "waiting"), strict=False):
         assert isinstance(sink.last(name).error, EngineFailure)
@@ -103,7 +105,7 @@ def expect_death(rig: Rig, cause: BaseException, *, told: Sequence[Collector]) -
     for _ in range(2):
         assert not engine.ready
         assert isinstance(engine.failure, EngineFailure)
-        assert engine.failure.__cause__ is cause
+        assert (engine.failure.__cause__ is cause) is not callers
         assert type(cause).__name__ in str(engine.failure)
         assert engine.load() == Load(0, 0, 0, 0, NUM_PAGES)
         assert engine.drain(WAIT_S)
@@ -136,7 +138,7 @@ def test_a_scheduler_that_breaks_ends_everybody(rig, monkeypatch, where, error):
         with contextlib.suppress(type(error)):
             rig.engine.abort(["waiting"])
     rig.gate.open()
-    expect_death(rig, error, told=[rig.gate.sink, rig.waiting])
+    expect_death(rig, error, told=[rig.gate.sink, rig.waiting], callers=where == "remove")
     assert watched.is_set()
     for future in asked:
         assert future.exception(WAIT_S) is rig.engine.failure
@@ -239,7 +241,26 @@ def test_a_scheduler_that_breaks_on_a_callers_thread_ends_the_engine(rig, monkey
         calls[call]()
     assert caught.value is error
     rig.gate.open()
-    expect_death(rig, error, told=[rig.gate.sink, rig.waiting])
+    expect_death(rig, error, told=[rig.gate.sink, rig.waiting], callers=True)
+
+
+def test_a_caller_that_broke_the_scheduler_goes_on(rig, monkeypatch):
+    """A coroutine that catches it, and waits for something while the engine dies."""
+    rig.start()
+    monkeypatch.setattr(rig.scheduler, "abort", raising(RuntimeError("lost")))
+
+    def caller() -> Iterator[str]:
+        with contextlib.suppress(RuntimeError):
+            rig.engine.abort(["waiting"])
+        yield "waits"
+        yield "goes on"
+
+    coroutine = caller()
+    assert next(coroutine) == "waits"
+    rig.gate.open()
+    rig.thread().join(WAIT_S)
+    assert "RuntimeError: lost" in str(rig.engine.failure)
+    assert next(coroutine) == "goes on"
 
 
 class Finished:

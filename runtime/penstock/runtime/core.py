@@ -38,7 +38,7 @@ from concurrent.futures import Future
 from penstock.runtime.checks import check_token_ids, in_vocabulary
 from penstock.runtime.delivery import Delivery
 from penstock.runtime.errors import Draining, EngineFailure, NotReady, PenstockError
-from penstock.runtime.failing import as_exception, engine_failure
+from penstock.runtime.failing import as_exception, describe, engine_failure
 from penstock.runtime.interface import AbortOutcome, InFlightPolicy, Observer, Sink, WeightsVersion
 from penstock.runtime.pacing import Pacer
 from penstock.runtime.plan import Plan
@@ -88,8 +88,9 @@ class EngineCore:
         self._draining = False
         self._stopping = False
         self._failure: EngineFailure | None = None
-        self._broken: BaseException | None = None
-        """What the scheduler raised on a caller's thread: the engine's thread is to end of it."""
+        self._broken: str | None = None
+        """What the scheduler raised on a caller's thread, in words: the engine's thread is to end of it. The
+        error itself is the caller's, and so are the frames of its traceback: they may be going on."""
         self._death_watches: list[Callable[[], None]] = []
         self._thread: threading.Thread | None = None
 
@@ -188,7 +189,8 @@ class EngineCore:
         except PenstockError:
             raise
         except BaseException as error:
-            self._broken = self._broken or error
+            self._broken = self._broken or describe(error)
+            log.exception("the scheduler broke on a caller's thread")
             raise
         finally:
             self._changed.notify_all()
@@ -398,7 +400,7 @@ class EngineCore:
                 self._apply_updates()
             with self._lock:
                 if self._broken is not None:
-                    raise self._broken
+                    raise RuntimeError(f"the scheduler broke on a caller's thread: {self._broken}")
                 while self._cancelled:
                     self._drop(self._cancelled.popleft())
                 started_ns = time.monotonic_ns()

@@ -33,7 +33,8 @@ def engine_failure(error: BaseException) -> EngineFailure:
     """What every request of an engine that died of `error` is told.
 
     The frames of the error's traceback let go of their variables: some hold arrays on the device, which
-    would otherwise live as long as anybody keeps the failure.
+    would otherwise live as long as anybody keeps the failure. So `error` must have been raised on this thread
+    alone: clearing a frame in which another thread waits, as in a coroutine, ends that.
     """
     failure = EngineFailure(f"the engine failed: {describe(error)}")
     failure.__cause__ = error
