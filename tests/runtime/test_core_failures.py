@@ -301,6 +301,17 @@ def test_drain_ends_with_the_engine(rig, monkeypatch):
     assert drained == [True]
 
 
+def test_an_engine_that_dies_is_not_drained_before_its_requests_are_told(rig, monkeypatch):
+    rig.start()
+    drained: list[bool] = []
+    rig.engine.on_failure(lambda: drained.append(rig.engine.drain(0)))
+    monkeypatch.setattr(rig.scheduler, "schedule", raising(RuntimeError("lost")))
+    rig.gate.open()
+    assert isinstance(rig.waiting.last("waiting").error, EngineFailure)
+    assert drained == [False]
+    assert rig.engine.drain(WAIT_S)
+
+
 def test_an_engine_without_its_thread_says_so(rig):
     """As in the child of a fork, where only the thread that forked lives on."""
     rig.start()

@@ -443,6 +443,7 @@ class EngineCore:
         failure = engine_failure(error)
         with self._lock:
             self._failure = failure
+            last = self._delivery.fail(failure)
             self._cancelled.clear()
             updates = list(self._updates.take_all())
             watches, self._death_watches = self._death_watches, []
@@ -454,5 +455,5 @@ class EngineCore:
                 watch()
             except BaseException:  # the requests are yet to be told
                 log.exception("a watch of the engine's life failed")
-        self._delivery.fail(failure)
+        self._delivery.hand_over(last)
         refuse(updates, failure)

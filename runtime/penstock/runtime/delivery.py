@@ -14,7 +14,7 @@ log = logging.getLogger(__name__)
 
 class Delivery:
     """Outputs are lined up by any thread and handed over by one, in order. All methods but `deliver` and
-    `fail` are to be called with the engine's lock held.
+    `hand_over` are to be called with the engine's lock held.
     """
 
     def __init__(self, changed: threading.Condition) -> None:
@@ -55,20 +55,19 @@ class Delivery:
         with self._changed:
             outbox, self._outbox = self._outbox, []
             self._delivering = True
-        self._hand_over(outbox)
+        self.hand_over(outbox)
 
-    def fail(self, error: Exception) -> None:
-        """What is lined up, and then a last output with `error` for everybody who had none; called as
-        `deliver` is.
+    def fail(self, error: Exception) -> list[tuple[Sink, Output]]:
+        """What is lined up, and then a last output with `error` for everybody who had none: for `hand_over`,
+        and nothing is done before that has been.
         """
-        with self._changed:
-            outbox, self._outbox = self._outbox, []
-            sinks, self._sinks = self._sinks, {}
-            self._delivering = True
-        outbox += [(sink, Output(request_id, error=error)) for request_id, sink in sinks.items()]
-        self._hand_over(outbox)
+        outbox, self._outbox = self._outbox, []
+        sinks, self._sinks = self._sinks, {}
+        self._delivering = True
+        return outbox + [(sink, Output(request_id, error=error)) for request_id, sink in sinks.items()]
 
-    def _hand_over(self, outbox: Sequence[tuple[Sink, Output]]) -> None:
+    def hand_over(self, outbox: Sequence[tuple[Sink, Output]]) -> None:
+        """One call per sink for all of these; on the engine's thread, without the lock."""
         try:
             by_sink: dict[int, tuple[Sink, list[Output]]] = {}
             for sink, output in outbox:
