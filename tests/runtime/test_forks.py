@@ -229,6 +229,17 @@ def test_pages_that_left_the_window_are_not_shared():
     assert plan.page_copies == ()
 
 
+def test_forks_do_not_wait_for_pages_that_leave_the_window_while_the_prompt_is_computed():
+    """A window of 8 and chunks of 8: before the third chunk page 0 is given back."""
+    scheduler = make(
+        sliding_window=8, max_num_batched_tokens=32, max_prefill_chunk=8, max_model_len=200, num_pages=40
+    )
+    add(scheduler, 2, 100)
+    assert shape(step(scheduler)) == [("a", 0, 8)]
+    assert shape(step(scheduler)) == [("a", 8, 8)]
+    assert shape(step(scheduler)) == [("a", 16, 8), (A1, 0, 8)]
+
+
 def test_pages_in_the_window_are_shared():
     scheduler = make(sliding_window=6, max_num_batched_tokens=16)
     add(scheduler, 2, 6)

@@ -226,6 +226,8 @@ class Roster:
     def drop_pages(self, seq: Sequence, num_pages: int) -> None:
         """Give back the leading `num_pages` of a running sequence; nobody will read them through it again."""
         self.pool.release(seq.pages[seq.num_dropped : num_pages])
+        if not seq.num_dropped:
+            self.waiting.happened(seq)  # its forks cannot share its pages any more
         seq.num_dropped = num_pages
 
     def remove(self, seq: Sequence) -> None:
@@ -303,7 +305,7 @@ class Roster:
         """Who stepped aside is right to wait: what it awaits will happen."""
         event, name = seq.awaits, seq.request_id
         if isinstance(event, Sequence):
-            will = event.status is Status.RUNNING and event.is_shareable
+            will = event.status is Status.RUNNING and event.is_shareable and not event.num_dropped
             _expect(will and event.num_computed < seq.num_prompt - 1, f"{name} awaits what will not happen")
         elif isinstance(event, bytes):
             promised = any(

@@ -19,7 +19,7 @@ NEXT_STEP = "the next step"
 
 class Waiting:
     """Sequences in the state WAITING. An event is anything hashable: the key of a page that gets published, a
-    sequence that has computed its prompt or leaves.
+    sequence that has computed its prompt, gives back pages of it, or leaves.
     """
 
     def __init__(self) -> None:
