@@ -1,4 +1,4 @@
-"""Where an engine promises that a token's logits depend on its own row alone: all is native there."""
+"""Where an engine promises that a token's logits depend on its own request alone: all is native there."""
 
 from __future__ import annotations
 

@@ -40,12 +40,14 @@ class _FeatureEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Feature.Value
     FEATURE_PRIORITY: _Feature.ValueType  # 6
     FEATURE_UPDATE_WEIGHTS: _Feature.ValueType  # 7
     FEATURE_BATCH_INVARIANT: _Feature.ValueType  # 8
-    """The logits of a token depend on its own row alone, bit for bit: on no neighbour in the batch, no chunking of
-    the prompt, no prefix that was cached, no preemption.
+    """A token's logits depend on its own request alone, bit for bit: not on neighbours in the batch, on how the
+    prompt was cut into steps, on cached prefixes or on preemption.
     """
 
 class Feature(_Feature, metaclass=_FeatureEnumTypeWrapper):
-    """Optional parts of the contract; using one that is not listed is UNIMPLEMENTED. The last is a promise."""
+    """Optional parts of the contract; using one that is not listed is UNIMPLEMENTED. FEATURE_BATCH_INVARIANT is nothing
+    to use, but a promise.
+    """
 
 FEATURE_UNSPECIFIED: Feature.ValueType  # 0
 FEATURE_CHAT: Feature.ValueType  # 1
@@ -59,8 +61,8 @@ FEATURE_ADAPTERS: Feature.ValueType  # 5
 FEATURE_PRIORITY: Feature.ValueType  # 6
 FEATURE_UPDATE_WEIGHTS: Feature.ValueType  # 7
 FEATURE_BATCH_INVARIANT: Feature.ValueType  # 8
-"""The logits of a token depend on its own row alone, bit for bit: on no neighbour in the batch, no chunking of
-the prompt, no prefix that was cached, no preemption.
+"""A token's logits depend on its own request alone, bit for bit: not on neighbours in the batch, on how the
+prompt was cut into steps, on cached prefixes or on preemption.
 """
 Global___Feature: _TypeAlias = Feature  # noqa: Y015
 

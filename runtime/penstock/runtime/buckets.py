@@ -21,7 +21,8 @@ MIN_BUCKET = 4
 FIRST_TOKEN_BUCKET = 16
 ROW_GROWTH = 2
 TOKEN_GROWTH = 2
-NATIVE_ROW_GROWTH = 4
+CPU_ROW_GROWTH = 4
+"""With or without native kernels: programs take seconds to make."""
 NATIVE_TOKEN_GROWTH = 8
 """Where kernels skip padding: a bucket far above what is needed costs little, a program seconds to make."""
 WINDOW_GROWTH = 2
@@ -79,7 +80,7 @@ class Buckets:
         max_num_batched_tokens: int,
         *,
         token_growth: int = TOKEN_GROWTH,
-        row_growth: int = NATIVE_ROW_GROWTH,
+        row_growth: int = CPU_ROW_GROWTH,
         max_window: int | None = None,
     ) -> Buckets:
         """Rows from 4 up to max_num_seqs, each bucket `row_growth` times the one before; tokens from 16 up to

@@ -19,7 +19,8 @@ DEFAULT_NUM_SEQS, DEFAULT_NUM_TOKENS = 16, 512
 """Of max_num_seqs and max_num_batched_tokens on CPU."""
 ACCELERATOR_NUM_SEQS, ACCELERATOR_NUM_TOKENS = 256, 8192
 SMALL_NUM_SEQS, SMALL_NUM_TOKENS = 64, 2048
-"""Of an accelerator with less than SMALL_BYTES: what a step computes on the way has to fit, too."""
+"""Of an accelerator of which JAX may use less than SMALL_BYTES: what a step computes on the way has to fit,
+too."""
 SMALL_BYTES = 24 * 2**30
 DEFAULT_FEATURE_SLOTS = 64
 """78 MB with a vocabulary of 152k."""
@@ -39,7 +40,8 @@ class EngineConfig:
     """What an operator may choose. None means "derive it"; what was derived is logged at start."""
 
     served_model_name: str | None = None
-    """Name in replies and the one `model` field that is accepted; None: the last part of the model's path."""
+    """Name in replies, and the one `model` field that is accepted. None: the model as it was asked for (a
+    hub id whole), of a path the last part."""
     dtype: str = "auto"
     """Weights and activations; auto is the checkpoint's own."""
     quantization: str = "none"
@@ -64,8 +66,8 @@ class EngineConfig:
     max_num_batched_tokens: int | None = None
     """Token budget of one step, shared by decodes and prefill chunks. None: by platform, see `resolve`."""
     max_prefill_chunk: int | None = None
-    """Most prompt tokens of one request in a step, in any case. None: all of the step's budget that decodes
-    leave."""
+    """Most prompt tokens of one request in a step, also when nothing else runs. None: all of the step's
+    budget that decodes leave."""
     target_itl_s: float | None = None
     """Seconds that a step with decodes and prompt tokens should take at most, by the steps measured so far:
     so far apart may the tokens of running requests be while a prompt comes in (root n times as far for n at
@@ -81,9 +83,11 @@ class EngineConfig:
     """Tokens per KV page."""
     kv_cache_bytes: int | None = None
     """Size of the KV cache, taken in full: what running requests do not need keeps prefixes. None: on an
-    accelerator what `hbm_utilization` leaves; on CPU what all rows can fill, at most 1 GiB (logged)."""
+    accelerator what `hbm_utilization` leaves; on CPU what max_num_seqs requests of the longest context can
+    fill, at most 1 GiB (logged)."""
     hbm_utilization: float = 0.9
-    """Share of an accelerator's memory for weights, programs and KV together."""
+    """Share of what JAX may take of an accelerator's memory, for weights, programs and KV together. JAX may
+    take 75 % unless XLA_PYTHON_CLIENT_MEM_FRACTION says otherwise; `penstock serve` makes that 95 %."""
     prefix_cache_pages: int | None = None
     """Most KV pages kept for prefixes that no running request uses; None: all that are free; 0: no prefix
     cache.

@@ -2,16 +2,17 @@
 
 One Generate, eight hops: 1. a client calls the stub. 2. The servicer method runs inside the interceptors
 (trace start, error mapping). 3. `convert` and `text` make a validated frozen `Request`; refusals happen here
-or in hop 4, never later. 4. `submit(request, sink)` puts it in the queue. 5. `Scheduler.schedule` makes a
-`Plan`. 6. `ModelRunner.execute_async` pads it to a bucket and packs one host-to-device buffer. 7. The
-bucket's compiled program runs model, sampler and state update. 8. `ModelRunner.wait` -> `Scheduler.commit` ->
-sink -> the service's stream -> reply.
+or in hop 4, never later (a grammar can also fail midway). 4. `submit(request, sink)` puts it in the queue.
+5. `Scheduler.schedule` makes a `Plan`. 6. `ModelRunner.execute_async` pads it to a bucket and packs one
+host-to-device buffer. 7. The bucket's compiled programs run: one for a window of decode steps, else one for
+the model and one for sampler and state update. 8. `ModelRunner.wait` -> `Scheduler.commit` -> sink -> the
+service's stream -> reply.
 
 Locking: the scheduler is touched only under `_lock`, which is never held while the device works or a
-constraint is asked, so a caller waits for a plan or a commit at most (tens of microseconds). Everything a
-request is told, in whatever thread it was decided, goes through `Delivery` and is handed over by the engine
-thread, in order. Freeing pages while a dispatched step may still write them is safe: the device runs steps in
-order, so whoever gets the pages next writes after.
+constraint is asked, so a caller waits for a plan or a commit at most (tens of microseconds; milliseconds when
+dozens enter at once). Everything a request is told, in whatever thread it was decided, goes through
+`Delivery` and is handed over by the engine thread, in order. Freeing pages while a dispatched step may still
+write them is safe: the device runs steps in order, so whoever gets the pages next writes after.
 
 Overlap: a step is dispatched before the tokens of the one before are read, so the device works while the host
 commits, delivers and schedules. Weights are swapped only when nothing is in flight. Where rows have

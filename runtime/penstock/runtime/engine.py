@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 
 from penstock.runtime import host_memory
 from penstock.runtime.assemble import Assembler, Delta
-from penstock.runtime.buckets import NATIVE_ROW_GROWTH, NATIVE_TOKEN_GROWTH, ROW_GROWTH, TOKEN_GROWTH, Buckets
+from penstock.runtime.buckets import CPU_ROW_GROWTH, NATIVE_TOKEN_GROWTH, ROW_GROWTH, TOKEN_GROWTH, Buckets
 from penstock.runtime.compilation import use_compilation_cache
 from penstock.runtime.config import DEFAULT_TARGET_ITL_S, EngineConfig, ResolvedConfig, resolve
 from penstock.runtime.core import EngineCore
@@ -77,8 +77,8 @@ class ModelInfo:
     page_size: int
     devices: tuple[str, ...]
     batch_invariant: bool = False
-    """Whether the logits of a token depend on its own row alone, bit for bit: so where native kernels compute
-    the whole model (bfloat16 or int8 on CPU); of what XLA compiles it is not promised."""
+    """Whether a token's logits depend on its own request alone, bit for bit: so where native kernels compute
+    the whole model (on CPU, in bfloat16, with or without int8); of what XLA computes it is not promised."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +133,7 @@ class Engine:
             config.max_num_seqs,
             config.max_num_batched_tokens,
             token_growth=NATIVE_TOKEN_GROWTH if model.skips_padding else TOKEN_GROWTH,
-            row_growth=NATIVE_ROW_GROWTH if device.platform == "cpu" else ROW_GROWTH,
+            row_growth=CPU_ROW_GROWTH if device.platform == "cpu" else ROW_GROWTH,
             max_window=None if device.platform == "cpu" else config.max_decode_steps,
         )
         runner_config = RunnerConfig(

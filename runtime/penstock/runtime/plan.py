@@ -12,8 +12,8 @@ from penstock.runtime.request import Request, TokenLogprobs
 class PlanRow(NamedTuple):
     """One request's share of a step: positions [start, start + num_tokens).
 
-    A named tuple because one is made per row and step: on Python 3.11 a frozen dataclass of seven fields
-    costs 2.0 us to make, this 0.4 us.
+    A named tuple because one is made per row and step: on Python 3.11 a frozen dataclass of as many fields
+    takes 1.6 us to make, this 0.5 us.
     """
 
     request_id: str

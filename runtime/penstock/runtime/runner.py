@@ -1,5 +1,4 @@
-"""ModelRunner: turns a Plan into one dispatch of a compiled program. Owns everything that lives on the
-device.
+"""ModelRunner: turns a Plan into calls of compiled programs. Owns everything that lives on the device.
 
 Host work per step is: pick the program, fill one fresh int32 buffer with numpy, call. The buffer is never
 reused, because on CPU the runtime may read it in place after the call has returned.

@@ -40,7 +40,9 @@ _NO_VERDICTS: Verdicts = {}
 
 
 class Scheduler:
-    """The policy over a `Roster`. Single-threaded: only the engine's loop calls it."""
+    """The policy over a `Roster`. Not thread-safe: every call holds EngineCore's lock, but for `page_keys`,
+    `prepare` and `accept`, which say what allows it.
+    """
 
     def __init__(self, config: SchedulerConfig) -> None:
         self.config = config

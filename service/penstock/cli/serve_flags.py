@@ -166,7 +166,9 @@ def json_object(text: str) -> dict[str, Any]:
 def _add_engine(parser: argparse.ArgumentParser) -> None:
     engine = parser.add_argument_group("engine")
     engine.add_argument(
-        "--served-model-name", metavar="NAME", help="name in requests and replies; default: the model's own"
+        "--served-model-name",
+        metavar="NAME",
+        help="name in requests and replies; default: the model as given here, of a folder its last part",
     )
     engine.add_argument(
         "--dtype", default=_CONFIG.dtype, choices=DTYPES, help="auto: the checkpoint's; default: %(default)s"
@@ -195,7 +197,8 @@ def _add_engine(parser: argparse.ArgumentParser) -> None:
         "--threads",
         type=int,
         metavar="N",
-        help="CPU threads that compute; default: the processors that affinity mask and CPU quota leave",
+        help="CPU threads that compute and compile programs; default: the processors that affinity mask and "
+        "CPU quota leave",
     )
     engine.add_argument(
         "--max-model-len",
@@ -208,28 +211,29 @@ def _add_engine(parser: argparse.ArgumentParser) -> None:
         type=int,
         metavar="N",
         help=f"requests that run together; default: {DEFAULT_NUM_SEQS} on CPU, {ACCELERATOR_NUM_SEQS} on an "
-        f"accelerator, {SMALL_NUM_SEQS} on one with less than {SMALL_BYTES >> 30} GiB",
+        f"accelerator, {SMALL_NUM_SEQS} on one of which JAX may use less than {SMALL_BYTES >> 30} GiB",
     )
     engine.add_argument(
         "--feature-slots",
         type=int,
         metavar="N",
-        help="of them, requests with penalties, a bias, allowed ids or banned words; each takes 8 bytes per "
-        f"token of the vocabulary; default: as many as run together, at most {DEFAULT_FEATURE_SLOTS} "
-        "unless the served sampling defaults have penalties",
+        help="how many of the running requests may have penalties, a bias, allowed ids or banned words of "
+        "one token; each of them takes 8 bytes per token of the vocabulary; default: as many as run "
+        f"together, at most {DEFAULT_FEATURE_SLOTS} unless the served sampling defaults have penalties",
     )
     engine.add_argument(
         "--max-num-batched-tokens",
         type=int,
         metavar="N",
-        help=f"tokens of one step, prompts and outputs together; default: {DEFAULT_NUM_TOKENS}, "
-        f"{ACCELERATOR_NUM_TOKENS} or {SMALL_NUM_TOKENS}, on the same terms",
+        help=f"tokens of one step, prompts and outputs together; default: {DEFAULT_NUM_TOKENS} on CPU, "
+        f"{ACCELERATOR_NUM_TOKENS} on an accelerator, {SMALL_NUM_TOKENS} on one of which JAX may use less "
+        f"than {SMALL_BYTES >> 30} GiB",
     )
     engine.add_argument(
         "--max-prefill-chunk",
         type=int,
         metavar="TOKENS",
-        help="prompt tokens of one request in a step, in any case; default: no limit",
+        help="most prompt tokens of one request in a step, also when nothing else runs; default: no limit",
     )
     engine.add_argument(
         "--target-itl",
@@ -283,8 +287,8 @@ def _add_engine(parser: argparse.ArgumentParser) -> None:
         type=float,
         default=_CONFIG.switch_interval_s,
         metavar="SECONDS",
-        help="after how long Python lets another thread that waits have its turn; more makes tokens wait for "
-        "each other on their way out, much less costs throughput; default: %(default)g",
+        help="how long a thread keeps Python's interpreter while another waits for it; more makes tokens "
+        "wait for each other on their way out, much less costs throughput; default: %(default)g",
     )
     engine.add_argument(
         "--max-queued-requests",
@@ -305,14 +309,16 @@ def _add_engine(parser: argparse.ArgumentParser) -> None:
         type=size,
         metavar="SIZE",
         help="such as 512M or 2G, taken in full: what running requests do not need keeps prefixes; "
-        "default: on an accelerator what --hbm-utilization leaves, on CPU what all rows can fill, at most 1G",
+        "default: on an accelerator what --hbm-utilization leaves, on CPU what --max-num-seqs "
+        "requests of the longest context can fill, at most 1G",
     )
     engine.add_argument(
         "--hbm-utilization",
         type=float,
         default=_CONFIG.hbm_utilization,
         metavar="SHARE",
-        help="share of an accelerator's memory to use in all; default: %(default)s",
+        help="share of what JAX may take of an accelerator's memory (95 %% unless "
+        "XLA_PYTHON_CLIENT_MEM_FRACTION says otherwise), for weights, programs and KV; default: %(default)s",
     )
     engine.add_argument(
         "--max-logprobs",

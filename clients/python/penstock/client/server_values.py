@@ -65,8 +65,8 @@ class ModelInfo:
     """Optional parts of the contract that the server has; using another raises Unsupported.
 
     Of "chat", "prompt_logprobs", "json_schema" (JsonObject too), "regex" (Ebnf and Choice too), "adapters",
-    "priority" and "update_weights". "batch_invariant" is a promise: the logits of a token depend on its own
-    row alone, bit for bit.
+    "priority" and "update_weights". "batch_invariant" is nothing to use, but a promise: a token's logits
+    depend on its own request alone, bit for bit.
     """
     tensors: tuple[TensorInfo, ...] = ()
 
