@@ -38,17 +38,17 @@ run: install ## serve the demo model on 127.0.0.1 and print a sample
 	@# With the caller's own PATH, so that the lines it prints work in the caller's other terminal.
 	PATH="$(OWN_PATH)" $(BIN)/python -m penstock.cli demo
 
-test: install ## run the tests, but for the long sweeps (MARK=gpu or PYTEST_ARGS=tests/service narrow it)
+test: install ## run the tests, but for the long sweeps (MARK='not gpu' or PYTEST_ARGS=tests/service narrow it)
 	$(BIN)/python -m pytest $(PYTEST_ARGS) -m 'not sweep$(if $(MARK), and ($(MARK)))'
 
-test-all: install ## run every test, long sweeps too: what CI runs
+test-all: install ## run every test, with the long sweeps
 	$(BIN)/python -m pytest $(PYTEST_ARGS) $(if $(MARK),-m '$(MARK)')
 
 bench: install ## measure the engine on a random checkpoint of the Qwen3-0.6B shape (bench/README.md)
 	@test -f $(BENCH_OUT)/model/model.safetensors || (set -x; $(BIN)/python -m bench.checkpoint --out $(BENCH_OUT)/model)
 	$(BIN)/python -m bench.run --checkpoint $(BENCH_OUT)/model --out $(BENCH_OUT)/inprocess.jsonl
 
-bench-compare: install ## the same for another commit in turns with this tree (AGAINST=REV BENCH_ARGS='--rounds 5')
+bench-compare: install ## compare this tree's speed with another commit's, in turns (AGAINST=REV BENCH_ARGS='--rounds 5')
 	@test -f $(BENCH_OUT)/model/model.safetensors || (set -x; $(BIN)/python -m bench.checkpoint --out $(BENCH_OUT)/model)
 	$(BIN)/python -m bench.compare --against '$(AGAINST)' --checkpoint $(BENCH_OUT)/model \
 		--out $(BENCH_OUT)/compare.jsonl $(BENCH_ARGS)
