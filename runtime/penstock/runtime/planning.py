@@ -21,7 +21,7 @@ What they do not take is its own. While decodes run, the prefills of a step may 
 rest of the step's (`pacing`).
 
 Under "priority" the first of the queue, if slots or pages are lacking, preempts running ones of lower
-priority before the step is made.
+priority before the step is made: the last in rank, but for a feature slot the last of those that have one.
 
 Every request ends (under "priority": once no more of higher priority come). Consider the first in rank of all
 active requests. If it runs, it can take every page from those behind it (`add` refuses what would not fit
@@ -221,7 +221,9 @@ class Planner:
         while not roster.pool.can_allocate(num_pages):
             if draft.in_flight and roster.running[-1] is seq:
                 return False
-            if self._preempt_last(draft) is seq:
+            victim = roster.running[-1]
+            self._preempt(victim, draft)
+            if victim is seq:
                 return False
         assert seq.slot is not None
         pages = roster.pool.allocate(num_pages)
@@ -397,7 +399,9 @@ class Planner:
         if roster.can_enter(first, prefix):
             return
         victims = [seq for seq in running if seq.rank[0] > first.rank[0]]
-        if not (roster.has_feature_slot_for(first) or any(seq.needs_feature_slot for seq in victims)):
+        lacks_feature_slot = not roster.has_feature_slot_for(first)
+        holders = [seq for seq in victims if seq.needs_feature_slot]
+        if lacks_feature_slot and not holders:
             return
         shared = roster.shared_by(prefix)
         roster.pool.retain(shared)  # what it shares with a victim must not count as gained
@@ -405,14 +409,15 @@ class Planner:
         needed = roster.num_new(first, prefix)
         needed += roster.headroom(running[: len(running) - len(victims)])
         if needed <= roster.pool.num_available + gained:
+            if lacks_feature_slot:
+                self._preempt(holders[-1], draft)  # wherever it ranks: nobody else can give that
             while not roster.can_enter(first, prefix):
-                self._preempt_last(draft)
+                self._preempt(running[-1], draft)
         roster.pool.release(shared)
 
-    def _preempt_last(self, draft: Draft) -> Sequence:
-        victim = self._roster.preempt_last()
+    def _preempt(self, victim: Sequence, draft: Draft) -> None:
+        self._roster.preempt(victim)
         draft.preempted.append(victim.request_id)
-        return victim
 
     def _drop_pages(self, window: int) -> None:
         """Gives back pages before the window of every position still to be computed. A step dispatched before

@@ -211,17 +211,15 @@ class Roster:
         insort(self.running, seq, key=rank_of)
         return slot
 
-    def preempt_last(self) -> Sequence:
-        """The last of the running goes back to the queue.
+    def preempt(self, seq: Sequence) -> None:
+        """A running one goes back to the queue.
 
         Slot and pages go, tokens stay: they are prefilled again after the next `enter`.
         """
-        seq = self.running[-1]
         self._leave(seq)
         seq.num_computed = seq.prefill_until = 0
         seq.preemptions += 1
         self.waiting.add(seq)
-        return seq
 
     def drop_pages(self, seq: Sequence, num_pages: int) -> None:
         """Give back the leading `num_pages` of a running sequence; nobody will read them through it again."""

@@ -317,8 +317,8 @@ class Scheduler:
     def preempt_all(self) -> tuple[str, ...]:
         """Sends all running requests back to the queue, tokens kept. Their ids, in order of arrival."""
         victims = sorted(self._roster.running, key=lambda seq: seq.order)
-        for _ in victims:
-            self._roster.preempt_last()
+        for seq in victims:
+            self._roster.preempt(seq)
         self.num_preemptions += len(victims)
         return tuple(seq.request_id for seq in victims)
 
