@@ -8,6 +8,7 @@ import pytest
 
 from penstock.runtime.errors import NonFiniteLogits
 from penstock.runtime.outputs import outputs_of
+from penstock.runtime.pacing import LEAST_TOKENS
 from penstock.runtime.plan import PageWrite, Plan, PlanRow, StepResult
 from penstock.runtime.request import Finish, FinishReason, Output, Request, TokenLogprobs
 from penstock.runtime.scheduler import Load, Scheduler
@@ -155,13 +156,27 @@ def test_who_cannot_come_in_makes_no_larger_budget(kind):
 
 
 def test_where_steps_are_padded_a_smaller_budget_pads_nothing():
-    scheduler = make(max_num_batched_tokens=16, max_model_len=64, num_pages=20, step_sizes=(4, 8, 16))
+    scheduler = make(
+        max_num_batched_tokens=128, max_model_len=999, num_pages=250, step_sizes=(8, 32, 64, 128)
+    )
     add(scheduler, "a", 2)
-    add(scheduler, "b", 60)
+    add(scheduler, "b", 900)
     dispatch(scheduler)
-    for budget, num_tokens in ((1, 3), (4, 3), (6, 3), (7, 7), (14, 7), (15, 15)):
+    for budget, num_tokens in ((16, 31), (31, 31), (50, 31), (63, 63), (126, 63), (127, 127)):
         plan = dispatch(scheduler, prefill_budget=budget)
         assert [row.num_tokens for row in plan.rows] == [1, num_tokens]
+
+
+def test_where_steps_are_padded_prompts_have_enough_tokens_to_be_measured():
+    """16 tokens beside 10 decodes: the next smaller step would leave 6, of which no pace can be told."""
+    scheduler = make(
+        max_num_batched_tokens=64, max_model_len=999, num_pages=300, max_num_seqs=11, step_sizes=(16, 32, 64)
+    )
+    for i in range(10):
+        add(scheduler, f"a{i}", 2)
+    add(scheduler, "b", 900)
+    dispatch(scheduler)
+    assert shape(dispatch(scheduler, prefill_budget=LEAST_TOKENS))[10][2] == 22
 
 
 def test_a_long_prompt_leaves_a_part_of_each_step_to_those_behind_it():

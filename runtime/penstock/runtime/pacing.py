@@ -12,7 +12,7 @@ DECODE_SHARE = 2 / 3
 than that of the target, steps are made longer than the target: prompts get the rest of their time."""
 _AIM = 0.95
 """Steps aim at this part of the target: about half of them will take longer than what they aim at."""
-_LEAST_TOKENS = 16
+LEAST_TOKENS = 16
 """Least prompt tokens of a step, and of one worth measuring: fewer are lost in a decode step's noise."""
 _FIRST_TOKENS = 64
 """Prompt tokens of a step beside decodes before anything was measured."""
@@ -69,7 +69,7 @@ class Pacer:
 
     def prefilled(self, num_tokens: int, elapsed_ns: int) -> None:
         """A step with so many prompt tokens, with or without decodes, took so long on the device."""
-        if not self._target_ns or num_tokens < _LEAST_TOKENS:
+        if not self._target_ns or num_tokens < LEAST_TOKENS:
             return
         aim, decode = self._aim_ns, self._decode_ns
         if elapsed_ns <= aim and 2 * num_tokens < self._tokens:
@@ -101,7 +101,7 @@ class Pacer:
     @property
     def prefill_budget(self) -> int | None:
         """Most prompt tokens of the next step if it has decodes, at least 1; None: no limit."""
-        return max(int(self._tokens), _LEAST_TOKENS) if self._target_ns else None
+        return max(int(self._tokens), LEAST_TOKENS) if self._target_ns else None
 
     @property
     def _tokens(self) -> float:

@@ -52,6 +52,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 
+from penstock.runtime.pacing import LEAST_TOKENS
 from penstock.runtime.plan import PageWrite, PlanRow
 from penstock.runtime.request import Request
 from penstock.runtime.roster import Prefix, Roster
@@ -296,7 +297,7 @@ class Planner:
         any. That is for one prompt; many at once have its times the root of their number, because as a crowd
         they lose more by waiting, and the machine by running half empty, than those who decode. Who stepped
         aside, or is behind one that lacks pages, cannot come in and does not count. Where steps are padded,
-        as many as pad nothing.
+        as many as pad nothing, but enough to be measured.
         """
         num_decodes = len(draft.rows)
         budget = self._config.max_num_batched_tokens - num_decodes
@@ -310,7 +311,7 @@ class Planner:
         if wanted >= budget:
             return budget
         wanted += num_decodes
-        sizes = [size for size in self._config.step_sizes if size > num_decodes]
+        sizes = [size for size in self._config.step_sizes if size >= num_decodes + LEAST_TOKENS]
         if sizes:
             wanted = max((size for size in sizes if size <= wanted), default=sizes[0])
         return min(budget, wanted - num_decodes)
