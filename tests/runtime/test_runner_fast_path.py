@@ -20,6 +20,7 @@ from penstock.runtime.attention import allocate_kv
 from penstock.runtime.buckets import Buckets, ProgramKey
 from penstock.runtime.compilation import use_compilation_cache
 from penstock.runtime.device_arrays import zeros
+from penstock.runtime.errors import ConfigError
 from penstock.runtime.plan import PageWrite, Plan, PlanRow
 from penstock.runtime.request import Request, SamplingParams, StoppingParams
 from penstock.runtime.request_programs import make_table_rows
@@ -217,6 +218,17 @@ def test_several_writes_of_a_slot_and_slots_without_a_row_are_all_sent(
     expected = np.zeros((4, 16), np.int32)
     expected[1, :2], expected[3, 2] = [4, 6], 11
     np.testing.assert_array_equal(runner._state.tables, expected)
+
+
+def test_feature_slots_are_as_many_as_rows_unless_a_number_is_given(runner: ModelRunner) -> None:
+    """And writes past the last one, which the device would drop, are refused."""
+    assert runner._state.history.shape == runner._state.bias.shape == (4, VOCAB)
+    request = entry(0, sampling=PENALISED).new_requests[0][1]
+    for given, last in ((None, 3), (2, 1)):
+        slots = Slots(dataclasses.replace(runner.config, feature_slots=given))
+        slots.admit(0, request, last)
+        with pytest.raises(ConfigError, match=rf"feature slot {last + 1} of r0: the runner has {last + 1};"):
+            slots.admit(0, request, last + 1)
 
 
 def test_more_tables_than_one_call_takes(runner: ModelRunner) -> None:

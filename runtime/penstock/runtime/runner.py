@@ -169,8 +169,8 @@ class ModelRunner:
         return RowState(
             *zeros((slots,), ints, self._sharding),
             *zeros((slots, self.config.pages_per_row), ints, self._sharding),
-            *zeros((self.config.feature_slots, vocab), ints, self._sharding),
-            *zeros((self.config.feature_slots, vocab), floats, self._sharding),
+            *zeros((self.config.num_feature_slots, vocab), ints, self._sharding),
+            *zeros((self.config.num_feature_slots, vocab), floats, self._sharding),
         )
 
     # -- programs --
@@ -193,7 +193,7 @@ class ModelRunner:
                 self._choose(logits, packed, np.full(no_mask.shape, -1, np.int32))
                 programs.prompt_logprobs(self._weights, hidden, self._prompt_buffer([], []))
         nobody = Request("warm-up", (0,))
-        self._write_features(self.config.feature_slots, nobody, ())
+        self._write_features(self.config.num_feature_slots, nobody, ())
         self._copy_pages(())
         self._write_tables([0])
         jax.block_until_ready((self._state, self._kv))

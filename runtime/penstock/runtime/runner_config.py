@@ -24,8 +24,9 @@ class RunnerConfig:
     dtype: np.dtype[Any]
     vocab_size: int
     eos_token_ids: tuple[int, ...]
-    feature_slots: int = 16
-    """Requests with penalties or a bias that may run at a time; see `RowState`."""
+    feature_slots: int | None = None
+    """Requests with penalties or a bias that may run at a time, see `RowState`; None: max_num_seqs, as for
+    the scheduler."""
     max_logprobs: int = 20
     native: bool = True
     """Attention and sampling by the native CPU kernels where the machine and the model's shapes allow."""
@@ -45,6 +46,11 @@ class RunnerConfig:
     def pages_per_row(self) -> int:
         """Width of the page table."""
         return -(-self.max_model_len // self.page_size)
+
+    @property
+    def num_feature_slots(self) -> int:
+        """Length of `RowState.history` and `bias`."""
+        return self.max_num_seqs if self.feature_slots is None else self.feature_slots
 
     @property
     def num_top(self) -> int:

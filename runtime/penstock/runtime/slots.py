@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from penstock.runtime.buckets import ProgramKey
 from penstock.runtime.constraint import TokenConstraint
+from penstock.runtime.errors import ConfigError
 from penstock.runtime.packing import (
     FEATURES,
     FEEDBACK,
@@ -56,7 +57,14 @@ class Slots:
         self._tables[:] = 0
 
     def admit(self, slot: int, request: Request, feature_slot: int = 0) -> None:
-        """A request takes a slot and, with penalties or a bias, a feature slot."""
+        """A request takes a slot and, with penalties or a bias, a feature slot. ConfigError where there is no
+        such feature slot: what is written there would be lost.
+        """
+        if feature_slot >= self._config.num_feature_slots:
+            raise ConfigError(
+                f"feature slot {feature_slot} of {request.request_id}: the runner has "
+                f"{self._config.num_feature_slots}; give runner and scheduler the same feature_slots"
+            )
         self._requests[slot] = request
         wanted = request.logprobs
         self._logprobs[slot] = None if wanted is None else min(wanted, self._config.num_top)
