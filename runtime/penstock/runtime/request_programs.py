@@ -137,17 +137,11 @@ def pack_page_copies(copies: Sequence[tuple[int, int]], most: int, num_pages: in
 
 def make_table_rows() -> Callable[[RowState, Array], RowState]:
     """Whole page tables: (state, int32[TABLE_ROWS, 1 + P]: slot and table) -> state. A slot past the last one
-    marks padding, which comes last; it costs nothing.
+    marks padding. No loop whose end the device computes: on a GPU the host would read it back each turn.
     """
 
     def write(state: RowState, packed: Array) -> RowState:
-        count = jnp.sum((packed[:, 0] < state.tables.shape[0]).astype(jnp.int32))
-
-        def turn(i: Array, tables: Array) -> Array:
-            row = lax.dynamic_slice_in_dim(packed, i, 1, 0)
-            return lax.dynamic_update_slice(tables, row[:, 1:], (row[0, 0], jnp.int32(0)))
-
-        return state._replace(tables=lax.fori_loop(0, count, turn, state.tables))
+        return state._replace(tables=state.tables.at[packed[:, 0]].set(packed[:, 1:], mode="drop"))
 
     return write
 
