@@ -43,6 +43,24 @@ def test_what_somebody_else_set_meanwhile_stays() -> None:
     assert sys.getswitchinterval() == pytest.approx(0.002)
 
 
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+@pytest.mark.parametrize("seconds", [(0.0005, 0.0005), (0.0005, 0.0008)])
+def test_the_last_of_several_puts_it_back(
+    before: float, seconds: tuple[float, float], order: tuple[int, int]
+) -> None:
+    """What serves on keeps its own."""
+    both = [SwitchInterval(value) for value in seconds]
+    for each in both:
+        each.apply()
+    assert sys.getswitchinterval() == pytest.approx(seconds[1])
+    first, second = order
+    for _ in range(2):
+        both[first].restore()
+        assert sys.getswitchinterval() == pytest.approx(seconds[second])
+    both[second].restore()
+    assert sys.getswitchinterval() == before
+
+
 def test_none_leaves_it_alone(before: float) -> None:
     interval = SwitchInterval(None)
     interval.apply()

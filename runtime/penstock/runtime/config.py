@@ -102,7 +102,8 @@ class EngineConfig:
     switch_interval_s: float | None = 0.0005
     """Seconds after which Python's interpreter goes from one thread to another that wants it; CPython's own
     default is 0.005. It is one for the whole process, from `Engine.start` to `Engine.shutdown`, which puts
-    back what was before unless somebody else has set it since. None: left alone."""
+    back what was before unless somebody else has set it since; of several engines, the last does. None: left
+    alone."""
     max_logprobs: int = 20
     """Most `logprobs` a request may ask for."""
     generation_config: Mapping[str, Any] | None = None
