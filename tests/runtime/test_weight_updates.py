@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import numpy as np
 import pytest
 
 from bench.checkpoint import SHAPES, Shape, write_checkpoint
-from penstock.runtime import EngineConfig
+from penstock.runtime import EngineConfig, checkpoint_leaves
 from penstock.runtime.checkpoint_safetensors import find_tensors
 from penstock.runtime.native import library
 from penstock.runtime.native.linear import unpack
@@ -26,6 +27,7 @@ LAYER = "model.layers.1.self_attn."
 Q, K, V = (f"{LAYER}{part}.weight" for part in ("q_proj", "k_proj", "v_proj"))
 NORM, Q_NORM = "model.norm.weight", f"{LAYER}q_norm.weight"
 WIDE = Shape(1024, 4096, 4, 16, 4, 64, 4096, 300, 4096)  # 130 MB
+REPOSITORY = Path(__file__).parents[2]
 CLEAR_REFS = Path("/proc/self/clear_refs")
 
 
@@ -69,12 +71,32 @@ def test_updates_of_parts_that_were_staged_together_all_stay(tiny: Path, native:
         np.testing.assert_array_equal(rows_of(model, whole, name), tensor, err_msg=name)
 
 
+@pytest.mark.parametrize(("threads", "expected"), [(1, [1, 1]), (6, [6, 3])])
+def test_loading_takes_the_threads_it_is_given_and_an_update_half(
+    tiny: Path, monkeypatch: pytest.MonkeyPatch, threads: int, expected: list[int]
+) -> None:
+    """The rest is left to those that compute steps."""
+    taken: list[int] = []
+
+    def pool(max_workers: int, name: str) -> ThreadPoolExecutor:
+        taken.append(max_workers)
+        return ThreadPoolExecutor(max_workers, name)
+
+    monkeypatch.setattr(checkpoint_leaves, "ThreadPoolExecutor", pool)
+    config = EngineConfig(threads=threads, show_progress=False)
+    model = load_model(str(tiny), config, single_device_mesh(jax.devices()[0]))
+    model.staged(model.weights, {NORM: find_tensors(tiny)[NORM].map()}, True)
+    assert taken == expected
+
+
 @pytest.mark.skipif(not CLEAR_REFS.exists(), reason="needs Linux's /proc")
 def test_an_update_takes_one_checkpoint_of_memory_and_gives_it_back(tmp_path: Path) -> None:
     write_checkpoint(tmp_path, WIDE)
     checkpoint = (tmp_path / "model.safetensors").stat().st_size
     command = [sys.executable, "-m", "tests.support.update_memory", str(tmp_path), str(TEST_CACHE)]
-    found = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+    found = json.loads(
+        subprocess.run(command, check=True, capture_output=True, text=True, cwd=REPOSITORY).stdout
+    )
     serving = found["serving"]["bytes"]
     for name in ("refused", "updated"):
         assert found[name]["peak"] < serving + 1.15 * checkpoint, found

@@ -28,6 +28,7 @@ from penstock.runtime.models.fields import Fields
 from penstock.runtime.models.linear import PLAIN, LinearFormat
 from penstock.runtime.models.params import ModelState, ParamSpec, leaf_shapes, param_specs, state_of
 from penstock.runtime.models.registry import ParamPath
+from penstock.runtime.processors import available_processors
 
 _log = logging.getLogger(__name__)
 
@@ -82,10 +83,12 @@ def load_weights(
     linear: LinearFormat = PLAIN,
     placement: Placement = None,
     progress: Progress = True,
+    threads: int | None = None,
 ) -> ModelState:
     """Load a checkpoint's weights onto the device.
 
     dtype: of the parameters; None or "auto" for the checkpoint's own. linear: how products' weights are kept.
+    threads: that convert; None: as many as the process has processors.
     placement: a device, a sharding, or a function from a leaf's path to one; None for JAX's default device.
     progress: a bar on stderr if that is a terminal, False for none, or a callback (bytes done, bytes in all).
     Raises CheckpointError listing every missing, extra and wrongly shaped tensor before anything is placed,
@@ -120,7 +123,14 @@ def load_weights(
             if callable(progress):
                 progress(so_far, total)
 
-        made, problems = make_leaves(specs, found, leaf_shapes(config, dtype, linear), place, done=done)
+        made, problems = make_leaves(
+            specs,
+            found,
+            leaf_shapes(config, dtype, linear),
+            place,
+            threads=threads or available_processors(),
+            done=done,
+        )
     if problems:
         raise CheckpointError(mismatched=problems, where=where)
     return state_of(config, {path: leaf.value for path, leaf in made.items()}, dtype, linear)
@@ -134,11 +144,13 @@ def stage_named(
     partial: bool,
     dtype: npt.DTypeLike | None = None,
     linear: LinearFormat = PLAIN,
+    threads: int | None = None,
 ) -> dict[ParamPath, NewLeaf]:
     """Tensors by checkpoint name -> new leaves by state path, each placed as the current one is.
 
     partial: whether a subset of the tensors is enough; what they leave of a leaf is the current one's. The
     mapping may be lazy: each tensor is asked for twice, to be checked and to be taken, and never aliased.
+    threads: as for `load_weights`.
     Raises CheckpointError listing every missing (unless partial), extra, misshapen or overflowing tensor.
     """
     specs = param_specs(config, dtype, linear)
@@ -148,6 +160,7 @@ def stage_named(
         tensors,
         leaf_shapes(config, dtype, linear),
         lambda path, leaf: jax.device_put(leaf, current[path].sharding),
+        threads=threads or available_processors(),
         old=lambda path: np.asarray(current[path]),
     )
     if problems:

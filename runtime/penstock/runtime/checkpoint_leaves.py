@@ -22,7 +22,6 @@ from penstock.runtime import host_memory
 from penstock.runtime.models.params import Leaves, ParamSpec
 from penstock.runtime.models.registry import ParamPath
 from penstock.runtime.native.linear import BLOCK_OUT
-from penstock.runtime.processors import available_processors
 
 _TASK_VALUES = 1 << 21
 """Values of a tensor that one thread takes at a time."""
@@ -56,18 +55,19 @@ def make_leaves(
     shapes: Mapping[ParamPath, jax.ShapeDtypeStruct],
     place: Callable[[ParamPath, npt.NDArray[Any]], jax.Array],
     *,
+    threads: int,
     old: Callable[[ParamPath], npt.NDArray[Any]] | None = None,
     done: Callable[[ParamSpec], None] = lambda spec: None,
 ) -> tuple[dict[ParamPath, NewLeaf], list[str]]:
     """The leaves that `tensors` fill, and what is wrong with values, by tensor.
 
     specs: all of the model's; those without a tensor are left out. Then `old` gives the leaf that they are
-    part of. place: puts a host array on the device; it is never written again. done: called when a tensor is
-    in its leaf, in the order of specs. Names, shapes and dtypes must have been checked.
+    part of. place: puts a host array on the device; it is never written again. threads: how many fill leaves.
+    done: called when a tensor is in its leaf, in the order of specs. Names, shapes and dtypes must have been
+    checked.
     """
     work = _Work(specs, tensors, shapes, place, old)
     problems: list[str] = []
-    num_threads = available_processors()
     ahead: deque[tuple[ParamSpec, Future[bool], bool]] = deque()
 
     def settle_one() -> None:
@@ -80,12 +80,12 @@ def make_leaves(
             work.placed(spec)
             done(spec)
 
-    pool = ThreadPoolExecutor(num_threads, "penstock-weights")
+    pool = ThreadPoolExecutor(threads, "penstock-weights")
     try:
         for spec in work.specs:
             tensor, leaves = tensors[spec.hf_name], work.opened(spec)
             for begin, end in _runs(spec):
-                if len(ahead) == 2 * num_threads:
+                if len(ahead) == 2 * threads:
                     settle_one()
                 future = pool.submit(_fill, spec, tensor, leaves, begin, end)
                 ahead.append((spec, future, end == spec.shape[0]))
@@ -135,6 +135,8 @@ class _Work:
                 parts = [filled.parts[path] for filled in self.specs if path in filled.parts]
                 value = self._place(path, self._open.pop(path))
                 jax.block_until_ready(value)
+                if any(device.platform != "cpu" for device in value.devices()):
+                    host_memory.let_go()  # it is over there now
                 self.made[path] = NewLeaf(value, parts if path in self._partial else None)
 
 

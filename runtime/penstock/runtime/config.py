@@ -52,8 +52,9 @@ class EngineConfig:
     native_folder: Path | None = None
     """Where their library is kept, and compiled into if it is not there; None: ~/.cache/penstock/native."""
     threads: int | None = None
-    """CPU threads that compute, compile programs and fill masks; None: the processors that affinity mask and
-    CPU quota leave. XLA has one pool in a process, made when JAX's CPU backend starts, so load an engine
+    """CPU threads that load weights, compile programs, compute and fill masks; half of them make
+    the weights of an update, while the others serve. None: the processors that affinity mask and CPU quota
+    leave. XLA has one pool in a process, made when JAX's CPU backend starts, so load an engine
     before other code computes with JAX; else a warning says how many threads that pool has."""
     max_model_len: int | None = None
     """Prompt plus generated tokens of one request; None: the model's own, at most what the KV cache holds."""

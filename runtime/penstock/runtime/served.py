@@ -28,6 +28,7 @@ from penstock.runtime.models.linear import LinearFormat
 from penstock.runtime.models.params import ParamSpec, abstract_model, model_dtype, param_specs
 from penstock.runtime.models.registry import ParamPath
 from penstock.runtime.native import huge_pages, library
+from penstock.runtime.processors import available_processors
 from penstock.runtime.text import TextCodec
 
 Tensors = Mapping[str, NDArray[Any]]
@@ -83,6 +84,7 @@ def load_model(model: str, config: EngineConfig, mesh: Mesh) -> ServedModel:
     linear = _linear_format(config, dtype, mesh)
     text = TextCodec.find(directory)
     defaults = read_generation_defaults(directory, config.generation_config)
+    threads = config.threads or available_processors()
     weights = load_weights(
         directory,
         model_config,
@@ -90,13 +92,22 @@ def load_model(model: str, config: EngineConfig, mesh: Mesh) -> ServedModel:
         linear=linear,
         placement=NamedSharding(mesh, PartitionSpec()),
         progress=config.show_progress,
+        threads=threads,
     )
     host_memory.give_back()
     graphdef, shapes = abstract_model(model_config, dtype, linear)
 
     def stage(current: Any, tensors: Tensors, partial: bool) -> Renewal:
         seen = _by_path(current)
-        new = stage_named(model_config, tensors, seen, partial=partial, dtype=dtype, linear=linear)
+        new = stage_named(
+            model_config,
+            tensors,
+            seen,
+            partial=partial,
+            dtype=dtype,
+            linear=linear,
+            threads=max(1, threads // 2),  # the others are left to those that compute steps
+        )
         host_memory.give_back()
         return _renewal(seen, new)
 
