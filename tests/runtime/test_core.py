@@ -6,17 +6,21 @@ Each test stops the engine's thread at the moment in question, so nothing depend
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import threading
+import weakref
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
+from typing import Any
 
 import numpy as np
 import pytest
 
 from penstock.runtime import Engine, StoppingParams
-from penstock.runtime.errors import Draining, DuplicateRequestId, EngineFailure
+from penstock.runtime.errors import CheckpointError, Draining, DuplicateRequestId, EngineFailure
 from penstock.runtime.interface import InFlightPolicy, StepRecord, WeightsVersion
 from penstock.runtime.request import Finish, FinishReason, Output, Request
+from penstock.runtime.served import Renewal
 from tests.support.collector import GREEDY, Collector, at_gate, long, submit
 from tests.support.toy import toy_engine, toy_model, toy_tokens
 
@@ -66,6 +70,36 @@ def test_an_update_taken_back_is_not_applied_and_holds_nobody_up(engine: Engine)
     assert engine.failure is None
     assert gate.sink.tokens("held") == toy_tokens([1], 20)
     assert engine.weights.generation == 1
+
+
+def test_an_update_taken_back_or_refused_leaves_nothing_behind() -> None:
+    """Its leaves are not held as long as somebody holds its future or its error."""
+    made: list[weakref.ref[Any]] = []
+
+    def stage(current: Any, tensors: Any, partial: bool) -> Renewal:
+        def renewal(live: Any) -> Any:
+            return live
+
+        made.append(weakref.ref(renewal))
+        if tensors["offset"] < 0:
+            raise CheckpointError(mismatched=["offset"], where="update")
+        return renewal
+
+    engine = toy_engine(dataclasses.replace(toy_model(), stage=stage))
+    try:
+        gate = at_gate(engine)
+        taken_back = update(engine, 5)
+        assert made[0]() is not None
+        assert taken_back.cancel()
+        assert made[0]() is None
+        with pytest.raises(CheckpointError) as refused:
+            update(engine, -1)
+        assert made[1]() is None
+        assert "offset" in str(refused.value)
+        gate.open()
+        gate.sink.last("held")
+    finally:
+        engine.shutdown()
 
 
 def test_waiting_for_the_running_includes_the_preempted() -> None:

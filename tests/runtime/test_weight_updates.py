@@ -100,6 +100,7 @@ def test_an_update_takes_one_checkpoint_of_memory_and_gives_it_back(tmp_path: Pa
     serving = found["serving"]["bytes"]
     for name in ("refused", "updated"):
         assert found[name]["peak"] < serving + 1.15 * checkpoint, found
+        assert found[name]["idle"] < serving + 0.15 * checkpoint, found
         assert found[name]["bytes"] < serving + 0.15 * checkpoint, found
         assert found[name]["tokens"] == found["serving"]["tokens"]
     assert (found["refused"]["generation"], found["updated"]["generation"]) == (1, 2)

@@ -3,7 +3,7 @@
     python -m tests.support.update_memory DIRECTORY COMPILATION_CACHE
 
 Prints JSON: bytes resident while serving, at most during a refused and a whole update of all weights, and
-after each; the tokens of one prompt before and after each.
+right after each as well as after a request that follows; the tokens of one prompt before and after each.
 """
 
 from __future__ import annotations
@@ -73,7 +73,8 @@ def main(directory: Path, cache: Path) -> None:
         Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
         with contextlib.suppress(CheckpointError):  # of the refused one, which is to change nothing
             engine.update_weights(Lazy(directory, bad), label=name).result(60)
-        found[name] = measured(engine) | {"generation": engine.weights.generation}
+        idle = resident()  # before anything else runs, which might give memory back
+        found[name] = measured(engine) | {"idle": idle, "generation": engine.weights.generation}
     engine.shutdown()
     json.dump(found, sys.stdout)
 

@@ -13,6 +13,7 @@ import dataclasses
 import gc
 import logging
 import queue
+import traceback
 import uuid
 from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import Future
@@ -322,6 +323,7 @@ class Engine:
         compiler: GrammarCompiler | None = self.__dict__.get("grammars")  # if anybody asked for it
         if compiler is not None:
             compiler.close()
+        host_memory.let_go()
 
     # -- tokens --
 
@@ -398,13 +400,25 @@ class Engine:
         Raises CheckpointError naming every missing, extra or wrongly shaped tensor; then nothing has changed.
         """
         self._core.check_running()
-        renewed = self._model.staged(self._runner.weights, tensors, partial)
+        try:
+            staged = [self._model.staged(self._runner.weights, tensors, partial)]
+        except BaseException as error:
+            traceback.clear_frames(error.__traceback__)  # they hold what was made until then
+            host_memory.let_go()
+            raise
 
         def install() -> None:
-            self._runner.replace_weights(renewed(self._runner.weights))
+            # Taken out of the list: of what it holds, nothing must be left but the weights that serve.
+            self._runner.replace_weights(staged.pop()(self._runner.weights))
             host_memory.let_go()
 
-        return self._core.update(install, label, in_flight)
+        def settled(_: Future[WeightsVersion]) -> None:
+            staged.clear()  # if its turn never came
+            host_memory.let_go()
+
+        done = self._core.update(install, label, in_flight)
+        done.add_done_callback(settled)
+        return done
 
     # -- text --
 
