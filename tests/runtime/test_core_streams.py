@@ -8,6 +8,7 @@ import contextlib
 import random
 from collections.abc import Iterator, Sequence
 from typing import Any, cast
+from unittest.mock import ANY, Mock
 
 import pytest
 
@@ -15,6 +16,7 @@ from penstock.runtime.core import EngineCore
 from penstock.runtime.interface import InFlightPolicy
 from penstock.runtime.outputs import outputs_of
 from penstock.runtime.pacing import Pacer
+from penstock.runtime.plan import Plan, PlanRow, StepResult
 from penstock.runtime.request import (
     CacheParams,
     Finish,
@@ -26,6 +28,7 @@ from penstock.runtime.request import (
 )
 from penstock.runtime.runner import ModelRunner
 from penstock.runtime.scheduler import Scheduler, SchedulerConfig
+from penstock.runtime.stepping import Steps
 from tests.support.collector import Collector
 from tests.support.fake_runner import EOS, VOCAB, LazyRunner, Rota, run_alone
 
@@ -150,7 +153,7 @@ class Told(Pacer):
         self.steps: list[int] = []
         """Of each its prompt tokens."""
 
-    def decoded(self, num_steps: int, elapsed_ns: int) -> None:
+    def decoded(self, num_steps: int, elapsed_ns: int, *, constrained: bool = False) -> None:
         assert num_steps == 1
         assert elapsed_ns > 0
         self.steps.append(0)
@@ -179,6 +182,20 @@ def test_steps_with_prompt_tokens_are_sized_by_the_pacer_and_measured():
     assert pacer.steps[0] == 2
     assert [num for num in pacer.steps[1:] if num] == [2, 2, 2, 2]  # a chunk of one costs what a decode does
     assert len(pacer.steps) in (40, 41)  # a step too many may be in flight when the last token is seen
+
+
+@pytest.mark.parametrize(("fixed", "measured"), [(True, 4), (False, 2)])
+@pytest.mark.parametrize("constrained", [True, False])
+def test_what_is_measured_of_a_window_that_its_rows_ended_early(fixed, measured, constrained):
+    rows = tuple(PlanRow(name, i, 5, 1, None, True, 0, 4) for i, name in enumerate("ab"))
+    plan = Plan(0, rows, num_steps=4)
+    runner, pacer = Mock(), Mock()
+    runner.execute_async.return_value = Mock(unchosen=True if constrained else None)
+    runner.wait.return_value = StepResult([(7,), (7, 0)], [(), ()])
+    steps = Steps(runner, pacer, None, most_in_flight=1, fixed_windows=fixed)
+    steps.dispatch(plan, 0, 0)
+    steps.wait()
+    pacer.decoded.assert_called_once_with(measured, ANY, constrained=constrained)
 
 
 def test_a_step_is_dispatched_before_the_one_before_is_read():

@@ -111,6 +111,18 @@ def test_how_often_rows_under_a_constraint_have_a_step_of_their_own(
     assert made.apart_steps == apart_steps
 
 
+def test_rows_under_a_constraint_that_stepped_with_the_others_first_are_set_apart():
+    made = Pacer(0.02, 8)
+    for _ in range(5):
+        made.decoded(1, 3 * MS, constrained=True)
+    assert made.max_steps(NEVER, 0) == 6  # better than nothing
+    assert made.apart_steps == 0
+    made.decoded(1, 1 * MS)
+    for _ in range(5):
+        made.decoded(1, 3 * MS, constrained=True)
+    assert made.apart_steps == 20
+
+
 def test_without_windows_all_step_together() -> None:
     assert pacer(0.5, max_steps=1).apart_steps == 0
     assert Pacer(0.02, 8).apart_steps == 0  # nothing is measured yet

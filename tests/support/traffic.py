@@ -313,8 +313,8 @@ class Traffic:
         assert not copies
         # The last in rank lose their pages; for a feature slot the last of those that have one.
         for lost in (active[name] for name in plan.preempted):
-            others = [t for t in running if t.has_features or not lost.has_features]
-            assert all(tracked.rank < lost.rank for tracked in others)
+            stay = [t for t in running if t.has_features or not lost.has_features]
+            assert all(tracked.rank < lost.rank for tracked in stay)
         self.check_fairness(plan, admit, running)
         self.check_shares(plan)
         for row in plan.rows:

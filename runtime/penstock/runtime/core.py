@@ -82,7 +82,13 @@ class EngineCore:
         self._updates = UpdateQueue()
         pacer = pacer or Pacer(0.0, 1)
         # The engine thread's own:
-        self._steps = Steps(runner, pacer, observer, most_in_flight=2 if overlap else 1)
+        self._steps = Steps(
+            runner,
+            pacer,
+            observer,
+            most_in_flight=2 if overlap else 1,
+            fixed_windows=bool(scheduler.config.window_steps),
+        )
         self._applying: Update | None = None
         self._weights = WeightsVersion("initial", 1)
         scheduler.use_weights(self._weights.generation)

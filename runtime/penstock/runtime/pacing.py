@@ -51,6 +51,8 @@ class Pacer:
         self._target_ns = target_itl_s * 1e9
         self._decodes: deque[float] = deque(maxlen=_NUM_DECODES)
         """What a decode step took, in ns."""
+        self._is_plain = False
+        """Whether no row under a constraint had a part in these."""
         self._decode_ns = 0.0
         """The median of them; 0 if there is none yet."""
         self._fits: deque[float] = deque(maxlen=_NUM_PREFILLS)
@@ -58,8 +60,16 @@ class Pacer:
         self._constrained: deque[float] = deque(maxlen=_NUM_DECODES)
         """What a step of rows under a constraint alone took, in ns."""
 
-    def decoded(self, num_steps: int, elapsed_ns: int) -> None:
-        """That many decode steps, one after the other, took so long on the device."""
+    def decoded(self, num_steps: int, elapsed_ns: int, *, constrained: bool = False) -> None:
+        """That many decode steps, one after the other, took so long on the device. `constrained`: rows under
+        a constraint were among others, so they may have waited for masks; that counts until something better
+        is known.
+        """
+        if constrained and self._is_plain:
+            return
+        if not constrained and not self._is_plain:
+            self._is_plain = True
+            self._decodes.clear()
         self._decodes.append(max(elapsed_ns, 1) / max(num_steps, 1))
         self._decode_ns = median_low(self._decodes)
 

@@ -46,12 +46,20 @@ class Steps:
     """Those in flight, the oldest first."""
 
     def __init__(
-        self, runner: ModelRunner, pacer: Pacer, observer: Observer | None, *, most_in_flight: int
+        self,
+        runner: ModelRunner,
+        pacer: Pacer,
+        observer: Observer | None,
+        *,
+        most_in_flight: int,
+        fixed_windows: bool = False,
     ) -> None:
+        """`fixed_windows`: a window's program runs all its steps, whichever rows end within it."""
         self._runner = runner
         self._pacer = pacer
         self._observer = observer
         self._most_in_flight = most_in_flight
+        self._fixed_windows = fixed_windows
         self._in_flight: deque[Dispatched] = deque()
         self._waited_ns = 0
 
@@ -111,7 +119,9 @@ class Steps:
         if step.plan.apart:
             self._pacer.constrained(elapsed_ns)
         elif step.plan.decode_only:
-            self._pacer.decoded(max(map(len, result.token_ids), default=1), elapsed_ns)
+            # A program of fixed length runs all its steps even where every row ended early.
+            made = step.plan.num_steps if self._fixed_windows else max(map(len, result.token_ids), default=1)
+            self._pacer.decoded(made, elapsed_ns, constrained=step.is_constrained)
         else:
             self._pacer.prefilled(step.plan.num_prompt_tokens, elapsed_ns)
         self._waited_ns = waited_ns
