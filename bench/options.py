@@ -20,6 +20,9 @@ DEFAULTS: Mapping[str, Any] = MappingProxyType(
 )
 """Room for every workload of the table on the Qwen3-0.6B shape: W5 needs 20,480 tokens at most, W3 2,049."""
 
+_FLAGS = {"generation_config": "override-generation-config"}
+"""Of options whose flag is not their name, without the unit."""
+
 
 def parse(assignments: Sequence[str]) -> dict[str, Any]:
     """`["page_size=32", "dtype=auto"]` to values: JSON if it is JSON, else text. ValueError without "="."""
@@ -38,8 +41,9 @@ def parse(assignments: Sequence[str]) -> dict[str, Any]:
 def engine_config(options: Mapping[str, Any]) -> EngineConfig:
     """Options over EngineConfig's own defaults. TypeError for an unknown one, ConfigError for a bad value."""
     values = dict(options)
-    if values.get("compilation_cache") is not None:
-        values["compilation_cache"] = Path(values["compilation_cache"])
+    for name in ("compilation_cache", "native_folder"):
+        if values.get(name) is not None:
+            values[name] = Path(values[name])
     return EngineConfig(**values)
 
 
@@ -47,11 +51,12 @@ def serve_arguments(options: Mapping[str, Any]) -> list[str]:
     """The same options for `penstock serve`."""
     arguments: list[str] = []
     for name, value in options.items():
-        flag = name.replace("_", "-")
+        flag = _FLAGS.get(name, name.removesuffix("_s").replace("_", "-"))
         if value is None:
             arguments += ["--compilation-cache", "off"] if name == "compilation_cache" else []
         elif isinstance(value, bool):
             arguments.append(f"--{flag}" if value else f"--no-{flag}")
         else:
-            arguments += [f"--{flag}", str(value)]
+            text = json.dumps(value) if isinstance(value, Mapping) else str(value)
+            arguments += [f"--{flag}", text]
     return arguments

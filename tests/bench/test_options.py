@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 from pathlib import Path
 
 import pytest
 
 from bench import options
-from penstock.cli import serve
+from penstock.cli import serve, serve_flags
+from penstock.runtime.config import EngineConfig
 
 
 def test_parse():
@@ -29,6 +31,41 @@ def test_engine_and_server_get_the_same():
     assert args.max_num_seqs == config.max_num_seqs == 32
     assert args.kv_cache_bytes == config.kv_cache_bytes == 3 * 2**30
     assert Path(args.compilation_cache) == config.compilation_cache == Path("/somewhere")
+
+
+OTHERS = {
+    "served_model_name": "m",
+    "dtype": "float16",
+    "quantization": "int8",
+    "native": "require",
+    "native_folder": "/kernels",
+    "threads": 3,
+    "feature_slots": 2,
+    "max_prefill_chunk": 32,
+    "target_itl_s": 0.25,
+    "scheduling_policy": "priority",
+    "prefix_cache_pages": 7,
+    "overlap": False,
+    "max_decode_steps": 5,
+    "decode_window_s": 0.5,
+    "switch_interval_s": 0.001,
+    "max_queued_requests": 9,
+    "page_size": 8,
+    "hbm_utilization": 0.5,
+    "max_logprobs": 4,
+    "generation_config": {"temperature": 0.5, "do_sample": True},
+    "grammar_time_limit_s": 0.5,
+    "compilation_cache": "/programs",
+}
+
+
+def test_every_option_is_the_same_on_the_command_line():
+    given = {**options.DEFAULTS, **OTHERS}
+    assert set(given) == {field.name for field in dataclasses.fields(EngineConfig)} - {"show_progress"}
+    parser = argparse.ArgumentParser()
+    serve.add_parser(parser.add_subparsers())
+    args = parser.parse_args(["serve", "model", *options.serve_arguments(given)])
+    assert serve_flags.engine_config(args) == options.engine_config(given)
 
 
 def test_flags():
