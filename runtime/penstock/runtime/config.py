@@ -73,8 +73,8 @@ class EngineConfig:
     """Seconds that a step with decodes and prompt tokens should take at most, by the steps measured so far:
     so far apart may the tokens of running requests be while a prompt comes in (root n times as far for n at
     once). Where decodes alone take more than two thirds of that, prompts get a third of a longer step. 0: no
-    target. None: DEFAULT_TARGET_ITL_S where native kernels run on CPU, else 0: XLA's roundings may depend on
-    a step's size, and that on time.
+    target. None: DEFAULT_TARGET_ITL_S under `ModelInfo.batch_invariant`, else 0: tokens would depend on a
+    step's size, and that on time.
     """
     scheduling_policy: str = "fcfs"
     """Who goes first: "fcfs", in order of arrival; "priority", by the requests' priority, which may
@@ -189,7 +189,8 @@ def resolve(
     defaults: GenerationDefaults | None = None,
 ) -> ResolvedConfig:
     """With what the platform (`Device.platform`) makes of what was not chosen, and of what was: the rows are
-    no more than the tokens given, and the other way round. `memory_bytes`: of an accelerator, if it tells.
+    no more than the tokens given, and the other way round. `memory_bytes`: that JAX may use
+    of an accelerator, if it tells.
     `defaults`: the served ones. Where they have penalties, so has every request that does not say otherwise,
     and there are as many feature slots as rows.
     """

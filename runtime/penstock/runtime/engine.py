@@ -195,7 +195,7 @@ class Engine:
         )
         target_itl_s = config.target_itl_s
         if target_itl_s is None:
-            target_itl_s = DEFAULT_TARGET_ITL_S if model.skips_padding else 0.0
+            target_itl_s = DEFAULT_TARGET_ITL_S if batch_invariant else 0.0
         self._core = EngineCore(
             self._runner,
             scheduler,

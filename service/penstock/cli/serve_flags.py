@@ -244,7 +244,7 @@ def _add_engine(parser: argparse.ArgumentParser) -> None:
         help="how far apart the tokens of running requests may be while a prompt comes in: steps with prompt "
         "tokens are sized to it by measurement; less costs new requests some of their first token's time; "
         "0: no target; default: "
-        f"{DEFAULT_TARGET_ITL_S:g} where native kernels run on CPU, else 0",
+        f"{DEFAULT_TARGET_ITL_S:g} where FEATURE_BATCH_INVARIANT holds, else 0",
     )
     engine.add_argument(
         "--scheduling-policy",
