@@ -181,7 +181,6 @@ def test_a_window_ends_rows_at_stop_ids_unless_banned(looping: ModelRunner) -> N
     result = looping.execute(windowed([(1, 3, 8, 0)], 8))
     assert result.token_ids == [tokens[1:4]]
     # Again from the start, with the first three samples banned: another token takes the stop's place.
-    looping.reset_state()
     looping.execute(dataclasses.replace(plan, new_requests=((1, request),)))
     banned = looping.execute(windowed([(1, 3, 8, 3)], 8)).token_ids[0]
     assert banned[:2] == tokens[1:3]
@@ -275,7 +274,6 @@ def test_destroying_the_cache_frees_it_and_it_can_come_back(runner: ModelRunner)
     with pytest.raises(ConfigError, match="not initialised"):
         runner.execute(prefill([1], 0, [0]))
     runner.initialize_kv_cache(16)
-    runner.reset_state()
     assert list(runner.execute(prefill([1], 0, [0])).token_ids[0]) == toy_tokens([1], 1)
 
 

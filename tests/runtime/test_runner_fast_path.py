@@ -192,7 +192,7 @@ def with_pages(plan: Plan, *writes: PageWrite) -> Plan:
 def test_a_page_of_a_decode_travels_in_the_step_and_a_whole_table_before_it(
     runner: ModelRunner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    runner.reset_state()
+    expected = np.array(runner._state.tables)
     calls = spied(runner, monkeypatch)
     runner.execute(with_pages(entry(0), PageWrite(0, 0, (9, 8))))
     runner.execute(with_pages(entry(2, 3), PageWrite(2, 0, (7,))))  # one page: it needs no more than a decode
@@ -202,7 +202,6 @@ def test_a_page_of_a_decode_travels_in_the_step_and_a_whole_table_before_it(
     grown = decodes(0, 2, start=8, num_steps=4)
     runner.execute(with_pages(grown, PageWrite(0, 3, (1, 2)), PageWrite(2, 2, (6,))))
     assert calls == [[0], [0]]
-    expected = np.zeros((4, 16), np.int32)
     expected[0, :5], expected[2, :3] = [9, 8, 3, 1, 2], [7, 5, 6]
     np.testing.assert_array_equal(runner._state.tables, expected)
 
@@ -210,12 +209,11 @@ def test_a_page_of_a_decode_travels_in_the_step_and_a_whole_table_before_it(
 def test_several_writes_of_a_slot_and_slots_without_a_row_are_all_sent(
     runner: ModelRunner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    runner.reset_state()
+    expected = np.array(runner._state.tables)
     calls = spied(runner, monkeypatch)
     writes = (PageWrite(1, 0, (4,)), PageWrite(1, 1, (6,)), PageWrite(3, 2, (11,)))
     runner.execute(with_pages(entry(1), *writes))
     assert calls == [[1, 3]]
-    expected = np.zeros((4, 16), np.int32)
     expected[1, :2], expected[3, 2] = [4, 6], 11
     np.testing.assert_array_equal(runner._state.tables, expected)
 

@@ -63,9 +63,6 @@ class ProgramBuilder:
     platform: str
     sharding: jax.sharding.Sharding
 
-    def layout(self, key: ProgramKey) -> Layout:
-        return Layout(key)
-
     @property
     def largest(self) -> ProgramKey:
         """The forward of the most tokens."""
@@ -90,24 +87,24 @@ class ProgramBuilder:
         return Programs(steps, choices, **{program.__name__: made[program.__name__] for program in once})
 
     def forward(self, key: ProgramKey) -> jax.stages.Compiled:
-        packed = self._ints(self.layout(key).size)
+        packed = self._ints(Layout(key).size)
         return compile_program(self._forward(key), self.weights, self.kv, self.state, packed, donate=(1, 2))
 
     def window(self, key: ProgramKey) -> jax.stages.Compiled:
         program = make_window(
             self.rebuild,
-            self.layout(key),
+            Layout(key),
             self._shapes,
             attention_op(self.platform, native=self.config.native),
             self._sampler,
             key.num_steps or self.config.max_decode_steps,
         )
-        packed = self._ints(self.layout(key).size)
+        packed = self._ints(Layout(key).size)
         return compile_program(program, self.weights, self.kv, self.state, packed, donate=(1, 2))
 
     def choice(self, rows: int) -> jax.stages.Compiled:
         key = ProgramKey(rows, rows, decode_only=True)
-        layout, logits = self.layout(key), self._outputs(key).logits
+        layout, logits = Layout(key), self._outputs(key).logits
         mask = self._ints(rows, mask_words(self.config.vocab_size))
         program = make_choice(layout, self._sampler, self.config.num_top)
         return compile_program(program, self.state, logits, self._ints(layout.rows_size), mask, donate=(0,))
@@ -144,12 +141,12 @@ class ProgramBuilder:
 
     def _forward(self, key: ProgramKey) -> Callable[..., Forward]:
         attention = attention_op(self.platform, native=self.config.native)
-        return make_forward(self.rebuild, self.layout(key), self._shapes, attention)
+        return make_forward(self.rebuild, Layout(key), self._shapes, attention)
 
     def _outputs(self, key: ProgramKey) -> Forward:
         """Shapes of what a forward makes."""
         made = jax.eval_shape(
-            self._forward(key), self.weights, self.kv, self.state, self._ints(self.layout(key).size)
+            self._forward(key), self.weights, self.kv, self.state, self._ints(Layout(key).size)
         )
         placed: Any = jax.tree.map(
             lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=self.sharding), made

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from penstock.runtime.attention import allocate_kv, attends_natively, kv_layer_shape, kv_storage_dtype
 from penstock.runtime.buckets import ProgramKey
-from penstock.runtime.compilation import CompileCounter
+from penstock.runtime.compilation import CompileCounter, compile_all
 from penstock.runtime.constraint import TokenConstraint, mask_words
 from penstock.runtime.device_arrays import zeros
 from penstock.runtime.errors import ConfigError, NonFiniteLogits
@@ -140,11 +140,6 @@ class ModelRunner:
             layer.delete()
         self._kv = None
 
-    def reset_state(self) -> None:
-        """Forget all rows, as after start-up; no request may be running."""
-        self._state = self._new_state()
-        self._slots.clear()
-
     def _use_huge_pages(self, arrays: Sequence[jax.Array]) -> None:
         if self._platform == "cpu":
             huge_pages.advise(arrays)
@@ -156,8 +151,13 @@ class ModelRunner:
         builder = self._builder(num_pages)
         window = next(key for key in self.config.buckets.keys() if key.window)  # noqa: SIM118 # no mapping
         largest = builder.largest
-        programs = (builder.forward(largest), builder.window(window), builder.choice(largest.rows))
-        return max(_bytes_beside_arguments(program) for program in programs)
+        jobs = {
+            "forward": lambda: builder.forward(largest),
+            "window": lambda: builder.window(window),
+            "choice": lambda: builder.choice(largest.rows),
+        }
+        made = compile_all(jobs, threads=self.config.threads, show_progress=self.config.show_progress)
+        return max(map(_bytes_beside_arguments, made.values()))
 
     def _kv_shape(self, num_pages: int) -> tuple[int, ...]:
         spec = self._kv_spec

@@ -50,12 +50,6 @@ class Slots:
         self._layouts: dict[ProgramKey, Layout] = {}
         self._blanks: dict[ProgramKey, NDArray[np.int32]] = {}
 
-    def clear(self) -> None:
-        """Nobody holds a slot."""
-        self._requests = [None] * self._config.max_num_seqs
-        self._constrained.clear()
-        self._tables[:] = 0
-
     def admit(self, slot: int, request: Request, feature_slot: int = 0) -> None:
         """A request takes a slot and, with penalties or a bias, a feature slot. ConfigError where there is no
         such feature slot: what is written there would be lost.
