@@ -113,8 +113,11 @@ def test_options_of_one_side():
 def test_another_commit_is_what_runs(tmp_path):
     """Of a repository made here: its `penstock` goes before what is installed, and `bench` is ours."""
 
+    # Of no user's or machine's making: it might sign commits, or run hooks.
+    env = os.environ | dict.fromkeys(("GIT_CONFIG_GLOBAL", "GIT_CONFIG_SYSTEM"), os.devnull)
+
     def git(*args):
-        subprocess.run(["git", "-C", str(repository), *args], check=True, capture_output=True)
+        subprocess.run(["git", "-C", str(repository), *args], check=True, capture_output=True, env=env)
 
     repository, folder = tmp_path / "repository", tmp_path / "unpacked"
     package = repository / "roots" / "penstock" / "runtime"

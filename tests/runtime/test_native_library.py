@@ -122,11 +122,25 @@ def nothing_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(library, "_tried", {})
 
 
+@pytest.fixture
+def no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a machine that the kernels are for, whatever this one is."""
+    monkeypatch.setattr("platform.machine", lambda: "x86_64")
+    monkeypatch.setattr("platform.system", lambda: "Linux")
+    monkeypatch.setattr(builder, "COMPILERS", ())
+
+
 @needs_kernels
-@pytest.mark.usefixtures("nothing_loaded")
 def test_a_folder_with_a_library_needs_no_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And may be read-only, as in an image."""
+    """And may be read-only, as in an image: who runs as root could write even then, so nobody may here."""
+
+    def read_only(**_: object) -> None:
+        raise OSError("read-only file system")
+
     built = build()
+    monkeypatch.setattr("tempfile.TemporaryDirectory", read_only)
+    with pytest.raises(BuildFailed, match=r"cannot write to .*read-only file system"):
+        build(tmp_path)
     (tmp_path / built.name).symlink_to(built)
     monkeypatch.setattr(builder, "COMPILERS", ())
     assert build(tmp_path) == tmp_path / built.name
@@ -134,11 +148,8 @@ def test_a_folder_with_a_library_needs_no_compiler(tmp_path: Path, monkeypatch: 
         build(tmp_path / "other")
 
 
-@pytest.mark.usefixtures("nothing_loaded")
-def test_why_there_are_no_kernels_is_logged_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(builder, "COMPILERS", ())
+@pytest.mark.usefixtures("nothing_loaded", "no_compiler")
+def test_why_there_are_no_kernels_is_logged_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     for _ in range(3):
         assert not library.available(tmp_path)
         with pytest.raises(NotAvailable, match="no C"):
@@ -172,18 +183,17 @@ def test_what_may_use_the_kernels() -> None:
         library.wanted("require", None, "cuda", BF16)
 
 
-@pytest.mark.usefixtures("nothing_loaded")
-def test_kernels_that_are_required_must_be_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(builder, "COMPILERS", ())
+@pytest.mark.usefixtures("nothing_loaded", "no_compiler")
+def test_kernels_that_are_required_must_be_there(tmp_path: Path) -> None:
     assert not library.wanted("auto", tmp_path, "cpu", BF16)
     with pytest.raises(ConfigError, match=r"^native: the kernels are required.*no C\+\+ compiler"):
         library.wanted("require", tmp_path, "cpu", BF16)
 
 
+@pytest.mark.usefixtures("no_compiler")
 def test_building_for_an_image_fails_where_building_for_oneself_does_not(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(builder, "COMPILERS", ())
     monkeypatch.setattr(builder, "default_folder", lambda: tmp_path)
     assert builder.main([]) == 0
     assert builder.main(["--folder", str(tmp_path)]) == 1

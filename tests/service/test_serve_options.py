@@ -82,6 +82,7 @@ def test_what_cannot_be_served_is_one_clear_line(
     [
         ([OVERRIDE, "{"], "not JSON"),
         ([OVERRIDE, "[1]"], "must be a JSON object"),
+        (["--native", "on"], "invalid choice: 'on'"),
         (["--truncation", "top"], "invalid choice: 'top'"),
         (["--tool-call-parser", "gpt"], "invalid choice: 'gpt'"),
         (["--reasoning-parser", "gpt"], "invalid choice: 'gpt'"),

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -28,6 +29,9 @@ NATIVE: dict[str, tuple[Isa, bool | None]] = {
 """Instruction set and `use_pairs`."""
 EMULATED = "amx_emulated"
 KERNELS = (*NATIVE, EMULATED)
+
+TEST_KERNELS = Path(tempfile.gettempdir()) / "penstock-tests-native"
+"""Where the emulated library is compiled, once for the suite and its next run; no server looks there."""
 
 _TILES = Path(__file__).parent / "amx" / "tiles.h"
 _PARTS = ("limits", "linear", "linear_amx", "attention", "attention_plan", "attention_amx")
@@ -66,7 +70,7 @@ def running(name: str) -> Iterator[None]:
 
 @functools.cache
 def _register() -> ctypes.CDLL:
-    emulated = ctypes.CDLL(str(build.build(recipe=_RECIPE)))
+    emulated = ctypes.CDLL(str(build.build(TEST_KERNELS, _RECIPE)))
     for target in _TARGETS:
         handler = jax.ffi.pycapsule(getattr(emulated, target))
         jax.ffi.register_ffi_target(f"{target}_emulated", handler, platform="cpu")
