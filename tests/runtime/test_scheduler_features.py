@@ -43,21 +43,40 @@ def test_who_needs_one(name: str) -> None:
     assert plan.feature_slots == {1: 0}
 
 
-def test_who_waits_for_one_is_not_overtaken_and_enters_when_it_is_free() -> None:
+def test_who_waits_for_one_lets_those_pass_who_need_none_and_is_then_the_first() -> None:
     scheduler = make(feature_slots=1)
     add(scheduler, "holds", PENALISED, max_tokens=2)
     add(scheduler, "waits", PENALISED)
+    add(scheduler, "later", PENALISED)
     add(scheduler, "plain", PLAIN)
     plan = dispatch(scheduler)
-    assert names(plan) == ["holds"]
+    assert names(plan) == ["holds", "plain"]
     assert plan.feature_slots == {0: 0}
     commit(scheduler, plan)
     plan = dispatch(scheduler)
-    assert names(plan) == ["holds"]
+    assert names(plan) == ["holds", "plain"]
     commit(scheduler, plan)
     plan = dispatch(scheduler)
-    assert names(plan) == ["waits", "plain"]
+    assert names(plan) == ["plain", "waits"]
     assert plan.feature_slots == {0: 0}
+
+
+def test_once_one_is_free_nobody_passes_the_first_who_wants_it() -> None:
+    """It lacks pages then: "plain" has some, and "late" would take more."""
+    scheduler = make(feature_slots=1, num_pages=8)
+    add(scheduler, "holds", PENALISED)
+    scheduler.add(Request("waits", tuple(range(24)), PENALISED, StoppingParams(max_tokens=4)), 1)
+    add(scheduler, "plain", PLAIN, max_tokens=20)
+    add(scheduler, "other", PLAIN, max_tokens=8)
+    while scheduler._roster.find("holds"):
+        commit(scheduler, dispatch(scheduler))
+    add(scheduler, "late", PLAIN)
+    while scheduler._roster.find("other"):
+        plan = dispatch(scheduler)
+        assert names(plan) == ["plain", "other"]
+        commit(scheduler, plan)
+    scheduler.abort("plain", "", 5)
+    assert names(dispatch(scheduler)) == ["waits"]
 
 
 def test_an_aborted_or_preempted_one_gives_it_back() -> None:

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from penstock.runtime.outputs import outputs_of
 from penstock.runtime.plan import Plan, StepResult
 from penstock.runtime.planning import Draft
-from penstock.runtime.request import CacheParams, Request, StoppingParams
+from penstock.runtime.request import CacheParams, Request, SamplingParams, StoppingParams
 from penstock.runtime.roster import Prefix
 from penstock.runtime.scheduler import Scheduler, SchedulerConfig
 from penstock.runtime.sequence import Sequence
@@ -102,6 +102,7 @@ def random_outputs(rng: random.Random) -> list[Request]:
     request = Request(
         f"r{rng.getrandbits(64)}",
         prompt,
+        SamplingParams(presence_penalty=rng.choice([0.0, 0.0, 1.0])),
         stopping=StoppingParams(max_tokens=rng.randint(1, 12), min_tokens=rng.choice([0, 0, 1])),
         cache=CacheParams(rng.choice(["", "", "", "salt"]), rng.random() < 0.1),
         priority=rng.randint(-1, 1),
@@ -125,6 +126,7 @@ def test_plans_are_those_of_a_queue_in_which_everybody_stands_in_line(seed, num_
         num_pages=4000,
         eos_token_ids=frozenset({EOS}),
         max_queued_requests=10_000,
+        feature_slots=rng.choice([None, 1, 2]),
         max_prefill_chunk=rng.choice([None, rng.randint(1, 16)]),
         scheduling_policy=rng.choice(["fcfs", "priority"]),
         prefix_cache_pages=rng.choice([None, None, None, 0]),

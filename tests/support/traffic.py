@@ -404,15 +404,15 @@ class Traffic:
             if tracked.decoding and tracked.request.request_id not in planned and not self.is_done(tracked):
                 assert self.in_flight
                 assert tracked is max(running, key=lambda t: t.rank)
-        # Nobody overtakes, but for those who wait for a prefix that is being computed.
+        # Nobody overtakes, but for those who wait for a prefix that is being computed, or a feature slot.
         entered = {request.request_id for _, request in plan.new_requests}
         for first in waiting:
             if any(t.rank > first.rank for t in running if t.request.request_id in entered):
-                assert self.may_be_promised(first, running)
+                assert self.may_be_passed(first, running)
                 first.overtaken = True
         # The first in rank is served, and no budget is left over while somebody could use it.
-        unserved = [t for t in waiting if not self.may_be_promised(t, running)]
-        if not self.in_flight and not (waiting and self.may_be_promised(waiting[0], running)):
+        unserved = [t for t in waiting if not self.may_be_passed(t, running)]
+        if not self.in_flight and not (waiting and self.may_be_passed(waiting[0], running)):
             served = [t for t in in_rank if t.may_run(admit) and not self.is_done(t)]
             # A decode of lower priority may take the pages that were just enough: the next step preempts it.
             # Whoever overtook may hold the pages that it needs now that nobody computes them for it.
@@ -436,6 +436,10 @@ class Traffic:
                 no_slot |= sum(t.has_features for t in running) == self.config.feature_slots
             left_free = self.config.num_pages - load.pages_used - self.headroom(running)
             assert no_slot or needed > left_free
+
+    def may_be_passed(self, tracked: Tracked, running: list[Tracked]) -> bool:
+        lacks = tracked.has_features and sum(t.has_features for t in running) == self.config.feature_slots
+        return lacks or self.may_be_promised(tracked, running)
 
     def check_shares(self, plan: Plan) -> None:
         """However many prompts come in, the first in rank of them gets all it needs or most of the step."""

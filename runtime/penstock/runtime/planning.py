@@ -5,15 +5,17 @@ shares one token budget between decodes (one token a row) and chunks of prefills
 
 1. All running decodes. One that needs a page and finds none preempts the last in rank of the running, which
    may be itself: its pages and slot go, its tokens stay and are prefilled when it comes back.
-2. With the rest of the budget, in order of rank: sequences that are partly prefilled, and waiting requests.
-   One of these enters when a slot, budget and the pages for all its known tokens are free (shared ones need
-   not be), beside some that those who run will soon want (`Roster.headroom`), and, if it has penalties or a
-   bias, one of the feature slots, of which there may be fewer. Nobody overtakes it, which is what keeps large
-   requests from starving, but for one case: who waits for a prefix that a running prefill is about to publish
-   (`prefix_cache`) steps aside (`waiting`), and is in line again once the last page they share is published,
-   or will not be. So does a fork (`Request.fork_of`: an output after the first) while a running output of its
-   request computes the prompt. It then enters with all of that but the last token: full pages are shared, the
-   one it will write is copied. Copies precede a step's writes, so their sources are of a step before.
+2. With the rest of the budget, in order of rank: sequences that are partly prefilled, and waiting
+   requests. One of these enters when a slot, budget and the pages for all its known tokens are free
+   (shared ones need not be), beside some that those who run will soon want (`Roster.headroom`), and, if
+   it has penalties or a bias, one of the feature slots, of which there may be fewer. Nobody overtakes it,
+   which is what keeps large requests from starving, but for two cases. Who lacks a feature slot steps
+   aside for those who need none, and is in line again when one is given back: before all others who want
+   it. And who waits for a prefix that a running prefill is about to publish (`prefix_cache`) steps aside
+   (`waiting`), and is in line again once the last page they share is published, or will not be. So does a
+   fork (`Request.fork_of`: an output after the first) while a running output of its request computes the
+   prompt. It then enters with all of that but the last token: full pages are shared, the one it will
+   write is copied. Copies precede a step's writes, so their sources are of a step before.
 
 So that nobody waits for all of a long prompt, the first one that would take more than _LONG steps leaves a
 part of each to those behind it: long ones among them get little, the others what they need, in order of rank.
@@ -23,15 +25,16 @@ rest of the step's (`pacing`).
 Under "priority" the first of the queue, if slots or pages are lacking, preempts running ones of lower
 priority before the step is made: the last in rank, but for a feature slot the last of those that have one.
 
-Every request ends (under "priority": once no more of higher priority come). Consider the first in rank of all
-active requests. If it runs, it can take every page from those behind it (`add` refuses what would not fit
-even then), and there is budget for it, because max_num_batched_tokens >= max_num_seqs and a row that prefills
-is not one that decodes. If it waits, nobody behind it enters, so those who run end or are preempted, until
-its slots and pages are free; when nobody runs, nothing is kept for others. If it waits for a promised page,
-somebody of no lower priority is prefilling; in each step the first of those who prefill moves on, only
-finitely many rank before the one who promised, and if that one is preempted or ends, its promise is gone and
-the first in rank computes the page itself. So it is with a fork and the output that computes its prompt,
-which as a rule arrived, and so ranks, before it.
+Every request ends (under "priority": once no more of higher priority come). Consider the first in rank of
+all active requests. If it runs, it can take every page from those behind it (`add` refuses what would not
+fit even then), and there is budget for it, because max_num_batched_tokens >= max_num_seqs and a row that
+prefills is not one that decodes. If it waits, nobody behind it enters, so those who run end or are
+preempted, until its slots and pages are free (behind one that lacks a feature slot others do enter, but
+none of them takes that, and they enter no more once it is given back); when nobody runs, nothing is kept
+for others. If it waits for a promised page, somebody of no lower priority is prefilling; in each step the
+first of those who prefill moves on, only finitely many rank before the one who promised, and if that one
+is preempted or ends, its promise is gone and the first in rank computes the page itself. So it is with a
+fork and the output that computes its prompt, which as a rule arrived, and so ranks, before it.
 
 With a sliding window a prefill enters with as many pages as it can make use of at a time, and exchanges those
 that it reads no more for the next ones, before the decodes of lower rank get theirs. Where others hold some
@@ -58,7 +61,7 @@ from penstock.runtime.request import Request
 from penstock.runtime.roster import Prefix, Roster
 from penstock.runtime.scheduler_config import SchedulerConfig
 from penstock.runtime.sequence import Sequence, Status
-from penstock.runtime.waiting import NEXT_STEP
+from penstock.runtime.waiting import FEATURE_SLOT, NEXT_STEP
 
 # One is made per row and step; calling the named tuple itself takes twice as long (46 us for 64).
 _row: Callable[[tuple[object, ...]], PlanRow] = partial(tuple.__new__, PlanRow)
@@ -322,10 +325,24 @@ class Planner:
         """
         roster = self._roster
         # If preempted while its token was in flight, it must not sample that position a second time.
-        if seq.pending or not roster.has_slots_for(seq) or seq.request_id in draft.preempted:
+        if seq.pending or not roster.num_free_slots or seq.request_id in draft.preempted:
+            return None
+        if self._awaits_feature_slot(seq):
             return None
         prefix = self._prefix(seq, draft)
         return prefix if prefix is not None and roster.can_enter(seq, prefix) else None
+
+    def _awaits_feature_slot(self, seq: Sequence) -> bool:
+        """Whether the first in line has to wait for one: it steps aside. Not where one of lower priority has
+        one, which `_make_room` takes as soon as there are pages: then it stands in line.
+        """
+        roster = self._roster
+        if roster.has_feature_slot_for(seq):
+            return False
+        if any(other.needs_feature_slot and other.rank[0] > seq.rank[0] for other in roster.running):
+            return False
+        roster.waiting.step_aside(seq, FEATURE_SLOT)
+        return True
 
     def _prefix(self, seq: Sequence, draft: Draft) -> Prefix | None:
         """What the first in line need not compute; None if it is yet to be computed by others: it steps
@@ -394,6 +411,8 @@ class Planner:
             first = roster.waiting.first(admit=draft.admit)
             if first is None or first.pending or not running or running[-1].rank[0] <= first.rank[0]:
                 return
+            if self._awaits_feature_slot(first):
+                continue
             prefix = self._prefix(first, draft)
             if prefix is not None:
                 break
@@ -402,8 +421,6 @@ class Planner:
         victims = [seq for seq in running if seq.rank[0] > first.rank[0]]
         lacks_feature_slot = not roster.has_feature_slot_for(first)
         holders = [seq for seq in victims if seq.needs_feature_slot]
-        if lacks_feature_slot and not holders:
-            return
         shared = roster.shared_by(prefix)
         roster.pool.retain(shared)  # what it shares with a victim must not count as gained
         gained = roster.pool.num_released_with(seq.held_pages for seq in victims)

@@ -5,8 +5,8 @@
               +----- preempt ------+        (WAITING -- remove --> FINISHED as well)
 
 Both are in order of `Sequence.rank`: the first to be served comes first, the first to be preempted last.
-A running sequence may rank behind a waiting one: it entered while that one waited for a shared prefix, or
-before one of higher priority came.
+A running sequence may rank behind a waiting one: it entered while that one waited for a shared prefix or a
+feature slot, or before one of higher priority came.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from penstock.runtime.outputs import request_id_of
 from penstock.runtime.pages import PagePool
 from penstock.runtime.prefix_cache import PrefixCache
 from penstock.runtime.sequence import NEVER, Sequence, Status, rank_of
-from penstock.runtime.waiting import Waiting, take_ranked
+from penstock.runtime.waiting import FEATURE_SLOT, Waiting, take_ranked
 
 HEADROOM_TOKENS = 48
 HEADROOM_SHARE = 8
@@ -108,10 +108,6 @@ class Roster:
     def num_free_slots(self) -> int:
         return len(self._free_slots)
 
-    def has_slots_for(self, seq: Sequence) -> bool:
-        """Whether a slot is free and, if it needs one, a feature slot."""
-        return bool(self._free_slots) and self.has_feature_slot_for(seq)
-
     def has_feature_slot_for(self, seq: Sequence) -> bool:
         """Whether one is free, or not needed."""
         return bool(self._free_feature_slots) or not seq.needs_feature_slot
@@ -163,7 +159,7 @@ class Roster:
         """Its slots are free, and so are its own pages, beside the shared ones and the `headroom` of those
         who run.
         """
-        if not self.has_slots_for(seq):
+        if not (self._free_slots and self.has_feature_slot_for(seq)):
             return False
         num_new, shared = self.num_new(seq, prefix), self.shared_by(prefix)
         return self.pool.can_allocate(num_new, beside=shared) and self.pool.can_allocate(
@@ -248,6 +244,7 @@ class Roster:
         heapq.heappush(self._free_slots, seq.slot)
         if seq.feature_slot is not None:
             heapq.heappush(self._free_feature_slots, seq.feature_slot)
+            self.waiting.happened(FEATURE_SLOT)
         self.pool.release(seq.held_pages)
         seq.slot, seq.feature_slot, seq.pages, seq.num_dropped = None, None, [], 0
 
@@ -312,6 +309,8 @@ class Roster:
                 if other.publish_at != NEVER and other.rank[0] <= seq.rank[0]
             )
             _expect(promised and event in seq.page_keys, f"{name} awaits what nobody promised")
+        elif event == FEATURE_SLOT:
+            _expect(not self.has_feature_slot_for(seq), f"{name} awaits a feature slot, and one is free")
 
 
 def _expect(holds: bool, what: str) -> None:

@@ -15,6 +15,8 @@ from penstock.runtime.sequence import Sequence, Status, rank_of
 
 NEXT_STEP = "the next step"
 """The event that `Planner.make` begins with."""
+FEATURE_SLOT = "a feature slot"
+"""The event that one is given back."""
 
 
 class Waiting:
