@@ -100,8 +100,7 @@ def test_however_the_work_is_shared_out_it_gives_the_same(tmp_path, monkeypatch,
     whole = load(directory, "bfloat16", linear=linear)
     monkeypatch.setattr(checkpoint_leaves, "_TASK_VALUES", 1)
     monkeypatch.setattr(checkpoint_leaves, "_STEP_VALUES", 1)
-    monkeypatch.setattr(checkpoint_leaves, "available_processors", lambda: 7)
-    assert_same(load(directory, "bfloat16", linear=linear), whole)
+    assert_same(load(directory, "bfloat16", linear=linear, threads=7), whole)
     config, tensors = load_config(directory), find_tensors(directory)
     leaves = dict(zip(leaf_shapes(config, "bfloat16", linear), whole, strict=True))
     for name in ("k_proj", "v_proj"):
@@ -226,8 +225,7 @@ def test_few_rows_are_mapped_at_a_time(copy, monkeypatch):
         return value
 
     monkeypatch.setattr(TensorEntry, "map", counting)
-    monkeypatch.setattr(checkpoint_leaves, "available_processors", lambda: 2)
-    load(directory)
+    load(directory, threads=2)
     assert 1 <= peak[0] <= 4  # each thread's, and the one that it has just let go of
     assert not live
 
