@@ -17,7 +17,12 @@ struct WideBf16 {
     return _mm256_castsi256_ps(_mm256_and_si256(pairs, _mm256_set1_epi32(static_cast<int>(0xffff0000))));
   }
   static Operand Word(const uint32_t* x) { return _mm256_set1_ps(*reinterpret_cast<const float*>(x)); }
-  static Sum Add(Sum sum, Operand weights, Operand word) { return _mm256_fmadd_ps(weights, word, sum); }
+  // sum += weights * word. An instruction written out, because twelve sums, two weights and a word all but fill the
+  // registers: given the intrinsic, GCC now and then has the result in the word's register, and keeps sums in memory.
+  static Sum Add(Sum sum, Operand weights, Operand word) {
+    __asm__("vfmadd231ps %2, %1, %0" : "+x"(sum) : "x"(weights), "x"(word));
+    return sum;
+  }
   static void Finish(float* to, const Sum* sum) {
     _mm256_storeu_ps(to, sum[0]);
     _mm256_storeu_ps(to + 8, sum[1]);

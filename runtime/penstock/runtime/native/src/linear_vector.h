@@ -30,9 +30,10 @@ constexpr int64_t kPrefetchBytes = 4096;      // ahead of a weight that streams 
 constexpr int64_t kRowsBytes = 1024 * 1024;   // of x: what stays in the second cache beside some weights
 constexpr int64_t kFewestRows = 64;           // of x at once all the same: for fewer, weights come too slowly
 
-// One block's tile rows against a panel of R rows, over all inputs.
+// One block's tile rows against a panel of R rows, over all inputs. A function of its own, so that its sums stay in
+// registers whatever its caller keeps there.
 template <class P, int R>
-void Block(const char* tiles, const uint32_t* x, int64_t tile_rows, float* sums) {
+__attribute__((noinline)) void Block(const char* tiles, const uint32_t* x, int64_t tile_rows, float* sums) {
   typename P::Sum sum[R][P::kParts];
   for (int r = 0; r < R; ++r) {
     for (int p = 0; p < P::kParts; ++p) sum[r][p] = P::Zero();
