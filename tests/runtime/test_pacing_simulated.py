@@ -178,6 +178,28 @@ def test_prompts_move_on_where_decodes_alone_take_longer_than_the_target() -> No
     assert 400 < median(durations(simulation, first)[3:]) < 500
 
 
+@pytest.mark.parametrize(("before_ms", "now_ms", "least", "most"), [(250, 60, 110, 150), (60, 250, 320, 400)])
+def test_decodes_that_change_their_pace_while_a_prompt_comes_in(
+    before_ms: float, now_ms: float, least: float, most: float
+) -> None:
+    """As when most of the running ones end. Steps of 142 ms are aimed at, and of 375 where decodes alone take
+    250.
+    """
+    machine = Machine(before_ms, 0.6, stalls=0)
+    simulation = Simulation(machine, 0.15)
+    simulation.decode(4)
+    simulation.add("late", 150_000)
+    for _ in range(20):
+        simulation.step()
+    machine.fixed_ms = now_ms
+    for _ in range(40):
+        simulation.step()
+    first = len(simulation.steps)
+    for _ in range(40):
+        simulation.step()
+    assert least < median(durations(simulation, first)) <= most
+
+
 def test_without_running_requests_a_step_takes_the_whole_budget() -> None:
     simulation = Simulation(Machine(50, 3.3), 0.15)
     simulation.add("a", 5120)

@@ -16,6 +16,10 @@ LEAST_TOKENS = 16
 """Least prompt tokens of a step, and of one worth measuring: fewer are lost in a decode step's noise."""
 _FIRST_TOKENS = 64
 """Prompt tokens of a step beside decodes before anything was measured."""
+_FEW_SHARE = 0.9
+"""That part of a step with few prompt tokens is taken for a decode step."""
+_PROBE_EVERY = 16
+"""Where steps are longer than the target for the decodes' sake, one in so many has few prompt tokens."""
 _SHORT = 8
 """Where so many steps fit a window, rows under a constraint have steps of their own."""
 _SLOWER = 10
@@ -36,7 +40,9 @@ class Pacer:
     A step that computes prompt tokens beside decodes makes those wait for all of it. So such steps aim at a
     duration too: the time between two tokens of a row that decodes. How many prompt tokens fit is told from
     steps that had some. One that took too long is compared with a decode step, as if each token had cost the
-    same; one that was short tells that more fit, though not more than twice as many.
+    same; one that was short tells that more fit, though not more than twice as many. While prompts come in
+    there are no decode steps to compare with: then a step with few prompt tokens counts as one, and none
+    takes longer than a step that has prompt tokens beside.
 
     Of the last few measurements the median counts, so that a single odd one changes nothing.
     """
@@ -55,6 +61,8 @@ class Pacer:
         """Whether no row under a constraint had a part in these."""
         self._decode_ns = 0.0
         """The median of them; 0 if there is none yet."""
+        self._unprobed = 0
+        """Steps with prompt tokens since one that had few."""
         self._fits: deque[float] = deque(maxlen=_NUM_PREFILLS)
         """How many prompt tokens would have met the aim."""
         self._constrained: deque[float] = deque(maxlen=_NUM_DECODES)
@@ -81,6 +89,7 @@ class Pacer:
         """A step with so many prompt tokens, with or without decodes, took so long on the device."""
         if not self._target_ns or num_tokens < LEAST_TOKENS:
             return
+        self._check_decode(num_tokens, elapsed_ns)
         aim, decode = self._aim_ns, self._decode_ns
         if elapsed_ns <= aim and 2 * num_tokens < self._tokens:
             return  # that few tokens are quick says nothing of many
@@ -88,6 +97,25 @@ class Pacer:
         if elapsed_ns > decode:
             most = min(most, num_tokens * (aim - decode) / (elapsed_ns - decode))
         self._fits.append(most)
+
+    def _check_decode(self, num_tokens: int, elapsed_ns: int) -> None:
+        """What a step with prompt tokens, which is all there is while they come in, tells of a decode step:
+        that it takes no longer; and, where these are few, that it takes about as long.
+        """
+        if not self._decodes:
+            return
+        self._unprobed = self._unprobed + 1 if self._aim_ns > self._target_ns else 0
+        # As few as can be, for which a padded step may be too large; two in flight had the budget of before.
+        few = num_tokens <= LEAST_TOKENS or self._unprobed >= _PROBE_EVERY + 2
+        few |= self._tokens <= LEAST_TOKENS and elapsed_ns > self._aim_ns
+        if few:
+            self._unprobed = 0
+        if elapsed_ns < self._decode_ns:
+            self._decodes.clear()
+            self._decodes.append(elapsed_ns)
+        elif few:
+            self._decodes.append(_FEW_SHARE * elapsed_ns)
+        self._decode_ns = median_low(self._decodes)
 
     def max_steps(self, ns_to_deadline: int, steps_ahead: int) -> int:
         """Steps for the next dispatch, at least 1. `steps_ahead` of those already dispatched come before."""
@@ -111,7 +139,11 @@ class Pacer:
     @property
     def prefill_budget(self) -> int | None:
         """Most prompt tokens of the next step if it has decodes, at least 1; None: no limit."""
-        return max(int(self._tokens), LEAST_TOKENS) if self._target_ns else None
+        if not self._target_ns:
+            return None
+        if self._unprobed >= _PROBE_EVERY:
+            return LEAST_TOKENS  # whether decodes still take so long
+        return max(int(self._tokens), LEAST_TOKENS)
 
     @property
     def _tokens(self) -> float:
