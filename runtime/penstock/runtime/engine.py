@@ -126,7 +126,7 @@ class Engine:
         config = resolve(config, device.platform, stats.get("bytes_limit"), defaults=model.defaults)
         if model.defaults.sampling().has_penalties:
             log.info(
-                "requests have penalties unless they say otherwise; so %d feature slots, %.0f MB",
+                "requests have penalties unless they say otherwise: %d feature slots for them, %.0f MB",
                 config.feature_slots,
                 config.feature_slots * model.vocab_size * 8 / 1e6,
             )
