@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from bench import options
-from penstock.cli import serve, serve_flags
+from penstock.cli import serve, serve_engine_flags
 from penstock.runtime.config import EngineConfig
 
 
@@ -65,7 +65,7 @@ def test_every_option_is_the_same_on_the_command_line():
     parser = argparse.ArgumentParser()
     serve.add_parser(parser.add_subparsers())
     args = parser.parse_args(["serve", "model", *options.serve_arguments(given)])
-    assert serve_flags.engine_config(args) == options.engine_config(given)
+    assert serve_engine_flags.engine_config(args) == options.engine_config(given)
 
 
 def test_flags():

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from penstock.cli import serve, serve_flags
+from penstock.cli import serve, serve_engine_flags, serve_flags
 from penstock.runtime.config import EngineConfig
 from penstock.runtime.errors import ConfigError
 from penstock.service.context import Truncation
@@ -111,7 +111,7 @@ def parse(*arguments: str) -> argparse.Namespace:
 
 def test_defaults_are_those_of_the_configurations() -> None:
     args = parse("demo")
-    assert serve_flags.engine_config(args) == EngineConfig()
+    assert serve_engine_flags.engine_config(args) == EngineConfig()
     assert (args.host, args.port) == (ServerOptions().host, ServerOptions().port)
     assert (args.stall_limit_s, args.grace_s) == (ServerOptions().stall_limit_s, ServerOptions().grace_s)
     assert serve_flags.server_options(args) == ServerOptions()
@@ -175,7 +175,7 @@ def test_every_option_arrives(tmp_path: Path) -> None:
         "--grammar-time-limit": "0.5",
         "--compilation-cache": str(tmp_path),
     }
-    config = serve_flags.engine_config(parse("demo", *(x for pair in given.items() for x in pair)))
+    config = serve_engine_flags.engine_config(parse("demo", *(x for pair in given.items() for x in pair)))
     assert config == EngineConfig(
         served_model_name="m",
         dtype="float16",
@@ -203,8 +203,11 @@ def test_every_option_arrives(tmp_path: Path) -> None:
         grammar_time_limit_s=0.5,
         compilation_cache=tmp_path,
     )
-    assert serve_flags.engine_config(parse("demo", "--compilation-cache", "off")).compilation_cache is None
-    assert not serve_flags.engine_config(parse("demo", "--no-overlap")).overlap
+    assert (
+        serve_engine_flags.engine_config(parse("demo", "--compilation-cache", "off")).compilation_cache
+        is None
+    )
+    assert not serve_engine_flags.engine_config(parse("demo", "--no-overlap")).overlap
 
 
 def test_every_option_of_the_engine_can_be_given() -> None:
@@ -248,13 +251,13 @@ def test_what_was_resolved_is_told(
     ],
 )
 def test_size(text: str, value: int) -> None:
-    assert serve_flags.size(text) == value
+    assert serve_engine_flags.size(text) == value
 
 
 @pytest.mark.parametrize("text", ["", "G", "2X", "-1", "0", "inf", "nan", "1e400G", "0.1", "2 G G"])
 def test_bad_size(text: str) -> None:
     with pytest.raises(argparse.ArgumentTypeError):
-        serve_flags.size(text)
+        serve_engine_flags.size(text)
 
 
 def test_help_has_defaults_and_examples(capsys: pytest.CaptureFixture[str]) -> None:

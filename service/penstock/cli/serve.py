@@ -12,7 +12,8 @@ from typing import Any
 
 from opentelemetry.sdk.trace import TracerProvider
 
-from penstock.cli.serve_flags import add_parser, engine_config, server_options
+from penstock.cli.serve_engine_flags import engine_config
+from penstock.cli.serve_flags import add_parser, server_options
 from penstock.runtime.config import EngineConfig
 from penstock.runtime.engine import Engine
 from penstock.runtime.errors import ConfigError, PenstockError

@@ -4,27 +4,11 @@ from __future__ import annotations
 
 import argparse
 import json
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from penstock.cli.serve_engine_flags import add_engine_flags
 from penstock.runtime.chat.parser import REASONING_PARSERS, TOOL_PARSERS
-from penstock.runtime.config import (
-    ACCELERATOR_NUM_SEQS,
-    ACCELERATOR_NUM_TOKENS,
-    DEFAULT_FEATURE_SLOTS,
-    DEFAULT_NUM_SEQS,
-    DEFAULT_NUM_TOKENS,
-    DEFAULT_TARGET_ITL_S,
-    DTYPES,
-    NATIVE,
-    QUANTIZATIONS,
-    SMALL_BYTES,
-    SMALL_NUM_SEQS,
-    SMALL_NUM_TOKENS,
-    EngineConfig,
-    default_compilation_cache,
-)
-from penstock.runtime.scheduler_config import SCHEDULING_POLICIES
+from penstock.runtime.config import EngineConfig
 from penstock.service.context import Truncation
 from penstock.service.options import ServerOptions
 
@@ -33,7 +17,6 @@ if TYPE_CHECKING:
 
 _CONFIG = EngineConfig()
 _OPTIONS = ServerOptions()
-_UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 _EPILOG = """\
 examples:
   penstock serve demo
@@ -44,20 +27,6 @@ The server speaks penstock.v1 over gRPC, with health checks and reflection. SIGT
 gracefully: it refuses new requests, finishes the running ones within --grace, and exits 0. A second signal
 ends it at once.
 """
-
-
-def size(text: str) -> int:
-    """Bytes, with an optional binary unit: 512M, 2G, 1.5GiB."""
-    number = text.upper().removesuffix("IB").removesuffix("B")
-    unit = number[-1:] if number[-1:] in _UNITS else ""
-    try:
-        value = float(number.removesuffix(unit)) * _UNITS[unit]
-        whole = int(value)
-    except (ValueError, OverflowError):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a size; write for example 512M or 2G") from None
-    if whole < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is less than one byte")
-    return whole
 
 
 def add_parser(subparsers: Subparsers) -> None:
@@ -96,7 +65,7 @@ def add_parser(subparsers: Subparsers) -> None:
         metavar="SECONDS",
         help="how long running requests may go on after SIGTERM; default: %(default)g",
     )
-    _add_engine(parser)
+    add_engine_flags(parser)
     _add_requests(parser)
     watch = parser.add_argument_group("logs and traces")
     watch.add_argument(
@@ -163,178 +132,6 @@ def json_object(text: str) -> dict[str, Any]:
     return value
 
 
-def _add_engine(parser: argparse.ArgumentParser) -> None:
-    engine = parser.add_argument_group("engine")
-    engine.add_argument(
-        "--served-model-name",
-        metavar="NAME",
-        help="name in requests and replies; default: the model as given here, of a folder its last part",
-    )
-    engine.add_argument(
-        "--dtype", default=_CONFIG.dtype, choices=DTYPES, help="auto: the checkpoint's; default: %(default)s"
-    )
-    engine.add_argument(
-        "--quantization",
-        default=_CONFIG.quantization,
-        choices=QUANTIZATIONS,
-        help="int8: linear layers with weights and activations in int8; default: %(default)s",
-    )
-    engine.add_argument(
-        "--native",
-        default=_CONFIG.native,
-        choices=NATIVE,
-        help="the native CPU kernels; auto: where machine and model can use them; require: do not start "
-        "without; off: XLA alone; default: %(default)s",
-    )
-    engine.add_argument(
-        "--native-folder",
-        type=Path,
-        metavar="DIR",
-        help="where their library is, and where it is compiled to if it is not there; default: "
-        "~/.cache/penstock/native",
-    )
-    engine.add_argument(
-        "--threads",
-        type=int,
-        metavar="N",
-        help="CPU threads that compute and compile programs; default: the processors that affinity mask and "
-        "CPU quota leave",
-    )
-    engine.add_argument(
-        "--max-model-len",
-        type=int,
-        metavar="TOKENS",
-        help="prompt and output of a request together; default: the model's, at most what the KV cache holds",
-    )
-    engine.add_argument(
-        "--max-num-seqs",
-        type=int,
-        metavar="N",
-        help=f"requests that run together; default: {DEFAULT_NUM_SEQS} on CPU, {ACCELERATOR_NUM_SEQS} on an "
-        f"accelerator, {SMALL_NUM_SEQS} on one of which JAX may use less than {SMALL_BYTES >> 30} GiB",
-    )
-    engine.add_argument(
-        "--feature-slots",
-        type=int,
-        metavar="N",
-        help="how many of the running requests may have penalties, a bias, allowed ids or banned words of "
-        "one token; each of them takes 8 bytes per token of the vocabulary; default: as many as run "
-        f"together, at most {DEFAULT_FEATURE_SLOTS} unless the served sampling defaults have penalties",
-    )
-    engine.add_argument(
-        "--max-num-batched-tokens",
-        type=int,
-        metavar="N",
-        help=f"tokens of one step, prompts and outputs together; default: {DEFAULT_NUM_TOKENS} on CPU, "
-        f"{ACCELERATOR_NUM_TOKENS} on an accelerator, {SMALL_NUM_TOKENS} on one of which JAX may use less "
-        f"than {SMALL_BYTES >> 30} GiB",
-    )
-    engine.add_argument(
-        "--max-prefill-chunk",
-        type=int,
-        metavar="TOKENS",
-        help="most prompt tokens of one request in a step, also when nothing else runs; default: no limit",
-    )
-    engine.add_argument(
-        "--target-itl",
-        dest="target_itl_s",
-        type=float,
-        default=_CONFIG.target_itl_s,
-        metavar="SECONDS",
-        help="how far apart the tokens of running requests may be while a prompt comes in: steps with prompt "
-        "tokens are sized to it by measurement; less costs new requests some of their first token's time; "
-        "0: no target; default: "
-        f"{DEFAULT_TARGET_ITL_S:g} where FEATURE_BATCH_INVARIANT holds, else 0",
-    )
-    engine.add_argument(
-        "--scheduling-policy",
-        default=_CONFIG.scheduling_policy,
-        choices=SCHEDULING_POLICIES,
-        help="fcfs: in order of arrival; priority: the requests' priority first; default: %(default)s",
-    )
-    engine.add_argument(
-        "--prefix-cache-pages",
-        type=int,
-        metavar="N",
-        help="most KV pages kept for prefixes that no running request uses; 0: no prefix cache; default: all "
-        "that are free",
-    )
-    engine.add_argument(
-        "--overlap",
-        action=argparse.BooleanOptionalAction,
-        default=_CONFIG.overlap,
-        help="dispatch a step before the tokens of the one before are read; default: on",
-    )
-    engine.add_argument(
-        "--max-decode-steps",
-        type=int,
-        default=_CONFIG.max_decode_steps,
-        metavar="N",
-        help="most decode steps in one dispatch, where nobody waits; default: %(default)s",
-    )
-    engine.add_argument(
-        "--decode-window",
-        dest="decode_window_s",
-        type=float,
-        default=_CONFIG.decode_window_s,
-        metavar="SECONDS",
-        help="what such a window should take at most, and how long requests under a grammar wait for a token "
-        "where they take turns with windows; default: %(default)g",
-    )
-    engine.add_argument(
-        "--switch-interval",
-        dest="switch_interval_s",
-        type=float,
-        default=_CONFIG.switch_interval_s,
-        metavar="SECONDS",
-        help="how long a thread keeps Python's interpreter while another waits for it; more makes tokens "
-        "wait for each other on their way out, much less costs throughput; default: %(default)g",
-    )
-    engine.add_argument(
-        "--max-queued-requests",
-        type=int,
-        default=_CONFIG.max_queued_requests,
-        metavar="N",
-        help="requests that may wait; more are refused; default: %(default)s",
-    )
-    engine.add_argument(
-        "--page-size",
-        type=int,
-        default=_CONFIG.page_size,
-        metavar="TOKENS",
-        help="tokens of one KV page, a power of two; default: %(default)s",
-    )
-    engine.add_argument(
-        "--kv-cache-bytes",
-        type=size,
-        metavar="SIZE",
-        help="such as 512M or 2G, taken in full: what running requests do not need keeps prefixes; "
-        "default: on an accelerator what --hbm-utilization leaves, on CPU what --max-num-seqs "
-        "requests of the longest context can fill, at most 1G",
-    )
-    engine.add_argument(
-        "--hbm-utilization",
-        type=float,
-        default=_CONFIG.hbm_utilization,
-        metavar="SHARE",
-        help="share of what JAX may take of an accelerator's memory (95 %% unless "
-        "XLA_PYTHON_CLIENT_MEM_FRACTION says otherwise), for weights, programs and KV; default: %(default)s",
-    )
-    engine.add_argument(
-        "--max-logprobs",
-        type=int,
-        default=_CONFIG.max_logprobs,
-        metavar="N",
-        help="most log-probabilities a request may ask for per token; default: %(default)s",
-    )
-    engine.add_argument(
-        "--compilation-cache",
-        default=str(default_compilation_cache()),
-        metavar="DIR|off",
-        help="where compiled programs are kept between starts; default: %(default)s",
-    )
-
-
 def server_options(args: argparse.Namespace) -> ServerOptions:
     """The front's options of a command line. Raises ConfigError."""
     return ServerOptions(
@@ -345,37 +142,4 @@ def server_options(args: argparse.Namespace) -> ServerOptions:
         truncation=Truncation(args.truncation),
         tool_call_parser=args.tool_call_parser,
         reasoning_parser=args.reasoning_parser,
-    )
-
-
-def engine_config(args: argparse.Namespace) -> EngineConfig:
-    """The engine's. Raises ConfigError."""
-    cache = None if args.compilation_cache == "off" else Path(args.compilation_cache).expanduser()
-    return EngineConfig(
-        served_model_name=args.served_model_name,
-        dtype=args.dtype,
-        quantization=args.quantization,
-        native=args.native,
-        native_folder=None if args.native_folder is None else args.native_folder.expanduser(),
-        threads=args.threads,
-        max_model_len=args.max_model_len,
-        max_num_seqs=args.max_num_seqs,
-        feature_slots=args.feature_slots,
-        max_num_batched_tokens=args.max_num_batched_tokens,
-        max_prefill_chunk=args.max_prefill_chunk,
-        target_itl_s=args.target_itl_s,
-        scheduling_policy=args.scheduling_policy,
-        prefix_cache_pages=args.prefix_cache_pages,
-        overlap=args.overlap,
-        max_decode_steps=args.max_decode_steps,
-        decode_window_s=args.decode_window_s,
-        switch_interval_s=args.switch_interval_s,
-        max_queued_requests=args.max_queued_requests,
-        page_size=args.page_size,
-        kv_cache_bytes=args.kv_cache_bytes,
-        hbm_utilization=args.hbm_utilization,
-        max_logprobs=args.max_logprobs,
-        generation_config=args.generation_config,
-        grammar_time_limit_s=args.grammar_time_limit_s,
-        compilation_cache=cache,
     )

@@ -1,0 +1,36 @@
+"""Who makes a call: the id and the roles that its key or certificate gives."""
+
+from __future__ import annotations
+
+import enum
+from contextvars import ContextVar
+from dataclasses import dataclass
+
+
+class Role(enum.Enum):
+    """What a caller may do."""
+
+    INFER = "infer"
+    """Generate, Stream, Tokenize, Detokenize, information, and to abort one's own requests."""
+    CONTROL = "control"
+    """Everything of everybody: abort, flush, pause, weights."""
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """One caller."""
+
+    id: str
+    """Of the key or the certificate; empty for a caller that nobody asked for one."""
+    roles: frozenset[Role]
+
+    @property
+    def controls(self) -> bool:
+        return Role.CONTROL in self.roles
+
+
+ANYBODY = Caller("", frozenset(Role))
+"""Every caller of a server without keys."""
+
+CURRENT_CALLER: ContextVar[Caller] = ContextVar("penstock_caller", default=ANYBODY)
+"""Whose RPC this task is. The interceptor sets it before a servicer's method is called."""
