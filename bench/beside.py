@@ -2,7 +2,7 @@
 
     python -m bench.beside --checkpoint bench/out/model
 
-One engine runs two kinds of batch in turns: all rows plain, and as many of which one has a grammar. The figure
+One engine runs two kinds of batch in turns: all rows plain, and one row of as many with a grammar. The figure
 is the pace of the plain rows. The grammar's vocabulary is made up, since the checkpoint has no tokenizer.
 """
 
