@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from datetime import UTC, datetime
 from typing import Any
 
 import grpc
@@ -10,6 +11,7 @@ import pytest
 from google.rpc import error_details_pb2  # type: ignore[import-untyped]  # ships no hints
 
 from penstock.runtime import errors
+from penstock.service import access_errors
 from penstock.service import errors as service_errors
 from penstock.service.errors import DETAILS_KEY, TABLE, StalledReader, row_of, to_status
 from tests.service.rig import failure_of, fake, generate, serving, stream, until
@@ -64,6 +66,20 @@ SAMPLES = [
     (errors.WeightsError("no"), "FAILED_PRECONDITION", "WEIGHTS_REFUSED", {}),
     (errors.CheckpointError(missing=["w"]), "FAILED_PRECONDITION", "CHECKPOINT", {}),
     (StalledReader(2), "RESOURCE_EXHAUSTED", "STALLED_READER", {"limit_s": "2"}),
+    (access_errors.Unauthenticated("no"), "UNAUTHENTICATED", "UNAUTHENTICATED", {}),
+    (
+        access_errors.KeyExpired("k", datetime(2026, 11, 22, tzinfo=UTC)),
+        "UNAUTHENTICATED",
+        "KEY_EXPIRED",
+        {"expired": "2026-11-22T00:00:00+00:00"},
+    ),
+    (access_errors.Forbidden("no"), "PERMISSION_DENIED", "FORBIDDEN", {}),
+    (
+        access_errors.RateLimited("requests_per_minute", 6, 10.0),
+        "RESOURCE_EXHAUSTED",
+        "RATE_LIMITED",
+        {"limit": "requests_per_minute", "per_minute": "6"},
+    ),
     (ValueError("secret"), "INTERNAL", "INTERNAL", {}),
 ]
 

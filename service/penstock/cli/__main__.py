@@ -20,6 +20,7 @@ COMMANDS = {
     "chat": "talk to a model in the terminal",
     "info": "show a server's model, limits and load",
     "bench": "measure a server's latency and throughput",
+    "keys": "make, list and revoke the keys of a server",
 }
 """Name of the command and of its module in penstock.cli, and its line in `penstock --help`."""
 

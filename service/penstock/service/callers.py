@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import enum
+import hashlib
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 
 class Role(enum.Enum):
@@ -23,10 +24,20 @@ class Caller:
     id: str
     """Of the key or the certificate; empty for a caller that nobody asked for one."""
     roles: frozenset[Role]
+    models: frozenset[str] = frozenset()
+    """Served models that it may use; empty: all."""
+    cache_secret: str = field(default="", repr=False)
+    """Keeps its cached prefixes apart from everybody else's; empty: they are shared."""
 
     @property
     def controls(self) -> bool:
         return Role.CONTROL in self.roles
+
+    def cache_salt(self, salt: str) -> str:
+        """The salt that the engine is to use where the caller asked for `salt`."""
+        if not self.cache_secret:
+            return salt
+        return hashlib.sha256(f"{self.cache_secret}\x00{salt}".encode()).hexdigest()
 
 
 ANYBODY = Caller("", frozenset(Role))

@@ -18,6 +18,7 @@ from google.protobuf.message import Message
 from google.rpc import error_details_pb2, status_pb2  # type: ignore[import-untyped]  # ships no hints
 
 from penstock.runtime import errors
+from penstock.service import access_errors
 
 DOMAIN = "penstock"
 DETAILS_KEY = "grpc-status-details-bin"
@@ -73,6 +74,16 @@ TABLE: Mapping[type[errors.PenstockError], Row] = {
     ),
     errors.UnknownModel: Row(
         Code.NOT_FOUND, "UNKNOWN_MODEL", lambda e: {"model": e.name, "served_model": e.served}
+    ),
+    access_errors.Unauthenticated: Row(Code.UNAUTHENTICATED, "UNAUTHENTICATED"),
+    access_errors.KeyExpired: Row(
+        Code.UNAUTHENTICATED, "KEY_EXPIRED", lambda e: {"expired": e.expired.isoformat()}
+    ),
+    access_errors.Forbidden: Row(Code.PERMISSION_DENIED, "FORBIDDEN"),
+    access_errors.RateLimited: Row(
+        Code.RESOURCE_EXHAUSTED,
+        "RATE_LIMITED",
+        lambda e: {"limit": e.limit, "per_minute": str(e.per_minute)},
     ),
     StalledReader: Row(Code.RESOURCE_EXHAUSTED, "STALLED_READER", lambda e: {"limit_s": f"{e.limit_s:g}"}),
     errors.GenerationError: Row(Code.INTERNAL, "GENERATION_FAILED"),
