@@ -80,7 +80,8 @@ async def serving(
     """A server on `engine` (by default a free-running fake one)."""
     engine = engine or FakeEngine(codec=CODEC)
     server = PenstockServer(ServerOptions(**({"port": 0, "grace_s": 0.0} | options)), provider)
-    await server.serve(engine)
+    await server.start()
+    server.attach(engine)
     if start:
         await server.start_engine()
     async with grpc.aio.insecure_channel(server.address, options=list(channel_options)) as channel:

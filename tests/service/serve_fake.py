@@ -1,7 +1,7 @@
 """`penstock serve` with the fake engine in place of the real one: a process to send signals to.
 
---served-model-name chooses what it does: "never-ready" has a warm-up without end, "dies" fails at its first
-request.
+--served-model-name chooses what it does: "never-loads" loads without end, "never-ready" has a warm-up without
+end, "dies" fails at its first request.
 """
 
 from __future__ import annotations
@@ -37,6 +37,8 @@ class Loader:
     @staticmethod
     def from_pretrained(model: str, config: EngineConfig) -> Any:
         forever = threading.Event()
+        if config.served_model_name == "never-loads":
+            forever.wait()
         start = forever.wait if config.served_model_name == "never-ready" else lambda: None
         engine = SlowEngine(codec=byte_codec(), max_model_len=10_000, start=start)  # type: ignore[arg-type]
         engine.dies = config.served_model_name == "dies"

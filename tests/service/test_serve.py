@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -17,6 +19,7 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from penstock.v1 import control_pb2, control_pb2_grpc, inference_pb2_grpc, types_pb2
+from tests.service.h2peer import Peer
 from tests.service.rig import generate, stream
 from tests.support.toy import TEST_CACHE
 
@@ -87,6 +90,14 @@ def process(*arguments: str) -> contextlib.AbstractContextManager[Process]:
 def fake_process(*arguments: str) -> contextlib.AbstractContextManager[Process]:
     """The command on the fake engine at ten tokens a second; see tests/service/serve_fake.py."""
     return running("-m", "tests.service.serve_fake", *arguments)
+
+
+def free_port() -> int:
+    """One that nobody listens on now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
 
 
 def test_a_checkpoint_is_served_until_sigterm() -> None:
@@ -182,6 +193,34 @@ def test_sigterm_during_warm_up_ends_it() -> None:
         server.popen.send_signal(signal.SIGTERM)
         assert server.wait() == 0
     assert "ready on" not in server.output
+    assert "Traceback" not in server.output
+
+
+def test_health_answers_while_the_model_loads_and_sigterm_ends_that() -> None:
+    """The fake's loading never ends here, as a long download would not."""
+    port = free_port()
+    with fake_process("--port", str(port), "--served-model-name", "never-loads") as server:
+        with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
+            health: Any = health_pb2_grpc.HealthStub(channel)
+            asked = health_pb2.HealthCheckRequest
+            assert health.Check(asked(), wait_for_ready=True, timeout=START_S).status == 2
+            assert health.Check(asked(service="liveness"), timeout=60).status == 1
+            failure = inference_pb2_grpc.InferenceServiceStub(channel).Generate.future(generate("a"))
+            assert failure.code() is grpc.StatusCode.UNAVAILABLE
+            assert "loading" in (failure.details() or "")
+        server.popen.send_signal(signal.SIGTERM)
+        assert server.wait() == 0
+    assert "Traceback" not in server.output
+
+
+async def test_sigterm_ends_it_though_a_watcher_reads_nothing() -> None:
+    with fake_process("--port", "0", "--grace", "1") as server:
+        address = await asyncio.to_thread(lambda: server.wait_for(r"ready on (127\.0\.0\.1:\d+)")[1])
+        async with Peer(address) as peer:
+            watch = await peer.call("/grpc.health.v1.Health/Watch", b"")
+            await peer.until(lambda: peer.headers(watch))
+            server.popen.send_signal(signal.SIGTERM)
+            assert await asyncio.to_thread(server.wait) == 0
     assert "Traceback" not in server.output
 
 

@@ -14,7 +14,8 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from penstock.runtime.errors import ConfigError
 from penstock.service.options import ServerOptions
-from penstock.service.server import SERVICES, PenstockServer, in_thread
+from penstock.service.server import SERVICES, PenstockServer
+from penstock.service.threads import in_thread
 from penstock.v1 import types_pb2
 from tests.service.rig import collect, failure_of, fake, generate, joined, serving, stream, until
 
@@ -110,7 +111,8 @@ async def test_ipv6():
     engine = fake()
     server = PenstockServer(ServerOptions(host="::1", port=0))
     assert server.address == f"[::1]:{server.port}"
-    await server.serve(engine)
+    await server.start()
+    server.attach(engine)
     await server.start_engine()
     try:
         async with grpc.aio.insecure_channel(server.address) as channel:

@@ -148,10 +148,10 @@ class Draining(UnavailableError):
 
 
 class NotReady(UnavailableError):
-    """Warm-up has not ended."""
+    """The model is not loaded yet, or warm-up has not ended."""
 
     def __init__(self) -> None:
-        super().__init__("the server is still warming up")
+        super().__init__("the server is still loading or warming up")
 
 
 class WeightsError(PenstockError):

@@ -18,8 +18,9 @@ from penstock.runtime.config import EngineConfig
 from penstock.runtime.engine import Engine
 from penstock.runtime.errors import ConfigError, PenstockError
 from penstock.service.options import ServerOptions
-from penstock.service.server import PenstockServer, in_thread, version
+from penstock.service.server import PenstockServer, version
 from penstock.service.telemetry import otlp_provider
+from penstock.service.threads import in_thread
 
 __all__ = ["add_parser", "run"]
 
@@ -67,6 +68,7 @@ async def _serve(
     told_to_stop = asyncio.Event()
     _on_signals(told_to_stop)
     stopping = asyncio.ensure_future(told_to_stop.wait())
+    server = None
     try:
         server = PenstockServer(options, provider)
         if not options.loopback:
@@ -74,20 +76,34 @@ async def _serve(
                 "listening on %s without TLS or tokens: whoever reaches the port may use the model",
                 options.host,
             )
-        loading = asyncio.ensure_future(in_thread(lambda: Engine.from_pretrained(model, config)))
-        if not await _first(loading, stopping):
-            return None
-        engine = loading.result()
-        _tell(engine)
-        await server.serve(engine)
-        starting = asyncio.ensure_future(server.start_engine())
-        if not await _first(starting, stopping):
-            await server.stop()
-            return None
-        starting.result()
+        await server.start()
+        return await _serve_with(server, model, config, options, stopping)
     except PenstockError as error:
         print(f"penstock serve: {error}", file=sys.stderr)
         return 1
+    finally:
+        if server is not None:
+            await server.stop()
+
+
+async def _serve_with(
+    server: PenstockServer,
+    model: str,
+    config: EngineConfig,
+    options: ServerOptions,
+    stopping: asyncio.Future[Any],
+) -> int | None:
+    """Load and serve until told to stop; `server` answers health checks meanwhile. As `_serve`."""
+    loading = asyncio.ensure_future(in_thread(lambda: Engine.from_pretrained(model, config)))
+    if not await _first(loading, stopping):
+        return None
+    engine = loading.result()
+    _tell(engine)
+    server.attach(engine)
+    starting = asyncio.ensure_future(server.start_engine())
+    if not await _first(starting, stopping):
+        return None
+    starting.result()
     print(f"penstock: ready on {server.address}", flush=True)
     warming = in_thread(lambda: _warm_grammars(engine))  # beside what it serves from now on
     died = await _first(asyncio.ensure_future(server.wait_for_failure()), stopping)

@@ -1,7 +1,8 @@
-"""The gRPC server around one engine: build, start, serve, stop gracefully.
+"""The gRPC server around one engine: listen, answer health checks, load, serve, stop gracefully.
 
     server = PenstockServer(options)  # takes the port before anything slow: a port in use fails at once
-    await server.serve(engine)        # answers; health says NOT_SERVING
+    await server.start()              # answers; health says NOT_SERVING, RPCs of the contract NOT_READY
+    server.attach(engine)             # answers what needs no running engine
     await server.start_engine()       # compiles; then health says SERVING
     await server.stop()               # refuses new requests, finishes the running ones
 
@@ -15,70 +16,45 @@ import contextlib
 import importlib.metadata
 import logging
 import socket
-import threading
 import uuid
-from collections.abc import Awaitable, Callable
-from typing import TypeVar, cast
+from typing import cast
 
 import grpc
-from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_health.v1 import health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 from opentelemetry.trace import TracerProvider
 
 from penstock.runtime.chat.parser import ChatForms, choose_forms
 from penstock.runtime.errors import ConfigError, PenstockError
+from penstock.service import health
 from penstock.service.backend import Backend
 from penstock.service.control import ControlServicer
 from penstock.service.inference import InferenceServicer
 from penstock.service.interceptors import PenstockInterceptor
 from penstock.service.lanes import Lanes
+from penstock.service.late import Calls, LateServicer
 from penstock.service.options import ServerOptions
 from penstock.service.streams import Switchboard
 from penstock.service.telemetry import Telemetry
+from penstock.service.threads import in_thread
 from penstock.v1 import control_pb2, control_pb2_grpc, inference_pb2, inference_pb2_grpc
 
 log = logging.getLogger(__name__)
 
-T = TypeVar("T")
-SERVICES = tuple(
-    module.DESCRIPTOR.services_by_name[name].full_name
-    for module, name in ((inference_pb2, "InferenceService"), (control_pb2, "ControlService"))
-)
+_INFERENCE = inference_pb2.DESCRIPTOR.services_by_name["InferenceService"]
+_CONTROL = control_pb2.DESCRIPTOR.services_by_name["ControlService"]
+SERVICES = (_INFERENCE.full_name, _CONTROL.full_name)
+READINESS = ("", *SERVICES)
+"""What health calls SERVING while requests are taken."""
+LIVENESS = "liveness"
+"""What health calls SERVING for as long as the process answers at all, also while it loads."""
 _LAST_REPLIES_S = 5.0
+_LAST_WORDS_S = 0.5
 
 
 def version() -> str:
     """Of the installed package."""
     return importlib.metadata.version("penstock")
-
-
-def in_thread(work: Callable[[], T]) -> Awaitable[T]:
-    """Run blocking work in a daemon thread: unlike asyncio's own pool it does not keep the process from
-    ending.
-    """
-    loop = asyncio.get_running_loop()
-    future: asyncio.Future[T] = loop.create_future()
-
-    def settle(result: T | None, error: BaseException | None) -> None:
-        if future.done():
-            return
-        if error is not None:
-            future.set_exception(error)
-        else:
-            future.set_result(cast("T", result))
-
-    def run() -> None:
-        result: T | None = None
-        error: BaseException | None = None
-        try:
-            result = work()
-        except BaseException as caught:  # noqa: BLE001 -- handed to whoever awaits
-            error = caught
-        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits
-            loop.call_soon_threadsafe(settle, result, error)
-
-    threading.Thread(target=run, name=f"penstock-{getattr(work, '__name__', 'work')}", daemon=True).start()
-    return future
 
 
 class PenstockServer:
@@ -90,27 +66,42 @@ class PenstockServer:
         self._telemetry = Telemetry(tracer_provider)
         self.instance_id = uuid.uuid4().hex
         self._lanes = Lanes()
-        self._health = health.aio.HealthServicer()
+        self._calls = Calls()
+        self._health = health.Health()
+        self._inference = LateServicer(_INFERENCE, self._calls)
+        self._control = LateServicer(_CONTROL, self._calls)
         self._engine: Backend | None = None
         self._watcher: asyncio.Task[None] | None = None
         self._stopping = False
         self._starting = False
-        self._server = grpc.aio.server(
-            interceptors=[PenstockInterceptor(self._telemetry)],
-            options=[
-                ("grpc.so_reuseport", 0),
-                ("grpc.max_receive_message_length", options.max_receive_bytes),
-                # A long prefill sends nothing; clients may ping meanwhile.
-                ("grpc.keepalive_permit_without_calls", 1),
-                ("grpc.http2.min_ping_interval_without_data_ms", 5000),
-            ],
-        )
+        self._server = self._build()
         self.port = self._bind()
 
     @property
     def address(self) -> str:
         """Where it listens."""
         return self._options.address(self.port)
+
+    def _build(self) -> grpc.aio.Server:
+        server = grpc.aio.server(
+            interceptors=[PenstockInterceptor(self._telemetry)],
+            options=[
+                ("grpc.so_reuseport", 0),
+                ("grpc.max_receive_message_length", self._options.max_receive_bytes),
+                # A long prefill sends nothing; clients may ping meanwhile.
+                ("grpc.keepalive_permit_without_calls", 1),
+                ("grpc.http2.min_ping_interval_without_data_ms", 5000),
+            ],
+        )
+        inference_pb2_grpc.add_InferenceServiceServicer_to_server(
+            cast("inference_pb2_grpc.InferenceServiceServicer", self._inference), server
+        )
+        control_pb2_grpc.add_ControlServiceServicer_to_server(
+            cast("control_pb2_grpc.ControlServiceServicer", self._control), server
+        )
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
+        reflection.enable_server_reflection([*SERVICES, health.SERVICE_NAME, reflection.SERVICE_NAME], server)
+        return server
 
     def _bind(self) -> int:
         _probe(self._options)
@@ -119,32 +110,29 @@ class PenstockServer:
         except RuntimeError as error:
             raise ConfigError(f"cannot listen on {self._options.address()}: {error}") from error
 
-    async def serve(self, engine: Backend) -> None:
-        """Start to answer. Generation is refused as NOT_READY until `start_engine` ends."""
+    async def start(self) -> None:
+        """Start to answer: health and reflection; RPCs of the contract are refused as NOT_READY."""
+        self._health.set(*READINESS, serving=False)
+        self._health.set(LIVENESS, serving=True)
+        await self._server.start()
+
+    def attach(self, engine: Backend) -> None:
+        """Answer with this engine. Generation is refused as NOT_READY until `start_engine` ends."""
         self._engine = engine
-        switchboard = Switchboard(asyncio.get_running_loop())
-        inference_pb2_grpc.add_InferenceServiceServicer_to_server(
+        self._inference.bind(
             InferenceServicer(
                 engine,
-                switchboard,
+                Switchboard(asyncio.get_running_loop()),
                 self._telemetry,
                 self._forms(engine),
                 self._lanes,
                 stall_limit_s=self._options.stall_limit_s,
                 truncation=self._options.truncation,
-            ),
-            self._server,
+            )
         )
-        control_pb2_grpc.add_ControlServiceServicer_to_server(
-            ControlServicer(engine, self._lanes, version=version(), instance_id=self.instance_id),
-            self._server,
+        self._control.bind(
+            ControlServicer(engine, self._lanes, version=version(), instance_id=self.instance_id)
         )
-        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
-        reflection.enable_server_reflection(
-            [*SERVICES, health.SERVICE_NAME, reflection.SERVICE_NAME], self._server
-        )
-        await self._set_health(serving=False)
-        await self._server.start()
 
     def _forms(self, engine: Backend) -> ChatForms:
         """How the model writes calls and thoughts."""
@@ -160,12 +148,12 @@ class PenstockServer:
 
     async def start_engine(self) -> None:
         """Compile and start the engine, then tell the world; raises what the engine raises."""
-        assert self._engine is not None, "call serve() first"
+        assert self._engine is not None, "call attach() first"
         self._starting = True
         await in_thread(self._engine.start)
         self._starting = False
         if not self._stopping:
-            await self._set_health(serving=True)
+            self._health.set(*READINESS, serving=True)
             self._watcher = asyncio.create_task(self._watch(self._engine))
 
     async def wait_for_failure(self) -> None:
@@ -178,22 +166,29 @@ class PenstockServer:
         self._stopping = True
         if self._watcher is not None:
             self._watcher.cancel()
-        engine = self._engine
-        if engine is None:
-            return True
-        # First the drain, which refuses new requests from its start, then health, which takes a moment.
-        draining = in_thread(lambda: engine.drain(self._options.grace_s)) if engine.ready else None
-        await self._set_health(serving=False)
-        drained = draining is None or await draining
-        if not drained:
-            with contextlib.suppress(PenstockError):
-                aborted = engine.abort(all_requests=True, message="the server is shutting down")
-                log.warning("grace of %g s is over; aborted %d requests", self._options.grace_s, len(aborted))
-        await self._server.stop(_LAST_REPLIES_S)  # readers take what is buffered
+        self._health.set(*READINESS, serving=False)
+        drained = True
+        if self._engine is not None and self._engine.ready:
+            drained = await self._drain(self._engine)
+        self._health.close()
+        await self._calls.wait_idle(_LAST_REPLIES_S)  # readers take what is buffered
+        await self._server.stop(
+            _LAST_WORDS_S
+        )  # watchers hear the last status; whoever reads nothing is cut off
         self._lanes.close()
-        if not self._starting:  # a compilation cannot be interrupted; its thread ends with the process
-            await in_thread(engine.shutdown)
+        # A compilation cannot be interrupted; its thread ends with the process.
+        if self._engine is not None and not self._starting:
+            await in_thread(self._engine.shutdown)
         return drained
+
+    async def _drain(self, engine: Backend) -> bool:
+        """Let what runs go on for the grace, then abort it; whether all of it came to its end."""
+        if await in_thread(lambda: engine.drain(self._options.grace_s)):
+            return True
+        with contextlib.suppress(PenstockError):
+            aborted = engine.abort(all_requests=True, message="the server is shutting down")
+            log.warning("grace of %g s is over; aborted %d requests", self._options.grace_s, len(aborted))
+        return False
 
     async def _watch(self, engine: Backend) -> None:
         """Turn health to NOT_SERVING should the engine die."""
@@ -206,14 +201,7 @@ class PenstockServer:
         engine.on_failure(tell)
         await died.wait()
         log.error("the engine is dead: %s", engine.failure)
-        await self._set_health(serving=False)
-
-    async def _set_health(self, *, serving: bool) -> None:
-        status = (
-            health_pb2.HealthCheckResponse.SERVING if serving else health_pb2.HealthCheckResponse.NOT_SERVING
-        )
-        for service in ("", *SERVICES):
-            await self._health.set(service, status)
+        self._health.set(*READINESS, serving=False)
 
 
 def _probe(options: ServerOptions) -> None:
