@@ -11,7 +11,7 @@ import threading
 import weakref
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -20,6 +20,7 @@ from penstock.runtime import Engine, StoppingParams
 from penstock.runtime.errors import CheckpointError, Draining, DuplicateRequestId, EngineFailure
 from penstock.runtime.interface import InFlightPolicy, StepRecord, WeightsVersion
 from penstock.runtime.request import Finish, FinishReason, Output, Request
+from penstock.runtime.scheduler import Load
 from penstock.runtime.served import Renewal
 from tests.support.collector import GREEDY, Collector, at_gate, long, submit
 from tests.support.toy import toy_engine, toy_model, toy_tokens
@@ -209,6 +210,43 @@ def test_a_cancel_on_the_thread_that_holds_the_lock_is_done_later(engine: Engine
     assert follower.last("follower").finish == Finish(FinishReason.MAX_TOKENS)
     assert engine.load().pages_used == 0
     assert len(gate.sink.tokens("held")) < 100
+
+
+def test_a_cancel_waits_for_nothing(engine: Engine) -> None:
+    """It is called on event loops, for up to 128 outputs of a request, and within destructors."""
+    gate = at_gate(engine, tokens=100)
+    lock = engine._core._lock
+
+    class Forbidden:
+        def __getattr__(self, name: str) -> Any:
+            raise AssertionError(f"the engine's lock was asked for: {name}")
+
+    engine._core._lock = cast("Any", Forbidden())
+    try:
+        engine.cancel("unknown", "held")
+        engine._core._lock = lock
+        assert engine.load() == Load(0, 0, 0, 0, engine.info.num_pages), "who looks sees nothing of it"
+    finally:
+        engine._core._lock = lock
+        gate.open()
+
+
+def test_a_cancelled_id_is_free_at_once(engine: Engine) -> None:
+    """Also in the middle of a step: the engine's thread has had no turn yet."""
+    gate = at_gate(engine, tokens=100)
+    again = Collector()
+    engine.cancel("held")
+    submit(engine, again, "held", [2], tokens=5)
+    gate.open()
+    assert again.last("held").finish == Finish(FinishReason.MAX_TOKENS)
+    assert again.tokens("held") == toy_tokens([2], 5)
+
+
+def test_a_drain_ends_with_a_cancel(engine: Engine) -> None:
+    gate = at_gate(engine, tokens=100_000)
+    engine.cancel("held")
+    gate.open()
+    assert engine.drain(60)
 
 
 def test_an_aborting_update_spares_those_that_have_not_started() -> None:

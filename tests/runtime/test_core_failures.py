@@ -224,7 +224,7 @@ def test_what_sinks_and_updates_and_observers_raise_is_their_own(error):
 
 
 @pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
-@pytest.mark.parametrize("call", ["submit", "cancel", "finish", "abort", "flush_prefix_cache"])
+@pytest.mark.parametrize("call", ["submit", "finish", "abort", "flush_prefix_cache"])
 def test_a_scheduler_that_breaks_on_a_callers_thread_ends_the_engine(rig, monkeypatch, call, error):
     """The caller gets what was raised; all others would run on in a scheduler that broke halfway."""
     rig.start()
@@ -232,7 +232,6 @@ def test_a_scheduler_that_breaks_on_a_callers_thread_ends_the_engine(rig, monkey
         monkeypatch.setattr(rig.scheduler, name, raising(error))
     calls: dict[str, Callable[[], Any]] = {
         "submit": lambda: rig.submit("late", Collector()),
-        "cancel": lambda: rig.engine.cancel("unknown"),
         "finish": lambda: rig.engine.finish("waiting", cast("Any", Finished())),
         "abort": lambda: rig.engine.abort(["waiting"]),
         "flush_prefix_cache": rig.engine.flush_prefix_cache,
@@ -242,6 +241,20 @@ def test_a_scheduler_that_breaks_on_a_callers_thread_ends_the_engine(rig, monkey
     assert caught.value is error
     rig.gate.open()
     expect_death(rig, error, told=[rig.gate.sink, rig.waiting], callers=True)
+
+
+@pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
+@pytest.mark.parametrize("looks", [False, True])
+def test_a_scheduler_that_breaks_of_a_cancel_ends_the_engine(rig, monkeypatch, looks, error):
+    """The engine's thread finds out, or who asks for the load before it."""
+    rig.start()
+    monkeypatch.setattr(rig.scheduler, "abort", raising(error))
+    rig.engine.cancel("unknown")
+    if looks:
+        with pytest.raises(type(error)):
+            rig.engine.load()
+    rig.gate.open()
+    expect_death(rig, error, told=[rig.gate.sink, rig.waiting], callers=looks)
 
 
 def test_a_caller_that_broke_the_scheduler_goes_on(rig, monkeypatch):

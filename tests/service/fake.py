@@ -192,11 +192,12 @@ class FakeEngine:
         if len(self._waiting) >= self.config.max_queued_requests:
             raise QueueFull(self.config.max_queued_requests)
 
-    def cancel(self, request_id: str) -> None:
+    def cancel(self, *request_ids: str) -> None:
         with self._changed:
-            self.cancelled.append(request_id)
-            self._running.pop(request_id, None)
-            self._waiting.pop(request_id, None)
+            for request_id in request_ids:
+                self.cancelled.append(request_id)
+                self._running.pop(request_id, None)
+                self._waiting.pop(request_id, None)
             self._admit()
 
     def finish(self, request_id: str, finish: Finish) -> None:

@@ -38,6 +38,7 @@ from concurrent.futures import Future
 
 from penstock.runtime.checks import check_token_ids, in_vocabulary
 from penstock.runtime.delivery import Delivery
+from penstock.runtime.doorbell import Doorbell
 from penstock.runtime.errors import Draining, EngineFailure, NotReady, PenstockError
 from penstock.runtime.failing import as_exception, describe, engine_failure
 from penstock.runtime.interface import AbortOutcome, InFlightPolicy, Observer, Sink, WeightsVersion
@@ -53,7 +54,6 @@ log = logging.getLogger(__name__)
 
 _ABORTED = FinishReason.ABORTED
 _LONGEST_WAIT_S = 3600.0
-_CANCEL_WAIT_S = 0.1
 
 
 class EngineCore:
@@ -77,8 +77,10 @@ class EngineCore:
         self._vocab_size = vocab_size
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
+        self._doorbell = Doorbell()
         self._delivery = Delivery(self._changed)
-        self._cancelled: deque[str] = deque()
+        self._cancelled: deque[tuple[str, ...]] = deque()
+        """What nobody wants any more; whoever takes the lock next to look at the scheduler drops it first."""
         self._updates = UpdateQueue()
         pacer = pacer or Pacer(0.0, 1)
         # The engine thread's own:
@@ -137,6 +139,9 @@ class EngineCore:
         with self._lock:
             if self._failure is not None:
                 return Load(0, 0, 0, 0, pages_total=self._scheduler.config.num_pages)
+            if self._cancelled:
+                with self._changing():
+                    self._drop_cancelled()
             return self._scheduler.load()
 
     # -- requests --
@@ -172,6 +177,7 @@ class EngineCore:
             self.check_running()
             if self._draining:
                 raise Draining
+            self._drop_cancelled()
             self._scheduler.queue(seq)
             self._delivery.attach(request.request_id, sink)
 
@@ -201,27 +207,28 @@ class EngineCore:
             raise
         finally:
             self._changed.notify_all()
+            self._doorbell.ring()
 
-    def cancel(self, request_id: str) -> None:
-        """Its reader is gone: free slot and pages, tell nobody. Unknown ids are ignored.
+    def cancel(self, *request_ids: str) -> None:
+        """Their readers are gone: free slots and pages, tell nobody. Unknown ids are ignored.
 
-        Outputs that were lined up before may still reach its sink.
+        This waits for nothing: the engine's thread does it before its next step, or who asks the engine for
+        something before that, so that nobody sees them again. Outputs that were lined up before may still
+        reach their sinks.
         """
-        # The garbage collector may close an abandoned stream on the very thread that holds the lock; waiting
-        # for it would be for ever. Then the engine thread does it before its next step.
-        if not self._lock.acquire(timeout=_CANCEL_WAIT_S):
-            self._cancelled.append(request_id)
-            return
-        try:
-            if self._failure is None:
-                with self._changing():
-                    self._drop(request_id)
-        finally:
-            self._lock.release()
+        # A lock is not to be waited for: the garbage collector may close an abandoned stream on the very
+        # thread that holds it, and an event loop would stand still.
+        if self._failure is None:
+            self._cancelled.append(request_ids)
+            self._doorbell.ring()
 
-    def _drop(self, request_id: str) -> None:
-        self._delivery.detach(request_id)
-        self._scheduler.abort(request_id, "", time.monotonic_ns())
+    def _drop_cancelled(self) -> None:
+        """With the lock held."""
+        while self._cancelled:
+            for request_id in self._cancelled.popleft():
+                self._delivery.detach(request_id)
+                self._scheduler.abort(request_id, "", time.monotonic_ns())
+            self._changed.notify_all()  # drain waits for this
 
     def finish(self, request_id: str, finish: Finish) -> None:
         """End a request for a reason found outside, such as a stop string. Its sink gets a last output;
@@ -229,6 +236,7 @@ class EngineCore:
         """
         with self._lock, self._changing():
             if self._failure is None:
+                self._drop_cancelled()
                 self._end(request_id, finish)
 
     def abort(
@@ -250,6 +258,7 @@ class EngineCore:
         with self._lock, self._changing():
             if self._failure is not None:
                 raise self._failure
+            self._drop_cancelled()
             if request_ids is None:
                 active = self._scheduler.active_requests()
                 request_ids = [i for i in active if all_requests or i.startswith(prefix or "")]
@@ -292,6 +301,7 @@ class EngineCore:
             self.check_running()
             self._updates.add(update)
             self._changed.notify_all()
+            self._doorbell.ring()
         return update.done
 
     def _apply_updates(self) -> None:
@@ -331,6 +341,7 @@ class EngineCore:
         with self._lock, self._changing():
             if self._failure is not None:
                 raise self._failure
+            self._drop_cancelled()
             return self._scheduler.flush_prefix_cache()
 
     # -- the thread --
@@ -365,6 +376,7 @@ class EngineCore:
             # What the scheduler raises is for the engine's thread, which then tells everybody.
             with contextlib.suppress(BaseException), self._changing():
                 if self._failure is None:
+                    self._drop_cancelled()
                     for request_id in self._scheduler.active_ids():
                         self._end(request_id, Finish(_ABORTED, message="the server is shutting down"))
             updates = self._updates.take_all()
@@ -403,13 +415,13 @@ class EngineCore:
         there is something else to do than to run a step.
         """
         while True:
+            self._doorbell.answer()
             if not self._steps:
                 self._apply_updates()
             with self._lock:
                 if self._broken is not None:
                     raise RuntimeError(f"the scheduler broke on a caller's thread: {self._broken}")
-                while self._cancelled:
-                    self._drop(self._cancelled.popleft())
+                self._drop_cancelled()
                 started_ns = time.monotonic_ns()
                 self._delivery.post(self._scheduler.expire(started_ns))
                 plan = None
@@ -431,7 +443,9 @@ class EngineCore:
                 if is_due:
                     continue  # it came after `_apply_updates`, so its notification found nobody waiting
                 wait_ns = self._scheduler.next_deadline_ns - time.monotonic_ns()
-                self._changed.wait(min(max(wait_ns, 0) / 1e9, _LONGEST_WAIT_S))
+                self._doorbell.listen()
+            if not self._cancelled:  # for which nobody needs the lock
+                self._doorbell.sleep(min(max(wait_ns, 0) / 1e9, _LONGEST_WAIT_S))
 
     def _commit(self) -> None:
         """Wait for the oldest step in flight and take in its tokens."""
@@ -440,6 +454,7 @@ class EngineCore:
         # Without the lock, which nobody else needs to wait for while a grammar thinks.
         verdicts = self._scheduler.accept(*step)
         with self._lock:
+            self._drop_cancelled()
             self._delivery.post(self._scheduler.commit(*step, verdicts))
         if self._steps.is_observed:
             self._steps.observe(done, self.load())

@@ -357,9 +357,9 @@ class Engine:
             raise TypeError(f"sampling_params_callback must return SamplingParams, not {type(sampling)}")
         return sampling
 
-    def cancel(self, request_id: str) -> None:
-        """Free a request whose reader is gone."""
-        self._core.cancel(request_id)
+    def cancel(self, *request_ids: str) -> None:
+        """Free requests whose reader is gone; waits for nothing."""
+        self._core.cancel(*request_ids)
 
     def finish(self, request_id: str, finish: Finish) -> None:
         """End a request for a reason found in its text."""

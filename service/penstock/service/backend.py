@@ -107,8 +107,8 @@ class Backend(Protocol):
         """Queue a request; refusals are raised at once. `prepared`: its prompt, if that was prepared."""
         ...
 
-    def cancel(self, request_id: str) -> None:
-        """Nobody wants the rest of it."""
+    def cancel(self, *request_ids: str) -> None:
+        """Nobody wants the rest of them; waits for nothing."""
         ...
 
     def finish(self, request_id: str, finish: Finish) -> None:
