@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import random
 import shlex
 import signal
 import socket
 import subprocess
 import sys
+import time
+from pathlib import Path
 
 import pytest
 from google.protobuf import json_format
@@ -34,9 +37,10 @@ class Fake(rpc.InferenceServiceServicer):
         yield pb.StreamResponse(summary=pb.StreamSummary())
     Generate = Abort = UpdateWeights = None
 
-signals = []
+signals, parent = [], os.getppid()
 for number in (signal.SIGINT, signal.SIGTERM):
     signal.signal(number, lambda number, frame: signals.append(number))
+signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT, signal.SIGTERM])
 print("loading the model in group", os.getpgrp(), flush=True)
 server = grpc.server(ThreadPoolExecutor(4))
 rpc.add_InferenceServiceServicer_to_server(Fake(), server)
@@ -46,7 +50,7 @@ server.add_insecure_port(sys.argv[1])
 server.start()
 time.sleep(0.7)
 status.set("penstock.v1.InferenceService", health_pb2.HealthCheckResponse.SERVING)
-while not signals:
+while not signals and os.getppid() == parent:  # the test may have killed a demo that hangs
     time.sleep(0.05)
 time.sleep(0.5)  # for a second one
 server.stop(None)
@@ -60,7 +64,15 @@ import sys
 from penstock.cli import demo
 from penstock.cli.__main__ import main
 demo.server_command = lambda host, port: [sys.executable, "-c", sys.argv[2], f"{host}:{port}"]
+demo.READY_LIMIT_S = 3.0 if "never ready" in sys.argv[2] else demo.READY_LIMIT_S
 sys.exit(main(["demo", "--port", sys.argv[1]]))
+"""
+
+# The same where a thread other than the main one is given the signals, as any may be.
+ELSEWHERE = """
+import signal, threading
+threading.Thread(target=threading.Event().wait, daemon=True).start()
+signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT, signal.SIGTERM])
 """
 
 
@@ -75,9 +87,9 @@ def port():
 
 
 @contextlib.contextmanager
-def start(port, server, **more):
+def start(port, server, driver=DRIVER, **more):
     """The running demo; it and its server end with the block, also when a test fails or is interrupted."""
-    command = [sys.executable, "-c", DRIVER, str(port), server]
+    command = [sys.executable, "-c", driver, str(port), server]
     pipe = subprocess.PIPE
     with subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, **more) as program:
         try:
@@ -85,7 +97,11 @@ def start(port, server, **more):
         finally:
             if program.poll() is None:
                 program.terminate()
-                program.wait(60)
+                try:
+                    program.wait(60)
+                except subprocess.TimeoutExpired:
+                    program.kill()
+                    raise
 
 
 def read_until(program, end):
@@ -96,6 +112,15 @@ def read_until(program, end):
         if line.startswith(end):
             return "".join(lines)
     raise AssertionError(f"ended without {end!r}: {''.join(lines)}{program.stderr.read()}")
+
+
+def until_it_waits(program):
+    """Until the main thread has slept for half a second without a turn."""
+    status = Path(f"/proc/{program.pid}/status")
+    turns, before = "", None
+    while turns != before:
+        time.sleep(0.5)
+        before, turns = turns, status.read_text().partition("voluntary_ctxt_switches:")[2].split()[0]
 
 
 def test_the_server_is_the_real_command():
@@ -119,6 +144,50 @@ def test_it_shows_an_answer_and_stays_up_until_it_is_told(port, number):
     assert f'with Client("127.0.0.1:{port}") as client:' in shown
     assert (out, err) == (f"GOT {number.value}\n", "")
     assert program.returncode == 7
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_that_does_not_wake_the_main_thread_is_not_lost(port, number):
+    """As when it comes just before the main thread begins to wait: Python's handlers run there alone."""
+    with start(port, SERVER, ELSEWHERE + DRIVER) as program:
+        read_until(program, "Serving on")
+        until_it_waits(program)
+        program.send_signal(number)
+        out, err = program.communicate(timeout=60)
+    assert (out, err, program.returncode) == (f"GOT {number.value}\n", "", 7)
+
+
+def test_it_gives_up_on_a_server_that_is_never_ready(port):
+    never = SERVER.replace("SERVING)", "NOT_SERVING)  # never ready")
+    assert never != SERVER
+    with start(port, never) as program:
+        out, err = program.communicate(timeout=60)
+    assert (out.count("GOT 15"), program.returncode) == (1, 7)
+    assert err.startswith(
+        "penstock demo: the server runs, but is not ready 3 s after its start, so it is ended"
+    )
+    assert err.count("\n") == 1
+
+
+def test_a_failure_is_no_success_though_the_server_ended_well(port):
+    never = SERVER.replace("SERVING)", "NOT_SERVING)  # never ready").replace("sys.exit(7 ", "sys.exit(0 ")
+    with start(port, never) as program:
+        program.communicate(timeout=60)
+    assert program.returncode == 1
+
+
+def test_a_proxy_of_the_environment_is_not_asked_for_the_server_on_this_machine(port):
+    nowhere = dict.fromkeys(("http_proxy", "https_proxy", "grpc_proxy"), "http://127.0.0.1:1")
+    with start(port, SERVER, env=os.environ | nowhere) as program:
+        assert "there was a pond" in read_until(program, "Serving on")
+        program.send_signal(signal.SIGINT)
+        program.communicate(timeout=60)
+
+
+def test_a_server_that_listens_everywhere_is_asked_here():
+    assert demo.addr_of("0.0.0.0", 5) == "127.0.0.1:5"
+    assert demo.addr_of("::", 5) == "[::1]:5"
+    assert demo.addr_of("192.0.2.1", 5) == "192.0.2.1:5"
 
 
 def test_ctrl_c_of_the_terminal_reaches_the_server_once(port):

@@ -2,7 +2,7 @@
 
 The server is a child process, so that what runs here is what an operator runs: `penstock serve demo`. It has
 its own process group: Ctrl-C reaches it once, from us, and not a second time from the terminal, which a
-server may read as "stop without finishing the running requests".
+server reads as "stop without finishing the running requests".
 """
 
 from __future__ import annotations
@@ -10,17 +10,14 @@ from __future__ import annotations
 import argparse
 import errno
 import shutil
-import signal
 import socket
-import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+import time
 from pathlib import Path
-from types import FrameType
 from typing import TYPE_CHECKING
 
 from penstock.cli.common import complain, explain, write
+from penstock.cli.demo_child import Child, child
 from penstock.client import Client, NotReady, PenstockClientError
 
 if TYPE_CHECKING:
@@ -28,7 +25,10 @@ if TYPE_CHECKING:
 
 PROMPT = "Once upon a time"
 SAMPLE_TOKENS = 120
-FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+READY_LIMIT_S = 600.0
+"""For a server that runs and never gets ready. A slow machine takes minutes to build the kernels."""
+DIRECT = (("grpc.enable_http_proxy", 0),)
+"""The server is on this machine, whatever --host is: no proxy could reach it better than we."""
 
 PASTE = """
 Try it from another terminal:
@@ -50,6 +50,10 @@ or from Python ({python}):
 
 Serving on {addr}. Ctrl-C stops it.
 """
+
+
+class GaveUp(Exception):
+    """The server runs, but will not serve."""
 
 
 def add_parser(subparsers: Subparsers) -> None:
@@ -87,62 +91,48 @@ def problem_of(host: str, port: int) -> str | None:
     return None
 
 
+def addr_of(host: str, port: int) -> str:
+    """Where a client of this machine finds a server that listens on `host`."""
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
 def run(args: argparse.Namespace) -> int:
-    """Returns the server's exit code (128 + n when signal n ended it)."""
+    """Returns the server's exit code (128 + n when signal n ended it), and 1 where the demo itself failed."""
     problem = problem_of(args.host, args.port)
     if problem is not None:
         complain(args.command, problem)
         return 1
-    addr = f"[{args.host}]:{args.port}" if ":" in args.host else f"{args.host}:{args.port}"
-    with _child(server_command(args.host, args.port)) as (server, stopped):
+    addr = addr_of(args.host, args.port)
+    failed = False
+    with child(server_command(args.host, args.port)) as server:
         try:
-            with Client(addr) as client:
+            with Client(addr, options=DIRECT) as client:
                 if _wait_ready(server, client):
                     _show(client, addr)
-        except PenstockClientError as error:
-            if server.poll() is None and not stopped:
-                complain(args.command, explain(error, addr))
-                server.terminate()
+        except (GaveUp, PenstockClientError) as error:
+            if server.runs() and not server.stopped:
+                failed = True
+                complain(args.command, str(error) if isinstance(error, GaveUp) else explain(error, addr))
+                server.stop()
         code = server.wait()
-    if code != 0 and not stopped:
+    if code != 0 and not server.stopped and not failed:
         complain(args.command, f"the server ended with exit code {code}; its output above says why")
-    return code if code >= 0 else 128 - code
+    return (code if code >= 0 else 128 - code) or int(failed)
 
 
-@contextmanager
-def _child(command: list[str]) -> Iterator[tuple[subprocess.Popen[bytes], list[int]]]:
-    """Run the server and hand signals on to it; yields it, and the list of the signals that came.
-
-    Its output goes where ours goes. It never outlives the block.
-    """
-    came: list[int] = []
-    server: subprocess.Popen[bytes] | None = None
-
-    def forward(number: int, _frame: FrameType | None) -> None:
-        came.append(number)
-        if server is not None and server.poll() is None:
-            server.send_signal(number)
-
-    before = {number: signal.signal(number, forward) for number in FORWARDED}
-    try:
-        server = subprocess.Popen(command, stdin=subprocess.DEVNULL, process_group=0)
-        if came:  # while it was being started
-            server.send_signal(came[-1])
-        yield server, came
-    finally:
-        if server is not None and server.poll() is None:
-            server.terminate()
-            server.wait()
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
-def _wait_ready(server: subprocess.Popen[bytes], client: Client) -> bool:
-    """Until health is SERVING; False when the server ended first."""
-    while server.poll() is None:
+def _wait_ready(server: Child, client: Client) -> bool:
+    """Until health is SERVING; False when the server ended first. GaveUp after READY_LIMIT_S."""
+    give_up_at = time.monotonic() + READY_LIMIT_S
+    while server.runs():
         try:
             client.wait_ready(timeout=0.5)
-        except NotReady:
+        except NotReady as error:
+            if time.monotonic() > give_up_at:
+                raise GaveUp(
+                    f"the server runs, but is not ready {READY_LIMIT_S:g} s after its start, "
+                    f"so it is ended: {error}"
+                ) from error
             continue
         return True
     return False
