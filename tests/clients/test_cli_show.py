@@ -86,11 +86,11 @@ def shown_of(screen, events):
 
 
 def test_the_first_output_runs_along_while_others_wait():
-    deltas = [Delta(1, "one", "one"), Delta(0, "ze", "ze"), Finished(1, EOS, "one")]
+    deltas = [Delta(1, "one"), Delta(0, "ze"), Finished(1, EOS, "one")]
     assert shown_of(io.StringIO(), deltas) == "--- output 0 ---\nze"
-    deltas += [Delta(0, "ro", "zero"), Finished(0, EOS, "zero")]
+    deltas += [Delta(0, "ro"), Finished(0, EOS, "zero")]
     assert shown_of(io.StringIO(), deltas) == "--- output 0 ---\nzero\n--- output 1 ---\none\n"
-    deltas += [Delta(2, "tw", "tw")]
+    deltas += [Delta(2, "tw")]
     assert shown_of(io.StringIO(), deltas).endswith("one\n--- output 2 ---\ntw")
 
 
@@ -109,16 +109,16 @@ def test_whatever_the_order_of_deltas_the_screen_is_that_of_the_whole_reply(outp
     """Outputs mixed in any way, each for itself in order: reasoning, text, calls."""
     queues = []
     for i, (thoughts, texts, calls) in enumerate(outputs):
-        deltas = [Delta(i, "", "", reasoning=thought) for thought in thoughts]
-        deltas += [Delta(i, text, "") for text in texts]
-        deltas += [Delta(i, "", "", tool_calls=(call,)) for call in calls]
+        deltas = [Delta(i, "", reasoning=thought) for thought in thoughts]
+        deltas += [Delta(i, text) for text in texts]
+        deltas += [Delta(i, "", tool_calls=(call,)) for call in calls]
         queues.append([*deltas, Finished(i, EOS, "")])
     events = []
     while left := [queue for queue in queues if queue]:
         events.append(draw.draw(st.sampled_from(left)).pop(0))
     kind = Terminal if terminal else io.StringIO
     whole = [
-        Delta(i, "".join(texts), "", reasoning="".join(thoughts), tool_calls=tuple(calls))
+        Delta(i, "".join(texts), reasoning="".join(thoughts), tool_calls=tuple(calls))
         for i, (thoughts, texts, calls) in enumerate(outputs)
     ]
     in_order = [e for delta in whole for e in (delta, Finished(delta.index, EOS, ""))]
@@ -159,8 +159,8 @@ def test_a_call_is_one_line(arguments, line):
 
 def test_reasoning_and_calls_cannot_rewrite_the_terminal():
     events = [
-        Delta(0, "", "", reasoning="a\x1b[1mb"),
-        Delta(0, "", "", tool_calls=(ToolCall("c", "\x1b]", ""),)),
+        Delta(0, "", reasoning="a\x1b[1mb"),
+        Delta(0, "", tool_calls=(ToolCall("c", "\x1b]", ""),)),
     ]
     assert "\x1b" not in undimmed(shown_of(Terminal(), events))
 
@@ -171,6 +171,6 @@ def test_a_whole_reply_of_several_outputs_without_asking_for_them(monkeypatch):
     monkeypatch.setattr(sys, "stdout", screen)
     view = AnswerView()
     for output in (Output(0, "a", (), EOS), Output(1, "b", (), EOS)):
-        view.feed(Delta(output.index, output.text, output.text))
+        view.feed(Delta(output.index, output.text))
         view.feed(Finished(output.index, EOS, output.text))
     assert screen.getvalue() == "a\n--- output 1 ---\nb\n"

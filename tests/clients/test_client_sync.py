@@ -60,9 +60,9 @@ def test_stream_events(server, client):
     initial, step_1 = WeightsVersion("initial", 0), WeightsVersion("step-1", 1)
     assert list(client.stream("p", min_tokens_per_message=2)) == [
         Started("r-1", "toy", PromptInfo(3), initial),
-        Delta(0, "Hel", "Hel", (5,)),
-        Delta(0, "", "Hel", (6,)),
-        Delta(0, "lo", "Hello", (7, 8), weights=step_1),
+        Delta(0, "Hel", (5,)),
+        Delta(0, "", (6,)),
+        Delta(0, "lo", (7, 8), weights=step_1),
         Finished(0, Finish(FinishReason.STOP, stop="END"), "Hello"),
         Summary(Usage(3, 1, 4), Timing(0.25, 0.5, 1.5, 2)),
     ]

@@ -27,10 +27,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
+
+
+def _rebuilt(kind: type[PenstockError], args: tuple[Any, ...], state: dict[str, Any]) -> PenstockError:
+    error = kind.__new__(kind, *args)
+    error.__dict__.update(state)
+    return error
 
 
 class PenstockError(Exception):
-    """Root of all errors raised on purpose."""
+    """Root of all errors raised on purpose. They can be pickled and copied, e.g. by a pool of processes."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Else it would be rebuilt by __init__(*args), and args are the message, not what __init__ takes.
+        return _rebuilt, (type(self), self.args, self.__dict__)
 
 
 class ConfigError(PenstockError):

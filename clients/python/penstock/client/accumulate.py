@@ -32,17 +32,28 @@ class OutputSoFar:
     """Grows while deltas arrive."""
 
     weights: list[WeightsSpan]
-    text: str = ""
+    pieces: list[str] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
     sampled: list[float] = field(default_factory=list)
     top: list[tuple[tuple[int, float], ...]] = field(default_factory=list)
     has_logprobs: bool = False
-    reasoning: str = ""
+    thoughts: list[str] = field(default_factory=list)
     tool_calls: list[ToolCall] = field(default_factory=list)
     finish: Finish | None = None
 
+    @property
+    def text(self) -> str:
+        return "".join(self.pieces)
+
+    @property
+    def reasoning(self) -> str:
+        return "".join(self.thoughts)
+
     def add(self, delta: Delta) -> None:
-        self.text = delta.text
+        if delta.delta:
+            self.pieces.append(delta.delta)
+        if delta.reasoning:
+            self.thoughts.append(delta.reasoning)
         if delta.weights is not None:
             if not self.token_ids:
                 self.weights.clear()
@@ -52,7 +63,6 @@ class OutputSoFar:
             self.has_logprobs = True
             self.sampled.extend(delta.logprobs.sampled)
             self.top.extend(delta.logprobs.top)
-        self.reasoning += delta.reasoning
         self.tool_calls.extend(delta.tool_calls)
 
     def output(self, index: int, finish: Finish) -> Output:
@@ -140,7 +150,6 @@ class Accumulator:
         delta = Delta(
             index=message.index,
             delta=message.text,
-            text=so_far.text + message.text,
             token_ids=tuple(message.token_ids),
             logprobs=replies.logprobs(message.logprobs) if message.HasField("logprobs") else None,
             weights=replies.weights_version(message.weights) if message.HasField("weights") else None,

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Sequence
 from typing import Self, TypeVar, Unpack
 
@@ -14,18 +15,22 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from penstock.client import control_requests, replies, requests
 from penstock.client.calls import (
+    NOBODY_ANSWERED,
     SERVING_SERVICE,
     ChannelOptions,
     Metadata,
-    channel_options,
-    check_target,
-    is_final_health_error,
     pairs,
+    why_no_health,
+    why_not_ready,
 )
+from penstock.client.endpoint import Access, check_existing, endpoint
 from penstock.client.errors import NotReady, from_rpc_error
 from penstock.client.options import ChatOptions, RequestOptions
+from penstock.client.retries import Attempts, Retry
 from penstock.client.server_values import AbortResult, FlushedCache, Load, ModelInfo, ServerInfo, Tokens
-from penstock.client.streams import AsyncGenerationStream, cancelled_call, is_task_cancelled
+from penstock.client.streams import AsyncCall, AsyncGenerationStream, cancelled_call, is_task_cancelled
+from penstock.client.timeouts import INFO_TIMEOUT, TEXT_TIMEOUT, Timeouts
+from penstock.client.tls import Tls
 from penstock.client.values import Generation
 from penstock.v1 import control_pb2, control_pb2_grpc, inference_pb2, inference_pb2_grpc
 
@@ -43,25 +48,42 @@ class AsyncClient:
         self,
         addr: str | None = None,
         *,
+        tls: Tls | bool = False,
+        token: str | None = None,
+        insecure: bool = False,
+        timeout: float | None = None,
+        retries: Retry | None = None,
         credentials: grpc.ChannelCredentials | None = None,
         channel: grpc.aio.Channel | None = None,
         metadata: Metadata | None = None,
         options: ChannelOptions = (),
     ) -> None:
-        target = check_target(addr, channel, credentials)
+        access = Access(
+            tls=tls,
+            token=token,
+            insecure=insecure,
+            credentials=credentials,
+            metadata=metadata,
+            options=options,
+        )
+        self._timeouts = Timeouts(timeout)
+        self._retries = retries
         self._owns_channel = channel is None
         if channel is None:
-            merged = channel_options(options)
-            if credentials is None:
-                channel = grpc.aio.insecure_channel(target, options=merged)
+            found = endpoint(addr, access)
+            self.metadata = found.metadata
+            if found.credentials is None:
+                channel = grpc.aio.insecure_channel(found.target, options=found.options)
             else:
-                channel = grpc.aio.secure_channel(target, credentials, options=merged)
+                channel = grpc.aio.secure_channel(found.target, found.credentials, options=found.options)
+        else:
+            check_existing(addr, access)
+            self.metadata = pairs(metadata)
         self.channel = channel
         self.inference = inference_pb2_grpc.InferenceServiceStub(channel)
         self.control = control_pb2_grpc.ControlServiceStub(channel)
         stub = health_pb2_grpc.HealthStub(channel)
         self._check_health = stub.Check  # type: ignore[attr-defined]  # types-grpcio-health-checking lacks it
-        self._metadata = pairs(metadata)
 
     async def generate(
         self,
@@ -73,7 +95,9 @@ class AsyncClient:
     ) -> Generation:
         """Run a prompt to its end. Options: see RequestOptions. Not idempotent: a retry generates again."""
         request = requests.fill_request(inference_pb2.GenerateRequest(), prompt, options)
-        return replies.generation(await self._unary(self.inference.Generate, request, timeout, metadata))
+        return replies.generation(
+            await self._unary(self.inference.Generate, request, timeout, metadata, None)
+        )
 
     def stream(
         self,
@@ -86,8 +110,12 @@ class AsyncClient:
     ) -> AsyncGenerationStream:
         """The same, as events while tokens are made. Use it in an `async with` block, or close it."""
         request = requests.stream_request(prompt, min_tokens_per_message, options)
-        call = self.inference.Stream(request, timeout=timeout, metadata=pairs(self._metadata, metadata))
-        return AsyncGenerationStream(call)
+        sent = pairs(self.metadata, metadata)
+
+        def start(left: float | None) -> AsyncCall:
+            return self.inference.Stream(request, timeout=left, metadata=sent)
+
+        return AsyncGenerationStream(start, Attempts(self._retries, self._timeouts.of(timeout)))
 
     async def abort(
         self,
@@ -141,7 +169,9 @@ class AsyncClient:
     ) -> Tokens:
         """Token ids of a text, or of a conversation (messages=...) rendered with the chat template."""
         request = control_requests.tokenize_request(text, add_special_tokens, chat)
-        return replies.tokens(await self._unary(self.control.Tokenize, request, timeout, metadata))
+        return replies.tokens(
+            await self._unary(self.control.Tokenize, request, timeout, metadata, TEXT_TIMEOUT)
+        )
 
     async def detokenize(
         self,
@@ -153,30 +183,39 @@ class AsyncClient:
     ) -> str:
         """Text of token ids."""
         request = control_requests.detokenize_request(token_ids, skip_special_tokens)
-        return (await self._unary(self.control.Detokenize, request, timeout, metadata)).text
+        return (await self._unary(self.control.Detokenize, request, timeout, metadata, TEXT_TIMEOUT)).text
 
     async def is_ready(self, timeout: float = 1.0) -> bool:
         """Whether health is SERVING now; False also when nobody answers within `timeout` seconds."""
-        request = health_pb2.HealthCheckRequest(service=SERVING_SERVICE)
-        try:
-            reply = await self._check_health(
-                request, timeout=timeout, metadata=self._metadata, wait_for_ready=True
-            )
-        except grpc.RpcError as error:
-            if is_final_health_error(error):
-                raise from_rpc_error(error) from error
-            return False
-        return bool(reply.status == health_pb2.HealthCheckResponse.SERVING)
+        return await self._why_not_ready(timeout) is None
 
     async def wait_ready(self, timeout: float | None = None) -> None:
         """Return once the server's health is SERVING; NotReady after `timeout` seconds (None: waits on)."""
-        deadline = None if timeout is None else asyncio.get_running_loop().time() + timeout
-        while not await self.is_ready(
-            1.0 if deadline is None else min(1.0, deadline - asyncio.get_running_loop().time())
-        ):
-            if deadline is not None and asyncio.get_running_loop().time() >= deadline:
-                raise NotReady.local(f"the server was not ready within {timeout:g} s")
+        now = asyncio.get_running_loop().time
+        deadline = math.inf if timeout is None else now() + timeout
+        why: str | None = NOBODY_ANSWERED
+        while (found := await self._why_not_ready(min(1.0, deadline - now()))) is not None:
+            why = why if found == NOBODY_ANSWERED else found
+            if now() >= deadline:
+                if why == NOBODY_ANSWERED:  # a call that does not wait is told why nobody does
+                    why = await self._why_not_ready(0.5, wait=False)
+                if why is None:
+                    return
+                raise NotReady.local(f"the server was not ready within {timeout:g} s: {why}")
             await asyncio.sleep(0.05)
+
+    async def _why_not_ready(self, timeout: float, wait: bool = True) -> str | None:
+        request = health_pb2.HealthCheckRequest(service=SERVING_SERVICE)
+        try:
+            reply = await self._check_health(
+                request, timeout=timeout, metadata=self.metadata, wait_for_ready=wait
+            )
+        except grpc.RpcError as error:
+            why = why_no_health(error)
+            if why is None:
+                raise from_rpc_error(error) from error
+            return why
+        return why_not_ready(reply)
 
     async def _unary(
         self,
@@ -184,16 +223,24 @@ class AsyncClient:
         request: RequestT,
         timeout: float | None,
         metadata: Metadata | None,
+        otherwise: float | None = INFO_TIMEOUT,
     ) -> ReplyT:
-        call = method(request, timeout=timeout, metadata=pairs(self._metadata, metadata))
-        try:
-            return await call
-        except grpc.RpcError as error:
-            raise from_rpc_error(error) from error
-        except asyncio.CancelledError:
-            if is_task_cancelled():
-                raise
-            raise await cancelled_call(call) from None
+        attempts = Attempts(self._retries, self._timeouts.of(timeout, otherwise))
+        sent = pairs(self.metadata, metadata)
+        while True:
+            call = method(request, timeout=attempts.timeout(), metadata=sent)
+            try:
+                return await call
+            except grpc.RpcError as error:
+                failure = from_rpc_error(error)
+                delay = attempts.delay_after(failure)
+                if delay is None:
+                    raise failure from error
+            except asyncio.CancelledError:
+                if is_task_cancelled():
+                    raise
+                raise await cancelled_call(call) from None
+            await asyncio.sleep(delay)
 
     async def close(self) -> None:
         """Close the channel, unless it was the caller's; running calls are cancelled."""

@@ -1,4 +1,4 @@
-"""What both clients share besides messages: the address, channel options, metadata, readiness."""
+"""What both clients share besides messages: channel options, metadata, readiness."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Final
 
 import grpc
+from grpc_health.v1 import health_pb2
 
 DEFAULT_ADDR: Final = "127.0.0.1:50051"
 
@@ -14,46 +15,66 @@ Metadata = Mapping[str, str | bytes] | Sequence[tuple[str, str | bytes]]
 
 ChannelOptions = Sequence[tuple[str, str | int]]
 
+_KEEPALIVE_TIMEOUT: Final = "grpc.keepalive_timeout_ms"
+_PING_TIMEOUT: Final = "grpc.http2.ping_timeout_ms"
+"""How long gRPC waits for the answer to a ping, a minute unless told; the one above is the socket's."""
+
 _OPTIONS: Final[ChannelOptions] = (
     # Prompt log-probabilities of a long prompt are larger than gRPC's 4 MiB.
     ("grpc.max_receive_message_length", 64 << 20),
     ("grpc.max_send_message_length", 64 << 20),
-    # A long prefill sends nothing for a while; pings tell a quiet connection from a dead one.
+    # A long prefill sends nothing for a while; pings tell a quiet connection from a dead one, in 40 s.
     ("grpc.keepalive_time_ms", 30_000),
-    ("grpc.keepalive_timeout_ms", 10_000),
+    (_KEEPALIVE_TIMEOUT, 10_000),
+    # Else gRPC sends no more than two such pings until it has data to send.
+    ("grpc.http2.max_pings_without_data", 0),
     # gRPC waits up to two minutes before it tries again; a server that just started should be found at once.
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 2_000),
 )
 
 SERVING_SERVICE: Final = "penstock.v1.InferenceService"
+NOBODY_ANSWERED: Final = "nobody answered"
+AUTHORIZATION: Final = "authorization"
 
 
 def channel_options(more: ChannelOptions) -> list[tuple[str, str | int]]:
     """Ours, then the caller's, which win."""
-    return list({**dict(_OPTIONS), **dict(more)}.items())
+    merged = {**dict(_OPTIONS), **dict(more)}
+    return list({_PING_TIMEOUT: merged[_KEEPALIVE_TIMEOUT], **merged}.items())
 
 
 def pairs(*parts: Metadata | None) -> tuple[tuple[str, str | bytes], ...]:
-    """Metadata of a call: the client's own, then that of the call."""
+    """Metadata of a call: the client's own, then that of the call. The last authorization is the only one."""
     found: list[tuple[str, str | bytes]] = []
     for part in parts:
-        found.extend(part.items() if isinstance(part, Mapping) else part or ())
+        new = list(part.items() if isinstance(part, Mapping) else part or ())
+        if any(key.lower() == AUTHORIZATION for key, _ in new):
+            found = [(key, value) for key, value in found if key.lower() != AUTHORIZATION]
+        found.extend(new)
     return tuple(found)
 
 
-def check_target(addr: str | None, channel: object, credentials: object) -> str:
-    """The address to connect to. TypeError when a channel is given an address or credentials too."""
-    if channel is not None and (addr is not None or credentials is not None):
-        raise TypeError("an existing channel has its address and credentials; give either it or those")
-    return addr or DEFAULT_ADDR
+def why_not_ready(reply: health_pb2.HealthCheckResponse) -> str | None:
+    """What a health check said; None: the server serves."""
+    if reply.status == health_pb2.HealthCheckResponse.SERVING:
+        return None
+    name = health_pb2.HealthCheckResponse.ServingStatus.Name(reply.status)
+    return f"its health is {name}"
 
 
-def is_final_health_error(error: grpc.RpcError) -> bool:
-    """Whether waiting on cannot help: the server answered, and it is not "not yet"."""
+def why_no_health(error: grpc.RpcError) -> str | None:
+    """Why a health check failed.
+
+    None where waiting on cannot help: the server answered, and it is not "not yet".
+    """
     code: grpc.StatusCode = error.code()
-    return code not in (
-        grpc.StatusCode.UNAVAILABLE,
-        grpc.StatusCode.DEADLINE_EXCEEDED,
-        grpc.StatusCode.NOT_FOUND,  # the health service answers before ours is registered
-    )
+    match code:
+        case grpc.StatusCode.DEADLINE_EXCEEDED:
+            return NOBODY_ANSWERED
+        case grpc.StatusCode.UNAVAILABLE:
+            return error.details() or "nobody answers"
+        case grpc.StatusCode.NOT_FOUND:  # the health service answers before ours is registered
+            return "its health is not known yet"
+        case _:
+            return None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
 from typing import Self, TypeVar, Unpack
@@ -11,18 +12,22 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from penstock.client import control_requests, replies, requests
 from penstock.client.calls import (
+    NOBODY_ANSWERED,
     SERVING_SERVICE,
     ChannelOptions,
     Metadata,
-    channel_options,
-    check_target,
-    is_final_health_error,
     pairs,
+    why_no_health,
+    why_not_ready,
 )
+from penstock.client.endpoint import Access, check_existing, endpoint
 from penstock.client.errors import NotReady, from_rpc_error
 from penstock.client.options import ChatOptions, RequestOptions
+from penstock.client.retries import Attempts, Retry
 from penstock.client.server_values import AbortResult, FlushedCache, Load, ModelInfo, ServerInfo, Tokens
 from penstock.client.streams import GenerationStream
+from penstock.client.timeouts import INFO_TIMEOUT, TEXT_TIMEOUT, Timeouts
+from penstock.client.tls import Tls
 from penstock.client.values import Generation
 from penstock.v1 import control_pb2, control_pb2_grpc, inference_pb2, inference_pb2_grpc
 
@@ -31,40 +36,66 @@ ReplyT = TypeVar("ReplyT")
 
 
 class Client:
-    """A connection to one server, safe to share between threads.
+    """A connection to one server, or to several that serve the same, safe to share between threads.
 
-    `addr` is host:port, by default 127.0.0.1:50051; `credentials` (`grpc.ssl_channel_credentials(...)`) make
-    the channel secure. With an existing `channel` give neither: it stays the caller's, and `close` leaves it
-    open. `metadata` goes with every call, before the call's own. `inference` and `control` are the generated
-    stubs, for the RPCs that have no method here.
+    `addr` is host:port, by default 127.0.0.1:50051, or unix:/path. Of several servers, "a:50051,b:50051" or
+    dns:///name:50051, those whose health is SERVING are asked in turns.
 
-    Every method takes `timeout`, the hard deadline in seconds (None: no limit), and `metadata` of the call,
-    e.g. `{"traceparent": "00-..."}`; it raises the errors of `penstock.client.errors`.
+    `tls` (True, or `Tls` with files) secures the channel, or `credentials` of gRPC's own do; `token` is the
+    key that the server asks for. A token is not sent in plaintext to another machine unless `insecure` says
+    that it may be. With an existing `channel` give none of these: it stays the caller's, and `close` leaves
+    it open.
+
+    `metadata` goes with every call, before the call's own. `inference` and `control` are the generated stubs,
+    for the RPCs that have no method here; they need `metadata=client.metadata` where the server wants a key.
+
+    Every method takes `timeout`, the hard deadline in seconds for all of its attempts (math.inf: no limit),
+    and `metadata` of the call, e.g. `{"traceparent": "00-..."}`; it raises the errors of
+    `penstock.client.errors`. Where a call has no `timeout`, the client's counts; without either, generation
+    has no limit, tokenizing has 60 s and everything else 10 s. `retries` says how often a call that the
+    server could not take is tried again; by default it is not.
     """
 
     def __init__(
         self,
         addr: str | None = None,
         *,
+        tls: Tls | bool = False,
+        token: str | None = None,
+        insecure: bool = False,
+        timeout: float | None = None,
+        retries: Retry | None = None,
         credentials: grpc.ChannelCredentials | None = None,
         channel: grpc.Channel | None = None,
         metadata: Metadata | None = None,
         options: ChannelOptions = (),
     ) -> None:
-        target = check_target(addr, channel, credentials)
+        access = Access(
+            tls=tls,
+            token=token,
+            insecure=insecure,
+            credentials=credentials,
+            metadata=metadata,
+            options=options,
+        )
+        self._timeouts = Timeouts(timeout)
+        self._retries = retries
         self._owns_channel = channel is None
         if channel is None:
-            merged = channel_options(options)
-            if credentials is None:
-                channel = grpc.insecure_channel(target, options=merged)
+            found = endpoint(addr, access)
+            self.metadata = found.metadata
+            if found.credentials is None:
+                channel = grpc.insecure_channel(found.target, options=found.options)
             else:
-                channel = grpc.secure_channel(target, credentials, options=merged)
+                channel = grpc.secure_channel(found.target, found.credentials, options=found.options)
+        else:
+            check_existing(addr, access)
+            self.metadata = pairs(metadata)
         self.channel = channel
         self.inference = inference_pb2_grpc.InferenceServiceStub(channel)
         self.control = control_pb2_grpc.ControlServiceStub(channel)
         stub = health_pb2_grpc.HealthStub(channel)
         self._check_health = stub.Check  # type: ignore[attr-defined]  # types-grpcio-health-checking lacks it
-        self._metadata = pairs(metadata)
 
     def generate(
         self,
@@ -76,7 +107,7 @@ class Client:
     ) -> Generation:
         """Run a prompt to its end. Options: see RequestOptions. Not idempotent: a retry generates again."""
         request = requests.fill_request(inference_pb2.GenerateRequest(), prompt, options)
-        return replies.generation(self._unary(self.inference.Generate, request, timeout, metadata))
+        return replies.generation(self._unary(self.inference.Generate, request, timeout, metadata, None))
 
     def stream(
         self,
@@ -89,8 +120,11 @@ class Client:
     ) -> GenerationStream:
         """The same, as events while tokens are made. Use it in a `with` block, or close it."""
         request = requests.stream_request(prompt, min_tokens_per_message, options)
-        call = self.inference.Stream(request, timeout=timeout, metadata=pairs(self._metadata, metadata))
-        return GenerationStream(call)
+        sent = pairs(self.metadata, metadata)
+        return GenerationStream(
+            lambda left: self.inference.Stream(request, timeout=left, metadata=sent),
+            Attempts(self._retries, self._timeouts.of(timeout)),
+        )
 
     def abort(
         self,
@@ -140,7 +174,7 @@ class Client:
     ) -> Tokens:
         """Token ids of a text, or of a conversation (messages=...) rendered with the chat template."""
         request = control_requests.tokenize_request(text, add_special_tokens, chat)
-        return replies.tokens(self._unary(self.control.Tokenize, request, timeout, metadata))
+        return replies.tokens(self._unary(self.control.Tokenize, request, timeout, metadata, TEXT_TIMEOUT))
 
     def detokenize(
         self,
@@ -152,26 +186,37 @@ class Client:
     ) -> str:
         """Text of token ids."""
         request = control_requests.detokenize_request(token_ids, skip_special_tokens)
-        return self._unary(self.control.Detokenize, request, timeout, metadata).text
+        return self._unary(self.control.Detokenize, request, timeout, metadata, TEXT_TIMEOUT).text
 
     def is_ready(self, timeout: float = 1.0) -> bool:
         """Whether health is SERVING now; False also when nobody answers within `timeout` seconds."""
-        request = health_pb2.HealthCheckRequest(service=SERVING_SERVICE)
-        try:
-            reply = self._check_health(request, timeout=timeout, metadata=self._metadata, wait_for_ready=True)
-        except grpc.RpcError as error:
-            if is_final_health_error(error):
-                raise from_rpc_error(error) from error
-            return False
-        return bool(reply.status == health_pb2.HealthCheckResponse.SERVING)
+        return self._why_not_ready(timeout) is None
 
     def wait_ready(self, timeout: float | None = None) -> None:
         """Return once the server's health is SERVING; NotReady after `timeout` seconds (None: waits on)."""
-        deadline = None if timeout is None else time.monotonic() + timeout
-        while not self.is_ready(1.0 if deadline is None else min(1.0, deadline - time.monotonic())):
-            if deadline is not None and time.monotonic() >= deadline:
-                raise NotReady.local(f"the server was not ready within {timeout:g} s")
+        now = time.monotonic
+        deadline = math.inf if timeout is None else now() + timeout
+        why: str | None = NOBODY_ANSWERED
+        while (found := self._why_not_ready(min(1.0, deadline - now()))) is not None:
+            why = why if found == NOBODY_ANSWERED else found
+            if now() >= deadline:
+                if why == NOBODY_ANSWERED:  # a call that does not wait is told why nobody does
+                    why = self._why_not_ready(0.5, wait=False)
+                if why is None:
+                    return
+                raise NotReady.local(f"the server was not ready within {timeout:g} s: {why}")
             time.sleep(0.05)
+
+    def _why_not_ready(self, timeout: float, wait: bool = True) -> str | None:
+        request = health_pb2.HealthCheckRequest(service=SERVING_SERVICE)
+        try:
+            reply = self._check_health(request, timeout=timeout, metadata=self.metadata, wait_for_ready=wait)
+        except grpc.RpcError as error:
+            why = why_no_health(error)
+            if why is None:
+                raise from_rpc_error(error) from error
+            return why
+        return why_not_ready(reply)
 
     def _unary(
         self,
@@ -179,11 +224,19 @@ class Client:
         request: RequestT,
         timeout: float | None,
         metadata: Metadata | None,
+        otherwise: float | None = INFO_TIMEOUT,
     ) -> ReplyT:
-        try:
-            return method(request, timeout=timeout, metadata=pairs(self._metadata, metadata))
-        except grpc.RpcError as error:
-            raise from_rpc_error(error) from error
+        attempts = Attempts(self._retries, self._timeouts.of(timeout, otherwise))
+        sent = pairs(self.metadata, metadata)
+        while True:
+            try:
+                return method(request, timeout=attempts.timeout(), metadata=sent)
+            except grpc.RpcError as error:
+                failure = from_rpc_error(error)
+                delay = attempts.delay_after(failure)
+                if delay is None:
+                    raise failure from error
+            time.sleep(delay)
 
     def close(self) -> None:
         """Close the channel, unless it was the caller's; running calls are cancelled."""

@@ -1,33 +1,42 @@
 """Every error the client raises, made from the status of a call in one table.
 
-PenstockClientError                `reason`, `code`, `metadata`; `__cause__` is the grpc error
+PenstockClientError                `reason`, `code`, `metadata`, `request_id`, `retry_after`
 ├── RefusedError                   the caller can mend the request; sending it again as it is fails again
 │   ├── InvalidRequest             `violations` lists every bad field
 │   ├── PromptTooLong              the prompt leaves no room in the context
 │   ├── ExceedsKVCapacity          could never fit the server's KV cache
+│   ├── ResponseTooLarge           the answer that was asked for would be larger than the server sends
 │   ├── Unsupported                `fields` this server lacks
 │   ├── UnknownModel, UnknownAdapter
 │   ├── DuplicateRequestId         a request with that id is active
 │   ├── PreconditionFailed         e.g. min_weights is newer than the weights in use
-│   └── Denied                     missing or wrong credentials
+│   └── Denied                     credentials are at fault
+│       ├── Unauthenticated        they are missing or wrong
+│       │   └── KeyExpired
+│       └── Forbidden              they are right, but do not allow this
 ├── UnavailableError               the same request may succeed later, or elsewhere
-│   ├── QueueFull                  `retry_after`, seconds
+│   ├── QueueFull                  too many requests wait
+│   ├── Busy                       another bound on what runs at once: `limit`, its name
+│   ├── RateLimited                this caller's key has used up its rate
 │   ├── Draining                   the server is shutting down
 │   ├── NotReady                   the server is still loading or warming up
+│   ├── EngineFailure              the server's engine is dead; the server will be restarted
 │   └── Unreachable                nobody answers at that address
-├── LimitExceeded                  another limit than the queue's: a message's size, a stalled reader
+├── LimitExceeded                  another limit: a message's size, a stalled reader
 ├── Conflict                       lost against another caller (weights compare-and-set)
 ├── DeadlineExceeded               the call's `timeout` passed; the server freed the request
 ├── Cancelled                      the call was cancelled
 └── ServerError                    a bug or a failure on the server's side
     └── ProtocolError              the server broke the order of a stream
+
+Their `__cause__` is the grpc error. All of them can be pickled and copied, which loses that cause.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol, Self, cast
+from typing import Any, Protocol, Self, cast
 
 import grpc
 from google.protobuf.message import DecodeError
@@ -55,6 +64,16 @@ class StatusDetails:
     metadata: tuple[tuple[str, str], ...] = ()
     violations: tuple[Violation, ...] = ()
     retry_after: float | None = None
+    request_id: str = ""
+    """google.rpc.RequestInfo: as the server has it in its log; empty when it did not say."""
+
+
+def _rebuilt(
+    kind: type[PenstockClientError], args: tuple[Any, ...], state: dict[str, Any]
+) -> PenstockClientError:
+    error = kind.__new__(kind, *args)
+    error.__dict__.update(state)
+    return error
 
 
 class PenstockClientError(Exception):
@@ -63,6 +82,10 @@ class PenstockClientError(Exception):
     def __init__(self, details: StatusDetails) -> None:
         super().__init__(details.message or details.code.name)
         self.details = details
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Else it would be rebuilt by __init__(*args), and args are the message, not what __init__ takes.
+        return _rebuilt, (type(self), self.args, self.__dict__)
 
     @property
     def code(self) -> grpc.StatusCode:
@@ -76,6 +99,16 @@ class PenstockClientError(Exception):
     def metadata(self) -> Mapping[str, str]:
         """ErrorInfo.metadata, e.g. both numbers of PROMPT_TOO_LONG."""
         return dict(self.details.metadata)
+
+    @property
+    def request_id(self) -> str:
+        """The request's id, by which the server's log knows it; empty when the server did not say."""
+        return self.details.request_id
+
+    @property
+    def retry_after(self) -> float | None:
+        """Seconds the server asks to wait; None: it did not say."""
+        return self.details.retry_after
 
 
 class RefusedError(PenstockClientError):
@@ -107,6 +140,10 @@ class ExceedsKVCapacity(RefusedError):
     """Even alone on the server the request would not fit."""
 
 
+class ResponseTooLarge(RefusedError):
+    """The answer that was asked for would be larger than the server sends; the metadata has the numbers."""
+
+
 class Unsupported(RefusedError):
     """A feature of the contract that this server lacks."""
 
@@ -136,6 +173,18 @@ class Denied(RefusedError):
     """Credentials are missing, wrong, or do not allow this."""
 
 
+class Unauthenticated(Denied):
+    """Credentials are missing or wrong."""
+
+
+class KeyExpired(Unauthenticated):
+    """The key was right until it expired."""
+
+
+class Forbidden(Denied):
+    """The credentials are right, but do not allow this."""
+
+
 class UnavailableError(PenstockClientError):
     """Try again later, or elsewhere."""
 
@@ -143,10 +192,18 @@ class UnavailableError(PenstockClientError):
 class QueueFull(UnavailableError):
     """Too many requests are waiting."""
 
+
+class Busy(UnavailableError):
+    """A bound on what the server does at once is reached: other than the queue's, which is QueueFull."""
+
     @property
-    def retry_after(self) -> float | None:
-        """Seconds the server asks to wait; None: it did not say."""
-        return self.details.retry_after
+    def limit(self) -> str:
+        """Name of the bound; empty when the server did not say."""
+        return self.metadata.get("limit", "")
+
+
+class RateLimited(UnavailableError):
+    """This caller's key has used up its rate of requests or tokens."""
 
 
 class Draining(UnavailableError):
@@ -162,12 +219,16 @@ class NotReady(UnavailableError):
         return cls(StatusDetails(grpc.StatusCode.UNAVAILABLE, message, "NOT_READY"))
 
 
+class EngineFailure(UnavailableError):
+    """The server's engine is dead, and the server with it until it is restarted; another one may answer."""
+
+
 class Unreachable(UnavailableError):
     """Nobody answers at that address, or the connection broke."""
 
 
 class LimitExceeded(PenstockClientError):
-    """A limit other than the queue's: a message's size, a stream that was not read, a proxy's quota."""
+    """A limit that waiting does not lift: a message's size, a stream that was not read, a proxy's quota."""
 
 
 class Conflict(PenstockClientError):
@@ -205,6 +266,13 @@ BY_REASON: Mapping[str, type[PenstockClientError]] = {
     "QUEUE_FULL": QueueFull,
     "DRAINING": Draining,
     "NOT_READY": NotReady,
+    "BUSY": Busy,
+    "RATE_LIMITED": RateLimited,
+    "RESPONSE_TOO_LARGE": ResponseTooLarge,
+    "UNAUTHENTICATED": Unauthenticated,
+    "KEY_EXPIRED": KeyExpired,
+    "FORBIDDEN": Forbidden,
+    "ENGINE_FAILURE": EngineFailure,
 }
 
 BY_CODE: Mapping[grpc.StatusCode, type[PenstockClientError]] = {
@@ -214,8 +282,8 @@ BY_CODE: Mapping[grpc.StatusCode, type[PenstockClientError]] = {
     grpc.StatusCode.ALREADY_EXISTS: DuplicateRequestId,
     grpc.StatusCode.FAILED_PRECONDITION: PreconditionFailed,
     grpc.StatusCode.UNIMPLEMENTED: Unsupported,
-    grpc.StatusCode.UNAUTHENTICATED: Denied,
-    grpc.StatusCode.PERMISSION_DENIED: Denied,
+    grpc.StatusCode.UNAUTHENTICATED: Unauthenticated,
+    grpc.StatusCode.PERMISSION_DENIED: Forbidden,
     grpc.StatusCode.RESOURCE_EXHAUSTED: LimitExceeded,
     grpc.StatusCode.UNAVAILABLE: Unreachable,
     grpc.StatusCode.ABORTED: Conflict,
@@ -243,15 +311,11 @@ def read_status(error: grpc.RpcError) -> StatusDetails:
                 status = status_pb2.Status.FromString(value)
             except DecodeError:
                 continue
-    info, bad, retry = (
-        error_details_pb2.ErrorInfo(),
-        error_details_pb2.BadRequest(),
-        error_details_pb2.RetryInfo(),
-    )
+    info, bad = error_details_pb2.ErrorInfo(), error_details_pb2.BadRequest()
+    retry, request = error_details_pb2.RetryInfo(), error_details_pb2.RequestInfo()
     for detail in status.details:
-        detail.Unpack(info)
-        detail.Unpack(bad)
-        detail.Unpack(retry)
+        for kind in (info, bad, retry, request):
+            detail.Unpack(kind)
     return StatusDetails(
         code=call.code(),
         message=call.details() or "",
@@ -259,6 +323,7 @@ def read_status(error: grpc.RpcError) -> StatusDetails:
         metadata=tuple(sorted(info.metadata.items())),
         violations=tuple(Violation(v.field, v.description) for v in bad.field_violations),
         retry_after=retry.retry_delay.ToNanoseconds() / 1e9 if retry.HasField("retry_delay") else None,
+        request_id=request.request_id,
     )
 
 

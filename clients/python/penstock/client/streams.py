@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Iterator
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Protocol, Self
 
 import grpc
@@ -17,6 +18,7 @@ import grpc.aio
 from penstock.client.accumulate import Accumulator
 from penstock.client.chat_values import ToolCall
 from penstock.client.errors import PenstockClientError, ProtocolError, from_rpc_error
+from penstock.client.retries import Attempts
 from penstock.client.values import Generation, StreamEvent
 from penstock.v1 import inference_pb2
 
@@ -28,13 +30,23 @@ class _Call(Protocol):
     def cancel(self) -> object: ...
 
 
+AsyncCall = grpc.aio.UnaryStreamCall[inference_pb2.StreamRequest, inference_pb2.StreamResponse]
+Start = Callable[[float | None], _Call]
+"""Starts the call, again where it is tried again; the argument is its timeout in seconds."""
+AsyncStart = Callable[[float | None], AsyncCall]
+
+
 class _Progress:
     """What both streams know of the answer so far."""
 
-    def __init__(self) -> None:
+    def __init__(self, attempts: Attempts) -> None:
+        self._attempts = attempts
         self._answer = Accumulator()
         self._generation: Generation | None = None
-        self._closed = False
+
+    def _delay_after(self, error: PenstockClientError) -> float | None:
+        """Seconds until the call is tried again; None: the error is final, as it is once the answer began."""
+        return None if self._answer.started is not None else self._attempts.delay_after(error)
 
     @property
     def request_id(self) -> str | None:
@@ -63,28 +75,42 @@ class _Progress:
 class GenerationStream(_Progress, Iterator[StreamEvent]):
     """Events of a running request."""
 
-    def __init__(self, call: _Call) -> None:
-        super().__init__()
-        self._call = call
+    def __init__(self, start: Start, attempts: Attempts) -> None:
+        super().__init__(attempts)
+        self._start = start
+        self._ended = threading.Event()
+        self._ended.set()  # until there is a call that could be cancelled
+        self._call = start(attempts.timeout())
+        self._ended.clear()
 
     def __next__(self) -> StreamEvent:
         """The next event. Raises the errors of `penstock.client.errors`."""
-        if self._closed:
-            raise StopIteration
-        try:
-            return self._answer.feed(next(self._call))
-        except StopIteration:
-            self._closed = True
-            self._generation = self._answer.end()
-            raise
-        except grpc.RpcError as error:
-            if self._closed:  # by another thread, which made this call end
-                raise StopIteration from None
-            self._closed = True
-            raise from_rpc_error(error) from error
-        except ProtocolError:
-            self.close()
-            raise
+        while not self._ended.is_set():
+            try:
+                return self._answer.feed(next(self._call))
+            except StopIteration:
+                self._ended.set()
+                self._generation = self._answer.end()
+                raise
+            except grpc.RpcError as error:
+                if self._ended.is_set():  # by another thread, which made this call end
+                    break
+                failure = from_rpc_error(error)
+                delay = self._delay_after(failure)
+                if delay is None:
+                    self._ended.set()
+                    raise failure from error
+            except ProtocolError:
+                self.close()
+                raise
+            self._try_again(delay)
+        raise StopIteration
+
+    def _try_again(self, delay: float) -> None:
+        if not self._ended.wait(delay):
+            self._call = self._start(self._attempts.timeout())
+            if self._ended.is_set():  # meanwhile, by another thread, which cancelled the call before this one
+                self._call.cancel()
 
     def result(self) -> Generation:
         """Read to the end and return the whole answer, as `generate` would."""
@@ -94,8 +120,8 @@ class GenerationStream(_Progress, Iterator[StreamEvent]):
 
     def close(self) -> None:
         """Cancel the call if it still runs; iteration ends. Safe to call from another thread, and twice."""
-        if not self._closed:
-            self._closed = True
+        if not self._ended.is_set():
+            self._ended.set()
             self._call.cancel()
 
     def __enter__(self) -> Self:
@@ -111,37 +137,51 @@ class GenerationStream(_Progress, Iterator[StreamEvent]):
 class AsyncGenerationStream(_Progress, AsyncIterator[StreamEvent]):
     """Events of a running request, for asyncio."""
 
-    def __init__(
-        self, call: grpc.aio.UnaryStreamCall[inference_pb2.StreamRequest, inference_pb2.StreamResponse]
-    ) -> None:
-        super().__init__()
-        self._call = call
-        self._messages = aiter(call)
+    def __init__(self, start: AsyncStart, attempts: Attempts) -> None:
+        super().__init__(attempts)
+        self._start = start
+        self._ended = asyncio.Event()
+        self._ended.set()  # until there is a call that could be cancelled
+        self._call = start(attempts.timeout())
+        self._messages = aiter(self._call)
+        self._ended.clear()
 
     async def __anext__(self) -> StreamEvent:
         """The next event. Raises the errors of `penstock.client.errors`."""
-        if self._closed:
-            raise StopAsyncIteration
-        try:
-            return self._answer.feed(await anext(self._messages))
-        except StopAsyncIteration:
-            self._closed = True
-            self._generation = self._answer.end()
-            raise
-        except grpc.RpcError as error:
-            self._closed = True
-            raise from_rpc_error(error) from error
-        except asyncio.CancelledError:
-            closed, self._closed = self._closed, True
-            if is_task_cancelled():
-                self._call.cancel()
+        while not self._ended.is_set():
+            try:
+                return self._answer.feed(await anext(self._messages))
+            except StopAsyncIteration:
+                self._ended.set()
+                self._generation = self._answer.end()
                 raise
-            if closed:  # by another task, which made this call end
-                raise StopAsyncIteration from None
-            raise await cancelled_call(self._call) from None
-        except ProtocolError:
-            await self.aclose()
-            raise
+            except grpc.RpcError as error:
+                failure = from_rpc_error(error)
+                delay = self._delay_after(failure)
+                if delay is None:
+                    self._ended.set()
+                    raise failure from error
+            except asyncio.CancelledError:
+                closed = self._ended.is_set()
+                self._ended.set()
+                if is_task_cancelled():
+                    self._call.cancel()
+                    raise
+                if closed:  # by another task, which made this call end
+                    break
+                raise await cancelled_call(self._call) from None
+            except ProtocolError:
+                await self.aclose()
+                raise
+            await self._try_again(delay)
+        raise StopAsyncIteration
+
+    async def _try_again(self, delay: float) -> None:
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._ended.wait(), delay)
+            return  # closed meanwhile, by another task
+        self._call = self._start(self._attempts.timeout())
+        self._messages = aiter(self._call)
 
     async def result(self) -> Generation:
         """Read to the end and return the whole answer, as `generate` would."""
@@ -151,8 +191,8 @@ class AsyncGenerationStream(_Progress, AsyncIterator[StreamEvent]):
 
     async def aclose(self) -> None:
         """Cancel the call if it still runs; iteration ends."""
-        if not self._closed:
-            self._closed = True
+        if not self._ended.is_set():
+            self._ended.set()
             self._call.cancel()
 
     async def __aenter__(self) -> Self:
@@ -163,7 +203,7 @@ class AsyncGenerationStream(_Progress, AsyncIterator[StreamEvent]):
 
     def __del__(self) -> None:
         # grpc.aio's call and its iterator refer to each other, so dropping ours alone would not end the call.
-        if not self._closed:
+        if not self._ended.is_set():
             with contextlib.suppress(RuntimeError):  # the event loop is gone, and the call with it
                 self._call.cancel()
 

@@ -168,7 +168,7 @@ class Started:
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """What was added to one output: `delta` is the new text, `text` all of it so far.
+    """What was added to one output: `delta` is the new text; all of it so far is `text()` of the stream.
 
     `delta` may be empty while text is held back because it may still become a stop string or a tool call;
     `token_ids`, the new ones, are never held back. `reasoning` and `tool_calls` are the new ones too, each
@@ -177,7 +177,6 @@ class Delta:
 
     index: int
     delta: str
-    text: str
     token_ids: tuple[int, ...] = ()
     logprobs: Logprobs | None = None
     weights: WeightsVersion | None = None

@@ -1,0 +1,69 @@
+"""How often and when a call is tried again, and how much time is left for it."""
+
+from __future__ import annotations
+
+import math
+import random
+import time
+from dataclasses import dataclass
+
+from penstock.client.errors import DuplicateRequestId, PenstockClientError, UnavailableError, Unreachable
+
+
+@dataclass(frozen=True, slots=True)
+class Retry:
+    """Try a call again that the server could not take: the errors under UnavailableError, and nothing else.
+
+    That is done only before the first message of the answer has come: nobody reads a part of it twice. The
+    wait before attempt n + 1 is what the server asks for (`retry_after`) and a random part of
+    `initial_delay` * 2 ** (n - 1) seconds, at most `max_delay`, so that callers who were refused together do
+    not come back together.
+
+    A connection that broke may have brought the request to the server, which ends it when it notices. Until
+    then its id is taken, so after a broken connection DuplicateRequestId is tried again too. What the lost
+    attempt computed is lost.
+    """
+
+    attempts: int = 5
+    """Of all, the first included."""
+    initial_delay: float = 0.5
+    """In seconds."""
+    max_delay: float = 30.0
+    """In seconds. A server that asks for a longer wait than this is not asked again."""
+
+    def __post_init__(self) -> None:
+        if self.attempts < 1:
+            raise ValueError(f"attempts must be at least 1, not {self.attempts}")
+        if not (math.isfinite(self.initial_delay) and self.initial_delay > 0):
+            raise ValueError(f"initial_delay must be above 0 seconds, not {self.initial_delay}")
+        if not (math.isfinite(self.max_delay) and self.max_delay >= self.initial_delay):
+            raise ValueError(f"max_delay must be at least initial_delay, not {self.max_delay}")
+
+
+class Attempts:
+    """The attempts at one call, within the one `timeout` in seconds that all of them and the waits share."""
+
+    def __init__(self, retry: Retry | None, timeout: float | None) -> None:
+        self._retry = retry or Retry(attempts=1)
+        self._made = 0
+        self._may_have_arrived = False
+        self._deadline = None if timeout is None else time.monotonic() + timeout
+
+    def timeout(self) -> float | None:
+        """What the next attempt may take; None: as long as it likes."""
+        return None if self._deadline is None else max(0.0, self._deadline - time.monotonic())
+
+    def delay_after(self, error: PenstockClientError) -> float | None:
+        """Seconds to wait before the next attempt; None: the error is final."""
+        self._made += 1
+        again = isinstance(error, UnavailableError) or (
+            isinstance(error, DuplicateRequestId) and self._may_have_arrived
+        )
+        self._may_have_arrived |= isinstance(error, Unreachable)
+        asked = error.retry_after or 0.0
+        if not again or self._made >= self._retry.attempts or asked > self._retry.max_delay:
+            return None
+        most = min(self._retry.max_delay, self._retry.initial_delay * 2 ** min(self._made - 1, 60))
+        delay = asked + random.uniform(0, most)
+        left = self.timeout()
+        return delay if left is None or delay < left else None
