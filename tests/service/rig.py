@@ -122,10 +122,27 @@ class Failure:
         (bad,) = [d for d in self.details if isinstance(d, error_details_pb2.BadRequest)]
         return {v.field: v.description for v in bad.field_violations}
 
+    @property
+    def request_id(self) -> str:
+        """Of the RequestInfo, which every failure has."""
+        (request,) = [d for d in self.details if isinstance(d, error_details_pb2.RequestInfo)]
+        return str(request.request_id)
+
+    @property
+    def retry_after_s(self) -> float | None:
+        """Of the RetryInfo; None where there is none."""
+        found = [d for d in self.details if isinstance(d, error_details_pb2.RetryInfo)]
+        return found[0].retry_delay.ToNanoseconds() / 1e9 if found else None
+
 
 _DETAILS = {
     cls.DESCRIPTOR.full_name: cls
-    for cls in (error_details_pb2.ErrorInfo, error_details_pb2.BadRequest, error_details_pb2.RetryInfo)
+    for cls in (
+        error_details_pb2.ErrorInfo,
+        error_details_pb2.BadRequest,
+        error_details_pb2.RetryInfo,
+        error_details_pb2.RequestInfo,
+    )
 }
 
 

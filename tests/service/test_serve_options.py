@@ -16,6 +16,7 @@ import pytest
 from penstock.cli import serve, serve_engine_flags, serve_flags
 from penstock.runtime.config import EngineConfig
 from penstock.runtime.errors import ConfigError
+from penstock.service.bounds import Bounds
 from penstock.service.context import Truncation
 from penstock.service.options import ServerOptions
 from tests.service.fake import FakeEngine
@@ -56,6 +57,7 @@ def test_a_port_in_use_is_told_before_anything_is_loaded(run: Run) -> None:
         (["./no-such-folder", "--port", "0"], "no-such-folder", 1),
         (["demo", "--page-size", "3"], "page_size: must be a power of two", 2),
         (["demo", "--stall-limit", "0"], "stall_limit_s: must be above 0", 2),
+        (["demo", "--max-rpcs", "-1"], "max_rpcs: must be from 0 (off) to ", 2),
         (["demo", "--grammar-time-limit", "0"], "grammar_time_limit_s: must be above 0", 2),
         (["demo", "--grammar-time-limit", "nan"], "grammar_time_limit_s: must be above 0", 2),
         (["demo", OVERRIDE, '{"temperature": -1}'], "temperature: must be from 0 to 100", 2),
@@ -140,6 +142,32 @@ def test_every_option_of_the_server_arrives() -> None:
     )
 
 
+def test_every_bound_arrives() -> None:
+    given = {
+        "--max-rpcs": "11",
+        "--max-rpcs-per-address": "12",
+        "--max-rpcs-per-connection": "13",
+        "--max-tokenize-rpcs": "14",
+        "--max-control-rpcs": "15",
+        "--max-health-rpcs": "16",
+        "--max-reflection-rpcs": "17",
+        "--max-connections": "0",
+        "--receive-limit": "1.5",
+    }
+    options = serve_flags.server_options(parse("demo", *(x for pair in given.items() for x in pair)))
+    assert options.bounds == Bounds(
+        max_rpcs=11,
+        max_rpcs_per_address=12,
+        max_rpcs_per_connection=13,
+        max_tokenize_rpcs=14,
+        max_control_rpcs=15,
+        max_health_rpcs=16,
+        max_reflection_rpcs=17,
+        max_connections=0,
+        receive_limit_s=1.5,
+    )
+
+
 @pytest.mark.parametrize("name", ["tool_call_parser", "reasoning_parser"])
 def test_the_same_values_are_checked_when_embedded(name: str) -> None:
     options: dict[str, Any] = {name: "gpt"}
@@ -214,7 +242,8 @@ def test_every_option_of_the_engine_can_be_given() -> None:
     """An option added to EngineConfig fails here until the command has it."""
     offered = set(vars(parse("demo")))
     assert {f.name for f in dataclasses.fields(EngineConfig)} - {"show_progress"} <= offered
-    assert {f.name for f in dataclasses.fields(ServerOptions)} - {"max_receive_bytes"} <= offered
+    assert {f.name for f in dataclasses.fields(ServerOptions)} - {"max_receive_bytes", "bounds"} <= offered
+    assert {f.name for f in dataclasses.fields(Bounds)} <= offered
 
 
 @pytest.mark.parametrize(

@@ -153,9 +153,9 @@ async def test_unsampled_records_nothing(recorder):
         await rig.inference.Generate(generate("y"), metadata=metadata)
         await collect(rig.inference.Stream(stream("y"), metadata=metadata))
         assert not recorder.spans
-        await rig.control.GetLoad(control_pb2.GetLoadRequest())
+        await rig.control.GetServerInfo(control_pb2.GetServerInfoRequest())
         await until(lambda: bool(recorder.spans))
-    assert set(recorder.spans) == {"penstock.v1.ControlService/GetLoad"}
+    assert set(recorder.spans) == {"penstock.v1.ControlService/GetServerInfo"}
 
 
 @pytest.mark.parametrize("header", ["", "00-zz-00-01", "garbage", "00-" + "0" * 32 + "-" + "0" * 16 + "-01"])
@@ -346,12 +346,58 @@ def test_phases_of_what_never_happened():
     ]  # fmt: skip
 
 
-async def test_health_checks_leave_no_spans(recorder):
+async def test_health_checks_and_polls_leave_no_spans(recorder):
+    """Unless a poll is part of a trace that is recorded."""
     async with recorder.serving() as rig:
         await rig.health_of()
         await rig.control.GetLoad(control_pb2.GetLoadRequest())
+        unsampled = (("traceparent", f"00-{TRACE}-{PARENT}-00"),)
+        await rig.control.GetLoad(control_pb2.GetLoadRequest(), metadata=unsampled)
+        sampled = (("traceparent", f"00-{TRACE}-{PARENT}-01"),)
+        await rig.control.GetLoad(control_pb2.GetLoadRequest(), metadata=sampled)
         await until(lambda: bool(recorder.spans))
-    assert set(recorder.spans) == {"penstock.v1.ControlService/GetLoad"}
+    (span,) = recorder.exporter.get_finished_spans()
+    assert span.name == "penstock.v1.ControlService/GetLoad"
+    assert f"{span.context.trace_id:032x}" == TRACE
+
+
+@pytest.mark.parametrize(
+    ("environment", "expected"),
+    [
+        ({}, {"service.name": "penstock", "service.version": "1.2.3"}),
+        ({"OTEL_SERVICE_NAME": "mine"}, {"service.name": "mine", "service.version": "1.2.3"}),
+        (
+            {"OTEL_RESOURCE_ATTRIBUTES": "service.name=ours,service.version=9,deployment.environment=test"},
+            {"service.name": "ours", "service.version": "9", "deployment.environment": "test"},
+        ),
+        ({"OTEL_RESOURCE_ATTRIBUTES": "service.instance.id=other"}, {}),
+    ],
+)
+def test_the_environment_names_the_service(monkeypatch, environment, expected):
+    for name in ("OTEL_SERVICE_NAME", "OTEL_RESOURCE_ATTRIBUTES"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    provider = otlp_provider("http://127.0.0.1:1", version="1.2.3", instance_id="abc")
+    attributes = provider.resource.attributes
+    assert {key: attributes[key] for key in expected} == expected
+    assert attributes["service.instance.id"] == "abc", (
+        "GetServerInfo answers it, so nothing else may stand there"
+    )
+    provider.shutdown()
+
+
+@pytest.mark.parametrize(
+    ("sampler", "recorded"), [(None, True), ("always_off", False), ("parentbased_always_on", True)]
+)
+def test_the_environment_chooses_what_is_sampled(monkeypatch, sampler, recorded):
+    monkeypatch.delenv("OTEL_TRACES_SAMPLER", raising=False)
+    if sampler is not None:
+        monkeypatch.setenv("OTEL_TRACES_SAMPLER", sampler)
+    provider = otlp_provider("http://127.0.0.1:1", version="1", instance_id="abc")
+    provider._active_span_processor._span_processors[0].shutdown()  # nobody listens there
+    span = provider.get_tracer("test").start_span("one")
+    assert span.is_recording() is recorded
 
 
 async def test_otlp_export_reaches_a_collector():
@@ -373,7 +419,7 @@ async def test_otlp_export_reaches_a_collector():
     trace_service_pb2_grpc.add_TraceServiceServicer_to_server(Collector(), collector)
     port = collector.add_insecure_port("127.0.0.1:0")
     await collector.start()
-    provider = otlp_provider(f"http://127.0.0.1:{port}", version="1.2.3")
+    provider = otlp_provider(f"http://127.0.0.1:{port}", version="1.2.3", instance_id="i-1")
     async with serving(provider=provider) as rig:
         await rig.inference.Generate(generate("y"))
     await asyncio.to_thread(provider.shutdown)

@@ -144,11 +144,12 @@ class UnavailableError(PenstockError):
 
 
 class QueueFull(UnavailableError):
-    """The waiting queue is at its limit."""
+    """The waiting queue is at its limit. `retry_after_s` is when there should be room, if anybody measured it."""
 
-    def __init__(self, limit: int, retry_after_s: float = 1.0) -> None:
+    def __init__(self, limit: int, retry_after_s: float | None = None) -> None:
         self.limit, self.retry_after_s = limit, retry_after_s
-        super().__init__(f"the queue is full ({limit} requests are waiting); retry in {retry_after_s:g} s")
+        when = "" if retry_after_s is None else f"; retry in {retry_after_s:.2g} s"
+        super().__init__(f"the queue is full ({limit} requests are waiting){when}")
 
 
 class Draining(UnavailableError):

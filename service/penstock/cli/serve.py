@@ -18,7 +18,7 @@ from penstock.runtime.config import EngineConfig
 from penstock.runtime.engine import Engine
 from penstock.runtime.errors import ConfigError, PenstockError
 from penstock.service.options import ServerOptions
-from penstock.service.server import PenstockServer, version
+from penstock.service.server import PenstockServer, new_instance_id, version
 from penstock.service.telemetry import otlp_provider
 from penstock.service.threads import in_thread
 
@@ -48,10 +48,10 @@ def run(args: argparse.Namespace) -> int:
     except ConfigError as error:
         print(f"penstock serve: {error}", file=sys.stderr)
         return 2
-    provider = None
+    provider, instance_id = None, new_instance_id()
     if args.otlp_endpoint:
-        provider = otlp_provider(args.otlp_endpoint, version=version())
-    code = asyncio.run(_serve(args.model, config, options, provider))
+        provider = otlp_provider(args.otlp_endpoint, version=version(), instance_id=instance_id)
+    code = asyncio.run(_serve(args.model, config, options, provider, instance_id))
     if provider is not None:
         provider.shutdown()  # sends what is left
     if code is None:  # the engine's thread is busy compiling and cannot be asked to stop
@@ -62,7 +62,11 @@ def run(args: argparse.Namespace) -> int:
 
 
 async def _serve(
-    model: str, config: EngineConfig, options: ServerOptions, provider: TracerProvider | None
+    model: str,
+    config: EngineConfig,
+    options: ServerOptions,
+    provider: TracerProvider | None,
+    instance_id: str,
 ) -> int | None:
     """The exit code; None where the process must be ended though a thread is busy."""
     told_to_stop = asyncio.Event()
@@ -70,7 +74,7 @@ async def _serve(
     stopping = asyncio.ensure_future(told_to_stop.wait())
     server = None
     try:
-        server = PenstockServer(options, provider)
+        server = PenstockServer(options, provider, instance_id=instance_id)
         if not options.loopback:
             log.warning(
                 "listening on %s without TLS or tokens: whoever reaches the port may use the model",

@@ -7,6 +7,7 @@ import json
 from typing import TYPE_CHECKING, Any
 
 from penstock.cli.serve_engine_flags import add_engine_flags
+from penstock.cli.serve_limits_flags import add_limits_flags, bounds
 from penstock.runtime.chat.parser import REASONING_PARSERS, TOOL_PARSERS
 from penstock.runtime.config import EngineConfig
 from penstock.service.context import Truncation
@@ -65,6 +66,7 @@ def add_parser(subparsers: Subparsers) -> None:
         metavar="SECONDS",
         help="how long running requests may go on after SIGTERM; default: %(default)g",
     )
+    add_limits_flags(parser)
     add_engine_flags(parser)
     _add_requests(parser)
     watch = parser.add_argument_group("logs and traces")
@@ -142,4 +144,5 @@ def server_options(args: argparse.Namespace) -> ServerOptions:
         truncation=Truncation(args.truncation),
         tool_call_parser=args.tool_call_parser,
         reasoning_parser=args.reasoning_parser,
+        bounds=bounds(args),
     )

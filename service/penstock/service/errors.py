@@ -1,13 +1,15 @@
 """Errors to gRPC statuses: one table, one row for every class of the error tree, and the rich details of
 each.
 
-Each status carries google.rpc.ErrorInfo (domain "penstock", an upper-case reason, facts in `metadata`), and
-where it helps BadRequest (every violation) or RetryInfo. Trailing metadata above 8 KiB may be refused by the
-peer, which would hide the error behind another one, so everything is cut to fit.
+Each status carries google.rpc.ErrorInfo (domain "penstock", an upper-case reason, facts in `metadata`) and
+RequestInfo (the request's id), and where it helps BadRequest (every violation) or RetryInfo. Trailing
+metadata above 8 KiB may be refused by the peer, which would hide the error behind another one, so everything
+is cut to fit.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,10 +20,13 @@ from google.protobuf.message import Message
 from google.rpc import error_details_pb2, status_pb2  # type: ignore[import-untyped]  # ships no hints
 
 from penstock.runtime import errors
+from penstock.runtime.request import MAX_REQUEST_ID_CHARS
 from penstock.service import access_errors
 
 DOMAIN = "penstock"
 DETAILS_KEY = "grpc-status-details-bin"
+PUSHBACK_KEY = "grpc-retry-pushback-ms"
+"""gRPC's own retries, which a client's service config may ask for, wait so long instead of their backoff."""
 MAX_MESSAGE_CHARS = 400
 MAX_METADATA_CHARS = 700
 MAX_VIOLATION_CHARS = 300
@@ -40,13 +45,44 @@ class StalledReader(errors.RequestError):
         super().__init__(f"the stream was not read for {limit_s:g} s, so its generation was ended")
 
 
+class Busy(errors.UnavailableError):
+    """As much goes on at once as one of the server's bounds allows.
+
+    Expected: the same call finds a place later. `limit` is the bound's name, `most` its value.
+    """
+
+    def __init__(self, limit: str, most: int, retry_after_s: float = 1.0) -> None:
+        self.limit, self.most, self.retry_after_s = limit, most, retry_after_s
+        super().__init__(f"too many calls at once ({limit} is {most}); retry in {retry_after_s:.2g} s")
+
+
+class StalledSender(errors.RequestError):
+    """The headers of a call came, and its message did not.
+
+    Expected: the client, or the network to it, is too slow, or somebody collects open calls.
+    """
+
+    def __init__(self, limit_s: float) -> None:
+        self.limit_s = limit_s
+        super().__init__(f"the request's message did not come within {limit_s:g} s")
+
+
 @dataclass(frozen=True, slots=True)
 class Row:
-    """How one class of errors looks on the wire; `metadata` takes facts from the error for ErrorInfo."""
+    """How one class of errors looks on the wire."""
 
     code: grpc.StatusCode
     reason: str
     metadata: Callable[[Any], dict[str, str]] = lambda error: {}
+    """Facts from the error, for ErrorInfo."""
+    retry_after_s: Callable[[Any], float | None] = lambda error: None
+    """When the same call may succeed, for RetryInfo; None: it says nothing of that."""
+
+
+def _measured(error: Any) -> float | None:
+    """What the error itself knows."""
+    delay: float | None = error.retry_after_s
+    return delay
 
 
 TABLE: Mapping[type[errors.PenstockError], Row] = {
@@ -84,14 +120,20 @@ TABLE: Mapping[type[errors.PenstockError], Row] = {
         Code.RESOURCE_EXHAUSTED,
         "RATE_LIMITED",
         lambda e: {"limit": e.limit, "per_minute": str(e.per_minute)},
+        _measured,
     ),
     StalledReader: Row(Code.RESOURCE_EXHAUSTED, "STALLED_READER", lambda e: {"limit_s": f"{e.limit_s:g}"}),
     errors.GenerationError: Row(Code.INTERNAL, "GENERATION_FAILED"),
     errors.NonFiniteLogits: Row(Code.INTERNAL, "NON_FINITE_LOGITS"),
-    errors.UnavailableError: Row(Code.UNAVAILABLE, "UNAVAILABLE"),
-    errors.QueueFull: Row(Code.RESOURCE_EXHAUSTED, "QUEUE_FULL", lambda e: {"limit": str(e.limit)}),
-    errors.Draining: Row(Code.UNAVAILABLE, "DRAINING"),
-    errors.NotReady: Row(Code.UNAVAILABLE, "NOT_READY"),
+    StalledSender: Row(Code.RESOURCE_EXHAUSTED, "STALLED_SENDER", lambda e: {"limit_s": f"{e.limit_s:g}"}),
+    errors.UnavailableError: Row(Code.UNAVAILABLE, "UNAVAILABLE", retry_after_s=lambda e: 1.0),
+    errors.QueueFull: Row(
+        Code.RESOURCE_EXHAUSTED, "QUEUE_FULL", lambda e: {"limit": str(e.limit)}, _measured
+    ),
+    Busy: Row(Code.RESOURCE_EXHAUSTED, "BUSY", lambda e: {"limit": e.limit, "max": str(e.most)}, _measured),
+    # Another server may take it at once; this one is back, if at all, when it was started again.
+    errors.Draining: Row(Code.UNAVAILABLE, "DRAINING", retry_after_s=lambda e: 1.0),
+    errors.NotReady: Row(Code.UNAVAILABLE, "NOT_READY", retry_after_s=lambda e: 2.0),
     errors.WeightsError: Row(Code.FAILED_PRECONDITION, "WEIGHTS_REFUSED"),
     errors.EngineFailure: Row(Code.INTERNAL, "ENGINE_FAILURE"),
 }
@@ -108,26 +150,40 @@ def row_of(error: BaseException) -> Row:
     return BUG
 
 
-def to_status(error: BaseException) -> status_pb2.Status:
-    """The whole google.rpc.Status of an error."""
+def to_status(error: BaseException, request_id: str = "") -> status_pb2.Status:
+    """The whole google.rpc.Status of an error of the request with this id."""
     row = row_of(error)
     text = str(error) if isinstance(error, errors.PenstockError) else "internal error; see the server's log"
     metadata = {key: _cut(value, MAX_METADATA_CHARS) for key, value in row.metadata(error).items()}
     info = error_details_pb2.ErrorInfo(reason=row.reason, domain=DOMAIN, metadata=metadata)
     number: int = row.code.value[0]
+    details = [info, *_extras(error, row)]
+    if request_id:
+        details.append(error_details_pb2.RequestInfo(request_id=request_id[:MAX_REQUEST_ID_CHARS]))
     return status_pb2.Status(
-        code=number, message=_cut(text, MAX_MESSAGE_CHARS), details=[_any(info), *map(_any, _extras(error))]
+        code=number, message=_cut(text, MAX_MESSAGE_CHARS), details=[_any(detail) for detail in details]
     )
 
 
-def _extras(error: BaseException) -> Sequence[Message]:
+def trailers(error: BaseException, status: status_pb2.Status) -> tuple[tuple[str, str | bytes], ...]:
+    """The metadata that goes with the status."""
+    found: list[tuple[str, str | bytes]] = [(DETAILS_KEY, status.SerializeToString())]
+    delay = row_of(error).retry_after_s(error)
+    if delay is not None:
+        found.append((PUSHBACK_KEY, str(math.ceil(delay * 1000))))
+    return tuple(found)
+
+
+def _extras(error: BaseException, row: Row) -> Sequence[Message]:
+    extras: list[Message] = []
     if isinstance(error, errors.InvalidRequest):
-        return [_bad_request(error.violations)]
-    if isinstance(error, errors.QueueFull):
+        extras.append(_bad_request(error.violations))
+    delay_s = row.retry_after_s(error)
+    if delay_s is not None:
         delay = duration_pb2.Duration()
-        delay.FromNanoseconds(int(error.retry_after_s * 1e9))
-        return [error_details_pb2.RetryInfo(retry_delay=delay)]
-    return []
+        delay.FromNanoseconds(int(delay_s * 1e9))
+        extras.append(error_details_pb2.RetryInfo(retry_delay=delay))
+    return extras
 
 
 def _bad_request(violations: Sequence[errors.Violation]) -> error_details_pb2.BadRequest:

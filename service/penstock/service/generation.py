@@ -14,7 +14,6 @@ from penstock.runtime.assemble import Assembler, Delta
 from penstock.runtime.chat.enforce import call_grammar, thinking_first
 from penstock.runtime.chat.parser import ChatForms
 from penstock.runtime.constraint import TokenConstraint
-from penstock.runtime.errors import QueueFull
 from penstock.runtime.grammar.spec import Grammar, GrammarKind
 from penstock.runtime.outputs import outputs_of
 from penstock.runtime.request import (
@@ -31,6 +30,7 @@ from penstock.service.context import Fitted, Truncation, fit
 from penstock.service.convert import ChatPrompt, Job
 from penstock.service.convert_params import with_bad_words
 from penstock.service.lanes import Lanes
+from penstock.service.places import Places
 from penstock.service.prompts import Encoded, encode_prompt, encode_words
 from penstock.service.streams import Buffer, Switchboard, take_any
 from penstock.service.telemetry import RequestTrace, Telemetry
@@ -49,6 +49,7 @@ class Generation:
         switchboard: Switchboard,
         telemetry: Telemetry,
         arrivals: Arrivals,
+        places: Places,
         forms: ChatForms,
         lanes: Lanes,
         *,
@@ -64,6 +65,9 @@ class Generation:
         self._engine = engine
         self._switchboard = switchboard
         self._arrivals = arrivals
+        self._places = places
+        self._placed = 0
+        """Outputs that are in the engine."""
         self._forms = forms
         self._lanes = lanes
         self._min_tokens = min_tokens
@@ -77,30 +81,22 @@ class Generation:
     async def __aenter__(self) -> Self:
         """Tokenize and submit; raises what the engine refuses."""
         try:
-            self._check_queue()
-            requests, prepared, aborted, text = await self._prepare()
-            # No `await` from here on: see Arrivals.
-            changed = asyncio.Event()
-            self._buffers = [self._buffer(request, text, changed) for request in requests]
-            self._active = list(range(len(requests)))
-            for request, buffer in zip(requests, self._buffers, strict=True):
-                if aborted is None:
-                    buffer.submit(request, prepared)
-                else:
-                    buffer.deliver(self._never_ran(request.request_id, aborted))
+            with self._places.taken(self.job.n):
+                requests, prepared, aborted, text = await self._prepare()
+                # No `await` from here on: see Arrivals.
+                changed = asyncio.Event()
+                self._buffers = [self._buffer(request, text, changed) for request in requests]
+                self._active = list(range(len(requests)))
+                for request, buffer in zip(requests, self._buffers, strict=True):
+                    if aborted is None:
+                        buffer.submit(request, prepared)
+                    else:
+                        buffer.deliver(self._never_ran(request.request_id, aborted))
+            self._placed = self.job.n
         except BaseException as error:
             self._end(error)
             raise
         return self
-
-    def _check_queue(self) -> None:
-        """QueueFull before a prompt is tokenized for nothing; `submit` checks again, and all else.
-
-        An engine that takes no requests at all says why on `submit`.
-        """
-        limit = self._engine.config.max_queued_requests
-        if self._engine.ready and self._engine.load().num_waiting + self.job.n > limit:
-            raise QueueFull(limit)
 
     async def _prepare(self) -> tuple[list[Request], PreparedPrompt | None, Finish | None, str]:
         """A request for each output, their prompt if it is long, how they were aborted meanwhile, if so, and
@@ -211,6 +207,7 @@ class Generation:
     def _end(self, error: BaseException | None) -> None:
         for buffer in self._buffers:
             buffer.close()
+        self._places.left(self._placed)
         self._trace.end(error, cancelled=isinstance(error, (asyncio.CancelledError, GeneratorExit)))
 
 

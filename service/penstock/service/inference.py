@@ -18,6 +18,7 @@ from penstock.service.context import Truncation
 from penstock.service.convert import Job, Limits, to_job
 from penstock.service.generation import Generation
 from penstock.service.lanes import Lanes
+from penstock.service.places import Places
 from penstock.service.streams import Switchboard
 from penstock.service.support import check_supported
 from penstock.service.telemetry import Telemetry
@@ -62,6 +63,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         self._forms = forms
         self._lanes = lanes
         self._arrivals = Arrivals()
+        self._places = Places(engine)
 
     def _generation(self, job: Job, *, min_tokens: int, stall_limit_s: float | None = None) -> Generation:
         return Generation(
@@ -70,6 +72,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             self._switchboard,
             self._telemetry,
             self._arrivals,
+            self._places,
             self._forms,
             self._lanes,
             min_tokens=min_tokens,

@@ -1,4 +1,9 @@
-"""One server interceptor around every penstock RPC: decode, trace, map errors.
+"""One server interceptor around every RPC: authenticate, admit, receive, decode, call, map errors.
+
+Every method is given to gRPC as one that takes a stream of messages, also where it takes a single one: gRPC
+calls such a handler when the headers are here, while it would receive the whole message before it calls the
+other kind. So whoever is refused for what the headers say, or for what else is under way, is refused before a
+byte of the message is read.
 
 Requests are decoded here and not by gRPC, whose own failure to decode is an untyped INTERNAL: a garbled
 request is INVALID_ARGUMENT, and fields that protobuf would drop in silence are refused.
@@ -7,17 +12,25 @@ request is INVALID_ARGUMENT, and fields that protobuf would drop in silence are 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import inspect
 import logging
+import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable
-from typing import Any, TypeAlias, TypeVar, cast
+from dataclasses import dataclass
+from typing import Any, NoReturn, TypeAlias, TypeVar, cast
 
 import grpc
 from google.protobuf.message import DecodeError, Message
 
-from penstock.runtime.errors import InvalidRequest, PenstockError, Violation
-from penstock.service.errors import DETAILS_KEY, row_of, to_status
+from penstock.runtime.errors import InvalidRequest, PenstockError, UnsupportedFeature, Violation
+from penstock.service.admission import PACKAGE, Admission, kind_of
+from penstock.service.bounds import Bounds
+from penstock.service.callers import ANYBODY, CURRENT_CALLER, Caller
+from penstock.service.errors import StalledSender, row_of, to_status, trailers
+from penstock.service.refusals import Refusal, RefusalLog, fields_of
 from penstock.service.support import check_wire
-from penstock.service.telemetry import CURRENT_RPC, RpcTrace, Telemetry
+from penstock.service.telemetry import CURRENT_RPC, UNTRACED, RpcTrace, Telemetry
 
 log = logging.getLogger(__name__)
 
@@ -25,113 +38,216 @@ M = TypeVar("M", bound=Message)
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
 Behaviour: TypeAlias = "Callable[[Any, Context], Any]"
-PACKAGE = "/penstock.v1."
+Authenticate: TypeAlias = "Callable[[str, Context], Caller]"
+"""Of a method such as "penstock.v1.InferenceService/Generate": who calls; raises what refuses the caller."""
 DEADLINE_SLACK_S = 0.1
 """gRPC tells a handler of a deadline as of a cancel, and the client's may come a little before ours."""
 
 
 def decode(parse: Callable[[bytes], M], data: bytes) -> M:
-    """The request, or InvalidRequest/UnsupportedFeature where bytes or fields are not the contract's."""
+    """The request; InvalidRequest where the bytes are none."""
     try:
-        message = parse(data)
+        return parse(data)
     except (DecodeError, ValueError) as error:  # ValueError: a string that is not UTF-8
         raise InvalidRequest([Violation("", f"the request cannot be decoded: {error}")]) from error
-    check_wire(message)
-    return message
+
+
+def anybody(method: str, context: Context) -> Caller:
+    """Who calls a server that asks nobody."""
+    return ANYBODY
+
+
+@dataclass(slots=True)
+class Rpc:
+    """One call on its way."""
+
+    method: str
+    trace: RpcTrace
+    given_id: str = ""
+    """The request's id, once it is known: the caller's own, or the one made for it."""
+
+    @property
+    def request_id(self) -> str:
+        """The same, or an id made now, for a call that has none: its error can be found in the log by it."""
+        self.given_id = self.given_id or new_request_id()
+        return self.given_id
+
+
+def new_request_id() -> str:
+    """Unlike any other."""
+    return uuid.uuid4().hex
 
 
 class PenstockInterceptor(grpc.aio.ServerInterceptor):
-    """Wraps the handlers of penstock.v1; health and reflection pass as they are."""
+    """Wraps the handlers of all services of one server."""
 
-    def __init__(self, telemetry: Telemetry) -> None:
+    def __init__(
+        self,
+        telemetry: Telemetry,
+        admission: Admission | None = None,
+        *,
+        authenticate: Authenticate = anybody,
+        receive_limit_s: float = Bounds().receive_limit_s,
+    ) -> None:
+        """`receive_limit_s`: how long a request's message may take to come; 0 is for ever."""
         self._telemetry = telemetry
+        self._admission = admission or Admission(Bounds())
+        self._authenticate = authenticate
+        self._receive_limit_s = receive_limit_s
+        self._refusals = RefusalLog()
 
     async def intercept_service(
         self,
         continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Handler | None]],
         handler_call_details: grpc.HandlerCallDetails,
-    ) -> Handler | None:
+    ) -> Handler:
         handler: Any = await continuation(handler_call_details)
-        if handler is None or not handler_call_details.method.startswith(PACKAGE):
-            return cast("Handler | None", handler)
-        method = handler_call_details.method[1:]
-        parse = handler.request_deserializer
-        if handler.unary_unary is not None:
-            return grpc.unary_unary_rpc_method_handler(
-                self._unary(method, parse, handler.unary_unary), None, handler.response_serializer
-            )
-        if handler.unary_stream is not None:
-            return grpc.unary_stream_rpc_method_handler(
-                self._stream(method, parse, handler.unary_stream), None, handler.response_serializer
-            )
-        assert handler.stream_unary is not None, "the contract has no bidirectional stream"
-        return grpc.stream_unary_rpc_method_handler(
-            self._upload(method, parse, handler.stream_unary), None, handler.response_serializer
-        )
+        method = handler_call_details.method.removeprefix("/")
+        if handler is None:
+            return self._unknown(method)
+        kind = "stream" if handler.request_streaming else "unary"
+        kind += "_stream" if handler.response_streaming else "_unary"
+        behaviour: Behaviour = getattr(handler, kind)
+        if handler.response_streaming:
+            make, handle = grpc.stream_stream_rpc_method_handler, self._many
+        else:
+            make, handle = grpc.stream_unary_rpc_method_handler, self._one
+        wrapped = handle(method, handler.request_deserializer, behaviour, streamed=handler.request_streaming)
+        return make(wrapped, None, handler.response_serializer)
 
-    def _unary(self, method: str, parse: Any, behaviour: Behaviour) -> Behaviour:
-        async def handle(data: bytes, context: Context) -> Any:
-            rpc = self._start(method, context)
-            try:
-                reply = await behaviour(decode(parse, data), context)
-            except BaseException as error:  # noqa: BLE001 -- every way out ends the span; `_fail` raises
-                await _fail(error, rpc, context)
-            rpc.end(grpc.StatusCode.OK)
-            return reply
-
-        return handle
-
-    def _stream(self, method: str, parse: Any, behaviour: Behaviour) -> Behaviour:
-        async def handle(data: bytes, context: Context) -> AsyncIterator[Any]:
-            rpc = self._start(method, context)
-            try:
-                replies = behaviour(decode(parse, data), context)
-                try:
-                    async for reply in replies:
-                        yield reply
-                finally:
-                    await replies.aclose()
-            except BaseException as error:  # noqa: BLE001 -- as above
-                await _fail(error, rpc, context)
-            rpc.end(grpc.StatusCode.OK)
-
-        return handle
-
-    def _upload(self, method: str, parse: Any, behaviour: Behaviour) -> Behaviour:
-        async def decoded(chunks: AsyncIterator[bytes]) -> AsyncIterator[Any]:
-            async for data in chunks:
-                yield decode(parse, data)
+    def _one(self, method: str, parse: Any, behaviour: Behaviour, *, streamed: bool) -> Behaviour:
+        """For methods with one reply."""
 
         async def handle(chunks: AsyncIterator[bytes], context: Context) -> Any:
             rpc = self._start(method, context)
             try:
-                reply = await behaviour(decoded(chunks), context)
-            except BaseException as error:  # noqa: BLE001 -- as above
-                await _fail(error, rpc, context)
-            rpc.end(grpc.StatusCode.OK)
+                self._enter(method, context)
+                if streamed:
+                    reply = await behaviour(_all_of(method, parse, chunks), context)
+                else:
+                    reply = await behaviour(await self._receive(rpc, parse, context), context)
+            except BaseException as error:  # noqa: BLE001 -- every way out ends the span; `_fail` raises
+                await self._fail(error, rpc, context)
+            rpc.trace.end(grpc.StatusCode.OK)
             return reply
 
         return handle
 
-    def _start(self, method: str, context: Context) -> RpcTrace:
-        rpc = self._telemetry.rpc(method, cast("Any", context.invocation_metadata() or ()))
-        CURRENT_RPC.set(rpc.span)  # this task is the RPC's own, so nobody needs to reset it
-        return rpc
+    def _many(self, method: str, parse: Any, behaviour: Behaviour, *, streamed: bool) -> Behaviour:
+        """For methods with a stream of replies: a generator of them, or a coroutine that writes them itself.
+
+        This is a coroutine that writes, too: gRPC leaves it to Python to close a generator when the client is
+        gone.
+        """
+
+        async def handle(chunks: AsyncIterator[bytes], context: Context) -> None:
+            rpc = self._start(method, context)
+            try:
+                self._enter(method, context)
+                if streamed:
+                    replies = behaviour(_all_of(method, parse, chunks), context)
+                else:
+                    replies = behaviour(await self._receive(rpc, parse, context), context)
+                if inspect.isawaitable(replies):
+                    await replies
+                else:
+                    async with contextlib.aclosing(replies):
+                        async for reply in replies:
+                            await context.write(reply)
+            except BaseException as error:  # noqa: BLE001 -- as above
+                await self._fail(error, rpc, context)
+            rpc.trace.end(grpc.StatusCode.OK)
+
+        return handle
+
+    def _unknown(self, method: str) -> Handler:
+        """gRPC would answer without any details."""
+
+        async def handle(chunks: AsyncIterator[bytes], context: Context) -> None:
+            await self._fail(UnsupportedFeature([method]), Rpc(method, UNTRACED), context)
+
+        return grpc.stream_stream_rpc_method_handler(handle, None, None)
+
+    def _start(self, method: str, context: Context) -> Rpc:
+        trace = self._telemetry.rpc(method, cast("Any", context.invocation_metadata() or ()))
+        CURRENT_RPC.set(trace.span)  # this task is the RPC's own, so nobody needs to reset it
+        return Rpc(method, trace)
+
+    def _enter(self, method: str, context: Context) -> None:
+        """What is decided by the headers alone: who calls, and whether there is a place for the call.
+
+        The place is given back when the task ends, so after the reply was sent.
+        """
+        CURRENT_CALLER.set(self._authenticate(method, context))
+        leave = self._admission.enter(kind_of(method), context.peer())
+        task = asyncio.current_task()
+        assert task is not None, "gRPC calls handlers in a task"
+        task.add_done_callback(lambda _: leave())
+
+    async def _receive(self, rpc: Rpc, parse: Any, context: Context) -> Message:
+        """The call's one message. Raises StalledSender, InvalidRequest and UnsupportedFeature."""
+        try:
+            async with asyncio.timeout(self._receive_limit_s or None):
+                data: Any = await context.read()
+        except TimeoutError:
+            raise StalledSender(self._receive_limit_s) from None
+        if data is grpc.aio.EOF:
+            raise InvalidRequest([Violation("", "the call has no message")])
+        request: Any = decode(parse, data)
+        if "request_id" in request.DESCRIPTOR.fields_by_name:  # known from here on, also to its errors
+            request.request_id = rpc.given_id = request.request_id or new_request_id()
+        _check(rpc.method, request)
+        return cast("Message", request)
+
+    async def _fail(self, error: BaseException, rpc: Rpc, context: Context) -> NoReturn:
+        """End the RPC as the error says; always raises."""
+        if isinstance(error, grpc.aio.AbortError):  # the method has answered by itself
+            rpc.trace.end(cast("Any", context.code()) or grpc.StatusCode.UNKNOWN)
+            raise error
+        if isinstance(error, grpc.aio.InternalError):  # a write failed, because the client is gone
+            rpc.trace.end(_code_of_cancel(context))
+            raise asyncio.CancelledError from error
+        if isinstance(error, asyncio.CancelledError):
+            rpc.trace.end(_code_of_cancel(context))
+            raise error
+        if not isinstance(error, Exception) or isinstance(error, grpc.aio.BaseError):
+            rpc.trace.end(grpc.StatusCode.INTERNAL, type(error).__name__)
+            raise error
+        row = row_of(error)
+        if not isinstance(error, PenstockError):
+            log.error("a bug in the service", exc_info=error)
+        status = to_status(error, rpc.request_id)
+        metadata, fields = trailers(error, status), fields_of(error)
+        del error  # gRPC keeps the abort, and what it refers to, until Python looks for cycles: so no request
+        try:
+            await context.abort(row.code, status.message, metadata)
+        except grpc.aio.AbortError as abort:
+            abort.__context__ = None
+            rpc.trace.end(row.code, row.reason)
+            caller_id = CURRENT_CALLER.get().id
+            self._refusals.tell(
+                Refusal(rpc.method, row.code.name, row.reason, rpc.request_id, caller_id, fields)
+            )
+            raise
+        except (grpc.aio.InternalError, asyncio.CancelledError) as gone:  # nobody is there to be told
+            rpc.trace.end(_code_of_cancel(context))
+            raise asyncio.CancelledError from gone
 
 
-async def _fail(error: BaseException, rpc: RpcTrace, context: Context) -> None:
-    """End the RPC as the error says; always raises."""
-    if isinstance(error, (asyncio.CancelledError, GeneratorExit)):
-        remaining_s = cast("float | None", context.time_remaining())  # None: no deadline
-        late = remaining_s is not None and remaining_s < DEADLINE_SLACK_S
-        rpc.end(grpc.StatusCode.DEADLINE_EXCEEDED if late else grpc.StatusCode.CANCELLED)
-        raise error
-    if not isinstance(error, Exception):
-        rpc.end(grpc.StatusCode.INTERNAL, type(error).__name__)
-        raise error
-    row = row_of(error)
-    if not isinstance(error, PenstockError):
-        log.error("a bug in the service", exc_info=error)
-    status = to_status(error)
-    rpc.end(row.code, row.reason)
-    await context.abort(row.code, status.message, ((DETAILS_KEY, status.SerializeToString()),))
+def _code_of_cancel(context: Context) -> grpc.StatusCode:
+    remaining_s = cast("float | None", context.time_remaining())  # None: no deadline
+    late = remaining_s is not None and remaining_s < DEADLINE_SLACK_S
+    return grpc.StatusCode.DEADLINE_EXCEEDED if late else grpc.StatusCode.CANCELLED
+
+
+def _check(method: str, request: Message) -> None:
+    """Fields that are not the contract's are refused where the contract is ours."""
+    if method.startswith(PACKAGE):
+        check_wire(request)
+
+
+async def _all_of(method: str, parse: Any, chunks: AsyncIterator[bytes]) -> AsyncIterator[Any]:
+    async for data in chunks:
+        request = decode(parse, data)
+        _check(method, request)
+        yield request

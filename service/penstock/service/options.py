@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import ipaddress
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from penstock.runtime.chat.parser import REASONING_PARSERS, TOOL_PARSERS
 from penstock.runtime.errors import ConfigError
+from penstock.service.bounds import Bounds
 from penstock.service.context import Truncation
 
 MIB = 1024 * 1024
@@ -32,6 +33,8 @@ class ServerOptions:
     """The form in which the model writes calls of tools; auto: told from its chat template."""
     reasoning_parser: str = "auto"
     """The same for what it thinks."""
+    bounds: Bounds = field(default_factory=Bounds)
+    """How much may go on at once."""
 
     def __post_init__(self) -> None:
         bad: list[str] = []

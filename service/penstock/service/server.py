@@ -27,7 +27,9 @@ from opentelemetry.trace import TracerProvider
 from penstock.runtime.chat.parser import ChatForms, choose_forms
 from penstock.runtime.errors import ConfigError, PenstockError
 from penstock.service import health
+from penstock.service.admission import Admission
 from penstock.service.backend import Backend
+from penstock.service.bounds import grpc_options
 from penstock.service.control import ControlServicer
 from penstock.service.inference import InferenceServicer
 from penstock.service.interceptors import PenstockInterceptor
@@ -57,14 +59,27 @@ def version() -> str:
     return importlib.metadata.version("penstock")
 
 
+def new_instance_id() -> str:
+    """Tells this start of this server from all others."""
+    return uuid.uuid4().hex
+
+
 class PenstockServer:
     """One engine's gRPC front."""
 
-    def __init__(self, options: ServerOptions, tracer_provider: TracerProvider | None = None) -> None:
-        """Take the port; ConfigError where it cannot be had."""
+    def __init__(
+        self,
+        options: ServerOptions,
+        tracer_provider: TracerProvider | None = None,
+        *,
+        instance_id: str | None = None,
+    ) -> None:
+        """Take the port; ConfigError where it cannot be had. `instance_id`: made here unless given."""
         self._options = options
         self._telemetry = Telemetry(tracer_provider)
-        self.instance_id = uuid.uuid4().hex
+        self.instance_id = instance_id or new_instance_id()
+        self.admission = Admission(options.bounds)
+        """What may go on at once, and what does."""
         self._lanes = Lanes()
         self._calls = Calls()
         self._health = health.Health()
@@ -84,10 +99,17 @@ class PenstockServer:
 
     def _build(self) -> grpc.aio.Server:
         server = grpc.aio.server(
-            interceptors=[PenstockInterceptor(self._telemetry)],
+            interceptors=[
+                PenstockInterceptor(
+                    self._telemetry,
+                    self.admission,
+                    receive_limit_s=self._options.bounds.receive_limit_s,
+                )
+            ],
             options=[
                 ("grpc.so_reuseport", 0),
                 ("grpc.max_receive_message_length", self._options.max_receive_bytes),
+                *grpc_options(self._options.bounds),
                 # A long prefill sends nothing; clients may ping meanwhile.
                 ("grpc.keepalive_permit_without_calls", 1),
                 ("grpc.http2.min_ping_interval_without_data_ms", 5000),

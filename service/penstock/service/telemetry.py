@@ -18,15 +18,15 @@ from dataclasses import dataclass
 import grpc
 from opentelemetry import trace
 from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
-from opentelemetry.sdk.resources import Resource
+from opentelemetry.sdk.resources import OTELResourceDetector, Resource
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor
-from opentelemetry.sdk.trace.sampling import ALWAYS_ON, ParentBased
 from opentelemetry.trace import Span, SpanKind, Status, StatusCode
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 from opentelemetry.util.types import AttributeValue
 
 from penstock.runtime.request import Finish, RequestTiming
+from penstock.service.admission import PACKAGE
 from penstock.service.convert import ChatPrompt, Job
 
 CURRENT_RPC: ContextVar[Span] = ContextVar("penstock_rpc_span", default=trace.INVALID_SPAN)
@@ -37,13 +37,22 @@ _SERVER_FAULTS = frozenset(
 """Codes that mark a server's span as an error, by the semantic conventions; the others are the caller's
 doing.
 """
+_POLLS = frozenset({"penstock.v1.ControlService/GetLoad"})
+"""Asked again and again by routers: recorded only as a part of a trace that is recorded anyway."""
 _PROPAGATOR = TraceContextTextMapPropagator()
 
 
-def otlp_provider(endpoint: str, *, version: str) -> TracerProvider:
-    """A provider that sends spans to an OTLP gRPC endpoint; a caller's sampling decision is kept."""
-    resource = Resource.create({"service.name": "penstock", "service.version": version})
-    provider = TracerProvider(sampler=ParentBased(ALWAYS_ON), resource=resource, shutdown_on_exit=False)
+def otlp_provider(endpoint: str, *, version: str, instance_id: str) -> TracerProvider:
+    """A provider that sends spans to an OTLP gRPC endpoint.
+
+    OpenTelemetry's own environment variables count: OTEL_SERVICE_NAME and OTEL_RESOURCE_ATTRIBUTES over the
+    names given here, OTEL_TRACES_SAMPLER for what is sampled (by default everything whose caller does not say
+    otherwise). Only the instance is always `instance_id`: it is what GetServerInfo answers.
+    """
+    named = {"service.name": "penstock", "service.version": version}
+    environment = OTELResourceDetector().detect().attributes
+    resource = Resource.create({**named, **environment, "service.instance.id": instance_id})
+    provider = TracerProvider(resource=resource, shutdown_on_exit=False)
     insecure = not endpoint.startswith("https://")
     provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint=endpoint, insecure=insecure)))
     return provider
@@ -57,12 +66,17 @@ class Telemetry:
 
     def rpc(self, method: str, metadata: Iterable[tuple[str, str | bytes]]) -> RpcTrace:
         """Start the span of one RPC; `method` is "penstock.v1.Service/Method". Adopts the caller's
-        traceparent.
+        traceparent. Services that are not ours, such as health, are not recorded.
         """
+        if not method.startswith(PACKAGE):
+            return UNTRACED
         carrier = {key: value for key, value in metadata if isinstance(value, str)}
+        parent = _PROPAGATOR.extract(carrier, context=trace.set_span_in_context(trace.INVALID_SPAN))
+        if method in _POLLS and not trace.get_current_span(parent).get_span_context().trace_flags.sampled:
+            return UNTRACED
         span = self._tracer.start_span(
             method,
-            context=_PROPAGATOR.extract(carrier, context=trace.set_span_in_context(trace.INVALID_SPAN)),
+            context=parent,
             kind=SpanKind.SERVER,
             attributes={"rpc.system.name": "grpc", "rpc.method": method},
         )
@@ -96,6 +110,10 @@ class RpcTrace:
         if code.name in _SERVER_FAULTS:
             self.span.set_status(Status(StatusCode.ERROR, description))
         self.span.end()
+
+
+UNTRACED = RpcTrace(trace.INVALID_SPAN)
+"""Of what is not recorded."""
 
 
 class RequestTrace:

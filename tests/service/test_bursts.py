@@ -1,0 +1,105 @@
+"""Thousands of calls at the same moment: each is answered, or told what is full and when to come back.
+
+gRPC's core refuses some of them with a bare CANCELLED as soon as 1,000 wait to be looked at, unless it is
+told otherwise.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import grpc
+import pytest
+
+from penstock.service.bounds import Bounds
+from penstock.v1 import control_pb2, control_pb2_grpc, inference_pb2_grpc
+from tests.service.rig import fake, generate, serving, stream, taken_apart
+
+PATIENCE_S = 500.0
+Call = Callable[[Any, Any], Any]
+
+
+async def outcome(answered: Any) -> str:
+    """ "OK", the reason of a typed refusal, or the bare status."""
+    try:
+        await answered
+    except grpc.aio.AioRpcError as error:
+        failure = taken_apart(error)
+        if failure.info is None:
+            return f"bare {failure.code.name}: {failure.message}"
+        assert failure.retry_after_s is not None
+        assert 0.1 <= failure.retry_after_s <= 60
+        assert failure.request_id
+        return failure.reason
+    return "OK"
+
+
+async def burst(count: int, channels: int, call: Call, *, bounds: Bounds | None = None) -> Counter[str]:
+    """So many calls at once, spread over so many connections; how they ended."""
+    engine = fake(max_queued_requests=200)
+    options = [("grpc.use_local_subchannel_pool", 1)]
+    async with serving(engine, bounds=bounds or Bounds()) as rig, contextlib.AsyncExitStack() as stack:
+        stubs = []
+        for _ in range(channels):
+            channel = await stack.enter_async_context(
+                grpc.aio.insecure_channel(rig.server.address, options=options)
+            )
+            stubs.append(
+                (
+                    inference_pb2_grpc.InferenceServiceStub(channel),
+                    control_pb2_grpc.ControlServiceStub(channel),
+                )
+            )
+        async with asyncio.timeout(PATIENCE_S):
+            found = Counter(
+                await asyncio.gather(*(outcome(call(*stubs[i % channels])) for i in range(count)))
+            )
+            assert (await rig.inference.Generate(generate("y"))).outputs[0].text == "z", "it goes on"
+    assert sum(found.values()) == count
+    return found
+
+
+def generating(inference: Any, control: Any) -> Any:
+    return inference.Generate(generate("x"))
+
+
+def streaming(inference: Any, control: Any) -> Any:
+    return whole(inference.Stream(stream("x")))
+
+
+async def whole(call: Any) -> None:
+    async for _ in call:
+        pass
+
+
+def tokenizing(inference: Any, control: Any) -> Any:
+    return control.Tokenize(control_pb2.TokenizeRequest(text="a b c"))
+
+
+@pytest.mark.parametrize("channels", [1, 4])
+@pytest.mark.parametrize("call", [generating, tokenizing])
+async def test_three_thousand_calls_at_once(call: Call, channels: int) -> None:
+    found = await burst(3000, channels, call)
+    assert set(found) <= {"OK", "QUEUE_FULL", "BUSY"}, found
+    assert found["OK"] >= 200
+
+
+async def test_more_than_the_server_takes_on_at_once() -> None:
+    """Refused by the bounds this time."""
+    bounds = Bounds(max_rpcs=300, max_rpcs_per_address=250, max_rpcs_per_connection=100)
+    found = await burst(2000, 4, generating, bounds=bounds)
+    assert set(found) <= {"OK", "QUEUE_FULL", "BUSY"}, found
+    assert found["OK"] >= 100
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("channels", [1, 8])
+@pytest.mark.parametrize("call", [generating, streaming, tokenizing])
+async def test_ten_thousand_calls_at_once(call: Call, channels: int) -> None:
+    found = await burst(10_000, channels, call)
+    assert set(found) <= {"OK", "QUEUE_FULL", "BUSY"}, found
+    assert found["OK"] >= 200
