@@ -18,6 +18,7 @@ REASONS = [
     ("PROMPT_TOO_LONG", Code.INVALID_ARGUMENT, api.PromptTooLong),
     ("EXCEEDS_KV_CAPACITY", Code.INVALID_ARGUMENT, api.ExceedsKVCapacity),
     ("UNSUPPORTED_FEATURE", Code.UNIMPLEMENTED, api.Unsupported),
+    ("SERVED_ELSEWHERE", Code.UNIMPLEMENTED, api.ServedElsewhere),
     ("UNKNOWN_MODEL", Code.NOT_FOUND, api.UnknownModel),
     ("UNKNOWN_ADAPTER", Code.NOT_FOUND, api.UnknownAdapter),
     ("DUPLICATE_REQUEST_ID", Code.ALREADY_EXISTS, api.DuplicateRequestId),

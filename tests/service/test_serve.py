@@ -238,8 +238,23 @@ def test_a_dead_engine_ends_the_process_with_1() -> None:
 
 
 def test_listening_for_others_is_warned_about() -> None:
-    with fake_process("--port", "0", "--host", "0.0.0.0") as server:
-        server.wait_for(r"WARNING.*without TLS")
+    with fake_process("--port", "0", "--host", "0.0.0.0", "--insecure") as server:
+        server.wait_for(r"WARNING.*0\.0\.0\.0.* no TLS .* no way to tell callers apart")
         server.wait_for(r"ready on 0\.0\.0\.0:\d+")
         server.popen.send_signal(signal.SIGTERM)
         assert server.wait() == 0
+
+
+def test_each_address_is_told(tmp_path: Path) -> None:
+    """The control address before the line that scripts wait for."""
+    path = tmp_path / "s"
+    with fake_process("--port", "0", "--unix-socket", str(path), "--control-port", "0") as server:
+        server.wait_for(rf"ready on 127\.0\.0\.1:\d+\npenstock: ready on unix:{path}\n")
+        control = re.search(r"penstock: control on (127\.0\.0\.1:\d+)\n(.|\n)*ready on", server.output)
+        assert control is not None
+        with grpc.insecure_channel(control[1]) as channel:
+            stub: Any = control_pb2_grpc.ControlServiceStub(channel)
+            stub.FlushCache(control_pb2.FlushCacheRequest(), timeout=20)
+        server.popen.send_signal(signal.SIGTERM)
+        assert server.wait() == 0
+    assert not path.exists()

@@ -18,6 +18,7 @@ from penstock.runtime.config import EngineConfig
 from penstock.runtime.errors import ConfigError
 from penstock.service.bounds import Bounds
 from penstock.service.context import Truncation
+from penstock.service.listen_options import ListenOptions
 from penstock.service.options import ServerOptions
 from tests.service.fake import FakeEngine
 
@@ -58,6 +59,11 @@ def test_a_port_in_use_is_told_before_anything_is_loaded(run: Run) -> None:
         (["demo", "--page-size", "3"], "page_size: must be a power of two", 2),
         (["demo", "--stall-limit", "0"], "stall_limit_s: must be above 0", 2),
         (["demo", "--max-rpcs", "-1"], "max_rpcs: must be from 0 (off) to ", 2),
+        (["demo", "--host", "0.0.0.0"], "0.0.0.0 can be reached from other machines, and", 2),
+        (["demo", "--port", "none"], "port: none needs a unix_socket", 2),
+        (["demo", "--tls-cert", "c.pem"], "tls_key: must be given with tls_cert", 2),
+        (["demo", "--tls-cert", "no.pem", "--tls-key", "no.key"], "tls_cert: no.pem cannot be read", 1),
+        (["demo", "--unix-socket", "no-such-folder/s"], "no-such-folder/s cannot be made", 1),
         (["demo", "--grammar-time-limit", "0"], "grammar_time_limit_s: must be above 0", 2),
         (["demo", "--grammar-time-limit", "nan"], "grammar_time_limit_s: must be above 0", 2),
         (["demo", OVERRIDE, '{"temperature": -1}'], "temperature: must be from 0 to 100", 2),
@@ -89,6 +95,8 @@ def test_what_cannot_be_served_is_one_clear_line(
         (["--tool-call-parser", "gpt"], "invalid choice: 'gpt'"),
         (["--reasoning-parser", "gpt"], "invalid choice: 'gpt'"),
         (["--grammar-time-limit", "soon"], "invalid float value"),
+        (["--port", "some"], "'some' is neither a number nor none"),
+        (["--unix-socket-mode", "rw"], "'rw' is not an octal number such as 660"),
     ],
 )
 def test_what_is_no_value_ends_with_2(
@@ -123,6 +131,13 @@ def test_every_option_of_the_server_arrives() -> None:
     given = {
         "--host": "::1",
         "--port": "7",
+        "--unix-socket": "~/s",
+        "--unix-socket-mode": "660",
+        "--control-port": "8",
+        "--control-host": "127.0.0.2",
+        "--tls-cert": "~/cert.pem",
+        "--tls-key": "~/key.pem",
+        "--client-ca": "~/ca.pem",
         "--stall-limit": "2.5",
         "--grace": "0",
         "--truncation": "middle",
@@ -134,6 +149,15 @@ def test_every_option_of_the_server_arrives() -> None:
     ) == ServerOptions(
         host="::1",
         port=7,
+        listen=ListenOptions(
+            unix_socket=Path.home() / "s",
+            unix_socket_mode=0o660,
+            control_port=8,
+            control_host="127.0.0.2",
+            tls_cert=Path.home() / "cert.pem",
+            tls_key=Path.home() / "key.pem",
+            client_ca=Path.home() / "ca.pem",
+        ),
         stall_limit_s=2.5,
         grace_s=0,
         truncation=Truncation.MIDDLE,
@@ -166,6 +190,15 @@ def test_every_bound_arrives() -> None:
         max_connections=0,
         receive_limit_s=1.5,
     )
+
+
+def test_switches_of_the_server_arrive() -> None:
+    given = serve_flags.server_options(
+        parse("demo", "--host", "0.0.0.0", "--port", "none", "--unix-socket", "s")
+    )
+    assert (given.port, given.listen) == (None, ListenOptions(unix_socket=Path("s")))
+    given = serve_flags.server_options(parse("demo", "--host", "0.0.0.0", "--insecure"))
+    assert given == ServerOptions(host="0.0.0.0", listen=ListenOptions(insecure=True))
 
 
 @pytest.mark.parametrize("name", ["tool_call_parser", "reasoning_parser"])
@@ -242,8 +275,16 @@ def test_every_option_of_the_engine_can_be_given() -> None:
     """An option added to EngineConfig fails here until the command has it."""
     offered = set(vars(parse("demo")))
     assert {f.name for f in dataclasses.fields(EngineConfig)} - {"show_progress"} <= offered
-    assert {f.name for f in dataclasses.fields(ServerOptions)} - {"max_receive_bytes", "bounds"} <= offered
-    assert {f.name for f in dataclasses.fields(Bounds)} <= offered
+    assert names_of(ServerOptions) - {"max_receive_bytes"} <= offered
+
+
+def names_of(options: Any) -> set[str]:
+    """Of its fields; a field that is a group of options stands for those."""
+    names: set[str] = set()
+    for field in dataclasses.fields(options):
+        group = field.default_factory if field.default is dataclasses.MISSING else field.default
+        names |= names_of(group) if dataclasses.is_dataclass(group) else {field.name}
+    return names
 
 
 @pytest.mark.parametrize(

@@ -75,10 +75,11 @@ async def _serve(
     server = None
     try:
         server = PenstockServer(options, provider, instance_id=instance_id)
-        if not options.loopback:
+        if options.lacking:
             log.warning(
-                "listening on %s without TLS or tokens: whoever reaches the port may use the model",
-                options.host,
+                "listening on %s with %s: whoever reaches that may use the model",
+                " and ".join(options.hosts),
+                " and ".join(options.lacking),
             )
         await server.start()
         return await _serve_with(server, model, config, options, stopping)
@@ -108,7 +109,7 @@ async def _serve_with(
     if not await _first(starting, stopping):
         return None
     starting.result()
-    print(f"penstock: ready on {server.address}", flush=True)
+    _tell_addresses(server)
     warming = in_thread(lambda: _warm_grammars(engine))  # beside what it serves from now on
     died = await _first(asyncio.ensure_future(server.wait_for_failure()), stopping)
     log.info("stopping: no new requests; running ones have %g s", options.grace_s)
@@ -163,6 +164,14 @@ def _tell(engine: Engine) -> None:
     log.info("KV cache %.1f MiB: %d pages of %d tokens", cache_mib, info.num_pages, info.page_size)
     log.info("defaults: %s", info.defaults)
     log.info("compiled programs are kept in %s", config.compilation_cache or "memory only")
+
+
+def _tell_addresses(server: PenstockServer) -> None:
+    """On stdout, for people and scripts."""
+    if server.front.control_address is not None:
+        print(f"penstock: control on {server.front.control_address}", flush=True)
+    for address in server.front.addresses:
+        print(f"penstock: ready on {address}", flush=True)
 
 
 def _prefix_cache(config: EngineConfig) -> str:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from penstock.cli.serve_engine_flags import add_engine_flags
 from penstock.cli.serve_limits_flags import add_limits_flags, bounds
+from penstock.cli.serve_network_flags import add_listen_flags, listen_options
 from penstock.runtime.chat.parser import REASONING_PARSERS, TOOL_PARSERS
 from penstock.runtime.config import EngineConfig
 from penstock.service.context import Truncation
@@ -22,7 +23,8 @@ _EPILOG = """\
 examples:
   penstock serve demo
   penstock serve Qwen/Qwen3-0.6B --max-model-len 4096 --kv-cache-bytes 2G
-  penstock serve ./my-checkpoint --host 0.0.0.0 --served-model-name mine --otlp-endpoint http://127.0.0.1:4317
+  penstock serve ./my-checkpoint --served-model-name mine --otlp-endpoint http://127.0.0.1:4317
+  penstock serve demo --host 0.0.0.0 --tls-cert server.pem --tls-key server.key --client-ca clients.pem
 
 The server speaks penstock.v1 over gRPC, with health checks and reflection. SIGTERM or Ctrl-C ends it
 gracefully: it refuses new requests, finishes the running ones within --grace, and exits 0. A second signal
@@ -44,12 +46,7 @@ def add_parser(subparsers: Subparsers) -> None:
         help='"demo" (built in), a checkpoint directory, or a Hugging Face id such as Qwen/Qwen3-0.6B',
     )
     net = parser.add_argument_group("network")
-    net.add_argument(
-        "--host", default=_OPTIONS.host, help="address to listen on; default: %(default)s, this machine only"
-    )
-    net.add_argument(
-        "--port", type=int, default=_OPTIONS.port, help="0 lets the system choose; default: %(default)s"
-    )
+    add_listen_flags(net)
     net.add_argument(
         "--stall-limit",
         dest="stall_limit_s",
@@ -139,6 +136,7 @@ def server_options(args: argparse.Namespace) -> ServerOptions:
     return ServerOptions(
         host=args.host,
         port=args.port,
+        listen=listen_options(args),
         stall_limit_s=args.stall_limit_s,
         grace_s=args.grace_s,
         truncation=Truncation(args.truncation),

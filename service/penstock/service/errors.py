@@ -67,6 +67,17 @@ class StalledSender(errors.RequestError):
         super().__init__(f"the request's message did not come within {limit_s:g} s")
 
 
+class ServedElsewhere(errors.RequestError):
+    """Control has an address of its own on this server, and this is the other one.
+
+    Expected: the client was given the wrong one of two addresses. Going to the other one helps.
+    """
+
+    def __init__(self, what: str, where: str) -> None:
+        self.what = what
+        super().__init__(f"{what} is not served at this address, but at {where}")
+
+
 @dataclass(frozen=True, slots=True)
 class Row:
     """How one class of errors looks on the wire."""
@@ -123,6 +134,7 @@ TABLE: Mapping[type[errors.PenstockError], Row] = {
         _measured,
     ),
     StalledReader: Row(Code.RESOURCE_EXHAUSTED, "STALLED_READER", lambda e: {"limit_s": f"{e.limit_s:g}"}),
+    ServedElsewhere: Row(Code.UNIMPLEMENTED, "SERVED_ELSEWHERE"),
     errors.GenerationError: Row(Code.INTERNAL, "GENERATION_FAILED"),
     errors.NonFiniteLogits: Row(Code.INTERNAL, "NON_FINITE_LOGITS"),
     StalledSender: Row(Code.RESOURCE_EXHAUSTED, "STALLED_SENDER", lambda e: {"limit_s": f"{e.limit_s:g}"}),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ipaddress
 import math
 from dataclasses import dataclass, field
 
@@ -10,6 +9,7 @@ from penstock.runtime.chat.parser import REASONING_PARSERS, TOOL_PARSERS
 from penstock.runtime.errors import ConfigError
 from penstock.service.bounds import Bounds
 from penstock.service.context import Truncation
+from penstock.service.listen_options import ListenOptions, host_problems, tcp_address, unix_address
 
 MIB = 1024 * 1024
 
@@ -19,8 +19,10 @@ class ServerOptions:
     """Where the server listens and how long it waits for whom."""
 
     host: str = "127.0.0.1"
-    port: int = 50051
-    """0 lets the system choose one."""
+    port: int | None = 50051
+    """0 lets the system choose one; None: listen on a Unix socket only."""
+    listen: ListenOptions = field(default_factory=ListenOptions)
+    """Other addresses, and TLS."""
     stall_limit_s: float = 30.0
     """A stream that is not read for so long while output waits is ended, and its pages are freed."""
     grace_s: float = 30.0
@@ -37,10 +39,11 @@ class ServerOptions:
     """How much may go on at once."""
 
     def __post_init__(self) -> None:
-        bad: list[str] = []
-        if not self.host:
-            bad.append("host: must not be empty")
-        if not 0 <= self.port <= 65535:
+        bad = [*host_problems("host", self.host), *self.listen.problems()]
+        if self.port is None:
+            if self.listen.unix_socket is None:
+                bad.append("port: none needs a unix_socket, or the server would listen nowhere")
+        elif not 0 <= self.port <= 65535:
             bad.append(f"port: must be from 0 to 65535, not {self.port}")
         if not (math.isfinite(self.stall_limit_s) and self.stall_limit_s > 0):
             bad.append(f"stall_limit_s: must be above 0, not {self.stall_limit_s}")
@@ -54,20 +57,37 @@ class ServerOptions:
         ):
             if value not in known:
                 bad.append(f"{name}: must be one of {', '.join(known)}, not {value!r}")
+        if not bad:
+            bad.extend(self._exposure_problems())
         if bad:
             raise ConfigError("; ".join(bad))
 
+    def _exposure_problems(self) -> list[str]:
+        if self.listen.tls is not None and not self.hosts:
+            return ["tls_cert: there is no port that could speak TLS; a Unix socket does not"]
+        problem = self.listen.exposure_problem(self.hosts, keys=False)
+        return [] if problem is None else [problem]
+
     def address(self, port: int | None = None) -> str:
-        """host:port as gRPC and people read it; IPv6 in brackets."""
-        host = f"[{self.host}]" if ":" in self.host else self.host
-        return f"{host}:{self.port if port is None else port}"
+        """host:port as gRPC and people read it, IPv6 in brackets; without a port the Unix socket."""
+        port = self.port if port is None else port
+        if port is None:
+            assert self.listen.unix_socket is not None, "checked when these options were made"
+            return unix_address(self.listen.unix_socket)
+        return tcp_address(self.host, port)
 
     @property
-    def loopback(self) -> bool:
-        """Whether only this machine can connect."""
-        if self.host == "localhost":
-            return True
-        try:
-            return ipaddress.ip_address(self.host).is_loopback
-        except ValueError:
-            return False
+    def control_host(self) -> str:
+        """Where the control port is, if there is one."""
+        return self.listen.control_host or self.host
+
+    @property
+    def hosts(self) -> tuple[str, ...]:
+        """Those with a port."""
+        main = () if self.port is None else (self.host,)
+        return main if self.listen.control_port is None else (*main, self.control_host)
+
+    @property
+    def lacking(self) -> list[str]:
+        """What a server that other machines can reach should have and this one has not."""
+        return self.listen.lacking(self.hosts, keys=False)

@@ -15,27 +15,28 @@ import asyncio
 import contextlib
 import importlib.metadata
 import logging
-import socket
 import uuid
+from collections.abc import Sequence
 from typing import cast
 
 import grpc
 from grpc_health.v1 import health_pb2_grpc
-from grpc_reflection.v1alpha import reflection
 from opentelemetry.trace import TracerProvider
 
 from penstock.runtime.chat.parser import ChatForms, choose_forms
-from penstock.runtime.errors import ConfigError, PenstockError
+from penstock.runtime.errors import PenstockError
 from penstock.service import health
 from penstock.service.admission import Admission
 from penstock.service.backend import Backend
 from penstock.service.bounds import grpc_options
 from penstock.service.control import ControlServicer
+from penstock.service.front import Front
 from penstock.service.inference import InferenceServicer
 from penstock.service.interceptors import PenstockInterceptor
 from penstock.service.lanes import Lanes
 from penstock.service.late import Calls, LateServicer
 from penstock.service.options import ServerOptions
+from penstock.service.reflection import enable_reflection
 from penstock.service.streams import Switchboard
 from penstock.service.telemetry import Telemetry
 from penstock.service.threads import in_thread
@@ -74,7 +75,7 @@ class PenstockServer:
         *,
         instance_id: str | None = None,
     ) -> None:
-        """Take the port; ConfigError where it cannot be had. `instance_id`: made here unless given."""
+        """Take the addresses; ConfigError where one cannot be had. `instance_id`: made here unless given."""
         self._options = options
         self._telemetry = Telemetry(tracer_provider)
         self.instance_id = instance_id or new_instance_id()
@@ -89,22 +90,27 @@ class PenstockServer:
         self._watcher: asyncio.Task[None] | None = None
         self._stopping = False
         self._starting = False
-        self._server = self._build()
-        self.port = self._bind()
+        self.front = Front(options, self._build)
+
+    @property
+    def port(self) -> int | None:
+        """Where it listens; None: on a Unix socket alone."""
+        return self.front.port
 
     @property
     def address(self) -> str:
-        """Where it listens."""
-        return self._options.address(self.port)
+        """Where it takes requests: the port, or the Unix socket where there is no port."""
+        return self.front.addresses[0]
 
-    def _build(self) -> grpc.aio.Server:
+    def _build(self, interceptors: Sequence[grpc.aio.ServerInterceptor]) -> grpc.aio.Server:
         server = grpc.aio.server(
             interceptors=[
                 PenstockInterceptor(
                     self._telemetry,
                     self.admission,
                     receive_limit_s=self._options.bounds.receive_limit_s,
-                )
+                ),
+                *interceptors,
             ],
             options=[
                 ("grpc.so_reuseport", 0),
@@ -122,21 +128,14 @@ class PenstockServer:
             cast("control_pb2_grpc.ControlServiceServicer", self._control), server
         )
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
-        reflection.enable_server_reflection([*SERVICES, health.SERVICE_NAME, reflection.SERVICE_NAME], server)
+        enable_reflection([*SERVICES, health.SERVICE_NAME], server)
         return server
-
-    def _bind(self) -> int:
-        _probe(self._options)
-        try:
-            return self._server.add_insecure_port(self._options.address())
-        except RuntimeError as error:
-            raise ConfigError(f"cannot listen on {self._options.address()}: {error}") from error
 
     async def start(self) -> None:
         """Start to answer: health and reflection; RPCs of the contract are refused as NOT_READY."""
         self._health.set(*READINESS, serving=False)
         self._health.set(LIVENESS, serving=True)
-        await self._server.start()
+        await self.front.start()
 
     def attach(self, engine: Backend) -> None:
         """Answer with this engine. Generation is refused as NOT_READY until `start_engine` ends."""
@@ -194,9 +193,8 @@ class PenstockServer:
             drained = await self._drain(self._engine)
         self._health.close()
         await self._calls.wait_idle(_LAST_REPLIES_S)  # readers take what is buffered
-        await self._server.stop(
-            _LAST_WORDS_S
-        )  # watchers hear the last status; whoever reads nothing is cut off
+        # Watchers hear the last status; whoever reads nothing is cut off.
+        await self.front.stop(_LAST_WORDS_S)
         self._lanes.close()
         # A compilation cannot be interrupted; its thread ends with the process.
         if self._engine is not None and not self._starting:
@@ -224,23 +222,3 @@ class PenstockServer:
         await died.wait()
         log.error("the engine is dead: %s", engine.failure)
         self._health.set(*READINESS, serving=False)
-
-
-def _probe(options: ServerOptions) -> None:
-    """Try the port with a plain socket first: the system's reason is clearer than gRPC's."""
-    if not options.port:
-        return
-    try:
-        addresses = socket.getaddrinfo(options.host, options.port, type=socket.SOCK_STREAM)
-    except OSError as error:
-        raise ConfigError(f"host {options.host!r} cannot be resolved: {error.strerror}") from error
-    family, kind, protocol, _, address = addresses[0]
-    with socket.socket(family, kind, protocol) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind(address)
-        except OSError as error:
-            raise ConfigError(
-                f"cannot listen on {options.address()}: {error.strerror}; "
-                "choose another with --port, or 0 for any free one"
-            ) from error

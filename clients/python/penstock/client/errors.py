@@ -7,6 +7,7 @@ PenstockClientError                `reason`, `code`, `metadata`, `request_id`, `
 │   ├── ExceedsKVCapacity          could never fit the server's KV cache
 │   ├── ResponseTooLarge           the answer that was asked for would be larger than the server sends
 │   ├── Unsupported                `fields` this server lacks
+│   ├── ServedElsewhere            the server does this at another of its addresses
 │   ├── UnknownModel, UnknownAdapter
 │   ├── DuplicateRequestId         a request with that id is active
 │   ├── PreconditionFailed         e.g. min_weights is newer than the weights in use
@@ -153,6 +154,10 @@ class Unsupported(RefusedError):
         return tuple(f.strip() for f in self.metadata.get("field", "").split(",") if f.strip())
 
 
+class ServedElsewhere(RefusedError):
+    """The server has an address of its own for control, and this is the wrong one of the two."""
+
+
 class UnknownModel(RefusedError):
     """The request names a model that is not served here."""
 
@@ -260,6 +265,7 @@ BY_REASON: Mapping[str, type[PenstockClientError]] = {
     "PROMPT_TOO_LONG": PromptTooLong,
     "EXCEEDS_KV_CAPACITY": ExceedsKVCapacity,
     "UNSUPPORTED_FEATURE": Unsupported,
+    "SERVED_ELSEWHERE": ServedElsewhere,
     "UNKNOWN_MODEL": UnknownModel,
     "UNKNOWN_ADAPTER": UnknownAdapter,
     "DUPLICATE_REQUEST_ID": DuplicateRequestId,

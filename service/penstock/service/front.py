@@ -1,0 +1,81 @@
+"""All that a server listens on: one gRPC server, or two where control has a port of its own."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+
+import grpc
+
+from penstock.runtime.errors import ConfigError
+from penstock.service.listen_options import tcp_address
+from penstock.service.listeners import UnixSocket, listen_tcp
+from penstock.service.options import ServerOptions
+from penstock.service.surface import ControlSurface, MainSurface
+from penstock.service.tls import Certificates
+
+Build = Callable[[Sequence[grpc.aio.ServerInterceptor]], grpc.aio.Server]
+"""Makes a gRPC server with all services. The interceptors given are put after its own."""
+
+
+class Front:
+    """Takes the addresses when it is made, and answers from `start` to `stop`."""
+
+    def __init__(self, options: ServerOptions, build: Build) -> None:
+        """Raises ConfigError where an address cannot be had, or TLS cannot be used."""
+        listen = options.listen
+        tls = listen.tls
+        certificates = None if tls is None else Certificates(tls)
+
+        def take(server: grpc.aio.Server, host: str, port: int, flag: str) -> int:
+            credentials = None if certificates is None else certificates.credentials()
+            return listen_tcp(server, host, port, credentials, flag=flag)
+
+        self.port: int | None = None
+        """Of the main address; None: it has none."""
+        self.control_port: int | None = None
+        """Where control is served; None: at the main address."""
+        self._options = options
+        self._socket: UnixSocket | None = None
+        apart = listen.control_port is not None
+        main = build([MainSurface(lambda: self.control_port or 0)] if apart else [])
+        self._servers = [main]
+        try:
+            if options.port is not None:
+                self.port = take(main, options.host, options.port, "--port")
+            if listen.unix_socket is not None:
+                self._socket = UnixSocket(main, listen.unix_socket, listen.unix_socket_mode)
+            if listen.control_port is not None:
+                control = build([ControlSurface()])
+                self._servers.append(control)
+                self.control_port = take(control, options.control_host, listen.control_port, "--control-port")
+        except ConfigError:
+            self._remove_socket()
+            raise
+
+    @property
+    def addresses(self) -> tuple[str, ...]:
+        """Where requests are taken: the port first, then the Unix socket."""
+        addresses = [] if self.port is None else [tcp_address(self._options.host, self.port)]
+        return tuple(addresses + ([] if self._socket is None else [self._socket.address]))
+
+    @property
+    def control_address(self) -> str | None:
+        """Where control is, if it has an address of its own."""
+        if self.control_port is None:
+            return None
+        return tcp_address(self._options.control_host, self.control_port)
+
+    async def start(self) -> None:
+        """Answer."""
+        for server in self._servers:
+            await server.start()
+
+    async def stop(self, grace_s: float | None) -> None:
+        """Listen no more; RPCs may go on for the grace. May be called again with less of it."""
+        self._remove_socket()
+        await asyncio.gather(*(server.stop(grace_s) for server in self._servers))
+
+    def _remove_socket(self) -> None:
+        if self._socket is not None:
+            self._socket.remove()
