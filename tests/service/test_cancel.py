@@ -293,6 +293,22 @@ async def test_a_slow_reader_gets_everything_merged():
     assert max(sizes) > 100, "what waited was merged"
 
 
+async def test_a_merged_message_fits_every_client():
+    """Clients refuse messages above 4 MiB unless told otherwise; more than that waits here."""
+    engine = fake(max_model_len=40_000, tokens_per_step=100)
+    async with serving(engine, stall_limit_s=20, channel_options=SMALL_WINDOWS) as rig:
+        call = rig.inference.Stream(much())
+        messages = [await call.read()]
+        await until(lambda: engine.load().num_running == 0)  # all was made while nothing was read
+        async for message in read_all(call):
+            messages.append(message)  # noqa: PERF401 -- kept when the stream fails
+        assert await call.code() is grpc.StatusCode.OK
+    sizes = [message.ByteSize() for message in messages]
+    assert sum(sizes) > 6 * 2**20, "more than a client takes at once"
+    assert 2**19 < max(sizes) < 1.1 * 2**20
+    assert len(joined(messages).outputs[0].logprobs.top) == 39_999
+
+
 async def test_a_stalled_reader_that_cancels_is_forgotten():
     engine = fake(max_model_len=200_000)
     async with serving(engine, stall_limit_s=30, channel_options=SMALL_WINDOWS) as rig:

@@ -20,6 +20,7 @@ from penstock.service.bounds import Bounds
 from penstock.service.context import Truncation
 from penstock.service.listen_options import ListenOptions
 from penstock.service.options import ServerOptions
+from penstock.service.reply_limits import ReplyLimits
 from tests.service.fake import FakeEngine
 
 OVERRIDE = "--override-generation-config"
@@ -199,6 +200,18 @@ def test_switches_of_the_server_arrive() -> None:
     assert (given.port, given.listen) == (None, ListenOptions(unix_socket=Path("s")))
     given = serve_flags.server_options(parse("demo", "--host", "0.0.0.0", "--insecure"))
     assert given == ServerOptions(host="0.0.0.0", listen=ListenOptions(insecure=True))
+
+
+def test_every_limit_of_replies_arrives() -> None:
+    given = {"--max-response-bytes": "3M", "--max-buffered-response-bytes": "2G"}
+    options = serve_flags.server_options(parse("demo", *(x for pair in given.items() for x in pair)))
+    assert options.replies == ReplyLimits(max_response_bytes=3 * 2**20, max_buffered_response_bytes=2 * 2**30)
+
+
+@pytest.mark.parametrize("name", [field.name for field in dataclasses.fields(ReplyLimits)])
+def test_a_limit_of_replies_is_a_number_of_bytes(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"{name}: must be from 1"):
+        ReplyLimits(**{name: 0})
 
 
 @pytest.mark.parametrize("name", ["tool_call_parser", "reasoning_parser"])

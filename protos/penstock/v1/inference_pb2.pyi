@@ -375,7 +375,9 @@ Global___StreamStarted: _TypeAlias = StreamStarted  # noqa: Y015
 
 @_typing.final
 class OutputDelta(_message.Message):
-    """What was added to one output; never cumulative."""
+    """What was added to one output; never cumulative. About 1 MiB at most, however much has waited; StreamStarted alone
+    may be larger, with prompt_logprobs.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 

@@ -29,12 +29,14 @@ if _version_not_supported:
 class InferenceServiceStub:
     """Errors of Generate and Stream, all of them before the first token unless noted:
     INVALID_ARGUMENT    INVALID_FIELD, PROMPT_TOO_LONG, EXCEEDS_KV_CAPACITY (can never fit); at any time
-    INVALID_FIELD: a Constraint that turned out too complex
+    INVALID_FIELD: a Constraint that turned out too complex; RESPONSE_TOO_LARGE: the reply would
+    be larger than the server sends, or has become so
     NOT_FOUND           UNKNOWN_MODEL, UNKNOWN_ADAPTER
     ALREADY_EXISTS      DUPLICATE_REQUEST_ID: a request with this id is active
     FAILED_PRECONDITION min_weights is newer than the weights in use
-    RESOURCE_EXHAUSTED  QUEUE_FULL, with google.rpc.RetryInfo; at any time STALLED_READER: a stream that was not
-    read for longer than the server waits
+    RESOURCE_EXHAUSTED  QUEUE_FULL, BUSY, with google.rpc.RetryInfo; at any time STALLED_READER: a stream that was
+    not read for longer than the server waits (if it reads again shortly after; later CANCELLED,
+    as for any reply that nobody takes), and BUSY where too much output waits for its readers
     UNAVAILABLE         NOT_READY, DRAINING, UNAVAILABLE (all threads that compile grammars are busy)
     UNIMPLEMENTED       UNSUPPORTED_FEATURE
     INTERNAL            ENGINE_FAILURE, INTERNAL (a bug), NON_FINITE_LOGITS (the model computed NaN or infinity; other
@@ -74,12 +76,14 @@ class InferenceServiceStub:
 class InferenceServiceServicer:
     """Errors of Generate and Stream, all of them before the first token unless noted:
     INVALID_ARGUMENT    INVALID_FIELD, PROMPT_TOO_LONG, EXCEEDS_KV_CAPACITY (can never fit); at any time
-    INVALID_FIELD: a Constraint that turned out too complex
+    INVALID_FIELD: a Constraint that turned out too complex; RESPONSE_TOO_LARGE: the reply would
+    be larger than the server sends, or has become so
     NOT_FOUND           UNKNOWN_MODEL, UNKNOWN_ADAPTER
     ALREADY_EXISTS      DUPLICATE_REQUEST_ID: a request with this id is active
     FAILED_PRECONDITION min_weights is newer than the weights in use
-    RESOURCE_EXHAUSTED  QUEUE_FULL, with google.rpc.RetryInfo; at any time STALLED_READER: a stream that was not
-    read for longer than the server waits
+    RESOURCE_EXHAUSTED  QUEUE_FULL, BUSY, with google.rpc.RetryInfo; at any time STALLED_READER: a stream that was
+    not read for longer than the server waits (if it reads again shortly after; later CANCELLED,
+    as for any reply that nobody takes), and BUSY where too much output waits for its readers
     UNAVAILABLE         NOT_READY, DRAINING, UNAVAILABLE (all threads that compile grammars are busy)
     UNIMPLEMENTED       UNSUPPORTED_FEATURE
     INTERNAL            ENGINE_FAILURE, INTERNAL (a bug), NON_FINITE_LOGITS (the model computed NaN or infinity; other
@@ -159,12 +163,14 @@ def add_InferenceServiceServicer_to_server(servicer, server):
 class InferenceService:
     """Errors of Generate and Stream, all of them before the first token unless noted:
     INVALID_ARGUMENT    INVALID_FIELD, PROMPT_TOO_LONG, EXCEEDS_KV_CAPACITY (can never fit); at any time
-    INVALID_FIELD: a Constraint that turned out too complex
+    INVALID_FIELD: a Constraint that turned out too complex; RESPONSE_TOO_LARGE: the reply would
+    be larger than the server sends, or has become so
     NOT_FOUND           UNKNOWN_MODEL, UNKNOWN_ADAPTER
     ALREADY_EXISTS      DUPLICATE_REQUEST_ID: a request with this id is active
     FAILED_PRECONDITION min_weights is newer than the weights in use
-    RESOURCE_EXHAUSTED  QUEUE_FULL, with google.rpc.RetryInfo; at any time STALLED_READER: a stream that was not
-    read for longer than the server waits
+    RESOURCE_EXHAUSTED  QUEUE_FULL, BUSY, with google.rpc.RetryInfo; at any time STALLED_READER: a stream that was
+    not read for longer than the server waits (if it reads again shortly after; later CANCELLED,
+    as for any reply that nobody takes), and BUSY where too much output waits for its readers
     UNAVAILABLE         NOT_READY, DRAINING, UNAVAILABLE (all threads that compile grammars are busy)
     UNIMPLEMENTED       UNSUPPORTED_FEATURE
     INTERNAL            ENGINE_FAILURE, INTERNAL (a bug), NON_FINITE_LOGITS (the model computed NaN or infinity; other

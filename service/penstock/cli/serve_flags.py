@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from penstock.cli.serve_engine_flags import add_engine_flags
 from penstock.cli.serve_limits_flags import add_limits_flags, bounds
 from penstock.cli.serve_network_flags import add_listen_flags, listen_options
+from penstock.cli.serve_reply_flags import add_reply_flags, reply_limits
 from penstock.runtime.chat.parser import REASONING_PARSERS, TOOL_PARSERS
 from penstock.runtime.config import EngineConfig
 from penstock.service.context import Truncation
@@ -66,6 +67,7 @@ def add_parser(subparsers: Subparsers) -> None:
     add_limits_flags(parser)
     add_engine_flags(parser)
     _add_requests(parser)
+    add_reply_flags(parser)
     watch = parser.add_argument_group("logs and traces")
     watch.add_argument(
         "--otlp-endpoint",
@@ -143,4 +145,5 @@ def server_options(args: argparse.Namespace) -> ServerOptions:
         tool_call_parser=args.tool_call_parser,
         reasoning_parser=args.reasoning_parser,
         bounds=bounds(args),
+        replies=reply_limits(args),
     )

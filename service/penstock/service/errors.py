@@ -45,6 +45,18 @@ class StalledReader(errors.RequestError):
         super().__init__(f"the stream was not read for {limit_s:g} s, so its generation was ended")
 
 
+class ResponseTooLarge(errors.InvalidRequest):
+    """The reply would be larger than the server sends, or was when it grew.
+
+    Expected: the caller can ask for less, or for a stream, which need not fit as a whole. `max_bytes` is the
+    limit.
+    """
+
+    def __init__(self, violations: Sequence[errors.Violation], max_bytes: int) -> None:
+        self.max_bytes = max_bytes
+        super().__init__(violations)
+
+
 class Busy(errors.UnavailableError):
     """As much goes on at once as one of the server's bounds allows.
 
@@ -103,6 +115,9 @@ TABLE: Mapping[type[errors.PenstockError], Row] = {
     errors.CheckpointError: Row(Code.FAILED_PRECONDITION, "CHECKPOINT"),
     errors.RequestError: Row(Code.INVALID_ARGUMENT, "INVALID_REQUEST"),
     errors.InvalidRequest: Row(Code.INVALID_ARGUMENT, "INVALID_FIELD"),
+    ResponseTooLarge: Row(
+        Code.INVALID_ARGUMENT, "RESPONSE_TOO_LARGE", lambda e: {"max_bytes": str(e.max_bytes)}
+    ),
     errors.UnsupportedFeature: Row(
         Code.UNIMPLEMENTED, "UNSUPPORTED_FEATURE", lambda e: {"field": ",".join(e.fields)}
     ),

@@ -6,11 +6,12 @@ import asyncio
 import dataclasses
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
 from typing import Self
 
-from penstock.runtime.assemble import Assembler, Delta
+from penstock.runtime.assemble import Assembler
 from penstock.runtime.chat.enforce import call_grammar, thinking_first
 from penstock.runtime.chat.parser import ChatForms
 from penstock.runtime.constraint import TokenConstraint
@@ -22,77 +23,93 @@ from penstock.runtime.request import (
     PreparedPrompt,
     Request,
     RequestTiming,
+    SamplingParams,
     TokenLogprobs,
 )
 from penstock.service.abort import Arrivals
 from penstock.service.backend import Backend
 from penstock.service.context import Fitted, Truncation, fit
-from penstock.service.convert import ChatPrompt, Job
+from penstock.service.convert import ChatPrompt, Job, TokenPrompt
 from penstock.service.convert_params import with_bad_words
 from penstock.service.lanes import Lanes
+from penstock.service.pending import Encode, Taken
 from penstock.service.places import Places
 from penstock.service.prompts import Encoded, encode_prompt, encode_words
-from penstock.service.streams import Buffer, Switchboard, take_any
+from penstock.service.readers import RequestReader, StallLog
+from penstock.service.replies import encode_logprobs
+from penstock.service.reply_budget import ReplyBudget
+from penstock.service.streams import Buffer, Switchboard
 from penstock.service.telemetry import RequestTrace, Telemetry
 
 INLINE_TOKENS = 2000
 """Shorter prompts are checked and hashed on the event loop, in a fraction of a millisecond."""
 
 
+@dataclass(frozen=True, slots=True)
+class Surroundings:
+    """What all generations of a server share."""
+
+    engine: Backend
+    switchboard: Switchboard
+    telemetry: Telemetry
+    arrivals: Arrivals
+    places: Places
+    forms: ChatForms
+    lanes: Lanes
+    budget: ReplyBudget
+    stalls: StallLog
+
+
 class Generation:
     """A request in the engine, as an async context: whatever happens, leaving it frees slots and pages."""
 
     def __init__(
-        self,
-        job: Job,
-        engine: Backend,
-        switchboard: Switchboard,
-        telemetry: Telemetry,
-        arrivals: Arrivals,
-        places: Places,
-        forms: ChatForms,
-        lanes: Lanes,
-        *,
-        min_tokens: int = 1,
-        stall_limit_s: float | None = None,
+        self, job: Job, around: Surroundings, *, min_tokens: int = 1, stall_limit_s: float | None = None
     ) -> None:
+        """`min_tokens`: what a delta should have; `stall_limit_s`: None where the whole is collected."""
         self.job = job
+        """Once entered, it has no prompt any more, and nothing else that may be large."""
         self.prompt = Fitted((), job.stopping)
         self.prompt_logprobs: tuple[TokenLogprobs, ...] = ()
         """Known once the first delta of output 0 was taken."""
         self.num_completion_tokens = 0
         """Of all outputs taken so far."""
-        self._engine = engine
-        self._switchboard = switchboard
-        self._arrivals = arrivals
-        self._places = places
+        self._around = around
         self._placed = 0
         """Outputs that are in the engine."""
-        self._forms = forms
-        self._lanes = lanes
+        self._engine = around.engine
+        self._lanes = around.lanes
         self._min_tokens = min_tokens
         self._stall_limit_s = stall_limit_s
-        self._trace: RequestTrace = telemetry.request(job, engine.info.name)
-        self._buffers: list[Buffer] = []
-        self._active: list[int] = []
-        """Outputs whose end was not taken yet."""
-        self._ends: dict[int, Delta] = {}
+        self._collects = stall_limit_s is None
+        self._trace: RequestTrace = around.telemetry.request(job, around.engine.info.name)
+        self._reader: RequestReader | None = None
+        self._ends: dict[int, tuple[Finish, RequestTiming | None]] = {}
 
     async def __aenter__(self) -> Self:
         """Tokenize and submit; raises what the engine refuses."""
         try:
-            with self._places.taken(self.job.n):
+            self._around.budget.check_room()
+            with self._around.places.taken(self.job.n):
                 requests, prepared, aborted, text = await self._prepare()
                 # No `await` from here on: see Arrivals.
-                changed = asyncio.Event()
-                self._buffers = [self._buffer(request, text, changed) for request in requests]
-                self._active = list(range(len(requests)))
-                for request, buffer in zip(requests, self._buffers, strict=True):
+                self._reader = RequestReader(
+                    self._engine,
+                    self.job.request_id,
+                    self._around.budget,
+                    self._around.stalls,
+                    stall_limit_s=self._stall_limit_s,
+                    collects=self._collects,
+                )
+                buffers = [self._buffer(request, text, self._reader) for request in requests]
+                self._reader.reads(buffers)
+                for request, buffer in zip(requests, buffers, strict=True):
                     if aborted is None:
                         buffer.submit(request, prepared)
                     else:
                         buffer.deliver(self._never_ran(request.request_id, aborted))
             self._placed = self.job.n
+            self.job = _without_load(self.job)
         except BaseException as error:
             self._end(error)
             raise
@@ -105,7 +122,7 @@ class Generation:
         started_ns = time.monotonic_ns()
         job, room = self.job, self._engine.info.max_model_len
         rejects = job.context.truncation is Truncation.REJECT
-        with self._arrivals.tokenizing(job.request_id) as arrival:
+        with self._around.arrivals.tokenizing(job.request_id) as arrival:
             encoded = await encode_prompt(
                 self._engine.text, job.prompt, self._lanes, max_tokens=room - 1 if rejects else None
             )
@@ -113,6 +130,8 @@ class Generation:
             made = {"gen_ai.usage.input_tokens": len(encoded.token_ids)}
             self._trace.phase("tokenize", started_ns, time.monotonic_ns(), made)
             self.prompt = fit(encoded.token_ids, job.context, job.stopping, room)
+            if job.prompt_logprobs is not None:
+                self._around.budget.check_prompt(len(self.prompt.token_ids), job.prompt_logprobs)
             sampling = with_bad_words(job.sampling, words, self._engine.info.vocab_size)
             constraints = await self._constraints(encoded)
             requests = outputs_of(job.request(self.prompt, sampling), job.n, constraints)
@@ -126,11 +145,11 @@ class Generation:
         """One per output, where there is a grammar; compiled in a thread."""
         grammar, codec = self.job.grammar, self._engine.text
         if isinstance(self.job.prompt, ChatPrompt) and codec is not None:
-            calls = call_grammar(self._forms, self.job.prompt.chat, encoded.text, codec.added_tokens)
+            calls = call_grammar(self._around.forms, self.job.prompt.chat, encoded.text, codec.added_tokens)
             if calls is not None:
                 grammar = Grammar(GrammarKind.EBNF, calls, "chat.tool_choice")
             elif grammar is not None:
-                before = thinking_first(self._forms, encoded.text, codec.added_tokens)
+                before = thinking_first(self._around.forms, encoded.text, codec.added_tokens)
                 grammar = dataclasses.replace(grammar, before=before)
         if grammar is None:
             return ()
@@ -141,12 +160,12 @@ class Generation:
         self._trace.phase("grammar", started_ns, time.monotonic_ns())
         return [compiled.constraint(grammar.field) for _ in range(self.job.n)]
 
-    def _buffer(self, request: Request, text: str, changed: asyncio.Event) -> Buffer:
+    def _buffer(self, request: Request, text: str, reader: RequestReader) -> Buffer:
         job = self.job
         parser, visible = None, frozenset[str]()
         if isinstance(job.prompt, ChatPrompt) and job.options.text:
-            parser = self._forms.parser(job.prompt.chat, text)
-            visible = self._forms.markers(job.prompt.chat)
+            parser = self._around.forms.parser(job.prompt.chat, text)
+            visible = self._around.forms.markers(job.prompt.chat)
         assembler = Assembler(
             request.stopping,
             self._engine.text if job.options.text else None,
@@ -156,12 +175,12 @@ class Generation:
         )
         return Buffer(
             self._engine,
-            self._switchboard,
+            self._around.switchboard,
             request.request_id,
             assembler,
+            reader,
+            encode=self._encode,
             min_tokens=self._min_tokens,
-            stall_limit_s=self._stall_limit_s,
-            changed=changed,
         )
 
     def _never_ran(self, request_id: str, finish: Finish) -> Output:
@@ -173,31 +192,36 @@ class Generation:
         return Output(request_id, finish=finish, timing=timing, generation=self._engine.weights.generation)
 
     @property
+    def _encode(self) -> Encode | None:
+        """How log-probabilities are sent, if they are."""
+        top = self.job.logprobs
+        if top is None or not self.job.options.token_ids:
+            return None
+        return partial(encode_logprobs, top=top)
+
+    @property
     def is_done(self) -> bool:
         """Whether the end of every output was taken."""
-        return not self._active
+        return self._reader is not None and self._reader.is_done
 
-    async def take(self) -> tuple[int, Delta]:
+    async def take(self) -> tuple[int, Taken]:
         """The next delta of any output and its index; the last one of each has `finish`."""
-        at, delta = await take_any([self._buffers[index] for index in self._active])
-        index = self._active[at]
-        self.num_completion_tokens += len(delta.token_ids)
-        if delta.prompt_logprobs:
-            self.prompt_logprobs = delta.prompt_logprobs
-        # The others go first the next time: a fast output must not keep a slow one waiting.
-        self._active = [*self._active[at + 1 :], *self._active[: at + 1]]
-        if delta.finish is not None:
-            self._active.remove(index)
-            self._ends[index] = delta
+        assert self._reader is not None, "not entered"
+        index, taken = await self._reader.take()
+        self.num_completion_tokens += len(taken.token_ids)
+        if taken.prompt_logprobs:
+            self.prompt_logprobs = taken.prompt_logprobs
+        if taken.finish is not None:
+            self._ends[index] = taken.finish, taken.timing
             if self.is_done:
-                finishes = [end.finish for _, end in sorted(self._ends.items()) if end.finish is not None]
+                finishes = [finish for _, (finish, _) in sorted(self._ends.items())]
                 self._trace.finished(finishes, self.timing, self.num_completion_tokens)
-        return index, delta
+        return index, taken
 
     @property
     def timing(self) -> RequestTiming | None:
         """Of all outputs that have ended: from the first arrival to the last end."""
-        return merged_timing([end.timing for end in self._ends.values() if end.timing is not None])
+        return merged_timing([timing for _, timing in self._ends.values() if timing is not None])
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
@@ -205,10 +229,24 @@ class Generation:
         self._end(error)
 
     def _end(self, error: BaseException | None) -> None:
-        for buffer in self._buffers:
-            buffer.close()
-        self._places.left(self._placed)
+        if self._reader is not None:
+            self._reader.close()
+            task = asyncio.current_task()
+            if error is None and self._collects and task is not None:
+                # The reply waits to be sent, until the end of the RPC's task.
+                reader = self._reader
+                task.add_done_callback(lambda _: reader.forget())
+            else:
+                self._reader.forget()
+        self._around.places.left(self._placed)
         self._trace.end(error, cancelled=isinstance(error, (asyncio.CancelledError, GeneratorExit)))
+
+
+def _without_load(job: Job) -> Job:
+    """What is still asked of a job once its requests are made."""
+    return dataclasses.replace(
+        job, prompt=TokenPrompt(()), sampling=SamplingParams(), grammar=None, bad_words=()
+    )
 
 
 def merged_timing(times: Sequence[RequestTiming]) -> RequestTiming | None:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import sys
 from collections.abc import AsyncIterator
 from typing import TYPE_CHECKING
 
-from penstock.runtime.assemble import Delta
 from penstock.runtime.chat.parser import ChatForms
 from penstock.runtime.errors import UnsupportedFeature
 from penstock.runtime.interface import AbortOutcome, WeightsVersion
@@ -15,10 +15,14 @@ from penstock.service import replies
 from penstock.service.abort import Arrivals, to_target
 from penstock.service.backend import Backend
 from penstock.service.context import Truncation
-from penstock.service.convert import Job, Limits, to_job
-from penstock.service.generation import Generation
+from penstock.service.convert import Limits, to_job
+from penstock.service.generation import Generation, Surroundings
 from penstock.service.lanes import Lanes
+from penstock.service.pending import Taken
 from penstock.service.places import Places
+from penstock.service.readers import StallLog
+from penstock.service.reply_budget import ReplyBudget
+from penstock.service.reply_limits import ReplyLimits
 from penstock.service.streams import Switchboard
 from penstock.service.support import check_supported
 from penstock.service.telemetry import Telemetry
@@ -53,92 +57,105 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         lanes: Lanes,
         *,
         stall_limit_s: float,
+        reply_limits: ReplyLimits | None = None,
         truncation: Truncation = Truncation.REJECT,
     ) -> None:
         self._engine = engine
-        self._switchboard = switchboard
-        self._telemetry = telemetry
         self._stall_limit_s = stall_limit_s
         self._limits = limits_of(engine, truncation)
-        self._forms = forms
-        self._lanes = lanes
         self._arrivals = Arrivals()
-        self._places = Places(engine)
-
-    def _generation(self, job: Job, *, min_tokens: int, stall_limit_s: float | None = None) -> Generation:
-        return Generation(
-            job,
-            self._engine,
-            self._switchboard,
-            self._telemetry,
+        self._budget = ReplyBudget(reply_limits or ReplyLimits())
+        self._turns = asyncio.Lock()
+        """Of encoding what is large, see `replies.prompt_info`."""
+        self._around = Surroundings(
+            engine,
+            switchboard,
+            telemetry,
             self._arrivals,
-            self._places,
-            self._forms,
-            self._lanes,
-            min_tokens=min_tokens,
-            stall_limit_s=stall_limit_s,
+            Places(engine),
+            forms,
+            lanes,
+            self._budget,
+            StallLog(),
         )
 
-    async def Generate(
+    async def Generate(  # type: ignore[override]  # the interceptor takes what is serialized
         self, request: inference_pb2.GenerateRequest, context: Context
-    ) -> inference_pb2.GenerateResponse:
-        """The stream, collected: the buffers merge until the end, and only what that gives is read."""
+    ) -> bytes:
+        """The stream, collected: the buffers merge until the end, and only what that gives is read.
+
+        Answers with a serialized GenerateResponse: as an object it could take twenty times that.
+        """
         job = to_job(request, self._limits)
+        del request  # it would live as long as this RPC
+        self._budget.check_job(job, self._limits.info.max_model_len)
         outputs = [inference_pb2.Output(index=index) for index in range(job.n)]
+        logprobs: list[list[bytes]] = [[] for _ in outputs]
         num_tokens = [0] * job.n
-        async with self._generation(job, min_tokens=sys.maxsize) as generation:
+        async with Generation(job, self._around, min_tokens=sys.maxsize) as generation:
+            job = generation.job
             while not generation.is_done:
-                index, delta = await generation.take()
+                index, taken = await generation.take()
                 output = outputs[index]
-                if not output.weights or output.weights[-1].version.generation != delta.generation:
+                if not output.weights or output.weights[-1].version.generation != taken.generation:
                     output.weights.add(
-                        first_output_token=num_tokens[index], version=self._version(delta.generation)
+                        first_output_token=num_tokens[index], version=self._version(taken.generation)
                     )
-                num_tokens[index] += len(delta.token_ids)
-                replies.add_delta(output, delta, job)
-                if delta.finish is not None:
-                    output.finish.CopyFrom(replies.finish(delta.finish))
-            return inference_pb2.GenerateResponse(
+                num_tokens[index] += len(taken.token_ids)
+                replies.add_delta(output, taken, job)
+                logprobs[index].append(taken.logprobs)
+                if taken.finish is not None:
+                    output.finish.CopyFrom(replies.finish(taken.finish))
+                await asyncio.sleep(0)  # what is there already is taken without waiting
+            response = inference_pb2.GenerateResponse(
                 request_id=job.request_id,
                 model=self._engine.info.name,
-                prompt=replies.prompt_info(job, generation.prompt, generation.prompt_logprobs),
-                outputs=outputs,
                 usage=self._usage(generation),
                 timing=replies.timing(generation.timing),
             )
+            prompt = await replies.prompt_info(
+                job, generation.prompt, generation.prompt_logprobs, self._turns
+            )
+            return replies.response(response, prompt, outputs, logprobs)
 
-    async def Stream(
+    async def Stream(  # type: ignore[override]  # as above
         self, request: inference_pb2.StreamRequest, context: Context
-    ) -> AsyncIterator[inference_pb2.StreamResponse]:
-        """started; per output delta*, finished; summary."""
+    ) -> AsyncIterator[inference_pb2.StreamResponse | bytes]:
+        """started; per output delta*, finished; summary. What may be large is serialized."""
         job = to_job(request, self._limits)
+        del request  # as above
         per_message = job.options.min_tokens_per_message
-        async with self._generation(
-            job, min_tokens=per_message, stall_limit_s=self._stall_limit_s
+        async with Generation(
+            job, self._around, min_tokens=per_message, stall_limit_s=self._stall_limit_s
         ) as generation:
+            job = generation.job
             weights = self._engine.weights
-            taken: list[tuple[int, Delta]] = []
-            while job.prompt_logprobs is not None and not any(index == 0 for index, _ in taken):
-                taken.append(await generation.take())  # they are part of the first message
+            waiting: list[tuple[int, Taken]] = []
+            while job.prompt_logprobs is not None and not any(index == 0 for index, _ in waiting):
+                waiting.append(await generation.take())  # they are part of the first message
             started = inference_pb2.StreamStarted(
                 request_id=job.request_id,
                 model=self._engine.info.name,
-                prompt=replies.prompt_info(job, generation.prompt, generation.prompt_logprobs),
                 weights=replies.weights_version(weights),
             )
-            yield inference_pb2.StreamResponse(started=started)
+            prompt = await replies.prompt_info(
+                job, generation.prompt, generation.prompt_logprobs, self._turns
+            )
+            generation.prompt_logprobs = ()
+            yield replies.stream_started(started, prompt)
+            del prompt
             sent_generations = [weights.generation] * job.n
-            while taken or not generation.is_done:
-                index, delta = taken.pop(0) if taken else await generation.take()
+            while waiting or not generation.is_done:
+                index, taken = waiting.pop(0) if waiting else await generation.take()
                 message = inference_pb2.OutputDelta(index=index)
-                replies.add_delta(message, delta, job)
-                if delta.token_ids and delta.generation != sent_generations[index]:
-                    message.weights.CopyFrom(self._version(delta.generation))
-                    sent_generations[index] = delta.generation
+                replies.add_delta(message, taken, job)
+                if taken.token_ids and taken.generation != sent_generations[index]:
+                    message.weights.CopyFrom(self._version(taken.generation))
+                    sent_generations[index] = taken.generation
                 if replies.says_something(message):
-                    yield inference_pb2.StreamResponse(delta=message)
-                if delta.finish is not None:
-                    finished = inference_pb2.OutputFinished(index=index, finish=replies.finish(delta.finish))
+                    yield replies.stream_delta(message, taken.logprobs)
+                if taken.finish is not None:
+                    finished = inference_pb2.OutputFinished(index=index, finish=replies.finish(taken.finish))
                     yield inference_pb2.StreamResponse(finished=finished)
             summary = inference_pb2.StreamSummary(
                 usage=self._usage(generation), timing=replies.timing(generation.timing)

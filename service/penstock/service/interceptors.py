@@ -78,6 +78,11 @@ def new_request_id() -> str:
     return uuid.uuid4().hex
 
 
+def as_bytes(serialize: Callable[[Any], bytes]) -> Callable[[Any], bytes]:
+    """A serializer that leaves alone what is serialized: handlers do it by themselves where it is large."""
+    return lambda reply: reply if isinstance(reply, bytes) else serialize(reply)
+
+
 class PenstockInterceptor(grpc.aio.ServerInterceptor):
     """Wraps the handlers of all services of one server."""
 
@@ -113,7 +118,7 @@ class PenstockInterceptor(grpc.aio.ServerInterceptor):
         else:
             make, handle = grpc.stream_unary_rpc_method_handler, self._one
         wrapped = handle(method, handler.request_deserializer, behaviour, streamed=handler.request_streaming)
-        return make(wrapped, None, handler.response_serializer)
+        return make(wrapped, None, as_bytes(handler.response_serializer))
 
     def _one(self, method: str, parse: Any, behaviour: Behaviour, *, streamed: bool) -> Behaviour:
         """For methods with one reply."""

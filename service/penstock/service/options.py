@@ -10,6 +10,7 @@ from penstock.runtime.errors import ConfigError
 from penstock.service.bounds import Bounds
 from penstock.service.context import Truncation
 from penstock.service.listen_options import ListenOptions, host_problems, tcp_address, unix_address
+from penstock.service.reply_limits import ReplyLimits
 
 MIB = 1024 * 1024
 
@@ -37,6 +38,8 @@ class ServerOptions:
     """The same for what it thinks."""
     bounds: Bounds = field(default_factory=Bounds)
     """How much may go on at once."""
+    replies: ReplyLimits = field(default_factory=ReplyLimits)
+    """How large replies may get."""
 
     def __post_init__(self) -> None:
         bad = [*host_problems("host", self.host), *self.listen.problems()]

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 from collections.abc import Sequence
 
-from penstock.runtime.assemble import Delta
 from penstock.runtime.interface import AbortOutcome, WeightsVersion
 from penstock.runtime.request import Finish, FinishReason, RequestTiming, TokenLogprobs
 from penstock.service.context import Fitted
 from penstock.service.convert import Job
+from penstock.service.pending import Taken
+from penstock.service.wire import field
 from penstock.v1 import inference_pb2, types_pb2, weights_pb2
 
+CANDIDATES_AT_ONCE = 1000
+"""Are encoded in about a millisecond."""
 REASONS = {
     FinishReason.EOS: types_pb2.FINISH_REASON_EOS,
     FinishReason.STOP: types_pb2.FINISH_REASON_STOP,
@@ -61,39 +65,90 @@ def logprobs(values: Sequence[TokenLogprobs], top: int) -> types_pb2.Logprobs:
     return message
 
 
-def add_delta(message: inference_pb2.Output | inference_pb2.OutputDelta, delta: Delta, job: Job) -> None:
-    """Append what is new: text always (it is empty where none was asked for), ids and log-probabilities as
-    far
-    as they were asked for.
+def encode_logprobs(values: Sequence[TokenLogprobs], top: int) -> bytes:
+    """A serialized `Logprobs`. Joined as bytes, those of consecutive tokens are that of all: it has only
+    repeated fields.
     """
-    message.text += delta.text
-    message.reasoning += delta.reasoning
-    for call in delta.tool_calls:
+    return logprobs(values, top).SerializeToString()
+
+
+def add_delta(message: inference_pb2.Output | inference_pb2.OutputDelta, taken: Taken, job: Job) -> None:
+    """Append what is new, but log-probabilities, which are bytes already: text always (it is empty where none
+    was asked for), and ids where they were asked for.
+    """
+    message.text += taken.text
+    message.reasoning += taken.reasoning
+    for call in taken.tool_calls:
         message.tool_calls.add(id=call.id, name=call.name, arguments_json=call.arguments)
-    if not job.options.token_ids:
-        return
-    message.token_ids.extend(delta.token_ids)
-    if job.logprobs is not None and delta.token_ids:
-        message.logprobs.MergeFrom(logprobs(delta.logprobs, job.logprobs))
+    if job.options.token_ids:
+        message.token_ids.extend(taken.token_ids)
 
 
 def says_something(message: inference_pb2.OutputDelta) -> bool:
     """Whether there is more in it than an index."""
-    return any(field.name != "index" for field, _ in message.ListFields())
+    return any(one.name != "index" for one, _ in message.ListFields())
 
 
-def prompt_info(job: Job, prompt: Fitted, values: Sequence[TokenLogprobs]) -> types_pb2.PromptInfo:
-    """The prompt as the model saw it. Its first token has no log-probability: NaN, and no candidates."""
+def response(
+    message: inference_pb2.GenerateResponse,
+    encoded_prompt: Sequence[bytes],
+    outputs: Sequence[inference_pb2.Output],
+    encoded_logprobs: Sequence[Sequence[bytes]],
+) -> bytes:
+    """A whole `GenerateResponse`: its small fields, its `PromptInfo`, its outputs and their
+    log-probabilities.
+    """
+    kind = type(message)
+    parts = [message.SerializeToString(), *field(kind, "prompt", encoded_prompt)]
+    for output, encoded in zip(outputs, encoded_logprobs, strict=True):
+        parts += field(kind, "outputs", [output.SerializeToString(), *_logprobs_field(output, encoded)])
+    return b"".join(parts)
+
+
+def stream_delta(message: inference_pb2.OutputDelta, encoded_logprobs: bytes) -> bytes:
+    """A `StreamResponse` with a delta and its log-probabilities."""
+    body = [message.SerializeToString(), *_logprobs_field(message, [encoded_logprobs])]
+    return b"".join(field(inference_pb2.StreamResponse, "delta", body))
+
+
+def stream_started(message: inference_pb2.StreamStarted, encoded_prompt: Sequence[bytes]) -> bytes:
+    """A `StreamResponse` that begins a stream, with its `PromptInfo`."""
+    body = [message.SerializeToString(), *field(inference_pb2.StreamStarted, "prompt", encoded_prompt)]
+    return b"".join(field(inference_pb2.StreamResponse, "started", body))
+
+
+def _logprobs_field(
+    message: inference_pb2.Output | inference_pb2.OutputDelta, encoded: Sequence[bytes]
+) -> list[bytes]:
+    """Unset where there are none."""
+    return field(type(message), "logprobs", encoded) if any(encoded) else []
+
+
+async def prompt_info(
+    job: Job, prompt: Fitted, values: Sequence[TokenLogprobs], turns: asyncio.Lock
+) -> list[bytes]:
+    """The prompt as the model saw it, serialized. Its first token has no log-probability: NaN, and no
+    candidates.
+
+    There may be hundreds of thousands of candidates. They are encoded in pieces of about a millisecond, and
+    whoever has `turns` meanwhile is the only one, so that nobody on the event loop waits longer than that.
+    """
     ids = prompt.token_ids
     message = types_pb2.PromptInfo(
         token_count=len(ids),
         token_ids=ids if job.options.echo_prompt_token_ids else (),
         truncated_tokens=prompt.num_truncated,
     )
+    encoded = [message.SerializeToString()]
     if job.prompt_logprobs is not None and len(values) == len(ids) - 1:  # else it ended before
-        first = TokenLogprobs(math.nan)
-        message.logprobs.CopyFrom(logprobs([first, *values], job.prompt_logprobs))
-    return message
+        pieces = [encode_logprobs([TokenLogprobs(math.nan)], job.prompt_logprobs)]
+        size = max(1, CANDIDATES_AT_ONCE // (1 + job.prompt_logprobs))
+        for start in range(0, len(values), size):
+            async with turns:
+                pieces.append(encode_logprobs(values[start : start + size], job.prompt_logprobs))
+                await asyncio.sleep(0)
+        encoded += field(types_pb2.PromptInfo, "logprobs", pieces)
+    return encoded
 
 
 def usage(num_prompt_tokens: int, num_completion_tokens: int, times: RequestTiming | None) -> types_pb2.Usage:
@@ -111,14 +166,14 @@ def timing(times: RequestTiming | None) -> types_pb2.Timing:
     if times is None:
         return message
     message.preemptions = times.preemptions
-    for field, end in (
+    for duration, end in (
         (message.queue, times.scheduled_ns),
         (message.time_to_first_token, times.first_token_ns),
         (message.total, times.finished_ns),
     ):
         if end:
-            field.FromNanoseconds(max(0, end - times.arrived_ns))
-            field.SetInParent()
+            duration.FromNanoseconds(max(0, end - times.arrived_ns))
+            duration.SetInParent()
     return message
 
 

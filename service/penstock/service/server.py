@@ -148,6 +148,7 @@ class PenstockServer:
                 self._forms(engine),
                 self._lanes,
                 stall_limit_s=self._options.stall_limit_s,
+                reply_limits=self._options.replies,
                 truncation=self._options.truncation,
             )
         )

@@ -1,0 +1,89 @@
+"""RPCs whose reply nobody takes: each is given up after a while, with its task, its memory and core's.
+
+What is sent is followed from when gRPC gets it until it asks for more: by then all of it has passed the
+peer's window. A peer that takes no part of a message for the stall limit is too slow for gRPC to tell from
+one that has vanished, so a large message has a limit that grows with its size.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from penstock.service.calls import Ender
+from penstock.service.readers import StallLog
+
+SLOWEST_BYTES_PER_S = 128 * 1024
+"""Whoever takes a large message slower than this may be given up before all of it has left."""
+LAST_WORDS_S = 5.0
+"""A reader that comes back so long after the stall limit still learns how its RPC ended."""
+
+
+class Sends:
+    """All replies of one server that are on their way. Used on its event loop only."""
+
+    def __init__(self, stall_limit_s: float, stalls: StallLog) -> None:
+        self._limit_s = stall_limit_s + LAST_WORDS_S
+        self._stall_limit_s = stall_limit_s
+        self._stalls = stalls
+        self._ender = Ender()
+
+    def start(self, method: str) -> Send:
+        """Follow the RPC of this task from now on until the task's end."""
+        task = asyncio.current_task()
+        assert task is not None, "a handler runs in a task"
+        send = Send(self, task, method)
+        task.add_done_callback(send.close)
+        return send
+
+    def limit_s(self, num_bytes: int) -> float:
+        """How long a message of this size may take, in seconds."""
+        return self._limit_s + num_bytes / SLOWEST_BYTES_PER_S
+
+    def give_up(self, task: asyncio.Task[Any], method: str) -> None:
+        """End the RPC of this task."""
+        self._stalls.tell(f"the reply of {method}", self._stall_limit_s)
+        self._ender.end(task)
+
+
+class Send:
+    """The messages of one RPC, one after the other."""
+
+    __slots__ = ("_due", "_loop", "_method", "_sends", "_task", "_timer", "gave_up")
+
+    def __init__(self, sends: Sends, task: asyncio.Task[Any], method: str) -> None:
+        self._sends, self._method = sends, method
+        self._task: asyncio.Task[Any] | None = task
+        self._loop = task.get_loop()
+        self._due: float | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self.gave_up = False
+        """Whether the RPC is being ended for it."""
+
+    def begin(self, num_bytes: int = 0) -> None:
+        """gRPC is given a message of this size, or a status, or is asked for a message of up to this size."""
+        self._due = self._loop.time() + self._sends.limit_s(num_bytes)
+        if self._timer is None:  # else it looks again when it fires: one timer serves many messages
+            self._timer = self._loop.call_at(self._due, self._look)
+
+    def done(self) -> None:
+        """The message has left, or has come."""
+        self._due = None
+
+    def close(self, _: object = None) -> None:
+        """The RPC's task has ended."""
+        self._due = self._task = None
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _look(self) -> None:
+        self._timer = None
+        if self._due is None or self._task is None:
+            return
+        if self._loop.time() < self._due:
+            self._timer = self._loop.call_at(self._due, self._look)
+            return
+        self.gave_up = True
+        task, self._task = self._task, None
+        self._sends.give_up(task, self._method)

@@ -1,0 +1,28 @@
+"""Messages put together from serialized parts, so that large ones are never objects as a whole."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from google.protobuf.message import Message
+
+_LENGTH_DELIMITED = 2
+
+
+def field(message: type[Message], name: str, parts: Sequence[bytes]) -> list[bytes]:
+    """The field `name` of such a message, itself a message of which these are the serialized parts.
+
+    The parts of a message are what serializing it with some of its fields set gives; joined they are the
+    whole.
+    """
+    number = message.DESCRIPTOR.fields_by_name[name].number
+    return [_varint(number << 3 | _LENGTH_DELIMITED) + _varint(sum(map(len, parts))), *parts]
+
+
+def _varint(value: int) -> bytes:
+    out = bytearray()
+    while value > 127:
+        out.append(value & 127 | 128)
+        value >>= 7
+    out.append(value)
+    return bytes(out)
