@@ -125,7 +125,7 @@ def until_it_waits(program):
 
 def test_the_server_is_the_real_command():
     assert demo.server_command("127.0.0.1", 5) == [
-        sys.executable, "-m", "penstock.cli", "serve", "demo", "--host", "127.0.0.1", "--port", "5",
+        sys.executable, "-P", "-m", "penstock.cli", "serve", "demo", "--host", "127.0.0.1", "--port", "5",
     ]  # fmt: skip
 
 

@@ -11,6 +11,7 @@ import json
 
 import pytest
 
+from penstock.service.features import Features
 from penstock.v1 import control_pb2, types_pb2
 from tests.service.codecs import CALL, END_CALL, QWEN_VOCAB, THINK, byte_codec, qwen_codec
 from tests.service.rig import collect, failure_of, fake, generate, ids, serving, stream
@@ -18,6 +19,7 @@ from tests.service.rig import collect, failure_of, fake, generate, ids, serving,
 CODEC = qwen_codec()
 USER = {"role": "user", "content": "hi"}
 WEATHER = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+OWN_TEMPLATES = Features(request_templates=True)
 TOOLS = [{"name": "get", "parameters_json": json.dumps(WEATHER)}, {"name": "put", "description": "it"}]
 
 
@@ -55,7 +57,7 @@ async def test_tool_choice_none_offers_none():
 
 async def test_a_tools_definition_reaches_the_template():
     template = "{% for t in tools %}{{ t.type }}{{ t.function | tojson }}{% endfor %}"
-    async with serving(qwen()) as rig:
+    async with serving(qwen(), features=OWN_TEMPLATES) as rig:
         text = bytes(await prompt_of(rig, chat(tools=TOOLS, chat_template=template))).decode()
     _, first, second = text.split("function{")
     assert json.loads("{" + first) == {"name": "get", "description": "", "parameters": WEATHER}
@@ -90,14 +92,14 @@ async def test_a_template_of_the_requests_own():
     """In place of the model's, with or without one."""
     template = "{% for m in messages %}<{{ m.content }}>{% endfor %}{{ 'go' if add_generation_prompt }}"
     for codec in (CODEC, byte_codec(chat_template=None)):
-        async with serving(qwen(codec=codec)) as rig:
+        async with serving(qwen(codec=codec), features=OWN_TEMPLATES) as rig:
             assert await prompt_of(rig, chat(chat_template=template)) == ids("<hi>go")
 
 
 async def test_options_are_variables_of_the_template():
     options = json.dumps({"thinking": True})
     other = {"chat_template": "{{ a.b[1] }}", "template_options_json": '{"a": {"b": [1, "two"]}}'}
-    async with serving(qwen()) as rig:
+    async with serving(qwen(), features=OWN_TEMPLATES) as rig:
         assert await prompt_of(rig, chat(template_options_json=options)) == [*ids("u:hi|a:"), THINK]
         assert await prompt_of(rig, chat(**other)) == ids("two")
         assert await prompt_of(rig, chat(template_options_json='{"add_generation_prompts": 0}')) == ids(
@@ -135,7 +137,7 @@ BAD = [
 @pytest.mark.parametrize(("asked", "field"), BAD, ids=range(len(BAD)))
 async def test_a_bad_chat_is_refused(asked, field):
     """By all that take one."""
-    async with serving(qwen()) as rig:
+    async with serving(qwen(), features=OWN_TEMPLATES) as rig:
         for call in (
             rig.inference.Generate(generate(chat=asked)),
             rig.inference.Stream(stream(chat=asked)).read(),
@@ -147,7 +149,7 @@ async def test_a_bad_chat_is_refused(asked, field):
 
 
 async def test_the_templates_own_words_are_told():
-    async with serving(qwen()) as rig:
+    async with serving(qwen(), features=OWN_TEMPLATES) as rig:
         asked = chat(chat_template="{{ raise_exception('no, thanks') }}")
         failure = await failure_of(rig.inference.Generate(generate(chat=asked)))
         assert "no, thanks" in failure.violations["chat.chat_template"]

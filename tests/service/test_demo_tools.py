@@ -13,6 +13,7 @@ import pytest
 
 from penstock.runtime.config import EngineConfig
 from penstock.runtime.engine import Engine
+from penstock.service.features import Features
 from penstock.v1 import types_pb2
 from tests.service.rig import Kept, collect, generate, joined, serving, stream
 from tests.support.toy import TEST_CACHE
@@ -135,7 +136,7 @@ async def test_a_constraint_is_for_the_answer_of_a_model_that_thinks(engine: Any
     constraint, matches = CONSTRAINTS[kind]
     end_think = engine.text.added_tokens["</think>"]
     ended = thought = 0
-    async with serving(engine, reasoning_parser="think") as rig:
+    async with serving(engine, reasoning_parser="think", features=Features(request_templates=True)) as rig:
         asked = types_pb2.ChatPrompt(messages=[ASK], chat_template=THINKING_TEMPLATE)
         sampling = {"temperature": 1.5, "seed": 5, "n": 4, "logit_bias": {end_think: 10.0}}
         for output in await both(rig, chat=asked, sampling=sampling, constraint=constraint):

@@ -21,6 +21,7 @@ from google.protobuf.duration_pb2 import Duration
 
 from penstock.runtime.config import EngineConfig
 from penstock.runtime.engine import Engine
+from penstock.service.features import Features
 from penstock.v1 import control_pb2, inference_pb2, types_pb2
 from tests.service.rig import Rig, serving, taken_apart, until
 from tests.support.toy import TEST_CACHE
@@ -255,7 +256,8 @@ async def rig() -> AsyncIterator[Rig]:
         compilation_cache=TEST_CACHE,
         show_progress=False,
     )
-    async with serving(Engine.from_pretrained("demo", config)) as rig:
+    features = Features(request_templates=True)
+    async with serving(Engine.from_pretrained("demo", config), features=features) as rig:
         yield rig
 
 

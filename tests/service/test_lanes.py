@@ -8,6 +8,7 @@ import threading
 import pytest
 
 from penstock.runtime.request import PreparedPrompt
+from penstock.service.features import Features
 from penstock.v1 import control_pb2, types_pb2
 from tests.service.codecs import byte_codec
 from tests.service.rig import fake, generate, serving, until
@@ -57,7 +58,7 @@ async def test_others_are_served_meanwhile(what):
         return encode(text[:100], **options)
 
     codec.encode = encode_held  # type: ignore[method-assign]
-    async with serving(engine) as rig:
+    async with serving(engine, features=Features(request_templates=True)) as rig:
         own = chat(chat_template="{{ 1 }}")
         slow = {
             "templates": lambda: rig.inference.Generate(generate(chat=own)),

@@ -18,6 +18,7 @@ from penstock.runtime.config import EngineConfig
 from penstock.runtime.errors import ConfigError
 from penstock.service.bounds import Bounds
 from penstock.service.context import Truncation
+from penstock.service.features import Features
 from penstock.service.listen_options import ListenOptions
 from penstock.service.options import ServerOptions
 from penstock.service.reply_limits import ReplyLimits
@@ -145,8 +146,9 @@ def test_every_option_of_the_server_arrives() -> None:
         "--tool-call-parser": "pythonic",
         "--reasoning-parser": "none",
     }
+    switches = ("--no-constraints", "--allow-request-templates")
     assert serve_flags.server_options(
-        parse("demo", *(x for pair in given.items() for x in pair))
+        parse("demo", *switches, *(x for pair in given.items() for x in pair))
     ) == ServerOptions(
         host="::1",
         port=7,
@@ -164,6 +166,7 @@ def test_every_option_of_the_server_arrives() -> None:
         truncation=Truncation.MIDDLE,
         tool_call_parser="pythonic",
         reasoning_parser="none",
+        features=Features(constraints=False, request_templates=True),
     )
 
 

@@ -96,11 +96,14 @@ class InvalidRequest(RequestError):
 
 
 class UnsupportedFeature(RequestError):
-    """Fields (or whole RPCs) of the contract that this build refuses instead of ignoring."""
+    """Fields (or whole RPCs) of the contract that this build refuses instead of ignoring; `why` in words,
+    where there is more to say.
+    """
 
-    def __init__(self, fields: Sequence[str]) -> None:
-        self.fields = tuple(fields)
-        super().__init__(f"not supported by this server: {', '.join(fields)}")
+    def __init__(self, fields: Sequence[str], why: str = "") -> None:
+        self.fields, self.why = tuple(fields), why
+        reason = f" ({why})" if why else ""
+        super().__init__(f"not supported by this server: {', '.join(fields)}{reason}")
 
 
 class PromptTooLong(RequestError):

@@ -81,6 +81,12 @@ class TextCodec:
     def has_chat_template(self) -> bool:
         return bool(getattr(self._tokenizer, "chat_template", None))
 
+    @property
+    def template_names(self) -> tuple[str, ...]:
+        """Of the model's own templates, where it has several."""
+        template = getattr(self._tokenizer, "chat_template", None)
+        return tuple(template) if isinstance(template, dict) else ()
+
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Token ids of `text`. Special tokens spelt out in it are recognised, as Hugging Face does."""
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens)

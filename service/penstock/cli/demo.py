@@ -68,7 +68,7 @@ def add_parser(subparsers: Subparsers) -> None:
 
 def server_command(host: str, port: int) -> list[str]:
     """What the child runs."""
-    return [sys.executable, "-m", "penstock.cli", "serve", "demo", "--host", host, "--port", str(port)]
+    return [sys.executable, "-P", "-m", "penstock.cli", "serve", "demo", "--host", host, "--port", str(port)]
 
 
 def problem_of(host: str, port: int) -> str | None:

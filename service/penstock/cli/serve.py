@@ -110,7 +110,7 @@ async def _serve_with(
         return None
     starting.result()
     _tell_addresses(server)
-    warming = in_thread(lambda: _warm_grammars(engine))  # beside what it serves from now on
+    warming = in_thread(lambda: _warm_grammars(engine, options))  # beside what it serves from now on
     died = await _first(asyncio.ensure_future(server.wait_for_failure()), stopping)
     log.info("stopping: no new requests; running ones have %g s", options.grace_s)
     await server.stop()
@@ -139,10 +139,10 @@ def _on_signals(told_to_stop: asyncio.Event) -> None:
         asyncio.get_running_loop().add_signal_handler(number, stop, number)
 
 
-def _warm_grammars(engine: Engine) -> None:
+def _warm_grammars(engine: Engine, options: ServerOptions) -> None:
     """Else the first constraint would wait for the process that grammars are tried in."""
     try:
-        if engine.grammars is not None:
+        if options.features.constraints and engine.grammars is not None:
             engine.grammars.warm_up()
     except PenstockError as error:
         log.warning("constraints are not ready: %s", error)

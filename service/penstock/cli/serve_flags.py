@@ -7,6 +7,7 @@ import json
 from typing import TYPE_CHECKING, Any
 
 from penstock.cli.serve_engine_flags import add_engine_flags
+from penstock.cli.serve_feature_flags import add_feature_flags, features
 from penstock.cli.serve_limits_flags import add_limits_flags, bounds
 from penstock.cli.serve_network_flags import add_listen_flags, listen_options
 from penstock.cli.serve_reply_flags import add_reply_flags, reply_limits
@@ -120,6 +121,7 @@ def _add_requests(parser: argparse.ArgumentParser) -> None:
         metavar="SECONDS",
         help="a constraint that takes longer to compile is refused; default: %(default)g",
     )
+    add_feature_flags(requests)
 
 
 def json_object(text: str) -> dict[str, Any]:
@@ -146,4 +148,5 @@ def server_options(args: argparse.Namespace) -> ServerOptions:
         reasoning_parser=args.reasoning_parser,
         bounds=bounds(args),
         replies=reply_limits(args),
+        features=features(args),
     )

@@ -11,6 +11,7 @@ from penstock.service import replies
 from penstock.service.backend import Backend
 from penstock.service.convert import Prompt, TextPrompt, chat_prompt
 from penstock.service.convert_params import Violations, check_token_ids
+from penstock.service.features import DEFAULT_FEATURES, Features
 from penstock.service.inference import limits_of
 from penstock.service.lanes import Lanes
 from penstock.service.prompts import INLINE_CHARS, encode_prompt
@@ -26,12 +27,20 @@ CONTRACT_REVISION = 1
 class ControlServicer(control_pb2_grpc.ControlServiceServicer):
     """Facts about one engine, and its tokenizer."""
 
-    def __init__(self, engine: Backend, lanes: Lanes, *, version: str, instance_id: str) -> None:
+    def __init__(
+        self,
+        engine: Backend,
+        lanes: Lanes,
+        *,
+        version: str,
+        instance_id: str,
+        features: Features = DEFAULT_FEATURES,
+    ) -> None:
         self._engine = engine
         self._lanes = lanes
         self._version = version
         self._instance_id = instance_id
-        self._limits = limits_of(engine)
+        self._limits = limits_of(engine, features=features)
 
     async def GetModelInfo(
         self, request: control_pb2.GetModelInfoRequest, context: Context
@@ -109,7 +118,7 @@ class ControlServicer(control_pb2_grpc.ControlServiceServicer):
         self, request: control_pb2.TokenizeRequest, context: Context
     ) -> control_pb2.TokenizeResponse:
         """What Generate would feed the model."""
-        check_supported(request)
+        check_supported(request, self._limits.lacking_templates, self._limits.why_lacking)
         bad = Violations()
         prompt: Prompt | None = None
         kind = request.WhichOneof("input")

@@ -5,6 +5,7 @@ once.
 from __future__ import annotations
 
 import uuid
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from penstock.runtime.chat.messages import Chat, ChatTurn, RawTool, ToolCall
@@ -29,11 +30,16 @@ from penstock.service.convert_params import (
     sampling_params,
     stopping_params,
 )
+from penstock.service.features import DEFAULT_FEATURES, Features
 from penstock.service.support import Refused, check_supported
 from penstock.v1 import inference_pb2, types_pb2
 
 _NEED_TEXT: Refused = {"prompt": (), "chat": (), "sampling.bad_words": (), "output.text": (False,)}
 _NEED_GRAMMARS: Refused = {f"constraint.{kind.value}": () for kind in GrammarKind}
+_WHY_NO_GRAMMARS = dict.fromkeys(
+    [*_NEED_GRAMMARS, "chat.tool_choice"], "it was started with --no-constraints"
+)
+_WHY_NO_TEMPLATES = {"chat.chat_template": "it was started without --allow-request-templates"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +121,8 @@ class Limits:
     max_outputs: int = MAX_OUTPUTS
     truncation: Truncation = Truncation.REJECT
     """What an unset `context.truncation` means."""
+    features: Features = DEFAULT_FEATURES
+    """What the operator lets callers use. `has_grammars` is false where that leaves no constraints."""
 
     def truncation_of(
         self, message: inference_pb2.GenerateRequest | inference_pb2.StreamRequest
@@ -137,7 +145,22 @@ class Limits:
             **({} if self.has_priority else {"priority": ()}),
             **({} if self.has_text else _NEED_TEXT),
             **({} if self.has_grammars else _NEED_GRAMMARS),
+            **self.lacking_templates,
         }
+
+    @property
+    def lacking_templates(self) -> Refused:
+        """The part of `lacking` that all messages with chats have in common: callers' templates, but for the
+        names of the model's own.
+        """
+        if self.features.request_templates:
+            return {}
+        return {"chat.chat_template": () if self.codec is None else self.codec.template_names}
+
+    @property
+    def why_lacking(self) -> Mapping[str, str]:
+        """The flags that `lacking` is due to."""
+        return _WHY_NO_TEMPLATES if self.features.constraints else _WHY_NO_TEMPLATES | _WHY_NO_GRAMMARS
 
 
 def to_job(message: inference_pb2.GenerateRequest | inference_pb2.StreamRequest, limits: Limits) -> Job:
@@ -149,7 +172,7 @@ def to_job(message: inference_pb2.GenerateRequest | inference_pb2.StreamRequest,
     """
     if message.model and message.model != limits.info.name:
         raise UnknownModel(message.model, limits.info.name)
-    check_supported(message, limits.lacking)
+    check_supported(message, limits.lacking, limits.why_lacking)
     bad = Violations()
     request_id = message.request_id or uuid.uuid4().hex
     if len(request_id) > MAX_REQUEST_ID_CHARS:
@@ -261,7 +284,7 @@ def _grammar(
     """What the output must match."""
     required = isinstance(prompt, ChatPrompt) and bool(prompt.chat.required_tools)
     if required and not limits.has_grammars:
-        raise UnsupportedFeature(["chat.tool_choice"])
+        raise UnsupportedFeature(["chat.tool_choice"], limits.why_lacking.get("chat.tool_choice", ""))
     kind = message.constraint.WhichOneof("kind")
     if kind is None:
         if message.HasField("constraint"):

@@ -16,6 +16,7 @@ from penstock.service.abort import Arrivals, to_target
 from penstock.service.backend import Backend
 from penstock.service.context import Truncation
 from penstock.service.convert import Limits, to_job
+from penstock.service.features import DEFAULT_FEATURES, Features
 from penstock.service.generation import Generation, Surroundings
 from penstock.service.lanes import Lanes
 from penstock.service.pending import Taken
@@ -32,16 +33,19 @@ if TYPE_CHECKING:
     from penstock.v1.inference_pb2_grpc import _ServicerContext as Context
 
 
-def limits_of(engine: Backend, truncation: Truncation = Truncation.REJECT) -> Limits:
+def limits_of(
+    engine: Backend, truncation: Truncation = Truncation.REJECT, features: Features = DEFAULT_FEATURES
+) -> Limits:
     """What requests are checked against."""
     return Limits(
         info=engine.info,
         max_logprobs=engine.config.max_logprobs,
         codec=engine.text,
-        has_grammars=engine.grammars is not None,
+        has_grammars=features.constraints and engine.grammars is not None,
         has_priority=engine.config.scheduling_policy == "priority",
         max_outputs=min(MAX_OUTPUTS, engine.config.max_queued_requests),  # more could never all be queued
         truncation=truncation,
+        features=features,
     )
 
 
@@ -59,10 +63,11 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         stall_limit_s: float,
         reply_limits: ReplyLimits | None = None,
         truncation: Truncation = Truncation.REJECT,
+        features: Features = DEFAULT_FEATURES,
     ) -> None:
         self._engine = engine
         self._stall_limit_s = stall_limit_s
-        self._limits = limits_of(engine, truncation)
+        self._limits = limits_of(engine, truncation, features)
         self._arrivals = Arrivals()
         self._budget = ReplyBudget(reply_limits or ReplyLimits())
         self._turns = asyncio.Lock()

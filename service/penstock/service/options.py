@@ -9,6 +9,7 @@ from penstock.runtime.chat.parser import REASONING_PARSERS, TOOL_PARSERS
 from penstock.runtime.errors import ConfigError
 from penstock.service.bounds import Bounds
 from penstock.service.context import Truncation
+from penstock.service.features import DEFAULT_FEATURES, Features
 from penstock.service.listen_options import ListenOptions, host_problems, tcp_address, unix_address
 from penstock.service.reply_limits import ReplyLimits
 
@@ -40,6 +41,8 @@ class ServerOptions:
     """How much may go on at once."""
     replies: ReplyLimits = field(default_factory=ReplyLimits)
     """How large replies may get."""
+    features: Features = DEFAULT_FEATURES
+    """What callers may use."""
 
     def __post_init__(self) -> None:
         bad = [*host_problems("host", self.host), *self.listen.problems()]

@@ -150,10 +150,17 @@ class PenstockServer:
                 stall_limit_s=self._options.stall_limit_s,
                 reply_limits=self._options.replies,
                 truncation=self._options.truncation,
+                features=self._options.features,
             )
         )
         self._control.bind(
-            ControlServicer(engine, self._lanes, version=version(), instance_id=self.instance_id)
+            ControlServicer(
+                engine,
+                self._lanes,
+                version=version(),
+                instance_id=self.instance_id,
+                features=self._options.features,
+            )
         )
 
     def _forms(self, engine: Backend) -> ChatForms:

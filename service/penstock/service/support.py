@@ -10,6 +10,7 @@ everything below it.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from types import MappingProxyType
 
 from google.protobuf.message import Message
 from google.protobuf.unknown_fields import UnknownFieldSet
@@ -127,17 +128,19 @@ REFUSED_RPCS = frozenset(
 """RPCs that answer UNIMPLEMENTED as a whole."""
 
 
-def check_supported(request: Message, lacking: Refused = _NOTHING) -> None:
+def check_supported(
+    request: Message, lacking: Refused = _NOTHING, why: Mapping[str, str] = MappingProxyType({})
+) -> None:
     """Raise UnsupportedFeature naming every field that is set and not honoured, with indices.
 
     `lacking` are honoured paths that this server cannot honour, as it was started, each with the values that
-    are taken all the same.
+    are taken all the same. `why` says in words what keeps it from honouring some of them.
     """
     name = request.DESCRIPTOR.full_name
     refused = {**REFUSED.get(name, {}), **lacking}
     found = list(_unsupported(request, "", "", HONOURED.get(name, frozenset()).difference(lacking), refused))
     if found:
-        raise UnsupportedFeature(found)
+        raise UnsupportedFeature(found, "; ".join(dict.fromkeys(why[path] for path in found if path in why)))
 
 
 def _unsupported(

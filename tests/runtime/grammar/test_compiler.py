@@ -1,6 +1,9 @@
 """Compiling: cached, shared among those who ask at once, bounded in time, memory and threads."""
 
+import os
+import signal
 import threading
+import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
@@ -221,8 +224,10 @@ def test_close_ends_the_processes_and_a_later_compile_starts_one(make):
 def test_a_process_that_died_is_replaced(make):
     compiler = make()
     compiler.warm_up()
-    compiler._sandbox._idle[0]._process.kill()
-    compiler._sandbox._idle[0]._process.wait()
+    (trial,) = compiler._sandbox._idle
+    os.kill(trial.pid, signal.SIGKILL)
+    while trial.alive:
+        time.sleep(0.01)
     compiler.constraint(Grammar.regex("x"))
 
 

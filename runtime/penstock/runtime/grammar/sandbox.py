@@ -8,14 +8,12 @@ deterministic, so what went well there goes well here.
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
+import json
 import threading
-import weakref
 from dataclasses import dataclass
-from multiprocessing.connection import Connection, Pipe
+from typing import Any
 
+from penstock.runtime.children import Child
 from penstock.runtime.errors import UnavailableError
 from penstock.runtime.grammar.narrowing import GrammarError
 from penstock.runtime.grammar.spec import Grammar
@@ -23,6 +21,9 @@ from penstock.runtime.grammar.vocabulary import Vocabulary
 
 _START_LIMIT_S = 60.0
 """A process imports its modules and indexes the vocabulary; about two seconds."""
+
+_MOST_ANSWER_BYTES = 64 * 1024 * 1024
+"""llguidance's text of a grammar is a few times as long as the source, which has a limit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,36 +87,31 @@ class _Trial:
 
     def __init__(self, vocabulary: Vocabulary, limits: TrialLimits) -> None:
         self._limits = limits
-        ours, theirs = Pipe()
-        self._connection = ours
         try:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "penstock.runtime.grammar.trial", str(theirs.fileno())],
-                pass_fds=[theirs.fileno()],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,  # Rust's account of a panic that is answered anyway
-                env=_environment(),
-                start_new_session=True,  # Ctrl-C is for the server alone
-            )
+            self._child = Child("penstock.runtime.grammar.trial")
         except OSError as error:
-            ours.close()
             raise UnavailableError(f"no process to compile grammars in: {error}") from error
-        finally:
-            theirs.close()
-        self.kill = weakref.finalize(self, _kill, self._process, ours)
+        self._connection = self._child.connection
         try:
-            ours.send((vocabulary, limits))
-            ready = ours.poll(_START_LIMIT_S) and ours.recv()
-        except (EOFError, OSError):
+            self._connection.send((vocabulary, limits))
+            ready = self._connection.poll(_START_LIMIT_S) and self._receive()
+        except (EOFError, OSError, ValueError):
             ready = False
         if not ready:
             self.kill()
             raise UnavailableError("the process to compile grammars in did not start")
 
     @property
+    def pid(self) -> int:
+        return self._child.pid
+
+    @property
     def alive(self) -> bool:
-        return self._process.poll() is None
+        return self._child.alive
+
+    def kill(self) -> None:
+        """End the process, if it runs."""
+        self._child.close()
 
     def run(self, grammar: Grammar) -> str:
         """As `Sandbox.check`; where that ended the process, it is no longer `alive`."""
@@ -124,8 +120,8 @@ class _Trial:
             self._connection.send(grammar)
             answered = self._connection.poll(limit_s)
             late = ("", f"compiling it took more than {limit_s:g} s; simplify it")
-            text, refused = self._connection.recv() if answered else late
-        except (EOFError, OSError) as error:
+            text, refused = self._receive() if answered else late
+        except (EOFError, OSError, ValueError, TypeError) as error:
             self.kill()
             raise GrammarError(
                 "compiling it took too much memory, or llguidance failed; simplify it"
@@ -139,14 +135,6 @@ class _Trial:
             raise GrammarError(refused)
         return str(text)
 
-
-def _environment() -> dict[str, str]:
-    """What importing the modules takes, and nothing else of the server's, which may hold secrets."""
-    linking = {name: os.environ[name] for name in ("LD_LIBRARY_PATH",) if name in os.environ}
-    return {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OPENBLAS_NUM_THREADS": "1"} | linking
-
-
-def _kill(process: subprocess.Popen[bytes], connection: Connection) -> None:
-    connection.close()
-    process.kill()
-    process.wait()
+    def _receive(self) -> Any:
+        """JSON, because whatever made it may be in a hostile grammar's hands."""
+        return json.loads(self._connection.recv_bytes(_MOST_ANSWER_BYTES))

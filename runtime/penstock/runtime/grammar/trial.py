@@ -1,21 +1,20 @@
 """What runs in a process of `sandbox`: compiles what it is sent and says whether that went well.
 
-    python -m penstock.runtime.grammar.trial FD
+    python -m penstock.runtime.grammar.trial CONNECTION LIFELINE
 
-FD is a connection of `multiprocessing`. It ends when the other end closes.
+The arguments are descriptors, see `children`. It ends when the other end of either closes.
 """
 
 from __future__ import annotations
 
-import os
+import json
 import resource
-import sys
 import threading
 from multiprocessing.connection import Connection
-from pathlib import Path
 
 from llguidance import LLTokenizer
 
+from penstock.runtime import confined
 from penstock.runtime.grammar.build import build_matcher
 from penstock.runtime.grammar.matcher import TokenBits, shorten
 from penstock.runtime.grammar.narrowing import GrammarError
@@ -27,13 +26,15 @@ from penstock.runtime.grammar.workers import STACK_BYTES
 
 
 def serve(connection: Connection) -> None:
-    """Answer each grammar with (text for llguidance, None) or (None, why it is refused)."""
+    """Answer each grammar with (text for llguidance, None) or (None, why it is refused), as JSON: the server
+    must not unpickle what comes from where a hostile grammar was."""
     vocabulary: Vocabulary
     limits: TrialLimits
     vocabulary, limits = connection.recv()
     tokenizer, bits = vocabulary.to_llguidance(), TokenBits(vocabulary)
-    _limit_memory(limits.memory_bytes)
-    connection.send(True)
+    confined.limit_memory(limits.memory_bytes)
+    confined.confine()
+    _answer(connection, True)
     while True:
         try:
             grammar: Grammar = connection.recv()
@@ -41,9 +42,13 @@ def serve(connection: Connection) -> None:
             return
         _limit_cpu(limits.time_limit_s)
         try:
-            connection.send((_try(grammar, tokenizer, bits, limits), None))
+            _answer(connection, (_try(grammar, tokenizer, bits, limits), None))
         except GrammarError as error:
-            connection.send((None, str(error)))
+            _answer(connection, (None, str(error)))
+
+
+def _answer(connection: Connection, value: object) -> None:
+    connection.send_bytes(json.dumps(value).encode())
 
 
 def _try(grammar: Grammar, tokenizer: LLTokenizer, bits: TokenBits, limits: TrialLimits) -> str:
@@ -55,24 +60,15 @@ def _try(grammar: Grammar, tokenizer: LLTokenizer, bits: TokenBits, limits: Tria
     return text
 
 
-def _limit_memory(more: int) -> None:
-    """Let the address space grow by `more` bytes, after which the process is ended; write no files."""
-    pages = int(Path("/proc/self/statm").read_text().split()[0])
-    limit = pages * os.sysconf("SC_PAGESIZE") + more
-    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
-    resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-
-
 def _limit_cpu(more_s: float) -> None:
-    """Have the kernel end this process some time after the other end would, should that be gone."""
+    """Have the kernel end this process some time after the other end would, should that be held up."""
     used = resource.getrusage(resource.RUSAGE_SELF)
     _, most = resource.getrlimit(resource.RLIMIT_CPU)
     resource.setrlimit(resource.RLIMIT_CPU, (int(used.ru_utime + used.ru_stime + more_s) + 10, most))
 
 
 def main() -> None:
-    connection = Connection(int(sys.argv[1]))
+    connection = confined.connect()
     threading.stack_size(STACK_BYTES)
     server = threading.Thread(target=serve, args=(connection,))
     server.start()
