@@ -64,11 +64,18 @@ def add_parser(subparsers: Subparsers) -> None:
     )
     parser.add_argument("--host", default="127.0.0.1", help="default: %(default)s")
     parser.add_argument("--port", type=int, default=50051, help="default: %(default)s")
+    parser.add_argument(
+        "--insecure",
+        action="store_true",
+        help="allow a --host that other machines can reach; whoever does may use the model",
+    )
 
 
-def server_command(host: str, port: int) -> list[str]:
+def server_command(host: str, port: int, *, insecure: bool) -> list[str]:
     """What the child runs."""
-    return [sys.executable, "-P", "-m", "penstock.cli", "serve", "demo", "--host", host, "--port", str(port)]
+    address = ["--host", host, "--port", str(port)]
+    command = [sys.executable, "-P", "-m", "penstock.cli", "serve", "demo", *address]
+    return [*command, "--insecure"] if insecure else command
 
 
 def problem_of(host: str, port: int) -> str | None:
@@ -105,7 +112,7 @@ def run(args: argparse.Namespace) -> int:
         return 1
     addr = addr_of(args.host, args.port)
     failed = False
-    with child(server_command(args.host, args.port)) as server:
+    with child(server_command(args.host, args.port, insecure=args.insecure)) as server:
         try:
             with Client(addr, options=DIRECT) as client:
                 if _wait_ready(server, client):
