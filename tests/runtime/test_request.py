@@ -8,7 +8,7 @@ import pytest
 
 from penstock.runtime.errors import InvalidRequest, Violation
 from penstock.runtime.request import (
-    MAX_REQUEST_ID_CHARS,
+    MAX_ENGINE_ID_CHARS,
     MAX_STOP_STRING_CHARS,
     MAX_STOP_STRINGS,
     MAX_STOP_TOKEN_IDS,
@@ -78,9 +78,9 @@ def test_min_tokens_may_equal_but_not_pass_max_tokens():
 
 
 def test_request_ranges():
-    assert Request("r" * MAX_REQUEST_ID_CHARS, (1,), logprobs=0).logprobs == 0
+    assert Request("r" * MAX_ENGINE_ID_CHARS, (1,), logprobs=0).logprobs == 0
     assert violations(Request, request_id="", prompt_token_ids=(1,)) == ["request_id"]
-    too_long = "r" * (MAX_REQUEST_ID_CHARS + 1)
+    too_long = "r" * (MAX_ENGINE_ID_CHARS + 1)
     assert violations(Request, request_id=too_long, prompt_token_ids=(1,)) == ["request_id"]
     assert violations(Request, request_id="r", prompt_token_ids=()) == ["input"]
     assert violations(Request, request_id="r", prompt_token_ids=(1,), logprobs=-1) == ["output.logprobs"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +16,9 @@ from opentelemetry.trace import TracerProvider
 
 from penstock.service.backend import Backend
 from penstock.service.options import ServerOptions
+from penstock.service.rates import Clock
 from penstock.service.server import PenstockServer
+from penstock.service.usage import UsageSink
 from penstock.v1 import control_pb2_grpc, inference_pb2, inference_pb2_grpc, types_pb2
 from tests.service.codecs import byte_codec
 from tests.service.fake import FakeEngine
@@ -75,11 +78,18 @@ async def serving(
     start: bool = True,
     provider: TracerProvider | None = None,
     channel_options: Sequence[tuple[str, Any]] = (),
+    usage: UsageSink | None = None,
+    rates_clock: Clock = time.monotonic,
     **options: Any,
 ) -> AsyncIterator[Rig]:
     """A server on `engine` (by default a free-running fake one)."""
     engine = engine or FakeEngine(codec=CODEC)
-    server = PenstockServer(ServerOptions(**({"port": 0, "grace_s": 0.0} | options)), provider)
+    server = PenstockServer(
+        ServerOptions(**({"port": 0, "grace_s": 0.0} | options)),
+        provider,
+        usage=usage,
+        rates_clock=rates_clock,
+    )
     await server.start()
     server.attach(engine)
     if start:

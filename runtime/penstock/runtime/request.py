@@ -20,6 +20,9 @@ MAX_STOP_TOKEN_IDS = 32
 MAX_STOP_STRINGS = 16
 MAX_STOP_STRING_CHARS = 256
 MAX_REQUEST_ID_CHARS = 128
+"""Of an id as its caller chooses it."""
+MAX_ENGINE_ID_CHARS = 256
+"""Of an id as the engine is given it: the service puts before it whose it is."""
 MAX_CACHE_SALT_CHARS = 256
 
 
@@ -185,8 +188,8 @@ class Request:
     def __post_init__(self) -> None:
         bad: list[Violation] = []
         name = self.request_id.partition("\x00")[0]  # without what `outputs` adds
-        if not 0 < len(name) <= MAX_REQUEST_ID_CHARS:
-            bad.append(Violation("request_id", f"must have 1 to {MAX_REQUEST_ID_CHARS} characters"))
+        if not 0 < len(name) <= MAX_ENGINE_ID_CHARS:
+            bad.append(Violation("request_id", f"must have 1 to {MAX_ENGINE_ID_CHARS} characters"))
         if not self.prompt_token_ids:
             bad.append(Violation("input", "the prompt has no tokens"))
         if self.logprobs is not None and self.logprobs < 0:

@@ -81,6 +81,8 @@ async def _serve(
                 " and ".join(options.hosts),
                 " and ".join(options.lacking),
             )
+        if options.keys is not None:
+            _reload_on_hangup(server)
         await server.start()
         return await _serve_with(server, model, config, options, stopping)
     except PenstockError as error:
@@ -137,6 +139,18 @@ def _on_signals(told_to_stop: asyncio.Event) -> None:
 
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop, number)
+
+
+def _reload_on_hangup(server: PenstockServer) -> None:
+    """SIGHUP, which would end the process, has the keys read again."""
+    running: set[asyncio.Task[None]] = set()  # the loop itself does not keep a task from being collected
+
+    def reload() -> None:
+        task = asyncio.create_task(server.reload_keys())
+        running.add(task)
+        task.add_done_callback(running.discard)
+
+    asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, reload)
 
 
 def _warm_grammars(engine: Engine, options: ServerOptions) -> None:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from penstock.cli.serve_engine_flags import add_engine_flags
 from penstock.cli.serve_feature_flags import add_feature_flags, features
+from penstock.cli.serve_keys_flags import add_keys_flags
 from penstock.cli.serve_limits_flags import add_limits_flags, bounds
 from penstock.cli.serve_network_flags import add_listen_flags, listen_options
 from penstock.cli.serve_reply_flags import add_reply_flags, reply_limits
@@ -66,6 +67,7 @@ def add_parser(subparsers: Subparsers) -> None:
         help="how long running requests may go on after SIGTERM; default: %(default)g",
     )
     add_limits_flags(parser)
+    add_keys_flags(parser)
     add_engine_flags(parser)
     _add_requests(parser)
     add_reply_flags(parser)
@@ -141,6 +143,7 @@ def server_options(args: argparse.Namespace) -> ServerOptions:
         host=args.host,
         port=args.port,
         listen=listen_options(args),
+        keys=args.keys,
         stall_limit_s=args.stall_limit_s,
         grace_s=args.grace_s,
         truncation=Truncation(args.truncation),

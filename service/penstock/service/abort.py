@@ -7,7 +7,7 @@ while the prompt is being tokenized would otherwise find nothing, and the reques
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from penstock.runtime.errors import DuplicateRequestId
@@ -62,7 +62,7 @@ class Arrival:
 
 
 class Arrivals:
-    """All of those of one server, by id. Used on the event loop only."""
+    """All of those of one server, by the engine's id. Used on the event loop only."""
 
     def __init__(self) -> None:
         self._arrivals: dict[str, Arrival] = {}
@@ -81,9 +81,9 @@ class Arrivals:
         finally:
             del self._arrivals[request_id]
 
-    def abort(self, target: AbortTarget, message: str) -> list[str]:
+    def abort(self, meant: Callable[[str], bool], message: str) -> list[str]:
         """Keep those that are meant from the engine; their ids. The first message counts."""
-        found = [request_id for request_id in self._arrivals if target.matches(request_id)]
+        found = [request_id for request_id in self._arrivals if meant(request_id)]
         for request_id in found:
             arrival = self._arrivals[request_id]
             arrival.finish = arrival.finish or Finish(FinishReason.ABORTED, message=message)

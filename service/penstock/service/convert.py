@@ -4,6 +4,7 @@ once.
 
 from __future__ import annotations
 
+import dataclasses
 import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -21,6 +22,7 @@ from penstock.runtime.request import (
 )
 from penstock.runtime.text import TextCodec
 from penstock.service.backend import Info
+from penstock.service.callers import Caller
 from penstock.service.context import ContextParams, Fitted, Truncation
 from penstock.service.convert_params import (
     Violations,
@@ -31,6 +33,7 @@ from penstock.service.convert_params import (
     stopping_params,
 )
 from penstock.service.features import DEFAULT_FEATURES, Features
+from penstock.service.ownership import engine_id
 from penstock.service.support import Refused, check_supported
 from penstock.v1 import inference_pb2, types_pb2
 
@@ -94,11 +97,23 @@ class Job:
     context: ContextParams = field(default_factory=ContextParams)
     grammar: Grammar | None = None
     bad_words: tuple[str, ...] = ()
+    owner: str = ""
+    """The id of the caller."""
+
+    @property
+    def engine_id(self) -> str:
+        """What the engine calls the request."""
+        return engine_id(self.owner, self.request_id)
+
+    def of(self, caller: Caller) -> Job:
+        """The same as this caller's, with prefixes cached where only those find them who may."""
+        cache = dataclasses.replace(self.cache, salt=caller.cache_salt(self.cache.salt))
+        return dataclasses.replace(self, owner=caller.id, cache=cache)
 
     def request(self, prompt: Fitted, sampling: SamplingParams) -> Request:
         """The engine's request, once the ids of the prompt and of the words are known."""
         return Request(
-            self.request_id,
+            self.engine_id,
             prompt.token_ids,
             sampling,
             prompt.stopping,

@@ -15,6 +15,7 @@ from penstock.runtime.assemble import Assembler
 from penstock.runtime.chat.enforce import call_grammar, thinking_first
 from penstock.runtime.chat.parser import ChatForms
 from penstock.runtime.constraint import TokenConstraint
+from penstock.runtime.errors import DuplicateRequestId
 from penstock.runtime.grammar.spec import Grammar, GrammarKind
 from penstock.runtime.outputs import outputs_of
 from penstock.runtime.request import (
@@ -32,6 +33,7 @@ from penstock.service.context import Fitted, Truncation, fit
 from penstock.service.convert import ChatPrompt, Job, TokenPrompt
 from penstock.service.convert_params import with_bad_words
 from penstock.service.lanes import Lanes
+from penstock.service.ownership import own_id
 from penstock.service.pending import Encode, Taken
 from penstock.service.places import Places
 from penstock.service.prompts import Encoded, encode_prompt, encode_words
@@ -40,6 +42,7 @@ from penstock.service.replies import encode_logprobs
 from penstock.service.reply_budget import ReplyBudget
 from penstock.service.streams import Buffer, Switchboard
 from penstock.service.telemetry import RequestTrace, Telemetry
+from penstock.service.usage import current_meter
 
 INLINE_TOKENS = 2000
 """Shorter prompts are checked and hashed on the event loop, in a fraction of a millisecond."""
@@ -83,6 +86,7 @@ class Generation:
         self._stall_limit_s = stall_limit_s
         self._collects = stall_limit_s is None
         self._trace: RequestTrace = around.telemetry.request(job, around.engine.info.name)
+        self._meter = current_meter()
         self._reader: RequestReader | None = None
         self._ends: dict[int, tuple[Finish, RequestTiming | None]] = {}
 
@@ -95,7 +99,7 @@ class Generation:
                 # No `await` from here on: see Arrivals.
                 self._reader = RequestReader(
                     self._engine,
-                    self.job.request_id,
+                    self.job.engine_id,
                     self._around.budget,
                     self._around.stalls,
                     stall_limit_s=self._stall_limit_s,
@@ -109,7 +113,11 @@ class Generation:
                     else:
                         buffer.deliver(self._never_ran(request.request_id, aborted))
             self._placed = self.job.n
+            self._meter.began(len(self.prompt.token_ids))
             self.job = _without_load(self.job)
+        except DuplicateRequestId as error:
+            self._end(error)
+            raise DuplicateRequestId(own_id(error.request_id)) from None  # as its caller calls it
         except BaseException as error:
             self._end(error)
             raise
@@ -122,7 +130,7 @@ class Generation:
         started_ns = time.monotonic_ns()
         job, room = self.job, self._engine.info.max_model_len
         rejects = job.context.truncation is Truncation.REJECT
-        with self._around.arrivals.tokenizing(job.request_id) as arrival:
+        with self._around.arrivals.tokenizing(job.engine_id) as arrival:
             encoded = await encode_prompt(
                 self._engine.text, job.prompt, self._lanes, max_tokens=room - 1 if rejects else None
             )
@@ -181,6 +189,7 @@ class Generation:
             reader,
             encode=self._encode,
             min_tokens=self._min_tokens,
+            made=self._meter.made,
         )
 
     def _never_ran(self, request_id: str, finish: Finish) -> Output:
@@ -216,6 +225,7 @@ class Generation:
             if self.is_done:
                 finishes = [finish for _, (finish, _) in sorted(self._ends.items())]
                 self._trace.finished(finishes, self.timing, self.num_completion_tokens)
+                self._meter.cached(self.timing.cached_prompt_tokens if self.timing else 0)
         return index, taken
 
     @property

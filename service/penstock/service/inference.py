@@ -9,13 +9,15 @@ from typing import TYPE_CHECKING
 
 from penstock.runtime.chat.parser import ChatForms
 from penstock.runtime.errors import UnsupportedFeature
-from penstock.runtime.interface import AbortOutcome, WeightsVersion
+from penstock.runtime.interface import WeightsVersion
 from penstock.runtime.outputs import MAX_OUTPUTS
 from penstock.service import replies
 from penstock.service.abort import Arrivals, to_target
 from penstock.service.backend import Backend
+from penstock.service.callers import CURRENT_CALLER
 from penstock.service.context import Truncation
 from penstock.service.convert import Limits, to_job
+from penstock.service.ending import end_requests
 from penstock.service.features import DEFAULT_FEATURES, Features
 from penstock.service.generation import Generation, Surroundings
 from penstock.service.lanes import Lanes
@@ -27,6 +29,7 @@ from penstock.service.reply_limits import ReplyLimits
 from penstock.service.streams import Switchboard
 from penstock.service.support import check_supported
 from penstock.service.telemetry import Telemetry
+from penstock.service.usage import current_meter
 from penstock.v1 import inference_pb2, inference_pb2_grpc, types_pb2, weights_pb2
 
 if TYPE_CHECKING:
@@ -91,7 +94,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
 
         Answers with a serialized GenerateResponse: as an object it could take twenty times that.
         """
-        job = to_job(request, self._limits)
+        job = to_job(request, self._limits).of(CURRENT_CALLER.get())
         del request  # it would live as long as this RPC
         self._budget.check_job(job, self._limits.info.max_model_len)
         outputs = [inference_pb2.Output(index=index) for index in range(job.n)]
@@ -127,7 +130,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         self, request: inference_pb2.StreamRequest, context: Context
     ) -> AsyncIterator[inference_pb2.StreamResponse | bytes]:
         """started; per output delta*, finished; summary. What may be large is serialized."""
-        job = to_job(request, self._limits)
+        job = to_job(request, self._limits).of(CURRENT_CALLER.get())
         del request  # as above
         per_message = job.options.min_tokens_per_message
         async with Generation(
@@ -165,6 +168,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             summary = inference_pb2.StreamSummary(
                 usage=self._usage(generation), timing=replies.timing(generation.timing)
             )
+            await current_meter().answered()
             yield inference_pb2.StreamResponse(summary=summary)
 
     def _usage(self, generation: Generation) -> types_pb2.Usage:
@@ -178,17 +182,18 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         """Answers once slots and pages are free. An unknown id is an outcome, not an error."""
         check_supported(request)
         target = to_target(request)
-        early = self._arrivals.abort(target, request.reason)
-        outcomes = dict(
-            self._engine.abort(
-                target.ids, prefix=target.prefix, all_requests=target.everything, message=request.reason
-            )
+        outcomes = end_requests(
+            self._engine,
+            self._arrivals,
+            self._around.switchboard.holders,
+            CURRENT_CALLER.get(),
+            target,
+            request.reason,
         )
-        outcomes.update(dict.fromkeys(early, AbortOutcome.ABORTED))
         return inference_pb2.AbortResponse(
             results=[
                 inference_pb2.AbortResult(request_id=request_id, outcome=replies.OUTCOMES[outcome])
-                for request_id, outcome in outcomes.items()
+                for request_id, outcome in outcomes
             ]
         )
 

@@ -24,13 +24,15 @@ import grpc
 from google.protobuf.message import DecodeError, Message
 
 from penstock.runtime.errors import InvalidRequest, PenstockError, UnsupportedFeature, Violation
+from penstock.service.access import Access
 from penstock.service.admission import PACKAGE, Admission, kind_of
 from penstock.service.bounds import Bounds
-from penstock.service.callers import ANYBODY, CURRENT_CALLER, Caller
+from penstock.service.callers import CURRENT_CALLER
 from penstock.service.errors import StalledSender, row_of, to_status, trailers
 from penstock.service.refusals import Refusal, RefusalLog, fields_of
 from penstock.service.support import check_wire
 from penstock.service.telemetry import CURRENT_RPC, UNTRACED, RpcTrace, Telemetry
+from penstock.service.usage import current_meter
 
 log = logging.getLogger(__name__)
 
@@ -38,8 +40,6 @@ M = TypeVar("M", bound=Message)
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
 Behaviour: TypeAlias = "Callable[[Any, Context], Any]"
-Authenticate: TypeAlias = "Callable[[str, Context], Caller]"
-"""Of a method such as "penstock.v1.InferenceService/Generate": who calls; raises what refuses the caller."""
 DEADLINE_SLACK_S = 0.1
 """gRPC tells a handler of a deadline as of a cancel, and the client's may come a little before ours."""
 
@@ -50,11 +50,6 @@ def decode(parse: Callable[[bytes], M], data: bytes) -> M:
         return parse(data)
     except (DecodeError, ValueError) as error:  # ValueError: a string that is not UTF-8
         raise InvalidRequest([Violation("", f"the request cannot be decoded: {error}")]) from error
-
-
-def anybody(method: str, context: Context) -> Caller:
-    """Who calls a server that asks nobody."""
-    return ANYBODY
 
 
 @dataclass(slots=True)
@@ -91,13 +86,13 @@ class PenstockInterceptor(grpc.aio.ServerInterceptor):
         telemetry: Telemetry,
         admission: Admission | None = None,
         *,
-        authenticate: Authenticate = anybody,
+        access: Access | None = None,
         receive_limit_s: float = Bounds().receive_limit_s,
     ) -> None:
         """`receive_limit_s`: how long a request's message may take to come; 0 is for ever."""
         self._telemetry = telemetry
         self._admission = admission or Admission(Bounds())
-        self._authenticate = authenticate
+        self._access = access or Access()
         self._receive_limit_s = receive_limit_s
         self._refusals = RefusalLog()
 
@@ -131,6 +126,7 @@ class PenstockInterceptor(grpc.aio.ServerInterceptor):
                     reply = await behaviour(_all_of(method, parse, chunks), context)
                 else:
                     reply = await behaviour(await self._receive(rpc, parse, context), context)
+                await current_meter().answered()
             except BaseException as error:  # noqa: BLE001 -- every way out ends the span; `_fail` raises
                 await self._fail(error, rpc, context)
             rpc.trace.end(grpc.StatusCode.OK)
@@ -159,6 +155,7 @@ class PenstockInterceptor(grpc.aio.ServerInterceptor):
                     async with contextlib.aclosing(replies):
                         async for reply in replies:
                             await context.write(reply)
+                await current_meter().answered()
             except BaseException as error:  # noqa: BLE001 -- as above
                 await self._fail(error, rpc, context)
             rpc.trace.end(grpc.StatusCode.OK)
@@ -179,15 +176,18 @@ class PenstockInterceptor(grpc.aio.ServerInterceptor):
         return Rpc(method, trace)
 
     def _enter(self, method: str, context: Context) -> None:
-        """What is decided by the headers alone: who calls, and whether there is a place for the call.
+        """What is decided by the headers alone: who calls, whether there is a place for the call, and whether
+        the caller may have one more.
 
-        The place is given back when the task ends, so after the reply was sent.
+        Places are given back when the task ends, so after the reply was sent.
         """
-        CURRENT_CALLER.set(self._authenticate(method, context))
-        leave = self._admission.enter(kind_of(method), context.peer())
+        self._access.authenticate(method, context)
         task = asyncio.current_task()
         assert task is not None, "gRPC calls handlers in a task"
+        leave = self._admission.enter(kind_of(method), context.peer())
         task.add_done_callback(lambda _: leave())
+        leave_account = self._access.admit(method)
+        task.add_done_callback(lambda _: leave_account())
 
     async def _receive(self, rpc: Rpc, parse: Any, context: Context) -> Message:
         """The call's one message. Raises StalledSender, InvalidRequest and UnsupportedFeature."""
@@ -201,6 +201,7 @@ class PenstockInterceptor(grpc.aio.ServerInterceptor):
         request: Any = decode(parse, data)
         if "request_id" in request.DESCRIPTOR.fields_by_name:  # known from here on, also to its errors
             request.request_id = rpc.given_id = request.request_id or new_request_id()
+            current_meter().named(rpc.given_id)
         _check(rpc.method, request)
         return cast("Message", request)
 
@@ -211,14 +212,17 @@ class PenstockInterceptor(grpc.aio.ServerInterceptor):
             raise error
         if isinstance(error, grpc.aio.InternalError):  # a write failed, because the client is gone
             rpc.trace.end(_code_of_cancel(context))
+            current_meter().vanished()
             raise asyncio.CancelledError from error
         if isinstance(error, asyncio.CancelledError):
+            current_meter().vanished()
             rpc.trace.end(_code_of_cancel(context))
             raise error
         if not isinstance(error, Exception) or isinstance(error, grpc.aio.BaseError):
             rpc.trace.end(grpc.StatusCode.INTERNAL, type(error).__name__)
             raise error
         row = row_of(error)
+        current_meter().failed(row.reason)
         if not isinstance(error, PenstockError):
             log.error("a bug in the service", exc_info=error)
         status = to_status(error, rpc.request_id)

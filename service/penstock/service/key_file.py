@@ -23,7 +23,7 @@ from penstock.runtime.errors import ConfigError
 from penstock.service.callers import Role
 
 VERSION = 1
-MAX_LIMIT = 10**12
+MAX_LIMIT = 10**9
 MAX_NAME_CHARS = 256
 MAX_PROBLEMS = 20
 ID_RULE = "1 to 64 of the characters a-z A-Z 0-9 . _ -, of which the first is a letter or a digit"

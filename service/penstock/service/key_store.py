@@ -52,7 +52,10 @@ def exposed(path: Path) -> str:
 
     A group that may read it is fine: that is how containers are given secrets.
     """
-    mode = stat.S_IMODE(path.stat().st_mode)
+    try:
+        mode = stat.S_IMODE(path.stat().st_mode)
+    except OSError:  # it is gone, and with it the question
+        return ""
     if mode & (stat.S_IWGRP | stat.S_IWOTH):
         return f"{path} can be written by others (mode {mode:04o}), who can let themselves in: chmod 600"
     if mode & stat.S_IROTH:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from penstock.runtime.chat.parser import REASONING_PARSERS, TOOL_PARSERS
 from penstock.runtime.errors import ConfigError
@@ -25,6 +26,8 @@ class ServerOptions:
     """0 lets the system choose one; None: listen on a Unix socket only."""
     listen: ListenOptions = field(default_factory=ListenOptions)
     """Other addresses, and TLS."""
+    keys: Path | None = None
+    """Who may call: a file that `penstock keys` makes; None: everybody."""
     stall_limit_s: float = 30.0
     """A stream that is not read for so long while output waits is ended, and its pages are freed."""
     grace_s: float = 30.0
@@ -71,7 +74,7 @@ class ServerOptions:
     def _exposure_problems(self) -> list[str]:
         if self.listen.tls is not None and not self.hosts:
             return ["tls_cert: there is no port that could speak TLS; a Unix socket does not"]
-        problem = self.listen.exposure_problem(self.hosts, keys=False)
+        problem = self.listen.exposure_problem(self.hosts, keys=self.keys is not None)
         return [] if problem is None else [problem]
 
     def address(self, port: int | None = None) -> str:
@@ -96,4 +99,4 @@ class ServerOptions:
     @property
     def lacking(self) -> list[str]:
         """What a server that other machines can reach should have and this one has not."""
-        return self.listen.lacking(self.hosts, keys=False)
+        return self.listen.lacking(self.hosts, keys=self.keys is not None)

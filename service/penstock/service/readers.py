@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 
 from penstock.service.backend import Backend
 from penstock.service.errors import StalledReader
+from penstock.service.ownership import told_id
 from penstock.service.pending import Taken
 from penstock.service.reply_budget import ReplyBudget
 from penstock.service.streams import Buffer
@@ -54,7 +55,8 @@ class RequestReader:
         stall_limit_s: float | None = None,
         collects: bool = False,
     ) -> None:
-        """`stall_limit_s`: None where the reader wants everything at the end, so that it cannot stall.
+        """`request_id` is the engine's. `stall_limit_s`: None where the reader wants everything at the end,
+        so that it cannot stall.
         `collects`: what it took counts as waiting until `forget`.
         """
         self._engine = engine
@@ -143,7 +145,7 @@ class RequestReader:
     def _stalled(self) -> None:
         self._timer = None
         assert self._stall_limit_s is not None
-        self._stalls.tell(f"request {self._request_id!r}", self._stall_limit_s)
+        self._stalls.tell(f"request {told_id(self._request_id)}", self._stall_limit_s)
         self.fail(StalledReader(self._stall_limit_s))
 
     def _stop_timer(self) -> None:

@@ -15,6 +15,7 @@ import asyncio
 import contextlib
 import importlib.metadata
 import logging
+import time
 import uuid
 from collections.abc import Sequence
 from typing import cast
@@ -26,6 +27,7 @@ from opentelemetry.trace import TracerProvider
 from penstock.runtime.chat.parser import ChatForms, choose_forms
 from penstock.runtime.errors import PenstockError
 from penstock.service import health
+from penstock.service.access import Access
 from penstock.service.admission import Admission
 from penstock.service.backend import Backend
 from penstock.service.bounds import grpc_options
@@ -33,13 +35,16 @@ from penstock.service.control import ControlServicer
 from penstock.service.front import Front
 from penstock.service.inference import InferenceServicer
 from penstock.service.interceptors import PenstockInterceptor
+from penstock.service.keys import Keys
 from penstock.service.lanes import Lanes
 from penstock.service.late import Calls, LateServicer
 from penstock.service.options import ServerOptions
+from penstock.service.rates import Clock
 from penstock.service.reflection import enable_reflection
 from penstock.service.streams import Switchboard
 from penstock.service.telemetry import Telemetry
 from penstock.service.threads import in_thread
+from penstock.service.usage import UsageSink
 from penstock.v1 import control_pb2, control_pb2_grpc, inference_pb2, inference_pb2_grpc
 
 log = logging.getLogger(__name__)
@@ -74,13 +79,19 @@ class PenstockServer:
         tracer_provider: TracerProvider | None = None,
         *,
         instance_id: str | None = None,
+        usage: UsageSink | None = None,
+        rates_clock: Clock = time.monotonic,
     ) -> None:
-        """Take the addresses; ConfigError where one cannot be had. `instance_id`: made here unless given."""
+        """Take the addresses; ConfigError where one cannot be had, or the keys cannot be read. `instance_id`:
+        made here unless given. `usage` is told what each request used; keys' rates go by `rates_clock`, in s.
+        """
         self._options = options
         self._telemetry = Telemetry(tracer_provider)
         self.instance_id = instance_id or new_instance_id()
         self.admission = Admission(options.bounds)
         """What may go on at once, and what does."""
+        self._keys = None if options.keys is None else Keys(options.keys, clock=rates_clock)
+        self._access = Access(None if self._keys is None else self._keys.authenticator, usage)
         self._lanes = Lanes()
         self._calls = Calls()
         self._health = health.Health()
@@ -108,6 +119,7 @@ class PenstockServer:
                 PenstockInterceptor(
                     self._telemetry,
                     self.admission,
+                    access=self._access,
                     receive_limit_s=self._options.bounds.receive_limit_s,
                 ),
                 *interceptors,
@@ -131,6 +143,11 @@ class PenstockServer:
         enable_reflection([*SERVICES, health.SERVICE_NAME], server)
         return server
 
+    async def reload_keys(self) -> None:
+        """Read the file of keys again; one that cannot be used changes nothing. Raises nothing."""
+        if self._keys is not None:
+            await self._keys.reload()
+
     async def start(self) -> None:
         """Start to answer: health and reflection; RPCs of the contract are refused as NOT_READY."""
         self._health.set(*READINESS, serving=False)
@@ -140,6 +157,7 @@ class PenstockServer:
     def attach(self, engine: Backend) -> None:
         """Answer with this engine. Generation is refused as NOT_READY until `start_engine` ends."""
         self._engine = engine
+        self._access.served_model = engine.info.name
         self._inference.bind(
             InferenceServicer(
                 engine,

@@ -85,14 +85,18 @@ class Buffer:
         *,
         encode: Encode | None = None,
         min_tokens: int = 1,
+        made: Callable[[int], None] = lambda tokens: None,
     ) -> None:
-        """`request_id` is the engine's, of this output; `encode` as `Pending` has it."""
+        """`request_id` is the engine's, of this output; `encode` as `Pending` has it; `made` is told how many
+        tokens came, whether or not they are read.
+        """
         self._engine = engine
         self._switchboard = switchboard
         self._request_id = request_id
         self._assembler = assembler
         self._reader = reader
         self._min_tokens = min_tokens
+        self._made = made
         self._pending = Pending(encode)
         self._error: Exception | None = None
         self._told_stop = False
@@ -113,7 +117,9 @@ class Buffer:
         if self._ended:
             return
         try:
-            size = self._pending.add(self._assembler.add(output))
+            delta = self._assembler.add(output)
+            self._made(len(delta.token_ids))
+            size = self._pending.add(delta)
         except Exception as error:  # noqa: BLE001 -- raised to the reader, whatever it is
             self._ended = output.last
             self.fail(error)

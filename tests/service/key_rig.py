@@ -1,0 +1,42 @@
+"""A server with keys, and what its callers send."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncIterator, Iterable
+from pathlib import Path
+from typing import Any
+
+from penstock.service.callers import Role
+from penstock.service.key_file import KeyEntry, format_keys
+from penstock.service.key_store import digest_of
+from tests.service.rig import Rig, serving
+
+INFER, CONTROL = frozenset({Role.INFER}), frozenset({Role.CONTROL})
+Metadata = list[tuple[str, str]]
+
+
+def key(name: str, roles: frozenset[Role] = INFER, **fields: Any) -> KeyEntry:
+    """Its secret is "psk_" and the name."""
+    return KeyEntry(name, digest_of(f"psk_{name}"), roles, **fields)
+
+
+def as_(name: str) -> dict[str, Metadata]:
+    """Arguments of a call by the key of this name."""
+    return {"metadata": [("authorization", f"Bearer psk_{name}")]}
+
+
+def write(file: Path, entries: Iterable[KeyEntry]) -> Path:
+    file.write_text(format_keys(entries))
+    file.chmod(0o600)
+    return file
+
+
+@contextlib.asynccontextmanager
+async def serving_keys(
+    file: Path, *entries: KeyEntry, engine: Any = None, **options: Any
+) -> AsyncIterator[Rig]:
+    """A server that asks for one of these."""
+    write(file, entries)
+    async with serving(engine, keys=file, **options) as rig:
+        yield rig
