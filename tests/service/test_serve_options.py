@@ -181,6 +181,7 @@ def test_every_bound_arrives() -> None:
         "--max-control-rpcs": "15",
         "--max-health-rpcs": "16",
         "--max-reflection-rpcs": "17",
+        "--max-receiving-rpcs": "18",
         "--max-connections": "0",
         "--receive-limit": "1.5",
     }
@@ -193,6 +194,7 @@ def test_every_bound_arrives() -> None:
         max_control_rpcs=15,
         max_health_rpcs=16,
         max_reflection_rpcs=17,
+        max_receiving_rpcs=18,
         max_connections=0,
         receive_limit_s=1.5,
     )

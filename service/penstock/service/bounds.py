@@ -19,6 +19,8 @@ _BACKLOG = 16_384
 """Calls that may wait to be looked at at all, at least. gRPC refuses a share of those past it without a word
 of ours, so it is far above any burst of honest clients; a waiting call costs some kilobytes.
 """
+UNASKED_BYTES = 65_536
+"""Of each message gRPC takes so much before its turn to be received: see `Receiving`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,6 +49,8 @@ class Bounds:
     """Connections of one listening address. What is above is closed before a word is said: gRPC cannot answer
     there.
     """
+    max_receiving_rpcs: int = 128
+    """Messages that are on their way in at once; the next ones wait. One address has at most half of them."""
     receive_limit_s: float = 60.0
     """Seconds that the message of a request may take to come after its headers."""
 
@@ -76,6 +80,9 @@ def grpc_options(bounds: Bounds) -> Sequence[tuple[str, int]]:
         # A peer that takes no answers holds so many streams and not one more. It is no lower because a client
         # would then keep its Abort back behind its other calls, and because what a client begins before it
         # knows the number is reset without a word.
+        # What gRPC takes of a message that it was not asked for. Left to itself it soon takes 4 MiB.
+        ("grpc.http2.bdp_probe", 0),
+        ("grpc.http2.lookahead_bytes", UNASKED_BYTES),
         ("grpc.max_concurrent_streams", min(backlog, _MOST)),
     ]
     if bounds.max_connections:

@@ -29,6 +29,7 @@ from penstock.service.admission import PACKAGE, Admission, kind_of
 from penstock.service.bounds import Bounds
 from penstock.service.callers import CURRENT_CALLER
 from penstock.service.errors import StalledSender, row_of, to_status, trailers
+from penstock.service.receiving import Receiving
 from penstock.service.refusals import Refusal, RefusalLog, fields_of
 from penstock.service.support import check_wire
 from penstock.service.telemetry import CURRENT_RPC, UNTRACED, RpcTrace, Telemetry
@@ -87,12 +88,14 @@ class PenstockInterceptor(grpc.aio.ServerInterceptor):
         admission: Admission | None = None,
         *,
         access: Access | None = None,
+        receiving: Receiving | None = None,
         receive_limit_s: float = Bounds().receive_limit_s,
     ) -> None:
         """`receive_limit_s`: how long a request's message may take to come; 0 is for ever."""
         self._telemetry = telemetry
         self._admission = admission or Admission(Bounds())
         self._access = access or Access()
+        self._receiving = receiving or Receiving(Bounds().max_receiving_rpcs)
         self._receive_limit_s = receive_limit_s
         self._refusals = RefusalLog()
 
@@ -192,7 +195,7 @@ class PenstockInterceptor(grpc.aio.ServerInterceptor):
     async def _receive(self, rpc: Rpc, parse: Any, context: Context) -> Message:
         """The call's one message. Raises StalledSender, InvalidRequest and UnsupportedFeature."""
         try:
-            async with asyncio.timeout(self._receive_limit_s or None):
+            async with asyncio.timeout(self._receive_limit_s or None), self._turn(rpc, context):
                 data: Any = await context.read()
         except TimeoutError:
             raise StalledSender(self._receive_limit_s) from None
@@ -204,6 +207,9 @@ class PenstockInterceptor(grpc.aio.ServerInterceptor):
             current_meter().named(rpc.given_id)
         _check(rpc.method, request)
         return cast("Message", request)
+
+    def _turn(self, rpc: Rpc, context: Context) -> contextlib.AbstractAsyncContextManager[None]:
+        return self._receiving.turn(kind_of(rpc.method), context.peer())
 
     async def _fail(self, error: BaseException, rpc: Rpc, context: Context) -> NoReturn:
         """End the RPC as the error says; always raises."""

@@ -40,6 +40,7 @@ from penstock.service.lanes import Lanes
 from penstock.service.late import Calls, LateServicer
 from penstock.service.options import ServerOptions
 from penstock.service.rates import Clock
+from penstock.service.receiving import Receiving
 from penstock.service.reflection import enable_reflection
 from penstock.service.streams import Switchboard
 from penstock.service.telemetry import Telemetry
@@ -120,6 +121,7 @@ class PenstockServer:
                     self._telemetry,
                     self.admission,
                     access=self._access,
+                    receiving=Receiving(self._options.bounds.max_receiving_rpcs),
                     receive_limit_s=self._options.bounds.receive_limit_s,
                 ),
                 *interceptors,
