@@ -144,7 +144,8 @@ def test_sigterm_finishes_what_runs_and_refuses_new() -> None:
             while (failure := stub.Generate.future(generate("a")).exception(20)) is None:
                 pass  # it came before the drain had begun, and was still taken
             assert isinstance(failure, grpc.RpcError)
-            assert failure.code() is grpc.StatusCode.UNAVAILABLE
+            # CANCELLED is what gRPC makes of a call that crosses its GOAWAY on the way.
+            assert failure.code().name in ("UNAVAILABLE", "CANCELLED")
             text = "".join(message.delta.text for message in call)
         assert text == "bcdefghijklmnopqrstuvwxyz"
         assert server.wait() == 0

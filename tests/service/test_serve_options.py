@@ -17,6 +17,7 @@ from penstock.cli import serve, serve_engine_flags, serve_flags
 from penstock.runtime.config import EngineConfig
 from penstock.runtime.errors import ConfigError
 from penstock.service.bounds import Bounds
+from penstock.service.connections import ConnectionOptions
 from penstock.service.context import Truncation
 from penstock.service.features import Features
 from penstock.service.listen_options import ListenOptions
@@ -65,7 +66,7 @@ def test_a_port_in_use_is_told_before_anything_is_loaded(run: Run) -> None:
         (["demo", "--port", "none"], "port: none needs a unix_socket", 2),
         (["demo", "--tls-cert", "c.pem"], "tls_key: must be given with tls_cert", 2),
         (["demo", "--tls-cert", "no.pem", "--tls-key", "no.key"], "tls_cert: no.pem cannot be read", 1),
-        (["demo", "--unix-socket", "no-such-folder/s"], "no-such-folder/s cannot be made", 1),
+        (["demo", "--port", "0", "--unix-socket", "no-such-folder/s"], "no-such-folder/s cannot be made", 1),
         (["demo", "--grammar-time-limit", "0"], "grammar_time_limit_s: must be above 0", 2),
         (["demo", "--grammar-time-limit", "nan"], "grammar_time_limit_s: must be above 0", 2),
         (["demo", OVERRIDE, '{"temperature": -1}'], "temperature: must be from 0 to 100", 2),
@@ -143,6 +144,12 @@ def test_every_option_of_the_server_arrives() -> None:
         "--keys": "~/keys.json",
         "--stall-limit": "2.5",
         "--grace": "0",
+        "--drain-delay": "4",
+        "--keepalive": "5",
+        "--keepalive-timeout": "6",
+        "--max-connection-age": "7",
+        "--max-connection-age-grace": "8",
+        "--max-connection-idle": "9.5",
         "--truncation": "middle",
         "--tool-call-parser": "pythonic",
         "--reasoning-parser": "none",
@@ -165,6 +172,14 @@ def test_every_option_of_the_server_arrives() -> None:
         keys=Path.home() / "keys.json",
         stall_limit_s=2.5,
         grace_s=0,
+        drain_delay_s=4,
+        connections=ConnectionOptions(
+            keepalive_s=5,
+            keepalive_timeout_s=6,
+            max_connection_age_s=7,
+            max_connection_age_grace_s=8,
+            max_connection_idle_s=9.5,
+        ),
         truncation=Truncation.MIDDLE,
         tool_call_parser="pythonic",
         reasoning_parser="none",

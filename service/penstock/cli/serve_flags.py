@@ -6,6 +6,7 @@ import argparse
 import json
 from typing import TYPE_CHECKING, Any
 
+from penstock.cli.serve_connection_flags import add_connection_flags, connection_options
 from penstock.cli.serve_engine_flags import add_engine_flags
 from penstock.cli.serve_feature_flags import add_feature_flags, features
 from penstock.cli.serve_keys_flags import add_keys_flags
@@ -30,7 +31,7 @@ examples:
   penstock serve demo --host 0.0.0.0 --tls-cert server.pem --tls-key server.key --client-ca clients.pem
 
 The server speaks penstock.v1 over gRPC, with health checks and reflection. SIGTERM or Ctrl-C ends it
-gracefully: it refuses new requests, finishes the running ones within --grace, and exits 0. A second signal
+gracefully: it takes no new requests, finishes the running ones within --grace, and exits 0. A second signal
 ends it at once.
 """
 
@@ -66,6 +67,16 @@ def add_parser(subparsers: Subparsers) -> None:
         metavar="SECONDS",
         help="how long running requests may go on after SIGTERM; default: %(default)g",
     )
+    net.add_argument(
+        "--drain-delay",
+        dest="drain_delay_s",
+        type=float,
+        default=_OPTIONS.drain_delay_s,
+        metavar="SECONDS",
+        help="how long requests are still taken after SIGTERM while health already says NOT_SERVING, so that "
+        "balancers have heard of it; --grace begins then; default: %(default)g",
+    )
+    add_connection_flags(parser)
     add_limits_flags(parser)
     add_keys_flags(parser)
     add_engine_flags(parser)
@@ -146,6 +157,8 @@ def server_options(args: argparse.Namespace) -> ServerOptions:
         keys=args.keys,
         stall_limit_s=args.stall_limit_s,
         grace_s=args.grace_s,
+        drain_delay_s=args.drain_delay_s,
+        connections=connection_options(args),
         truncation=Truncation(args.truncation),
         tool_call_parser=args.tool_call_parser,
         reasoning_parser=args.reasoning_parser,

@@ -8,6 +8,7 @@ probes of an orchestrator cannot carry a key.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from typing import Any
 
 import grpc
@@ -100,3 +101,27 @@ class Health(health_pb2_grpc.HealthServicer):
                 return True
             else:
                 await changed.wait()
+
+
+class Readiness:
+    """Says SERVING of some services while nothing speaks against it."""
+
+    def __init__(self, health: Health, services: Sequence[str], against: str) -> None:
+        """`against`: what speaks against it at first."""
+        self._health = health
+        self._services = services
+        self._against = {against}
+        self._say()
+
+    def refuse(self, reason: str) -> None:
+        """From now on this speaks against it."""
+        self._against.add(reason)
+        self._say()
+
+    def allow(self, reason: str) -> None:
+        """This no longer does."""
+        self._against.discard(reason)
+        self._say()
+
+    def _say(self) -> None:
+        self._health.set(*self._services, serving=not self._against)

@@ -1,4 +1,4 @@
-"""Servicers that come after the server has started, and what of their RPCs still runs.
+"""Servicers that come after the server has started.
 
 gRPC wants to know all methods before it starts, but those of the contract need an engine, and the server
 answers health checks long before there is one. So gRPC gets a stand-in that looks for the servicer in each
@@ -7,41 +7,13 @@ call.
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import functools
 from typing import Any
 
 from google.protobuf.descriptor import ServiceDescriptor
 
 from penstock.runtime.errors import NotReady
-
-
-class Calls:
-    """RPCs that have not ended, which they have when their last byte has left. On the event loop only."""
-
-    def __init__(self) -> None:
-        self._count = 0
-        self._idle = asyncio.Event()
-        self._idle.set()
-
-    def begin(self, context: Any) -> None:
-        """Count the RPC of this context until it has ended."""
-        self._count += 1
-        self._idle.clear()
-        context.add_done_callback(self._end)
-
-    def _end(self, _context: Any) -> None:
-        self._count -= 1
-        if not self._count:
-            self._idle.set()
-
-    async def wait_idle(self, timeout_s: float) -> bool:
-        """Wait until none is left, for so long; whether none is."""
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(timeout_s):
-                await self._idle.wait()
-        return self._idle.is_set()
+from penstock.service.underway import Calls
 
 
 class LateServicer:

@@ -9,6 +9,7 @@ from pathlib import Path
 from penstock.runtime.chat.parser import REASONING_PARSERS, TOOL_PARSERS
 from penstock.runtime.errors import ConfigError
 from penstock.service.bounds import Bounds
+from penstock.service.connections import ConnectionOptions
 from penstock.service.context import Truncation
 from penstock.service.features import DEFAULT_FEATURES, Features
 from penstock.service.listen_options import ListenOptions, host_problems, tcp_address, unix_address
@@ -30,8 +31,14 @@ class ServerOptions:
     """Who may call: a file that `penstock keys` makes; None: everybody."""
     stall_limit_s: float = 30.0
     """A stream that is not read for so long while output waits is ended, and its pages are freed."""
-    grace_s: float = 30.0
-    """On SIGTERM: how long running requests may go on."""
+    grace_s: float = 20.0
+    """At the stop: how long running requests may go on. With what comes after, replies on their way out and
+    the end of the engine, it fits the 30 s that orchestrators give unless told otherwise."""
+    drain_delay_s: float = 0.0
+    """At the stop: how long requests are still taken while health already says NOT_SERVING, for balancers
+    that hear of it late. The grace begins after it."""
+    connections: ConnectionOptions = field(default_factory=ConnectionOptions)
+    """How long connections live."""
     max_receive_bytes: int = 64 * MIB
     """Largest request message."""
     truncation: Truncation = Truncation.REJECT
@@ -56,8 +63,10 @@ class ServerOptions:
             bad.append(f"port: must be from 0 to 65535, not {self.port}")
         if not (math.isfinite(self.stall_limit_s) and self.stall_limit_s > 0):
             bad.append(f"stall_limit_s: must be above 0, not {self.stall_limit_s}")
-        if not (math.isfinite(self.grace_s) and self.grace_s >= 0):
-            bad.append(f"grace_s: must be at least 0, not {self.grace_s}")
+        for name, seconds in (("grace_s", self.grace_s), ("drain_delay_s", self.drain_delay_s)):
+            if not (math.isfinite(seconds) and seconds >= 0):
+                bad.append(f"{name}: must be at least 0, not {seconds}")
+        bad.extend(self.connections.problems())
         if not 1 <= self.max_receive_bytes < 2**31:
             bad.append(f"max_receive_bytes: must be from 1 to 2147483647, not {self.max_receive_bytes}")
         for name, value, known in (

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import importlib.metadata
 import logging
 import time
@@ -37,7 +38,7 @@ from penstock.service.inference import InferenceServicer
 from penstock.service.interceptors import PenstockInterceptor
 from penstock.service.keys import Keys
 from penstock.service.lanes import Lanes
-from penstock.service.late import Calls, LateServicer
+from penstock.service.late import LateServicer
 from penstock.service.options import ServerOptions
 from penstock.service.rates import Clock
 from penstock.service.receiving import Receiving
@@ -45,6 +46,7 @@ from penstock.service.reflection import enable_reflection
 from penstock.service.streams import Switchboard
 from penstock.service.telemetry import Telemetry
 from penstock.service.threads import in_thread
+from penstock.service.underway import Calls
 from penstock.service.usage import UsageSink
 from penstock.v1 import control_pb2, control_pb2_grpc, inference_pb2, inference_pb2_grpc
 
@@ -58,7 +60,9 @@ READINESS = ("", *SERVICES)
 LIVENESS = "liveness"
 """What health calls SERVING for as long as the process answers at all, also while it loads."""
 _LAST_REPLIES_S = 5.0
+"""How long readers may take for what is buffered when the grace is over."""
 _LAST_WORDS_S = 0.5
+"""How long watchers may take for their last status. Whoever reads nothing is cut off then."""
 
 
 def version() -> str:
@@ -96,12 +100,14 @@ class PenstockServer:
         self._lanes = Lanes()
         self._calls = Calls()
         self._health = health.Health()
+        self._health.set(LIVENESS, serving=True)
+        self._readiness = health.Readiness(self._health, READINESS, against="starting")
         self._inference = LateServicer(_INFERENCE, self._calls)
         self._control = LateServicer(_CONTROL, self._calls)
         self._engine: Backend | None = None
-        self._watcher: asyncio.Task[None] | None = None
-        self._stopping = False
+        self._died = asyncio.Event()
         self._starting = False
+        self._ending: asyncio.Task[bool] | None = None
         self.front = Front(options, self._build)
 
     @property
@@ -117,6 +123,7 @@ class PenstockServer:
     def _build(self, interceptors: Sequence[grpc.aio.ServerInterceptor]) -> grpc.aio.Server:
         server = grpc.aio.server(
             interceptors=[
+                self._calls,
                 PenstockInterceptor(
                     self._telemetry,
                     self.admission,
@@ -130,9 +137,7 @@ class PenstockServer:
                 ("grpc.so_reuseport", 0),
                 ("grpc.max_receive_message_length", self._options.max_receive_bytes),
                 *grpc_options(self._options.bounds),
-                # A long prefill sends nothing; clients may ping meanwhile.
-                ("grpc.keepalive_permit_without_calls", 1),
-                ("grpc.http2.min_ping_interval_without_data_ms", 5000),
+                *self._options.connections.arguments(),
             ],
         )
         inference_pb2_grpc.add_InferenceServiceServicer_to_server(
@@ -152,8 +157,6 @@ class PenstockServer:
 
     async def start(self) -> None:
         """Start to answer: health and reflection; RPCs of the contract are refused as NOT_READY."""
-        self._health.set(*READINESS, serving=False)
-        self._health.set(LIVENESS, serving=True)
         await self.front.start()
 
     def attach(self, engine: Backend) -> None:
@@ -201,52 +204,57 @@ class PenstockServer:
         self._starting = True
         await in_thread(self._engine.start)
         self._starting = False
-        if not self._stopping:
-            self._health.set(*READINESS, serving=True)
-            self._watcher = asyncio.create_task(self._watch(self._engine))
-
-    async def wait_for_failure(self) -> None:
-        """Returns once the engine is dead."""
-        assert self._watcher is not None, "call start_engine() first"
-        await self._watcher
-
-    async def stop(self) -> bool:
-        """Finish what runs within the grace, abort the rest, stop; whether all of it came to its end."""
-        self._stopping = True
-        if self._watcher is not None:
-            self._watcher.cancel()
-        self._health.set(*READINESS, serving=False)
-        drained = True
-        if self._engine is not None and self._engine.ready:
-            drained = await self._drain(self._engine)
-        self._health.close()
-        await self._calls.wait_idle(_LAST_REPLIES_S)  # readers take what is buffered
-        # Watchers hear the last status; whoever reads nothing is cut off.
-        await self.front.stop(_LAST_WORDS_S)
-        self._lanes.close()
-        # A compilation cannot be interrupted; its thread ends with the process.
-        if self._engine is not None and not self._starting:
-            await in_thread(self._engine.shutdown)
-        return drained
-
-    async def _drain(self, engine: Backend) -> bool:
-        """Let what runs go on for the grace, then abort it; whether all of it came to its end."""
-        if await in_thread(lambda: engine.drain(self._options.grace_s)):
-            return True
-        with contextlib.suppress(PenstockError):
-            aborted = engine.abort(all_requests=True, message="the server is shutting down")
-            log.warning("grace of %g s is over; aborted %d requests", self._options.grace_s, len(aborted))
-        return False
-
-    async def _watch(self, engine: Backend) -> None:
-        """Turn health to NOT_SERVING should the engine die."""
-        loop, died = asyncio.get_running_loop(), asyncio.Event()
+        self._readiness.allow("starting")
+        loop = asyncio.get_running_loop()
 
         def tell() -> None:
             with contextlib.suppress(RuntimeError):  # the loop is closed: the server has ended
-                loop.call_soon_threadsafe(died.set)
+                loop.call_soon_threadsafe(self._bury)
 
-        engine.on_failure(tell)
-        await died.wait()
-        log.error("the engine is dead: %s", engine.failure)
-        self._health.set(*READINESS, serving=False)
+        self._engine.on_failure(tell)
+
+    def _bury(self) -> None:
+        assert self._engine is not None
+        log.error("the engine is dead: %s", self._engine.failure)
+        self._readiness.refuse("dead")
+        self._died.set()
+
+    async def wait_for_failure(self) -> None:
+        """Returns once the engine is dead."""
+        await self._died.wait()
+
+    async def stop(self) -> bool:
+        """Finish what runs within the grace, abort the rest, stop; whether all of it came to its end. May be
+        called again, and then waits for the same end.
+        """
+        if self._ending is None:
+            self._ending = asyncio.create_task(self._end())
+        return await asyncio.shield(self._ending)
+
+    async def _end(self) -> bool:
+        self._readiness.refuse("stopping")
+        engine, draining = self._engine, None
+        if engine is not None and engine.ready:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._died.wait(), self._options.drain_delay_s)
+            draining = in_thread(functools.partial(engine.drain, self._options.grace_s))
+        await self._calls.wait_settled()  # what gRPC has taken in is refused as DRAINING meanwhile
+        # Listens no more, and tells clients to go elsewhere; what runs goes on.
+        most_s = self._options.grace_s + _LAST_REPLIES_S + _LAST_WORDS_S
+        leaving = asyncio.create_task(self.front.stop(most_s))
+        self._health.close()
+        drained = draining is None or await draining
+        if engine is not None and not drained:
+            self._abort(engine)
+        await self._calls.wait_idle(_LAST_REPLIES_S)
+        await self.front.stop(_LAST_WORDS_S)
+        await leaving
+        self._lanes.close()
+        if engine is not None and not self._starting:  # a compilation ends only with the process
+            await in_thread(engine.shutdown)
+        return drained
+
+    def _abort(self, engine: Backend) -> None:
+        with contextlib.suppress(PenstockError):
+            aborted = engine.abort(all_requests=True, message="the server is shutting down")
+            log.warning("grace of %g s is over; aborted %d requests", self._options.grace_s, len(aborted))

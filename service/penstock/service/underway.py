@@ -1,0 +1,65 @@
+"""What of the RPCs is under way, for whoever is to end the server and wants to cut off nobody."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Awaitable, Callable
+from typing import Any, TypeAlias
+
+import grpc
+
+Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
+_SETTLE_S = 1.0
+_MOMENT_S = 0.03
+
+
+class Calls(grpc.aio.ServerInterceptor):
+    """How many RPCs have begun, and which of the contract's have not ended. On the event loop only."""
+
+    def __init__(self) -> None:
+        self._num_begun = 0
+        self._num_running = 0
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Handler | None]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> Handler | None:
+        self._num_begun += 1
+        return await continuation(handler_call_details)
+
+    def begin(self, context: Any) -> None:
+        """Wait in `wait_idle` for the RPC of this context, until its last byte has left."""
+        self._num_running += 1
+        self._idle.clear()
+        context.add_done_callback(self._end)
+
+    def _end(self, _context: Any) -> None:
+        self._num_running -= 1
+        if not self._num_running:
+            self._idle.set()
+
+    async def wait_idle(self, timeout_s: float) -> bool:
+        """Wait until none is left, for so long; whether none is."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                await self._idle.wait()
+        return self._idle.is_set()
+
+    async def wait_settled(self) -> None:
+        """Wait until no RPC has begun for a moment, but not for long where they keep coming.
+
+        gRPC hands RPCs over one by one. Those that it still has when it is stopped end as a bare CANCELLED,
+        which tells a client nothing, and which none sends again.
+        """
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_SETTLE_S):
+                num_begun = -1
+                while num_begun != self._num_begun:
+                    num_begun = self._num_begun
+                    await asyncio.sleep(_MOMENT_S)
+                    for _ in range(5):  # the loop may have stood still, with something to hand over
+                        await asyncio.sleep(0)

@@ -1,0 +1,94 @@
+"""How a server goes: what it tells its clients, in which order, and that it cuts off nobody."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import grpc
+from grpc_health.v1 import health_pb2
+
+from penstock.service import server
+from penstock.v1 import inference_pb2_grpc
+from tests.service.h2peer import GOAWAY, Peer
+from tests.service.rig import WAIT_S, collect, fake, generate, joined, serving, stream, until
+
+SERVING = health_pb2.HealthCheckResponse.SERVING
+NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
+STREAM = "/penstock.v1.InferenceService/Stream"
+
+
+async def test_peers_are_told_to_go_while_what_runs_goes_on():
+    async with (
+        serving(fake(hold=True), grace_s=WAIT_S) as rig,
+        Peer(rig.server.address, initial_window=1 << 20) as peer,
+    ):
+        running = await peer.call(STREAM, stream("a").SerializeToString())
+        await until(lambda: len(rig.engine.seen) == 1)
+        stopping = asyncio.create_task(rig.server.stop())
+        await peer.until(lambda: peer.of(0, GOAWAY))
+        assert not stopping.done()
+        assert not peer.ended(running)
+        rig.engine.release()
+        assert await peer.status(running) == 0
+        assert await asyncio.wait_for(stopping, WAIT_S), "all of it came to its end"
+
+
+async def test_a_client_of_two_servers_goes_on_at_the_other_one():
+    async with serving(fake(hold=True), grace_s=2 * WAIT_S) as first, serving() as second:
+        target = f"ipv4:{first.server.address},{second.server.address}"
+        async with grpc.aio.insecure_channel(target) as channel:
+            stub: Any = inference_pb2_grpc.InferenceServiceStub(channel)
+            running = asyncio.create_task(collect(stub.Stream(stream("a"))))
+            await until(lambda: len(first.engine.seen) == 1)
+            stopping = asyncio.create_task(first.server.stop())
+            async with asyncio.timeout(WAIT_S):
+                while not second.engine.seen:
+                    try:
+                        reply = await stub.Generate(generate("y"))
+                    except grpc.aio.AioRpcError as error:
+                        # CANCELLED is what gRPC makes of a call that crosses its GOAWAY on the way.
+                        assert error.code().name in ("UNAVAILABLE", "CANCELLED")  # noqa: PT017 -- not always
+                        await asyncio.sleep(0.01)
+            assert reply.outputs[0].text == "z"
+            assert not stopping.done()
+            first.engine.release()
+            assert joined(await running).outputs[0].text.endswith("z")
+        await asyncio.wait_for(stopping, WAIT_S)
+
+
+async def test_requests_are_taken_for_the_delay_while_health_says_otherwise():
+    async with serving(drain_delay_s=600.0, grace_s=WAIT_S) as rig:
+        watch = rig.health.Watch(health_pb2.HealthCheckRequest())
+        assert (await watch.read()).status == SERVING
+        stopping = asyncio.create_task(rig.server.stop())
+        assert (await asyncio.wait_for(watch.read(), WAIT_S)).status == NOT_SERVING
+        assert await rig.health_of() == NOT_SERVING
+        assert await rig.health_of("liveness") == SERVING
+        assert (await rig.inference.Generate(generate("y"))).outputs[0].text == "z"
+        assert not stopping.done()
+        rig.engine.die()  # then there is nothing to wait for
+        await asyncio.wait_for(stopping, WAIT_S)
+
+
+async def test_a_burst_at_the_stop_gets_answers_or_typed_refusals():
+    """gRPC hands RPCs over one by one, and ends those that it still has with a bare CANCELLED."""
+    async with serving(grace_s=WAIT_S) as rig:
+        await rig.inference.Generate(generate("y"))
+        burst = [asyncio.ensure_future(rig.inference.Generate(generate("y"))) for _ in range(300)]
+        await until(lambda: len(rig.engine.seen) > 1)
+        await asyncio.wait_for(rig.server.stop(), WAIT_S)
+        async with asyncio.timeout(WAIT_S):
+            replies = await asyncio.gather(*burst, return_exceptions=True)
+        codes = {r.code() for r in replies if isinstance(r, grpc.aio.AioRpcError)}
+        assert codes <= {grpc.StatusCode.UNAVAILABLE}
+
+
+async def test_a_reader_that_reads_nothing_does_not_outlive_the_last_replies(monkeypatch):
+    monkeypatch.setattr(server, "_LAST_REPLIES_S", 0.3)
+    async with serving(grace_s=0.1) as rig, Peer(rig.server.address) as peer:
+        running = await peer.call(STREAM, stream("a", stopping={"ignore_eos": True}).SerializeToString())
+        await until(lambda: len(rig.engine.seen) == 1)
+        await asyncio.wait_for(rig.server.stop(), WAIT_S)
+        await peer.until_closed()
+        assert not peer.body(running)
