@@ -63,6 +63,7 @@ BAD = [
     ({"sampling": {"bad_words": ["x", " ", "y" * 1001]}}, {"sampling.bad_words[1]", "sampling.bad_words[2]"}),
     ({"sampling": {"bad_words": ["x"] * 1001}}, {"sampling.bad_words"}),
     ({"sampling": {"allowed_token_ids": [0, VOCAB]}}, {"sampling.allowed_token_ids[1]"}),
+    ({"sampling": {"allowed_token_ids": [0] * (VOCAB + 1)}}, {"sampling.allowed_token_ids"}),
     (
         {"sampling": {"allowed_token_ids": [97, 3], "bad_words": ["a"], "logit_bias": {3: -INF}}},
         {"sampling.allowed_token_ids"},
@@ -98,7 +99,7 @@ GOOD = [
     {"sampling": {"logit_bias": {0: -INF, VOCAB - 1: 3e38, 1: -3e38, 2: 0.0}}},
     {"sampling": {"logit_bias": dict.fromkeys(range(1, VOCAB), -INF)}},
     {"sampling": {"bad_words": ["y" * 1000, *"ab" * 499]}},
-    {"sampling": {"allowed_token_ids": [*range(VOCAB), 0, 0]}},
+    {"sampling": {"allowed_token_ids": [*range(VOCAB - 2), 0, 0]}},
     *({"sampling": {"seed": v}} for v in (0, 2**64 - 1)),
     {"stopping": {"max_tokens": 1, "min_tokens": 1}},
     {"stopping": {"max_tokens": U32, "min_tokens": U32}},
@@ -214,13 +215,13 @@ async def test_megabytes_of_chat_are_refused_without_tokenizing(monkeypatch):
     assert dict(failure.info.metadata) == {"prompt_tokens": "9", "max_prompt_tokens": "7"}
 
 
-async def test_a_great_many_messages_in_one_request_are_refused_before_they_are_walked():
-    """Two bytes each on the wire; walking a million of them would keep the event loop for seconds."""
+async def test_a_great_many_turns_in_one_chat_are_refused():
+    """Two bytes each on the wire."""
     turns = [("user", "")] * 1000
     async with serving(fake(max_model_len=10**5)) as rig:
         await rig.inference.Generate(generate(chat=chat(*turns), stopping={"max_tokens": 1}))
-        failure = await failure_of(rig.inference.Generate(generate(chat=chat(*turns * 10))))
-    assert failure.violations == {"": "the request has more than 10000 nested messages"}
+        failure = await failure_of(rig.inference.Generate(generate(chat=chat(*turns * 10, ("user", "")))))
+    assert failure.violations == {"chat.messages": "at most 10000 messages, not 10001"}
 
 
 async def test_millions_of_bad_ids_are_one_short_reply():
@@ -288,8 +289,12 @@ async def test_unknown_method_is_unimplemented():
 
 
 async def test_message_above_the_receive_limit():
+    """Up to twice the limit the server says what is wrong; above that gRPC refuses without a word of ours."""
     async with serving(max_receive_bytes=1000) as rig:
-        with pytest.raises(grpc.aio.AioRpcError) as failure:
-            await rig.inference.Generate(generate("a" * 1000))
-        assert failure.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        failure = await failure_of(rig.inference.Generate(generate("a" * 1000)))
+        assert (failure.code, failure.reason) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "MESSAGE_TOO_LARGE")
+        assert dict(failure.info.metadata) == {"bytes": "1003", "max_bytes": "1000"}
+        with pytest.raises(grpc.aio.AioRpcError) as bare:
+            await rig.inference.Generate(generate("a" * 2000))
+        assert bare.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
         assert (await rig.inference.Generate(generate("y"))).outputs[0].text == "z"

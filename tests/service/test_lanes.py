@@ -104,7 +104,7 @@ async def test_many_bad_words_are_spelt_off_the_loop(num_words, inline):
     assert spelt == tuple(tuple(text.encode()) for word in words for text in (word, f" {word}"))
 
 
-@pytest.mark.parametrize(("num_tokens", "is_long"), [(2000, False), (2001, True)])
+@pytest.mark.parametrize(("num_tokens", "is_long"), [(2048, False), (2049, True)])
 async def test_long_prompts_are_checked_and_hashed_off_the_event_loop(num_tokens, is_long):
     """What the thread made is what every output of the request is submitted with."""
     engine = fake(max_model_len=9000)
@@ -127,6 +127,6 @@ async def test_long_prompts_are_checked_and_hashed_off_the_event_loop(num_tokens
         await rig.inference.Generate(
             generate(prompt_token_ids=ids, stopping={"max_tokens": 1}, sampling={"n": 2})
         )
-    assert [thread is threading.main_thread() for thread in threads] == ([False] if is_long else [])
-    assert [is_same for _, is_same in given] == [is_long, is_long]
+    assert [thread is threading.main_thread() for thread in threads] == [not is_long], "once for both"
+    assert [is_same for _, is_same in given] == [True, True]
     assert len({id(prepared) for prepared, _ in given}) == 1

@@ -67,6 +67,7 @@ def test_a_port_in_use_is_told_before_anything_is_loaded(run: Run) -> None:
         (["demo", "--tls-cert", "c.pem"], "tls_key: must be given with tls_cert", 2),
         (["demo", "--tls-cert", "no.pem", "--tls-key", "no.key"], "tls_cert: no.pem cannot be read", 1),
         (["demo", "--port", "0", "--unix-socket", "no-such-folder/s"], "no-such-folder/s cannot be made", 1),
+        (["demo", "--max-receive-bytes", "1G"], "max_receive_bytes: must be from 1 to 1073741823", 2),
         (["demo", "--grammar-time-limit", "0"], "grammar_time_limit_s: must be above 0", 2),
         (["demo", "--grammar-time-limit", "nan"], "grammar_time_limit_s: must be above 0", 2),
         (["demo", OVERRIDE, '{"temperature": -1}'], "temperature: must be from 0 to 100", 2),
@@ -150,6 +151,7 @@ def test_every_option_of_the_server_arrives() -> None:
         "--max-connection-age": "7",
         "--max-connection-age-grace": "8",
         "--max-connection-idle": "9.5",
+        "--max-receive-bytes": "3M",
         "--truncation": "middle",
         "--tool-call-parser": "pythonic",
         "--reasoning-parser": "none",
@@ -180,6 +182,7 @@ def test_every_option_of_the_server_arrives() -> None:
             max_connection_age_grace_s=8,
             max_connection_idle_s=9.5,
         ),
+        max_receive_bytes=3 * 2**20,
         truncation=Truncation.MIDDLE,
         tool_call_parser="pythonic",
         reasoning_parser="none",
@@ -310,7 +313,7 @@ def test_every_option_of_the_engine_can_be_given() -> None:
     """An option added to EngineConfig fails here until the command has it."""
     offered = set(vars(parse("demo")))
     assert {f.name for f in dataclasses.fields(EngineConfig)} - {"show_progress"} <= offered
-    assert names_of(ServerOptions) - {"max_receive_bytes"} <= offered
+    assert names_of(ServerOptions) <= offered
 
 
 def names_of(options: Any) -> set[str]:

@@ -36,7 +36,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 
-from penstock.runtime.checks import check_token_ids, in_vocabulary
+from penstock.runtime.checks import check_token_ids, in_vocabulary, knows_tokens
 from penstock.runtime.delivery import Delivery
 from penstock.runtime.doorbell import Doorbell
 from penstock.runtime.errors import Draining, EngineFailure, NotReady, PenstockError
@@ -48,12 +48,16 @@ from penstock.runtime.request import Finish, FinishReason, PreparedPrompt, Reque
 from penstock.runtime.runner import ModelRunner
 from penstock.runtime.scheduler import Load, Scheduler
 from penstock.runtime.stepping import Steps
+from penstock.runtime.token_bias import bias_row
 from penstock.runtime.updates import Update, UpdateQueue, refuse, settle
 
 log = logging.getLogger(__name__)
 
 _ABORTED = FinishReason.ABORTED
 _LONGEST_WAIT_S = 3600.0
+_MANY_BIASES = 1_000
+"""For so many the array of them all is made beforehand, once for all outputs; of fewer it would take more
+memory while the request waits than it saves time."""
 
 
 class EngineCore:
@@ -147,13 +151,19 @@ class EngineCore:
     # -- requests --
 
     def prepare(self, request: Request) -> PreparedPrompt:
-        """What `submit` does with a prompt and takes longer the longer that is (about 10 ms for 100,000
-        tokens), for callers with something better to do: any thread may, at any time. Raises nothing.
+        """What `submit` does with a prompt and its sampling, and takes longer the longer they are (about
+        10 ms for 100,000 tokens, or as many biases), for callers with something better to do, or with several
+        outputs to submit: any thread may, at any time. Raises nothing.
         """
-        token_ids, cache = request.prompt_token_ids, request.cache
+        token_ids, cache, sampling = request.prompt_token_ids, request.cache, request.sampling
         is_known = in_vocabulary(token_ids, self._vocab_size)
         keys = self._scheduler.page_keys(request) if is_known else ()
-        return PreparedPrompt(token_ids, cache, tuple(keys), is_known)
+        if not knows_tokens(sampling, self._vocab_size):
+            return PreparedPrompt(token_ids, cache, tuple(keys), is_known)
+        row = None
+        if len(sampling.logit_bias) + len(sampling.allowed_token_ids) >= _MANY_BIASES:
+            row = bias_row(sampling, self._vocab_size)
+        return PreparedPrompt(token_ids, cache, tuple(keys), is_known, sampling, row)
 
     def submit(self, request: Request, sink: Sink, prepared: PreparedPrompt | None = None) -> None:
         """Queue a request; its outputs go to `sink`. Raises what the request or the engine's state forbid, at
@@ -163,15 +173,20 @@ class EngineCore:
             prepared = self.prepare(request)
         elif prepared.token_ids is not request.prompt_token_ids or prepared.cache != request.cache:
             raise ValueError("another prompt was prepared than is submitted")
+        is_covered = prepared.covers(request.sampling)
         check_token_ids(
             request,
             self._vocab_size,
             len(self._scheduler.config.eos_token_ids),
             prompt_is_known=prepared.in_vocabulary,
+            sampling_is_known=is_covered,
         )
+        row = prepared.bias_row if is_covered else None
         if request.sampling.seed is None:
-            sampling = dataclasses.replace(request.sampling, seed=secrets.randbits(64))
-            request = dataclasses.replace(request, sampling=sampling)
+            sampling = request.sampling.seeded(secrets.randbits(64))
+            request = dataclasses.replace(request, sampling=sampling, bias_row=row)
+        elif row is not None:
+            request = dataclasses.replace(request, bias_row=row)
         seq = self._scheduler.prepare(request, time.monotonic_ns(), prepared.page_keys)
         with self._lock, self._changing():
             self.check_running()

@@ -58,6 +58,7 @@ from penstock.runtime.scheduler import Load, Scheduler, SchedulerConfig
 from penstock.runtime.served import ServedModel, load_model
 from penstock.runtime.switch_interval import SwitchInterval
 from penstock.runtime.text import TextCodec
+from penstock.runtime.word_table import WordTable
 
 log = logging.getLogger(__name__)
 
@@ -328,8 +329,14 @@ class Engine:
     # -- tokens --
 
     def prepare(self, request: Request) -> PreparedPrompt:
-        """The part of `submit` that takes longer the longer a prompt is; see `EngineCore.prepare`."""
-        return self._core.prepare(request)
+        """The part of `submit` that takes the longer the longer prompt and sampling are; see
+        `EngineCore.prepare`.
+        """
+        prepared = self._core.prepare(request)
+        words = _long_words(request.sampling)
+        if not words or prepared.sampling is None:
+            return prepared
+        return dataclasses.replace(prepared, words=WordTable(words, self.info.vocab_size))
 
     def submit(self, request: Request, sink: Sink, prepared: PreparedPrompt | None = None) -> None:
         """Queue a request; see `EngineCore.submit`. What `sampling_params_callback` makes of its sampling is
@@ -344,8 +351,10 @@ class Engine:
         ]
         if bad:
             raise InvalidRequest(bad)
-        words = [word for word in request.sampling.bad_words if len(word) > 1]
+        words: Sequence[Sequence[int]] | WordTable = _long_words(request.sampling)
         if words:
+            if prepared is not None and prepared.words is not None and prepared.covers(request.sampling):
+                words = prepared.words
             constraint = BadWords(words, request.constraint, self.info.vocab_size)
             request = dataclasses.replace(request, constraint=constraint)
         self._core.submit(request, sink, prepared)
@@ -514,3 +523,8 @@ class Engine:
         finally:
             if active:  # else the id may be another request's by now
                 self.cancel(request.request_id)
+
+
+def _long_words(sampling: SamplingParams) -> list[tuple[int, ...]]:
+    """Bad words that are no matter of the logits' bias."""
+    return [word for word in sampling.bad_words if len(word) > 1]

@@ -54,7 +54,7 @@ def outputs_of(request: Request, n: int, constraints: Sequence[TokenConstraint] 
         dataclasses.replace(
             request,
             request_id=output_id(request.request_id, index),
-            sampling=dataclasses.replace(sampling, seed=output_seed(seed, index)),
+            sampling=sampling.seeded(output_seed(seed, index)),
             prompt_logprobs=request.prompt_logprobs if index == 0 else None,
             constraint=constraints[index] if constraints else None,
             fork_of=request.request_id if index else None,

@@ -7,18 +7,26 @@ raises `InvalidRequest` listing all violations by the contract's field path.
 
 from __future__ import annotations
 
+import copy
 import enum
+import itertools
 import math
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+import numpy as np
+from numpy.typing import NDArray
+
 from penstock.runtime.constraint import TokenConstraint
 from penstock.runtime.errors import InvalidRequest, Violation
+from penstock.runtime.word_table import WordTable
 
 MAX_STOP_TOKEN_IDS = 32
 """Width of the per-row list that the compiled sampler masks before `min_tokens`; EOS ids count."""
 MAX_STOP_STRINGS = 16
 MAX_STOP_STRING_CHARS = 256
+MAX_BAD_BIASES = 20
+"""Of those that are no numbers, so many are named."""
 MAX_REQUEST_ID_CHARS = 128
 """Of an id as its caller chooses it."""
 MAX_ENGINE_ID_CHARS = 256
@@ -80,12 +88,28 @@ class SamplingParams:
             bad.append(
                 Violation("sampling.repetition_penalty", f"must be above 0, not {self.repetition_penalty}")
             )
-        for token, bias in self.logit_bias:
-            if math.isnan(bias) or bias == math.inf:
-                bad.append(Violation(f"sampling.logit_bias[{token}]", f"must be a number, not {bias}"))
+        no_numbers = ((token, bias) for token, bias in self.logit_bias if not bias < math.inf)
+        for token, bias in itertools.islice(no_numbers, MAX_BAD_BIASES):
+            bad.append(Violation(f"sampling.logit_bias[{token}]", f"must be a number, not {bias}"))
         if not all(self.bad_words):
             bad.append(Violation("sampling.bad_words", "must not hold an empty word"))
         _raise_if(bad)
+
+    def seeded(self, seed: int) -> SamplingParams:
+        """The same with another seed, from 0 to 2^64 - 1: all else is shared, and as it was checked."""
+        if not 0 <= seed < 2**64:
+            raise InvalidRequest([Violation("sampling.seed", "must be an unsigned 64-bit number")])
+        twin = copy.copy(self)  # unlike `dataclasses.replace`, which would check a whole vocabulary again
+        object.__setattr__(twin, "seed", seed)
+        return twin
+
+    def shares_tokens(self, other: SamplingParams) -> bool:
+        """Whether it speaks of the very same tokens: `seeded` made one of the other, or both of a third."""
+        return (
+            self.logit_bias is other.logit_bias
+            and self.bad_words is other.bad_words
+            and self.allowed_token_ids is other.allowed_token_ids
+        )
 
     @property
     def greedy(self) -> bool:
@@ -184,6 +208,8 @@ class Request:
     fork_of: str | None = None
     """The engine's id of the first output of the same prompt, the very same tuple: while an output of that
     request runs, its KV pages of the prompt are shared and copied, whatever `cache` says."""
+    bias_row: NDArray[np.float32] | None = field(default=None, compare=False, repr=False)
+    """What `sampling` adds to each logit, where the engine has made it before the request runs."""
 
     def __post_init__(self) -> None:
         bad: list[Violation] = []
@@ -203,7 +229,7 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class PreparedPrompt:
-    """What `Engine.prepare` makes of a request's prompt, and all outputs of the request may share."""
+    """What `Engine.prepare` makes of a request, and all outputs of the request may share."""
 
     token_ids: tuple[int, ...]
     cache: CacheParams
@@ -211,6 +237,16 @@ class PreparedPrompt:
     """Of its full pages, for the prefix cache."""
     in_vocabulary: bool
     """Whether the model knows every id."""
+    sampling: SamplingParams | None = None
+    """Whose tokens the model knows all; None where it does not, or nobody looked."""
+    bias_row: NDArray[np.float32] | None = None
+    """What `sampling` adds to each logit; None where that is quickly made for each output."""
+    words: WordTable | None = None
+    """The bad words of `sampling` that have several tokens."""
+
+    def covers(self, sampling: SamplingParams) -> bool:
+        """Whether what was made of `sampling` goes for this one too."""
+        return self.sampling is not None and self.sampling.shares_tokens(sampling)
 
 
 class FinishReason(enum.Enum):

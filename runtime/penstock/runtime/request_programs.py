@@ -5,7 +5,6 @@ who enter.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 
 import jax.numpy as jnp
@@ -21,8 +20,6 @@ from penstock.runtime.step import KVCache, Rebuild, StepShapes, Weights, report
 TABLE_ROWS = 8
 """Page tables that one call of `make_table_rows` takes."""
 _PROMPT_TILE = 32
-_HUGE = 1e30
-"""Above every logit, and far enough from float32's largest that sums of a few stay finite."""
 
 
 def make_prompt_logprobs(rebuild: Rebuild, shapes: StepShapes) -> Callable[[Weights, Array, Array], Array]:
@@ -85,20 +82,6 @@ def pack_admission(
     buffer[:3] = feature_slot, min(len(request.prompt_token_ids), len(tokens)), len(tokens)
     buffer[3 : 3 + len(tokens)] = tokens
     return buffer
-
-
-def bias_row(request: Request, vocab_size: int) -> NDArray[np.float32]:
-    """What is added to each token's logit, float32[V]: -inf where a token is never allowed."""
-    sampling = request.sampling
-    if sampling.allowed_token_ids:
-        row = np.full(vocab_size, -np.inf, np.float32)
-        row[list(sampling.allowed_token_ids)] = 0.0
-    else:
-        row = np.zeros(vocab_size, np.float32)
-    for token, bias in sampling.logit_bias:
-        row[token] += -np.inf if bias == -math.inf else np.float32(min(max(bias, -_HUGE), _HUGE))
-    row[[word[0] for word in sampling.bad_words if len(word) == 1]] = -np.inf
-    return row
 
 
 def make_page_copies() -> Callable[[KVCache, Array], KVCache]:

@@ -30,12 +30,13 @@ from penstock.runtime.native import huge_pages
 from penstock.runtime.plan import Plan, StepResult
 from penstock.runtime.programs import ProgramBuilder, Programs
 from penstock.runtime.request import Request, TokenLogprobs
-from penstock.runtime.request_programs import bias_row, pack_admission, pack_page_copies
+from penstock.runtime.request_programs import pack_admission, pack_page_copies
 from penstock.runtime.runner_config import RunnerConfig
 from penstock.runtime.sampler import RowState
 from penstock.runtime.sampling_codes import NON_FINITE
 from penstock.runtime.slots import Slots
 from penstock.runtime.step import Chosen, KVCache, Weights, read_logprobs
+from penstock.runtime.token_bias import bias_row
 
 log = logging.getLogger(__name__)
 
@@ -238,7 +239,10 @@ class ModelRunner:
     def _write_features(self, feature_slot: int, request: Request, made: tuple[int, ...]) -> None:
         programs, _ = self._ready
         packed = pack_admission(feature_slot, request, made, self.config.max_model_len)
-        self._state = programs.admission(self._state, packed, bias_row(request, self.config.vocab_size))
+        bias = request.bias_row
+        if bias is None:
+            bias = bias_row(request.sampling, self.config.vocab_size)
+        self._state = programs.admission(self._state, packed, bias)
 
     def _write_tables(self, slots: Sequence[int]) -> None:
         programs, _ = self._ready

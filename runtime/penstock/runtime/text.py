@@ -14,6 +14,7 @@ from typing import Any, cast
 
 from tokenizers import Tokenizer
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers.tokenization_utils_base import VERY_LARGE_INTEGER
 
 from penstock.runtime.chat.messages import Chat, ChatTurn
 from penstock.runtime.chat.sandbox import TemplateSandbox
@@ -48,9 +49,15 @@ class TextCodec:
     def from_pretrained(cls, folder: str | Path) -> TextCodec:
         """Read the tokenizer of a checkpoint folder; ConfigError where there is none or it cannot be read."""
         try:
-            tokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
+            # Nobody is to be asked on a terminal whether code of the checkpoint may run: it may not.
+            tokenizer = AutoTokenizer.from_pretrained(
+                str(folder), local_files_only=True, trust_remote_code=False
+            )
         except (OSError, ValueError, KeyError, ImportError) as error:
             raise ConfigError(f"{folder}: the tokenizer cannot be loaded: {error}") from error
+        # How long a prompt may be is the engine's affair. Above the tokenizer's own idea of it, transformers
+        # would log that "indexing errors" follow, of prompts that are cut before a model sees them.
+        tokenizer.model_max_length = VERY_LARGE_INTEGER
         return cls(cast("PreTrainedTokenizerBase", tokenizer))
 
     @classmethod

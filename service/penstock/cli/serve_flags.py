@@ -7,7 +7,7 @@ import json
 from typing import TYPE_CHECKING, Any
 
 from penstock.cli.serve_connection_flags import add_connection_flags, connection_options
-from penstock.cli.serve_engine_flags import add_engine_flags
+from penstock.cli.serve_engine_flags import add_engine_flags, size
 from penstock.cli.serve_feature_flags import add_feature_flags, features
 from penstock.cli.serve_keys_flags import add_keys_flags
 from penstock.cli.serve_limits_flags import add_limits_flags, bounds
@@ -75,6 +75,13 @@ def add_parser(subparsers: Subparsers) -> None:
         metavar="SECONDS",
         help="how long requests are still taken after SIGTERM while health already says NOT_SERVING, so that "
         "balancers have heard of it; --grace begins then; default: %(default)g",
+    )
+    net.add_argument(
+        "--max-receive-bytes",
+        type=size,
+        default=_OPTIONS.max_receive_bytes,
+        metavar="BYTES",
+        help="largest request message, such as 16M; default: 8M",
     )
     add_connection_flags(parser)
     add_limits_flags(parser)
@@ -159,6 +166,7 @@ def server_options(args: argparse.Namespace) -> ServerOptions:
         grace_s=args.grace_s,
         drain_delay_s=args.drain_delay_s,
         connections=connection_options(args),
+        max_receive_bytes=args.max_receive_bytes,
         truncation=Truncation(args.truncation),
         tool_call_parser=args.tool_call_parser,
         reasoning_parser=args.reasoning_parser,

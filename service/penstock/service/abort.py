@@ -7,7 +7,7 @@ while the prompt is being tokenized would otherwise find nothing, and the reques
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from penstock.runtime.errors import DuplicateRequestId
@@ -23,29 +23,39 @@ MAX_REASON_CHARS = 1000
 class AbortTarget:
     """Whom Abort means: exactly one of the three."""
 
-    ids: tuple[str, ...] | None
+    ids: Mapping[str, None] | None
+    """In the order in which they were named; a mapping, so that it costs little to ask for one."""
     prefix: str | None
     everything: bool
+
+    def parts(self, size: int) -> Sequence[AbortTarget]:
+        """The same in several, of at most so many ids each."""
+        if self.ids is None:
+            return [self]
+        ids = list(self.ids)
+        starts = range(0, len(ids), size)
+        return [AbortTarget(dict.fromkeys(ids[at : at + size]), None, False) for at in starts]
 
     def matches(self, request_id: str) -> bool:
         if self.prefix is not None:
             return request_id.startswith(self.prefix)
-        return self.everything or request_id in (self.ids or ())
+        return self.everything or request_id in (self.ids or {})
 
 
 def to_target(message: inference_pb2.AbortRequest) -> AbortTarget:
     """Raises InvalidRequest: an abort that names nothing never means everything."""
     bad = Violations()
-    ids = tuple(dict.fromkeys(message.request_ids.ids))
+    # The engine stands still while it looks for them.
+    num_ids = len(message.request_ids.ids)
+    few = bad.allows("request_ids.ids", num_ids, MAX_ABORT_IDS, "ids")
+    ids = dict.fromkeys(message.request_ids.ids) if few else {}
     kind = message.WhichOneof("target")
     if kind is None:
         bad.add("target", "one of request_ids, request_id_prefix and all is required")
-    elif kind == "request_ids" and not ids:
+    elif kind == "request_ids" and not num_ids:
         bad.add("request_ids.ids", "must not be empty")
     elif kind == "request_id_prefix" and not message.request_id_prefix:
         bad.add("request_id_prefix", "must not be empty")
-    if len(ids) > MAX_ABORT_IDS:  # the engine stands still while it looks for them
-        bad.add("request_ids.ids", f"at most {MAX_ABORT_IDS} ids, not {len(ids)}")
     if len(message.reason) > MAX_REASON_CHARS:  # every request that is ended answers with it
         bad.add("reason", f"must have at most {MAX_REASON_CHARS} characters, not {len(message.reason)}")
     bad.raise_if_any()

@@ -9,6 +9,23 @@ from dataclasses import dataclass
 from penstock.runtime.errors import InvalidRequest, PromptTooLong, Violation
 from penstock.runtime.request import StoppingParams
 
+MOST_CONTEXTS = 8
+"""A prompt that is to be cut may be as long as so many contexts: all of it is read to keep one of them."""
+_SMALL_TOKENS = 65_536
+"""What costs next to nothing to read, however small the context."""
+_TOKEN_CHARS = 8
+"""About twice as many as a token of prose stands for."""
+
+
+def most_cut_tokens(room: int) -> int:
+    """Most tokens of a prompt that is to be cut to a context of `room` tokens."""
+    return max(MOST_CONTEXTS * room, _SMALL_TOKENS)
+
+
+def most_cut_chars(room: int) -> int:
+    """The same in characters of text."""
+    return most_cut_tokens(room) * _TOKEN_CHARS
+
 
 class Truncation(enum.Enum):
     """Which tokens of a prompt go."""

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import asyncio
 from functools import partial
 from typing import TYPE_CHECKING
 
 from penstock.runtime.errors import UnsupportedFeature
 from penstock.service import replies
 from penstock.service.backend import Backend
-from penstock.service.convert import Prompt, TextPrompt, chat_prompt
-from penstock.service.convert_params import Violations, check_token_ids
+from penstock.service.convert import Prompt, TextPrompt
+from penstock.service.convert_chat import chat_prompt, message_cost
+from penstock.service.convert_params import Violations, token_ids
 from penstock.service.features import DEFAULT_FEATURES, Features
 from penstock.service.inference import limits_of
 from penstock.service.lanes import Lanes
-from penstock.service.prompts import INLINE_CHARS, encode_prompt
+from penstock.service.prompts import encode_prompt
 from penstock.service.support import check_supported
 from penstock.v1 import control_pb2, control_pb2_grpc, types_pb2
 
@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from penstock.v1.control_pb2_grpc import _ServicerContext as Context
 
 CONTRACT_REVISION = 1
+_TOKEN_COST = 8
+"""What a token costs to be made text, in bytes of a message to be converted."""
 
 
 class ControlServicer(control_pb2_grpc.ControlServiceServicer):
@@ -118,6 +120,15 @@ class ControlServicer(control_pb2_grpc.ControlServiceServicer):
         self, request: control_pb2.TokenizeRequest, context: Context
     ) -> control_pb2.TokenizeResponse:
         """What Generate would feed the model."""
+        prompt = await self._lanes.convert(partial(self._prompt, request), message_cost(request.chat))
+        max_model_len = self._engine.info.max_model_len
+        special = request.add_special_tokens if request.HasField("add_special_tokens") else None
+        encoded = await encode_prompt(
+            self._engine.text, prompt, self._lanes, room=max_model_len, add_special_tokens=special
+        )
+        return control_pb2.TokenizeResponse(token_ids=encoded.token_ids, max_context_tokens=max_model_len)
+
+    def _prompt(self, request: control_pb2.TokenizeRequest) -> Prompt:
         check_supported(request, self._limits.lacking_templates, self._limits.why_lacking)
         bad = Violations()
         prompt: Prompt | None = None
@@ -127,17 +138,12 @@ class ControlServicer(control_pb2_grpc.ControlServiceServicer):
                 raise UnsupportedFeature(["text"])
             prompt = TextPrompt(request.text)
         elif kind == "chat":
-            prompt = chat_prompt(request.chat, self._limits, bad)
+            prompt = chat_prompt(request.chat, self._engine.text, bad)
         else:
             bad.add("input", "one of text and chat is required")
         bad.raise_if_any()
         assert prompt is not None
-        max_model_len = self._engine.info.max_model_len
-        special = request.add_special_tokens if request.HasField("add_special_tokens") else None
-        encoded = await encode_prompt(
-            self._engine.text, prompt, self._lanes, max_tokens=max_model_len - 1, add_special_tokens=special
-        )
-        return control_pb2.TokenizeResponse(token_ids=encoded.token_ids, max_context_tokens=max_model_len)
+        return prompt
 
     async def Detokenize(
         self, request: control_pb2.DetokenizeRequest, context: Context
@@ -148,16 +154,15 @@ class ControlServicer(control_pb2_grpc.ControlServiceServicer):
         if codec is None:
             raise UnsupportedFeature(["token_ids"])
         bad = Violations()
-        most = self._engine.info.max_model_len
-        if len(request.token_ids) > most:  # a byte of the request may be hundreds of the reply
-            bad.add("token_ids", f"at most {most} ids, not {len(request.token_ids)}")
-            bad.raise_if_any()
-        ids = tuple(request.token_ids)
-        check_token_ids("token_ids", ids, self._engine.info.vocab_size, bad)
+        # A byte of the request may be hundreds of the reply.
+        ids: tuple[int, ...] = ()
+        if bad.allows("token_ids", len(request.token_ids), self._engine.info.max_model_len, "ids"):
+            ids = token_ids("token_ids", request.token_ids, self._engine.info.vocab_size, bad)
         bad.raise_if_any()
         skip = request.skip_special_tokens if request.HasField("skip_special_tokens") else True
-        decode = partial(codec.decode, ids, skip_special_tokens=skip)
-        text = decode() if len(ids) <= INLINE_CHARS else await asyncio.to_thread(decode)
+        text = await self._lanes.convert(
+            partial(codec.decode, ids, skip_special_tokens=skip), _TOKEN_COST * len(ids)
+        )
         return control_pb2.DetokenizeResponse(text=text)
 
     async def Pause(self, request: control_pb2.PauseRequest, context: Context) -> control_pb2.PauseResponse:

@@ -9,9 +9,8 @@ import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from penstock.runtime.chat.messages import Chat, ChatTurn, RawTool, ToolCall
 from penstock.runtime.errors import PromptTooLong, UnknownModel, UnsupportedFeature
-from penstock.runtime.grammar.spec import Grammar, GrammarKind
+from penstock.runtime.grammar.spec import MAX_CHOICES, Grammar, GrammarKind
 from penstock.runtime.outputs import MAX_OUTPUTS, SEPARATOR
 from penstock.runtime.request import (
     MAX_REQUEST_ID_CHARS,
@@ -23,14 +22,15 @@ from penstock.runtime.request import (
 from penstock.runtime.text import TextCodec
 from penstock.service.backend import Info
 from penstock.service.callers import Caller
-from penstock.service.context import ContextParams, Fitted, Truncation
+from penstock.service.context import ContextParams, Fitted, Truncation, most_cut_tokens
+from penstock.service.convert_chat import ChatPrompt, chat_prompt
 from penstock.service.convert_params import (
     Violations,
-    check_token_ids,
     context_params,
     num_outputs,
     sampling_params,
     stopping_params,
+    token_ids,
 )
 from penstock.service.features import DEFAULT_FEATURES, Features
 from penstock.service.ownership import engine_id
@@ -50,13 +50,6 @@ class TextPrompt:
     """Text to be tokenized as it is."""
 
     text: str
-
-
-@dataclass(frozen=True, slots=True)
-class ChatPrompt:
-    """A conversation for the chat template."""
-
-    chat: Chat
 
 
 @dataclass(frozen=True, slots=True)
@@ -249,45 +242,23 @@ def _prompt(
             bad.add("prompt", "must not be empty")
         return TextPrompt(message.prompt)
     if kind == "chat":
-        return chat_prompt(message.chat, limits, bad)
+        return chat_prompt(message.chat, limits.codec, bad)
     if kind == "prompt_token_ids":
-        repeated = message.prompt_token_ids.ids
+        field, repeated, room = (
+            "prompt_token_ids.ids",
+            message.prompt_token_ids.ids,
+            limits.info.max_model_len,
+        )
         rejects = limits.truncation_of(message) is Truncation.REJECT
-        if rejects and len(repeated) >= limits.info.max_model_len:  # before anything walks over all of them
-            raise PromptTooLong(len(repeated), limits.info.max_model_len - 1)
-        ids = tuple(repeated)
-        if not ids:
-            bad.add("prompt_token_ids.ids", "must not be empty")
-        check_token_ids("prompt_token_ids.ids", ids, limits.info.vocab_size, bad)
-        return TokenPrompt(ids)
+        if rejects and len(repeated) >= room:  # before anything walks over all of them
+            raise PromptTooLong(len(repeated), room - 1)
+        if not bad.allows(field, len(repeated), most_cut_tokens(room), "ids (also where they are to be cut)"):
+            return None
+        if not repeated:
+            bad.add(field, "must not be empty")
+        return TokenPrompt(token_ids(field, repeated, limits.info.vocab_size, bad))
     bad.add("input", "one of prompt, prompt_token_ids and chat is required")
     return None
-
-
-def chat_prompt(message: types_pb2.ChatPrompt, limits: Limits, bad: Violations) -> ChatPrompt | None:
-    """A chat, its tools and its template; notes what is wrong with them."""
-    if not limits.has_text:
-        raise UnsupportedFeature(["chat"])
-    if not limits.has_chat and not message.chat_template:
-        bad.add("chat", "the model has no chat template, and the request brings none")
-    chat = bad.build(
-        lambda: Chat.parse(
-            [
-                ChatTurn(
-                    turn.role,
-                    turn.content,
-                    tuple(ToolCall(c.id, c.name, c.arguments_json) for c in turn.tool_calls),
-                    turn.tool_call_id,
-                )
-                for turn in message.messages
-            ],
-            [RawTool(t.name, t.description, t.parameters_json) for t in message.tools],
-            message.tool_choice,
-            message.chat_template,
-            message.template_options_json,
-        )
-    )
-    return None if chat is None else ChatPrompt(chat)
 
 
 def _grammar(
@@ -308,6 +279,8 @@ def _grammar(
     if required:
         bad.add("constraint", "not together with a chat.tool_choice that requires a call")
     value = message.constraint
+    if not bad.allows("constraint.choice", len(value.choice.choices), MAX_CHOICES, "choices"):
+        return None
     makers = {
         "json_schema": lambda: Grammar.json_schema(value.json_schema),
         "json_object": Grammar.json_object,

@@ -57,6 +57,14 @@ class ResponseTooLarge(errors.InvalidRequest):
         super().__init__(violations)
 
 
+class MessageTooLarge(errors.RequestError):
+    """The request message is larger than this server reads."""
+
+    def __init__(self, num_bytes: int, most: int) -> None:
+        self.num_bytes, self.most = num_bytes, most
+        super().__init__(f"the request has {num_bytes} bytes; this server takes at most {most}")
+
+
 class Busy(errors.UnavailableError):
     """As much goes on at once as one of the server's bounds allows.
 
@@ -150,6 +158,11 @@ TABLE: Mapping[type[errors.PenstockError], Row] = {
     ),
     StalledReader: Row(Code.RESOURCE_EXHAUSTED, "STALLED_READER", lambda e: {"limit_s": f"{e.limit_s:g}"}),
     ServedElsewhere: Row(Code.UNIMPLEMENTED, "SERVED_ELSEWHERE"),
+    MessageTooLarge: Row(
+        Code.RESOURCE_EXHAUSTED,
+        "MESSAGE_TOO_LARGE",
+        lambda e: {"bytes": str(e.num_bytes), "max_bytes": str(e.most)},
+    ),
     errors.GenerationError: Row(Code.INTERNAL, "GENERATION_FAILED"),
     errors.NonFiniteLogits: Row(Code.INTERNAL, "NON_FINITE_LOGITS"),
     StalledSender: Row(Code.RESOURCE_EXHAUSTED, "STALLED_SENDER", lambda e: {"limit_s": f"{e.limit_s:g}"}),

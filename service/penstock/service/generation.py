@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import time
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
-from typing import Self
+from typing import Self, TypeVar
 
 from penstock.runtime.assemble import Assembler
 from penstock.runtime.chat.enforce import call_grammar, thinking_first
@@ -27,10 +27,11 @@ from penstock.runtime.request import (
     SamplingParams,
     TokenLogprobs,
 )
-from penstock.service.abort import Arrivals
+from penstock.service.abort import Arrival, Arrivals
 from penstock.service.backend import Backend
 from penstock.service.context import Fitted, Truncation, fit
-from penstock.service.convert import ChatPrompt, Job, TokenPrompt
+from penstock.service.convert import Job, TokenPrompt
+from penstock.service.convert_chat import ChatPrompt
 from penstock.service.convert_params import with_bad_words
 from penstock.service.lanes import Lanes
 from penstock.service.ownership import own_id
@@ -44,8 +45,12 @@ from penstock.service.streams import Buffer, Switchboard
 from penstock.service.telemetry import RequestTrace, Telemetry
 from penstock.service.usage import current_meter
 
-INLINE_TOKENS = 2000
-"""Shorter prompts are checked and hashed on the event loop, in a fraction of a millisecond."""
+T = TypeVar("T")
+TOKEN_COST, BIAS_COST = 2, 16
+"""What a token of a prompt, a bias or a forbidden word cost to be checked and prepared, in bytes of a message
+to be converted (`Lanes.convert`): 2,000 tokens are a fraction of a millisecond."""
+OUTPUTS_AT_ONCE = 16
+"""Outputs of one request that are made, or submitted, before others get their turn."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,24 +99,12 @@ class Generation:
         """Tokenize and submit; raises what the engine refuses."""
         try:
             self._around.budget.check_room()
-            with self._around.places.taken(self.job.n):
-                requests, prepared, aborted, text = await self._prepare()
-                # No `await` from here on: see Arrivals.
-                self._reader = RequestReader(
-                    self._engine,
-                    self.job.engine_id,
-                    self._around.budget,
-                    self._around.stalls,
-                    stall_limit_s=self._stall_limit_s,
-                    collects=self._collects,
-                )
-                buffers = [self._buffer(request, text, self._reader) for request in requests]
-                self._reader.reads(buffers)
-                for request, buffer in zip(requests, buffers, strict=True):
-                    if aborted is None:
-                        buffer.submit(request, prepared)
-                    else:
-                        buffer.deliver(self._never_ran(request.request_id, aborted))
+            with (
+                self._around.places.taken(self.job.n),
+                self._around.arrivals.tokenizing(self.job.engine_id) as arrival,
+            ):
+                requests, prepared, text = await self._prepare()
+                await self._submit(requests, prepared, text, arrival)
             self._placed = self.job.n
             self._meter.began(len(self.prompt.token_ids))
             self.job = _without_load(self.job)
@@ -123,34 +116,66 @@ class Generation:
             raise
         return self
 
-    async def _prepare(self) -> tuple[list[Request], PreparedPrompt | None, Finish | None, str]:
-        """A request for each output, their prompt if it is long, how they were aborted meanwhile, if so, and
-        a chat's text.
+    async def _submit(
+        self, requests: Sequence[Request], prepared: PreparedPrompt, text: str, arrival: Arrival
+    ) -> None:
+        """Hand the outputs to the engine, or end those that were aborted before.
+
+        Between some of them others get their turn. An abort then finds in the engine what has been submitted,
+        and `arrival` tells of it for the rest. After the last there is no `await`: see Arrivals.
         """
+        self._reader = RequestReader(
+            self._engine,
+            self.job.engine_id,
+            self._around.budget,
+            self._around.stalls,
+            stall_limit_s=self._stall_limit_s,
+            collects=self._collects,
+        )
+        buffers = [self._buffer(request, text, self._reader) async for request in _in_turns(requests)]
+        self._reader.reads(buffers)
+        async for request, buffer in _in_turns(list(zip(requests, buffers, strict=True))):
+            if arrival.finish is None:
+                buffer.submit(request, prepared)
+            else:
+                buffer.deliver(self._never_ran(request.request_id, arrival.finish))
+
+    async def _prepare(self) -> tuple[list[Request], PreparedPrompt, str]:
+        """A request for each output, what all of them share, and a chat's text."""
         started_ns = time.monotonic_ns()
         job, room = self.job, self._engine.info.max_model_len
-        rejects = job.context.truncation is Truncation.REJECT
-        with self._around.arrivals.tokenizing(job.engine_id) as arrival:
-            encoded = await encode_prompt(
-                self._engine.text, job.prompt, self._lanes, max_tokens=room - 1 if rejects else None
-            )
-            words = await encode_words(self._engine.text, job.bad_words, self._lanes)
-            made = {"gen_ai.usage.input_tokens": len(encoded.token_ids)}
-            self._trace.phase("tokenize", started_ns, time.monotonic_ns(), made)
-            self.prompt = fit(encoded.token_ids, job.context, job.stopping, room)
-            if job.prompt_logprobs is not None:
-                self._around.budget.check_prompt(len(self.prompt.token_ids), job.prompt_logprobs)
-            sampling = with_bad_words(job.sampling, words, self._engine.info.vocab_size)
-            constraints = await self._constraints(encoded)
-            requests = outputs_of(job.request(self.prompt, sampling), job.n, constraints)
-            prepared = None
-            if len(self.prompt.token_ids) > INLINE_TOKENS:
-                prepared = await asyncio.to_thread(self._engine.prepare, requests[0])
+        cuts = job.context.truncation is not Truncation.REJECT
+        encoded = await encode_prompt(self._engine.text, job.prompt, self._lanes, room=room, cuts=cuts)
+        words = await encode_words(self._engine.text, job.bad_words, self._lanes)
+        made = {"gen_ai.usage.input_tokens": len(encoded.token_ids)}
+        self._trace.phase("tokenize", started_ns, time.monotonic_ns(), made)
+        self.prompt = fit(encoded.token_ids, job.context, job.stopping, room)
+        if job.prompt_logprobs is not None:
+            self._around.budget.check_prompt(len(self.prompt.token_ids), job.prompt_logprobs)
+        num_biases = len(job.sampling.logit_bias) + len(job.sampling.allowed_token_ids) + len(words)
+        cost = BIAS_COST * num_biases
+        sampling = await self._lanes.convert(
+            partial(with_bad_words, job.sampling, words, self._engine.info.vocab_size), cost
+        )
+        constraints = await self._constraints(encoded)
+        requests = outputs_of(job.request(self.prompt, sampling), job.n, constraints)
+        cost += TOKEN_COST * len(self.prompt.token_ids)
+        prepared = await self._lanes.convert(partial(self._engine.prepare, requests[0]), cost)
         self._trace.started(len(self.prompt.token_ids))
-        return requests, prepared, arrival.finish, encoded.text
+        return requests, prepared, encoded.text
 
     async def _constraints(self, encoded: Encoded) -> Sequence[TokenConstraint]:
-        """One per output, where there is a grammar; compiled in a thread."""
+        """One per output, where there is a grammar; all of it is done in a thread."""
+        prompt = self.job.prompt
+        calls = isinstance(prompt, ChatPrompt) and bool(prompt.chat.required_tools)
+        if self.job.grammar is None and not calls:
+            return ()
+        started_ns = time.monotonic_ns()
+        constraints = await self._lanes.heavy(partial(self._compile, encoded))
+        self._trace.phase("grammar", started_ns, time.monotonic_ns())
+        return constraints
+
+    def _compile(self, encoded: Encoded) -> Sequence[TokenConstraint]:
         grammar, codec = self.job.grammar, self._engine.text
         if isinstance(self.job.prompt, ChatPrompt) and codec is not None:
             calls = call_grammar(self._around.forms, self.job.prompt.chat, encoded.text, codec.added_tokens)
@@ -159,13 +184,10 @@ class Generation:
             elif grammar is not None:
                 before = thinking_first(self._around.forms, encoded.text, codec.added_tokens)
                 grammar = dataclasses.replace(grammar, before=before)
-        if grammar is None:
-            return ()
+        assert grammar is not None, "asked for where there is one"
         compiler = self._engine.grammars
         assert compiler is not None, "conversion refuses grammars where there is no tokenizer"
-        started_ns = time.monotonic_ns()
-        compiled = await self._lanes.heavy(partial(compiler.compile, grammar))
-        self._trace.phase("grammar", started_ns, time.monotonic_ns())
+        compiled = compiler.compile(grammar)
         return [compiled.constraint(grammar.field) for _ in range(self.job.n)]
 
     def _buffer(self, request: Request, text: str, reader: RequestReader) -> Buffer:
@@ -250,6 +272,14 @@ class Generation:
                 self._reader.forget()
         self._around.places.left(self._placed)
         self._trace.end(error, cancelled=isinstance(error, (asyncio.CancelledError, GeneratorExit)))
+
+
+async def _in_turns(items: Sequence[T]) -> AsyncIterator[T]:
+    """All of them; after each few others get their turn on the event loop, so never after the last."""
+    for index, item in enumerate(items):
+        if index and index % OUTPUTS_AT_ONCE == 0:
+            await asyncio.sleep(0)
+        yield item
 
 
 def _without_load(job: Job) -> Job:

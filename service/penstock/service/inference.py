@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import sys
 from collections.abc import AsyncIterator
+from functools import partial
 from typing import TYPE_CHECKING
 
 from penstock.runtime.chat.parser import ChatForms
@@ -16,11 +17,12 @@ from penstock.service.abort import Arrivals, to_target
 from penstock.service.backend import Backend
 from penstock.service.callers import CURRENT_CALLER
 from penstock.service.context import Truncation
-from penstock.service.convert import Limits, to_job
+from penstock.service.convert import Job, Limits, to_job
+from penstock.service.convert_chat import message_cost
 from penstock.service.ending import end_requests
 from penstock.service.features import DEFAULT_FEATURES, Features
 from penstock.service.generation import Generation, Surroundings
-from penstock.service.lanes import Lanes
+from penstock.service.lanes import MESSAGE_BYTES, Lanes
 from penstock.service.pending import Taken
 from penstock.service.places import Places
 from penstock.service.readers import StallLog
@@ -34,6 +36,9 @@ from penstock.v1 import inference_pb2, inference_pb2_grpc, types_pb2, weights_pb
 
 if TYPE_CHECKING:
     from penstock.v1.inference_pb2_grpc import _ServicerContext as Context
+
+ABORTED_AT_ONCE = 250
+"""Of the ids that one Abort names: the engine stands still while it looks for them."""
 
 
 def limits_of(
@@ -69,6 +74,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         features: Features = DEFAULT_FEATURES,
     ) -> None:
         self._engine = engine
+        self._lanes = lanes
         self._stall_limit_s = stall_limit_s
         self._limits = limits_of(engine, truncation, features)
         self._arrivals = Arrivals()
@@ -87,6 +93,9 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             StallLog(),
         )
 
+    async def _to_job(self, request: inference_pb2.GenerateRequest | inference_pb2.StreamRequest) -> Job:
+        return await self._lanes.convert(partial(to_job, request, self._limits), message_cost(request.chat))
+
     async def Generate(  # type: ignore[override]  # the interceptor takes what is serialized
         self, request: inference_pb2.GenerateRequest, context: Context
     ) -> bytes:
@@ -94,7 +103,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
 
         Answers with a serialized GenerateResponse: as an object it could take twenty times that.
         """
-        job = to_job(request, self._limits).of(CURRENT_CALLER.get())
+        job = (await self._to_job(request)).of(CURRENT_CALLER.get())
         del request  # it would live as long as this RPC
         self._budget.check_job(job, self._limits.info.max_model_len)
         outputs = [inference_pb2.Output(index=index) for index in range(job.n)]
@@ -130,7 +139,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         self, request: inference_pb2.StreamRequest, context: Context
     ) -> AsyncIterator[inference_pb2.StreamResponse | bytes]:
         """started; per output delta*, finished; summary. What may be large is serialized."""
-        job = to_job(request, self._limits).of(CURRENT_CALLER.get())
+        job = (await self._to_job(request)).of(CURRENT_CALLER.get())
         del request  # as above
         per_message = job.options.min_tokens_per_message
         async with Generation(
@@ -181,21 +190,21 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
     ) -> inference_pb2.AbortResponse:
         """Answers once slots and pages are free. An unknown id is an outcome, not an error."""
         check_supported(request)
-        target = to_target(request)
-        outcomes = end_requests(
-            self._engine,
-            self._arrivals,
-            self._around.switchboard.holders,
-            CURRENT_CALLER.get(),
-            target,
-            request.reason,
-        )
-        return inference_pb2.AbortResponse(
-            results=[
-                inference_pb2.AbortResult(request_id=request_id, outcome=replies.OUTCOMES[outcome])
-                for request_id, outcome in outcomes
-            ]
-        )
+        target = await self._lanes.convert(partial(to_target, request), MESSAGE_BYTES.get())
+        response = inference_pb2.AbortResponse()
+        for part in target.parts(ABORTED_AT_ONCE):
+            outcomes = end_requests(
+                self._engine,
+                self._arrivals,
+                self._around.switchboard.holders,
+                CURRENT_CALLER.get(),
+                part,
+                request.reason,
+            )
+            for request_id, outcome in outcomes:
+                response.results.add(request_id=request_id, outcome=replies.OUTCOMES[outcome])
+            await asyncio.sleep(0)  # others get their turn
+        return response
 
     async def UpdateWeights(
         self, request_iterator: AsyncIterator[weights_pb2.UpdateWeightsRequest], context: Context

@@ -18,20 +18,25 @@ import logging
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NoReturn, TypeAlias, TypeVar, cast
 
 import grpc
+from google.protobuf.descriptor import Descriptor
 from google.protobuf.message import DecodeError, Message
 
-from penstock.runtime.errors import InvalidRequest, PenstockError, UnsupportedFeature, Violation
+from penstock.runtime.errors import InvalidRequest, PenstockError, RequestError, UnsupportedFeature, Violation
 from penstock.service.access import Access
 from penstock.service.admission import PACKAGE, Admission, kind_of
 from penstock.service.bounds import Bounds
 from penstock.service.callers import CURRENT_CALLER
-from penstock.service.errors import StalledSender, row_of, to_status, trailers
+from penstock.service.errors import MessageTooLarge, StalledSender, row_of, to_status, trailers
+from penstock.service.lanes import MESSAGE_BYTES, Lanes
+from penstock.service.options import ServerOptions
+from penstock.service.parts import check_parts
 from penstock.service.receiving import Receiving
 from penstock.service.refusals import Refusal, RefusalLog, fields_of
-from penstock.service.support import check_wire
+from penstock.service.support import check_known
 from penstock.service.telemetry import CURRENT_RPC, UNTRACED, RpcTrace, Telemetry
 from penstock.service.usage import current_meter
 
@@ -46,8 +51,9 @@ DEADLINE_SLACK_S = 0.1
 
 
 def decode(parse: Callable[[bytes], M], data: bytes) -> M:
-    """The request; InvalidRequest where the bytes are none."""
+    """The request; InvalidRequest where the bytes are none, or are of too many parts."""
     try:
+        check_parts(cast("Descriptor", parse(b"").DESCRIPTOR), data)
         return parse(data)
     except (DecodeError, ValueError) as error:  # ValueError: a string that is not UTF-8
         raise InvalidRequest([Violation("", f"the request cannot be decoded: {error}")]) from error
@@ -89,14 +95,18 @@ class PenstockInterceptor(grpc.aio.ServerInterceptor):
         *,
         access: Access | None = None,
         receiving: Receiving | None = None,
+        lanes: Lanes | None = None,
         receive_limit_s: float = Bounds().receive_limit_s,
+        max_receive_bytes: int = ServerOptions().max_receive_bytes,
     ) -> None:
         """`receive_limit_s`: how long a request's message may take to come; 0 is for ever."""
         self._telemetry = telemetry
         self._admission = admission or Admission(Bounds())
         self._access = access or Access()
         self._receiving = receiving or Receiving(Bounds().max_receiving_rpcs)
+        self._lanes = lanes or Lanes()
         self._receive_limit_s = receive_limit_s
+        self._max_receive_bytes = max_receive_bytes
         self._refusals = RefusalLog()
 
     async def intercept_service(
@@ -193,7 +203,9 @@ class PenstockInterceptor(grpc.aio.ServerInterceptor):
         task.add_done_callback(lambda _: leave_account())
 
     async def _receive(self, rpc: Rpc, parse: Any, context: Context) -> Message:
-        """The call's one message. Raises StalledSender, InvalidRequest and UnsupportedFeature."""
+        """The call's one message. Raises StalledSender, MessageTooLarge, InvalidRequest and
+        UnsupportedFeature.
+        """
         try:
             async with asyncio.timeout(self._receive_limit_s or None), self._turn(rpc, context):
                 data: Any = await context.read()
@@ -201,11 +213,17 @@ class PenstockInterceptor(grpc.aio.ServerInterceptor):
             raise StalledSender(self._receive_limit_s) from None
         if data is grpc.aio.EOF:
             raise InvalidRequest([Violation("", "the call has no message")])
-        request: Any = decode(parse, data)
+        if len(data) > self._max_receive_bytes:
+            raise MessageTooLarge(len(data), self._max_receive_bytes)
+        MESSAGE_BYTES.set(len(data))  # as with CURRENT_RPC
+        work = partial(_decoded, rpc.method, parse, data)
+        received: tuple[Any, RequestError | None] = await self._lanes.convert(work, len(data))
+        request, refusal = received
         if "request_id" in request.DESCRIPTOR.fields_by_name:  # known from here on, also to its errors
             request.request_id = rpc.given_id = request.request_id or new_request_id()
             current_meter().named(rpc.given_id)
-        _check(rpc.method, request)
+        if refusal is not None:
+            raise refusal
         return cast("Message", request)
 
     def _turn(self, rpc: Rpc, context: Context) -> contextlib.AbstractAsyncContextManager[None]:
@@ -255,14 +273,20 @@ def _code_of_cancel(context: Context) -> grpc.StatusCode:
     return grpc.StatusCode.DEADLINE_EXCEEDED if late else grpc.StatusCode.CANCELLED
 
 
-def _check(method: str, request: Message) -> None:
-    """Fields that are not the contract's are refused where the contract is ours."""
-    if method.startswith(PACKAGE):
-        check_wire(request)
+def _decoded(method: str, parse: Any, data: bytes) -> tuple[Any, RequestError | None]:
+    """The message, and what refuses it for fields that are not the contract's, where the contract is ours."""
+    request = decode(parse, data)
+    try:
+        if method.startswith(PACKAGE):
+            check_known(request, parse, data)
+    except RequestError as error:
+        return request, error.with_traceback(None)  # which would keep the message's bytes
+    return request, None
 
 
 async def _all_of(method: str, parse: Any, chunks: AsyncIterator[bytes]) -> AsyncIterator[Any]:
     async for data in chunks:
-        request = decode(parse, data)
-        _check(method, request)
+        request, refusal = _decoded(method, parse, data)
+        if refusal is not None:
+            raise refusal
         yield request

@@ -16,6 +16,8 @@ from penstock.service.listen_options import ListenOptions, host_problems, tcp_ad
 from penstock.service.reply_limits import ReplyLimits
 
 MIB = 1024 * 1024
+MAX_RECEIVE_BYTES = 1024 * MIB - 1
+"""gRPC, whose largest message has 2 GiB, is told twice the limit: see `PenstockServer`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,8 +41,8 @@ class ServerOptions:
     that hear of it late. The grace begins after it."""
     connections: ConnectionOptions = field(default_factory=ConnectionOptions)
     """How long connections live."""
-    max_receive_bytes: int = 64 * MIB
-    """Largest request message."""
+    max_receive_bytes: int = 8 * MIB
+    """Largest request message: a prompt of a million token ids has about 3 MB, and a million words 6 MB."""
     truncation: Truncation = Truncation.REJECT
     """What becomes of a prompt that is too long, where the request does not say."""
     tool_call_parser: str = "auto"
@@ -67,8 +69,10 @@ class ServerOptions:
             if not (math.isfinite(seconds) and seconds >= 0):
                 bad.append(f"{name}: must be at least 0, not {seconds}")
         bad.extend(self.connections.problems())
-        if not 1 <= self.max_receive_bytes < 2**31:
-            bad.append(f"max_receive_bytes: must be from 1 to 2147483647, not {self.max_receive_bytes}")
+        if not 1 <= self.max_receive_bytes <= MAX_RECEIVE_BYTES:
+            bad.append(
+                f"max_receive_bytes: must be from 1 to {MAX_RECEIVE_BYTES}, not {self.max_receive_bytes}"
+            )
         for name, value, known in (
             ("tool_call_parser", self.tool_call_parser, TOOL_PARSERS),
             ("reasoning_parser", self.reasoning_parser, REASONING_PARSERS),

@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 from penstock.runtime.chat.messages import Chat
-from penstock.runtime.errors import PromptTooLong
+from penstock.runtime.errors import InvalidRequest, PromptTooLong, Violation
 from penstock.runtime.grammar.bad_words import bad_word_ids
 from penstock.runtime.text import TextCodec
-from penstock.service.convert import ChatPrompt, Prompt, TokenPrompt
+from penstock.service.context import most_cut_chars
+from penstock.service.convert import Prompt, TokenPrompt
+from penstock.service.convert_chat import ChatPrompt
 from penstock.service.lanes import Lanes
 
-T = TypeVar("T")
 INLINE_CHARS = 2000
 """Shorter texts are tokenized on the event loop (well under a millisecond); a hop to a thread costs more."""
-LONG_CHARS = 500_000
-"""Longer ones, which only come here to be cut, take seconds."""
 _CALL_CHARS = 100
 """What a call of the tokenizer costs, in characters of a long text."""
 
@@ -36,23 +34,24 @@ async def encode_prompt(
     prompt: Prompt,
     lanes: Lanes,
     *,
-    max_tokens: int | None,
+    room: int,
+    cuts: bool = False,
     add_special_tokens: bool | None = None,
 ) -> Encoded:
-    """Token ids of a prompt; chats and long texts are encoded in a thread. None adds special tokens to text,
-    none to chats.
+    """Token ids of a prompt for a context of `room` tokens; chats and long texts are encoded in a thread.
+    None adds special tokens to text, none to chats.
 
-    `max_tokens` None takes a prompt of any length. Else raises PromptTooLong for text that cannot have so few
-    whatever its tokens are: megabytes are not tokenized to learn that.
+    Megabytes are not tokenized to learn that they are too long. Raises PromptTooLong for text that leaves no
+    room for one more token whatever its tokens are. With `cuts` a longer prompt is taken to be cut, and then
+    InvalidRequest says that it is longer than anybody would read to keep a small part of it.
     """
     if isinstance(prompt, TokenPrompt):
         return Encoded(prompt.token_ids)
     assert codec is not None, "conversion refuses text where there is no tokenizer"
-    most = codec.max_token_chars
+    field = "chat" if isinstance(prompt, ChatPrompt) else "prompt"
 
     def encode(text: str, special: bool) -> tuple[int, ...]:
-        if most is not None and max_tokens is not None and len(text) > (max_tokens + 1) * most:
-            raise PromptTooLong(-(-len(text) // most), max_tokens)
+        _check_length(text, room, codec.max_token_chars, field if cuts else None)
         return tuple(codec.encode(text, add_special_tokens=special))
 
     def encode_chat(chat: Chat) -> Encoded:
@@ -61,18 +60,27 @@ async def encode_prompt(
 
     if isinstance(prompt, ChatPrompt):
         chat = prompt.chat
+        work = partial(encode_chat, chat)
         if chat.template is not None:
-            return await lanes.template(partial(encode_chat, chat))
-        num_chars = sum(len(turn.content) for turn in chat.messages)
-        return await _in_thread(partial(encode_chat, chat), num_chars, lanes)
+            return await lanes.template(work)
+        return await lanes.text(work, sum(len(turn.content) for turn in chat.messages))
     text, special = prompt.text, add_special_tokens is not False
     if len(text) <= INLINE_CHARS:
         return Encoded(encode(text, special))
-    return Encoded(await _in_thread(partial(encode, text, special), len(text), lanes))
+    _check_length(text, room, codec.max_token_chars, field if cuts else None)  # before it waits for a thread
+    return Encoded(await lanes.text(partial(encode, text, special), len(text)))
 
 
-async def _in_thread(work: Callable[[], T], num_chars: int, lanes: Lanes) -> T:
-    return await (asyncio.to_thread(work) if num_chars <= LONG_CHARS else lanes.heavy(work))
+def _check_length(text: str, room: int, most_token_chars: int | None, cut_field: str | None) -> None:
+    """Raises where a text is certainly too long, or, where it may be cut, too long to be read for that."""
+    if cut_field is None:
+        if most_token_chars is not None and len(text) > room * most_token_chars:
+            raise PromptTooLong(-(-len(text) // most_token_chars), room - 1)
+        return
+    most = most_cut_chars(room)
+    if len(text) > most:
+        described = f"at most {most} characters, also of a prompt to be cut, not {len(text)}"
+        raise InvalidRequest([Violation(cut_field, described)])
 
 
 async def encode_words(
@@ -82,6 +90,7 @@ async def encode_words(
     if not words:
         return ()
     assert codec is not None, "conversion refuses words where there is no tokenizer"
-    if sum(len(word) + _CALL_CHARS for word in words) <= INLINE_CHARS:
+    num_chars = sum(len(word) + _CALL_CHARS for word in words)
+    if num_chars <= INLINE_CHARS:
         return bad_word_ids(codec, words)
-    return await lanes.heavy(partial(bad_word_ids, codec, words))
+    return await lanes.text(partial(bad_word_ids, codec, words), num_chars)

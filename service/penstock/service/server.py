@@ -129,13 +129,16 @@ class PenstockServer:
                     self.admission,
                     access=self._access,
                     receiving=Receiving(self._options.bounds.max_receiving_rpcs),
+                    lanes=self._lanes,
                     receive_limit_s=self._options.bounds.receive_limit_s,
+                    max_receive_bytes=self._options.max_receive_bytes,
                 ),
                 *interceptors,
             ],
             options=[
                 ("grpc.so_reuseport", 0),
-                ("grpc.max_receive_message_length", self._options.max_receive_bytes),
+                # Above this gRPC refuses with a status that says nothing; up to it the interceptor does.
+                ("grpc.max_receive_message_length", 2 * self._options.max_receive_bytes),
                 *grpc_options(self._options.bounds),
                 *self._options.connections.arguments(),
             ],

@@ -9,18 +9,23 @@ everything below it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import functools
+import itertools
+from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType
+from typing import TypeVar
 
+from google.protobuf.descriptor import Descriptor
 from google.protobuf.message import Message
 from google.protobuf.unknown_fields import UnknownFieldSet
 
 from penstock.runtime.errors import InvalidRequest, UnsupportedFeature, Violation
 
-MAX_MESSAGES = 10_000
-"""Within one request, e.g. turns of a chat."""
-MAX_UNKNOWN = 100
-"""Fields of one message that an error may name."""
+MAX_WALKED = 1_000
+"""Messages within one request that are searched for fields nobody knows."""
+MAX_UNKNOWN = 20
+"""Such fields that an error names."""
+M = TypeVar("M", bound=Message)
 
 Refused = Mapping[str, tuple[object, ...]]
 _NOTHING: Refused = {}
@@ -155,26 +160,44 @@ def _unsupported(
         if rule not in honoured:
             if value not in refused.get(rule, ()):
                 yield shown
-        elif field.message_type is not None and not field.message_type.GetOptions().map_entry:
+        elif not _is_honoured_below(field.message_type, rule, honoured):
             many = field.is_repeated
             for i, item in enumerate(value if many else [value]):
                 below = f"{shown}[{i}]." if many else f"{shown}."
                 yield from _unsupported(item, rule + ".", below, honoured, refused)
 
 
-def check_wire(message: Message) -> None:
-    """Raise on fields that the contract does not have, or has with another wire type: protobuf would drop
-    them.
-
-    A field number nobody knows comes from a newer client (UnsupportedFeature); a known number with the wrong
-    wire type is a broken one (InvalidRequest). So is a request of very many small messages, which would keep
-    the event loop busy for everybody.
+@functools.cache
+def _is_honoured_below(descriptor: Descriptor | None, path: str, honoured: frozenset[str]) -> bool:
+    """Whether all that a message at this path may hold is honoured: then nobody need look into each of the
+    ten thousand turns of a chat. None: the field is no message.
     """
+    if descriptor is None or descriptor.GetOptions().map_entry:
+        return True
+    return all(
+        f"{path}.{field.name}" in honoured
+        and _is_honoured_below(field.message_type, f"{path}.{field.name}", honoured)
+        for field in descriptor.fields
+    )
+
+
+def check_known(message: M, parse: Callable[[bytes], M], data: bytes) -> None:
+    """Raises on fields that the contract does not have, or has with another wire type, which protobuf drops:
+    UnsupportedFeature for a number nobody knows, as it comes from a newer client, InvalidRequest for a known
+    one with the wrong type, as that client is broken. `message` is `parse(data)`, and loses such fields.
+    """
+    size = message.ByteSize()
+    message.DiscardUnknownFields()  # in C: a walk over all messages in it would take a thousand times as long
+    if message.ByteSize() != size:
+        check_wire(parse(data))
+        raise UnsupportedFeature([f"a field that nobody knows here, behind {MAX_WALKED} nested messages"])
+
+
+def check_wire(message: Message) -> None:
+    """Raises as `check_known` does, with the names of the first such fields."""
     unsupported: list[str] = []
     violations: list[Violation] = []
-    for count, (owner, path) in enumerate(_messages(message, "")):
-        if count >= MAX_MESSAGES:
-            raise InvalidRequest([Violation("", f"the request has more than {MAX_MESSAGES} nested messages")])
+    for owner, path in itertools.islice(_messages(message, ""), MAX_WALKED):
         unknown = UnknownFieldSet(owner)
         for i in range(min(len(unknown), MAX_UNKNOWN)):
             known = owner.DESCRIPTOR.fields_by_number.get(unknown[i].field_number)
@@ -182,6 +205,8 @@ def check_wire(message: Message) -> None:
                 unsupported.append(f"{path}{owner.DESCRIPTOR.name}#{unknown[i].field_number}")
             else:
                 violations.append(Violation(path + known.name, "has the wrong wire type"))
+        if len(violations) + len(unsupported) >= MAX_UNKNOWN:
+            break
     if violations:
         raise InvalidRequest(violations)
     if unsupported:

@@ -27,7 +27,8 @@ from opentelemetry.util.types import AttributeValue
 
 from penstock.runtime.request import Finish, RequestTiming
 from penstock.service.admission import PACKAGE
-from penstock.service.convert import ChatPrompt, Job
+from penstock.service.convert import Job
+from penstock.service.convert_chat import ChatPrompt
 
 CURRENT_RPC: ContextVar[Span] = ContextVar("penstock_rpc_span", default=trace.INVALID_SPAN)
 PROVIDER = "penstock"

@@ -6,13 +6,13 @@ texts and lists what is wrong with them together with everything else.
 
 from __future__ import annotations
 
-import json
 import secrets
 import string
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from penstock.runtime.chat.json_object import parse_object
 from penstock.runtime.errors import InvalidRequest, Violation
 
 ROLES = ("system", "user", "assistant", "tool")
@@ -35,28 +35,6 @@ _NO_ARGUMENTS: Mapping[str, Any] = {"type": "object", "properties": {}}
 def mint_call_id() -> str:
     """A new id for a call: nine letters and digits, because Mistral's templates refuse any other length."""
     return "".join(secrets.choice(_ALPHANUMERIC) for _ in range(CALL_ID_CHARS))
-
-
-def parse_object(text: str) -> dict[str, Any]:
-    """The JSON object that `text` holds; ValueError, fit for a caller's eyes, where it holds none."""
-    try:
-        value = json.loads(text, parse_constant=_refuse_constant)
-    except RecursionError:
-        raise ValueError("must be a JSON object; this one is nested too deeply") from None
-    except ValueError as error:
-        raise ValueError(f"must be a JSON object: {error}") from None
-    if not isinstance(value, dict):
-        raise ValueError(f"must be a JSON object, not {_kind(value)}")
-    return value
-
-
-def _refuse_constant(name: str) -> None:
-    raise ValueError(f"{name} is not JSON")
-
-
-def _kind(value: object) -> str:
-    names = {list: "an array", str: "a string", bool: "a boolean", type(None): "null"}
-    return names.get(type(value), "a number")
 
 
 @dataclass(frozen=True, slots=True)

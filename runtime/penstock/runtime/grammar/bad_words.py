@@ -17,7 +17,7 @@ from llguidance import LLMatcher
 from penstock.runtime.constraint import Mask, TokenConstraint
 from penstock.runtime.errors import InvalidRequest, Violation
 from penstock.runtime.grammar.matcher import GrammarConstraint
-from penstock.runtime.grammar.vocabulary import pack
+from penstock.runtime.word_table import WordTable
 
 MAX_BAD_WORDS = 1_000
 MAX_BAD_WORD_CHARS = 1_000
@@ -40,20 +40,27 @@ def bad_word_ids(codec: Encoder, words: Sequence[str]) -> tuple[tuple[int, ...],
 
     Raises InvalidRequest on `sampling.bad_words`.
     """
-    bad = [
-        Violation(
-            f"sampling.bad_words[{i}]", f"must have 1 to {MAX_BAD_WORD_CHARS} characters besides spaces"
-        )
-        for i, word in enumerate(words)
-        if not 0 < len(word.strip()) <= MAX_BAD_WORD_CHARS
-    ]
-    if len(words) > MAX_BAD_WORDS:
-        bad = [Violation("sampling.bad_words", f"at most {MAX_BAD_WORDS} words, not {len(words)}")]
-    if bad:
-        raise InvalidRequest(bad)
+    check_bad_words(words)
     spellings = (prefix + word.lstrip(" ") for word in words for prefix in ("", " "))
     ids = (tuple(codec.encode(text, add_special_tokens=False)) for text in spellings)
     return tuple(dict.fromkeys(sequence for sequence in ids if sequence))
+
+
+def check_bad_words(words: Sequence[str]) -> None:
+    """Raises InvalidRequest on `sampling.bad_words`. Of too many words none is looked at."""
+    if len(words) > MAX_BAD_WORDS:
+        described = f"at most {MAX_BAD_WORDS} words, not {len(words)}"
+        raise InvalidRequest([Violation("sampling.bad_words", described)])
+    bad = [
+        Violation(
+            f"sampling.bad_words[{i}]",
+            f"must have 1 to {MAX_BAD_WORD_CHARS} characters besides spaces, and no more spaces than that",
+        )
+        for i, word in enumerate(words)
+        if not (0 < len(word.strip()) <= MAX_BAD_WORD_CHARS and len(word) <= 2 * MAX_BAD_WORD_CHARS)
+    ]
+    if bad:
+        raise InvalidRequest(bad)
 
 
 class BadWords:
@@ -65,19 +72,12 @@ class BadWords:
     """
 
     def __init__(
-        self, words: Sequence[Sequence[int]], inner: TokenConstraint | None, vocab_size: int
+        self, words: Sequence[Sequence[int]] | WordTable, inner: TokenConstraint | None, vocab_size: int
     ) -> None:
-        """`words` have at least two ids each (ValueError); ids the vocabulary lacks never occur."""
-        if any(len(word) < 2 for word in words):
-            raise ValueError("a word of one token is a matter of the logit bias")
+        """`words` have at least two ids each (ValueError), or are a table of such, for outputs to share."""
         self._inner = inner
-        self._all = pack(range(vocab_size), vocab_size)
-        self._words: dict[int, list[tuple[tuple[int, ...], int]]] = {}
-        """By the last id but one: the ids before that one, and the last."""
-        for *head, before, last in words:
-            if last < vocab_size:
-                self._words.setdefault(before, []).append((tuple(head), last))
-        self._recent: deque[int] = deque(maxlen=max((len(word) - 1 for word in words), default=1))
+        self._table = words if isinstance(words, WordTable) else WordTable(words, vocab_size)
+        self._recent: deque[int] = deque(maxlen=self._table.longest - 1)
 
     @property
     def is_complete(self) -> bool:
@@ -86,7 +86,7 @@ class BadWords:
     def fill(self, mask: Mask) -> None:
         """Overwrite int32[mask_words(vocab_size)], contiguous, with what may come next."""
         if self._inner is None:
-            mask[:] = self._all
+            mask[:] = self._table.everything
         else:
             self._inner.fill(mask)
         self._forbid(mask)
@@ -122,7 +122,7 @@ class BadWords:
         for token in last:
             # Unsigned: bit 31 of an int32 is its sign.
             mask.view(np.uint32)[token // 32] &= np.uint32(~(1 << token % 32) & 0xFFFFFFFF)
-        if not np.bitwise_and(mask, self._all).any():
+        if not np.bitwise_and(mask, self._table.everything).any():
             mask[:] = before
 
     def _forbidden(self) -> set[int]:
@@ -132,6 +132,6 @@ class BadWords:
         *earlier, before = self._recent
         return {
             last
-            for head, last in self._words.get(before, ())
+            for head, last in self._table.by_before.get(before, ())
             if len(head) <= len(earlier) and tuple(earlier[len(earlier) - len(head) :]) == head
         }
