@@ -21,6 +21,7 @@ COMMANDS = {
     "info": "show a server's model, limits and load",
     "bench": "measure a server's latency and throughput",
     "keys": "make, list and revoke the keys of a server",
+    "usage": "show what every key used",
 }
 """Name of the command and of its module in penstock.cli, and its line in `penstock --help`."""
 
