@@ -19,6 +19,8 @@ from penstock.cli.__main__ import main
 from penstock.runtime.errors import ConfigError
 from penstock.service.ledger import HOUR_S, Counts, Kind, Ledger, read_usage
 from penstock.service.usage import Outcome, Usage
+from tests.service.key_rig import as_, key, serving_keys
+from tests.service.rig import failure_of, fake, generate, stream, until
 
 STREAM = "penstock.v1.InferenceService/Stream"
 NOON = 1_793_534_400
@@ -129,11 +131,48 @@ async def test_two_servers_share_a_file(tmp_path: Path) -> None:
     assert [counts.requests for counts in read_usage(path).values()] == [40]
 
 
+def seen(path: Path) -> dict[tuple[str, str, Outcome, str], Counts]:
+    """What a server wrote, whatever the hour."""
+    return {
+        (kind.key, kind.method.rpartition("/")[2], kind.outcome, kind.reason): counts
+        for kind, counts in read_usage(path).items()
+    }
+
+
+async def test_a_server_keeps_the_books(tmp_path: Path) -> None:
+    """Of answers, refusals and clients that vanish; an answer is in the file when its client has it."""
+    path = tmp_path / "usage.db"
+    entries = [key("alice"), key("bob", requests_per_minute=1)]
+    engine = fake(hold=True)
+    async with serving_keys(tmp_path / "keys.json", *entries, engine=engine, usage_file=path) as rig:
+        request = generate(prompt="abc", stopping={"max_tokens": 4})
+        engine.step(4)
+        await rig.inference.Generate(request, **as_("alice"))
+        assert seen(path)["alice", "Generate", Outcome.ANSWERED, ""] == Counts(1, 3, 0, 4)
+        engine.step(4)
+        await rig.inference.Generate(request, **as_("bob"))
+        failure = await failure_of(rig.inference.Generate(request, **as_("bob")))
+        assert failure.reason == "RATE_LIMITED"
+        call = rig.inference.Stream(stream(prompt="abcd", stopping={"max_tokens": 50}), **as_("alice"))
+        engine.step(3)
+        while not (await call.read()).delta.token_ids:
+            pass
+        call.cancel()
+        await until(lambda: ("alice", "Stream", Outcome.VANISHED, "") in seen(path))
+    found = seen(path)
+    assert found["bob", "Generate", Outcome.REFUSED, "RATE_LIMITED"] == Counts(1, 0, 0, 0)
+    vanished = found["alice", "Stream", Outcome.VANISHED, ""]
+    assert vanished.prompt_tokens == 4
+    assert vanished.completion_tokens > 0
+
+
 CRASHING = """
 import asyncio, sys
 from pathlib import Path
 from penstock.service.ledger import Ledger
 from penstock.service.usage import Outcome, Usage
+from tests.service.key_rig import as_, key, serving_keys
+from tests.service.rig import fake, failure_of, generate, stream, until
 
 async def answer():
     ledger = Ledger(Path(sys.argv[1]))
@@ -184,7 +223,7 @@ async def filled(tmp_path: Path) -> Path:
     with keeping(tmp_path / "usage.db", clock) as ledger:
         await noted(ledger, answered("alice", prompt=1500, cached=500, completion=20))
         ledger.record(refused("bob", "RATE_LIMITED"))
-        ledger.record(refused("", "UNAUTHENTICATED"))
+        ledger.record(refused("", "BUSY"))
         clock.now += 86_400
         await noted(ledger, answered("alice", prompt=10, cached=0, completion=3))
     return tmp_path / "usage.db"
@@ -219,7 +258,7 @@ def test_the_command_writes_csv(filled: Path, capsys: pytest.CaptureFixture[str]
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "key,reason,requests,answered,refused,failed,vanished,prompt,cached,completion"
     assert lines[1:] == [
-        "-,UNAUTHENTICATED,1,0,1,0,0,0,0,0",
+        "-,BUSY,1,0,1,0,0,0,0,0",
         "alice,-,2,2,0,0,0,1510,500,23",
         "bob,RATE_LIMITED,1,0,1,0,0,0,0,0",
     ]

@@ -162,6 +162,7 @@ def server_options(args: argparse.Namespace) -> ServerOptions:
         port=args.port,
         listen=listen_options(args),
         keys=args.keys,
+        usage_file=args.usage_file,
         stall_limit_s=args.stall_limit_s,
         grace_s=args.grace_s,
         drain_delay_s=args.drain_delay_s,

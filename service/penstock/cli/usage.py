@@ -28,7 +28,7 @@ examples:
 
 Requests are counted when they end, in the hour of that moment (UTC), also those whose client was gone. Tokens
 are those that the server computed, read or not; cached ones are those of the prompt that were found in the
-prefix cache. "-" stands for callers without a valid key.
+prefix cache. "-" stands for everybody on a server without keys.
 """
 _GROUPS: Mapping[str, Callable[[Kind], str]] = {
     "key": lambda kind: kind.key or "-",

@@ -67,7 +67,7 @@ class Kind(NamedTuple):
     hour: int
     """Its start, in seconds since 1970, UTC."""
     key: str
-    """The id of the caller's key; empty on a server without keys, and for callers without a valid one."""
+    """The id of the caller's key; empty on a server without keys."""
     method: str
     outcome: Outcome
     reason: str

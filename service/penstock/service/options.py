@@ -31,6 +31,8 @@ class ServerOptions:
     """Other addresses, and TLS."""
     keys: Path | None = None
     """Who may call: a file that `penstock keys` makes; None: everybody."""
+    usage_file: Path | None = None
+    """Where to keep what each key used: a file for `penstock usage`; None: nowhere."""
     stall_limit_s: float = 30.0
     """A stream that is not read for so long while output waits is ended, and its pages are freed."""
     grace_s: float = 20.0

@@ -39,6 +39,7 @@ from penstock.service.interceptors import PenstockInterceptor
 from penstock.service.keys import Keys
 from penstock.service.lanes import Lanes
 from penstock.service.late import LateServicer
+from penstock.service.ledger import Ledger
 from penstock.service.options import ServerOptions
 from penstock.service.rates import Clock
 from penstock.service.receiving import Receiving
@@ -88,7 +89,8 @@ class PenstockServer:
         rates_clock: Clock = time.monotonic,
     ) -> None:
         """Take the addresses; ConfigError where one cannot be had, or the keys cannot be read. `instance_id`:
-        made here unless given. `usage` is told what each request used; keys' rates go by `rates_clock`, in s.
+        made here unless given. `usage` is told what each request used, in place of `options.usage_file`;
+        keys' rates go by `rates_clock`, in s.
         """
         self._options = options
         self._telemetry = Telemetry(tracer_provider)
@@ -96,7 +98,8 @@ class PenstockServer:
         self.admission = Admission(options.bounds)
         """What may go on at once, and what does."""
         self._keys = None if options.keys is None else Keys(options.keys, clock=rates_clock)
-        self._access = Access(None if self._keys is None else self._keys.authenticator, usage)
+        self._ledger = None if options.usage_file is None else Ledger(options.usage_file)
+        self._access = Access(None if self._keys is None else self._keys.authenticator, usage or self._ledger)
         self._lanes = Lanes()
         self._calls = Calls()
         self._health = health.Health()
@@ -253,6 +256,8 @@ class PenstockServer:
         await self.front.stop(_LAST_WORDS_S)
         await leaving
         self._lanes.close()
+        if self._ledger is not None:
+            await in_thread(self._ledger.close)
         if engine is not None and not self._starting:  # a compilation ends only with the process
             await in_thread(engine.shutdown)
         return drained
