@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import socket
 import stat
@@ -81,13 +82,23 @@ async def test_a_socket_in_use_is_left_alone(tmp_path: Path) -> None:
 
 
 async def test_a_socket_in_use_with_a_full_queue_is_in_use(tmp_path: Path) -> None:
+    """Its server is too busy to take connections, and a connection would wait for it."""
     path = tmp_path / "s"
-    with socket.socket(socket.AF_UNIX) as busy, socket.socket(socket.AF_UNIX) as waiting:
+    with contextlib.ExitStack() as stack:
+        busy = stack.enter_context(socket.socket(socket.AF_UNIX))
         busy.bind(str(path))
         busy.listen(0)
-        waiting.connect(str(path))
+        with pytest.raises(BlockingIOError):
+            connect_often(path, stack)
         with pytest.raises(ConfigError, match="another server does"):
             build(path)
+
+
+def connect_often(path: Path, stack: contextlib.ExitStack) -> None:
+    for _ in range(100):
+        waiting = stack.enter_context(socket.socket(socket.AF_UNIX))
+        waiting.setblocking(False)
+        waiting.connect(str(path))
 
 
 @pytest.mark.parametrize("kind", ["file", "folder", "link"])
