@@ -31,7 +31,7 @@ REASONS = [
     ("UNAUTHENTICATED", Code.UNAUTHENTICATED, api.Unauthenticated),
     ("KEY_EXPIRED", Code.UNAUTHENTICATED, api.KeyExpired),
     ("FORBIDDEN", Code.PERMISSION_DENIED, api.Forbidden),
-    ("ENGINE_FAILURE", Code.UNAVAILABLE, api.EngineFailure),
+    ("ENGINE_DEAD", Code.UNAVAILABLE, api.EngineDead),
 ]
 CODES = [
     (Code.INVALID_ARGUMENT, api.InvalidRequest),

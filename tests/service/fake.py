@@ -23,6 +23,7 @@ from penstock.runtime.engine import ModelInfo
 from penstock.runtime.errors import (
     Draining,
     DuplicateRequestId,
+    EngineDead,
     EngineFailure,
     ExceedsKVCapacity,
     InvalidRequest,
@@ -31,7 +32,7 @@ from penstock.runtime.errors import (
     QueueFull,
 )
 from penstock.runtime.grammar.compiler import GrammarCompiler
-from penstock.runtime.interface import AbortOutcome, WeightsVersion
+from penstock.runtime.interface import AbortOutcome, Pulse, WeightsVersion
 from penstock.runtime.request import Finish, FinishReason, Output, PreparedPrompt, Request, RequestTiming
 from penstock.runtime.scheduler import Load
 from penstock.runtime.text import TextCodec
@@ -148,6 +149,10 @@ class FakeEngine:
     def ready(self) -> bool:
         return self._thread is not None and self.failure is None and not self._draining
 
+    def pulse(self) -> Pulse:
+        has_work = bool(self._running or self._waiting) and self.failure is None
+        return Pulse(self.num_steps, has_work, None if self._thread is None else self._thread.ident)
+
     def on_failure(self, callback: Callable[[], None]) -> None:
         with self._changed:
             self._watches.append(callback)
@@ -177,7 +182,7 @@ class FakeEngine:
     def _refuse(self, request: Request) -> None:
         num = len(request.prompt_token_ids)
         if self.failure is not None:
-            raise self.failure
+            raise EngineDead(f"the engine is dead: {self.failure}") from self.failure
         if self._draining:
             raise Draining
         if self._thread is None:

@@ -205,7 +205,7 @@ async def test_engine_failure_midway_is_a_failed_stream():
         for failing in (rest(), whole):
             failure = await failure_of(failing)
             assert (failure.code.name, failure.reason) == ("INTERNAL", "ENGINE_FAILURE")
-        assert (await failure_of(rig.inference.Generate(generate("a")))).reason == "ENGINE_FAILURE"
+        assert (await failure_of(rig.inference.Generate(generate("a")))).reason == "ENGINE_DEAD"
 
 
 async def test_a_bug_in_one_request_ends_only_that_one(monkeypatch):

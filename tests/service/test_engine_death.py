@@ -59,7 +59,8 @@ async def test_everybody_hears_of_it_at_once(monkeypatch, method, error):
             _rest(rig.inference.Stream(stream(prompt_token_ids=PROMPT))),
             rig.inference.Abort(inference_pb2.AbortRequest(request_id_prefix="r")),
         ):
-            assert (await failure_of(late)).reason == "ENGINE_FAILURE"
+            failure = await failure_of(late)
+            assert (failure.code.name, failure.reason) == ("UNAVAILABLE", "ENGINE_DEAD")
         load = await rig.control.GetLoad(control_pb2.GetLoadRequest())
         assert (load.running_requests, load.queued_requests, load.kv_pages_used) == (0, 0, 0)
         assert isinstance(engine.failure, EngineFailure)

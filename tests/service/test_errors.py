@@ -61,6 +61,7 @@ SAMPLES = [
     (errors.DuplicateRequestId("r"), "ALREADY_EXISTS", "DUPLICATE_REQUEST_ID", {"request_id": "r"}),
     (errors.UnknownModel("x", "y"), "NOT_FOUND", "UNKNOWN_MODEL", {"model": "x", "served_model": "y"}),
     (errors.EngineFailure("gone"), "INTERNAL", "ENGINE_FAILURE", {}),
+    (errors.EngineDead("gone"), "UNAVAILABLE", "ENGINE_DEAD", {}),
     (errors.GenerationError("no"), "INTERNAL", "GENERATION_FAILED", {}),
     (errors.NonFiniteLogits(), "INTERNAL", "NON_FINITE_LOGITS", {}),
     (errors.WeightsError("no"), "FAILED_PRECONDITION", "WEIGHTS_REFUSED", {}),

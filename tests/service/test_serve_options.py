@@ -146,6 +146,7 @@ def test_every_option_of_the_server_arrives() -> None:
         "--stall-limit": "2.5",
         "--grace": "0",
         "--drain-delay": "4",
+        "--watchdog": "4.5",
         "--keepalive": "5",
         "--keepalive-timeout": "6",
         "--max-connection-age": "7",
@@ -175,6 +176,7 @@ def test_every_option_of_the_server_arrives() -> None:
         stall_limit_s=2.5,
         grace_s=0,
         drain_delay_s=4,
+        watchdog_s=4.5,
         connections=ConnectionOptions(
             keepalive_s=5,
             keepalive_timeout_s=6,

@@ -37,7 +37,7 @@ class InferenceServiceStub:
     RESOURCE_EXHAUSTED  QUEUE_FULL, BUSY, with google.rpc.RetryInfo; at any time STALLED_READER: a stream that was
     not read for longer than the server waits (if it reads again shortly after; later CANCELLED,
     as for any reply that nobody takes), and BUSY where too much output waits for its readers
-    UNAVAILABLE         NOT_READY, DRAINING, UNAVAILABLE (all threads that compile grammars are busy)
+    UNAVAILABLE         NOT_READY, DRAINING, ENGINE_DEAD, UNAVAILABLE (all threads that compile grammars are busy)
     UNIMPLEMENTED       UNSUPPORTED_FEATURE
     INTERNAL            ENGINE_FAILURE, INTERNAL (a bug), NON_FINITE_LOGITS (the model computed NaN or infinity; other
     requests go on), GENERATION_FAILED: at any time
@@ -84,7 +84,7 @@ class InferenceServiceServicer:
     RESOURCE_EXHAUSTED  QUEUE_FULL, BUSY, with google.rpc.RetryInfo; at any time STALLED_READER: a stream that was
     not read for longer than the server waits (if it reads again shortly after; later CANCELLED,
     as for any reply that nobody takes), and BUSY where too much output waits for its readers
-    UNAVAILABLE         NOT_READY, DRAINING, UNAVAILABLE (all threads that compile grammars are busy)
+    UNAVAILABLE         NOT_READY, DRAINING, ENGINE_DEAD, UNAVAILABLE (all threads that compile grammars are busy)
     UNIMPLEMENTED       UNSUPPORTED_FEATURE
     INTERNAL            ENGINE_FAILURE, INTERNAL (a bug), NON_FINITE_LOGITS (the model computed NaN or infinity; other
     requests go on), GENERATION_FAILED: at any time
@@ -171,7 +171,7 @@ class InferenceService:
     RESOURCE_EXHAUSTED  QUEUE_FULL, BUSY, with google.rpc.RetryInfo; at any time STALLED_READER: a stream that was
     not read for longer than the server waits (if it reads again shortly after; later CANCELLED,
     as for any reply that nobody takes), and BUSY where too much output waits for its readers
-    UNAVAILABLE         NOT_READY, DRAINING, UNAVAILABLE (all threads that compile grammars are busy)
+    UNAVAILABLE         NOT_READY, DRAINING, ENGINE_DEAD, UNAVAILABLE (all threads that compile grammars are busy)
     UNIMPLEMENTED       UNSUPPORTED_FEATURE
     INTERNAL            ENGINE_FAILURE, INTERNAL (a bug), NON_FINITE_LOGITS (the model computed NaN or infinity; other
     requests go on), GENERATION_FAILED: at any time

@@ -39,9 +39,9 @@ from concurrent.futures import Future
 from penstock.runtime.checks import check_token_ids, in_vocabulary, knows_tokens
 from penstock.runtime.delivery import Delivery
 from penstock.runtime.doorbell import Doorbell
-from penstock.runtime.errors import Draining, EngineFailure, NotReady, PenstockError
+from penstock.runtime.errors import Draining, EngineDead, EngineFailure, NotReady, PenstockError
 from penstock.runtime.failing import as_exception, describe, engine_failure
-from penstock.runtime.interface import AbortOutcome, InFlightPolicy, Observer, Sink, WeightsVersion
+from penstock.runtime.interface import AbortOutcome, InFlightPolicy, Observer, Pulse, Sink, WeightsVersion
 from penstock.runtime.pacing import Pacer
 from penstock.runtime.plan import Plan
 from penstock.runtime.request import Finish, FinishReason, PreparedPrompt, Request
@@ -96,6 +96,7 @@ class EngineCore:
             fixed_windows=bool(scheduler.config.window_steps),
         )
         self._applying: Update | None = None
+        self._progress = 0
         self._weights = WeightsVersion("initial", 1)
         scheduler.use_weights(self._weights.generation)
         self._draining = False
@@ -122,6 +123,14 @@ class EngineCore:
         if self._failure is None and thread is not None and not (thread.is_alive() or self._stopping):
             return EngineFailure("the engine's thread is gone, as after a fork")
         return self._failure
+
+    def pulse(self) -> Pulse:
+        """Whether the engine's thread moves. Takes no lock, so it answers whoever hangs with one."""
+        has_work = bool(self._steps) or self._scheduler.has_work or not self._delivery.is_done
+        thread = self._thread
+        return Pulse(
+            self._progress, has_work and self._failure is None, None if thread is None else thread.ident
+        )
 
     def on_failure(self, callback: Callable[[], None]) -> None:
         """Call this once when the engine dies, before its requests are told; at once if it is dead. It may be
@@ -197,14 +206,17 @@ class EngineCore:
             self._delivery.attach(request.request_id, sink)
 
     def check_running(self) -> None:
-        """Raises EngineFailure, Draining or NotReady unless the engine's thread runs and will go on."""
-        failure = self.failure
-        if failure is not None:
-            raise failure
+        """Raises EngineDead, Draining or NotReady unless the engine's thread runs and will go on."""
+        self._check_alive()
         if self._stopping:
             raise Draining
         if self._thread is None:
             raise NotReady
+
+    def _check_alive(self) -> None:
+        failure = self.failure
+        if failure is not None:
+            raise EngineDead(f"the engine is dead: {failure}") from failure
 
     @contextlib.contextmanager
     def _changing(self) -> Iterator[None]:
@@ -266,13 +278,12 @@ class EngineCore:
         target must be given (ValueError).
 
         Slot and pages are free when this returns. One result per id asked for, or per match. Raises
-        EngineFailure where the engine is dead: it has ended all of them with that, and knows no more.
+        EngineDead where the engine is dead: it has ended all of them with that, and knows no more.
         """
         if (request_ids is not None) + bool(prefix) + all_requests != 1:
             raise ValueError("abort needs exactly one of request_ids, a non-empty prefix, or all_requests")
         with self._lock, self._changing():
-            if self._failure is not None:
-                raise self._failure
+            self._check_alive()
             self._drop_cancelled()
             if request_ids is None:
                 active = self._scheduler.active_requests()
@@ -351,11 +362,10 @@ class EngineCore:
 
     def flush_prefix_cache(self) -> tuple[int, int]:
         """Forget all cached prefixes: (pages that became free, pages that running requests still hold).
-        Raises EngineFailure where the engine is dead.
+        Raises EngineDead where the engine is dead.
         """
         with self._lock, self._changing():
-            if self._failure is not None:
-                raise self._failure
+            self._check_alive()
             self._drop_cancelled()
             return self._scheduler.flush_prefix_cache()
 
@@ -413,9 +423,11 @@ class EngineCore:
             planned = self._next_plan()
             if planned is not None:
                 steps.dispatch(*planned)
+                self._progress += 1
             steps.choose()
             if steps and (planned is None or steps.is_full):
                 self._commit()
+                self._progress += 1
                 steps.choose()
             self._delivery.deliver()
             if planned is None and not steps and self._is_over():

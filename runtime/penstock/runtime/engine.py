@@ -37,7 +37,7 @@ from penstock.runtime.defaults import GenerationDefaults
 from penstock.runtime.errors import ConfigError, EngineFailure, InvalidRequest, Violation
 from penstock.runtime.grammar.bad_words import BadWords
 from penstock.runtime.grammar.compiler import CompilerConfig, GrammarCompiler
-from penstock.runtime.interface import AbortOutcome, InFlightPolicy, Observer, Sink, WeightsVersion
+from penstock.runtime.interface import AbortOutcome, InFlightPolicy, Observer, Pulse, Sink, WeightsVersion
 from penstock.runtime.memory import device_kv_bytes, plan_kv
 from penstock.runtime.native import library
 from penstock.runtime.pacing import Pacer
@@ -268,6 +268,10 @@ class Engine:
     def failure(self) -> EngineFailure | None:
         """Why the engine died, if it did."""
         return self._core.failure
+
+    def pulse(self) -> Pulse:
+        """Whether the engine's thread moves; any thread may ask at any time, and waits for nothing."""
+        return self._core.pulse()
 
     def on_failure(self, callback: Callable[[], None]) -> None:
         """Call this once when the engine dies, before its requests are told; at once if it is dead. It may be

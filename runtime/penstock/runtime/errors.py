@@ -19,6 +19,7 @@ PenstockError
 ├── GenerationError              unexpected: one request cannot go on; the engine serves the others
 │   └── NonFiniteLogits          the model computed NaN or infinity
 └── EngineFailure                unexpected: a bug or the device failed; the engine is dead
+    └── EngineDead               the same, told to whoever comes later: another engine may take the request
 
 The service maps each class to one gRPC status in one table; a test proves that none is missing.
 """
@@ -147,7 +148,7 @@ class UnavailableError(PenstockError):
 
 
 class QueueFull(UnavailableError):
-    """The waiting queue is at its limit. `retry_after_s` is when there should be room, if anybody measured it."""
+    """The waiting queue is at its limit. `retry_after_s` is when there should be room, if that is known."""
 
     def __init__(self, limit: int, retry_after_s: float | None = None) -> None:
         self.limit, self.retry_after_s = limit, retry_after_s
@@ -185,4 +186,8 @@ class NonFiniteLogits(GenerationError):
 
 
 class EngineFailure(PenstockError):
-    """The engine died; `__cause__` holds why."""
+    """The engine died; `__cause__` holds why. What it was asked to do before may be what it died of."""
+
+
+class EngineDead(EngineFailure):
+    """The engine had died before it was asked; `__cause__` holds the failure."""

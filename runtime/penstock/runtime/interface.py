@@ -45,6 +45,18 @@ class WeightsVersion:
 
 
 @dataclass(frozen=True, slots=True)
+class Pulse:
+    """How the engine's thread gets on, for who watches it from outside."""
+
+    progress: int
+    """Another number whenever the thread has dispatched a step, or taken one in."""
+    has_work: bool
+    """Whether it should do so: requests run or wait, or are yet to be told something."""
+    thread_id: int | None
+    """`threading.get_ident` of the thread; None: it was not started."""
+
+
+@dataclass(frozen=True, slots=True)
 class StepRecord:
     """One engine step, or window of decode steps, for an observer; times are monotonic ns."""
 

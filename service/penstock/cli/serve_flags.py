@@ -83,6 +83,15 @@ def add_parser(subparsers: Subparsers) -> None:
         metavar="BYTES",
         help="largest request message, such as 16M; default: 8M",
     )
+    net.add_argument(
+        "--watchdog",
+        dest="watchdog_s",
+        type=float,
+        default=_OPTIONS.watchdog_s,
+        metavar="SECONDS",
+        help="health says NOT_SERVING while the engine has work and gets nothing done for so long; must be "
+        "above the longest step; 0: never; default: %(default)g",
+    )
     add_connection_flags(parser)
     add_limits_flags(parser)
     add_keys_flags(parser)
@@ -166,6 +175,7 @@ def server_options(args: argparse.Namespace) -> ServerOptions:
         stall_limit_s=args.stall_limit_s,
         grace_s=args.grace_s,
         drain_delay_s=args.drain_delay_s,
+        watchdog_s=args.watchdog_s,
         connections=connection_options(args),
         max_receive_bytes=args.max_receive_bytes,
         truncation=Truncation(args.truncation),

@@ -7,7 +7,7 @@ from typing import Protocol
 
 from penstock.runtime.config import ResolvedConfig
 from penstock.runtime.grammar.compiler import GrammarCompiler
-from penstock.runtime.interface import AbortOutcome, WeightsVersion
+from penstock.runtime.interface import AbortOutcome, Pulse, WeightsVersion
 from penstock.runtime.request import Finish, Output, PreparedPrompt, Request
 from penstock.runtime.scheduler import Load
 from penstock.runtime.text import TextCodec
@@ -79,6 +79,10 @@ class Backend(Protocol):
     def ready(self) -> bool: ...
     @property
     def failure(self) -> Exception | None: ...
+
+    def pulse(self) -> Pulse:
+        """How its thread gets on. For any thread; waits for no lock."""
+        ...
 
     def on_failure(self, callback: Callable[[], None]) -> None:
         """Call this once when the engine dies, before its requests are told; at once if it is dead. It may be

@@ -175,7 +175,9 @@ TABLE: Mapping[type[errors.PenstockError], Row] = {
     errors.Draining: Row(Code.UNAVAILABLE, "DRAINING", retry_after_s=lambda e: 1.0),
     errors.NotReady: Row(Code.UNAVAILABLE, "NOT_READY", retry_after_s=lambda e: 2.0),
     errors.WeightsError: Row(Code.FAILED_PRECONDITION, "WEIGHTS_REFUSED"),
+    # INTERNAL, so that none sends what the engine may have died of to the next one. What comes later may go.
     errors.EngineFailure: Row(Code.INTERNAL, "ENGINE_FAILURE"),
+    errors.EngineDead: Row(Code.UNAVAILABLE, "ENGINE_DEAD", retry_after_s=lambda e: 2.0),
 }
 
 BUG = Row(Code.INTERNAL, "INTERNAL")

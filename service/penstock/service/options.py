@@ -41,6 +41,8 @@ class ServerOptions:
     drain_delay_s: float = 0.0
     """At the stop: how long requests are still taken while health already says NOT_SERVING, for balancers
     that hear of it late. The grace begins after it."""
+    watchdog_s: float = 60.0
+    """Health is NOT_SERVING while the engine's thread has work and did nothing for so long; 0: never."""
     connections: ConnectionOptions = field(default_factory=ConnectionOptions)
     """How long connections live."""
     max_receive_bytes: int = 8 * MIB
@@ -67,7 +69,11 @@ class ServerOptions:
             bad.append(f"port: must be from 0 to 65535, not {self.port}")
         if not (math.isfinite(self.stall_limit_s) and self.stall_limit_s > 0):
             bad.append(f"stall_limit_s: must be above 0, not {self.stall_limit_s}")
-        for name, seconds in (("grace_s", self.grace_s), ("drain_delay_s", self.drain_delay_s)):
+        for name, seconds in (
+            ("grace_s", self.grace_s),
+            ("drain_delay_s", self.drain_delay_s),
+            ("watchdog_s", self.watchdog_s),
+        ):
             if not (math.isfinite(seconds) and seconds >= 0):
                 bad.append(f"{name}: must be at least 0, not {seconds}")
         bad.extend(self.connections.problems())

@@ -49,6 +49,7 @@ from penstock.service.telemetry import Telemetry
 from penstock.service.threads import in_thread
 from penstock.service.underway import Calls
 from penstock.service.usage import UsageSink
+from penstock.service.watchdog import Watchdog
 from penstock.v1 import control_pb2, control_pb2_grpc, inference_pb2, inference_pb2_grpc
 
 log = logging.getLogger(__name__)
@@ -109,6 +110,7 @@ class PenstockServer:
         self._control = LateServicer(_CONTROL, self._calls)
         self._engine: Backend | None = None
         self._died = asyncio.Event()
+        self._watchdog: Watchdog | None = None
         self._starting = False
         self._ending: asyncio.Task[bool] | None = None
         self.front = Front(options, self._build)
@@ -218,6 +220,15 @@ class PenstockServer:
                 loop.call_soon_threadsafe(self._bury)
 
         self._engine.on_failure(tell)
+        if self._options.watchdog_s and self._ending is None:
+            self._watchdog = Watchdog(self._options.watchdog_s, self._engine.pulse, self._mark_hanging)
+            self._watchdog.start()
+
+    def _mark_hanging(self, hangs: bool) -> None:
+        if hangs:
+            self._readiness.refuse("hangs")
+        else:
+            self._readiness.allow("hangs")
 
     def _bury(self) -> None:
         assert self._engine is not None
@@ -258,6 +269,8 @@ class PenstockServer:
         self._lanes.close()
         if self._ledger is not None:
             await in_thread(self._ledger.close)
+        if self._watchdog is not None:
+            self._watchdog.stop()
         if engine is not None and not self._starting:  # a compilation ends only with the process
             await in_thread(engine.shutdown)
         return drained

@@ -21,7 +21,7 @@ PenstockClientError                `reason`, `code`, `metadata`, `request_id`, `
 │   ├── RateLimited                this caller's key has used up its rate
 │   ├── Draining                   the server is shutting down
 │   ├── NotReady                   the server is still loading or warming up
-│   ├── EngineFailure              the server's engine is dead; the server will be restarted
+│   ├── EngineDead                 the server's engine is dead; the server will be restarted
 │   └── Unreachable                nobody answers at that address
 ├── LimitExceeded                  another limit: a message's size, a stalled reader
 ├── Conflict                       lost against another caller (weights compare-and-set)
@@ -224,7 +224,7 @@ class NotReady(UnavailableError):
         return cls(StatusDetails(grpc.StatusCode.UNAVAILABLE, message, "NOT_READY"))
 
 
-class EngineFailure(UnavailableError):
+class EngineDead(UnavailableError):
     """The server's engine is dead, and the server with it until it is restarted; another one may answer."""
 
 
@@ -278,7 +278,7 @@ BY_REASON: Mapping[str, type[PenstockClientError]] = {
     "UNAUTHENTICATED": Unauthenticated,
     "KEY_EXPIRED": KeyExpired,
     "FORBIDDEN": Forbidden,
-    "ENGINE_FAILURE": EngineFailure,
+    "ENGINE_DEAD": EngineDead,
 }
 
 BY_CODE: Mapping[grpc.StatusCode, type[PenstockClientError]] = {
