@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -112,6 +114,7 @@ class Failure:
     metadata: dict[str, str] = field(default_factory=dict)
     violations: list[tuple[str, str]] = field(default_factory=list)
     retry_after: Duration | None = None
+    request_id: str = ""
 
     def trailing_metadata(self) -> tuple[tuple[str, bytes], ...]:
         parts: list[Any] = []
@@ -126,6 +129,8 @@ class Failure:
             parts.append(bad)
         if self.retry_after is not None:
             parts.append(error_details_pb2.RetryInfo(retry_delay=self.retry_after))
+        if self.request_id:
+            parts.append(error_details_pb2.RequestInfo(request_id=self.request_id))
         status = status_pb2.Status(code=self.code.value[0], message=self.message)
         for part in parts:
             packed = AnyMessage()
@@ -152,7 +157,11 @@ class FakeServer(inference_pb2_grpc.InferenceServiceServicer, control_pb2_grpc.C
     def __init__(self) -> None:
         self.calls: list[Any] = []
         self.metadata: list[dict[str, str | bytes]] = []
+        self.remaining: list[float | None] = []
+        """Seconds to the deadline of each call."""
         self.failure: Failure | None = None
+        self.failures: list[Failure] = []
+        """Of the next calls, one each."""
         self.failing_calls: set[int] | None = None
         """Which calls `failure` is for, counted from 1; None: all."""
         self.stream_failure: Failure | None = None
@@ -167,6 +176,7 @@ class FakeServer(inference_pb2_grpc.InferenceServiceServicer, control_pb2_grpc.C
         self.asked = threading.Event()
         self.cancelled = threading.Event()
         self.paused = True
+        self.name = "toy"
         self.default_sampling = types_pb2.SamplingParams(temperature=0.0, top_k=20)
         self.health_failure: Failure | None = None
         self.health = _Health(self)
@@ -176,6 +186,9 @@ class FakeServer(inference_pb2_grpc.InferenceServiceServicer, control_pb2_grpc.C
         self.calls.append(request)
         self.asked.set()
         self.metadata.append(dict(context.invocation_metadata()))
+        self.remaining.append(context.time_remaining())
+        if self.failures:
+            self._fail(self.failures.pop(0), context)
         if self.failing_calls is None or len(self.calls) in self.failing_calls:
             self._fail(self.failure, context)
 
@@ -224,7 +237,7 @@ class FakeServer(inference_pb2_grpc.InferenceServiceServicer, control_pb2_grpc.C
     def GetModelInfo(self, request, context):
         self._note(request, context)
         return control_pb2.GetModelInfoResponse(
-            model="toy",
+            model=self.name,
             architecture="ToyForCausalLM",
             vocab_size=10,
             max_context_tokens=64,
@@ -274,19 +287,41 @@ class FakeServer(inference_pb2_grpc.InferenceServiceServicer, control_pb2_grpc.C
         self.health.set(HEALTH_NAME, status.SERVING if serving else status.NOT_SERVING)
 
 
-@pytest.fixture
-def server() -> Iterator[FakeServer]:
+@contextlib.contextmanager
+def running(address: str = "127.0.0.1:0") -> Iterator[FakeServer]:
+    """One that listens there, on a port that is free or on a Unix socket."""
     fake = FakeServer()
     fake.set_health(True)
-    running = grpc.server(ThreadPoolExecutor(16))
-    inference_pb2_grpc.add_InferenceServiceServicer_to_server(fake, running)
-    control_pb2_grpc.add_ControlServiceServicer_to_server(fake, running)
-    health_pb2_grpc.add_HealthServicer_to_server(fake.health, running)
-    fake.addr = f"127.0.0.1:{running.add_insecure_port('127.0.0.1:0')}"
-    running.start()
-    yield fake
-    fake.cancelled.set()
-    running.stop(None).wait()
+    server = grpc.server(ThreadPoolExecutor(16))
+    inference_pb2_grpc.add_InferenceServiceServicer_to_server(fake, server)
+    control_pb2_grpc.add_ControlServiceServicer_to_server(fake, server)
+    health_pb2_grpc.add_HealthServicer_to_server(fake.health, server)
+    port = server.add_insecure_port(address)
+    fake.addr = address if address.startswith("unix:") else f"127.0.0.1:{port}"
+    server.start()
+    try:
+        yield fake
+    finally:
+        fake.cancelled.set()
+        server.stop(None).wait()
+
+
+@pytest.fixture
+def server() -> Iterator[FakeServer]:
+    with running() as fake:
+        yield fake
+
+
+@pytest.fixture
+def second_server() -> Iterator[FakeServer]:
+    with running() as fake:
+        yield fake
+
+
+@pytest.fixture
+def unix_server(tmp_path: Path) -> Iterator[FakeServer]:
+    with running(f"unix:{tmp_path}/p.sock") as fake:
+        yield fake
 
 
 @pytest.fixture

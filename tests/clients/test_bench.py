@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import signal
+import subprocess
+import sys
+import time
 
 import grpc
 import pytest
@@ -193,6 +197,37 @@ def test_bench_counts_failures_and_says_so(server, failure, capsys):
     assert "0 completed, 3 failed" in shown.out
     assert "failed 3 times: QUEUE_FULL: full" in shown.out
     assert "3 of 3 requests failed" in shown.err
+
+
+def test_bench_reports_what_it_has_on_ctrl_c(server, tmp_path):
+    """Two of five requests are answered, then the server falls silent."""
+
+    def asked():
+        return sum(isinstance(call, inference_pb2.StreamRequest) for call in server.calls)
+
+    def replies(request):
+        if asked() > 2:
+            server.cancelled.wait(120)
+        return server.replies
+
+    server.next_replies = replies
+    file = tmp_path / "report.json"
+    command = [sys.executable, "-m", "penstock.cli", "bench", "--addr", server.addr, "--requests", "5"]
+    few = ["--prompt-tokens", "6", "--max-tokens", "4", "--concurrency", "1", "--warmup", "0"]
+    limit = time.monotonic() + 60
+    with subprocess.Popen(
+        [*command, *few, "--output", str(file)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as program:
+        while asked() < 3:
+            assert time.monotonic() < limit
+            time.sleep(0.02)
+        program.send_signal(signal.SIGINT)
+        out, err = program.communicate(timeout=60)
+    assert program.returncode == 130
+    assert "2 completed, 0 failed" in out
+    assert err == "penstock bench: interrupted: the figures are those of 2 of 5 requests\n"
+    document = json.loads(file.read_text())
+    assert (document["interrupted"], document["report"]["completed"]) == (True, 2)
 
 
 @pytest.mark.parametrize("flags", [["--requests", "0"], ["--concurrency", "0"], ["--request-rate", "0"]])

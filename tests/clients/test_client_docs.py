@@ -89,7 +89,7 @@ def test_the_programs_run(demo, source, capsys):
 
 
 def test_there_are_programs_and_commands():
-    assert len(PROGRAMS) == 6
+    assert len(PROGRAMS) == 7
     assert len(COMMANDS) == 5
 
 

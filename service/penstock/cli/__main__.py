@@ -12,6 +12,7 @@ import os
 import sys
 from collections.abc import Sequence
 from importlib import metadata
+from typing import Any
 
 COMMANDS = {
     "demo": "start the built-in demo model, show one answer, and stay up",
@@ -34,27 +35,41 @@ def version() -> str:
         return "unknown"
 
 
+class Parser(argparse.ArgumentParser):
+    """Takes no abbreviations of flags: a script that used one would break with the next flag.
+
+    Parsers of commands are of this class too, as argparse makes them of the class of the first.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **{"allow_abbrev": False, **kwargs})
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code (2: wrong usage, 130: interrupted)."""
     # transformers otherwise warns that there is no PyTorch, which is by design and would worry people.
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     arguments = list(sys.argv[1:] if argv is None else argv)
     chosen = next((argument for argument in arguments if not argument.startswith("-")), None)
-    parser = argparse.ArgumentParser(prog="penstock", description="A gRPC server for language models.")
+    if chosen != "serve":  # what goes wrong with a connection is told in our words, and in them alone
+        os.environ.setdefault("GRPC_VERBOSITY", "NONE")
+    parser = Parser(prog="penstock", description="A gRPC server for language models.")
     parser.add_argument("--version", action="version", version=f"penstock {version()}")
     subparsers = parser.add_subparsers(dest="command", metavar="COMMAND")
     modules = {}
-    for name, line in COMMANDS.items():
-        if name == chosen:
-            modules[name] = importlib.import_module(f"penstock.cli.{name}")
-            modules[name].add_parser(subparsers)
-        else:
-            subparsers.add_parser(name, help=line)
-    args = parser.parse_args(arguments)
-    if args.command is None:
-        parser.print_help(sys.stderr)
-        return 2
     try:
+        for name, line in COMMANDS.items():
+            if name == chosen:
+                modules[name] = importlib.import_module(f"penstock.cli.{name}")
+                modules[name].add_parser(subparsers)
+            else:
+                subparsers.add_parser(name, help=line)
+        args, unknown = parser.parse_known_args(arguments)
+        if unknown:  # by the command's parser, whose usage helps; argparse itself would show the one of all
+            subparsers.choices.get(args.command, parser).error(f"unrecognized arguments: {' '.join(unknown)}")
+        if args.command is None:
+            parser.print_help(sys.stderr)
+            return 2
         code = modules[args.command].run(args)
         sys.stdout.flush()
         return int(code)
@@ -62,6 +77,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 130
     except BrokenPipeError:  # e.g. `penstock generate ... | head -1`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except ModuleNotFoundError as error:
+        print(
+            f"penstock {chosen}: it needs the Python module {error.name}, which is not installed here; "
+            "pip install penstock",
+            file=sys.stderr,
+        )
         return 1
 
 

@@ -14,12 +14,25 @@ from tqdm import tqdm
 
 from penstock.cli import bench_load, bench_stats
 from penstock.cli.common import add_addr, complain, explain, plain, print_json
+from penstock.cli.connection import Connection, WrongConnection, connection
+from penstock.cli.flag_values import UINT32, number, whole
 from penstock.client import AsyncClient, PenstockClientError
 
 if TYPE_CHECKING:
     from penstock.cli.common import Subparsers
 
 DEFAULT_CONCURRENCY = 8
+
+_COUNT = whole(1, UINT32)
+_SETTINGS = (
+    "requests",
+    "concurrency",
+    "request_rate",
+    "prompt_tokens",
+    "max_tokens",
+    "temperature",
+    "seed",
+)
 
 
 class ContextTooSmall(Exception):
@@ -33,62 +46,51 @@ def add_parser(subparsers: Subparsers) -> None:
         description="Send random prompts and measure. Output lengths are fixed: end tokens are ignored.",
     )
     add_addr(parser)
-    parser.add_argument("--requests", type=_count, default=64, metavar="N", help="default: %(default)s")
+    parser.add_argument("--requests", type=_COUNT, default=64, metavar="N", help="default: %(default)s")
     parser.add_argument(
         "--concurrency",
-        type=_count,
+        type=_COUNT,
         metavar="N",
         help=f"requests in flight at most; default: {DEFAULT_CONCURRENCY}, or no limit with --request-rate",
     )
     parser.add_argument(
         "--request-rate",
-        type=_rate,
+        type=number(above=0),
         metavar="R",
         help="send at random (Poisson) times, R per second on average",
     )
-    parser.add_argument("--prompt-tokens", type=_count, default=128, metavar="N", help="default: %(default)s")
-    parser.add_argument("--max-tokens", type=_count, default=128, metavar="N", help="default: %(default)s")
-    parser.add_argument("--temperature", type=float, metavar="T", help="default: the model's own")
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of prompts, times and sampling")
+    parser.add_argument("--prompt-tokens", type=_COUNT, default=128, metavar="N", help="default: %(default)s")
+    parser.add_argument("--max-tokens", type=_COUNT, default=128, metavar="N", help="default: %(default)s")
+    parser.add_argument("--temperature", type=number(0, 100), metavar="T", help="default: the model's own")
     parser.add_argument(
-        "--warmup", type=int, default=1, metavar="N", help="requests before it counts; default: 1"
+        "--seed", type=whole(0, 2**63), default=0, metavar="N", help="of prompts, times and sampling"
+    )
+    parser.add_argument(
+        "--warmup",
+        type=whole(0, UINT32),
+        default=1,
+        metavar="N",
+        help="requests before it counts; default: %(default)s",
     )
     parser.add_argument("--json", action="store_true", help="print the report as JSON (seconds, not ms)")
     parser.add_argument("--output", type=Path, metavar="FILE", help="also write the JSON report to a file")
 
 
-def _count(text: str) -> int:
-    if (value := int(text)) < 1:
-        raise argparse.ArgumentTypeError("must be at least 1")
-    return value
-
-
-def _rate(text: str) -> float:
-    if not (value := float(text)) > 0:
-        raise argparse.ArgumentTypeError("must be above 0")
-    return value
-
-
 def run(args: argparse.Namespace) -> int:
-    """Exit code 1 when any request failed."""
+    """Exit code 1 when any request failed, 130 after Ctrl-C, which shows what was measured until then."""
     try:
-        report = asyncio.run(_measure(args))
+        report, interrupted = asyncio.run(_measure(args, connection(args)))
     except ContextTooSmall as error:
         complain(args.command, str(error))
         return 1
+    except WrongConnection as error:
+        complain(args.command, str(error))
+        return 2
     except PenstockClientError as error:
         complain(args.command, explain(error, args.addr))
         return 1
-    settings = (
-        "requests",
-        "concurrency",
-        "request_rate",
-        "prompt_tokens",
-        "max_tokens",
-        "temperature",
-        "seed",
-    )
-    document = {"settings": {name: getattr(args, name) for name in settings}, "report": plain(report)}
+    settings = {name: getattr(args, name) for name in _SETTINGS}
+    document = {"settings": settings, "interrupted": interrupted, "report": plain(report)}
     if args.json:
         print_json(document)
     else:
@@ -103,12 +105,20 @@ def run(args: argparse.Namespace) -> int:
         complain(
             args.command, f"{report.failed} of {args.requests} requests failed; the figures leave them out"
         )
-        return 1
-    return 0
+    if interrupted:
+        done = report.completed + report.failed
+        complain(args.command, f"interrupted: the figures are those of {done} of {args.requests} requests")
+        return 130
+    return int(report.failed > 0)
 
 
-async def _measure(args: argparse.Namespace) -> bench_stats.Report:
-    async with AsyncClient(args.addr) as client:
+async def _measure(args: argparse.Namespace, how: Connection) -> tuple[bench_stats.Report, bool]:
+    """The report, and whether Ctrl-C ended the run before its end."""
+    try:
+        made = AsyncClient(args.addr, **how)
+    except ValueError as error:
+        raise WrongConnection(str(error)) from None
+    async with made as client:
         model = await client.model_info()
         if args.prompt_tokens + args.max_tokens > model.max_context_tokens:
             raise ContextTooSmall(
@@ -135,5 +145,15 @@ async def _measure(args: argparse.Namespace) -> bench_stats.Report:
                 ignore_eos=True,
                 cache_salt=load.cache_salt,
             )
+        traces: list[bench_stats.RequestTrace] = []
         with tqdm(total=args.requests, unit="request", disable=not sys.stderr.isatty(), leave=False) as bar:
-            return bench_stats.report(await bench_load.drive(client, load, bar.update))
+
+            def note(trace: bench_stats.RequestTrace) -> None:
+                traces.append(trace)
+                bar.update()
+
+            try:
+                await bench_load.drive(client, load, note)
+            except asyncio.CancelledError:  # so asyncio.run tells of Ctrl-C; a second one ends it at once
+                return bench_stats.report(traces), True
+        return bench_stats.report(traces), False

@@ -75,21 +75,18 @@ async def _arrivals(load: Workload) -> AsyncIterator[int]:
             await asyncio.sleep(max(0.0, due - time.perf_counter()))
 
 
-async def drive(client: AsyncClient, load: Workload, on_done: Callable[[], object]) -> list[RequestTrace]:
-    """Send the whole workload; `on_done` is called after each request."""
+async def drive(client: AsyncClient, load: Workload, on_done: Callable[[RequestTrace], object]) -> None:
+    """Send the whole workload; `on_done` is given each request once it has ended."""
     slots = asyncio.Semaphore(load.concurrency if load.concurrency is not None else load.requests)
     token_ids = prompts(load, load.requests, load.seed)
 
-    async def one(index: int) -> RequestTrace:
+    async def one(index: int) -> None:
         try:
-            return await send(client, load, token_ids[index], seed=load.seed + index)
+            on_done(await send(client, load, token_ids[index], seed=load.seed + index))
         finally:
             slots.release()
-            on_done()
 
     async with asyncio.TaskGroup() as group:
-        tasks = []
         async for index in _arrivals(load):
             await slots.acquire()
-            tasks.append(group.create_task(one(index)))
-    return [task.result() for task in tasks]
+            group.create_task(one(index))

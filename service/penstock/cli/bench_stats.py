@@ -7,6 +7,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from penstock.cli.screen import visible
+
 PERCENTILES = (50, 90, 99)
 
 
@@ -140,5 +142,5 @@ def table(result: Report) -> str:
         values = (latency.mean, latency.p50, latency.p90, latency.p99) if latency is not None else ()
         cells = "".join(f"{value * 1e3:>10.2f}" for value in values) or f"{'-':>10}" * 4
         lines.append(f"{name:<24}{cells}")
-    lines += [f"failed {count} times: {error}" for error, count in result.errors.items()]
+    lines += [f"failed {count} times: {visible(error)}" for error, count in result.errors.items()]
     return "\n".join(lines)

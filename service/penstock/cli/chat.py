@@ -8,17 +8,29 @@ import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from penstock.cli.common import add_addr, complain, explain, write
+from penstock.cli.common import (
+    NotText,
+    add_addr,
+    complain,
+    connected,
+    explain,
+    read_stdin,
+    visible,
+    write,
+)
+from penstock.cli.connection import WrongConnection
 from penstock.cli.flag_table import COMMON
 from penstock.cli.flags import add_groups, options_of, problem_of
 from penstock.cli.show import AnswerView, describe, tell_unseen
 from penstock.client import (
+    Busy,
     ChatMessage,
     Client,
     FinishReason,
     Generation,
     PenstockClientError,
     QueueFull,
+    RateLimited,
     RequestOptions,
     ToolCall,
     UnavailableError,
@@ -29,6 +41,9 @@ if TYPE_CHECKING:
 
 with contextlib.suppress(ImportError):  # some builds of Python lack it; input() works without
     import readline  # noqa: F401 - importing it gives input() line editing and history
+
+_PASSING = (QueueFull, Busy, RateLimited)
+"""Refusals after which the same server may take the next question."""
 
 HELP = """\
 /reset         forget the conversation
@@ -122,7 +137,7 @@ class Chat:
             view.interrupt()
             complain("chat", explain(error, self._addr))
             self.failed = True
-            return isinstance(error, QueueFull) or not isinstance(error, UnavailableError)
+            return isinstance(error, _PASSING) or not isinstance(error, UnavailableError)
         self._turns += [*new, said]
         self._calls, self._results = list(said.tool_calls), []
         if self._calls and sys.stdin.isatty():
@@ -143,15 +158,25 @@ def run(args: argparse.Namespace) -> int:
         complain(args.command, problem)
         return 2
     interactive = sys.stdin.isatty()
-    with Client(args.addr) as client:
+    try:
+        client = connected(args)
+    except WrongConnection as error:
+        complain(args.command, str(error))
+        return 2
+    with client:
         if interactive:
             try:
-                print(f"{client.model_info().model} at {args.addr}; /help lists the commands, /quit leaves")
+                model = visible(client.model_info().model)
             except PenstockClientError as error:
                 complain(args.command, explain(error, args.addr))
                 return 1
+            print(f"{model} at {args.addr}; /help lists the commands, /quit leaves")
         chat = Chat(client, args.addr, options_of(args, COMMON), args.system, (args.n or 1) > 1)
-        went_away = not _loop(chat, _prompt if interactive else _read)
+        try:
+            went_away = not _loop(chat, _prompt if interactive else _read)
+        except NotText as error:
+            complain(args.command, str(error))
+            return 2
     return int(went_away or (chat.failed and not interactive))
 
 
@@ -164,10 +189,12 @@ def _prompt() -> str | None:
             return None
         except KeyboardInterrupt:
             print("\n(/quit or Ctrl-D leaves)")
+        except UnicodeDecodeError:
+            print("(that was not UTF-8 text)")
 
 
 def _read() -> str | None:
-    return sys.stdin.readline() or None
+    return read_stdin(line=True) or None
 
 
 def _loop(chat: Chat, read: Callable[[], str | None]) -> bool:

@@ -6,9 +6,9 @@ import argparse
 import sys
 from typing import TYPE_CHECKING
 
-from penstock.cli.common import add_addr, complain, print_json, with_client
+from penstock.cli.common import NotText, add_addr, complain, print_json, read_stdin, with_client
 from penstock.cli.flag_table import CHAT, COMMON, REPORT
-from penstock.cli.flag_values import number, words
+from penstock.cli.flag_values import words
 from penstock.cli.flags import add_groups, given_flags, options_of, problem_of
 from penstock.cli.show import AnswerView, tell_unseen
 from penstock.client import ChatMessage, Client, Generation, RequestOptions
@@ -38,9 +38,6 @@ def add_parser(subparsers: Subparsers) -> None:
     )
     parser.add_argument("--no-stream", action="store_true", help="wait for the whole answer (the unary RPC)")
     parser.add_argument("--request-id", type=words(128), metavar="ID", help="to name it in an abort")
-    parser.add_argument(
-        "--timeout", type=number(above=0), metavar="S", help="give up after this many seconds"
-    )
     add_groups(parser, GROUPS, max_tokens=256)
 
 
@@ -58,7 +55,11 @@ def run(args: argparse.Namespace) -> int:
                 args.command, 'give a prompt, e.g. `penstock generate "Once upon a time"`, or pipe one in'
             )
             return 2
-        prompt = sys.stdin.read()
+        try:
+            prompt = read_stdin()
+        except NotText as error:
+            complain(args.command, str(error))
+            return 2
     return with_client(args, lambda client: _generate(client, args, prompt))
 
 
@@ -72,11 +73,11 @@ def _generate(client: Client, args: argparse.Namespace, prompt: str) -> int:
         text = None
     view = None if args.json else AnswerView(numbered=(args.n or 1) > 1)
     if args.no_stream:
-        answer = client.generate(text, timeout=args.timeout, **options)
+        answer = client.generate(text, **options)
         if view is not None:
             view.feed_all(answer)
     else:
-        answer = _stream(client, args, text, options, view)
+        answer = _stream(client, text, options, view)
     if view is None:
         print_json(answer)
         return 0
@@ -88,13 +89,12 @@ def _generate(client: Client, args: argparse.Namespace, prompt: str) -> int:
 
 def _stream(
     client: Client,
-    args: argparse.Namespace,
     prompt: str | None,
     options: RequestOptions,
     view: AnswerView | None,
 ) -> Generation:
     """The same through the streaming RPC, showing what comes, unless JSON was asked for."""
-    with client.stream(prompt, timeout=args.timeout, **options) as stream:
+    with client.stream(prompt, **options) as stream:
         try:
             for event in stream:
                 if view is not None:

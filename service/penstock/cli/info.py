@@ -6,7 +6,7 @@ import argparse
 import dataclasses
 from typing import TYPE_CHECKING
 
-from penstock.cli.common import add_addr, print_json, with_client
+from penstock.cli.common import add_addr, print_json, visible, with_client
 from penstock.client import Client, Load, ModelInfo, ServerInfo, WeightsVersion
 
 if TYPE_CHECKING:
@@ -95,7 +95,7 @@ def table(model: ModelInfo, server: ServerInfo, load: Load, ready: bool) -> str:
     }
     width = max(len(name) for group in groups.values() for name in group)
     lines = [
-        "\n".join([title, *(f"  {name:<{width}}  {value}" for name, value in group.items())])
+        "\n".join([title, *(f"  {name:<{width}}  {visible(value)}" for name, value in group.items())])
         for title, group in groups.items()
     ]
     return "\n\n".join(lines)
