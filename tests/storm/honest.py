@@ -1,0 +1,144 @@
+"""Callers who do nothing wrong: their answers in the storm must be, bit for bit, what they are alone."""
+
+from __future__ import annotations
+
+import asyncio
+import struct
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import grpc
+from google.rpc import error_details_pb2, status_pb2  # type: ignore[import-untyped]  # ships no hints
+
+from penstock.v1 import inference_pb2, inference_pb2_grpc, types_pb2
+
+PROMPTS = (
+    "Once upon a time",
+    "The little fox ran",
+    "One day, a bear and a bird",
+    "In the garden there was a tree that",
+    "Rain fell on the roof, and the cat",
+    "It was morning. The sun",
+)
+MAX_TOKENS = 40
+TYPED = "typed"
+BARE = "bare"
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """Of one greedy request; log-probabilities by their bits."""
+
+    token_ids: tuple[int, ...]
+    logprob_bits: tuple[int, ...]
+
+
+def request(prompt: str) -> inference_pb2.StreamRequest:
+    return inference_pb2.StreamRequest(
+        prompt=prompt,
+        sampling=types_pb2.SamplingParams(temperature=0.0),
+        stopping=types_pb2.StoppingParams(max_tokens=MAX_TOKENS, ignore_eos=True),
+        output=types_pb2.OutputOptions(logprobs=1),
+    )
+
+
+async def ask(stub: Any, prompt: str, metadata: Sequence[tuple[str, str]]) -> tuple[Answer, float]:
+    """The answer, and the seconds to its first token. Raises AioRpcError."""
+    began = time.monotonic()
+    first: float | None = None
+    ids: list[int] = []
+    bits: list[int] = []
+    async for message in stub.Stream(request(prompt), metadata=metadata, timeout=300):
+        delta = message.delta
+        if delta.token_ids and first is None:
+            first = time.monotonic() - began
+        ids += delta.token_ids
+        bits += (struct.unpack("<I", struct.pack("<f", value))[0] for value in delta.logprobs.sampled)
+    if first is None or len(ids) != MAX_TOKENS or len(bits) != MAX_TOKENS:
+        raise AssertionError(f"an answer of {len(ids)} tokens with {len(bits)} log-probabilities")
+    return Answer(tuple(ids), tuple(bits)), first
+
+
+def kind_of(error: grpc.aio.AioRpcError) -> tuple[str, float]:
+    """Whether the status says why in ErrorInfo, with its name; and the seconds after which to try again."""
+    status = status_pb2.Status()
+    for key, value in error.trailing_metadata() or ():
+        if key == "grpc-status-details-bin":
+            status.ParseFromString(value)
+    info, retry = error_details_pb2.ErrorInfo(), error_details_pb2.RetryInfo()
+    for detail in status.details:
+        detail.Unpack(info)
+        detail.Unpack(retry)
+    if not info.reason:
+        return f"{BARE} {error.code().name}: {error.details()}", 0.0
+    return f"{TYPED} {info.reason}", retry.retry_delay.ToNanoseconds() / 1e9
+
+
+@dataclass
+class Honest:
+    """Several callers at once, each asking again and again."""
+
+    address: str
+    secret: str
+    num_callers: int = 3
+    alone: dict[str, Answer] = field(default_factory=dict)
+    """What each prompt is answered when nothing else runs."""
+    first_token_s: list[float] = field(default_factory=list)
+    wrong: list[str] = field(default_factory=list)
+    refused: Counter[str] = field(default_factory=Counter)
+
+    @property
+    def metadata(self) -> tuple[tuple[str, str], ...]:
+        return (("authorization", f"Bearer {self.secret}"),)
+
+    async def learn(self) -> None:
+        """One prompt after the other, on a quiet server, each twice: with and without a cached prefix."""
+        async with grpc.aio.insecure_channel(self.address) as channel:
+            stub = inference_pb2_grpc.InferenceServiceStub(channel)
+            for prompt in PROMPTS:
+                answer, _ = await ask(stub, prompt, self.metadata)
+                again, _ = await ask(stub, prompt, self.metadata)
+                assert again == answer, f"{prompt!r} is answered in two ways on a quiet server"
+                self.alone[prompt] = answer
+
+    async def go_on(self, until: asyncio.Event) -> None:
+        """Ask until told; fills the lists above."""
+        self.first_token_s.clear()
+        await asyncio.gather(*(self._caller(number, until) for number in range(self.num_callers)))
+
+    async def _caller(self, number: int, until: asyncio.Event) -> None:
+        async with grpc.aio.insecure_channel(self.address) as channel:
+            stub = inference_pb2_grpc.InferenceServiceStub(channel)
+            count = number
+            while not until.is_set():
+                prompt = PROMPTS[count % len(PROMPTS)]
+                count += 1
+                waited = await self._ask_until_answered(stub, prompt, until)
+                if waited is not None:
+                    self.first_token_s.append(waited)
+
+    async def _ask_until_answered(self, stub: Any, prompt: str, until: asyncio.Event) -> float | None:
+        """As a caller with retries does. Seconds to the first token, those of refusals included."""
+        began = time.monotonic()
+        while not until.is_set():
+            asked = time.monotonic()
+            try:
+                answer, first_s = await ask(stub, prompt, self.metadata)
+            except grpc.aio.AioRpcError as error:
+                kind, retry_s = kind_of(error)
+                self.refused[kind] += 1
+                await asyncio.sleep(retry_s or 0.1)
+                continue
+            if answer != self.alone[prompt]:
+                self.wrong.append(prompt)
+            return asked - began + first_s
+        return None
+
+
+def p99(values: Sequence[float]) -> float:
+    """The nearest-rank percentile."""
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, -(-99 * len(ordered) // 100) - 1)]
