@@ -379,6 +379,34 @@ def test_help_has_defaults_and_examples(capsys: pytest.CaptureFixture[str]) -> N
         assert part in text
 
 
+@pytest.mark.parametrize(("given", "connections"), [("7", 7), ("0", 65_536)])
+def test_every_connection_may_have_a_file(
+    run: Run, monkeypatch: pytest.MonkeyPatch, given: str, connections: int
+) -> None:
+    wanted: list[int] = []
+    monkeypatch.setattr(serve, "raise_limit", wanted.append)
+    run("./no-such-folder", "--port", "0", "--max-connections", given)
+    assert len(wanted) == 1
+    assert wanted[0] > connections
+
+
+def test_traces_and_server_have_the_same_id(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[str] = []
+
+    def provider(endpoint: str, *, version: str, instance_id: str) -> Any:
+        told.append(instance_id)
+        return argparse.Namespace(shutdown=lambda: None, get_tracer=lambda _: None)
+
+    def server(options: ServerOptions, provider: Any, *, instance_id: str) -> Any:
+        told.append(instance_id)
+        raise ConfigError("no server today")
+
+    monkeypatch.setattr(serve, "otlp_provider", provider)
+    monkeypatch.setattr(serve, "PenstockServer", server)
+    code, errors = run("demo", "--port", "0", "--otlp-endpoint", "http://127.0.0.1:1")
+    assert (code, len(set(told)), len(told)) == (1, 1, 2), errors
+
+
 @pytest.mark.parametrize(("given", "used"), [(None, "0.95"), ("0.5", "0.5")])
 def test_jax_may_take_most_of_an_accelerator(
     run: Run, monkeypatch: pytest.MonkeyPatch, given: str | None, used: str

@@ -17,6 +17,7 @@ from penstock.cli.serve_flags import add_parser, server_options
 from penstock.runtime.config import EngineConfig
 from penstock.runtime.engine import Engine
 from penstock.runtime.errors import ConfigError, PenstockError
+from penstock.service.open_files import FOR_OTHERS, MANY, raise_limit
 from penstock.service.options import ServerOptions
 from penstock.service.server import PenstockServer, new_instance_id, version
 from penstock.service.telemetry import otlp_provider
@@ -48,6 +49,7 @@ def run(args: argparse.Namespace) -> int:
     except ConfigError as error:
         print(f"penstock serve: {error}", file=sys.stderr)
         return 2
+    raise_limit((options.bounds.max_connections or MANY) + FOR_OTHERS)
     provider, instance_id = None, new_instance_id()
     if args.otlp_endpoint:
         provider = otlp_provider(args.otlp_endpoint, version=version(), instance_id=instance_id)

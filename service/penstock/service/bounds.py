@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from penstock.runtime.errors import ConfigError
+from penstock.service.open_files import connections
 
 _MOST = 2**31 - 1
 """gRPC's own options are 32-bit numbers."""
@@ -77,14 +78,15 @@ def grpc_options(bounds: Bounds) -> Sequence[tuple[str, int]]:
     options = [
         ("grpc.server.max_pending_requests", min(backlog, _MOST)),
         ("grpc.server.max_pending_requests_hard_limit", min(2 * backlog, _MOST)),
-        # A peer that takes no answers holds so many streams and not one more. It is no lower because a client
-        # would then keep its Abort back behind its other calls, and because what a client begins before it
-        # knows the number is reset without a word.
         # What gRPC takes of a message that it was not asked for. Left to itself it soon takes 4 MiB.
         ("grpc.http2.bdp_probe", 0),
         ("grpc.http2.lookahead_bytes", UNASKED_BYTES),
+        # A peer that takes no answers holds so many streams and not one more. It is no lower because a client
+        # would then keep its Abort back behind its other calls, and because what a client begins before it
+        # knows the number is reset without a word.
         ("grpc.max_concurrent_streams", min(backlog, _MOST)),
     ]
-    if bounds.max_connections:
-        options.append(("grpc.max_allowed_incoming_connections", min(bounds.max_connections, _MOST - 1)))
+    most = connections(bounds.max_connections)
+    if most:
+        options.append(("grpc.max_allowed_incoming_connections", min(most, _MOST - 1)))
     return options
