@@ -175,7 +175,7 @@ REFUSALS = [
     ((Code.PERMISSION_DENIED, "FORBIDDEN"), "the key does not allow this (no)"),
     ((Code.RESOURCE_EXHAUSTED, "BUSY"), "is busy (no); try again"),
     ((Code.RESOURCE_EXHAUSTED, "RATE_LIMITED"), "the rate of your key is used up (no); try again"),
-    ((Code.UNAVAILABLE, "ENGINE_FAILURE"), "is dead (no); try again when the server was restarted"),
+    ((Code.UNAVAILABLE, "ENGINE_DEAD"), "is dead (no); try again when the server was restarted"),
     ((Code.INVALID_ARGUMENT, "RESPONSE_TOO_LARGE"), "the server refused (RESPONSE_TOO_LARGE): no"),
 ]
 

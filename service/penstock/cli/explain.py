@@ -8,7 +8,7 @@ from penstock.client import (
     Denied,
     Draining,
     DuplicateRequestId,
-    EngineFailure,
+    EngineDead,
     Forbidden,
     InvalidRequest,
     KeyExpired,
@@ -48,7 +48,7 @@ def _meaning(error: PenstockClientError, addr: str) -> str:
             return f"the server at {addr} is busy ({text}); {_again(error)}"
         case RateLimited():
             return f"the rate of your key is used up ({text}); {_again(error)}"
-        case EngineFailure():
+        case EngineDead():
             return f"the engine of {addr} is dead ({text}); try again when the server was restarted"
         case PromptTooLong():
             return f"{text}; shorten the prompt, or have it cut with --truncation left"
