@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+
+import pytest
+
 from penstock.service.connections import ConnectionOptions
+from penstock.service.listen_options import ListenOptions
 from tests.service.h2peer import ACK, GOAWAY, PING, Peer
 from tests.service.rig import WAIT_S, fake, serving, stream, until
+from tests.service.tls_rig import listening
 
 STREAM = "/penstock.v1.InferenceService/Stream"
 WATCH = "/grpc.health.v1.Health/Watch"
@@ -90,3 +97,16 @@ def test_zero_switches_each_off():
     never = 2**31 - 1
     for name in ("keepalive_time_ms", "max_connection_age_ms", "max_connection_idle_ms"):
         assert arguments[f"grpc.{name}"] == never
+
+
+@pytest.mark.parametrize("tls", [False, True])
+async def test_a_connection_that_says_nothing_is_closed(tls: bool):
+    """With TLS and without."""
+    connections = ConnectionOptions(handshake_timeout_s=0.5)
+    listen = listening() if tls else ListenOptions()
+    async with serving(connections=connections, listen=listen) as rig:
+        async with asyncio.timeout(WAIT_S):
+            reader, writer = await asyncio.open_connection("127.0.0.1", rig.server.port)
+            with contextlib.closing(writer):
+                while await reader.read(1000):  # without TLS the server says something first
+                    pass

@@ -149,6 +149,7 @@ def test_every_option_of_the_server_arrives() -> None:
         "--watchdog": "4.5",
         "--keepalive": "5",
         "--keepalive-timeout": "6",
+        "--handshake-timeout": "4.5",
         "--max-connection-age": "7",
         "--max-connection-age-grace": "8",
         "--max-connection-idle": "9.5",
@@ -180,6 +181,7 @@ def test_every_option_of_the_server_arrives() -> None:
         connections=ConnectionOptions(
             keepalive_s=5,
             keepalive_timeout_s=6,
+            handshake_timeout_s=4.5,
             max_connection_age_s=7,
             max_connection_age_grace_s=8,
             max_connection_idle_s=9.5,

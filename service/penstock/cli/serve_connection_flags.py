@@ -9,6 +9,7 @@ from penstock.service.connections import ConnectionOptions
 
 _OPTIONS = ConnectionOptions()
 _HELP = {
+    "handshake_timeout_s": "close a connection whose TLS or HTTP/2 has not begun after so long",
     "keepalive_s": "send a ping to a peer of which nothing came for so long",
     "keepalive_timeout_s": "a peer that does not answer a ping for so long is gone, and its requests end",
     "max_connection_age_s": "close a connection this old once its RPCs have ended; this spreads load anew",

@@ -10,6 +10,9 @@ from dataclasses import dataclass, fields
 class ConnectionOptions:
     """Of every connection; all in seconds, 0 switches the one off."""
 
+    handshake_timeout_s: float = 20.0
+    """How long TLS and HTTP/2 may take to begin. A peer that connects and says nothing would else have one of
+    `Bounds.max_connections` for two minutes."""
     keepalive_s: float = 60.0
     """A peer of which nothing came for so long is sent a ping."""
     keepalive_timeout_s: float = 20.0
@@ -39,6 +42,7 @@ class ConnectionOptions:
             # A long prefill sends nothing; clients may ping meanwhile, and without an RPC.
             ("grpc.keepalive_permit_without_calls", 1),
             ("grpc.http2.min_ping_interval_without_data_ms", 5000),
+            ("grpc.server_handshake_timeout_ms", _ms(self.handshake_timeout_s)),
             ("grpc.max_connection_age_ms", _ms(self.max_connection_age_s)),
             ("grpc.max_connection_age_grace_ms", _ms(self.max_connection_age_grace_s)),
             ("grpc.max_connection_idle_ms", _ms(self.max_connection_idle_s)),
