@@ -17,6 +17,7 @@ from penstock.cli.serve_flags import add_parser, server_options
 from penstock.runtime.config import EngineConfig
 from penstock.runtime.engine import Engine
 from penstock.runtime.errors import ConfigError, PenstockError
+from penstock.service import grpc_log
 from penstock.service.open_files import FOR_OTHERS, MANY, raise_limit
 from penstock.service.options import ServerOptions
 from penstock.service.server import PenstockServer, new_instance_id, version
@@ -41,6 +42,7 @@ def run(args: argparse.Namespace) -> int:
     )
     for noisy in ("jax", "httpx", "asyncio", "filelock", "huggingface_hub", "transformers"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
+    grpc_log.hush()
     # JAX reads it when it first looks for devices. Its own default leaves a quarter of an accelerator idle.
     os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", _MEMORY_FRACTION)
     try:
