@@ -18,7 +18,7 @@ Metadata = list[tuple[str, str]]
 
 def key(name: str, roles: frozenset[Role] = INFER, **fields: Any) -> KeyEntry:
     """Its secret is "psk_" and the name."""
-    return KeyEntry(name, digest_of(f"psk_{name}"), roles, **fields)
+    return KeyEntry(**({"id": name, "sha256": digest_of(f"psk_{name}"), "roles": roles} | fields))
 
 
 def as_(name: str) -> dict[str, Metadata]:
