@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import threading
 from typing import Any
 
 import grpc
 import pytest
 from google.rpc import error_details_pb2  # type: ignore[import-untyped]  # ships no hints
 
+from penstock.service import prompts
 from penstock.service.ownership import engine_id, own_id, owner_of, told_id
 from penstock.v1 import inference_pb2, types_pb2
+from tests.service.codecs import byte_codec
 from tests.service.key_rig import CONTROL, INFER, as_, key, serving_keys
-from tests.service.rig import collect, failure_of, fake, generate, joined, serving, stream, until
+from tests.service.rig import CODEC, collect, failure_of, fake, generate, joined, serving, stream, until
 
 ABORTED = inference_pb2.ABORT_OUTCOME_ABORTED
 FINISHED = inference_pb2.ABORT_OUTCOME_ALREADY_FINISHED
@@ -61,6 +64,22 @@ async def ended(rig, *calls: asyncio.Future[Any]) -> list[bool]:
     return [r.outputs[0].finish.reason == types_pb2.FINISH_REASON_ABORTED for r in replies]
 
 
+def slow_tokenizer(monkeypatch):
+    """One that waits, what opens its gate, and the texts that came to it."""
+    monkeypatch.setattr(prompts, "INLINE_CHARS", 0)
+    gate = threading.Event()
+    encoding: list[str] = []
+
+    def encode(text, *, add_special_tokens):
+        encoding.append(text)
+        assert gate.wait(20)
+        return CODEC.encode(text)
+
+    codec = byte_codec()
+    monkeypatch.setattr(codec, "encode", encode)
+    return codec, gate, encoding
+
+
 async def test_ids_of_others_are_not_found(file):
     async with serving_keys(file, *KEYS, engine=fake(hold=True)) as rig:
         calls = await started(rig, ("alice", "r"), ("bob", "s"))
@@ -83,6 +102,41 @@ async def test_all_and_prefixes_touch_only_ones_own(file, request_):
         assert await outcomes(rig, request_, "al") == [("job/1", ABORTED)]
         assert await outcomes(rig, request_, "al") == []
         assert await ended(rig, *calls) == [True, False, False]
+
+
+@pytest.mark.parametrize("request_", [ALL, by_prefix("r"), by_ids("r")], ids=["all", "prefix", "ids"])
+async def test_a_request_that_is_still_tokenized_is_its_callers_own(file, monkeypatch, request_):
+    """The engine does not know it yet, so another table is asked."""
+    codec, gate, encoding = slow_tokenizer(monkeypatch)
+    async with serving_keys(file, *KEYS, engine=fake(codec=codec)) as rig:
+        calls = [
+            asyncio.ensure_future(rig.inference.Generate(generate("abc", request_id="r"), **as_(name)))
+            for name in ("alice", "bob", "al")
+        ]
+        try:
+            await until(lambda: len(encoding) == 3)
+            assert (await outcomes(rig, request_, "alice")) == [("r", ABORTED)]
+            boss = await outcomes(rig, by_ids("r", "s"), "boss")
+            assert boss == [("r", ABORTED), ("s", NOT_FOUND)]
+        finally:
+            gate.set()
+        replies = [await asyncio.wait_for(call, 20) for call in calls]
+        assert [r.outputs[0].finish.reason for r in replies] == [types_pb2.FINISH_REASON_ABORTED] * 3
+
+
+async def test_a_request_of_another_that_is_still_tokenized_is_not_found(file, monkeypatch):
+    codec, gate, encoding = slow_tokenizer(monkeypatch)
+    async with serving_keys(file, *KEYS, engine=fake(codec=codec)) as rig:
+        request = generate("abc", request_id="r")
+        call = asyncio.ensure_future(rig.inference.Generate(request, **as_("alice")))
+        try:
+            await until(lambda: len(encoding) == 1)
+            assert await outcomes(rig, by_ids("r"), "bob") == [("r", NOT_FOUND)]
+            assert await outcomes(rig, by_prefix("r"), "bob") == []
+            assert await outcomes(rig, ALL, "bob") == []
+        finally:
+            gate.set()
+        assert (await asyncio.wait_for(call, 20)).outputs[0].text.endswith("z")
 
 
 @pytest.mark.parametrize(
