@@ -8,10 +8,12 @@ from typing import cast
 
 import pytest
 
+from penstock.runtime import checks
 from penstock.runtime.core import EngineCore
 from penstock.runtime.errors import InvalidRequest
+from penstock.runtime.outputs import outputs_of
 from penstock.runtime.prefix_cache import PrefixCache
-from penstock.runtime.request import CacheParams, Request, StoppingParams
+from penstock.runtime.request import CacheParams, Request, SamplingParams, StoppingParams
 from penstock.runtime.runner import ModelRunner
 from penstock.runtime.scheduler import Scheduler, SchedulerConfig
 from tests.support.collector import GREEDY, Collector
@@ -85,3 +87,73 @@ def test_ids_outside_the_vocabulary_are_told_by_submit(core):
         core.submit(request, Collector(), prepared)
     fields = [violation.field for violation in caught.value.violations]
     assert fields == [f"prompt_token_ids.ids[{i}]" for i in (1, 2, 3)]
+
+
+def test_of_many_ids_outside_the_vocabulary_some_are_told(core):
+    request = Request("a", (VOCAB,) * 1000, GREEDY, ONE)
+    with pytest.raises(InvalidRequest) as caught:
+        core.submit(request, Collector())
+    assert len(caught.value.violations) == checks.MAX_BAD_IDS
+
+
+def test_what_outputs_share_is_looked_at_once(core, monkeypatch):
+    """The prompt and the tokens that the sampling speaks of; and the array of many biases is made once."""
+    looked: list[int] = []
+    is_in = checks.in_vocabulary
+
+    def noted(ids, vocab_size):
+        looked.append(len(ids))
+        return is_in(ids, vocab_size)
+
+    monkeypatch.setattr(checks, "in_vocabulary", noted)
+    monkeypatch.setattr("penstock.runtime.core.in_vocabulary", noted)
+    monkeypatch.setattr("penstock.runtime.core._MANY_BIASES", 30)
+    bias = tuple((token, 1.0) for token in range(40))
+    sampling = SamplingParams(temperature=0.0, seed=1, logit_bias=bias)
+    requests = outputs_of(Request("a", PROMPT, sampling, ONE), 5)
+    core.start()
+    prepared = core.prepare(requests[0])
+    assert sorted(looked) == [0, 0, 40, 40]
+    assert prepared.bias_row is not None
+    assert prepared.bias_row[:41].tolist() == [1.0] * 40 + [0.0]
+    looked.clear()
+    queued: list[Request] = []
+    queue = Scheduler.queue
+
+    def queue_noted(self, seq):
+        queued.append(seq.request)
+        queue(self, seq)
+
+    monkeypatch.setattr(Scheduler, "queue", queue_noted)
+    sink = Collector()
+    for request in requests:
+        core.submit(request, sink, prepared)
+    assert sum(looked) == 0, "but for ids to stop at"
+    assert all(request.bias_row is prepared.bias_row for request in queued)
+    for request in requests:
+        assert sink.last(request.request_id).finish is not None
+
+
+@pytest.mark.parametrize("bias", [((VOCAB, 1.0),), ((1, 1.0),)])
+def test_what_was_prepared_does_not_go_for_other_sampling(core, bias):
+    """As an embedder's callback makes it after the request was prepared."""
+    core.start()
+    request = Request("a", PROMPT, SamplingParams(logit_bias=((2, 1.0),)), ONE)
+    prepared = core.prepare(request)
+    other = Request("a", request.prompt_token_ids, SamplingParams(logit_bias=bias), ONE)
+    assert prepared.covers(request.sampling.seeded(3))
+    assert not prepared.covers(other.sampling)
+    sink = Collector()
+    if bias[0][0] >= VOCAB:
+        with pytest.raises(InvalidRequest, match=r"sampling\.logit_bias\[0\]"):
+            core.submit(other, sink, prepared)
+    else:
+        core.submit(other, sink, prepared)
+        sink.last("a")
+
+
+def test_few_biases_wait_without_an_array(core):
+    """A thousand requests that wait would have one each, as long as the vocabulary."""
+    prepared = core.prepare(Request("a", PROMPT, SamplingParams(logit_bias=((2, 1.0),)), ONE))
+    assert prepared.sampling is not None
+    assert prepared.bias_row is None

@@ -13,6 +13,7 @@ import pytest
 
 from penstock.runtime import Engine, SamplingParams, StoppingParams
 from penstock.runtime.errors import DuplicateRequestId
+from penstock.runtime.grammar.bad_words import BadWords
 from penstock.runtime.interface import AbortOutcome, StepRecord
 from penstock.runtime.outputs import output_id, output_seed, outputs_of, request_id_of
 from penstock.runtime.request import CacheParams, FinishReason, Output, Request
@@ -270,3 +271,17 @@ def test_each_output_has_its_own_constraint(engine: Engine) -> None:
     assert [len(result.tokens) for result in results] == [3, 4, 5, 6, 7]
     assert [constraint.accepted for constraint in constraints] == [result.tokens for result in results]
     assert {result.finish.reason for result in results if result.finish} == {FinishReason.EOS}
+
+
+def test_outputs_share_one_table_of_bad_words(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It holds a thousand words and a mask as long as the vocabulary; what was generated is each output's."""
+    sampling = SamplingParams(seed=1, bad_words=((1, 2), (3,), (4, 5, 6)))
+    requests = outputs_of(dataclasses.replace(ask(3, 2), sampling=sampling), 3)
+    prepared = engine.prepare(requests[0])
+    submitted: list[Request] = []
+    monkeypatch.setattr(engine._core, "submit", lambda request, *_: submitted.append(request))
+    for request in requests:
+        engine.submit(request, lambda outputs: None, prepared)
+    constraints = [request.constraint for request in submitted]
+    assert len({id(constraint) for constraint in constraints}) == 3
+    assert {id(c._table) for c in constraints if isinstance(c, BadWords)} == {id(prepared.words)}

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any, cast
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from penstock.runtime.errors import InvalidRequest
 from penstock.runtime.outputs import MAX_OUTPUTS, output_id, output_seed, outputs_of, request_id_of
 from penstock.runtime.request import CacheParams, Request, SamplingParams
 
@@ -67,3 +69,28 @@ def test_bypass_and_salt_stay_as_they_are() -> None:
         made = outputs_of(Request("r", (1,), cache=cache), 2)
         assert [output.cache for output in made] == [cache, cache]
         assert [output.fork_of for output in made] == [None, "r"]
+
+
+def test_many_outputs_are_checked_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And share all that may be large: only the seed differs. For each of 128 outputs to check the bias of a
+    whole vocabulary again took seconds.
+    """
+    bias = tuple((i, 0.5) for i in range(1000))
+    sampling = SamplingParams(temperature=0.5, seed=7, logit_bias=bias, allowed_token_ids=(1, 2), min_p=0.1)
+    request = Request("r", (1, 2), sampling)
+    checked: list[SamplingParams] = []
+    with monkeypatch.context() as patch:
+        patch.setattr(SamplingParams, "__post_init__", lambda self: checked.append(self))
+        outputs = outputs_of(request, 128)
+    assert not checked
+    for i, output in enumerate(outputs):
+        assert output.prompt_token_ids is request.prompt_token_ids
+        assert output.sampling.shares_tokens(sampling)
+        assert output.sampling == dataclasses.replace(sampling, seed=output_seed(7, i))
+    assert sampling.seed == 7
+
+
+@pytest.mark.parametrize("seed", [-1, 2**64])
+def test_a_seed_is_checked(seed: int) -> None:
+    with pytest.raises(InvalidRequest, match=r"sampling\.seed"):
+        SamplingParams().seeded(seed)

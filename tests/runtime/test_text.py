@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 from pathlib import Path
 
 import pytest
@@ -298,3 +299,32 @@ def test_no_token_is_longer_than_told() -> None:
 
 def test_find_loads() -> None:
     assert TextCodec.find(GOLDEN) is not None
+
+
+def test_no_prompt_makes_transformers_warn(tmp_path, caplog):
+    """Of prompts longer than the tokenizer's own idea of the context, that "indexing errors" follow: they are
+    cut, or refused, before a model sees them.
+    """
+    tokenizer = bytes_tokenizer()
+    tokenizer.model_max_length = 4
+    tokenizer.save_pretrained(tmp_path)
+    logger = logging.getLogger("transformers")
+    logger.addHandler(caplog.handler)
+    try:
+        assert len(TextCodec.from_pretrained(tmp_path).encode("a" * 100)) == 100
+    finally:
+        logger.removeHandler(caplog.handler)
+    assert not caplog.records
+
+
+def test_code_of_a_checkpoint_is_never_run(tmp_path, monkeypatch):
+    """Nor is anybody asked on the terminal whether it may."""
+    asked: list[bool | None] = []
+
+    def load(folder, **options):
+        asked.append(options.get("trust_remote_code"))
+        return bytes_tokenizer()
+
+    monkeypatch.setattr("penstock.runtime.text.AutoTokenizer.from_pretrained", load)
+    TextCodec.from_pretrained(tmp_path)
+    assert asked == [False]

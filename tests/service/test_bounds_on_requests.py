@@ -17,8 +17,8 @@ from penstock.runtime.errors import InvalidRequest
 from penstock.runtime.grammar.bad_words import MAX_BAD_WORDS
 from penstock.runtime.grammar.spec import MAX_CHOICES
 from penstock.runtime.request import MAX_STOP_STRINGS
-from penstock.service import convert_params, inference
-from penstock.service.abort import MAX_ABORT_IDS, to_target
+from penstock.service import convert_params, generation, inference
+from penstock.service.abort import MAX_ABORT_IDS, Arrivals, to_target
 from penstock.service.context import most_cut_chars, most_cut_tokens
 from penstock.service.convert import to_job
 from penstock.service.convert_chat import MAX_CALLS, MAX_TOOLS, MAX_TURNS
@@ -358,3 +358,36 @@ async def test_many_ids_are_aborted_a_few_at_a_time():
     assert [result.request_id for result in reply.results] == ids
     aborted = [r.request_id for r in reply.results if r.outcome == inference_pb2.ABORT_OUTCOME_ABORTED]
     assert aborted == ids[::500]
+
+
+async def test_many_outputs_leave_turns_to_others_and_an_abort_finds_all_of_them(monkeypatch):
+    """It comes when some are in the engine, and the rest are not: those never get there."""
+    made: list[Arrivals] = []
+
+    class Noted(Arrivals):
+        def __init__(self):
+            super().__init__()
+            made.append(self)
+
+    monkeypatch.setattr(inference, "Arrivals", Noted)
+    engine = fake(hold=True)
+    submit = engine.submit
+
+    def submit_noted(*arguments):
+        submit(*arguments)
+        if len(engine.seen) == generation.OUTPUTS_AT_ONCE:
+            asyncio.get_running_loop().call_soon(abort)
+
+    def abort():
+        assert made[0].abort(lambda name: name == "r", "enough") == ["r"]
+        assert engine.abort(["r"], message="enough")
+
+    engine.submit = submit_noted  # type: ignore[method-assign]
+    async with serving(engine) as rig:
+        request = generate("a", request_id="r", sampling={"n": 3 * generation.OUTPUTS_AT_ONCE})
+        reply = await asyncio.wait_for(rig.inference.Generate(request), 20)
+        assert len(engine.seen) == generation.OUTPUTS_AT_ONCE
+        assert engine.load().pages_used == 0
+    assert len(reply.outputs) == 3 * generation.OUTPUTS_AT_ONCE
+    ends = {(output.finish.reason, output.finish.message) for output in reply.outputs}
+    assert ends == {(types_pb2.FINISH_REASON_ABORTED, "enough")}

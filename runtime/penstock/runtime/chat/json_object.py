@@ -14,7 +14,8 @@ from typing import Any
 
 MAX_JSON_CHARS = 2**20
 MAX_JSON_VALUES = 50_000
-"""Elements of arrays and members of objects, at all levels together."""
+"""Elements of arrays and members of objects, at all levels together; one that is itself an array or object
+counts twice."""
 MAX_JSON_DEPTH = 100
 _MARK = re.compile(r'"(?:[^"\\]++|\\.)*+"?|[\[\]{},]', re.DOTALL)
 """A string, or a character that opens, closes or separates values."""
