@@ -318,7 +318,9 @@ async def not_allowed(attack: Attack) -> str:
         call = attack.control.FlushCache(control_pb2.FlushCacheRequest(), metadata=attack.bearer())
         return f"flush: {await ended(call)}"
     # `all` and a prefix mean the caller's own.
-    target = rng.choice(({"all": {}}, {"request_id_prefix": "a"}, {"request_ids": {"ids": ["r", "s"]}}))
+    target: dict[str, Any] = rng.choice(
+        ({"all": {}}, {"request_id_prefix": "a"}, {"request_ids": {"ids": ["r", "s"]}})
+    )
     call = attack.inference.Abort(inference_pb2.AbortRequest(**target), metadata=attack.bearer())
     return f"abort: {await ended(call)}"
 
