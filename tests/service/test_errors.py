@@ -13,7 +13,16 @@ from google.rpc import error_details_pb2  # type: ignore[import-untyped]  # ship
 from penstock.runtime import errors
 from penstock.service import access_errors
 from penstock.service import errors as service_errors
-from penstock.service.errors import DETAILS_KEY, TABLE, Busy, StalledReader, StalledSender, row_of, to_status
+from penstock.service.errors import (
+    DETAILS_KEY,
+    TABLE,
+    Busy,
+    StalledReader,
+    StalledSender,
+    UnknownService,
+    row_of,
+    to_status,
+)
 from tests.service.rig import failure_of, fake, generate, serving, stream, until
 
 
@@ -67,6 +76,7 @@ SAMPLES = [
     (errors.WeightsError("no"), "FAILED_PRECONDITION", "WEIGHTS_REFUSED", {}),
     (errors.CheckpointError(missing=["w"]), "FAILED_PRECONDITION", "CHECKPOINT", {}),
     (StalledReader(2), "RESOURCE_EXHAUSTED", "STALLED_READER", {"limit_s": "2"}),
+    (UnknownService("x"), "NOT_FOUND", "UNKNOWN_SERVICE", {"service": "x"}),
     (StalledSender(2), "RESOURCE_EXHAUSTED", "STALLED_SENDER", {"limit_s": "2"}),
     (Busy("max_rpcs", 7, 1.5), "RESOURCE_EXHAUSTED", "BUSY", {"limit": "max_rpcs", "max": "7"}),
     (access_errors.Unauthenticated("no"), "UNAUTHENTICATED", "UNAUTHENTICATED", {}),

@@ -9,12 +9,13 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import grpc
-import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from penstock.service.health import Health
+from penstock.service.interceptors import PenstockInterceptor
 from penstock.service.options import ServerOptions
 from penstock.service.server import LIVENESS, READINESS, PenstockServer
+from penstock.service.telemetry import Telemetry
 from penstock.v1 import control_pb2, inference_pb2, weights_pb2
 from tests.service.h2peer import Peer
 from tests.service.rig import WAIT_S, Rig, failure_of, fake, generate, read_all, serving, stream, until
@@ -156,7 +157,7 @@ async def test_list_has_every_service():
 @contextlib.asynccontextmanager
 async def only_health(health: Health) -> AsyncIterator[tuple[str, Any]]:
     """A server of nothing but health: its address and a stub."""
-    server = grpc.aio.server()
+    server = grpc.aio.server(interceptors=[PenstockInterceptor(Telemetry())])
     health_pb2_grpc.add_HealthServicer_to_server(health, server)
     address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
     await server.start()
@@ -182,9 +183,9 @@ async def test_watchers_are_bounded():
     async with only_health(health) as (_, stub):
         first, second = (stub.Watch(health_pb2.HealthCheckRequest()) for _ in range(2))
         assert (await first.read()).status == (await second.read()).status == SERVING
-        with pytest.raises(grpc.aio.AioRpcError) as refused:
-            await stub.Watch(health_pb2.HealthCheckRequest()).read()
-        assert refused.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        refused = await failure_of(stub.Watch(health_pb2.HealthCheckRequest()).read())
+        assert (refused.code, refused.reason) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "BUSY")
+        assert dict(refused.info.metadata) == {"limit": "max_watchers", "max": "2"}
         first.cancel()
         await until(lambda: health.num_watchers == 1)
         third = stub.Watch(health_pb2.HealthCheckRequest())
@@ -206,3 +207,13 @@ async def test_a_watcher_that_reads_nothing_gives_its_place_back():
 
 async def _rest(call: Any) -> list[Any]:
     return [message async for message in read_all(call)]
+
+
+async def test_errors_of_health_are_like_all_others() -> None:
+    async with serving() as rig:
+        unknown = await failure_of(
+            rig.health.Check(health_pb2.HealthCheckRequest(service="penstock.v1.Nope"))
+        )
+        assert (unknown.code, unknown.reason) == (grpc.StatusCode.NOT_FOUND, "UNKNOWN_SERVICE")
+        assert dict(unknown.info.metadata) == {"service": "penstock.v1.Nope"}
+        assert unknown.request_id

@@ -42,7 +42,7 @@ class StalledReader(errors.RequestError):
 
     def __init__(self, limit_s: float) -> None:
         self.limit_s = limit_s
-        super().__init__(f"the stream was not read for {limit_s:g} s, so its generation was ended")
+        super().__init__(f"the stream was not read for {limit_s:g} s, so it was ended")
 
 
 class ResponseTooLarge(errors.InvalidRequest):
@@ -85,6 +85,17 @@ class StalledSender(errors.RequestError):
     def __init__(self, limit_s: float) -> None:
         self.limit_s = limit_s
         super().__init__(f"the request's message did not come within {limit_s:g} s")
+
+
+class UnknownService(errors.RequestError):
+    """A health check names a service that this server does not have.
+
+    Expected: the name in the probe is wrong.
+    """
+
+    def __init__(self, service: str) -> None:
+        self.service = service
+        super().__init__(f"no service {service[:100]!r} is known here")
 
 
 class ServedElsewhere(errors.RequestError):
@@ -165,6 +176,7 @@ TABLE: Mapping[type[errors.PenstockError], Row] = {
     ),
     errors.GenerationError: Row(Code.INTERNAL, "GENERATION_FAILED"),
     errors.NonFiniteLogits: Row(Code.INTERNAL, "NON_FINITE_LOGITS"),
+    UnknownService: Row(Code.NOT_FOUND, "UNKNOWN_SERVICE", lambda e: {"service": e.service}),
     StalledSender: Row(Code.RESOURCE_EXHAUSTED, "STALLED_SENDER", lambda e: {"limit_s": f"{e.limit_s:g}"}),
     errors.UnavailableError: Row(Code.UNAVAILABLE, "UNAVAILABLE", retry_after_s=lambda e: 1.0),
     errors.QueueFull: Row(

@@ -11,8 +11,9 @@ import asyncio
 from collections.abc import Sequence
 from typing import Any
 
-import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from penstock.service.errors import Busy, StalledReader, UnknownService
 
 Request = health_pb2.HealthCheckRequest
 Response = health_pb2.HealthCheckResponse
@@ -53,10 +54,10 @@ class Health(health_pb2_grpc.HealthServicer):
             changed.set()
 
     async def Check(self, request: Request, context: Any) -> Response:
-        """The status of one service; NOT_FOUND where there is no such service."""
+        """The status of one service; raises UnknownService."""
         status = self._statuses.get(request.service)
         if status is None:
-            await context.abort(grpc.StatusCode.NOT_FOUND, f"no service {request.service!r} is known here")
+            raise UnknownService(request.service)
         return Response(status=status)
 
     async def List(self, request: Any, context: Any) -> Any:
@@ -65,11 +66,11 @@ class Health(health_pb2_grpc.HealthServicer):
         return listed(statuses={name: Response(status=status) for name, status in self._statuses.items()})
 
     async def Watch(self, request: Request, context: Any) -> None:
-        """The status of one service, and each one that it turns to; what came in between may be skipped."""
+        """The status of one service, and each one that it turns to; what came in between may be skipped.
+        Raises Busy and StalledReader.
+        """
         if len(self._watchers) >= self._max_watchers:
-            await context.abort(
-                grpc.StatusCode.RESOURCE_EXHAUSTED, f"{self._max_watchers} watchers are the most at a time"
-            )
+            raise Busy("max_watchers", self._max_watchers)
         # Apart, which no window holds up: with a write that was given up they would keep the status back.
         await context.send_initial_metadata(())
         changed = asyncio.Event()
@@ -79,9 +80,7 @@ class Health(health_pb2_grpc.HealthServicer):
         finally:
             self._watchers.discard(changed)
         if not reads:
-            await context.abort(
-                grpc.StatusCode.RESOURCE_EXHAUSTED, f"a status was not read for {self._write_limit_s:g} s"
-            )
+            raise StalledReader(self._write_limit_s)
 
     async def _tell(self, service: str, changed: asyncio.Event, context: Any) -> bool:
         """Until the end; false where the watcher does not read."""
