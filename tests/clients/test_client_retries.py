@@ -26,7 +26,7 @@ AGAIN = [
     (Code.RESOURCE_EXHAUSTED, "RATE_LIMITED"),
     (Code.UNAVAILABLE, "NOT_READY"),
     (Code.UNAVAILABLE, "DRAINING"),
-    (Code.UNAVAILABLE, "ENGINE_FAILURE"),
+    (Code.UNAVAILABLE, "ENGINE_DEAD"),
     (Code.UNAVAILABLE, ""),
 ]
 FINAL = [
@@ -36,6 +36,7 @@ FINAL = [
     (Code.RESOURCE_EXHAUSTED, "STALLED_READER"),
     (Code.DEADLINE_EXCEEDED, ""),
     (Code.INTERNAL, ""),
+    (Code.INTERNAL, "ENGINE_FAILURE"),
     (Code.CANCELLED, ""),
 ]
 QUICK = Retry(attempts=4, initial_delay=0.001)

@@ -27,8 +27,10 @@ class WrongConnection(Exception):
     """Flags, or files that they name, with which nobody can connect; the message says what to do."""
 
 
-def add_addr(parser: argparse.ArgumentParser, *, timeout: bool = True) -> None:
-    """The flags of every command that talks to a server; without `timeout` the command has one of its own."""
+def add_addr(parser: argparse.ArgumentParser, *, timeout: bool = True, retries: bool = True) -> None:
+    """The flags of every command that talks to a server; without `timeout` or `retries` the command has a way
+    of its own.
+    """
     default = os.environ.get("PENSTOCK_ADDR") or DEFAULT_ADDR
     group = parser.add_argument_group("connection")
     group.add_argument(
@@ -58,13 +60,14 @@ def add_addr(parser: argparse.ArgumentParser, *, timeout: bool = True) -> None:
     group.add_argument(
         "--insecure", action="store_true", help="send the key to another machine without TLS, readable"
     )
-    group.add_argument(
-        "--retries",
-        type=whole(0, MAX_RETRIES),
-        default=0,
-        metavar="N",
-        help="try again up to N times, later each time, what the server could not take; default: 0",
-    )
+    if retries:
+        group.add_argument(
+            "--retries",
+            type=whole(0, MAX_RETRIES),
+            default=0,
+            metavar="N",
+            help="try again up to N times, later each time, what the server could not take; default: 0",
+        )
     if timeout:
         group.add_argument(
             "--timeout",
@@ -77,6 +80,7 @@ def add_addr(parser: argparse.ArgumentParser, *, timeout: bool = True) -> None:
 def connection(args: argparse.Namespace) -> Connection:
     """Arguments of the client. Raises WrongConnection for a file that cannot be read."""
     given = args.tls or any(value is not None for value in (args.ca, args.cert, args.key, args.tls_name))
+    retries: int = getattr(args, "retries", 0)
     try:
         tls = Tls(_user(args.ca), _user(args.cert), _user(args.key), args.tls_name) if given else False
     except ValueError as error:
@@ -86,7 +90,7 @@ def connection(args: argparse.Namespace) -> Connection:
         token=_token(args),
         insecure=args.insecure,
         timeout=getattr(args, "timeout", None),
-        retries=Retry(attempts=args.retries + 1) if args.retries else None,
+        retries=Retry(attempts=retries + 1) if retries else None,
     )
 
 
