@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import stat
 import subprocess
 import sys
@@ -205,7 +206,8 @@ def test_help_is_worth_reading(run, arguments, capsys):
 
 def test_the_running_server_is_named(file, tmp_path):
     """A process with such a command line; started in the folder, given the file by its short name."""
-    sleeper = [sys.executable, "-c", "import sys; sys.stdin.read()", "serve", "demo", "--keys", "keys.json"]
+    program = "import sys; sys.stdin.read()"
+    sleeper = [sys.executable, "-c", program, "penstock", "serve", "demo", "--keys", "keys.json"]
     file.write_text("")
     with subprocess.Popen(sleeper, stdin=subprocess.PIPE, cwd=tmp_path) as process:
         assert process.stdin is not None
@@ -223,10 +225,13 @@ def test_the_running_server_is_named(file, tmp_path):
 def test_processes_that_are_no_such_server_are_passed_over(tmp_path, arguments):
     file = tmp_path / "keys.json"
     lines = [
-        ["penstock", *(a.replace("FILE", str(file)) for a in arguments)],
+        ["/usr/bin/python3", "/usr/bin/penstock", *(a.replace("FILE", str(file)) for a in arguments)],
         ["penstock", "keys", "--keys", str(file)],
         ["penstock", "serve", "demo"],
         ["penstock", "serve", "--keys"],
+        ["timeout", "60", "python", "penstock", "serve", "--keys", str(file)],
+        ["sudo", "penstock", "serve", "--keys", str(file)],
+        ["python", "other", "serve", "--keys", str(file)],
     ]
     for number, line in enumerate(lines, 1):
         folder = tmp_path / "proc" / str(number)
@@ -253,3 +258,18 @@ def test_no_engine_is_loaded(file):
         check=True,
     )
     assert done.stdout.splitlines()[1] == ""
+
+
+def test_the_commands_of_the_docs_run(tmp_path, monkeypatch, capsys):
+    """Those of docs/service.md that need no server."""
+    monkeypatch.chdir(tmp_path)
+    text = (Path(__file__).parents[2] / "docs" / "service.md").read_text()
+    block = text.partition("\n## Keys\n")[2].partition("```sh\n")[2].partition("```")[0]
+    commands = [found[1] for found in re.finditer(r"penstock (keys [^)#\n]*)", block)]
+    assert [command.split()[1] for command in commands] == ["add", "add", "list", "revoke"]
+    for command in commands:
+        assert main(shlex.split(command)) == 0
+    assert [(e.id, e.revoked) for e in read_keys(tmp_path / "keys.json")] == [
+        ("alice", True),
+        ("trainer", False),
+    ]

@@ -35,8 +35,16 @@ def serving_with(file: Path, processes: Path = _PROCESSES) -> list[int]:
 
 
 def _keys_of(arguments: Sequence[str]) -> str:
-    """The value of --keys of a `penstock serve`; empty for any other command line."""
-    if "serve" not in arguments:
+    """The value of --keys of a `penstock serve`; empty for any other command line.
+
+    That of a program which only starts it, such as `timeout` or `sudo`, ends with the same words, and a
+    SIGHUP would end that.
+    """
+    program = os.path.basename(arguments[0])
+    if not program.startswith(("python", "penstock")) or "serve" not in arguments:
+        return ""
+    before = arguments[: arguments.index("serve")]
+    if not any(os.path.basename(part).startswith("penstock") for part in before):
         return ""
     for at, argument in enumerate(arguments):
         if argument == "--keys" and at + 1 < len(arguments):
