@@ -64,6 +64,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         self,
         engine: Backend,
         switchboard: Switchboard,
+        stalls: StallLog,
         telemetry: Telemetry,
         forms: ChatForms,
         lanes: Lanes,
@@ -90,7 +91,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             forms,
             lanes,
             self._budget,
-            StallLog(),
+            stalls,
         )
 
     async def _to_job(self, request: inference_pb2.GenerateRequest | inference_pb2.StreamRequest) -> Job:

@@ -34,8 +34,10 @@ from penstock.service.errors import MessageTooLarge, StalledSender, row_of, to_s
 from penstock.service.lanes import MESSAGE_BYTES, Lanes
 from penstock.service.options import ServerOptions
 from penstock.service.parts import check_parts
+from penstock.service.readers import StallLog
 from penstock.service.receiving import Receiving
 from penstock.service.refusals import Refusal, RefusalLog, fields_of
+from penstock.service.sending import Send, Sends
 from penstock.service.support import check_known
 from penstock.service.telemetry import CURRENT_RPC, UNTRACED, RpcTrace, Telemetry
 from penstock.service.usage import current_meter
@@ -46,6 +48,7 @@ M = TypeVar("M", bound=Message)
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
 Behaviour: TypeAlias = "Callable[[Any, Context], Any]"
+Serialize: TypeAlias = "Callable[[Any], bytes]"
 DEADLINE_SLACK_S = 0.1
 """gRPC tells a handler of a deadline as of a cancel, and the client's may come a little before ours."""
 
@@ -65,6 +68,7 @@ class Rpc:
 
     method: str
     trace: RpcTrace
+    send: Send
     given_id: str = ""
     """The request's id, once it is known: the caller's own, or the one made for it."""
 
@@ -98,8 +102,12 @@ class PenstockInterceptor(grpc.aio.ServerInterceptor):
         lanes: Lanes | None = None,
         receive_limit_s: float = Bounds().receive_limit_s,
         max_receive_bytes: int = ServerOptions().max_receive_bytes,
+        sends: Sends | None = None,
     ) -> None:
-        """`receive_limit_s`: how long a request's message may take to come; 0 is for ever."""
+        """`receive_limit_s`: how long a request's message may take to come; 0 is for ever. `sends` ends RPCs
+        whose replies nobody takes.
+        """
+        self._sends = sends or Sends(ServerOptions().stall_limit_s, StallLog())
         self._telemetry = telemetry
         self._admission = admission or Admission(Bounds())
         self._access = access or Access()
@@ -125,10 +133,14 @@ class PenstockInterceptor(grpc.aio.ServerInterceptor):
             make, handle = grpc.stream_stream_rpc_method_handler, self._many
         else:
             make, handle = grpc.stream_unary_rpc_method_handler, self._one
-        wrapped = handle(method, handler.request_deserializer, behaviour, streamed=handler.request_streaming)
-        return make(wrapped, None, as_bytes(handler.response_serializer))
+        serialize = as_bytes(handler.response_serializer)
+        streamed = handler.request_streaming
+        wrapped = handle(method, handler.request_deserializer, serialize, behaviour, streamed=streamed)
+        return make(wrapped, None, serialize)
 
-    def _one(self, method: str, parse: Any, behaviour: Behaviour, *, streamed: bool) -> Behaviour:
+    def _one(
+        self, method: str, parse: Any, serialize: Serialize, behaviour: Behaviour, *, streamed: bool
+    ) -> Behaviour:
         """For methods with one reply."""
 
         async def handle(chunks: AsyncIterator[bytes], context: Context) -> Any:
@@ -139,15 +151,19 @@ class PenstockInterceptor(grpc.aio.ServerInterceptor):
                     reply = await behaviour(_all_of(method, parse, chunks), context)
                 else:
                     reply = await behaviour(await self._receive(rpc, parse, context), context)
+                data = serialize(reply)
                 await current_meter().answered()
             except BaseException as error:  # noqa: BLE001 -- every way out ends the span; `_fail` raises
                 await self._fail(error, rpc, context)
             rpc.trace.end(grpc.StatusCode.OK)
-            return reply
+            rpc.send.begin(len(data))
+            return data
 
         return handle
 
-    def _many(self, method: str, parse: Any, behaviour: Behaviour, *, streamed: bool) -> Behaviour:
+    def _many(
+        self, method: str, parse: Any, serialize: Serialize, behaviour: Behaviour, *, streamed: bool
+    ) -> Behaviour:
         """For methods with a stream of replies: a generator of them, or a coroutine that writes them itself.
 
         This is a coroutine that writes, too: gRPC leaves it to Python to close a generator when the client is
@@ -156,22 +172,27 @@ class PenstockInterceptor(grpc.aio.ServerInterceptor):
 
         async def handle(chunks: AsyncIterator[bytes], context: Context) -> None:
             rpc = self._start(method, context)
+            followed = rpc.send.followed(context)
             try:
                 self._enter(method, context)
                 if streamed:
-                    replies = behaviour(_all_of(method, parse, chunks), context)
+                    replies = behaviour(_all_of(method, parse, chunks), followed)
                 else:
-                    replies = behaviour(await self._receive(rpc, parse, context), context)
+                    replies = behaviour(await self._receive(rpc, parse, context), followed)
                 if inspect.isawaitable(replies):
                     await replies
                 else:
                     async with contextlib.aclosing(replies):
                         async for reply in replies:
-                            await context.write(reply)
+                            data = serialize(reply)
+                            rpc.send.begin(len(data))
+                            await context.write(data)
+                            rpc.send.done()
                 await current_meter().answered()
             except BaseException as error:  # noqa: BLE001 -- as above
                 await self._fail(error, rpc, context)
             rpc.trace.end(grpc.StatusCode.OK)
+            rpc.send.begin()
 
         return handle
 
@@ -179,14 +200,15 @@ class PenstockInterceptor(grpc.aio.ServerInterceptor):
         """gRPC would answer without any details."""
 
         async def handle(chunks: AsyncIterator[bytes], context: Context) -> None:
-            await self._fail(UnsupportedFeature([method]), Rpc(method, UNTRACED), context)
+            rpc = Rpc(method, UNTRACED, self._sends.start(method))
+            await self._fail(UnsupportedFeature([method]), rpc, context)
 
         return grpc.stream_stream_rpc_method_handler(handle, None, None)
 
     def _start(self, method: str, context: Context) -> Rpc:
         trace = self._telemetry.rpc(method, cast("Any", context.invocation_metadata() or ()))
         CURRENT_RPC.set(trace.span)  # this task is the RPC's own, so nobody needs to reset it
-        return Rpc(method, trace)
+        return Rpc(method, trace, self._sends.start(method))
 
     def _enter(self, method: str, context: Context) -> None:
         """What is decided by the headers alone: who calls, whether there is a place for the call, and whether
@@ -240,8 +262,12 @@ class PenstockInterceptor(grpc.aio.ServerInterceptor):
             raise asyncio.CancelledError from error
         if isinstance(error, asyncio.CancelledError):
             current_meter().vanished()
-            rpc.trace.end(_code_of_cancel(context))
-            raise error
+            stalled = grpc.StatusCode.RESOURCE_EXHAUSTED
+            rpc.trace.end(stalled if rpc.send.gave_up else _code_of_cancel(context))
+            try:
+                raise error
+            finally:
+                del error  # its traceback has this frame: the circle would keep the call from its end
         if not isinstance(error, Exception) or isinstance(error, grpc.aio.BaseError):
             rpc.trace.end(grpc.StatusCode.INTERNAL, type(error).__name__)
             raise error
@@ -251,6 +277,7 @@ class PenstockInterceptor(grpc.aio.ServerInterceptor):
             log.error("a bug in the service", exc_info=error)
         status = to_status(error, rpc.request_id)
         metadata, fields = trailers(error, status), fields_of(error)
+        rpc.send.begin()
         del error  # gRPC keeps the abort, and what it refers to, until Python looks for cycles: so no request
         try:
             await context.abort(row.code, status.message, metadata)

@@ -36,5 +36,5 @@ class LateServicer:
     def _call(self, method: str, request: Any, context: Any) -> Any:
         if self._servicer is None:
             raise NotReady
-        self._calls.begin(context)
+        self._calls.begin()
         return getattr(self._servicer, method)(request, context)

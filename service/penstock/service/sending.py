@@ -15,6 +15,10 @@ from penstock.service.readers import StallLog
 
 SLOWEST_BYTES_PER_S = 128 * 1024
 """Whoever takes a large message slower than this may be given up before all of it has left."""
+SECOND_LOOK_S = 0.2
+"""Between finding that a reply is late and ending it: where the event loop itself was held up, gRPC's word
+that the reply has left may lie there unread.
+"""
 LAST_WORDS_S = 5.0
 """A reader that comes back so long after the stall limit still learns how its RPC ended."""
 
@@ -49,13 +53,15 @@ class Sends:
 class Send:
     """The messages of one RPC, one after the other."""
 
-    __slots__ = ("_due", "_loop", "_method", "_sends", "_task", "_timer", "gave_up")
+    __slots__ = ("_due", "_looked", "_loop", "_method", "_sends", "_task", "_timer", "gave_up")
 
     def __init__(self, sends: Sends, task: asyncio.Task[Any], method: str) -> None:
         self._sends, self._method = sends, method
         self._task: asyncio.Task[Any] | None = task
         self._loop = task.get_loop()
         self._due: float | None = None
+        self._looked: float | None = None
+        """What was late when it was looked at."""
         self._timer: asyncio.TimerHandle | None = None
         self.gave_up = False
         """Whether the RPC is being ended for it."""
@@ -77,6 +83,10 @@ class Send:
             self._timer.cancel()
             self._timer = None
 
+    def followed(self, context: Any) -> Any:
+        """The RPC's context, for a handler that writes by itself."""
+        return _FollowedContext(context, self)
+
     def _look(self) -> None:
         self._timer = None
         if self._due is None or self._task is None:
@@ -84,6 +94,29 @@ class Send:
         if self._loop.time() < self._due:
             self._timer = self._loop.call_at(self._due, self._look)
             return
+        if self._looked != self._due:
+            self._looked = self._due
+            self._timer = self._loop.call_later(SECOND_LOOK_S, self._look)
+            return
         self.gave_up = True
         task, self._task = self._task, None
         self._sends.give_up(task, self._method)
+
+
+class _FollowedContext:
+    """gRPC's context, whose writes are followed; they are small."""
+
+    def __init__(self, context: Any, send: Send) -> None:
+        self._context, self._send = context, send
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._context, name)
+
+    async def write(self, message: Any) -> None:
+        self._send.begin()
+        await self._context.write(message)
+        self._send.done()
+
+    async def abort(self, *status: Any) -> None:
+        self._send.begin()
+        await self._context.abort(*status)

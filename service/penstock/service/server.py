@@ -40,10 +40,13 @@ from penstock.service.keys import Keys
 from penstock.service.lanes import Lanes
 from penstock.service.late import LateServicer
 from penstock.service.ledger import Ledger
+from penstock.service.log_noise import LostReplies
 from penstock.service.options import ServerOptions
 from penstock.service.rates import Clock
+from penstock.service.readers import StallLog
 from penstock.service.receiving import Receiving
 from penstock.service.reflection import enable_reflection
+from penstock.service.sending import Sends
 from penstock.service.streams import Switchboard
 from penstock.service.telemetry import Telemetry
 from penstock.service.threads import in_thread
@@ -102,6 +105,9 @@ class PenstockServer:
         self._ledger = None if options.usage_file is None else Ledger(options.usage_file)
         self._access = Access(None if self._keys is None else self._keys.authenticator, usage or self._ledger)
         self._lanes = Lanes()
+        self._stalls = StallLog()
+        self._sends = Sends(options.stall_limit_s, self._stalls)
+        self._lost_replies = LostReplies()
         self._calls = Calls()
         self._health = health.Health()
         self._health.set(LIVENESS, serving=True)
@@ -137,6 +143,7 @@ class PenstockServer:
                     lanes=self._lanes,
                     receive_limit_s=self._options.bounds.receive_limit_s,
                     max_receive_bytes=self._options.max_receive_bytes,
+                    sends=self._sends,
                 ),
                 *interceptors,
             ],
@@ -165,6 +172,7 @@ class PenstockServer:
 
     async def start(self) -> None:
         """Start to answer: health and reflection; RPCs of the contract are refused as NOT_READY."""
+        self._lost_replies.install()
         await self.front.start()
 
     def attach(self, engine: Backend) -> None:
@@ -175,6 +183,7 @@ class PenstockServer:
             InferenceServicer(
                 engine,
                 Switchboard(asyncio.get_running_loop()),
+                self._stalls,
                 self._telemetry,
                 self._forms(engine),
                 self._lanes,
@@ -265,6 +274,7 @@ class PenstockServer:
             self._abort(engine)
         await self._calls.wait_idle(_LAST_REPLIES_S)
         await self.front.stop(_LAST_WORDS_S)
+        self._lost_replies.remove()
         await leaving
         self._lanes.close()
         if self._ledger is not None:

@@ -31,13 +31,17 @@ class Calls(grpc.aio.ServerInterceptor):
         self._num_begun += 1
         return await continuation(handler_call_details)
 
-    def begin(self, context: Any) -> None:
-        """Wait in `wait_idle` for the RPC of this context, until its last byte has left."""
+    def begin(self) -> None:
+        """Wait in `wait_idle` for the RPC of this task, until its last byte has left."""
         self._num_running += 1
         self._idle.clear()
-        context.add_done_callback(self._end)
+        task = asyncio.current_task()
+        assert task is not None, "gRPC calls handlers in a task"
+        # Not with the call's context, which refers to its callbacks and they to it: the circle would keep a
+        # call from its end until Python looks for such.
+        task.add_done_callback(self._end)
 
-    def _end(self, _context: Any) -> None:
+    def _end(self, _task: Any) -> None:
         self._num_running -= 1
         if not self._num_running:
             self._idle.set()
