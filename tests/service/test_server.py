@@ -138,6 +138,8 @@ async def test_ipv6():
         ({"grace_s": -1}, "grace_s"),
         ({"grace_s": float("inf")}, "grace_s"),
         ({"drain_delay_s": -1}, "drain_delay_s"),
+        ({"watchdog_s": -0.1}, "watchdog_s"),
+        ({"watchdog_s": float("inf")}, "watchdog_s"),
         ({"drain_delay_s": float("nan")}, "drain_delay_s"),
         ({"connections": ConnectionOptions(keepalive_s=-1)}, "keepalive_s"),
         ({"connections": ConnectionOptions(max_connection_age_s=float("inf"))}, "max_connection_age_s"),
