@@ -35,9 +35,10 @@ class InferenceServiceStub:
       NOT_FOUND           UNKNOWN_MODEL, UNKNOWN_ADAPTER
       ALREADY_EXISTS      DUPLICATE_REQUEST_ID: a request with this id is active
       FAILED_PRECONDITION min_weights is newer than the weights in use
-      RESOURCE_EXHAUSTED  QUEUE_FULL, BUSY, with google.rpc.RetryInfo; at any time STALLED_READER: a stream that was
-                          not read for longer than the server waits (if it reads again shortly after; later CANCELLED,
-                          as for any reply that nobody takes), and BUSY where too much output waits for its readers
+      RESOURCE_EXHAUSTED  QUEUE_FULL, BUSY, with google.rpc.RetryInfo; MESSAGE_TOO_LARGE: the request's message;
+                          at any time STALLED_READER: a stream that was not read for longer than the server waits (if
+                          it reads again shortly after; later CANCELLED, as for any reply that nobody takes), and BUSY
+                          where too much output waits for its readers
       UNAVAILABLE         NOT_READY, DRAINING, ENGINE_DEAD, UNAVAILABLE (all threads that compile grammars are busy)
       UNIMPLEMENTED       UNSUPPORTED_FEATURE
       INTERNAL            ENGINE_FAILURE, INTERNAL (a bug), NON_FINITE_LOGITS (the model computed NaN or infinity; other
@@ -80,9 +81,10 @@ class InferenceServiceAsyncStub(InferenceServiceStub):
       NOT_FOUND           UNKNOWN_MODEL, UNKNOWN_ADAPTER
       ALREADY_EXISTS      DUPLICATE_REQUEST_ID: a request with this id is active
       FAILED_PRECONDITION min_weights is newer than the weights in use
-      RESOURCE_EXHAUSTED  QUEUE_FULL, BUSY, with google.rpc.RetryInfo; at any time STALLED_READER: a stream that was
-                          not read for longer than the server waits (if it reads again shortly after; later CANCELLED,
-                          as for any reply that nobody takes), and BUSY where too much output waits for its readers
+      RESOURCE_EXHAUSTED  QUEUE_FULL, BUSY, with google.rpc.RetryInfo; MESSAGE_TOO_LARGE: the request's message;
+                          at any time STALLED_READER: a stream that was not read for longer than the server waits (if
+                          it reads again shortly after; later CANCELLED, as for any reply that nobody takes), and BUSY
+                          where too much output waits for its readers
       UNAVAILABLE         NOT_READY, DRAINING, ENGINE_DEAD, UNAVAILABLE (all threads that compile grammars are busy)
       UNIMPLEMENTED       UNSUPPORTED_FEATURE
       INTERNAL            ENGINE_FAILURE, INTERNAL (a bug), NON_FINITE_LOGITS (the model computed NaN or infinity; other
@@ -121,9 +123,10 @@ class InferenceServiceServicer(metaclass=_abc_1.ABCMeta):
       NOT_FOUND           UNKNOWN_MODEL, UNKNOWN_ADAPTER
       ALREADY_EXISTS      DUPLICATE_REQUEST_ID: a request with this id is active
       FAILED_PRECONDITION min_weights is newer than the weights in use
-      RESOURCE_EXHAUSTED  QUEUE_FULL, BUSY, with google.rpc.RetryInfo; at any time STALLED_READER: a stream that was
-                          not read for longer than the server waits (if it reads again shortly after; later CANCELLED,
-                          as for any reply that nobody takes), and BUSY where too much output waits for its readers
+      RESOURCE_EXHAUSTED  QUEUE_FULL, BUSY, with google.rpc.RetryInfo; MESSAGE_TOO_LARGE: the request's message;
+                          at any time STALLED_READER: a stream that was not read for longer than the server waits (if
+                          it reads again shortly after; later CANCELLED, as for any reply that nobody takes), and BUSY
+                          where too much output waits for its readers
       UNAVAILABLE         NOT_READY, DRAINING, ENGINE_DEAD, UNAVAILABLE (all threads that compile grammars are busy)
       UNIMPLEMENTED       UNSUPPORTED_FEATURE
       INTERNAL            ENGINE_FAILURE, INTERNAL (a bug), NON_FINITE_LOGITS (the model computed NaN or infinity; other

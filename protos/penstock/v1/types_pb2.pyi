@@ -232,13 +232,17 @@ class ChatPrompt(_message.Message):
     262,144 characters.
     """
     template_options_json: _builtins.str
-    """a JSON object: further variables for the template"""
+    """A JSON object: further variables for the template. As every JSON text of a chat it has at most 1,048,576
+    characters, 50,000 values and 100 levels.
+    """
     @_builtins.property
     def messages(self) -> _containers.RepeatedCompositeFieldContainer[Global___ChatMessage]:
-        """at least one"""
+        """1 to 10,000, with at most 10,000 tool calls in all"""
 
     @_builtins.property
-    def tools(self) -> _containers.RepeatedCompositeFieldContainer[Global___ToolDefinition]: ...
+    def tools(self) -> _containers.RepeatedCompositeFieldContainer[Global___ToolDefinition]:
+        """at most 1,000"""
+
     def __init__(
         self,
         *,
@@ -320,7 +324,7 @@ class SamplingParams(_message.Message):
     """
     @_builtins.property
     def logit_bias(self) -> _containers.ScalarMap[_builtins.int, _builtins.float]:
-        """token id to a value added to its logit; -infinity = never generated"""
+        """Token id to a value added to its logit; -infinity = never generated. At most vocab_size entries."""
 
     @_builtins.property
     def bad_words(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
@@ -330,7 +334,7 @@ class SamplingParams(_message.Message):
 
     @_builtins.property
     def allowed_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """empty = all"""
+        """empty = all; at most vocab_size"""
 
     def __init__(
         self,
