@@ -45,6 +45,12 @@ class Lane:
         held = self._pace.active
         if held and held + weight > self._most:
             raise Busy(self._name, self._most, self._pace.retry_after_s(weight))
+        return await self._begun(work, weight)
+
+    def _begun(self, work: Callable[[], T], weight: int) -> asyncio.Future[T]:
+        """Its future, which no frame keeps: an error of the work refers to the frames that it went through,
+        and the future to the error, so together they would keep the request until Python looks for such cycles.
+        """
         loop = asyncio.get_running_loop()
         future = self._pool.submit(work)
         self._pace.entered(weight)
@@ -54,7 +60,7 @@ class Lane:
                 loop.call_soon_threadsafe(self._pace.left, weight)
 
         future.add_done_callback(release)
-        return await asyncio.wrap_future(future)
+        return asyncio.wrap_future(future)
 
     @property
     def held(self) -> int:
