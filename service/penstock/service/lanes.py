@@ -49,7 +49,7 @@ class Lane:
 
     def _begun(self, work: Callable[[], T], weight: int) -> asyncio.Future[T]:
         """Its future, which no frame keeps: an error of the work refers to the frames that it went through,
-        and the future to the error, so together they would keep the request until Python looks for such cycles.
+        and the future to the error, so together they would keep the request until Python looks for cycles.
         """
         loop = asyncio.get_running_loop()
         future = self._pool.submit(work)
