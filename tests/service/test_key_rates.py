@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from typing import Any
 
 import grpc
@@ -12,7 +13,7 @@ from google.rpc import error_details_pb2  # type: ignore[import-untyped]  # ship
 from penstock.service.usage import Outcome, Usage
 from penstock.v1 import control_pb2, inference_pb2
 from tests.service.key_rig import CONTROL, as_, key, serving_keys, write
-from tests.service.rig import collect, failure_of, fake, generate, stream, until
+from tests.service.rig import collect, failure_of, fake, generate, stream, taken_apart, until
 
 GENERATE = "penstock.v1.InferenceService/Generate"
 STREAM = "penstock.v1.InferenceService/Stream"
@@ -149,6 +150,32 @@ async def test_parallel_requests(file):
         engine.release()
         await calls[1]
         await other
+
+
+async def test_a_burst_leaves_no_place_taken(file):
+    """Whatever became of each call: answered, refused, cancelled at any moment."""
+    engine = fake()
+    async with serving_keys(file, key("alice", max_parallel_requests=1), engine=engine) as rig:
+        calls = [asyncio.ensure_future(ask(rig, "alice")) for _ in range(60)]
+        for number, call in enumerate(calls):
+            if number % 3 == 0:
+                await asyncio.sleep(0)
+                call.cancel()
+        results = await asyncio.gather(*calls, return_exceptions=True)
+        assert any(isinstance(result, inference_pb2.GenerateResponse) for result in results)
+        for result in results:
+            if isinstance(result, grpc.aio.AioRpcError):
+                assert taken_apart(result).reason == "BUSY"
+            else:
+                assert isinstance(result, (inference_pb2.GenerateResponse, asyncio.CancelledError))
+
+        async def admitted() -> None:
+            while True:
+                with contextlib.suppress(grpc.aio.AioRpcError):
+                    await ask(rig, "alice")
+                    return
+
+        await asyncio.wait_for(admitted(), 20)
 
 
 async def test_a_reload_changes_rates_and_forgets_nothing(file, clock):

@@ -10,6 +10,9 @@ from typing import Any
 import grpc
 import pytest
 from google.rpc import error_details_pb2  # type: ignore[import-untyped]  # ships no hints
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from penstock.service import prompts
 from penstock.service.ownership import engine_id, own_id, owner_of, told_id
@@ -275,3 +278,20 @@ def test_no_two_requests_become_one():
 def test_how_logs_call_them():
     assert told_id(engine_id("", "r")) == "'r'"
     assert told_id(engine_id("alice", "r\n") + "\x003") == r"'r\n' of 'alice'"
+
+
+async def test_traces_have_the_callers_own_id_and_no_key(file):
+    exporter = InMemorySpanExporter()
+    provider = TracerProvider()
+    provider.add_span_processor(SimpleSpanProcessor(exporter))
+    entries = [key("alice", private_cache=True)]
+    async with serving_keys(file, *entries, provider=provider) as rig:
+        request = generate("a", request_id="r", cache={"cache_salt": "s"})
+        await asyncio.wait_for(rig.inference.Generate(request, **as_("alice")), 20)
+        await failure_of(rig.inference.Generate(request, **as_("nobody")))
+        await until(lambda: len(exporter.get_finished_spans()) >= 3)
+    spans = exporter.get_finished_spans()
+    assert "r" in {(span.attributes or {}).get("gen_ai.response.id") for span in spans}
+    told = "".join(span.to_json() for span in spans)
+    for secret in ("psk_", "\\u0001", *(seen.cache.salt for seen in rig.engine.seen)):
+        assert secret not in told
