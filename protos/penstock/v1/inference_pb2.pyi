@@ -66,7 +66,7 @@ class GenerateRequest(_message.Message):
     MIN_WEIGHTS_FIELD_NUMBER: _builtins.int
     CONTEXT_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
-    """At most 128 characters, without U+0000, unique among active requests; empty = the server mints one."""
+    """At most 128 characters, without U+0000, unique among the caller's active requests; empty = the server mints one."""
     model: _builtins.str
     """empty = the served model"""
     prompt: _builtins.str

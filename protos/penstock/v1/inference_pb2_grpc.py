@@ -32,12 +32,14 @@ class InferenceServiceStub:
     INVALID_FIELD: a Constraint that turned out too complex; RESPONSE_TOO_LARGE: the reply would
     be larger than the server sends, or has become so
     NOT_FOUND           UNKNOWN_MODEL, UNKNOWN_ADAPTER
-    ALREADY_EXISTS      DUPLICATE_REQUEST_ID: a request with this id is active
+    ALREADY_EXISTS      DUPLICATE_REQUEST_ID: the caller has an active request with this id
+    UNAUTHENTICATED     UNAUTHENTICATED, KEY_EXPIRED: where the server asks for a key
+    PERMISSION_DENIED   FORBIDDEN: the key lacks the role, or is for other models
     FAILED_PRECONDITION min_weights is newer than the weights in use
-    RESOURCE_EXHAUSTED  QUEUE_FULL, BUSY, with google.rpc.RetryInfo; MESSAGE_TOO_LARGE: the request's message;
-    at any time STALLED_READER: a stream that was not read for longer than the server waits (if
-    it reads again shortly after; later CANCELLED, as for any reply that nobody takes), and BUSY
-    where too much output waits for its readers
+    RESOURCE_EXHAUSTED  QUEUE_FULL, BUSY, RATE_LIMITED (the key's), with google.rpc.RetryInfo; MESSAGE_TOO_LARGE:
+    the request's message; at any time STALLED_READER: a stream that was not read for longer
+    than the server waits (if it reads again shortly after; later CANCELLED, as for any reply
+    that nobody takes), and BUSY where too much output waits for its readers
     UNAVAILABLE         NOT_READY, DRAINING, ENGINE_DEAD, UNAVAILABLE (all threads that compile grammars are busy)
     UNIMPLEMENTED       UNSUPPORTED_FEATURE
     INTERNAL            ENGINE_FAILURE, INTERNAL (a bug), NON_FINITE_LOGITS (the model computed NaN or infinity; other
@@ -80,12 +82,14 @@ class InferenceServiceServicer:
     INVALID_FIELD: a Constraint that turned out too complex; RESPONSE_TOO_LARGE: the reply would
     be larger than the server sends, or has become so
     NOT_FOUND           UNKNOWN_MODEL, UNKNOWN_ADAPTER
-    ALREADY_EXISTS      DUPLICATE_REQUEST_ID: a request with this id is active
+    ALREADY_EXISTS      DUPLICATE_REQUEST_ID: the caller has an active request with this id
+    UNAUTHENTICATED     UNAUTHENTICATED, KEY_EXPIRED: where the server asks for a key
+    PERMISSION_DENIED   FORBIDDEN: the key lacks the role, or is for other models
     FAILED_PRECONDITION min_weights is newer than the weights in use
-    RESOURCE_EXHAUSTED  QUEUE_FULL, BUSY, with google.rpc.RetryInfo; MESSAGE_TOO_LARGE: the request's message;
-    at any time STALLED_READER: a stream that was not read for longer than the server waits (if
-    it reads again shortly after; later CANCELLED, as for any reply that nobody takes), and BUSY
-    where too much output waits for its readers
+    RESOURCE_EXHAUSTED  QUEUE_FULL, BUSY, RATE_LIMITED (the key's), with google.rpc.RetryInfo; MESSAGE_TOO_LARGE:
+    the request's message; at any time STALLED_READER: a stream that was not read for longer
+    than the server waits (if it reads again shortly after; later CANCELLED, as for any reply
+    that nobody takes), and BUSY where too much output waits for its readers
     UNAVAILABLE         NOT_READY, DRAINING, ENGINE_DEAD, UNAVAILABLE (all threads that compile grammars are busy)
     UNIMPLEMENTED       UNSUPPORTED_FEATURE
     INTERNAL            ENGINE_FAILURE, INTERNAL (a bug), NON_FINITE_LOGITS (the model computed NaN or infinity; other
@@ -111,9 +115,9 @@ class InferenceServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Abort(self, request, context):
-        """Ends requests early, with all their outputs. Each ends with OK, FINISH_REASON_ABORTED and what it had
-        generated; the answer comes after their slots and KV pages are free. A request can be aborted from the moment
-        its RPC starts.
+        """Ends the caller's requests early, with all their outputs; with the role "control" everybody's. Each ends with
+        OK, FINISH_REASON_ABORTED and what it had generated; the answer comes after their slots and KV pages are free. A
+        request can be aborted from the moment its RPC starts. What others have is NOT_FOUND, as what does not exist.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -168,12 +172,14 @@ class InferenceService:
     INVALID_FIELD: a Constraint that turned out too complex; RESPONSE_TOO_LARGE: the reply would
     be larger than the server sends, or has become so
     NOT_FOUND           UNKNOWN_MODEL, UNKNOWN_ADAPTER
-    ALREADY_EXISTS      DUPLICATE_REQUEST_ID: a request with this id is active
+    ALREADY_EXISTS      DUPLICATE_REQUEST_ID: the caller has an active request with this id
+    UNAUTHENTICATED     UNAUTHENTICATED, KEY_EXPIRED: where the server asks for a key
+    PERMISSION_DENIED   FORBIDDEN: the key lacks the role, or is for other models
     FAILED_PRECONDITION min_weights is newer than the weights in use
-    RESOURCE_EXHAUSTED  QUEUE_FULL, BUSY, with google.rpc.RetryInfo; MESSAGE_TOO_LARGE: the request's message;
-    at any time STALLED_READER: a stream that was not read for longer than the server waits (if
-    it reads again shortly after; later CANCELLED, as for any reply that nobody takes), and BUSY
-    where too much output waits for its readers
+    RESOURCE_EXHAUSTED  QUEUE_FULL, BUSY, RATE_LIMITED (the key's), with google.rpc.RetryInfo; MESSAGE_TOO_LARGE:
+    the request's message; at any time STALLED_READER: a stream that was not read for longer
+    than the server waits (if it reads again shortly after; later CANCELLED, as for any reply
+    that nobody takes), and BUSY where too much output waits for its readers
     UNAVAILABLE         NOT_READY, DRAINING, ENGINE_DEAD, UNAVAILABLE (all threads that compile grammars are busy)
     UNIMPLEMENTED       UNSUPPORTED_FEATURE
     INTERNAL            ENGINE_FAILURE, INTERNAL (a bug), NON_FINITE_LOGITS (the model computed NaN or infinity; other
