@@ -48,13 +48,14 @@ def test_an_unknown_flag_is_told_with_the_usage_of_its_command(capsys, command):
         ["chat", "--syst", "x"],
         ["info", "--js"],
         ["bench", "--request", "1"],
-        ["demo", "--por", "1"],
-        ["serve", "demo", "--por", "1"],
+        ["demo", "--por", "70000"],
+        ["serve", "demo", "--por", "70000"],
         ["keys", "list", "--fil", "x"],
     ],
     ids=" ".join,
 )
 def test_flags_cannot_be_abbreviated(capsys, argv):
+    """Ports are ones that cannot be, so that nothing starts should they be taken all the same."""
     flag = next(argument for argument in argv if argument.startswith("--"))
     shown = wrong(capsys, *argv)
     assert (
