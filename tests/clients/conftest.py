@@ -6,15 +6,12 @@ import contextlib
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import grpc
 import pytest
-from google.protobuf.any_pb2 import Any as AnyMessage
 from google.protobuf.duration_pb2 import Duration
-from google.rpc import error_details_pb2, status_pb2  # type: ignore[import-untyped]  # no py.typed
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from penstock.client import (
@@ -29,6 +26,7 @@ from penstock.client import (
     WeightsVersion,
 )
 from penstock.v1 import control_pb2, control_pb2_grpc, inference_pb2, inference_pb2_grpc, types_pb2
+from tests.clients.failing import Failure
 
 HEALTH_NAME = "penstock.v1.InferenceService"
 
@@ -102,41 +100,6 @@ def stream_replies() -> list[inference_pb2.StreamResponse]:
         event(finished=inference_pb2.OutputFinished(index=0, finish=_FINISH)),
         event(summary=inference_pb2.StreamSummary(usage=_USAGE, timing=_TIMING)),
     ]
-
-
-@dataclass
-class Failure:
-    """A status with rich details, as the contract's server sends it."""
-
-    code: grpc.StatusCode
-    reason: str = ""
-    message: str = "no"
-    metadata: dict[str, str] = field(default_factory=dict)
-    violations: list[tuple[str, str]] = field(default_factory=list)
-    retry_after: Duration | None = None
-    request_id: str = ""
-
-    def trailing_metadata(self) -> tuple[tuple[str, bytes], ...]:
-        parts: list[Any] = []
-        if self.reason:
-            parts.append(
-                error_details_pb2.ErrorInfo(reason=self.reason, domain="penstock", metadata=self.metadata)
-            )
-        if self.violations:
-            bad = error_details_pb2.BadRequest()
-            for name, description in self.violations:
-                bad.field_violations.add(field=name, description=description)
-            parts.append(bad)
-        if self.retry_after is not None:
-            parts.append(error_details_pb2.RetryInfo(retry_delay=self.retry_after))
-        if self.request_id:
-            parts.append(error_details_pb2.RequestInfo(request_id=self.request_id))
-        status = status_pb2.Status(code=self.code.value[0], message=self.message)
-        for part in parts:
-            packed = AnyMessage()
-            packed.Pack(part)
-            status.details.append(packed)
-        return (("grpc-status-details-bin", status.SerializeToString()),) if parts else ()
 
 
 class _Health(health.HealthServicer):

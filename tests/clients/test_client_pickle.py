@@ -14,7 +14,7 @@ import grpc
 import pytest
 
 from penstock import client as api
-from penstock.client.errors import StatusDetails, Violation
+from penstock.client.status import StatusDetails, Violation
 from penstock.runtime import errors as runtime
 from penstock.service import errors as service
 

@@ -12,8 +12,9 @@ from google.protobuf.duration_pb2 import Duration
 
 from penstock import client as api
 from penstock.client import AsyncClient, Client, Retry
-from penstock.client.errors import PenstockClientError, StatusDetails
+from penstock.client.errors import PenstockClientError
 from penstock.client.retries import Attempts
+from penstock.client.status import StatusDetails
 from penstock.runtime.errors import DuplicateRequestId
 from tests.service.rig import fake as fake_engine
 from tests.service.rig import serving, until

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import random
-import shlex
 import signal
 import socket
 import subprocess
@@ -14,11 +13,9 @@ import time
 from pathlib import Path
 
 import pytest
-from google.protobuf import json_format
 
 from penstock.cli import demo
 from penstock.cli.__main__ import main
-from penstock.v1 import inference_pb2, types_pb2
 
 # Serves health and one canned stream; SIGINT ends it with code 7, and a second one would with code 9.
 SERVER = """
@@ -192,12 +189,6 @@ def test_a_proxy_of_the_environment_is_not_asked_for_the_server_on_this_machine(
         program.communicate(timeout=60)
 
 
-def test_a_server_that_listens_everywhere_is_asked_here():
-    assert demo.addr_of("0.0.0.0", 5) == "127.0.0.1:5"
-    assert demo.addr_of("::", 5) == "[::1]:5"
-    assert demo.addr_of("192.0.2.1", 5) == "192.0.2.1:5"
-
-
 def test_ctrl_c_of_the_terminal_reaches_the_server_once(port):
     """A terminal signals the whole foreground group; the server must not be in it."""
     with start(port, SERVER, process_group=0) as program:
@@ -220,39 +211,6 @@ def test_the_lines_to_paste_are_real(port):
         program.send_signal(signal.SIGINT)
         program.communicate(timeout=60)
     assert (done.stdout, done.stderr) == (", there was a pond.", "")
-
-
-@pytest.mark.parametrize(
-    ("on_path", "folder", "script", "expected"),
-    [
-        (True, "", True, ("penstock", "python")),
-        (False, "", True, ("venv/bin/penstock", "venv/bin/python")),
-        (False, "", False, ("venv/bin/python -m penstock.cli", "venv/bin/python")),
-        (False, "elsewhere", True, ("{root}/venv/bin/penstock", "{root}/venv/bin/python")),
-    ],
-)
-def test_the_lines_to_paste_work_without_the_virtual_environment_on_path(
-    tmp_path, monkeypatch, on_path, folder, script, expected
-):
-    programs = tmp_path / "venv" / "bin"
-    programs.mkdir(parents=True)
-    (tmp_path / "elsewhere").mkdir()
-    if script:
-        (programs / "penstock").touch(mode=0o755)
-    monkeypatch.setenv("PATH", str(programs) if on_path else "")
-    monkeypatch.setattr(sys, "executable", str(programs / "python"))
-    monkeypatch.chdir(tmp_path / folder)
-    assert demo.programs() == tuple(part.format(root=tmp_path) for part in expected)
-
-
-def test_the_grpcurl_line_is_a_request_of_the_contract():
-    line = demo.PASTE.format(prompt=demo.PROMPT, addr="a:1", flag="", program="", python="")
-    words = shlex.split(line[line.index("grpcurl") : line.index("/Stream")].replace("\\\n", ""))
-    assert words[:3] == ["grpcurl", "-plaintext", "-d"]
-    assert json_format.Parse(words[3], inference_pb2.StreamRequest()) == inference_pb2.StreamRequest(
-        prompt="Once upon a time", stopping=types_pb2.StoppingParams(max_tokens=60)
-    )
-    assert words[4:] == ["a:1", "penstock.v1.InferenceService"]
 
 
 def test_a_server_that_dies_while_loading(port):

@@ -44,7 +44,6 @@ from penstock.client.errors import (
     UnknownModel,
     Unreachable,
     Unsupported,
-    Violation,
 )
 from penstock.client.options import ChatOptions, RequestOptions, Truncation
 from penstock.client.retries import Retry
@@ -59,6 +58,7 @@ from penstock.client.server_values import (
     TensorInfo,
     Tokens,
 )
+from penstock.client.status import Violation
 from penstock.client.streams import AsyncGenerationStream, GenerationStream
 from penstock.client.tls import Tls
 from penstock.client.values import (

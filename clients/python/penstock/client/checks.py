@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 
-from penstock.client.errors import InvalidRequest, Violation
+from penstock.client.errors import InvalidRequest
+from penstock.client.status import Violation
 
 
 @contextlib.contextmanager

@@ -1,0 +1,70 @@
+"""What a failed call carries: its status, and the details that Penstock packs into it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol, cast
+
+import grpc
+from google.protobuf.message import DecodeError
+from google.rpc import error_details_pb2, status_pb2  # type: ignore[import-untyped]  # no py.typed
+
+_DETAILS_KEY = "grpc-status-details-bin"
+
+
+@dataclass(frozen=True, slots=True)
+class Violation:
+    """One thing wrong with one field; `field` is the contract's dotted path, e.g. "sampling.top_p"."""
+
+    field: str
+    description: str
+
+
+@dataclass(frozen=True, slots=True)
+class StatusDetails:
+    """What a failed call carried, unpacked."""
+
+    code: grpc.StatusCode
+    message: str
+    reason: str = ""
+    """ErrorInfo.reason, e.g. "QUEUE_FULL"; empty when the failure did not come from Penstock itself."""
+    metadata: tuple[tuple[str, str], ...] = ()
+    violations: tuple[Violation, ...] = ()
+    retry_after: float | None = None
+    request_id: str = ""
+    """google.rpc.RequestInfo: as the server has it in its log; empty when it did not say."""
+
+
+class _FailedCall(Protocol):
+    """What a failed sync call and an AioRpcError have in common."""
+
+    def code(self) -> grpc.StatusCode: ...
+    def details(self) -> str | None: ...
+    def trailing_metadata(self) -> Sequence[tuple[str, str | bytes]] | None: ...
+
+
+def read_status(error: grpc.RpcError) -> StatusDetails:
+    """Unpack the status of a failed call; details that cannot be read are left out."""
+    call = cast("_FailedCall", error)
+    status = status_pb2.Status()
+    for key, value in call.trailing_metadata() or ():
+        if key == _DETAILS_KEY and isinstance(value, bytes):
+            try:
+                status = status_pb2.Status.FromString(value)
+            except DecodeError:
+                continue
+    info, bad = error_details_pb2.ErrorInfo(), error_details_pb2.BadRequest()
+    retry, request = error_details_pb2.RetryInfo(), error_details_pb2.RequestInfo()
+    for detail in status.details:
+        for kind in (info, bad, retry, request):
+            detail.Unpack(kind)
+    return StatusDetails(
+        code=call.code(),
+        message=call.details() or "",
+        reason=info.reason,
+        metadata=tuple(sorted(info.metadata.items())),
+        violations=tuple(Violation(v.field, v.description) for v in bad.field_violations),
+        retry_after=retry.retry_delay.ToNanoseconds() / 1e9 if retry.HasField("retry_delay") else None,
+        request_id=request.request_id,
+    )
