@@ -5,7 +5,9 @@ finite. On the model of known logits; tests/runtime/test_engine_schemas.py has g
 from __future__ import annotations
 
 import dataclasses
+import threading
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -21,6 +23,7 @@ from tests.support.table import EOS, Tables, random_tables, serve, table_engine
 from tests.support.witness import greedy_tokens
 
 TABLES = random_tables(41)
+GREEDY = SamplingParams(temperature=0.0)
 
 
 @pytest.fixture(
@@ -90,6 +93,45 @@ def test_an_end_token_is_the_models_and_told_as_such(engine: Engine) -> None:
     assert by_token.finish == Finish(FinishReason.EOS, token_id=EOS)
     assert len(by_rule.tokens) == 1
     assert by_rule.finish == Finish(FinishReason.EOS)
+
+
+@dataclass(eq=False)
+class Held(Turns):
+    """From its fourth token on, a mask is made no sooner than somebody lets it be made."""
+
+    gate: threading.Event = field(default_factory=threading.Event)
+
+    def fill(self, mask: Mask) -> None:
+        if len(self.accepted) >= 3:
+            assert self.gate.wait(60)
+        super().fill(mask)
+
+
+def test_a_mask_that_takes_for_ever_keeps_nobody_else_waiting(engine: Engine) -> None:
+    """Free rows and other rows under constraints come to their end; and once its masks are there, so does the
+    slow one, with the tokens that it has always had.
+    """
+    gate = threading.Event()
+    held = [Request(f"held{i}", (i,), GREEDY, StoppingParams(max_tokens=9)) for i in (1,)]
+    others = [greedy(f"other{i}", 900 + i) for i in range(8)]
+    rules = [Turns(limit=5) if i % 2 else None for i in range(8)]
+    with ThreadPoolExecutor(2) as pool:
+        slow = pool.submit(
+            answers, engine, [dataclasses.replace(r, constraint=Held(gate=gate)) for r in held]
+        )
+        quick = pool.submit(
+            answers,
+            engine,
+            [dataclasses.replace(r, constraint=rule) for r, rule in zip(others, rules, strict=True)],
+        )
+        try:
+            for i, result in enumerate(quick.result(60)):
+                assert result.tokens == expect(others[i], Turns(limit=5) if i % 2 else None)
+            assert not slow.done()
+        finally:
+            gate.set()
+        for request, result in zip(held, slow.result(60), strict=True):
+            assert result.tokens == expect(request, Turns())
 
 
 @dataclass(eq=False)

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from penstock.runtime.errors import InvalidRequest, UnavailableError, Violation
+from penstock.runtime.grammar import budget
 from penstock.runtime.grammar.compiler import CompilerConfig, GrammarCompiler
 from penstock.v1 import control_pb2, types_pb2
 from tests.service.codecs import EOS, VOCAB
@@ -186,6 +187,30 @@ async def test_a_grammar_that_turns_out_too_complex_ends_its_output_only():
         assert (failure.code.name, list(failure.violations)) == ("INVALID_ARGUMENT", ["constraint.regex"])
         assert (await rig.inference.Generate(generate("y"))).outputs[0].text == "z"
         assert engine.load().pages_used == 0
+
+
+async def test_a_grammar_that_was_too_costly_to_follow_is_refused_at_once(monkeypatch):
+    """All outputs of its request end, and whoever sends it again is told for how long that is in vain; others
+    are served. There is no time left for any grammar here, so nothing depends on how fast the machine is."""
+    for name in ("REQUEST_S", "OUTPUT_S", "SOURCE_S"):
+        monkeypatch.setattr(budget, name, 0.0)
+    async with serving() as rig:
+        asked = {"constraint": {"regex": "[a-z]*"}, "sampling": {"n": 3}}
+        failure = await failure_of(rig.inference.Generate(generate("a", **asked)))
+        assert (failure.code.name, list(failure.violations)) == ("INVALID_ARGUMENT", ["constraint.regex"])
+        assert "takes too long to follow" in failure.violations["constraint.regex"]
+        num_seen = len(rig.engine.seen)
+        for call in (
+            rig.inference.Generate(generate("a", **asked)),
+            rig.inference.Stream(stream("b", **asked)).read(),
+        ):
+            failure = await failure_of(call)
+            assert failure.code.name == "INVALID_ARGUMENT"
+            assert "is refused for another" in failure.violations["constraint.regex"]
+        assert len(rig.engine.seen) == num_seen
+        monkeypatch.undo()
+        assert (await both(rig, constraint={"regex": "[d-f]{2}"})).text == "de"
+        assert (await rig.inference.Generate(generate("y"))).outputs[0].text == "z"
 
 
 async def test_a_model_that_cannot_have_grammars_says_so():

@@ -6,12 +6,14 @@ import asyncio
 import threading
 
 import pytest
+from google.rpc import error_details_pb2  # type: ignore[import-untyped]  # ships no hints
 
 from penstock.runtime.request import PreparedPrompt
 from penstock.service.features import Features
+from penstock.service.lanes import MOST_TEMPLATES
 from penstock.v1 import control_pb2, types_pb2
 from tests.service.codecs import byte_codec
-from tests.service.rig import fake, generate, serving, until
+from tests.service.rig import failure_of, fake, generate, serving, until
 
 MANY = 40
 """More than asyncio has threads, which are at most 32."""
@@ -67,7 +69,8 @@ async def test_others_are_served_meanwhile(what):
             "long chats": lambda: rig.inference.Generate(generate(chat=chat(LONG), context=CUT)),
             "tokenize": lambda: rig.control.Tokenize(control_pb2.TokenizeRequest(chat=own)),
         }[what]
-        waiting = [asyncio.ensure_future(slow()) for _ in range(MANY)]
+        many = MOST_TEMPLATES if what in ("templates", "tokenize") else MANY
+        waiting = [asyncio.ensure_future(slow()) for _ in range(many)]
         await until(lambda: held.entered > 0)
         try:
             others = asyncio.gather(
@@ -81,7 +84,32 @@ async def test_others_are_served_meanwhile(what):
             held.gate.set()
         ended = await asyncio.wait_for(asyncio.gather(*waiting, return_exceptions=True), 20)
     assert (replies[0].outputs[0].text, replies[1].outputs[0].text) == ("}", "z")
-    assert len(ended) == MANY
+    assert len(ended) == many
+
+
+async def test_when_more_than_a_few_templates_wait_the_next_is_told_to_come_back():
+    """An honest one behind hostile ones has no long wait: it is rendered soon, or refused at once."""
+    held = Held()
+    codec = byte_codec()
+    codec._sandbox = held  # type: ignore[assignment]
+    async with serving(fake(codec=codec), features=Features(request_templates=True)) as rig:
+        own = chat(chat_template="{{ 1 }}")
+        waiting = [
+            asyncio.ensure_future(rig.inference.Generate(generate(chat=own))) for _ in range(MOST_TEMPLATES)
+        ]
+        await until(lambda: rig.server._lanes._templates.held == MOST_TEMPLATES)
+        try:
+            for call in (
+                rig.inference.Generate(generate(chat=own)),
+                rig.control.Tokenize(control_pb2.TokenizeRequest(chat=own)),
+            ):
+                failure = await failure_of(call)
+                assert (failure.code.name, failure.reason) == ("RESOURCE_EXHAUSTED", "BUSY")
+                assert dict(failure.info.metadata) == {"limit": "templates", "max": str(MOST_TEMPLATES)}
+                assert any(isinstance(d, error_details_pb2.RetryInfo) for d in failure.details)
+        finally:
+            held.gate.set()
+        await asyncio.wait_for(asyncio.gather(*waiting, return_exceptions=True), 20)
 
 
 @pytest.mark.parametrize(("num_words", "inline"), [(3, True), (1000, False)])

@@ -9,7 +9,7 @@ or never written, is a wrong token or a poison read.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from zlib import crc32
 
@@ -138,7 +138,8 @@ class FakeRunner:
         self.num_computed_tokens = 0
         """Inputs of all rows so far, for tests of what is not computed twice."""
 
-    def execute(self, plan: Plan) -> StepResult:
+    def execute(self, plan: Plan, skipped: Collection[int] = ()) -> StepResult:
+        """`skipped` rows make no token, though they compute."""
         shared = {row.slot: row.start // self.config.page_size for row in plan.rows}
         entered = {slot for slot, _ in plan.new_requests}
         for slot, request in plan.new_requests:
@@ -162,7 +163,9 @@ class FakeRunner:
                 if step == 0 or (row.slot not in self.ended and len(made[i]) < row.max_samples)
             ]
             self._write([row for _, row in rows], step)
-            samples = [(i, row, self._sample(row, step)) for i, row in rows if row.samples]
+            samples = [
+                (i, row, self._sample(row, step)) for i, row in rows if row.samples and i not in skipped
+            ]
             for i, row, token in samples:
                 self.last[row.slot] = token
                 made[i].append(token)
@@ -222,6 +225,7 @@ class LazyStep:
 
     plan: Plan
     unchosen: bool | None
+    skipped: frozenset[int] = frozenset()
 
 
 class LazyRunner(FakeRunner):
@@ -237,6 +241,8 @@ class LazyRunner(FakeRunner):
         self.plans: list[Plan] = []
         self.holders: dict[int, Request] = {}
         """By slot, as of the newest step dispatched."""
+        self.skip: Callable[[int], bool] = lambda row: False
+        """Whether a row under a constraint is to have no token in this step."""
 
     def execute_async(self, plan: Plan) -> LazyStep:
         self.log.append(("dispatch", plan.step_id))
@@ -248,20 +254,23 @@ class LazyRunner(FakeRunner):
     def choose(self, step: LazyStep) -> LazyStep:
         """The mask must be that of the tokens committed so far, unless the request has ended."""
         self.log.append(("choose", step.plan.step_id))
-        for row in step.plan.rows:
+        skipped = set()
+        for i, row in enumerate(step.plan.rows):
             request = self.holders[row.slot]
+            if row.samples and request.constraint is not None and self.skip(i):
+                skipped.add(i)
             if row.samples and isinstance(request.constraint, Rota) and not request.constraint.is_complete:
                 mask = np.zeros(mask_words(VOCAB), np.int32)
                 request.constraint.fill(mask)
                 index = row.start + row.num_tokens - len(request.prompt_token_ids)
                 allowed = np.unpackbits(mask.view(np.uint8), bitorder="little")[:VOCAB]
                 assert set(np.flatnonzero(allowed == 0).tolist()) == forbidden(request, index)
-        return dataclasses.replace(step, unchosen=None)
+        return dataclasses.replace(step, unchosen=None, skipped=frozenset(skipped))
 
     def wait(self, step: LazyStep) -> StepResult:
         assert step.unchosen is None
         self.log.append(("wait", step.plan.step_id))
-        return self.execute(step.plan)
+        return self.execute(step.plan, step.skipped)
 
     def shutdown(self) -> None:
         self.compiles_after_warmup.stop()

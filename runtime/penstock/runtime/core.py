@@ -424,14 +424,21 @@ class EngineCore:
             if planned is not None:
                 steps.dispatch(*planned)
                 self._progress += 1
-            steps.choose()
+            self._choose()
             if steps and (planned is None or steps.is_full):
                 self._commit()
                 self._progress += 1
-                steps.choose()
+                self._choose()
             self._delivery.deliver()
             if planned is None and not steps and self._is_over():
                 return
+
+    def _choose(self) -> None:
+        """Have the tokens of a step under constraints chosen. Rows whose masks take too long get none."""
+        put_off = self._steps.choose()
+        if put_off is not None:
+            with self._lock:
+                self._scheduler.put_off(*put_off)
 
     def _is_over(self) -> bool:
         with self._lock:  # `shutdown` may have lined up last outputs since the plan was asked for

@@ -118,9 +118,14 @@ class Layout:
         header, fields, stop_ids, tokens = _split(buffer, self._shapes)
         return header, fields, stop_ids, tokens
 
+    def row_views(self, buffer: Buffer) -> tuple[Buffer, Buffer, Buffer]:
+        """Header, row fields and stop ids of the first part of a buffer."""
+        header, fields, stop_ids = _split(buffer, self._shapes[:3])
+        return header, fields, stop_ids
+
     def unpack_rows(self, packed: Array) -> Unpacked:
         """The first part of the buffer, alone or with the rest behind it, inside the program."""
-        header, fields, stop_ids = _split(packed, self._shapes[:3])
+        header, fields, stop_ids = self.row_views(packed)
         params = fields[:, PARAMS:]
 
         def floats(column: int) -> Array:

@@ -99,6 +99,8 @@ class Draft:
     preempted: list[str] = field(default_factory=list)
     entered: list[tuple[int, Request]] = field(default_factory=list)
     copies: list[tuple[int, int]] = field(default_factory=list)
+    sat_out: list[Sequence] = field(default_factory=list)
+    """Those who were passed over because they sit out."""
     chunked: set[Sequence] = field(default_factory=set)  # with a row of prefill
     made: dict[int, tuple[int, ...]] = field(default_factory=dict)
     feature_slots: dict[int, int] = field(default_factory=dict)
@@ -137,6 +139,8 @@ class Planner:
         plain: list[Sequence] = []
         constrained: list[Sequence] = []
         for seq in roster.running:
+            if seq.sits_out:
+                continue
             if seq.num_computed < seq.prefill_until:
                 return 1
             if seq.num_computed < seq.max_computed:
@@ -191,6 +195,10 @@ class Planner:
         prefills: list[Sequence] = []
         for seq in roster.running[:]:
             if preempted and seq.status is not _RUNNING:
+                continue
+            if seq.sits_out:
+                seq.sits_out -= 1
+                draft.sat_out.append(seq)
                 continue
             if turn is not None and seq.is_constrained is not turn:
                 continue

@@ -25,6 +25,7 @@ from penstock.runtime.constraint import TokenConstraint, mask_words
 from penstock.runtime.device_arrays import zeros
 from penstock.runtime.errors import ConfigError, NonFiniteLogits
 from penstock.runtime.grammar.fill import MaskFiller, mask_threads
+from penstock.runtime.grammar.turns import MaskTurns
 from penstock.runtime.models.config import KVSpec
 from penstock.runtime.native import huge_pages
 from penstock.runtime.plan import Plan, StepResult
@@ -47,6 +48,7 @@ class _Unchosen:
 
     logits: jax.Array
     packed: NDArray[np.int32]
+    key: ProgramKey
     constraints: Mapping[int, TokenConstraint]
     """By row."""
 
@@ -68,6 +70,8 @@ class PendingStep:
     """By row: first entry of `prompt_logprobs`, number of entries, how many candidates it wants."""
     errors: Mapping[int, Exception] = dataclasses.field(default_factory=dict)
     """By row, where no token can be chosen."""
+    skipped: frozenset[int] = frozenset()
+    """Rows whose token is put off, see `ModelRunner.choose`."""
 
     @property
     def wants_logprobs(self) -> bool:
@@ -97,7 +101,8 @@ class ModelRunner:
         self._state = self._new_state()
         self._use_huge_pages(self._weights)
         self._slots = Slots(config)
-        self._filler = MaskFiller(mask_threads(config.threads))
+        filler = MaskFiller(mask_threads(config.threads))
+        self._turns = MaskTurns(filler.fill_all, in_parallel=filler.is_parallel)
         words = mask_words(config.vocab_size)
         self._no_masks = {
             rows: jax.device_put(np.zeros((rows, words), np.int32), self._sharding)
@@ -289,21 +294,34 @@ class ModelRunner:
         packed = packed[: self._slots.layout(key).rows_size]
         rows, prompt = self._prompt_logprobs(plan, hidden, targets)
         if constraints:
-            return PendingStep(plan, None, logprobs, _Unchosen(logits, packed, constraints), prompt, rows)
+            return PendingStep(
+                plan, None, logprobs, _Unchosen(logits, packed, key, constraints), prompt, rows
+            )
         result = self._choose(logits, packed, self._no_masks[key.rows])
         return _sent(PendingStep(plan, result, logprobs, None, prompt, rows))
 
     def choose(self, pending: PendingStep) -> PendingStep:
         """Choose the tokens of a step that waits for it, else do nothing: once the tokens of all steps before
         were accepted by the constraints, and before the next step is dispatched.
+
+        `skipped` of the result are rows whose masks were not to be had in time: they make no token, and the
+        next step that has them computes the same position again.
         """
         unchosen = pending.unchosen
         if unchosen is None:
             return pending
         mask = np.full(self._no_masks[unchosen.logits.shape[0]].shape, -1, np.int32)
-        errors = self._filler.fill_all(unchosen.constraints, mask)
-        result = self._choose(unchosen.logits, unchosen.packed, mask)
-        return _sent(dataclasses.replace(pending, result=result, unchosen=None, errors=errors))
+        plan, packed = pending.plan, unchosen.packed
+        others = plan.apart or len(plan.rows) > len(unchosen.constraints)
+        filled = self._turns.fill(unchosen.constraints, mask, others=others)
+        if filled.skipped:
+            packed = self._slots.silenced(packed, unchosen.key, filled.skipped)
+        result = self._choose(unchosen.logits, packed, filled.masks)
+        return _sent(
+            dataclasses.replace(
+                pending, result=result, unchosen=None, errors=filled.errors, skipped=filled.skipped
+            )
+        )
 
     def wait(self, pending: PendingStep) -> StepResult:
         """Block until a dispatched step's result is on the host."""
@@ -315,7 +333,7 @@ class ModelRunner:
         for i, row in enumerate(plan.rows):
             if not row.samples:
                 token_ids[i] = ()
-        for i in errors:
+        for i in pending.skipped.union(errors):
             token_ids[i] = ()  # chosen without a mask
         if tokens.min() < 0:
             for i, made in enumerate(token_ids):
@@ -412,6 +430,7 @@ class ModelRunner:
     def shutdown(self) -> None:
         """Free the device's memory that this runner holds; it cannot be used afterwards."""
         self.compiles_after_warmup.stop()
+        self._turns.close()
         self.destroy_kv_cache()
         for array in jax.tree.leaves((self._state, self._no_masks)):
             array.delete()

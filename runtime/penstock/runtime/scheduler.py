@@ -11,7 +11,7 @@ sample the same position twice.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from collections.abc import Sequence as Items
 from functools import partial
 
@@ -29,6 +29,9 @@ __all__ = ["FINISHED_MEMORY", "Load", "Scheduler", "SchedulerConfig"]
 
 FINISHED_MEMORY = 4096
 """How many finished ids `Scheduler.finished` remembers."""
+
+_MOST_SAT_OUT = 32
+"""Plans without a row whose constraint is not ready, however often it was not."""
 
 # One is made per row and step; calling the named tuple itself takes twice as long.
 _output: Callable[[tuple[object, ...]], Output] = partial(tuple.__new__, Output)
@@ -142,11 +145,16 @@ class Scheduler:
         With `admit` false nobody new enters, while those that ran before go on, or come back if they were
         preempted: a weight update waits for them.
         """
-        draft = Draft(bool(self._in_flight), admit, now_ns, prefill_budget, apart_steps)
-        self._planner.make(draft, max_steps)
-        self.num_preemptions += len(draft.preempted)
-        if not draft.rows:
-            return None
+        while True:
+            draft = Draft(bool(self._in_flight), admit, now_ns, prefill_budget, apart_steps)
+            self._planner.make(draft, max_steps)
+            self.num_preemptions += len(draft.preempted)
+            if draft.rows:
+                break
+            if not draft.sat_out:
+                return None
+            for seq in draft.sat_out:  # nobody else has anything to do
+                seq.sits_out = 0
         plan = Plan(
             self._next_step,
             tuple(draft.rows),
@@ -183,6 +191,20 @@ class Scheduler:
                 verdicts[i] = _accept(seq, sampled[:counted])
         return verdicts
 
+    def put_off(self, plan: Plan, rows: Collection[int]) -> None:
+        """These rows of a plan make no token, though they were to: the next plan that has them computes their
+        last position again. They sit out one plan, then two, four and so on, while others have something to
+        do. To be told before the next plan is made.
+        """
+        _, sampling, _ = self._in_flight[plan.step_id]
+        for i in rows:
+            seq, sampling[i] = sampling[i], None
+            if seq is not None and seq.status is not _FINISHED:
+                seq.pending -= 1
+                seq.num_computed -= 1
+                seq.sits_out = min(2**seq.put_offs, _MOST_SAT_OUT)
+                seq.put_offs += 1
+
     def commit(
         self, plan: Plan, result: StepResult, now_ns: int, verdicts: Verdicts = _NO_VERDICTS
     ) -> list[Output]:
@@ -218,6 +240,7 @@ class Scheduler:
             if total >= rules.total_limit or any_late or not rules.end_ids.isdisjoint(new):
                 counted, finish = rules.first_end(new, before, now_ns)
             error = errors.get(i) if errors and finish is None else None
+            seq.put_offs = 0
             if seq.is_constrained and error is None:
                 verdict = verdicts[i]
                 if isinstance(verdict, Exception):

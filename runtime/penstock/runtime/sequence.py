@@ -71,6 +71,10 @@ class Sequence:
     sample. Set at entry to len(token_ids), so a prefill chunk of one token is never taken for a decode."""
     pending: int = 0
     """Most tokens that dispatched steps will yet have sampled for this sequence when they are committed."""
+    put_offs: int = 0
+    """How often in a row its token was put off, because the constraint was not ready."""
+    sits_out: int = 0
+    """So many plans are made without it, if anybody else has something to do."""
     preemptions: int = 0
     scheduled_ns: int = 0
     first_token_ns: int = 0

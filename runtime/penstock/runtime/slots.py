@@ -4,7 +4,7 @@ packing of plans from it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -130,6 +130,16 @@ class Slots:
             fields[:, PAGE_INDEX] = self._config.pages_per_row
             stop_ids[:] = self._config.vocab_size
         return blank.copy()
+
+    def silenced(self, packed: NDArray[np.int32], key: ProgramKey, rows: Iterable[int]) -> NDArray[np.int32]:
+        """The first part of a packed buffer, but for these rows, which then make no token and change nothing
+        of their slots; a copy, as the runtime may be reading the other one.
+        """
+        packed = packed.copy()
+        _, fields, _ = self.layout(key).row_views(packed)
+        fields[list(rows), MAX_SAMPLES] = 0
+        fields[list(rows), FEATURES] = 0
+        return packed
 
     def pack(
         self, plan: Plan, key: ProgramKey, constraints: Mapping[int, TokenConstraint]

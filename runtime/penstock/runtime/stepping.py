@@ -99,15 +99,19 @@ class Steps:
             )
         )
 
-    def choose(self) -> None:
+    def choose(self) -> tuple[Plan, frozenset[int]] | None:
         """Have the tokens of the oldest step with rows under constraints chosen, if that is yet to do: these
-        saw all tokens before, because steps ahead of it have none of theirs.
+        saw all tokens before, because steps ahead of it have none of theirs. Returns the step and its rows
+        whose token is put off, for `Scheduler.put_off` before the next plan is made; None if there are none.
         """
         for i, step in enumerate(self._in_flight):
             if step.is_constrained:
-                if step.pending.unchosen is not None:
-                    self._in_flight[i] = dataclasses.replace(step, pending=self._runner.choose(step.pending))
-                return
+                if step.pending.unchosen is None:
+                    return None
+                chosen = self._runner.choose(step.pending)
+                self._in_flight[i] = dataclasses.replace(step, pending=chosen)
+                return (step.plan, chosen.skipped) if chosen.skipped else None
+        return None
 
     def wait(self) -> Done:
         """Wait for the oldest, which is then no longer in flight."""

@@ -187,8 +187,7 @@ class Generation:
         assert grammar is not None, "asked for where there is one"
         compiler = self._engine.grammars
         assert compiler is not None, "conversion refuses grammars where there is no tokenizer"
-        compiled = compiler.compile(grammar)
-        return [compiled.constraint(grammar.field) for _ in range(self.job.n)]
+        return compiler.compile(grammar).constraints(self.job.n, grammar.field)
 
     def _buffer(self, request: Request, text: str, reader: RequestReader) -> Buffer:
         job = self.job

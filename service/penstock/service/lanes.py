@@ -24,6 +24,8 @@ INLINE_BYTES = 4096
 """A smaller message, or part of one, is worked on at once: that takes well under a millisecond."""
 LONG_CHARS = 500_000
 """Longer texts, which only come here to be cut, take seconds."""
+MOST_TEMPLATES = 8
+"""Callers' own templates that are rendered or wait for it."""
 MESSAGE_BYTES: ContextVar[int] = ContextVar("message_bytes", default=0)
 """The size of the request of the RPC that this task serves."""
 
@@ -77,7 +79,9 @@ class Lanes:
 
     def __init__(self) -> None:
         quick = min(32, available_processors() + 4)
-        self._templates = Lane("templates", 4, 64)  # rendered one by one anyway (`runtime.chat.sandbox`)
+        # They are rendered one by one, each in up to a second (`runtime.chat.sandbox`): as many as wait make
+        # the longest wait of an honest one behind hostile ones.
+        self._templates = Lane("templates", 4, MOST_TEMPLATES)
         self._heavy = Lane("heavy", 64, 1024)  # most only wait: the compiler of grammars has few threads
         self._convert = Lane("convert", 4, 64 * MIB)
         self._texts = Lane("texts", quick, 64 * MIB)

@@ -8,8 +8,9 @@ from llguidance import LLMatcher
 
 from penstock.runtime.errors import InvalidRequest
 from penstock.runtime.grammar.bad_words import BadWords
+from penstock.runtime.grammar.budget import OUTPUT_S, REQUEST_S, TOKEN_S
 from penstock.runtime.grammar.fill import PARALLEL_ROWS, MaskFiller
-from penstock.runtime.grammar.matcher import BUDGET_PER_TOKEN_S, BUDGET_S, GrammarConstraint, TokenBits
+from penstock.runtime.grammar.matcher import SHARED_PER_TOKEN_S, SHARED_S, GrammarConstraint, TokenBits
 from penstock.runtime.grammar.spec import Grammar
 from tests.support.schemas import allowed_ids
 
@@ -146,7 +147,7 @@ def slow(clock, cost):
 @pytest.mark.parametrize("wrapped", [False, True])
 @pytest.mark.parametrize("costs", [[0.021], [0.05], [0.3], [7.0], [0.1, 0.3, 0.021]])
 def test_a_hostile_grammar_costs_everybody_no_more_than_its_budgets(costs, wrapped):
-    """It ends, and has cost the rows beside it at most two budgets and the two calls that went beyond them.
+    """It ends, and has cost the rows beside it at most its budgets and the two calls that went beyond them.
     These rows go on, and those that come later share calls again. A step takes as long as the slowest of the
     masks filled in parallel, and all others one by one.
     """
@@ -174,7 +175,8 @@ def test_a_hostile_grammar_costs_everybody_no_more_than_its_budgets(costs, wrapp
         for row in rows.values():
             row.accept([5])
         hostile_s = clock.now - steps * num_usual * usual
-        assert hostile_s <= len(costs) * (2 * BUDGET_S + steps * BUDGET_PER_TOKEN_S) + 2 * sum(costs)
+        each = SHARED_S + REQUEST_S + OUTPUT_S + steps * (SHARED_PER_TOKEN_S + TOKEN_S)
+        assert hostile_s <= len(costs) * each + 2 * sum(costs)
     late = {row: constraint(usual) for row in range(len(costs) + num_usual, len(masks) + num_usual)}
     calls.clear()
     masks = np.zeros((len(masks) + num_usual, 2), np.int32)

@@ -91,6 +91,11 @@ class BadWords:
             self._inner.fill(mask)
         self._forbid(mask)
 
+    @property
+    def grammar(self) -> GrammarConstraint | None:
+        """What it narrows, if that is a grammar."""
+        return self._inner if isinstance(self._inner, GrammarConstraint) else None
+
     def to_share(self) -> LLMatcher | None:
         """As `GrammarConstraint.to_share`."""
         return self._inner.to_share() if isinstance(self._inner, GrammarConstraint) else None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from concurrent.futures import Future
 from dataclasses import dataclass
 
@@ -13,8 +13,10 @@ from tokenizers import Tokenizer
 
 from penstock.runtime.errors import InvalidRequest, UnavailableError, Violation
 from penstock.runtime.failing import as_exception
+from penstock.runtime.grammar.budget import SOURCE_S, Account, Budget, request_budget
 from penstock.runtime.grammar.build import build_matcher
-from penstock.runtime.grammar.matcher import GrammarConstraint, TokenBits
+from penstock.runtime.grammar.costly import Costly
+from penstock.runtime.grammar.matcher import GrammarConstraint, Lexer, TokenBits
 from penstock.runtime.grammar.narrowing import GrammarError
 from penstock.runtime.grammar.sandbox import Sandbox, TrialLimits
 from penstock.runtime.grammar.spec import Grammar
@@ -61,7 +63,19 @@ class CompiledGrammar:
     all that share it end. So it is used for a bounded number of outputs, and after an error for no more.
     """
 
-    def __init__(self, text: str, matcher: LLMatcher, bits: TokenBits, max_outputs: int) -> None:
+    def __init__(
+        self,
+        text: str,
+        matcher: LLMatcher,
+        bits: TokenBits,
+        max_outputs: int,
+        *,
+        budget: Budget | None = None,
+        on_costly: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`budget` is that of all who use the grammar, None: a new one; `on_costly` is called where it, or a
+        request's own, is spent.
+        """
         self.text = text
         """As llguidance takes it."""
         self._matcher = matcher
@@ -69,16 +83,35 @@ class CompiledGrammar:
         self._bits = bits
         self._outputs_left = max_outputs
         self._failed = False
+        self.budget = budget or Budget(SOURCE_S)
+        self._on_costly = on_costly
+        self._lexer = Lexer()
 
     @property
     def spent(self) -> bool:
         """Whether the next request should compile the grammar again."""
-        return self._failed or self._outputs_left <= 0
+        return self._failed or self._outputs_left <= 0 or self.budget.is_spent
 
     def constraint(self, field: str = "constraint") -> GrammarConstraint:
-        """A new constraint, for one output; its errors are on `field`."""
-        self._outputs_left -= 1
-        return GrammarConstraint(self._matcher.deep_copy(), self._bits, field, self._fail)
+        """A new constraint, for a request of one output; its errors are on `field`."""
+        (constraint,) = self.constraints(1, field)
+        return constraint
+
+    def constraints(self, num_outputs: int, field: str = "constraint") -> list[GrammarConstraint]:
+        """A new constraint for each output of a request; its errors are on `field`."""
+        self._outputs_left -= num_outputs
+        account = Account(request_budget(num_outputs), self.budget, self._on_costly)
+        return [
+            GrammarConstraint(
+                self._matcher.deep_copy(),
+                self._bits,
+                field,
+                self._fail,
+                account=account,
+                lexer=self._lexer,
+            )
+            for _ in range(num_outputs)
+        ]
 
     def _fail(self) -> None:
         self._failed = True
@@ -95,6 +128,7 @@ class GrammarCompiler:
         limits = TrialLimits(config.time_limit_s, config.memory_bytes, config.max_lexer_states)
         self._sandbox = Sandbox(vocabulary, limits, config.max_compiles)
         self._calls = TimedCalls(time_limit_s=config.time_limit_s, max_threads=config.max_compiles)
+        self._costly = Costly()
         self._lock = threading.Lock()
         self._compiled: OrderedDict[Grammar, CompiledGrammar] = OrderedDict()
         """The least recently used first."""
@@ -120,9 +154,13 @@ class GrammarCompiler:
         """The grammar compiled: from the cache, or now. Who asks for one that is being compiled waits for it.
 
         Raises InvalidRequest on `grammar.field`, with llguidance's message, where it is not valid, too large,
-        not supported, without any output in this vocabulary, or too slow to compile; UnavailableError where
-        other compiles take all threads.
+        not supported, without any output in this vocabulary, too slow to compile, or was too costly to follow
+        less than `costly.REFUSED_S` ago; UnavailableError where other compiles take all threads.
         """
+        refused_s = self._costly.refused_s(grammar)
+        if refused_s:
+            reason = f"it took too long to follow; it is refused for another {refused_s} s"
+            raise InvalidRequest([Violation(grammar.field, reason)])
         with self._lock:
             known = self._compiled.get(grammar)
             if known is not None and not known.spent:
@@ -180,4 +218,11 @@ class GrammarCompiler:
             raise GrammarError(
                 f"compiling it took more than {config.time_limit_s:g} s; simplify it"
             ) from error
-        return CompiledGrammar(text, matcher, self._bits, config.outputs_per_lexer)
+        return CompiledGrammar(
+            text,
+            matcher,
+            self._bits,
+            config.outputs_per_lexer,
+            budget=None if before is None or before.budget.is_spent else before.budget,
+            on_costly=lambda: self._costly.note(grammar),
+        )

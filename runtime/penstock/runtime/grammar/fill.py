@@ -1,4 +1,4 @@
-"""The masks of many rows at once."""
+"""The masks of many rows at once. `turns` is who asks for them in a step."""
 
 from __future__ import annotations
 
@@ -48,6 +48,11 @@ class MaskFiller:
         self._executor = LLExecutor(num_threads) if num_threads > 1 else None
         self._fill_parallel = fill_parallel
         self._clock = clock
+
+    @property
+    def is_parallel(self) -> bool:
+        """Whether many rows are filled at once."""
+        return self._executor is not None
 
     def fill_all(self, constraints: Mapping[int, TokenConstraint], masks: Mask) -> dict[int, Exception]:
         """Overwrite the rows named of `masks`, int32[rows, mask_words(vocab_size)], contiguous; others stay.

@@ -11,13 +11,17 @@ from llguidance import LLMatcher
 
 from penstock.runtime.constraint import Mask
 from penstock.runtime.errors import InvalidRequest, Violation
+from penstock.runtime.grammar.budget import SOURCE_S, Account, Budget, request_budget
 from penstock.runtime.grammar.vocabulary import Vocabulary
 
-BUDGET_S = 1.0
-BUDGET_PER_TOKEN_S = 0.02
-"""Time that one output may take: so much at first and at most, and what was used of it comes back by so much
-with each token. Masks take some 20 us, those in new territory up to a few ms; a very ambiguous grammar's take
-hundreds, while all other rows wait."""
+SHARED_S = 1.0
+SHARED_PER_TOKEN_S = 0.02
+"""How slow calls may be in which masks of several outputs are filled: see `GrammarConstraint.shared`."""
+QUICK_S = 0.002
+"""A mask that takes less is a quick one."""
+_PROVEN = 64
+_TOO_MANY_ITEMS = "Too many items"
+"""llguidance's words where a mask takes more than `build.STEP_ITEMS`."""
 
 _MAX_LINE_CHARS = 160
 _MAX_MESSAGE_CHARS = 600
@@ -31,24 +35,22 @@ class TokenBits:
         self.text, self.eos = vocabulary.masks()
 
 
-class Budget:
-    """Time that may be used; see BUDGET_S. It is spent once over some T tokens more than
-    BUDGET_S + T * BUDGET_PER_TOKEN_S was used.
+class Lexer:
+    """What outputs that share one of llguidance's lexers know of it. It locks while in use: who waits for a
+    mask of it waits for those that others are having made.
     """
 
     def __init__(self) -> None:
-        self._left_s = BUDGET_S
-
-    def earn(self) -> None:
-        """A token was made."""
-        self._left_s = min(BUDGET_S, self._left_s + BUDGET_PER_TOKEN_S)
-
-    def use(self, seconds: float) -> None:
-        self._left_s -= seconds
+        self._num_quick = 0
 
     @property
-    def is_spent(self) -> bool:
-        return self._left_s < 0
+    def is_proven(self) -> bool:
+        """Whether the last few dozen masks were quick."""
+        return self._num_quick >= _PROVEN
+
+    def took(self, seconds: float) -> None:
+        """A mask took so long."""
+        self._num_quick = self._num_quick + 1 if seconds < QUICK_S else 0
 
 
 class GrammarConstraint:
@@ -61,10 +63,9 @@ class GrammarConstraint:
     llguidance gives up on it as too complex, or where it has spent its budget of time: that output cannot go
     on, others can. `accept` raises RuntimeError for a token that the mask did not allow: a bug of the caller.
 
-    There are two budgets. The CPU time of `fill` and `accept` is taken from the output's own. Where masks of
-    several outputs are filled in parallel nobody knows whose took long: the call is taken from a second
-    budget of each, and who has spent that is filled alone from then on, which ends those only who are slow. A
-    grammar costs the others at most two BUDGET_S, BUDGET_PER_TOKEN_S a token, and two calls.
+    The processor time of `fill` and `accept` is booked on `account`. Where masks of several outputs are
+    filled in parallel nobody knows whose took long: the call is taken from a budget of its own, and who has
+    spent that is filled alone from then on, which ends those only who are slow.
     """
 
     def __init__(
@@ -74,8 +75,12 @@ class GrammarConstraint:
         field: str,
         on_error: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.thread_time,
+        account: Account | None = None,
+        lexer: Lexer | None = None,
     ) -> None:
-        """`on_error` is called where llguidance gives up; `clock` is the CPU time of the calling thread."""
+        """`on_error` is called where llguidance gives up; `clock` is the CPU time of the calling thread.
+        None: an account, a lexer of its own.
+        """
         self._matcher = matcher
         self._bits = bits
         self._field = field
@@ -84,7 +89,11 @@ class GrammarConstraint:
         """An end token was accepted."""
         self._complete = False
         self._clock = clock
-        self._own, self._shared = Budget(), Budget()
+        self._account = account or Account(request_budget(), Budget(SOURCE_S))
+        self._shared = Budget(SHARED_S, SHARED_PER_TOKEN_S)
+        self.lexer = lexer or Lexer()
+        self.expected_s = 0.0
+        """What the next mask will take, if it takes as long as the last; 0 before the first."""
 
     @property
     def is_complete(self) -> bool:
@@ -98,8 +107,10 @@ class GrammarConstraint:
         started = self._clock()
         if not self._complete:
             self._matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
+        self.expected_s = self._clock() - started
+        self.lexer.took(self.expected_s)
+        self._charge(self.expected_s)
         self.finish(mask)
-        self._charge(started)
 
     def to_share(self) -> LLMatcher | None:
         """The matcher whose mask may be filled beside those of others, before `finish`; None if it needs
@@ -151,21 +162,22 @@ class GrammarConstraint:
         if not consumed:
             raise RuntimeError(f"token {token} came where the grammar does not allow it")
         self._complete = self._matcher.is_stopped()
-        self._own.earn()
+        self._account.earn()
         if not self._shared.is_spent:
             self._shared.earn()
-        self._charge(started)
+        self._charge(self._clock() - started)
 
-    def _charge(self, started: float) -> None:
-        """Take the time since `started` from its own budget, which a very ambiguous grammar may exhaust."""
-        self._own.use(self._clock() - started)
-        if self._own.is_spent:
+    def _charge(self, seconds: float) -> None:
+        """Book that it took so long, which may be more than a very ambiguous grammar has left."""
+        if not self._account.use(seconds):
             raise self._stuck("it takes too long to follow; make it less ambiguous")
 
     def _stuck(self, message: str = "") -> InvalidRequest:
         reason = message or shorten(self._matcher.get_error())
         if not message:
             self._on_error()
+        if _TOO_MANY_ITEMS in reason:
+            self._account.refuse()
         if reason == "NoExtensionBias":
             reason = "no token can follow"
         return InvalidRequest([Violation(self._field, f"the grammar cannot go on: {reason}")])

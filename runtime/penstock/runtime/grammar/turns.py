@@ -1,0 +1,233 @@
+"""Whose mask is made in a step: host time for masks is bounded, and who takes longer sits steps out.
+
+A mask usually takes some 20 us, in new territory up to 3 ms, and in a very ambiguous grammar hundreds of
+milliseconds, which llguidance can neither foretell nor break off. So masks are made on a thread of their
+own, the lane, and a step waits for them only so long. A row whose mask is not there then has no token in
+this step; its mask is worked out on the thread that is left behind with it, at a low priority, and is there
+for a later step. Meanwhile rows that share its lexer, which is locked, sit out too; a new lane serves all
+others.
+
+What this decides is in which step a row has its token, never which token.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Hashable, Iterator
+from typing import NamedTuple
+
+import numpy as np
+
+from penstock.runtime.constraint import Mask, TokenConstraint
+from penstock.runtime.grammar.bad_words import BadWords
+from penstock.runtime.grammar.fill import PARALLEL_ROWS
+from penstock.runtime.grammar.lane import FillRows, Job, Lane, Rows
+from penstock.runtime.grammar.matcher import QUICK_S, GrammarConstraint
+
+STEP_S = 0.01
+"""How long a step waits for masks beyond what those are expected to take."""
+ALONE_S = 0.25
+"""How long it waits where nobody else would have a token of it: as long as callers may wait for the engine
+to look up."""
+_IMPATIENT, _PAUSES = 0.1, 4
+"""A step that waited in vain is followed by steps that wait only so much as long, for so many times its
+wait."""
+MAX_LATE = 2
+"""Threads that are left behind; beyond that only lexers whose masks have always been quick are served."""
+
+
+class Filled(NamedTuple):
+    """What came of a step's rows."""
+
+    masks: Mask
+    """Whose rows nobody writes any more; those of `errors` and `skipped` allow all."""
+    errors: dict[int, Exception]
+    """By row, what to tell its caller: the output cannot go on."""
+    skipped: frozenset[int]
+    """Rows that have no token in this step."""
+
+
+class _Late(NamedTuple):
+    job: Job
+    row: int
+    constraint: TokenConstraint
+
+
+class MaskTurns:
+    """Fills the masks of step after step; used on one thread."""
+
+    def __init__(
+        self,
+        fill: FillRows,
+        *,
+        in_parallel: bool = False,
+        step_s: float = STEP_S,
+        alone_s: float = ALONE_S,
+        make_lane: Callable[[FillRows], Lane] = Lane,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`fill` is `MaskFiller.fill_all`, of many rows at once where `in_parallel`."""
+        self._fill = fill
+        self._in_parallel = in_parallel
+        self._step_s, self._alone_s = step_s, alone_s
+        self._make_lane = make_lane
+        self._clock = clock
+        self._patient_again = -math.inf
+        self._lane: Lane | None = None
+        self._late: dict[int, _Late] = {}
+        """By the identity of the constraint, which is kept alive here."""
+
+    def fill(self, constraints: Rows, masks: Mask, *, others: bool) -> Filled:
+        """Fill the rows named of `masks`, contiguous and of -1 throughout, which is the lane's from now on.
+
+        `others`: the step has a token for somebody whom slow masks should not hold up.
+        """
+        errors: dict[int, Exception] = {}
+        ready = self._take_late(constraints, masks, errors)
+        waiting = self._waiting(constraints) - ready
+        if not others and len(waiting) == len(constraints) and self._late:
+            next(iter(self._late.values())).job.wait(self._alone_s)
+            ready = self._take_late(constraints, masks, errors)
+            waiting = self._waiting(constraints) - ready
+        quick, slow = self._sort({row: c for row, c in constraints.items() if row not in waiting | ready})
+        if slow and (others or quick or ready):
+            # Nobody waits for these; one after the other, since each takes a processor.
+            if self._num_late < MAX_LATE:
+                self._begin_late(dict([slow[0]]), masks)
+        else:
+            quick = quick + slow
+        if not quick:
+            return self._filled(constraints, masks, errors, ready)
+        job = Job(list(self._batches(quick)), masks)
+        if self._lane is None:
+            self._lane = self._make_lane(self._fill)
+        self._lane.put(job)
+        began = self._clock()
+        extra = self._step_s if began >= self._patient_again else _IMPATIENT * self._step_s
+        ended = job.wait(extra + sum(map(expected_s, dict(quick).values())))
+        if not (ended or others or ready or job.done):
+            ended = job.wait(self._alone_s)
+        if not ended:
+            job = self._leave(job)
+            now = self._clock()
+            self._patient_again = now + _PAUSES * (now - began)
+        if job.failure is not None:
+            raise job.failure
+        errors.update(job.errors)
+        return self._filled(constraints, masks, errors, ready | job.done)
+
+    def close(self) -> None:
+        """End the thread."""
+        if self._lane is not None:
+            self._lane.close()
+            self._lane = None
+
+    def _filled(self, constraints: Rows, masks: Mask, errors: dict[int, Exception], done: set[int]) -> Filled:
+        skipped = frozenset(constraints).difference(done)
+        if skipped:
+            masks = masks.copy()  # a thread that was left behind may be writing
+            masks[list(skipped)] = -1
+        return Filled(masks, {row: errors[row] for row in errors if row in done}, skipped)
+
+    # -- who takes long --
+
+    @property
+    def _num_late(self) -> int:
+        return len({id(late.job) for late in self._late.values() if not _is_done(late)})
+
+    def _take_late(self, constraints: Rows, masks: Mask, errors: dict[int, Exception]) -> set[int]:
+        """The rows that others waited for no longer, and that are ready now: their masks or errors are
+        taken."""
+        ready: set[int] = set()
+        for row, constraint in constraints.items():
+            late = self._late.get(id(constraint))
+            if late is None or not _is_done(late):
+                continue
+            ready.add(row)
+            if late.row in late.job.errors:
+                errors[row] = late.job.errors[late.row]
+            else:
+                masks[row] = late.job.masks[late.row]
+        # What nobody asks for now belongs to a request that is gone, or can be made again.
+        self._late = {key: late for key, late in self._late.items() if not _is_done(late)}
+        return ready
+
+    def _waiting(self, constraints: Rows) -> set[int]:
+        """The rows that are still being worked out, or share a lexer with one that is; and, where enough
+        are, all that might be slow as well.
+        """
+        busy = {lexer_of(late.constraint) for late in self._late.values()}
+        waiting = {row for row, c in constraints.items() if lexer_of(c) in busy}
+        if self._num_late >= MAX_LATE:
+            waiting |= {row for row, c in constraints.items() if not is_proven(c)}
+        return waiting
+
+    def _begin_late(self, batch: Rows, masks: Mask) -> None:
+        """Have these filled on a thread that nobody waits for."""
+        lane = self._make_lane(self._fill)
+        job = Job([batch], np.empty_like(masks))
+        lane.put(job)
+        lane.slow_down()
+        self._remember(job, batch)
+
+    def _leave(self, job: Job) -> Job:
+        """The lane is left behind with what it does now. Returns what it has done."""
+        current, until_now = job.leave()
+        if current:
+            assert self._lane is not None
+            self._lane.slow_down()
+            self._lane = None
+            self._remember(job, current)
+        return until_now
+
+    def _remember(self, job: Job, batch: Rows) -> None:
+        self._late.update({id(c): _Late(job, row, c) for row, c in batch.items()})
+
+    # -- in which order --
+
+    def _sort(
+        self, rows: Rows
+    ) -> tuple[list[tuple[int, TokenConstraint]], list[tuple[int, TokenConstraint]]]:
+        """Those who should be quick, the surest first, and those who were slow the last time."""
+        ordered = sorted(rows.items(), key=lambda item: (not is_proven(item[1]), expected_s(item[1])))
+        quick = [item for item in ordered if expected_s(item[1]) < QUICK_S]
+        return quick, [item for item in ordered if expected_s(item[1]) >= QUICK_S]
+
+    def _batches(self, rows: list[tuple[int, TokenConstraint]]) -> Iterator[Rows]:
+        """Each row on its own, but those in parallel that are sure to be quick."""
+        if self._in_parallel:
+            sure = dict(item for item in rows if is_proven(item[1]))
+            if len(sure) >= PARALLEL_ROWS:
+                yield sure
+                rows = [item for item in rows if item[0] not in sure]
+        for row, constraint in rows:
+            yield {row: constraint}
+
+
+def _is_done(late: _Late) -> bool:
+    return late.row in late.job.done
+
+
+def _grammar(constraint: TokenConstraint) -> GrammarConstraint | None:
+    if isinstance(constraint, BadWords):
+        return constraint.grammar
+    return constraint if isinstance(constraint, GrammarConstraint) else None
+
+
+def expected_s(constraint: TokenConstraint) -> float:
+    """What its next mask should take; 0 where nobody knows."""
+    grammar = _grammar(constraint)
+    return 0.0 if grammar is None else grammar.expected_s
+
+
+def is_proven(constraint: TokenConstraint) -> bool:
+    """Whether the masks of its lexer have been quick for a while; words alone always are."""
+    grammar = _grammar(constraint)
+    return isinstance(constraint, BadWords) if grammar is None else grammar.lexer.is_proven
+
+
+def lexer_of(constraint: TokenConstraint) -> Hashable:
+    """What it shares with those that must wait for it."""
+    grammar = _grammar(constraint)
+    return id(constraint) if grammar is None else id(grammar.lexer)

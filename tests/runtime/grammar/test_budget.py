@@ -1,0 +1,155 @@
+"""What following a grammar may cost, and what becomes of one that costs more."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from penstock.runtime.errors import InvalidRequest
+from penstock.runtime.grammar import budget
+from penstock.runtime.grammar.budget import Account, Budget
+from penstock.runtime.grammar.compiler import CompilerConfig, GrammarCompiler
+from penstock.runtime.grammar.costly import MOST, REFUSED_S, Costly
+from penstock.runtime.grammar.matcher import GrammarConstraint
+from penstock.runtime.grammar.spec import Grammar, GrammarKind
+from penstock.runtime.grammar.vocabulary import Vocabulary
+from tests.support.schemas import RandomWriter, allowed_ids
+
+AMBIGUOUS = 'start: s\ns: s s s | s s | t\nt: /[a-z]/ | /[a-y]/ | /[ a-z]/ | ""'
+"""As an attack had it: without limits each of its masks takes longer than the one before, up to seconds."""
+
+
+@pytest.fixture
+def compiler(vocabulary: Vocabulary) -> Iterator[GrammarCompiler]:
+    compiler = GrammarCompiler(vocabulary, CompilerConfig(time_limit_s=60.0))
+    yield compiler
+    compiler.close()
+
+
+@pytest.fixture
+def nothing_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("REQUEST_S", "OUTPUT_S"):
+        monkeypatch.setattr(budget, name, 0.0)
+
+
+def fill(constraint: GrammarConstraint) -> None:
+    constraint.fill(np.zeros(64, np.int32))
+
+
+def test_a_budget_is_what_was_there_at_first_and_what_tokens_earned() -> None:
+    spent = Budget(1.0, 0.25)
+    spent.earn()
+    spent.use(1.0)
+    states = [spent.is_spent]
+    spent.use(0.25)
+    states.append(spent.is_spent)
+    spent.earn()
+    states.append(spent.is_spent)
+    assert states == [False, True, False], "it never holds more than at first"
+
+
+def test_an_output_is_booked_on_its_request_and_on_its_grammar() -> None:
+    calls: list[str] = []
+    source = Budget(1.0)
+    a, b = (Account(Budget(0.5), source, lambda: calls.append("spent")) for _ in range(2))
+    assert a.use(0.5)
+    assert b.use(0.5)
+    assert calls == []
+    assert not b.use(0.25)
+    assert calls == ["spent"]
+    assert not a.use(0.125), "others that use the grammar have used up what there was"
+
+
+@pytest.mark.usefixtures("nothing_left")
+def test_the_outputs_of_a_request_share_its_budget(compiler: GrammarCompiler) -> None:
+    first, second = compiler.compile(Grammar.regex("a*")).constraints(2, "constraint.regex")
+    with pytest.raises(InvalidRequest, match=r"constraint\.regex: .*too long to follow"):
+        fill(first)
+    with pytest.raises(InvalidRequest, match="too long to follow"):
+        fill(second)
+
+
+@pytest.mark.usefixtures("nothing_left")
+def test_what_was_too_costly_is_refused_at_once_for_a_while(
+    compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever asks for the same source, on the field of who asks, and whatever is to come before it."""
+    now = 0.0
+    monkeypatch.setattr(compiler, "_costly", Costly(lambda: now))
+    grammar = Grammar.regex("a*")
+    with pytest.raises(InvalidRequest):
+        fill(compiler.constraint(grammar))
+    now = REFUSED_S - 0.5
+    thinking = Grammar(GrammarKind.REGEX, "a*", "chat.tool_choice", before='start: "x" @answer')
+    for asked, field in ((grammar, "constraint.regex"), (thinking, "chat.tool_choice")):
+        with pytest.raises(InvalidRequest) as caught:
+            compiler.compile(asked)
+        (violation,) = caught.value.violations
+        assert violation.field == field
+        assert violation.description == "it took too long to follow; it is refused for another 1 s"
+    compiler.compile(Grammar.choice(["a*"]))
+    now = REFUSED_S
+    compiler.compile(grammar)
+
+
+def test_a_grammars_budget_is_new_when_it_may_be_used_again(
+    compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = 0.0
+    monkeypatch.setattr(compiler, "_costly", Costly(lambda: now))
+    compiled = compiler.compile(Grammar.regex("a*"))
+    compiled.budget.use(10.0)
+    with pytest.raises(InvalidRequest, match="too long to follow"):
+        fill(compiled.constraint())
+    now = REFUSED_S
+    fill(compiler.constraint(Grammar.regex("a*")))
+
+
+def test_memory_of_costly_grammars_is_bounded() -> None:
+    costly = Costly(lambda: 0.0)
+    grammars = [Grammar.regex(str(i)) for i in range(MOST + 1)]
+    for grammar in grammars:
+        costly.note(grammar)
+    assert [costly.refused_s(grammar) > 0 for grammar in grammars] == [False] + [True] * MOST
+
+
+def test_any_json_object_is_never_refused() -> None:
+    """It is the server's own grammar, and everybody's."""
+    costly = Costly(lambda: 0.0)
+    costly.note(Grammar.json_object())
+    assert costly.refused_s(Grammar.json_object()) == 0
+
+
+def test_an_ambiguous_grammar_ends_by_the_work_of_a_step_whatever_the_machines_speed(
+    compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Counted in tokens, with no limit of time; and then it is refused."""
+    monkeypatch.setattr(budget, "REQUEST_S", 1e9)
+    grammar = Grammar.ebnf(AMBIGUOUS)
+    compiled = compiler.compile(grammar)
+    compiled.budget.use(-1e9)
+    constraint = compiled.constraint(grammar.field)
+    mask, num_tokens = np.zeros(64, np.int32), 0
+    with pytest.raises(InvalidRequest, match="Too many items"):  # noqa: PT012  after some tokens
+        while num_tokens < 40:
+            constraint.fill(mask)
+            constraint.accept([int(allowed_ids(mask, 2039)[-1])])
+            num_tokens += 1
+    with pytest.raises(InvalidRequest, match="is refused for another"):
+        compiler.compile(grammar)
+
+
+def test_honest_grammars_use_less_than_they_earn(compiler: GrammarCompiler, writer: RandomWriter) -> None:
+    """A schema of three hundred properties that may all be left out, and a choice among ten thousand, keep
+    to the work that a step may be.
+    """
+    properties = ", ".join(f'"property_{i}": {{"type": "string"}}' for i in range(300))
+    schema = f'{{"type": "object", "properties": {{{properties}}}, "additionalProperties": false}}'
+    choices = [f"option number {i * 7919 % 100_003}" for i in range(10_000)]
+    for grammar in (Grammar.json_schema(schema), Grammar.choice(choices)):
+        for seed in range(3):
+            compiled = compiler.compile(grammar)
+            compiled.budget.use(-1e9)
+            assert writer.write(compiled.constraint(), seed, max_tokens=60).token_ids
