@@ -1,4 +1,4 @@
-"""Turns of messages that are on their way in."""
+"""Messages that are on their way in for long: few at once, and none of them in the way of a whole one."""
 
 from __future__ import annotations
 
@@ -6,127 +6,133 @@ import asyncio
 import struct
 from typing import Any
 
-from penstock.service.bounds import Bounds
-from penstock.service.receiving import Turns
+import pytest
+
+from penstock.service import receiving
+from penstock.service.admission import Kind
+from penstock.service.bounds import UNASKED_BYTES, Bounds
+from penstock.service.errors import Busy, StalledSender
+from penstock.service.receiving import Receiving
 from penstock.v1 import control_pb2
-from tests.service.h2peer import DATA, WINDOW_UPDATE, Peer, frame
-from tests.service.rig import generate, serving, until
+from tests.service.h2peer import DATA, SETTINGS, Peer, frame
+from tests.service.rig import Failure, failure_of, generate, serving, until
 
 GENERATE = "/penstock.v1.InferenceService/Generate"
+LOAD = "/penstock.v1.ControlService/GetLoad"
+HERE, THERE = "ipv4:10.0.0.1:1", "ipv4:10.0.0.2:1"
 
 
-class Senders:
-    """Messages that come when the test says so."""
-
-    def __init__(self, receiving: Turns) -> None:
-        self._receiving = receiving
-        self.came: dict[str, asyncio.Event] = {}
-        self.fetched: list[str] = []
-        self.tasks: dict[str, asyncio.Task[None]] = {}
-
-    async def begin(self, *peers: str) -> None:
-        for peer in peers:
-            self.came[peer] = asyncio.Event()
-            self.tasks[peer] = asyncio.create_task(self._send(peer))
-        await self.settle()
-
-    async def end(self, *peers: str) -> None:
-        for peer in peers:
-            self.came[peer].set()
-        await self.settle()
-
-    async def settle(self) -> None:
-        """Everybody who can go on has gone on."""
-        for _ in range(20):
-            await asyncio.sleep(0)
-
-    async def _send(self, peer: str) -> None:
-        async with self._receiving.turn(peer):
-            self.fetched.append(peer)
-            await self.came[peer].wait()
+@pytest.fixture
+def no_moment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every message that is not here at once needs a place."""
+    monkeypatch.setattr(receiving, "MOMENT_S", 0)
 
 
-def peers(host: int, count: int) -> list[str]:
-    return [f"ipv4:10.0.0.{host}:{port}" for port in range(count)]
+async def never() -> bytes:
+    await asyncio.Event().wait()
+    raise AssertionError
 
 
-async def test_one_address_has_half_of_the_turns() -> None:
-    receiving = Turns(4)
-    senders = Senders(receiving)
-    first, second, third = peers(1, 5), peers(2, 2), peers(3, 1)
-    await senders.begin(*first)
-    assert senders.fetched == first[:2]
-    await senders.begin(*second)
-    assert senders.fetched == first[:2] + second, "others wait for none of them"
-    await senders.begin(*third)
-    assert senders.fetched == first[:2] + second, "now all turns are taken"
-    await senders.end(second[0])
-    assert senders.fetched == first[:2] + second + third
-    await senders.end(*first, second[1], *third)
-    assert senders.fetched == first[:2] + second + third + first[2:], "in the order in which they came"
-    assert receiving.num_addresses == 0
+async def at_once() -> bytes:
+    return b"whole"
 
 
-async def test_who_is_gone_gives_the_turn_back() -> None:
-    receiving = Turns(2)
-    senders = Senders(receiving)
-    has_it, waits, next_one = peers(1, 3)
-    await senders.begin(has_it, waits, next_one)
-    senders.tasks[waits].cancel()
-    senders.tasks[has_it].cancel()
-    await senders.settle()
-    assert senders.fetched == [has_it, next_one]
-    await senders.end(next_one)
-    assert receiving.num_addresses == 0
+async def waiting(places: Receiving, peer: str, kind: Kind = Kind.WORK) -> asyncio.Task[bytes]:
+    """A message that does not come; it has its place, or was refused one."""
+    task = asyncio.create_task(places.message(kind, peer, never))
+    for _ in range(10):
+        await asyncio.sleep(0)
+    return task
 
 
-async def test_zero_is_any_number() -> None:
-    senders = Senders(Turns(0))
-    many = peers(1, 100)
-    await senders.begin(*many)
-    assert senders.fetched == many
-    await senders.end(*many)
+async def test_one_address_has_half_of_the_places(no_moment: None) -> None:
+    places = Receiving(4, 0)
+    here = [await waiting(places, HERE) for _ in range(3)]
+    there = [await waiting(places, THERE) for _ in range(2)]
+    with pytest.raises(Busy, match="max_receiving_rpcs_per_address is 2"):
+        await here.pop()
+    with pytest.raises(Busy, match="max_receiving_rpcs is 4"):
+        await (await waiting(places, "ipv4:10.0.0.3:1"))
+    assert places.active(Kind.WORK) == 4
+    control = await waiting(places, HERE, Kind.CONTROL)
+    assert not control.done(), "other kinds have places of their own"
+    for peer in (HERE, THERE):
+        assert await places.message(Kind.WORK, peer, at_once) == b"whole", "which needs no place"
+    for task in [*here, *there, control]:
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+    assert places.active(Kind.WORK) == places.active(Kind.CONTROL) == 0
 
 
-async def test_connections_of_a_unix_socket_are_one_address() -> None:
-    senders = Senders(Turns(2))
-    await senders.begin("unix:", "unix:b")
-    assert senders.fetched == ["unix:", "unix:b"]
-    await senders.end("unix:", "unix:b")
+async def test_who_has_a_place_has_it_for_a_time(no_moment: None) -> None:
+    places = Receiving(4, 0.1)
+    with pytest.raises(StalledSender):
+        await places.message(Kind.WORK, HERE, never)
+    assert places.active(Kind.WORK) == 0
 
 
-async def test_a_call_without_a_message_has_a_turn_until_it_ends() -> None:
-    """Of two turns one address has one: the honest call waits for the silent one. Control does not."""
-    async with serving(bounds=Bounds(max_receiving_rpcs=2, receive_limit_s=60)) as rig:
-        silent: Any = rig.channel.stream_stream(GENERATE)()
-        await until(lambda: rig.server.admission.active_work == 1)
-        honest = asyncio.ensure_future(rig.inference.Generate(generate("y")))
-        await until(lambda: rig.server.admission.active_work == 2)
-        await rig.control.GetLoad(control_pb2.GetLoadRequest())
-        await rig.health_of()
-        assert not rig.engine.seen
-        silent.cancel()
-        assert (await honest).outputs[0].text == "z"
+async def test_zero_is_no_bound(no_moment: None) -> None:
+    places = Receiving(0, 0)
+    tasks = [await waiting(places, HERE) for _ in range(100)]
+    assert places.active(Kind.WORK) == 100
+    for task in tasks:
+        task.cancel()
+    await asyncio.wait(tasks)
+    assert places.active(Kind.WORK) == 0
 
 
-async def test_only_a_message_whose_turn_it_is_is_fetched() -> None:
-    """Of a message of 1 MiB the server has room for 64 KiB, and for all of it once it is its turn."""
-    head = struct.pack(">BI", 0, 2**20)
-    async with serving(bounds=Bounds(max_receiving_rpcs=4)) as rig, Peer(rig.server.address) as peer:
-        streams = [await peer.call(GENERATE, None, end=False) for _ in range(6)]
+async def test_a_moment_needs_no_place() -> None:
+    places = Receiving(2, 0)
+    tasks = [await waiting(places, HERE) for _ in range(50)]
+    assert places.active(Kind.WORK) == 0
+    for task in tasks:
+        task.cancel()
+    await asyncio.wait(tasks)
+
+
+@pytest.mark.parametrize("method", [GENERATE, LOAD])
+async def test_half_messages_are_in_nobodys_way(method: str) -> None:
+    """Of six of one connection one has a place; the others are refused, and whole messages are answered."""
+    bounds = Bounds(max_receiving_rpcs=2)
+    async with serving(bounds=bounds) as rig, Peer(rig.server.address) as peer:
+        half = struct.pack(">BI", 0, 2**20) + bytes(8000)
+        streams = [await peer.call(method, None, end=False) for _ in range(6)]
         for stream in streams:
-            await peer.send(frame(DATA, 0, stream, head))
-        await until(lambda: rig.server.admission.active_work == 6)
-        await peer.until(lambda: all(granted(peer, stream) >= 2**20 - 2**16 for stream in streams[:2]))
-        status = await peer.call("/penstock.v1.ControlService/GetLoad", b"")
-        await peer.open_window(status, 1000)
-        assert await peer.status(status) == 0, "all that the server had to say before is said"
-        assert [granted(peer, stream) < 2**16 for stream in streams] == [False] * 2 + [True] * 4
-        await peer.reset(streams[0])
-        await peer.until(lambda: granted(peer, streams[2]) >= 2**20 - 2**16)
+            await peer.send(frame(DATA, 0, stream, half))
+        assert (await rig.inference.Generate(generate("y"))).outputs[0].text == "z"
+        await rig.control.GetLoad(control_pb2.GetLoadRequest())
+        await peer.until(lambda: sum(peer.ended(stream) for stream in streams) == 5)
+        codes = [int(peer.headers(stream)["grpc-status"]) for stream in streams if peer.ended(stream)]
+        assert codes == [8] * 5, "RESOURCE_EXHAUSTED"
+        assert (await rig.inference.Generate(generate("y"))).outputs[0].text == "z"
+        await rig.control.GetLoad(control_pb2.GetLoadRequest())
 
 
-def granted(peer: Peer, stream: int) -> int:
-    """Bytes that the peer may send on the stream, beyond the 64 KiB at first."""
-    updates = peer.of(stream, WINDOW_UPDATE)
-    return sum(int.from_bytes(update.payload, "big") for update in updates)
+async def test_the_refusal_is_a_typed_one() -> None:
+    async with serving(bounds=Bounds(max_receiving_rpcs=2)) as rig:
+        silent: list[Any] = [rig.channel.stream_stream(GENERATE)() for _ in range(3)]
+        ends = [asyncio.ensure_future(failure_of(call.read())) for call in silent]
+        await until(lambda: sum(end.done() for end in ends) == 2)
+        for end in ends:
+            if end.done():
+                failure: Failure = end.result()
+                assert failure.reason == "BUSY"
+                assert dict(failure.info.metadata) == {"limit": "max_receiving_rpcs_per_address", "max": "1"}
+                assert failure.retry_after_s is not None
+        for call in silent:
+            call.cancel()
+        await asyncio.wait(ends)
+        await until(lambda: rig.server.admission.active_work == 0)
+
+
+async def test_little_comes_unasked() -> None:
+    """What gRPC takes of messages before anybody looks at their calls; by itself it raises it to 4 MiB."""
+    async with serving() as rig, Peer(rig.server.address) as peer:
+        await rig.inference.Generate(generate("y"))
+        await peer.call(LOAD, b"")
+        await peer.until(lambda: peer.of(0, SETTINGS))
+        said: dict[int, int] = {}
+        for settings in peer.of(0, SETTINGS):
+            said.update(dict(struct.iter_unpack(">HI", settings.payload)))
+        assert said.get(4, 65_535) <= UNASKED_BYTES, "SETTINGS_INITIAL_WINDOW_SIZE"

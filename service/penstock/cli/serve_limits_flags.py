@@ -16,7 +16,7 @@ _COUNTS = {
     "max_control_rpcs": "other calls of penstock.v1 at once, such as Abort and GetLoad; half per address",
     "max_health_rpcs": "health checks and watches at once; half per address",
     "max_reflection_rpcs": "calls of server reflection at once; half per address",
-    "max_receiving_rpcs": "messages that are on their way in at once; the next ones wait",
+    "max_receiving_rpcs": "messages that are on their way in for over half a second; half per address",
     "max_connections": "connections; what is above is closed",
 }
 

@@ -21,7 +21,7 @@ _BACKLOG = 16_384
 of ours, so it is far above any burst of honest clients; a waiting call costs some kilobytes.
 """
 UNASKED_BYTES = 65_536
-"""Of each message gRPC takes so much before its turn to be received: see `Receiving`."""
+"""Of each message gRPC takes so much before anybody looks at its call."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,7 +51,7 @@ class Bounds:
     there.
     """
     max_receiving_rpcs: int = 128
-    """Messages that are on their way in at once; the next ones wait. One address has at most half of them."""
+    """Messages that are on their way in for longer than a moment. One address has at most half of them."""
     receive_limit_s: float = 60.0
     """Seconds that the message of a request may take to come after its headers."""
 

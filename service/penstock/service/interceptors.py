@@ -30,7 +30,7 @@ from penstock.service.access import Access
 from penstock.service.admission import PACKAGE, Admission, kind_of
 from penstock.service.bounds import Bounds
 from penstock.service.callers import CURRENT_CALLER
-from penstock.service.errors import MessageTooLarge, StalledSender, row_of, to_status, trailers
+from penstock.service.errors import MessageTooLarge, row_of, to_status, trailers
 from penstock.service.lanes import MESSAGE_BYTES, Lanes
 from penstock.service.options import ServerOptions
 from penstock.service.parts import check_parts
@@ -100,20 +100,19 @@ class PenstockInterceptor(grpc.aio.ServerInterceptor):
         access: Access | None = None,
         receiving: Receiving | None = None,
         lanes: Lanes | None = None,
-        receive_limit_s: float = Bounds().receive_limit_s,
         max_receive_bytes: int = ServerOptions().max_receive_bytes,
         sends: Sends | None = None,
     ) -> None:
-        """`receive_limit_s`: how long a request's message may take to come; 0 is for ever. `sends` ends RPCs
+        """`sends` ends RPCs
         whose replies nobody takes.
         """
         self._sends = sends or Sends(ServerOptions().stall_limit_s, StallLog())
         self._telemetry = telemetry
         self._admission = admission or Admission(Bounds())
         self._access = access or Access()
-        self._receiving = receiving or Receiving(Bounds().max_receiving_rpcs)
+        defaults = Bounds()
+        self._receiving = receiving or Receiving(defaults.max_receiving_rpcs, defaults.receive_limit_s)
         self._lanes = lanes or Lanes()
-        self._receive_limit_s = receive_limit_s
         self._max_receive_bytes = max_receive_bytes
         self._refusals = RefusalLog()
 
@@ -225,14 +224,11 @@ class PenstockInterceptor(grpc.aio.ServerInterceptor):
         task.add_done_callback(lambda _: leave_account())
 
     async def _receive(self, rpc: Rpc, parse: Any, context: Context) -> Message:
-        """The call's one message. Raises StalledSender, MessageTooLarge, InvalidRequest and
+        """The call's one message. Raises Busy, StalledSender, MessageTooLarge, InvalidRequest and
         UnsupportedFeature.
         """
-        try:
-            async with asyncio.timeout(self._receive_limit_s or None), self._turn(rpc, context):
-                data: Any = await context.read()
-        except TimeoutError:
-            raise StalledSender(self._receive_limit_s) from None
+        kind, peer = kind_of(rpc.method), context.peer()
+        data: Any = await self._receiving.message(kind, peer, context.read)
         if data is grpc.aio.EOF:
             raise InvalidRequest([Violation("", "the call has no message")])
         if len(data) > self._max_receive_bytes:
@@ -247,9 +243,6 @@ class PenstockInterceptor(grpc.aio.ServerInterceptor):
         if refusal is not None:
             raise refusal
         return cast("Message", request)
-
-    def _turn(self, rpc: Rpc, context: Context) -> contextlib.AbstractAsyncContextManager[None]:
-        return self._receiving.turn(kind_of(rpc.method), context.peer())
 
     async def _fail(self, error: BaseException, rpc: Rpc, context: Context) -> NoReturn:
         """End the RPC as the error says; always raises."""

@@ -1,78 +1,72 @@
-"""How many messages may be on their way in at once.
+"""How long a message may be on its way in, and how many may be for longer than a moment.
 
-gRPC holds a message in memory until the last byte of it is here, and fetches more than its first kilobytes
-only when it is asked for it. So asking is done by turns: whoever sends the first megabytes of thousands of
-messages, and never the rest, has the memory of a few of them. Messages of honest clients wait for nobody as
-long as fewer than that are on their way, and else for little.
+gRPC holds a message in memory until the last byte of it is here. Most are here when their call is looked at,
+and none of those waits for anything. What is not here a moment later needs a place, of which there are few:
+so whoever sends the first megabytes of thousands of messages, and never the rest, has the memory of a few of
+them, and keeps nobody from sending a whole one.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
-from collections.abc import AsyncIterator
+import time
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
 
-from penstock.service.admission import Kind, address_of
+from penstock.service.admission import Clock, Gate, Kind
+from penstock.service.errors import Busy, StalledSender
 
+T = TypeVar("T")
+MOMENT_S = 0.5
+"""A message that is sent at all is here within this, unless it is large or the network slow."""
 _WORK = (Kind.WORK, Kind.TOKENIZE)
 
 
-class _Line:
-    """Those of one address, who take turns."""
-
-    __slots__ = ("length", "turns")
-
-    def __init__(self, most: int) -> None:
-        self.turns = asyncio.Semaphore(most)
-        self.length = 0
-        """With a turn, or waiting for one."""
-
-
-class Turns:
-    """So many at once. One address has at most half of them, so that it keeps nobody else waiting."""
-
-    def __init__(self, most: int) -> None:
-        """`most`: messages at once; 0: any number."""
-        self._turns = asyncio.Semaphore(most) if most else None
-        self._most_of_one = (most + 1) // 2
-        self._lines: dict[str, _Line] = {}
-
-    @property
-    def num_addresses(self) -> int:
-        """How many addresses send something, or wait to."""
-        return len(self._lines)
-
-    @contextlib.asynccontextmanager
-    async def turn(self, peer: str) -> AsyncIterator[None]:
-        """Wait for a turn, first among those of the same address, and have it inside. `peer` is as for
-        `Admission`.
-        """
-        if self._turns is None:
-            yield
-            return
-        address = address_of(peer) or peer
-        line = self._lines.get(address)
-        if line is None:
-            line = self._lines[address] = _Line(self._most_of_one)
-        line.length += 1
-        try:
-            async with line.turns, self._turns:
-                yield
-        finally:
-            line.length -= 1
-            if not line.length:
-                del self._lines[address]
-
-
 class Receiving:
-    """The turns of one server: those that matter for work, and a few for each other kind, which are small."""
+    """The places of one server. Used on its event loop only."""
 
-    def __init__(self, most: int) -> None:
-        """`most`: messages of work at once; 0: any number of any kind."""
+    def __init__(self, most: int, limit_s: float, clock: Clock = time.monotonic) -> None:
+        """`most` messages of work at once, of which one address may have half, and a few of each other kind;
+        0 is any number of all. `limit_s`: how long one may take, in seconds; 0 is for ever.
+        """
+        self._limit_s = limit_s
         few = most and max(most // 8, 2)
-        work = Turns(most)
-        self._turns = {kind: work if kind in _WORK else Turns(few) for kind in Kind}
+        work = _gate(most, clock)
+        self._gates = {kind: work if kind in _WORK else _gate(few, clock) for kind in Kind}
 
-    def turn(self, kind: Kind, peer: str) -> contextlib.AbstractAsyncContextManager[None]:
-        """Wait for a turn, and have it inside."""
-        return self._turns[kind].turn(peer)
+    def active(self, kind: Kind) -> int:
+        """How many messages have a place."""
+        return self._gates[kind].active
+
+    async def message(self, kind: Kind, peer: str, read: Callable[[], Awaitable[T]]) -> T:
+        """What `read()` gives. `peer` is as for `Admission`.
+
+        Raises StalledSender where it takes too long, and Busy where too many others do.
+        """
+        loop = asyncio.get_running_loop()
+        refusal: Busy | None = None
+        leave: Callable[[], None] | None = None
+
+        def take_place() -> None:
+            nonlocal refusal, leave
+            try:
+                leave = self._gates[kind].enter(peer)
+            except Busy as error:
+                refusal = error
+                deadline.reschedule(loop.time())
+
+        timer = loop.call_later(MOMENT_S, take_place)
+        try:
+            async with asyncio.timeout(self._limit_s or None) as deadline:
+                return await read()
+        except TimeoutError:
+            raise refusal or StalledSender(self._limit_s) from None
+        finally:
+            timer.cancel()
+            if leave is not None:
+                leave()
+            refusal = None  # its traceback has this frame
+
+
+def _gate(most: int, clock: Clock) -> Gate:
+    return Gate("max_receiving_rpcs", most, clock, per_address=(most + 1) // 2)

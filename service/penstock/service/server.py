@@ -132,6 +132,7 @@ class PenstockServer:
         return self.front.addresses[0]
 
     def _build(self, interceptors: Sequence[grpc.aio.ServerInterceptor]) -> grpc.aio.Server:
+        bounds = self._options.bounds
         server = grpc.aio.server(
             interceptors=[
                 self._calls,
@@ -139,9 +140,8 @@ class PenstockServer:
                     self._telemetry,
                     self.admission,
                     access=self._access,
-                    receiving=Receiving(self._options.bounds.max_receiving_rpcs),
+                    receiving=Receiving(bounds.max_receiving_rpcs, bounds.receive_limit_s),
                     lanes=self._lanes,
-                    receive_limit_s=self._options.bounds.receive_limit_s,
                     max_receive_bytes=self._options.max_receive_bytes,
                     sends=self._sends,
                 ),
@@ -151,7 +151,7 @@ class PenstockServer:
                 ("grpc.so_reuseport", 0),
                 # Above this gRPC refuses with a status that says nothing; up to it the interceptor does.
                 ("grpc.max_receive_message_length", 2 * self._options.max_receive_bytes),
-                *grpc_options(self._options.bounds),
+                *grpc_options(bounds),
                 *self._options.connections.arguments(),
             ],
         )
