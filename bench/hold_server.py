@@ -23,16 +23,18 @@ class Watch:
     """The longest that the event loop, and whoever asks the engine for its load, had to wait."""
 
     def __init__(self) -> None:
-        self.loop_s = self.load_s = 0.0
+        self.loop_s = self.busy_s = self.load_s = 0.0
         self._task: asyncio.Task[None] | None = None
 
     async def watch_loop(self) -> None:
-        last = time.perf_counter()
+        """A time in which this process had no processor is the machine's doing: `busy_s` leaves it out."""
+        last, worked = time.perf_counter(), time.process_time()
         while True:
             await asyncio.sleep(_EVERY_S)
-            now = time.perf_counter()
-            self.loop_s = max(self.loop_s, now - last - _EVERY_S)
-            last = now
+            late, busy = time.perf_counter() - last - _EVERY_S, time.process_time() - worked
+            self.loop_s = max(self.loop_s, late)
+            self.busy_s = max(self.busy_s, min(late, busy))
+            last, worked = time.perf_counter(), time.process_time()
 
     def watch_engine(self, engine: Any) -> None:
         """On a thread of its own: how long the engine's lock, and the interpreter, are not to be had."""
@@ -44,8 +46,9 @@ class Watch:
 
     def answer(self) -> None:
         for _ in sys.stdin:
-            told = {"loop_ms": self.loop_s * 1e3, "load_ms": self.load_s * 1e3}
-            self.loop_s = self.load_s = 0.0
+            found = {"loop_ms": self.loop_s, "busy_ms": self.busy_s, "load_ms": self.load_s}
+            self.loop_s = self.busy_s = self.load_s = 0.0
+            told = {name: seconds * 1e3 for name, seconds in found.items()}
             print(json.dumps(told), flush=True)
 
     def start(self, engine: Any) -> None:

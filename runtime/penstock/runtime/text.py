@@ -43,7 +43,18 @@ class TextCodec:
             i for i, token in tokenizer.added_tokens_decoder.items() if getattr(token, "special", True)
         )
         self._pieces: dict[int, bytes] = {}
+        self.max_token_chars = self._longest_token()
+        """No token stands for more characters than this; None where that cannot be told.
+
+        A prompt longer than the context times this need not be tokenized to know that it is too long.
+        """
         self._sandbox = TemplateSandbox()
+
+    def _longest_token(self) -> int | None:
+        """Worked out at the start: the first request would keep everybody waiting for a tenth of a second."""
+        if self._rule is None:
+            return None
+        return max(map(len, self._backend.get_vocab(with_added_tokens=True)), default=1)
 
     @classmethod
     def from_pretrained(cls, folder: str | Path) -> TextCodec:
@@ -68,16 +79,6 @@ class TextCodec:
         if not any((Path(folder) / name).is_file() for name in TOKENIZER_FILES):
             return None
         return cls.from_pretrained(folder)
-
-    @cached_property
-    def max_token_chars(self) -> int | None:
-        """No token stands for more characters than this; None where that cannot be told.
-
-        A prompt longer than the context times this need not be tokenized to know that it is too long.
-        """
-        if self._rule is None:
-            return None
-        return max(map(len, self._backend.get_vocab(with_added_tokens=True)), default=1)
 
     @property
     def backend(self) -> Tokenizer | None:
