@@ -11,6 +11,8 @@ from typing import Any
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from penstock.service import sending
+from penstock.service.admission import Kind
 from penstock.service.health import Health
 from penstock.service.interceptors import PenstockInterceptor
 from penstock.service.options import ServerOptions
@@ -115,6 +117,16 @@ async def test_a_watcher_that_reads_nothing_does_not_keep_others_from_the_news()
         rig.engine.die()
         assert (await asyncio.wait_for(watch.read(), WAIT_S)).status == NOT_SERVING
         watch.cancel()
+
+
+async def test_a_watcher_that_reads_nothing_gives_all_it_held_back(monkeypatch):
+    """Also its place among the calls for health, which probes need too."""
+    monkeypatch.setattr(sending, "LAST_WORDS_S", 0.2)
+    async with serving(stall_limit_s=0.2) as rig, Peer(rig.server.address) as peer:
+        watch = await watch_without_reading(peer)
+        await until(lambda: rig.server.admission.active(Kind.HEALTH) == 0)
+        assert await rig.health_of() == SERVING  # gRPC holds the latest call until the next one comes
+        await peer.until(lambda: peer.ended(watch))
 
 
 async def test_one_that_reads_late_is_told_what_holds_then():
