@@ -37,6 +37,7 @@ REFUSALS = {
     (grpc.StatusCode.NOT_FOUND, "UNKNOWN_MODEL"),
     (grpc.StatusCode.UNIMPLEMENTED, "UNSUPPORTED_FEATURE"),
     (grpc.StatusCode.RESOURCE_EXHAUSTED, "QUEUE_FULL"),
+    (grpc.StatusCode.RESOURCE_EXHAUSTED, "BUSY"),  # many callers' templates at once
 }
 SCHEMAS: tuple[dict[str, Any], ...] = (
     {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]},
