@@ -95,7 +95,7 @@ def gate() -> Iterator[threading.Event]:
 
 @pytest.fixture
 def step() -> Iterator[Step]:
-    turns = MaskTurns(MaskFiller(0).fill_all, step_s=0.05)
+    turns = MaskTurns(MaskFiller(0).fill_all, step_s=0.05, wall_s=0.05)
     yield Step(turns)
     turns.close()
 
@@ -164,7 +164,7 @@ def test_with_enough_threads_left_behind_only_what_has_proven_quick_is_served(
 
 def test_where_nobody_else_has_a_token_masks_are_waited_for() -> None:
     """Else the same position would be computed again and again for nothing."""
-    turns = MaskTurns(MaskFiller(0).fill_all, step_s=0.0, alone_s=NEVER_S)
+    turns = MaskTurns(MaskFiller(0).fill_all, step_s=0.0, wall_s=0.0, alone_s=NEVER_S)
     gate = threading.Event()
     opener = threading.Timer(0.05, gate.set)
     opener.start()
@@ -173,9 +173,20 @@ def test_where_nobody_else_has_a_token_masks_are_waited_for() -> None:
     turns.close()
 
 
+def test_a_lane_that_gets_no_processor_is_not_taken_for_a_slow_one() -> None:
+    """The mask is late, but not by using a processor."""
+    turns = MaskTurns(MaskFiller(0).fill_all, step_s=0.001, wall_s=NEVER_S)
+    gate = threading.Event()
+    opener = threading.Timer(0.05, gate.set)
+    opener.start()
+    assert not Step(turns).once({0: constraint(5, gate), 1: constraint(6)}).skipped
+    opener.join()
+    turns.close()
+
+
 def test_what_was_slow_the_last_time_is_begun_and_not_waited_for(gate: threading.Event) -> None:
     """Here no step waits shorter than for ever."""
-    turns = MaskTurns(MaskFiller(0).fill_all, step_s=NEVER_S, alone_s=NEVER_S)
+    turns = MaskTurns(MaskFiller(0).fill_all, step_s=NEVER_S, wall_s=NEVER_S, alone_s=NEVER_S)
     slow, quick = constraint(5, gate), constraint(6)
     slow.expected_s = 1.0
     step = Step(turns)
@@ -216,7 +227,7 @@ def test_a_bug_is_the_engines() -> None:
     def fail(rows: Rows, masks: Mask) -> Mapping[int, Exception]:
         raise ZeroDivisionError
 
-    turns = MaskTurns(fail, step_s=NEVER_S)
+    turns = MaskTurns(fail, step_s=NEVER_S, wall_s=NEVER_S)
     with pytest.raises(ZeroDivisionError):
         Step(turns).once({0: constraint(5)})
     turns.close()
@@ -229,7 +240,7 @@ def test_only_what_has_proven_quick_is_filled_in_parallel() -> None:
         batches.append(set(rows))
         return {}
 
-    turns = MaskTurns(fill, in_parallel=True, step_s=NEVER_S)
+    turns = MaskTurns(fill, in_parallel=True, step_s=NEVER_S, wall_s=NEVER_S)
     sure = {row: constraint(5, proven=True) for row in range(PARALLEL_ROWS)}
     Step(turns).once({**sure, 20: constraint(6), 21: constraint(7)})
     assert batches == [set(sure), {20}, {21}]

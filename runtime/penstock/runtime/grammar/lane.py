@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from queue import SimpleQueue
 
@@ -81,6 +83,14 @@ class Lane:
 
     def put(self, job: Job) -> None:
         self._jobs.put(job)
+
+    def cpu_s(self) -> float:
+        """Processor time that the thread has used; it does not grow while others have the processor."""
+        ident = self._thread.ident
+        try:
+            return 0.0 if ident is None else time.clock_gettime(time.pthread_getcpuclockid(ident))
+        except OSError:  # it has ended
+            return math.inf
 
     def slow_down(self) -> None:
         """It is left behind: do what it has, later than others, and end."""

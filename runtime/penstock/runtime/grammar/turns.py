@@ -26,7 +26,10 @@ from penstock.runtime.grammar.lane import FillRows, Job, Lane, Rows
 from penstock.runtime.grammar.matcher import QUICK_S, GrammarConstraint
 
 STEP_S = 0.01
-"""How long a step waits for masks beyond what those are expected to take."""
+"""Processor time that a step waits for, beyond what its masks are expected to take."""
+WALL_S = 0.1
+"""How long it waits for that at most, on a busy machine."""
+_LEAST_PAUSE_S = 0.001
 ALONE_S = 0.25
 """How long it waits where nobody else would have a token of it: as long as callers may wait for the engine
 to look up."""
@@ -63,6 +66,7 @@ class MaskTurns:
         *,
         in_parallel: bool = False,
         step_s: float = STEP_S,
+        wall_s: float = WALL_S,
         alone_s: float = ALONE_S,
         make_lane: Callable[[FillRows], Lane] = Lane,
         clock: Callable[[], float] = time.monotonic,
@@ -70,7 +74,7 @@ class MaskTurns:
         """`fill` is `MaskFiller.fill_all`, of many rows at once where `in_parallel`."""
         self._fill = fill
         self._in_parallel = in_parallel
-        self._step_s, self._alone_s = step_s, alone_s
+        self._step_s, self._wall_s, self._alone_s = step_s, wall_s, alone_s
         self._make_lane = make_lane
         self._clock = clock
         self._patient_again = -math.inf
@@ -100,12 +104,9 @@ class MaskTurns:
         if not quick:
             return self._filled(constraints, masks, errors, ready)
         job = Job(list(self._batches(quick)), masks)
-        if self._lane is None:
-            self._lane = self._make_lane(self._fill)
-        self._lane.put(job)
         began = self._clock()
         extra = self._step_s if began >= self._patient_again else _IMPATIENT * self._step_s
-        ended = job.wait(extra + sum(map(expected_s, dict(quick).values())))
+        ended = self._wait(job, extra + sum(map(expected_s, dict(quick).values())))
         if not (ended or others or ready or job.done):
             ended = job.wait(self._alone_s)
         if not ended:
@@ -116,6 +117,21 @@ class MaskTurns:
             raise job.failure
         errors.update(job.errors)
         return self._filled(constraints, masks, errors, ready | job.done)
+
+    def _wait(self, job: Job, cpu_s: float) -> bool:
+        """Whether the job came to its end before the lane had used so much processor time for it. A lane that
+        gets no processor is no slow one, so that is waited for up to a limit.
+        """
+        lane = self._lane = self._lane or self._make_lane(self._fill)
+        before_s, until = lane.cpu_s(), self._clock() + self._wall_s
+        lane.put(job)
+        pause = min(cpu_s, self._wall_s)
+        while not job.wait(pause):
+            left_s = cpu_s - (lane.cpu_s() - before_s)
+            if left_s <= 0 or self._clock() >= until:
+                return False
+            pause = max(left_s, _LEAST_PAUSE_S)
+        return True
 
     def close(self) -> None:
         """End the thread."""
