@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import threading
 
 import pytest
@@ -110,6 +111,57 @@ async def test_when_more_than_a_few_templates_wait_the_next_is_told_to_come_back
         finally:
             held.gate.set()
         await asyncio.wait_for(asyncio.gather(*waiting, return_exceptions=True), 20)
+
+
+def heavy_chats():
+    """Nothing of them is in the content of a turn, and no part of one is long by itself."""
+    text = "a" * 150_000
+    tools = [types_pb2.ToolDefinition(name=f"f{i}", description=text) for i in range(4)]
+    calls = [types_pb2.ToolCall(id="1", name="f", arguments_json=json.dumps({"a": text})) for _ in range(4)]
+    turns = [
+        types_pb2.ChatMessage(role="user"),
+        types_pb2.ChatMessage(role="assistant", tool_calls=calls),
+        types_pb2.ChatMessage(role="user"),
+    ]
+    return {
+        "tools": chat("", tools=tools),
+        "calls": types_pb2.ChatPrompt(messages=turns),
+        "options": chat("", template_options_json=json.dumps({"a": text * 4})),
+    }
+
+
+@pytest.mark.parametrize("what", ["tools", "calls", "options"])
+async def test_all_of_a_chat_is_weighed(what):
+    """All of it may be rendered and tokenized, so it keeps nobody's short prompt from its thread, and there
+    is a bound on it.
+    """
+    codec, gate = byte_codec(), threading.Event()
+
+    def render(chat):
+        assert gate.wait(30)
+        return "y"
+
+    codec.render_chat = render  # type: ignore[method-assign]
+    heavy = heavy_chats()[what]
+    async with serving(fake(codec=codec)) as rig:
+        lanes = rig.server._lanes
+        lanes._long_texts._most = 1_000_000
+        for call in (
+            lambda: rig.inference.Generate(generate(chat=heavy, stopping={"max_tokens": 1})),
+            lambda: rig.control.Tokenize(control_pb2.TokenizeRequest(chat=heavy)),
+        ):
+            gate.clear()
+            first = asyncio.ensure_future(call())
+            try:
+                await until(lambda: lanes._long_texts.held > 600_000)
+                assert lanes._texts.held == 0
+                failure = await failure_of(call())
+                assert (failure.code.name, failure.reason) == ("RESOURCE_EXHAUSTED", "BUSY")
+                assert dict(failure.info.metadata) == {"limit": "long-texts", "max": "1000000"}
+            finally:
+                gate.set()
+            await asyncio.wait_for(first, 20)
+            await until(lambda: lanes._long_texts.held == 0)
 
 
 @pytest.mark.parametrize(("num_words", "inline"), [(3, True), (1000, False)])

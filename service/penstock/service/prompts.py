@@ -13,12 +13,12 @@ from penstock.runtime.text import TextCodec
 from penstock.service.context import most_cut_chars
 from penstock.service.convert import Prompt, TokenPrompt
 from penstock.service.convert_chat import ChatPrompt
-from penstock.service.lanes import Lanes
+from penstock.service.lanes import MESSAGE_BYTES, Lanes
 
 INLINE_CHARS = 2000
 """Shorter texts are tokenized on the event loop (well under a millisecond); a hop to a thread costs more."""
 _CALL_CHARS = 100
-"""What a call of the tokenizer costs, in characters of a long text."""
+"""What a call of the tokenizer costs, and a part of a chat, in characters of a long text."""
 
 
 class Encoded(NamedTuple):
@@ -63,12 +63,22 @@ async def encode_prompt(
         work = partial(encode_chat, chat)
         if chat.template is not None:
             return await lanes.template(work)
-        return await lanes.text(work, sum(len(turn.content) for turn in chat.messages))
+        return await lanes.text(work, chat_weight(chat))
     text, special = prompt.text, add_special_tokens is not False
     if len(text) <= INLINE_CHARS:
         return Encoded(encode(text, special))
     _check_length(text, room, codec.max_token_chars, field if cuts else None)  # before it waits for a thread
     return Encoded(await lanes.text(partial(encode, text, special), len(text)))
+
+
+def chat_weight(chat: Chat) -> int:
+    """What a chat costs to be rendered and tokenized, in characters of a text.
+
+    All of it may become part of the prompt, not the turns alone: tools, the arguments of calls and what the
+    template is told. So it is the size of the message that brought it, and something for each of its parts.
+    """
+    num_calls = sum(len(turn.tool_calls) for turn in chat.messages)
+    return MESSAGE_BYTES.get() + _CALL_CHARS * (1 + len(chat.messages) + len(chat.tools) + num_calls)
 
 
 def _check_length(text: str, room: int, most_token_chars: int | None, cut_field: str | None) -> None:
