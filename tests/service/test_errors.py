@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import copy
+import pickle
 from datetime import UTC, datetime
 from typing import Any
 
@@ -113,6 +115,17 @@ async def test_every_row_reaches_the_client(error, code, reason, metadata) -> No
         assert (f.code.name, f.reason, dict(f.info.metadata)) == (code, reason, metadata)
         assert "secret" not in f.message
         assert f.message
+
+
+@pytest.mark.parametrize("error", [row[0] for row in SAMPLES], ids=lambda v: type(v).__name__)
+def test_every_error_can_be_pickled(error: Exception) -> None:
+    """With all that it knows, the notes as well."""
+    error = copy.copy(error)
+    error.add_note("seen by a pool")
+    found = pickle.loads(pickle.dumps(error))
+    assert type(found) is type(error)
+    assert str(found) == str(error)
+    assert vars(found) == vars(error)
 
 
 MIDWAY = [

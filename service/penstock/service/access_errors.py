@@ -21,9 +21,6 @@ class KeyExpired(RequestError):
         self.key_id, self.expired = key_id, expired
         super().__init__(f"key {key_id!r} expired at {expired.isoformat()}; ask for a new one")
 
-    def __reduce__(self) -> tuple[type[KeyExpired], tuple[str, datetime]]:
-        return type(self), (self.key_id, self.expired)
-
 
 class Forbidden(RequestError):
     """The caller is known, and may not do this."""
@@ -35,6 +32,3 @@ class RateLimited(UnavailableError):
     def __init__(self, limit: str, per_minute: int, retry_after_s: float) -> None:
         self.limit, self.per_minute, self.retry_after_s = limit, per_minute, retry_after_s
         super().__init__(f"over this key's {limit}, {per_minute}; retry in {retry_after_s:.3g} s")
-
-    def __reduce__(self) -> tuple[type[RateLimited], tuple[str, int, float]]:
-        return type(self), (self.limit, self.per_minute, self.retry_after_s)
