@@ -206,11 +206,14 @@ def test_help_is_worth_reading(run, arguments, capsys):
 
 def test_the_running_server_is_named(file, tmp_path):
     """A process with such a command line; started in the folder, given the file by its short name."""
-    program = "import sys; sys.stdin.read()"
+    program = "import sys; print('up', flush=True); sys.stdin.read()"
     sleeper = [sys.executable, "-c", program, "penstock", "serve", "demo", "--keys", "keys.json"]
     file.write_text("")
-    with subprocess.Popen(sleeper, stdin=subprocess.PIPE, cwd=tmp_path) as process:
+    pipe = subprocess.PIPE
+    with subprocess.Popen(sleeper, stdin=pipe, stdout=pipe, cwd=tmp_path) as process:
         assert process.stdin is not None
+        assert process.stdout is not None
+        assert process.stdout.readline()  # before that it may have no command line yet
         try:
             assert serving_with(file) == [process.pid]
             assert reload_hint(file).endswith(f": kill -HUP {process.pid}")

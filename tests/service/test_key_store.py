@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import os
 import stat
+import tempfile
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -52,6 +54,111 @@ def test_a_group_that_may_read_stays(file, given, kept):
     add(file, "b")
     assert mode(file) == kept
     assert [entry.id for entry in read_keys(file)] == ["a", "b"]
+
+
+@contextlib.contextmanager
+def as_user(uid: int, gid: int) -> Iterator[None]:
+    """Only root can."""
+    os.setegid(gid)
+    os.seteuid(uid)
+    try:
+        yield
+    finally:
+        os.seteuid(0)
+        os.setegid(0)
+
+
+root_only = pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to be several users")
+
+
+@pytest.fixture
+def shared() -> Iterator[Path]:
+    """A file of keys of user 1001 that group 1002 may read, in a folder where everybody may write."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        folder.chmod(0o777)
+        path = folder / "keys.json"
+        add(path, "a")
+        path.with_name("keys.json.lock").unlink()
+        path.chmod(0o640)
+        os.chown(path, 1001, 1002)
+        yield path
+
+
+def access(path: Path) -> tuple[int, int, int]:
+    found = path.stat()
+    return found.st_uid, found.st_gid, stat.S_IMODE(found.st_mode)
+
+
+@root_only
+@pytest.mark.parametrize(
+    ("uid", "gid", "mode", "way"),
+    [
+        (65534, 65534, 0o644, "belongs to user 1001, .* do it as user 1001 or as root"),
+        (65534, 1002, 0o640, "belongs to user 1001, .* do it as user 1001 or as root"),
+        (1001, 1001, 0o640, "group 1002 may read it, .* do it as root or as a member of the group"),
+    ],
+)
+def test_a_change_after_which_the_server_could_not_read_is_refused(shared, uid, gid, mode, way):
+    """Else a server would keep a key that the command had called revoked."""
+    shared.chmod(mode)
+    before, number = shared.read_bytes(), shared.stat().st_ino
+    with as_user(uid, gid), pytest.raises(ConfigError, match=f"was not changed: .*{way}"):
+        add(shared, "b")
+    assert shared.read_bytes() == before
+    assert shared.stat().st_ino == number
+    assert access(shared) == (1001, 1002, mode)
+    left = {path.name for path in shared.parent.iterdir()}
+    assert left <= {"keys.json", "keys.json.lock"}
+    with as_user(1001, 1002):
+        add(shared, "b")  # the way that the message shows
+    assert access(shared) == (1001, 1002, 0o640)
+    assert [entry.id for entry in read_keys(shared)] == ["a", "b"]
+
+
+@root_only
+def test_who_is_no_member_of_a_group_that_cannot_read_may_change(shared):
+    shared.chmod(0o600)
+    with as_user(1001, 1001):
+        add(shared, "b")
+    assert access(shared) == (1001, 1001, 0o600)
+
+
+@root_only
+def test_after_root_the_owner_may_still_change(shared):
+    add(shared, "b")
+    assert access(shared) == (1001, 1002, 0o640)
+    with as_user(1001, 1002):
+        add(shared, "c")
+    assert [entry.id for entry in read_keys(shared)] == ["a", "b", "c"]
+
+
+@pytest.mark.parametrize(("way", "kept"), [("owner", False), ("group", False), ("neither", True)])
+def test_what_cannot_be_kept_is_told_by_any_user(file, monkeypatch, way, kept):
+    """As above, for who cannot be several users: the file of before is said to be another's."""
+    add(file, "a")
+    file.chmod(0o640)
+    before, stat_of, own = file.read_bytes(), Path.stat, os.getuid()
+
+    def other(self, **more):
+        found = list(stat_of(self, **more))
+        if self.name == "keys.json" and way != "neither":
+            found[4 if way == "owner" else 5] += 4321
+        return os.stat_result(found)
+
+    def forbidden(handle, uid, gid):
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(os, "fchown", forbidden)
+    monkeypatch.setattr(Path, "stat", other)
+    if kept:
+        add(file, "b")
+        assert mode(file) == 0o640
+    else:
+        with pytest.raises(ConfigError, match=r"keys\.json was not changed"):
+            add(file, "b")
+        assert file.read_bytes() == before
+    assert os.stat(file).st_uid == own
 
 
 @pytest.mark.parametrize(
@@ -144,6 +251,32 @@ def test_a_bad_file_is_named_and_left_alone(file, content, complaint):
             action()
         assert str(file) in str(caught.value)
     assert file.read_bytes() == content
+
+
+@pytest.mark.parametrize("kind", ["fifo", "folder", "device"])
+def test_what_is_no_regular_file_is_refused_at_once(tmp_path, kind):
+    """To open a FIFO would wait for a writer for ever, and a device may have no end."""
+    path = tmp_path / "keys.json"
+    if kind == "fifo":
+        os.mkfifo(path)
+    elif kind == "folder":
+        path.mkdir()
+    else:
+        path = Path("/dev/zero")
+    caught: list[ConfigError] = []
+
+    def read() -> None:
+        try:
+            read_keys(path)
+        except ConfigError as error:
+            caught.append(error)
+
+    thread = threading.Thread(target=read, daemon=True)
+    thread.start()
+    thread.join(20)
+    assert len(caught) == 1, "it waits"
+    assert str(path) in str(caught[0])
+    assert "no regular file" in str(caught[0]) or kind == "folder"
 
 
 def test_a_missing_file_or_folder_is_named(tmp_path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
@@ -179,6 +180,25 @@ async def test_a_file_that_does_not_parse_keeps_the_keys(file, caplog):
             assert error.exc_info is None
         file.unlink()
         await rig.server.reload_keys()
+        assert await call(rig, "InferenceService/Generate", **as_("alice")) == "OK"
+
+
+async def test_whatever_goes_wrong_in_reading_keeps_the_keys(file, caplog, monkeypatch):
+    """Also what nobody thought of, and a FIFO, which would be waited for for ever."""
+    async with serving_keys(file, key("alice")) as rig:
+        file.unlink()
+        os.mkfifo(file)
+        await asyncio.wait_for(rig.server.reload_keys(), 20)
+        assert "not read again, those before them stay" in caplog.text
+        assert "no regular file" in caplog.text
+        caplog.clear()
+
+        def broken(path):
+            raise RuntimeError("a bug")
+
+        monkeypatch.setattr("penstock.service.keys.read_keys", broken)
+        await rig.server.reload_keys()
+        assert "not read again, those before them stay: RuntimeError('a bug')" in caplog.text
         assert await call(rig, "InferenceService/Generate", **as_("alice")) == "OK"
 
 

@@ -33,7 +33,10 @@ def digest_of(secret: str) -> str:
 def read_keys(path: Path) -> tuple[KeyEntry, ...]:
     """The file's entries. ConfigError, which names the file, where it cannot be read or is not right."""
     try:
-        with path.open("rb") as file:
+        # Without O_NONBLOCK, to open a FIFO would wait for a writer, maybe for ever.
+        with os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:
+            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+                raise ConfigError(f"keys: {path} is no regular file")
             data = file.read(MAX_BYTES + 1)
     except OSError as error:
         raise ConfigError(f"keys: {path} cannot be read: {error.strerror}") from error
@@ -67,13 +70,20 @@ def change_keys(path: Path, change: Change) -> None:
     """Replace the file's entries by what `change` makes of them; a file that is missing has none.
 
     Readers find the old file or the new one, whole, also after a crash. Two changes at once are made one
-    after the other. ConfigError where the file is not right or cannot be written.
+    after the other. ConfigError where the file is not right or cannot be written, or where those who may read
+    it now, such as the server, could not read the new one.
     """
     path = path.resolve()  # a link stays one
     try:
+        # Before the lock is made: one of another user would keep the owner out.
+        if path.exists() and os.geteuid() not in (0, owner := path.stat().st_uid):
+            raise _strangers(path, owner)
         # The lock is a file of its own: the one with the keys is another one after each change.
         with path.with_name(path.name + ".lock").open("a") as lock:
             os.chmod(lock.fileno(), 0o600)
+            if path.exists():
+                with contextlib.suppress(OSError):  # it only spares the owner a refusal
+                    os.fchown(lock.fileno(), path.stat().st_uid, -1)
             fcntl.flock(lock, fcntl.LOCK_EX)
             _replace(path, format_keys(change(read_keys(path) if path.exists() else ())))
     except OSError as error:
@@ -102,8 +112,29 @@ def _replace(path: Path, text: str) -> None:
 
 
 def _keep_access(path: Path, handle: int) -> None:
-    """Owner and a group that may read stay: the server may run as another user than who adds keys."""
+    """Owner and a group that may read stay: the server may run as another user than who adds keys.
+
+    ConfigError where they cannot stay. A server that cannot read the file keeps the keys it has, so a key
+    would be called revoked and be good all the same.
+    """
     before = path.stat()
-    with contextlib.suppress(PermissionError):  # only root may give a file away
-        os.fchown(handle, before.st_uid, before.st_gid)
-        os.fchmod(handle, stat.S_IMODE(before.st_mode) & 0o640)
+    mode = stat.S_IMODE(before.st_mode) & 0o640
+    with contextlib.suppress(OSError):  # only root may give a file to a group of others
+        os.fchown(handle, -1, before.st_gid)
+    if mode & stat.S_IRGRP and os.fstat(handle).st_gid != before.st_gid:
+        raise ConfigError(
+            f"keys: {path} was not changed: group {before.st_gid} may read it, and user {os.geteuid()} "
+            f"cannot give that group a new file; do it as root or as a member of the group"
+        )
+    os.fchmod(handle, mode)
+    with contextlib.suppress(OSError):  # only root may give a file away
+        os.fchown(handle, before.st_uid, -1)
+    if os.fstat(handle).st_uid != before.st_uid:
+        raise _strangers(path, before.st_uid)
+
+
+def _strangers(path: Path, owner: int) -> ConfigError:
+    return ConfigError(
+        f"keys: {path} was not changed: it belongs to user {owner}, and a file that user {os.geteuid()} "
+        f"writes might not be readable for the server any more; do it as user {owner} or as root"
+    )

@@ -35,8 +35,11 @@ class Keys:
         async with self._turn:  # else an older reading might count last
             try:
                 entries = await in_thread(lambda: read_keys(self._file))
-            except ConfigError as error:
-                log.error("the keys were not read again, those before them stay: %s", error)
+            except Exception as error:  # noqa: BLE001 -- whatever it is, the server goes on with what it has
+                log.error(
+                    "the keys were not read again, those before them stay: %s",
+                    error if isinstance(error, ConfigError) else repr(error),
+                )
                 return
             self.authenticator.use(entries)
             self._tell(entries)
