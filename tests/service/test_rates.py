@@ -63,6 +63,38 @@ def test_retry_info_is_honest(clock):
         account.admit()
 
 
+@pytest.mark.parametrize(
+    ("requests", "tokens", "limit", "wait_s"),
+    [(60, 60, "tokens_per_minute", 61.0), (1, 600, "requests_per_minute", 60.0)],
+)
+def test_where_both_are_short_the_longer_wait_is_told(clock, requests, tokens, limit, wait_s):
+    account = Account(Rates(requests_per_minute=requests, tokens_per_minute=tokens), clock)
+    for _ in range(requests):
+        account.admit()
+        account.leave()
+    account.use_tokens(2 * 60 if tokens == 60 else tokens)
+    with pytest.raises(RateLimited) as caught:
+        account.admit()
+    assert caught.value.limit == limit
+    assert caught.value.retry_after_s == pytest.approx(wait_s)
+    clock.now += caught.value.retry_after_s
+    account.admit()
+
+
+def test_requests_that_begin_together_may_each_overdraw(clock):
+    """Unless the key bounds how many run at once."""
+    account = Account(Rates(tokens_per_minute=60), clock)
+    for _ in range(3):
+        account.admit()
+    for _ in range(3):
+        account.use_tokens(60)
+    assert refused(account) == pytest.approx(121.0)
+    bounded = Account(Rates(tokens_per_minute=60, max_parallel_requests=1), clock)
+    bounded.admit()
+    with pytest.raises(Busy):
+        bounded.admit()
+
+
 def test_a_bucket_never_holds_more_than_a_minutes_worth(clock):
     bucket = TokenBucket(60, clock)
     clock.now += 3600.0

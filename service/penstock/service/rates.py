@@ -4,7 +4,9 @@ A bucket holds what a minute allows and is filled evenly, so a caller that was a
 minute's worth at once, and in the long run nobody gets more than the rate. A request costs one of the bucket
 of requests when it comes. Tokens are only known as they are made: a request begins if the bucket of tokens
 holds any, and what it then uses is taken out as it is used, also below zero. Nothing that runs is cut off,
-and the next request waits until the debt is paid; so one request may overdraw once, and the average is exact.
+and the next request waits until the debt is paid, so the average is exact. All requests that begin while the
+bucket holds something may overdraw it together, each by all that it uses; only max_parallel_requests bounds
+how many those are.
 """
 
 from __future__ import annotations
@@ -102,9 +104,13 @@ class Account:
         most = self._max_parallel
         if most is not None and self.num_running >= most:
             raise Busy("max_parallel_requests", most, self._pace.retry_after_s())
-        for name, bucket in (("requests_per_minute", self._requests), ("tokens_per_minute", self._tokens)):
-            if bucket is not None and (wait_s := bucket.wait_s()) > 0.0:
-                raise RateLimited(name, bucket.per_minute, wait_s)
+        short = [
+            RateLimited(name, bucket.per_minute, wait_s)
+            for name, bucket in (("requests_per_minute", self._requests), ("tokens_per_minute", self._tokens))
+            if bucket is not None and (wait_s := bucket.wait_s()) > 0.0
+        ]
+        if short:  # whoever waits for the longer wait finds room in both
+            raise max(short, key=lambda error: error.retry_after_s)
         if self._requests is not None:
             self._requests.take(1)
         self._pace.entered()
