@@ -1,7 +1,7 @@
 """`penstock serve` with the fake engine in place of the real one: a process to send signals to.
 
 --served-model-name chooses what it does: "never-loads" loads without end, "never-ready" has a warm-up without
-end, "dies" fails at its first request.
+end, "dies" fails at its first request, "hangs" does not come back from handing out its first step.
 """
 
 from __future__ import annotations
@@ -22,6 +22,11 @@ class SlowEngine(FakeEngine):
     """Ten steps a second."""
 
     dies = False
+    hangs = False
+
+    def submit(self, request: Any, sink: Any, prepared: Any = None) -> None:
+        forever = threading.Event()
+        super().submit(request, (lambda _: forever.wait()) if self.hangs else sink, prepared)
 
     def _advance(self, request_id: str) -> None:
         if self.dies:
@@ -42,6 +47,7 @@ class Loader:
         start = forever.wait if config.served_model_name == "never-ready" else lambda: None
         engine = SlowEngine(codec=byte_codec(), max_model_len=10_000, start=start)  # type: ignore[arg-type]
         engine.dies = config.served_model_name == "dies"
+        engine.hangs = config.served_model_name == "hangs"
         return engine
 
 

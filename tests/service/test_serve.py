@@ -238,6 +238,20 @@ def test_a_dead_engine_ends_the_process_with_1() -> None:
     assert "the engine is dead" in server.output
 
 
+def test_an_engine_that_hangs_does_not_keep_the_process_from_its_end() -> None:
+    with fake_process("--port", "0", "--grace", "0.1", "--served-model-name", "hangs") as server:
+        address = server.wait_for(r"ready on (127\.0\.0\.1:\d+)")[1]
+        with grpc.insecure_channel(address) as channel:
+            stub = inference_pb2_grpc.InferenceServiceStub(channel)
+            call = stub.Stream(stream("a"))
+            assert next(call).WhichOneof("event") == "started"
+            server.popen.send_signal(signal.SIGTERM)
+            assert server.wait() == 1
+            call.cancel()
+        assert "the engine hangs and is left behind" in server.output
+        assert "forever.wait()" in server.output, "where it hangs"
+
+
 def test_listening_for_others_is_warned_about() -> None:
     with fake_process("--port", "0", "--host", "0.0.0.0", "--insecure") as server:
         server.wait_for(r"WARNING.*0\.0\.0\.0.* no TLS .* no way to tell callers apart")

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from penstock.service import engine_end
 from penstock.service.server import LIVENESS, READINESS
 from penstock.service.watchdog import Stillness, stack_of
 from tests.service.rig import WAIT_S, collect, fake, generate, joined, serving, stream, until
@@ -49,6 +50,41 @@ async def test_an_engine_that_hangs_is_not_ready_until_it_moves_again(monkeypatc
         await until_health(rig, SERVING)
         assert (await asyncio.wait_for(call, WAIT_S)).usage.completion_tokens == 3
     assert "the engine's thread moves again" in caplog.text
+
+
+async def test_an_engine_that_hangs_does_not_hold_up_the_stop(monkeypatch, caplog):
+    monkeypatch.setattr(engine_end, "LIMIT_S", 0.3)
+    engine = toy_engine(start=False)
+    runner: Any = engine._core._runner
+    works, entered, gate = runner.wait, threading.Event(), threading.Event()
+
+    def the_device_is_away(pending: Any) -> Any:
+        entered.set()
+        assert gate.wait(4 * WAIT_S)
+        return works(pending)
+
+    async with serving(engine, grace_s=0.1) as rig:
+        monkeypatch.setattr(runner, "wait", the_device_is_away)
+        call = asyncio.ensure_future(rig.inference.Generate(generate(prompt_token_ids={"ids": [1]})))
+        await until(entered.is_set)
+        try:
+            assert not await asyncio.wait_for(rig.server.stop(), 2 * WAIT_S)
+            assert rig.server.engine_hangs
+        finally:
+            gate.set()
+        await asyncio.wait({call})
+        assert call.exception() is not None
+    told = [r.getMessage() for r in caplog.records if r.levelno == logging.ERROR]
+    assert any("is left behind" in text and "the_device_is_away" in text for text in told)
+
+
+async def test_a_lock_that_nobody_gives_back_does_not_hold_up_the_stop(monkeypatch):
+    monkeypatch.setattr(engine_end, "LIMIT_S", 0.3)
+    engine = toy_engine(start=False)
+    async with serving(engine, grace_s=0.1) as rig:
+        with engine._core._lock:
+            assert not await asyncio.wait_for(rig.server.stop(), 2 * WAIT_S)
+        assert rig.server.engine_hangs
 
 
 async def test_requests_that_wait_without_a_step_count_as_hanging():

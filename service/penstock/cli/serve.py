@@ -8,6 +8,7 @@ import logging
 import os
 import signal
 import sys
+from dataclasses import dataclass
 from typing import Any
 
 from opentelemetry.sdk.trace import TracerProvider
@@ -55,14 +56,21 @@ def run(args: argparse.Namespace) -> int:
     provider, instance_id = None, new_instance_id()
     if args.otlp_endpoint:
         provider = otlp_provider(args.otlp_endpoint, version=version(), instance_id=instance_id)
-    code = asyncio.run(_serve(args.model, config, options, provider, instance_id))
+    end = asyncio.run(_serve(args.model, config, options, provider, instance_id))
     if provider is not None:
         provider.shutdown()  # sends what is left
-    if code is None:  # the engine's thread is busy compiling and cannot be asked to stop
+    if end.by_force:
         logging.shutdown()
         sys.stdout.flush()
-        os._exit(0)
-    return code
+        os._exit(end.code)
+    return end.code
+
+
+@dataclass(frozen=True, slots=True)
+class _End:
+    code: int
+    by_force: bool = False
+    """A thread of the engine is busy compiling or hangs, and would not let the process end."""
 
 
 async def _serve(
@@ -71,8 +79,8 @@ async def _serve(
     options: ServerOptions,
     provider: TracerProvider | None,
     instance_id: str,
-) -> int | None:
-    """The exit code; None where the process must be ended though a thread is busy."""
+) -> _End:
+    """Until the server has ended."""
     told_to_stop = asyncio.Event()
     _on_signals(told_to_stop)
     stopping = asyncio.ensure_future(told_to_stop.wait())
@@ -91,7 +99,7 @@ async def _serve(
         return await _serve_with(server, model, config, options, stopping)
     except PenstockError as error:
         print(f"penstock serve: {error}", file=sys.stderr)
-        return 1
+        return _End(1)
     finally:
         if server is not None:
             await server.stop()
@@ -103,27 +111,29 @@ async def _serve_with(
     config: EngineConfig,
     options: ServerOptions,
     stopping: asyncio.Future[Any],
-) -> int | None:
+) -> _End:
     """Load and serve until told to stop; `server` answers health checks meanwhile. As `_serve`."""
     loading = asyncio.ensure_future(in_thread(lambda: Engine.from_pretrained(model, config)))
     if not await _first(loading, stopping):
-        return None
+        return _End(0, by_force=True)
     engine = loading.result()
     _tell(engine)
     server.attach(engine)
     starting = asyncio.ensure_future(server.start_engine())
     if not await _first(starting, stopping):
-        return None
+        return _End(0, by_force=True)
     starting.result()
     _tell_addresses(server)
     warming = in_thread(lambda: _warm_grammars(engine, options))  # beside what it serves from now on
     died = await _first(asyncio.ensure_future(server.wait_for_failure()), stopping)
     log.info("stopping: no new requests; running ones have %g s", options.grace_s)
     await server.stop()
+    if server.engine_hangs:
+        return _End(1, by_force=True)
     log.info("stopped")
     await warming
     engine.shutdown()  # again, for what that may have begun since
-    return 1 if died else 0
+    return _End(1 if died else 0)
 
 
 async def _first(wanted: asyncio.Future[Any], stopping: asyncio.Future[Any]) -> bool:

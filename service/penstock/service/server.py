@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 import importlib.metadata
 import logging
 import time
@@ -26,13 +25,13 @@ from grpc_health.v1 import health_pb2_grpc
 from opentelemetry.trace import TracerProvider
 
 from penstock.runtime.chat.parser import ChatForms, choose_forms
-from penstock.runtime.errors import PenstockError
 from penstock.service import health
 from penstock.service.access import Access
 from penstock.service.admission import Admission
 from penstock.service.backend import Backend
 from penstock.service.bounds import grpc_options
 from penstock.service.control import ControlServicer
+from penstock.service.engine_end import EngineEnd
 from penstock.service.front import Front
 from penstock.service.inference import InferenceServicer
 from penstock.service.interceptors import PenstockInterceptor
@@ -115,6 +114,7 @@ class PenstockServer:
         self._inference = LateServicer(_INFERENCE, self._calls)
         self._control = LateServicer(_CONTROL, self._calls)
         self._engine: Backend | None = None
+        self._engine_end: EngineEnd | None = None
         self._died = asyncio.Event()
         self._watchdog: Watchdog | None = None
         self._starting = False
@@ -177,7 +177,7 @@ class PenstockServer:
 
     def attach(self, engine: Backend) -> None:
         """Answer with this engine. Generation is refused as NOT_READY until `start_engine` ends."""
-        self._engine = engine
+        self._engine, self._engine_end = engine, EngineEnd(engine)
         self._access.served_model = engine.info.name
         self._inference.bind(
             InferenceServicer(
@@ -245,6 +245,11 @@ class PenstockServer:
         self._readiness.refuse("dead")
         self._died.set()
 
+    @property
+    def engine_hangs(self) -> bool:
+        """At the stop it did not come back: a thread of it is still there."""
+        return self._engine_end is not None and self._engine_end.hangs
+
     async def wait_for_failure(self) -> None:
         """Returns once the engine is dead."""
         await self._died.wait()
@@ -259,19 +264,19 @@ class PenstockServer:
 
     async def _end(self) -> bool:
         self._readiness.refuse("stopping")
-        engine, draining = self._engine, None
-        if engine is not None and engine.ready:
+        engine, end, draining = self._engine, self._engine_end, None
+        if engine is not None and end is not None and engine.ready:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._died.wait(), self._options.drain_delay_s)
-            draining = in_thread(functools.partial(engine.drain, self._options.grace_s))
+            draining = asyncio.create_task(end.drain(self._options.grace_s))
         await self._calls.wait_settled()  # what gRPC has taken in is refused as DRAINING meanwhile
         # Listens no more, and tells clients to go elsewhere; what runs goes on.
         most_s = self._options.grace_s + _LAST_REPLIES_S + _LAST_WORDS_S
         leaving = asyncio.create_task(self.front.stop(most_s))
         self._health.close()
         drained = draining is None or await draining
-        if engine is not None and not drained:
-            self._abort(engine)
+        if end is not None and not drained:
+            await end.abort(self._options.grace_s)
         await self._calls.wait_idle(_LAST_REPLIES_S)
         await self.front.stop(_LAST_WORDS_S)
         self._lost_replies.remove()
@@ -281,11 +286,6 @@ class PenstockServer:
             await in_thread(self._ledger.close)
         if self._watchdog is not None:
             self._watchdog.stop()
-        if engine is not None and not self._starting:  # a compilation ends only with the process
-            await in_thread(engine.shutdown)
+        if end is not None and not self._starting:  # a compilation ends only with the process
+            await end.shutdown()
         return drained
-
-    def _abort(self, engine: Backend) -> None:
-        with contextlib.suppress(PenstockError):
-            aborted = engine.abort(all_requests=True, message="the server is shutting down")
-            log.warning("grace of %g s is over; aborted %d requests", self._options.grace_s, len(aborted))
