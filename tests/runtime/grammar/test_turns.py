@@ -5,7 +5,9 @@ matter of the machine's speed: limits that are to be reached are zero, others ar
 from __future__ import annotations
 
 import ctypes
+import gc
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import cast
 
@@ -30,6 +32,7 @@ class Gated:
         self.value, self.gate = value, gate
         self.begun = threading.Event()
         self.num_made = 0
+        self.shared_gate: threading.Event | None = None
 
     def unsafe_compute_mask_ptr(self, address: int, num_bytes: int) -> None:
         self.begun.set()
@@ -37,6 +40,15 @@ class Gated:
             assert self.gate.wait(NEVER_S)
         ctypes.memmove(address, np.full(2, self.value, np.int32).tobytes(), num_bytes)
         self.num_made += 1
+
+    def try_consume_tokens(self, token_ids: list[int]) -> int:
+        """Takes the lexer's lock, as a mask does."""
+        if self.shared_gate is not None:
+            assert self.shared_gate.is_set(), "the engine's thread waits for a mask"
+        return 1
+
+    def is_stopped(self) -> bool:
+        return False
 
     def is_error(self) -> bool:
         return False
@@ -144,6 +156,79 @@ def test_outputs_that_share_a_lexer_wait_for_it(step: Step, gate: threading.Even
     assert matcher(sibling).num_made == 0
     gate.set()
     step.until({0: slow, 1: sibling, 2: words}, lambda filled: not filled.skipped)
+
+
+def test_outputs_that_share_a_lexer_with_one_that_is_begun_late_are_not_waited_for(
+    gate: threading.Event,
+) -> None:
+    """A step waits for the lane for ever here, so it never ends if it waits for the sibling."""
+    turns = MaskTurns(MaskFiller(0).fill_all, step_s=NEVER_S, wall_s=NEVER_S, alone_s=NEVER_S)
+    lexer = Lexer()
+    slow, sibling, other = constraint(5, gate, lexer), constraint(6, gate, lexer), constraint(7)
+    slow.expected_s = 1.0
+    step = Step(turns)
+    filled = step.once({0: sibling, 1: slow, 2: other})
+    assert filled.skipped == {0, 1}
+    assert (filled.masks[2] == 7).all()
+    assert matcher(sibling).num_made == 0
+    gate.set()
+    step.until({0: sibling, 1: slow, 2: other}, lambda filled: not filled.skipped)
+    turns.close()
+
+
+def test_a_token_is_never_accepted_while_a_mask_holds_its_lexer(gate: threading.Event) -> None:
+    """To accept it the engine's thread would wait for the mask. The mask that is there already is kept."""
+    lexer = Lexer()
+    first, late = constraint(5, None, lexer), constraint(6, gate, lexer)
+
+    class Slow(Lane):
+        """Uses no processor until it comes to the mask that is late."""
+
+        def cpu_s(self) -> float:
+            return NEVER_S * matcher(late).begun.is_set()
+
+    turns = MaskTurns(MaskFiller(0).fill_all, step_s=0.01, wall_s=NEVER_S, make_lane=Slow)
+    step = Step(turns)
+    for shared in (first, late):
+        matcher(shared).shared_gate = gate
+    rows: dict[int, TokenConstraint] = {2: constraint(7), 0: first, 1: late}
+    for _ in range(5):
+        filled = step.once(rows)
+        for row in set(rows) - filled.skipped:
+            rows[row].accept([1])
+        assert filled.skipped == {0, 1}
+        assert (filled.masks == [[-1, -1], [-1, -1], [7, 7]]).all()
+    gate.set()
+    filled = step.until(rows, lambda filled: not filled.skipped)
+    assert (filled.masks == [[5, 5], [6, 6], [7, 7]]).all()
+    assert matcher(first).num_made == 1
+    turns.close()
+
+
+def test_a_mask_that_came_late_is_kept_while_its_row_sits_out(step: Step, gate: threading.Event) -> None:
+    slow, quick = constraint(5, gate), constraint(6)
+    step.until({0: slow, 1: quick}, lambda filled: filled.skipped == {0})
+    (late,) = step.turns._late.values()
+    gate.set()
+    assert late.job.wait(NEVER_S)
+    for _ in range(3):
+        step.once({1: quick})
+    filled = step.until({0: slow, 1: quick}, lambda filled: 0 not in filled.skipped)
+    assert (filled.masks[0] == 5).all()
+    assert matcher(slow).num_made == 1
+
+
+def test_what_is_kept_goes_with_its_request(step: Step, gate: threading.Event) -> None:
+    rows: dict[int, TokenConstraint] = {0: constraint(5, gate), 1: constraint(6)}
+    step.until(rows, lambda filled: filled.skipped == {0})
+    gate.set()
+    gone = weakref.ref(rows.pop(0))
+
+    def forgotten(_: Filled) -> bool:
+        gc.collect()
+        return gone() is None and not step.turns._kept
+
+    step.until(rows, forgotten)
 
 
 def test_with_enough_threads_left_behind_only_what_has_proven_quick_is_served(

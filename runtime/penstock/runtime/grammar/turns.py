@@ -14,12 +14,14 @@ from __future__ import annotations
 
 import math
 import time
+import weakref
 from collections.abc import Callable, Hashable, Iterator
 from typing import NamedTuple
 
 import numpy as np
 
 from penstock.runtime.constraint import Mask, TokenConstraint
+from penstock.runtime.errors import PenstockError
 from penstock.runtime.grammar.bad_words import BadWords
 from penstock.runtime.grammar.fill import PARALLEL_ROWS
 from penstock.runtime.grammar.lane import FillRows, Job, Lane, Rows
@@ -57,6 +59,13 @@ class _Late(NamedTuple):
     constraint: TokenConstraint
 
 
+class _Kept(NamedTuple):
+    constraint: Callable[[], TokenConstraint | None]
+    """None once nobody has it any more: its request has ended."""
+    mask: Mask
+    error: Exception | None
+
+
 class MaskTurns:
     """Fills the masks of step after step; used on one thread."""
 
@@ -80,43 +89,51 @@ class MaskTurns:
         self._patient_again = -math.inf
         self._lane: Lane | None = None
         self._late: dict[int, _Late] = {}
-        """By the identity of the constraint, which is kept alive here."""
+        """Masks that are being made, by the identity of the constraint, which is kept alive here."""
+        self._kept: dict[int, _Kept] = {}
+        """Masks that were made and not used yet, by the same; which lives as long as its request."""
 
     def fill(self, constraints: Rows, masks: Mask, *, others: bool) -> Filled:
         """Fill the rows named of `masks`, contiguous and of -1 throughout, which is the lane's from now on.
 
         `others`: the step has a token for somebody whom slow masks should not hold up.
         """
-        errors: dict[int, Exception] = {}
-        ready = self._take_late(constraints, masks, errors)
+        ready = self._ready(constraints)
         waiting = self._waiting(constraints) - ready
         if not others and len(waiting) == len(constraints) and self._late:
             next(iter(self._late.values())).job.wait(self._alone_s)
-            ready = self._take_late(constraints, masks, errors)
+            ready = self._ready(constraints)
             waiting = self._waiting(constraints) - ready
         quick, slow = self._sort({row: c for row, c in constraints.items() if row not in waiting | ready})
         if slow and (others or quick or ready):
             # Nobody waits for these; one after the other, since each takes a processor.
             if self._num_late < MAX_LATE:
                 self._begin_late(dict([slow[0]]), masks)
+                # Those who share its lexer would wait for it, in the lane that serves all others.
+                waiting = self._waiting(constraints)
+                quick = [item for item in quick if item[0] not in waiting]
         else:
             quick = quick + slow
-        if not quick:
-            return self._filled(constraints, masks, errors, ready)
-        job = Job(list(self._batches(quick)), masks)
+        made = Job((), masks)
+        if quick:
+            made = self._make(quick, masks, patient=not (others or ready))
+        if made.failure is not None:
+            raise made.failure
+        return self._filled(constraints, made, ready)
+
+    def _make(self, rows: list[tuple[int, TokenConstraint]], masks: Mask, *, patient: bool) -> Job:
+        """What came of these rows in the time that a step has; in more if `patient` and nothing came."""
+        job = Job(list(self._batches(rows)), masks)
         began = self._clock()
         extra = self._step_s if began >= self._patient_again else _IMPATIENT * self._step_s
-        ended = self._wait(job, extra + sum(map(expected_s, dict(quick).values())))
-        if not (ended or others or ready or job.done):
+        ended = self._wait(job, extra + sum(map(expected_s, dict(rows).values())))
+        if patient and not (ended or job.done):
             ended = job.wait(self._alone_s)
         if not ended:
             job = self._leave(job)
             now = self._clock()
             self._patient_again = now + _PAUSES * (now - began)
-        if job.failure is not None:
-            raise job.failure
-        errors.update(job.errors)
-        return self._filled(constraints, masks, errors, ready | job.done)
+        return job
 
     def _wait(self, job: Job, cpu_s: float) -> bool:
         """Whether the job came to its end before the lane had used so much processor time for it. A lane that
@@ -139,41 +156,78 @@ class MaskTurns:
             self._lane.close()
             self._lane = None
 
-    def _filled(self, constraints: Rows, masks: Mask, errors: dict[int, Exception], done: set[int]) -> Filled:
-        skipped = frozenset(constraints).difference(done)
+    def _filled(self, constraints: Rows, made: Job, ready: set[int]) -> Filled:
+        """The step's rows as they are now. Who shares a lexer with a mask that is still being made has no
+        token, though its own mask may be there: to accept that token, the engine's thread would wait for the
+        lexer's lock. Its mask is kept.
+        """
+        self._keep_finished()
+        busy = self._busy
+        errors: dict[int, Exception] = {}
+        served: set[int] = set()
+        masks = made.masks
+        for row in ready | made.done:
+            constraint = constraints[row]
+            kept = self._kept.get(id(constraint)) if row in ready else None
+            error = made.errors.get(row) if kept is None else kept.error
+            if error is not None:
+                errors[row] = error
+            elif lexer_of(constraint) in busy:
+                if kept is None:
+                    self._keep(constraint, made, row)
+                continue
+            elif kept is not None:
+                masks[row] = kept.mask
+            served.add(row)
+            self._kept.pop(id(constraint), None)
+        skipped = frozenset(constraints).difference(served)
         if skipped:
             masks = masks.copy()  # a thread that was left behind may be writing
             masks[list(skipped)] = -1
-        return Filled(masks, {row: errors[row] for row in errors if row in done}, skipped)
+        return Filled(masks, errors, skipped)
 
     # -- who takes long --
 
     @property
     def _num_late(self) -> int:
-        return len({id(late.job) for late in self._late.values() if not _is_done(late)})
+        return len({id(late.job) for late in self._late.values()})
 
-    def _take_late(self, constraints: Rows, masks: Mask, errors: dict[int, Exception]) -> set[int]:
-        """The rows that others waited for no longer, and that are ready now: their masks or errors are
-        taken."""
+    @property
+    def _busy(self) -> set[Hashable]:
+        """The lexers that are locked until a mask is there that nobody waits for."""
+        return {lexer_of(late.constraint) for late in self._late.values()}
+
+    def _keep_finished(self) -> None:
+        """Masks that came late are kept until their row asks for them or its request is gone."""
+        if self._kept:
+            self._kept = {key: kept for key, kept in self._kept.items() if kept.constraint() is not None}
+        for key, late in list(self._late.items()):
+            if _is_done(late):
+                del self._late[key]
+                self._keep(late.constraint, late.job, late.row)
+
+    def _keep(self, constraint: TokenConstraint, job: Job, row: int) -> None:
+        error = job.errors.get(row)
+        if isinstance(error, PenstockError):
+            error.with_traceback(None)  # which keeps the constraint alive; the message says it all
+        self._kept[id(constraint)] = _Kept(_weakly(constraint), job.masks[row].copy(), error)
+
+    def _ready(self, constraints: Rows) -> set[int]:
+        """The rows that others waited for no longer, and whose masks or errors are there now."""
+        self._keep_finished()
+        busy = self._busy
         ready: set[int] = set()
         for row, constraint in constraints.items():
-            late = self._late.get(id(constraint))
-            if late is None or not _is_done(late):
-                continue
-            ready.add(row)
-            if late.row in late.job.errors:
-                errors[row] = late.job.errors[late.row]
-            else:
-                masks[row] = late.job.masks[late.row]
-        # What nobody asks for now belongs to a request that is gone, or can be made again.
-        self._late = {key: late for key, late in self._late.items() if not _is_done(late)}
+            kept = self._kept.get(id(constraint))
+            if kept is not None and (kept.error is not None or lexer_of(constraint) not in busy):
+                ready.add(row)
         return ready
 
     def _waiting(self, constraints: Rows) -> set[int]:
         """The rows that are still being worked out, or share a lexer with one that is; and, where enough
         are, all that might be slow as well.
         """
-        busy = {lexer_of(late.constraint) for late in self._late.values()}
+        busy = self._busy
         waiting = {row for row, c in constraints.items() if lexer_of(c) in busy}
         if self._num_late >= MAX_LATE:
             waiting |= {row for row, c in constraints.items() if not is_proven(c)}
@@ -219,6 +273,10 @@ class MaskTurns:
                 rows = [item for item in rows if item[0] not in sure]
         for row, constraint in rows:
             yield {row: constraint}
+
+
+def _weakly(constraint: TokenConstraint) -> Callable[[], TokenConstraint | None]:
+    return weakref.ref(constraint)
 
 
 def _is_done(late: _Late) -> bool:
