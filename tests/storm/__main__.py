@@ -20,6 +20,8 @@ from tests.storm.target import Remains
 
 MEMORY = 1.10
 """How much of the memory before the storm the server may hold after it."""
+SLOWER = 2.0
+"""How many times their time to the first token (p99) honest callers may wait in the storm."""
 
 
 def faults_of(finding: Finding) -> list[str]:
@@ -80,6 +82,8 @@ def main() -> int:
     wrong = faults_of(finding)
     if finding.after.rss_bytes > MEMORY * finding.before.rss_bytes:
         wrong.append("memory did not come back to within a tenth of its start")
+    if slower > SLOWER:
+        wrong.append(f"honest callers waited {slower:.2f} times as long for their first token")
     print("\n" + ("\n".join(f"WRONG: {words}" for words in wrong) or "all that must hold does"))
     return 1 if wrong else 0
 

@@ -122,7 +122,6 @@ async def watch(attack: Attack) -> str:
 
 async def vanish(attack: Attack) -> str:
     """The connection is reset in the middle of a message or of an answer."""
-    host, _, port = attack.address.rpartition(":")
     peer = Peer(attack.address, initial_window=attack.rng.choice((0, 100, 60_000)))
     await peer.__aenter__()
     await peer.call(STREAM, attack.stream().SerializeToString(), metadata=attack.raw_bearer())
@@ -130,7 +129,6 @@ async def vanish(attack: Attack) -> str:
     raw = peer.writer.get_extra_info("socket")
     raw.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
     await peer.close()
-    del host, port
     return "reset"
 
 
@@ -153,11 +151,11 @@ async def kill(attack: Attack) -> str:
         *command, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.DEVNULL
     )
     assert process.stdout is not None
-    await process.stdout.readline()
+    began = await process.stdout.readline()
     if process.returncode is None:
         os.kill(process.pid, signal.SIGKILL)
     await process.wait()
-    return "killed"
+    return "killed" if began else "refused before it read anything"
 
 
 async def garbage(attack: Attack) -> str:
@@ -261,7 +259,9 @@ GRAMMARS = (
 
 
 async def grammar(attack: Attack) -> str:
-    request = attack.stream(constraint=types_pb2.Constraint(ebnf=attack.rng.choice(GRAMMARS)))
+    # The comment makes it a source that the server has not seen.
+    source = f"{attack.rng.choice(GRAMMARS)}\n// {attack.rng.getrandbits(64):x}\n"
+    request = attack.stream(constraint=types_pb2.Constraint(ebnf=source))
     return await ended(attack.inference.Stream(request, metadata=attack.bearer(), timeout=30))
 
 

@@ -23,9 +23,23 @@ PROMPTS = (
     "Rain fell on the roof, and the cat",
     "It was morning. The sun",
 )
+SCHEMA = """{"type": "object", "properties": {"name": {"type": "string", "maxLength": 24},
+"age": {"type": "integer"}}, "required": ["name", "age"], "additionalProperties": false}"""
 MAX_TOKENS = 40
 TYPED = "typed"
 BARE = "bare"
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """One greedy request."""
+
+    prompt: str
+    schema: str = ""
+    """What the answer must match; empty: nothing, and it has MAX_TOKENS."""
+
+
+QUESTIONS = (*map(Question, PROMPTS), Question("A bear:", SCHEMA))
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,28 +50,29 @@ class Answer:
     logprob_bits: tuple[int, ...]
 
 
-def request(prompt: str) -> inference_pb2.StreamRequest:
+def request(question: Question) -> inference_pb2.StreamRequest:
     return inference_pb2.StreamRequest(
-        prompt=prompt,
+        prompt=question.prompt,
         sampling=types_pb2.SamplingParams(temperature=0.0),
-        stopping=types_pb2.StoppingParams(max_tokens=MAX_TOKENS, ignore_eos=True),
+        stopping=types_pb2.StoppingParams(max_tokens=MAX_TOKENS, ignore_eos=not question.schema),
         output=types_pb2.OutputOptions(logprobs=1),
+        constraint=types_pb2.Constraint(json_schema=question.schema) if question.schema else None,
     )
 
 
-async def ask(stub: Any, prompt: str, metadata: Sequence[tuple[str, str]]) -> tuple[Answer, float]:
+async def ask(stub: Any, question: Question, metadata: Sequence[tuple[str, str]]) -> tuple[Answer, float]:
     """The answer, and the seconds to its first token. Raises AioRpcError."""
     began = time.monotonic()
     first: float | None = None
     ids: list[int] = []
     bits: list[int] = []
-    async for message in stub.Stream(request(prompt), metadata=metadata, timeout=300):
+    async for message in stub.Stream(request(question), metadata=metadata, timeout=300):
         delta = message.delta
         if delta.token_ids and first is None:
             first = time.monotonic() - began
         ids += delta.token_ids
         bits += (struct.unpack("<I", struct.pack("<f", value))[0] for value in delta.logprobs.sampled)
-    if first is None or len(ids) != MAX_TOKENS or len(bits) != MAX_TOKENS:
+    if first is None or len(bits) != len(ids) or (len(ids) != MAX_TOKENS and not question.schema):
         raise AssertionError(f"an answer of {len(ids)} tokens with {len(bits)} log-probabilities")
     return Answer(tuple(ids), tuple(bits)), first
 
@@ -84,8 +99,8 @@ class Honest:
     address: str
     secret: str
     num_callers: int = 3
-    alone: dict[str, Answer] = field(default_factory=dict)
-    """What each prompt is answered when nothing else runs."""
+    alone: dict[Question, Answer] = field(default_factory=dict)
+    """What each question is answered when nothing else runs."""
     first_token_s: list[float] = field(default_factory=list)
     wrong: list[str] = field(default_factory=list)
     refused: Counter[str] = field(default_factory=Counter)
@@ -95,14 +110,14 @@ class Honest:
         return (("authorization", f"Bearer {self.secret}"),)
 
     async def learn(self) -> None:
-        """One prompt after the other, on a quiet server, each twice: with and without a cached prefix."""
+        """One question after the other, on a quiet server, each twice: with and without a cached prefix."""
         async with grpc.aio.insecure_channel(self.address) as channel:
             stub = inference_pb2_grpc.InferenceServiceStub(channel)
-            for prompt in PROMPTS:
-                answer, _ = await ask(stub, prompt, self.metadata)
-                again, _ = await ask(stub, prompt, self.metadata)
-                assert again == answer, f"{prompt!r} is answered in two ways on a quiet server"
-                self.alone[prompt] = answer
+            for question in QUESTIONS:
+                answer, _ = await ask(stub, question, self.metadata)
+                again, _ = await ask(stub, question, self.metadata)
+                assert again == answer, f"{question} is answered in two ways on a quiet server"
+                self.alone[question] = answer
 
     async def go_on(self, until: asyncio.Event) -> None:
         """Ask until told; fills the lists above."""
@@ -114,26 +129,26 @@ class Honest:
             stub = inference_pb2_grpc.InferenceServiceStub(channel)
             count = number
             while not until.is_set():
-                prompt = PROMPTS[count % len(PROMPTS)]
+                question = QUESTIONS[count % len(QUESTIONS)]
                 count += 1
-                waited = await self._ask_until_answered(stub, prompt, until)
+                waited = await self._ask_until_answered(stub, question, until)
                 if waited is not None:
                     self.first_token_s.append(waited)
 
-    async def _ask_until_answered(self, stub: Any, prompt: str, until: asyncio.Event) -> float | None:
+    async def _ask_until_answered(self, stub: Any, question: Question, until: asyncio.Event) -> float | None:
         """As a caller with retries does. Seconds to the first token, those of refusals included."""
         began = time.monotonic()
         while not until.is_set():
             asked = time.monotonic()
             try:
-                answer, first_s = await ask(stub, prompt, self.metadata)
+                answer, first_s = await ask(stub, question, self.metadata)
             except grpc.aio.AioRpcError as error:
                 kind, retry_s = kind_of(error)
                 self.refused[kind] += 1
                 await asyncio.sleep(retry_s or 0.1)
                 continue
-            if answer != self.alone[prompt]:
-                self.wrong.append(prompt)
+            if answer != self.alone[question]:
+                self.wrong.append(question.prompt)
             return asked - began + first_s
         return None
 
