@@ -190,19 +190,48 @@ async def test_a_watched_service_may_come_later():
 
 
 async def test_watchers_are_bounded():
-    health = Health(max_watchers=2)
+    health = Health(max_watchers=3)
     health.set("", serving=True)
     async with only_health(health) as (_, stub):
         first, second = (stub.Watch(health_pb2.HealthCheckRequest()) for _ in range(2))
         assert (await first.read()).status == (await second.read()).status == SERVING
         refused = await failure_of(stub.Watch(health_pb2.HealthCheckRequest()).read())
         assert (refused.code, refused.reason) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "BUSY")
-        assert dict(refused.info.metadata) == {"limit": "max_watchers", "max": "2"}
+        # Whatever one address does, others can watch: it needs no key.
+        assert dict(refused.info.metadata) == {"limit": "max_watchers_per_address", "max": "2"}
         first.cancel()
         await until(lambda: health.num_watchers == 1)
         third = stub.Watch(health_pb2.HealthCheckRequest())
         assert (await third.read()).status == SERVING
         assert (await stub.Check(health_pb2.HealthCheckRequest())).status == SERVING
+
+
+async def test_no_address_has_the_places_of_all_watchers():
+    health = Health(max_watchers=3)
+    health.set("", serving=True)
+
+    class Context:
+        def __init__(self, host: str) -> None:
+            self.host = host
+
+        def peer(self) -> str:
+            return f"ipv4:{self.host}:1"
+
+        async def send_initial_metadata(self, metadata: Any) -> None: ...
+
+        async def write(self, reply: Any) -> None: ...
+
+    def watch(host: str) -> asyncio.Task[None]:
+        return asyncio.create_task(health.Watch(health_pb2.HealthCheckRequest(), Context(host)))
+
+    tasks = [watch(host) for host in ("10.0.0.1", "10.0.0.1", "10.0.0.1", "10.0.0.2", "10.0.0.3")]
+    await until(lambda: tasks[2].done() and tasks[4].done())
+    assert [task.done() for task in tasks] == [False, False, True, False, True]
+    assert "max_watchers_per_address is 2" in str(tasks[2].exception())
+    assert "max_watchers is 3" in str(tasks[4].exception())
+    health.close()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    assert health.num_watchers == 0
 
 
 async def test_a_watcher_that_reads_nothing_gives_its_place_back():

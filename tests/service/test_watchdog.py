@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import threading
 from typing import Any
 
 import pytest
 
+from penstock.runtime.interface import Pulse
 from penstock.service import engine_end
 from penstock.service.server import LIVENESS, READINESS
-from penstock.service.watchdog import Stillness, stack_of
+from penstock.service.watchdog import Stillness, Watchdog, stack_of
 from tests.service.rig import WAIT_S, collect, fake, generate, joined, serving, stream, until
 from tests.service.test_health import NOT_SERVING, SERVING
 from tests.support.toy import toy_engine
@@ -97,10 +99,25 @@ async def test_requests_that_wait_without_a_step_count_as_hanging():
 
 
 async def test_an_engine_without_work_does_not_hang(caplog):
-    async with serving(watchdog_s=0.1) as rig:
+    looks = itertools.count()
+    told: list[bool] = []
+    engine = fake()
+    async with serving(engine) as rig:
         await rig.inference.Generate(generate("y"))
-        await asyncio.sleep(1)
-        assert await rig.health_of() == SERVING
+        await until(lambda: not engine.pulse().has_work)
+        num_looks = 0
+
+        def pulse() -> Pulse:
+            nonlocal num_looks
+            num_looks = next(looks)
+            return engine.pulse()
+
+        # Not the server's own, which would watch the request as well: on a busy machine that takes its time.
+        watchdog = Watchdog(0.1, pulse, told.append)
+        watchdog.start()
+        await until(lambda: num_looks > 20)
+        watchdog.stop()
+    assert not told
     assert "did nothing" not in caplog.text
 
 
@@ -129,10 +146,11 @@ async def test_its_thread_ends_with_the_server(watchdog_s):
     def watchdogs() -> list[threading.Thread]:
         return [thread for thread in threading.enumerate() if thread.name == "penstock-watchdog"]
 
-    before = len(watchdogs())
+    before = set(watchdogs())  # of other tests, and about to end
     async with serving(watchdog_s=watchdog_s):
-        assert len(watchdogs()) == before + bool(watchdog_s)
-    await until(lambda: len(watchdogs()) <= before)
+        own = set(watchdogs()) - before
+        assert len(own) == bool(watchdog_s)
+    await until(lambda: not any(thread.is_alive() for thread in own))
 
 
 def test_what_stands_still():
@@ -146,6 +164,9 @@ def test_what_stands_still():
     stillness.excuse(40)
     assert not stillness.look(50, progress=8, should_move=True)
     assert stillness.look(51, progress=8, should_move=True)
+    stillness.excuse(70)
+    assert stillness.look(71, progress=8, should_move=True), "nobody looked, and still it has not moved"
+    assert not stillness.look(72, progress=9, should_move=True)
 
 
 def test_the_stack_of_a_thread_that_is_gone():

@@ -8,12 +8,14 @@ probes of an orchestrator cannot carry a key.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Sequence
 from typing import Any
 
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from penstock.service.errors import Busy, StalledReader, UnknownService
+from penstock.service.admission import Gate
+from penstock.service.errors import StalledReader, UnknownService
 
 Request = health_pb2.HealthCheckRequest
 Response = health_pb2.HealthCheckResponse
@@ -27,7 +29,8 @@ class Health(health_pb2_grpc.HealthServicer):
     """All methods must be called on the server's event loop."""
 
     def __init__(self, *, max_watchers: int = MAX_WATCHERS, write_limit_s: float = WRITE_LIMIT_S) -> None:
-        self._max_watchers = max_watchers
+        # One address, which needs no key, must not have all of them.
+        self._gate = Gate("max_watchers", max_watchers, time.monotonic, per_address=(max_watchers + 1) // 2)
         self._write_limit_s = write_limit_s
         self._statuses: dict[str, int] = {}
         self._watchers: set[asyncio.Event] = set()
@@ -69,16 +72,16 @@ class Health(health_pb2_grpc.HealthServicer):
         """The status of one service, and each one that it turns to; what came in between may be skipped.
         Raises Busy and StalledReader.
         """
-        if len(self._watchers) >= self._max_watchers:
-            raise Busy("max_watchers", self._max_watchers)
-        # Apart, which no window holds up: with a write that was given up they would keep the status back.
-        await context.send_initial_metadata(())
         changed = asyncio.Event()
-        self._watchers.add(changed)
+        leave = self._gate.enter(context.peer())
         try:
+            # Apart, which no window holds up: with a write that was given up they would keep the status back.
+            await context.send_initial_metadata(())
+            self._watchers.add(changed)
             reads = await self._tell(request.service, changed, context)
         finally:
             self._watchers.discard(changed)
+            leave()
         if not reads:
             raise StalledReader(self._write_limit_s)
 

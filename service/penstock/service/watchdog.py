@@ -34,17 +34,19 @@ class Stillness:
         self._limit_s = limit_s
         self._since_s = now_s
         self._progress = -1
+        self._is_still = False
 
     def look(self, now_s: float, progress: int, should_move: bool) -> bool:
         """True: it has had work and made no progress for longer than the limit."""
         if progress != self._progress or not should_move:
-            self.excuse(now_s)
-            self._progress = progress
-        return now_s - self._since_s > self._limit_s
+            self._since_s, self._progress = now_s, progress
+        self._is_still = now_s - self._since_s > self._limit_s
+        return self._is_still
 
     def excuse(self, now_s: float) -> None:
-        """What was before does not count: nobody looked."""
-        self._since_s = now_s
+        """What was before does not count: nobody looked. What was found still has not moved by that."""
+        if not self._is_still:
+            self._since_s = now_s
 
 
 class Watchdog:
