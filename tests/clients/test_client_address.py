@@ -26,6 +26,12 @@ from penstock.client.endpoint import Access, endpoint
         ("unix:p.sock", Address("unix:p.sock", local=True)),
         ("dns:///all.example:5", Address("dns:///all.example:5", ("all.example",), balanced=True)),
         ("dns:one.example:5", Address("dns:one.example:5", ("one.example",))),
+        ("dns:localhost:5", Address("dns:localhost:5", ("localhost",), local=True)),
+        ("dns:/localhost:5", Address("dns:/localhost:5", ("localhost",), local=True)),
+        ("dns:///localhost:5", Address("dns:///localhost:5", ("localhost",), local=True, balanced=True)),
+        ("dns://8.8.8.8/localhost:5", Address("dns://8.8.8.8/localhost:5", ("localhost",), balanced=True)),
+        ("dns://localhost:5", Address("dns://localhost:5", ("localhost",), balanced=True)),
+        ("dns:///a?/localhost:5", Address("dns:///a?/localhost:5", ("localhost",), balanced=True)),
         ("xds:///x", Address("xds:///x")),
         ("ipv4:127.0.0.1:5", Address("ipv4:127.0.0.1:5", ("127.0.0.1",), local=True)),
         (

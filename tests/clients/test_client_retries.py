@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
+import socket
+import struct
+import threading
 
 import grpc
 import pytest
@@ -15,6 +19,7 @@ from penstock.client.errors import PenstockClientError
 from penstock.client.retries import Attempts
 from penstock.client.status import StatusDetails
 from penstock.runtime.errors import DuplicateRequestId
+from tests.service.h2peer import ACK, GOAWAY, HEADERS, PREFACE, RST_STREAM, SETTINGS, frame
 from tests.service.rig import fake as fake_engine
 from tests.service.rig import serving, until
 from tests.support.freezing_proxy import freezing_proxy
@@ -28,6 +33,7 @@ AGAIN = [
     (Code.UNAVAILABLE, "DRAINING"),
     (Code.UNAVAILABLE, "ENGINE_DEAD"),
     (Code.UNAVAILABLE, ""),
+    (Code.CANCELLED, ""),
 ]
 FINAL = [
     (Code.INVALID_ARGUMENT, "INVALID_FIELD"),
@@ -37,8 +43,10 @@ FINAL = [
     (Code.DEADLINE_EXCEEDED, ""),
     (Code.INTERNAL, ""),
     (Code.INTERNAL, "ENGINE_FAILURE"),
-    (Code.CANCELLED, ""),
+    (Code.CANCELLED, "OF_A_PROXY"),
 ]
+CANCEL = 0x8
+"""HTTP/2's code."""
 QUICK = Retry(attempts=4, initial_delay=0.001)
 
 
@@ -98,10 +106,13 @@ async def test_by_default_nothing_is_tried_again(server, failure, kind):
 
 
 @pytest.mark.parametrize("kind", ["stream", "stream async"])
-async def test_an_answer_that_began_is_not_begun_again(server, failure, kind):
+@pytest.mark.parametrize(
+    ("code", "error"), [(Code.UNAVAILABLE, api.Unreachable), (Code.CANCELLED, api.Cancelled)]
+)
+async def test_an_answer_that_began_is_not_begun_again(server, failure, kind, code, error):
     server.replies = server.replies[:1]
-    server.stream_failure = failure(Code.UNAVAILABLE, "", "it broke")
-    with pytest.raises(api.Unreachable, match="it broke"):
+    server.stream_failure = failure(code, "", "it broke")
+    with pytest.raises(error, match="it broke"):
         await generate(server.addr, QUICK, kind)
     assert len(server.calls) == 1
 
@@ -301,3 +312,47 @@ def test_senseless_timeouts(server, wrong):
         Client(timeout=wrong)
     with Client(server.addr) as client, pytest.raises(ValueError, match="a timeout is a number of seconds"):
         client.load(timeout=wrong)
+
+
+@contextlib.asynccontextmanager
+async def goes_away(num_calls):
+    """A server that ends so many calls by a bare RST_STREAM and its connections by GOAWAY; their number.
+
+    After that it takes no connection any more.
+    """
+    ended: list[int] = []
+    listener = socket.create_server(("127.0.0.1", 0))
+
+    def serve():
+        while len(ended) < num_calls:
+            connection, _ = listener.accept()
+            with connection, connection.makefile("rb") as received:
+                received.read(len(PREFACE))
+                connection.sendall(frame(SETTINGS, 0, 0))
+                while header := received.read(9):
+                    received.read(int.from_bytes(header[:3], "big"))
+                    kind, flags, stream = header[3], header[4], int.from_bytes(header[5:], "big")
+                    if kind == SETTINGS and not flags & ACK:
+                        connection.sendall(frame(SETTINGS, ACK, 0))
+                    if kind == HEADERS:
+                        ended.append(stream)
+                        reset = frame(RST_STREAM, 0, stream, struct.pack(">I", CANCEL))
+                        connection.sendall(reset + frame(GOAWAY, 0, 0, struct.pack(">II", stream, 0)))
+                        connection.shutdown(socket.SHUT_WR)
+                        received.read()  # until the client has closed it
+        listener.close()
+
+    thread = threading.Thread(target=serve, daemon=True)
+    thread.start()
+    yield f"127.0.0.1:{listener.getsockname()[1]}", ended
+    await asyncio.to_thread(thread.join, 20)
+    assert not thread.is_alive()
+
+
+@KINDS
+async def test_a_call_that_crosses_the_end_of_its_connection_is_tried_again(kind):
+    async with goes_away(2) as (addr, ended):
+        with pytest.raises(api.Unreachable) as caught:
+            await generate(addr, Retry(attempts=2, initial_delay=0.001), kind, 60)
+    assert len(ended) == 2
+    assert caught.value.code is Code.CANCELLED

@@ -253,6 +253,12 @@ def test_a_server_without_our_health_is_an_error_and_no_wait(server, client, fai
         client.wait_ready()
 
 
+def test_a_connection_that_ends_is_waited_for(server, client, failure):
+    server.health_failure = failure(grpc.StatusCode.CANCELLED)
+    with pytest.raises(api.NotReady, match="the connection ended"):
+        client.wait_ready(timeout=0.3)
+
+
 def test_closing_the_client_ends_its_streams(server):
     server.hold_after = 1
     client = Client(server.addr)

@@ -71,7 +71,9 @@ def _with_scheme(addr: str, scheme: str, rest: str) -> Address:
             return Address(addr, hosts, all(map(is_loopback, hosts)), balanced=len(hosts) > 1)
         case "dns":
             host = host_of(rest.rpartition("/")[2])
-            return Address(addr, (host,), is_loopback(host), balanced=rest.startswith("//"))
+            # A DNS server that is named before the name says where the name is, "localhost" too.
+            plain = "/" not in re.sub("^(///|/)", "", rest)
+            return Address(addr, (host,), plain and is_loopback(host), balanced=rest.startswith("//"))
         case _:
             return Address(addr)
 

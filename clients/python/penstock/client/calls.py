@@ -8,6 +8,8 @@ from typing import Final
 import grpc
 from grpc_health.v1 import health_pb2
 
+from penstock.client.errors import Unreachable, from_rpc_error
+
 DEFAULT_ADDR: Final = "127.0.0.1:50051"
 
 Metadata = Mapping[str, str | bytes] | Sequence[tuple[str, str | bytes]]
@@ -74,6 +76,8 @@ def why_no_health(error: grpc.RpcError) -> str | None:
             return NOBODY_ANSWERED
         case grpc.StatusCode.UNAVAILABLE:
             return error.details() or "nobody answers"
+        case grpc.StatusCode.CANCELLED if isinstance(from_rpc_error(error), Unreachable):
+            return "the connection ended"
         case grpc.StatusCode.NOT_FOUND:  # the health service answers before ours is registered
             return "its health is not known yet"
         case _:

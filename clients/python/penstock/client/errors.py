@@ -203,7 +203,7 @@ class EngineDead(UnavailableError):
 
 
 class Unreachable(UnavailableError):
-    """Nobody answers at that address, or the connection broke."""
+    """Nobody answers at that address, or the connection broke before it brought an answer."""
 
 
 class LimitExceeded(PenstockClientError):
@@ -219,7 +219,7 @@ class DeadlineExceeded(PenstockClientError):
 
 
 class Cancelled(PenstockClientError):
-    """The call was cancelled."""
+    """The call was cancelled: on this side, or by the other one after a part of the answer had come."""
 
 
 class ServerError(PenstockClientError):
@@ -273,10 +273,25 @@ BY_CODE: Mapping[grpc.StatusCode, type[PenstockClientError]] = {
 """For a reason that is absent or unknown; a code that is not here is a ServerError."""
 
 
-def from_rpc_error(error: grpc.RpcError) -> PenstockClientError:
-    """The exception to raise `from error`."""
+_CANCELLED_HERE = (
+    "Locally cancelled by application!",
+    "Channel closed!",
+    "Channel deallocated!",
+    "Call cancelled in fork child",
+)
+"""What gRPC says of a call that was cancelled on this side."""
+
+
+def from_rpc_error(error: grpc.RpcError, *, began: bool = False) -> PenstockClientError:
+    """The exception to raise `from error`. `began`: a part of the answer has come.
+
+    A call that meets the end of its connection, for instance a server that shuts down, may end as CANCELLED
+    with no details, which nobody here asked for. Before the answer began that is Unreachable.
+    """
     details = read_status(error)
     kind = BY_REASON.get(details.reason) or BY_CODE.get(details.code, ServerError)
+    if kind is Cancelled and not (began or details.reason or details.message in _CANCELLED_HERE):
+        kind = Unreachable
     if kind is Unreachable and details.reason:  # somebody did answer
         kind = UnavailableError
     return kind(details)

@@ -48,6 +48,9 @@ class _Progress:
         """Seconds until the call is tried again; None: the error is final, as it is once the answer began."""
         return None if self._answer.started is not None else self._attempts.delay_after(error)
 
+    def _failure_of(self, error: grpc.RpcError) -> PenstockClientError:
+        return from_rpc_error(error, began=self._answer.started is not None)
+
     @property
     def request_id(self) -> str | None:
         """As the server has it, for `abort`; None until the first event has come."""
@@ -95,7 +98,7 @@ class GenerationStream(_Progress, Iterator[StreamEvent]):
             except grpc.RpcError as error:
                 if self._ended.is_set():  # by another thread, which made this call end
                     break
-                failure = from_rpc_error(error)
+                failure = self._failure_of(error)
                 delay = self._delay_after(failure)
                 if delay is None:
                     self._ended.set()
@@ -156,7 +159,7 @@ class AsyncGenerationStream(_Progress, AsyncIterator[StreamEvent]):
                 self._generation = self._answer.end()
                 raise
             except grpc.RpcError as error:
-                failure = from_rpc_error(error)
+                failure = self._failure_of(error)
                 delay = self._delay_after(failure)
                 if delay is None:
                     self._ended.set()
