@@ -210,3 +210,26 @@ async def test_long_prompts_are_checked_and_hashed_off_the_event_loop(num_tokens
     assert [thread is threading.main_thread() for thread in threads] == [not is_long], "once for both"
     assert [is_same for _, is_same in given] == [True, True]
     assert len({id(prepared) for prepared, _ in given}) == 1
+
+
+async def test_a_prompt_that_fills_a_long_context_does_not_wait_with_those_that_only_come_to_be_cut():
+    codec = byte_codec()
+    gate, entered = threading.Event(), []
+
+    def encode(text, **options):
+        entered.append(len(text))
+        assert gate.wait(30)
+        return [97] * 3
+
+    codec.encode = encode  # type: ignore[method-assign]
+    async with serving(fake(codec=codec, max_model_len=131_072)) as rig:
+        lanes = rig.server._lanes
+        for num_chars, lane in ((8 * 131_072, lanes._texts), (8 * 131_072 + 1, lanes._long_texts)):
+            call = asyncio.ensure_future(rig.inference.Generate(generate("a" * num_chars, context=CUT)))
+            try:
+                await until(lambda num_chars=num_chars: num_chars in entered)  # type: ignore[misc]
+                assert lane.held == num_chars
+            finally:
+                gate.set()
+            await asyncio.wait_for(call, 20)
+            gate.clear()

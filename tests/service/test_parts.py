@@ -12,7 +12,7 @@ from penstock.service import parts
 from penstock.service.interceptors import decode
 from penstock.service.parts import check_parts
 from penstock.v1 import control_pb2, inference_pb2, types_pb2
-from tests.service.rig import failure_of, generate, serving
+from tests.service.rig import failure_of, fake, generate, serving
 
 REQUEST = inference_pb2.GenerateRequest.DESCRIPTOR
 LARGE = "x" * parts.LOOKED_AT_BYTES
@@ -125,6 +125,7 @@ def test_bytes_that_protobuf_refuses_are_refused(data):
 async def test_protobuf_is_not_asked_to_parse_them(monkeypatch):
     """Two bytes each; four million of them took a fifth of a second in which nothing else ran."""
     monkeypatch.setattr(parts, "MAX_FIELDS", 1000)
+    monkeypatch.setattr(parts, "SPARE_FIELDS", 0)
     parsed: list[int] = []
     parse = inference_pb2.GenerateRequest.FromString
 
@@ -139,3 +140,15 @@ async def test_protobuf_is_not_asked_to_parse_them(monkeypatch):
     async with serving() as rig:
         failure = await failure_of(rig.inference.Generate(request))
     assert failure.violations == {"chat": "the request has more than 1000 fields in all"}
+
+
+async def test_a_bias_for_every_token_of_a_large_vocabulary():
+    vocab = 262_144
+    biases = dict.fromkeys(range(vocab), 1.0)
+    async with serving(fake(vocab_size=vocab)) as rig:
+        await rig.inference.Generate(generate("a", sampling={"logit_bias": biases}), timeout=60)
+        assert len(rig.engine.seen[0].sampling.logit_bias) == vocab
+        many = generate("a", chat=turns(vocab + parts.SPARE_FIELDS))
+        failure = await failure_of(rig.inference.Generate(many, timeout=60))
+    most = vocab + parts.SPARE_FIELDS
+    assert failure.violations == {"chat": f"the request has more than {most} fields in all"}

@@ -53,10 +53,10 @@ DEADLINE_SLACK_S = 0.1
 """gRPC tells a handler of a deadline as of a cancel, and the client's may come a little before ours."""
 
 
-def decode(parse: Callable[[bytes], M], data: bytes) -> M:
+def decode(parse: Callable[[bytes], M], data: bytes, vocab_size: int = 0) -> M:
     """The request; InvalidRequest where the bytes are none, or are of too many parts."""
     try:
-        check_parts(cast("Descriptor", parse(b"").DESCRIPTOR), data)
+        check_parts(cast("Descriptor", parse(b"").DESCRIPTOR), data, vocab_size)
         return parse(data)
     except (DecodeError, ValueError) as error:  # ValueError: a string that is not UTF-8
         raise InvalidRequest([Violation("", f"the request cannot be decoded: {error}")]) from error
@@ -102,9 +102,10 @@ class PenstockInterceptor(grpc.aio.ServerInterceptor):
         lanes: Lanes | None = None,
         max_receive_bytes: int = ServerOptions().max_receive_bytes,
         sends: Sends | None = None,
+        vocab_size: Callable[[], int] = lambda: 0,
     ) -> None:
-        """`sends` ends RPCs
-        whose replies nobody takes.
+        """`sends` ends RPCs whose replies nobody takes; `vocab_size` is asked for each message, as it is only
+        known once a model is loaded, and 0 until then.
         """
         self._sends = sends or Sends(ServerOptions().stall_limit_s, StallLog())
         self._telemetry = telemetry
@@ -114,6 +115,7 @@ class PenstockInterceptor(grpc.aio.ServerInterceptor):
         self._receiving = receiving or Receiving(defaults.max_receiving_rpcs, defaults.receive_limit_s)
         self._lanes = lanes or Lanes()
         self._max_receive_bytes = max_receive_bytes
+        self._vocab_size = vocab_size
         self._refusals = RefusalLog()
 
     async def intercept_service(
@@ -234,7 +236,7 @@ class PenstockInterceptor(grpc.aio.ServerInterceptor):
         if len(data) > self._max_receive_bytes:
             raise MessageTooLarge(len(data), self._max_receive_bytes)
         MESSAGE_BYTES.set(len(data))  # as with CURRENT_RPC
-        work = partial(_decoded, rpc.method, parse, data)
+        work = partial(_decoded, rpc.method, parse, data, self._vocab_size())
         received: tuple[Any, RequestError | None] = await self._lanes.convert(work, len(data))
         request, refusal = received
         if "request_id" in request.DESCRIPTOR.fields_by_name:  # known from here on, also to its errors
@@ -293,9 +295,9 @@ def _code_of_cancel(context: Context) -> grpc.StatusCode:
     return grpc.StatusCode.DEADLINE_EXCEEDED if late else grpc.StatusCode.CANCELLED
 
 
-def _decoded(method: str, parse: Any, data: bytes) -> tuple[Any, RequestError | None]:
+def _decoded(method: str, parse: Any, data: bytes, vocab_size: int = 0) -> tuple[Any, RequestError | None]:
     """The message, and what refuses it for fields that are not the contract's, where the contract is ours."""
-    request = decode(parse, data)
+    request = decode(parse, data, vocab_size)
     try:
         if method.startswith(PACKAGE):
             check_known(request, parse, data)

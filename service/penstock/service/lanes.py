@@ -23,7 +23,9 @@ MIB = 1024 * 1024
 INLINE_BYTES = 4096
 """A smaller message, or part of one, is worked on at once: that takes well under a millisecond."""
 LONG_CHARS = 500_000
-"""Longer texts, which only come here to be cut, take seconds."""
+"""Longer texts, which only come here to be cut, take seconds; a long context has more, see `Lanes.fit`."""
+MOST_TOKEN_CHARS = 8
+"""Of a text that fills its context honestly, on average."""
 MOST_TEMPLATES = 8
 """Callers' own templates that are rendered or wait for it."""
 MESSAGE_BYTES: ContextVar[int] = ContextVar("message_bytes", default=0)
@@ -86,6 +88,7 @@ class Lanes:
         self._convert = Lane("convert", 4, 64 * MIB)
         self._texts = Lane("texts", quick, 64 * MIB)
         self._long_texts = Lane("long-texts", 4, 32 * MIB)
+        self._long_chars = LONG_CHARS
 
         self._all = (
             self._templates,
@@ -94,6 +97,10 @@ class Lanes:
             self._texts,
             self._long_texts,
         )
+
+    def fit(self, max_model_len: int) -> None:
+        """Texts that fill a context of so many tokens are not among those that only come to be cut."""
+        self._long_chars = max(LONG_CHARS, max_model_len * MOST_TOKEN_CHARS)
 
     async def template(self, work: Callable[[], T]) -> T:
         """Work on a caller's own template."""
@@ -111,7 +118,7 @@ class Lanes:
 
     async def text(self, work: Callable[[], T], num_chars: int) -> T:
         """Work on a text of so many characters, or on what takes as long."""
-        lane = self._texts if num_chars <= LONG_CHARS else self._long_texts
+        lane = self._texts if num_chars <= self._long_chars else self._long_texts
         return await lane.run(work, num_chars)
 
     def close(self) -> None:

@@ -20,19 +20,23 @@ from penstock.runtime.errors import InvalidRequest, Violation
 LOOKED_AT_BYTES = 64 * 1024
 """A smaller message cannot have too many parts."""
 MAX_FIELDS = 200_000
-"""A bias for every token of a large vocabulary, and something to spare."""
+"""Of a message, also where the vocabulary is small, or not yet known."""
+SPARE_FIELDS = 50_000
+"""Beside a bias for every token of the vocabulary."""
 MAX_IDS = 2**21
 VARINT, FIXED64, BYTES, FIXED32 = 0, 1, 2, 5
 _FIXED: Final = {FIXED64: 8, FIXED32: 4}
 _NO_NUMBERS = (FieldDescriptor.CPPTYPE_STRING, FieldDescriptor.CPPTYPE_MESSAGE)
 
 
-def check_parts(descriptor: Descriptor, data: bytes) -> None:
-    """Raises InvalidRequest where the message has more parts than MAX_FIELDS fields and MAX_IDS numbers in
-    packed lists, and DecodeError where the bytes are no message, as far as that is seen.
+def check_parts(descriptor: Descriptor, data: bytes, vocab_size: int = 0) -> None:
+    """Raises InvalidRequest where the message has more parts than there may be: MAX_FIELDS fields, or more
+    for a large vocabulary, and MAX_IDS numbers in packed lists. Raises DecodeError where the bytes are no
+    message, as far as that is seen.
     """
     if len(data) <= LOOKED_AT_BYTES:
         return
+    max_fields = max(MAX_FIELDS, vocab_size + SPARE_FIELDS if vocab_size else 0)
     numbers: NDArray[np.uint8] = np.frombuffer(data, np.uint8)
     num_fields = num_ids = 0
     levels: list[tuple[Descriptor, int, str]] = [(descriptor, len(data), "")]
@@ -45,8 +49,8 @@ def check_parts(descriptor: Descriptor, data: bytes) -> None:
             levels.pop()
             continue
         num_fields += 1
-        if num_fields > MAX_FIELDS:
-            described = f"the request has more than {MAX_FIELDS} fields in all"
+        if num_fields > max_fields:
+            described = f"the request has more than {max_fields} fields in all"
             raise InvalidRequest([Violation(path.removesuffix("."), described)])
         tag, at = _varint(data, at)
         kind = tag & 7

@@ -144,6 +144,7 @@ class PenstockServer:
                     lanes=self._lanes,
                     max_receive_bytes=self._options.max_receive_bytes,
                     sends=self._sends,
+                    vocab_size=lambda: 0 if self._engine is None else self._engine.info.vocab_size,
                 ),
                 *interceptors,
             ],
@@ -179,6 +180,7 @@ class PenstockServer:
         """Answer with this engine. Generation is refused as NOT_READY until `start_engine` ends."""
         self._engine, self._engine_end = engine, EngineEnd(engine)
         self._access.served_model = engine.info.name
+        self._lanes.fit(engine.info.max_model_len)
         self._inference.bind(
             InferenceServicer(
                 engine,
