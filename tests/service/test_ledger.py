@@ -17,6 +17,7 @@ import pytest
 
 from penstock.cli.__main__ import main
 from penstock.runtime.errors import ConfigError
+from penstock.service import ledger as ledger_module
 from penstock.service.ledger import HOUR_S, Counts, Kind, Ledger, read_usage
 from penstock.service.usage import Outcome, Usage
 from tests.service.key_rig import as_, key, serving_keys
@@ -124,6 +125,87 @@ async def test_what_cannot_be_written_is_written_later(
     assert [counts.requests for counts in read_usage(path).values()] == [1]
 
 
+async def test_a_locked_file_slows_one_batch_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Answers that come after a failure do not wait for the file, which is tried again later."""
+    monkeypatch.setattr("penstock.service.ledger._RETRY_S", 3600.0)
+    path = tmp_path / "usage.db"
+    opened = 0
+
+    def counted(path: Path, busy_s: float) -> sqlite3.Connection:
+        nonlocal opened
+        opened += 1
+        return open_file(path, busy_s)
+
+    with keeping(path) as ledger:
+        with closing(sqlite3.connect(path, isolation_level=None)) as other, monkeypatch.context() as patch:
+            other.execute("BEGIN IMMEDIATE")
+            open_file = ledger_module._open
+            patch.setattr(ledger_module, "_BUSY_S", 0.05)
+            patch.setattr(ledger_module, "_open", counted)
+            for _ in range(20):
+                await noted(ledger, answered())
+            other.execute("ROLLBACK")
+        assert opened == 1
+        assert not read_usage(path)
+    assert [counts.requests for counts in read_usage(path).values()] == [20], "the end is one more try"
+
+
+async def test_after_a_write_answers_wait_for_the_disk_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("penstock.service.ledger._RETRY_S", 0.01)
+    monkeypatch.setattr("penstock.service.ledger._BUSY_S", 60.0)
+    path = tmp_path / "usage.db"
+    with keeping(path) as ledger, closing(sqlite3.connect(path, isolation_level=None)) as other:
+        other.execute("ALTER TABLE usage RENAME TO hidden")
+        await noted(ledger, answered())
+        other.execute("ALTER TABLE hidden RENAME TO usage")
+        await until(lambda: bool(read_usage(path)))
+        other.execute("BEGIN IMMEDIATE")
+        future = ledger.record(answered())
+        assert future is not None
+        done, _ = await asyncio.wait([future], timeout=0.5)
+        other.execute("ROLLBACK")
+        assert not done
+        await asyncio.wait_for(future, 20)
+        assert [counts.requests for counts in read_usage(path).values()] == [2]
+
+
+async def test_a_bug_in_writing_holds_no_answer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is told with its traceback, and the counts are written later."""
+    monkeypatch.setattr("penstock.service.ledger._RETRY_S", 0.01)
+
+    def broken(kept: object) -> object:
+        raise RuntimeError("a bug")
+
+    path = tmp_path / "usage.db"
+    with keeping(path) as ledger:
+        with monkeypatch.context() as patch:
+            patch.setattr(ledger_module, "_rows", broken)
+            await noted(ledger, answered())
+            await noted(ledger, answered())
+        assert "is not in" in caplog.text
+        assert "RuntimeError: a bug" in caplog.text
+        await until(lambda: bool(read_usage(path)))
+    assert [counts.requests for counts in read_usage(path).values()] == [2]
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+async def test_no_answer_waits_for_a_thread_that_is_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def leaving(kept: object) -> object:
+        raise SystemExit
+
+    monkeypatch.setattr(ledger_module, "_rows", leaving)
+    with keeping(tmp_path / "usage.db") as ledger:
+        for _ in range(3):
+            await noted(ledger, answered())
+    await noted(ledger, answered())
+
+
 async def test_two_servers_share_a_file(tmp_path: Path) -> None:
     path = tmp_path / "usage.db"
     with keeping(path) as one, keeping(path) as two:
@@ -214,6 +296,35 @@ def test_a_file_of_another_version_is_left_alone(tmp_path: Path) -> None:
         file.execute("PRAGMA user_version = 7")
     with pytest.raises(ConfigError, match="another version of penstock"):
         Ledger(path)
+
+
+@pytest.mark.parametrize("version", [0, 1])
+@pytest.mark.parametrize("table", ["people (name TEXT)", "usage (what TEXT)"])
+def test_the_database_of_something_else_is_left_alone(tmp_path: Path, version: int, table: str) -> None:
+    path = tmp_path / "other.db"
+    with closing(sqlite3.connect(path)) as file, file:
+        file.execute(f"CREATE TABLE {table}")
+        file.execute(f"PRAGMA user_version = {version}")
+    before = path.read_bytes()
+    with pytest.raises(ConfigError, match=r"other\.db is the database of something else"):
+        Ledger(path)
+    assert path.read_bytes() == before
+    assert list(tmp_path.iterdir()) == [path], "no journal beside it"
+
+
+async def test_a_file_with_our_table_and_no_version_yet_is_ours(tmp_path: Path) -> None:
+    """As a server finds it that starts at the same time as another; and later it may have more in it."""
+    path = tmp_path / "usage.db"
+    Ledger(path).close()
+    with closing(sqlite3.connect(path)) as file, file:
+        file.execute("PRAGMA user_version = 0")
+    with keeping(path) as ledger:
+        await noted(ledger, answered())
+    with closing(sqlite3.connect(path)) as file, file:
+        file.execute("CREATE VIEW answers AS SELECT * FROM usage WHERE outcome = 'answered'")
+    with keeping(path) as ledger:
+        await noted(ledger, answered())
+    assert [counts.requests for counts in read_usage(path).values()] == [2]
 
 
 @pytest.fixture

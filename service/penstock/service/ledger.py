@@ -8,6 +8,9 @@ One thread writes. It takes all that has come since its last transaction and wri
 requests share the wait for the disk. The file is in write-ahead mode with full synchronisation: what was
 confirmed outlives a crash of the server and of the machine. Counts are sums, so the file grows with hours and
 keys and not with requests, and several servers may share one file.
+
+While the file cannot be written, no answer waits for it: the counts are kept in memory, and the thread tries
+again every few seconds.
 """
 
 from __future__ import annotations
@@ -21,7 +24,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import NamedTuple
 
@@ -37,6 +40,8 @@ _BUSY_S = 5.0
 """How long a transaction waits for that of another server."""
 _RETRY_S = 5.0
 """How long counts that could not be written wait for the next try."""
+_RETRY_BUSY_S = 0.1
+"""How long that next try waits for another server. The answers that come meanwhile wait for it."""
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS usage (
   hour INTEGER NOT NULL,
@@ -91,6 +96,9 @@ class Counts:
         )
 
 
+_COLUMNS = (*Kind._fields, *(field.name for field in fields(Counts)))
+
+
 @dataclass(frozen=True, slots=True)
 class _Entry:
     """One request on its way to the file."""
@@ -109,15 +117,15 @@ class Ledger:
         self._path = path
         self._clock = clock
         try:
-            with closing(_open(path)) as connection, connection:
-                version = connection.execute("PRAGMA user_version").fetchone()[0]
-                if version not in (0, _VERSION):
-                    raise ConfigError(f"usage file {path}: made by another version of penstock ({version})")
+            with closing(sqlite3.connect(path, timeout=_BUSY_S)) as connection:
+                _refuse_others(path, connection)
+            with closing(_open(path, _BUSY_S)) as connection, connection:
                 connection.execute(_SCHEMA)
                 connection.execute(f"PRAGMA user_version = {_VERSION}")
         except sqlite3.Error as error:
             raise ConfigError(f"usage file {path} cannot be used: {error}") from error
         self._entries: queue.SimpleQueue[_Entry | None] = queue.SimpleQueue()
+        self._gone = False
         self._thread = threading.Thread(target=self._run, name="penstock-ledger", daemon=True)
         self._thread.start()
 
@@ -128,49 +136,78 @@ class Ledger:
         counts = Counts(1, usage.prompt_tokens, usage.cached_prompt_tokens, usage.completion_tokens)
         noted = asyncio.get_running_loop().create_future() if usage.outcome is Outcome.ANSWERED else None
         self._entries.put(_Entry(kind, counts, noted))
+        if self._gone:
+            self._settle_the_rest()
         return noted
 
     def close(self) -> None:
-        """Write what is left; blocks for at most a few seconds. Nothing may be recorded afterwards."""
+        """Write what is left; blocks for at most a few seconds. What is recorded afterwards is lost."""
         self._entries.put(None)
         self._thread.join(2 * _BUSY_S)
 
     def _run(self) -> None:
-        """The thread: one transaction for all that waits. What cannot be written is added to the next."""
+        """The thread."""
+        try:
+            self._write_until_the_end()
+        finally:
+            # In this order: who records something after the last look at the queue sees that it was the last.
+            self._gone = True
+            self._settle_the_rest()
+
+    def _write_until_the_end(self) -> None:
+        """One transaction for all that waits. What cannot be written is kept for a later one."""
         kept: dict[Kind, Counts] = {}
         connection: sqlite3.Connection | None = None
+        retry_at: float | None = None  # of time.monotonic; None: the last transaction succeeded
         ended = False
         while not ended:
-            batch, ended = self._take(waits=not kept)
-            for entry in batch:
-                kept[entry.kind] = kept.get(entry.kind, Counts()) + entry.counts
+            batch, ended = self._take(None if retry_at is None else max(retry_at - time.monotonic(), 0.0))
             try:
-                connection = connection or _open(self._path)
-                with connection:
-                    connection.executemany(_ADD, _rows(kept))
-                kept = {}
-            except sqlite3.Error as error:
+                for entry in batch:
+                    kept[entry.kind] = kept.get(entry.kind, Counts()) + entry.counts
+                if ended or retry_at is None or time.monotonic() >= retry_at:
+                    patient = ended or retry_at is None
+                    connection = connection or _open(self._path, _BUSY_S if patient else _RETRY_BUSY_S)
+                    with connection:
+                        connection.executemany(_ADD, _rows(kept))
+                    kept, retry_at = {}, None
+                    if not patient:
+                        connection.execute(f"PRAGMA busy_timeout = {int(_BUSY_S * 1000)}")
+            except Exception as error:  # without this thread nothing would be counted any more
                 requests = sum(counts.requests for counts in kept.values())
-                log.error("the usage of %d requests is not in %s yet: %s", requests, self._path, error)
+                bug = None if isinstance(error, sqlite3.Error) else error
+                log.error(
+                    "the usage of %d requests is not in %s yet: %s", requests, self._path, error, exc_info=bug
+                )
+                retry_at = time.monotonic() + _RETRY_S
                 if connection is not None:
                     connection.close()
                     connection = None
-            # Also where it failed: an answer is worth more to its caller than its place in the books.
-            _settle(batch)
+            finally:
+                # Also where it failed: an answer is worth more to its caller than its place in the books.
+                _settle(batch)
         if connection is not None:
             connection.close()
 
-    def _take(self, *, waits: bool) -> tuple[list[_Entry], bool]:
-        """What has come, and whether the end has. It `waits` for something, or else for some seconds."""
+    def _take(self, timeout_s: float | None) -> tuple[list[_Entry], bool]:
+        """What has come, and whether the end has. It waits for something, for so long; None: for ever."""
         batch: list[_Entry] = []
         try:
-            entry = self._entries.get(timeout=None if waits else _RETRY_S)
+            entry = self._entries.get(timeout=timeout_s)
             while entry is not None:
                 batch.append(entry)
                 entry = self._entries.get_nowait()
         except queue.Empty:
             return batch, False
         return batch, True
+
+    def _settle_the_rest(self) -> None:
+        """The thread has ended: no answer may wait for it."""
+        while True:
+            batch, ended = self._take(0.0)
+            _settle(batch)
+            if not batch and not ended:
+                return
 
 
 def _rows(kept: Mapping[Kind, Counts]) -> Iterable[tuple[str | int, ...]]:
@@ -205,8 +242,25 @@ def _release(futures: Iterable[asyncio.Future[None]]) -> None:
             future.set_result(None)
 
 
-def _open(path: Path) -> sqlite3.Connection:
-    connection = sqlite3.connect(path, timeout=_BUSY_S)
+def _refuse_others(path: Path, connection: sqlite3.Connection) -> None:
+    """ConfigError where the file is not empty and not ours. Nothing is changed, not even the journal mode."""
+    version = connection.execute("PRAGMA user_version").fetchone()[0]
+    if version not in (0, _VERSION):
+        raise ConfigError(
+            f"usage file {path}: made by another version of penstock, or by something else ({version})"
+        )
+    names = {name for (name,) in connection.execute("SELECT name FROM sqlite_master")}
+    own = False
+    if "usage" in names:
+        columns = connection.execute("SELECT * FROM usage LIMIT 0").description
+        own = tuple(name for name, *_ in columns) == _COLUMNS
+    # Two servers may start at once: then one may find the table of the other, and no version yet.
+    if names and not (own and (version == _VERSION or names == {"usage"})):
+        raise ConfigError(f"usage file {path} is the database of something else; choose another name")
+
+
+def _open(path: Path, busy_s: float) -> sqlite3.Connection:
+    connection = sqlite3.connect(path, timeout=busy_s)
     connection.execute("PRAGMA journal_mode = WAL")
     connection.execute("PRAGMA synchronous = FULL")
     return connection
