@@ -26,6 +26,7 @@ REASONS = [
     ("DRAINING", Code.UNAVAILABLE, api.Draining),
     ("NOT_READY", Code.UNAVAILABLE, api.NotReady),
     ("BUSY", Code.RESOURCE_EXHAUSTED, api.Busy),
+    ("COSTLY_GRAMMAR", Code.RESOURCE_EXHAUSTED, api.CostlyGrammar),
     ("RATE_LIMITED", Code.RESOURCE_EXHAUSTED, api.RateLimited),
     ("RESPONSE_TOO_LARGE", Code.INVALID_ARGUMENT, api.ResponseTooLarge),
     ("UNAUTHENTICATED", Code.UNAUTHENTICATED, api.Unauthenticated),

@@ -192,7 +192,7 @@ async def test_a_grammar_that_turns_out_too_complex_ends_its_output_only():
 async def test_a_grammar_that_was_too_costly_to_follow_is_refused_at_once(monkeypatch):
     """All outputs of its request end, and whoever sends it again is told for how long that is in vain; others
     are served. There is no time left for any grammar here, so nothing depends on how fast the machine is."""
-    for name in ("REQUEST_S", "OUTPUT_S", "SOURCE_S"):
+    for name in ("REQUEST_S", "OUTPUT_S"):
         monkeypatch.setattr(budget, name, 0.0)
     async with serving() as rig:
         asked = {"constraint": {"regex": "[a-z]*"}, "sampling": {"n": 3}}
@@ -205,8 +205,10 @@ async def test_a_grammar_that_was_too_costly_to_follow_is_refused_at_once(monkey
             rig.inference.Stream(stream("b", **asked)).read(),
         ):
             failure = await failure_of(call)
-            assert failure.code.name == "INVALID_ARGUMENT"
-            assert "is refused for another" in failure.violations["constraint.regex"]
+            assert (failure.code.name, failure.reason) == ("RESOURCE_EXHAUSTED", "COSTLY_GRAMMAR")
+            assert failure.info.metadata["field"] == "constraint.regex"
+            assert "is refused for another" in failure.message
+            assert failure.retry_after_s is not None
         assert len(rig.engine.seen) == num_seen
         monkeypatch.undo()
         assert (await both(rig, constraint={"regex": "[d-f]{2}"})).text == "de"

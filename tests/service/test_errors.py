@@ -67,6 +67,12 @@ SAMPLES = [
         {"needed_tokens": "9", "capacity_tokens": "8"},
     ),
     (errors.QueueFull(3, 1.5), "RESOURCE_EXHAUSTED", "QUEUE_FULL", {"limit": "3"}),
+    (
+        errors.CostlyGrammar("constraint.regex", 60.0),
+        "RESOURCE_EXHAUSTED",
+        "COSTLY_GRAMMAR",
+        {"field": "constraint.regex"},
+    ),
     (errors.Draining(), "UNAVAILABLE", "DRAINING", {}),
     (errors.NotReady(), "UNAVAILABLE", "NOT_READY", {}),
     (errors.DuplicateRequestId("r"), "ALREADY_EXISTS", "DUPLICATE_REQUEST_ID", {"request_id": "r"}),

@@ -13,6 +13,7 @@ PenstockError
 │   └── UnknownModel             the request names another model
 ├── UnavailableError             expected: try again later, or elsewhere
 │   ├── QueueFull
+│   ├── CostlyGrammar            its grammar took too long to follow a short while ago
 │   ├── Draining
 │   └── NotReady
 ├── WeightsError                 expected: an update was refused; the old weights still serve
@@ -154,6 +155,16 @@ class QueueFull(UnavailableError):
         self.limit, self.retry_after_s = limit, retry_after_s
         when = "" if retry_after_s is None else f"; retry in {retry_after_s:.2g} s"
         super().__init__(f"the queue is full ({limit} requests are waiting){when}")
+
+
+class CostlyGrammar(UnavailableError):
+    """The grammar took too long to follow lately: for `retry_after_s` nobody may use it. `field` held it."""
+
+    def __init__(self, field: str, retry_after_s: float) -> None:
+        self.field, self.retry_after_s = field, retry_after_s
+        super().__init__(
+            f"{field}: the grammar took too long to follow; it is refused for another {retry_after_s:.2g} s"
+        )
 
 
 class Draining(UnavailableError):

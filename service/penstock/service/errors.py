@@ -183,6 +183,12 @@ TABLE: Mapping[type[errors.PenstockError], Row] = {
         Code.RESOURCE_EXHAUSTED, "QUEUE_FULL", lambda e: {"limit": str(e.limit)}, _measured
     ),
     Busy: Row(Code.RESOURCE_EXHAUSTED, "BUSY", lambda e: {"limit": e.limit, "max": str(e.most)}, _measured),
+    errors.CostlyGrammar: Row(
+        Code.RESOURCE_EXHAUSTED,
+        "COSTLY_GRAMMAR",
+        lambda e: {"field": e.field},
+        _measured,
+    ),
     # Another server may take it at once; this one is back, if at all, when it was started again.
     errors.Draining: Row(Code.UNAVAILABLE, "DRAINING", retry_after_s=lambda e: 1.0),
     errors.NotReady: Row(Code.UNAVAILABLE, "NOT_READY", retry_after_s=lambda e: 2.0),

@@ -17,6 +17,7 @@ PenstockClientError                `reason`, `code`, `metadata`, `request_id`, `
 │       └── Forbidden              they are right, but do not allow this
 ├── UnavailableError               the same request may succeed later, or elsewhere
 │   ├── QueueFull                  too many requests wait
+│   ├── CostlyGrammar              its grammar took the server too long a short while ago
 │   ├── Busy                       another bound on what runs at once: `limit`, its name
 │   ├── RateLimited                this caller's key has used up its rate
 │   ├── Draining                   the server is shutting down
@@ -181,6 +182,15 @@ class Busy(UnavailableError):
         return self.metadata.get("limit", "")
 
 
+class CostlyGrammar(UnavailableError):
+    """The request's grammar took the server too long to follow, and is refused to everybody for a while."""
+
+    @property
+    def field(self) -> str:
+        """Where the grammar was in the request; empty when the server did not say."""
+        return self.metadata.get("field", "")
+
+
 class RateLimited(UnavailableError):
     """This caller's key has used up its rate of requests or tokens."""
 
@@ -244,6 +254,7 @@ BY_REASON: Mapping[str, type[PenstockClientError]] = {
     "UNKNOWN_ADAPTER": UnknownAdapter,
     "DUPLICATE_REQUEST_ID": DuplicateRequestId,
     "QUEUE_FULL": QueueFull,
+    "COSTLY_GRAMMAR": CostlyGrammar,
     "DRAINING": Draining,
     "NOT_READY": NotReady,
     "BUSY": Busy,

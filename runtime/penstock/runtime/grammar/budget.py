@@ -14,8 +14,10 @@ REQUEST_S = 0.1
 """What the outputs of a request may use together beyond what their tokens earn."""
 OUTPUT_S = 0.005
 """So much more for each of its outputs: they all begin before a token is made."""
-SOURCE_S = 1.0
-"""What all requests with the same grammar may use together beyond what their tokens earn."""
+FEW_TOKENS = 16
+"""Where a request spends its budget with fewer tokens, the grammar costs too much whoever uses it. Else
+it may have been what the prompt had the model write, so that the grammar is refused to nobody else.
+"""
 TOKEN_S = 0.002
 """What a token earns. Masks take 20 to 400 us, those in new territory up to 3 ms; a very ambiguous grammar's
 take hundreds of milliseconds."""
@@ -48,28 +50,27 @@ def request_budget(num_outputs: int = 1) -> Budget:
 
 
 class Account:
-    """Where one output's use is booked: on its request's budget, and on the one of all requests with the same
-    grammar.
-    """
+    """Where the use of a request's outputs is booked."""
 
-    def __init__(self, request: Budget, source: Budget, on_spent: Callable[[], None] = lambda: None) -> None:
-        """`on_spent` is called when either is spent."""
-        self._request, self._source, self._on_spent = request, source, on_spent
+    def __init__(self, budget: Budget, on_costly: Callable[[], None] = lambda: None) -> None:
+        """`on_costly` is called where the grammar is at fault, and not what was written under it."""
+        self._budget, self._on_costly = budget, on_costly
+        self._num_tokens = 0
 
     def earn(self) -> None:
-        """The output has one more token."""
-        self._request.earn()
-        self._source.earn()
+        """An output has one more token."""
+        self._num_tokens += 1
+        self._budget.earn()
 
     def use(self, seconds: float) -> bool:
         """Whether there is time left after that was used."""
-        self._request.use(seconds)
-        self._source.use(seconds)
-        if not (self._request.is_spent or self._source.is_spent):
+        self._budget.use(seconds)
+        if not self._budget.is_spent:
             return True
-        self._on_spent()
+        self.refuse()
         return False
 
     def refuse(self) -> None:
-        """The grammar has shown another way that it costs too much."""
-        self._on_spent()
+        """The request costs too much, as its budget or llguidance shows."""
+        if self._num_tokens < FEW_TOKENS:
+            self._on_costly()

@@ -19,7 +19,7 @@ STEP_LEXER_FUEL = 100_000
 """Work of the lexer that one mask may take, about 7 ms. A choice among 5,000 takes up to 50,000; llguidance's
 default is 200,000."""
 
-_UNLIMITED = Account(Budget(math.inf), Budget(math.inf))
+_UNLIMITED = Account(Budget(math.inf))
 """Compiling has a limit of its own."""
 
 

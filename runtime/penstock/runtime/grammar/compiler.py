@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from llguidance import LLMatcher
 from tokenizers import Tokenizer
 
-from penstock.runtime.errors import InvalidRequest, UnavailableError, Violation
+from penstock.runtime.errors import CostlyGrammar, InvalidRequest, UnavailableError, Violation
 from penstock.runtime.failing import as_exception
-from penstock.runtime.grammar.budget import SOURCE_S, Account, Budget, request_budget
+from penstock.runtime.grammar.budget import Account, request_budget
 from penstock.runtime.grammar.build import build_matcher
 from penstock.runtime.grammar.costly import Costly
 from penstock.runtime.grammar.matcher import GrammarConstraint, Lexer, TokenBits
@@ -70,11 +70,11 @@ class CompiledGrammar:
         bits: TokenBits,
         max_outputs: int,
         *,
-        budget: Budget | None = None,
         on_costly: Callable[[], None] = lambda: None,
+        is_proven: bool = False,
     ) -> None:
-        """`budget` is that of all who use the grammar, None: a new one; `on_costly` is called where it, or a
-        request's own, is spent.
+        """`on_costly` is called where a request shows that the grammar costs too much whoever uses it;
+        `is_proven`: the masks of the same grammar have been quick.
         """
         self.text = text
         """As llguidance takes it."""
@@ -83,14 +83,18 @@ class CompiledGrammar:
         self._bits = bits
         self._outputs_left = max_outputs
         self._failed = False
-        self.budget = budget or Budget(SOURCE_S)
         self._on_costly = on_costly
-        self._lexer = Lexer()
+        self._lexer = Lexer(is_proven=is_proven)
 
     @property
     def spent(self) -> bool:
         """Whether the next request should compile the grammar again."""
-        return self._failed or self._outputs_left <= 0 or self.budget.is_spent
+        return self._failed or self._outputs_left <= 0
+
+    @property
+    def is_proven(self) -> bool:
+        """Whether its masks have been quick for a while, without an error."""
+        return self._lexer.is_proven and not self._failed
 
     def constraint(self, field: str = "constraint") -> GrammarConstraint:
         """A new constraint, for a request of one output; its errors are on `field`."""
@@ -100,7 +104,7 @@ class CompiledGrammar:
     def constraints(self, num_outputs: int, field: str = "constraint") -> list[GrammarConstraint]:
         """A new constraint for each output of a request; its errors are on `field`."""
         self._outputs_left -= num_outputs
-        account = Account(request_budget(num_outputs), self.budget, self._on_costly)
+        account = Account(request_budget(num_outputs), self._on_costly)
         return [
             GrammarConstraint(
                 self._matcher.deep_copy(),
@@ -154,13 +158,13 @@ class GrammarCompiler:
         """The grammar compiled: from the cache, or now. Who asks for one that is being compiled waits for it.
 
         Raises InvalidRequest on `grammar.field`, with llguidance's message, where it is not valid, too large,
-        not supported, without any output in this vocabulary, too slow to compile, or was too costly to follow
-        less than `costly.REFUSED_S` ago; UnavailableError where other compiles take all threads.
+        not supported, without any output in this vocabulary, or too slow to compile; CostlyGrammar where it
+        was too costly to follow less than `costly.REFUSED_S` ago; UnavailableError where other compiles take
+        all threads.
         """
         refused_s = self._costly.refused_s(grammar)
         if refused_s:
-            reason = f"it took too long to follow; it is refused for another {refused_s} s"
-            raise InvalidRequest([Violation(grammar.field, reason)])
+            raise CostlyGrammar(grammar.field, refused_s)
         with self._lock:
             known = self._compiled.get(grammar)
             if known is not None and not known.spent:
@@ -223,6 +227,6 @@ class GrammarCompiler:
             matcher,
             self._bits,
             config.outputs_per_lexer,
-            budget=None if before is None or before.budget.is_spent else before.budget,
             on_costly=lambda: self._costly.note(grammar),
+            is_proven=before is not None and before.is_proven,
         )

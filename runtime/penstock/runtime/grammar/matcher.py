@@ -11,7 +11,7 @@ from llguidance import LLMatcher
 
 from penstock.runtime.constraint import Mask
 from penstock.runtime.errors import InvalidRequest, Violation
-from penstock.runtime.grammar.budget import SOURCE_S, Account, Budget, request_budget
+from penstock.runtime.grammar.budget import Account, Budget, request_budget
 from penstock.runtime.grammar.vocabulary import Vocabulary
 
 SHARED_S = 1.0
@@ -40,8 +40,9 @@ class Lexer:
     mask of it waits for those that others are having made.
     """
 
-    def __init__(self) -> None:
-        self._num_quick = 0
+    def __init__(self, *, is_proven: bool = False) -> None:
+        """`is_proven`: another lexer of the same grammar was."""
+        self._num_quick = _PROVEN if is_proven else 0
 
     @property
     def is_proven(self) -> bool:
@@ -89,7 +90,7 @@ class GrammarConstraint:
         """An end token was accepted."""
         self._complete = False
         self._clock = clock
-        self._account = account or Account(request_budget(), Budget(SOURCE_S))
+        self._account = account or Account(request_budget())
         self._shared = Budget(SHARED_S, SHARED_PER_TOKEN_S)
         self.lexer = lexer or Lexer()
         self.expected_s = 0.0
