@@ -212,7 +212,7 @@ async def test_a_full_server_answers_control_and_health() -> None:
 @pytest.mark.parametrize(
     ("method", "kind", "bounds", "limit", "most"),
     [
-        (TOKENIZE, Kind.TOKENIZE, {"max_tokenize_rpcs": 2}, "max_tokenize_rpcs", 2),
+        (TOKENIZE, Kind.TOKENIZE, {"max_tokenize_rpcs": 4}, "max_tokenize_rpcs_per_address", 2),
         (LOAD, Kind.CONTROL, {"max_control_rpcs": 2}, "max_control_rpcs_per_address", 1),
         (WATCH, Kind.HEALTH, {"max_health_rpcs": 4}, "max_health_rpcs_per_address", 2),
         (REFLECTION, Kind.REFLECTION, {"max_reflection_rpcs": 4}, "max_reflection_rpcs_per_address", 2),

@@ -8,11 +8,28 @@ from typing import Any
 
 import pytest
 
+from penstock.runtime.assemble import Assembler
+from penstock.runtime.request import Finish, FinishReason, Output, StoppingParams
 from penstock.service.errors import Busy, ResponseTooLarge
+from penstock.service.readers import RequestReader, StallLog
 from penstock.service.reply_budget import ReplyBudget
 from penstock.service.reply_limits import ReplyLimits
+from penstock.service.streams import Buffer, Switchboard
+from penstock.v1 import control_pb2
 from tests.service.codecs import EOS
-from tests.service.rig import collect, failure_of, fake, generate, ids, read_all, serving, stream, until
+from tests.service.h2peer import Peer
+from tests.service.rig import (
+    CODEC,
+    collect,
+    failure_of,
+    fake,
+    generate,
+    ids,
+    read_all,
+    serving,
+    stream,
+    until,
+)
 
 KIB = 1024
 
@@ -158,6 +175,100 @@ async def test_nothing_is_left_of_a_budget() -> None:
         call.cancel()
         await until(lambda: counted.num_shares == 0)
         assert counted.used == 0
+
+
+PROMPT: dict[str, Any] = {
+    "prompt_token_ids": {"ids": [97] * 1000},
+    "output": {"prompt_logprobs": 20},
+    "stopping": {"ignore_eos": True},
+}
+PROMPT_BYTES = 1000 * 20 * 10
+"""At least: so many candidates of the prompt."""
+
+
+async def test_logprobs_of_the_prompt_count_until_the_reply_is_sent() -> None:
+    async with serving(fake(max_model_len=2_000, hold=True)) as rig:
+        counted: ReplyBudget = rig.server._inference._servicer._budget
+        reply = asyncio.ensure_future(rig.inference.Generate(generate(**PROMPT)))
+        await until(lambda: len(rig.engine.seen) == 1)
+        rig.engine.step()
+        await until(lambda: counted.used > PROMPT_BYTES)
+        rig.engine.release()
+        await reply
+        await until(lambda: counted.num_shares == 0 and counted.used == 0)
+
+
+async def test_logprobs_of_the_prompt_count_until_a_stream_has_begun() -> None:
+    """They are taken long before: gRPC has them while their peer takes none."""
+    async with serving(fake(max_model_len=2_000, hold=True)) as rig, Peer(rig.server.address) as peer:
+        counted: ReplyBudget = rig.server._inference._servicer._budget
+        call = await peer.call("/penstock.v1.InferenceService/Stream", stream(**PROMPT).SerializeToString())
+        await until(lambda: len(rig.engine.seen) == 1)
+        rig.engine.step()
+        await peer.until(lambda: peer.headers(call))
+        assert counted.used > PROMPT_BYTES
+        for number in (0, call):
+            await peer.open_window(number, 1024 * KIB)
+        await until(lambda: counted.used == 0)
+        assert counted.num_shares == 1, "the stream goes on"
+
+
+async def test_tokenize_counts_before_its_ids_are_made_until_they_are_sent() -> None:
+    request = control_pb2.TokenizeRequest(text="a" * 10_000)
+    async with (
+        serving(fake(max_model_len=20_000), replies=limits(64 * KIB, 64 * KIB)) as rig,
+        Peer(rig.server.address) as peer,
+    ):
+        counted: ReplyBudget = rig.server._inference._servicer._budget
+        method = "/penstock.v1.ControlService/Tokenize"
+        calls = [await peer.call(method, request.SerializeToString()) for _ in range(2)]
+        await peer.until(lambda: all(peer.headers(call) for call in calls))
+        assert counted.used == 60_000
+        failure = await failure_of(rig.control.Tokenize(request))
+        assert (failure.code.name, failure.reason) == ("RESOURCE_EXHAUSTED", "BUSY")
+        assert failure.info.metadata["limit"] == "max_buffered_response_bytes"
+        for number in (0, *calls):
+            await peer.open_window(number, 1024 * KIB)
+        await until(lambda: counted.num_shares == 0 and counted.used == 0)
+        assert len((await rig.control.Tokenize(request)).token_ids) == 10_000
+
+
+async def test_ids_that_could_not_be_sent_are_refused() -> None:
+    async with serving(fake(max_model_len=20_000), replies=limits(10_000)) as rig:
+        failure = await failure_of(rig.control.Tokenize(control_pb2.TokenizeRequest(text="a" * 5_000)))
+        assert (failure.reason, set(failure.violations)) == ("RESPONSE_TOO_LARGE", {"text"})
+
+
+# -- readers and the budget --
+
+
+async def test_what_waits_to_be_sent_is_not_ended_for_room() -> None:
+    """That would give nothing back: its reply stays in gRPC. One that still runs is ended instead."""
+    counted, engine = budget(everybody=230), fake()
+    board = Switchboard(asyncio.get_running_loop())
+    end = Finish(FinishReason.EOS)
+
+    def begun(name: str) -> tuple[RequestReader, Buffer]:
+        reader = RequestReader(engine, name, counted, StallLog(), collects=True)
+        buffer = Buffer(engine, board, name, Assembler(StoppingParams(), CODEC), reader)
+        reader.reads([buffer])
+        return reader, buffer
+
+    sent = [begun(name) for name in ("a", "b")]
+    for reader, buffer in sent:
+        buffer.deliver(Output("", (97,) * 25, finish=end))
+        await reader.take()
+        reader.close()
+    assert counted.used == 200
+    reader, buffer = begun("c")
+    buffer.deliver(Output("", (97,) * 10))
+    with pytest.raises(Busy):
+        await reader.take()
+    assert counted.used == 200, "gRPC still has both"
+    for one, _ in sent:
+        one.forget()
+    reader.forget()
+    assert (counted.used, counted.num_shares) == (0, 0)
 
 
 # -- the budget alone --

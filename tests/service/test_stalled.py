@@ -141,6 +141,28 @@ async def test_a_stream_that_is_read_slowly_goes_on(monkeypatch: pytest.MonkeyPa
         assert last.HasField("summary")
 
 
+async def test_a_large_message_that_is_read_steadily_goes_on() -> None:
+    """Nothing is taken of what else is made meanwhile, and yet the reader is there."""
+    request = stream(
+        prompt_token_ids={"ids": [97] * 8000},
+        output={"prompt_logprobs": 20},
+        stopping={"max_tokens": 1000, "ignore_eos": True},
+    )
+    engine = fake(max_model_len=10_000)
+    async with serving(engine, stall_limit_s=0.5) as rig, peer_of(rig) as peer:
+        call = await peer.call(STREAM, request.SerializeToString())
+        await peer.until(lambda: peer.headers(call))
+        for _ in range(10):
+            await asyncio.sleep(0.2)
+            for number in (0, call):
+                await peer.open_window(number, 100_000)
+        assert rig.engine.cancelled == []
+        for number in (0, call):
+            await peer.open_window(number, 100 * MIB)
+        assert await peer.status(call) == 0
+        assert len(peer.body(call)) > MIB
+
+
 def test_large_messages_have_more_time() -> None:
     """As much as a slow network needs."""
     sends = sending.Sends(30.0, Any)  # type: ignore[arg-type]

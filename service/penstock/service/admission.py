@@ -173,7 +173,7 @@ class Admission:
             per_address=bounds.max_rpcs_per_address,
             per_connection=bounds.max_rpcs_per_connection,
         )
-        tokenize = Gate("max_tokenize_rpcs", bounds.max_tokenize_rpcs, clock, per_address=0)
+        tokenize = small(Kind.TOKENIZE, bounds.max_tokenize_rpcs)
         self._gates: dict[Kind, Sequence[Gate]] = {
             Kind.WORK: (work,),
             Kind.TOKENIZE: (tokenize, work),

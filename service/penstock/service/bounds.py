@@ -37,7 +37,7 @@ class Bounds:
     max_rpcs_per_connection: int = 4096
     """The same of one TCP connection."""
     max_tokenize_rpcs: int = 1024
-    """Tokenize and Detokenize, which also count as RPCs."""
+    """Tokenize and Detokenize, which also count as RPCs. One address may have half of them."""
     max_control_rpcs: int = 512
     """Every other RPC of penstock.v1, Abort and GetLoad for example: these count apart, so that a server that
     is full of work can still be asked and told. One address may have half of them.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -13,8 +14,10 @@ from penstock.service.convert_chat import chat_prompt, message_cost
 from penstock.service.convert_params import Violations, token_ids
 from penstock.service.features import DEFAULT_FEATURES, Features
 from penstock.service.inference import limits_of
-from penstock.service.lanes import Lanes
+from penstock.service.lanes import MESSAGE_BYTES, Lanes
 from penstock.service.prompts import encode_prompt
+from penstock.service.reply_budget import ID_BYTES, ReplyBudget
+from penstock.service.reply_limits import ReplyLimits
 from penstock.service.support import check_supported
 from penstock.v1 import control_pb2, control_pb2_grpc, types_pb2
 
@@ -36,10 +39,12 @@ class ControlServicer(control_pb2_grpc.ControlServiceServicer):
         *,
         version: str,
         instance_id: str,
+        budget: ReplyBudget | None = None,
         features: Features = DEFAULT_FEATURES,
     ) -> None:
         self._engine = engine
         self._lanes = lanes
+        self._budget = budget or ReplyBudget(ReplyLimits())
         self._version = version
         self._instance_id = instance_id
         self._limits = limits_of(engine, features=features)
@@ -119,13 +124,24 @@ class ControlServicer(control_pb2_grpc.ControlServiceServicer):
     async def Tokenize(
         self, request: control_pb2.TokenizeRequest, context: Context
     ) -> control_pb2.TokenizeResponse:
-        """What Generate would feed the model."""
+        """What Generate would feed the model.
+
+        Ids may take more bytes than their text, and as Python's objects many times that. They are counted as
+        waiting from before they are made until the reply has left: a token for each byte of the request.
+        """
+        share = self._budget.hold(ID_BYTES * MESSAGE_BYTES.get())
+        task = asyncio.current_task()
+        assert task is not None, "gRPC calls handlers in a task"
+        task.add_done_callback(lambda _: share.close())
         prompt = await self._lanes.convert(partial(self._prompt, request), message_cost(request.chat))
         max_model_len = self._engine.info.max_model_len
         special = request.add_special_tokens if request.HasField("add_special_tokens") else None
         encoded = await encode_prompt(
             self._engine.text, prompt, self._lanes, room=max_model_len, add_special_tokens=special
         )
+        num_ids = len(encoded.token_ids)
+        self._budget.check_ids(request.WhichOneof("input") or "input", num_ids)
+        share.add(ID_BYTES * num_ids - share.num_bytes)
         return control_pb2.TokenizeResponse(token_ids=encoded.token_ids, max_context_tokens=max_model_len)
 
     def _prompt(self, request: control_pb2.TokenizeRequest) -> Prompt:

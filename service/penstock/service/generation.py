@@ -249,6 +249,17 @@ class Generation:
                 self._meter.cached(self.timing.cached_prompt_tokens if self.timing else 0)
         return index, taken
 
+    def sending(self, message: bytes) -> bytes:
+        """The message, which is sent until the next is, or the next delta is taken."""
+        assert self._reader is not None, "not entered"
+        self._reader.sending(len(message))
+        return message
+
+    def sent_prompt(self) -> None:
+        """The prompt's log-probabilities have left."""
+        assert self._reader is not None, "not entered"
+        self._reader.sent_prompt()
+
     @property
     def timing(self) -> RequestTiming | None:
         """Of all outputs that have ended: from the first arrival to the last end."""

@@ -70,7 +70,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         lanes: Lanes,
         *,
         stall_limit_s: float,
-        reply_limits: ReplyLimits | None = None,
+        budget: ReplyBudget | None = None,
         truncation: Truncation = Truncation.REJECT,
         features: Features = DEFAULT_FEATURES,
     ) -> None:
@@ -79,7 +79,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         self._stall_limit_s = stall_limit_s
         self._limits = limits_of(engine, truncation, features)
         self._arrivals = Arrivals()
-        self._budget = ReplyBudget(reply_limits or ReplyLimits())
+        self._budget = budget or ReplyBudget(ReplyLimits())
         self._turns = asyncio.Lock()
         """Of encoding what is large, see `replies.prompt_info`."""
         self._around = Surroundings(
@@ -160,8 +160,11 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
                 job, generation.prompt, generation.prompt_logprobs, self._turns
             )
             generation.prompt_logprobs = ()
-            yield replies.stream_started(started, prompt)
+            first = replies.stream_started(started, prompt)
             del prompt
+            yield generation.sending(first)
+            del first
+            generation.sent_prompt()
             sent_generations = [weights.generation] * job.n
             while waiting or not generation.is_done:
                 index, taken = waiting.pop(0) if waiting else await generation.take()
@@ -171,7 +174,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
                     message.weights.CopyFrom(self._version(taken.generation))
                     sent_generations[index] = taken.generation
                 if replies.says_something(message):
-                    yield replies.stream_delta(message, taken.logprobs)
+                    yield generation.sending(replies.stream_delta(message, taken.logprobs))
                 if taken.finish is not None:
                     finished = inference_pb2.OutputFinished(index=index, finish=replies.finish(taken.finish))
                     yield inference_pb2.StreamResponse(finished=finished)

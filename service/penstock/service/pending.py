@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from penstock.runtime.assemble import Delta
 from penstock.runtime.chat.messages import ToolCall
 from penstock.runtime.request import Finish, RequestTiming, TokenLogprobs
+from penstock.service.reply_budget import logprobs_bytes
 
 Encode = Callable[[Sequence[TokenLogprobs]], bytes]
 """Log-probabilities to a serialized `Logprobs` message; those of consecutive tokens may be joined as
@@ -116,7 +117,9 @@ class Pending:
         return bool(self._merged) and (self._merged[0].is_last or self._merged[0].num_tokens >= min_tokens)
 
     def add(self, delta: Delta) -> int:
-        """Take it in; about how many bytes it adds to messages."""
+        """Take it in; about how many bytes it adds to messages. Those of the prompt's log-probabilities count
+        there, but not in `Taken.num_bytes`: a stream sends them in its first message, and not in a delta.
+        """
         if not (
             delta.token_ids or delta.text or delta.reasoning or delta.tool_calls or delta.finish is not None
         ):
@@ -129,7 +132,7 @@ class Pending:
         if not self._merged or self._ends(self._merged[-1], delta, size):
             self._merged.append(_Merged(delta.generation))
         self._merged[-1].add(delta, logprobs, size)
-        return size
+        return size + prompt_bytes(delta.prompt_logprobs)
 
     @staticmethod
     def _ends(last: _Merged, delta: Delta, size: int) -> bool:
@@ -145,6 +148,11 @@ class Pending:
     def clear(self) -> None:
         """Nobody wants it any more."""
         self._merged.clear()
+
+
+def prompt_bytes(values: Sequence[TokenLogprobs]) -> int:
+    """About the size of a prompt's log-probabilities on the wire. All entries have as many candidates."""
+    return logprobs_bytes(len(values), len(values[-1].top)) if values else 0
 
 
 def _text_bytes(text: str) -> int:

@@ -14,13 +14,15 @@ from collections.abc import Callable, Sequence
 from penstock.service.backend import Backend
 from penstock.service.errors import StalledReader
 from penstock.service.ownership import told_id
-from penstock.service.pending import Taken
+from penstock.service.pending import Taken, prompt_bytes
 from penstock.service.reply_budget import ReplyBudget
 from penstock.service.streams import Buffer
 
 log = logging.getLogger(__name__)
 
 SECONDS_PER_LINE = 10.0
+SLOWEST_BYTES_PER_S = 128 * 1024
+"""Whoever takes a large message slower than this may be given up before all of it has left."""
 
 
 class StallLog:
@@ -71,6 +73,10 @@ class RequestReader:
         self._changed = asyncio.Event()
         self._reading = False
         self._timer: asyncio.TimerHandle | None = None
+        self._sending = 0
+        """Bytes of the message that keeps the reader away."""
+        self._prompt_bytes = 0
+        """Of the prompt's log-probabilities: taken, and not known to be sent."""
 
     def reads(self, buffers: Sequence[Buffer]) -> None:
         """These, from now on."""
@@ -87,6 +93,7 @@ class RequestReader:
         wrong with any.
         """
         self._reading = True
+        self._sending = 0
         self._stop_timer()
         try:
             while True:
@@ -103,10 +110,26 @@ class RequestReader:
         taken = self._buffers[index].pop()
         if not self._collects:
             self._share.add(-taken.num_bytes)
+            self._prompt_bytes += prompt_bytes(taken.prompt_logprobs)
         # The others go first the next time: a fast output must not keep a slow one waiting.
         last = [] if taken.finish is not None else [index]
         self._active = [*self._active[turn + 1 :], *self._active[:turn], *last]
+        if self._collects and self.is_done:
+            self._share.seal()
         return taken
+
+    def sending(self, num_bytes: int) -> None:
+        """A message of this size is sent from now on, until the next call of `sending` or `take`: the reader
+        is away for that, and may be the longer the larger the message is.
+        """
+        self._sending = num_bytes
+        self._stop_timer()
+        self._watch()
+
+    def sent_prompt(self) -> None:
+        """The message with the prompt's log-probabilities has left."""
+        self._share.add(-self._prompt_bytes)
+        self._prompt_bytes = 0
 
     def noticed(self, num_bytes: int) -> None:
         """Of a buffer: see `streams.Reader`."""
@@ -120,7 +143,8 @@ class RequestReader:
         for buffer in self._buffers:
             buffer.fail(error)
         self.close()
-        self._share.close()
+        self._share.seal()
+        self._share.add(self._prompt_bytes - self._share.num_bytes)  # gRPC still has these, until `forget`
         self._changed.set()
 
     def close(self) -> None:
@@ -140,7 +164,8 @@ class RequestReader:
             return
         if any(self._buffers[index].is_waiting for index in self._active):
             loop = asyncio.get_running_loop()
-            self._timer = loop.call_later(self._stall_limit_s, self._stalled)
+            limit_s = self._stall_limit_s + self._sending / SLOWEST_BYTES_PER_S
+            self._timer = loop.call_later(limit_s, self._stalled)
 
     def _stalled(self) -> None:
         self._timer = None

@@ -19,6 +19,8 @@ _FULL = 0.75
 _RETRY_S = 1.0
 _TOKEN_BYTES = 7
 """Of a token: its id, and some characters."""
+ID_BYTES = 3
+"""Of a token id on the wire, below 2^21."""
 _SAMPLED_BYTES = 8
 """Of the log-probability of the token itself, and of the list of its candidates."""
 _CANDIDATE_BYTES = 11
@@ -74,11 +76,27 @@ class ReplyBudget:
 
     def share(self, fail: Callable[[Exception], None]) -> Share:
         """A request's part, to be closed at its end. `fail` is called with why it is ended: its own part is
-        too large, or that of all is and none has more than it.
+        too large, or that of all is and none that still runs has more than it.
         """
         share = Share(self, fail)
         self._shares.add(share)
         return share
+
+    def hold(self, num_bytes: int) -> Share:
+        """The part of a reply of at most about so many bytes, which is made at once; to be closed when it was
+        sent. Raises Busy where too much waits already.
+        """
+        self.check_room()
+        share = self.share(lambda error: None)  # never called, for there is nothing that could be ended
+        share.seal()
+        share.add(num_bytes)
+        return share
+
+    def check_ids(self, field: str, num_tokens: int) -> None:
+        """ResponseTooLarge where a reply of so many token ids, of this field, could not be sent."""
+        size = ID_BYTES * num_tokens
+        if size > self.most_of_one:
+            raise self._too_large([field], f"makes a reply of about {size} bytes")
 
     @property
     def num_shares(self) -> int:
@@ -88,14 +106,15 @@ class ReplyBudget:
     def changed(self, share: Share, num_bytes: int) -> None:
         """Of a share: it has grown by so many bytes."""
         self.used += num_bytes
-        if num_bytes <= 0:
+        if num_bytes <= 0 or share.is_sealed:
             return
         if share.num_bytes > self.most_of_one:
             text = f"more than {self.most_of_one} bytes of the reply wait to be sent"
             wrong = [Violation("output", f"{text}; ask for less, or read faster")]
             share.fail(ResponseTooLarge(wrong, self.most_of_one))
         elif self.used > self.most:
-            max(self._shares, key=lambda one: one.num_bytes).fail(Busy(BUFFERED_BYTES, self.most, _RETRY_S))
+            running = (one for one in self._shares if not one.is_sealed)  # this share is one of them
+            max(running, key=lambda one: one.num_bytes).fail(Busy(BUFFERED_BYTES, self.most, _RETRY_S))
 
     def closed(self, share: Share) -> None:
         """Of a share: it has nothing, and will have nothing."""
@@ -105,12 +124,13 @@ class ReplyBudget:
 class Share:
     """The bytes of one request that wait."""
 
-    __slots__ = ("_budget", "_is_open", "fail", "num_bytes")
+    __slots__ = ("_budget", "_is_open", "fail", "is_sealed", "num_bytes")
 
     def __init__(self, budget: ReplyBudget, fail: Callable[[Exception], None]) -> None:
         self._budget = budget
         self._is_open = True
         self.fail = fail
+        self.is_sealed = False
         self.num_bytes = 0
 
     def add(self, num_bytes: int) -> None:
@@ -118,6 +138,12 @@ class Share:
         if self._is_open:
             self.num_bytes += num_bytes
             self._budget.changed(self, num_bytes)
+
+    def seal(self) -> None:
+        """All of it is made, and is being sent: to end the request would give no bytes back, so from now on
+        it is not chosen for that.
+        """
+        self.is_sealed = True
 
     def close(self) -> None:
         """Nothing of it waits any more. May be called twice."""

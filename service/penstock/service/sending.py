@@ -11,10 +11,8 @@ import asyncio
 from typing import Any
 
 from penstock.service.calls import Ender
-from penstock.service.readers import StallLog
+from penstock.service.readers import SLOWEST_BYTES_PER_S, StallLog
 
-SLOWEST_BYTES_PER_S = 128 * 1024
-"""Whoever takes a large message slower than this may be given up before all of it has left."""
 SECOND_LOOK_S = 0.2
 """Between finding that a reply is late and ending it: where the event loop itself was held up, gRPC's word
 that the reply has left may lie there unread.

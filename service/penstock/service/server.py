@@ -45,6 +45,7 @@ from penstock.service.rates import Clock
 from penstock.service.readers import StallLog
 from penstock.service.receiving import Receiving
 from penstock.service.reflection import enable_reflection
+from penstock.service.reply_budget import ReplyBudget
 from penstock.service.sending import Sends
 from penstock.service.streams import Switchboard
 from penstock.service.telemetry import Telemetry
@@ -181,6 +182,7 @@ class PenstockServer:
         self._engine, self._engine_end = engine, EngineEnd(engine)
         self._access.served_model = engine.info.name
         self._lanes.fit(engine.info.max_model_len)
+        budget = ReplyBudget(self._options.replies)
         self._inference.bind(
             InferenceServicer(
                 engine,
@@ -190,7 +192,7 @@ class PenstockServer:
                 self._forms(engine),
                 self._lanes,
                 stall_limit_s=self._options.stall_limit_s,
-                reply_limits=self._options.replies,
+                budget=budget,
                 truncation=self._options.truncation,
                 features=self._options.features,
             )
@@ -201,6 +203,7 @@ class PenstockServer:
                 self._lanes,
                 version=version(),
                 instance_id=self.instance_id,
+                budget=budget,
                 features=self._options.features,
             )
         )
