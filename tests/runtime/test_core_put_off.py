@@ -69,8 +69,13 @@ def test_tokens_do_not_depend_on_the_steps_that_they_are_made_in(
         assert count > 10
 
 
-def test_who_is_put_off_sits_out_ever_more_steps_of_the_others() -> None:
-    """The others have windows meanwhile, as if it were not there; and it is back as soon as it is alone."""
+@pytest.mark.parametrize(
+    ("late", "expected"), [(True, [1, 2, 3, 5, 9, 17, 33]), (False, [1, 2, 2, 2, 2, 2, 2])]
+)
+def test_who_is_late_sits_out_ever_more_steps_of_the_others(late: bool, expected: list[int]) -> None:
+    """Who is put off because of another one's mask sits out one step each time. The others have windows
+    meanwhile, as if it were not there; and it is back as soon as it is alone.
+    """
     config = SchedulerConfig(
         max_num_seqs=4,
         max_num_batched_tokens=16,
@@ -97,12 +102,12 @@ def test_who_is_put_off_sits_out_ever_more_steps_of_the_others() -> None:
             gaps.append(since)
             since = 0
             made[slow[0]] = []
-            scheduler.put_off(plan, slow)
+            scheduler.put_off(plan, slow, slow if late else ())
         result = _result(made)
         scheduler.commit(plan, result, 0, scheduler.accept(plan, result, 0))
         scheduler.check()
-    assert gaps == [1, 2, 3, 5, 9, 17, 33]
-    assert windows > 60
+    assert gaps == expected
+    assert windows > (60 if late else 5)
     scheduler.abort("plain", "", 0)
     plan = scheduler.schedule(0)
     assert plan is not None

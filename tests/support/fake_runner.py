@@ -226,6 +226,7 @@ class LazyStep:
     plan: Plan
     unchosen: bool | None
     skipped: frozenset[int] = frozenset()
+    late: frozenset[int] = frozenset()
 
 
 class LazyRunner(FakeRunner):
@@ -265,7 +266,7 @@ class LazyRunner(FakeRunner):
                 index = row.start + row.num_tokens - len(request.prompt_token_ids)
                 allowed = np.unpackbits(mask.view(np.uint8), bitorder="little")[:VOCAB]
                 assert set(np.flatnonzero(allowed == 0).tolist()) == forbidden(request, index)
-        return dataclasses.replace(step, unchosen=None, skipped=frozenset(skipped))
+        return dataclasses.replace(step, unchosen=None, skipped=frozenset(skipped), late=frozenset(skipped))
 
     def wait(self, step: LazyStep) -> StepResult:
         assert step.unchosen is None

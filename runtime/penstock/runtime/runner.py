@@ -72,6 +72,8 @@ class PendingStep:
     """By row, where no token can be chosen."""
     skipped: frozenset[int] = frozenset()
     """Rows whose token is put off, see `ModelRunner.choose`."""
+    late: frozenset[int] = frozenset()
+    """Those of them whose own mask takes long."""
 
     @property
     def wants_logprobs(self) -> bool:
@@ -319,7 +321,12 @@ class ModelRunner:
         result = self._choose(unchosen.logits, packed, filled.masks)
         return _sent(
             dataclasses.replace(
-                pending, result=result, unchosen=None, errors=filled.errors, skipped=filled.skipped
+                pending,
+                result=result,
+                unchosen=None,
+                errors=filled.errors,
+                skipped=filled.skipped,
+                late=filled.late,
             )
         )
 

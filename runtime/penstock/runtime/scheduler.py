@@ -191,10 +191,10 @@ class Scheduler:
                 verdicts[i] = _accept(seq, sampled[:counted])
         return verdicts
 
-    def put_off(self, plan: Plan, rows: Collection[int]) -> None:
+    def put_off(self, plan: Plan, rows: Collection[int], late: Collection[int]) -> None:
         """These rows of a plan make no token, though they were to: the next plan that has them computes their
-        last position again. They sit out one plan, then two, four and so on, while others have something to
-        do. To be told before the next plan is made.
+        last position again. While others have something to do they sit out one plan; those that are `late`
+        by themselves then two, four and so on. To be told before the next plan is made.
         """
         _, sampling, _ = self._in_flight[plan.step_id]
         for i in rows:
@@ -202,8 +202,10 @@ class Scheduler:
             if seq is not None and seq.status is not _FINISHED:
                 seq.pending -= 1
                 seq.num_computed -= 1
-                seq.sits_out = min(2**seq.put_offs, _MOST_SAT_OUT)
-                seq.put_offs += 1
+                seq.sits_out = 1
+                if i in late:
+                    seq.sits_out = min(2**seq.put_offs, _MOST_SAT_OUT)
+                    seq.put_offs += 1
 
     def commit(
         self, plan: Plan, result: StepResult, now_ns: int, verdicts: Verdicts = _NO_VERDICTS

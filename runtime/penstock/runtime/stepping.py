@@ -99,10 +99,11 @@ class Steps:
             )
         )
 
-    def choose(self) -> tuple[Plan, frozenset[int]] | None:
+    def choose(self) -> tuple[Plan, frozenset[int], frozenset[int]] | None:
         """Have the tokens of the oldest step with rows under constraints chosen, if that is yet to do: these
-        saw all tokens before, because steps ahead of it have none of theirs. Returns the step and its rows
-        whose token is put off, for `Scheduler.put_off` before the next plan is made; None if there are none.
+        saw all tokens before, because steps ahead of it have none of theirs. Returns the step, its rows whose
+        token is put off, and those of them whose own mask takes long, for `Scheduler.put_off` before the next
+        plan is made; None if there are none.
         """
         for i, step in enumerate(self._in_flight):
             if step.is_constrained:
@@ -110,7 +111,7 @@ class Steps:
                     return None
                 chosen = self._runner.choose(step.pending)
                 self._in_flight[i] = dataclasses.replace(step, pending=chosen)
-                return (step.plan, chosen.skipped) if chosen.skipped else None
+                return (step.plan, chosen.skipped, chosen.late) if chosen.skipped else None
         return None
 
     def wait(self) -> Done:

@@ -169,6 +169,7 @@ def test_outputs_that_share_a_lexer_with_one_that_is_begun_late_are_not_waited_f
     step = Step(turns)
     filled = step.once({0: sibling, 1: slow, 2: other})
     assert filled.skipped == {0, 1}
+    assert filled.late == {1}, "the sibling is not late by itself, and need not sit out ever longer"
     assert (filled.masks[2] == 7).all()
     assert matcher(sibling).num_made == 0
     gate.set()
@@ -242,6 +243,7 @@ def test_with_enough_threads_left_behind_only_what_has_proven_quick_is_served(
     )
     filled = step.until({**rows, MAX_LATE + 1: new}, lambda filled: MAX_LATE not in filled.skipped)
     assert filled.skipped == {*slow, MAX_LATE + 1}
+    assert filled.late == set(slow)
     assert matcher(new).num_made == 0
     gate.set()
     step.until({**rows, MAX_LATE + 1: new}, lambda filled: not filled.skipped)

@@ -51,6 +51,8 @@ class Filled(NamedTuple):
     """By row, what to tell its caller: the output cannot go on."""
     skipped: frozenset[int]
     """Rows that have no token in this step."""
+    late: frozenset[int]
+    """Those of them whose own mask takes long; the others have none because of these, or of their turn."""
 
 
 class _Late(NamedTuple):
@@ -184,7 +186,8 @@ class MaskTurns:
         if skipped:
             masks = masks.copy()  # a thread that was left behind may be writing
             masks[list(skipped)] = -1
-        return Filled(masks, errors, skipped)
+        late = frozenset(row for row in skipped if id(constraints[row]) in self._late)
+        return Filled(masks, errors, skipped, late)
 
     # -- who takes long --
 
