@@ -114,7 +114,7 @@ class Peer:
 
     async def call(
         self,
-        method: str,
+        method: str | bytes,
         message: bytes | None,
         *,
         metadata: Sequence[tuple[str, bytes]] = (),
@@ -128,7 +128,7 @@ class Peer:
         fields = [
             (":method", b"POST"),
             (":scheme", b"http"),
-            (":path", method.encode()),
+            (":path", method.encode() if isinstance(method, str) else method),
             (":authority", b"peer"),
             ("te", b"trailers"),
             ("content-type", b"application/grpc"),

@@ -2,6 +2,7 @@
 
 --served-model-name chooses what it does: "never-loads" loads without end, "never-ready" has a warm-up without
 end, "dies" fails at its first request, "hangs" does not come back from handing out its first step.
+"deaf" ends gRPC's server by itself once it is ready, "deaf-early" while it loads.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import Any
 
 from penstock.cli import serve
 from penstock.runtime.config import EngineConfig
+from penstock.service.server import PenstockServer
 from tests.service.codecs import byte_codec
 from tests.service.fake import FakeEngine
 
@@ -42,7 +44,7 @@ class Loader:
     @staticmethod
     def from_pretrained(model: str, config: EngineConfig) -> Any:
         forever = threading.Event()
-        if config.served_model_name == "never-loads":
+        if config.served_model_name in ("never-loads", "deaf-early"):
             forever.wait()
         start = forever.wait if config.served_model_name == "never-ready" else lambda: None
         engine = SlowEngine(codec=byte_codec(), max_model_len=10_000, start=start)  # type: ignore[arg-type]
@@ -51,8 +53,27 @@ class Loader:
         return engine
 
 
+class DeafServer(PenstockServer):
+    """One of its gRPC servers ends, which nobody asked for."""
+
+    early = False
+
+    async def start(self) -> None:
+        await super().start()
+        if self.early:
+            await self.front._servers[0].stop(None)
+
+    async def start_engine(self) -> None:
+        await super().start_engine()
+        await self.front._servers[0].stop(None)
+
+
 if __name__ == "__main__":
     vars(serve)["Engine"] = Loader
     parser = argparse.ArgumentParser()
     serve.add_parser(parser.add_subparsers())
-    sys.exit(serve.run(parser.parse_args(["serve", "fake", *sys.argv[1:]])))
+    arguments = parser.parse_args(["serve", "fake", *sys.argv[1:]])
+    if (arguments.served_model_name or "").startswith("deaf"):
+        DeafServer.early = arguments.served_model_name == "deaf-early"
+        vars(serve)["PenstockServer"] = DeafServer
+    sys.exit(serve.run(arguments))

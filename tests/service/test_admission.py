@@ -324,5 +324,4 @@ async def test_an_unknown_method_is_told_so() -> None:
         for method in ("/penstock.v1.InferenceService/Nope", "/some.other.Service/Method"):
             failure = await refused(rig, method)
             assert (failure.code.name, failure.reason) == ("UNIMPLEMENTED", "UNSUPPORTED_FEATURE")
-            assert method[1:] in failure.message
             assert failure.request_id

@@ -187,6 +187,14 @@ async def garbage(attack: Attack) -> str:
 
 
 async def undecodable(attack: Attack) -> str:
+    """A message that is none, or a path that is no text, which no client of gRPC would send."""
+    if attack.rng.random() < 0.3:
+        async with Peer(attack.address) as peer:
+            path = attack.rng.choice((b"/\xff", b"/penstock.v1.InferenceService/Gen\xc3", b"\xff"))
+            stream = await peer.call(path, b"x")
+            async with asyncio.timeout(60):
+                await peer.until(lambda: peer.ended(stream))
+        return "no such path"
     method = attack.rng.choice((GENERATE, "/penstock.v1.ControlService/Tokenize", "/penstock.v1.Nothing/At"))
     call: Any = attack.rng.choice(attack.channels).unary_unary(method)
     how = await ended(call(attack.rng.randbytes(attack.rng.randint(1, 300)), metadata=attack.bearer()))

@@ -34,7 +34,9 @@ _MEMORY_FRACTION = "0.95"
 
 
 def run(args: argparse.Namespace) -> int:
-    """Serve until told to stop; 0 after a graceful end, 1 if it cannot start or the engine dies."""
+    """Serve until told to stop; 0 after a graceful end, 1 if it cannot start, or if the engine or an address
+    is lost.
+    """
     logging.basicConfig(
         stream=sys.stderr,
         level=args.log_level.upper(),
@@ -113,19 +115,21 @@ async def _serve_with(
     stopping: asyncio.Future[Any],
 ) -> _End:
     """Load and serve until told to stop; `server` answers health checks meanwhile. As `_serve`."""
+    failing = asyncio.ensure_future(server.wait_for_failure())
+    ends = (stopping, failing)
     loading = asyncio.ensure_future(in_thread(lambda: Engine.from_pretrained(model, config)))
-    if not await _first(loading, stopping):
-        return _End(0, by_force=True)
+    if not await _first(loading, *ends):
+        return _End(int(failing.done()), by_force=True)
     engine = loading.result()
     _tell(engine)
     server.attach(engine)
     starting = asyncio.ensure_future(server.start_engine())
-    if not await _first(starting, stopping):
-        return _End(0, by_force=True)
+    if not await _first(starting, *ends):
+        return _End(int(failing.done()), by_force=True)
     starting.result()
     _tell_addresses(server)
     warming = in_thread(lambda: _warm_grammars(engine, options))  # beside what it serves from now on
-    died = await _first(asyncio.ensure_future(server.wait_for_failure()), stopping)
+    has_failed = await _first(failing, stopping)
     log.info("stopping: no new requests; running ones have %g s", options.grace_s)
     await server.stop()
     if server.engine_hangs:
@@ -133,12 +137,12 @@ async def _serve_with(
     log.info("stopped")
     await warming
     engine.shutdown()  # again, for what that may have begun since
-    return _End(1 if died else 0)
+    return _End(int(has_failed))
 
 
-async def _first(wanted: asyncio.Future[Any], stopping: asyncio.Future[Any]) -> bool:
-    """Wait for either; whether `wanted` came to its end."""
-    await asyncio.wait((wanted, stopping), return_when=asyncio.FIRST_COMPLETED)
+async def _first(wanted: asyncio.Future[Any], *ends: asyncio.Future[Any]) -> bool:
+    """Wait for any of them; whether `wanted` came to its end."""
+    await asyncio.wait((wanted, *ends), return_when=asyncio.FIRST_COMPLETED)
     return wanted.done()
 
 

@@ -16,13 +16,18 @@ from penstock.service.tls import Certificates
 
 Build = Callable[[Sequence[grpc.aio.ServerInterceptor]], grpc.aio.Server]
 """Makes a gRPC server with all services. The interceptors given are put after its own."""
+Lost = Callable[[BaseException | None], None]
+"""Hears that one of the servers has ended by itself, and of what."""
+_LOOK_S = 3600.0
 
 
 class Front:
     """Takes the addresses when it is made, and answers from `start` to `stop`."""
 
-    def __init__(self, options: ServerOptions, build: Build) -> None:
-        """Raises ConfigError where an address cannot be had, or TLS cannot be used."""
+    def __init__(self, options: ServerOptions, build: Build, lost: Lost) -> None:
+        """`lost` is told of an end that nobody asked for. Raises ConfigError where an address
+        cannot be had, or TLS cannot be used.
+        """
         listen = options.listen
         tls = listen.tls
         certificates = None if tls is None else Certificates(tls)
@@ -36,6 +41,9 @@ class Front:
         self.control_port: int | None = None
         """Where control is served; None: at the main address."""
         self._options = options
+        self._lost = lost
+        self._watches: list[asyncio.Task[None]] = []
+        self._stopping = False
         self._socket: UnixSocket | None = None
         apart = listen.control_port is not None
         main = build([MainSurface(lambda: self.control_port or 0)] if apart else [])
@@ -70,11 +78,26 @@ class Front:
         """Answer."""
         for server in self._servers:
             await server.start()
+            self._watches.append(asyncio.create_task(self._watch(server)))
+
+    async def _watch(self, server: grpc.aio.Server) -> None:
+        """Until the server has ended."""
+        error: BaseException | None = None
+        try:
+            # With a time limit cygrpc shields what others wait for, too, from a cancel of this task.
+            while await server.wait_for_termination(_LOOK_S):
+                pass
+        except Exception as raised:  # noqa: BLE001 -- whatever ended it
+            error = raised
+        if not self._stopping:
+            self._lost(error)
 
     async def stop(self, grace_s: float | None) -> None:
         """Listen no more; RPCs may go on for the grace. May be called again with less of it."""
+        self._stopping = True
         self._remove_socket()
         await asyncio.gather(*(server.stop(grace_s) for server in self._servers))
+        await asyncio.gather(*self._watches)
 
     def _remove_socket(self) -> None:
         if self._socket is not None:

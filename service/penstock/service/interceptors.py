@@ -52,6 +52,9 @@ Serialize: TypeAlias = "Callable[[Any], bytes]"
 DEADLINE_SLACK_S = 0.1
 """gRPC tells a handler of a deadline as of a cancel, and the client's may come a little before ours."""
 
+UNKNOWN = "(unknown method)"
+"""What stands for its name in the log."""
+
 
 def decode(parse: Callable[[bytes], M], data: bytes, vocab_size: int = 0) -> M:
     """The request; InvalidRequest where the bytes are none, or are of too many parts."""
@@ -124,9 +127,8 @@ class PenstockInterceptor(grpc.aio.ServerInterceptor):
         handler_call_details: grpc.HandlerCallDetails,
     ) -> Handler:
         handler: Any = await continuation(handler_call_details)
+        assert handler is not None, "all other calls go to `refuse_unknown`"
         method = handler_call_details.method.removeprefix("/")
-        if handler is None:
-            return self._unknown(method)
         kind = "stream" if handler.request_streaming else "unary"
         kind += "_stream" if handler.response_streaming else "_unary"
         behaviour: Behaviour = getattr(handler, kind)
@@ -197,14 +199,12 @@ class PenstockInterceptor(grpc.aio.ServerInterceptor):
 
         return handle
 
-    def _unknown(self, method: str) -> Handler:
-        """gRPC would answer without any details."""
-
-        async def handle(chunks: AsyncIterator[bytes], context: Context) -> None:
-            rpc = Rpc(method, UNTRACED, self._sends.start(method))
-            await self._fail(UnsupportedFeature([method]), rpc, context)
-
-        return grpc.stream_stream_rpc_method_handler(handle, None, None)
+    async def refuse_unknown(self, context: Context) -> None:
+        """End a call of a method that is none of the server's; gRPC would answer without any details. Always
+        raises.
+        """
+        rpc = Rpc(UNKNOWN, UNTRACED, self._sends.start(UNKNOWN))
+        await self._fail(UnsupportedFeature(["method"], "there is none of this name"), rpc, context)
 
     def _start(self, method: str, context: Context) -> Rpc:
         trace = self._telemetry.rpc(method, cast("Any", context.invocation_metadata() or ()))

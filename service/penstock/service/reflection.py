@@ -29,7 +29,7 @@ def enable_reflection(services: Sequence[str], server: grpc.aio.Server) -> None:
         response_serializer=reflection_pb2.ServerReflectionResponse.SerializeToString,
     )
     handlers = {"ServerReflectionInfo": method}
-    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(V1, handlers),))
+    server.add_registered_method_handlers(V1, handlers)
 
 
 def _describe_v1() -> None:

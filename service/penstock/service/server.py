@@ -18,7 +18,7 @@ import logging
 import time
 import uuid
 from collections.abc import Sequence
-from typing import cast
+from typing import Any, cast
 
 import grpc
 from grpc_health.v1 import health_pb2_grpc
@@ -33,6 +33,7 @@ from penstock.service.bounds import grpc_options
 from penstock.service.control import ControlServicer
 from penstock.service.engine_end import EngineEnd
 from penstock.service.front import Front
+from penstock.service.grpc_server import RefusingServer
 from penstock.service.inference import InferenceServicer
 from penstock.service.interceptors import PenstockInterceptor
 from penstock.service.keys import Keys
@@ -116,11 +117,11 @@ class PenstockServer:
         self._control = LateServicer(_CONTROL, self._calls)
         self._engine: Backend | None = None
         self._engine_end: EngineEnd | None = None
-        self._died = asyncio.Event()
+        self._failed = asyncio.Event()
         self._watchdog: Watchdog | None = None
         self._starting = False
         self._ending: asyncio.Task[bool] | None = None
-        self.front = Front(options, self._build)
+        self.front = Front(options, self._build, self._lose_front)
 
     @property
     def port(self) -> int | None:
@@ -134,21 +135,19 @@ class PenstockServer:
 
     def _build(self, interceptors: Sequence[grpc.aio.ServerInterceptor]) -> grpc.aio.Server:
         bounds = self._options.bounds
-        server = grpc.aio.server(
-            interceptors=[
-                self._calls,
-                PenstockInterceptor(
-                    self._telemetry,
-                    self.admission,
-                    access=self._access,
-                    receiving=Receiving(bounds.max_receiving_rpcs, bounds.receive_limit_s),
-                    lanes=self._lanes,
-                    max_receive_bytes=self._options.max_receive_bytes,
-                    sends=self._sends,
-                    vocab_size=lambda: 0 if self._engine is None else self._engine.info.vocab_size,
-                ),
-                *interceptors,
-            ],
+        ours = PenstockInterceptor(
+            self._telemetry,
+            self.admission,
+            access=self._access,
+            receiving=Receiving(bounds.max_receiving_rpcs, bounds.receive_limit_s),
+            lanes=self._lanes,
+            max_receive_bytes=self._options.max_receive_bytes,
+            sends=self._sends,
+            vocab_size=lambda: 0 if self._engine is None else self._engine.info.vocab_size,
+        )
+        made: Any = RefusingServer(
+            ours.refuse_unknown,
+            interceptors=[self._calls, ours, *interceptors],
             options=[
                 ("grpc.so_reuseport", 0),
                 # Above this gRPC refuses with a status that says nothing; up to it the interceptor does.
@@ -157,6 +156,7 @@ class PenstockServer:
                 *self._options.connections.arguments(),
             ],
         )
+        server: grpc.aio.Server = made  # by its base, which the hints do not know
         inference_pb2_grpc.add_InferenceServiceServicer_to_server(
             cast("inference_pb2_grpc.InferenceServiceServicer", self._inference), server
         )
@@ -248,7 +248,12 @@ class PenstockServer:
         assert self._engine is not None
         log.error("the engine is dead: %s", self._engine.failure)
         self._readiness.refuse("dead")
-        self._died.set()
+        self._failed.set()
+
+    def _lose_front(self, error: BaseException | None) -> None:
+        log.error("gRPC stopped listening, which nobody asked for: %r", error)
+        self._readiness.refuse("deaf")
+        self._failed.set()
 
     @property
     def engine_hangs(self) -> bool:
@@ -256,8 +261,8 @@ class PenstockServer:
         return self._engine_end is not None and self._engine_end.hangs
 
     async def wait_for_failure(self) -> None:
-        """Returns once the engine is dead."""
-        await self._died.wait()
+        """Returns once the engine is dead, or an address no longer answers."""
+        await self._failed.wait()
 
     async def stop(self) -> bool:
         """Finish what runs within the grace, abort the rest, stop; whether all of it came to its end. May be
@@ -272,7 +277,7 @@ class PenstockServer:
         engine, end, draining = self._engine, self._engine_end, None
         if engine is not None and end is not None and engine.ready:
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._died.wait(), self._options.drain_delay_s)
+                await asyncio.wait_for(self._failed.wait(), self._options.drain_delay_s)
             draining = asyncio.create_task(end.drain(self._options.grace_s))
         await self._calls.wait_settled()  # what gRPC has taken in is refused as DRAINING meanwhile
         # Listens no more, and tells clients to go elsewhere; what runs goes on.
