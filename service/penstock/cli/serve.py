@@ -13,12 +13,12 @@ from typing import Any
 
 from opentelemetry.sdk.trace import TracerProvider
 
+from penstock.cli.one_line import OneLine
 from penstock.cli.serve_engine_flags import engine_config
 from penstock.cli.serve_flags import add_parser, server_options
 from penstock.runtime.config import EngineConfig
 from penstock.runtime.engine import Engine
 from penstock.runtime.errors import ConfigError, PenstockError
-from penstock.service import grpc_log
 from penstock.service.open_files import FOR_OTHERS, MANY, raise_limit
 from penstock.service.options import ServerOptions
 from penstock.service.server import PenstockServer, new_instance_id, version
@@ -37,15 +37,13 @@ def run(args: argparse.Namespace) -> int:
     """Serve until told to stop; 0 after a graceful end, 1 if it cannot start, or if the engine or an address
     is lost.
     """
-    logging.basicConfig(
-        stream=sys.stderr,
-        level=args.log_level.upper(),
-        format="%(asctime)s %(levelname)-7s %(name)s: %(message)s",
-        force=True,
-    )
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(OneLine("%(asctime)s %(levelname)-7s %(name)s: %(message)s"))
+    logging.basicConfig(handlers=[handler], level=args.log_level.upper(), force=True)
     for noisy in ("jax", "httpx", "asyncio", "filelock", "huggingface_hub", "transformers"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
-    grpc_log.hush()
+    # Before gRPC is used. Its core writes to stderr by itself, and quotes what peers send.
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     # JAX reads it when it first looks for devices. Its own default leaves a quarter of an accelerator idle.
     os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", _MEMORY_FRACTION)
     try:

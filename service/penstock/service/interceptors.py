@@ -147,9 +147,9 @@ class PenstockInterceptor(grpc.aio.ServerInterceptor):
         """For methods with one reply."""
 
         async def handle(chunks: AsyncIterator[bytes], context: Context) -> Any:
-            rpc = self._start(method, context)
+            rpc = self._start(method)
             try:
-                self._enter(method, context)
+                self._enter(rpc, context)
                 if streamed:
                     reply = await behaviour(_all_of(method, parse, chunks), context)
                 else:
@@ -174,10 +174,10 @@ class PenstockInterceptor(grpc.aio.ServerInterceptor):
         """
 
         async def handle(chunks: AsyncIterator[bytes], context: Context) -> None:
-            rpc = self._start(method, context)
+            rpc = self._start(method)
             followed = rpc.send.followed(context)
             try:
-                self._enter(method, context)
+                self._enter(rpc, context)
                 if streamed:
                     replies = behaviour(_all_of(method, parse, chunks), followed)
                 else:
@@ -206,18 +206,20 @@ class PenstockInterceptor(grpc.aio.ServerInterceptor):
         rpc = Rpc(UNKNOWN, UNTRACED, self._sends.start(UNKNOWN))
         await self._fail(UnsupportedFeature(["method"], "there is none of this name"), rpc, context)
 
-    def _start(self, method: str, context: Context) -> Rpc:
-        trace = self._telemetry.rpc(method, cast("Any", context.invocation_metadata() or ()))
-        CURRENT_RPC.set(trace.span)  # this task is the RPC's own, so nobody needs to reset it
-        return Rpc(method, trace, self._sends.start(method))
+    def _start(self, method: str) -> Rpc:
+        return Rpc(method, UNTRACED, self._sends.start(method))
 
-    def _enter(self, method: str, context: Context) -> None:
+    def _enter(self, rpc: Rpc, context: Context) -> None:
         """What is decided by the headers alone: who calls, whether there is a place for the call, and whether
         the caller may have one more.
 
-        Places are given back when the task ends, so after the reply was sent.
+        Places are given back when the task ends, so after the reply was sent. A call is traced once it is
+        known whose it is: else anybody could fill the traces, or put spans below those of others.
         """
+        method = rpc.method
         self._access.authenticate(method, context)
+        rpc.trace = self._telemetry.rpc(method, cast("Any", context.invocation_metadata() or ()))
+        CURRENT_RPC.set(rpc.trace.span)  # this task is the RPC's own, so nobody needs to reset it
         task = asyncio.current_task()
         assert task is not None, "gRPC calls handlers in a task"
         leave = self._admission.enter(kind_of(method), context.peer())

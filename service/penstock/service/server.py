@@ -25,7 +25,7 @@ from grpc_health.v1 import health_pb2_grpc
 from opentelemetry.trace import TracerProvider
 
 from penstock.runtime.chat.parser import ChatForms, choose_forms
-from penstock.service import health
+from penstock.service import grpc_log, health
 from penstock.service.access import Access
 from penstock.service.admission import Admission
 from penstock.service.backend import Backend
@@ -40,7 +40,6 @@ from penstock.service.keys import Keys
 from penstock.service.lanes import Lanes
 from penstock.service.late import LateServicer
 from penstock.service.ledger import Ledger
-from penstock.service.log_noise import LostReplies
 from penstock.service.options import ServerOptions
 from penstock.service.rates import Clock
 from penstock.service.readers import StallLog
@@ -108,7 +107,6 @@ class PenstockServer:
         self._lanes = Lanes()
         self._stalls = StallLog()
         self._sends = Sends(options.stall_limit_s, self._stalls)
-        self._lost_replies = LostReplies()
         self._calls = Calls()
         self._health = health.Health()
         self._health.set(LIVENESS, serving=True)
@@ -174,7 +172,7 @@ class PenstockServer:
 
     async def start(self) -> None:
         """Start to answer: health and reflection; RPCs of the contract are refused as NOT_READY."""
-        self._lost_replies.install()
+        grpc_log.hush()
         await self.front.start()
 
     def attach(self, engine: Backend) -> None:
@@ -289,7 +287,6 @@ class PenstockServer:
             await end.abort(self._options.grace_s)
         await self._calls.wait_idle(_LAST_REPLIES_S)
         await self.front.stop(_LAST_WORDS_S)
-        self._lost_replies.remove()
         await leaving
         self._lanes.close()
         if self._ledger is not None:

@@ -63,13 +63,14 @@ class Telemetry:
     """Makes the service's spans from the provider it is given; without one nothing is recorded."""
 
     def __init__(self, provider: trace.TracerProvider | None = None) -> None:
+        self._is_on = provider is not None
         self._tracer = (provider or trace.NoOpTracerProvider()).get_tracer("penstock.service")
 
     def rpc(self, method: str, metadata: Iterable[tuple[str, str | bytes]]) -> RpcTrace:
         """Start the span of one RPC; `method` is "penstock.v1.Service/Method". Adopts the caller's
         traceparent. Services that are not ours, such as health, are not recorded.
         """
-        if not method.startswith(PACKAGE):
+        if not self._is_on or not method.startswith(PACKAGE):
             return UNTRACED
         carrier = {key: value for key, value in metadata if isinstance(value, str)}
         parent = _PROPAGATOR.extract(carrier, context=trace.set_span_in_context(trace.INVALID_SPAN))
