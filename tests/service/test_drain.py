@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from typing import Any
 
 import grpc
+import pytest
 from grpc_health.v1 import health_pb2
 
 from penstock.service import server
@@ -97,3 +99,48 @@ async def test_a_reader_that_reads_nothing_does_not_outlive_the_last_replies(mon
         await asyncio.wait_for(rig.server.stop(), WAIT_S)
         await peer.until_closed()
         assert not peer.body(running)
+
+
+@pytest.mark.parametrize("is_late", [False, True])
+async def test_an_engine_that_comes_up_after_the_stop_began_is_ended(monkeypatch, is_late):
+    """It takes no request, and its thread does not go on."""
+    begun, gate, ended = threading.Event(), threading.Event(), threading.Event()
+
+    def start() -> None:
+        begun.set()
+        assert gate.wait(WAIT_S)
+
+    engine = fake(start=start)
+    shutdown = engine.shutdown
+
+    def shut_down() -> None:
+        shutdown()
+        ended.set()
+
+    monkeypatch.setattr(engine, "shutdown", shut_down)
+    async with serving(engine, start=False) as rig:
+        starting = asyncio.create_task(rig.server.start_engine())
+        await until(begun.is_set)
+        stopping = asyncio.create_task(rig.server.stop())
+        await until(lambda: engine._draining)
+        if is_late:
+            await asyncio.wait_for(stopping, WAIT_S)
+            assert not ended.is_set()
+        gate.set()
+        await asyncio.wait_for(starting, WAIT_S)
+        await asyncio.wait_for(stopping, WAIT_S)
+        assert not engine.ready
+        await until(ended.is_set)
+
+
+async def test_an_engine_that_fails_to_start_is_ended(monkeypatch):
+    def start() -> None:
+        raise RuntimeError("no memory")
+
+    engine = fake(start=start)
+    ended = threading.Event()
+    monkeypatch.setattr(engine, "shutdown", ended.set)
+    async with serving(engine, start=False) as rig:
+        with pytest.raises(RuntimeError, match="no memory"):
+            await rig.server.start_engine()
+    assert ended.is_set()

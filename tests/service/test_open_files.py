@@ -38,11 +38,21 @@ def test_the_limit_is_raised_as_far_as_it_may_be(limits, before, wanted, after) 
 
 
 @pytest.mark.parametrize(
-    ("soft", "wanted", "allowed"),
-    [(1024, 500, 500), (1024, 4096, 768), (1024, 0, 0), (300, 4096, 150), (ANY, 4096, 4096)],
+    ("soft", "wanted", "num_addresses", "allowed"),
+    [
+        (1024, 500, 1, 500),
+        (1024, 4096, 1, 768),
+        (1024, 0, 1, 0),
+        (300, 4096, 1, 150),
+        (ANY, 4096, 3, 4096),
+        (1024, 384, 2, 384),
+        (1024, 385, 2, 384),
+        (1024, 0, 2, 0),
+        (3, 7, 3, 1),
+    ],
 )
-def test_connections_leave_files_to_the_rest(limits, caplog, soft, wanted, allowed) -> None:
+def test_connections_leave_files_to_the_rest(limits, caplog, soft, wanted, num_addresses, allowed) -> None:
     limits.append((soft, ANY))
     with caplog.at_level(logging.WARNING):
-        assert open_files.connections(wanted) == allowed
+        assert open_files.connections(wanted, num_addresses) == allowed
     assert bool(caplog.records) == (allowed != wanted), "the operator is told"

@@ -390,6 +390,8 @@ def test_every_connection_may_have_a_file(
     run("./no-such-folder", "--port", "0", "--max-connections", given)
     assert len(wanted) == 1
     assert wanted[0] > connections
+    run("./no-such-folder", "--port", "0", "--control-port", "0", "--max-connections", given)
+    assert wanted[1] - wanted[0] == connections, "each address has as many"
 
 
 def test_traces_and_server_have_the_same_id(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -420,3 +422,12 @@ def test_jax_may_take_most_of_an_accelerator(
         monkeypatch.delenv(name)
     run("demo", "--page-size", "3")
     assert os.environ[name] == used
+
+
+def test_a_warm_up_that_fails_does_not_end_the_server(caplog: pytest.LogCaptureFixture) -> None:
+    def warm_up() -> None:
+        raise OSError("no more processes")
+
+    engine: Any = argparse.Namespace(grammars=argparse.Namespace(warm_up=warm_up))
+    serve._warm_grammars(engine, ServerOptions())
+    assert "constraints are not ready: no more processes" in caplog.text

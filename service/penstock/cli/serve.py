@@ -52,7 +52,7 @@ def run(args: argparse.Namespace) -> int:
     except ConfigError as error:
         print(f"penstock serve: {error}", file=sys.stderr)
         return 2
-    raise_limit((options.bounds.max_connections or MANY) + FOR_OTHERS)
+    raise_limit((options.bounds.max_connections or MANY) * options.num_addresses + FOR_OTHERS)
     provider, instance_id = None, new_instance_id()
     if args.otlp_endpoint:
         provider = otlp_provider(args.otlp_endpoint, version=version(), instance_id=instance_id)
@@ -174,7 +174,7 @@ def _warm_grammars(engine: Engine, options: ServerOptions) -> None:
     try:
         if options.features.constraints and engine.grammars is not None:
             engine.grammars.warm_up()
-    except PenstockError as error:
+    except Exception as error:  # noqa: BLE001 -- it is tried again when a constraint comes, and refused then
         log.warning("constraints are not ready: %s", error)
 
 

@@ -68,8 +68,8 @@ class Bounds:
             raise ConfigError("; ".join(bad))
 
 
-def grpc_options(bounds: Bounds) -> Sequence[tuple[str, int]]:
-    """What gRPC's own core must know of the bounds.
+def grpc_options(bounds: Bounds, num_addresses: int = 1) -> Sequence[tuple[str, int]]:
+    """What gRPC's own core must know of the bounds, for a process that listens on so many addresses.
 
     Its backlog of calls that nobody looked at yet refuses with a bare CANCELLED, by default from 1,000 calls
     on, so that bursts of honest clients would be lost at random before `Admission` could answer them.
@@ -86,7 +86,7 @@ def grpc_options(bounds: Bounds) -> Sequence[tuple[str, int]]:
         # knows the number is reset without a word.
         ("grpc.max_concurrent_streams", min(backlog, _MOST)),
     ]
-    most = connections(bounds.max_connections)
+    most = connections(bounds.max_connections, num_addresses)
     if most:
         options.append(("grpc.max_allowed_incoming_connections", min(most, _MOST - 1)))
     return options

@@ -23,16 +23,22 @@ def raise_limit(wanted: int) -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
 
 
-def connections(wanted: int) -> int:
-    """As many as wanted, or as many as leave some open files to the rest of the process; 0 stays 0.
+def connections(wanted: int, num_addresses: int = 1) -> int:
+    """Of each listening address: as many as wanted, or as many as leave some open files to the rest of the
+    process; 0 stays 0.
 
     Without this the server would not only have no file for one connection more, but also none to work with.
     """
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    room = wanted if soft == resource.RLIM_INFINITY else max(soft - FOR_OTHERS, soft // 2)
+    if soft == resource.RLIM_INFINITY:
+        return wanted
+    room = max(max(soft - FOR_OTHERS, soft // 2) // num_addresses, 1)
     if wanted <= room:
         return wanted
     log.warning(
-        "at most %d connections, not %d: the process may have %d files open (`ulimit -n`)", room, wanted, soft
+        "at most %d connections of an address, not %d: the process may have %d files open (`ulimit -n`)",
+        room,
+        wanted,
+        soft,
     )
     return room

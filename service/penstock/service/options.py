@@ -112,6 +112,11 @@ class ServerOptions:
         return self.listen.control_host or self.host
 
     @property
+    def num_addresses(self) -> int:
+        """On how many the server listens: ports and the Unix socket."""
+        return len(self.hosts) + (self.listen.unix_socket is not None)
+
+    @property
     def hosts(self) -> tuple[str, ...]:
         """Those with a port."""
         main = () if self.port is None else (self.host,)

@@ -150,7 +150,7 @@ class PenstockServer:
                 ("grpc.so_reuseport", 0),
                 # Above this gRPC refuses with a status that says nothing; up to it the interceptor does.
                 ("grpc.max_receive_message_length", 2 * self._options.max_receive_bytes),
-                *grpc_options(bounds),
+                *grpc_options(bounds, self._options.num_addresses),
                 *self._options.connections.arguments(),
             ],
         )
@@ -221,9 +221,16 @@ class PenstockServer:
     async def start_engine(self) -> None:
         """Compile and start the engine, then tell the world; raises what the engine raises."""
         assert self._engine is not None, "call attach() first"
+        assert self._engine_end is not None
         self._starting = True
-        await in_thread(self._engine.start)
-        self._starting = False
+        try:
+            await in_thread(self._engine.start)
+        finally:
+            self._starting = False
+        if self._ending is not None:
+            if self._ending.done():  # else its last act is to end the engine, which now can be asked to
+                await self._engine_end.shutdown()
+            return
         self._readiness.allow("starting")
         loop = asyncio.get_running_loop()
 
@@ -232,7 +239,7 @@ class PenstockServer:
                 loop.call_soon_threadsafe(self._bury)
 
         self._engine.on_failure(tell)
-        if self._options.watchdog_s and self._ending is None:
+        if self._options.watchdog_s:
             self._watchdog = Watchdog(self._options.watchdog_s, self._engine.pulse, self._mark_hanging)
             self._watchdog.start()
 
@@ -277,6 +284,8 @@ class PenstockServer:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._failed.wait(), self._options.drain_delay_s)
             draining = asyncio.create_task(end.drain(self._options.grace_s))
+        elif end is not None and self._starting:
+            draining = asyncio.create_task(end.drain(0.0))  # so that it takes nothing if it comes up now
         await self._calls.wait_settled()  # what gRPC has taken in is refused as DRAINING meanwhile
         # Listens no more, and tells clients to go elsewhere; what runs goes on.
         most_s = self._options.grace_s + _LAST_REPLIES_S + _LAST_WORDS_S
