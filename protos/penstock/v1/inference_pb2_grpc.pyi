@@ -37,7 +37,7 @@ class InferenceServiceStub:
       UNAUTHENTICATED     UNAUTHENTICATED, KEY_EXPIRED: where the server asks for a key
       PERMISSION_DENIED   FORBIDDEN: the key lacks the role, or is for other models
       FAILED_PRECONDITION min_weights is newer than the weights in use
-      RESOURCE_EXHAUSTED  QUEUE_FULL, BUSY, RATE_LIMITED (the key's), with google.rpc.RetryInfo; MESSAGE_TOO_LARGE:
+      RESOURCE_EXHAUSTED  QUEUE_FULL, BUSY, COSTLY_GRAMMAR, RATE_LIMITED (the key's), with google.rpc.RetryInfo; MESSAGE_TOO_LARGE:
                           the request's message; at any time STALLED_READER: a stream that was not read for longer
                           than the server waits (if it reads again shortly after; later CANCELLED, as for any reply
                           that nobody takes), and BUSY where too much output waits for its readers
@@ -85,7 +85,7 @@ class InferenceServiceAsyncStub(InferenceServiceStub):
       UNAUTHENTICATED     UNAUTHENTICATED, KEY_EXPIRED: where the server asks for a key
       PERMISSION_DENIED   FORBIDDEN: the key lacks the role, or is for other models
       FAILED_PRECONDITION min_weights is newer than the weights in use
-      RESOURCE_EXHAUSTED  QUEUE_FULL, BUSY, RATE_LIMITED (the key's), with google.rpc.RetryInfo; MESSAGE_TOO_LARGE:
+      RESOURCE_EXHAUSTED  QUEUE_FULL, BUSY, COSTLY_GRAMMAR, RATE_LIMITED (the key's), with google.rpc.RetryInfo; MESSAGE_TOO_LARGE:
                           the request's message; at any time STALLED_READER: a stream that was not read for longer
                           than the server waits (if it reads again shortly after; later CANCELLED, as for any reply
                           that nobody takes), and BUSY where too much output waits for its readers
@@ -129,7 +129,7 @@ class InferenceServiceServicer(metaclass=_abc_1.ABCMeta):
       UNAUTHENTICATED     UNAUTHENTICATED, KEY_EXPIRED: where the server asks for a key
       PERMISSION_DENIED   FORBIDDEN: the key lacks the role, or is for other models
       FAILED_PRECONDITION min_weights is newer than the weights in use
-      RESOURCE_EXHAUSTED  QUEUE_FULL, BUSY, RATE_LIMITED (the key's), with google.rpc.RetryInfo; MESSAGE_TOO_LARGE:
+      RESOURCE_EXHAUSTED  QUEUE_FULL, BUSY, COSTLY_GRAMMAR, RATE_LIMITED (the key's), with google.rpc.RetryInfo; MESSAGE_TOO_LARGE:
                           the request's message; at any time STALLED_READER: a stream that was not read for longer
                           than the server waits (if it reads again shortly after; later CANCELLED, as for any reply
                           that nobody takes), and BUSY where too much output waits for its readers

@@ -279,7 +279,10 @@ class MaskTurns:
 
 
 def _weakly(constraint: TokenConstraint) -> Callable[[], TokenConstraint | None]:
-    return weakref.ref(constraint)
+    try:
+        return weakref.ref(constraint)
+    except TypeError:  # a constraint of others' making, with slots
+        return lambda: constraint
 
 
 def _is_done(late: _Late) -> bool:
