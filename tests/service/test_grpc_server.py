@@ -18,7 +18,7 @@ from tests.service.h2peer import Peer
 from tests.service.rig import WAIT_S, Rig, generate, serving, until
 from tests.service.test_serve import fake_process
 
-UNIMPLEMENTED = 12
+CANCELLED, UNIMPLEMENTED = 1, 12
 NOT_SERVING = 2
 PATHS = [
     b"/\xff",
@@ -85,6 +85,22 @@ async def test_nothing_stays_of_refused_calls() -> None:
             await peer.call(b"/\xff", b"")  # and one more, whose peer vanishes
         await until(lambda: not _refusing(rig))
         await check_answers(rig)
+
+
+async def test_refusals_that_nobody_takes_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grpc_server, "MAX_REFUSING", 1)
+    async with serving() as rig, Peer(rig.server.address) as peer:
+        refusing = vars(rig.server.front._servers[0])["_server"]._refusing
+        stuck = asyncio.create_task(asyncio.Event().wait())
+        refusing.add(stuck)
+        stream = await peer.call("/some.other.Service/Method", None, end=False)
+        await peer.until(lambda: peer.ended(stream))
+        assert "grpc-status-details-bin" not in peer.headers(stream)
+        assert int(peer.headers(stream).get("grpc-status", CANCELLED)) == CANCELLED
+        refusing.discard(stuck)
+        stuck.cancel()
+        stream = await peer.call("/some.other.Service/Method", b"")
+        assert await peer.status(stream) == UNIMPLEMENTED
 
 
 async def test_unknown_calls_do_not_keep_the_server_from_ending() -> None:

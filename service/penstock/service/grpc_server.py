@@ -23,6 +23,11 @@ from grpc.aio import _server as grpc_aio
 
 log = logging.getLogger(__name__)
 
+MAX_REFUSING = 2048
+"""Refusals of unknown methods that may be on their way at once, at one address. Whoever calls one beside so
+many others, which nobody takes, is cancelled without a word.
+"""
+
 Refuse: TypeAlias = "Callable[[grpc.aio.ServicerContext[Any, Any]], Awaitable[None]]"
 """Ends a call of a method that the server does not have. It runs in a task of its own."""
 
@@ -48,7 +53,12 @@ class _Core(cygrpc.AioServer):  # type: ignore[misc]  # of a module without hint
     async def _take_unknown(self) -> None:
         """Raises what cygrpc raises once the server is being stopped."""
         while True:
-            task = asyncio.create_task(self._refused(await self._request_call()))
+            state = await self._request_call()
+            if len(self._refusing) >= MAX_REFUSING:
+                del state  # then gRPC's core ends the call as CANCELLED
+                continue
+            task = asyncio.create_task(self._refused(state))
+            del state
             self._refusing.add(task)  # the loop itself does not keep a task from being collected
             task.add_done_callback(self._refusing.discard)
 
