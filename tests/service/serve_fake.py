@@ -27,8 +27,10 @@ class SlowEngine(FakeEngine):
     hangs = False
 
     def submit(self, request: Any, sink: Any, prepared: Any = None) -> None:
-        forever = threading.Event()
-        super().submit(request, (lambda _: forever.wait()) if self.hangs else sink, prepared)
+        def hang(_: object) -> None:
+            threading.Event().wait()
+
+        super().submit(request, hang if self.hangs else sink, prepared)
 
     def _advance(self, request_id: str) -> None:
         if self.dies:

@@ -8,6 +8,7 @@ import pytest
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
+from penstock.runtime.chat.json_object import parse_object
 from penstock.runtime.chat.messages import (
     MAX_TEMPLATE_CHARS,
     RESERVED_OPTIONS,
@@ -17,7 +18,6 @@ from penstock.runtime.chat.messages import (
     Tool,
     ToolCall,
     mint_call_id,
-    parse_object,
 )
 from penstock.runtime.errors import InvalidRequest
 
