@@ -19,6 +19,7 @@ class FreezingProxy:
         self._listener = socket.create_server(("127.0.0.1", 0))
         self._open: list[socket.socket] = []
         self._frozen: set[socket.socket] = set()
+        self._forwarding: list[threading.Thread] = []
         self.addr = f"127.0.0.1:{self._listener.getsockname()[1]}"
         threading.Thread(target=self._accept, daemon=True).start()
 
@@ -31,6 +32,10 @@ class FreezingProxy:
         for end in self._open:
             with contextlib.suppress(OSError):
                 end.shutdown(socket.SHUT_RDWR)
+        for thread in self._forwarding:
+            thread.join()  # what it reads from has ended
+        for end in self._open:
+            end.close()
 
     def _accept(self) -> None:
         with contextlib.suppress(OSError):  # closed
@@ -39,7 +44,9 @@ class FreezingProxy:
                 far = socket.create_connection(("127.0.0.1", self._to))
                 self._open += [near, far]
                 for ends in ((near, far), (far, near)):
-                    threading.Thread(target=self._forward, args=ends, daemon=True).start()
+                    thread = threading.Thread(target=self._forward, args=ends, daemon=True)
+                    self._forwarding.append(thread)
+                    thread.start()
 
     def _forward(self, source: socket.socket, sink: socket.socket) -> None:
         with contextlib.suppress(OSError):
