@@ -11,13 +11,14 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import grpc
 
 from penstock.v1 import control_pb2, control_pb2_grpc
+from tests.storm.apart import Answered, Callers, honest_callers
 from tests.storm.faults import FAULTS, Attack
-from tests.storm.honest import Honest, p99
+from tests.storm.honest import p99
 from tests.storm.target import Remains, Target, running
 
 NUM_CHANNELS = 8
@@ -25,6 +26,7 @@ GRACE_S = 10.0
 LAST_REPLIES_S = 10.0
 """How much longer than the grace the server may take to end, with the work of the machine."""
 Fault = Callable[[Attack], Awaitable[str]]
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,23 +67,31 @@ async def storm(
     quiet_s: float = 20.0,
     at_once: int = 32,
     say: Callable[[str], None] = print,
+    step_back: Callable[[], object] = lambda: None,
 ) -> Finding:
-    """Start a server in `folder` and attack it. Each kind of fault comes at least once."""
+    """Start a server in `folder` and attack it. Each kind of fault comes at least once.
+
+    `step_back` is called once the server and the honest callers run, each in its process, and before the
+    attackers do anything: it may give the attackers' process a lower priority, for what they need of the
+    processors is no work of the server's.
+    """
     rng = random.Random(seed)
-    async with running(folder, ["--grace", f"{GRACE_S:g}"]) as target, _attack(target, rng) as attack:
-        honest = Honest(target.address, target.secrets["honest"])
+    async with (
+        running(folder, ["--grace", f"{GRACE_S:g}"]) as target,
+        honest_callers(target.address, target.secrets["honest"]) as honest,
+        _attack(target, rng) as attack,
+    ):
         await honest.learn()
+        step_back()
         say("learned what is answered alone")
-        await _beside(honest, asyncio.sleep(quiet_s))
-        quiet_p99_s = p99(honest.first_token_s)
+        _, quiet = await _beside(honest, asyncio.sleep(quiet_s))
         # What a server makes when it is first needed (threads, child processes, caches) is there afterwards.
         await _throw(attack, list(FAULTS), at_once=4, pause_s=0.0)
         before = await _settled(target, attack)
         say(f"before: {before}")
-        honest.refused.clear()
         began = time.monotonic()
         kinds = _chosen(rng, num_faults)
-        outcomes = await _beside(
+        outcomes, stormy = await _beside(
             honest, _throw(attack, kinds, at_once=at_once, pause_s=seconds / len(kinds), say=say)
         )
         took_s = time.monotonic() - began
@@ -93,11 +103,11 @@ async def storm(
         num_faults=len(kinds),
         seconds=took_s,
         outcomes=outcomes,
-        num_answers=len(honest.first_token_s),
-        num_wrong=len(honest.wrong),
-        honest_refusals=honest.refused,
-        quiet_p99_s=quiet_p99_s,
-        storm_p99_s=p99(honest.first_token_s),
+        num_answers=len(stormy.first_token_s),
+        num_wrong=len(quiet.wrong) + len(stormy.wrong),
+        honest_refusals=stormy.refused,
+        quiet_p99_s=p99(quiet.first_token_s),
+        storm_p99_s=p99(stormy.first_token_s),
         before=before,
         after=after,
         load=load,
@@ -129,15 +139,11 @@ def _chosen(rng: random.Random, count: int) -> list[Fault]:
     return order
 
 
-async def _beside(honest: Honest, work: Awaitable[Any]) -> Any:
-    """Do it while honest callers ask."""
-    until = asyncio.Event()
-    asking = asyncio.create_task(honest.go_on(until))
-    try:
-        return await work
-    finally:
-        until.set()
-        await asking
+async def _beside(honest: Callers, work: Awaitable[_T]) -> tuple[_T, Answered]:
+    """Do it while honest callers ask; what came of both."""
+    await honest.go_on()
+    done = await work
+    return done, await honest.rest()
 
 
 async def _throw(
