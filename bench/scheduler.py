@@ -16,15 +16,13 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 from bench.host import timed
 from penstock.cli.bench_stats import percentile
-from penstock.runtime.compilation import CompileCounter
 from penstock.runtime.core import EngineCore
 from penstock.runtime.plan import Plan, StepResult
 from penstock.runtime.request import Output, Request, StoppingParams
-from penstock.runtime.runner import ModelRunner
 from penstock.runtime.scheduler import Scheduler, SchedulerConfig
 
 _VOCAB, _PAGE, _SUFFIX, _OUTPUT = 32_000, 16, 16, 32
@@ -33,18 +31,25 @@ _VOCAB, _PAGE, _SUFFIX, _OUTPUT = 32_000, 16, 16, 32
 @dataclass(frozen=True, slots=True)
 class _Step:
     plan: Plan
-    unchosen: None = None
+    awaits_choice: bool = False
+    skipped: frozenset[int] = frozenset()
+    late: frozenset[int] = frozenset()
 
 
 class _Device:
     """Stands for the runner."""
 
     def __init__(self, step_s: float) -> None:
-        self.compiles_after_warmup = CompileCounter()
         self._step_s = step_s
+
+    def start(self) -> None:
+        """There is nothing to begin with."""
 
     def execute_async(self, plan: Plan) -> _Step:
         return _Step(plan)
+
+    def choose(self, step: _Step) -> _Step:
+        return step
 
     def wait(self, step: _Step) -> StepResult:
         time.sleep(self._step_s)
@@ -52,7 +57,7 @@ class _Device:
         return StepResult([(7,) * row.max_samples if row.samples else () for row in rows], [()] * len(rows))
 
     def shutdown(self) -> None:
-        self.compiles_after_warmup.stop()
+        """There is nothing to free."""
 
 
 def main() -> int:
@@ -82,7 +87,7 @@ def main() -> int:
     us: dict[str, list[float]] = {"submit": [], "schedule": [], "schedule, cpu": [], "load": []}
     whole: Any = scheduler
     whole.schedule = _timed_schedule(scheduler, us["schedule"], us["schedule, cpu"])
-    core = EngineCore(cast(ModelRunner, _Device(args.step_ms / 1e3)), scheduler, vocab_size=_VOCAB)
+    core = EngineCore(_Device(args.step_ms / 1e3), scheduler, vocab_size=_VOCAB)
     begun: set[str] = set()
     half = threading.Event()
 

@@ -20,8 +20,10 @@ from penstock.runtime import Engine, StoppingParams
 from penstock.runtime.errors import CheckpointError, Draining, DuplicateRequestId, EngineFailure
 from penstock.runtime.interface import InFlightPolicy, StepRecord, WeightsVersion
 from penstock.runtime.request import Finish, FinishReason, Output, Request
+from penstock.runtime.runner import ModelRunner
 from penstock.runtime.scheduler import Load
 from penstock.runtime.served import Renewal
+from penstock.runtime.updates import WeightUpdates
 from tests.support.collector import GREEDY, Collector, at_gate, long, submit
 from tests.support.toy import toy_engine, toy_model, toy_tokens
 
@@ -42,18 +44,20 @@ def update(
     return engine.update_weights(tensors, label=f"to-{value}", in_flight=policy)
 
 
-def test_an_update_that_comes_just_after_the_engine_looked_is_not_left_asleep(engine: Engine) -> None:
+def test_an_update_that_comes_just_after_the_engine_looked_is_not_left_asleep(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
     asked: list[Future[WeightsVersion]] = []
     ready = threading.Event()
-    look = engine._core._apply_updates
+    look = WeightUpdates.apply_due
 
-    def look_too_early() -> None:
-        look()
-        if not asked and not engine._core._scheduler.has_work:
+    def look_too_early(updates: WeightUpdates) -> None:
+        look(updates)
+        if not asked and not engine.pulse().has_work:
             asked.append(update(engine, 5))
             ready.set()
 
-    engine._core._apply_updates = look_too_early  # type: ignore[method-assign]
+    monkeypatch.setattr(WeightUpdates, "apply_due", look_too_early)
     engine.generate([1], sampling=GREEDY, stopping=long(1))
     assert ready.wait(60)
     assert asked[0].result(60).label == "to-5"
@@ -99,6 +103,29 @@ def test_an_update_taken_back_or_refused_leaves_nothing_behind() -> None:
         assert "offset" in str(refused.value)
         gate.open()
         gate.sink.last("held")
+    finally:
+        engine.shutdown()
+
+
+def test_an_update_that_is_refused_once_it_is_staged_leaves_nothing_behind() -> None:
+    """The engine may stop taking any while the weights are made."""
+    made: list[weakref.ref[Any]] = []
+
+    def stage(current: Any, tensors: Any, partial: bool) -> Renewal:
+        def renewal(live: Any) -> Any:
+            return live
+
+        made.append(weakref.ref(renewal))
+        engines[0].shutdown()
+        return renewal
+
+    engine = toy_engine(dataclasses.replace(toy_model(), stage=stage))
+    engines = [engine]
+    try:
+        with pytest.raises(Draining) as refused:
+            update(engine, 5)
+        assert made[0]() is None
+        assert refused.value.__traceback__ is not None
     finally:
         engine.shutdown()
 
@@ -168,7 +195,7 @@ def test_a_future_of_a_dead_engine_may_be_asked_about_the_engine(
         raise RuntimeError("device lost")
 
     gate = at_gate(engine)
-    monkeypatch.setattr(engine._runner, "execute_async", boom)
+    monkeypatch.setattr(ModelRunner, "execute_async", boom)
     taken_back, future = update(engine, 4), update(engine, 5)
     running: list[int] = []
     future.add_done_callback(lambda _: running.append(engine.load().num_running))
@@ -177,7 +204,7 @@ def test_a_future_of_a_dead_engine_may_be_asked_about_the_engine(
     with pytest.raises(EngineFailure):
         future.result(60)
     assert isinstance(gate.sink.last("held").error, EngineFailure)
-    engine._core._thread.join(60)  # type: ignore[union-attr]
+    engine.shutdown()  # which joins the engine's thread
     assert running == [0]
 
 
@@ -202,7 +229,7 @@ def test_a_failing_observer_ends_no_request(caplog: pytest.LogCaptureFixture) ->
 def test_a_cancel_on_the_thread_that_holds_the_lock_is_done_later(engine: Engine) -> None:
     """As when the garbage collector closes an abandoned stream in the middle of a scheduler call."""
     gate = at_gate(engine, tokens=100)
-    with engine._core._lock:
+    with engine.core.guard.lock:
         engine.cancel("held")
     gate.open()
     follower = Collector()
@@ -215,19 +242,20 @@ def test_a_cancel_on_the_thread_that_holds_the_lock_is_done_later(engine: Engine
 def test_a_cancel_waits_for_nothing(engine: Engine) -> None:
     """It is called on event loops, for up to 128 outputs of a request, and within destructors."""
     gate = at_gate(engine, tokens=100)
-    lock = engine._core._lock
+    guard = engine.core.guard
+    lock = guard.lock
 
     class Forbidden:
         def __getattr__(self, name: str) -> Any:
             raise AssertionError(f"the engine's lock was asked for: {name}")
 
-    engine._core._lock = cast("Any", Forbidden())
+    guard.lock = cast("Any", Forbidden())
     try:
         engine.cancel("unknown", "held")
-        engine._core._lock = lock
+        guard.lock = lock
         assert engine.load() == Load(0, 0, 0, 0, engine.info.num_pages), "who looks sees nothing of it"
     finally:
-        engine._core._lock = lock
+        guard.lock = lock
         gate.open()
 
 
@@ -268,4 +296,4 @@ def test_an_aborting_update_spares_those_that_have_not_started() -> None:
 
 def test_an_engine_is_started_once(engine: Engine) -> None:
     with pytest.raises(RuntimeError, match="started before"):
-        engine._core.start()
+        engine.core.start()

@@ -8,7 +8,7 @@ import contextlib
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any
 
 import pytest
 
@@ -16,7 +16,6 @@ from penstock.runtime.core import EngineCore
 from penstock.runtime.errors import GenerationError
 from penstock.runtime.interface import AbortOutcome
 from penstock.runtime.request import Finish, FinishReason, Request, StoppingParams
-from penstock.runtime.runner import ModelRunner
 from penstock.runtime.scheduler import Scheduler, SchedulerConfig
 from tests.support.collector import GREEDY, Collector
 from tests.support.fake_runner import EOS, VOCAB, LazyRunner, Rota, run_alone
@@ -51,14 +50,14 @@ def core(*, overlap: bool = True) -> Iterator[EngineCore]:
         eos_token_ids=EOS,
         max_queued_requests=100,
     )
-    runner = cast("ModelRunner", LazyRunner(config))
-    engine = EngineCore(runner, Scheduler(config), vocab_size=VOCAB, overlap=overlap)
+    runner, scheduler = LazyRunner(config), Scheduler(config)
+    engine = EngineCore(runner, scheduler, vocab_size=VOCAB, overlap=overlap)
     engine.start()
     try:
         yield engine
         assert engine.failure is None
         assert engine.load().pages_used == 0
-        engine._scheduler.check()
+        scheduler.check()
     finally:
         engine.shutdown()
 

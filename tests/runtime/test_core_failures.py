@@ -14,10 +14,12 @@ from typing import Any, cast
 import pytest
 
 from penstock.runtime.core import EngineCore
-from penstock.runtime.errors import EngineFailure
+from penstock.runtime.delivery import Delivery
+from penstock.runtime.errors import EngineDead, EngineFailure, NotReady
 from penstock.runtime.interface import InFlightPolicy, StepRecord
+from penstock.runtime.life import Life
 from penstock.runtime.request import Output, Request, StoppingParams
-from penstock.runtime.runner import ModelRunner
+from penstock.runtime.roster import Roster
 from penstock.runtime.scheduler import Load, Scheduler, SchedulerConfig
 from tests.support.collector import GREEDY, Collector, Gate
 from tests.support.fake_runner import EOS, VOCAB, LazyRunner, Rota
@@ -53,8 +55,7 @@ class Rig:
         )
         self.runner = LazyRunner(config)
         self.scheduler = Scheduler(config)
-        runner = cast("ModelRunner", self.runner)
-        self.engine = EngineCore(runner, self.scheduler, vocab_size=VOCAB, observer=observer)
+        self.engine = EngineCore(self.runner, self.scheduler, vocab_size=VOCAB, observer=observer)
         self.gate, self.waiting = Gate(), Collector()
 
     def start(self, constraint: Rota | None = None) -> None:
@@ -73,9 +74,12 @@ class Rig:
         stopping = StoppingParams(tokens, ignore_eos=True)
         self.engine.submit(Request(name, (1,), GREEDY, stopping, constraint=constraint), sink)
 
-    def thread(self) -> threading.Thread:
-        assert self.engine._thread is not None
-        return self.engine._thread
+    def join(self) -> None:
+        """Wait for the end of the engine's thread."""
+        for thread in threading.enumerate():
+            if thread.name == "penstock-engine" and thread.ident == self.engine.pulse().thread_id:
+                thread.join(WAIT_S)
+                assert not thread.is_alive()
 
 
 @pytest.fixture
@@ -101,7 +105,7 @@ def expect_death(rig: Rig, cause: BaseException, *, told: Sequence[Collector], c
     for sink, name in zip(told, ("running", "waiting"), strict=False):
         assert isinstance(sink.last(name).error, EngineFailure)
         assert len([output for output in sink.outputs[name] if output.last]) == 1
-    rig.thread().join(WAIT_S)
+    rig.join()
     for _ in range(2):
         assert not engine.ready
         assert isinstance(engine.failure, EngineFailure)
@@ -132,7 +136,7 @@ def test_a_scheduler_that_breaks_ends_everybody(rig, monkeypatch, where, error):
     watched = threading.Event()
     rig.engine.on_failure(watched.set)
     rig.start()
-    monkeypatch.setattr(rig.scheduler._roster if where == "remove" else rig.scheduler, where, raising(error))
+    monkeypatch.setattr(Roster if where == "remove" else rig.scheduler, where, raising(error))
     asked = [rig.engine.update(lambda: None, "new", policy) for policy in InFlightPolicy]
     if where == "remove":
         with contextlib.suppress(type(error)):
@@ -157,16 +161,16 @@ def test_a_runner_that_breaks_ends_everybody(rig, monkeypatch, where, error):
 @pytest.mark.parametrize("where", ["post", "deliver"])
 def test_a_delivery_that_breaks_ends_everybody(rig, monkeypatch, where, error):
     rig.start()
-    monkeypatch.setattr(rig.engine._delivery, where, raising(error))
+    monkeypatch.setattr(Delivery, where, raising(error))
     rig.gate.open()
     expect_death(rig, error, told=[rig.gate.sink, rig.waiting])
 
 
 def test_a_runner_that_breaks_before_the_first_step(rig, monkeypatch):
     error = PanicException("lost")
-    monkeypatch.setattr(rig.runner.compiles_after_warmup, "start", raising(error))
+    monkeypatch.setattr(rig.runner, "start", raising(error))
     rig.engine.start()
-    rig.thread().join(WAIT_S)
+    rig.join()
     expect_death(rig, error, told=[])
 
 
@@ -271,7 +275,7 @@ def test_a_caller_that_broke_the_scheduler_goes_on(rig, monkeypatch):
     coroutine = caller()
     assert next(coroutine) == "waits"
     rig.gate.open()
-    rig.thread().join(WAIT_S)
+    rig.join()
     assert "RuntimeError: lost" in str(rig.engine.failure)
     assert next(coroutine) == "goes on"
 
@@ -325,17 +329,20 @@ def test_an_engine_that_dies_is_not_drained_before_its_requests_are_told(rig, mo
     assert rig.engine.drain(WAIT_S)
 
 
-def test_an_engine_without_its_thread_says_so(rig):
+def test_an_engine_without_its_thread_says_so():
     """As in the child of a fork, where only the thread that forked lives on."""
-    rig.start()
-    rig.gate.open()
-    alive, dead = rig.engine._thread, threading.Thread(target=lambda: None)
-    dead.start()
-    dead.join(WAIT_S)
-    rig.engine._thread = dead
-    assert not rig.engine.ready
-    assert "thread is gone" in str(rig.engine.failure)
-    with pytest.raises(EngineFailure):
-        rig.submit("late", Collector())
-    rig.engine._thread = alive
-    assert rig.engine.ready
+    life = Life()
+    with pytest.raises(NotReady):
+        life.check_takes_requests()
+    go_on = threading.Event()
+    life.thread = threading.Thread(target=go_on.wait)
+    life.thread.start()
+    life.check_takes_requests()
+    go_on.set()
+    life.thread.join(WAIT_S)
+    assert "thread is gone" in str(life.failure)
+    with pytest.raises(EngineDead, match="thread is gone"):
+        life.check_takes_requests()
+    assert not life.is_ready
+    life.is_stopping = True
+    life.check_alive()  # its thread ended because it was told to

@@ -7,7 +7,7 @@ from __future__ import annotations
 import contextlib
 import random
 from collections.abc import Iterator, Sequence
-from typing import Any, cast
+from typing import Any
 from unittest.mock import ANY, Mock
 
 import pytest
@@ -26,9 +26,8 @@ from penstock.runtime.request import (
     SamplingParams,
     StoppingParams,
 )
-from penstock.runtime.runner import ModelRunner
 from penstock.runtime.scheduler import Scheduler, SchedulerConfig
-from penstock.runtime.stepping import Steps
+from penstock.runtime.stepping import Planned, Steps
 from tests.support.collector import Collector
 from tests.support.fake_runner import EOS, VOCAB, LazyRunner, Rota, run_alone
 
@@ -50,16 +49,14 @@ def core(
         "max_queued_requests": 100,
     }
     config = SchedulerConfig(**(options | limits))
-    runner = LazyRunner(config)
+    runner, scheduler = LazyRunner(config), Scheduler(config)
     pacer = pacer or Pacer(10.0, steps)
-    engine = EngineCore(
-        cast("ModelRunner", runner), Scheduler(config), vocab_size=VOCAB, overlap=overlap, pacer=pacer
-    )
+    engine = EngineCore(runner, scheduler, vocab_size=VOCAB, overlap=overlap, pacer=pacer)
     engine.start()
     try:
         yield engine, runner
         assert engine.failure is None
-        engine._scheduler.check()
+        scheduler.check()
     finally:
         engine.shutdown()
 
@@ -190,10 +187,10 @@ def test_what_is_measured_of_a_window_that_its_rows_ended_early(fixed, measured,
     rows = tuple(PlanRow(name, i, 5, 1, None, True, 0, 4) for i, name in enumerate("ab"))
     plan = Plan(0, rows, num_steps=4)
     runner, pacer = Mock(), Mock()
-    runner.execute_async.return_value = Mock(unchosen=True if constrained else None)
+    runner.execute_async.return_value = Mock(awaits_choice=constrained)
     runner.wait.return_value = StepResult([(7,), (7, 0)], [(), ()])
     steps = Steps(runner, pacer, None, most_in_flight=1, fixed_windows=fixed)
-    steps.dispatch(plan, 0, 0)
+    steps.dispatch(Planned(plan, 0, 0))
     steps.wait()
     pacer.decoded.assert_called_once_with(measured, ANY, constrained=constrained)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from typing import cast
 
 import pytest
 
@@ -14,7 +13,6 @@ from penstock.runtime.errors import InvalidRequest
 from penstock.runtime.outputs import outputs_of
 from penstock.runtime.prefix_cache import PrefixCache
 from penstock.runtime.request import CacheParams, Request, SamplingParams, StoppingParams
-from penstock.runtime.runner import ModelRunner
 from penstock.runtime.scheduler import Scheduler, SchedulerConfig
 from tests.support.collector import GREEDY, Collector
 from tests.support.fake_runner import EOS, VOCAB, LazyRunner
@@ -34,7 +32,7 @@ def core() -> Iterator[EngineCore]:
         eos_token_ids=EOS,
         max_queued_requests=10,
     )
-    core = EngineCore(cast("ModelRunner", LazyRunner(config)), Scheduler(config), vocab_size=VOCAB)
+    core = EngineCore(LazyRunner(config), Scheduler(config), vocab_size=VOCAB)
     yield core
     core.shutdown()
 
@@ -45,9 +43,9 @@ def test_a_prompt_is_hashed_without_the_lock(core, monkeypatch):
     make = PrefixCache._hash
 
     def noted(self: PrefixCache, data: bytes) -> bytes:
-        is_free = core._lock.acquire(timeout=5)  # the engine's thread may have it for a moment
+        is_free = core.guard.lock.acquire(timeout=5)  # the engine's thread may have it for a moment
         if is_free:
-            core._lock.release()
+            core.guard.lock.release()
         hashed.append(is_free and threading.current_thread() is threading.main_thread())
         return make(self, data)
 
@@ -106,8 +104,8 @@ def test_what_outputs_share_is_looked_at_once(core, monkeypatch):
         return is_in(ids, vocab_size)
 
     monkeypatch.setattr(checks, "in_vocabulary", noted)
-    monkeypatch.setattr("penstock.runtime.core.in_vocabulary", noted)
-    monkeypatch.setattr("penstock.runtime.core._MANY_BIASES", 30)
+    monkeypatch.setattr("penstock.runtime.intake.in_vocabulary", noted)
+    monkeypatch.setattr("penstock.runtime.intake.MANY_BIASES", 30)
     bias = tuple((token, 1.0) for token in range(40))
     sampling = SamplingParams(temperature=0.0, seed=1, logit_bias=bias)
     requests = outputs_of(Request("a", PROMPT, sampling, ONE), 5)

@@ -29,6 +29,7 @@ from penstock.runtime.errors import (
 )
 from penstock.runtime.interface import AbortOutcome, InFlightPolicy, StepRecord, WeightsVersion
 from penstock.runtime.request import Finish, FinishReason, Output, Request
+from penstock.runtime.runner import ModelRunner
 from penstock.runtime.served import Renewal, ServedModel
 from tests.support.collector import GREEDY, Collector, at_gate, long, submit
 from tests.support.toy import EOS, VOCAB, ToyLM, toy_engine, toy_model, toy_tokens
@@ -404,7 +405,7 @@ def test_a_dead_engine_tells_everyone(monkeypatch: pytest.MonkeyPatch) -> None:
         def boom(*_: object) -> None:
             raise RuntimeError("device lost")
 
-        monkeypatch.setattr(engine._runner, "execute_async", boom)
+        monkeypatch.setattr(ModelRunner, "execute_async", boom)
         submit(engine, sink, "a")
         assert isinstance(sink.last("a").error, EngineFailure)
         assert "device lost" in str(engine.failure)

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from penstock.runtime.errors import EngineFailure
+from penstock.runtime.runner import ModelRunner
 from tests.support.collector import GREEDY, at_gate, long
 from tests.support.toy import toy_engine
 
@@ -23,7 +24,9 @@ def num_live() -> int:
 
 
 @pytest.mark.parametrize("breaks", [None, "execute_async", "wait"])
-def test_nothing_is_left_on_the_device_after_shutdown(breaks: str | None) -> None:
+def test_nothing_is_left_on_the_device_after_shutdown(
+    breaks: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """While the engine, and the error it died of, are still held."""
     before = num_live()
     engine = toy_engine()
@@ -32,13 +35,13 @@ def test_nothing_is_left_on_the_device_after_shutdown(breaks: str | None) -> Non
         engine.update_weights({"offset": np.ones((1,), np.float32)}, label="new").result(60)
         gate = at_gate(engine)
         if breaks is not None:
-            works = getattr(engine._runner, breaks)
+            works = getattr(ModelRunner, breaks)
 
-            def panic(step: object) -> None:
-                logits_and_the_like = works(step)
+            def panic(runner: ModelRunner, step: object) -> None:
+                logits_and_the_like = works(runner, step)
                 raise PanicException(f"after {type(logits_and_the_like).__name__}")
 
-            setattr(engine._runner, breaks, panic)
+            monkeypatch.setattr(ModelRunner, breaks, panic)
         gate.open()
         last = gate.sink.last("held")
         assert (last.error is None) == (breaks is None)

@@ -279,7 +279,7 @@ def test_outputs_share_one_table_of_bad_words(engine: Engine, monkeypatch: pytes
     requests = outputs_of(dataclasses.replace(ask(3, 2), sampling=sampling), 3)
     prepared = engine.prepare(requests[0])
     submitted: list[Request] = []
-    monkeypatch.setattr(engine._core, "submit", lambda request, *_: submitted.append(request))
+    monkeypatch.setattr(engine.core, "submit", lambda request, *_: submitted.append(request))
     for request in requests:
         engine.submit(request, lambda outputs: None, prepared)
     constraints = [request.constraint for request in submitted]

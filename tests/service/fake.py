@@ -19,7 +19,6 @@ from typing import Any
 
 from penstock.runtime.config import EngineConfig, resolve
 from penstock.runtime.defaults import GenerationDefaults
-from penstock.runtime.engine import ModelInfo
 from penstock.runtime.errors import (
     Draining,
     DuplicateRequestId,
@@ -33,6 +32,7 @@ from penstock.runtime.errors import (
 )
 from penstock.runtime.grammar.compiler import GrammarCompiler
 from penstock.runtime.interface import AbortOutcome, Pulse, WeightsVersion
+from penstock.runtime.model_info import ModelInfo
 from penstock.runtime.request import Finish, FinishReason, Output, PreparedPrompt, Request, RequestTiming
 from penstock.runtime.scheduler import Load
 from penstock.runtime.text import TextCodec

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from penstock.runtime.constraint import TokenConstraint, mask_words
-from penstock.runtime.engine import ModelInfo
+from penstock.runtime.model_info import ModelInfo
 from penstock.runtime.outputs import SEPARATOR
 from penstock.runtime.request import Finish, FinishReason, Output, Request, RequestTiming, TokenLogprobs
 from tests.service.codecs import EOS

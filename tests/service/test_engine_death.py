@@ -11,6 +11,7 @@ import pytest
 from grpc_health.v1 import health_pb2
 
 from penstock.runtime.errors import EngineFailure
+from penstock.runtime.scheduler import Scheduler
 from penstock.service.server import SERVICES
 from penstock.v1 import control_pb2, inference_pb2
 from tests.service.rig import WAIT_S, failure_of, generate, read_all, serving, stream
@@ -31,7 +32,7 @@ class PanicException(BaseException):
 async def test_everybody_hears_of_it_at_once(monkeypatch, method, error):
     """Health is NOT_SERVING before the first caller has its error, so that who tries again goes elsewhere."""
     engine = toy_engine(start=False, max_num_seqs=1, overlap=False, max_decode_steps=1)
-    works, calls, breaks = getattr(engine._core._scheduler, method), itertools.count(), threading.Event()
+    works, calls, breaks = getattr(Scheduler, method), itertools.count(), threading.Event()
 
     def breaking(*args: Any, **kwargs: Any) -> Any:
         if next(calls) < 3:
@@ -39,7 +40,7 @@ async def test_everybody_hears_of_it_at_once(monkeypatch, method, error):
         assert breaks.wait(WAIT_S)
         raise error
 
-    monkeypatch.setattr(engine._core._scheduler, method, breaking)
+    monkeypatch.setattr(Scheduler, method, breaking)
     async with serving(engine) as rig:
         watch = rig.health.Watch(health_pb2.HealthCheckRequest(service=SERVICES[0]))
         assert (await watch.read()).status == SERVING

@@ -22,6 +22,7 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from penstock.runtime.config import EngineConfig
+from penstock.runtime.delivery import Delivery
 from penstock.runtime.engine import Engine
 from penstock.runtime.outputs import output_seed
 from penstock.v1 import inference_pb2, types_pb2
@@ -186,15 +187,14 @@ LONG: dict[str, Any] = {"stopping": {"ignore_eos": True}, "sampling": {"temperat
 
 async def test_abort_and_duplicate(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The engine stands still after its first delivery, so that the request cannot end before the abort."""
-    delivery, goes_on = engine._core._delivery, threading.Event()
-    deliver = delivery.deliver
+    goes_on, deliver = threading.Event(), Delivery.deliver
 
-    def deliver_and_wait() -> None:
+    def deliver_and_wait(delivery: Delivery) -> None:
         is_due = delivery.is_pending
-        deliver()
+        deliver(delivery)
         assert not is_due or goes_on.wait(60)
 
-    monkeypatch.setattr(delivery, "deliver", deliver_and_wait)
+    monkeypatch.setattr(Delivery, "deliver", deliver_and_wait)
     async with serving(engine) as rig:
         call = rig.inference.Stream(stream(PROMPT, request_id="r", **LONG))
         assert (await call.read()).WhichOneof("event") == "started"

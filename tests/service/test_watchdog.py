@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from penstock.runtime.interface import Pulse
+from penstock.runtime.runner import ModelRunner
 from penstock.service import engine_end
 from penstock.service.server import LIVENESS, READINESS
 from penstock.service.watchdog import Stillness, Watchdog, stack_of
@@ -30,16 +31,15 @@ async def until_health(rig: Any, status: int) -> None:
 async def test_an_engine_that_hangs_is_not_ready_until_it_moves_again(monkeypatch, caplog):
     """The device does not come back from a step. Whoever waits is served when it does."""
     engine = toy_engine(start=False)
-    runner: Any = engine._core._runner
-    works, entered, gate = runner.wait, threading.Event(), threading.Event()
+    works, entered, gate = ModelRunner.wait, threading.Event(), threading.Event()
 
-    def the_device_is_away(pending: Any) -> Any:
+    def the_device_is_away(runner: ModelRunner, pending: Any) -> Any:
         entered.set()
         assert gate.wait(2 * WAIT_S)
-        return works(pending)
+        return works(runner, pending)
 
     async with serving(engine, watchdog_s=LIMIT_S) as rig:
-        monkeypatch.setattr(runner, "wait", the_device_is_away)
+        monkeypatch.setattr(ModelRunner, "wait", the_device_is_away)
         call = asyncio.ensure_future(
             rig.inference.Generate(generate(prompt_token_ids={"ids": [1]}, stopping={"max_tokens": 3}))
         )
@@ -57,16 +57,15 @@ async def test_an_engine_that_hangs_is_not_ready_until_it_moves_again(monkeypatc
 async def test_an_engine_that_hangs_does_not_hold_up_the_stop(monkeypatch, caplog):
     monkeypatch.setattr(engine_end, "LIMIT_S", 0.3)
     engine = toy_engine(start=False)
-    runner: Any = engine._core._runner
-    works, entered, gate = runner.wait, threading.Event(), threading.Event()
+    works, entered, gate = ModelRunner.wait, threading.Event(), threading.Event()
 
-    def the_device_is_away(pending: Any) -> Any:
+    def the_device_is_away(runner: ModelRunner, pending: Any) -> Any:
         entered.set()
         assert gate.wait(4 * WAIT_S)
-        return works(pending)
+        return works(runner, pending)
 
     async with serving(engine, grace_s=0.1) as rig:
-        monkeypatch.setattr(runner, "wait", the_device_is_away)
+        monkeypatch.setattr(ModelRunner, "wait", the_device_is_away)
         call = asyncio.ensure_future(rig.inference.Generate(generate(prompt_token_ids={"ids": [1]})))
         await until(entered.is_set)
         try:
@@ -84,7 +83,7 @@ async def test_a_lock_that_nobody_gives_back_does_not_hold_up_the_stop(monkeypat
     monkeypatch.setattr(engine_end, "LIMIT_S", 0.3)
     engine = toy_engine(start=False)
     async with serving(engine, grace_s=0.1) as rig:
-        with engine._core._lock:
+        with engine.core.guard.lock:
             assert not await asyncio.wait_for(rig.server.stop(), 2 * WAIT_S)
         assert rig.server.engine_hangs
 

@@ -11,5 +11,5 @@ def set_chunk(engine: Engine, size: int | None) -> None:
     """What `EngineConfig.max_prefill_chunk` sets: an engine of its own for each size would take hours to
     compile. Nothing may run.
     """
-    planner = engine._core._scheduler._planner
+    planner = engine.core._scheduler._planner
     planner._config = dataclasses.replace(planner._config, max_prefill_chunk=size)

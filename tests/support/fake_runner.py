@@ -9,13 +9,13 @@ or never written, is a wrong token or a poison read.
 from __future__ import annotations
 
 import dataclasses
+import threading
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from zlib import crc32
 
 import numpy as np
 
-from penstock.runtime.compilation import CompileCounter
 from penstock.runtime.constraint import Mask, mask_words
 from penstock.runtime.plan import Plan, PlanRow, StepResult
 from penstock.runtime.request import FinishReason, Request, TokenLogprobs
@@ -221,22 +221,23 @@ class FakeRunner:
 
 @dataclass(frozen=True)
 class LazyStep:
-    """Stands for a `PendingStep`."""
+    """A step that `LazyRunner` has yet to compute."""
 
     plan: Plan
-    unchosen: bool | None
+    awaits_choice: bool
     skipped: frozenset[int] = frozenset()
     late: frozenset[int] = frozenset()
 
 
 class LazyRunner(FakeRunner):
-    """What the engine's thread needs of a runner. A step is computed when it is waited for, and not before:
-    nothing may depend on its being done earlier.
+    """A `Runner` for the engine's loop. A step is computed when it is waited for, and not before: nothing may
+    depend on its being done earlier.
     """
 
     def __init__(self, config: SchedulerConfig) -> None:
         super().__init__(config)
-        self.compiles_after_warmup = CompileCounter()
+        self.thread: int | None = None
+        """The thread that `start` was called on; None before that, and after `shutdown`."""
         self.log: list[tuple[str, int]] = []
         """("dispatch", "choose" or "wait", step id), in order."""
         self.plans: list[Plan] = []
@@ -245,12 +246,17 @@ class LazyRunner(FakeRunner):
         self.skip: Callable[[int], bool] = lambda row: False
         """Whether a row under a constraint is to have no token in this step."""
 
+    def start(self) -> None:
+        assert self.thread is None
+        self.thread = threading.get_ident()
+
     def execute_async(self, plan: Plan) -> LazyStep:
+        assert self.thread == threading.get_ident()
         self.log.append(("dispatch", plan.step_id))
         self.plans.append(plan)
         self.holders.update(plan.new_requests)
         constrained = any(r.samples and self.holders[r.slot].constraint for r in plan.rows)
-        return LazyStep(plan, True if constrained else None)
+        return LazyStep(plan, constrained)
 
     def choose(self, step: LazyStep) -> LazyStep:
         """The mask must be that of the tokens committed so far, unless the request has ended."""
@@ -266,12 +272,14 @@ class LazyRunner(FakeRunner):
                 index = row.start + row.num_tokens - len(request.prompt_token_ids)
                 allowed = np.unpackbits(mask.view(np.uint8), bitorder="little")[:VOCAB]
                 assert set(np.flatnonzero(allowed == 0).tolist()) == forbidden(request, index)
-        return dataclasses.replace(step, unchosen=None, skipped=frozenset(skipped), late=frozenset(skipped))
+        return dataclasses.replace(
+            step, awaits_choice=False, skipped=frozenset(skipped), late=frozenset(skipped)
+        )
 
     def wait(self, step: LazyStep) -> StepResult:
-        assert step.unchosen is None
+        assert not step.awaits_choice
         self.log.append(("wait", step.plan.step_id))
         return self.execute(step.plan, step.skipped)
 
     def shutdown(self) -> None:
-        self.compiles_after_warmup.stop()
+        self.thread = None

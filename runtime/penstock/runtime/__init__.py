@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from penstock.runtime.assemble import Delta
     from penstock.runtime.config import EngineConfig
-    from penstock.runtime.engine import Engine, Generation
+    from penstock.runtime.engine import Engine
+    from penstock.runtime.generation import Generation
     from penstock.runtime.request import SamplingParams, StoppingParams
 
 __all__ = ["Delta", "Engine", "EngineConfig", "Generation", "SamplingParams", "StoppingParams"]
@@ -19,7 +20,7 @@ _HOME = {
     "Delta": "penstock.runtime.assemble",
     "Engine": "penstock.runtime.engine",
     "EngineConfig": "penstock.runtime.config",
-    "Generation": "penstock.runtime.engine",
+    "Generation": "penstock.runtime.generation",
     "SamplingParams": "penstock.runtime.request",
     "StoppingParams": "penstock.runtime.request",
 }

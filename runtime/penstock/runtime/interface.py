@@ -1,12 +1,15 @@
-"""What the engine and its users exchange besides requests and outputs. No jax."""
+"""What the engine's loop asks of others and is asked: sinks, observers, the runner, and the values that go
+with them besides requests and outputs. No jax.
+"""
 
 from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeVar
 
+from penstock.runtime.plan import Plan, StepResult
 from penstock.runtime.request import Output
 
 Sink = Callable[[Sequence[Output]], None]
@@ -84,4 +87,60 @@ class Observer(Protocol):
 
     def on_step(self, record: StepRecord) -> None:
         """Called after the step's outputs were committed."""
+        ...
+
+
+class DispatchedStep(Protocol):
+    """What the loop reads of a step that a runner has dispatched. All else of it is the runner's own."""
+
+    @property
+    def awaits_choice(self) -> bool:
+        """Whether only the model runs yet, because a row under a constraint makes a token: then
+        `Runner.choose` comes before `Runner.wait`.
+        """
+        ...
+
+    @property
+    def skipped(self) -> frozenset[int]:
+        """Rows that make no token though they were to, because the masks of their constraints took too long:
+        the next step that has them computes the same position again.
+        """
+        ...
+
+    @property
+    def late(self) -> frozenset[int]:
+        """The skipped rows whose own mask took long; others are skipped because they waited behind these."""
+        ...
+
+
+StepT = TypeVar("StepT", bound=DispatchedStep)
+
+
+class Runner(Protocol[StepT]):
+    """Computes plans, on a device or elsewhere. Plans come in order, and their effects must be as if each was
+    computed after the one before: page tables, KV cache and last tokens are the runner's to keep.
+
+    All methods but `shutdown` are called on the engine's thread. Whatever one raises ends the engine.
+    """
+
+    def start(self) -> None:
+        """Called once before the first plan, when all that is slow at first has been done."""
+        ...
+
+    def execute_async(self, plan: Plan) -> StepT:
+        """Begins to compute a plan, and does not wait for it."""
+        ...
+
+    def choose(self, step: StepT) -> StepT:
+        """Chooses the tokens of a step that awaits it; of any other step there is nothing to do. It comes
+        when constraints have accepted all earlier tokens of their rows, and before the next plan does.
+        """
+        ...
+
+    def wait(self, step: StepT) -> StepResult:
+        """Blocks until the tokens of a step are known. Steps are waited for in the order of their plans."""
+        ...
+
+    def shutdown(self) -> None:
+        """Frees what the runner holds. Called on any thread, when the engine's has ended, maybe twice."""
         ...

@@ -76,6 +76,11 @@ class PendingStep:
     """Those of them whose own mask takes long."""
 
     @property
+    def awaits_choice(self) -> bool:
+        """See `DispatchedStep`."""
+        return self.unchosen is not None
+
+    @property
     def wants_logprobs(self) -> bool:
         """Whether any row does; if not, they stay on the device."""
         return any(wanted is not None for wanted in self.logprobs)
@@ -263,6 +268,10 @@ class ModelRunner:
         )
 
     # -- steps --
+
+    def start(self) -> None:
+        """From now on compilations of the calling thread, the engine's, are counted."""
+        self.compiles_after_warmup.start()
 
     def execute(self, plan: Plan) -> StepResult:
         """Run one step and wait for its tokens."""

@@ -1,6 +1,6 @@
 """The steps on the device: dispatched, their tokens chosen, waited for, measured and shown to an observer.
 
-Only the engine's thread uses this, without its lock: nothing here touches the scheduler.
+Only the engine's thread uses this, and without the engine's lock: nothing here touches the scheduler. No jax.
 """
 
 from __future__ import annotations
@@ -10,44 +10,63 @@ import logging
 import time
 from collections import deque
 from dataclasses import dataclass
+from typing import Generic
 
-from penstock.runtime.interface import Observer, StepRecord
+from penstock.runtime.interface import Observer, Runner, StepRecord, StepT
 from penstock.runtime.pacing import Pacer
 from penstock.runtime.plan import Plan, StepResult
 from penstock.runtime.roster import Load
-from penstock.runtime.runner import ModelRunner, PendingStep
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Dispatched:
-    """A step on the device; times are monotonic ns."""
+class Planned:
+    """A plan that is to be dispatched; times are monotonic ns."""
 
     plan: Plan
-    pending: PendingStep
     started_ns: int
+    """When the engine's thread began to make it."""
     scheduled_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class InFlight(Generic[StepT]):
+    """A step that was dispatched and not waited for."""
+
+    planned: Planned
+    step: StepT
     dispatched_ns: int
     is_constrained: bool
-    """Whether rows under a constraint make a token."""
+    """Whether rows under a constraint make a token in it, chosen by now or not."""
 
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """A step that was waited for."""
+    """A step that was waited for; times are monotonic ns."""
 
-    step: Dispatched
+    planned: Planned
     result: StepResult
+    dispatched_ns: int
     waited_ns: int
 
 
-class Steps:
-    """Those in flight, the oldest first."""
+@dataclass(frozen=True, slots=True)
+class PutOff:
+    """Rows of a dispatched plan that make no token in it, for `Scheduler.put_off`."""
+
+    plan: Plan
+    rows: frozenset[int]
+    late: frozenset[int]
+    """The rows whose own mask takes long."""
+
+
+class Steps(Generic[StepT]):
+    """The steps in flight, the oldest first."""
 
     def __init__(
         self,
-        runner: ModelRunner,
+        runner: Runner[StepT],
         pacer: Pacer,
         observer: Observer | None,
         *,
@@ -60,7 +79,7 @@ class Steps:
         self._observer = observer
         self._most_in_flight = most_in_flight
         self._fixed_windows = fixed_windows
-        self._in_flight: deque[Dispatched] = deque()
+        self._in_flight: deque[InFlight[StepT]] = deque()
         self._waited_ns = 0
 
     def __bool__(self) -> bool:
@@ -73,7 +92,7 @@ class Steps:
 
     def max_steps(self, ns_to_deadline: int) -> int:
         """How many decode steps the next dispatch may hold."""
-        steps_ahead = sum(step.plan.num_steps for step in self._in_flight)
+        steps_ahead = sum(step.planned.plan.num_steps for step in self._in_flight)
         return self._pacer.max_steps(ns_to_deadline, steps_ahead)
 
     @property
@@ -86,51 +105,45 @@ class Steps:
         """How many decode steps come between two of rows under a constraint; 0: all step together."""
         return self._pacer.apart_steps
 
-    def dispatch(self, plan: Plan, started_ns: int, scheduled_ns: int) -> None:
-        pending = self._runner.execute_async(plan)
-        self._in_flight.append(
-            Dispatched(
-                plan,
-                pending,
-                started_ns,
-                scheduled_ns,
-                time.monotonic_ns(),
-                is_constrained=pending.unchosen is not None,
-            )
-        )
+    def dispatch(self, planned: Planned) -> None:
+        """Has the runner begin with a plan."""
+        step = self._runner.execute_async(planned.plan)
+        now_ns = time.monotonic_ns()
+        self._in_flight.append(InFlight(planned, step, now_ns, is_constrained=step.awaits_choice))
 
-    def choose(self) -> tuple[Plan, frozenset[int], frozenset[int]] | None:
-        """Have the tokens of the oldest step with rows under constraints chosen, if that is yet to do: these
-        saw all tokens before, because steps ahead of it have none of theirs. Returns the step, its rows whose
-        token is put off, and those of them whose own mask takes long, for `Scheduler.put_off` before the next
-        plan is made; None if there are none.
+    def choose(self) -> PutOff | None:
+        """Has the tokens of the oldest step with rows under constraints chosen, if that is yet to do: these
+        rows saw all tokens before, because the steps ahead of it have no row of theirs. Returns the rows
+        whose token is put off, of which the scheduler must know before the next plan is made; None if there
+        are none.
         """
         for i, step in enumerate(self._in_flight):
             if step.is_constrained:
-                if step.pending.unchosen is None:
+                if not step.step.awaits_choice:
                     return None
-                chosen = self._runner.choose(step.pending)
-                self._in_flight[i] = dataclasses.replace(step, pending=chosen)
-                return (step.plan, chosen.skipped, chosen.late) if chosen.skipped else None
+                chosen = self._runner.choose(step.step)
+                self._in_flight[i] = dataclasses.replace(step, step=chosen)
+                return PutOff(step.planned.plan, chosen.skipped, chosen.late) if chosen.skipped else None
         return None
 
     def wait(self) -> Done:
-        """Wait for the oldest, which is then no longer in flight."""
+        """Waits for the oldest step, which is then no longer in flight."""
         step = self._in_flight.popleft()
-        result = self._runner.wait(step.pending)
+        result = self._runner.wait(step.step)
         waited_ns = time.monotonic_ns()
         # The device began it when it was dispatched, or when the one before was done.
         elapsed_ns = waited_ns - max(step.dispatched_ns, self._waited_ns)
-        if step.plan.apart:
+        plan = step.planned.plan
+        if plan.apart:
             self._pacer.constrained(elapsed_ns)
-        elif step.plan.decode_only:
+        elif plan.decode_only:
             # A program of fixed length runs all its steps even where every row ended early.
-            made = step.plan.num_steps if self._fixed_windows else max(map(len, result.token_ids), default=1)
+            made = plan.num_steps if self._fixed_windows else max(map(len, result.token_ids), default=1)
             self._pacer.decoded(made, elapsed_ns, constrained=step.is_constrained)
         else:
-            self._pacer.prefilled(step.plan.num_prompt_tokens, elapsed_ns)
+            self._pacer.prefilled(plan.num_prompt_tokens, elapsed_ns)
         self._waited_ns = waited_ns
-        return Done(step, result, waited_ns)
+        return Done(step.planned, result, step.dispatched_ns, waited_ns)
 
     @property
     def is_observed(self) -> bool:
@@ -138,10 +151,10 @@ class Steps:
         return self._observer is not None
 
     def observe(self, done: Done, load: Load) -> None:
-        """Show a step that was committed to the observer; `load` is what came of it."""
+        """Shows a committed step to the observer; `load` is how busy the scheduler is after it."""
         if self._observer is None:
             return
-        step, plan = done.step, done.step.plan
+        planned, plan = done.planned, done.planned.plan
         record = StepRecord(
             step_id=plan.step_id,
             num_rows=len(plan.rows),
@@ -150,9 +163,9 @@ class Steps:
             request_ids=tuple(row.request_id for row in plan.rows),
             num_waiting=load.num_waiting,
             pages_used=load.pages_used,
-            started_ns=step.started_ns,
-            scheduled_ns=step.scheduled_ns,
-            dispatched_ns=step.dispatched_ns,
+            started_ns=planned.started_ns,
+            scheduled_ns=planned.scheduled_ns,
+            dispatched_ns=done.dispatched_ns,
             waited_ns=done.waited_ns,
             committed_ns=time.monotonic_ns(),
             num_steps=plan.num_steps,
@@ -164,5 +177,5 @@ class Steps:
             self._observer = None
 
     def forget(self) -> None:
-        """Nobody will read what is in flight."""
+        """Drops what is in flight: nobody will read it."""
         self._in_flight.clear()

@@ -1,4 +1,6 @@
-"""Weight updates that wait for their turn. No jax: `install` is what swaps the weights."""
+"""Weight updates: those that wait for their turn, and what becomes of requests when one is applied. No jax:
+`Update.install` is what swaps the weights.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,11 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
+from penstock.runtime.failing import as_exception
+from penstock.runtime.guard import Guard
 from penstock.runtime.interface import InFlightPolicy, WeightsVersion
+from penstock.runtime.live_requests import LiveRequests
+from penstock.runtime.scheduler import Scheduler
 
 log = logging.getLogger(__name__)
 
@@ -24,34 +30,81 @@ class Update:
     done: Future[WeightsVersion] = field(default_factory=Future)
 
 
-class UpdateQueue:
-    """In order of arrival; guarded by the engine's lock."""
+class WeightUpdates:
+    """Updates in order of arrival, and which weights serve. The engine's thread applies an update between two
+    steps. Every method but `apply_due` is called with the engine's lock held.
+    """
 
-    def __init__(self) -> None:
+    def __init__(self, guard: Guard, scheduler: Scheduler, requests: LiveRequests) -> None:
+        self.serving = WeightsVersion("initial", 1)
+        """The weights that serve now. May be read without the lock."""
+        self._guard = guard
+        self._scheduler = scheduler
+        self._requests = requests
         self._queue: deque[Update] = deque()
+        self._applying: Update | None = None
+        scheduler.use_weights(self.serving.generation)
 
     def __bool__(self) -> bool:
+        """Whether an update waits."""
         return bool(self._queue)
 
     def add(self, update: Update) -> None:
+        """The update waits for its turn, behind all others."""
         self._queue.append(update)
 
-    def is_due(self, has_started: bool) -> bool:
-        """Whether the first is to be applied as soon as no step is in flight; `has_started`: whether requests
-        have begun on the old weights, for whom the policy WAIT waits.
+    @property
+    def is_due(self) -> bool:
+        """Whether the first update is to be applied as soon as no step is in flight. Under the policy WAIT it
+        is not while requests that have begun on the old weights go on.
         """
         if not self._queue:
             return False
         first = self._queue[0]
-        return not (has_started and first.policy is InFlightPolicy.WAIT) or first.done.cancelled()
+        if first.policy is not InFlightPolicy.WAIT or first.done.cancelled():
+            return True
+        return not self._scheduler.has_started
 
-    def take(self) -> Update:
-        return self._queue.popleft()
-
-    def take_all(self) -> tuple[Update, ...]:
-        updates = tuple(self._queue)
+    def take_all(self) -> list[Update]:
+        """All updates that wait. None of them will be applied."""
+        updates = list(self._queue)
         self._queue.clear()
         return updates
+
+    def take_unfinished(self) -> list[Update]:
+        """All updates that wait, and the one that was being applied when the engine's thread failed."""
+        return [*self.take_all(), *([] if self._applying is None else [self._applying])]
+
+    def apply_due(self) -> None:
+        """Applies the updates that are due. Called on the engine's thread, without the lock and with no step
+        in flight.
+        """
+        while True:
+            with self._guard.lock:
+                if not self.is_due:
+                    return
+                update = self._queue.popleft()
+            if not update.done.set_running_or_notify_cancel():
+                continue  # the caller took it back
+            self._applying = update
+            settle(update, self._apply(update))
+            self._applying = None
+
+    def _apply(self, update: Update) -> WeightsVersion | Exception:
+        """The weights that serve now, or why the old ones still do."""
+        try:
+            update.install()  # without the lock: callers need not wait while it copies
+        except BaseException as error:  # noqa: BLE001  whatever it was, the old weights serve on
+            return as_exception(error)
+        with self._guard.lock:
+            if update.policy is InFlightPolicy.ABORT:
+                message = f"weights were updated to {update.label!r}"
+                self._requests.end_all(self._scheduler.started_ids(), message)
+            elif update.policy is InFlightPolicy.RECOMPUTE:
+                self._scheduler.preempt_all()
+            self.serving = WeightsVersion(update.label, self.serving.generation + 1)
+            self._scheduler.use_weights(self.serving.generation)
+        return self.serving
 
 
 def refuse(updates: Iterable[Update], error: Exception) -> None:

@@ -1,0 +1,76 @@
+"""Whether an engine takes requests, and why not if it does not. No jax."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+
+from penstock.runtime.errors import Draining, EngineDead, EngineFailure, NotReady
+
+
+class Life:
+    """An engine is new, then started, and in the end stopped or dead. Changes need the engine's lock; any
+    thread may look at any time.
+    """
+
+    def __init__(self) -> None:
+        self.thread: threading.Thread | None = None
+        """The engine's thread, once it runs."""
+        self.is_draining = False
+        """Whether requests are refused, while those that were taken go on."""
+        self.is_stopping = False
+        """Whether the engine's thread is to end."""
+        self._died_of: EngineFailure | None = None
+        self._watches: list[Callable[[], None]] = []
+
+    @property
+    def is_dead(self) -> bool:
+        """Whether the engine's thread failed, which nobody may find out later than from here."""
+        return self._died_of is not None
+
+    @property
+    def failure(self) -> EngineFailure | None:
+        """Why the engine is dead, if it is: also where its thread is gone and could not say so."""
+        thread = self.thread
+        if self._died_of is None and thread is not None and not (thread.is_alive() or self.is_stopping):
+            return EngineFailure("the engine's thread is gone, as after a fork")
+        return self._died_of
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether requests are taken."""
+        thread = self.thread
+        return thread is not None and thread.is_alive() and not (self.is_dead or self.is_draining)
+
+    def check_alive(self) -> None:
+        """Raises EngineDead if the engine is dead."""
+        failure = self.failure
+        if failure is not None:
+            raise EngineDead(f"the engine is dead: {failure}") from failure
+
+    def check_running(self) -> None:
+        """Raises EngineDead, Draining or NotReady unless the engine's thread runs and will go on."""
+        self.check_alive()
+        if self.is_stopping:
+            raise Draining
+        if self.thread is None:
+            raise NotReady
+
+    def check_takes_requests(self) -> None:
+        """Raises EngineDead, Draining or NotReady unless requests are taken."""
+        self.check_running()
+        if self.is_draining:
+            raise Draining
+
+    def watch(self, callback: Callable[[], None]) -> bool:
+        """Keeps a callback for `die`; false if the engine is dead, so that nobody will call it."""
+        if self.is_dead:
+            return False
+        self._watches.append(callback)
+        return True
+
+    def die(self, failure: EngineFailure) -> Sequence[Callable[[], None]]:
+        """The engine is dead from now on. Returns the callbacks that are to be called, without the lock."""
+        self._died_of = failure
+        watches, self._watches = self._watches, []
+        return watches

@@ -1,0 +1,34 @@
+"""What an engine serves, and the sizes that came of its options. No jax."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from penstock.runtime.defaults import GenerationDefaults
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelInfo:
+    """The model that is served, as resolved."""
+
+    name: str
+    """The model's name in replies, and the one that requests may ask for."""
+    architecture: str
+    """The model's class, as config.json names it."""
+    vocab_size: int
+    """Token ids are from 0 to vocab_size - 1."""
+    max_model_len: int
+    """Most tokens of one request, prompt and generated together."""
+    eos_token_ids: tuple[int, ...]
+    """Tokens that end an output unless the request ignores them."""
+    defaults: GenerationDefaults
+    """Values of the sampling parameters that a request does not set."""
+    num_pages: int
+    """Pages of the KV cache."""
+    page_size: int
+    """Tokens per page."""
+    devices: tuple[str, ...]
+    """One entry per device, such as "cpu:0 cpu"."""
+    batch_invariant: bool = False
+    """Whether a token's logits depend on its own request alone, bit for bit. They do where native kernels
+    compute the whole model (on CPU, in bfloat16, with or without int8). XLA's products do not promise it."""

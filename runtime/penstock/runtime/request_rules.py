@@ -1,0 +1,78 @@
+"""What an engine makes of a caller's request before the loop sees it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+
+from penstock.runtime.errors import InvalidRequest, Violation
+from penstock.runtime.grammar.bad_words import BadWords
+from penstock.runtime.request import PreparedPrompt, Request, SamplingParams
+from penstock.runtime.word_table import WordTable
+
+SamplingCallback = Callable[[Request], SamplingParams]
+"""Sees every request before it is queued, in the caller's thread, and returns the sampling that the request
+is to have. It must be quick. What it returns is checked as a caller's own sampling would be, and an error
+that it raises is the caller's answer.
+"""
+
+
+class RequestRules:
+    """The operator's say in a request's sampling, the engine's limit of log-probabilities, and bad words of
+    several tokens, which become a constraint.
+    """
+
+    def __init__(self, *, vocab_size: int, max_logprobs: int, callback: SamplingCallback | None) -> None:
+        """`max_logprobs`: most likeliest tokens per position that a request may ask for. Without a `callback`
+        the sampling is as requested.
+        """
+        self._vocab_size = vocab_size
+        self._max_logprobs = max_logprobs
+        self._callback = callback
+
+    def prepare(self, request: Request, prepared: PreparedPrompt) -> PreparedPrompt:
+        """`prepared` with a table of the request's bad words, which takes the longer to make the more there
+        are. There is no table where the sampling names tokens that the model lacks.
+        """
+        words = _long_words(request.sampling)
+        if not words or prepared.sampling is None:
+            return prepared
+        return dataclasses.replace(prepared, words=WordTable(words, self._vocab_size))
+
+    def apply(self, request: Request, prepared: PreparedPrompt | None) -> Request:
+        """The request as the loop is to have it. Raises InvalidRequest where it asks for too many
+        log-probabilities, TypeError where the callback returned no SamplingParams, and whatever the callback
+        raises.
+        """
+        if self._callback is not None:
+            request = dataclasses.replace(request, sampling=_rewritten(request, self._callback))
+        self._check_logprobs(request)
+        words: Sequence[Sequence[int]] | WordTable = _long_words(request.sampling)
+        if not words:
+            return request
+        if prepared is not None and prepared.words is not None and prepared.covers(request.sampling):
+            words = prepared.words
+        constraint = BadWords(words, request.constraint, self._vocab_size)
+        return dataclasses.replace(request, constraint=constraint)
+
+    def _check_logprobs(self, request: Request) -> None:
+        most = self._max_logprobs
+        bad = [
+            Violation(f"output.{name}", f"must be at most {most}, not {value}")
+            for name, value in (("logprobs", request.logprobs), ("prompt_logprobs", request.prompt_logprobs))
+            if value is not None and value > most
+        ]
+        if bad:
+            raise InvalidRequest(bad)
+
+
+def _rewritten(request: Request, callback: SamplingCallback) -> SamplingParams:
+    sampling = callback(request)
+    if not isinstance(sampling, SamplingParams):
+        raise TypeError(f"sampling_params_callback must return SamplingParams, not {type(sampling)}")
+    return sampling
+
+
+def _long_words(sampling: SamplingParams) -> list[tuple[int, ...]]:
+    """The bad words of several tokens. A word of one token is a bias on the logits instead."""
+    return [word for word in sampling.bad_words if len(word) > 1]
