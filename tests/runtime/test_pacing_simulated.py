@@ -222,8 +222,8 @@ def test_a_short_prompt_does_not_wait_for_the_long_ones_before_it(
     simulation.add("short", 300)
     # A quarter of about 180 prompt tokens a step, less what the other long ones get.
     assert simulation.until_first_token("short") <= 14
-    first = simulation.scheduler._roster.find("long0")
-    others = [simulation.scheduler._roster.find(f"long{i}") for i in range(1, num_long)]
+    first = simulation.scheduler.roster.find("long0")
+    others = [simulation.scheduler.roster.find(f"long{i}") for i in range(1, num_long)]
     assert first is not None
     assert all(other is not None and 0 < other.num_computed < first.num_computed / 10 for other in others)
 

@@ -108,10 +108,10 @@ def test_generated_pages_are_shared_once_their_tokens_are_known():
     add(scheduler, "b", (*PROMPT[:6], 11, 12, 5))
     for plan, token in zip(plans[:2], (11, 12), strict=True):
         commit(scheduler, plan, token)
-    pool = scheduler._roster.pool
-    assert len(pool._index) == 1  # tokens 0 to 7 are known; position 7 counts when what it sampled is known
+    pool = scheduler.roster.pool
+    assert pool.num_published == 1  # tokens 0 to 7 are known; position 7 counts when what it sampled is known
     commit(scheduler, plans[2], 13)
-    assert len(pool._index) == 2
+    assert pool.num_published == 2
     assert starts(dispatch(scheduler))["b"] == 8
 
 
@@ -121,7 +121,7 @@ def test_a_finished_request_leaves_its_pages_until_they_are_wanted():
     step(scheduler)
     finish(scheduler, "a")
     assert scheduler.load().pages_used == 0
-    assert scheduler._roster.pool.num_cached == 2
+    assert scheduler.roster.pool.num_cached == 2
     add(scheduler, "b", tuple(range(200, 212)))  # 3 pages: the free ones, then the end of a's prefix
     step(scheduler)
     finish(scheduler, "b")
@@ -189,7 +189,7 @@ def test_a_flush_forgets_all_and_who_runs_publishes_nothing_more():
     scheduler.check()
     for _ in range(3):
         step(scheduler)
-    assert scheduler._roster.pool._index == {}
+    assert scheduler.roster.pool.num_published == 0
     add(scheduler, "again")
     assert starts(step(scheduler))["again"] == 0
 
@@ -217,7 +217,7 @@ def test_switched_off_there_is_no_cache():
     add(scheduler, "b")
     assert starts(step(scheduler)) == {"a": 0, "b": 0}
     finish(scheduler, "a", "b")
-    assert scheduler._roster.pool.num_free == 16
+    assert scheduler.roster.pool.num_free == 16
 
 
 def test_no_more_pages_are_kept_than_allowed():
@@ -226,7 +226,7 @@ def test_no_more_pages_are_kept_than_allowed():
         add(scheduler, "a", tuple(range(i * 10, i * 10 + 9)))
         step(scheduler)
         finish(scheduler, "a")
-    assert scheduler._roster.pool.num_cached == 3
+    assert scheduler.roster.pool.num_cached == 3
 
 
 def test_waiting_for_a_lower_priority_is_not_asked_of_a_higher_one():

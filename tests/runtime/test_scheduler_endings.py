@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from penstock.runtime.endings import FINISHED_MEMORY
 from penstock.runtime.plan import StepResult
 from penstock.runtime.request import Finish, FinishReason, Output, Request, RequestTiming, TokenLogprobs
-from penstock.runtime.scheduler import FINISHED_MEMORY, Load, Scheduler
+from penstock.runtime.scheduler import Load, Scheduler
 from tests.support.scheduling import EOS, WORD, add, commit, dispatch, make
 
 SECOND = 10**9

@@ -68,10 +68,10 @@ def test_once_one_is_free_nobody_passes_the_first_who_wants_it() -> None:
     scheduler.add(Request("waits", tuple(range(24)), PENALISED, StoppingParams(max_tokens=4)), 1)
     add(scheduler, "plain", PLAIN, max_tokens=20)
     add(scheduler, "other", PLAIN, max_tokens=8)
-    while scheduler._roster.find("holds"):
+    while scheduler.roster.find("holds"):
         commit(scheduler, dispatch(scheduler))
     add(scheduler, "late", PLAIN)
-    while scheduler._roster.find("other"):
+    while scheduler.roster.find("other"):
         plan = dispatch(scheduler)
         assert names(plan) == ["plain", "other"]
         commit(scheduler, plan)

@@ -156,6 +156,6 @@ def test_the_audit_notices(complaint):
     for name in "abcd":
         add(scheduler, name, 2)
     step(scheduler)
-    DAMAGES[complaint](scheduler._roster)
+    DAMAGES[complaint](scheduler.roster)
     with pytest.raises(AssertionError, match=complaint):
         scheduler.check()

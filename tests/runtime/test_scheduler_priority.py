@@ -140,7 +140,7 @@ def test_what_is_given_back_was_published_and_can_be_shared():
     add(scheduler, "a", num_prompt=13)
     for _ in range(4):
         step(scheduler)
-    assert scheduler._roster.pool.num_cached == 3
+    assert scheduler.roster.pool.num_cached == 3
     add(scheduler, "b", num_prompt=13)
     rows = {row.request_id: row.start for row in step(scheduler).rows}
     assert rows["b"] == 12

@@ -146,7 +146,7 @@ def test_banned_samples_are_counted_over_the_window():
 @pytest.mark.parametrize("token", [EOS, 5])
 def test_a_row_that_ended_early_is_cut_behind_its_end(token):
     scheduler = started({"stop_token_ids": (5,)})
-    scheduler._roster.running[0].request = Request("a", (1,), logprobs=0)
+    scheduler.roster.running[0].request = Request("a", (1,), logprobs=0)
     plan, ahead = dispatch(scheduler, max_steps=4), dispatch(scheduler, max_steps=4)
     values = [TokenLogprobs(-float(i)) for i in range(4)]
     result = StepResult([(WORD, token, WORD, WORD)], [values])

@@ -13,9 +13,10 @@ import pytest
 from hypothesis import given, note, settings
 from hypothesis import strategies as st
 
+from penstock.runtime.admission import Admission
+from penstock.runtime.draft import Draft
 from penstock.runtime.outputs import outputs_of
 from penstock.runtime.plan import Plan, StepResult
-from penstock.runtime.planning import Draft
 from penstock.runtime.request import CacheParams, Request, SamplingParams, StoppingParams
 from penstock.runtime.roster import Prefix
 from penstock.runtime.scheduler import Scheduler, SchedulerConfig
@@ -29,8 +30,8 @@ class EverybodyInLine(Scheduler):
     """
 
     def schedule(self, *args: Any, **kwargs: Any) -> Plan | None:
-        waiting = self._roster.waiting
-        for event in list(waiting._aside):
+        waiting = self.roster.waiting
+        for event in waiting.awaited:
             waiting.happened(event)
         return super().schedule(*args, **kwargs)
 
@@ -47,8 +48,7 @@ class Pair:
         self.now_ns += 1
         ours, naive = [s.schedule(self.now_ns, admit=admit, max_steps=max_steps) for s in self.both]
         assert ours == naive
-        for seq in self.both[0]._roster.waiting:
-            self.both[0]._roster._check_awaited(seq)
+        self.both[0].check()
         if ours is not None:
             self.in_flight.append(ours)
 
@@ -149,13 +149,13 @@ def test_plans_are_those_of_a_queue_in_which_everybody_stands_in_line(seed, num_
 def looked_at_by(scheduler: Scheduler, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Will hold the id of each waiting sequence that is asked whether it may enter, once for each time."""
     looked_at: list[str] = []
-    prefix = scheduler._planner._prefix
+    find_prefix = Admission.find_prefix
 
-    def look(seq: Sequence, draft: Draft) -> Prefix | None:
+    def look(admission: Admission, seq: Sequence, draft: Draft) -> Prefix | None:
         looked_at.append(seq.request_id)
-        return prefix(seq, draft)
+        return find_prefix(admission, seq, draft)
 
-    monkeypatch.setattr(scheduler._planner, "_prefix", look)
+    monkeypatch.setattr(Admission, "find_prefix", look)
     return looked_at
 
 
@@ -202,7 +202,7 @@ def test_one_that_is_aborted_while_it_stands_aside_does_not_come_back():
     for name in ("a", "b", "c"):
         add(scheduler, name, 12)
     commit(scheduler, dispatch(scheduler))
-    waiting = scheduler._roster.waiting
+    waiting = scheduler.roster.waiting
     assert waiting.first() is None
     assert scheduler.load().num_waiting == 2
     scheduler.abort("b", "", 2)
@@ -210,5 +210,5 @@ def test_one_that_is_aborted_while_it_stands_aside_does_not_come_back():
     scheduler.check()
     assert [seq.request_id for seq in waiting] == ["c", "b"]
     scheduler.abort("a", "", 2)  # what it promised will not come: who waited for that is in line again
-    assert waiting.first() is scheduler._roster.find("c")
+    assert waiting.first() is scheduler.roster.find("c")
     scheduler.check()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 from penstock.runtime.engine import Engine
 
 
@@ -11,5 +9,4 @@ def set_chunk(engine: Engine, size: int | None) -> None:
     """What `EngineConfig.max_prefill_chunk` sets: an engine of its own for each size would take hours to
     compile. Nothing may run.
     """
-    planner = engine.core._scheduler._planner
-    planner._config = dataclasses.replace(planner._config, max_prefill_chunk=size)
+    engine.core.limit_prefill_chunk(size)

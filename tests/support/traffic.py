@@ -453,7 +453,7 @@ class Traffic:
 
     def lacks_pages(self, row: PlanRow) -> bool:
         """With a sliding window it may have got no page for more, because others hold what it gave back."""
-        seq = self.scheduler._roster.find(row.request_id)
+        seq = self.scheduler.roster.find(row.request_id)
         assert seq is not None
         covered = len(seq.pages) * self.config.page_size
         return self.config.sliding_window is not None and row.start + row.num_tokens == covered
@@ -462,7 +462,7 @@ class Traffic:
         """Pages that are left to those who run: for 48 more tokens each, at most an eighth of all."""
         wanted = 0
         for tracked in running:
-            seq = self.scheduler._roster.find(tracked.request.request_id)
+            seq = self.scheduler.roster.find(tracked.request.request_id)
             assert seq is not None
             most = tracked.limit(self.context_limit) - 1
             positions = min(max(seq.num_computed, seq.prefill_until), len(seq.pages) * self.config.page_size)
@@ -505,7 +505,7 @@ class Traffic:
             whole = end == len(tracked.known)
             complete = whole or left <= 0 or row.num_tokens == most
             assert complete or self.lacks_pages(row), "a chunk cut for nothing"
-            seq = self.scheduler._roster.find(row.request_id)
+            seq = self.scheduler.roster.find(row.request_id)
             assert seq is not None
             assert len(seq.held_pages) <= self.most_pages
             assert row.samples == whole
@@ -521,15 +521,15 @@ class Traffic:
     def check_writes(self, row: PlanRow) -> None:
         """No page that somebody else holds, or finds by a key, is written; only a prefill publishes at
         once."""
-        pool = self.scheduler._roster.pool
-        seq = self.scheduler._roster.find(row.request_id)
+        pool = self.scheduler.roster.pool
+        seq = self.scheduler.roster.find(row.request_id)
         assert seq is not None
         end = row.start + (row.num_tokens if row.token_ids is not None else row.max_samples)
         for index in range(row.start // pool.page_size, (end - 1) // pool.page_size + 1):
             page = seq.pages[index]
-            if pool._refcounts[page] != 1:  # shared with somebody who entered in this very step
+            if pool.num_holders(page) != 1:  # shared with somebody who entered in this very step
                 assert row.token_ids is not None
-            if pool._keys[page] is not None:
+            if pool.key_of(page) is not None:
                 assert row.token_ids is not None
                 assert (index + 1) * pool.page_size <= end
 

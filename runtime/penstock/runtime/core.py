@@ -135,6 +135,13 @@ class EngineCore:
         with self.guard.lock:
             return self._scheduler.active_requests()
 
+    def limit_prefill_chunk(self, size: int | None) -> None:
+        """From the next step on: most prompt tokens of one request in a step; None: as many as its budget
+        allows.
+        """
+        with self.guard.lock:
+            self._scheduler.limit_prefill_chunk(size)
+
     def check(self) -> None:
         """Audit for tests; AssertionError tells what is wrong with the scheduler's books."""
         with self.guard.lock:

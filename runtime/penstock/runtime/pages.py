@@ -156,6 +156,19 @@ class PagePool:
         """The held or cached page of this key."""
         return self._index.get(key)
 
+    def key_of(self, page: int) -> bytes | None:
+        """The key under which `lookup` finds a page; None if it has none."""
+        return self._keys[page]
+
+    def num_holders(self, page: int) -> int:
+        """How often a page was taken and not released."""
+        return self._refcounts[page]
+
+    @property
+    def num_published(self) -> int:
+        """How many pages have a key."""
+        return len(self._index)
+
     def forget_keys(self) -> tuple[int, int]:
         """No page is found by a key any more: cached ones become free (how many is the first number), held
         ones stay held (how many had a key is the second).

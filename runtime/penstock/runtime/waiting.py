@@ -44,6 +44,11 @@ class Waiting:
         return iter(sorted([*self._new, *self._started, *aside], key=rank_of))
 
     @property
+    def awaited(self) -> tuple[Hashable, ...]:
+        """The events that sequences stepped aside for."""
+        return tuple(self._aside)
+
+    @property
     def any_aside(self) -> bool:
         """False if no event needs to be told."""
         return bool(self._aside)
