@@ -18,7 +18,8 @@ import jax.numpy as jnp
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.runtime.attention import attention_op, kv_layer_shape, kv_storage_dtype, make_meta
+from penstock.runtime.attention import kv_layer_shape, kv_storage_dtype, make_meta
+from penstock.runtime.backend import Backend, choose_backend
 from penstock.runtime.checkpoint import load_config, load_weights
 from penstock.runtime.config import EngineConfig
 from penstock.runtime.engine import Engine
@@ -26,7 +27,6 @@ from penstock.runtime.hub import resolve_model
 from penstock.runtime.models.config import ModelConfig
 from penstock.runtime.models.linear import LinearFormat
 from penstock.runtime.models.params import bind, state_to_leaves
-from penstock.runtime.native import library
 from penstock.runtime.request import SamplingParams, StoppingParams
 
 PROMPTS = ("Once upon a time", "The little", "What is 3 + 4?", "Tell me about", "Hello", "In the morning")
@@ -55,7 +55,7 @@ def sample_texts(model: str, per_prompt: int) -> list[list[int]]:
 
 
 def scorer(
-    directory: Path, config: ModelConfig, dtype: str, linear: LinearFormat
+    directory: Path, config: ModelConfig, dtype: str, linear: LinearFormat, backend: Backend
 ) -> Callable[[Sequence[int]], NDArray[np.float64]]:
     """Tokens of one text -> log-probabilities float64 [LENGTH, V] of the token after each."""
     leaves = state_to_leaves(load_weights(directory, config, dtype, linear=linear, progress=False))
@@ -63,7 +63,6 @@ def scorer(
     page_size = 16
     pages = LENGTH // page_size
     shape = kv_layer_shape(pages, page_size, spec.num_kv_heads, spec.head_dim)
-    attention = attention_op("cpu")
 
     @jax.jit
     def run(leaves: tuple[jax.Array, ...], tokens: jax.Array) -> jax.Array:
@@ -78,7 +77,7 @@ def scorer(
             num_pages=pages,
         )
         kv = tuple(jnp.zeros(shape, kv_storage_dtype(np.dtype(dtype))) for _ in range(spec.num_layers))
-        hidden, _ = model(tokens, meta.positions, kv, meta, attention=attention)
+        hidden, _ = model(tokens, meta.positions, kv, meta, attention=backend.attention)
         return jax.nn.log_softmax(model.logits(hidden, jnp.int32(LENGTH)), axis=1)
 
     return lambda tokens: np.asarray(run(leaves, jnp.asarray(tokens, jnp.int32))).astype(np.float64)
@@ -94,16 +93,17 @@ def main() -> int:
     texts = sample_texts(args.model, args.texts)
     directory = resolve_model(args.model)
     config = load_config(directory)
-    packed = library.available()
+    backend = choose_backend(EngineConfig(), jax.devices("cpu")[0])
+    bfloat16 = np.dtype(jnp.bfloat16)
     formats = {
         "float32": ("float32", LinearFormat()),
-        "bfloat16": ("bfloat16", LinearFormat(packed=packed)),
-        "int8": ("bfloat16", LinearFormat(packed=packed, int8=True)),
+        "bfloat16": ("bfloat16", backend.linear_format(bfloat16, int8=False)),
+        "int8": ("bfloat16", backend.linear_format(bfloat16, int8=True)),
     }
     scores = {
         name: np.stack([score(text) for text in texts])
         for name, (dtype, linear) in formats.items()
-        for score in [scorer(directory, config, dtype, linear)]
+        for score in [scorer(directory, config, dtype, linear, backend)]
     }
     exact = scores["float32"][:, :-1]
     following = np.array(texts)[:, 1:]

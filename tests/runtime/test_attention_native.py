@@ -17,11 +17,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from penstock.runtime.attention import (
-    attention_op,
     kv_layer_shape,
     make_meta,
     native_paged_attention,
-    paged_attention,
 )
 from penstock.runtime.native import attention as kernels
 from penstock.runtime.native import library
@@ -251,9 +249,3 @@ def test_every_plan_fits(lens: list[int], new: list[int], alike: list[int], head
         table[row, : alike[row]] = table[row - 1, : alike[row]]
     q_lens = np.minimum(lens, new[: len(lens)]).astype(np.int32)
     assert plan_of(np.array(lens, np.int32), q_lens, table, heads)[0] == q_lens.sum()
-
-
-def test_selection() -> None:
-    assert attention_op("cpu") is native_paged_attention
-    assert attention_op("cpu", native=False) is paged_attention
-    assert attention_op("cuda") is paged_attention

@@ -6,21 +6,28 @@ import dataclasses
 from types import SimpleNamespace
 from typing import Any, cast
 
-import jax
 import numpy as np
 import pytest
 
 from penstock.runtime.buckets import Buckets, ProgramKey
-from penstock.runtime.config import EngineConfig, ResolvedConfig, resolve
+from penstock.runtime.config import (
+    ACCELERATOR_SIZES,
+    CPU_SIZES,
+    DefaultSizes,
+    EngineConfig,
+    ResolvedConfig,
+    accelerator_sizes,
+    resolve,
+)
 from penstock.runtime.defaults import GenerationDefaults
 from penstock.runtime.errors import ConfigError
-from penstock.runtime.memory import DEFAULT_CPU_KV_BYTES, KVPlan, device_kv_bytes, plan_kv
+from penstock.runtime.memory import DEFAULT_CPU_KV_BYTES, DeviceMemory, KVPlan, device_kv_bytes, plan_kv
 from penstock.runtime.programs import ProgramBuilder
-from penstock.runtime.runner import ModelRunner, single_device_mesh
+from penstock.runtime.runner import ModelRunner
 from penstock.runtime.runner_config import RunnerConfig
-from tests.support.toy import toy_engine, toy_model
+from tests.support.toy import toy_backend, toy_engine, toy_model
 
-CONFIG = resolve(EngineConfig(max_num_seqs=2, page_size=16), "cpu")
+CONFIG = resolve(EngineConfig(max_num_seqs=2, page_size=16), CPU_SIZES)
 
 
 def plan(
@@ -63,25 +70,10 @@ def test_an_explicit_context_is_kept_or_refused() -> None:
         plan(dataclasses.replace(config, kv_cache_bytes=99))
 
 
-@dataclasses.dataclass
-class FakeDevice:
-    platform: str
-    stats: dict[str, int] | None
-
-    def memory_stats(self) -> dict[str, int] | None:
-        return self.stats
-
-
-def device_bytes(platform: str, stats: dict[str, int] | None, peak: int = 50) -> int | None:
-    return device_kv_bytes(cast("jax.Device", cast("Any", FakeDevice(platform, stats))), 0.9, peak)
-
-
 def test_what_a_device_has_left() -> None:
-    assert device_bytes("gpu", {"bytes_limit": 1000, "bytes_in_use": 300}) == 550
-    assert device_bytes("gpu", None) is None
-    assert device_bytes("cpu", {"bytes_limit": 1000, "bytes_in_use": 0}) is None
+    assert device_kv_bytes(DeviceMemory(1000, 300), 0.9, 50) == 550
     with pytest.raises(ConfigError, match="hbm_utilization"):
-        device_bytes("gpu", {"bytes_limit": 1000, "bytes_in_use": 850})
+        device_kv_bytes(DeviceMemory(1000, 850), 0.9, 50)
 
 
 @pytest.mark.parametrize(
@@ -120,28 +112,32 @@ def test_options_out_of_range_are_refused_by_name(field: str, value: Any) -> Non
 
 
 @pytest.mark.parametrize(
-    ("options", "platform", "gib", "resolved"),
+    ("options", "sizes", "resolved"),
     [
-        ({}, "cpu", None, (16, 512, 16)),
-        ({}, "gpu", 80, (256, 8192, 64)),
-        ({}, "tpu", None, (256, 8192, 64)),  # it does not tell how much it has
-        ({}, "gpu", 16, (64, 2048, 64)),
-        ({"max_num_seqs": 3}, "cpu", None, (3, 512, 3)),
-        ({"max_num_seqs": 1000}, "cpu", None, (1000, 1000, 64)),
-        ({"max_num_batched_tokens": 100}, "gpu", 80, (100, 100, 64)),
-        ({"max_num_batched_tokens": 1000}, "cpu", None, (16, 1000, 16)),
-        ({"max_num_seqs": 8, "max_num_batched_tokens": 99, "feature_slots": 2}, "gpu", 80, (8, 99, 2)),
-        ({"max_num_seqs": 8, "feature_slots": 100}, "gpu", 80, (8, 8192, 8)),
+        ({}, CPU_SIZES, (16, 512, 16)),
+        ({}, accelerator_sizes(80 * 2**30), (256, 8192, 64)),
+        ({}, accelerator_sizes(None), (256, 8192, 64)),  # it does not tell how much it has
+        ({}, accelerator_sizes(16 * 2**30), (64, 2048, 64)),
+        ({"max_num_seqs": 3}, CPU_SIZES, (3, 512, 3)),
+        ({"max_num_seqs": 1000}, CPU_SIZES, (1000, 1000, 64)),
+        ({"max_num_batched_tokens": 100}, ACCELERATOR_SIZES, (100, 100, 64)),
+        ({"max_num_batched_tokens": 1000}, CPU_SIZES, (16, 1000, 16)),
+        (
+            {"max_num_seqs": 8, "max_num_batched_tokens": 99, "feature_slots": 2},
+            ACCELERATOR_SIZES,
+            (8, 99, 2),
+        ),
+        ({"max_num_seqs": 8, "feature_slots": 100}, ACCELERATOR_SIZES, (8, 8192, 8)),
     ],
 )
 def test_what_was_not_chosen_goes_by_platform(
-    options: dict[str, int], platform: str, gib: int | None, resolved: tuple[int, int, int]
+    options: dict[str, int], sizes: DefaultSizes, resolved: tuple[int, int, int]
 ) -> None:
     config = EngineConfig(page_size=8, **cast("Any", options))
-    found = resolve(config, platform, None if gib is None else gib * 2**30)
+    found = resolve(config, sizes)
     assert (found.max_num_seqs, found.max_num_batched_tokens, found.feature_slots) == resolved
     assert found.page_size == 8
-    assert resolve(found, platform) == found
+    assert resolve(found, sizes) == found
 
 
 @pytest.mark.parametrize(
@@ -157,7 +153,7 @@ def test_where_all_requests_have_penalties_all_rows_have_feature_slots(
     asked: int | None, defaults: GenerationDefaults, slots: int
 ) -> None:
     """Unless the operator gave a number."""
-    found = resolve(EngineConfig(feature_slots=asked), "gpu", defaults=defaults)
+    found = resolve(EngineConfig(feature_slots=asked), ACCELERATOR_SIZES, defaults=defaults)
     assert (found.max_num_seqs, found.feature_slots) == (256, slots)
 
 
@@ -171,9 +167,9 @@ def test_an_engine_goes_by_the_served_defaults(caplog: pytest.LogCaptureFixture)
 
 
 def test_a_share_of_what_jax_may_take_is_told(caplog: pytest.LogCaptureFixture) -> None:
-    device = cast("jax.Device", FakeDevice("gpu", {"bytes_limit": 60 * 2**30, "bytes_in_use": 2**30}))
+    memory = DeviceMemory(60 * 2**30, 2**30)
     with caplog.at_level("INFO"):
-        assert device_kv_bytes(device, 0.5, 2**30) == 28 * 2**30
+        assert device_kv_bytes(memory, 0.5, 2**30) == 28 * 2**30
     assert "60.0 GiB" in caplog.text
     assert "XLA_PYTHON_CLIENT_MEM_FRACTION" in caplog.text
 
@@ -190,8 +186,7 @@ def test_the_program_that_needs_most_counts(monkeypatch: pytest.MonkeyPatch) -> 
         vocab_size=model.vocab_size,
         eos_token_ids=(),
     )
-    mesh = single_device_mesh(jax.devices()[0])
-    runner = ModelRunner(model.graphdef, model.weights, model.kv_spec, config, mesh)
+    runner = ModelRunner(model.graphdef, model.weights, model.kv_spec, config, toy_backend())
     asked: list[ProgramKey | int] = []
 
     def needs(**sizes: int) -> Any:

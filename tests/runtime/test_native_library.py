@@ -12,7 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from penstock.runtime.attention import native_paged_attention
+from penstock.runtime.attention import native_paged_attention, paged_attention
+from penstock.runtime.backend import choose_backend
+from penstock.runtime.config import EngineConfig
 from penstock.runtime.errors import ConfigError
 from penstock.runtime.native import build as builder
 from penstock.runtime.native import library, linear, rotate, sample
@@ -21,7 +23,7 @@ from penstock.runtime.native.library import NotAvailable
 from tests.support.attention import Case, Options, Shape, draw, runner
 
 needs_kernels = pytest.mark.skipif(not library.available(), reason="no native library on this machine")
-BF16, F16, F32 = np.dtype(jnp.bfloat16), np.dtype(np.float16), np.dtype(np.float32)
+CPU = jax.devices("cpu")[0]
 
 
 def weight() -> linear.Packed:
@@ -169,25 +171,13 @@ def test_one_folder_may_fail_and_another_serve(tmp_path: Path, monkeypatch: pyte
     assert library.load(tmp_path) is loaded  # a process has one
 
 
-@needs_kernels
-def test_what_may_use_the_kernels() -> None:
-    assert library.wanted("require", None, "cpu", BF16)
-    for dtype in (BF16, F16, F32):  # the sampler, if nothing else
-        assert library.wanted("auto", None, "cpu", dtype)
-    assert not library.wanted("off", None, "cpu", BF16)
-    assert not library.wanted("auto", None, "cuda", BF16)
-    for dtype in (F16, F32):
-        with pytest.raises(ConfigError, match=rf"^native: .*a model in {dtype} .*serve it in bfloat16"):
-            library.wanted("require", None, "cpu", dtype)
-    with pytest.raises(ConfigError, match=r"^native: .*they are for CPU, not cuda"):
-        library.wanted("require", None, "cuda", BF16)
-
-
 @pytest.mark.usefixtures("nothing_loaded", "no_compiler")
 def test_kernels_that_are_required_must_be_there(tmp_path: Path) -> None:
-    assert not library.wanted("auto", tmp_path, "cpu", BF16)
+    backend = choose_backend(EngineConfig(native_folder=tmp_path), CPU)
+    assert backend.attention is paged_attention
+    assert backend.packed_dtype is None
     with pytest.raises(ConfigError, match=r"^native: the kernels are required.*no C\+\+ compiler"):
-        library.wanted("require", tmp_path, "cpu", BF16)
+        choose_backend(EngineConfig(native="require", native_folder=tmp_path), CPU)
 
 
 @pytest.mark.usefixtures("no_compiler")

@@ -33,11 +33,11 @@ from penstock.runtime.packing import (
 from penstock.runtime.plan import PageWrite, Plan, PlanRow
 from penstock.runtime.request import MAX_STOP_TOKEN_IDS, Request, SamplingParams, StoppingParams
 from penstock.runtime.request_programs import make_page_copies, pack_page_copies
-from penstock.runtime.runner import ModelRunner, single_device_mesh
+from penstock.runtime.runner import ModelRunner
 from penstock.runtime.runner_config import RunnerConfig
 from penstock.runtime.sampling_codes import LOGPROBS, PENALTIES, SAMPLING
 from penstock.runtime.step import compile_program
-from tests.support.toy import OFFSET, TEST_CACHE, VOCAB, toy_model, toy_tokens
+from tests.support.toy import OFFSET, TEST_CACHE, VOCAB, toy_backend, toy_model, toy_tokens
 
 GREEDY = SamplingParams(temperature=0.0)
 
@@ -56,9 +56,7 @@ def make_runner(max_decode_steps: int = 1, window_steps: tuple[int, ...] = (0,))
         max_decode_steps=max_decode_steps,
         show_progress=False,
     )
-    return ModelRunner(
-        model.graphdef, model.weights, model.kv_spec, config, single_device_mesh(jax.devices()[0])
-    )
+    return ModelRunner(model.graphdef, model.weights, model.kv_spec, config, toy_backend())
 
 
 @pytest.fixture

@@ -24,12 +24,12 @@ from penstock.runtime.errors import ConfigError
 from penstock.runtime.plan import PageWrite, Plan, PlanRow
 from penstock.runtime.request import Request, SamplingParams, StoppingParams
 from penstock.runtime.request_programs import make_table_rows
-from penstock.runtime.runner import ModelRunner, PendingStep, single_device_mesh
+from penstock.runtime.runner import ModelRunner, PendingStep
 from penstock.runtime.runner_config import RunnerConfig
 from penstock.runtime.sampler import RowState
 from penstock.runtime.slots import Slots
 from penstock.runtime.step import compile_program
-from tests.support.toy import TEST_CACHE, VOCAB, toy_model
+from tests.support.toy import TEST_CACHE, VOCAB, toy_backend, toy_model
 
 GREEDY = SamplingParams(temperature=0.0)
 PENALISED = SamplingParams(temperature=0.0, presence_penalty=0.5, logit_bias=((3, 1.0),))
@@ -68,8 +68,7 @@ def runner() -> Iterator[ModelRunner]:
         max_decode_steps=4,
         show_progress=False,
     )
-    device = jax.devices()[0]
-    runner = ModelRunner(model.graphdef, model.weights, model.kv_spec, config, single_device_mesh(device))
+    runner = ModelRunner(model.graphdef, model.weights, model.kv_spec, config, toy_backend())
     runner.initialize_kv_cache(64)
     runner.compile()
     yield runner

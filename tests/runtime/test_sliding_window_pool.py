@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from penstock.runtime import Engine, EngineConfig, SamplingParams, StoppingParams
-from penstock.runtime.config import resolve
+from penstock.runtime.config import CPU_SIZES, resolve
 from penstock.runtime.errors import ExceedsKVCapacity
 from penstock.runtime.memory import plan_kv
 from penstock.runtime.request import Request
@@ -74,7 +74,7 @@ def test_what_fits_no_pool_is_refused(num_pages, fits):
 
 
 def test_the_context_is_not_cut_to_a_pool_that_holds_the_window():
-    config = resolve(EngineConfig(kv_cache_bytes=100 * 10, page_size=4), "cpu")
+    config = resolve(EngineConfig(kv_cache_bytes=100 * 10, page_size=4), CPU_SIZES)
     assert capacity_tokens(100, 4, None, 5000) == 400
     assert capacity_tokens(100, 4, 392, 5000) == 5000
     assert capacity_tokens(100, 4, 393, 5000) == 400

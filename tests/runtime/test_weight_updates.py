@@ -19,9 +19,8 @@ from penstock.runtime import EngineConfig, checkpoint_leaves
 from penstock.runtime.checkpoint_safetensors import find_tensors
 from penstock.runtime.native import library
 from penstock.runtime.native.linear import unpack
-from penstock.runtime.runner import single_device_mesh
 from penstock.runtime.served import ServedModel, load_model
-from tests.support.toy import TEST_CACHE
+from tests.support.toy import TEST_CACHE, toy_backend
 
 LAYER = "model.layers.1.self_attn."
 Q, K, V = (f"{LAYER}{part}.weight" for part in ("q_proj", "k_proj", "v_proj"))
@@ -51,9 +50,8 @@ def rows_of(model: ServedModel, weights: Any, name: str) -> Any:
 @pytest.mark.parametrize("native", ["auto", "off"])
 def test_updates_of_parts_that_were_staged_together_all_stay(tiny: Path, native: Any) -> None:
     """Each is staged beside weights that the others have not changed yet; q, k and v are one leaf."""
-    model = load_model(
-        str(tiny), EngineConfig(native=native, show_progress=False), single_device_mesh(jax.devices()[0])
-    )
+    config = EngineConfig(native=native, show_progress=False)
+    model = load_model(str(tiny), config, toy_backend(config))
     assert any(spec.packed for spec in model.tensors) == (native == "auto" and library.available())
     old = {name: entry.map() for name, entry in find_tensors(tiny).items()}
     new = {name: (2 * old[name].astype(np.float32)).astype(jnp.bfloat16) for name in (Q, K, NORM, Q_NORM)}
@@ -84,7 +82,7 @@ def test_loading_takes_the_threads_it_is_given_and_an_update_half(
 
     monkeypatch.setattr(checkpoint_leaves, "ThreadPoolExecutor", pool)
     config = EngineConfig(threads=threads, show_progress=False)
-    model = load_model(str(tiny), config, single_device_mesh(jax.devices()[0]))
+    model = load_model(str(tiny), config, toy_backend(config))
     model.staged(model.weights, {NORM: find_tensors(tiny)[NORM].map()}, True)
     assert taken == expected
 

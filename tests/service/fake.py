@@ -17,7 +17,7 @@ from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
-from penstock.runtime.config import EngineConfig, resolve
+from penstock.runtime.config import CPU_SIZES, EngineConfig, resolve
 from penstock.runtime.defaults import GenerationDefaults
 from penstock.runtime.errors import (
     Draining,
@@ -61,7 +61,7 @@ class FakeEngine:
         **config: Any,
     ) -> None:
         options = EngineConfig(served_model_name="fake", max_model_len=max_model_len, **config)
-        self.config = resolve(options, "cpu")
+        self.config = resolve(options, CPU_SIZES)
         self.info = ModelInfo(
             name="fake",
             architecture="FakeForCausalLM",

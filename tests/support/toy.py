@@ -20,6 +20,7 @@ from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
 from penstock.runtime.attention import AttentionMeta, AttentionOp
+from penstock.runtime.backend import Backend, choose_backend, single_device_mesh
 from penstock.runtime.config import EngineConfig
 from penstock.runtime.defaults import GenerationDefaults
 from penstock.runtime.engine import Engine
@@ -27,7 +28,6 @@ from penstock.runtime.errors import CheckpointError
 from penstock.runtime.interface import Observer
 from penstock.runtime.models.config import KVSpec
 from penstock.runtime.models.params import ParamSpec
-from penstock.runtime.runner import single_device_mesh
 from penstock.runtime.served import Renewal, ServedModel
 
 VOCAB = 61
@@ -105,6 +105,11 @@ def toy_model(
     )
 
 
+def toy_backend(config: EngineConfig | None = None) -> Backend:
+    """The backend of the device that the toys are on."""
+    return choose_backend(config or EngineConfig(), jax.devices()[0])
+
+
 def toy_config(**changes: Any) -> EngineConfig:
     """A small engine: few programs, so it is ready in seconds."""
     options: dict[str, Any] = {
@@ -118,10 +123,15 @@ def toy_config(**changes: Any) -> EngineConfig:
 
 
 def toy_engine(
-    model: ServedModel | None = None, *, start: bool = True, observer: Observer | None = None, **changes: Any
+    model: ServedModel | None = None,
+    *,
+    start: bool = True,
+    backend: Backend | None = None,
+    observer: Observer | None = None,
+    **changes: Any,
 ) -> Engine:
     """A toy engine; the caller shuts it down."""
-    engine = Engine(model or toy_model(), toy_config(**changes), observer=observer)
+    engine = Engine(model or toy_model(), toy_config(**changes), backend=backend, observer=observer)
     if start:
         engine.start()
     return engine

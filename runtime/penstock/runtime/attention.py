@@ -22,7 +22,6 @@ from jax import Array, lax
 
 from penstock.runtime.device_arrays import zeros
 from penstock.runtime.native import attention as kernels
-from penstock.runtime.native import library
 
 KV_BLOCK_TOKENS = 64
 """Key positions handled in one turn of the loop."""
@@ -295,20 +294,6 @@ def native_paged_attention(
     return kernels.attend(
         q, k_new, v_new, kv, plan, meta.page_table, scale=scale, softcap=softcap, sinks=sinks
     )
-
-
-def attention_op(platform: str, *, native: bool = True) -> AttentionOp:
-    """The implementation of `paged_attention` for programs of a platform (`Device.platform`)."""
-    return native_paged_attention if native and platform == "cpu" and library.available() else paged_attention
-
-
-def attends_natively(
-    platform: str, kv_shape: tuple[int, ...], dtype: np.dtype, *, native: bool = True
-) -> bool:
-    """Whether `attention_op` is native kernels for queries of this dtype and caches of this shape."""
-    query = jax.ShapeDtypeStruct((1, 1, kv_shape[-1]), dtype)
-    cache = jax.ShapeDtypeStruct(kv_shape, kv_storage_dtype(dtype))
-    return attention_op(platform, native=native) is native_paged_attention and kernels.supports(query, cache)
 
 
 def allocate_kv(

@@ -8,21 +8,19 @@ from dataclasses import dataclass
 
 import jax
 import numpy as np
-from jax.sharding import Mesh
 
-from penstock.runtime.buckets import CPU_ROW_GROWTH, NATIVE_TOKEN_GROWTH, ROW_GROWTH, TOKEN_GROWTH, Buckets
+from penstock.runtime.backend import Backend, check_required, choose_backend
+from penstock.runtime.buckets import NATIVE_TOKEN_GROWTH, TOKEN_GROWTH, Buckets
 from penstock.runtime.compilation import use_compilation_cache
 from penstock.runtime.config import DEFAULT_TARGET_ITL_S, EngineConfig, ResolvedConfig, resolve
-from penstock.runtime.cpu_threads import check_pool
 from penstock.runtime.errors import ConfigError
 from penstock.runtime.grammar.compiler import CompilerConfig, GrammarCompiler
 from penstock.runtime.grammar.on_demand import CompilerOnDemand
 from penstock.runtime.memory import KVPlan, device_kv_bytes, plan_kv
 from penstock.runtime.model_info import ModelInfo
-from penstock.runtime.native import library
 from penstock.runtime.pacing import Pacer
 from penstock.runtime.processors import available_processors
-from penstock.runtime.runner import ModelRunner, single_device_mesh
+from penstock.runtime.runner import ModelRunner
 from penstock.runtime.runner_config import RunnerConfig
 from penstock.runtime.scheduler import Scheduler, SchedulerConfig
 from penstock.runtime.served import ServedModel
@@ -43,30 +41,29 @@ class EngineParts:
     info: ModelInfo
 
 
-def build(model: ServedModel, options: EngineConfig) -> EngineParts:
+def build(model: ServedModel, options: EngineConfig, backend: Backend | None = None) -> EngineParts:
     """Sizes the KV cache and all else that depends on it, and makes the parts. ConfigError where the options
-    cannot be met.
+    cannot be met. `backend`: None for that of the device on which the model's weights are.
     """
-    device = next(iter(jax.tree.leaves(model.weights)[0].devices()))
-    mesh = single_device_mesh(device)
+    if backend is None:
+        backend = choose_backend(options, next(iter(jax.tree.leaves(model.weights)[0].devices())))
+    check_required(options, backend, np.dtype(model.dtype))
     threads = options.threads or available_processors()
-    native = library.wanted(options.native, options.native_folder, device.platform, np.dtype(model.dtype))
-    _check_threads(device, threads, native=native)
-    config = resolve(options, device.platform, _memory_limit(device), defaults=model.defaults)
+    config = resolve(options, backend.sizes, defaults=model.defaults)
     _log_penalties(model, config)
     use_compilation_cache(config.compilation_cache)
-    buckets = _buckets(model, config, device.platform)
-    shapes = _runner_config(model, config, buckets, native=native, threads=threads)
+    buckets = _buckets(model, config, backend)
+    shapes = _runner_config(model, config, buckets, threads=threads)
     page_bytes = model.kv_spec.bytes_per_token(np.dtype(model.dtype).itemsize) * config.page_size
     kv = plan_kv(
         config,
         model_max_len=model.max_model_len,
         page_bytes=page_bytes,
-        device_bytes=_free_bytes(model, config, shapes, mesh),
+        device_bytes=_free_bytes(model, config, shapes, backend),
         sliding_window=model.sliding_window,
     )
-    runner = _runner(model, dataclasses.replace(shapes, max_model_len=kv.max_model_len), mesh)
-    batch_invariant = model.is_native and runner.attends_natively
+    runner = _runner(model, dataclasses.replace(shapes, max_model_len=kv.max_model_len), backend)
+    batch_invariant = model.is_native and runner.attends_alone
     if config.native == "require" and not batch_invariant:
         raise ConfigError(
             "native: the kernels are required, but cannot compute all of this model: they take a "
@@ -96,7 +93,7 @@ def build(model: ServedModel, options: EngineConfig) -> EngineParts:
             defaults=model.defaults,
             num_pages=kv.num_pages,
             page_size=config.page_size,
-            devices=(f"{device.platform}:{device.id} {device.device_kind}",),
+            devices=tuple(f"{d.platform}:{d.id} {d.device_kind}" for d in backend.mesh.devices.flat),
             batch_invariant=batch_invariant,
         ),
     )
@@ -117,20 +114,6 @@ def grammar_compiler(text: TextCodec | None, info: ModelInfo, config: ResolvedCo
     )
 
 
-def _check_threads(device: jax.Device, threads: int, *, native: bool) -> None:
-    """Limits the native kernels to so many threads, and warns where XLA's pool has another size."""
-    if native:
-        library.limit_threads(threads)
-    if device.platform == "cpu":
-        check_pool(threads)
-
-
-def _memory_limit(device: jax.Device) -> int | None:
-    """Bytes that JAX may use of an accelerator, if it tells."""
-    stats = (device.memory_stats() or {}) if device.platform != "cpu" else {}
-    return stats.get("bytes_limit")
-
-
 def _log_penalties(model: ServedModel, config: ResolvedConfig) -> None:
     if model.defaults.sampling().has_penalties:
         log.info(
@@ -140,35 +123,37 @@ def _log_penalties(model: ServedModel, config: ResolvedConfig) -> None:
         )
 
 
-def _buckets(model: ServedModel, config: ResolvedConfig, platform: str) -> Buckets:
-    on_cpu = platform == "cpu"
+def _buckets(model: ServedModel, config: ResolvedConfig, backend: Backend) -> Buckets:
     return Buckets.default(
         config.max_num_seqs,
         config.max_num_batched_tokens,
         token_growth=NATIVE_TOKEN_GROWTH if model.skips_padding else TOKEN_GROWTH,
-        row_growth=CPU_ROW_GROWTH if on_cpu else ROW_GROWTH,
-        max_window=None if on_cpu else config.max_decode_steps,
+        row_growth=backend.row_growth,
+        max_window=config.max_decode_steps if backend.fixed_windows else None,
     )
 
 
-def _free_bytes(model: ServedModel, config: ResolvedConfig, shapes: RunnerConfig, mesh: Mesh) -> int | None:
-    """Bytes that an accelerator has left for the KV cache; None on CPU, and where the options say how large
-    the cache is. What programs take on the way is measured by a runner for that alone, because a runner is
-    made for one context length, which depends on the cache.
+def _free_bytes(
+    model: ServedModel, config: ResolvedConfig, shapes: RunnerConfig, backend: Backend
+) -> int | None:
+    """Bytes that the device has left for the KV cache; None where it does not tell, and where the options say
+    how large the cache is. What programs take on the way is measured by a runner for that alone, because a
+    runner is made for one context length, which depends on the cache.
     """
-    device = next(iter(mesh.devices.flat))
-    if device.platform == "cpu" or config.kv_cache_bytes is not None:
+    if config.kv_cache_bytes is not None or backend.memory() is None:
         return None
-    probe = _runner(model, shapes, mesh)
-    return device_kv_bytes(device, config.hbm_utilization, probe.peak_temp_bytes())
+    probe = _runner(model, shapes, backend)
+    peak_bytes = probe.peak_temp_bytes()
+    memory = backend.memory()  # while the probe has what the runner, too, will keep for sampling
+    return None if memory is None else device_kv_bytes(memory, config.hbm_utilization, peak_bytes)
 
 
-def _runner(model: ServedModel, config: RunnerConfig, mesh: Mesh) -> ModelRunner:
-    return ModelRunner(model.graphdef, model.weights, model.kv_spec, config, mesh)
+def _runner(model: ServedModel, config: RunnerConfig, backend: Backend) -> ModelRunner:
+    return ModelRunner(model.graphdef, model.weights, model.kv_spec, config, backend)
 
 
 def _runner_config(
-    model: ServedModel, config: ResolvedConfig, buckets: Buckets, *, native: bool, threads: int
+    model: ServedModel, config: ResolvedConfig, buckets: Buckets, *, threads: int
 ) -> RunnerConfig:
     """For the longest context that was asked for, which may be more than the KV cache will hold."""
     return RunnerConfig(
@@ -181,7 +166,6 @@ def _runner_config(
         eos_token_ids=model.eos_token_ids,
         feature_slots=config.feature_slots,
         max_logprobs=config.max_logprobs,
-        native=native,
         threads=threads,
         max_decode_steps=config.max_decode_steps,
         show_progress=config.show_progress,

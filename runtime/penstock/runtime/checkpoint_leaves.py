@@ -135,8 +135,7 @@ class _Work:
                 parts = [filled.parts[path] for filled in self.specs if path in filled.parts]
                 value = self._place(path, self._open.pop(path))
                 jax.block_until_ready(value)
-                if any(device.platform != "cpu" for device in value.devices()):
-                    host_memory.let_go()  # it is over there now
+                host_memory.let_go()  # where JAX has not taken it as it is, it is over there now
                 self.made[path] = NewLeaf(value, parts if path in self._partial else None)
 
 

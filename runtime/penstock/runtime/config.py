@@ -15,19 +15,33 @@ from penstock.runtime.errors import ConfigError
 from penstock.runtime.scheduler_config import SCHEDULING_POLICIES
 
 MAX_DECODE_STEPS = 64
-DEFAULT_NUM_SEQS, DEFAULT_NUM_TOKENS = 16, 512
-"""Of max_num_seqs and max_num_batched_tokens on CPU."""
-ACCELERATOR_NUM_SEQS, ACCELERATOR_NUM_TOKENS = 256, 8192
-SMALL_NUM_SEQS, SMALL_NUM_TOKENS = 64, 2048
-"""Of an accelerator of which JAX may use less than SMALL_BYTES: what a step computes on the way has to fit,
-too."""
-SMALL_BYTES = 24 * 2**30
 DEFAULT_FEATURE_SLOTS = 64
 """78 MB with a vocabulary of 152k."""
 DEFAULT_TARGET_ITL_S = 0.15
 DTYPES = ("auto", "bfloat16", "float16", "float32")
 QUANTIZATIONS = ("none", "int8")
 NATIVE = ("auto", "require", "off")
+
+
+@dataclass(frozen=True, slots=True)
+class DefaultSizes:
+    """max_num_seqs and max_num_batched_tokens where they are not chosen."""
+
+    num_seqs: int
+    num_tokens: int
+
+
+CPU_SIZES = DefaultSizes(16, 512)
+ACCELERATOR_SIZES = DefaultSizes(256, 8192)
+SMALL_SIZES = DefaultSizes(64, 2048)
+"""Of an accelerator of which JAX may use less than SMALL_BYTES: what a step computes on the way has to fit,
+too."""
+SMALL_BYTES = 24 * 2**30
+
+
+def accelerator_sizes(memory_bytes: int | None) -> DefaultSizes:
+    """Those of an accelerator of which JAX may use so many bytes; None: it does not tell."""
+    return SMALL_SIZES if memory_bytes is not None and memory_bytes < SMALL_BYTES else ACCELERATOR_SIZES
 
 
 def default_compilation_cache() -> Path:
@@ -59,13 +73,13 @@ class EngineConfig:
     max_model_len: int | None = None
     """Prompt plus generated tokens of one request; None: the model's own, at most what the KV cache holds."""
     max_num_seqs: int | None = None
-    """Rows of the running batch. None: by platform, see `resolve`."""
+    """Rows of the running batch. None: by platform, see `DefaultSizes`."""
     feature_slots: int | None = None
     """Requests with penalties or a bias (allowed ids and banned words are one) that run at a time: each takes
     8 bytes per token of the vocabulary on the device. Others of them wait. None: max_num_seqs, at most
     DEFAULT_FEATURE_SLOTS unless the served sampling defaults have penalties, which then every request has."""
     max_num_batched_tokens: int | None = None
-    """Token budget of one step, shared by decodes and prefill chunks. None: by platform, see `resolve`."""
+    """Token budget of one step, shared by decodes and prefill chunks. None: by platform (`DefaultSizes`)."""
     max_prefill_chunk: int | None = None
     """Most prompt tokens of one request in a step, also when nothing else runs. None: all of the step's
     budget that decodes leave."""
@@ -182,31 +196,20 @@ class ResolvedConfig(EngineConfig):
 
 
 def resolve(
-    config: EngineConfig,
-    platform: str,
-    memory_bytes: int | None = None,
-    *,
-    defaults: GenerationDefaults | None = None,
+    config: EngineConfig, sizes: DefaultSizes, *, defaults: GenerationDefaults | None = None
 ) -> ResolvedConfig:
-    """With what the platform (`Device.platform`) makes of what was not chosen, and of what was: the rows are
-    no more than the tokens given, and the other way round. `memory_bytes`: that JAX may use
-    of an accelerator, if it tells.
+    """The options, with numbers where nothing was chosen: the platform's `sizes`, but no more rows than the
+    tokens given, and no fewer tokens than the rows given.
     `defaults`: the served ones. Where they have penalties, so has every request that does not say otherwise,
     and there are as many feature slots as rows.
     """
-    if platform == "cpu":
-        num_seqs, num_tokens = DEFAULT_NUM_SEQS, DEFAULT_NUM_TOKENS
-    elif memory_bytes is not None and memory_bytes < SMALL_BYTES:
-        num_seqs, num_tokens = SMALL_NUM_SEQS, SMALL_NUM_TOKENS
-    else:
-        num_seqs, num_tokens = ACCELERATOR_NUM_SEQS, ACCELERATOR_NUM_TOKENS
-    num_seqs = config.max_num_seqs or min(num_seqs, config.max_num_batched_tokens or num_seqs)
+    num_seqs = config.max_num_seqs or min(sizes.num_seqs, config.max_num_batched_tokens or sizes.num_seqs)
     are_all_penalised = defaults is not None and defaults.sampling().has_penalties
     feature_slots = num_seqs if are_all_penalised else DEFAULT_FEATURE_SLOTS
     values = {each.name: getattr(config, each.name) for each in fields(config)}
     values |= {
         "max_num_seqs": num_seqs,
-        "max_num_batched_tokens": config.max_num_batched_tokens or max(num_tokens, num_seqs),
+        "max_num_batched_tokens": config.max_num_batched_tokens or max(sizes.num_tokens, num_seqs),
         "feature_slots": min(num_seqs, config.feature_slots or feature_slots),
     }
     return ResolvedConfig(**values)

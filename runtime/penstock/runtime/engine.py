@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 
 from penstock.runtime import generation, host_memory
 from penstock.runtime.assemble import Delta
+from penstock.runtime.backend import Backend, choose_backend
 from penstock.runtime.building import build, grammar_compiler
 from penstock.runtime.config import EngineConfig, ResolvedConfig
 from penstock.runtime.core import EngineCore
@@ -33,7 +34,6 @@ from penstock.runtime.model_info import ModelInfo
 from penstock.runtime.processors import available_processors
 from penstock.runtime.request import Finish, PreparedPrompt, Request, SamplingParams, StoppingParams
 from penstock.runtime.request_rules import RequestRules, SamplingCallback
-from penstock.runtime.runner import single_device_mesh
 from penstock.runtime.scheduler import Load
 from penstock.runtime.served import ServedModel, load_model
 from penstock.runtime.staged_update import StagedUpdate
@@ -49,17 +49,19 @@ class Engine:
         model: ServedModel,
         config: EngineConfig,
         *,
+        backend: Backend | None = None,
         observer: Observer | None = None,
         sampling_params_callback: SamplingCallback | None = None,
     ) -> None:
         """Makes all parts of the engine; programs are compiled by `start`. ConfigError where the options
         cannot be met.
 
+        `backend` is the one that the model was loaded for; None: that of the device on which its weights are.
         `observer` sees every step. `sampling_params_callback` sees every request before it is queued, in the
         caller's thread, and returns the sampling it is to have; it must be quick. What it returns is checked
         as a caller's own would be, and an error that it raises is the caller's answer.
         """
-        parts = build(model, config)
+        parts = build(model, config, backend)
         self.config: ResolvedConfig = parts.config
         self.info: ModelInfo = parts.info
         self._runner = parts.runner
@@ -94,9 +96,11 @@ class Engine:
         """Load "demo", a checkpoint directory or a Hugging Face hub id. Raises ConfigError."""
         config = config or EngineConfig()
         devices = start_backends(config.threads or available_processors())
+        backend = choose_backend(config, devices[0])
         return cls(
-            load_model(model, config, single_device_mesh(devices[0])),
+            load_model(model, config, backend),
             config,
+            backend=backend,
             observer=observer,
             sampling_params_callback=sampling_params_callback,
         )

@@ -1,13 +1,9 @@
-"""How large the KV cache is, and so how long a request may be. Pure arithmetic plus one question to the
-device.
-"""
+"""How large the KV cache is, and so how long a request may be. Pure arithmetic; no jax."""
 
 from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
-
-import jax
 
 from penstock.runtime.config import ResolvedConfig
 from penstock.runtime.errors import ConfigError
@@ -29,23 +25,26 @@ class KVPlan:
     max_model_len: int
 
 
-def device_kv_bytes(device: jax.Device, utilization: float, peak_temp_bytes: int) -> int | None:
-    """Bytes left for KV on an accelerator: limit * utilization - in use (weights) - the largest program's
-    scratch.
+@dataclass(frozen=True, slots=True)
+class DeviceMemory:
+    """Bytes of an accelerator's memory: those that JAX may use, and those that it uses already."""
 
-    None where the device reports no limit (CPU). ConfigError where nothing is left.
+    limit_bytes: int
+    used_bytes: int
+
+
+def device_kv_bytes(memory: DeviceMemory, utilization: float, peak_temp_bytes: int) -> int:
+    """Bytes left for KV on an accelerator: limit * utilization - in use (weights) - the largest program's
+    scratch. ConfigError where nothing is left.
     """
-    stats = device.memory_stats() if device.platform != "cpu" else None
-    if not stats or "bytes_limit" not in stats:
-        return None
-    limit, in_use = stats["bytes_limit"], stats["bytes_in_use"]
+    limit, in_use = memory.limit_bytes, memory.used_bytes
     log.info(
         "JAX may use %.1f GiB of the device's memory (the variable XLA_PYTHON_CLIENT_MEM_FRACTION says which "
         "share; 0.75 where it is not set), of which hbm_utilization takes %g",
         limit / 2**30,
         utilization,
     )
-    left: int = int(limit * utilization) - in_use - peak_temp_bytes
+    left = int(limit * utilization) - in_use - peak_temp_bytes
     if left <= 0:
         raise ConfigError(
             f"hbm_utilization: {utilization:g} of {limit / 2**30:.1f} GiB leaves nothing for the KV cache "

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from penstock.runtime.attention import attention_op
+from penstock.runtime.backend import Backend
 from penstock.runtime.buckets import ProgramKey
 from penstock.runtime.compilation import compile_all
 from penstock.runtime.constraint import mask_words
@@ -23,7 +23,7 @@ from penstock.runtime.request_programs import (
     make_table_rows,
 )
 from penstock.runtime.runner_config import RunnerConfig
-from penstock.runtime.sampler import RowState, SamplerOp, sampler_op
+from penstock.runtime.sampler import RowState
 from penstock.runtime.step import (
     Forward,
     KVCache,
@@ -60,7 +60,7 @@ class ProgramBuilder:
     weights: Weights
     state: RowState
     kv: KVCache
-    platform: str
+    backend: Backend
     sharding: jax.sharding.Sharding
 
     @property
@@ -95,8 +95,8 @@ class ProgramBuilder:
             self.rebuild,
             Layout(key),
             self._shapes,
-            attention_op(self.platform, native=self.config.native),
-            self._sampler,
+            self.backend.attention,
+            self.backend.sampler,
             key.num_steps or self.config.max_decode_steps,
         )
         packed = self._ints(Layout(key).size)
@@ -106,7 +106,7 @@ class ProgramBuilder:
         key = ProgramKey(rows, rows, decode_only=True)
         layout, logits = Layout(key), self._outputs(key).logits
         mask = self._ints(rows, mask_words(self.config.vocab_size))
-        program = make_choice(layout, self._sampler, self.config.num_top)
+        program = make_choice(layout, self.backend.sampler, self.config.num_top)
         return compile_program(program, self.state, logits, self._ints(layout.rows_size), mask, donate=(0,))
 
     def prompt_logprobs(self) -> jax.stages.Compiled:
@@ -135,13 +135,8 @@ class ProgramBuilder:
         num_pages = self.kv[0].shape[0] if self.kv else 0
         return StepShapes(config.page_size, num_pages, self.largest.tokens, config.num_top)
 
-    @property
-    def _sampler(self) -> SamplerOp:
-        return sampler_op(self.platform, native=self.config.native)
-
     def _forward(self, key: ProgramKey) -> Callable[..., Forward]:
-        attention = attention_op(self.platform, native=self.config.native)
-        return make_forward(self.rebuild, Layout(key), self._shapes, attention)
+        return make_forward(self.rebuild, Layout(key), self._shapes, self.backend.attention)
 
     def _outputs(self, key: ProgramKey) -> Forward:
         """Shapes of what a forward makes."""

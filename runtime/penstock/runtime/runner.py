@@ -15,10 +15,11 @@ from typing import Any, cast
 import jax
 import numpy as np
 from flax import nnx
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 from numpy.typing import NDArray
 
-from penstock.runtime.attention import allocate_kv, attends_natively, kv_layer_shape, kv_storage_dtype
+from penstock.runtime.attention import allocate_kv, kv_layer_shape, kv_storage_dtype
+from penstock.runtime.backend import Backend
 from penstock.runtime.buckets import ProgramKey
 from penstock.runtime.compilation import CompileCounter, compile_all
 from penstock.runtime.constraint import TokenConstraint, mask_words
@@ -27,7 +28,6 @@ from penstock.runtime.errors import ConfigError, NonFiniteLogits
 from penstock.runtime.grammar.fill import MaskFiller, mask_threads
 from penstock.runtime.grammar.turns import MaskTurns
 from penstock.runtime.models.config import KVSpec
-from penstock.runtime.native import huge_pages
 from penstock.runtime.plan import Plan, StepResult
 from penstock.runtime.programs import ProgramBuilder, Programs
 from penstock.runtime.request import Request, TokenLogprobs
@@ -90,23 +90,27 @@ class ModelRunner:
     """Compiles and runs steps of one model on one device."""
 
     def __init__(
-        self, graphdef: nnx.GraphDef[Any], weights: Any, kv_spec: KVSpec, config: RunnerConfig, mesh: Mesh
+        self,
+        graphdef: nnx.GraphDef[Any],
+        weights: Any,
+        kv_spec: KVSpec,
+        config: RunnerConfig,
+        backend: Backend,
     ) -> None:
-        """`weights` are the model's state on the mesh's devices; `graphdef` its static half (nnx.split)."""
+        """`weights`: the model's state on the backend's devices; `graphdef`: its static half (nnx.split)."""
         self.config = config
-        self.mesh = mesh
+        self._backend = backend
         self.compiles_after_warmup = CompileCounter()
         self._graphdef = graphdef
         leaves, self._weights_tree = jax.tree.flatten(weights)
         self._weights: Weights = tuple(leaves)
         self._kv_spec = kv_spec
-        self._sharding = NamedSharding(mesh, PartitionSpec())
-        self._platform = next(iter(mesh.devices.flat)).platform
+        self._sharding = NamedSharding(backend.mesh, PartitionSpec())
         self._kv: KVCache | None = None
         self._num_pages = 0
         self._programs: Programs | None = None
         self._state = self._new_state()
-        self._use_huge_pages(self._weights)
+        backend.settle(self._weights)
         self._slots = Slots(config)
         filler = MaskFiller(mask_threads(config.threads))
         self._turns = MaskTurns(filler.fill_all, in_parallel=filler.is_parallel)
@@ -136,14 +140,14 @@ class ModelRunner:
         self._num_pages = num_pages
         shape = self._kv_shape(num_pages)
         self._kv = allocate_kv(self._kv_spec.num_layers, shape, self.config.dtype, self._sharding)
-        self._use_huge_pages(self._kv)
+        self._backend.settle(self._kv)
 
     @property
-    def attends_natively(self) -> bool:
-        """Whether native kernels compute attention over the cache."""
-        return attends_natively(
-            self._platform, self._kv_shape(1), self.config.dtype, native=self.config.native
-        )
+    def attends_alone(self) -> bool:
+        """See `Backend.attends_alone`; for queries of the model against its cache."""
+        dtype, cache = self.config.dtype, self._kv_shape(1)
+        query = jax.ShapeDtypeStruct((1, 1, cache[-1]), dtype)
+        return self._backend.attends_alone(query, jax.ShapeDtypeStruct(cache, kv_storage_dtype(dtype)))
 
     def destroy_kv_cache(self) -> None:
         """Free the cache's memory now; `initialize_kv_cache` brings it back (programs stay valid for the same
@@ -152,10 +156,6 @@ class ModelRunner:
         for layer in self._kv or ():
             layer.delete()
         self._kv = None
-
-    def _use_huge_pages(self, arrays: Sequence[jax.Array]) -> None:
-        if self._platform == "cpu":
-            huge_pages.advise(arrays)
 
     def peak_temp_bytes(self, num_pages: int = 64) -> int:
         """Memory that the most demanding program takes beside its arguments, from XLA's own account; compiles
@@ -221,7 +221,7 @@ class ModelRunner:
             weights=self._weights,
             state=self._state,
             kv=cast("KVCache", (layer,) * self._kv_spec.num_layers),
-            platform=self._platform,
+            backend=self._backend,
             sharding=self._sharding,
         )
 
@@ -468,10 +468,3 @@ def _sent(pending: PendingStep) -> PendingStep:
     if pending.wants_logprobs:
         pending.result.logprobs.copy_to_host_async()
     return pending
-
-
-def single_device_mesh(device: jax.Device) -> Mesh:
-    """A mesh of one device; sharding over several is a matter of this mesh and of the weights' partition
-    specs.
-    """
-    return Mesh(np.array([device]), ("model",))

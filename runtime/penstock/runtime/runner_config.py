@@ -28,8 +28,6 @@ class RunnerConfig:
     """Requests with penalties or a bias that may run at a time, see `RowState`; None: max_num_seqs, as for
     the scheduler."""
     max_logprobs: int = 20
-    native: bool = True
-    """Attention and sampling by the native CPU kernels where the machine and the model's shapes allow."""
     threads: int = field(default_factory=available_processors)
     """That compile programs, and of which some fill masks."""
     max_decode_steps: int = 1

@@ -20,7 +20,6 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from penstock.runtime.constraint import mask_words
-from penstock.runtime.native import library
 from penstock.runtime.native import sample as kernel
 from penstock.runtime.sampling_codes import (
     BANNED,
@@ -338,8 +337,3 @@ def native_sample(
             num_top=num_top,
         )
     )
-
-
-def sampler_op(platform: str, *, native: bool = True) -> SamplerOp:
-    """The implementation for programs of a platform (`Device.platform`)."""
-    return native_sample if native and platform == "cpu" and library.available() else sample

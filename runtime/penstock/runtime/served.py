@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import Any, cast
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 from numpy.typing import NDArray
 
 from penstock.runtime import host_memory
+from penstock.runtime.backend import Backend, check_required
 from penstock.runtime.checkpoint import load_config, load_weights, stage_named
 from penstock.runtime.checkpoint_leaves import NewLeaf
 from penstock.runtime.config import EngineConfig
@@ -24,10 +24,8 @@ from penstock.runtime.defaults import GenerationDefaults, read_generation_defaul
 from penstock.runtime.errors import UnsupportedFeature
 from penstock.runtime.hub import resolve_model
 from penstock.runtime.models.config import KVSpec
-from penstock.runtime.models.linear import LinearFormat
 from penstock.runtime.models.params import ParamSpec, abstract_model, model_dtype, param_specs
 from penstock.runtime.models.registry import ParamPath
-from penstock.runtime.native import huge_pages, library
 from penstock.runtime.processors import available_processors
 from penstock.runtime.text import TextCodec
 
@@ -72,8 +70,8 @@ class ServedModel:
         return self.stage(weights, tensors, partial)
 
 
-def load_model(model: str, config: EngineConfig, mesh: Mesh) -> ServedModel:
-    """Load "demo", a checkpoint directory or a hub id onto the mesh, with a progress bar.
+def load_model(model: str, config: EngineConfig, backend: Backend) -> ServedModel:
+    """Load "demo", a checkpoint directory or a hub id onto the backend's devices, with a progress bar.
 
     Raises ConfigError (unknown architecture, bad config or checkpoint, a hub out of reach) saying what to do
     next.
@@ -81,7 +79,8 @@ def load_model(model: str, config: EngineConfig, mesh: Mesh) -> ServedModel:
     directory = resolve_model(model)
     model_config = load_config(directory)
     dtype = model_dtype(model_config, config.dtype)
-    linear = _linear_format(config, dtype, mesh)
+    check_required(config, backend, dtype)
+    linear = backend.linear_format(dtype, int8=config.quantization == "int8")
     text = TextCodec.find(directory)
     defaults = read_generation_defaults(directory, config.generation_config)
     threads = config.threads or available_processors()
@@ -90,7 +89,7 @@ def load_model(model: str, config: EngineConfig, mesh: Mesh) -> ServedModel:
         model_config,
         dtype,
         linear=linear,
-        placement=NamedSharding(mesh, PartitionSpec()),
+        placement=NamedSharding(backend.mesh, PartitionSpec()),
         progress=config.show_progress,
         threads=threads,
     )
@@ -109,6 +108,7 @@ def load_model(model: str, config: EngineConfig, mesh: Mesh) -> ServedModel:
             threads=max(1, threads // 2),  # the others are left to those that compute steps
         )
         host_memory.give_back()
+        backend.settle([leaf.value for leaf in new.values()])  # most is there already, see `host_memory`
         return _renewal(seen, new)
 
     return ServedModel(
@@ -131,13 +131,6 @@ def load_model(model: str, config: EngineConfig, mesh: Mesh) -> ServedModel:
     )
 
 
-def _linear_format(config: EngineConfig, dtype: np.dtype[Any], mesh: Mesh) -> LinearFormat:
-    """Packed where the native kernels can be used: on CPU, for bfloat16."""
-    platform = next(iter(mesh.devices.flat)).platform
-    native = library.wanted(config.native, config.native_folder, platform, dtype)
-    return LinearFormat(packed=native and dtype == jnp.bfloat16, int8=config.quantization == "int8")
-
-
 def _largest_window(windows: Sequence[int | None]) -> int | None:
     """None if a layer attends to everything."""
     limits = [window for window in windows if window is not None]
@@ -155,8 +148,6 @@ def _renewal(seen: Mapping[ParamPath, jax.Array], new: Mapping[ParamPath, NewLea
     An update that was staged before this one may go live in between: what it changed stays changed. That
     matters where only parts of a leaf are new; the leaf is then made again, of the live one.
     """
-    on_cpu = [leaf.value for leaf in new.values() if _is_on_cpu(leaf.value)]
-    huge_pages.advise(on_cpu)  # most are there already, see `host_memory`
     seen = {path: seen[path] for path, leaf in new.items() if leaf.parts is not None}
 
     def renew(live: Any) -> Any:
@@ -167,10 +158,6 @@ def _renewal(seen: Mapping[ParamPath, jax.Array], new: Mapping[ParamPath, NewLea
         return jax.tree.unflatten(jax.tree.structure(live), list(leaves.values()))
 
     return renew
-
-
-def _is_on_cpu(leaf: jax.Array) -> bool:
-    return all(device.platform == "cpu" for device in leaf.devices())
 
 
 def _merged(live: jax.Array, new: NewLeaf) -> jax.Array:

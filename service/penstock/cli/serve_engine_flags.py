@@ -6,18 +6,15 @@ import argparse
 from pathlib import Path
 
 from penstock.runtime.config import (
-    ACCELERATOR_NUM_SEQS,
-    ACCELERATOR_NUM_TOKENS,
+    ACCELERATOR_SIZES,
+    CPU_SIZES,
     DEFAULT_FEATURE_SLOTS,
-    DEFAULT_NUM_SEQS,
-    DEFAULT_NUM_TOKENS,
     DEFAULT_TARGET_ITL_S,
     DTYPES,
     NATIVE,
     QUANTIZATIONS,
     SMALL_BYTES,
-    SMALL_NUM_SEQS,
-    SMALL_NUM_TOKENS,
+    SMALL_SIZES,
     EngineConfig,
     default_compilation_cache,
 )
@@ -89,8 +86,9 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
         "--max-num-seqs",
         type=int,
         metavar="N",
-        help=f"requests that run together; default: {DEFAULT_NUM_SEQS} on CPU, {ACCELERATOR_NUM_SEQS} on an "
-        f"accelerator, {SMALL_NUM_SEQS} on one of which JAX may use less than {SMALL_BYTES >> 30} GiB",
+        help=f"requests that run together; default: {CPU_SIZES.num_seqs} on CPU, "
+        f"{ACCELERATOR_SIZES.num_seqs} on an accelerator, {SMALL_SIZES.num_seqs} on one of which JAX may use "
+        f"less than {SMALL_BYTES >> 30} GiB",
     )
     engine.add_argument(
         "--feature-slots",
@@ -104,9 +102,9 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
         "--max-num-batched-tokens",
         type=int,
         metavar="N",
-        help=f"tokens of one step, prompts and outputs together; default: {DEFAULT_NUM_TOKENS} on CPU, "
-        f"{ACCELERATOR_NUM_TOKENS} on an accelerator, {SMALL_NUM_TOKENS} on one of which JAX may use less "
-        f"than {SMALL_BYTES >> 30} GiB",
+        help=f"tokens of one step, prompts and outputs together; default: {CPU_SIZES.num_tokens} on CPU, "
+        f"{ACCELERATOR_SIZES.num_tokens} on an accelerator, {SMALL_SIZES.num_tokens} on one of which JAX may "
+        f"use less than {SMALL_BYTES >> 30} GiB",
     )
     engine.add_argument(
         "--max-prefill-chunk",

@@ -9,10 +9,7 @@ import threading
 from pathlib import Path
 
 import jax.ffi
-import jax.numpy as jnp
-import numpy as np
 
-from penstock.runtime.errors import ConfigError
 from penstock.runtime.native.build import BuildFailed, build, default_folder
 
 log = logging.getLogger(__name__)
@@ -92,27 +89,6 @@ def available(folder: Path | None = None) -> bool:
     except NotAvailable:
         return False
     return True
-
-
-def wanted(native: str, folder: Path | None, platform: str, dtype: np.dtype) -> bool:
-    """Whether programs for `platform` are to use the kernels, by `EngineConfig.native` and `native_folder`.
-
-    Raises ConfigError where they are required and cannot be used, or do not do all in the model's dtype.
-    """
-    if native == "off":
-        return False
-    problem = None if platform == "cpu" else f"they are for CPU, not {platform}"
-    if problem is None:
-        try:
-            load(folder)
-        except NotAvailable as error:
-            problem = str(error)
-    if native == "require":
-        if problem is None and dtype != jnp.bfloat16:
-            problem = f"a model in {dtype} has its products computed by XLA; serve it in bfloat16"
-        if problem is not None:
-            raise ConfigError(f"native: the kernels are required, and cannot be used: {problem}")
-    return problem is None
 
 
 def limit_threads(threads: int) -> None:
