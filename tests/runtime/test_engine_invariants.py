@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import random
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -59,6 +60,17 @@ def expected() -> dict[str, Answer]:
         engine.shutdown()
 
 
+FEATURES: dict[str, Callable[[Request], object]] = {
+    "penalties": lambda r: r.sampling.has_penalties,
+    "bias": lambda r: r.sampling.has_bias,
+    "bad words of several tokens": lambda r: any(len(word) > 1 for word in r.sampling.bad_words),
+    "constraints": lambda r: r.constraint is not None,
+    "draws": lambda r: r.constraint is None and not r.sampling.greedy,
+    "min_tokens": lambda r: r.stopping.min_tokens,
+    "log-probabilities of prompts": lambda r: r.prompt_logprobs is not None,
+}
+
+
 def assert_same(results: list[Answer], requests: list[Request], expected: dict[str, Answer]) -> None:
     for request, result in zip(requests, results, strict=True):
         told = expected[request.request_id]
@@ -79,16 +91,8 @@ def test_the_reference_uses_every_feature(expected: dict[str, Answer]) -> None:
         "STOP",
         "MAX_TOKENS",
     }
-    for has in (
-        lambda r: r.sampling.has_penalties,
-        lambda r: r.sampling.has_bias,
-        lambda r: any(len(word) > 1 for word in r.sampling.bad_words),
-        lambda r: r.constraint is not None,
-        lambda r: r.constraint is None and not r.sampling.greedy,
-        lambda r: r.stopping.min_tokens,
-        lambda r: r.prompt_logprobs is not None,
-    ):
-        assert sum(map(bool, map(has, requests))) >= 4
+    counts = {name: sum(map(bool, map(has, requests))) for name, has in FEATURES.items()}
+    assert min(counts.values()) >= 4, counts
     assert all(
         len(told.prompt_logprobs) == (len(r.prompt_token_ids) - 1 if r.prompt_logprobs is not None else 0)
         for r, told in zip(requests, expected.values(), strict=True)

@@ -10,6 +10,9 @@ any company.
 from __future__ import annotations
 
 import random
+from collections.abc import Iterable, Iterator
+from dataclasses import Field, dataclass, fields
+from typing import Any
 
 from hypothesis import given, note, settings
 from hypothesis import strategies as st
@@ -78,44 +81,129 @@ def random_outputs(rng: random.Random) -> list[Request]:
     return outputs_of(random_request(rng), n, constraints)
 
 
-def callers(traffic: Traffic, rng: random.Random) -> None:
-    """What other threads do while constraints are fed: also with ids that were in use until just now."""
+@dataclass(frozen=True)
+class Event:
+    """Something that happens to the scheduler; a test that fails prints those that led to it."""
+
+    kind: str
+    requests: tuple[Request, ...] = ()
+    name: str = ""
+    stop: bool = False
+    """Whether a stop string ended it."""
+    recompute: bool = False
+    num: int = 0
+    """Of plans, or of seconds."""
+    ahead: int = 0
+    admit: bool = True
+    limits: tuple[int, int | None, int] = (1, None, 0)
+    """Most decode steps, prefill budget and apart_steps of the plans made."""
+    meanwhile: tuple[Event, ...] = ()
+
+    def __str__(self) -> str:
+        """What is not as in most events."""
+        told = [f"{each.name}={getattr(self, each.name)}" for each in fields(self) if self.differs(each)]
+        told += [f"({event})" for event in self.meanwhile]
+        return " ".join([self.kind, *told, *map(describe, self.requests)])
+
+    def differs(self, each: Field[Any]) -> bool:
+        return each.name not in ("kind", "requests", "meanwhile") and getattr(self, each.name) != each.default
+
+
+def describe(request: Request) -> str:
+    """A request as its scheduler sees it."""
+    stopping, sampling = request.stopping, request.sampling
+    told = {
+        "prompt": request.prompt_token_ids,
+        "max": stopping.max_tokens,
+        "min": stopping.min_tokens,
+        "stop": stopping.stop_token_ids,
+        "ignore_eos": stopping.ignore_eos,
+        "time_limit_s": stopping.time_limit_s,
+        "logprobs": request.logprobs,
+        "salt": request.cache.salt,
+        "bypass": request.cache.bypass,
+        "seed": sampling.seed,
+        "penalties": sampling.has_penalties,
+        "priority": request.priority,
+        "constraint": request.constraint,
+        "fork_of": request.fork_of,
+    }
+    return f"[{request.request_id!r} {' '.join(f'{k}={v}' for k, v in told.items() if v)}]"
+
+
+def draw_limits(rng: random.Random) -> tuple[int, int | None, int]:
+    return (
+        rng.choice([1, 1, 8, rng.randint(2, 7)]),
+        rng.choice([None, None, rng.randint(1, 6)]),
+        rng.choice([0, rng.randint(1, 12)]),
+    )
+
+
+def draw_arrivals(rng: random.Random, num: int) -> Event:
+    return Event("arrive", tuple(output for _ in range(num) for output in random_outputs(rng)))
+
+
+def draw_abort(traffic: Traffic, rng: random.Random) -> Event:
+    return Event("abort", name=rng.choice(sorted(traffic.active)), stop=rng.random() < 0.5)
+
+
+def draw_calls(traffic: Traffic, rng: random.Random) -> Iterator[Event]:
+    """What other threads do while constraints are fed: they may use ids that were in use until just now."""
     for _ in range(rng.choice([0, 0, 1, 3])):
         if traffic.active and rng.random() < 0.6:
-            traffic.abort(rng.choice(sorted(traffic.active)), stop=rng.random() < 0.5)
+            yield draw_abort(traffic, rng)
         else:
-            for request in random_outputs(rng):
-                traffic.arrive(request)
+            yield draw_arrivals(rng, 1)
 
 
-def one_event(traffic: Traffic, rng: random.Random) -> None:
+def draw_event(traffic: Traffic, rng: random.Random) -> Event:
     kind = rng.choices(
         ["arrive", "run", "dispatch", "commit", "abort", "wait", "preempt_all", "flush", "update"],
         [8, 10, 4, 3, 2, 2, 1, 1, 1],
     )[0]
-    max_steps = rng.choice([1, 1, 8, rng.randint(2, 7)])
-    prefill_budget = rng.choice([None, None, rng.randint(1, 6)])
-    apart_steps = rng.choice([0, rng.randint(1, 12)])
     if kind == "arrive":
-        for _ in range(rng.randint(1, 4)):
-            for request in random_outputs(rng):
-                traffic.arrive(request)
-    elif kind == "run":
-        traffic.run(rng.randint(1, 8), rng.randint(0, 1), max_steps, prefill_budget, apart_steps)
-    elif kind == "dispatch" and len(traffic.in_flight) < 2:
-        traffic.dispatch(rng.random() < 0.7, max_steps, prefill_budget, apart_steps)
-    elif kind == "commit" and traffic.in_flight:
-        traffic.commit(meanwhile=lambda: callers(traffic, rng))
-    elif kind == "abort" and traffic.active:
-        traffic.abort(rng.choice(sorted(traffic.active)), stop=rng.random() < 0.5)
-    elif kind == "wait":
-        traffic.wait(rng.randint(1, 4))
-    elif kind == "preempt_all":
+        return draw_arrivals(rng, rng.randint(1, 4))
+    if kind == "run":
+        return Event(kind, num=rng.randint(1, 8), ahead=rng.randint(0, 1), limits=draw_limits(rng))
+    if kind == "dispatch":
+        return Event(kind, admit=rng.random() < 0.7, limits=draw_limits(rng))
+    if kind == "commit":
+        return Event(kind, meanwhile=tuple(draw_calls(traffic, rng)))
+    if kind == "abort" and traffic.active:
+        return draw_abort(traffic, rng)
+    if kind == "wait":
+        return Event(kind, num=rng.randint(1, 4))
+    if kind == "update":
+        return Event(kind, recompute=rng.random() < 0.6)
+    return Event(kind)
+
+
+def apply(event: Event, traffic: Traffic) -> None:
+    """Has the event happen, unless there is nothing that it could happen to."""
+    if event.kind == "arrive":
+        for request in event.requests:
+            traffic.arrive(request)
+    elif event.kind == "run":
+        traffic.run(event.num, event.ahead, *event.limits)
+    elif event.kind == "dispatch" and len(traffic.in_flight) < 2:
+        traffic.dispatch(event.admit, *event.limits)
+    elif event.kind == "commit" and traffic.in_flight:
+        traffic.commit(meanwhile=lambda: apply_all(event.meanwhile, traffic))
+    elif event.kind == "abort" and event.name in traffic.active:
+        traffic.abort(event.name, event.stop)
+    elif event.kind == "wait":
+        traffic.wait(event.num)
+    elif event.kind == "preempt_all":
         traffic.preempt_all()
-    elif kind == "flush":
+    elif event.kind == "flush":
         traffic.flush()
-    elif kind == "update":
-        traffic.update_weights(recompute=rng.random() < 0.6)
+    elif event.kind == "update":
+        traffic.update_weights(recompute=event.recompute)
+
+
+def apply_all(events: Iterable[Event], traffic: Traffic) -> None:
+    for event in events:
+        apply(event, traffic)
 
 
 # All comes from one seed: drawn by hypothesis one by one, events cost more than the scheduler and cluster at
@@ -128,7 +216,9 @@ def test_random_traffic(seed, num_events):
     note(repr(config))
     traffic = Traffic(config)
     for _ in range(num_events):
-        one_event(traffic, rng)
+        event = draw_event(traffic, rng)
+        note(str(event))
+        apply(event, traffic)
         traffic.accounts_agree()
     prefill_budget, apart_steps = rng.choice([None, rng.randint(1, 4)]), rng.choice([0, rng.randint(1, 12)])
     traffic.end(rng.randint(0, 1), rng.choice([1, 8]), prefill_budget, apart_steps)

@@ -414,12 +414,18 @@ class Traffic:
         unserved = [t for t in waiting if not self.may_be_passed(t, running)]
         if not self.in_flight and not (waiting and self.may_be_passed(waiting[0], running)):
             served = [t for t in in_rank if t.may_run(admit) and not self.is_done(t)]
-            # A decode of lower priority may take the pages that were just enough: the next step preempts it.
-            # Whoever overtook may hold the pages that it needs now that nobody computes them for it.
-            overtaken = served[0].slot is None and served[0].overtaken
-            grew = self.config.scheduling_policy == "priority" and plan.page_writes and served[0].slot is None
             first = served[0]
-            assert grew or overtaken or self.sits_out(first) or first.request.request_id in planned
+            waits, by_priority = first.slot is None, self.config.scheduling_policy == "priority"
+            excuses = {
+                # A decode of lower priority may take the pages that were just enough: the next step preempts
+                # it.
+                "a decode of lower priority grew": by_priority and waits and bool(plan.page_writes),
+                # Whoever overtook may hold the pages that it needs now that nobody computes them for it.
+                "it was overtaken": waits and first.overtaken,
+                "it is others' turn": self.sits_out(first),
+            }
+            name = first.request.request_id
+            assert name in planned or any(excuses.values()), f"{name} is not served: {excuses}"
         left = self.budget - plan.num_tokens
         if (
             left > 0
