@@ -10,6 +10,7 @@ AGAINST ?= HEAD~1
 
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+DOCS_STAMP := $(VENV)/.installed-docs
 OWN_PATH := $(PATH)
 export PATH := $(abspath $(BIN)):$(PATH)
 
@@ -17,7 +18,7 @@ BENCH_OUT ?= bench/out
 BENCH_ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help install run test test-all bench bench-compare check format-check lint types imports protos-check proto breaking format lock clean
+.PHONY: help install run test test-all bench bench-compare docs check format-check lint types imports protos-check proto breaking format lock clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' Makefile
@@ -25,11 +26,12 @@ help: ## list the targets
 install: $(STAMP) ## create .venv and install the project with its tools
 
 # The pins hold on the Pythons they were tried on; another one gets the newest that pyproject.toml allows.
+CONSTRAINTS = $$($(BIN)/python -c 'import sys; print("--constraint constraints.txt" * (sys.version_info < (3, 14)))')
+
 $(STAMP): pyproject.toml constraints.txt
 	@test -n "$(PYTHON)" || { echo "no Python >= 3.11 with venv found; say make PYTHON=..." >&2; exit 1; }
 	@test -x $(BIN)/python || (set -x; $(PYTHON) -m venv $(VENV))
-	$(BIN)/python -m pip install --disable-pip-version-check --editable '.[dev]' \
-		$$($(BIN)/python -c 'import sys; print("--constraint constraints.txt" * (sys.version_info < (3, 14)))')
+	$(BIN)/python -m pip install --disable-pip-version-check --editable '.[dev]' $(CONSTRAINTS)
 	@# For the CPU kernels; where they cannot be built it says why, and everything runs on XLA.
 	$(BIN)/python -m penstock.runtime.native.build
 	@touch $(STAMP)
@@ -53,7 +55,15 @@ bench-compare: install ## compare this tree's speed with another commit's, in tu
 	$(BIN)/python -m bench.compare --against '$(AGAINST)' --checkpoint $(BENCH_OUT)/model \
 		--out $(BENCH_OUT)/compare.jsonl $(BENCH_ARGS)
 
-check: format-check lint types imports protos-check $(if $(SKIP_TESTS),,test) ## style, types, import law, protos, and the tests (SKIP_TESTS=1 leaves them out)
+docs: install $(DOCS_STAMP) ## build the site into site/, with links checked
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet --clean
+	@echo "the site is in site/; open site/index.html"
+
+$(DOCS_STAMP): $(STAMP)
+	$(BIN)/python -m pip install --disable-pip-version-check --editable '.[dev,docs]' $(CONSTRAINTS)
+	@touch $(DOCS_STAMP)
+
+check: format-check lint types imports protos-check docs $(if $(SKIP_TESTS),,test) ## style, types, import law, protos, the site, and the tests (SKIP_TESTS=1 leaves them out)
 
 format-check: install
 	$(BIN)/ruff format --check
@@ -88,10 +98,10 @@ format: install ## format the code and the .proto files, and fix what can be fix
 	$(BIN)/buf format --write
 
 lock: install ## pin the newest versions that pyproject.toml allows in constraints.txt
-	$(BIN)/uv pip compile --quiet --universal --fork-strategy fewest --upgrade --extra dev --no-annotate \
+	$(BIN)/uv pip compile --quiet --universal --fork-strategy fewest --upgrade --extra dev --extra docs --no-annotate \
 		--no-emit-index-url --no-emit-find-links --custom-compile-command 'make lock' \
 		--output-file constraints.txt pyproject.toml
 
 clean: ## remove .venv, caches and build output
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache dist build
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache dist build site
 	find . -name __pycache__ -type d -not -path './node_modules/*' -prune -exec rm -rf {} +

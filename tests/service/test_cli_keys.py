@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import shlex
 import stat
 import subprocess
 import sys
@@ -261,18 +260,3 @@ def test_no_engine_is_loaded(file):
         check=True,
     )
     assert done.stdout.splitlines()[1] == ""
-
-
-def test_the_commands_of_the_docs_run(tmp_path, monkeypatch, capsys):
-    """Those of docs/service.md that need no server."""
-    monkeypatch.chdir(tmp_path)
-    text = (Path(__file__).parents[2] / "docs" / "service.md").read_text()
-    block = text.partition("\n## Keys\n")[2].partition("```sh\n")[2].partition("```")[0]
-    commands = [found[1] for found in re.finditer(r"penstock (keys [^)#\n]*)", block)]
-    assert [command.split()[1] for command in commands] == ["add", "add", "list", "revoke"]
-    for command in commands:
-        assert main(shlex.split(command)) == 0
-    assert [(e.id, e.revoked) for e in read_keys(tmp_path / "keys.json")] == [
-        ("alice", True),
-        ("trainer", False),
-    ]

@@ -20,7 +20,7 @@ def add_feature_flags(requests: argparse._ArgumentGroup) -> None:
         dest="request_templates",
         action="store_true",
         help="take chat templates that come with a request: programs of a caller's, run in a process of "
-        "their own without files or network, but see docs/security.md",
+        "their own without files or network, but see docs/explanation/security.md",
     )
 
 

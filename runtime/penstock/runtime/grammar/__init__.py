@@ -6,5 +6,5 @@
 4. `bad_words.BadWords` forbids sequences of tokens, alone or on top of a grammar.
 5. `fill.MaskFiller` fills the masks of many rows at once.
 
-docs/structured-output.md says what each kind accepts, and the limits.
+docs/reference/grammars.md says what each kind accepts, and the limits.
 """

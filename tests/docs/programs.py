@@ -1,0 +1,169 @@
+"""Programs that the pages' shell blocks call, where a test needs them to behave a little differently.
+
+`python -m tests.docs.programs penstock ...` is the command line itself, except for `serve`: that starts the
+server on a fake engine in the background and returns when it is ready, as if it ran in another terminal. A
+server that the page started before is stopped first. A page that only ever starts servers without options is
+given the address of one that runs already, and then `serve` does nothing.
+`python -m tests.docs.programs grpcurl ...` does what grpcurl would, for the flags that the pages use; it is
+used where grpcurl is not installed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import grpc
+from google.protobuf import descriptor_pb2, descriptor_pool, json_format, message_factory
+from google.protobuf.descriptor import ServiceDescriptor
+from grpc_health.v1 import health_pb2
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+
+from penstock.cli.__main__ import main
+from penstock.v1 import control_pb2, inference_pb2
+
+START_S = 120.0
+
+
+def serve(arguments: Sequence[str]) -> int:
+    """`penstock serve MODEL ARGUMENTS`, in the background."""
+    if not os.environ["PAGE_PORT"]:
+        return 0
+    stop_server()
+    flags = list(arguments[1:])
+    if "--port" not in flags:
+        flags += ["--port", os.environ["PAGE_PORT"]]
+    with Path("server.log").open("w") as log:
+        server = subprocess.Popen(
+            [sys.executable, "-u", "-m", "tests.service.serve_fake", *flags],
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+    Path("server.pid").write_text(str(server.pid))
+    give_up_at = time.monotonic() + START_S
+    while "ready on" not in Path("server.log").read_text():
+        if server.poll() is not None or time.monotonic() > give_up_at:
+            print(Path("server.log").read_text(), file=sys.stderr)
+            return 1
+        time.sleep(0.05)
+    return 0
+
+
+def stop_server(folder: Path = Path()) -> None:
+    """End the server that was started in this folder, if there is one."""
+    file = folder / "server.pid"
+    if not file.exists():
+        return
+    pid = int(file.read_text())
+    file.unlink()
+    if _runs(pid):
+        os.kill(pid, signal.SIGTERM)
+    give_up_at = time.monotonic() + 60
+    while _runs(pid):
+        if time.monotonic() > give_up_at:
+            os.kill(pid, signal.SIGKILL)
+        time.sleep(0.05)
+
+
+def _runs(pid: int) -> bool:
+    """Whether the process has not ended; one that nobody waited for has."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def grpcurl(arguments: Sequence[str]) -> int:
+    """Exit code 0, or 1 with the status on stderr, as grpcurl."""
+    flags, rest = _grpcurl_flags(arguments)
+    address, what = ("unix:" + rest[0], rest[1:]) if "-unix" in flags else (rest[0], rest[1:])
+    with _channel(address, flags) as channel:
+        try:
+            if what[0] in ("list", "describe"):
+                print(_reflected(channel, what, _metadata(flags)))
+            else:
+                _call(channel, what[0], flags.get("-d", ["{}"])[0], _metadata(flags))
+        except grpc.RpcError as error:
+            print(f"ERROR:\n  Code: {error.code().name}\n  Message: {error.details()}", file=sys.stderr)
+            return 1
+    return 0
+
+
+def _grpcurl_flags(arguments: Sequence[str]) -> tuple[dict[str, list[str]], list[str]]:
+    """Flags with their values, and what is left."""
+    left, flags, rest = list(arguments), dict[str, list[str]](), list[str]()
+    while left:
+        word = left.pop(0)
+        if word in ("-plaintext", "-unix"):
+            flags[word] = []
+        elif word in ("-d", "-H", "-cacert", "-cert", "-key"):
+            flags.setdefault(word, []).append(left.pop(0))
+        elif word.startswith("-"):
+            raise SystemExit(f"grpcurl: no flag {word} here")
+        else:
+            rest.append(word)
+    return flags, rest
+
+
+def _channel(address: str, flags: dict[str, list[str]]) -> grpc.Channel:
+    if "-plaintext" in flags:
+        return grpc.insecure_channel(address)
+    ca, cert, key = (Path(flags[name][0]).read_bytes() for name in ("-cacert", "-cert", "-key"))
+    return grpc.secure_channel(address, grpc.ssl_channel_credentials(ca, key, cert))
+
+
+def _metadata(flags: dict[str, list[str]]) -> list[tuple[str, str]]:
+    pairs = (header.split(":", 1) for header in flags.get("-H", []))
+    return [(name.strip().lower(), value.strip()) for name, value in pairs]
+
+
+def _reflected(channel: grpc.Channel, what: Sequence[str], metadata: Any) -> str:
+    ask = reflection_pb2.ServerReflectionRequest
+    request = ask(list_services="") if what[0] == "list" else ask(file_containing_symbol=what[1])
+    stub: Any = reflection_pb2_grpc.ServerReflectionStub(channel)
+    reply = next(iter(stub.ServerReflectionInfo(iter([request]), metadata=metadata)))
+    if reply.HasField("error_response"):
+        raise SystemExit(reply.error_response.error_message)
+    if what[0] == "list":
+        return "\n".join(service.name for service in reply.list_services_response.service)
+    file = descriptor_pb2.FileDescriptorProto.FromString(
+        reply.file_descriptor_response.file_descriptor_proto[0]
+    )
+    return f"{what[1]} is in {file.name}"
+
+
+def _call(channel: grpc.Channel, path: str, data: str, metadata: Any) -> None:
+    service_name, _, method_name = path.partition("/")
+    service: ServiceDescriptor = descriptor_pool.Default().FindServiceByName(service_name)
+    method = service.methods_by_name[method_name]
+    request = json_format.Parse(data, message_factory.GetMessageClass(method.input_type)())
+    kind = channel.unary_stream if method.server_streaming else channel.unary_unary
+    call: Any = kind(
+        f"/{path}",
+        request_serializer=lambda message: message.SerializeToString(),
+        response_deserializer=message_factory.GetMessageClass(method.output_type).FromString,
+    )
+    reply = call(request, metadata=metadata, timeout=60)
+    for message in reply if method.server_streaming else [reply]:
+        print(json.dumps(json_format.MessageToDict(message), indent=2))
+
+
+PACKAGES = (control_pb2, inference_pb2, health_pb2)
+"""Imported, so that their services can be found by name."""
+
+if __name__ == "__main__":
+    program, *rest = sys.argv[1:]
+    if program == "grpcurl":
+        sys.exit(grpcurl(rest))
+    if rest[:1] == ["serve"] and not {"--help", "-h"} & set(rest):
+        sys.exit(serve(rest[1:]))
+    sys.exit(main(rest))

@@ -1,0 +1,232 @@
+"""Every code block of the README, docs/, CONTRIBUTING and the other pages is run, or else checked.
+
+Python programs and shell commands run against `penstock serve demo`, a real server that this file starts.
+Commands that no test can run are listed in tests/docs/shell.py, each with its reason and with what is checked
+instead.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator
+from itertools import groupby
+from pathlib import Path
+
+import pytest
+
+from penstock.client import Client, Ebnf, JsonSchema
+from tests.docs import programs
+from tests.docs.pages import ROOT, Block, blocks
+from tests.docs.shell import NOT_RUN, commands, rule_of, script_of, words_of
+from tests.support.toy import TEST_CACHE
+
+DEFAULT_ADDRESS = "127.0.0.1:50051"
+START_S = 280.0
+
+
+def blocks_in(*languages: str) -> list[Block]:
+    return [block for block in blocks() if block.language in languages]
+
+
+def params(found: list[Block]) -> list[object]:
+    return [pytest.param(block, id=block.name) for block in found]
+
+
+@pytest.fixture(scope="module")
+def demo() -> Iterator[str]:
+    """The address of a server of the demo model."""
+    command = ["serve", "demo", "--port", "0", "--grace", "0", "--compilation-cache", str(TEST_CACHE)]
+    with subprocess.Popen(
+        [sys.executable, "-u", "-m", "penstock.cli", *command],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        cwd=ROOT,
+    ) as server:
+        assert server.stdout is not None
+        slow = threading.Timer(START_S, server.kill)
+        slow.start()
+        said: list[str] = []
+        for line in server.stdout:
+            said.append(line)
+            if found := re.search(r"ready on (\S+)", line):
+                break
+        else:
+            raise AssertionError(f"the demo server did not start:\n{''.join(said)}")
+        slow.cancel()
+        rest = threading.Thread(target=server.stdout.read, daemon=True)  # or its pipe would fill
+        rest.start()
+        try:
+            yield found[1]
+        finally:
+            server.terminate()
+            server.wait(60)
+            rest.join(60)
+
+
+def free_port() -> str:
+    """One that nobody listens on now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return str(probe.getsockname()[1])
+
+
+# -- Python --
+
+
+def at(source: str, addr: str) -> str:
+    """The program with the server's address in place of the one that clients take by themselves."""
+    source = source.replace(DEFAULT_ADDRESS, addr)
+    source = re.sub(r"\b(Client)\(\)", rf'\1("{addr}")', source)
+    return re.sub(r"\b(Client)\((?=\w+=)", rf'\1("{addr}", ', source)
+
+
+def run(source: str) -> None:
+    exec(compile(source, "example", "exec"), {"__name__": "__main__"})
+
+
+@pytest.mark.parametrize("block", params(blocks_in("python")))
+def test_programs_run_and_print(demo: str, block: Block, capsys: pytest.CaptureFixture[str]) -> None:
+    run(at(block.source, demo))
+    assert capsys.readouterr().out.strip()
+
+
+def test_programs_ask_the_server_of_this_file() -> None:
+    asking = [block for block in blocks_in("python") if "Client(" in block.source]
+    assert asking
+    for block in asking:
+        assert block.source.count("Client(") == at(block.source, "here:1").count('Client("here:1"'), (
+            block.name
+        )
+
+
+def test_the_loop_of_tools_ends_with_an_answer_that_has_the_result(
+    demo: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (block,) = [block for block in blocks_in("python") if "call.result" in block.source]
+    run(at(block.source, demo))
+    shown = capsys.readouterr().out
+    assert "Paris" in shown
+    assert "21" in shown
+
+
+# -- the shell --
+
+
+def shell_pages() -> list[object]:
+    by_page = groupby(blocks_in("sh"), lambda block: block.page)
+    found = [(page, list(group)) for page, group in by_page]
+    return [pytest.param(group, id=str(page.relative_to(ROOT))) for page, group in found]
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    """A working folder with a short name: the path of a Unix socket may have 107 characters."""
+    found = Path(tempfile.mkdtemp(prefix="docs"))
+    yield found
+    programs.stop_server(found)
+    shutil.rmtree(found)
+
+
+def install_programs(folder: Path) -> None:
+    """Put `penstock`, `python` and, where there is none, `grpcurl` into folder/bin."""
+    bin_folder = folder / "bin"
+    bin_folder.mkdir()
+    names = ["penstock"] if shutil.which("grpcurl") else ["penstock", "grpcurl"]
+    for name in names:
+        (bin_folder / name).write_text(
+            f'#!/bin/sh\nexec {sys.executable} -m tests.docs.programs {name} "$@"\n'
+        )
+    (bin_folder / "python").write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
+    for file in bin_folder.iterdir():
+        file.chmod(0o755)
+
+
+def needs_a_server(found: list[Block]) -> bool:
+    """Whether the page starts one with options; without any it is as good as the one of this file."""
+    served = [words_of(c) for b in found for c in commands(b.source) if c.startswith("penstock serve ")]
+    return any(len(words) > 3 for words in served)
+
+
+@pytest.mark.parametrize("found", shell_pages())
+def test_commands_run_in_the_order_of_the_page(demo: str, found: list[Block], folder: Path) -> None:
+    install_programs(folder)
+    has_own = needs_a_server(found)
+    port = free_port() if has_own else demo.rpartition(":")[2]
+    script = script_of(found).replace("50051", port).replace("50052", free_port())
+    done = subprocess.run(
+        ["bash", "-c", script],
+        cwd=folder,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=280,
+        env={
+            **os.environ,
+            "PATH": f"{folder}/bin:{os.environ['PATH']}",
+            "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path]),
+            "PENSTOCK_ADDR": f"127.0.0.1:{port}",
+            "PAGE_PORT": port if has_own else "",
+        },
+        check=False,
+    )
+    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+    for block in found:
+        assert_shown(block, done.stdout)
+
+
+def assert_shown(block: Block, output: str) -> None:
+    """What the page says that a block prints, in a `text` block right after it, is in its output."""
+    after = [b for b in blocks() if b.page == block.page and b.line > block.line]
+    if not after or after[0].language != "text":
+        return
+    between = block.page.read_text().splitlines()[block.line + block.source.count("\n") : after[0].line - 2]
+    if any(line.strip() for line in between):
+        return  # it shows something else
+    shown = output.partition(f"== {block.name}\n")[2].partition("\n== ")[0]
+    for line in after[0].source.splitlines():
+        assert line in shown, f"{after[0].name}: {line!r} was not printed:\n{shown}"
+
+
+COMMANDS = [(block, command) for block in blocks_in("sh") for command in commands(block.source)]
+
+
+@pytest.mark.parametrize("block", params(blocks_in("sh")))
+def test_what_is_not_run_is_checked(block: Block) -> None:
+    subprocess.run(["bash", "-n", "-c", block.source], check=True, timeout=60)
+    for command in commands(block.source):
+        rule = rule_of(command)
+        if rule is not None:
+            rule.check(words_of(command))
+
+
+def test_no_reason_for_not_running_is_left_over() -> None:
+    for rule in NOT_RUN:
+        assert any(rule_of(command) is rule for _, command in COMMANDS), rule.pattern
+
+
+def test_most_commands_are_run() -> None:
+    ran = [command for _, command in COMMANDS if rule_of(command) is None]
+    assert len([command for command in ran if command.startswith(("penstock ", "grpcurl "))]) > 30
+
+
+# -- grammars --
+
+
+@pytest.mark.parametrize("block", params(blocks_in("lark", "gbnf")))
+def test_grammars_are_taken(demo: str, block: Block) -> None:
+    with Client(demo) as client:
+        assert client.generate("A list: ", constraint=Ebnf(block.source), max_tokens=100).text
+
+
+def test_the_schema_of_the_reference_is_taken(demo: str) -> None:
+    (block,) = [b for b in blocks_in("json") if b.page.name == "grammars.md"]
+    with Client(demo) as client:
+        assert client.generate("A girl: ", constraint=JsonSchema(block.source), max_tokens=100).text

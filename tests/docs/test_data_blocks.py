@@ -1,0 +1,110 @@
+"""Blocks that are data for other programs: they parse, and what they tell the server is what it takes."""
+
+from __future__ import annotations
+
+import argparse
+import configparser
+import json
+import shlex
+import shutil
+import subprocess
+from collections.abc import Sequence
+
+import pytest
+import yaml  # type: ignore[import-untyped]  # ships no hints
+from google.protobuf import json_format
+
+from penstock.cli.__main__ import Parser
+from penstock.v1 import inference_pb2
+from tests.docs.pages import Block, blocks
+
+CHECKED = {"sh", "python", "lark", "gbnf"}
+"""Languages that tests/docs/test_blocks.py runs."""
+SHOWN = {"text", "diff", "proto"}
+"""Languages of what is printed, or of parts of files: there is nothing to run."""
+PARSED = {"json", "yaml", "ini", "dockerfile", "go"}
+
+
+def blocks_in(language: str) -> list[object]:
+    return [pytest.param(block, id=block.name) for block in blocks() if block.language == language]
+
+
+def test_every_block_has_a_language_that_is_checked() -> None:
+    unknown = [b.name for b in blocks() if b.language not in CHECKED | SHOWN | PARSED]
+    assert unknown == []
+
+
+def serve_arguments(arguments: Sequence[str]) -> argparse.Namespace:
+    """As `penstock serve ARGUMENTS` reads them; a wrong one ends the test."""
+    serve = pytest.importorskip("penstock.cli.serve")
+    parser = Parser(prog="penstock")
+    serve.add_parser(parser.add_subparsers(dest="command"))
+    return parser.parse_args(["serve", *arguments])
+
+
+def test_the_arguments_are_really_read() -> None:
+    with pytest.raises(SystemExit):
+        serve_arguments(["demo", "--graze", "5"])
+
+
+@pytest.mark.parametrize("block", blocks_in("json"))
+def test_json_parses(block: Block) -> None:
+    value = json.loads(block.source)
+    if isinstance(value, list):  # the messages of a stream
+        for message in value:
+            json_format.ParseDict(message, inference_pb2.StreamResponse())
+
+
+@pytest.mark.parametrize("block", blocks_in("yaml"))
+def test_manifests_start_servers_that_probes_can_ask_and_that_have_time_to_end(block: Block) -> None:
+    for document in yaml.safe_load_all(block.source):
+        assert isinstance(document, dict)
+        if document.get("kind") != "Deployment":
+            continue
+        pod = document["spec"]["template"]["spec"]
+        (container,) = pod["containers"]
+        args = serve_arguments(container["args"])
+        assert pod["terminationGracePeriodSeconds"] >= args.drain_delay_s + args.grace_s + 8
+        (port,) = (p["containerPort"] for p in container["ports"])
+        assert container["readinessProbe"]["grpc"]["port"] == port == args.port
+        assert container["livenessProbe"]["grpc"] == {"port": port, "service": "liveness"}
+        mounted = {mount["name"] for mount in container["volumeMounts"]}
+        assert mounted == {volume["name"] for volume in pod["volumes"]}
+
+
+@pytest.mark.parametrize("block", blocks_in("ini"))
+def test_units_start_servers_and_give_them_time_to_end(block: Block) -> None:
+    unit = configparser.ConfigParser(interpolation=None)
+    unit.optionxform = str  # type: ignore[assignment,method-assign]  # names have capitals
+    unit.read_string(block.source)
+    program, command, *arguments = shlex.split(unit["Service"]["ExecStart"])
+    assert program.endswith("/penstock")
+    assert command == "serve"
+    args = serve_arguments(arguments)
+    assert float(unit["Service"]["TimeoutStopSec"]) >= args.drain_delay_s + args.grace_s + 8
+
+
+@pytest.mark.parametrize("block", blocks_in("dockerfile"))
+def test_images_start_servers(block: Block) -> None:
+    lines = [line.split(maxsplit=1) for line in block.source.splitlines() if line and line[0] != "#"]
+    known = {"FROM", "RUN", "COPY", "ENV", "USER", "VOLUME", "EXPOSE", "ENTRYPOINT", "CMD"}
+    assert {name for name, _ in lines} <= known
+    found = dict(lines)  # the last of each name counts
+    assert json.loads(found["ENTRYPOINT"]) == ["penstock", "serve"]
+    assert serve_arguments(json.loads(found["CMD"])).model == "demo"
+    for name, rest in lines:
+        if name == "RUN":
+            subprocess.run(["bash", "-n", "-c", rest], check=True, timeout=60)
+
+
+@pytest.mark.parametrize("block", blocks_in("go"))
+def test_go_programs_parse(block: Block) -> None:
+    """They need generated code, and packages from the network, to be compiled."""
+    gofmt = shutil.which("gofmt")
+    if gofmt is None:
+        assert block.source.startswith("package main\n")
+        pytest.skip("no gofmt here")
+    done = subprocess.run(
+        [gofmt, "-l"], input=block.source, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert (done.returncode, done.stdout) == (0, ""), done.stderr

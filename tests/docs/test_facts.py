@@ -1,0 +1,60 @@
+"""What the pages say about flags and errors is what the programs do."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from penstock.cli.__main__ import COMMANDS, main
+from penstock.service.errors import TABLE
+from tests.docs.pages import ROOT, inline_code_of, pages, text_of
+
+_FLAG = re.compile(r"(?<![\w-])--[a-z][a-z0-9-]*")
+NEVER_SENT = {
+    "CONFIG": "at the start of a server only",
+    "UNKNOWN_ARCHITECTURE": "at the start of a server only",
+    "CHECKPOINT": "at the start of a server only",
+    "INVALID_REQUEST": "the class above others, which is never raised itself",
+    "WEIGHTS_REFUSED": "of UpdateWeights, which no server has yet",
+}
+"""Reasons of the table that no RPC answers in this release."""
+
+
+@pytest.fixture
+def helps(capsys: pytest.CaptureFixture[str]) -> str:
+    """What all commands print for --help."""
+    commands = [[name] for name in COMMANDS] + [["keys", action] for action in ("add", "list", "revoke")]
+    for command in commands:
+        with pytest.raises(SystemExit):
+            main([*command, "--help"])
+    return capsys.readouterr().out
+
+
+def test_flags_in_the_text_exist(helps: str) -> None:
+    known = set(_FLAG.findall(helps)) | {"--help", "--version"}
+    docs = [page for page in pages() if page.is_relative_to(ROOT / "docs") or page.name == "README.md"]
+    for page in docs:
+        if "bench" in page.parts or "tools" in page.parts or "golden" in page.parts:
+            continue
+        named = {
+            flag
+            for code in inline_code_of(page)
+            if not re.match(r"(\S+=\S+ )*(make|python|git|pytest|docker|ruff|buf) ", code)
+            for flag in _FLAG.findall(code)
+        }
+        assert sorted(named - known) == [], page
+
+
+def test_every_reason_of_an_error_is_explained_with_its_status() -> None:
+    page = text_of(ROOT / "docs" / "reference" / "errors.md")
+    explained = dict(re.findall(r"^\| ([A-Z_]+) \| ([A-Z_]+) \|", page, re.M))
+    sent = {row.reason: row.code.name for row in TABLE.values() if row.reason not in NEVER_SENT}
+    assert explained == sent
+
+
+def test_every_finish_reason_is_explained() -> None:
+    types = (ROOT / "protos" / "penstock" / "v1" / "types.proto").read_text()
+    reasons = set(re.findall(r"FINISH_REASON_(\w+) = [1-9]", types))
+    page = text_of(ROOT / "docs" / "reference" / "service.md")
+    assert set(re.findall(r"^\| ([A-Z_]+) \| ", page, re.M)) >= reasons

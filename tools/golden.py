@@ -1,0 +1,154 @@
+"""Makes golden checkpoints: tiny random models in Hugging Face's form, with what PyTorch computes from them.
+
+    python -m tools.golden --out tests/golden NAME ...
+
+It needs torch and transformers, which the project itself does not: run it in an environment that has both.
+tests/golden/README.md says what the files hold.
+"""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import json
+import pathlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+import torch
+import transformers
+from tokenizers import decoders, models, pre_tokenizers, trainers
+
+VOCAB = 512
+PROMPTS = (3, 20, 90)
+"""Lengths of the prompts, in tokens."""
+GENERATED = 24
+TOP = 8
+COMMON: Mapping[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 48,
+    "intermediate_size": 112,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 1024,
+    "bos_token_id": 0,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+    "initializer_range": 0.15,
+}
+_LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 500_000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 128,
+}
+_LINEAR = {"rope_type": "linear", "rope_theta": 10_000.0, "factor": 2.0}
+_YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10_000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 256,
+}
+CASES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
+    "llama": ("Llama", {"rope_parameters": _LLAMA3, "tie_word_embeddings": False}),
+    "llama_linear_rope": ("Llama", {"rope_parameters": _LINEAR, "attention_bias": True, "mlp_bias": True}),
+    "mistral_swa": ("Mistral", {"sliding_window": 32, "head_dim": 16}),
+    "qwen2": ("Qwen2", {}),
+    "qwen2_yarn": ("Qwen2", {"rope_parameters": _YARN}),
+    "qwen3": ("Qwen3", {"head_dim": 32, "tie_word_embeddings": True}),
+}
+"""Name to what transformers calls the family (NameConfig, NameForCausalLM), and what differs from COMMON."""
+
+
+def make_model(name: str) -> Any:
+    """A random model in float32. Norms and biases are random too, so that none can be left out unseen."""
+    family, different = CASES[name]
+    torch.manual_seed(1000 + sum(map(ord, name)))
+    config = getattr(transformers, f"{family}Config")(**COMMON, **different)
+    config.dtype = "float32"
+    kind = getattr(transformers, f"{family}ForCausalLM")
+    model = kind._from_config(config, attn_implementation="eager").float().eval()
+    with torch.no_grad():
+        for parameter_name, parameter in model.named_parameters():
+            noise = torch.randn_like(parameter) * 0.1 if parameter.ndim == 1 else None
+            if noise is not None and "norm" in parameter_name:
+                parameter.add_(noise)
+            elif noise is not None:
+                parameter.copy_(noise)
+        if config.tie_word_embeddings:  # else the logits would only echo the input
+            model.get_input_embeddings().weight.mul_(0.35)
+    return model
+
+
+def save_tokenizer(folder: Path) -> None:
+    """A byte-level BPE, learnt from some sources of Python's, with a template for conversations."""
+    made = tokenizers.Tokenizer(models.BPE())
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCAB - 8,
+        special_tokens=["<|endoftext|>", "<|im_start|>", "<|im_end|>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+    )
+    made.train_from_iterator([inspect.getsource(module) for module in (json, pathlib, inspect)], trainer)
+    kind: Any = transformers.PreTrainedTokenizerFast
+    fast = kind(tokenizer_object=made, eos_token="<|im_end|>", pad_token="<|endoftext|>", bos_token=None)
+    fast.chat_template = (
+        "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    fast.save_pretrained(folder)
+
+
+def case_of(model: Any, prompt: torch.Tensor) -> dict[str, Any]:
+    """Greedy tokens after a prompt [1, T], their log-probabilities, and the largest logits after the prompt.
+
+    Every token is computed from the whole text, without a cache.
+    """
+    tokens, logprobs = prompt, []
+    for _ in range(GENERATED):
+        last = torch.log_softmax(model(tokens, use_cache=False).logits[0, -1], -1)
+        best = int(last.argmax())
+        logprobs.append(float(last[best]))
+        tokens = torch.cat([tokens, torch.tensor([[best]])], 1)
+    top = torch.topk(model(prompt, use_cache=False).logits[0, -1], TOP)
+    return {
+        "prompt": prompt[0].tolist(),
+        "tokens": tokens[0, prompt.shape[1] :].tolist(),
+        "logprobs": logprobs,
+        "last_logits_top": [[int(i), float(v)] for v, i in zip(top.values, top.indices, strict=True)],
+    }
+
+
+def make(name: str, out: Path) -> None:
+    """Write out/NAME."""
+    folder = out / name
+    folder.mkdir(parents=True, exist_ok=True)
+    model = make_model(name)
+    model.save_pretrained(folder)
+    save_tokenizer(folder)
+    random = torch.Generator().manual_seed(11)
+    prompts = [torch.randint(3, VOCAB - 8, (1, length), generator=random) for length in PROMPTS]
+    with torch.no_grad():
+        cases = [case_of(model, prompt) for prompt in prompts]
+    expected = {"transformers": transformers.__version__, "torch": torch.__version__, "cases": cases}
+    (folder / "expected.json").write_text(json.dumps(expected))
+    print(f"{folder}: {sum(p.numel() for p in model.parameters())} parameters")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Make golden checkpoints with PyTorch.")
+    parser.add_argument("names", nargs="+", choices=CASES, metavar="NAME", help=f"of {', '.join(CASES)}")
+    parser.add_argument("--out", type=Path, required=True, help="the folder that gets a folder of each name")
+    arguments = parser.parse_args()
+    for name in arguments.names:
+        make(name, arguments.out)
+
+
+if __name__ == "__main__":
+    main()
