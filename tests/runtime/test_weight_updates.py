@@ -16,10 +16,13 @@ import pytest
 
 from bench.checkpoint import SHAPES, Shape, write_checkpoint
 from penstock.runtime import EngineConfig, checkpoint_leaves
+from penstock.runtime.checkpoint import load_config
 from penstock.runtime.checkpoint_safetensors import find_tensors
+from penstock.runtime.models.load_rules import LoadRules
+from penstock.runtime.models.params import load_rules
 from penstock.runtime.native import library
 from penstock.runtime.native.linear import unpack
-from penstock.runtime.served import ServedModel, load_model
+from penstock.runtime.served import load_model
 from tests.support.toy import TEST_CACHE, toy_backend
 
 LAYER = "model.layers.1.self_attn."
@@ -37,14 +40,15 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-def rows_of(model: ServedModel, weights: Any, name: str) -> Any:
+def rows_of(rules: LoadRules, weights: Any, name: str) -> Any:
     """What weights hold of a tensor, as the checkpoint has it."""
-    spec = next(spec for spec in model.tensors if spec.hf_name == name)
+    rule = next(rule for rule in rules.rules if rule.sources[0].name == name)
+    (target,) = rule.targets
     node = weights
-    for step in spec.path:
+    for step in target.path:
         node = node[step]
-    held = np.asarray(node[...])[spec.parts[spec.path]]
-    return unpack(held) if spec.packed else held
+    held = np.asarray(node[...])[target.part(0, rule.num_rows)]
+    return unpack(held) if target.rows_per_entry > 1 else held
 
 
 @pytest.mark.parametrize("native", ["auto", "off"])
@@ -52,7 +56,9 @@ def test_updates_of_parts_that_were_staged_together_all_stay(tiny: Path, native:
     """Each is staged beside weights that the others have not changed yet; q, k and v are one leaf."""
     config = EngineConfig(native=native, show_progress=False)
     model = load_model(str(tiny), config, toy_backend(config))
-    assert any(spec.packed for spec in model.tensors) == (native == "auto" and library.available())
+    linear = toy_backend(config).linear_format(model.dtype, int8=False)
+    assert linear.packed == (native == "auto" and library.available())
+    rules = load_rules(load_config(tiny), model.dtype, linear)
     old = {name: entry.map() for name, entry in find_tensors(tiny).items()}
     new = {name: (2 * old[name].astype(np.float32)).astype(jnp.bfloat16) for name in (Q, K, NORM, Q_NORM)}
     staged = [model.staged(model.weights, {name: new[name]}, True) for name in new]
@@ -60,13 +66,13 @@ def test_updates_of_parts_that_were_staged_together_all_stay(tiny: Path, native:
     for renew in staged:
         weights = renew(weights)
     for name, tensor in (old | new).items():
-        np.testing.assert_array_equal(rows_of(model, weights, name), tensor, err_msg=name)
-    np.testing.assert_array_equal(rows_of(model, model.weights, Q), old[Q])  # nothing changed in place
+        np.testing.assert_array_equal(rows_of(rules, weights, name), tensor, err_msg=name)
+    np.testing.assert_array_equal(rows_of(rules, model.weights, Q), old[Q])  # nothing changed in place
     before, after = jax.tree.leaves(model.weights), jax.tree.leaves(weights)
     assert sum(one is not other for one, other in zip(before, after, strict=True)) == 2  # qkv, vectors
     whole = model.staged(weights, old, False)(weights)
     for name, tensor in old.items():
-        np.testing.assert_array_equal(rows_of(model, whole, name), tensor, err_msg=name)
+        np.testing.assert_array_equal(rows_of(rules, whole, name), tensor, err_msg=name)
 
 
 @pytest.mark.parametrize(("threads", "expected"), [(1, [1, 1]), (6, [6, 3])])

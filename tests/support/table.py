@@ -21,7 +21,7 @@ from penstock.runtime.attention import AttentionMeta, AttentionOp
 from penstock.runtime.engine import Engine
 from penstock.runtime.errors import CheckpointError
 from penstock.runtime.interface import Observer
-from penstock.runtime.models.params import ParamSpec
+from penstock.runtime.models.load_rules import TensorSpec
 from penstock.runtime.served import Renewal, ServedModel
 from tests.support.toy import EOS, VOCAB, toy_engine, toy_model
 
@@ -113,7 +113,7 @@ def table_model(
         architecture="TableForCausalLM",
         graphdef=graphdef,
         weights=weights,
-        tensors=tuple(ParamSpec(name, (name,), (VOCAB, VOCAB), np.dtype(np.float32)) for name in _NAMES),
+        tensors=tuple(TensorSpec(name, (VOCAB, VOCAB), np.dtype(np.float32)) for name in _NAMES),
         stage=_stage,
     )
 

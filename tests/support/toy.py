@@ -27,7 +27,7 @@ from penstock.runtime.engine import Engine
 from penstock.runtime.errors import CheckpointError
 from penstock.runtime.interface import Observer
 from penstock.runtime.models.config import KVSpec
-from penstock.runtime.models.params import ParamSpec
+from penstock.runtime.models.load_rules import TensorSpec
 from penstock.runtime.served import Renewal, ServedModel
 
 VOCAB = 61
@@ -100,7 +100,7 @@ def toy_model(
         eos_token_ids=eos_token_ids,
         defaults=GenerationDefaults(),
         text=text,
-        tensors=(ParamSpec("offset", ("offset",), (1,), np.dtype(np.float32)),),
+        tensors=(TensorSpec("offset", (1,), np.dtype(np.float32)),),
         stage=_stage,
     )
 

@@ -15,19 +15,18 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
 from tqdm import tqdm
 
-from penstock.runtime.checkpoint_leaves import NewLeaf, Tensor, make_leaves
+from penstock.runtime.checkpoint_leaves import NewLeaf, make_leaves
 from penstock.runtime.checkpoint_safetensors import find_tensors
 from penstock.runtime.errors import CheckpointError, ConfigError
 from penstock.runtime.models.config import ModelConfig
 from penstock.runtime.models.fields import Fields
 from penstock.runtime.models.linear import PLAIN, LinearFormat
-from penstock.runtime.models.params import ModelState, ParamSpec, leaf_shapes, param_specs, state_of
-from penstock.runtime.models.registry import ParamPath
+from penstock.runtime.models.load_rules import LoadRule, LoadRules, ParamPath, Tensor
+from penstock.runtime.models.params import ModelState, leaf_shapes, load_rules, state_of
 from penstock.runtime.processors import available_processors
 
 _log = logging.getLogger(__name__)
@@ -37,10 +36,6 @@ Placement: TypeAlias = (
 )
 Progress: TypeAlias = bool | Callable[[int, int], None]
 
-_IGNORED = re.compile(
-    r"(^|\.)rotary_emb\.inv_freq$"
-)  # a constant that old checkpoints store; config.json decides
-_EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _COMPARED_AT_ONCE = 1 << 24  # bytes
 
 
@@ -96,11 +91,11 @@ def load_weights(
     are found later (CheckpointError too, listing every tensor that holds some).
     """
     found = find_tensors(directory)
-    specs = param_specs(config, dtype, linear)
+    rules = load_rules(config, dtype, linear)
     where = f"checkpoint {directory}"
-    _check(config, specs, found, partial=False, where=where)
-    total = sum(spec.num_bytes for spec in specs)
-    _log.info("loading %d tensors (%.2f GB) from %s", len(specs), total / 1e9, directory)
+    _check(rules, found, partial=False, where=where)
+    total = sum(rule.num_bytes for rule in rules.rules)
+    _log.info("loading %d tensors (%.2f GB) from %s", len(rules.tensors), total / 1e9, directory)
 
     def place(path: ParamPath, leaf: npt.NDArray[Any]) -> jax.Array:
         placed: jax.Array = jax.device_put(leaf, placement(path) if callable(placement) else placement)
@@ -116,15 +111,15 @@ def load_weights(
     ) as bar:
         so_far = 0
 
-        def done(spec: ParamSpec) -> None:
+        def done(rule: LoadRule) -> None:
             nonlocal so_far
-            so_far += spec.num_bytes
-            bar.update(spec.num_bytes)
+            so_far += rule.num_bytes
+            bar.update(rule.num_bytes)
             if callable(progress):
                 progress(so_far, total)
 
         made, problems = make_leaves(
-            specs,
+            rules.rules,
             found,
             leaf_shapes(config, dtype, linear),
             place,
@@ -153,10 +148,10 @@ def stage_named(
     threads: as for `load_weights`.
     Raises CheckpointError listing every missing (unless partial), extra, misshapen or overflowing tensor.
     """
-    specs = param_specs(config, dtype, linear)
-    _check(config, specs, tensors, partial=partial, where="the update")
+    rules = load_rules(config, dtype, linear)
+    _check(rules, tensors, partial=partial, where="the update")
     made, problems = make_leaves(
-        specs,
+        rules.rules,
         tensors,
         leaf_shapes(config, dtype, linear),
         lambda path, leaf: jax.device_put(leaf, current[path].sharding),
@@ -168,39 +163,30 @@ def stage_named(
     return made
 
 
-def _check(
-    config: ModelConfig,
-    specs: tuple[ParamSpec, ...],
-    found: Mapping[str, Tensor],
-    *,
-    partial: bool,
-    where: str,
-) -> None:
-    """Raise CheckpointError unless `found` is what the model needs; values are read of tied heads only."""
-    expected = {spec.hf_name: spec for spec in specs}
-    missing = [] if partial else [name for name in expected if name not in found]
+def _check(rules: LoadRules, found: Mapping[str, Tensor], *, partial: bool, where: str) -> None:
+    """Raise CheckpointError unless `found` is what the rules want; values are read of copies only."""
+    expected = {tensor.name: tensor for tensor in rules.tensors}
+    if partial:  # a rule needs all of its tensors at once
+        some = [rule for rule in rules.rules if any(source.name in found for source in rule.sources)]
+        needed = dict.fromkeys(source.name for rule in some for source in rule.sources)
+    else:
+        needed = dict.fromkeys(expected)
+    missing = [name for name in needed if name not in found]
     extra: list[str] = []
     mismatched: list[str] = []
     for name in sorted(found):
-        tensor = found[name]
+        tensor, other = found[name], rules.copies.get(name)
         if name in expected:
-            if tuple(tensor.shape) != expected[name].shape:
-                mismatched.append(
-                    f"{name} has shape {list(tensor.shape)}, expected {list(expected[name].shape)}"
-                )
-            elif not _is_loadable(tensor.dtype):
-                mismatched.append(f"{name} has dtype {tensor.dtype}, expected a 16-, 32- or 64-bit float")
-        elif name == _HEAD and config.tie_word_embeddings and _EMBEDDING in found:
-            if not _equal(tensor, found[_EMBEDDING]):
-                mismatched.append(f"{_HEAD} differs from {_EMBEDDING}, though config.json ties them")
-        elif not _IGNORED.search(name):
+            problem = expected[name].problem(tensor)
+            if problem is not None:
+                mismatched.append(problem)
+        elif other is not None and other in found:
+            if not _equal(tensor, found[other]):
+                mismatched.append(f"{name} differs from {other}, though config.json ties them")
+        elif not any(re.search(pattern, name) for pattern in rules.harmless):
             extra.append(name)
     if missing or extra or mismatched:
         raise CheckpointError(missing=missing, extra=extra, mismatched=mismatched, where=where)
-
-
-def _is_loadable(dtype: np.dtype[np.generic]) -> bool:
-    return bool(jnp.issubdtype(dtype, jnp.floating)) and dtype.itemsize >= 2
 
 
 def _equal(one: Tensor, other: Tensor) -> bool:

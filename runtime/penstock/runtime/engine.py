@@ -159,7 +159,7 @@ class Engine:
 
     def tensor_specs(self) -> list[tuple[str, str, tuple[int, ...]]]:
         """(checkpoint name, dtype, shape) of every weight, as `update_weights` takes them."""
-        return [(spec.hf_name, np.dtype(spec.dtype).name, tuple(spec.shape)) for spec in self._model.tensors]
+        return [(spec.name, np.dtype(spec.dtype).name, tuple(spec.shape)) for spec in self._model.tensors]
 
     def drain(self, timeout_s: float) -> bool:
         """Refuse new requests, wait for the others; false if some are left after `timeout_s` seconds."""

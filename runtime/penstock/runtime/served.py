@@ -24,8 +24,8 @@ from penstock.runtime.defaults import GenerationDefaults, read_generation_defaul
 from penstock.runtime.errors import UnsupportedFeature
 from penstock.runtime.hub import resolve_model
 from penstock.runtime.models.config import KVSpec
-from penstock.runtime.models.params import ParamSpec, abstract_model, model_dtype, param_specs
-from penstock.runtime.models.registry import ParamPath
+from penstock.runtime.models.load_rules import ParamPath, TensorSpec
+from penstock.runtime.models.params import abstract_model, load_rules, model_dtype
 from penstock.runtime.processors import available_processors
 from penstock.runtime.text import TextCodec
 
@@ -57,7 +57,8 @@ class ServedModel:
     """Whether padding tokens cost next to nothing, as with native kernels."""
     is_native: bool = False
     """Whether native kernels compute the layers and the head, see `CausalLM.is_native`."""
-    tensors: Sequence[ParamSpec] = ()
+    tensors: Sequence[TensorSpec] = ()
+    """Those that an update is made of."""
     stage: Callable[[Any, Tensors, bool], Renewal] | None = None
     """(current weights, tensors by checkpoint name, partial) -> what brings the new ones, which are on the
     device by then; or CheckpointError naming every bad tensor.
@@ -126,7 +127,7 @@ def load_model(model: str, config: EngineConfig, backend: Backend) -> ServedMode
         sliding_window=_largest_window(model_config.sliding_windows),
         skips_padding=linear.packed,
         is_native=nnx.merge(graphdef, shapes).is_native,
-        tensors=param_specs(model_config, dtype, linear),
+        tensors=load_rules(model_config, dtype, linear).tensors,
         stage=stage,
     )
 

@@ -92,9 +92,9 @@ def by_name():
     def find(config, leaves, dtype=None):
         by_path = dict(zip(params.leaf_shapes(config, dtype), leaves, strict=True))
         found = {}
-        for spec in params.param_specs(config, dtype):
-            ((path, part),) = spec.parts.items()
-            found[spec.hf_name] = np.asarray(by_path[path])[part]
+        for rule in params.load_rules(config, dtype).rules:
+            (source,), (target,) = rule.sources, rule.targets
+            found[source.name] = np.asarray(by_path[target.path])[target.part(0, rule.num_rows)]
         return found
 
     return find

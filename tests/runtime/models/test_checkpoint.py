@@ -18,7 +18,7 @@ from penstock.runtime.checkpoint import load_config, load_weights
 from penstock.runtime.checkpoint_safetensors import TensorEntry, find_tensors
 from penstock.runtime.errors import CheckpointError, ConfigError
 from penstock.runtime.models.linear import LinearFormat
-from penstock.runtime.models.params import leaf_shapes, param_specs, state_to_leaves
+from penstock.runtime.models.params import leaf_shapes, load_rules, state_to_leaves
 from penstock.runtime.native.linear import unpack
 
 UP = "model.layers.1.mlp.up_proj.weight"
@@ -59,9 +59,9 @@ def test_every_tensor_lands_in_a_part_of_its_own(golden_root, by_name, name):
     assert_same_by_name(by_name(config, leaves), tensors)
     shapes = leaf_shapes(config)
     taken = {path: np.zeros(leaf.shape, int) for path, leaf in shapes.items()}
-    for spec in param_specs(config):
-        for path, part in spec.parts.items():
-            taken[path][part] += 1
+    for rule in load_rules(config).rules:
+        for target in rule.targets:
+            taken[target.path][target.part(0, rule.num_rows)] += 1
     assert all(leaf.max() == 1 for leaf in taken.values())
     assert all(leaf.all() for path, leaf in taken.items() if path != ("vectors",))  # places have gaps
     assert [(leaf.shape, leaf.dtype) for leaf in leaves] == [(s.shape, s.dtype) for s in shapes.values()]
@@ -105,12 +105,16 @@ def test_however_the_work_is_shared_out_it_gives_the_same(tmp_path, monkeypatch,
     leaves = dict(zip(leaf_shapes(config, "bfloat16", linear), whole, strict=True))
     for name in ("k_proj", "v_proj"):
         hf_name = f"model.layers.1.self_attn.{name}.weight"
-        spec = next(s for s in param_specs(config, "bfloat16", linear) if s.hf_name == hf_name)
+        rules = load_rules(config, "bfloat16", linear).rules
+        rule = next(rule for rule in rules if rule.sources[0].name == hf_name)
+        weight, *scales = [
+            np.asarray(leaves[target.path])[target.part(0, rule.num_rows)] for target in rule.targets
+        ]
         tensor = tensors[hf_name].map()
         values, scale = quantized(tensor) if int8 else (tensor, None)
-        np.testing.assert_array_equal(unpack(np.asarray(leaves[spec.path][spec.parts[spec.path]])), values)
+        np.testing.assert_array_equal(unpack(weight), values)
         if int8:
-            np.testing.assert_array_equal(leaves["scales",][spec.parts["scales",]][0], scale)
+            np.testing.assert_array_equal(scales[0][0], scale)
 
 
 def test_auto_is_the_dtype_of_the_checkpoint(copy):
@@ -251,10 +255,11 @@ def test_progress_callback_ends_at_the_total(copy):
     directory = copy()
     calls = []
     load(directory, progress=lambda done, total: calls.append((done, total)))
-    total = sum(spec.num_bytes for spec in param_specs(load_config(directory)))
+    rules = load_rules(load_config(directory)).rules
+    total = sum(tensor.nbytes for tensor in load_file(directory / "model.safetensors").values())
     assert calls[-1] == (total, total)
     assert [done for done, _ in calls] == sorted(done for done, _ in calls)
-    assert len(calls) == len(param_specs(load_config(directory)))
+    assert len(calls) == len(rules)
 
 
 class Terminal(io.StringIO):

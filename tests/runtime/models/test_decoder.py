@@ -63,7 +63,7 @@ def test_a_large_model_is_described_without_memory():
     large = dataclasses.replace(
         TINY, vocab_size=1 << 20, hidden_size=1 << 16, num_heads=1 << 13, num_kv_heads=8
     )
-    assert sum(spec.num_bytes for spec in params.param_specs(large)) > 100e9
+    assert sum(rule.num_bytes for rule in params.load_rules(large).rules) > 100e9
 
 
 def test_leaves_and_state_share_one_order():
@@ -79,10 +79,12 @@ def test_leaves_and_state_share_one_order():
 
 
 def test_layers_keep_their_numeric_order():
-    specs = params.param_specs(dataclasses.replace(TINY, num_layers=12, sliding_windows=(None,) * 12))
-    layers = [int(spec.hf_name.split(".")[2]) for spec in specs if ".layers." in spec.hf_name]
+    tensors = params.load_rules(
+        dataclasses.replace(TINY, num_layers=12, sliding_windows=(None,) * 12)
+    ).tensors
+    layers = [int(tensor.name.split(".")[2]) for tensor in tensors if ".layers." in tensor.name]
     assert layers == sorted(layers)
-    assert "model.layers.11.self_attn.q_proj.bias" in {spec.hf_name for spec in specs}
+    assert "model.layers.11.self_attn.q_proj.bias" in {tensor.name for tensor in tensors}
 
 
 QWEN3_0_6B = ModelConfig.from_dict(config_json(SHAPES["qwen3-0.6b"]))
@@ -100,7 +102,8 @@ def test_qwen3_0_6b_passes_at_most_150_arrays_a_step(name):
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_only_an_untied_head_is_a_parameter(tied):
-    names = {spec.hf_name for spec in params.param_specs(dataclasses.replace(TINY, tie_word_embeddings=tied))}
+    config = dataclasses.replace(TINY, tie_word_embeddings=tied)
+    names = {tensor.name for tensor in params.load_rules(config).tensors}
     assert ("lm_head.weight" in names) != tied
 
 

@@ -16,7 +16,7 @@ from penstock.runtime.models import rope
 from penstock.runtime.models.config import ModelConfig
 from penstock.runtime.models.layers import MLP, Attention
 from penstock.runtime.models.linear import PLAIN, Embedding, Linear, LinearFormat, RMSNorm, logits
-from penstock.runtime.models.pools import Planner, PoolPlanners, Pools
+from penstock.runtime.models.pools import PoolPlanners, Pools
 
 
 class DecoderLayer(nnx.Module):
@@ -60,7 +60,7 @@ class CausalLM(nnx.Module):
         self.config = config
         tied = config.tie_word_embeddings
         hidden, vocab = config.hidden_size, config.vocab_size
-        planners = PoolPlanners(Planner(), Planner())
+        planners = PoolPlanners.new()
         # A table that is only looked up gains nothing from the formats of products.
         self.embed_tokens = Embedding(vocab, hidden, dtype, planners, linear if tied else PLAIN)
         self.layers = nnx.List(
@@ -71,6 +71,7 @@ class CausalLM(nnx.Module):
         self.vectors = nnx.Param(jnp.zeros((planners.vectors.size,), dtype))
         num_scales = planners.scales.size
         self.scales = nnx.Param(jnp.zeros((2, num_scales), jnp.float32)) if num_scales else None
+        self.padding = planners.vectors.padding + planners.scales.padding
 
     @property
     def pools(self) -> Pools:

@@ -14,7 +14,7 @@ what results hold there is undefined.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import jax
@@ -22,7 +22,19 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from penstock.runtime.models.pools import Place, PoolPlanners, Pools
+from penstock.runtime.models.load_rules import (
+    LoadRule,
+    NameOf,
+    ParamPath,
+    Put,
+    Source,
+    Target,
+    copy_rows,
+    pack_rows,
+    quantize_and_pack_rows,
+    quantize_rows,
+)
+from penstock.runtime.models.pools import SCALES, VECTORS, Place, PoolPlanners, Pools
 from penstock.runtime.native import linear as native
 
 
@@ -61,12 +73,40 @@ def matmul_int8(x: jax.Array, weight: jax.Array, scale: jax.Array) -> jax.Array:
     return exact.astype(jnp.float32) * (peak / np.float32(127)) * scale[None, :]
 
 
+_PUTS: Mapping[tuple[bool, bool], Put] = {
+    (False, False): copy_rows,
+    (True, False): pack_rows,
+    (False, True): quantize_rows,
+    (True, True): quantize_and_pack_rows,
+}
+"""By packed and int8."""
+
+
+def _vector_rule(
+    tensor: ParamPath, place: Place, dtype: np.dtype[np.generic], name: NameOf
+) -> tuple[ParamPath, LoadRule]:
+    """A norm or bias goes to its place in the pool."""
+    rule = LoadRule(
+        sources=(Source(name(tensor), (place.size,)),),
+        targets=(Target(VECTORS, begin=place.begin),),
+        num_rows=place.size,
+        dtype=dtype,
+    )
+    return tensor, rule
+
+
 class RMSNorm(nnx.Module):
     """Root mean square norm over the last dimension, in float32 (Zhang and Sennrich 2019)."""
 
     def __init__(self, size: int, eps: float, planners: PoolPlanners) -> None:
         self.weight_at = planners.vectors.take(size)
         self.eps = eps
+
+    def load_rules(
+        self, path: ParamPath, dtype: np.dtype[np.generic], name: NameOf
+    ) -> Iterator[tuple[ParamPath, LoadRule]]:
+        """See `HasLoadRules`."""
+        yield _vector_rule((*path, "weight"), self.weight_at, dtype, name)
 
     def __call__(self, x: jax.Array, pools: Pools) -> jax.Array:
         """x [..., size] -> the same shape and dtype."""
@@ -102,6 +142,30 @@ class Linear(nnx.Module):
         self.weight = nnx.Param(jnp.zeros(shape, jnp.int8 if self.int8 else dtype))
         self.scale_at: Place | None = planners.scales.take(out_size) if self.int8 else None
         self.bias_at: Place | None = planners.vectors.take(out_size) if bias else None
+
+    def load_rules(
+        self, path: ParamPath, dtype: np.dtype[np.generic], name: NameOf
+    ) -> Iterator[tuple[ParamPath, LoadRule]]:
+        """See `HasLoadRules`: each part of the outputs is a tensor."""
+        row, block = 0, native.BLOCK_OUT if self.packed else 1
+        for part, size in self.parts:
+            layer = (*path[:-1], part)
+            tensor: ParamPath = (*layer, "weight")
+            targets = [Target((*path, "weight"), begin=row // block, rows_per_entry=block)]
+            if self.scale_at is not None:
+                targets.append(Target(SCALES, begin=self.scale_at.begin + row, axis=1))
+            rule = LoadRule(
+                sources=(Source(name(tensor), (size, self.in_size)),),
+                targets=tuple(targets),
+                num_rows=size,
+                dtype=dtype,
+                put=_PUTS[self.packed, self.int8],
+            )
+            yield tensor, rule
+            if self.bias_at is not None:
+                place = Place(self.bias_at.begin + row, size)
+                yield _vector_rule((*layer, "bias"), place, dtype, name)
+            row += size
 
     def native(self, pools: Pools) -> native.Packed:
         """The operands of the native kernel."""

@@ -12,6 +12,8 @@ from typing import NamedTuple
 
 import jax
 
+from penstock.runtime.models.load_rules import Padding, ParamPath
+
 _ALIGNMENT = 32  # of places, in elements: every vector begins in a cache line of its own
 
 
@@ -23,8 +25,17 @@ class Place:
     size: int
 
     @property
+    def end(self) -> int:
+        return self.begin + self.size
+
+    @property
     def columns(self) -> slice:
-        return slice(self.begin, self.begin + self.size)
+        return slice(self.begin, self.end)
+
+
+VECTORS: ParamPath = ("vectors",)
+SCALES: ParamPath = ("scales",)
+"""Where the pools are in a model's state."""
 
 
 class Pools(NamedTuple):
@@ -39,14 +50,24 @@ class Pools(NamedTuple):
 class Planner:
     """Hands out the places of one pool while a model is built."""
 
-    def __init__(self) -> None:
+    def __init__(self, path: ParamPath, axis: int = 0) -> None:
+        """Of the pool at `path`, whose columns lie along `axis`."""
         self.size = 0
+        self._path, self._axis = path, axis
+        self._padding: list[Padding] = []
 
     def take(self, size: int) -> Place:
         """The next `size` columns."""
         place = Place(self.size, size)
         self.size += -(-size // _ALIGNMENT) * _ALIGNMENT
+        if place.end < self.size:
+            self._padding.append(Padding(self._path, place.end, self.size - place.end, self._axis))
         return place
+
+    @property
+    def padding(self) -> tuple[Padding, ...]:
+        """The columns between places."""
+        return tuple(self._padding)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,3 +76,8 @@ class PoolPlanners:
 
     vectors: Planner
     scales: Planner
+
+    @classmethod
+    def new(cls) -> PoolPlanners:
+        """Of empty pools."""
+        return cls(Planner(VECTORS), Planner(SCALES, axis=1))

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TypeAlias
 
 import jax.numpy as jnp
 
@@ -16,20 +15,21 @@ from penstock.runtime.errors import UnknownArchitecture
 from penstock.runtime.models.config import FAMILIES, ModelConfig
 from penstock.runtime.models.decoder import CausalLM
 from penstock.runtime.models.linear import LinearFormat
-
-ParamPath: TypeAlias = tuple[str | int, ...]
+from penstock.runtime.models.load_rules import NameOf, ParamPath
 
 
 @dataclass(frozen=True, slots=True)
 class ModelFamily:
     """parse: config.json mapping -> ModelConfig. build: the module with zero weights, in a dtype.
 
-    tensor_name: the checkpoint's name of the tensor at a path, that of a state in which nothing is fused.
+    tensor_name: how the tensors of its checkpoints are called. harmless, copies: see `LoadRules`.
     """
 
     parse: Callable[[Mapping[str, object]], ModelConfig]
     build: Callable[[ModelConfig, jnp.dtype, LinearFormat], CausalLM]
-    tensor_name: Callable[[ParamPath], str]
+    tensor_name: NameOf
+    harmless: tuple[str, ...]
+    copies: Callable[[ModelConfig], Mapping[str, str]]
 
 
 def _llama_tensor_name(path: ParamPath) -> str:
@@ -38,8 +38,22 @@ def _llama_tensor_name(path: ParamPath) -> str:
     return name if path[0] == "lm_head" else f"model.{name}"
 
 
+def _tied_head(config: ModelConfig) -> Mapping[str, str]:
+    """A tied head has no leaf of its own; some checkpoints store it all the same."""
+    return {"lm_head.weight": "model.embed_tokens.weight"} if config.tie_word_embeddings else {}
+
+
+_ROTARY_CONSTANT = r"(^|\.)rotary_emb\.inv_freq$"
+"""Old checkpoints store it; config.json decides."""
+
 ARCHITECTURES: Mapping[str, ModelFamily] = {
-    name: ModelFamily(parse=ModelConfig.from_dict, build=CausalLM, tensor_name=_llama_tensor_name)
+    name: ModelFamily(
+        parse=ModelConfig.from_dict,
+        build=CausalLM,
+        tensor_name=_llama_tensor_name,
+        harmless=(_ROTARY_CONSTANT,),
+        copies=_tied_head,
+    )
     for name in FAMILIES
 }
 

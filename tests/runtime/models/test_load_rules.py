@@ -1,0 +1,320 @@
+"""Rules from tensors to leaves: any way of cutting, stacking and turning a leaf loads to the same array."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.numpy import save_file
+
+from penstock.runtime import checkpoint_leaves
+from penstock.runtime.checkpoint import _check
+from penstock.runtime.checkpoint_leaves import make_leaves
+from penstock.runtime.checkpoint_safetensors import find_tensors
+from penstock.runtime.errors import CheckpointError
+from penstock.runtime.models.load_rules import (
+    LoadRule,
+    LoadRules,
+    Padding,
+    ParamPath,
+    Source,
+    Target,
+    check,
+    pack_rows,
+    quantize_rows,
+)
+from penstock.runtime.native.linear import pack, packed_shape
+
+F32 = np.dtype(np.float32)
+LEAF = ("layer", "weight")
+
+
+def shape_of(leaf: np.ndarray) -> dict[Any, jax.ShapeDtypeStruct]:
+    return {LEAF: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)}
+
+
+def placed(path: Any, leaf: np.ndarray) -> jax.Array:
+    array: jax.Array = jax.device_put(leaf)
+    return array
+
+
+def loaded(rules: Sequence[LoadRule], tensors: Any, shapes: Any, **options: Any) -> dict[Any, np.ndarray]:
+    made, problems = make_leaves(rules, tensors, shapes, placed, threads=3, **options)
+    assert not problems
+    return {path: np.asarray(leaf.value) for path, leaf in made.items()}
+
+
+def rule(name: str, shape: tuple[int, ...], **changes: Any) -> LoadRule:
+    """All of a tensor becomes all of the leaf."""
+    whole = LoadRule(sources=(Source(name, shape),), targets=(Target(LEAF),), num_rows=shape[0], dtype=F32)
+    return dataclasses.replace(whole, **changes)
+
+
+@st.composite
+def cuts(draw: st.DrawFn) -> tuple[np.ndarray, dict[str, np.ndarray], list[LoadRule]]:
+    """A leaf [matrices, rows, columns], or without the first, tensors that hold it in pieces, and the rules
+    that put it together. Each piece is some rows of a matrix; it is a tensor of its own, turned or not, or,
+    with all others of the same place in their matrices, a matrix of a stacked tensor, or is fused with the
+    piece after it.
+    """
+    is_stacked = draw(st.booleans())
+    count = draw(st.integers(1, 3)) if is_stacked else 1
+    sizes = draw(st.lists(st.integers(1, 5), min_size=1, max_size=4))
+    columns = draw(st.integers(1, 4))
+    values = np.arange(count * sum(sizes) * columns, dtype=np.float32)
+    leaf = values.reshape(count, sum(sizes), columns)
+    tensors: dict[str, np.ndarray] = {}
+    rules: list[LoadRule] = []
+    begins = np.cumsum([0, *sizes])
+    i = 0
+    while i < len(sizes):
+        kinds = ["own", "turned", "stacked", "stacked and turned", *(["fused"] if i + 1 < len(sizes) else [])]
+        kind = draw(st.sampled_from(kinds))
+        num_pieces = 2 if kind == "fused" else 1
+        first, last = int(begins[i]), int(begins[i + num_pieces])
+        part = leaf[:, first:last]
+        if kind.startswith("stacked"):
+            turned = kind.endswith("turned")
+            tensors[f"{i}"] = part.transpose(0, 2, 1) if turned else part
+        for matrix in range(count):
+            at = (matrix,) if is_stacked else ()
+            name = f"{i}" if kind.startswith("stacked") else f"{i}.{matrix}"
+            if kind in ("own", "fused"):
+                tensors[name] = part[matrix]
+            elif kind == "turned":
+                tensors[name] = part[matrix].T
+            within = 0
+            for size in sizes[i : i + num_pieces]:
+                source = Source(
+                    name,
+                    tensors[name].shape,
+                    at=(matrix,) if kind.startswith("stacked") else (),
+                    begin=within,
+                    axis=int("turned" in kind),
+                )
+                target = Target(LEAF, at=at, begin=first + within)
+                rules.append(LoadRule(sources=(source,), targets=(target,), num_rows=size, dtype=F32))
+                within += size
+        i += num_pieces
+    tensors = {name: np.ascontiguousarray(tensor) for name, tensor in tensors.items()}
+    return (leaf if is_stacked else leaf[0]), tensors, draw(st.permutations(rules))
+
+
+@given(cuts())
+@settings(max_examples=150, deadline=None)
+def test_any_partition_of_a_leaf_loads_to_the_same_array(case: Any) -> None:
+    leaf, tensors, rules = case
+    check(LoadRules(rules=tuple(rules)), shape_of(leaf))
+    np.testing.assert_array_equal(loaded(rules, tensors, shape_of(leaf))[LEAF], leaf)
+
+
+@given(cuts(), st.data())
+@settings(max_examples=100, deadline=None)
+def test_a_missing_doubled_or_moved_rule_is_found(case: Any, data: st.DataObject) -> None:
+    leaf, _, rules = case
+    i = data.draw(st.integers(0, len(rules) - 1))
+    (target,) = rules[i].targets
+    moved = dataclasses.replace(rules[i], targets=(dataclasses.replace(target, begin=target.begin + 1),))
+    for wrong in (rules[:i] + rules[i + 1 :], [*rules, rules[i]], [*rules[:i], moved, *rules[i + 1 :]]):
+        with pytest.raises(ValueError, match=r"\('layer', 'weight'\)|nobody reads"):
+            check(LoadRules(rules=tuple(wrong)), shape_of(leaf))
+
+
+@given(cuts(), st.data())
+@settings(max_examples=100, deadline=None)
+def test_an_update_of_some_tensors_keeps_the_rest_of_the_leaf(case: Any, data: st.DataObject) -> None:
+    leaf, tensors, rules = case
+    names = data.draw(st.sets(st.sampled_from(sorted(tensors)), min_size=1))
+    new = {name: -tensors[name] for name in names}
+    made, _ = make_leaves(rules, new, shape_of(leaf), placed, threads=2, old=lambda path: leaf)
+    expected = leaf.copy()
+    for each in rules:
+        if each.sources[0].name in names:
+            expected[each.targets[0].part(0, each.num_rows)] *= -1
+    np.testing.assert_array_equal(made[LEAF].value, expected)
+    parts = made[LEAF].parts
+    if parts is not None:  # merged over another update's leaf, they bring what is new and nothing else
+        merged = leaf.copy()
+        for part in parts:
+            merged[part] = np.asarray(made[LEAF].value)[part]
+        np.testing.assert_array_equal(merged, expected)
+    else:
+        np.testing.assert_array_equal(expected, -leaf)
+
+
+def test_pieces_are_read_from_a_file_and_cut_into_tasks(tmp_path, monkeypatch):
+    """A stacked tensor, a turned one and a fused one, in tasks of one row."""
+    monkeypatch.setattr(checkpoint_leaves, "_TASK_VALUES", 1)
+    monkeypatch.setattr(checkpoint_leaves, "_STEP_VALUES", 1)
+    leaf = np.arange(2 * 5 * 3, dtype=np.float32).reshape(2, 5, 3)
+    stacked, turned, fused = leaf[:, :2], leaf[0, 2:].T, leaf[1, 2:]
+    tensors = {"stacked": stacked, "turned": turned, "fused": fused}
+    save_file({n: np.ascontiguousarray(t) for n, t in tensors.items()}, tmp_path / "model.safetensors")
+    rules = [
+        *(
+            rule(
+                "stacked",
+                (2, 2, 3),
+                num_rows=2,
+                sources=(Source("stacked", (2, 2, 3), at=(i,)),),
+                targets=(to,),
+            )
+            for i, to in enumerate((Target(LEAF, at=(0,)), Target(LEAF, at=(1,))))
+        ),
+        rule("turned", (3, 3), sources=(Source("turned", (3, 3), axis=1),), targets=(Target(LEAF, (0,), 2),)),
+        rule("fused", (3, 3), num_rows=1, targets=(Target(LEAF, (1,), 2),)),
+        rule(
+            "fused",
+            (3, 3),
+            num_rows=2,
+            sources=(Source("fused", (3, 3), begin=1),),
+            targets=(Target(LEAF, (1,), 3),),
+        ),
+    ]
+    check(LoadRules(rules=tuple(rules)), shape_of(leaf))
+    np.testing.assert_array_equal(loaded(rules, find_tensors(tmp_path), shape_of(leaf))[LEAF], leaf)
+
+
+def test_a_tensor_of_many_rules_is_asked_for_once():
+    leaf = np.arange(12, dtype=np.float32).reshape(4, 3)
+    asked: list[str] = []
+
+    class Lazy(dict[str, np.ndarray]):
+        def __getitem__(self, name: str) -> np.ndarray:
+            asked.append(name)
+            return super().__getitem__(name)
+
+    rules = [
+        rule(
+            "all",
+            (4, 3),
+            num_rows=1,
+            sources=(Source("all", (4, 3), begin=i),),
+            targets=(Target(LEAF, begin=i),),
+        )
+        for i in range(4)
+    ]
+    loaded(rules, Lazy(all=leaf), shape_of(leaf))
+    assert asked == ["all"]
+
+
+def expand(parts: Sequence[np.ndarray], rows: Sequence[np.ndarray]) -> None:
+    """A toy format: whole numbers, and what each row of them is multiplied by."""
+    parts[0][...] = rows[0].astype(np.float32) * rows[1][:, None]
+
+
+INT8 = np.dtype(np.int8)
+TOY_FORMAT = LoadRule(
+    sources=(Source("numbers", (6, 4), dtype=INT8), Source("scales", (6,))),
+    targets=(Target(LEAF),),
+    num_rows=6,
+    dtype=F32,
+    put=expand,
+)
+NUMBERS = np.arange(24, dtype=np.int8).reshape(6, 4)
+SCALES = np.array([1, 0.5, 2, 4, 0.25, 8], np.float16)
+
+
+def test_a_format_of_several_tensors_makes_one_leaf(monkeypatch):
+    leaf = NUMBERS * SCALES.astype(np.float32)[:, None]
+    tensors = {"numbers": NUMBERS, "scales": SCALES}
+    for values in (1, 1 << 20):
+        monkeypatch.setattr(checkpoint_leaves, "_TASK_VALUES", values)
+        monkeypatch.setattr(checkpoint_leaves, "_STEP_VALUES", values)
+        np.testing.assert_array_equal(loaded([TOY_FORMAT], tensors, shape_of(leaf))[LEAF], leaf)
+
+
+def test_a_format_needs_all_of_its_tensors_and_their_own_dtype():
+    rules = LoadRules(rules=(TOY_FORMAT,))
+    _check(rules, {"numbers": NUMBERS, "scales": SCALES}, partial=True, where="here")
+    with pytest.raises(CheckpointError, match=r"missing \(1\): scales"):
+        _check(rules, {"numbers": NUMBERS}, partial=True, where="here")
+    with pytest.raises(CheckpointError, match="numbers has dtype float32, expected int8"):
+        _check(rules, {"numbers": NUMBERS.astype(np.float32), "scales": SCALES}, partial=False, where="here")
+    with pytest.raises(CheckpointError, match="scales has dtype int8, expected a 16-, 32- or 64-bit float"):
+        _check(rules, {"numbers": NUMBERS, "scales": SCALES.astype(np.int8)}, partial=False, where="here")
+    with pytest.raises(CheckpointError, match=r"unexpected \(1\): zeros"):
+        _check(rules, {"numbers": NUMBERS, "scales": SCALES, "zeros": SCALES}, partial=True, where="here")
+
+
+def test_what_is_named_harmless_or_a_copy_may_be_there():
+    rules = LoadRules(rules=(rule("w", (2, 2)),), harmless=(r"\.inv_freq$",), copies={"head": "w"})
+    w = np.ones((2, 2), np.float32)
+    _check(rules, {"w": w, "head": w.copy(), "x.inv_freq": w}, partial=False, where="here")
+    with pytest.raises(CheckpointError, match="head differs from w"):
+        _check(rules, {"w": w, "head": 2 * w}, partial=False, where="here")
+    with pytest.raises(CheckpointError, match=r"unexpected \(1\): inv_freq"):
+        _check(rules, {"w": w, "inv_freq": w}, partial=False, where="here")
+
+
+def test_blocks_of_rows_lie_in_a_stacked_leaf_of_tiles():
+    """Packed experts: 16 rows are one entry of the leaf."""
+    values = np.random.default_rng(0).standard_normal((2, 48, 64)).astype(jnp.bfloat16)
+    tiles = np.stack([pack(matrix) for matrix in values])
+    assert tiles.shape[1:] == packed_shape(48, 64, int8=False)
+    rules = [
+        LoadRule(
+            sources=(Source(f"{i}.{name}", (size, 64)),),
+            targets=(Target(LEAF, at=(i,), begin=begin // 16, rows_per_entry=16),),
+            num_rows=size,
+            dtype=values.dtype,
+            put=pack_rows,
+        )
+        for i in range(2)
+        for name, begin, size in (("gate", 0, 32), ("up", 32, 16))
+    ]
+    tensors = {f"{i}.gate": values[i, :32] for i in range(2)} | {f"{i}.up": values[i, 32:] for i in range(2)}
+    check(LoadRules(rules=tuple(rules)), shape_of(tiles))
+    np.testing.assert_array_equal(loaded(rules, tensors, shape_of(tiles))[LEAF], tiles)
+    half = dataclasses.replace(rules[0], num_rows=24, sources=(Source("0.gate", (24, 64)),))
+    with pytest.raises(ValueError, match=r"0\.gate shall fill .*24 rows: no whole blocks"):
+        check(LoadRules(rules=(half, *rules[1:])), shape_of(tiles))
+
+
+def test_scales_go_to_a_leaf_of_their_own():
+    """Two targets, one of them along its second axis, with padding that is named."""
+    matrix = np.array([[1, -127], [254, 2]], np.float32)
+    shapes: dict[ParamPath, jax.ShapeDtypeStruct] = {
+        LEAF: jax.ShapeDtypeStruct((2, 2), np.int8),
+        ("scales",): jax.ShapeDtypeStruct((2, 4), np.float32),
+    }
+    targets = (Target(LEAF), Target(("scales",), begin=1, axis=1))
+    rules = LoadRules(
+        rules=(rule("w", (2, 2), targets=targets, put=quantize_rows),),
+        padding=(Padding(("scales",), 0, 1, axis=1), Padding(("scales",), 3, 1, axis=1)),
+    )
+    check(rules, shapes)
+    made = loaded(rules.rules, {"w": matrix}, shapes)
+    np.testing.assert_array_equal(made[LEAF], [[1, -127], [127, 1]])
+    np.testing.assert_array_equal(made["scales",][0], [0, 1, 2, 0])
+    with pytest.raises(ValueError, match=r"no tensor fills \[0, 0\] of the leaf \('scales',\)"):
+        check(dataclasses.replace(rules, padding=rules.padding[1:]), shapes)
+
+
+def test_mistakes_of_a_model_name_tensor_and_leaf():
+    shapes: dict[ParamPath, jax.ShapeDtypeStruct] = {LEAF: jax.ShapeDtypeStruct((4, 2), F32)}
+    for wrong, message in (
+        ((), r"no tensor fills any of the leaf \('layer', 'weight'\)"),
+        ((rule("w", (3, 2)),), r"no tensor fills \[3\] of the leaf \('layer', 'weight'\)"),
+        ((rule("w", (4, 2)), rule("v", (1, 2))), r"both w and v fill .* of the leaf \('layer', 'weight'\)"),
+        ((rule("w", (5, 2)),), r"the leaf \('layer', 'weight'\), which w shall fill, has shape \(4, 2\)"),
+        ((rule("w", (5, 2), num_rows=4),), r"nobody reads \[4\] of the tensor w"),
+        ((rule("w", (3, 2), num_rows=4),), r"the tensor w has shape \(3, 2\)"),
+        ((rule("w", (4, 2), targets=(Target(("x",)),)),), r"w shall fill \('x',\), which is no leaf"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            check(LoadRules(rules=wrong), shapes)
+
+
+def test_a_turned_tensor_may_overflow_too():
+    wide = np.array([[1, 2], [1e30, 4]], np.float64)
+    half = rule("w", (2, 2), dtype=np.dtype(np.float16), sources=(Source("w", (2, 2), axis=1),))
+    _, problems = make_leaves(
+        [half], {"w": wide}, {LEAF: jax.ShapeDtypeStruct((2, 2), np.float16)}, placed, threads=1
+    )
+    assert problems == ["w has values beyond the range of float16"]
