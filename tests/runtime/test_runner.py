@@ -330,7 +330,7 @@ def test_layout_round_trip() -> None:
         frequency_penalty=-1.5,
         repetition_penalty=1.1,
     )
-    fields[1, -PARAM_FIELDS:] = pack_params(Request("r", (1,), params, logprobs=4))
+    fields[1, -PARAM_FIELDS:] = pack_params(Request("r", (1,), params, logprobs=4), 3)
     stop_ids[2, 5] = 44
     fields[:, MAX_SAMPLES], fields[:, BANS] = [1, 5, 0, 2], [0, 3, 0, 2]
     fields[:, PAGE_INDEX], fields[:, PAGE] = [7, 7, 2, 7], [0, 0, 9, 0]
@@ -343,6 +343,7 @@ def test_layout_round_trip() -> None:
     assert rows.slots.tolist() == [3, 1, 2, 0]
     assert rows.features[1] == PENALTIES | SAMPLING | LOGPROBS
     assert rows.num_logprobs[1] == 4
+    assert rows.feature_slots[1] == 3
     assert rows.temperature[1] == np.float32(0.7)
     assert rows.top_k[1] == 50
     assert rows.top_p[1] == np.float32(0.9)

@@ -28,12 +28,25 @@ HEADER = 2
 FLAGS, NUM_STEPS = range(HEADER)
 PARAMS = 7
 SLOT, START, NUM_TOKENS, MAX_SAMPLES, BANS, PAGE_INDEX, PAGE = range(PARAMS)
-"""Fields of the step; behind them, from PARAMS on, those of the request."""
-PARAM_FIELDS = 12
-"""Constant while a request holds its slot; in the order of `pack_params`."""
+"""The fields of a row that each step sets. Behind them, from PARAMS on, stand those of the request."""
+PARAM_INTS = ("features", "num_logprobs", "top_k", "feature_slots")
+PARAM_FLOATS = (
+    "temperature",
+    "top_p",
+    "min_p",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+)
+PARAM_WORDS = ("seed_high", "seed_low")
+"""The fields of the request, which are constant while it holds its slot: as `SamplingRows` names them, but
+for the two words of its seed."""
+PARAM_COLUMN = {name: i for i, name in enumerate((*PARAM_INTS, *PARAM_FLOATS, *PARAM_WORDS))}
+"""Where each of them stands behind PARAMS."""
+PARAM_FIELDS = len(PARAM_COLUMN)
 NUM_FIELDS = PARAMS + PARAM_FIELDS
-FEATURES = PARAMS
-"""The first of them; a row's bits of the header's flags."""
+FEATURES = PARAMS + PARAM_COLUMN["features"]
+"""The field of a row that holds its bits of the header's flags."""
 FEEDBACK = -1
 """Input token that stands for "the token this row's slot sampled last"."""
 _MOST_PENALTY = 1e30
@@ -57,24 +70,23 @@ def pack_params(request: Request, feature_slot: int = 0) -> Ints:
     """The constant fields of a row, int32[PARAM_FIELDS]. The engine has drawn a seed where the caller set
     none; without penalties and bias no feature slot is looked at.
     """
-    params: SamplingParams = request.sampling
-    seed = params.seed or 0
-    floats = np.array(
-        [
-            params.temperature,
-            params.top_p,
-            params.min_p,
-            params.presence_penalty,
-            params.frequency_penalty,
-            # Neither it nor what it makes of a logit may leave the range of float32.
-            min(max(params.repetition_penalty, 1 / _MOST_PENALTY), _MOST_PENALTY),
-        ],
-        np.float32,
-    ).view(np.int32)
-    seeds = np.array([seed >> 32, seed & 0xFFFFFFFF], np.uint32).view(np.int32)
-    num_logprobs = -1 if request.logprobs is None else request.logprobs
-    ints = (row_features(request), num_logprobs, params.top_k)
-    return np.array([*ints, *floats, *seeds, feature_slot], np.int32)
+    sampling: SamplingParams = request.sampling
+    seed = sampling.seed or 0
+    ints = {
+        "features": row_features(request),
+        "num_logprobs": -1 if request.logprobs is None else request.logprobs,
+        "top_k": sampling.top_k,
+        "feature_slots": feature_slot,
+    }
+    floats = {name: getattr(sampling, name) for name in PARAM_FLOATS}
+    # Neither it nor what it makes of a logit may leave the range of float32.
+    floats["repetition_penalty"] = min(max(sampling.repetition_penalty, 1 / _MOST_PENALTY), _MOST_PENALTY)
+    words = {"seed_high": seed >> 32, "seed_low": seed & 0xFFFFFFFF}
+    row = np.zeros(PARAM_FIELDS, np.int32)
+    for part, view in ((ints, row), (floats, row.view(np.float32)), (words, row.view(np.uint32))):
+        for name, value in part.items():
+            view[PARAM_COLUMN[name]] = value
+    return row
 
 
 class Unpacked(NamedTuple):
@@ -126,27 +138,16 @@ class Layout:
     def unpack_rows(self, packed: Array) -> Unpacked:
         """The first part of the buffer, alone or with the rest behind it, inside the program."""
         header, fields, stop_ids = self.row_views(packed)
-        params = fields[:, PARAMS:]
-
-        def floats(column: int) -> Array:
-            return lax.bitcast_convert_type(params[:, column], jnp.float32)
-
+        params = {name: fields[:, PARAMS + column] for name, column in PARAM_COLUMN.items()}
+        words = jnp.stack([params[name] for name in PARAM_WORDS], axis=1)
         sampling = SamplingRows(
             slots=fields[:, SLOT],
-            feature_slots=params[:, 11],
             positions=fields[:, START] + fields[:, NUM_TOKENS],
             stop_ids=stop_ids,
             banned=fields[:, BANS] > 0,
-            features=params[:, 0],
-            num_logprobs=params[:, 1],
-            top_k=params[:, 2],
-            temperature=floats(3),
-            top_p=floats(4),
-            min_p=floats(5),
-            presence_penalty=floats(6),
-            frequency_penalty=floats(7),
-            repetition_penalty=floats(8),
-            seed=lax.bitcast_convert_type(params[:, 9:11], jnp.uint32),
+            seed=lax.bitcast_convert_type(words, jnp.uint32),
+            **{name: params[name] for name in PARAM_INTS},
+            **{name: lax.bitcast_convert_type(params[name], jnp.float32) for name in PARAM_FLOATS},
         )
         return Unpacked(
             flags=header[FLAGS],
