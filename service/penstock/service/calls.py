@@ -54,7 +54,8 @@ async def _cancel(handlers: dict[int, Task]) -> None:
     for count, task in enumerate(list(asyncio.all_tasks())):
         if count % AT_ONCE == AT_ONCE - 1:
             await asyncio.sleep(0)
-        if _OUTER in getattr(task.get_coro(), "__qualname__", ""):
+        # A coroutine of Cython's that has just ended has no name any more, and its task is not done yet.
+        if _OUTER in (getattr(task.get_coro(), "__qualname__", None) or ""):
             handler = _handler_of(task, handlers)
             if handler is not None:
                 handler.cancel()

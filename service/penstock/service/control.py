@@ -19,6 +19,7 @@ from penstock.service.prompts import encode_prompt
 from penstock.service.reply_budget import ID_BYTES, ReplyBudget
 from penstock.service.reply_limits import ReplyLimits
 from penstock.service.support import check_supported
+from penstock.service.underway import Calls
 from penstock.v1 import control_pb2, control_pb2_grpc, types_pb2
 
 if TYPE_CHECKING:
@@ -36,6 +37,7 @@ class ControlServicer(control_pb2_grpc.ControlServiceServicer):
         self,
         engine: Backend,
         lanes: Lanes,
+        calls: Calls,
         *,
         version: str,
         instance_id: str,
@@ -44,6 +46,7 @@ class ControlServicer(control_pb2_grpc.ControlServiceServicer):
     ) -> None:
         self._engine = engine
         self._lanes = lanes
+        self._calls = calls
         self._budget = budget or ReplyBudget(ReplyLimits())
         self._version = version
         self._instance_id = instance_id
@@ -133,12 +136,13 @@ class ControlServicer(control_pb2_grpc.ControlServiceServicer):
         task = asyncio.current_task()
         assert task is not None, "gRPC calls handlers in a task"
         task.add_done_callback(lambda _: share.close())
-        prompt = await self._lanes.convert(partial(self._prompt, request), message_cost(request.chat))
         max_model_len = self._engine.info.max_model_len
         special = request.add_special_tokens if request.HasField("add_special_tokens") else None
-        encoded = await encode_prompt(
-            self._engine.text, prompt, self._lanes, room=max_model_len, add_special_tokens=special
-        )
+        async with self._calls.preparing():
+            prompt = await self._lanes.convert(partial(self._prompt, request), message_cost(request.chat))
+            encoded = await encode_prompt(
+                self._engine.text, prompt, self._lanes, room=max_model_len, add_special_tokens=special
+            )
         num_ids = len(encoded.token_ids)
         self._budget.check_ids(request.WhichOneof("input") or "input", num_ids)
         share.add(ID_BYTES * num_ids - share.num_bytes)
@@ -176,9 +180,9 @@ class ControlServicer(control_pb2_grpc.ControlServiceServicer):
             ids = token_ids("token_ids", request.token_ids, self._engine.info.vocab_size, bad)
         bad.raise_if_any()
         skip = request.skip_special_tokens if request.HasField("skip_special_tokens") else True
-        text = await self._lanes.convert(
-            partial(codec.decode, ids, skip_special_tokens=skip), _TOKEN_COST * len(ids)
-        )
+        work = partial(codec.decode, ids, skip_special_tokens=skip)
+        async with self._calls.preparing():
+            text = await self._lanes.convert(work, _TOKEN_COST * len(ids))
         return control_pb2.DetokenizeResponse(text=text)
 
     async def Pause(self, request: control_pb2.PauseRequest, context: Context) -> control_pb2.PauseResponse:

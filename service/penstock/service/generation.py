@@ -43,6 +43,7 @@ from penstock.service.replies import encode_logprobs
 from penstock.service.reply_budget import ReplyBudget
 from penstock.service.streams import Buffer, Switchboard
 from penstock.service.telemetry import RequestTrace, Telemetry
+from penstock.service.underway import Calls
 from penstock.service.usage import current_meter
 
 T = TypeVar("T")
@@ -64,6 +65,7 @@ class Surroundings:
     places: Places
     forms: ChatForms
     lanes: Lanes
+    calls: Calls
     budget: ReplyBudget
     stalls: StallLog
 
@@ -103,7 +105,8 @@ class Generation:
                 self._around.places.taken(self.job.n),
                 self._around.arrivals.tokenizing(self.job.engine_id) as arrival,
             ):
-                requests, prepared, text = await self._prepare()
+                async with self._around.calls.preparing():
+                    requests, prepared, text = await self._prepare()
                 await self._submit(requests, prepared, text, arrival)
             self._placed = self.job.n
             self._meter.began(len(self.prompt.token_ids))

@@ -31,6 +31,7 @@ from penstock.service.reply_limits import ReplyLimits
 from penstock.service.streams import Switchboard
 from penstock.service.support import check_supported
 from penstock.service.telemetry import Telemetry
+from penstock.service.underway import Calls
 from penstock.service.usage import current_meter
 from penstock.v1 import inference_pb2, inference_pb2_grpc, types_pb2, weights_pb2
 
@@ -68,6 +69,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         telemetry: Telemetry,
         forms: ChatForms,
         lanes: Lanes,
+        calls: Calls,
         *,
         stall_limit_s: float,
         budget: ReplyBudget | None = None,
@@ -76,6 +78,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
     ) -> None:
         self._engine = engine
         self._lanes = lanes
+        self._calls = calls
         self._stall_limit_s = stall_limit_s
         self._limits = limits_of(engine, truncation, features)
         self._arrivals = Arrivals()
@@ -90,12 +93,15 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             Places(engine),
             forms,
             lanes,
+            calls,
             self._budget,
             stalls,
         )
 
     async def _to_job(self, request: inference_pb2.GenerateRequest | inference_pb2.StreamRequest) -> Job:
-        return await self._lanes.convert(partial(to_job, request, self._limits), message_cost(request.chat))
+        async with self._calls.preparing():
+            work = partial(to_job, request, self._limits)
+            return await self._lanes.convert(work, message_cost(request.chat))
 
     async def Generate(  # type: ignore[override]  # the interceptor takes what is serialized
         self, request: inference_pb2.GenerateRequest, context: Context

@@ -40,6 +40,7 @@ from penstock.service.refusals import Refusal, RefusalLog, fields_of
 from penstock.service.sending import Send, Sends
 from penstock.service.support import check_known
 from penstock.service.telemetry import CURRENT_RPC, UNTRACED, RpcTrace, Telemetry
+from penstock.service.underway import Calls
 from penstock.service.usage import current_meter
 
 log = logging.getLogger(__name__)
@@ -72,6 +73,8 @@ class Rpc:
     method: str
     trace: RpcTrace
     send: Send
+    has_place: bool = False
+    """Whether it is among those that are counted while they go on."""
     given_id: str = ""
     """The request's id, once it is known: the caller's own, or the one made for it."""
 
@@ -105,6 +108,7 @@ class PenstockInterceptor(grpc.aio.ServerInterceptor):
         lanes: Lanes | None = None,
         max_receive_bytes: int = ServerOptions().max_receive_bytes,
         sends: Sends | None = None,
+        calls: Calls | None = None,
         vocab_size: Callable[[], int] = lambda: 0,
     ) -> None:
         """`sends` ends RPCs whose replies nobody takes; `vocab_size` is asked for each message, as it is only
@@ -117,6 +121,7 @@ class PenstockInterceptor(grpc.aio.ServerInterceptor):
         defaults = Bounds()
         self._receiving = receiving or Receiving(defaults.max_receiving_rpcs, defaults.receive_limit_s)
         self._lanes = lanes or Lanes()
+        self._calls = calls or Calls()
         self._max_receive_bytes = max_receive_bytes
         self._vocab_size = vocab_size
         self._refusals = RefusalLog()
@@ -203,7 +208,7 @@ class PenstockInterceptor(grpc.aio.ServerInterceptor):
         """End a call of a method that is none of the server's; gRPC would answer without any details. Always
         raises.
         """
-        rpc = Rpc(UNKNOWN, UNTRACED, self._sends.start(UNKNOWN))
+        rpc = Rpc(UNKNOWN, UNTRACED, self._sends.start(UNKNOWN), has_place=True)  # `grpc_server` counts them
         await self._fail(UnsupportedFeature(["method"], "there is none of this name"), rpc, context)
 
     def _start(self, method: str) -> Rpc:
@@ -220,17 +225,26 @@ class PenstockInterceptor(grpc.aio.ServerInterceptor):
         self._access.authenticate(method, context)
         rpc.trace = self._telemetry.rpc(method, cast("Any", context.invocation_metadata() or ()))
         CURRENT_RPC.set(rpc.trace.span)  # this task is the RPC's own, so nobody needs to reset it
+        if method.startswith(PACKAGE):  # health and reflection do not keep the server from its end
+            self._calls.begin()
         task = asyncio.current_task()
         assert task is not None, "gRPC calls handlers in a task"
         leave = self._admission.enter(kind_of(method), context.peer())
         task.add_done_callback(lambda _: leave())
+        rpc.has_place = True
         leave_account = self._access.admit(method)
         task.add_done_callback(lambda _: leave_account())
 
     async def _receive(self, rpc: Rpc, parse: Any, context: Context) -> Message:
-        """The call's one message. Raises Busy, StalledSender, MessageTooLarge, InvalidRequest and
-        UnsupportedFeature.
+        """The call's one message. Raises Busy, StalledSender, MessageTooLarge, InvalidRequest,
+        UnsupportedFeature and Draining.
         """
+        if not rpc.method.startswith(PACKAGE):
+            return await self._read(rpc, parse, context)
+        async with self._calls.preparing():
+            return await self._read(rpc, parse, context)
+
+    async def _read(self, rpc: Rpc, parse: Any, context: Context) -> Message:
         kind, peer = kind_of(rpc.method), context.peer()
         data: Any = await self._receiving.message(kind, peer, context.read)
         if data is grpc.aio.EOF:
@@ -274,9 +288,12 @@ class PenstockInterceptor(grpc.aio.ServerInterceptor):
             log.error("a bug in the service", exc_info=error)
         status = to_status(error, rpc.request_id)
         metadata, fields = trailers(error, status), fields_of(error)
-        rpc.send.begin()
         del error  # gRPC keeps the abort, and what it refers to, until Python looks for cycles: so no request
         try:
+            if rpc.has_place:
+                rpc.send.begin()
+            else:
+                await rpc.send.begin_refusal(context.peer())
             await context.abort(row.code, status.message, metadata)
         except grpc.aio.AbortError as abort:
             abort.__context__ = None

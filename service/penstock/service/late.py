@@ -13,7 +13,6 @@ from typing import Any
 from google.protobuf.descriptor import ServiceDescriptor
 
 from penstock.runtime.errors import NotReady
-from penstock.service.underway import Calls
 
 
 class LateServicer:
@@ -23,9 +22,8 @@ class LateServicer:
     generator. So it must be called inside of an interceptor that awaits either.
     """
 
-    def __init__(self, service: ServiceDescriptor, calls: Calls) -> None:
+    def __init__(self, service: ServiceDescriptor) -> None:
         self._servicer: Any = None
-        self._calls = calls
         for method in service.methods:
             setattr(self, method.name, functools.partial(self._call, method.name))
 
@@ -36,5 +34,4 @@ class LateServicer:
     def _call(self, method: str, request: Any, context: Any) -> Any:
         if self._servicer is None:
             raise NotReady
-        self._calls.begin()
         return getattr(self._servicer, method)(request, context)

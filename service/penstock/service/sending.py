@@ -3,14 +3,23 @@
 What is sent is followed from when gRPC gets it until it asks for more: by then all of it has passed the
 peer's window. A peer that takes no part of a message for the stall limit is too slow for gRPC to tell from
 one that has vanished, so a large message has a limit that grows with its size.
+
+A call that is refused at its headers has no place among those that may go on at once (`admission`), so
+refusals that nobody takes are bounded here.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import time
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
+from penstock.service.admission import Gate
 from penstock.service.calls import Ender
+from penstock.service.errors import Busy
 from penstock.service.readers import SLOWEST_BYTES_PER_S, StallLog
 
 SECOND_LOOK_S = 0.2
@@ -19,6 +28,10 @@ that the reply has left may lie there unread.
 """
 LAST_WORDS_S = 5.0
 """A reader that comes back so long after the stall limit still learns how its RPC ended."""
+MAX_REFUSALS = 24_576
+"""Statuses of calls without a place that may be on their way out at once. One address may have half of them,
+so that a client which reads gets a status for each of 10,000 calls at once.
+"""
 
 
 class Sends:
@@ -29,6 +42,12 @@ class Sends:
         self._stall_limit_s = stall_limit_s
         self._stalls = stalls
         self._ender = Ender()
+        self._refusals = Gate("refusals", MAX_REFUSALS, time.monotonic, per_address=MAX_REFUSALS // 2)
+
+    @property
+    def num_refusals(self) -> int:
+        """Statuses of calls without a place that are on their way out."""
+        return self._refusals.active
 
     def start(self, method: str) -> Send:
         """Follow the RPC of this task from now on until the task's end."""
@@ -42,10 +61,27 @@ class Sends:
         """How long a message of this size may take, in seconds."""
         return self._limit_s + num_bytes / SLOWEST_BYTES_PER_S
 
+    async def refuse(self, task: asyncio.Task[Any], peer: str) -> None:
+        """Count the status of this task's RPC, which has no place, until the task ends. Beside too many
+        others it gets none: the RPC is ended, and so is this.
+        """
+        leave = None
+        with contextlib.suppress(Busy):
+            leave = self._refusals.enter(peer)
+        if leave is None:
+            self._ender.end(task)
+            await asyncio.Event().wait()  # until the task is cancelled
+        else:
+            task.add_done_callback(partial(_call, leave))
+
     def give_up(self, task: asyncio.Task[Any], method: str) -> None:
         """End the RPC of this task."""
         self._stalls.tell(f"the reply of {method}", self._stall_limit_s)
         self._ender.end(task)
+
+
+def _call(leave: Callable[[], None], _task: object) -> None:
+    leave()
 
 
 class Send:
@@ -69,6 +105,12 @@ class Send:
         self._due = self._loop.time() + self._sends.limit_s(num_bytes)
         if self._timer is None:  # else it looks again when it fires: one timer serves many messages
             self._timer = self._loop.call_at(self._due, self._look)
+
+    async def begin_refusal(self, peer: str) -> None:
+        """gRPC is given the status of a call without a place. Beside too many others the call is ended."""
+        if self._task is not None:
+            await self._sends.refuse(self._task, peer)
+        self.begin()
 
     def done(self) -> None:
         """The message has left, or has come."""

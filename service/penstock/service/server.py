@@ -111,8 +111,8 @@ class PenstockServer:
         self._health = health.Health()
         self._health.set(LIVENESS, serving=True)
         self._readiness = health.Readiness(self._health, READINESS, against="starting")
-        self._inference = LateServicer(_INFERENCE, self._calls)
-        self._control = LateServicer(_CONTROL, self._calls)
+        self._inference = LateServicer(_INFERENCE)
+        self._control = LateServicer(_CONTROL)
         self._engine: Backend | None = None
         self._engine_end: EngineEnd | None = None
         self._failed = asyncio.Event()
@@ -141,6 +141,7 @@ class PenstockServer:
             lanes=self._lanes,
             max_receive_bytes=self._options.max_receive_bytes,
             sends=self._sends,
+            calls=self._calls,
             vocab_size=lambda: 0 if self._engine is None else self._engine.info.vocab_size,
         )
         made: Any = RefusingServer(
@@ -189,6 +190,7 @@ class PenstockServer:
                 self._telemetry,
                 self._forms(engine),
                 self._lanes,
+                self._calls,
                 stall_limit_s=self._options.stall_limit_s,
                 budget=budget,
                 truncation=self._options.truncation,
@@ -199,6 +201,7 @@ class PenstockServer:
             ControlServicer(
                 engine,
                 self._lanes,
+                self._calls,
                 version=version(),
                 instance_id=self.instance_id,
                 budget=budget,
@@ -280,9 +283,12 @@ class PenstockServer:
     async def _end(self) -> bool:
         self._readiness.refuse("stopping")
         engine, end, draining = self._engine, self._engine_end, None
-        if engine is not None and end is not None and engine.ready:
+        is_ready = engine is not None and engine.ready
+        if is_ready:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._failed.wait(), self._options.drain_delay_s)
+        self._calls.drain()
+        if end is not None and is_ready:
             draining = asyncio.create_task(end.drain(self._options.grace_s))
         elif end is not None and self._starting:
             draining = asyncio.create_task(end.drain(0.0))  # so that it takes nothing if it comes up now

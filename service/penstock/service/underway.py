@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any, TypeAlias
 
 import grpc
+
+from penstock.runtime.errors import Draining
 
 Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
 _SETTLE_S = 3.0
@@ -16,11 +18,15 @@ _LATE_S = 0.02
 
 
 class Calls(grpc.aio.ServerInterceptor):
-    """How many RPCs have begun, and which of the contract's have not ended. On the event loop only."""
+    """How many RPCs have begun, which of the contract's have not ended, and which of these are still on their
+    way to the engine. On the event loop only.
+    """
 
     def __init__(self) -> None:
         self._num_begun = 0
         self._num_running = 0
+        self._draining = False
+        self._preparing: set[asyncio.Timeout] = set()
         self._idle = asyncio.Event()
         self._idle.set()
 
@@ -33,7 +39,9 @@ class Calls(grpc.aio.ServerInterceptor):
         return await continuation(handler_call_details)
 
     def begin(self) -> None:
-        """Wait in `wait_idle` for the RPC of this task, until its last byte has left."""
+        """Wait in `wait_idle` for the RPC of this task, until its last byte has left. Raises Draining, which
+        it waits for as well, once `drain` was called.
+        """
         self._num_running += 1
         self._idle.clear()
         task = asyncio.current_task()
@@ -41,6 +49,36 @@ class Calls(grpc.aio.ServerInterceptor):
         # Not with the call's context, which refers to its callbacks and they to it: the circle would keep a
         # call from its end until Python looks for such.
         task.add_done_callback(self._end)
+        if self._draining:
+            raise Draining
+
+    @contextlib.asynccontextmanager
+    async def preparing(self) -> AsyncIterator[None]:
+        """What is awaited inside comes before the engine has the request: `drain` breaks it off, wherever it
+        waits, and then this raises Draining.
+        """
+        if self._draining:
+            raise Draining
+        limit = asyncio.timeout(None)
+        try:
+            async with limit:
+                self._preparing.add(limit)
+                yield
+        except TimeoutError:
+            if not limit.expired():
+                raise
+            raise Draining from None
+        finally:
+            self._preparing.discard(limit)
+
+    def drain(self) -> None:
+        """From now on no RPC of the contract gets to the engine: those that are on their way there end as
+        Draining. What is with the engine goes on.
+        """
+        self._draining = True
+        now = asyncio.get_running_loop().time()
+        for limit in self._preparing:
+            limit.reschedule(now)
 
     def _end(self, _task: Any) -> None:
         self._num_running -= 1
