@@ -96,6 +96,14 @@ def test_a_certificate_may_do_without_a_key(run, file):
     assert read_keys(file) == (KeyEntry("c", certificates=("c.example",)),)
 
 
+def test_revoke_keeps_the_mode(run, file):
+    """A server that reads the file as anybody would else go on with the key."""
+    run("add", "alice")
+    file.chmod(0o644)
+    assert run("revoke", "alice")[0] == 0
+    assert stat.S_IMODE(file.stat().st_mode) == 0o644
+
+
 def test_revoke_marks_and_the_id_is_not_given_again(run, file):
     run("add", "alice")
     run("add", "bob")

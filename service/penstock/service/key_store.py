@@ -112,18 +112,19 @@ def _replace(path: Path, text: str) -> None:
 
 
 def _keep_access(path: Path, handle: int) -> None:
-    """Owner and a group that may read stay: the server may run as another user than who adds keys.
+    """Owner, group and mode stay: the server may run as another user than who adds keys, and then reads the
+    file as a member of its group or as anybody. A mode that lets in too many is told by `exposed`.
 
     ConfigError where they cannot stay. A server that cannot read the file keeps the keys it has, so a key
     would be called revoked and be good all the same.
     """
     before = path.stat()
-    mode = stat.S_IMODE(before.st_mode) & 0o640
+    mode = stat.S_IMODE(before.st_mode) & 0o777
     with contextlib.suppress(OSError):  # only root may give a file to a group of others
         os.fchown(handle, -1, before.st_gid)
-    if mode & stat.S_IRGRP and os.fstat(handle).st_gid != before.st_gid:
+    if mode & stat.S_IRWXG and os.fstat(handle).st_gid != before.st_gid:
         raise ConfigError(
-            f"keys: {path} was not changed: group {before.st_gid} may read it, and user {os.geteuid()} "
+            f"keys: {path} was not changed: group {before.st_gid} may use it, and user {os.geteuid()} "
             f"cannot give that group a new file; do it as root or as a member of the group"
         )
     os.fchmod(handle, mode)
