@@ -11,7 +11,7 @@ from penstock.runtime.errors import ConfigError
 from penstock.service.listen_options import tcp_address
 from penstock.service.listeners import UnixSocket, listen_tcp
 from penstock.service.options import ServerOptions
-from penstock.service.surface import ControlSurface, MainSurface
+from penstock.service.surface import control_surface, main_surface
 from penstock.service.tls import Certificates
 
 Build = Callable[[Sequence[grpc.aio.ServerInterceptor]], grpc.aio.Server]
@@ -46,7 +46,7 @@ class Front:
         self._stopping = False
         self._socket: UnixSocket | None = None
         apart = listen.control_port is not None
-        main = build([MainSurface(lambda: self.control_port or 0)] if apart else [])
+        main = build([main_surface(lambda: self.control_port)] if apart else [])
         self._servers = [main]
         try:
             if options.port is not None:
@@ -54,7 +54,7 @@ class Front:
             if listen.unix_socket is not None:
                 self._socket = UnixSocket(main, listen.unix_socket, listen.unix_socket_mode)
             if listen.control_port is not None:
-                control = build([ControlSurface()])
+                control = build([control_surface()])
                 self._servers.append(control)
                 self.control_port = take(control, options.control_host, listen.control_port, "--control-port")
         except ConfigError:

@@ -25,8 +25,18 @@ GENERATING = frozenset(f"{_INFERENCE}/{name}" for name in ("Generate", "Stream")
 CONTROLLING = frozenset(f"/{method}" for method, rule in RULES.items() if rule.role is Role.CONTROL)
 
 
-class ControlSurface(grpc.aio.ServerInterceptor):
-    """At the control address: no generation. To be put after the interceptor that maps errors."""
+class Surface(grpc.aio.ServerInterceptor):
+    """What one address does not serve. To be put after the interceptor that maps errors."""
+
+    def __init__(
+        self, elsewhere: frozenset[str], where: Callable[[], str], *, own_requests_only: bool = False
+    ) -> None:
+        """Calls of the methods `elsewhere` are refused, and told `where` to go. With `own_requests_only`
+        Abort ends the caller's own requests and nobody else's, whatever the role.
+        """
+        self._elsewhere = elsewhere
+        self._where = where
+        self._own_requests_only = own_requests_only
 
     async def intercept_service(
         self,
@@ -35,28 +45,9 @@ class ControlSurface(grpc.aio.ServerInterceptor):
     ) -> Handler | None:
         method = handler_call_details.method
         handler: Any = await continuation(handler_call_details)
-        if handler is not None and method in GENERATING:
-            return _refusing(handler, ServedElsewhere(_name(method), "the server's main address"))
-        return cast("Handler | None", handler)
-
-
-class MainSurface(grpc.aio.ServerInterceptor):
-    """At the main address: no control. To be put after the interceptor that maps errors."""
-
-    def __init__(self, control_port: Callable[[], int]) -> None:
-        """`control_port` tells the port once it is known."""
-        self._control_port = control_port
-
-    async def intercept_service(
-        self,
-        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Handler | None]],
-        handler_call_details: grpc.HandlerCallDetails,
-    ) -> Handler | None:
-        method = handler_call_details.method
-        handler: Any = await continuation(handler_call_details)
-        if handler is not None and method in CONTROLLING:
-            return _refusing(handler, self._elsewhere(_name(method)))
-        if handler is not None and method == _ABORT:
+        if handler is not None and method in self._elsewhere:
+            return _refusing(handler, self._refusal(_name(method)))
+        if handler is not None and method == _ABORT and self._own_requests_only:
             return grpc.unary_unary_rpc_method_handler(
                 self._abort(handler.unary_unary), handler.request_deserializer, handler.response_serializer
             )
@@ -68,14 +59,24 @@ class MainSurface(grpc.aio.ServerInterceptor):
         async def handle(request: Any, context: Any) -> Any:
             caller = CURRENT_CALLER.get()
             if not caller.id and request.WhichOneof("target") in ("all", "request_id_prefix"):
-                raise self._elsewhere("Abort of all requests, or of those with a prefix,")
+                raise self._refusal("Abort of all requests, or of those with a prefix,")
             CURRENT_CALLER.set(dataclasses.replace(caller, roles=caller.roles - {Role.CONTROL}))
             return await behaviour(request, context)
 
         return handle
 
-    def _elsewhere(self, what: str) -> ServedElsewhere:
-        return ServedElsewhere(what, f"the control port, {self._control_port()}")
+    def _refusal(self, what: str) -> ServedElsewhere:
+        return ServedElsewhere(what, self._where())
+
+
+def main_surface(control_port: Callable[[], int | None]) -> Surface:
+    """Of the main address: no control. `control_port` tells the port once it is known."""
+    return Surface(CONTROLLING, lambda: f"the control port, {control_port()}", own_requests_only=True)
+
+
+def control_surface() -> Surface:
+    """Of the control address: no generation."""
+    return Surface(GENERATING, lambda: "the server's main address")
 
 
 def _name(method: str) -> str:
