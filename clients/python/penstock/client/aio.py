@@ -11,26 +11,25 @@ from typing import Self, TypeVar, Unpack
 
 import grpc
 import grpc.aio
-from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_health.v1 import health_pb2
 
 from penstock.client import control_requests, replies, requests
+from penstock.client.base import BaseClient
 from penstock.client.calls import (
     NOBODY_ANSWERED,
     SERVING_SERVICE,
-    ChannelOptions,
     Metadata,
     pairs,
     why_no_health,
     why_not_ready,
 )
-from penstock.client.endpoint import Access, check_existing, endpoint
+from penstock.client.endpoint import Endpoint
 from penstock.client.errors import NotReady, from_rpc_error
 from penstock.client.options import ChatOptions, RequestOptions
-from penstock.client.retries import Attempts, Retry
+from penstock.client.retries import Attempts
 from penstock.client.server_values import AbortResult, FlushedCache, Load, ModelInfo, ServerInfo, Tokens
 from penstock.client.streams import AsyncCall, AsyncGenerationStream, cancelled_call, is_task_cancelled
-from penstock.client.timeouts import INFO_TIMEOUT, TEXT_TIMEOUT, Timeouts
-from penstock.client.tls import Tls
+from penstock.client.timeouts import INFO_TIMEOUT, TEXT_TIMEOUT
 from penstock.client.values import Generation
 from penstock.v1 import control_pb2, control_pb2_grpc, inference_pb2, inference_pb2_grpc
 
@@ -38,52 +37,20 @@ RequestT = TypeVar("RequestT")
 ReplyT = TypeVar("ReplyT")
 
 
-class AsyncClient:
+class AsyncClient(BaseClient[grpc.aio.Channel]):
     """A connection to one server for one event loop: make it inside a coroutine.
 
     Arguments, methods and errors are those of `Client`; `stream` is not awaited, its events are.
     """
 
-    def __init__(
-        self,
-        addr: str | None = None,
-        *,
-        tls: Tls | bool = False,
-        token: str | None = None,
-        insecure: bool = False,
-        timeout: float | None = None,
-        retries: Retry | None = None,
-        credentials: grpc.ChannelCredentials | None = None,
-        channel: grpc.aio.Channel | None = None,
-        metadata: Metadata | None = None,
-        options: ChannelOptions = (),
-    ) -> None:
-        access = Access(
-            tls=tls,
-            token=token,
-            insecure=insecure,
-            credentials=credentials,
-            metadata=metadata,
-            options=options,
-        )
-        self._timeouts = Timeouts(timeout)
-        self._retries = retries
-        self._owns_channel = channel is None
-        if channel is None:
-            found = endpoint(addr, access)
-            self.metadata = found.metadata
-            if found.credentials is None:
-                channel = grpc.aio.insecure_channel(found.target, options=found.options)
-            else:
-                channel = grpc.aio.secure_channel(found.target, found.credentials, options=found.options)
-        else:
-            check_existing(addr, access)
-            self.metadata = pairs(metadata)
-        self.channel = channel
-        self.inference = inference_pb2_grpc.InferenceServiceStub(channel)
-        self.control = control_pb2_grpc.ControlServiceStub(channel)
-        stub = health_pb2_grpc.HealthStub(channel)
-        self._check_health = stub.Check  # type: ignore[attr-defined]  # types-grpcio-health-checking lacks it
+    inference: inference_pb2_grpc.InferenceServiceAsyncStub
+    control: control_pb2_grpc.ControlServiceAsyncStub
+
+    @staticmethod
+    def _open(found: Endpoint) -> grpc.aio.Channel:
+        if found.credentials is None:
+            return grpc.aio.insecure_channel(found.target, options=found.options)
+        return grpc.aio.secure_channel(found.target, found.credentials, options=found.options)
 
     async def generate(
         self,

@@ -8,26 +8,25 @@ from collections.abc import Sequence
 from typing import Self, TypeVar, Unpack
 
 import grpc
-from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_health.v1 import health_pb2
 
 from penstock.client import control_requests, replies, requests
+from penstock.client.base import BaseClient
 from penstock.client.calls import (
     NOBODY_ANSWERED,
     SERVING_SERVICE,
-    ChannelOptions,
     Metadata,
     pairs,
     why_no_health,
     why_not_ready,
 )
-from penstock.client.endpoint import Access, check_existing, endpoint
+from penstock.client.endpoint import Endpoint
 from penstock.client.errors import NotReady, from_rpc_error
 from penstock.client.options import ChatOptions, RequestOptions
-from penstock.client.retries import Attempts, Retry
+from penstock.client.retries import Attempts
 from penstock.client.server_values import AbortResult, FlushedCache, Load, ModelInfo, ServerInfo, Tokens
 from penstock.client.streams import GenerationStream
-from penstock.client.timeouts import INFO_TIMEOUT, TEXT_TIMEOUT, Timeouts
-from penstock.client.tls import Tls
+from penstock.client.timeouts import INFO_TIMEOUT, TEXT_TIMEOUT
 from penstock.client.values import Generation
 from penstock.v1 import control_pb2, control_pb2_grpc, inference_pb2, inference_pb2_grpc
 
@@ -35,7 +34,7 @@ RequestT = TypeVar("RequestT")
 ReplyT = TypeVar("ReplyT")
 
 
-class Client:
+class Client(BaseClient[grpc.Channel]):
     """A connection to one server, or to several that serve the same, safe to share between threads.
 
     `addr` is host:port, by default 127.0.0.1:50051, or unix:/path. Of several servers, "a:50051,b:50051" or
@@ -56,46 +55,14 @@ class Client:
     server could not take is tried again; by default it is not.
     """
 
-    def __init__(
-        self,
-        addr: str | None = None,
-        *,
-        tls: Tls | bool = False,
-        token: str | None = None,
-        insecure: bool = False,
-        timeout: float | None = None,
-        retries: Retry | None = None,
-        credentials: grpc.ChannelCredentials | None = None,
-        channel: grpc.Channel | None = None,
-        metadata: Metadata | None = None,
-        options: ChannelOptions = (),
-    ) -> None:
-        access = Access(
-            tls=tls,
-            token=token,
-            insecure=insecure,
-            credentials=credentials,
-            metadata=metadata,
-            options=options,
-        )
-        self._timeouts = Timeouts(timeout)
-        self._retries = retries
-        self._owns_channel = channel is None
-        if channel is None:
-            found = endpoint(addr, access)
-            self.metadata = found.metadata
-            if found.credentials is None:
-                channel = grpc.insecure_channel(found.target, options=found.options)
-            else:
-                channel = grpc.secure_channel(found.target, found.credentials, options=found.options)
-        else:
-            check_existing(addr, access)
-            self.metadata = pairs(metadata)
-        self.channel = channel
-        self.inference = inference_pb2_grpc.InferenceServiceStub(channel)
-        self.control = control_pb2_grpc.ControlServiceStub(channel)
-        stub = health_pb2_grpc.HealthStub(channel)
-        self._check_health = stub.Check  # type: ignore[attr-defined]  # types-grpcio-health-checking lacks it
+    inference: inference_pb2_grpc.InferenceServiceStub
+    control: control_pb2_grpc.ControlServiceStub
+
+    @staticmethod
+    def _open(found: Endpoint) -> grpc.Channel:
+        if found.credentials is None:
+            return grpc.insecure_channel(found.target, options=found.options)
+        return grpc.secure_channel(found.target, found.credentials, options=found.options)
 
     def generate(
         self,

@@ -1,0 +1,66 @@
+"""What both clients are made of: a channel, the stubs over it, and what counts for every call."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Any, Generic, TypeVar
+
+import grpc
+import grpc.aio
+from grpc_health.v1 import health_pb2_grpc
+
+from penstock.client.calls import ChannelOptions, Metadata, pairs
+from penstock.client.endpoint import Access, Endpoint, check_existing, endpoint
+from penstock.client.retries import Retry
+from penstock.client.timeouts import Timeouts
+from penstock.client.tls import Tls
+from penstock.v1 import control_pb2_grpc, inference_pb2_grpc
+
+ChannelT = TypeVar("ChannelT", grpc.Channel, grpc.aio.Channel)
+
+
+class BaseClient(ABC, Generic[ChannelT]):
+    """The constructor of `Client` and `AsyncClient`, whose docstrings say what its arguments mean."""
+
+    def __init__(
+        self,
+        addr: str | None = None,
+        *,
+        tls: Tls | bool = False,
+        token: str | None = None,
+        insecure: bool = False,
+        timeout: float | None = None,
+        retries: Retry | None = None,
+        credentials: grpc.ChannelCredentials | None = None,
+        channel: ChannelT | None = None,
+        metadata: Metadata | None = None,
+        options: ChannelOptions = (),
+    ) -> None:
+        access = Access(
+            tls=tls,
+            token=token,
+            insecure=insecure,
+            credentials=credentials,
+            metadata=metadata,
+            options=options,
+        )
+        self._timeouts = Timeouts(timeout)
+        self._retries = retries
+        self._owns_channel = channel is None
+        if channel is None:
+            found = endpoint(addr, access)
+            self.metadata = found.metadata
+            channel = self._open(found)
+        else:
+            check_existing(addr, access)
+            self.metadata = pairs(metadata)
+        self.channel: ChannelT = channel
+        either: Any = channel  # the generated stubs work on both, and the subclasses say which they have
+        self.inference: Any = inference_pb2_grpc.InferenceServiceStub(either)
+        self.control: Any = control_pb2_grpc.ControlServiceStub(either)
+        self._check_health: Any = health_pb2_grpc.HealthStub(either).Check  # type: ignore[attr-defined]  # types-grpcio-health-checking lacks it
+
+    @staticmethod
+    @abstractmethod
+    def _open(found: Endpoint) -> ChannelT:
+        """A channel to the endpoint."""
