@@ -1,9 +1,14 @@
-"""What a server's refusal means and what to do next."""
+"""What a server's refusal means and what to do next.
+
+Errors that the user can do something about have a sentence of their own. Others have a general one, which
+quotes the server's reason and message: tests/clients/test_cli_explain.py lists which reasons those are.
+"""
 
 from __future__ import annotations
 
 from penstock.client import (
     Busy,
+    CostlyGrammar,
     DeadlineExceeded,
     Denied,
     Draining,
@@ -17,6 +22,7 @@ from penstock.client import (
     PromptTooLong,
     QueueFull,
     RateLimited,
+    ServedElsewhere,
     ServerError,
     UnavailableError,
     Unreachable,
@@ -48,6 +54,8 @@ def _meaning(error: PenstockClientError, addr: str) -> str:
             return f"the server at {addr} is busy ({text}); {_again(error)}"
         case RateLimited():
             return f"the rate of your key is used up ({text}); {_again(error)}"
+        case CostlyGrammar():
+            return f"{text}; {_again(error)}, or write a simpler grammar"
         case EngineDead():
             return f"the engine of {addr} is dead ({text}); try again when the server was restarted"
         case PromptTooLong():
@@ -57,6 +65,8 @@ def _meaning(error: PenstockClientError, addr: str) -> str:
         case InvalidRequest() if error.violations:
             listed = "; ".join(f"{v.field}: {v.description}" for v in error.violations)
             return f"the request is not valid: {listed}"
+        case ServedElsewhere():
+            return f"{text}; name that address with --addr"
         case Unsupported():
             what = ", ".join(error.fields)
             return f"this server cannot do that{f' ({what})' if what else ''}: {text}; see `penstock info`"
