@@ -3,13 +3,14 @@
 import json
 
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from penstock.runtime.errors import InvalidRequest
 from penstock.runtime.grammar.json_schema import read_schema
 from penstock.runtime.grammar.narrowing import GrammarError
 from penstock.runtime.grammar.spec import Grammar
+from tests.runtime.grammar.test_languages import accepts
 from tests.support.schemas import violations
 
 
@@ -121,6 +122,40 @@ def test_seconds_end_at_59_where_a_format_is_meant():
     assert schema["$defs"] == {"enum": {"format": "date"}}
 
 
+@pytest.mark.parametrize(
+    ("schema", "bound", "inside"),
+    [
+        ({"exclusiveMinimum": 0, "maximum": 0.5}, "0", "0.001"),
+        ({"exclusiveMinimum": 0, "exclusiveMaximum": 2e-22}, "0", "0.00000000000000000000015"),
+        ({"exclusiveMinimum": 3, "exclusiveMaximum": 3.5}, "3", "3.0001"),
+        ({"exclusiveMaximum": 0, "minimum": -0.5}, "-0", "-0.001"),
+        ({"exclusiveMaximum": -3, "exclusiveMinimum": -3.5}, "-3", "-3.0001"),
+        ({"minimum": 0, "exclusiveMinimum": 0, "maximum": 0.75, "multipleOf": 0.25}, "0", "0.25"),
+        ({"minimum": 0, "exclusiveMinimum": True, "maximum": 0.5}, "0", "0.001"),
+        ({"allOf": [{"exclusiveMinimum": 0}, {"maximum": 0.5}]}, "0", "0.001"),
+        ({"exclusiveMinimum": 0, "$ref": "#/$defs/a", "$defs": {"a": {"maximum": 0.5}}}, "0", "0.001"),
+        (
+            {"exclusiveMinimum": 99999999999999, "maximum": 99999999999999.5},
+            "99999999999999",
+            "99999999999999.5",
+        ),
+    ],
+)
+def test_an_exclusive_bound_is_excluded_however_near_the_other_one_is(
+    compiler, backend, schema, bound, inside
+):
+    grammar = Grammar.json_schema(json.dumps({"type": "number", **schema}))
+    assert not accepts(compiler, backend, grammar, bound)
+    assert accepts(compiler, backend, grammar, inside)
+
+
+def test_an_exclusive_bound_far_from_others_stays_as_it_is():
+    schema = read_schema('{"exclusiveMinimum": 0, "maximum": 1, "anyOf": [{"minimum": 2.5}]}')
+    assert schema["exclusiveMinimum"] == 0
+    schema = read_schema('{"minimum": 3, "exclusiveMaximum": 3, "maximum": 3.5, "exclusiveMinimum": -3}')
+    assert (schema["minimum"], schema["exclusiveMaximum"], schema["exclusiveMinimum"]) == (3, 3, -3)
+
+
 FLOATS = (
     st.integers(-(10**15) + 1, 10**15 - 1)
     .flatmap(lambda digits: st.integers(-22, 1).map(lambda exponent: float(f"{digits}e{exponent}")))
@@ -152,15 +187,17 @@ NUMERIC = st.fixed_dictionaries(
     },
 )
 
+QUARTERS = st.integers(-16, 16).map(lambda quarters: quarters / 4)
+CLOSE = st.fixed_dictionaries(
+    {"type": st.just("number")},
+    optional=dict.fromkeys(("minimum", "exclusiveMinimum", "maximum", "exclusiveMaximum"), QUARTERS),
+)
+
 
 @settings(max_examples=60, deadline=None)
-@given(schema=NUMERIC, seed=st.integers(0, 2**32))
+@given(schema=NUMERIC | CLOSE, seed=st.integers(0, 2**32))
+@example(schema={"type": "number", "exclusiveMinimum": 0, "maximum": 0.5}, seed=0)
 def test_numbers_keep_to_their_bounds(compiler, vocabulary, writer, schema, seed):
-    # llguidance 1.x writes 0 where a number must be above, or below, 0 and another bound is near.
-    assume(
-        schema["type"] == "integer"
-        or 0 not in (schema.get("exclusiveMinimum"), schema.get("exclusiveMaximum"))
-    )
     try:
         constraint = compiler.constraint(Grammar.json_schema(json.dumps(schema)))
     except InvalidRequest:

@@ -4,6 +4,10 @@ serves, refused elsewhere.
 - Its numbers are doubles, read to within one unit in the last place, and large negative ones in an enum end
   the process. So constants must be exact, bounds are rounded inwards and kept within 2**53, and multiples are
   small enough for its arithmetic in 32 bits.
+- It takes a number to be above 3 where it only is at least 3, if the other bound lies between 3 and 4, and so
+  for other whole numbers and, mirrored, for negative ones. Bounds may come together from several parts of a
+  schema. So an exclusive bound becomes the next number of 15 digits (of 0: 1e-22) wherever the schema has any
+  other bound so near to it.
 - "time" and "date-time" may have a 60th second in any minute. RFC 3339 knows that of true leap seconds only,
   and few readers know it at all: here seconds end at 59.
 - It does not see that a member that is not in "properties" is given twice. Readers keep one of the two, and
@@ -12,7 +16,7 @@ serves, refused elsewhere.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from decimal import ROUND_CEILING, ROUND_FLOOR, Context, Decimal
 from typing import Any
 
@@ -36,6 +40,7 @@ _INWARDS = {
     "maximum": Context(prec=_DIGITS, rounding=ROUND_FLOOR),
     "exclusiveMaximum": Context(prec=_DIGITS, rounding=ROUND_FLOOR),
 }
+_EXCLUSIVE = {"minimum": "exclusiveMinimum", "maximum": "exclusiveMaximum"}
 _TIMES = frozenset({"date-time", "time"})
 _NO_LEAP_SECOND = {"pattern": "^[^:]*:[^:]*:[0-5]"}
 
@@ -48,36 +53,57 @@ def narrow(schema: Mapping[str, Any]) -> dict[str, Any]:
     """A schema that accepts what `schema` does, less what llguidance would not do exactly. Numbers that are
     not integers come as Decimal and leave as float. Raises GrammarError.
     """
+    return _narrowed(schema, frozenset(_parts_with_bounds(schema)))
+
+
+def _parts_with_bounds(value: Any) -> Iterator[int]:
+    """The whole part of every bound that is no whole number, wherever it is."""
+    if isinstance(value, list):
+        for item in value:
+            yield from _parts_with_bounds(item)
+    if isinstance(value, dict):
+        for key, item in value.items():
+            yield from _parts_with_bounds(item)
+            if key in _INWARDS and _is_number(item):
+                bound = _INWARDS[key].plus(Decimal(item))
+                if not _is_whole(bound):
+                    yield int(bound)
+
+
+def _narrowed(schema: Mapping[str, Any], crowded: frozenset[int]) -> dict[str, Any]:
+    """`crowded`: whole numbers from which exclusive bounds keep a distance."""
     _check_members(schema)
-    new = {key: _under(key, value) for key, value in schema.items()}
+    new = {key: _under(key, value, schema, crowded) for key, value in schema.items()}
     named, also = new.get("format"), new.get("allOf", [])
     if isinstance(named, str) and named in _TIMES and isinstance(also, list):
         new["allOf"] = [*also, _NO_LEAP_SECOND]
     return new
 
 
-def _under(key: str, value: Any) -> Any:
-    """What becomes of the value of a keyword."""
+def _under(key: str, value: Any, schema: Mapping[str, Any], crowded: frozenset[int]) -> Any:
+    """What becomes of the value of a keyword of the schema."""
     if key in _VALUES:
         return _constant(value)
     if key in _REMARKS:
         return None if key == "default" else []
     if key in _MAPS and isinstance(value, dict):
-        return {name: _schemas(schema) for name, schema in value.items()}
+        return {name: _schemas(inner, crowded) for name, inner in value.items()}
     if _is_number(value):
         if key in _INWARDS:
-            return _bound(key, Decimal(value))
+            # In draft 4 an exclusive bound is a bound, and beside it is said that it is exclusive.
+            exclusive = key.startswith("exclusive") or schema.get(_EXCLUSIVE.get(key, "")) is True
+            return _bound(key, Decimal(value), crowded if exclusive else frozenset())
         if key == "multipleOf":
             return _multiple(Decimal(value))
-    return _schemas(value)
+    return _schemas(value, crowded)
 
 
-def _schemas(value: Any) -> Any:
+def _schemas(value: Any, crowded: frozenset[int]) -> Any:
     """A schema, or several in a list; anything else as it is, for llguidance to judge."""
     if isinstance(value, dict):
-        return narrow(value)
+        return _narrowed(value, crowded)
     if isinstance(value, list):
-        return [_schemas(item) for item in value]
+        return [_schemas(item, crowded) for item in value]
     return float(value) if isinstance(value, Decimal) else value
 
 
@@ -101,14 +127,23 @@ def _constant(value: Any) -> Any:
     return _spelt(number)
 
 
-def _bound(key: str, value: Decimal) -> int | float:
+def _bound(key: str, value: Decimal, crowded: frozenset[int]) -> int | float:
     upper = _INWARDS[key].rounding == ROUND_FLOOR
     beyond = value < -_LARGEST if upper else value > _LARGEST
     if beyond or (value and value.adjusted() < -_EXPONENT):
         raise GrammarError(f"{key}: {_brief(value)} is too large or too close to 0 to be held exactly")
     if abs(value) > _LARGEST:
         return _LARGEST if upper else -_LARGEST
-    return _spelt(value if _is_whole(value) else _INWARDS[key].plus(value))
+    if not _is_whole(value):
+        return _spelt(_INWARDS[key].plus(value))
+    if value in crowded and (value <= 0 if upper else value >= 0):
+        return _spelt(-_next(-value) if upper else _next(value))
+    return _spelt(value)
+
+
+def _next(value: Decimal) -> Decimal:
+    """The least number of so many digits above one that is not negative."""
+    return Context(prec=_DIGITS).next_plus(value) if value else Decimal(1).scaleb(-_EXPONENT)
 
 
 def _multiple(value: Decimal) -> int | float:
