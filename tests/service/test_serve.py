@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import grpc
+import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from penstock.v1 import control_pb2, control_pb2_grpc, inference_pb2_grpc, types_pb2
@@ -130,6 +131,23 @@ def test_a_checkpoint_is_served_until_sigterm() -> None:
     for line in ("Qwen3ForCausalLM, float32", "context 1024 tokens", "KV cache", "on cpu:0"):
         assert line in server.output
     assert "Traceback" not in server.output
+
+
+@pytest.mark.parametrize("verbosity", [None, "ERROR"])
+def test_grpcs_core_is_silent_unless_it_is_asked(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, verbosity: str | None
+) -> None:
+    """Its core complains of a tracer that it lacks when a server is made. The model is missing, so that the
+    process ends then.
+    """
+    monkeypatch.setenv("GRPC_TRACE", "no_such_tracer")
+    monkeypatch.delenv("GRPC_VERBOSITY", raising=False)
+    if verbosity is not None:
+        monkeypatch.setenv("GRPC_VERBOSITY", verbosity)
+    with process(str(tmp_path / "missing"), "--port", "0") as server:
+        assert server.wait(START_S) != 0
+        assert "missing" in server.output, "it came so far as to look for the model"
+        assert ("no_such_tracer" in server.output) == (verbosity is not None)
 
 
 def test_sigterm_finishes_what_runs_and_refuses_new() -> None:

@@ -52,8 +52,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     arguments = list(sys.argv[1:] if argv is None else argv)
     chosen = next((argument for argument in arguments if not argument.startswith("-")), None)
-    if chosen != "serve":  # what goes wrong with a connection is told in our words, and in them alone
-        os.environ.setdefault("GRPC_VERBOSITY", "NONE")
+    # What goes wrong with a connection is told in our words, and in them alone: gRPC's core writes to stderr
+    # by itself, and quotes what peers send. It reads this once, when a command's module imports it below.
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     parser = Parser(prog="penstock", description="A gRPC server for language models.")
     parser.add_argument("--version", action="version", version=f"penstock {version()}")
     subparsers = parser.add_subparsers(dest="command", metavar="COMMAND")

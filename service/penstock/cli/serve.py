@@ -42,8 +42,6 @@ def run(args: argparse.Namespace) -> int:
     logging.basicConfig(handlers=[handler], level=args.log_level.upper(), force=True)
     for noisy in ("jax", "httpx", "asyncio", "filelock", "huggingface_hub", "transformers"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
-    # Before gRPC is used. Its core writes to stderr by itself, and quotes what peers send.
-    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     # JAX reads it when it first looks for devices. Its own default leaves a quarter of an accelerator idle.
     os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", _MEMORY_FRACTION)
     try:
