@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.runtime.attention import kv_layer_shape, kv_storage_dtype, make_meta
+from penstock.runtime.attention import make_meta
 from penstock.runtime.backend import Backend, choose_backend
 from penstock.runtime.checkpoint import load_config, load_weights
 from penstock.runtime.config import EngineConfig
@@ -59,15 +59,14 @@ def scorer(
 ) -> Callable[[Sequence[int]], NDArray[np.float64]]:
     """Tokens of one text -> log-probabilities float64 [LENGTH, V] of the token after each."""
     leaves = state_to_leaves(load_weights(directory, config, dtype, linear=linear, progress=False))
-    spec = config.kv_spec
     page_size = 16
     pages = LENGTH // page_size
-    shape = kv_layer_shape(pages, page_size, spec.num_kv_heads, spec.head_dim)
+    arrays = config.cache.arrays(pages, page_size, 1, np.dtype(dtype))
 
     @jax.jit
     def run(leaves: tuple[jax.Array, ...], tokens: jax.Array) -> jax.Array:
         model = bind(config, leaves, dtype, linear)
-        meta, _ = make_meta(
+        meta = make_meta(
             starts=jnp.zeros((1,), jnp.int32),
             q_lens=jnp.full((1,), LENGTH, jnp.int32),
             page_table=jnp.arange(pages, dtype=jnp.int32)[None],
@@ -76,7 +75,7 @@ def scorer(
             page_size=page_size,
             num_pages=pages,
         )
-        kv = tuple(jnp.zeros(shape, kv_storage_dtype(np.dtype(dtype))) for _ in range(spec.num_layers))
+        kv = tuple(jnp.zeros(layer.shape, layer.dtype) for layer in arrays)
         hidden, _ = model(tokens, meta.positions, kv, meta, attention=backend.attention)
         return jax.nn.log_softmax(model.logits(hidden, jnp.int32(LENGTH)), axis=1)
 

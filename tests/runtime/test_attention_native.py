@@ -181,7 +181,7 @@ def test_all_layers_share_the_plan_of_their_window() -> None:
     def layers(
         q: jax.Array, kvs: tuple[jax.Array, ...], starts: jax.Array, q_lens: jax.Array, table: jax.Array
     ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
-        meta, _ = make_meta(
+        meta = make_meta(
             starts=starts,
             q_lens=q_lens,
             page_table=table,

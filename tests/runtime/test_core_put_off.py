@@ -42,7 +42,15 @@ def requests(seed: int) -> list[Request]:
 @pytest.mark.parametrize(
     "pacer", [Pacer(10.0, 1), Pacer(10.0, 8), Apart(10.0, 4)], ids=["one", "all", "apart"]
 )
-@pytest.mark.parametrize("limits", [{}, {"scheduling_policy": "priority"}, {"sliding_window": 9}])
+@pytest.mark.parametrize(
+    "limits",
+    [
+        {},
+        {"scheduling_policy": "priority"},
+        {"sliding_window": 9},
+        {"has_state": True, "prefix_cache_pages": 0},
+    ],
+)
 @pytest.mark.parametrize("share", [0.2, 0.8])
 def test_tokens_do_not_depend_on_the_steps_that_they_are_made_in(
     overlap: bool, pacer: Pacer, limits: dict[str, Any], share: float

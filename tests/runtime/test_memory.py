@@ -186,7 +186,7 @@ def test_the_program_that_needs_most_counts(monkeypatch: pytest.MonkeyPatch) -> 
         vocab_size=model.vocab_size,
         eos_token_ids=(),
     )
-    runner = ModelRunner(model.graphdef, model.weights, model.kv_spec, config, toy_backend())
+    runner = ModelRunner(model.graphdef, model.weights, model.cache, config, toy_backend())
     asked: list[ProgramKey | int] = []
 
     def needs(**sizes: int) -> Any:

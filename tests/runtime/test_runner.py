@@ -13,6 +13,7 @@ import pytest
 from numpy.typing import NDArray
 
 from penstock.runtime.buckets import Buckets, ProgramKey
+from penstock.runtime.cache_spec import CacheSpec, PagedKV
 from penstock.runtime.compilation import CompileCounter, use_compilation_cache
 from penstock.runtime.constraint import Mask
 from penstock.runtime.errors import ConfigError
@@ -56,7 +57,7 @@ def make_runner(max_decode_steps: int = 1, window_steps: tuple[int, ...] = (0,))
         max_decode_steps=max_decode_steps,
         show_progress=False,
     )
-    return ModelRunner(model.graphdef, model.weights, model.kv_spec, config, toy_backend())
+    return ModelRunner(model.graphdef, model.weights, model.cache, config, toy_backend())
 
 
 @pytest.fixture
@@ -215,7 +216,7 @@ def test_cache_and_state_are_really_donated(runner: ModelRunner) -> None:
 
 def test_padding_writes_nowhere_and_reads_nothing(runner: ModelRunner) -> None:
     """With every other page full of NaN, a step touches its own slots only and its token is right."""
-    shape = runner._kv_shape(16)
+    (shape,) = (layer.shape for layer in runner._kv_shapes(16))
     poison = np.full(shape, np.nan, np.float32)
     assert runner._kv is not None
     runner._kv = (jax.device_put(poison, runner._kv[0].sharding),)
@@ -230,7 +231,9 @@ def test_pages_are_copied_in_all_layers_in_place_and_padding_copies_nothing() ->
     kv = tuple(jax.random.normal(jax.random.key(i), (5, 2, 1, 4, 3)) for i in range(3))
     before = [np.array(layer) for layer in kv]
     pointers = [layer.unsafe_buffer_pointer() for layer in kv]
-    program = compile_program(make_page_copies(), kv, pack_page_copies((), 4, 5), donate=(0,))
+    program = compile_program(
+        make_page_copies(CacheSpec((PagedKV(1, 3),) * 3)), kv, pack_page_copies((), 4, 5), donate=(0,)
+    )
     for copies in [(), ((4, 0), (2, 1)), ((0, 3),), ((1, 4), (1, 2), (1, 0), (1, 3))]:
         kv = program(kv, pack_page_copies(copies, 4, 5))
         for layer in before:

@@ -16,10 +16,9 @@ import numpy as np
 import pytest
 from jax._src import test_util
 
-from penstock.runtime.attention import allocate_kv
 from penstock.runtime.buckets import Buckets, ProgramKey
 from penstock.runtime.compilation import use_compilation_cache
-from penstock.runtime.device_arrays import zeros
+from penstock.runtime.device_arrays import zeros, zeros_like
 from penstock.runtime.errors import ConfigError
 from penstock.runtime.plan import PageWrite, Plan, PlanRow
 from penstock.runtime.request import Request, SamplingParams, StoppingParams
@@ -68,7 +67,7 @@ def runner() -> Iterator[ModelRunner]:
         max_decode_steps=4,
         show_progress=False,
     )
-    runner = ModelRunner(model.graphdef, model.weights, model.kv_spec, config, toy_backend())
+    runner = ModelRunner(model.graphdef, model.weights, model.cache, config, toy_backend())
     runner.initialize_kv_cache(64)
     runner.compile()
     yield runner
@@ -256,7 +255,9 @@ def test_the_host_never_holds_a_copy_of_what_is_allocated() -> None:
     dtype = np.dtype(np.uint16)
     zeros((2,), dtype, sharding)  # what compiling takes is not of interest
     tracemalloc.start()
-    made = jax.block_until_ready(allocate_kv(3, (2**18, 2, 1, 1, 2), np.dtype(np.float16), sharding))
+    made = jax.block_until_ready(
+        zeros_like((jax.ShapeDtypeStruct((2**18, 2, 1, 1, 2), dtype),) * 3, sharding)
+    )
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert peak < 2**20

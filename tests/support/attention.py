@@ -155,7 +155,7 @@ def runner(
         table: jax.Array,
         sinks: jax.Array | None,
     ) -> Any:
-        meta, _ = make_meta(
+        meta = make_meta(
             starts=starts,
             q_lens=q_lens,
             page_table=table,

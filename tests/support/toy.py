@@ -21,12 +21,12 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from penstock.runtime.attention import AttentionMeta, AttentionOp
 from penstock.runtime.backend import Backend, choose_backend, single_device_mesh
+from penstock.runtime.cache_spec import CacheSpec, PagedKV
 from penstock.runtime.config import EngineConfig
 from penstock.runtime.defaults import GenerationDefaults
 from penstock.runtime.engine import Engine
 from penstock.runtime.errors import CheckpointError
 from penstock.runtime.interface import Observer
-from penstock.runtime.models.config import KVSpec
 from penstock.runtime.models.load_rules import TensorSpec
 from penstock.runtime.served import Renewal, ServedModel
 
@@ -93,7 +93,7 @@ def toy_model(
         architecture="ToyForCausalLM",
         graphdef=graphdef,
         weights=weights,
-        kv_spec=KVSpec(num_layers=1, num_kv_heads=1, head_dim=_DIM),
+        cache=CacheSpec((PagedKV(num_kv_heads=1, head_dim=_DIM),)),
         dtype=np.dtype(np.float32),
         vocab_size=VOCAB,
         max_model_len=max_model_len,

@@ -15,12 +15,10 @@ from __future__ import annotations
 
 from typing import NamedTuple, Protocol
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from penstock.runtime.device_arrays import zeros
 from penstock.runtime.native import attention as kernels
 
 KV_BLOCK_TOKENS = 64
@@ -47,6 +45,11 @@ class AttentionMeta(NamedTuple):
     block_positions: Array  # int32[B, Q] position of that query; -1 where padded
     token_lanes: Array  # int32[T] where the token stands in the flattened [B * Q] blocks
     num_tokens: Array  # int32[] those that are not padding; they come first
+    token_rows: Array  # int32[T] row of each token; the last row for padding
+    state_from: (
+        Array | None
+    )  # int32[R] entries of state by slot that the rows go on from; past the end: zeros
+    state_to: Array | None  # int32[R] entries that they write; past the end: padding
 
 
 class AttentionOp(Protocol):
@@ -91,12 +94,14 @@ def make_meta(
     decode_only: bool,
     page_size: int,
     num_pages: int,
-) -> tuple[AttentionMeta, Array]:
+    state_from: Array | None = None,
+    state_to: Array | None = None,
+) -> AttentionMeta:
     """Expand per-row lengths to per-token and per-block indices, on the device.
 
     starts int32[R]: position of each row's first token of the step; q_lens int32[R]: its tokens (0 = padding
     row); page_table int32[R, P]; num_tokens: T, static. `decode_only` promises that T == R and row i has
-    token i, or none. Returns the meta and token_rows int32[T], the row of each token (R - 1 for padding).
+    token i, or none. state_from, state_to: see `AttentionMeta`; None where no layer keeps state by slot.
     """
     num_rows = q_lens.shape[0]
     block_q = 1 if decode_only else PREFILL_BLOCK_Q
@@ -127,7 +132,7 @@ def make_meta(
     token_lanes = jnp.where(
         real, (block_firsts[token_rows] + token_offsets // block_q) * block_q + token_offsets % block_q, 0
     )
-    meta = AttentionMeta(
+    return AttentionMeta(
         positions,
         write_slots,
         starts,
@@ -139,8 +144,10 @@ def make_meta(
         block_positions,
         token_lanes,
         ends[-1],
+        token_rows,
+        state_from,
+        state_to,
     )
-    return meta, token_rows
 
 
 def write_kv(kv: Array, k_new: Array, v_new: Array, write_slots: Array) -> Array:
@@ -294,12 +301,3 @@ def native_paged_attention(
     return kernels.attend(
         q, k_new, v_new, kv, plan, meta.page_table, scale=scale, softcap=softcap, sinks=sinks
     )
-
-
-def allocate_kv(
-    num_layers: int, shape: tuple[int, ...], dtype: np.dtype, sharding: jax.sharding.Sharding
-) -> tuple[Array, ...]:
-    """Zeroed cache, one array a layer (slicing layers out of one stacked array defeats XLA's fast paths on
-    CPU).
-    """
-    return zeros(shape, kv_storage_dtype(dtype), sharding, num_layers)

@@ -16,7 +16,7 @@ from penstock.runtime.config import DEFAULT_TARGET_ITL_S, EngineConfig, Resolved
 from penstock.runtime.errors import ConfigError
 from penstock.runtime.grammar.compiler import CompilerConfig, GrammarCompiler
 from penstock.runtime.grammar.on_demand import CompilerOnDemand
-from penstock.runtime.memory import KVPlan, device_kv_bytes, plan_kv
+from penstock.runtime.memory import KVPlan, device_kv_bytes, plan_kv, prefix_cache_pages
 from penstock.runtime.model_info import ModelInfo
 from penstock.runtime.pacing import Pacer
 from penstock.runtime.processors import available_processors
@@ -49,18 +49,23 @@ def build(model: ServedModel, options: EngineConfig, backend: Backend | None = N
         backend = choose_backend(options, next(iter(jax.tree.leaves(model.weights)[0].devices())))
     check_required(options, backend, np.dtype(model.dtype))
     threads = options.threads or available_processors()
+    cache = model.cache
     config = resolve(options, backend.sizes, defaults=model.defaults)
+    kept_pages = prefix_cache_pages(config, has_state=cache.has_state)
+    config = dataclasses.replace(config, prefix_cache_pages=kept_pages)
     _log_penalties(model, config)
     use_compilation_cache(config.compilation_cache)
     buckets = _buckets(model, config, backend)
     shapes = _runner_config(model, config, buckets, threads=threads)
-    page_bytes = model.kv_spec.bytes_per_token(np.dtype(model.dtype).itemsize) * config.page_size
+    page_bytes = cache.page_bytes(config.page_size, np.dtype(model.dtype))
+    state_bytes = cache.slot_bytes * config.max_num_seqs
     kv = plan_kv(
         config,
         model_max_len=model.max_model_len,
         page_bytes=page_bytes,
+        state_bytes=state_bytes,
         device_bytes=_free_bytes(model, config, shapes, backend),
-        sliding_window=model.sliding_window,
+        sliding_window=cache.sliding_window,
     )
     runner = _runner(model, dataclasses.replace(shapes, max_model_len=kv.max_model_len), backend)
     batch_invariant = model.is_native and runner.attends_alone
@@ -74,7 +79,7 @@ def build(model: ServedModel, options: EngineConfig, backend: Backend | None = N
         config,
         served_model_name=model.name,
         max_model_len=kv.max_model_len,
-        kv_cache_bytes=kv.num_pages * page_bytes,
+        kv_cache_bytes=kv.num_pages * page_bytes + state_bytes,
         dtype=np.dtype(model.dtype).name,
         threads=threads,
         target_itl_s=_target_itl_s(config, batch_invariant=batch_invariant),
@@ -149,7 +154,7 @@ def _free_bytes(
 
 
 def _runner(model: ServedModel, config: RunnerConfig, backend: Backend) -> ModelRunner:
-    return ModelRunner(model.graphdef, model.weights, model.kv_spec, config, backend)
+    return ModelRunner(model.graphdef, model.weights, model.cache, config, backend)
 
 
 def _runner_config(
@@ -188,7 +193,8 @@ def _scheduler_config(
         step_sizes=() if model.skips_padding else buckets.token_buckets,
         scheduling_policy=config.scheduling_policy,
         prefix_cache_pages=config.prefix_cache_pages,
-        sliding_window=model.sliding_window,
+        sliding_window=model.cache.sliding_window,
+        has_state=model.cache.has_state,
         window_steps=() if buckets.window_steps == (0,) else buckets.window_steps,
     )
 

@@ -92,7 +92,7 @@ class Commits:
             seq, sampling[i] = sampling[i], None
             if seq is not None and seq.status is not _FINISHED:
                 seq.pending -= 1
-                seq.num_computed -= 1
+                seq.num_computed = plan.rows[i].start if self._roster.has_state else seq.num_computed - 1
                 seq.sits_out = 1
                 if i in late:
                     seq.sits_out = min(2**seq.put_offs, _MOST_SAT_OUT)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,3 +19,13 @@ def zeros(
     """
     make = jax.jit(partial(jnp.zeros, shape, dtype), out_shardings=sharding)
     return tuple(make() for _ in range(count))
+
+
+def zeros_like(shapes: Any, sharding: jax.sharding.Sharding) -> Any:
+    """A tree of arrays of zeros, from one of shapes and dtypes (`jax.ShapeDtypeStruct`). One array for each
+    leaf: slices of a stacked one defeat XLA's fast paths on CPU.
+    """
+    leaves, tree = jax.tree.flatten(shapes)
+    counts = Counter((leaf.shape, np.dtype(leaf.dtype)) for leaf in leaves)
+    made = {kind: iter(zeros(*kind, sharding, count)) for kind, count in counts.items()}
+    return jax.tree.unflatten(tree, [next(made[leaf.shape, np.dtype(leaf.dtype)]) for leaf in leaves])

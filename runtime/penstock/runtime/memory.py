@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass
 
-from penstock.runtime.config import ResolvedConfig
+from penstock.runtime.config import EngineConfig, ResolvedConfig
 from penstock.runtime.errors import ConfigError
 from penstock.runtime.scheduler_config import capacity_tokens
 
@@ -59,6 +59,7 @@ def plan_kv(
     *,
     model_max_len: int,
     page_bytes: int,
+    state_bytes: int = 0,
     device_bytes: int | None,
     sliding_window: int | None = None,
 ) -> KVPlan:
@@ -70,6 +71,10 @@ def plan_kv(
     derived one is lowered to what fits, with a log line. The last token of a request needs no KV, so
     `num_pages * page_size` positions hold one token more. If all layers have a sliding window, what is out of
     it is given back, so pages for the window hold any context.
+
+    `page_bytes` and `state_bytes` are those of a page and of all slots in all layers. The state of the slots
+    is a part of the budget. Where no layer has pages, there are as many of them as all rows could fill: they
+    are numbers without memory.
     """
     page_size = config.page_size
     asked_for = config.kv_cache_bytes or device_bytes
@@ -82,14 +87,16 @@ def plan_kv(
         )
     wanted_len = config.max_model_len or model_max_len
     pages_per_row = -(-wanted_len // page_size)
-    num_pages = budget // page_bytes
+    most_pages = pages_per_row * config.max_num_seqs
+    num_pages = (budget - state_bytes) // page_bytes if page_bytes else most_pages
     if asked_for is None:
-        num_pages = min(num_pages, pages_per_row * config.max_num_seqs)
-    if num_pages < 1:
-        raise ConfigError(f"kv_cache_bytes: {budget} is less than one page of {page_bytes} bytes")
+        num_pages = min(num_pages, most_pages)
+    if num_pages < 1 or budget < state_bytes:
+        beside = f", beside {state_bytes} of state for {config.max_num_seqs} requests" if state_bytes else ""
+        raise ConfigError(f"kv_cache_bytes: {budget} is less than one page of {page_bytes} bytes{beside}")
     fits_len = capacity_tokens(num_pages, page_size, sliding_window, wanted_len) + 1
     if fits_len < 2 or (config.max_model_len is not None and wanted_len > fits_len):
-        needed = pages_per_row * page_bytes
+        needed = pages_per_row * page_bytes + state_bytes
         raise ConfigError(
             f"max_model_len: {wanted_len} tokens need {needed} bytes of KV cache and the budget is {budget}; "
             f"set kv_cache_bytes to at least {needed}, or max_model_len to at most {fits_len}"
@@ -99,6 +106,24 @@ def plan_kv(
             "max_model_len is %d, not the model's %d: that is what the KV cache holds", fits_len, wanted_len
         )
     log.info(
-        "KV cache: %d pages of %d tokens, %.2f GiB", num_pages, page_size, num_pages * page_bytes / 2**30
+        "KV cache: %d pages of %d tokens, %.2f GiB",
+        num_pages,
+        page_size,
+        (num_pages * page_bytes + state_bytes) / 2**30,
     )
     return KVPlan(num_pages, min(wanted_len, fits_len))
+
+
+def prefix_cache_pages(config: EngineConfig, *, has_state: bool) -> int | None:
+    """`EngineConfig.prefix_cache_pages`; 0 for a model that keeps state by slot, because pages alone do not
+    bring a request to where another one was. ConfigError where such a model was to have a prefix cache.
+    """
+    if not has_state:
+        return config.prefix_cache_pages
+    if config.prefix_cache_pages:
+        raise ConfigError(
+            f"prefix_cache_pages: must be 0 or left out, not {config.prefix_cache_pages}: this model has "
+            "layers with a recurrent state, which is not kept for prefixes"
+        )
+    log.info("no prefix cache: the model has layers with a recurrent state")
+    return 0

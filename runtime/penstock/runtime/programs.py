@@ -11,6 +11,7 @@ import jax.numpy as jnp
 
 from penstock.runtime.backend import Backend
 from penstock.runtime.buckets import ProgramKey
+from penstock.runtime.cache_spec import CacheSpec
 from penstock.runtime.compilation import compile_all
 from penstock.runtime.constraint import mask_words
 from penstock.runtime.packing import Layout
@@ -53,12 +54,15 @@ class Programs:
 
 @dataclass(frozen=True, slots=True)
 class ProgramBuilder:
-    """What programs are compiled for. `kv` are shapes; so may be `weights` and `state`."""
+    """What programs are compiled for. `kv` are shapes of what `cache` says, with so many pages; `weights` and
+    `state` may be."""
 
     config: RunnerConfig
     rebuild: Rebuild
     weights: Weights
     state: RowState
+    cache: CacheSpec
+    num_pages: int
     kv: KVCache
     backend: Backend
     sharding: jax.sharding.Sharding
@@ -122,7 +126,7 @@ class ProgramBuilder:
 
     def copy_pages(self) -> jax.stages.Compiled:
         return compile_program(
-            make_page_copies(), self.kv, self._ints(self.config.max_num_seqs, 2), donate=(0,)
+            make_page_copies(self.cache), self.kv, self._ints(self.config.max_num_seqs, 2), donate=(0,)
         )
 
     def table_rows(self) -> jax.stages.Compiled:
@@ -132,8 +136,7 @@ class ProgramBuilder:
     @property
     def _shapes(self) -> StepShapes:
         config = self.config
-        num_pages = self.kv[0].shape[0] if self.kv else 0
-        return StepShapes(config.page_size, num_pages, self.largest.tokens, config.num_top)
+        return StepShapes(config.page_size, self.num_pages, self.largest.tokens, config.num_top)
 
     def _forward(self, key: ProgramKey) -> Callable[..., Forward]:
         return make_forward(self.rebuild, Layout(key), self._shapes, self.backend.attention)

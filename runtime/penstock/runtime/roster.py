@@ -67,6 +67,7 @@ class Roster:
         sliding_window: int | None = None,
         max_prefill_pages: int | None = None,
         feature_slots: int | None = None,
+        has_state: bool = False,
     ) -> None:
         """`max_prefill_pages`: most pages that a row holds while it prefills; None: those of all its
         tokens.
@@ -77,6 +78,8 @@ class Roster:
         self.running: list[Sequence] = []
         self._max_num_seqs = max_num_seqs
         self._sliding_window = sliding_window
+        self.has_state = has_state
+        """See `SchedulerConfig`."""
         self._max_prefill_pages = max_prefill_pages or num_pages
         self._num_feature_slots = max_num_seqs if feature_slots is None else feature_slots
         self._free_slots = list(range(max_num_seqs))  # heaps: the lowest slot is taken first
@@ -125,7 +128,7 @@ class Roster:
         The prompt is compared by identity, so that no other request under a former one's id is taken for it.
         """
         request = seq.request
-        if request.fork_of is None or seq.preemptions:
+        if request.fork_of is None or seq.preemptions or self.has_state:
             return None
         for other in self._outputs.get(request_id_of(request.fork_of), ()):
             same = other.request.prompt_token_ids is request.prompt_token_ids

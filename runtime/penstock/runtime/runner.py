@@ -18,16 +18,15 @@ from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 from numpy.typing import NDArray
 
-from penstock.runtime.attention import allocate_kv, kv_layer_shape, kv_storage_dtype
 from penstock.runtime.backend import Backend
 from penstock.runtime.buckets import ProgramKey
+from penstock.runtime.cache_spec import STATE_COPIES, CacheSpec
 from penstock.runtime.compilation import CompileCounter, compile_all
 from penstock.runtime.constraint import TokenConstraint, mask_words
-from penstock.runtime.device_arrays import zeros
+from penstock.runtime.device_arrays import zeros, zeros_like
 from penstock.runtime.errors import ConfigError, NonFiniteLogits
 from penstock.runtime.grammar.fill import MaskFiller, mask_threads
 from penstock.runtime.grammar.turns import MaskTurns
-from penstock.runtime.models.config import KVSpec
 from penstock.runtime.plan import Plan, StepResult
 from penstock.runtime.programs import ProgramBuilder, Programs
 from penstock.runtime.request import Request, TokenLogprobs
@@ -93,7 +92,7 @@ class ModelRunner:
         self,
         graphdef: nnx.GraphDef[Any],
         weights: Any,
-        kv_spec: KVSpec,
+        cache: CacheSpec,
         config: RunnerConfig,
         backend: Backend,
     ) -> None:
@@ -104,7 +103,7 @@ class ModelRunner:
         self._graphdef = graphdef
         leaves, self._weights_tree = jax.tree.flatten(weights)
         self._weights: Weights = tuple(leaves)
-        self._kv_spec = kv_spec
+        self._cache = cache
         self._sharding = NamedSharding(backend.mesh, PartitionSpec())
         self._kv: KVCache | None = None
         self._num_pages = 0
@@ -138,23 +137,27 @@ class ModelRunner:
             raise ConfigError(f"the KV cache needs at least one page, not {num_pages}")
         self.destroy_kv_cache()
         self._num_pages = num_pages
-        shape = self._kv_shape(num_pages)
-        self._kv = allocate_kv(self._kv_spec.num_layers, shape, self.config.dtype, self._sharding)
-        self._backend.settle(self._kv)
+        self._kv = zeros_like(self._kv_shapes(num_pages), self._sharding)
+        self._backend.settle(jax.tree.leaves(self._kv))
 
     @property
     def attends_alone(self) -> bool:
         """See `Backend.attends_alone`; for queries of the model against its cache."""
-        dtype, cache = self.config.dtype, self._kv_shape(1)
-        query = jax.ShapeDtypeStruct((1, 1, cache[-1]), dtype)
-        return self._backend.attends_alone(query, jax.ShapeDtypeStruct(cache, kv_storage_dtype(dtype)))
+        config = self.config
+        return all(
+            self._backend.attends_alone(
+                jax.ShapeDtypeStruct((1, 1, layer.head_dim), config.dtype),
+                layer.arrays(1, config.page_size, config.max_num_seqs, config.dtype),
+            )
+            for layer in self._cache.paged
+        )
 
     def destroy_kv_cache(self) -> None:
         """Free the cache's memory now; `initialize_kv_cache` brings it back (programs stay valid for the same
         size).
         """
-        for layer in self._kv or ():
-            layer.delete()
+        for array in jax.tree.leaves(self._kv):
+            array.delete()
         self._kv = None
 
     def peak_temp_bytes(self, num_pages: int = 64) -> int:
@@ -172,19 +175,23 @@ class ModelRunner:
         made = compile_all(jobs, threads=self.config.threads, show_progress=self.config.show_progress)
         return max(map(_bytes_beside_arguments, made.values()))
 
-    def _kv_shape(self, num_pages: int) -> tuple[int, ...]:
-        spec = self._kv_spec
-        return kv_layer_shape(num_pages, self.config.page_size, spec.num_kv_heads, spec.head_dim)
+    def _kv_shapes(self, num_pages: int) -> KVCache:
+        config = self.config
+        return self._cache.arrays(num_pages, config.page_size, config.max_num_seqs, config.dtype)
 
     def _new_state(self) -> RowState:
         slots, vocab = self.config.max_num_seqs, self.config.vocab_size
         ints, floats = np.dtype(np.int32), np.dtype(np.float32)
-        return RowState(
+        held = None
+        if self._cache.has_state:
+            (held,) = zeros((STATE_COPIES, slots), ints, self._sharding)
+        state = RowState(
             *zeros((slots,), ints, self._sharding),
             *zeros((slots, self.config.pages_per_row), ints, self._sharding),
             *zeros((self.config.num_feature_slots, vocab), ints, self._sharding),
             *zeros((self.config.num_feature_slots, vocab), floats, self._sharding),
         )
+        return state._replace(held=held)
 
     # -- programs --
 
@@ -212,15 +219,18 @@ class ModelRunner:
         jax.block_until_ready((self._state, self._kv))
 
     def _builder(self, num_pages: int) -> ProgramBuilder:
-        layer = jax.ShapeDtypeStruct(
-            self._kv_shape(num_pages), kv_storage_dtype(self.config.dtype), sharding=self._sharding
+        kv = jax.tree.map(
+            lambda array: jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=self._sharding),
+            self._kv_shapes(num_pages),
         )
         return ProgramBuilder(
             config=self.config,
             rebuild=lambda leaves: nnx.merge(self._graphdef, jax.tree.unflatten(self._weights_tree, leaves)),
             weights=self._weights,
             state=self._state,
-            kv=cast("KVCache", (layer,) * self._kv_spec.num_layers),
+            cache=self._cache,
+            num_pages=num_pages,
+            kv=kv,
             backend=self._backend,
             sharding=self._sharding,
         )

@@ -44,6 +44,7 @@ class Scheduler:
             sliding_window=config.sliding_window,
             max_prefill_pages=config.max_prefill_pages,
             feature_slots=config.feature_slots,
+            has_state=config.has_state,
         )
         """Who runs and who waits; to be changed by the scheduler alone."""
         self._planner = Planner(config, self.roster)
@@ -171,8 +172,9 @@ class Scheduler:
 
     def put_off(self, plan: Plan, rows: Collection[int], late: Collection[int]) -> None:
         """These rows of a plan make no token, though they were to: the next plan that has them computes their
-        last position again. While others have something to do they sit out one plan; those that are `late`
-        by themselves then two, four and so on. To be told before the next plan is made.
+        last position again, or, with `SchedulerConfig.has_state`, all that they computed in this one. While
+        others have something to do they sit out one plan; those that are `late` by themselves then two, four
+        and so on. To be told before the next plan is made.
         """
         self._commits.put_off(plan, rows, late)
 

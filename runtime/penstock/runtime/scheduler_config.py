@@ -37,7 +37,9 @@ class SchedulerConfig:
     sliding_window: int | None = None
     """Largest window of the model's layers, if each has one: a token attends to that many latest tokens at
     most, itself included, so pages before them are given back."""
-
+    has_state: bool = False
+    """Whether the model keeps state by slot beside pages. Then no request begins with what another one has
+    computed, and one whose token is put off computes its last step again, and not its last position alone."""
     window_steps: tuple[int, ...] = ()
     """Lengths that windows may have, ascending from 1; (): any."""
 
@@ -68,6 +70,8 @@ class SchedulerConfig:
             bad.append(f"scheduling_policy must be one of {policies}, not {self.scheduling_policy!r}")
         if self.prefix_cache_pages is not None and self.prefix_cache_pages < 0:
             bad.append(f"prefix_cache_pages must be at least 0, not {self.prefix_cache_pages}")
+        if self.has_state and self.prefix_cache_pages != 0:
+            bad.append(f"prefix_cache_pages must be 0 with has_state, not {self.prefix_cache_pages}")
         if self.sliding_window is not None and self.sliding_window < 1:
             bad.append(f"sliding_window must be at least 1, not {self.sliding_window}")
         if bad:

@@ -17,13 +17,13 @@ from numpy.typing import NDArray
 
 from penstock.runtime import host_memory
 from penstock.runtime.backend import Backend, check_required
+from penstock.runtime.cache_spec import CacheSpec
 from penstock.runtime.checkpoint import load_config, load_weights, stage_named
 from penstock.runtime.checkpoint_leaves import NewLeaf
 from penstock.runtime.config import EngineConfig
 from penstock.runtime.defaults import GenerationDefaults, read_generation_defaults
 from penstock.runtime.errors import UnsupportedFeature
 from penstock.runtime.hub import resolve_model
-from penstock.runtime.models.config import KVSpec
 from penstock.runtime.models.load_rules import ParamPath, TensorSpec
 from penstock.runtime.models.params import abstract_model, load_rules, model_dtype
 from penstock.runtime.processors import available_processors
@@ -44,15 +44,13 @@ class ServedModel:
     architecture: str
     graphdef: nnx.GraphDef[Any]
     weights: Any
-    kv_spec: KVSpec
+    cache: CacheSpec
     dtype: np.dtype[Any]
     vocab_size: int
     max_model_len: int
     eos_token_ids: tuple[int, ...]
     defaults: GenerationDefaults
     text: TextCodec | None
-    sliding_window: int | None = None
-    """The largest of the layers' sliding windows, if each has one: KV before it is never read again."""
     skips_padding: bool = False
     """Whether padding tokens cost next to nothing, as with native kernels."""
     is_native: bool = False
@@ -117,25 +115,18 @@ def load_model(model: str, config: EngineConfig, backend: Backend) -> ServedMode
         architecture=model_config.architecture,
         graphdef=graphdef,
         weights=weights,
-        kv_spec=model_config.kv_spec,
+        cache=model_config.cache,
         dtype=dtype,
         vocab_size=model_config.vocab_size,
         max_model_len=model_config.max_position_embeddings,
         eos_token_ids=model_config.eos_token_ids,
         defaults=defaults,
         text=text,
-        sliding_window=_largest_window(model_config.sliding_windows),
         skips_padding=linear.packed,
         is_native=nnx.merge(graphdef, shapes).is_native,
         tensors=load_rules(model_config, dtype, linear).tensors,
         stage=stage,
     )
-
-
-def _largest_window(windows: Sequence[int | None]) -> int | None:
-    """None if a layer attends to everything."""
-    limits = [window for window in windows if window is not None]
-    return max(limits) if limits and len(limits) == len(windows) else None
 
 
 def _by_path(weights: Any) -> dict[ParamPath, jax.Array]:

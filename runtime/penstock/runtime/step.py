@@ -28,8 +28,10 @@ from penstock.runtime.packing import FEEDBACK, Layout, Unpacked
 from penstock.runtime.request import TokenLogprobs
 from penstock.runtime.sampler import RowState, Sampled, SamplerOp
 from penstock.runtime.sampling_codes import LOGPROBS, PENALTIES
+from penstock.runtime.state_copies import choose_copies
 
-KVCache = tuple[Array, ...]
+KVCache = tuple[Any, ...]
+"""An entry for each layer, see `cache_spec`."""
 Weights = tuple[Array, ...]
 """The model's state as flat leaves: flattening nnx's own tree on every call costs milliseconds of Python."""
 
@@ -91,9 +93,11 @@ def _run_model(
     page_table: Array,
     last: Array,
     starts: Array,
-) -> tuple[Array, Array, KVCache]:
-    """(logits float32[R, V], hidden [T, E], cache); `last` int32[R] replaces FEEDBACK."""
-    meta, token_rows = make_meta(
+    held: Array | None,
+) -> tuple[Array, Array, KVCache, Array | None]:
+    """(logits float32[R, V], hidden [T, E], cache, `RowState.held`); `last` int32[R] replaces FEEDBACK."""
+    copies = None if held is None else choose_copies(held, batch.sampling.slots, starts, batch.q_lens)
+    meta = make_meta(
         starts=starts,
         q_lens=batch.q_lens,
         page_table=page_table,
@@ -101,12 +105,14 @@ def _run_model(
         decode_only=layout.key.decode_only,
         page_size=shapes.page_size,
         num_pages=shapes.num_pages,
+        state_from=None if copies is None else copies.read,
+        state_to=None if copies is None else copies.written,
     )
-    tokens = jnp.where(tokens == FEEDBACK, last[token_rows], tokens)
+    tokens = jnp.where(tokens == FEEDBACK, last[meta.token_rows], tokens)
     hidden, kv = model(tokens, meta.positions, kv, meta, attention=attention)
     at = jnp.maximum(jnp.cumsum(batch.q_lens) - 1, 0)
     num_rows = jnp.sum((batch.q_lens > 0).astype(jnp.int32))
-    return model.logits(hidden[at], num_rows), hidden, kv
+    return model.logits(hidden[at], num_rows), hidden, kv, None if copies is None else copies.held
 
 
 def _of_rows(by_slot: Array, batch: Unpacked) -> Array:
@@ -128,7 +134,7 @@ def make_forward(
     def forward(weights: Weights, kv: KVCache, state: RowState, packed: Array) -> Forward:
         batch = layout.unpack_rows(packed)
         state = _add_pages(state, batch)
-        logits, hidden, kv = _run_model(
+        logits, hidden, kv, held = _run_model(
             rebuild(weights),
             layout,
             shapes,
@@ -139,7 +145,9 @@ def make_forward(
             page_table=_of_rows(state.tables, batch),
             last=_of_rows(state.tokens, batch),
             starts=batch.starts,
+            held=state.held,
         )
+        state = state._replace(held=held)
         padding = shapes.max_tokens - hidden.shape[0]
         return Forward(logits, jnp.pad(hidden, ((0, padding), (0, 0))), kv, state)
 
@@ -191,7 +199,7 @@ def make_window(
             return (carry.step == 0) | ((carry.step < batch.num_steps) & jnp.any(carry.alive))
 
         def turn(carry: _Window) -> _Window:
-            logits, _, kv = _run_model(
+            logits, _, kv, held = _run_model(
                 model,
                 layout,
                 shapes,
@@ -202,10 +210,12 @@ def make_window(
                 page_table=page_table,
                 last=carry.tokens,
                 starts=batch.starts + carry.made,
+                held=carry.state.held,
             )
+            state = carry.state._replace(held=held)
             banned = carry.step < batch.bans
             rows = batch.sampling._replace(positions=batch.sampling.positions + carry.step, banned=banned)
-            made = sampler(logits, carry.state, rows, batch.flags, None, num_top=shapes.num_top)
+            made = sampler(logits, state, rows, batch.flags, None, num_top=shapes.num_top)
             sampled = made.tokens
             token = jnp.where(carry.alive, sampled, NO_TOKEN)
             ended = ((sampled[:, None] == rows.stop_ids).any(axis=1) & ~banned) | (sampled < 0)
@@ -214,13 +224,13 @@ def make_window(
             return _Window(
                 step=step,
                 # A row that has ended repeats its last step while the others go on: the same token at the
-                # same position, so what it writes is what is there.
+                # same position, so what it writes is what is there. (State by slot has a copy of before.)
                 alive=alive,
                 made=carry.made + alive.astype(jnp.int32),
                 tokens=jnp.where(alive, sampled, carry.tokens),
                 sampled=jnp.where(carry.alive, sampled, carry.sampled),
                 kv=kv,
-                state=_add_history(carry.state, batch, sampled, carry.alive),
+                state=_add_history(state, batch, sampled, carry.alive),
                 chosen=Chosen(
                     carry.chosen.tokens.at[carry.step].set(token),
                     carry.chosen.logprobs.at[carry.step].set(report(made, batch.flags)),

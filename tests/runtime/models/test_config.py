@@ -5,8 +5,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from penstock.runtime.cache_spec import CacheSpec, PagedKV
 from penstock.runtime.errors import ConfigError, UnknownArchitecture
-from penstock.runtime.models.config import KVSpec, ModelConfig
+from penstock.runtime.models.config import ModelConfig
 from penstock.runtime.models.registry import ARCHITECTURES, family_of
 from penstock.runtime.models.rope import RopeConfig, inverse_frequencies
 
@@ -79,7 +80,7 @@ def test_published_qwen3():
     config = ModelConfig.from_dict(QWEN3_0_6B)
     assert config.qk_norm
     assert not config.qkv_bias
-    assert config.kv_spec == KVSpec(28, 8, 128)
+    assert config.cache == CacheSpec((PagedKV(8, 128),) * 28)
     assert config.rope == RopeConfig(theta=1e6)
     assert config.sliding_windows == (None,) * 28
     assert (config.dtype, config.tie_word_embeddings) == ("bfloat16", True)

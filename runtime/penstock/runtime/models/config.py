@@ -11,25 +11,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+from penstock.runtime.cache_spec import CacheSpec, PagedKV
 from penstock.runtime.errors import ConfigError, UnknownArchitecture
 from penstock.runtime.models.fields import REQUIRED, Fields
 from penstock.runtime.models.harmless import HARMLESS_FIELDS
 from penstock.runtime.models.rope import ROPE_KINDS, RopeConfig, yarn_attention_factor
 
 DTYPES = ("float32", "bfloat16", "float16")
-
-
-@dataclass(frozen=True, slots=True)
-class KVSpec:
-    """What attention keeps per token: in every layer a key and a value of [num_kv_heads, head_dim]."""
-
-    num_layers: int
-    num_kv_heads: int
-    head_dim: int
-
-    def bytes_per_token(self, itemsize: int) -> int:
-        """Bytes that one token takes in all layers, with values of `itemsize` bytes."""
-        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * itemsize
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,9 +50,11 @@ class ModelConfig:
     eos_token_ids: tuple[int, ...]
 
     @property
-    def kv_spec(self) -> KVSpec:
-        """What the KV cache must hold."""
-        return KVSpec(self.num_layers, self.num_kv_heads, self.head_dim)
+    def cache(self) -> CacheSpec:
+        """What the cache must hold."""
+        return CacheSpec(
+            tuple(PagedKV(self.num_kv_heads, self.head_dim, window) for window in self.sliding_windows)
+        )
 
     @staticmethod
     def from_dict(data: Mapping[str, object]) -> ModelConfig:

@@ -1,0 +1,41 @@
+"""Which of the two copies of their slots' state the rows of a step read and write, inside the compiled step.
+
+A row reads the copy that stands after the positions before its own, and writes the other. So what the row's
+last step read is still there, and computing that step again gives what it gave.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jax import Array
+
+
+class Copies(NamedTuple):
+    """S slots, R rows; entry c * S + s is copy c of slot s."""
+
+    read: Array  # int32[R], see `AttentionMeta.state_from`
+    written: Array  # int32[R], see `AttentionMeta.state_to`
+    held: Array  # int32[2, S], `RowState.held` after the step
+
+
+def choose_copies(held: Array, slots: Array, starts: Array, q_lens: Array) -> Copies:
+    """held int32[2, S]: after how many positions each copy stands, -1: it holds nothing; slots int32[R], S
+    or above for padding; starts, q_lens int32[R]: the rows' first positions, and how many.
+
+    A row that starts at 0 reads nothing, and what its slot held is void.
+    """
+    num_copies, num_slots = held.shape
+    first, _ = held.at[:, slots].get(mode="fill", fill_value=-1)
+    fresh = starts == 0
+    read = jnp.where(first == starts, 0, 1)
+    written = jnp.where(fresh, 0, 1 - read)
+    past = num_copies * num_slots
+    is_real = slots < num_slots
+    held = held.at[1, jnp.where(fresh, slots, num_slots)].set(-1, mode="drop")
+    return Copies(
+        jnp.where(is_real & ~fresh, read * num_slots + slots, past),
+        jnp.where(is_real, written * num_slots + slots, past),
+        held.at[written, slots].set(starts + q_lens, mode="drop"),
+    )
