@@ -55,8 +55,8 @@ def test_device_bytes_and_the_logged_default(caplog: pytest.LogCaptureFixture) -
     assert plan(device=250) == KVPlan(2, 33)
     with caplog.at_level("INFO"):
         assert plan(page=DEFAULT_CPU_KV_BYTES // 3) == KVPlan(3, 49)
-    assert "kv_cache_bytes is not set: using 1.00 GiB" in caplog.text
-    assert "max_model_len is 49, not the model's 64" in caplog.text
+    assert "kv_cache_bytes is not set: the KV cache takes 1.00 GiB" in caplog.text
+    assert "the context is 49 tokens, not the model's 64" in caplog.text
 
 
 def test_an_explicit_context_is_kept_or_refused() -> None:

@@ -128,7 +128,7 @@ def test_a_checkpoint_is_served_until_sigterm() -> None:
         assert last[0].finished.finish.reason == types_pb2.FINISH_REASON_MAX_TOKENS
         assert last[1].summary.usage.completion_tokens == 200
         assert server.wait() == 0
-    for line in ("Qwen3ForCausalLM, float32", "context 1024 tokens", "KV cache", "on cpu:0"):
+    for line in ("Qwen3ForCausalLM, float32", "context 1024 tokens", "KV cache", "device: cpu:0"):
         assert line in server.output
     assert "Traceback" not in server.output
 

@@ -19,12 +19,18 @@ Comments = Mapping[tuple[int, ...], str]
 
 
 def read_files(root: Path) -> Sequence[descriptor_pb2.FileDescriptorProto]:
-    """The project's .proto files below `root`, parsed with their comments. Raises RuntimeError if one is wrong."""
+    """Parse the .proto files below `root` with their comments. Raises RuntimeError if one is wrong."""
     names = sorted(str(path.relative_to(root)) for path in root.glob("penstock/**/*.proto"))
     common = Path(protoc.__file__).parent / "_proto"
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "files"
-        command = ["protoc", f"-I{root}", f"-I{common}", "--include_source_info", f"--descriptor_set_out={out}"]
+        command = [
+            "protoc",
+            f"-I{root}",
+            f"-I{common}",
+            "--include_source_info",
+            f"--descriptor_set_out={out}",
+        ]
         if protoc.main([*command, *names]) != 0:
             raise RuntimeError("protoc refused the contract")
         return descriptor_pb2.FileDescriptorSet.FromString(out.read_bytes()).file
@@ -84,7 +90,9 @@ def _lines_of(file: descriptor_pb2.FileDescriptorProto, path: tuple[int, ...]) -
             yield from ("```text", *lines, "```") if laid_out else (escaped(line) for line in lines)
 
 
-def _message(message: descriptor_pb2.DescriptorProto, path: tuple[int, ...], comments: Comments) -> Iterator[str]:
+def _message(
+    message: descriptor_pb2.DescriptorProto, path: tuple[int, ...], comments: Comments
+) -> Iterator[str]:
     yield from (f"### {message.name}", "", escaped(comments.get(path, "")), "")
     maps = {nested.name: nested for nested in message.nested_type if nested.options.map_entry}
     if not message.field:
@@ -114,7 +122,9 @@ def _type(field: descriptor_pb2.FieldDescriptorProto, maps: Mapping[str, Any]) -
     return f"{label}`{name}`"
 
 
-def _enum(enum: descriptor_pb2.EnumDescriptorProto, path: tuple[int, ...], comments: Comments) -> Iterator[str]:
+def _enum(
+    enum: descriptor_pb2.EnumDescriptorProto, path: tuple[int, ...], comments: Comments
+) -> Iterator[str]:
     yield from (f"### {enum.name}", "", escaped(comments.get(path, "")), "")
     yield from ("| value | number | |", "|---|---|---|")
     for index, value in enumerate(enum.value):

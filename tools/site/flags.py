@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator
+from pathlib import Path
 
 
 def page(parser: argparse.ArgumentParser) -> str:
@@ -20,7 +21,7 @@ def _group(parser: argparse.ArgumentParser, group: argparse._ArgumentGroup) -> I
         yield from (f"{group.description.capitalize()}.", "")
     yield from ("| flag | what it does |", "|---|---|")
     for action in actions:
-        text = parser._get_formatter()._expand_help(action)
+        text = parser._get_formatter()._expand_help(action).replace(str(Path.home()), "~")
         yield f"| {_name(action)} | {text.replace('|', chr(92) + '|').replace('<', '&lt;')} |"
     yield ""
 

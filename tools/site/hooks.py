@@ -1,8 +1,8 @@
 """What MkDocs does besides: pages of the project outside docs/, generated parts, and links out of docs/.
 
 - README, ARCHITECTURE, CONTRIBUTING and the pages of bench/ are pages of the site too, in project/.
-- `<!-- generated: ... -->` in a page is replaced by what tools/site makes from the contract or from a parser.
-- A link to one of those pages leads to it; a link to another file of the repository becomes plain text, because the
+- `<!-- generated: ... -->` in a page is replaced by what tools/site makes from the contract or a parser.
+- A link to one of those pages leads to it. A link to another file of the repository becomes plain text: the
   site holds no sources.
 """
 

@@ -17,9 +17,7 @@ from xml.sax.saxutils import escape
 
 ROOT = Path(__file__).resolve().parents[2]
 IMAGES = ROOT / "docs" / "images"
-TOOL = (
-    '{"name": "get_weather", "parameters": {"type": "object", "properties": {"city": {"type": "string"}}}}'
-)
+TOOL = '{"name": "get_weather", "parameters": {"type": "object", "properties": {"city": {"type": "string"}}}}'
 COMMANDS: Sequence[tuple[str, Sequence[str]]] = (
     (
         'penstock generate --chat "what is 3 + 4?" --temperature 0',
@@ -41,6 +39,7 @@ COMMANDS: Sequence[tuple[str, Sequence[str]]] = (
 )
 """What the picture shows as typed, and what is run."""
 COLUMNS, LINE, LETTER, MARGIN, BAR = 92, 19, 8.1, 16, 34
+LINE_STYLE = 'stroke="#888" stroke-width="1.6" marker-end="url(#tip)"'
 
 STAGES = (
     ("client", "encodes the request"),
@@ -65,7 +64,18 @@ def penstock(*arguments: str, addr: str = "") -> str:
 
 def session() -> list[tuple[str, str]]:
     """(command as typed, its output), from a server that is started for it."""
-    serve = [sys.executable, "-u", "-m", "penstock.cli", "serve", "demo", "--port", "0", "--log-level", "error"]
+    serve = [
+        sys.executable,
+        "-u",
+        "-m",
+        "penstock.cli",
+        "serve",
+        "demo",
+        "--port",
+        "0",
+        "--log-level",
+        "error",
+    ]
     with subprocess.Popen(serve, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as server:
         assert server.stdout is not None
         try:
@@ -108,8 +118,8 @@ def terminal(shown: Sequence[tuple[str, str]]) -> str:
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" '
         f'height="{height}" font-family="ui-monospace, Menlo, Consolas, monospace" font-size="13.5" '
-        f'xml:space="preserve">\n<rect width="{width}" height="{height}" rx="8" fill="#161b22"/>\n{dots}\n{texts}\n'
-        "</svg>\n"
+        f'xml:space="preserve">\n<rect width="{width}" height="{height}" rx="8" fill="#161b22"/>\n'
+        f"{dots}\n{texts}\n</svg>\n"
     )
 
 
@@ -117,28 +127,28 @@ def path() -> str:
     """An SVG of the stages that a request passes."""
     width, step, box = 640, 58, 40
     height = len(STAGES) * step + 10
-    parts = [
+    tip = (
         '<defs><marker id="tip" markerWidth="8" markerHeight="8" refX="6" refY="4" orient="auto">'
         '<path d="M0,0 L8,4 L0,8 z" fill="#888"/></marker></defs>'
-    ]
+    )
+    parts = [tip]
     for i, (name, what) in enumerate(STAGES):
         y = 8 + i * step
         parts.append(f'<rect x="60" y="{y}" width="130" height="{box}" rx="6" fill="#2f6f9f"/>')
         parts.append(
-            f'<text x="125" y="{y + 25}" fill="#fff" text-anchor="middle" font-weight="600">{escape(name)}</text>'
+            f'<text x="125" y="{y + 25}" fill="#fff" text-anchor="middle" font-weight="600">'
+            f"{escape(name)}</text>"
         )
         parts.append(f'<text x="206" y="{y + 25}" fill="#888">{escape(what)}</text>')
         if i + 1 < len(STAGES):
-            parts.append(
-                f'<path d="M125,{y + box} V{y + step - 4}" stroke="#888" stroke-width="1.6" marker-end="url(#tip)"/>'
-            )
+            parts.append(f'<path d="M125,{y + box} V{y + step - 4}" {LINE_STYLE}/>')
     last = 8 + (len(STAGES) - 1) * step + box / 2
-    parts.append(
-        f'<path d="M60,{last} H28 V28 H54" fill="none" stroke="#888" stroke-width="1.6" marker-end="url(#tip)"/>'
-    )
+    parts.append(f'<path d="M60,{last} H28 V28 H54" fill="none" {LINE_STYLE}/>')
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" '
-        f'height="{height}" font-family="system-ui, sans-serif" font-size="14">\n' + "\n".join(parts) + "\n</svg>\n"
+        f'height="{height}" font-family="system-ui, sans-serif" font-size="14">\n'
+        + "\n".join(parts)
+        + "\n</svg>\n"
     )
 
 

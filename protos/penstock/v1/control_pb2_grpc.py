@@ -26,7 +26,8 @@ if _version_not_supported:
 
 
 class ControlServiceStub:
-    """A server may lack Pause, Resume, CommitWeights, DiscardWeights and FlushCache: they answer UNIMPLEMENTED.
+    """A server may lack Pause, Resume, CommitWeights, DiscardWeights and FlushCache: they answer UNIMPLEMENTED. This
+    release lacks all of these but FlushCache.
     """
 
     def __init__(self, channel):
@@ -88,7 +89,8 @@ class ControlServiceStub:
 
 
 class ControlServiceServicer:
-    """A server may lack Pause, Resume, CommitWeights, DiscardWeights and FlushCache: they answer UNIMPLEMENTED.
+    """A server may lack Pause, Resume, CommitWeights, DiscardWeights and FlushCache: they answer UNIMPLEMENTED. This
+    release lacks all of these but FlushCache.
     """
 
     def GetModelInfo(self, request, context):
@@ -113,8 +115,8 @@ class ControlServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Tokenize(self, request, context):
-        """What Generate would feed the model. Text that cannot fit the context, whatever its tokens are, is
-        PROMPT_TOO_LONG and not tokenized; shorter text is counted also beyond the context.
+        """The tokens that Generate would give the model. Very long text is refused as PROMPT_TOO_LONG before it is
+        tokenized. Other text is tokenized even if the result exceeds the context.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -157,7 +159,8 @@ class ControlServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def FlushCache(self, request, context):
-        """Forgets cached prefixes that no running request uses.
+        """Forgets all cached prefixes. Pages that no running request uses become free; the others stay with their requests
+        and are not shared with new ones.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -225,7 +228,8 @@ def add_ControlServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class ControlService:
-    """A server may lack Pause, Resume, CommitWeights, DiscardWeights and FlushCache: they answer UNIMPLEMENTED.
+    """A server may lack Pause, Resume, CommitWeights, DiscardWeights and FlushCache: they answer UNIMPLEMENTED. This
+    release lacks all of these but FlushCache.
     """
 
     @staticmethod

@@ -72,7 +72,7 @@ class GenerateRequest(_message.Message):
     prompt: _builtins.str
     """not empty; tokenized as it is, with the tokenizer's special tokens, no chat template"""
     adapter: _builtins.str
-    """LoRA name; empty = base"""
+    """LoRA name; empty = base; UNIMPLEMENTED in this release"""
     priority: _builtins.int
     """higher runs first; default 0"""
     @_builtins.property
@@ -93,7 +93,7 @@ class GenerateRequest(_message.Message):
     def cache(self) -> _types_pb2.CacheOptions: ...
     @_builtins.property
     def min_weights(self) -> _types_pb2.WeightsVersion:
-        """refuse to start on older weights; compared by generation"""
+        """Refuse to start on older weights; compared by generation. UNIMPLEMENTED in this release."""
 
     @_builtins.property
     def context(self) -> _types_pb2.ContextOptions: ...
@@ -390,7 +390,7 @@ class OutputDelta(_message.Message):
     TOOL_CALLS_FIELD_NUMBER: _builtins.int
     index: _builtins.int
     text: _builtins.str
-    """whole UTF-8; may be empty, or behind token_ids, while it may still become a stop string"""
+    """Complete UTF-8 characters. Text may lag behind token_ids while it could still be part of a stop string."""
     reasoning: _builtins.str
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:

@@ -106,7 +106,7 @@ class InferenceServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Stream(self, request, context):
-        """The same, sent as tokens are made. Order: started; per index delta* then finished, indices interleaved;
+        """Runs a prompt as Generate does, and sends tokens as they are made. Order: started; per index delta* then finished, indices interleaved;
         summary; OK. The deltas of an index, concatenated, are Generate's output. A failure midway is a non-OK
         status, never OK with an error inside.
         """
@@ -126,7 +126,7 @@ class InferenceServiceServicer:
     def UpdateWeights(self, request_iterator, context):
         """Replaces weights without a restart: begin, chunks, commit. Validated and staged while the server goes on
         serving, then swapped in between two steps. A stream that ends without commit changes nothing. UNIMPLEMENTED where
-        GetModelInfo does not list FEATURE_UPDATE_WEIGHTS.
+        GetModelInfo does not list FEATURE_UPDATE_WEIGHTS, as in this release.
         INVALID_ARGUMENT  with TensorErrors (all bad tensors), before any byte is taken where the manifest tells
         DATA_LOSS         a checksum does not match, with TensorErrors
         ABORTED           expected_generation is not the current one, or another update is under way

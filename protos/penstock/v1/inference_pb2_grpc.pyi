@@ -56,7 +56,7 @@ class InferenceServiceStub:
     Generate: _grpc.UnaryUnaryMultiCallable[_inference_pb2.GenerateRequest, _inference_pb2.GenerateResponse]
     """Runs a prompt to its end and answers once. Not idempotent: a retry generates again."""
     Stream: _grpc.UnaryStreamMultiCallable[_inference_pb2.StreamRequest, _inference_pb2.StreamResponse]
-    """The same, sent as tokens are made. Order: started; per index delta* then finished, indices interleaved;
+    """Runs a prompt as Generate does, and sends tokens as they are made. Order: started; per index delta* then finished, indices interleaved;
     summary; OK. The deltas of an index, concatenated, are Generate's output. A failure midway is a non-OK
     status, never OK with an error inside.
     """
@@ -68,7 +68,7 @@ class InferenceServiceStub:
     UpdateWeights: _grpc.StreamUnaryMultiCallable[_weights_pb2.UpdateWeightsRequest, _weights_pb2.UpdateWeightsResponse]
     """Replaces weights without a restart: begin, chunks, commit. Validated and staged while the server goes on
     serving, then swapped in between two steps. A stream that ends without commit changes nothing. UNIMPLEMENTED where
-    GetModelInfo does not list FEATURE_UPDATE_WEIGHTS.
+    GetModelInfo does not list FEATURE_UPDATE_WEIGHTS, as in this release.
       INVALID_ARGUMENT  with TensorErrors (all bad tensors), before any byte is taken where the manifest tells
       DATA_LOSS         a checksum does not match, with TensorErrors
       ABORTED           expected_generation is not the current one, or another update is under way
@@ -101,7 +101,7 @@ class InferenceServiceAsyncStub(InferenceServiceStub):
     Generate: _aio.UnaryUnaryMultiCallable[_inference_pb2.GenerateRequest, _inference_pb2.GenerateResponse]  # type: ignore[assignment]
     """Runs a prompt to its end and answers once. Not idempotent: a retry generates again."""
     Stream: _aio.UnaryStreamMultiCallable[_inference_pb2.StreamRequest, _inference_pb2.StreamResponse]  # type: ignore[assignment]
-    """The same, sent as tokens are made. Order: started; per index delta* then finished, indices interleaved;
+    """Runs a prompt as Generate does, and sends tokens as they are made. Order: started; per index delta* then finished, indices interleaved;
     summary; OK. The deltas of an index, concatenated, are Generate's output. A failure midway is a non-OK
     status, never OK with an error inside.
     """
@@ -113,7 +113,7 @@ class InferenceServiceAsyncStub(InferenceServiceStub):
     UpdateWeights: _aio.StreamUnaryMultiCallable[_weights_pb2.UpdateWeightsRequest, _weights_pb2.UpdateWeightsResponse]  # type: ignore[assignment]
     """Replaces weights without a restart: begin, chunks, commit. Validated and staged while the server goes on
     serving, then swapped in between two steps. A stream that ends without commit changes nothing. UNIMPLEMENTED where
-    GetModelInfo does not list FEATURE_UPDATE_WEIGHTS.
+    GetModelInfo does not list FEATURE_UPDATE_WEIGHTS, as in this release.
       INVALID_ARGUMENT  with TensorErrors (all bad tensors), before any byte is taken where the manifest tells
       DATA_LOSS         a checksum does not match, with TensorErrors
       ABORTED           expected_generation is not the current one, or another update is under way
@@ -155,7 +155,7 @@ class InferenceServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _inference_pb2.StreamRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_inference_pb2.StreamResponse], _abc.AsyncIterator[_inference_pb2.StreamResponse]]:
-        """The same, sent as tokens are made. Order: started; per index delta* then finished, indices interleaved;
+        """Runs a prompt as Generate does, and sends tokens as they are made. Order: started; per index delta* then finished, indices interleaved;
         summary; OK. The deltas of an index, concatenated, are Generate's output. A failure midway is a non-OK
         status, never OK with an error inside.
         """
@@ -179,7 +179,7 @@ class InferenceServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_weights_pb2.UpdateWeightsResponse, _abc.Awaitable[_weights_pb2.UpdateWeightsResponse]]:
         """Replaces weights without a restart: begin, chunks, commit. Validated and staged while the server goes on
         serving, then swapped in between two steps. A stream that ends without commit changes nothing. UNIMPLEMENTED where
-        GetModelInfo does not list FEATURE_UPDATE_WEIGHTS.
+        GetModelInfo does not list FEATURE_UPDATE_WEIGHTS, as in this release.
           INVALID_ARGUMENT  with TensorErrors (all bad tensors), before any byte is taken where the manifest tells
           DATA_LOSS         a checksum does not match, with TensorErrors
           ABORTED           expected_generation is not the current one, or another update is under way

@@ -45,7 +45,7 @@ class _TruncationEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Truncation
     TRUNCATION_RIGHT: _Truncation.ValueType  # 3
     """drop the newest tokens"""
     TRUNCATION_MIDDLE: _Truncation.ValueType  # 4
-    """keep both ends, of an odd number one more of the newest"""
+    """keep both ends; if the number of kept tokens is odd, the end keeps one more"""
 
 class Truncation(_Truncation, metaclass=_TruncationEnumTypeWrapper): ...
 
@@ -58,7 +58,7 @@ TRUNCATION_LEFT: Truncation.ValueType  # 2
 TRUNCATION_RIGHT: Truncation.ValueType  # 3
 """drop the newest tokens"""
 TRUNCATION_MIDDLE: Truncation.ValueType  # 4
-"""keep both ends, of an odd number one more of the newest"""
+"""keep both ends; if the number of kept tokens is odd, the end keeps one more"""
 Global___Truncation: _TypeAlias = Truncation  # noqa: Y015
 
 class _FinishReason:
@@ -264,8 +264,9 @@ Global___ChatPrompt: _TypeAlias = ChatPrompt  # noqa: Y015
 class SamplingParams(_message.Message):
     """How the next token is drawn: penalties, then bias and what is forbidden, then temperature, top_k, top_p, min_p.
     An unset field takes the server's or the model's generation_config, then a neutral value; GetModelInfo reports
-    the values in force. A request that forbids every token is INVALID_ARGUMENT; where bias, words and min_tokens
-    together forbid all that is left in one step, only a Constraint counts in that step.
+    the values in force. A request that forbids every token is INVALID_ARGUMENT. If logit_bias, bad_words and
+    min_tokens together exclude every token in a step, the server ignores them in that step and applies only the
+    constraint.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -328,8 +329,9 @@ class SamplingParams(_message.Message):
 
     @_builtins.property
     def bad_words(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Never generated, as the tokenizer spells each alone and after a space; the same text in other tokens is not
-        seen, nor is what begins in the prompt. At most 1,000, of 1 to 1,000 characters besides spaces.
+        """Texts that are never generated, as the tokenizer encodes each of them alone and after a space. The same text in
+        other tokens is not detected, nor is a word that begins in the prompt and ends in the output. At most 1,000, of
+        1 to 1,000 characters besides spaces.
         """
 
     @_builtins.property
@@ -554,10 +556,12 @@ class OutputOptions(_message.Message):
     token_ids: _builtins.bool
     """default true"""
     logprobs: _builtins.int
-    """set = logprob of each sampled token; value = likeliest k besides, may be 0"""
+    """Set to k: return the log-probability of each sampled token and of the k likeliest tokens; 0 returns only that of
+    the sampled token. Unset: return none.
+    """
     prompt_logprobs: _builtins.int
-    """The same for the prompt, in PromptInfo. Such a request does not read the prefix cache, and a stream starts
-    only when output 0 has tokens for its first delta.
+    """As logprobs, for the tokens of the prompt, in PromptInfo. Such a request does not read the prefix cache, and its
+    stream starts only when output 0 has tokens for its first delta.
     """
     skip_special_tokens: _builtins.bool
     """in text; default true"""
@@ -602,8 +606,8 @@ Global___OutputOptions: _TypeAlias = OutputOptions  # noqa: Y015
 
 @_typing.final
 class ContextOptions(_message.Message):
-    """What happens to a prompt that leaves too little room in the context. PromptInfo.truncated_tokens tells what was
-    dropped: nothing is cut silently.
+    """What happens to a prompt that leaves too little room in the context. PromptInfo.truncated_tokens reports how many
+    tokens were dropped: nothing is cut silently.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -646,7 +650,7 @@ class CacheOptions(_message.Message):
     cache_salt: _builtins.str
     """Requests share cached prefixes only with an equal salt, of at most 256 characters: one per tenant isolates them."""
     bypass_prefix_cache: _builtins.bool
-    """Neither read from the prefix cache nor add to it; the n outputs of a request share among themselves all the same."""
+    """Neither read from the prefix cache nor add to it. The n outputs of a request still share their prompt."""
     def __init__(
         self,
         *,

@@ -80,7 +80,7 @@ def plan_kv(
     asked_for = config.kv_cache_bytes or device_bytes
     budget = asked_for or DEFAULT_CPU_KV_BYTES
     if asked_for is None:
-        log.info("kv_cache_bytes is not set: using %.2f GiB at most", budget / 2**30)
+        log.info("kv_cache_bytes is not set: the KV cache takes %.2f GiB at most", budget / 2**30)
     if config.max_model_len is not None and config.max_model_len > model_max_len:
         raise ConfigError(
             f"max_model_len: {config.max_model_len} is more than the model's own {model_max_len}"
@@ -102,8 +102,11 @@ def plan_kv(
             f"set kv_cache_bytes to at least {needed}, or max_model_len to at most {fits_len}"
         )
     if fits_len < wanted_len:
-        log.info(
-            "max_model_len is %d, not the model's %d: that is what the KV cache holds", fits_len, wanted_len
+        log.warning(
+            "the context is %d tokens, not the model's %d: that is what the KV cache holds; raise it with "
+            "kv_cache_bytes (--kv-cache-bytes)",
+            fits_len,
+            wanted_len,
         )
     log.info(
         "KV cache: %d pages of %d tokens, %.2f GiB",

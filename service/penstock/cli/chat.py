@@ -59,8 +59,8 @@ def add_parser(subparsers: Subparsers) -> None:
         "chat",
         usage="%(prog)s [options]",
         help="talk to a model in the terminal",
-        description="A conversation with the model's chat template. What the model thinks is dimmed.\n"
-        "With --n it goes on with the first output.",
+        description="A conversation with the model's chat template. Reasoning is shown dimmed.\n"
+        "With --n, the conversation continues with output 0.",
         epilog=f"while it runs:\n{HELP}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

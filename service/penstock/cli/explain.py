@@ -68,8 +68,9 @@ def _meaning(error: PenstockClientError, addr: str) -> str:
         case ServedElsewhere():
             return f"{text}; name that address with --addr"
         case Unsupported():
-            what = ", ".join(error.fields)
-            return f"this server cannot do that{f' ({what})' if what else ''}: {text}; see `penstock info`"
+            untold = ", ".join(field for field in error.fields if field not in text)
+            what = f" ({untold})" if untold else ""
+            return f"this server cannot do that{what}: {text}; see `penstock info`"
         case DuplicateRequestId():
             return f"{text}; choose another --request-id"
         case KeyExpired():

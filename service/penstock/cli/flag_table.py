@@ -49,11 +49,21 @@ SAMPLING = Group(
             "P",
             read.number(0, 1),
         ),
-        Flag("--presence-penalty", "against tokens made before, -2 to 2", "X", read.number(-2, 2)),
-        Flag("--frequency-penalty", "the same, times how often they were", "X", read.number(-2, 2)),
+        Flag(
+            "--presence-penalty",
+            "make tokens that were already generated less likely, -2 to 2",
+            "X",
+            read.number(-2, 2),
+        ),
+        Flag(
+            "--frequency-penalty",
+            "like --presence-penalty, multiplied by how often the token occurred",
+            "X",
+            read.number(-2, 2),
+        ),
         Flag(
             "--repetition-penalty",
-            "against tokens of prompt and output, above 0; 1 is off",
+            "make tokens of prompt and output less likely, above 0; 1 is off",
             "X",
             read.number(above=0),
         ),
@@ -128,7 +138,7 @@ STRUCTURED = Group(
         Flag("--grammar", "a sentence of this Lark grammar", "FILE", read.grammar, to="constraint"),
         Flag(
             "--choice",
-            "exactly this text, or that of another --choice",
+            "answer with exactly one of the --choice texts",
             "TEXT",
             read.words(),
             to="constraint",
@@ -144,8 +154,8 @@ CONTEXT = Group(
     (
         Flag(
             "--truncation",
-            "of a prompt too long: refuse it (reject), or drop its oldest tokens (left), its newest (right), "
-            "or those between both ends (middle)",
+            "if the prompt is too long: refuse it (reject), or drop its oldest tokens (left), its newest "
+            "(right), or those between both ends (middle)",
             parse=str,
             choices=tuple(member.value for member in Truncation),
         ),
@@ -157,8 +167,8 @@ CONTEXT = Group(
 REQUEST = Group(
     "request",
     (
-        Flag("--model", "refuse to be answered by another", "NAME", read.words()),
-        Flag("--adapter", "a LoRA of the server, by name", "NAME", read.words()),
+        Flag("--model", "fail unless the server serves this model", "NAME", read.words()),
+        Flag("--adapter", "a LoRA of the server, by name; no server has any yet", "NAME", read.words()),
         Flag("--min-weights", "refuse weights of an older generation", "N", read.whole(0, 2**64 - 1)),
         Flag(
             "--priority",
@@ -182,7 +192,9 @@ REPORT = Group(
     "with --json",
     (
         Flag("--logprobs", "log-probabilities of the answer, and of the K likeliest tokens", "K", _COUNT),
-        Flag("--prompt-logprobs", "the same of the prompt", "K", _COUNT),
+        Flag(
+            "--prompt-logprobs", "log-probabilities of the prompt, and of the K likeliest tokens", "K", _COUNT
+        ),
         Flag("--echo-prompt", "token ids of the prompt", to="echo_prompt_token_ids"),
         Flag("--no-token-ids", "leave out the token ids of the answer", to="return_token_ids", value=False),
         Flag(

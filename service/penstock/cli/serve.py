@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import dataclasses
 import logging
 import os
 import signal
@@ -54,6 +55,7 @@ def run(args: argparse.Namespace) -> int:
     provider, instance_id = None, new_instance_id()
     if args.otlp_endpoint:
         provider = otlp_provider(args.otlp_endpoint, version=version(), instance_id=instance_id)
+        log.info("traces go to %s", args.otlp_endpoint)
     end = asyncio.run(_serve(args.model, config, options, provider, instance_id))
     if provider is not None:
         provider.shutdown()  # sends what is left
@@ -181,16 +183,15 @@ def _tell(engine: Engine) -> None:
     info, config = engine.info, engine.config
     dtype = config.dtype if config.quantization == "none" else f"{config.dtype} with {config.quantization}"
     log.info("model %s: %s, %s, vocabulary %d", info.name, info.architecture, dtype, info.vocab_size)
-    log.info("on %s; CPU threads: %s", ", ".join(info.devices), config.threads)
+    log.info("device: %s; CPU threads: %s", ", ".join(info.devices), config.threads)
     running, waiting = config.max_num_seqs, config.max_queued_requests
     log.info("context %d tokens; at most %d requests run and %d wait", info.max_model_len, running, waiting)
     log.info(
         "at most %d tokens a step; %d feature slots", config.max_num_batched_tokens, config.feature_slots
     )
     log.info("scheduling: %s; prefix cache: %s", config.scheduling_policy, _prefix_cache(config))
-    cache_mib = (config.kv_cache_bytes or 0) / 2**20
-    log.info("KV cache %.1f MiB: %d pages of %d tokens", cache_mib, info.num_pages, info.page_size)
-    log.info("defaults: %s", info.defaults)
+    defaults = dataclasses.asdict(info.defaults)
+    log.info("sampling defaults: %s", ", ".join(f"{name} {value:g}" for name, value in defaults.items()))
     log.info("compiled programs are kept in %s", config.compilation_cache or "memory only")
 
 

@@ -44,7 +44,7 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
     engine.add_argument(
         "--served-model-name",
         metavar="NAME",
-        help="name in requests and replies; default: the model as given here, of a folder its last part",
+        help="name in requests and replies; default: the whole hub id, or the last part of a folder's path",
     )
     engine.add_argument(
         "--dtype", default=_CONFIG.dtype, choices=DTYPES, help="auto: the checkpoint's; default: %(default)s"
@@ -53,7 +53,7 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
         "--quantization",
         default=_CONFIG.quantization,
         choices=QUANTIZATIONS,
-        help="int8: linear layers with weights and activations in int8; default: %(default)s",
+        help="int8: weights and activations of linear layers have 8 bits; default: %(default)s",
     )
     engine.add_argument(
         "--native",
@@ -86,7 +86,7 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
         "--max-num-seqs",
         type=int,
         metavar="N",
-        help=f"requests that run together; default: {CPU_SIZES.num_seqs} on CPU, "
+        help=f"outputs that run together, each in a row of its own; default: {CPU_SIZES.num_seqs} on CPU, "
         f"{ACCELERATOR_SIZES.num_seqs} on an accelerator, {SMALL_SIZES.num_seqs} on one of which JAX may use "
         f"less than {SMALL_BYTES >> 30} GiB",
     )
@@ -102,7 +102,8 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
         "--max-num-batched-tokens",
         type=int,
         metavar="N",
-        help=f"tokens of one step, prompts and outputs together; default: {CPU_SIZES.num_tokens} on CPU, "
+        help="tokens of one step, prompts and outputs together: it bounds how fast prompts are read, and how "
+        f"long a step takes; default: {CPU_SIZES.num_tokens} on CPU, "
         f"{ACCELERATOR_SIZES.num_tokens} on an accelerator, {SMALL_SIZES.num_tokens} on one of which JAX may "
         f"use less than {SMALL_BYTES >> 30} GiB",
     )
@@ -110,7 +111,9 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
         "--max-prefill-chunk",
         type=int,
         metavar="TOKENS",
-        help="most prompt tokens of one request in a step, also when nothing else runs; default: no limit",
+        help="most prompt tokens of one request in a step, also when nothing else runs; lower values keep "
+        "the tokens of running requests steady during long prompts, and delay the first tokens of these; "
+        "default: no limit",
     )
     engine.add_argument(
         "--target-itl",
@@ -118,8 +121,8 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
         type=float,
         default=_CONFIG.target_itl_s,
         metavar="SECONDS",
-        help="how far apart the tokens of running requests may be while a prompt comes in: steps with prompt "
-        "tokens are sized to it by measurement; less costs new requests some of their first token's time; "
+        help="how far apart the tokens of running requests should be while a prompt comes in; the server "
+        "measures its steps and sizes them to that; lower values delay the first tokens of new requests; "
         "0: no target; default: "
         f"{DEFAULT_TARGET_ITL_S:g} where FEATURE_BATCH_INVARIANT holds, else 0",
     )
@@ -140,14 +143,16 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
         "--overlap",
         action=argparse.BooleanOptionalAction,
         default=_CONFIG.overlap,
-        help="dispatch a step before the tokens of the one before are read; default: on",
+        help="start the next step while the host processes the last one; turn it off only to debug; "
+        "default: on",
     )
     engine.add_argument(
         "--max-decode-steps",
         type=int,
         default=_CONFIG.max_decode_steps,
         metavar="N",
-        help="most decode steps in one dispatch, where nobody waits; default: %(default)s",
+        help="run up to N decode steps per dispatch while no request is waiting: more throughput, but a "
+        "newcomer waits for the dispatch that runs; default: %(default)s",
     )
     engine.add_argument(
         "--decode-window",
@@ -155,8 +160,8 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
         type=float,
         default=_CONFIG.decode_window_s,
         metavar="SECONDS",
-        help="what such a window should take at most, and how long requests under a grammar wait for a token "
-        "where they take turns with windows; default: %(default)g",
+        help="longest duration of such a dispatch of several decode steps; constrained requests, which take "
+        "turns with them, get a token within this time; default: %(default)g",
     )
     engine.add_argument(
         "--switch-interval",
@@ -164,8 +169,8 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
         type=float,
         default=_CONFIG.switch_interval_s,
         metavar="SECONDS",
-        help="how long a thread keeps Python's interpreter while another waits for it; more makes tokens "
-        "wait for each other on their way out, much less costs throughput; default: %(default)g",
+        help="how long a thread keeps Python's interpreter while another waits for it; higher values delay "
+        "tokens on their way out, much lower ones cost throughput; default: %(default)g",
     )
     engine.add_argument(
         "--max-queued-requests",

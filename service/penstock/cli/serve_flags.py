@@ -126,21 +126,20 @@ def _add_requests(parser: argparse.ArgumentParser) -> None:
         "--truncation",
         default=_OPTIONS.truncation.value,
         choices=[value.value for value in Truncation],
-        help="what becomes of a prompt that is too long, where the request does not say; left drops the "
-        "oldest tokens, middle keeps both ends; default: %(default)s",
+        help="what happens to a prompt that is too long, if the request does not say: reject refuses it, "
+        "left drops the oldest tokens, right drops the newest, middle keeps both ends; default: %(default)s",
     )
     requests.add_argument(
         "--tool-call-parser",
         default=_OPTIONS.tool_call_parser,
         choices=TOOL_PARSERS,
-        help="the form in which the model writes calls of tools; auto: told from its chat template; "
-        "default: %(default)s",
+        help="format of the model's tool calls; auto: detected from its chat template; default: %(default)s",
     )
     requests.add_argument(
         "--reasoning-parser",
         default=_OPTIONS.reasoning_parser,
         choices=REASONING_PARSERS,
-        help="the same for what it thinks before it answers; default: %(default)s",
+        help="format of the model's reasoning; auto: detected from its chat template; default: %(default)s",
     )
     requests.add_argument(
         "--grammar-time-limit",

@@ -285,7 +285,7 @@ class PenstockInterceptor(grpc.aio.ServerInterceptor):
         row = row_of(error)
         current_meter().failed(row.reason)
         if not isinstance(error, PenstockError):
-            log.error("a bug in the service", exc_info=error)
+            log.error("a bug in the service: %s, request %r", rpc.method, rpc.request_id, exc_info=error)
         status = to_status(error, rpc.request_id)
         metadata, fields = trailers(error, status), fields_of(error)
         del error  # gRPC keeps the abort, and what it refers to, until Python looks for cycles: so no request

@@ -209,7 +209,7 @@ def test_the_server_decides_about_forcing(compiler, vocabulary, writer):
         ('start: "a', "1("),
         ('x: "a"', "no start rule"),
         ("start: <nosuch>", "unknown special token"),
-        ('start: %json {"not": {}}', 'Unimplemented keys: ["not"]'),
+        ('start: %json {"not": {}}', 'JSON Schema keywords that are not supported here: "not"'),
         ("start: @other", "other"),
         ("start: (" + "(" * 1000, "too deeply nested"),
     ],
@@ -220,6 +220,12 @@ def test_wrong_lark_is_told_in_llguidances_words(text, part, compiler):
 
 def test_a_message_names_the_line_of_the_caller(compiler):
     assert refusal(compiler, Grammar.ebnf('start: a b\na: "x"\n\nb: nowhere\n')).startswith("at 4(")
+
+
+def test_a_message_has_no_line_that_the_caller_did_not_write(compiler):
+    told = refusal(compiler, Grammar.ebnf("start: nowhere"))
+    assert "1 | start: nowhere" in told
+    assert "forcing" not in told
 
 
 GBNF = r"""

@@ -184,9 +184,17 @@ class GrammarConstraint:
         return InvalidRequest([Violation(self._field, f"the grammar cannot go on: {reason}")])
 
 
+_ADDED = re.compile(r'\n *\d+ \| %llguidance \{"no_forcing": true\}')
+_UNSUPPORTED = re.compile(r"Unimplemented keys: \[(.*)\]")
+
+
 def shorten(message: str) -> str:
-    """llguidance's message without the dump of its state, and long lines, which repeat the source, cut."""
-    lines = re.split(r"\n<(?:state|non-verbose|backtrace)\b", message)[0].strip().splitlines()
+    """llguidance's message as its caller can use it: without the dump of its state, without the line that
+    `source` added to the grammar, and with long lines, which repeat the source, cut.
+    """
+    message = _UNSUPPORTED.sub(r"JSON Schema keywords that are not supported here: \1", message)
+    message = _ADDED.sub("", re.split(r"\n<(?:state|non-verbose|backtrace)\b", message)[0])
+    lines = message.strip().splitlines()
     text = "\n".join(map(_shorten_line, lines))
     return text if len(text) <= _MAX_MESSAGE_CHARS else text[: _MAX_MESSAGE_CHARS - 3] + "..."
 
