@@ -5,7 +5,8 @@ the rows.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+import random
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -18,7 +19,9 @@ from penstock.runtime.buckets import Buckets
 from penstock.runtime.cache_spec import CacheSpec, PagedKV
 from penstock.runtime.compilation import use_compilation_cache
 from penstock.runtime.config import CPU_SIZES, EngineConfig, resolve
+from penstock.runtime.constraint import Mask
 from penstock.runtime.errors import ConfigError
+from penstock.runtime.grammar.turns import Filled, MaskTurns
 from penstock.runtime.interface import InFlightPolicy
 from penstock.runtime.memory import KVPlan, plan_kv, prefix_cache_pages
 from penstock.runtime.outputs import outputs_of
@@ -71,9 +74,7 @@ def expected(engine: Engine, request: Request) -> list[int]:
     """By hand, up to max_tokens or a stop id."""
     stopping = request.stopping
     assert stopping.max_tokens is not None
-    tokens = hybrid_tokens(
-        request.prompt_token_ids, stopping.max_tokens, paged=bool(engine._model.cache.paged)
-    )
+    tokens = hybrid_tokens(request.prompt_token_ids, stopping.max_tokens, paged=engine.info.name == "hybrid")
     ends = [i for i, token in enumerate(tokens) if token in stopping.stop_token_ids]
     return tokens[: ends[0] + 1] if ends else tokens
 
@@ -101,7 +102,7 @@ def test_rows_that_end_in_a_window_leave_the_others_right(engine: Engine) -> Non
     requests = []
     for i in range(8):
         prompt = prompt_of(3 + i)
-        stop = hybrid_tokens(prompt, 40, paged=bool(engine._model.cache.paged))[5 + i]
+        stop = hybrid_tokens(prompt, 40, paged=engine.info.name == "hybrid")[5 + i]
         stopping = StoppingParams(max_tokens=40, ignore_eos=True, stop_token_ids=(stop,) if i % 2 else ())
         requests.append(Request(f"r{i}", prompt, GREEDY, dataclasses.replace(stopping, max_tokens=9 + 3 * i)))
     run(engine, requests)
@@ -141,13 +142,45 @@ def test_an_update_may_have_all_state_computed_again() -> None:
     engine = toy_engine(hybrid_model())
     try:
         gate = at_gate(engine, tokens=40)
-        model = dataclasses.replace(engine._model, stage=lambda current, tensors, partial: lambda live: live)
-        engine._model = model
         done = engine.update_weights({}, label="same", in_flight=InFlightPolicy.RECOMPUTE)
         gate.open()
         done.result(60)
         gate.sink.last("held")
         assert gate.sink.tokens("held") == hybrid_tokens((1,), 40)
+    finally:
+        engine.shutdown()
+
+
+class Anything:
+    """A constraint that allows all."""
+
+    is_complete = False
+
+    def fill(self, mask: Mask) -> None: ...
+
+    def accept(self, token_ids: Sequence[int]) -> None: ...
+
+
+def test_tokens_that_are_put_off_are_the_formulas(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every other mask is not there in time, be it that of a decode or of a prompt's last chunk."""
+    rng, skips = random.Random(5), 0
+
+    def fill(self: MaskTurns, constraints: Mapping[int, Any], masks: Mask, *, others: bool) -> Filled:
+        nonlocal skips
+        skipped = frozenset(row for row in constraints if rng.random() < 0.5)
+        skips += len(skipped)
+        return Filled(masks, {}, skipped, frozenset())
+
+    monkeypatch.setattr(MaskTurns, "fill", fill)
+    engine = toy_engine(hybrid_model(), decode_window_s=10.0)
+    try:
+        requests = [Request(f"r{n}", prompt_of(n), GREEDY, long(12)) for n in LENGTHS]
+        constrained = [
+            dataclasses.replace(request, constraint=Anything() if i % 3 else None)
+            for i, request in enumerate(requests)
+        ]
+        run(engine, constrained)
+        assert skips > 10
     finally:
         engine.shutdown()
 

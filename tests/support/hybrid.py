@@ -103,9 +103,10 @@ def hybrid_model(*, paged: bool = True, max_model_len: int = 128) -> ServedModel
     graphdef, weights = nnx.split(HybridLM(paged=paged))
     return dataclasses.replace(
         toy_model(max_model_len=max_model_len),
-        name="hybrid",
+        name="hybrid" if paged else "recurrent",
         architecture="HybridForCausalLM",
         graphdef=graphdef,
         weights=weights,
+        stage=lambda current, tensors, partial: lambda live: live,  # an update changes nothing
         cache=CacheSpec((STATE, PAGED, NEWEST) if paged else (STATE, NEWEST)),
     )

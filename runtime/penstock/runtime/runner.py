@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from penstock.runtime.backend import Backend
 from penstock.runtime.buckets import ProgramKey
-from penstock.runtime.cache_spec import STATE_COPIES, CacheSpec
+from penstock.runtime.cache_spec import CacheSpec
 from penstock.runtime.compilation import CompileCounter, compile_all
 from penstock.runtime.constraint import TokenConstraint, mask_words
 from penstock.runtime.device_arrays import zeros, zeros_like
@@ -184,7 +184,7 @@ class ModelRunner:
         ints, floats = np.dtype(np.int32), np.dtype(np.float32)
         held = None
         if self._cache.has_state:
-            (held,) = zeros((STATE_COPIES, slots), ints, self._sharding)
+            (held,) = zeros((slots,), ints, self._sharding)
         state = RowState(
             *zeros((slots,), ints, self._sharding),
             *zeros((slots, self.config.pages_per_row), ints, self._sharding),

@@ -45,7 +45,7 @@ class RowState(NamedTuple):
     tables: Array  # int32[S, P] pages of the KV cache; entries past a row's end are stale and of no account
     history: Array  # int32[F, V] how often each token was generated, plus IN_PROMPT; only where PENALTIES
     bias: Array  # float32[F, V] added to the logits, -inf = forbidden; only where BIAS
-    held: Array | None = None  # int32[2, S] after how many positions each copy of state by slot is, -1: none
+    held: Array | None = None  # int32[S] after how many positions copy 0 of each slot's state stands
 
 
 class SamplingRows(NamedTuple):
