@@ -100,7 +100,7 @@ def _over(defaults: GenerationDefaults, data: Mapping[str, Any], where: str) -> 
 
 
 def _number(where: str, name: str, value: Any) -> float:
-    """As JSON has it; a whole one where only that has a meaning."""
+    """Return a number from JSON: whole for top_k, else a float. Raises ConfigError for anything else."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise ConfigError(f"{where}: {name}: must be a number, not {value!r}")
     if name != "top_k":

@@ -3,7 +3,7 @@ program.
 
 One transfer costs what eight small ones cost each; floats travel as their bits. Sections, in order: header,
 row fields [R, NUM_FIELDS], ids that end the row [R, MAX_STOP_TOKEN_IDS], input tokens [T]. The first three
-are all that sampling needs, so that one sampling program per number of rows serves steps of any number of
+are all that sampling needs, so that one sampling program per row bucket serves steps of any number of
 tokens. Page tables stay on the device: a row's fields tell the one entry that is new, which is all that a
 decode ever adds, and whoever enters sends its table beforehand (`request_programs.make_table_rows`).
 """

@@ -25,16 +25,19 @@ Under "priority" the first of the queue, if slots or pages are lacking, preempts
 priority before the step is made: the last in rank, but for a feature slot the last that has one. While
 decodes run, the prefills of a step may have a smaller budget than the rest of the step's (`pacing`).
 
-Every request ends (under "priority": once no more of higher priority come). Consider the first in rank of
-all active sequences. If it runs, it can take every page from those behind it (`Scheduler.prepare` refuses
-what would not fit even then), and there is budget for it, because max_num_batched_tokens >= max_num_seqs and
-a row that prefills is not one that decodes. If it waits, no sequence behind it enters, so the running ones
-end or are preempted, until its slots and pages are free (behind one that lacks a feature slot others do
-enter, but none of them takes that, and they enter no more once it is given back); when none runs, nothing is
-kept for others. If it waits for a promised page, a sequence of no lower priority is prefilling; in each step
-the first of the prefills moves on, only finitely many rank before the one that promised, and if that one is
-preempted or ends, its promise is gone and the first in rank computes the page itself. So it is with a fork
-and the output that computes its prompt, which as a rule arrived, and so ranks, before it.
+Why every request finishes (under "priority": once no more of higher priority come). Consider the first in
+rank of all active sequences. There are three cases:
+
+1. It runs. Then it can take every page from those behind it (`Scheduler.prepare` refuses what would not fit
+   even then), and there is budget for it, because max_num_batched_tokens >= max_num_seqs, and a row that
+   prefills is not one that decodes.
+2. It waits for slots or pages. Then no sequence behind it enters, so the running ones end or are preempted
+   until its slots and pages are free. When none runs, nothing is kept for others. (Behind one that lacks a
+   feature slot others do enter, but none of them takes that slot, and they enter no more once it is free.)
+3. It waits for a promised page. Then a sequence of no lower priority is prefilling. In each step the first
+   of the prefills moves on, and only finitely many rank before the one that promised. If that one is
+   preempted or ends, its promise is withdrawn, and the first in rank computes the page itself. A fork waits
+   in the same way for the output that computes its prompt, which as a rule arrived, and so ranks, before it.
 
 With a sliding window a prefill enters with as many pages as it can make use of at a time, and exchanges those
 that it reads no more for the next ones, before the decodes of lower rank get theirs. Where others hold some

@@ -143,8 +143,9 @@ class PrefixCache:
         return self._pool.forget_keys()
 
     def _shareable_keys(self, seq: Sequence) -> list[bytes]:
-        """Of the pages that a waiting sequence may share. At least its last token is left to compute; all of
-        its prompt, while log-probabilities of that are wanted: a cached page has none.
+        """The keys of the pages that a waiting sequence may share. The page of its last token is never among
+        them, because that token must be computed. There are none while log-probabilities of the prompt are
+        needed: cached pages do not store them.
         """
         if not self._enabled or seq.request.cache.bypass or seq.needs_whole_prompt:
             return []

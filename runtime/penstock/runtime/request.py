@@ -1,7 +1,7 @@
 """What a request asks and what comes back: frozen values shared by scheduler, engine and service. No jax.
 
-Defaults here are the neutral ones of the contract's "server default"; a model's generation_config is merged
-in by the service before a value of this module is made. Every class checks itself once, on construction, and
+Defaults here are neutral values. The service and `Engine` put in the defaults of the model and of the
+operator before they make a value of this module. Every class checks itself once, on construction, and
 raises `InvalidRequest` listing all violations by the contract's field path.
 """
 

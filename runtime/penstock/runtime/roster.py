@@ -44,14 +44,14 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Prefix:
-    """What of a waiting sequence is computed when it enters."""
+    """The already computed part of a prompt, which a sequence reuses when it starts."""
 
     pages: list[int]
     """Full, and shared: they stand first in its page table."""
     num_computed: int
-    """Positions: those of `pages` and, of a fork, the beginning of the page after them."""
+    """Number of reused positions: all of `pages` and, for a fork, the filled part of `partial`."""
     partial: int | None = None
-    """The page that has this beginning, for the fork to copy; None where it is empty."""
+    """The page that the fork copies because it is not full; None if there is none."""
 
 
 class Roster:

@@ -302,7 +302,8 @@ class ModelRunner:
             self._copy_pages(plan.page_copies)
         constraints = self._slots.constraints(plan)
         targets = self._prompt_targets(plan)
-        # A window chooses its tokens itself and tells no hidden states, not even of chunks of one token.
+        # A window program samples by itself and returns no hidden states, so a step that needs
+        # log-probabilities of a prompt cannot use it.
         window = plan.decode_only and not constraints and not targets
         key = self.config.buckets.select(
             plan.num_tokens, len(plan.rows), window=window, num_steps=plan.num_steps

@@ -3,9 +3,9 @@
 `planning` decides what runs next, `commits` what the tokens mean, `endings` how it ends. `schedule` moves
 `num_computed` at once and `commit` handles tokens, so the engine may dispatch a step before it commits the
 one before. A decode's input is the device's own last sample, so a sequence is scheduled again while its token
-is in flight; if that token turns out to end it, the row that was too much is dropped at `commit`. A sequence
-that is preempted with tokens in flight enters again after their commit, else it would sample the same
-position twice.
+is in flight. If that token ends the sequence, `commit` discards the extra row, which wrote only past the last
+valid token. A sequence that is preempted while tokens are in flight enters again after their commit;
+otherwise it would sample the same position twice.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ __all__ = ["Load", "Scheduler", "SchedulerConfig"]
 
 
 class Scheduler:
-    """The policy over a `Roster`. Not thread-safe: every call holds the engine's lock, but for `page_keys`,
-    `prepare` and `accept`, which say what allows it.
+    """Decides what runs in each step. Not thread-safe: every call holds the engine's lock, except
+    `page_keys`, `prepare` and `accept`, which say why they need not.
     """
 
     def __init__(self, config: SchedulerConfig) -> None:

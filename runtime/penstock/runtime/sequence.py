@@ -70,7 +70,7 @@ class Sequence:
     """Positions below this are (re)computed from `token_ids`; from here on each input is the slot's own last
     sample. Set at entry to len(token_ids), so a prefill chunk of one token is never taken for a decode."""
     pending: int = 0
-    """Most tokens that dispatched steps will yet have sampled for this sequence when they are committed."""
+    """Upper bound on the tokens that dispatched steps sample for this sequence and that are not committed."""
     put_offs: int = 0
     """How often in a row its token was put off, because the constraint was not ready."""
     sits_out: int = 0

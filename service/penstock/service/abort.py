@@ -92,7 +92,9 @@ class Arrivals:
             del self._arrivals[request_id]
 
     def abort(self, meant: Callable[[str], bool], message: str) -> list[str]:
-        """Keep those that are meant from the engine; their ids. The first message counts."""
+        """Mark the requests that match and are still being prepared, so that they are never submitted.
+        Returns their ids. If a request is aborted twice, the first message is kept.
+        """
         found = [request_id for request_id in self._arrivals if meant(request_id)]
         for request_id in found:
             arrival = self._arrivals[request_id]

@@ -109,8 +109,8 @@ def _note_unknown(field: str, start: int, ids: Sequence[int], vocab_size: int, b
 
 
 def sampling_params(message: types_pb2.SamplingParams, info: Info, bad: Violations) -> SamplingParams | None:
-    """Unset fields take the model's effective defaults. None, noted, where something is wrong. Bad words are
-    checked and not in it yet: see `with_bad_words`.
+    """The sampling of a message; unset fields take the model's effective defaults. Returns None, and adds to
+    `bad`, if something is wrong. Bad words are checked here and added later by `with_bad_words`.
     """
     vocab = info.vocab_size
     allowed = _allowed_ids(message, vocab, bad)
@@ -215,7 +215,7 @@ def stopping_params(message: types_pb2.StoppingParams, info: Info, bad: Violatio
 
 
 def _seconds(field: str, duration: Duration, bad: Violations) -> float | None:
-    """A Duration in seconds; None, noted, where it breaks the rules of google.protobuf.Duration."""
+    """A Duration in seconds. Returns None, and adds to `bad`, if it breaks the rules of Duration."""
     seconds, nanos = duration.seconds, duration.nanos
     if abs(seconds) > _MAX_DURATION_S or abs(nanos) >= 10**9 or seconds * nanos < 0:
         bad.add(field, f"is not a valid Duration: {seconds} s and {nanos} ns")

@@ -303,8 +303,8 @@ def _without_load(job: Job) -> Job:
 
 
 def merged_timing(times: Sequence[RequestTiming]) -> RequestTiming | None:
-    """The earliest first token, the latest end; preemptions summed. Cached tokens are those of the output
-    that was scheduled first: what the others found was made by it.
+    """One timing for all outputs: the earliest first token, the latest end, the sum of preemptions. Cached
+    tokens are those of the output that was scheduled first, because it computed what the others found.
     """
     if not times:
         return None

@@ -223,7 +223,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         raise UnsupportedFeature(["UpdateWeights"])
 
     def _version(self, generation: int) -> types_pb2.WeightsVersion:
-        """The label is known for the weights in use; older ones are told by their number."""
+        """The version of a weights' generation. Only that of the weights in use has a label."""
         current = self._engine.weights
         if generation != current.generation:
             current = WeightsVersion("", generation)

@@ -37,8 +37,8 @@ class Switchboard:
         self._queue: deque[tuple[Buffer, Sequence[Output]]] = deque()
         self._awake = False
         self.holders: dict[str, Buffer] = {}
-        """Id to the buffer of the request that has it in the engine: once the engine took an id again, what
-        its former user cancels or ends must not hit the new one.
+        """Request id to the buffer that owns it now. Ids can be used again; this keeps a late cancel of the
+        old request from hitting the new one.
         """
 
     def post(self, buffer: Buffer, outputs: Sequence[Output]) -> None:

@@ -57,16 +57,19 @@ class _Progress:
         return self._answer.started.request_id if self._answer.started is not None else None
 
     def text(self, index: int = 0) -> str:
-        """What one output has so far; so the others."""
+        """All text of output `index` received so far."""
         return self._answer.so_far(index).text
 
     def reasoning(self, index: int = 0) -> str:
+        """All reasoning of output `index` received so far."""
         return self._answer.so_far(index).reasoning
 
     def token_ids(self, index: int = 0) -> tuple[int, ...]:
+        """All token ids of output `index` received so far."""
         return tuple(self._answer.so_far(index).token_ids)
 
     def tool_calls(self, index: int = 0) -> tuple[ToolCall, ...]:
+        """All complete calls of output `index` received so far."""
         return tuple(self._answer.so_far(index).tool_calls)
 
     def _whole(self) -> Generation:

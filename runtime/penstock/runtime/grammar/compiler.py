@@ -211,7 +211,7 @@ class GrammarCompiler:
         future.set_result(compiled)
 
     def _compile(self, grammar: Grammar, before: CompiledGrammar | None) -> CompiledGrammar:
-        """Anew, without a trial if that went well `before`."""
+        """Compile `grammar`; without the trial process if an earlier result, `before`, has passed that."""
         config = self.config
         text = self._sandbox.check(grammar) if before is None else before.text
         try:

@@ -124,7 +124,9 @@ class GrammarConstraint:
         self._shared.use(seconds)
 
     def finish(self, mask: Mask) -> None:
-        """Make the mask that llguidance filled, unless the output is complete, into that of `fill`."""
+        """Turn the mask that llguidance filled (nothing, if the output is complete) into the one of `fill`:
+        without special tokens, and with end tokens where the grammar may end.
+        """
         if self._complete:
             mask[:] = self._bits.eos
             return
