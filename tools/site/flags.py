@@ -31,7 +31,7 @@ def _name(action: argparse.Action) -> str:
     if not action.option_strings:
         return f"`{action.metavar or action.dest}`"
     values = "" if action.nargs == 0 else f" {action.metavar or _choices(action)}"
-    return f"`{', '.join(action.option_strings)}{values}`".replace("|", "\\|")
+    return f"`{', '.join(action.option_strings)}{values}`"
 
 
 def _choices(action: argparse.Action) -> str:
