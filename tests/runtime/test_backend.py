@@ -58,8 +58,8 @@ def test_cpu_has_the_native_kernels_where_they_can_be_used() -> None:
     assert backend.linear_format(BF16, int8=True).packed
     assert not backend.linear_format(F32, int8=True).packed
     query, cache = jax.ShapeDtypeStruct((1, 1, 32), F32), jax.ShapeDtypeStruct((1, 2, 1, 16, 32), F32)
-    assert backend.attends_alone(query, cache)
-    assert not backend.attends_alone(query, jax.ShapeDtypeStruct((1, 2, 1, 8, 32), F32))
+    assert backend.attends_batch_invariantly(query, cache)
+    assert not backend.attends_batch_invariantly(query, jax.ShapeDtypeStruct((1, 2, 1, 8, 32), F32))
 
 
 def test_cpu_without_kernels_computes_with_xla() -> None:
@@ -69,7 +69,7 @@ def test_cpu_without_kernels_computes_with_xla() -> None:
     assert not backend.linear_format(BF16, int8=False).packed
     assert (backend.sizes, backend.row_growth, backend.fixed_windows) == (CPU_SIZES, 4, False)
     assert backend.memory() is None
-    assert backend.device is CPU
+    assert list(backend.mesh.devices.flat) == [CPU]
 
 
 def test_an_accelerator_computes_with_xla_and_tells_its_memory() -> None:

@@ -30,7 +30,7 @@ from penstock.runtime.sampler import SamplerOp, native_sample, sample
 ArrayShape = jax.ShapeDtypeStruct
 
 
-def _none_is_alone(query: ArrayShape, cache: ArrayShape) -> bool:
+def _never_batch_invariant(query: ArrayShape, cache: ArrayShape) -> bool:
     return False
 
 
@@ -38,7 +38,7 @@ def _no_memory() -> DeviceMemory | None:
     return None
 
 
-def _leave(arrays: Sequence[jax.Array]) -> None:
+def _no_huge_pages(arrays: Sequence[jax.Array]) -> None:
     pass
 
 
@@ -49,9 +49,9 @@ class Backend:
     mesh: Mesh
     """The devices that weights, cache and state are placed on. There is one today."""
     attention: AttentionOp = paged_attention
-    attends_alone: Callable[[ArrayShape, ArrayShape], bool] = _none_is_alone
-    """Whether `attention` gives a token bits that depend on its own row alone, for queries [T, H, D] and a
-    layer's cache of such shapes and dtypes."""
+    attends_batch_invariantly: Callable[[ArrayShape, ArrayShape], bool] = _never_batch_invariant
+    """Whether the bits that `attention` gives a token depend on its own row alone. The arguments are shapes
+    and dtypes of queries [T, H, D] and of a layer's cache."""
     sampler: SamplerOp = sample
     packed_dtype: np.dtype[np.generic] | None = None
     """Models in this dtype have their linear weights packed for the native kernels; None: none have."""
@@ -63,14 +63,8 @@ class Backend:
     """Of the running batch, where the operator chose none."""
     memory: Callable[[], DeviceMemory | None] = _no_memory
     """What of the device's memory may be used, and is, now; None where the device does not tell."""
-    settle: Callable[[Sequence[jax.Array]], object] = _leave
-    """To be called with arrays that stay: on CPU it asks for huge pages."""
-
-    @property
-    def device(self) -> jax.Device:
-        """The mesh's first."""
-        device: jax.Device = self.mesh.devices.flat[0]
-        return device
+    use_huge_pages: Callable[[Sequence[jax.Array]], object] = _no_huge_pages
+    """Called with arrays that stay for long. On CPU, their memory is asked to be of huge pages."""
 
     def linear_format(self, dtype: np.dtype[np.generic], *, int8: bool) -> LinearFormat:
         """How the linear weights of a model in `dtype` are kept."""
@@ -97,7 +91,7 @@ def choose_backend(config: EngineConfig, device: jax.Device) -> Backend:
         row_growth=CPU_ROW_GROWTH,
         fixed_windows=False,
         sizes=CPU_SIZES,
-        settle=huge_pages.advise,
+        use_huge_pages=huge_pages.advise,
     )
     if not uses_kernels:
         return on_xla
@@ -105,7 +99,7 @@ def choose_backend(config: EngineConfig, device: jax.Device) -> Backend:
     return replace(
         on_xla,
         attention=native_paged_attention,
-        attends_alone=attention_kernels.supports,
+        attends_batch_invariantly=attention_kernels.supports,
         sampler=native_sample,
         packed_dtype=np.dtype(jnp.bfloat16),
     )

@@ -68,7 +68,7 @@ def build(model: ServedModel, options: EngineConfig, backend: Backend | None = N
         sliding_window=cache.sliding_window,
     )
     runner = _runner(model, dataclasses.replace(shapes, max_model_len=kv.max_model_len), backend)
-    batch_invariant = model.is_native and runner.attends_alone
+    batch_invariant = model.is_native and runner.attends_batch_invariantly
     if config.native == "require" and not batch_invariant:
         raise ConfigError(
             "native: the kernels are required, but cannot compute all of this model: they take a "

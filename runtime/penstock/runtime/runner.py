@@ -109,7 +109,7 @@ class ModelRunner:
         self._num_pages = 0
         self._programs: Programs | None = None
         self._state = self._new_state()
-        backend.settle(self._weights)
+        backend.use_huge_pages(self._weights)
         self._slots = Slots(config)
         filler = MaskFiller(mask_threads(config.threads))
         self._turns = MaskTurns(filler.fill_all, in_parallel=filler.is_parallel)
@@ -138,14 +138,14 @@ class ModelRunner:
         self.destroy_kv_cache()
         self._num_pages = num_pages
         self._kv = zeros_like(self._kv_shapes(num_pages), self._sharding)
-        self._backend.settle(jax.tree.leaves(self._kv))
+        self._backend.use_huge_pages(jax.tree.leaves(self._kv))
 
     @property
-    def attends_alone(self) -> bool:
-        """See `Backend.attends_alone`; for queries of the model against its cache."""
+    def attends_batch_invariantly(self) -> bool:
+        """See `Backend.attends_batch_invariantly`; for queries of the model against its cache."""
         config = self.config
         return all(
-            self._backend.attends_alone(
+            self._backend.attends_batch_invariantly(
                 jax.ShapeDtypeStruct((1, 1, layer.head_dim), config.dtype),
                 layer.arrays(1, config.page_size, config.max_num_seqs, config.dtype),
             )

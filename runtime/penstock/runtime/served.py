@@ -107,7 +107,9 @@ def load_model(model: str, config: EngineConfig, backend: Backend) -> ServedMode
             threads=max(1, threads // 2),  # the others are left to those that compute steps
         )
         host_memory.give_back()
-        backend.settle([leaf.value for leaf in new.values()])  # most is there already, see `host_memory`
+        backend.use_huge_pages(
+            [leaf.value for leaf in new.values()]
+        )  # most is there already, see `host_memory`
         return _renewal(seen, new)
 
     return ServedModel(
