@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import re
+from types import ModuleType
 
 import pytest
 
+import penstock.client
+import penstock.runtime
 from penstock.cli.__main__ import COMMANDS, main
 from penstock.service.errors import TABLE
 from tests.docs.pages import ROOT, inline_code_of, pages, text_of
@@ -58,3 +61,20 @@ def test_every_finish_reason_is_explained() -> None:
     reasons = set(re.findall(r"FINISH_REASON_(\w+) = [1-9]", types))
     page = text_of(ROOT / "docs" / "reference" / "service.md")
     assert set(re.findall(r"^\| ([A-Z_]+) \| ", page, re.M)) >= reasons
+
+
+NOT_CLASSES = {"DEFAULT_ADDR", "Constraint", "Metadata", "StreamEvent", "ToolLike", "Turn"}
+"""Names of the client that are a constant, or stand for types that are listed one by one."""
+
+
+@pytest.mark.parametrize(
+    ("module", "page"),
+    [(penstock.client, "client.md"), (penstock.runtime, "runtime.md")],
+    ids=["client", "runtime"],
+)
+def test_every_public_class_is_in_the_reference(module: ModuleType, page: str) -> None:
+    text = text_of(ROOT / "docs" / "reference" / page)
+    listed = set(re.findall(r"^::: [\w.]*?(\w+)$", text, re.M))
+    if "errors" in listed:  # the page has all classes of that module
+        listed |= vars(module.errors).keys()
+    assert sorted(set(module.__all__) - listed - NOT_CLASSES) == []
