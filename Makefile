@@ -33,7 +33,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@test -x $(BIN)/python || (set -x; $(PYTHON) -m venv $(VENV))
 	$(BIN)/python -m pip install --disable-pip-version-check --editable '.[dev]' $(CONSTRAINTS)
 	@# For the CPU kernels; where they cannot be built it says why, and everything runs on XLA.
-	$(BIN)/python -m penstock.runtime.native.build
+	$(BIN)/python -m penstock.runtime.ops.native.build
 	@touch $(STAMP)
 
 run: install ## serve the demo model on 127.0.0.1 and print a sample

@@ -25,10 +25,11 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from bench import options, record
-from bench.figures import label
-from bench.session import Driver, add_workload_arguments, chosen, one_repeat
-from bench.side import Side
+from bench.drivers import options
+from bench.drivers.session import Driver, add_workload_arguments, chosen, one_repeat
+from bench.drivers.side import Side
+from bench.measures import record
+from bench.measures.figures import label
 from bench.workloads import TABLE, WARMUP, Workload
 
 HERE, THERE = "here", "there"
@@ -155,7 +156,7 @@ def start(tree: Path, side: str, given: Mapping[str, Any], args: argparse.Namesp
     command = [
         sys.executable,
         "-m",
-        "bench.side_process",
+        "bench.drivers.side_process",
         "--checkpoint",
         args.checkpoint,
         "--mode",

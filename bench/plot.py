@@ -14,7 +14,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from bench import record
+from bench.measures import record
 from bench.workloads import CONCURRENCY, LEVELS
 
 WIDTH, HEIGHT = 720, 440

@@ -11,8 +11,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from bench import record
-from bench.figures import label, medians
+from bench.measures import record
+from bench.measures.figures import label, medians
 from bench.workloads import TABLE
 
 Repeats = list[Mapping[str, float]]

@@ -26,10 +26,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from bench import record
-from bench.cost import Machine, Work, decode_spans, one_pass, prefill_spans
+from bench.measures import record
+from bench.measures.cost import Machine, Work, decode_spans, one_pass, prefill_spans
 from bench.workloads import MAIN, TABLE, Workload, waves
-from penstock.runtime.checkpoint import load_config
+from penstock.runtime.loading.checkpoint import load_config
 from penstock.runtime.models.config import ModelConfig
 
 _SOURCE = Path(__file__).with_name("roofline.c")

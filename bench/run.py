@@ -14,10 +14,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from bench import options
-from bench.inprocess import InProcess
-from bench.over_grpc import OverGrpc
-from bench.session import Session, add_arguments, chosen, measure
+from bench.drivers import options
+from bench.drivers.inprocess import InProcess
+from bench.drivers.over_grpc import OverGrpc
+from bench.drivers.session import Session, add_arguments, chosen, measure
 from penstock.runtime.errors import ConfigError
 
 PACKAGES = ("penstock", "jax", "jaxlib", "flax", "numpy", "grpcio", "protobuf")

@@ -51,7 +51,7 @@ class Workload:
     title: str
     groups: tuple[Group, ...]
     figures: tuple[str, ...]
-    """Of `bench.figures`, the ones that this workload is about, first the most important."""
+    """Of `bench.measures.figures`, the ones that this workload is about, first the most important."""
     waves: int = 1
 
 

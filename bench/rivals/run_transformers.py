@@ -16,10 +16,10 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, StoppingCriteria, StoppingCriteriaList
 
-from bench import record
-from bench.session import Session, add_arguments, chosen, measure
+from bench.drivers.session import Session, add_arguments, chosen, measure
+from bench.measures import record
 from bench.workloads import Job
-from penstock.cli.bench_stats import RequestTrace
+from penstock.cli.measuring.stats import RequestTrace
 
 
 class _Clock(StoppingCriteria):

@@ -9,10 +9,10 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
-from bench import record
-from bench.session import Session, add_arguments, chosen, measure
+from bench.drivers.session import Session, add_arguments, chosen, measure
+from bench.measures import record
 from bench.workloads import Job
-from penstock.cli.bench_stats import RequestTrace
+from penstock.cli.measuring.stats import RequestTrace
 
 
 class SteppedEngine(Protocol):
@@ -28,7 +28,7 @@ class SteppedEngine(Protocol):
 
 
 class SteppedDriver:
-    """`bench.session.Driver` on a stepped engine."""
+    """`bench.drivers.session.Driver` on a stepped engine."""
 
     def __init__(self, engine: SteppedEngine, clock: Callable[[], float] = time.perf_counter) -> None:
         self._engine = engine

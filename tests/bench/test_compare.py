@@ -11,7 +11,7 @@ import pytest
 from bench import compare
 from bench.compare import HERE, THERE, TREE, Pair, engine_options, import_path, table, take_turns, unpack
 from bench.workloads import TABLE, Wave, shrunk
-from penstock.cli.bench_stats import RequestTrace
+from penstock.cli.measuring.stats import RequestTrace
 
 W2, W3 = (shrunk(TABLE[name], 64) for name in ("W2", "W3"))
 

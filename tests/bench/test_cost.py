@@ -4,7 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from bench.cost import Machine, Work, decode_spans, head_weights, layer_weights, one_pass, prefill_spans
+from bench.measures.cost import (
+    Machine,
+    Work,
+    decode_spans,
+    head_weights,
+    layer_weights,
+    one_pass,
+    prefill_spans,
+)
 from bench.roofline import floors, measured
 from bench.workloads import Group, Job, Workload
 from penstock.runtime.models.config import ModelConfig

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from bench.figures import figures, medians, table, wall_s
+from bench.measures.figures import figures, medians, table, wall_s
 from bench.workloads import Job
-from penstock.cli.bench_stats import RequestTrace
+from penstock.cli.measuring.stats import RequestTrace
 
 
 def trace(sent, times, *, prompt=10, each=1, error=None):

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from bench import options
-from penstock.cli import serve, serve_engine_flags
+from bench.drivers import options
+from penstock.cli.commands import serve
+from penstock.cli.serving import engine_flags
 from penstock.runtime.config import EngineConfig
 
 
@@ -65,7 +66,7 @@ def test_every_option_is_the_same_on_the_command_line():
     parser = argparse.ArgumentParser()
     serve.add_parser(parser.add_subparsers())
     args = parser.parse_args(["serve", "model", *options.serve_arguments(given)])
-    assert serve_engine_flags.engine_config(args) == options.engine_config(given)
+    assert engine_flags.engine_config(args) == options.engine_config(given)
 
 
 def test_flags():

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from bench.scheduler import main
+from bench.probes.scheduler import main
 
 
 def test_a_short_run(capsys, monkeypatch):
-    argv = ["bench.scheduler", "--waiting", "8", "--prefix", "64", "--chunk", "16", "--budget", "32"]
+    argv = ["bench.probes.scheduler", "--waiting", "8", "--prefix", "64", "--chunk", "16", "--budget", "32"]
     monkeypatch.setattr("sys.argv", [*argv, "--rows", "4", "--step-ms", "0"])
     assert main() == 0
     out = capsys.readouterr().out

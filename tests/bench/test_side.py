@@ -9,16 +9,16 @@ from pathlib import Path
 
 import pytest
 
-from bench.side import Side
+from bench.drivers.side import Side
 from bench.workloads import Job
-from penstock.cli.bench_stats import RequestTrace
+from penstock.cli.measuring.stats import RequestTrace
 
 ROOT = Path(__file__).parents[2]
 
 
 def start(code):
     """A side that runs `code` before it serves `driver`."""
-    before = "import sys\nfrom bench.side import RequestTrace, own_output, serve\n"
+    before = "import sys\nfrom bench.drivers.side import RequestTrace, own_output, serve\n"
     after = '\nserve(driver, {"ready_s": 1.5}, sys.stdin, answers)\n'
     path = os.pathsep.join([str(ROOT), *sys.path])
     script = before + textwrap.dedent(code) + after

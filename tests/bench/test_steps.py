@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from bench.host import table
-from bench.steps import StepRecorder, phases_us, summary
-from penstock.runtime.interface import StepRecord
+from bench.measures.steps import StepRecorder, phases_us, summary
+from bench.probes.host import table
+from penstock.runtime.loop.interface import StepRecord
 
 
 def record(step_id, times_us, *, ids=("a",), decode_only=True, num_steps=1):

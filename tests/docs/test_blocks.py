@@ -25,7 +25,7 @@ from penstock.client import Client, Ebnf, JsonSchema
 from tests.docs import programs
 from tests.docs.pages import ROOT, Block, blocks
 from tests.docs.shell import NOT_RUN, commands, rule_of, script_of, words_of
-from tests.support.toy import TEST_CACHE
+from tests.support.models.toy import TEST_CACHE
 
 DEFAULT_ADDRESS = "127.0.0.1:50051"
 START_S = 280.0

@@ -5,8 +5,8 @@ from __future__ import annotations
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from penstock.runtime.text import TextCodec
-from penstock.runtime.text_decoder import byte_level_piece
+from penstock.runtime.text.codec import TextCodec
+from penstock.runtime.text.decoder import byte_level_piece
 
 EOS = 256
 VOCAB = 260

@@ -18,7 +18,6 @@ from functools import cached_property
 from typing import Any
 
 from penstock.runtime.config import CPU_SIZES, EngineConfig, resolve
-from penstock.runtime.defaults import GenerationDefaults
 from penstock.runtime.errors import (
     Draining,
     DuplicateRequestId,
@@ -30,12 +29,20 @@ from penstock.runtime.errors import (
     PromptTooLong,
     QueueFull,
 )
-from penstock.runtime.grammar.compiler import GrammarCompiler
-from penstock.runtime.interface import AbortOutcome, Pulse, WeightsVersion
+from penstock.runtime.grammar.compile.compiler import GrammarCompiler
+from penstock.runtime.loop.interface import AbortOutcome, Pulse, WeightsVersion
 from penstock.runtime.model_info import ModelInfo
-from penstock.runtime.request import Finish, FinishReason, Output, PreparedPrompt, Request, RequestTiming
-from penstock.runtime.scheduler import Load
-from penstock.runtime.text import TextCodec
+from penstock.runtime.requests.request import (
+    Finish,
+    FinishReason,
+    Output,
+    PreparedPrompt,
+    Request,
+    RequestTiming,
+)
+from penstock.runtime.requests.sampling_defaults import GenerationDefaults
+from penstock.runtime.scheduling.scheduler import Load
+from penstock.runtime.text.codec import TextCodec
 from tests.service.codecs import EOS, VOCAB
 from tests.service.fake_outputs import Running, Sink
 

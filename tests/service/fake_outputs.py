@@ -7,10 +7,17 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from penstock.runtime.constraint import TokenConstraint, mask_words
 from penstock.runtime.model_info import ModelInfo
-from penstock.runtime.outputs import SEPARATOR
-from penstock.runtime.request import Finish, FinishReason, Output, Request, RequestTiming, TokenLogprobs
+from penstock.runtime.requests.constraint import TokenConstraint, mask_words
+from penstock.runtime.requests.fanout import SEPARATOR
+from penstock.runtime.requests.request import (
+    Finish,
+    FinishReason,
+    Output,
+    Request,
+    RequestTiming,
+    TokenLogprobs,
+)
 from tests.service.codecs import EOS
 
 Sink = Callable[[Sequence[Output]], None]

@@ -7,9 +7,9 @@ from collections.abc import AsyncIterator, Iterable
 from pathlib import Path
 from typing import Any
 
-from penstock.service.callers import Role
-from penstock.service.key_file import KeyEntry, format_keys
-from penstock.service.key_store import digest_of
+from penstock.service.access.callers import Role
+from penstock.service.access.key_file import KeyEntry, format_keys
+from penstock.service.access.key_store import digest_of
 from tests.service.rig import Rig, serving
 
 INFER, CONTROL = frozenset({Role.INFER}), frozenset({Role.CONTROL})

@@ -14,11 +14,11 @@ from google.rpc import error_details_pb2, status_pb2  # type: ignore[import-unty
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from opentelemetry.trace import TracerProvider
 
+from penstock.service.access.rates import Clock
 from penstock.service.backend import Backend
 from penstock.service.options import ServerOptions
-from penstock.service.rates import Clock
 from penstock.service.server import PenstockServer
-from penstock.service.usage import UsageSink
+from penstock.service.usage.meter import UsageSink
 from penstock.v1 import control_pb2_grpc, inference_pb2, inference_pb2_grpc, types_pb2
 from tests.service.codecs import byte_codec
 from tests.service.fake import FakeEngine

@@ -13,7 +13,7 @@ import threading
 import time
 from typing import Any
 
-from penstock.cli import serve
+from penstock.cli.commands import serve
 from penstock.runtime.config import EngineConfig
 from penstock.service.server import PenstockServer
 from tests.service.codecs import byte_codec

@@ -12,13 +12,13 @@ from google.protobuf import descriptor_pb2
 from grpc_health.v1 import health_pb2
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
-from penstock.client.calls import channel_options
+from penstock.client.connection.channel import channel_options
 from penstock.runtime.errors import ConfigError
-from penstock.service.connections import ConnectionOptions
-from penstock.service.listen_options import ListenOptions
+from penstock.service.listening.connections import ConnectionOptions
+from penstock.service.listening.listen_options import ListenOptions
 from penstock.service.options import ServerOptions
 from penstock.service.server import SERVICES, PenstockServer
-from penstock.service.threads import in_thread
+from penstock.service.threads.blocking import in_thread
 from penstock.v1 import types_pb2
 from tests.service.rig import collect, failure_of, fake, generate, joined, serving, stream, until
 
@@ -97,7 +97,7 @@ async def test_port_in_use():
 async def test_the_port_is_taken_by_grpc_itself(monkeypatch):
     """Without our probe: so_reuseport=0 makes gRPC fail too."""
     async with serving() as rig:
-        monkeypatch.setattr("penstock.service.listeners._probe", lambda *_: None)
+        monkeypatch.setattr("penstock.service.listening.listeners._probe", lambda *_: None)
         with pytest.raises(ConfigError, match="cannot listen on"):
             PenstockServer(ServerOptions(port=rig.server.port))
 

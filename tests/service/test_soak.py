@@ -14,7 +14,7 @@ import pytest
 
 from penstock.v1 import inference_pb2
 from tests.service.rig import Rig, generate, serving, stream, until
-from tests.support.toy import VOCAB, toy_engine, toy_model, toy_tokens
+from tests.support.models.toy import VOCAB, toy_engine, toy_model, toy_tokens
 
 NUM_STREAMS = 200
 CONTEXT = 1024

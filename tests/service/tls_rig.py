@@ -9,7 +9,7 @@ from pathlib import Path
 
 import grpc
 
-from penstock.service.listen_options import ListenOptions
+from penstock.service.listening.listen_options import ListenOptions
 
 CERTS = Path(__file__).with_name("certs")
 CA = CERTS / "ca.pem"

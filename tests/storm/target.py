@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
-from penstock.service.callers import Role
-from penstock.service.key_file import KeyEntry
-from penstock.service.key_store import change_keys, digest_of, new_secret
+from penstock.service.access.callers import Role
+from penstock.service.access.key_file import KeyEntry
+from penstock.service.access.key_store import change_keys, digest_of, new_secret
 
 START_S = 240.0
 """The first start on a machine compiles the kernels."""

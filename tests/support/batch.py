@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from penstock.runtime.engine import Engine
-from penstock.runtime.request import Finish, Output, Request, TokenLogprobs
+from penstock.runtime.requests.request import Finish, Output, Request, TokenLogprobs
 from tests.support.collector import Collector, at_gate
 
 

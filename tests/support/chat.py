@@ -9,9 +9,9 @@ from typing import Any
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from penstock.runtime.chat.events import Call, Event, Text
-from penstock.runtime.chat.reader import Reader, Stream, Wait
-from penstock.runtime.chat.tools import TOOL_FORMS, CallParser
+from penstock.runtime.chat.forms.events import Call, Event, Text
+from penstock.runtime.chat.forms.reader import Reader, Stream, Wait
+from penstock.runtime.chat.forms.tools import TOOL_FORMS, CallParser
 
 TOOLS = ("get_weather", "f", "g", "ns.tool-2")
 

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Sequence
 
 from penstock.runtime import Engine, SamplingParams, StoppingParams
-from penstock.runtime.request import Output, Request
+from penstock.runtime.requests.request import Output, Request
 
 GREEDY = SamplingParams(temperature=0.0)
 

@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from penstock.runtime.constraint import Mask, mask_words
-from penstock.runtime.request import Request, SamplingParams, StoppingParams
-from tests.support.table import VOCAB, Tables
-from tests.support.witness import greedy_tokens
+from penstock.runtime.requests.constraint import Mask, mask_words
+from penstock.runtime.requests.request import Request, SamplingParams, StoppingParams
+from tests.support.models.table import VOCAB, Tables
+from tests.support.models.witness import greedy_tokens
 
 
 class Mixer:

@@ -14,7 +14,7 @@ import numpy as np
 from jsonschema import Draft202012Validator
 from numpy.typing import NDArray
 
-from penstock.runtime.constraint import TokenConstraint, mask_words
+from penstock.runtime.requests.constraint import TokenConstraint, mask_words
 
 CORPUS = Path(__file__).with_suffix(".json")
 

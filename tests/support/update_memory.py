@@ -20,8 +20,8 @@ from typing import Any
 import numpy as np
 
 from penstock.runtime import Engine, EngineConfig, StoppingParams
-from penstock.runtime.checkpoint_safetensors import find_tensors
 from penstock.runtime.errors import CheckpointError
+from penstock.runtime.loading.safetensors_files import find_tensors
 from tests.support.collector import GREEDY
 
 

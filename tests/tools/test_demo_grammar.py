@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-CHECKPOINT = ROOT / "runtime" / "penstock" / "runtime" / "demo_model"
+CHECKPOINT = ROOT / "runtime" / "penstock" / "runtime" / "loading" / "demo_model"
 MAX_BYTES = 12_000_000
 
 

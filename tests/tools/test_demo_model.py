@@ -13,8 +13,8 @@ import jax
 import pytest
 
 from penstock.runtime import Engine, EngineConfig, SamplingParams, StoppingParams
-from penstock.runtime.hub import resolve_model
-from tests.support.toy import TEST_CACHE
+from penstock.runtime.loading.hub import resolve_model
+from tests.support.models.toy import TEST_CACHE
 from tools.demo_model.sample import Model
 
 GREEDY = SamplingParams(temperature=0.0)

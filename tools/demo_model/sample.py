@@ -1,6 +1,6 @@
 """Sample from the written checkpoint through the training forward, and measure what the README states.
 
-    python -m tools.demo_model.sample runtime/penstock/runtime/demo_model [--stories 4]
+    python -m tools.demo_model.sample runtime/penstock/runtime/loading/demo_model [--stories 4]
 
 The path is independent of the engine: bf16 weights widened to float32, no cache, one full forward per token.
 """

@@ -1,6 +1,6 @@
 """Train the demo model from the grammar alone and write its checkpoint.
 
-    python -m tools.demo_model.train --work /tmp/demo --out runtime/penstock/runtime/demo_model
+    python -m tools.demo_model.train --work /tmp/demo --out runtime/penstock/runtime/loading/demo_model
 
 The path: 1. the grammar writes documents from the seed; 2. the chat template renders the chats; 3. a
 tokenizer is learnt from a part of them; 4. documents are packed into rows of 256 tokens: of the first stream,

@@ -8,21 +8,21 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from penstock.runtime.assemble import Delta
     from penstock.runtime.config import EngineConfig
     from penstock.runtime.engine import Engine
     from penstock.runtime.generation import Generation
-    from penstock.runtime.request import SamplingParams, StoppingParams
+    from penstock.runtime.requests.request import SamplingParams, StoppingParams
+    from penstock.runtime.text.assembler import Delta
 
 __all__ = ["Delta", "Engine", "EngineConfig", "Generation", "SamplingParams", "StoppingParams"]
 
 _HOME = {
-    "Delta": "penstock.runtime.assemble",
+    "Delta": "penstock.runtime.text.assembler",
     "Engine": "penstock.runtime.engine",
     "EngineConfig": "penstock.runtime.config",
     "Generation": "penstock.runtime.generation",
-    "SamplingParams": "penstock.runtime.request",
-    "StoppingParams": "penstock.runtime.request",
+    "SamplingParams": "penstock.runtime.requests.request",
+    "StoppingParams": "penstock.runtime.requests.request",
 }
 
 

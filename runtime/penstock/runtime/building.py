@@ -9,22 +9,22 @@ from dataclasses import dataclass
 import jax
 import numpy as np
 
-from penstock.runtime.backend import Backend, check_required, choose_backend
-from penstock.runtime.buckets import NATIVE_TOKEN_GROWTH, TOKEN_GROWTH, Buckets
-from penstock.runtime.compilation import use_compilation_cache
 from penstock.runtime.config import DEFAULT_TARGET_ITL_S, EngineConfig, ResolvedConfig, resolve
 from penstock.runtime.errors import ConfigError
-from penstock.runtime.grammar.compiler import CompilerConfig, GrammarCompiler
-from penstock.runtime.grammar.on_demand import CompilerOnDemand
-from penstock.runtime.memory import KVPlan, device_kv_bytes, plan_kv, prefix_cache_pages
+from penstock.runtime.execution.backend import Backend, check_required, choose_backend
+from penstock.runtime.execution.buckets import NATIVE_TOKEN_GROWTH, TOKEN_GROWTH, Buckets
+from penstock.runtime.execution.compilation import use_compilation_cache
+from penstock.runtime.execution.kv_sizing import KVPlan, device_kv_bytes, plan_kv, prefix_cache_pages
+from penstock.runtime.execution.runner import ModelRunner
+from penstock.runtime.execution.runner_config import RunnerConfig
+from penstock.runtime.grammar.compile.compiler import CompilerConfig, GrammarCompiler
+from penstock.runtime.grammar.compile.on_demand import CompilerOnDemand
+from penstock.runtime.host.processors import available_processors
+from penstock.runtime.loading.served_model import ServedModel
 from penstock.runtime.model_info import ModelInfo
-from penstock.runtime.pacing import Pacer
-from penstock.runtime.processors import available_processors
-from penstock.runtime.runner import ModelRunner
-from penstock.runtime.runner_config import RunnerConfig
-from penstock.runtime.scheduler import Scheduler, SchedulerConfig
-from penstock.runtime.served import ServedModel
-from penstock.runtime.text import TextCodec
+from penstock.runtime.scheduling.pacing import Pacer
+from penstock.runtime.scheduling.scheduler import Scheduler, SchedulerConfig
+from penstock.runtime.text.codec import TextCodec
 
 log = logging.getLogger(__name__)
 

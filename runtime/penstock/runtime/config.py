@@ -10,9 +10,9 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from penstock.runtime.defaults import GenerationDefaults, override_defaults
 from penstock.runtime.errors import ConfigError
-from penstock.runtime.scheduler_config import SCHEDULING_POLICIES
+from penstock.runtime.requests.sampling_defaults import GenerationDefaults, override_defaults
+from penstock.runtime.scheduling.scheduler_config import SCHEDULING_POLICIES
 
 MAX_DECODE_STEPS = 64
 DEFAULT_FEATURE_SLOTS = 64

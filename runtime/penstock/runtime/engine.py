@@ -19,26 +19,34 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.runtime import generation, host_memory
-from penstock.runtime.assemble import Delta
-from penstock.runtime.backend import Backend, choose_backend
+from penstock.runtime import generation
 from penstock.runtime.building import build, grammar_compiler
 from penstock.runtime.config import EngineConfig, ResolvedConfig
-from penstock.runtime.core import EngineCore
-from penstock.runtime.cpu_threads import start_backends
 from penstock.runtime.errors import EngineFailure
+from penstock.runtime.execution.backend import Backend, choose_backend
+from penstock.runtime.execution.cpu_threads import start_backends
 from penstock.runtime.generation import Generation
-from penstock.runtime.grammar.compiler import GrammarCompiler
-from penstock.runtime.interface import AbortOutcome, InFlightPolicy, Observer, Pulse, Sink, WeightsVersion
+from penstock.runtime.grammar.compile.compiler import GrammarCompiler
+from penstock.runtime.host import host_memory
+from penstock.runtime.host.processors import available_processors
+from penstock.runtime.host.switch_interval import SwitchInterval
+from penstock.runtime.loading.served_model import ServedModel, load_model
+from penstock.runtime.loading.staged_update import StagedUpdate
+from penstock.runtime.loop.core import EngineCore
+from penstock.runtime.loop.interface import (
+    AbortOutcome,
+    InFlightPolicy,
+    Observer,
+    Pulse,
+    Sink,
+    WeightsVersion,
+)
 from penstock.runtime.model_info import ModelInfo
-from penstock.runtime.processors import available_processors
-from penstock.runtime.request import Finish, PreparedPrompt, Request, SamplingParams, StoppingParams
 from penstock.runtime.request_rules import RequestRules, SamplingCallback
-from penstock.runtime.scheduler import Load
-from penstock.runtime.served import ServedModel, load_model
-from penstock.runtime.staged_update import StagedUpdate
-from penstock.runtime.switch_interval import SwitchInterval
-from penstock.runtime.text import TextCodec
+from penstock.runtime.requests.request import Finish, PreparedPrompt, Request, SamplingParams, StoppingParams
+from penstock.runtime.scheduling.scheduler import Load
+from penstock.runtime.text.assembler import Delta
+from penstock.runtime.text.codec import TextCodec
 
 
 class Engine:

@@ -9,11 +9,9 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import Protocol
 
-from penstock.runtime.assemble import Assembler, Delta
-from penstock.runtime.defaults import GenerationDefaults
 from penstock.runtime.errors import InvalidRequest, Violation
-from penstock.runtime.interface import Sink
-from penstock.runtime.request import (
+from penstock.runtime.loop.interface import Sink
+from penstock.runtime.requests.request import (
     Finish,
     Output,
     Request,
@@ -22,7 +20,9 @@ from penstock.runtime.request import (
     StoppingParams,
     TokenLogprobs,
 )
-from penstock.runtime.text import TextCodec
+from penstock.runtime.requests.sampling_defaults import GenerationDefaults
+from penstock.runtime.text.assembler import Assembler, Delta
+from penstock.runtime.text.codec import TextCodec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

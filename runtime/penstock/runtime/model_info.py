@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from penstock.runtime.defaults import GenerationDefaults
+from penstock.runtime.requests.sampling_defaults import GenerationDefaults
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 
 from penstock.runtime.errors import InvalidRequest, Violation
 from penstock.runtime.grammar.bad_words import BadWords
-from penstock.runtime.request import PreparedPrompt, Request, SamplingParams
-from penstock.runtime.word_table import WordTable
+from penstock.runtime.requests.request import PreparedPrompt, Request, SamplingParams
+from penstock.runtime.requests.word_table import WordTable
 
 SamplingCallback = Callable[[Request], SamplingParams]
 """Sees every request before it is queued, in the caller's thread, and returns the sampling that the request

@@ -25,7 +25,7 @@ COMMANDS = {
     "keys": "make, list and revoke the keys of a server",
     "usage": "show what every key used",
 }
-"""Name of the command and of its module in penstock.cli, and its line in `penstock --help`."""
+"""Name of the command and of its module in penstock.cli.commands, and its line in `penstock --help`."""
 
 
 def version() -> str:
@@ -62,7 +62,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         for name, line in COMMANDS.items():
             if name == chosen:
-                modules[name] = importlib.import_module(f"penstock.cli.{name}")
+                modules[name] = importlib.import_module(f"penstock.cli.commands.{name}")
                 modules[name].add_parser(subparsers)
             else:
                 subparsers.add_parser(name, help=line)

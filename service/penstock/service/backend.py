@@ -6,11 +6,11 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from penstock.runtime.config import ResolvedConfig
-from penstock.runtime.grammar.compiler import GrammarCompiler
-from penstock.runtime.interface import AbortOutcome, Pulse, WeightsVersion
-from penstock.runtime.request import Finish, Output, PreparedPrompt, Request
-from penstock.runtime.scheduler import Load
-from penstock.runtime.text import TextCodec
+from penstock.runtime.grammar.compile.compiler import GrammarCompiler
+from penstock.runtime.loop.interface import AbortOutcome, Pulse, WeightsVersion
+from penstock.runtime.requests.request import Finish, Output, PreparedPrompt, Request
+from penstock.runtime.scheduling.scheduler import Load
+from penstock.runtime.text.codec import TextCodec
 
 
 class Defaults(Protocol):

@@ -20,7 +20,7 @@ from google.protobuf.message import Message
 from google.rpc import error_details_pb2, status_pb2  # type: ignore[import-untyped]  # ships no hints
 
 from penstock.runtime import errors
-from penstock.runtime.request import MAX_REQUEST_ID_CHARS
+from penstock.runtime.requests.request import MAX_REQUEST_ID_CHARS
 from penstock.service import access_errors
 
 DOMAIN = "penstock"

@@ -8,11 +8,11 @@ from collections.abc import Callable, Sequence
 import grpc
 
 from penstock.runtime.errors import ConfigError
-from penstock.service.listen_options import tcp_address
-from penstock.service.listeners import UnixSocket, listen_tcp
+from penstock.service.listening.listen_options import tcp_address
+from penstock.service.listening.listeners import UnixSocket, listen_tcp
+from penstock.service.listening.tls import Certificates
 from penstock.service.options import ServerOptions
-from penstock.service.surface import control_surface, main_surface
-from penstock.service.tls import Certificates
+from penstock.service.rpcs.surface import control_surface, main_surface
 
 Build = Callable[[Sequence[grpc.aio.ServerInterceptor]], grpc.aio.Server]
 """Makes a gRPC server with all services. The interceptors given are put after its own."""

@@ -8,12 +8,12 @@ from pathlib import Path
 
 from penstock.runtime.chat.parser import REASONING_PARSERS, TOOL_PARSERS
 from penstock.runtime.errors import ConfigError
-from penstock.service.bounds import Bounds
-from penstock.service.connections import ConnectionOptions
-from penstock.service.context import Truncation
-from penstock.service.features import DEFAULT_FEATURES, Features
-from penstock.service.listen_options import ListenOptions, host_problems, tcp_address, unix_address
-from penstock.service.reply_limits import ReplyLimits
+from penstock.service.limits.bounds import Bounds
+from penstock.service.listening.connections import ConnectionOptions
+from penstock.service.listening.listen_options import ListenOptions, host_problems, tcp_address, unix_address
+from penstock.service.replies.reply_limits import ReplyLimits
+from penstock.service.requests.context import Truncation
+from penstock.service.requests.features import DEFAULT_FEATURES, Features
 
 MIB = 1024 * 1024
 MAX_RECEIVE_BYTES = 1024 * MIB - 1

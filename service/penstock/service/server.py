@@ -25,34 +25,35 @@ from grpc_health.v1 import health_pb2_grpc
 from opentelemetry.trace import TracerProvider
 
 from penstock.runtime.chat.parser import ChatForms, choose_forms
-from penstock.service import grpc_log, health
-from penstock.service.access import Access
-from penstock.service.admission import Admission
+from penstock.service.access.keys import Keys
+from penstock.service.access.rates import Clock
 from penstock.service.backend import Backend
-from penstock.service.bounds import grpc_options
-from penstock.service.control import ControlServicer
-from penstock.service.engine_end import EngineEnd
 from penstock.service.front import Front
-from penstock.service.grpc_server import RefusingServer
-from penstock.service.inference import InferenceServicer
-from penstock.service.interceptors import PenstockInterceptor
-from penstock.service.keys import Keys
-from penstock.service.lanes import Lanes
-from penstock.service.late import LateServicer
-from penstock.service.ledger import Ledger
+from penstock.service.lifecycle import health
+from penstock.service.lifecycle.engine_end import EngineEnd
+from penstock.service.lifecycle.late import LateServicer
+from penstock.service.lifecycle.underway import Calls
+from penstock.service.lifecycle.watchdog import Watchdog
+from penstock.service.limits.admission import Admission
+from penstock.service.limits.bounds import grpc_options
+from penstock.service.limits.receiving import Receiving
+from penstock.service.listening.grpc_server import RefusingServer
 from penstock.service.options import ServerOptions
-from penstock.service.rates import Clock
-from penstock.service.readers import StallLog
-from penstock.service.receiving import Receiving
-from penstock.service.reflection import enable_reflection
-from penstock.service.reply_budget import ReplyBudget
-from penstock.service.sending import Sends
-from penstock.service.streams import Switchboard
-from penstock.service.telemetry import Telemetry
-from penstock.service.threads import in_thread
-from penstock.service.underway import Calls
-from penstock.service.usage import UsageSink
-from penstock.service.watchdog import Watchdog
+from penstock.service.replies.readers import StallLog
+from penstock.service.replies.reply_budget import ReplyBudget
+from penstock.service.replies.streams import Switchboard
+from penstock.service.rpcs.access_check import Access
+from penstock.service.rpcs.interceptors import PenstockInterceptor
+from penstock.service.rpcs.sending import Sends
+from penstock.service.servicers.control import ControlServicer
+from penstock.service.servicers.inference import InferenceServicer
+from penstock.service.servicers.reflection import enable_reflection
+from penstock.service.telemetry import grpc_log
+from penstock.service.telemetry.traces import Telemetry
+from penstock.service.threads.blocking import in_thread
+from penstock.service.threads.lanes import Lanes
+from penstock.service.usage.ledger import Ledger
+from penstock.service.usage.meter import UsageSink
 from penstock.v1 import control_pb2, control_pb2_grpc, inference_pb2, inference_pb2_grpc
 
 log = logging.getLogger(__name__)

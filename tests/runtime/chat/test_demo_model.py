@@ -10,7 +10,7 @@ import pytest
 from penstock.runtime import Engine, EngineConfig, SamplingParams, StoppingParams
 from penstock.runtime.chat.messages import Chat, ChatTurn, RawTool, ToolCall, mint_call_id
 from penstock.runtime.chat.parser import Parsed, choose_forms
-from tests.support.toy import TEST_CACHE
+from tests.support.models.toy import TEST_CACHE
 
 WEATHER = RawTool(
     "get_weather",

@@ -15,10 +15,10 @@ from typing import Any
 import pytest
 
 from penstock.runtime.chat.messages import Chat, ChatTurn, RawTool, Tool, ToolCall
-from penstock.runtime.chat.sandbox import TemplateSandbox
 from penstock.runtime.chat.template import render
+from penstock.runtime.chat.template_sandbox import TemplateSandbox
 from penstock.runtime.errors import InvalidRequest
-from penstock.runtime.text import TextCodec
+from penstock.runtime.text.codec import TextCodec
 from tests.support.chat import LLAMA3, MISTRAL, QWEN, R1, bytes_tokenizer
 
 USER = ChatTurn("user", "Weather in Z\u00fcrich?")

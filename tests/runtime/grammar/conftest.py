@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer
 
-from penstock.runtime.grammar.compiler import CompilerConfig, GrammarCompiler
+from penstock.runtime.grammar.compile.compiler import CompilerConfig, GrammarCompiler
 from penstock.runtime.grammar.vocabulary import Vocabulary
 from tests.support.schemas import RandomWriter
 
-TOKENIZER = Path(__file__).parents[3] / "runtime/penstock/runtime/demo_model/tokenizer.json"
+TOKENIZER = Path(__file__).parents[3] / "runtime/penstock/runtime/loading/demo_model/tokenizer.json"
 EOS = (2041, 2039)
 """<|im_end|> and <|endoftext|>."""
 

@@ -8,11 +8,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
-from penstock.runtime.constraint import mask_words
 from penstock.runtime.errors import InvalidRequest
 from penstock.runtime.grammar.bad_words import MAX_BAD_WORDS, BadWords, bad_word_ids
-from penstock.runtime.grammar.spec import Grammar
-from penstock.runtime.text import TextCodec
+from penstock.runtime.requests.constraint import mask_words
+from penstock.runtime.requests.grammar import Grammar
+from penstock.runtime.text.codec import TextCodec
 from tests.support.schemas import allowed_ids
 
 

@@ -12,11 +12,11 @@ from tokenizers import Tokenizer
 from penstock.runtime.errors import CostlyGrammar, InvalidRequest
 from penstock.runtime.grammar import budget
 from penstock.runtime.grammar.budget import FEW_TOKENS, Account, Budget
-from penstock.runtime.grammar.compiler import CompilerConfig, GrammarCompiler
-from penstock.runtime.grammar.costly import MOST, REFUSED_S, Costly
+from penstock.runtime.grammar.compile.compiler import CompilerConfig, GrammarCompiler
+from penstock.runtime.grammar.compile.costly import MOST, REFUSED_S, Costly
 from penstock.runtime.grammar.matcher import GrammarConstraint
-from penstock.runtime.grammar.spec import Grammar, GrammarKind
 from penstock.runtime.grammar.vocabulary import Vocabulary
+from penstock.runtime.requests.grammar import Grammar, GrammarKind
 from tests.support.schemas import RandomWriter, allowed_ids
 
 AMBIGUOUS = 'start: s\ns: s s s | s s | t\nt: /[a-z]/ | /[a-y]/ | /[ a-z]/ | ""'

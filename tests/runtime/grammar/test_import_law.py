@@ -6,7 +6,7 @@ import sys
 import pytest
 
 
-@pytest.mark.parametrize("module", ["fill", "compiler", "trial"])
+@pytest.mark.parametrize("module", ["masks.fill", "compile.compiler", "compile.trial_process"])
 def test_loads_little(module):
     program = f"import sys, penstock.runtime.grammar.{module}; print(*sys.modules)"
     loaded = {

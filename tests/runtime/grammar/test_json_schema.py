@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from penstock.runtime.errors import InvalidRequest
 from penstock.runtime.grammar.json_schema import read_schema
 from penstock.runtime.grammar.narrowing import GrammarError
-from penstock.runtime.grammar.spec import Grammar
+from penstock.runtime.requests.grammar import Grammar
 from tests.runtime.grammar.test_languages import accepts
 from tests.support.schemas import violations
 

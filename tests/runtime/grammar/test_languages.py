@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.runtime.errors import InvalidRequest
-from penstock.runtime.grammar.spec import Grammar
+from penstock.runtime.requests.grammar import Grammar
 from tests.support.schemas import RandomWriter
 
 

@@ -3,12 +3,12 @@
 import numpy as np
 import pytest
 
-from penstock.runtime.constraint import TokenConstraint
 from penstock.runtime.errors import InvalidRequest
 from penstock.runtime.grammar.bad_words import BadWords
-from penstock.runtime.grammar.compiler import CompilerConfig, GrammarCompiler
+from penstock.runtime.grammar.compile.compiler import CompilerConfig, GrammarCompiler
 from penstock.runtime.grammar.matcher import shorten
-from penstock.runtime.grammar.spec import Grammar
+from penstock.runtime.requests.constraint import TokenConstraint
+from penstock.runtime.requests.grammar import Grammar
 from tests.support.schemas import allowed_ids
 
 EOS = {2041, 2039}

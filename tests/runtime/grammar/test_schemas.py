@@ -5,7 +5,7 @@ import json
 import pytest
 from jsonschema import Draft202012Validator
 
-from penstock.runtime.grammar.spec import Grammar
+from penstock.runtime.requests.grammar import Grammar
 from tests.support.schemas import corpus, violations
 
 WALKS = 8

@@ -17,15 +17,15 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer
 
-from penstock.runtime.chat.enforce import thinking_first
+from penstock.runtime.chat.enforce.forced_calls import thinking_first
 from penstock.runtime.chat.messages import Chat, ChatTurn
 from penstock.runtime.chat.parser import ChatForms
 from penstock.runtime.chat.reasoning import REASONING_FORMS
-from penstock.runtime.constraint import mask_words
 from penstock.runtime.errors import InvalidRequest
-from penstock.runtime.grammar.compiler import CompilerConfig, GrammarCompiler
-from penstock.runtime.grammar.spec import Grammar
+from penstock.runtime.grammar.compile.compiler import CompilerConfig, GrammarCompiler
 from penstock.runtime.grammar.vocabulary import Vocabulary
+from penstock.runtime.requests.constraint import mask_words
+from penstock.runtime.requests.grammar import Grammar
 from tests.support.chat import bytes_tokenizer
 from tests.support.schemas import RandomWriter, allowed_ids
 

@@ -5,12 +5,12 @@ import json
 import jsonschema
 import pytest
 
-from penstock.runtime.chat.enforce import call_grammar
+from penstock.runtime.chat.enforce.forced_calls import call_grammar
+from penstock.runtime.chat.forms.tools import TOOL_FORMS
 from penstock.runtime.chat.messages import Chat, ChatTurn, Tool
 from penstock.runtime.chat.parser import ChatForms
 from penstock.runtime.chat.reasoning import REASONING_FORMS
-from penstock.runtime.chat.tools import TOOL_FORMS
-from penstock.runtime.grammar.spec import Grammar, GrammarKind
+from penstock.runtime.requests.grammar import Grammar, GrammarKind
 
 KNOWN = {
     "city": {"type": "string", "maxLength": 8},

@@ -1,4 +1,4 @@
-"""The tokens as llguidance gets them are the bytes that `penstock.runtime.text` decodes them to."""
+"""The tokens as llguidance gets them are the bytes that `penstock.runtime.text.codec` decodes them to."""
 
 import numpy as np
 import pytest
@@ -6,10 +6,10 @@ from tokenizers import AddedToken, Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
 from penstock.runtime.errors import ConfigError
-from penstock.runtime.grammar.compiler import CompilerConfig, GrammarCompiler
-from penstock.runtime.grammar.spec import Grammar
+from penstock.runtime.grammar.compile.compiler import CompilerConfig, GrammarCompiler
 from penstock.runtime.grammar.vocabulary import Vocabulary, pack
-from penstock.runtime.text import TextCodec
+from penstock.runtime.requests.grammar import Grammar
+from penstock.runtime.text.codec import TextCodec
 from tests.support.schemas import RandomWriter, allowed_ids
 
 

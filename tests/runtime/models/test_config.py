@@ -5,11 +5,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.runtime.cache_spec import CacheSpec, PagedKV
 from penstock.runtime.errors import ConfigError, UnknownArchitecture
 from penstock.runtime.models.config import ModelConfig
 from penstock.runtime.models.registry import ARCHITECTURES, family_of
 from penstock.runtime.models.rope import RopeConfig, inverse_frequencies
+from penstock.runtime.ops.cache_spec import CacheSpec, PagedKV
 
 SIZES = {
     "vocab_size": 512,

@@ -12,13 +12,13 @@ import pytest
 from flax import nnx
 
 from bench.checkpoint import SHAPES, config_json
-from penstock.runtime.checkpoint import load_config, load_weights
+from penstock.runtime.loading.checkpoint import load_config, load_weights
 from penstock.runtime.models import params
 from penstock.runtime.models.config import ModelConfig
 from penstock.runtime.models.linear import LinearFormat
 from penstock.runtime.models.rope import RopeConfig
-from penstock.runtime.native import library
-from penstock.runtime.sampler import RowState
+from penstock.runtime.ops.native import library
+from penstock.runtime.ops.sampler import RowState
 
 TINY = ModelConfig(
     architecture="Qwen2ForCausalLM",
@@ -96,7 +96,7 @@ def test_qwen3_0_6b_passes_at_most_150_arrays_a_step(name):
     num_weights = len(params.leaf_shapes(QWEN3_0_6B, "bfloat16", FORMATS[name]))
     others = QWEN3_0_6B.num_layers + len(RowState._fields) + 1
     assert num_weights + others <= 150
-    slim = ModelConfig.from_dict(config_json(SHAPES["slim"]))  # bench.host's stands for it
+    slim = ModelConfig.from_dict(config_json(SHAPES["slim"]))  # bench.probes.host's stands for it
     assert len(params.leaf_shapes(slim, "bfloat16", FORMATS[name])) == num_weights
 
 

@@ -8,7 +8,7 @@ import json
 import numpy as np
 import pytest
 
-from penstock.runtime.checkpoint import load_config, load_weights
+from penstock.runtime.loading.checkpoint import load_config, load_weights
 
 NAMES = ["qwen3", "qwen2", "qwen2_yarn", "llama", "llama_linear_rope", "mistral_swa"]
 

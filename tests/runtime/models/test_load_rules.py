@@ -12,11 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import save_file
 
-from penstock.runtime import checkpoint_leaves
-from penstock.runtime.checkpoint import _check
-from penstock.runtime.checkpoint_leaves import make_leaves
-from penstock.runtime.checkpoint_safetensors import find_tensors
 from penstock.runtime.errors import CheckpointError
+from penstock.runtime.loading import leaves
+from penstock.runtime.loading.checkpoint import _check
+from penstock.runtime.loading.leaves import make_leaves
+from penstock.runtime.loading.safetensors_files import find_tensors
 from penstock.runtime.models.load_rules import (
     LoadRule,
     LoadRules,
@@ -28,7 +28,7 @@ from penstock.runtime.models.load_rules import (
     pack_rows,
     quantize_rows,
 )
-from penstock.runtime.native.linear import pack, packed_shape
+from penstock.runtime.ops.native.linear import pack, packed_shape
 
 F32 = np.dtype(np.float32)
 LEAF = ("layer", "weight")
@@ -149,8 +149,8 @@ def test_an_update_of_some_tensors_keeps_the_rest_of_the_leaf(case: Any, data: s
 
 def test_pieces_are_read_from_a_file_and_cut_into_tasks(tmp_path, monkeypatch):
     """A stacked tensor, a turned one and a fused one, in tasks of one row."""
-    monkeypatch.setattr(checkpoint_leaves, "_TASK_VALUES", 1)
-    monkeypatch.setattr(checkpoint_leaves, "_STEP_VALUES", 1)
+    monkeypatch.setattr(leaves, "_TASK_VALUES", 1)
+    monkeypatch.setattr(leaves, "_STEP_VALUES", 1)
     leaf = np.arange(2 * 5 * 3, dtype=np.float32).reshape(2, 5, 3)
     stacked, turned, fused = leaf[:, :2], leaf[0, 2:].T, leaf[1, 2:]
     tensors = {"stacked": stacked, "turned": turned, "fused": fused}
@@ -224,8 +224,8 @@ def test_a_format_of_several_tensors_makes_one_leaf(monkeypatch):
     leaf = NUMBERS * SCALES.astype(np.float32)[:, None]
     tensors = {"numbers": NUMBERS, "scales": SCALES}
     for values in (1, 1 << 20):
-        monkeypatch.setattr(checkpoint_leaves, "_TASK_VALUES", values)
-        monkeypatch.setattr(checkpoint_leaves, "_STEP_VALUES", values)
+        monkeypatch.setattr(leaves, "_TASK_VALUES", values)
+        monkeypatch.setattr(leaves, "_STEP_VALUES", values)
         np.testing.assert_array_equal(loaded([TOY_FORMAT], tensors, shape_of(leaf))[LEAF], leaf)
 
 

@@ -9,10 +9,10 @@ with Client("127.0.0.1:50051") as client:
 """
 
 from penstock.client.aio import AsyncClient
-from penstock.client.calls import DEFAULT_ADDR, Metadata
-from penstock.client.chat_values import ChatMessage, Tool, ToolCall, ToolLike, Turn
 from penstock.client.client import Client
-from penstock.client.constraints import Choice, Constraint, Ebnf, JsonObject, JsonSchema, Regex
+from penstock.client.connection.channel import DEFAULT_ADDR, Metadata
+from penstock.client.connection.retries import Retry
+from penstock.client.connection.tls import Tls
 from penstock.client.errors import (
     Busy,
     Cancelled,
@@ -46,23 +46,12 @@ from penstock.client.errors import (
     Unreachable,
     Unsupported,
 )
-from penstock.client.options import ChatOptions, RequestOptions, Truncation
-from penstock.client.retries import Retry
-from penstock.client.server_values import (
-    AbortOutcome,
-    AbortResult,
-    FlushedCache,
-    Load,
-    ModelInfo,
-    SamplingDefaults,
-    ServerInfo,
-    TensorInfo,
-    Tokens,
-)
+from penstock.client.replies.streams import AsyncGenerationStream, GenerationStream
+from penstock.client.requests.constraints import Choice, Constraint, Ebnf, JsonObject, JsonSchema, Regex
+from penstock.client.requests.options import ChatOptions, RequestOptions, Truncation
 from penstock.client.status import Violation
-from penstock.client.streams import AsyncGenerationStream, GenerationStream
-from penstock.client.tls import Tls
-from penstock.client.values import (
+from penstock.client.values.chat_values import ChatMessage, Tool, ToolCall, ToolLike, Turn
+from penstock.client.values.results import (
     Delta,
     Finish,
     Finished,
@@ -78,6 +67,17 @@ from penstock.client.values import (
     Usage,
     WeightsSpan,
     WeightsVersion,
+)
+from penstock.client.values.server_values import (
+    AbortOutcome,
+    AbortResult,
+    FlushedCache,
+    Load,
+    ModelInfo,
+    SamplingDefaults,
+    ServerInfo,
+    TensorInfo,
+    Tokens,
 )
 
 __all__ = [

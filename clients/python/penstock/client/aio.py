@@ -13,9 +13,8 @@ import grpc
 import grpc.aio
 from grpc_health.v1 import health_pb2
 
-from penstock.client import control_requests, replies, requests
 from penstock.client.base import BaseClient
-from penstock.client.calls import (
+from penstock.client.connection.channel import (
     NOBODY_ANSWERED,
     SERVING_SERVICE,
     Metadata,
@@ -23,14 +22,28 @@ from penstock.client.calls import (
     why_no_health,
     why_not_ready,
 )
-from penstock.client.endpoint import Endpoint
+from penstock.client.connection.endpoint import Endpoint
+from penstock.client.connection.retries import Attempts
+from penstock.client.connection.timeouts import INFO_TIMEOUT, TEXT_TIMEOUT
 from penstock.client.errors import NotReady, from_rpc_error
-from penstock.client.options import ChatOptions, RequestOptions
-from penstock.client.retries import Attempts
-from penstock.client.server_values import AbortResult, FlushedCache, Load, ModelInfo, ServerInfo, Tokens
-from penstock.client.streams import AsyncCall, AsyncGenerationStream, cancelled_call, is_task_cancelled
-from penstock.client.timeouts import INFO_TIMEOUT, TEXT_TIMEOUT
-from penstock.client.values import Generation
+from penstock.client.replies import messages
+from penstock.client.replies.streams import (
+    AsyncCall,
+    AsyncGenerationStream,
+    cancelled_call,
+    is_task_cancelled,
+)
+from penstock.client.requests import control_requests, generation_requests
+from penstock.client.requests.options import ChatOptions, RequestOptions
+from penstock.client.values.results import Generation
+from penstock.client.values.server_values import (
+    AbortResult,
+    FlushedCache,
+    Load,
+    ModelInfo,
+    ServerInfo,
+    Tokens,
+)
 from penstock.v1 import control_pb2, control_pb2_grpc, inference_pb2, inference_pb2_grpc
 
 RequestT = TypeVar("RequestT")
@@ -61,8 +74,8 @@ class AsyncClient(BaseClient[grpc.aio.Channel]):
         **options: Unpack[RequestOptions],
     ) -> Generation:
         """Run a prompt to its end. Options: see RequestOptions. Not idempotent: a retry generates again."""
-        request = requests.fill_request(inference_pb2.GenerateRequest(), prompt, options)
-        return replies.generation(
+        request = generation_requests.fill_request(inference_pb2.GenerateRequest(), prompt, options)
+        return messages.generation(
             await self._unary(self.inference.Generate, request, timeout, metadata, None)
         )
 
@@ -76,7 +89,7 @@ class AsyncClient(BaseClient[grpc.aio.Channel]):
         **options: Unpack[RequestOptions],
     ) -> AsyncGenerationStream:
         """The same, as events while tokens are made. Use it in an `async with` block, or close it."""
-        request = requests.stream_request(prompt, min_tokens_per_message, options)
+        request = generation_requests.stream_request(prompt, min_tokens_per_message, options)
         sent = pairs(self.metadata, metadata)
 
         def start(left: float | None) -> AsyncCall:
@@ -96,25 +109,25 @@ class AsyncClient(BaseClient[grpc.aio.Channel]):
     ) -> tuple[AbortResult, ...]:
         """End requests early; answers once their slots and KV pages are free. Give exactly one target."""
         request = control_requests.abort_request(ids, prefix, all, reason)
-        return replies.abort_results(await self._unary(self.inference.Abort, request, timeout, metadata))
+        return messages.abort_results(await self._unary(self.inference.Abort, request, timeout, metadata))
 
     async def model_info(
         self, *, include_tensors: bool = False, timeout: float | None = None, metadata: Metadata | None = None
     ) -> ModelInfo:
         """The model served and the sampling values in force."""
         request = control_pb2.GetModelInfoRequest(include_tensors=include_tensors)
-        return replies.model_info(await self._unary(self.control.GetModelInfo, request, timeout, metadata))
+        return messages.model_info(await self._unary(self.control.GetModelInfo, request, timeout, metadata))
 
     async def server_info(
         self, *, timeout: float | None = None, metadata: Metadata | None = None
     ) -> ServerInfo:
         """The server's limits."""
         request = control_pb2.GetServerInfoRequest()
-        return replies.server_info(await self._unary(self.control.GetServerInfo, request, timeout, metadata))
+        return messages.server_info(await self._unary(self.control.GetServerInfo, request, timeout, metadata))
 
     async def load(self, *, timeout: float | None = None, metadata: Metadata | None = None) -> Load:
         """How busy the server is now."""
-        return replies.load(
+        return messages.load(
             await self._unary(self.control.GetLoad, control_pb2.GetLoadRequest(), timeout, metadata)
         )
 
@@ -123,7 +136,7 @@ class AsyncClient(BaseClient[grpc.aio.Channel]):
     ) -> FlushedCache:
         """Forget the prompt prefixes that the server cached; running requests keep their pages."""
         request = control_pb2.FlushCacheRequest()
-        return replies.flushed_cache(await self._unary(self.control.FlushCache, request, timeout, metadata))
+        return messages.flushed_cache(await self._unary(self.control.FlushCache, request, timeout, metadata))
 
     async def tokenize(
         self,
@@ -136,7 +149,7 @@ class AsyncClient(BaseClient[grpc.aio.Channel]):
     ) -> Tokens:
         """Token ids of a text, or of a conversation (messages=...) rendered with the chat template."""
         request = control_requests.tokenize_request(text, add_special_tokens, chat)
-        return replies.tokens(
+        return messages.tokens(
             await self._unary(self.control.Tokenize, request, timeout, metadata, TEXT_TIMEOUT)
         )
 

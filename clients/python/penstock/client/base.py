@@ -9,11 +9,11 @@ import grpc
 import grpc.aio
 from grpc_health.v1 import health_pb2_grpc
 
-from penstock.client.calls import ChannelOptions, Metadata, pairs
-from penstock.client.endpoint import Access, Endpoint, check_existing, endpoint
-from penstock.client.retries import Retry
-from penstock.client.timeouts import Timeouts
-from penstock.client.tls import Tls
+from penstock.client.connection.channel import ChannelOptions, Metadata, pairs
+from penstock.client.connection.endpoint import Access, Endpoint, check_existing, endpoint
+from penstock.client.connection.retries import Retry
+from penstock.client.connection.timeouts import Timeouts
+from penstock.client.connection.tls import Tls
 from penstock.v1 import control_pb2_grpc, inference_pb2_grpc
 
 ChannelT = TypeVar("ChannelT", grpc.Channel, grpc.aio.Channel)

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from penstock.runtime.chat.events import Call, Event, Text
+from penstock.runtime.chat.forms.events import Call, Event, Text
+from penstock.runtime.chat.forms.tools import TOOL_FORMS, CallParser, ToolForm
 from penstock.runtime.chat.messages import Chat
 from penstock.runtime.chat.reasoning import REASONING_FORMS, ReasoningForm, ReasoningParser
-from penstock.runtime.chat.tools import TOOL_FORMS, CallParser, ToolForm
 from penstock.runtime.errors import ConfigError
 
 TOOL_PARSERS = ("auto", "none", *TOOL_FORMS)

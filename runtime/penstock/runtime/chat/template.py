@@ -1,7 +1,7 @@
 """A conversation to the prompt that asks for the assistant's next turn, by transformers' chat templates.
 
 The model's own template is the operator's choice and runs here. One that a caller sends runs in a process of
-its own (sandbox.py), bounded in time, memory and output.
+its own (template_sandbox.py), bounded in time, memory and output.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from penstock.runtime.chat.messages import Chat, ChatTurn, Tool
-from penstock.runtime.chat.sandbox import TemplateFailed, TemplateSandbox
+from penstock.runtime.chat.template_sandbox import TemplateFailed, TemplateSandbox
 from penstock.runtime.errors import InvalidRequest, Violation
 
 

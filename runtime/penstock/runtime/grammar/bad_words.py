@@ -14,17 +14,17 @@ from typing import Protocol
 import numpy as np
 from llguidance import LLMatcher
 
-from penstock.runtime.constraint import Mask, TokenConstraint
 from penstock.runtime.errors import InvalidRequest, Violation
 from penstock.runtime.grammar.matcher import GrammarConstraint
-from penstock.runtime.word_table import WordTable
+from penstock.runtime.requests.constraint import Mask, TokenConstraint
+from penstock.runtime.requests.word_table import WordTable
 
 MAX_BAD_WORDS = 1_000
 MAX_BAD_WORD_CHARS = 1_000
 
 
 class Encoder(Protocol):
-    """Text to token ids; `penstock.runtime.text.TextCodec` is one."""
+    """Text to token ids; `penstock.runtime.text.codec.TextCodec` is one."""
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]: ...
 

@@ -1,9 +1,9 @@
 """What following a grammar may cost: processor time of masks and of accepted tokens.
 
-llguidance bounds the work of one step by itself, in units that do not depend on the machine (`build`). What
-many such steps may cost together is bounded here, in time, because llguidance does not tell how much it did.
-It is the time of the thread that did the work, so other load does not count; and honest grammars use a fifth
-of it.
+llguidance bounds the work of one step by itself, in units that do not depend on the machine
+(`build_matcher`). What many such steps may cost together is bounded here, in time, because llguidance does
+not tell how much it did. It is the time of the thread that did the work, so other load does not count; and
+honest grammars use a fifth of it.
 """
 
 from __future__ import annotations

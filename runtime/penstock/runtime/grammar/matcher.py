@@ -9,10 +9,10 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from llguidance import LLMatcher
 
-from penstock.runtime.constraint import Mask
 from penstock.runtime.errors import InvalidRequest, Violation
 from penstock.runtime.grammar.budget import Account, Budget, request_budget
 from penstock.runtime.grammar.vocabulary import Vocabulary
+from penstock.runtime.requests.constraint import Mask
 
 SHARED_S = 1.0
 SHARED_PER_TOKEN_S = 0.02
@@ -21,7 +21,7 @@ QUICK_S = 0.002
 """A mask that takes less is a quick one."""
 _PROVEN = 64
 _TOO_MANY_ITEMS = "Too many items"
-"""llguidance's words where a mask takes more than `build.STEP_ITEMS`."""
+"""llguidance's words where a mask takes more than `build_matcher.STEP_ITEMS`."""
 
 _MAX_LINE_CHARS = 160
 _MAX_MESSAGE_CHARS = 600

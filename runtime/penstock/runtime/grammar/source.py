@@ -18,7 +18,7 @@ from llguidance.gbnf_to_lark import gbnf_to_lark
 
 from penstock.runtime.grammar.json_schema import any_object, read_schema
 from penstock.runtime.grammar.narrowing import GrammarError
-from penstock.runtime.grammar.spec import ANSWER, Grammar, GrammarKind
+from penstock.runtime.requests.grammar import ANSWER, Grammar, GrammarKind
 
 _NO_FORCING = '\n%llguidance {"no_forcing": true}'
 _START_SCHEMA = "start: @schema" + _NO_FORCING

@@ -1,8 +1,8 @@
 """A model's tokens as llguidance takes them: the bytes of each, and which are special.
 
-The bytes are those that `penstock.runtime.text` makes of a token, so what a mask promises about bytes holds
-for the text that is sent. `tokenizer.json` is not handed to llguidance, which would read it in its own way:
-it takes every added token for a special one, also the runs of spaces that some tokenizers add.
+The bytes are those that `penstock.runtime.text.codec` makes of a token, so what a mask promises about bytes
+holds for the text that is sent. `tokenizer.json` is not handed to llguidance, which would read it in its own
+way: it takes every added token for a special one, also the runs of spaces that some tokenizers add.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from llguidance import LLTokenizer
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
-from penstock.runtime.constraint import Mask, mask_words
 from penstock.runtime.errors import ConfigError
-from penstock.runtime.text_decoder import decoder_state, piece_rule
+from penstock.runtime.requests.constraint import Mask, mask_words
+from penstock.runtime.text.decoder import decoder_state, piece_rule
 
 
 @dataclass(frozen=True, eq=False)

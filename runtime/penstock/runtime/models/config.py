@@ -11,11 +11,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from penstock.runtime.cache_spec import CacheSpec, PagedKV
 from penstock.runtime.errors import ConfigError, UnknownArchitecture
-from penstock.runtime.models.fields import REQUIRED, Fields
-from penstock.runtime.models.harmless import HARMLESS_FIELDS
+from penstock.runtime.models.hf_fields import REQUIRED, Fields
+from penstock.runtime.models.hf_harmless_fields import HARMLESS_FIELDS
 from penstock.runtime.models.rope import ROPE_KINDS, RopeConfig, yarn_attention_factor
+from penstock.runtime.ops.cache_spec import CacheSpec, PagedKV
 
 DTYPES = ("float32", "bfloat16", "float16")
 

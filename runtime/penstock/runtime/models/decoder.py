@@ -11,12 +11,12 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from penstock.runtime.attention import AttentionMeta, AttentionOp, paged_attention
 from penstock.runtime.models import rope
 from penstock.runtime.models.config import ModelConfig
 from penstock.runtime.models.layers import MLP, Attention
 from penstock.runtime.models.linear import PLAIN, Embedding, Linear, LinearFormat, RMSNorm, logits
 from penstock.runtime.models.pools import PoolPlanners, Pools
+from penstock.runtime.ops.attention import AttentionMeta, AttentionOp, paged_attention
 
 
 class DecoderLayer(nnx.Module):

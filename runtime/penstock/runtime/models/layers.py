@@ -11,7 +11,6 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from penstock.runtime.attention import AttentionMeta, AttentionOp
 from penstock.runtime.models import rope
 from penstock.runtime.models.config import ModelConfig
 from penstock.runtime.models.linear import (
@@ -23,7 +22,8 @@ from penstock.runtime.models.linear import (
     project_gated,
 )
 from penstock.runtime.models.pools import PoolPlanners, Pools
-from penstock.runtime.native.rotate import can_rotate, rotate_qkv
+from penstock.runtime.ops.attention import AttentionMeta, AttentionOp
+from penstock.runtime.ops.native.rotate import can_rotate, rotate_qkv
 
 
 class Attention(nnx.Module):

@@ -35,7 +35,7 @@ from penstock.runtime.models.load_rules import (
     quantize_rows,
 )
 from penstock.runtime.models.pools import SCALES, VECTORS, Place, PoolPlanners, Pools
-from penstock.runtime.native import linear as native
+from penstock.runtime.ops.native import linear as native
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,7 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
 
-from penstock.runtime.native import linear as native
+from penstock.runtime.ops.native import linear as native
 
 ParamPath: TypeAlias = tuple[str | int, ...]
 """Where a leaf is in the model's state."""

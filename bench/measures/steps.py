@@ -1,0 +1,78 @@
+"""Where the time of an engine's steps goes, from its own step records. Pure, but for the recorder."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Sequence
+
+from penstock.cli.measuring.stats import percentile
+from penstock.runtime.loop.interface import StepRecord
+
+PHASES = ("schedule", "dispatch", "wait", "commit", "deliver", "idle")
+
+
+class StepRecorder:
+    """An Observer that keeps the records until they are taken."""
+
+    def __init__(self) -> None:
+        self._records: list[StepRecord] = []
+
+    def on_step(self, record: StepRecord) -> None:
+        self._records.append(record)
+
+    def take(self) -> list[StepRecord]:
+        """The records so far, once; call it while no request runs."""
+        records, self._records = self._records, []
+        return records
+
+
+def phases_us(records: Sequence[StepRecord]) -> list[dict[str, float]]:
+    """Microseconds of each phase of each step; what cannot be told of a step is left out.
+
+    schedule: making the plan. dispatch: packing and calling the program. wait: for its result, from when the
+    engine's thread had nothing else to do. commit: what ended. deliver: from there to the next plan (sinks,
+    bookkeeping). idle: how long the device had no work before this step, as far as the host can see. An
+    engine that dispatches a step before it reads the one before does all but `wait` while the device works.
+    Gaps in which no request was running are in none of them.
+    """
+    records = sorted(records, key=lambda record: record.dispatched_ns)
+    starts = [record.started_ns for record in records]
+    busy = sorted(time for record in records for time in (record.dispatched_ns, record.committed_ns))
+    found: list[dict[str, float]] = []
+    for i, record in enumerate(records):
+        phases = {
+            "schedule": (record.scheduled_ns - record.started_ns) / 1e3,
+            "dispatch": (record.dispatched_ns - record.scheduled_ns) / 1e3,
+            "wait": (record.waited_ns - busy[bisect_left(busy, record.waited_ns) - 1]) / 1e3,
+            "commit": (record.committed_ns - record.waited_ns) / 1e3,
+        }
+        after = bisect_left(starts, record.committed_ns)
+        if after < len(records) and _continues(record, records[after]):
+            phases["deliver"] = (starts[after] - record.committed_ns) / 1e3
+        if i and _continues(records[i - 1], record):
+            phases["idle"] = max(0, record.dispatched_ns - records[i - 1].waited_ns) / 1e3
+        found.append(phases)
+    return found
+
+
+def _continues(before: StepRecord, after: StepRecord) -> bool:
+    """Whether a request ran in both, so that the engine cannot have been waiting for work between them."""
+    return not set(before.request_ids).isdisjoint(after.request_ids)
+
+
+def summary(records: Sequence[StepRecord]) -> dict[str, dict[str, float]]:
+    """Per kind of step ("decode", "mixed"): dispatches, steps (a dispatch may be a window of several), and
+    p50 and p90 of each phase of a dispatch in microseconds.
+    """
+    records = sorted(records, key=lambda record: record.dispatched_ns)
+    phases = phases_us(records)
+    found: dict[str, dict[str, float]] = {}
+    for kind, decode_only in (("decode", True), ("mixed", False)):
+        chosen = [pair for pair in zip(records, phases, strict=True) if pair[0].decode_only is decode_only]
+        if not chosen:
+            continue
+        found[kind] = {"dispatches": len(chosen), "steps": sum(record.num_steps for record, _ in chosen)}
+        for phase in PHASES:
+            if values := [each[phase] for _, each in chosen if phase in each]:
+                found[kind] |= {f"{phase}_p{p}_us": round(percentile(values, p), 1) for p in (50, 90)}
+    return found

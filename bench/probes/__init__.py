@@ -1,0 +1,1 @@
+"""One program for each question about speed or accuracy that is no workload."""

@@ -1,0 +1,73 @@
+"""`penstock serve` with a watch on its event loop, for `bench.probes.loop_hold`. Run as a file, so that the
+server may be another commit's: PYTHONPATH says which.
+
+Each line on stdin is answered with one on stdout: the longest times in ms since the line before, as JSON.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+import threading
+import time
+from typing import Any
+
+from penstock.cli.__main__ import main
+from penstock.service.server import PenstockServer
+
+_EVERY_S = 0.001
+
+
+class Watch:
+    """The longest that the event loop, and whoever asks the engine for its load, had to wait."""
+
+    def __init__(self) -> None:
+        self.loop_s = self.busy_s = self.load_s = 0.0
+        self._task: asyncio.Task[None] | None = None
+
+    async def watch_loop(self) -> None:
+        """A time in which this process had no processor is the machine's doing: `busy_s` leaves it out."""
+        last, worked = time.perf_counter(), time.process_time()
+        while True:
+            await asyncio.sleep(_EVERY_S)
+            late, busy = time.perf_counter() - last - _EVERY_S, time.process_time() - worked
+            self.loop_s = max(self.loop_s, late)
+            self.busy_s = max(self.busy_s, min(late, busy))
+            last, worked = time.perf_counter(), time.process_time()
+
+    def watch_engine(self, engine: Any) -> None:
+        """On a thread of its own: how long the engine's lock, and the interpreter, are not to be had."""
+        while True:
+            time.sleep(5 * _EVERY_S)
+            before = time.perf_counter()
+            engine.load()
+            self.load_s = max(self.load_s, time.perf_counter() - before)
+
+    def answer(self) -> None:
+        for _ in sys.stdin:
+            found = {"loop_ms": self.loop_s, "busy_ms": self.busy_s, "load_ms": self.load_s}
+            self.loop_s = self.busy_s = self.load_s = 0.0
+            told = {name: seconds * 1e3 for name, seconds in found.items()}
+            print(json.dumps(told), flush=True)
+
+    def start(self, engine: Any) -> None:
+        self._task = asyncio.get_running_loop().create_task(self.watch_loop())
+        for target, arguments in ((self.watch_engine, (engine,)), (self.answer, ())):
+            threading.Thread(target=target, args=arguments, daemon=True).start()
+
+
+def watched() -> None:
+    """Every server of this process is watched from when its engine has started."""
+    start_engine = PenstockServer.start_engine
+
+    async def start(server: PenstockServer) -> None:
+        await start_engine(server)
+        Watch().start(server._engine)
+
+    PenstockServer.start_engine = start  # type: ignore[method-assign, assignment]
+
+
+if __name__ == "__main__":
+    watched()
+    sys.exit(main(sys.argv[1:]))

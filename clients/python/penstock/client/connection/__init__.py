@@ -1,0 +1,1 @@
+"""How a client reaches its server: the address, TLS, the channel, retries and time limits."""

@@ -1,0 +1,1 @@
+"""From the contract's replies and streams to the client's values."""

@@ -1,0 +1,172 @@
+"""Folds the messages of one stream into events and, in the end, into the same value that Generate returns.
+
+It holds the server to the contract's order: started; per index delta* then finished; summary; end. Anything
+else raises ProtocolError, so that a caller never mistakes half an answer for a whole one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from penstock.client.errors import ProtocolError
+from penstock.client.replies import messages
+from penstock.client.values.chat_values import ToolCall
+from penstock.client.values.results import (
+    Delta,
+    Finish,
+    Finished,
+    Generation,
+    Logprobs,
+    Output,
+    Started,
+    StreamEvent,
+    Summary,
+    WeightsSpan,
+    WeightsVersion,
+)
+from penstock.v1 import inference_pb2
+
+
+@dataclass(slots=True)
+class OutputSoFar:
+    """Grows while deltas arrive."""
+
+    weights: list[WeightsSpan]
+    pieces: list[str] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    sampled: list[float] = field(default_factory=list)
+    top: list[tuple[tuple[int, float], ...]] = field(default_factory=list)
+    has_logprobs: bool = False
+    thoughts: list[str] = field(default_factory=list)
+    tool_calls: list[ToolCall] = field(default_factory=list)
+    finish: Finish | None = None
+
+    @property
+    def text(self) -> str:
+        return "".join(self.pieces)
+
+    @property
+    def reasoning(self) -> str:
+        return "".join(self.thoughts)
+
+    def add(self, delta: Delta) -> None:
+        if delta.delta:
+            self.pieces.append(delta.delta)
+        if delta.reasoning:
+            self.thoughts.append(delta.reasoning)
+        if delta.weights is not None:
+            if not self.token_ids:
+                self.weights.clear()
+            self.weights.append(WeightsSpan(len(self.token_ids), delta.weights))
+        self.token_ids.extend(delta.token_ids)
+        if delta.logprobs is not None:
+            self.has_logprobs = True
+            self.sampled.extend(delta.logprobs.sampled)
+            self.top.extend(delta.logprobs.top)
+        self.tool_calls.extend(delta.tool_calls)
+
+    def output(self, index: int, finish: Finish) -> Output:
+        return Output(
+            index=index,
+            text=self.text,
+            token_ids=tuple(self.token_ids),
+            finish=finish,
+            logprobs=Logprobs(tuple(self.sampled), tuple(self.top)) if self.has_logprobs else None,
+            weights=tuple(self.weights),
+            reasoning=self.reasoning,
+            tool_calls=tuple(self.tool_calls),
+        )
+
+
+class Accumulator:
+    """State of one stream; `feed` each message, then `end` when the call ended with OK."""
+
+    def __init__(self) -> None:
+        self._started: Started | None = None
+        self._summary: Summary | None = None
+        self._weights = WeightsVersion("", 0)
+        self._outputs: dict[int, OutputSoFar] = {}
+
+    def feed(self, message: inference_pb2.StreamResponse) -> StreamEvent:
+        """The event of one message. Raises ProtocolError when it may not come now."""
+        kind = message.WhichOneof("event")
+        if self._summary is not None:
+            raise ProtocolError.local(f"the server sent {kind or 'an unknown event'} after the summary")
+        if (self._started is None) != (kind == "started"):
+            when = "before started" if self._started is None else "twice"
+            raise ProtocolError.local(f"the server sent {kind or 'an unknown event'} {when}")
+        match kind:
+            case "started":
+                return self._start(message.started)
+            case "delta":
+                return self._add(message.delta)
+            case "finished":
+                return self._finish(message.finished)
+            case "summary":
+                return self._summarize(message.summary)
+            case _:
+                raise ProtocolError.local("the server sent an event that this client does not know")
+
+    def end(self) -> Generation:
+        """The whole answer. Raises ProtocolError when the call ended before its summary."""
+        if self._started is None or self._summary is None:
+            raise ProtocolError.local("the server ended the stream before its summary")
+        return Generation(
+            request_id=self._started.request_id,
+            model=self._started.model,
+            prompt=self._started.prompt,
+            outputs=tuple(
+                so_far.output(index, so_far.finish)
+                for index, so_far in sorted(self._outputs.items())
+                if so_far.finish is not None
+            ),
+            usage=self._summary.usage,
+            timing=self._summary.timing,
+        )
+
+    def so_far(self, index: int) -> OutputSoFar:
+        """What one output has now; empty before its first delta."""
+        return self._outputs.get(index) or OutputSoFar([WeightsSpan(0, self._weights)])
+
+    @property
+    def started(self) -> Started | None:
+        return self._started
+
+    def _start(self, message: inference_pb2.StreamStarted) -> Started:
+        self._weights = messages.weights_version(message.weights)
+        self._started = Started(
+            message.request_id, message.model, messages.prompt_info(message.prompt), self._weights
+        )
+        return self._started
+
+    def _open(self, index: int, kind: str) -> OutputSoFar:
+        so_far = self._outputs.setdefault(index, OutputSoFar([WeightsSpan(0, self._weights)]))
+        if so_far.finish is not None:
+            raise ProtocolError.local(f"the server sent {kind} for output {index}, which had finished")
+        return so_far
+
+    def _add(self, message: inference_pb2.OutputDelta) -> Delta:
+        so_far = self._open(message.index, "delta")
+        delta = Delta(
+            index=message.index,
+            delta=message.text,
+            token_ids=tuple(message.token_ids),
+            logprobs=messages.logprobs(message.logprobs) if message.HasField("logprobs") else None,
+            weights=messages.weights_version(message.weights) if message.HasField("weights") else None,
+            reasoning=message.reasoning,
+            tool_calls=tuple(messages.tool_call(call) for call in message.tool_calls),
+        )
+        so_far.add(delta)
+        return delta
+
+    def _finish(self, message: inference_pb2.OutputFinished) -> Finished:
+        so_far = self._open(message.index, "finished")
+        so_far.finish = messages.finish(message.finish)
+        return Finished(message.index, so_far.finish, so_far.text)
+
+    def _summarize(self, message: inference_pb2.StreamSummary) -> Summary:
+        if not self._outputs or any(o.finish is None for o in self._outputs.values()):
+            raise ProtocolError.local("the server sent summary before every output had finished")
+        messages.check_indices(sorted(self._outputs))
+        self._summary = Summary(messages.usage(message.usage), messages.timing(message.timing))
+        return self._summary

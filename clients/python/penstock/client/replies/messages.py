@@ -1,0 +1,200 @@
+"""Reply messages to values: pure functions, shared by the sync and the async client."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeVar
+
+from google.protobuf.duration_pb2 import Duration
+
+from penstock.client.errors import ProtocolError
+from penstock.client.values import results, server_values
+from penstock.client.values.chat_values import ToolCall
+from penstock.v1 import control_pb2, inference_pb2, types_pb2, weights_pb2
+
+EnumT = TypeVar("EnumT", results.FinishReason, server_values.AbortOutcome)
+
+
+def _member(kind: type[EnumT], number: int, names: Mapping[Any, str], prefix: str) -> EnumT:
+    """The enum member of a number; UNKNOWN for unspecified and for numbers of a newer contract."""
+    name = names.get(number, "").removeprefix(prefix).lower()
+    return kind(name) if name in {member.value for member in kind} else kind("unknown")
+
+
+_FINISH_NAMES = {number: name for name, number in types_pb2.FinishReason.items()}
+_OUTCOME_NAMES = {number: name for name, number in inference_pb2.AbortOutcome.items()}
+_FEATURE_NAMES = {number: name for name, number in control_pb2.Feature.items()}
+_DTYPE_NAMES = {number: name for name, number in weights_pb2.DataType.items()}
+
+
+def _seconds(duration: Duration) -> float:
+    return duration.seconds + duration.nanos / 1e9
+
+
+def _spelled(names: Mapping[Any, str], number: int, prefix: str) -> str:
+    """Lower-case name of a number, or "feature_42" for one of a newer contract."""
+    return names.get(number, f"{prefix}{number}").removeprefix(prefix if number in names else "").lower()
+
+
+def finish(message: types_pb2.Finish) -> results.Finish:
+    kind = message.match.WhichOneof("match")
+    return results.Finish(
+        reason=_member(results.FinishReason, message.reason, _FINISH_NAMES, "FINISH_REASON_"),
+        stop=message.match.stop if kind == "stop" else None,
+        token_id=message.match.token_id if kind == "token_id" else None,
+        message=message.message,
+    )
+
+
+def logprobs(message: types_pb2.Logprobs) -> results.Logprobs:
+    return results.Logprobs(
+        sampled=tuple(message.sampled),
+        top=tuple(tuple((c.token_id, c.logprob) for c in entry.candidates) for entry in message.top),
+    )
+
+
+def weights_version(message: types_pb2.WeightsVersion) -> results.WeightsVersion:
+    return results.WeightsVersion(message.label, message.generation)
+
+
+def tool_call(message: types_pb2.ToolCall) -> ToolCall:
+    return ToolCall(message.id, message.name, message.arguments_json)
+
+
+def prompt_info(message: types_pb2.PromptInfo) -> results.PromptInfo:
+    return results.PromptInfo(
+        token_count=message.token_count,
+        truncated_tokens=message.truncated_tokens,
+        token_ids=tuple(message.token_ids),
+        logprobs=logprobs(message.logprobs) if message.HasField("logprobs") else None,
+    )
+
+
+def usage(message: types_pb2.Usage) -> results.Usage:
+    return results.Usage(message.prompt_tokens, message.cached_prompt_tokens, message.completion_tokens)
+
+
+def timing(message: types_pb2.Timing) -> results.Timing:
+    made = message.HasField("time_to_first_token")
+    return results.Timing(
+        queue=_seconds(message.queue),
+        time_to_first_token=_seconds(message.time_to_first_token) if made else None,
+        total=_seconds(message.total),
+        preemptions=message.preemptions,
+    )
+
+
+def output(message: inference_pb2.Output) -> results.Output:
+    return results.Output(
+        index=message.index,
+        text=message.text,
+        token_ids=tuple(message.token_ids),
+        finish=finish(message.finish),
+        logprobs=logprobs(message.logprobs) if message.HasField("logprobs") else None,
+        weights=tuple(
+            results.WeightsSpan(span.first_output_token, weights_version(span.version))
+            for span in message.weights
+        ),
+        reasoning=message.reasoning,
+        tool_calls=tuple(tool_call(call) for call in message.tool_calls),
+    )
+
+
+def generation(message: inference_pb2.GenerateResponse) -> results.Generation:
+    """Raises ProtocolError when the outputs are not 0, 1, ... in this order, at least one."""
+    check_indices([o.index for o in message.outputs])
+    return results.Generation(
+        request_id=message.request_id,
+        model=message.model,
+        prompt=prompt_info(message.prompt),
+        outputs=tuple(output(o) for o in message.outputs),
+        usage=usage(message.usage),
+        timing=timing(message.timing),
+    )
+
+
+def check_indices(indices: Sequence[int]) -> None:
+    """Raises ProtocolError unless they are 0, 1, ..., at least one: `outputs[i]` must be output i."""
+    if not indices or list(indices) != list(range(len(indices))):
+        raise ProtocolError.local(f"the server answered with outputs {list(indices)}, not with 0 to n - 1")
+
+
+def abort_results(message: inference_pb2.AbortResponse) -> tuple[server_values.AbortResult, ...]:
+    return tuple(
+        server_values.AbortResult(
+            r.request_id, _member(server_values.AbortOutcome, r.outcome, _OUTCOME_NAMES, "ABORT_OUTCOME_")
+        )
+        for r in message.results
+    )
+
+
+def _sampling_defaults(message: types_pb2.SamplingParams) -> server_values.SamplingDefaults:
+    def given(name: str) -> bool:
+        return message.HasField(name)  # type: ignore[arg-type]  # the stub wants literals
+
+    return server_values.SamplingDefaults(
+        temperature=message.temperature if given("temperature") else None,
+        top_p=message.top_p if given("top_p") else None,
+        top_k=message.top_k if given("top_k") else None,
+        min_p=message.min_p if given("min_p") else None,
+        presence_penalty=message.presence_penalty if given("presence_penalty") else None,
+        frequency_penalty=message.frequency_penalty if given("frequency_penalty") else None,
+        repetition_penalty=message.repetition_penalty if given("repetition_penalty") else None,
+        seed=message.seed if given("seed") else None,
+        n=message.n if given("n") else None,
+        logit_bias=tuple(sorted(message.logit_bias.items())),
+        bad_words=tuple(message.bad_words),
+        allowed_token_ids=tuple(message.allowed_token_ids),
+    )
+
+
+def model_info(message: control_pb2.GetModelInfoResponse) -> server_values.ModelInfo:
+    return server_values.ModelInfo(
+        model=message.model,
+        architecture=message.architecture,
+        vocab_size=message.vocab_size,
+        max_context_tokens=message.max_context_tokens,
+        eos_token_ids=tuple(message.eos_token_ids),
+        default_sampling=_sampling_defaults(message.default_sampling),
+        weights=weights_version(message.weights),
+        features=tuple(_spelled(_FEATURE_NAMES, number, "FEATURE_") for number in message.features),
+        tensors=tuple(
+            server_values.TensorInfo(t.name, _spelled(_DTYPE_NAMES, t.dtype, "DATA_TYPE_"), tuple(t.shape))
+            for t in message.tensors
+        ),
+    )
+
+
+def server_info(message: control_pb2.GetServerInfoResponse) -> server_values.ServerInfo:
+    return server_values.ServerInfo(
+        server_version=message.server_version,
+        instance_id=message.instance_id,
+        contract_revision=message.contract_revision,
+        max_running_requests=message.max_running_requests,
+        max_queued_requests=message.max_queued_requests,
+        kv_page_tokens=message.kv_page_tokens,
+        kv_pages_total=message.kv_pages_total,
+        max_chunk_bytes=message.max_chunk_bytes,
+        max_logprobs=message.max_logprobs,
+        devices=tuple(message.devices),
+    )
+
+
+def load(message: control_pb2.GetLoadResponse) -> server_values.Load:
+    return server_values.Load(
+        running_requests=message.running_requests,
+        queued_requests=message.queued_requests,
+        queued_prompt_tokens=message.queued_prompt_tokens,
+        kv_pages_used=message.kv_pages_used,
+        kv_pages_total=message.kv_pages_total,
+        paused=message.paused,
+        weights=weights_version(message.weights),
+    )
+
+
+def flushed_cache(message: control_pb2.FlushCacheResponse) -> server_values.FlushedCache:
+    return server_values.FlushedCache(message.pages_freed, message.pages_in_use)
+
+
+def tokens(message: control_pb2.TokenizeResponse) -> server_values.Tokens:
+    return server_values.Tokens(tuple(message.token_ids), message.max_context_tokens)

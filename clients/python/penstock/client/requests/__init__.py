@@ -1,0 +1,1 @@
+"""From keyword arguments to the contract's requests."""

@@ -1,0 +1,53 @@
+"""A conversation to the contract's ChatPrompt."""
+
+from __future__ import annotations
+
+from penstock.client.requests.checks import Violations
+from penstock.client.requests.options import ChatOptions
+from penstock.client.values.chat_values import ChatMessage, Tool, tools_of, turns_of
+from penstock.client.values.jsontext import json_text
+from penstock.v1 import types_pb2
+
+
+def chat_prompt(chat: ChatOptions) -> types_pb2.ChatPrompt:
+    """The message of a conversation.
+
+    Raises TypeError for a turn or a tool that is none, and InvalidRequest, listing every one by its field,
+    for values that JSON or the wire cannot carry.
+    """
+    prompt = types_pb2.ChatPrompt()
+    violations = Violations()
+    for i, turn in enumerate(turns_of(chat.get("messages") or ())):
+        with violations.of(f"chat.messages[{i}]"):
+            prompt.messages.append(_turn(turn))
+    for i, tool in enumerate(tools_of(chat.get("tools") or ())):
+        with violations.of(f"chat.tools[{i}]"):
+            prompt.tools.append(_tool(tool))
+    if (choice := chat.get("tool_choice")) is not None:
+        with violations.of("chat.tool_choice"):
+            prompt.tool_choice = choice
+    if (template := chat.get("chat_template")) is not None:
+        with violations.of("chat.chat_template"):
+            prompt.chat_template = template
+    if (options := chat.get("template_options")) is not None:
+        with violations.of("chat.template_options_json"):
+            prompt.template_options_json = json_text(dict(options))
+    violations.tell()
+    return prompt
+
+
+def _turn(turn: ChatMessage) -> types_pb2.ChatMessage:
+    calls = [
+        types_pb2.ToolCall(id=c.id, name=c.name, arguments_json=c.arguments_json) for c in turn.tool_calls
+    ]
+    return types_pb2.ChatMessage(
+        role=turn.role, content=turn.content, tool_calls=calls, tool_call_id=turn.tool_call_id
+    )
+
+
+def _tool(tool: Tool) -> types_pb2.ToolDefinition:
+    return types_pb2.ToolDefinition(
+        name=tool.name,
+        description=tool.description,
+        parameters_json="" if tool.parameters is None else json_text(tool.parameters),
+    )

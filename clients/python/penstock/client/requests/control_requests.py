@@ -1,0 +1,67 @@
+"""Requests beside generation, from keyword arguments: pure functions that both clients share.
+
+Values that the wire cannot carry raise InvalidRequest, as the server would answer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from penstock.client.requests.chat_requests import chat_prompt
+from penstock.client.requests.checks import checked
+from penstock.client.requests.generation_requests import given_of
+from penstock.client.requests.options import CHAT_FIELDS, ChatOptions
+from penstock.v1 import control_pb2, inference_pb2
+
+
+def abort_request(
+    ids: str | Sequence[str] | None, prefix: str | None, all_requests: bool, reason: str
+) -> inference_pb2.AbortRequest:
+    """Exactly one target, in so many words: an empty one never means everything (TypeError, ValueError)."""
+    targets = [
+        name
+        for name, on in (("ids", ids is not None), ("prefix", prefix is not None), ("all", all_requests))
+        if on
+    ]
+    if len(targets) != 1:
+        raise TypeError(
+            "give one of ids, prefix and all=True" + (f", not {' and '.join(targets)}" if targets else "")
+        )
+    if prefix == "":
+        raise ValueError("prefix is empty; to abort every request say all=True")
+    with checked("reason"):
+        request = inference_pb2.AbortRequest(reason=reason)
+    with checked("request_ids.ids" if ids is not None else "request_id_prefix"):
+        if ids is not None:
+            request.request_ids.SetInParent()
+            request.request_ids.ids.extend([ids] if isinstance(ids, str) else ids)
+        elif prefix is not None:
+            request.request_id_prefix = prefix
+        else:
+            request.all.SetInParent()
+    return request
+
+
+def tokenize_request(
+    text: str | None, add_special_tokens: bool | None, chat: ChatOptions
+) -> control_pb2.TokenizeRequest:
+    """A text, or a conversation rendered with the chat template; exactly one (TypeError)."""
+    given = given_of(chat, CHAT_FIELDS)
+    if (text is None) == ("messages" not in given):
+        raise TypeError("give one of text and messages")
+    if text is not None and given:
+        raise TypeError(f"{next(iter(given))} goes with messages, not with text")
+    request = control_pb2.TokenizeRequest(add_special_tokens=add_special_tokens)
+    if text is not None:
+        with checked("text"):
+            request.text = text
+    else:
+        request.chat.CopyFrom(chat_prompt(chat))
+    return request
+
+
+def detokenize_request(
+    token_ids: Sequence[int], skip_special_tokens: bool | None
+) -> control_pb2.DetokenizeRequest:
+    with checked("token_ids"):
+        return control_pb2.DetokenizeRequest(token_ids=token_ids, skip_special_tokens=skip_special_tokens)

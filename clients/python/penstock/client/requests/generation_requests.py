@@ -1,0 +1,130 @@
+"""Keyword arguments to request messages: pure functions, shared by the sync and the async client.
+
+An option that is absent or None is left unset on the wire, so that the server's default counts; a value that
+was given is always sent, also when it is zero (temperature 0 is greedy, unset is the model's own).
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Mapping
+from typing import Any, TypeVar, cast
+
+from google.protobuf.message import Message as ProtoMessage
+
+from penstock.client.requests.chat_requests import chat_prompt
+from penstock.client.requests.checks import Violations, checked
+from penstock.client.requests.constraints import set_constraint
+from penstock.client.requests.options import CHAT_FIELDS, FIELDS, ChatOptions, RequestOptions, Truncation
+from penstock.client.values.results import WeightsVersion
+from penstock.v1 import inference_pb2, types_pb2
+
+RequestT = TypeVar("RequestT", inference_pb2.GenerateRequest, inference_pb2.StreamRequest)
+
+_OPTIONS = ("token_ids", *CHAT_FIELDS, *FIELDS)
+_CONSTRAINTS = {
+    "json_schema": "JsonSchema(...)",
+    "json_object": "JsonObject()",
+    "regex": "Regex(...)",
+    "ebnf": "Ebnf(...)",
+    "grammar": "Ebnf(...)",
+    "choice": "Choice(...)",
+}
+"""Names that other APIs have options for, to the constraint meant."""
+
+
+def fill_request(request: RequestT, prompt: str | None, options: RequestOptions) -> RequestT:
+    """Write prompt and options into an empty request and return it.
+
+    Raises TypeError for an option that does not exist or is of the wrong type and for not exactly one input,
+    and InvalidRequest, listing every one, for values that the wire cannot carry (e.g. a negative count).
+    """
+    given = given_of(options, _OPTIONS)
+    violations = Violations()
+    with violations.of("input"):
+        _set_input(request, prompt, given)
+    for name, value in given.items():
+        if name in FIELDS:
+            with violations.of(FIELDS[name]):
+                _set(request, FIELDS[name], value)
+    violations.tell()
+    return request
+
+
+def stream_request(
+    prompt: str | None, min_tokens_per_message: int | None, options: RequestOptions
+) -> inference_pb2.StreamRequest:
+    """The same for Stream, with the one option that is its own."""
+    with checked("min_tokens_per_message"):
+        request = inference_pb2.StreamRequest(min_tokens_per_message=min_tokens_per_message)
+    return fill_request(request, prompt, options)
+
+
+def given_of(options: Mapping[str, Any], known: Iterable[str]) -> dict[str, Any]:
+    """What was given, without None. TypeError for an option that is not known, with what may be meant."""
+    known = tuple(known)
+    for name in options:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            if "constraint" in known and name in _CONSTRAINTS:
+                hint = f"; say constraint={_CONSTRAINTS[name]}"
+            else:
+                hint = f"; did you mean {near[0]!r}?" if near else ""
+            raise TypeError(f"unknown option {name!r}{hint}")
+    return {name: value for name, value in options.items() if value is not None}
+
+
+def _set_input(request: RequestT, prompt: str | None, given: Mapping[str, Any]) -> None:
+    inputs = {"prompt": prompt, "token_ids": given.get("token_ids"), "messages": given.get("messages")}
+    names = [name for name, value in inputs.items() if value is not None]
+    if len(names) != 1:
+        raise TypeError(
+            "give one of prompt, token_ids and messages" + (f", not {' and '.join(names)}" if names else "")
+        )
+    chat = {name: given[name] for name in CHAT_FIELDS if name in given}
+    if chat and "messages" not in chat:
+        raise TypeError(f"{next(iter(chat))} goes with messages, not with {names[0]}")
+    if prompt is not None:
+        with checked("prompt"):
+            request.prompt = prompt
+    elif "token_ids" in given:
+        with checked("prompt_token_ids.ids"):
+            request.prompt_token_ids.SetInParent()
+            request.prompt_token_ids.ids.extend(given["token_ids"])
+    else:
+        request.chat.CopyFrom(chat_prompt(cast(ChatOptions, chat)))
+
+
+def _set(request: ProtoMessage, path: str, value: Any) -> None:
+    """Assign one option; ValueError when the field's type cannot hold the value."""
+    *parents, name = path.split(".")
+    holder: Any = request
+    for parent in parents:
+        holder = getattr(holder, parent)
+    match name:
+        case "constraint":
+            set_constraint(holder.constraint, value)
+        case "generation":
+            holder.generation = value.generation if isinstance(value, WeightsVersion) else value
+        case "time_limit":
+            holder.time_limit.FromNanoseconds(round(value * 1e9))
+        case "truncation":
+            holder.truncation = _truncation(value)
+        case "logit_bias":
+            holder.logit_bias.update(value)
+        case "stop":
+            holder.stop.extend([value] if isinstance(value, str) else value)
+        case "bad_words" if isinstance(value, str):
+            raise TypeError("bad_words: give a sequence of strings, not one string")
+        case "stop_token_ids" | "allowed_token_ids" | "bad_words":
+            getattr(holder, name).extend(value)
+        case _:
+            setattr(holder, name, value)
+
+
+def _truncation(value: Truncation | str) -> types_pb2.Truncation.ValueType:
+    names = [member.value for member in Truncation]
+    name = value.value if isinstance(value, Truncation) else value
+    if name not in names:
+        raise ValueError(f"is one of {', '.join(names)}, not {name!r}")
+    return types_pb2.Truncation.Value(f"TRUNCATION_{name.upper()}")

@@ -1,0 +1,117 @@
+"""What the other calls hand back: what is served, its limits, how busy the server is."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+from penstock.client.values.results import WeightsVersion
+
+
+class AbortOutcome(enum.Enum):
+    """What an abort did to one request."""
+
+    ABORTED = "aborted"
+    ALREADY_FINISHED = "already_finished"
+    NOT_FOUND = "not_found"
+    UNKNOWN = "unknown"
+
+
+@dataclass(frozen=True, slots=True)
+class AbortResult:
+    request_id: str
+    outcome: AbortOutcome
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingDefaults:
+    """What an unset sampling field means on this server; None: the server did not say."""
+
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    seed: int | None = None
+    n: int | None = None
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    """Pairs of token id and bias, by id."""
+    bad_words: tuple[str, ...] = ()
+    allowed_token_ids: tuple[int, ...] = ()
+    """Empty: all."""
+
+
+@dataclass(frozen=True, slots=True)
+class TensorInfo:
+    """A tensor that a weight update accepts."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ModelInfo:
+    model: str
+    architecture: str
+    vocab_size: int
+    max_context_tokens: int
+    eos_token_ids: tuple[int, ...]
+    default_sampling: SamplingDefaults
+    weights: WeightsVersion
+    features: tuple[str, ...]
+    """Optional parts of the contract that the server has; using another raises Unsupported.
+
+    Of "chat", "prompt_logprobs", "json_schema" (JsonObject too), "regex" (Ebnf and Choice too), "adapters",
+    "priority" and "update_weights". "batch_invariant" is nothing to use, but a promise: a token's logits
+    depend on its own request alone, bit for bit.
+    """
+    tensors: tuple[TensorInfo, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class ServerInfo:
+    """Limits of the server, fixed at its start."""
+
+    server_version: str
+    instance_id: str
+    contract_revision: int
+    max_running_requests: int
+    max_queued_requests: int
+    kv_page_tokens: int
+    kv_pages_total: int
+    max_chunk_bytes: int
+    max_logprobs: int
+    devices: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """How busy the server is now."""
+
+    running_requests: int
+    queued_requests: int
+    queued_prompt_tokens: int
+    kv_pages_used: int
+    kv_pages_total: int
+    paused: bool
+    weights: WeightsVersion
+
+
+@dataclass(frozen=True, slots=True)
+class FlushedCache:
+    """What a flush of the prefix cache did, in KV pages."""
+
+    pages_freed: int
+    pages_in_use: int
+    """By running requests, not touched."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tokens:
+    """A tokenized text and the room it has to fit into."""
+
+    token_ids: tuple[int, ...]
+    max_context_tokens: int

@@ -1,0 +1,87 @@
+"""What a tool-call parser finds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from penstock.runtime.chat.forms.reader import SPACES, SpaceHolder
+
+
+@dataclass(frozen=True, slots=True)
+class Text:
+    """Words for the reader."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A complete call; `arguments` is a JSON object, as text."""
+
+    name: str
+    arguments: str
+
+
+Event: TypeAlias = Text | Call
+
+
+def is_text(text: str) -> bool:
+    """Whether it can be encoded: JSON's escapes can spell half of a surrogate pair."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+class Events:
+    """Collects text and calls. White space before a call is dropped, and so is that between a call and the
+    end.
+
+    It belongs to the form ("\\n<tool_call>"), not to the text, and the template writes it again.
+    """
+
+    def __init__(self) -> None:
+        self._found: list[Event] = []
+        self._spaces = SpaceHolder()
+        self._after_call = False
+        """Only white space came since the last call."""
+        self._fresh = True
+
+    def fresh(self) -> bool:
+        """Whether only white space stands on the text's last line, or after the last call."""
+        return self._fresh
+
+    def text(self, text: str) -> None:
+        """Add text."""
+        _, newline, line = text.rpartition("\n")
+        self._fresh = (self._fresh or bool(newline)) and not line.strip(SPACES)
+        self._add(self._spaces.push(text))
+
+    def call(self, call: Call) -> None:
+        """Add a call."""
+        self._spaces.drop()
+        self._found.append(call)
+        self._after_call = self._fresh = True
+
+    def end(self) -> None:
+        """No more will come."""
+        if not self._after_call:
+            self._add(self._spaces.held)
+        self._spaces.drop()
+
+    def take(self) -> list[Event]:
+        """What was found since the last take; texts next to each other are one."""
+        found, self._found = self._found, []
+        return found
+
+    def _add(self, text: str) -> None:
+        if not text:
+            return
+        self._after_call = False
+        last = self._found[-1] if self._found else None
+        if isinstance(last, Text):
+            self._found[-1] = Text(last.text + text)
+        else:
+            self._found.append(Text(text))

@@ -1,0 +1,37 @@
+"""Hermes and Qwen: `<tool_call>` `{"name": ..., "arguments": {...}}` `</tool_call>`, any number of times."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from penstock.runtime.chat.forms.events import Call, Events
+from penstock.runtime.chat.forms.json_scan import call_object
+from penstock.runtime.chat.forms.reader import Reader, Wait, literal, spaces, text_until
+
+START = "<tool_call>"
+END = "</tool_call>"
+MARKERS = (START, END)
+
+
+def parse(r: Reader, out: Events, known: Collection[str]) -> Wait[None]:
+    """The form is explicit: a name that is not `known` is a call as well."""
+    while (yield from text_until(r, out.text, (START,))):
+        r.mark()
+        call = yield from _block(r)
+        if call is None:
+            r.back()
+            out.text(r.take(len(START)))
+        else:
+            r.keep()
+            out.call(call)
+
+
+def _block(r: Reader) -> Wait[Call | None]:
+    """Consume one block. The output's end, as under a stop string, will do in place of the closing tag."""
+    yield from literal(r, START)
+    yield from spaces(r)
+    call = yield from call_object(r)
+    if call is None:
+        return None
+    yield from spaces(r)
+    return call if (yield from literal(r, END, or_end=True)) else None

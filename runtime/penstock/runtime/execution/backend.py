@@ -1,0 +1,146 @@
+"""What an engine computes with: one value, chosen once when it starts and handed down to whoever needs it.
+
+The platform decides which implementation of an operation programs call, how weights are kept, which programs
+there are, which defaults an option has, and what can be known of the device's memory. All of that is asked
+here; no other module asks which platform it runs on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+
+from penstock.runtime.config import CPU_SIZES, DefaultSizes, EngineConfig, accelerator_sizes
+from penstock.runtime.errors import ConfigError
+from penstock.runtime.execution.buckets import CPU_ROW_GROWTH, ROW_GROWTH
+from penstock.runtime.execution.cpu_threads import check_pool
+from penstock.runtime.execution.kv_sizing import DeviceMemory
+from penstock.runtime.host.processors import available_processors
+from penstock.runtime.models.linear import LinearFormat
+from penstock.runtime.ops.attention import AttentionOp, native_paged_attention, paged_attention
+from penstock.runtime.ops.native import attention as attention_kernels
+from penstock.runtime.ops.native import huge_pages, library
+from penstock.runtime.ops.sampler import SamplerOp, native_sample, sample
+
+ArrayShape = jax.ShapeDtypeStruct
+
+
+def _never_batch_invariant(query: ArrayShape, cache: ArrayShape) -> bool:
+    return False
+
+
+def _no_memory() -> DeviceMemory | None:
+    return None
+
+
+def _no_huge_pages(arrays: Sequence[jax.Array]) -> None:
+    pass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Backend:
+    """Made by `choose_backend`. The defaults of the fields are those of plain XLA on an accelerator."""
+
+    mesh: Mesh
+    """The devices that weights, cache and state are placed on. There is one today."""
+    attention: AttentionOp = paged_attention
+    attends_batch_invariantly: Callable[[ArrayShape, ArrayShape], bool] = _never_batch_invariant
+    """Whether the bits that `attention` gives a token depend on its own row alone. The arguments are shapes
+    and dtypes of queries [T, H, D] and of a layer's cache."""
+    sampler: SamplerOp = sample
+    packed_dtype: np.dtype[np.generic] | None = None
+    """Models in this dtype have their linear weights packed for the native kernels; None: none have."""
+    row_growth: int = ROW_GROWTH
+    """See `Buckets.default`."""
+    fixed_windows: bool = True
+    """Whether a window of decode steps has a program for each length, and not one for all lengths."""
+    sizes: DefaultSizes
+    """Of the running batch, where the operator chose none."""
+    memory: Callable[[], DeviceMemory | None] = _no_memory
+    """What of the device's memory may be used, and is, now; None where the device does not tell."""
+    use_huge_pages: Callable[[Sequence[jax.Array]], object] = _no_huge_pages
+    """Called with arrays that stay for long. On CPU, their memory is asked to be of huge pages."""
+
+    def linear_format(self, dtype: np.dtype[np.generic], *, int8: bool) -> LinearFormat:
+        """How the linear weights of a model in `dtype` are kept."""
+        return LinearFormat(packed=dtype == self.packed_dtype, int8=int8)
+
+
+def choose_backend(config: EngineConfig, device: jax.Device) -> Backend:
+    """The backend of an engine on this device. It also holds the native kernels to the engine's threads.
+
+    Raises ConfigError where the native kernels are required and cannot be used.
+    """
+    mesh = single_device_mesh(device)
+    uses_kernels = _uses_kernels(config, device.platform)
+    if device.platform != "cpu":
+        memory = _memory_of(device)
+        now = memory()
+        return Backend(
+            mesh=mesh, sizes=accelerator_sizes(None if now is None else now.limit_bytes), memory=memory
+        )
+    threads = config.threads or available_processors()
+    check_pool(threads)
+    on_xla = Backend(
+        mesh=mesh,
+        row_growth=CPU_ROW_GROWTH,
+        fixed_windows=False,
+        sizes=CPU_SIZES,
+        use_huge_pages=huge_pages.advise,
+    )
+    if not uses_kernels:
+        return on_xla
+    library.limit_threads(threads)
+    return replace(
+        on_xla,
+        attention=native_paged_attention,
+        attends_batch_invariantly=attention_kernels.supports,
+        sampler=native_sample,
+        packed_dtype=np.dtype(jnp.bfloat16),
+    )
+
+
+def single_device_mesh(device: jax.Device) -> Mesh:
+    """A mesh of one device; sharding over several is a matter of this mesh and of the weights' partition
+    specs.
+    """
+    return Mesh(np.array([device]), ("model",))
+
+
+def check_required(config: EngineConfig, backend: Backend, dtype: np.dtype[np.generic]) -> None:
+    """ConfigError where the native kernels are required and do not do all in a model's dtype."""
+    if config.native == "require" and dtype != backend.packed_dtype:
+        raise ConfigError(
+            "native: the kernels are required, and cannot be used: "
+            f"a model in {dtype} has its products computed by XLA; serve it in bfloat16"
+        )
+
+
+def _uses_kernels(config: EngineConfig, platform: str) -> bool:
+    """Whether programs for `platform` are to call the native kernels."""
+    if config.native == "off":
+        return False
+    problem = None if platform == "cpu" else f"they are for CPU, not {platform}"
+    if problem is None:
+        try:
+            library.load(config.native_folder)
+        except library.NotAvailable as error:
+            problem = str(error)
+    if problem is not None and config.native == "require":
+        raise ConfigError(f"native: the kernels are required, and cannot be used: {problem}")
+    return problem is None
+
+
+def _memory_of(device: jax.Device) -> Callable[[], DeviceMemory | None]:
+    def memory() -> DeviceMemory | None:
+        stats = device.memory_stats()
+        if not stats or "bytes_limit" not in stats:
+            return None
+        return DeviceMemory(stats["bytes_limit"], stats["bytes_in_use"])
+
+    return memory

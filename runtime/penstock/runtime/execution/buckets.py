@@ -1,0 +1,155 @@
+"""Which compiled programs exist and which one runs a plan. Pure functions, no jax.
+
+XLA compiles for fixed shapes, so a plan is padded up to one of a small set of (tokens, rows) shapes. Few
+shapes mean a short warm-up; shapes close to the plan mean little wasted work. Decode steps are the common
+case and have two programs per row bucket: a window, which chooses its tokens itself (on accelerators one for
+each length, see `step_programs`), and a forward, for steps whose tokens wait for the host's masks or whose
+hidden states are wanted. Steps with a prefill chunk have a forward per token bucket, all with the largest row
+bucket: there the tokens dominate the cost, padding rows are cheap, and programs are not.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from dataclasses import astuple, dataclass
+from itertools import pairwise
+
+from penstock.runtime.errors import ConfigError
+
+MIN_BUCKET = 4
+"""On CPU a matmul with M below 4 falls off XLA's fast path, so four rows cost no more than one."""
+FIRST_TOKEN_BUCKET = 16
+ROW_GROWTH = 2
+TOKEN_GROWTH = 2
+CPU_ROW_GROWTH = 4
+"""With or without native kernels: programs take seconds to make."""
+NATIVE_TOKEN_GROWTH = 8
+"""Where kernels skip padding: a bucket far above what is needed costs little, a program seconds to make."""
+WINDOW_GROWTH = 2
+
+
+@dataclass(frozen=True, slots=True)
+class ProgramKey:
+    """One compiled program: `tokens` input positions spread over `rows` rows.
+
+    `decode_only` tells apart programs of equal shape: (16, 16) may exist both as "row i has token i" and as a
+    mixed step of 16 tokens split among 16 rows in any way.
+
+    `num_steps` is of a window alone: how many decode steps it has; 0: as many as the step's buffer says.
+    """
+
+    tokens: int
+    rows: int
+    decode_only: bool = False
+    window: bool = False
+    """A loop of decode steps that chooses its tokens, which only a program that is `decode_only` can be."""
+    num_steps: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Buckets:
+    """Ascending bucket sizes. A program may have more rows than tokens; then some rows are always padding."""
+
+    token_buckets: tuple[int, ...]
+    row_buckets: tuple[int, ...]
+    window_steps: tuple[int, ...] = (0,)
+    """Windows of decode steps, by their length: one program each. (0,): one program for any length."""
+
+    def __post_init__(self) -> None:
+        for name, sizes in (("token_buckets", self.token_buckets), ("row_buckets", self.row_buckets)):
+            if not sizes:
+                raise ConfigError(f"{name} must not be empty")
+            if sizes[0] < 1:
+                raise ConfigError(f"{name} must be at least 1, not {sizes[0]}")
+            if any(a >= b for a, b in pairwise(sizes)):
+                raise ConfigError(f"{name} must ascend without repeats, not {sizes}")
+        if self.window_steps != (0,) and (not self.window_steps or self.window_steps[0] != 1):
+            raise ConfigError(f"window_steps must begin with 1, or be (0,), not {self.window_steps}")
+        if any(a >= b for a, b in pairwise(self.window_steps)):
+            raise ConfigError(f"window_steps must ascend without repeats, not {self.window_steps}")
+        if self.token_buckets[-1] < self.row_buckets[-1]:
+            raise ConfigError(
+                f"token_buckets end in {self.token_buckets[-1]} and row_buckets in {self.row_buckets[-1]}; "
+                "the former must not be less, because a step needs one token for every row"
+            )
+
+    @classmethod
+    def default(
+        cls,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        *,
+        token_growth: int = TOKEN_GROWTH,
+        row_growth: int = CPU_ROW_GROWTH,
+        max_window: int | None = None,
+    ) -> Buckets:
+        """Rows from 4 up to max_num_seqs, each bucket `row_growth` times the one before; tokens from 16 up to
+        max_num_batched_tokens, likewise by `token_growth`; with `max_window` windows of 1, 2, 4, ... up to so
+        many decode steps.
+
+        Neither ends below 4 (see MIN_BUCKET): a smaller limit is served with padding rows.
+        """
+        if max_num_seqs < 1:
+            raise ConfigError(f"max_num_seqs must be at least 1, not {max_num_seqs}")
+        if max_num_batched_tokens < max_num_seqs:
+            raise ConfigError(
+                f"max_num_batched_tokens, {max_num_batched_tokens}, must be at least "
+                f"max_num_seqs, {max_num_seqs}"
+            )
+        most_tokens = max(max_num_batched_tokens, MIN_BUCKET)
+        return cls(
+            token_buckets=_geometric(FIRST_TOKEN_BUCKET, token_growth, most_tokens),
+            row_buckets=_geometric(MIN_BUCKET, row_growth, max(max_num_seqs, MIN_BUCKET)),
+            window_steps=(0,) if max_window is None else _geometric(1, WINDOW_GROWTH, max_window),
+        )
+
+    def keys(self) -> tuple[ProgramKey, ...]:
+        """Every program that `select` can return, each once, largest first.
+
+        Largest first because it takes longest to compile (the best order for several compiler threads) and
+        needs the most memory (if it does not fit, start-up fails at once and not after minutes).
+        """
+        keys = [ProgramKey(rows, rows, True) for rows in self.row_buckets]
+        keys += [
+            ProgramKey(rows, rows, True, True, steps)
+            for rows in self.row_buckets
+            for steps in self.window_steps
+        ]
+        keys += [ProgramKey(tokens, self.row_buckets[-1]) for tokens in self.token_buckets]
+        return tuple(sorted(keys, key=astuple, reverse=True))
+
+    def select(
+        self, num_tokens: int, num_rows: int, *, window: bool = False, num_steps: int = 1
+    ) -> ProgramKey:
+        """The smallest program that fits; ValueError if none does. A `window` has one token in every row, and
+        may have several steps.
+        """
+        rows, tokens = self.row_buckets, self.token_buckets
+        if not 1 <= num_rows <= rows[-1]:
+            raise ValueError(f"num_rows {num_rows} is not from 1 to {rows[-1]}")
+        if (window and num_tokens != num_rows) or num_tokens < num_rows:
+            raise ValueError(f"{num_rows} rows with {num_tokens} tokens cannot be {window=}")
+        if num_tokens == num_rows:
+            size = rows[bisect_left(rows, num_rows)]
+            return ProgramKey(size, size, True, window, self._length(num_steps) if window else 0)
+        if num_tokens > tokens[-1]:
+            raise ValueError(f"num_tokens {num_tokens} is above {tokens[-1]}")
+        return ProgramKey(tokens[bisect_left(tokens, num_tokens)], rows[-1])
+
+    def _length(self, num_steps: int) -> int:
+        steps = self.window_steps
+        if steps == (0,):
+            return 0
+        if num_steps > steps[-1]:
+            raise ValueError(f"num_steps {num_steps} is above {steps[-1]}")
+        return steps[bisect_left(steps, num_steps)]
+
+
+def _geometric(first: int, factor: int, last: int) -> tuple[int, ...]:
+    """first, first * factor, ... below `last`, then `last`."""
+    sizes = []
+    size = first
+    while size < last:
+        sizes.append(size)
+        size *= factor
+    return (*sizes, last)

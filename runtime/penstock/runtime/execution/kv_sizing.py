@@ -1,0 +1,132 @@
+"""How large the KV cache is, and so how long a request may be. Pure arithmetic; no jax."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+
+from penstock.runtime.config import EngineConfig, ResolvedConfig
+from penstock.runtime.errors import ConfigError
+from penstock.runtime.scheduling.scheduler_config import capacity_tokens
+
+log = logging.getLogger(__name__)
+
+DEFAULT_CPU_KV_BYTES = 1 << 30
+"""On CPU the operating system cannot say what is ours to take, so the budget is explicit; this one is logged
+when used.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class KVPlan:
+    """Resolved sizes: pages of the cache, and most tokens (prompt and generated) of one request."""
+
+    num_pages: int
+    max_model_len: int
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceMemory:
+    """Bytes of an accelerator's memory: those that JAX may use, and those that it uses already."""
+
+    limit_bytes: int
+    used_bytes: int
+
+
+def device_kv_bytes(memory: DeviceMemory, utilization: float, peak_temp_bytes: int) -> int:
+    """Bytes left for KV on an accelerator: limit * utilization - in use (weights) - the largest program's
+    scratch. ConfigError where nothing is left.
+    """
+    limit, in_use = memory.limit_bytes, memory.used_bytes
+    log.info(
+        "JAX may use %.1f GiB of the device's memory (the variable XLA_PYTHON_CLIENT_MEM_FRACTION says which "
+        "share; 0.75 where it is not set), of which hbm_utilization takes %g",
+        limit / 2**30,
+        utilization,
+    )
+    left = int(limit * utilization) - in_use - peak_temp_bytes
+    if left <= 0:
+        raise ConfigError(
+            f"hbm_utilization: {utilization:g} of {limit / 2**30:.1f} GiB leaves nothing for the KV cache "
+            f"after {in_use / 2**30:.1f} GiB of weights and {peak_temp_bytes / 2**30:.1f} GiB of scratch; "
+            "raise it, or lower max_num_batched_tokens"
+        )
+    return left
+
+
+def plan_kv(
+    config: ResolvedConfig,
+    *,
+    model_max_len: int,
+    page_bytes: int,
+    state_bytes: int = 0,
+    device_bytes: int | None,
+    sliding_window: int | None = None,
+) -> KVPlan:
+    """Resolve pages and context length.
+
+    The budget is kv_cache_bytes, else `device_bytes`, and all of it is taken: pages beyond what the rows can
+    fill keep prefixes. Else it is a logged default, of which only as much is taken as all rows could fill,
+    because nobody asked for more. An explicit max_model_len that the budget cannot hold is a ConfigError; a
+    derived one is lowered to what fits, with a log line. The last token of a request needs no KV, so
+    `num_pages * page_size` positions hold one token more. If all layers have a sliding window, what is out of
+    it is given back, so pages for the window hold any context.
+
+    `page_bytes` and `state_bytes` are those of a page and of all slots in all layers. The state of the slots
+    is a part of the budget. Where no layer has pages, there are as many of them as all rows could fill: they
+    are numbers without memory.
+    """
+    page_size = config.page_size
+    asked_for = config.kv_cache_bytes or device_bytes
+    budget = asked_for or DEFAULT_CPU_KV_BYTES
+    if asked_for is None:
+        log.info("kv_cache_bytes is not set: the KV cache takes %.2f GiB at most", budget / 2**30)
+    if config.max_model_len is not None and config.max_model_len > model_max_len:
+        raise ConfigError(
+            f"max_model_len: {config.max_model_len} is more than the model's own {model_max_len}"
+        )
+    wanted_len = config.max_model_len or model_max_len
+    pages_per_row = -(-wanted_len // page_size)
+    most_pages = pages_per_row * config.max_num_seqs
+    num_pages = (budget - state_bytes) // page_bytes if page_bytes else most_pages
+    if asked_for is None:
+        num_pages = min(num_pages, most_pages)
+    if num_pages < 1 or budget < state_bytes:
+        beside = f", beside {state_bytes} of state for {config.max_num_seqs} requests" if state_bytes else ""
+        raise ConfigError(f"kv_cache_bytes: {budget} is less than one page of {page_bytes} bytes{beside}")
+    fits_len = capacity_tokens(num_pages, page_size, sliding_window, wanted_len) + 1
+    if fits_len < 2 or (config.max_model_len is not None and wanted_len > fits_len):
+        needed = pages_per_row * page_bytes + state_bytes
+        raise ConfigError(
+            f"max_model_len: {wanted_len} tokens need {needed} bytes of KV cache and the budget is {budget}; "
+            f"set kv_cache_bytes to at least {needed}, or max_model_len to at most {fits_len}"
+        )
+    if fits_len < wanted_len:
+        log.warning(
+            "the context is %d tokens, not the model's %d: that is what the KV cache holds; raise it with "
+            "kv_cache_bytes (--kv-cache-bytes)",
+            fits_len,
+            wanted_len,
+        )
+    log.info(
+        "KV cache: %d pages of %d tokens, %.2f GiB",
+        num_pages,
+        page_size,
+        (num_pages * page_bytes + state_bytes) / 2**30,
+    )
+    return KVPlan(num_pages, min(wanted_len, fits_len))
+
+
+def prefix_cache_pages(config: EngineConfig, *, has_state: bool) -> int | None:
+    """`EngineConfig.prefix_cache_pages`; 0 for a model that keeps state by slot, because pages alone do not
+    bring a request to where another one was. ConfigError where such a model was to have a prefix cache.
+    """
+    if not has_state:
+        return config.prefix_cache_pages
+    if config.prefix_cache_pages:
+        raise ConfigError(
+            f"prefix_cache_pages: must be 0 or left out, not {config.prefix_cache_pages}: this model has "
+            "layers with a recurrent state, which is not kept for prefixes"
+        )
+    log.info("no prefix cache: the model has layers with a recurrent state")
+    return 0

@@ -1,0 +1,155 @@
+"""The set of compiled programs of one runner: which there are, for which shapes, and their compilation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from penstock.runtime.execution.backend import Backend
+from penstock.runtime.execution.buckets import ProgramKey
+from penstock.runtime.execution.compilation import compile_all
+from penstock.runtime.execution.request_programs import (
+    TABLE_ROWS,
+    admission_size,
+    make_admission,
+    make_page_copies,
+    make_prompt_logprobs,
+    make_table_rows,
+)
+from penstock.runtime.execution.runner_config import RunnerConfig
+from penstock.runtime.execution.step_buffer import Layout
+from penstock.runtime.execution.step_programs import (
+    Forward,
+    KVCache,
+    Rebuild,
+    StepShapes,
+    Weights,
+    compile_program,
+    make_choice,
+    make_forward,
+    make_window,
+)
+from penstock.runtime.ops.cache_spec import CacheSpec
+from penstock.runtime.ops.sampler import RowState
+from penstock.runtime.requests.constraint import mask_words
+
+
+@dataclass(frozen=True, slots=True)
+class Programs:
+    """Everything a runner calls; see `step_programs` and `request_programs`."""
+
+    steps: Mapping[ProgramKey, jax.stages.Compiled]
+    """Windows and forwards, as their keys say."""
+    choices: Mapping[int, jax.stages.Compiled]
+    """By number of rows."""
+    prompt_logprobs: jax.stages.Compiled
+    admission: jax.stages.Compiled
+    copy_pages: jax.stages.Compiled
+    table_rows: jax.stages.Compiled
+
+
+@dataclass(frozen=True, slots=True)
+class ProgramBuilder:
+    """What programs are compiled for. `kv` are shapes of what `cache` says, with so many pages; `weights` and
+    `state` may be."""
+
+    config: RunnerConfig
+    rebuild: Rebuild
+    weights: Weights
+    state: RowState
+    cache: CacheSpec
+    num_pages: int
+    kv: KVCache
+    backend: Backend
+    sharding: jax.sharding.Sharding
+
+    @property
+    def largest(self) -> ProgramKey:
+        """The forward of the most tokens."""
+        return max(
+            (key for key in self.config.buckets.keys() if not key.decode_only),  # noqa: SIM118 # no mapping
+            key=lambda key: key.tokens,
+        )
+
+    def compile_all(self) -> Programs:
+        """All of them, in parallel, with a progress bar; what takes longest first."""
+        keys = self.config.buckets.keys()
+        jobs: dict[ProgramKey | int | str, Callable[[], jax.stages.Compiled]] = {
+            key: lambda key=key: self.window(key) if key.window else self.forward(key)  # type: ignore[misc]
+            for key in keys
+        }
+        once = (self.prompt_logprobs, self.admission, self.copy_pages, self.table_rows)
+        jobs |= {rows: lambda rows=rows: self.choice(rows) for rows in self.config.buckets.row_buckets}  # type: ignore[misc]
+        jobs |= {program.__name__: program for program in once}
+        made = compile_all(jobs, threads=self.config.threads, show_progress=self.config.show_progress)
+        steps = {key: made[key] for key in keys}
+        choices = {rows: made[rows] for rows in self.config.buckets.row_buckets}
+        return Programs(steps, choices, **{program.__name__: made[program.__name__] for program in once})
+
+    def forward(self, key: ProgramKey) -> jax.stages.Compiled:
+        packed = self._ints(Layout(key).size)
+        return compile_program(self._forward(key), self.weights, self.kv, self.state, packed, donate=(1, 2))
+
+    def window(self, key: ProgramKey) -> jax.stages.Compiled:
+        program = make_window(
+            self.rebuild,
+            Layout(key),
+            self._shapes,
+            self.backend.attention,
+            self.backend.sampler,
+            key.num_steps or self.config.max_decode_steps,
+        )
+        packed = self._ints(Layout(key).size)
+        return compile_program(program, self.weights, self.kv, self.state, packed, donate=(1, 2))
+
+    def choice(self, rows: int) -> jax.stages.Compiled:
+        key = ProgramKey(rows, rows, decode_only=True)
+        layout, logits = Layout(key), self._outputs(key).logits
+        mask = self._ints(rows, mask_words(self.config.vocab_size))
+        program = make_choice(layout, self.backend.sampler, self.config.num_top)
+        return compile_program(program, self.state, logits, self._ints(layout.rows_size), mask, donate=(0,))
+
+    def prompt_logprobs(self) -> jax.stages.Compiled:
+        program = make_prompt_logprobs(self.rebuild, self._shapes)
+        packed = self._ints(1 + 2 * self._shapes.max_tokens)
+        return compile_program(program, self.weights, self._outputs(self.largest).hidden, packed)
+
+    def admission(self) -> jax.stages.Compiled:
+        vocab = self.config.vocab_size
+        packed = self._ints(admission_size(self.config.max_model_len))
+        bias = jax.ShapeDtypeStruct((vocab,), jnp.float32, sharding=self.sharding)
+        return compile_program(make_admission(vocab), self.state, packed, bias, donate=(0,))
+
+    def copy_pages(self) -> jax.stages.Compiled:
+        return compile_program(
+            make_page_copies(self.cache), self.kv, self._ints(self.config.max_num_seqs, 2), donate=(0,)
+        )
+
+    def table_rows(self) -> jax.stages.Compiled:
+        packed = self._ints(TABLE_ROWS, 1 + self.config.pages_per_row)
+        return compile_program(make_table_rows(), self.state, packed, donate=(0,))
+
+    @property
+    def _shapes(self) -> StepShapes:
+        config = self.config
+        return StepShapes(config.page_size, self.num_pages, self.largest.tokens, config.num_top)
+
+    def _forward(self, key: ProgramKey) -> Callable[..., Forward]:
+        return make_forward(self.rebuild, Layout(key), self._shapes, self.backend.attention)
+
+    def _outputs(self, key: ProgramKey) -> Forward:
+        """Shapes of what a forward makes."""
+        made = jax.eval_shape(
+            self._forward(key), self.weights, self.kv, self.state, self._ints(Layout(key).size)
+        )
+        placed: Any = jax.tree.map(
+            lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=self.sharding), made
+        )
+        return Forward(*placed)
+
+    def _ints(self, *shape: int) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, jnp.int32, sharding=self.sharding)

@@ -1,0 +1,56 @@
+"""Shapes and limits of one runner."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from penstock.runtime.errors import ConfigError
+from penstock.runtime.execution.buckets import Buckets
+from penstock.runtime.host.processors import available_processors
+from penstock.runtime.requests.request import MAX_STOP_TOKEN_IDS
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunnerConfig:
+    """All resolved values."""
+
+    buckets: Buckets
+    max_num_seqs: int
+    max_model_len: int
+    page_size: int
+    dtype: np.dtype[Any]
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+    feature_slots: int | None = None
+    """Requests with penalties or a bias that may run at a time, see `RowState`; None: max_num_seqs, as for
+    the scheduler."""
+    max_logprobs: int = 20
+    threads: int = field(default_factory=available_processors)
+    """That compile programs, and of which some fill masks."""
+    max_decode_steps: int = 1
+    """Most steps of a decode program's loop; see `Plan.num_steps`."""
+    show_progress: bool = True
+
+    def __post_init__(self) -> None:
+        if len(self.eos_token_ids) >= MAX_STOP_TOKEN_IDS:
+            raise ConfigError(
+                f"eos_token_ids: at most {MAX_STOP_TOKEN_IDS - 1}, not {len(self.eos_token_ids)}"
+            )
+
+    @property
+    def pages_per_row(self) -> int:
+        """Width of the page table."""
+        return -(-self.max_model_len // self.page_size)
+
+    @property
+    def num_feature_slots(self) -> int:
+        """Length of `RowState.history` and `bias`."""
+        return self.max_num_seqs if self.feature_slots is None else self.feature_slots
+
+    @property
+    def num_top(self) -> int:
+        """Top log-probabilities the program computes."""
+        return min(self.max_logprobs, self.vocab_size)

@@ -1,0 +1,179 @@
+"""The host's mirror of the slots: which request holds each, its parameters and its page table; and the
+packing of plans from it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.runtime.errors import ConfigError
+from penstock.runtime.execution.buckets import ProgramKey
+from penstock.runtime.execution.request_programs import TABLE_ROWS, pack_table_rows
+from penstock.runtime.execution.runner_config import RunnerConfig
+from penstock.runtime.execution.step_buffer import (
+    FEATURES,
+    FEEDBACK,
+    FLAGS,
+    MAX_SAMPLES,
+    NUM_STEPS,
+    PAGE,
+    PAGE_INDEX,
+    PARAM_FIELDS,
+    PARAMS,
+    SLOT,
+    Layout,
+    pack_params,
+)
+from penstock.runtime.ops.sampling_codes import BANNED, MASK
+from penstock.runtime.requests.constraint import TokenConstraint
+from penstock.runtime.requests.request import MAX_STOP_TOKEN_IDS, Request
+from penstock.runtime.scheduling.plan import Plan, PlanRow
+
+
+class Slots:
+    """Filled by what plans say; plain numpy. What a step needs of a slot is worked out once, when a request
+    takes it: a step then costs a few operations over whole columns, however many rows it has.
+    """
+
+    def __init__(self, config: RunnerConfig) -> None:
+        self._config = config
+        count = config.max_num_seqs
+        self._requests: list[Request | None] = [None] * count
+        self._logprobs: list[int | None] = [None] * count
+        self._constrained: set[int] = set()
+        self._params = np.zeros((count, PARAM_FIELDS), np.int32)
+        self._stop_ids = np.full((count, MAX_STOP_TOKEN_IDS), config.vocab_size, np.int32)
+        self._tables = np.zeros((count, config.pages_per_row), np.int32)
+        self._layouts: dict[ProgramKey, Layout] = {}
+        self._blanks: dict[ProgramKey, NDArray[np.int32]] = {}
+
+    def admit(self, slot: int, request: Request, feature_slot: int = 0) -> None:
+        """A request takes a slot and, with penalties or a bias, a feature slot. ConfigError where there is no
+        such feature slot: what is written there would be lost.
+        """
+        if feature_slot >= self._config.num_feature_slots:
+            raise ConfigError(
+                f"feature slot {feature_slot} of {request.request_id}: the runner has "
+                f"{self._config.num_feature_slots}; give runner and scheduler the same feature_slots"
+            )
+        self._requests[slot] = request
+        wanted = request.logprobs
+        self._logprobs[slot] = None if wanted is None else min(wanted, self._config.num_top)
+        (self._constrained.discard if request.constraint is None else self._constrained.add)(slot)
+        self._params[slot] = pack_params(request, feature_slot)
+        ids = list(request.stopping.stop_token_ids)
+        if not request.stopping.ignore_eos:
+            ids += self._config.eos_token_ids
+        self._stop_ids[slot, : len(ids)] = ids
+        self._stop_ids[slot, len(ids) :] = self._config.vocab_size
+
+    def write_pages(self, plan: Plan) -> list[int]:
+        """Take a plan's new pages into the mirror. Returns the slots whose whole table is to be sent before
+        the step: those that get more than the one entry for which a row of the step has room.
+        """
+        with_room = {row.slot for row in plan.rows}
+        whole: list[int] = []
+        for write in plan.page_writes:
+            slot, first = write.slot, write.first_index
+            self._tables[slot, first : first + len(write.pages)] = write.pages
+            if slot in with_room and len(write.pages) == 1:
+                with_room.remove(slot)
+            elif slot not in whole:
+                whole.append(slot)
+        return whole
+
+    def table_rows(self, slots: Sequence[int]) -> Iterator[NDArray[np.int32]]:
+        """Arguments for as many calls of `make_table_rows` as whole tables of these slots need."""
+        for i in range(0, len(slots), TABLE_ROWS):
+            yield pack_table_rows(slots[i : i + TABLE_ROWS], self._tables)
+
+    def request(self, row: PlanRow) -> Request:
+        """Who holds the row's slot."""
+        request = self._requests[row.slot]
+        assert request is not None, f"slot {row.slot} runs {row.request_id} but was never admitted"
+        return request
+
+    def constraints(self, plan: Plan) -> dict[int, TokenConstraint]:
+        """By row, of those that make a token."""
+        if not self._constrained:
+            return {}
+        return {
+            i: constraint
+            for i, row in enumerate(plan.rows)
+            if row.samples and (constraint := self.request(row).constraint) is not None
+        }
+
+    def logprobs(self, plan: Plan) -> list[int | None]:
+        """By row, how many log-probabilities of likeliest tokens to report; None: not even the token's."""
+        logprobs = self._logprobs
+        return [logprobs[row.slot] if row.samples else None for row in plan.rows]
+
+    def layout(self, key: ProgramKey) -> Layout:
+        """Of a program's packed buffer."""
+        layout = self._layouts.get(key)
+        if layout is None:
+            layout = self._layouts[key] = Layout(key)
+        return layout
+
+    def blank(self, key: ProgramKey) -> NDArray[np.int32]:
+        """A buffer of padding only: it computes, writes nowhere and samples nothing."""
+        blank = self._blanks.get(key)
+        if blank is None:
+            layout = self.layout(key)
+            blank = self._blanks[key] = np.zeros(layout.size, np.int32)
+            header, fields, stop_ids, _ = layout.views(blank)
+            header[NUM_STEPS] = 1
+            fields[:, SLOT] = self._config.max_num_seqs
+            fields[:, PAGE_INDEX] = self._config.pages_per_row
+            stop_ids[:] = self._config.vocab_size
+        return blank.copy()
+
+    def silenced(self, packed: NDArray[np.int32], key: ProgramKey, rows: Iterable[int]) -> NDArray[np.int32]:
+        """The first part of a packed buffer, but for these rows, which then make no token and change nothing
+        of their slots; a copy, as the runtime may be reading the other one.
+        """
+        packed = packed.copy()
+        _, fields, _ = self.layout(key).row_views(packed)
+        fields[list(rows), MAX_SAMPLES] = 0
+        fields[list(rows), FEATURES] = 0
+        return packed
+
+    def pack(
+        self, plan: Plan, key: ProgramKey, constraints: Mapping[int, TokenConstraint]
+    ) -> NDArray[np.int32]:
+        """A fresh buffer: on CPU the runtime may read it in place after the call that it was given to has
+        returned.
+        """
+        buffer = self.blank(key)
+        header, fields, stop_ids, tokens = self.layout(key).views(buffer)
+        header[NUM_STEPS] = plan.num_steps
+        count = len(plan.rows)
+        _, row_slots, starts, nums, ids, samples, bans, most = zip(*plan.rows, strict=True)
+        step = np.array([row_slots, starts, nums, most, bans], np.int32)  # in the order of the fields
+        slots = step[SLOT]
+        fields[:count, : len(step)] = step.T
+        fields[:count, PARAMS:] = self._params[slots]
+        stop_ids[:count] = self._stop_ids[slots]
+        if plan.page_writes:
+            rows = dict(zip(row_slots, range(count), strict=True))
+            for write in plan.page_writes:
+                if len(write.pages) == 1 and write.slot in rows:
+                    fields[rows[write.slot], PAGE_INDEX : PAGE + 1] = write.first_index, write.pages[0]
+        if any(ids):
+            at = 0
+            for num, given in zip(nums, ids, strict=True):
+                tokens[at : at + num] = FEEDBACK if given is None else given
+                at += num
+        else:
+            tokens[:count] = FEEDBACK
+        if not all(samples):
+            silent = [i for i, row_samples in enumerate(samples) if not row_samples]
+            fields[silent, MAX_SAMPLES] = 0
+            fields[silent, FEATURES] = 0
+        if constraints:
+            fields[list(constraints), FEATURES] |= MASK
+        header[FLAGS] = np.bitwise_or.reduce(fields[:count, FEATURES]) | (BANNED if any(bans) else 0)
+        return buffer

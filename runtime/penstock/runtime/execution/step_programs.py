@@ -1,0 +1,324 @@
+"""The compiled programs: what runs on the device, ahead-of-time compiled.
+
+- `make_forward`: input tokens through the model to logits. One per bucket of tokens, and one per bucket of
+  rows for steps of a token each.
+- `make_choice`: logits to tokens. One per bucket of rows. That a step with a prefill chunk, or with rows
+  under a grammar, is two programs lets the host work out the grammar's masks while the device runs the model.
+- `make_window`: both, in a loop of decode steps. One per bucket of rows.
+
+What only some requests need is in `request_programs`.
+
+Weights, KV cache and row state are arguments, so new weights need no recompile; KV cache and state are
+donated, so a step updates them in place. What the host reads back of a step are its tokens, and where a row
+wants log-probabilities a second, larger array of them (`Chosen`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+
+from penstock.runtime.execution.step_buffer import FEEDBACK, Layout, Unpacked
+from penstock.runtime.ops.attention import AttentionMeta, AttentionOp, make_meta
+from penstock.runtime.ops.sampler import RowState, Sampled, SamplerOp
+from penstock.runtime.ops.sampling_codes import LOGPROBS, PENALTIES
+from penstock.runtime.ops.state_copies import choose_copies
+from penstock.runtime.requests.request import TokenLogprobs
+
+KVCache = tuple[Any, ...]
+"""An entry for each layer, see `cache_spec`."""
+Weights = tuple[Array, ...]
+"""The model's state as flat leaves: flattening nnx's own tree on every call costs milliseconds of Python."""
+
+
+class StepModel(Protocol):
+    """What the step asks of a model; `penstock.runtime.models.decoder.CausalLM` is one."""
+
+    def __call__(
+        self, token_ids: Array, positions: Array, kv: KVCache, meta: AttentionMeta, *, attention: AttentionOp
+    ) -> tuple[Array, KVCache]:
+        """int32[T] tokens and positions -> hidden [T, E] and the updated cache."""
+        ...
+
+    def logits(self, hidden: Array, num_rows: Array) -> Array:
+        """[R, E] -> float32[R, V]; rows from num_rows, int32[], on are padding and may hold anything."""
+        ...
+
+
+Rebuild = Callable[[Weights], StepModel]
+NO_TOKEN = -1
+
+
+class Forward(NamedTuple):
+    """What the model says of one step."""
+
+    logits: Array  # float32[R, V] after each row's last token
+    hidden: Array  # [most tokens of a step, E] of every token
+    kv: KVCache
+    state: RowState
+
+
+class Chosen(NamedTuple):
+    """What the host reads of a dispatch; N is 1, or the most steps of a window."""
+
+    tokens: Array  # int32[N, R]; NO_TOKEN where a row made none, NON_FINITE where it cannot
+    logprobs: Array  # int32[N, R, 1 + 2 * num_top], see `read_logprobs`; zeros where no row has LOGPROBS
+
+
+class StepShapes(NamedTuple):
+    """What all programs of a runner have in common."""
+
+    page_size: int
+    num_pages: int
+    max_tokens: int
+    """Of any step: `Forward.hidden` is padded to it."""
+    num_top: int
+    """Likeliest tokens that are reported."""
+
+
+def _run_model(
+    model: StepModel,
+    layout: Layout,
+    shapes: StepShapes,
+    attention: AttentionOp,
+    *,
+    kv: KVCache,
+    batch: Unpacked,
+    tokens: Array,
+    page_table: Array,
+    last: Array,
+    starts: Array,
+    held: Array | None,
+) -> tuple[Array, Array, KVCache, Array | None]:
+    """(logits float32[R, V], hidden [T, E], cache, `RowState.held`); `last` int32[R] replaces FEEDBACK."""
+    copies = None if held is None else choose_copies(held, batch.sampling.slots, starts, batch.q_lens)
+    meta = make_meta(
+        starts=starts,
+        q_lens=batch.q_lens,
+        page_table=page_table,
+        num_tokens=layout.key.tokens,
+        decode_only=layout.key.decode_only,
+        page_size=shapes.page_size,
+        num_pages=shapes.num_pages,
+        state_from=None if copies is None else copies.read,
+        state_to=None if copies is None else copies.written,
+    )
+    tokens = jnp.where(tokens == FEEDBACK, last[meta.token_rows], tokens)
+    hidden, kv = model(tokens, meta.positions, kv, meta, attention=attention)
+    at = jnp.maximum(jnp.cumsum(batch.q_lens) - 1, 0)
+    num_rows = jnp.sum((batch.q_lens > 0).astype(jnp.int32))
+    return model.logits(hidden[at], num_rows), hidden, kv, None if copies is None else copies.held
+
+
+def _of_rows(by_slot: Array, batch: Unpacked) -> Array:
+    """[S, ...] -> [R, ...]; of padding rows anything."""
+    return by_slot[jnp.minimum(batch.sampling.slots, by_slot.shape[0] - 1)]
+
+
+def _add_pages(state: RowState, batch: Unpacked) -> RowState:
+    """With the entries of page tables that are new in this step."""
+    tables = state.tables.at[batch.sampling.slots, batch.page_indices].set(batch.pages, mode="drop")
+    return state._replace(tables=tables)
+
+
+def make_forward(
+    rebuild: Rebuild, layout: Layout, shapes: StepShapes, attention: AttentionOp
+) -> Callable[[Weights, KVCache, RowState, Array], Forward]:
+    """The model over one step of any mix of chunks and decodes."""
+
+    def forward(weights: Weights, kv: KVCache, state: RowState, packed: Array) -> Forward:
+        batch = layout.unpack_rows(packed)
+        state = _add_pages(state, batch)
+        logits, hidden, kv, held = _run_model(
+            rebuild(weights),
+            layout,
+            shapes,
+            attention,
+            kv=kv,
+            batch=batch,
+            tokens=layout.unpack_tokens(packed),
+            page_table=_of_rows(state.tables, batch),
+            last=_of_rows(state.tokens, batch),
+            starts=batch.starts,
+            held=state.held,
+        )
+        state = state._replace(held=held)
+        padding = shapes.max_tokens - hidden.shape[0]
+        return Forward(logits, jnp.pad(hidden, ((0, padding), (0, 0))), kv, state)
+
+    return forward
+
+
+def make_choice(
+    layout: Layout, sampler: SamplerOp, num_top: int
+) -> Callable[[RowState, Array, Array, Array], tuple[Chosen, RowState]]:
+    """The tokens after one step's logits: (state, logits, first part of the packed buffer, mask int32[R, W])
+    -> (what was chosen, state).
+    """
+
+    def choose(state: RowState, logits: Array, packed: Array, mask: Array) -> tuple[Chosen, RowState]:
+        batch = layout.unpack_rows(packed)
+        sampled = sampler(logits, state, batch.sampling, batch.flags, mask, num_top=num_top)
+        state = _add_history(state, batch, sampled.tokens, batch.max_samples > 0)
+        chosen = Chosen(sampled.tokens[None], report(sampled, batch.flags)[None])
+        return chosen, _keep(state, batch, sampled.tokens)
+
+    return choose
+
+
+def make_window(
+    rebuild: Rebuild,
+    layout: Layout,
+    shapes: StepShapes,
+    attention: AttentionOp,
+    sampler: SamplerOp,
+    max_steps: int,
+) -> Callable[[Weights, KVCache, RowState, Array], tuple[Chosen, KVCache, RowState]]:
+    """A loop of decode steps, of which a call runs as many as its header says, or fewer when every row has
+    ended. No row has a mask.
+
+    A program for a fixed number of steps runs all of them; in those that are too many every row has ended. So
+    it is on accelerators: XLA reads the condition of a loop of unknown length back to the host in each turn.
+    """
+
+    def window(
+        weights: Weights, kv: KVCache, state: RowState, packed: Array
+    ) -> tuple[Chosen, KVCache, RowState]:
+        model = rebuild(weights)
+        batch = layout.unpack_rows(packed)
+        state = _add_pages(state, batch)
+        page_table = _of_rows(state.tables, batch)
+
+        def more(carry: _Window) -> Array:
+            # The first step runs even where no row samples: a prefill chunk of one token must be written.
+            return (carry.step == 0) | ((carry.step < batch.num_steps) & jnp.any(carry.alive))
+
+        def turn(carry: _Window) -> _Window:
+            logits, _, kv, held = _run_model(
+                model,
+                layout,
+                shapes,
+                attention,
+                kv=carry.kv,
+                batch=batch,
+                tokens=feedback,
+                page_table=page_table,
+                last=carry.tokens,
+                starts=batch.starts + carry.made,
+                held=carry.state.held,
+            )
+            state = carry.state._replace(held=held)
+            banned = carry.step < batch.bans
+            rows = batch.sampling._replace(positions=batch.sampling.positions + carry.step, banned=banned)
+            made = sampler(logits, state, rows, batch.flags, None, num_top=shapes.num_top)
+            sampled = made.tokens
+            token = jnp.where(carry.alive, sampled, NO_TOKEN)
+            ended = ((sampled[:, None] == rows.stop_ids).any(axis=1) & ~banned) | (sampled < 0)
+            step = carry.step + 1
+            alive = carry.alive & ~ended & (step < jnp.minimum(batch.max_samples, batch.num_steps))
+            return _Window(
+                step=step,
+                # A row that has ended repeats its last step while the others go on: the same token at the
+                # same position, so what it writes is what is there. (State by slot has a copy of before.)
+                alive=alive,
+                made=carry.made + alive.astype(jnp.int32),
+                tokens=jnp.where(alive, sampled, carry.tokens),
+                sampled=jnp.where(carry.alive, sampled, carry.sampled),
+                kv=kv,
+                state=_add_history(state, batch, sampled, carry.alive),
+                chosen=Chosen(
+                    carry.chosen.tokens.at[carry.step].set(token),
+                    carry.chosen.logprobs.at[carry.step].set(report(made, batch.flags)),
+                ),
+            )
+
+        rows = layout.key.rows
+        tokens = layout.unpack_tokens(packed)
+        first = jnp.where(tokens == FEEDBACK, _of_rows(state.tokens, batch), tokens)
+        feedback = jnp.full_like(tokens, FEEDBACK)
+        begin = _Window(
+            step=jnp.int32(0),
+            alive=batch.max_samples > 0,
+            made=jnp.zeros((rows,), jnp.int32),
+            tokens=first,
+            sampled=jnp.zeros((rows,), jnp.int32),
+            kv=kv,
+            state=state,
+            chosen=Chosen(
+                jnp.full((max_steps, rows), NO_TOKEN, jnp.int32),
+                jnp.zeros((max_steps, rows, 1 + 2 * shapes.num_top), jnp.int32),
+            ),
+        )
+        if layout.key.num_steps:
+            end = lax.fori_loop(0, layout.key.num_steps, lambda _, carry: turn(carry), begin)
+        else:
+            end = lax.while_loop(more, turn, begin)
+        return end.chosen, end.kv, _keep(end.state, batch, end.sampled)
+
+    return window
+
+
+class _Window(NamedTuple):
+    """What a loop of decode steps carries."""
+
+    step: Array  # int32[]
+    alive: Array  # bool[R] rows that make a token in the next step
+    made: Array  # int32[R] positions the row has advanced
+    tokens: Array  # int32[R] input of the next step
+    sampled: Array  # int32[R] the row's newest token
+    kv: KVCache
+    state: RowState
+    chosen: Chosen
+
+
+def _keep(state: RowState, batch: Unpacked, sampled: Array) -> RowState:
+    """The newest tokens are the next step's input."""
+    num_slots = state.tokens.shape[0]
+    slots = jnp.where(batch.max_samples > 0, batch.sampling.slots, num_slots)
+    return state._replace(tokens=state.tokens.at[slots].set(sampled, mode="drop"))
+
+
+def _add_history(state: RowState, batch: Unpacked, sampled: Array, alive: Array) -> RowState:
+    """Counts what rows with penalties have made."""
+    counts = alive & ((batch.sampling.features & PENALTIES) != 0) & (sampled >= 0)
+    slots = jnp.where(counts, batch.sampling.feature_slots, state.history.shape[0])
+    return state._replace(history=state.history.at[slots, sampled].add(1, mode="drop"))
+
+
+def report(sampled: Sampled, flags: Array) -> Array:
+    """Log-probabilities as the host reads them, int32[R, 1 + 2 * num_top], see `read_logprobs`; zeros without
+    LOGPROBS.
+    """
+
+    def full() -> Array:
+        values = jnp.concatenate([sampled.logprobs[:, None], sampled.top_logprobs], axis=1)
+        bits = lax.bitcast_convert_type(values, jnp.int32)
+        return jnp.concatenate([bits[:, :1], sampled.top_ids, bits[:, 1:]], axis=1)
+
+    def nothing() -> Array:
+        num_rows, num_top = sampled.top_ids.shape
+        return jnp.zeros((num_rows, 1 + 2 * num_top), jnp.int32)
+
+    result: Array = lax.cond((flags & LOGPROBS) != 0, full, nothing)
+    return result
+
+
+def read_logprobs(row: np.ndarray, num_top: int, wanted: int) -> TokenLogprobs:
+    """One row of `report`: the token's own log-probability (float32's bits), the likeliest tokens, and
+    theirs; of which the first `wanted` are told.
+    """
+    ids = row[1 : 1 + wanted].tolist()
+    values = row[1 + num_top : 1 + num_top + wanted].view(np.float32).tolist()
+    return TokenLogprobs(float(row[:1].view(np.float32)[0]), tuple(zip(ids, values, strict=True)))
+
+
+def compile_program(
+    program: Callable[..., Any], *arguments: Any, donate: tuple[int, ...] = ()
+) -> jax.stages.Compiled:
+    """Lower and compile for the shapes and shardings of the arguments (arrays or ShapeDtypeStructs)."""
+    return jax.jit(program, donate_argnums=donate).lower(*arguments).compile()

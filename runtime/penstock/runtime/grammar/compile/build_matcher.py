@@ -1,0 +1,43 @@
+"""From a grammar to a matcher, without limits of time: both the trial and the real thing (`trials`)."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+
+from penstock.runtime.errors import InvalidRequest
+from penstock.runtime.grammar.budget import Account, Budget
+from penstock.runtime.grammar.matcher import GrammarConstraint, TokenBits, shorten
+from penstock.runtime.grammar.narrowing import GrammarError
+
+STEP_ITEMS = 20_000
+"""Parser items that one mask may take. An object of 300 optional properties takes 12,000 with a vocabulary of
+152k; llguidance's default is 50,000."""
+STEP_LEXER_FUEL = 100_000
+"""Work of the lexer that one mask may take, about 7 ms. A choice among 5,000 takes up to 50,000; llguidance's
+default is 200,000."""
+
+_UNLIMITED = Account(Budget(math.inf))
+"""Compiling has a limit of its own."""
+
+
+def build_matcher(tokenizer: LLTokenizer, bits: TokenBits, text: str, max_lexer_states: int) -> LLMatcher:
+    """The matcher, at the beginning, of a grammar that `source.to_llguidance` wrote. Raises GrammarError."""
+    limits = LLParserLimits(
+        max_lexer_states=max_lexer_states,
+        step_max_items=STEP_ITEMS,
+        step_lexer_fuel=STEP_LEXER_FUEL,
+        verbose_errors=False,
+    )
+    matcher = LLMatcher(tokenizer, text, log_level=0, limits=limits)
+    if matcher.is_error():
+        raise GrammarError(shorten(matcher.get_error()))
+    # The first mask here, once for all outputs: it builds the first states of the lexer, and shows a grammar
+    # that no output matches.
+    try:
+        GrammarConstraint(matcher, bits, "", account=_UNLIMITED).fill(np.zeros_like(bits.text))
+    except InvalidRequest as error:
+        raise GrammarError(error.violations[0].description) from error
+    return matcher

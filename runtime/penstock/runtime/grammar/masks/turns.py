@@ -1,0 +1,313 @@
+"""Whose mask is made in a step: host time for masks is bounded, and who takes longer sits steps out.
+
+A mask usually takes some 20 us, in new territory up to 3 ms, and in a very ambiguous grammar hundreds of
+milliseconds, which llguidance can neither foretell nor break off. So masks are made on a thread of their
+own, the lane, and a step waits for them only so long. A row whose mask is not there then has no token in
+this step; its mask is worked out on the thread that is left behind with it, at a low priority, and is there
+for a later step. Meanwhile rows that share its lexer, which is locked, sit out too; a new lane serves all
+others.
+
+What this decides is in which step a row has its token, never which token.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+import weakref
+from collections.abc import Callable, Hashable, Iterator
+from typing import NamedTuple
+
+import numpy as np
+
+from penstock.runtime.errors import PenstockError
+from penstock.runtime.grammar.bad_words import BadWords
+from penstock.runtime.grammar.masks.fill import PARALLEL_ROWS
+from penstock.runtime.grammar.masks.lane import FillRows, Job, Lane, Rows
+from penstock.runtime.grammar.matcher import QUICK_S, GrammarConstraint
+from penstock.runtime.requests.constraint import Mask, TokenConstraint
+
+STEP_S = 0.01
+"""Processor time that a step waits for, beyond what its masks are expected to take."""
+WALL_S = 0.1
+"""How long it waits for that at most, on a busy machine."""
+_LEAST_PAUSE_S = 0.001
+ALONE_S = 0.25
+"""How long it waits where nobody else would have a token of it: as long as callers may wait for the engine
+to look up."""
+_IMPATIENT, _PAUSES = 0.1, 4
+"""A step that waited in vain is followed by steps that wait only so much as long, for so many times its
+wait."""
+MAX_LATE = 2
+"""Threads that are left behind; beyond that only lexers whose masks have always been quick are served."""
+
+
+class Filled(NamedTuple):
+    """What came of a step's rows."""
+
+    masks: Mask
+    """Whose rows nobody writes any more; those of `errors` and `skipped` allow all."""
+    errors: dict[int, Exception]
+    """By row, what to tell its caller: the output cannot go on."""
+    skipped: frozenset[int]
+    """Rows that have no token in this step."""
+    late: frozenset[int]
+    """Those of them whose own mask takes long; the others have none because of these, or of their turn."""
+
+
+class _Late(NamedTuple):
+    job: Job
+    row: int
+    constraint: TokenConstraint
+
+
+class _Kept(NamedTuple):
+    constraint: Callable[[], TokenConstraint | None]
+    """None once nobody has it any more: its request has ended."""
+    mask: Mask
+    error: Exception | None
+
+
+class MaskTurns:
+    """Fills the masks of step after step; used on one thread."""
+
+    def __init__(
+        self,
+        fill: FillRows,
+        *,
+        in_parallel: bool = False,
+        step_s: float = STEP_S,
+        wall_s: float = WALL_S,
+        alone_s: float = ALONE_S,
+        make_lane: Callable[[FillRows], Lane] = Lane,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`fill` is `MaskFiller.fill_all`, of many rows at once where `in_parallel`."""
+        self._fill = fill
+        self._in_parallel = in_parallel
+        self._step_s, self._wall_s, self._alone_s = step_s, wall_s, alone_s
+        self._make_lane = make_lane
+        self._clock = clock
+        self._patient_again = -math.inf
+        self._lane: Lane | None = None
+        self._late: dict[int, _Late] = {}
+        """Masks that are being made, by the identity of the constraint, which is kept alive here."""
+        self._kept: dict[int, _Kept] = {}
+        """Masks that were made and not used yet, by the same; which lives as long as its request."""
+
+    def fill(self, constraints: Rows, masks: Mask, *, others: bool) -> Filled:
+        """Fill the rows named of `masks`, contiguous and of -1 throughout, which is the lane's from now on.
+
+        `others`: the step has a token for somebody whom slow masks should not hold up.
+        """
+        ready = self._ready(constraints)
+        waiting = self._waiting(constraints) - ready
+        if not others and len(waiting) == len(constraints) and self._late:
+            next(iter(self._late.values())).job.wait(self._alone_s)
+            ready = self._ready(constraints)
+            waiting = self._waiting(constraints) - ready
+        quick, slow = self._sort({row: c for row, c in constraints.items() if row not in waiting | ready})
+        if slow and (others or quick or ready):
+            # Nobody waits for these; one after the other, since each takes a processor.
+            if self._num_late < MAX_LATE:
+                self._begin_late(dict([slow[0]]), masks)
+                # Those who share its lexer would wait for it, in the lane that serves all others.
+                waiting = self._waiting(constraints)
+                quick = [item for item in quick if item[0] not in waiting]
+        else:
+            quick = quick + slow
+        made = Job((), masks)
+        if quick:
+            made = self._make(quick, masks, patient=not (others or ready))
+        if made.failure is not None:
+            raise made.failure
+        return self._filled(constraints, made, ready)
+
+    def _make(self, rows: list[tuple[int, TokenConstraint]], masks: Mask, *, patient: bool) -> Job:
+        """What came of these rows in the time that a step has; in more if `patient` and nothing came."""
+        job = Job(list(self._batches(rows)), masks)
+        began = self._clock()
+        extra = self._step_s if began >= self._patient_again else _IMPATIENT * self._step_s
+        ended = self._wait(job, extra + sum(map(expected_s, dict(rows).values())))
+        if patient and not (ended or job.done):
+            ended = job.wait(self._alone_s)
+        if not ended:
+            job = self._leave(job)
+            now = self._clock()
+            self._patient_again = now + _PAUSES * (now - began)
+        return job
+
+    def _wait(self, job: Job, cpu_s: float) -> bool:
+        """Whether the job came to its end before the lane had used so much processor time for it. A lane that
+        gets no processor is no slow one, so that is waited for up to a limit.
+        """
+        lane = self._lane = self._lane or self._make_lane(self._fill)
+        before_s, until = lane.cpu_s(), self._clock() + self._wall_s
+        lane.put(job)
+        pause = min(cpu_s, self._wall_s)
+        while not job.wait(pause):
+            left_s = cpu_s - (lane.cpu_s() - before_s)
+            if left_s <= 0 or self._clock() >= until:
+                return False
+            pause = max(left_s, _LEAST_PAUSE_S)
+        return True
+
+    def close(self) -> None:
+        """End the thread."""
+        if self._lane is not None:
+            self._lane.close()
+            self._lane = None
+
+    def _filled(self, constraints: Rows, made: Job, ready: set[int]) -> Filled:
+        """The step's rows as they are now. Who shares a lexer with a mask that is still being made has no
+        token, though its own mask may be there: to accept that token, the engine's thread would wait for the
+        lexer's lock. Its mask is kept.
+        """
+        self._keep_finished()
+        busy = self._busy
+        errors: dict[int, Exception] = {}
+        served: set[int] = set()
+        masks = made.masks
+        for row in ready | made.done:
+            constraint = constraints[row]
+            kept = self._kept.get(id(constraint)) if row in ready else None
+            error = made.errors.get(row) if kept is None else kept.error
+            if error is not None:
+                errors[row] = error
+            elif lexer_of(constraint) in busy:
+                if kept is None:
+                    self._keep(constraint, made, row)
+                continue
+            elif kept is not None:
+                masks[row] = kept.mask
+            served.add(row)
+            self._kept.pop(id(constraint), None)
+        skipped = frozenset(constraints).difference(served)
+        if skipped:
+            masks = masks.copy()  # a thread that was left behind may be writing
+            masks[list(skipped)] = -1
+        late = frozenset(row for row in skipped if id(constraints[row]) in self._late)
+        return Filled(masks, errors, skipped, late)
+
+    # -- who takes long --
+
+    @property
+    def _num_late(self) -> int:
+        return len({id(late.job) for late in self._late.values()})
+
+    @property
+    def _busy(self) -> set[Hashable]:
+        """The lexers that are locked until a mask is there that nobody waits for."""
+        return {lexer_of(late.constraint) for late in self._late.values()}
+
+    def _keep_finished(self) -> None:
+        """Masks that came late are kept until their row asks for them or its request is gone."""
+        if self._kept:
+            self._kept = {key: kept for key, kept in self._kept.items() if kept.constraint() is not None}
+        for key, late in list(self._late.items()):
+            if _is_done(late):
+                del self._late[key]
+                self._keep(late.constraint, late.job, late.row)
+
+    def _keep(self, constraint: TokenConstraint, job: Job, row: int) -> None:
+        error = job.errors.get(row)
+        if isinstance(error, PenstockError):
+            error.with_traceback(None)  # which keeps the constraint alive; the message says it all
+        self._kept[id(constraint)] = _Kept(_weakly(constraint), job.masks[row].copy(), error)
+
+    def _ready(self, constraints: Rows) -> set[int]:
+        """The rows that others waited for no longer, and whose masks or errors are there now."""
+        self._keep_finished()
+        busy = self._busy
+        ready: set[int] = set()
+        for row, constraint in constraints.items():
+            kept = self._kept.get(id(constraint))
+            if kept is not None and (kept.error is not None or lexer_of(constraint) not in busy):
+                ready.add(row)
+        return ready
+
+    def _waiting(self, constraints: Rows) -> set[int]:
+        """The rows that are still being worked out, or share a lexer with one that is; and, where enough
+        are, all that might be slow as well.
+        """
+        busy = self._busy
+        waiting = {row for row, c in constraints.items() if lexer_of(c) in busy}
+        if self._num_late >= MAX_LATE:
+            waiting |= {row for row, c in constraints.items() if not is_proven(c)}
+        return waiting
+
+    def _begin_late(self, batch: Rows, masks: Mask) -> None:
+        """Have these filled on a thread that nobody waits for."""
+        lane = self._make_lane(self._fill)
+        job = Job([batch], np.empty_like(masks))
+        lane.put(job)
+        lane.slow_down()
+        self._remember(job, batch)
+
+    def _leave(self, job: Job) -> Job:
+        """The lane is left behind with what it does now. Returns what it has done."""
+        current, until_now = job.leave()
+        if current:
+            assert self._lane is not None
+            self._lane.slow_down()
+            self._lane = None
+            self._remember(job, current)
+        return until_now
+
+    def _remember(self, job: Job, batch: Rows) -> None:
+        self._late.update({id(c): _Late(job, row, c) for row, c in batch.items()})
+
+    # -- in which order --
+
+    def _sort(
+        self, rows: Rows
+    ) -> tuple[list[tuple[int, TokenConstraint]], list[tuple[int, TokenConstraint]]]:
+        """Those who should be quick, the surest first, and those who were slow the last time."""
+        ordered = sorted(rows.items(), key=lambda item: (not is_proven(item[1]), expected_s(item[1])))
+        quick = [item for item in ordered if expected_s(item[1]) < QUICK_S]
+        return quick, [item for item in ordered if expected_s(item[1]) >= QUICK_S]
+
+    def _batches(self, rows: list[tuple[int, TokenConstraint]]) -> Iterator[Rows]:
+        """Each row on its own, but those in parallel that are sure to be quick."""
+        if self._in_parallel:
+            sure = dict(item for item in rows if is_proven(item[1]))
+            if len(sure) >= PARALLEL_ROWS:
+                yield sure
+                rows = [item for item in rows if item[0] not in sure]
+        for row, constraint in rows:
+            yield {row: constraint}
+
+
+def _weakly(constraint: TokenConstraint) -> Callable[[], TokenConstraint | None]:
+    try:
+        return weakref.ref(constraint)
+    except TypeError:  # a constraint of others' making, with slots
+        return lambda: constraint
+
+
+def _is_done(late: _Late) -> bool:
+    return late.row in late.job.done
+
+
+def _grammar(constraint: TokenConstraint) -> GrammarConstraint | None:
+    if isinstance(constraint, BadWords):
+        return constraint.grammar
+    return constraint if isinstance(constraint, GrammarConstraint) else None
+
+
+def expected_s(constraint: TokenConstraint) -> float:
+    """What its next mask should take; 0 where nobody knows."""
+    grammar = _grammar(constraint)
+    return 0.0 if grammar is None else grammar.expected_s
+
+
+def is_proven(constraint: TokenConstraint) -> bool:
+    """Whether the masks of its lexer have been quick for a while; words alone always are."""
+    grammar = _grammar(constraint)
+    return isinstance(constraint, BadWords) if grammar is None else grammar.lexer.is_proven
+
+
+def lexer_of(constraint: TokenConstraint) -> Hashable:
+    """What it shares with those that must wait for it."""
+    grammar = _grammar(constraint)
+    return id(constraint) if grammar is None else id(grammar.lexer)

@@ -1,0 +1,3 @@
+"""The engine's thread: it schedules steps, has them run, hands their outputs out and puts new weights in.
+No jax.
+"""

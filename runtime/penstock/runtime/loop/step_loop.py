@@ -1,0 +1,166 @@
+"""What the engine's thread does, from its first step to its end. No jax.
+
+Overlap: a step is dispatched before the tokens of the one before are read, so the device works while the host
+commits, delivers and schedules. Weights are swapped only when nothing is in flight. Where rows have
+constraints, the model of a step is dispatched first, and its tokens are chosen when those of the step before
+are committed: masks are made while the model runs.
+
+Failure: whatever is raised on this thread ends the engine. Its last act is to tell every request and every
+weight update that waits. It does not touch the scheduler again, which may be what broke.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from typing import Any
+
+from penstock.runtime.failing import engine_failure
+from penstock.runtime.loop.delivery import Delivery
+from penstock.runtime.loop.guard import Guard
+from penstock.runtime.loop.interface import Runner
+from penstock.runtime.loop.life import Life
+from penstock.runtime.loop.live_requests import LiveRequests
+from penstock.runtime.loop.stepping import Planned, Steps
+from penstock.runtime.loop.weight_updates import WeightUpdates, refuse
+from penstock.runtime.scheduling.scheduler import Scheduler
+
+log = logging.getLogger(__name__)
+
+_LONGEST_WAIT_S = 3600.0
+
+
+class StepLoop:
+    """Runs one scheduler on one runner. `run` is the engine thread's; all else is shared with callers."""
+
+    def __init__(
+        self,
+        runner: Runner[Any],
+        steps: Steps[Any],
+        scheduler: Scheduler,
+        *,
+        guard: Guard,
+        life: Life,
+        delivery: Delivery,
+        requests: LiveRequests,
+        updates: WeightUpdates,
+    ) -> None:
+        self._runner = runner
+        self._steps = steps
+        self._scheduler = scheduler
+        self._guard = guard
+        self._life = life
+        self._delivery = delivery
+        self._requests = requests
+        self._updates = updates
+        self.progress = 0
+        """Rises by one with every step dispatched and every step taken in. Any thread may read it."""
+
+    @property
+    def has_work(self) -> bool:
+        """Whether the thread has something to do. Any thread may ask, and waits for no lock."""
+        return bool(self._steps) or self._scheduler.has_work or not self._delivery.is_done
+
+    def run(self) -> None:
+        """Steps until the engine is shut down, or something breaks."""
+        try:
+            self._runner.start()
+            self._run()
+        except BaseException as error:  # noqa: BLE001  a panic in Rust is no Exception; see `failing`
+            self._fail(error)
+
+    def _run(self) -> None:
+        steps = self._steps
+        while True:
+            planned = self._next_plan()
+            if planned is not None:
+                steps.dispatch(planned)
+                self.progress += 1
+            self._choose()  # of the step just dispatched, if all that its constraints need is committed
+            if steps and (planned is None or steps.is_full):
+                self._commit()
+                self.progress += 1
+                self._choose()  # of a step that waited for that commit
+            self._delivery.deliver()
+            if planned is None and not steps and self._is_over():
+                return
+
+    def _next_plan(self) -> Planned | None:
+        """Waits until there is something to do. None if that is something else than to dispatch a step."""
+        while True:
+            self._guard.doorbell.answer()
+            if not self._steps:
+                self._updates.apply_due()
+            with self._guard.lock:
+                if self._guard.broken is not None:
+                    raise RuntimeError(f"the scheduler broke on a caller's thread: {self._guard.broken}")
+                self._requests.drop_cancelled()
+                now_ns = time.monotonic_ns()
+                self._delivery.post(self._scheduler.expire(now_ns))
+                # While an update is due, what is in flight runs out and nothing new is dispatched.
+                is_due = self._updates.is_due
+                planned = None if is_due else self._plan(now_ns)
+                has_other_work = self._steps or self._delivery.is_pending or self._life.is_stopping
+                if planned is not None or has_other_work:
+                    return planned
+                if is_due:
+                    continue  # the update came after `apply_due`, when nobody listened for the doorbell
+                wait_ns = self._scheduler.next_deadline_ns - time.monotonic_ns()
+                self._guard.doorbell.listen()
+            if not self._requests.has_cancelled:  # a cancel rings, but did not if it came before `listen`
+                self._guard.doorbell.sleep(min(max(wait_ns, 0) / 1e9, _LONGEST_WAIT_S))
+
+    def _plan(self, now_ns: int) -> Planned | None:
+        """The next step, if there is one. While an update waits nobody new enters; those that run go on."""
+        plan = self._scheduler.schedule(
+            now_ns,
+            admit=not self._updates,
+            max_steps=self._steps.max_steps(self._scheduler.next_deadline_ns - now_ns),
+            prefill_budget=self._steps.prefill_budget,
+            apart_steps=self._steps.apart_steps,
+        )
+        return None if plan is None else Planned(plan, now_ns, time.monotonic_ns())
+
+    def _choose(self) -> None:
+        """Has the tokens of a step under constraints chosen, if it is its turn. Rows whose masks take too
+        long get none.
+        """
+        put_off = self._steps.choose()
+        if put_off is not None:
+            with self._guard.lock:
+                self._scheduler.put_off(put_off.plan, put_off.rows, put_off.late)
+
+    def _commit(self) -> None:
+        """Waits for the oldest step in flight and takes in its tokens."""
+        done = self._steps.wait()
+        step = (done.planned.plan, done.result, done.waited_ns)
+        # Constraints are told without the lock: callers need not wait while a grammar thinks.
+        verdicts = self._scheduler.accept(*step)
+        with self._guard.lock:
+            self._requests.drop_cancelled()
+            self._delivery.post(self._scheduler.commit(*step, verdicts))
+            load = self._scheduler.load() if self._steps.is_observed else None
+        if load is not None:
+            self._steps.observe(done, load)
+
+    def _is_over(self) -> bool:
+        with self._guard.lock:  # a shutdown may have lined up last outputs since the plan was asked for
+            return self._life.is_stopping and not self._delivery.is_pending
+
+    def _fail(self, error: BaseException) -> None:
+        """The last act of the thread: all who wait for something are told, each on its own."""
+        log.error("the engine failed", exc_info=error)
+        failure = engine_failure(error)
+        with self._guard.lock:
+            watches = self._life.die(failure)
+            outputs = self._delivery.fail(failure)
+            self._requests.forget_cancelled()
+            updates = self._updates.take_unfinished()
+        self._steps.forget()
+        for watch in watches:
+            try:
+                watch()
+            except BaseException:  # the requests are yet to be told
+                log.exception("a watch of the engine's life failed")
+        self._delivery.hand_over(outputs)
+        refuse(updates, failure)

@@ -1,7 +1,0 @@
-#include "rotate_kernel.h"
-
-namespace penstock {
-
-void RotateRowsAvx512(const RotateJob& job, int64_t first, int64_t last) { Rows(job, first, last); }
-
-}  // namespace penstock

@@ -1,0 +1,119 @@
+"""What a model keeps of the tokens it has seen: for each layer its kind, and what that takes of memory.
+
+The cache is a tuple with an entry for each layer, in the layers' order. There are two kinds of entries:
+
+- `PagedKV`: keys and values of every position, in pages that requests hold and share; or, with a window, of
+  the latest positions only.
+- `SlotState`: arrays of a fixed size for each slot, such as the state of a recurrent layer.
+
+State by slot is kept twice (`state_copies`). A step reads what a row's last step left, and writes beside it.
+So a position that is computed again, because a window of steps has ended for the row or its token was put
+off, finds what it found the first time.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+
+from penstock.runtime.ops.attention import kv_layer_shape, kv_storage_dtype
+
+STATE_COPIES = 2
+"""Of each slot's state, see the module's docstring."""
+
+
+@dataclass(frozen=True, slots=True)
+class PagedKV:
+    """A key and a value of [num_kv_heads, head_dim] for each position."""
+
+    num_kv_heads: int
+    head_dim: int
+    window: int | None = None
+    """How many latest positions, its own included, a token attends to; None: all."""
+
+    def page_bytes(self, page_size: int, dtype: np.dtype[Any]) -> int:
+        """Bytes of one page, for a model in `dtype`."""
+        values = math.prod(kv_layer_shape(1, page_size, self.num_kv_heads, self.head_dim))
+        return values * int(dtype.itemsize)
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of one slot."""
+        return 0
+
+    def arrays(self, num_pages: int, page_size: int, num_slots: int, dtype: np.dtype[Any]) -> Any:
+        """The entry of the cache, as shapes and dtypes."""
+        shape = kv_layer_shape(num_pages, page_size, self.num_kv_heads, self.head_dim)
+        return jax.ShapeDtypeStruct(shape, kv_storage_dtype(dtype))
+
+
+@dataclass(frozen=True, slots=True)
+class SlotState:
+    """Arrays of these shapes and dtypes for each slot. They are zeros before a request's first position.
+
+    In the cache each is [STATE_COPIES * slots, ...]. A model reads the rows `AttentionMeta.state_from` of it,
+    where those past its end mean zeros, and writes the rows `AttentionMeta.state_to`, of which those past its
+    end are dropped.
+    """
+
+    values: tuple[jax.ShapeDtypeStruct, ...]
+
+    def page_bytes(self, page_size: int, dtype: np.dtype[Any]) -> int:
+        """Bytes of one page."""
+        return 0
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of one slot."""
+        num_bytes: int = sum(math.prod(value.shape) * value.dtype.itemsize for value in self.values)
+        return STATE_COPIES * num_bytes
+
+    def arrays(self, num_pages: int, page_size: int, num_slots: int, dtype: np.dtype[Any]) -> Any:
+        """The entry of the cache, as shapes and dtypes."""
+        return tuple(
+            jax.ShapeDtypeStruct((STATE_COPIES * num_slots, *value.shape), value.dtype)
+            for value in self.values
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class CacheSpec:
+    """The cache of a model."""
+
+    layers: tuple[PagedKV | SlotState, ...]
+
+    @property
+    def paged(self) -> tuple[PagedKV, ...]:
+        """The layers with pages."""
+        return tuple(layer for layer in self.layers if isinstance(layer, PagedKV))
+
+    @property
+    def has_state(self) -> bool:
+        """Whether a layer keeps state by slot."""
+        return len(self.paged) < len(self.layers)
+
+    @property
+    def sliding_window(self) -> int | None:
+        """The largest window of the layers with pages, if each has one: what lies before it is never read
+        again.
+        """
+        windows = [layer.window for layer in self.paged]
+        limits = [window for window in windows if window is not None]
+        return max(limits) if limits and len(limits) == len(windows) else None
+
+    def page_bytes(self, page_size: int, dtype: np.dtype[Any]) -> int:
+        """Bytes of a page in all layers, for a model in `dtype`; 0 where none has pages."""
+        return sum(layer.page_bytes(page_size, dtype) for layer in self.layers)
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of a slot in all layers; 0 where none keeps state."""
+        return sum(layer.slot_bytes for layer in self.layers)
+
+    def arrays(self, num_pages: int, page_size: int, num_slots: int, dtype: np.dtype[Any]) -> tuple[Any, ...]:
+        """The whole cache, as shapes and dtypes."""
+        return tuple(layer.arrays(num_pages, page_size, num_slots, dtype) for layer in self.layers)

@@ -1,0 +1,108 @@
+"""Paged attention in C++: the Python side of src/attention/attention.cc.
+
+Lengths, starts and page tables are read at run time, so a program is bound to no context length, and padding
+tokens and rows cost nothing. A token's bits depend on its own row alone: not on the rows beside it, on the
+number of threads, or on whether its prompt was cut into chunks.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from penstock.runtime.ops.native import library
+
+_DTYPES = {np.dtype(jnp.bfloat16): np.dtype(np.uint16), np.dtype(np.float32): np.dtype(np.float32)}
+"""Of the model, and of its cache."""
+_MULTIPLE = 16
+_MAX_DIM = 512
+_SPLIT = 256
+"""Key positions of a part of a row; see src/attention/attention.h."""
+_PLAN_HEAD, _PER_TOKEN, _PER_TASK = 6, 4, 6
+"""Numbers of a plan: before all, of a token, of a task (and one for each of its members)."""
+
+
+def supports(q: Array | jax.ShapeDtypeStruct, kv: Array | jax.ShapeDtypeStruct) -> bool:
+    """Whether the kernels handle queries [T, H, D] against a cache [page, 2, KH, page size, D]."""
+    return (
+        _DTYPES.get(np.dtype(q.dtype)) == kv.dtype
+        and kv.shape[4] % _MULTIPLE == 0
+        and kv.shape[4] <= _MAX_DIM
+        and kv.shape[3] % _MULTIPLE == 0
+    )
+
+
+def plan(
+    starts: Array,
+    q_lens: Array,
+    page_table: Array,
+    *,
+    num_tokens: int,
+    num_heads: int,
+    kv_shape: tuple[int, ...],
+    sliding_window: int | None,
+    chunk: int | None,
+) -> Array:
+    """What a step's attention consists of, for `attend`: int32, as src/attention/attention_plan.h writes it.
+
+    starts, q_lens int32[R] and page_table int32[R, P]: the rows of a step of up to `num_tokens` tokens, which
+    lie one after the other from token 0. A page id or length outside the cache, [page, 2, KH, page size, D],
+    fails the program. All layers with as many heads and the same window ask for the same plan, and XLA makes
+    it once.
+    """
+    library.load()
+    num_pages, _, kv_heads, page_size, _ = kv_shape
+    num_rows, pages_per_row = page_table.shape
+    # A part of a row belongs to one task, its own or one that rows share, and a token is a member once for
+    # each of these; what is not cut into parts is a task for each token at most.
+    tasks = num_rows * -(-pages_per_row * page_size // _SPLIT) + num_tokens
+    size = _PLAN_HEAD + _PER_TOKEN * num_tokens + (_PER_TASK + 1) * tasks
+    call = jax.ffi.ffi_call("penstock_attention_plan", jax.ShapeDtypeStruct((size,), jnp.int32))
+    made: Array = call(
+        starts,
+        q_lens,
+        page_table,
+        num_tokens=np.int32(num_tokens),
+        num_pages=np.int32(num_pages),
+        page_size=np.int32(page_size),
+        group=np.int32(num_heads // kv_heads),
+        kv_heads=np.int32(kv_heads),
+        window=np.int32(sliding_window or 0),
+        chunk=np.int32(chunk or 0),
+    )
+    return made
+
+
+def attend(
+    q: Array,
+    k_new: Array,
+    v_new: Array,
+    kv: Array,
+    step_plan: Array,
+    page_table: Array,
+    *,
+    scale: float,
+    softcap: float | None,
+    sinks: Array | None,
+) -> tuple[Array, Array]:
+    """`penstock.runtime.ops.attention.paged_attention` of the rows that `step_plan` was made for.
+
+    The result's cache is the argument's memory.
+    """
+    library.load()
+    shapes = (jax.ShapeDtypeStruct(q.shape, q.dtype), jax.ShapeDtypeStruct(kv.shape, kv.dtype))
+    call = jax.ffi.ffi_call("penstock_attention", shapes, input_output_aliases={3: 1})
+    out, kv = call(
+        q,
+        k_new,
+        v_new,
+        kv,
+        step_plan,
+        page_table,
+        jnp.zeros((0,), jnp.float32) if sinks is None else sinks.astype(jnp.float32),
+        scale=np.float32(scale),
+        softcap=np.float32(softcap or 0.0),
+    )
+    return out, kv

@@ -1,0 +1,169 @@
+"""Compiles `src/**/*.cc` into one shared library with the machine's own C++ compiler, once per version.
+
+Run `python -m penstock.runtime.ops.native.build` to build it now, with `--folder` for an image that is to
+have no compiler; otherwise it is built on first use. A file's instruction set is the end of its name
+(`linear/linear_amx.cc`); the rest of the library runs on any x86-64, and which of the others is called is
+decided at run time (`src/common/cpu.cc`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import logging
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import jax.ffi
+from jaxlib.version import __version__ as jaxlib_version
+
+from penstock.runtime.host.processors import available_processors
+
+log = logging.getLogger(__name__)
+
+SOURCES = Path(__file__).parent / "src"
+COMPILERS = ("c++", "g++", "clang++")
+_COMMON = (
+    "-O3",
+    "-std=c++17",
+    "-fPIC",
+    "-fvisibility=hidden",
+    "-fno-math-errno",
+    "-ffp-contract=off",  # a * b + c is rounded twice wherever it stands: bits must not depend on inlining
+    "-Wall",
+    "-Wno-attributes",
+)
+_AVX2 = ("-mavx2", "-mfma", "-mf16c")
+_AVX512 = (
+    *_AVX2,
+    "-mavx512f",
+    "-mavx512bw",
+    "-mavx512dq",
+    "-mavx512vl",
+    "-mavx512vnni",
+    "-mprefer-vector-width=512",
+)
+_AVX512_BF16 = (*_AVX512, "-mavx512bf16")
+FLAGS = {  # longest suffix first
+    "_avx512_bf16": _AVX512_BF16,
+    "_avx512": _AVX512,
+    "_avx2": _AVX2,
+    "_amx": (*_AVX512_BF16, "-mamx-tile", "-mamx-bf16", "-mamx-int8"),
+}
+"""What a file whose name ends so is compiled with."""
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What a library is made of. Tests make one whose AMX is emulated."""
+
+    name: str
+    sources: tuple[Path, ...]
+    """Files to compile. Headers are found beside each, and in SOURCES."""
+    flags: Mapping[str, tuple[str, ...]]
+    """As FLAGS."""
+
+    def flags_of(self, source: Path) -> tuple[str, ...]:
+        """What `source` is compiled with, beyond what all are."""
+        return next((flags for end, flags in self.flags.items() if source.stem.endswith(end)), ())
+
+    def digest(self) -> str:
+        """Of everything that the library depends on."""
+        digest = hashlib.sha256(f"{jaxlib_version} {_COMMON} {self.flags}".encode())
+        folders = {SOURCES, *(source.parent for source in self.sources)}
+        files = {file for folder in folders for file in folder.rglob("*.h")}
+        for file in sorted(files | set(self.sources)):
+            name = file.relative_to(SOURCES) if file.is_relative_to(SOURCES) else file.name
+            digest.update(str(name).encode() + b"\0" + file.read_bytes())
+        return digest.hexdigest()[:16]
+
+
+KERNELS = Recipe("penstock", tuple(sorted(SOURCES.rglob("*.cc"))), FLAGS)
+"""The library that serves."""
+
+
+class BuildFailed(Exception):
+    """There is no library for this machine; the message says why."""
+
+
+def default_folder() -> Path:
+    """Where built libraries are kept."""
+    return Path(os.path.expanduser("~")) / ".cache" / "penstock" / "native"
+
+
+def build(folder: Path | None = None, recipe: Recipe = KERNELS) -> Path:
+    """The path of the library of `recipe`, compiled now if it is not in `folder` yet (some 20 s).
+
+    Raises BuildFailed where it cannot be had: another processor family, no compiler, or one that fails.
+    """
+    folder = folder or default_folder()
+    if platform.machine() not in ("x86_64", "AMD64") or platform.system() != "Linux":
+        raise BuildFailed(
+            f"the native kernels are for Linux on x86-64, not {platform.system()} on {platform.machine()}"
+        )
+    library = folder / f"{recipe.name}-{recipe.digest()}.so"
+    if library.is_file():
+        return library
+    compiler = next(filter(None, map(shutil.which, COMPILERS)), None)
+    if compiler is None:
+        raise BuildFailed(
+            f"{library} is not there, and no C++ compiler to make it (looked for {', '.join(COMPILERS)}); "
+            "install g++, or build it elsewhere with the same versions of Penstock and jaxlib"
+        )
+    log.info("compiling the native kernels with %s; this is done once", compiler)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=folder) as scratch:
+            built = _compile(compiler, recipe, Path(scratch))
+            os.replace(built, library)  # at once: another process may be doing the same
+    except OSError as error:
+        raise BuildFailed(f"cannot write to {folder}: {error}") from error
+    return library
+
+
+def _compile(compiler: str, recipe: Recipe, scratch: Path) -> Path:
+    includes = [f"-I{jax.ffi.include_dir()}", f"-I{SOURCES}"]
+    objects: list[tuple[Path, list[str]]] = []
+    for source in recipe.sources:
+        target = scratch / f"{source.stem}.o"
+        flags = [*_COMMON, *recipe.flags_of(source), *includes]
+        objects.append((target, [compiler, *flags, "-c", str(source), "-o", str(target)]))
+    with ThreadPoolExecutor(available_processors()) as pool:
+        list(pool.map(_run, [command for _, command in objects]))
+    library = scratch / "library.so"
+    _run([compiler, "-shared", "-o", str(library), *[str(target) for target, _ in objects]])
+    return library
+
+
+def _run(command: list[str]) -> None:
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        lines = [line for line in done.stderr.splitlines() if "error" in line] or done.stderr.splitlines()
+        raise BuildFailed(f"{command[0]} failed on {command[-3]}: {' '.join(lines[:2])[:400]}")
+
+
+def main(arguments: list[str]) -> int:
+    """Build now. Failing is no error unless a folder is named, since everything runs without the library."""
+    parser = argparse.ArgumentParser(description="Compile the native CPU kernels.")
+    parser.add_argument(
+        "--folder", type=Path, help="for `penstock serve --native-folder`; default: where they are looked for"
+    )
+    folder = parser.parse_args(arguments).folder
+    try:
+        print(f"native kernels: {build(folder)}")  # noqa: T201  # this is its answer
+    except BuildFailed as error:
+        print(f"native kernels: none ({error}); XLA is used", file=sys.stderr)  # noqa: T201
+        return 0 if folder is None else 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

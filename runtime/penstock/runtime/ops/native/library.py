@@ -1,0 +1,116 @@
+"""Loads the native library and registers its operations with XLA, once per process."""
+
+from __future__ import annotations
+
+import ctypes
+import enum
+import logging
+import threading
+from pathlib import Path
+
+import jax.ffi
+
+from penstock.runtime.ops.native.build import BuildFailed, build, default_folder
+
+log = logging.getLogger(__name__)
+
+TARGETS = (
+    "penstock_linear",
+    "penstock_rotate",
+    "penstock_attention_plan",
+    "penstock_attention",
+    "penstock_sample",
+)
+"""Handler symbols of the library; each is an FFI target of the same name on the CPU platform."""
+_NO_LIMIT = 2**63 - 1
+
+
+class Isa(enum.IntEnum):
+    """Instruction sets in ascending order, as in src/common/cpu.h."""
+
+    NONE = 0
+    AVX2 = 1
+    AVX512 = 2
+    AVX512_BF16 = 3
+    AMX = 4
+
+
+class NotAvailable(Exception):
+    """The native kernels cannot be used in this process; the message says why."""
+
+
+_lock = threading.Lock()
+_tried: dict[Path, ctypes.CDLL | NotAvailable] = {}
+"""By folder. At most one is a library: XLA takes an operation's name once per process."""
+
+
+def load(folder: Path | None = None) -> ctypes.CDLL:
+    """The library, with its operations registered: the one that this process has, or else the one in `folder`
+    (None: `default_folder()`), compiled now if it is not there. Costs nothing once it is loaded.
+
+    Raises NotAvailable; the first time also logs why.
+    """
+    with _lock:
+        for tried in _tried.values():
+            if not isinstance(tried, NotAvailable):
+                return tried
+        folder = folder or default_folder()
+        if folder not in _tried:
+            try:
+                _tried[folder] = _open(folder)
+            except NotAvailable as error:
+                log.warning("no native kernels, and CPU serving on XLA alone is slower: %s", error)
+                _tried[folder] = error
+        found = _tried[folder]
+    if isinstance(found, NotAvailable):
+        raise found
+    return found
+
+
+def _open(folder: Path) -> ctypes.CDLL:
+    try:
+        library = ctypes.CDLL(str(build(folder)))
+    except (BuildFailed, OSError) as error:
+        raise NotAvailable(str(error)) from error
+    best = Isa(library.penstock_best_isa())
+    if best is Isa.NONE:
+        raise NotAvailable("they need AVX2, which this processor lacks")
+    library.penstock_limit_threads.argtypes = library.penstock_limit_scratch.argtypes = [ctypes.c_int64]
+    for name in TARGETS:
+        jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(getattr(library, name)), platform="cpu")
+    log.info("native kernels: %s", best.name)
+    return library
+
+
+def available(folder: Path | None = None) -> bool:
+    """Whether the native operations can be used in programs for CPU; see `load`."""
+    try:
+        load(folder)
+    except NotAvailable:
+        return False
+    return True
+
+
+def limit_threads(threads: int) -> None:
+    """Use at most so many threads in a kernel's loop from now on, process-wide, its caller's among them."""
+    load().penstock_limit_threads(threads)
+
+
+def limit_isa(isa: Isa) -> Isa:
+    """Use no instruction set above `isa` from now on, process-wide: for tests. Returns the one in use."""
+    return Isa(load().penstock_limit_isa(int(isa))) if available() else Isa.NONE
+
+
+def use_pairs(pairs: bool | None) -> None:
+    """Whether kernels for AVX512_BF16 multiply pairs of bfloat16, or float32; None: what this processor is
+    faster at. Process-wide: for tests.
+    """
+    if available():
+        load().penstock_use_pairs(-1 if pairs is None else int(pairs))
+
+
+def limit_scratch(num_bytes: int | None) -> None:
+    """Let kernels that want more than so much memory of their own fail, as if there were no more; None: no
+    limit. Process-wide: for tests.
+    """
+    load().penstock_limit_scratch(_NO_LIMIT if num_bytes is None else num_bytes)

@@ -1,0 +1,155 @@
+"""Linear layers over packed weights: the Python side of `penstock_linear` and the packing
+(src/linear/linear.h).
+
+Products take bfloat16 activations, sum in float32 and round once. With int8 weights each row of activations
+is quantized on the way (symmetric, one scale a row), each output has one scale, and sums are exact int32. A
+row of results depends on its own row of activations alone, bit for bit; NaN in that makes all of it NaN.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple, TypedDict
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+from jax import Array
+from numpy.typing import NDArray
+
+from penstock.runtime.ops.native import library
+
+BLOCK_OUT = 16
+_BF16_IN, _INT8_IN = 32, 64
+"""Inputs of a tile."""
+_QUANTIZED_AT_ONCE = 1 << 18
+"""Weights, so that what is made of them on the way stays in the second cache."""
+
+
+class Packed(NamedTuple):
+    """One linear layer's weight as the kernels read it. N outputs, K inputs.
+
+    Scale and bias are the N columns from `scale_at` and `bias_at` on of arrays that may hold other layers',
+    too: a program that takes few arrays is called faster.
+    """
+
+    tiles: Array  # bfloat16 [N / 16, K / 32, 16, 16, 2] or int8 [N / 16, K / 64, 16, 16, 4]
+    scale: Array | None = None  # float32 [2, any] with int8: of each output, and 128 * the sum of its weights
+    bias: Array | None = None  # bfloat16 [any]
+    scale_at: int = 0
+    bias_at: int = 0
+
+
+class NormOptions(TypedDict, total=False):
+    """The arguments of `linear` that concern its norm."""
+
+    norm: Array
+    norm_at: int
+    eps: float
+
+
+def can_pack(out_size: int, in_size: int) -> bool:
+    """Whether a weight [out_size, in_size] can be cut into tiles, in either format."""
+    return out_size % BLOCK_OUT == 0 and in_size % _INT8_IN == 0
+
+
+def packed_shape(out_size: int, in_size: int, *, int8: bool) -> tuple[int, ...]:
+    """Shape of the tiles of a weight [out_size, in_size]."""
+    per_tile, group = (_INT8_IN, 4) if int8 else (_BF16_IN, 2)
+    return (out_size // BLOCK_OUT, in_size // per_tile, per_tile // group, BLOCK_OUT, group)
+
+
+def pack(weight: NDArray[np.generic]) -> NDArray[np.generic]:
+    """[N, K] -> tiles; bfloat16 or int8."""
+    tiles = np.empty(packed_shape(*weight.shape, int8=weight.dtype == np.int8), weight.dtype)
+    pack_into(tiles, np.ascontiguousarray(weight))
+    return tiles
+
+
+def pack_into(tiles: NDArray[np.generic], weight: NDArray[np.generic]) -> None:
+    """Put the tiles of a weight [N, K] where they belong; both C-contiguous.
+
+    A group of a tile is 4 bytes in either format, so that each block of 16 outputs is a transposition of
+    32-bit words: numpy copies these seven times as fast as the groups' own elements.
+    """
+    blocks = weight.shape[0] // BLOCK_OUT
+    words = weight.view(np.uint32).reshape(blocks, BLOCK_OUT, -1)
+    np.copyto(tiles.view(np.uint32).reshape(blocks, -1, BLOCK_OUT), words.transpose(0, 2, 1))
+
+
+def unpack(tiles: NDArray[np.generic]) -> NDArray[np.generic]:
+    """Tiles -> [N, K]: the inverse of `pack`."""
+    blocks, count, groups, outs, group = tiles.shape
+    return np.ascontiguousarray(tiles.transpose(0, 3, 1, 2, 4).reshape(blocks * outs, count * groups * group))
+
+
+def quantize(weight: NDArray[np.generic]) -> tuple[NDArray[np.int8], NDArray[np.float32]]:
+    """[N, K] -> symmetric int8 [N, K] and `Packed.scale`, one scale an output.
+
+    Where a weight is not finite neither is its output's scale, so that the output is NaN and not a number.
+    """
+    values = np.empty(weight.shape, np.int8)
+    scale = np.empty((2, len(weight)), np.float32)
+    rows = max(1, _QUANTIZED_AT_ONCE // max(1, weight.shape[1]))
+    with np.errstate(invalid="ignore"):
+        for begin in range(0, len(weight), rows):
+            part = slice(begin, begin + rows)
+            wide = _widened(weight[part])
+            peak = np.maximum(wide.max(axis=1), -wide.min(axis=1))
+            scale[0, part] = np.where(peak == 0, np.float32(1), peak / np.float32(127))
+            np.divide(wide, scale[0, part, None], out=wide)
+            np.rint(wide, out=wide)
+            np.copyto(values[part], wide, casting="unsafe")
+            scale[1, part] = np.add.reduce(values[part], axis=1, dtype=np.int32)
+    scale[1] *= np.float32(128)
+    return values, scale
+
+
+def _widened(values: NDArray[np.generic]) -> NDArray[np.float32]:
+    """A copy in float32. A bfloat16 is the upper half of one; numpy shifts faster than it converts."""
+    if values.dtype != jnp.bfloat16:
+        return values.astype(np.float32)
+    bits = np.ascontiguousarray(values).view(np.uint16).astype(np.uint32)
+    return np.left_shift(bits, 16, out=bits).view(np.float32)
+
+
+def linear(
+    x: Array,
+    weights: tuple[Packed, ...],
+    *,
+    num_rows: Array,
+    norm: Array | None = None,
+    norm_at: int = 0,
+    eps: float = 0.0,
+    residual: Array | None = None,
+    gate: bool = False,
+    out_dtype: np.dtype[np.generic] | type[np.generic] = ml_dtypes.bfloat16,
+) -> Array:
+    """x bfloat16 [T, K] times one to three weights [N_i, K] transposed, side by side: [T, sum of N_i].
+
+    norm bfloat16 [any], of which the K values from `norm_at` on count: x is normalised by its root mean
+    square first, with `eps`. residual bfloat16 like the result is added. gate: silu of the first of two
+    products times the second, [T, N_0]; one weight is taken for two, the halves of its outputs. num_rows
+    int32 []: rows from here on are padding; they cost nothing, and what the result holds there is undefined.
+    """
+    library.load()
+    none, no_scale = jnp.zeros((0,), jnp.bfloat16), jnp.zeros((2, 0), jnp.float32)
+    operands: list[Array] = [
+        x,
+        num_rows,
+        none if norm is None else norm,
+        none if residual is None else residual,
+    ]
+    for weight in weights:
+        operands += [
+            weight.tiles,
+            no_scale if weight.scale is None else weight.scale,
+            none if weight.bias is None else weight.bias,
+        ]
+    widths = [weight.tiles.shape[0] * BLOCK_OUT for weight in weights]
+    width = sum(widths) // 2 if gate else sum(widths)
+    places = [norm_at, *(place for weight in weights for place in (weight.scale_at, weight.bias_at))]
+    result = jax.ShapeDtypeStruct((x.shape[0], width), out_dtype)
+    call = jax.ffi.ffi_call("penstock_linear", result)
+    out: Array = call(*operands, gate=gate, eps=np.float32(eps), at=np.array(places, np.int64))
+    return out

@@ -1,0 +1,95 @@
+"""The sampler in C++: the Python side of `penstock_sample` (src/sample/sample.h).
+
+`penstock.runtime.ops.sampler` is the same in XLA, for other platforms; given the same uniforms both draw the
+same tokens, up to rounding. There a filter is 32 passes over the logits; here the few tokens that can matter
+are found in one, so that a step's sampling costs milliseconds with every feature on.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from penstock.runtime.ops.native import library
+
+
+def can_sample() -> bool:
+    """Whether `sample` can be used in programs for CPU."""
+    return library.available()
+
+
+def sample(
+    logits: Array,
+    history: Array,
+    bias: Array,
+    mask: Array,
+    uniforms: Array,
+    *,
+    slots: Array,
+    features: Array,
+    temperature: Array,
+    top_k: Array,
+    top_p: Array,
+    min_p: Array,
+    presence: Array,
+    frequency: Array,
+    repetition: Array,
+    stop_ids: Array,
+    banned: Array,
+    num_logprobs: Array,
+    num_top: int,
+) -> tuple[Array, Array, Array, Array]:
+    """The next token of each row: (tokens int32[R], logprobs float32[R], top_ids int32[R, num_top],
+    top_logprobs float32[R, num_top]).
+
+    logits float32[R, V]; history int32[F, V] (see `sampling_codes`) and bias float32[F, V] (-inf forbids a
+    token), of which row r uses slots[r], int32[R]; mask int32[R, ceil(V / 32)], bit t % 32 of word t // 32: t
+    is allowed; uniforms float32[R, 2] in [0, 1); features int32[R] of PENALTIES, BIAS and MASK; temperature
+    (0: greedy), top_p (1: off), min_p (0: off), presence, frequency, repetition (1: off) float32[R]; top_k
+    int32[R] (0: off); stop_ids int32[R, N], forbidden where banned, bool or int32[R], but ids from V on are
+    skipped; num_logprobs int32[R], -1: none. A row whose slot is F or more is padding: token 0, no work.
+
+    In this order: penalties (Hugging Face's for repetition, OpenAI's for frequency and presence), bias, what
+    is forbidden by bias, mask and bans; where that leaves no token with a finite logit, only the mask counts,
+    and where that leaves none, a mask's first token or else the largest logit is taken. Then temperature,
+    top_k, top_p, min_p; ties at a threshold are all kept. The first uniform picks a chunk of 512 ids by its
+    mass, the second a token in it. Greedy rows take the first largest.
+
+    Log-probabilities are of the logits as they come, the likeliest first, among equals the smallest id.
+    Columns from num_logprobs[r] or V on are 0, as is all of a row with -1. A token NON_FINITE has zeros
+    beside it.
+
+    A row's result depends on its own inputs alone, to the bit: not on other rows or the number of threads.
+    """
+    library.load()
+    num_rows = logits.shape[0]
+    call = jax.ffi.ffi_call(
+        "penstock_sample",
+        (
+            jax.ShapeDtypeStruct((num_rows,), jnp.int32),
+            jax.ShapeDtypeStruct((num_rows,), jnp.float32),
+            jax.ShapeDtypeStruct((num_rows, num_top), jnp.int32),
+            jax.ShapeDtypeStruct((num_rows, num_top), jnp.float32),
+        ),
+    )
+    tokens, logprobs, top_ids, top_logprobs = call(
+        logits,
+        history,
+        bias,
+        mask,
+        uniforms,
+        slots,
+        features,
+        temperature,
+        top_k,
+        top_p,
+        min_p,
+        presence,
+        frequency,
+        repetition,
+        stop_ids,
+        banned.astype(jnp.int32),
+        num_logprobs,
+    )
+    return tokens, logprobs, top_ids, top_logprobs

@@ -1,0 +1,35 @@
+#include "attention/attention_run.h"
+
+namespace penstock {
+namespace {
+
+// AMX for bf16, whose chunks of 32 dims a smaller head does not fill; float32 stays with AVX-512.
+bool Tiles(const AttentionJob& job) { return job.bf16 && job.dim >= 32; }
+
+int64_t Bytes(const AttentionJob& job, int64_t tiles) {
+  if (Tiles(job)) return ScratchBytes<Form::kTiles>(job, tiles);
+  return job.bf16 ? ScratchBytes<Form::kPairs>(job, tiles) : ScratchBytes<Form::kFloat>(job, tiles);
+}
+
+void Run(const AttentionJob& job, const AttentionUnit& unit, const AttentionUnit& next, char* scratch) {
+  if (Tiles(job)) {
+    RunUnit<Form::kTiles>(job, unit, next, scratch);
+  } else if (job.bf16) {
+    RunUnit<Form::kPairs>(job, unit, next, scratch);
+  } else {
+    RunUnit<Form::kFloat>(job, unit, next, scratch);
+  }
+}
+
+void Enter() { TileConfigure(TileConfig()); }
+
+void Leave() { TileRelease(); }
+
+}  // namespace
+
+const AttentionKernel& AttentionAmx() {
+  static constexpr AttentionKernel kernel{Enter, Leave, Bytes, Run};
+  return kernel;
+}
+
+}  // namespace penstock

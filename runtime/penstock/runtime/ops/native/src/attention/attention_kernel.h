@@ -1,0 +1,280 @@
+// Attention of one task for one KV head; the including file's name and flags say for which instruction set.
+//
+// Per split and column tile: scores of all keys, their peak and exponentials in float32, then the weighted values
+// (FlashAttention's blocks, Dao 2022, with splits as in flash-decoding). Splits are merged by their peaks as in the
+// online softmax (Milakov and Gimelshein 2018).
+#pragma once
+
+#include "attention/attention_tiles.h"
+#include "common/transpose.h"
+
+namespace penstock {
+namespace {
+
+constexpr float kLog2E = 1.44269504088896341f;
+constexpr float kNothing = -1e30f;  // the peak where no key has been seen; finite, so that differences are
+
+// Query columns: padding ones see nothing.
+struct Columns {
+  alignas(64) int32_t oldest[kCols], newest[kCols];
+  int32_t token[kCols], head[kCols];
+  int count;
+  int min_oldest, max_oldest, min_newest, max_newest;
+};
+
+// Peaks (powers of two), totals and values [kCols][dim] of some keys.
+struct Sums {
+  alignas(64) float peak[kCols], total[kCols];
+  float* values;
+};
+
+inline int Min(int a, int b) { return a < b ? a : b; }
+inline int Max(int a, int b) { return a > b ? a : b; }
+
+class Carver {  // hands out pieces of the scratch memory; with a null base it only measures
+ public:
+  explicit Carver(char* base) : base_(base) {}
+  template <typename T>
+  T* Take(int64_t count) {
+    T* piece = reinterpret_cast<T*>(base_ + used_);
+    used_ += (count * static_cast<int64_t>(sizeof(T)) + 63) / 64 * 64;
+    return piece;
+  }
+  int64_t used() const { return used_; }
+
+ private:
+  char* base_;
+  int64_t used_ = 0;
+};
+
+// Column tiles multiplied at once.
+template <Form kForm>
+constexpr int kWide = kForm == Form::kTiles ? 2 : 1;
+
+template <Form kForm>
+struct Memory {
+  Columns* columns;  // [tiles]
+  Sums* sums;        // [tiles], then kWide for the split at hand
+  float *queries, *scores, *probabilities, *keys, *values;
+  uint32_t* turned;  // probabilities as AMX's A operand
+  int64_t query_words;
+
+  Memory(const AttentionJob& job, int64_t tiles, Carver& carver) {
+    query_words = Words(job.dim);
+    columns = carver.Take<Columns>(tiles);
+    sums = carver.Take<Sums>(tiles + kWide<kForm>);
+    float* values_of_sums = carver.Take<float>((tiles + kWide<kForm>) * kCols * job.dim);
+    queries = carver.Take<float>(tiles * query_words * kCols);
+    scores = carver.Take<float>(kWide<kForm> * kSplit * kCols);
+    probabilities = carver.Take<float>(kSplit * kCols);
+    keys = carver.Take<float>(kForm == Form::kWiden ? kSplit * job.dim : 0);
+    values = carver.Take<float>(kForm == Form::kWiden ? kSplit * job.dim : Paired(kForm) ? kSplit / 2 * job.dim : 0);
+    turned = carver.Take<uint32_t>(kForm == Form::kTiles ? kWide<kForm> * kSplit / 2 * kCols : 0);
+    sums_values_ = values_of_sums;
+  }
+  void Link(int64_t tiles, int64_t dim) {
+    for (int64_t t = 0; t < tiles + kWide<kForm>; ++t) sums[t].values = sums_values_ + t * kCols * dim;
+  }
+  static int64_t Words(int64_t dim) {
+    if (kForm == Form::kTiles) return (dim + 31) / 32 * 16;
+    return Paired(kForm) ? dim / 2 : dim;
+  }
+
+ private:
+  float* sums_values_;
+};
+
+template <Form kForm>
+void LoadColumns(const AttentionJob& job, const AttentionTask& task, int64_t kv_head, int first, Columns& c,
+                 float* queries) {
+  const int64_t group = job.group(), words = Memory<kForm>::Words(job.dim);
+  c.count = Min(kCols, static_cast<int>(task.count * group) - first);
+  c.min_oldest = c.min_newest = INT32_MAX;
+  c.max_oldest = c.max_newest = -1;
+  alignas(64) static const uint32_t zeros[16] = {};
+  const uint32_t* rows[kCols];
+  if (kForm != Form::kTiles) memset(queries, 0, words * kCols * 4);
+  for (int i = 0; i < kCols; ++i) {
+    if (i >= c.count) {
+      c.oldest[i] = INT32_MAX;
+      c.newest[i] = -1;
+      continue;
+    }
+    const int32_t token = c.token[i] = job.members[task.first + (first + i) / group];
+    const int64_t head = c.head[i] = static_cast<int32_t>(kv_head * group + (first + i) % group);
+    c.oldest[i] = job.oldest[token];
+    c.newest[i] = job.positions[token];
+    c.min_oldest = Min(c.min_oldest, c.oldest[i]);
+    c.max_oldest = Max(c.max_oldest, c.oldest[i]);
+    c.min_newest = Min(c.min_newest, c.newest[i]);
+    c.max_newest = Max(c.max_newest, c.newest[i]);
+    const char* q = job.q + (token * job.heads + head) * job.dim * job.element();
+    if constexpr (kForm == Form::kTiles) {
+      rows[i] = reinterpret_cast<const uint32_t*>(q);
+      continue;
+    }
+    for (int64_t w = 0; w < words; ++w) {
+      float& word = queries[w * kCols + i];
+      if constexpr (kForm == Form::kWiden) {
+        const uint32_t bits = static_cast<uint32_t>(reinterpret_cast<const uint16_t*>(q)[w]) << 16;
+        memcpy(&word, &bits, 4);
+      } else {
+        word = Word(q + 4 * w);
+      }
+    }
+  }
+#ifdef PENSTOCK_HAS_TILES
+  if constexpr (kForm == Form::kTiles) {
+    for (int64_t chunk = 0; chunk * 16 < words; ++chunk) {
+      const int64_t at = ChunkOffset(chunk, job.dim) / 4;
+      const uint32_t* from[16];
+      for (int i = 0; i < kCols; ++i) from[i] = i < c.count ? rows[i] + at : zeros;
+      auto* to = reinterpret_cast<uint32_t*>(queries) + chunk * 256;
+      TransposeTile(from, to);
+      memset(to, 0, (chunk * 16 - at) * kCols * 4);  // dims that the chunk before has
+    }
+  }
+#endif
+}
+
+// Turns the scores of keys [begin, end) of the split at `start`, multiples of kKeyTile, into probabilities relative
+// to the split's peak, and fills the split's peak and total.
+template <Form kForm>
+void Softmax(const AttentionJob& job, const Columns& c, int start, int begin, int end, float* scores, float* out,
+             Sums& sums, Fetch& fetch) {
+  const bool cap = job.softcap > 0.0f;
+  const float factor = cap ? 1.0f : job.scale * kLog2E;
+  const int vecs = (c.count + Vec::kWidth - 1) / Vec::kWidth;
+  for (int v = 0; v < vecs; ++v) {
+    const int col = v * Vec::kWidth;
+    Vec::F peak = Vec::Set(-__builtin_inff());
+    for (int tile = begin; tile < end; tile += kKeyTile) {
+      fetch.Some();
+      const int first = start + tile;
+      const bool masked = first < c.max_oldest || first + kKeyTile - 1 > c.min_newest;
+      for (int key = 0; key < kKeyTile; ++key) {
+        float* at = scores + (tile + key) * kCols + col;
+        Vec::F x = Vec::Load(at);
+        if (cap) {
+          x = Vec::Mul(Tanh(Vec::Mul(x, Vec::Set(job.scale / job.softcap))), Vec::Set(job.softcap * kLog2E));
+        }
+        if (masked) x = Vec::Within(x, first + key, c.oldest + col, c.newest + col);
+        if (masked || cap) Vec::Store(at, x);
+        peak = Vec::Max(peak, x);
+      }
+    }
+    peak = Vec::Max(Vec::Set(kNothing), Vec::Mul(peak, Vec::Set(factor)));
+    Vec::F total = Vec::Set(0.0f);
+    const Vec::F minus_peak = Vec::Sub(Vec::Set(0.0f), peak);
+    for (int key = begin; key < end; key += 2) {
+      if (key % kKeyTile == 0) fetch.Some();
+      Vec::F p[2];
+      for (int i = 0; i < 2; ++i) {
+        p[i] = Exp2(Vec::Fma(Vec::Load(scores + (key + i) * kCols + col), Vec::Set(factor), minus_peak));
+        total = Vec::Add(total, p[i]);
+      }
+      if constexpr (Paired(kForm)) {
+        StorePair(reinterpret_cast<uint32_t*>(out) + key / 2 * kCols + col, p[0], p[1]);
+      } else {
+        Vec::Store(out + key * kCols + col, p[0]);
+        Vec::Store(out + (key + 1) * kCols + col, p[1]);
+      }
+    }
+    Vec::Store(sums.peak + col, peak);
+    Vec::Store(sums.total + col, total);
+  }
+}
+
+// a = a and b, whose keys come after a's.
+inline void Merge(Sums& a, const Sums& b, int cols, int64_t dim) {
+  alignas(64) float keep[kCols], add[kCols];
+  for (int col = 0; col < cols; col += Vec::kWidth) {
+    const Vec::F pa = Vec::Load(a.peak + col), pb = Vec::Load(b.peak + col), peak = Vec::Max(pa, pb);
+    const Vec::F ka = Exp2(Vec::Sub(pa, peak)), kb = Exp2(Vec::Sub(pb, peak));
+    Vec::Store(keep + col, ka);
+    Vec::Store(add + col, kb);
+    Vec::Store(a.total + col, Vec::Fma(Vec::Load(b.total + col), kb, Vec::Mul(Vec::Load(a.total + col), ka)));
+    Vec::Store(a.peak + col, peak);
+  }
+  for (int col = 0; col < cols; ++col) {
+    const Vec::F ka = Vec::Set(keep[col]), kb = Vec::Set(add[col]);
+    float* to = a.values + col * dim;
+    const float* from = b.values + col * dim;
+    for (int64_t d = 0; d < dim; d += Vec::kWidth) {
+      Vec::Store(to + d, Vec::Fma(Vec::Load(from + d), kb, Vec::Mul(Vec::Load(to + d), ka)));
+    }
+  }
+}
+
+inline void Clear(Sums& sums, int64_t dim) {
+  for (int i = 0; i < kCols; ++i) {
+    sums.peak[i] = kNothing;
+    sums.total[i] = 0.0f;
+  }
+  memset(sums.values, 0, kCols * dim * 4);
+}
+
+// One column's output: a sink is one more score, without a value. What saw nothing is 0.
+inline void WriteColumn(const AttentionJob& job, const Sums& sums, int col, int64_t token, int64_t head) {
+  float peak = sums.peak[col], total = sums.total[col], factor = 1.0f;
+  if (job.sinks) {
+    const float sink = job.sinks[head] * kLog2E, top = sink > peak ? sink : peak;
+    alignas(64) float e[kCols] = {peak - top, sink - top};
+    Vec::Store(e, Exp2(Vec::Load(e)));
+    factor = e[0];
+    total = total * e[0] + e[1];
+  }
+  const Vec::F scale = Vec::Set(total == 0.0f ? 0.0f : factor / total);
+  char* out = job.out + (token * job.heads + head) * job.dim * job.element();
+  const float* values = sums.values + col * job.dim;
+  for (int64_t d = 0; d < job.dim; d += Vec::kWidth) {
+    const Vec::F x = Vec::Mul(Vec::Load(values + d), scale);
+    if (job.bf16) {
+      Vec::StoreNarrow(reinterpret_cast<uint16_t*>(out) + d, x);
+    } else {
+      Vec::Store(reinterpret_cast<float*>(out) + d, x);
+    }
+  }
+}
+
+// Puts a split's sums into the partials of the tokens that see it.
+inline void StorePartials(const AttentionJob& job, const Columns& c, const Sums& sums, bool empty, int64_t split,
+                          int64_t kv_head) {
+  const int64_t group = job.group();
+  for (int col = 0; col < c.count; ++col) {
+    if (split < c.oldest[col] / kSplit || split > c.newest[col] / kSplit) continue;
+    float* to = job.partial(c.token[col], split, kv_head);
+    const int64_t g = c.head[col] - kv_head * group;
+    to[g] = empty ? kNothing : sums.peak[col];
+    to[group + g] = empty ? 0.0f : sums.total[col];
+    float* values = to + 2 * group + g * job.dim;
+    if (empty) {
+      memset(values, 0, job.dim * 4);
+    } else {
+      memcpy(values, sums.values + col * job.dim, job.dim * 4);
+    }
+  }
+}
+
+// Counts a token's splits done; whoever does the last one merges them all, in ascending order.
+inline void FinishToken(const AttentionJob& job, int32_t token, int64_t kv_head, int done, Sums& a) {
+  if (job.pending[token * job.kv_heads + kv_head].fetch_sub(done, std::memory_order_acq_rel) != done) return;
+  const int64_t group = job.group();
+  for (int64_t g = 0; g < group; g += kCols) {
+    const int cols = Min(kCols, static_cast<int>(group - g));
+    Clear(a, job.dim);
+    Sums part;
+    for (int64_t s = job.oldest[token] / kSplit; s <= job.positions[token] / kSplit; ++s) {
+      const float* from = job.partial(token, s, kv_head);
+      memcpy(part.peak, from + g, cols * 4);
+      memcpy(part.total, from + group + g, cols * 4);
+      for (int i = cols; i < kCols; ++i) part.peak[i] = part.total[i] = 0.0f;
+      part.values = const_cast<float*>(from) + 2 * group + g * job.dim;
+      Merge(a, part, cols, job.dim);
+    }
+    for (int col = 0; col < cols; ++col) WriteColumn(job, a, col, token, kv_head * group + g + col);
+  }
+}
+
+}  // namespace
+}  // namespace penstock

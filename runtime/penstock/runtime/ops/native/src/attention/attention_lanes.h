@@ -1,0 +1,236 @@
+// Attention over bf16 keys on AVX-512 without products of pairs: a vector's lanes are 16 keys (scores, probabilities)
+// or 16 dims (values). So the tiles of keys are turned, and scores and probabilities are [column][kSplit keys].
+//
+// For many columns a split's keys and values are widened to float32 once. For few, as in decoding, they are widened
+// in registers, and memory is the limit. A column's numbers come of the same operations in the same order either way,
+// so its bits do not depend on which it is.
+#pragma once
+
+#include "attention/attention_kernel.h"
+#include "common/transpose.h"
+
+namespace penstock {
+namespace {
+
+template <Form kForm>
+constexpr bool kKeyLanes = kForm == Form::kWiden && Vec::kWidth == 16;
+constexpr int kFewColumns = 8;
+
+// What is attended to of the split that begins at position `start`: its tiles of keys and values, the keys
+// [first, last) to score, multiples of kKeyTile, and of these [from, to) alone have values that may be multiplied.
+struct Part {
+  const char *const *keys, *const *values;
+  int start, first, last, from, to;
+};
+
+#ifdef __AVX512F__
+
+inline __m512 EvenHalves(__m512i pairs) { return _mm512_castsi512_ps(_mm512_slli_epi32(pairs, 16)); }
+inline __m512 OddHalves(__m512i pairs) {
+  return _mm512_castsi512_ps(_mm512_and_si512(pairs, _mm512_set1_epi32(static_cast<int>(0xffff0000))));
+}
+
+// 16 keys from dim `d` on as words, pairs of 32 dims or of the last 16: words[i] are dims d + 2 i and d + 2 i + 1 of
+// all keys. Returns how many words there are.
+inline int TurnedWords(const char* keys, int64_t dim, int64_t d, __m512i* words) {
+  const bool half = dim - d < 32;  // dims are a multiple of 16
+  for (int key = 0; key < kKeyTile; ++key) {
+    words[key] = _mm512_maskz_loadu_epi32(half ? 0xff : 0xffff, keys + (key * dim + d) * 2);
+  }
+  Transpose16(words);
+  return half ? 8 : 16;
+}
+
+// A tile of keys to float [dim][kKeyTile].
+inline void TurnKeys(const char* keys, int64_t dim, float* to) {
+  for (int64_t d = 0; d < dim; d += 32) {
+    __m512i words[16];
+    const int count = TurnedWords(keys, dim, d, words);
+    for (int w = 0; w < count; ++w, to += 2 * kKeyTile) {
+      _mm512_storeu_ps(to, EvenHalves(words[w]));
+      _mm512_storeu_ps(to + kKeyTile, OddHalves(words[w]));
+    }
+  }
+}
+
+// Scores of a turned tile of keys for all columns.
+inline void ScoreTurned(const float* keys, int64_t dim, const float* queries, float* scores) {
+  __m512 sum[kCols];
+  for (auto& s : sum) s = _mm512_setzero_ps();
+  for (int64_t d = 0; d < dim; ++d, keys += kKeyTile, queries += kCols) {
+    const __m512 key = _mm512_loadu_ps(keys);
+    for (int c = 0; c < kCols; ++c) sum[c] = _mm512_fmadd_ps(key, _mm512_set1_ps(queries[c]), sum[c]);
+  }
+  for (int c = 0; c < kCols; ++c) _mm512_storeu_ps(scores + c * kSplit, sum[c]);
+}
+
+// Scores of kTiles tiles of keys for kC columns: kC chains of products. For few, two tiles side by side keep the FMA
+// units busy.
+template <int kC, int kTiles>
+void ScoreFewTiles(const char* const* keys, int64_t dim, const float* queries, float* scores) {
+  __m512 sum[kTiles][kC];
+  for (auto& tile : sum)
+    for (auto& s : tile) s = _mm512_setzero_ps();
+  for (int64_t d = 0; d < dim; d += 32) {
+    for (int t = 0; t < kTiles; ++t) {
+      __m512i words[16];
+      const bool half = TurnedWords(keys[t], dim, d, words) < 16;
+      const float* q = queries + d * kCols;
+      const auto add = [&](int begin, int end) {
+        for (int w = begin; w < end; ++w, q += 2 * kCols) {
+          const __m512 even = EvenHalves(words[w]), odd = OddHalves(words[w]);
+          for (int c = 0; c < kC; ++c) sum[t][c] = _mm512_fmadd_ps(even, _mm512_set1_ps(q[c]), sum[t][c]);
+          for (int c = 0; c < kC; ++c) sum[t][c] = _mm512_fmadd_ps(odd, _mm512_set1_ps(q[kCols + c]), sum[t][c]);
+        }
+      };
+      add(0, 8);
+      if (!half) add(8, 16);
+    }
+  }
+  for (int t = 0; t < kTiles; ++t)
+    for (int c = 0; c < kC; ++c) _mm512_storeu_ps(scores + c * kSplit + t * kKeyTile, sum[t][c]);
+}
+
+// Tiles [begin, end).
+template <int kC>
+void ScoreFew(const char* const* keys, int64_t dim, const float* queries, int begin, int end, float* scores,
+              Fetch& fetch) {
+  constexpr int kAtOnce = kC <= 4 ? 2 : 1;
+  int tile = begin;
+  for (; tile + kAtOnce <= end; tile += kAtOnce) {
+    for (int i = 0; i < kAtOnce; ++i) fetch.Some();
+    ScoreFewTiles<kC, kAtOnce>(keys + tile, dim, queries, scores + tile * kKeyTile);
+  }
+  if (tile == end) return;
+  fetch.Some();
+  ScoreFewTiles<kC, 1>(keys + tile, dim, queries, scores + tile * kKeyTile);
+}
+
+// Softmax, with a total's terms added up by key modulo kKeyTile first.
+inline void SoftmaxLanes(const AttentionJob& job, const Columns& c, const Part& part, float* scores, float* out,
+                         Sums& sums, Fetch& fetch) {
+  const bool cap = job.softcap > 0.0f;
+  const __m512 factor = Vec::Set(cap ? 1.0f : job.scale * kLog2E);
+  const __m512i order = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+  for (int col = 0; col < c.count; ++col) {
+    float *at = scores + col * kSplit, *to = out + col * kSplit;
+    const __m512i oldest = _mm512_set1_epi32(c.oldest[col]), newest = _mm512_set1_epi32(c.newest[col]);
+    Vec::F highest = Vec::Set(-__builtin_inff());
+    for (int tile = part.first; tile < part.last; tile += kKeyTile) {
+      if (col == 0) fetch.Some();
+      Vec::F x = Vec::Load(at + tile);
+      if (cap) {
+        x = Vec::Mul(Tanh(Vec::Mul(x, Vec::Set(job.scale / job.softcap))), Vec::Set(job.softcap * kLog2E));
+      }
+      const __m512i key = _mm512_add_epi32(order, _mm512_set1_epi32(part.start + tile));
+      const __mmask16 seen = _mm512_cmple_epi32_mask(oldest, key) & _mm512_cmple_epi32_mask(key, newest);
+      x = _mm512_mask_blend_ps(seen, Vec::Set(-__builtin_inff()), x);
+      Vec::Store(at + tile, x);
+      highest = Vec::Max(highest, x);
+    }
+    const Vec::F peak = Vec::Max(Vec::Set(kNothing), Vec::Mul(Vec::Set(_mm512_reduce_max_ps(highest)), factor));
+    const Vec::F minus_peak = Vec::Sub(Vec::Set(0.0f), peak);
+    Vec::F totals = Vec::Set(0.0f);
+    for (int tile = part.first; tile < part.last; tile += kKeyTile) {
+      if (col == 0) fetch.Some();
+      const Vec::F p = Exp2(Vec::Fma(Vec::Load(at + tile), factor, minus_peak));
+      totals = Vec::Add(totals, p);
+      Vec::Store(to + tile, p);
+    }
+    sums.peak[col] = _mm512_cvtss_f32(peak);
+    alignas(64) float parts[kKeyTile];
+    Vec::Store(parts, totals);
+    for (int half = kKeyTile / 2; half > 0; half /= 2)
+      for (int i = 0; i < half; ++i) parts[i] += parts[i + half];
+    sums.total[col] = parts[0];
+  }
+  for (int col = c.count; col < kCols; ++col) sums.peak[col] = kNothing, sums.total[col] = 0.0f;
+}
+
+// out[col][dim ..] for kC columns and kV times 32 dims: sum over keys [from, to) of probability times value.
+template <int kC, int kV>
+void SumFewDims(const char* const* values, int64_t dims, int64_t dim, int from, int to, const float* probabilities,
+                float* out, Fetch* fetch) {
+  __m512 even[kC][kV], odd[kC][kV];
+  for (int c = 0; c < kC; ++c)
+    for (int v = 0; v < kV; ++v) even[c][v] = odd[c][v] = _mm512_setzero_ps();
+  for (int key = from; key < to;) {
+    if (fetch) fetch->Some(), fetch->Some();
+    const int tile = key / kKeyTile, stop = Min(to, (tile + 1) * kKeyTile);
+    const char* value = values[tile] + ((key - tile * kKeyTile) * dims + dim) * 2;
+    for (; key < stop; ++key, value += 2 * dims) {
+      __m512 low[kV], high[kV];
+      for (int v = 0; v < kV; ++v) {
+        const __m512i pairs = _mm512_loadu_si512(value + v * 64);
+        low[v] = EvenHalves(pairs);
+        high[v] = OddHalves(pairs);
+      }
+      for (int c = 0; c < kC; ++c) {
+        const __m512 p = _mm512_set1_ps(probabilities[c * kSplit + key]);
+        for (int v = 0; v < kV; ++v) even[c][v] = _mm512_fmadd_ps(low[v], p, even[c][v]);
+        for (int v = 0; v < kV; ++v) odd[c][v] = _mm512_fmadd_ps(high[v], p, odd[c][v]);
+      }
+    }
+  }
+  const __m512i first = _mm512_setr_epi32(0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
+  const __m512i second = _mm512_add_epi32(first, _mm512_set1_epi32(8));
+  for (int c = 0; c < kC; ++c) {
+    for (int v = 0; v < kV; ++v) {
+      float* at = out + c * dims + dim + v * 32;
+      _mm512_storeu_ps(at, _mm512_permutex2var_ps(even[c][v], first, odd[c][v]));
+      _mm512_storeu_ps(at + 16, _mm512_permutex2var_ps(even[c][v], second, odd[c][v]));
+    }
+  }
+}
+
+// The same for the last 16 dims of a dim that is no multiple of 32.
+template <int kC>
+void SumFewTail(const char* const* values, int64_t dims, int from, int to, const float* probabilities, float* out) {
+  __m512 sum[kC];
+  for (auto& s : sum) s = _mm512_setzero_ps();
+  for (int key = from; key < to; ++key) {
+    const char* value = values[key / kKeyTile] + (key % kKeyTile * dims + dims - 16) * 2;
+    const __m512 wide = Vec::Widen(reinterpret_cast<const uint16_t*>(value));
+    for (int c = 0; c < kC; ++c) {
+      sum[c] = _mm512_fmadd_ps(wide, _mm512_set1_ps(probabilities[c * kSplit + key]), sum[c]);
+    }
+  }
+  for (int c = 0; c < kC; ++c) _mm512_storeu_ps(out + c * dims + dims - 16, sum[c]);
+}
+
+template <int kC>
+void SumFew(const char* const* values, int64_t dims, int from, int to, const float* probabilities, float* out,
+            Fetch& fetch) {
+  constexpr int kV = kC <= 2 ? 4 : kC <= 4 ? 2 : 1;  // what the registers hold
+  int64_t dim = 0;
+  for (; dim + 32 * kV <= dims; dim += 32 * kV) {
+    SumFewDims<kC, kV>(values, dims, dim, from, to, probabilities, out, dim == 0 ? &fetch : nullptr);
+  }
+  for (; dim + 32 <= dims; dim += 32) {
+    SumFewDims<kC, 1>(values, dims, dim, from, to, probabilities, out, dim == 0 ? &fetch : nullptr);
+  }
+  if (dim < dims) SumFewTail<kC>(values, dims, from, to, probabilities, out);
+}
+
+// Padding columns up to kC have queries of 0, and probabilities too.
+template <int kC>
+void AttendSome(const AttentionJob& job, const Columns& c, const Part& part, const float* queries, float* scores,
+                float* probabilities, Sums& sums, Fetch& fetch_values, Fetch& fetch_next) {
+  ScoreFew<kC>(part.keys, job.dim, queries, part.first / kKeyTile, part.last / kKeyTile, scores, fetch_values);
+  SoftmaxLanes(job, c, part, scores, probabilities, sums, fetch_values);
+  for (int col = c.count; col < kC; ++col) memset(probabilities + col * kSplit, 0, kSplit * sizeof(float));
+  SumFew<kC>(part.values, job.dim, part.from, part.to, probabilities, sums.values, fetch_next);
+}
+
+// A split's sums for at most kFewColumns columns.
+inline void AttendFewColumns(const AttentionJob& job, const Columns& c, const Part& part, const float* queries,
+                             float* scores, float* probabilities, Sums& sums, Fetch& fetch_values, Fetch& fetch_next) {
+  auto* attend = c.count > 4 ? AttendSome<8> : c.count > 2 ? AttendSome<4> : AttendSome<2>;
+  if (c.count == 1) attend = AttendSome<1>;
+  attend(job, c, part, queries, scores, probabilities, sums, fetch_values, fetch_next);
+}
+
+#endif
+
+}  // namespace
+}  // namespace penstock

@@ -1,0 +1,180 @@
+#include "attention/attention_plan.h"
+
+#include <algorithm>
+#include <cstring>
+
+namespace penstock {
+
+std::string AttentionPlan::Make(const AttentionRows& rows, int64_t group, int64_t kv_heads, int64_t threads) {
+  num_tokens = num_slots = 0;
+  positions.clear(), oldest.clear(), token_rows.clear(), first_slot.clear();
+  members.clear(), tasks.clear(), order.clear();
+  shared.assign(rows.num_rows, 0);
+  int64_t decode_splits = 0;
+  for (int64_t r = 0; r < rows.num_rows; ++r) {
+    const int64_t start = rows.starts[r], count = rows.q_lens[r];
+    if (count == 0) continue;
+    const int64_t pages = (start + count + rows.page_size - 1) / rows.page_size;
+    if (start < 0 || count < 0 || pages > rows.table_width || num_tokens + count > rows.num_tokens) {
+      return "row " + std::to_string(r) + " has " + std::to_string(count) + " tokens at " + std::to_string(start) +
+             ", more than its page table or the step holds";
+    }
+    const bool small = count * group <= kCols;
+    for (int64_t i = 0; i < count; ++i) {
+      const int64_t position = start + i;
+      int64_t first = rows.window > 0 ? std::max<int64_t>(0, position - rows.window + 1) : 0;
+      if (rows.chunk > 0) first = std::max(first, position - position % rows.chunk);
+      positions.push_back(static_cast<int32_t>(position));
+      oldest.push_back(static_cast<int32_t>(first));
+      token_rows.push_back(static_cast<int32_t>(r));
+      first_slot.push_back(static_cast<int32_t>(num_slots));
+      if (small) num_slots += position / kSplit - first / kSplit + 1;
+      if (small) decode_splits += position / kSplit - first / kSplit + 1;
+    }
+    const int64_t seen = oldest[num_tokens];
+    for (int64_t page = seen / rows.page_size; page < pages; ++page) {
+      const int32_t id = rows.page_table[r * rows.table_width + page];
+      if (id < 0 || id >= rows.num_pages) {
+        return "row " + std::to_string(r) + " reads page " + std::to_string(id) + " of " +
+               std::to_string(rows.num_pages);
+      }
+    }
+    num_tokens += count;
+  }
+  if (num_slots > INT32_MAX) return "the rows are too long to be read in one step";
+  ShareSplits(rows, group);
+  // Short units balance, long ones have less overhead; results do not depend on it.
+  const int splits_per_task =
+      static_cast<int>(std::clamp<int64_t>(decode_splits * kv_heads / (threads * 8), 1, 8));
+  for (int64_t t = 0; t < num_tokens;) {
+    const int32_t row = token_rows[t];
+    AddRow(rows, row, static_cast<int32_t>(t), shared[row], group, splits_per_task);
+    t += rows.q_lens[row];
+  }
+  // Prefill first, and of the rest the longest, so that no thread is left with much at the end.
+  const auto is_long = [&](const AttentionTask& task) { return task.count * group > kCols && !task.partial; };
+  const auto rest = std::stable_partition(tasks.begin(), tasks.end(), is_long);
+  num_long = rest - tasks.begin();
+  std::stable_sort(rest, tasks.end(), [](const AttentionTask& a, const AttentionTask& b) {
+    return a.count * (a.split_end - a.split_begin) > b.count * (b.split_end - b.split_begin);
+  });
+  return "";
+}
+
+void AttentionPlan::AddTask(int32_t row, int begin, int end, bool partial) {
+  // Members were appended before; a task of the same tokens refers to them again.
+  AttentionTask task{};
+  task.row = row;
+  task.split_begin = begin;
+  task.split_end = end;
+  task.partial = partial;
+  tasks.push_back(task);
+}
+
+void AttentionPlan::AddRow(const AttentionRows& rows, int32_t row, int32_t first_token, int from_split, int64_t group,
+                           int splits_per_task) {
+  const int32_t count = rows.q_lens[row];
+  const bool small = count * group <= kCols;
+  const int32_t block = small ? count : static_cast<int32_t>(std::max<int64_t>(1, kMaxTiles * kCols / group));
+  for (int32_t i = 0; i < count; i += block) {
+    const int32_t tokens = std::min(block, count - i), first = first_token + i;
+    const int32_t at = static_cast<int32_t>(members.size());
+    for (int32_t t = 0; t < tokens; ++t) members.push_back(first + t);
+    const int begin = std::max(oldest[first] / kSplit, from_split), end = positions[first + tokens - 1] / kSplit + 1;
+    const bool partial = small && (from_split > 0 || end - begin > 1);
+    const int step = partial ? splits_per_task : end - begin;
+    for (int split = begin; split < end; split += step) {
+      AddTask(row, split, std::min(split + step, end), partial);
+      tasks.back().first = at;
+      tasks.back().count = tokens;
+    }
+  }
+}
+
+// Finds decode rows whose page tables begin with the same pages and gives the splits that lie wholly in those to
+// common tasks. Rows that no longer see position 0 (windows) stay alone.
+void AttentionPlan::ShareSplits(const AttentionRows& rows, int64_t group) {
+  for (int64_t t = 0; t < num_tokens; ++t) {
+    if (rows.q_lens[token_rows[t]] == 1 && oldest[t] == 0 && positions[t] + 1 >= kSplit && group <= kCols) {
+      order.push_back(static_cast<int32_t>(t));
+    }
+  }
+  if (order.size() < 2) return;
+  const auto table = [&](int32_t t) { return rows.page_table + token_rows[t] * rows.table_width; };
+  const auto whole_pages = [&](int32_t t) { return (positions[t] + 1) / rows.page_size; };
+  std::sort(order.begin(), order.end(), [&](int32_t a, int32_t b) {
+    return std::lexicographical_compare(table(a), table(a) + whole_pages(a), table(b), table(b) + whole_pages(b));
+  });
+  std::vector<int32_t> common(order.size(), 0);  // splits that i shares with i + 1
+  for (size_t i = 0; i + 1 < order.size(); ++i) {
+    const int32_t a = order[i], b = order[i + 1];
+    const int64_t most = std::min(whole_pages(a), whole_pages(b));
+    const int64_t pages = std::mismatch(table(a), table(a) + most, table(b)).first - table(a);
+    common[i] = static_cast<int32_t>(pages * rows.page_size / kSplit);
+  }
+  ShareRun(0, static_cast<int>(order.size()), 0, group, common);
+}
+
+// Rows order[begin .. end) share their splits before `split`.
+void AttentionPlan::ShareRun(int begin, int end, int split, int64_t group, const std::vector<int32_t>& common) {
+  if (end - begin < 2) {
+    shared[token_rows[order[begin]]] = split;
+    return;
+  }
+  const int until = *std::min_element(common.begin() + begin, common.begin() + end - 1);
+  if (until > split) {
+    const int block = static_cast<int>(kMaxTiles * kCols / group);
+    for (int i = begin; i < end; i += block) {
+      const int count = std::min(block, end - i);
+      const int32_t at = static_cast<int32_t>(members.size());
+      members.insert(members.end(), order.begin() + i, order.begin() + i + count);
+      for (int s = split; s < until; ++s) {
+        AddTask(token_rows[order[i]], s, s + 1, true);
+        tasks.back().first = at;
+        tasks.back().count = count;
+      }
+    }
+  }
+  for (int i = begin; i < end;) {
+    int stop = i + 1;
+    while (stop < end && common[stop - 1] > until) ++stop;
+    ShareRun(i, stop, std::max(split, until), group, common);
+    i = stop;
+  }
+}
+
+namespace {
+
+constexpr int64_t kHead = 6;  // numbers before the arrays
+constexpr int64_t kTask = sizeof(AttentionTask) / sizeof(int32_t);
+
+}  // namespace
+
+int64_t AttentionPlan::Size() const {
+  return kHead + 4 * num_tokens + static_cast<int64_t>(members.size() + kTask * tasks.size());
+}
+
+void AttentionPlan::Write(int32_t* to) const {
+  int32_t most_tokens = 1;
+  for (const AttentionTask& task : tasks) most_tokens = std::max(most_tokens, task.count);
+  for (const int64_t number : {num_tokens, num_slots, static_cast<int64_t>(members.size()),
+                               static_cast<int64_t>(tasks.size()), num_long, static_cast<int64_t>(most_tokens)}) {
+    *to++ = static_cast<int32_t>(number);
+  }
+  for (const std::vector<int32_t>* values : {&positions, &oldest, &token_rows, &first_slot, &members}) {
+    to = std::copy(values->begin(), values->end(), to);
+  }
+  if (!tasks.empty()) memcpy(to, tasks.data(), tasks.size() * sizeof(AttentionTask));
+}
+
+PlanView::PlanView(const int32_t* from)
+    : num_tokens(from[0]), num_slots(from[1]), num_tasks(from[3]), num_long(from[4]), most_tokens(from[5]) {
+  positions = from + kHead;
+  oldest = positions + num_tokens;
+  token_rows = oldest + num_tokens;
+  first_slot = token_rows + num_tokens;
+  members = first_slot + num_tokens;
+  tasks = reinterpret_cast<const AttentionTask*>(members + from[2]);
+}
+
+}  // namespace penstock

@@ -1,0 +1,195 @@
+// The two products of attention for one split and one tile of query columns: scores = K Q^T and values = P^T V.
+//
+// Operands are rows of 32-bit words, one word per column: a float, or a pair of bf16 that belong together in a dot
+// product (two dims of a query, or two keys of a probability). So vector code and AMX share their forms:
+//   queries [words of dim][kCols], scores float[key][kCols], probabilities [words of key][kCols],
+//   values [words of key][dim]. Keys are read where they lie in the cache. AMX's own parts are in attention_tiles.h.
+#pragma once
+
+#include <cstring>
+
+#include "attention/attention.h"
+#include "common/vec.h"
+
+namespace penstock {
+namespace {
+
+// How numbers are multiplied: as float32; bf16 widened to float32 first; pairs of bf16 by vector instructions; or
+// by AMX tiles.
+enum class Form { kFloat, kWiden, kPairs, kTiles };
+
+// Prefetches tiles of keys or values bit by bit while others are used: memory is the limit of decoding, and requests
+// must neither stop nor come all at once.
+class Fetch {
+ public:
+  // `bytes` of each tile that is not null, in `steps` calls of Some.
+  Fetch(const char* const* tiles, int64_t bytes, int64_t steps) : bytes_(bytes) {
+    for (int i = 0; i < kSplitTiles; ++i)
+      if (tiles[i]) tiles_[count_++] = tiles[i];
+    step_ = steps > 0 ? (count_ * bytes / steps + 63) & -64 : 0;
+  }
+  void Some() {
+    for (int64_t i = 0; i < step_ && tile_ < count_; i += 64) {
+      _mm_prefetch(tiles_[tile_] + at_, _MM_HINT_T1);
+      at_ += 64;
+      if (at_ >= bytes_) at_ = 0, ++tile_;
+    }
+  }
+
+ private:
+  const char* tiles_[kSplitTiles];
+  int count_ = 0, tile_ = 0;
+  int64_t bytes_, at_ = 0, step_;
+};
+
+constexpr bool Paired(Form form) { return form == Form::kPairs || form == Form::kTiles; }
+
+// sum + the dot product of pairs of bf16, lane by lane.
+inline Vec::F DotPairs(Vec::F sum, Vec::F a, Vec::F b) {
+#ifdef __AVX512BF16__
+  return _mm512_dpbf16_ps(sum, (__m512bh)a, (__m512bh)b);
+#else
+  return Vec::Fma(Vec::EvenHalves(a), Vec::EvenHalves(b), Vec::Fma(Vec::OddHalves(a), Vec::OddHalves(b), sum));
+#endif
+}
+
+template <bool kPair>
+inline Vec::F DotStep(Vec::F sum, Vec::F a, float broadcast) {
+  if constexpr (kPair) return DotPairs(sum, a, Vec::Set(broadcast));
+  return Vec::Fma(a, Vec::Set(broadcast), sum);
+}
+
+inline float Word(const char* p) {
+  float word;
+  memcpy(&word, p, 4);
+  return word;
+}
+
+// Scores of kKeyTile keys, rows of `words` words `row_bytes` apart, against kVecs vectors of columns.
+template <int kVecs, bool kPair>
+void ScoreKeys(const char* keys, int64_t row_bytes, const float* queries, int64_t words, float* scores) {
+  constexpr int kKeys = kVecs == 1 ? 8 : 4;
+  for (int first = 0; first < kKeyTile; first += kKeys, keys += kKeys * row_bytes) {
+    Vec::F sum[kKeys][kVecs];
+    for (auto& key : sum)
+      for (auto& s : key) s = Vec::Set(0.0f);
+    for (int64_t w = 0; w < words; ++w) {
+      Vec::F q[kVecs];
+      for (int v = 0; v < kVecs; ++v) q[v] = Vec::Load(queries + w * kCols + v * Vec::kWidth);
+      for (int k = 0; k < kKeys; ++k) {
+        const float word = Word(keys + k * row_bytes + w * 4);
+        for (int v = 0; v < kVecs; ++v) sum[k][v] = DotStep<kPair>(sum[k][v], q[v], word);
+      }
+    }
+    for (int k = 0; k < kKeys; ++k)
+      for (int v = 0; v < kVecs; ++v) Vec::Store(scores + (first + k) * kCols + v * Vec::kWidth, sum[k][v]);
+  }
+}
+
+// Rows of words of the split's values; a tile of keys has kRows of them.
+struct ValueRows {
+  const char* const* tiles;
+  int64_t row_bytes;
+  int rows_per_tile;
+  int begin, end;  // only these rows are read
+};
+
+// Where probabilities lie: by row, or by column (kSplit rows each).
+enum class Order { kRows, kColumns };
+
+// out[col][dim..] = sum over rows of probability[row][col] * value[row][dim..], for kC columns and kV vectors.
+template <int kC, int kV, bool kPair, Order kOrder>
+void SumBlock(const ValueRows& rows, const float* probabilities, int64_t dim, int64_t out_stride, float* out) {
+  Vec::F sum[kC][kV];
+  for (auto& col : sum)
+    for (auto& s : col) s = Vec::Set(0.0f);
+  for (int row = rows.begin; row < rows.end;) {
+    const int tile = row / rows.rows_per_tile;
+    const int stop = rows.end < (tile + 1) * rows.rows_per_tile ? rows.end : (tile + 1) * rows.rows_per_tile;
+    const char* value = rows.tiles[tile] + (row - tile * rows.rows_per_tile) * rows.row_bytes + dim * 4;
+    for (; row < stop; ++row, value += rows.row_bytes) {
+      Vec::F v[kV];
+      for (int i = 0; i < kV; ++i) v[i] = Vec::Load(reinterpret_cast<const float*>(value) + i * Vec::kWidth);
+      for (int c = 0; c < kC; ++c) {
+        const float p = probabilities[kOrder == Order::kRows ? row * kCols + c : c * kSplit + row];
+        for (int i = 0; i < kV; ++i) sum[c][i] = DotStep<kPair>(sum[c][i], v[i], p);
+      }
+    }
+  }
+  for (int c = 0; c < kC; ++c)
+    for (int i = 0; i < kV; ++i) Vec::Store(out + c * out_stride + dim + i * Vec::kWidth, sum[c][i]);
+}
+
+template <int kC, bool kPair, Order kOrder>
+void SumColumns(const ValueRows& rows, const float* probabilities, int64_t dims, float* out) {
+  int64_t dim = 0;
+  for (; dim + 4 * Vec::kWidth <= dims; dim += 4 * Vec::kWidth) {
+    SumBlock<kC, 4, kPair, kOrder>(rows, probabilities, dim, dims, out);
+  }
+  for (; dim < dims; dim += Vec::kWidth) SumBlock<kC, 1, kPair, kOrder>(rows, probabilities, dim, dims, out);
+}
+
+// out float[kCols][dims], of which `cols` are filled.
+template <bool kPair, Order kOrder>
+void SumValues(const ValueRows& rows, const float* probabilities, int cols, int64_t dims, float* out) {
+  constexpr int kBlock = Vec::kWidth == 16 ? 4 : 2;  // what the registers hold
+  constexpr int kColumn = kOrder == Order::kRows ? 1 : kSplit;
+  const float* p = probabilities;
+  int c = 0;
+  for (; c + kBlock <= cols; c += kBlock) {
+    SumColumns<kBlock, kPair, kOrder>(rows, p + c * kColumn, dims, out + c * dims);
+  }
+  if (kBlock > 2 && c + 2 <= cols) {
+    SumColumns<2, kPair, kOrder>(rows, p + c * kColumn, dims, out + c * dims);
+    c += 2;
+  }
+  for (; c < cols; ++c) SumColumns<1, kPair, kOrder>(rows, p + c * kColumn, dims, out + c * dims);
+}
+
+inline void WidenKeys(const char* from, int64_t count, float* to) {
+  const auto* bits = reinterpret_cast<const uint16_t*>(from);
+  for (int64_t i = 0; i < count; i += Vec::kWidth) Vec::Store(to + i, Vec::Widen(bits + i));
+}
+
+// Values [16 keys][dims] to pairs of keys [8][dims][2], where 16 dims begin every `block_words` words and pairs every
+// `pair_words`. Keys outside [begin, end) become 0 unread: they may be NaN.
+inline void PairValues(const char* values, int64_t dims, int begin, int end, int64_t block_words, int64_t pair_words,
+                       uint32_t* to) {
+  alignas(64) static const uint16_t zeros[16] = {};
+  const auto* bits = reinterpret_cast<const uint16_t*>(values);
+  for (int pair = 0; pair < kKeyTile / 2; ++pair, to += pair_words) {
+    const int even = 2 * pair, odd = even + 1;
+    const bool has_even = begin <= even && even < end, has_odd = begin <= odd && odd < end;
+    const uint16_t* a = has_even ? bits + even * dims : zeros;
+    const uint16_t* b = has_odd ? bits + odd * dims : zeros;
+    const int64_t step_a = has_even ? 16 : 0, step_b = has_odd ? 16 : 0;
+    uint32_t* at = to;
+    for (int64_t d = 0; d < dims; d += 16, a += step_a, b += step_b, at += block_words) {
+#ifdef __AVX512F__
+      const __m512i low = _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(a)));
+      const __m512i high = _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(b)));
+      _mm512_storeu_si512(at, _mm512_or_si512(low, _mm512_slli_epi32(high, 16)));
+#else
+      for (int i = 0; i < 16; ++i) at[i] = a[i] | static_cast<uint32_t>(b[i]) << 16;
+#endif
+    }
+  }
+}
+
+// Rounded to bf16, side by side in a word.
+inline void StorePair(uint32_t* to, Vec::F even, Vec::F odd) {
+#ifdef __AVX512BF16__
+  alignas(64) static const uint16_t order[32] = {0, 16, 1, 17, 2,  18, 3,  19, 4,  20, 5,  21, 6,  22, 7,  23,
+                                                 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
+  const __m512i both = (__m512i)_mm512_cvtne2ps_pbh(odd, even);
+  _mm512_storeu_si512(to, _mm512_permutexvar_epi16(_mm512_load_si512(order), both));
+#else
+  uint16_t low[Vec::kWidth], high[Vec::kWidth];
+  Vec::StoreNarrow(low, even);
+  Vec::StoreNarrow(high, odd);
+  for (int i = 0; i < Vec::kWidth; ++i) to[i] = low[i] | static_cast<uint32_t>(high[i]) << 16;
+#endif
+}
+
+}  // namespace
+}  // namespace penstock

@@ -1,0 +1,286 @@
+// A unit of work from its queries to its output, for one form of multiplication.
+#pragma once
+
+#include "attention/attention_kernel.h"
+#include "attention/attention_lanes.h"
+
+namespace penstock {
+namespace {
+
+// Where the tiles of keys (or values) of a split lie, those of positions [begin, end) of the split.
+inline void FindTiles(const AttentionJob& job, const AttentionTask& task, int64_t kv_head, int start, int begin,
+                      int end, int value, const char** tiles) {
+  for (int at = begin / kKeyTile * kKeyTile; at < end; at += kKeyTile) {
+    tiles[at / kKeyTile] = job.tile(task, kv_head, start + at, value);
+  }
+}
+
+inline void Range(const AttentionJob& job, const AttentionTask& task, int* low, int* high) {
+  *low = INT32_MAX;
+  *high = 0;
+  for (int i = 0; i < task.count; ++i) {
+    const int32_t token = job.members[task.first + i];
+    *low = Min(*low, job.oldest[token]);
+    *high = Max(*high, job.positions[token] + 1);
+  }
+}
+
+// Scores of tiles of keys [begin, end) against one column tile, or `wide` of them.
+template <Form kForm>
+void ScoreAll(const char* const* keys, const AttentionJob& job, const float* queries, int wide, int cols, int begin,
+              int end, float* scores, Fetch& fetch) {
+  const int64_t dim = job.dim, words = Memory<kForm>::Words(dim);
+  if constexpr (kForm == Form::kTiles) {
+#ifdef PENSTOCK_HAS_TILES
+    const auto* q = reinterpret_cast<const uint32_t*>(queries);
+    const int per = wide == 2 ? 2 : 4;
+    for (int tile = begin; tile < end; tile += per) {
+      float* out = scores + tile * kKeyTile * kCols;
+      const int left = end - tile;
+      if (wide == 2) {
+        if (left >= 2) ScoreTilesTwice<2>(keys + tile, dim, q, words * kCols, out, fetch);
+        else ScoreTilesTwice<1>(keys + tile, dim, q, words * kCols, out, fetch);
+      } else {
+        if (left >= 4) ScoreTiles<4>(keys + tile, dim, q, out, fetch);
+        else if (left == 3) ScoreTiles<3>(keys + tile, dim, q, out, fetch);
+        else if (left == 2) ScoreTiles<2>(keys + tile, dim, q, out, fetch);
+        else ScoreTiles<1>(keys + tile, dim, q, out, fetch);
+      }
+    }
+#endif
+  } else if constexpr (kKeyLanes<kForm>) {
+#ifdef __AVX512F__
+    for (int tile = begin; tile < end; ++tile) {
+      fetch.Some();
+      ScoreTurned(reinterpret_cast<const float*>(keys[tile]), dim, queries, scores + tile * kKeyTile);
+    }
+#endif
+  } else {
+    for (int tile = begin; tile < end; ++tile) {
+      fetch.Some();
+      float* out = scores + tile * kKeyTile * kCols;
+      if (cols > Vec::kWidth) {
+        ScoreKeys<kCols / Vec::kWidth, Paired(kForm)>(keys[tile], words * 4, queries, words, out);
+      } else {
+        ScoreKeys<1, Paired(kForm)>(keys[tile], words * 4, queries, words, out);
+      }
+    }
+  }
+}
+
+// Keys [begin, end) of a split into the form they are scored in, at `memory.keys` unless used in place.
+template <Form kForm>
+void PrepareKeys(const char** keys, int64_t dim, int begin, int end, Memory<kForm>& memory) {
+  if constexpr (kForm != Form::kWiden) return;
+  for (int at = begin / kKeyTile * kKeyTile; at < end; at += kKeyTile) {
+    float* to = memory.keys + at * dim;
+    if constexpr (kKeyLanes<kForm>) {
+#ifdef __AVX512F__
+      TurnKeys(keys[at / kKeyTile], dim, to);
+#endif
+    } else {
+      WidenKeys(keys[at / kKeyTile], kKeyTile * dim, to);
+    }
+    keys[at / kKeyTile] = reinterpret_cast<const char*>(to);
+  }
+}
+
+template <Form kForm>
+void SoftmaxOf(const AttentionJob& job, const Columns& c, const Part& part, float* scores, float* out, Sums& sums,
+               Fetch& fetch) {
+  if constexpr (kKeyLanes<kForm>) {
+#ifdef __AVX512F__
+    SoftmaxLanes(job, c, part, scores, out, sums, fetch);
+#endif
+  } else {
+    Softmax<kForm>(job, c, part.start, part.first, part.last, scores, out, sums, fetch);
+  }
+}
+
+template <Form kForm>
+void AttendFew(const AttentionJob& job, const Part& part, const Memory<kForm>& memory, Sums& sums, Fetch& fetch_values,
+               Fetch& fetch_next) {
+#ifdef __AVX512F__
+  if constexpr (kKeyLanes<kForm>) {
+    AttendFewColumns(job, memory.columns[0], part, memory.queries, memory.scores, memory.probabilities, sums,
+                     fetch_values, fetch_next);
+  }
+#endif
+}
+
+// Values of a split's keys [begin, end) into the form they are summed in, at `memory.values` unless used in place.
+template <Form kForm>
+void PrepareValues(const char** values, int64_t dim, int begin, int end, Memory<kForm>& memory,
+                   Fetch& fetch) {
+  if constexpr (kForm == Form::kFloat) return;
+  constexpr int kStep = Paired(kForm) ? 2 * kKeyTile : kKeyTile;  // AMX sums 32 keys at once
+  for (int at = begin / kStep * kStep; at < (end + kStep - 1) / kStep * kStep; at += kKeyTile) {
+    const int tile = at / kKeyTile, low = Max(begin - at, 0), high = Min(end - at, kKeyTile);
+    fetch.Some();
+    if constexpr (kForm == Form::kWiden) {
+      float* to = memory.values + at * dim;
+      WidenKeys(values[tile] + low * dim * 2, (high - low) * dim, to + low * dim);
+      values[tile] = reinterpret_cast<const char*>(to);
+    } else {
+      auto* to = reinterpret_cast<uint32_t*>(memory.values) + at / 2 * dim;
+      const bool held = low < high, tiled = kForm == Form::kTiles;
+      if (tiled && at % 32) to = to - 8 * dim + 8 * kCols;  // the lower half of the tiles of 16 pairs
+      PairValues(values[tile], dim, held ? low : 0, held ? high : 0, tiled ? 256 : 16, tiled ? kCols : dim, to);
+      values[tile] = reinterpret_cast<const char*>(to);
+    }
+  }
+}
+
+#ifdef PENSTOCK_HAS_TILES
+// The probabilities of keys [begin, end), multiples of kKeyTile, as AMX's A operands: blocks of 32 keys, of which the
+// half without scores counts nothing.
+inline void Turn(uint32_t* pairs, int begin, int end, uint32_t* turned) {
+  if (begin % 32) memset(pairs + begin / 32 * 256, 0, 512);
+  if (end % 32) memset(pairs + end / 2 * kCols, 0, 512);
+  for (int block = begin / 32; block < (end + 31) / 32; ++block) {
+    const uint32_t* rows[16];
+    for (int i = 0; i < 16; ++i) rows[i] = pairs + block * 256 + i * kCols;
+    TransposeTile(rows, turned + block * 256);
+  }
+}
+#endif
+
+// Values of keys [begin, end) weighted, into `wide` tiles of sums.
+template <Form kForm>
+void SumAll(const char* const* values, const AttentionJob& job, int wide, int cols, int begin, int end,
+            const Memory<kForm>& memory, Sums* sums, Fetch& fetch) {
+  if constexpr (kForm == Form::kTiles) {
+#ifdef PENSTOCK_HAS_TILES
+    const int first = begin / 32, last = (end + 31) / 32;
+    const auto* words = reinterpret_cast<const uint32_t*>(memory.values);
+    const uint32_t* turned = memory.turned;
+    for (int64_t dim = 0; dim < job.dim; dim += wide == 2 ? 32 : 64) {
+      const int64_t left = job.dim - dim;
+      if (wide == 2) {
+        float *out = sums[0].values, *out2 = sums[1].values;
+        if (left >= 32) SumTilesTwice<2>(turned, words, first, last, job.dim, dim, out, out2, fetch);
+        else SumTilesTwice<1>(turned, words, first, last, job.dim, dim, out, out2, fetch);
+      } else {
+        float* out = sums[0].values;
+        if (left >= 64) SumTiles<4>(turned, words, first, last, job.dim, dim, out, fetch);
+        else if (left == 48) SumTiles<3>(turned, words, first, last, job.dim, dim, out, fetch);
+        else if (left == 32) SumTiles<2>(turned, words, first, last, job.dim, dim, out, fetch);
+        else SumTiles<1>(turned, words, first, last, job.dim, dim, out, fetch);
+      }
+    }
+#endif
+  } else {
+    constexpr int kPer = Paired(kForm) ? 2 : 1;
+    const ValueRows rows{values, job.dim * 4, kKeyTile / kPer, begin / kPer, (end + kPer - 1) / kPer};
+    constexpr Order kOrder = kKeyLanes<kForm> ? Order::kColumns : Order::kRows;
+    SumValues<Paired(kForm), kOrder>(rows, memory.probabilities, cols, job.dim, sums[0].values);
+  }
+}
+
+template <Form kForm>
+void RunUnit(const AttentionJob& job, const AttentionUnit& unit, const AttentionUnit& next, char* scratch) {
+  const AttentionTask& task = *unit.task;
+  const int64_t dim = job.dim, columns = task.count * job.group(), tiles = (columns + kCols - 1) / kCols;
+  Carver carver(scratch);
+  Memory<kForm> memory(job, tiles, carver);
+  memory.Link(tiles, dim);
+  Sums* split_sums = memory.sums + tiles;
+  for (int64_t t = 0; t < tiles; ++t) {
+    LoadColumns<kForm>(job, task, unit.kv_head, static_cast<int>(t * kCols), memory.columns[t],
+                       memory.queries + t * memory.query_words * kCols);
+    if (!task.partial) Clear(memory.sums[t], dim);
+  }
+  int low, high;
+  Range(job, task, &low, &high);
+  for (int split = task.split_begin; split < task.split_end; ++split) {
+    const int start = split * kSplit, begin = Max(low - start, 0), end = Min(high - start, kSplit);
+    const char *keys[kSplitTiles] = {}, *values[kSplitTiles] = {}, *ahead[kSplitTiles] = {};
+    FindTiles(job, task, unit.kv_head, start, begin, end, 0, keys);
+    FindTiles(job, task, unit.kv_head, start, begin, end, 1, values);
+    const bool last = split + 1 == task.split_end;
+    if (!last || next.task) {
+      const AttentionTask& then = last ? *next.task : task;
+      int then_low = low, then_high = high;
+      if (last) Range(job, then, &then_low, &then_high);
+      const int then_start = (last ? then.split_begin : split + 1) * kSplit;
+      FindTiles(job, then, last ? next.kv_head : unit.kv_head, then_start, Max(then_low - then_start, 0),
+                Min(then_high - then_start, kSplit), 0, ahead);
+    }
+    const char* raw_values[kSplitTiles];
+    memcpy(raw_values, values, sizeof(values));
+    const bool few = kKeyLanes<kForm> && columns <= kFewColumns;
+    if (!few) PrepareKeys<kForm>(keys, dim, begin, end, memory);
+    // While the first columns are at the keys, their values come; and then the next keys.
+    const int64_t tile_bytes = kKeyTile * dim * job.element(), steps = (end - begin + kKeyTile - 1) / kKeyTile;
+    Fetch fetch_values(raw_values, tile_bytes, 3 * steps), fetch_next(ahead, tile_bytes, 2 * steps);
+    bool prepared = false;
+    for (int64_t t = 0; t < tiles; t += kWide<kForm>) {
+      const int wide = Min(kWide<kForm>, static_cast<int>(tiles - t));
+      int oldest = INT32_MAX, newest = -1;
+      for (int w = 0; w < wide; ++w) {
+        oldest = Min(oldest, memory.columns[t + w].min_oldest);
+        newest = Max(newest, memory.columns[t + w].max_newest);
+      }
+      int from = Max(oldest - start, begin), to = Min(newest + 1 - start, end);
+      const bool empty = from >= to;
+      if (!empty) {
+        const int first = from / kKeyTile * kKeyTile, last = (to + kKeyTile - 1) / kKeyTile * kKeyTile;
+        const Part part{keys, values, start, first, last, from, to};
+        if (few) {
+          AttendFew<kForm>(job, part, memory, split_sums[0], fetch_values, fetch_next);
+        } else {
+          ScoreAll<kForm>(keys, job, memory.queries + t * memory.query_words * kCols, wide, memory.columns[t].count,
+                          first / kKeyTile, last / kKeyTile, memory.scores, fetch_values);
+          for (int w = 0; w < wide; ++w) {
+            SoftmaxOf<kForm>(job, memory.columns[t + w], part, memory.scores + w * kSplit * kCols,
+                             memory.probabilities, split_sums[w], fetch_values);
+#ifdef PENSTOCK_HAS_TILES
+            if constexpr (kForm == Form::kTiles) {
+              Turn(reinterpret_cast<uint32_t*>(memory.probabilities), first, last,
+                   memory.turned + w * kSplit / 2 * kCols);
+            }
+#endif
+          }
+          if (!prepared) PrepareValues<kForm>(values, dim, begin, end, memory, fetch_next);
+          prepared = true;
+          // Keys outside the range have values that must not be multiplied; as pairs they are 0 there.
+          if (Paired(kForm)) from = first, to = last;
+          SumAll<kForm>(values, job, wide, memory.columns[t].count, from, to, memory, split_sums, fetch_next);
+        }
+      }
+      for (int w = 0; w < wide; ++w) {
+        const Columns& c = memory.columns[t + w];
+        if (task.partial) {
+          StorePartials(job, c, split_sums[w], empty, split, unit.kv_head);
+        } else if (!empty) {
+          Merge(memory.sums[t + w], split_sums[w], c.count, dim);
+        }
+      }
+    }
+  }
+  if (!task.partial) {
+    for (int64_t t = 0; t < tiles; ++t) {
+      const Columns& c = memory.columns[t];
+      for (int col = 0; col < c.count; ++col) WriteColumn(job, memory.sums[t], col, c.token[col], c.head[col]);
+    }
+    return;
+  }
+  for (int i = 0; i < task.count; ++i) {
+    const int32_t token = job.members[task.first + i];
+    const int begin = Max(task.split_begin, job.oldest[token] / kSplit);
+    const int end = Min(task.split_end, job.positions[token] / kSplit + 1);
+    if (begin < end) FinishToken(job, token, unit.kv_head, end - begin, memory.sums[0]);
+  }
+}
+
+template <Form kForm>
+int64_t ScratchBytes(const AttentionJob& job, int64_t tiles) {
+  Carver carver(nullptr);
+  Memory<kForm> memory(job, tiles, carver);
+  return carver.used();
+}
+
+inline void Nothing() {}
+
+}  // namespace
+}  // namespace penstock

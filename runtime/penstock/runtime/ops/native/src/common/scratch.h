@@ -1,0 +1,34 @@
+// Memory that a thread keeps between calls.
+#pragma once
+
+#include <cstdint>
+#include <cstdlib>
+#include <memory>
+#include <new>
+
+#include "common/limits.h"
+
+namespace penstock {
+
+// At least `bytes`, aligned to a page; the calling thread's own for this Use, and valid until its next call with it.
+// Throws std::bad_alloc.
+template <typename Use>
+char* Scratch(int64_t bytes) {
+  struct Free {
+    void operator()(char* p) const { std::free(p); }
+  };
+  static thread_local std::unique_ptr<char, Free> memory;
+  static thread_local int64_t size = 0;
+  if (bytes > MaxScratch()) throw std::bad_alloc();
+  if (size < bytes) {
+    const int64_t rounded = (bytes + 4095) / 4096 * 4096;
+    size = 0;  // what is held now goes first, and stays gone should there be no memory for more
+    memory.reset();
+    memory.reset(static_cast<char*>(std::aligned_alloc(4096, rounded)));
+    if (!memory) throw std::bad_alloc();
+    size = rounded;
+  }
+  return memory.get();
+}
+
+}  // namespace penstock

@@ -1,0 +1,95 @@
+// The FFI operation `penstock_rotate`: see rotate.h.
+#include "rotate/rotate.h"
+
+#include "common/cpu.h"
+#include "common/guarded.h"
+#include "common/parallel.h"
+#include "xla/ffi/api/ffi.h"
+
+namespace penstock {
+namespace {
+
+namespace ffi = xla::ffi;
+
+constexpr int64_t kRowsPerCall = 8;
+
+RotateRows Kernel() {
+  switch (CurrentIsa()) {
+    case Isa::kAmx:
+    case Isa::kAvx512Bf16:
+      return RotateRowsAvx512Bf16;
+    case Isa::kAvx512:
+      return RotateRowsAvx512;
+    case Isa::kAvx2:
+      return RotateRowsAvx2;
+    case Isa::kNone:
+      break;
+  }
+  return nullptr;
+}
+
+// What the buffer holds from place `at` on; null where it is empty.
+template <typename Buffer>
+const uint16_t* From(const Buffer& buffer, int64_t at) {
+  return buffer.element_count() ? reinterpret_cast<const uint16_t*>(buffer.untyped_data()) + at : nullptr;
+}
+
+uint16_t* Bits(ffi::Result<ffi::Buffer<ffi::BF16>>& buffer) {
+  return reinterpret_cast<uint16_t*>(buffer->untyped_data());
+}
+
+// qkv bf16 [T, (H + 2 K) * D], cos and sin float32 [T, D / 2], num_rows int32 [] (the others are padding and left as
+// they are), norms bf16 [D] from `q_norm_at` and `k_norm_at` on in arrays that may hold more, or [0] -> q [T, H, D],
+// k [T, K, D], v [T, K, D].
+ffi::Error Rotate(ffi::ThreadPool pool, ffi::Buffer<ffi::BF16> qkv, ffi::Buffer<ffi::F32> cos,
+                  ffi::Buffer<ffi::F32> sin, ffi::Buffer<ffi::S32> num_rows, ffi::Buffer<ffi::BF16> q_norm,
+                  ffi::Buffer<ffi::BF16> k_norm, ffi::Result<ffi::Buffer<ffi::BF16>> q,
+                  ffi::Result<ffi::Buffer<ffi::BF16>> k, ffi::Result<ffi::Buffer<ffi::BF16>> v, float eps,
+                  int64_t q_norm_at, int64_t k_norm_at) {
+  const RotateRows kernel = Kernel();
+  if (!kernel) return ffi::Error::Internal("no kernel for this processor");
+  RotateJob job{};
+  job.qkv = reinterpret_cast<const uint16_t*>(qkv.untyped_data());
+  job.cos = cos.typed_data();
+  job.sin = sin.typed_data();
+  job.q_norm = From(q_norm, q_norm_at);
+  job.k_norm = From(k_norm, k_norm_at);
+  job.eps = eps;
+  job.heads = q->dimensions()[1];
+  job.kv_heads = k->dimensions()[1];
+  job.dim = q->dimensions()[2];
+  if (job.dim % 32 != 0) return ffi::Error::InvalidArgument("the head's size must be a multiple of 32");
+  job.q = Bits(q);
+  job.k = Bits(k);
+  job.v = Bits(v);
+  const int64_t rows = std::min<int64_t>(num_rows.typed_data()[0], q->dimensions()[0]);
+  ParallelFor(pool, (rows + kRowsPerCall - 1) / kRowsPerCall, [&](int64_t i) {
+    kernel(job, i * kRowsPerCall, std::min(rows, (i + 1) * kRowsPerCall));
+  });
+  return ffi::Error::Success();
+}
+
+}  // namespace
+}  // namespace penstock
+
+extern "C" __attribute__((visibility("default"))) XLA_FFI_Error* penstock_rotate(XLA_FFI_CallFrame* frame) {
+  using namespace penstock;
+  using Bf16 = ffi::Buffer<ffi::BF16>;
+  static auto* handler = ffi::Ffi::Bind()
+                             .Ctx<ffi::ThreadPool>()
+                             .Arg<Bf16>()
+                             .Arg<ffi::Buffer<ffi::F32>>()
+                             .Arg<ffi::Buffer<ffi::F32>>()
+                             .Arg<ffi::Buffer<ffi::S32>>()
+                             .Arg<Bf16>()
+                             .Arg<Bf16>()
+                             .Ret<Bf16>()
+                             .Ret<Bf16>()
+                             .Ret<Bf16>()
+                             .Attr<float>("eps")
+                             .Attr<int64_t>("q_norm_at")
+                             .Attr<int64_t>("k_norm_at")
+                             .To(Guarded<&Rotate>::Call)
+                             .release();
+  return handler->Call(frame);
+}

@@ -1,0 +1,278 @@
+#include "sample/sample_row.h"
+
+#include <algorithm>
+#include <cfloat>
+#include <cmath>
+#include <cstring>
+#include <functional>
+#include <numeric>
+
+namespace penstock {
+namespace {
+
+constexpr float kLog2E = 1.44269504088896341f;
+constexpr float kTiny = 1e-30f, kHuge = 1e30f;  // far from what overflows in float32, and from what is 0
+
+// Hands out pieces of memory, each on a cache line of its own with room for a vector more.
+class Carver {
+ public:
+  explicit Carver(char* memory) : memory_(memory) {}
+  template <typename T>
+  void Take(int64_t count, T** to) {
+    *to = memory_ ? reinterpret_cast<T*>(memory_ + used_) : nullptr;
+    used_ += (count * static_cast<int64_t>(sizeof(T)) + 127) / 64 * 64;
+  }
+  int64_t used() const { return used_; }
+
+ private:
+  char* memory_;
+  int64_t used_ = 0;
+};
+
+// Drawn by inverse CDF; only what has mass is ever drawn, whatever the rounding of the sums.
+int64_t FirstPast(const float* masses, int64_t count, float uniform) {
+  double total = 0.0;
+  for (int64_t i = 0; i < count; ++i) total += masses[i];
+  double sum = 0.0;
+  for (int64_t i = 0; i < count; ++i) {
+    sum += masses[i];
+    if (sum > uniform * total && masses[i] > 0.0f) return i;
+  }
+  return std::max_element(masses, masses + count) - masses;
+}
+
+class Row {
+ public:
+  Row(const SampleKernel& kernel, const SampleRow& row, const SampleWork& work, const EachBlock& each)
+      : kernel_(kernel), row_(row), work_(work), each_(each) {}
+
+  void Choose(const SampleResult& result) {
+    Build();
+    const float raw_peak = kernel_.peak(work_.raw_peaks, chunks_);
+    if (std::any_of(work_.broken, work_.broken + blocks_, [](bool b) { return b; }) || !std::isfinite(raw_peak)) {
+      *result.token = kNonFinite;
+      return;
+    }
+    if (row_.num_top >= 0) LogProbs(raw_peak, result);
+    *result.token = static_cast<int32_t>(Token(raw_peak));
+    if (row_.num_top >= 0) *result.logprob = LogProb(row_.logits[*result.token]);
+  }
+
+ private:
+  void Build() {
+    each_([&](int64_t block) { kernel_.build(row_, work_, block); });
+    peak_ = kernel_.peak(work_.peaks, chunks_);
+  }
+
+  int64_t Token(float raw_peak) {
+    if (peak_ == -HUGE_VALF) {  // nothing is left: now only the mask counts
+      row_.bias = nullptr;
+      row_.num_stop_ids = 0;
+      Build();
+    }
+    if (peak_ == -HUGE_VALF) {  // it allows none, or none with a probability
+      for (int64_t id = 0; row_.mask && id < row_.vocab; ++id) {
+        if (row_.mask[id / 32] >> (id % 32) & 1) return id;
+      }
+      return FindIn(row_.logits, work_.raw_peaks, raw_peak);
+    }
+    return row_.temperature > 0.0f ? Draw() : FindIn(x(), work_.peaks, peak_);
+  }
+
+  const float* x() const { return row_.edited() ? work_.x : row_.logits; }
+  int64_t ChunkSize(int64_t chunk) const { return std::min(kSampleChunk, row_.vocab - chunk * kSampleChunk); }
+
+  // The first id of the largest value.
+  int64_t FindIn(const float* values, const float* peaks, float peak) const {
+    const int64_t chunk = kernel_.find(peaks, chunks_, peak), first = chunk * kSampleChunk;
+    return first + kernel_.find(values + first, ChunkSize(chunk), peak);
+  }
+
+  int64_t Draw() {
+    const float temperature = std::min(std::max(row_.temperature, kTiny), kHuge);
+    scale_ = kLog2E / temperature;
+    const float limit = row_.min_p > 0.0f ? -std::log(row_.min_p) * temperature : HUGE_VALF;
+    float reach = HUGE_VALF;
+    if (row_.top_k > 0 && row_.top_k < row_.vocab) reach = CutTopK();
+    if (row_.top_p < 1.0f) reach = std::min(reach, CutTopP(reach, limit));
+    reach = std::min(reach, limit);
+    WeighChunks(reach);
+    const int64_t chunk = FirstPast(work_.masses, chunks_, row_.uniforms[0]);
+    const int64_t first = chunk * kSampleChunk, size = ChunkSize(chunk);
+    for (int64_t i = 0; i < size; ++i) {
+      const float distance = peak_ - x()[first + i];
+      work_.distances[i] = distance <= reach ? distance : HUGE_VALF;
+    }
+    kernel_.weigh(work_.distances, size, scale_, work_.weights);
+    return first + FirstPast(work_.weights, size, row_.uniforms[1]);
+  }
+
+  // The distance up to which tokens are kept.
+  float CutTopK() {
+    // The k-th largest of a lesser number of tokens is a bound: of each chunk's largest, or of each lane's in a chunk.
+    float bound = FLT_MAX;
+    const int64_t k = row_.top_k;
+    const float* of = k <= chunks_ ? work_.peaks : work_.lane_peaks;
+    const int64_t count = k <= chunks_ ? chunks_ : chunks_ * kernel_.lanes;
+    if (k <= count) {
+      std::copy_n(of, count, work_.order);
+      std::nth_element(work_.order, work_.order + (k - 1), work_.order + count, std::greater<float>());
+      bound = std::min(bound, peak_ - work_.order[k - 1]);
+    }
+    return Reach(0.0f, static_cast<double>(k), static_cast<double>(row_.vocab), bound);
+  }
+
+  // The same, of the tokens up to `reach`. Beyond `limit` nothing is kept anyway.
+  float CutTopP(float reach, float limit) {
+    WeighChunks(reach);
+    double total = 0.0;
+    for (int64_t c = 0; c < chunks_; ++c) total += work_.masses[c];
+    // Tokens so light that even vocab of them are less than what may be missing; twice that, for rounding.
+    const double light = (1.0 - row_.top_p) * total / (2.0 * static_cast<double>(row_.vocab));
+    const double bound = std::min<double>({-std::log2(light) / scale_, reach, limit, FLT_MAX});
+    const double share = std::max(row_.top_p, kTiny);  // the largest is kept even where top_p is 0
+    return Reach(scale_, share * total, total, static_cast<float>(bound));
+  }
+
+  // The smallest distance up to which the weights under `scale`, `total` in all, add up to at least `need`; the largest
+  // up to `bound` if they do not.
+  float Reach(float scale, double need, double total, float bound) {
+    SampleRange range{peak_, scale, -1.0f, bound};
+    if (row_.vocab > kSampleBlock) Guess(need / total, &range);
+    double before = Collect(range);
+    if (range.near >= 0.0f || range.far < bound) {
+      const double reached = std::accumulate(work_.weights, work_.weights + count_, before);
+      if (!count_ || before >= need || reached < need) {  // a wrong guess
+        range.near = -1.0f, range.far = bound;
+        before = Collect(range);
+      }
+    }
+    return SampleReach(count_, kernel_.peak(work_.distances, count_), before, need, work_);
+  }
+
+  // Where there is much to collect, narrows the range to where a sample, 16 tokens of each chunk, says that `share` of
+  // the weight is reached, with a margin.
+  void Guess(double share, SampleRange* range) {
+    int64_t all = 0, inside = 0;
+    count_ = 0;
+    for (int64_t chunk = 0; chunk < chunks_; ++chunk) {
+      const int64_t size = std::min<int64_t>(16, ChunkSize(chunk));
+      all += size;
+      for (int64_t i = 0; i < size; ++i) {
+        const float distance = peak_ - x()[chunk * kSampleChunk + i];
+        work_.distances[count_] = distance;
+        count_ += distance <= FLT_MAX;
+        inside += distance <= range->far;
+      }
+    }
+    if (inside < all / 8) return;
+    kernel_.weigh(work_.distances, count_, range->scale, work_.weights);
+    const double total = range->scale > 0.0f ? std::accumulate(work_.weights, work_.weights + count_, 0.0)
+                                             : static_cast<double>(all);
+    const double margin = 6.0 * std::sqrt(share * (1.0 - share) / static_cast<double>(all));
+    const float farthest = kernel_.peak(work_.distances, count_);
+    const auto at = [&](double part) { return SampleReach(count_, farthest, 0.0, part * total, work_); };
+    if (share > margin) range->near = at(share - margin);
+    if (share + margin < 1.0) range->far = std::min(range->far, at(share + margin));
+  }
+
+  // The range's distances with their weights. Returns the weight of those nearer.
+  double Collect(const SampleRange& range) {
+    each_([&](int64_t block) { kernel_.collect(row_, work_, block, range); });
+    double nearer = 0.0;
+    count_ = 0;
+    for (int64_t block = 0; block < blocks_; ++block) {
+      nearer += work_.nearer[block];
+      memmove(work_.distances + count_, work_.distances + block * kSampleBlock, work_.counts[block] * sizeof(float));
+      count_ += work_.counts[block];
+    }
+    kernel_.weigh(work_.distances, count_, range.scale, work_.weights);
+    return nearer;
+  }
+
+  void WeighChunks(float reach) {
+    each_([&](int64_t block) { kernel_.weigh_chunks(row_, work_, block, peak_, scale_, reach); });
+  }
+
+  float LogProb(float logit) const { return static_cast<float>(static_cast<double>(logit) - log_sum_); }
+
+  void LogProbs(float peak, const SampleResult& result) {
+    double sum = 0.0;
+    for (int64_t block = 0; block < blocks_; ++block) {
+      const int64_t chunk = block * (kSampleBlock / kSampleChunk);
+      const float block_peak =
+          kernel_.peak(work_.raw_peaks + chunk, std::min(kSampleBlock / kSampleChunk, chunks_ - chunk));
+      sum += work_.sums[block] * std::exp(static_cast<double>(block_peak) - static_cast<double>(peak));
+    }
+    log_sum_ = static_cast<double>(peak) + std::log(sum);
+    // Those of the first chunks by their largest, of which each next is either the largest of its chunk or follows
+    // one in its chunk: so only chunks that gave one are copied, and what is taken is struck out.
+    float* peaks = work_.order;
+    std::copy_n(work_.raw_peaks, chunks_, peaks);
+    std::fill_n(work_.top_rows, chunks_, -1);
+    const int64_t wanted = std::min(row_.num_top, row_.vocab);
+    int64_t rank = 0, copies = 0;
+    for (; rank < wanted; ++rank) {
+      const float value = kernel_.peak(peaks, chunks_);
+      if (value == -HUGE_VALF) break;
+      const int64_t chunk = kernel_.find(peaks, chunks_, value), first = chunk * kSampleChunk;
+      if (work_.top_rows[chunk] < 0) {
+        work_.top_rows[chunk] = copies++;
+        std::copy_n(row_.logits + first, ChunkSize(chunk), work_.tops + work_.top_rows[chunk] * kSampleChunk);
+      }
+      float* copy = work_.tops + work_.top_rows[chunk] * kSampleChunk;
+      const int64_t inside = kernel_.find(copy, ChunkSize(chunk), value);
+      result.top_ids[rank] = static_cast<int32_t>(first + inside);
+      result.top_logprobs[rank] = LogProb(row_.logits[first + inside]);
+      copy[inside] = -HUGE_VALF;
+      peaks[chunk] = kernel_.peak(copy, ChunkSize(chunk));
+    }
+    for (int64_t id = 0; rank < wanted; ++id) {  // what is left is impossible
+      if (row_.logits[id] != -HUGE_VALF) continue;
+      result.top_ids[rank] = static_cast<int32_t>(id);
+      result.top_logprobs[rank++] = -HUGE_VALF;
+    }
+  }
+
+  const SampleKernel& kernel_;
+  SampleRow row_;
+  const SampleWork& work_;
+  const EachBlock& each_;
+  const int64_t chunks_ = SampleChunks(row_.vocab), blocks_ = SampleBlocks(row_.vocab);
+  float peak_ = 0.0f, scale_ = 0.0f;
+  int64_t count_ = 0;  // of distances
+  double log_sum_ = 0.0;
+};
+
+}  // namespace
+
+SampleWork CarveSample(char* memory, int64_t vocab, int64_t num_top, int64_t* bytes) {
+  const int64_t chunks = SampleChunks(vocab), blocks = SampleBlocks(vocab), padded = blocks * kSampleBlock;
+  Carver carver(memory);
+  SampleWork work;
+  carver.Take(padded, &work.x);
+  carver.Take(chunks, &work.raw_peaks);
+  carver.Take(chunks, &work.peaks);
+  carver.Take(chunks * kSampleLanes, &work.lane_peaks);
+  carver.Take(blocks, &work.sums);
+  carver.Take(blocks, &work.broken);
+  carver.Take(chunks, &work.masses);
+  carver.Take(blocks, &work.counts);
+  carver.Take(blocks, &work.nearer);
+  carver.Take(padded, &work.distances);
+  carver.Take(padded, &work.weights);
+  carver.Take(padded, &work.left);
+  carver.Take(padded, &work.left_weights);
+  carver.Take(chunks * kSampleLanes, &work.order);
+  carver.Take(num_top * kSampleChunk, &work.tops);
+  carver.Take(chunks, &work.top_rows);
+  *bytes = carver.used();
+  return work;
+}
+
+void SampleToken(const SampleKernel& kernel, const SampleRow& row, const SampleWork& work, const EachBlock& each,
+                 const SampleResult& result) {
+  Row(kernel, row, work, each).Choose(result);
+}
+
+}  // namespace penstock

@@ -1,0 +1,63 @@
+"""Several outputs of one prompt: each is a request of its own in the engine, with an id and a seed made here.
+No jax.
+
+The first computes the prompt; the others are its forks, which begin with its KV pages (`roster`, `planning`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import secrets
+from collections.abc import Sequence
+
+from penstock.runtime.requests.constraint import TokenConstraint
+from penstock.runtime.requests.request import Request
+
+MAX_OUTPUTS = 128
+SEPARATOR = "\x00"
+"""Stands in no caller's id."""
+_GOLDEN_GAMMA = 0x9E3779B97F4A7C15
+_WORD = 2**64 - 1
+
+
+def output_id(request_id: str, index: int) -> str:
+    """The engine's id of output `index`; of the first it is the request's own."""
+    return request_id if index == 0 else f"{request_id}{SEPARATOR}{index}"
+
+
+def request_id_of(engine_id: str) -> str:
+    """The request that an output belongs to."""
+    return engine_id.partition(SEPARATOR)[0]
+
+
+def output_seed(seed: int, index: int) -> int:
+    """Seed of output `index`; that of the first is the request's own, so that n = 1 is the first of n.
+
+    SplitMix64's mixer (Steele, Lea and Flood 2014) over seed + index * gamma, which it maps one to one.
+    """
+    if index == 0:
+        return seed
+    z = (seed + index * _GOLDEN_GAMMA) & _WORD
+    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _WORD
+    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _WORD
+    return z ^ (z >> 31)
+
+
+def outputs_of(request: Request, n: int, constraints: Sequence[TokenConstraint] = ()) -> list[Request]:
+    """One request per output, to be submitted in this order; `constraints` is empty or has one for each.
+
+    Log-probabilities of the prompt come with the first only.
+    """
+    sampling = request.sampling
+    seed = secrets.randbits(64) if sampling.seed is None else sampling.seed
+    return [
+        dataclasses.replace(
+            request,
+            request_id=output_id(request.request_id, index),
+            sampling=sampling.seeded(output_seed(seed, index)),
+            prompt_logprobs=request.prompt_logprobs if index == 0 else None,
+            constraint=constraints[index] if constraints else None,
+            fork_of=request.request_id if index else None,
+        )
+        for index in range(n)
+    ]

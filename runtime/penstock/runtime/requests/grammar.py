@@ -1,0 +1,103 @@
+"""What a request asks of its output: one grammar, as a frozen value that checked its own size."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from penstock.runtime.errors import InvalidRequest, Violation
+
+MAX_GRAMMAR_BYTES = 256 * 1024
+"""Of the source in UTF-8. Together with `timed_calls.STACK_BYTES` this bounds how deep a compile can
+recurse.
+"""
+MAX_CHOICES = 10_000
+ANSWER = "answer"
+"""The name by which `Grammar.before` refers to the grammar proper."""
+
+
+class GrammarKind(enum.Enum):
+    """Names as in the contract's Constraint."""
+
+    JSON_SCHEMA = "json_schema"
+    JSON_OBJECT = "json_object"
+    REGEX = "regex"
+    EBNF = "ebnf"
+    CHOICE = "choice"
+
+
+@dataclass(frozen=True, slots=True)
+class Grammar:
+    """What the whole output must match, or all of it that comes after `before`.
+
+    Equal grammars share what is compiled of them.
+    Raises InvalidRequest on construction where the source is empty or too large. Whether it means anything is
+    found when it is compiled (`compiler.GrammarCompiler`).
+    """
+
+    kind: GrammarKind
+    source: str | tuple[str, ...] = ""
+    """A JSON Schema document, "" (any JSON object), a regular expression, a grammar in Lark or GBNF, or the
+    choices."""
+    field: str = dataclasses.field(default="", compare=False)
+    """Where the contract's caller wrote it; by default the field of the kind, such as "constraint.regex"."""
+    before: str = ""
+    """Lark text, of the server's own making, of what comes first: its rule `start` ends in `@answer`, which
+    stands for the grammar proper. "": nothing comes first."""
+
+    def __post_init__(self) -> None:
+        if not self.field:
+            object.__setattr__(self, "field", f"constraint.{self.kind.value}")
+        is_choice = self.kind is GrammarKind.CHOICE
+        if is_choice is isinstance(self.source, str):
+            raise TypeError(
+                f"{self.kind.value}: source must be {'a tuple of strings' if is_choice else 'a string'}"
+            )
+        problem = self._problem()
+        if problem:
+            raise InvalidRequest([Violation(self.field, problem)])
+
+    @classmethod
+    def json_schema(cls, schema: str) -> Grammar:
+        """A JSON value that the schema accepts."""
+        return cls(GrammarKind.JSON_SCHEMA, schema)
+
+    @classmethod
+    def json_object(cls) -> Grammar:
+        """Any JSON object."""
+        return cls(GrammarKind.JSON_OBJECT)
+
+    @classmethod
+    def regex(cls, pattern: str) -> Grammar:
+        """Text that the expression matches from end to end."""
+        return cls(GrammarKind.REGEX, pattern)
+
+    @classmethod
+    def ebnf(cls, text: str) -> Grammar:
+        """Text that the rule `start` (Lark) or `root` (GBNF) derives."""
+        return cls(GrammarKind.EBNF, text)
+
+    @classmethod
+    def choice(cls, choices: Sequence[str]) -> Grammar:
+        """Exactly one of these strings."""
+        return cls(GrammarKind.CHOICE, tuple(choices))
+
+    def _problem(self) -> str:
+        """What is wrong with the source's size or characters; "" if nothing is."""
+        if self.kind is GrammarKind.JSON_OBJECT:
+            return "takes no source" if self.source else ""
+        texts = (self.source,) if isinstance(self.source, str) else self.source
+        if not texts:
+            return "must hold at least one string"
+        if len(texts) > MAX_CHOICES:
+            return f"at most {MAX_CHOICES} choices, not {len(texts)}"
+        # An empty regex or choice stands for the empty output; an empty schema or grammar is a mistake.
+        if self.kind in (GrammarKind.JSON_SCHEMA, GrammarKind.EBNF) and not texts[0].strip():
+            return "must not be empty"
+        try:
+            size = sum(len(text.encode()) for text in texts)
+        except UnicodeEncodeError:
+            return "must be valid Unicode"
+        return f"at most {MAX_GRAMMAR_BYTES} bytes, not {size}" if size > MAX_GRAMMAR_BYTES else ""

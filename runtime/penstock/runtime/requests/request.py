@@ -1,0 +1,315 @@
+"""What a request asks and what comes back: frozen values shared by scheduler, engine and service. No jax.
+
+Defaults here are neutral values. The service and `Engine` put in the defaults of the model and of the
+operator before they make a value of this module. Every class checks itself once, on construction, and
+raises `InvalidRequest` listing all violations by the contract's field path.
+"""
+
+from __future__ import annotations
+
+import copy
+import enum
+import itertools
+import math
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.runtime.errors import InvalidRequest, Violation
+from penstock.runtime.requests.constraint import TokenConstraint
+from penstock.runtime.requests.word_table import WordTable
+
+MAX_STOP_TOKEN_IDS = 32
+"""Width of the per-row list that the compiled sampler masks before `min_tokens`; EOS ids count."""
+MAX_STOP_STRINGS = 16
+MAX_STOP_STRING_CHARS = 256
+MAX_BAD_BIASES = 20
+"""Of those that are no numbers, so many are named."""
+MAX_REQUEST_ID_CHARS = 128
+"""Of an id as its caller chooses it."""
+MAX_ENGINE_ID_CHARS = 256
+"""Of an id as the engine is given it: the service puts before it whose it is."""
+MAX_CACHE_SALT_CHARS = 256
+
+
+def _raise_if(violations: list[Violation]) -> None:
+    if violations:
+        raise InvalidRequest(violations)
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How the next token is drawn from the logits.
+
+    In this order: repetition penalty, frequency and presence penalty, bias, what is not allowed; then, as in
+    Hugging Face's processors, temperature, top_k, top_p, min_p. `temperature` 0 is greedy and makes those
+    after it without effect. `top_k` 0, `top_p` 1 and `min_p` 0 are off. `seed` is an unsigned 64-bit number;
+    None lets the engine draw one.
+
+    `repetition_penalty` is Hugging Face's (CTRL, Keskar et al. 2019): the logit of every token of prompt or
+    output is divided by it if positive, else multiplied. `frequency_penalty` and `presence_penalty` are
+    OpenAI's: subtracted per occurrence in the output, and once if there is any.
+    """
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int | None = None
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    """(token id, what is added to its logit); -inf forbids it."""
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    """Sequences of token ids that the output must not hold."""
+    allowed_token_ids: tuple[int, ...] = ()
+    """Empty: all."""
+
+    def __post_init__(self) -> None:
+        bad: list[Violation] = []
+        if not (math.isfinite(self.temperature) and 0.0 <= self.temperature <= 100.0):
+            bad.append(Violation("sampling.temperature", f"must be from 0 to 100, not {self.temperature}"))
+        if not 0 <= self.top_k < 2**31:
+            bad.append(Violation("sampling.top_k", f"must be from 0 (off) to 2147483647, not {self.top_k}"))
+        if not 0.0 < self.top_p <= 1.0:
+            bad.append(Violation("sampling.top_p", f"must be above 0 and at most 1, not {self.top_p}"))
+        if not 0.0 <= self.min_p <= 1.0:
+            bad.append(Violation("sampling.min_p", f"must be from 0 to 1, not {self.min_p}"))
+        if self.seed is not None and not 0 <= self.seed < 2**64:
+            bad.append(Violation("sampling.seed", "must be an unsigned 64-bit number"))
+        for name in ("presence_penalty", "frequency_penalty"):
+            value = getattr(self, name)
+            if not -2.0 <= value <= 2.0:
+                bad.append(Violation(f"sampling.{name}", f"must be from -2 to 2, not {value}"))
+        if not (math.isfinite(self.repetition_penalty) and self.repetition_penalty > 0.0):
+            bad.append(
+                Violation("sampling.repetition_penalty", f"must be above 0, not {self.repetition_penalty}")
+            )
+        no_numbers = ((token, bias) for token, bias in self.logit_bias if not bias < math.inf)
+        for token, bias in itertools.islice(no_numbers, MAX_BAD_BIASES):
+            bad.append(Violation(f"sampling.logit_bias[{token}]", f"must be a number, not {bias}"))
+        if not all(self.bad_words):
+            bad.append(Violation("sampling.bad_words", "must not hold an empty word"))
+        _raise_if(bad)
+
+    def seeded(self, seed: int) -> SamplingParams:
+        """The same with another seed, from 0 to 2^64 - 1: all else is shared, and as it was checked."""
+        if not 0 <= seed < 2**64:
+            raise InvalidRequest([Violation("sampling.seed", "must be an unsigned 64-bit number")])
+        twin = copy.copy(self)  # unlike `dataclasses.replace`, which would check a whole vocabulary again
+        object.__setattr__(twin, "seed", seed)
+        return twin
+
+    def shares_tokens(self, other: SamplingParams) -> bool:
+        """Whether it speaks of the very same tokens: `seeded` made one of the other, or both of a third."""
+        return (
+            self.logit_bias is other.logit_bias
+            and self.bad_words is other.bad_words
+            and self.allowed_token_ids is other.allowed_token_ids
+        )
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0.0
+
+    @property
+    def has_penalties(self) -> bool:
+        """Whether the tokens so far matter."""
+        return bool(self.presence_penalty or self.frequency_penalty) or self.repetition_penalty != 1.0
+
+    @property
+    def has_bias(self) -> bool:
+        """Whether a fixed value per token is added to the logits, -inf where it is forbidden."""
+        return bool(self.logit_bias or self.allowed_token_ids) or any(len(w) == 1 for w in self.bad_words)
+
+
+@dataclass(frozen=True, slots=True)
+class StoppingParams:
+    """When generation ends. `max_tokens` None fills the context. `time_limit_s` is soft: partial output,
+    TIME_LIMIT.
+
+    `stop` strings are found by the text layer (`penstock.runtime.text.codec`), which then ends the request in
+    the engine. `min_tokens` masks EOS and stop ids in the sampler, and delays stop strings, until that many
+    tokens are made.
+    """
+
+    max_tokens: int | None = None
+    min_tokens: int = 0
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    include_stop: bool = False
+    time_limit_s: float | None = None
+
+    def __post_init__(self) -> None:
+        bad: list[Violation] = []
+        if self.max_tokens is not None and self.max_tokens < 1:
+            bad.append(Violation("stopping.max_tokens", f"must be at least 1, not {self.max_tokens}"))
+        if self.min_tokens < 0:
+            bad.append(Violation("stopping.min_tokens", f"must be at least 0, not {self.min_tokens}"))
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens >= 1:
+            bad.append(
+                Violation(
+                    "stopping.min_tokens", f"{self.min_tokens} is more than max_tokens, {self.max_tokens}"
+                )
+            )
+        if len(self.stop) > MAX_STOP_STRINGS:
+            bad.append(
+                Violation("stopping.stop", f"at most {MAX_STOP_STRINGS} strings, not {len(self.stop)}")
+            )
+        for i, text in enumerate(self.stop[:MAX_STOP_STRINGS]):
+            if not 0 < len(text) <= MAX_STOP_STRING_CHARS:
+                bad.append(
+                    Violation(f"stopping.stop[{i}]", f"must have 1 to {MAX_STOP_STRING_CHARS} characters")
+                )
+        if len(self.stop_token_ids) > MAX_STOP_TOKEN_IDS:
+            bad.append(Violation("stopping.stop_token_ids", f"at most {MAX_STOP_TOKEN_IDS} ids"))
+        if self.time_limit_s is not None and not (math.isfinite(self.time_limit_s) and self.time_limit_s > 0):
+            bad.append(Violation("stopping.time_limit", f"must be above 0 s, not {self.time_limit_s}"))
+        _raise_if(bad)
+
+
+@dataclass(frozen=True, slots=True)
+class CacheParams:
+    """How a request uses the prefix cache."""
+
+    salt: str = ""
+    """Prefixes are shared only among equal salts."""
+    bypass: bool = False
+    """Neither read from the prefix cache nor add to it."""
+
+    def __post_init__(self) -> None:
+        if len(self.salt) > MAX_CACHE_SALT_CHARS:
+            raise InvalidRequest(
+                [Violation("cache.cache_salt", f"must have at most {MAX_CACHE_SALT_CHARS} characters")]
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One generation as the engine sees it: token ids in, token ids out."""
+
+    request_id: str
+    prompt_token_ids: tuple[int, ...]
+    sampling: SamplingParams = field(default_factory=SamplingParams)
+    stopping: StoppingParams = field(default_factory=StoppingParams)
+    logprobs: int | None = None
+    """None: no log-probabilities. k: that of the sampled token and of the k likeliest."""
+    cache: CacheParams = field(default_factory=CacheParams)
+    priority: int = 0
+    """Higher goes first, under the scheduling policy "priority"."""
+    prompt_logprobs: int | None = None
+    """The same as `logprobs` for the prompt's tokens, from the second on."""
+    constraint: TokenConstraint | None = field(default=None, compare=False)
+    """What may be generated; this request's own, as it has state."""
+    fork_of: str | None = None
+    """The engine's id of the first output of the same prompt, the very same tuple: while an output of that
+    request runs, its KV pages of the prompt are shared and copied, whatever `cache` says."""
+    bias_row: NDArray[np.float32] | None = field(default=None, compare=False, repr=False)
+    """What `sampling` adds to each logit, where the engine has made it before the request runs."""
+
+    def __post_init__(self) -> None:
+        bad: list[Violation] = []
+        name = self.request_id.partition("\x00")[0]  # without what `fanout` adds
+        if not 0 < len(name) <= MAX_ENGINE_ID_CHARS:
+            bad.append(Violation("request_id", f"must have 1 to {MAX_ENGINE_ID_CHARS} characters"))
+        if not self.prompt_token_ids:
+            bad.append(Violation("input", "the prompt has no tokens"))
+        if self.logprobs is not None and self.logprobs < 0:
+            bad.append(Violation("output.logprobs", f"must be at least 0, not {self.logprobs}"))
+        if self.prompt_logprobs is not None and self.prompt_logprobs < 0:
+            bad.append(Violation("output.prompt_logprobs", f"must be at least 0, not {self.prompt_logprobs}"))
+        if self.prompt_logprobs is not None and self.fork_of is not None:
+            bad.append(Violation("output.prompt_logprobs", "must not be asked for by a fork"))
+        _raise_if(bad)
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedPrompt:
+    """What `Engine.prepare` makes of a request, and all outputs of the request may share."""
+
+    token_ids: tuple[int, ...]
+    cache: CacheParams
+    page_keys: tuple[bytes, ...]
+    """Of its full pages, for the prefix cache."""
+    in_vocabulary: bool
+    """Whether the model knows every id."""
+    sampling: SamplingParams | None = None
+    """Whose tokens the model knows all; None where it does not, or nobody looked."""
+    bias_row: NDArray[np.float32] | None = None
+    """What `sampling` adds to each logit; None where that is quickly made for each output."""
+    words: WordTable | None = None
+    """The bad words of `sampling` that have several tokens."""
+
+    def covers(self, sampling: SamplingParams) -> bool:
+        """Whether what was made of `sampling` goes for this one too."""
+        return self.sampling is not None and self.sampling.shares_tokens(sampling)
+
+
+class FinishReason(enum.Enum):
+    """Why an output ended; names as in the contract."""
+
+    EOS = "eos"
+    STOP = "stop"
+    MAX_TOKENS = "max_tokens"
+    CONTEXT_FULL = "context_full"
+    TIME_LIMIT = "time_limit"
+    ABORTED = "aborted"
+
+
+@dataclass(frozen=True, slots=True)
+class Finish:
+    """Why and on what an output ended: `stop` or `token_id` is the match of STOP and EOS; `message` that of
+    an abort.
+    """
+
+    reason: FinishReason
+    token_id: int | None = None
+    stop: str | None = None
+    message: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """Natural log-probabilities under the model's raw logits (before temperature and filters)."""
+
+    sampled: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class RequestTiming:
+    """Monotonic times in ns (`time.monotonic_ns`); 0 where the request never got there."""
+
+    arrived_ns: int
+    scheduled_ns: int
+    first_token_ns: int
+    finished_ns: int
+    preemptions: int
+    cached_prompt_tokens: int = 0
+
+
+class Output(NamedTuple):
+    """What one engine step made for one request. The last one has `finish` or `error`, and `timing`.
+
+    A named tuple for its cost, as `plan.PlanRow` is.
+    """
+
+    request_id: str
+    token_ids: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    """Empty, or one per token id."""
+    finish: Finish | None = None
+    timing: RequestTiming | None = None
+    generation: int = 0
+    """Generation of the weights that made these tokens."""
+    error: Exception | None = None
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+    """With the first tokens, if asked for: of the prompt's tokens from the second on."""
+
+    @property
+    def last(self) -> bool:
+        return self.finish is not None or self.error is not None

@@ -1,0 +1,206 @@
+"""What becomes of the tokens of a plan. No jax.
+
+A plan is made before the tokens of the one before are known, so a sequence may end in a plan while a later
+one has a row of it. That row is dropped when its plan is committed. What it writes lies behind the last token
+that counts, in pages that nobody else gets to see before: pages freed at commit are given to a later step,
+and the device runs steps in order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from collections.abc import Sequence as Items
+from functools import partial
+from typing import NamedTuple
+
+from penstock.runtime.failing import as_exception
+from penstock.runtime.requests.request import Finish, FinishReason, Output
+from penstock.runtime.scheduling.endings import Endings
+from penstock.runtime.scheduling.plan import Plan, StepResult
+from penstock.runtime.scheduling.planning.draft import Draft
+from penstock.runtime.scheduling.roster import Roster
+from penstock.runtime.scheduling.sequence import Sequence, Status
+
+_MOST_SAT_OUT = 32
+"""Plans without a row whose constraint is not ready, however often it was not."""
+
+# One is made per row and step, of its fields in their order; calling the named tuple itself takes twice as
+# long.
+_output: Callable[[tuple[object, ...]], Output] = partial(tuple.__new__, Output)
+_FINISHED = Status.FINISHED  # looked up once
+
+Verdicts = Mapping[int, bool | Exception]
+"""By row under a constraint: whether the constraint is complete, or what it raised."""
+NO_VERDICTS: Verdicts = {}
+
+
+class _Uncommitted(NamedTuple):
+    """What is to be known of a plan when its tokens come. Sequences stand here themselves, and not by their
+    ids: one that was aborted, and whose id is in use again, must not have its tokens given to the new one.
+    """
+
+    generation: int
+    """Of the weights that compute it."""
+    sampling: list[Sequence | None]
+    """For each row the sequence that gets its tokens; None where it makes none."""
+    prompts: dict[int, Sequence]
+    """By row, the sequences that get log-probabilities of their prompts."""
+
+
+class _Ending(NamedTuple):
+    """How a sequence ends with the tokens of a row."""
+
+    num_tokens: int
+    """So many of the row's tokens count."""
+    finish: Finish | None
+    error: Exception | None
+
+
+class Commits:
+    """The plans that were made and not committed yet. Each is committed once, in the order they were made."""
+
+    def __init__(self, roster: Roster, endings: Endings) -> None:
+        self._roster = roster
+        self._endings = endings
+        self._plans: dict[int, _Uncommitted] = {}
+        """By step id."""
+
+    def __bool__(self) -> bool:
+        """Whether a plan is yet to be committed."""
+        return bool(self._plans)
+
+    def expect(self, step_id: int, draft: Draft, generation: int) -> None:
+        """A plan was made, which weights of this generation will compute."""
+        self._plans[step_id] = _Uncommitted(generation, draft.sampling, draft.prompts)
+
+    def accept(self, plan: Plan, result: StepResult, now_ns: int) -> Verdicts:
+        """Tells the constraints of a plan's rows which tokens they got. See `Scheduler.accept`."""
+        verdicts: dict[int, bool | Exception] = {}
+        for i, seq in enumerate(self._plans[plan.step_id].sampling):
+            if seq is None or not seq.is_constrained or seq.status is _FINISHED:
+                continue
+            sampled = result.token_ids[i]
+            counted, finish = seq.rules.first_end(sampled, len(seq.token_ids), now_ns)
+            if finish is not None or i not in result.errors:
+                verdicts[i] = _accept(seq, sampled[:counted])
+        return verdicts
+
+    def put_off(self, plan: Plan, rows: Collection[int], late: Collection[int]) -> None:
+        """These rows of a plan make no token, though they were to. See `Scheduler.put_off`."""
+        sampling = self._plans[plan.step_id].sampling
+        for i in rows:
+            seq, sampling[i] = sampling[i], None
+            if seq is not None and seq.status is not _FINISHED:
+                seq.pending -= 1
+                seq.num_computed = plan.rows[i].start if self._roster.has_state else seq.num_computed - 1
+                seq.sits_out = 1
+                if i in late:
+                    seq.sits_out = min(2**seq.put_offs, _MOST_SAT_OUT)
+                    seq.put_offs += 1
+
+    def commit(self, plan: Plan, result: StepResult, now_ns: int, verdicts: Verdicts) -> list[Output]:
+        """Takes in the tokens of a plan. See `Scheduler.commit`."""
+        generation, sampling, prompts = self._plans.pop(plan.step_id)
+        if prompts:
+            _take_prompt_logprobs(prompts, plan, result)
+        any_late = now_ns >= self._endings.next_deadline_ns
+        errors, publish = result.errors, self._roster.cache.publish
+        outputs: list[Output] = []
+        for i, (seq, row, sampled, logprobs) in enumerate(
+            zip(sampling, plan.rows, result.token_ids, result.logprobs, strict=True)
+        ):
+            if seq is None or seq.status is _FINISHED:
+                continue
+            tokens, rules = seq.token_ids, seq.rules
+            before = len(tokens)
+            tokens += sampled
+            total = len(tokens)
+            seq.pending -= row.max_samples
+            seq.put_offs = 0
+            if seq.first_token_ns == 0:
+                seq.first_token_ns = now_ns
+            new = tuple(sampled)
+            wanted = () if seq.request.logprobs is None else tuple(logprobs)
+            prompt = seq.take_prompt_logprobs() if seq.prompt_logprobs else ()
+            if (
+                total >= rules.total_limit
+                or any_late
+                or seq.is_constrained
+                or not rules.end_ids.isdisjoint(new)
+                or (errors and i in errors)
+            ):
+                error = errors.get(i) if errors else None
+                ending = _ending(seq, before, new, now_ns, error, verdicts, i)
+                if ending is not None:
+                    count = ending.num_tokens
+                    del tokens[before + count :]
+                    if len(tokens) > seq.publish_at:
+                        publish(seq, len(tokens) - 1)
+                    outputs.append(
+                        self._endings.end(
+                            seq,
+                            now_ns,
+                            generation=generation,
+                            finish=ending.finish,
+                            error=ending.error,
+                            token_ids=new[:count],
+                            logprobs=wanted[:count],
+                            prompt_logprobs=prompt,
+                        )
+                    )
+                    continue
+            if len(sampled) != row.max_samples:
+                raise RuntimeError(
+                    f"{seq.request_id} goes on with {len(sampled)} of {row.max_samples} samples"
+                )
+            if total > seq.publish_at:
+                publish(seq, total - 1)
+            outputs.append(_output((seq.request_id, new, wanted, None, None, generation, None, prompt)))
+        return outputs
+
+
+def _ending(
+    seq: Sequence,
+    before: int,
+    new: tuple[int, ...],
+    now_ns: int,
+    error: Exception | None,
+    verdicts: Verdicts,
+    row: int,
+) -> _Ending | None:
+    """How a sequence that had `before` tokens ends with these new ones; None if it goes on.
+
+    What ends it by its own rules goes before the row's `error`, and that before its constraint's verdict:
+    where there is an error the constraint was not asked.
+    """
+    count, finish = seq.rules.first_end(new, before, now_ns)
+    if finish is None and error is not None:
+        return _Ending(count, None, error)
+    if seq.is_constrained:
+        verdict = verdicts[row]
+        if isinstance(verdict, Exception):
+            return _Ending(count, None, verdict)
+        if finish is None and verdict:
+            finish = Finish(FinishReason.EOS)
+    return None if finish is None else _Ending(count, finish, None)
+
+
+def _take_prompt_logprobs(prompts: Mapping[int, Sequence], plan: Plan, result: StepResult) -> None:
+    """Adds those that are new: a sequence that was preempted computes some of them again."""
+    for i, seq in prompts.items():
+        values = result.prompt_logprobs.get(i, ())
+        known = plan.rows[i].start + len(values)
+        if seq.status is not _FINISHED and known > seq.num_prompt_logprobs:
+            seq.prompt_logprobs += values[seq.num_prompt_logprobs - known :]
+            seq.num_prompt_logprobs = known
+
+
+def _accept(seq: Sequence, token_ids: Items[int]) -> bool | Exception:
+    """What a sequence's constraint says to its tokens, see `Verdicts`."""
+    constraint = seq.request.constraint
+    assert constraint is not None
+    try:
+        constraint.accept(token_ids)
+        return constraint.is_complete
+    except BaseException as error:  # noqa: BLE001  one request's grammar must not end the others'; see `failing`
+        return as_exception(error)

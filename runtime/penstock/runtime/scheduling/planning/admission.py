@@ -1,0 +1,113 @@
+"""Which waiting sequence may begin to run, on which shared pages, and who makes room for it. No jax."""
+
+from __future__ import annotations
+
+from penstock.runtime.scheduling.plan import PageWrite
+from penstock.runtime.scheduling.planning.draft import Draft
+from penstock.runtime.scheduling.planning.page_supply import PageSupply
+from penstock.runtime.scheduling.roster import Prefix, Roster
+from penstock.runtime.scheduling.sequence import Sequence
+from penstock.runtime.scheduling.waiting import FEATURE_SLOT, NEXT_STEP
+
+
+class Admission:
+    """The moves of the first sequence in line: it enters, it waits, or it steps aside until something that it
+    needs has happened.
+    """
+
+    def __init__(self, roster: Roster, supply: PageSupply) -> None:
+        self._roster = roster
+        self._supply = supply
+
+    def may_enter(self, seq: Sequence, draft: Draft) -> Prefix | None:
+        """The pages that the first in line can enter with now. None if it cannot enter: it has stepped aside
+        if others may pass it, else nobody may.
+        """
+        roster = self._roster
+        # If preempted while its token was in flight, it must not sample that position a second time.
+        if seq.pending or not roster.num_free_slots or seq.request_id in draft.preempted:
+            return None
+        if self._awaits_feature_slot(seq):
+            return None
+        prefix = self.find_prefix(seq, draft)
+        return prefix if prefix is not None and roster.can_enter(seq, prefix) else None
+
+    def enter(self, seq: Sequence, prefix: Prefix, draft: Draft) -> None:
+        """A waiting sequence begins to run on the prefix that `may_enter` has found."""
+        slot = self._roster.enter(seq, prefix)
+        if prefix.partial is not None:
+            draft.copies.append((prefix.partial, seq.pages[len(prefix.pages)]))
+        draft.writes.append(PageWrite(slot, 0, tuple(seq.pages)))
+        draft.entered.append((slot, seq.request))
+        if seq.feature_slot is not None:
+            draft.feature_slots[slot] = seq.feature_slot
+        if seq.request.sampling.has_penalties and len(seq.token_ids) > seq.num_prompt:
+            draft.made[slot] = tuple(seq.token_ids[seq.num_prompt :])
+        if seq.scheduled_ns == 0:
+            seq.scheduled_ns = draft.now_ns
+            seq.cached_prompt_tokens = seq.num_computed
+
+    def make_room(self, draft: Draft) -> None:
+        """Preempts running sequences of lower priority for the first in line, if what they hold is enough."""
+        roster = self._roster
+        running = roster.running
+        while True:
+            first = roster.waiting.first(admit=draft.admit)
+            if first is None or first.pending or not running or running[-1].rank[0] <= first.rank[0]:
+                return
+            if self._awaits_feature_slot(first):
+                continue
+            prefix = self.find_prefix(first, draft)
+            if prefix is not None:
+                break
+        if roster.can_enter(first, prefix):
+            return
+        victims = [seq for seq in running if seq.rank[0] > first.rank[0]]
+        lacks_feature_slot = not roster.has_feature_slot_for(first)
+        holders = [seq for seq in victims if seq.needs_feature_slot]
+        shared = roster.shared_by(prefix)
+        roster.pool.retain(shared)  # what it shares with a victim must not count as gained
+        gained = roster.pool.num_released_with(seq.held_pages for seq in victims)
+        needed = roster.num_new(first, prefix)
+        needed += roster.headroom(running[: len(running) - len(victims)])
+        if needed <= roster.pool.num_available + gained:
+            if lacks_feature_slot:
+                self._supply.preempt(holders[-1], draft)  # wherever it ranks: nobody else can give that
+            while not roster.can_enter(first, prefix):
+                self._supply.preempt(running[-1], draft)
+        roster.pool.release(shared)
+
+    def _awaits_feature_slot(self, seq: Sequence) -> bool:
+        """Whether the first in line needs a feature slot and there is none: then it has stepped aside. It
+        stays in line where a sequence of lower priority has one, because `make_room` takes that as soon as
+        there are pages.
+        """
+        roster = self._roster
+        if roster.has_feature_slot_for(seq):
+            return False
+        if any(other.needs_feature_slot and other.rank[0] > seq.rank[0] for other in roster.running):
+            return False
+        roster.waiting.step_aside(seq, FEATURE_SLOT)
+        return True
+
+    def find_prefix(self, seq: Sequence, draft: Draft) -> Prefix | None:
+        """The pages that the first in line can reuse: its source's if it is a fork, else the longest cached
+        prefix. None if running sequences will compute more of them: then it has stepped aside until they
+        have.
+        """
+        roster = self._roster
+        source = roster.source_of(seq)
+        if source is None:
+            pages = roster.cache.match(seq)
+            key = roster.cache.promised(seq, len(pages))
+            if key is None:
+                return Prefix(pages, len(pages) * roster.pool.page_size)
+            roster.waiting.step_aside(seq, key)
+        elif source.num_computed < seq.num_prompt - 1:
+            roster.waiting.step_aside(seq, source)
+        else:
+            prefix = roster.fork(seq, source)
+            if prefix.partial is None or source not in draft.chunked:
+                return prefix
+            roster.waiting.step_aside(seq, NEXT_STEP)  # a copy is made before the step writes
+        return None

@@ -1,0 +1,128 @@
+"""Which prompts are computed in a step, and how much of each. No jax."""
+
+from __future__ import annotations
+
+from collections import deque
+
+from penstock.runtime.scheduling.pacing import LEAST_TOKENS
+from penstock.runtime.scheduling.plan import PlanRow
+from penstock.runtime.scheduling.planning.admission import Admission
+from penstock.runtime.scheduling.planning.draft import Draft
+from penstock.runtime.scheduling.roster import Roster
+from penstock.runtime.scheduling.scheduler_config import SchedulerConfig
+from penstock.runtime.scheduling.sequence import Sequence
+
+_LONG = 4
+"""A prompt that is not computed within so many whole steps shares them with those behind it."""
+_SHARE = 4
+"""A quarter of a step is kept for the prompts behind a long one."""
+_FLOOR = 32
+"""A long prompt behind a long one gets one part in so many of a step."""
+
+
+class Prefills:
+    """Shares the prompt tokens of a step among the sequences that are partly prefilled and those that enter.
+
+    So that nobody waits for all of a long prompt, the first one that would take more than _LONG steps leaves
+    a part of each to those behind it: long ones among them get little, the others what they need, in order of
+    rank. What they do not take is its own.
+    """
+
+    def __init__(self, config: SchedulerConfig, roster: Roster, admission: Admission) -> None:
+        self._config = config
+        self._roster = roster
+        self._admission = admission
+        self._blocked: Sequence | None = None
+        """The first in line, if it could not enter in the last step."""
+
+    def add(self, draft: Draft, prefills: list[Sequence]) -> None:
+        """Adds chunks of `prefills`, which run, and of the sequences that enter, in order of rank."""
+        waiting = self._roster.waiting
+        whole = budget = self._budget(draft, len(prefills))
+        self._blocked = None
+        most = draft.max_chunk or budget
+        parts: list[tuple[Sequence, int]] = []
+        """Who gets a chunk, and where it begins."""
+        underway = deque(prefills)
+        entering, shared = True, False
+        while budget > 0:
+            candidate = waiting.first(admit=draft.admit) if entering else None
+            if candidate is not None and not (underway and underway[0].rank < candidate.rank):
+                prefix = self._admission.may_enter(candidate, draft)
+                if prefix is None:
+                    entering = candidate.awaits is not None  # else nobody may overtake it
+                    self._blocked = None if entering else candidate
+                    continue
+                self._admission.enter(candidate, prefix, draft)
+                seq = candidate
+            elif underway:
+                seq = underway.popleft()
+            else:
+                break
+            count = budget
+            if seq.prefill_until - seq.num_computed > _LONG * whole:
+                if shared:
+                    count = max(whole // _FLOOR, 1)
+                elif underway or (entering and waiting):
+                    count = budget - budget // _SHARE
+                shared = True
+            parts.append((seq, seq.num_computed))
+            draft.chunked.add(seq)
+            budget -= self._advance(seq, min(count, budget, most))
+        for seq, start in parts:  # what was kept for others, and nobody took
+            if budget > 0:
+                budget -= self._advance(seq, min(budget, start + most - seq.num_computed))
+        for seq, start in parts:
+            _add_row(draft, seq, start)
+
+    def _budget(self, draft: Draft, num_prefills: int) -> int:
+        """Prompt tokens of this step: what the decodes leave, and at most `draft.prefill_budget` if there are
+        any. That is for one prompt; many at once have its times the root of their number, because as a crowd
+        they lose more by waiting, and the machine by running half empty, than the decodes. A sequence that
+        stepped aside, or is behind one that lacks pages, cannot come in and does not count. Where steps are
+        padded, the budget is as large as pads nothing, but large enough to be measured.
+        """
+        num_decodes = len(draft.rows)
+        budget = self._config.max_num_batched_tokens - num_decodes
+        if not num_decodes or draft.prefill_budget is None:
+            return budget
+        waiting, num_prompts = self._roster.waiting, num_prefills
+        first = waiting.first(admit=draft.admit)
+        if first is not None and first is not self._blocked:
+            num_prompts += min(waiting.num_in_line(admit=draft.admit), self._roster.num_free_slots)
+        wanted = int(max(draft.prefill_budget, 1) * max(num_prompts, 1) ** 0.5)
+        if wanted >= budget:
+            return budget
+        wanted += num_decodes
+        sizes = [size for size in self._config.step_sizes if size >= num_decodes + LEAST_TOKENS]
+        if sizes:
+            wanted = max((size for size in sizes if size <= wanted), default=sizes[0])
+        return min(budget, wanted - num_decodes)
+
+    def _advance(self, seq: Sequence, most: int) -> int:
+        """Adds up to `most` tokens to the next chunk of a prefill. Returns how many."""
+        start = seq.num_computed
+        covered = len(seq.pages) * self._roster.pool.page_size  # with a sliding window maybe not all
+        seq.num_computed = end = min(start + most, seq.prefill_until, covered)
+        if end >= seq.publish_at:
+            self._roster.cache.publish(seq, end)
+        if end >= seq.num_prompt - 1:
+            self._roster.waiting.happened(seq)  # its forks may have the prompt
+        return end - start
+
+
+def _add_row(draft: Draft, seq: Sequence, start: int) -> None:
+    """Adds the row of a prefill's chunk: from `start` up to where it has advanced. The last chunk samples the
+    next token.
+    """
+    assert seq.slot is not None
+    end = seq.num_computed
+    samples = end == seq.prefill_until
+    seq.pending += samples
+    bans = int(samples and end <= seq.bans_until)
+    if seq.request.prompt_logprobs is not None and start + 1 < seq.num_prompt:
+        draft.prompts[len(draft.rows)] = seq
+    draft.rows.append(
+        PlanRow(seq.request_id, seq.slot, start, end - start, tuple(seq.token_ids[start:end]), samples, bans)
+    )
+    draft.sampling.append(seq if samples else None)

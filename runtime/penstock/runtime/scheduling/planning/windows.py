@@ -1,0 +1,94 @@
+"""How many decode steps one plan may hold, and which rows have a part in it. No jax."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+
+from penstock.runtime.scheduling.planning.admission import Admission
+from penstock.runtime.scheduling.planning.draft import Draft
+from penstock.runtime.scheduling.roster import Roster
+from penstock.runtime.scheduling.scheduler_config import SchedulerConfig
+from penstock.runtime.scheduling.sequence import Sequence
+
+
+class Windows:
+    """When all rows decode and no request could enter, a plan may be a window of several steps. Pages for all
+    of them are reserved first, and the window is made shorter rather than that a sequence is preempted for
+    it. A row under a constraint makes one token a step, because the host says which may follow. Where steps
+    are short, so that windows are worth having, such rows have steps of their own between the windows of the
+    others; else all step together, because two steps read the weights twice.
+    """
+
+    def __init__(self, config: SchedulerConfig, roster: Roster, admission: Admission) -> None:
+        self._config = config
+        self._roster = roster
+        self._admission = admission
+        self._plain_steps = 0
+        """Decode steps since rows under a constraint had their turn."""
+
+    def choose(self, draft: Draft, most: int) -> None:
+        """Sets how many decode steps the plan has, at most `most`, and whose `turn` it is."""
+        decodes = self._decodes()
+        if decodes is None:
+            return
+        plain, constrained = decodes
+        if constrained and not (plain and draft.apart_steps):
+            return
+        if self._could_enter(draft):
+            return
+        if not constrained:
+            draft.num_steps = max(self._steps_with_pages(plain, most), 1)
+            return
+        left = draft.apart_steps - self._plain_steps
+        if left < 1:
+            if self._steps_with_pages(constrained, 1):
+                self._plain_steps, draft.turn = 0, True
+            return
+        num_steps = self._steps_with_pages(plain, min(most, left))
+        if num_steps >= min(left, 2):  # else nobody need sit out, because no window is to be had
+            self._plain_steps += num_steps
+            draft.num_steps, draft.turn = num_steps, False
+
+    def _decodes(self) -> tuple[list[Sequence], list[Sequence]] | None:
+        """The sequences with a token to make, those without a constraint and those under one; None if one of
+        the running is partly prefilled.
+        """
+        plain: list[Sequence] = []
+        constrained: list[Sequence] = []
+        for seq in self._roster.running:
+            if seq.sits_out:
+                continue
+            if seq.num_computed < seq.prefill_until:
+                return None
+            if seq.num_computed < seq.max_computed:
+                (constrained if seq.is_constrained else plain).append(seq)
+        return plain, constrained
+
+    def _could_enter(self, draft: Draft) -> bool:
+        """Whether a waiting sequence can enter in this plan."""
+        waiting = self._roster.waiting
+        while (first := waiting.first(admit=draft.admit)) is not None:
+            if self._admission.may_enter(first, draft) is not None:
+                return True
+            if first.awaits is None:
+                return False
+        return False
+
+    def _steps_with_pages(self, seqs: list[Sequence], most: int) -> int:
+        """How many steps these sequences may make: at most as many as one of them has tokens to make, and as
+        there are pages for without preempting anybody, which may be none; cut to a length that windows may
+        have.
+        """
+        pool = self._roster.pool
+        num_steps = min(most, max((seq.max_computed - seq.num_computed for seq in seqs), default=1))
+        while num_steps > 0:
+            needed = 0
+            for seq in seqs:
+                end = min(seq.num_computed + num_steps, seq.max_computed)
+                needed += max(-(-end // pool.page_size) - len(seq.pages), 0)
+            if pool.can_allocate(needed):
+                break
+            num_steps -= 1
+        if num_steps and (lengths := self._config.window_steps):
+            return lengths[bisect_right(lengths, num_steps) - 1]
+        return num_steps

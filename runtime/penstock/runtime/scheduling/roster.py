@@ -1,0 +1,322 @@
+"""Who runs, who waits, and which slot and pages each one holds. The moves; `scheduler` decides when. No jax.
+
+    add -> WAITING -- enter --> RUNNING -- remove --> FINISHED
+              ^                    |
+              +----- preempt ------+        (WAITING -- remove --> FINISHED as well)
+
+Both are in order of `Sequence.rank`: the first to be served comes first, the first to be preempted last.
+A running sequence may rank behind a waiting one: it entered while that one waited for a shared prefix or a
+feature slot, or before one of higher priority came.
+"""
+
+from __future__ import annotations
+
+import heapq
+from bisect import insort
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from penstock.runtime.requests.fanout import request_id_of
+from penstock.runtime.scheduling.pages import PagePool
+from penstock.runtime.scheduling.prefix_cache import PrefixCache
+from penstock.runtime.scheduling.sequence import NEVER, Sequence, Status, rank_of
+from penstock.runtime.scheduling.waiting import FEATURE_SLOT, Waiting, take_ranked
+
+HEADROOM_TOKENS = 48
+HEADROOM_SHARE = 8
+"""See `Roster.headroom`. More of it saves recomputed prefills and costs rows: at 48 tokens, with 64 rows and
+pages for three quarters of what they grow to, 1.1 times the prompts' tokens are computed (1.5 to 1.8 without)
+and 1 to 3 % of the rows are lost.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """How busy the scheduler is, for routing and metrics."""
+
+    num_running: int
+    num_waiting: int
+    waiting_prompt_tokens: int
+    pages_used: int
+    """Held by requests; pages that only cache a prefix count as free."""
+    pages_total: int
+
+
+@dataclass(frozen=True, slots=True)
+class Prefix:
+    """The already computed part of a prompt, which a sequence reuses when it starts."""
+
+    pages: list[int]
+    """Full, and shared: they stand first in its page table."""
+    num_computed: int
+    """Number of reused positions: all of `pages` and, for a fork, the filled part of `partial`."""
+    partial: int | None = None
+    """The page that the fork copies because it is not full; None if there is none."""
+
+
+class Roster:
+    """`running`, in order of rank, and `waiting`. Changed by the moves only."""
+
+    def __init__(
+        self,
+        max_num_seqs: int,
+        num_pages: int,
+        page_size: int,
+        prefix_cache_pages: int | None = None,
+        *,
+        sliding_window: int | None = None,
+        max_prefill_pages: int | None = None,
+        feature_slots: int | None = None,
+        has_state: bool = False,
+    ) -> None:
+        """`max_prefill_pages`: most pages that a row holds while it prefills; None: those of all its
+        tokens.
+        """
+        self.pool = PagePool(num_pages, page_size, prefix_cache_pages)
+        self.waiting = Waiting()
+        self.cache = PrefixCache(self.pool, self.waiting, enabled=prefix_cache_pages != 0)
+        self.running: list[Sequence] = []
+        self._max_num_seqs = max_num_seqs
+        self._sliding_window = sliding_window
+        self.has_state = has_state
+        """See `SchedulerConfig`."""
+        self._max_prefill_pages = max_prefill_pages or num_pages
+        self._num_feature_slots = max_num_seqs if feature_slots is None else feature_slots
+        self._free_slots = list(range(max_num_seqs))  # heaps: the lowest slot is taken first
+        self._free_feature_slots = list(range(self._num_feature_slots))
+        self._active: dict[str, Sequence] = {}
+        self._outputs: dict[str, list[Sequence]] = {}  # active ones by request, in order of arrival
+
+    def has_outputs(self, request_id: str) -> bool:
+        """Whether any output of a request is active."""
+        return request_id in self._outputs
+
+    def requests(self) -> tuple[str, ...]:
+        """Those that have active outputs, in order of arrival."""
+        return tuple(self._outputs)
+
+    def outputs_of(self, request_id: str) -> Iterable[Sequence]:
+        """The active outputs of a request, in order of arrival."""
+        return self._outputs.get(request_id, ())
+
+    def find(self, request_id: str) -> Sequence | None:
+        """The active sequence of exactly this id."""
+        return self._active.get(request_id)
+
+    def active(self) -> list[Sequence]:
+        """All that run or wait, in order of arrival."""
+        return list(self._active.values())
+
+    @property
+    def num_free_slots(self) -> int:
+        return len(self._free_slots)
+
+    def has_feature_slot_for(self, seq: Sequence) -> bool:
+        """Whether one is free, or not needed."""
+        return bool(self._free_feature_slots) or not seq.needs_feature_slot
+
+    def add(self, seq: Sequence) -> None:
+        """A new arrival joins the queue."""
+        self._active[seq.request_id] = seq
+        self._outputs.setdefault(request_id_of(seq.request_id), []).append(seq)
+        self.waiting.add(seq)
+
+    def source_of(self, seq: Sequence) -> Sequence | None:
+        """The running output that a waiting fork is to share the prompt of, computed or not; None if there is
+        none, or the fork ran before: then it computes what the prefix cache has not.
+
+        The prompt is compared by identity, so that no other request under a former one's id is taken for it.
+        """
+        request = seq.request
+        if request.fork_of is None or seq.preemptions or self.has_state:
+            return None
+        for other in self._outputs.get(request_id_of(request.fork_of), ()):
+            same = other.request.prompt_token_ids is request.prompt_token_ids
+            if same and other.is_shareable and not other.num_dropped:
+                return other
+        return None
+
+    def fork(self, seq: Sequence, source: Sequence) -> Prefix:
+        """All positions of the prompt but the last, which `source` has computed."""
+        num_computed = seq.num_prompt - 1
+        num_pages, rest = divmod(num_computed, self.pool.page_size)
+        return Prefix(source.pages[:num_pages], num_computed, source.pages[num_pages] if rest else None)
+
+    def num_unread(self, start: int) -> int:
+        """Leading pages that no position from `start` on looks back to."""
+        window = self._sliding_window
+        return 0 if window is None else max(start - window + 1, 0) // self.pool.page_size
+
+    def shared_by(self, prefix: Prefix) -> list[int]:
+        """The pages that one who enters with this prefix holds of it."""
+        return prefix.pages[self.num_unread(prefix.num_computed) :]
+
+    def num_new(self, seq: Sequence, prefix: Prefix) -> int:
+        """The pages of its own that a sequence enters with: those for all tokens known now (generated ones
+        too, if resumed). With a sliding window as many as it can make use of at a time: it exchanges them.
+        """
+        whole = self.pool.pages_for(len(seq.token_ids)) - len(prefix.pages)
+        return min(whole, self._max_prefill_pages - len(self.shared_by(prefix)))
+
+    def can_enter(self, seq: Sequence, prefix: Prefix) -> bool:
+        """Its slots are free, and so are its own pages, beside the shared ones and the `headroom` of those
+        who run.
+        """
+        if not (self._free_slots and self.has_feature_slot_for(seq)):
+            return False
+        num_new, shared = self.num_new(seq, prefix), self.shared_by(prefix)
+        return self.pool.can_allocate(num_new, beside=shared) and self.pool.can_allocate(
+            num_new + self.headroom(self.running), beside=shared
+        )
+
+    def headroom(self, running: Iterable[Sequence]) -> int:
+        """Pages to be left to these when another enters: what their next HEADROOM_TOKENS tokens will need,
+        but not more than one in HEADROOM_SHARE of all. Else whoever took the last page would be preempted
+        for the next decode that wants one, and would have been prefilled for nothing.
+        """
+        page_size, most = self.pool.page_size, self.pool.num_pages // HEADROOM_SHARE
+        num_pages = 0
+        for seq in running:
+            # A prefill holds its pages, or exchanges them.
+            start = min(max(seq.num_computed, seq.prefill_until), len(seq.pages) * page_size)
+            end = min(start + HEADROOM_TOKENS, seq.max_computed)
+            num_pages += max(-(-end // page_size) - len(seq.pages), 0)
+            if num_pages >= most:
+                return most
+        return num_pages
+
+    def enter(self, seq: Sequence, prefix: Prefix) -> int:
+        """One of the queue starts to run behind its prefix: lowest free slots, all pages of its known tokens.
+        Returns the slot.
+
+        A prefill therefore never takes a page from the pool on its way, and never deadlocks with another one
+        halfway. With a sliding window it exchanges those that it will not read again for new ones; if one of
+        them is held by others too, it preempts as a decode does (`Planner`).
+        """
+        shared = prefix.pages
+        slot = heapq.heappop(self._free_slots)
+        if seq.needs_feature_slot:
+            seq.feature_slot = heapq.heappop(self._free_feature_slots)
+        num_tokens = len(seq.token_ids)
+        num_new = self.num_new(seq, prefix)
+        self.pool.retain(self.shared_by(prefix))  # first, lest they be evicted for the others
+        seq.pages = shared + self.pool.allocate(num_new)
+        seq.num_dropped = self.num_unread(prefix.num_computed)
+        seq.num_computed = prefix.num_computed
+        seq.slot, seq.prefill_until = slot, num_tokens
+        self.cache.begin(seq, len(shared))
+        self.waiting.take(seq)
+        seq.status = Status.RUNNING
+        insort(self.running, seq, key=rank_of)
+        return slot
+
+    def preempt(self, seq: Sequence) -> None:
+        """A running one goes back to the queue.
+
+        Slot and pages go, tokens stay: they are prefilled again after the next `enter`.
+        """
+        self._leave(seq)
+        seq.num_computed = seq.prefill_until = 0
+        seq.preemptions += 1
+        self.waiting.add(seq)
+
+    def drop_pages(self, seq: Sequence, num_pages: int) -> None:
+        """Give back the leading `num_pages` of a running sequence; nobody will read them through it again."""
+        self.pool.release(seq.pages[seq.num_dropped : num_pages])
+        if not seq.num_dropped:
+            self.waiting.happened(seq)  # its forks cannot share its pages any more
+        seq.num_dropped = num_pages
+
+    def remove(self, seq: Sequence) -> None:
+        """Running or waiting -> finished; what it held is free at once."""
+        if seq.status is Status.RUNNING:
+            self._leave(seq)
+        else:
+            self.waiting.take(seq)
+        del self._active[seq.request_id]
+        name = request_id_of(seq.request_id)
+        self._outputs[name].remove(seq)
+        if not self._outputs[name]:
+            del self._outputs[name]
+        seq.status = Status.FINISHED
+
+    def _leave(self, seq: Sequence) -> None:
+        assert seq.slot is not None
+        take_ranked(self.running, seq)
+        self.cache.leave(seq)
+        heapq.heappush(self._free_slots, seq.slot)
+        if seq.feature_slot is not None:
+            heapq.heappush(self._free_feature_slots, seq.feature_slot)
+            self.waiting.happened(FEATURE_SLOT)
+        self.pool.release(seq.held_pages)
+        seq.slot, seq.feature_slot, seq.pages, seq.num_dropped = None, None, [], 0
+
+    def load(self) -> Load:
+        return Load(
+            num_running=len(self.running),
+            num_waiting=len(self.waiting),
+            waiting_prompt_tokens=self.waiting.prompt_tokens,
+            pages_used=self.pool.num_used,
+            pages_total=self.pool.num_pages,
+        )
+
+    def check(self) -> None:
+        """Audit for tests, valid between any two moves; AssertionError tells what is wrong."""
+        running, waiting = self.running, list(self.waiting)
+        self.waiting.check()
+        self.pool.check(seq.held_pages for seq in running)
+        listed = sorted([*running, *waiting], key=lambda seq: seq.order)
+        _expect(listed == self.active(), "running and waiting are not all the active ones, each once")
+        slots = [seq.slot for seq in running if seq.slot is not None]
+        _expect(len(slots) == len(running), "a running sequence has no slot")
+        _expect(
+            sorted(slots + self._free_slots) == list(range(self._max_num_seqs)),
+            f"slots in use {slots} and free {self._free_slots} are not each slot once",
+        )
+        ranks = [seq.rank for seq in running]
+        _expect(ranks == sorted(ranks), f"the running are not in order of rank: {ranks}")
+        held = [seq.feature_slot for seq in running if seq.feature_slot is not None]
+        _expect(
+            sorted(held + self._free_feature_slots) == list(range(self._num_feature_slots)),
+            f"feature slots in use {held} and free {self._free_feature_slots} are not each once",
+        )
+        for seq in running:
+            name = seq.request_id
+            _expect(seq.status is Status.RUNNING, f"{name} is {seq.status} among the running")
+            has = seq.feature_slot is not None
+            _expect(has is seq.needs_feature_slot, f"{name} has a feature slot: {has}")
+            _expect(seq.num_computed < len(seq.token_ids) + max(seq.pending, 1), f"{name} computed too far")
+            _expect(seq.num_computed <= seq.max_computed, f"{name} computed beyond its limit")
+            _expect(seq.prefill_until <= len(seq.token_ids), f"{name} prefills beyond its tokens")
+            covered = len(seq.pages) * self.pool.page_size
+            _expect(seq.num_computed <= covered, f"{name} computed beyond its pages")
+        for seq in waiting:
+            name = seq.request_id
+            _expect(seq.status is Status.WAITING, f"{name} is {seq.status} among the waiting")
+            _expect(not seq.pages and seq.slot is None, f"{name} waits but holds pages or a slot")
+            _expect(seq.feature_slot is None, f"{name} waits but holds a feature slot")
+            _expect(seq.num_computed == 0, f"{name} waits but has computed positions")
+            _expect(seq.publish_at == NEVER, f"{name} waits but publishes pages")
+            self._check_awaited(seq)
+
+    def _check_awaited(self, seq: Sequence) -> None:
+        """Who stepped aside is right to wait: what it awaits will happen."""
+        event, name = seq.awaits, seq.request_id
+        if isinstance(event, Sequence):
+            will = event.status is Status.RUNNING and event.is_shareable and not event.num_dropped
+            _expect(will and event.num_computed < seq.num_prompt - 1, f"{name} awaits what will not happen")
+        elif isinstance(event, bytes):
+            promised = any(
+                event in other.page_keys[other.published : other.prefill_until // self.pool.page_size]
+                for other in self.running
+                if other.publish_at != NEVER and other.rank[0] <= seq.rank[0]
+            )
+            _expect(promised and event in seq.page_keys, f"{name} awaits what nobody promised")
+        elif event == FEATURE_SLOT:
+            _expect(not self.has_feature_slot_for(seq), f"{name} awaits a feature slot, and one is free")
+
+
+def _expect(holds: bool, what: str) -> None:
+    # Not `assert`: an audit that python -O drops would be none.
+    if not holds:
+        raise AssertionError(what)

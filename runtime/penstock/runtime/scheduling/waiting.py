@@ -1,0 +1,130 @@
+"""Who waits to run, in order of rank, and for what. No jax.
+
+Those who might enter stand in line. Who could not enter before a running sequence has computed something
+steps aside until that event: it then costs nothing, however many of them there are, and does not hold up the
+line. Whoever brings an event about calls `happened`; those who waited for it are in line again, and are
+looked at anew.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Hashable, Iterator
+
+from penstock.runtime.scheduling.sequence import Sequence, Status, rank_of
+
+NEXT_STEP = "the next step"
+"""The event that `Planner.make` begins with."""
+FEATURE_SLOT = "a feature slot"
+"""The event that one is given back."""
+
+
+class Waiting:
+    """Sequences in the state WAITING. An event is anything hashable: the key of a page that gets published, a
+    sequence that has computed its prompt, gives back pages of it, or leaves.
+    """
+
+    def __init__(self) -> None:
+        self.prompt_tokens = 0
+        """Of the prompts of all who wait."""
+        self.num_started = 0
+        """How many ran before they were preempted."""
+        self._num = 0
+        self._new: list[Sequence] = []  # in line, by rank
+        self._started: list[Sequence] = []  # in line, by rank, those who ran before
+        # By event, who stepped aside. One that was taken out meanwhile is recognised by its `awaits`.
+        self._aside: dict[Hashable, list[Sequence]] = {}
+
+    def __len__(self) -> int:
+        return self._num
+
+    def __iter__(self) -> Iterator[Sequence]:
+        """All, in order of rank; sorts them, so not for every step."""
+        aside = [seq for event, seqs in self._aside.items() for seq in seqs if seq.awaits == event]
+        return iter(sorted([*self._new, *self._started, *aside], key=rank_of))
+
+    @property
+    def awaited(self) -> tuple[Hashable, ...]:
+        """The events that sequences stepped aside for."""
+        return tuple(self._aside)
+
+    @property
+    def any_aside(self) -> bool:
+        """False if no event needs to be told."""
+        return bool(self._aside)
+
+    def num_in_line(self, *, admit: bool = True) -> int:
+        """Without those who stepped aside; with `admit` false, of those who ran before."""
+        return len(self._started) + (len(self._new) if admit else 0)
+
+    def first(self, *, admit: bool = True) -> Sequence | None:
+        """The first in line; with `admit` false, of those who ran before."""
+        new = self._new[0] if admit and self._new else None
+        started = self._started[0] if self._started else None
+        if new is None or started is None:
+            return new or started
+        return new if new.rank < started.rank else started
+
+    def add(self, seq: Sequence) -> None:
+        """It waits now, in line."""
+        seq.status = Status.WAITING
+        self._num += 1
+        self.prompt_tokens += seq.num_prompt
+        self.num_started += seq.preemptions > 0
+        insort(self._line_of(seq), seq, key=rank_of)
+
+    def take(self, seq: Sequence) -> None:
+        """It waits no more."""
+        if seq.awaits is None:
+            self._leave_line(seq)
+        seq.awaits = None
+        self._num -= 1
+        self.prompt_tokens -= seq.num_prompt
+        self.num_started -= seq.preemptions > 0
+
+    def step_aside(self, seq: Sequence, event: Hashable) -> None:
+        """One who stands in line lets all others pass until `event` happened."""
+        self._leave_line(seq)
+        seq.awaits = event
+        self._aside.setdefault(event, []).append(seq)
+
+    def happened(self, event: Hashable) -> None:
+        """Who awaited this is in line again."""
+        seqs = self._aside.pop(event, None)
+        if seqs is None:
+            return
+        for seq in seqs:
+            if seq.awaits == event:
+                seq.awaits = None
+                self._line_of(seq).append(seq)
+        for line in (self._new, self._started):
+            line.sort(key=rank_of)  # of two runs in order, as a rule: one merge
+
+    def _line_of(self, seq: Sequence) -> list[Sequence]:
+        return self._started if seq.preemptions else self._new
+
+    def _leave_line(self, seq: Sequence) -> None:
+        take_ranked(self._line_of(seq), seq)
+
+    def check(self) -> None:
+        """Audit for tests; AssertionError tells what is wrong."""
+        everybody = list(self)
+        if len(everybody) != self._num or len(set(everybody)) != self._num:
+            raise AssertionError(f"{self._num} should wait, each once, not {len(everybody)}")
+        if self.prompt_tokens != sum(seq.num_prompt for seq in everybody):
+            raise AssertionError("the waiting prompts' tokens drifted")
+        if self.num_started != sum(seq.preemptions > 0 for seq in everybody):
+            raise AssertionError("the number of those who ran before drifted")
+        for line in (self._new, self._started):
+            ranks = [seq.rank for seq in line]
+            if ranks != sorted(ranks):
+                raise AssertionError(f"a line is not in order of rank: {ranks}")
+            if any(seq.awaits is not None or self._line_of(seq) is not line for seq in line):
+                raise AssertionError("one who awaits something, or belongs to the other line, stands in line")
+
+
+def take_ranked(seqs: list[Sequence], seq: Sequence) -> None:
+    """Takes a sequence out of a list in order of rank: ranks are unique, so a search by rank finds it."""
+    index = bisect_left(seqs, seq.rank, key=rank_of)
+    assert seqs[index] is seq
+    del seqs[index]

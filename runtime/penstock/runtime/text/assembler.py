@@ -1,0 +1,141 @@
+"""Engine outputs of one request to deltas: text, stop strings, and which tokens are kept. Pure.
+
+The service calls it as outputs arrive, and so does `Engine.stream`: both give the same tokens and text.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Set
+from dataclasses import dataclass
+
+from penstock.runtime.chat.messages import ToolCall, mint_call_id
+from penstock.runtime.chat.parser import ChatParser
+from penstock.runtime.requests.request import (
+    Finish,
+    FinishReason,
+    Output,
+    RequestTiming,
+    StoppingParams,
+    TokenLogprobs,
+)
+from penstock.runtime.text.codec import TextCodec, TextStream
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """What was added to the output. The last one has `finish` and `timing`."""
+
+    text: str = ""
+    token_ids: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    generation: int = 0
+    """Generation of the weights that made these tokens."""
+    finish: Finish | None = None
+    timing: RequestTiming | None = None
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+    """With the first tokens, if asked for."""
+    reasoning: str = ""
+    """What the model thought, which is not in `text`."""
+    tool_calls: tuple[ToolCall, ...] = ()
+    """Each whole, and not in `text`."""
+
+
+class Assembler:
+    """The output of one request, from the engine's steps.
+
+    Token ids are those generated, up to the one that completed a stop string. A matched stop token id is left
+    out unless `include_stop`; an end-of-sequence token stays (it is the model's own, and trainers need it),
+    but has no text while special tokens are skipped.
+    """
+
+    def __init__(
+        self,
+        stopping: StoppingParams,
+        codec: TextCodec | None,
+        *,
+        skip_special_tokens: bool = True,
+        parser: ChatParser | None = None,
+        visible: Set[str] = frozenset(),
+    ) -> None:
+        """`codec` None: token ids only, no text and no stop strings. `parser` takes reasoning and calls out
+        of the text, after stop strings were found in all of it; `visible` are special tokens it must see.
+        """
+        self._parser = parser
+        self._stopping = stopping
+        self._skip_special = skip_special_tokens
+        self._text: TextStream | None = None
+        self._stop: Finish | None = None
+        if codec is not None:
+            self._text = TextStream(
+                codec,
+                stop=stopping.stop,
+                include_stop=stopping.include_stop,
+                skip_special_tokens=skip_special_tokens,
+                min_tokens=stopping.min_tokens,
+                visible=visible,
+            )
+
+    @property
+    def stop(self) -> Finish | None:
+        """Set once a stop string was found: the engine has to be told."""
+        return self._stop
+
+    def add(self, output: Output) -> Delta:
+        """The delta of one engine output; raises its error."""
+        delta = self._add(output)
+        if self._parser is None:
+            return delta
+        parsed = [self._parser.push(delta.text)]
+        if delta.finish is not None:
+            parsed.append(self._parser.flush())
+        return dataclasses.replace(
+            delta,
+            text="".join(part.text for part in parsed),
+            reasoning="".join(part.reasoning for part in parsed),
+            tool_calls=tuple(
+                ToolCall(mint_call_id(), call.name, call.arguments) for part in parsed for call in part.calls
+            ),
+        )
+
+    def _add(self, output: Output) -> Delta:
+        if output.error is not None:
+            raise output.error.with_traceback(None)  # one object for all requests that it ended
+        if self._stop is not None:  # tokens made before the engine heard of the stop
+            finish = self._stop if output.finish is not None else None
+            return Delta(finish=finish, timing=output.timing, generation=output.generation)
+        ids, logprobs, finish = output.token_ids, output.logprobs, output.finish
+        if self._drops_last(output):
+            ids, logprobs = ids[:-1], logprobs[:-1]
+        text = ""
+        if self._text is not None:
+            pushed = self._text.push(ids, final=output.last, mute_last_token=self._mutes_last(output))
+            text = pushed.text
+            if pushed.stop is not None:
+                self._stop = Finish(FinishReason.STOP, stop=pushed.stop)
+                ids, logprobs = ids[: pushed.num_tokens], logprobs[: pushed.num_tokens]
+                finish = self._stop if finish is not None else None
+        return Delta(text, ids, logprobs, output.generation, finish, output.timing, output.prompt_logprobs)
+
+    def _drops_last(self, output: Output) -> bool:
+        """Whether the last token is a stop token id that the caller did not ask to keep."""
+        finish = output.finish
+        return (
+            finish is not None
+            and finish.reason is FinishReason.STOP
+            and finish.token_id is not None
+            and output.token_ids[-1:] == (finish.token_id,)
+            and not self._stopping.include_stop
+        )
+
+    def _mutes_last(self, output: Output) -> bool:
+        """Whether the last token is an end-of-sequence token, which has no text even where it is no special
+        one.
+        """
+        finish = output.finish
+        return (
+            finish is not None
+            and finish.reason is FinishReason.EOS
+            and self._skip_special
+            and output.token_ids[-1:] == (finish.token_id,)
+        )

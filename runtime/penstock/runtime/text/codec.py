@@ -1,0 +1,290 @@
+"""Text at the edge of the engine: encode prompts, render chats, and turn generated tokens into text with
+stops.
+
+The engine itself sees token ids only; the service calls this module before `submit` and for every output.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence, Set
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, cast
+
+from tokenizers import Tokenizer
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers.tokenization_utils_base import VERY_LARGE_INTEGER
+
+from penstock.runtime.chat.messages import Chat, ChatTurn
+from penstock.runtime.chat.template import render
+from penstock.runtime.chat.template_sandbox import TemplateSandbox
+from penstock.runtime.errors import ConfigError
+from penstock.runtime.text.decoder import (
+    IncrementalDecoder,
+    PieceDecoder,
+    WindowDecoder,
+    decoder_state,
+    piece_rule,
+)
+
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tekken.json")
+
+
+class TextCodec:
+    """A checkpoint's tokenizer and chat template. Thread-safe: encoding may run in any thread."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self._tokenizer = tokenizer
+        backend = getattr(tokenizer, "backend_tokenizer", None)
+        self._backend: Any = backend
+        self._rule = piece_rule(decoder_state(backend)) if backend is not None else None
+        self._special = frozenset(
+            i for i, token in tokenizer.added_tokens_decoder.items() if getattr(token, "special", True)
+        )
+        self._pieces: dict[int, bytes] = {}
+        self.max_token_chars = self._longest_token()
+        """No token stands for more characters than this; None where that cannot be told.
+
+        A prompt longer than the context times this need not be tokenized to know that it is too long.
+        """
+        self._sandbox = TemplateSandbox()
+
+    def _longest_token(self) -> int | None:
+        """Worked out at the start: the first request would keep everybody waiting for a tenth of a second."""
+        if self._rule is None:
+            return None
+        return max(map(len, self._backend.get_vocab(with_added_tokens=True)), default=1)
+
+    @classmethod
+    def from_pretrained(cls, folder: str | Path) -> TextCodec:
+        """Read the tokenizer of a checkpoint folder; ConfigError where there is none or it cannot be read."""
+        try:
+            # Nobody is to be asked on a terminal whether code of the checkpoint may run: it may not.
+            tokenizer = AutoTokenizer.from_pretrained(
+                str(folder), local_files_only=True, trust_remote_code=False
+            )
+        except (OSError, ValueError, KeyError, ImportError) as error:
+            raise ConfigError(f"{folder}: the tokenizer cannot be loaded: {error}") from error
+        # How long a prompt may be is the engine's affair. Above the tokenizer's own idea of it, transformers
+        # would log that "indexing errors" follow, of prompts that are cut before a model sees them.
+        tokenizer.model_max_length = VERY_LARGE_INTEGER
+        return cls(cast("PreTrainedTokenizerBase", tokenizer))
+
+    @classmethod
+    def find(cls, folder: str | Path) -> TextCodec | None:
+        """The same, but None where the folder holds no tokenizer at all: the server then takes token ids
+        only.
+        """
+        if not any((Path(folder) / name).is_file() for name in TOKENIZER_FILES):
+            return None
+        return cls.from_pretrained(folder)
+
+    @property
+    def backend(self) -> Tokenizer | None:
+        """The tokenizer underneath; None where it is not one of Hugging Face's fast ones."""
+        return cast("Tokenizer | None", self._backend)
+
+    @property
+    def has_chat_template(self) -> bool:
+        return bool(getattr(self._tokenizer, "chat_template", None))
+
+    @property
+    def template_names(self) -> tuple[str, ...]:
+        """Of the model's own templates, where it has several."""
+        template = getattr(self._tokenizer, "chat_template", None)
+        return tuple(template) if isinstance(template, dict) else ()
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of `text`. Special tokens spelt out in it are recognised, as Hugging Face does."""
+        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        return ids
+
+    @property
+    def chat_template(self) -> str:
+        """The model's template, for `chat.parser.detect`; named ones joined; empty where there is none."""
+        template = getattr(self._tokenizer, "chat_template", None)
+        return "\n".join(template.values()) if isinstance(template, dict) else template or ""
+
+    @cached_property
+    def added_tokens(self) -> Mapping[str, int]:
+        """Ids of the tokens that the tokenizer has besides its vocabulary, by their text."""
+        return {str(token): i for i, token in self._tokenizer.added_tokens_decoder.items()}
+
+    def render_chat(self, chat: Chat | Sequence[Mapping[str, str]]) -> str:
+        """The prompt that asks for the assistant's next turn; InvalidRequest where the template refuses.
+
+        A chat with a template of its own may take seconds (`chat.sandbox`): never on an event loop. Mappings
+        are turns of "role" and "content".
+        """
+        if not isinstance(chat, Chat):
+            chat = Chat(tuple(ChatTurn(turn["role"], turn["content"]) for turn in chat))
+        return render(self._tokenizer, chat, self._sandbox)
+
+    def encode_chat(
+        self, chat: Chat | Sequence[Mapping[str, str]], *, add_special_tokens: bool = False
+    ) -> list[int]:
+        """Token ids of the rendered chat. The template writes its own special tokens, so none are added."""
+        return self.encode(self.render_chat(chat), add_special_tokens=add_special_tokens)
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """Text of the tokens; an id that the tokenizer does not know has none.
+
+        Equal to Hugging Face's, but for SentencePiece's byte tokens: there an invalid byte does not spoil the
+        valid characters spelt in bytes next to it.
+        """
+        decoder = self.decoder(skip_special_tokens=skip_special_tokens)
+        return decoder.push(token_ids) + decoder.flush()
+
+    def decoder(
+        self, *, skip_special_tokens: bool = True, visible: Set[str] = frozenset()
+    ) -> IncrementalDecoder:
+        """A decoder for one sequence of tokens. `visible` are special tokens that have text nevertheless."""
+        hidden = self._special if skip_special_tokens else frozenset[int]()
+        if visible:
+            hidden = hidden - {i for token, i in self.added_tokens.items() if token in visible}
+        if self._rule is not None:
+            piece_of = (lambda i: b"" if i in hidden else self._piece(i)) if hidden else self._piece
+            return PieceDecoder(piece_of, self._rule.strip_leading_spaces)
+        if not visible:
+            return WindowDecoder(lambda ids: self._decode_whole(ids, skip_special_tokens))
+        return WindowDecoder(lambda ids: self._decode_whole([i for i in ids if i not in hidden], False))
+
+    def _decode_whole(self, token_ids: Sequence[int], skip_special_tokens: bool) -> str:
+        text = self._tokenizer.decode(
+            list(token_ids), skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
+        )
+        return cast("str", text)
+
+    def _piece(self, token_id: int) -> bytes:
+        piece = self._pieces.get(token_id)
+        if piece is None:
+            token = self._backend.id_to_token(token_id)
+            assert self._rule is not None
+            piece = self._pieces[token_id] = b"" if token is None else self._rule.piece(token)
+        return piece
+
+
+@dataclass(frozen=True, slots=True)
+class TextDelta:
+    """What one push made certain."""
+
+    text: str
+    stop: str | None = None
+    """The stop string that ended the text, if one did."""
+    num_tokens: int = 0
+    """How many of the pushed tokens belong to the output: all, or those up to the one that completed the
+    stop.
+    """
+
+
+class TextStream:
+    """The text of one output, with stop strings.
+
+    Generation ends where a stop string is first complete; of several complete at the same character the
+    longest counts. This does not depend on how tokens are grouped into pushes. Text that may still become
+    part of a stop is held back. A match is cut out of the text, with everything after it; `include_stop`
+    keeps the match itself. A stop counts only if the token that completes it has a number (from 1) of at
+    least `min_tokens`.
+
+    Token ids are never held back, so the tokens that a stop string was found in stay in the output; those
+    after the one that completed it are dropped (`TextDelta.num_tokens`).
+    """
+
+    def __init__(
+        self,
+        codec: TextCodec,
+        *,
+        stop: Sequence[str] = (),
+        include_stop: bool = False,
+        skip_special_tokens: bool = True,
+        visible: Set[str] = frozenset(),
+        min_tokens: int = 0,
+    ) -> None:
+        self._decoder = codec.decoder(skip_special_tokens=skip_special_tokens, visible=visible)
+        self._stop = tuple(stop)
+        self._include_stop = include_stop
+        self._min_tokens = min_tokens
+        self._num_tokens = 0
+        self._pending = ""
+        """Decoded and not yet handed out; starts at character `_sent` of the text."""
+        self._sent = 0
+        self._decoded = 0
+        self._search_from: int | None = None
+        """A match must end after this character; None while `min_tokens` is not reached."""
+        self._ended = False
+
+    def push(
+        self, token_ids: Sequence[int], *, final: bool = False, mute_last_token: bool = False
+    ) -> TextDelta:
+        """Add tokens; `final` says that no more follow. `mute_last_token` leaves out the last one's text
+        (EOS).
+        """
+        if self._ended:
+            return TextDelta("")
+        self._ended = final
+        spoken = token_ids[:-1] if mute_last_token else token_ids
+        if not self._stop:
+            text = self._decoder.push(spoken) + (self._decoder.flush() if final else "")
+            return TextDelta(text, num_tokens=len(token_ids))
+        searched = self._decoded
+        ends = self._decode(spoken, final)
+        match = self._find(searched)
+        if match is None:
+            keep = 0 if final else self._held_back()
+            return TextDelta(self._take(len(self._pending) - keep), num_tokens=len(token_ids))
+        self._ended = True
+        start, stop = match
+        end = start + len(stop)
+        num_tokens = next((i for i, e in enumerate(ends, 1) if e >= self._sent + end), len(token_ids))
+        return TextDelta(self._take(end if self._include_stop else start), stop, num_tokens)
+
+    def _decode(self, token_ids: Sequence[int], final: bool) -> list[int]:
+        """Append the tokens' text to `_pending`; returns the length of the whole text after each token."""
+        ends: list[int] = []
+        parts: list[str] = []
+        for token_id in token_ids:
+            self._num_tokens += 1
+            if self._search_from is None and self._num_tokens >= self._min_tokens:
+                self._search_from = self._decoded
+            parts.append(self._decoder.push((token_id,)))
+            self._decoded += len(parts[-1])
+            ends.append(self._decoded)
+        if final:
+            parts.append(self._decoder.flush())
+            self._decoded += len(parts[-1])
+            ends[-1:] = [self._decoded] if ends else []
+        self._pending += "".join(parts)
+        return ends
+
+    def _find(self, searched: int) -> tuple[int, str] | None:
+        """The first complete stop as (start in `_pending`, stop), among those ending after character
+        `searched`.
+        """
+        if self._search_from is None:
+            return None
+        first_end = max(searched, self._search_from) + 1 - self._sent
+        found = []
+        for stop in self._stop:
+            start = self._pending.find(stop, max(0, first_end - len(stop)))
+            if start >= 0:
+                found.append((start + len(stop), -len(stop), start, stop))
+        if not found:
+            return None
+        _, _, start, stop = min(found)
+        return start, stop
+
+    def _held_back(self) -> int:
+        """Length of the longest tail of `_pending` that is the beginning of a stop."""
+        longest = 0
+        for stop in self._stop:
+            for length in range(min(len(stop) - 1, len(self._pending)), longest, -1):
+                if self._pending.endswith(stop[:length]):
+                    longest = length
+                    break
+        return longest
+
+    def _take(self, length: int) -> str:
+        text, self._pending = self._pending[:length], self._pending[length:]
+        self._sent += length
+        return text

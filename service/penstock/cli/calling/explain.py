@@ -1,0 +1,129 @@
+"""What a server's refusal means and what to do next.
+
+Errors that the user can do something about have a sentence of their own. Others have a general one, which
+quotes the server's reason and message: tests/clients/cli/test_cli_explain.py lists which reasons those are.
+"""
+
+from __future__ import annotations
+
+from penstock.client import (
+    Busy,
+    CostlyGrammar,
+    DeadlineExceeded,
+    Denied,
+    Draining,
+    DuplicateRequestId,
+    EngineDead,
+    Forbidden,
+    InvalidRequest,
+    KeyExpired,
+    NotReady,
+    PenstockClientError,
+    PromptTooLong,
+    QueueFull,
+    RateLimited,
+    ServedElsewhere,
+    ServerError,
+    UnavailableError,
+    Unreachable,
+    Unsupported,
+)
+from penstock.client.connection.address import proxy_of
+
+
+def explain(error: PenstockClientError, addr: str) -> str:
+    """What went wrong and what to do next, in one line; the server's id of the request where it said it."""
+    text = _meaning(error, addr)
+    return f"{text} (request {error.request_id})" if error.request_id else text
+
+
+def _meaning(error: PenstockClientError, addr: str) -> str:
+    text = " ".join(str(error).split())
+    match error:
+        case Unreachable():
+            return _unreachable(text, addr)
+        case NotReady():
+            return (
+                f"the server at {addr} is still loading; try again in a moment, or watch its output ({text})"
+            )
+        case Draining():
+            return f"the server at {addr} is shutting down; try again when it is back"
+        case QueueFull():
+            return f"the queue of {addr} is full; {_again(error)}"
+        case Busy():
+            return f"the server at {addr} is busy ({text}); {_again(error)}"
+        case RateLimited():
+            return f"the rate of your key is used up ({text}); {_again(error)}"
+        case CostlyGrammar():
+            return f"{text}; {_again(error)}, or write a simpler grammar"
+        case EngineDead():
+            return f"the engine of {addr} is dead ({text}); try again when the server was restarted"
+        case PromptTooLong():
+            return f"{text}; shorten the prompt, or have it cut with --truncation left"
+        case UnavailableError():
+            return f"{addr} is not available now ({error.reason}): {text}; try again later"
+        case InvalidRequest() if error.violations:
+            listed = "; ".join(f"{v.field}: {v.description}" for v in error.violations)
+            return f"the request is not valid: {listed}"
+        case ServedElsewhere():
+            return f"{text}; name that address with --addr"
+        case Unsupported():
+            untold = ", ".join(field for field in error.fields if field not in text)
+            what = f" ({untold})" if untold else ""
+            return f"this server cannot do that{what}: {text}; see `penstock info`"
+        case DuplicateRequestId():
+            return f"{text}; choose another --request-id"
+        case KeyExpired():
+            return f"the key has expired ({text}); ask the operator of {addr} for another"
+        case Forbidden():
+            return f"the key does not allow this ({text})"
+        case Denied():
+            return f"{addr} wants a key ({text}); give yours in PENSTOCK_TOKEN or with --token-file"
+        case DeadlineExceeded():
+            return f"no answer in time from {addr}; allow more with --timeout"
+        case ServerError():
+            return f"the server failed ({error.code.name}): {text}; its log says more"
+        case _:
+            return f"the server refused ({error.reason or error.code.name}): {text}"
+
+
+def _again(error: PenstockClientError) -> str:
+    return "try again" if error.retry_after is None else f"try again in {error.retry_after:g} s"
+
+
+def _unreachable(text: str, addr: str) -> str:
+    """Of a connection that could not be made, or broke: gRPC tells the one from the other in words alone."""
+    cause = text.removesuffix(": OK").rpartition(": ")[2].rstrip("].")
+    proxy = _proxy(addr)
+    if "CERTIFICATE_VERIFY_FAILED" in text:
+        return f"the certificate of {addr} is not trusted ({cause}); name its authority with --ca"
+    if "Hostname Verification" in text:
+        return f"the certificate of {addr} is for another name; if it is the right server, say --tls-name"
+    if "WRONG_VERSION_NUMBER" in text:
+        return f"{addr} does not talk TLS; leave out --tls and its like, or ask another server with --addr"
+    if "handshake failed" in text:
+        return f"no TLS with {addr} ({cause}); see which certificates it wants{proxy}"
+    if "resolving" in text or "resolution" in text:
+        return f"{addr} is not an address that can be found ({cause}); give HOST:PORT with --addr{proxy}"
+    if "failed to connect" not in text and "all backends failing" not in text:
+        return f"the connection to {addr} broke ({cause}); see whether the server still runs{proxy}"
+    if cause == "Socket closed":
+        return (
+            f"{addr} ends every connection; it may want TLS (--tls), or a certificate of yours (--cert and "
+            f"--key) that it trusts{proxy}"
+        )
+    return (
+        f"no server at {addr} ({cause}); start one with `penstock serve demo`, or name it with --addr{proxy}"
+    )
+
+
+def _proxy(addr: str) -> str:
+    """Said of every connection that goes through one: it may be what refuses."""
+    try:
+        found = proxy_of(addr)
+    except ValueError:
+        return ""
+    if found is None:
+        return ""
+    variable, proxy = found
+    return f" (it was tried through the proxy {proxy} of {variable}; no_proxy excludes hosts)"

@@ -1,0 +1,101 @@
+"""`penstock info`: what a server serves, its limits, and how busy it is."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from typing import TYPE_CHECKING
+
+from penstock.cli.calling.common import add_addr, print_json, visible, with_client
+from penstock.client import Client, Load, ModelInfo, ServerInfo, WeightsVersion
+
+if TYPE_CHECKING:
+    from penstock.cli.calling.common import Subparsers
+
+
+NEUTRAL = {
+    "top_p": 1,
+    "top_k": 0,
+    "min_p": 0,
+    "presence_penalty": 0,
+    "frequency_penalty": 0,
+    "repetition_penalty": 1,
+    "n": 1,
+}
+"""Sampling values that change nothing."""
+
+
+def add_parser(subparsers: Subparsers) -> None:
+    parser = subparsers.add_parser(
+        "info",
+        help="show a server's model, limits and load",
+        description="Show a server's model, its limits and its load.",
+    )
+    add_addr(parser)
+    parser.add_argument("--json", action="store_true", help="print as JSON")
+
+
+def run(args: argparse.Namespace) -> int:
+    return with_client(args, lambda client: _show(client, args.json))
+
+
+def _show(client: Client, as_json: bool) -> int:
+    model, server, load = client.model_info(), client.server_info(), client.load()
+    ready = client.is_ready()
+    if as_json:
+        print_json({"model": model, "server": server, "load": load, "ready": ready})
+    else:
+        print(table(model, server, load, ready))
+    return 0
+
+
+def _weights(version: WeightsVersion) -> str:
+    return f"{version.label} (generation {version.generation})"
+
+
+def _value(value: object) -> str:
+    """A sampling value; of a long list only how long it is."""
+    if not isinstance(value, tuple):
+        return f"{value:g}" if isinstance(value, float) else str(value)
+    if len(value) > 4:
+        return f"({len(value)} of them)"
+    return " ".join(f"{v[0]}={v[1]:g}" if isinstance(v, tuple) else repr(v) for v in value)
+
+
+def table(model: ModelInfo, server: ServerInfo, load: Load, ready: bool) -> str:
+    """Three groups of name and value."""
+    # Only what has an effect: the rest is as if it were not there.
+    defaults = dataclasses.asdict(model.default_sampling)
+    sampling = {k: v for k, v in defaults.items() if v not in (None, (), NEUTRAL.get(k))}
+    groups = {
+        "model": {
+            "name": model.model,
+            "architecture": model.architecture,
+            "vocabulary": f"{model.vocab_size} tokens",
+            "context": f"{model.max_context_tokens} tokens",
+            "end tokens": ", ".join(map(str, model.eos_token_ids)) or "none",
+            "sampling": ", ".join(f"{k} {_value(v)}" for k, v in sampling.items()) or "not stated",
+            "weights": _weights(model.weights),
+            "features": ", ".join(model.features) or "none",
+        },
+        "server": {
+            "version": server.server_version,
+            "instance": server.instance_id,
+            "devices": ", ".join(server.devices),
+            "requests": f"{server.max_running_requests} running, {server.max_queued_requests} queued at most",
+            "KV cache": f"{server.kv_pages_total} pages of {server.kv_page_tokens} tokens",
+            "log-probabilities": f"{server.max_logprobs} at most",
+        },
+        "load": {
+            "requests": f"{load.running_requests} running, {load.queued_requests} queued",
+            "queued prompts": f"{load.queued_prompt_tokens} tokens",
+            "KV cache": f"{load.kv_pages_used} of {load.kv_pages_total} pages used",
+            "state": "paused" if load.paused else "serving" if ready else "not ready",
+        },
+    }
+    width = max(len(name) for group in groups.values() for name in group)
+    lines = [
+        "\n".join([title, *(f"  {name:<{width}}  {visible(value)}" for name, value in group.items())])
+        for title, group in groups.items()
+    ]
+    return "\n\n".join(lines)

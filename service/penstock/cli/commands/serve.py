@@ -1,0 +1,208 @@
+"""`penstock serve MODEL`: load a model and serve it until SIGTERM or SIGINT."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import dataclasses
+import logging
+import os
+import signal
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+from opentelemetry.sdk.trace import TracerProvider
+
+from penstock.cli.serving.engine_flags import engine_config
+from penstock.cli.serving.one_line import OneLine
+from penstock.cli.serving.serve_flags import add_parser, server_options
+from penstock.runtime.config import EngineConfig
+from penstock.runtime.engine import Engine
+from penstock.runtime.errors import ConfigError, PenstockError
+from penstock.service.limits.open_files import FOR_OTHERS, MANY, raise_limit
+from penstock.service.options import ServerOptions
+from penstock.service.server import PenstockServer, new_instance_id, version
+from penstock.service.telemetry.traces import otlp_provider
+from penstock.service.threads.blocking import in_thread
+
+__all__ = ["add_parser", "run"]
+
+log = logging.getLogger("penstock.serve")
+
+_MEMORY_FRACTION = "0.95"
+"""Of an accelerator's memory that JAX may take; `--hbm-utilization` is a share of this."""
+
+
+def run(args: argparse.Namespace) -> int:
+    """Serve until told to stop; 0 after a graceful end, 1 if it cannot start, or if the engine or an address
+    is lost.
+    """
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(OneLine("%(asctime)s %(levelname)-7s %(name)s: %(message)s"))
+    logging.basicConfig(handlers=[handler], level=args.log_level.upper(), force=True)
+    for noisy in ("jax", "httpx", "asyncio", "filelock", "huggingface_hub", "transformers"):
+        logging.getLogger(noisy).setLevel(logging.WARNING)
+    # JAX reads it when it first looks for devices. Its own default leaves a quarter of an accelerator idle.
+    os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", _MEMORY_FRACTION)
+    try:
+        options = server_options(args)
+        config = engine_config(args)
+    except ConfigError as error:
+        print(f"penstock serve: {error}", file=sys.stderr)
+        return 2
+    raise_limit((options.bounds.max_connections or MANY) * options.num_addresses + FOR_OTHERS)
+    provider, instance_id = None, new_instance_id()
+    if args.otlp_endpoint:
+        provider = otlp_provider(args.otlp_endpoint, version=version(), instance_id=instance_id)
+        log.info("traces go to %s", args.otlp_endpoint)
+    end = asyncio.run(_serve(args.model, config, options, provider, instance_id))
+    if provider is not None:
+        provider.shutdown()  # sends what is left
+    if end.by_force:
+        logging.shutdown()
+        sys.stdout.flush()
+        os._exit(end.code)
+    return end.code
+
+
+@dataclass(frozen=True, slots=True)
+class _End:
+    code: int
+    by_force: bool = False
+    """A thread of the engine is busy compiling or hangs, and would not let the process end."""
+
+
+async def _serve(
+    model: str,
+    config: EngineConfig,
+    options: ServerOptions,
+    provider: TracerProvider | None,
+    instance_id: str,
+) -> _End:
+    """Until the server has ended."""
+    told_to_stop = asyncio.Event()
+    _on_signals(told_to_stop)
+    stopping = asyncio.ensure_future(told_to_stop.wait())
+    server = None
+    try:
+        server = PenstockServer(options, provider, instance_id=instance_id)
+        if options.lacking:
+            log.warning(
+                "listening on %s with %s: whoever reaches that may use the model",
+                " and ".join(options.hosts),
+                " and ".join(options.lacking),
+            )
+        if options.keys is not None:
+            _reload_on_hangup(server)
+        await server.start()
+        return await _serve_with(server, model, config, options, stopping)
+    except PenstockError as error:
+        print(f"penstock serve: {error}", file=sys.stderr)
+        return _End(1)
+    finally:
+        if server is not None:
+            await server.stop()
+
+
+async def _serve_with(
+    server: PenstockServer,
+    model: str,
+    config: EngineConfig,
+    options: ServerOptions,
+    stopping: asyncio.Future[Any],
+) -> _End:
+    """Load and serve until told to stop; `server` answers health checks meanwhile. As `_serve`."""
+    failing = asyncio.ensure_future(server.wait_for_failure())
+    ends = (stopping, failing)
+    loading = asyncio.ensure_future(in_thread(lambda: Engine.from_pretrained(model, config)))
+    if not await _first(loading, *ends):
+        return _End(int(failing.done()), by_force=True)
+    engine = loading.result()
+    _tell(engine)
+    server.attach(engine)
+    starting = asyncio.ensure_future(server.start_engine())
+    if not await _first(starting, *ends):
+        return _End(int(failing.done()), by_force=True)
+    starting.result()
+    _tell_addresses(server)
+    warming = in_thread(lambda: _warm_grammars(engine, options))  # beside what it serves from now on
+    has_failed = await _first(failing, stopping)
+    log.info("stopping: no new requests; running ones have %g s", options.grace_s)
+    await server.stop()
+    if server.engine_hangs:
+        return _End(1, by_force=True)
+    log.info("stopped")
+    await warming
+    engine.shutdown()  # again, for what that may have begun since
+    return _End(int(has_failed))
+
+
+async def _first(wanted: asyncio.Future[Any], *ends: asyncio.Future[Any]) -> bool:
+    """Wait for any of them; whether `wanted` came to its end."""
+    await asyncio.wait((wanted, *ends), return_when=asyncio.FIRST_COMPLETED)
+    return wanted.done()
+
+
+def _on_signals(told_to_stop: asyncio.Event) -> None:
+    """The first SIGTERM or SIGINT asks to stop, the second ends the process."""
+
+    def stop(number: int) -> None:
+        if told_to_stop.is_set():
+            log.warning("second signal: ending at once")
+            os._exit(128 + number)
+        told_to_stop.set()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, stop, number)
+
+
+def _reload_on_hangup(server: PenstockServer) -> None:
+    """SIGHUP, which would end the process, has the keys read again."""
+    running: set[asyncio.Task[None]] = set()  # the loop itself does not keep a task from being collected
+
+    def reload() -> None:
+        task = asyncio.create_task(server.reload_keys())
+        running.add(task)
+        task.add_done_callback(running.discard)
+
+    asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, reload)
+
+
+def _warm_grammars(engine: Engine, options: ServerOptions) -> None:
+    """Else the first constraint would wait for the process that grammars are tried in."""
+    try:
+        if options.features.constraints and engine.grammars is not None:
+            engine.grammars.warm_up()
+    except Exception as error:  # noqa: BLE001 -- it is tried again when a constraint comes, and refused then
+        log.warning("constraints are not ready: %s", error)
+
+
+def _tell(engine: Engine) -> None:
+    """What was resolved, one line each."""
+    info, config = engine.info, engine.config
+    dtype = config.dtype if config.quantization == "none" else f"{config.dtype} with {config.quantization}"
+    log.info("model %s: %s, %s, vocabulary %d", info.name, info.architecture, dtype, info.vocab_size)
+    log.info("device: %s; CPU threads: %s", ", ".join(info.devices), config.threads)
+    running, waiting = config.max_num_seqs, config.max_queued_requests
+    log.info("context %d tokens; at most %d requests run and %d wait", info.max_model_len, running, waiting)
+    log.info(
+        "at most %d tokens a step; %d feature slots", config.max_num_batched_tokens, config.feature_slots
+    )
+    log.info("scheduling: %s; prefix cache: %s", config.scheduling_policy, _prefix_cache(config))
+    defaults = dataclasses.asdict(info.defaults)
+    log.info("sampling defaults: %s", ", ".join(f"{name} {value:g}" for name, value in defaults.items()))
+    log.info("compiled programs are kept in %s", config.compilation_cache or "memory only")
+
+
+def _tell_addresses(server: PenstockServer) -> None:
+    """On stdout, for people and scripts."""
+    if server.front.control_address is not None:
+        print(f"penstock: control on {server.front.control_address}", flush=True)
+    for address in server.front.addresses:
+        print(f"penstock: ready on {address}", flush=True)
+
+
+def _prefix_cache(config: EngineConfig) -> str:
+    most = config.prefix_cache_pages
+    return "off" if most == 0 else "all free pages" if most is None else f"at most {most} pages"

@@ -1,0 +1,1 @@
+"""The options of `penstock serve`, in groups, and the form of its log lines."""

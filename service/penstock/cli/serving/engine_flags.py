@@ -1,0 +1,250 @@
+"""The options of `penstock serve` that are the engine's: their flags, and what they are to it."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from penstock.runtime.config import (
+    ACCELERATOR_SIZES,
+    CPU_SIZES,
+    DEFAULT_FEATURE_SLOTS,
+    DEFAULT_TARGET_ITL_S,
+    DTYPES,
+    NATIVE,
+    QUANTIZATIONS,
+    SMALL_BYTES,
+    SMALL_SIZES,
+    EngineConfig,
+    default_compilation_cache,
+)
+from penstock.runtime.scheduling.scheduler_config import SCHEDULING_POLICIES
+
+_CONFIG = EngineConfig()
+_UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+
+
+def size(text: str) -> int:
+    """Bytes, with an optional binary unit: 512M, 2G, 1.5GiB."""
+    number = text.upper().removesuffix("IB").removesuffix("B")
+    unit = number[-1:] if number[-1:] in _UNITS else ""
+    try:
+        value = float(number.removesuffix(unit)) * _UNITS[unit]
+        whole = int(value)
+    except (ValueError, OverflowError):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a size; write for example 512M or 2G") from None
+    if whole < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is less than one byte")
+    return whole
+
+
+def add_engine_flags(parser: argparse.ArgumentParser) -> None:
+    """Describe them."""
+    engine = parser.add_argument_group("engine")
+    engine.add_argument(
+        "--served-model-name",
+        metavar="NAME",
+        help="name in requests and replies; default: the whole hub id, or the last part of a folder's path",
+    )
+    engine.add_argument(
+        "--dtype", default=_CONFIG.dtype, choices=DTYPES, help="auto: the checkpoint's; default: %(default)s"
+    )
+    engine.add_argument(
+        "--quantization",
+        default=_CONFIG.quantization,
+        choices=QUANTIZATIONS,
+        help="int8: weights and activations of linear layers have 8 bits; default: %(default)s",
+    )
+    engine.add_argument(
+        "--native",
+        default=_CONFIG.native,
+        choices=NATIVE,
+        help="the native CPU kernels; auto: where machine and model can use them; require: do not start "
+        "without; off: XLA alone; default: %(default)s",
+    )
+    engine.add_argument(
+        "--native-folder",
+        type=Path,
+        metavar="DIR",
+        help="where their library is, and where it is compiled to if it is not there; default: "
+        "~/.cache/penstock/native",
+    )
+    engine.add_argument(
+        "--threads",
+        type=int,
+        metavar="N",
+        help="CPU threads that compute and compile programs; default: the processors that affinity mask and "
+        "CPU quota leave",
+    )
+    engine.add_argument(
+        "--max-model-len",
+        type=int,
+        metavar="TOKENS",
+        help="prompt and output of a request together; default: the model's, at most what the KV cache holds",
+    )
+    engine.add_argument(
+        "--max-num-seqs",
+        type=int,
+        metavar="N",
+        help=f"outputs that run together, each in a row of its own; default: {CPU_SIZES.num_seqs} on CPU, "
+        f"{ACCELERATOR_SIZES.num_seqs} on an accelerator, {SMALL_SIZES.num_seqs} on one of which JAX may use "
+        f"less than {SMALL_BYTES >> 30} GiB",
+    )
+    engine.add_argument(
+        "--feature-slots",
+        type=int,
+        metavar="N",
+        help="how many of the running requests may have penalties, a bias, allowed ids or banned words of "
+        "one token; each of them takes 8 bytes per token of the vocabulary; default: as many as run "
+        f"together, at most {DEFAULT_FEATURE_SLOTS} unless the served sampling defaults have penalties",
+    )
+    engine.add_argument(
+        "--max-num-batched-tokens",
+        type=int,
+        metavar="N",
+        help="tokens of one step, prompts and outputs together: it bounds how fast prompts are read, and how "
+        f"long a step takes; default: {CPU_SIZES.num_tokens} on CPU, "
+        f"{ACCELERATOR_SIZES.num_tokens} on an accelerator, {SMALL_SIZES.num_tokens} on one of which JAX may "
+        f"use less than {SMALL_BYTES >> 30} GiB",
+    )
+    engine.add_argument(
+        "--max-prefill-chunk",
+        type=int,
+        metavar="TOKENS",
+        help="most prompt tokens of one request in a step, also when nothing else runs; lower values keep "
+        "the tokens of running requests steady during long prompts, and delay the first tokens of these; "
+        "default: no limit",
+    )
+    engine.add_argument(
+        "--target-itl",
+        dest="target_itl_s",
+        type=float,
+        default=_CONFIG.target_itl_s,
+        metavar="SECONDS",
+        help="how far apart the tokens of running requests should be while a prompt comes in; the server "
+        "measures its steps and sizes them to that; lower values delay the first tokens of new requests; "
+        "0: no target; default: "
+        f"{DEFAULT_TARGET_ITL_S:g} where FEATURE_BATCH_INVARIANT holds, else 0",
+    )
+    engine.add_argument(
+        "--scheduling-policy",
+        default=_CONFIG.scheduling_policy,
+        choices=SCHEDULING_POLICIES,
+        help="fcfs: in order of arrival; priority: the requests' priority first; default: %(default)s",
+    )
+    engine.add_argument(
+        "--prefix-cache-pages",
+        type=int,
+        metavar="N",
+        help="most KV pages kept for prefixes that no running request uses; 0: no prefix cache; default: all "
+        "that are free",
+    )
+    engine.add_argument(
+        "--overlap",
+        action=argparse.BooleanOptionalAction,
+        default=_CONFIG.overlap,
+        help="start the next step while the host processes the last one; turn it off only to debug; "
+        "default: on",
+    )
+    engine.add_argument(
+        "--max-decode-steps",
+        type=int,
+        default=_CONFIG.max_decode_steps,
+        metavar="N",
+        help="run up to N decode steps per dispatch while no request is waiting: more throughput, but a "
+        "newcomer waits for the dispatch that runs; default: %(default)s",
+    )
+    engine.add_argument(
+        "--decode-window",
+        dest="decode_window_s",
+        type=float,
+        default=_CONFIG.decode_window_s,
+        metavar="SECONDS",
+        help="longest duration of such a dispatch of several decode steps; constrained requests, which take "
+        "turns with them, get a token within this time; default: %(default)g",
+    )
+    engine.add_argument(
+        "--switch-interval",
+        dest="switch_interval_s",
+        type=float,
+        default=_CONFIG.switch_interval_s,
+        metavar="SECONDS",
+        help="how long a thread keeps Python's interpreter while another waits for it; higher values delay "
+        "tokens on their way out, much lower ones cost throughput; default: %(default)g",
+    )
+    engine.add_argument(
+        "--max-queued-requests",
+        type=int,
+        default=_CONFIG.max_queued_requests,
+        metavar="N",
+        help="requests that may wait; more are refused; default: %(default)s",
+    )
+    engine.add_argument(
+        "--page-size",
+        type=int,
+        default=_CONFIG.page_size,
+        metavar="TOKENS",
+        help="tokens of one KV page, a power of two; default: %(default)s",
+    )
+    engine.add_argument(
+        "--kv-cache-bytes",
+        type=size,
+        metavar="SIZE",
+        help="such as 512M or 2G, taken in full: what running requests do not need keeps prefixes; "
+        "default: on an accelerator what --hbm-utilization leaves, on CPU what --max-num-seqs "
+        "requests of the longest context can fill, at most 1G",
+    )
+    engine.add_argument(
+        "--hbm-utilization",
+        type=float,
+        default=_CONFIG.hbm_utilization,
+        metavar="SHARE",
+        help="share of what JAX may take of an accelerator's memory (95 %% unless "
+        "XLA_PYTHON_CLIENT_MEM_FRACTION says otherwise), for weights, programs and KV; default: %(default)s",
+    )
+    engine.add_argument(
+        "--max-logprobs",
+        type=int,
+        default=_CONFIG.max_logprobs,
+        metavar="N",
+        help="most log-probabilities a request may ask for per token; default: %(default)s",
+    )
+    engine.add_argument(
+        "--compilation-cache",
+        default=str(default_compilation_cache()),
+        metavar="DIR|off",
+        help="where compiled programs are kept between starts; default: %(default)s",
+    )
+
+
+def engine_config(args: argparse.Namespace) -> EngineConfig:
+    """The engine's. Raises ConfigError."""
+    cache = None if args.compilation_cache == "off" else Path(args.compilation_cache).expanduser()
+    return EngineConfig(
+        served_model_name=args.served_model_name,
+        dtype=args.dtype,
+        quantization=args.quantization,
+        native=args.native,
+        native_folder=None if args.native_folder is None else args.native_folder.expanduser(),
+        threads=args.threads,
+        max_model_len=args.max_model_len,
+        max_num_seqs=args.max_num_seqs,
+        feature_slots=args.feature_slots,
+        max_num_batched_tokens=args.max_num_batched_tokens,
+        max_prefill_chunk=args.max_prefill_chunk,
+        target_itl_s=args.target_itl_s,
+        scheduling_policy=args.scheduling_policy,
+        prefix_cache_pages=args.prefix_cache_pages,
+        overlap=args.overlap,
+        max_decode_steps=args.max_decode_steps,
+        decode_window_s=args.decode_window_s,
+        switch_interval_s=args.switch_interval_s,
+        max_queued_requests=args.max_queued_requests,
+        page_size=args.page_size,
+        kv_cache_bytes=args.kv_cache_bytes,
+        hbm_utilization=args.hbm_utilization,
+        max_logprobs=args.max_logprobs,
+        generation_config=args.generation_config,
+        grammar_time_limit_s=args.grammar_time_limit_s,
+        compilation_cache=cache,
+    )

@@ -1,0 +1,104 @@
+"""The options of `penstock serve` that say where it listens and who can reach that."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from penstock.service.listening.listen_options import ListenOptions
+from penstock.service.options import ServerOptions
+
+_OPTIONS = ServerOptions()
+_LISTEN = ListenOptions()
+
+
+def port(text: str) -> int | None:
+    """argparse's type of a port that there may be none of."""
+    if text == "none":
+        return None
+    try:
+        return int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is neither a number nor none") from None
+
+
+def octal(text: str) -> int:
+    """argparse's type of a file's mode."""
+    try:
+        return int(text, 8)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not an octal number such as 660") from None
+
+
+def add_listen_flags(net: argparse._ArgumentGroup) -> None:
+    """Describe them."""
+    net.add_argument(
+        "--host", default=_OPTIONS.host, help="address to listen on; default: %(default)s, this machine only"
+    )
+    net.add_argument(
+        "--port",
+        type=port,
+        default=_OPTIONS.port,
+        metavar="N|none",
+        help="0 lets the system choose; none: only the Unix socket; default: %(default)s",
+    )
+    net.add_argument(
+        "--unix-socket",
+        type=Path,
+        metavar="PATH",
+        help="listen on this Unix socket, too; clients call it unix:/absolute/path; default: none",
+    )
+    net.add_argument(
+        "--unix-socket-mode",
+        type=octal,
+        default=_LISTEN.unix_socket_mode,
+        metavar="MODE",
+        help=f"its mode: who may write to it may connect; default: {_LISTEN.unix_socket_mode:o}, this user",
+    )
+    net.add_argument(
+        "--control-port",
+        type=int,
+        metavar="N",
+        help="serve what changes the server for everybody (flush, pause, weights) at this port and not at "
+        "--port; 0 lets the system choose; default: all at --port",
+    )
+    net.add_argument(
+        "--control-host", metavar="HOST", help="where the control port is; default: the host of --host"
+    )
+    net.add_argument(
+        "--tls-cert",
+        type=Path,
+        metavar="FILE",
+        help="certificate chain in PEM form: ports speak TLS; read again when it changes; default: no TLS",
+    )
+    net.add_argument("--tls-key", type=Path, metavar="FILE", help="its private key in PEM form")
+    net.add_argument(
+        "--client-ca",
+        type=Path,
+        metavar="FILE",
+        help="authorities of clients' certificates in PEM form; a client without such a certificate is "
+        "turned away; default: clients need none",
+    )
+    net.add_argument(
+        "--insecure",
+        action="store_true",
+        help="listen where other machines can connect also without TLS, or with no way to tell callers apart",
+    )
+
+
+def listen_options(args: argparse.Namespace) -> ListenOptions:
+    """Of a command line; ServerOptions checks them."""
+    return ListenOptions(
+        unix_socket=_user(args.unix_socket),
+        unix_socket_mode=args.unix_socket_mode,
+        control_port=args.control_port,
+        control_host=args.control_host,
+        tls_cert=_user(args.tls_cert),
+        tls_key=_user(args.tls_key),
+        client_ca=_user(args.client_ca),
+        insecure=args.insecure,
+    )
+
+
+def _user(path: Path | None) -> Path | None:
+    return None if path is None else path.expanduser()

@@ -1,0 +1,186 @@
+"""The options of `penstock serve`: their flags, and what they are to engine and server."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from typing import TYPE_CHECKING, Any
+
+from penstock.cli.serving.connection_flags import add_connection_flags, connection_options
+from penstock.cli.serving.engine_flags import add_engine_flags, size
+from penstock.cli.serving.feature_flags import add_feature_flags, features
+from penstock.cli.serving.keys_flags import add_keys_flags
+from penstock.cli.serving.limits_flags import add_limits_flags, bounds
+from penstock.cli.serving.network_flags import add_listen_flags, listen_options
+from penstock.cli.serving.reply_flags import add_reply_flags, reply_limits
+from penstock.runtime.chat.parser import REASONING_PARSERS, TOOL_PARSERS
+from penstock.runtime.config import EngineConfig
+from penstock.service.options import ServerOptions
+from penstock.service.requests.context import Truncation
+
+if TYPE_CHECKING:
+    Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
+
+_CONFIG = EngineConfig()
+_OPTIONS = ServerOptions()
+_EPILOG = """\
+examples:
+  penstock serve demo
+  penstock serve Qwen/Qwen3-0.6B --max-model-len 4096 --kv-cache-bytes 2G
+  penstock serve ./my-checkpoint --served-model-name mine --otlp-endpoint http://127.0.0.1:4317
+  penstock serve demo --host 0.0.0.0 --tls-cert server.pem --tls-key server.key --client-ca clients.pem
+
+The server speaks penstock.v1 over gRPC, with health checks and reflection. SIGTERM or Ctrl-C ends it
+gracefully: it takes no new requests, finishes the running ones within --grace, and exits 0. A second signal
+ends it at once.
+"""
+
+
+def add_parser(subparsers: Subparsers) -> None:
+    """Describe the command's arguments."""
+    parser = subparsers.add_parser(
+        "serve",
+        help="serve a model over gRPC",
+        description="Load a model and serve it over gRPC.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "model",
+        help='"demo" (built in), a checkpoint directory, or a Hugging Face id such as Qwen/Qwen3-0.6B',
+    )
+    net = parser.add_argument_group("network")
+    add_listen_flags(net)
+    net.add_argument(
+        "--stall-limit",
+        dest="stall_limit_s",
+        type=float,
+        default=_OPTIONS.stall_limit_s,
+        metavar="SECONDS",
+        help="end a stream whose client reads nothing for so long; default: %(default)g",
+    )
+    net.add_argument(
+        "--grace",
+        dest="grace_s",
+        type=float,
+        default=_OPTIONS.grace_s,
+        metavar="SECONDS",
+        help="how long running requests may go on after SIGTERM; default: %(default)g",
+    )
+    net.add_argument(
+        "--drain-delay",
+        dest="drain_delay_s",
+        type=float,
+        default=_OPTIONS.drain_delay_s,
+        metavar="SECONDS",
+        help="how long requests are still taken after SIGTERM while health already says NOT_SERVING, so that "
+        "balancers have heard of it; --grace begins then; default: %(default)g",
+    )
+    net.add_argument(
+        "--max-receive-bytes",
+        type=size,
+        default=_OPTIONS.max_receive_bytes,
+        metavar="BYTES",
+        help="largest request message, such as 16M; default: 8M",
+    )
+    net.add_argument(
+        "--watchdog",
+        dest="watchdog_s",
+        type=float,
+        default=_OPTIONS.watchdog_s,
+        metavar="SECONDS",
+        help="health says NOT_SERVING while the engine has work and gets nothing done for so long; must be "
+        "above the longest step; 0: never; default: %(default)g",
+    )
+    add_connection_flags(parser)
+    add_limits_flags(parser)
+    add_keys_flags(parser)
+    add_engine_flags(parser)
+    _add_requests(parser)
+    add_reply_flags(parser)
+    watch = parser.add_argument_group("logs and traces")
+    watch.add_argument(
+        "--otlp-endpoint",
+        metavar="URL",
+        help="send OpenTelemetry traces to this OTLP gRPC endpoint; default: none",
+    )
+    watch.add_argument(
+        "--log-level",
+        default="info",
+        choices=("debug", "info", "warning", "error"),
+        help="default: %(default)s; logs go to stderr",
+    )
+
+
+def _add_requests(parser: argparse.ArgumentParser) -> None:
+    requests = parser.add_argument_group("requests")
+    requests.add_argument(
+        "--override-generation-config",
+        dest="generation_config",
+        type=json_object,
+        metavar="JSON",
+        help="sampling defaults in place of the model's generation_config.json, such as "
+        """'{"temperature": 0.6, "top_p": 0.95}'; requests may still set their own""",
+    )
+    requests.add_argument(
+        "--truncation",
+        default=_OPTIONS.truncation.value,
+        choices=[value.value for value in Truncation],
+        help="what happens to a prompt that is too long, if the request does not say: reject refuses it, "
+        "left drops the oldest tokens, right drops the newest, middle keeps both ends; default: %(default)s",
+    )
+    requests.add_argument(
+        "--tool-call-parser",
+        default=_OPTIONS.tool_call_parser,
+        choices=TOOL_PARSERS,
+        help="format of the model's tool calls; auto: detected from its chat template; default: %(default)s",
+    )
+    requests.add_argument(
+        "--reasoning-parser",
+        default=_OPTIONS.reasoning_parser,
+        choices=REASONING_PARSERS,
+        help="format of the model's reasoning; auto: detected from its chat template; default: %(default)s",
+    )
+    requests.add_argument(
+        "--grammar-time-limit",
+        dest="grammar_time_limit_s",
+        type=float,
+        default=_CONFIG.grammar_time_limit_s,
+        metavar="SECONDS",
+        help="a constraint that takes longer to compile is refused; default: %(default)g",
+    )
+    add_feature_flags(requests)
+
+
+def json_object(text: str) -> dict[str, Any]:
+    """argparse's type of an option that is a JSON object."""
+    try:
+        value = json.loads(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"not JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError("must be a JSON object")
+    return value
+
+
+def server_options(args: argparse.Namespace) -> ServerOptions:
+    """The front's options of a command line. Raises ConfigError."""
+    return ServerOptions(
+        host=args.host,
+        port=args.port,
+        listen=listen_options(args),
+        keys=args.keys,
+        usage_file=args.usage_file,
+        stall_limit_s=args.stall_limit_s,
+        grace_s=args.grace_s,
+        drain_delay_s=args.drain_delay_s,
+        watchdog_s=args.watchdog_s,
+        connections=connection_options(args),
+        max_receive_bytes=args.max_receive_bytes,
+        truncation=Truncation(args.truncation),
+        tool_call_parser=args.tool_call_parser,
+        reasoning_parser=args.reasoning_parser,
+        bounds=bounds(args),
+        replies=reply_limits(args),
+        features=features(args),
+    )

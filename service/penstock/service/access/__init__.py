@@ -1,0 +1,1 @@
+"""Who calls, what each caller may do and how often, and which requests belong to whom."""

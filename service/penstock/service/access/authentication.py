@@ -1,0 +1,109 @@
+"""From what an RPC brings, a key or a certificate, to the caller whose it is."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import secrets
+import time
+from collections.abc import Callable, Iterable, Sequence
+from datetime import datetime
+
+from penstock.service.access.callers import Caller
+from penstock.service.access.key_file import KeyEntry
+from penstock.service.access.keyring import Keyring, utc_now
+from penstock.service.access.rates import Account, Clock, Rates
+from penstock.service.access_errors import Unauthenticated
+
+HEADER = "authorization"
+MAX_HEADER_CHARS = 4096
+_HOW = "send one as metadata `authorization: Bearer KEY`"
+
+
+def bearer_of(metadata: Iterable[tuple[str, str | bytes]]) -> str | None:
+    """The secret in the metadata; None where there is no such header. Raises Unauthenticated for one that is
+    not of that form, and for two of them: proxies do not agree on which of two counts.
+    """
+    given = [value for name, value in metadata if name == HEADER]
+    if not given:
+        return None
+    if len(given) > 1:
+        raise Unauthenticated(f"more than one {HEADER} header was sent")
+    value = given[0] if isinstance(given[0], str) else ""
+    scheme, _, secret = value.partition(" ")
+    secret = secret.strip(" ")
+    if len(value) > MAX_HEADER_CHARS or scheme.lower() != "bearer" or not secret:
+        raise Unauthenticated(f"the {HEADER} header is not of the form `Bearer KEY`")
+    return secret
+
+
+class Authenticator:
+    """The keys that count now, and what each caller has used. Used on the event loop only.
+
+    Failed attempts are not counted against anybody: a key cannot be guessed, however often one tries, and a
+    count per address would let one peer behind a proxy lock out the others. They are refused before their
+    message is read, and logged at a limited rate like every refusal.
+    """
+
+    def __init__(
+        self,
+        entries: Iterable[KeyEntry],
+        *,
+        now: Callable[[], datetime] = utc_now,
+        clock: Clock = time.monotonic,
+    ) -> None:
+        """`now` is what keys expire by, `clock` (s, never set back) what rates go by."""
+        self._now = now
+        self._clock = clock
+        self._accounts: dict[str, Account] = {}
+        # Made anew at each start, as is the cache that it keeps apart: nobody can name another's salt.
+        self._cache_secret = secrets.token_bytes(32)
+        self._keyring = Keyring.of(())
+        self.use(entries)
+
+    def use(self, entries: Iterable[KeyEntry]) -> None:
+        """These are the keys from now on. Calls that run go on, also those of a key that is gone: who calls
+        is checked when a call begins. What callers have used of their rates stays used.
+        """
+        entries = tuple(entries)
+        self._keyring = Keyring.of(entries)
+        before, self._accounts = self._accounts, {}
+        for entry in entries:
+            rates = Rates(entry.requests_per_minute, entry.tokens_per_minute, entry.max_parallel_requests)
+            account = before.get(entry.id)
+            if account is None:
+                account = Account(rates, self._clock)
+            else:
+                account.change(rates)
+            self._accounts[entry.id] = account
+
+    def authenticate(self, metadata: Iterable[tuple[str, str | bytes]]) -> Caller | None:
+        """Whose key this is, from the metadata alone, so before anything of the message is read. None where
+        no key was sent but a certificate may stand for one: then `by_certificate` decides.
+
+        Raises Unauthenticated or KeyExpired. A key counts more than a certificate, also a wrong one.
+        """
+        secret = bearer_of(metadata)
+        if secret is not None:
+            return self._caller(self._keyring.of_secret(secret, self._now()))
+        if not self._keyring.by_certificate:
+            raise Unauthenticated(f"this server asks for a key; {_HOW}")
+        return None
+
+    def by_certificate(self, names: Sequence[str]) -> Caller:
+        """Whom a client's certificate stands for, by the names in it, once TLS has verified it; without one
+        there are none. Raises Unauthenticated or KeyExpired.
+        """
+        if not names:
+            raise Unauthenticated(f"this server asks for a key or a client certificate; {_HOW}")
+        return self._caller(self._keyring.of_certificate(names, self._now()))
+
+    def account(self, caller: Caller) -> Account:
+        """What the caller has used. That of one whose entry was just removed is nobody's."""
+        return self._accounts.get(caller.id) or Account(Rates(), self._clock)
+
+    def _caller(self, entry: KeyEntry) -> Caller:
+        secret = ""
+        if entry.private_cache:
+            secret = hmac.new(self._cache_secret, entry.id.encode(), hashlib.sha256).hexdigest()
+        return Caller(entry.id, entry.roles, frozenset(entry.models), secret)

@@ -1,0 +1,1 @@
+"""What a server tells before it has an engine, how it notices that one hangs, and how it ends."""

@@ -1,0 +1,129 @@
+"""grpc.health.v1: whether services answer, to who asks once and to who watches.
+
+No peer can hold this up. A status is set without waiting for anybody, a write to a watcher happens outside
+of any lock, and a watcher that does not read is given up after a while. Whoever may connect may ask: the
+probes of an orchestrator cannot carry a key.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from penstock.service.errors import StalledReader, UnknownService
+from penstock.service.limits.admission import Gate
+
+Request = health_pb2.HealthCheckRequest
+Response = health_pb2.HealthCheckResponse
+SERVICE_NAME: str = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
+MAX_WATCHERS = 1000
+WRITE_LIMIT_S = 20.0
+"""How long a status may wait for a watcher to read it."""
+
+
+class Health(health_pb2_grpc.HealthServicer):
+    """All methods must be called on the server's event loop."""
+
+    def __init__(self, *, max_watchers: int = MAX_WATCHERS, write_limit_s: float = WRITE_LIMIT_S) -> None:
+        # One address, which needs no key, must not have all of them.
+        self._gate = Gate("max_watchers", max_watchers, time.monotonic, per_address=(max_watchers + 1) // 2)
+        self._write_limit_s = write_limit_s
+        self._statuses: dict[str, int] = {}
+        self._watchers: set[asyncio.Event] = set()
+        self._closed = False
+
+    def set(self, *services: str, serving: bool) -> None:
+        """Say this of the services from now on; watchers are told as fast as each of them reads."""
+        status = Response.SERVING if serving else Response.NOT_SERVING
+        self._statuses.update(dict.fromkeys(services, status))
+        self._wake()
+
+    def close(self) -> None:
+        """Watches end, each once it has told the last status; new ones tell it and end at once."""
+        self._closed = True
+        self._wake()
+
+    @property
+    def num_watchers(self) -> int:
+        """Of those that have not ended."""
+        return len(self._watchers)
+
+    def _wake(self) -> None:
+        for changed in self._watchers:
+            changed.set()
+
+    async def Check(self, request: Request, context: Any) -> Response:
+        """The status of one service; raises UnknownService."""
+        status = self._statuses.get(request.service)
+        if status is None:
+            raise UnknownService(request.service)
+        return Response(status=status)
+
+    async def List(self, request: Any, context: Any) -> Any:
+        """The status of every service."""
+        listed: Any = vars(health_pb2)["HealthListResponse"]
+        return listed(statuses={name: Response(status=status) for name, status in self._statuses.items()})
+
+    async def Watch(self, request: Request, context: Any) -> None:
+        """The status of one service, and each one that it turns to; what came in between may be skipped.
+        Raises Busy and StalledReader.
+        """
+        changed = asyncio.Event()
+        leave = self._gate.enter(context.peer())
+        try:
+            # Apart, which no window holds up: with a write that was given up they would keep the status back.
+            await context.send_initial_metadata(())
+            self._watchers.add(changed)
+            reads = await self._tell(request.service, changed, context)
+        finally:
+            self._watchers.discard(changed)
+            leave()
+        if not reads:
+            raise StalledReader(self._write_limit_s)
+
+    async def _tell(self, service: str, changed: asyncio.Event, context: Any) -> bool:
+        """Until the end; false where the watcher does not read."""
+        told: int | None = None
+        while True:
+            changed.clear()
+            status = self._statuses.get(service, Response.SERVICE_UNKNOWN)
+            if status != told:
+                # Meanwhile the status may turn: then the next round sees it.
+                try:
+                    async with asyncio.timeout(self._write_limit_s):
+                        await context.write(Response(status=status))
+                except TimeoutError:
+                    return False
+                told = status
+            elif self._closed:
+                return True
+            else:
+                await changed.wait()
+
+
+class Readiness:
+    """Says SERVING of some services while nothing speaks against it."""
+
+    def __init__(self, health: Health, services: Sequence[str], against: str) -> None:
+        """`against`: what speaks against it at first."""
+        self._health = health
+        self._services = services
+        self._against = {against}
+        self._say()
+
+    def refuse(self, reason: str) -> None:
+        """From now on this speaks against it."""
+        self._against.add(reason)
+        self._say()
+
+    def allow(self, reason: str) -> None:
+        """This no longer does."""
+        self._against.discard(reason)
+        self._say()
+
+    def _say(self) -> None:
+        self._health.set(*self._services, serving=not self._against)

@@ -1,0 +1,133 @@
+"""Notices that the engine's thread or the event loop hangs, says where, and that it moves again.
+
+It watches from a thread of its own and takes no lock of theirs. What it can do differs. While only the
+engine's thread hangs, health turns NOT_SERVING. While the event loop hangs health cannot answer at all, and
+that is what probes see; then it leaves a line in the log, with the place. Where a thread keeps Python's
+interpreter to itself, nothing of this runs either.
+
+A thread hangs if it has work and gets nothing of it done for the limit, which is therefore far above any
+step. Programs are compiled before the watch begins.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+
+from penstock.runtime.loop.interface import Pulse
+
+log = logging.getLogger(__name__)
+
+_LONGEST_PERIOD_S = 5.0
+
+
+class Stillness:
+    """Whether something that should move stands still. Times are in seconds of any clock."""
+
+    def __init__(self, limit_s: float, now_s: float) -> None:
+        self._limit_s = limit_s
+        self._since_s = now_s
+        self._progress = -1
+        self._is_still = False
+
+    def look(self, now_s: float, progress: int, should_move: bool) -> bool:
+        """True: it has had work and made no progress for longer than the limit."""
+        if progress != self._progress or not should_move:
+            self._since_s, self._progress = now_s, progress
+        self._is_still = now_s - self._since_s > self._limit_s
+        return self._is_still
+
+    def excuse(self, now_s: float) -> None:
+        """What was before does not count: nobody looked. What was found still has not moved by that."""
+        if not self._is_still:
+            self._since_s = now_s
+
+
+class Watchdog:
+    """Watches one engine and the event loop it is made on, from `start` to `stop`."""
+
+    def __init__(self, limit_s: float, pulse: Callable[[], Pulse], tell: Callable[[bool], None]) -> None:
+        """`tell(hangs)` is called on the event loop when the engine's thread begins or ceases to hang."""
+        self._limit_s = limit_s
+        self._pulse = pulse
+        self._tell = tell
+        self._loop = asyncio.get_running_loop()
+        self._loop_thread = threading.get_ident()
+        self._beats = 0
+        self._asked = 0
+        self._stopped = threading.Event()
+        self._engine_hangs = False
+        self._loop_hangs = False
+
+    def start(self) -> None:
+        """Begin to watch."""
+        threading.Thread(target=self._run, name="penstock-watchdog", daemon=True).start()
+
+    def stop(self) -> None:
+        """Watch no more. Waits for nothing."""
+        self._stopped.set()
+
+    def _run(self) -> None:
+        period_s = min(self._limit_s / 4, _LONGEST_PERIOD_S)
+        looked_s = time.monotonic()
+        engine, loop = Stillness(self._limit_s, looked_s), Stillness(self._limit_s, looked_s)
+        while not self._stopped.wait(period_s):
+            now_s = time.monotonic()
+            if (
+                now_s - looked_s > period_s + self._limit_s / 2
+            ):  # the whole process stood still, or the machine
+                engine.excuse(now_s)
+                loop.excuse(now_s)
+            looked_s = now_s
+            self._look_at_loop(loop, now_s)
+            self._look_at_engine(engine, now_s)
+
+    def _look_at_loop(self, stillness: Stillness, now_s: float) -> None:
+        hangs = stillness.look(now_s, self._beats, should_move=True)
+        if self._asked == self._beats:  # it answered the last time; else the question still stands
+            self._asked += 1
+            self._on_loop(self._beat)
+        if hangs and not self._loop_hangs:
+            log.error(
+                "the event loop has not run for %g s, so nothing is answered:\n%s",
+                self._limit_s,
+                stack_of(self._loop_thread),
+            )
+        elif self._loop_hangs and not hangs:
+            log.warning("the event loop runs again")
+        self._loop_hangs = hangs
+
+    def _beat(self) -> None:
+        self._beats += 1
+
+    def _look_at_engine(self, stillness: Stillness, now_s: float) -> None:
+        pulse = self._pulse()
+        hangs = stillness.look(now_s, pulse.progress, pulse.has_work)
+        if hangs == self._engine_hangs:
+            return
+        self._engine_hangs = hangs
+        if hangs:
+            log.error(
+                "the engine's thread has work and did nothing for %g s, so health is NOT_SERVING:\n%s",
+                self._limit_s,
+                stack_of(pulse.thread_id),
+            )
+        else:
+            log.warning("the engine's thread moves again")
+        self._on_loop(lambda: self._tell(hangs))
+
+    def _on_loop(self, call: Callable[[], None]) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop is closed: the server has ended
+            self._loop.call_soon_threadsafe(call)
+
+
+def stack_of(thread_id: int | None) -> str:
+    """What a thread does now, the innermost call last."""
+    frame = None if thread_id is None else sys._current_frames().get(thread_id)
+    return "(there is no such thread)" if frame is None else "".join(traceback.format_stack(frame))

@@ -1,0 +1,1 @@
+"""Bounds what may go on at once, and says when to come back."""

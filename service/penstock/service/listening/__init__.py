@@ -1,0 +1,1 @@
+"""The addresses that a server listens on, with their certificates and connections."""

@@ -1,0 +1,124 @@
+"""Where a server listens besides its first port, with TLS or without, and who can reach that."""
+
+from __future__ import annotations
+
+import ipaddress
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.parse import quote
+
+from penstock.service.listening.tls import TlsFiles
+
+MAX_SOCKET_MODE = 0o777
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ListenOptions:
+    """Addresses and TLS; what is not given is not used."""
+
+    unix_socket: Path | None = None
+    """A Unix socket to listen on, beside the port or instead of it. It never speaks TLS: the mode of the file
+    says who may connect."""
+    unix_socket_mode: int = 0o600
+    """Of that file; a client needs the right to write."""
+    control_port: int | None = None
+    """Where ControlService and UpdateWeights are served instead of at the first address; 0 lets the system
+    choose one."""
+    control_host: str | None = None
+    """Where `control_port` is; None: on the same host."""
+    tls_cert: Path | None = None
+    """The server's certificate chain in PEM form. With it and its key ports speak TLS and nothing else."""
+    tls_key: Path | None = None
+    client_ca: Path | None = None
+    """Authorities of clients' certificates. Where it is given, a client without such a certificate is turned
+    away."""
+    insecure: bool = False
+    """Whether a port that other machines can reach may lack TLS, or a way to tell callers apart."""
+
+    @property
+    def tls(self) -> TlsFiles | None:
+        """The files of TLS, if there is any."""
+        if self.tls_cert is None or self.tls_key is None:
+            return None
+        return TlsFiles(self.tls_cert, self.tls_key, self.client_ca)
+
+    def problems(self) -> list[str]:
+        """What is wrong with them by themselves."""
+        bad: list[str] = []
+        if self.unix_socket is not None and not self.unix_socket.name:
+            bad.append(f"unix_socket: must be the path of a file, not {str(self.unix_socket)!r}")
+        if not 0 <= self.unix_socket_mode <= MAX_SOCKET_MODE:
+            bad.append(f"unix_socket_mode: must be from 0 to 777 (octal), not {self.unix_socket_mode:o}")
+        if self.control_port is not None and not 0 <= self.control_port <= 65535:
+            bad.append(f"control_port: must be from 0 to 65535, not {self.control_port}")
+        if self.control_host is not None:
+            bad.extend(host_problems("control_host", self.control_host))
+            if self.control_port is None:
+                bad.append("control_host: needs a control_port")
+        if (self.tls_cert is None) != (self.tls_key is None):
+            lacking, given = ("tls_key", "tls_cert") if self.tls_key is None else ("tls_cert", "tls_key")
+            bad.append(f"{lacking}: must be given with {given}: TLS needs both")
+        if self.client_ca is not None and self.tls_cert is None and self.tls_key is None:
+            bad.append("client_ca: needs tls_cert and tls_key: clients show certificates within TLS only")
+        return bad
+
+    def exposure_problem(self, hosts: tuple[str, ...], *, keys: bool) -> str | None:
+        """Why one of the hosts may not be listened on as things are; None where all is well.
+
+        A port that other machines can reach needs TLS, and keys or clients' certificates, unless `insecure`.
+        """
+        lacking = self.lacking(hosts, keys=keys)
+        if self.insecure or not lacking:
+            return None
+        host = next(host for host in hosts if not is_loopback(host))
+        return (
+            f"host: {host} can be reached from other machines, and the server has {' and '.join(lacking)}; "
+            "give that, listen on 127.0.0.1 or a Unix socket, or accept it with --insecure"
+        )
+
+    def lacking(self, hosts: tuple[str, ...], *, keys: bool) -> list[str]:
+        """What a server that others can reach should have and this one has not; nothing where only this
+        machine can reach it.
+        """
+        if all(is_loopback(host) for host in hosts):
+            return []
+        lacking = []
+        if self.tls is None:
+            lacking.append("no TLS (--tls-cert and --tls-key)")
+        if not keys and self.client_ca is None:
+            lacking.append("no way to tell callers apart (--keys or --client-ca)")
+        return lacking
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can connect."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def host_problems(name: str, host: str) -> list[str]:
+    """What is wrong with a host as an option."""
+    if not host:
+        return [f"{name}: must not be empty"]
+    if host.startswith("unix:") or "/" in host:
+        return [f"{name}: must be a name or an IP address, not {host!r}; a Unix socket is a unix_socket"]
+    if ":" in host:
+        try:
+            ipaddress.IPv6Address(host)
+        except ValueError:
+            return [f"{name}: must be a name or an IP address without brackets or port, not {host!r}"]
+    return []
+
+
+def tcp_address(host: str, port: int) -> str:
+    """host:port as gRPC and people read it; IPv6 in brackets."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def unix_address(path: Path) -> str:
+    """As gRPC reads it: absolute, and with %20 for a space."""
+    return f"unix:{quote(str(path.absolute()))}"

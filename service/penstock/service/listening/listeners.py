@@ -1,0 +1,132 @@
+"""Make a gRPC server listen: on a TCP port, with TLS or without, and on a Unix socket."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import stat
+import tempfile
+from pathlib import Path
+
+import grpc
+
+from penstock.runtime.errors import ConfigError
+from penstock.service.listening.listen_options import tcp_address, unix_address
+
+MAX_SOCKET_PATH = 107
+"""Bytes; the system's limit."""
+
+
+def listen_tcp(
+    server: grpc.aio.Server, host: str, port: int, credentials: grpc.ServerCredentials | None, *, flag: str
+) -> int:
+    """Take a port, any free one for 0, and return it. Raises ConfigError, which names `flag` as the remedy
+    where the port is taken.
+    """
+    address = tcp_address(host, port)
+    _probe(host, port, address, flag)
+    try:
+        if credentials is None:
+            return server.add_insecure_port(address)
+        return server.add_secure_port(address, credentials)
+    except RuntimeError as error:
+        raise ConfigError(f"cannot listen on {address}: {error}") from error
+
+
+def _probe(host: str, port: int, address: str, flag: str) -> None:
+    """Try the port with a plain socket first: the system's reason is clearer than gRPC's."""
+    try:
+        addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    except OSError as error:
+        raise ConfigError(f"host {host!r} cannot be resolved: {error.strerror}") from error
+    family, kind, protocol, _, where = addresses[0]
+    with socket.socket(family, kind, protocol) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(where)
+        except OSError as error:
+            raise ConfigError(
+                f"cannot listen on {address}: {error.strerror}; "
+                f"choose another with {flag}, or 0 for any free one"
+            ) from error
+
+
+class UnixSocket:
+    """A socket file that a server listens on."""
+
+    def __init__(self, server: grpc.aio.Server, path: Path, mode: int) -> None:
+        """Make it, in the place of one that nobody listens on any more. Raises ConfigError."""
+        self.path = path.absolute()
+        _refuse_other_use(self.path)
+        # It is made in a folder that nobody else may enter and then moved: so it never has another mode than
+        # this, it takes the place of an old one at once, and gRPC, which removes what is at the path it was
+        # given, cannot remove a later server's.
+        try:
+            folder = Path(tempfile.mkdtemp(prefix=".", dir=self.path.parent))
+        except OSError as error:
+            raise ConfigError(
+                f"unix_socket: {self.path} cannot be made: {error.strerror}: {self.path.parent}"
+            ) from error
+        try:
+            self._identity = self._make(server, folder / "s", mode)
+        except OSError as error:
+            raise ConfigError(f"unix_socket: {self.path} cannot be made: {error.strerror}") from error
+        finally:
+            with contextlib.suppress(OSError):
+                folder.rmdir()
+
+    def _make(self, server: grpc.aio.Server, made: Path, mode: int) -> tuple[int, int]:
+        if max(len(os.fsencode(made)), len(os.fsencode(self.path))) > MAX_SOCKET_PATH:
+            most = MAX_SOCKET_PATH - len("/.12345678/s")
+            raise ConfigError(
+                f"unix_socket: {self.path} is too long: the system allows {MAX_SOCKET_PATH} bytes, "
+                f"of which the folder may have {most}"
+            )
+        try:
+            server.add_insecure_port(unix_address(made))
+        except RuntimeError as error:
+            raise ConfigError(f"cannot listen on {unix_address(self.path)}: {error}") from error
+        made.chmod(mode)
+        status = made.lstat()
+        made.rename(self.path)
+        return status.st_dev, status.st_ino
+
+    @property
+    def address(self) -> str:
+        """For clients."""
+        return unix_address(self.path)
+
+    def remove(self) -> None:
+        """Remove the file, unless somebody has put another in its place. To be called while the server still
+        listens: later the system may give its number to another file.
+        """
+        with contextlib.suppress(OSError):
+            status = self.path.lstat()
+            if (status.st_dev, status.st_ino) == self._identity:
+                self.path.unlink()
+
+
+def _refuse_other_use(path: Path) -> None:
+    """ConfigError where something is at the path that must stay: a file, or a socket that is listened on."""
+    try:
+        mode = path.lstat().st_mode
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        raise ConfigError(f"unix_socket: {path} cannot be made: {error.strerror}") from error
+    if not stat.S_ISSOCK(mode):
+        raise ConfigError(f"unix_socket: {path} exists and is not a socket")
+    with socket.socket(socket.AF_UNIX) as probe:
+        probe.setblocking(False)  # a full queue of connections is an answer too
+        try:
+            probe.connect(str(path))
+        except ConnectionRefusedError:
+            return  # left by a server that was killed
+        except BlockingIOError:
+            pass
+        except OSError as error:
+            raise ConfigError(f"unix_socket: {path} cannot be tried: {error.strerror}") from error
+    raise ConfigError(
+        f"cannot listen on {unix_address(path)}: another server does; choose another --unix-socket"
+    )

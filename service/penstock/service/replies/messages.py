@@ -1,0 +1,183 @@
+"""Frozen values back to the contract's messages."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Sequence
+
+from penstock.runtime.loop.interface import AbortOutcome, WeightsVersion
+from penstock.runtime.requests.request import Finish, FinishReason, RequestTiming, TokenLogprobs
+from penstock.service.replies.pending import Taken
+from penstock.service.replies.wire import field
+from penstock.service.requests.context import Fitted
+from penstock.service.requests.convert import Job
+from penstock.v1 import inference_pb2, types_pb2, weights_pb2
+
+CANDIDATES_AT_ONCE = 1000
+"""Are encoded in about a millisecond."""
+REASONS = {
+    FinishReason.EOS: types_pb2.FINISH_REASON_EOS,
+    FinishReason.STOP: types_pb2.FINISH_REASON_STOP,
+    FinishReason.MAX_TOKENS: types_pb2.FINISH_REASON_MAX_TOKENS,
+    FinishReason.CONTEXT_FULL: types_pb2.FINISH_REASON_CONTEXT_FULL,
+    FinishReason.TIME_LIMIT: types_pb2.FINISH_REASON_TIME_LIMIT,
+    FinishReason.ABORTED: types_pb2.FINISH_REASON_ABORTED,
+}
+OUTCOMES = {
+    AbortOutcome.ABORTED: inference_pb2.ABORT_OUTCOME_ABORTED,
+    AbortOutcome.ALREADY_FINISHED: inference_pb2.ABORT_OUTCOME_ALREADY_FINISHED,
+    AbortOutcome.NOT_FOUND: inference_pb2.ABORT_OUTCOME_NOT_FOUND,
+}
+DTYPES = {
+    "bfloat16": weights_pb2.DATA_TYPE_BF16,
+    "float16": weights_pb2.DATA_TYPE_F16,
+    "float32": weights_pb2.DATA_TYPE_F32,
+    "float8_e4m3fn": weights_pb2.DATA_TYPE_F8_E4M3,
+    "float8_e5m2": weights_pb2.DATA_TYPE_F8_E5M2,
+    "int8": weights_pb2.DATA_TYPE_I8,
+    "int4": weights_pb2.DATA_TYPE_I4,
+}
+
+
+def weights_version(version: WeightsVersion) -> types_pb2.WeightsVersion:
+    return types_pb2.WeightsVersion(label=version.label, generation=version.generation)
+
+
+def finish(value: Finish) -> types_pb2.Finish:
+    """The match is set for a stop string, a stop token id and an end-of-sequence token."""
+    message = types_pb2.Finish(reason=REASONS[value.reason], message=value.message)
+    if value.stop is not None:
+        message.match.stop = value.stop
+    elif value.token_id is not None:
+        message.match.token_id = value.token_id
+    return message
+
+
+def logprobs(values: Sequence[TokenLogprobs], top: int) -> types_pb2.Logprobs:
+    """One entry per token; `top` is left empty where no candidates were asked for."""
+    message = types_pb2.Logprobs(sampled=[v.sampled for v in values])
+    if top:
+        for value in values:
+            candidates = message.top.add().candidates
+            for token_id, logprob in value.top:
+                candidates.add(token_id=token_id, logprob=logprob)
+    return message
+
+
+def encode_logprobs(values: Sequence[TokenLogprobs], top: int) -> bytes:
+    """A serialized `Logprobs`. Joined as bytes, those of consecutive tokens are that of all: it has only
+    repeated fields.
+    """
+    return logprobs(values, top).SerializeToString()
+
+
+def add_delta(message: inference_pb2.Output | inference_pb2.OutputDelta, taken: Taken, job: Job) -> None:
+    """Append what is new, but log-probabilities, which are bytes already: text always (it is empty where none
+    was asked for), and ids where they were asked for.
+    """
+    message.text += taken.text
+    message.reasoning += taken.reasoning
+    for call in taken.tool_calls:
+        message.tool_calls.add(id=call.id, name=call.name, arguments_json=call.arguments)
+    if job.options.token_ids:
+        message.token_ids.extend(taken.token_ids)
+
+
+def says_something(message: inference_pb2.OutputDelta) -> bool:
+    """Whether there is more in it than an index."""
+    return any(one.name != "index" for one, _ in message.ListFields())
+
+
+def response(
+    message: inference_pb2.GenerateResponse,
+    encoded_prompt: Sequence[bytes],
+    outputs: Sequence[inference_pb2.Output],
+    encoded_logprobs: Sequence[Sequence[bytes]],
+) -> bytes:
+    """A whole `GenerateResponse`: its small fields, its `PromptInfo`, its outputs and their
+    log-probabilities.
+    """
+    kind = type(message)
+    parts = [message.SerializeToString(), *field(kind, "prompt", encoded_prompt)]
+    for output, encoded in zip(outputs, encoded_logprobs, strict=True):
+        parts += field(kind, "outputs", [output.SerializeToString(), *_logprobs_field(output, encoded)])
+    return b"".join(parts)
+
+
+def stream_delta(message: inference_pb2.OutputDelta, encoded_logprobs: bytes) -> bytes:
+    """A `StreamResponse` with a delta and its log-probabilities."""
+    body = [message.SerializeToString(), *_logprobs_field(message, [encoded_logprobs])]
+    return b"".join(field(inference_pb2.StreamResponse, "delta", body))
+
+
+def stream_started(message: inference_pb2.StreamStarted, encoded_prompt: Sequence[bytes]) -> bytes:
+    """A `StreamResponse` that begins a stream, with its `PromptInfo`."""
+    body = [message.SerializeToString(), *field(inference_pb2.StreamStarted, "prompt", encoded_prompt)]
+    return b"".join(field(inference_pb2.StreamResponse, "started", body))
+
+
+def _logprobs_field(
+    message: inference_pb2.Output | inference_pb2.OutputDelta, encoded: Sequence[bytes]
+) -> list[bytes]:
+    """Unset where there are none."""
+    return field(type(message), "logprobs", encoded) if any(encoded) else []
+
+
+async def prompt_info(
+    job: Job, prompt: Fitted, values: Sequence[TokenLogprobs], turns: asyncio.Lock
+) -> list[bytes]:
+    """The prompt as the model saw it, serialized. Its first token has no log-probability: NaN, and no
+    candidates.
+
+    There may be hundreds of thousands of candidates. They are encoded in pieces of about a millisecond, and
+    whoever has `turns` meanwhile is the only one, so that nobody on the event loop waits longer than that.
+    """
+    ids = prompt.token_ids
+    message = types_pb2.PromptInfo(
+        token_count=len(ids),
+        token_ids=ids if job.options.echo_prompt_token_ids else (),
+        truncated_tokens=prompt.num_truncated,
+    )
+    encoded = [message.SerializeToString()]
+    if job.prompt_logprobs is not None and len(values) == len(ids) - 1:  # else it ended before
+        pieces = [encode_logprobs([TokenLogprobs(math.nan)], job.prompt_logprobs)]
+        size = max(1, CANDIDATES_AT_ONCE // (1 + job.prompt_logprobs))
+        for start in range(0, len(values), size):
+            async with turns:
+                pieces.append(encode_logprobs(values[start : start + size], job.prompt_logprobs))
+                await asyncio.sleep(0)
+        encoded += field(types_pb2.PromptInfo, "logprobs", pieces)
+    return encoded
+
+
+def usage(num_prompt_tokens: int, num_completion_tokens: int, times: RequestTiming | None) -> types_pb2.Usage:
+    """`completion_tokens` counts the token ids of the output, whether or not they are sent."""
+    return types_pb2.Usage(
+        prompt_tokens=num_prompt_tokens,
+        cached_prompt_tokens=times.cached_prompt_tokens if times else 0,
+        completion_tokens=num_completion_tokens,
+    )
+
+
+def timing(times: RequestTiming | None) -> types_pb2.Timing:
+    """Since the request entered the queue. What never happened (no token, never scheduled) is left unset."""
+    message = types_pb2.Timing()
+    if times is None:
+        return message
+    message.preemptions = times.preemptions
+    for duration, end in (
+        (message.queue, times.scheduled_ns),
+        (message.time_to_first_token, times.first_token_ns),
+        (message.total, times.finished_ns),
+    ):
+        if end:
+            duration.FromNanoseconds(max(0, end - times.arrived_ns))
+            duration.SetInParent()
+    return message
+
+
+def tensor_spec(name: str, dtype: str, shape: Sequence[int]) -> weights_pb2.TensorSpec:
+    return weights_pb2.TensorSpec(
+        name=name, dtype=DTYPES.get(dtype, weights_pb2.DATA_TYPE_UNSPECIFIED), shape=shape
+    )

@@ -1,0 +1,179 @@
+"""The reader of a request: it takes what the outputs made, by turns. One that takes nothing for too long is
+given up, and its request ends in the engine, which frees the pages.
+
+What becomes of the RPC whose reader was given up, and may still be blocked in sending, is `sending`'s part.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Sequence
+
+from penstock.service.access.ownership import told_id
+from penstock.service.backend import Backend
+from penstock.service.errors import StalledReader
+from penstock.service.replies.pending import Taken, prompt_bytes
+from penstock.service.replies.reply_budget import ReplyBudget
+from penstock.service.replies.streams import Buffer
+
+log = logging.getLogger(__name__)
+
+SECONDS_PER_LINE = 10.0
+SLOWEST_BYTES_PER_S = 128 * 1024
+"""Whoever takes a large message slower than this may be given up before all of it has left."""
+
+
+class StallLog:
+    """Tells of readers that were given up: one line in SECONDS_PER_LINE, whatever happens to however many."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        """`clock` gives seconds."""
+        self._clock = clock
+        self._next = 0.0
+        self._untold = 0
+
+    def tell(self, what: str, limit_s: float) -> None:
+        """`what` took nothing for `limit_s` seconds; it must be safe to print."""
+        if self._clock() < self._next:
+            self._untold += 1
+            return
+        others = f"; and {self._untold} more since the last such line" if self._untold else ""
+        log.warning("%s: not read for %g s, ended%s", what, limit_s, others)
+        self._next, self._untold = self._clock() + SECONDS_PER_LINE, 0
+
+
+class RequestReader:
+    """Takes what the outputs of one request made. Used on the event loop only."""
+
+    def __init__(
+        self,
+        engine: Backend,
+        request_id: str,
+        budget: ReplyBudget,
+        stalls: StallLog,
+        *,
+        stall_limit_s: float | None = None,
+        collects: bool = False,
+    ) -> None:
+        """`request_id` is the engine's. `stall_limit_s`: None where the reader wants everything at the end,
+        so that it cannot stall.
+        `collects`: what it took counts as waiting until `forget`.
+        """
+        self._engine = engine
+        self._request_id = request_id
+        self._stalls = stalls
+        self._stall_limit_s = stall_limit_s
+        self._collects = collects
+        self._share = budget.share(self.fail)
+        self._buffers: Sequence[Buffer] = ()
+        self._active: list[int] = []
+        """Outputs whose end was not taken yet, in the order of their turns."""
+        self._changed = asyncio.Event()
+        self._reading = False
+        self._timer: asyncio.TimerHandle | None = None
+        self._sending = 0
+        """Bytes of the message that keeps the reader away."""
+        self._prompt_bytes = 0
+        """Of the prompt's log-probabilities: taken, and not known to be sent."""
+
+    def reads(self, buffers: Sequence[Buffer]) -> None:
+        """These, from now on."""
+        self._buffers = buffers
+        self._active = list(range(len(buffers)))
+
+    @property
+    def is_done(self) -> bool:
+        """Whether the end of every output was taken."""
+        return not self._active
+
+    async def take(self) -> tuple[int, Taken]:
+        """The next delta of any output and its index; the last one of each has `finish`. Raises what went
+        wrong with any.
+        """
+        self._reading = True
+        self._sending = 0
+        self._stop_timer()
+        try:
+            while True:
+                for turn, index in enumerate(self._active):
+                    if self._buffers[index].can_take:
+                        return index, self._take(turn, index)
+                self._changed.clear()
+                await self._changed.wait()
+        finally:
+            self._reading = False
+            self._watch()  # what others made may wait since before
+
+    def _take(self, turn: int, index: int) -> Taken:
+        taken = self._buffers[index].pop()
+        if not self._collects:
+            self._share.add(-taken.num_bytes)
+            self._prompt_bytes += prompt_bytes(taken.prompt_logprobs)
+        # The others go first the next time: a fast output must not keep a slow one waiting.
+        last = [] if taken.finish is not None else [index]
+        self._active = [*self._active[turn + 1 :], *self._active[:turn], *last]
+        if self._collects and self.is_done:
+            self._share.seal()
+        return taken
+
+    def sending(self, num_bytes: int) -> None:
+        """A message of this size is sent from now on, until the next call of `sending` or `take`: the reader
+        is away for that, and may be the longer the larger the message is.
+        """
+        self._sending = num_bytes
+        self._stop_timer()
+        self._watch()
+
+    def sent_prompt(self) -> None:
+        """The message with the prompt's log-probabilities has left."""
+        self._share.add(-self._prompt_bytes)
+        self._prompt_bytes = 0
+
+    def noticed(self, num_bytes: int) -> None:
+        """Of a buffer: see `streams.Reader`."""
+        self._changed.set()
+        self._watch()
+        if num_bytes:
+            self._share.add(num_bytes)
+
+    def fail(self, error: Exception) -> None:
+        """All outputs end, and whoever reads finds this error, unless there was one before."""
+        for buffer in self._buffers:
+            buffer.fail(error)
+        self.close()
+        self._share.seal()
+        self._share.add(self._prompt_bytes - self._share.num_bytes)  # gRPC still has these, until `forget`
+        self._changed.set()
+
+    def close(self) -> None:
+        """Nobody reads any more: cancel in the engine what still runs there, at once. May be called twice."""
+        self._stop_timer()
+        running = [left for buffer in self._buffers if (left := buffer.leave()) is not None]
+        if running:
+            self._engine.cancel(*running)
+
+    def forget(self) -> None:
+        """What was taken has been sent, or will not be."""
+        self._share.close()
+
+    def _watch(self) -> None:
+        """Time a reader that is away while something waits."""
+        if self._reading or self._timer is not None or self._stall_limit_s is None:
+            return
+        if any(self._buffers[index].is_waiting for index in self._active):
+            loop = asyncio.get_running_loop()
+            limit_s = self._stall_limit_s + self._sending / SLOWEST_BYTES_PER_S
+            self._timer = loop.call_later(limit_s, self._stalled)
+
+    def _stalled(self) -> None:
+        self._timer = None
+        assert self._stall_limit_s is not None
+        self._stalls.tell(f"request {told_id(self._request_id)}", self._stall_limit_s)
+        self.fail(StalledReader(self._stall_limit_s))
+
+    def _stop_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None

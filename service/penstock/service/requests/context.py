@@ -1,0 +1,99 @@
+"""Prompts that leave too little room in the context: what is cut off, and never silently."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from dataclasses import dataclass
+
+from penstock.runtime.errors import InvalidRequest, PromptTooLong, Violation
+from penstock.runtime.requests.request import StoppingParams
+
+MOST_CONTEXTS = 8
+"""A prompt that is to be cut may be as long as so many contexts: all of it is read to keep one of them."""
+_SMALL_TOKENS = 65_536
+"""What costs next to nothing to read, however small the context."""
+_TOKEN_CHARS = 8
+"""About twice as many as a token of prose stands for."""
+
+
+def most_cut_tokens(room: int) -> int:
+    """Most tokens of a prompt that is to be cut to a context of `room` tokens."""
+    return max(MOST_CONTEXTS * room, _SMALL_TOKENS)
+
+
+def most_cut_chars(room: int) -> int:
+    """The same in characters of text."""
+    return most_cut_tokens(room) * _TOKEN_CHARS
+
+
+class Truncation(enum.Enum):
+    """Which tokens of a prompt go."""
+
+    REJECT = "reject"
+    """None: the request is refused."""
+    LEFT = "left"
+    """The oldest."""
+    RIGHT = "right"
+    """The newest."""
+    MIDDLE = "middle"
+    """Those between both ends."""
+
+
+@dataclass(frozen=True, slots=True)
+class ContextParams:
+    """What to do with a prompt that leaves too little room."""
+
+    truncation: Truncation = Truncation.REJECT
+    reserve_tokens: int | None = None
+    """Room that is kept for generation when truncating; None: max_tokens, or 1 without."""
+    cap_max_tokens: bool = False
+    """Shorten generation before the prompt: then 1 token is room enough, unless reserved."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fitted:
+    """A prompt that fits."""
+
+    token_ids: tuple[int, ...]
+    stopping: StoppingParams
+    num_truncated: int = 0
+
+
+def fit(token_ids: tuple[int, ...], context: ContextParams, stopping: StoppingParams, room: int) -> Fitted:
+    """Make prompt and generation fit `room` tokens together.
+
+    Raises PromptTooLong where nothing may be cut, and InvalidRequest where the reserve leaves no room for a
+    prompt. Without truncation only a prompt that leaves no room for one token is too long: then generation
+    ends when the context is full.
+    """
+    reserve = context.reserve_tokens
+    if reserve is None:
+        reserve = 1 if context.cap_max_tokens else stopping.max_tokens or 1
+    num_truncated = 0
+    if context.truncation is Truncation.REJECT:
+        if len(token_ids) > room - 1:
+            raise PromptTooLong(len(token_ids), room - 1)
+    else:
+        most = room - max(reserve, 1)
+        if most < 1:
+            field = "context.reserve_tokens" if context.reserve_tokens is not None else "stopping.max_tokens"
+            described = f"{reserve} tokens for generation leave no room for a prompt: the context has {room}"
+            raise InvalidRequest([Violation(field, described)])
+        num_truncated = max(len(token_ids) - most, 0)
+        token_ids = cut(token_ids, most, context.truncation)
+    if context.cap_max_tokens and stopping.max_tokens is not None:
+        most = min(stopping.max_tokens, room - len(token_ids))
+        stopping = dataclasses.replace(stopping, max_tokens=most, min_tokens=min(stopping.min_tokens, most))
+    return Fitted(token_ids, stopping, num_truncated)
+
+
+def cut(token_ids: tuple[int, ...], most: int, truncation: Truncation) -> tuple[int, ...]:
+    """At most `most` of them. With MIDDLE the longer half, if they are not equal, is the newest."""
+    if len(token_ids) <= most:
+        return token_ids
+    if truncation is Truncation.LEFT:
+        return token_ids[-most:]
+    if truncation is Truncation.RIGHT:
+        return token_ids[:most]
+    return token_ids[: most // 2] + token_ids[len(token_ids) - (most - most // 2) :]

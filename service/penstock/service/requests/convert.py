@@ -1,0 +1,309 @@
+"""The contract's requests to validated frozen values. Refusals happen here, all violations of a request at
+once.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import uuid
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from penstock.runtime.errors import PromptTooLong, UnknownModel, UnsupportedFeature
+from penstock.runtime.requests.fanout import MAX_OUTPUTS, SEPARATOR
+from penstock.runtime.requests.grammar import MAX_CHOICES, Grammar, GrammarKind
+from penstock.runtime.requests.request import (
+    MAX_REQUEST_ID_CHARS,
+    CacheParams,
+    Request,
+    SamplingParams,
+    StoppingParams,
+)
+from penstock.runtime.text.codec import TextCodec
+from penstock.service.access.callers import Caller
+from penstock.service.access.ownership import engine_id
+from penstock.service.backend import Info
+from penstock.service.requests.context import ContextParams, Fitted, Truncation, most_cut_tokens
+from penstock.service.requests.convert_chat import ChatPrompt, chat_prompt
+from penstock.service.requests.convert_params import (
+    Violations,
+    context_params,
+    num_outputs,
+    sampling_params,
+    stopping_params,
+    token_ids,
+)
+from penstock.service.requests.features import DEFAULT_FEATURES, Features
+from penstock.service.requests.support import Refused, check_supported
+from penstock.v1 import inference_pb2, types_pb2
+
+_NEED_TEXT: Refused = {"prompt": (), "chat": (), "sampling.bad_words": (), "output.text": (False,)}
+_NEED_GRAMMARS: Refused = {f"constraint.{kind.value}": () for kind in GrammarKind}
+_WHY_NO_GRAMMARS = dict.fromkeys(
+    [*_NEED_GRAMMARS, "chat.tool_choice"], "it was started with --no-constraints"
+)
+_WHY_NO_TEMPLATES = {"chat.chat_template": "it was started without --allow-request-templates"}
+
+
+@dataclass(frozen=True, slots=True)
+class TextPrompt:
+    """Text to be tokenized as it is."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class TokenPrompt:
+    """Ids used as they are."""
+
+    token_ids: tuple[int, ...]
+
+
+Prompt = TextPrompt | ChatPrompt | TokenPrompt
+
+
+@dataclass(frozen=True, slots=True)
+class ResponseOptions:
+    """What of the output is sent back, and how."""
+
+    text: bool = True
+    token_ids: bool = True
+    skip_special_tokens: bool = True
+    echo_prompt_token_ids: bool = False
+    min_tokens_per_message: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One validated call of Generate or Stream, before its prompt is tokenized."""
+
+    request_id: str
+    prompt: Prompt
+    sampling: SamplingParams
+    stopping: StoppingParams
+    logprobs: int | None
+    options: ResponseOptions
+    cache: CacheParams = field(default_factory=CacheParams)
+    priority: int = 0
+    n: int = 1
+    prompt_logprobs: int | None = None
+    context: ContextParams = field(default_factory=ContextParams)
+    grammar: Grammar | None = None
+    bad_words: tuple[str, ...] = ()
+    owner: str = ""
+    """The id of the caller."""
+
+    @property
+    def engine_id(self) -> str:
+        """What the engine calls the request."""
+        return engine_id(self.owner, self.request_id)
+
+    def of(self, caller: Caller) -> Job:
+        """The same as this caller's, with prefixes cached where only those find them who may."""
+        cache = dataclasses.replace(self.cache, salt=caller.cache_salt(self.cache.salt))
+        return dataclasses.replace(self, owner=caller.id, cache=cache)
+
+    def request(self, prompt: Fitted, sampling: SamplingParams) -> Request:
+        """The engine's request, once the ids of the prompt and of the words are known."""
+        return Request(
+            self.engine_id,
+            prompt.token_ids,
+            sampling,
+            prompt.stopping,
+            self.logprobs,
+            cache=self.cache,
+            priority=self.priority,
+            prompt_logprobs=self.prompt_logprobs,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What of the server a request is checked against."""
+
+    info: Info
+    max_logprobs: int
+    codec: TextCodec | None
+    has_grammars: bool
+    has_priority: bool
+    max_outputs: int = MAX_OUTPUTS
+    truncation: Truncation = Truncation.REJECT
+    """What an unset `context.truncation` means."""
+    features: Features = DEFAULT_FEATURES
+    """What the operator lets callers use. `has_grammars` is false where that leaves no constraints."""
+
+    def truncation_of(
+        self, message: inference_pb2.GenerateRequest | inference_pb2.StreamRequest
+    ) -> Truncation:
+        """What the request, or else the server, says."""
+        return context_params(message.context, self.truncation, Violations()).truncation
+
+    @property
+    def has_text(self) -> bool:
+        return self.codec is not None
+
+    @property
+    def has_chat(self) -> bool:
+        return self.codec is not None and self.codec.has_chat_template
+
+    @property
+    def lacking(self) -> Refused:
+        """Fields of the contract that would be without effect here, and are refused."""
+        return {
+            **({} if self.has_priority else {"priority": ()}),
+            **({} if self.has_text else _NEED_TEXT),
+            **({} if self.has_grammars else _NEED_GRAMMARS),
+            **self.lacking_templates,
+        }
+
+    @property
+    def lacking_templates(self) -> Refused:
+        """The part of `lacking` that all messages with chats have in common: callers' templates, but for the
+        names of the model's own.
+        """
+        if self.features.request_templates:
+            return {}
+        return {"chat.chat_template": () if self.codec is None else self.codec.template_names}
+
+    @property
+    def why_lacking(self) -> Mapping[str, str]:
+        """The flags that `lacking` is due to."""
+        return _WHY_NO_TEMPLATES if self.features.constraints else _WHY_NO_TEMPLATES | _WHY_NO_GRAMMARS
+
+
+def to_job(message: inference_pb2.GenerateRequest | inference_pb2.StreamRequest, limits: Limits) -> Job:
+    """Check the whole message.
+
+    Raises the first that applies of UnknownModel (nothing else can be judged for another model),
+    UnsupportedFeature (what is not honoured may change what the rest means: with truncation a long prompt is
+    fine) and InvalidRequest with all violations. The values of unsupported fields are not looked at.
+    """
+    if message.model and message.model != limits.info.name:
+        raise UnknownModel(message.model, limits.info.name)
+    check_supported(message, limits.lacking, limits.why_lacking)
+    bad = Violations()
+    request_id = message.request_id or uuid.uuid4().hex
+    if len(request_id) > MAX_REQUEST_ID_CHARS:
+        bad.add("request_id", f"must have at most {MAX_REQUEST_ID_CHARS} characters, not {len(request_id)}")
+    if SEPARATOR in request_id:
+        bad.add("request_id", "must not hold the character U+0000")
+    options = _options(message, limits, bad)
+    prompt = _prompt(message, limits, bad)
+    sampling = sampling_params(message.sampling, limits.info, bad)
+    n = num_outputs(message.sampling, limits.max_outputs, bad)
+    stopping = stopping_params(message.stopping, limits.info, bad)
+    grammar = _grammar(message, prompt, limits, bad)
+    context = context_params(message.context, limits.truncation, bad)
+    logprobs = _num_logprobs(message.output, "logprobs", limits, bad)
+    prompt_logprobs = _num_logprobs(message.output, "prompt_logprobs", limits, bad)
+    if logprobs is not None and not options.token_ids:
+        bad.add("output.logprobs", "needs output.token_ids: log-probabilities stand beside token ids")
+    cache = bad.build(lambda: CacheParams(message.cache.cache_salt, message.cache.bypass_prefix_cache))
+    if message.stopping.stop and not options.text:
+        bad.add("stopping.stop", "needs output.text: stop strings are searched in the text")
+    bad.raise_if_any()
+    assert prompt is not None
+    assert sampling is not None
+    assert stopping is not None
+    assert cache is not None
+    return Job(
+        request_id,
+        prompt,
+        sampling,
+        stopping,
+        logprobs,
+        options,
+        cache,
+        message.priority,
+        n,
+        prompt_logprobs,
+        context,
+        grammar,
+        tuple(message.sampling.bad_words),
+    )
+
+
+def _num_logprobs(output: types_pb2.OutputOptions, name: str, limits: Limits, bad: Violations) -> int | None:
+    """None where they are not asked for."""
+    if not output.HasField(name):  # type: ignore[arg-type]  # one of two literals
+        return None
+    value: int = getattr(output, name)
+    if value > limits.max_logprobs:
+        bad.add(f"output.{name}", f"must be at most {limits.max_logprobs} on this server, not {value}")
+    return value
+
+
+def _prompt(
+    message: inference_pb2.GenerateRequest | inference_pb2.StreamRequest, limits: Limits, bad: Violations
+) -> Prompt | None:
+    kind = message.WhichOneof("input")
+    if kind == "prompt":
+        if not message.prompt:
+            bad.add("prompt", "must not be empty")
+        return TextPrompt(message.prompt)
+    if kind == "chat":
+        return chat_prompt(message.chat, limits.codec, bad)
+    if kind == "prompt_token_ids":
+        field, repeated, room = (
+            "prompt_token_ids.ids",
+            message.prompt_token_ids.ids,
+            limits.info.max_model_len,
+        )
+        rejects = limits.truncation_of(message) is Truncation.REJECT
+        if rejects and len(repeated) >= room:  # before anything walks over all of them
+            raise PromptTooLong(len(repeated), room - 1)
+        if not bad.allows(field, len(repeated), most_cut_tokens(room), "ids (also where they are to be cut)"):
+            return None
+        if not repeated:
+            bad.add(field, "must not be empty")
+        return TokenPrompt(token_ids(field, repeated, limits.info.vocab_size, bad))
+    bad.add("input", "one of prompt, prompt_token_ids and chat is required")
+    return None
+
+
+def _grammar(
+    message: inference_pb2.GenerateRequest | inference_pb2.StreamRequest,
+    prompt: Prompt | None,
+    limits: Limits,
+    bad: Violations,
+) -> Grammar | None:
+    """What the output must match."""
+    required = isinstance(prompt, ChatPrompt) and bool(prompt.chat.required_tools)
+    if required and not limits.has_grammars:
+        raise UnsupportedFeature(["chat.tool_choice"], limits.why_lacking.get("chat.tool_choice", ""))
+    kind = message.constraint.WhichOneof("kind")
+    if kind is None:
+        if message.HasField("constraint"):
+            bad.add("constraint", "one of json_schema, json_object, regex, ebnf and choice is required")
+        return None
+    if required:
+        bad.add("constraint", "not together with a chat.tool_choice that requires a call")
+    value = message.constraint
+    if not bad.allows("constraint.choice", len(value.choice.choices), MAX_CHOICES, "choices"):
+        return None
+    makers = {
+        "json_schema": lambda: Grammar.json_schema(value.json_schema),
+        "json_object": Grammar.json_object,
+        "regex": lambda: Grammar.regex(value.regex),
+        "ebnf": lambda: Grammar.ebnf(value.ebnf),
+        "choice": lambda: Grammar.choice(value.choice.choices),
+    }
+    return bad.build(makers[kind])
+
+
+def _options(
+    message: inference_pb2.GenerateRequest | inference_pb2.StreamRequest, limits: Limits, bad: Violations
+) -> ResponseOptions:
+    output = message.output
+    per_message = 1
+    if isinstance(message, inference_pb2.StreamRequest) and message.HasField("min_tokens_per_message"):
+        per_message = message.min_tokens_per_message
+        if per_message < 1:
+            bad.add("min_tokens_per_message", "must be at least 1")
+    return ResponseOptions(
+        text=output.text if output.HasField("text") else limits.has_text,
+        token_ids=output.token_ids if output.HasField("token_ids") else True,
+        skip_special_tokens=output.skip_special_tokens if output.HasField("skip_special_tokens") else True,
+        echo_prompt_token_ids=output.echo_prompt_token_ids,
+        min_tokens_per_message=per_message,
+    )

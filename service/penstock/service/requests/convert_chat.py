@@ -1,0 +1,83 @@
+"""The contract's chats to validated frozen values."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from penstock.runtime.chat.messages import Chat, ChatTurn, RawTool, ToolCall
+from penstock.runtime.errors import UnsupportedFeature
+from penstock.runtime.text.codec import TextCodec
+from penstock.service.requests.convert_params import Violations
+from penstock.service.threads.lanes import MESSAGE_BYTES
+from penstock.v1 import types_pb2
+
+MAX_TURNS = 10_000
+MAX_TOOLS = 1_000
+MAX_CALLS = 10_000
+"""Of all turns of a chat together."""
+_PART_COST = 64
+"""What a turn or a tool costs to convert beside its bytes, in bytes."""
+
+
+@dataclass(frozen=True, slots=True)
+class ChatPrompt:
+    """A conversation for the chat template."""
+
+    chat: Chat
+
+
+def message_cost(chat: types_pb2.ChatPrompt) -> int:
+    """What it costs to convert the message of this RPC, with this chat in it, in bytes, as `Lanes.convert`
+    wants to know it.
+    """
+    return MESSAGE_BYTES.get() + _PART_COST * (len(chat.messages) + len(chat.tools))
+
+
+def chat_prompt(message: types_pb2.ChatPrompt, codec: TextCodec | None, bad: Violations) -> ChatPrompt | None:
+    """A chat, its tools and its template; notes what is wrong with them. Raises UnsupportedFeature where the
+    model has no tokenizer.
+    """
+    if codec is None:
+        raise UnsupportedFeature(["chat"])
+    if not codec.has_chat_template and not message.chat_template:
+        bad.add("chat", "the model has no chat template, and the request brings none")
+    if not _is_within_bounds(message, bad):
+        return None
+    chat = bad.build(
+        lambda: Chat.parse(
+            [
+                ChatTurn(
+                    turn.role,
+                    turn.content,
+                    tuple(ToolCall(c.id, c.name, c.arguments_json) for c in turn.tool_calls),
+                    turn.tool_call_id,
+                )
+                for turn in message.messages
+            ],
+            [RawTool(t.name, t.description, t.parameters_json) for t in message.tools],
+            message.tool_choice,
+            message.chat_template,
+            message.template_options_json,
+        )
+    )
+    return None if chat is None else ChatPrompt(chat)
+
+
+def _is_within_bounds(message: types_pb2.ChatPrompt, bad: Violations) -> bool:
+    """Whether there are so few turns, tools and calls that all may be looked at; noted if not."""
+    few_turns = bad.allows("chat.messages", len(message.messages), MAX_TURNS, "messages")
+    few_tools = bad.allows("chat.tools", len(message.tools), MAX_TOOLS, "tools")
+    if not (few_turns and few_tools):
+        return False
+    return _has_few_calls(message.messages, bad)
+
+
+def _has_few_calls(turns: Sequence[types_pb2.ChatMessage], bad: Violations) -> bool:
+    count = 0
+    for i, turn in enumerate(turns):
+        count += len(turn.tool_calls)
+        if count > MAX_CALLS:
+            bad.add(f"chat.messages[{i}].tool_calls", f"at most {MAX_CALLS} calls in all messages together")
+            return False
+    return True

@@ -1,0 +1,228 @@
+"""Sampling, stopping and context parameters of the contract to validated frozen values."""
+
+from __future__ import annotations
+
+import dataclasses
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+from typing import Protocol, TypeVar
+
+import numpy as np
+from google.protobuf.duration_pb2 import Duration
+
+from penstock.runtime.errors import InvalidRequest, Violation
+from penstock.runtime.grammar.bad_words import check_bad_words
+from penstock.runtime.requests.request import (
+    MAX_STOP_STRINGS,
+    MAX_STOP_TOKEN_IDS,
+    SamplingParams,
+    StoppingParams,
+)
+from penstock.service.backend import Info
+from penstock.service.requests.context import ContextParams, Truncation
+from penstock.v1 import types_pb2
+
+T = TypeVar("T")
+MAX_VIOLATIONS = 20
+"""More than a status has room for."""
+IDS_AT_ONCE = 16_384
+"""Ids that are copied and looked at in one go, in about half a millisecond."""
+_MAX_DURATION_S = 315_576_000_000  # google.protobuf.Duration: 10,000 years
+_TRUNCATIONS = {
+    types_pb2.TRUNCATION_REJECT: Truncation.REJECT,
+    types_pb2.TRUNCATION_LEFT: Truncation.LEFT,
+    types_pb2.TRUNCATION_RIGHT: Truncation.RIGHT,
+    types_pb2.TRUNCATION_MIDDLE: Truncation.MIDDLE,
+}
+
+
+class Ids(Protocol):
+    """A repeated field of token ids, which are never below 0. Its length costs nothing."""
+
+    def __len__(self) -> int: ...
+    def __getitem__(self, part: slice, /) -> list[int]: ...
+
+
+class Violations:
+    """Collects what is wrong, so that a caller learns all of it at once: the first MAX_VIOLATIONS, and of the
+    others how many there are. Half a million bad ids so cost no more than twenty.
+    """
+
+    def __init__(self) -> None:
+        self.found: list[Violation] = []
+        self._num_more = 0
+
+    @property
+    def is_full(self) -> bool:
+        """Whether further ones are only counted."""
+        return len(self.found) >= MAX_VIOLATIONS
+
+    def add(self, field: str, description: str) -> None:
+        if self.is_full:
+            self._num_more += 1
+        else:
+            self.found.append(Violation(field, description))
+
+    def add_uncollected(self, count: int) -> None:
+        """So many more, of which nothing is told but their number."""
+        self._num_more += count
+
+    def allows(self, field: str, count: int, most: int, what: str) -> bool:
+        """Whether there are at most so many, which is asked before anything walks over them; noted if not."""
+        if count > most:
+            self.add(field, f"at most {most} {what}, not {count}")
+        return count <= most
+
+    def build(self, make: Callable[[], T]) -> T | None:
+        """`make()`, or None with its violations noted."""
+        try:
+            return make()
+        except InvalidRequest as error:
+            for violation in error.violations:
+                self.add(violation.field, violation.description)
+            return None
+
+    def raise_if_any(self) -> None:
+        if self._num_more:
+            raise InvalidRequest([*self.found, Violation("", f"and {self._num_more} more violations")])
+        if self.found:
+            raise InvalidRequest(self.found)
+
+
+def token_ids(field: str, ids: Ids, vocab_size: int, bad: Violations) -> tuple[int, ...]:
+    """The ids of a repeated field; those outside the vocabulary are noted, each at its index.
+
+    They are taken in parts, because no other thread runs while a part is copied: a million ids at once would
+    keep the event loop waiting for tens of milliseconds, on whichever thread that is done.
+    """
+    taken: list[int] = []
+    for start in range(0, len(ids), IDS_AT_ONCE):
+        part = ids[start : start + IDS_AT_ONCE]
+        if max(part) >= vocab_size:
+            _note_unknown(field, start, part, vocab_size, bad)
+        taken += part
+    return tuple(taken)
+
+
+def _note_unknown(field: str, start: int, ids: Sequence[int], vocab_size: int, bad: Violations) -> None:
+    for i, token in enumerate(ids):
+        if bad.is_full:
+            bad.add_uncollected(sum(map(vocab_size.__le__, ids[i:])))
+            return
+        if token >= vocab_size:
+            bad.add(f"{field}[{start + i}]", f"must be below the vocabulary size {vocab_size}, not {token}")
+
+
+def sampling_params(message: types_pb2.SamplingParams, info: Info, bad: Violations) -> SamplingParams | None:
+    """The sampling of a message; unset fields take the model's effective defaults. Returns None, and adds to
+    `bad`, if something is wrong. Bad words are checked here and added later by `with_bad_words`.
+    """
+    vocab = info.vocab_size
+    allowed = _allowed_ids(message, vocab, bad)
+    biases = _biases(message, vocab, bad)
+    defaults = info.defaults
+
+    def value(name: str) -> float:
+        is_set = message.HasField(name)  # type: ignore[arg-type]  # one of its literals
+        given: float = getattr(message if is_set else defaults, name)
+        return given
+
+    bad.build(lambda: check_bad_words(message.bad_words))
+    return bad.build(
+        lambda: SamplingParams(
+            temperature=value("temperature"),
+            top_k=int(value("top_k")),
+            top_p=value("top_p"),
+            min_p=value("min_p"),
+            seed=message.seed if message.HasField("seed") else None,
+            presence_penalty=value("presence_penalty"),
+            frequency_penalty=value("frequency_penalty"),
+            repetition_penalty=value("repetition_penalty"),
+            logit_bias=biases,
+            allowed_token_ids=allowed,
+        )
+    )
+
+
+def _allowed_ids(message: types_pb2.SamplingParams, vocab: int, bad: Violations) -> tuple[int, ...]:
+    field, ids = "sampling.allowed_token_ids", message.allowed_token_ids
+    if not bad.allows(field, len(ids), vocab, "ids (the vocabulary)"):
+        return ()
+    return tuple(dict.fromkeys(token_ids(field, ids, vocab, bad)))
+
+
+def _biases(message: types_pb2.SamplingParams, vocab: int, bad: Violations) -> tuple[tuple[int, float], ...]:
+    """In order of token ids."""
+    field, biases = "sampling.logit_bias", message.logit_bias
+    if not bad.allows(field, len(biases), vocab, "tokens (the vocabulary)"):
+        return ()
+    # Sorted by numpy, which lets other threads run meanwhile.
+    tokens: list[int] = np.sort(np.fromiter(biases, np.uint32, len(biases))).tolist()
+    for token in tokens[bisect_left(tokens, vocab) :]:
+        bad.add(f"{field}[{token}]", f"must be below the vocabulary size {vocab}")
+    return tuple([(token, biases[token]) for token in tokens])
+
+
+def with_bad_words(
+    sampling: SamplingParams, words: tuple[tuple[int, ...], ...], vocab: int
+) -> SamplingParams:
+    """The same without these sequences of tokens; InvalidRequest where every token is forbidden then."""
+    sampling = dataclasses.replace(sampling, bad_words=words)
+    bad = Violations()
+    forbidden = {token for token, bias in sampling.logit_bias if bias == float("-inf")}
+    forbidden |= {word[0] for word in sampling.bad_words if len(word) == 1}
+    if sampling.allowed_token_ids and forbidden.issuperset(sampling.allowed_token_ids):
+        bad.add("sampling.allowed_token_ids", "all of them are forbidden by bad_words or logit_bias")
+    elif len(forbidden) == vocab:
+        bad.add("sampling.logit_bias", "forbids every token")
+    bad.raise_if_any()
+    return sampling
+
+
+def num_outputs(message: types_pb2.SamplingParams, most: int, bad: Violations) -> int:
+    """How many outputs are asked for."""
+    if message.HasField("n") and not 1 <= message.n <= most:
+        bad.add("sampling.n", f"must be from 1 to {most}, not {message.n}")
+    return message.n if message.HasField("n") else 1
+
+
+def context_params(message: types_pb2.ContextOptions, default: Truncation, bad: Violations) -> ContextParams:
+    """What to do with a prompt that leaves too little room."""
+    truncation = _TRUNCATIONS.get(message.truncation, default)
+    if message.truncation not in (types_pb2.TRUNCATION_UNSPECIFIED, *_TRUNCATIONS):
+        bad.add("context.truncation", f"{message.truncation} is no value of Truncation")
+    reserve = message.reserve_tokens if message.HasField("reserve_tokens") else None
+    return ContextParams(truncation, reserve, message.cap_max_tokens)
+
+
+def stopping_params(message: types_pb2.StoppingParams, info: Info, bad: Violations) -> StoppingParams | None:
+    field, room = "stopping.stop_token_ids", MAX_STOP_TOKEN_IDS - len(info.eos_token_ids)
+    ids: tuple[int, ...] = ()
+    if bad.allows(field, len(message.stop_token_ids), room, "ids with this model"):
+        ids = token_ids(field, message.stop_token_ids, info.vocab_size, bad)
+    stop: tuple[str, ...] = ()
+    if bad.allows("stopping.stop", len(message.stop), MAX_STOP_STRINGS, "strings"):
+        stop = tuple(message.stop)
+    time_limit_s = None
+    if message.HasField("time_limit"):
+        time_limit_s = _seconds("stopping.time_limit", message.time_limit, bad)
+    return bad.build(
+        lambda: StoppingParams(
+            max_tokens=message.max_tokens if message.HasField("max_tokens") else None,
+            min_tokens=message.min_tokens,
+            stop=stop,
+            stop_token_ids=ids,
+            ignore_eos=message.ignore_eos,
+            include_stop=message.include_stop,
+            time_limit_s=time_limit_s,
+        )
+    )
+
+
+def _seconds(field: str, duration: Duration, bad: Violations) -> float | None:
+    """A Duration in seconds. Returns None, and adds to `bad`, if it breaks the rules of Duration."""
+    seconds, nanos = duration.seconds, duration.nanos
+    if abs(seconds) > _MAX_DURATION_S or abs(nanos) >= 10**9 or seconds * nanos < 0:
+        bad.add(field, f"is not a valid Duration: {seconds} s and {nanos} ns")
+        return None
+    return seconds + nanos / 1e9

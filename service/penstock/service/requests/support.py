@@ -1,0 +1,224 @@
+"""Which fields of the contract this release honours. Whatever is set and not honoured is refused, never
+ignored.
+
+`HONOURED` and `REFUSED` together name every field of every request message;
+tests/service/requests/test_support.py walks the descriptors, so a field added to the contract fails until it
+stands in one of them. Paths are dotted, from the request message down, without the indices of repeated
+fields. A refused path covers everything below it.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable, Iterator, Mapping
+from types import MappingProxyType
+from typing import TypeVar
+
+from google.protobuf.descriptor import Descriptor
+from google.protobuf.message import Message
+from google.protobuf.unknown_fields import UnknownFieldSet
+
+from penstock.runtime.errors import InvalidRequest, UnsupportedFeature, Violation
+
+MAX_WALKED = 1_000
+"""Messages within one request that are searched for fields nobody knows."""
+MAX_UNKNOWN = 20
+"""Such fields that an error names."""
+M = TypeVar("M", bound=Message)
+
+Refused = Mapping[str, tuple[object, ...]]
+_NOTHING: Refused = {}
+_CHAT_HONOURED = frozenset(
+    {
+        "chat",
+        "chat.messages",
+        "chat.messages.role",
+        "chat.messages.content",
+        "chat.messages.tool_calls",
+        "chat.messages.tool_calls.id",
+        "chat.messages.tool_calls.name",
+        "chat.messages.tool_calls.arguments_json",
+        "chat.messages.tool_call_id",
+        "chat.tools",
+        "chat.tools.name",
+        "chat.tools.description",
+        "chat.tools.parameters_json",
+        "chat.tool_choice",
+        "chat.chat_template",
+        "chat.template_options_json",
+    }
+)
+_GENERATE_HONOURED = _CHAT_HONOURED | {
+    "request_id",
+    "model",
+    "prompt",
+    "prompt_token_ids",
+    "prompt_token_ids.ids",
+    "sampling",
+    "sampling.temperature",
+    "sampling.top_p",
+    "sampling.top_k",
+    "sampling.min_p",
+    "sampling.presence_penalty",
+    "sampling.frequency_penalty",
+    "sampling.repetition_penalty",
+    "sampling.seed",
+    "sampling.n",
+    "sampling.logit_bias",
+    "sampling.bad_words",
+    "sampling.allowed_token_ids",
+    "stopping",
+    "stopping.max_tokens",
+    "stopping.min_tokens",
+    "stopping.stop",
+    "stopping.stop_token_ids",
+    "stopping.ignore_eos",
+    "stopping.include_stop",
+    "stopping.time_limit",
+    "stopping.time_limit.seconds",
+    "stopping.time_limit.nanos",
+    "output",
+    "output.text",
+    "output.token_ids",
+    "output.logprobs",
+    "output.prompt_logprobs",
+    "output.skip_special_tokens",
+    "output.echo_prompt_token_ids",
+    "constraint",
+    "constraint.json_schema",
+    "constraint.json_object",
+    "constraint.regex",
+    "constraint.ebnf",
+    "constraint.choice",
+    "constraint.choice.choices",
+    "cache",
+    "cache.cache_salt",
+    "cache.bypass_prefix_cache",
+    "priority",
+    "context",
+    "context.truncation",
+    "context.reserve_tokens",
+    "context.cap_max_tokens",
+}
+_GENERATE_REFUSED: Refused = {"adapter": (), "min_weights": ()}
+
+HONOURED: Mapping[str, frozenset[str]] = {
+    "penstock.v1.GenerateRequest": _GENERATE_HONOURED,
+    "penstock.v1.StreamRequest": _GENERATE_HONOURED | {"min_tokens_per_message"},
+    "penstock.v1.AbortRequest": frozenset(
+        {"request_ids", "request_ids.ids", "request_id_prefix", "all", "reason"}
+    ),
+    "penstock.v1.TokenizeRequest": _CHAT_HONOURED | {"text", "add_special_tokens"},
+    "penstock.v1.DetokenizeRequest": frozenset({"token_ids", "skip_special_tokens"}),
+    "penstock.v1.GetModelInfoRequest": frozenset({"include_tensors"}),
+}
+"""Message name to the paths that have an effect."""
+
+REFUSED: Mapping[str, Refused] = {
+    "penstock.v1.GenerateRequest": _GENERATE_REFUSED,
+    "penstock.v1.StreamRequest": _GENERATE_REFUSED,
+}
+"""Message name to the paths that are refused, each with the values that are taken all the same."""
+
+REFUSED_RPCS = frozenset(
+    {
+        "penstock.v1.InferenceService/UpdateWeights",
+        "penstock.v1.ControlService/Pause",
+        "penstock.v1.ControlService/Resume",
+        "penstock.v1.ControlService/CommitWeights",
+        "penstock.v1.ControlService/DiscardWeights",
+    }
+)
+"""RPCs that answer UNIMPLEMENTED as a whole."""
+
+
+def check_supported(
+    request: Message, lacking: Refused = _NOTHING, why: Mapping[str, str] = MappingProxyType({})
+) -> None:
+    """Raise UnsupportedFeature naming every field that is set and not honoured, with indices.
+
+    `lacking` are honoured paths that this server cannot honour, as it was started, each with the values that
+    are taken all the same. `why` says in words what keeps it from honouring some of them.
+    """
+    name = request.DESCRIPTOR.full_name
+    refused = {**REFUSED.get(name, {}), **lacking}
+    found = list(_unsupported(request, "", "", HONOURED.get(name, frozenset()).difference(lacking), refused))
+    if found:
+        raise UnsupportedFeature(found, "; ".join(dict.fromkeys(why[path] for path in found if path in why)))
+
+
+def _unsupported(
+    message: Message,
+    rule_at: str,
+    shown_at: str,
+    honoured: frozenset[str],
+    refused: Refused,
+) -> Iterator[str]:
+    for field, value in message.ListFields():
+        rule, shown = rule_at + field.name, shown_at + field.name
+        if rule not in honoured:
+            if value not in refused.get(rule, ()):
+                yield shown
+        elif not _is_honoured_below(field.message_type, rule, honoured):
+            many = field.is_repeated
+            for i, item in enumerate(value if many else [value]):
+                below = f"{shown}[{i}]." if many else f"{shown}."
+                yield from _unsupported(item, rule + ".", below, honoured, refused)
+
+
+@functools.cache
+def _is_honoured_below(descriptor: Descriptor | None, path: str, honoured: frozenset[str]) -> bool:
+    """Whether all that a message at this path may hold is honoured: then nobody need look into each of the
+    ten thousand turns of a chat. None: the field is no message.
+    """
+    if descriptor is None or descriptor.GetOptions().map_entry:
+        return True
+    return all(
+        f"{path}.{field.name}" in honoured
+        and _is_honoured_below(field.message_type, f"{path}.{field.name}", honoured)
+        for field in descriptor.fields
+    )
+
+
+def check_known(message: M, parse: Callable[[bytes], M], data: bytes) -> None:
+    """Raises on fields that the contract does not have, or has with another wire type, which protobuf drops:
+    UnsupportedFeature for a number nobody knows, as it comes from a newer client, InvalidRequest for a known
+    one with the wrong type, as that client is broken. `message` is `parse(data)`, and loses such fields.
+    """
+    size = message.ByteSize()
+    message.DiscardUnknownFields()  # in C: a walk over all messages in it would take a thousand times as long
+    if message.ByteSize() != size:
+        check_wire(parse(data))
+        raise UnsupportedFeature([f"a field that nobody knows here, behind {MAX_WALKED} nested messages"])
+
+
+def check_wire(message: Message) -> None:
+    """Raises as `check_known` does, with the names of the first such fields."""
+    unsupported: list[str] = []
+    violations: list[Violation] = []
+    for owner, path in itertools.islice(_messages(message, ""), MAX_WALKED):
+        unknown = UnknownFieldSet(owner)
+        for i in range(min(len(unknown), MAX_UNKNOWN)):
+            known = owner.DESCRIPTOR.fields_by_number.get(unknown[i].field_number)
+            if known is None:
+                unsupported.append(f"{path}{owner.DESCRIPTOR.name}#{unknown[i].field_number}")
+            else:
+                violations.append(Violation(path + known.name, "has the wrong wire type"))
+        if len(violations) + len(unsupported) >= MAX_UNKNOWN:
+            break
+    if violations:
+        raise InvalidRequest(violations)
+    if unsupported:
+        raise UnsupportedFeature(unsupported)
+
+
+def _messages(message: Message, path: str) -> Iterator[tuple[Message, str]]:
+    """The message and those in it, with the path up to their fields."""
+    yield message, path
+    for field, value in message.ListFields():
+        if field.message_type is None or field.message_type.GetOptions().map_entry:
+            continue
+        many = field.is_repeated
+        for i, item in enumerate(value if many else [value]):
+            yield from _messages(item, f"{path}{field.name}[{i}]." if many else f"{path}{field.name}.")

@@ -1,0 +1,1 @@
+"""What every RPC passes on its way in and out, whatever its method is."""

@@ -1,0 +1,333 @@
+"""One server interceptor around every RPC: authenticate, admit, receive, decode, call, map errors.
+
+Every method is given to gRPC as one that takes a stream of messages, also where it takes a single one: gRPC
+calls such a handler when the headers are here, while it would receive the whole message before it calls the
+other kind. So whoever is refused for what the headers say, or for what else is under way, is refused before a
+byte of the message is read.
+
+Requests are decoded here and not by gRPC, whose own failure to decode is an untyped INTERNAL: a garbled
+request is INVALID_ARGUMENT, and fields that protobuf would drop in silence are refused.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import inspect
+import logging
+import uuid
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NoReturn, TypeAlias, TypeVar, cast
+
+import grpc
+from google.protobuf.descriptor import Descriptor
+from google.protobuf.message import DecodeError, Message
+
+from penstock.runtime.errors import InvalidRequest, PenstockError, RequestError, UnsupportedFeature, Violation
+from penstock.service.access.callers import CURRENT_CALLER
+from penstock.service.errors import MessageTooLarge, row_of, to_status, trailers
+from penstock.service.lifecycle.underway import Calls
+from penstock.service.limits.admission import PACKAGE, Admission, kind_of
+from penstock.service.limits.bounds import Bounds
+from penstock.service.limits.receiving import Receiving
+from penstock.service.options import ServerOptions
+from penstock.service.replies.readers import StallLog
+from penstock.service.requests.parts import check_parts
+from penstock.service.requests.support import check_known
+from penstock.service.rpcs.access_check import Access
+from penstock.service.rpcs.sending import Send, Sends
+from penstock.service.telemetry.refusals import Refusal, RefusalLog, fields_of
+from penstock.service.telemetry.traces import CURRENT_RPC, UNTRACED, RpcTrace, Telemetry
+from penstock.service.threads.lanes import MESSAGE_BYTES, Lanes
+from penstock.service.usage.meter import current_meter
+
+log = logging.getLogger(__name__)
+
+M = TypeVar("M", bound=Message)
+Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
+Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
+Behaviour: TypeAlias = "Callable[[Any, Context], Any]"
+Serialize: TypeAlias = "Callable[[Any], bytes]"
+DEADLINE_SLACK_S = 0.1
+"""gRPC tells a handler of a deadline as of a cancel, and the client's may come a little before ours."""
+
+UNKNOWN = "(unknown method)"
+"""What stands for its name in the log."""
+
+
+def decode(parse: Callable[[bytes], M], data: bytes, vocab_size: int = 0) -> M:
+    """The request; InvalidRequest where the bytes are none, or are of too many parts."""
+    try:
+        check_parts(cast("Descriptor", parse(b"").DESCRIPTOR), data, vocab_size)
+        return parse(data)
+    except (DecodeError, ValueError) as error:  # ValueError: a string that is not UTF-8
+        raise InvalidRequest([Violation("", f"the request cannot be decoded: {error}")]) from error
+
+
+@dataclass(slots=True)
+class Rpc:
+    """One call on its way."""
+
+    method: str
+    trace: RpcTrace
+    send: Send
+    has_place: bool = False
+    """Whether it is among those that are counted while they go on."""
+    given_id: str = ""
+    """The request's id, once it is known: the caller's own, or the one made for it."""
+
+    @property
+    def request_id(self) -> str:
+        """The same, or an id made now, for a call that has none: its error can be found in the log by it."""
+        self.given_id = self.given_id or new_request_id()
+        return self.given_id
+
+
+def new_request_id() -> str:
+    """Unlike any other."""
+    return uuid.uuid4().hex
+
+
+def as_bytes(serialize: Callable[[Any], bytes]) -> Callable[[Any], bytes]:
+    """A serializer that leaves alone what is serialized: handlers do it by themselves where it is large."""
+    return lambda reply: reply if isinstance(reply, bytes) else serialize(reply)
+
+
+class PenstockInterceptor(grpc.aio.ServerInterceptor):
+    """Wraps the handlers of all services of one server."""
+
+    def __init__(
+        self,
+        telemetry: Telemetry,
+        admission: Admission | None = None,
+        *,
+        access: Access | None = None,
+        receiving: Receiving | None = None,
+        lanes: Lanes | None = None,
+        max_receive_bytes: int = ServerOptions().max_receive_bytes,
+        sends: Sends | None = None,
+        calls: Calls | None = None,
+        vocab_size: Callable[[], int] = lambda: 0,
+    ) -> None:
+        """`sends` ends RPCs whose replies nobody takes; `vocab_size` is asked for each message, as it is only
+        known once a model is loaded, and 0 until then.
+        """
+        self._sends = sends or Sends(ServerOptions().stall_limit_s, StallLog())
+        self._telemetry = telemetry
+        self._admission = admission or Admission(Bounds())
+        self._access = access or Access()
+        defaults = Bounds()
+        self._receiving = receiving or Receiving(defaults.max_receiving_rpcs, defaults.receive_limit_s)
+        self._lanes = lanes or Lanes()
+        self._calls = calls or Calls()
+        self._max_receive_bytes = max_receive_bytes
+        self._vocab_size = vocab_size
+        self._refusals = RefusalLog()
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Handler | None]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> Handler:
+        handler: Any = await continuation(handler_call_details)
+        assert handler is not None, "all other calls go to `refuse_unknown`"
+        method = handler_call_details.method.removeprefix("/")
+        kind = "stream" if handler.request_streaming else "unary"
+        kind += "_stream" if handler.response_streaming else "_unary"
+        behaviour: Behaviour = getattr(handler, kind)
+        if handler.response_streaming:
+            make, handle = grpc.stream_stream_rpc_method_handler, self._many
+        else:
+            make, handle = grpc.stream_unary_rpc_method_handler, self._one
+        serialize = as_bytes(handler.response_serializer)
+        streamed = handler.request_streaming
+        wrapped = handle(method, handler.request_deserializer, serialize, behaviour, streamed=streamed)
+        return make(wrapped, None, serialize)
+
+    def _one(
+        self, method: str, parse: Any, serialize: Serialize, behaviour: Behaviour, *, streamed: bool
+    ) -> Behaviour:
+        """For methods with one reply."""
+
+        async def handle(chunks: AsyncIterator[bytes], context: Context) -> Any:
+            rpc = self._start(method)
+            try:
+                self._enter(rpc, context)
+                if streamed:
+                    reply = await behaviour(_all_of(method, parse, chunks), context)
+                else:
+                    reply = await behaviour(await self._receive(rpc, parse, context), context)
+                data = serialize(reply)
+                await current_meter().answered()
+            except BaseException as error:  # noqa: BLE001 -- every way out ends the span; `_fail` raises
+                await self._fail(error, rpc, context)
+            rpc.trace.end(grpc.StatusCode.OK)
+            rpc.send.begin(len(data))
+            return data
+
+        return handle
+
+    def _many(
+        self, method: str, parse: Any, serialize: Serialize, behaviour: Behaviour, *, streamed: bool
+    ) -> Behaviour:
+        """For methods with a stream of replies: a generator of them, or a coroutine that writes them itself.
+
+        This is a coroutine that writes, too: gRPC leaves it to Python to close a generator when the client is
+        gone.
+        """
+
+        async def handle(chunks: AsyncIterator[bytes], context: Context) -> None:
+            rpc = self._start(method)
+            followed = rpc.send.followed(context)
+            try:
+                self._enter(rpc, context)
+                if streamed:
+                    replies = behaviour(_all_of(method, parse, chunks), followed)
+                else:
+                    replies = behaviour(await self._receive(rpc, parse, context), followed)
+                if inspect.isawaitable(replies):
+                    await replies
+                else:
+                    async with contextlib.aclosing(replies):
+                        async for reply in replies:
+                            data = serialize(reply)
+                            rpc.send.begin(len(data))
+                            await context.write(data)
+                            rpc.send.done()
+                await current_meter().answered()
+            except BaseException as error:  # noqa: BLE001 -- as above
+                await self._fail(error, rpc, context)
+            rpc.trace.end(grpc.StatusCode.OK)
+            rpc.send.begin()
+
+        return handle
+
+    async def refuse_unknown(self, context: Context) -> None:
+        """End a call of a method that is none of the server's; gRPC would answer without any details. Always
+        raises.
+        """
+        rpc = Rpc(UNKNOWN, UNTRACED, self._sends.start(UNKNOWN), has_place=True)  # `grpc_server` counts them
+        await self._fail(UnsupportedFeature(["method"], "there is none of this name"), rpc, context)
+
+    def _start(self, method: str) -> Rpc:
+        return Rpc(method, UNTRACED, self._sends.start(method))
+
+    def _enter(self, rpc: Rpc, context: Context) -> None:
+        """What is decided by the headers alone: who calls, whether there is a place for the call, and whether
+        the caller may have one more.
+
+        Places are given back when the task ends, so after the reply was sent. A call is traced once it is
+        known whose it is: else anybody could fill the traces, or put spans below those of others.
+        """
+        method = rpc.method
+        self._access.authenticate(method, context)
+        rpc.trace = self._telemetry.rpc(method, cast("Any", context.invocation_metadata() or ()))
+        CURRENT_RPC.set(rpc.trace.span)  # this task is the RPC's own, so nobody needs to reset it
+        if method.startswith(PACKAGE):  # health and reflection do not keep the server from its end
+            self._calls.begin()
+        task = asyncio.current_task()
+        assert task is not None, "gRPC calls handlers in a task"
+        leave = self._admission.enter(kind_of(method), context.peer())
+        task.add_done_callback(lambda _: leave())
+        rpc.has_place = True
+        leave_account = self._access.admit(method)
+        task.add_done_callback(lambda _: leave_account())
+
+    async def _receive(self, rpc: Rpc, parse: Any, context: Context) -> Message:
+        """The call's one message. Raises Busy, StalledSender, MessageTooLarge, InvalidRequest,
+        UnsupportedFeature and Draining.
+        """
+        if not rpc.method.startswith(PACKAGE):
+            return await self._read(rpc, parse, context)
+        async with self._calls.preparing():
+            return await self._read(rpc, parse, context)
+
+    async def _read(self, rpc: Rpc, parse: Any, context: Context) -> Message:
+        kind, peer = kind_of(rpc.method), context.peer()
+        data: Any = await self._receiving.message(kind, peer, context.read)
+        if data is grpc.aio.EOF:
+            raise InvalidRequest([Violation("", "the call has no message")])
+        if len(data) > self._max_receive_bytes:
+            raise MessageTooLarge(len(data), self._max_receive_bytes)
+        MESSAGE_BYTES.set(len(data))  # as with CURRENT_RPC
+        work = partial(_decoded, rpc.method, parse, data, self._vocab_size())
+        received: tuple[Any, RequestError | None] = await self._lanes.convert(work, len(data))
+        request, refusal = received
+        if "request_id" in request.DESCRIPTOR.fields_by_name:  # known from here on, also to its errors
+            request.request_id = rpc.given_id = request.request_id or new_request_id()
+            current_meter().named(rpc.given_id)
+        if refusal is not None:
+            raise refusal
+        return cast("Message", request)
+
+    async def _fail(self, error: BaseException, rpc: Rpc, context: Context) -> NoReturn:
+        """End the RPC as the error says; always raises."""
+        if isinstance(error, grpc.aio.AbortError):  # the method has answered by itself
+            rpc.trace.end(cast("Any", context.code()) or grpc.StatusCode.UNKNOWN)
+            raise error
+        if isinstance(error, grpc.aio.InternalError):  # a write failed, because the client is gone
+            rpc.trace.end(_code_of_cancel(context))
+            current_meter().vanished()
+            raise asyncio.CancelledError from error
+        if isinstance(error, asyncio.CancelledError):
+            current_meter().vanished()
+            stalled = grpc.StatusCode.RESOURCE_EXHAUSTED
+            rpc.trace.end(stalled if rpc.send.gave_up else _code_of_cancel(context))
+            try:
+                raise error
+            finally:
+                del error  # its traceback has this frame: the circle would keep the call from its end
+        if not isinstance(error, Exception) or isinstance(error, grpc.aio.BaseError):
+            rpc.trace.end(grpc.StatusCode.INTERNAL, type(error).__name__)
+            raise error
+        row = row_of(error)
+        current_meter().failed(row.reason)
+        if not isinstance(error, PenstockError):
+            log.error("a bug in the service: %s, request %r", rpc.method, rpc.request_id, exc_info=error)
+        status = to_status(error, rpc.request_id)
+        metadata, fields = trailers(error, status), fields_of(error)
+        del error  # gRPC keeps the abort, and what it refers to, until Python looks for cycles: so no request
+        try:
+            if rpc.has_place:
+                rpc.send.begin()
+            else:
+                await rpc.send.begin_refusal(context.peer())
+            await context.abort(row.code, status.message, metadata)
+        except grpc.aio.AbortError as abort:
+            abort.__context__ = None
+            rpc.trace.end(row.code, row.reason)
+            caller_id = CURRENT_CALLER.get().id
+            self._refusals.tell(
+                Refusal(rpc.method, row.code.name, row.reason, rpc.request_id, caller_id, fields)
+            )
+            raise
+        except (grpc.aio.InternalError, asyncio.CancelledError) as gone:  # nobody is there to be told
+            rpc.trace.end(_code_of_cancel(context))
+            raise asyncio.CancelledError from gone
+
+
+def _code_of_cancel(context: Context) -> grpc.StatusCode:
+    remaining_s = cast("float | None", context.time_remaining())  # None: no deadline
+    late = remaining_s is not None and remaining_s < DEADLINE_SLACK_S
+    return grpc.StatusCode.DEADLINE_EXCEEDED if late else grpc.StatusCode.CANCELLED
+
+
+def _decoded(method: str, parse: Any, data: bytes, vocab_size: int = 0) -> tuple[Any, RequestError | None]:
+    """The message, and what refuses it for fields that are not the contract's, where the contract is ours."""
+    request = decode(parse, data, vocab_size)
+    try:
+        if method.startswith(PACKAGE):
+            check_known(request, parse, data)
+    except RequestError as error:
+        return request, error.with_traceback(None)  # which would keep the message's bytes
+    return request, None
+
+
+async def _all_of(method: str, parse: Any, chunks: AsyncIterator[bytes]) -> AsyncIterator[Any]:
+    async for data in chunks:
+        request, refusal = _decoded(method, parse, data)
+        if refusal is not None:
+            raise refusal
+        yield request

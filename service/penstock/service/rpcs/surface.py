@@ -1,0 +1,97 @@
+"""What each address serves where control has an address of its own (`--control-port`).
+
+Both have health and reflection, the RPCs that only read, and Abort. The main address has Generate and Stream,
+the other one what changes the server for everybody. At the main address nobody has the control role, whatever
+the key says: who reaches that address alone can do no more than use the model.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Awaitable, Callable
+from typing import Any, NoReturn, TypeAlias, cast
+
+import grpc
+
+from penstock.service.access.callers import CURRENT_CALLER, Role
+from penstock.service.access.roles import RULES
+from penstock.service.errors import ServedElsewhere
+
+Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
+
+_INFERENCE = "/penstock.v1.InferenceService"
+_ABORT = f"{_INFERENCE}/Abort"
+GENERATING = frozenset(f"{_INFERENCE}/{name}" for name in ("Generate", "Stream"))
+CONTROLLING = frozenset(f"/{method}" for method, rule in RULES.items() if rule.role is Role.CONTROL)
+
+
+class Surface(grpc.aio.ServerInterceptor):
+    """What one address does not serve. To be put after the interceptor that maps errors."""
+
+    def __init__(
+        self, elsewhere: frozenset[str], where: Callable[[], str], *, own_requests_only: bool = False
+    ) -> None:
+        """Calls of the methods `elsewhere` are refused, and told `where` to go. With `own_requests_only`
+        Abort ends the caller's own requests and nobody else's, whatever the role.
+        """
+        self._elsewhere = elsewhere
+        self._where = where
+        self._own_requests_only = own_requests_only
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Handler | None]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> Handler | None:
+        method = handler_call_details.method
+        handler: Any = await continuation(handler_call_details)
+        if handler is not None and method in self._elsewhere:
+            return _refusing(handler, self._refusal(_name(method)))
+        if handler is not None and method == _ABORT and self._own_requests_only:
+            return grpc.unary_unary_rpc_method_handler(
+                self._abort(handler.unary_unary), handler.request_deserializer, handler.response_serializer
+            )
+        return cast("Handler | None", handler)
+
+    def _abort(self, behaviour: Callable[[Any, Any], Awaitable[Any]]) -> Callable[[Any, Any], Awaitable[Any]]:
+        """A caller's own requests only. Callers without an id cannot be told apart, so they must name ids."""
+
+        async def handle(request: Any, context: Any) -> Any:
+            caller = CURRENT_CALLER.get()
+            if not caller.id and request.WhichOneof("target") in ("all", "request_id_prefix"):
+                raise self._refusal("Abort of all requests, or of those with a prefix,")
+            CURRENT_CALLER.set(dataclasses.replace(caller, roles=caller.roles - {Role.CONTROL}))
+            return await behaviour(request, context)
+
+        return handle
+
+    def _refusal(self, what: str) -> ServedElsewhere:
+        return ServedElsewhere(what, self._where())
+
+
+def main_surface(control_port: Callable[[], int | None]) -> Surface:
+    """Of the main address: no control. `control_port` tells the port once it is known."""
+    return Surface(CONTROLLING, lambda: f"the control port, {control_port()}", own_requests_only=True)
+
+
+def control_surface() -> Surface:
+    """Of the control address: no generation."""
+    return Surface(GENERATING, lambda: "the server's main address")
+
+
+def _name(method: str) -> str:
+    return method.rpartition("/")[2]
+
+
+def _refusing(handler: Any, error: ServedElsewhere) -> Handler:
+    """A handler of the same kind that raises the error."""
+
+    def refuse(request: Any, context: Any) -> NoReturn:
+        raise error
+
+    made = {
+        (False, False): grpc.unary_unary_rpc_method_handler,
+        (False, True): grpc.unary_stream_rpc_method_handler,
+        (True, False): grpc.stream_unary_rpc_method_handler,
+    }[handler.request_streaming, handler.response_streaming]
+    return made(refuse, handler.request_deserializer, handler.response_serializer)

@@ -1,0 +1,1 @@
+"""The RPCs of the contract: generation, control and reflection."""

@@ -1,0 +1,216 @@
+"""ControlService: what operators, routers and trainers ask. Each RPC: check, convert, call, convert back."""
+
+from __future__ import annotations
+
+import asyncio
+from functools import partial
+from typing import TYPE_CHECKING
+
+from penstock.runtime.errors import UnsupportedFeature
+from penstock.service.backend import Backend
+from penstock.service.lifecycle.underway import Calls
+from penstock.service.replies import messages
+from penstock.service.replies.reply_budget import ID_BYTES, ReplyBudget
+from penstock.service.replies.reply_limits import ReplyLimits
+from penstock.service.requests.convert import Prompt, TextPrompt
+from penstock.service.requests.convert_chat import chat_prompt, message_cost
+from penstock.service.requests.convert_params import Violations, token_ids
+from penstock.service.requests.features import DEFAULT_FEATURES, Features
+from penstock.service.requests.prompts import encode_prompt
+from penstock.service.requests.support import check_supported
+from penstock.service.servicers.inference import limits_of
+from penstock.service.threads.lanes import MESSAGE_BYTES, Lanes
+from penstock.v1 import control_pb2, control_pb2_grpc, types_pb2
+
+if TYPE_CHECKING:
+    from penstock.v1.control_pb2_grpc import _ServicerContext as Context
+
+CONTRACT_REVISION = 1
+_TOKEN_COST = 8
+"""What a token costs to be made text, in bytes of a message to be converted."""
+
+
+class ControlServicer(control_pb2_grpc.ControlServiceServicer):
+    """Facts about one engine, and its tokenizer."""
+
+    def __init__(
+        self,
+        engine: Backend,
+        lanes: Lanes,
+        calls: Calls,
+        *,
+        version: str,
+        instance_id: str,
+        budget: ReplyBudget | None = None,
+        features: Features = DEFAULT_FEATURES,
+    ) -> None:
+        self._engine = engine
+        self._lanes = lanes
+        self._calls = calls
+        self._budget = budget or ReplyBudget(ReplyLimits())
+        self._version = version
+        self._instance_id = instance_id
+        self._limits = limits_of(engine, features=features)
+
+    async def GetModelInfo(
+        self, request: control_pb2.GetModelInfoRequest, context: Context
+    ) -> control_pb2.GetModelInfoResponse:
+        """The values in force."""
+        check_supported(request)
+        info = self._engine.info
+        defaults = info.defaults
+        sampling = types_pb2.SamplingParams(
+            temperature=defaults.temperature,
+            top_p=defaults.top_p,
+            top_k=defaults.top_k,
+            min_p=defaults.min_p,
+            presence_penalty=defaults.presence_penalty,
+            frequency_penalty=defaults.frequency_penalty,
+            repetition_penalty=defaults.repetition_penalty,
+            n=1,
+        )
+        specs = self._engine.tensor_specs() if request.include_tensors else ()
+        return control_pb2.GetModelInfoResponse(
+            model=info.name,
+            architecture=info.architecture,
+            vocab_size=info.vocab_size,
+            max_context_tokens=info.max_model_len,
+            eos_token_ids=info.eos_token_ids,
+            default_sampling=sampling,
+            weights=messages.weights_version(self._engine.weights),
+            tensors=[messages.tensor_spec(*spec) for spec in specs],
+            features=self._features(),
+        )
+
+    def _features(self) -> list[control_pb2.Feature.ValueType]:
+        has = {
+            control_pb2.FEATURE_CHAT: self._limits.has_chat,
+            control_pb2.FEATURE_PROMPT_LOGPROBS: True,
+            control_pb2.FEATURE_JSON_SCHEMA: self._limits.has_grammars,
+            control_pb2.FEATURE_REGEX: self._limits.has_grammars,
+            control_pb2.FEATURE_PRIORITY: self._limits.has_priority,
+            control_pb2.FEATURE_BATCH_INVARIANT: self._engine.info.batch_invariant,
+        }
+        return [feature for feature, there in has.items() if there]
+
+    async def GetServerInfo(
+        self, request: control_pb2.GetServerInfoRequest, context: Context
+    ) -> control_pb2.GetServerInfoResponse:
+        """Limits, fixed at start. `max_chunk_bytes` is 0: weight updates are not in this release."""
+        config, info = self._engine.config, self._engine.info
+        return control_pb2.GetServerInfoResponse(
+            server_version=self._version,
+            instance_id=self._instance_id,
+            contract_revision=CONTRACT_REVISION,
+            max_running_requests=config.max_num_seqs,
+            max_queued_requests=config.max_queued_requests,
+            kv_page_tokens=info.page_size,
+            kv_pages_total=info.num_pages,
+            max_logprobs=config.max_logprobs,
+            devices=info.devices,
+        )
+
+    async def GetLoad(
+        self, request: control_pb2.GetLoadRequest, context: Context
+    ) -> control_pb2.GetLoadResponse:
+        """A snapshot."""
+        load = self._engine.load()
+        return control_pb2.GetLoadResponse(
+            running_requests=load.num_running,
+            queued_requests=load.num_waiting,
+            queued_prompt_tokens=load.waiting_prompt_tokens,
+            kv_pages_used=load.pages_used,
+            kv_pages_total=load.pages_total,
+            weights=messages.weights_version(self._engine.weights),
+        )
+
+    async def Tokenize(
+        self, request: control_pb2.TokenizeRequest, context: Context
+    ) -> control_pb2.TokenizeResponse:
+        """What Generate would feed the model.
+
+        Ids may take more bytes than their text, and as Python's objects many times that. They are counted as
+        waiting from before they are made until the reply has left: a token for each byte of the request.
+        """
+        share = self._budget.hold(ID_BYTES * MESSAGE_BYTES.get())
+        task = asyncio.current_task()
+        assert task is not None, "gRPC calls handlers in a task"
+        task.add_done_callback(lambda _: share.close())
+        max_model_len = self._engine.info.max_model_len
+        special = request.add_special_tokens if request.HasField("add_special_tokens") else None
+        async with self._calls.preparing():
+            prompt = await self._lanes.convert(partial(self._prompt, request), message_cost(request.chat))
+            encoded = await encode_prompt(
+                self._engine.text, prompt, self._lanes, room=max_model_len, add_special_tokens=special
+            )
+        num_ids = len(encoded.token_ids)
+        self._budget.check_ids(request.WhichOneof("input") or "input", num_ids)
+        share.add(ID_BYTES * num_ids - share.num_bytes)
+        return control_pb2.TokenizeResponse(token_ids=encoded.token_ids, max_context_tokens=max_model_len)
+
+    def _prompt(self, request: control_pb2.TokenizeRequest) -> Prompt:
+        check_supported(request, self._limits.lacking_templates, self._limits.why_lacking)
+        bad = Violations()
+        prompt: Prompt | None = None
+        kind = request.WhichOneof("input")
+        if kind == "text":
+            if self._engine.text is None:
+                raise UnsupportedFeature(["text"])
+            prompt = TextPrompt(request.text)
+        elif kind == "chat":
+            prompt = chat_prompt(request.chat, self._engine.text, bad)
+        else:
+            bad.add("input", "one of text and chat is required")
+        bad.raise_if_any()
+        assert prompt is not None
+        return prompt
+
+    async def Detokenize(
+        self, request: control_pb2.DetokenizeRequest, context: Context
+    ) -> control_pb2.DetokenizeResponse:
+        """Text of any ids of the vocabulary."""
+        check_supported(request)
+        codec = self._engine.text
+        if codec is None:
+            raise UnsupportedFeature(["token_ids"])
+        bad = Violations()
+        # A byte of the request may be hundreds of the reply.
+        ids: tuple[int, ...] = ()
+        if bad.allows("token_ids", len(request.token_ids), self._engine.info.max_model_len, "ids"):
+            ids = token_ids("token_ids", request.token_ids, self._engine.info.vocab_size, bad)
+        bad.raise_if_any()
+        skip = request.skip_special_tokens if request.HasField("skip_special_tokens") else True
+        work = partial(codec.decode, ids, skip_special_tokens=skip)
+        async with self._calls.preparing():
+            text = await self._lanes.convert(work, _TOKEN_COST * len(ids))
+        return control_pb2.DetokenizeResponse(text=text)
+
+    async def Pause(self, request: control_pb2.PauseRequest, context: Context) -> control_pb2.PauseResponse:
+        """Not in this release."""
+        raise UnsupportedFeature(["Pause"])
+
+    async def Resume(
+        self, request: control_pb2.ResumeRequest, context: Context
+    ) -> control_pb2.ResumeResponse:
+        """Not in this release."""
+        raise UnsupportedFeature(["Resume"])
+
+    async def CommitWeights(
+        self, request: control_pb2.CommitWeightsRequest, context: Context
+    ) -> control_pb2.CommitWeightsResponse:
+        """Not in this release."""
+        raise UnsupportedFeature(["CommitWeights"])
+
+    async def DiscardWeights(
+        self, request: control_pb2.DiscardWeightsRequest, context: Context
+    ) -> control_pb2.DiscardWeightsResponse:
+        """Not in this release."""
+        raise UnsupportedFeature(["DiscardWeights"])
+
+    async def FlushCache(
+        self, request: control_pb2.FlushCacheRequest, context: Context
+    ) -> control_pb2.FlushCacheResponse:
+        """All prefixes are forgotten, also those in use: they are shared with nobody new."""
+        check_supported(request)
+        pages_freed, pages_in_use = self._engine.flush_prefix_cache()
+        return control_pb2.FlushCacheResponse(pages_freed=pages_freed, pages_in_use=pages_in_use)

@@ -1,0 +1,230 @@
+"""InferenceService: Generate, Stream, Abort. Each RPC: check, convert, call, convert back."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import AsyncIterator
+from functools import partial
+from typing import TYPE_CHECKING
+
+from penstock.runtime.chat.parser import ChatForms
+from penstock.runtime.errors import UnsupportedFeature
+from penstock.runtime.loop.interface import WeightsVersion
+from penstock.runtime.requests.fanout import MAX_OUTPUTS
+from penstock.service.access.callers import CURRENT_CALLER
+from penstock.service.backend import Backend
+from penstock.service.lifecycle.underway import Calls
+from penstock.service.limits.places import Places
+from penstock.service.replies import messages
+from penstock.service.replies.pending import Taken
+from penstock.service.replies.readers import StallLog
+from penstock.service.replies.reply_budget import ReplyBudget
+from penstock.service.replies.reply_limits import ReplyLimits
+from penstock.service.replies.streams import Switchboard
+from penstock.service.requests.context import Truncation
+from penstock.service.requests.convert import Job, Limits, to_job
+from penstock.service.requests.convert_chat import message_cost
+from penstock.service.requests.features import DEFAULT_FEATURES, Features
+from penstock.service.requests.support import check_supported
+from penstock.service.servicers.abort import Arrivals, to_target
+from penstock.service.servicers.ending import end_requests
+from penstock.service.servicers.generation import Generation, Surroundings
+from penstock.service.telemetry.traces import Telemetry
+from penstock.service.threads.lanes import MESSAGE_BYTES, Lanes
+from penstock.service.usage.meter import current_meter
+from penstock.v1 import inference_pb2, inference_pb2_grpc, types_pb2, weights_pb2
+
+if TYPE_CHECKING:
+    from penstock.v1.inference_pb2_grpc import _ServicerContext as Context
+
+ABORTED_AT_ONCE = 250
+"""Of the ids that one Abort names: the engine stands still while it looks for them."""
+
+
+def limits_of(
+    engine: Backend, truncation: Truncation = Truncation.REJECT, features: Features = DEFAULT_FEATURES
+) -> Limits:
+    """What requests are checked against."""
+    return Limits(
+        info=engine.info,
+        max_logprobs=engine.config.max_logprobs,
+        codec=engine.text,
+        has_grammars=features.constraints and engine.grammars is not None,
+        has_priority=engine.config.scheduling_policy == "priority",
+        max_outputs=min(MAX_OUTPUTS, engine.config.max_queued_requests),  # more could never all be queued
+        truncation=truncation,
+        features=features,
+    )
+
+
+class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
+    """Generation on one engine."""
+
+    def __init__(
+        self,
+        engine: Backend,
+        switchboard: Switchboard,
+        stalls: StallLog,
+        telemetry: Telemetry,
+        forms: ChatForms,
+        lanes: Lanes,
+        calls: Calls,
+        *,
+        stall_limit_s: float,
+        budget: ReplyBudget | None = None,
+        truncation: Truncation = Truncation.REJECT,
+        features: Features = DEFAULT_FEATURES,
+    ) -> None:
+        self._engine = engine
+        self._lanes = lanes
+        self._calls = calls
+        self._stall_limit_s = stall_limit_s
+        self._limits = limits_of(engine, truncation, features)
+        self._arrivals = Arrivals()
+        self._budget = budget or ReplyBudget(ReplyLimits())
+        self._turns = asyncio.Lock()
+        """Of encoding what is large, see `messages.prompt_info`."""
+        self._around = Surroundings(
+            engine,
+            switchboard,
+            telemetry,
+            self._arrivals,
+            Places(engine),
+            forms,
+            lanes,
+            calls,
+            self._budget,
+            stalls,
+        )
+
+    async def _to_job(self, request: inference_pb2.GenerateRequest | inference_pb2.StreamRequest) -> Job:
+        async with self._calls.preparing():
+            work = partial(to_job, request, self._limits)
+            return await self._lanes.convert(work, message_cost(request.chat))
+
+    async def Generate(  # type: ignore[override]  # the interceptor takes what is serialized
+        self, request: inference_pb2.GenerateRequest, context: Context
+    ) -> bytes:
+        """The stream, collected: the buffers merge until the end, and only what that gives is read.
+
+        Answers with a serialized GenerateResponse: as an object it could take twenty times that.
+        """
+        job = (await self._to_job(request)).of(CURRENT_CALLER.get())
+        del request  # it would live as long as this RPC
+        self._budget.check_job(job, self._limits.info.max_model_len)
+        outputs = [inference_pb2.Output(index=index) for index in range(job.n)]
+        logprobs: list[list[bytes]] = [[] for _ in outputs]
+        num_tokens = [0] * job.n
+        async with Generation(job, self._around, min_tokens=sys.maxsize) as generation:
+            job = generation.job
+            while not generation.is_done:
+                index, taken = await generation.take()
+                output = outputs[index]
+                if not output.weights or output.weights[-1].version.generation != taken.generation:
+                    output.weights.add(
+                        first_output_token=num_tokens[index], version=self._version(taken.generation)
+                    )
+                num_tokens[index] += len(taken.token_ids)
+                messages.add_delta(output, taken, job)
+                logprobs[index].append(taken.logprobs)
+                if taken.finish is not None:
+                    output.finish.CopyFrom(messages.finish(taken.finish))
+                await asyncio.sleep(0)  # what is there already is taken without waiting
+            response = inference_pb2.GenerateResponse(
+                request_id=job.request_id,
+                model=self._engine.info.name,
+                usage=self._usage(generation),
+                timing=messages.timing(generation.timing),
+            )
+            prompt = await messages.prompt_info(
+                job, generation.prompt, generation.prompt_logprobs, self._turns
+            )
+            return messages.response(response, prompt, outputs, logprobs)
+
+    async def Stream(  # type: ignore[override]  # as above
+        self, request: inference_pb2.StreamRequest, context: Context
+    ) -> AsyncIterator[inference_pb2.StreamResponse | bytes]:
+        """started; per output delta*, finished; summary. What may be large is serialized."""
+        job = (await self._to_job(request)).of(CURRENT_CALLER.get())
+        del request  # as above
+        per_message = job.options.min_tokens_per_message
+        async with Generation(
+            job, self._around, min_tokens=per_message, stall_limit_s=self._stall_limit_s
+        ) as generation:
+            job = generation.job
+            weights = self._engine.weights
+            waiting: list[tuple[int, Taken]] = []
+            while job.prompt_logprobs is not None and not any(index == 0 for index, _ in waiting):
+                waiting.append(await generation.take())  # they are part of the first message
+            started = inference_pb2.StreamStarted(
+                request_id=job.request_id,
+                model=self._engine.info.name,
+                weights=messages.weights_version(weights),
+            )
+            prompt = await messages.prompt_info(
+                job, generation.prompt, generation.prompt_logprobs, self._turns
+            )
+            generation.prompt_logprobs = ()
+            first = messages.stream_started(started, prompt)
+            del prompt
+            yield generation.sending(first)
+            del first
+            generation.sent_prompt()
+            sent_generations = [weights.generation] * job.n
+            while waiting or not generation.is_done:
+                index, taken = waiting.pop(0) if waiting else await generation.take()
+                message = inference_pb2.OutputDelta(index=index)
+                messages.add_delta(message, taken, job)
+                if taken.token_ids and taken.generation != sent_generations[index]:
+                    message.weights.CopyFrom(self._version(taken.generation))
+                    sent_generations[index] = taken.generation
+                if messages.says_something(message):
+                    yield generation.sending(messages.stream_delta(message, taken.logprobs))
+                if taken.finish is not None:
+                    finished = inference_pb2.OutputFinished(index=index, finish=messages.finish(taken.finish))
+                    yield inference_pb2.StreamResponse(finished=finished)
+            summary = inference_pb2.StreamSummary(
+                usage=self._usage(generation), timing=messages.timing(generation.timing)
+            )
+            await current_meter().answered()
+            yield inference_pb2.StreamResponse(summary=summary)
+
+    def _usage(self, generation: Generation) -> types_pb2.Usage:
+        return messages.usage(
+            len(generation.prompt.token_ids), generation.num_completion_tokens, generation.timing
+        )
+
+    async def Abort(
+        self, request: inference_pb2.AbortRequest, context: Context
+    ) -> inference_pb2.AbortResponse:
+        """Answers once slots and pages are free. An unknown id is an outcome, not an error."""
+        check_supported(request)
+        target = await self._lanes.convert(partial(to_target, request), MESSAGE_BYTES.get())
+        response = inference_pb2.AbortResponse()
+        for part in target.parts(ABORTED_AT_ONCE):
+            outcomes = end_requests(
+                self._engine,
+                self._arrivals,
+                self._around.switchboard.holders,
+                CURRENT_CALLER.get(),
+                part,
+                request.reason,
+            )
+            for request_id, outcome in outcomes:
+                response.results.add(request_id=request_id, outcome=messages.OUTCOMES[outcome])
+            await asyncio.sleep(0)  # others get their turn
+        return response
+
+    async def UpdateWeights(
+        self, request_iterator: AsyncIterator[weights_pb2.UpdateWeightsRequest], context: Context
+    ) -> weights_pb2.UpdateWeightsResponse:
+        """Not in this release."""
+        raise UnsupportedFeature(["UpdateWeights"])
+
+    def _version(self, generation: int) -> types_pb2.WeightsVersion:
+        """The version of a weights' generation. Only that of the weights in use has a label."""
+        current = self._engine.weights
+        if generation != current.generation:
+            current = WeightsVersion("", generation)
+        return messages.weights_version(current)

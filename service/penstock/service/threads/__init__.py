@@ -1,0 +1,1 @@
+"""Work that blocks runs here, beside the event loop."""

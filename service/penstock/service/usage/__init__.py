@@ -1,0 +1,1 @@
+"""What each request used, and the file in which that is kept."""

@@ -1,0 +1,286 @@
+"""What every key used, kept in a SQLite file: counts per hour, key, method and ending.
+
+    ledger = Ledger(Path("usage.db"))
+    noted = ledger.record(usage)   # on the event loop; done once the count is on the disk
+    ledger.close()                 # writes what is left
+
+One thread writes. It takes all that has come since its last transaction and writes that in one, so many
+requests share the wait for the disk. The file is in write-ahead mode with full synchronisation: what was
+confirmed outlives a crash of the server and of the machine. Counts are sums, so the file grows with hours and
+keys and not with requests, and several servers may share one file.
+
+While the file cannot be written, no answer waits for it: the counts are kept in memory, and the thread tries
+again every few seconds.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import queue
+import sqlite3
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import closing
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import NamedTuple
+
+from penstock.runtime.errors import ConfigError
+from penstock.service.usage.meter import Outcome, Usage
+
+log = logging.getLogger(__name__)
+
+HOUR_S = 3600
+_VERSION = 1
+"""Of the file's tables, in PRAGMA user_version; 0 is an empty file."""
+_BUSY_S = 5.0
+"""How long a transaction waits for that of another server."""
+_RETRY_S = 5.0
+"""How long counts that could not be written wait for the next try."""
+_RETRY_BUSY_S = 0.1
+"""How long that next try waits for another server. The answers that come meanwhile wait for it."""
+_SCHEMA = """
+CREATE TABLE IF NOT EXISTS usage (
+  hour INTEGER NOT NULL,
+  key TEXT NOT NULL,
+  method TEXT NOT NULL,
+  outcome TEXT NOT NULL,
+  reason TEXT NOT NULL,
+  requests INTEGER NOT NULL,
+  prompt_tokens INTEGER NOT NULL,
+  cached_prompt_tokens INTEGER NOT NULL,
+  completion_tokens INTEGER NOT NULL,
+  PRIMARY KEY (hour, key, method, outcome, reason)
+) WITHOUT ROWID
+"""
+_ADD = """
+INSERT INTO usage VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)
+ON CONFLICT (hour, key, method, outcome, reason) DO UPDATE SET
+  requests = requests + excluded.requests,
+  prompt_tokens = prompt_tokens + excluded.prompt_tokens,
+  cached_prompt_tokens = cached_prompt_tokens + excluded.cached_prompt_tokens,
+  completion_tokens = completion_tokens + excluded.completion_tokens
+"""
+
+
+class Kind(NamedTuple):
+    """What requests are counted together."""
+
+    hour: int
+    """Its start, in seconds since 1970, UTC."""
+    key: str
+    """The id of the caller's key; empty on a server without keys."""
+    method: str
+    outcome: Outcome
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Counts:
+    """Of requests of one kind."""
+
+    requests: int = 0
+    prompt_tokens: int = 0
+    cached_prompt_tokens: int = 0
+    completion_tokens: int = 0
+
+    def __add__(self, other: Counts) -> Counts:
+        return Counts(
+            self.requests + other.requests,
+            self.prompt_tokens + other.prompt_tokens,
+            self.cached_prompt_tokens + other.cached_prompt_tokens,
+            self.completion_tokens + other.completion_tokens,
+        )
+
+
+_COLUMNS = (*Kind._fields, *(field.name for field in fields(Counts)))
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    """One request on its way to the file."""
+
+    kind: Kind
+    counts: Counts
+    noted: asyncio.Future[None] | None
+    """Of the event loop that waits; None: nobody does."""
+
+
+class Ledger:
+    """The books of one server; a `penstock.service.usage.meter.UsageSink`."""
+
+    def __init__(self, path: Path, clock: Callable[[], float] = time.time) -> None:
+        """Open the file, or make it. ConfigError where it cannot be written or is something else."""
+        self._path = path
+        self._clock = clock
+        try:
+            with closing(sqlite3.connect(path, timeout=_BUSY_S)) as connection:
+                _refuse_others(path, connection)
+            with closing(_open(path, _BUSY_S)) as connection, connection:
+                connection.execute(_SCHEMA)
+                connection.execute(f"PRAGMA user_version = {_VERSION}")
+        except sqlite3.Error as error:
+            raise ConfigError(f"usage file {path} cannot be used: {error}") from error
+        self._entries: queue.SimpleQueue[_Entry | None] = queue.SimpleQueue()
+        self._gone = False
+        self._thread = threading.Thread(target=self._run, name="penstock-ledger", daemon=True)
+        self._thread.start()
+
+    def record(self, usage: Usage) -> asyncio.Future[None] | None:
+        """Count a request. Somebody waits only for that of an answer; see `UsageSink`."""
+        hour = int(self._clock()) // HOUR_S * HOUR_S
+        kind = Kind(hour, usage.caller, usage.method, usage.outcome, usage.reason)
+        counts = Counts(1, usage.prompt_tokens, usage.cached_prompt_tokens, usage.completion_tokens)
+        noted = asyncio.get_running_loop().create_future() if usage.outcome is Outcome.ANSWERED else None
+        self._entries.put(_Entry(kind, counts, noted))
+        if self._gone:
+            self._settle_the_rest()
+        return noted
+
+    def close(self) -> None:
+        """Write what is left; blocks for at most a few seconds. What is recorded afterwards is lost."""
+        self._entries.put(None)
+        self._thread.join(2 * _BUSY_S)
+
+    def _run(self) -> None:
+        """The thread."""
+        try:
+            self._write_until_the_end()
+        finally:
+            # In this order: who records something after the last look at the queue sees that it was the last.
+            self._gone = True
+            self._settle_the_rest()
+
+    def _write_until_the_end(self) -> None:
+        """One transaction for all that waits. What cannot be written is kept for a later one."""
+        kept: dict[Kind, Counts] = {}
+        connection: sqlite3.Connection | None = None
+        retry_at: float | None = None  # of time.monotonic; None: the last transaction succeeded
+        ended = False
+        while not ended:
+            batch, ended = self._take(None if retry_at is None else max(retry_at - time.monotonic(), 0.0))
+            try:
+                for entry in batch:
+                    kept[entry.kind] = kept.get(entry.kind, Counts()) + entry.counts
+                if ended or retry_at is None or time.monotonic() >= retry_at:
+                    patient = ended or retry_at is None
+                    connection = connection or _open(self._path, _BUSY_S if patient else _RETRY_BUSY_S)
+                    with connection:
+                        connection.executemany(_ADD, _rows(kept))
+                    kept, retry_at = {}, None
+                    if not patient:
+                        connection.execute(f"PRAGMA busy_timeout = {int(_BUSY_S * 1000)}")
+            except Exception as error:  # without this thread nothing would be counted any more
+                requests = sum(counts.requests for counts in kept.values())
+                bug = None if isinstance(error, sqlite3.Error) else error
+                log.error(
+                    "the usage of %d requests is not in %s yet: %s", requests, self._path, error, exc_info=bug
+                )
+                retry_at = time.monotonic() + _RETRY_S
+                if connection is not None:
+                    connection.close()
+                    connection = None
+            finally:
+                # Also where it failed: an answer is worth more to its caller than its place in the books.
+                _settle(batch)
+        if connection is not None:
+            connection.close()
+
+    def _take(self, timeout_s: float | None) -> tuple[list[_Entry], bool]:
+        """What has come, and whether the end has. It waits for something, for so long; None: for ever."""
+        batch: list[_Entry] = []
+        try:
+            entry = self._entries.get(timeout=timeout_s)
+            while entry is not None:
+                batch.append(entry)
+                entry = self._entries.get_nowait()
+        except queue.Empty:
+            return batch, False
+        return batch, True
+
+    def _settle_the_rest(self) -> None:
+        """The thread has ended: no answer may wait for it."""
+        while True:
+            batch, ended = self._take(0.0)
+            _settle(batch)
+            if not batch and not ended:
+                return
+
+
+def _rows(kept: Mapping[Kind, Counts]) -> Iterable[tuple[str | int, ...]]:
+    for kind, counts in kept.items():
+        yield (
+            kind.hour,
+            kind.key,
+            kind.method,
+            kind.outcome.value,
+            kind.reason,
+            counts.requests,
+            counts.prompt_tokens,
+            counts.cached_prompt_tokens,
+            counts.completion_tokens,
+        )
+
+
+def _settle(batch: Iterable[_Entry]) -> None:
+    """Let the answers leave; one call for each event loop, of which there is one."""
+    waiting: dict[asyncio.AbstractEventLoop, list[asyncio.Future[None]]] = {}
+    for entry in batch:
+        if entry.noted is not None:
+            waiting.setdefault(entry.noted.get_loop(), []).append(entry.noted)
+    for loop, futures in waiting.items():
+        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits
+            loop.call_soon_threadsafe(_release, futures)
+
+
+def _release(futures: Iterable[asyncio.Future[None]]) -> None:
+    for future in futures:
+        if not future.done():  # its client may be gone
+            future.set_result(None)
+
+
+def _refuse_others(path: Path, connection: sqlite3.Connection) -> None:
+    """ConfigError where the file is not empty and not ours. Nothing is changed, not even the journal mode."""
+    version = connection.execute("PRAGMA user_version").fetchone()[0]
+    if version not in (0, _VERSION):
+        raise ConfigError(
+            f"usage file {path}: made by another version of penstock, or by something else ({version})"
+        )
+    names = {name for (name,) in connection.execute("SELECT name FROM sqlite_master")}
+    own = False
+    if "usage" in names:
+        columns = connection.execute("SELECT * FROM usage LIMIT 0").description
+        own = tuple(name for name, *_ in columns) == _COLUMNS
+    # Two servers may start at once: then one may find the table of the other, and no version yet.
+    if names and not (own and (version == _VERSION or names == {"usage"})):
+        raise ConfigError(f"usage file {path} is the database of something else; choose another name")
+
+
+def _open(path: Path, busy_s: float) -> sqlite3.Connection:
+    connection = sqlite3.connect(path, timeout=busy_s)
+    connection.execute("PRAGMA journal_mode = WAL")
+    connection.execute("PRAGMA synchronous = FULL")
+    return connection
+
+
+def read_usage(path: Path, since: int = 0, until: int = 2**62) -> dict[Kind, Counts]:
+    """What a file holds of the hours from `since` up to before `until`, both in seconds since 1970.
+
+    A server may be writing it. Raises ConfigError where it cannot be read.
+    """
+    if not path.is_file():
+        raise ConfigError(f"there is no usage file {path}; `penstock serve --usage {path}` makes it")
+    try:
+        with closing(
+            sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro", uri=True, timeout=_BUSY_S)
+        ) as file:
+            rows = file.execute("SELECT * FROM usage WHERE hour >= ? AND hour < ?", (since, until)).fetchall()
+    except sqlite3.Error as error:
+        raise ConfigError(f"usage file {path} cannot be read: {error}") from error
+    return {
+        Kind(hour, key, method, Outcome(outcome), reason): Counts(*counts)
+        for hour, key, method, outcome, reason, *counts in rows
+    }

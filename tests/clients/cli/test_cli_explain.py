@@ -1,0 +1,92 @@
+"""What the command line says of every reason that the service can send."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import grpc
+import pytest
+from google.protobuf.duration_pb2 import Duration
+
+from penstock.cli.calling.explain import explain
+from penstock.client.errors import from_rpc_error
+from penstock.service.errors import TABLE
+from tests.clients.failing import Failure
+
+ADDR = "gpu1:50051"
+CODES = {row.reason: row.code for row in TABLE.values()}
+OWN = {
+    "INVALID_FIELD": r"the request is not valid: sampling\.top_p: must be below 1$",
+    "UNSUPPORTED_FEATURE": r"this server cannot do that: words; see `penstock info`$",
+    "SERVED_ELSEWHERE": r"name that address with --addr",
+    "PROMPT_TOO_LONG": r"shorten the prompt, or .* --truncation left",
+    "DUPLICATE_REQUEST_ID": r"choose another --request-id",
+    "UNAUTHENTICATED": r"PENSTOCK_TOKEN or with --token-file",
+    "KEY_EXPIRED": r"the key has expired .* ask the operator",
+    "FORBIDDEN": r"the key does not allow this",
+    "RATE_LIMITED": r"the rate of your key is used up .* try again in 7 s",
+    "QUEUE_FULL": r"the queue of gpu1:50051 is full; try again in 7 s",
+    "BUSY": r"gpu1:50051 is busy .* try again in 7 s",
+    "COSTLY_GRAMMAR": r"try again in 7 s, or write a simpler grammar",
+    "DRAINING": r"gpu1:50051 is shutting down; try again when it is back",
+    "NOT_READY": r"gpu1:50051 is still loading; try again in a moment",
+    "ENGINE_DEAD": r"the engine of gpu1:50051 is dead .* try again when",
+}
+"""Reasons with a sentence of their own, and what it tells the user to do."""
+FAILED = r"^the server failed \(INTERNAL\): words; its log says more$"
+REFUSED = r"^the server refused \({reason}\): words$"
+GENERAL = {
+    "INTERNAL": FAILED,
+    "GENERATION_FAILED": FAILED,
+    "NON_FINITE_LOGITS": FAILED,
+    "ENGINE_FAILURE": FAILED,
+    "UNAVAILABLE": r"^gpu1:50051 is not available now \(UNAVAILABLE\): words; try again later$",
+    "CONFIG": REFUSED,
+    "UNKNOWN_ARCHITECTURE": REFUSED,
+    "CHECKPOINT": REFUSED,
+    "INVALID_REQUEST": REFUSED,
+    "EXCEEDS_KV_CAPACITY": REFUSED,
+    "RESPONSE_TOO_LARGE": REFUSED,
+    "UNKNOWN_MODEL": REFUSED,
+    "UNKNOWN_SERVICE": REFUSED,
+    "MESSAGE_TOO_LARGE": REFUSED,
+    "STALLED_READER": REFUSED,
+    "STALLED_SENDER": REFUSED,
+    "WEIGHTS_REFUSED": REFUSED,
+}
+"""Reasons whose message says all there is to say."""
+
+
+class FailedCall(grpc.RpcError):
+    """As gRPC raises it."""
+
+    def __init__(self, failure: Failure) -> None:
+        self._failure = failure
+
+    def code(self) -> grpc.StatusCode:
+        return self._failure.code
+
+    def details(self) -> str:
+        return self._failure.message
+
+    def trailing_metadata(self) -> Any:
+        return self._failure.trailing_metadata()
+
+
+def explained(reason: str, code: grpc.StatusCode) -> str:
+    violations = [("sampling.top_p", "must be below 1")] if reason == "INVALID_FIELD" else []
+    failure = Failure(code, reason, "words", violations=violations, retry_after=Duration(seconds=7))
+    return explain(from_rpc_error(FailedCall(failure)), ADDR)
+
+
+@pytest.mark.parametrize("reason", CODES)
+def test_every_reason_of_the_service_is_explained(reason: str) -> None:
+    """A reason that is new to the service fails here until it stands in one of the two tables."""
+    text = explained(reason, CODES[reason])
+    assert re.search((OWN | GENERAL)[reason].replace("{reason}", reason), text), text
+    assert (reason in OWN) != (reason in GENERAL)
+
+
+def test_the_tables_have_no_reason_that_the_service_lacks() -> None:
+    assert set(OWN) | set(GENERAL) == set(CODES)

@@ -1,0 +1,150 @@
+"""Laws of the tool-call parsers, over outputs made of calls, near-calls, markers and words."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from penstock.runtime.chat.forms.events import Event, Text
+from penstock.runtime.chat.forms.tools import TOOL_FORMS, CallParser
+from tests.support.chat import TOOLS, calls, events_of, merged, pieces_of, texts
+
+FORMS = sorted(TOOL_FORMS)
+CUTS = st.lists(st.integers(0, 200), max_size=12)
+SCALARS = st.none() | st.booleans() | st.integers(-99, 99) | st.text(max_size=6) | st.sampled_from(
+    ["</tool_call>", "<tool_call>", "[TOOL_CALLS]", '"}}', "}]", ")]", "; {", "\\", "\U0001f600\u2028é"]
+)  # fmt: skip
+VALUES = st.recursive(
+    SCALARS,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3),
+    max_leaves=6,
+)
+ARGUMENTS = st.dictionaries(st.sampled_from(["a", "b_2", "city", "für"]), VALUES, max_size=3)
+CALLS = st.lists(st.tuples(st.sampled_from(TOOLS), ARGUMENTS), min_size=1, max_size=3)
+MARKS = sorted({mark for form in TOOL_FORMS.values() for mark in form.markers})
+SCRAPS = st.sampled_from([
+    *MARKS, *(mark[:-1] for mark in MARKS), *(mark[1:] for mark in MARKS),
+    "\n", " ", "{", "}", "[", "]", ";", "f(", ")", "'", '{"name": ', '"f"', ', "arguments": {}', "[f(a=",
+    "[g()]", '{"name": "f", "parameters": {}}', "words ", "é",
+])  # fmt: skip
+
+
+def written(form: str, made: list[tuple[str, dict[str, object]]], ascii_only: bool = False) -> str:
+    """The calls as a model of that form writes them."""
+
+    def dump(value: object) -> str:
+        return json.dumps(value, ensure_ascii=ascii_only)
+
+    if form == "hermes":
+        return "\n".join(
+            f'<tool_call>\n{{"name": {dump(name)}, "arguments": {dump(arguments)}}}\n</tool_call>'
+            for name, arguments in made
+        )
+    if form == "llama3_json":
+        return "; ".join(f'{{"name": {dump(name)}, "parameters": {dump(args)}}}' for name, args in made)
+    if form == "mistral":
+        return f"[TOOL_CALLS] {dump([{'name': name, 'arguments': args} for name, args in made])}"
+    return (
+        "["
+        + ", ".join(f"{name}({', '.join(f'{k}={v!r}' for k, v in args.items())})" for name, args in made)
+        + "]"
+    )
+
+
+def parsed_calls(events: list[Event]) -> list[tuple[str, object]]:
+    return [(name, json.loads(arguments)) for name, arguments in calls(events)]
+
+
+@pytest.mark.parametrize("form", FORMS)
+@settings(max_examples=80, deadline=None)
+@given(
+    made=CALLS,
+    before=st.sampled_from(["", "Let me see.\n", "a < b\n\n"]),
+    cuts=CUTS,
+    ascii_only=st.booleans(),
+)
+def test_what_is_written_is_found(form, made, before, cuts, ascii_only) -> None:
+    """Calls come back as they were made, in order, and the words before them without the line break."""
+    text = before + written(form, made, ascii_only)
+    events = events_of(form, pieces_of(text, cuts))
+    assert parsed_calls(events) == made
+    assert texts(events) == before.rstrip()
+    assert events == events_of(form, [text])
+
+
+@pytest.mark.parametrize("form", FORMS)
+@settings(max_examples=60, deadline=None)
+@given(parts=st.lists(st.one_of(SCRAPS, CALLS), max_size=8), cuts=CUTS)
+def test_pieces_do_not_matter(form, parts, cuts) -> None:
+    text = "".join(part if isinstance(part, str) else written(form, part) for part in parts)
+    whole = events_of(form, [text])
+    assert events_of(form, pieces_of(text, cuts)) == whole
+    assert events_of(form, list(text)) == whole
+
+
+@pytest.mark.parametrize("form", FORMS)
+@settings(max_examples=60, deadline=None)
+@given(parts=st.lists(st.one_of(SCRAPS, CALLS), max_size=8))
+def test_text_without_calls_is_unchanged(form, parts) -> None:
+    """Whatever looks like a call and is none, to the last character."""
+    text = "".join(part if isinstance(part, str) else written(form, part)[:-3] for part in parts)
+    events = events_of(form, list(text))
+    if not calls(events):
+        assert texts(events) == text
+
+
+@pytest.mark.parametrize("form", FORMS)
+@settings(max_examples=60, deadline=None)
+@given(words=st.lists(st.text(alphabet="ab\n ;}])'\"é", max_size=8), max_size=6))
+def test_text_without_markers_comes_at_once(form, words) -> None:
+    """All but white space at the end, after every piece."""
+    parser = CallParser(TOOL_FORMS[form], TOOLS)
+    came = ""
+    for i, word in enumerate(words):
+        came += texts(parser.push(word))
+        assert came == "".join(words[: i + 1]).rstrip(" \t\r\n")
+    assert came + texts(parser.flush()) == "".join(words)
+
+
+@pytest.mark.parametrize("form", ["hermes", "mistral"])
+@settings(max_examples=60, deadline=None)
+@given(
+    parts=st.lists(st.one_of(SCRAPS, CALLS), max_size=5),
+    made=CALLS,
+    then=st.lists(SCRAPS | CALLS, max_size=4),
+)
+def test_after_a_call_all_begins_anew(form, parts, made, then) -> None:
+    """Concatenation, for the forms in which a call may stand anywhere: what follows a call is parsed as if it
+    stood alone, but for white space at its beginning, which is dropped if nothing else follows.
+    """
+    text = [
+        "".join(part if isinstance(part, str) else written(form, part) for part in some)
+        for some in (parts, then)
+    ]
+    first = text[0] + written(form, made)
+    if calls(events_of(form, [first]))[-len(made) :] != [
+        (name, json.dumps(arguments, ensure_ascii=False)) for name, arguments in made
+    ]:
+        return  # a scrap before it swallowed the call
+    rest = events_of(form, [text[1]])
+    if not calls(rest) and not texts(rest).strip(" \n"):
+        rest = []
+    assert events_of(form, [first + text[1]]) == merged([*events_of(form, [first]), *rest])
+
+
+@pytest.mark.parametrize("form", FORMS)
+@settings(max_examples=60, deadline=None)
+@given(made=CALLS)
+def test_unknown_names_are_calls_only_where_the_form_is_explicit(form, made) -> None:
+    text = written(form, made)
+    events = events_of(form, [text], tools=["other"])
+    assert parsed_calls(events) == (made if form in ("hermes", "mistral") else [])
+    if form == "llama3_json":
+        assert events == [Text(text)]
+        assert parsed_calls(events_of(form, [f"<|python_tag|>{text}"], ["other"])) == made
+    if form == "pythonic":
+        assert events == [Text(text)]
+        assert parsed_calls(events_of(form, [f"<|python_start|>{text}<|python_end|>"], ["other"])) == made

@@ -1,0 +1,76 @@
+"""Where an engine promises that a token's logits depend on its own request alone: all is native there."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax.numpy as jnp
+import pytest
+from flax import nnx
+
+from penstock.runtime import Engine, EngineConfig
+from penstock.runtime.config import DEFAULT_TARGET_ITL_S
+from penstock.runtime.errors import ConfigError
+from penstock.runtime.loading.checkpoint import load_config
+from penstock.runtime.loading.hub import DEMO_DIRECTORY
+from penstock.runtime.models.linear import PLAIN, LinearFormat
+from penstock.runtime.models.params import abstract_model
+from penstock.runtime.ops.native import library
+from tests.support.models.toy import TEST_CACHE, toy_engine
+
+PACKED = LinearFormat(packed=True, int8=False)
+
+
+@pytest.mark.parametrize(
+    ("options", "promised"),
+    [
+        ({}, True),
+        ({"quantization": "int8"}, True),
+        ({"dtype": "float32"}, False),
+        ({"native": "off"}, False),
+        ({"page_size": 8}, False),  # which native attention does not take
+    ],
+)
+def test_the_demo_model(options, promised):
+    config = EngineConfig(
+        max_num_seqs=4, max_model_len=64, compilation_cache=TEST_CACHE, show_progress=False, **options
+    )
+    engine = Engine.from_pretrained("demo", config)
+    try:
+        holds = promised and library.available()
+        assert engine.info.batch_invariant is holds
+        # Steps sized by their measured speed may change nothing but speed.
+        assert engine.config.target_itl_s == (DEFAULT_TARGET_ITL_S if holds else 0.0)
+    finally:
+        engine.shutdown()
+
+
+@pytest.mark.skipif(not library.available(), reason="no native library on this machine")
+def test_required_kernels_must_do_all_of_the_model():
+    config = EngineConfig(native="require", max_num_seqs=4, max_model_len=64, show_progress=False)
+    Engine.from_pretrained("demo", config).shutdown()
+    with pytest.raises(ConfigError, match=r"^native: .*cannot compute all of this model"):
+        Engine.from_pretrained("demo", dataclasses.replace(config, page_size=8))
+
+
+def test_a_model_of_another_making_promises_nothing():
+    engine = toy_engine(start=False)
+    assert engine.info.batch_invariant is False
+    engine.shutdown()
+
+
+@pytest.mark.parametrize(
+    ("changes", "native"),
+    [
+        ({}, True),
+        ({"tie_word_embeddings": False}, True),
+        ({"vocab_size": 2040}, False),  # the head: not a multiple of 16
+        ({"intermediate_size": 736}, False),  # the last product's inputs: not a multiple of 64
+        ({"head_dim": 48}, False),  # rotated by XLA
+    ],
+)
+def test_every_part_of_a_model_must_be_native(changes, native):
+    config = dataclasses.replace(load_config(DEMO_DIRECTORY), **changes)
+    for linear in (PACKED, PLAIN):
+        graphdef, shapes = abstract_model(config, jnp.bfloat16, linear)
+        assert nnx.merge(graphdef, shapes).is_native is (native and linear.packed)

@@ -1,0 +1,181 @@
+"""On native kernels a request's tokens and the bits of its log-probabilities are its own: alone, among 24
+others, in chunks of any size, in windows or step by step, from the prefix cache, after preemption.
+
+On every instruction set this machine has, and on emulated AMX; with bfloat16 and int8 weights.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from bench.checkpoint import Shape, write_checkpoint
+from penstock.runtime import Engine, EngineConfig, SamplingParams, StoppingParams
+from penstock.runtime.errors import NonFiniteLogits
+from penstock.runtime.loop.interface import StepRecord
+from penstock.runtime.ops.native import library
+from penstock.runtime.requests.request import Request
+from tests.support.batch import Answer, answer, answers
+from tests.support.chunks import set_chunk
+from tests.support.models.toy import TEST_CACHE
+from tests.support.native.kernels import EMULATED, KERNELS, running
+
+pytestmark = pytest.mark.skipif(not library.available(), reason="no native library on this machine")
+
+SHAPE = Shape(
+    hidden_size=192,  # three steps of 64 bytes in int8, six in bfloat16: fewer have one order only
+    intermediate_size=320,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=32,
+    vocab_size=512,
+    num_words=400,
+    max_position_embeddings=1024,
+)
+ROWS = 25
+PAGE = 16
+PAGE_BYTES = SHAPE.num_layers * 2 * SHAPE.num_kv_heads * PAGE * SHAPE.head_dim * 2
+
+
+class MostRows:
+    """An observer."""
+
+    def __init__(self) -> None:
+        self.decoding = 0
+
+    def on_step(self, record: StepRecord) -> None:
+        if record.decode_only:
+            self.decoding = max(self.decoding, record.num_rows)
+
+
+@dataclasses.dataclass
+class Served:
+    """An engine, what it saw, and its model's folder."""
+
+    engine: Engine
+    emulated: bool
+    rows: MostRows
+    folder: Path
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("random")
+    write_checkpoint(folder, SHAPE)
+    return folder
+
+
+@pytest.fixture(scope="module", params=["none", "int8"], ids=["bf16", "int8"])
+def quantization(request: pytest.FixtureRequest) -> str:
+    chosen: str = request.param
+    return chosen
+
+
+@pytest.fixture(scope="module", params=["native", EMULATED])
+def served(request: pytest.FixtureRequest, quantization: str, folder: Path) -> Iterator[Served]:
+    """One engine for all instruction sets of this machine, which are chosen as a program runs, and one whose
+    programs have the emulated kernels in them.
+    """
+    config = EngineConfig(
+        dtype="bfloat16",
+        quantization=quantization,
+        max_num_seqs=ROWS,
+        max_num_batched_tokens=128,
+        max_model_len=512,
+        page_size=PAGE,
+        target_itl_s=0.0,  # steps by size, not by measured speed
+        kv_cache_bytes=72 * PAGE_BYTES,
+        compilation_cache=TEST_CACHE,
+        show_progress=False,
+    )
+    rows = MostRows()
+
+    def serve() -> Engine:
+        engine = Engine.from_pretrained(str(folder), config, observer=rows)
+        engine.start()
+        return engine
+
+    if request.param == EMULATED:
+        with running(EMULATED):
+            engine = serve()
+    else:
+        engine = serve()
+    yield Served(engine, request.param == EMULATED, rows, folder)
+    assert engine.compiles_after_warmup == 0
+    assert engine.load().pages_used == 0
+    engine.shutdown()
+
+
+def requests() -> list[Request]:
+    """Short ones that outgrow the cache together, some that share a prefix, and one of several splits."""
+    rng = np.random.default_rng(3)
+    shared = tuple(rng.integers(0, 400, 35).tolist())
+
+    def request(i: int) -> Request:
+        own = tuple(rng.integers(0, 400, 300 if i == 0 else rng.integers(2, 28)).tolist())
+        seeded = SamplingParams(temperature=1.0, top_p=0.9, seed=i)
+        return Request(
+            f"r{i}",
+            (shared if i % 6 == 1 else ()) + own,
+            seeded if i % 2 else SamplingParams(temperature=0.0),
+            StoppingParams(max_tokens=4 if i == 0 else 28, ignore_eos=True),
+            logprobs=i % 4,
+            prompt_logprobs=2 if i % 5 == 0 else None,
+        )
+
+    return [request(i) for i in range(ROWS)]
+
+
+def bits(result: Answer) -> object:
+    """What must be equal: of log-probabilities every bit, since they are compared as numbers."""
+    assert result.error is None
+    return result.tokens, result.finish, result.logprobs, result.prompt_logprobs
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_answers_have_the_same_bits_however_they_are_computed(served: Served, kernel: str) -> None:
+    engine = served.engine
+    if (kernel == EMULATED) != served.emulated:
+        pytest.skip("this engine has the other kernels")
+    with running(kernel):
+        expected: dict[str, object] = {}
+        for request in requests():
+            engine.flush_prefix_cache()
+            expected[request.request_id] = bits(answer(engine, request))
+        shuffle = random.Random(5)
+        preemptions = cached = 0
+        served.rows.decoding = 0
+        for chunk in (None, None, 5, 17, 1):  # the second time with a warm prefix cache
+            set_chunk(engine, chunk)
+            together = requests()
+            shuffle.shuffle(together)
+            for request, result in zip(together, answers(engine, together, together=True), strict=True):
+                assert bits(result) == expected[request.request_id], (request, chunk)
+                preemptions += result.preemptions
+                cached += result.cached_prompt_tokens
+        set_chunk(engine, None)
+        assert served.rows.decoding > 16
+        assert preemptions > 0
+        assert cached > 0
+
+
+def test_weights_that_are_not_numbers_end_requests(served: Served) -> None:
+    """int8 has no bits for NaN: the scale of a row of activations must hold it."""
+    engine, name = served.engine, "model.norm.weight"
+    good = load_file(served.folder / "model.safetensors")[name]
+    before = bits(answer(engine, requests()[1]))
+    engine.update_weights({name: np.full_like(good, np.nan)}, label="bad", partial=True).result(60)
+    try:
+        for result in answers(engine, requests(), together=True):
+            assert isinstance(result.error, NonFiniteLogits)
+            assert not result.tokens
+    finally:
+        engine.update_weights({name: good}, label="good", partial=True).result(60)
+    assert bits(answer(engine, requests()[1])) == before

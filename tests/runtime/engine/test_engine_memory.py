@@ -1,0 +1,53 @@
+"""What an engine leaves on the device when it has ended, however it did."""
+
+from __future__ import annotations
+
+import gc
+
+import jax
+import numpy as np
+import pytest
+
+from penstock.runtime.errors import EngineFailure
+from penstock.runtime.execution.runner import ModelRunner
+from tests.support.collector import GREEDY, at_gate, long
+from tests.support.models.toy import toy_engine
+
+
+class PanicException(BaseException):
+    """As pyo3's."""
+
+
+def num_live() -> int:
+    gc.collect()
+    return len(jax.live_arrays())
+
+
+@pytest.mark.parametrize("breaks", [None, "execute_async", "wait"])
+def test_nothing_is_left_on_the_device_after_shutdown(
+    breaks: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While the engine, and the error it died of, are still held."""
+    before = num_live()
+    engine = toy_engine()
+    try:
+        engine.generate([1, 2, 3], sampling=GREEDY, stopping=long(9))
+        engine.update_weights({"offset": np.ones((1,), np.float32)}, label="new").result(60)
+        gate = at_gate(engine)
+        if breaks is not None:
+            works = getattr(ModelRunner, breaks)
+
+            def panic(runner: ModelRunner, step: object) -> None:
+                logits_and_the_like = works(runner, step)
+                raise PanicException(f"after {type(logits_and_the_like).__name__}")
+
+            monkeypatch.setattr(ModelRunner, breaks, panic)
+        gate.open()
+        last = gate.sink.last("held")
+        assert (last.error is None) == (breaks is None)
+        assert num_live() > before
+    finally:
+        engine.shutdown()
+    assert (engine.failure is None) == (breaks is None)
+    assert last.error is None or isinstance(last.error, EngineFailure)
+    assert num_live() == before

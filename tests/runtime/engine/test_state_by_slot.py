@@ -1,0 +1,326 @@
+"""Models that keep state by slot, as recurrent layers do: their tokens, computed by hand, whatever becomes of
+the rows.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from penstock.runtime import Engine
+from penstock.runtime.config import CPU_SIZES, EngineConfig, resolve
+from penstock.runtime.errors import ConfigError
+from penstock.runtime.execution.backend import Backend, single_device_mesh
+from penstock.runtime.execution.buckets import Buckets
+from penstock.runtime.execution.compilation import use_compilation_cache
+from penstock.runtime.execution.kv_sizing import KVPlan, plan_kv, prefix_cache_pages
+from penstock.runtime.execution.runner import ModelRunner
+from penstock.runtime.execution.runner_config import RunnerConfig
+from penstock.runtime.grammar.masks.turns import Filled, MaskTurns
+from penstock.runtime.loop.interface import InFlightPolicy
+from penstock.runtime.ops.cache_spec import CacheSpec, PagedKV
+from penstock.runtime.requests.constraint import Mask
+from penstock.runtime.requests.fanout import outputs_of
+from penstock.runtime.requests.request import Request, StoppingParams
+from penstock.runtime.scheduling.plan import PageWrite, Plan, PlanRow, StepResult
+from penstock.runtime.scheduling.scheduler_config import SchedulerConfig
+from tests.support.collector import GREEDY, Collector, at_gate, long
+from tests.support.models.hybrid import NEWEST, PAGED, STATE, hybrid_model, hybrid_tokens
+from tests.support.models.toy import TEST_CACHE, VOCAB, toy_backend, toy_engine
+from tests.support.scheduler.scheduling import dispatch, make
+
+LENGTHS = (1, 2, 3, 15, 16, 17, 40, 50)
+"""Of prompts: a step takes 16 tokens."""
+
+
+def prompt_of(length: int) -> tuple[int, ...]:
+    return tuple((11 * i + length) % VOCAB for i in range(length))
+
+
+def accelerator() -> Backend:
+    """Programs as on an accelerator: a window for each length."""
+    return Backend(mesh=single_device_mesh(jax.devices("cpu")[0]), sizes=CPU_SIZES)
+
+
+@pytest.fixture(
+    scope="module",
+    params=["windows", "no overlap", "single steps", "as on an accelerator", "no layer has pages"],
+)
+def engine(request: pytest.FixtureRequest) -> Iterator[Engine]:
+    made = {
+        "windows": lambda: toy_engine(hybrid_model(), decode_window_s=10.0),
+        "no overlap": lambda: toy_engine(hybrid_model(), decode_window_s=10.0, overlap=False),
+        "single steps": lambda: toy_engine(hybrid_model(), max_decode_steps=1),
+        "as on an accelerator": lambda: toy_engine(
+            hybrid_model(), backend=accelerator(), decode_window_s=10.0, kv_cache_bytes=1 << 16
+        ),
+        "no layer has pages": lambda: toy_engine(hybrid_model(paged=False), decode_window_s=10.0),
+    }
+    engine = made[request.param]()
+    yield engine
+    assert engine.ready
+    assert engine.compiles_after_warmup == 0
+    assert engine.load().pages_used == 0
+    engine.shutdown()
+
+
+def expected(engine: Engine, request: Request) -> list[int]:
+    """By hand, up to max_tokens or a stop id."""
+    stopping = request.stopping
+    assert stopping.max_tokens is not None
+    tokens = hybrid_tokens(request.prompt_token_ids, stopping.max_tokens, paged=engine.info.name == "hybrid")
+    ends = [i for i, token in enumerate(tokens) if token in stopping.stop_token_ids]
+    return tokens[: ends[0] + 1] if ends else tokens
+
+
+def run(engine: Engine, requests: Sequence[Request]) -> Collector:
+    sink = Collector()
+    for request in requests:
+        engine.submit(request, sink)
+    for request in requests:
+        sink.last(request.request_id)
+        assert sink.tokens(request.request_id) == expected(engine, request), request
+    return sink
+
+
+def test_tokens_are_the_formulas_alone_and_packed_in_chunks_and_windows(engine: Engine) -> None:
+    requests = [Request(f"r{n}", prompt_of(n), GREEDY, long(5 + n)) for n in LENGTHS]
+    for request in requests:
+        run(engine, [dataclasses.replace(request, request_id="alone")])
+    run(engine, requests)
+    run(engine, requests)  # in slots that others have used
+
+
+def test_rows_that_end_in_a_window_leave_the_others_right(engine: Engine) -> None:
+    """Some end at a stop id, some at max_tokens, amid a window of those that go on."""
+    requests = []
+    for i in range(8):
+        prompt = prompt_of(3 + i)
+        stop = hybrid_tokens(prompt, 40, paged=engine.info.name == "hybrid")[5 + i]
+        stopping = StoppingParams(max_tokens=40, ignore_eos=True, stop_token_ids=(stop,) if i % 2 else ())
+        requests.append(Request(f"r{i}", prompt, GREEDY, dataclasses.replace(stopping, max_tokens=9 + 3 * i)))
+    run(engine, requests)
+
+
+def test_a_prompt_is_computed_again_by_whoever_has_it(engine: Engine) -> None:
+    """Nothing is taken from a cache of prefixes, and forks compute their prompt."""
+    assert engine.config.prefix_cache_pages == 0
+    request = Request("r", prompt_of(30), GREEDY, long(12))
+    outputs = outputs_of(request, 3)
+    gate, sink = at_gate(engine, tokens=1), Collector()
+    for output in outputs:
+        engine.submit(output, sink)
+    gate.open()
+    for output in outputs:
+        timing = sink.last(output.request_id).timing
+        assert sink.tokens(output.request_id) == expected(engine, request)
+        assert timing is not None
+        assert timing.cached_prompt_tokens == 0
+
+
+def test_who_is_preempted_computes_its_state_again() -> None:
+    """Pages for about half of what four requests grow to."""
+    page_bytes = PAGED.page_bytes(4, np.dtype(np.float32))
+    engine = toy_engine(hybrid_model(), kv_cache_bytes=24 * page_bytes + 4 * 16, decode_window_s=10.0)
+    try:
+        assert engine.info.num_pages == 24
+        requests = [Request(f"r{i}", prompt_of(4 + i), GREEDY, long(40)) for i in range(4)]
+        sink = run(engine, requests)
+        timings = [sink.last(request.request_id).timing for request in requests]
+        assert sum(timing.preemptions for timing in timings if timing is not None) > 0
+    finally:
+        engine.shutdown()
+
+
+def test_an_update_may_have_all_state_computed_again() -> None:
+    engine = toy_engine(hybrid_model())
+    try:
+        gate = at_gate(engine, tokens=40)
+        done = engine.update_weights({}, label="same", in_flight=InFlightPolicy.RECOMPUTE)
+        gate.open()
+        done.result(60)
+        gate.sink.last("held")
+        assert gate.sink.tokens("held") == hybrid_tokens((1,), 40)
+    finally:
+        engine.shutdown()
+
+
+class Anything:
+    """A constraint that allows all."""
+
+    is_complete = False
+
+    def fill(self, mask: Mask) -> None: ...
+
+    def accept(self, token_ids: Sequence[int]) -> None: ...
+
+
+def test_tokens_that_are_put_off_are_the_formulas(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every other mask is not there in time, be it that of a decode or of a prompt's last chunk."""
+    rng, skips = random.Random(5), 0
+
+    def fill(self: MaskTurns, constraints: Mapping[int, Any], masks: Mask, *, others: bool) -> Filled:
+        nonlocal skips
+        skipped = frozenset(row for row in constraints if rng.random() < 0.5)
+        skips += len(skipped)
+        return Filled(masks, {}, skipped, frozenset())
+
+    monkeypatch.setattr(MaskTurns, "fill", fill)
+    engine = toy_engine(hybrid_model(), decode_window_s=10.0)
+    try:
+        requests = [Request(f"r{n}", prompt_of(n), GREEDY, long(12)) for n in LENGTHS]
+        constrained = [
+            dataclasses.replace(request, constraint=Anything() if i % 3 else None)
+            for i, request in enumerate(requests)
+        ]
+        run(engine, constrained)
+        assert skips > 10
+    finally:
+        engine.shutdown()
+
+
+# -- positions that are computed again --
+
+
+@pytest.fixture(scope="module")
+def runner() -> Iterator[ModelRunner]:
+    use_compilation_cache(TEST_CACHE)
+    model = hybrid_model()
+    config = RunnerConfig(
+        buckets=Buckets((16,), (4,)),
+        max_num_seqs=4,
+        max_model_len=64,
+        page_size=4,
+        dtype=np.dtype(np.float32),
+        vocab_size=VOCAB,
+        eos_token_ids=(60,),
+        max_decode_steps=4,
+        show_progress=False,
+    )
+    runner = ModelRunner(model.graphdef, model.weights, model.cache, config, toy_backend())
+    runner.initialize_kv_cache(64)
+    runner.compile()
+    yield runner
+    runner.shutdown()
+
+
+def step(
+    runner: ModelRunner, slot: int, tokens: Sequence[int], start: int, end: int, *, enter: bool = False
+) -> int:
+    """Compute positions `start` to `end` of a row; the token that is sampled after them."""
+    request = Request(f"r{slot}", tuple(tokens), GREEDY, StoppingParams(ignore_eos=True))
+    row = PlanRow(request.request_id, slot, start, end - start, tuple(tokens[start:end]), True)
+    entered = ((slot, request),) if enter else ()
+    pages = (PageWrite(slot, 0, tuple(range(16 * slot, 16 * slot + 16))),) if enter else ()
+    result = runner.execute(Plan(0, (row,), entered, pages))
+    return result.token_ids[0][0]
+
+
+def test_a_step_that_is_computed_again_finds_the_state_of_before(runner: ModelRunner) -> None:
+    """As when a token is put off: a chunk, a chunk behind another, a decode; twice or three times."""
+    tokens = list(prompt_of(10))
+    tokens += hybrid_tokens(tokens, 3)
+    for slot in (2, 3, 2):
+        first = True
+        for start, end in [
+            (0, 4),
+            (0, 4),
+            (4, 9),
+            (4, 9),
+            (4, 9),
+            (9, 10),
+            (9, 10),
+            (10, 11),
+            (10, 11),
+            (11, 12),
+        ]:
+            sampled = step(runner, slot, tokens, start, end, enter=first)
+            assert sampled == hybrid_tokens(tokens[:end], 1)[0], (start, end)
+            first = False
+
+
+def test_a_request_in_a_used_slot_begins_with_nothing(runner: ModelRunner) -> None:
+    """Also where its first chunk is as long as what one of the slot's copies was left at."""
+    old, new = list(prompt_of(12)), list(prompt_of(14))
+    for end in (5, 6, 7):
+        step(runner, 1, old, 0, 5, enter=True)
+        step(runner, 1, old, 5, 6)
+        step(runner, 1, old, 6, 7)
+        assert step(runner, 1, new, 0, end, enter=True) == hybrid_tokens(new[:end], 1)[0]
+        assert step(runner, 1, new, end, end + 1) == hybrid_tokens(new[: end + 1], 1)[0]
+        assert step(runner, 1, new, end + 1, end + 2) == hybrid_tokens(new[: end + 2], 1)[0]
+
+
+@pytest.mark.parametrize(("has_state", "start"), [(False, 5), (True, 0)])
+def test_who_is_put_off_computes_its_last_step_again(has_state: bool, start: int) -> None:
+    """All of it, if there is state: the state in the middle of it is not kept."""
+    scheduler = make(has_state=has_state)
+    scheduler.add(Request("a", tuple(range(6)), stopping=StoppingParams(max_tokens=5)), 1)
+    plan = dispatch(scheduler)
+    assert (plan.rows[0].start, plan.rows[0].num_tokens) == (0, 6)
+    scheduler.put_off(plan, [0], [])
+    scheduler.commit(plan, StepResult([()], [()]), 3)
+    again = dispatch(scheduler).rows[0]
+    assert (again.start, again.start + again.num_tokens, again.samples) == (start, 6, True)
+
+
+# -- what the spec says --
+
+
+def test_memory_is_summed_over_layers_by_hand() -> None:
+    """A page: keys and values of 4 positions, 4 float32 each. A slot: two copies of 4 bytes each."""
+    cache = CacheSpec((STATE, PAGED, NEWEST, PAGED))
+    assert cache.page_bytes(4, np.dtype(np.float32)) == 2 * (2 * 4 * 4 * 4)
+    assert cache.page_bytes(4, np.dtype(np.float16)) == 2 * (2 * 4 * 4 * 2)
+    assert cache.slot_bytes == 2 * 4 + 2 * 4
+    arrays = cache.arrays(7, 4, 3, np.dtype(np.float32))
+    assert [leaf.shape for leaf in jax.tree.leaves(arrays)] == [
+        (6,),
+        (7, 2, 1, 4, 4),
+        (6, 1),
+        (7, 2, 1, 4, 4),
+    ]
+    sizes = [int(np.prod(leaf.shape)) * leaf.dtype.itemsize for leaf in jax.tree.leaves(arrays)]
+    assert sum(sizes) == 7 * cache.page_bytes(4, np.dtype(np.float32)) + 3 * cache.slot_bytes
+
+
+def test_windows_count_if_every_layer_with_pages_has_one() -> None:
+    full, near, far = (PagedKV(1, 4, window) for window in (None, 8, 64))
+    assert CacheSpec((near, far, near)).sliding_window == 64
+    assert CacheSpec((near, STATE)).sliding_window == 8
+    assert CacheSpec((near, full)).sliding_window is None
+    assert CacheSpec((STATE,)).sliding_window is None
+
+
+def test_state_is_a_part_of_the_budget() -> None:
+    config = resolve(EngineConfig(max_num_seqs=2, page_size=16, kv_cache_bytes=1000), CPU_SIZES)
+    sizes: dict[str, Any] = {"model_max_len": 64, "device_bytes": None}
+    assert plan_kv(config, page_bytes=100, state_bytes=350, **sizes) == KVPlan(6, 64)
+    assert plan_kv(config, page_bytes=0, state_bytes=350, **sizes) == KVPlan(8, 64)  # numbers only
+    for page_bytes in (0, 100):
+        with pytest.raises(ConfigError, match=r"kv_cache_bytes: 1000 .* 1001 of state for 2 requests"):
+            plan_kv(config, page_bytes=page_bytes, state_bytes=1001, **sizes)
+
+
+def test_no_prefix_cache_where_there_is_state() -> None:
+    assert prefix_cache_pages(EngineConfig(), has_state=True) == 0
+    assert prefix_cache_pages(EngineConfig(prefix_cache_pages=7), has_state=False) == 7
+    with pytest.raises(ConfigError, match=r"prefix_cache_pages: must be 0 or left out, not 7"):
+        toy_engine(hybrid_model(), start=False, prefix_cache_pages=7)
+    with pytest.raises(ConfigError, match="prefix_cache_pages must be 0 with has_state"):
+        SchedulerConfig(
+            max_num_seqs=1,
+            max_num_batched_tokens=1,
+            max_model_len=8,
+            page_size=4,
+            num_pages=4,
+            eos_token_ids=frozenset(),
+            max_queued_requests=1,
+            has_state=True,
+        )

@@ -1,0 +1,111 @@
+"""Weight updates of a real decoder: parts of fused leaves, and how much memory they take."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from bench.checkpoint import SHAPES, Shape, write_checkpoint
+from penstock.runtime import EngineConfig
+from penstock.runtime.loading import leaves
+from penstock.runtime.loading.checkpoint import load_config
+from penstock.runtime.loading.safetensors_files import find_tensors
+from penstock.runtime.loading.served_model import load_model
+from penstock.runtime.models.load_rules import LoadRules
+from penstock.runtime.models.params import load_rules
+from penstock.runtime.ops.native import library
+from penstock.runtime.ops.native.linear import unpack
+from tests.support.models.toy import TEST_CACHE, toy_backend
+
+LAYER = "model.layers.1.self_attn."
+Q, K, V = (f"{LAYER}{part}.weight" for part in ("q_proj", "k_proj", "v_proj"))
+NORM, Q_NORM = "model.norm.weight", f"{LAYER}q_norm.weight"
+WIDE = Shape(1024, 4096, 4, 16, 4, 64, 4096, 300, 4096)  # 130 MB
+REPOSITORY = Path(__file__).parents[3]
+CLEAR_REFS = Path("/proc/self/clear_refs")
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("tiny")
+    write_checkpoint(directory, SHAPES["tiny"])
+    return directory
+
+
+def rows_of(rules: LoadRules, weights: Any, name: str) -> Any:
+    """What weights hold of a tensor, as the checkpoint has it."""
+    rule = next(rule for rule in rules.rules if rule.sources[0].name == name)
+    (target,) = rule.targets
+    node = weights
+    for step in target.path:
+        node = node[step]
+    held = np.asarray(node[...])[target.part(0, rule.num_rows)]
+    return unpack(held) if target.rows_per_entry > 1 else held
+
+
+@pytest.mark.parametrize("native", ["auto", "off"])
+def test_updates_of_parts_that_were_staged_together_all_stay(tiny: Path, native: Any) -> None:
+    """Each is staged beside weights that the others have not changed yet; q, k and v are one leaf."""
+    config = EngineConfig(native=native, show_progress=False)
+    model = load_model(str(tiny), config, toy_backend(config))
+    linear = toy_backend(config).linear_format(model.dtype, int8=False)
+    assert linear.packed == (native == "auto" and library.available())
+    rules = load_rules(load_config(tiny), model.dtype, linear)
+    old = {name: entry.map() for name, entry in find_tensors(tiny).items()}
+    new = {name: (2 * old[name].astype(np.float32)).astype(jnp.bfloat16) for name in (Q, K, NORM, Q_NORM)}
+    staged = [model.staged(model.weights, {name: new[name]}, True) for name in new]
+    weights = model.weights
+    for renew in staged:
+        weights = renew(weights)
+    for name, tensor in (old | new).items():
+        np.testing.assert_array_equal(rows_of(rules, weights, name), tensor, err_msg=name)
+    np.testing.assert_array_equal(rows_of(rules, model.weights, Q), old[Q])  # nothing changed in place
+    before, after = jax.tree.leaves(model.weights), jax.tree.leaves(weights)
+    assert sum(one is not other for one, other in zip(before, after, strict=True)) == 2  # qkv, vectors
+    whole = model.staged(weights, old, False)(weights)
+    for name, tensor in old.items():
+        np.testing.assert_array_equal(rows_of(rules, whole, name), tensor, err_msg=name)
+
+
+@pytest.mark.parametrize(("threads", "expected"), [(1, [1, 1]), (6, [6, 3])])
+def test_loading_takes_the_threads_it_is_given_and_an_update_half(
+    tiny: Path, monkeypatch: pytest.MonkeyPatch, threads: int, expected: list[int]
+) -> None:
+    """The rest is left to those that compute steps."""
+    taken: list[int] = []
+
+    def pool(max_workers: int, name: str) -> ThreadPoolExecutor:
+        taken.append(max_workers)
+        return ThreadPoolExecutor(max_workers, name)
+
+    monkeypatch.setattr(leaves, "ThreadPoolExecutor", pool)
+    config = EngineConfig(threads=threads, show_progress=False)
+    model = load_model(str(tiny), config, toy_backend(config))
+    model.staged(model.weights, {NORM: find_tensors(tiny)[NORM].map()}, True)
+    assert taken == expected
+
+
+@pytest.mark.skipif(not CLEAR_REFS.exists(), reason="needs Linux's /proc")
+def test_an_update_takes_one_checkpoint_of_memory_and_gives_it_back(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, WIDE)
+    checkpoint = (tmp_path / "model.safetensors").stat().st_size
+    command = [sys.executable, "-m", "tests.support.update_memory", str(tmp_path), str(TEST_CACHE)]
+    found = json.loads(
+        subprocess.run(command, check=True, capture_output=True, text=True, cwd=REPOSITORY).stdout
+    )
+    serving = found["serving"]["bytes"]
+    for name in ("refused", "updated"):
+        assert found[name]["peak"] < serving + 1.15 * checkpoint, found
+        assert found[name]["idle"] < serving + 0.15 * checkpoint, found
+        assert found[name]["bytes"] < serving + 0.15 * checkpoint, found
+        assert found[name]["tokens"] == found["serving"]["tokens"]
+    assert (found["refused"]["generation"], found["updated"]["generation"]) == (1, 2)

@@ -1,0 +1,137 @@
+"""What an engine computes with, by platform and options; and that it is asked for in one place."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, cast
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import penstock.runtime.execution.backend
+from penstock.runtime.config import ACCELERATOR_SIZES, CPU_SIZES, SMALL_SIZES, EngineConfig
+from penstock.runtime.errors import ConfigError
+from penstock.runtime.execution.backend import Backend, check_required, choose_backend, single_device_mesh
+from penstock.runtime.execution.kv_sizing import DeviceMemory
+from penstock.runtime.ops.attention import native_paged_attention, paged_attention
+from penstock.runtime.ops.native import library
+from penstock.runtime.ops.sampler import native_sample, sample
+from penstock.runtime.requests.request import StoppingParams
+from tests.support.collector import GREEDY
+from tests.support.models.toy import toy_engine, toy_tokens
+
+needs_kernels = pytest.mark.skipif(not library.available(), reason="no native library on this machine")
+CPU = jax.devices("cpu")[0]
+BF16, F16, F32 = np.dtype(jnp.bfloat16), np.dtype(np.float16), np.dtype(np.float32)
+GIB = 2**30
+
+
+@dataclass(eq=False)
+class Accelerator:
+    """A stand-in for a device of another platform."""
+
+    stats: dict[str, int] | None
+    platform: str = "gpu"
+    id: int = 0
+    process_index: int = 0
+    device_kind: str = "none"
+    asked: list[None] = field(default_factory=list)
+
+    def memory_stats(self) -> dict[str, int] | None:
+        self.asked.append(None)
+        return self.stats
+
+
+def chosen(stats: dict[str, int] | None, **options: Any) -> Backend:
+    return choose_backend(EngineConfig(**options), cast("Any", Accelerator(stats)))
+
+
+@needs_kernels
+def test_cpu_has_the_native_kernels_where_they_can_be_used() -> None:
+    backend = choose_backend(EngineConfig(native="require"), CPU)
+    assert backend.attention is native_paged_attention
+    assert backend.sampler is native_sample
+    assert backend.linear_format(BF16, int8=True).packed
+    assert not backend.linear_format(F32, int8=True).packed
+    query, cache = jax.ShapeDtypeStruct((1, 1, 32), F32), jax.ShapeDtypeStruct((1, 2, 1, 16, 32), F32)
+    assert backend.attends_batch_invariantly(query, cache)
+    assert not backend.attends_batch_invariantly(query, jax.ShapeDtypeStruct((1, 2, 1, 8, 32), F32))
+
+
+def test_cpu_without_kernels_computes_with_xla() -> None:
+    backend = choose_backend(EngineConfig(native="off"), CPU)
+    assert backend.attention is paged_attention
+    assert backend.sampler is sample
+    assert not backend.linear_format(BF16, int8=False).packed
+    assert (backend.sizes, backend.row_growth, backend.fixed_windows) == (CPU_SIZES, 4, False)
+    assert backend.memory() is None
+    assert list(backend.mesh.devices.flat) == [CPU]
+
+
+def test_an_accelerator_computes_with_xla_and_tells_its_memory() -> None:
+    backend = chosen({"bytes_limit": 80 * GIB, "bytes_in_use": GIB})
+    assert backend.attention is paged_attention
+    assert backend.sampler is sample
+    assert not backend.linear_format(BF16, int8=False).packed
+    assert (backend.sizes, backend.row_growth, backend.fixed_windows) == (ACCELERATOR_SIZES, 2, True)
+    assert backend.memory() == DeviceMemory(80 * GIB, GIB)
+    assert chosen({"bytes_limit": 16 * GIB, "bytes_in_use": 0}).sizes == SMALL_SIZES
+    silent = chosen(None)  # some do not tell what they have
+    assert (silent.sizes, silent.memory()) == (ACCELERATOR_SIZES, None)
+
+
+@needs_kernels
+def test_required_kernels_take_cpu_and_bfloat16() -> None:
+    required = EngineConfig(native="require")
+    backend = choose_backend(required, CPU)
+    check_required(required, backend, BF16)
+    for dtype in (F16, F32):
+        check_required(EngineConfig(), backend, dtype)
+        with pytest.raises(ConfigError, match=rf"^native: .*a model in {dtype} .*serve it in bfloat16"):
+            check_required(required, backend, dtype)
+    with pytest.raises(ConfigError, match=r"^native: .*they are for CPU, not gpu"):
+        chosen(None, native="require")
+
+
+def test_an_engine_computes_with_the_backend_that_it_is_given() -> None:
+    """A hand-made one: programs as on an accelerator, an attention of the test's, and a tight memory."""
+    called: list[int] = []
+
+    def attention(q: jax.Array, *args: Any, **options: Any) -> tuple[jax.Array, jax.Array]:
+        called.append(q.shape[0])
+        return paged_attention(q, *args, **options)
+
+    backend = Backend(
+        mesh=single_device_mesh(CPU),
+        attention=attention,
+        sizes=CPU_SIZES,
+        memory=lambda: DeviceMemory(1 << 30, (1 << 30) - (1 << 22)),
+    )
+    engine = toy_engine(start=False, backend=backend, hbm_utilization=1.0)
+    try:
+        page_bytes = 4 * 2 * 4 * 4  # keys and values of 4 positions, 4 values of 4 bytes each
+        assert (1 << 21) < engine.info.num_pages * page_bytes < (1 << 22)  # some is the programs'
+        engine.start()
+        made = engine.generate([5, 6, 7], sampling=GREEDY, stopping=StoppingParams(max_tokens=9))
+        assert list(made.token_ids) == toy_tokens([5, 6, 7], 9)[: len(made.token_ids)]
+        assert {4, 16} <= set(called)  # programs for decodes and for chunks
+    finally:
+        engine.shutdown()
+
+
+def test_nobody_else_asks_for_the_platform() -> None:
+    root = Path(penstock.runtime.execution.backend.__file__).parents[1]
+    asks = re.compile(r"\.platform\b|default_backend|[=!]= \"cpu\"")
+    found = {
+        f"{file.relative_to(root)}: {line.strip()}"
+        for file in root.rglob("*.py")
+        for line in file.read_text().splitlines()
+        if asks.search(line) and "sys.platform" not in line and file.name != "backend.py"
+    }
+    naming = [line for line in found if "device_kind" in line]  # an engine says what it runs on
+    assert len(naming) == 1
+    assert found == set(naming)

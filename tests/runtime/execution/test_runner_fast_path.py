@@ -1,0 +1,265 @@
+"""JAX calls a compiled program in C++, unless something about a call sends it to Python, which costs a
+millisecond at a few hundred arrays: in steady state, and from the first step on, nothing does. What the host
+sends and reads of a step is as little as it can be.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import tracemalloc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, cast
+
+import jax
+import numpy as np
+import pytest
+from jax._src import test_util
+
+from penstock.runtime.errors import ConfigError
+from penstock.runtime.execution.buckets import Buckets, ProgramKey
+from penstock.runtime.execution.compilation import use_compilation_cache
+from penstock.runtime.execution.request_programs import make_table_rows
+from penstock.runtime.execution.runner import ModelRunner, PendingStep
+from penstock.runtime.execution.runner_config import RunnerConfig
+from penstock.runtime.execution.slots import Slots
+from penstock.runtime.execution.step_programs import compile_program
+from penstock.runtime.ops.device_arrays import zeros, zeros_like
+from penstock.runtime.ops.sampler import RowState
+from penstock.runtime.requests.request import Request, SamplingParams, StoppingParams
+from penstock.runtime.scheduling.plan import PageWrite, Plan, PlanRow
+from tests.support.models.toy import TEST_CACHE, VOCAB, toy_backend, toy_model
+
+GREEDY = SamplingParams(temperature=0.0)
+PENALISED = SamplingParams(temperature=0.0, presence_penalty=0.5, logit_bias=((3, 1.0),))
+
+
+class Anything:
+    """A constraint that allows every token."""
+
+    is_complete = False
+
+    def fill(self, mask: np.ndarray) -> None:
+        mask[:] = -1
+
+    def accept(self, token_ids: Any) -> None: ...
+
+
+@contextmanager
+def slow_calls() -> Iterator[Callable[[], int]]:
+    """How many calls of compiled programs this thread has made by way of Python."""
+    with test_util.count_aot_jit_cpp_cache_miss() as count:
+        yield count
+
+
+@pytest.fixture(scope="module")
+def runner() -> Iterator[ModelRunner]:
+    use_compilation_cache(TEST_CACHE)
+    model = toy_model()
+    config = RunnerConfig(
+        buckets=Buckets(token_buckets=(16, 32), row_buckets=(2, 4)),
+        max_num_seqs=4,
+        max_model_len=64,
+        page_size=4,
+        dtype=np.dtype(np.float32),
+        vocab_size=VOCAB,
+        eos_token_ids=(60,),
+        max_decode_steps=4,
+        show_progress=False,
+    )
+    runner = ModelRunner(model.graphdef, model.weights, model.cache, config, toy_backend())
+    runner.initialize_kv_cache(64)
+    runner.compile()
+    yield runner
+    runner.shutdown()
+
+
+def entry(slot: int, num_prompt: int = 5, **about: Any) -> Plan:
+    prompt = tuple(range(1, num_prompt + 1))
+    request = Request(f"r{slot}", prompt, GREEDY, StoppingParams(ignore_eos=True))
+    request = dataclasses.replace(request, **about)
+    row = PlanRow(request.request_id, slot, 0, num_prompt, prompt, True)
+    pages = PageWrite(slot, 0, tuple(range(16 * slot, 16 * slot + 16)))
+    return Plan(slot, (row,), ((slot, request),), (pages,))
+
+
+def decodes(*slots: int, start: int = 5, num_steps: int = 1) -> Plan:
+    rows = tuple(PlanRow(f"r{slot}", slot, start, 1, None, True, 0, num_steps) for slot in slots)
+    return Plan(9, rows, num_steps=num_steps)
+
+
+PLANS = {
+    "prefills": lambda: [entry(0), entry(1, 20)],
+    "decodes and windows": lambda: [
+        *map(entry, range(4)),
+        decodes(0),
+        decodes(0, 1, 2, start=6),
+        decodes(0, 1, start=7, num_steps=4),
+        decodes(0, 1, 2, 3, start=11, num_steps=3),
+    ],
+    "penalties": lambda: [
+        dataclasses.replace(entry(2, sampling=PENALISED), feature_slots={2: 1}),
+        decodes(2),
+    ],
+    "copies of pages": lambda: [entry(0), dataclasses.replace(entry(1), page_copies=((1, 40), (2, 41)))],
+    "constraints": lambda: [entry(3, constraint=Anything()), decodes(3)],
+    "log-probabilities": lambda: [entry(0, logprobs=2), decodes(0, num_steps=4)],
+    "log-probabilities of the prompt": lambda: [entry(0, 20, prompt_logprobs=2)],
+}
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_no_step_is_called_by_way_of_python(runner: ModelRunner, name: str) -> None:
+    with slow_calls() as count:
+        for plan in PLANS[name]():
+            runner.execute(plan)
+        assert count() == 0
+
+
+def test_new_weights_keep_the_fast_path(runner: ModelRunner) -> None:
+    leaves, tree = jax.tree.flatten(runner.weights)
+    runner.replace_weights(jax.tree.unflatten(tree, [np.asarray(leaf) for leaf in leaves]))
+    with slow_calls() as count:
+        for plan in PLANS["decodes and windows"]():
+            runner.execute(plan)
+        assert count() == 0
+
+
+def test_a_slow_call_is_counted() -> None:
+    """What the tests above rely on: the first call with arguments of one kind is slow, later ones are not."""
+    program = compile_program(lambda x: x + 1, jax.ShapeDtypeStruct((3,), np.float32))
+    with slow_calls() as count:
+        program(np.zeros(3, np.float32))
+        assert count() == 1
+        program(np.zeros(3, np.float32))
+        assert count() == 1
+        program(jax.device_put(np.zeros(3, np.float32), jax.devices()[0]))
+        assert count() == 2
+
+
+def test_log_probabilities_are_read_only_where_a_row_wants_them(
+    runner: ModelRunner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where nobody does, their array is never asked for: here it is one that nobody can read."""
+
+    def unreadable(pending: PendingStep) -> PendingStep:
+        assert pending.result is not None
+        pending.result.logprobs.delete()
+        return pending
+
+    pending = [runner.execute_async(entry(0)), runner.execute_async(decodes(0, num_steps=4))]
+    plain = [runner.wait(unreadable(p)) for p in pending]
+    assert [result.logprobs for result in plain] == [[()], [()]]
+    wanted = [runner.execute(entry(0, logprobs=2)), runner.execute(decodes(0, num_steps=4))]
+    assert [result.token_ids for result in wanted] == [result.token_ids for result in plain]
+    assert [[len(token.top) for token in result.logprobs[0]] for result in wanted] == [[2], [2] * 4]
+    assert runner.config.num_top == 20
+    with pytest.raises(RuntimeError, match="deleted"):
+        runner.wait(unreadable(runner.execute_async(entry(0, logprobs=2))))
+
+
+def test_what_a_step_reads_for_the_tokens_alone(runner: ModelRunner) -> None:
+    """Four bytes a row and step are read back where no log-probabilities are."""
+    runner.execute(entry(0))
+    pending = runner.execute_async(decodes(0, num_steps=4))
+    assert pending.result is not None
+    assert pending.result.tokens.shape == (4, 2)
+    assert pending.result.logprobs.shape == (4, 2, 1 + 2 * 20)
+    runner.wait(pending)
+
+
+def spied(runner: ModelRunner, monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
+    """The slots whose whole page tables are sent from now on, by call."""
+    calls: list[list[int]] = []
+    programs = runner._programs
+    assert programs is not None
+
+    def table_rows(state: Any, packed: np.ndarray) -> Any:
+        calls.append([int(slot) for slot in packed[:, 0] if slot < runner.config.max_num_seqs])
+        return programs.table_rows(state, packed)
+
+    spy = dataclasses.replace(programs, table_rows=cast("jax.stages.Compiled", table_rows))
+    monkeypatch.setattr(runner, "_programs", spy)
+    return calls
+
+
+def with_pages(plan: Plan, *writes: PageWrite) -> Plan:
+    return dataclasses.replace(plan, page_writes=writes)
+
+
+def test_a_page_of_a_decode_travels_in_the_step_and_a_whole_table_before_it(
+    runner: ModelRunner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = np.array(runner._state.tables)
+    calls = spied(runner, monkeypatch)
+    runner.execute(with_pages(entry(0), PageWrite(0, 0, (9, 8))))
+    runner.execute(with_pages(entry(2, 3), PageWrite(2, 0, (7,))))  # one page: it needs no more than a decode
+    assert calls == [[0]]
+    runner.execute(with_pages(decodes(2, 0, start=4), PageWrite(0, 2, (3,)), PageWrite(2, 1, (5,))))
+    assert calls == [[0]]
+    grown = decodes(0, 2, start=8, num_steps=4)
+    runner.execute(with_pages(grown, PageWrite(0, 3, (1, 2)), PageWrite(2, 2, (6,))))
+    assert calls == [[0], [0]]
+    expected[0, :5], expected[2, :3] = [9, 8, 3, 1, 2], [7, 5, 6]
+    np.testing.assert_array_equal(runner._state.tables, expected)
+
+
+def test_several_writes_of_a_slot_and_slots_without_a_row_are_all_sent(
+    runner: ModelRunner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = np.array(runner._state.tables)
+    calls = spied(runner, monkeypatch)
+    writes = (PageWrite(1, 0, (4,)), PageWrite(1, 1, (6,)), PageWrite(3, 2, (11,)))
+    runner.execute(with_pages(entry(1), *writes))
+    assert calls == [[1, 3]]
+    expected[1, :2], expected[3, 2] = [4, 6], 11
+    np.testing.assert_array_equal(runner._state.tables, expected)
+
+
+def test_feature_slots_are_as_many_as_rows_unless_a_number_is_given(runner: ModelRunner) -> None:
+    """And writes past the last one, which the device would drop, are refused."""
+    assert runner._state.history.shape == runner._state.bias.shape == (4, VOCAB)
+    request = entry(0, sampling=PENALISED).new_requests[0][1]
+    for given, last in ((None, 3), (2, 1)):
+        slots = Slots(dataclasses.replace(runner.config, feature_slots=given))
+        slots.admit(0, request, last)
+        with pytest.raises(ConfigError, match=rf"feature slot {last + 1} of r0: the runner has {last + 1};"):
+            slots.admit(0, request, last + 1)
+
+
+def test_more_tables_than_one_call_takes(runner: ModelRunner) -> None:
+    config = dataclasses.replace(runner.config, max_num_seqs=20, max_model_len=9)
+    given = np.arange(20 * 3, dtype=np.int32).reshape(20, 3)
+    slots = Slots(config)
+    writes = tuple(PageWrite(slot, 0, tuple(map(int, row))) for slot, row in enumerate(given))
+    parts = list(slots.table_rows(slots.write_pages(Plan(0, (), (), writes))))
+    assert [len(part) for part in parts] == [8, 8, 8]
+    none = np.zeros(1, np.int32)
+    state: Any = (none, np.zeros((20, 3), np.int32), none, none)
+    for part in parts:
+        state = jax.jit(make_table_rows())(RowState(*state), part)
+    np.testing.assert_array_equal(state.tables, given)
+
+
+def test_what_a_step_sends_does_not_grow_with_the_context(runner: ModelRunner) -> None:
+    short, long = (
+        Slots(dataclasses.replace(runner.config, max_model_len=n)).blank(ProgramKey(4, 4, True)).nbytes
+        for n in (64, 131_072)
+    )
+    assert short == long < 1024
+
+
+def test_the_host_never_holds_a_copy_of_what_is_allocated() -> None:
+    """Neither of the cache nor of what sampling keeps: both are zeros that the device makes."""
+    sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    dtype = np.dtype(np.uint16)
+    zeros((2,), dtype, sharding)  # what compiling takes is not of interest
+    tracemalloc.start()
+    made = jax.block_until_ready(
+        zeros_like((jax.ShapeDtypeStruct((2**18, 2, 1, 1, 2), dtype),) * 3, sharding)
+    )
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 2**20
+    assert len({array.unsafe_buffer_pointer() for array in made}) == 3
+    assert all(array.nbytes == 2**21 and array.dtype == dtype and not np.any(array) for array in made)

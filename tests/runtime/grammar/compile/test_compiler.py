@@ -1,0 +1,248 @@
+"""Compiling: cached, shared among those who ask at once, bounded in time, memory and threads."""
+
+import os
+import signal
+import threading
+import time
+from concurrent.futures import Future, ThreadPoolExecutor
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from penstock.runtime.errors import GenerationError, InvalidRequest, UnavailableError
+from penstock.runtime.grammar.compile.build_matcher import build_matcher
+from penstock.runtime.grammar.compile.compiler import CompilerConfig, GrammarCompiler
+from penstock.runtime.grammar.source import to_llguidance
+from penstock.runtime.requests.grammar import Grammar, GrammarKind
+
+PATIENT = 60.0
+
+
+@pytest.fixture
+def make(vocabulary):
+    made = []
+
+    def make(**options) -> GrammarCompiler:
+        made.append(GrammarCompiler(vocabulary, CompilerConfig(**{"time_limit_s": PATIENT, **options})))
+        return made[-1]
+
+    yield make
+    for compiler in made:
+        compiler.close()
+
+
+@pytest.fixture
+def built(monkeypatch):
+    """Texts that were really compiled in this process, in order."""
+    texts: list[str] = []
+
+    def build(tokenizer, bits, text, max_lexer_states):
+        texts.append(text)
+        return build_matcher(tokenizer, bits, text, max_lexer_states)
+
+    monkeypatch.setattr("penstock.runtime.grammar.compile.compiler.build_matcher", build)
+    return texts
+
+
+def test_what_was_compiled_is_kept_and_the_longest_unused_goes_first(make, built):
+    compiler = make(cache_entries=2)
+    a, b, c = (Grammar.regex(pattern) for pattern in "abc")
+    first = compiler.compile(a)
+    compiler.compile(b)
+    assert compiler.compile(a) is first
+    compiler.compile(c)  # b goes
+    assert compiler.compile(a) is first
+    assert len(built) == 3
+    compiler.compile(b)
+    assert len(built) == 4
+
+
+def test_kind_and_source_tell_grammars_apart(make):
+    compiler = make()
+    assert compiler.compile(Grammar.regex("a")) is not compiler.compile(Grammar.choice(["a"]))
+    tools = Grammar(GrammarKind.REGEX, "a", field="chat.tool_choice")
+    assert compiler.compile(tools) is compiler.compile(Grammar.regex("a"))
+
+
+def test_a_lexer_is_shared_by_so_many_outputs(make, built):
+    compiler = make(outputs_per_lexer=3)
+    grammar = Grammar.regex("ab*")
+    for _ in range(7):
+        compiler.constraint(grammar)
+    assert len(built) == 3
+
+
+def test_who_asks_at_once_shares_one_compile(make, built, monkeypatch):
+    compiler = make()
+    compiler.warm_up()
+    built.clear()
+    everybody = threading.Barrier(8)
+
+    def ask():
+        everybody.wait()
+        return compiler.compile(Grammar.regex("(abc|def){3,7}"))
+
+    with ThreadPoolExecutor(8) as pool:
+        results = [task.result() for task in [pool.submit(ask) for _ in range(8)]]
+    assert len(set(map(id, results))) == 1
+    assert len(built) == 1
+
+
+def test_an_error_is_on_the_field_of_who_asked(make):
+    compiler = make()
+    for field in ("constraint.regex", "chat.tool_choice"):
+        with pytest.raises(InvalidRequest) as caught:
+            compiler.compile(Grammar(GrammarKind.REGEX, "(", field=field))
+        assert [v.field for v in caught.value.violations] == [field]
+
+
+HOSTILE = "start: A\nA: " + " & ".join(f"/(?s:.*){i * 7919:x}(?s:.*)/" for i in range(2000))
+"""Takes minutes and gigabytes."""
+
+
+def test_a_compile_that_takes_too_long_is_refused_and_the_next_one_is_not(make, built):
+    compiler = make(time_limit_s=2.0)
+    with pytest.raises(InvalidRequest) as caught:
+        compiler.compile(Grammar.ebnf(HOSTILE))
+    (violation,) = caught.value.violations
+    assert violation.field == "constraint.ebnf"
+    assert violation.description == "compiling it took more than 2 s; simplify it"
+    assert built == [], "it never got as far as this process"
+    compiler.constraint(Grammar.choice(["a", "b"]))
+
+
+def test_a_compile_that_takes_too_much_memory_is_refused(make):
+    compiler = make(memory_bytes=64 * 1024**2)
+    with pytest.raises(InvalidRequest, match="too much memory"):
+        compiler.compile(Grammar.ebnf(HOSTILE))
+    # The stack of a compile is no part of it.
+    compiler.constraint(Grammar.json_object())
+
+
+def test_a_crash_of_llguidance_is_a_refusal(make):
+    """1.9.1 recurses for ever on the lowest 64-bit integer. Schemas with it are refused before, Lark not."""
+    compiler = make()
+    with pytest.raises(InvalidRequest, match="llguidance failed"):
+        compiler.compile(Grammar.ebnf('start: %json {"const": -9223372036854775808}'))
+    compiler.constraint(Grammar.json_object())
+
+
+def chain(link: str, last: str) -> str:
+    """Rules r0 to rN, each of which leads to the next, as many as fit the limit of the text."""
+    lines, size, i = ["start: r0\n"], 60, 0
+    while size < 250_000:
+        lines.append(f"r{i}: {link.format(f'r{i + 1}')}\n")
+        size += len(lines[-1])
+        i += 1
+    return "".join([*lines, f"r{i}: {last}\n"])
+
+
+@pytest.mark.parametrize("link", ["{0}", '"x" {0} "y"'])
+def test_a_chain_as_long_as_it_can_be_needs_a_deep_stack(link, make):
+    """On a thread's usual stack of 8 MiB some 3,000 links end the process."""
+    constraint = make().constraint(Grammar.ebnf(chain(link, '"z"')))
+    assert not constraint.is_complete
+
+
+def test_others_compile_while_a_hostile_grammar_runs(make):
+    compiler = make(time_limit_s=4.0)
+    compiler.warm_up()
+    with ThreadPoolExecutor(1) as pool:
+        hostile = pool.submit(compiler.compile, Grammar.ebnf(HOSTILE))
+        for i in range(3):
+            compiler.constraint(Grammar.regex(f"a{{{i}}}b"))
+        with pytest.raises(InvalidRequest, match="took more than 4 s"):
+            hostile.result()
+
+
+def test_with_every_process_busy_others_are_told_to_come_back(make, monkeypatch):
+    compiler = make(time_limit_s=0.2, max_compiles=1)
+    busy, done = threading.Event(), threading.Event()
+
+    def stay(grammar) -> str:
+        busy.set()
+        done.wait(PATIENT)
+        return to_llguidance(grammar)
+
+    trial = SimpleNamespace(alive=True, run=stay, kill=lambda: None)
+    monkeypatch.setattr(compiler._sandbox, "_take", lambda: trial)
+    with ThreadPoolExecutor(1) as pool:
+        first = pool.submit(compiler.compile, Grammar.regex("a"))
+        assert busy.wait(PATIENT)
+        with pytest.raises(UnavailableError, match="busy"):
+            compiler.compile(Grammar.regex("b"))
+        done.set()
+        first.exception(PATIENT)
+
+
+class PanicException(BaseException):
+    """As pyo3's."""
+
+
+@pytest.mark.parametrize("error", [PanicException("lost"), KeyboardInterrupt(), SystemExit(1)])
+def test_what_is_no_exception_reaches_nobody_else(make, monkeypatch, error):
+    """A panic is an error of its grammar's. An interrupt is for the thread that it came to; who waits for the
+    same grammar there is told to try again.
+    """
+    compiler = make()
+    begun, waited = threading.Event(), threading.Event()
+
+    def fail(*_):
+        begun.set()
+        assert waited.wait(PATIENT)
+        raise error
+
+    class Waited(Future[Any]):
+        def result(self, timeout=None):
+            if not self.done():
+                waited.set()
+            return super().result(timeout)
+
+    monkeypatch.setattr("penstock.runtime.grammar.compile.compiler.Future", Waited)
+    monkeypatch.setattr(compiler, "_compile", fail)
+    panics = isinstance(error, PanicException)
+    with ThreadPoolExecutor(2) as pool:
+        first = pool.submit(compiler.compile, Grammar.regex("a"))
+        assert begun.wait(PATIENT)
+        second = pool.submit(compiler.compile, Grammar.regex("a"))
+        assert isinstance(first.exception(PATIENT), GenerationError if panics else type(error))
+        assert isinstance(second.exception(PATIENT), GenerationError if panics else UnavailableError)
+    monkeypatch.undo()
+    compiler.constraint(Grammar.regex("a"))
+
+
+def test_close_ends_the_processes_and_a_later_compile_starts_one(make):
+    compiler = make()
+    compiler.warm_up()
+    (trial,) = compiler._sandbox._idle
+    compiler.close()
+    assert not trial.alive
+    compiler.constraint(Grammar.regex("x"))
+
+
+def test_a_process_that_died_is_replaced(make):
+    compiler = make()
+    compiler.warm_up()
+    (trial,) = compiler._sandbox._idle
+    os.kill(trial.pid, signal.SIGKILL)
+    while trial.alive:
+        time.sleep(0.01)
+    compiler.constraint(Grammar.regex("x"))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"time_limit_s": 0.0},
+        {"time_limit_s": float("nan")},
+        {"memory_bytes": 0},
+        {"max_compiles": 0},
+        {"cache_entries": 0},
+        {"max_lexer_states": 0},
+        {"outputs_per_lexer": 0},
+    ],
+)
+def test_config_names_what_is_wrong(options):
+    with pytest.raises(ValueError, match=next(iter(options))):
+        CompilerConfig(**options)

@@ -1,0 +1,59 @@
+"""Calls with a limit on the wait."""
+
+import threading
+
+import pytest
+
+from penstock.runtime.errors import GenerationError, UnavailableError
+from penstock.runtime.grammar.compile.timed_calls import STACK_BYTES, TimedCalls
+
+PATIENT = 60.0
+
+
+def test_results_and_errors_come_back():
+    calls = TimedCalls(time_limit_s=PATIENT, max_threads=1)
+    assert calls.run(lambda: 42) == 42
+    with pytest.raises(ZeroDivisionError):
+        calls.run(lambda: 1 // 0)
+    assert calls.run(lambda: threading.current_thread().daemon)
+
+
+class Panic(BaseException):
+    """As a panic in Rust arrives: no Exception, which handlers of errors would miss."""
+
+
+def test_a_panic_is_an_error():
+    def panic() -> None:
+        raise Panic("assertion failed")
+
+    calls = TimedCalls(time_limit_s=PATIENT, max_threads=1)
+    with pytest.raises(GenerationError, match="Panic: assertion failed"):
+        calls.run(panic)
+    assert calls.run(lambda: 1) == 1
+
+
+def test_a_slow_call_is_left_alone_and_counts_until_it_ends():
+    calls = TimedCalls(time_limit_s=0.05, max_threads=1)
+    done = threading.Event()
+    with pytest.raises(TimeoutError):
+        calls.run(lambda: done.wait(PATIENT))
+    with pytest.raises(UnavailableError):
+        calls.run(lambda: 1)
+    patient = TimedCalls(time_limit_s=PATIENT, max_threads=1)
+    patient._slots = calls._slots
+    done.set()
+    assert patient.run(lambda: 1) == 1
+
+
+def test_the_stack_is_deep_and_only_there():
+    before = threading.stack_size()
+    calls = TimedCalls(time_limit_s=PATIENT, max_threads=1)
+    assert calls.run(threading.stack_size) in (before, STACK_BYTES)
+    assert threading.stack_size() == before
+
+
+def test_limits_are_checked():
+    with pytest.raises(ValueError, match="time_limit_s"):
+        TimedCalls(time_limit_s=0.0, max_threads=1)
+    with pytest.raises(ValueError, match="max_threads"):
+        TimedCalls(time_limit_s=1.0, max_threads=0)

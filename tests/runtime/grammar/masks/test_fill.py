@@ -1,0 +1,200 @@
+"""Many rows at once are what each row is alone."""
+
+from typing import cast
+
+import numpy as np
+import pytest
+from llguidance import LLMatcher
+
+from penstock.runtime.errors import InvalidRequest
+from penstock.runtime.grammar.bad_words import BadWords
+from penstock.runtime.grammar.budget import OUTPUT_S, REQUEST_S, TOKEN_S
+from penstock.runtime.grammar.masks.fill import PARALLEL_ROWS, MaskFiller
+from penstock.runtime.grammar.matcher import SHARED_PER_TOKEN_S, SHARED_S, GrammarConstraint, TokenBits
+from penstock.runtime.requests.grammar import Grammar
+from tests.support.schemas import allowed_ids
+
+ROWS = PARALLEL_ROWS + 4
+
+
+@pytest.mark.parametrize("threads", [None, 0, 1, 3])
+def test_all_kinds_together(threads, compiler, backend):
+    """Grammars, one of them complete, one that leads nowhere, bad words with and without one."""
+    a, b = backend.token_to_id("a"), backend.token_to_id("b")
+
+    def rows():
+        rows = {row: compiler.constraint(Grammar.regex(f"a{{{row}}}b")) for row in range(1, PARALLEL_ROWS)}
+        ended = compiler.constraint(Grammar.regex("a"))
+        ended.accept([a])
+        stuck = compiler.constraint(Grammar.ebnf('start: "a" <|im_end|>'))
+        stuck.accept([a])
+        words = BadWords([(a, b)], compiler.constraint(Grammar.regex("a*b?c?")), 2048)
+        words.accept([a])
+        alone = BadWords([(a, b)], None, 2048)
+        alone.accept([a])
+        return {**rows, 0: ended, ROWS - 1: stuck, ROWS - 2: words, ROWS - 3: alone}
+
+    masks = np.full((ROWS, 64), 7, np.int32)
+    stuck = MaskFiller(threads).fill_all(rows(), masks)
+    assert list(stuck) == [ROWS - 1]
+    assert isinstance(stuck[ROWS - 1], InvalidRequest)
+    assert (masks[ROWS - 1] == -1).all()
+    expected = np.zeros(64, np.int32)
+    for row, constraint in rows().items():
+        if row != ROWS - 1:
+            constraint.fill(expected)
+            assert (masks[row] == expected).all(), row
+    assert set(allowed_ids(masks[0], 2048)) == {2041, 2039}
+    assert b not in allowed_ids(masks[ROWS - 2], 2048)
+    assert (masks[PARALLEL_ROWS] == 7).all(), "a row without a constraint stays as it was"
+
+
+def test_nothing_to_do():
+    masks = np.full((2, 64), 7, np.int32)
+    assert MaskFiller(2).fill_all({}, masks) == {}
+    assert (masks == 7).all()
+
+
+def test_masks_must_be_contiguous():
+    with pytest.raises(ValueError, match="contiguous"):
+        MaskFiller().fill_all({}, np.zeros((4, 4), np.int32).T[:2])
+
+
+class PanicException(BaseException):
+    """As pyo3's."""
+
+
+@pytest.mark.parametrize("error", [ValueError("broken"), PanicException("broken"), SystemExit(1)])
+def test_whatever_a_constraint_raises_is_its_own_rows(compiler, error):
+    class Broken:
+        is_complete = False
+
+        def fill(self, mask):
+            raise error
+
+        def accept(self, token_ids):
+            pass
+
+    masks = np.zeros((2, 64), np.int32)
+    stuck = MaskFiller().fill_all({0: Broken(), 1: compiler.constraint(Grammar.regex("ab"))}, masks)
+    assert list(stuck) == [0]
+    assert isinstance(stuck[0], Exception), "what is raised to a reader must not end its event loop"
+    assert error in (stuck[0], stuck[0].__cause__)
+    assert (masks[0] == -1).all()
+    assert allowed_ids(masks[1], 2048)
+
+
+@pytest.mark.parametrize("error", [ValueError("broken"), PanicException("broken")])
+def test_where_filling_in_parallel_fails_only_the_culprit_ends(compiler, backend, error):
+    def fail(executor, jobs, masks):
+        masks[:] = 7
+        raise error
+
+    a = backend.token_to_id("a")
+    rows = {row: compiler.constraint(Grammar.regex("ab")) for row in range(PARALLEL_ROWS)}
+    rows[3] = compiler.constraint(Grammar.ebnf('start: "a" <|im_end|>'))
+    rows[3].accept([a])  # leads nowhere
+    masks = np.zeros((PARALLEL_ROWS, 64), np.int32)
+    stuck = MaskFiller(2, fail).fill_all(rows, masks)
+    assert list(stuck) == [3]
+    for row in set(rows) - {3}:
+        expected = np.zeros(64, np.int32)
+        compiler.constraint(Grammar.regex("ab")).fill(expected)
+        assert (masks[row] == expected).all(), row
+
+
+class Clock:
+    """Of a thread and of the wall: nothing else runs."""
+
+    def __init__(self):
+        self.now = 0.0
+
+    def __call__(self):
+        return self.now
+
+
+class SlowMatcher:
+    """As much of llguidance's as `GrammarConstraint` uses. Every mask allows all and takes `cost` seconds."""
+
+    def __init__(self, clock, cost):
+        self.clock, self.cost = clock, cost
+
+    def unsafe_compute_mask_ptr(self, address, num_bytes):
+        self.clock.now += self.cost
+
+    def try_consume_tokens(self, tokens):
+        return len(tokens)
+
+    def is_error(self):
+        return False
+
+    is_stopped = is_error
+
+    def is_accepting(self):
+        return True
+
+
+class Masks:
+    eos_token_ids = frozenset({0})
+    text, eos = np.full(2, -2, np.int32), np.ones(2, np.int32)
+
+
+def slow(clock, cost):
+    matcher, masks = cast("LLMatcher", SlowMatcher(clock, cost)), cast("TokenBits", Masks())
+    return GrammarConstraint(matcher, masks, "constraint", clock=clock)
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+@pytest.mark.parametrize("costs", [[0.021], [0.05], [0.3], [7.0], [0.1, 0.3, 0.021]])
+def test_a_hostile_grammar_costs_everybody_no_more_than_its_budgets(costs, wrapped):
+    """It ends, and has cost the rows beside it at most its budgets and the two calls that went beyond them.
+    These rows go on, and those that come later share calls again. A step takes as long as the slowest of the
+    masks filled in parallel, and all others one by one.
+    """
+    clock, calls = Clock(), []
+
+    def fill_parallel(executor, jobs, masks):
+        calls.append(len(jobs))
+        clock.now += max(matcher.cost for matcher, _ in jobs)
+
+    def constraint(cost):
+        return BadWords([(1, 2)], slow(clock, cost), 64) if wrapped else slow(clock, cost)
+
+    filler = MaskFiller(2, fill_parallel, clock)
+    usual, num_usual = 20e-6, PARALLEL_ROWS + 2
+    rows = dict(enumerate(constraint(cost) for cost in [*costs, *[usual] * num_usual]))
+    masks = np.zeros((len(rows), 2), np.int32)
+    steps = 0
+    while any(row in rows for row in range(len(costs))):
+        stuck = filler.fill_all(rows, masks)
+        assert all(row < len(costs) for row in stuck), "a neighbour pays for it"
+        for row in stuck:
+            assert "too long to follow" in str(stuck[row])
+            del rows[row]
+        steps += 1
+        for row in rows.values():
+            row.accept([5])
+        hostile_s = clock.now - steps * num_usual * usual
+        each = SHARED_S + REQUEST_S + OUTPUT_S + steps * (SHARED_PER_TOKEN_S + TOKEN_S)
+        assert hostile_s <= len(costs) * each + 2 * sum(costs)
+    late = {row: constraint(usual) for row in range(len(costs) + num_usual, len(masks) + num_usual)}
+    calls.clear()
+    masks = np.zeros((len(masks) + num_usual, 2), np.int32)
+    assert filler.fill_all(rows | late, masks) == {}
+    assert calls == [num_usual]
+
+
+def test_masks_of_the_usual_cost_are_always_filled_in_parallel():
+    clock, calls = Clock(), []
+
+    def fill_parallel(executor, jobs, masks):
+        calls.append(len(jobs))
+        clock.now += 0.003
+
+    filler = MaskFiller(2, fill_parallel, clock)
+    rows = {row: slow(clock, 0.003) for row in range(PARALLEL_ROWS)}
+    for _ in range(2000):
+        assert filler.fill_all(rows, np.zeros((PARALLEL_ROWS, 2), np.int32)) == {}
+        for row in rows.values():
+            row.accept([5])
+    assert calls == [PARALLEL_ROWS] * 2000

@@ -1,0 +1,140 @@
+"""Rows whose mask is not there in time have no token in that step: which token they have does not change,
+those beside them do not wait, and nobody waits for ever.
+"""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+
+from penstock.runtime.requests.fanout import outputs_of
+from penstock.runtime.requests.request import Request, SamplingParams, StoppingParams, TokenLogprobs
+from penstock.runtime.scheduling.pacing import Pacer
+from penstock.runtime.scheduling.plan import StepResult
+from penstock.runtime.scheduling.scheduler import Scheduler, SchedulerConfig
+from tests.runtime.loop.test_core_streams import MAX_LEN, Apart, core
+from tests.support.collector import Collector
+from tests.support.scheduler.fake_runner import EOS, VOCAB, Rota, run_alone
+
+GREEDY = SamplingParams(temperature=0.0)
+
+
+def requests(seed: int) -> list[Request]:
+    """Plain ones and ones under constraints, of one to three outputs, with prompts of one or more chunks."""
+    rng = random.Random(seed)
+    asked: list[Request] = []
+    for i in range(12):
+        n = 1 + i % 3
+        constraints = [Rota(rng.randint(3, 25)) for _ in range(n)] if i % 2 else []
+        request = Request(
+            f"r{i}",
+            tuple(rng.choices(range(VOCAB), k=rng.randint(1, 30))),
+            SamplingParams(seed=i) if i % 3 else GREEDY,
+            StoppingParams(max_tokens=rng.randint(5, 25), ignore_eos=rng.random() < 0.5),
+        )
+        asked += outputs_of(request, n, constraints)
+    return asked
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize(
+    "pacer", [Pacer(10.0, 1), Pacer(10.0, 8), Apart(10.0, 4)], ids=["one", "all", "apart"]
+)
+@pytest.mark.parametrize(
+    "limits",
+    [
+        {},
+        {"scheduling_policy": "priority"},
+        {"sliding_window": 9},
+        {"has_state": True, "prefix_cache_pages": 0},
+    ],
+)
+@pytest.mark.parametrize("share", [0.2, 0.8])
+def test_tokens_do_not_depend_on_the_steps_that_they_are_made_in(
+    overlap: bool, pacer: Pacer, limits: dict[str, Any], share: float
+) -> None:
+    with core(overlap=overlap, pacer=pacer, **limits) as (engine, runner):
+        rng, count = random.Random(3), 0
+
+        def skip(row: int) -> bool:
+            nonlocal count
+            skipped = rng.random() < share
+            count += skipped
+            return skipped
+
+        runner.skip = skip
+        sink, asked = Collector(), requests(7)
+        for request in asked:
+            engine.submit(request, sink)
+        for request in asked:
+            last = sink.last(request.request_id)
+            assert last.finish is not None
+            expected = run_alone(request, MAX_LEN, window=limits.get("sliding_window"))
+            assert (sink.tokens(request.request_id), last.finish.reason) == expected
+        assert engine.load().pages_used == 0
+        assert count > 10
+
+
+@pytest.mark.parametrize(
+    ("late", "expected"), [(True, [1, 2, 3, 5, 9, 17, 33]), (False, [1, 2, 2, 2, 2, 2, 2])]
+)
+def test_who_is_late_sits_out_ever_more_steps_of_the_others(late: bool, expected: list[int]) -> None:
+    """Who is put off because of another one's mask sits out one step each time. The others have windows
+    meanwhile, as if it were not there; and it is back as soon as it is alone.
+    """
+    config = SchedulerConfig(
+        max_num_seqs=4,
+        max_num_batched_tokens=16,
+        max_model_len=400,
+        page_size=4,
+        num_pages=400,
+        eos_token_ids=EOS,
+        max_queued_requests=10,
+    )
+    scheduler = Scheduler(config)
+    stopping = StoppingParams(max_tokens=300, ignore_eos=True)
+    scheduler.add(Request("plain", (1,), GREEDY, stopping), 0)
+    scheduler.add(Request("slow", (1,), GREEDY, stopping, constraint=Rota(300)), 0)
+    gaps: list[int] = []
+    since = windows = 0
+    while len(gaps) < 7:
+        plan = scheduler.schedule(0, max_steps=4)
+        assert plan is not None
+        made = [[5] * row.max_samples for row in plan.rows]
+        slow = [i for i, row in enumerate(plan.rows) if row.request_id == "slow"]
+        windows += plan.num_steps > 1
+        since += 1
+        if slow:
+            gaps.append(since)
+            since = 0
+            made[slow[0]] = []
+            scheduler.put_off(plan, slow, slow if late else ())
+        result = _result(made)
+        scheduler.commit(plan, result, 0, scheduler.accept(plan, result, 0))
+        scheduler.check()
+    assert gaps == expected
+    assert windows > (60 if late else 5)
+    scheduler.abort("plain", "", 0)
+    plan = scheduler.schedule(0)
+    assert plan is not None
+    assert [row.request_id for row in plan.rows] == ["slow"]
+
+
+def _result(made: list[list[int]]) -> StepResult:
+    return StepResult(made, [[TokenLogprobs(0.0)] * len(tokens) for tokens in made])
+
+
+def test_an_abort_of_one_that_is_put_off() -> None:
+    with core() as (engine, runner):
+        runner.skip = lambda row: True
+        sink = Collector()
+        stopping = StoppingParams(max_tokens=20, ignore_eos=True)
+        engine.submit(Request("plain", (1, 2), GREEDY, stopping), sink)
+        engine.submit(Request("never", (1, 2), GREEDY, stopping, constraint=Rota(9)), sink)
+        assert sink.last("plain").finish is not None
+        assert not sink.tokens("never")
+        engine.abort(["never"])
+        assert sink.last("never").finish is not None
+        assert engine.load().pages_used == 0

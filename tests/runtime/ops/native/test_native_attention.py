@@ -1,0 +1,251 @@
+"""The native paged attention against a dense float64 softmax, on every instruction set this machine has and
+on emulated AMX; and that a row's bits depend on nothing but the row.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from penstock.runtime.ops.attention import (
+    kv_layer_shape,
+    make_meta,
+    native_paged_attention,
+)
+from penstock.runtime.ops.native import attention as kernels
+from penstock.runtime.ops.native import library
+from tests.support.native.attention import Batch, Case, Options, Shape, check, draw, runner
+from tests.support.native.kernels import EMULATED, KERNELS, running, threads_with_tiles
+
+pytestmark = pytest.mark.skipif(not library.available(), reason="no native library on this machine")
+
+TOLERANCE = {"bfloat16": 0.015, "float32": 4e-6}
+BASE = Shape(heads=4, kv_heads=2, dim=64, page=16, tokens=160, rows=6, width=64, pages=200)
+PLAIN = Options()
+
+
+@pytest.fixture(params=[name for name in KERNELS if name != "avx512_bf16"])  # without pairs: AVX512's kernels
+def kernel(request: pytest.FixtureRequest) -> Iterator[str]:
+    with running(request.param):
+        yield request.param
+
+
+@functools.cache
+def step(shape: Shape, options: Options = PLAIN, kernel: str = "avx2") -> Callable[..., Any]:
+    return runner(native_paged_attention, shape, options)
+
+
+def run(
+    cases: list[Case], shape: Shape, options: Options, seed: int, kernel: str, shared: int = 0
+) -> tuple[Batch, np.ndarray]:
+    batch = draw(cases, shape, options, seed, shared=shared)
+    out, cache = step(shape, options, kernel)(batch)
+    check(batch, (out, cache), TOLERANCE[shape.dtype])
+    assert not out[len(batch.expected) :].any()
+    return batch, out
+
+
+dtypes = st.sampled_from(["bfloat16", "float32"])
+shapes = st.builds(
+    lambda group, kv_heads, dim, page, dtype: Shape(
+        heads=group * kv_heads,
+        kv_heads=kv_heads,
+        dim=dim,
+        page=page,
+        tokens=160,
+        rows=6,
+        width=1024 // page,
+        pages=3200 // page + 8,
+        dtype=dtype,
+    ),
+    group=st.sampled_from([1, 2, 3, 4, 8, 20]),
+    kv_heads=st.sampled_from([1, 2]),
+    dim=st.sampled_from([16, 64, 80, 96, 128, 256]),
+    page=st.sampled_from([16, 64, 512]),
+    dtype=dtypes,
+)
+rows = st.lists(
+    st.builds(Case, past=st.integers(0, 700), new=st.sampled_from([0, 1, 1, 1, 5, 33])),
+    min_size=1,
+    max_size=4,
+)
+options = st.builds(
+    Options,
+    window=st.sampled_from([None, None, 1, 40, 300]),
+    chunk=st.sampled_from([None, None, 32, 100, 256]),
+    softcap=st.sampled_from([None, 2.0, 30.0]),
+    sinks=st.booleans(),
+)
+
+
+@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(cases=rows, shape=shapes, options=options, seed=st.integers(0, 2**31))
+def test_random_batches(kernel: str, cases: list[Case], shape: Shape, options: Options, seed: int) -> None:
+    run(cases, shape, options, seed, kernel)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("shared", [256, 512, 528])
+def test_shared_prefixes(kernel: str, dtype: str, shared: int) -> None:
+    """Decode rows with common pages, of different lengths, beside others; more columns than a task holds."""
+    shape = Shape(
+        heads=16, kv_heads=2, dim=64, page=16, tokens=96, rows=26, width=64, pages=1100, dtype=dtype
+    )
+    cases = [Case(shared + i * 7 % 90, 1) for i in range(20)] + [
+        Case(255, 1),
+        Case(300, 1),
+        Case(shared, 20),
+        Case(0, 1),
+    ]
+    run(cases, shape, Options(), shared, kernel, shared)
+    run(cases[-6:], shape, Options(softcap=5.0, sinks=True), shared + 1, kernel, shared)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "dim", "options"),
+    [
+        ("bfloat16", 64, PLAIN),
+        ("bfloat16", 80, Options(window=300, softcap=20.0, sinks=True)),
+        ("bfloat16", 16, PLAIN),  # less than a tile
+        ("float32", 64, PLAIN),
+    ],
+)
+def test_bits_depend_on_the_row_alone(kernel: str, dtype: str, dim: int, options: Options) -> None:
+    """A row alone, in a batch, beside rows that share its pages, in chunks of any size: the same bits."""
+    shape = Shape(heads=8, kv_heads=2, dim=dim, page=16, tokens=640, rows=7, width=64, pages=240, dtype=dtype)
+    cases = [Case(600, 1), Case(570, 1), Case(590, 1), Case(0, 300), Case(530, 40), Case(250, 12)]
+    batch = draw(cases, shape, options, 7, shared=512)
+    attend = step(shape, options, kernel)
+    together, cache = attend(batch)
+    sizes = {300: (100, 33, 300), 40: (1, 7, 16), 12: (2, 12), 1: (1,)}  # of chunks, by a row's new tokens
+    at = 0
+    for row, new in enumerate(batch.q_lens[: len(cases)]):
+        for first, count in [(i, min(size, new - i)) for size in sizes[new] for i in range(0, new, size)]:
+            alone = np.zeros_like(batch.q_lens)
+            alone[0] = count
+            tokens = slice(at + first, at + first + count)
+            q, k, v = np.zeros_like(batch.q), np.zeros_like(batch.k), np.zeros_like(batch.v)
+            q[:count], k[:count], v[:count] = batch.q[tokens], batch.k[tokens], batch.v[tokens]
+            starts = np.full_like(batch.starts, batch.starts[row] + first)
+            single = dataclasses.replace(
+                batch,
+                q=q,
+                k=k,
+                v=v,
+                cache=cache,
+                starts=starts,
+                q_lens=alone,
+                table=np.roll(batch.table, -row, 0),
+            )
+            out, _ = attend(single)
+            np.testing.assert_array_equal(out[:count].view(np.uint8), together[tokens].view(np.uint8))
+        at += new
+    assert kernel != EMULATED or threads_with_tiles() == 0
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype"),
+    [((4, 2, 12, 16), "float32"), ((4, 2, 64, 8), "bfloat16"), ((4, 2, 64, 16), "float16")],
+)
+def test_other_shapes_fall_back_to_xla(shape: tuple[int, int, int, int], dtype: str) -> None:
+    small = Shape(*shape, tokens=32, rows=4, width=16, pages=20, dtype=dtype)
+    batch = draw([Case(30, 1), Case(5, 9)], small, Options(), 3)
+    check(batch, step(small)(batch), 2e-5 if dtype == "float32" else 0.01)
+
+
+def test_a_page_outside_the_cache_fails_the_call() -> None:
+    batch = draw([Case(40, 1)], BASE, Options(), 0)
+    batch.table[0, 1] = 1000
+    with pytest.raises(Exception, match="row 0 reads page 1000"):
+        step(BASE)(batch)
+
+
+def test_a_step_of_padding_alone_writes_nothing() -> None:
+    batch = draw([Case(0, 0)], BASE, Options(), 0)
+    check(batch, step(BASE)(batch), 0.0)
+
+
+def test_all_layers_share_the_plan_of_their_window() -> None:
+    """A plan is asked for in every layer, so it is XLA that makes one of equal calls."""
+    num_layers = 6
+
+    def layers(
+        q: jax.Array, kvs: tuple[jax.Array, ...], starts: jax.Array, q_lens: jax.Array, table: jax.Array
+    ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+        meta = make_meta(
+            starts=starts,
+            q_lens=q_lens,
+            page_table=table,
+            num_tokens=q.shape[0],
+            decode_only=False,
+            page_size=BASE.page,
+            num_pages=BASE.pages,
+        )
+        caches = []
+        for layer, kv in enumerate(kvs):
+            new = q[:, : BASE.kv_heads]
+            window = None if layer % 3 else 32
+            out, kv = native_paged_attention(q, new, new, kv, meta, scale=1.0, sliding_window=window)
+            q = q + out
+            caches.append(kv)
+        return q, tuple(caches)
+
+    q = jnp.zeros((BASE.tokens, BASE.heads, BASE.dim), jnp.float32)
+    kv = jnp.zeros(kv_layer_shape(BASE.pages, BASE.page, BASE.kv_heads, BASE.dim), jnp.float32)
+    ints = jnp.zeros(BASE.rows, jnp.int32)
+    table = jnp.zeros((BASE.rows, BASE.width), jnp.int32)
+    compiled = jax.jit(layers).lower(q, (kv,) * num_layers, ints, ints, table).compile().as_text()
+    assert compiled is not None
+    assert compiled.count('custom_call_target="penstock_attention"') == num_layers
+    assert compiled.count('custom_call_target="penstock_attention_plan"') == 2
+
+
+def plan_of(lens: np.ndarray, q_lens: np.ndarray, table: np.ndarray, heads: int) -> np.ndarray:
+    """The plan of rows of `lens` positions after the step, in pages of 16; raises if it does not fit."""
+    made = kernels.plan(
+        jnp.asarray(lens - q_lens),
+        jnp.asarray(q_lens),
+        jnp.asarray(table),
+        num_tokens=int(q_lens.sum()),
+        num_heads=heads,
+        kv_shape=(int(table.max()) + 1, 2, 1, 16, 64),
+        sliding_window=None,
+        chunk=None,
+    )
+    return np.asarray(made)
+
+
+@pytest.mark.parametrize("heads", [1, 3, 16])
+def test_the_largest_plan_fits(heads: int) -> None:
+    """Each row shares one part more with the next: as many tasks with as many members as there can be."""
+    rows = 40
+    table = np.arange(rows * (rows + 1) * 16, dtype=np.int32).reshape(rows, -1)
+    for row in range(1, rows):
+        table[row:, : row * 16] = table[row, : row * 16]
+    lens = np.full(rows, table.shape[1] * 16, np.int32)
+    plan = plan_of(lens, np.ones(rows, np.int32), table, heads)
+    assert plan[0] == rows
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    lens=st.lists(st.integers(1, 900), min_size=1, max_size=8),
+    new=st.lists(st.sampled_from([1, 1, 1, 2, 16, 300]), min_size=8, max_size=8),
+    alike=st.lists(st.integers(0, 60), min_size=8, max_size=8),
+    heads=st.sampled_from([1, 2, 16, 24, 200]),
+)
+def test_every_plan_fits(lens: list[int], new: list[int], alike: list[int], heads: int) -> None:
+    table = np.arange(len(lens) * 57, dtype=np.int32).reshape(len(lens), 57)
+    for row in range(1, len(lens)):
+        table[row, : alike[row]] = table[row - 1, : alike[row]]
+    q_lens = np.minimum(lens, new[: len(lens)]).astype(np.int32)
+    assert plan_of(np.array(lens, np.int32), q_lens, table, heads)[0] == q_lens.sum()

@@ -1,0 +1,108 @@
+"""Fused weights and shared arrays of small parameters in the native kernels: the bits of separate ones."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+from penstock.runtime.ops.native import library
+from penstock.runtime.ops.native.library import Isa
+from penstock.runtime.ops.native.linear import Packed, linear, pack, quantize
+from penstock.runtime.ops.native.rotate import rotate_qkv
+
+BF16 = ml_dtypes.bfloat16
+ROWS, INNER = 37, 192
+SIZES = (96, 48, 48)
+
+pytestmark = pytest.mark.skipif(not library.available(), reason="no native library on this machine")
+
+
+@pytest.fixture(params=[Isa.AVX2, Isa.AMX], ids=["avx2", "best"], autouse=True)
+def isa(request: pytest.FixtureRequest) -> Iterator[None]:
+    library.limit_isa(request.param)
+    yield
+    library.limit_isa(Isa.AMX)
+
+
+def draw(rng: np.random.Generator, *shape: int) -> Any:
+    return rng.standard_normal(shape).astype(BF16)
+
+
+def same_bits(one: Any, other: Any) -> None:
+    np.testing.assert_array_equal(np.asarray(one).view(np.uint16), np.asarray(other).view(np.uint16))
+
+
+def packed(weight: Any, bias: Any, int8: bool) -> Packed:
+    """With arrays of its own."""
+    if not int8:
+        return Packed(jnp.asarray(pack(weight)), None, jnp.asarray(bias))
+    values, scale = quantize(weight)
+    return Packed(jnp.asarray(pack(values)), jnp.asarray(scale), jnp.asarray(bias))
+
+
+@pytest.mark.parametrize("int8", [False, True], ids=["bf16", "int8"])
+@pytest.mark.parametrize("gate", [False, True], ids=["side by side", "gate"])
+def test_one_weight_of_several_with_its_small_parameters_in_pools(int8: bool, gate: bool) -> None:
+    rng = np.random.default_rng(3)
+    sizes = SIZES[1:] if gate else SIZES
+    x, norm = jnp.asarray(draw(rng, ROWS, INNER)), draw(rng, INNER)
+    weights, biases = [draw(rng, n, INNER) for n in sizes], [draw(rng, n) for n in sizes]
+    rows = jnp.int32(ROWS)
+    apart = linear(
+        x,
+        tuple(packed(w, b, int8) for w, b in zip(weights, biases, strict=True)),
+        num_rows=rows,
+        norm=jnp.asarray(norm),
+        eps=1e-6,
+        gate=gate,
+    )
+    whole = packed(np.concatenate(weights), np.concatenate(biases), int8)
+    vectors = jnp.asarray(np.concatenate([draw(rng, 32), norm, *biases, draw(rng, 5)]))
+    scales = None if whole.scale is None else jnp.pad(whole.scale, ((0, 0), (64, 3)), constant_values=7.0)
+    fused = Packed(whole.tiles, scales, vectors, 64, 32 + INNER)
+    together = linear(x, (fused,), num_rows=rows, norm=vectors, norm_at=32, eps=1e-6, gate=gate)
+    same_bits(together, apart)
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_an_int8_output_of_a_weight_that_is_not_finite_is_nan(bad: float) -> None:
+    """It would be quantized to some number, and nobody would hear of it."""
+    rng = np.random.default_rng(5)
+    weight = draw(rng, 48, INNER)
+    weight[17, 100] = bad
+    ones = draw(rng, 4, INNER)
+    out = linear(jnp.asarray(ones), (packed(weight, draw(rng, 48), True),), num_rows=jnp.int32(4))
+    is_nan = np.isnan(np.asarray(out).astype(np.float32))
+    assert is_nan[:, 17].all()
+    assert not np.delete(is_nan, 17, axis=1).any()
+
+
+def test_norms_of_heads_in_a_pool() -> None:
+    rng = np.random.default_rng(4)
+    heads, kv_heads, dim = 4, 2, 64
+    qkv = jnp.asarray(draw(rng, ROWS, (heads + 2 * kv_heads) * dim))
+    angle = rng.uniform(0, 6, (2, ROWS, dim // 2)).astype(np.float32)
+    q_norm, k_norm = draw(rng, dim), draw(rng, dim)
+    vectors = jnp.asarray(np.concatenate([draw(rng, 32), k_norm, q_norm, draw(rng, 8)]))
+
+    def rotated(**norms: Any) -> Any:
+        return rotate_qkv(
+            qkv,
+            jnp.cos(angle[0]),
+            jnp.sin(angle[1]),
+            num_rows=jnp.int32(ROWS),
+            num_heads=heads,
+            num_kv_heads=kv_heads,
+            eps=1e-6,
+            **norms,
+        )
+
+    apart = rotated(q_norm=jnp.asarray(q_norm), k_norm=jnp.asarray(k_norm))
+    together = rotated(q_norm=vectors, k_norm=vectors, q_norm_at=32 + dim, k_norm_at=32)
+    for one, other in zip(together, apart, strict=True):
+        same_bits(one, other)

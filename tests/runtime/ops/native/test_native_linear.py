@@ -1,0 +1,247 @@
+"""The native linear layers against numpy in float64, on every instruction set this machine has and on
+emulated AMX; and that a row's bits depend on nothing but the row.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+from penstock.runtime.models.linear import matmul_int8
+from penstock.runtime.ops.native import library
+from penstock.runtime.ops.native.linear import Packed, linear, pack, packed_shape, quantize, unpack
+from tests.support.native.kernels import EMULATED, KERNELS, running, threads_with_tiles
+
+BF16 = ml_dtypes.bfloat16
+
+pytestmark = pytest.mark.skipif(not library.available(), reason="no native library on this machine")
+
+
+@pytest.fixture(params=KERNELS, autouse=True)
+def kernel(request: pytest.FixtureRequest) -> Iterator[str]:
+    with running(request.param):
+        yield request.param
+
+
+def draw(rng: np.random.Generator, *shape: int, scale: float = 1.0) -> np.ndarray:
+    return (rng.standard_normal(shape) * scale).astype(BF16)
+
+
+def packed(weight: np.ndarray, int8: bool, bias: np.ndarray | None = None) -> Packed:
+    added = None if bias is None else jnp.asarray(bias)
+    if not int8:
+        return Packed(jnp.asarray(pack(weight)), None, added)
+    values, scale = quantize(weight)
+    return Packed(jnp.asarray(pack(values)), jnp.asarray(scale), added)
+
+
+def wide(array: Any) -> np.ndarray:
+    return np.asarray(array).astype(np.float64)
+
+
+def close(got: Any, expected: np.ndarray, tolerance: float) -> None:
+    assert np.abs(wide(got) - expected).max() <= tolerance * expected.std()
+
+
+# Rows below, at and beyond a block of 16 and a pair of blocks; with padding rows behind them.
+SIZES = [
+    (1, 4, 64, 32),
+    (3, 4, 192, 48),
+    (16, 16, 1024, 96),
+    (17, 32, 128, 64),
+    (33, 48, 64, 16),
+    (70, 80, 320, 80),
+]
+
+
+@pytest.mark.parametrize("int8", [False, True], ids=["bf16", "int8"])
+@pytest.mark.parametrize(("rows", "padded", "inner", "out"), SIZES)
+def test_products_norm_residual_and_gate(int8: bool, rows: int, padded: int, inner: int, out: int) -> None:
+    rng = np.random.default_rng(rows * inner + out)
+    x, residual = draw(rng, padded, inner), draw(rng, padded, out)
+    x[rows:] = np.nan  # padding may hold anything
+    first, second, third = (draw(rng, out, inner, scale=0.05) for _ in range(3))
+    bias, norm = draw(rng, out), draw(rng, inner) + BF16(1)
+    count = jnp.int32(rows)
+    real = wide(x[:rows])
+    # int8 rounds twice to about 1/254 of each row's peak; bf16 rounds norm and result to 2^-9.
+    loose, gated = (0.08, 0.35) if int8 else (0.03, 0.06)
+
+    both = linear(
+        jnp.asarray(x),
+        (packed(first, int8, bias), packed(second, int8), packed(third, int8)),
+        num_rows=count,
+        norm=jnp.asarray(norm),
+        eps=1e-5,
+        out_dtype=np.float32,
+    )
+    normed = real / np.sqrt((real**2).mean(axis=1, keepdims=True) + 1e-5) * wide(norm)
+    parts = [normed @ wide(first).T + wide(bias), normed @ wide(second).T, normed @ wide(third).T]
+    close(both[:rows], np.concatenate(parts, axis=1), loose)
+
+    added = linear(jnp.asarray(x), (packed(first, int8),), num_rows=count, residual=jnp.asarray(residual))
+    close(added[:rows], real @ wide(first).T + wide(residual[:rows]), loose)
+
+    mixed = linear(
+        jnp.asarray(x), (packed(first, int8, bias), packed(second, int8)), num_rows=count, gate=True
+    )
+    gate = real @ wide(first).T + wide(bias)
+    close(mixed[:rows], gate / (1 + np.exp(-gate)) * (real @ wide(second).T), gated)
+
+
+def test_exact_small_integers() -> None:
+    """Products of small integers are exact in bf16, so every digit counts: a wrong layout cannot hide."""
+    rng = np.random.default_rng(5)
+    x, weight = rng.integers(-4, 5, (40, 256)), rng.integers(-4, 5, (48, 256))
+    got = linear(
+        jnp.asarray(x.astype(BF16)),
+        (packed(weight.astype(BF16), False),),
+        num_rows=jnp.int32(40),
+        out_dtype=np.float32,
+    )
+    np.testing.assert_array_equal(np.asarray(got), (x @ weight.T).astype(np.float32))
+
+
+@pytest.mark.parametrize("int8", [False, True], ids=["bf16", "int8"])
+def test_a_row_does_not_depend_on_the_others(int8: bool) -> None:
+    """A row alone, at any place, beside any number of others: the same bits."""
+    rng = np.random.default_rng(6)
+    inner, out, most = 192, 48, 500  # an odd number of steps for either format, and of blocks
+    first, second = (packed(draw(rng, out, inner, scale=0.05), int8, draw(rng, out)) for _ in range(2))
+    third = packed(draw(rng, 16, inner), int8)
+    x, residual, norm = draw(rng, most, inner), draw(rng, most, out), jnp.asarray(draw(rng, inner))
+
+    @functools.cache
+    def programs(padded: int) -> Any:
+        def run(rows: jax.Array, added: jax.Array, count: jax.Array) -> list[jax.Array]:
+            return [
+                linear(rows, (first, second, third), num_rows=count, out_dtype=np.float32),
+                linear(rows, (first,), num_rows=count, residual=added),
+                linear(rows, (first, second), num_rows=count, norm=norm, eps=1e-5, gate=True),
+            ]
+
+        return jax.jit(run)
+
+    def run(rows: np.ndarray) -> list[np.ndarray]:
+        padded = -(-len(rows) // 16) * 16
+        filled = np.resize(rows, padded)
+        results = programs(padded)(x[filled], residual[filled], jnp.int32(len(rows)))
+        return [np.asarray(result)[: len(rows)].view(np.uint8) for result in results]
+
+    alone = [
+        np.concatenate(results)
+        for results in zip(*(run(np.array([row])) for row in range(most)), strict=True)
+    ]
+    for count in (2, 4, 7, 15, 16, 17, 25, 31, 32, 33, 64, 161, most):
+        rows = rng.permutation(most)[:count]
+        for together, one_by_one in zip(run(rows), alone, strict=True):
+            np.testing.assert_array_equal(together, one_by_one[rows], err_msg=f"{count} rows")
+
+
+@pytest.mark.parametrize("int8", [False, True], ids=["bf16", "int8"])
+def test_rows_that_take_several_passes_do_not_depend_on_each_other(int8: bool) -> None:
+    """So many inputs that the second cache does not hold all rows."""
+    rng = np.random.default_rng(9)
+    inner = 16512
+    weight, x = packed(draw(rng, 16, inner, scale=0.05), int8), draw(rng, 100, inner)
+
+    def run(begin: int, end: int) -> np.ndarray:
+        rows, count = jnp.asarray(np.roll(x, -begin, 0)), jnp.int32(end - begin)
+        return np.asarray(linear(rows, (weight,), num_rows=count, out_dtype=np.float32))[: end - begin]
+
+    together = run(0, 100)
+    for begin, end in [(0, 1), (20, 27), (5, 21), (35, 99)]:
+        np.testing.assert_array_equal(run(begin, end), together[begin:end])
+
+
+def test_int8_sums_are_exact() -> None:
+    """Rows whose peak is 127 are quantized to themselves, so the sums are whole numbers known exactly."""
+    rng = np.random.default_rng(8)
+    x = rng.integers(-126, 127, (37, 192))
+    x[:, 5], x[3] = 127, -127
+    values = rng.integers(-127, 128, (32, 192)).astype(np.int8)
+    sums = values.astype(np.int64).sum(axis=1) * 128
+    scale = np.stack([np.ones(32), sums]).astype(np.float32)
+    weight = Packed(jnp.asarray(pack(values)), jnp.asarray(scale))
+    got = linear(jnp.asarray(x.astype(BF16)), (weight,), num_rows=jnp.int32(37), out_dtype=np.float32)
+    np.testing.assert_array_equal(np.asarray(got), (x @ values.T.astype(np.int64)).astype(np.float32))
+
+
+@pytest.mark.parametrize("int8", [False, True], ids=["bf16", "int8"])
+def test_a_row_with_nan_or_infinity_is_not_finite_and_the_others_keep_their_bits(int8: bool) -> None:
+    """As in XLA's form; a row that came out finite would be served as an answer."""
+    rng = np.random.default_rng(10)
+    weight, other = (packed(draw(rng, 32, 192, scale=0.05), int8) for _ in range(2))
+    norm = jnp.asarray(draw(rng, 192))
+    clean = draw(rng, 40, 192)
+    spoiled = {0: np.nan, 7: -np.nan, 16: np.inf, 33: -np.inf}
+    x = clean.copy()
+    for row, value in spoiled.items():
+        x[row, row * 3] = value
+
+    def run(rows: np.ndarray, count: int) -> list[np.ndarray]:
+        given, num_rows = jnp.asarray(rows), jnp.int32(count)
+        results = [
+            linear(given, (weight,), num_rows=num_rows, out_dtype=np.float32),
+            linear(given, (weight,), num_rows=num_rows, norm=norm, eps=1e-5, out_dtype=np.float32),
+            linear(given, (weight,), num_rows=num_rows, residual=given[:, :32]),
+            linear(given, (weight, other), num_rows=num_rows, gate=True),
+        ]
+        return [np.asarray(result)[:count].astype(np.float32) for result in results]
+
+    others = [row for row in range(len(x)) if row not in spoiled]
+    for dirty, whole, few in zip(run(x, 40), run(clean, 40), run(x, 1), strict=True):
+        np.testing.assert_array_equal(dirty[others], whole[others])
+        assert not np.isfinite(dirty[list(spoiled)]).any()
+        assert np.isnan(dirty[[0, 7]]).all()
+        assert np.isnan(few).all()
+    if int8:
+        values = jnp.asarray(unpack(np.asarray(weight.tiles)))
+        expected = np.asarray(matmul_int8(jnp.asarray(x), values, jnp.ones((32,), jnp.float32)))
+        np.testing.assert_array_equal(np.isnan(run(x, 40)[0]), np.isnan(expected))
+
+
+@pytest.mark.parametrize("int8", [False, True], ids=["bf16", "int8"])
+@pytest.mark.parametrize("rows", [1, 40])
+def test_amx_tiles_are_released(kernel: str, int8: bool, rows: int) -> None:
+    """Else the system saves 8 KiB of them whenever it switches threads."""
+    if kernel != EMULATED:
+        pytest.skip("not counted there")
+    rng = np.random.default_rng(11)
+    x = jnp.asarray(draw(rng, rows, 64))
+    np.asarray(linear(x, (packed(draw(rng, 32, 64), int8),), num_rows=jnp.int32(rows)))
+    assert threads_with_tiles() == 0
+
+
+@pytest.mark.parametrize("dtype", [BF16, np.int8])
+def test_packing_is_a_permutation(dtype: type) -> None:
+    weight = (
+        np.arange(32 * 128)
+        .reshape(32, 128)
+        .astype(np.int8 if dtype is np.int8 else np.int16)
+        .view(np.int8 if dtype is np.int8 else BF16)
+    )
+    tiles = pack(weight)
+    assert tiles.shape == packed_shape(32, 128, int8=dtype is np.int8)
+    np.testing.assert_array_equal(unpack(tiles), weight)
+    group = 4 if dtype is np.int8 else 2
+    # Output 17, input 70: block, tile, group of inputs, output within the block, input within the group.
+    per_tile = 16 * group
+    assert tiles[1, 70 // per_tile, 70 % per_tile // group, 1, 70 % group] == weight[17, 70]
+
+
+def test_quantized_weights_are_within_half_a_step() -> None:
+    weight = draw(np.random.default_rng(7), 16, 64)
+    values, scale = quantize(weight)
+    assert np.abs(values * scale[0][:, None] - wide(weight)).max() <= scale[0].max() / 2 * 1.0001
+    np.testing.assert_array_equal(scale[1], values.astype(np.int64).sum(axis=1) * 128)
+    zero, scale = quantize(np.zeros((16, 64), BF16))
+    assert not zero.any()
+    assert np.isfinite(scale).all()

@@ -1,0 +1,82 @@
+"""Paged attention in XLA against a dense softmax over contiguous keys, on random ragged batches."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from penstock.runtime.ops.attention import (
+    kv_layer_shape,
+    kv_storage_dtype,
+    make_meta,
+    paged_attention,
+)
+from tests.support.native.attention import Case, Options, Shape, check, draw, runner
+
+PAGE, ROWS, DIM = 4, 4, 8
+OPTIONS = (
+    Options(),
+    Options(window=1),
+    Options(window=5),
+    Options(chunk=8),
+    Options(softcap=2.0, sinks=True),
+    Options(window=7, chunk=12, sinks=True),
+)
+
+
+@functools.cache
+def step(shape: Shape, options: Options, decode: bool) -> Callable[..., Any]:
+    return runner(paged_attention, shape, options, decode=decode)
+
+
+rows = st.lists(st.builds(Case, past=st.integers(0, 30), new=st.integers(1, 20)), min_size=1, max_size=ROWS)
+options = st.sampled_from(OPTIONS)
+seeds = st.integers(0, 2**31)
+
+
+@settings(max_examples=40, deadline=None)
+@given(rows, st.sampled_from([(4, 2), (3, 1)]), options, seeds)
+def test_mixed_batches(cases: list[Case], heads: tuple[int, int], options: Options, seed: int) -> None:
+    """Prefill chunks and decode rows of different lengths together."""
+    shape = Shape(*heads, dim=DIM, page=PAGE, tokens=96, rows=ROWS, width=24, pages=70)
+    batch = draw(cases, shape, options, seed)
+    check(batch, step(shape, options, False)(batch), 2e-5)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(st.integers(0, 60), min_size=1, max_size=ROWS), options, seeds)
+def test_decode_batches(pasts: list[int], options: Options, seed: int) -> None:
+    """One token a row, as decode programs have it; fewer rows than the bucket holds."""
+    shape = Shape(heads=4, kv_heads=2, dim=DIM, page=PAGE, tokens=ROWS, rows=ROWS, width=24, pages=70)
+    batch = draw([Case(past, 1) for past in pasts], shape, options, seed)
+    check(batch, step(shape, options, True)(batch), 2e-5)
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_sixteen_bit_cache_keeps_exact_values(dtype: jnp.dtype) -> None:
+    """A 16-bit cache is stored as raw uint16 and read back as what was written: one position attends to
+    itself alone.
+    """
+    kv = jnp.zeros(kv_layer_shape(2, PAGE, 1, DIM), kv_storage_dtype(np.dtype(dtype)))
+    assert kv.dtype == kv_storage_dtype(np.dtype(dtype)) == np.uint16
+    value = jnp.arange(1, 1 + DIM, dtype=dtype).reshape(1, 1, DIM) / jnp.asarray(3, dtype)
+    value = jnp.concatenate([value] + [jnp.zeros_like(value)] * 3)
+    meta = make_meta(
+        starts=jnp.zeros(4, jnp.int32),
+        q_lens=jnp.array([1, 0, 0, 0], jnp.int32),
+        page_table=jnp.ones((4, 2), jnp.int32),
+        num_tokens=4,
+        decode_only=True,
+        page_size=PAGE,
+        num_pages=2,
+    )
+    out, _ = paged_attention(value, value, value, kv, meta, scale=1.0)
+    assert out.dtype == dtype
+    np.testing.assert_array_equal(np.asarray(out[0]), np.asarray(value[0]))

@@ -1,0 +1,237 @@
+"""Sharing by hand: what is found, promised, published, evicted and flushed. Pages have 4 positions."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from penstock.runtime.requests.request import CacheParams, Request
+from penstock.runtime.scheduling.plan import Plan
+from penstock.runtime.scheduling.scheduler import Scheduler
+from tests.support.scheduler.scheduling import WORD, commit, dispatch, make
+
+PROMPT = tuple(range(100, 110))  # two full pages and two tokens
+
+
+def add(
+    scheduler: Scheduler,
+    name: str,
+    prompt: tuple[int, ...] = PROMPT,
+    cache: CacheParams | None = None,
+) -> None:
+    scheduler.add(Request(name, prompt, cache=cache or CacheParams()), 1)
+
+
+def cached(**limits: Any) -> Scheduler:
+    return make(**({"prefix_cache_pages": None, "max_num_batched_tokens": 16} | limits))
+
+
+def step(scheduler: Scheduler, token: int = WORD) -> Plan:
+    plan = dispatch(scheduler)
+    commit(scheduler, plan, token)
+    return plan
+
+
+def starts(plan: Plan) -> dict[str, int]:
+    return {row.request_id: row.start for row in plan.rows}
+
+
+def finish(scheduler: Scheduler, *names: str) -> None:
+    for name in names:
+        assert scheduler.abort(name, "", 9) is not None
+    scheduler.check()
+
+
+def test_a_second_request_starts_behind_the_full_pages_of_the_first():
+    scheduler = cached()
+    add(scheduler, "a")
+    step(scheduler)
+    add(scheduler, "b", (*PROMPT[:9], 1, 2, 3))
+    plan = dispatch(scheduler)
+    row = next(row for row in plan.rows if row.request_id == "b")
+    assert (row.start, row.token_ids) == (8, (108, 1, 2, 3))
+    assert [write.pages for write in plan.page_writes if write.slot == 1] == [(0, 1, 3)]
+    assert scheduler.load().pages_used == 4  # 3 of "a", of which "b" shares 2
+    output = scheduler.abort("b", "", 5)
+    assert output is not None
+    assert output.timing is not None
+    assert output.timing.cached_prompt_tokens == 8
+
+
+def test_rows_of_one_step_share_what_that_step_computes():
+    scheduler = cached()
+    for name in "abc":
+        add(scheduler, name)
+    plan = step(scheduler)
+    assert starts(plan) == {"a": 0, "b": 8, "c": 8}
+    assert scheduler.load().pages_used == 3 + 1 + 1
+
+
+def test_a_whole_cached_prompt_leaves_one_token_to_compute():
+    """8 tokens are two pages, but the second is computed again for its last token, in a page of its own."""
+    scheduler = cached()
+    add(scheduler, "a", PROMPT[:8])
+    step(scheduler)
+    add(scheduler, "b", PROMPT[:8])
+    plan = step(scheduler)
+    assert starts(plan) == {"a": 8, "b": 4}
+    add(scheduler, "c", PROMPT)
+    assert starts(step(scheduler))["c"] == 8
+
+
+def test_who_needs_a_promised_page_waits_and_others_pass():
+    scheduler = cached(max_num_batched_tokens=6, max_num_seqs=4, max_prefill_chunk=4)
+    add(scheduler, "a")
+    add(scheduler, "b")
+    add(scheduler, "other", (1, 2))
+    assert starts(step(scheduler)) == {"a": 0, "other": 0}
+    assert scheduler.active_ids() == ("a", "b", "other")
+    assert starts(step(scheduler)) == {"a": 4, "b": 8, "other": 2}  # "a" publishes the second page just here
+    assert starts(step(scheduler)) == {"a": 8, "b": 9, "other": 3}
+
+
+def test_when_the_one_who_promised_goes_the_next_computes_itself():
+    scheduler = cached(max_num_batched_tokens=4)
+    for name in "abc":
+        add(scheduler, name)
+    assert starts(step(scheduler)) == {"a": 0}
+    finish(scheduler, "a")
+    assert starts(step(scheduler)) == {"b": 4}  # the first page stays; "c" waits for the second
+    assert starts(step(scheduler)) == {"b": 8, "c": 8}
+
+
+def test_generated_pages_are_shared_once_their_tokens_are_known():
+    scheduler = cached()
+    add(scheduler, "a", PROMPT[:6])
+    plans = [dispatch(scheduler) for _ in range(4)]  # positions 6, 7 and 8 are dispatched
+    add(scheduler, "b", (*PROMPT[:6], 11, 12, 5))
+    for plan, token in zip(plans[:2], (11, 12), strict=True):
+        commit(scheduler, plan, token)
+    pool = scheduler.roster.pool
+    assert pool.num_published == 1  # tokens 0 to 7 are known; position 7 counts when what it sampled is known
+    commit(scheduler, plans[2], 13)
+    assert pool.num_published == 2
+    assert starts(dispatch(scheduler))["b"] == 8
+
+
+def test_a_finished_request_leaves_its_pages_until_they_are_wanted():
+    scheduler = cached(num_pages=4, max_model_len=17)
+    add(scheduler, "a")
+    step(scheduler)
+    finish(scheduler, "a")
+    assert scheduler.load().pages_used == 0
+    assert scheduler.roster.pool.num_cached == 2
+    add(scheduler, "b", tuple(range(200, 212)))  # 3 pages: the free ones, then the end of a's prefix
+    step(scheduler)
+    finish(scheduler, "b")
+    add(scheduler, "c")
+    assert starts(step(scheduler)) == {"c": 4}
+
+
+def test_a_preempted_request_resumes_from_what_it_published():
+    scheduler = cached()
+    add(scheduler, "a", PROMPT[:6])
+    for token in (11, 12, 13):
+        step(scheduler, token)
+    scheduler.preempt_all()
+    plan = dispatch(scheduler)
+    (row,) = plan.rows
+    assert (row.start, row.token_ids, row.samples) == (8, (13,), True)
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        (CacheParams(), CacheParams(salt="tenant")),
+        (CacheParams(salt="one"), CacheParams(salt="other")),
+        (CacheParams(bypass=True), CacheParams()),
+        (CacheParams(), CacheParams(bypass=True)),
+    ],
+)
+def test_what_is_not_shared(first, second):
+    scheduler = cached(max_num_batched_tokens=32)
+    add(scheduler, "a", cache=first)
+    add(scheduler, "b", cache=second)
+    assert starts(step(scheduler)) == {"a": 0, "b": 0}
+    finish(scheduler, "a", "b")
+    add(scheduler, "c", cache=second)
+    assert starts(step(scheduler)) == {"c": 0 if second.bypass else 8}
+
+
+def test_salts_are_no_way_to_another_ones_pages():
+    """The root is made of generation, adapter and salt: no salt may look like the others."""
+    scheduler = cached()
+    add(scheduler, "a")
+    step(scheduler)
+    for i, salt in enumerate(("0:0:", "0", "\x00", " ", "1:0:")):
+        add(scheduler, f"b{i}", cache=CacheParams(salt=salt))
+        assert starts(step(scheduler))[f"b{i}"] == 0
+        finish(scheduler, f"b{i}")
+
+
+def test_equal_tokens_behind_another_beginning_are_another_page():
+    scheduler = cached()
+    add(scheduler, "a")
+    step(scheduler)
+    add(scheduler, "b", (1, *PROMPT[1:]))
+    assert starts(step(scheduler))["b"] == 0
+
+
+def test_a_flush_forgets_all_and_who_runs_publishes_nothing_more():
+    scheduler = cached()
+    add(scheduler, "done")
+    step(scheduler)
+    finish(scheduler, "done")
+    add(scheduler, "runs", tuple(range(200, 206)))
+    step(scheduler)
+    assert scheduler.flush_prefix_cache() == (2, 1)
+    scheduler.check()
+    for _ in range(3):
+        step(scheduler)
+    assert scheduler.roster.pool.num_published == 0
+    add(scheduler, "again")
+    assert starts(step(scheduler))["again"] == 0
+
+
+@pytest.mark.parametrize("preempts", [False, True])
+def test_new_weights_share_nothing_with_the_old(preempts):
+    scheduler = cached(max_num_batched_tokens=8)
+    add(scheduler, "a")
+    step(scheduler)
+    if preempts:
+        scheduler.preempt_all()
+    scheduler.use_weights(1)
+    scheduler.check()
+    add(scheduler, "b")
+    first = starts(step(scheduler))
+    # Whoever goes on with the old KV promises and publishes nothing; whoever begins anew does.
+    assert first == ({"a": 0} if preempts else {"a": 8, "b": 0})
+    second = starts(step(scheduler))
+    assert second == ({"a": 8, "b": 8} if preempts else {"a": 10, "b": 6})
+
+
+def test_switched_off_there_is_no_cache():
+    scheduler = make(prefix_cache_pages=0, max_num_batched_tokens=32)
+    add(scheduler, "a")
+    add(scheduler, "b")
+    assert starts(step(scheduler)) == {"a": 0, "b": 0}
+    finish(scheduler, "a", "b")
+    assert scheduler.roster.pool.num_free == 16
+
+
+def test_no_more_pages_are_kept_than_allowed():
+    scheduler = cached(prefix_cache_pages=3)
+    for i in range(3):
+        add(scheduler, "a", tuple(range(i * 10, i * 10 + 9)))
+        step(scheduler)
+        finish(scheduler, "a")
+    assert scheduler.roster.pool.num_cached == 3
+
+
+def test_waiting_for_a_lower_priority_is_not_asked_of_a_higher_one():
+    scheduler = cached(max_num_batched_tokens=4, scheduling_policy="priority")
+    scheduler.add(Request("low", PROMPT, priority=0), 1)
+    assert starts(step(scheduler)) == {"low": 0}
+    scheduler.add(Request("high", PROMPT, priority=1), 1)
+    assert starts(step(scheduler)) == {"high": 4}  # what is published is shared; the rest it computes itself

@@ -1,0 +1,224 @@
+"""Random arrivals, steps, aborts, time limits, preemptions, flushes and weight updates on a fake runner that
+reads through the page tables.
+
+After every event `support.traffic` checks the plan and the accounts; at the end every request must have made
+the tokens of the same model run alone on a list: no scheduler, pages, chunks, windows, sharing or
+preemptions. So streams are the same with steps overlapped or not, in windows of any length, cached or not, in
+any company.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable, Iterator
+from dataclasses import Field, dataclass, fields
+from typing import Any
+
+from hypothesis import given, note, settings
+from hypothesis import strategies as st
+
+from penstock.runtime.requests.fanout import outputs_of
+from penstock.runtime.requests.request import CacheParams, Request, SamplingParams, StoppingParams
+from penstock.runtime.scheduling.scheduler import SchedulerConfig
+from tests.support.scheduler.fake_runner import EOS, VOCAB, Rota
+from tests.support.scheduler.traffic import Traffic
+
+
+def random_config(rng: random.Random) -> SchedulerConfig:
+    max_num_seqs = rng.randint(1, 5)
+    num_pages = rng.choice([rng.randint(1, 5), rng.randint(5, 16), 30])
+    return SchedulerConfig(
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_seqs + rng.randint(0, 8),
+        max_model_len=rng.choice([rng.randint(2, 12), rng.randint(12, 40), 40]),
+        page_size=rng.randint(1, 4),
+        num_pages=num_pages,
+        eos_token_ids=EOS,
+        max_queued_requests=rng.randint(1, 8),
+        feature_slots=rng.choice([None, rng.randint(1, max_num_seqs)]),
+        max_prefill_chunk=rng.choice([None, rng.randint(1, 6)]),
+        scheduling_policy=rng.choice(["fcfs", "priority"]),
+        prefix_cache_pages=rng.choice([None, None, 0, rng.randint(1, num_pages)]),
+        sliding_window=rng.choice([None, None, rng.randint(1, 12)]),
+        window_steps=rng.choice([(), (), (1, 2, 4), (1, 3)]),
+    )
+
+
+def random_prompt(rng: random.Random) -> tuple[int, ...]:
+    """Half of them begin like others do."""
+    beginning: list[int] = []
+    if rng.random() < 0.6:
+        beginning = random.Random(rng.randint(0, 1)).choices(range(VOCAB), k=24)[: rng.randint(1, 24)]
+    return (*beginning, *rng.choices(range(VOCAB), k=rng.randint(0 if beginning else 1, 12)))
+
+
+def random_request(rng: random.Random) -> Request:
+    max_tokens = rng.choice([None, rng.randint(1, 20)])
+    min_tokens = rng.choice([0, 0, rng.randint(1, 5)])
+    stopping = StoppingParams(
+        max_tokens=max_tokens,
+        min_tokens=min_tokens if max_tokens is None else min(min_tokens, max_tokens),
+        stop_token_ids=tuple(rng.choices(range(VOCAB), k=rng.randint(0, 2))),
+        ignore_eos=rng.random() < 0.5,
+        time_limit_s=rng.choice([None, None, None, rng.randint(1, 9)]),
+    )
+    return Request(
+        f"r{rng.randint(0, 20)}",
+        random_prompt(rng),
+        stopping=stopping,
+        logprobs=rng.choice([None, 0, 2]),
+        cache=CacheParams(rng.choice(["", "", "salt"]), rng.random() < 0.1),
+        sampling=SamplingParams(seed=rng.randrange(2**64), presence_penalty=rng.choice([0.0, 0.0, 1.0])),
+        priority=rng.randint(-1, 1),
+    )
+
+
+def random_outputs(rng: random.Random) -> list[Request]:
+    """One request as the engine sees it."""
+    n = rng.choice([1, 1, 1, rng.randint(2, 4)])
+    limits = [rng.randint(1, 20) for _ in range(n)]
+    constraints = [Rota(limit) for limit in limits] if rng.random() < 0.2 else []
+    return outputs_of(random_request(rng), n, constraints)
+
+
+@dataclass(frozen=True)
+class Event:
+    """Something that happens to the scheduler; a test that fails prints those that led to it."""
+
+    kind: str
+    requests: tuple[Request, ...] = ()
+    name: str = ""
+    stop: bool = False
+    """Whether a stop string ended it."""
+    recompute: bool = False
+    num: int = 0
+    """Of plans, or of seconds."""
+    ahead: int = 0
+    admit: bool = True
+    limits: tuple[int, int | None, int] = (1, None, 0)
+    """Most decode steps, prefill budget and apart_steps of the plans made."""
+    meanwhile: tuple[Event, ...] = ()
+
+    def __str__(self) -> str:
+        """What is not as in most events."""
+        told = [f"{each.name}={getattr(self, each.name)}" for each in fields(self) if self.differs(each)]
+        told += [f"({event})" for event in self.meanwhile]
+        return " ".join([self.kind, *told, *map(describe, self.requests)])
+
+    def differs(self, each: Field[Any]) -> bool:
+        return each.name not in ("kind", "requests", "meanwhile") and getattr(self, each.name) != each.default
+
+
+def describe(request: Request) -> str:
+    """A request as its scheduler sees it."""
+    stopping, sampling = request.stopping, request.sampling
+    told = {
+        "prompt": request.prompt_token_ids,
+        "max": stopping.max_tokens,
+        "min": stopping.min_tokens,
+        "stop": stopping.stop_token_ids,
+        "ignore_eos": stopping.ignore_eos,
+        "time_limit_s": stopping.time_limit_s,
+        "logprobs": request.logprobs,
+        "salt": request.cache.salt,
+        "bypass": request.cache.bypass,
+        "seed": sampling.seed,
+        "penalties": sampling.has_penalties,
+        "priority": request.priority,
+        "constraint": request.constraint,
+        "fork_of": request.fork_of,
+    }
+    return f"[{request.request_id!r} {' '.join(f'{k}={v}' for k, v in told.items() if v)}]"
+
+
+def draw_limits(rng: random.Random) -> tuple[int, int | None, int]:
+    return (
+        rng.choice([1, 1, 8, rng.randint(2, 7)]),
+        rng.choice([None, None, rng.randint(1, 6)]),
+        rng.choice([0, rng.randint(1, 12)]),
+    )
+
+
+def draw_arrivals(rng: random.Random, num: int) -> Event:
+    return Event("arrive", tuple(output for _ in range(num) for output in random_outputs(rng)))
+
+
+def draw_abort(traffic: Traffic, rng: random.Random) -> Event:
+    return Event("abort", name=rng.choice(sorted(traffic.active)), stop=rng.random() < 0.5)
+
+
+def draw_calls(traffic: Traffic, rng: random.Random) -> Iterator[Event]:
+    """What other threads do while constraints are fed: they may use ids that were in use until just now."""
+    for _ in range(rng.choice([0, 0, 1, 3])):
+        if traffic.active and rng.random() < 0.6:
+            yield draw_abort(traffic, rng)
+        else:
+            yield draw_arrivals(rng, 1)
+
+
+def draw_event(traffic: Traffic, rng: random.Random) -> Event:
+    kind = rng.choices(
+        ["arrive", "run", "dispatch", "commit", "abort", "wait", "preempt_all", "flush", "update"],
+        [8, 10, 4, 3, 2, 2, 1, 1, 1],
+    )[0]
+    if kind == "arrive":
+        return draw_arrivals(rng, rng.randint(1, 4))
+    if kind == "run":
+        return Event(kind, num=rng.randint(1, 8), ahead=rng.randint(0, 1), limits=draw_limits(rng))
+    if kind == "dispatch":
+        return Event(kind, admit=rng.random() < 0.7, limits=draw_limits(rng))
+    if kind == "commit":
+        return Event(kind, meanwhile=tuple(draw_calls(traffic, rng)))
+    if kind == "abort" and traffic.active:
+        return draw_abort(traffic, rng)
+    if kind == "wait":
+        return Event(kind, num=rng.randint(1, 4))
+    if kind == "update":
+        return Event(kind, recompute=rng.random() < 0.6)
+    return Event(kind)
+
+
+def apply(event: Event, traffic: Traffic) -> None:
+    """Has the event happen, unless there is nothing that it could happen to."""
+    if event.kind == "arrive":
+        for request in event.requests:
+            traffic.arrive(request)
+    elif event.kind == "run":
+        traffic.run(event.num, event.ahead, *event.limits)
+    elif event.kind == "dispatch" and len(traffic.in_flight) < 2:
+        traffic.dispatch(event.admit, *event.limits)
+    elif event.kind == "commit" and traffic.in_flight:
+        traffic.commit(meanwhile=lambda: apply_all(event.meanwhile, traffic))
+    elif event.kind == "abort" and event.name in traffic.active:
+        traffic.abort(event.name, event.stop)
+    elif event.kind == "wait":
+        traffic.wait(event.num)
+    elif event.kind == "preempt_all":
+        traffic.preempt_all()
+    elif event.kind == "flush":
+        traffic.flush()
+    elif event.kind == "update":
+        traffic.update_weights(recompute=event.recompute)
+
+
+def apply_all(events: Iterable[Event], traffic: Traffic) -> None:
+    for event in events:
+        apply(event, traffic)
+
+
+# All comes from one seed: drawn by hypothesis one by one, events cost more than the scheduler and cluster at
+# the smallest limits. Their number still shrinks.
+@settings(max_examples=300, deadline=None)  # no deadline: the machine that runs this may be busy
+@given(seed=st.integers(0, 2**32 - 1), num_events=st.integers(10, 80))
+def test_random_traffic(seed, num_events):
+    rng = random.Random(seed)
+    config = random_config(rng)
+    note(repr(config))
+    traffic = Traffic(config)
+    for _ in range(num_events):
+        event = draw_event(traffic, rng)
+        note(str(event))
+        apply(event, traffic)
+        traffic.accounts_agree()
+    prefill_budget, apart_steps = rng.choice([None, rng.randint(1, 4)]), rng.choice([0, rng.randint(1, 12)])
+    traffic.end(rng.randint(0, 1), rng.choice([1, 8]), prefill_budget, apart_steps)

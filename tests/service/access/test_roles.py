@@ -1,0 +1,53 @@
+"""Every RPC of the contract has a rule, and the rules are those that were agreed."""
+
+from __future__ import annotations
+
+import pytest
+
+from penstock.service.access.callers import ANYBODY, Caller, Role
+from penstock.service.access.roles import RULES, check_model, check_role, rule_of
+from penstock.service.access_errors import Forbidden
+from penstock.v1 import control_pb2, inference_pb2
+
+INFER = Caller("i", frozenset({Role.INFER}))
+CONTROL = Caller("c", frozenset({Role.CONTROL}))
+CONTRACT = {
+    f"{service.full_name}/{method.name}"
+    for file in (inference_pb2.DESCRIPTOR, control_pb2.DESCRIPTOR)
+    for service in file.services_by_name.values()
+    for method in service.methods
+}
+EVERYBODY = {
+    *("InferenceService/Generate", "InferenceService/Stream", "InferenceService/Abort"),
+    *("ControlService/GetModelInfo", "ControlService/GetServerInfo", "ControlService/GetLoad"),
+    *("ControlService/Tokenize", "ControlService/Detokenize"),
+}
+
+
+def test_every_rpc_of_the_contract_has_a_rule():
+    """An RPC added to the contract fails here until somebody has decided whose it is."""
+    assert len(CONTRACT) == 14
+    assert set(RULES) == CONTRACT
+
+
+@pytest.mark.parametrize("method", sorted(CONTRACT))
+def test_who_may_call_it(method):
+    check_role(CONTROL, method)
+    check_role(ANYBODY, method)
+    if method.removeprefix("penstock.v1.") in EVERYBODY:
+        check_role(INFER, method)
+    else:
+        with pytest.raises(Forbidden, match=r"needs a key with the role control, which 'i' does not have"):
+            check_role(INFER, method)
+
+
+def test_what_is_in_no_table_is_for_control_only():
+    assert rule_of("penstock.v1.ControlService/Tomorrow").role is Role.CONTROL
+
+
+def test_models():
+    check_model(INFER, "m")
+    limited = Caller("l", frozenset(Role), frozenset({"m", "n"}))
+    check_model(limited, "m")
+    with pytest.raises(Forbidden, match="'l' is not for the model that is served here"):
+        check_model(limited, "o")

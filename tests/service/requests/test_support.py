@@ -1,0 +1,306 @@
+"""Every field of every request message either has an effect that a test shows, or is refused when set."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from google.protobuf.descriptor import Descriptor, FieldDescriptor
+from google.protobuf.message import Message
+from google.protobuf.message_factory import GetMessageClass
+
+from penstock.runtime.errors import InvalidRequest, UnsupportedFeature
+from penstock.service.requests.support import HONOURED, REFUSED, REFUSED_RPCS, check_supported, check_wire
+from penstock.v1 import control_pb2, inference_pb2, types_pb2
+from tests.service.rig import failure_of, generate, serving, stream
+
+SERVICES = [
+    inference_pb2.DESCRIPTOR.services_by_name["InferenceService"],
+    control_pb2.DESCRIPTOR.services_by_name["ControlService"],
+]
+METHODS = {f"{s.full_name}/{m.name}": m for s in SERVICES for m in s.methods}
+SERVED = {name: method for name, method in METHODS.items() if name not in REFUSED_RPCS}
+GENERATE, CONTROL, REAL = "test_generate", "test_control", "test_cache_and_priority"
+CHATS, CONSTRAINTS, CONTEXT = "test_chats", "test_constraints", "test_context"
+
+EFFECTS = {
+    "request_id": f"{GENERATE}::test_request_id_reaches_the_engine",
+    "model": f"{GENERATE}::test_model_may_be_named",
+    "prompt": f"{GENERATE}::test_generate_answers_with_everything",
+    "prompt_token_ids": f"{GENERATE}::test_prompt_ids_are_used_as_they_are",
+    "prompt_token_ids.ids": f"{GENERATE}::test_prompt_ids_are_used_as_they_are",
+    "chat": f"{GENERATE}::test_chat_is_rendered_with_the_template",
+    "chat.messages": f"{GENERATE}::test_chat_is_rendered_with_the_template",
+    "chat.messages.role": f"{GENERATE}::test_chat_is_rendered_with_the_template",
+    "chat.messages.content": f"{GENERATE}::test_chat_is_rendered_with_the_template",
+    **dict.fromkeys(
+        (
+            "chat.messages.tool_calls",
+            "chat.messages.tool_calls.id",
+            "chat.messages.tool_calls.name",
+            "chat.messages.tool_calls.arguments_json",
+            "chat.messages.tool_call_id",
+        ),
+        f"{CHATS}::test_calls_and_what_tools_answered_stand_in_the_prompt",
+    ),
+    "chat.tools": f"{CHATS}::test_tools_stand_in_the_prompt",
+    "chat.tools.name": f"{CHATS}::test_tools_stand_in_the_prompt",
+    "chat.tools.description": f"{CHATS}::test_a_tools_definition_reaches_the_template",
+    "chat.tools.parameters_json": f"{CHATS}::test_a_tools_definition_reaches_the_template",
+    "chat.tool_choice": "test_tool_calls::test_tool_choice_that_requires_a_call_enforces_it",
+    "chat.chat_template": f"{CHATS}::test_a_template_of_the_requests_own",
+    "chat.template_options_json": f"{CHATS}::test_options_are_variables_of_the_template",
+    "sampling": f"{GENERATE}::test_sampling_reaches_the_engine",
+    "sampling.temperature": f"{GENERATE}::test_sampling_reaches_the_engine",
+    "sampling.top_p": f"{GENERATE}::test_sampling_reaches_the_engine",
+    "sampling.top_k": f"{GENERATE}::test_sampling_reaches_the_engine",
+    "sampling.min_p": f"{GENERATE}::test_sampling_reaches_the_engine",
+    "sampling.presence_penalty": f"{GENERATE}::test_sampling_reaches_the_engine",
+    "sampling.frequency_penalty": f"{GENERATE}::test_sampling_reaches_the_engine",
+    "sampling.repetition_penalty": f"{GENERATE}::test_sampling_reaches_the_engine",
+    "sampling.seed": f"{GENERATE}::test_sampling_reaches_the_engine",
+    "sampling.n": "test_outputs::test_n_outputs_in_order",
+    **dict.fromkeys(
+        (
+            "sampling.logit_bias",
+            "sampling.bad_words",
+            "sampling.allowed_token_ids",
+        ),
+        f"{GENERATE}::test_tokens_that_are_pushed_or_forbidden_reach_the_engine",
+    ),
+    "stopping": f"{GENERATE}::test_max_tokens",
+    "stopping.max_tokens": f"{GENERATE}::test_max_tokens",
+    "stopping.min_tokens": f"{GENERATE}::test_min_tokens_delays_the_end_and_stops",
+    "stopping.stop": f"{GENERATE}::test_stop_string_across_tokens",
+    "stopping.stop_token_ids": f"{GENERATE}::test_stop_token_id_is_left_out",
+    "stopping.ignore_eos": f"{GENERATE}::test_ignore_eos",
+    "stopping.include_stop": f"{GENERATE}::test_include_stop_keeps_the_stop_token",
+    "stopping.time_limit": f"{GENERATE}::test_time_limit_is_soft",
+    "stopping.time_limit.seconds": f"{GENERATE}::test_time_limit_is_soft",
+    "stopping.time_limit.nanos": f"{GENERATE}::test_time_limit_is_soft",
+    "output": f"{GENERATE}::test_logprobs",
+    "output.text": f"{GENERATE}::test_text_off_runs_no_detokenizer",
+    "output.token_ids": f"{GENERATE}::test_token_ids_off",
+    "output.logprobs": f"{GENERATE}::test_logprobs",
+    "output.prompt_logprobs": "test_prompt_logprobs::test_prompt_logprobs",
+    "output.skip_special_tokens": f"{GENERATE}::test_special_tokens_are_shown_when_asked",
+    "output.echo_prompt_token_ids": f"{GENERATE}::test_prompt_ids_are_echoed_when_asked",
+    "cache": f"{REAL}::test_salts_share_nothing",
+    "cache.cache_salt": f"{REAL}::test_salts_share_nothing",
+    "cache.bypass_prefix_cache": f"{REAL}::test_bypass_neither_reads_nor_adds",
+    "priority": f"{REAL}::test_a_higher_priority_overtakes",
+    "constraint": f"{CONSTRAINTS}::test_every_kind",
+    "constraint.json_schema": f"{CONSTRAINTS}::test_every_kind",
+    "constraint.json_object": f"{CONSTRAINTS}::test_json_object",
+    "constraint.regex": f"{CONSTRAINTS}::test_every_kind",
+    "constraint.ebnf": f"{CONSTRAINTS}::test_every_kind",
+    "constraint.choice": f"{CONSTRAINTS}::test_every_kind",
+    "constraint.choice.choices": f"{CONSTRAINTS}::test_every_kind",
+    "context": f"{CONTEXT}::test_truncation",
+    "context.truncation": f"{CONTEXT}::test_truncation",
+    "context.reserve_tokens": f"{CONTEXT}::test_reserve_tokens",
+    "context.cap_max_tokens": f"{CONTEXT}::test_cap_max_tokens",
+    "min_tokens_per_message": f"{GENERATE}::test_min_tokens_per_message_coalesces",
+    "request_ids": "test_abort::test_exact_ids",
+    "request_ids.ids": "test_abort::test_exact_ids",
+    "request_id_prefix": "test_abort::test_prefix",
+    "all": "test_abort::test_all",
+    "reason": "test_abort::test_exact_ids",
+    "text": f"{CONTROL}::test_tokenize_text",
+    "add_special_tokens": f"{CONTROL}::test_tokenize_special_tokens",
+    "token_ids": f"{CONTROL}::test_detokenize",
+    "skip_special_tokens": f"{CONTROL}::test_detokenize",
+    "include_tensors": f"{CONTROL}::test_model_info",
+}
+"""Honoured path to the test of its effect."""
+
+
+def fields_of(message: Descriptor, refused: frozenset[str], prefix: str = "") -> Iterator[str]:
+    """Dotted paths of a message's fields, down to those below which everything is refused."""
+    for field in message.fields:
+        path = prefix + field.name
+        yield path
+        nested = field.message_type
+        if nested is not None and not nested.GetOptions().map_entry and path not in refused:
+            yield from fields_of(nested, refused, path + ".")
+
+
+def requests_of_served_rpcs() -> dict[str, Descriptor]:
+    return {method.input_type.full_name: method.input_type for method in SERVED.values()}
+
+
+@pytest.mark.parametrize("name", requests_of_served_rpcs())
+def test_every_field_is_honoured_or_refused(name: str) -> None:
+    """Fails when a field is added to the contract, or when a table names one that is not there."""
+    refused = frozenset(REFUSED.get(name, {}))
+    honoured = HONOURED.get(name, frozenset())
+    assert not honoured & refused
+    assert set(fields_of(requests_of_served_rpcs()[name], refused)) == honoured | refused
+
+
+def test_the_walk_would_see_a_new_field() -> None:
+    """The walk above is not blind: it finds fields two levels down, and stops where all below is refused."""
+    descriptor = inference_pb2.GenerateRequest.DESCRIPTOR
+    walked = set(fields_of(descriptor, frozenset({"constraint"})))
+    assert {"chat.messages.role", "stopping.time_limit.nanos", "constraint"} <= walked
+    assert "constraint.regex" not in walked
+
+
+def test_tables_name_real_messages_and_rpcs() -> None:
+    assert set(HONOURED) | set(REFUSED) <= set(requests_of_served_rpcs())
+    assert set(METHODS) >= REFUSED_RPCS
+
+
+def test_every_honoured_field_names_a_test_that_exists() -> None:
+    honoured = {path for paths in HONOURED.values() for path in paths}
+    assert honoured == set(EFFECTS)
+    defined = {
+        f"{file.stem}::{node.name}"
+        for file in Path(__file__).parents[1].rglob("test_*.py")
+        for node in ast.walk(ast.parse(file.read_text()))
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
+    }
+    assert set(EFFECTS.values()) <= defined
+
+
+# -- every refused field, set --
+
+SAMPLES = {
+    FieldDescriptor.CPPTYPE_STRING: "x",
+    FieldDescriptor.CPPTYPE_BOOL: True,
+    FieldDescriptor.CPPTYPE_DOUBLE: 0.5,
+    FieldDescriptor.CPPTYPE_FLOAT: 0.5,
+    FieldDescriptor.CPPTYPE_ENUM: 2,
+}
+
+
+def set_field(message: Message, path: str) -> str:
+    """Give the field at `path` a value that is not neutral; the path as it will be named, with indices."""
+    shown = []
+    *parents, last = path.split(".")
+    for name in parents:
+        field = message.DESCRIPTOR.fields_by_name[name]
+        if field.is_repeated:
+            message = getattr(message, name).add()
+            shown.append(f"{name}[0]")
+        else:
+            message = getattr(message, name)
+            shown.append(name)
+    field = message.DESCRIPTOR.fields_by_name[last]
+    value = SAMPLES.get(field.cpp_type, 3)
+    if field.message_type is not None and field.message_type.GetOptions().map_entry:
+        getattr(message, last)[3] = 0.5
+    elif field.message_type is not None and field.is_repeated:
+        getattr(message, last).add()
+    elif field.message_type is not None:
+        getattr(message, last).SetInParent()
+    elif field.is_repeated:
+        getattr(message, last).append(value)
+    else:
+        setattr(message, last, value)
+    return ".".join([*shown, last])
+
+
+@pytest.mark.parametrize(
+    ("name", "path"), [(name, path) for name, paths in REFUSED.items() for path in paths]
+)
+def test_refused_when_set(name: str, path: str) -> None:
+    message = GetMessageClass(requests_of_served_rpcs()[name])()
+    check_supported(message)
+    shown = set_field(message, path)
+    with pytest.raises(UnsupportedFeature) as refusal:
+        check_supported(message)
+    assert refusal.value.fields == (shown,)
+
+
+LACKING = {
+    "priority": (),
+    "output.prompt_logprobs": (),
+    "output.text": (False,),
+    "chat": (),
+    **{f"constraint.{field.name}": () for field in types_pb2.Constraint.DESCRIPTOR.fields},
+}
+"""What a server might lack, as it was started."""
+
+
+@pytest.mark.parametrize("path", LACKING)
+def test_what_this_server_lacks_is_refused_when_set(path: str) -> None:
+    message = inference_pb2.GenerateRequest()
+    check_supported(message, LACKING)
+    shown = set_field(message, path)
+    check_supported(message)
+    with pytest.raises(UnsupportedFeature) as refusal:
+        check_supported(message, LACKING)
+    assert refusal.value.fields == (shown,)
+
+
+def test_an_optional_zero_is_not_unset() -> None:
+    """Refused as any value, but where that very value asks for nothing."""
+    message = inference_pb2.GenerateRequest(output=types_pb2.OutputOptions(prompt_logprobs=0, text=False))
+    with pytest.raises(UnsupportedFeature) as refusal:
+        check_supported(message, LACKING)
+    assert refusal.value.fields == ("output.prompt_logprobs",)
+
+
+async def test_all_refused_fields_are_named_in_the_status() -> None:
+    fields = {
+        "sampling": {"n": 2, "presence_penalty": 0.5},
+        "adapter": "lora",
+        "priority": -1,  # on a server that serves in order of arrival
+        "min_weights": types_pb2.WeightsVersion(generation=1),
+        "stopping": {"max_tokens": 0},
+    }
+    async with serving() as rig:
+        failure = await failure_of(rig.inference.Generate(generate("a", **fields)))
+        streamed = await failure_of(rig.inference.Stream(stream("a", **fields)).read())
+    for f in (failure, streamed):
+        assert (f.code.name, f.reason) == ("UNIMPLEMENTED", "UNSUPPORTED_FEATURE")
+        assert f.info.metadata["field"] == "adapter,priority,min_weights"
+
+
+@pytest.mark.parametrize("name", sorted(REFUSED_RPCS))
+async def test_refused_rpcs(name: str) -> None:
+    method = METHODS[name]
+    request = GetMessageClass(method.input_type)()
+    async with serving() as rig:
+        stub = rig.inference if "Inference" in name else rig.control
+        if method.name == "UpdateWeights":
+            failure = await failure_of(stub.UpdateWeights(iter([request])))
+        else:
+            failure = await failure_of(getattr(stub, method.name)(request))
+    assert (failure.code.name, failure.reason) == ("UNIMPLEMENTED", "UNSUPPORTED_FEATURE")
+    assert failure.info.metadata["field"] == method.name
+
+
+@pytest.mark.parametrize("name", sorted(SERVED))
+async def test_served_rpcs_are_not_refused(name: str) -> None:
+    """The other half of the two tables: these answer something else than UNIMPLEMENTED."""
+    method = METHODS[name]
+    async with serving() as rig:
+        call: Any = rig.channel.unary_unary(f"/{name}")
+        if method.name == "Stream":
+            stream_call: Any = rig.channel.unary_stream(f"/{name}")
+            failure = await failure_of(stream_call(b"").read())
+            assert failure.reason == "INVALID_FIELD"
+        elif method.name in ("Generate", "Abort", "Tokenize"):
+            assert (await failure_of(call(b""))).reason == "INVALID_FIELD"
+        else:
+            await call(b"")
+
+
+# -- the wire --
+
+
+def test_wire_types() -> None:
+    """Field 1 as a varint where a string belongs; field 99, which nobody knows; and one inside `sampling`."""
+    wrong = inference_pb2.GenerateRequest.FromString(b"\x08\x05")
+    with pytest.raises(InvalidRequest, match="request_id: has the wrong wire type"):
+        check_wire(wrong)
+    newer = inference_pb2.GenerateRequest.FromString(b"\xd8\x06\x05" + b"\x32\x03\xd8\x06\x05")
+    with pytest.raises(UnsupportedFeature) as refusal:
+        check_wire(newer)
+    assert refusal.value.fields == ("GenerateRequest#107", "sampling.SamplingParams#107")
+    check_wire(generate("a", sampling={"logit_bias": {3: 0.5}}, stopping={"stop": ["x"]}))

@@ -1,0 +1,149 @@
+"""The demo model calls the weather tool, through the whole server: asked, called, answered, told."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jsonschema
+import pytest
+
+from penstock.runtime.config import EngineConfig
+from penstock.runtime.engine import Engine
+from penstock.service.requests.features import Features
+from penstock.v1 import types_pb2
+from tests.service.rig import Kept, collect, generate, joined, serving, stream
+from tests.support.models.toy import TEST_CACHE
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"city": {"type": "string"}},
+    "required": ["city"],
+    "additionalProperties": False,
+}
+TOOL = types_pb2.ToolDefinition(
+    name="get_weather", description="Get the weather in a city.", parameters_json=json.dumps(SCHEMA)
+)
+ASK = types_pb2.ChatMessage(role="user", content="what's the weather in Paris?")
+GREEDY = {"temperature": 0}
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[Any]:
+    config = EngineConfig(
+        max_num_seqs=4,
+        max_num_batched_tokens=64,
+        max_model_len=512,
+        compilation_cache=TEST_CACHE,
+        show_progress=False,
+    )
+    loaded = Engine.from_pretrained("demo", config)
+    loaded.start()
+    yield Kept(loaded)
+    assert loaded.compiles_after_warmup == 0
+    assert loaded.load().pages_used == 0
+    loaded.shutdown()
+
+
+def chat(*turns: types_pb2.ChatMessage, **fields: Any) -> types_pb2.ChatPrompt:
+    return types_pb2.ChatPrompt(messages=turns, tools=[TOOL], **fields)
+
+
+async def both(rig: Any, **fields: Any) -> Any:
+    """The outputs that Generate and Stream agree on, but for the ids of calls; those are Generate's."""
+    fields = {"stopping": {"max_tokens": 200}, "sampling": GREEDY, **fields}
+    whole = await asyncio.wait_for(rig.inference.Generate(generate(**fields)), 60)
+    parts = joined(await collect(rig.inference.Stream(stream(**fields))))
+    for one, other in zip(whole.outputs, parts.outputs, strict=True):
+        assert (one.text, one.token_ids, one.finish) == (other.text, other.token_ids, other.finish)
+        calls = [[(c.name, c.arguments_json) for c in output.tool_calls] for output in (one, other)]
+        assert calls[0] == calls[1]
+    return whole.outputs
+
+
+async def test_the_weather_tool_end_to_end(engine: Any) -> None:
+    async with serving(engine) as rig:
+        (output,) = await both(rig, chat=chat(ASK))
+        (call,) = output.tool_calls
+        assert (output.text, call.name, json.loads(call.arguments_json)) == (
+            "",
+            "get_weather",
+            {"city": "Paris"},
+        )
+        said = types_pb2.ChatMessage(role="assistant", tool_calls=[call])
+        weather = json.dumps({"city": "Paris", "temperature": 21, "condition": "sunny"})
+        told = types_pb2.ChatMessage(role="tool", content=weather, tool_call_id=call.id)
+        (output,) = await both(rig, chat=chat(ASK, said, told))
+    assert not output.tool_calls
+    assert "21" in output.text
+    assert "sunny" in output.text
+
+
+@pytest.mark.parametrize("choice", ["required", "get_weather"])
+async def test_a_required_call_is_one_whatever_was_asked(engine: Any, choice: str) -> None:
+    """Of several outputs, hot enough to write anything: every one that has an end is a call by the schema."""
+    hello = types_pb2.ChatMessage(role="user", content="hello, how are you?")
+    ended = 0
+    async with serving(engine) as rig:
+        for seed in range(3):
+            sampling = {"temperature": 1.5, "seed": seed, "n": 4}
+            for output in await both(rig, chat=chat(hello, tool_choice=choice), sampling=sampling):
+                if output.finish.reason != types_pb2.FINISH_REASON_EOS:
+                    continue
+                ended += 1
+                assert output.text == ""
+                assert len(output.tool_calls) == 1 or choice == "required"
+                for call in output.tool_calls:
+                    assert call.name == "get_weather"
+                    jsonschema.validate(json.loads(call.arguments_json), SCHEMA)
+                assert output.tool_calls
+    assert ended >= 6
+
+
+async def test_offered_none_it_calls_none(engine: Any) -> None:
+    async with serving(engine) as rig:
+        (output,) = await both(rig, chat=chat(ASK, tool_choice="none"))
+    assert not output.tool_calls
+
+
+THINKING_TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "<|im_start|>assistant\n<think>\n"
+)
+"""As DeepSeek-R1's and Qwen3-Thinking's: the output begins within the block."""
+CONSTRAINTS: dict[str, tuple[dict[str, Any], Callable[[str], object]]] = {
+    "json_schema": ({"json_schema": json.dumps(SCHEMA)}, lambda text: is_arguments(text)),
+    "json_object": ({"json_object": {}}, lambda text: isinstance(json.loads(text), dict)),
+    "regex": ({"regex": "[0-9]{3}"}, lambda text: re.fullmatch("[0-9]{3}", text)),
+    "ebnf": ({"ebnf": 'start: "<" ("a" | "b")* ">"'}, lambda text: re.fullmatch("<[ab]*>", text)),
+    "choice": ({"choice": {"choices": ["yes", "no"]}}, lambda text: text in ("yes", "no")),
+}
+
+
+def is_arguments(text: str) -> bool:
+    jsonschema.validate(json.loads(text), SCHEMA)
+    return True
+
+
+@pytest.mark.parametrize("kind", CONSTRAINTS)
+async def test_a_constraint_is_for_the_answer_of_a_model_that_thinks(engine: Any, kind: str) -> None:
+    """Hot enough to think anything, and made to come to an end: every answer matches, whatever was thought.
+    (The demo model's own template shows no thinking, so the parser is chosen.)
+    """
+    constraint, matches = CONSTRAINTS[kind]
+    end_think = engine.text.added_tokens["</think>"]
+    ended = thought = 0
+    async with serving(engine, reasoning_parser="think", features=Features(request_templates=True)) as rig:
+        asked = types_pb2.ChatPrompt(messages=[ASK], chat_template=THINKING_TEMPLATE)
+        sampling = {"temperature": 1.5, "seed": 5, "n": 4, "logit_bias": {end_think: 10.0}}
+        for output in await both(rig, chat=asked, sampling=sampling, constraint=constraint):
+            assert end_think in output.token_ids
+            thought += bool(output.reasoning)
+            if output.finish.reason == types_pb2.FINISH_REASON_EOS:
+                ended += 1
+                assert matches(output.text), output.text
+    assert ended
+    assert thought

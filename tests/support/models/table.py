@@ -1,0 +1,130 @@
+"""A model with rich logits that a few lines of numpy can compute: tests/support/models/witness.py does.
+
+logits after tokens t_1 ... t_n = table[t_n] + wave[(t_1 + ... + t_n) % VOCAB]. The sum comes from the paged
+cache, as in `tests.support.models.toy`, so a wrong page, position or length is a wrong row. Both are weights,
+so one engine can serve any tables.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from numpy.typing import NDArray
+
+from penstock.runtime.engine import Engine
+from penstock.runtime.errors import CheckpointError
+from penstock.runtime.loading.served_model import Renewal, ServedModel
+from penstock.runtime.loop.interface import Observer
+from penstock.runtime.models.load_rules import TensorSpec
+from penstock.runtime.ops.attention import AttentionMeta, AttentionOp
+from tests.support.models.toy import EOS, VOCAB, toy_engine, toy_model
+
+__all__ = ["EOS", "VOCAB", "Tables", "random_tables", "serve", "table_engine", "table_model"]
+
+_DIM = 4
+_NAMES = ("table", "wave")
+Matrix = NDArray[np.float32]
+
+
+@dataclasses.dataclass(frozen=True)
+class Tables:
+    """float32[VOCAB, VOCAB] each."""
+
+    table: Matrix
+    wave: Matrix
+
+    @classmethod
+    def constant(cls, logits: Sequence[float]) -> Tables:
+        """The same logits after whatever tokens; those beyond the given ones are -50."""
+        row = np.full(VOCAB, -50.0, np.float32)
+        row[: len(logits)] = logits
+        return cls(np.tile(row, (VOCAB, 1)), np.zeros((VOCAB, VOCAB), np.float32))
+
+    def logits(self, tokens: Sequence[int]) -> NDArray[np.float64]:
+        """float64[VOCAB] after these tokens."""
+        rows = np.stack([self.table[tokens[-1]], self.wave[sum(tokens) % VOCAB]]).astype(np.float64)
+        total: NDArray[np.float64] = rows.sum(axis=0)
+        return total
+
+    def tensors(self) -> dict[str, Matrix]:
+        """As `Engine.update_weights` takes them."""
+        return {name: getattr(self, name) for name in _NAMES}
+
+
+def random_tables(seed: int = 7) -> Tables:
+    """Logits from -6 to 6 in all, so that penalties and biases of a few units turn the order round."""
+    rng = np.random.default_rng(seed)
+    table, wave = rng.uniform(-3, 3, (2, VOCAB, VOCAB)).astype(np.float32)
+    return Tables(table, wave)
+
+
+class TableLM(nnx.Module):
+    """See the module docstring."""
+
+    def __init__(self, tables: Tables) -> None:
+        self.table = nnx.Param(jnp.asarray(tables.table))
+        self.wave = nnx.Param(jnp.asarray(tables.wave))
+
+    def __call__(
+        self,
+        token_ids: jax.Array,
+        positions: jax.Array,
+        kv: tuple[jax.Array, ...],
+        meta: AttentionMeta,
+        *,
+        attention: AttentionOp,
+    ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+        """Hidden [T, 2]: the sum of all tokens so far, and the newest."""
+        zeros = jnp.zeros((token_ids.shape[0], 1, _DIM), jnp.float32)
+        newest = token_ids.astype(jnp.float32)
+        mean, layer = attention(zeros, zeros, zeros.at[:, 0, 0].set(newest), kv[0], meta, scale=1.0)
+        total = jnp.round(mean[:, 0, 0] * (positions + 1).astype(jnp.float32))
+        return jnp.stack([total, newest], axis=1), (layer,)
+
+    def logits(self, hidden: jax.Array, num_rows: jax.Array) -> jax.Array:
+        total, newest = hidden.astype(jnp.int32).T
+        logits: jax.Array = self.table[...][newest] + self.wave[...][total % VOCAB]
+        return logits
+
+
+def _stage(current: Any, tensors: Mapping[str, np.ndarray], partial: bool) -> Renewal:
+    if set(tensors) != set(_NAMES):
+        raise CheckpointError(extra=sorted(set(tensors) - set(_NAMES)), where="update")
+    leaves, tree = jax.tree.flatten(current)
+    new = [jax.device_put(tensors[name], leaf.sharding) for name, leaf in zip(_NAMES, leaves, strict=True)]
+    renewed = jax.tree.unflatten(tree, new)
+    return lambda live: renewed
+
+
+def table_model(
+    tables: Tables, *, eos_token_ids: tuple[int, ...] = (EOS,), max_model_len: int = 128
+) -> ServedModel:
+    """The model without a tokenizer."""
+    graphdef, weights = nnx.split(TableLM(tables))
+    return dataclasses.replace(
+        toy_model(eos_token_ids=eos_token_ids, max_model_len=max_model_len),
+        name="table",
+        architecture="TableForCausalLM",
+        graphdef=graphdef,
+        weights=weights,
+        tensors=tuple(TensorSpec(name, (VOCAB, VOCAB), np.dtype(np.float32)) for name in _NAMES),
+        stage=_stage,
+    )
+
+
+def table_engine(
+    tables: Tables, *, max_model_len: int = 128, observer: Observer | None = None, **changes: Any
+) -> Engine:
+    """A started engine of `toy_config`; the caller shuts it down."""
+    return toy_engine(table_model(tables, max_model_len=max_model_len), observer=observer, **changes)
+
+
+def serve(engine: Engine, tables: Tables) -> None:
+    """Other tables from now on; nothing may run."""
+    engine.update_weights(tables.tensors(), label="tables").result(60)

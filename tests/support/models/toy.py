@@ -1,0 +1,137 @@
+"""A model whose every token can be computed by hand, and which reads its whole context through the real paged
+cache.
+
+next token = (7 * sum of all tokens so far + 3 * how many + offset) mod vocabulary. The sum comes from
+`paged_attention` with zero queries (so every position weighs the same) and the token ids as values: a wrong
+page, position or length is a wrong token.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.sharding import NamedSharding, PartitionSpec
+
+from penstock.runtime.config import EngineConfig
+from penstock.runtime.engine import Engine
+from penstock.runtime.errors import CheckpointError
+from penstock.runtime.execution.backend import Backend, choose_backend, single_device_mesh
+from penstock.runtime.loading.served_model import Renewal, ServedModel
+from penstock.runtime.loop.interface import Observer
+from penstock.runtime.models.load_rules import TensorSpec
+from penstock.runtime.ops.attention import AttentionMeta, AttentionOp
+from penstock.runtime.ops.cache_spec import CacheSpec, PagedKV
+from penstock.runtime.requests.sampling_defaults import GenerationDefaults
+
+VOCAB = 61
+EOS = 60
+OFFSET = 1
+_DIM = 4
+TEST_CACHE = Path(tempfile.gettempdir()) / "penstock-tests-xla"
+"""Programs are compiled once for the whole suite, its worker processes and its next run."""
+
+
+def toy_tokens(prompt: Sequence[int], num: int, offset: int = OFFSET) -> list[int]:
+    """The next `num` greedy tokens after `prompt`, by the formula, ignoring EOS."""
+    tokens = list(prompt)
+    for _ in range(num):
+        tokens.append((7 * sum(tokens) + 3 * len(tokens) + offset) % VOCAB)
+    return tokens[len(prompt) :]
+
+
+class ToyLM(nnx.Module):
+    """See the module docstring; the only weight is the offset."""
+
+    def __init__(self) -> None:
+        self.offset = nnx.Param(jnp.full((1,), OFFSET, jnp.float32))
+
+    def __call__(
+        self,
+        token_ids: jax.Array,
+        positions: jax.Array,
+        kv: tuple[jax.Array, ...],
+        meta: AttentionMeta,
+        *,
+        attention: AttentionOp,
+    ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+        zeros = jnp.zeros((token_ids.shape[0], 1, _DIM), jnp.float32)
+        values = zeros.at[:, 0, 0].set(token_ids.astype(jnp.float32))
+        mean, layer = attention(zeros, zeros, values, kv[0], meta, scale=1.0)
+        count = (positions + 1).astype(jnp.float32)
+        total = jnp.round(mean[:, 0, 0] * count)
+        return jnp.stack([total, count], axis=1), (layer,)
+
+    def logits(self, hidden: jax.Array, num_rows: jax.Array) -> jax.Array:
+        following = (7 * hidden[:, 0] + 3 * hidden[:, 1] + self.offset[...]) % VOCAB
+        return 10 * jax.nn.one_hot(following.astype(jnp.int32), VOCAB, dtype=jnp.float32)
+
+
+def _stage(current: Any, tensors: Mapping[str, np.ndarray], partial: bool) -> Renewal:
+    if set(tensors) != {"offset"}:
+        raise CheckpointError(extra=sorted(set(tensors) - {"offset"}), where="update")
+    leaves, tree = jax.tree.flatten(current)
+    new = jax.tree.unflatten(tree, [jax.device_put(tensors["offset"], leaves[0].sharding)])
+    return lambda live: new
+
+
+def toy_model(
+    *, eos_token_ids: tuple[int, ...] = (EOS,), max_model_len: int = 128, text: Any = None
+) -> ServedModel:
+    """The toy as a ServedModel; without a tokenizer unless one is given."""
+    graphdef, weights = nnx.split(ToyLM())
+    mesh = single_device_mesh(jax.devices()[0])
+    weights = jax.device_put(weights, NamedSharding(mesh, PartitionSpec()))  # as a checkpoint's are
+    return ServedModel(
+        name="toy",
+        architecture="ToyForCausalLM",
+        graphdef=graphdef,
+        weights=weights,
+        cache=CacheSpec((PagedKV(num_kv_heads=1, head_dim=_DIM),)),
+        dtype=np.dtype(np.float32),
+        vocab_size=VOCAB,
+        max_model_len=max_model_len,
+        eos_token_ids=eos_token_ids,
+        defaults=GenerationDefaults(),
+        text=text,
+        tensors=(TensorSpec("offset", (1,), np.dtype(np.float32)),),
+        stage=_stage,
+    )
+
+
+def toy_backend(config: EngineConfig | None = None) -> Backend:
+    """The backend of the device that the toys are on."""
+    return choose_backend(config or EngineConfig(), jax.devices()[0])
+
+
+def toy_config(**changes: Any) -> EngineConfig:
+    """A small engine: few programs, so it is ready in seconds."""
+    options: dict[str, Any] = {
+        "max_num_seqs": 4,
+        "max_num_batched_tokens": 16,
+        "page_size": 4,
+        "compilation_cache": TEST_CACHE,
+        "show_progress": False,
+    }
+    return EngineConfig(**(options | changes))
+
+
+def toy_engine(
+    model: ServedModel | None = None,
+    *,
+    start: bool = True,
+    backend: Backend | None = None,
+    observer: Observer | None = None,
+    **changes: Any,
+) -> Engine:
+    """A toy engine; the caller shuts it down."""
+    engine = Engine(model or toy_model(), toy_config(**changes), backend=backend, observer=observer)
+    if start:
+        engine.start()
+    return engine

@@ -1,0 +1,196 @@
+"""Random ragged batches over a paged cache, and what attention must make of them: a dense softmax in
+float64.
+
+Everything a row must not read is NaN: pages of nobody, slots past a row's end, and what lies before its
+window or chunk; stale entries of page tables point anywhere.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from penstock.runtime.ops.attention import kv_layer_shape, kv_storage_dtype, make_meta
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One row: `past` tokens already in the cache, then `new` ones in this step."""
+
+    past: int
+    new: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """Sizes of a step and of the cache's rows."""
+
+    heads: int
+    kv_heads: int
+    dim: int
+    page: int
+    tokens: int
+    rows: int
+    width: int
+    pages: int  # of the cache
+    dtype: str = "float32"
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """The keyword arguments of `paged_attention`, sinks by whether there are any."""
+
+    window: int | None = None
+    chunk: int | None = None
+    softcap: float | None = None
+    sinks: bool = False
+
+    def oldest(self, position: int) -> int:
+        first = 0 if self.window is None else max(0, position - self.window + 1)
+        return first if self.chunk is None else max(first, position - position % self.chunk)
+
+
+@dataclasses.dataclass(frozen=True)
+class Batch:
+    """The arguments of one step and what must come of it, in float64."""
+
+    q: np.ndarray
+    k: np.ndarray
+    v: np.ndarray
+    cache: np.ndarray
+    starts: np.ndarray
+    q_lens: np.ndarray
+    table: np.ndarray
+    sinks: np.ndarray | None
+    expected: np.ndarray  # [real tokens, H, D]
+    cache_after: np.ndarray
+
+
+def dense(
+    q: np.ndarray, k: np.ndarray, v: np.ndarray, past: int, options: Options, sinks: np.ndarray | None
+) -> np.ndarray:
+    """Attention of len(q) tokens after `past`, in float64: q [n, H, D], k and v [past + n, KH, D]."""
+    out = np.zeros(q.shape)
+    group = q.shape[1] // k.shape[1]
+    for i in range(len(q)):
+        seen = slice(options.oldest(past + i), past + i + 1)
+        keys, values = (np.repeat(x[seen], group, axis=1).astype(np.float64) for x in (k, v))
+        scores = np.einsum("khd,hd->hk", keys, q[i].astype(np.float64)) * q.shape[2] ** -0.5
+        if options.softcap is not None:
+            scores = options.softcap * np.tanh(scores / options.softcap)
+        if sinks is not None:
+            scores = np.concatenate([scores, sinks[:, None].astype(np.float64)], axis=1)
+        weights = np.exp(scores - scores.max(axis=1, keepdims=True))
+        weights /= weights.sum(axis=1, keepdims=True)
+        out[i] = np.einsum("hk,khd->hd", weights[:, : keys.shape[0]], values)
+    return out
+
+
+def draw(cases: Sequence[Case], shape: Shape, options: Options, seed: int, *, shared: int = 0) -> Batch:
+    """A batch of `cases`; those with at least `shared` past tokens have these in common whole pages."""
+    rng = np.random.default_rng(seed)
+    dtype, page = jnp.dtype(shape.dtype), shape.page
+    free = [int(p) for p in rng.permutation(shape.pages)]
+    common = [free.pop() for _ in range(shared // page)]
+    table = rng.integers(0, shape.pages, (shape.rows, shape.width)).astype(np.int32)
+    values = lambda *size: np.asarray(rng.standard_normal(size)).astype(dtype)
+    q = values(shape.tokens, shape.heads, shape.dim)
+    k, v = values(2, shape.tokens, shape.kv_heads, shape.dim)
+    prefix = values(2, shared, shape.kv_heads, shape.dim)
+    sinks = rng.standard_normal(shape.heads).astype(np.float32) if options.sinks else None
+    cache = np.full(kv_layer_shape(shape.pages, page, shape.kv_heads, shape.dim), np.nan, dtype)
+    starts, q_lens = np.zeros(shape.rows, np.int32), np.zeros(shape.rows, np.int32)
+    expected, writes, at = [], [], 0
+    for row, case in enumerate(cases):
+        pages = [free.pop() for _ in range(-(-(case.past + case.new) // page))]
+        past = values(2, case.past, shape.kv_heads, shape.dim)
+        sharing = 0 < shared <= case.past
+        if sharing:
+            pages[: len(common)], past[:, :shared] = common, prefix
+        starts[row], q_lens[row] = case.past, case.new
+        first = 0 if sharing else options.oldest(case.past)
+        table[row, first // page : len(pages)] = pages[first // page :]
+        for position in range(first, case.past):
+            cache[pages[position // page], :, :, position % page] = past[:, position]
+        span = slice(at, at + case.new)
+        keys, vals = (np.concatenate([old, new[span]]) for old, new in zip(past, (k, v), strict=True))
+        expected.append(dense(q[span], keys, vals, case.past, options, sinks))
+        writes += [(pages[p // page], p % page, at + p - case.past) for p in range(case.past, len(keys))]
+        at += case.new
+    after = cache.copy()
+    for page_id, offset, token in writes:
+        after[page_id, :, :, offset] = k[token], v[token]
+    storage = kv_storage_dtype(dtype)
+    return Batch(
+        q,
+        k,
+        v,
+        cache.view(storage),
+        starts,
+        q_lens,
+        table,
+        sinks,
+        np.concatenate(expected),
+        after.view(storage),
+    )
+
+
+def runner(
+    op: Callable[..., Any], shape: Shape, options: Options, *, decode: bool = False
+) -> Callable[..., Any]:
+    """One compiled step of `op`: a Batch -> (out, cache), numpy."""
+
+    def step(
+        q: jax.Array,
+        k: jax.Array,
+        v: jax.Array,
+        kv: jax.Array,
+        starts: jax.Array,
+        q_lens: jax.Array,
+        table: jax.Array,
+        sinks: jax.Array | None,
+    ) -> Any:
+        meta = make_meta(
+            starts=starts,
+            q_lens=q_lens,
+            page_table=table,
+            num_tokens=q.shape[0],
+            decode_only=decode,
+            page_size=shape.page,
+            num_pages=kv.shape[0],
+        )
+        return op(
+            q,
+            k,
+            v,
+            kv,
+            meta,
+            scale=shape.dim**-0.5,
+            sliding_window=options.window,
+            softcap=options.softcap,
+            sinks=sinks,
+            chunk=options.chunk,
+        )
+
+    compiled = jax.jit(step)
+
+    def run(batch: Batch) -> tuple[np.ndarray, np.ndarray]:
+        out, kv = compiled(
+            batch.q, batch.k, batch.v, batch.cache, batch.starts, batch.q_lens, batch.table, batch.sinks
+        )
+        return np.asarray(out), np.asarray(kv)
+
+    return run
+
+
+def check(batch: Batch, result: tuple[np.ndarray, np.ndarray], tolerance: float) -> None:
+    """Every token close to the reference, padding finite, and nothing written but the new tokens."""
+    (out, cache), real = result, len(batch.expected)
+    np.testing.assert_allclose(out[:real].astype(np.float64), batch.expected, rtol=tolerance, atol=tolerance)
+    assert np.isfinite(out[real:].astype(np.float64)).all()
+    np.testing.assert_array_equal(cache.view(np.uint8), batch.cache_after.view(np.uint8))

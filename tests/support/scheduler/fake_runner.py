@@ -1,0 +1,285 @@
+"""A runner on Python lists: what the compiled step does, without jax, for the scheduler's tests.
+
+Its KV cache stores at each position the token and a digest of all tokens up to it, taken on from the position
+before as it stands in the cache, as a model's KV depends on the whole prefix. The model reads its history
+back through the page tables. So a wrong page, position, order, length or prefix, a page that was overwritten
+or never written, is a wrong token or a poison read.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
+from zlib import crc32
+
+import numpy as np
+
+from penstock.runtime.requests.constraint import Mask, mask_words
+from penstock.runtime.requests.request import FinishReason, Request, TokenLogprobs
+from penstock.runtime.scheduling.plan import Plan, PlanRow, StepResult
+from penstock.runtime.scheduling.scheduler import SchedulerConfig
+
+VOCAB = 50
+EOS = frozenset({3, 17})
+Entry = tuple[int, int]
+"""Token and digest."""
+GARBAGE = (0, 4711)
+
+
+def root_digest(request: Request, generation: int) -> int:
+    """Requests of different salts, or on other weights, agree in no digest."""
+    return crc32(f"{generation} {request.cache.salt}".encode())
+
+
+def digest(previous: int, token: int) -> int:
+    return (previous * 1_000_003 + token + 1) % (2**61 - 1)
+
+
+def next_token(request: Request, digests: Sequence[int], length: int, banned: frozenset[int]) -> int:
+    """Depends on all that is read, on the length and, unless greedy, on the seed; going on to the next id not
+    banned stands for the mask."""
+    seed = 0 if request.sampling.greedy else request.sampling.seed or 0
+    token = (sum(digests) + 7 * length + seed) % VOCAB
+    while token in banned:
+        token = (token + 1) % VOCAB
+    return token
+
+
+def forbidden(request: Request, index: int) -> frozenset[int]:
+    """What a constraint of these tests forbids as the generated token of this index."""
+    if request.constraint is None:
+        return frozenset()
+    return frozenset(token for token in range(VOCAB) if (token + index) % 3 == 0)
+
+
+@dataclass(eq=False)
+class Rota:
+    """A constraint that takes turns, and is complete after `limit` tokens."""
+
+    limit: int
+    accepted: list[int] = field(default_factory=list)
+
+    def fill(self, mask: Mask) -> None:
+        bits = np.ones(32 * mask_words(VOCAB), np.uint8)
+        bits[[t for t in range(VOCAB) if (t + len(self.accepted)) % 3 == 0]] = 0
+        mask[:] = np.packbits(bits, bitorder="little").view(np.int32)
+
+    def accept(self, token_ids: Sequence[int]) -> None:
+        for token in token_ids:
+            assert (token + len(self.accepted)) % 3
+            self.accepted.append(token)
+
+    @property
+    def is_complete(self) -> bool:
+        return len(self.accepted) >= self.limit
+
+
+def constraint_limit(request: Request) -> int | None:
+    return request.constraint.limit if isinstance(request.constraint, Rota) else None
+
+
+def end_ids(request: Request) -> frozenset[int]:
+    stopping = request.stopping
+    return (frozenset() if stopping.ignore_eos else EOS) | frozenset(stopping.stop_token_ids)
+
+
+def run_alone(
+    request: Request,
+    context_limit: int,
+    *,
+    window: int | None = None,
+    generation: int = 0,
+    made: Sequence[int] = (),
+) -> tuple[list[int], FinishReason]:
+    """What the request must produce, `made` included, from the definition of its parameters: no scheduler,
+    pages, chunks, windows or preemptions.
+    """
+    stopping = request.stopping
+    eos = frozenset() if stopping.ignore_eos else EOS
+    history = [*request.prompt_token_ids, *made]
+    out = list(made)
+    while True:
+        digests, last = [], root_digest(request, generation)
+        for token in history:
+            last = digest(root_digest(request, generation) if window == 1 else last, token)
+            digests.append(last)
+        seen = digests if window is None else digests[-window:]
+        may_stop = len(out) >= stopping.min_tokens
+        banned = (frozenset() if may_stop else end_ids(request)) | forbidden(request, len(out))
+        token = next_token(request, seen, len(history), banned)
+        history.append(token)
+        out.append(token)
+        if may_stop and token in eos:
+            return out, FinishReason.EOS
+        if may_stop and token in stopping.stop_token_ids:
+            return out, FinishReason.STOP
+        if len(out) == stopping.max_tokens:
+            return out, FinishReason.MAX_TOKENS
+        if len(history) == context_limit:
+            return out, FinishReason.CONTEXT_FULL
+        if len(out) == constraint_limit(request):
+            return out, FinishReason.EOS
+
+
+class FakeRunner:
+    """Page tables, KV and last tokens live here, as on the device; a row is known by its slot only."""
+
+    def __init__(self, config: SchedulerConfig) -> None:
+        self.config = config
+        self.generation = 0
+        self.requests: dict[int, Request] = {}
+        self.tables: dict[int, dict[int, int]] = {}
+        self.last: dict[int, int] = {}
+        self.ended: set[int] = set()
+        """Slots whose request has sampled its end: what rows they yet have compute is garbage."""
+        self.kv: list[list[Entry | None]] = [[None] * config.page_size for _ in range(config.num_pages)]
+        self.num_computed_tokens = 0
+        """Inputs of all rows so far, for tests of what is not computed twice."""
+
+    def execute(self, plan: Plan, skipped: Collection[int] = ()) -> StepResult:
+        """`skipped` rows make no token, though they compute."""
+        shared = {row.slot: row.start // self.config.page_size for row in plan.rows}
+        entered = {slot for slot, _ in plan.new_requests}
+        for slot, request in plan.new_requests:
+            self.requests[slot], self.tables[slot] = request, {}
+            self.ended.discard(slot)
+            self.last.pop(slot, None)  # it belonged to another request, or to a history that is computed anew
+        for write in plan.page_writes:
+            for index, page in enumerate(write.pages, write.first_index):
+                self.tables[write.slot][index] = page
+                # What is shared is full already (or will be when this step has written); all else is new to
+                # this row, and what stands in it is somebody's past.
+                if write.slot not in entered or index >= shared[write.slot]:
+                    self.kv[page] = [None] * self.config.page_size
+        for source, destination in plan.page_copies:
+            self.kv[destination] = self.kv[source][:]
+        made: list[list[int]] = [[] for _ in plan.rows]
+        for step in range(plan.num_steps):
+            rows = [
+                (i, row)
+                for i, row in enumerate(plan.rows)
+                if step == 0 or (row.slot not in self.ended and len(made[i]) < row.max_samples)
+            ]
+            self._write([row for _, row in rows], step)
+            samples = [
+                (i, row, self._sample(row, step)) for i, row in rows if row.samples and i not in skipped
+            ]
+            for i, row, token in samples:
+                self.last[row.slot] = token
+                made[i].append(token)
+                request = self.requests[row.slot]
+                num_made = row.start + row.num_tokens + step + 1 - len(request.prompt_token_ids)
+                if (step >= row.bans and token in end_ids(request)) or num_made == constraint_limit(request):
+                    self.ended.add(row.slot)
+        logprobs = [[TokenLogprobs(-float(token)) for token in tokens] for tokens in made]
+        return StepResult(made, logprobs)
+
+    def where(self, slot: int, position: int) -> tuple[int, int]:
+        """Page and offset."""
+        return self.tables[slot][position // self.config.page_size], position % self.config.page_size
+
+    def _write(self, rows: Sequence[PlanRow], step: int) -> None:
+        inputs = []
+        for row in rows:
+            tokens = (self.last[row.slot],) if step or row.token_ids is None else row.token_ids
+            assert len(tokens) == (1 if step else row.num_tokens)
+            inputs += [(row.start + step + i, row.slot, token) for i, token in enumerate(tokens)]
+        places = {self.where(slot, position) for position, slot, _ in inputs}
+        assert len(places) == len(inputs), "two rows write one place"
+        self.num_computed_tokens += len(inputs)
+        # By position: what a row builds on may be written by another row of the same step.
+        for position, slot, token in sorted(inputs):
+            page, offset = self.where(slot, position)
+            if slot in self.ended:
+                self.kv[page][offset] = GARBAGE
+                continue
+            previous = root_digest(self.requests[slot], self.generation)
+            if position and self.config.sliding_window != 1:
+                previous = self._read(slot, position - 1)[1]
+            self.kv[page][offset] = (token, digest(previous, token))
+
+    def _read(self, slot: int, position: int) -> Entry:
+        page, offset = self.where(slot, position)
+        entry = self.kv[page][offset]
+        assert entry is not None, f"read position {position}, which was never written"
+        return entry
+
+    def _sample(self, row: PlanRow, step: int) -> int:
+        if row.slot in self.ended:
+            return GARBAGE[0]
+        length = row.start + row.num_tokens + step
+        window = self.config.sliding_window
+        first = 0 if window is None else max(length - window, 0)
+        digests = [self._read(row.slot, position)[1] for position in range(first, length)]
+        request = self.requests[row.slot]
+        banned = end_ids(request) if step < row.bans else frozenset[int]()
+        banned |= forbidden(request, length - len(request.prompt_token_ids))
+        return next_token(request, digests, length, banned)
+
+
+@dataclass(frozen=True)
+class LazyStep:
+    """A step that `LazyRunner` has yet to compute."""
+
+    plan: Plan
+    awaits_choice: bool
+    skipped: frozenset[int] = frozenset()
+    late: frozenset[int] = frozenset()
+
+
+class LazyRunner(FakeRunner):
+    """A `Runner` for the engine's loop. A step is computed when it is waited for, and not before: nothing may
+    depend on its being done earlier.
+    """
+
+    def __init__(self, config: SchedulerConfig) -> None:
+        super().__init__(config)
+        self.thread: int | None = None
+        """The thread that `start` was called on; None before that, and after `shutdown`."""
+        self.log: list[tuple[str, int]] = []
+        """("dispatch", "choose" or "wait", step id), in order."""
+        self.plans: list[Plan] = []
+        self.holders: dict[int, Request] = {}
+        """By slot, as of the newest step dispatched."""
+        self.skip: Callable[[int], bool] = lambda row: False
+        """Whether a row under a constraint is to have no token in this step."""
+
+    def start(self) -> None:
+        assert self.thread is None
+        self.thread = threading.get_ident()
+
+    def execute_async(self, plan: Plan) -> LazyStep:
+        assert self.thread == threading.get_ident()
+        self.log.append(("dispatch", plan.step_id))
+        self.plans.append(plan)
+        self.holders.update(plan.new_requests)
+        constrained = any(r.samples and self.holders[r.slot].constraint for r in plan.rows)
+        return LazyStep(plan, constrained)
+
+    def choose(self, step: LazyStep) -> LazyStep:
+        """The mask must be that of the tokens committed so far, unless the request has ended."""
+        self.log.append(("choose", step.plan.step_id))
+        skipped = set()
+        for i, row in enumerate(step.plan.rows):
+            request = self.holders[row.slot]
+            if row.samples and request.constraint is not None and self.skip(i):
+                skipped.add(i)
+            if row.samples and isinstance(request.constraint, Rota) and not request.constraint.is_complete:
+                mask = np.zeros(mask_words(VOCAB), np.int32)
+                request.constraint.fill(mask)
+                index = row.start + row.num_tokens - len(request.prompt_token_ids)
+                allowed = np.unpackbits(mask.view(np.uint8), bitorder="little")[:VOCAB]
+                assert set(np.flatnonzero(allowed == 0).tolist()) == forbidden(request, index)
+        return dataclasses.replace(
+            step, awaits_choice=False, skipped=frozenset(skipped), late=frozenset(skipped)
+        )
+
+    def wait(self, step: LazyStep) -> StepResult:
+        assert not step.awaits_choice
+        self.log.append(("wait", step.plan.step_id))
+        return self.execute(step.plan, step.skipped)
+
+    def shutdown(self) -> None:
+        self.thread = None

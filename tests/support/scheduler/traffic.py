@@ -1,0 +1,590 @@
+"""Drives a scheduler and the fake runner, and checks each plan against its own account of every request."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+
+import pytest
+
+from penstock.runtime.errors import DuplicateRequestId, ExceedsKVCapacity, PromptTooLong, QueueFull
+from penstock.runtime.requests.fanout import request_id_of
+from penstock.runtime.requests.request import FinishReason, Output, Request, TokenLogprobs
+from penstock.runtime.scheduling.plan import Plan, PlanRow, StepResult
+from penstock.runtime.scheduling.scheduler import Scheduler, SchedulerConfig
+from tests.support.scheduler.fake_runner import FakeRunner, run_alone
+
+SECOND = 10**9
+
+
+class Tracked:
+    """The test's own account of one request."""
+
+    def __init__(self, request: Request, order: int, by_priority: bool, now_ns: int) -> None:
+        self.request, self.order = request, order
+        self.rank = (-request.priority if by_priority else 0, order)
+        limit_s = request.stopping.time_limit_s
+        self.deadline_ns = None if limit_s is None else now_ns + limit_s * SECOND
+        self.expected: list[int] = []
+        self.reason = FinishReason.ABORTED
+        self.predictable = True
+        """False once it runs on with KV of older weights."""
+        self.made: list[int] = []
+        self.slot: int | None = None  # None: waiting
+        self.feature_slot: int | None = None
+        self.computed = 0
+        self.pending = 0
+        self.decoding = False
+        self.preemptions = 0
+        self.overtaken = False
+        """While it waited for a prefix that somebody computed, others entered."""
+        self.cached: int | None = None
+        """Tokens that it need not compute at its first entry."""
+        self.shares = False
+        """Whether its forks may have its pages: it runs, and nothing was flushed since it entered."""
+
+    @property
+    def has_features(self) -> bool:
+        """Whether it needs a feature slot."""
+        return self.request.sampling.has_penalties or self.request.sampling.has_bias
+
+    @property
+    def known(self) -> list[int]:
+        return [*self.request.prompt_token_ids, *self.made]
+
+    def entered(self, plan: Plan) -> bool:
+        return any(request is self.request for _, request in plan.new_requests)
+
+    def may_run(self, admit: bool) -> bool:
+        """While nobody is admitted, who ran before may still come back."""
+        return admit or self.slot is not None or self.preemptions > 0
+
+    def limit(self, context_limit: int) -> int:
+        """Most tokens it may have."""
+        most = self.request.stopping.max_tokens
+        whole = len(self.request.prompt_token_ids) + (context_limit if most is None else most)
+        return min(whole, context_limit)
+
+
+class Traffic:
+    """Up to two plans may be in flight, as in an engine that overlaps steps."""
+
+    def __init__(self, config: SchedulerConfig) -> None:
+        self.config = config
+        self.scheduler = Scheduler(config)
+        self.runner = FakeRunner(config)
+        window, size = config.sliding_window, config.page_size
+        self.capacity = size * config.num_pages
+        self.most_pages = config.num_pages
+        """That a prefill holds at a time."""
+        if window is not None:
+            chunk = config.max_prefill_chunk or config.max_num_batched_tokens
+            self.most_pages = min(self.most_pages, -(-(window + chunk) // size) + 1)
+            if config.num_pages >= -(-window // size) + 2:
+                self.capacity = max(self.capacity, config.max_model_len)
+        self.context_limit = min(config.max_model_len, self.capacity + 1)
+        self.now_ns = SECOND
+        self.active: dict[str, Tracked] = {}
+        self.arrivals = 0
+        self.budget = 0  # least that the newest plan may use
+        self.sitting_out: bool | None = (
+            None  # those who in the newest plan are under a constraint, or are not
+        )
+        self.plain_steps = 0  # while rows under a constraint sat out
+        self.most_apart = 0
+        self.in_flight: deque[tuple[Plan, StepResult, list[Tracked]]] = deque()
+        self.streams: list[tuple[int, tuple[int, ...], FinishReason]] = []
+        """What every request that ended had made: order, tokens, why."""
+
+    # ---- what happens to the scheduler
+
+    def arrive(self, request: Request) -> None:
+        num_prompt, stopping = len(request.prompt_token_ids), request.stopping
+        longest = num_prompt + (1 if stopping.max_tokens is None else stopping.max_tokens)
+        num_waiting = sum(tracked.slot is None for tracked in self.active.values())
+        refusal: type[Exception] | None = None
+        outputs = {request_id_of(name) for name in self.active}
+        if num_prompt + 1 > self.config.max_model_len:
+            refusal = PromptTooLong
+        elif min(longest, self.config.max_model_len) > self.capacity + 1:
+            refusal = ExceedsKVCapacity
+        elif request.request_id in self.active or request.request_id in outputs:
+            refusal = DuplicateRequestId
+        elif num_waiting >= self.config.max_queued_requests:
+            refusal = QueueFull
+        if refusal is not None:
+            with pytest.raises(refusal):
+                self.scheduler.add(request, self.now_ns)
+            return
+        self.scheduler.add(request, self.now_ns)
+        by_priority = self.config.scheduling_policy == "priority"
+        tracked = Tracked(request, self.arrivals, by_priority, self.now_ns)
+        self.predict(tracked)
+        self.active[request.request_id] = tracked
+        self.arrivals += 1
+
+    def predict(self, tracked: Tracked) -> None:
+        """From what it has made, all of which it forgot the KV of."""
+        tracked.expected, tracked.reason = run_alone(
+            tracked.request,
+            self.context_limit,
+            window=self.config.sliding_window,
+            generation=self.runner.generation,
+            made=tracked.made,
+        )
+
+    def run(
+        self,
+        num_steps: int,
+        ahead: int,
+        max_steps: int = 1,
+        prefill_budget: int | None = None,
+        apart_steps: int = 0,
+    ) -> None:
+        """That many plans with up to `ahead` of them in flight when each is made."""
+        for _ in range(num_steps):
+            while len(self.in_flight) > ahead:
+                self.commit()
+            dispatched = self.dispatch(True, max_steps, prefill_budget, apart_steps)
+            if not dispatched and self.in_flight:
+                self.commit()
+            self.accounts_agree()
+        while len(self.in_flight) > ahead:
+            self.commit()
+
+    def dispatch(
+        self,
+        admit: bool = True,
+        max_steps: int = 1,
+        prefill_budget: int | None = None,
+        apart_steps: int = 0,
+    ) -> bool:
+        """Whether there was a plan to run."""
+        self.now_ns += 1
+        plan = self.scheduler.schedule(
+            self.now_ns,
+            admit=admit,
+            max_steps=max_steps,
+            prefill_budget=prefill_budget,
+            apart_steps=apart_steps,
+        )
+        if plan is None:
+            movable = [t for t in self.active.values() if t.may_run(admit)]
+            assert not movable or self.in_flight, "there was work and no plan"
+            return False
+        self.check_plan(plan, admit, max_steps, prefill_budget, apart_steps)
+        owners = [self.active[row.request_id] for row in plan.rows]
+        self.in_flight.append((plan, self.runner.execute(plan), owners))
+        return True
+
+    def commit(self, meanwhile: Callable[[], None] = lambda: None) -> None:
+        """`meanwhile` comes after the constraints got their tokens, for which nobody is kept out."""
+        plan, result, owners = self.in_flight.popleft()
+        now_ns = self.now_ns
+        verdicts = self.scheduler.accept(plan, result, now_ns)
+        meanwhile()
+        outputs = self.scheduler.commit(plan, result, now_ns, verdicts)
+        live = [
+            (row, tokens, owner)
+            for row, tokens, owner in zip(plan.rows, result.token_ids, owners, strict=True)
+            if row.samples and self.active.get(row.request_id) is owner
+        ]
+        assert [output.request_id for output in outputs] == [row.request_id for row, _, _ in live]
+        for output, (row, tokens, owner) in zip(outputs, live, strict=True):
+            owner.pending -= row.max_samples
+            counted = tuple(tokens)
+            if owner.predictable:  # else it ends where it ends
+                counted = counted[: len(owner.expected) - len(owner.made)]
+                assert output.token_ids == counted
+            owner.made += output.token_ids
+            asked = owner.request.logprobs is not None
+            made = tuple(TokenLogprobs(-float(token)) for token in output.token_ids)
+            assert output.logprobs == (made if asked else ())
+            self.check_output(output, owner)
+
+    def abort(self, name: str, stop: bool) -> None:
+        reason = FinishReason.STOP if stop else FinishReason.ABORTED
+        output = self.scheduler.abort(name, "gone", self.now_ns, reason=reason, stop="." if stop else None)
+        assert output is not None
+        assert output.finish is not None
+        assert (output.finish.reason, output.token_ids) == (reason, ())
+        del self.active[name]
+        assert self.scheduler.finished(name)
+        assert self.scheduler.abort(name, "again", self.now_ns) is None
+
+    def wait(self, seconds: int) -> None:
+        self.now_ns += seconds * SECOND
+        outputs = self.scheduler.expire(self.now_ns)
+        late = [
+            n for n, t in self.active.items() if t.deadline_ns is not None and t.deadline_ns <= self.now_ns
+        ]
+        assert sorted(output.request_id for output in outputs) == sorted(late)
+        for output in outputs:
+            assert output.finish is not None
+            assert (output.finish.reason, output.token_ids) == (FinishReason.TIME_LIMIT, ())
+            del self.active[output.request_id]
+
+    def preempt_all(self) -> None:
+        running = [tracked for tracked in self.active.values() if tracked.slot is not None]
+        assert set(self.scheduler.preempt_all()) == {t.request.request_id for t in running}
+        for tracked in running:
+            self.lose_pages(tracked)
+
+    def flush(self) -> None:
+        used = self.scheduler.load().pages_used
+        freed, in_use = self.scheduler.flush_prefix_cache()
+        assert 0 <= in_use <= used
+        assert 0 <= freed <= self.config.num_pages - used
+        for tracked in self.active.values():
+            tracked.shares = False
+        assert self.scheduler.flush_prefix_cache() == (0, 0)
+
+    def update_weights(self, recompute: bool) -> None:
+        """With nothing in flight; the running ones keep their KV, or are preempted."""
+        while self.in_flight:
+            self.commit()
+        if recompute:
+            self.preempt_all()
+        self.runner.generation += 1
+        self.scheduler.use_weights(self.runner.generation)
+        for tracked in self.active.values():
+            tracked.shares = False
+            if tracked.slot is None:
+                tracked.predictable = True
+                self.predict(tracked)
+            else:
+                tracked.predictable = False
+
+    # ---- what must hold
+
+    def lose_pages(self, tracked: Tracked) -> None:
+        tracked.slot, tracked.computed, tracked.decoding, tracked.shares = None, 0, False, False
+        tracked.overtaken = False
+        tracked.preemptions += 1
+        if not tracked.predictable and not tracked.pending:
+            tracked.predictable = True
+            self.predict(tracked)
+
+    def check_plan(
+        self, plan: Plan, admit: bool, max_steps: int, prefill_budget: int | None, apart_steps: int
+    ) -> None:
+        active = self.active
+        self.budget = self.config.max_num_batched_tokens
+        num_decodes = sum(row.token_ids is None for row in plan.rows)
+        planned = {row.request_id for row in plan.rows}
+        assert len(planned) == len(plan.rows)
+        assert len({row.slot for row in plan.rows}) == len(plan.rows)
+        self.check_window(plan, max_steps)
+        self.check_turn(plan, apart_steps)
+        for name in plan.preempted:
+            assert name not in planned
+            self.lose_pages(active[name])
+        running = [t for t in active.values() if t.slot is not None]
+        most = self.budget
+        if num_decodes and prefill_budget is not None:
+            # At most as if all who wait could come in, at least as if none of them.
+            waiting, free = len(active) - len(running), self.config.max_num_seqs - len(running)
+            num_prefills = sum(not t.decoding for t in running)
+            most, self.budget = (
+                min(self.budget, num_decodes + int(prefill_budget * max(num_prompts, 1) ** 0.5))
+                for num_prompts in (num_prefills + min(waiting, free), num_prefills)
+            )
+        assert 0 < plan.num_tokens <= most
+        rows = {row.request_id: row for row in plan.rows}
+        copies = list(plan.page_copies)
+        for slot, request in plan.new_requests:
+            tracked = active[request.request_id]
+            assert request is tracked.request
+            assert tracked.may_run(admit)
+            assert tracked.slot is None
+            assert slot == min(set(range(self.config.max_num_seqs)) - {t.slot for t in running})
+            feature_slot = plan.feature_slots.get(slot)
+            assert (feature_slot is not None) is tracked.has_features
+            if feature_slot is not None:
+                most = self.config.feature_slots or self.config.max_num_seqs
+                others = {t.feature_slot for t in running if t.has_features}
+                assert feature_slot == min(set(range(most)) - others)
+            tracked.feature_slot = feature_slot
+            tracked.slot, tracked.decoding = slot, False
+            sources = self.sources(tracked, running)
+            self.check_shared(rows[request.request_id], tracked, sources, copies, plan)
+            tracked.shares = True
+            running.append(tracked)
+        assert not copies
+        # The last in rank lose their pages; for a feature slot the last of those that have one.
+        for lost in (active[name] for name in plan.preempted):
+            stay = [t for t in running if t.has_features or not lost.has_features]
+            assert all(tracked.rank < lost.rank for tracked in stay)
+        self.check_fairness(plan, admit, running)
+        self.check_shares(plan)
+        for row in plan.rows:
+            self.check_row(row, active[row.request_id], plan)
+
+    def check_window(self, plan: Plan, max_steps: int) -> None:
+        assert 1 <= plan.num_steps <= max_steps
+        assert not self.config.window_steps or plan.num_steps in self.config.window_steps
+        if plan.num_steps > 1:
+            assert not plan.preempted
+            assert not plan.new_requests
+            assert all(row.token_ids is None for row in plan.rows)
+            assert max(row.max_samples for row in plan.rows) == plan.num_steps
+            assert not any(self.active[row.request_id].request.constraint for row in plan.rows)
+
+    def check_turn(self, plan: Plan, apart_steps: int) -> None:
+        """Whose rows these are, and that those under a constraint wait for no more than `apart_steps`."""
+        constrained = {
+            row.request_id for row in plan.rows if self.active[row.request_id].request.constraint is not None
+        }
+        decodes = all(row.token_ids is None for row in plan.rows)
+        self.sitting_out = None
+        if plan.apart:
+            assert apart_steps
+            assert plan.num_steps == 1
+            assert len(constrained) == len(plan.rows)
+            self.sitting_out = False
+        elif not constrained and decodes and apart_steps:
+            self.sitting_out = True
+        waits = any(
+            t.decoding and t.request.constraint and not self.is_done(t)
+            for t in self.active.values()
+            if t.request.request_id not in plan.preempted
+        )
+        self.plain_steps = self.plain_steps + plan.num_steps if self.sitting_out and waits else 0
+        # Turns of before may have had other limits.
+        assert self.plain_steps <= max(apart_steps, self.most_apart)
+        self.most_apart = max(self.most_apart, apart_steps)
+
+    def sits_out(self, tracked: Tracked) -> bool:
+        """Whether it is others' turn."""
+        return self.sitting_out is not None and (tracked.request.constraint is not None) is self.sitting_out
+
+    def sources(self, tracked: Tracked, running: list[Tracked]) -> list[Tracked]:
+        """Whose pages of the prompt a fork may have, unless some were dropped."""
+        prompt = tracked.request.prompt_token_ids
+        if tracked.request.fork_of is None or tracked.preemptions:
+            return []
+        return [t for t in running if t.shares and t.request.prompt_token_ids is prompt]
+
+    def check_shared(
+        self,
+        row: PlanRow,
+        tracked: Tracked,
+        sources: list[Tracked],
+        copies: list[tuple[int, int]],
+        plan: Plan,
+    ) -> None:
+        """What an entering request has of one of `sources`, or found in the prefix cache; `copies` loses its
+        own."""
+        assert row.start < len(tracked.known)
+        index, rest = divmod(row.start, self.config.page_size)
+        if rest:
+            source, own = copies.pop(0)
+            # Those had the page before this plan, so its content is of a step before.
+            holders = [t for t in sources if t.computed >= row.start and not t.entered(plan)]
+            assert source in [self.runner.tables[t.slot][index] for t in holders if t.slot is not None]
+            assert own in [w.pages[index] for w in plan.page_writes if w.slot == row.slot]
+        as_fork = {len(tracked.request.prompt_token_ids) - 1} if sources else set()
+        if rest or (sources and self.config.sliding_window is None):
+            assert row.start in as_fork
+        elif self.config.prefix_cache_pages == 0 or tracked.request.cache.bypass:
+            assert row.start in {0} | as_fork
+        tracked.computed = row.start
+        if tracked.cached is None:
+            tracked.cached = row.start
+
+    def check_fairness(self, plan: Plan, admit: bool, running: list[Tracked]) -> None:
+        planned = {row.request_id for row in plan.rows}
+        load = self.scheduler.load()
+        in_rank = sorted(self.active.values(), key=lambda t: t.rank)
+        waiting = [t for t in in_rank if t.slot is None and t.may_run(admit)]
+        # Every decode is served; the last may sit out for want of a page.
+        for tracked in running:
+            if self.sits_out(tracked):
+                continue
+            if tracked.decoding and tracked.request.request_id not in planned and not self.is_done(tracked):
+                assert self.in_flight
+                assert tracked is max(running, key=lambda t: t.rank)
+        # Nobody overtakes, but for those who wait for a prefix that is being computed, or a feature slot.
+        entered = {request.request_id for _, request in plan.new_requests}
+        for first in waiting:
+            if any(t.rank > first.rank for t in running if t.request.request_id in entered):
+                assert self.may_be_passed(first, running)
+                first.overtaken = True
+        # The first in rank is served, and no budget is left over while somebody could use it.
+        unserved = [t for t in waiting if not self.may_be_passed(t, running)]
+        if not self.in_flight and not (waiting and self.may_be_passed(waiting[0], running)):
+            served = [t for t in in_rank if t.may_run(admit) and not self.is_done(t)]
+            first = served[0]
+            waits, by_priority = first.slot is None, self.config.scheduling_policy == "priority"
+            excuses = {
+                # A decode of lower priority may take the pages that were just enough: the next step preempts
+                # it.
+                "a decode of lower priority grew": by_priority and waits and bool(plan.page_writes),
+                # Whoever overtook may hold the pages that it needs now that nobody computes them for it.
+                "it was overtaken": waits and first.overtaken,
+                "it is others' turn": self.sits_out(first),
+            }
+            name = first.request.request_id
+            assert name in planned or any(excuses.values()), f"{name} is not served: {excuses}"
+        left = self.budget - plan.num_tokens
+        if (
+            left > 0
+            and unserved
+            and unserved[0] is waiting[0]
+            and not unserved[0].pending
+            and not plan.preempted
+        ):
+            needed = min(-(-len(unserved[0].known) // self.config.page_size), self.most_pages)
+            if self.config.sliding_window is None and self.sources(unserved[0], running):
+                needed = 1
+            no_slot = len(running) == self.config.max_num_seqs
+            if unserved[0].has_features:
+                no_slot |= sum(t.has_features for t in running) == self.config.feature_slots
+            left_free = self.config.num_pages - load.pages_used - self.headroom(running)
+            assert no_slot or needed > left_free
+
+    def may_be_passed(self, tracked: Tracked, running: list[Tracked]) -> bool:
+        lacks = tracked.has_features and sum(t.has_features for t in running) == self.config.feature_slots
+        return lacks or self.may_be_promised(tracked, running)
+
+    def check_shares(self, plan: Plan) -> None:
+        """However many prompts come in, the first in rank of them gets all it needs or most of the step."""
+        chunks = [(self.active[row.request_id], row) for row in plan.rows if row.token_ids is not None]
+        if chunks:
+            first, row = min(chunks, key=lambda chunk: chunk[0].rank)
+            left = self.budget - (len(plan.rows) - len(chunks))
+            most = self.config.max_prefill_chunk or left
+            wanted = min(len(first.known) - first.computed, most, left - left // 4)
+            assert row.num_tokens >= wanted or self.lacks_pages(row)
+
+    def lacks_pages(self, row: PlanRow) -> bool:
+        """With a sliding window it may have got no page for more, because others hold what it gave back."""
+        seq = self.scheduler.roster.find(row.request_id)
+        assert seq is not None
+        covered = len(seq.pages) * self.config.page_size
+        return self.config.sliding_window is not None and row.start + row.num_tokens == covered
+
+    def headroom(self, running: list[Tracked]) -> int:
+        """Pages that are left to those who run: for 48 more tokens each, at most an eighth of all."""
+        wanted = 0
+        for tracked in running:
+            seq = self.scheduler.roster.find(tracked.request.request_id)
+            assert seq is not None
+            most = tracked.limit(self.context_limit) - 1
+            positions = min(max(seq.num_computed, seq.prefill_until), len(seq.pages) * self.config.page_size)
+            wanted += max(-(-min(positions + 48, most) // self.config.page_size) - len(seq.pages), 0)
+        return min(wanted, self.config.num_pages // 8)
+
+    def is_done(self, tracked: Tracked) -> bool:
+        """All tokens it may have are made or in flight."""
+        return len(tracked.known) + tracked.pending >= tracked.limit(self.context_limit)
+
+    def may_be_promised(self, tracked: Tracked, running: list[Tracked]) -> bool:
+        """Whether a running prefill shares at least one full page with it, or its prompt with a fork."""
+        if any(not t.decoding for t in self.sources(tracked, running)):
+            return True
+        size = self.config.page_size
+        first = tracked.known[:size]
+        return (
+            self.config.prefix_cache_pages != 0
+            and len(tracked.known) > size
+            and any(
+                t.known[:size] == first and t.request.cache.salt == tracked.request.cache.salt
+                for t in running
+                if not t.decoding and t is not tracked
+            )
+        )
+
+    def check_row(self, row: PlanRow, tracked: Tracked, plan: Plan) -> None:
+        left = self.budget - plan.num_tokens
+        assert (row.slot, row.start) == (tracked.slot, tracked.computed)
+        end = row.start + row.num_tokens
+        if tracked.decoding:
+            assert (row.token_ids, row.num_tokens, end) == (None, 1, len(tracked.known) + tracked.pending)
+            room = tracked.limit(self.context_limit) - end
+            assert row.samples
+            assert row.max_samples == min(plan.num_steps, room) > 0
+        else:
+            assert row.token_ids == tuple(tracked.known[row.start : end])
+            most = self.config.max_prefill_chunk or self.config.max_num_batched_tokens
+            assert 0 < row.num_tokens <= most
+            whole = end == len(tracked.known)
+            complete = whole or left <= 0 or row.num_tokens == most
+            assert complete or self.lacks_pages(row), "a chunk cut for nothing"
+            seq = self.scheduler.roster.find(row.request_id)
+            assert seq is not None
+            assert len(seq.held_pages) <= self.most_pages
+            assert row.samples == whole
+            assert not tracked.pending
+        self.check_writes(row)
+        # With min_tokens m, generated tokens number 1 to m may not end the request.
+        bans = tracked.request.stopping.min_tokens - (end - len(tracked.request.prompt_token_ids))
+        assert row.bans == (min(max(bans, 0), row.max_samples) if row.samples else 0)
+        tracked.decoding = tracked.decoding or row.samples
+        tracked.computed = end - 1 + row.max_samples if row.samples else end
+        tracked.pending += row.max_samples if row.samples else 0
+
+    def check_writes(self, row: PlanRow) -> None:
+        """No page that somebody else holds, or finds by a key, is written; only a prefill publishes at
+        once."""
+        pool = self.scheduler.roster.pool
+        seq = self.scheduler.roster.find(row.request_id)
+        assert seq is not None
+        end = row.start + (row.num_tokens if row.token_ids is not None else row.max_samples)
+        for index in range(row.start // pool.page_size, (end - 1) // pool.page_size + 1):
+            page = seq.pages[index]
+            if pool.num_holders(page) != 1:  # shared with somebody who entered in this very step
+                assert row.token_ids is not None
+            if pool.key_of(page) is not None:
+                assert row.token_ids is not None
+                assert (index + 1) * pool.page_size <= end
+
+    def check_output(self, output: Output, tracked: Tracked) -> None:
+        late = tracked.deadline_ns is not None and tracked.deadline_ns <= self.now_ns
+        if tracked.predictable:
+            assert tracked.made == tracked.expected[: len(tracked.made)]
+            complete = len(tracked.made) == len(tracked.expected)
+            assert output.last == (complete or late)
+            if output.finish is not None:
+                assert output.finish.reason == (tracked.reason if complete else FinishReason.TIME_LIMIT)
+        if output.finish is not None:
+            assert output.timing is not None
+            assert output.timing.preemptions == tracked.preemptions
+            assert output.timing.cached_prompt_tokens == tracked.cached
+            self.streams.append((tracked.order, tuple(tracked.made), output.finish.reason))
+            del self.active[output.request_id]
+        elif not tracked.predictable and tracked.slot is None and not tracked.pending:
+            tracked.predictable = True
+            self.predict(tracked)
+
+    def accounts_agree(self) -> None:
+        self.scheduler.check()
+        in_order = sorted(self.active, key=lambda name: self.active[name].order)
+        assert list(self.scheduler.active_ids()) == in_order
+        assert self.scheduler.has_work == bool(self.active)
+        load = self.scheduler.load()
+        waiting = [tracked for tracked in self.active.values() if tracked.slot is None]
+        assert (load.num_running, load.num_waiting) == (len(self.active) - len(waiting), len(waiting))
+        assert load.waiting_prompt_tokens == sum(len(t.request.prompt_token_ids) for t in waiting)
+
+    def end(
+        self,
+        ahead: int = 0,
+        max_steps: int = 1,
+        prefill_budget: int | None = None,
+        apart_steps: int = 0,
+    ) -> None:
+        """Whatever happened: without new arrivals everything ends, soon and right, and all pages return."""
+        # In each step somebody computes at least one token, and each token at most twice; a row that is
+        # dropped later costs nobody a turn.
+        bound = sum(2 * (len(t.known) + t.limit(self.context_limit)) for t in self.active.values()) + 4
+        for _ in range(bound):
+            self.run(1, ahead, max_steps, prefill_budget, apart_steps)
+            if not self.active:
+                break
+        while self.in_flight:
+            self.commit()
+        self.accounts_agree()
+        assert not self.active
+        load = self.scheduler.load()
+        assert (load.num_running, load.num_waiting, load.pages_used) == (0, 0, 0)
