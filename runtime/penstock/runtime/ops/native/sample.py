@@ -4,10 +4,10 @@
 same tokens, up to rounding. There a filter is 32 passes over the logits; here the few tokens that can matter
 are found in one, so that a step's sampling costs milliseconds with every feature on.
 
-How: one pass over logits, history, bias and mask gives the edited row, the largest of each 512 ids, and the sum
-that log-probabilities need. The k-th of those largest values bounds top_k, and the lightest weight that can
-matter bounds top_p, so only the distances of few tokens from the largest are collected. Where they would be
-many, a sample of the row says between which distances the threshold lies, and the next pass proves it. The
+How: one pass over logits, history, bias and mask gives the edited row, the largest of each 512 ids, and the
+sum that log-probabilities need. The k-th of those largest values bounds top_k, and the lightest weight that
+can matter bounds top_p, so only the distances of few tokens from the largest are collected. Where they would
+be many, a sample of the row says between which distances the threshold lies, and the next pass proves it. The
 threshold is found with a histogram, not with a sort.
 """
 
