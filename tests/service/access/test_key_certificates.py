@@ -141,6 +141,10 @@ async def test_the_log_names_the_caller_of_a_refusal(file, caplog):
     caplog.set_level("INFO")
     async with serving_keys(file, key("alice")) as rig:
         assert await flushed(rig.channel, **as_("alice")) == "FORBIDDEN"
+        # The line is written once the answer has left, so the client may see the answer first.
+        await until(
+            lambda: any("refused" in message and "FORBIDDEN" in message for message in caplog.messages)
+        )
         (line,) = [message for message in caplog.messages if "refused" in message and "FORBIDDEN" in message]
         assert "key 'alice'" in line
         assert "psk_" not in caplog.text
