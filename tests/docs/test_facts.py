@@ -78,3 +78,18 @@ def test_every_public_class_is_in_the_reference(module: ModuleType, page: str) -
     if "errors" in listed:  # the page has all classes of that module
         listed |= vars(module.errors).keys()
     assert sorted(set(module.__all__) - listed - NOT_CLASSES) == []
+
+
+_PLACEHOLDER = re.compile(r"\.\.\.|\b[A-Z]\b|[`()]|METHOD|'ID'|127\.0\.0\.1:50051")
+
+
+def test_messages_of_the_troubleshooting_page_are_those_of_the_programs() -> None:
+    page = text_of(ROOT / "docs" / "how-to" / "troubleshoot.md").partition("## Symptoms")[0]
+    sources = (path for part in ("runtime", "service") for path in (ROOT / part).rglob("*.py"))
+    text = "".join(path.read_text() for path in sources)
+    joined = re.sub(r'"\s*\n\s*f?"', "", text)  # of strings that go on in the next line
+    quoted = [row.split(" | ")[0].removeprefix("| ") for row in page.splitlines() if row.startswith("| `")]
+    assert len(quoted) > 30
+    for message in quoted:
+        parts = [part.strip(" ;,:'") for part in _PLACEHOLDER.split(message)]
+        assert any(part in joined for part in parts if len(part) > 10), message
