@@ -1,5 +1,5 @@
-"""The engine. `from penstock.runtime import Engine` to embed it; submodules without jax import without
-jax.
+"""The engine. `from penstock.runtime import Engine` embeds it. Submodules that do not need jax can be
+imported without it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _HOME = {
 
 
 def __getattr__(name: str) -> Any:
-    # Lazy (PEP 562), so that the scheduler's tests and the client never pay for importing jax.
+    # Imports are lazy (PEP 562), so that the scheduler's tests and the client need not import jax.
     if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module(_HOME[name]), name)

@@ -31,19 +31,19 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineParts:
-    """What an engine is made of. Nothing is compiled for serving yet."""
+    """The parts of an engine. No program is compiled for serving yet."""
 
     runner: ModelRunner
     scheduler: Scheduler
     pacer: Pacer
     config: ResolvedConfig
-    """The options with what was derived from the model, the platform and its memory."""
+    """The options, with what was derived from the model, the platform and its memory."""
     info: ModelInfo
 
 
 def build(model: ServedModel, options: EngineConfig, backend: Backend | None = None) -> EngineParts:
-    """Sizes the KV cache and all else that depends on it, and makes the parts. ConfigError where the options
-    cannot be met. `backend`: None for that of the device on which the model's weights are.
+    """Sizes the KV cache and everything that depends on it, and makes the parts. ConfigError if the options
+    cannot be met. `backend` None: the backend of the device that holds the model's weights.
     """
     if backend is None:
         backend = choose_backend(options, next(iter(jax.tree.leaves(model.weights)[0].devices())))
@@ -105,7 +105,7 @@ def build(model: ServedModel, options: EngineConfig, backend: Backend | None = N
 
 
 def grammar_compiler(text: TextCodec | None, info: ModelInfo, config: ResolvedConfig) -> CompilerOnDemand:
-    """Compiles grammars for the model's tokenizer, if it has one that allows it."""
+    """A compiler of grammars for the model's tokenizer, if it has one that allows it."""
     backend = None if text is None else text.backend
     if backend is None:
         return CompilerOnDemand(None)
@@ -141,15 +141,15 @@ def _buckets(model: ServedModel, config: ResolvedConfig, backend: Backend) -> Bu
 def _free_bytes(
     model: ServedModel, config: ResolvedConfig, shapes: RunnerConfig, backend: Backend
 ) -> int | None:
-    """Bytes that the device has left for the KV cache; None where it does not tell, and where the options say
-    how large the cache is. What programs take on the way is measured by a runner for that alone, because a
-    runner is made for one context length, which depends on the cache.
+    """How many bytes the device has left for the KV cache; None if it does not report that, or if the options
+    say how large the cache is. A runner that is made only for this measures the scratch memory of programs,
+    because a runner is made for one context length, which depends on the cache.
     """
     if config.kv_cache_bytes is not None or backend.memory() is None:
         return None
     probe = _runner(model, shapes, backend)
     peak_bytes = probe.peak_temp_bytes()
-    memory = backend.memory()  # while the probe has what the runner, too, will keep for sampling
+    memory = backend.memory()  # while the probe holds the arrays for sampling that the runner will hold too
     return None if memory is None else device_kv_bytes(memory, config.hbm_utilization, peak_bytes)
 
 
@@ -160,7 +160,7 @@ def _runner(model: ServedModel, config: RunnerConfig, backend: Backend) -> Model
 def _runner_config(
     model: ServedModel, config: ResolvedConfig, buckets: Buckets, *, threads: int
 ) -> RunnerConfig:
-    """For the longest context that was asked for, which may be more than the KV cache will hold."""
+    """The runner's configuration for the longest context that was asked for; the KV cache may hold less."""
     return RunnerConfig(
         buckets=buckets,
         max_num_seqs=config.max_num_seqs,
@@ -200,7 +200,7 @@ def _scheduler_config(
 
 
 def _target_itl_s(config: ResolvedConfig, *, batch_invariant: bool) -> float:
-    """Seconds; 0 sets no limit. By default there is one only where no bit depends on a step's size."""
+    """The target in seconds; 0: no limit. By default there is one only if no bit depends on a step's size."""
     if config.target_itl_s is not None:
         return config.target_itl_s
     return DEFAULT_TARGET_ITL_S if batch_invariant else 0.0

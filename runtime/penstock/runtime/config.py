@@ -1,5 +1,5 @@
-"""Options of the engine: frozen, checked once, and resolved ("auto" becomes a value) into new objects. No
-jax.
+"""The engine's options: frozen, checked once, and resolved ("auto" becomes a value) into new objects.
+No jax.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from penstock.runtime.scheduling.scheduler_config import SCHEDULING_POLICIES
 
 MAX_DECODE_STEPS = 64
 DEFAULT_FEATURE_SLOTS = 64
-"""78 MB with a vocabulary of 152k."""
+"""These take 78 MB with a vocabulary of 152k."""
 DEFAULT_TARGET_ITL_S = 0.15
 DTYPES = ("auto", "bfloat16", "float16", "float32")
 QUANTIZATIONS = ("none", "int8")
@@ -25,7 +25,7 @@ NATIVE = ("auto", "require", "off")
 
 @dataclass(frozen=True, slots=True)
 class DefaultSizes:
-    """max_num_seqs and max_num_batched_tokens where they are not chosen."""
+    """max_num_seqs and max_num_batched_tokens if the operator does not choose them."""
 
     num_seqs: int
     num_tokens: int
@@ -34,100 +34,107 @@ class DefaultSizes:
 CPU_SIZES = DefaultSizes(16, 512)
 ACCELERATOR_SIZES = DefaultSizes(256, 8192)
 SMALL_SIZES = DefaultSizes(64, 2048)
-"""Of an accelerator of which JAX may use less than SMALL_BYTES: what a step computes on the way has to fit,
-too."""
+"""For an accelerator of which JAX may use less than SMALL_BYTES: the scratch memory of a step must fit too.
+"""
 SMALL_BYTES = 24 * 2**30
 
 
 def accelerator_sizes(memory_bytes: int | None) -> DefaultSizes:
-    """Those of an accelerator of which JAX may use so many bytes; None: it does not tell."""
+    """The sizes for an accelerator of which JAX may use `memory_bytes`; None: it does not report how many."""
     return SMALL_SIZES if memory_bytes is not None and memory_bytes < SMALL_BYTES else ACCELERATOR_SIZES
 
 
 def default_compilation_cache() -> Path:
-    """Where compiled programs are kept between starts."""
+    """The folder in which compiled programs are kept between starts."""
     return Path(os.path.expanduser("~")) / ".cache" / "penstock" / "xla"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
-    """What an operator may choose. None means "derive it"; what was derived is logged at start."""
+    """The options that an operator may choose. None means "derive it"; derived values are logged at the
+    start.
+    """
 
     served_model_name: str | None = None
-    """Name in replies, and the one `model` field that is accepted. None: the model as it was asked for (a
-    hub id whole), of a path the last part."""
+    """Name in replies, and the only `model` that requests may ask for. None: the hub id by which the model
+    was loaded, or the last part of its path."""
     dtype: str = "auto"
-    """Weights and activations; auto is the checkpoint's own."""
+    """Dtype of weights and activations; "auto" is the checkpoint's own."""
     quantization: str = "none"
-    """int8: weights of linear layers in int8 with one scale an output, activations quantized on the way."""
+    """"int8" stores the weights of linear layers in int8 with one scale for each output; activations are
+    quantized on the way."""
     native: str = "auto"
-    """The native CPU kernels: "auto" uses them where machine and model can, "require" does not start unless
-    they compute all of the model, "off" leaves all to XLA."""
+    """The native CPU kernels: "auto" uses them where the machine and the model can, "require" refuses to
+    start unless they compute all of the model, "off" leaves everything to XLA."""
     native_folder: Path | None = None
-    """Where their library is kept, and compiled into if it is not there; None: ~/.cache/penstock/native."""
+    """Folder of the kernels' library, which is compiled into it if it is not there; None:
+    ~/.cache/penstock/native."""
     threads: int | None = None
-    """CPU threads that load weights, compile programs, compute and fill masks; half of them make
-    the weights of an update, while the others serve. None: the processors that affinity mask and CPU quota
-    leave. XLA has one pool in a process, made when JAX's CPU backend starts, so load an engine
-    before other code computes with JAX; else a warning says how many threads that pool has."""
+    """CPU threads that load weights, compile programs, compute, and fill masks; half of them make the weights
+    of an update, while the others serve. None: the processors that affinity mask and CPU quota allow. XLA has
+    one pool in a process, made when JAX's CPU backend starts, so load an engine before other code computes
+    with JAX; else a warning says how many threads that pool has."""
     max_model_len: int | None = None
-    """Prompt plus generated tokens of one request; None: the model's own, at most what the KV cache holds."""
+    """Most tokens of one request, prompt and generated together; None: the model's own limit, or less if the
+    KV cache holds less."""
     max_num_seqs: int | None = None
-    """Rows of the running batch. None: by platform, see `DefaultSizes`."""
+    """Most outputs that run at a time. None: depends on the platform, see `DefaultSizes`."""
     feature_slots: int | None = None
-    """Requests with penalties or a bias (allowed ids and banned words are one) that run at a time: each takes
-    8 bytes per token of the vocabulary on the device. Others of them wait. None: max_num_seqs, at most
-    DEFAULT_FEATURE_SLOTS unless the served sampling defaults have penalties, which then every request has."""
+    """Most outputs with penalties or a bias (allowed ids and banned words are one) that run at a time; others
+    wait. Each takes 8 bytes per token of the vocabulary on the device. None: max_num_seqs, but at most
+    DEFAULT_FEATURE_SLOTS unless the served sampling defaults have penalties, because then every request has
+    them."""
     max_num_batched_tokens: int | None = None
-    """Token budget of one step, shared by decodes and prefill chunks. None: by platform (`DefaultSizes`)."""
+    """Token budget of one step, shared by decodes and prefill chunks. None: depends on the platform, see
+    `DefaultSizes`."""
     max_prefill_chunk: int | None = None
-    """Most prompt tokens of one request in a step, also when nothing else runs. None: all of the step's
-    budget that decodes leave."""
+    """Most prompt tokens of one request in a step, even if nothing else runs. None: all of the step's budget
+    that decodes leave."""
     target_itl_s: float | None = None
-    """Seconds that a step with decodes and prompt tokens should take at most, by the steps measured so far:
-    so far apart may the tokens of running requests be while a prompt comes in (root n times as far for n at
-    once). Where decodes alone take more than two thirds of that, prompts get a third of a longer step. 0: no
-    target. None: DEFAULT_TARGET_ITL_S under `ModelInfo.batch_invariant`, else 0: tokens would depend on a
-    step's size, and that on time.
-    """
+    """Seconds that a step with decodes and prompt tokens should take at most, judged by the steps so far.
+    This bounds the time between two tokens of a running request while a prompt comes in (times the square
+    root of n for n prompts at once). If decodes alone take more than two thirds of it, prompts get a third of
+    a longer step. 0: no target. None: DEFAULT_TARGET_ITL_S under `ModelInfo.batch_invariant`, else 0, because
+    tokens would depend on a step's size, and that on time."""
     scheduling_policy: str = "fcfs"
-    """Who goes first: "fcfs", in order of arrival; "priority", by the requests' priority, which may
-    preempt."""
+    """Which request goes first: "fcfs", in order of arrival; "priority", by the requests' priority, which may
+    preempt others."""
     max_queued_requests: int = 1024
+    """Most outputs that wait; further requests are refused."""
     page_size: int = 64
-    """Tokens per KV page."""
+    """Tokens per KV page, a power of two."""
     kv_cache_bytes: int | None = None
-    """Size of the KV cache, taken in full: what running requests do not need keeps prefixes. None: on an
+    """Size of the KV cache, taken in full: pages that running requests do not need keep prefixes. None: on an
     accelerator what `hbm_utilization` leaves; on CPU what max_num_seqs requests of the longest context can
     fill, at most 1 GiB (logged)."""
     hbm_utilization: float = 0.9
-    """Share of what JAX may take of an accelerator's memory, for weights, programs and KV together. JAX may
-    take 75 % unless XLA_PYTHON_CLIENT_MEM_FRACTION says otherwise; `penstock serve` makes that 95 %."""
+    """Share of the accelerator memory that JAX may take, for weights, programs and KV together. JAX may take
+    75 % unless XLA_PYTHON_CLIENT_MEM_FRACTION says otherwise; `penstock serve` makes that 95 %."""
     prefix_cache_pages: int | None = None
-    """Most KV pages kept for prefixes that no running request uses; None: all that are free; 0: no prefix
-    cache.
+    """Most KV pages kept for prefixes that no running request uses; None: all free pages; 0: no prefix cache.
     """
     overlap: bool = True
-    """Dispatch a step before the tokens of the one before are read."""
+    """Whether a step is dispatched before the tokens of the step before it are read."""
     max_decode_steps: int = 8
-    """Most decode steps in one dispatch, where nobody waits; 1: no such windows."""
+    """Most decode steps in one dispatch while no request could enter; 1: always one step per dispatch."""
     decode_window_s: float = 0.02
-    """Seconds that a window of decode steps should take at most. Where eight steps or more fit, rows under a
-    constraint have steps of their own between windows, one within this time."""
+    """Seconds that a window of decode steps should take at most. If eight steps or more fit, rows under a
+    constraint have steps of their own between windows, at most one within this time."""
     switch_interval_s: float | None = 0.0005
     """Seconds after which Python's interpreter goes from one thread to another that wants it; CPython's own
-    default is 0.005. It is one for the whole process, from `Engine.start` to `Engine.shutdown`, which puts
-    back what was before unless somebody else has set it since; of several engines, the last does. None: left
+    default is 0.005. It holds for the whole process from `Engine.start` to `Engine.shutdown`, which puts back
+    the former value unless other code has set it since; of several engines, the last does that. None: left
     alone."""
     max_logprobs: int = 20
-    """Most `logprobs` a request may ask for."""
+    """Most `logprobs` that a request may ask for."""
     generation_config: Mapping[str, Any] | None = None
-    """Sampling defaults that go before those of the model's generation_config.json, by the same names."""
+    """Sampling defaults that replace those of the model's generation_config.json, by the same names."""
     grammar_time_limit_s: float = 5.0
-    """A constraint that takes longer to compile is refused."""
+    """A constraint that takes longer to compile, in seconds, is refused."""
     compilation_cache: Path | None = field(default_factory=default_compilation_cache)
-    """Folder of the persistent compilation cache; None turns it off."""
+    """Folder in which compiled programs are kept between starts; None: they are not kept."""
     show_progress: bool = True
+    """Whether progress bars are shown, if stderr is a terminal."""
 
     def __post_init__(self) -> None:
         bad: list[str] = []
@@ -188,7 +195,7 @@ class EngineConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResolvedConfig(EngineConfig):
-    """What an engine runs with: numbers where nothing was chosen."""
+    """The options that an engine runs with: these fields are never None."""
 
     max_num_seqs: int
     max_num_batched_tokens: int
@@ -198,10 +205,10 @@ class ResolvedConfig(EngineConfig):
 def resolve(
     config: EngineConfig, sizes: DefaultSizes, *, defaults: GenerationDefaults | None = None
 ) -> ResolvedConfig:
-    """The options, with numbers where nothing was chosen: the platform's `sizes`, but no more rows than the
-    tokens given, and no fewer tokens than the rows given.
-    `defaults`: the served ones. Where they have penalties, so has every request that does not say otherwise,
-    and there are as many feature slots as rows.
+    """The options with numbers where nothing was chosen: the platform's `sizes`, but no more rows than the
+    tokens given, and no fewer tokens than the rows given. `defaults` are the served sampling defaults. If
+    they have penalties, so has every request that does not set them otherwise, and there are as many feature
+    slots as rows.
     """
     num_seqs = config.max_num_seqs or min(sizes.num_seqs, config.max_num_batched_tokens or sizes.num_seqs)
     are_all_penalised = defaults is not None and defaults.sampling().has_penalties

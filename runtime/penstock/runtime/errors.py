@@ -13,14 +13,14 @@ PenstockError
 │   └── UnknownModel             the request names another model
 ├── UnavailableError             expected: try again later, or elsewhere
 │   ├── QueueFull
-│   ├── CostlyGrammar            its grammar took too long to follow a short while ago
+│   ├── CostlyGrammar            the request's grammar took too long to follow a short while ago
 │   ├── Draining
 │   └── NotReady
 ├── WeightsError                 expected: an update was refused; the old weights still serve
 ├── GenerationError              unexpected: one request cannot go on; the engine serves the others
 │   └── NonFiniteLogits          the model computed NaN or infinity
 └── EngineFailure                unexpected: a bug or the device failed; the engine is dead
-    └── EngineDead               the same, told to whoever comes later: another engine may take the request
+    └── EngineDead               the engine had died before it was asked; another engine may take the request
 
 The service maps each class to one gRPC status in one table; a test proves that none is missing.
 """
@@ -39,10 +39,12 @@ def _rebuilt(kind: type[PenstockError], args: tuple[Any, ...], state: dict[str, 
 
 
 class PenstockError(Exception):
-    """Root of all errors raised on purpose. They can be pickled and copied, e.g. by a pool of processes."""
+    """The root of all errors that are raised on purpose. They can be pickled and copied, for example by a
+    pool of processes.
+    """
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Else it would be rebuilt by __init__(*args), and args are the message, not what __init__ takes.
+        # The default would call __init__(*args), but args are the message, not what __init__ takes.
         return _rebuilt, (type(self), self.args, self.__dict__)
 
 
@@ -98,8 +100,8 @@ class InvalidRequest(RequestError):
 
 
 class UnsupportedFeature(RequestError):
-    """Fields (or whole RPCs) of the contract that this build refuses instead of ignoring; `why` in words,
-    where there is more to say.
+    """Fields (or whole RPCs) of the contract that this build refuses instead of ignoring them. `why` says
+    more, in words, if there is more to say.
     """
 
     def __init__(self, fields: Sequence[str], why: str = "") -> None:
@@ -119,7 +121,7 @@ class PromptTooLong(RequestError):
 
 
 class ExceedsKVCapacity(RequestError):
-    """Even alone on the server the request would not fit the KV cache."""
+    """The request would not fit the KV cache even if it were alone on the server."""
 
     def __init__(self, needed_tokens: int, capacity_tokens: int) -> None:
         self.needed_tokens, self.capacity_tokens = needed_tokens, capacity_tokens
@@ -149,7 +151,9 @@ class UnavailableError(PenstockError):
 
 
 class QueueFull(UnavailableError):
-    """The waiting queue is at its limit. `retry_after_s` is when there should be room, if that is known."""
+    """The waiting queue is at its limit. `retry_after_s` says in how many seconds there should be room, if
+    that is known.
+    """
 
     def __init__(self, limit: int, retry_after_s: float | None = None) -> None:
         self.limit, self.retry_after_s = limit, retry_after_s
@@ -158,7 +162,9 @@ class QueueFull(UnavailableError):
 
 
 class CostlyGrammar(UnavailableError):
-    """The grammar took too long to follow lately: for `retry_after_s` nobody may use it. `field` held it."""
+    """The grammar, which was in `field`, took too long to follow lately. It is refused for another
+    `retry_after_s` seconds.
+    """
 
     def __init__(self, field: str, retry_after_s: float) -> None:
         self.field, self.retry_after_s = field, retry_after_s
@@ -197,8 +203,8 @@ class NonFiniteLogits(GenerationError):
 
 
 class EngineFailure(PenstockError):
-    """The engine died; `__cause__` holds why. What it was asked to do before may be what it died of."""
+    """The engine died; `__cause__` says why. What the caller had asked for may be the reason."""
 
 
 class EngineDead(EngineFailure):
-    """The engine had died before it was asked; `__cause__` holds the failure."""
+    """The engine had died before the caller asked for anything; `__cause__` holds the failure."""

@@ -1,9 +1,9 @@
-"""What is raised where it must not end a thread that serves others. No jax.
+"""What to do with whatever is raised where it must not end a thread that serves others. No jax.
 
-Python code raises an `Exception`; but a panic of an extension in Rust comes as a `BaseException`, so that
-`except Exception` lets it pass, and so do SystemExit and KeyboardInterrupt. Python delivers a signal to the
-main thread only: on the engine's thread any of these was raised by what was called there, and is treated as
-every other error of it.
+Python code raises an `Exception`. But a panic of an extension written in Rust comes as a `BaseException`,
+which `except Exception` lets pass, and so do SystemExit and KeyboardInterrupt. Python delivers signals to the
+main thread only, so on the engine's thread any of these was raised by code that was called there, and is
+treated like every other error of that code.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from penstock.runtime.errors import EngineFailure, GenerationError
 
 
 def describe(error: BaseException) -> str:
-    """Type and text on one line, also of an error that cannot even be printed."""
+    """Type and text of an error on one line, even if the error cannot be printed."""
     return "".join(traceback.format_exception_only(error)).strip()
 
 
 def as_exception(error: BaseException) -> Exception:
-    """The error itself, or where raising it would end its reader's thread or event loop, a GenerationError
-    with it as the cause.
+    """Returns the error itself or, if raising it would end the thread or event loop of its reader, a
+    GenerationError that has it as its cause.
     """
     if isinstance(error, Exception):
         return error
@@ -30,11 +30,11 @@ def as_exception(error: BaseException) -> Exception:
 
 
 def engine_failure(error: BaseException) -> EngineFailure:
-    """What every request of an engine that died of `error` is told.
+    """The error that is given to every request of an engine that died of `error`.
 
-    The frames of the error's traceback let go of their variables: some hold arrays on the device, which
-    would otherwise live as long as anybody keeps the failure. So `error` must have been raised on this thread
-    alone: clearing a frame in which another thread waits, as in a coroutine, ends that.
+    The frames of the error's traceback let go of their variables, because some of them hold arrays on the
+    device, which would otherwise live as long as the failure. So `error` must have been raised on this thread
+    only: clearing a frame in which another thread waits, as in a coroutine, would end that.
     """
     failure = EngineFailure(f"the engine failed: {describe(error)}")
     failure.__cause__ = error

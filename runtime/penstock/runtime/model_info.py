@@ -1,4 +1,4 @@
-"""What an engine serves, and the sizes that came of its options. No jax."""
+"""What an engine serves, and the sizes that follow from its options. No jax."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class ModelInfo:
     eos_token_ids: tuple[int, ...]
     """Tokens that end an output unless the request ignores them."""
     defaults: GenerationDefaults
-    """Values of the sampling parameters that a request does not set."""
+    """The values that sampling parameters have if a request does not set them."""
     num_pages: int
     """Pages of the KV cache."""
     page_size: int

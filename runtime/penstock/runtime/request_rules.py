@@ -1,4 +1,4 @@
-"""What an engine makes of a caller's request before the loop sees it."""
+"""How an engine changes a caller's request before the loop sees it."""
 
 from __future__ import annotations
 
@@ -11,28 +11,27 @@ from penstock.runtime.requests.request import PreparedPrompt, Request, SamplingP
 from penstock.runtime.requests.word_table import WordTable
 
 SamplingCallback = Callable[[Request], SamplingParams]
-"""Sees every request before it is queued, in the caller's thread, and returns the sampling that the request
-is to have. It must be quick. What it returns is checked as a caller's own sampling would be, and an error
-that it raises is the caller's answer.
-"""
+"""Called with every request before it is queued, in the caller's thread. Returns the sampling that the
+request is to have. It must be quick. What it returns is checked like a caller's own sampling, and the caller
+gets any error that it raises."""
 
 
 class RequestRules:
-    """The operator's say in a request's sampling, the engine's limit of log-probabilities, and bad words of
-    several tokens, which become a constraint.
+    """Applies the operator's callback to a request's sampling and the engine's limit to its
+    log-probabilities, and makes a constraint of bad words that have several tokens.
     """
 
     def __init__(self, *, vocab_size: int, max_logprobs: int, callback: SamplingCallback | None) -> None:
         """`max_logprobs`: most likeliest tokens per position that a request may ask for. Without a `callback`
-        the sampling is as requested.
+        the sampling stays as requested.
         """
         self._vocab_size = vocab_size
         self._max_logprobs = max_logprobs
         self._callback = callback
 
     def prepare(self, request: Request, prepared: PreparedPrompt) -> PreparedPrompt:
-        """`prepared` with a table of the request's bad words, which takes the longer to make the more there
-        are. There is no table where the sampling names tokens that the model lacks.
+        """Adds a table of the request's bad words to `prepared`; making it takes longer for more words. There
+        is no table if the sampling mentions tokens that the model does not have.
         """
         words = _long_words(request.sampling)
         if not words or prepared.sampling is None:
@@ -40,8 +39,8 @@ class RequestRules:
         return dataclasses.replace(prepared, words=WordTable(words, self._vocab_size))
 
     def apply(self, request: Request, prepared: PreparedPrompt | None) -> Request:
-        """The request as the loop is to have it. Raises InvalidRequest where it asks for too many
-        log-probabilities, TypeError where the callback returned no SamplingParams, and whatever the callback
+        """Returns the request as the loop is to have it. Raises InvalidRequest if it asks for too many
+        log-probabilities, TypeError if the callback does not return SamplingParams, and whatever the callback
         raises.
         """
         if self._callback is not None:

@@ -1,9 +1,9 @@
-"""JSON objects that callers write: read strictly, and within bounds on their size.
+"""Reads JSON objects that callers write, strictly and with bounds on their size.
 
-Python's reader holds the interpreter from the first byte to the last, so that nothing else of the server
-runs meanwhile, on whichever thread it reads: 20 MB of nested lists are 4 s. The time goes with the number of
-values rather than with the number of bytes, and nesting costs whoever walks over what was read. So all three
-are bounded, the last two by a look at the text beforehand, which other threads may interrupt.
+Python's reader holds the interpreter from the first byte to the last, so nothing else in the server runs
+meanwhile, on whichever thread it reads: 20 MB of nested lists take 4 s. The time grows with the number of
+values rather than of bytes, and nesting costs whatever walks over the result. So all three are bounded. Depth
+and number of values are found by a look at the text beforehand, which other threads can interrupt.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from typing import Any
 
 MAX_JSON_CHARS = 2**20
 MAX_JSON_VALUES = 50_000
-"""Elements of arrays and members of objects, at all levels together; one that is itself an array or object
-counts twice."""
+"""Most elements of arrays and members of objects, on all levels together. One that is itself an array or
+object counts twice."""
 MAX_JSON_DEPTH = 100
 _MARK = re.compile(r'"(?:[^"\\]++|\\.)*+"?|[\[\]{},]', re.DOTALL)
 """A string, or a character that opens, closes or separates values."""
 
 
 def parse_object(text: str) -> dict[str, Any]:
-    """The JSON object that `text` holds; ValueError, fit for a caller's eyes, where it holds none, or one
-    that exceeds a bound.
+    """The JSON object that `text` holds. Raises ValueError, with a message for the caller, if it holds none,
+    or one that exceeds a bound.
     """
     _check_bounds(text)
     try:
@@ -40,7 +40,7 @@ def parse_object(text: str) -> dict[str, Any]:
 def _check_bounds(text: str) -> None:
     if len(text) > MAX_JSON_CHARS:
         raise ValueError(f"must have at most {MAX_JSON_CHARS} characters, not {len(text)}")
-    # Counting characters is a thousand times as fast as looking which of them stand in strings.
+    # Counting characters is a thousand times as fast as finding out which of them are in strings.
     opened = text.count("[") + text.count("{")
     if opened <= MAX_JSON_DEPTH and opened + text.count(",") <= MAX_JSON_VALUES:
         return

@@ -1,7 +1,7 @@
-"""A conversation as the chat template and the parsers see it: frozen values, checked on construction.
+"""A conversation as the chat template and the parsers see it: frozen values that are checked on construction.
 
 Field paths in violations are the contract's (`penstock.v1.ChatPrompt`). `Chat.parse` takes the contract's raw
-texts and lists what is wrong with them together with everything else.
+texts, and lists what is wrong with them together with everything else.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ ROLES = ("system", "user", "assistant", "tool")
 MAX_TEMPLATE_CHARS = 256 * 1024
 CALL_ID_CHARS = 9
 RESERVED_OPTIONS = frozenset({
-    # Told by other fields of the contract.
+    # Other fields of the contract set these.
     "messages", "tools", "add_generation_prompt",
-    # Parameters of transformers' functions, no variables of a template.
+    # These are parameters of transformers' functions, not variables of a template.
     "chat_template", "continue_final_message", "conversation", "conversations", "max_length", "padding",
     "return_assistant_tokens_mask", "return_dict", "return_tensors", "sanitize_control_tokens", "self",
     "tokenize", "tokenizer_kwargs", "truncation",
@@ -44,20 +44,20 @@ class ToolCall:
     id: str
     name: str
     arguments: str
-    """A JSON object, as text: what the model wrote."""
+    """A JSON object as text, as the model wrote it."""
 
 
 @dataclass(frozen=True, slots=True)
 class ChatTurn:
-    """One message."""
+    """One message of a conversation."""
 
     role: str
     """One of `ROLES`."""
     content: str = ""
     tool_calls: tuple[ToolCall, ...] = ()
-    """What an assistant turn called."""
+    """The calls that an assistant turn made."""
     tool_call_id: str = ""
-    """Which call a tool turn answers."""
+    """The call that a tool turn answers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,12 +67,12 @@ class Tool:
     name: str
     description: str = ""
     parameters: Mapping[str, Any] = field(default_factory=lambda: dict(_NO_ARGUMENTS))
-    """JSON Schema of the arguments, an object's."""
+    """JSON Schema of the arguments, which are an object."""
 
 
 @dataclass(frozen=True, slots=True)
 class RawTool:
-    """A tool as the contract writes it; `parameters_json` empty: no arguments."""
+    """A tool as the contract writes it; an empty `parameters_json` means no arguments."""
 
     name: str
     description: str = ""
@@ -86,9 +86,10 @@ class Chat:
     messages: tuple[ChatTurn, ...]
     tools: tuple[Tool, ...] = ()
     tool_choice: str = "auto"
-    """One of `CHOICES`, which are never taken for a tool's name, or a tool's name; empty becomes "auto"."""
+    """One of `CHOICES`, or a tool's name; empty becomes "auto". A tool whose name is one of `CHOICES` cannot
+    be chosen."""
     template: str | None = None
-    """Jinja in place of the model's own template."""
+    """A Jinja template that replaces the model's own."""
     options: Mapping[str, Any] = field(default_factory=dict)
     """Further variables for the template."""
 
@@ -113,7 +114,9 @@ class Chat:
         chat_template: str = "",
         template_options_json: str = "",
     ) -> Chat:
-        """The same from the contract's texts; empty ones are unset."""
+        """Makes a chat from the contract's texts; an empty text is unset. Raises InvalidRequest with every
+        violation.
+        """
         bad: list[Violation] = []
         parsed = tuple(_parse_tool(i, tool, bad) for i, tool in enumerate(tools))
         options: dict[str, Any] = {}
@@ -132,12 +135,12 @@ class Chat:
 
     @property
     def offered_tools(self) -> tuple[Tool, ...]:
-        """What the model is told of: nothing under tool_choice "none"."""
+        """The tools that the model is shown: none under tool_choice "none"."""
         return () if self.tool_choice == "none" else self.tools
 
     @property
     def required_tools(self) -> tuple[Tool, ...]:
-        """Tools of which one has to be called; none where the model may answer in words."""
+        """The tools of which one must be called; none if the model may answer in words."""
         if self.tool_choice in ("auto", "none"):
             return ()
         return tuple(tool for tool in self.tools if self.tool_choice in ("required", tool.name))

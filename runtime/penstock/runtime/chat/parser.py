@@ -1,4 +1,4 @@
-"""An output's text to words, reasoning and tool calls, in the forms that the model writes."""
+"""Turns an output's text into words, reasoning and tool calls, in the forms that the model writes."""
 
 from __future__ import annotations
 
@@ -16,12 +16,13 @@ TOOL_PARSERS = ("auto", "none", *TOOL_FORMS)
 REASONING_PARSERS = ("auto", "none", *REASONING_FORMS)
 """Values of the option --reasoning-parser."""
 _IN_TEMPLATE = (
-    # Calls in tags of XML, which no parser here reads (Qwen3-Coder, GLM-4.5); they share Hermes' outer tag.
+    # Qwen3-Coder and GLM-4.5 write calls in XML, which no parser here reads, within the outer tag of Hermes.
     ("<function=", None),
     ("<arg_key>", None),
     ("[TOOL_CALLS]", "mistral"),
     ("<|python_tag|>", "llama3_json"),
-    ('"parameters": dictionary of argument name', "llama3_json"),  # what Llama 3.2 and 4 are told
+    # Part of the instructions of Llama 3.2 and 4.
+    ('"parameters": dictionary of argument name', "llama3_json"),
     ("<tool_call>", "hermes"),
     ("<|tool_call_start|>", "pythonic"),
     ("<|python_start|>", "pythonic"),
@@ -38,7 +39,7 @@ _IN_VOCABULARY = (
 
 @dataclass(frozen=True, slots=True)
 class Parsed:
-    """What a piece of text added. Words and calls are in order among themselves."""
+    """What a piece of text added. Its words are in order, and so are its calls."""
 
     text: str = ""
     reasoning: str = ""
@@ -46,21 +47,21 @@ class Parsed:
 
 
 class ChatParser:
-    """One output's text, in pieces. Without parsers it is all words."""
+    """Parses one output's text, which comes in pieces. Without parsers all of it is words."""
 
     def __init__(self, reasoning: ReasoningParser | None, tools: CallParser | None) -> None:
         self._reasoning = reasoning
         self._tools = tools
 
     def push(self, text: str) -> Parsed:
-        """What more text made certain; how the text is split into pieces does not matter."""
+        """What this further text made certain. It does not matter how the text is split into pieces."""
         reasoning = ""
         if self._reasoning is not None:
             reasoning, text = self._reasoning.push(text)
         return _parsed(reasoning, [Text(text)] if self._tools is None else self._tools.push(text))
 
     def flush(self) -> Parsed:
-        """The rest: there is no more text."""
+        """The rest, when there is no more text."""
         reasoning, text = "", ""
         if self._reasoning is not None:
             reasoning, text = self._reasoning.flush()
@@ -77,14 +78,14 @@ def _parsed(reasoning: str, events: list[Event]) -> Parsed:
 
 @dataclass(frozen=True, slots=True)
 class ChatForms:
-    """The forms that a served model writes; None: it writes none, or nobody is to look for it."""
+    """The forms that a served model writes; None: it writes none, or it is not to be parsed."""
 
     tools: ToolForm | None = None
     reasoning: ReasoningForm | None = None
 
     def parser(self, chat: Chat, prompt: str) -> ChatParser:
-        """A parser for one output to `chat`, which was rendered as `prompt`. Calls are looked for where the
-        model was offered tools.
+        """A parser for one output to `chat`, which was rendered as `prompt`. It looks for calls if the model
+        was offered tools.
         """
         reasoning = tools = None
         if self.reasoning is not None:
@@ -94,16 +95,16 @@ class ChatForms:
         return ChatParser(reasoning, tools)
 
     def markers(self, chat: Chat) -> frozenset[str]:
-        """Strings that the parser of `chat` needs to see, also where they are special tokens."""
+        """Strings that the parser of `chat` must see, even if they are special tokens."""
         tools = self.tools.markers if self.tools is not None and chat.offered_tools else ()
         reasoning = self.reasoning.markers if self.reasoning is not None else ()
         return frozenset([*tools, *reasoning])
 
 
 def detect(template: str, added_tokens: Collection[str] = ()) -> ChatForms:
-    """The forms that the model's chat template shows, all its named templates joined; for calls also the
-    tokens that the tokenizer has besides its vocabulary, if the template takes tools but does not show how
-    they are called.
+    """The forms that the model's chat template shows; pass all its named templates joined. If the template
+    takes tools but does not show how they are called, the tokens that the tokenizer has besides its
+    vocabulary decide.
     """
     tools = next((name for mark, name in _IN_TEMPLATE if mark in template), "")
     if tools == "" and "tools" in template:
@@ -115,7 +116,7 @@ def detect(template: str, added_tokens: Collection[str] = ()) -> ChatForms:
 def choose_forms(
     template: str, added_tokens: Collection[str] = (), *, tools: str = "auto", reasoning: str = "auto"
 ) -> ChatForms:
-    """The forms by option: `TOOL_PARSERS` and `REASONING_PARSERS`. ConfigError for other values."""
+    """The forms by option, see `TOOL_PARSERS` and `REASONING_PARSERS`. ConfigError for other values."""
     found = detect(template, added_tokens)
     for option, value, known in (
         ("tool-call-parser", tools, TOOL_PARSERS),

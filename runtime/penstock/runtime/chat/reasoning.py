@@ -1,10 +1,10 @@
-"""Splitting an output into what the model thought and what it answers: `<think>...</think>` and its kin.
+"""Splits an output into what the model thought and what it answers: `<think>...</think>` and similar tags.
 
-The block is the first thing of an output, white space aside. Either the model writes the opening tag, or the
-template's generation prompt ends with it and the output begins within (DeepSeek-R1, Qwen3-Thinking); a model
-that writes the tag again is forgiven. A tag anywhere else is text. Without a closing tag all is reasoning.
-White space around the tags belongs to them: reasoning and answer come without it. Outputs without a block
-come out as they are.
+The block comes first in an output, white space aside. Either the model writes the opening tag, or the
+template's generation prompt ends with it and the output begins within the block (DeepSeek-R1,
+Qwen3-Thinking); then a model may write the tag once more. A tag anywhere else is text. Without a closing tag
+everything is reasoning. White space around the tags belongs to them and is dropped. Outputs without a block
+stay as they are.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ class ReasoningForm:
 
     @property
     def markers(self) -> tuple[str, ...]:
-        """They must stay visible where special tokens are skipped."""
+        """Strings that must stay visible while special tokens are skipped."""
         return (self.start, self.end)
 
     def opened_by(self, prompt: str) -> bool:
-        """Whether the prompt ends within a block: the opening tag is the last thing in it."""
+        """Whether the prompt ends within a block, because its opening tag is the last thing in it."""
         return prompt.rstrip(SPACES).endswith(self.start)
 
     def closed_by(self, prompt: str) -> bool:
-        """Whether the prompt ends with a whole block, as Qwen3's does with thinking switched off."""
+        """Whether the prompt ends with a complete block, as Qwen3's does with thinking switched off."""
         return prompt.rstrip(SPACES).endswith(self.end)
 
 
@@ -59,7 +59,7 @@ REASONING_FORMS: Mapping[str, ReasoningForm] = {
 
 
 class Split(NamedTuple):
-    """What a piece of text added."""
+    """What a piece of text added to reasoning and answer."""
 
     reasoning: str = ""
     answer: str = ""
@@ -82,20 +82,20 @@ class _Sink:
 
 
 class ReasoningParser:
-    """Splits one output's text."""
+    """Splits the text of one output."""
 
     def __init__(self, form: ReasoningForm, *, inside: bool) -> None:
-        """`inside`: the prompt has opened the block (`ReasoningForm.opened_by`)."""
+        """`inside`: whether the prompt has opened the block (`ReasoningForm.opened_by`)."""
         self._sink = _Sink()
         self._stream = Stream(lambda r: _parse(r, self._sink, form, inside))
 
     def push(self, text: str) -> Split:
-        """What more text made certain."""
+        """What this further text made certain."""
         self._stream.push(text)
         return self._sink.take()
 
     def flush(self) -> Split:
-        """The rest: there is no more text."""
+        """The rest, when there is no more text."""
         self._stream.flush()
         return self._sink.take()
 

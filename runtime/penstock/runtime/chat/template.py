@@ -1,7 +1,8 @@
-"""A conversation to the prompt that asks for the assistant's next turn, by transformers' chat templates.
+"""Renders a conversation to the prompt that asks for the assistant's next turn, by transformers' chat
+templates.
 
-The model's own template is the operator's choice and runs here. One that a caller sends runs in a process of
-its own (template_sandbox.py), bounded in time, memory and output.
+The model's own template is the operator's choice and runs in this process. A template that a caller sends
+runs in a process of its own (`template_sandbox`), with bounds on time, memory and output.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from penstock.runtime.errors import InvalidRequest, Violation
 
 
 def tool_dict(tool: Tool) -> dict[str, Any]:
-    """OpenAI's form, which templates expect."""
+    """A tool in OpenAI's form, which templates expect."""
     return {
         "type": "function",
         "function": {
@@ -31,8 +32,9 @@ def tool_dict(tool: Tool) -> dict[str, Any]:
 
 
 def turn_dicts(turns: tuple[ChatTurn, ...]) -> list[dict[str, Any]]:
-    """Messages as Hugging Face's templates expect them: arguments as objects, and only the keys that say
-    something (templates ask whether `tool_calls` is there). A tool's turn also has the name of the function.
+    """Messages as Hugging Face's templates expect them. Arguments are objects, and keys without content are
+    left out, because templates ask whether `tool_calls` is there. A tool's turn also has the name of the
+    function.
     """
     names = {call.id: call.name for turn in turns for call in turn.tool_calls}
     dicts = []
@@ -54,15 +56,15 @@ def turn_dicts(turns: tuple[ChatTurn, ...]) -> list[dict[str, Any]]:
 
 
 def render(tokenizer: PreTrainedTokenizerBase, chat: Chat, sandbox: TemplateSandbox) -> str:
-    """The prompt. Raises InvalidRequest where there is no template, or where it refuses or fails: on
-    `chat.messages` the model's own, on `chat.chat_template` the caller's.
+    """The prompt. Raises InvalidRequest if there is no template, or if it refuses the chat or fails: on
+    `chat.messages` for the model's own template, on `chat.chat_template` for the caller's.
     """
     tools = [tool_dict(tool) for tool in chat.offered_tools] or None
     own = getattr(tokenizer, "chat_template", None)
     if chat.template is None and not own:
         raise InvalidRequest([Violation("chat", "the model has no chat template")])
     try:
-        # Named templates: a model may have several, and one for tools.
+        # A model may have several named templates, one of them for tools.
         template = tokenizer.get_chat_template(chat.template, tools)
     except ValueError as error:
         raise InvalidRequest([Violation("chat", str(error))]) from error

@@ -1,13 +1,13 @@
-"""Callers' chat templates are rendered in a process of their own.
+"""Renders callers' chat templates in a process of their own.
 
-Jinja's sandbox keeps a template from Python's internals, but not from looping or from allocating: nested
-loops of the 100,000 rounds that it grants, `9 ** (9 ** 9)` (worked out while the template compiles, in C,
-holding the interpreter's lock) and a string doubled forty times would each stop the whole server. A process
-can be killed, its processor time and memory are bounded by the kernel, and should a template ever break out
+Jinja's sandbox keeps a template from Python's internals, but not from looping or allocating. Each of these
+would stop the whole server: nested loops of the 100,000 rounds that it allows; `9 ** (9 ** 9)`, which is
+computed while the template compiles, in C, holding the interpreter's lock; and a string doubled forty times.
+A process can be killed, and the kernel bounds its processor time and memory. Should a template ever break out
 of jinja's sandbox, that process has no files and no network (`confined`).
 
-The process is started by the first template that needs it (a second, for the imports), and stays. It renders
-one template after the other, each in a fork of itself (`template_worker`).
+The first template that needs the process starts it (a second, for the imports), and it stays. It renders one
+template after the other, each in a fork of itself (`template_worker`).
 """
 
 from __future__ import annotations
@@ -21,32 +21,37 @@ from penstock.runtime.host.children import Child
 
 WORKER = "penstock.runtime.chat.template_worker"
 START_LIMIT_S = 60.0
-"""For the imports, on a busy machine."""
+"""Seconds for the imports, on a busy machine."""
 CPU_LIMIT_S = 1.0
-"""Of one template. Those of models take a few milliseconds for a long conversation."""
+"""Seconds of processor time for one template. Models' own templates take a few milliseconds for a long
+conversation."""
 _WAIT_FACTOR = 10.0
-"""A template gets its processor time within so many times as long, or the machine is hopelessly busy."""
+"""If a template does not get its processor time within this many times as long, the machine is far too busy.
+"""
 _WAIT_LEAST_S = 10.0
 
 
 class TemplateFailed(Exception):
-    """A template was refused; the message says why, going on from "the chat template"."""
+    """A template was refused. The message says why, as the rest of a sentence that begins with "the chat
+    template".
+    """
 
 
 class TemplateSandbox:
-    """Renders templates nobody vouches for. Thread-safe; callers wait for one another."""
+    """Renders templates that cannot be trusted. Thread-safe; callers wait for one another."""
 
     def __init__(self, *, cpu_limit_s: float = CPU_LIMIT_S, max_chars: int = 4 * 1024 * 1024) -> None:
-        """`cpu_limit_s` of processor time per template; `max_chars` of output."""
+        """`cpu_limit_s`: processor time for each template; `max_chars`: longest output."""
         self._cpu_limit_s = cpu_limit_s
         self._max_chars = max_chars
         self._lock = threading.Lock()
         self._worker: Worker | None = None
 
     def render(self, variables: Mapping[str, Any]) -> str:
-        """Text of transformers' `render_jinja_template(**variables)`; `variables` are JSON values.
+        """Returns the text of transformers' `render_jinja_template(**variables)`; `variables` are JSON
+        values.
 
-        Raises TemplateFailed where the template raises, or exceeds a limit.
+        Raises TemplateFailed if the template raises, or exceeds a limit.
         """
         message = json.dumps(
             {"variables": variables, "max_chars": self._max_chars, "cpu_limit_s": self._cpu_limit_s}
@@ -64,7 +69,7 @@ class TemplateSandbox:
         return reply["text"]
 
     def close(self) -> None:
-        """End the process, if one runs; the next template starts another."""
+        """Ends the process, if one runs; the next template starts another."""
         with self._lock:
             if self._worker is not None:
                 self._worker.close()
@@ -72,7 +77,7 @@ class TemplateSandbox:
 
 
 class Worker:
-    """One process, ready to render."""
+    """One process that is ready to render."""
 
     def __init__(self) -> None:
         self._child = Child(WORKER)
@@ -86,15 +91,15 @@ class Worker:
 
     @property
     def alive(self) -> bool:
-        """False where something else ended it, such as the kernel for want of memory."""
+        """Whether the process runs. The kernel may have ended it for lack of memory."""
         return self._child.alive
 
     def close(self) -> None:
-        """Kill the process, and wait for its end."""
+        """Kills the process, and waits for its end."""
         self._child.close()
 
     def ask(self, message: bytes, limit_s: float) -> dict[str, str] | None:
-        """The answer; None if none came in time or the process died."""
+        """The process's answer; None if none came in time, or if the process died."""
         try:
             self._child.connection.send_bytes(message)
         except OSError:

@@ -2,13 +2,12 @@
 
     python -m penstock.runtime.chat.template_worker CONNECTION LIFELINE
 
-The arguments are descriptors, see `children`. A message is JSON in UTF-8. First it says `{}`: ready. Then,
-until the connection closes, to each of `{"variables", "max_chars", "cpu_limit_s"}` it answers `{"text"}` or
-`{"error"}`.
+The arguments are file descriptors, see `children`. A message is JSON in UTF-8. First the process says `{}`,
+which means that it is ready. Then, until the connection closes, it answers each `{"variables", "max_chars",
+"cpu_limit_s"}` with `{"text"}` or `{"error"}`.
 
-Each template is rendered in a fork of this process, which then ends: what one template did, be it that it
-broke out of jinja's sandbox, the next one cannot see, and one that was killed costs nobody the time of a
-start.
+Each template is rendered in a fork of this process, which then ends. So no template sees what an earlier one
+did, even if that broke out of jinja's sandbox, and no template waits for a new start after one was killed.
 """
 
 from __future__ import annotations
@@ -27,11 +26,11 @@ from transformers.utils.chat_template_utils import render_jinja_template
 from penstock.runtime.host import confined
 
 MEMORY_BYTES = 512 * 1024 * 1024
-"""What rendering may take beyond what the interpreter and its modules have."""
+"""Memory that rendering may take beyond what the interpreter and its modules have."""
 
 MAX_ERROR_CHARS = 1000
 _BYTES_PER_CHAR = 12
-"""Most that JSON makes of a character: two escapes of a surrogate pair."""
+"""Most bytes that JSON makes of a character: two escapes, of a surrogate pair."""
 
 
 def main() -> None:
@@ -40,7 +39,7 @@ def main() -> None:
         answer({"conversations": [[]], "tools": None, "chat_template": template}, 1)
     confined.limit_memory(MEMORY_BYTES)
     confined.confine()
-    gc.freeze()  # else the first collection of each fork would copy all these pages
+    gc.freeze()  # otherwise the first garbage collection of each fork would copy all these pages
     connection.send_bytes(b"{}")
     while True:
         try:
@@ -57,12 +56,14 @@ _FIRST = (
     "{{ raise_exception('x') }}",
     "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
 )
-"""Rendered at the start, because rendering, and every way of its failing, imports something late. The first
-also reads the time zone."""
+"""Templates that are rendered at the start, because rendering, and every way in which it fails, imports
+modules late. The first one also reads the time zone."""
 
 
 def render_apart(message: dict[str, Any]) -> bytes:
-    """The answer to one message, worked out by a fork of this process within limits that the kernel keeps."""
+    """The answer to one message, computed by a fork of this process within limits that the kernel
+    enforces.
+    """
     theirs, ours = os.pipe()
     child = os.fork()
     if child == 0:
@@ -98,10 +99,10 @@ def answer(variables: dict[str, Any], max_chars: int) -> dict[str, str]:
 
 
 def _limit(cpu_s: float, pipe: int) -> None:
-    """Bound the processor's time, leave no descriptor but the pipe, and allow no other one.
+    """Bounds the processor time, closes every descriptor but the pipe, and forbids new ones.
 
-    The timer ends the process to the millisecond, also in the middle of a long instruction. Who broke out of
-    jinja's sandbox could stop it, but not raise the limit behind it.
+    The timer ends the process to the millisecond, even in the middle of a long instruction. A template that
+    broke out of jinja's sandbox could stop the timer, but not raise the limit behind it.
     """
     signal.setitimer(signal.ITIMER_PROF, cpu_s)
     seconds = math.ceil(cpu_s) + 1

@@ -1,8 +1,9 @@
-"""What an engine computes with: one value, chosen once when it starts and handed down to whoever needs it.
+"""What an engine computes with: one value, chosen once when the engine starts and handed to whatever needs
+it.
 
-The platform decides which implementation of an operation programs call, how weights are kept, which programs
-there are, which defaults an option has, and what can be known of the device's memory. All of that is asked
-here; no other module asks which platform it runs on.
+The platform decides which implementation of an operation programs call, how weights are stored, which
+programs there are, which defaults options have, and what is known about the device's memory. All of that is
+decided here; no other module asks which platform it runs on.
 """
 
 from __future__ import annotations
@@ -44,37 +45,38 @@ def _no_huge_pages(arrays: Sequence[jax.Array]) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Backend:
-    """Made by `choose_backend`. The defaults of the fields are those of plain XLA on an accelerator."""
+    """Made by `choose_backend`. The fields' defaults are those of plain XLA on an accelerator."""
 
     mesh: Mesh
-    """The devices that weights, cache and state are placed on. There is one today."""
+    """The devices on which weights, cache and state are placed. Today there is one."""
     attention: AttentionOp = paged_attention
     attends_batch_invariantly: Callable[[ArrayShape, ArrayShape], bool] = _never_batch_invariant
-    """Whether the bits that `attention` gives a token depend on its own row alone. The arguments are shapes
-    and dtypes of queries [T, H, D] and of a layer's cache."""
+    """Whether the bits that `attention` gives a token depend on its own row alone, for queries [T, H, D] and
+    a layer's cache of these shapes and dtypes."""
     sampler: SamplerOp = sample
     packed_dtype: np.dtype[np.generic] | None = None
-    """Models in this dtype have their linear weights packed for the native kernels; None: none have."""
+    """Models in this dtype have their linear weights packed for the native kernels; None: no model has."""
     row_growth: int = ROW_GROWTH
     """See `Buckets.default`."""
     fixed_windows: bool = True
-    """Whether a window of decode steps has a program for each length, and not one for all lengths."""
+    """Whether a window of decode steps has a program for each length, rather than one program for all
+    lengths."""
     sizes: DefaultSizes
-    """Of the running batch, where the operator chose none."""
+    """Default sizes of the running batch, if the operator chose none."""
     memory: Callable[[], DeviceMemory | None] = _no_memory
-    """What of the device's memory may be used, and is, now; None where the device does not tell."""
+    """How much of the device's memory may be used, and is used now; None if the device does not report it."""
     use_huge_pages: Callable[[Sequence[jax.Array]], object] = _no_huge_pages
     """Called with arrays that stay for long. On CPU, their memory is asked to be of huge pages."""
 
     def linear_format(self, dtype: np.dtype[np.generic], *, int8: bool) -> LinearFormat:
-        """How the linear weights of a model in `dtype` are kept."""
+        """How the linear weights of a model in `dtype` are stored."""
         return LinearFormat(packed=dtype == self.packed_dtype, int8=int8)
 
 
 def choose_backend(config: EngineConfig, device: jax.Device) -> Backend:
-    """The backend of an engine on this device. It also holds the native kernels to the engine's threads.
+    """The backend of an engine on this device. It also limits the native kernels to the engine's threads.
 
-    Raises ConfigError where the native kernels are required and cannot be used.
+    Raises ConfigError if the native kernels are required and cannot be used.
     """
     mesh = single_device_mesh(device)
     uses_kernels = _uses_kernels(config, device.platform)
@@ -106,14 +108,14 @@ def choose_backend(config: EngineConfig, device: jax.Device) -> Backend:
 
 
 def single_device_mesh(device: jax.Device) -> Mesh:
-    """A mesh of one device; sharding over several is a matter of this mesh and of the weights' partition
-    specs.
+    """A mesh of one device. Sharding over several devices needs another mesh here, and partition specs for
+    the weights.
     """
     return Mesh(np.array([device]), ("model",))
 
 
 def check_required(config: EngineConfig, backend: Backend, dtype: np.dtype[np.generic]) -> None:
-    """ConfigError where the native kernels are required and do not do all in a model's dtype."""
+    """Raises ConfigError if the native kernels are required and cannot compute everything in this dtype."""
     if config.native == "require" and dtype != backend.packed_dtype:
         raise ConfigError(
             "native: the kernels are required, and cannot be used: "
@@ -122,7 +124,7 @@ def check_required(config: EngineConfig, backend: Backend, dtype: np.dtype[np.ge
 
 
 def _uses_kernels(config: EngineConfig, platform: str) -> bool:
-    """Whether programs for `platform` are to call the native kernels."""
+    """Whether programs for `platform` call the native kernels."""
     if config.native == "off":
         return False
     problem = None if platform == "cpu" else f"they are for CPU, not {platform}"

@@ -1,11 +1,11 @@
-"""Which compiled programs exist and which one runs a plan. Pure functions, no jax.
+"""Which compiled programs exist, and which one runs a plan. Pure functions, no jax.
 
 XLA compiles for fixed shapes, so a plan is padded up to one of a small set of (tokens, rows) shapes. Few
 shapes mean a short warm-up; shapes close to the plan mean little wasted work. Decode steps are the common
-case and have two programs per row bucket: a window, which chooses its tokens itself (on accelerators one for
+case and have two programs per row bucket: a window, which samples its tokens itself (on accelerators one for
 each length, see `step_programs`), and a forward, for steps whose tokens wait for the host's masks or whose
 hidden states are wanted. Steps with a prefill chunk have a forward per token bucket, all with the largest row
-bucket: there the tokens dominate the cost, padding rows are cheap, and programs are not.
+bucket: in these the tokens dominate the cost, padding rows are cheap, and more programs would not be.
 """
 
 from __future__ import annotations
@@ -17,43 +17,48 @@ from itertools import pairwise
 from penstock.runtime.errors import ConfigError
 
 MIN_BUCKET = 4
-"""On CPU a matmul with M below 4 falls off XLA's fast path, so four rows cost no more than one."""
+"""On CPU a matrix product with fewer than 4 rows leaves XLA's fast path, so four rows cost no more than one.
+"""
 FIRST_TOKEN_BUCKET = 16
 ROW_GROWTH = 2
 TOKEN_GROWTH = 2
 CPU_ROW_GROWTH = 4
-"""With or without native kernels: programs take seconds to make."""
+"""On CPU, with native kernels or without: a program takes seconds to compile."""
 NATIVE_TOKEN_GROWTH = 8
-"""Where kernels skip padding: a bucket far above what is needed costs little, a program seconds to make."""
+"""For kernels that skip padding: a bucket far above what is needed costs little, a program seconds to
+compile."""
 WINDOW_GROWTH = 2
 
 
 @dataclass(frozen=True, slots=True)
 class ProgramKey:
-    """One compiled program: `tokens` input positions spread over `rows` rows.
+    """One compiled program: `tokens` input positions shared among `rows` rows.
 
-    `decode_only` tells apart programs of equal shape: (16, 16) may exist both as "row i has token i" and as a
-    mixed step of 16 tokens split among 16 rows in any way.
+    `decode_only` distinguishes programs of equal shape: (16, 16) may exist both as "row i has token i" and as
+    a mixed step of 16 tokens that 16 rows share in any way.
 
-    `num_steps` is of a window alone: how many decode steps it has; 0: as many as the step's buffer says.
+    `num_steps` concerns windows only: the number of decode steps; 0: as many as the step's buffer says.
     """
 
     tokens: int
     rows: int
     decode_only: bool = False
     window: bool = False
-    """A loop of decode steps that chooses its tokens, which only a program that is `decode_only` can be."""
+    """Whether the program is a loop of decode steps that samples its tokens; only a `decode_only` program can
+    be one."""
     num_steps: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Buckets:
-    """Ascending bucket sizes. A program may have more rows than tokens; then some rows are always padding."""
+    """Bucket sizes, in ascending order. A program may have more rows than tokens; then some rows are always
+    padding.
+    """
 
     token_buckets: tuple[int, ...]
     row_buckets: tuple[int, ...]
     window_steps: tuple[int, ...] = (0,)
-    """Windows of decode steps, by their length: one program each. (0,): one program for any length."""
+    """Lengths of windows, each of which has a program; (0,): one program for any length."""
 
     def __post_init__(self) -> None:
         for name, sizes in (("token_buckets", self.token_buckets), ("row_buckets", self.row_buckets)):
@@ -83,11 +88,11 @@ class Buckets:
         row_growth: int = CPU_ROW_GROWTH,
         max_window: int | None = None,
     ) -> Buckets:
-        """Rows from 4 up to max_num_seqs, each bucket `row_growth` times the one before; tokens from 16 up to
-        max_num_batched_tokens, likewise by `token_growth`; with `max_window` windows of 1, 2, 4, ... up to so
-        many decode steps.
+        """Row buckets from 4 up to max_num_seqs, each `row_growth` times the one before; token buckets from
+        16 up to max_num_batched_tokens, each `token_growth` times the one before; with `max_window`, windows
+        of 1, 2, 4, ... up to that many decode steps.
 
-        Neither ends below 4 (see MIN_BUCKET): a smaller limit is served with padding rows.
+        Neither kind ends below 4 (see MIN_BUCKET): a smaller limit is served with padding rows.
         """
         if max_num_seqs < 1:
             raise ConfigError(f"max_num_seqs must be at least 1, not {max_num_seqs}")
@@ -106,8 +111,8 @@ class Buckets:
     def keys(self) -> tuple[ProgramKey, ...]:
         """Every program that `select` can return, each once, largest first.
 
-        Largest first because it takes longest to compile (the best order for several compiler threads) and
-        needs the most memory (if it does not fit, start-up fails at once and not after minutes).
+        The largest takes longest to compile, so this is the best order for several compiler threads. It also
+        needs the most memory: if it does not fit, start-up fails at once and not after minutes.
         """
         keys = [ProgramKey(rows, rows, True) for rows in self.row_buckets]
         keys += [

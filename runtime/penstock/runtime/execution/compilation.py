@@ -1,5 +1,5 @@
-"""Compiling every program before serving: in parallel, with a progress bar, cached on disk; and counting
-compiles afterwards.
+"""Compiles every program before serving, in parallel, with a progress bar and a cache on disk; and counts
+compilations after that.
 """
 
 from __future__ import annotations
@@ -22,10 +22,9 @@ _BACKEND_COMPILE = "/jax/core/compile/backend_compile_duration"
 
 
 def use_compilation_cache(folder: Path | None) -> None:
-    """Point JAX's persistent compilation cache at `folder` (made if absent); None leaves JAX's own setting
-    alone.
+    """Makes JAX keep compiled programs in `folder` (made if absent); None leaves JAX's own setting as it is.
 
-    JAX keeps this setting per process; programs of any size and compile time are kept, since a start-up needs
+    JAX has this setting once per process. Programs of any size and compile time are kept, since a start needs
     them all.
     """
     if folder is None:
@@ -41,8 +40,8 @@ def use_compilation_cache(folder: Path | None) -> None:
 
 
 class CompileCounter:
-    """Counts XLA compilations made by one thread, the one that runs steps (a hit in the persistent cache
-    counts too).
+    """Counts the XLA compilations of one thread, the one that runs steps. A hit in the cache on disk counts
+    too.
     """
 
     def __init__(self) -> None:
@@ -55,7 +54,7 @@ class CompileCounter:
             self.count += 1
 
     def start(self) -> None:
-        """Begin counting what the calling thread compiles, from zero."""
+        """Begins to count what the calling thread compiles, from zero."""
         self.count = 0
         self._thread = threading.get_ident()
         if not self._listening:
@@ -63,7 +62,7 @@ class CompileCounter:
             self._listening = True
 
     def stop(self) -> None:
-        """Stop counting; `count` keeps its value."""
+        """Stops counting; `count` keeps its value."""
         if self._listening:
             jax.monitoring.unregister_event_duration_listener(self._on_duration)
             self._listening = False
@@ -72,7 +71,9 @@ class CompileCounter:
 def compile_all(
     jobs: Mapping[Key, Callable[[], jax.stages.Compiled]], *, threads: int, show_progress: bool
 ) -> dict[Key, jax.stages.Compiled]:
-    """Run every job, the first ones first, on up to 8 of so many threads (XLA compiles outside the GIL)."""
+    """Runs every job, in their order, on up to 8 of `threads` threads (XLA compiles without the interpreter's
+    lock).
+    """
     programs: dict[Key, jax.stages.Compiled] = {}
     started = time.monotonic()
     workers = max(1, min(threads, 8, len(jobs)))
@@ -89,9 +90,9 @@ def compile_all(
             for done in as_completed(pending):
                 programs[pending[done]] = done.result()
                 bar.update()
-                if bar.disable:  # a log file should show that it goes on, too
+                if bar.disable:  # there is no bar in a log file, so the log shows progress
                     log.info("compiled %d of %d programs", len(programs), len(jobs))
-        except BaseException:  # Ctrl-C too: what has not begun to compile must not keep the process waiting
+        except BaseException:  # also Ctrl-C: the process must not wait for compilations that have not begun
             pool.shutdown(cancel_futures=True)
             raise
     log.info("compiled %d programs in %.1f s", len(programs), time.monotonic() - started)

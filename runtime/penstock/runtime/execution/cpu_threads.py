@@ -1,4 +1,4 @@
-"""How many threads of XLA's CPU pool compute, which the native kernels share."""
+"""How many threads XLA's CPU pool has; the native kernels share it."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ import jax
 log = logging.getLogger(__name__)
 
 _SIZE = "PJRT_NPROC"
-"""XLA reads it from the environment as a backend starts, and can be told in no other way. Without it the pool
-has a thread for each processor of the affinity mask, whatever the quota of CPU time (xla/pjrt/utils.cc,
-DefaultThreadPoolSize)."""
+"""XLA reads this environment variable when a backend starts; there is no other way to set the size. Without
+it the pool has a thread for each processor of the affinity mask, whatever the quota of CPU time
+(xla/pjrt/utils.cc, DefaultThreadPoolSize)."""
 _NAME = "tf_XLAEigen"
-"""What XLA calls the pool's threads."""
+"""XLA's name for the pool's threads."""
 
 
 def start_backends(threads: int) -> list[jax.Device]:
-    """Start JAX's backends, that of the CPU with so many threads, and return the default one's devices.
+    """Starts JAX's backends, the CPU's with this many threads, and returns the devices of the default one.
 
-    Backends that run already keep what they have; see `check_pool`.
+    Backends that run already keep the threads they have; see `check_pool`.
     """
     before = os.environ.get(_SIZE)
     os.environ[_SIZE] = str(threads)
     try:
         return jax.devices()
-    finally:  # child processes are not to have it
+    finally:  # child processes must not inherit it
         if before is None:
             del os.environ[_SIZE]
         else:
@@ -35,7 +35,7 @@ def start_backends(threads: int) -> list[jax.Device]:
 
 
 def check_pool(threads: int) -> None:
-    """Log a warning if XLA's pool has not so many threads."""
+    """Logs a warning if XLA's pool does not have this many threads."""
     size = pool_size()
     if size and size != threads:
         log.warning(
@@ -48,7 +48,9 @@ def check_pool(threads: int) -> None:
 
 
 def pool_size() -> int:
-    """Threads of XLA's CPU pool in this process; 0 where it has not started, or it cannot be told."""
+    """How many threads XLA's CPU pool has in this process; 0 if it has not started, or if that cannot be
+    found out.
+    """
     names = []
     for comm in Path("/proc/self/task").glob("*/comm"):
         try:

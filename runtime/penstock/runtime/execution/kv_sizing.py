@@ -12,14 +12,15 @@ from penstock.runtime.scheduling.scheduler_config import capacity_tokens
 log = logging.getLogger(__name__)
 
 DEFAULT_CPU_KV_BYTES = 1 << 30
-"""On CPU the operating system cannot say what is ours to take, so the budget is explicit; this one is logged
-when used.
-"""
+"""Used if the operator sets no size on CPU, and logged then. On CPU the operating system cannot say how much
+memory may be taken."""
 
 
 @dataclass(frozen=True, slots=True)
 class KVPlan:
-    """Resolved sizes: pages of the cache, and most tokens (prompt and generated) of one request."""
+    """The resolved sizes: pages of the cache, and most tokens (prompt and generated together) of one
+    request.
+    """
 
     num_pages: int
     max_model_len: int
@@ -27,15 +28,15 @@ class KVPlan:
 
 @dataclass(frozen=True, slots=True)
 class DeviceMemory:
-    """Bytes of an accelerator's memory: those that JAX may use, and those that it uses already."""
+    """Bytes of an accelerator's memory: how many JAX may use, and how many it uses already."""
 
     limit_bytes: int
     used_bytes: int
 
 
 def device_kv_bytes(memory: DeviceMemory, utilization: float, peak_temp_bytes: int) -> int:
-    """Bytes left for KV on an accelerator: limit * utilization - in use (weights) - the largest program's
-    scratch. ConfigError where nothing is left.
+    """The bytes that are left for KV on an accelerator: limit * utilization, less what is in use (the
+    weights), less the scratch memory of the largest program. ConfigError if nothing is left.
     """
     limit, in_use = memory.limit_bytes, memory.used_bytes
     log.info(
@@ -63,18 +64,18 @@ def plan_kv(
     device_bytes: int | None,
     sliding_window: int | None = None,
 ) -> KVPlan:
-    """Resolve pages and context length.
+    """Resolves the number of pages and the context length.
 
     The budget is kv_cache_bytes, else `device_bytes`, and all of it is taken: pages beyond what the rows can
-    fill keep prefixes. Else it is a logged default, of which only as much is taken as all rows could fill,
-    because nobody asked for more. An explicit max_model_len that the budget cannot hold is a ConfigError; a
-    derived one is lowered to what fits, with a log line. The last token of a request needs no KV, so
-    `num_pages * page_size` positions hold one token more. If all layers have a sliding window, what is out of
-    it is given back, so pages for the window hold any context.
+    fill keep prefixes. Without either the budget is a default, which is logged, and of which only as much is
+    taken as all rows could fill, because nobody asked for more. An explicit max_model_len that the budget
+    cannot hold is a ConfigError; a derived one is lowered to what fits, with a log line. The last token of a
+    request needs no KV, so `num_pages * page_size` positions hold one token more. If all layers have a
+    sliding window, pages out of it are given back, so pages for the window hold any context.
 
-    `page_bytes` and `state_bytes` are those of a page and of all slots in all layers. The state of the slots
-    is a part of the budget. Where no layer has pages, there are as many of them as all rows could fill: they
-    are numbers without memory.
+    `page_bytes` are the bytes of one page, and `state_bytes` those of the state of all slots, in all layers.
+    The state is part of the budget. If no layer has pages, there are as many pages as all rows could fill:
+    they are numbers without memory.
     """
     page_size = config.page_size
     asked_for = config.kv_cache_bytes or device_bytes
@@ -118,8 +119,8 @@ def plan_kv(
 
 
 def prefix_cache_pages(config: EngineConfig, *, has_state: bool) -> int | None:
-    """`EngineConfig.prefix_cache_pages`; 0 for a model that keeps state by slot, because pages alone do not
-    bring a request to where another one was. ConfigError where such a model was to have a prefix cache.
+    """`EngineConfig.prefix_cache_pages`, or 0 for a model that keeps state by slot, because shared pages
+    alone do not restore a request's state. ConfigError if such a model was given a prefix cache.
     """
     if not has_state:
         return config.prefix_cache_pages

@@ -1,4 +1,6 @@
-"""The set of compiled programs of one runner: which there are, for which shapes, and their compilation."""
+"""The set of compiled programs of one runner: which ones there are, for which shapes, and how they are
+compiled.
+"""
 
 from __future__ import annotations
 
@@ -40,12 +42,12 @@ from penstock.runtime.requests.constraint import mask_words
 
 @dataclass(frozen=True, slots=True)
 class Programs:
-    """Everything a runner calls; see `step_programs` and `request_programs`."""
+    """All programs that a runner calls; see `step_programs` and `request_programs`."""
 
     steps: Mapping[ProgramKey, jax.stages.Compiled]
-    """Windows and forwards, as their keys say."""
+    """Key to window or forward."""
     choices: Mapping[int, jax.stages.Compiled]
-    """By number of rows."""
+    """Number of rows to choice."""
     prompt_logprobs: jax.stages.Compiled
     admission: jax.stages.Compiled
     copy_pages: jax.stages.Compiled
@@ -54,8 +56,9 @@ class Programs:
 
 @dataclass(frozen=True, slots=True)
 class ProgramBuilder:
-    """What programs are compiled for. `kv` are shapes of what `cache` says, with so many pages; `weights` and
-    `state` may be."""
+    """Everything that programs are compiled for. `kv` holds the shapes of the cache with `num_pages` pages;
+    `weights` and `state` may be arrays or shapes.
+    """
 
     config: RunnerConfig
     rebuild: Rebuild
@@ -69,14 +72,14 @@ class ProgramBuilder:
 
     @property
     def largest(self) -> ProgramKey:
-        """The forward of the most tokens."""
+        """The key of the forward with the most tokens."""
         return max(
             (key for key in self.config.buckets.keys() if not key.decode_only),  # noqa: SIM118 # no mapping
             key=lambda key: key.tokens,
         )
 
     def compile_all(self) -> Programs:
-        """All of them, in parallel, with a progress bar; what takes longest first."""
+        """Compiles all programs in parallel, with a progress bar; those that take longest come first."""
         keys = self.config.buckets.keys()
         jobs: dict[ProgramKey | int | str, Callable[[], jax.stages.Compiled]] = {
             key: lambda key=key: self.window(key) if key.window else self.forward(key)  # type: ignore[misc]
@@ -142,7 +145,7 @@ class ProgramBuilder:
         return make_forward(self.rebuild, Layout(key), self._shapes, self.backend.attention)
 
     def _outputs(self, key: ProgramKey) -> Forward:
-        """Shapes of what a forward makes."""
+        """The shapes of what a forward returns."""
         made = jax.eval_shape(
             self._forward(key), self.weights, self.kv, self.state, self._ints(Layout(key).size)
         )

@@ -1,6 +1,6 @@
 """Compiled programs for what only some steps need: log-probabilities of the prompt; penalties and biases,
-whose arrays are written when the request gets its slot; the pages that forks copy; the page tables of those
-who enter.
+whose arrays are written when the request gets its slot; the pages that forks copy; the page tables of
+sequences that enter.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from penstock.runtime.ops.sampling_codes import IN_PROMPT, LOGPROBS
 from penstock.runtime.requests.request import Request
 
 TABLE_ROWS = 8
-"""Page tables that one call of `make_table_rows` takes."""
+"""How many page tables one call of `make_table_rows`'s program takes."""
 _PROMPT_TILE = 32
 
 
 def make_prompt_logprobs(rebuild: Rebuild, shapes: StepShapes) -> Callable[[Weights, Array, Array], Array]:
-    """Log-probabilities of prompt tokens: (weights, `Forward.hidden`, int32[1 + 2 * max_tokens]: how many,
-    the index of the token before each, and the tokens themselves) -> int32[max_tokens, 1 + 2 * num_top], see
-    `read_logprobs`.
+    """A program for log-probabilities of prompt tokens: (weights, `Forward.hidden`, packed) ->
+    int32[max_tokens, 1 + 2 * num_top], see `read_logprobs`. packed int32[1 + 2 * max_tokens] holds how many
+    tokens there are, for each the index of the token before it, and the tokens themselves.
     """
     tile = min(_PROMPT_TILE, shapes.max_tokens)
 
@@ -54,13 +54,14 @@ def make_prompt_logprobs(rebuild: Rebuild, shapes: StepShapes) -> Callable[[Weig
 
 
 def admission_size(max_model_len: int) -> int:
-    """Length of the buffer of `make_admission`."""
+    """Length of the buffer of `make_admission`'s program, in int32 words."""
     return 3 + max_model_len
 
 
 def make_admission(vocab_size: int) -> Callable[[RowState, Array, Array], RowState]:
-    """A feature slot's past and bias: (state, int32[admission_size]: feature slot, tokens in the
-    prompt, tokens in all, the tokens; bias float32[V]) -> state.
+    """A program that writes the token counts and biases of a feature slot: (state, packed
+    int32[admission_size], bias float32[V]) -> state. packed holds the feature slot, the number of tokens in
+    the prompt, the number of tokens in all, and the tokens.
     """
 
     def admit(state: RowState, packed: Array, bias: Array) -> RowState:
@@ -78,7 +79,9 @@ def make_admission(vocab_size: int) -> Callable[[RowState, Array, Array], RowSta
 def pack_admission(
     feature_slot: int, request: Request, made: tuple[int, ...], max_model_len: int
 ) -> NDArray[np.int32]:
-    """The first argument of `make_admission`; `made` are the tokens the request has generated already."""
+    """The packed buffer of `make_admission`'s program. `made` are the tokens that the request has generated
+    already.
+    """
     buffer = np.zeros(admission_size(max_model_len), np.int32)
     tokens = request.prompt_token_ids + made if request.sampling.has_penalties else ()
     buffer[:3] = feature_slot, min(len(request.prompt_token_ids), len(tokens)), len(tokens)
@@ -87,11 +90,11 @@ def pack_admission(
 
 
 def make_page_copies(spec: CacheSpec) -> Callable[[KVCache, Array], KVCache]:
-    """Copies of pages in all layers that have some: (cache, int32[most, 2]: source and destination) -> cache.
-    A destination past the cache's end marks padding, which comes last.
+    """A program that copies pages in all layers that have some: (cache, pairs int32[most, 2] of source and
+    destination) -> cache. A destination past the cache's end marks padding, which comes last.
 
-    A loop over the pairs runs in place and costs what they do; a scatter would also gather the padding (64
-    pairs of 64 KB and 8 layers on CPU: 34 ms, the loop 0.2 ms for three real ones).
+    A loop over the pairs runs in place and costs as much as the copies; a scatter would also gather the
+    padding (64 pairs of 64 KB in 8 layers on CPU: 34 ms, where the loop takes 0.2 ms for three real pairs).
     """
 
     is_paged = [isinstance(layer, PagedKV) for layer in spec.layers]
@@ -118,7 +121,7 @@ def make_page_copies(spec: CacheSpec) -> Callable[[KVCache, Array], KVCache]:
 
 
 def pack_page_copies(copies: Sequence[tuple[int, int]], most: int, num_pages: int) -> NDArray[np.int32]:
-    """The second argument of `make_page_copies`."""
+    """The second argument of `make_page_copies`'s program."""
     pairs = np.full((most, 2), num_pages, np.int32)
     if copies:
         pairs[: len(copies)] = copies
@@ -126,8 +129,9 @@ def pack_page_copies(copies: Sequence[tuple[int, int]], most: int, num_pages: in
 
 
 def make_table_rows() -> Callable[[RowState, Array], RowState]:
-    """Whole page tables: (state, int32[TABLE_ROWS, 1 + P]: slot and table) -> state. A slot past the last one
-    marks padding. No loop whose end the device computes: on a GPU the host would read it back each turn.
+    """A program that writes whole page tables: (state, int32[TABLE_ROWS, 1 + P] of slot and table) -> state.
+    A slot past the last one marks padding. There is no loop whose end the device computes, because on a GPU
+    the host would read that back in each iteration.
     """
 
     def write(state: RowState, packed: Array) -> RowState:
@@ -137,7 +141,9 @@ def make_table_rows() -> Callable[[RowState, Array], RowState]:
 
 
 def pack_table_rows(slots: Sequence[int], tables: NDArray[np.int32]) -> NDArray[np.int32]:
-    """The second argument of `make_table_rows`, from all tables int32[S, P]; at most TABLE_ROWS slots."""
+    """The second argument of `make_table_rows`'s program, from all tables int32[S, P]; at most TABLE_ROWS
+    slots.
+    """
     num_slots, width = tables.shape
     buffer = np.full((TABLE_ROWS, 1 + width), num_slots, np.int32)
     buffer[: len(slots), 0] = slots

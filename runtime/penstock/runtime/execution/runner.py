@@ -1,7 +1,8 @@
-"""ModelRunner: turns a Plan into calls of compiled programs. Owns everything that lives on the device.
+"""ModelRunner: turns a Plan into calls of compiled programs. It owns everything that lives on the device.
 
-Host work per step is: pick the program, fill one fresh int32 buffer with numpy, call. The buffer is never
-reused, because on CPU the runtime may read it in place after the call has returned.
+The host's work in each step is to pick the program, fill one new int32 buffer with numpy, and call the
+program. The buffer is never reused, because on CPU the runtime may read it in place after the call has
+returned.
 """
 
 from __future__ import annotations
@@ -43,36 +44,37 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class _Unchosen:
-    """Logits whose tokens are yet to be chosen, and what that takes."""
+    """Logits whose tokens are not chosen yet, and what choosing them takes."""
 
     logits: jax.Array
     packed: NDArray[np.int32]
     key: ProgramKey
     constraints: Mapping[int, TokenConstraint]
-    """By row."""
+    """Row to constraint."""
 
 
 @dataclass(frozen=True, slots=True)
 class PendingStep:
-    """A dispatched step; what the host will read of `result` is on its way there."""
+    """A dispatched step. A copy of what the host will read of `result` is on its way."""
 
     plan: Plan
     result: Chosen | None
-    """None while `unchosen`."""
+    """The chosen tokens on the device; None while `unchosen` is set."""
     logprobs: Sequence[int | None]
-    """How many each row wants; noted here because its slot may be another request's when the result is read.
-    """
+    """For each row, how many log-probabilities of likeliest tokens it wants; None: not even the sampled
+    token's. This is noted here because the slot may belong to another request when the result is read."""
     unchosen: _Unchosen | None = None
-    """Set while `ModelRunner.choose` is still to be called."""
+    """Set until `ModelRunner.choose` is called."""
     prompt_logprobs: jax.Array | None = None
+    """Log-probabilities of prompt tokens, on the device."""
     prompt_rows: Mapping[int, tuple[int, int, int]] = dataclasses.field(default_factory=dict)
-    """By row: first entry of `prompt_logprobs`, number of entries, how many candidates it wants."""
+    """Row to its part of `prompt_logprobs`."""
     errors: Mapping[int, Exception] = dataclasses.field(default_factory=dict)
-    """By row, where no token can be chosen."""
+    """Row to error, for rows for which no token can be chosen."""
     skipped: frozenset[int] = frozenset()
     """Rows whose token is put off, see `ModelRunner.choose`."""
     late: frozenset[int] = frozenset()
-    """Those of them whose own mask takes long."""
+    """The skipped rows whose own mask takes long."""
 
     @property
     def awaits_choice(self) -> bool:
@@ -81,7 +83,7 @@ class PendingStep:
 
     @property
     def wants_logprobs(self) -> bool:
-        """Whether any row does; if not, they stay on the device."""
+        """Whether any row wants log-probabilities; if not, they stay on the device."""
         return any(wanted is not None for wanted in self.logprobs)
 
 
@@ -96,7 +98,9 @@ class ModelRunner:
         config: RunnerConfig,
         backend: Backend,
     ) -> None:
-        """`weights`: the model's state on the backend's devices; `graphdef`: its static half (nnx.split)."""
+        """`weights`: the model's state on the backend's devices. `graphdef`: its static half (see
+        nnx.split).
+        """
         self.config = config
         self._backend = backend
         self.compiles_after_warmup = CompileCounter()
@@ -128,11 +132,13 @@ class ModelRunner:
 
     @property
     def weights(self) -> Any:
-        """The state that serves now."""
+        """The model's state that serves now."""
         return jax.tree.unflatten(self._weights_tree, self._weights)
 
     def initialize_kv_cache(self, num_pages: int) -> None:
-        """Allocate the cache, zeroed. Programs are compiled for its shape, so this comes before `compile`."""
+        """Allocates the cache, filled with zeros. Programs are compiled for its shape, so this comes before
+        `compile`.
+        """
         if num_pages < 1:
             raise ConfigError(f"the KV cache needs at least one page, not {num_pages}")
         self.destroy_kv_cache()
@@ -153,16 +159,16 @@ class ModelRunner:
         )
 
     def destroy_kv_cache(self) -> None:
-        """Free the cache's memory now; `initialize_kv_cache` brings it back (programs stay valid for the same
-        size).
+        """Frees the cache's memory now; `initialize_kv_cache` allocates it again. Programs stay valid for the
+        same size.
         """
         for array in jax.tree.leaves(self._kv):
             array.delete()
         self._kv = None
 
     def peak_temp_bytes(self, num_pages: int = 64) -> int:
-        """Memory that the most demanding program takes beside its arguments, from XLA's own account; compiles
-        the largest of each kind for a small cache.
+        """The memory that the most demanding program needs besides its arguments, in bytes, as XLA reports
+        it. This compiles the largest program of each kind, for a small cache.
         """
         builder = self._builder(num_pages)
         window = next(key for key in self.config.buckets.keys() if key.window)  # noqa: SIM118 # no mapping
@@ -196,7 +202,7 @@ class ModelRunner:
     # -- programs --
 
     def compile(self) -> None:
-        """Compile every program and run each once with padding only."""
+        """Compiles every program, and runs each once on padding only."""
         if self._kv is None:
             raise ConfigError("initialize_kv_cache comes before compile")
         self._programs = programs = self._builder(self._num_pages).compile_all()
@@ -209,7 +215,8 @@ class ModelRunner:
                 packed = packed[: self._slots.layout(key).rows_size]
                 no_mask = self._no_masks[key.rows]
                 self._choose(logits, packed, no_mask)
-                # JAX's fast path is found per kind of argument, and rows under a grammar bring a host's mask.
+                # JAX finds its fast path for each kind of argument, and the masks of constraints are on the
+                # host.
                 self._choose(logits, packed, np.full(no_mask.shape, -1, np.int32))
                 programs.prompt_logprobs(self._weights, hidden, self._prompt_buffer([], []))
         nobody = Request("warm-up", (0,))
@@ -242,7 +249,7 @@ class ModelRunner:
         return self._programs, self._kv
 
     def _run_forward(self, key: ProgramKey, packed: NDArray[np.int32]) -> tuple[jax.Array, jax.Array]:
-        """Logits and hidden states."""
+        """Runs a forward program. Returns logits and hidden states."""
         programs, kv = self._ready
         forward = programs.steps[key](self._weights, kv, self._state, packed)
         logits, hidden, self._kv, self._state = forward
@@ -280,16 +287,16 @@ class ModelRunner:
     # -- steps --
 
     def start(self) -> None:
-        """From now on compilations of the calling thread, the engine's, are counted."""
+        """Counts the compilations of the calling thread, the engine's, from now on."""
         self.compiles_after_warmup.start()
 
     def execute(self, plan: Plan) -> StepResult:
-        """Run one step and wait for its tokens."""
+        """Runs one step and waits for its tokens."""
         return self.wait(self.choose(self.execute_async(plan)))
 
     def execute_async(self, plan: Plan) -> PendingStep:
-        """Dispatch one step; its tokens stay on the device as the next step's input, and a copy starts for
-        the host. If rows have constraints, only the model runs, until `choose`.
+        """Dispatches one step. Its tokens stay on the device as the input of the next step, and a copy for
+        the host is started. If rows have constraints, only the model runs until `choose`.
         """
         for slot, request in plan.new_requests:
             feature_slot = plan.feature_slots.get(slot)
@@ -323,11 +330,12 @@ class ModelRunner:
         return _sent(PendingStep(plan, result, logprobs, None, prompt, rows))
 
     def choose(self, pending: PendingStep) -> PendingStep:
-        """Choose the tokens of a step that waits for it, else do nothing: once the tokens of all steps before
-        were accepted by the constraints, and before the next step is dispatched.
+        """Chooses the tokens of a step that waits for it; any other step is returned as it is. To be called
+        after the constraints have accepted the tokens of all earlier steps, and before the next step is
+        dispatched.
 
-        `skipped` of the result are rows whose masks were not to be had in time: they make no token, and the
-        next step that has them computes the same position again.
+        `skipped` of the result are rows whose masks were not ready in time. They make no token, and the next
+        step that has them computes the same position again.
         """
         unchosen = pending.unchosen
         if unchosen is None:
@@ -351,7 +359,7 @@ class ModelRunner:
         )
 
     def wait(self, pending: PendingStep) -> StepResult:
-        """Block until a dispatched step's result is on the host."""
+        """Blocks until a dispatched step's result is on the host."""
         assert pending.result is not None, "choose comes before wait"
         plan, num_top = pending.plan, self.config.num_top
         tokens = np.asarray(pending.result.tokens)[: plan.num_steps, : len(plan.rows)].T
@@ -361,7 +369,7 @@ class ModelRunner:
             if not row.samples:
                 token_ids[i] = ()
         for i in pending.skipped.union(errors):
-            token_ids[i] = ()  # chosen without a mask
+            token_ids[i] = ()  # they were chosen without a mask
         if tokens.min() < 0:
             for i, made in enumerate(token_ids):
                 if NON_FINITE in made:
@@ -378,7 +386,7 @@ class ModelRunner:
     # -- log-probabilities of prompts --
 
     def _prompt_buffer(self, before: Sequence[int], targets: Sequence[int]) -> NDArray[np.int32]:
-        """See `make_prompt_logprobs`."""
+        """The second argument of `make_prompt_logprobs`'s program."""
         most = self.config.buckets.token_buckets[-1]
         buffer = np.zeros(1 + 2 * most, np.int32)
         buffer[0] = len(before)
@@ -387,7 +395,9 @@ class ModelRunner:
         return buffer
 
     def _prompt_targets(self, plan: Plan) -> dict[int, tuple[int, ...]]:
-        """By row, the prompt's tokens that come after a token of this step, where they are asked for."""
+        """Row to the prompt tokens that come after this step's tokens, for rows whose log-probabilities are
+        wanted.
+        """
         targets: dict[int, tuple[int, ...]] = {}
         for i, row in enumerate(plan.rows):
             if row.token_ids is None:
@@ -402,7 +412,9 @@ class ModelRunner:
     def _prompt_logprobs(
         self, plan: Plan, hidden: jax.Array, wanted: Mapping[int, tuple[int, ...]]
     ) -> tuple[dict[int, tuple[int, int, int]], jax.Array | None]:
-        """The program's result for the rows that want it, and where each row's part is."""
+        """Calls the program for the rows in `wanted`. Returns each row's part of the result, and the result
+        (None without rows).
+        """
         rows: dict[int, tuple[int, int, int]] = {}
         before: list[int] = []
         targets: list[int] = []
@@ -433,10 +445,10 @@ class ModelRunner:
     # -- weights and end --
 
     def replace_weights(self, weights: Any) -> None:
-        """Swap in new weights between steps; same tree, shapes and dtypes, so nothing recompiles. Where they
-        are placed as the old ones are, and huge pages were asked for, nothing but references is exchanged.
+        """Swaps in new weights between steps. They have the same tree, shapes and dtypes, so nothing is
+        compiled again. If they are placed as the old ones are, only references are exchanged.
 
-        Checked before anything changes: on ConfigError the old weights serve on.
+        This is checked before anything changes: on ConfigError the old weights serve on.
         """
         new, tree = jax.tree.flatten(weights)
         if cast("object", tree) != cast("object", self._weights_tree):  # untyped in jax's stubs
@@ -455,7 +467,7 @@ class ModelRunner:
         self._weights = tuple(placed)
 
     def shutdown(self) -> None:
-        """Free the device's memory that this runner holds; it cannot be used afterwards."""
+        """Frees the device's memory that this runner holds. It cannot be used afterwards."""
         self.compiles_after_warmup.stop()
         self._turns.close()
         self.destroy_kv_cache()
@@ -466,14 +478,14 @@ class ModelRunner:
 
 
 def _bytes_beside_arguments(program: jax.stages.Compiled) -> int:
-    """Scratch, and results that are not a donated argument's memory."""
+    """Bytes of scratch memory and of results that do not lie in a donated argument."""
     analysis = program.memory_analysis()
     kinds = (("temp", 1), ("output", 1), ("alias", -1))
     return sum(sign * int(getattr(analysis, f"{kind}_size_in_bytes", 0)) for kind, sign in kinds)
 
 
 def _sent(pending: PendingStep) -> PendingStep:
-    """The same, once what the host will read of it is on its way."""
+    """Starts to copy to the host what it will read of a step. Returns the same step."""
     assert pending.result is not None
     pending.result.tokens.copy_to_host_async()
     if pending.wants_logprobs:

@@ -1,4 +1,4 @@
-"""Shapes and limits of one runner."""
+"""The shapes and limits of one runner."""
 
 from __future__ import annotations
 
@@ -15,21 +15,27 @@ from penstock.runtime.requests.request import MAX_STOP_TOKEN_IDS
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunnerConfig:
-    """All resolved values."""
+    """The shapes and limits of one runner; every value is resolved."""
 
     buckets: Buckets
+    """Which programs exist."""
     max_num_seqs: int
+    """Number of slots."""
     max_model_len: int
+    """Most tokens of one request, prompt and generated together."""
     page_size: int
+    """Tokens per page."""
     dtype: np.dtype[Any]
+    """The model's dtype."""
     vocab_size: int
     eos_token_ids: tuple[int, ...]
     feature_slots: int | None = None
-    """Requests with penalties or a bias that may run at a time, see `RowState`; None: max_num_seqs, as for
+    """Most requests with penalties or a bias that run at a time, see `RowState`; None: max_num_seqs, as for
     the scheduler."""
     max_logprobs: int = 20
+    """Most likeliest tokens per position whose log-probabilities are computed."""
     threads: int = field(default_factory=available_processors)
-    """That compile programs, and of which some fill masks."""
+    """Threads that compile programs; some of them fill masks later."""
     max_decode_steps: int = 1
     """Most steps of a decode program's loop; see `Plan.num_steps`."""
     show_progress: bool = True
@@ -42,15 +48,15 @@ class RunnerConfig:
 
     @property
     def pages_per_row(self) -> int:
-        """Width of the page table."""
+        """Width of the page table, in pages."""
         return -(-self.max_model_len // self.page_size)
 
     @property
     def num_feature_slots(self) -> int:
-        """Length of `RowState.history` and `bias`."""
+        """Number of rows of `RowState.history` and `RowState.bias`."""
         return self.max_num_seqs if self.feature_slots is None else self.feature_slots
 
     @property
     def num_top(self) -> int:
-        """Top log-probabilities the program computes."""
+        """How many likeliest tokens per position the programs report."""
         return min(self.max_logprobs, self.vocab_size)

@@ -1,5 +1,5 @@
-"""The host's mirror of the slots: which request holds each, its parameters and its page table; and the
-packing of plans from it.
+"""The host's copy of the slots: which request holds each, its parameters and its page table. It packs plans
+into buffers.
 """
 
 from __future__ import annotations
@@ -34,8 +34,9 @@ from penstock.runtime.scheduling.plan import Plan, PlanRow
 
 
 class Slots:
-    """Filled by what plans say; plain numpy. What a step needs of a slot is worked out once, when a request
-    takes it: a step then costs a few operations over whole columns, however many rows it has.
+    """The slots' contents in plain numpy, filled by what plans say. What a step needs of a slot is computed
+    once, when a request takes the slot, so a step costs a few operations over whole columns, however many
+    rows it has.
     """
 
     def __init__(self, config: RunnerConfig) -> None:
@@ -51,8 +52,8 @@ class Slots:
         self._blanks: dict[ProgramKey, NDArray[np.int32]] = {}
 
     def admit(self, slot: int, request: Request, feature_slot: int = 0) -> None:
-        """A request takes a slot and, with penalties or a bias, a feature slot. ConfigError where there is no
-        such feature slot: what is written there would be lost.
+        """Gives a slot to a request and, if it has penalties or a bias, a feature slot. ConfigError if there
+        is no such feature slot: what is written there would be lost.
         """
         if feature_slot >= self._config.num_feature_slots:
             raise ConfigError(
@@ -71,8 +72,8 @@ class Slots:
         self._stop_ids[slot, len(ids) :] = self._config.vocab_size
 
     def write_pages(self, plan: Plan) -> list[int]:
-        """Take a plan's new pages into the mirror. Returns the slots whose whole table is to be sent before
-        the step: those that get more than the one entry for which a row of the step has room.
+        """Takes a plan's new page-table entries. Returns the slots whose whole table must be sent before the
+        step: a row of the step has room for one new entry, and these slots get more.
         """
         with_room = {row.slot for row in plan.rows}
         whole: list[int] = []
@@ -86,18 +87,20 @@ class Slots:
         return whole
 
     def table_rows(self, slots: Sequence[int]) -> Iterator[NDArray[np.int32]]:
-        """Arguments for as many calls of `make_table_rows` as whole tables of these slots need."""
+        """The arguments for the calls of `make_table_rows`'s program that send the whole tables of these
+        slots.
+        """
         for i in range(0, len(slots), TABLE_ROWS):
             yield pack_table_rows(slots[i : i + TABLE_ROWS], self._tables)
 
     def request(self, row: PlanRow) -> Request:
-        """Who holds the row's slot."""
+        """The request that holds the row's slot."""
         request = self._requests[row.slot]
         assert request is not None, f"slot {row.slot} runs {row.request_id} but was never admitted"
         return request
 
     def constraints(self, plan: Plan) -> dict[int, TokenConstraint]:
-        """By row, of those that make a token."""
+        """Row to constraint, for the rows of this plan that sample."""
         if not self._constrained:
             return {}
         return {
@@ -107,19 +110,21 @@ class Slots:
         }
 
     def logprobs(self, plan: Plan) -> list[int | None]:
-        """By row, how many log-probabilities of likeliest tokens to report; None: not even the token's."""
+        """For each row, how many log-probabilities of likeliest tokens to report; None: not even the sampled
+        token's.
+        """
         logprobs = self._logprobs
         return [logprobs[row.slot] if row.samples else None for row in plan.rows]
 
     def layout(self, key: ProgramKey) -> Layout:
-        """Of a program's packed buffer."""
+        """The layout of the buffer of a program."""
         layout = self._layouts.get(key)
         if layout is None:
             layout = self._layouts[key] = Layout(key)
         return layout
 
     def blank(self, key: ProgramKey) -> NDArray[np.int32]:
-        """A buffer of padding only: it computes, writes nowhere and samples nothing."""
+        """A buffer of padding only: a step with it computes, but writes nowhere and samples nothing."""
         blank = self._blanks.get(key)
         if blank is None:
             layout = self.layout(key)
@@ -132,8 +137,8 @@ class Slots:
         return blank.copy()
 
     def silenced(self, packed: NDArray[np.int32], key: ProgramKey, rows: Iterable[int]) -> NDArray[np.int32]:
-        """The first part of a packed buffer, but for these rows, which then make no token and change nothing
-        of their slots; a copy, as the runtime may be reading the other one.
+        """A copy of a packed buffer without its tokens, in which these rows make no token and leave their
+        slots as they are. It is a copy because the runtime may be reading the original.
         """
         packed = packed.copy()
         _, fields, _ = self.layout(key).row_views(packed)
@@ -144,8 +149,8 @@ class Slots:
     def pack(
         self, plan: Plan, key: ProgramKey, constraints: Mapping[int, TokenConstraint]
     ) -> NDArray[np.int32]:
-        """A fresh buffer: on CPU the runtime may read it in place after the call that it was given to has
-        returned.
+        """Packs a plan into a new buffer. It is new because, on CPU, the runtime may read a buffer in place
+        after the call that took it has returned.
         """
         buffer = self.blank(key)
         header, fields, stop_ids, tokens = self.layout(key).views(buffer)

@@ -1,11 +1,12 @@
-"""The one int32 buffer that goes to the device each step: its layout, filled with numpy, taken apart in the
-program.
+"""The one int32 buffer that goes to the device in each step: its layout, how numpy fills it, and how the
+program takes it apart.
 
-One transfer costs what eight small ones cost each; floats travel as their bits. Sections, in order: header,
-row fields [R, NUM_FIELDS], ids that end the row [R, MAX_STOP_TOKEN_IDS], input tokens [T]. The first three
-are all that sampling needs, so that one sampling program per row bucket serves steps of any number of
-tokens. Page tables stay on the device: a row's fields tell the one entry that is new, which is all that a
-decode ever adds, and whoever enters sends its table beforehand (`request_programs.make_table_rows`).
+There is one buffer because each transfer has the same price: eight small ones would cost eight times as much.
+Floats travel as their bits. The sections, in order: header, row fields [R, NUM_FIELDS], ids that end the row
+[R, MAX_STOP_TOKEN_IDS], input tokens [T]. Sampling needs only the first three, so one sampling program
+per row bucket serves steps of any number of tokens. Page tables stay on the device: a row's fields hold
+at most one new entry, which is all that a decode ever adds. When a sequence enters, its whole table is sent
+before the step (`request_programs.make_table_rows`).
 """
 
 from __future__ import annotations
@@ -39,16 +40,16 @@ PARAM_FLOATS = (
     "repetition_penalty",
 )
 PARAM_WORDS = ("seed_high", "seed_low")
-"""The fields of the request, which are constant while it holds its slot: as `SamplingRows` names them, but
-for the two words of its seed."""
+"""The fields of the request, which stay the same while it holds its slot. `SamplingRows` has the same names,
+except for the two words of the seed."""
 PARAM_COLUMN = {name: i for i, name in enumerate((*PARAM_INTS, *PARAM_FLOATS, *PARAM_WORDS))}
-"""Where each of them stands behind PARAMS."""
+"""Field to column, counted from PARAMS."""
 PARAM_FIELDS = len(PARAM_COLUMN)
 NUM_FIELDS = PARAMS + PARAM_FIELDS
 FEATURES = PARAMS + PARAM_COLUMN["features"]
-"""The field of a row that holds its bits of the header's flags."""
+"""Column of the bits that say which features a row uses; the header's flags are the bits of all rows."""
 FEEDBACK = -1
-"""Input token that stands for "the token this row's slot sampled last"."""
+"""An input token that stands for the last token that the row's slot sampled."""
 _MOST_PENALTY = 1e30
 
 Ints = NDArray[np.int32]
@@ -56,7 +57,7 @@ Buffer = TypeVar("Buffer", Ints, Array)
 
 
 def row_features(request: Request) -> int:
-    """What the sampler must look at for this request."""
+    """The bits of what the sampler must look at for this request."""
     sampling = request.sampling
     return (
         PENALTIES * sampling.has_penalties
@@ -67,8 +68,8 @@ def row_features(request: Request) -> int:
 
 
 def pack_params(request: Request, feature_slot: int = 0) -> Ints:
-    """The constant fields of a row, int32[PARAM_FIELDS]. The engine has drawn a seed where the caller set
-    none; without penalties and bias no feature slot is looked at.
+    """The fields of a row that are constant for a request, int32[PARAM_FIELDS]. If the caller set no seed,
+    the engine has drawn one. Without penalties and bias the feature slot is not looked at.
     """
     sampling: SamplingParams = request.sampling
     seed = sampling.seed or 0
@@ -79,7 +80,7 @@ def pack_params(request: Request, feature_slot: int = 0) -> Ints:
         "feature_slots": feature_slot,
     }
     floats = {name: getattr(sampling, name) for name in PARAM_FLOATS}
-    # Neither it nor what it makes of a logit may leave the range of float32.
+    # Neither the penalty nor a logit times the penalty may leave the range of float32.
     floats["repetition_penalty"] = min(max(sampling.repetition_penalty, 1 / _MOST_PENALTY), _MOST_PENALTY)
     words = {"seed_high": seed >> 32, "seed_low": seed & 0xFFFFFFFF}
     row = np.zeros(PARAM_FIELDS, np.int32)
@@ -90,28 +91,30 @@ def pack_params(request: Request, feature_slot: int = 0) -> Ints:
 
 
 class Unpacked(NamedTuple):
-    """The step's inputs on the device, but for tokens and page tables; R rows."""
+    """A step's inputs on the device, except tokens and page tables; R rows."""
 
-    flags: Array  # int32[] bits of what any row has
+    flags: Array  # int32[] bits of the features that any row uses
     num_steps: Array  # int32[]
     starts: Array  # int32[R]
     q_lens: Array  # int32[R]
     max_samples: Array  # int32[R] most tokens the row makes; 0 for a prefill chunk that is not the last
-    bans: Array  # int32[R] how many of them must not be among the stop ids
-    page_indices: Array  # int32[R] entry of the row's page table that is new; P or above: none
-    pages: Array  # int32[R] what it becomes
+    bans: Array  # int32[R] how many of these must be neither EOS nor stop ids
+    page_indices: Array  # int32[R] index of the new entry of the row's page table; P or above: none
+    pages: Array  # int32[R] the page that the entry becomes
     sampling: SamplingRows
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Offsets of the packed buffer of one program."""
+    """The offsets of the sections in one program's buffer."""
 
     key: ProgramKey
 
     @property
     def _shapes(self) -> tuple[tuple[int, ...], ...]:
-        """Header, row fields, stop ids, tokens: the one place that says what stands where."""
+        """Shapes of header, row fields, stop ids and tokens: the only place that defines the order of
+        sections.
+        """
         rows = self.key.rows
         return (HEADER,), (rows, NUM_FIELDS), (rows, MAX_STOP_TOKEN_IDS), (self.key.tokens,)
 
@@ -122,21 +125,21 @@ class Layout:
 
     @property
     def rows_size(self) -> int:
-        """Length of its first part, up to the tokens."""
+        """Length of the buffer up to the tokens, in int32 words."""
         return sum(map(math.prod, self._shapes[:3]))
 
     def views(self, buffer: Buffer) -> tuple[Buffer, Buffer, Buffer, Buffer]:
-        """Header, row fields, stop ids, tokens: views of a host buffer, slices on a device."""
+        """Header, row fields, stop ids and tokens: views of a host buffer, slices of an array on a device."""
         header, fields, stop_ids, tokens = _split(buffer, self._shapes)
         return header, fields, stop_ids, tokens
 
     def row_views(self, buffer: Buffer) -> tuple[Buffer, Buffer, Buffer]:
-        """Header, row fields and stop ids of the first part of a buffer."""
+        """Header, row fields and stop ids, of a whole buffer or of one without tokens."""
         header, fields, stop_ids = _split(buffer, self._shapes[:3])
         return header, fields, stop_ids
 
     def unpack_rows(self, packed: Array) -> Unpacked:
-        """The first part of the buffer, alone or with the rest behind it, inside the program."""
+        """Unpacks everything but the tokens, inside the program; `packed` may have the tokens or not."""
         header, fields, stop_ids = self.row_views(packed)
         params = {name: fields[:, PARAMS + column] for name, column in PARAM_COLUMN.items()}
         words = jnp.stack([params[name] for name in PARAM_WORDS], axis=1)
@@ -162,7 +165,7 @@ class Layout:
         )
 
     def unpack_tokens(self, packed: Array) -> Array:
-        """The rest of the buffer: int32[T]."""
+        """The buffer's tokens, int32[T], inside the program."""
         return self.views(packed)[3]
 
 

@@ -1,16 +1,17 @@
-"""The compiled programs: what runs on the device, ahead-of-time compiled.
+"""What the compiled programs of a step compute.
 
-- `make_forward`: input tokens through the model to logits. One per bucket of tokens, and one per bucket of
-  rows for steps of a token each.
-- `make_choice`: logits to tokens. One per bucket of rows. That a step with a prefill chunk, or with rows
-  under a grammar, is two programs lets the host work out the grammar's masks while the device runs the model.
-- `make_window`: both, in a loop of decode steps. One per bucket of rows.
+- `make_forward`: input tokens through the model to logits. One program per bucket of tokens, and one per
+  bucket of rows for steps of one token a row.
+- `make_choice`: samples tokens from logits. One program per bucket of rows. It is separate from the forward
+  so that the host can compute the masks of constraints while the device runs the model.
+- `make_window`: both of these in a loop of decode steps. One program per bucket of rows, or per bucket and
+  length.
 
-What only some requests need is in `request_programs`.
+`request_programs` has the programs that only some requests need.
 
-Weights, KV cache and row state are arguments, so new weights need no recompile; KV cache and state are
-donated, so a step updates them in place. What the host reads back of a step are its tokens, and where a row
-wants log-probabilities a second, larger array of them (`Chosen`).
+Weights, KV cache and row state are arguments, so new weights need no compilation. KV cache and state are
+donated, so a step updates them in place. The host reads back a step's tokens and, if a row wants
+log-probabilities, a second, larger array of them (`Chosen`).
 """
 
 from __future__ import annotations
@@ -31,22 +32,25 @@ from penstock.runtime.ops.state_copies import choose_copies
 from penstock.runtime.requests.request import TokenLogprobs
 
 KVCache = tuple[Any, ...]
-"""An entry for each layer, see `cache_spec`."""
+"""The model's cache, with an entry for each layer; see `cache_spec`."""
 Weights = tuple[Array, ...]
-"""The model's state as flat leaves: flattening nnx's own tree on every call costs milliseconds of Python."""
+"""The model's state as flat leaves, because flattening nnx's own tree on every call costs milliseconds of
+Python."""
 
 
 class StepModel(Protocol):
-    """What the step asks of a model; `penstock.runtime.models.decoder.CausalLM` is one."""
+    """What a step asks of a model; `penstock.runtime.models.decoder.CausalLM` is one."""
 
     def __call__(
         self, token_ids: Array, positions: Array, kv: KVCache, meta: AttentionMeta, *, attention: AttentionOp
     ) -> tuple[Array, KVCache]:
-        """int32[T] tokens and positions -> hidden [T, E] and the updated cache."""
+        """Tokens and positions int32[T] -> hidden states [T, E] and the updated cache."""
         ...
 
     def logits(self, hidden: Array, num_rows: Array) -> Array:
-        """[R, E] -> float32[R, V]; rows from num_rows, int32[], on are padding and may hold anything."""
+        """Hidden states [R, E] -> logits float32[R, V]. Rows from num_rows, int32[], on are padding; what
+        they hold is undefined.
+        """
         ...
 
 
@@ -55,7 +59,7 @@ NO_TOKEN = -1
 
 
 class Forward(NamedTuple):
-    """What the model says of one step."""
+    """What the model computes in one step."""
 
     logits: Array  # float32[R, V] after each row's last token
     hidden: Array  # [most tokens of a step, E] of every token
@@ -71,14 +75,14 @@ class Chosen(NamedTuple):
 
 
 class StepShapes(NamedTuple):
-    """What all programs of a runner have in common."""
+    """The sizes that all programs of a runner have in common."""
 
     page_size: int
     num_pages: int
     max_tokens: int
-    """Of any step: `Forward.hidden` is padded to it."""
+    """Most tokens of any step: `Forward.hidden` is padded to it."""
     num_top: int
-    """Likeliest tokens that are reported."""
+    """How many likeliest tokens are reported."""
 
 
 def _run_model(
@@ -116,12 +120,12 @@ def _run_model(
 
 
 def _of_rows(by_slot: Array, batch: Unpacked) -> Array:
-    """[S, ...] -> [R, ...]; of padding rows anything."""
+    """Values by slot [S, ...] -> values by row [R, ...]; those of padding rows are undefined."""
     return by_slot[jnp.minimum(batch.sampling.slots, by_slot.shape[0] - 1)]
 
 
 def _add_pages(state: RowState, batch: Unpacked) -> RowState:
-    """With the entries of page tables that are new in this step."""
+    """The state with the new page-table entries of this step."""
     tables = state.tables.at[batch.sampling.slots, batch.page_indices].set(batch.pages, mode="drop")
     return state._replace(tables=tables)
 
@@ -129,7 +133,7 @@ def _add_pages(state: RowState, batch: Unpacked) -> RowState:
 def make_forward(
     rebuild: Rebuild, layout: Layout, shapes: StepShapes, attention: AttentionOp
 ) -> Callable[[Weights, KVCache, RowState, Array], Forward]:
-    """The model over one step of any mix of chunks and decodes."""
+    """A program that runs the model over one step of any mix of chunks and decodes."""
 
     def forward(weights: Weights, kv: KVCache, state: RowState, packed: Array) -> Forward:
         batch = layout.unpack_rows(packed)
@@ -157,8 +161,8 @@ def make_forward(
 def make_choice(
     layout: Layout, sampler: SamplerOp, num_top: int
 ) -> Callable[[RowState, Array, Array, Array], tuple[Chosen, RowState]]:
-    """The tokens after one step's logits: (state, logits, first part of the packed buffer, mask int32[R, W])
-    -> (what was chosen, state).
+    """A program that samples the tokens after one step's logits: (state, logits float32[R, V], packed buffer
+    without tokens, mask int32[R, W]) -> (what was chosen, state).
     """
 
     def choose(state: RowState, logits: Array, packed: Array, mask: Array) -> tuple[Chosen, RowState]:
@@ -179,11 +183,12 @@ def make_window(
     sampler: SamplerOp,
     max_steps: int,
 ) -> Callable[[Weights, KVCache, RowState, Array], tuple[Chosen, KVCache, RowState]]:
-    """A loop of decode steps, of which a call runs as many as its header says, or fewer when every row has
-    ended. No row has a mask.
+    """A program that loops over decode steps. A call runs as many steps as its buffer's header says, or fewer
+    when every row has ended. No row has a mask.
 
-    A program for a fixed number of steps runs all of them; in those that are too many every row has ended. So
-    it is on accelerators: XLA reads the condition of a loop of unknown length back to the host in each turn.
+    A program for a fixed number of steps runs all of them, even when every row has ended. Such programs are
+    for accelerators, where XLA reads the condition of a loop of unknown length back to the host in each
+    iteration.
     """
 
     def window(
@@ -223,8 +228,9 @@ def make_window(
             alive = carry.alive & ~ended & (step < jnp.minimum(batch.max_samples, batch.num_steps))
             return _Window(
                 step=step,
-                # A row that has ended repeats its last step while the others go on: the same token at the
-                # same position, so what it writes is what is there. (State by slot has a copy of before.)
+                # While the others go on, a row that has ended repeats its last step: with the same token at
+                # the same position it writes the values that are there already. (State by slot keeps a
+                # copy.)
                 alive=alive,
                 made=carry.made + alive.astype(jnp.int32),
                 tokens=jnp.where(alive, sampled, carry.tokens),
@@ -264,7 +270,7 @@ def make_window(
 
 
 class _Window(NamedTuple):
-    """What a loop of decode steps carries."""
+    """What a loop of decode steps carries from one iteration to the next."""
 
     step: Array  # int32[]
     alive: Array  # bool[R] rows that make a token in the next step
@@ -277,22 +283,22 @@ class _Window(NamedTuple):
 
 
 def _keep(state: RowState, batch: Unpacked, sampled: Array) -> RowState:
-    """The newest tokens are the next step's input."""
+    """Stores the newest tokens as the input of the next step."""
     num_slots = state.tokens.shape[0]
     slots = jnp.where(batch.max_samples > 0, batch.sampling.slots, num_slots)
     return state._replace(tokens=state.tokens.at[slots].set(sampled, mode="drop"))
 
 
 def _add_history(state: RowState, batch: Unpacked, sampled: Array, alive: Array) -> RowState:
-    """Counts what rows with penalties have made."""
+    """Counts the sampled tokens of rows with penalties."""
     counts = alive & ((batch.sampling.features & PENALTIES) != 0) & (sampled >= 0)
     slots = jnp.where(counts, batch.sampling.feature_slots, state.history.shape[0])
     return state._replace(history=state.history.at[slots, sampled].add(1, mode="drop"))
 
 
 def report(sampled: Sampled, flags: Array) -> Array:
-    """Log-probabilities as the host reads them, int32[R, 1 + 2 * num_top], see `read_logprobs`; zeros without
-    LOGPROBS.
+    """Log-probabilities as the host reads them, int32[R, 1 + 2 * num_top], see `read_logprobs`; zeros if no
+    row wants any.
     """
 
     def full() -> Array:
@@ -309,8 +315,8 @@ def report(sampled: Sampled, flags: Array) -> Array:
 
 
 def read_logprobs(row: np.ndarray, num_top: int, wanted: int) -> TokenLogprobs:
-    """One row of `report`: the token's own log-probability (float32's bits), the likeliest tokens, and
-    theirs; of which the first `wanted` are told.
+    """Reads one row of `report`: the sampled token's log-probability (the bits of a float32), the likeliest
+    tokens, and their log-probabilities. Returns the first `wanted` likeliest tokens.
     """
     ids = row[1 : 1 + wanted].tolist()
     values = row[1 + num_top : 1 + num_top + wanted].view(np.float32).tolist()
@@ -320,5 +326,7 @@ def read_logprobs(row: np.ndarray, num_top: int, wanted: int) -> TokenLogprobs:
 def compile_program(
     program: Callable[..., Any], *arguments: Any, donate: tuple[int, ...] = ()
 ) -> jax.stages.Compiled:
-    """Lower and compile for the shapes and shardings of the arguments (arrays or ShapeDtypeStructs)."""
+    """Lowers and compiles a program for the shapes and shardings of the arguments (arrays or
+    ShapeDtypeStructs).
+    """
     return jax.jit(program, donate_argnums=donate).lower(*arguments).compile()

@@ -1,8 +1,9 @@
-"""Sequences of tokens that an output must not hold. Single tokens are a matter of the sampler's bias.
+"""Sequences of tokens that an output must not contain. Single tokens are forbidden by the sampler's bias
+instead.
 
 As in Hugging Face's `NoBadWordsLogitsProcessor` and in vLLM, a word is one or two exact sequences of tokens,
-and what is forbidden is the last token of a sequence after all the others of it. The same text spelt in other
-tokens is not seen.
+and the last token of a sequence is forbidden after all the others. The same text in other tokens is not
+detected.
 """
 
 from __future__ import annotations
@@ -24,19 +25,19 @@ MAX_BAD_WORD_CHARS = 1_000
 
 
 class Encoder(Protocol):
-    """Text to token ids; `penstock.runtime.text.codec.TextCodec` is one."""
+    """Encodes text to token ids; `penstock.runtime.text.codec.TextCodec` is one."""
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]: ...
 
 
 def bad_word_ids(codec: Encoder, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
-    """The sequences of token ids that stand for `words`: each word as the tokenizer encodes it alone and with
-    one space before it, without special tokens; spaces that the word itself begins with are dropped.
+    """The sequences of token ids that stand for `words`. Each word is encoded alone and with one space before
+    it, without special tokens; spaces at the word's own beginning are dropped.
 
-    Hugging Face leaves both spellings to the caller. vLLM takes the spaced one only where it has as many
-    tokens as the other and begins with another one, so it does not see " word" where the space makes it
-    shorter or longer. A tokenizer that puts a space before every text (SentencePiece) gives nothing for a
-    word in the middle of another, here as there.
+    Hugging Face leaves both spellings to the caller. vLLM takes the one with a space only if it has as many
+    tokens as the other and begins with a different one, so it misses " word" where the space changes the
+    number of tokens. With a tokenizer that puts a space before every text (SentencePiece), neither finds a
+    word in the middle of another one.
 
     Raises InvalidRequest on `sampling.bad_words`.
     """
@@ -47,7 +48,7 @@ def bad_word_ids(codec: Encoder, words: Sequence[str]) -> tuple[tuple[int, ...],
 
 
 def check_bad_words(words: Sequence[str]) -> None:
-    """Raises InvalidRequest on `sampling.bad_words`. Of too many words none is looked at."""
+    """Raises InvalidRequest on `sampling.bad_words`. If there are too many words, none of them is checked."""
     if len(words) > MAX_BAD_WORDS:
         described = f"at most {MAX_BAD_WORDS} words, not {len(words)}"
         raise InvalidRequest([Violation("sampling.bad_words", described)])
@@ -64,17 +65,19 @@ def check_bad_words(words: Sequence[str]) -> None:
 
 
 class BadWords:
-    """Forbids the last token of each word where the tokens so far end in the others of it.
+    """Forbids the last token of each word where the tokens so far end in the word's other tokens.
 
-    Only generated tokens count, not the prompt. What `inner` allows is narrowed; alone, everything else is
-    allowed. Where nothing would be left, `inner` decides alone: the grammar wins over the words. An output
-    is complete when `inner` says so. Errors are those of `inner`.
+    Only generated tokens count, not the prompt. The tokens that `inner` allows are narrowed; without `inner`,
+    all others are allowed. If no token would be left, `inner` decides alone: the grammar wins over the words.
+    An output is complete when `inner` says so. Errors are those of `inner`.
     """
 
     def __init__(
         self, words: Sequence[Sequence[int]] | WordTable, inner: TokenConstraint | None, vocab_size: int
     ) -> None:
-        """`words` have at least two ids each (ValueError), or are a table of such, for outputs to share."""
+        """`words` have at least two ids each (else ValueError), or are a table of such words, which outputs
+        share.
+        """
         self._inner = inner
         self._table = words if isinstance(words, WordTable) else WordTable(words, vocab_size)
         self._recent: deque[int] = deque(maxlen=self._table.longest - 1)
@@ -84,7 +87,9 @@ class BadWords:
         return self._inner is not None and self._inner.is_complete
 
     def fill(self, mask: Mask) -> None:
-        """Overwrite int32[mask_words(vocab_size)], contiguous, with what may come next."""
+        """Overwrites `mask`, int32[mask_words(vocab_size)], contiguous, with the tokens that may come
+        next.
+        """
         if self._inner is None:
             mask[:] = self._table.everything
         else:
@@ -93,20 +98,20 @@ class BadWords:
 
     @property
     def grammar(self) -> GrammarConstraint | None:
-        """What it narrows, if that is a grammar."""
+        """The grammar that it narrows, if there is one."""
         return self._inner if isinstance(self._inner, GrammarConstraint) else None
 
     def to_share(self) -> LLMatcher | None:
-        """As `GrammarConstraint.to_share`."""
+        """See `GrammarConstraint.to_share`."""
         return self._inner.to_share() if isinstance(self._inner, GrammarConstraint) else None
 
     def shared(self, seconds: float) -> None:
-        """As `GrammarConstraint.shared`."""
+        """See `GrammarConstraint.shared`."""
         if isinstance(self._inner, GrammarConstraint):
             self._inner.shared(seconds)
 
     def finish(self, mask: Mask) -> None:
-        """As `GrammarConstraint.finish`."""
+        """See `GrammarConstraint.finish`."""
         if not isinstance(self._inner, GrammarConstraint):
             self.fill(mask)
             return
@@ -114,7 +119,7 @@ class BadWords:
         self._forbid(mask)
 
     def accept(self, token_ids: Sequence[int]) -> None:
-        """These came next."""
+        """Takes in the tokens that came next."""
         if self._inner is not None:
             self._inner.accept(token_ids)
         self._recent.extend(token_ids)
@@ -125,13 +130,13 @@ class BadWords:
             return
         before = mask.copy()
         for token in last:
-            # Unsigned: bit 31 of an int32 is its sign.
+            # As unsigned words, because bit 31 of an int32 is its sign.
             mask.view(np.uint32)[token // 32] &= np.uint32(~(1 << token % 32) & 0xFFFFFFFF)
         if not np.bitwise_and(mask, self._table.everything).any():
             mask[:] = before
 
     def _forbidden(self) -> set[int]:
-        """Ids that would complete a word."""
+        """The ids that would complete a word."""
         if not self._recent:
             return set()
         *earlier, before = self._recent

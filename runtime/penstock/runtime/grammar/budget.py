@@ -1,9 +1,9 @@
-"""What following a grammar may cost: processor time of masks and of accepted tokens.
+"""What following a grammar may cost: processor time for masks and for accepting tokens.
 
-llguidance bounds the work of one step by itself, in units that do not depend on the machine
-(`build_matcher`). What many such steps may cost together is bounded here, in time, because llguidance does
-not tell how much it did. It is the time of the thread that did the work, so other load does not count; and
-honest grammars use a fifth of it.
+llguidance itself bounds the work of one step, in units that do not depend on the machine (`build_matcher`).
+This module bounds what many such steps may cost together, in time, because llguidance does not report how
+much work it did. The time is that of the thread that did the work, so other load does not count. Ordinary
+grammars use a fifth of it.
 """
 
 from __future__ import annotations
@@ -11,21 +11,21 @@ from __future__ import annotations
 from collections.abc import Callable
 
 REQUEST_S = 0.1
-"""What the outputs of a request may use together beyond what their tokens earn."""
+"""Seconds that the outputs of a request may use together, beyond what their tokens earn."""
 OUTPUT_S = 0.005
-"""So much more for each of its outputs: they all begin before a token is made."""
+"""Seconds more for each output of a request: all of them begin before any token is made."""
 FEW_TOKENS = 16
-"""Where a request spends its budget with fewer tokens, the grammar costs too much whoever uses it. Else
-it may have been what the prompt had the model write, so that the grammar is refused to nobody else.
-"""
+"""If a request spends its budget with fewer tokens than this, the grammar costs too much, whatever the
+request. With more tokens, the reason may be what the prompt made the model write, so other requests may still
+use the grammar."""
 TOKEN_S = 0.002
-"""What a token earns. Masks take 20 to 400 us, those in new territory up to 3 ms; a very ambiguous grammar's
-take hundreds of milliseconds."""
+"""Seconds that a token earns. A mask takes 20 to 400 us, in new states of the lexer up to 3 ms; that of a
+very ambiguous grammar takes hundreds of milliseconds."""
 
 
 class Budget:
-    """Time that may be used: so much at first and at most, and what was used comes back with each token. It
-    is spent once over some T tokens more than `most_s` + T * TOKEN_S was used.
+    """Time that may be used: `most_s` seconds at first, and also at most; each token gives back up to
+    `token_s`. It is spent once more than `most_s` + T * `token_s` was used over some T tokens.
     """
 
     def __init__(self, most_s: float, token_s: float = TOKEN_S) -> None:
@@ -33,37 +33,41 @@ class Budget:
         self._left_s = most_s
 
     def earn(self) -> None:
-        """A token was made."""
+        """Gives back the time of one token."""
         self._left_s = min(self._most_s, self._left_s + self._token_s)
 
     def use(self, seconds: float) -> None:
+        """Takes time from the budget, in seconds."""
         self._left_s -= seconds
 
     @property
     def is_spent(self) -> bool:
+        """Whether more time was used than there was."""
         return self._left_s < 0
 
 
 def request_budget(num_outputs: int = 1) -> Budget:
-    """What the outputs of one request share."""
+    """The budget that the outputs of one request share."""
     return Budget(REQUEST_S + OUTPUT_S * num_outputs)
 
 
 class Account:
-    """Where the use of a request's outputs is booked."""
+    """Counts the time that the outputs of one request use."""
 
     def __init__(self, budget: Budget, on_costly: Callable[[], None] = lambda: None) -> None:
-        """`on_costly` is called where the grammar is at fault, and not what was written under it."""
+        """`on_costly` is called if the grammar itself is too costly, and not just the text that was written
+        under it.
+        """
         self._budget, self._on_costly = budget, on_costly
         self._num_tokens = 0
 
     def earn(self) -> None:
-        """An output has one more token."""
+        """Notes that an output has one more token."""
         self._num_tokens += 1
         self._budget.earn()
 
     def use(self, seconds: float) -> bool:
-        """Whether there is time left after that was used."""
+        """Uses time, in seconds. Returns whether there is time left."""
         self._budget.use(seconds)
         if not self._budget.is_spent:
             return True
@@ -71,6 +75,6 @@ class Account:
         return False
 
     def refuse(self) -> None:
-        """The request costs too much, as its budget or llguidance shows."""
+        """Notes that the request costs too much, as its budget or llguidance shows."""
         if self._num_tokens < FEW_TOKENS:
             self._on_costly()

@@ -1,4 +1,4 @@
-"""A JSON Schema document made ready for llguidance: read strictly, with the server's options in it."""
+"""Prepares a JSON Schema document for llguidance: reads it strictly, and adds the server's options."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any
 from penstock.runtime.grammar.narrowing import GrammarError, narrow
 
 JSON_WHITESPACE = r" |\n[ ]{0,32}|\n\t{0,8}"
-"""Between the tokens of JSON: nothing, one space, or a line break with indentation. It is bounded so that a
-model that likes white space cannot write it for ever."""
+"""What may stand between the tokens of JSON: nothing, one space, or a line break with indentation. It is
+bounded, because a model might otherwise write white space forever."""
 
 _GUIDANCE_KEY = "x-guidance"
 _GUIDANCE_OPTIONS = ("coerce_one_of", "whitespace_flexible")
@@ -22,9 +22,9 @@ _DRAFTS = (
     "http://json-schema.org/draft-06/schema",
     "http://json-schema.org/draft-04/schema",
 )
-"""Those that llguidance tells apart; an older one would be read as the first."""
+"""The drafts that llguidance distinguishes; it would read an older one as the first of these."""
 _MAX_EXPONENT = 1000
-"""Of a number anywhere in a schema; far beyond what a double holds."""
+"""Largest exponent of a number anywhere in a schema; far beyond what a double holds."""
 
 
 def any_object() -> dict[str, Any]:
@@ -33,10 +33,10 @@ def any_object() -> dict[str, Any]:
 
 
 def read_schema(text: str) -> dict[str, Any]:
-    """The schema that `text` spells, for llguidance. Raises GrammarError.
+    """The schema in `text`, for llguidance. Raises GrammarError.
 
-    Keywords that llguidance does not honour are refused by it, not passed over (`lenient: false`); what it
-    honours only nearly is refused or narrowed here (`narrowing`).
+    llguidance refuses keywords that it does not honour (`lenient: false`); what it honours only approximately
+    is refused or narrowed here (`narrowing`).
     """
     schema = _parse(text)
     if schema is True:
@@ -54,7 +54,7 @@ def read_schema(text: str) -> dict[str, Any]:
 
 
 def _guidance(asked: Any) -> dict[str, Any]:
-    """llguidance's options for JSON, of those asked for in the schema and the server's own."""
+    """llguidance's options for JSON: those that the schema asks for, and the server's own."""
     if not isinstance(asked, dict):
         raise GrammarError(f"{_GUIDANCE_KEY} must be an object")
     for name, value in asked.items():
@@ -69,7 +69,7 @@ def _guidance(asked: Any) -> dict[str, Any]:
 
 
 def _parse(text: str) -> Any:
-    """JSON, where a name given twice, which JSON readers drop silently, is an error."""
+    """Parses JSON. A name that is given twice, which JSON readers drop silently, is an error."""
     try:
         return json.loads(text, object_pairs_hook=_unique, parse_constant=_no_constant, parse_float=_decimal)
     except GrammarError:

@@ -16,19 +16,19 @@ from penstock.runtime.requests.constraint import Mask
 
 SHARED_S = 1.0
 SHARED_PER_TOKEN_S = 0.02
-"""How slow calls may be in which masks of several outputs are filled: see `GrammarConstraint.shared`."""
+"""How slow the calls that fill masks of several outputs may be: see `GrammarConstraint.shared`."""
 QUICK_S = 0.002
-"""A mask that takes less is a quick one."""
+"""A mask that takes less time than this is quick."""
 _PROVEN = 64
 _TOO_MANY_ITEMS = "Too many items"
-"""llguidance's words where a mask takes more than `build_matcher.STEP_ITEMS`."""
+"""llguidance's words for a mask that takes more than `build_matcher.STEP_ITEMS`."""
 
 _MAX_LINE_CHARS = 160
 _MAX_MESSAGE_CHARS = 600
 
 
 class TokenBits:
-    """Masks that every matcher of a vocabulary shares; read only."""
+    """Masks that every matcher of a vocabulary shares; they are read only."""
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self.eos_token_ids = frozenset(vocabulary.eos_token_ids)
@@ -36,12 +36,12 @@ class TokenBits:
 
 
 class Lexer:
-    """What outputs that share one of llguidance's lexers know of it. It locks while in use: who waits for a
-    mask of it waits for those that others are having made.
+    """What is known about a lexer of llguidance's that several outputs share. It is locked while in use, so
+    making a mask with it waits for masks that others are making with it.
     """
 
     def __init__(self, *, is_proven: bool = False) -> None:
-        """`is_proven`: another lexer of the same grammar was."""
+        """`is_proven`: whether another lexer of the same grammar was proven."""
         self._num_quick = _PROVEN if is_proven else 0
 
     @property
@@ -50,23 +50,25 @@ class Lexer:
         return self._num_quick >= _PROVEN
 
     def took(self, seconds: float) -> None:
-        """A mask took so long."""
+        """Notes that a mask took this long."""
         self._num_quick = self._num_quick + 1 if seconds < QUICK_S else 0
 
 
 class GrammarConstraint:
-    """What may follow in one output. `GrammarCompiler` makes them.
+    """The tokens that may follow in one output. `GrammarCompiler` makes it.
 
-    An end token is allowed exactly where the grammar may end, and then every one is, whatever the grammar
-    itself says of them. Ids that the tokenizer lacks are never allowed.
+    An end token is allowed exactly where the grammar may end; there every end token is, whatever the grammar
+    itself says about them. Ids that the tokenizer does not have are never allowed.
 
-    `fill` and `accept` raise InvalidRequest, on the field that held the grammar, where it leads nowhere or
-    llguidance gives up on it as too complex, or where it has spent its budget of time: that output cannot go
-    on, others can. `accept` raises RuntimeError for a token that the mask did not allow: a bug of the caller.
+    `fill` and `accept` raise InvalidRequest, on the field that held the grammar, if no token can follow, if
+    llguidance gives up because the grammar is too complex, or if its budget of time is spent: this output
+    cannot go on, others can. `accept` raises RuntimeError for a token that the mask did not allow, which is a
+    bug of the caller.
 
-    The processor time of `fill` and `accept` is booked on `account`. Where masks of several outputs are
-    filled in parallel nobody knows whose took long: the call is taken from a budget of its own, and who has
-    spent that is filled alone from then on, which ends those only who are slow.
+    The processor time of `fill` and `accept` is counted on `account`. If masks of several outputs are filled
+    in parallel, nobody knows which one took long: then the time of the call is taken from a budget of its
+    own, and an output that has spent that budget is filled alone from then on. So only outputs that really
+    are slow end.
     """
 
     def __init__(
@@ -79,30 +81,33 @@ class GrammarConstraint:
         account: Account | None = None,
         lexer: Lexer | None = None,
     ) -> None:
-        """`on_error` is called where llguidance gives up; `clock` is the CPU time of the calling thread.
-        None: an account, a lexer of its own.
+        """`on_error` is called if llguidance gives up; `clock` returns the CPU time of the calling thread, in
+        seconds. `account`, `lexer`: None for new ones.
         """
         self._matcher = matcher
         self._bits = bits
         self._field = field
         self._on_error = on_error
         self._ended = False
-        """An end token was accepted."""
+        """Whether an end token was accepted."""
         self._complete = False
         self._clock = clock
         self._account = account or Account(request_budget())
         self._shared = Budget(SHARED_S, SHARED_PER_TOKEN_S)
         self.lexer = lexer or Lexer()
         self.expected_s = 0.0
-        """What the next mask will take, if it takes as long as the last; 0 before the first."""
+        """How long the next mask will take, in seconds, if it takes as long as the last one; 0 before the
+        first."""
 
     @property
     def is_complete(self) -> bool:
-        """The grammar allows nothing more, or an end token was accepted."""
+        """Whether the grammar allows nothing more, or an end token was accepted."""
         return self._complete
 
     def fill(self, mask: Mask) -> None:
-        """Overwrite int32[mask_words(vocab_size)], contiguous, with what may come next."""
+        """Overwrites `mask`, int32[mask_words(vocab_size)], contiguous, with the tokens that may come
+        next.
+        """
         if not mask.flags.c_contiguous:
             raise ValueError("the mask must be contiguous")
         started = self._clock()
@@ -114,23 +119,24 @@ class GrammarConstraint:
         self.finish(mask)
 
     def to_share(self) -> LLMatcher | None:
-        """The matcher whose mask may be filled beside those of others, before `finish`; None if it needs
-        none, or is to be filled alone. See `fill.MaskFiller`.
+        """The matcher, if its raw mask may be filled beside those of other outputs before `finish` is called;
+        None if it needs no mask, or is to be filled alone. See `fill.MaskFiller`.
         """
         return None if self._complete or self._shared.is_spent else self._matcher
 
     def shared(self, seconds: float) -> None:
-        """Its mask was one of those filled in a call that took so long."""
+        """Notes that its mask was filled with others in a call that took this long."""
         self._shared.use(seconds)
 
     def finish(self, mask: Mask) -> None:
-        """Turn the mask that llguidance filled (nothing, if the output is complete) into the one of `fill`:
-        without special tokens, and with end tokens where the grammar may end.
+        """Post-processes llguidance's raw mask: removes special tokens, and allows end tokens where the
+        grammar may end. If the output is complete, there is no raw mask, and only end tokens are allowed.
+        Raises InvalidRequest if no token is left.
         """
         if self._complete:
             mask[:] = self._bits.eos
             return
-        # llguidance answers with end tokens where it fails.
+        # When llguidance fails it fills the mask with end tokens.
         if self._matcher.is_error():
             raise self._stuck()
         np.bitwise_and(mask, self._bits.text, out=mask)
@@ -140,7 +146,7 @@ class GrammarConstraint:
             raise self._stuck("no token can follow")
 
     def accept(self, token_ids: Sequence[int]) -> None:
-        """These came next."""
+        """Takes in the tokens that came next."""
         for token in token_ids:
             if self._ended:
                 raise RuntimeError(f"token {token} came after an end token")
@@ -157,7 +163,7 @@ class GrammarConstraint:
         started = self._clock()
         consumed = self._matcher.try_consume_tokens([token])
         if not consumed and not self._matcher.is_error():
-            # Where an output that shares the lexer ran into a limit, every token is refused, and only the
+            # If another output that shares the lexer ran into a limit, every token is refused, and only the
             # next mask says why.
             self._matcher.compute_bitmask()
         if self._matcher.is_error():
@@ -171,7 +177,9 @@ class GrammarConstraint:
         self._charge(self._clock() - started)
 
     def _charge(self, seconds: float) -> None:
-        """Book that it took so long, which may be more than a very ambiguous grammar has left."""
+        """Counts the time that was used. Raises InvalidRequest if the grammar, which is then very ambiguous,
+        has no time left.
+        """
         if not self._account.use(seconds):
             raise self._stuck("it takes too long to follow; make it less ambiguous")
 
@@ -191,8 +199,8 @@ _UNSUPPORTED = re.compile(r"Unimplemented keys: \[(.*)\]")
 
 
 def shorten(message: str) -> str:
-    """llguidance's message as its caller can use it: without the dump of its state, without the line that
-    `source` added to the grammar, and with long lines, which repeat the source, cut.
+    """llguidance's message without the dump of its state, and with long lines, which repeat the source,
+    cut.
     """
     message = _UNSUPPORTED.sub(r"JSON Schema keywords that are not supported here: \1", message)
     message = _ADDED.sub("", re.split(r"\n<(?:state|non-verbose|backtrace)\b", message)[0])

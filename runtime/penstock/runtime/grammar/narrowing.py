@@ -1,17 +1,17 @@
-"""What llguidance 1.9 honours only nearly in a JSON Schema, made exact: narrowed where what is left still
-serves, refused elsewhere.
+"""Makes exact what llguidance 1.9 honours only approximately in a JSON Schema: narrows the schema where what
+is left is still useful, and refuses it elsewhere.
 
 - Its numbers are doubles, read to within one unit in the last place, and large negative ones in an enum end
-  the process. So constants must be exact, bounds are rounded inwards and kept within 2**53, and multiples are
-  small enough for its arithmetic in 32 bits.
-- It takes a number to be above 3 where it only is at least 3, if the other bound lies between 3 and 4, and so
-  for other whole numbers and, mirrored, for negative ones. Bounds may come together from several parts of a
-  schema. So an exclusive bound becomes the next number of 15 digits (of 0: 1e-22) wherever the schema has any
-  other bound so near to it.
-- "time" and "date-time" may have a 60th second in any minute. RFC 3339 knows that of true leap seconds only,
-  and few readers know it at all: here seconds end at 59.
-- It does not see that a member that is not in "properties" is given twice. Readers keep one of the two, and
-  then "minProperties" might not hold.
+  the process. So constants must be exact, bounds are rounded inwards and kept within 2**53, and multiples
+  must be small enough for its 32-bit arithmetic.
+- It treats "above 3" as "at least 3" if the other bound lies between 3 and 4, and likewise for other whole
+  numbers and, mirrored, for negative ones. Bounds may come together from several parts of a schema. So an
+  exclusive bound becomes the next number of 15 digits (next to 0: 1e-22) if the schema has any other bound
+  that near to it.
+- "time" and "date-time" may have a 60th second in any minute. RFC 3339 allows that for true leap seconds
+  only, and few readers accept it at all, so here seconds end at 59.
+- It does not notice that a member which is not in "properties" is given twice. Readers keep one of the two,
+  and then "minProperties" might not hold.
 """
 
 from __future__ import annotations
@@ -21,18 +21,19 @@ from decimal import ROUND_CEILING, ROUND_FLOOR, Context, Decimal
 from typing import Any
 
 _VALUES = frozenset({"const", "enum"})
-"""Keywords that hold values to write."""
+"""Keywords that hold values which the output may be."""
 _REMARKS = frozenset({"default", "examples"})
-"""Keywords that hold values to pass over."""
+"""Keywords that hold values without effect."""
 _MAPS = frozenset({"properties", "patternProperties", "$defs", "definitions"})
-"""Keywords that hold schemas by a name of the caller's choice."""
+"""Keywords that hold schemas by names that the caller chooses."""
 
 _LARGEST = 2**53
 _DIGITS = 15
-"""A decimal number of so many digits, and an exponent within `_EXPONENT`, is one double to every reader."""
+"""A decimal number of at most this many digits, with an exponent within `_EXPONENT`, is the same double to
+every reader."""
 _EXPONENT = 22
 _MAX_MULTIPLE = 10**8
-"""Of "multipleOf" without its decimal point."""
+"""Largest "multipleOf", without its decimal point."""
 
 _INWARDS = {
     "minimum": Context(prec=_DIGITS, rounding=ROUND_CEILING),
@@ -46,7 +47,7 @@ _NO_LEAP_SECOND = {"pattern": "^[^:]*:[^:]*:[0-5]"}
 
 
 class GrammarError(ValueError):
-    """The source of a grammar is refused; the message says why, in llguidance's words where it refused."""
+    """The source of a grammar is refused. The message says why, in llguidance's words if that refused it."""
 
 
 def narrow(schema: Mapping[str, Any]) -> dict[str, Any]:
@@ -57,7 +58,7 @@ def narrow(schema: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _parts_with_bounds(value: Any) -> Iterator[int]:
-    """The whole part of every bound that is no whole number, wherever it is."""
+    """The whole part of every bound that is not a whole number, anywhere in the schema."""
     if isinstance(value, list):
         for item in value:
             yield from _parts_with_bounds(item)
@@ -71,7 +72,7 @@ def _parts_with_bounds(value: Any) -> Iterator[int]:
 
 
 def _narrowed(schema: Mapping[str, Any], crowded: frozenset[int]) -> dict[str, Any]:
-    """`crowded`: whole numbers from which exclusive bounds keep a distance."""
+    """`crowded`: whole numbers from which exclusive bounds must keep a distance."""
     _check_members(schema)
     new = {key: _under(key, value, schema, crowded) for key, value in schema.items()}
     named, also = new.get("format"), new.get("allOf", [])
@@ -81,7 +82,7 @@ def _narrowed(schema: Mapping[str, Any], crowded: frozenset[int]) -> dict[str, A
 
 
 def _under(key: str, value: Any, schema: Mapping[str, Any], crowded: frozenset[int]) -> Any:
-    """What becomes of the value of a keyword of the schema."""
+    """The new value of a keyword of the schema."""
     if key in _VALUES:
         return _constant(value)
     if key in _REMARKS:
@@ -90,7 +91,7 @@ def _under(key: str, value: Any, schema: Mapping[str, Any], crowded: frozenset[i
         return {name: _schemas(inner, crowded) for name, inner in value.items()}
     if _is_number(value):
         if key in _INWARDS:
-            # In draft 4 an exclusive bound is a bound, and beside it is said that it is exclusive.
+            # In draft 4 a bound is exclusive if a boolean keyword beside it says so.
             exclusive = key.startswith("exclusive") or schema.get(_EXCLUSIVE.get(key, "")) is True
             return _bound(key, Decimal(value), crowded if exclusive else frozenset())
         if key == "multipleOf":
@@ -99,7 +100,7 @@ def _under(key: str, value: Any, schema: Mapping[str, Any], crowded: frozenset[i
 
 
 def _schemas(value: Any, crowded: frozenset[int]) -> Any:
-    """A schema, or several in a list; anything else as it is, for llguidance to judge."""
+    """A schema, or a list of schemas, narrowed; any other value as it is, for llguidance to judge."""
     if isinstance(value, dict):
         return _narrowed(value, crowded)
     if isinstance(value, list):
@@ -142,7 +143,7 @@ def _bound(key: str, value: Decimal, crowded: frozenset[int]) -> int | float:
 
 
 def _next(value: Decimal) -> Decimal:
-    """The least number of so many digits above one that is not negative."""
+    """The smallest number of 15 digits above `value`, which is not negative."""
     return Context(prec=_DIGITS).next_plus(value) if value else Decimal(1).scaleb(-_EXPONENT)
 
 
@@ -154,7 +155,9 @@ def _multiple(value: Decimal) -> int | float:
 
 
 def _spelt(value: Decimal) -> int | float:
-    """As Python writes it: without the ".0" which would make a number of 16 digits one of 17."""
+    """The number as Python writes it: without a ".0", which would turn a number of 16 digits into one
+    of 17.
+    """
     return int(value) if _is_whole(value) else float(value)
 
 

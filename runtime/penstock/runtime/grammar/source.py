@@ -1,9 +1,9 @@
-"""A `Grammar` in llguidance's own words: its JSON list of grammars.
+"""Writes a `Grammar` in llguidance's own format: its JSON list of grammars.
 
-All have `no_forcing` set. By default llguidance, where only one text can follow, allows just the tokens that
-the tokenizer makes of it. That text may spell a special token (a constant "<|im_end|>"), and then the mask
-allows the token itself, which ends the output in the middle. Without forcing, a mask allows every token that
-spells the text, and never a special one.
+All of them set `no_forcing`. By default, where only one text can follow, llguidance allows just the tokens
+that the tokenizer makes of it. That text may spell a special token (a constant "<|im_end|>"), and then the
+mask allows the token itself, which ends the output in the middle. With `no_forcing` a mask allows every token
+that spells the text, and never a special one.
 """
 
 from __future__ import annotations
@@ -26,7 +26,9 @@ _GBNF_RULE = re.compile(r"^[ \t]*[\w-]+[ \t]*::=", re.MULTILINE)
 
 
 def to_llguidance(grammar: Grammar) -> str:
-    """What `llguidance.LLMatcher` takes. Raises GrammarError; most mistakes only llguidance itself finds."""
+    """The text that `llguidance.LLMatcher` takes. Raises GrammarError; most mistakes are found only by
+    llguidance itself.
+    """
     if isinstance(grammar.source, tuple):
         text = _lark(_choice(grammar.source))
     else:
@@ -35,7 +37,9 @@ def to_llguidance(grammar: Grammar) -> str:
 
 
 def _after(before: str, text: str) -> str:
-    """The first of the grammars is where an output begins: it gets a name, by which `before` refers to it."""
+    """Puts `before` in front of the grammars in `text`. The first of these is where an answer begins; it gets
+    the name by which `before` refers to it.
+    """
     first, *others = json.loads(text)["grammars"]
     return json.dumps(
         {"grammars": [{"lark_grammar": before + _NO_FORCING}, {"name": ANSWER, **first}, *others]}
@@ -43,7 +47,7 @@ def _after(before: str, text: str) -> str:
 
 
 def _lark(text: str) -> str:
-    # Added at the end, where it overrides what the text sets and moves no line that a message names.
+    # At the end it overrides what the text sets, and does not change the line numbers in messages.
     return json.dumps({"grammars": [{"lark_grammar": text + _NO_FORCING}]})
 
 
@@ -59,24 +63,26 @@ def _regex(source: str) -> str:
 
 
 def _ebnf(source: str) -> str:
-    """Lark, or GBNF (llama.cpp's), told apart by its `name ::=`."""
+    """Reads Lark, or llama.cpp's GBNF, which is recognised by its `name ::=` rules."""
     if not _GBNF_RULE.search(source):
         return _lark(source)
     try:
         return _lark(gbnf_to_lark(source))
     except RecursionError as error:
         raise GrammarError("the grammar is nested too deeply") from error
-    except Exception as error:  # it raises Exception itself, for a rule that is missing
+    except Exception as error:  # gbnf_to_lark raises a plain Exception if a rule is missing
         raise GrammarError(f"GBNF: {error}") from error
 
 
 def _choice(choices: tuple[str, ...]) -> str:
-    # One terminal, not a rule of alternatives: the lexer then walks one automaton, however many there are.
+    # With one terminal, unlike a rule of alternatives, the lexer has one automaton for all choices.
     return f"start: CHOICE\nCHOICE: {' | '.join(map(_quote, dict.fromkeys(choices)))}"
 
 
 def _quote(text: str) -> str:
-    """A literal: that of JSON, but for DEL, which JSON leaves as it is and Lark does not take."""
+    """The text as a literal: like JSON's, but with an escape for DEL, which JSON leaves as it is and Lark
+    refuses.
+    """
     return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 

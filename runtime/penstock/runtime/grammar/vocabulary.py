@@ -1,8 +1,8 @@
-"""A model's tokens as llguidance takes them: the bytes of each, and which are special.
+"""A model's tokens as llguidance takes them: the bytes of each, and which ones are special.
 
-The bytes are those that `penstock.runtime.text.codec` makes of a token, so what a mask promises about bytes
-holds for the text that is sent. `tokenizer.json` is not handed to llguidance, which would read it in its own
-way: it takes every added token for a special one, also the runs of spaces that some tokenizers add.
+The bytes are those that `penstock.runtime.text` makes of a token, so what a mask guarantees about bytes is
+true of the text that is sent. `tokenizer.json` is not handed to llguidance, because that would read it in its
+own way: it takes every added token for a special one, even the runs of spaces that some tokenizers add.
 """
 
 from __future__ import annotations
@@ -25,19 +25,20 @@ class Vocabulary:
     """The tokens 0 to vocab_size - 1 of a model."""
 
     tokens: tuple[bytes, ...] = field(repr=False)
-    """Bytes that each stands for; none for an id that the tokenizer lacks."""
+    """The bytes that each token stands for; empty for an id that the tokenizer does not have."""
     special: frozenset[int]
-    """Markers: never part of text, named `<...>` in a Lark grammar. `tokens` holds their names."""
+    """Markers, which are never part of text and are named `<...>` in a Lark grammar. `tokens` holds their
+    names."""
     eos_token_ids: tuple[int, ...]
 
     @classmethod
     def from_tokenizer(
         cls, backend: Tokenizer, vocab_size: int, eos_token_ids: Collection[int]
     ) -> Vocabulary:
-        """Tokens of a Hugging Face tokenizer (`PreTrainedTokenizerFast.backend_tokenizer`).
+        """The tokens of a Hugging Face tokenizer (`PreTrainedTokenizerFast.backend_tokenizer`).
 
-        `vocab_size` is the model's: the width of its logits, which may be more or less than the tokenizer
-        has. Raises ConfigError where tokens are not bytes one by one, or there is no end token.
+        `vocab_size` is the model's, the width of its logits, which may be more or less than the tokenizer's.
+        Raises ConfigError if its tokens do not each stand for bytes, or if there is no end token.
         """
         rule = piece_rule(decoder_state(backend))
         if rule is None:
@@ -55,11 +56,15 @@ class Vocabulary:
         return cls(tuple(tokens), special, eos)
 
     def to_llguidance(self) -> LLTokenizer:
-        """The same for llguidance, which indexes it; takes about a second per million tokens."""
+        """This vocabulary for llguidance, which makes an index of it; takes about a second per million
+        tokens.
+        """
         return LLTokenizer(_Wrapper(self), eos_token=list(self.eos_token_ids))  # type: ignore[arg-type]
 
     def masks(self) -> tuple[Mask, Mask]:
-        """(tokens that the tokenizer has and that end nothing, end tokens)."""
+        """Two masks: of the tokens that the tokenizer has and that are no end tokens, and of the end
+        tokens.
+        """
         known = {i for i, token in enumerate(self.tokens) if token}
         return (
             pack(known.difference(self.eos_token_ids), len(self.tokens)),
@@ -68,20 +73,21 @@ class Vocabulary:
 
 
 def pack(token_ids: Collection[int], vocab_size: int) -> Mask:
-    """The mask int32[mask_words(vocab_size)] of these tokens."""
+    """The mask, int32[mask_words(vocab_size)], of these tokens."""
     bits: NDArray[np.uint8] = np.zeros(32 * mask_words(vocab_size), np.uint8)
     bits[list(token_ids)] = 1
     return np.packbits(bits, bitorder="little").view("<i4").astype(np.int32)
 
 
 def _is_marker(name: str) -> bool:
-    """Whether an added token that is not special stands for more than white space. `<think>` is then asked
-    for by name or id, and never comes of characters; runs of spaces are text."""
+    """Whether an added token that is not special stands for more than white space. Such a token, as
+    `<think>`, must be asked for by name or id, and is never made of characters. Runs of spaces are text.
+    """
     return bool(name.replace("\u2581", " ").strip())
 
 
 class _Wrapper:
-    """What llguidance reads of a tokenizer that it does not know; see `llguidance.TokenizerWrapper`."""
+    """What llguidance reads of a tokenizer whose type it does not know; see `llguidance.TokenizerWrapper`."""
 
     is_tokenizer_wrapper = True
     bos_token_id = None
@@ -92,6 +98,6 @@ class _Wrapper:
         self.special_token_ids = sorted(vocabulary.special)
 
     def __call__(self, text: str) -> list[int]:
-        # Asked for forced text only, and nothing is forced (`source`). Nor could it be: with no tokens for
-        # it, llguidance says that the grammar cannot go on.
+        # llguidance would call this for forced text only, and nothing is forced (`source`). If something
+        # were, it would report that the grammar cannot go on, because there are no tokens for the text.
         return []

@@ -1,7 +1,7 @@
-"""Processes of the server's own, for what callers write: templates and grammars.
+"""Processes that the server starts for what callers write: templates and grammars.
 
-Such a process sees neither the server's environment nor the directory that the server was started in, and it
-ends when the server ends, however that ends. `confined` is what it does about that itself.
+Such a process sees neither the server's environment nor the directory in which the server was started, and it
+ends when the server ends, in whatever way that happens. `confined` is what the process itself does for this.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ _SOURCES = Path(__file__).parents[3]
 class Child:
     """A process that runs one of our modules, and a connection to it.
 
-    It is killed when this object is closed or dropped, and at the interpreter's exit. Where the server itself
-    is killed, the kernel kills the child, which has one end of a pipe, the `lifeline`: the server holds the
-    only other one.
+    It is killed when this object is closed or dropped, and when the interpreter exits. If the server itself
+    is killed, the kernel kills the child: the child has one end of a pipe, the `lifeline`, of which only the
+    server has the other end.
     """
 
     def __init__(self, module: str) -> None:
-        """Start `module` with the arguments that `confined.connect` reads. Raises OSError."""
+        """Starts `module` with the arguments that `confined.connect` reads. Raises OSError."""
         ours, theirs = Pipe()
         ends, lifeline = os.pipe()
         try:
@@ -37,7 +37,7 @@ class Child:
                 pass_fds=[theirs.fileno(), ends],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,  # such as Rust's account of a panic that is answered anyway
+                stderr=subprocess.DEVNULL,  # such as Rust's report of a panic, which is answered anyway
                 env=_environment(),
                 start_new_session=True,  # Ctrl-C is for the server alone
             )
@@ -50,7 +50,7 @@ class Child:
             os.close(ends)
         self.connection = ours
         self.close = weakref.finalize(self, _end, self._process, ours, lifeline)
-        """Kill the process, with all that it started, and wait for its end."""
+        """Kills the process and all that it started, and waits for its end."""
 
     @property
     def pid(self) -> int:
@@ -58,15 +58,17 @@ class Child:
 
     @property
     def alive(self) -> bool:
-        """False where it ended, such as by the kernel's hand for want of memory."""
+        """Whether the process runs. It may have ended by itself, or the kernel may have killed it for lack of
+        memory.
+        """
         return self._process.poll() is None
 
 
 def import_path(entries: Sequence[str], working_directory: Path, sources: Path = _SOURCES) -> list[str]:
-    """Those of `entries`, which are like `sys.path`, that a child may import from.
+    """The directories in `entries`, a list like `sys.path`, from which a child may import.
 
-    `python -m` puts the working directory there, which is anybody's: a numpy.py in it would run in the child.
-    It only stays where Penstock itself lies in it.
+    `python -m` puts the working directory there, in which anybody may put files: a numpy.py in it would run
+    in the child. It stays in the list only if Penstock itself lies in it.
     """
     return [entry for entry in entries if entry and _is_ours(Path(entry), working_directory, sources)]
 
@@ -76,7 +78,9 @@ def _is_ours(entry: Path, working_directory: Path, sources: Path) -> bool:
 
 
 def _environment() -> dict[str, str]:
-    """What importing the modules takes, and nothing else of the server's, which may hold secrets."""
+    """The variables that importing the modules needs. The server's other variables may hold secrets, so they
+    are left out.
+    """
     linking = {name: os.environ[name] for name in ("LD_LIBRARY_PATH",) if name in os.environ}
     path = os.pathsep.join(import_path(sys.path, Path.cwd()))
     return {"PYTHONPATH": path, "OPENBLAS_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"} | linking
@@ -84,6 +88,6 @@ def _environment() -> dict[str, str]:
 
 def _end(process: subprocess.Popen[bytes], connection: Connection, lifeline: int) -> None:
     connection.close()
-    os.close(lifeline)  # which kills what the process started, too
+    os.close(lifeline)  # this also kills what the process started
     process.kill()
     process.wait()

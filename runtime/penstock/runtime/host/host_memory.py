@@ -1,7 +1,7 @@
-"""Memory of the host for weights, taken from and given back to the operating system in whole arrays.
+"""Host memory for weights, which is taken from the operating system, and given back to it, in whole arrays.
 
-What malloc gives would be of small pages until Linux is asked to collapse them (a quarter of a second a GiB),
-and would mostly stay with the process when it is freed.
+Memory from malloc would consist of small pages until Linux is asked to collapse them (a quarter of a second
+for each GiB), and would mostly stay with the process after it is freed.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ _HUGE = 2 * 2**20
 
 
 def zeros(shape: tuple[int, ...], dtype: npt.DTypeLike) -> npt.NDArray[np.generic]:
-    """Like numpy's, but the memory goes back to the system with the last view of it. Where it is large it
-    begins at a huge page, and Linux is asked for huge pages before the first is touched.
+    """Like numpy's `zeros`, but the memory goes back to the system with the last view of it. A large array
+    begins at a huge page, and Linux is asked for huge pages before the first of them is touched.
     """
     dtype = np.dtype(dtype)
     num_bytes = math.prod(shape) * dtype.itemsize
@@ -30,22 +30,20 @@ def zeros(shape: tuple[int, ...], dtype: npt.DTypeLike) -> npt.NDArray[np.generi
     memory = mmap.mmap(-1, num_bytes + _HUGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     data = np.frombuffer(memory, np.uint8)
     begin = -data.ctypes.data % _HUGE
-    with contextlib.suppress(OSError):  # a kernel without them: small pages serve as well
-        # Whole ones only: the rest of the last would be memory that holds nothing.
+    with contextlib.suppress(OSError):  # if the kernel has no huge pages, small ones serve too
+        # Whole huge pages only, because the rest of the last one would be wasted.
         memory.madvise(mmap.MADV_HUGEPAGE, begin, num_bytes // _HUGE * _HUGE)
     return data[begin : begin + num_bytes].view(dtype).reshape(shape)
 
 
 def let_go() -> None:
-    """Free what arrays that are gone were made of: JAX lets go of host memory that it took as it was only in
-    a collection of garbage, and one of the youngest objects, some microseconds, will do.
+    """Frees the host memory of arrays that are gone. JAX lets go of memory that it took in place only during
+    a garbage collection; a collection of the youngest objects, which takes some microseconds, is enough.
     """
     gc.collect(0)
 
 
 def give_back() -> None:
-    """Have malloc return what it holds and nobody uses to the system. Never fails: without glibc it does
-    nothing.
-    """
+    """Makes malloc return unused memory to the system. Never fails: without glibc it does nothing."""
     with contextlib.suppress(OSError, AttributeError, TypeError):
         ctypes.CDLL(None).malloc_trim(0)

@@ -9,9 +9,11 @@ from pathlib import Path, PurePosixPath
 
 
 def available_processors(root: Path = Path("/")) -> int:
-    """At least 1: the processors of the affinity mask, or fewer where a quota of CPU time is less.
+    """How many processors this process may use, at least 1: those of its affinity mask, or fewer if a quota
+    of CPU time allows less.
 
-    A quota of 1.5 processors counts as 2. `root` is where /proc and the cgroups' mount points are looked up.
+    A quota of 1.5 processors counts as 2. `root` is the directory in which /proc and the cgroups' mount
+    points are looked up.
     """
     # macOS has no affinity masks.
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -19,7 +21,9 @@ def available_processors(root: Path = Path("/")) -> int:
 
 
 def _quotas(root: Path) -> Iterator[float]:
-    """In processors: those of the process's cgroups and of all above them, as far as they can be seen."""
+    """CPU quotas, in processors: those of the process's cgroups and of all cgroups above them, as far as they
+    can be seen.
+    """
     for folder in _cgroups(root):
         try:
             if (folder / "cpu.max").exists():  # version 2: "max 100000" or "150000 100000"
@@ -30,7 +34,7 @@ def _quotas(root: Path) -> Iterator[float]:
             if quota != "max" and int(quota) > 0:
                 yield int(quota) / int(period)
         except (OSError, ValueError, ZeroDivisionError):
-            continue  # version 2's root has no such file
+            continue  # the root of version 2 has no such file
 
 
 def _cgroups(root: Path) -> Iterator[Path]:
@@ -40,7 +44,7 @@ def _cgroups(root: Path) -> Iterator[Path]:
         mounts = (root / "proc/self/mountinfo").read_text().splitlines()
     except OSError:
         return
-    own = {}  # by kind of file system, the path of the process's cgroup in its hierarchy
+    own = {}  # kind of file system to the path of the process's cgroup in its hierarchy
     for line in memberships:  # "4:cpu,cpuacct:/docker/12ab", or "0::/user.slice" for version 2
         number, controllers, path = line.split(":", 2)
         if number == "0":

@@ -1,8 +1,9 @@
-"""How long a thread may keep Python's interpreter while another one wants it. No jax.
+"""How long a thread may keep Python's interpreter while another thread wants it. No jax.
 
-The engine's thread and the one that writes to clients share one interpreter. Whoever wants it asks the other
-to let go only after the switch interval. CPython's default is 5 ms, longer than all that the host does in a
-step. It is one for the whole process, and so is the list of those who have set it.
+The engine's thread and the one that writes to clients share one interpreter. A thread that wants it asks the
+other one to let go only after the switch interval. CPython's default is 5 ms, longer than everything that the
+host does in a step. There is one interval for the whole process, and so one list of the objects that have set
+it.
 """
 
 from __future__ import annotations
@@ -13,23 +14,24 @@ from typing import ClassVar
 
 
 class SwitchInterval:
-    """Sets the process's interval. Of several, the last that goes puts back what was before the first; until
-    then it is that of the latest. Nothing is changed once somebody else has set it.
+    """Sets the process's switch interval. If several objects set it, the latest counts, and the last one to
+    be restored puts back the interval from before the first. Nothing is changed any more once other code has
+    set it.
     """
 
     _lock: ClassVar[threading.Lock] = threading.Lock()
     _users: ClassVar[list[SwitchInterval]] = []
-    """Those that have set it and not gone, the latest last."""
+    """The objects that have set the interval and are not restored, the latest last."""
     _before: ClassVar[float] = 0.0
-    """What it was before the first of them."""
+    """The interval before the first of them."""
 
     def __init__(self, seconds: float | None) -> None:
-        """None: leaves it alone."""
+        """`seconds`: the interval; None leaves it as it is."""
         self._seconds = seconds
         self._set = 0.0
 
     def apply(self) -> None:
-        """Does nothing a second time."""
+        """Sets the interval; does nothing a second time."""
         with self._lock:
             if self._seconds is None or self in self._users:
                 return
@@ -37,10 +39,10 @@ class SwitchInterval:
                 SwitchInterval._before = sys.getswitchinterval()
             self._users.append(self)
             sys.setswitchinterval(self._seconds)
-            self._set = sys.getswitchinterval()  # in whole microseconds
+            self._set = sys.getswitchinterval()  # CPython rounds it to microseconds
 
     def restore(self) -> None:
-        """Does nothing before `apply`, nor a second time."""
+        """Puts back the interval; does nothing before `apply`, or a second time."""
         with self._lock:
             if self not in self._users:
                 return

@@ -1,7 +1,7 @@
-"""From a Hugging Face checkpoint directory, or named tensors, to a model's state on the device.
+"""Loads a model's state onto the device, from a Hugging Face checkpoint directory or from named tensors.
 
-All tensors are checked by name, shape and dtype before the first one is placed; `leaves` converts and
-places them.
+All tensors are checked by name, shape and dtype before the first one is placed; `leaves` converts and places
+them.
 """
 
 from __future__ import annotations
@@ -40,9 +40,10 @@ _COMPARED_AT_ONCE = 1 << 24  # bytes
 
 
 def load_config(directory: Path) -> ModelConfig:
-    """Parse config.json; generation_config.json's eos_token_id wins over config.json's, as in transformers.
+    """Parses config.json. The eos_token_id of generation_config.json replaces that of config.json, as in
+    transformers.
 
-    Raises ConfigError, or UnknownArchitecture.
+    Raises ConfigError or UnknownArchitecture.
     """
     config = ModelConfig.from_dict(_read_json(directory / "config.json"))
     generation = directory / "generation_config.json"
@@ -80,15 +81,16 @@ def load_weights(
     progress: Progress = True,
     threads: int | None = None,
 ) -> ModelState:
-    """Load a checkpoint's weights onto the device.
+    """Loads a checkpoint's weights onto the device.
 
-    dtype: of the parameters; None or "auto" for the checkpoint's own. linear: how products' weights are kept.
-    threads: that convert; None: as many as the process has processors.
-    placement: a device, a sharding, or a function from a leaf's path to one; None for JAX's default device.
-    progress: a bar on stderr if that is a terminal, False for none, or a callback (bytes done, bytes in all).
+    dtype: that of the parameters; None or "auto": the checkpoint's own. linear: how the weights of products
+    are stored. threads: how many convert; None: as many as the process has processors. placement: a device, a
+    sharding, or a function from a leaf's path to one; None: JAX's default device. progress: True for a bar on
+    stderr if that is a terminal, False for none, or a callback (bytes done, bytes in all).
+
     Raises CheckpointError listing every missing, extra and wrongly shaped tensor before anything is placed,
     and ConfigError for files that are absent, truncated or corrupt. Only values beyond the range of `dtype`
-    are found later (CheckpointError too, listing every tensor that holds some).
+    are found later (CheckpointError too, listing every tensor that has some).
     """
     found = find_tensors(directory)
     rules = load_rules(config, dtype, linear)
@@ -141,12 +143,13 @@ def stage_named(
     linear: LinearFormat = PLAIN,
     threads: int | None = None,
 ) -> dict[ParamPath, NewLeaf]:
-    """Tensors by checkpoint name -> new leaves by state path, each placed as the current one is.
+    """Makes new leaves, by path in the state, of tensors by their names in a checkpoint. Each leaf is placed
+    as the current one is.
 
-    partial: whether a subset of the tensors is enough; what they leave of a leaf is the current one's. The
-    mapping may be lazy: each tensor is asked for twice, to be checked and to be taken, and never aliased.
-    threads: as for `load_weights`.
-    Raises CheckpointError listing every missing (unless partial), extra, misshapen or overflowing tensor.
+    partial: whether some of the tensors are enough; the rest of a leaf is then copied from the current one.
+    The mapping may be lazy: each tensor is asked for twice, to be checked and to be taken, and is not kept.
+    threads: as for `load_weights`. Raises CheckpointError listing every missing (unless partial), extra,
+    misshapen or overflowing tensor.
     """
     rules = load_rules(config, dtype, linear)
     _check(rules, tensors, partial=partial, where="the update")
@@ -164,7 +167,9 @@ def stage_named(
 
 
 def _check(rules: LoadRules, found: Mapping[str, Tensor], *, partial: bool, where: str) -> None:
-    """Raise CheckpointError unless `found` is what the rules want; values are read of copies only."""
+    """Raises CheckpointError unless `found` is what the rules need. Values are read only of tensors that must
+    be copies of others.
+    """
     expected = {tensor.name: tensor for tensor in rules.tensors}
     if partial:  # a rule needs all of its tensors at once
         some = [rule for rule in rules.rules if any(source.name in found for source in rule.sources)]

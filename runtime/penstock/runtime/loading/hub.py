@@ -1,4 +1,4 @@
-"""From what the operator calls a model to a directory that holds it."""
+"""Finds the directory of a model by the name that the operator gives."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 def resolve_model(name_or_path: str) -> Path:
     """The directory of a model: "demo", an existing directory, or a Hugging Face hub id "org/name".
 
-    A hub id is downloaded (only what serving needs, with a progress bar) or found in the hub's cache.
-    Raises ConfigError that says what failed and what to do.
+    A hub id is downloaded (only the files that serving needs, with a progress bar), or found in the hub's
+    cache. Raises ConfigError, which says what failed and what to do.
     """
     if name_or_path == DEMO:
         if not (DEMO_DIRECTORY / "config.json").is_file():
@@ -65,7 +65,7 @@ def _download(repo_id: str) -> Path:
 
 
 def _what_failed(error: Exception) -> str:
-    """The cause in words, with the setting that mends it."""
+    """The cause in words, with the setting that helps."""
     if isinstance(error, GatedRepoError):
         return "access to it must be granted: accept its terms on huggingface.co and set HF_TOKEN"
     if isinstance(error, RepositoryNotFoundError):

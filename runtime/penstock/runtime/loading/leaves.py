@@ -1,8 +1,8 @@
-"""From a checkpoint's tensors to the leaves of a model's state, on the device.
+"""Makes the leaves of a model's state, on the device, from a checkpoint's tensors.
 
-A leaf is made in host memory, by several threads that fill it by the model's rules (`models.load_rules`), and
-placed as soon as it is whole. So what is needed beyond the leaves is some rows for each thread; and on CPU,
-where JAX takes such memory as it is, no leaf exists twice.
+Several threads fill a leaf in host memory by the model's rules (`models.load_rules`), and it is placed as
+soon as it is complete. So beyond the leaves only some rows for each thread are needed. On CPU, where JAX
+takes such memory as it is, no leaf exists twice.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from penstock.runtime.host import host_memory
 from penstock.runtime.models.load_rules import Leaves, LoadRule, ParamPath, Part, Tensor
 
 _TASK_VALUES = 1 << 21
-"""Values of tensors that one thread takes at a time."""
+"""How many values of tensors one thread takes at a time."""
 _STEP_VALUES = 1 << 19
-"""Values that it converts at a time: what is made of them on the way stays in its cache."""
+"""How many values it converts at a time, so that intermediate values stay in its cache."""
 
 
 @dataclass(frozen=True, slots=True)
 class NewLeaf:
-    """A leaf on the device; `parts` of it are new, or, if None, all of it."""
+    """A leaf on the device, of which `parts` are new; None: all of it is new."""
 
     value: jax.Array
     parts: Sequence[Part] | None = None
@@ -43,12 +43,12 @@ def make_leaves(
     old: Callable[[ParamPath], npt.NDArray[Any]] | None = None,
     done: Callable[[LoadRule], None] = lambda rule: None,
 ) -> tuple[dict[ParamPath, NewLeaf], list[str]]:
-    """The leaves that `tensors` fill, and what is wrong with values, by tensor.
+    """Makes the leaves that `tensors` fill. Returns them, and what is wrong with the values of tensors.
 
-    rules: all of the model's; those without tensors are left out. Then `old` gives the leaf that they are
-    part of. place: puts a host array on the device; it is never written again. threads: how many fill leaves.
-    done: called when a rule's tensors are in its leaves, in the order of rules. Names, shapes and dtypes must
-    have been checked.
+    rules: all rules of the model; those without tensors are left out, and `old` gives the leaf that they
+    would fill. place: puts a host array on the device; the array is never written again. threads: how many
+    fill leaves. done: called when a rule's tensors are in its leaves, in the order of the rules. Names,
+    shapes and dtypes must have been checked.
     """
     work = _Work(rules, tensors, shapes, place, old)
     problems: list[str] = []
@@ -85,7 +85,7 @@ def make_leaves(
 
 
 class _Work:
-    """Leaves that are being filled, and those that are whole."""
+    """The leaves that are being filled, and those that are complete."""
 
     def __init__(
         self,
@@ -105,7 +105,7 @@ class _Work:
         self._parts: dict[ParamPath, list[Part]] = {path: [] for path in self._partial}
 
     def opened(self, rule: LoadRule) -> Leaves:
-        """Host arrays of the leaves that a rule fills."""
+        """The host arrays of the leaves that a rule fills."""
         for path in rule.paths:
             if path not in self._open:
                 shape = self._shapes[path]
@@ -116,7 +116,7 @@ class _Work:
         return {path: self._open[path] for path in rule.paths}
 
     def placed(self, rule: LoadRule) -> None:
-        """A rule's tensors are in its leaves: place those that are whole now."""
+        """Notes that a rule's tensors are in its leaves, and places the leaves that are complete now."""
         for path in rule.paths:
             self._missing[path] -= 1
             if path in self._partial:
@@ -124,23 +124,23 @@ class _Work:
             if self._missing[path] == 0:
                 value = self._place(path, self._open.pop(path))
                 jax.block_until_ready(value)
-                host_memory.let_go()  # where JAX has not taken it as it is, it is over there now
+                host_memory.let_go()  # if JAX has copied the host array, its memory is free now
                 self.made[path] = NewLeaf(value, self._parts.get(path))
 
 
 def _runs(rule: LoadRule) -> list[tuple[int, int]]:
-    """Rows for one task each."""
+    """The ranges of rows that one task fills each."""
     rows = _rows_of(rule, _TASK_VALUES)
     return [(begin, min(begin + rows, rule.num_rows)) for begin in range(0, rule.num_rows, rows)]
 
 
 def _rows_of(rule: LoadRule, num_values: int) -> int:
-    """Rows of about so many values; whole units of the rule's."""
+    """A number of rows with about `num_values` values, in whole units of the rule."""
     return max(1, num_values // max(1, rule.row_size) // rule.unit) * rule.unit
 
 
 def _fill(rule: LoadRule, tensors: Mapping[str, Tensor], leaves: Leaves, begin: int, end: int) -> list[str]:
-    """Some rows of a rule; which tensors have values that its dtype cannot hold."""
+    """Fills some rows of a rule. Returns the tensors with values that its dtype cannot hold."""
     too_large: list[str] = []
     step = _rows_of(rule, _STEP_VALUES)
     for first in range(begin, end, step):

@@ -1,8 +1,8 @@
-"""Reading safetensors files through memory maps, bfloat16 included.
+"""Reads safetensors files through memory maps, bfloat16 included.
 
-safetensors' own `safe_open(framework="np")` has no bfloat16 (TypeError up to 0.8), so it is read here:
-8 bytes of little-endian length, a JSON object {name: {dtype, shape, data_offsets}}, the data without holes.
-Source: https://github.com/huggingface/safetensors (format section).
+safetensors' own `safe_open(framework="np")` has no bfloat16 (TypeError up to 0.8), so the format is read
+here: 8 bytes of little-endian length, a JSON object {name: {dtype, shape, data_offsets}}, and the data
+without holes. Source: https://github.com/huggingface/safetensors (section on the format).
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _DTYPES: Mapping[str, np.dtype[np.generic]] = {
 
 @dataclass(frozen=True, slots=True)
 class TensorEntry:
-    """Where one tensor lies: file, byte offset from the file's start, dtype and shape."""
+    """Where a tensor lies: file, byte offset from the file's start, dtype and shape."""
 
     file: Path
     offset: int
@@ -60,15 +60,17 @@ class TensorEntry:
         return math.prod(self.shape) * self.dtype.itemsize
 
     def map(self) -> npt.NDArray[np.generic]:
-        """A read-only memory map of the tensor; unmapped when the array and all its views are gone."""
+        """A read-only memory map of the tensor, which is unmapped when the array and all its views are
+        gone.
+        """
         if self.num_bytes == 0:
             return np.zeros(self.shape, self.dtype)
         raw = np.memmap(self.file, np.uint8, "r", self.offset, (self.num_bytes,))
         return raw.view(self.dtype).reshape(self.shape)
 
     def __getitem__(self, rows: slice) -> npt.NDArray[Any]:
-        """A map of consecutive rows only: with the whole tensor's, all that was read of it would count as
-        this process's memory.
+        """A memory map of these consecutive rows only. With a map of the whole tensor, everything that was
+        read of it would count as this process's memory.
         """
         begin, end, step = rows.indices(self.shape[0])
         if step != 1:
@@ -79,9 +81,10 @@ class TensorEntry:
 
 
 def find_tensors(directory: Path) -> dict[str, TensorEntry]:
-    """Every tensor of a checkpoint directory: model.safetensors, or the shards that its index lists.
+    """Every tensor of a checkpoint directory: those of model.safetensors, or of the shards that its index
+    lists.
 
-    Only headers are read. Raises ConfigError for absent, truncated and corrupt files, saying what to do next.
+    Only headers are read. Raises ConfigError, which says what to do, for absent, truncated and corrupt files.
     """
     single, index = directory / SINGLE_NAME, directory / INDEX_NAME
     if single.is_file():
@@ -134,7 +137,7 @@ def _sharded(directory: Path, index: Path) -> dict[str, TensorEntry]:
 
 
 def read_header(file: Path) -> dict[str, TensorEntry]:
-    """The tensors of one file. Raises ConfigError when the file is truncated or is not safetensors."""
+    """The tensors of one file. Raises ConfigError if the file is truncated or is not a safetensors file."""
     try:
         with file.open("rb") as stream:
             size = file.stat().st_size

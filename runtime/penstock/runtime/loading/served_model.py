@@ -1,5 +1,5 @@
-"""ServedModel: everything the engine needs of one model, whether loaded from a checkpoint or built by hand
-(tests, toys).
+"""ServedModel: everything that the engine needs of one model, whether it was loaded from a checkpoint or
+built by hand (tests, toys).
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from penstock.runtime.text.codec import TextCodec
 
 Tensors = Mapping[str, NDArray[Any]]
 Renewal = Callable[[Any], Any]
-"""The weights that serve when an update's turn comes -> those that shall serve."""
+"""Takes the weights that serve when an update's turn comes, and returns those that shall serve."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServedModel:
-    """A model on its devices. `graphdef` and `weights` are the halves of nnx.split; see
-    `penstock.runtime.execution.step_programs.StepModel`.
+    """A model on its devices. `graphdef` and `weights` are the halves of nnx.split; for what a model must
+    compute, see `penstock.runtime.execution.step_programs.StepModel`.
     """
 
     name: str
@@ -52,28 +52,30 @@ class ServedModel:
     defaults: GenerationDefaults
     text: TextCodec | None
     skips_padding: bool = False
-    """Whether padding tokens cost next to nothing, as with native kernels."""
+    """Whether padding tokens cost almost nothing, as with native kernels."""
     is_native: bool = False
     """Whether native kernels compute the layers and the head, see `CausalLM.is_native`."""
     tensors: Sequence[TensorSpec] = ()
-    """Those that an update is made of."""
+    """The tensors that an update consists of."""
     stage: Callable[[Any, Tensors, bool], Renewal] | None = None
-    """(current weights, tensors by checkpoint name, partial) -> what brings the new ones, which are on the
-    device by then; or CheckpointError naming every bad tensor.
-    """
+    """Takes (current weights, tensors by checkpoint name, partial), puts the new weights on the device, and
+    returns what will bring them in. Raises CheckpointError naming every bad tensor. None: the model takes no
+    updates."""
 
     def staged(self, weights: Any, tensors: Tensors, partial: bool) -> Renewal:
-        """Put new weights from named tensors beside those that serve; nothing is changed in place."""
+        """Makes new weights from named tensors, beside those that serve, which are not changed. Raises
+        UnsupportedFeature if the model takes no updates, and CheckpointError naming every bad tensor.
+        """
         if self.stage is None:
             raise UnsupportedFeature(["UpdateWeights"])
         return self.stage(weights, tensors, partial)
 
 
 def load_model(model: str, config: EngineConfig, backend: Backend) -> ServedModel:
-    """Load "demo", a checkpoint directory or a hub id onto the backend's devices, with a progress bar.
+    """Loads "demo", a checkpoint directory or a hub id onto the backend's devices, with a progress bar.
 
-    Raises ConfigError (unknown architecture, bad config or checkpoint, a hub out of reach) saying what to do
-    next.
+    Raises ConfigError (unknown architecture, bad config or checkpoint, a hub that cannot be reached), which
+    says what to do.
     """
     directory = resolve_model(model)
     model_config = load_config(directory)
@@ -104,7 +106,7 @@ def load_model(model: str, config: EngineConfig, backend: Backend) -> ServedMode
             partial=partial,
             dtype=dtype,
             linear=linear,
-            threads=max(1, threads // 2),  # the others are left to those that compute steps
+            threads=max(1, threads // 2),  # the other half computes steps meanwhile
         )
         host_memory.give_back()
         backend.use_huge_pages(
@@ -137,10 +139,10 @@ def _by_path(weights: Any) -> dict[ParamPath, jax.Array]:
 
 
 def _renewal(seen: Mapping[ParamPath, jax.Array], new: Mapping[ParamPath, NewLeaf]) -> Renewal:
-    """Weights with the new leaves instead of those that were seen when these were made.
+    """Replaces leaves of the weights by the new ones, which were made when the weights were `seen`.
 
-    An update that was staged before this one may go live in between: what it changed stays changed. That
-    matters where only parts of a leaf are new; the leaf is then made again, of the live one.
+    An update that was staged before this one may go live in between, and what it changed must stay changed.
+    This matters if only parts of a leaf are new: then the leaf is made again, from the live one.
     """
     seen = {path: seen[path] for path, leaf in new.items() if leaf.parts is not None}
 
@@ -155,7 +157,9 @@ def _renewal(seen: Mapping[ParamPath, jax.Array], new: Mapping[ParamPath, NewLea
 
 
 def _merged(live: jax.Array, new: NewLeaf) -> jax.Array:
-    """The live leaf with the new parts. On the host: nothing is compiled while requests run."""
+    """The live leaf with the new parts. It is made on the host, because nothing may be compiled while
+    requests run.
+    """
     merged = host_memory.zeros(live.shape, live.dtype)
     merged[...] = np.asarray(live)
     for part in new.parts or ():

@@ -1,11 +1,11 @@
-"""EngineCore: token ids in, token ids out. What callers ask of an engine, on any thread.
+"""EngineCore: token ids in, token ids out. What callers can ask of an engine, on any thread.
 
-The path of one request: `submit` checks it and puts it in the queue; `Scheduler.schedule` makes a plan of it
-and its neighbours; the runner computes the plan; `Scheduler.commit` takes in the tokens; `Delivery` hands
-them to the request's sink. All but the first is done by the engine's thread, in `step_loop`.
+The path of one request: `submit` checks it and queues it; `Scheduler.schedule` puts it into plans together
+with others; the runner computes the plans; `Scheduler.commit` takes in the tokens; `Delivery` hands them to
+the request's sink. The engine's thread does all of this but the first, in `step_loop`.
 
-Locking: the scheduler is touched only under the engine's lock (`guard`). Whatever a request is told, in
-whichever thread it was decided, goes through `Delivery` and is handed over by the engine's thread, in order.
+Locking: the scheduler is touched only under the engine's lock (`guard`). Everything that a request is told,
+whichever thread decided it, goes through `Delivery` and is handed over by the engine's thread, in order.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ class EngineCore:
         overlap: bool = True,
         pacer: Pacer | None = None,
     ) -> None:
-        """`overlap`: dispatch a step before the one before is read. Without a `pacer` there are no windows,
-        and no limit to the prompt tokens of a step.
+        """`overlap`: whether a step is dispatched before the tokens of the step before it are read. Without a
+        `pacer` there are no windows, and no limit to the prompt tokens of a step.
         """
         self._runner = runner
         self._scheduler = scheduler
@@ -98,7 +98,9 @@ class EngineCore:
         self._life.check_running()
 
     def pulse(self) -> Pulse:
-        """Whether the engine's thread moves. Takes no lock, so it answers even if somebody hangs with it."""
+        """Whether the engine's thread moves. Takes no lock, so it answers even if another thread hangs while
+        it holds one.
+        """
         thread = self._life.thread
         return Pulse(
             progress=self._loop.progress,
@@ -107,8 +109,8 @@ class EngineCore:
         )
 
     def on_failure(self, callback: Callable[[], None]) -> None:
-        """Call this once when the engine dies, before its requests are told; at once if it is dead. It may be
-        called on any thread, and must not block.
+        """Calls `callback` once when the engine dies, before its requests are told; at once if it is dead.
+        The callback may run on any thread, and must not block.
         """
         with self.guard.lock:
             is_kept = self._life.watch(callback)
@@ -121,7 +123,7 @@ class EngineCore:
         return self._updates.serving
 
     def load(self) -> Load:
-        """A consistent snapshot of how busy the engine is. A dead engine has nothing left to do."""
+        """A consistent snapshot of how busy the engine is. A dead engine has no load."""
         with self.guard.lock:
             if self._life.is_dead:
                 return Load(0, 0, 0, 0, pages_total=self._scheduler.config.num_pages)
@@ -136,28 +138,30 @@ class EngineCore:
             return self._scheduler.active_requests()
 
     def limit_prefill_chunk(self, size: int | None) -> None:
-        """From the next step on: most prompt tokens of one request in a step; None: as many as its budget
-        allows.
+        """Sets the most prompt tokens of one request in a step, from the next step on; None: the token budget
+        is the only bound.
         """
         with self.guard.lock:
             self._scheduler.limit_prefill_chunk(size)
 
     def check(self) -> None:
-        """Audit for tests; AssertionError tells what is wrong with the scheduler's books."""
+        """Checks the scheduler's invariants, for tests; the AssertionError says what is wrong."""
         with self.guard.lock:
             self._scheduler.check()
 
     # -- requests --
 
     def prepare(self, request: Request) -> PreparedPrompt:
-        """What `submit` does with a prompt and its sampling that takes the longer the longer they are, for
-        callers with something better to do meanwhile, or with several outputs to submit. Raises nothing.
+        """Does the part of `submit` that takes longer for longer prompts and more sampling parameters. For
+        callers that have something better to do meanwhile, or that submit several outputs of one prompt.
+        Raises nothing.
         """
         return self._intake.prepare(request)
 
     def submit(self, request: Request, sink: Sink, prepared: PreparedPrompt | None = None) -> None:
-        """Queue a request; its outputs go to `sink`. Raises what the request or the engine's state forbid, at
-        once. `prepared` is what `prepare` made of this very prompt, or ValueError; None: it is done now.
+        """Queues a request, whose outputs go to `sink`. Raises at once if the request or the engine's state
+        forbids it, see `Engine.submit`. `prepared` must be what `prepare` made of the same prompt, else
+        ValueError; None: it is prepared now.
         """
         seq = self._intake.admit(request, prepared)
         with self.guard.lock, self.guard.changing():
@@ -166,21 +170,22 @@ class EngineCore:
             self._requests.queue(seq, sink)
 
     def cancel(self, *request_ids: str) -> None:
-        """Their readers are gone: free slots and pages, tell nobody. Unknown ids are ignored.
+        """Frees the slots and pages of requests that nobody reads any more, and tells nobody. Unknown ids are
+        ignored.
 
-        This waits for nothing: the engine's thread does it before its next step, or whoever asks the engine
-        for something before that, so that nobody sees these requests again. Outputs that were lined up before
-        may still reach their sinks.
+        This does not wait. The engine's thread does it before its next step, or any call that looks at the
+        scheduler before that, so these requests are never seen again. Outputs that were posted before may
+        still reach their sinks.
         """
-        # A lock is not to be waited for: the garbage collector may close an abandoned stream on the very
+        # This must not wait for a lock: the garbage collector may close an abandoned stream on the very
         # thread that holds it, and an event loop would stand still.
         if not self._life.is_dead:
             self._requests.cancel(request_ids)
             self.guard.doorbell.ring()
 
     def finish(self, request_id: str, finish: Finish) -> None:
-        """End a request for a reason found outside, such as a stop string. Its sink gets a last output;
-        unknown ids are ignored, and so are all after the engine died.
+        """Ends a request for a reason found outside the engine, such as a stop string. Its sink gets a last
+        output. Unknown ids are ignored, and so is every id after the engine died.
         """
         with self.guard.lock, self.guard.changing():
             if not self._life.is_dead:
@@ -195,11 +200,12 @@ class EngineCore:
         all_requests: bool = False,
         message: str = "",
     ) -> list[tuple[str, AbortOutcome]]:
-        """End requests, with all their outputs, by exact id, by a non-empty prefix, or all; exactly one
-        target must be given (ValueError).
+        """Ends requests, with all their outputs: by exact ids, by a non-empty prefix, or all. ValueError
+        unless exactly one of these is given.
 
-        Slot and pages are free when this returns. One result per id asked for, or per match. Raises
-        EngineDead where the engine is dead: it has ended all of them with that, and knows no more.
+        Their slots and pages are free when this returns. The result has one entry for each id asked for, or
+        for each match. Raises EngineDead if the engine is dead: it has told all its requests, and knows
+        nothing more.
         """
         if (request_ids is not None) + bool(prefix) + all_requests != 1:
             raise ValueError("abort needs exactly one of request_ids, a non-empty prefix, or all_requests")
@@ -215,10 +221,12 @@ class EngineCore:
     def update(
         self, install: Callable[[], None], label: str, policy: InFlightPolicy
     ) -> Future[WeightsVersion]:
-        """Run `install` (which swaps the runner's weights, or raises and leaves them) between two steps.
+        """Runs `install`, which swaps the runner's weights, or raises and leaves them as they are, between
+        two steps.
 
         The future holds the new version, or what `install` raised, or Draining or EngineFailure if the engine
-        ended first; then nothing has changed. Cancelling it before its turn takes the update back.
+        ended first; then nothing has changed. Cancelling the future before the update's turn takes the update
+        back.
         """
         update = Update(install, label, policy)
         with self.guard.lock:
@@ -239,16 +247,16 @@ class EngineCore:
     # -- life --
 
     def start(self) -> None:
-        """Start stepping; the runner must be compiled. Once only: RuntimeError after that."""
+        """Starts the engine's thread; the runner must be compiled. RuntimeError if it was started before."""
         if self._life.thread is not None:
             raise RuntimeError("the engine was started before")
         thread = threading.Thread(target=self._loop.run, name="penstock-engine", daemon=True)
         thread.start()
-        self._life.thread = thread  # not before: one that does not run yet would look as if it had died
+        self._life.thread = thread  # not before: a thread that does not run yet would look like a dead one
 
     def drain(self, timeout_s: float) -> bool:
-        """Refuse new requests and wait for the others to end; false if some are left after `timeout_s`
-        seconds. In an engine that dies all end.
+        """Refuses new requests and waits for the others to end; false if some are left after `timeout_s`
+        seconds. If the engine dies, all have ended.
         """
 
         def is_drained() -> bool:
@@ -260,13 +268,13 @@ class EngineCore:
             return self.guard.changed.wait_for(is_drained, timeout_s)
 
     def shutdown(self) -> None:
-        """End what still runs (ABORTED), stop the thread and free the device's memory. May be called
+        """Ends all requests (ABORTED), stops the thread and frees the device's memory. May be called
         twice.
         """
         with self.guard.lock:
             self._life.is_draining = self._life.is_stopping = True
             updates = self._updates.take_all()
-            # What the scheduler raises is for the engine's thread, which then tells everybody.
+            # If the scheduler raises, the engine's thread finds out (`guard`) and tells every request.
             with contextlib.suppress(BaseException), self.guard.changing():
                 if not self._life.is_dead:
                     self._requests.drop_cancelled()

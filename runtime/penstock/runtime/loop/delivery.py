@@ -1,4 +1,4 @@
-"""Who is told what: the way from a scheduler's outputs to the requests' sinks. No jax."""
+"""Hands the scheduler's outputs to the sinks of their requests. No jax."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ log = logging.getLogger(__name__)
 
 
 class Delivery:
-    """Outputs are lined up by any thread and handed over by one, in order. All methods but `deliver` and
-    `hand_over` are to be called with the engine's lock held.
+    """Any thread may post outputs; one thread, the engine's, hands them over, in order. All methods but
+    `deliver` and `hand_over` are called with the engine's lock held.
     """
 
     def __init__(self, changed: threading.Condition) -> None:
-        """`changed` is over the engine's lock, and told when a delivery has ended."""
+        """`changed` is a condition over the engine's lock; it is notified when a delivery has ended."""
         self._changed = changed
         self._sinks: dict[str, Sink] = {}
         self._outbox: list[tuple[Sink, Output]] = []
@@ -26,24 +26,24 @@ class Delivery:
 
     @property
     def is_pending(self) -> bool:
-        """Whether something is lined up."""
+        """Whether outputs are posted and not yet being handed over."""
         return bool(self._outbox)
 
     @property
     def is_done(self) -> bool:
-        """Whether all that was lined up was taken by its sink."""
+        """Whether the sinks have taken all outputs that were posted."""
         return not (self._outbox or self._delivering)
 
     def attach(self, request_id: str, sink: Sink) -> None:
-        """Outputs of this request go to `sink`, up to its last one."""
+        """Sends the outputs of this request to `sink`, up to the last one."""
         self._sinks[request_id] = sink
 
     def detach(self, request_id: str) -> None:
-        """Nothing more is lined up for this request."""
+        """Drops all further outputs of this request."""
         self._sinks.pop(request_id, None)
 
     def post(self, outputs: Sequence[Output]) -> None:
-        """Line up outputs, dropping those of detached requests."""
+        """Posts outputs, except those of detached requests."""
         for output in outputs:
             sinks = self._sinks
             sink = sinks.pop(output.request_id, None) if output.last else sinks.get(output.request_id)
@@ -51,15 +51,17 @@ class Delivery:
                 self._outbox.append((sink, output))
 
     def deliver(self) -> None:
-        """One call per sink for everything that is lined up; on the engine's thread, without the lock."""
+        """Hands over all posted outputs, in one call for each sink; on the engine's thread, without the
+        lock.
+        """
         with self._changed:
             outbox, self._outbox = self._outbox, []
             self._delivering = True
         self.hand_over(outbox)
 
     def fail(self, error: Exception) -> list[tuple[Sink, Output]]:
-        """What is lined up, and then a last output with `error` for everybody who had none: for `hand_over`,
-        and nothing is done before that has been.
+        """Returns what is posted, followed by a last output with `error` for every request that had none, for
+        `hand_over`. `is_done` stays false until that was called.
         """
         outbox, self._outbox = self._outbox, []
         sinks, self._sinks = self._sinks, {}
@@ -67,7 +69,7 @@ class Delivery:
         return outbox + [(sink, Output(request_id, error=error)) for request_id, sink in sinks.items()]
 
     def hand_over(self, outbox: Sequence[tuple[Sink, Output]]) -> None:
-        """One call per sink for all of these; on the engine's thread, without the lock."""
+        """Hands over these outputs, in one call for each sink; on the engine's thread, without the lock."""
         try:
             by_sink: dict[int, tuple[Sink, list[Output]]] = {}
             for sink, output in outbox:

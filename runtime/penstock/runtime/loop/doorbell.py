@@ -1,4 +1,4 @@
-"""What wakes a thread that has nothing to do. No jax."""
+"""Wakes a thread that has nothing to do. No jax."""
 
 from __future__ import annotations
 
@@ -7,19 +7,21 @@ import queue
 
 
 class Doorbell:
-    """One thread sleeps, any may ring, and no ring is lost.
+    """One thread sleeps, any thread may ring, and no ring is lost.
 
-    To ring a condition takes a lock, and who rings may be a destructor that the garbage collector runs on the
-    very thread that holds it. `SimpleQueue.put` is made for that: it takes no lock that it could meet again.
+    A condition would need a lock to be notified, and the thread that rings may be in a destructor, which the
+    garbage collector runs on the very thread that holds the lock. `SimpleQueue.put` is made for this: it
+    takes no lock that it could meet again.
 
-    The sleeper, who looks for work at things that others change:
+    The sleeping thread looks for work in values that other threads change:
 
-        bell.listen()
-        if there is no work:
-            bell.sleep(timeout_s)
-        bell.answer()
+            bell.listen()
+            if there is no work:
+                bell.sleep(timeout_s)
+            bell.answer()
 
-    Others change something first and ring then. So either the sleeper sees the change, or the ring wakes it.
+    The other threads first change something and then ring. So either the sleeping thread sees the change, or
+    the ring wakes it.
     """
 
     def __init__(self) -> None:
@@ -27,21 +29,23 @@ class Doorbell:
         self._listening = False
 
     def ring(self) -> None:
-        """Wake the sleeper; costs nothing while it is awake. From any thread, also within a destructor."""
+        """Wakes the thread that sleeps; costs nothing while it is awake. Any thread may call this, also in a
+        destructor.
+        """
         if self._listening:
             self._rings.put(None)
 
     def listen(self) -> None:
-        """From now on rings count."""
+        """Makes rings count from now on."""
         self._listening = True
 
     def sleep(self, timeout_s: float) -> None:
-        """Until a ring since `listen`, or for `timeout_s` seconds."""
+        """Sleeps until a ring since `listen`, or for `timeout_s` seconds."""
         with contextlib.suppress(queue.Empty):
             self._rings.get(timeout=timeout_s)
 
     def answer(self) -> None:
-        """Awake: rings do not count until the next `listen`."""
+        """Makes rings not count until the next `listen`."""
         self._listening = False
         with contextlib.suppress(queue.Empty):
             while True:

@@ -1,4 +1,6 @@
-"""The lock under which the scheduler is touched, and how a change reaches those who wait for it. No jax."""
+"""The lock under which the scheduler is touched, and how a change made on one thread reaches those that wait
+for it. No jax.
+"""
 
 from __future__ import annotations
 
@@ -16,26 +18,27 @@ log = logging.getLogger(__name__)
 
 class Guard:
     """The engine's lock. It is never held while the device works or a constraint is asked, so a caller waits
-    for one plan or commit at most: tens of microseconds, or milliseconds when dozens of requests enter at
+    for at most one plan or commit: tens of microseconds, or milliseconds when dozens of requests enter at
     once.
     """
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
         self.changed = threading.Condition(self.lock)
-        """Told of what `EngineCore.drain` waits for."""
+        """Notified of everything that `EngineCore.drain` waits for."""
         self.doorbell = Doorbell()
-        """What the engine's thread sleeps at when it has nothing to do."""
+        """Wakes the engine's thread, which sleeps when it has nothing to do."""
         self.broken: str | None = None
-        """What the scheduler raised on a caller's thread, in words: the engine's thread is to end of it. The
-        error itself is the caller's, and so are the frames of its traceback: they may be going on."""
+        """What the scheduler raised on a caller's thread, in words: the engine's thread must end because of
+        it. The error itself belongs to the caller, and so do the frames of its traceback, which may still be
+        running."""
 
     @contextlib.contextmanager
     def changing(self) -> Iterator[None]:
-        """To be entered with the lock held, around what a caller's thread changes in the scheduler.
+        """Surrounds whatever a caller's thread changes in the scheduler; to be entered with the lock held.
 
-        A scheduler that raised halfway through a change can be trusted no more, so the engine ends of what it
-        raised. Refusals, which are PenstockErrors, change nothing.
+        A scheduler that raised halfway through a change cannot be trusted any more, so the engine ends.
+        Refusals, which are PenstockErrors, change nothing.
         """
         try:
             yield

@@ -13,13 +13,13 @@ from penstock.runtime.scheduling.scheduler import Scheduler
 from penstock.runtime.scheduling.sequence import Sequence
 
 MANY_BIASES = 1_000
-"""From so many biases on, the array of them all is made beforehand, once for all outputs. For fewer it would
-take more memory while the request waits than it saves time."""
+"""From this many biases on, their array is made beforehand, once for all outputs. For fewer, it would take
+more memory while the request waits than it saves time."""
 
 
 class Intake:
-    """All that takes the longer the longer a request is. It is done in the thread of whoever submits, without
-    the engine's lock.
+    """All work that grows with the size of a request. It is done in the thread that submits, without the
+    engine's lock.
     """
 
     def __init__(self, scheduler: Scheduler, vocab_size: int) -> None:
@@ -27,8 +27,9 @@ class Intake:
         self._vocab_size = vocab_size
 
     def prepare(self, request: Request) -> PreparedPrompt:
-        """What outputs of one prompt share: whether the model has all tokens, keys of the prefix cache, the
-        array of many biases. Takes about 10 ms for 100,000 tokens, or as many biases. Raises nothing.
+        """Makes what all outputs of one prompt can share: whether the model knows all tokens, the keys of the
+        prefix cache, and the array of many biases. Takes about 10 ms for 100,000 tokens, or as many biases.
+        Raises nothing.
         """
         token_ids, cache, sampling = request.prompt_token_ids, request.cache, request.sampling
         is_known = in_vocabulary(token_ids, self._vocab_size)
@@ -41,10 +42,10 @@ class Intake:
         return PreparedPrompt(token_ids, cache, tuple(keys), is_known, sampling, row)
 
     def admit(self, request: Request, prepared: PreparedPrompt | None) -> Sequence:
-        """What `Scheduler.queue` takes. A request without a seed is given one.
+        """Makes the sequence that `Scheduler.queue` takes. A request without a seed gets one.
 
-        Raises ValueError where another prompt was prepared than the request's, InvalidRequest for tokens that
-        the model lacks and too many stop ids, PromptTooLong and ExceedsKVCapacity.
+        Raises ValueError if `prepared` belongs to another prompt, InvalidRequest for tokens that the model
+        does not have and for too many stop ids, PromptTooLong and ExceedsKVCapacity.
         """
         if prepared is None:
             prepared = self.prepare(request)

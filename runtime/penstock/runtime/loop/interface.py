@@ -1,5 +1,5 @@
-"""What the engine's loop asks of others and is asked: sinks, observers, the runner, and the values that go
-with them besides requests and outputs. No jax.
+"""The types by which the engine's loop and the rest of the runtime talk to each other: sinks, observers, the
+runner, and the values that go with them besides requests and outputs. No jax.
 """
 
 from __future__ import annotations
@@ -13,9 +13,8 @@ from penstock.runtime.requests.request import Output
 from penstock.runtime.scheduling.plan import Plan, StepResult
 
 Sink = Callable[[Sequence[Output]], None]
-"""Takes the outputs of one step for all requests submitted with this same object; called on the engine
-thread; must not block.
-"""
+"""Takes the outputs of one step for all requests that were submitted with this same object. It is called on
+the engine's thread and must not block."""
 
 
 class AbortOutcome(enum.Enum):
@@ -27,21 +26,23 @@ class AbortOutcome(enum.Enum):
 
 
 class InFlightPolicy(enum.Enum):
-    """What a weight update does with running requests."""
+    """What a weight update does with the requests that run."""
 
     WAIT = "wait"
-    """Hold admission, let the running ones finish on the old weights."""
+    """Let no new request enter until the running ones have finished on the old weights."""
     ABORT = "abort"
-    """End them with what they have; requests that wait start on the new weights."""
+    """End the running requests with what they have. Requests that wait start on the new weights."""
     KEEP = "keep"
-    """Go on with the cache the old weights computed."""
+    """Let the running requests go on with the KV that the old weights computed."""
     RECOMPUTE = "recompute"
-    """Drop their cache, prefill again on the new weights, go on."""
+    """Drop the KV of the running requests, compute it again on the new weights, and go on."""
 
 
 @dataclass(frozen=True, slots=True)
 class WeightsVersion:
-    """Which weights serve: the caller's label and a number that rises by one per update."""
+    """Which weights serve: the label that the caller gave them, and their generation, which rises by one with
+    each update.
+    """
 
     label: str
     generation: int
@@ -49,40 +50,53 @@ class WeightsVersion:
 
 @dataclass(frozen=True, slots=True)
 class Pulse:
-    """How the engine's thread gets on, for who watches it from outside."""
+    """Whether the engine's thread moves, for code that watches it from outside."""
 
     progress: int
-    """Another number whenever the thread has dispatched a step, or taken one in."""
+    """A number that changes whenever the thread has dispatched a step, or committed one."""
     has_work: bool
-    """Whether it should do so: requests run or wait, or are yet to be told something."""
+    """Whether the number should change: requests run or wait, or have outputs that are not handed over yet.
+    """
     thread_id: int | None
-    """`threading.get_ident` of the thread; None: it was not started."""
+    """`threading.get_ident` of the thread; None if it was not started."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepRecord:
-    """One engine step, or window of decode steps, for an observer; times are monotonic ns."""
+    """One engine step, or window of decode steps, as an observer sees it. Times are in monotonic ns, in the
+    order in which they occur.
+    """
 
     step_id: int
     num_rows: int
     num_tokens: int
+    """Input tokens of the (first) step."""
     decode_only: bool
+    """Whether every row has one input token."""
     request_ids: tuple[str, ...]
     num_waiting: int
+    """Requests that wait after this step."""
     pages_used: int
+    """Pages that requests hold after this step."""
     started_ns: int
+    """When the engine's thread began to make the plan."""
     scheduled_ns: int
+    """When the plan was complete."""
     dispatched_ns: int
+    """When the runner had dispatched the step."""
     waited_ns: int
+    """When the tokens were on the host."""
     committed_ns: int
+    """When the scheduler had taken in the tokens."""
     num_steps: int = 1
-    """Decode steps of a window."""
+    """Decode steps of a window; 1 for a single step."""
 
 
 class Observer(Protocol):
-    """Sees every step, on the engine thread: append and return; anything costly belongs elsewhere.
+    """Sees every step, on the engine's thread. It should append the record somewhere and return; costly work
+    belongs elsewhere.
 
-    One that raises is logged and sees no more.
+    If it raises, that is logged, and it sees no more steps.
     """
 
     def on_step(self, record: StepRecord) -> None:
@@ -91,25 +105,29 @@ class Observer(Protocol):
 
 
 class DispatchedStep(Protocol):
-    """What the loop reads of a step that a runner has dispatched. All else of it is the runner's own."""
+    """What the loop reads of a step that a runner has dispatched. Everything else about it is the runner's
+    own.
+    """
 
     @property
     def awaits_choice(self) -> bool:
         """Whether only the model runs yet, because a row under a constraint makes a token: then
-        `Runner.choose` comes before `Runner.wait`.
+        `Runner.choose` must be called before `Runner.wait`.
         """
         ...
 
     @property
     def skipped(self) -> frozenset[int]:
-        """Rows that make no token though they were to, because the masks of their constraints took too long:
-        the next step that has them computes the same position again.
+        """Rows that make no token although they were to, because the masks of their constraints took too
+        long. The next step that has them computes the same position again.
         """
         ...
 
     @property
     def late(self) -> frozenset[int]:
-        """The skipped rows whose own mask took long; others are skipped because they waited behind these."""
+        """The skipped rows whose own mask took long; the others are skipped because they waited behind
+        these.
+        """
         ...
 
 
@@ -117,14 +135,14 @@ StepT = TypeVar("StepT", bound=DispatchedStep)
 
 
 class Runner(Protocol[StepT]):
-    """Computes plans, on a device or elsewhere. Plans come in order, and their effects must be as if each was
-    computed after the one before: page tables, KV cache and last tokens are the runner's to keep.
+    """Computes plans, on a device or elsewhere. The runner keeps page tables, KV cache and last tokens. Plans
+    come in order, and the effect must be as if each were computed after the one before it.
 
-    All methods but `shutdown` are called on the engine's thread. Whatever one raises ends the engine.
+    All methods but `shutdown` are called on the engine's thread. Whatever one of them raises ends the engine.
     """
 
     def start(self) -> None:
-        """Called once before the first plan, when all that is slow at first has been done."""
+        """Called once before the first plan, after all slow preparations."""
         ...
 
     def execute_async(self, plan: Plan) -> StepT:
@@ -132,8 +150,8 @@ class Runner(Protocol[StepT]):
         ...
 
     def choose(self, step: StepT) -> StepT:
-        """Chooses the tokens of a step that awaits it; of any other step there is nothing to do. It comes
-        when constraints have accepted all earlier tokens of their rows, and before the next plan does.
+        """Chooses the tokens of a step that awaits it, and returns other steps as they are. It is called when
+        the constraints have accepted all earlier tokens of their rows, and before the next plan comes.
         """
         ...
 
@@ -142,5 +160,7 @@ class Runner(Protocol[StepT]):
         ...
 
     def shutdown(self) -> None:
-        """Frees what the runner holds. Called on any thread, when the engine's has ended, maybe twice."""
+        """Frees what the runner holds. May be called on any thread after the engine's has ended, and more
+        than once.
+        """
         ...

@@ -9,28 +9,30 @@ from penstock.runtime.errors import Draining, EngineDead, EngineFailure, NotRead
 
 
 class Life:
-    """An engine is new, then started, and in the end stopped or dead. Changes need the engine's lock; any
-    thread may look at any time.
+    """An engine is first new, then started, and in the end stopped or dead. Changes need the engine's lock;
+    any thread may read this at any time.
     """
 
     def __init__(self) -> None:
         self.thread: threading.Thread | None = None
         """The engine's thread, once it runs."""
         self.is_draining = False
-        """Whether requests are refused, while those that were taken go on."""
+        """Whether new requests are refused, while those that were taken go on."""
         self.is_stopping = False
-        """Whether the engine's thread is to end."""
+        """Whether the engine's thread must end."""
         self._died_of: EngineFailure | None = None
         self._watches: list[Callable[[], None]] = []
 
     @property
     def is_dead(self) -> bool:
-        """Whether the engine's thread failed, which nobody may find out later than from here."""
+        """Whether the engine's thread has failed. This is the first place where that can be seen."""
         return self._died_of is not None
 
     @property
     def failure(self) -> EngineFailure | None:
-        """Why the engine is dead, if it is: also where its thread is gone and could not say so."""
+        """Why the engine is dead, if it is. This also covers a thread that is gone without a word, as after a
+        fork.
+        """
         thread = self.thread
         if self._died_of is None and thread is not None and not (thread.is_alive() or self.is_stopping):
             return EngineFailure("the engine's thread is gone, as after a fork")
@@ -63,14 +65,14 @@ class Life:
             raise Draining
 
     def watch(self, callback: Callable[[], None]) -> bool:
-        """Keeps a callback for `die`; false if the engine is dead, so that nobody will call it."""
+        """Keeps a callback for `die`. False if the engine is dead, so that it would never be called."""
         if self.is_dead:
             return False
         self._watches.append(callback)
         return True
 
     def die(self, failure: EngineFailure) -> Sequence[Callable[[], None]]:
-        """The engine is dead from now on. Returns the callbacks that are to be called, without the lock."""
+        """Makes the engine dead. Returns the callbacks, which are to be called without the lock."""
         self._died_of = failure
         watches, self._watches = self._watches, []
         return watches

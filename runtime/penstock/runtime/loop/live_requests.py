@@ -15,12 +15,12 @@ from penstock.runtime.scheduling.sequence import Sequence as ScheduledSequence
 
 
 class LiveRequests:
-    """Scheduler and delivery together, so that each request that ends is told so, or is told nothing where
-    nobody reads it. Every method but `cancel` is called with the engine's lock held.
+    """Keeps the scheduler and the delivery together: each request that ends gets a last output, or none if
+    nobody reads it. Every method but `cancel` and `has_cancelled` is called with the engine's lock held.
     """
 
     def __init__(self, scheduler: Scheduler, delivery: Delivery, changed: threading.Condition) -> None:
-        """`changed` is told when requests were dropped."""
+        """`changed` is notified when requests were dropped."""
         self._scheduler = scheduler
         self._delivery = delivery
         self._changed = changed
@@ -32,13 +32,13 @@ class LiveRequests:
         return bool(self._cancelled)
 
     def cancel(self, request_ids: tuple[str, ...]) -> None:
-        """Notes that nobody reads these any more, without the lock. Who takes the lock next, to look at the
-        scheduler, drops them first.
+        """Notes, without the lock, that nobody reads these requests any more. Whoever takes the lock next to
+        look at the scheduler drops them first.
         """
         self._cancelled.append(request_ids)
 
     def drop_cancelled(self) -> None:
-        """Frees slots and pages of what was cancelled; nobody is told."""
+        """Frees the slots and pages of cancelled requests; their sinks are told nothing."""
         while self._cancelled:
             for request_id in self._cancelled.popleft():
                 self._delivery.detach(request_id)
@@ -46,7 +46,7 @@ class LiveRequests:
             self._changed.notify_all()
 
     def forget_cancelled(self) -> None:
-        """Nobody is going to free what was cancelled: the engine is dead."""
+        """Drops the notes of cancelled requests, because the engine is dead."""
         self._cancelled.clear()
 
     def queue(self, seq: ScheduledSequence, sink: Sink) -> None:
@@ -55,7 +55,7 @@ class LiveRequests:
         self._delivery.attach(seq.request_id, sink)
 
     def end(self, request_id: str, finish: Finish) -> bool:
-        """Ends an output, by the engine's id of it, with a last output for its sink. False if it is not
+        """Ends the output with this id of the engine's, with a last output for its sink. False if it is not
         active.
         """
         output = self._scheduler.abort(
@@ -67,12 +67,14 @@ class LiveRequests:
         return True
 
     def end_all(self, request_ids: Iterable[str], message: str) -> None:
-        """Ends outputs, by the engine's ids of them, as ABORTED."""
+        """Ends the outputs with these ids of the engine's, as ABORTED."""
         for request_id in request_ids:
             self.end(request_id, Finish(FinishReason.ABORTED, message=message))
 
     def abort(self, request_ids: Iterable[str], message: str) -> list[tuple[str, AbortOutcome]]:
-        """Ends requests with all their outputs. What became of each, in the order given, duplicates once."""
+        """Ends requests with all their outputs. Returns the outcome for each id, in the order given,
+        duplicates once.
+        """
         return [(request_id, self._abort(request_id, message)) for request_id in dict.fromkeys(request_ids)]
 
     def _abort(self, request_id: str, message: str) -> AbortOutcome:

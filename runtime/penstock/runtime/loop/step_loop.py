@@ -1,12 +1,12 @@
 """What the engine's thread does, from its first step to its end. No jax.
 
-Overlap: a step is dispatched before the tokens of the one before are read, so the device works while the host
-commits, delivers and schedules. Weights are swapped only when nothing is in flight. Where rows have
+Overlap: a step is dispatched before the tokens of the step before it are read, so the device works while the
+host commits, delivers and schedules. Weights are swapped only while no step is in flight. If rows have
 constraints, the model of a step is dispatched first, and its tokens are chosen when those of the step before
-are committed: masks are made while the model runs.
+are committed, so that masks are made while the model runs.
 
 Failure: whatever is raised on this thread ends the engine. Its last act is to tell every request and every
-weight update that waits. It does not touch the scheduler again, which may be what broke.
+waiting weight update. It does not touch the scheduler again, because that may be what broke.
 """
 
 from __future__ import annotations
@@ -31,7 +31,9 @@ _LONGEST_WAIT_S = 3600.0
 
 
 class StepLoop:
-    """Runs one scheduler on one runner. `run` is the engine thread's; all else is shared with callers."""
+    """Runs one scheduler on one runner. The engine's thread calls `run`; other threads may use what
+    says so.
+    """
 
     def __init__(
         self,
@@ -54,15 +56,16 @@ class StepLoop:
         self._requests = requests
         self._updates = updates
         self.progress = 0
-        """Rises by one with every step dispatched and every step taken in. Any thread may read it."""
+        """Rises by one with every step that is dispatched, and with every step that is committed. Any thread
+        may read it."""
 
     @property
     def has_work(self) -> bool:
-        """Whether the thread has something to do. Any thread may ask, and waits for no lock."""
+        """Whether the engine's thread has something to do. Any thread may ask, and waits for no lock."""
         return bool(self._steps) or self._scheduler.has_work or not self._delivery.is_done
 
     def run(self) -> None:
-        """Steps until the engine is shut down, or something breaks."""
+        """Runs steps until the engine is shut down, or something breaks."""
         try:
             self._runner.start()
             self._run()
@@ -76,17 +79,19 @@ class StepLoop:
             if planned is not None:
                 steps.dispatch(planned)
                 self.progress += 1
-            self._choose()  # of the step just dispatched, if all that its constraints need is committed
+            self._choose()  # for the new step, if all tokens that its constraints need are committed
             if steps and (planned is None or steps.is_full):
                 self._commit()
                 self.progress += 1
-                self._choose()  # of a step that waited for that commit
+                self._choose()  # for a step that waited for that commit
             self._delivery.deliver()
             if planned is None and not steps and self._is_over():
                 return
 
     def _next_plan(self) -> Planned | None:
-        """Waits until there is something to do. None if that is something else than to dispatch a step."""
+        """Waits until there is something to do. Returns the next step to dispatch, or None if there is
+        something else to do.
+        """
         while True:
             self._guard.doorbell.answer()
             if not self._steps:
@@ -97,21 +102,23 @@ class StepLoop:
                 self._requests.drop_cancelled()
                 now_ns = time.monotonic_ns()
                 self._delivery.post(self._scheduler.expire(now_ns))
-                # While an update is due, what is in flight runs out and nothing new is dispatched.
+                # While an update is due, no step is dispatched, until those in flight are done.
                 is_due = self._updates.is_due
                 planned = None if is_due else self._plan(now_ns)
                 has_other_work = self._steps or self._delivery.is_pending or self._life.is_stopping
                 if planned is not None or has_other_work:
                     return planned
                 if is_due:
-                    continue  # the update came after `apply_due`, when nobody listened for the doorbell
+                    continue  # the update came after `apply_due`, before this thread listened to the doorbell
                 wait_ns = self._scheduler.next_deadline_ns - time.monotonic_ns()
                 self._guard.doorbell.listen()
             if not self._requests.has_cancelled:  # a cancel rings, but did not if it came before `listen`
                 self._guard.doorbell.sleep(min(max(wait_ns, 0) / 1e9, _LONGEST_WAIT_S))
 
     def _plan(self, now_ns: int) -> Planned | None:
-        """The next step, if there is one. While an update waits nobody new enters; those that run go on."""
+        """The next step, if there is one. While a weight update waits, no new request enters, and those that
+        run go on.
+        """
         plan = self._scheduler.schedule(
             now_ns,
             admit=not self._updates,
@@ -122,7 +129,7 @@ class StepLoop:
         return None if plan is None else Planned(plan, now_ns, time.monotonic_ns())
 
     def _choose(self) -> None:
-        """Has the tokens of a step under constraints chosen, if it is its turn. Rows whose masks take too
+        """Has the tokens of a step with constraints chosen, if its turn has come. Rows whose masks take too
         long get none.
         """
         put_off = self._steps.choose()
@@ -134,7 +141,7 @@ class StepLoop:
         """Waits for the oldest step in flight and takes in its tokens."""
         done = self._steps.wait()
         step = (done.planned.plan, done.result, done.waited_ns)
-        # Constraints are told without the lock: callers need not wait while a grammar thinks.
+        # Without the lock: callers need not wait while constraints take in the tokens.
         verdicts = self._scheduler.accept(*step)
         with self._guard.lock:
             self._requests.drop_cancelled()
@@ -144,11 +151,13 @@ class StepLoop:
             self._steps.observe(done, load)
 
     def _is_over(self) -> bool:
-        with self._guard.lock:  # a shutdown may have lined up last outputs since the plan was asked for
+        with self._guard.lock:  # a shutdown may have posted last outputs since the plan was made
             return self._life.is_stopping and not self._delivery.is_pending
 
     def _fail(self, error: BaseException) -> None:
-        """The last act of the thread: all who wait for something are told, each on its own."""
+        """The last act of the thread: tells every request and every waiting update, each independently of the
+        others.
+        """
         log.error("the engine failed", exc_info=error)
         failure = engine_failure(error)
         with self._guard.lock:

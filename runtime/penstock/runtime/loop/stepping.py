@@ -1,6 +1,7 @@
-"""The steps on the device: dispatched, their tokens chosen, waited for, measured and shown to an observer.
+"""The steps on the device: this module dispatches them, has their tokens chosen, waits for them, measures
+them and shows them to an observer. No jax.
 
-Only the engine's thread uses this, and without the engine's lock: nothing here touches the scheduler. No jax.
+Only the engine's thread uses this, and without the engine's lock: nothing here touches the scheduler.
 """
 
 from __future__ import annotations
@@ -22,28 +23,29 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Planned:
-    """A plan that is to be dispatched; times are monotonic ns."""
+    """A plan that is to be dispatched. Times are in monotonic ns."""
 
     plan: Plan
     started_ns: int
     """When the engine's thread began to make it."""
     scheduled_ns: int
+    """When the plan was complete."""
 
 
 @dataclass(frozen=True, slots=True)
 class InFlight(Generic[StepT]):
-    """A step that was dispatched and not waited for."""
+    """A step that was dispatched and that the host has not waited for yet."""
 
     planned: Planned
     step: StepT
     dispatched_ns: int
     is_constrained: bool
-    """Whether rows under a constraint make a token in it, chosen by now or not."""
+    """Whether rows under a constraint make a token in this step, whether it is chosen already or not."""
 
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """A step that was waited for; times are monotonic ns."""
+    """A step that the host has waited for. Times are in monotonic ns."""
 
     planned: Planned
     result: StepResult
@@ -62,7 +64,7 @@ class PutOff:
 
 
 class Steps(Generic[StepT]):
-    """The steps in flight, the oldest first."""
+    """The steps in flight, oldest first."""
 
     def __init__(
         self,
@@ -73,7 +75,9 @@ class Steps(Generic[StepT]):
         most_in_flight: int,
         fixed_windows: bool = False,
     ) -> None:
-        """`fixed_windows`: a window's program runs all its steps, whichever rows end within it."""
+        """`fixed_windows`: whether a window's program always runs all its steps, even when all rows have
+        ended.
+        """
         self._runner = runner
         self._pacer = pacer
         self._observer = observer
@@ -87,7 +91,7 @@ class Steps(Generic[StepT]):
 
     @property
     def is_full(self) -> bool:
-        """Whether the oldest must be read before another one is dispatched."""
+        """Whether the oldest step must be waited for before another one is dispatched."""
         return len(self._in_flight) >= self._most_in_flight
 
     def max_steps(self, ns_to_deadline: int) -> int:
@@ -102,20 +106,22 @@ class Steps(Generic[StepT]):
 
     @property
     def apart_steps(self) -> int:
-        """How many decode steps come between two of rows under a constraint; 0: all step together."""
+        """See `Pacer.apart_steps`."""
         return self._pacer.apart_steps
 
     def dispatch(self, planned: Planned) -> None:
-        """Has the runner begin with a plan."""
+        """Makes the runner begin with a plan."""
         step = self._runner.execute_async(planned.plan)
         now_ns = time.monotonic_ns()
         self._in_flight.append(InFlight(planned, step, now_ns, is_constrained=step.awaits_choice))
 
     def choose(self) -> PutOff | None:
-        """Has the tokens of the oldest step with rows under constraints chosen, if that is yet to do: these
-        rows saw all tokens before, because the steps ahead of it have no row of theirs. Returns the rows
-        whose token is put off, of which the scheduler must know before the next plan is made; None if there
-        are none.
+        """Has the tokens chosen of the oldest step with rows under constraints, if they are not chosen yet.
+        All earlier tokens of these rows are committed by then, because the steps ahead of it have no row of
+        theirs.
+
+        Returns the rows whose token is put off, which the scheduler must know before it makes the next plan;
+        None if there are none.
         """
         for i, step in enumerate(self._in_flight):
             if step.is_constrained:
@@ -131,13 +137,13 @@ class Steps(Generic[StepT]):
         step = self._in_flight.popleft()
         result = self._runner.wait(step.step)
         waited_ns = time.monotonic_ns()
-        # The device began it when it was dispatched, or when the one before was done.
+        # The device began this step when it was dispatched, or when the step before it was done.
         elapsed_ns = waited_ns - max(step.dispatched_ns, self._waited_ns)
         plan = step.planned.plan
         if plan.apart:
             self._pacer.constrained(elapsed_ns)
         elif plan.decode_only:
-            # A program of fixed length runs all its steps even where every row ended early.
+            # A program of fixed length runs all its steps, even when every row has ended.
             made = plan.num_steps if self._fixed_windows else max(map(len, result.token_ids), default=1)
             self._pacer.decoded(made, elapsed_ns, constrained=step.is_constrained)
         else:
@@ -151,7 +157,7 @@ class Steps(Generic[StepT]):
         return self._observer is not None
 
     def observe(self, done: Done, load: Load) -> None:
-        """Shows a committed step to the observer; `load` is how busy the scheduler is after it."""
+        """Shows a committed step to the observer; `load` is how busy the scheduler is after that step."""
         if self._observer is None:
             return
         planned, plan = done.planned, done.planned.plan
@@ -172,10 +178,10 @@ class Steps(Generic[StepT]):
         )
         try:
             self._observer.on_step(record)
-        except BaseException:  # who only watches must not end the requests
+        except BaseException:  # an observer must not end the requests
             log.exception("the observer failed; it will see no more steps")
             self._observer = None
 
     def forget(self) -> None:
-        """Drops what is in flight: nobody will read it."""
+        """Drops the steps in flight, which nobody will wait for."""
         self._in_flight.clear()

@@ -1,5 +1,5 @@
-"""Weight updates: those that wait for their turn, and what becomes of requests when one is applied. No jax:
-`Update.install` is what swaps the weights.
+"""Weight updates: those that wait for their turn, and what happens to requests when one is applied. No jax:
+`Update.install` swaps the weights.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ class Update:
     """One request for new weights."""
 
     install: Callable[[], None]
-    """Swaps the runner's weights, or raises and leaves them."""
+    """Swaps the runner's weights, or raises and leaves them as they are."""
     label: str
     policy: InFlightPolicy
     done: Future[WeightsVersion] = field(default_factory=Future)
 
 
 class WeightUpdates:
-    """Updates in order of arrival, and which weights serve. The engine's thread applies an update between two
-    steps. Every method but `apply_due` is called with the engine's lock held.
+    """The waiting updates in order of arrival, and which weights serve. The engine's thread applies an update
+    between two steps. Every method but `apply_due` is called with the engine's lock held.
     """
 
     def __init__(self, guard: Guard, scheduler: Scheduler, requests: LiveRequests) -> None:
@@ -50,13 +50,13 @@ class WeightUpdates:
         return bool(self._queue)
 
     def add(self, update: Update) -> None:
-        """The update waits for its turn, behind all others."""
+        """Puts an update behind all others."""
         self._queue.append(update)
 
     @property
     def is_due(self) -> bool:
         """Whether the first update is to be applied as soon as no step is in flight. Under the policy WAIT it
-        is not while requests that have begun on the old weights go on.
+        is not, while requests that began on the old weights go on.
         """
         if not self._queue:
             return False
@@ -66,13 +66,15 @@ class WeightUpdates:
         return not self._scheduler.has_started
 
     def take_all(self) -> list[Update]:
-        """All updates that wait. None of them will be applied."""
+        """Removes and returns all updates that wait."""
         updates = list(self._queue)
         self._queue.clear()
         return updates
 
     def take_unfinished(self) -> list[Update]:
-        """All updates that wait, and the one that was being applied when the engine's thread failed."""
+        """Removes and returns all updates that wait, and the one that was being applied when the engine's
+        thread failed.
+        """
         return [*self.take_all(), *([] if self._applying is None else [self._applying])]
 
     def apply_due(self) -> None:
@@ -91,9 +93,9 @@ class WeightUpdates:
             self._applying = None
 
     def _apply(self, update: Update) -> WeightsVersion | Exception:
-        """The weights that serve now, or why the old ones still do."""
+        """Applies an update. Returns the version that serves now, or the error that kept the old one."""
         try:
-            update.install()  # without the lock: callers need not wait while it copies
+            update.install()  # without the lock, so that callers need not wait while it copies
         except BaseException as error:  # noqa: BLE001  whatever it was, the old weights serve on
             return as_exception(error)
         with self._guard.lock:
@@ -108,17 +110,17 @@ class WeightUpdates:
 
 
 def refuse(updates: Iterable[Update], error: Exception) -> None:
-    """Tell the callers of updates that waited, or of one that was being applied."""
+    """Fails the futures of updates that waited, or of one that was being applied."""
     for update in updates:
         if update.done.running() or update.done.set_running_or_notify_cancel():
             settle(update, error)
 
 
 def settle(update: Update, outcome: WeightsVersion | Exception) -> None:
-    """Tell the caller of an update whose turn has come.
+    """Sets the outcome of an update whose turn has come.
 
-    To be called without the engine's lock: a future's callbacks run at once and may call the engine. One that
-    raises is logged; it must not keep the others from being told.
+    To be called without the engine's lock: a future's callbacks run at once and may call the engine. A
+    callback that raises is logged, and does not keep the others from being called.
     """
     try:
         if isinstance(outcome, Exception):

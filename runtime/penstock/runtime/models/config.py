@@ -24,8 +24,8 @@ DTYPES = ("float32", "bfloat16", "float16")
 class ModelConfig:
     """A decoder of the Llama family.
 
-    sliding_windows: per layer, how many latest tokens (itself included) a token attends to; None for all.
-    dtype: the checkpoint's, as config.json names it; None where it does not.
+    sliding_windows: for each layer, how many latest tokens (itself included) a token attends to; None: all.
+    dtype: that of the checkpoint, as config.json names it; None if it does not.
     """
 
     architecture: str
@@ -51,7 +51,7 @@ class ModelConfig:
 
     @property
     def cache(self) -> CacheSpec:
-        """What the cache must hold."""
+        """What the model's cache holds."""
         return CacheSpec(
             tuple(PagedKV(self.num_kv_heads, self.head_dim, window) for window in self.sliding_windows)
         )
@@ -72,12 +72,12 @@ class ModelConfig:
 
 @dataclass(frozen=True, slots=True)
 class FamilyTraits:
-    """How one architecture differs from the common decoder, and what its config.json leaves unsaid.
+    """How one architecture differs from the common decoder, and what its config.json leaves out.
 
-    qkv_bias, o_bias: fixed by the architecture, or None where `attention_bias` decides.
-    windows: "none"; "all" layers share sliding_window; "layer_types" with use_sliding_window choose.
-    head_dim: default; None for hidden_size / num_attention_heads.
-    ignored: further fields that transformers' own implementation of this architecture does not look at.
+    qkv_bias, o_bias: fixed by the architecture, or None if `attention_bias` decides. windows: "none"; "all":
+    every layer has sliding_window; "layer_types": that field and use_sliding_window decide. head_dim: the
+    default; None: hidden_size / num_attention_heads. ignored: further fields that transformers' own
+    implementation of this architecture does not look at.
     """
 
     model_type: str

@@ -1,8 +1,9 @@
-"""CausalLM: the pre-norm decoder shared by the Llama family, configured by `ModelConfig`.
+"""CausalLM: the pre-norm decoder of the Llama family, configured by `ModelConfig`.
 
-Attribute names follow the checkpoint's tensor names, but for layers that are fused, which name their parts
-(`linear.Linear`). The layers are unrolled with an array for each product's weight: stacked weights under
-`lax.scan` are ten times slower on CPU. All small parameters share one or two arrays (`pools`).
+Attribute names follow the checkpoint's names of tensors, except for layers that are fused, which name their
+parts (`linear.Linear`). The layers are unrolled, with one array for the weight of each product, because
+stacked weights under `lax.scan` are ten times slower on CPU. All small parameters share one or two arrays
+(`pools`).
 """
 
 from __future__ import annotations
@@ -51,9 +52,9 @@ class DecoderLayer(nnx.Module):
 
 
 class CausalLM(nnx.Module):
-    """Embedding, layers, final norm and head; parameters and activations in `dtype`.
+    """Embedding, layers, final norm and head, with parameters and activations in `dtype`.
 
-    Built with zero weights: make it under `nnx.eval_shape` (`params.abstract_model`) and merge a state.
+    It is built with zero weights: make it under `nnx.eval_shape` (`params.abstract_model`) and merge a state.
     """
 
     def __init__(self, config: ModelConfig, dtype: jnp.dtype, linear: LinearFormat = PLAIN) -> None:
@@ -61,7 +62,7 @@ class CausalLM(nnx.Module):
         tied = config.tie_word_embeddings
         hidden, vocab = config.hidden_size, config.vocab_size
         planners = PoolPlanners.new()
-        # A table that is only looked up gains nothing from the formats of products.
+        # Formats speed up products, and a table that is only looked up has none.
         self.embed_tokens = Embedding(vocab, hidden, dtype, planners, linear if tied else PLAIN)
         self.layers = nnx.List(
             [DecoderLayer(config, layer, dtype, linear, planners) for layer in range(config.num_layers)]
@@ -80,8 +81,8 @@ class CausalLM(nnx.Module):
 
     @property
     def is_native(self) -> bool:
-        """Whether native kernels compute all layers, attention itself apart, and the head's product. XLA then
-        looks up embeddings, makes angles, and does the last norm: each token by itself.
+        """Whether native kernels compute the head's product and all of the layers except attention. XLA then
+        only looks up embeddings, makes angles, and computes the last norm, for each token by itself.
         """
         head = self.embed_tokens if self.lm_head is None else self.lm_head
         return head.packed and all(layer.self_attn.is_native and layer.mlp.is_native for layer in self.layers)
@@ -95,9 +96,9 @@ class CausalLM(nnx.Module):
         *,
         attention: AttentionOp = paged_attention,
     ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
-        """Run a ragged batch of tokens through the decoder.
+        """Runs a ragged batch of tokens through the decoder.
 
-        token_ids, positions: int32 [T]; kv: one cache per layer; meta: which row and page a token belongs to.
+        token_ids, positions: int32 [T]. kv: one cache per layer. meta: the row and page of each token.
         Returns the hidden states before the final norm [T, E] in the model's dtype, and the new caches.
         """
         cos, sin = rope.cos_sin(self.config.rope, self.config.head_dim, positions)
@@ -110,9 +111,10 @@ class CausalLM(nnx.Module):
         return x, tuple(caches)
 
     def logits(self, hidden: jax.Array, num_rows: jax.Array) -> jax.Array:
-        """hidden [R, E], of which the first num_rows count -> logits float32 [R, V]: final norm and head.
+        """hidden [R, E], of which the first num_rows count -> logits float32 [R, V], by the final norm and
+        the head.
 
-        Pass only the rows to sample, the head is wide.
+        Pass only the rows that sample, because the head is wide.
         """
         head = self.embed_tokens if self.lm_head is None else self.lm_head
         return logits(head, hidden, num_rows, self.pools, norm=self.norm)

@@ -1,6 +1,6 @@
-"""Reading a config.json mapping field by field, so that nothing in it goes unnoticed.
+"""Reads a config.json mapping field by field, so that no field goes unnoticed.
 
-Every field is either read, known to be harmless, or a problem. All problems are reported in one ConfigError.
+Every field is read, known to be harmless, or a problem. All problems are reported in one ConfigError.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ REQUIRED: Final = object()
 
 
 class Fields:
-    """A mapping whose reads are recorded; `finish` refuses what was never read.
+    """A mapping that records which fields were read.
 
     A wrong value is noted as a problem and a placeholder is returned, so that one pass finds every problem.
     """
@@ -27,7 +27,7 @@ class Fields:
         self.problems: list[str] = [] if problems is None else problems
 
     def __contains__(self, name: str) -> bool:
-        """Whether the field is present, null or not."""
+        """Whether the field is present, even as null."""
         return name in self._data
 
     def problem(self, name: str, text: str) -> None:
@@ -35,7 +35,7 @@ class Fields:
         self.problems.append(f"{self._prefix}{name}: {text}")
 
     def raw(self, name: str) -> object:
-        """The value as it stands, None when absent; marks the field as read."""
+        """The value as it is, None if absent. Marks the field as read."""
         self._read.add(name)
         return self._data.get(name)
 
@@ -111,13 +111,13 @@ class Fields:
         return value
 
     def only(self, name: str, *supported: object) -> None:
-        """Absent, null, or one of the values this build computes."""
+        """Notes a problem unless the field is absent, null, or one of the values that this build computes."""
         value = self.raw(name)
         if value is not None and value not in supported:
             self.problem(name, f"{value!r} is not supported; supported: {', '.join(map(repr, supported))}")
 
     def refuse_unread(self, harmless: Collection[str] = ()) -> None:
-        """Note every field that was not read, is not `harmless` and is not off (null, false, empty)."""
+        """Notes every field that was not read, is not `harmless`, and is not off (null, false or empty)."""
         for name in sorted(set(self._data) - self._read):
             value = self._data[name]
             off = value is None or value is False or value in ("", [], {})

@@ -1,7 +1,7 @@
 """Attention and MLP of the decoders, as flax.nnx modules.
 
-Both take the norm before them and the residual stream, because the CPU kernels fuse them with their products,
-and the model's pools of small parameters. q, k and v are one product, and so are gate and up.
+Both take the norm before them and the residual stream, because the CPU kernels fuse these with their
+products, and the model's pools of small parameters. q, k and v are one product, and so are gate and up.
 Shapes: T tokens of a ragged batch, E hidden_size, H query heads, K KV heads, D head_dim.
 """
 
@@ -52,7 +52,7 @@ class Attention(nnx.Module):
 
     @property
     def is_native(self) -> bool:
-        """Whether native kernels compute all but `attention` itself."""
+        """Whether native kernels compute everything but `attention` itself."""
         linears = (self.qkv_proj, self.o_proj)
         return self.native and all(linear.packed for linear in linears)
 
@@ -115,7 +115,7 @@ class MLP(nnx.Module):
 
     @property
     def is_native(self) -> bool:
-        """Whether native kernels compute all of it."""
+        """Whether native kernels compute this layer."""
         return all(linear.packed for linear in (self.gate_up_proj, self.down_proj))
 
     def __call__(self, x: jax.Array, norm: RMSNorm, num_tokens: jax.Array, pools: Pools) -> jax.Array:

@@ -1,15 +1,15 @@
-"""Linear layers and what decoders build of them, over any format of weights.
+"""Linear layers, and what decoders build from them, over any format of weights.
 
 Weights keep the checkpoint's own [out, in] layout, or are packed for the CPU kernels (`native.linear`), or
-are int8 with one scale an output. Layers of one input, such as q, k and v, are one product, whose outputs lie
-side by side; norms, biases and scales have places in the model's pools (`pools`).
+are int8 with one scale for each output. Layers that have the same input, such as q, k and v, are one product
+whose outputs lie side by side. Norms, biases and scales have places in the model's pools (`pools`).
 
-Products accumulate in float32 (int8 in int32), which is what XLA's CPU backend is fast at (up to 7 times) and
-what keeps bfloat16 exact enough. The functions below are the fusions that the kernels have; over other
+Products accumulate in float32 (int8 in int32), which XLA's CPU backend computes up to 7 times faster, and
+which keeps bfloat16 exact enough. The functions below are the fusions that the kernels have; for other
 formats they are composed of plain operations with the same meaning.
 
-Shapes: T tokens, E hidden_size. `num_rows` int32 []: rows of x from here on are padding, which kernels skip;
-what results hold there is undefined.
+Shapes: T tokens, E hidden_size. `num_rows` int32 []: rows of x from this one on are padding, which kernels
+skip and whose results are undefined.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ from penstock.runtime.ops.native import linear as native
 
 @dataclass(frozen=True, slots=True)
 class LinearFormat:
-    """How linear weights are kept. Layers that cannot be cut into the kernels' tiles stay unpacked."""
+    """How linear weights are stored. Layers that cannot be cut into the kernels' tiles stay unpacked."""
 
     packed: bool = False
-    """Tiles for the native CPU kernels; activations must be bfloat16."""
+    """As tiles for the native CPU kernels; activations must be bfloat16."""
     int8: bool = False
-    """int8 with one float32 scale an output; activations are quantized row by row on the way."""
+    """As int8 with one float32 scale for each output; activations are quantized row by row on the way."""
 
 
 PLAIN = LinearFormat()
@@ -62,9 +62,9 @@ def matmul_transposed(x: jax.Array, weight: jax.Array) -> jax.Array:
 
 
 def matmul_int8(x: jax.Array, weight: jax.Array, scale: jax.Array) -> jax.Array:
-    """x [T, in] quantized by row times int8 weight [out, in] transposed: float32 [T, out]; scale [out]."""
+    """x [T, in], quantized by row, times int8 weight [out, in] transposed: float32 [T, out]; scale [out]."""
     wide = x.astype(jnp.float32)
-    # A row with NaN has a peak of NaN, so that its products are; XLA's maximum on CPU may pass over some.
+    # A row with a NaN gets a peak of NaN, so that its products are NaN; XLA's maximum on CPU may skip a NaN.
     spoiled = jnp.isnan(wide).any(axis=1, keepdims=True)
     peak = jnp.where(spoiled, np.float32(np.nan), jnp.abs(wide).max(axis=1, keepdims=True))
     rounded = jnp.round(wide * jnp.where(peak > 0, np.float32(127) / peak, np.float32(0))).astype(jnp.int8)
@@ -79,13 +79,13 @@ _PUTS: Mapping[tuple[bool, bool], Put] = {
     (False, True): quantize_rows,
     (True, True): quantize_and_pack_rows,
 }
-"""By packed and int8."""
+"""(packed, int8) to how rows are put into a leaf."""
 
 
 def _vector_rule(
     tensor: ParamPath, place: Place, dtype: np.dtype[np.generic], name: NameOf
 ) -> tuple[ParamPath, LoadRule]:
-    """A norm or bias goes to its place in the pool."""
+    """The rule that puts a norm or bias into its place in the pool."""
     rule = LoadRule(
         sources=(Source(name(tensor), (place.size,)),),
         targets=(Target(VECTORS, begin=place.begin),),
@@ -118,10 +118,11 @@ class RMSNorm(nnx.Module):
 
 
 class Linear(nnx.Module):
-    """y = x W^T + b: one layer of a checkpoint, or several of one input, whose outputs lie side by side.
+    """y = x W^T + b: one layer of a checkpoint, or several with the same input, whose outputs lie side by
+    side.
 
-    `parts` tells the sizes of their outputs by the names that their parent in the checkpoint has for them.
-    The weight is in one of the formats; `scale_at` and `bias_at` are places in the pools.
+    `parts` maps the names of these layers in the checkpoint to their numbers of outputs. The weight is in one
+    of the formats; `scale_at` and `bias_at` are places in the pools.
     """
 
     def __init__(
@@ -146,7 +147,7 @@ class Linear(nnx.Module):
     def load_rules(
         self, path: ParamPath, dtype: np.dtype[np.generic], name: NameOf
     ) -> Iterator[tuple[ParamPath, LoadRule]]:
-        """See `HasLoadRules`: each part of the outputs is a tensor."""
+        """See `HasLoadRules`; each part of the outputs is a tensor."""
         row, block = 0, native.BLOCK_OUT if self.packed else 1
         for part, size in self.parts:
             layer = (*path[:-1], part)
@@ -178,13 +179,13 @@ class Linear(nnx.Module):
         )
 
     def scale(self, pools: Pools) -> jax.Array | None:
-        """float32 [out] with int8, else None."""
+        """The scale of each output, float32 [out], with int8; else None."""
         if self.scale_at is None or pools.scales is None:
             return None
         return pools.scales[0, self.scale_at.columns]
 
     def product(self, x: jax.Array, pools: Pools) -> jax.Array:
-        """x [T, in] -> float32 [T, out], unpacked weights only."""
+        """x [T, in] -> float32 [T, out]; for unpacked weights only."""
         scale = self.scale(pools)
         if scale is None:
             y = matmul_transposed(x, self.weight[...])
@@ -196,7 +197,7 @@ class Linear(nnx.Module):
 
 
 class Embedding(Linear):
-    """Table [V, E]; as a linear layer it is the output head where the model ties them."""
+    """A table [V, E]; where the model ties them, it is also the output head."""
 
     def __init__(
         self,
@@ -210,12 +211,12 @@ class Embedding(Linear):
         self.dtype = jnp.dtype(dtype)
 
     def __call__(self, token_ids: jax.Array, pools: Pools) -> jax.Array:
-        """token_ids int32 [T] -> [T, E]; ids outside the table, only padding has them, read its edge."""
+        """token_ids int32 [T] -> [T, E]. Ids outside the table, which only padding has, read its edge."""
         table = self.weight[...]
         kept = table.dtype
         if kept.itemsize == 2:
-            # As bits: else XLA's CPU backend gathers from a float32 copy of the whole table. The barrier
-            # keeps that cast where it costs nothing: taken out of a loop of steps, it is a copy.
+            # Gathers bits, because of floats XLA's CPU backend would first copy the whole table to float32.
+            # Without the barrier XLA would move the cast out of a loop of steps, where it is a copy.
             table, token_ids = jax.lax.optimization_barrier((table, token_ids))
             table = jax.lax.bitcast_convert_type(table, jnp.uint16)
         if self.packed:
@@ -234,7 +235,7 @@ class Embedding(Linear):
 
 
 def project(linear: Linear, x: jax.Array, num_rows: jax.Array, pools: Pools, *, norm: RMSNorm) -> jax.Array:
-    """linear(norm(x)): [T, in] -> [T, out] in x's dtype."""
+    """linear(norm(x)): x [T, in] -> [T, out] in x's dtype."""
     if linear.packed:
         weight = linear.native(pools)
         return native.linear(x, (weight,), num_rows=num_rows, **_norm_options(norm, pools))
@@ -244,7 +245,7 @@ def project(linear: Linear, x: jax.Array, num_rows: jax.Array, pools: Pools, *, 
 def add_projected(
     linear: Linear, x: jax.Array, residual: jax.Array, num_rows: jax.Array, pools: Pools
 ) -> jax.Array:
-    """residual [T, out] + linear(x)."""
+    """residual [T, out] + linear(x), x [T, in] -> [T, out]."""
     if linear.packed:
         return native.linear(x, (linear.native(pools),), num_rows=num_rows, residual=residual)
     return residual + linear.product(x, pools).astype(x.dtype)
@@ -253,8 +254,8 @@ def add_projected(
 def project_gated(
     gate_up: Linear, x: jax.Array, num_rows: jax.Array, pools: Pools, *, norm: RMSNorm
 ) -> jax.Array:
-    """silu(gate(norm(x))) * up(norm(x)) (SwiGLU, Shazeer 2020), the activation in float32; the first half of
-    the layer's outputs are the gate's.
+    """silu(gate(norm(x))) * up(norm(x)) (SwiGLU, Shazeer 2020), with the activation in float32; x [T, in] ->
+    [T, out / 2]. The first half of the layer's outputs is the gate's.
     """
     if gate_up.packed:
         weight = gate_up.native(pools)

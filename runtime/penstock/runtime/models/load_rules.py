@@ -1,11 +1,11 @@
-"""How the tensors of a checkpoint become the leaves of a model's state: a frozen rule for each step of it.
+"""How the tensors of a checkpoint become the leaves of a model's state, as frozen rules.
 
-A rule reads rows of one or several tensors (`Source`), makes something of them (`Put`), and writes that to
-parts of one or several leaves (`Target`). Its rows are those of what the model computes, such as the outputs
-of a linear layer. A source may be some rows of a tensor, one of several matrices stacked in it, or stored
+A rule reads rows of one or several tensors (`Source`), converts them (`Put`), and writes the result to parts
+of one or several leaves (`Target`). Its rows are those of what the model computes, such as the outputs of a
+linear layer. A source may be some rows of a tensor, one of several matrices stacked in it, or stored
 transposed. A target may be some rows of a fused weight, one matrix of a stacked one, or a place in a pool.
-What a format needs beyond that (tiles, int8 and its scales, several tensors that make one weight) is the
-rule's `put`.
+The rule's `put` does what a format needs beyond that (tiles, int8 and its scales, several tensors that make
+one weight).
 
 Every module of a model lists its own rules (`HasLoadRules`). `check` proves that together they fill each leaf
 exactly once, and read every entry of every tensor that they name.
@@ -26,17 +26,17 @@ import numpy.typing as npt
 from penstock.runtime.ops.native import linear as native
 
 ParamPath: TypeAlias = tuple[str | int, ...]
-"""Where a leaf is in the model's state."""
+"""The place of a leaf in the model's state."""
 Part: TypeAlias = tuple[int | slice, ...]
-"""An index of a leaf: a basic one, so that what it selects can be written to."""
+"""An index of a leaf. It is a basic index of numpy's, so what it selects can be written to."""
 Leaves: TypeAlias = Mapping[ParamPath, npt.NDArray[Any]]
 Put: TypeAlias = Callable[[Sequence[npt.NDArray[Any]], Sequence[npt.NDArray[Any]]], None]
-"""Makes of rows of a rule's sources what belongs in parts of its targets, and writes it there: (parts, rows).
-In the array of a source its rows are the first axis."""
+"""Called with (parts, rows): makes what belongs into parts of a rule's targets from rows of its sources, and
+writes it there. The rows are the first axis of each source's array."""
 
 
 class Tensor(Protocol):
-    """A tensor of which consecutive entries along the first axis can be read, such as an array."""
+    """A tensor, such as an array, of which consecutive entries along the first axis can be read."""
 
     @property
     def shape(self) -> tuple[int, ...]: ...
@@ -47,19 +47,19 @@ class Tensor(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """What a rule reads of one tensor: its row r is the tensor's entry `begin` + r along an axis."""
+    """What a rule reads of one tensor: row r of the rule is the tensor's entry `begin` + r along an axis."""
 
     name: str
     shape: tuple[int, ...]
-    """Of the whole tensor."""
+    """Shape of the whole tensor."""
     at: tuple[int, ...] = ()
-    """Leading indices: which matrix of a tensor that stacks some."""
+    """Leading indices of the tensor, to pick one of the matrices that it stacks."""
     begin: int = 0
     axis: int = 0
-    """Of what `at` leaves; 1 for a matrix that is stored transposed."""
+    """The axis of the rows, after `at` is applied; 1 for a matrix that is stored transposed."""
     dtype: np.dtype[np.generic] | None = None
-    """The one that the tensor must have; None: any float of at least 16 bits, which is converted to the
-    rule's."""
+    """The dtype that the tensor must have; None: any float of at least 16 bits, which is converted to the
+    rule's dtype."""
 
     @property
     def row_size(self) -> int:
@@ -68,7 +68,7 @@ class Source:
         return math.prod(rest[: self.axis] + rest[self.axis + 1 :])
 
     def read(self, tensor: Tensor, begin: int, end: int) -> npt.NDArray[Any]:
-        """The rule's rows from `begin` to `end`, [rows, ...]."""
+        """Rows `begin` to `end` of the rule, [rows, ...]."""
         rows = slice(self.begin + begin, self.begin + end)
         if not self.at and self.axis == 0:
             return tensor[rows]
@@ -78,34 +78,34 @@ class Source:
         return turned[rows]
 
     def part(self, begin: int, end: int) -> Part:
-        """Where these rows lie in the tensor."""
+        """Where rows `begin` to `end` of the rule lie in the tensor."""
         rows = slice(self.begin + begin, self.begin + end)
         return (*self.at, *(slice(None),) * self.axis, rows)
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """What a rule fills of one leaf: its row r becomes the leaf's entry `begin` + r along an axis."""
+    """What a rule fills of one leaf: row r of the rule becomes the leaf's entry `begin` + r along an axis."""
 
     path: ParamPath
     at: tuple[int, ...] = ()
-    """Leading indices: which matrix of a leaf that stacks some."""
+    """Leading indices of the leaf, to pick one of the matrices that it stacks."""
     begin: int = 0
     axis: int = 0
-    """Of what `at` leaves."""
+    """The axis of the rows, after `at` is applied."""
     rows_per_entry: int = 1
-    """More than 1 where an entry is a block of rows: of tiles. Then row r is in entry `begin` +
-    r / rows_per_entry."""
+    """Above 1 if an entry is a block of rows, such as of tiles. Then row r is in entry `begin` + r /
+    rows_per_entry."""
 
     def part(self, begin: int, end: int) -> Part:
-        """Where the rule's rows from `begin` to `end`, whole blocks of them, lie in the leaf."""
+        """Where rows `begin` to `end` of the rule, in whole blocks, lie in the leaf."""
         first, last = begin // self.rows_per_entry, -(-end // self.rows_per_entry)
         return (*self.at, *(slice(None),) * self.axis, slice(self.begin + first, self.begin + last))
 
 
 @dataclass(frozen=True, slots=True)
 class Padding:
-    """Entries of a leaf, along an axis, that no tensor fills and nobody reads."""
+    """Entries of a leaf, along an axis, that no tensor fills and no operation reads."""
 
     path: ParamPath
     begin: int
@@ -118,23 +118,23 @@ class Padding:
 
 
 def copy_rows(parts: Sequence[npt.NDArray[Any]], rows: Sequence[npt.NDArray[Any]]) -> None:
-    """The rows as they are."""
+    """Copies the rows as they are."""
     parts[0][...] = rows[0]
 
 
 def pack_rows(parts: Sequence[npt.NDArray[Any]], rows: Sequence[npt.NDArray[Any]]) -> None:
-    """Tiles for the native kernels."""
+    """Packs the rows into tiles for the native kernels."""
     native.pack_into(parts[0], np.ascontiguousarray(rows[0]))
 
 
 def quantize_rows(parts: Sequence[npt.NDArray[Any]], rows: Sequence[npt.NDArray[Any]]) -> None:
-    """int8, and the rows' scales as the second part."""
+    """Writes the rows in int8, and their scales as the second part."""
     values, parts[1][...] = native.quantize(rows[0])
     parts[0][...] = values
 
 
 def quantize_and_pack_rows(parts: Sequence[npt.NDArray[Any]], rows: Sequence[npt.NDArray[Any]]) -> None:
-    """Tiles of int8, and the rows' scales as the second part."""
+    """Writes the rows as tiles of int8, and their scales as the second part."""
     values, parts[1][...] = native.quantize(rows[0])
     native.pack_into(parts[0], np.ascontiguousarray(values))
 
@@ -147,22 +147,22 @@ class LoadRule:
     targets: tuple[Target, ...]
     num_rows: int
     dtype: np.dtype[np.generic]
-    """What floats are converted to before `put` gets them."""
+    """The dtype to which floats are converted before `put` gets them."""
     put: Put = copy_rows
 
     @property
     def unit(self) -> int:
-        """Rows are filled in multiples of so many."""
+        """Rows are filled in multiples of this number."""
         return max(target.rows_per_entry for target in self.targets)
 
     @property
     def row_size(self) -> int:
-        """Values that are read for one row."""
+        """How many values are read for one row."""
         return sum(source.row_size for source in self.sources)
 
     @property
     def num_bytes(self) -> int:
-        """What it reads, in its own dtype."""
+        """Bytes that the rule reads, counted in its own dtype."""
         return self.num_rows * self.row_size * self.dtype.itemsize
 
     @property
@@ -171,13 +171,13 @@ class LoadRule:
         return {target.path for target in self.targets}
 
     def parts_of(self, path: ParamPath) -> list[Part]:
-        """What it fills of one leaf."""
+        """The parts of one leaf that the rule fills."""
         return [target.part(0, self.num_rows) for target in self.targets if target.path == path]
 
     def fill(self, leaves: Leaves, tensors: Mapping[str, Tensor], begin: int, end: int) -> list[str]:
-        """Put rows `begin` to `end` of the tensors into host arrays of the leaves; rows come in whole units.
+        """Puts rows `begin` to `end` of the tensors into host arrays of the leaves; these are whole units.
 
-        Returns the tensors with values that the rule's dtype cannot hold, of which nothing useful is made.
+        Returns the tensors with values that the rule's dtype cannot hold, whose result is of no use.
         """
         too_large: list[str] = []
         rows: list[npt.NDArray[Any]] = []
@@ -200,16 +200,16 @@ def _largest(dtype: np.dtype[Any]) -> float:
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """A tensor of the checkpoint, as a model expects it."""
+    """A tensor of the checkpoint as a model expects it."""
 
     name: str
     shape: tuple[int, ...]
     dtype: np.dtype[np.generic]
-    """What it is in the model, or, if `exact`, must be in the checkpoint."""
+    """The tensor's dtype in the model or, if `exact`, the one that it must have in the checkpoint."""
     exact: bool = False
 
     def problem(self, tensor: Tensor) -> str | None:
-        """Why a tensor of this name cannot be taken."""
+        """Why a tensor of this name cannot be taken; None if it can."""
         if tuple(tensor.shape) != self.shape:
             return f"{self.name} has shape {list(tensor.shape)}, expected {list(self.shape)}"
         if self.exact:
@@ -223,18 +223,19 @@ class TensorSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadRules:
-    """All that a model makes of a checkpoint."""
+    """Everything that a model makes of a checkpoint."""
 
     rules: tuple[LoadRule, ...]
     padding: tuple[Padding, ...] = ()
     harmless: tuple[str, ...] = ()
-    """Regular expressions: tensors whose names one of them is found in are not read, and do no harm."""
+    """Regular expressions: tensors in whose names one of them is found are allowed, and not read."""
     copies: Mapping[str, str] = field(default_factory=dict)
-    """Tensors that need not be there, but if they are must hold the same bits as another: by its name."""
+    """Name of a tensor to the name of another one. The tensor may be absent; if it is there, it must hold the
+    same bits as the other."""
 
     @property
     def tensors(self) -> tuple[TensorSpec, ...]:
-        """Each once, in the order of the rules."""
+        """The tensors, each once, in the order of the rules."""
         found: dict[str, TensorSpec] = {}
         for rule in self.rules:
             for source in rule.sources:
@@ -245,7 +246,8 @@ class LoadRules:
 
 
 NameOf: TypeAlias = Callable[[ParamPath], str]
-"""The checkpoint's name of the tensor at a path, that of a state in which nothing is fused."""
+"""Path to the checkpoint's name of the tensor, where the path is that of a state in which nothing is fused.
+"""
 
 
 @runtime_checkable
@@ -255,15 +257,15 @@ class HasLoadRules(Protocol):
     def load_rules(
         self, path: ParamPath, dtype: np.dtype[np.generic], name: NameOf
     ) -> Iterator[tuple[ParamPath, LoadRule]]:
-        """The rules of the module at `path` of a model in `dtype`, each with the path that its (first) tensor
-        would have if nothing were fused: they are sorted by these.
+        """The rules of the module at `path` of a model in `dtype`. Each comes with the path that its (first)
+        tensor would have if nothing were fused; rules are sorted by these paths.
         """
         ...
 
 
 def check(rules: LoadRules, leaves: Mapping[ParamPath, jax.ShapeDtypeStruct]) -> None:
-    """ValueError, which names tensor and leaf, unless the rules fill every leaf exactly once and read all of
-    every tensor that they name. Such rules are a mistake of the model's, not of a checkpoint.
+    """Raises ValueError, which names tensor and leaf, unless the rules fill every leaf exactly once and read
+    all of every tensor that they name. A failure is a mistake in the model, not in a checkpoint.
     """
     shapes = {path: leaf.shape for path, leaf in leaves.items()}
     filled: dict[ParamPath, list[tuple[str, Part]]] = {path: [] for path in shapes}
@@ -319,7 +321,7 @@ def _check_read(name: str, shape: tuple[int, ...], parts: Sequence[Part]) -> Non
 
 
 def _check_inside(what: str, shape: tuple[int, ...], part: Part) -> None:
-    """numpy would cut a slice that is too long."""
+    """Raises ValueError if a part exceeds the shape; numpy itself would cut a slice that is too long."""
     if len(part) > len(shape):
         raise ValueError(f"{what} has shape {shape}, and so no {part}")
     for size, index in zip(shape, part, strict=False):

@@ -1,5 +1,5 @@
-"""A model's parameters without its values: abstract state, the rules by which a checkpoint fills it, and the
-flat form for programs.
+"""A model's parameters without their values: the abstract state, the rules by which a checkpoint fills it,
+and the flat form for compiled programs.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ ModelState: TypeAlias = nnx.State[Any, Any]
 
 
 def model_dtype(config: ModelConfig, dtype: npt.DTypeLike | None = None) -> np.dtype[np.generic]:
-    """`dtype`, or for None and "auto" the checkpoint's own (float32 where config.json names none)."""
+    """`dtype` or, for None and "auto", the checkpoint's own (float32 if config.json names none)."""
     if dtype is None or (isinstance(dtype, str) and dtype == "auto"):
         dtype = config.dtype or "float32"
     return jnp.dtype(dtype)
@@ -33,7 +33,7 @@ def model_dtype(config: ModelConfig, dtype: npt.DTypeLike | None = None) -> np.d
 def abstract_model(
     config: ModelConfig, dtype: npt.DTypeLike | None = None, linear: LinearFormat = PLAIN
 ) -> tuple[nnx.GraphDef[CausalLM], ModelState]:
-    """(graphdef, state of ShapeDtypeStructs): the model's structure, using no memory for weights."""
+    """The model's structure, without memory for weights: (graphdef, state of ShapeDtypeStructs)."""
     return _abstract_model(config, model_dtype(config, dtype), linear)
 
 
@@ -48,7 +48,9 @@ def _abstract_model(
 def load_rules(
     config: ModelConfig, dtype: npt.DTypeLike | None = None, linear: LinearFormat = PLAIN
 ) -> LoadRules:
-    """What the model makes of its checkpoint. ValueError where the rules of its modules do not fill it."""
+    """What the model makes of its checkpoint. ValueError if the rules of its modules do not fill it
+    exactly.
+    """
     return _load_rules(config, model_dtype(config, dtype), linear)
 
 
@@ -75,7 +77,7 @@ def _load_rules(config: ModelConfig, dtype: np.dtype[np.generic], linear: Linear
 def leaf_shapes(
     config: ModelConfig, dtype: npt.DTypeLike | None = None, linear: LinearFormat = PLAIN
 ) -> dict[ParamPath, jax.ShapeDtypeStruct]:
-    """Every leaf of the state by its path, in the state's order."""
+    """Path to leaf of the state, in the state's order."""
     leaves = _flat(config, model_dtype(config, dtype), linear)
     return {cast(ParamPath, path): leaf for path, leaf in leaves}
 
@@ -90,7 +92,7 @@ def state_of(
     dtype: npt.DTypeLike | None = None,
     linear: LinearFormat = PLAIN,
 ) -> ModelState:
-    """The state with these leaves by path; KeyError names one that is absent."""
+    """The state with these leaves; a KeyError names a path that is absent."""
     structure = jax.tree.structure(abstract_model(config, dtype, linear)[1])
     state: ModelState = jax.tree.unflatten(
         structure, [values[path] for path, _ in _flat(config, model_dtype(config, dtype), linear)]
@@ -109,7 +111,9 @@ def bind(
     dtype: npt.DTypeLike | None = None,
     linear: LinearFormat = PLAIN,
 ) -> CausalLM:
-    """The model with these weights: `bind(config, leaves)(token_ids, positions, kv, meta)` inside jax.jit."""
+    """The model with these weights, to be called as `bind(config, leaves)(token_ids, positions, kv, meta)`
+    inside jax.jit.
+    """
     graphdef, state = abstract_model(config, dtype, linear)
     return nnx.merge(graphdef, jax.tree.unflatten(jax.tree.structure(state), leaves))
 
@@ -121,7 +125,7 @@ def random_state(
     std: float = 0.02,
     linear: LinearFormat = PLAIN,
 ) -> ModelState:
-    """Weights from N(0, std), norms one, biases zero: for tests and benches without a checkpoint."""
+    """Weights from N(0, std), norms of one and biases of zero: for tests and benches without a checkpoint."""
     generator = np.random.default_rng(seed)
     leaves = {
         path: np.zeros(leaf.shape, leaf.dtype) for path, leaf in leaf_shapes(config, dtype, linear).items()

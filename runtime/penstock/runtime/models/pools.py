@@ -1,5 +1,5 @@
-"""Small parameters of all layers in one or two arrays: a step passes every array of the model to its program,
-and each costs the host time.
+"""The small parameters of all layers, in one or two arrays. A step passes every array of the model to its
+program, and each one costs the host time.
 
 Norms and biases lie one after the other in one array, the scales of int8 outputs in another. A layer knows
 its place there, which is static: a slice in XLA, an offset for the CPU kernels.
@@ -19,7 +19,7 @@ _ALIGNMENT = 32  # of places, in elements: every vector begins in a cache line o
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """`size` columns of a pool, from `begin` on."""
+    """The `size` columns of a pool from `begin` on."""
 
     begin: int
     size: int
@@ -35,29 +35,29 @@ class Place:
 
 VECTORS: ParamPath = ("vectors",)
 SCALES: ParamPath = ("scales",)
-"""Where the pools are in a model's state."""
+"""The paths of the pools in a model's state."""
 
 
 class Pools(NamedTuple):
     """The pools of one model."""
 
     vectors: jax.Array
-    """[size] in the model's dtype: norms and biases."""
+    """Norms and biases, [size] in the model's dtype."""
     scales: jax.Array | None
-    """float32 [2, size] with int8: see `native.Packed`."""
+    """Scales, float32 [2, size], with int8: see `native.linear.Packed`; else None."""
 
 
 class Planner:
     """Hands out the places of one pool while a model is built."""
 
     def __init__(self, path: ParamPath, axis: int = 0) -> None:
-        """Of the pool at `path`, whose columns lie along `axis`."""
+        """Plans the pool at `path`, whose columns lie along `axis`."""
         self.size = 0
         self._path, self._axis = path, axis
         self._padding: list[Padding] = []
 
     def take(self, size: int) -> Place:
-        """The next `size` columns."""
+        """Reserves the next `size` columns."""
         place = Place(self.size, size)
         self.size += -(-size // _ALIGNMENT) * _ALIGNMENT
         if place.end < self.size:
@@ -66,7 +66,7 @@ class Planner:
 
     @property
     def padding(self) -> tuple[Padding, ...]:
-        """The columns between places."""
+        """The columns between places, which nothing uses."""
         return tuple(self._padding)
 
 
@@ -79,5 +79,5 @@ class PoolPlanners:
 
     @classmethod
     def new(cls) -> PoolPlanners:
-        """Of empty pools."""
+        """Planners of empty pools."""
         return cls(Planner(VECTORS), Planner(SCALES, axis=1))

@@ -1,7 +1,8 @@
-"""Architecture name -> everything needed to serve it.
+"""Architecture name to everything that is needed to serve it.
 
-A new family adds an entry: how config.json is parsed, which module computes it, and how state paths are named
-in its checkpoints. Members of the Llama family share all three and differ by the data in `config.FAMILIES`.
+A new family adds an entry: how config.json is parsed, which module computes it, and what the tensors in its
+checkpoints are called. The members of the Llama family share all of these, and differ by the data in
+`config.FAMILIES`.
 """
 
 from __future__ import annotations
@@ -20,9 +21,10 @@ from penstock.runtime.models.load_rules import NameOf, ParamPath
 
 @dataclass(frozen=True, slots=True)
 class ModelFamily:
-    """parse: config.json mapping -> ModelConfig. build: the module with zero weights, in a dtype.
+    """One family of models.
 
-    tensor_name: how the tensors of its checkpoints are called. harmless, copies: see `LoadRules`.
+    parse: a config.json mapping -> ModelConfig. build: the module with zero weights, in a dtype. tensor_name:
+    what the tensors of its checkpoints are called. harmless, copies: see `LoadRules`.
     """
 
     parse: Callable[[Mapping[str, object]], ModelConfig]
@@ -39,12 +41,12 @@ def _llama_tensor_name(path: ParamPath) -> str:
 
 
 def _tied_head(config: ModelConfig) -> Mapping[str, str]:
-    """A tied head has no leaf of its own; some checkpoints store it all the same."""
+    """A tied head has no leaf of its own, but some checkpoints store it nevertheless."""
     return {"lm_head.weight": "model.embed_tokens.weight"} if config.tie_word_embeddings else {}
 
 
 _ROTARY_CONSTANT = r"(^|\.)rotary_emb\.inv_freq$"
-"""Old checkpoints store it; config.json decides."""
+"""Old checkpoints store this constant; config.json decides it."""
 
 ARCHITECTURES: Mapping[str, ModelFamily] = {
     name: ModelFamily(
@@ -59,7 +61,7 @@ ARCHITECTURES: Mapping[str, ModelFamily] = {
 
 
 def family_of(architecture: str) -> ModelFamily:
-    """The registry's entry; raises UnknownArchitecture."""
+    """The registry's entry; raises UnknownArchitecture if there is none."""
     if architecture not in ARCHITECTURES:
         raise UnknownArchitecture(architecture, tuple(ARCHITECTURES))
     return ARCHITECTURES[architecture]

@@ -23,10 +23,11 @@ ROPE_KINDS: tuple[RopeKind, ...] = ("default", "linear", "dynamic", "yarn", "lla
 
 @dataclass(frozen=True, slots=True)
 class RopeConfig:
-    """One RoPE variant; fields a kind does not use keep their defaults.
+    """One RoPE variant; fields that a kind does not use keep their defaults.
 
-    original_max_positions: length the model was trained at before extension (dynamic, yarn, llama3).
-    attention_factor: multiplies cos and sin, so attention scores by its square; 1 but for yarn.
+    original_max_positions: length that the model was trained on before its context was extended (dynamic,
+    yarn, llama3). attention_factor: multiplies cos and sin, and so attention scores by its square; 1 except
+    for yarn.
     """
 
     kind: RopeKind = "default"
@@ -55,9 +56,9 @@ def yarn_attention_factor(
 
 
 def inverse_frequencies(rope: RopeConfig, head_dim: int) -> npt.NDArray[np.float32]:
-    """Radians per position of each channel pair, float32 [head_dim / 2], computed in float64.
+    """Radians per position of each pair of channels, float32 [head_dim / 2], computed in float64.
 
-    For "dynamic" these are the unscaled ones: `cos_sin` scales them by position.
+    For "dynamic" they are not scaled: `cos_sin` scales them by position.
     """
     pair = np.arange(0, head_dim, 2, dtype=np.float64) / head_dim
     plain = rope.theta**-pair
@@ -74,7 +75,9 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int) -> npt.NDArray[np.float
 
 
 def _yarn(plain: npt.NDArray[np.float64], rope: RopeConfig, head_dim: int) -> npt.NDArray[np.float64]:
-    """Fast pairs keep their frequency, slow ones are interpolated, a linear ramp between (YaRN, 3.2)."""
+    """Fast pairs keep their frequency, slow ones are interpolated, with a linear ramp in between (YaRN,
+    3.2).
+    """
 
     def pair_turning(rotations: float) -> float:
         """The (fractional) pair that makes `rotations` full turns over the original context."""
@@ -92,7 +95,9 @@ def _yarn(plain: npt.NDArray[np.float64], rope: RopeConfig, head_dim: int) -> np
 
 
 def _llama3(plain: npt.NDArray[np.float64], rope: RopeConfig) -> npt.NDArray[np.float64]:
-    """Long waves are divided by factor, short ones kept, between them a blend linear in turns per context."""
+    """Slow pairs are divided by factor, fast ones kept, and those in between blended linearly in turns per
+    context.
+    """
     turns = rope.original_max_positions * plain / (2 * math.pi)
     kept = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
     kept = np.clip(kept, 0.0, 1.0)
@@ -120,7 +125,9 @@ def cos_sin(rope: RopeConfig, head_dim: int, positions: jax.Array) -> tuple[jax.
 
 
 def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
-    """Rotate x [T, heads, head_dim] by cos, sin float32 [T, head_dim / 2], in float32; x's dtype out."""
+    """Rotates x [T, heads, head_dim] by cos and sin float32 [T, head_dim / 2], in float32; the result has x's
+    dtype.
+    """
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     cos, sin = cos[:, None, :], sin[:, None, :]
     turned = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)

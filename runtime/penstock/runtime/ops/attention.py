@@ -1,14 +1,15 @@
-"""Paged attention over a ragged batch: the cache's layout, the metadata of a step, and the op in plain XLA,
-which runs on any backend and is what the native kernels are measured against.
+"""Paged attention over a ragged batch: the cache's layout, the metadata of a step, and the operation in plain
+XLA, which runs on any backend and is the reference for the native kernels.
 
 A step's tokens lie flat, row after row: row r holds q_lens[r] consecutive query tokens (a prefill chunk, or
-one decode token) whose last one is at position kv_lens[r] - 1 of its request. Keys and values of earlier
-positions are read through the row's page table. The op writes this step's keys and values first, so a chunk
-attends to itself through the cache.
+one decode token), the last of which is at position kv_lens[r] - 1 of its request. Keys and values of earlier
+positions are read through the row's page table. The operation writes this step's keys and values first, so a
+chunk attends to itself through the cache.
 
-Method: queries are cut into blocks of `block_q` tokens of one row each; a loop walks the key pages of all
-blocks together with an online softmax (Milakov and Gimelshein 2018; FlashAttention, Dao 2022). Work is bound
-by the longest row of the batch, not by the page table's width, so no program is compiled per context length.
+Method: queries are cut into blocks of `block_q` tokens of one row each. A loop walks over the key pages of
+all blocks together with an online softmax (Milakov and Gimelshein 2018; FlashAttention, Dao 2022). The work
+depends on the longest row of the batch, not on the page table's width, so no program is compiled per context
+length.
 """
 
 from __future__ import annotations
@@ -22,16 +23,17 @@ from jax import Array, lax
 from penstock.runtime.ops.native import attention as kernels
 
 KV_BLOCK_TOKENS = 64
-"""Key positions handled in one turn of the loop."""
+"""Key positions that one iteration of the loop handles."""
 PREFILL_BLOCK_Q = 16
-"""Query tokens per block in programs that hold prefill chunks."""
+"""Query tokens per block in programs for prefill chunks."""
 _MASKED = float(np.finfo(np.float32).min)
 
 
 class AttentionMeta(NamedTuple):
-    """Where every token of a step stands. T tokens, R rows, P pages per row, B query blocks of Q tokens.
+    """Where every token of a step belongs. T tokens, R rows, P pages per row, B query blocks of Q tokens.
 
-    Padding tokens and rows have q_lens 0 and a write slot past the cache's end, so they write nowhere.
+    Padding rows have q_lens 0. Padding tokens have a write slot past the cache's end, so nothing is written
+    for them.
     """
 
     positions: Array  # int32[T] absolute position of each token in its request
@@ -44,7 +46,7 @@ class AttentionMeta(NamedTuple):
     block_tokens: Array  # int32[B, Q] index into the T tokens; any valid index where padded
     block_positions: Array  # int32[B, Q] position of that query; -1 where padded
     token_lanes: Array  # int32[T] where the token stands in the flattened [B * Q] blocks
-    num_tokens: Array  # int32[] those that are not padding; they come first
+    num_tokens: Array  # int32[] how many tokens are not padding; these come first
     token_rows: Array  # int32[T] row of each token; the last row for padding
     state_from: (
         Array | None
@@ -53,7 +55,7 @@ class AttentionMeta(NamedTuple):
 
 
 class AttentionOp(Protocol):
-    """`paged_attention`'s interface as models call it; kv is the layer's cache, opaque to them."""
+    """`paged_attention` as models call it; kv is the layer's cache, which models do not look into."""
 
     def __call__(
         self,
@@ -71,13 +73,13 @@ class AttentionOp(Protocol):
 def kv_layer_shape(num_pages: int, page_size: int, num_kv_heads: int, head_dim: int) -> tuple[int, ...]:
     """Shape of one layer's cache: [page, key or value, kv head, offset, dim].
 
-    What one head reads of a page is one run of memory, which prefetchers and the TLB like.
+    What one head reads of a page lies in one piece of memory, which is good for prefetchers and the TLB.
     """
     return (num_pages, 2, num_kv_heads, page_size, head_dim)
 
 
 def kv_storage_dtype(dtype: np.dtype) -> np.dtype:
-    """dtype the cache is stored in: 16-bit floats as raw uint16.
+    """The dtype in which the cache is stored: 16-bit floats as raw uint16.
 
     A scatter into a bf16 array makes XLA's CPU backend convert the whole cache to float32 and back (40 ms
     against 9 us for 67 MB).
@@ -97,11 +99,12 @@ def make_meta(
     state_from: Array | None = None,
     state_to: Array | None = None,
 ) -> AttentionMeta:
-    """Expand per-row lengths to per-token and per-block indices, on the device.
+    """Expands per-row lengths to per-token and per-block indices, on the device.
 
-    starts int32[R]: position of each row's first token of the step; q_lens int32[R]: its tokens (0 = padding
-    row); page_table int32[R, P]; num_tokens: T, static. `decode_only` promises that T == R and row i has
-    token i, or none. state_from, state_to: see `AttentionMeta`; None where no layer keeps state by slot.
+    starts int32[R]: position of each row's first token of the step; q_lens int32[R]: number of its tokens (0:
+    padding row); page_table int32[R, P]; num_tokens: T, static. `decode_only` promises that T == R and that
+    row i has token i, or none. state_from, state_to: see `AttentionMeta`; None if no layer keeps state by
+    slot.
     """
     num_rows = q_lens.shape[0]
     block_q = 1 if decode_only else PREFILL_BLOCK_Q
@@ -151,8 +154,8 @@ def make_meta(
 
 
 def write_kv(kv: Array, k_new: Array, v_new: Array, write_slots: Array) -> Array:
-    """Put this step's keys and values, each [T, KH, D], into one layer's cache at slots page * page_size +
-    offset; past-the-end slots are dropped.
+    """Writes this step's keys and values, each [T, KH, D], into one layer's cache. A write slot is page *
+    page_size + offset; slots past the end are dropped.
     """
     page_size = kv.shape[3]
     new = jnp.stack([k_new, v_new], axis=1)
@@ -162,7 +165,7 @@ def write_kv(kv: Array, k_new: Array, v_new: Array, write_slots: Array) -> Array
 
 
 def oldest_visible(positions: Array, sliding_window: int | None, chunk: int | None) -> Array:
-    """The first position that each of `positions` attends to, same shape and dtype."""
+    """The first position that each of `positions` attends to; same shape and dtype."""
     oldest = jnp.zeros_like(positions)
     if sliding_window is not None:
         oldest = jnp.maximum(oldest, positions - (sliding_window - 1))
@@ -184,14 +187,14 @@ def paged_attention(
     sinks: Array | None = None,
     chunk: int | None = None,
 ) -> tuple[Array, Array]:
-    """Causal attention of a ragged batch against its paged cache; owns the cache write. In XLA.
+    """Causal attention of a ragged batch against its paged cache, in XLA. It also writes the cache.
 
-    q [T, H, D], k_new and v_new [T, KH, D] in the model's dtype, rotated; kv as `kv_layer_shape`, in
-    `kv_storage_dtype`. H is a multiple of KH. With `sliding_window` w a token sees itself and the w - 1
-    before it; with `chunk` c only positions of its own chunk, position // c (Llama 4). Scores s become
-    softcap * tanh(s / softcap) (Gemma 2). `sinks` float32 [H] joins each softmax as one more score without a
-    value (gpt-oss). Returns out [T, H, D] in q's dtype (padding tokens hold finite values) and the updated
-    cache.
+    q [T, H, D], k_new and v_new [T, KH, D] in the model's dtype, after RoPE; kv as in `kv_layer_shape` and
+    `kv_storage_dtype`. H is a multiple of KH. With `sliding_window` w a token attends to itself and the w - 1
+    tokens before it; with `chunk` c only to positions of its own chunk, position // c (Llama 4). With
+    `softcap` scores s become softcap * tanh(s / softcap) (Gemma 2). `sinks` float32 [H] joins each softmax as
+    one more score without a value (gpt-oss). Returns out [T, H, D] in q's dtype (padding tokens hold finite
+    values) and the updated cache.
     """
     _, num_heads, dim = q.shape
     _, _, kv_heads, page_size, _ = kv.shape
@@ -218,8 +221,8 @@ def paged_attention(
         if block.dtype == jnp.uint16:
             block = lax.bitcast_convert_type(block, q.dtype)
         k_pos = i * span + jnp.arange(span, dtype=jnp.int32)
-        # What lies past a row's end, or before all that a block sees, may be another request's data, or NaN:
-        # it must not even be multiplied by zero.
+        # Values past a row's end, or before everything that a block attends to, may belong to another
+        # request, or be NaN, so they must not even be multiplied by zero.
         held = (k_pos[None, :] < kv_lens[:, None]) & (k_pos[None, :] >= oldest[:, :1])
         held = held.reshape(num_blocks, pages_per_turn, 1, 1, page_size, 1)
         block = jnp.where(held, block.astype(jnp.float32), 0.0)
@@ -274,7 +277,9 @@ def native_paged_attention(
     sinks: Array | None = None,
     chunk: int | None = None,
 ) -> tuple[Array, Array]:
-    """`paged_attention` by the native CPU kernels, for the shapes they support; padding tokens' out is 0."""
+    """`paged_attention` by the native CPU kernels for the shapes that they support, else in XLA. Native
+    output of padding tokens is 0.
+    """
     if not kernels.supports(q, kv):
         return paged_attention(
             q,

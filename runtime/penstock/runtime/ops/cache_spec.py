@@ -1,4 +1,5 @@
-"""What a model keeps of the tokens it has seen: for each layer its kind, and what that takes of memory.
+"""What a model keeps of the tokens it has processed: for each layer the kind of cache, and the memory it
+takes.
 
 The cache is a tuple with an entry for each layer, in the layers' order. There are two kinds of entries:
 
@@ -6,9 +7,9 @@ The cache is a tuple with an entry for each layer, in the layers' order. There a
   the latest positions only.
 - `SlotState`: arrays of a fixed size for each slot, such as the state of a recurrent layer.
 
-State by slot is kept twice (`state_copies`). A step reads what a row's last step left, and writes beside it.
-So a position that is computed again, because a window of steps has ended for the row or its token was put
-off, finds what it found the first time.
+State by slot is kept twice (`state_copies`). A step reads the copy that the row's last step left, and writes
+the other one. So when a position is computed again, because a window of steps has ended for the row or its
+token was put off, the step finds the same state as the first time.
 """
 
 from __future__ import annotations
@@ -23,12 +24,12 @@ import numpy as np
 from penstock.runtime.ops.attention import kv_layer_shape, kv_storage_dtype
 
 STATE_COPIES = 2
-"""Of each slot's state, see the module's docstring."""
+"""Copies of each slot's state, see the module's docstring."""
 
 
 @dataclass(frozen=True, slots=True)
 class PagedKV:
-    """A key and a value of [num_kv_heads, head_dim] for each position."""
+    """A key and a value of shape [num_kv_heads, head_dim] for each position."""
 
     num_kv_heads: int
     head_dim: int
@@ -46,7 +47,7 @@ class PagedKV:
         return 0
 
     def arrays(self, num_pages: int, page_size: int, num_slots: int, dtype: np.dtype[Any]) -> Any:
-        """The entry of the cache, as shapes and dtypes."""
+        """This layer's entry of the cache, as shapes and dtypes."""
         shape = kv_layer_shape(num_pages, page_size, self.num_kv_heads, self.head_dim)
         return jax.ShapeDtypeStruct(shape, kv_storage_dtype(dtype))
 
@@ -55,15 +56,15 @@ class PagedKV:
 class SlotState:
     """Arrays of these shapes and dtypes for each slot. They are zeros before a request's first position.
 
-    In the cache each is [STATE_COPIES * slots, ...]. A model reads the rows `AttentionMeta.state_from` of it,
-    where those past its end mean zeros, and writes the rows `AttentionMeta.state_to`, of which those past its
+    In the cache each array is [STATE_COPIES * slots, ...]. A model reads its rows `AttentionMeta.state_from`,
+    where rows past the end stand for zeros, and writes its rows `AttentionMeta.state_to`, where rows past the
     end are dropped.
     """
 
     values: tuple[jax.ShapeDtypeStruct, ...]
 
     def page_bytes(self, page_size: int, dtype: np.dtype[Any]) -> int:
-        """Bytes of one page."""
+        """Bytes of one page, of which this layer has none."""
         return 0
 
     @property
@@ -73,7 +74,7 @@ class SlotState:
         return STATE_COPIES * num_bytes
 
     def arrays(self, num_pages: int, page_size: int, num_slots: int, dtype: np.dtype[Any]) -> Any:
-        """The entry of the cache, as shapes and dtypes."""
+        """This layer's entry of the cache, as shapes and dtypes."""
         return tuple(
             jax.ShapeDtypeStruct((STATE_COPIES * num_slots, *value.shape), value.dtype)
             for value in self.values
@@ -98,20 +99,20 @@ class CacheSpec:
 
     @property
     def sliding_window(self) -> int | None:
-        """The largest window of the layers with pages, if each has one: what lies before it is never read
-        again.
+        """The largest window of the layers with pages, if each of them has one: nothing before it is read
+        again. Else None.
         """
         windows = [layer.window for layer in self.paged]
         limits = [window for window in windows if window is not None]
         return max(limits) if limits and len(limits) == len(windows) else None
 
     def page_bytes(self, page_size: int, dtype: np.dtype[Any]) -> int:
-        """Bytes of a page in all layers, for a model in `dtype`; 0 where none has pages."""
+        """Bytes of one page in all layers, for a model in `dtype`; 0 if no layer has pages."""
         return sum(layer.page_bytes(page_size, dtype) for layer in self.layers)
 
     @property
     def slot_bytes(self) -> int:
-        """Bytes of a slot in all layers; 0 where none keeps state."""
+        """Bytes of one slot in all layers; 0 if no layer keeps state."""
         return sum(layer.slot_bytes for layer in self.layers)
 
     def arrays(self, num_pages: int, page_size: int, num_slots: int, dtype: np.dtype[Any]) -> tuple[Any, ...]:

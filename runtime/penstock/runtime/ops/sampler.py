@@ -1,13 +1,13 @@
-"""Choosing the next token from logits, inside the compiled step, in plain XLA: for accelerators, and what
-the native CPU kernel (`native.sample`) is measured against.
+"""Samples the next token from logits, inside the compiled step, in plain XLA: for accelerators, and as the
+reference for the native CPU kernel (`native.sample`).
 
-In this order: repetition penalty (Hugging Face's), frequency and presence penalty (OpenAI's), bias, what is
-forbidden (bias of -inf, stop ids before min_tokens, a grammar's mask), then Hugging Face's processors:
-temperature, top_k, top_p, min_p; ties at a threshold are all kept. If all of that forbids every token, only
-the mask counts, and without a mask nothing is forbidden.
+The steps, in this order: repetition penalty (Hugging Face's); frequency and presence penalty (OpenAI's);
+bias; what is forbidden (a bias of -inf, stop ids before min_tokens, a constraint's mask); then Hugging Face's
+processors: temperature, top_k, top_p, min_p, which keep all ties at a threshold. If all tokens are forbidden,
+only the mask counts, and without a mask nothing is forbidden.
 
-Thresholds come from a radix select over the floats' bits (32 counting passes) instead of a sort. The draw is
-exact and takes two uniforms: one picks a chunk of the vocabulary by its mass, the second a token inside it.
+Thresholds are found by a radix select over the floats' bits (32 counting passes), not by a sort. The draw is
+exact and takes two uniforms: one picks a chunk of the vocabulary by its mass, the other a token inside it.
 Both come from fold_in(key(seed), position), so a request's tokens do not depend on what else is in the batch.
 """
 
@@ -35,11 +35,11 @@ from penstock.runtime.requests.constraint import mask_words
 _CHUNK = 512
 _ARGMAX_CHUNK = 128
 _TINY = 1e-30
-"""Below every probability that matters, and far from float32's denormals, which compute as 0."""
+"""Below every probability that matters, and far above float32's denormals, which compute as 0."""
 
 
 class RowState(NamedTuple):
-    """What stays on the device between steps: one entry per slot, S of them, or per feature slot, F."""
+    """What stays on the device between steps. It has one entry for each of S slots, or of F feature slots."""
 
     tokens: Array  # int32[S] the token each slot sampled last
     tables: Array  # int32[S, P] pages of the KV cache; entries past a row's end are stale and of no account
@@ -49,7 +49,7 @@ class RowState(NamedTuple):
 
 
 class SamplingRows(NamedTuple):
-    """Sampling parameters, one entry a row."""
+    """The rows' sampling parameters."""
 
     slots: Array  # int32[R] the rows' slots; from S on: padding
     feature_slots: Array  # int32[R] rows of `RowState.history` and `bias`; only with PENALTIES or BIAS
@@ -69,7 +69,7 @@ class SamplingRows(NamedTuple):
 
 
 class Sampled(NamedTuple):
-    """One token a row and, where LOGPROBS, log-probabilities under the raw logits."""
+    """One token for each row and, with LOGPROBS, log-probabilities under the raw logits."""
 
     tokens: Array  # int32[R]; NON_FINITE where there is none
     logprobs: Array  # float32[R]
@@ -78,7 +78,7 @@ class Sampled(NamedTuple):
 
 
 class SamplerOp(Protocol):
-    """Chooses the next token of each row."""
+    """Samples the next token of each row."""
 
     def __call__(
         self,
@@ -90,8 +90,9 @@ class SamplerOp(Protocol):
         *,
         num_top: int,
     ) -> Sampled:
-        """float32[R, V] raw logits, flags int32[], mask int32[R, ceil(V / 32)] packed or None (no row has
-        MASK)."""
+        """logits float32[R, V], raw; flags int32[]; mask int32[R, ceil(V / 32)], packed bits, or None if no
+        row has MASK.
+        """
         ...
 
 
@@ -102,10 +103,11 @@ def _ordered_bits(x: Array) -> Array:
 
 
 def _largest_threshold(keys: Array, weights: Array, need: Array) -> Array:
-    """Largest key t per row for which the weights of entries with key >= t sum to at least `need`.
+    """For each row, the largest key t for which the weights of all entries with key >= t sum to at least
+    `need`.
 
-    keys uint32[R, V], weights float32[R, V], need float32[R] -> uint32[R]; 0 where even all together fall
-    short.
+    keys uint32[R, V], weights float32[R, V], need float32[R] -> uint32[R]; 0 if even all entries together
+    fall short.
     """
 
     def bit(i: Array, t: Array) -> Array:
@@ -118,9 +120,11 @@ def _largest_threshold(keys: Array, weights: Array, need: Array) -> Array:
 
 
 def filter_logits(logits: Array, rows: SamplingRows) -> Array:
-    """Scale float32[R, V] logits by temperature and set what top_k, top_p and min_p cut to -inf."""
+    """Divides logits float32[R, V] by the temperature, and sets those that top_k, top_p and min_p remove to
+    -inf.
+    """
     vocab = logits.shape[1]
-    # From the peak down, so that a tiny temperature overflows to -inf and never to several +inf.
+    # Relative to the largest logit, so that a tiny temperature overflows to -inf and never to several +inf.
     scaled = logits - logits.max(axis=1, keepdims=True)
     scaled /= jnp.where(rows.temperature > 0, jnp.maximum(rows.temperature, _TINY), 1.0)[:, None]
 
@@ -132,9 +136,9 @@ def filter_logits(logits: Array, rows: SamplingRows) -> Array:
 
     def cut_top_p(x: Array) -> Array:
         probs = jax.nn.softmax(x, axis=1)
-        # By probability and not by logit: an impossible token (-inf) then never survives a rounded total.
+        # The threshold is a probability, not a logit, so an impossible token (-inf) never survives rounding.
         keys = _ordered_bits(probs)
-        # Where top_p underflows to 0 even no token at all would be enough.
+        # If top_p underflowed to 0, no token at all would be enough.
         need = jnp.maximum(rows.top_p, _TINY) * probs.sum(axis=1)
         threshold = _largest_threshold(keys, probs, need)
         keep = (keys >= threshold[:, None]) | (rows.top_p >= 1.0)[:, None]
@@ -147,7 +151,8 @@ def filter_logits(logits: Array, rows: SamplingRows) -> Array:
 
 
 def _first_past(masses: Array, uniform: Array) -> Array:
-    """Index drawn by inverse CDF: float32[R, N] masses (not normalised) and uniforms in [0, 1) -> int32[R].
+    """Draws an index by inverse CDF: masses float32[R, N] (not normalised) and uniforms in [0, 1) ->
+    int32[R].
 
     Only entries with positive mass are ever drawn, whatever the rounding of the running sums.
     """
@@ -158,7 +163,7 @@ def _first_past(masses: Array, uniform: Array) -> Array:
 
 
 def uniforms(rows: SamplingRows) -> Array:
-    """float32[R, 2] in [0, 1): what chance has to say about each row's next token."""
+    """float32[R, 2] in [0, 1): the random numbers for each row's next token."""
 
     def of(seed: Array, position: Array) -> Array:
         key = jax.random.wrap_key_data(seed, impl="threefry2x32")
@@ -168,7 +173,7 @@ def uniforms(rows: SamplingRows) -> Array:
 
 
 def draw(filtered: Array, rows: SamplingRows) -> Array:
-    """Draw one token per row from float32[R, V] log-weights -> int32[R]."""
+    """Draws one token for each row from log-weights float32[R, V] -> int32[R]."""
     num_rows, vocab = filtered.shape
     u = uniforms(rows)
     weights = jnp.exp(filtered - filtered.max(axis=1, keepdims=True))
@@ -182,8 +187,8 @@ def draw(filtered: Array, rows: SamplingRows) -> Array:
 def argmax(logits: Array) -> Array:
     """Index of the first largest value of each row of float32[R, V] -> int32[R].
 
-    In two passes, because a maximum is a vector operation and XLA's argmax on CPU is not (0.4 ms against 3.5
-    for 16 rows of 152k).
+    It takes two passes, because a maximum is a vector operation and XLA's argmax on CPU is not (0.4 ms
+    against 3.5 ms for 16 rows of 152k).
     """
     num_rows, vocab = logits.shape
     whole = vocab // _ARGMAX_CHUNK * _ARGMAX_CHUNK
@@ -204,7 +209,7 @@ def argmax(logits: Array) -> Array:
 def sample(
     logits: Array, state: RowState, rows: SamplingRows, flags: Array, mask: Array | None, *, num_top: int
 ) -> Sampled:
-    """`SamplerOp` in XLA. Whatever no row asks for, by `flags`, is skipped."""
+    """The `SamplerOp` in XLA. It skips what no row asks for, by `flags`."""
     peak = logits.max(axis=1)
     shaped = _shape(logits, state, rows, flags, mask)
     greedy = argmax(shaped)
@@ -228,7 +233,7 @@ def _any(flags: Array, bit: int) -> Array:
 
 
 def _shape(logits: Array, state: RowState, rows: SamplingRows, flags: Array, mask: Array | None) -> Array:
-    """Logits with penalties and bias, -inf where a token is forbidden."""
+    """The logits with penalties and bias, and -inf where a token is forbidden."""
     num_rows, vocab = logits.shape
 
     def has(bit: int) -> Array:
@@ -272,14 +277,14 @@ def _shape(logits: Array, state: RowState, rows: SamplingRows, flags: Array, mas
 
 
 def _unpack_bits(mask: Array, vocab: int) -> Array:
-    """int32[R, ceil(V / 32)] -> bool[R, V]."""
+    """Packed bits int32[R, ceil(V / 32)] -> bool[R, V]."""
     bits = (mask[:, :, None] >> jnp.arange(32, dtype=jnp.int32).reshape(1, 1, 32)) & 1
     return bits.reshape(mask.shape[0], -1)[:, :vocab] != 0
 
 
 def token_logprobs(logits: Array, tokens: Array, num_top: int) -> tuple[Array, Array, Array]:
-    """Log-probabilities under raw logits: sampled float32[R], top ids int32[R, num_top] and theirs float32[R,
-    num_top].
+    """Log-probabilities under raw logits: of `tokens` float32[R], then the likeliest ids int32[R, num_top]
+    and their log-probabilities float32[R, num_top].
     """
     norm = jax.nn.logsumexp(logits, axis=1)
     sampled = jnp.take_along_axis(logits, tokens[:, None], axis=1)[:, 0] - norm
@@ -288,10 +293,11 @@ def token_logprobs(logits: Array, tokens: Array, num_top: int) -> tuple[Array, A
 
 
 def top_values(logits: Array, count: int) -> tuple[Array, Array]:
-    """The `count` largest values of each row of float32[R, V] and their ids, largest first, ties by id.
+    """The `count` largest values of each row of float32[R, V] and their ids, largest first, equal values by
+    id.
 
-    In two passes, as `argmax`: they lie in the `count` chunks with the largest maxima (of equal ones the
-    first), and a top_k over the whole row is slow on every backend.
+    It takes two passes, as `argmax` does: the values lie in the `count` chunks with the largest maxima (of
+    equal maxima, in the first), and a top_k over the whole row is slow on every backend.
     """
     num_rows, vocab = logits.shape
     logits = jnp.where(logits == 0.0, 0.0, logits)  # top_k takes -0 for less than 0
@@ -311,7 +317,7 @@ def top_values(logits: Array, count: int) -> tuple[Array, Array]:
 def native_sample(
     logits: Array, state: RowState, rows: SamplingRows, flags: Array, mask: Array | None, *, num_top: int
 ) -> Sampled:
-    """`sample` by the native CPU kernel; the same tokens, up to rounding."""
+    """`sample` by the native CPU kernel. Both draw the same tokens, up to rounding."""
     num_rows, vocab = logits.shape
     drawn = lax.cond(
         _any(flags, SAMPLING), lambda: uniforms(rows), lambda: jnp.zeros((num_rows, 2), jnp.float32)

@@ -1,4 +1,4 @@
-"""What a request may not ask of the model that is served, beside what its own classes forbid. No jax."""
+"""Checks of a request that depend on the model that is served. No jax."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from penstock.runtime.errors import InvalidRequest, Violation
 from penstock.runtime.requests.request import MAX_STOP_TOKEN_IDS, Request, SamplingParams
 
 MAX_BAD_IDS = 100
-"""So many are named."""
+"""Of ids outside the vocabulary, at most this many are named in an error."""
 
 
 def in_vocabulary(ids: Collection[int], vocab_size: int) -> bool:
@@ -18,12 +18,12 @@ def in_vocabulary(ids: Collection[int], vocab_size: int) -> bool:
 
 
 def knows_tokens(sampling: SamplingParams, vocab_size: int) -> bool:
-    """Whether the model has all tokens that `sampling` speaks of."""
+    """Whether the model has all tokens that `sampling` mentions."""
     return all(in_vocabulary(ids, vocab_size) for _, ids in _tokens_of(sampling))
 
 
 def _tokens_of(sampling: SamplingParams) -> list[tuple[str, Collection[int]]]:
-    """By field."""
+    """Pairs (field, token ids)."""
     return [
         ("sampling.allowed_token_ids", sampling.allowed_token_ids),
         ("sampling.logit_bias", [token for token, _ in sampling.logit_bias]),
@@ -34,9 +34,9 @@ def _tokens_of(sampling: SamplingParams) -> list[tuple[str, Collection[int]]]:
 def check_token_ids(
     request: Request, vocab_size: int, num_eos: int, *, prompt_is_known: bool, sampling_is_known: bool = False
 ) -> None:
-    """Raises InvalidRequest with the first ids outside the vocabulary, and for more stop ids than fit beside
-    the model's `num_eos`. With `prompt_is_known` the prompt is not looked at, and with `sampling_is_known`
-    the sampling is not.
+    """Raises InvalidRequest for ids outside the vocabulary (naming the first ones), and for more stop ids
+    than fit beside the model's `num_eos`. With `prompt_is_known` the prompt is not checked, and with
+    `sampling_is_known` the sampling is not.
     """
     stopping = request.stopping
     fields: list[tuple[str, Collection[int]]] = [

@@ -1,7 +1,8 @@
-"""Several outputs of one prompt: each is a request of its own in the engine, with an id and a seed made here.
-No jax.
+"""Several outputs of one prompt: each is a request of its own in the engine, with an id and a seed that are
+made here. No jax.
 
-The first computes the prompt; the others are its forks, which begin with its KV pages (`roster`, `planning`).
+The first output computes the prompt; the others are its forks, which begin with its KV pages
+(`scheduling.planning`).
 """
 
 from __future__ import annotations
@@ -15,25 +16,26 @@ from penstock.runtime.requests.request import Request
 
 MAX_OUTPUTS = 128
 SEPARATOR = "\x00"
-"""Stands in no caller's id."""
+"""A character that no caller's id contains."""
 _GOLDEN_GAMMA = 0x9E3779B97F4A7C15
 _WORD = 2**64 - 1
 
 
 def output_id(request_id: str, index: int) -> str:
-    """The engine's id of output `index`; of the first it is the request's own."""
+    """The engine's id of output `index`; the first output has the request's own id."""
     return request_id if index == 0 else f"{request_id}{SEPARATOR}{index}"
 
 
 def request_id_of(engine_id: str) -> str:
-    """The request that an output belongs to."""
+    """The id of the request that an output belongs to."""
     return engine_id.partition(SEPARATOR)[0]
 
 
 def output_seed(seed: int, index: int) -> int:
-    """Seed of output `index`; that of the first is the request's own, so that n = 1 is the first of n.
+    """The seed of output `index`. The first output has the request's own seed, so that it equals the output
+    of n = 1.
 
-    SplitMix64's mixer (Steele, Lea and Flood 2014) over seed + index * gamma, which it maps one to one.
+    The seed is SplitMix64's mixer (Steele, Lea and Flood 2014) of seed + index * gamma, which is one to one.
     """
     if index == 0:
         return seed
@@ -44,9 +46,10 @@ def output_seed(seed: int, index: int) -> int:
 
 
 def outputs_of(request: Request, n: int, constraints: Sequence[TokenConstraint] = ()) -> list[Request]:
-    """One request per output, to be submitted in this order; `constraints` is empty or has one for each.
+    """One request for each output, to be submitted in this order. `constraints` is empty, or has one for each
+    output.
 
-    Log-probabilities of the prompt come with the first only.
+    Only the first output has log-probabilities of the prompt.
     """
     sampling = request.sampling
     seed = secrets.randbits(64) if sampling.seed is None else sampling.seed

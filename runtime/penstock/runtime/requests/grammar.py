@@ -1,4 +1,4 @@
-"""What a request asks of its output: one grammar, as a frozen value that checked its own size."""
+"""What a request demands of its output's form: one grammar, as a frozen value that checks its own size."""
 
 from __future__ import annotations
 
@@ -10,16 +10,15 @@ from dataclasses import dataclass
 from penstock.runtime.errors import InvalidRequest, Violation
 
 MAX_GRAMMAR_BYTES = 256 * 1024
-"""Of the source in UTF-8. Together with `timed_calls.STACK_BYTES` this bounds how deep a compile can
-recurse.
-"""
+"""Largest source, in bytes of UTF-8. Together with `timed_calls.STACK_BYTES` this bounds how deep a compile
+can recurse."""
 MAX_CHOICES = 10_000
 ANSWER = "answer"
-"""The name by which `Grammar.before` refers to the grammar proper."""
+"""The name by which `Grammar.before` refers to the grammar of the answer."""
 
 
 class GrammarKind(enum.Enum):
-    """Names as in the contract's Constraint."""
+    """The kinds, with the names in the contract's Constraint."""
 
     JSON_SCHEMA = "json_schema"
     JSON_OBJECT = "json_object"
@@ -30,22 +29,22 @@ class GrammarKind(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Grammar:
-    """What the whole output must match, or all of it that comes after `before`.
+    """What the whole output must match, or everything in it that comes after `before`.
 
-    Equal grammars share what is compiled of them.
-    Raises InvalidRequest on construction where the source is empty or too large. Whether it means anything is
-    found when it is compiled (`compiler.GrammarCompiler`).
+    Equal grammars share their compiled form. Raises InvalidRequest on construction if the source is empty or
+    too large. Whether the source is valid is found when it is compiled (`compiler.GrammarCompiler`).
     """
 
     kind: GrammarKind
     source: str | tuple[str, ...] = ""
-    """A JSON Schema document, "" (any JSON object), a regular expression, a grammar in Lark or GBNF, or the
+    """A JSON Schema document; "" (any JSON object); a regular expression; a grammar in Lark or GBNF; or the
     choices."""
     field: str = dataclasses.field(default="", compare=False)
-    """Where the contract's caller wrote it; by default the field of the kind, such as "constraint.regex"."""
+    """The contract's field in which the caller wrote it; by default that of the kind, such as
+    "constraint.regex"."""
     before: str = ""
-    """Lark text, of the server's own making, of what comes first: its rule `start` ends in `@answer`, which
-    stands for the grammar proper. "": nothing comes first."""
+    """Lark text, written by the server, for what comes before the answer: its rule `start` ends in `@answer`,
+    which stands for the answer's grammar. "": nothing comes before."""
 
     def __post_init__(self) -> None:
         if not self.field:

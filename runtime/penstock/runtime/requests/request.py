@@ -1,8 +1,8 @@
-"""What a request asks and what comes back: frozen values shared by scheduler, engine and service. No jax.
+"""What a request asks for and what it gets: frozen values shared by scheduler, engine and service. No jax.
 
-Defaults here are neutral values. The service and `Engine` put in the defaults of the model and of the
-operator before they make a value of this module. Every class checks itself once, on construction, and
-raises `InvalidRequest` listing all violations by the contract's field path.
+The defaults here are neutral values; the model's own defaults are filled in before a value of this module is
+made (`sampling_defaults`). Every class checks itself once, on construction, and raises `InvalidRequest` with
+all violations, each with the contract's field path.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from penstock.runtime.requests.constraint import TokenConstraint
 from penstock.runtime.requests.word_table import WordTable
 
 MAX_STOP_TOKEN_IDS = 32
-"""Width of the per-row list that the compiled sampler masks before `min_tokens`; EOS ids count."""
+"""Width of each row's list of ids that the compiled sampler masks before `min_tokens`; EOS ids count."""
 MAX_STOP_STRINGS = 16
 MAX_STOP_STRING_CHARS = 256
 MAX_BAD_BIASES = 20
-"""Of those that are no numbers, so many are named."""
+"""Of biases that are not numbers, at most this many are named in an error."""
 MAX_REQUEST_ID_CHARS = 128
-"""Of an id as its caller chooses it."""
+"""Longest id that a caller may choose."""
 MAX_ENGINE_ID_CHARS = 256
-"""Of an id as the engine is given it: the service puts before it whose it is."""
+"""Longest id that the engine takes: the service puts the caller's id before the request's."""
 MAX_CACHE_SALT_CHARS = 256
 
 
@@ -43,14 +43,14 @@ def _raise_if(violations: list[Violation]) -> None:
 class SamplingParams:
     """How the next token is drawn from the logits.
 
-    In this order: repetition penalty, frequency and presence penalty, bias, what is not allowed; then, as in
-    Hugging Face's processors, temperature, top_k, top_p, min_p. `temperature` 0 is greedy and makes those
-    after it without effect. `top_k` 0, `top_p` 1 and `min_p` 0 are off. `seed` is an unsigned 64-bit number;
-    None lets the engine draw one.
+    The steps, in this order: repetition penalty; frequency and presence penalty; bias; removal of tokens that
+    are not allowed; then, as in Hugging Face's processors, temperature, top_k, top_p, min_p. `temperature` 0
+    is greedy, and the steps after it have no effect. `top_k` 0, `top_p` 1 and `min_p` 0 are off. `seed` is an
+    unsigned 64-bit number; None lets the engine draw one.
 
     `repetition_penalty` is Hugging Face's (CTRL, Keskar et al. 2019): the logit of every token of prompt or
     output is divided by it if positive, else multiplied. `frequency_penalty` and `presence_penalty` are
-    OpenAI's: subtracted per occurrence in the output, and once if there is any.
+    OpenAI's: the former is subtracted for each occurrence in the output, the latter once if there is any.
     """
 
     temperature: float = 1.0
@@ -62,11 +62,11 @@ class SamplingParams:
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
     logit_bias: tuple[tuple[int, float], ...] = ()
-    """(token id, what is added to its logit); -inf forbids it."""
+    """Pairs (token id, number that is added to its logit); -inf forbids the token."""
     bad_words: tuple[tuple[int, ...], ...] = ()
-    """Sequences of token ids that the output must not hold."""
+    """Sequences of token ids that the output must not contain."""
     allowed_token_ids: tuple[int, ...] = ()
-    """Empty: all."""
+    """The only tokens that may be sampled; empty: all."""
 
     def __post_init__(self) -> None:
         bad: list[Violation] = []
@@ -96,15 +96,19 @@ class SamplingParams:
         _raise_if(bad)
 
     def seeded(self, seed: int) -> SamplingParams:
-        """The same with another seed, from 0 to 2^64 - 1: all else is shared, and as it was checked."""
+        """A copy with another seed, from 0 to 2^64 - 1. The other fields are shared, and not checked
+        again.
+        """
         if not 0 <= seed < 2**64:
             raise InvalidRequest([Violation("sampling.seed", "must be an unsigned 64-bit number")])
-        twin = copy.copy(self)  # unlike `dataclasses.replace`, which would check a whole vocabulary again
+        twin = copy.copy(self)  # `dataclasses.replace` would check all fields again, maybe a whole vocabulary
         object.__setattr__(twin, "seed", seed)
         return twin
 
     def shares_tokens(self, other: SamplingParams) -> bool:
-        """Whether it speaks of the very same tokens: `seeded` made one of the other, or both of a third."""
+        """Whether both have the very same token fields: `seeded` made one from the other, or both from a
+        third.
+        """
         return (
             self.logit_bias is other.logit_bias
             and self.bad_words is other.bad_words
@@ -113,27 +117,28 @@ class SamplingParams:
 
     @property
     def greedy(self) -> bool:
+        """Whether the likeliest token is always taken."""
         return self.temperature == 0.0
 
     @property
     def has_penalties(self) -> bool:
-        """Whether the tokens so far matter."""
+        """Whether the tokens so far change the logits."""
         return bool(self.presence_penalty or self.frequency_penalty) or self.repetition_penalty != 1.0
 
     @property
     def has_bias(self) -> bool:
-        """Whether a fixed value per token is added to the logits, -inf where it is forbidden."""
+        """Whether a fixed value per token is added to the logits; -inf where the token is forbidden."""
         return bool(self.logit_bias or self.allowed_token_ids) or any(len(w) == 1 for w in self.bad_words)
 
 
 @dataclass(frozen=True, slots=True)
 class StoppingParams:
-    """When generation ends. `max_tokens` None fills the context. `time_limit_s` is soft: partial output,
-    TIME_LIMIT.
+    """When generation ends. `max_tokens` None fills the context. When `time_limit_s`, in seconds, is over,
+    the output ends with what it has (TIME_LIMIT).
 
-    `stop` strings are found by the text layer (`penstock.runtime.text.codec`), which then ends the request in
-    the engine. `min_tokens` masks EOS and stop ids in the sampler, and delays stop strings, until that many
-    tokens are made.
+    The text layer (`penstock.runtime.text`) finds `stop` strings, and then ends the request in the engine.
+    `min_tokens` masks EOS and stop ids in the sampler, and makes stop strings not count, until that many
+    tokens are generated.
     """
 
     max_tokens: int | None = None
@@ -177,9 +182,9 @@ class CacheParams:
     """How a request uses the prefix cache."""
 
     salt: str = ""
-    """Prefixes are shared only among equal salts."""
+    """Prefixes are shared only among requests with the same salt."""
     bypass: bool = False
-    """Neither read from the prefix cache nor add to it."""
+    """Whether the request neither reads from the prefix cache nor adds to it."""
 
     def __post_init__(self) -> None:
         if len(self.salt) > MAX_CACHE_SALT_CHARS:
@@ -190,26 +195,27 @@ class CacheParams:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One generation as the engine sees it: token ids in, token ids out."""
+    """One output as the engine sees it: token ids in, token ids out."""
 
     request_id: str
     prompt_token_ids: tuple[int, ...]
     sampling: SamplingParams = field(default_factory=SamplingParams)
     stopping: StoppingParams = field(default_factory=StoppingParams)
     logprobs: int | None = None
-    """None: no log-probabilities. k: that of the sampled token and of the k likeliest."""
+    """None: no log-probabilities. k: those of the sampled token and of the k likeliest."""
     cache: CacheParams = field(default_factory=CacheParams)
     priority: int = 0
-    """Higher goes first, under the scheduling policy "priority"."""
+    """Higher priority goes first, under the scheduling policy "priority"."""
     prompt_logprobs: int | None = None
-    """The same as `logprobs` for the prompt's tokens, from the second on."""
+    """Like `logprobs`, for the prompt's tokens from the second on."""
     constraint: TokenConstraint | None = field(default=None, compare=False)
-    """What may be generated; this request's own, as it has state."""
+    """What restricts the output. It has state, so no other request may have the same one."""
     fork_of: str | None = None
-    """The engine's id of the first output of the same prompt, the very same tuple: while an output of that
-    request runs, its KV pages of the prompt are shared and copied, whatever `cache` says."""
+    """The engine's id of the first output of the same prompt, with the very same tuple of tokens. While an
+    output of that request runs, this one shares and copies its KV pages of the prompt, whatever `cache` says.
+    """
     bias_row: NDArray[np.float32] | None = field(default=None, compare=False, repr=False)
-    """What `sampling` adds to each logit, where the engine has made it before the request runs."""
+    """What `sampling` adds to each logit, float32[V], if it was made before the request runs."""
 
     def __post_init__(self) -> None:
         bad: list[Violation] = []
@@ -229,28 +235,29 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class PreparedPrompt:
-    """What `Engine.prepare` makes of a request, and all outputs of the request may share."""
+    """What `Engine.prepare` makes of a request; all outputs of the request may share it."""
 
     token_ids: tuple[int, ...]
     cache: CacheParams
     page_keys: tuple[bytes, ...]
-    """Of its full pages, for the prefix cache."""
+    """The prefix cache's keys of the prompt's full pages."""
     in_vocabulary: bool
-    """Whether the model knows every id."""
+    """Whether the model knows every token of the prompt."""
     sampling: SamplingParams | None = None
-    """Whose tokens the model knows all; None where it does not, or nobody looked."""
+    """The sampling parameters, if the model knows all their tokens; None if it does not, or if that was not
+    checked."""
     bias_row: NDArray[np.float32] | None = None
-    """What `sampling` adds to each logit; None where that is quickly made for each output."""
+    """What `sampling` adds to each logit, float32[V]; None if that is quickly made for each output."""
     words: WordTable | None = None
     """The bad words of `sampling` that have several tokens."""
 
     def covers(self, sampling: SamplingParams) -> bool:
-        """Whether what was made of `sampling` goes for this one too."""
+        """Whether what was made of this value's `sampling` can be used for `sampling`."""
         return self.sampling is not None and self.sampling.shares_tokens(sampling)
 
 
 class FinishReason(enum.Enum):
-    """Why an output ended; names as in the contract."""
+    """Why an output ended, with the contract's names."""
 
     EOS = "eos"
     STOP = "stop"
@@ -262,8 +269,8 @@ class FinishReason(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Finish:
-    """Why and on what an output ended: `stop` or `token_id` is the match of STOP and EOS; `message` that of
-    an abort.
+    """Why an output ended, and on what: for STOP and EOS, `stop` or `token_id` is what matched; for ABORTED,
+    `message` says why.
     """
 
     reason: FinishReason
@@ -274,15 +281,17 @@ class Finish:
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """Natural log-probabilities under the model's raw logits (before temperature and filters)."""
+    """Natural log-probabilities under the model's raw logits, before temperature and filters."""
 
     sampled: float
+    """That of the token itself."""
     top: tuple[tuple[int, float], ...] = ()
+    """Pairs (token id, log-probability) of the likeliest tokens, the likeliest first."""
 
 
 @dataclass(frozen=True, slots=True)
 class RequestTiming:
-    """Monotonic times in ns (`time.monotonic_ns`); 0 where the request never got there."""
+    """Monotonic times in ns (`time.monotonic_ns`); 0 if the request never got that far."""
 
     arrived_ns: int
     scheduled_ns: int
@@ -293,23 +302,26 @@ class RequestTiming:
 
 
 class Output(NamedTuple):
-    """What one engine step made for one request. The last one has `finish` or `error`, and `timing`.
+    """What one engine step made for one output of a request. The last one has `finish` or `error`, and
+    `timing`.
 
-    A named tuple for its cost, as `plan.PlanRow` is.
+    It is a named tuple because that is cheap to make, like `PlanRow`.
     """
 
     request_id: str
     token_ids: tuple[int, ...] = ()
     logprobs: tuple[TokenLogprobs, ...] = ()
-    """Empty, or one per token id."""
+    """One entry for each token id, or none at all."""
     finish: Finish | None = None
     timing: RequestTiming | None = None
     generation: int = 0
     """Generation of the weights that made these tokens."""
     error: Exception | None = None
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
-    """With the first tokens, if asked for: of the prompt's tokens from the second on."""
+    """Log-probabilities of the prompt's tokens from the second on, with the first tokens, if they were asked
+    for."""
 
     @property
     def last(self) -> bool:
+        """Whether this is the request's last output."""
         return self.finish is not None or self.error is not None

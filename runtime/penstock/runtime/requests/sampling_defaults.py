@@ -1,5 +1,5 @@
-"""Sampling defaults: what the operator says, then the model's generation_config.json, then neutral values.
-No jax.
+"""The defaults of sampling: the operator's values, over those of the model's generation_config.json, over
+neutral values. No jax.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _NEUTRAL: dict[str, Any] = {"no_repeat_ngram_size": 0, "typical_p": 1.0, "num_be
 
 @dataclass(frozen=True, slots=True)
 class GenerationDefaults:
-    """What a request's unset sampling fields mean on this server."""
+    """The values that a request's unset sampling fields have on this server."""
 
     temperature: float = 1.0
     top_k: int = 0
@@ -34,7 +34,7 @@ class GenerationDefaults:
     repetition_penalty: float = 1.0
 
     def sampling(self) -> SamplingParams:
-        """For a request that says nothing."""
+        """The sampling of a request that sets no field."""
         return SamplingParams(**{field: getattr(self, field) for field in FIELDS})
 
 
@@ -44,13 +44,13 @@ FIELDS = tuple(field.name for field in dataclasses.fields(GenerationDefaults))
 def read_generation_defaults(
     directory: Path, override: Mapping[str, Any] | None = None
 ) -> GenerationDefaults:
-    """Effective defaults of the checkpoint in `directory`: neutral values, over them its
-    generation_config.json, if it has one, over that `override`, which has the same names.
+    """The defaults of the checkpoint in `directory`: neutral values, replaced by those of its
+    generation_config.json, if there is one, replaced by those of `override`, which has the same names.
 
-    An explicit `do_sample: false` means temperature 0, as in transformers, whatever temperature stands beside
-    it; where it is absent the values decide. Fields of the file that change sampling and are not honoured are
-    logged by name; in `override` any unknown name is a ConfigError, and so are values out of range, wherever
-    they stand.
+    An explicit `do_sample: false` means temperature 0, as in transformers, whatever temperature is given
+    beside it. If it is absent, the temperature decides. Fields of the file that change sampling and are not
+    honoured are logged by name. In `override` an unknown name is a ConfigError. So is a value out of range in
+    either.
     """
     override = override or {}
     path = directory / "generation_config.json"
@@ -100,7 +100,7 @@ def _over(defaults: GenerationDefaults, data: Mapping[str, Any], where: str) -> 
 
 
 def _number(where: str, name: str, value: Any) -> float:
-    """Return a number from JSON: whole for top_k, else a float. Raises ConfigError for anything else."""
+    """A number from JSON as a float; `top_k` must be a whole number and becomes an int."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise ConfigError(f"{where}: {name}: must be a number, not {value!r}")
     if name != "top_k":

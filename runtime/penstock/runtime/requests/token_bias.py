@@ -1,4 +1,4 @@
-"""What a request adds to the logits, as one array. No jax."""
+"""The array that a request's sampling adds to the logits. No jax."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ from numpy.typing import NDArray
 from penstock.runtime.requests.request import SamplingParams
 
 _HUGE = 1e30
-"""Above every logit, and far enough from float32's largest that sums of a few stay finite."""
+"""Above every logit, and so far below float32's largest number that sums of a few such numbers stay finite.
+"""
 
 
 def bias_row(sampling: SamplingParams, vocab_size: int) -> NDArray[np.float32]:
-    """What is added to each token's logit, float32[V]: -inf where a token is never allowed. All ids must be
+    """What is added to each token's logit, float32[V]; -inf where a token is never allowed. All ids must be
     below `vocab_size`.
     """
     if sampling.allowed_token_ids:
@@ -22,7 +23,7 @@ def bias_row(sampling: SamplingParams, vocab_size: int) -> NDArray[np.float32]:
         row = np.zeros(vocab_size, np.float32)
     if sampling.logit_bias:
         count = len(sampling.logit_bias)
-        # From generators, between whose values other threads may run, unlike `np.array` of all the pairs.
+        # Other threads may run between the values of a generator, but not while `np.array` takes all pairs.
         tokens = np.fromiter((token for token, _ in sampling.logit_bias), np.int64, count)
         biases = np.fromiter((bias for _, bias in sampling.logit_bias), np.float64, count)
         bounded = np.where(biases == -np.inf, biases, np.clip(biases, -_HUGE, _HUGE)).astype(np.float32)

@@ -1,6 +1,7 @@
-"""Words of several tokens that outputs must not hold, sorted for a look-up after each token. No jax.
+"""Words of several tokens that outputs must not contain, sorted for a look-up after each token. No jax.
 
-Made once for all outputs of a request: a thousand words, and a mask as long as the vocabulary.
+The table is made once for all outputs of a request, because it may have a thousand words, and a mask as long
+as the vocabulary.
 """
 
 from __future__ import annotations
@@ -14,10 +15,12 @@ from penstock.runtime.requests.constraint import Mask, mask_words
 
 
 class WordTable:
-    """The words; never changed, so that outputs may share it."""
+    """The words. The table never changes, so outputs may share it."""
 
     def __init__(self, words: Sequence[Sequence[int]], vocab_size: int) -> None:
-        """`words` have at least two ids each (ValueError); ids the vocabulary lacks never occur."""
+        """`words` have at least two ids each, else ValueError. A word that ends in an id outside the
+        vocabulary never occurs.
+        """
         if any(len(word) < 2 for word in words):
             raise ValueError("a word of one token is a matter of the logit bias")
         by_before: dict[int, list[tuple[tuple[int, ...], int]]] = {}
@@ -25,7 +28,7 @@ class WordTable:
             if last < vocab_size:
                 by_before.setdefault(before, []).append((tuple(head), last))
         self.by_before: Mapping[int, Sequence[tuple[tuple[int, ...], int]]] = by_before
-        """By the last id but one: the ids before that one, and the last."""
+        """The last id but one of a word to pairs of the ids before it and the last id."""
         self.longest = max(map(len, words), default=2)
         bits: NDArray[np.uint8] = np.zeros(32 * mask_words(vocab_size), np.uint8)
         bits[:vocab_size] = 1

@@ -1,9 +1,8 @@
-"""What becomes of the tokens of a plan. No jax.
+"""Takes in the tokens of plans. No jax.
 
-A plan is made before the tokens of the one before are known, so a sequence may end in a plan while a later
-one has a row of it. That row is dropped when its plan is committed. What it writes lies behind the last token
-that counts, in pages that nobody else gets to see before: pages freed at commit are given to a later step,
-and the device runs steps in order.
+A plan is made before the tokens of the plan before it are known, so a sequence may end in one plan while the
+next one already has a row of it. That extra row is dropped when its plan is committed. What the row writes
+does no harm, see "Overlap" in ARCHITECTURE.md.
 """
 
 from __future__ import annotations
@@ -22,59 +21,61 @@ from penstock.runtime.scheduling.roster import Roster
 from penstock.runtime.scheduling.sequence import Sequence, Status
 
 _MOST_SAT_OUT = 32
-"""Plans without a row whose constraint is not ready, however often it was not."""
+"""Most plans in a row that a sequence is left out of because its mask is not ready."""
 
-# One is made per row and step, of its fields in their order; calling the named tuple itself takes twice as
-# long.
+# Makes an Output of its fields in their order. Calling Output itself, for every row of every step, would take
+# twice as long.
 _output: Callable[[tuple[object, ...]], Output] = partial(tuple.__new__, Output)
-_FINISHED = Status.FINISHED  # looked up once
+_FINISHED = Status.FINISHED  # a name of its own, because an enum's member is slow to look up
 
 Verdicts = Mapping[int, bool | Exception]
-"""By row under a constraint: whether the constraint is complete, or what it raised."""
+"""Row to what its constraint answered: whether the output is complete, or what the constraint raised."""
 NO_VERDICTS: Verdicts = {}
 
 
 class _Uncommitted(NamedTuple):
-    """What is to be known of a plan when its tokens come. Sequences stand here themselves, and not by their
-    ids: one that was aborted, and whose id is in use again, must not have its tokens given to the new one.
+    """What must be known of a plan when its tokens come. It holds the sequences themselves, not their ids:
+    when a sequence is aborted and its id is used again, its tokens must not go to the new sequence.
     """
 
     generation: int
-    """Of the weights that compute it."""
+    """The generation of the weights that compute the plan."""
     sampling: list[Sequence | None]
-    """For each row the sequence that gets its tokens; None where it makes none."""
+    """For each row, the sequence that gets its tokens; None where the row makes none."""
     prompts: dict[int, Sequence]
-    """By row, the sequences that get log-probabilities of their prompts."""
+    """Row to sequence, for rows that get log-probabilities of their prompts."""
 
 
 class _Ending(NamedTuple):
     """How a sequence ends with the tokens of a row."""
 
     num_tokens: int
-    """So many of the row's tokens count."""
+    """How many of the row's tokens count."""
     finish: Finish | None
     error: Exception | None
 
 
 class Commits:
-    """The plans that were made and not committed yet. Each is committed once, in the order they were made."""
+    """The plans that are made and not committed yet. Each is committed once, in the order in which they were
+    made.
+    """
 
     def __init__(self, roster: Roster, endings: Endings) -> None:
         self._roster = roster
         self._endings = endings
         self._plans: dict[int, _Uncommitted] = {}
-        """By step id."""
+        """Step id to plan."""
 
     def __bool__(self) -> bool:
-        """Whether a plan is yet to be committed."""
+        """Whether any plan is not committed yet."""
         return bool(self._plans)
 
     def expect(self, step_id: int, draft: Draft, generation: int) -> None:
-        """A plan was made, which weights of this generation will compute."""
+        """Notes a new plan, which weights of this generation will compute."""
         self._plans[step_id] = _Uncommitted(generation, draft.sampling, draft.prompts)
 
     def accept(self, plan: Plan, result: StepResult, now_ns: int) -> Verdicts:
-        """Tells the constraints of a plan's rows which tokens they got. See `Scheduler.accept`."""
+        """Gives the constraints of a plan's rows their tokens. See `Scheduler.accept`."""
         verdicts: dict[int, bool | Exception] = {}
         for i, seq in enumerate(self._plans[plan.step_id].sampling):
             if seq is None or not seq.is_constrained or seq.status is _FINISHED:
@@ -86,7 +87,7 @@ class Commits:
         return verdicts
 
     def put_off(self, plan: Plan, rows: Collection[int], late: Collection[int]) -> None:
-        """These rows of a plan make no token, though they were to. See `Scheduler.put_off`."""
+        """Makes these rows of a plan yield no token. See `Scheduler.put_off`."""
         sampling = self._plans[plan.step_id].sampling
         for i in rows:
             seq, sampling[i] = sampling[i], None
@@ -170,8 +171,8 @@ def _ending(
 ) -> _Ending | None:
     """How a sequence that had `before` tokens ends with these new ones; None if it goes on.
 
-    What ends it by its own rules goes before the row's `error`, and that before its constraint's verdict:
-    where there is an error the constraint was not asked.
+    The sequence's own stop rules are checked first, then the row's `error`, then the constraint's verdict: a
+    constraint is not asked where the row has an error.
     """
     count, finish = seq.rules.first_end(new, before, now_ns)
     if finish is None and error is not None:
@@ -186,7 +187,7 @@ def _ending(
 
 
 def _take_prompt_logprobs(prompts: Mapping[int, Sequence], plan: Plan, result: StepResult) -> None:
-    """Adds those that are new: a sequence that was preempted computes some of them again."""
+    """Adds the log-probabilities that are new. A sequence that was preempted computes some of them again."""
     for i, seq in prompts.items():
         values = result.prompt_logprobs.get(i, ())
         known = plan.rows[i].start + len(values)
@@ -196,7 +197,7 @@ def _take_prompt_logprobs(prompts: Mapping[int, Sequence], plan: Plan, result: S
 
 
 def _accept(seq: Sequence, token_ids: Items[int]) -> bool | Exception:
-    """What a sequence's constraint says to its tokens, see `Verdicts`."""
+    """Gives a sequence's constraint its tokens, and returns the verdict."""
     constraint = seq.request.constraint
     assert constraint is not None
     try:

@@ -1,4 +1,4 @@
-"""How sequences end, and what is remembered of those that have. No jax."""
+"""Ends sequences, and remembers the ids of those that have ended. No jax."""
 
 from __future__ import annotations
 
@@ -17,12 +17,13 @@ class Endings:
     def __init__(self, roster: Roster) -> None:
         self._roster = roster
         self._finished: dict[str, None] = {}
-        """The ids of the latest that ended, oldest first."""
+        """The ids of the outputs that ended last, oldest first."""
         self.next_deadline_ns = NEVER_NS
-        """No active sequence's time limit passes before this. It may be the limit of one that has ended."""
+        """No active sequence's time limit passes before this. It may be the limit of a sequence that has
+        ended."""
 
     def expect(self, seq: Sequence) -> None:
-        """A sequence was queued: its time limit is to be kept."""
+        """Notes the time limit of a sequence that was queued."""
         self.next_deadline_ns = min(self.next_deadline_ns, seq.rules.deadline_ns)
 
     def end(
@@ -37,7 +38,9 @@ class Endings:
         logprobs: tuple[TokenLogprobs, ...] = (),
         prompt_logprobs: tuple[TokenLogprobs, ...] = (),
     ) -> Output:
-        """Ends a sequence, by `finish` or `error`, and makes its last Output. What it held is free then."""
+        """Ends a sequence, by `finish` or `error`, and makes its last Output. Its slot and pages are free
+        when this returns.
+        """
         self._roster.remove(seq)
         self._finished.pop(seq.request_id, None)  # an id that is used again counts as the newest
         self._finished[seq.request_id] = None
@@ -55,7 +58,7 @@ class Endings:
         )
 
     def expire(self, now_ns: int, *, generation: int) -> list[Output]:
-        """Ends active sequences whose time limit has passed. Costs nothing while none is due."""
+        """Ends the active sequences whose time limit has passed. Costs nothing while no time limit is due."""
         if now_ns < self.next_deadline_ns:
             return []
         active = self._roster.active()
@@ -70,5 +73,7 @@ class Endings:
         ]
 
     def has_finished(self, request_id: str) -> bool:
-        """Whether this id ended, in any way, among the last FINISHED_MEMORY and is not in use again."""
+        """Whether an output of this id ended, in any way, among the last FINISHED_MEMORY, and the id is not
+        in use again.
+        """
         return request_id in self._finished and self._roster.find(request_id) is None

@@ -1,5 +1,6 @@
-"""How much one dispatch may hold, by the steps measured so far: how many decode steps a window, how many
-prompt tokens a step with decodes. Pure arithmetic on what it is told; no clock, no jax.
+"""Decides how much one dispatch holds, from the steps measured so far: how many decode steps a window has,
+and how many prompt tokens a step with decodes. Pure arithmetic on the times that it is given; no clock, no
+jax.
 """
 
 from __future__ import annotations
@@ -8,70 +9,74 @@ from collections import deque
 from statistics import median_low
 
 DECODE_SHARE = 2 / 3
-"""Most of a step's time that decodes may take while prompts come in. Where a decode step alone takes more
-than that of the target, steps are made longer than the target: prompts get the rest of their time."""
+"""Largest part of a step's time that decodes may take while prompts come in. If a decode step alone takes
+more than this part of the target, steps become longer than the target, and prompts get the rest of their
+time."""
 _AIM = 0.95
-"""Steps aim at this part of the target: about half of them will take longer than what they aim at."""
+"""Steps aim at this part of the target, because about half of them take longer than what they aim at."""
 LEAST_TOKENS = 16
-"""Least prompt tokens of a step, and of one worth measuring: fewer are lost in a decode step's noise."""
+"""Fewest prompt tokens of a step, and of a step that is worth measuring: the time of fewer is lost in noise.
+"""
 _FIRST_TOKENS = 64
-"""Prompt tokens of a step beside decodes before anything was measured."""
+"""Prompt tokens of a step with decodes before anything was measured."""
 _FEW_SHARE = 0.9
-"""That part of a step with few prompt tokens is taken for a decode step."""
+"""A decode step is taken to last this part of a step with few prompt tokens."""
 _PROBE_EVERY = 16
-"""Where steps are longer than the target for the decodes' sake, one in so many has few prompt tokens."""
+"""If steps are longer than the target because of the decodes, one step in this many has few prompt tokens, to
+measure decodes again."""
 _SHORT = 8
-"""Where so many steps fit a window, rows under a constraint have steps of their own."""
+"""If this many steps fit a window, rows under a constraint get steps of their own."""
 _SLOWER = 10
-"""The others run so many times as long as those, unless that is longer than a window should be, and at least
-for a window of the most steps."""
+"""The other rows run this many times as long as those steps, but no longer than a window should take, and at
+least for a window of the most steps."""
 _NUM_DECODES = 5
 _NUM_PREFILLS = 3
 
 
 class Pacer:
-    """What steps may cost those who run.
+    """Decides what steps may cost the requests that run.
 
-    Windows of decode steps save a dispatch per step; while one runs, nobody can enter and no token is seen.
-    So they aim at a duration, not a number, and end before the next time limit. Rows under a constraint make
-    a token a step. Where many steps fit a window, such steps hold these rows alone and come after so many of
-    the others' that they take a tenth of the time, but no later than a window may end, nor within one.
+    Windows of decode steps save a dispatch per step, but while one runs no request can enter and no token is
+    seen. So windows aim at a duration, not a number of steps, and end before the next time limit. Rows under
+    a constraint make one token a step. Where many steps fit a window, these rows get steps of their own,
+    after so many steps of the others that they take a tenth of the time, but at most one in the time that a
+    window may take.
 
-    A step that computes prompt tokens beside decodes makes those wait for all of it. So such steps aim at a
-    duration too: the time between two tokens of a row that decodes. How many prompt tokens fit is told from
-    steps that had some. One that took too long is compared with a decode step, as if each token had cost the
-    same; one that was short tells that more fit, though not more than twice as many. While prompts come in
-    there are no decode steps to compare with: then a step with few prompt tokens counts as one, and none
-    takes longer than a step that has prompt tokens beside.
+    A step that computes prompt tokens beside decodes makes the decodes wait for all of it. So such steps aim
+    at a duration too: the time between two tokens of a decoding row. Earlier steps with prompt tokens show
+    how many would fit. A step that took too long is compared with a decode step, as if each prompt token had
+    cost the same. A step that was short shows that more tokens fit, at most twice as many. While prompts come
+    in there are no pure decode steps to compare with: then a step with few prompt tokens counts as one, and
+    no decode step takes longer than any step with prompt tokens.
 
-    Of the last few measurements the median counts, so that a single odd one changes nothing.
+    The median of the last few measurements counts, so a single odd one changes nothing.
     """
 
     def __init__(self, window_s: float, max_steps: int, target_itl_s: float = 0.0) -> None:
-        """`window_s`: what a window should take at most, in seconds; `max_steps`: the most steps it may have;
-        1 makes none. `target_itl_s`: what a step with decodes and prompt tokens should take at most, in
-        seconds; 0 sets no limit.
+        """`window_s`: what a window should take at most, in seconds. `max_steps`: the most decode steps of a
+        window; 1 makes no windows. `target_itl_s`: what a step with decodes and prompt tokens should take at
+        most, in seconds; 0 sets no limit.
         """
         self._window_ns = window_s * 1e9
         self._max_steps = max_steps
         self._target_ns = target_itl_s * 1e9
         self._decodes: deque[float] = deque(maxlen=_NUM_DECODES)
-        """What a decode step took, in ns."""
+        """Times of the last decode steps, in ns."""
         self._is_plain = False
-        """Whether no row under a constraint had a part in these."""
+        """Whether none of these steps had rows under a constraint."""
         self._decode_ns = 0.0
-        """The median of them; 0 if there is none yet."""
+        """The median of `_decodes`; 0 if there is none yet."""
         self._unprobed = 0
-        """Steps with prompt tokens since one that had few."""
+        """Steps with prompt tokens since the last one that had few."""
         self._fits: deque[float] = deque(maxlen=_NUM_PREFILLS)
-        """How many prompt tokens would have met the aim."""
+        """How many prompt tokens would have met the aim, in each of the last steps with some."""
         self._constrained: deque[float] = deque(maxlen=_NUM_DECODES)
-        """What a step of rows under a constraint alone took, in ns."""
+        """Times of the last steps of rows under a constraint alone, in ns."""
 
     def decoded(self, num_steps: int, elapsed_ns: int, *, constrained: bool = False) -> None:
-        """That many decode steps, one after the other, took so long on the device. `constrained`: rows under
-        a constraint were among others, so they may have waited for masks; that counts until something better
-        is known.
+        """Notes that this many decode steps, one after the other, took `elapsed_ns` on the device.
+        `constrained`: rows under a constraint were among others, so the step may have waited for masks; such
+        a time counts only until one without them is known.
         """
         if constrained and self._is_plain:
             return
@@ -82,30 +87,34 @@ class Pacer:
         self._decode_ns = median_low(self._decodes)
 
     def constrained(self, elapsed_ns: int) -> None:
-        """A decode step of rows under a constraint alone took so long, on the device or for want of masks."""
+        """Notes that a decode step of rows under a constraint alone took this long, waiting for masks
+        included.
+        """
         self._constrained.append(max(elapsed_ns, 1))
 
     def prefilled(self, num_tokens: int, elapsed_ns: int) -> None:
-        """A step with so many prompt tokens, with or without decodes, took so long on the device."""
+        """Notes that a step with this many prompt tokens, with or without decodes, took `elapsed_ns` on the
+        device.
+        """
         if not self._target_ns or num_tokens < LEAST_TOKENS:
             return
         self._check_decode(num_tokens, elapsed_ns)
         aim, decode = self._aim_ns, self._decode_ns
         if elapsed_ns <= aim and 2 * num_tokens < self._tokens:
-            return  # that few tokens are quick says nothing of many
+            return  # a step with few tokens says nothing about one with many
         most = 2.0 * num_tokens
         if elapsed_ns > decode:
             most = min(most, num_tokens * (aim - decode) / (elapsed_ns - decode))
         self._fits.append(most)
 
     def _check_decode(self, num_tokens: int, elapsed_ns: int) -> None:
-        """What a step with prompt tokens, which is all there is while they come in, tells of a decode step:
-        that it takes no longer; and, where these are few, that it takes about as long.
+        """Uses a step with prompt tokens, the only kind there is while prompts come in, as a measure of a
+        decode step: a decode step takes no longer; and if the prompt tokens are few, it takes about as long.
         """
         if not self._decodes:
             return
         self._unprobed = self._unprobed + 1 if self._aim_ns > self._target_ns else 0
-        # As few as can be, for which a padded step may be too large; two in flight had the budget of before.
+        # A padded step may be too large for the fewest tokens, and the two steps in flight were made before.
         few = num_tokens <= LEAST_TOKENS or self._unprobed >= _PROBE_EVERY + 2
         few |= self._tokens <= LEAST_TOKENS and elapsed_ns > self._aim_ns
         if few:
@@ -118,7 +127,9 @@ class Pacer:
         self._decode_ns = median_low(self._decodes)
 
     def max_steps(self, ns_to_deadline: int, steps_ahead: int) -> int:
-        """Steps for the next dispatch, at least 1. `steps_ahead` of those already dispatched come before."""
+        """How many decode steps the next dispatch may hold, at least 1. `steps_ahead` of those already
+        dispatched run before it.
+        """
         if self._max_steps == 1 or not self._decodes:
             return 1
         to_deadline = ns_to_deadline / self._decode_ns - steps_ahead
@@ -126,8 +137,8 @@ class Pacer:
 
     @property
     def apart_steps(self) -> int:
-        """How many decode steps of the others come between two of rows under a constraint; 0: all step
-        together.
+        """How many decode steps of the other rows come between two steps of rows under a constraint; 0: all
+        rows step together.
         """
         if self._max_steps == 1 or not self._decodes or self._window_ns < _SHORT * self._decode_ns:
             return 0
@@ -142,7 +153,7 @@ class Pacer:
         if not self._target_ns:
             return None
         if self._unprobed >= _PROBE_EVERY:
-            return LEAST_TOKENS  # whether decodes still take so long
+            return LEAST_TOKENS  # to measure whether decodes still take this long
         return max(int(self._tokens), LEAST_TOKENS)
 
     @property

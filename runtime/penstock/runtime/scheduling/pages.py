@@ -1,7 +1,7 @@
-"""The pool of KV pages: who holds which page, how often, and what is kept of the past. No jax: a page is only
-a number here.
+"""The pool of KV pages: which pages are held, by how many sequences, and which are kept for their content. No
+jax: here a page is only a number.
 
-Ask, do, audit: `can_allocate` before `allocate`, and `check` in tests after every step.
+Call `can_allocate` before `allocate`, and `check` in tests after every step.
 """
 
 from __future__ import annotations
@@ -17,13 +17,14 @@ class PagePool:
 
     Each page is in one of three states:
 
-    - free: refcount 0, its content is of no use; on a stack, so that the page used last, likely still in a
-      CPU cache, is used next.
-    - held: refcount = number of holders. `publish` may give it a key, by which `lookup` finds it.
-    - cached: refcount 0, but with a key: its content is kept until the page is wanted for something else,
-      the least recently held first. `retain` makes it held again.
+    - free: its refcount is 0 and its content is of no use. Free pages form a stack, so that the page used
+      last, which is likely still in a CPU cache, is used next.
+    - held: its refcount is the number of its holders. `publish` may give it a key, by which `lookup` finds
+      it.
+    - cached: its refcount is 0 but it has a key. Its content is kept until the page is needed for something
+      else; the page whose last holder left first goes first. `retain` makes it held again.
 
-    Every operation is O(pages touched).
+    Every operation takes time in proportion to the pages it touches.
     """
 
     __slots__ = (
@@ -47,10 +48,12 @@ class PagePool:
         self.page_size = page_size
         self._max_cached = num_pages if max_cached is None else max_cached
         self._refcounts = [0] * num_pages
-        self._free = list(range(num_pages - 1, -1, -1))  # top of the stack = end of the list = lowest page
+        self._free = list(range(num_pages - 1, -1, -1))  # a stack: the lowest page is at the end
         self._keys: list[bytes | None] = [None] * num_pages
         self._index: dict[bytes, int] = {}
-        self._cached: OrderedDict[int, None] = OrderedDict()  # least recently held first
+        self._cached: OrderedDict[int, None] = (
+            OrderedDict()
+        )  # the page whose last holder left first comes first
 
     @property
     def num_free(self) -> int:
@@ -62,25 +65,27 @@ class PagePool:
 
     @property
     def num_available(self) -> int:
-        """What `allocate` can give: free pages and cached ones."""
+        """How many pages `allocate` can give: the free and the cached ones."""
         return len(self._free) + len(self._cached)
 
     @property
     def num_used(self) -> int:
-        """Held pages."""
+        """How many pages are held."""
         return self.num_pages - len(self._free) - len(self._cached)
 
     @property
     def capacity_tokens(self) -> int:
-        """Token positions of the whole pool."""
+        """Number of token positions in the whole pool."""
         return self.num_pages * self.page_size
 
     def pages_for(self, num_tokens: int) -> int:
-        """Pages that hold `num_tokens` positions."""
+        """How many pages hold `num_tokens` positions."""
         return -(-num_tokens // self.page_size)
 
     def can_allocate(self, n: int, beside: Sequence[int] = ()) -> bool:
-        """Whether `n` pages can be had once the pages `beside`, held or cached, are retained."""
+        """Whether `n` pages can be allocated after the pages `beside`, which are held or cached, have been
+        retained.
+        """
         left = len(self._free) + len(self._cached) - n
         if left >= len(beside) or left < 0:
             return left >= 0
@@ -88,8 +93,8 @@ class PagePool:
         return sum(refcounts[page] == 0 for page in beside) <= left
 
     def allocate(self, n: int) -> list[int]:
-        """Takes `n` pages for one holder: free ones first, then what was cached longest ago. RuntimeError if
-        `can_allocate(n)` is false: ask first.
+        """Takes `n` pages for one holder: free ones first, then cached ones, the oldest first. RuntimeError
+        if `can_allocate(n)` is false: call that first.
         """
         free = self._free
         if not 0 <= n <= self.num_available:
@@ -107,7 +112,7 @@ class PagePool:
         return pages
 
     def retain(self, pages: Iterable[int]) -> None:
-        """One more holder for each page; each must be held or cached."""
+        """Adds a holder to each page; each must be held or cached, else RuntimeError."""
         refcounts = self._refcounts
         for page in pages:
             count = refcounts[page]
@@ -118,10 +123,12 @@ class PagePool:
             refcounts[page] = count + 1
 
     def release(self, pages: Sequence[int]) -> None:
-        """One holder fewer for each page; a page without holders is free, or cached if it has a key, at once.
+        """Removes a holder from each page; each must be held, else RuntimeError. A page without holders is
+        free at once, or cached if it has a key.
 
-        In reverse order: the next `allocate` hands free pages out in their old order, and of cached ones the
-        end of a prefix goes before its beginning, without which the end cannot be found.
+        Pages are released in reverse order. So the next `allocate` hands out free pages in their old order,
+        and of a cached prefix the end is evicted before the beginning, without which the end could not be
+        found.
         """
         refcounts = self._refcounts
         for page in reversed(pages):
@@ -138,14 +145,16 @@ class PagePool:
             self._free.append(self._evict())
 
     def num_released_with(self, holders: Iterable[Iterable[int]]) -> int:
-        """How many pages would be without holders if all of these released theirs."""
+        """How many pages would have no holder if all of these holders released theirs."""
         counts = Counter(page for pages in holders for page in pages)
         return sum(self._refcounts[page] == count for page, count in counts.items())
 
     # -- keys --
 
     def publish(self, page: int, key: bytes) -> None:
-        """Lets `lookup` find a held page; nothing happens if another page has this key already."""
+        """Gives a held page a key, so that `lookup` finds it; does nothing if another page has this key.
+        RuntimeError if the page is not held, or has a key.
+        """
         if self._refcounts[page] < 1 or self._keys[page] is not None:
             raise RuntimeError(f"page {page} is not held, or was published before")
         if key not in self._index:
@@ -153,15 +162,15 @@ class PagePool:
             self._keys[page] = key
 
     def lookup(self, key: bytes) -> int | None:
-        """The held or cached page of this key."""
+        """The held or cached page with this key; None if there is none."""
         return self._index.get(key)
 
     def key_of(self, page: int) -> bytes | None:
-        """The key under which `lookup` finds a page; None if it has none."""
+        """The key of a page; None if it has none."""
         return self._keys[page]
 
     def num_holders(self, page: int) -> int:
-        """How often a page was taken and not released."""
+        """How many holders a page has."""
         return self._refcounts[page]
 
     @property
@@ -170,8 +179,8 @@ class PagePool:
         return len(self._index)
 
     def forget_keys(self) -> tuple[int, int]:
-        """No page is found by a key any more: cached ones become free (how many is the first number), held
-        ones stay held (how many had a key is the second).
+        """Removes all keys, so that `lookup` finds no page any more. Cached pages become free; held ones stay
+        held.
         """
         freed, in_use = len(self._cached), len(self._index) - len(self._cached)
         self._free.extend(reversed(self._cached))
@@ -181,7 +190,7 @@ class PagePool:
         return freed, in_use
 
     def _evict(self) -> int:
-        """The page cached longest ago loses its key; it belongs to the caller."""
+        """Takes the oldest cached page, which loses its key, for the caller."""
         page, _ = self._cached.popitem(last=False)
         key = self._keys[page]
         assert key is not None
@@ -190,7 +199,9 @@ class PagePool:
         return page
 
     def check(self, holders: Iterable[Iterable[int]]) -> None:
-        """Audit against the pages of every holder, for tests; AssertionError tells what is wrong."""
+        """Checks all invariants against the pages of every holder, for tests; the AssertionError says what is
+        wrong.
+        """
         held: Counter[int] = Counter()
         for pages in holders:
             held.update(pages)

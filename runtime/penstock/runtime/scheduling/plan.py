@@ -1,4 +1,4 @@
-"""What the scheduler tells the runner to compute in one step, and what comes back. No jax."""
+"""What the scheduler tells the runner to compute in one step, and what the runner answers. No jax."""
 
 from __future__ import annotations
 
@@ -10,32 +10,35 @@ from penstock.runtime.requests.request import Request, TokenLogprobs
 
 
 class PlanRow(NamedTuple):
-    """One request's share of a step: positions [start, start + num_tokens).
+    """The part of one sequence in a step: its positions [start, start + num_tokens).
 
-    A named tuple because one is made per row and step: on Python 3.11 a frozen dataclass of as many fields
-    takes 1.6 us to make, this 0.5 us.
+    It is a named tuple because one is made for every row of every step: on Python 3.11 this takes 0.5 us, a
+    frozen dataclass of as many fields 1.6 us.
     """
 
     request_id: str
     slot: int
-    """The row the request keeps while it runs, 0 <= slot < max_num_seqs."""
+    """The place that the sequence has on the device while it runs, 0 <= slot < max_num_seqs."""
     start: int
+    """Position of the row's first input token."""
     num_tokens: int
+    """Number of input tokens."""
     token_ids: tuple[int, ...] | None
-    """The input tokens; None = one token, the one this slot sampled last, which is on the device."""
+    """The input tokens; None: one token, the slot's own last sample, which is on the device."""
     samples: bool
-    """Whether the last position yields a token (false for a prefill chunk that is not the last)."""
+    """Whether the row samples a token after its last position; false for a prefill chunk that is not the
+    last."""
     bans: int = 0
-    """How many of this row's samples, from the first on, must be neither EOS (unless ignored) nor stop id:
-    those are masked until min_tokens is reached. At most max_samples."""
+    """How many of this row's samples, from the first on, must be neither EOS (unless ignored) nor a stop id,
+    because min_tokens is not reached yet; at most max_samples."""
     max_samples: int = 1
-    """Most tokens this row may produce in this plan: 1 to `Plan.num_steps` where it samples, else without
-    meaning. The device ends a row early, after a token that ends the request and is not banned."""
+    """Most tokens this row may sample in this plan, 1 to `Plan.num_steps`; without meaning if the row does
+    not sample. The device ends a row early, after a token that ends the request and is not banned."""
 
 
 @dataclass(frozen=True, slots=True)
 class PageWrite:
-    """Entries of slot's page table become `pages`, from `first_index` on."""
+    """The entries of a slot's page table from `first_index` on become `pages`."""
 
     slot: int
     first_index: int
@@ -46,52 +49,59 @@ class PageWrite:
 class Plan:
     """One dispatch: a step, or a window of several decode steps.
 
-    Rows stand in no particular order that a caller may rely on; slots are unique.
+    The rows are in no particular order; their slots are unique.
     """
 
     step_id: int
     rows: tuple[PlanRow, ...]
     new_requests: tuple[tuple[int, Request], ...] = ()
-    """(slot, request) of rows that (re)entered: the runner refreshes its mirror of their parameters."""
+    """(slot, request) of each row that entered: the runner takes its parameters into the slot."""
     page_writes: tuple[PageWrite, ...] = ()
+    """New entries of page tables."""
     preempted: tuple[str, ...] = ()
-    """Ids that lost their pages while this plan was made; never among `rows`."""
+    """Ids of the sequences that lost their pages while this plan was made; they have no row in it."""
     num_steps: int = 1
-    """Decode steps in one program: above 1 only where every row is a decode. Each later step's input is the
-    row's sample of the one before; a row takes part while it has made fewer than max_samples tokens."""
+    """Decode steps of the dispatch; above 1 only if every row is a decode. The input of each later step is
+    the row's sample of the step before. A row takes part while it has made fewer than max_samples tokens."""
     page_copies: tuple[tuple[int, int], ...] = ()
-    """(source, destination): pages to copy before the step writes; no page is both."""
+    """Pages to copy before the step writes. No page is both a source and a destination."""
     made: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
-    """By slot, for those of `new_requests` whose penalties need it: the tokens they had made before."""
+    """Slot to the tokens that the request had generated before it entered, for those of `new_requests` whose
+    penalties need them."""
     feature_slots: Mapping[int, int] = field(default_factory=dict)
-    """By slot, for those of `new_requests` with penalties or a bias: where these are kept while they run."""
+    """Slot to feature slot, for those of `new_requests` with penalties or a bias."""
     apart: bool = False
-    """A step of rows under a constraint alone, between the windows of the others."""
+    """Whether this is a step of rows under a constraint alone, between windows of the others."""
 
     @property
     def num_tokens(self) -> int:
-        """Input tokens of the (first) step."""
+        """Input tokens of the dispatch's first step."""
         return sum(row.num_tokens for row in self.rows)
 
     @property
     def num_prompt_tokens(self) -> int:
-        """Those of them that no decode has: tokens of prompts, or computed anew after a preemption."""
+        """Input tokens of rows that are no decodes: tokens of prompts, or tokens computed again after a
+        preemption.
+        """
         return sum(row.num_tokens for row in self.rows if row.token_ids is not None)
 
     @property
     def decode_only(self) -> bool:
+        """Whether every row has one input token."""
         return all(row.num_tokens == 1 for row in self.rows)
 
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """Sampled tokens of a plan, aligned with `plan.rows`."""
+    """What a plan's rows sampled; the sequences are aligned with `plan.rows`."""
 
     token_ids: Sequence[Sequence[int]]
-    """Per row in the order they were sampled: none where the row does not sample, else 1 to max_samples."""
+    """For each row its tokens, in the order they were sampled: none if the row does not sample, else 1 to
+    max_samples."""
     logprobs: Sequence[Sequence[TokenLogprobs]]
-    """Per row: empty, or one per token."""
+    """For each row one entry per token, or none at all."""
     errors: Mapping[int, Exception] = field(default_factory=dict)
-    """By row, where no more tokens can be made."""
+    """Row to error, for rows that can make no more tokens."""
     prompt_logprobs: Mapping[int, Sequence[TokenLogprobs]] = field(default_factory=dict)
-    """By row, of the prompt's tokens at positions from start + 1 on, for requests that want it."""
+    """Row to the log-probabilities of the prompt's tokens at positions from start + 1 on, for requests that
+    want them."""

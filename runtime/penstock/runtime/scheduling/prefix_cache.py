@@ -1,22 +1,22 @@
-"""The prefix cache: whose KV pages another request may share. No jax.
+"""The prefix cache: finds KV pages of earlier requests that another request may share. No jax.
 
-A full page is known by a key chained over all that tells its KV from another's, but for the weights:
-key(i) = hash(key(i - 1), tokens of page i), from a root of salt and adapter. (The chain is vLLM's idea; keyed
-hashing answers collisions made on purpose.) New weights flush the cache instead, so a prompt's keys never
-change: whoever submits it makes them (`keys_of`), outside the engine's lock. Tokens are not compared: the
-hash is BLAKE2b with a secret of this process and 128 bits, so that two prefixes with one key neither happen
-nor can be searched for.
+Keys. A full page has a key that stands for everything its KV depends on, except the weights: key(i) =
+hash(key(i - 1), tokens of page i), where key(-1) is made of the salt and the adapter. (Chained keys are
+vLLM's idea; hashing with a secret protects from collisions made on purpose.) New weights flush the cache, so
+the keys of a prompt never change, and the thread that submits it can make them (`keys_of`) outside the
+engine's lock. Tokens are not compared: the hash is BLAKE2b of 128 bits with a secret of this process, so
+equal keys for different prefixes neither happen by chance nor can be searched for.
 
-Which pages may have a key: their KV is written by a step that is dispatched, all their tokens are known, and
-nobody writes them again. A prefill's pages are published when the chunk that fills them is scheduled. Even a
-row of the same step may share them: the attention op writes all KV of a step before it reads any. Pages of
-generated tokens are published at commit; what is still in flight, even of a row past its end, writes behind
-the last committed token. Whoever shares, shares full pages before its own first input, so no shared page is
-written.
+Which pages may have a key. All of this must hold: a dispatched step writes their KV, all their tokens are
+known, and nothing writes them again. The pages of a prefill are published when the chunk that fills them is
+scheduled. Even rows of the same step may share them, because the attention operation writes all KV of a step
+before it reads any. Pages of generated tokens are published at commit; tokens still in flight, even of a row
+past its end, are written behind the last committed token. A sequence shares only full pages before its own
+first input, so no shared page is written.
 
-Requests that arrive together share too: a running prefill promises the keys of the pages it is going to
-publish, and who needs a promised page next waits for it instead of computing it again. It waits for the last
-page that both have in common, and is told when that is published, or when the promise falls.
+Promises. Requests that arrive together share too. A running prefill promises the keys of the pages that it is
+going to publish; a sequence that needs a promised page next waits for it instead of computing it again. It
+waits for the last page that both have in common, until that is published or the promise falls.
 """
 
 from __future__ import annotations
@@ -34,24 +34,26 @@ _KEY_BYTES = 16
 
 
 class PrefixCache:
-    """Keys of sequences over one pool. Switched off, it finds and promises nothing."""
+    """Finds and publishes the pages of sequences in one pool. Without `enabled` it finds and promises
+    nothing.
+    """
 
     def __init__(
         self, pool: PagePool, waiting: Waiting, *, enabled: bool = True, secret: bytes | None = None
     ) -> None:
-        """`waiting` is told which keys were published and which never will be. `secret` (1 to 64 bytes): the
-        hash's key; None draws one.
+        """`waiting` is told which keys were published, and which never will be. `secret` (1 to 64 bytes) is
+        the hash's key; None draws one.
         """
         self._pool = pool
         self._waiting = waiting
         self._enabled = enabled
         self._secret = secret or secrets.token_bytes(32)
-        self._latest: Sequence | None = None  # the last that entered and publishes
+        self._latest: Sequence | None = None  # the sequence that entered last and publishes
         self._promising: dict[Sequence, None] = {}  # running prefills with pages to publish, oldest first
 
     def keys_of(self, request: Request) -> list[bytes]:
-        """The keys of the full pages of a prompt; none if it will share nothing. May be called from any
-        thread, and takes about a millisecond for 16,000 tokens.
+        """The keys of the full pages of a prompt; none if the request will share nothing. May be called from
+        any thread, and takes about a millisecond for 16,000 tokens.
         """
         keys: list[bytes] = []
         if self._enabled and not request.cache.bypass:
@@ -59,10 +61,10 @@ class PrefixCache:
         return keys
 
     def match(self, seq: Sequence) -> list[int]:
-        """The pages that hold the longest cached prefix of a waiting sequence, not retained yet.
+        """The pages that hold the longest cached prefix of a waiting sequence. They are not retained yet.
 
-        What it has in common with the sequence that entered last need not be looked up: of many that wait
-        for one prefix, only the first is.
+        The part that the sequence has in common with the one that entered last is taken from there, without
+        look-ups: when many sequences wait for one prefix, only the first is looked up.
         """
         keys, latest = self._shareable_keys(seq), self._latest
         pages: list[int] = []
@@ -77,8 +79,9 @@ class PrefixCache:
         return pages
 
     def promised(self, seq: Sequence, num_found: int) -> bytes | None:
-        """The key to wait for, if a running prefill of no lower priority is about to publish the page that
-        comes after the `num_found` that `match` has found: that of the last page they have in common.
+        """Returns the key to wait for, if a running prefill of no lower priority is about to publish the page
+        after the `num_found` pages that `match` has found: the key of the last page that both have in common.
+        None if there is no such prefill.
         """
         keys = self._shareable_keys(seq)
         if num_found >= len(keys):
@@ -92,7 +95,7 @@ class PrefixCache:
         return None
 
     def begin(self, seq: Sequence, num_shared: int) -> None:
-        """A sequence enters with that many shared pages."""
+        """Notes that a sequence enters with this many shared pages."""
         seq.published, seq.is_shareable = num_shared, True
         if self._enabled and not seq.request.cache.bypass:
             page_size = self._pool.page_size
@@ -103,8 +106,8 @@ class PrefixCache:
                 self._promising[seq] = None
 
     def publish(self, seq: Sequence, end: int) -> None:
-        """The KV of all positions below `end` is written once the dispatched steps have run, and these tokens
-        are known. To be called when `end` is at least `seq.publish_at`.
+        """Publishes the full pages of a sequence below position `end`: their tokens are known, and their KV
+        is written once the dispatched steps have run. To be called when `end` is at least `seq.publish_at`.
         """
         keys = seq.page_keys
         until = end // self._pool.page_size
@@ -121,8 +124,8 @@ class PrefixCache:
             del self._promising[seq]
 
     def leave(self, seq: Sequence) -> None:
-        """A sequence stops running, or has KV of before a flush: it shares no more, and will not keep its
-        promises.
+        """Notes that a sequence stops running, or that its KV is older than a flush: it shares no more pages,
+        and its promises fall.
         """
         seq.publish_at, seq.is_shareable = NEVER, False
         if seq is self._latest:
@@ -135,17 +138,15 @@ class PrefixCache:
         self._waiting.happened(seq)
 
     def flush(self) -> tuple[int, int]:
-        """Forget everything; from now on it is the KV of other weights, if you like. Returns what
-        `PagePool.forget_keys` does.
-
-        Who is running must `leave`: with KV of before the flush they publish nothing.
+        """Forgets all prefixes, for example because the weights have changed. Running sequences must `leave`
+        before: they hold KV from before the flush, and must not publish it.
         """
         return self._pool.forget_keys()
 
     def _shareable_keys(self, seq: Sequence) -> list[bytes]:
-        """The keys of the pages that a waiting sequence may share. The page of its last token is never among
-        them, because that token must be computed. There are none while log-probabilities of the prompt are
-        needed: cached pages do not store them.
+        """The keys of the pages that a waiting sequence may share. They never cover its last token, which
+        must be computed. There are none while log-probabilities of its prompt are needed, because cached
+        pages do not store them.
         """
         if not self._enabled or seq.request.cache.bypass or seq.needs_whole_prompt:
             return []
@@ -156,7 +157,7 @@ class PrefixCache:
         return keys if len(keys) == num_pages else keys[:num_pages]
 
     def _extend(self, keys: list[bytes], request: Request, token_ids: list[int] | tuple[int, ...]) -> None:
-        """Appends what `keys` lacks of the full pages of these tokens."""
+        """Appends the missing keys of the full pages of these tokens."""
         page_size = self._pool.page_size
         first, last = len(keys), len(token_ids) // page_size
         if first < last:
@@ -177,7 +178,9 @@ class PrefixCache:
 
 
 def _num_common(keys: list[bytes], others: list[bytes], most: int) -> int:
-    """How many of the first `most` keys are equal: chained as they are, up to some page all, then none."""
+    """How many of the first `most` keys are equal in both lists. Keys are chained, so after the first
+    difference all differ, and a binary search finds it.
+    """
     low, high = 0, most
     while low < high:
         middle = (low + high + 1) // 2

@@ -1,12 +1,14 @@
-"""Who runs, who waits, and which slot and pages each one holds. The moves; `scheduler` decides when. No jax.
+"""Which sequences run and which wait, and the slot and pages that each one holds. No jax.
+
+This module has the moves between these states; `scheduler` decides when to make them.
 
     add -> WAITING -- enter --> RUNNING -- remove --> FINISHED
               ^                    |
               +----- preempt ------+        (WAITING -- remove --> FINISHED as well)
 
-Both are in order of `Sequence.rank`: the first to be served comes first, the first to be preempted last.
-A running sequence may rank behind a waiting one: it entered while that one waited for a shared prefix or a
-feature slot, or before one of higher priority came.
+Running and waiting sequences are both kept in order of `Sequence.rank`: the first is served first, the last
+is preempted first. A running sequence may rank behind a waiting one: it entered while the other waited for a
+shared prefix or a feature slot, or before a request of higher priority came.
 """
 
 from __future__ import annotations
@@ -24,10 +26,9 @@ from penstock.runtime.scheduling.waiting import FEATURE_SLOT, Waiting, take_rank
 
 HEADROOM_TOKENS = 48
 HEADROOM_SHARE = 8
-"""See `Roster.headroom`. More of it saves recomputed prefills and costs rows: at 48 tokens, with 64 rows and
-pages for three quarters of what they grow to, 1.1 times the prompts' tokens are computed (1.5 to 1.8 without)
-and 1 to 3 % of the rows are lost.
-"""
+"""See `Roster.headroom`. More headroom means that fewer prefills are lost to preemption, but also that fewer
+rows run. With 48 tokens, 64 rows, and pages for three quarters of what the rows grow to, 1.1 times the
+prompts' tokens are computed (1.5 to 1.8 times without headroom), and 1 to 3 % of the rows are lost."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,27 +36,32 @@ class Load:
     """How busy the scheduler is, for routing and metrics."""
 
     num_running: int
+    """Sequences that run."""
     num_waiting: int
+    """Sequences that wait."""
     waiting_prompt_tokens: int
+    """Prompt tokens of all waiting sequences."""
     pages_used: int
-    """Held by requests; pages that only cache a prefix count as free."""
+    """Pages that requests hold; a page that only caches a prefix counts as free."""
     pages_total: int
 
 
 @dataclass(frozen=True, slots=True)
 class Prefix:
-    """The already computed part of a prompt, which a sequence reuses when it starts."""
+    """The part of a waiting sequence that is computed already when the sequence enters."""
 
     pages: list[int]
-    """Full, and shared: they stand first in its page table."""
+    """Full pages that the sequence shares; they come first in its page table."""
     num_computed: int
-    """Number of reused positions: all of `pages` and, for a fork, the filled part of `partial`."""
+    """Number of computed positions: all of `pages` and, for a fork, the first positions of the page after
+    them."""
     partial: int | None = None
-    """The page that the fork copies because it is not full; None if there is none."""
+    """The page of the source that holds these first positions, for the fork to copy; None where there are
+    none."""
 
 
 class Roster:
-    """`running`, in order of rank, and `waiting`. Changed by the moves only."""
+    """All active sequences. Other modules change it by the moves only."""
 
     def __init__(
         self,
@@ -69,8 +75,8 @@ class Roster:
         feature_slots: int | None = None,
         has_state: bool = False,
     ) -> None:
-        """`max_prefill_pages`: most pages that a row holds while it prefills; None: those of all its
-        tokens.
+        """`max_prefill_pages`: most pages that a sequence holds while it is prefilled; None: the pages of all
+        its tokens. See `SchedulerConfig` for the other arguments.
         """
         self.pool = PagePool(num_pages, page_size, prefix_cache_pages)
         self.waiting = Waiting()
@@ -79,20 +85,20 @@ class Roster:
         self._max_num_seqs = max_num_seqs
         self._sliding_window = sliding_window
         self.has_state = has_state
-        """See `SchedulerConfig`."""
+        """See `SchedulerConfig.has_state`."""
         self._max_prefill_pages = max_prefill_pages or num_pages
         self._num_feature_slots = max_num_seqs if feature_slots is None else feature_slots
-        self._free_slots = list(range(max_num_seqs))  # heaps: the lowest slot is taken first
+        self._free_slots = list(range(max_num_seqs))  # heaps, so that the lowest slot is taken first
         self._free_feature_slots = list(range(self._num_feature_slots))
         self._active: dict[str, Sequence] = {}
-        self._outputs: dict[str, list[Sequence]] = {}  # active ones by request, in order of arrival
+        self._outputs: dict[str, list[Sequence]] = {}  # active outputs by request, in order of arrival
 
     def has_outputs(self, request_id: str) -> bool:
-        """Whether any output of a request is active."""
+        """Whether any output of this request is active."""
         return request_id in self._outputs
 
     def requests(self) -> tuple[str, ...]:
-        """Those that have active outputs, in order of arrival."""
+        """The ids of the requests that have active outputs, in order of arrival."""
         return tuple(self._outputs)
 
     def outputs_of(self, request_id: str) -> Iterable[Sequence]:
@@ -100,11 +106,11 @@ class Roster:
         return self._outputs.get(request_id, ())
 
     def find(self, request_id: str) -> Sequence | None:
-        """The active sequence of exactly this id."""
+        """The active sequence of exactly this id; None if there is none."""
         return self._active.get(request_id)
 
     def active(self) -> list[Sequence]:
-        """All that run or wait, in order of arrival."""
+        """All running and waiting sequences, in order of arrival."""
         return list(self._active.values())
 
     @property
@@ -112,20 +118,22 @@ class Roster:
         return len(self._free_slots)
 
     def has_feature_slot_for(self, seq: Sequence) -> bool:
-        """Whether one is free, or not needed."""
+        """Whether a feature slot is free, or the sequence needs none."""
         return bool(self._free_feature_slots) or not seq.needs_feature_slot
 
     def add(self, seq: Sequence) -> None:
-        """A new arrival joins the queue."""
+        """Adds a new sequence to the queue."""
         self._active[seq.request_id] = seq
         self._outputs.setdefault(request_id_of(seq.request_id), []).append(seq)
         self.waiting.add(seq)
 
     def source_of(self, seq: Sequence) -> Sequence | None:
-        """The running output that a waiting fork is to share the prompt of, computed or not; None if there is
-        none, or the fork ran before: then it computes what the prefix cache has not.
+        """Finds the running output whose prompt a waiting fork is to share, whether computed already or not.
+        None if there is none, or if the fork ran before: then it computes what the prefix cache does not
+        have.
 
-        The prompt is compared by identity, so that no other request under a former one's id is taken for it.
+        Prompts are compared by identity, so that another request which uses the id of a former one is never
+        taken for the source.
         """
         request = seq.request
         if request.fork_of is None or seq.preemptions or self.has_state:
@@ -137,30 +145,33 @@ class Roster:
         return None
 
     def fork(self, seq: Sequence, source: Sequence) -> Prefix:
-        """All positions of the prompt but the last, which `source` has computed."""
+        """The prefix that a fork shares with `source`: all positions of the prompt but the last, which must
+        be computed.
+        """
         num_computed = seq.num_prompt - 1
         num_pages, rest = divmod(num_computed, self.pool.page_size)
         return Prefix(source.pages[:num_pages], num_computed, source.pages[num_pages] if rest else None)
 
     def num_unread(self, start: int) -> int:
-        """Leading pages that no position from `start` on looks back to."""
+        """How many leading pages no position from `start` on attends to."""
         window = self._sliding_window
         return 0 if window is None else max(start - window + 1, 0) // self.pool.page_size
 
     def shared_by(self, prefix: Prefix) -> list[int]:
-        """The pages that one who enters with this prefix holds of it."""
+        """The pages of this prefix that a sequence which enters with it holds."""
         return prefix.pages[self.num_unread(prefix.num_computed) :]
 
     def num_new(self, seq: Sequence, prefix: Prefix) -> int:
-        """The pages of its own that a sequence enters with: those for all tokens known now (generated ones
-        too, if resumed). With a sliding window as many as it can make use of at a time: it exchanges them.
+        """How many pages of its own a sequence enters with: enough for all tokens that are known now (with
+        generated ones, if it resumes). With a sliding window, as many as it can use at a time, because it
+        exchanges them as it goes.
         """
         whole = self.pool.pages_for(len(seq.token_ids)) - len(prefix.pages)
         return min(whole, self._max_prefill_pages - len(self.shared_by(prefix)))
 
     def can_enter(self, seq: Sequence, prefix: Prefix) -> bool:
-        """Its slots are free, and so are its own pages, beside the shared ones and the `headroom` of those
-        who run.
+        """Whether the slots that a sequence needs are free, and its own pages beside the shared ones and the
+        `headroom` of the running sequences.
         """
         if not (self._free_slots and self.has_feature_slot_for(seq)):
             return False
@@ -170,14 +181,15 @@ class Roster:
         )
 
     def headroom(self, running: Iterable[Sequence]) -> int:
-        """Pages to be left to these when another enters: what their next HEADROOM_TOKENS tokens will need,
-        but not more than one in HEADROOM_SHARE of all. Else whoever took the last page would be preempted
-        for the next decode that wants one, and would have been prefilled for nothing.
+        """How many pages to leave to the sequences `running` when another one enters: what their next
+        HEADROOM_TOKENS tokens will need, but at most one in HEADROOM_SHARE of all pages. Without headroom,
+        the next decode that needs a page would preempt the sequence that took the last one, and its prefill
+        would be wasted.
         """
         page_size, most = self.pool.page_size, self.pool.num_pages // HEADROOM_SHARE
         num_pages = 0
         for seq in running:
-            # A prefill holds its pages, or exchanges them.
+            # A prefill needs no new pages: it holds all of them, or exchanges them.
             start = min(max(seq.num_computed, seq.prefill_until), len(seq.pages) * page_size)
             end = min(start + HEADROOM_TOKENS, seq.max_computed)
             num_pages += max(-(-end // page_size) - len(seq.pages), 0)
@@ -186,12 +198,12 @@ class Roster:
         return num_pages
 
     def enter(self, seq: Sequence, prefix: Prefix) -> int:
-        """One of the queue starts to run behind its prefix: lowest free slots, all pages of its known tokens.
-        Returns the slot.
+        """Starts a waiting sequence behind its prefix, in the lowest free slots, with pages for all its known
+        tokens. Returns the slot.
 
-        A prefill therefore never takes a page from the pool on its way, and never deadlocks with another one
-        halfway. With a sliding window it exchanges those that it will not read again for new ones; if one of
-        them is held by others too, it preempts as a decode does (`Planner`).
+        So a prefill never takes a page from the pool on its way, and two prefills never deadlock halfway.
+        With a sliding window a prefill exchanges the pages that it will not read again for new ones. If
+        another request holds some of them too, it preempts others as a decode does (`page_supply`).
         """
         shared = prefix.pages
         slot = heapq.heappop(self._free_slots)
@@ -199,7 +211,7 @@ class Roster:
             seq.feature_slot = heapq.heappop(self._free_feature_slots)
         num_tokens = len(seq.token_ids)
         num_new = self.num_new(seq, prefix)
-        self.pool.retain(self.shared_by(prefix))  # first, lest they be evicted for the others
+        self.pool.retain(self.shared_by(prefix))  # first, so that `allocate` does not evict them
         seq.pages = shared + self.pool.allocate(num_new)
         seq.num_dropped = self.num_unread(prefix.num_computed)
         seq.num_computed = prefix.num_computed
@@ -211,9 +223,10 @@ class Roster:
         return slot
 
     def preempt(self, seq: Sequence) -> None:
-        """A running one goes back to the queue.
+        """Sends a running sequence back to the queue.
 
-        Slot and pages go, tokens stay: they are prefilled again after the next `enter`.
+        It gives back its slot and pages and keeps its tokens, which are prefilled again after it enters
+        again.
         """
         self._leave(seq)
         seq.num_computed = seq.prefill_until = 0
@@ -221,14 +234,14 @@ class Roster:
         self.waiting.add(seq)
 
     def drop_pages(self, seq: Sequence, num_pages: int) -> None:
-        """Give back the leading `num_pages` of a running sequence; nobody will read them through it again."""
+        """Gives back the leading `num_pages` of a running sequence, which it will not read again."""
         self.pool.release(seq.pages[seq.num_dropped : num_pages])
         if not seq.num_dropped:
             self.waiting.happened(seq)  # its forks cannot share its pages any more
         seq.num_dropped = num_pages
 
     def remove(self, seq: Sequence) -> None:
-        """Running or waiting -> finished; what it held is free at once."""
+        """Ends a running or waiting sequence; what it held is free at once."""
         if seq.status is Status.RUNNING:
             self._leave(seq)
         else:
@@ -261,7 +274,9 @@ class Roster:
         )
 
     def check(self) -> None:
-        """Audit for tests, valid between any two moves; AssertionError tells what is wrong."""
+        """Checks all invariants, for tests; valid between any two moves. The AssertionError says what is
+        wrong.
+        """
         running, waiting = self.running, list(self.waiting)
         self.waiting.check()
         self.pool.check(seq.held_pages for seq in running)
@@ -300,7 +315,7 @@ class Roster:
             self._check_awaited(seq)
 
     def _check_awaited(self, seq: Sequence) -> None:
-        """Who stepped aside is right to wait: what it awaits will happen."""
+        """Checks that what a sequence awaits will happen."""
         event, name = seq.awaits, seq.request_id
         if isinstance(event, Sequence):
             will = event.status is Status.RUNNING and event.is_shareable and not event.num_dropped
@@ -317,6 +332,6 @@ class Roster:
 
 
 def _expect(holds: bool, what: str) -> None:
-    # Not `assert`: an audit that python -O drops would be none.
+    # `assert` would check nothing under python -O.
     if not holds:
         raise AssertionError(what)

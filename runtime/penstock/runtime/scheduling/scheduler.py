@@ -1,11 +1,12 @@
-"""Continuous batching: what becomes of requests, from `queue` to their last output. No jax.
+"""Continuous batching: what happens to requests, from `queue` to their last output. No jax.
 
-`planning` decides what runs next, `commits` what the tokens mean, `endings` how it ends. `schedule` moves
-`num_computed` at once and `commit` handles tokens, so the engine may dispatch a step before it commits the
-one before. A decode's input is the device's own last sample, so a sequence is scheduled again while its token
-is in flight. If that token ends the sequence, `commit` discards the extra row, which wrote only past the last
-valid token. A sequence that is preempted while tokens are in flight enters again after their commit;
-otherwise it would sample the same position twice.
+`planning` decides what runs next, `commits` takes in the tokens of a plan, and `endings` ends sequences.
+
+`schedule` advances `num_computed` at once and `commit` takes in the tokens later, so the engine may dispatch
+a step before it commits the one before. The input of a decode is the slot's own last sample, which is on the
+device, so a sequence is scheduled again while its token is in flight. If that token ends the sequence,
+`commit` drops the extra row. A sequence that is preempted with tokens in flight waits for their commit before
+it enters again: otherwise it would sample one position twice.
 """
 
 from __future__ import annotations
@@ -28,14 +29,14 @@ __all__ = ["Load", "Scheduler", "SchedulerConfig"]
 
 
 class Scheduler:
-    """Decides what runs in each step. Not thread-safe: every call holds the engine's lock, except
-    `page_keys`, `prepare` and `accept`, which say why they need not.
+    """Decides what runs in each step. It is not thread-safe: every call must hold the engine's lock, except
+    `page_keys`, `prepare` and `accept`, whose docstrings say why they need not.
     """
 
     def __init__(self, config: SchedulerConfig) -> None:
         self.config = config
         self.num_preemptions = 0
-        """Since the start, for metrics."""
+        """Preemptions since the start, for metrics."""
         self.roster = Roster(
             config.max_num_seqs,
             config.num_pages,
@@ -46,7 +47,7 @@ class Scheduler:
             feature_slots=config.feature_slots,
             has_state=config.has_state,
         )
-        """Who runs and who waits; to be changed by the scheduler alone."""
+        """The running and waiting sequences. Only the scheduler changes it."""
         self._planner = Planner(config, self.roster)
         self._endings = Endings(self.roster)
         self._commits = Commits(self.roster, self._endings)
@@ -55,27 +56,28 @@ class Scheduler:
         self._next_order = 0
         self._next_step = 0
 
-    # -- what comes in --
+    # -- new requests --
 
     def add(self, request: Request, now_ns: int) -> None:
-        """`prepare` and `queue` in one, for callers that hold no lock."""
+        """Does `prepare` and `queue` in one call, for callers that hold no lock."""
         self.queue(self.prepare(request, now_ns, self.page_keys(request)))
 
     def page_keys(self, request: Request) -> Iterable[bytes]:
-        """The prefix cache's keys of a prompt; none of one that is too long anyway. As `prepare`, it touches
-        nothing that changes, so any thread may call it at any time.
+        """Returns the prefix cache's keys of a prompt, and none for a prompt that is too long anyway. Any
+        thread may call this and `prepare` at any time, because they touch nothing that changes.
         """
         if len(request.prompt_token_ids) >= self.config.max_model_len:
             return ()
         return self.roster.cache.keys_of(request)
 
     def prepare(self, request: Request, now_ns: int, page_keys: Iterable[bytes]) -> Sequence:
-        """What `queue` takes. Raises PromptTooLong or ExceedsKVCapacity.
+        """Makes the sequence that `queue` takes. Raises PromptTooLong or ExceedsKVCapacity.
 
         The prompt must leave room for one token: len(prompt) <= max_model_len - 1. The last token of a
-        request is never an input, so T tokens in all need KV for T - 1 positions. A request with max_tokens
-        must be able to reach them (or max_model_len) alone in an empty pool. One without takes what there is:
-        it needs KV for its prompt, and ends CONTEXT_FULL at min(max_model_len, capacity + 1) tokens.
+        request is never an input, so a request of T tokens in all needs KV for T - 1 positions. A request
+        with max_tokens must be able to reach them (or max_model_len) alone in an empty pool. A request
+        without max_tokens needs KV for its prompt only, and ends CONTEXT_FULL at min(max_model_len, capacity
+        + 1) tokens.
         """
         config = self.config
         num_prompt = len(request.prompt_token_ids)
@@ -95,7 +97,9 @@ class Scheduler:
         return Sequence(request, list(request.prompt_token_ids), num_prompt, rules, now_ns, list(page_keys))
 
     def queue(self, seq: Sequence) -> None:
-        """Queues what `prepare` made, once, or raises DuplicateRequestId or QueueFull."""
+        """Queues a sequence that `prepare` made; each may be queued once. Raises DuplicateRequestId or
+        QueueFull.
+        """
         config, roster, request = self.config, self.roster, seq.request
         if roster.find(seq.request_id) is not None or roster.has_outputs(seq.request_id):
             raise DuplicateRequestId(seq.request_id)
@@ -118,18 +122,18 @@ class Scheduler:
         prefill_budget: int | None = None,
         apart_steps: int = 0,
     ) -> Plan | None:
-        """The next step, or a window of up to `max_steps`; None when nothing can be computed now. Commit
-        every plan exactly once, in the order they were made.
+        """Plans the next step, or a window of up to `max_steps` decode steps; None if nothing can be computed
+        now. Every plan must be committed exactly once, in the order in which plans were made.
 
-        A step with decodes has at most `prefill_budget` prompt tokens beside them, times the root of the
-        number of prompts that could come in, though always one where there is one to compute; None: as many
-        as the token budget has.
+        `prefill_budget` bounds the prompt tokens of a step that also has decodes. The bound is multiplied by
+        the square root of the number of prompts that could be computed in the step, and at least one token is
+        computed. None: the token budget is the only bound.
 
-        With `apart_steps`, where a window could be made but for rows under a constraint, these have a step of
-        their own after so many steps of the others.
+        `apart_steps`: if rows under a constraint are all that prevents a window, they get a step of their own
+        after this many steps of the other rows.
 
-        With `admit` false no new request enters, while those that ran before go on, or come back if they were
-        preempted: a weight update waits for them.
+        `admit` false: no request enters that has never run, while those that have run go on, or come back
+        after a preemption. A weight update waits for them.
         """
         while True:
             draft = Draft(
@@ -154,42 +158,43 @@ class Scheduler:
         return plan
 
     def limit_prefill_chunk(self, size: int | None) -> None:
-        """From the next plan on: most prompt tokens of one request in a step, at least 1; None: as many as
-        the budget allows.
+        """Sets the most prompt tokens of one request in a step, at least 1, from the next plan on; None: the
+        token budget is the only bound.
         """
         self._max_chunk = size
 
-    # -- what comes back --
+    # -- results --
 
     def accept(self, plan: Plan, result: StepResult, now_ns: int) -> Verdicts:
-        """Tells the constraints of a plan's rows which tokens they got: what `commit` wants to know of them.
+        """Gives the constraints of a plan's rows their tokens, and returns what `commit` needs to know of the
+        answers.
 
-        This may take long, so it is the one method that others need not be kept out of meanwhile, if the
-        caller is the one who schedules and commits: it reads what only these change. A sequence that is
-        aborted meanwhile is passed over by `commit`.
+        This may take long, so it is called without the engine's lock. That is safe if the caller is the
+        thread that schedules and commits, because it reads only what `schedule` and `commit` change. `commit`
+        skips a sequence that is aborted meanwhile.
         """
         return self._commits.accept(plan, result, now_ns)
 
     def put_off(self, plan: Plan, rows: Collection[int], late: Collection[int]) -> None:
-        """These rows of a plan make no token, though they were to: the next plan that has them computes their
-        last position again, or, with `SchedulerConfig.has_state`, all that they computed in this one. While
-        others have something to do they sit out one plan; those that are `late` by themselves then two, four
-        and so on. To be told before the next plan is made.
+        """Makes these rows of a plan yield no token, although they were to. The next plan that has such a row
+        computes its last position again or, with `SchedulerConfig.has_state`, all that the row computed in
+        this plan. While other sequences have something to do, the row's sequence is left out of one plan; if
+        the row is in `late`, of two plans, then four, and so on. To be called before the next plan is made.
         """
         self._commits.put_off(plan, rows, late)
 
     def commit(
         self, plan: Plan, result: StepResult, now_ns: int, verdicts: Verdicts = NO_VERDICTS
     ) -> list[Output]:
-        """Takes in the tokens of a plan: one Output for each row that sampled and is still active. Where rows
-        have constraints, `accept` comes before, with the same arguments.
+        """Takes in the tokens of a plan. Returns one Output for each row that sampled and whose sequence is
+        still active. If rows have constraints, `accept` must be called before, with the same arguments.
 
-        The token that ends a request (EOS, stop id) is the last in its Output; the text layer decides what is
-        shown.
+        The token that ends a request (EOS or a stop id) is the last one of its Output; the text layer decides
+        what is shown.
         """
         return self._commits.commit(plan, result, now_ns, verdicts)
 
-    # -- what ends --
+    # -- endings --
 
     def abort(
         self,
@@ -199,11 +204,12 @@ class Scheduler:
         reason: FinishReason = FinishReason.ABORTED,
         stop: str | None = None,
     ) -> Output | None:
-        """Ends an active output in any state; None if there is none of exactly this id.
+        """Ends an active output in any state, and returns its last Output; None if no output has exactly this
+        id.
 
-        Its slot and pages are free when this returns, and tokens still in flight are dropped at commit. (A
-        step already dispatched may still write those pages, but it runs before any later step that is given
-        them.)
+        The slot and pages are free when this returns, and tokens still in flight are dropped when they are
+        committed. A step that is already dispatched may still write those pages, but the device runs it
+        before any later step that is given them.
         """
         seq = self.roster.find(request_id)
         if seq is None:
@@ -212,22 +218,28 @@ class Scheduler:
         return self._endings.end(seq, now_ns, generation=self._generation, finish=finish)
 
     def expire(self, now_ns: int) -> list[Output]:
-        """Ends active requests whose time limit passed. Costs nothing while no deadline is due."""
+        """Ends the active requests whose time limit has passed. Costs nothing while no time limit is due."""
         return self._endings.expire(now_ns, generation=self._generation)
 
     @property
     def next_deadline_ns(self) -> int:
-        """No active request's time limit passes before this; `expire` has nothing to do until then."""
+        """A time before which no active request's time limit passes, in monotonic ns; until then `expire` has
+        nothing to do.
+        """
         return self._endings.next_deadline_ns
 
     def finished(self, request_id: str) -> bool:
-        """Whether this id ended, in any way, among the last FINISHED_MEMORY and is not in use again."""
+        """Whether an output of this id ended, in any way, among the last FINISHED_MEMORY, and the id is not
+        in use again.
+        """
         return self._endings.has_finished(request_id)
 
     # -- all at once --
 
     def preempt_all(self) -> tuple[str, ...]:
-        """Sends all running requests back to the queue, tokens kept. Their ids, in order of arrival."""
+        """Sends all running sequences back to the queue; they keep their tokens. Returns their ids, in order
+        of arrival.
+        """
         victims = sorted(self.roster.running, key=lambda seq: seq.order)
         for seq in victims:
             self.roster.preempt(seq)
@@ -235,8 +247,9 @@ class Scheduler:
         return tuple(seq.request_id for seq in victims)
 
     def use_weights(self, generation: int) -> None:
-        """New weights went live, with no step in flight: Outputs carry this number from now on, and no KV of
-        the old ones is shared any more. Running sequences go on with their own; preempted ones start anew.
+        """Records that new weights went live, with no step in flight. Outputs carry this weights' generation
+        from now on, and KV of the old weights is not shared any more. Running sequences go on with their own
+        KV; preempted ones compute theirs again.
         """
         self._generation = generation
         for seq in self.roster.waiting:
@@ -244,14 +257,14 @@ class Scheduler:
         self.flush_prefix_cache()
 
     def flush_prefix_cache(self) -> tuple[int, int]:
-        """Forget all cached prefixes. Returns the pages that became free, and those that stay because running
-        requests hold them; they are not shared with any new request.
+        """Forgets all cached prefixes. Pages that running requests hold stay theirs, and are not shared with
+        any new request.
         """
         for seq in self.roster.running:
             self.roster.cache.leave(seq)
         return self.roster.cache.flush()
 
-    # -- what is going on --
+    # -- state --
 
     @property
     def has_work(self) -> bool:
@@ -260,11 +273,11 @@ class Scheduler:
 
     @property
     def has_started(self) -> bool:
-        """Whether a request runs, or did before it was preempted."""
+        """Whether a request runs, or ran before it was preempted."""
         return bool(self.roster.running) or self.roster.waiting.num_started > 0
 
     def started_ids(self) -> tuple[str, ...]:
-        """The ids of outputs that run, or did before they were preempted, in order of arrival."""
+        """The ids of the outputs that run, or ran before they were preempted, in order of arrival."""
         return tuple(
             seq.request_id for seq in self.roster.active() if seq.status is Status.RUNNING or seq.preemptions
         )
@@ -286,5 +299,7 @@ class Scheduler:
         return self.roster.load()
 
     def check(self) -> None:
-        """Audit for tests, valid between any two calls; AssertionError tells what is wrong."""
+        """Checks all invariants, for tests; valid between any two calls. The AssertionError says what is
+        wrong.
+        """
         self.roster.check()

@@ -1,4 +1,4 @@
-"""The limits a scheduler works under. No jax."""
+"""The limits that a scheduler works under. No jax."""
 
 from __future__ import annotations
 
@@ -9,39 +9,44 @@ from penstock.runtime.errors import ConfigError
 SCHEDULING_POLICIES = ("fcfs", "priority")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerConfig:
-    """Limits of one engine. ConfigError lists every field that is out of range."""
+    """The limits of one engine's scheduler. ConfigError lists every field that is out of range."""
 
     max_num_seqs: int
-    """Slots: requests that run at a time."""
+    """Number of slots: most sequences that run at a time."""
     max_num_batched_tokens: int
     """Token budget of a step; at least max_num_seqs, so that all decodes always fit."""
     max_model_len: int
     """Most tokens of one request, prompt and generated together."""
     page_size: int
+    """Tokens per page."""
     num_pages: int
+    """Pages of the KV cache."""
     eos_token_ids: frozenset[int]
+    """Tokens that end an output, unless the request ignores them."""
     max_queued_requests: int
+    """Most sequences that wait at a time."""
     feature_slots: int | None = None
-    """Requests with penalties or a bias that run at a time; None: as many as there are slots."""
+    """Most sequences with penalties or a bias that run at a time; None: as many as there are slots."""
     max_prefill_chunk: int | None = None
-    """Most prompt tokens of one request in a step; None: as many as the budget allows."""
+    """Most prompt tokens of one request in a step; None: the token budget is the only bound."""
     step_sizes: tuple[int, ...] = ()
-    """Numbers of tokens, ascending, that steps are padded to; none where padding costs nothing."""
+    """Numbers of tokens, ascending, that steps are padded to; empty where padding costs nothing."""
     scheduling_policy: str = "fcfs"
     """"fcfs": in order of arrival. "priority": highest `Request.priority` first, then in order of arrival."""
     prefix_cache_pages: int | None = None
-    """Most pages kept for their prefix while nobody holds them; None: all that are free. 0: no prefix
-    cache."""
+    """Most pages that are kept for their prefix while no request holds them; None: all free pages; 0: no
+    prefix cache."""
     sliding_window: int | None = None
-    """Largest window of the model's layers, if each has one: a token attends to that many latest tokens at
-    most, itself included, so pages before them are given back."""
+    """The largest sliding window of the model's layers, if every layer has one. A token attends to at most
+    this many latest tokens, itself included, so pages before them are given back."""
     has_state: bool = False
-    """Whether the model keeps state by slot beside pages. Then no request begins with what another one has
-    computed, and one whose token is put off computes its last step again, and not its last position alone."""
+    """Whether the model keeps state by slot beside pages. If so, no request begins with what another one has
+    computed, and a request whose token is put off computes its whole last step again, not only its last
+    position."""
     window_steps: tuple[int, ...] = ()
-    """Lengths that windows may have, ascending from 1; (): any."""
+    """The lengths that windows may have, ascending from 1; empty: any length."""
 
     def __post_init__(self) -> None:
         least = {
@@ -79,8 +84,8 @@ class SchedulerConfig:
 
     @property
     def max_prefill_pages(self) -> int:
-        """Most pages that a row holds while it prefills. With a sliding window: those of a chunk and of what
-        it looks back to, wherever in a page they begin.
+        """Most pages that a sequence holds while it is prefilled. With a sliding window these are the pages
+        of a chunk and of what the chunk attends to, wherever in a page they begin.
         """
         if self.sliding_window is None:
             return self.num_pages
@@ -89,17 +94,19 @@ class SchedulerConfig:
 
     @property
     def capacity_tokens(self) -> int:
-        """Most positions that one request alone can have computed."""
+        """Most positions that one request can have computed, alone in an empty pool."""
         return capacity_tokens(self.num_pages, self.page_size, self.sliding_window, self.max_model_len)
 
     @property
     def by_priority(self) -> bool:
+        """Whether requests of higher priority are served first."""
         return self.scheduling_policy == "priority"
 
 
 def capacity_tokens(num_pages: int, page_size: int, sliding_window: int | None, max_model_len: int) -> int:
-    """Most positions of one request that so many pages are enough for: theirs; or, where the window and one
-    more page fit, wherever in a page they begin, any number, for what is out of the window is given back.
+    """Most positions of one request, at most `max_model_len`, for which `num_pages` pages are enough. If the
+    pages hold the sliding window and one page more, wherever in a page the window begins, there is no limit
+    but `max_model_len`, because pages out of the window are given back.
     """
     capacity = num_pages * page_size
     if sliding_window is not None and num_pages >= -(-sliding_window // page_size) + 2:

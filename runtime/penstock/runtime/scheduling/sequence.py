@@ -1,4 +1,4 @@
-"""The scheduler's own, mutable view of a request. Nobody outside the scheduler changes one."""
+"""The scheduler's own, mutable view of an output. Only the scheduler changes it."""
 
 from __future__ import annotations
 
@@ -14,85 +14,92 @@ NEVER = 2**63 - 1
 
 
 def rank_of(seq: Sequence) -> tuple[int, int]:
-    """For sorting."""
+    """The sort key for the order of service."""
     return seq.rank
 
 
 class Status(enum.Enum):
     WAITING = "waiting"
-    """Holds no pages and no slot: new, or preempted."""
+    """New, or preempted: it holds no slot and no pages."""
     RUNNING = "running"
-    """Holds a slot and pages: prefilling or decoding."""
+    """Prefilled or decoding: it holds a slot and pages."""
     FINISHED = "finished"
 
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """One request in the scheduler.
+    """One output in the scheduler.
 
-    Positions count from 0 over prompt and generated tokens alike. `num_computed` positions have their KV
+    Positions count from 0 over prompt and generated tokens alike. The KV of `num_computed` positions is
     written once every step dispatched so far has run. In decode the newest token, known or in flight, has no
     KV yet: num_computed is len(token_ids) + pending - 1.
     """
 
     request: Request
     token_ids: list[int]
-    """Prompt, then generated tokens."""
+    """The tokens of the prompt, then the generated ones."""
     num_prompt: int
     rules: StopRules
     arrived_ns: int
     page_keys: list[bytes]
-    """The prefix cache's keys of the leading full pages: of the prompt's, and of more as they are needed."""
+    """The prefix cache's keys of the leading full pages: those of the prompt, and of later pages as they are
+    needed."""
 
     order: int = -1
-    """Arrival number, given when it is queued and kept through preemptions."""
+    """Number of arrival, given when the sequence is queued, and kept through preemptions."""
     rank: tuple[int, int] = (0, -1)
-    """The order in which sequences are served, smallest first: (0 or -priority, order)."""
+    """Order of service, smallest first: (0 or -priority, order)."""
     request_id: str = field(init=False)
-    """Of `request`; kept here because it is read for every row of every step."""
+    """The id in `request`, kept here because it is read for every row of every step."""
     bans_until: int = field(init=False)
-    """A token sampled at an input position below this is one of the first min_tokens: no EOS, no stop id."""
+    """A token that is sampled at an input position below this is one of the first min_tokens, so it must be
+    neither EOS nor a stop id."""
     max_computed: int = field(init=False)
-    """When so many positions are computed, the last token it may have is sampled, which needs no KV."""
+    """When this many positions are computed, the last token that the request may have is sampled. That token
+    needs no KV."""
     needs_feature_slot: bool = field(init=False)
-    """Whether it has penalties or a bias: while it runs it holds a feature slot beside its slot."""
+    """Whether the request has penalties or a bias. If so, the sequence holds a feature slot beside its slot
+    while it runs."""
     is_constrained: bool = field(init=False)
-    """Whether the host says before each token which may follow."""
+    """Whether a constraint says before each token which tokens may follow."""
     status: Status = Status.WAITING
     slot: int | None = None
     feature_slot: int | None = None
     pages: list[int] = field(default_factory=list)
-    """Page i holds positions [i * page_size, (i + 1) * page_size); the first `num_dropped` are not held."""
+    """The page table: page i holds positions [i * page_size, (i + 1) * page_size). The first `num_dropped`
+    are not held any more."""
     num_dropped: int = 0
-    """Leading pages given back because they are out of every later token's sliding window."""
+    """Leading pages that were given back because they are out of the sliding window of every later token."""
     num_computed: int = 0
     prefill_until: int = 0
-    """Positions below this are (re)computed from `token_ids`; from here on each input is the slot's own last
-    sample. Set at entry to len(token_ids), so a prefill chunk of one token is never taken for a decode."""
+    """Positions below this are computed (again) from `token_ids`; from here on each input is the slot's own
+    last sample. Set to len(token_ids) when the sequence enters, so a prefill chunk of one token is never
+    taken for a decode."""
     pending: int = 0
-    """Upper bound on the tokens that dispatched steps sample for this sequence and that are not committed."""
+    """Upper bound on the tokens sampled by dispatched steps that are not committed yet."""
     put_offs: int = 0
-    """How often in a row its token was put off, because the constraint was not ready."""
+    """How many times in a row the token was put off because the constraint's mask was not ready."""
     sits_out: int = 0
-    """So many plans are made without it, if anybody else has something to do."""
+    """How many plans are made without this sequence, if any other has something to do."""
     preemptions: int = 0
     scheduled_ns: int = 0
     first_token_ns: int = 0
     cached_prompt_tokens: int = 0
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
-    """Of the prompt's tokens from the second on, as far as they are known and not handed out."""
+    """Log-probabilities of the prompt's tokens from the second on that are known and not handed out yet."""
     num_prompt_logprobs: int = 0
-    """How many of them were known so far."""
+    """How many log-probabilities of the prompt have become known so far."""
 
     published: int = 0
-    """Leading pages that were offered to the prefix cache, or came from it."""
+    """How many leading pages were offered to the prefix cache, or came from it."""
     is_shareable: bool = False
-    """Whether forks may take its pages: it runs, and since it entered nobody flushed the prefix cache, as new
-    weights do."""
+    """Whether forks may share its pages: it runs, and the prefix cache was not flushed since it entered (new
+    weights flush it)."""
     publish_at: int = NEVER
-    """Computed and known positions that fill the next page to be published; NEVER if it publishes none."""
+    """How many computed and known positions fill the next page to be published; NEVER if the sequence
+    publishes none."""
     awaits: Hashable | None = None
-    """While it waits: the event before which it cannot enter (`waiting`); None if it stands in line."""
+    """While it waits, the event before which it cannot enter (see `waiting`); None if it stands in line."""
 
     def __post_init__(self) -> None:
         self.request_id = self.request.request_id
@@ -105,20 +112,23 @@ class Sequence:
 
     @property
     def held_pages(self) -> list[int]:
+        """The pages that the sequence holds."""
         return self.pages[self.num_dropped :] if self.num_dropped else self.pages
 
     @property
     def needs_whole_prompt(self) -> bool:
-        """Whether log-probabilities of the prompt are still to be computed."""
+        """Whether log-probabilities of the prompt are wanted and not all known yet."""
         return self.request.prompt_logprobs is not None and self.num_prompt_logprobs < self.num_prompt - 1
 
     def take_prompt_logprobs(self) -> tuple[TokenLogprobs, ...]:
-        """All of them, which are known when the first token is."""
+        """Hands out the log-probabilities of the prompt. All of them are known when the first token is."""
         taken, self.prompt_logprobs = tuple(self.prompt_logprobs), []
         return taken
 
     def forget_prompt_logprobs(self) -> None:
-        """What is known of them and not handed out is void: the whole prompt is to be computed again."""
+        """Drops log-probabilities of the prompt that were not handed out: they belong to old weights, so the
+        whole prompt is to be computed again.
+        """
         if self.first_token_ns == 0:
             self.prompt_logprobs, self.num_prompt_logprobs = [], 0
 

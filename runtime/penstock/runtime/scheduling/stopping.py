@@ -1,6 +1,7 @@
-"""When generation ends: one pure decision after each sampled token. No jax.
+"""Decides when an output ends: one pure decision after each sampled token. No jax.
 
-Stop strings are not here: the text layer finds them and ends the request with `Scheduler.abort(reason=STOP)`.
+Stop strings are not decided here: the text layer finds them and ends the request by
+`Scheduler.abort(reason=STOP)`.
 """
 
 from __future__ import annotations
@@ -11,10 +12,10 @@ from dataclasses import dataclass
 from penstock.runtime.requests.request import Finish, FinishReason, Request
 
 NEVER_NS = 2**63 - 1
-"""A deadline that no monotonic clock reaches: an int compares faster than None is checked for."""
+"""A deadline that no monotonic clock reaches. Comparing integers is faster than checking for None."""
 
 _LONGEST_LIMIT_S = 2.0**32
-"""Over a century; a float of seconds may stand for more ns than an int can be made of."""
+"""Over a century. A larger number of seconds might not convert to an integer of ns."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,23 +23,24 @@ class StopRules:
     """What `StoppingParams` mean for one request on one engine; made once, by `Scheduler.prepare`."""
 
     eos_ids: frozenset[int]
-    """Empty when the request ignores EOS."""
+    """The EOS ids; empty if the request ignores EOS."""
     end_ids: frozenset[int]
-    """EOS ids and the request's stop ids."""
+    """The EOS ids and the request's own stop ids."""
     min_tokens: int
     num_prompt: int
     max_total: int | None
-    """Prompt + max_tokens; None without max_tokens."""
+    """Prompt tokens plus max_tokens; None without max_tokens."""
     context_limit: int
-    """Most tokens, prompt and generated, this request may reach."""
+    """Most tokens, prompt and generated together, that this request may reach."""
     total_limit: int
-    """The smaller of the two above: below it neither ends the request."""
+    """The smaller of `max_total` and `context_limit`: below it neither of them ends the request."""
     deadline_ns: int
 
     @classmethod
     def of(
         cls, request: Request, *, eos_token_ids: frozenset[int], context_limit: int, now_ns: int
     ) -> StopRules:
+        """The rules of a request that arrives at `now_ns`, monotonic ns."""
         stopping = request.stopping
         num_prompt = len(request.prompt_token_ids)
         eos_ids = frozenset() if stopping.ignore_eos else eos_token_ids
@@ -56,10 +58,11 @@ class StopRules:
         )
 
     def first_end(self, tokens: Sequence[int], num_before: int, now_ns: int) -> tuple[int, Finish | None]:
-        """How many of these samples count, and why the request ends with the last of them, or None.
+        """Returns how many of these samples count, and why the request ends with the last of them; None if it
+        goes on.
 
-        The request had `num_before` tokens. Time is looked at once, at the last
-        sample: all were made by then.
+        The request had `num_before` tokens. The time limit is checked once, at the last sample, because all
+        samples were made by then.
         """
         last = len(tokens) - 1
         for index, token in enumerate(tokens):
@@ -69,12 +72,13 @@ class StopRules:
         return len(tokens), None
 
     def decide(self, token_id: int, num_total: int, now_ns: int) -> Finish | None:
-        """Why the request ends with `token_id`, its `num_total`-th token (prompt included), or None.
+        """Returns why the request ends with `token_id`, its `num_total`-th token (prompt included); None if
+        it goes on.
 
-        First match of: EOS, STOP, MAX_TOKENS, CONTEXT_FULL, TIME_LIMIT. The token that ends the request
-        counts as generated and is part of the output. With min_tokens = m, the first m generated tokens never
-        end it by EOS or STOP (the sampler masks those ids as well); with max_tokens = n, the n-th always ends
-        it.
+        The reasons are checked in this order: EOS, STOP, MAX_TOKENS, CONTEXT_FULL, TIME_LIMIT. The token that
+        ends the request counts as generated and is part of the output. With min_tokens = m, the first m
+        generated tokens never end the request by EOS or STOP (the sampler also masks those ids); with
+        max_tokens = n, the n-th always ends it.
         """
         if token_id in self.end_ids and num_total - self.num_prompt > self.min_tokens:
             reason = FinishReason.EOS if token_id in self.eos_ids else FinishReason.STOP

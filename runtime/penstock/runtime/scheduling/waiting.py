@@ -1,9 +1,9 @@
-"""Who waits to run, in order of rank, and for what. No jax.
+"""The sequences that wait to run, in order of rank, and what they wait for. No jax.
 
-Those who might enter stand in line. Who could not enter before a running sequence has computed something
-steps aside until that event: it then costs nothing, however many of them there are, and does not hold up the
-line. Whoever brings an event about calls `happened`; those who waited for it are in line again, and are
-looked at anew.
+A sequence that might enter stands in line. A sequence that cannot enter before a running one has computed
+something steps aside until that event. Until then it costs nothing, however many such sequences there are,
+and does not hold up the line. Whoever brings an event about calls `happened`; the sequences that awaited it
+stand in line again.
 """
 
 from __future__ import annotations
@@ -14,51 +14,54 @@ from collections.abc import Hashable, Iterator
 from penstock.runtime.scheduling.sequence import Sequence, Status, rank_of
 
 NEXT_STEP = "the next step"
-"""The event that `Planner.make` begins with."""
+"""The event that `Planner.make` announces when it begins."""
 FEATURE_SLOT = "a feature slot"
-"""The event that one is given back."""
+"""The event that a feature slot is given back."""
 
 
 class Waiting:
-    """Sequences in the state WAITING. An event is anything hashable: the key of a page that gets published, a
-    sequence that has computed its prompt, gives back pages of it, or leaves.
+    """The sequences in the state WAITING. An event is any hashable value: the key of a page (it is
+    published), or a sequence (it has computed its prompt, gives back pages of it, or stops running).
     """
 
     def __init__(self) -> None:
         self.prompt_tokens = 0
-        """Of the prompts of all who wait."""
+        """Prompt tokens of all waiting sequences."""
         self.num_started = 0
-        """How many ran before they were preempted."""
+        """How many of the waiting sequences ran before they were preempted."""
         self._num = 0
         self._new: list[Sequence] = []  # in line, by rank
-        self._started: list[Sequence] = []  # in line, by rank, those who ran before
-        # By event, who stepped aside. One that was taken out meanwhile is recognised by its `awaits`.
+        self._started: list[Sequence] = []  # in line, by rank; these ran before
+        # Event to the sequences that stepped aside for it. A sequence that was taken out meanwhile stays in
+        # the list, and is recognised by its `awaits`.
         self._aside: dict[Hashable, list[Sequence]] = {}
 
     def __len__(self) -> int:
         return self._num
 
     def __iter__(self) -> Iterator[Sequence]:
-        """All, in order of rank; sorts them, so not for every step."""
+        """All waiting sequences, in order of rank. This sorts them, so it is not for every step."""
         aside = [seq for event, seqs in self._aside.items() for seq in seqs if seq.awaits == event]
         return iter(sorted([*self._new, *self._started, *aside], key=rank_of))
 
     @property
     def awaited(self) -> tuple[Hashable, ...]:
-        """The events that sequences stepped aside for."""
+        """The events for which sequences have stepped aside."""
         return tuple(self._aside)
 
     @property
     def any_aside(self) -> bool:
-        """False if no event needs to be told."""
+        """Whether any sequence has stepped aside; if not, no event needs to be announced."""
         return bool(self._aside)
 
     def num_in_line(self, *, admit: bool = True) -> int:
-        """Without those who stepped aside; with `admit` false, of those who ran before."""
+        """How many sequences stand in line; with `admit` false, how many of those that ran before."""
         return len(self._started) + (len(self._new) if admit else 0)
 
     def first(self, *, admit: bool = True) -> Sequence | None:
-        """The first in line; with `admit` false, of those who ran before."""
+        """The first sequence in line; with `admit` false, the first of those that ran before. None if there
+        is none.
+        """
         new = self._new[0] if admit and self._new else None
         started = self._started[0] if self._started else None
         if new is None or started is None:
@@ -66,7 +69,7 @@ class Waiting:
         return new if new.rank < started.rank else started
 
     def add(self, seq: Sequence) -> None:
-        """It waits now, in line."""
+        """Adds a sequence to the line."""
         seq.status = Status.WAITING
         self._num += 1
         self.prompt_tokens += seq.num_prompt
@@ -74,7 +77,7 @@ class Waiting:
         insort(self._line_of(seq), seq, key=rank_of)
 
     def take(self, seq: Sequence) -> None:
-        """It waits no more."""
+        """Removes a sequence, which waits no more."""
         if seq.awaits is None:
             self._leave_line(seq)
         seq.awaits = None
@@ -83,13 +86,13 @@ class Waiting:
         self.num_started -= seq.preemptions > 0
 
     def step_aside(self, seq: Sequence, event: Hashable) -> None:
-        """One who stands in line lets all others pass until `event` happened."""
+        """Lets all others pass a sequence that stands in line, until `event` happens."""
         self._leave_line(seq)
         seq.awaits = event
         self._aside.setdefault(event, []).append(seq)
 
     def happened(self, event: Hashable) -> None:
-        """Who awaited this is in line again."""
+        """Puts the sequences that awaited this event back in line."""
         seqs = self._aside.pop(event, None)
         if seqs is None:
             return
@@ -98,7 +101,7 @@ class Waiting:
                 seq.awaits = None
                 self._line_of(seq).append(seq)
         for line in (self._new, self._started):
-            line.sort(key=rank_of)  # of two runs in order, as a rule: one merge
+            line.sort(key=rank_of)  # usually two sorted runs, which the sort merges at once
 
     def _line_of(self, seq: Sequence) -> list[Sequence]:
         return self._started if seq.preemptions else self._new
@@ -107,7 +110,7 @@ class Waiting:
         take_ranked(self._line_of(seq), seq)
 
     def check(self) -> None:
-        """Audit for tests; AssertionError tells what is wrong."""
+        """Checks all invariants, for tests; the AssertionError says what is wrong."""
         everybody = list(self)
         if len(everybody) != self._num or len(set(everybody)) != self._num:
             raise AssertionError(f"{self._num} should wait, each once, not {len(everybody)}")
@@ -124,7 +127,7 @@ class Waiting:
 
 
 def take_ranked(seqs: list[Sequence], seq: Sequence) -> None:
-    """Takes a sequence out of a list in order of rank: ranks are unique, so a search by rank finds it."""
+    """Removes a sequence from a list in order of rank. Ranks are unique, so a search by rank finds it."""
     index = bisect_left(seqs, seq.rank, key=rank_of)
     assert seqs[index] is seq
     del seqs[index]

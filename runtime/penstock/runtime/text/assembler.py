@@ -1,6 +1,6 @@
-"""Engine outputs of one request to deltas: text, stop strings, and which tokens are kept. Pure.
+"""Turns the engine's outputs of one request into deltas: text, stop strings, and which tokens are kept. Pure.
 
-The service calls it as outputs arrive, and so does `Engine.stream`: both give the same tokens and text.
+The service calls it as outputs arrive, and so does an embedded engine, so both give the same tokens and text.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from penstock.runtime.text.codec import TextCodec, TextStream
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """What was added to the output. The last one has `finish` and `timing`."""
+    """What was added to an output since the delta before. The last delta has `finish` and `timing`."""
 
     text: str = ""
     token_ids: tuple[int, ...] = ()
@@ -34,19 +34,20 @@ class Delta:
     finish: Finish | None = None
     timing: RequestTiming | None = None
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
-    """With the first tokens, if asked for."""
+    """Log-probabilities of the prompt's tokens from the second on, with the first tokens, if they were asked
+    for."""
     reasoning: str = ""
-    """What the model thought, which is not in `text`."""
+    """What the model thought; it is not in `text`."""
     tool_calls: tuple[ToolCall, ...] = ()
-    """Each whole, and not in `text`."""
+    """The calls that became complete; they are not in `text`."""
 
 
 class Assembler:
-    """The output of one request, from the engine's steps.
+    """Builds one output from the engine's steps.
 
     Token ids are those generated, up to the one that completed a stop string. A matched stop token id is left
-    out unless `include_stop`; an end-of-sequence token stays (it is the model's own, and trainers need it),
-    but has no text while special tokens are skipped.
+    out unless `include_stop` is set. An end-of-sequence token stays, because it is the model's own and
+    trainers need it, but has no text while special tokens are skipped.
     """
 
     def __init__(
@@ -59,7 +60,8 @@ class Assembler:
         visible: Set[str] = frozenset(),
     ) -> None:
         """`codec` None: token ids only, no text and no stop strings. `parser` takes reasoning and calls out
-        of the text, after stop strings were found in all of it; `visible` are special tokens it must see.
+        of the text, after stop strings were searched in all of it; `visible` are special tokens that it must
+        see.
         """
         self._parser = parser
         self._stopping = stopping
@@ -78,11 +80,11 @@ class Assembler:
 
     @property
     def stop(self) -> Finish | None:
-        """Set once a stop string was found: the engine has to be told."""
+        """The finish, once a stop string was found: the caller must end the request in the engine."""
         return self._stop
 
     def add(self, output: Output) -> Delta:
-        """The delta of one engine output; raises its error."""
+        """The delta of one engine output. Raises the output's error."""
         delta = self._add(output)
         if self._parser is None:
             return delta
@@ -100,7 +102,7 @@ class Assembler:
 
     def _add(self, output: Output) -> Delta:
         if output.error is not None:
-            raise output.error.with_traceback(None)  # one object for all requests that it ended
+            raise output.error.with_traceback(None)  # all requests that it ended share this object
         if self._stop is not None:  # tokens made before the engine heard of the stop
             finish = self._stop if output.finish is not None else None
             return Delta(finish=finish, timing=output.timing, generation=output.generation)
@@ -129,8 +131,8 @@ class Assembler:
         )
 
     def _mutes_last(self, output: Output) -> bool:
-        """Whether the last token is an end-of-sequence token, which has no text even where it is no special
-        one.
+        """Whether the last token is an end-of-sequence token. It has no text, even if the tokenizer does not
+        count it as special.
         """
         finish = output.finish
         return (

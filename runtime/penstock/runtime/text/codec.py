@@ -1,7 +1,7 @@
-"""Text at the edge of the engine: encode prompts, render chats, and turn generated tokens into text with
-stops.
+"""Text at the edge of the engine: encodes prompts, renders chats, and turns generated tokens into text with
+stop strings.
 
-The engine itself sees token ids only; the service calls this module before `submit` and for every output.
+The engine itself sees token ids only. Callers use this module before `submit`, and for every output.
 """
 
 from __future__ import annotations
@@ -44,37 +44,42 @@ class TextCodec:
         )
         self._pieces: dict[int, bytes] = {}
         self.max_token_chars = self._longest_token()
-        """No token stands for more characters than this; None where that cannot be told.
+        """No token stands for more characters than this; None if that is not known.
 
-        A prompt longer than the context times this need not be tokenized to know that it is too long.
-        """
+        So a prompt that is longer than the context times this number is too long, and need not be tokenized
+        to see it."""
         self._sandbox = TemplateSandbox()
 
     def _longest_token(self) -> int | None:
-        """Worked out at the start: the first request would keep everybody waiting for a tenth of a second."""
+        """Computed at the start, because it takes a tenth of a second, for which the first request would hold
+        up all others.
+        """
         if self._rule is None:
             return None
         return max(map(len, self._backend.get_vocab(with_added_tokens=True)), default=1)
 
     @classmethod
     def from_pretrained(cls, folder: str | Path) -> TextCodec:
-        """Read the tokenizer of a checkpoint folder; ConfigError where there is none or it cannot be read."""
+        """Reads the tokenizer of a checkpoint folder. ConfigError if there is none, or if it cannot be
+        read.
+        """
         try:
-            # Nobody is to be asked on a terminal whether code of the checkpoint may run: it may not.
+            # Else transformers would ask on the terminal whether code of the checkpoint may run. It may not.
             tokenizer = AutoTokenizer.from_pretrained(
                 str(folder), local_files_only=True, trust_remote_code=False
             )
         except (OSError, ValueError, KeyError, ImportError) as error:
             raise ConfigError(f"{folder}: the tokenizer cannot be loaded: {error}") from error
-        # How long a prompt may be is the engine's affair. Above the tokenizer's own idea of it, transformers
-        # would log that "indexing errors" follow, of prompts that are cut before a model sees them.
+        # The engine decides how long a prompt may be. For prompts above the tokenizer's own limit,
+        # transformers would log that "indexing errors" follow, even if they are cut before the model sees
+        # them.
         tokenizer.model_max_length = VERY_LARGE_INTEGER
         return cls(cast("PreTrainedTokenizerBase", tokenizer))
 
     @classmethod
     def find(cls, folder: str | Path) -> TextCodec | None:
-        """The same, but None where the folder holds no tokenizer at all: the server then takes token ids
-        only.
+        """Reads the tokenizer of a checkpoint folder; None if the folder has none: the server then takes
+        token ids only. ConfigError if it cannot be read.
         """
         if not any((Path(folder) / name).is_file() for name in TOKENIZER_FILES):
             return None
@@ -82,40 +87,48 @@ class TextCodec:
 
     @property
     def backend(self) -> Tokenizer | None:
-        """The tokenizer underneath; None where it is not one of Hugging Face's fast ones."""
+        """The `tokenizers.Tokenizer` underneath; None if the tokenizer is not one of Hugging Face's fast
+        ones.
+        """
         return cast("Tokenizer | None", self._backend)
 
     @property
     def has_chat_template(self) -> bool:
+        """Whether the checkpoint has a chat template."""
         return bool(getattr(self._tokenizer, "chat_template", None))
 
     @property
     def template_names(self) -> tuple[str, ...]:
-        """Of the model's own templates, where it has several."""
+        """The names of the model's templates, if it has several; else empty."""
         template = getattr(self._tokenizer, "chat_template", None)
         return tuple(template) if isinstance(template, dict) else ()
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of `text`. Special tokens spelt out in it are recognised, as Hugging Face does."""
+        """The token ids of `text`. Special tokens that are spelt out in it are recognised, as Hugging Face
+        does.
+        """
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
         return ids
 
     @property
     def chat_template(self) -> str:
-        """The model's template, for `chat.parser.detect`; named ones joined; empty where there is none."""
+        """The model's template, for `chat.parser.detect`: if it has several, all of them joined; empty if it
+        has none.
+        """
         template = getattr(self._tokenizer, "chat_template", None)
         return "\n".join(template.values()) if isinstance(template, dict) else template or ""
 
     @cached_property
     def added_tokens(self) -> Mapping[str, int]:
-        """Ids of the tokens that the tokenizer has besides its vocabulary, by their text."""
+        """Text to id, for the tokens that the tokenizer has besides its vocabulary."""
         return {str(token): i for i, token in self._tokenizer.added_tokens_decoder.items()}
 
     def render_chat(self, chat: Chat | Sequence[Mapping[str, str]]) -> str:
-        """The prompt that asks for the assistant's next turn; InvalidRequest where the template refuses.
+        """The prompt that asks for the assistant's next turn; InvalidRequest if the template refuses the
+        chat.
 
-        A chat with a template of its own may take seconds (`chat.sandbox`): never on an event loop. Mappings
-        are turns of "role" and "content".
+        A chat with a template of its own may take seconds (`chat.template_sandbox`), so never call this on an
+        event loop. Mappings are turns with "role" and "content".
         """
         if not isinstance(chat, Chat):
             chat = Chat(tuple(ChatTurn(turn["role"], turn["content"]) for turn in chat))
@@ -124,14 +137,16 @@ class TextCodec:
     def encode_chat(
         self, chat: Chat | Sequence[Mapping[str, str]], *, add_special_tokens: bool = False
     ) -> list[int]:
-        """Token ids of the rendered chat. The template writes its own special tokens, so none are added."""
+        """The token ids of the rendered chat. No special tokens are added, because the template writes its
+        own.
+        """
         return self.encode(self.render_chat(chat), add_special_tokens=add_special_tokens)
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """Text of the tokens; an id that the tokenizer does not know has none.
+        """The text of the tokens; an id that the tokenizer does not have stands for no text.
 
-        Equal to Hugging Face's, but for SentencePiece's byte tokens: there an invalid byte does not spoil the
-        valid characters spelt in bytes next to it.
+        It is equal to Hugging Face's, except for SentencePiece's byte tokens: here an invalid byte does not
+        spoil the valid characters that are spelt in bytes next to it.
         """
         decoder = self.decoder(skip_special_tokens=skip_special_tokens)
         return decoder.push(token_ids) + decoder.flush()
@@ -139,7 +154,7 @@ class TextCodec:
     def decoder(
         self, *, skip_special_tokens: bool = True, visible: Set[str] = frozenset()
     ) -> IncrementalDecoder:
-        """A decoder for one sequence of tokens. `visible` are special tokens that have text nevertheless."""
+        """A decoder for one sequence of tokens. `visible` are special tokens that have text all the same."""
         hidden = self._special if skip_special_tokens else frozenset[int]()
         if visible:
             hidden = hidden - {i for token, i in self.added_tokens.items() if token in visible}
@@ -167,27 +182,26 @@ class TextCodec:
 
 @dataclass(frozen=True, slots=True)
 class TextDelta:
-    """What one push made certain."""
+    """The text that one push made certain."""
 
     text: str
     stop: str | None = None
     """The stop string that ended the text, if one did."""
     num_tokens: int = 0
-    """How many of the pushed tokens belong to the output: all, or those up to the one that completed the
-    stop.
-    """
+    """How many of the pushed tokens belong to the output: all, or those up to the one that completed the stop
+    string."""
 
 
 class TextStream:
     """The text of one output, with stop strings.
 
-    Generation ends where a stop string is first complete; of several complete at the same character the
-    longest counts. This does not depend on how tokens are grouped into pushes. Text that may still become
-    part of a stop is held back. A match is cut out of the text, with everything after it; `include_stop`
-    keeps the match itself. A stop counts only if the token that completes it has a number (from 1) of at
-    least `min_tokens`.
+    Generation ends where a stop string is first complete; if several are complete at the same character, the
+    longest counts. The result does not depend on how tokens are grouped into pushes. Text that may still
+    become part of a stop string is held back. A match is cut out of the text, with everything after it;
+    `include_stop` keeps the match itself. A stop string counts only if the token that completes it is at
+    least the `min_tokens`-th.
 
-    Token ids are never held back, so the tokens that a stop string was found in stay in the output; those
+    Token ids are never held back, so the tokens in which a stop string was found stay in the output; those
     after the one that completed it are dropped (`TextDelta.num_tokens`).
     """
 
@@ -207,7 +221,7 @@ class TextStream:
         self._min_tokens = min_tokens
         self._num_tokens = 0
         self._pending = ""
-        """Decoded and not yet handed out; starts at character `_sent` of the text."""
+        """Text that is decoded and not handed out yet; it starts at character `_sent` of the whole text."""
         self._sent = 0
         self._decoded = 0
         self._search_from: int | None = None
@@ -217,8 +231,8 @@ class TextStream:
     def push(
         self, token_ids: Sequence[int], *, final: bool = False, mute_last_token: bool = False
     ) -> TextDelta:
-        """Add tokens; `final` says that no more follow. `mute_last_token` leaves out the last one's text
-        (EOS).
+        """Adds tokens. `final`: no more follow. `mute_last_token`: the last token, such as EOS, has no
+        text.
         """
         if self._ended:
             return TextDelta("")
@@ -240,7 +254,7 @@ class TextStream:
         return TextDelta(self._take(end if self._include_stop else start), stop, num_tokens)
 
     def _decode(self, token_ids: Sequence[int], final: bool) -> list[int]:
-        """Append the tokens' text to `_pending`; returns the length of the whole text after each token."""
+        """Appends the tokens' text to `_pending`. Returns the length of the whole text after each token."""
         ends: list[int] = []
         parts: list[str] = []
         for token_id in token_ids:
@@ -258,8 +272,8 @@ class TextStream:
         return ends
 
     def _find(self, searched: int) -> tuple[int, str] | None:
-        """The first complete stop as (start in `_pending`, stop), among those ending after character
-        `searched`.
+        """The first complete stop string, as (start in `_pending`, stop string), among those that end after
+        character `searched`; None if there is none.
         """
         if self._search_from is None:
             return None
@@ -275,7 +289,7 @@ class TextStream:
         return start, stop
 
     def _held_back(self) -> int:
-        """Length of the longest tail of `_pending` that is the beginning of a stop."""
+        """Length of the longest tail of `_pending` that begins a stop string."""
         longest = 0
         for stop in self._stop:
             for length in range(min(len(stop) - 1, len(self._pending)), longest, -1):

@@ -29,11 +29,11 @@ class IncrementalDecoder(Protocol):
     """Text of the tokens so far, handed out piece by piece; joined, the pieces are the whole text."""
 
     def push(self, token_ids: Sequence[int]) -> str:
-        """Text that these tokens made certain."""
+        """The text that these tokens made certain."""
         ...
 
     def flush(self) -> str:
-        """The rest: there are no more tokens. An unfinished character becomes U+FFFD."""
+        """The rest of the text, when there are no more tokens. An unfinished character becomes U+FFFD."""
         ...
 
 
@@ -74,7 +74,7 @@ class PieceRule:
 
 
 def piece_rule(decoder: dict[str, Any] | None) -> PieceRule | None:
-    """The rule for a decoder as tokenizer.json spells it; None where tokens are not bytes, one by one."""
+    """The rule for a decoder as tokenizer.json spells it; None if its tokens do not each stand for bytes."""
     if decoder is None:
         return None
     parts = decoder["decoders"] if decoder["type"] == "Sequence" else [decoder]
@@ -122,11 +122,11 @@ class PieceDecoder:
 
 
 class WindowDecoder:
-    """Decodes the last tokens again with each new one and hands out what was added.
+    """Decodes the last tokens again with each new one, and hands out what was added.
 
-    The window starts with tokens whose text is already out: a decoder that treats the first token in its own
-    way (Metaspace, WordPiece) treats these so in both decodings, and the difference is what the new tokens
-    add.
+    The window starts with tokens whose text is handed out already. A decoder that treats the first token
+    specially (Metaspace, WordPiece) does so in both decodings, and the difference is the text of the new
+    tokens.
     """
 
     def __init__(self, decode: Callable[[Sequence[int]], str]) -> None:

@@ -1,12 +1,12 @@
-"""Grammars for llguidance of what a chat's output must be: calls, and the thinking that may come before.
+"""Grammars for llguidance of what a chat's output must be: calls, and the thinking that may come before them.
 
-tool_choice "required" or a tool's name asks for the form's calls and nothing else. A caller's own grammar is
-for the answer: a model that thinks does so first, unbound.
+tool_choice "required", or a tool's name, asks for calls in the model's form and nothing else. A caller's own
+grammar is for the answer: a model that thinks does so before it, without restriction.
 
-The grammars are Lark, in llguidance's dialect. What they let through is what the form's parsers take for
-calls and for reasoning. A marker that the tokenizer has as a token is asked for by its id, because llguidance
-keeps such tokens apart from the text that they are spelt with. Arguments follow the tool's schema as far as
-llguidance can express it, and are laid out as Python's `json.dumps` does it, because templates show them so.
+The grammars are Lark, in llguidance's dialect. They accept what the form's parsers take for calls and for
+reasoning. A marker that the tokenizer has as a token is written by its id, because llguidance distinguishes
+such tokens from their text. Arguments follow the tool's schema as far as llguidance can express it, and are
+laid out as Python's `json.dumps` does it, because templates show them so.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ _SAYS_MORE = frozenset({
     "$ref", "$dynamicRef", "allOf", "anyOf", "oneOf", "not", "if", "dependentSchemas", "patternProperties",
     "additionalProperties", "unevaluatedProperties",
 })  # fmt: skip
-"""Keywords beside "properties" on which it depends what other properties may come."""
+"""Keywords that decide, beside "properties", which other properties may come."""
 
 
 def call_grammar(forms: ChatForms, chat: Chat, prompt: str, token_ids: Mapping[str, int]) -> str | None:
-    """Lark text that forces the calls which `chat.tool_choice` asks for; None where it asks for none.
+    """Lark text that forces the calls which `chat.tool_choice` asks for; None if it asks for none.
 
-    "required" is one or more calls of any tools, a name exactly one call of that. A reasoning block may come
-    first, or has to end first where `prompt`, the rendered chat, has opened it. `token_ids`: see `Lark`.
-    InvalidRequest where the form cannot write the tools, or there is no form.
+    "required" means one or more calls of any tools, a name exactly one call of that tool. A reasoning block
+    may come first; if `prompt`, the rendered chat, has opened it, it must end first. `token_ids`: see `Lark`.
+    InvalidRequest if the form cannot write the tools, or if there is no form.
     """
     if not chat.required_tools:
         return None
@@ -51,10 +51,10 @@ def call_grammar(forms: ChatForms, chat: Chat, prompt: str, token_ids: Mapping[s
 
 
 def thinking_first(forms: ChatForms, prompt: str, token_ids: Mapping[str, int]) -> str:
-    """Lark text, as `Grammar.before` takes it, of the reasoning block that comes before an answer under a
-    grammar; "" where the model writes none, or `prompt`, the rendered chat, has ended it.
+    """Lark text, as `Grammar.before` takes it, for the reasoning block that comes before an answer under a
+    grammar; "" if the model writes none, or if `prompt`, the rendered chat, has ended it.
 
-    The block has to end where `prompt` has opened it, else it may come or not. `token_ids`: see `Lark`.
+    If `prompt` has opened the block it must end, else it is optional. `token_ids`: see `Lark`.
     """
     g = Lark(token_ids)
     thinking = _reasoning(g, forms.reasoning, prompt)
@@ -65,9 +65,10 @@ def thinking_first(forms: ChatForms, prompt: str, token_ids: Mapping[str, int]) 
 
 
 def arguments_schema(tool: Tool) -> dict[str, Any]:
-    """Schema of the arguments: an object, and where the tool lists properties and says no more, only those.
+    """Schema of the arguments: an object and, if the tool lists properties and does not say more, only those
+    properties.
 
-    The contract lets a model add others; a grammar that did would lead it astray.
+    The contract allows a model to add others, but a grammar that did so would lead it astray.
     """
     schema = {**tool.parameters, "type": "object"}
     if "properties" in schema and not _SAYS_MORE & schema.keys():
@@ -76,7 +77,7 @@ def arguments_schema(tool: Tool) -> dict[str, Any]:
 
 
 def _reasoning(g: Lark, form: ReasoningForm | None, prompt: str) -> list[str]:
-    """What comes before calls and answers: any text, up to the closing tag."""
+    """The parts that come before calls and answers: any text, up to the closing tag."""
     if form is None or form.closed_by(prompt):
         return []
     if g.is_token(form.end):
@@ -89,7 +90,7 @@ def _reasoning(g: Lark, form: ReasoningForm | None, prompt: str) -> list[str]:
 
 
 def _objects(g: Lark, chat: Chat, arguments: str) -> str:
-    """A call as a JSON object."""
+    """Adds a rule for a call as a JSON object. Returns its name."""
     bodies = []
     for tool in chat.required_tools:
         head = f'{{"name": {quote(tool.name)}, "{arguments}": '
@@ -110,7 +111,9 @@ def _llama3_json(g: Lark, chat: Chat, several: bool) -> str:
 
 
 def _mistral(g: Lark, chat: Chat, several: bool) -> str:
-    """The newer form if the tokenizer has its marker, and it can spell the names."""
+    """Writes the newer form if the tokenizer has its marker and the form can spell the names, else the older
+    one.
+    """
     start = g.marker(mistral.START)
     tools = chat.required_tools
     if g.is_token(mistral.ARGUMENTS) and all(mistral.NAME.fullmatch(tool.name) for tool in tools):

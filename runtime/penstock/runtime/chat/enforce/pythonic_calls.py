@@ -1,7 +1,7 @@
-"""The grammar of Python calls: keywords in the order of the schema's properties, their values as JSON.
+"""The grammar of Python calls: keywords in the order of the schema's properties, with values as JSON.
 
-JSON's strings, numbers, arrays and objects are Python's; a property that is simply a boolean is spelt True or
-False, within others it is `true`, which the parser takes as well.
+JSON's strings, numbers, arrays and objects are valid Python. A property that is simply a boolean is spelt
+True or False; within other values it is `true`, which the parser accepts too.
 """
 
 from __future__ import annotations
@@ -19,11 +19,13 @@ _UNKNOWN = frozenset({
     "$ref", "$dynamicRef", "allOf", "anyOf", "oneOf", "not", "if", "dependentSchemas", "patternProperties",
     "minProperties",
 })  # fmt: skip
-"""Keywords about the arguments as a whole, which keywords one by one do not obey."""
+"""Keywords about the arguments as a whole, which a grammar of one keyword after the other cannot enforce."""
 
 
 def pythonic(g: Lark, chat: Chat, several: bool) -> str:
-    """Add rules for a list of calls; returns its name. InvalidRequest where Python cannot spell them."""
+    """Adds rules for a list of calls; returns the list's name. InvalidRequest if Python cannot spell the
+    calls.
+    """
     bad = [v for tool in chat.required_tools for v in _check(chat, tool)]
     if bad:
         raise InvalidRequest(bad)
@@ -57,7 +59,7 @@ def _check(chat: Chat, tool: Tool) -> list[Violation]:
 
 
 def _call(g: Lark, tool: Tool, number: int) -> str:
-    """A call's body: the required keywords and some of the others, in order."""
+    """The body of a rule for a call: the required keywords and some of the others, in order."""
     required = tool.parameters.get("required", [])
     properties = tool.parameters.get("properties", {})
     properties = {**properties, **{key: {} for key in required if key not in properties}}
@@ -76,7 +78,7 @@ def _call(g: Lark, tool: Tool, number: int) -> str:
 
 
 def _value(g: Lark, schema: Any, definitions: Mapping[str, Any]) -> str:
-    """A value's rule, or a group of terminals."""
+    """The name of a rule for a value, or a group of terminals."""
     if not isinstance(schema, dict):
         schema = {} if schema is True else {"not": {}}
     if schema.get("type") == "boolean" and not schema.keys() & {"const", "enum"}:

@@ -10,7 +10,7 @@ from penstock.runtime.chat.forms.reader import SPACES, SpaceHolder
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """Words for the reader."""
+    """Text of the answer."""
 
     text: str
 
@@ -27,7 +27,7 @@ Event: TypeAlias = Text | Call
 
 
 def is_text(text: str) -> bool:
-    """Whether it can be encoded: JSON's escapes can spell half of a surrogate pair."""
+    """Whether the string can be encoded. JSON's escapes can spell half of a surrogate pair, which cannot."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -36,17 +36,17 @@ def is_text(text: str) -> bool:
 
 
 class Events:
-    """Collects text and calls. White space before a call is dropped, and so is that between a call and the
-    end.
+    r"""Collects text and calls. White space before a call, and between a call and the end, is dropped.
 
-    It belongs to the form ("\\n<tool_call>"), not to the text, and the template writes it again.
+    Such white space belongs to the form ("\\n<tool_call>"), not to the text, and the template writes it
+    again.
     """
 
     def __init__(self) -> None:
         self._found: list[Event] = []
         self._spaces = SpaceHolder()
         self._after_call = False
-        """Only white space came since the last call."""
+        """Whether only white space came since the last call."""
         self._fresh = True
 
     def fresh(self) -> bool:
@@ -54,25 +54,25 @@ class Events:
         return self._fresh
 
     def text(self, text: str) -> None:
-        """Add text."""
+        """Adds text."""
         _, newline, line = text.rpartition("\n")
         self._fresh = (self._fresh or bool(newline)) and not line.strip(SPACES)
         self._add(self._spaces.push(text))
 
     def call(self, call: Call) -> None:
-        """Add a call."""
+        """Adds a call."""
         self._spaces.drop()
         self._found.append(call)
         self._after_call = self._fresh = True
 
     def end(self) -> None:
-        """No more will come."""
+        """Notes that nothing more will come."""
         if not self._after_call:
             self._add(self._spaces.held)
         self._spaces.drop()
 
     def take(self) -> list[Event]:
-        """What was found since the last take; texts next to each other are one."""
+        """What was found since the last `take`; adjacent texts are joined."""
         found, self._found = self._found, []
         return found
 

@@ -1,4 +1,6 @@
-"""Hermes and Qwen: `<tool_call>` `{"name": ..., "arguments": {...}}` `</tool_call>`, any number of times."""
+"""The form of Hermes and Qwen: `<tool_call>` `{"name": ..., "arguments": {...}}` `</tool_call>`, any number
+of times.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,7 @@ MARKERS = (START, END)
 
 
 def parse(r: Reader, out: Events, known: Collection[str]) -> Wait[None]:
-    """The form is explicit: a name that is not `known` is a call as well."""
+    """Parses an output. The form is explicit, so a name that is not `known` is a call too."""
     while (yield from text_until(r, out.text, (START,))):
         r.mark()
         call = yield from _block(r)
@@ -27,7 +29,9 @@ def parse(r: Reader, out: Events, known: Collection[str]) -> Wait[None]:
 
 
 def _block(r: Reader) -> Wait[Call | None]:
-    """Consume one block. The output's end, as under a stop string, will do in place of the closing tag."""
+    """Consumes one block. The end of the output, for example at a stop string, may stand for the
+    closing tag.
+    """
     yield from literal(r, START)
     yield from spaces(r)
     call = yield from call_object(r)

@@ -1,4 +1,4 @@
-"""Recognising JSON while it arrives (RFC 8259, strictly), and the object that most models write as a call."""
+"""Recognises JSON while it arrives (RFC 8259, strictly), and the object that most models write as a call."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from penstock.runtime.chat.forms.events import Call, is_text
 from penstock.runtime.chat.forms.reader import Reader, Wait, literal, more, peek, spaces
 
 MAX_DEPTH = 100
-"""Deeper nesting is not JSON here: what reads the arguments may well recurse."""
+"""JSON that is nested more deeply is not recognised, because code that reads the arguments may recurse."""
 _PLAIN = re.compile(r'[^"\\\x00-\x1f]*')
 _HEX = "0123456789abcdefABCDEF"
 _DIGITS = "0123456789"
@@ -25,15 +25,16 @@ _NUMBER: dict[str, list[tuple[str, str]]] = {
     "sign": [(_DIGITS, "power")],
     "power": [(_DIGITS, "power")],
 }
-"""What may follow in a number: state to (characters, next state)."""
+"""State within a number to the characters that may follow, each with the state after it."""
 _NUMBER_ENDS = ("zero", "whole", "fraction", "power")
 
 
 def call_object(r: Reader, known: Collection[str] | None = None) -> Wait[Call | None]:
-    """Consume `{"name": ..., "arguments": {...}}` (or "parameters"); None as soon as it cannot be one.
+    """Consumes `{"name": ..., "arguments": {...}}` (or "parameters"). Returns None as soon as it cannot be
+    one.
 
-    With `known`, nothing but the object's looks says that it is a call: so it has just these two keys, and
-    perhaps "type" and "id", and a known name. Without, other keys are passed over, and no arguments are `{}`.
+    With `known`, only the object itself shows that it is a call, so it must have just these two keys, perhaps
+    "type" and "id", and a known name. Without, other keys are skipped, and missing arguments are `{}`.
     """
     name = arguments = None
     if not (yield from literal(r, "{")):
@@ -73,7 +74,7 @@ def call_object(r: Reader, known: Collection[str] | None = None) -> Wait[Call | 
 
 
 def json_value(r: Reader) -> Wait[bool]:
-    """Consume one value; False, somewhere within it, as soon as it cannot be one."""
+    """Consumes one value. Returns False, somewhere within it, as soon as it cannot be one."""
     closers: list[str] = []
     while True:
         yield from spaces(r)
@@ -104,7 +105,7 @@ def json_value(r: Reader) -> Wait[bool]:
 
 
 def _key(r: Reader) -> Wait[bool]:
-    """Consume a member's name and colon."""
+    """Consumes a member's name and colon."""
     yield from spaces(r)
     if not (yield from _string(r)):
         return False
@@ -122,7 +123,7 @@ def _scalar(r: Reader, char: str) -> Wait[bool]:
 
 
 def _json_text(r: Reader) -> Wait[str | None]:
-    """Consume a string and return what it stands for."""
+    """Consumes a string and returns its text."""
     start = r.pos
     if not (yield from _string(r)):
         return None

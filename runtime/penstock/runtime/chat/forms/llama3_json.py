@@ -1,8 +1,8 @@
-"""Llama 3.1 to 3.3: `{"name": ..., "parameters": {...}}`, perhaps after `<|python_tag|>`; several are
-separated by `;`.
+"""The form of Llama 3.1 to 3.3: `{"name": ..., "parameters": {...}}`, perhaps after `<|python_tag|>`. Several
+calls are separated by `;`.
 
-Without the tag, an object is a call only as the first thing on a line or after another call and `;`, and only
-if it has no other keys and the name of a known tool.
+Without the tag an object is a call only if it comes first on a line, or after another call and `;`, has no
+other keys, and has the name of a known tool.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ MARKERS = (TAG,)
 
 
 def parse(r: Reader, out: Events, known: Collection[str]) -> Wait[None]:
-    """After the tag any name is a call, without it only a known one."""
+    """Parses an output. After the tag any name is a call; without it only a known one is."""
     while marker := (yield from text_until(r, out.text, MARKERS, "{", out.fresh)):
         names = None if marker == TAG else known
         r.mark()

@@ -1,8 +1,8 @@
-"""Mistral: `[TOOL_CALLS]` and a JSON array of calls, or, since its tokenizer v11,
-`[TOOL_CALLS]name[ARGS]{...}` for each.
+"""The form of Mistral: `[TOOL_CALLS]` and a JSON array of calls or, since its tokenizer v11,
+`[TOOL_CALLS]name[ARGS]{...}` for each call.
 
-The newer form may have `[CALL_ID]` and an id after the name, which is dropped as the older one's "id" is: the
-server mints its own; and `[ARGS]` may be missing.
+In the newer form `[CALL_ID]` and an id may follow the name. It is dropped, like the older form's "id",
+because the server mints its own ids. `[ARGS]` may be missing.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ NAME = re.compile(r"[\w.\-]*")
 
 
 def parse(r: Reader, out: Events, known: Collection[str]) -> Wait[None]:
-    """The form is explicit: a name that is not `known` is a call as well.
+    """Parses an output. The form is explicit, so a name that is not `known` is a call too.
 
-    Each call of an array is told once it is complete; an array that goes wrong later ends there, and its rest
-    is text.
+    Each call of an array is reported when it is complete. If the array is broken after that, it ends there,
+    and its rest is text.
     """
     while (yield from text_until(r, out.text, (START,))):
         r.mark()
@@ -49,7 +49,7 @@ def _element(r: Reader) -> Wait[Call | None]:
 
 
 def _other_elements(r: Reader, out: Events) -> Wait[None]:
-    """Consume the array after its first call, as far as it goes well."""
+    """Consumes the array after its first call, as far as it is valid."""
     while True:
         r.mark()
         yield from spaces(r)

@@ -1,7 +1,8 @@
-"""Python literals while they arrive, as JSON: strings, numbers, True, False, None, lists, tuples, dicts.
+"""Recognises Python literals while they arrive, and converts them to JSON: strings, numbers, True, False,
+None, lists, tuples and dicts.
 
-JSON's `true`, `false` and `null` are taken as well: models mix them up. Names, operators, sets, bytes,
-f-strings and strings side by side are not taken.
+JSON's `true`, `false` and `null` are accepted too, because models mix them up. Names, operators, sets, bytes,
+f-strings and adjacent strings are not accepted.
 """
 
 from __future__ import annotations
@@ -31,8 +32,9 @@ _ESCAPED = {
 
 
 def python_value(r: Reader, depth: int = 0) -> Wait[str | None]:
-    """Consume one literal and return it as JSON text; None, somewhere within it, as soon as it cannot be
-    one."""
+    """Consumes one literal and returns it as JSON text. Returns None, somewhere within it, as soon as it
+    cannot be one.
+    """
     char = yield from peek(r)
     if not char or depth > MAX_DEPTH:
         return None
@@ -48,7 +50,7 @@ def python_value(r: Reader, depth: int = 0) -> Wait[str | None]:
 
 
 def number(token: str) -> str | None:
-    """A number as JSON text; one that is JSON already stays as it is written."""
+    """A number as JSON text. A number that is valid JSON already stays as it is written."""
     if _JSON_NUMBER.fullmatch(token):
         return token
     for kind in (int, float):
@@ -60,12 +62,12 @@ def number(token: str) -> str | None:
 
 
 def unescape(body: str) -> str | None:
-    """What stands between a string literal's quotes, with its escapes replaced; None where one is wrong."""
+    """The text of a string literal, from what stands between its quotes; None if an escape is wrong."""
     try:
         text = _ESCAPE.sub(_replace, body)
     except (KeyError, ValueError):
         return None
-    # As in JSON, two halves of a surrogate pair are one character.
+    # As in JSON, two halves of a surrogate pair become one character.
     return text if is_text(text) else text.encode("utf-16", "surrogatepass").decode("utf-16", "surrogatepass")
 
 
@@ -110,7 +112,7 @@ def _dump(text: str | None) -> str | None:
 
 
 def _items(r: Reader, closer: str, depth: int) -> Wait[str | None]:
-    """A list or tuple; parentheses around one value without a comma are that value."""
+    """Consumes a list or tuple. Parentheses around one value without a comma are that value."""
     r.pos += 1
     items: list[str] = []
     comma = True
@@ -129,7 +131,7 @@ def _items(r: Reader, closer: str, depth: int) -> Wait[str | None]:
 
 
 def _dict(r: Reader, depth: int) -> Wait[str | None]:
-    """Its keys are strings."""
+    """Consumes a dict whose keys are strings."""
     r.pos += 1
     members: list[str] = []
     comma = True

@@ -1,8 +1,8 @@
-"""Python calls in a list: `[f(a=1), g(b="x")]`, by keywords with literal values.
+"""Python calls in a list: `[f(a=1), g(b="x")]`, with keyword arguments that are literals.
 
 Llama 4 may put the list between `<|python_start|>` and `<|python_end|>`; LFM2 puts it between
-`<|tool_call_start|>` and `<|tool_call_end|>`. Without such tags a list is a call only as the first thing on a
-line, and only if all its names are known tools'.
+`<|tool_call_start|>` and `<|tool_call_end|>`. Without such tags a list is a call only if it comes first on a
+line, and only if all its names are those of known tools.
 """
 
 from __future__ import annotations
@@ -22,7 +22,9 @@ NAME = re.compile(r"[\w.\-]*")
 
 
 def parse(r: Reader, out: Events, known: Collection[str]) -> Wait[None]:
-    """Between tags any name is a call, elsewhere only a known one. Calls are told when the list is closed."""
+    """Parses an output. Between tags any name is a call, elsewhere only a known one. Calls are reported when
+    the list is closed.
+    """
     while marker := (yield from text_until(r, out.text, tuple(ENDS), "[", out.fresh)):
         r.mark()
         calls = yield from (_tagged(r, marker) if marker in ENDS else _list(r, known))
@@ -46,7 +48,7 @@ def _tagged(r: Reader, start: str) -> Wait[list[Call] | None]:
 
 
 def _list(r: Reader, known: Collection[str] | None) -> Wait[list[Call] | None]:
-    """Consume a list of one or more calls; None as soon as it cannot be one."""
+    """Consumes a list of one or more calls. Returns None as soon as it cannot be one."""
     calls: list[Call] = []
     comma = yield from literal(r, "[")
     while comma:
@@ -89,7 +91,7 @@ def _call(r: Reader, known: Collection[str] | None) -> Wait[Call | None]:
 
 
 def _known_name(r: Reader, known: Collection[str]) -> Wait[str]:
-    """Consume a known name; empty as soon as it cannot be one."""
+    """Consumes a known name. Returns "" as soon as it cannot be one."""
     start = r.pos
     while (yield from more(r)) and NAME.fullmatch(r.text[r.pos]):
         r.pos += 1

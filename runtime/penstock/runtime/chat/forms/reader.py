@@ -1,8 +1,9 @@
-"""Parsing a text that arrives in pieces: parsers are generators, which yield where they must wait for more.
+"""Parses a text that arrives in pieces. Parsers are generators, which yield when they must wait for more
+text.
 
-A parser written so sees characters, never pieces: how the text was split cannot change what it finds, as long
-as it decides by characters alone. What it has decided is out at once; what it cannot decide yet it holds by
-not having consumed it.
+Such a parser sees characters, never pieces: as long as it decides by characters alone, how the text was split
+cannot change what it finds. It hands out what it has decided at once; what it cannot decide yet it leaves
+unconsumed.
 """
 
 from __future__ import annotations
@@ -13,48 +14,49 @@ from typing import TypeAlias, TypeVar
 
 T = TypeVar("T")
 Wait: TypeAlias = Generator[None, None, T]
-"""Runs until it needs more text, yields, and goes on when there is more or none will come; returns a T."""
+"""A generator that runs until it needs more text, yields, goes on when there is more or none will come, and
+returns a T."""
 SPACES = " \t\r\n"
 
 
 class Reader:
-    """The text not consumed yet. Between `mark` and `keep` or `back`, positions stay valid."""
+    """The text that is not consumed yet. Between `mark` and `keep` or `back`, positions stay valid."""
 
     def __init__(self) -> None:
         self.text = ""
         self.pos = 0
         self.ended = False
-        """No more will come."""
+        """Whether no more text will come."""
         self._mark: int | None = None
 
     def add(self, text: str) -> None:
-        """More text came."""
+        """Adds text that has arrived."""
         if self._mark is None:
             self.text, self.pos = self.text[self.pos :] + text, 0
         else:
             self.text += text
 
     def mark(self) -> None:
-        """From here on everything is kept, to come back to."""
+        """Keeps everything from here on, so that `back` can return here."""
         self._mark = self.pos
 
     def back(self) -> None:
-        """Return to the mark and lift it."""
+        """Returns to the mark and removes it."""
         assert self._mark is not None
         self.pos, self._mark = self._mark, None
 
     def keep(self) -> None:
-        """Lift the mark: what was read since is consumed."""
+        """Removes the mark: what was read since is consumed."""
         self._mark = None
 
     def take(self, count: int) -> str:
-        """Consume `count` characters, or as many as there are."""
+        """Consumes `count` characters, or as many as there are."""
         start = self.pos
         self.pos = min(start + count, len(self.text))
         return self.text[start : self.pos]
 
     def take_all(self) -> str:
-        """Consume what there is."""
+        """Consumes all text there is."""
         return self.take(len(self.text))
 
 
@@ -67,38 +69,38 @@ class Stream:
         next(self._run, None)
 
     def push(self, text: str) -> None:
-        """More text came; none may after `flush`."""
+        """Parses text that has arrived; none may arrive after `flush`."""
         assert not self._reader.ended
         if text:
             self._reader.add(text)
             next(self._run, None)
 
     def flush(self) -> None:
-        """No more will come."""
+        """Tells the parser that no more text will come."""
         self._reader.ended = True
         next(self._run, None)
 
 
 class SpaceHolder:
-    """Holds back the white space at a text's end, until it is known what follows."""
+    """Holds back the white space at the end of a text, until it is known what follows."""
 
     def __init__(self) -> None:
         self.held = ""
 
     def push(self, text: str) -> str:
-        """The text that may go out: all but white space at its end."""
+        """Returns the text that may be handed out: everything but white space at the end."""
         text = self.held + text
         out = text.rstrip(SPACES)
         self.held = text[len(out) :]
         return out
 
     def drop(self) -> None:
-        """What is held goes nowhere."""
+        """Drops the white space that is held."""
         self.held = ""
 
 
 def more(r: Reader) -> Wait[bool]:
-    """Wait for a character; whether there is one."""
+    """Waits for a character. Returns whether there is one."""
     while r.pos >= len(r.text):
         if r.ended:
             return False
@@ -107,13 +109,14 @@ def more(r: Reader) -> Wait[bool]:
 
 
 def peek(r: Reader) -> Wait[str]:
-    """The next character, not consumed; empty at the end."""
+    """The next character, not consumed; "" at the end."""
     return r.text[r.pos] if (yield from more(r)) else ""
 
 
 def literal(r: Reader, text: str, *, or_end: bool = False) -> Wait[bool]:
-    """Consume `text` if it comes next, else nothing. `or_end`: the end, also in the midst of `text`, will
-    do."""
+    """Consumes `text` if it comes next, else nothing. Returns whether it did. `or_end`: the end of the text,
+    also in the middle of `text`, counts too.
+    """
     while True:
         have = r.text[r.pos : r.pos + len(text)]
         if not text.startswith(have):
@@ -127,13 +130,13 @@ def literal(r: Reader, text: str, *, or_end: bool = False) -> Wait[bool]:
 
 
 def spaces(r: Reader) -> Wait[None]:
-    """Consume white space."""
+    """Consumes white space."""
     while (yield from more(r)) and r.text[r.pos] in SPACES:
         r.pos += 1
 
 
 def run_of(r: Reader, pattern: re.Pattern[str]) -> Wait[str]:
-    """Consume the characters that `pattern`, a repeated class, matches."""
+    """Consumes the characters that `pattern`, a repeated character class, matches."""
     start = r.pos
     while (yield from more(r)):
         found = pattern.match(r.text, r.pos)
@@ -145,7 +148,7 @@ def run_of(r: Reader, pattern: re.Pattern[str]) -> Wait[str]:
 
 
 def rest(r: Reader, out: Callable[[str], None]) -> Wait[None]:
-    """Hand on everything."""
+    """Hands on all remaining text."""
     while (yield from more(r)):
         out(r.take_all())
 
@@ -157,10 +160,10 @@ def text_until(
     opening: str = "",
     fresh: Callable[[], bool] = lambda: True,
 ) -> Wait[str | None]:
-    """Hand on text up to the first of `markers`, and return that, not consumed; None at the end.
+    """Hands on text up to the first of `markers`, and returns that marker, not consumed; None at the end.
 
-    The character `opening` is a marker too where it is the first of a line that is not white space; `fresh`
-    says whether the text handed on so far leaves that open. No marker may begin within another.
+    The character `opening` is a marker too if it is the first on its line that is not white space; `fresh`
+    says whether the text handed on so far allows that. No marker may begin within another.
     """
     while (yield from more(r)):
         found = [(at, m) for m in markers if (at := r.text.find(m, r.pos)) >= 0]
@@ -181,13 +184,15 @@ def text_until(
 
 
 def _begun(text: str, start: int, marker: str) -> int:
-    """Length of the longest tail of `text[start:]` that is a beginning of the marker, and not all of it."""
+    """Length of the longest tail of `text[start:]` that begins the marker without being all of it."""
     longest = min(len(marker) - 1, len(text) - start)
     return next((n for n in range(longest, 0, -1) if text.endswith(marker[:n])), 0)
 
 
 def _first_of_line(text: str, start: int, end: int, char: str, fresh: bool) -> int | None:
-    """The first `char` in `text[start:end]` with only white space before it on its line."""
+    """The index of the first `char` in `text[start:end]` that has only white space before it on its line;
+    None if there is none.
+    """
     line = start
     while (at := text.find(char, line, end)) >= 0:
         newline = text.rfind("\n", line, at)

@@ -1,9 +1,9 @@
-"""The forms in which models write tool calls, and a parser of a stream in one of them.
+"""The forms in which models write tool calls, and a parser for a text in one of them.
 
-All forms: text comes out as it is, and at once unless it may yet become a call; what turns out not to be a
-call comes out as text, as it is. White space directly before a call, and between a call and the end, is
-dropped. An explicit form has a marker that means a call, so that a name which is no known tool's is a call
-nevertheless: the caller learns what the model tried. In the others such a name makes it text.
+All forms have this in common. Text is handed out as it is, at once unless it may still become a call. Text
+that turns out not to be a call is handed out unchanged. White space directly before a call, and between a
+call and the end, is dropped. An explicit form has a marker that means a call, so a call of an unknown tool is
+a call too, and the caller learns what the model tried. In the other forms such a name makes it text.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class ToolForm:
     name: str
     parse: Callable[[Reader, Events, Collection[str]], Wait[None]]
     markers: tuple[str, ...]
-    """They must stay visible where special tokens are skipped."""
+    """Strings that must stay visible while special tokens are skipped."""
 
 
 TOOL_FORMS: Mapping[str, ToolForm] = {
@@ -38,21 +38,21 @@ TOOL_FORMS: Mapping[str, ToolForm] = {
 
 
 class CallParser:
-    """Calls in one output's text."""
+    """Finds calls in one output's text."""
 
     def __init__(self, form: ToolForm, tools: Collection[str]) -> None:
-        """`tools`: names of the known ones."""
+        """`tools`: names of the known tools."""
         known = frozenset(tools)
         self._events = Events()
         self._stream = Stream(lambda r: form.parse(r, self._events, known))
 
     def push(self, text: str) -> list[Event]:
-        """What more text made certain, in order."""
+        """What this further text made certain, in order."""
         self._stream.push(text)
         return self._events.take()
 
     def flush(self) -> list[Event]:
-        """The rest: there is no more text."""
+        """The rest, when there is no more text."""
         self._stream.flush()
         self._events.end()
         return self._events.take()

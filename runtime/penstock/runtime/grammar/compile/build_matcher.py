@@ -1,4 +1,6 @@
-"""From a grammar to a matcher, without limits of time: both the trial and the real thing (`trials`)."""
+"""Makes a matcher of a grammar, without a time limit of its own. Both the trial and the real compile use it
+(`trials`).
+"""
 
 from __future__ import annotations
 
@@ -13,18 +15,18 @@ from penstock.runtime.grammar.matcher import GrammarConstraint, TokenBits, short
 from penstock.runtime.grammar.narrowing import GrammarError
 
 STEP_ITEMS = 20_000
-"""Parser items that one mask may take. An object of 300 optional properties takes 12,000 with a vocabulary of
-152k; llguidance's default is 50,000."""
+"""Most parser items that one mask may take. An object of 300 optional properties takes 12,000 with a
+vocabulary of 152k; llguidance's default is 50,000."""
 STEP_LEXER_FUEL = 100_000
-"""Work of the lexer that one mask may take, about 7 ms. A choice among 5,000 takes up to 50,000; llguidance's
-default is 200,000."""
+"""Most work of the lexer that one mask may take, about 7 ms. A choice among 5,000 texts takes up to 50,000;
+llguidance's default is 200,000."""
 
 _UNLIMITED = Account(Budget(math.inf))
-"""Compiling has a limit of its own."""
+"""For compiling, which has a limit of its own."""
 
 
 def build_matcher(tokenizer: LLTokenizer, bits: TokenBits, text: str, max_lexer_states: int) -> LLMatcher:
-    """The matcher, at the beginning, of a grammar that `source.to_llguidance` wrote. Raises GrammarError."""
+    """The matcher of a grammar that `source.to_llguidance` wrote, at its beginning. Raises GrammarError."""
     limits = LLParserLimits(
         max_lexer_states=max_lexer_states,
         step_max_items=STEP_ITEMS,
@@ -34,8 +36,8 @@ def build_matcher(tokenizer: LLTokenizer, bits: TokenBits, text: str, max_lexer_
     matcher = LLMatcher(tokenizer, text, log_level=0, limits=limits)
     if matcher.is_error():
         raise GrammarError(shorten(matcher.get_error()))
-    # The first mask here, once for all outputs: it builds the first states of the lexer, and shows a grammar
-    # that no output matches.
+    # The first mask is made here, once for all outputs: it builds the first states of the lexer, and fails
+    # for a grammar that no output matches.
     try:
         GrammarConstraint(matcher, bits, "", account=_UNLIMITED).fill(np.zeros_like(bits.text))
     except InvalidRequest as error:

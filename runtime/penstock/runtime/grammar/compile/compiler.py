@@ -1,4 +1,4 @@
-"""Grammars to matchers: each is compiled once, in bounded time and memory, and kept for who asks again."""
+"""Compiles grammars to matchers: each one once, in bounded time and memory, and kept for later requests."""
 
 from __future__ import annotations
 
@@ -29,17 +29,18 @@ class CompilerConfig:
     """Limits of compiling and matching. Raises ValueError."""
 
     time_limit_s: float = 5.0
-    """Longest compile; also the longest wait for others to be done."""
+    """Longest compile in seconds; also the longest wait for other compiles."""
     memory_bytes: int = 1024**3
-    """Most that one compile may take."""
+    """Most memory that one compile may take."""
     max_compiles: int = 2
-    """At once. Each takes a process, with the vocabulary in it."""
+    """Most compiles at a time. Each needs a process, with the vocabulary in it."""
     cache_entries: int = 64
+    """Most compiled grammars that are kept."""
     max_lexer_states: int = 100_000
-    """Of a grammar's lexer, about 0.5 kB each. Outputs that need more end in an error: some 11,000 characters
-    of a string with `maxLength` take that many."""
+    """Most states of a grammar's lexer, about 0.5 kB each. Outputs that need more end in an error: some
+    11,000 characters of a string with `maxLength` take that many."""
     outputs_per_lexer: int = 64
-    """How many outputs share one lexer before the next is given a new one."""
+    """How many outputs share one lexer before the next one gets a new lexer."""
 
     def __post_init__(self) -> None:
         if not self.time_limit_s > 0:
@@ -56,11 +57,12 @@ class CompilerConfig:
 
 
 class CompiledGrammar:
-    """A grammar ready for use. Safe to share among threads.
+    """A grammar that is ready for use. Safe to share among threads.
 
-    Its outputs share one lexer: the automaton that llguidance builds as it goes, and locks while in use. What
-    one output built is there for the next, which makes their masks quicker; but where one runs into a limit,
-    all that share it end. So it is used for a bounded number of outputs, and after an error for no more.
+    Its outputs share one lexer: an automaton that llguidance builds as it goes, and locks while in use. Later
+    outputs reuse the states that earlier ones built, which makes their masks quicker. But if one runs into a
+    limit, all that share the lexer end. So a lexer is used for a bounded number of outputs, and for none
+    after an error.
     """
 
     def __init__(
@@ -73,13 +75,13 @@ class CompiledGrammar:
         on_costly: Callable[[], None] = lambda: None,
         is_proven: bool = False,
     ) -> None:
-        """`on_costly` is called where a request shows that the grammar costs too much whoever uses it;
-        `is_proven`: the masks of the same grammar have been quick.
+        """`on_costly` is called if a request shows that the grammar costs too much, whatever the request.
+        `is_proven`: whether masks of the same grammar have been quick before.
         """
         self.text = text
-        """As llguidance takes it."""
+        """The text that llguidance takes."""
         self._matcher = matcher
-        """At the beginning, and never moved on."""
+        """A matcher at the beginning, which never moves on."""
         self._bits = bits
         self._outputs_left = max_outputs
         self._failed = False
@@ -88,7 +90,7 @@ class CompiledGrammar:
 
     @property
     def spent(self) -> bool:
-        """Whether the next request should compile the grammar again."""
+        """Whether the next request must compile the grammar again."""
         return self._failed or self._outputs_left <= 0
 
     @property
@@ -97,12 +99,12 @@ class CompiledGrammar:
         return self._lexer.is_proven and not self._failed
 
     def constraint(self, field: str = "constraint") -> GrammarConstraint:
-        """A new constraint, for a request of one output; its errors are on `field`."""
+        """A new constraint, for a request of one output. Its errors are on `field`."""
         (constraint,) = self.constraints(1, field)
         return constraint
 
     def constraints(self, num_outputs: int, field: str = "constraint") -> list[GrammarConstraint]:
-        """A new constraint for each output of a request; its errors are on `field`."""
+        """A new constraint for each output of a request. Their errors are on `field`."""
         self._outputs_left -= num_outputs
         account = Account(request_budget(num_outputs), self._on_costly)
         return [
@@ -135,7 +137,7 @@ class GrammarCompiler:
         self._costly = Costly()
         self._lock = threading.Lock()
         self._compiled: OrderedDict[Grammar, CompiledGrammar] = OrderedDict()
-        """The least recently used first."""
+        """The compiled grammars, the least recently used first."""
         self._compiling: dict[Grammar, Future[CompiledGrammar]] = {}
 
     @classmethod
@@ -147,20 +149,21 @@ class GrammarCompiler:
         eos_token_ids: Collection[int],
         config: CompilerConfig | None = None,
     ) -> GrammarCompiler:
-        """For a Hugging Face tokenizer; see `Vocabulary.from_tokenizer`. Raises ConfigError."""
+        """A compiler for a Hugging Face tokenizer; see `Vocabulary.from_tokenizer`. Raises ConfigError."""
         return cls(Vocabulary.from_tokenizer(backend, vocab_size, eos_token_ids), config)
 
     def constraint(self, grammar: Grammar) -> GrammarConstraint:
-        """A constraint for one output under `grammar`; raises as `compile` does."""
+        """A constraint for one output under `grammar`. Raises what `compile` raises."""
         return self.compile(grammar).constraint(grammar.field)
 
     def compile(self, grammar: Grammar) -> CompiledGrammar:
-        """The grammar compiled: from the cache, or now. Who asks for one that is being compiled waits for it.
+        """Compiles a grammar, or takes it from the cache. A caller that asks for a grammar which is being
+        compiled waits for it.
 
-        Raises InvalidRequest on `grammar.field`, with llguidance's message, where it is not valid, too large,
-        not supported, without any output in this vocabulary, or too slow to compile; CostlyGrammar where it
-        was too costly to follow less than `costly.REFUSED_S` ago; UnavailableError where other compiles take
-        all threads.
+        Raises InvalidRequest on `grammar.field`, with llguidance's message, if the grammar is not valid, too
+        large, not supported, matches no output in this vocabulary, or is too slow to compile; CostlyGrammar
+        if it was too costly to follow less than `costly.REFUSED_S` ago; UnavailableError if other compiles
+        take all threads.
         """
         refused_s = self._costly.refused_s(grammar)
         if refused_s:
@@ -182,11 +185,11 @@ class GrammarCompiler:
             raise InvalidRequest([Violation(grammar.field, str(error))]) from error
 
     def warm_up(self) -> None:
-        """Start a process, so that the first request need not wait seconds for it."""
+        """Starts a process, so that the first request need not wait seconds for it."""
         self.compile(Grammar.json_object())
 
     def close(self) -> None:
-        """End the processes. Constraints go on; a later compile starts a new process."""
+        """Ends the processes. Constraints go on; a later compile starts a new process."""
         self._sandbox.close()
 
     def _fulfil(
@@ -194,10 +197,12 @@ class GrammarCompiler:
     ) -> None:
         try:
             compiled = self._compile(grammar, before)
-        except BaseException as error:  # who waits for the same gets it too
+        except BaseException as error:  # callers that wait for the same grammar get it too
             with self._lock:
                 del self._compiling[grammar]
-            if isinstance(error, KeyboardInterrupt | SystemExit):  # meant for this thread, not for who waits
+            if isinstance(
+                error, KeyboardInterrupt | SystemExit
+            ):  # meant for this thread, not for callers that wait
                 future.set_exception(UnavailableError("the grammar's compile was interrupted; try again"))
                 raise
             future.set_exception(as_exception(error))
@@ -211,7 +216,7 @@ class GrammarCompiler:
         future.set_result(compiled)
 
     def _compile(self, grammar: Grammar, before: CompiledGrammar | None) -> CompiledGrammar:
-        """Compile `grammar`; without the trial process if an earlier result, `before`, has passed that."""
+        """Compiles `grammar`. Skips the trial process if `before`, an earlier result, passed it."""
         config = self.config
         text = self._sandbox.check(grammar) if before is None else before.text
         try:

@@ -1,4 +1,4 @@
-"""Grammars that turned out too costly to follow: refused at once for a while."""
+"""Grammars that turned out too costly to follow. They are refused at once for a while."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from collections.abc import Callable
 from penstock.runtime.requests.grammar import Grammar, GrammarKind
 
 REFUSED_S = 60.0
-"""For so long nobody may use such a grammar again."""
+"""For this many seconds no request may use such a grammar again."""
 MOST = 1024
 """How many are remembered; beyond that the one that was noted first is forgotten."""
 
@@ -26,8 +26,8 @@ class Costly:
         self._until: OrderedDict[bytes, float] = OrderedDict()
 
     def note(self, grammar: Grammar) -> None:
-        """It cost too much. That the server's own grammar for any JSON object cannot do; it is never noted,
-        as everybody uses it.
+        """Notes that a grammar cost too much. The server's own grammar for any JSON object cannot do so, and
+        is never noted, because everybody uses it.
         """
         if grammar.kind is GrammarKind.JSON_OBJECT:
             return
@@ -39,7 +39,7 @@ class Costly:
                 self._until.popitem(last=False)
 
     def refused_s(self, grammar: Grammar) -> int:
-        """For how many more seconds, rounded up, it is refused; 0: it is not."""
+        """For how many more seconds, rounded up, a grammar is refused; 0 if it is not."""
         with self._lock:
             if not self._until:
                 return 0
@@ -48,7 +48,7 @@ class Costly:
 
 
 def _digest(grammar: Grammar) -> bytes:
-    """Of what the caller wrote, whatever comes before it."""
+    """A digest of what the caller wrote, without what the server puts before it."""
     texts = (grammar.source,) if isinstance(grammar.source, str) else grammar.source
     digest = hashlib.sha256(grammar.kind.value.encode())
     for text in texts:

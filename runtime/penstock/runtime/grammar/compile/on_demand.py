@@ -13,10 +13,12 @@ log = logging.getLogger(__name__)
 
 
 class CompilerOnDemand:
-    """Making a compiler takes up to a second, and most engines never get a request with a grammar."""
+    """Makes a compiler at the first use. That takes up to a second, and most engines never get a request with
+    a grammar.
+    """
 
     def __init__(self, make: Callable[[], GrammarCompiler] | None) -> None:
-        """`make` may raise ConfigError where the model's tokenizer allows no grammars; None: it has no
+        """`make` may raise ConfigError if the model's tokenizer allows no grammars; None: the model has no
         tokenizer.
         """
         self._make = make
@@ -24,8 +26,8 @@ class CompilerOnDemand:
         self._lock = threading.Lock()
 
     def get(self) -> GrammarCompiler | None:
-        """The compiler, which the first caller makes while others wait. None where the model can have none;
-        that is logged once.
+        """The compiler, which the first caller makes while others wait. None if the model can have none; the
+        reason is logged once.
         """
         with self._lock:
             if self._make is not None:

@@ -1,4 +1,4 @@
-"""Calls that may take too long, each on a thread of its own with a deep stack and a limit on the wait."""
+"""Calls that may take too long, each on a thread of its own, with a deep stack and a time limit."""
 
 from __future__ import annotations
 
@@ -13,18 +13,19 @@ from penstock.runtime.failing import as_exception
 T = TypeVar("T")
 
 STACK_BYTES = 256 * 1024 * 1024
-"""llguidance recurses once per link of a chain of rules or references, a few KB each: on the usual 8 MiB a
-chain of some 2,000 would end the process. Address space only; what is not touched costs no memory."""
+"""llguidance recurses once for each link of a chain of rules or references, with a few KB each: on the usual
+8 MiB a chain of some 2,000 would end the process. This is address space only; what is not touched costs no
+memory."""
 
 _stack_size = threading.Lock()
-"""`threading.stack_size` is the whole process's."""
+"""Held while `threading.stack_size`, which is one for the whole process, is changed."""
 
 
 class TimedCalls:
-    """Runs calls on at most `max_threads` threads at once and stops waiting for one that takes too long.
+    """Runs calls on at most `max_threads` threads at once, and stops waiting for one that takes too long.
 
-    Such a call cannot be stopped: its thread runs on, counted in `max_threads`, and its result is dropped.
-    Safe to use from many threads.
+    Such a call cannot be stopped: its thread runs on, still counted in `max_threads`, and its result is
+    dropped. Safe to use from many threads.
     """
 
     def __init__(self, *, time_limit_s: float, max_threads: int) -> None:
@@ -34,10 +35,10 @@ class TimedCalls:
         self._slots = threading.BoundedSemaphore(max_threads)
 
     def run(self, call: Callable[[], T]) -> T:
-        """What `call` returns or raises.
+        """Returns what `call` returns, and raises what it raises.
 
-        Raises TimeoutError where it takes more than `time_limit_s`, and UnavailableError where no thread
-        comes free in that time.
+        Raises TimeoutError if it takes more than `time_limit_s`, and UnavailableError if no thread comes free
+        in that time.
         """
         if not self._slots.acquire(timeout=self.time_limit_s):
             raise UnavailableError("every thread that compiles grammars is busy; try again later")
@@ -61,7 +62,7 @@ class TimedCalls:
 
 
 def _start(target: Callable[[], None]) -> None:
-    # A daemon: a compile that will not end must not keep the process from ending.
+    # As a daemon, a thread whose compile does not end cannot keep the process from ending.
     thread = threading.Thread(target=target, name="penstock-grammar", daemon=True)
     with _stack_size:
         before = threading.stack_size(STACK_BYTES)

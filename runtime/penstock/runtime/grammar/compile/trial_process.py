@@ -1,8 +1,8 @@
-"""What runs in a process of `trials`: compiles what it is sent and says whether that went well.
+"""What runs in a process of `trials`: it compiles what it is sent, and says whether that succeeded.
 
     python -m penstock.runtime.grammar.compile.trial_process CONNECTION LIFELINE
 
-The arguments are descriptors, see `children`. It ends when the other end of either closes.
+The arguments are file descriptors, see `children`. The process ends when the other end of either closes.
 """
 
 from __future__ import annotations
@@ -26,8 +26,9 @@ from penstock.runtime.requests.grammar import Grammar, GrammarKind
 
 
 def serve(connection: Connection) -> None:
-    """Answer each grammar with (text for llguidance, None) or (None, why it is refused), as JSON: the server
-    must not unpickle what comes from where a hostile grammar was."""
+    """Answers each grammar with (text for llguidance, None) or (None, why it is refused). Answers are JSON,
+    because the server must not unpickle what comes from a process that a hostile grammar may control.
+    """
     vocabulary: Vocabulary
     limits: TrialLimits
     vocabulary, limits = connection.recv()
@@ -54,14 +55,16 @@ def _answer(connection: Connection, value: object) -> None:
 def _try(grammar: Grammar, tokenizer: LLTokenizer, bits: TokenBits, limits: TrialLimits) -> str:
     text = to_llguidance(grammar)
     warnings = build_matcher(tokenizer, bits, text, limits.max_lexer_states).get_grammar_warnings()
-    # Who writes Lark may ask for leniency in a schema within it; nothing else may pass over a keyword.
+    # In Lark the caller may ask for leniency in a schema within it; in other kinds no keyword may be ignored.
     if warnings and grammar.kind is not GrammarKind.EBNF:
         raise GrammarError(shorten("; ".join(warnings)))
     return text
 
 
 def _limit_cpu(more_s: float) -> None:
-    """Have the kernel end this process some time after the other end would, should that be held up."""
+    """Makes the kernel end this process some time after the server would have, in case the server is
+    held up.
+    """
     used = resource.getrusage(resource.RUSAGE_SELF)
     _, most = resource.getrlimit(resource.RLIMIT_CPU)
     resource.setrlimit(resource.RLIMIT_CPU, (int(used.ru_utime + used.ru_stime + more_s) + 10, most))

@@ -1,9 +1,9 @@
-"""Grammars are tried in a process of their own before they are compiled in this one.
+"""Tries grammars in a process of their own, before they are compiled in this one.
 
 llguidance's own limits do not bound what a hostile grammar costs: 4 KB of regular expressions take minutes
-and gigabytes, and some inputs end the process. A thread cannot be stopped, a process can: it has a limit on
-memory, and is killed where it takes too long. What it compiled cannot be handed over; but compiling is
-deterministic, so what went well there goes well here.
+and gigabytes, and some inputs end the process. A thread cannot be stopped, but a process can: it has a memory
+limit, and is killed if it takes too long. Its result cannot be handed over, but compiling is deterministic,
+so what succeeded there succeeds here.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from penstock.runtime.host.children import Child
 from penstock.runtime.requests.grammar import Grammar
 
 _START_LIMIT_S = 60.0
-"""A process imports its modules and indexes the vocabulary; about two seconds."""
+"""Seconds in which a process imports its modules and indexes the vocabulary, which takes about two."""
 
 _MOST_ANSWER_BYTES = 64 * 1024 * 1024
 """llguidance's text of a grammar is a few times as long as the source, which has a limit."""
@@ -37,9 +37,9 @@ class TrialLimits:
 
 
 class Sandbox:
-    """Tries grammars, each in one of at most `max_processes` processes. Safe to use from many threads.
+    """Tries grammars in at most `max_processes` processes. Safe to use from many threads.
 
-    Processes start when they are first needed and end with `close`, or when this object is forgotten.
+    Processes start when they are first needed, and end with `close`, or when this object is dropped.
     """
 
     def __init__(self, vocabulary: Vocabulary, limits: TrialLimits, max_processes: int) -> None:
@@ -49,10 +49,10 @@ class Sandbox:
         self._idle: list[_Trial] = []
 
     def check(self, grammar: Grammar) -> str:
-        """The grammar as llguidance takes it, if it compiles within the limits.
+        """Returns the grammar as llguidance takes it, if it compiles within the limits.
 
-        Raises GrammarError where it does not; UnavailableError where all processes are busy for that time,
-        or none can be started.
+        Raises GrammarError if it does not; UnavailableError if all processes stay busy for the time limit, or
+        if none can be started.
         """
         if not self._slots.acquire(timeout=self._limits.time_limit_s):
             raise UnavailableError("every process that compiles grammars is busy; try again later")
@@ -67,7 +67,7 @@ class Sandbox:
             self._slots.release()
 
     def close(self) -> None:
-        """End the idle processes; later calls start new ones."""
+        """Ends the idle processes; later calls start new ones."""
         while self._idle:
             self._idle.pop().kill()
 
@@ -83,7 +83,7 @@ class Sandbox:
 
 
 class _Trial:
-    """One process; `penstock.runtime.grammar.compile.trial_process` is what runs in it."""
+    """One process; `trial_process` is what runs in it."""
 
     def __init__(self, vocabulary: Vocabulary, limits: TrialLimits) -> None:
         self._limits = limits
@@ -110,11 +110,11 @@ class _Trial:
         return self._child.alive
 
     def kill(self) -> None:
-        """End the process, if it runs."""
+        """Ends the process, if it runs."""
         self._child.close()
 
     def run(self, grammar: Grammar) -> str:
-        """As `Sandbox.check`; where that ended the process, it is no longer `alive`."""
+        """See `Sandbox.check`. If the trial ended the process, it is no longer `alive`."""
         limit_s = self._limits.time_limit_s
         try:
             self._connection.send(grammar)
@@ -126,7 +126,7 @@ class _Trial:
             raise GrammarError(
                 "compiling it took too much memory, or llguidance failed; simplify it"
             ) from error
-        except BaseException:  # interrupted: the answer to come would be taken for that to the next grammar
+        except BaseException:  # the answer, which is still to come, would be taken for the next grammar's
             self.kill()
             raise
         if not answered:
@@ -136,5 +136,5 @@ class _Trial:
         return str(text)
 
     def _receive(self) -> Any:
-        """JSON, because whatever made it may be in a hostile grammar's hands."""
+        """Reads an answer as JSON, because a hostile grammar may control the process that wrote it."""
         return json.loads(self._connection.recv_bytes(_MOST_ANSWER_BYTES))

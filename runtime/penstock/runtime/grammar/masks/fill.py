@@ -1,4 +1,4 @@
-"""The masks of many rows at once. `turns` is who asks for them in a step."""
+"""Fills the masks of many rows at once, when `step_masks` asks for them."""
 
 from __future__ import annotations
 
@@ -20,18 +20,20 @@ log = logging.getLogger(__name__)
 FillParallel = Callable[[LLExecutor, list[tuple[LLMatcher, int]], Mask], None]
 
 PARALLEL_ROWS = 8
-"""A mask takes 10 to 50 us where the lexer knows the state, and waking a thread about as long. Fewer rows are
-done before the threads are awake."""
+"""Fewest rows to fill in parallel. A mask takes 10 to 50 us if the lexer knows the state, and waking a thread
+takes about as long, so fewer rows are done before the threads are awake."""
 _MAX_THREADS = 8
 
 
 def mask_threads(processors: int) -> int:
-    """How many of so many processors' threads are for masks."""
+    """How many threads fill masks, out of `processors`."""
     return min(_MAX_THREADS, processors // 4)
 
 
 class MaskFiller:
-    """Fills the rows of a step: where many are under grammars, in parallel on threads of its own."""
+    """Fills the masks of a step's rows; if many rows are under grammars, in parallel on threads of its
+    own.
+    """
 
     def __init__(
         self,
@@ -39,9 +41,9 @@ class MaskFiller:
         fill_parallel: FillParallel = fill_next_token_bitmask_par,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`num_threads` None: a quarter of the processors, at most 8. With fewer than two there are
-        none, and the caller's thread does all: on few cores a step's own threads keep those for masks waiting
-        for longer than the masks take. `fill_parallel` is llguidance's, `clock` in seconds.
+        """`num_threads` None: a quarter of the processors, at most 8. With fewer than two there are none, and
+        the caller's thread does everything: on few cores, the step's own threads would hold up those for
+        masks for longer than the masks take. `fill_parallel` is llguidance's; `clock` is in seconds.
         """
         if num_threads is None:
             num_threads = mask_threads(available_processors())
@@ -51,13 +53,14 @@ class MaskFiller:
 
     @property
     def is_parallel(self) -> bool:
-        """Whether many rows are filled at once."""
+        """Whether many rows are filled in parallel."""
         return self._executor is not None
 
     def fill_all(self, constraints: Mapping[int, TokenConstraint], masks: Mask) -> dict[int, Exception]:
-        """Overwrite the rows named of `masks`, int32[rows, mask_words(vocab_size)], contiguous; others stay.
+        """Overwrites the rows of `masks`, int32[rows, mask_words(vocab_size)], contiguous, that `constraints`
+        names; others stay.
 
-        Returns the rows whose output cannot go on, with what to tell its caller; their masks allow all.
+        Returns row to error for rows whose output cannot go on; their masks allow all tokens.
         """
         if not masks.flags.c_contiguous:
             raise ValueError("the masks must be contiguous")
@@ -77,9 +80,10 @@ class MaskFiller:
     def _fill_ahead(
         self, constraints: Mapping[int, TokenConstraint], masks: Mask
     ) -> dict[int, GrammarConstraint | BadWords]:
-        """Fill masks in parallel, if there are enough that may be; returns the rows that are to be finished.
+        """Fills raw masks in parallel, if there are enough rows for it. Returns the rows that are still to be
+        finished.
 
-        Where that fails nobody knows whose fault it was: then there are none, and each row is filled alone.
+        If that fails nobody knows which row was at fault, so no row is returned, and each is filled alone.
         """
         if self._executor is None or len(constraints) < PARALLEL_ROWS:
             return {}
@@ -96,7 +100,7 @@ class MaskFiller:
         started = self._clock()
         try:
             self._fill_parallel(self._executor, jobs, masks)
-        except BaseException:  # as above
+        except BaseException:  # see `fill_all`
             log.exception("masks could not be filled in parallel")
             return {}
         finally:

@@ -1,4 +1,4 @@
-"""A thread that fills masks, and may be left behind with one that takes long."""
+"""A thread that fills masks. If one takes long, the thread can be left behind with it."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from penstock.runtime.requests.constraint import Mask, TokenConstraint
 Rows = Mapping[int, TokenConstraint]
 FillRows = Callable[[Rows, Mask], Mapping[int, Exception]]
 _NICE = 10
-"""A thread that was left behind gets about a tenth of a processor that others want."""
+"""Priority of a thread that was left behind: it gets about a tenth of a processor that others want too."""
 
 
 class Job:
-    """Batches of rows to be filled, one batch after the other."""
+    """Batches of rows whose masks are to be filled, one batch after the other."""
 
     def __init__(self, batches: Sequence[Rows], masks: Mask) -> None:
         self.batches = batches
         self.masks = masks
         self.done: set[int] = set()
-        """Rows that were filled, or have an error."""
+        """Rows that were filled, or that have an error."""
         self.errors: dict[int, Exception] = {}
         self.failure: BaseException | None = None
-        """A bug, which was no row's."""
+        """An error that no row caused: a bug."""
         self._lock = threading.Lock()
         self._left = False
         self._current: Rows = {}
@@ -36,15 +36,15 @@ class Job:
         self._ended.acquire()
 
     def wait(self, seconds: float) -> bool:
-        """Whether it came to its end within that time."""
+        """Waits for the job's end. Returns whether it came within that time."""
         if not self._ended.acquire(timeout=seconds):
             return False
         self._ended.release()
         return True
 
     def leave(self) -> tuple[Rows, Job]:
-        """Nobody waits any longer: begin no other batch. Returns the rows that are being filled now, and
-        what was done until now, which does not change any more.
+        """Stops the job after its current batch, because nobody waits any longer. Returns the rows of that
+        batch, and a job with what was done until now, which does not change any more.
         """
         with self._lock:
             self._left = True
@@ -53,7 +53,7 @@ class Job:
             return self._current, until_now
 
     def run(self, fill: FillRows) -> None:
-        """On the thread of a lane."""
+        """Fills the batches, on the thread that does so."""
         try:
             for batch in self.batches:
                 with self._lock:
@@ -65,7 +65,7 @@ class Job:
                     self.errors.update(errors)
                     self.done.update(batch)
                     self._current = {}
-        except BaseException as error:  # noqa: BLE001  raised again by who waits
+        except BaseException as error:  # noqa: BLE001  the caller, which waits, raises it again
             self.failure = error
         finally:
             self._ended.release()
@@ -77,7 +77,7 @@ class Lane:
     def __init__(self, fill: FillRows) -> None:
         self._fill = fill
         self._jobs: SimpleQueue[Job | None] = SimpleQueue()
-        # A daemon: a mask that will not end must not keep the process from ending.
+        # As a daemon, a thread whose mask does not end cannot keep the process from ending.
         self._thread = threading.Thread(target=self._run, name="penstock-masks", daemon=True)
         self._thread.start()
 
@@ -85,7 +85,9 @@ class Lane:
         self._jobs.put(job)
 
     def cpu_s(self) -> float:
-        """Processor time that the thread has used; it does not grow while others have the processor."""
+        """Processor time that the thread has used, in seconds. It does not grow while other threads have the
+        processor.
+        """
         ident = self._thread.ident
         try:
             return 0.0 if ident is None else time.clock_gettime(time.pthread_getcpuclockid(ident))
@@ -93,7 +95,7 @@ class Lane:
             return math.inf
 
     def slow_down(self) -> None:
-        """It is left behind: do what it has, later than others, and end."""
+        """Leaves the thread behind: it does what it has at a low priority, and ends."""
         with contextlib.suppress(OSError, TypeError):  # it has ended, or not begun
             os.setpriority(os.PRIO_PROCESS, self._thread.native_id, _NICE)  # type: ignore[arg-type]
         self.close()

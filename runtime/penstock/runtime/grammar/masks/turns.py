@@ -1,13 +1,14 @@
-"""Whose mask is made in a step: host time for masks is bounded, and who takes longer sits steps out.
+"""Decides which masks are made for a step: the host time for masks is bounded, and rows whose masks take
+longer get their token in a later step.
 
-A mask usually takes some 20 us, in new territory up to 3 ms, and in a very ambiguous grammar hundreds of
-milliseconds, which llguidance can neither foretell nor break off. So masks are made on a thread of their
-own, the lane, and a step waits for them only so long. A row whose mask is not there then has no token in
-this step; its mask is worked out on the thread that is left behind with it, at a low priority, and is there
-for a later step. Meanwhile rows that share its lexer, which is locked, sit out too; a new lane serves all
-others.
+A mask usually takes some 20 us, in new states of the lexer up to 3 ms, and in a very ambiguous grammar
+hundreds of milliseconds, which llguidance can neither foretell nor break off. So masks are made on a thread
+of their own, and a step waits for that thread only for a limited time. A row whose mask is not ready then has
+no token in this step. Its mask is finished on the thread, which is left behind with it at a low priority, and
+is used in a later step. Rows that share the lexer of that mask, which is locked, have no tokens meanwhile; a
+new thread makes the masks of all other rows.
 
-What this decides is in which step a row has its token, never which token.
+This decides in which step a row gets its token, never which token.
 """
 
 from __future__ import annotations
@@ -28,31 +29,33 @@ from penstock.runtime.grammar.matcher import QUICK_S, GrammarConstraint
 from penstock.runtime.requests.constraint import Mask, TokenConstraint
 
 STEP_S = 0.01
-"""Processor time that a step waits for, beyond what its masks are expected to take."""
+"""Seconds of processor time that a step waits for, beyond what its masks are expected to take."""
 WALL_S = 0.1
-"""How long it waits for that at most, on a busy machine."""
+"""Longest time that a step waits for that, in seconds, on a busy machine."""
 _LEAST_PAUSE_S = 0.001
 ALONE_S = 0.25
-"""How long it waits where nobody else would have a token of it: as long as callers may wait for the engine
-to look up."""
+"""Seconds that a step waits if no other row would have a token of it: as long as callers may wait until the
+engine's thread answers them."""
 _IMPATIENT, _PAUSES = 0.1, 4
-"""A step that waited in vain is followed by steps that wait only so much as long, for so many times its
-wait."""
+"""A step that waited in vain is followed by impatient steps, which wait for this fraction of STEP_S, for this
+many times as long as it waited."""
 MAX_LATE = 2
-"""Threads that are left behind; beyond that only lexers whose masks have always been quick are served."""
+"""Most threads that are left behind. Beyond that, only masks of lexers that have always been quick are made.
+"""
 
 
 class Filled(NamedTuple):
-    """What came of a step's rows."""
+    """The masks of a step's rows."""
 
     masks: Mask
-    """Whose rows nobody writes any more; those of `errors` and `skipped` allow all."""
+    """The masks. Nobody writes them any more, and those of `errors` and `skipped` allow all tokens."""
     errors: dict[int, Exception]
-    """By row, what to tell its caller: the output cannot go on."""
+    """Row to error, for rows whose output cannot go on."""
     skipped: frozenset[int]
     """Rows that have no token in this step."""
     late: frozenset[int]
-    """Those of them whose own mask takes long; the others have none because of these, or of their turn."""
+    """The skipped rows whose own mask takes long; the others are skipped because of these, or because it was
+    not their turn."""
 
 
 class _Late(NamedTuple):
@@ -63,13 +66,13 @@ class _Late(NamedTuple):
 
 class _Kept(NamedTuple):
     constraint: Callable[[], TokenConstraint | None]
-    """None once nobody has it any more: its request has ended."""
+    """Returns None once nobody has the constraint any more, because its request has ended."""
     mask: Mask
     error: Exception | None
 
 
 class MaskTurns:
-    """Fills the masks of step after step; used on one thread."""
+    """Fills the masks of one step after the other. It is used on one thread."""
 
     def __init__(
         self,
@@ -82,7 +85,7 @@ class MaskTurns:
         make_lane: Callable[[FillRows], Lane] = Lane,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`fill` is `MaskFiller.fill_all`, of many rows at once where `in_parallel`."""
+        """`fill` is `MaskFiller.fill_all`, which fills many rows at once if `in_parallel`."""
         self._fill = fill
         self._in_parallel = in_parallel
         self._step_s, self._wall_s, self._alone_s = step_s, wall_s, alone_s
@@ -91,14 +94,17 @@ class MaskTurns:
         self._patient_again = -math.inf
         self._lane: Lane | None = None
         self._late: dict[int, _Late] = {}
-        """Masks that are being made, by the identity of the constraint, which is kept alive here."""
+        """Masks that are being made on threads left behind, by the identity of the constraint, which is kept
+        alive here."""
         self._kept: dict[int, _Kept] = {}
-        """Masks that were made and not used yet, by the same; which lives as long as its request."""
+        """Masks that were made and not used yet, by the identity of the constraint, which lives as long as
+        its request."""
 
     def fill(self, constraints: Rows, masks: Mask, *, others: bool) -> Filled:
-        """Fill the rows named of `masks`, contiguous and of -1 throughout, which is the lane's from now on.
+        """Fills the rows of `masks` that `constraints` names. `masks` is contiguous and holds -1 throughout,
+        and belongs to the masks' thread from now on.
 
-        `others`: the step has a token for somebody whom slow masks should not hold up.
+        `others`: whether the step has a token for rows that slow masks should not hold up.
         """
         ready = self._ready(constraints)
         waiting = self._waiting(constraints) - ready
@@ -108,10 +114,10 @@ class MaskTurns:
             waiting = self._waiting(constraints) - ready
         quick, slow = self._sort({row: c for row, c in constraints.items() if row not in waiting | ready})
         if slow and (others or quick or ready):
-            # Nobody waits for these; one after the other, since each takes a processor.
+            # Nobody waits for these. They are made one after the other, because each takes a processor.
             if self._num_late < MAX_LATE:
                 self._begin_late(dict([slow[0]]), masks)
-                # Those who share its lexer would wait for it, in the lane that serves all others.
+                # Rows that share its lexer would wait for it, on the thread that serves all other rows.
                 waiting = self._waiting(constraints)
                 quick = [item for item in quick if item[0] not in waiting]
         else:
@@ -124,7 +130,9 @@ class MaskTurns:
         return self._filled(constraints, made, ready)
 
     def _make(self, rows: list[tuple[int, TokenConstraint]], masks: Mask, *, patient: bool) -> Job:
-        """What came of these rows in the time that a step has; in more if `patient` and nothing came."""
+        """Makes the masks of these rows in the time that a step has, or in more if `patient` and none was
+        made. Returns what was made.
+        """
         job = Job(list(self._batches(rows)), masks)
         began = self._clock()
         extra = self._step_s if began >= self._patient_again else _IMPATIENT * self._step_s
@@ -138,8 +146,8 @@ class MaskTurns:
         return job
 
     def _wait(self, job: Job, cpu_s: float) -> bool:
-        """Whether the job came to its end before the lane had used so much processor time for it. A lane that
-        gets no processor is no slow one, so that is waited for up to a limit.
+        """Whether the job ended before its thread used this much processor time for it. A thread that gets no
+        processor is not slow, so it is waited for, up to a limit.
         """
         lane = self._lane = self._lane or self._make_lane(self._fill)
         before_s, until = lane.cpu_s(), self._clock() + self._wall_s
@@ -153,15 +161,15 @@ class MaskTurns:
         return True
 
     def close(self) -> None:
-        """End the thread."""
+        """Ends the thread."""
         if self._lane is not None:
             self._lane.close()
             self._lane = None
 
     def _filled(self, constraints: Rows, made: Job, ready: set[int]) -> Filled:
-        """The step's rows as they are now. Who shares a lexer with a mask that is still being made has no
-        token, though its own mask may be there: to accept that token, the engine's thread would wait for the
-        lexer's lock. Its mask is kept.
+        """The step's rows as they are now. A row that shares a lexer with a mask that is still being made has
+        no token, even if its own mask is ready, because to accept that token the engine's thread would wait
+        for the lexer's lock. Its mask is kept.
         """
         self._keep_finished()
         busy = self._busy
@@ -189,7 +197,7 @@ class MaskTurns:
         late = frozenset(row for row in skipped if id(constraints[row]) in self._late)
         return Filled(masks, errors, skipped, late)
 
-    # -- who takes long --
+    # -- rows that take long --
 
     @property
     def _num_late(self) -> int:
@@ -197,11 +205,11 @@ class MaskTurns:
 
     @property
     def _busy(self) -> set[Hashable]:
-        """The lexers that are locked until a mask is there that nobody waits for."""
+        """The lexers that are locked by masks which nobody waits for."""
         return {lexer_of(late.constraint) for late in self._late.values()}
 
     def _keep_finished(self) -> None:
-        """Masks that came late are kept until their row asks for them or its request is gone."""
+        """Keeps masks that came late, until their row asks for them or its request is gone."""
         if self._kept:
             self._kept = {key: kept for key, kept in self._kept.items() if kept.constraint() is not None}
         for key, late in list(self._late.items()):
@@ -212,11 +220,13 @@ class MaskTurns:
     def _keep(self, constraint: TokenConstraint, job: Job, row: int) -> None:
         error = job.errors.get(row)
         if isinstance(error, PenstockError):
-            error.with_traceback(None)  # which keeps the constraint alive; the message says it all
+            error.with_traceback(
+                None
+            )  # the traceback would keep the constraint alive, and the message says enough
         self._kept[id(constraint)] = _Kept(_weakly(constraint), job.masks[row].copy(), error)
 
     def _ready(self, constraints: Rows) -> set[int]:
-        """The rows that others waited for no longer, and whose masks or errors are there now."""
+        """The rows whose masks or errors came late and are ready now."""
         self._keep_finished()
         busy = self._busy
         ready: set[int] = set()
@@ -227,8 +237,8 @@ class MaskTurns:
         return ready
 
     def _waiting(self, constraints: Rows) -> set[int]:
-        """The rows that are still being worked out, or share a lexer with one that is; and, where enough
-        are, all that might be slow as well.
+        """The rows whose masks are still being made, or that share a lexer with such a row; and, if enough
+        threads are left behind, all rows that might be slow too.
         """
         busy = self._busy
         waiting = {row for row, c in constraints.items() if lexer_of(c) in busy}
@@ -237,7 +247,7 @@ class MaskTurns:
         return waiting
 
     def _begin_late(self, batch: Rows, masks: Mask) -> None:
-        """Have these filled on a thread that nobody waits for."""
+        """Has these rows filled on a thread that nobody waits for."""
         lane = self._make_lane(self._fill)
         job = Job([batch], np.empty_like(masks))
         lane.put(job)
@@ -245,7 +255,7 @@ class MaskTurns:
         self._remember(job, batch)
 
     def _leave(self, job: Job) -> Job:
-        """The lane is left behind with what it does now. Returns what it has done."""
+        """Leaves the thread behind with what it does now. Returns what it has done."""
         current, until_now = job.leave()
         if current:
             assert self._lane is not None
@@ -257,18 +267,18 @@ class MaskTurns:
     def _remember(self, job: Job, batch: Rows) -> None:
         self._late.update({id(c): _Late(job, row, c) for row, c in batch.items()})
 
-    # -- in which order --
+    # -- order --
 
     def _sort(
         self, rows: Rows
     ) -> tuple[list[tuple[int, TokenConstraint]], list[tuple[int, TokenConstraint]]]:
-        """Those who should be quick, the surest first, and those who were slow the last time."""
+        """The rows that should be quick, the surest first, and those that were slow the last time."""
         ordered = sorted(rows.items(), key=lambda item: (not is_proven(item[1]), expected_s(item[1])))
         quick = [item for item in ordered if expected_s(item[1]) < QUICK_S]
         return quick, [item for item in ordered if expected_s(item[1]) >= QUICK_S]
 
     def _batches(self, rows: list[tuple[int, TokenConstraint]]) -> Iterator[Rows]:
-        """Each row on its own, but those in parallel that are sure to be quick."""
+        """Each row on its own, except those that are sure to be quick, which are filled in parallel."""
         if self._in_parallel:
             sure = dict(item for item in rows if is_proven(item[1]))
             if len(sure) >= PARALLEL_ROWS:
@@ -281,7 +291,7 @@ class MaskTurns:
 def _weakly(constraint: TokenConstraint) -> Callable[[], TokenConstraint | None]:
     try:
         return weakref.ref(constraint)
-    except TypeError:  # a constraint of others' making, with slots
+    except TypeError:  # a constraint that an embedder made, with __slots__
         return lambda: constraint
 
 
@@ -296,18 +306,20 @@ def _grammar(constraint: TokenConstraint) -> GrammarConstraint | None:
 
 
 def expected_s(constraint: TokenConstraint) -> float:
-    """What its next mask should take; 0 where nobody knows."""
+    """How long a constraint's next mask should take, in seconds; 0 if that is not known."""
     grammar = _grammar(constraint)
     return 0.0 if grammar is None else grammar.expected_s
 
 
 def is_proven(constraint: TokenConstraint) -> bool:
-    """Whether the masks of its lexer have been quick for a while; words alone always are."""
+    """Whether the masks of the constraint's lexer have been quick for a while; those of bad words alone
+    always are.
+    """
     grammar = _grammar(constraint)
     return isinstance(constraint, BadWords) if grammar is None else grammar.lexer.is_proven
 
 
 def lexer_of(constraint: TokenConstraint) -> Hashable:
-    """What it shares with those that must wait for it."""
+    """The identity of the lexer that the constraint shares, for which others must wait."""
     grammar = _grammar(constraint)
     return id(constraint) if grammar is None else id(grammar.lexer)

@@ -1,8 +1,8 @@
 """Paged attention in C++: the Python side of src/attention/attention.cc.
 
-Lengths, starts and page tables are read at run time, so a program is bound to no context length, and padding
-tokens and rows cost nothing. A token's bits depend on its own row alone: not on the rows beside it, on the
-number of threads, or on whether its prompt was cut into chunks.
+Lengths, starts and page tables are read at run time, so a program is not compiled for a context length, and
+padding tokens and rows cost nothing. A token's bits depend on its own row alone: not on the rows beside it,
+the number of threads, or how its prompt was cut into chunks.
 """
 
 from __future__ import annotations
@@ -15,17 +15,18 @@ from jax import Array
 from penstock.runtime.ops.native import library
 
 _DTYPES = {np.dtype(jnp.bfloat16): np.dtype(np.uint16), np.dtype(np.float32): np.dtype(np.float32)}
-"""Of the model, and of its cache."""
+"""The model's dtype to the cache's."""
 _MULTIPLE = 16
 _MAX_DIM = 512
 _SPLIT = 256
-"""Key positions of a part of a row; see src/attention/attention.h."""
+"""Key positions of a split of a row; see src/attention/attention.h."""
 _PLAN_HEAD, _PER_TOKEN, _PER_TASK = 6, 4, 6
-"""Numbers of a plan: before all, of a token, of a task (and one for each of its members)."""
+"""Numbers in a plan: before everything else, for each token, and for each task (which has one more for each
+of its members)."""
 
 
 def supports(q: Array | jax.ShapeDtypeStruct, kv: Array | jax.ShapeDtypeStruct) -> bool:
-    """Whether the kernels handle queries [T, H, D] against a cache [page, 2, KH, page size, D]."""
+    """Whether the kernels can handle queries [T, H, D] against a cache [page, 2, KH, page size, D]."""
     return (
         _DTYPES.get(np.dtype(q.dtype)) == kv.dtype
         and kv.shape[4] % _MULTIPLE == 0
@@ -45,18 +46,18 @@ def plan(
     sliding_window: int | None,
     chunk: int | None,
 ) -> Array:
-    """What a step's attention consists of, for `attend`: int32, as src/attention/attention_plan.h writes it.
+    """The work of a step's attention, for `attend`: int32, as src/attention/attention_plan.h writes it.
 
-    starts, q_lens int32[R] and page_table int32[R, P]: the rows of a step of up to `num_tokens` tokens, which
-    lie one after the other from token 0. A page id or length outside the cache, [page, 2, KH, page size, D],
-    fails the program. All layers with as many heads and the same window ask for the same plan, and XLA makes
-    it once.
+    starts, q_lens int32[R] and page_table int32[R, P] describe the rows of a step of up to `num_tokens`
+    tokens, which lie one after the other from token 0. A page id or length outside the cache, [page, 2, KH,
+    page size, D], fails the program. All layers with as many heads and the same window ask for the same plan,
+    and XLA makes it once.
     """
     library.load()
     num_pages, _, kv_heads, page_size, _ = kv_shape
     num_rows, pages_per_row = page_table.shape
-    # A part of a row belongs to one task, its own or one that rows share, and a token is a member once for
-    # each of these; what is not cut into parts is a task for each token at most.
+    # A split of a row belongs to one task, which it has alone or shares with other rows, and a token is a
+    # member of each task of its splits. Rows that are not split make at most one task for each token.
     tasks = num_rows * -(-pages_per_row * page_size // _SPLIT) + num_tokens
     size = _PLAN_HEAD + _PER_TOKEN * num_tokens + (_PER_TASK + 1) * tasks
     call = jax.ffi.ffi_call("penstock_attention_plan", jax.ShapeDtypeStruct((size,), jnp.int32))
@@ -87,9 +88,9 @@ def attend(
     softcap: float | None,
     sinks: Array | None,
 ) -> tuple[Array, Array]:
-    """`penstock.runtime.ops.attention.paged_attention` of the rows that `step_plan` was made for.
+    """`penstock.runtime.ops.attention.paged_attention` for the rows that `step_plan` was made for.
 
-    The result's cache is the argument's memory.
+    The returned cache lies in the memory of the argument.
     """
     library.load()
     shapes = (jax.ShapeDtypeStruct(q.shape, q.dtype), jax.ShapeDtypeStruct(kv.shape, kv.dtype))

@@ -37,7 +37,7 @@ _COMMON = (
     "-fPIC",
     "-fvisibility=hidden",
     "-fno-math-errno",
-    "-ffp-contract=off",  # a * b + c is rounded twice wherever it stands: bits must not depend on inlining
+    "-ffp-contract=off",  # a * b + c is always rounded twice, so that bits do not depend on inlining
     "-Wall",
     "-Wno-attributes",
 )
@@ -58,25 +58,25 @@ FLAGS = {  # longest suffix first
     "_avx2": _AVX2,
     "_amx": (*_AVX512_BF16, "-mamx-tile", "-mamx-bf16", "-mamx-int8"),
 }
-"""What a file whose name ends so is compiled with."""
+"""Compiler flags by the end of a file's name, beside those of all files."""
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """What a library is made of. Tests make one whose AMX is emulated."""
+    """What a library is made of. Tests make one in which AMX is emulated."""
 
     name: str
     sources: tuple[Path, ...]
     """Files to compile. Headers are found beside each, and in SOURCES."""
     flags: Mapping[str, tuple[str, ...]]
-    """As FLAGS."""
+    """Compiler flags by the end of a file's name, as in FLAGS."""
 
     def flags_of(self, source: Path) -> tuple[str, ...]:
-        """What `source` is compiled with, beyond what all are."""
+        """The flags of `source`, beside those of all files."""
         return next((flags for end, flags in self.flags.items() if source.stem.endswith(end)), ())
 
     def digest(self) -> str:
-        """Of everything that the library depends on."""
+        """A digest of everything that the library depends on."""
         digest = hashlib.sha256(f"{jaxlib_version} {_COMMON} {self.flags}".encode())
         folders = {SOURCES, *(source.parent for source in self.sources)}
         files = {file for folder in folders for file in folder.rglob("*.h")}
@@ -95,14 +95,14 @@ class BuildFailed(Exception):
 
 
 def default_folder() -> Path:
-    """Where built libraries are kept."""
+    """The folder in which built libraries are kept."""
     return Path(os.path.expanduser("~")) / ".cache" / "penstock" / "native"
 
 
 def build(folder: Path | None = None, recipe: Recipe = KERNELS) -> Path:
-    """The path of the library of `recipe`, compiled now if it is not in `folder` yet (some 20 s).
+    """The path of the library of `recipe`. It is compiled now if it is not in `folder` yet (some 20 s).
 
-    Raises BuildFailed where it cannot be had: another processor family, no compiler, or one that fails.
+    Raises BuildFailed if it cannot be built: another processor family, no compiler, or a compiler that fails.
     """
     folder = folder or default_folder()
     if platform.machine() not in ("x86_64", "AMD64") or platform.system() != "Linux":
@@ -151,7 +151,9 @@ def _run(command: list[str]) -> None:
 
 
 def main(arguments: list[str]) -> int:
-    """Build now. Failing is no error unless a folder is named, since everything runs without the library."""
+    """Builds the library now. Failing is an error only if a folder is named, since everything runs without
+    the library.
+    """
     parser = argparse.ArgumentParser(description="Compile the native CPU kernels.")
     parser.add_argument(
         "--folder", type=Path, help="for `penstock serve --native-folder`; default: where they are looked for"

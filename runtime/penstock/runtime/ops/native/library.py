@@ -41,14 +41,15 @@ class NotAvailable(Exception):
 
 _lock = threading.Lock()
 _tried: dict[Path, ctypes.CDLL | NotAvailable] = {}
-"""By folder. At most one is a library: XLA takes an operation's name once per process."""
+"""Folder to what came of it. At most one entry is a library, because XLA takes an operation's name once per
+process."""
 
 
 def load(folder: Path | None = None) -> ctypes.CDLL:
-    """The library, with its operations registered: the one that this process has, or else the one in `folder`
-    (None: `default_folder()`), compiled now if it is not there. Costs nothing once it is loaded.
+    """The library, with its operations registered: the one that this process has already, else the one in
+    `folder` (None: `default_folder()`), compiled now if it is not there. Costs nothing once it is loaded.
 
-    Raises NotAvailable; the first time also logs why.
+    Raises NotAvailable; the first time it also logs the reason.
     """
     with _lock:
         for tried in _tried.values():
@@ -83,7 +84,7 @@ def _open(folder: Path) -> ctypes.CDLL:
 
 
 def available(folder: Path | None = None) -> bool:
-    """Whether the native operations can be used in programs for CPU; see `load`."""
+    """Whether programs for CPU can use the native operations; see `load`."""
     try:
         load(folder)
     except NotAvailable:
@@ -92,25 +93,29 @@ def available(folder: Path | None = None) -> bool:
 
 
 def limit_threads(threads: int) -> None:
-    """Use at most so many threads in a kernel's loop from now on, process-wide, its caller's among them."""
+    """Lets a kernel's loop use at most this many threads from now on, its caller's included, in the whole
+    process.
+    """
     load().penstock_limit_threads(threads)
 
 
 def limit_isa(isa: Isa) -> Isa:
-    """Use no instruction set above `isa` from now on, process-wide: for tests. Returns the one in use."""
+    """Forbids instruction sets above `isa` from now on, in the whole process, for tests. Returns the one in
+    use.
+    """
     return Isa(load().penstock_limit_isa(int(isa))) if available() else Isa.NONE
 
 
 def use_pairs(pairs: bool | None) -> None:
-    """Whether kernels for AVX512_BF16 multiply pairs of bfloat16, or float32; None: what this processor is
-    faster at. Process-wide: for tests.
+    """Sets whether kernels for AVX512_BF16 multiply pairs of bfloat16, or values widened to float32; None:
+    what this processor does faster. It holds for the whole process, and is for tests.
     """
     if available():
         load().penstock_use_pairs(-1 if pairs is None else int(pairs))
 
 
 def limit_scratch(num_bytes: int | None) -> None:
-    """Let kernels that want more than so much memory of their own fail, as if there were no more; None: no
-    limit. Process-wide: for tests.
+    """Makes kernels fail that need more than this much scratch memory, as if there were no more; None: no
+    limit. It holds for the whole process, and is for tests.
     """
     load().penstock_limit_scratch(_NO_LIMIT if num_bytes is None else num_bytes)

@@ -1,9 +1,10 @@
-"""Linear layers over packed weights: the Python side of `penstock_linear` and the packing
+"""Linear layers over packed weights: the Python side of `penstock_linear`, and the packing
 (src/linear/linear.h).
 
 Products take bfloat16 activations, sum in float32 and round once. With int8 weights each row of activations
-is quantized on the way (symmetric, one scale a row), each output has one scale, and sums are exact int32. A
-row of results depends on its own row of activations alone, bit for bit; NaN in that makes all of it NaN.
+is quantized on the way (symmetric, one scale for each row), each output has one scale, and sums are exact
+int32. A row of results depends on its own row of activations alone, bit for bit; a NaN in that row makes all
+of its results NaN.
 """
 
 from __future__ import annotations
@@ -21,16 +22,16 @@ from penstock.runtime.ops.native import library
 
 BLOCK_OUT = 16
 _BF16_IN, _INT8_IN = 32, 64
-"""Inputs of a tile."""
+"""Inputs of a tile, in bfloat16 and in int8."""
 _QUANTIZED_AT_ONCE = 1 << 18
-"""Weights, so that what is made of them on the way stays in the second cache."""
+"""How many weights are quantized at once, so that intermediate values stay in the second-level cache."""
 
 
 class Packed(NamedTuple):
-    """One linear layer's weight as the kernels read it. N outputs, K inputs.
+    """One linear layer's weight as the kernels read it, with N outputs and K inputs.
 
-    Scale and bias are the N columns from `scale_at` and `bias_at` on of arrays that may hold other layers',
-    too: a program that takes few arrays is called faster.
+    Scale and bias are the N columns from `scale_at` and `bias_at` on, of arrays that may hold those of other
+    layers too: a program with fewer arrays is called faster.
     """
 
     tiles: Array  # bfloat16 [N / 16, K / 32, 16, 16, 2] or int8 [N / 16, K / 64, 16, 16, 4]
@@ -41,7 +42,7 @@ class Packed(NamedTuple):
 
 
 class NormOptions(TypedDict, total=False):
-    """The arguments of `linear` that concern its norm."""
+    """The arguments of `linear` that describe its norm."""
 
     norm: Array
     norm_at: int
@@ -60,17 +61,17 @@ def packed_shape(out_size: int, in_size: int, *, int8: bool) -> tuple[int, ...]:
 
 
 def pack(weight: NDArray[np.generic]) -> NDArray[np.generic]:
-    """[N, K] -> tiles; bfloat16 or int8."""
+    """Weight [N, K], bfloat16 or int8 -> tiles."""
     tiles = np.empty(packed_shape(*weight.shape, int8=weight.dtype == np.int8), weight.dtype)
     pack_into(tiles, np.ascontiguousarray(weight))
     return tiles
 
 
 def pack_into(tiles: NDArray[np.generic], weight: NDArray[np.generic]) -> None:
-    """Put the tiles of a weight [N, K] where they belong; both C-contiguous.
+    """Writes the tiles of a weight [N, K] into `tiles`; both arrays are C-contiguous.
 
-    A group of a tile is 4 bytes in either format, so that each block of 16 outputs is a transposition of
-    32-bit words: numpy copies these seven times as fast as the groups' own elements.
+    A group of a tile has 4 bytes in either format, so each block of 16 outputs is a transposition of 32-bit
+    words: numpy copies these seven times as fast as the elements of the groups.
     """
     blocks = weight.shape[0] // BLOCK_OUT
     words = weight.view(np.uint32).reshape(blocks, BLOCK_OUT, -1)
@@ -78,15 +79,15 @@ def pack_into(tiles: NDArray[np.generic], weight: NDArray[np.generic]) -> None:
 
 
 def unpack(tiles: NDArray[np.generic]) -> NDArray[np.generic]:
-    """Tiles -> [N, K]: the inverse of `pack`."""
+    """Tiles -> weight [N, K]: the inverse of `pack`."""
     blocks, count, groups, outs, group = tiles.shape
     return np.ascontiguousarray(tiles.transpose(0, 3, 1, 2, 4).reshape(blocks * outs, count * groups * group))
 
 
 def quantize(weight: NDArray[np.generic]) -> tuple[NDArray[np.int8], NDArray[np.float32]]:
-    """[N, K] -> symmetric int8 [N, K] and `Packed.scale`, one scale an output.
+    """Weight [N, K] -> symmetric int8 [N, K] and `Packed.scale`, with one scale for each output.
 
-    Where a weight is not finite neither is its output's scale, so that the output is NaN and not a number.
+    If a weight is not finite, neither is its output's scale, so the output is NaN and not some number.
     """
     values = np.empty(weight.shape, np.int8)
     scale = np.empty((2, len(weight)), np.float32)
@@ -106,7 +107,9 @@ def quantize(weight: NDArray[np.generic]) -> tuple[NDArray[np.int8], NDArray[np.
 
 
 def _widened(values: NDArray[np.generic]) -> NDArray[np.float32]:
-    """A copy in float32. A bfloat16 is the upper half of one; numpy shifts faster than it converts."""
+    """A copy in float32. A bfloat16 is the upper half of a float32, and numpy shifts faster than it
+    converts.
+    """
     if values.dtype != jnp.bfloat16:
         return values.astype(np.float32)
     bits = np.ascontiguousarray(values).view(np.uint16).astype(np.uint32)
@@ -125,12 +128,14 @@ def linear(
     gate: bool = False,
     out_dtype: np.dtype[np.generic] | type[np.generic] = ml_dtypes.bfloat16,
 ) -> Array:
-    """x bfloat16 [T, K] times one to three weights [N_i, K] transposed, side by side: [T, sum of N_i].
+    """x bfloat16 [T, K] times one to three weights [N_i, K] transposed; the results lie side by side: [T, sum
+    of N_i].
 
-    norm bfloat16 [any], of which the K values from `norm_at` on count: x is normalised by its root mean
-    square first, with `eps`. residual bfloat16 like the result is added. gate: silu of the first of two
-    products times the second, [T, N_0]; one weight is taken for two, the halves of its outputs. num_rows
-    int32 []: rows from here on are padding; they cost nothing, and what the result holds there is undefined.
+    norm bfloat16 [any], of which the K values from `norm_at` on count: x is first normalised by its root mean
+    square, with `eps`. residual, bfloat16 in the result's shape, is added. gate: the result is silu of the
+    first of two products times the second, [T, N_0]; a single weight is taken for two, the halves of its
+    outputs. num_rows int32 []: rows from this one on are padding, which costs nothing, and whose results are
+    undefined.
     """
     library.load()
     none, no_scale = jnp.zeros((0,), jnp.bfloat16), jnp.zeros((2, 0), jnp.float32)

@@ -1,7 +1,8 @@
 """Per-head norms and rotary embedding in one pass: the Python side of `penstock_rotate`
 (src/rotate/rotate.h).
 
-XLA takes 6 ms a layer for 512 tokens of Qwen3-0.6B's shape on two cores, more than the layer's products.
+In XLA this takes 6 ms a layer for 512 tokens of Qwen3-0.6B's shape on two cores, more than the layer's
+products.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from penstock.runtime.ops.native import library
 
 
 def can_rotate(head_dim: int) -> bool:
-    """Whether the kernel takes heads of this size."""
+    """Whether the kernel can handle heads of this size."""
     return head_dim % 32 == 0
 
 
@@ -35,9 +36,9 @@ def rotate_qkv(
 ) -> tuple[Array, Array, Array]:
     """qkv bfloat16 [T, (H + 2 K) * D], cos and sin float32 [T, D / 2] -> q [T, H, D], k and v [T, K, D].
 
-    Queries and keys are normalised by head where q_norm and k_norm are given, then rotated, in float32. Each
-    norm is the D values from its place on in an array bfloat16 [any]. Rows from num_rows, int32 [], on are
-    padding and undefined.
+    Queries and keys are normalised for each head if q_norm and k_norm are given, then rotated, in float32.
+    Each norm is D values of a bfloat16 array [any], from q_norm_at and k_norm_at on. Rows from num_rows,
+    int32 [], on are padding, and undefined.
     """
     library.load()
     num_tokens = qkv.shape[0]

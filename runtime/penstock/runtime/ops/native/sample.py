@@ -1,8 +1,8 @@
 """The sampler in C++: the Python side of `penstock_sample` (src/sample/sample.h).
 
-`penstock.runtime.ops.sampler` is the same in XLA, for other platforms; given the same uniforms both draw the
-same tokens, up to rounding. There a filter is 32 passes over the logits; here the few tokens that can matter
-are found in one, so that a step's sampling costs milliseconds with every feature on.
+`penstock.runtime.ops.sampler` is the XLA version, for other platforms. Given the same uniforms both draw the
+same tokens, up to rounding. In XLA a filter is 32 passes over the logits; here the few tokens that can still
+be chosen are found in one pass, so a step's sampling takes milliseconds even with every feature in use.
 
 How: one pass over logits, history, bias and mask gives the edited row, the largest of each 512 ids, and the
 sum that log-probabilities need. The k-th of those largest values bounds top_k, and the lightest weight that
@@ -46,25 +46,25 @@ def sample(
     num_logprobs: Array,
     num_top: int,
 ) -> tuple[Array, Array, Array, Array]:
-    """The next token of each row: (tokens int32[R], logprobs float32[R], top_ids int32[R, num_top],
+    """Samples the next token of each row: (tokens int32[R], logprobs float32[R], top_ids int32[R, num_top],
     top_logprobs float32[R, num_top]).
 
-    logits float32[R, V]; history int32[F, V] (see `sampling_codes`) and bias float32[F, V] (-inf forbids a
-    token), of which row r uses slots[r], int32[R]; mask int32[R, ceil(V / 32)], bit t % 32 of word t // 32: t
-    is allowed; uniforms float32[R, 2] in [0, 1); features int32[R] of PENALTIES, BIAS and MASK; temperature
-    (0: greedy), top_p (1: off), min_p (0: off), presence, frequency, repetition (1: off) float32[R]; top_k
-    int32[R] (0: off); stop_ids int32[R, N], forbidden where banned, bool or int32[R], but ids from V on are
-    skipped; num_logprobs int32[R], -1: none. A row whose slot is F or more is padding: token 0, no work.
+    logits float32[R, V]. history int32[F, V] (see `sampling_codes`) and bias float32[F, V] (-inf forbids a
+    token): row r uses their row slots[r], int32[R]. mask int32[R, ceil(V / 32)]: bit t % 32 of word t // 32
+    says whether t is allowed. uniforms float32[R, 2] in [0, 1). features int32[R]: bits PENALTIES, BIAS and
+    MASK. temperature (0: greedy), top_p (1: off), min_p (0: off), presence, frequency and repetition (1: off)
+    are float32[R]; top_k int32[R] (0: off). stop_ids int32[R, N] are forbidden where banned, bool or
+    int32[R]; ids from V on are skipped. num_logprobs int32[R], -1: none. A row whose slot is F or more is
+    padding: its token is 0, and it costs nothing.
 
-    In this order: penalties (Hugging Face's for repetition, OpenAI's for frequency and presence), bias, what
-    is forbidden by bias, mask and bans; where that leaves no token with a finite logit, only the mask counts,
-    and where that leaves none, a mask's first token or else the largest logit is taken. Then temperature,
-    top_k, top_p, min_p; ties at a threshold are all kept. The first uniform picks a chunk of 512 ids by its
-    mass, the second a token in it. Greedy rows take the first largest.
+    The order of the steps is that of `penstock.runtime.ops.sampler`. If bias, mask and bans leave no token
+    with a finite logit, only the mask counts; if that leaves none either, the first token of the mask is
+    taken or, without a mask, the largest logit. The first uniform picks a chunk of 512 ids by its mass, the
+    second a token in it. Greedy rows take the first largest logit.
 
-    Log-probabilities are of the logits as they come, the likeliest first, among equals the smallest id.
-    Columns from num_logprobs[r] or V on are 0, as is all of a row with -1. A token NON_FINITE has zeros
-    beside it.
+    Log-probabilities are those of the raw logits, the likeliest first, and among equals the smallest id
+    first. Columns from num_logprobs[r] or V on are 0, as is all of a row with -1. Beside a token NON_FINITE
+    there are zeros.
 
     A row's result depends on its own inputs alone, to the bit: not on other rows or the number of threads.
     """

@@ -1,4 +1,6 @@
-"""Which waiting sequence may begin to run, on which shared pages, and who makes room for it. No jax."""
+"""Decides which waiting sequence may begin to run, on which shared pages, and which ones make room for it. No
+jax.
+"""
 
 from __future__ import annotations
 
@@ -20,11 +22,12 @@ class Admission:
         self._supply = supply
 
     def may_enter(self, seq: Sequence, draft: Draft) -> Prefix | None:
-        """The pages that the first in line can enter with now. None if it cannot enter: it has stepped aside
-        if others may pass it, else nobody may.
+        """Returns the prefix with which the first sequence in line can enter now; None if it cannot enter. In
+        that case it has stepped aside if others may pass it; if it has not, no other sequence may enter
+        either.
         """
         roster = self._roster
-        # If preempted while its token was in flight, it must not sample that position a second time.
+        # A sequence that was preempted while its token was in flight must not sample that position again.
         if seq.pending or not roster.num_free_slots or seq.request_id in draft.preempted:
             return None
         if self._awaits_feature_slot(seq):
@@ -33,7 +36,7 @@ class Admission:
         return prefix if prefix is not None and roster.can_enter(seq, prefix) else None
 
     def enter(self, seq: Sequence, prefix: Prefix, draft: Draft) -> None:
-        """A waiting sequence begins to run on the prefix that `may_enter` has found."""
+        """Starts a waiting sequence on the prefix that `may_enter` has found."""
         slot = self._roster.enter(seq, prefix)
         if prefix.partial is not None:
             draft.copies.append((prefix.partial, seq.pages[len(prefix.pages)]))
@@ -48,7 +51,9 @@ class Admission:
             seq.cached_prompt_tokens = seq.num_computed
 
     def make_room(self, draft: Draft) -> None:
-        """Preempts running sequences of lower priority for the first in line, if what they hold is enough."""
+        """Preempts running sequences of lower priority for the first sequence in line, if their pages and
+        slots are enough for it.
+        """
         roster = self._roster
         running = roster.running
         while True:
@@ -66,21 +71,23 @@ class Admission:
         lacks_feature_slot = not roster.has_feature_slot_for(first)
         holders = [seq for seq in victims if seq.needs_feature_slot]
         shared = roster.shared_by(prefix)
-        roster.pool.retain(shared)  # what it shares with a victim must not count as gained
+        roster.pool.retain(shared)  # pages that it shares with a victim must not count as gained
         gained = roster.pool.num_released_with(seq.held_pages for seq in victims)
         needed = roster.num_new(first, prefix)
         needed += roster.headroom(running[: len(running) - len(victims)])
         if needed <= roster.pool.num_available + gained:
             if lacks_feature_slot:
-                self._supply.preempt(holders[-1], draft)  # wherever it ranks: nobody else can give that
+                self._supply.preempt(
+                    holders[-1], draft
+                )  # wherever that ranks: only such a sequence can give one
             while not roster.can_enter(first, prefix):
                 self._supply.preempt(running[-1], draft)
         roster.pool.release(shared)
 
     def _awaits_feature_slot(self, seq: Sequence) -> bool:
-        """Whether the first in line needs a feature slot and there is none: then it has stepped aside. It
-        stays in line where a sequence of lower priority has one, because `make_room` takes that as soon as
-        there are pages.
+        """Whether the first sequence in line needs a feature slot and has stepped aside because there is
+        none. It stays in line if a sequence of lower priority has one, because `make_room` takes that as soon
+        as there are pages.
         """
         roster = self._roster
         if roster.has_feature_slot_for(seq):
@@ -91,9 +98,9 @@ class Admission:
         return True
 
     def find_prefix(self, seq: Sequence, draft: Draft) -> Prefix | None:
-        """The pages that the first in line can reuse: its source's if it is a fork, else the longest cached
-        prefix. None if running sequences will compute more of them: then it has stepped aside until they
-        have.
+        """Returns the pages that the first sequence in line can reuse: those of its source if it is a fork,
+        else the longest cached prefix. None if running sequences will compute more of its prompt: then it has
+        stepped aside until they have.
         """
         roster = self._roster
         source = roster.source_of(seq)

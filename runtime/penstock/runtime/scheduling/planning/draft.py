@@ -1,4 +1,4 @@
-"""A plan in the making. No jax."""
+"""A plan that is being made. No jax."""
 
 from __future__ import annotations
 
@@ -11,44 +11,45 @@ from penstock.runtime.scheduling.sequence import Sequence
 
 @dataclass(slots=True, kw_only=True)
 class Draft:
-    """The limits of the next plan, and what it holds so far."""
+    """The limits of the next plan, and what has been put into it so far. `Plan` explains the fields that it
+    has too.
+    """
 
     in_flight: bool
-    """Whether a plan made before was not committed yet."""
+    """Whether an earlier plan is not committed yet."""
     admit: bool
-    """Whether requests may enter that never ran."""
+    """Whether requests that have never run may enter."""
     now_ns: int
     prefill_budget: int | None = None
-    """Most prompt tokens beside decodes; None: as many as the token budget has."""
+    """Most prompt tokens beside decodes; None: the token budget is the only bound."""
     max_chunk: int | None = None
-    """Most prompt tokens of one request; None: as many as the token budget has."""
+    """Most prompt tokens of one request; None: the token budget is the only bound."""
     apart_steps: int = 0
-    """Rows under a constraint have a step of their own after so many decode steps of the others; 0: all step
-    together.
-    """
+    """Rows under a constraint get a step of their own after this many decode steps of the others; 0: all rows
+    step together."""
     num_steps: int = 1
     """Decode steps of the plan."""
     turn: bool | None = None
-    """Whether only rows under a constraint (True) or only the others (False) have a part; None: all have."""
+    """True: only rows under a constraint take part; False: only the other rows do; None: all rows do."""
 
     rows: list[PlanRow] = field(default_factory=list)
     sampling: list[Sequence | None] = field(default_factory=list)
-    """For each row the sequence that it samples a token for; None where it samples none."""
+    """For each row, the sequence that it samples a token for; None where it samples none."""
     writes: list[PageWrite] = field(default_factory=list)
     preempted: list[str] = field(default_factory=list)
     entered: list[tuple[int, Request]] = field(default_factory=list)
     copies: list[tuple[int, int]] = field(default_factory=list)
     """(source, destination) of pages."""
     sat_out: list[Sequence] = field(default_factory=list)
-    """The sequences that were passed over because they sit out (`Sequence.sits_out`)."""
+    """The sequences that were left out of this plan because of `Sequence.sits_out`."""
     chunked: set[Sequence] = field(default_factory=set)
-    """The sequences that have a row of prefill."""
+    """The sequences that have a prefill row in this plan."""
     made: dict[int, tuple[int, ...]] = field(default_factory=dict)
-    """By slot, see `Plan.made`."""
+    """See `Plan.generated_before`."""
     feature_slots: dict[int, int] = field(default_factory=dict)
-    """By slot, see `Plan.feature_slots`."""
+    """See `Plan.feature_slots`."""
     prompts: dict[int, Sequence] = field(default_factory=dict)
-    """By row, the sequences that get log-probabilities of their prompts' tokens back."""
+    """Row to sequence, for the rows that get log-probabilities of prompt tokens back."""
 
     def plan(self, step_id: int) -> Plan:
         """The finished plan."""

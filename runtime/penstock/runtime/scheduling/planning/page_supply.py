@@ -1,4 +1,6 @@
-"""Pages for the sequences that run, and who loses its own where there are none. No jax."""
+"""Gives pages to running sequences, and decides which sequence loses its own when there are none left. No
+jax.
+"""
 
 from __future__ import annotations
 
@@ -17,16 +19,17 @@ class PageSupply:
         self._roster = roster
 
     def preempt(self, victim: Sequence, draft: Draft) -> None:
-        """A running sequence gives back slot and pages, and waits."""
+        """Sends a running sequence back to the queue; it gives back its slot and pages."""
         self._roster.preempt(victim)
         draft.preempted.append(victim.request_id)
 
     def grow(self, seq: Sequence, end: int, draft: Draft) -> bool:
         """Gives a sequence the pages for its positions below `end`, and preempts the last of the running
-        until there are enough; false if they are not to be had.
+        sequences until there are enough. False if it cannot have them.
 
-        A victim has no row in this plan: it ranks behind `seq`, and rows are made in that order. While a plan
-        is in flight, `seq` sits out rather than lose its own pages: the commit may free some.
+        A victim has no row in this plan: it ranks behind `seq`, and rows are made in order of rank. While an
+        earlier plan is in flight, `seq` is left out of this plan and keeps its own pages, because the commit
+        may free some.
         """
         roster = self._roster
         num_pages = roster.pool.pages_for(end) - len(seq.pages)
@@ -44,11 +47,11 @@ class PageSupply:
         return True
 
     def exchange(self, seq: Sequence, draft: Draft) -> bool:
-        """Gives a prefill with a sliding window the pages of its next chunk for those that it reads no more;
-        false if it gets none at all.
+        """Gives a prefill with a sliding window the pages of its next chunk in exchange for those that it
+        will not read again. False if it gets none at all.
 
-        There are too few only where some of the old pages have other holders: then the sequence has a shorter
-        chunk, and preempts others for its first token.
+        There are too few only if other requests hold some of the old pages too. Then the sequence computes a
+        shorter chunk, and preempts others for its first token.
         """
         roster, config = self._roster, self._config
         page_size = roster.pool.page_size
@@ -62,9 +65,9 @@ class PageSupply:
         return end <= num_pages * page_size or self.grow(seq, end, draft)
 
     def drop_unread(self, window: int) -> None:
-        """Gives back the pages before the sliding window of every position that is still to be computed. A
-        step that was dispatched before may use them, but it runs first. Pages of tokens that are not known
-        yet are kept, lest the prefix cache miss them, and so are those that a prefill can exchange.
+        """Gives back the pages that lie before the sliding window of every position still to be computed. A
+        dispatched step may use them, but the device runs it first. Pages whose tokens are not all known yet
+        are kept, so that they can be published, and so are those that a prefill can exchange.
         """
         page_size = self._roster.pool.page_size
         for seq in self._roster.running:

@@ -1,47 +1,50 @@
-"""How a plan is made: which rows run next, and on which pages. No jax.
+"""Makes plans: which rows run next, and on which pages. No jax.
 
-Sequences are ranked: by arrival, or under the policy "priority" by priority and then arrival. Every step
-shares one token budget between decodes (one token a row) and chunks of prefills:
+Sequences are ranked: by arrival, or under the policy "priority" by priority and then arrival. In every step,
+decodes (one token a row) and prefill chunks share one token budget:
 
-1. All running decodes. One that needs a page and finds none preempts the last in rank of the running, which
-   may be itself: its pages and slot go, its tokens stay and are prefilled when it comes back (`page_supply`).
-2. With the rest of the budget, in order of rank: sequences that are partly prefilled (`prefills`), and
+1. All running decodes come first. A decode that needs a page and finds none preempts the running sequence
+   that is last in rank, which may be itself. The victim gives back its pages and slot and keeps its tokens,
+   which are prefilled when it comes back (`page_supply`).
+2. The rest of the budget goes, in order of rank, to sequences that are partly prefilled (`prefills`) and to
    waiting ones (`admission`).
 
-A waiting sequence enters when a slot, budget and the pages for all its known tokens are free (shared ones
-need not be), beside some that the running ones will soon want (`Roster.headroom`), and, if it has penalties
-or a bias, one of the feature slots, of which there may be fewer. No other sequence overtakes it, which is
-what keeps large requests from starving, but for two cases in which it steps aside (`waiting`):
+A waiting sequence enters when all of this is free: a slot; budget; pages for all its known tokens, except
+those that it shares; some pages more that the running sequences will soon need (`Roster.headroom`); and a
+feature slot, of which there may be fewer than slots, if it has penalties or a bias. No other sequence
+overtakes it, so large requests cannot starve. In two cases, however, it steps aside and lets others pass
+(`waiting`):
 
-- It lacks a feature slot. Sequences that need none pass it, and it is in line again when one is given back:
-  before all others that want it.
-- It waits for a prefix that a running prefill is about to publish (`prefix_cache`). It is in line again once
-  the last page that both share is published, or will not be. So does a fork (`Request.fork_of`: an output
-  after the first) while a running output of its request computes the prompt. The fork then enters with all
-  of that but the last token: full pages are shared, the one it will write is copied. Copies precede a step's
-  writes, so their sources are of a step before.
+- It lacks a feature slot. Sequences that need none pass it. When a feature slot is given back it stands in
+  line again, before all others that want one.
+- It waits for a prefix that a running prefill is about to publish (`prefix_cache`). It stands in line again
+  when the last page that both have in common is published, or never will be. A fork (`Request.fork_of`: an
+  output after the first) waits in this way for a running output of its request to compute the prompt. It then
+  enters with all of the prompt but the last token: it shares the full pages, and copies the page that it will
+  write. Copies are made before a step writes, so their sources were written by an earlier step.
 
-Under "priority" the first of the queue, if slots or pages are lacking, preempts running sequences of lower
-priority before the step is made: the last in rank, but for a feature slot the last that has one. While
-decodes run, the prefills of a step may have a smaller budget than the rest of the step's (`pacing`).
+Under "priority", if the first sequence in line lacks slots or pages, it preempts running sequences of lower
+priority before the step is made: the last in rank or, for a feature slot, the last that has one. While
+decodes run, the prompt tokens of a step may have a smaller budget than the rest of the step (`pacing`).
 
-Why every request finishes (under "priority": once no more of higher priority come). Consider the first in
-rank of all active sequences. There are three cases:
+Why every request finishes (under "priority": once no more requests of higher priority arrive). Consider the
+active sequence that is first in rank:
 
-1. It runs. Then it can take every page from those behind it (`Scheduler.prepare` refuses what would not fit
-   even then), and there is budget for it, because max_num_batched_tokens >= max_num_seqs, and a row that
-   prefills is not one that decodes.
-2. It waits for slots or pages. Then no sequence behind it enters, so the running ones end or are preempted
-   until its slots and pages are free. When none runs, nothing is kept for others. (Behind one that lacks a
-   feature slot others do enter, but none of them takes that slot, and they enter no more once it is free.)
-3. It waits for a promised page. Then a sequence of no lower priority is prefilling. In each step the first
-   of the prefills moves on, and only finitely many rank before the one that promised. If that one is
-   preempted or ends, its promise is withdrawn, and the first in rank computes the page itself. A fork waits
-   in the same way for the output that computes its prompt, which as a rule arrived, and so ranks, before it.
+- It runs. It can take every page from the sequences behind it, and `Scheduler.prepare` refuses what would not
+  fit even then. There is budget for it, because max_num_batched_tokens >= max_num_seqs and a sequence that is
+  prefilled has no decode in the same step.
+- It waits for slots or pages. No sequence behind it enters, so the running ones end or are preempted until
+  its slots and pages are free. (If it lacks a feature slot, others do enter, but none of them takes one, and
+  when one is given back no more enter.) When no sequence runs, no headroom is kept.
+- It waits for a promised page. A sequence of no lower priority is being prefilled. In each step the first of
+  the prefills moves on, and only finitely many rank before the one that made the promise. If that one is
+  preempted or ends, the promise falls and the first in rank computes the page itself. A fork waits in the
+  same way for the output that computes its prompt.
 
-With a sliding window a prefill enters with as many pages as it can make use of at a time, and exchanges those
-that it reads no more for the next ones, before the decodes of lower rank get theirs. Where others hold some
-of them too it gets fewer, and computes less; if none is left at all it takes one as a decode does.
+With a sliding window, a prefill enters with as many pages as it can use at a time, and exchanges those that
+it will not read again for the next ones, before decodes of lower rank get theirs. If other requests hold some
+of its old pages too, it gets fewer new ones and computes less; if it gets none at all, it takes one as a
+decode does.
 """
 
 from __future__ import annotations
@@ -60,14 +63,14 @@ from penstock.runtime.scheduling.scheduler_config import SchedulerConfig
 from penstock.runtime.scheduling.sequence import Sequence, Status
 from penstock.runtime.scheduling.waiting import NEXT_STEP
 
-# One is made per row and step, of its fields in their order; calling the named tuple itself takes twice as
-# long (46 us for 64).
+# Makes a PlanRow of its fields in their order. Calling PlanRow itself, for every row of every step, would
+# take twice as long (46 us for 64 rows).
 _row: Callable[[tuple[object, ...]], PlanRow] = partial(tuple.__new__, PlanRow)
-_RUNNING = Status.RUNNING  # looked up once
+_RUNNING = Status.RUNNING  # a name of its own, because an enum's member is slow to look up
 
 
 class Planner:
-    """Makes plans over a `Roster` and moves its sequences accordingly."""
+    """Makes plans over a `Roster`, and moves its sequences accordingly."""
 
     def __init__(self, config: SchedulerConfig, roster: Roster) -> None:
         self._config = config
@@ -78,7 +81,9 @@ class Planner:
         self._prefills = Prefills(config, roster, self._admission)
 
     def make(self, draft: Draft, max_steps: int) -> None:
-        """Fills in a plan of up to `max_steps` decode steps; with no rows if nothing can be computed now."""
+        """Fills in `draft`, a plan of up to `max_steps` decode steps. It stays without rows if nothing can be
+        computed now.
+        """
         waiting = self._roster.waiting
         waiting.happened(NEXT_STEP)
         if self._config.sliding_window is not None:
@@ -92,8 +97,8 @@ class Planner:
             self._prefills.add(draft, prefills)
 
     def _add_decodes(self, draft: Draft) -> list[Sequence]:
-        """Adds a row for every decode. Returns the running sequences that are partly prefilled; none of them
-        is preempted by a later decode, because victims come from the end.
+        """Adds a row for every decode. Returns the running sequences that are partly prefilled. No later
+        decode preempts one of these, because victims are taken from the end of the order.
         """
         supply, page_size = self._supply, self._roster.pool.page_size
         rows, sampling, preempted = draft.rows, draft.sampling, draft.preempted

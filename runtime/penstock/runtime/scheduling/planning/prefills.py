@@ -1,4 +1,4 @@
-"""Which prompts are computed in a step, and how much of each. No jax."""
+"""Decides which prompts are computed in a step, and how much of each. No jax."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from penstock.runtime.scheduling.scheduler_config import SchedulerConfig
 from penstock.runtime.scheduling.sequence import Sequence
 
 _LONG = 4
-"""A prompt that is not computed within so many whole steps shares them with those behind it."""
+"""A prompt that would take more than this many whole steps shares them with those behind it."""
 _SHARE = 4
-"""A quarter of a step is kept for the prompts behind a long one."""
+"""One part in this many of a step is kept for the prompts behind a long one."""
 _FLOOR = 32
-"""A long prompt behind a long one gets one part in so many of a step."""
+"""A long prompt behind another long one gets one part in this many of a step."""
 
 
 class Prefills:
     """Shares the prompt tokens of a step among the sequences that are partly prefilled and those that enter.
 
-    So that nobody waits for all of a long prompt, the first one that would take more than _LONG steps leaves
-    a part of each to those behind it: long ones among them get little, the others what they need, in order of
-    rank. What they do not take is its own.
+    The first prompt that would take more than _LONG steps leaves a part of each step to the prompts behind
+    it, so that these need not wait for all of it. Long prompts among these get little; the others get what
+    they need, in order of rank. The long prompt gets what is left.
     """
 
     def __init__(self, config: SchedulerConfig, roster: Roster, admission: Admission) -> None:
@@ -33,16 +33,18 @@ class Prefills:
         self._roster = roster
         self._admission = admission
         self._blocked: Sequence | None = None
-        """The first in line, if it could not enter in the last step."""
+        """The first sequence in line, if it could not enter in the last step."""
 
     def add(self, draft: Draft, prefills: list[Sequence]) -> None:
-        """Adds chunks of `prefills`, which run, and of the sequences that enter, in order of rank."""
+        """Adds chunks of `prefills`, which are running sequences, and of the sequences that enter, in order
+        of rank.
+        """
         waiting = self._roster.waiting
         whole = budget = self._budget(draft, len(prefills))
         self._blocked = None
         most = draft.max_chunk or budget
         parts: list[tuple[Sequence, int]] = []
-        """Who gets a chunk, and where it begins."""
+        """The sequences that get a chunk, and where it begins."""
         underway = deque(prefills)
         entering, shared = True, False
         while budget > 0:
@@ -50,7 +52,7 @@ class Prefills:
             if candidate is not None and not (underway and underway[0].rank < candidate.rank):
                 prefix = self._admission.may_enter(candidate, draft)
                 if prefix is None:
-                    entering = candidate.awaits is not None  # else nobody may overtake it
+                    entering = candidate.awaits is not None  # if it did not step aside, no other may enter
                     self._blocked = None if entering else candidate
                     continue
                 self._admission.enter(candidate, prefix, draft)
@@ -69,18 +71,21 @@ class Prefills:
             parts.append((seq, seq.num_computed))
             draft.chunked.add(seq)
             budget -= self._advance(seq, min(count, budget, most))
-        for seq, start in parts:  # what was kept for others, and nobody took
+        for seq, start in parts:  # share out what was kept for other prompts and not used
             if budget > 0:
                 budget -= self._advance(seq, min(budget, start + most - seq.num_computed))
         for seq, start in parts:
             _add_row(draft, seq, start)
 
     def _budget(self, draft: Draft, num_prefills: int) -> int:
-        """Prompt tokens of this step: what the decodes leave, and at most `draft.prefill_budget` if there are
-        any. That is for one prompt; many at once have its times the root of their number, because as a crowd
-        they lose more by waiting, and the machine by running half empty, than the decodes. A sequence that
-        stepped aside, or is behind one that lacks pages, cannot come in and does not count. Where steps are
-        padded, the budget is as large as pads nothing, but large enough to be measured.
+        """Returns the prompt tokens of this step: what the decodes leave and, if there are decodes, at most
+        what `draft.prefill_budget` allows.
+
+        `draft.prefill_budget` is meant for one prompt. For n prompts it is multiplied by the square root of
+        n: as a group they lose more by waiting, and the machine by running half empty, than the decodes lose.
+        A sequence that stepped aside, or that stands behind one that lacks pages, does not count. Where steps
+        are padded, the budget is the largest that needs no padding, but at least LEAST_TOKENS, so that the
+        step can be measured.
         """
         num_decodes = len(draft.rows)
         budget = self._config.max_num_batched_tokens - num_decodes
@@ -100,20 +105,22 @@ class Prefills:
         return min(budget, wanted - num_decodes)
 
     def _advance(self, seq: Sequence, most: int) -> int:
-        """Adds up to `most` tokens to the next chunk of a prefill. Returns how many."""
+        """Adds up to `most` tokens to the next chunk of a prefill. Returns how many it added."""
         start = seq.num_computed
-        covered = len(seq.pages) * self._roster.pool.page_size  # with a sliding window maybe not all
+        covered = (
+            len(seq.pages) * self._roster.pool.page_size
+        )  # with a sliding window, perhaps fewer than `prefill_until`
         seq.num_computed = end = min(start + most, seq.prefill_until, covered)
         if end >= seq.publish_at:
             self._roster.cache.publish(seq, end)
         if end >= seq.num_prompt - 1:
-            self._roster.waiting.happened(seq)  # its forks may have the prompt
+            self._roster.waiting.happened(seq)  # its forks can share the prompt now
         return end - start
 
 
 def _add_row(draft: Draft, seq: Sequence, start: int) -> None:
-    """Adds the row of a prefill's chunk: from `start` up to where it has advanced. The last chunk samples the
-    next token.
+    """Adds the row of a prefill's chunk, from `start` to where the sequence has advanced. The last chunk
+    samples the next token.
     """
     assert seq.slot is not None
     end = seq.num_computed

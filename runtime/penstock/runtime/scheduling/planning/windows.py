@@ -1,4 +1,4 @@
-"""How many decode steps one plan may hold, and which rows have a part in it. No jax."""
+"""Decides how many decode steps one plan holds, and which rows take part. No jax."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ from penstock.runtime.scheduling.sequence import Sequence
 
 
 class Windows:
-    """When all rows decode and no request could enter, a plan may be a window of several steps. Pages for all
-    of them are reserved first, and the window is made shorter rather than that a sequence is preempted for
-    it. A row under a constraint makes one token a step, because the host says which may follow. Where steps
-    are short, so that windows are worth having, such rows have steps of their own between the windows of the
-    others; else all step together, because two steps read the weights twice.
+    """When all rows decode and no request could enter, a plan may be a window of several decode steps. Pages
+    for all of them are reserved first; a window is made shorter rather than preempt a sequence for it.
+
+    A row under a constraint makes one token a step, because the host must make its mask first. Where steps
+    are so short that windows are worth having, such rows get steps of their own between the windows of the
+    others. Otherwise all rows step together, because two steps read the weights twice.
     """
 
     def __init__(self, config: SchedulerConfig, roster: Roster, admission: Admission) -> None:
@@ -24,10 +25,10 @@ class Windows:
         self._roster = roster
         self._admission = admission
         self._plain_steps = 0
-        """Decode steps since rows under a constraint had their turn."""
+        """Decode steps of the other rows since rows under a constraint last had a step."""
 
     def choose(self, draft: Draft, most: int) -> None:
-        """Sets how many decode steps the plan has, at most `most`, and whose `turn` it is."""
+        """Sets how many decode steps the plan has, at most `most`, and which rows take part."""
         decodes = self._decodes()
         if decodes is None:
             return
@@ -45,13 +46,13 @@ class Windows:
                 self._plain_steps, draft.turn = 0, True
             return
         num_steps = self._steps_with_pages(plain, min(most, left))
-        if num_steps >= min(left, 2):  # else nobody need sit out, because no window is to be had
+        if num_steps >= min(left, 2):  # otherwise there is no window, so all rows may step together
             self._plain_steps += num_steps
             draft.num_steps, draft.turn = num_steps, False
 
     def _decodes(self) -> tuple[list[Sequence], list[Sequence]] | None:
-        """The sequences with a token to make, those without a constraint and those under one; None if one of
-        the running is partly prefilled.
+        """The running sequences that have a token to make: those without a constraint, and those under one.
+        None if a running sequence is partly prefilled.
         """
         plain: list[Sequence] = []
         constrained: list[Sequence] = []
@@ -75,9 +76,9 @@ class Windows:
         return False
 
     def _steps_with_pages(self, seqs: list[Sequence], most: int) -> int:
-        """How many steps these sequences may make: at most as many as one of them has tokens to make, and as
-        there are pages for without preempting anybody, which may be none; cut to a length that windows may
-        have.
+        """How many steps these sequences can make: at most `most`, at most as many as one of them has tokens
+        to make, and as many as there are pages for without a preemption (perhaps 0), rounded down to a length
+        that windows may have.
         """
         pool = self._roster.pool
         num_steps = min(most, max((seq.max_computed - seq.num_computed for seq in seqs), default=1))
