@@ -14,6 +14,7 @@ from penstock.runtime.errors import ConfigError
 from penstock.runtime.execution.backend import Backend, check_required, choose_backend
 from penstock.runtime.execution.buckets import NATIVE_TOKEN_GROWTH, TOKEN_GROWTH, Buckets
 from penstock.runtime.execution.compilation import use_compilation_cache
+from penstock.runtime.execution.device.device_state import DeviceState
 from penstock.runtime.execution.kv_sizing import KVPlan, device_kv_bytes, plan_kv, prefix_cache_pages
 from penstock.runtime.execution.runner import ModelRunner
 from penstock.runtime.execution.runner_config import RunnerConfig
@@ -27,6 +28,9 @@ from penstock.runtime.scheduling.scheduler import Scheduler, SchedulerConfig
 from penstock.runtime.text.codec import TextCodec
 
 log = logging.getLogger(__name__)
+
+_PROBE_PAGES = 64
+"""How many pages the cache has for which programs are compiled to measure their scratch memory."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,8 +71,9 @@ def build(model: ServedModel, options: EngineConfig, backend: Backend | None = N
         device_bytes=_free_bytes(model, config, shapes, backend),
         sliding_window=cache.sliding_window,
     )
-    runner = _runner(model, dataclasses.replace(shapes, max_model_len=kv.max_model_len), backend)
-    batch_invariant = model.is_native and runner.attends_batch_invariantly
+    shapes = dataclasses.replace(shapes, max_model_len=kv.max_model_len)
+    runner = ModelRunner(model.graphdef, model.weights, model.cache, shapes, backend)
+    batch_invariant = model.is_native and runner.device.attends_batch_invariantly
     if config.native == "require" and not batch_invariant:
         raise ConfigError(
             "native: the kernels are required, but cannot compute all of this model: they take a "
@@ -142,19 +147,15 @@ def _free_bytes(
     model: ServedModel, config: ResolvedConfig, shapes: RunnerConfig, backend: Backend
 ) -> int | None:
     """How many bytes the device has left for the KV cache; None if it does not report that, or if the options
-    say how large the cache is. A runner that is made only for this measures the scratch memory of programs,
-    because a runner is made for one context length, which depends on the cache.
+    say how large the cache is. State that is made only for this measures the scratch memory of programs,
+    because it is made for one context length, which depends on the cache.
     """
     if config.kv_cache_bytes is not None or backend.memory() is None:
         return None
-    probe = _runner(model, shapes, backend)
-    peak_bytes = probe.peak_temp_bytes()
+    probe = DeviceState(model.graphdef, model.weights, model.cache, shapes, backend)
+    peak_bytes = probe.peak_temp_bytes(_PROBE_PAGES)
     memory = backend.memory()  # while the probe holds the arrays for sampling that the runner will hold too
     return None if memory is None else device_kv_bytes(memory, config.hbm_utilization, peak_bytes)
-
-
-def _runner(model: ServedModel, config: RunnerConfig, backend: Backend) -> ModelRunner:
-    return ModelRunner(model.graphdef, model.weights, model.cache, config, backend)
 
 
 def _runner_config(

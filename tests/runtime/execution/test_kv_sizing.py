@@ -20,6 +20,7 @@ from penstock.runtime.config import (
 )
 from penstock.runtime.errors import ConfigError
 from penstock.runtime.execution.buckets import Buckets, ProgramKey
+from penstock.runtime.execution.device.device_state import DeviceState
 from penstock.runtime.execution.kv_sizing import (
     DEFAULT_CPU_KV_BYTES,
     DeviceMemory,
@@ -28,7 +29,6 @@ from penstock.runtime.execution.kv_sizing import (
     plan_kv,
 )
 from penstock.runtime.execution.program_set import ProgramBuilder
-from penstock.runtime.execution.runner import ModelRunner
 from penstock.runtime.execution.runner_config import RunnerConfig
 from penstock.runtime.requests.sampling_defaults import GenerationDefaults
 from tests.support.models.toy import toy_backend, toy_engine, toy_model
@@ -192,7 +192,7 @@ def test_the_program_that_needs_most_counts(monkeypatch: pytest.MonkeyPatch) -> 
         vocab_size=model.vocab_size,
         eos_token_ids=(),
     )
-    runner = ModelRunner(model.graphdef, model.weights, model.cache, config, toy_backend())
+    state = DeviceState(model.graphdef, model.weights, model.cache, config, toy_backend())
     asked: list[ProgramKey | int] = []
 
     def needs(**sizes: int) -> Any:
@@ -212,7 +212,7 @@ def test_the_program_that_needs_most_counts(monkeypatch: pytest.MonkeyPatch) -> 
         monkeypatch.setattr(ProgramBuilder, name, program(name))
     for name in sizes:
         sizes[name] += 10
-        assert runner.peak_temp_bytes() == 22
+        assert state.peak_temp_bytes(64) == 22
         sizes[name] -= 10
     assert set(asked) == {ProgramKey(16, 4), ProgramKey(4, 4, True, True), 4}
-    runner.shutdown()
+    state.free()

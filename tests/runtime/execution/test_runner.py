@@ -105,13 +105,13 @@ def test_decodes_under_a_constraint_compute_no_more_rows_than_others(
 ) -> None:
     """Not those of a step with prefill chunks, which has the most."""
     keys: list[ProgramKey] = []
-    run = runner._run_forward
+    run = runner.calls.forward
 
     def recorded(key: ProgramKey, packed: NDArray[np.int32]) -> tuple[jax.Array, jax.Array]:
         keys.append(key)
         return run(key, packed)
 
-    monkeypatch.setattr(runner, "_run_forward", recorded)
+    monkeypatch.setattr(runner.calls, "forward", recorded)
     plan = prefill([1, 2, 3], 2, [7, 9])
     request = dataclasses.replace(plan.new_requests[0][1], constraint=Anything())
     plan = dataclasses.replace(plan, new_requests=((2, request),))
@@ -158,11 +158,10 @@ def test_steps_past_a_window_that_was_asked_for_change_nothing(looping: ModelRun
     assert all(tokens[:3] + others[:3])  # zeros in the cache would not show
     looping.execute(prefill([3, 2, 4], 2, [7, 9, 1]))
     looping.execute(prefill([5], 0, [2, 4, 6], 1))
-    assert looping._kv is not None
-    before = np.array(looping._kv[0])
+    before = np.array(looping.device.kv[0])
     result = looping.execute(windowed([(2, 3, 3, 0), (0, 1, 3, 0)], 3, 2))
     assert result.token_ids == [tokens[1:4], others[1:4]]
-    written = np.argwhere((np.array(looping._kv[0]) != before).any(axis=(1, 2, 4)))
+    written = np.argwhere((np.array(looping.device.kv[0]) != before).any(axis=(1, 2, 4)))
     assert written.tolist() == [[2, 1], [2, 2], [2, 3], [7, 3], [9, 0], [9, 1]]
     result = looping.execute(windowed([(0, 4, 1, 0), (2, 6, 1, 0)], 1, 3))
     assert result.token_ids == [others[4:5], tokens[4:5]]
@@ -203,26 +202,24 @@ def test_logprobs_are_those_asked_for_at_dispatch(runner: ModelRunner) -> None:
 
 def test_cache_and_state_are_really_donated(runner: ModelRunner) -> None:
     """The old buffers are deleted, so no step copies the cache; the weights are not donated."""
-    before, state = runner._kv, runner._state
+    before, state = runner.device.kv, runner.device.rows
     assert before is not None
     pointer = before[0].unsafe_buffer_pointer()
     runner.execute(prefill([1], 0, [0]))
     assert all(layer.is_deleted() for layer in before)
     assert state.tokens.is_deleted()
-    assert runner._kv is not None
-    assert runner._kv[0].unsafe_buffer_pointer() == pointer
+    assert runner.device.kv[0].unsafe_buffer_pointer() == pointer
     assert not jax.tree.leaves(runner.weights)[0].is_deleted()
 
 
 def test_padding_writes_nowhere_and_reads_nothing(runner: ModelRunner) -> None:
     """With every other page full of NaN, a step touches its own slots only and its token is right."""
-    (shape,) = (layer.shape for layer in runner._kv_shapes(16))
+    (shape,) = (layer.shape for layer in runner.device.cache_shapes(16))
     poison = np.full(shape, np.nan, np.float32)
-    assert runner._kv is not None
-    runner._kv = (jax.device_put(poison, runner._kv[0].sharding),)
+    runner.device.kv = (jax.device_put(poison, runner.device.kv[0].sharding),)
     result = runner.execute(prefill([5, 6, 7, 8, 9], 1, [3, 11]))
     assert list(result.token_ids[0]) == toy_tokens([5, 6, 7, 8, 9], 1)
-    cache = np.asarray(runner._kv[0])
+    cache = np.asarray(runner.device.kv[0])
     finite = {(int(p), int(o)) for p, o in zip(*np.nonzero(np.isfinite(cache[:, 1, 0, :, 0])), strict=True)}
     assert finite == {(3, 0), (3, 1), (3, 2), (3, 3), (11, 0)}
 
@@ -251,8 +248,7 @@ def test_a_fork_goes_on_from_a_copy_and_the_first_one_from_its_own_page(runner: 
     counter.start()
     prompt = [1, 2, 3, 4, 5, 6, 7]
     tokens = toy_tokens(prompt, 3)
-    assert runner._kv is not None
-    pointer = runner._kv[0].unsafe_buffer_pointer()
+    pointer = runner.device.kv[0].unsafe_buffer_pointer()
     pending = [runner.execute_async(prefill(prompt, 0, [3, 5]))]
     fork = Request("r2", tuple(prompt), GREEDY, StoppingParams(ignore_eos=True), fork_of="r0")
     rows = (PlanRow("r0", 0, 7, 1, None, True), PlanRow("r2", 2, 6, 1, (7,), True))
@@ -261,16 +257,14 @@ def test_a_fork_goes_on_from_a_copy_and_the_first_one_from_its_own_page(runner: 
     pending.append(runner.execute_async(Plan(2, (PlanRow("r2", 2, 7, 1, None, True),))))
     made = [runner.wait(p).token_ids for p in pending]
     assert made == [[tokens[:1]], [tokens[1:2], tokens[:1]], [tokens[1:2]]]
-    assert runner._kv is not None
-    assert runner._kv[0].unsafe_buffer_pointer() == pointer
+    assert runner.device.kv[0].unsafe_buffer_pointer() == pointer
     counter.stop()
     assert counter.count == 0
 
 
 def test_destroying_the_cache_frees_it_and_it_can_come_back(runner: ModelRunner) -> None:
-    assert runner._kv is not None
-    layer = runner._kv[0]
-    runner.destroy_kv_cache()
+    layer = runner.device.kv[0]
+    runner.device.free_cache()
     assert layer.is_deleted()
     with pytest.raises(ConfigError, match="not initialised"):
         runner.execute(prefill([1], 0, [0]))

@@ -19,8 +19,9 @@ from jax._src import test_util
 from penstock.runtime.errors import ConfigError
 from penstock.runtime.execution.buckets import Buckets, ProgramKey
 from penstock.runtime.execution.compilation import use_compilation_cache
+from penstock.runtime.execution.device.dispatched_steps import AwaitingTokens, PendingStep
 from penstock.runtime.execution.request_programs import make_table_rows
-from penstock.runtime.execution.runner import ModelRunner, PendingStep
+from penstock.runtime.execution.runner import ModelRunner
 from penstock.runtime.execution.runner_config import RunnerConfig
 from penstock.runtime.execution.slots import Slots
 from penstock.runtime.execution.step_programs import compile_program
@@ -143,8 +144,8 @@ def test_log_probabilities_are_read_only_where_a_row_wants_them(
     """Where nobody does, their array is never asked for: here it is one that nobody can read."""
 
     def unreadable(pending: PendingStep) -> PendingStep:
-        assert pending.result is not None
-        pending.result.logprobs.delete()
+        assert isinstance(pending, AwaitingTokens)
+        pending.chosen.logprobs.delete()
         return pending
 
     pending = [runner.execute_async(entry(0)), runner.execute_async(decodes(0, num_steps=4))]
@@ -162,24 +163,23 @@ def test_what_a_step_reads_for_the_tokens_alone(runner: ModelRunner) -> None:
     """Four bytes a row and step are read back where no log-probabilities are."""
     runner.execute(entry(0))
     pending = runner.execute_async(decodes(0, num_steps=4))
-    assert pending.result is not None
-    assert pending.result.tokens.shape == (4, 2)
-    assert pending.result.logprobs.shape == (4, 2, 1 + 2 * 20)
+    assert isinstance(pending, AwaitingTokens)
+    assert pending.chosen.tokens.shape == (4, 2)
+    assert pending.chosen.logprobs.shape == (4, 2, 1 + 2 * 20)
     runner.wait(pending)
 
 
 def spied(runner: ModelRunner, monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
     """The slots whose whole page tables are sent from now on, by call."""
     calls: list[list[int]] = []
-    programs = runner._programs
-    assert programs is not None
+    programs = runner.calls.programs
 
     def table_rows(state: Any, packed: np.ndarray) -> Any:
         calls.append([int(slot) for slot in packed[:, 0] if slot < runner.config.max_num_seqs])
         return programs.table_rows(state, packed)
 
     spy = dataclasses.replace(programs, table_rows=cast("jax.stages.Compiled", table_rows))
-    monkeypatch.setattr(runner, "_programs", spy)
+    monkeypatch.setattr(runner.calls, "programs", spy)
     return calls
 
 
@@ -190,7 +190,7 @@ def with_pages(plan: Plan, *writes: PageWrite) -> Plan:
 def test_a_page_of_a_decode_travels_in_the_step_and_a_whole_table_before_it(
     runner: ModelRunner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    expected = np.array(runner._state.tables)
+    expected = np.array(runner.device.rows.tables)
     calls = spied(runner, monkeypatch)
     runner.execute(with_pages(entry(0), PageWrite(0, 0, (9, 8))))
     runner.execute(with_pages(entry(2, 3), PageWrite(2, 0, (7,))))  # one page: it needs no more than a decode
@@ -201,24 +201,24 @@ def test_a_page_of_a_decode_travels_in_the_step_and_a_whole_table_before_it(
     runner.execute(with_pages(grown, PageWrite(0, 3, (1, 2)), PageWrite(2, 2, (6,))))
     assert calls == [[0], [0]]
     expected[0, :5], expected[2, :3] = [9, 8, 3, 1, 2], [7, 5, 6]
-    np.testing.assert_array_equal(runner._state.tables, expected)
+    np.testing.assert_array_equal(runner.device.rows.tables, expected)
 
 
 def test_several_writes_of_a_slot_and_slots_without_a_row_are_all_sent(
     runner: ModelRunner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    expected = np.array(runner._state.tables)
+    expected = np.array(runner.device.rows.tables)
     calls = spied(runner, monkeypatch)
     writes = (PageWrite(1, 0, (4,)), PageWrite(1, 1, (6,)), PageWrite(3, 2, (11,)))
     runner.execute(with_pages(entry(1), *writes))
     assert calls == [[1, 3]]
     expected[1, :2], expected[3, 2] = [4, 6], 11
-    np.testing.assert_array_equal(runner._state.tables, expected)
+    np.testing.assert_array_equal(runner.device.rows.tables, expected)
 
 
 def test_feature_slots_are_as_many_as_rows_unless_a_number_is_given(runner: ModelRunner) -> None:
     """And writes past the last one, which the device would drop, are refused."""
-    assert runner._state.history.shape == runner._state.bias.shape == (4, VOCAB)
+    assert runner.device.rows.history.shape == runner.device.rows.bias.shape == (4, VOCAB)
     request = entry(0, sampling=PENALISED).new_requests[0][1]
     for given, last in ((None, 3), (2, 1)):
         slots = Slots(dataclasses.replace(runner.config, feature_slots=given))

@@ -1,0 +1,1 @@
+"""What the device holds for a runner: its state, the steps on their way, and calls of its programs."""

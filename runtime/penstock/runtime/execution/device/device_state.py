@@ -1,0 +1,187 @@
+"""What a runner keeps on the device: weights, the cache, and the state of rows."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import jax
+import numpy as np
+from flax import nnx
+from jax.sharding import NamedSharding, PartitionSpec
+
+from penstock.runtime.errors import ConfigError
+from penstock.runtime.execution.backend import Backend
+from penstock.runtime.execution.compilation import compile_all
+from penstock.runtime.execution.program_set import ProgramBuilder
+from penstock.runtime.execution.runner_config import RunnerConfig
+from penstock.runtime.execution.step_programs import KVCache, Weights
+from penstock.runtime.ops.cache_spec import CacheSpec
+from penstock.runtime.ops.device_arrays import zeros, zeros_like
+from penstock.runtime.ops.sampler import RowState
+
+
+class DeviceState:
+    """Programs get all of it as arguments. Cache and rows are donated to each program that changes them, and
+    what the program returns takes their place.
+    """
+
+    def __init__(
+        self,
+        graphdef: nnx.GraphDef[Any],
+        weights: Any,
+        cache: CacheSpec,
+        config: RunnerConfig,
+        backend: Backend,
+    ) -> None:
+        """`weights`: the model's state on the backend's devices; `graphdef`: its static half (nnx.split)."""
+        leaves, self._weights_tree = jax.tree.flatten(weights)
+        self.leaves: Weights = tuple(leaves)
+        """The weights as programs take them."""
+        self.sharding = NamedSharding(backend.mesh, PartitionSpec())
+        """Where whatever programs are given lies."""
+        self.num_pages = 0
+        """Pages of the cache; 0 before `allocate_cache`."""
+        self._graphdef = graphdef
+        self._cache = cache
+        self._config = config
+        self._backend = backend
+        self._kv: KVCache | None = None
+        self.rows = self._new_rows()
+        backend.use_huge_pages(self.leaves)
+
+    # -- weights --
+
+    @property
+    def weights(self) -> Any:
+        """The model's state that serves now."""
+        return jax.tree.unflatten(self._weights_tree, self.leaves)
+
+    def replace_weights(self, weights: Any) -> None:
+        """Swaps in new weights. They have the same tree, shapes and dtypes, so nothing is compiled again. If
+        they are placed as the old ones are, only references are exchanged.
+
+        This is checked before anything changes: on ConfigError the old weights serve on.
+        """
+        new, tree = jax.tree.flatten(weights)
+        if cast("object", tree) != cast("object", self._weights_tree):  # untyped in jax's stubs
+            raise ConfigError("the new weights have another tree than the model's")
+        for before, after in zip(self.leaves, new, strict=True):
+            if before.shape != after.shape or before.dtype != after.dtype:
+                raise ConfigError(
+                    f"a new weight is {after.dtype}{after.shape}, the model's {before.dtype}{before.shape}"
+                )
+        self.leaves = tuple(
+            after
+            if isinstance(after, jax.Array) and after.sharding == before.sharding
+            else jax.device_put(after, before.sharding)
+            for before, after in zip(self.leaves, new, strict=True)
+        )
+
+    # -- the cache --
+
+    @property
+    def kv(self) -> KVCache:
+        """The cache. ConfigError where it is not allocated."""
+        if self._kv is None:
+            raise ConfigError("the KV cache is not initialised")
+        return self._kv
+
+    @kv.setter
+    def kv(self, kv: KVCache) -> None:
+        self._kv = kv
+
+    def allocate_cache(self, num_pages: int) -> None:
+        """Makes the cache, of zeros, instead of the one there may be. ConfigError for less than a page."""
+        if num_pages < 1:
+            raise ConfigError(f"the KV cache needs at least one page, not {num_pages}")
+        self.free_cache()
+        self.num_pages = num_pages
+        self._kv = zeros_like(self.cache_shapes(num_pages), self.sharding)
+        self._backend.use_huge_pages(jax.tree.leaves(self._kv))
+
+    def free_cache(self) -> None:
+        """Frees the cache's memory now."""
+        for array in jax.tree.leaves(self._kv):
+            array.delete()
+        self._kv = None
+
+    @property
+    def attends_batch_invariantly(self) -> bool:
+        """See `Backend.attends_batch_invariantly`; for queries of the model against its cache."""
+        config = self._config
+        return all(
+            self._backend.attends_batch_invariantly(
+                jax.ShapeDtypeStruct((1, 1, layer.head_dim), config.dtype),
+                layer.arrays(1, config.page_size, config.max_num_seqs, config.dtype),
+            )
+            for layer in self._cache.paged
+        )
+
+    def cache_shapes(self, num_pages: int) -> KVCache:
+        """Shapes and dtypes of a cache of so many pages."""
+        config = self._config
+        return self._cache.arrays(num_pages, config.page_size, config.max_num_seqs, config.dtype)
+
+    # -- programs --
+
+    def builder(self, num_pages: int) -> ProgramBuilder:
+        """Makes the programs for a cache of `num_pages`, which need not be allocated."""
+        kv = jax.tree.map(
+            lambda array: jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=self.sharding),
+            self.cache_shapes(num_pages),
+        )
+        return ProgramBuilder(
+            config=self._config,
+            rebuild=lambda leaves: nnx.merge(self._graphdef, jax.tree.unflatten(self._weights_tree, leaves)),
+            weights=self.leaves,
+            state=self.rows,
+            cache=self._cache,
+            num_pages=num_pages,
+            kv=kv,
+            backend=self._backend,
+            sharding=self.sharding,
+        )
+
+    def peak_temp_bytes(self, num_pages: int) -> int:
+        """The memory that the most demanding program needs besides its arguments, in bytes, as XLA reports
+        it. This compiles the largest program of each kind, for a cache of `num_pages`.
+        """
+        config, builder = self._config, self.builder(num_pages)
+        window = next(key for key in config.buckets.keys() if key.window)  # noqa: SIM118 # no mapping
+        largest = builder.largest
+        jobs = {
+            "forward": lambda: builder.forward(largest),
+            "window": lambda: builder.window(window),
+            "choice": lambda: builder.choice(largest.rows),
+        }
+        made = compile_all(jobs, threads=config.threads, show_progress=config.show_progress)
+        return max(map(_bytes_beside_arguments, made.values()))
+
+    def free(self) -> None:
+        """Frees all memory that is held, but for weights that somebody else holds too."""
+        self.free_cache()
+        for array in jax.tree.leaves(self.rows):
+            array.delete()
+        self.leaves = ()
+
+    def _new_rows(self) -> RowState:
+        config = self._config
+        slots, vocab = config.max_num_seqs, config.vocab_size
+        ints, floats = np.dtype(np.int32), np.dtype(np.float32)
+        held = None
+        if self._cache.has_state:
+            (held,) = zeros((slots,), ints, self.sharding)
+        state = RowState(
+            *zeros((slots,), ints, self.sharding),
+            *zeros((slots, config.pages_per_row), ints, self.sharding),
+            *zeros((config.num_feature_slots, vocab), ints, self.sharding),
+            *zeros((config.num_feature_slots, vocab), floats, self.sharding),
+        )
+        return state._replace(held=held)
+
+
+def _bytes_beside_arguments(program: jax.stages.Compiled) -> int:
+    """Bytes of scratch memory and of results that do not lie in a donated argument."""
+    analysis = program.memory_analysis()
+    kinds = (("temp", 1), ("output", 1), ("alias", -1))
+    return sum(sign * int(getattr(analysis, f"{kind}_size_in_bytes", 0)) for kind, sign in kinds)
