@@ -41,6 +41,7 @@ from penstock.runtime.requests.request import (
     RequestTiming,
 )
 from penstock.runtime.requests.sampling_defaults import GenerationDefaults
+from penstock.runtime.scheduling.pages import FlushedPages
 from penstock.runtime.scheduling.scheduler import Load
 from penstock.runtime.text.codec import TextCodec
 from tests.service.codecs import EOS, VOCAB
@@ -181,7 +182,7 @@ class FakeEngine:
         with self._changed:
             self._refuse(request)
             self.seen.append(request)
-            timing = RequestTiming(time.monotonic_ns(), 0, 0, 0, 0)
+            timing = RequestTiming(arrived_ns=time.monotonic_ns())
             self._waiting[request.request_id] = Running(request, sink, timing)
             self._admit()
             self._changed.notify_all()
@@ -254,10 +255,10 @@ class FakeEngine:
                 pages_total=self.info.num_pages,
             )
 
-    def flush_prefix_cache(self) -> tuple[int, int]:
+    def flush_prefix_cache(self) -> FlushedPages:
         with self._changed:
             freed, self._cached_pages = self._cached_pages, 0
-            return freed, len(self._running)
+            return FlushedPages(freed, in_use=len(self._running))
 
     def drain(self, timeout_s: float) -> bool:
         with self._changed:

@@ -44,6 +44,7 @@ from penstock.runtime.loop.interface import (
 from penstock.runtime.model_info import ModelInfo
 from penstock.runtime.request_rules import RequestRules, SamplingCallback
 from penstock.runtime.requests.request import Finish, PreparedPrompt, Request, SamplingParams, StoppingParams
+from penstock.runtime.scheduling.pages import FlushedPages
 from penstock.runtime.scheduling.scheduler import Load
 from penstock.runtime.text.assembler import Delta
 from penstock.runtime.text.codec import TextCodec
@@ -221,8 +222,8 @@ class Engine:
         """How busy the engine is."""
         return self.core.load()
 
-    def flush_prefix_cache(self) -> tuple[int, int]:
-        """Forget all cached prefixes: (pages that became free, pages that running requests still hold)."""
+    def flush_prefix_cache(self) -> FlushedPages:
+        """Forget all cached prefixes."""
         return self.core.flush_prefix_cache()
 
     def update_weights(

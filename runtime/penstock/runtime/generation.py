@@ -78,7 +78,7 @@ def make_request(
         )
     if sampling is None:
         sampling = defaults.sampling()
-    return Request(request_id or uuid.uuid4().hex, tuple(prompt), sampling, stopping, logprobs)
+    return Request(request_id or uuid.uuid4().hex, tuple(prompt), sampling, stopping, logprobs=logprobs)
 
 
 def stream(requests: RequestQueue, request: Request, codec: TextCodec | None) -> Generator[Delta, None, None]:

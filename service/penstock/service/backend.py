@@ -9,6 +9,7 @@ from penstock.runtime.config import ResolvedConfig
 from penstock.runtime.grammar.compile.compiler import GrammarCompiler
 from penstock.runtime.loop.interface import AbortOutcome, Pulse, WeightsVersion
 from penstock.runtime.requests.request import Finish, Output, PreparedPrompt, Request
+from penstock.runtime.scheduling.pages import FlushedPages
 from penstock.runtime.scheduling.scheduler import Load
 from penstock.runtime.text.codec import TextCodec
 
@@ -132,8 +133,8 @@ class Backend(Protocol):
 
     def load(self) -> Load: ...
 
-    def flush_prefix_cache(self) -> tuple[int, int]:
-        """Forget all cached prefixes: (pages that became free, pages that running requests hold)."""
+    def flush_prefix_cache(self) -> FlushedPages:
+        """Forget all cached prefixes."""
         ...
 
     def drain(self, timeout_s: float) -> bool:

@@ -218,7 +218,7 @@ def step(
     row = PlanRow(request.request_id, slot, start, end - start, tuple(tokens[start:end]), True)
     entered = ((slot, request),) if enter else ()
     pages = (PageWrite(slot, 0, tuple(range(16 * slot, 16 * slot + 16))),) if enter else ()
-    result = runner.execute(Plan(0, (row,), entered, pages))
+    result = runner.execute(Plan(0, (row,), new_requests=entered, page_writes=pages))
     return result.token_ids[0][0]
 
 

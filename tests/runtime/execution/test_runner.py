@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Sequence
+from itertools import starmap
 
 import jax
 import numpy as np
@@ -37,7 +38,7 @@ from penstock.runtime.ops.cache_spec import CacheSpec, PagedKV
 from penstock.runtime.ops.sampling_codes import LOGPROBS, PENALTIES, SAMPLING
 from penstock.runtime.requests.constraint import Mask
 from penstock.runtime.requests.request import MAX_STOP_TOKEN_IDS, Request, SamplingParams, StoppingParams
-from penstock.runtime.scheduling.plan import PageWrite, Plan, PlanRow
+from penstock.runtime.scheduling.plan import PageCopy, PageWrite, Plan, PlanRow
 from tests.support.models.toy import OFFSET, TEST_CACHE, VOCAB, toy_backend, toy_model, toy_tokens
 
 GREEDY = SamplingParams(temperature=0.0)
@@ -72,7 +73,12 @@ def runner() -> Iterator[ModelRunner]:
 def prefill(prompt: list[int], slot: int, pages: list[int], step: int = 0) -> Plan:
     request = Request(f"r{slot}", tuple(prompt), GREEDY, StoppingParams(ignore_eos=True))
     row = PlanRow(request.request_id, slot, 0, len(prompt), tuple(prompt), True)
-    return Plan(step, (row,), ((slot, request),), (PageWrite(slot, 0, tuple(pages)),))
+    return Plan(
+        step,
+        (row,),
+        new_requests=((slot, request),),
+        page_writes=(PageWrite(slot, 0, tuple(pages)),),
+    )
 
 
 def decode(slot: int, start: int, step: int = 1) -> Plan:
@@ -232,7 +238,7 @@ def test_pages_are_copied_in_all_layers_in_place_and_padding_copies_nothing() ->
         make_page_copies(CacheSpec((PagedKV(1, 3),) * 3)), kv, pack_page_copies((), 4, 5), donate=(0,)
     )
     for copies in [(), ((4, 0), (2, 1)), ((0, 3),), ((1, 4), (1, 2), (1, 0), (1, 3))]:
-        kv = program(kv, pack_page_copies(copies, 4, 5))
+        kv = program(kv, pack_page_copies(tuple(starmap(PageCopy, copies)), 4, 5))
         for layer in before:
             layer[[to for _, to in copies]] = layer[[at for at, _ in copies]]
         for layer, expected in zip(kv, before, strict=True):
@@ -253,7 +259,9 @@ def test_a_fork_goes_on_from_a_copy_and_the_first_one_from_its_own_page(runner: 
     fork = Request("r2", tuple(prompt), GREEDY, StoppingParams(ignore_eos=True), fork_of="r0")
     rows = (PlanRow("r0", 0, 7, 1, None, True), PlanRow("r2", 2, 6, 1, (7,), True))
     writes = (PageWrite(2, 0, (3, 8)),)
-    pending.append(runner.execute_async(Plan(1, rows, ((2, fork),), writes, page_copies=((5, 8),))))
+    copies = (PageCopy(5, 8),)
+    plan = Plan(1, rows, new_requests=((2, fork),), page_writes=writes, page_copies=copies)
+    pending.append(runner.execute_async(plan))
     pending.append(runner.execute_async(Plan(2, (PlanRow("r2", 2, 7, 1, None, True),))))
     made = [runner.wait(p).token_ids for p in pending]
     assert made == [[tokens[:1]], [tokens[1:2], tokens[:1]], [tokens[1:2]]]
@@ -318,10 +326,10 @@ def test_layout_round_trip() -> None:
     packed_tokens[7] = FEEDBACK
     fields[:, SLOT] = [3, 1, 2, 0]
     params = SamplingParams(
-        0.7,
-        50,
-        0.9,
-        0.05,
+        temperature=0.7,
+        top_k=50,
+        top_p=0.9,
+        min_p=0.05,
         seed=(7 << 32) | 0xFFFFFFFE,
         presence_penalty=0.5,
         frequency_penalty=-1.5,

@@ -28,7 +28,7 @@ from penstock.runtime.execution.step_programs import compile_program
 from penstock.runtime.ops.device_arrays import zeros, zeros_like
 from penstock.runtime.ops.sampler import RowState
 from penstock.runtime.requests.request import Request, SamplingParams, StoppingParams
-from penstock.runtime.scheduling.plan import PageWrite, Plan, PlanRow
+from penstock.runtime.scheduling.plan import PageCopy, PageWrite, Plan, PlanRow
 from tests.support.models.toy import TEST_CACHE, VOCAB, toy_backend, toy_model
 
 GREEDY = SamplingParams(temperature=0.0)
@@ -81,7 +81,7 @@ def entry(slot: int, num_prompt: int = 5, **about: Any) -> Plan:
     request = dataclasses.replace(request, **about)
     row = PlanRow(request.request_id, slot, 0, num_prompt, prompt, True)
     pages = PageWrite(slot, 0, tuple(range(16 * slot, 16 * slot + 16)))
-    return Plan(slot, (row,), ((slot, request),), (pages,))
+    return Plan(slot, (row,), new_requests=((slot, request),), page_writes=(pages,))
 
 
 def decodes(*slots: int, start: int = 5, num_steps: int = 1) -> Plan:
@@ -102,7 +102,10 @@ PLANS = {
         dataclasses.replace(entry(2, sampling=PENALISED), feature_slots={2: 1}),
         decodes(2),
     ],
-    "copies of pages": lambda: [entry(0), dataclasses.replace(entry(1), page_copies=((1, 40), (2, 41)))],
+    "copies of pages": lambda: [
+        entry(0),
+        dataclasses.replace(entry(1), page_copies=(PageCopy(1, 40), PageCopy(2, 41))),
+    ],
     "constraints": lambda: [entry(3, constraint=Anything()), decodes(3)],
     "log-probabilities": lambda: [entry(0, logprobs=2), decodes(0, num_steps=4)],
     "log-probabilities of the prompt": lambda: [entry(0, 20, prompt_logprobs=2)],
@@ -232,7 +235,7 @@ def test_more_tables_than_one_call_takes(runner: ModelRunner) -> None:
     given = np.arange(20 * 3, dtype=np.int32).reshape(20, 3)
     slots = Slots(config)
     writes = tuple(PageWrite(slot, 0, tuple(map(int, row))) for slot, row in enumerate(given))
-    parts = list(slots.table_rows(slots.write_pages(Plan(0, (), (), writes))))
+    parts = list(slots.table_rows(slots.write_pages(Plan(0, (), page_writes=writes))))
     assert [len(part) for part in parts] == [8, 8, 8]
     none = np.zeros(1, np.int32)
     state: Any = (none, np.zeros((20, 3), np.int32), none, none)

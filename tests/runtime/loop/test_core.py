@@ -253,7 +253,7 @@ def test_a_cancel_waits_for_nothing(engine: Engine) -> None:
     try:
         engine.cancel("unknown", "held")
         guard.lock = lock
-        assert engine.load() == Load(0, 0, 0, 0, engine.info.num_pages), "who looks sees nothing of it"
+        assert engine.load() == Load.idle(engine.info.num_pages), "who looks sees nothing of it"
     finally:
         guard.lock = lock
         gate.open()

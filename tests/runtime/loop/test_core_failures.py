@@ -111,7 +111,7 @@ def expect_death(rig: Rig, cause: BaseException, *, told: Sequence[Collector], c
         assert isinstance(engine.failure, EngineFailure)
         assert (engine.failure.__cause__ is cause) is not callers
         assert type(cause).__name__ in str(engine.failure)
-        assert engine.load() == Load(0, 0, 0, 0, NUM_PAGES)
+        assert engine.load() == Load.idle(NUM_PAGES)
         assert engine.drain(WAIT_S)
         for refused in (
             lambda: rig.submit("late", Collector()),

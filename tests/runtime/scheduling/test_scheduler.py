@@ -249,7 +249,9 @@ def test_a_decode_without_a_page_preempts_the_latest_arrival_which_resumes_with_
     ]  # "b" is out, and "c" does not slip in though a page and slots are free
     assert plan.page_writes == (PageWrite(0, 2, (2,)),)  # "b" gave up pages 2 and 3
     assert scheduler.active_ids() == ("a", "b", "c")
-    assert scheduler.load() == Load(1, 2, 3 + 1, 3, 4)
+    assert scheduler.load() == Load(
+        num_running=1, num_waiting=2, waiting_prompt_tokens=3 + 1, pages_used=3, pages_total=4
+    )
     assert shape(step(scheduler, token=14)) == [("a", 5, 1)]  # "b" needs 3 pages for its 5 tokens; 1 is free
     scheduler.abort("a", "", 3)
     plan = step(scheduler, token=15)
@@ -324,7 +326,7 @@ def test_preempt_all_keeps_the_order_of_arrival():
     assert scheduler.preempt_all() == ("a", "b")
     scheduler.check()
     assert scheduler.active_ids() == ("a", "b", "c")
-    assert scheduler.load() == Load(0, 3, 3, 0, 16)
+    assert scheduler.load() == dataclasses.replace(Load.idle(16), num_waiting=3, waiting_prompt_tokens=3)
     assert scheduler.num_preemptions == 2
     assert shape(step(scheduler)) == [("a", 0, 2), ("b", 0, 2)]
 

@@ -173,7 +173,7 @@ def test_what_never_happened_has_no_time():
     add(scheduler, now_ns=10)
     output = scheduler.abort("a", "", 12)
     assert output is not None
-    assert output.timing == RequestTiming(10, 0, 0, 12, 0)
+    assert output.timing == RequestTiming(arrived_ns=10, finished_ns=12)
 
 
 def test_outputs_carry_the_generation_that_made_their_tokens():

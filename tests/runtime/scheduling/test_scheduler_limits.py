@@ -74,7 +74,9 @@ def test_only_waiting_requests_fill_the_queue():
         add(scheduler, "c", 1)
     step(scheduler)
     add(scheduler, "c", 1)
-    assert scheduler.load() == Load(2, 1, 1, 2, 16)
+    assert scheduler.load() == Load(
+        num_running=2, num_waiting=1, waiting_prompt_tokens=1, pages_used=2, pages_total=16
+    )
 
 
 def test_a_plan_is_committed_once_with_one_result_for_each_row():

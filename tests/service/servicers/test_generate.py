@@ -169,7 +169,9 @@ async def test_unset_sampling_is_the_models_default():
 async def test_zero_is_not_unset():
     defaults = GenerationDefaults(temperature=0.6, top_k=20, top_p=0.95, min_p=0.05, presence_penalty=1)
     asked = {"temperature": 0.0, "top_k": 0, "min_p": 0.0, "seed": 0, "presence_penalty": 0.0}
-    assert await sampling_seen(asked, defaults=defaults) == SamplingParams(0.0, 0, 0.95, 0.0, 0)
+    assert await sampling_seen(asked, defaults=defaults) == SamplingParams(
+        temperature=0.0, top_k=0, top_p=0.95, min_p=0.0, seed=0
+    )
 
 
 async def test_sampling_reaches_the_engine():

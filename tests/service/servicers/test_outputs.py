@@ -277,12 +277,25 @@ async def test_new_weights_are_told_though_nothing_else_is():
     assert "".join(d.text for d in deltas) == "bcd"
 
 
+def timing(
+    arrived: int, scheduled: int, first: int, ended: int, preemptions: int, cached: int = 0
+) -> RequestTiming:
+    return RequestTiming(
+        arrived_ns=arrived,
+        scheduled_ns=scheduled,
+        first_token_ns=first,
+        finished_ns=ended,
+        preemptions=preemptions,
+        cached_prompt_tokens=cached,
+    )
+
+
 def test_times_of_several_outputs():
     """From the first arrival to the last end; cached tokens are of the one that was scheduled first."""
-    first = RequestTiming(10, 30, 60, 90, 1, cached_prompt_tokens=8)
-    second = RequestTiming(11, 40, 50, 80, 2, cached_prompt_tokens=16)
-    never = RequestTiming(9, 0, 0, 99, 0)
-    assert merged_timing([second, first]) == RequestTiming(10, 30, 50, 90, 3, cached_prompt_tokens=8)
-    assert merged_timing([never, first, second]) == RequestTiming(9, 30, 50, 99, 3, cached_prompt_tokens=8)
+    first = timing(10, 30, 60, 90, 1, cached=8)
+    second = timing(11, 40, 50, 80, 2, cached=16)
+    never = timing(9, 0, 0, 99, 0)
+    assert merged_timing([second, first]) == timing(10, 30, 50, 90, 3, cached=8)
+    assert merged_timing([never, first, second]) == timing(9, 30, 50, 99, 3, cached=8)
     assert merged_timing([never]) == never
     assert merged_timing([]) is None

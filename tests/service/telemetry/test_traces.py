@@ -339,9 +339,12 @@ async def test_seeds_beyond_int64_are_not_recorded(recorder, seed):
 
 def test_phases_of_what_never_happened():
     ended = {"finished_ns": 50, "preemptions": 0}
-    assert phases(RequestTiming(10, 0, 0, **ended)) == [("queue", 10, 50)]
-    assert phases(RequestTiming(10, 20, 0, **ended)) == [("queue", 10, 20), ("prefill", 20, 50)]
-    assert phases(RequestTiming(10, 20, 30, **ended)) == [
+    assert phases(RequestTiming(arrived_ns=10, **ended)) == [("queue", 10, 50)]
+    assert phases(RequestTiming(arrived_ns=10, scheduled_ns=20, **ended)) == [
+        ("queue", 10, 20),
+        ("prefill", 20, 50),
+    ]
+    assert phases(RequestTiming(arrived_ns=10, scheduled_ns=20, first_token_ns=30, **ended)) == [
         ("queue", 10, 20), ("prefill", 20, 30), ("decode", 30, 50)
     ]  # fmt: skip
 

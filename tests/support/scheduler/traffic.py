@@ -10,7 +10,7 @@ import pytest
 from penstock.runtime.errors import DuplicateRequestId, ExceedsKVCapacity, PromptTooLong, QueueFull
 from penstock.runtime.requests.fanout import request_id_of
 from penstock.runtime.requests.request import FinishReason, Output, Request, TokenLogprobs
-from penstock.runtime.scheduling.plan import Plan, PlanRow, StepResult
+from penstock.runtime.scheduling.plan import PageCopy, Plan, PlanRow, StepResult
 from penstock.runtime.scheduling.scheduler import Scheduler, SchedulerConfig
 from tests.support.scheduler.fake_runner import FakeRunner, run_alone
 
@@ -370,7 +370,7 @@ class Traffic:
         row: PlanRow,
         tracked: Tracked,
         sources: list[Tracked],
-        copies: list[tuple[int, int]],
+        copies: list[PageCopy],
         plan: Plan,
     ) -> None:
         """What an entering request has of one of `sources`, or found in the prefix cache; `copies` loses its

@@ -18,6 +18,7 @@ from penstock.runtime.ops.cache_spec import CacheSpec, PagedKV
 from penstock.runtime.ops.sampler import RowState, Sampled, token_logprobs
 from penstock.runtime.ops.sampling_codes import IN_PROMPT, LOGPROBS
 from penstock.runtime.requests.request import Request
+from penstock.runtime.scheduling.plan import PageCopy
 
 TABLE_ROWS = 8
 """How many page tables one call of `make_table_rows`'s program takes."""
@@ -120,7 +121,7 @@ def make_page_copies(spec: CacheSpec) -> Callable[[KVCache, Array], KVCache]:
     return copy_pages
 
 
-def pack_page_copies(copies: Sequence[tuple[int, int]], most: int, num_pages: int) -> NDArray[np.int32]:
+def pack_page_copies(copies: Sequence[PageCopy], most: int, num_pages: int) -> NDArray[np.int32]:
     """The second argument of `make_page_copies`'s program."""
     pairs = np.full((most, 2), num_pages, np.int32)
     if copies:

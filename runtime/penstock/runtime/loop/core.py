@@ -36,6 +36,7 @@ from penstock.runtime.loop.stepping import Steps
 from penstock.runtime.loop.weight_updates import Update, WeightUpdates, refuse
 from penstock.runtime.requests.request import Finish, PreparedPrompt, Request
 from penstock.runtime.scheduling.pacing import Pacer
+from penstock.runtime.scheduling.pages import FlushedPages
 from penstock.runtime.scheduling.scheduler import Load, Scheduler
 
 
@@ -126,7 +127,7 @@ class EngineCore:
         """A consistent snapshot of how busy the engine is. A dead engine has no load."""
         with self.guard.lock:
             if self._life.is_dead:
-                return Load(0, 0, 0, 0, pages_total=self._scheduler.config.num_pages)
+                return Load.idle(self._scheduler.config.num_pages)
             if self._requests.has_cancelled:
                 with self.guard.changing():
                     self._requests.drop_cancelled()
@@ -235,10 +236,8 @@ class EngineCore:
             self.guard.doorbell.ring()
         return update.done
 
-    def flush_prefix_cache(self) -> tuple[int, int]:
-        """Forget all cached prefixes: (pages that became free, pages that running requests still hold).
-        Raises EngineDead where the engine is dead.
-        """
+    def flush_prefix_cache(self) -> FlushedPages:
+        """Forget all cached prefixes. Raises EngineDead where the engine is dead."""
         with self.guard.lock, self.guard.changing():
             self._life.check_alive()
             self._requests.drop_cancelled()

@@ -11,7 +11,7 @@ import copy
 import enum
 import itertools
 import math
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from typing import NamedTuple
 
 import numpy as np
@@ -39,7 +39,7 @@ def _raise_if(violations: list[Violation]) -> None:
         raise InvalidRequest(violations)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
     """How the next token is drawn from the logits.
 
@@ -142,6 +142,7 @@ class StoppingParams:
     """
 
     max_tokens: int | None = None
+    _: KW_ONLY
     min_tokens: int = 0
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
@@ -201,6 +202,7 @@ class Request:
     prompt_token_ids: tuple[int, ...]
     sampling: SamplingParams = field(default_factory=SamplingParams)
     stopping: StoppingParams = field(default_factory=StoppingParams)
+    _: KW_ONLY
     logprobs: int | None = None
     """None: no log-probabilities. k: those of the sampled token and of the k likeliest."""
     cache: CacheParams = field(default_factory=CacheParams)
@@ -274,6 +276,7 @@ class Finish:
     """
 
     reason: FinishReason
+    _: KW_ONLY
     token_id: int | None = None
     stop: str | None = None
     message: str = ""
@@ -289,15 +292,15 @@ class TokenLogprobs:
     """Pairs (token id, log-probability) of the likeliest tokens, the likeliest first."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RequestTiming:
     """Monotonic times in ns (`time.monotonic_ns`); 0 if the request never got that far."""
 
     arrived_ns: int
-    scheduled_ns: int
-    first_token_ns: int
-    finished_ns: int
-    preemptions: int
+    scheduled_ns: int = 0
+    first_token_ns: int = 0
+    finished_ns: int = 0
+    preemptions: int = 0
     cached_prompt_tokens: int = 0
 
 

@@ -8,8 +8,18 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 from penstock.runtime.errors import ConfigError
+
+
+class FlushedPages(NamedTuple):
+    """What became of the pages that had a key when all keys were forgotten."""
+
+    freed: int
+    """Pages that nobody held: they are free now."""
+    in_use: int
+    """Pages that running requests hold: they stay, and are not shared with any new request."""
 
 
 class PagePool:
@@ -178,16 +188,16 @@ class PagePool:
         """How many pages have a key."""
         return len(self._index)
 
-    def forget_keys(self) -> tuple[int, int]:
+    def forget_keys(self) -> FlushedPages:
         """Removes all keys, so that `lookup` finds no page any more. Cached pages become free; held ones stay
         held.
         """
-        freed, in_use = len(self._cached), len(self._index) - len(self._cached)
+        flushed = FlushedPages(freed=len(self._cached), in_use=len(self._index) - len(self._cached))
         self._free.extend(reversed(self._cached))
         self._cached.clear()
         self._index.clear()
         self._keys = [None] * self.num_pages
-        return freed, in_use
+        return flushed
 
     def _evict(self) -> int:
         """Takes the oldest cached page, which loses its key, for the caller."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from typing import NamedTuple
 
 from penstock.runtime.requests.request import Request, TokenLogprobs
@@ -45,6 +45,13 @@ class PageWrite:
     pages: tuple[int, ...]
 
 
+class PageCopy(NamedTuple):
+    """A page whose content another one gets before a step writes."""
+
+    source: int
+    destination: int
+
+
 @dataclass(frozen=True, slots=True)
 class Plan:
     """One dispatch: a step, or a window of several decode steps.
@@ -54,6 +61,7 @@ class Plan:
 
     step_id: int
     rows: tuple[PlanRow, ...]
+    _: KW_ONLY
     new_requests: tuple[tuple[int, Request], ...] = ()
     """(slot, request) of each row that entered: the runner takes its parameters into the slot."""
     page_writes: tuple[PageWrite, ...] = ()
@@ -63,7 +71,7 @@ class Plan:
     num_steps: int = 1
     """Decode steps of the dispatch; above 1 only if every row is a decode. The input of each later step is
     the row's sample of the step before. A row takes part while it has made fewer than max_samples tokens."""
-    page_copies: tuple[tuple[int, int], ...] = ()
+    page_copies: tuple[PageCopy, ...] = ()
     """Pages to copy before the step writes. No page is both a source and a destination."""
     made: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
     """Slot to the tokens that the request had generated before it entered, for those of `new_requests` whose
@@ -100,6 +108,7 @@ class StepResult:
     max_samples."""
     logprobs: Sequence[Sequence[TokenLogprobs]]
     """For each row one entry per token, or none at all."""
+    _: KW_ONLY
     errors: Mapping[int, Exception] = field(default_factory=dict)
     """Row to error, for rows that can make no more tokens."""
     prompt_logprobs: Mapping[int, Sequence[TokenLogprobs]] = field(default_factory=dict)

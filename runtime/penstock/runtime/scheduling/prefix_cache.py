@@ -26,7 +26,7 @@ from array import array
 from hashlib import blake2b
 
 from penstock.runtime.requests.request import Request
-from penstock.runtime.scheduling.pages import PagePool
+from penstock.runtime.scheduling.pages import FlushedPages, PagePool
 from penstock.runtime.scheduling.sequence import NEVER, Sequence
 from penstock.runtime.scheduling.waiting import Waiting
 
@@ -137,7 +137,7 @@ class PrefixCache:
                     self._waiting.happened(key)
         self._waiting.happened(seq)
 
-    def flush(self) -> tuple[int, int]:
+    def flush(self) -> FlushedPages:
         """Forgets all prefixes, for example because the weights have changed. Running sequences must `leave`
         before: they hold KV from before the flush, and must not publish it.
         """

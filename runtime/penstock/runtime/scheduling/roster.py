@@ -31,7 +31,7 @@ rows run. With 48 tokens, 64 rows, and pages for three quarters of what the rows
 prompts' tokens are computed (1.5 to 1.8 times without headroom), and 1 to 3 % of the rows are lost."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Load:
     """How busy the scheduler is, for routing and metrics."""
 
@@ -44,6 +44,13 @@ class Load:
     pages_used: int
     """Pages that requests hold; a page that only caches a prefix counts as free."""
     pages_total: int
+
+    @classmethod
+    def idle(cls, pages_total: int) -> Load:
+        """Nothing runs or waits."""
+        return cls(
+            num_running=0, num_waiting=0, waiting_prompt_tokens=0, pages_used=0, pages_total=pages_total
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,6 +17,7 @@ from penstock.runtime.errors import DuplicateRequestId, ExceedsKVCapacity, Promp
 from penstock.runtime.requests.request import Finish, FinishReason, Output, Request
 from penstock.runtime.scheduling.commits import NO_VERDICTS, Commits, Verdicts
 from penstock.runtime.scheduling.endings import Endings
+from penstock.runtime.scheduling.pages import FlushedPages
 from penstock.runtime.scheduling.plan import Plan, StepResult
 from penstock.runtime.scheduling.planning.draft import Draft
 from penstock.runtime.scheduling.planning.planner import Planner
@@ -256,7 +257,7 @@ class Scheduler:
             seq.forget_prompt_logprobs()
         self.flush_prefix_cache()
 
-    def flush_prefix_cache(self) -> tuple[int, int]:
+    def flush_prefix_cache(self) -> FlushedPages:
         """Forgets all cached prefixes. Pages that running requests hold stay theirs, and are not shared with
         any new request.
         """

@@ -110,7 +110,7 @@ class Job:
             prompt.token_ids,
             sampling,
             prompt.stopping,
-            self.logprobs,
+            logprobs=self.logprobs,
             cache=self.cache,
             priority=self.priority,
             prompt_logprobs=self.prompt_logprobs,

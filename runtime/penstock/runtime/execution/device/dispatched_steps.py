@@ -107,9 +107,8 @@ class AwaitingTokens:
             for i, k in enumerate(self.logprobs):
                 if k is not None:
                     logprobs[i] = [read_logprobs(values[s, i], num_top, k) for s in range(len(token_ids[i]))]
-        return StepResult(
-            token_ids, logprobs, errors, {} if self.prompt is None else self.prompt.read(num_top)
-        )
+        prompt = {} if self.prompt is None else self.prompt.read(num_top)
+        return StepResult(token_ids, logprobs, errors=errors, prompt_logprobs=prompt)
 
 
 PendingStep = AwaitingChoice | AwaitingTokens

@@ -20,6 +20,7 @@ from penstock.runtime.execution.step_programs import Chosen
 from penstock.runtime.requests.constraint import mask_words
 from penstock.runtime.requests.request import Request
 from penstock.runtime.requests.token_bias import bias_row
+from penstock.runtime.scheduling.plan import PageCopy
 
 Ints = NDArray[np.int32]
 
@@ -79,8 +80,8 @@ class ProgramCalls:
         for packed in buffers:
             self._device.rows = self.programs.table_rows(self._device.rows, packed)
 
-    def copy_pages(self, copies: Sequence[tuple[int, int]]) -> None:
-        """Copies pages, each a (source, destination)."""
+    def copy_pages(self, copies: Sequence[PageCopy]) -> None:
+        """Copies pages within the cache."""
         device = self._device
         pairs = pack_page_copies(copies, self._config.max_num_seqs, device.num_pages)
         device.kv = self.programs.copy_pages(device.kv, pairs)

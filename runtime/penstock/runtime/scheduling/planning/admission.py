@@ -4,7 +4,7 @@ jax.
 
 from __future__ import annotations
 
-from penstock.runtime.scheduling.plan import PageWrite
+from penstock.runtime.scheduling.plan import PageCopy, PageWrite
 from penstock.runtime.scheduling.planning.draft import Draft
 from penstock.runtime.scheduling.planning.page_supply import PageSupply
 from penstock.runtime.scheduling.roster import Prefix, Roster
@@ -39,7 +39,7 @@ class Admission:
         """Starts a waiting sequence on the prefix that `may_enter` has found."""
         slot = self._roster.enter(seq, prefix)
         if prefix.partial is not None:
-            draft.copies.append((prefix.partial, seq.pages[len(prefix.pages)]))
+            draft.copies.append(PageCopy(prefix.partial, seq.pages[len(prefix.pages)]))
         draft.writes.append(PageWrite(slot, 0, tuple(seq.pages)))
         draft.entered.append((slot, seq.request))
         if seq.feature_slot is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from penstock.runtime.requests.request import Request
-from penstock.runtime.scheduling.plan import PageWrite, Plan, PlanRow
+from penstock.runtime.scheduling.plan import PageCopy, PageWrite, Plan, PlanRow
 from penstock.runtime.scheduling.sequence import Sequence
 
 
@@ -38,8 +38,7 @@ class Draft:
     writes: list[PageWrite] = field(default_factory=list)
     preempted: list[str] = field(default_factory=list)
     entered: list[tuple[int, Request]] = field(default_factory=list)
-    copies: list[tuple[int, int]] = field(default_factory=list)
-    """(source, destination) of pages."""
+    copies: list[PageCopy] = field(default_factory=list)
     sat_out: list[Sequence] = field(default_factory=list)
     """The sequences that were left out of this plan because of `Sequence.sits_out`."""
     chunked: set[Sequence] = field(default_factory=set)
