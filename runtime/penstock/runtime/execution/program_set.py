@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -40,7 +41,7 @@ from penstock.runtime.ops.sampler import RowState
 from penstock.runtime.requests.constraint import mask_words
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Programs:
     """All programs that a runner calls; see `step_programs` and `request_programs`."""
 
@@ -80,18 +81,24 @@ class ProgramBuilder:
 
     def compile_all(self) -> Programs:
         """Compiles all programs in parallel, with a progress bar; those that take longest come first."""
-        keys = self.config.buckets.keys()
+        keys, row_buckets = self.config.buckets.keys(), self.config.buckets.row_buckets
         jobs: dict[ProgramKey | int | str, Callable[[], jax.stages.Compiled]] = {
-            key: lambda key=key: self.window(key) if key.window else self.forward(key)  # type: ignore[misc]
-            for key in keys
+            **{key: partial(self.window if key.window else self.forward, key) for key in keys},
+            **{rows: partial(self.choice, rows) for rows in row_buckets},
+            "prompt_logprobs": self.prompt_logprobs,
+            "admission": self.admission,
+            "copy_pages": self.copy_pages,
+            "table_rows": self.table_rows,
         }
-        once = (self.prompt_logprobs, self.admission, self.copy_pages, self.table_rows)
-        jobs |= {rows: lambda rows=rows: self.choice(rows) for rows in self.config.buckets.row_buckets}  # type: ignore[misc]
-        jobs |= {program.__name__: program for program in once}
         made = compile_all(jobs, threads=self.config.threads, show_progress=self.config.show_progress)
-        steps = {key: made[key] for key in keys}
-        choices = {rows: made[rows] for rows in self.config.buckets.row_buckets}
-        return Programs(steps, choices, **{program.__name__: made[program.__name__] for program in once})
+        return Programs(
+            steps={key: made[key] for key in keys},
+            choices={rows: made[rows] for rows in row_buckets},
+            prompt_logprobs=made["prompt_logprobs"],
+            admission=made["admission"],
+            copy_pages=made["copy_pages"],
+            table_rows=made["table_rows"],
+        )
 
     def forward(self, key: ProgramKey) -> jax.stages.Compiled:
         packed = self._ints(Layout(key).size)
