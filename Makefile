@@ -14,6 +14,9 @@ DOCS_STAMP := $(VENV)/.installed-docs
 OWN_PATH := $(PATH)
 export PATH := $(abspath $(BIN)):$(PATH)
 
+# The C++ of the native kernels.
+KERNELS = $(wildcard runtime/penstock/runtime/ops/native/src/*/*.cc runtime/penstock/runtime/ops/native/src/*/*.h)
+
 BENCH_OUT ?= bench/out
 BENCH_ARGS ?=
 
@@ -67,9 +70,11 @@ check: format-check lint types imports protos-check docs $(if $(SKIP_TESTS),,tes
 
 format-check: install
 	$(BIN)/ruff format --check
+	$(BIN)/clang-format --dry-run --Werror $(KERNELS)
 
 lint: install
 	$(BIN)/ruff check
+	$(BIN)/python -m tools.clang_tidy
 
 types: install
 	$(BIN)/mypy
@@ -92,9 +97,10 @@ breaking: install ## compare the contract with an earlier commit (AGAINST=HEAD~1
 		then $(BIN)/buf breaking --against '.git#ref=$(AGAINST)' && echo "nothing breaks since $(AGAINST)"; \
 		else echo "no contract at $(AGAINST) to compare with"; fi
 
-format: install ## format the code and the .proto files, and fix what can be fixed
+format: install ## format Python, C++ and the .proto files, and fix what can be fixed
 	$(BIN)/ruff check --fix
 	$(BIN)/ruff format
+	$(BIN)/clang-format -i $(KERNELS)
 	$(BIN)/buf format --write
 
 lock: install ## pin the newest versions that pyproject.toml allows in constraints.txt

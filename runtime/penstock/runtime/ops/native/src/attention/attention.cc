@@ -27,19 +27,9 @@ struct Work;
 constexpr int64_t kWriteBlock = 32;  // tokens; fewer are written faster than a thread wakes
 
 const AttentionKernel* Kernel() {
-  switch (CurrentIsa()) {
-    case Isa::kAmx:
-      return &AttentionAmx();
-    case Isa::kAvx512Bf16:
-      return UsePairs() ? &AttentionAvx512Bf16() : &AttentionAvx512();
-    case Isa::kAvx512:
-      return &AttentionAvx512();
-    case Isa::kAvx2:
-      return &AttentionAvx2();
-    case Isa::kNone:
-      break;
-  }
-  return nullptr;
+  const auto kernel =
+      ForCurrentIsa(AttentionAvx2, AttentionAvx512, UsePairs() ? AttentionAvx512Bf16 : AttentionAvx512, AttentionAmx);
+  return kernel ? &kernel() : nullptr;
 }
 
 // Keys and values of tokens [begin, end), in bytes [tokens, kv_heads, dim].
@@ -74,7 +64,9 @@ ffi::Error Plan(ffi::ThreadPool pool, ffi::Buffer<ffi::S32> starts, ffi::Buffer<
                            chunk};
   thread_local AttentionPlan made;
   const std::string problem = made.Make(rows, group, kv_heads, NumThreads(pool));
-  if (!problem.empty()) return ffi::Error::InvalidArgument("paged attention: " + problem);
+  if (!problem.empty()) {
+    return ffi::Error::InvalidArgument("paged attention: " + problem);
+  }
   if (made.Size() > static_cast<int64_t>(plan->element_count())) {
     return ffi::Error::Internal("paged attention: a plan of " + std::to_string(made.Size()) +
                                 " numbers, more than the most expected");
@@ -88,8 +80,12 @@ ffi::Error Attend(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffer k_new, 
                   ffi::Buffer<ffi::F32> sinks, ffi::Result<ffi::AnyBuffer> out, ffi::Result<ffi::AnyBuffer> kv,
                   float scale, float softcap) {
   const AttentionKernel* kernel = Kernel();
-  if (!kernel) return ffi::Error(ffi::ErrorCode::kUnimplemented, "no kernel for this processor");
-  if (kv->untyped_data() != kv_in.untyped_data()) return ffi::Error::Internal("the cache must be updated in place");
+  if (!kernel) {
+    return ffi::Error(ffi::ErrorCode::kUnimplemented, "no kernel for this processor");
+  }
+  if (kv->untyped_data() != kv_in.untyped_data()) {
+    return ffi::Error::Internal("the cache must be updated in place");
+  }
   const auto shape = q.dimensions(), cache = kv->dimensions();
 
   const PlanView plan(step_plan.typed_data());
@@ -124,7 +120,9 @@ ffi::Error Attend(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffer k_new, 
   job.pending = reinterpret_cast<std::atomic<int32_t>*>(Scratch<Pending>(pairs * 4));
   for (int64_t t = 0; t < plan.num_tokens; ++t) {
     const int32_t splits = plan.positions[t] / kSplit - plan.oldest[t] / kSplit + 1;
-    for (int64_t h = 0; h < job.kv_heads; ++h) new (&job.pending[t * job.kv_heads + h]) std::atomic<int32_t>(splits);
+    for (int64_t h = 0; h < job.kv_heads; ++h) {
+      new (&job.pending[t * job.kv_heads + h]) std::atomic<int32_t>(splits);
+    }
   }
   const int64_t scratch = kernel->scratch_bytes(job, (plan.most_tokens * job.group() + kCols - 1) / kCols);
 
@@ -135,9 +133,13 @@ ffi::Error Attend(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffer k_new, 
     char* memory = Scratch<Work>(scratch);
     const auto claim = [&] {
       int64_t unit = claimed.fetch_add(1, std::memory_order_relaxed);
-      if (unit >= units) return AttentionUnit{};
+      if (unit >= units) {
+        return AttentionUnit{};
+      }
       // The blocks of a long row use the keys of one head one after the other: they stay in the second cache.
-      if (unit < plan.num_long * job.kv_heads) return AttentionUnit{tasks + unit % plan.num_long, unit / plan.num_long};
+      if (unit < plan.num_long * job.kv_heads) {
+        return AttentionUnit{tasks + unit % plan.num_long, unit / plan.num_long};
+      }
       return AttentionUnit{tasks + unit / job.kv_heads, unit % job.kv_heads};
     };
     kernel->enter();

@@ -1,9 +1,9 @@
 // Paged attention: what the planner (attention.cc) and the kernels of each instruction set share.
 //
-// The key range of every query is cut at absolute multiples of kSplit positions. A split's attention is computed on
-// its own (peak, total, weighted values), and a query's splits are merged in ascending order, whoever computed them.
-// So a query's bits do not depend on which rows share the batch, how work was divided, or whether shared pages were
-// read once for several rows.
+// The key range of every query is cut into splits, at absolute multiples of kSplit positions. The attention of a split
+// (peak, total, weighted values) is computed independently of the others, and a query's splits are merged in ascending
+// order, whichever threads computed them. So a query's bits do not depend on which rows share the batch, how work was
+// divided, or whether shared pages were read once for several rows.
 #pragma once
 
 #include <atomic>
@@ -19,28 +19,28 @@ constexpr int kMaxTiles = 8;  // column tiles of a task
 
 // Some query tokens with their page table, and the splits they attend to together.
 struct AttentionTask {
-  int32_t row;  // whose page table
-  int32_t first, count; // range of AttentionJob::members
+  int32_t row;           // whose page table
+  int32_t first, count;  // range of AttentionJob::members
   int32_t split_begin, split_end;
   int32_t partial;  // 1: splits go to AttentionJob::partials one by one; 0: merged here and written out
 };
 
 struct AttentionJob {
-  const char* q;  // [tokens, heads, dim]
-  const char* kv; // [page, 2, kv_heads, page_size, dim]
-  char* out;      // as q
-  bool bf16;      // of q, kv and out; else float32
+  const char* q;   // [tokens, heads, dim]
+  const char* kv;  // [page, 2, kv_heads, page_size, dim]
+  char* out;       // as q
+  bool bf16;       // of q, kv and out; else float32
   int64_t heads, kv_heads, dim, page_size;
   const int32_t* page_table;  // [rows, table_width]
   int64_t table_width;
-  const float* sinks;  // [heads] or null
+  const float* sinks;    // [heads] or null
   float scale, softcap;  // softcap 0: none
 
-  const int32_t* members;     // tokens, listed by task
-  const int32_t* positions;   // [tokens]
-  const int32_t* oldest;      // [tokens] first position each token sees
-  const int32_t* first_slot;  // [tokens] index of the token's first split in partials
-  float* partials;            // [slot][kv_heads][peak[G], total[G], values[G][dim]], peaks in powers of two
+  const int32_t* members;         // tokens, listed by task
+  const int32_t* positions;       // [tokens]
+  const int32_t* oldest;          // [tokens] first position each token sees
+  const int32_t* first_slot;      // [tokens] index of the token's first split in partials
+  float* partials;                // [slot][kv_heads][peak[G], total[G], values[G][dim]], peaks in powers of two
   std::atomic<int32_t>* pending;  // [tokens, kv_heads] splits not yet in partials
 
   int64_t group() const { return heads / kv_heads; }

@@ -7,7 +7,9 @@ namespace {
 bool Tiles(const AttentionJob& job) { return job.bf16 && job.dim >= 32; }
 
 int64_t Bytes(const AttentionJob& job, int64_t tiles) {
-  if (Tiles(job)) return ScratchBytes<Form::kTiles>(job, tiles);
+  if (Tiles(job)) {
+    return ScratchBytes<Form::kTiles>(job, tiles);
+  }
   return job.bf16 ? ScratchBytes<Form::kPairs>(job, tiles) : ScratchBytes<Form::kFloat>(job, tiles);
 }
 

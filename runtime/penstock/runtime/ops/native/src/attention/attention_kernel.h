@@ -6,15 +6,17 @@
 #pragma once
 
 #include "attention/attention_tiles.h"
+#include "common/carver.h"
+#include "common/common.h"
 #include "common/transpose.h"
 
 namespace penstock {
 namespace {
 
-constexpr float kLog2E = 1.44269504088896341f;
-constexpr float kNothing = -1e30f;  // the peak where no key has been seen; finite, so that differences are
+// The peak of a query that has seen no key. It is finite, so that differences of peaks are finite too.
+constexpr float kNothing = -1e30f;
 
-// Query columns: padding ones see nothing.
+// The query columns of a tile. Padding columns attend to no key.
 struct Columns {
   alignas(64) int32_t oldest[kCols], newest[kCols];
   int32_t token[kCols], head[kCols];
@@ -26,25 +28,6 @@ struct Columns {
 struct Sums {
   alignas(64) float peak[kCols], total[kCols];
   float* values;
-};
-
-inline int Min(int a, int b) { return a < b ? a : b; }
-inline int Max(int a, int b) { return a > b ? a : b; }
-
-class Carver {  // hands out pieces of the scratch memory; with a null base it only measures
- public:
-  explicit Carver(char* base) : base_(base) {}
-  template <typename T>
-  T* Take(int64_t count) {
-    T* piece = reinterpret_cast<T*>(base_ + used_);
-    used_ += (count * static_cast<int64_t>(sizeof(T)) + 63) / 64 * 64;
-    return piece;
-  }
-  int64_t used() const { return used_; }
-
- private:
-  char* base_;
-  int64_t used_ = 0;
 };
 
 // Column tiles multiplied at once.
@@ -63,7 +46,7 @@ struct Memory {
     query_words = Words(job.dim);
     columns = carver.Take<Columns>(tiles);
     sums = carver.Take<Sums>(tiles + kWide<kForm>);
-    float* values_of_sums = carver.Take<float>((tiles + kWide<kForm>) * kCols * job.dim);
+    float* values_of_sums = carver.Take<float>((tiles + kWide<kForm>)*kCols * job.dim);
     queries = carver.Take<float>(tiles * query_words * kCols);
     scores = carver.Take<float>(kWide<kForm> * kSplit * kCols);
     probabilities = carver.Take<float>(kSplit * kCols);
@@ -73,10 +56,14 @@ struct Memory {
     sums_values_ = values_of_sums;
   }
   void Link(int64_t tiles, int64_t dim) {
-    for (int64_t t = 0; t < tiles + kWide<kForm>; ++t) sums[t].values = sums_values_ + t * kCols * dim;
+    for (int64_t t = 0; t < tiles + kWide<kForm>; ++t) {
+      sums[t].values = sums_values_ + t * kCols * dim;
+    }
   }
   static int64_t Words(int64_t dim) {
-    if (kForm == Form::kTiles) return (dim + 31) / 32 * 16;
+    if (kForm == Form::kTiles) {
+      return (dim + 31) / 32 * 16;
+    }
     return Paired(kForm) ? dim / 2 : dim;
   }
 
@@ -93,7 +80,9 @@ void LoadColumns(const AttentionJob& job, const AttentionTask& task, int64_t kv_
   c.max_oldest = c.max_newest = -1;
   alignas(64) static const uint32_t zeros[16] = {};
   const uint32_t* rows[kCols];
-  if (kForm != Form::kTiles) memset(queries, 0, words * kCols * 4);
+  if (kForm != Form::kTiles) {
+    memset(queries, 0, words * kCols * 4);
+  }
   for (int i = 0; i < kCols; ++i) {
     if (i >= c.count) {
       c.oldest[i] = INT32_MAX;
@@ -128,7 +117,9 @@ void LoadColumns(const AttentionJob& job, const AttentionTask& task, int64_t kv_
     for (int64_t chunk = 0; chunk * 16 < words; ++chunk) {
       const int64_t at = ChunkOffset(chunk, job.dim) / 4;
       const uint32_t* from[16];
-      for (int i = 0; i < kCols; ++i) from[i] = i < c.count ? rows[i] + at : zeros;
+      for (int i = 0; i < kCols; ++i) {
+        from[i] = i < c.count ? rows[i] + at : zeros;
+      }
       auto* to = reinterpret_cast<uint32_t*>(queries) + chunk * 256;
       TransposeTile(from, to);
       memset(to, 0, (chunk * 16 - at) * kCols * 4);  // dims that the chunk before has
@@ -149,7 +140,7 @@ void Softmax(const AttentionJob& job, const Columns& c, int start, int begin, in
     const int col = v * Vec::kWidth;
     Vec::F peak = Vec::Set(-__builtin_inff());
     for (int tile = begin; tile < end; tile += kKeyTile) {
-      fetch.Some();
+      fetch.Advance();
       const int first = start + tile;
       const bool masked = first < c.max_oldest || first + kKeyTile - 1 > c.min_newest;
       for (int key = 0; key < kKeyTile; ++key) {
@@ -158,8 +149,12 @@ void Softmax(const AttentionJob& job, const Columns& c, int start, int begin, in
         if (cap) {
           x = Vec::Mul(Tanh(Vec::Mul(x, Vec::Set(job.scale / job.softcap))), Vec::Set(job.softcap * kLog2E));
         }
-        if (masked) x = Vec::Within(x, first + key, c.oldest + col, c.newest + col);
-        if (masked || cap) Vec::Store(at, x);
+        if (masked) {
+          x = Vec::Within(x, first + key, c.oldest + col, c.newest + col);
+        }
+        if (masked || cap) {
+          Vec::Store(at, x);
+        }
         peak = Vec::Max(peak, x);
       }
     }
@@ -167,7 +162,9 @@ void Softmax(const AttentionJob& job, const Columns& c, int start, int begin, in
     Vec::F total = Vec::Set(0.0f);
     const Vec::F minus_peak = Vec::Sub(Vec::Set(0.0f), peak);
     for (int key = begin; key < end; key += 2) {
-      if (key % kKeyTile == 0) fetch.Some();
+      if (key % kKeyTile == 0) {
+        fetch.Advance();
+      }
       Vec::F p[2];
       for (int i = 0; i < 2; ++i) {
         p[i] = Exp2(Vec::Fma(Vec::Load(scores + (key + i) * kCols + col), Vec::Set(factor), minus_peak));
@@ -185,7 +182,7 @@ void Softmax(const AttentionJob& job, const Columns& c, int start, int begin, in
   }
 }
 
-// a = a and b, whose keys come after a's.
+// Merges b, whose keys come after those of a, into a.
 inline void Merge(Sums& a, const Sums& b, int cols, int64_t dim) {
   alignas(64) float keep[kCols], add[kCols];
   for (int col = 0; col < cols; col += Vec::kWidth) {
@@ -214,7 +211,7 @@ inline void Clear(Sums& sums, int64_t dim) {
   memset(sums.values, 0, kCols * dim * 4);
 }
 
-// One column's output: a sink is one more score, without a value. What saw nothing is 0.
+// Writes one column's output. A sink is one more score, without a value. A query that has seen no key gets 0.
 inline void WriteColumn(const AttentionJob& job, const Sums& sums, int col, int64_t token, int64_t head) {
   float peak = sums.peak[col], total = sums.total[col], factor = 1.0f;
   if (job.sinks) {
@@ -237,12 +234,14 @@ inline void WriteColumn(const AttentionJob& job, const Sums& sums, int col, int6
   }
 }
 
-// Puts a split's sums into the partials of the tokens that see it.
+// Stores a split's sums in the partials of the tokens that attend to it.
 inline void StorePartials(const AttentionJob& job, const Columns& c, const Sums& sums, bool empty, int64_t split,
                           int64_t kv_head) {
   const int64_t group = job.group();
   for (int col = 0; col < c.count; ++col) {
-    if (split < c.oldest[col] / kSplit || split > c.newest[col] / kSplit) continue;
+    if (split < c.oldest[col] / kSplit || split > c.newest[col] / kSplit) {
+      continue;
+    }
     float* to = job.partial(c.token[col], split, kv_head);
     const int64_t g = c.head[col] - kv_head * group;
     to[g] = empty ? kNothing : sums.peak[col];
@@ -256,9 +255,12 @@ inline void StorePartials(const AttentionJob& job, const Columns& c, const Sums&
   }
 }
 
-// Counts a token's splits done; whoever does the last one merges them all, in ascending order.
+// Notes that `done` splits of a token are finished. The thread that finishes the last one merges all of them, in
+// ascending order.
 inline void FinishToken(const AttentionJob& job, int32_t token, int64_t kv_head, int done, Sums& a) {
-  if (job.pending[token * job.kv_heads + kv_head].fetch_sub(done, std::memory_order_acq_rel) != done) return;
+  if (job.pending[token * job.kv_heads + kv_head].fetch_sub(done, std::memory_order_acq_rel) != done) {
+    return;
+  }
   const int64_t group = job.group();
   for (int64_t g = 0; g < group; g += kCols) {
     const int cols = Min(kCols, static_cast<int>(group - g));
@@ -268,11 +270,15 @@ inline void FinishToken(const AttentionJob& job, int32_t token, int64_t kv_head,
       const float* from = job.partial(token, s, kv_head);
       memcpy(part.peak, from + g, cols * 4);
       memcpy(part.total, from + group + g, cols * 4);
-      for (int i = cols; i < kCols; ++i) part.peak[i] = part.total[i] = 0.0f;
+      for (int i = cols; i < kCols; ++i) {
+        part.peak[i] = part.total[i] = 0.0f;
+      }
       part.values = const_cast<float*>(from) + 2 * group + g * job.dim;
       Merge(a, part, cols, job.dim);
     }
-    for (int col = 0; col < cols; ++col) WriteColumn(job, a, col, token, kv_head * group + g + col);
+    for (int col = 0; col < cols; ++col) {
+      WriteColumn(job, a, col, token, kv_head * group + g + col);
+    }
   }
 }
 

@@ -56,12 +56,18 @@ inline void TurnKeys(const char* keys, int64_t dim, float* to) {
 // Scores of a turned tile of keys for all columns.
 inline void ScoreTurned(const float* keys, int64_t dim, const float* queries, float* scores) {
   __m512 sum[kCols];
-  for (auto& s : sum) s = _mm512_setzero_ps();
+  for (auto& s : sum) {
+    s = _mm512_setzero_ps();
+  }
   for (int64_t d = 0; d < dim; ++d, keys += kKeyTile, queries += kCols) {
     const __m512 key = _mm512_loadu_ps(keys);
-    for (int c = 0; c < kCols; ++c) sum[c] = _mm512_fmadd_ps(key, _mm512_set1_ps(queries[c]), sum[c]);
+    for (int c = 0; c < kCols; ++c) {
+      sum[c] = _mm512_fmadd_ps(key, _mm512_set1_ps(queries[c]), sum[c]);
+    }
   }
-  for (int c = 0; c < kCols; ++c) _mm512_storeu_ps(scores + c * kSplit, sum[c]);
+  for (int c = 0; c < kCols; ++c) {
+    _mm512_storeu_ps(scores + c * kSplit, sum[c]);
+  }
 }
 
 // Scores of kTiles tiles of keys for kC columns: kC chains of products. For few, two tiles side by side keep the FMA
@@ -69,8 +75,11 @@ inline void ScoreTurned(const float* keys, int64_t dim, const float* queries, fl
 template <int kC, int kTiles>
 void ScoreFewTiles(const char* const* keys, int64_t dim, const float* queries, float* scores) {
   __m512 sum[kTiles][kC];
-  for (auto& tile : sum)
-    for (auto& s : tile) s = _mm512_setzero_ps();
+  for (auto& tile : sum) {
+    for (auto& s : tile) {
+      s = _mm512_setzero_ps();
+    }
+  }
   for (int64_t d = 0; d < dim; d += 32) {
     for (int t = 0; t < kTiles; ++t) {
       __m512i words[16];
@@ -79,16 +88,25 @@ void ScoreFewTiles(const char* const* keys, int64_t dim, const float* queries, f
       const auto add = [&](int begin, int end) {
         for (int w = begin; w < end; ++w, q += 2 * kCols) {
           const __m512 even = EvenHalves(words[w]), odd = OddHalves(words[w]);
-          for (int c = 0; c < kC; ++c) sum[t][c] = _mm512_fmadd_ps(even, _mm512_set1_ps(q[c]), sum[t][c]);
-          for (int c = 0; c < kC; ++c) sum[t][c] = _mm512_fmadd_ps(odd, _mm512_set1_ps(q[kCols + c]), sum[t][c]);
+          for (int c = 0; c < kC; ++c) {
+            sum[t][c] = _mm512_fmadd_ps(even, _mm512_set1_ps(q[c]), sum[t][c]);
+          }
+          for (int c = 0; c < kC; ++c) {
+            sum[t][c] = _mm512_fmadd_ps(odd, _mm512_set1_ps(q[kCols + c]), sum[t][c]);
+          }
         }
       };
       add(0, 8);
-      if (!half) add(8, 16);
+      if (!half) {
+        add(8, 16);
+      }
     }
   }
-  for (int t = 0; t < kTiles; ++t)
-    for (int c = 0; c < kC; ++c) _mm512_storeu_ps(scores + c * kSplit + t * kKeyTile, sum[t][c]);
+  for (int t = 0; t < kTiles; ++t) {
+    for (int c = 0; c < kC; ++c) {
+      _mm512_storeu_ps(scores + c * kSplit + t * kKeyTile, sum[t][c]);
+    }
+  }
 }
 
 // Tiles [begin, end).
@@ -98,11 +116,15 @@ void ScoreFew(const char* const* keys, int64_t dim, const float* queries, int be
   constexpr int kAtOnce = kC <= 4 ? 2 : 1;
   int tile = begin;
   for (; tile + kAtOnce <= end; tile += kAtOnce) {
-    for (int i = 0; i < kAtOnce; ++i) fetch.Some();
+    for (int i = 0; i < kAtOnce; ++i) {
+      fetch.Advance();
+    }
     ScoreFewTiles<kC, kAtOnce>(keys + tile, dim, queries, scores + tile * kKeyTile);
   }
-  if (tile == end) return;
-  fetch.Some();
+  if (tile == end) {
+    return;
+  }
+  fetch.Advance();
   ScoreFewTiles<kC, 1>(keys + tile, dim, queries, scores + tile * kKeyTile);
 }
 
@@ -117,7 +139,9 @@ inline void SoftmaxLanes(const AttentionJob& job, const Columns& c, const Part& 
     const __m512i oldest = _mm512_set1_epi32(c.oldest[col]), newest = _mm512_set1_epi32(c.newest[col]);
     Vec::F highest = Vec::Set(-__builtin_inff());
     for (int tile = part.first; tile < part.last; tile += kKeyTile) {
-      if (col == 0) fetch.Some();
+      if (col == 0) {
+        fetch.Advance();
+      }
       Vec::F x = Vec::Load(at + tile);
       if (cap) {
         x = Vec::Mul(Tanh(Vec::Mul(x, Vec::Set(job.scale / job.softcap))), Vec::Set(job.softcap * kLog2E));
@@ -132,7 +156,9 @@ inline void SoftmaxLanes(const AttentionJob& job, const Columns& c, const Part& 
     const Vec::F minus_peak = Vec::Sub(Vec::Set(0.0f), peak);
     Vec::F totals = Vec::Set(0.0f);
     for (int tile = part.first; tile < part.last; tile += kKeyTile) {
-      if (col == 0) fetch.Some();
+      if (col == 0) {
+        fetch.Advance();
+      }
       const Vec::F p = Exp2(Vec::Fma(Vec::Load(at + tile), factor, minus_peak));
       totals = Vec::Add(totals, p);
       Vec::Store(to + tile, p);
@@ -140,11 +166,16 @@ inline void SoftmaxLanes(const AttentionJob& job, const Columns& c, const Part& 
     sums.peak[col] = _mm512_cvtss_f32(peak);
     alignas(64) float parts[kKeyTile];
     Vec::Store(parts, totals);
-    for (int half = kKeyTile / 2; half > 0; half /= 2)
-      for (int i = 0; i < half; ++i) parts[i] += parts[i + half];
+    for (int half = kKeyTile / 2; half > 0; half /= 2) {
+      for (int i = 0; i < half; ++i) {
+        parts[i] += parts[i + half];
+      }
+    }
     sums.total[col] = parts[0];
   }
-  for (int col = c.count; col < kCols; ++col) sums.peak[col] = kNothing, sums.total[col] = 0.0f;
+  for (int col = c.count; col < kCols; ++col) {
+    sums.peak[col] = kNothing, sums.total[col] = 0.0f;
+  }
 }
 
 // out[col][dim ..] for kC columns and kV times 32 dims: sum over keys [from, to) of probability times value.
@@ -152,10 +183,15 @@ template <int kC, int kV>
 void SumFewDims(const char* const* values, int64_t dims, int64_t dim, int from, int to, const float* probabilities,
                 float* out, Fetch* fetch) {
   __m512 even[kC][kV], odd[kC][kV];
-  for (int c = 0; c < kC; ++c)
-    for (int v = 0; v < kV; ++v) even[c][v] = odd[c][v] = _mm512_setzero_ps();
+  for (int c = 0; c < kC; ++c) {
+    for (int v = 0; v < kV; ++v) {
+      even[c][v] = odd[c][v] = _mm512_setzero_ps();
+    }
+  }
   for (int key = from; key < to;) {
-    if (fetch) fetch->Some(), fetch->Some();
+    if (fetch) {
+      fetch->Advance(), fetch->Advance();
+    }
     const int tile = key / kKeyTile, stop = Min(to, (tile + 1) * kKeyTile);
     const char* value = values[tile] + ((key - tile * kKeyTile) * dims + dim) * 2;
     for (; key < stop; ++key, value += 2 * dims) {
@@ -167,8 +203,12 @@ void SumFewDims(const char* const* values, int64_t dims, int64_t dim, int from, 
       }
       for (int c = 0; c < kC; ++c) {
         const __m512 p = _mm512_set1_ps(probabilities[c * kSplit + key]);
-        for (int v = 0; v < kV; ++v) even[c][v] = _mm512_fmadd_ps(low[v], p, even[c][v]);
-        for (int v = 0; v < kV; ++v) odd[c][v] = _mm512_fmadd_ps(high[v], p, odd[c][v]);
+        for (int v = 0; v < kV; ++v) {
+          even[c][v] = _mm512_fmadd_ps(low[v], p, even[c][v]);
+        }
+        for (int v = 0; v < kV; ++v) {
+          odd[c][v] = _mm512_fmadd_ps(high[v], p, odd[c][v]);
+        }
       }
     }
   }
@@ -187,7 +227,9 @@ void SumFewDims(const char* const* values, int64_t dims, int64_t dim, int from, 
 template <int kC>
 void SumFewTail(const char* const* values, int64_t dims, int from, int to, const float* probabilities, float* out) {
   __m512 sum[kC];
-  for (auto& s : sum) s = _mm512_setzero_ps();
+  for (auto& s : sum) {
+    s = _mm512_setzero_ps();
+  }
   for (int key = from; key < to; ++key) {
     const char* value = values[key / kKeyTile] + (key % kKeyTile * dims + dims - 16) * 2;
     const __m512 wide = Vec::Widen(reinterpret_cast<const uint16_t*>(value));
@@ -195,7 +237,9 @@ void SumFewTail(const char* const* values, int64_t dims, int from, int to, const
       sum[c] = _mm512_fmadd_ps(wide, _mm512_set1_ps(probabilities[c * kSplit + key]), sum[c]);
     }
   }
-  for (int c = 0; c < kC; ++c) _mm512_storeu_ps(out + c * dims + dims - 16, sum[c]);
+  for (int c = 0; c < kC; ++c) {
+    _mm512_storeu_ps(out + c * dims + dims - 16, sum[c]);
+  }
 }
 
 template <int kC>
@@ -209,7 +253,9 @@ void SumFew(const char* const* values, int64_t dims, int from, int to, const flo
   for (; dim + 32 <= dims; dim += 32) {
     SumFewDims<kC, 1>(values, dims, dim, from, to, probabilities, out, dim == 0 ? &fetch : nullptr);
   }
-  if (dim < dims) SumFewTail<kC>(values, dims, from, to, probabilities, out);
+  if (dim < dims) {
+    SumFewTail<kC>(values, dims, from, to, probabilities, out);
+  }
 }
 
 // Padding columns up to kC have queries of 0, and probabilities too.
@@ -218,7 +264,9 @@ void AttendSome(const AttentionJob& job, const Columns& c, const Part& part, con
                 float* probabilities, Sums& sums, Fetch& fetch_values, Fetch& fetch_next) {
   ScoreFew<kC>(part.keys, job.dim, queries, part.first / kKeyTile, part.last / kKeyTile, scores, fetch_values);
   SoftmaxLanes(job, c, part, scores, probabilities, sums, fetch_values);
-  for (int col = c.count; col < kC; ++col) memset(probabilities + col * kSplit, 0, kSplit * sizeof(float));
+  for (int col = c.count; col < kC; ++col) {
+    memset(probabilities + col * kSplit, 0, kSplit * sizeof(float));
+  }
   SumFew<kC>(part.values, job.dim, part.from, part.to, probabilities, sums.values, fetch_next);
 }
 
@@ -226,7 +274,9 @@ void AttendSome(const AttentionJob& job, const Columns& c, const Part& part, con
 inline void AttendFewColumns(const AttentionJob& job, const Columns& c, const Part& part, const float* queries,
                              float* scores, float* probabilities, Sums& sums, Fetch& fetch_values, Fetch& fetch_next) {
   auto* attend = c.count > 4 ? AttendSome<8> : c.count > 2 ? AttendSome<4> : AttendSome<2>;
-  if (c.count == 1) attend = AttendSome<1>;
+  if (c.count == 1) {
+    attend = AttendSome<1>;
+  }
   attend(job, c, part, queries, scores, probabilities, sums, fetch_values, fetch_next);
 }
 

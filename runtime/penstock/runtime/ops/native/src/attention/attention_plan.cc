@@ -13,7 +13,9 @@ std::string AttentionPlan::Make(const AttentionRows& rows, int64_t group, int64_
   int64_t decode_splits = 0;
   for (int64_t r = 0; r < rows.num_rows; ++r) {
     const int64_t start = rows.starts[r], count = rows.q_lens[r];
-    if (count == 0) continue;
+    if (count == 0) {
+      continue;
+    }
     const int64_t pages = (start + count + rows.page_size - 1) / rows.page_size;
     if (start < 0 || count < 0 || pages > rows.table_width || num_tokens + count > rows.num_tokens) {
       return "row " + std::to_string(r) + " has " + std::to_string(count) + " tokens at " + std::to_string(start) +
@@ -23,13 +25,19 @@ std::string AttentionPlan::Make(const AttentionRows& rows, int64_t group, int64_
     for (int64_t i = 0; i < count; ++i) {
       const int64_t position = start + i;
       int64_t first = rows.window > 0 ? std::max<int64_t>(0, position - rows.window + 1) : 0;
-      if (rows.chunk > 0) first = std::max(first, position - position % rows.chunk);
+      if (rows.chunk > 0) {
+        first = std::max(first, position - position % rows.chunk);
+      }
       positions.push_back(static_cast<int32_t>(position));
       oldest.push_back(static_cast<int32_t>(first));
       token_rows.push_back(static_cast<int32_t>(r));
       first_slot.push_back(static_cast<int32_t>(num_slots));
-      if (small) num_slots += position / kSplit - first / kSplit + 1;
-      if (small) decode_splits += position / kSplit - first / kSplit + 1;
+      if (small) {
+        num_slots += position / kSplit - first / kSplit + 1;
+      }
+      if (small) {
+        decode_splits += position / kSplit - first / kSplit + 1;
+      }
     }
     const int64_t seen = oldest[num_tokens];
     for (int64_t page = seen / rows.page_size; page < pages; ++page) {
@@ -41,11 +49,12 @@ std::string AttentionPlan::Make(const AttentionRows& rows, int64_t group, int64_
     }
     num_tokens += count;
   }
-  if (num_slots > INT32_MAX) return "the rows are too long to be read in one step";
+  if (num_slots > INT32_MAX) {
+    return "the rows are too long to be read in one step";
+  }
   ShareSplits(rows, group);
   // Short units balance, long ones have less overhead; results do not depend on it.
-  const int splits_per_task =
-      static_cast<int>(std::clamp<int64_t>(decode_splits * kv_heads / (threads * 8), 1, 8));
+  const int splits_per_task = static_cast<int>(std::clamp<int64_t>(decode_splits * kv_heads / (threads * 8), 1, 8));
   for (int64_t t = 0; t < num_tokens;) {
     const int32_t row = token_rows[t];
     AddRow(rows, row, static_cast<int32_t>(t), shared[row], group, splits_per_task);
@@ -79,7 +88,9 @@ void AttentionPlan::AddRow(const AttentionRows& rows, int32_t row, int32_t first
   for (int32_t i = 0; i < count; i += block) {
     const int32_t tokens = std::min(block, count - i), first = first_token + i;
     const int32_t at = static_cast<int32_t>(members.size());
-    for (int32_t t = 0; t < tokens; ++t) members.push_back(first + t);
+    for (int32_t t = 0; t < tokens; ++t) {
+      members.push_back(first + t);
+    }
     const int begin = std::max(oldest[first] / kSplit, from_split), end = positions[first + tokens - 1] / kSplit + 1;
     const bool partial = small && (from_split > 0 || end - begin > 1);
     const int step = partial ? splits_per_task : end - begin;
@@ -99,7 +110,9 @@ void AttentionPlan::ShareSplits(const AttentionRows& rows, int64_t group) {
       order.push_back(static_cast<int32_t>(t));
     }
   }
-  if (order.size() < 2) return;
+  if (order.size() < 2) {
+    return;
+  }
   const auto table = [&](int32_t t) { return rows.page_table + token_rows[t] * rows.table_width; };
   const auto whole_pages = [&](int32_t t) { return (positions[t] + 1) / rows.page_size; };
   std::sort(order.begin(), order.end(), [&](int32_t a, int32_t b) {
@@ -137,7 +150,9 @@ void AttentionPlan::ShareRun(int begin, int end, int split, int64_t group, const
   }
   for (int i = begin; i < end;) {
     int stop = i + 1;
-    while (stop < end && common[stop - 1] > until) ++stop;
+    while (stop < end && common[stop - 1] > until) {
+      ++stop;
+    }
     ShareRun(i, stop, std::max(split, until), group, common);
     i = stop;
   }
@@ -156,7 +171,9 @@ int64_t AttentionPlan::Size() const {
 
 void AttentionPlan::Write(int32_t* to) const {
   int32_t most_tokens = 1;
-  for (const AttentionTask& task : tasks) most_tokens = std::max(most_tokens, task.count);
+  for (const AttentionTask& task : tasks) {
+    most_tokens = std::max(most_tokens, task.count);
+  }
   for (const int64_t number : {num_tokens, num_slots, static_cast<int64_t>(members.size()),
                                static_cast<int64_t>(tasks.size()), num_long, static_cast<int64_t>(most_tokens)}) {
     *to++ = static_cast<int32_t>(number);
@@ -164,7 +181,9 @@ void AttentionPlan::Write(int32_t* to) const {
   for (const std::vector<int32_t>* values : {&positions, &oldest, &token_rows, &first_slot, &members}) {
     to = std::copy(values->begin(), values->end(), to);
   }
-  if (!tasks.empty()) memcpy(to, tasks.data(), tasks.size() * sizeof(AttentionTask));
+  if (!tasks.empty()) {
+    memcpy(to, tasks.data(), tasks.size() * sizeof(AttentionTask));
+  }
 }
 
 PlanView::PlanView(const int32_t* from)

@@ -22,12 +22,12 @@ struct AttentionRows {
 
 // Kept by the calling thread between calls, so that its vectors keep their memory.
 struct AttentionPlan {
-  int64_t num_tokens;  // real ones
+  int64_t num_tokens;                                              // real ones
   std::vector<int32_t> positions, oldest, token_rows, first_slot;  // by token
   int64_t num_slots;
   std::vector<int32_t> members;
-  std::vector<AttentionTask> tasks;  // first those of long rows, row by row
-  int64_t num_long;                  // of these
+  std::vector<AttentionTask> tasks;    // first those of long rows, row by row
+  int64_t num_long;                    // of these
   std::vector<int32_t> shared, order;  // scratch: by row, decode rows sorted by page table
 
   // Fills the plan. An answer that is not empty says which row is not consistent with the cache.

@@ -18,21 +18,26 @@ namespace {
 // by AMX tiles.
 enum class Form { kFloat, kWiden, kPairs, kTiles };
 
-// Prefetches tiles of keys or values bit by bit while others are used: memory is the limit of decoding, and requests
-// must neither stop nor come all at once.
+// Prefetches tiles of keys or values little by little while others are used. Memory bandwidth limits decoding, so
+// prefetches must neither stop nor come all at once.
 class Fetch {
  public:
-  // `bytes` of each tile that is not null, in `steps` calls of Some.
+  // Prefetches `bytes` of each tile that is not null, in `steps` calls of Advance.
   Fetch(const char* const* tiles, int64_t bytes, int64_t steps) : bytes_(bytes) {
-    for (int i = 0; i < kSplitTiles; ++i)
-      if (tiles[i]) tiles_[count_++] = tiles[i];
+    for (int i = 0; i < kSplitTiles; ++i) {
+      if (tiles[i]) {
+        tiles_[count_++] = tiles[i];
+      }
+    }
     step_ = steps > 0 ? (count_ * bytes / steps + 63) & -64 : 0;
   }
-  void Some() {
+  void Advance() {
     for (int64_t i = 0; i < step_ && tile_ < count_; i += 64) {
       _mm_prefetch(tiles_[tile_] + at_, _MM_HINT_T1);
       at_ += 64;
-      if (at_ >= bytes_) at_ = 0, ++tile_;
+      if (at_ >= bytes_) {
+        at_ = 0, ++tile_;
+      }
     }
   }
 
@@ -55,7 +60,9 @@ inline Vec::F DotPairs(Vec::F sum, Vec::F a, Vec::F b) {
 
 template <bool kPair>
 inline Vec::F DotStep(Vec::F sum, Vec::F a, float broadcast) {
-  if constexpr (kPair) return DotPairs(sum, a, Vec::Set(broadcast));
+  if constexpr (kPair) {
+    return DotPairs(sum, a, Vec::Set(broadcast));
+  }
   return Vec::Fma(a, Vec::Set(broadcast), sum);
 }
 
@@ -71,18 +78,28 @@ void ScoreKeys(const char* keys, int64_t row_bytes, const float* queries, int64_
   constexpr int kKeys = kVecs == 1 ? 8 : 4;
   for (int first = 0; first < kKeyTile; first += kKeys, keys += kKeys * row_bytes) {
     Vec::F sum[kKeys][kVecs];
-    for (auto& key : sum)
-      for (auto& s : key) s = Vec::Set(0.0f);
-    for (int64_t w = 0; w < words; ++w) {
-      Vec::F q[kVecs];
-      for (int v = 0; v < kVecs; ++v) q[v] = Vec::Load(queries + w * kCols + v * Vec::kWidth);
-      for (int k = 0; k < kKeys; ++k) {
-        const float word = Word(keys + k * row_bytes + w * 4);
-        for (int v = 0; v < kVecs; ++v) sum[k][v] = DotStep<kPair>(sum[k][v], q[v], word);
+    for (auto& key : sum) {
+      for (auto& s : key) {
+        s = Vec::Set(0.0f);
       }
     }
-    for (int k = 0; k < kKeys; ++k)
-      for (int v = 0; v < kVecs; ++v) Vec::Store(scores + (first + k) * kCols + v * Vec::kWidth, sum[k][v]);
+    for (int64_t w = 0; w < words; ++w) {
+      Vec::F q[kVecs];
+      for (int v = 0; v < kVecs; ++v) {
+        q[v] = Vec::Load(queries + w * kCols + v * Vec::kWidth);
+      }
+      for (int k = 0; k < kKeys; ++k) {
+        const float word = Word(keys + k * row_bytes + w * 4);
+        for (int v = 0; v < kVecs; ++v) {
+          sum[k][v] = DotStep<kPair>(sum[k][v], q[v], word);
+        }
+      }
+    }
+    for (int k = 0; k < kKeys; ++k) {
+      for (int v = 0; v < kVecs; ++v) {
+        Vec::Store(scores + (first + k) * kCols + v * Vec::kWidth, sum[k][v]);
+      }
+    }
   }
 }
 
@@ -94,30 +111,40 @@ struct ValueRows {
   int begin, end;  // only these rows are read
 };
 
-// Where probabilities lie: by row, or by column (kSplit rows each).
+// The layout of probabilities: [row][kCols], or [column][kSplit].
 enum class Order { kRows, kColumns };
 
 // out[col][dim..] = sum over rows of probability[row][col] * value[row][dim..], for kC columns and kV vectors.
 template <int kC, int kV, bool kPair, Order kOrder>
 void SumBlock(const ValueRows& rows, const float* probabilities, int64_t dim, int64_t out_stride, float* out) {
   Vec::F sum[kC][kV];
-  for (auto& col : sum)
-    for (auto& s : col) s = Vec::Set(0.0f);
+  for (auto& col : sum) {
+    for (auto& s : col) {
+      s = Vec::Set(0.0f);
+    }
+  }
   for (int row = rows.begin; row < rows.end;) {
     const int tile = row / rows.rows_per_tile;
     const int stop = rows.end < (tile + 1) * rows.rows_per_tile ? rows.end : (tile + 1) * rows.rows_per_tile;
     const char* value = rows.tiles[tile] + (row - tile * rows.rows_per_tile) * rows.row_bytes + dim * 4;
     for (; row < stop; ++row, value += rows.row_bytes) {
       Vec::F v[kV];
-      for (int i = 0; i < kV; ++i) v[i] = Vec::Load(reinterpret_cast<const float*>(value) + i * Vec::kWidth);
+      for (int i = 0; i < kV; ++i) {
+        v[i] = Vec::Load(reinterpret_cast<const float*>(value) + i * Vec::kWidth);
+      }
       for (int c = 0; c < kC; ++c) {
         const float p = probabilities[kOrder == Order::kRows ? row * kCols + c : c * kSplit + row];
-        for (int i = 0; i < kV; ++i) sum[c][i] = DotStep<kPair>(sum[c][i], v[i], p);
+        for (int i = 0; i < kV; ++i) {
+          sum[c][i] = DotStep<kPair>(sum[c][i], v[i], p);
+        }
       }
     }
   }
-  for (int c = 0; c < kC; ++c)
-    for (int i = 0; i < kV; ++i) Vec::Store(out + c * out_stride + dim + i * Vec::kWidth, sum[c][i]);
+  for (int c = 0; c < kC; ++c) {
+    for (int i = 0; i < kV; ++i) {
+      Vec::Store(out + c * out_stride + dim + i * Vec::kWidth, sum[c][i]);
+    }
+  }
 }
 
 template <int kC, bool kPair, Order kOrder>
@@ -126,7 +153,9 @@ void SumColumns(const ValueRows& rows, const float* probabilities, int64_t dims,
   for (; dim + 4 * Vec::kWidth <= dims; dim += 4 * Vec::kWidth) {
     SumBlock<kC, 4, kPair, kOrder>(rows, probabilities, dim, dims, out);
   }
-  for (; dim < dims; dim += Vec::kWidth) SumBlock<kC, 1, kPair, kOrder>(rows, probabilities, dim, dims, out);
+  for (; dim < dims; dim += Vec::kWidth) {
+    SumBlock<kC, 1, kPair, kOrder>(rows, probabilities, dim, dims, out);
+  }
 }
 
 // out float[kCols][dims], of which `cols` are filled.
@@ -143,12 +172,16 @@ void SumValues(const ValueRows& rows, const float* probabilities, int cols, int6
     SumColumns<2, kPair, kOrder>(rows, p + c * kColumn, dims, out + c * dims);
     c += 2;
   }
-  for (; c < cols; ++c) SumColumns<1, kPair, kOrder>(rows, p + c * kColumn, dims, out + c * dims);
+  for (; c < cols; ++c) {
+    SumColumns<1, kPair, kOrder>(rows, p + c * kColumn, dims, out + c * dims);
+  }
 }
 
 inline void WidenKeys(const char* from, int64_t count, float* to) {
   const auto* bits = reinterpret_cast<const uint16_t*>(from);
-  for (int64_t i = 0; i < count; i += Vec::kWidth) Vec::Store(to + i, Vec::Widen(bits + i));
+  for (int64_t i = 0; i < count; i += Vec::kWidth) {
+    Vec::Store(to + i, Vec::Widen(bits + i));
+  }
 }
 
 // Values [16 keys][dims] to pairs of keys [8][dims][2], where 16 dims begin every `block_words` words and pairs every
@@ -170,13 +203,15 @@ inline void PairValues(const char* values, int64_t dims, int begin, int end, int
       const __m512i high = _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(b)));
       _mm512_storeu_si512(at, _mm512_or_si512(low, _mm512_slli_epi32(high, 16)));
 #else
-      for (int i = 0; i < 16; ++i) at[i] = a[i] | static_cast<uint32_t>(b[i]) << 16;
+      for (int i = 0; i < 16; ++i) {
+        at[i] = a[i] | static_cast<uint32_t>(b[i]) << 16;
+      }
 #endif
     }
   }
 }
 
-// Rounded to bf16, side by side in a word.
+// Stores two vectors, rounded to bf16 and side by side in words.
 inline void StorePair(uint32_t* to, Vec::F even, Vec::F odd) {
 #ifdef __AVX512BF16__
   alignas(64) static const uint16_t order[32] = {0, 16, 1, 17, 2,  18, 3,  19, 4,  20, 5,  21, 6,  22, 7,  23,
@@ -187,7 +222,9 @@ inline void StorePair(uint32_t* to, Vec::F even, Vec::F odd) {
   uint16_t low[Vec::kWidth], high[Vec::kWidth];
   Vec::StoreNarrow(low, even);
   Vec::StoreNarrow(high, odd);
-  for (int i = 0; i < Vec::kWidth; ++i) to[i] = low[i] | static_cast<uint32_t>(high[i]) << 16;
+  for (int i = 0; i < Vec::kWidth; ++i) {
+    to[i] = low[i] | static_cast<uint32_t>(high[i]) << 16;
+  }
 #endif
 }
 

@@ -1,4 +1,4 @@
-// A unit of work from its queries to its output, for one form of multiplication.
+// Runs a unit of work, from its queries to its output, for one form of multiplication.
 #pragma once
 
 #include "attention/attention_kernel.h"
@@ -7,7 +7,7 @@
 namespace penstock {
 namespace {
 
-// Where the tiles of keys (or values) of a split lie, those of positions [begin, end) of the split.
+// Finds the tiles of keys (value = 0) or values (value = 1) of positions [begin, end) of a split.
 inline void FindTiles(const AttentionJob& job, const AttentionTask& task, int64_t kv_head, int start, int begin,
                       int end, int value, const char** tiles) {
   for (int at = begin / kKeyTile * kKeyTile; at < end; at += kKeyTile) {
@@ -25,7 +25,7 @@ inline void Range(const AttentionJob& job, const AttentionTask& task, int* low, 
   }
 }
 
-// Scores of tiles of keys [begin, end) against one column tile, or `wide` of them.
+// Computes the scores of tiles of keys [begin, end) against `wide` (1 or 2) column tiles.
 template <Form kForm>
 void ScoreAll(const char* const* keys, const AttentionJob& job, const float* queries, int wide, int cols, int begin,
               int end, float* scores, Fetch& fetch) {
@@ -38,26 +38,34 @@ void ScoreAll(const char* const* keys, const AttentionJob& job, const float* que
       float* out = scores + tile * kKeyTile * kCols;
       const int left = end - tile;
       if (wide == 2) {
-        if (left >= 2) ScoreTilesTwice<2>(keys + tile, dim, q, words * kCols, out, fetch);
-        else ScoreTilesTwice<1>(keys + tile, dim, q, words * kCols, out, fetch);
+        if (left >= 2) {
+          ScoreTilesTwice<2>(keys + tile, dim, q, words * kCols, out, fetch);
+        } else {
+          ScoreTilesTwice<1>(keys + tile, dim, q, words * kCols, out, fetch);
+        }
       } else {
-        if (left >= 4) ScoreTiles<4>(keys + tile, dim, q, out, fetch);
-        else if (left == 3) ScoreTiles<3>(keys + tile, dim, q, out, fetch);
-        else if (left == 2) ScoreTiles<2>(keys + tile, dim, q, out, fetch);
-        else ScoreTiles<1>(keys + tile, dim, q, out, fetch);
+        if (left >= 4) {
+          ScoreTiles<4>(keys + tile, dim, q, out, fetch);
+        } else if (left == 3) {
+          ScoreTiles<3>(keys + tile, dim, q, out, fetch);
+        } else if (left == 2) {
+          ScoreTiles<2>(keys + tile, dim, q, out, fetch);
+        } else {
+          ScoreTiles<1>(keys + tile, dim, q, out, fetch);
+        }
       }
     }
 #endif
   } else if constexpr (kKeyLanes<kForm>) {
 #ifdef __AVX512F__
     for (int tile = begin; tile < end; ++tile) {
-      fetch.Some();
+      fetch.Advance();
       ScoreTurned(reinterpret_cast<const float*>(keys[tile]), dim, queries, scores + tile * kKeyTile);
     }
 #endif
   } else {
     for (int tile = begin; tile < end; ++tile) {
-      fetch.Some();
+      fetch.Advance();
       float* out = scores + tile * kKeyTile * kCols;
       if (cols > Vec::kWidth) {
         ScoreKeys<kCols / Vec::kWidth, Paired(kForm)>(keys[tile], words * 4, queries, words, out);
@@ -68,10 +76,13 @@ void ScoreAll(const char* const* keys, const AttentionJob& job, const float* que
   }
 }
 
-// Keys [begin, end) of a split into the form they are scored in, at `memory.keys` unless used in place.
+// Converts keys [begin, end) of a split to the form in which they are scored, at `memory.keys`, unless they are used in
+// place.
 template <Form kForm>
 void PrepareKeys(const char** keys, int64_t dim, int begin, int end, Memory<kForm>& memory) {
-  if constexpr (kForm != Form::kWiden) return;
+  if constexpr (kForm != Form::kWiden) {
+    return;
+  }
   for (int at = begin / kKeyTile * kKeyTile; at < end; at += kKeyTile) {
     float* to = memory.keys + at * dim;
     if constexpr (kKeyLanes<kForm>) {
@@ -108,15 +119,17 @@ void AttendFew(const AttentionJob& job, const Part& part, const Memory<kForm>& m
 #endif
 }
 
-// Values of a split's keys [begin, end) into the form they are summed in, at `memory.values` unless used in place.
+// Converts the values of a split's keys [begin, end) to the form in which they are summed, at `memory.values`, unless
+// they are used in place.
 template <Form kForm>
-void PrepareValues(const char** values, int64_t dim, int begin, int end, Memory<kForm>& memory,
-                   Fetch& fetch) {
-  if constexpr (kForm == Form::kFloat) return;
+void PrepareValues(const char** values, int64_t dim, int begin, int end, Memory<kForm>& memory, Fetch& fetch) {
+  if constexpr (kForm == Form::kFloat) {
+    return;
+  }
   constexpr int kStep = Paired(kForm) ? 2 * kKeyTile : kKeyTile;  // AMX sums 32 keys at once
   for (int at = begin / kStep * kStep; at < (end + kStep - 1) / kStep * kStep; at += kKeyTile) {
     const int tile = at / kKeyTile, low = Max(begin - at, 0), high = Min(end - at, kKeyTile);
-    fetch.Some();
+    fetch.Advance();
     if constexpr (kForm == Form::kWiden) {
       float* to = memory.values + at * dim;
       WidenKeys(values[tile] + low * dim * 2, (high - low) * dim, to + low * dim);
@@ -124,7 +137,9 @@ void PrepareValues(const char** values, int64_t dim, int begin, int end, Memory<
     } else {
       auto* to = reinterpret_cast<uint32_t*>(memory.values) + at / 2 * dim;
       const bool held = low < high, tiled = kForm == Form::kTiles;
-      if (tiled && at % 32) to = to - 8 * dim + 8 * kCols;  // the lower half of the tiles of 16 pairs
+      if (tiled && at % 32) {
+        to = to - 8 * dim + 8 * kCols;  // the lower half of the tiles of 16 pairs
+      }
       PairValues(values[tile], dim, held ? low : 0, held ? high : 0, tiled ? 256 : 16, tiled ? kCols : dim, to);
       values[tile] = reinterpret_cast<const char*>(to);
     }
@@ -132,20 +147,26 @@ void PrepareValues(const char** values, int64_t dim, int begin, int end, Memory<
 }
 
 #ifdef PENSTOCK_HAS_TILES
-// The probabilities of keys [begin, end), multiples of kKeyTile, as AMX's A operands: blocks of 32 keys, of which the
-// half without scores counts nothing.
+// Transposes the probabilities of keys [begin, end), multiples of kKeyTile, to AMX's A operands: blocks of 32 keys,
+// where the half of a block that has no scores gets 0.
 inline void Turn(uint32_t* pairs, int begin, int end, uint32_t* turned) {
-  if (begin % 32) memset(pairs + begin / 32 * 256, 0, 512);
-  if (end % 32) memset(pairs + end / 2 * kCols, 0, 512);
+  if (begin % 32) {
+    memset(pairs + begin / 32 * 256, 0, 512);
+  }
+  if (end % 32) {
+    memset(pairs + end / 2 * kCols, 0, 512);
+  }
   for (int block = begin / 32; block < (end + 31) / 32; ++block) {
     const uint32_t* rows[16];
-    for (int i = 0; i < 16; ++i) rows[i] = pairs + block * 256 + i * kCols;
+    for (int i = 0; i < 16; ++i) {
+      rows[i] = pairs + block * 256 + i * kCols;
+    }
     TransposeTile(rows, turned + block * 256);
   }
 }
 #endif
 
-// Values of keys [begin, end) weighted, into `wide` tiles of sums.
+// Adds up the weighted values of keys [begin, end), in `wide` (1 or 2) tiles of sums.
 template <Form kForm>
 void SumAll(const char* const* values, const AttentionJob& job, int wide, int cols, int begin, int end,
             const Memory<kForm>& memory, Sums* sums, Fetch& fetch) {
@@ -158,14 +179,22 @@ void SumAll(const char* const* values, const AttentionJob& job, int wide, int co
       const int64_t left = job.dim - dim;
       if (wide == 2) {
         float *out = sums[0].values, *out2 = sums[1].values;
-        if (left >= 32) SumTilesTwice<2>(turned, words, first, last, job.dim, dim, out, out2, fetch);
-        else SumTilesTwice<1>(turned, words, first, last, job.dim, dim, out, out2, fetch);
+        if (left >= 32) {
+          SumTilesTwice<2>(turned, words, first, last, job.dim, dim, out, out2, fetch);
+        } else {
+          SumTilesTwice<1>(turned, words, first, last, job.dim, dim, out, out2, fetch);
+        }
       } else {
         float* out = sums[0].values;
-        if (left >= 64) SumTiles<4>(turned, words, first, last, job.dim, dim, out, fetch);
-        else if (left == 48) SumTiles<3>(turned, words, first, last, job.dim, dim, out, fetch);
-        else if (left == 32) SumTiles<2>(turned, words, first, last, job.dim, dim, out, fetch);
-        else SumTiles<1>(turned, words, first, last, job.dim, dim, out, fetch);
+        if (left >= 64) {
+          SumTiles<4>(turned, words, first, last, job.dim, dim, out, fetch);
+        } else if (left == 48) {
+          SumTiles<3>(turned, words, first, last, job.dim, dim, out, fetch);
+        } else if (left == 32) {
+          SumTiles<2>(turned, words, first, last, job.dim, dim, out, fetch);
+        } else {
+          SumTiles<1>(turned, words, first, last, job.dim, dim, out, fetch);
+        }
       }
     }
 #endif
@@ -188,7 +217,9 @@ void RunUnit(const AttentionJob& job, const AttentionUnit& unit, const Attention
   for (int64_t t = 0; t < tiles; ++t) {
     LoadColumns<kForm>(job, task, unit.kv_head, static_cast<int>(t * kCols), memory.columns[t],
                        memory.queries + t * memory.query_words * kCols);
-    if (!task.partial) Clear(memory.sums[t], dim);
+    if (!task.partial) {
+      Clear(memory.sums[t], dim);
+    }
   }
   int low, high;
   Range(job, task, &low, &high);
@@ -201,7 +232,9 @@ void RunUnit(const AttentionJob& job, const AttentionUnit& unit, const Attention
     if (!last || next.task) {
       const AttentionTask& then = last ? *next.task : task;
       int then_low = low, then_high = high;
-      if (last) Range(job, then, &then_low, &then_high);
+      if (last) {
+        Range(job, then, &then_low, &then_high);
+      }
       const int then_start = (last ? then.split_begin : split + 1) * kSplit;
       FindTiles(job, then, last ? next.kv_head : unit.kv_head, then_start, Max(then_low - then_start, 0),
                 Min(then_high - then_start, kSplit), 0, ahead);
@@ -209,8 +242,10 @@ void RunUnit(const AttentionJob& job, const AttentionUnit& unit, const Attention
     const char* raw_values[kSplitTiles];
     memcpy(raw_values, values, sizeof(values));
     const bool few = kKeyLanes<kForm> && columns <= kFewColumns;
-    if (!few) PrepareKeys<kForm>(keys, dim, begin, end, memory);
-    // While the first columns are at the keys, their values come; and then the next keys.
+    if (!few) {
+      PrepareKeys<kForm>(keys, dim, begin, end, memory);
+    }
+    // While the first columns use the keys, their values are prefetched; after that, the next keys.
     const int64_t tile_bytes = kKeyTile * dim * job.element(), steps = (end - begin + kKeyTile - 1) / kKeyTile;
     Fetch fetch_values(raw_values, tile_bytes, 3 * steps), fetch_next(ahead, tile_bytes, 2 * steps);
     bool prepared = false;
@@ -232,8 +267,8 @@ void RunUnit(const AttentionJob& job, const AttentionUnit& unit, const Attention
           ScoreAll<kForm>(keys, job, memory.queries + t * memory.query_words * kCols, wide, memory.columns[t].count,
                           first / kKeyTile, last / kKeyTile, memory.scores, fetch_values);
           for (int w = 0; w < wide; ++w) {
-            SoftmaxOf<kForm>(job, memory.columns[t + w], part, memory.scores + w * kSplit * kCols,
-                             memory.probabilities, split_sums[w], fetch_values);
+            SoftmaxOf<kForm>(job, memory.columns[t + w], part, memory.scores + w * kSplit * kCols, memory.probabilities,
+                             split_sums[w], fetch_values);
 #ifdef PENSTOCK_HAS_TILES
             if constexpr (kForm == Form::kTiles) {
               Turn(reinterpret_cast<uint32_t*>(memory.probabilities), first, last,
@@ -241,10 +276,14 @@ void RunUnit(const AttentionJob& job, const AttentionUnit& unit, const Attention
             }
 #endif
           }
-          if (!prepared) PrepareValues<kForm>(values, dim, begin, end, memory, fetch_next);
+          if (!prepared) {
+            PrepareValues<kForm>(values, dim, begin, end, memory, fetch_next);
+          }
           prepared = true;
-          // Keys outside the range have values that must not be multiplied; as pairs they are 0 there.
-          if (Paired(kForm)) from = first, to = last;
+          // The values of keys outside the range must not be multiplied. In pairs they are 0.
+          if (Paired(kForm)) {
+            from = first, to = last;
+          }
           SumAll<kForm>(values, job, wide, memory.columns[t].count, from, to, memory, split_sums, fetch_next);
         }
       }
@@ -261,7 +300,9 @@ void RunUnit(const AttentionJob& job, const AttentionUnit& unit, const Attention
   if (!task.partial) {
     for (int64_t t = 0; t < tiles; ++t) {
       const Columns& c = memory.columns[t];
-      for (int col = 0; col < c.count; ++col) WriteColumn(job, memory.sums[t], col, c.token[col], c.head[col]);
+      for (int col = 0; col < c.count; ++col) {
+        WriteColumn(job, memory.sums[t], col, c.token[col], c.head[col]);
+      }
     }
     return;
   }
@@ -269,7 +310,9 @@ void RunUnit(const AttentionJob& job, const AttentionUnit& unit, const Attention
     const int32_t token = job.members[task.first + i];
     const int begin = Max(task.split_begin, job.oldest[token] / kSplit);
     const int end = Min(task.split_end, job.positions[token] / kSplit + 1);
-    if (begin < end) FinishToken(job, token, unit.kv_head, end - begin, memory.sums[0]);
+    if (begin < end) {
+      FinishToken(job, token, unit.kv_head, end - begin, memory.sums[0]);
+    }
   }
 }
 

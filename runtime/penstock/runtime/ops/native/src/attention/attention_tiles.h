@@ -10,41 +10,69 @@
 namespace penstock {
 namespace {
 
-// Byte offset of the dims of chunk c (32 of them): the last chunk of a dim that is no multiple of 32 overlaps the
-// one before, and its queries are 0 where it does.
+// The tile registers of the functions below. Sums are numbered by tiles of keys or dims; where there are two tiles of
+// columns, kSum0 and kSum1 belong to the first tile of keys or dims, and kSum2 and kSum3 to the second.
+constexpr int kSum0 = 0;
+constexpr int kSum1 = 1;
+constexpr int kSum2 = 2;
+constexpr int kSum3 = 3;
+// Operands, whose meaning each function says.
+constexpr int kOperand0 = 4;
+constexpr int kOperand1 = 5;
+constexpr int kOperand2 = 6;
+constexpr int kOperand3 = 7;
+
+// Byte offset of the dims of chunk c (32 of them). If dim is not a multiple of 32, the last chunk overlaps the one
+// before it, and its queries are 0 there.
 inline int64_t ChunkOffset(int64_t chunk, int64_t dim) { return 2 * (32 * chunk + 32 <= dim ? 32 * chunk : dim - 32); }
 
 // Scores of kN tiles of keys against one tile of columns.
 template <int kN>
 void ScoreTiles(const char* const* keys, int64_t dim, const uint32_t* queries, float* scores, Fetch& fetch) {
+  constexpr int kQueries = kOperand0;
+  constexpr int kKeysA = kOperand1;
+  constexpr int kKeysB = kOperand2;
+  constexpr int kKeysC = kOperand3;
   const int64_t stride = 2 * dim;
-  TileZero<0>();
-  if constexpr (kN > 1) TileZero<1>();
-  if constexpr (kN > 2) TileZero<2>();
-  if constexpr (kN > 3) TileZero<3>();
+  TileZero<kSum0>();
+  if constexpr (kN > 1) {
+    TileZero<kSum1>();
+  }
+  if constexpr (kN > 2) {
+    TileZero<kSum2>();
+  }
+  if constexpr (kN > 3) {
+    TileZero<kSum3>();
+  }
   for (int64_t c = 0; c * 32 < dim; ++c) {
     const int64_t at = ChunkOffset(c, dim);
-    TileLoad<4>(queries + c * 256, 64);
-    TileLoad<5>(keys[0] + at, stride);
-    TileDotBf16<0, 5, 4>();
+    TileLoad<kQueries>(queries + c * 256, 64);
+    TileLoad<kKeysA>(keys[0] + at, stride);
+    TileDotBf16<kSum0, kKeysA, kQueries>();
     if constexpr (kN > 1) {
-      TileLoad<6>(keys[1] + at, stride);
-      TileDotBf16<1, 6, 4>();
+      TileLoad<kKeysB>(keys[1] + at, stride);
+      TileDotBf16<kSum1, kKeysB, kQueries>();
     }
     if constexpr (kN > 2) {
-      TileLoad<7>(keys[2] + at, stride);
-      TileDotBf16<2, 7, 4>();
+      TileLoad<kKeysC>(keys[2] + at, stride);
+      TileDotBf16<kSum2, kKeysC, kQueries>();
     }
     if constexpr (kN > 3) {
-      TileLoad<5>(keys[3] + at, stride);
-      TileDotBf16<3, 5, 4>();
+      TileLoad<kKeysA>(keys[3] + at, stride);
+      TileDotBf16<kSum3, kKeysA, kQueries>();
     }
-    fetch.Some();
+    fetch.Advance();
   }
-  TileStore<0>(scores, 64);
-  if constexpr (kN > 1) TileStore<1>(scores + 256, 64);
-  if constexpr (kN > 2) TileStore<2>(scores + 512, 64);
-  if constexpr (kN > 3) TileStore<3>(scores + 768, 64);
+  TileStore<kSum0>(scores, 64);
+  if constexpr (kN > 1) {
+    TileStore<kSum1>(scores + 256, 64);
+  }
+  if constexpr (kN > 2) {
+    TileStore<kSum2>(scores + 512, 64);
+  }
+  if constexpr (kN > 3) {
+    TileStore<kSum3>(scores + 768, 64);
+  }
 }
 
 // The same for kN (1 or 2) tiles of keys against two tiles of columns, `apart` words of queries from each other and
@@ -52,29 +80,41 @@ void ScoreTiles(const char* const* keys, int64_t dim, const uint32_t* queries, f
 template <int kN>
 void ScoreTilesTwice(const char* const* keys, int64_t dim, const uint32_t* queries, int64_t apart, float* scores,
                      Fetch& fetch) {
+  constexpr int kKeys0 = kOperand0;
+  constexpr int kKeys1 = kOperand1;
+  constexpr int kQueries0 = kOperand2;
+  constexpr int kQueries1 = kOperand3;
   const int64_t stride = 2 * dim;
-  TileZero<0>();
-  TileZero<1>();
-  if constexpr (kN > 1) TileZero<2>();
-  if constexpr (kN > 1) TileZero<3>();
+  TileZero<kSum0>();
+  TileZero<kSum1>();
+  if constexpr (kN > 1) {
+    TileZero<kSum2>();
+  }
+  if constexpr (kN > 1) {
+    TileZero<kSum3>();
+  }
   for (int64_t c = 0; c * 32 < dim; ++c) {
     const int64_t at = ChunkOffset(c, dim);
-    TileLoad<4>(keys[0] + at, stride);
-    TileLoad<6>(queries + c * 256, 64);
-    TileDotBf16<0, 4, 6>();
-    TileLoad<7>(queries + apart + c * 256, 64);
-    TileDotBf16<1, 4, 7>();
+    TileLoad<kKeys0>(keys[0] + at, stride);
+    TileLoad<kQueries0>(queries + c * 256, 64);
+    TileDotBf16<kSum0, kKeys0, kQueries0>();
+    TileLoad<kQueries1>(queries + apart + c * 256, 64);
+    TileDotBf16<kSum1, kKeys0, kQueries1>();
     if constexpr (kN > 1) {
-      TileLoad<5>(keys[1] + at, stride);
-      TileDotBf16<2, 5, 6>();
-      TileDotBf16<3, 5, 7>();
+      TileLoad<kKeys1>(keys[1] + at, stride);
+      TileDotBf16<kSum2, kKeys1, kQueries0>();
+      TileDotBf16<kSum3, kKeys1, kQueries1>();
     }
-    fetch.Some();
+    fetch.Advance();
   }
-  TileStore<0>(scores, 64);
-  TileStore<1>(scores + kSplit * kCols, 64);
-  if constexpr (kN > 1) TileStore<2>(scores + 256, 64);
-  if constexpr (kN > 1) TileStore<3>(scores + kSplit * kCols + 256, 64);
+  TileStore<kSum0>(scores, 64);
+  TileStore<kSum1>(scores + kSplit * kCols, 64);
+  if constexpr (kN > 1) {
+    TileStore<kSum2>(scores + 256, 64);
+  }
+  if constexpr (kN > 1) {
+    TileStore<kSum3>(scores + kSplit * kCols + 256, 64);
+  }
 }
 
 // out[col][dim ..] for kN times 16 dims: sum over blocks of 32 keys [begin, end). Values are tiles
@@ -82,61 +122,89 @@ void ScoreTilesTwice(const char* const* keys, int64_t dim, const uint32_t* queri
 template <int kN>
 void SumTiles(const uint32_t* probabilities, const uint32_t* values, int begin, int end, int64_t dims, int64_t dim,
               float* out, Fetch& fetch) {
-  TileZero<0>();
-  if constexpr (kN > 1) TileZero<1>();
-  if constexpr (kN > 2) TileZero<2>();
-  if constexpr (kN > 3) TileZero<3>();
+  constexpr int kProbabilities = kOperand0;
+  constexpr int kValuesA = kOperand1;
+  constexpr int kValuesB = kOperand2;
+  constexpr int kValuesC = kOperand3;
+  TileZero<kSum0>();
+  if constexpr (kN > 1) {
+    TileZero<kSum1>();
+  }
+  if constexpr (kN > 2) {
+    TileZero<kSum2>();
+  }
+  if constexpr (kN > 3) {
+    TileZero<kSum3>();
+  }
   for (int block = begin; block < end; ++block) {
     const uint32_t* value = values + (block * dims + dim) * 16;
-    TileLoad<4>(probabilities + block * 256, 64);
-    TileLoad<5>(value, 64);
-    TileDotBf16<0, 4, 5>();
+    TileLoad<kProbabilities>(probabilities + block * 256, 64);
+    TileLoad<kValuesA>(value, 64);
+    TileDotBf16<kSum0, kProbabilities, kValuesA>();
     if constexpr (kN > 1) {
-      TileLoad<6>(value + 256, 64);
-      TileDotBf16<1, 4, 6>();
+      TileLoad<kValuesB>(value + 256, 64);
+      TileDotBf16<kSum1, kProbabilities, kValuesB>();
     }
     if constexpr (kN > 2) {
-      TileLoad<7>(value + 512, 64);
-      TileDotBf16<2, 4, 7>();
+      TileLoad<kValuesC>(value + 512, 64);
+      TileDotBf16<kSum2, kProbabilities, kValuesC>();
     }
     if constexpr (kN > 3) {
-      TileLoad<5>(value + 768, 64);
-      TileDotBf16<3, 4, 5>();
+      TileLoad<kValuesA>(value + 768, 64);
+      TileDotBf16<kSum3, kProbabilities, kValuesA>();
     }
-    fetch.Some();
+    fetch.Advance();
   }
-  TileStore<0>(out + dim, 4 * dims);
-  if constexpr (kN > 1) TileStore<1>(out + dim + 16, 4 * dims);
-  if constexpr (kN > 2) TileStore<2>(out + dim + 32, 4 * dims);
-  if constexpr (kN > 3) TileStore<3>(out + dim + 48, 4 * dims);
+  TileStore<kSum0>(out + dim, 4 * dims);
+  if constexpr (kN > 1) {
+    TileStore<kSum1>(out + dim + 16, 4 * dims);
+  }
+  if constexpr (kN > 2) {
+    TileStore<kSum2>(out + dim + 32, 4 * dims);
+  }
+  if constexpr (kN > 3) {
+    TileStore<kSum3>(out + dim + 48, 4 * dims);
+  }
 }
 
 // The same for kN (1 or 2) times 16 dims of two tiles of columns, kSplit keys of probabilities from each other.
 template <int kN>
 void SumTilesTwice(const uint32_t* probabilities, const uint32_t* values, int begin, int end, int64_t dims, int64_t dim,
                    float* out, float* out2, Fetch& fetch) {
-  TileZero<0>();
-  TileZero<1>();
-  if constexpr (kN > 1) TileZero<2>();
-  if constexpr (kN > 1) TileZero<3>();
+  constexpr int kProbabilities0 = kOperand0;
+  constexpr int kProbabilities1 = kOperand1;
+  constexpr int kValues0 = kOperand2;
+  constexpr int kValues1 = kOperand3;
+  TileZero<kSum0>();
+  TileZero<kSum1>();
+  if constexpr (kN > 1) {
+    TileZero<kSum2>();
+  }
+  if constexpr (kN > 1) {
+    TileZero<kSum3>();
+  }
   for (int block = begin; block < end; ++block) {
     const uint32_t* value = values + (block * dims + dim) * 16;
-    TileLoad<4>(probabilities + block * 256, 64);
-    TileLoad<6>(value, 64);
-    TileDotBf16<0, 4, 6>();
-    TileLoad<5>(probabilities + (kSplit / 32 + block) * 256, 64);
-    TileDotBf16<1, 5, 6>();
+    TileLoad<kProbabilities0>(probabilities + block * 256, 64);
+    TileLoad<kValues0>(value, 64);
+    TileDotBf16<kSum0, kProbabilities0, kValues0>();
+    TileLoad<kProbabilities1>(probabilities + (kSplit / 32 + block) * 256, 64);
+    TileDotBf16<kSum1, kProbabilities1, kValues0>();
     if constexpr (kN > 1) {
-      TileLoad<7>(value + 256, 64);
-      TileDotBf16<2, 4, 7>();
-      TileDotBf16<3, 5, 7>();
+      TileLoad<kValues1>(value + 256, 64);
+      TileDotBf16<kSum2, kProbabilities0, kValues1>();
+      TileDotBf16<kSum3, kProbabilities1, kValues1>();
     }
-    fetch.Some();
+    fetch.Advance();
   }
-  TileStore<0>(out + dim, 4 * dims);
-  TileStore<1>(out2 + dim, 4 * dims);
-  if constexpr (kN > 1) TileStore<2>(out + dim + 16, 4 * dims);
-  if constexpr (kN > 1) TileStore<3>(out2 + dim + 16, 4 * dims);
+  TileStore<kSum0>(out + dim, 4 * dims);
+  TileStore<kSum1>(out2 + dim, 4 * dims);
+  if constexpr (kN > 1) {
+    TileStore<kSum2>(out + dim + 16, 4 * dims);
+  }
+  if constexpr (kN > 1) {
+    TileStore<kSum3>(out2 + dim + 16, 4 * dims);
+  }
 }
 
 }  // namespace

@@ -27,20 +27,29 @@ unsigned long long EnabledStates() {
 
 Isa Detect() {
   unsigned a, b, c, d;
-  if (!__get_cpuid(1, &a, &b, &c, &d) || !Bit(c, 27)) return Isa::kNone;  // no OSXSAVE
+  if (!__get_cpuid(1, &a, &b, &c, &d) || !Bit(c, 27)) {
+    return Isa::kNone;  // no OSXSAVE
+  }
   const bool fma = Bit(c, 12), f16c = Bit(c, 29);
   const unsigned long long states = EnabledStates();
-  if (!__get_cpuid_count(7, 0, &a, &b, &c, &d)) return Isa::kNone;
+  if (!__get_cpuid_count(7, 0, &a, &b, &c, &d)) {
+    return Isa::kNone;
+  }
   const bool avx2 = Bit(b, 5) && fma && f16c && (states & 0x6) == 0x6;
-  if (!avx2) return Isa::kNone;
+  if (!avx2) {
+    return Isa::kNone;
+  }
   // F, DQ, BW, VL and VNNI: every AVX-512 server processor since Cascade Lake.
-  const bool avx512 = Bit(b, 16) && Bit(b, 17) && Bit(b, 30) && Bit(b, 31) && Bit(c, 11) &&
-                      (states & 0xe6) == 0xe6;
-  if (!avx512) return Isa::kAvx2;
+  const bool avx512 = Bit(b, 16) && Bit(b, 17) && Bit(b, 30) && Bit(b, 31) && Bit(c, 11) && (states & 0xe6) == 0xe6;
+  if (!avx512) {
+    return Isa::kAvx2;
+  }
   const bool amx = Bit(d, 22) && Bit(d, 24) && Bit(d, 25) && (states & 0x60000) == 0x60000;
   unsigned a1, b1, c1, d1;
   const bool bf16 = __get_cpuid_count(7, 1, &a1, &b1, &c1, &d1) && Bit(a1, 5);
-  if (!bf16) return Isa::kAvx512;
+  if (!bf16) {
+    return Isa::kAvx512;
+  }
   return amx && RequestAmx() ? Isa::kAmx : Isa::kAvx512Bf16;
 }
 
@@ -51,7 +60,9 @@ Isa Best() {
 
 bool IsIntel() {
   unsigned a, b, c, d;
-  if (!__get_cpuid(0, &a, &b, &c, &d)) return false;
+  if (!__get_cpuid(0, &a, &b, &c, &d)) {
+    return false;
+  }
   return b == signature_INTEL_ebx && c == signature_INTEL_ecx && d == signature_INTEL_edx;
 }
 

@@ -1,4 +1,4 @@
-// Exceptions end at the border to XLA, which is built without them.
+// Turns exceptions into errors of XLA, which is built without exceptions.
 #pragma once
 
 #include <exception>
@@ -9,7 +9,8 @@
 
 namespace penstock {
 
-// Guarded<&Function>::Call is the function of an FFI operation with what it throws as the operation's error.
+// Guarded<&Function>::Call calls the function of an FFI operation. What the function throws becomes the operation's
+// error.
 template <auto kFunction>
 struct Guarded;
 

@@ -92,7 +92,9 @@ struct Lanes {
 template <typename Function>
 inline Lanes Each(Function function) {
   Lanes out;
-  for (int i = 0; i < 16; ++i) out.v[i] = function(i);
+  for (int i = 0; i < 16; ++i) {
+    out.v[i] = function(i);
+  }
   return out;
 }
 
@@ -111,7 +113,9 @@ inline Lanes Sub(const Lanes& a, const Lanes& b) {
 }
 inline float Total(const Lanes& a) {
   float total = 0.0f;
-  for (float value : a.v) total += value;
+  for (float value : a.v) {
+    total += value;
+  }
   return total;
 }
 inline Lanes Mul(const Lanes& a, const Lanes& b) {
@@ -142,14 +146,20 @@ inline Lanes LargerSize(const Lanes& size, const Lanes& b) {
 }
 inline float LargestSize(const Lanes& sizes) {
   int32_t largest = 0;
-  for (float value : sizes.v) largest = SizeBits(value) > largest ? SizeBits(value) : largest;
+  for (float value : sizes.v) {
+    largest = SizeBits(value) > largest ? SizeBits(value) : largest;
+  }
   return FloatOf(largest);
 }
 
 inline void StoreInt8(int8_t* to, const Lanes& a) {
   int32_t whole[16];
-  for (int i = 0; i < 16; ++i) whole[i] = static_cast<int32_t>(a.v[i] + (a.v[i] < 0 ? -0.5f : 0.5f));
-  for (int i = 0; i < 16; ++i) to[i] = static_cast<int8_t>(whole[i]);
+  for (int i = 0; i < 16; ++i) {
+    whole[i] = static_cast<int32_t>(a.v[i] + (a.v[i] < 0 ? -0.5f : 0.5f));
+  }
+  for (int i = 0; i < 16; ++i) {
+    to[i] = static_cast<int8_t>(whole[i]);
+  }
 }
 
 inline Lanes LoadBf16(const uint16_t* from) {

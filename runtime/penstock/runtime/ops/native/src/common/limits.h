@@ -14,8 +14,8 @@ int64_t MaxScratch();
 }  // namespace penstock
 
 extern "C" {
-// From now on; the default is no limit.
+// Sets MaxThreads from now on; the default is no limit.
 void penstock_limit_threads(int64_t threads);
-// The same for scratch memory, for tests.
+// Sets MaxScratch from now on, for tests; the default is no limit.
 void penstock_limit_scratch(int64_t bytes);
 }

@@ -36,7 +36,9 @@ template <typename Body>
 void ParallelFor(xla::ffi::ThreadPool& pool, int64_t count, Body&& body) {
   const int64_t ranges = std::min(NumThreads(pool), count);
   if (ranges <= 1) {
-    for (int64_t i = 0; i < count; ++i) body(i);
+    for (int64_t i = 0; i < count; ++i) {
+      body(i);
+    }
     return;
   }
   struct alignas(64) Range {
@@ -66,11 +68,15 @@ void ParallelFor(xla::ffi::ThreadPool& pool, int64_t count, Body&& body) {
     }
 
     void Call(int64_t i) {
-      if (failed.load(std::memory_order_relaxed)) return;
+      if (failed.load(std::memory_order_relaxed)) {
+        return;
+      }
       try {
         (*body)(i);
       } catch (...) {
-        if (!failed.exchange(true, std::memory_order_relaxed)) error = std::current_exception();
+        if (!failed.exchange(true, std::memory_order_relaxed)) {
+          error = std::current_exception();
+        }
       }
     }
   };
@@ -87,8 +93,8 @@ void ParallelFor(xla::ffi::ThreadPool& pool, int64_t count, Body&& body) {
     pool.Schedule([] { Team::Get().Serve(); });
   }
   loop->Work();
-  // What is left takes another thread some microseconds. If it takes long, that thread may wait for a processor, perhaps
-  // this one: a machine may have fewer to spare than threads.
+  // What is left takes another thread some microseconds. If it takes long, that thread may wait for a processor,
+  // perhaps this one: a machine may have fewer to spare than threads.
   for (int turns = 0; loop->done.load(std::memory_order_acquire) < count; ++turns) {
     if (turns < kSpins) {
       __builtin_ia32_pause();
@@ -96,7 +102,9 @@ void ParallelFor(xla::ffi::ThreadPool& pool, int64_t count, Body&& body) {
       std::this_thread::yield();
     }
   }
-  if (loop->error) std::rethrow_exception(loop->error);
+  if (loop->error) {
+    std::rethrow_exception(loop->error);
+  }
 }
 
 }  // namespace penstock

@@ -10,8 +10,8 @@
 
 namespace penstock {
 
-// At least `bytes`, aligned to a page; the calling thread's own for this Use, and valid until its next call with it.
-// Throws std::bad_alloc.
+// Returns at least `bytes` of memory, aligned to a page, which belongs to the calling thread and to this Use. It is
+// valid until the thread's next call with the same Use. Throws std::bad_alloc.
 template <typename Use>
 char* Scratch(int64_t bytes) {
   struct Free {
@@ -19,13 +19,17 @@ char* Scratch(int64_t bytes) {
   };
   static thread_local std::unique_ptr<char, Free> memory;
   static thread_local int64_t size = 0;
-  if (bytes > MaxScratch()) throw std::bad_alloc();
+  if (bytes > MaxScratch()) {
+    throw std::bad_alloc();
+  }
   if (size < bytes) {
     const int64_t rounded = (bytes + 4095) / 4096 * 4096;
     size = 0;  // what is held now goes first, and stays gone should there be no memory for more
     memory.reset();
     memory.reset(static_cast<char*>(std::aligned_alloc(4096, rounded)));
-    if (!memory) throw std::bad_alloc();
+    if (!memory) {
+      throw std::bad_alloc();
+    }
     size = rounded;
   }
   return memory.get();

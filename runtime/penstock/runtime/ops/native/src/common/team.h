@@ -36,7 +36,7 @@ class Team {
     return missing;
   }
 
-  // A helper's time with the team.
+  // Runs a helper: it works on tasks until none comes for a while.
   void Serve() {
     uint64_t seen = 0;
     for (;;) {
@@ -55,7 +55,9 @@ class Team {
       task.reset();
       const auto until = std::chrono::steady_clock::now() + kPatience;
       while (number_.load(std::memory_order_acquire) == seen && std::chrono::steady_clock::now() < until) {
-        for (int i = 0; i < 32; ++i) __builtin_ia32_pause();
+        for (int i = 0; i < 32; ++i) {
+          __builtin_ia32_pause();
+        }
       }
     }
   }

@@ -34,41 +34,57 @@ inline void Transpose16(__m512i* a) {
     b[8 + j] = _mm512_shuffle_i32x4(high, high2, 0x88);
     b[12 + j] = _mm512_shuffle_i32x4(high, high2, 0xdd);
   }
-  for (int i = 0; i < 16; ++i) a[i] = b[i];
+  for (int i = 0; i < 16; ++i) {
+    a[i] = b[i];
+  }
 }
 
 // from [rows][stride] to [words][rows]; rows at most 16, words a multiple of 16.
 inline void TransposeWords(const uint32_t* from, int64_t stride, int64_t rows, int64_t words, uint32_t* to) {
   const __mmask16 kept = static_cast<__mmask16>((1u << rows) - 1);
   const uint32_t* begins[16];
-  for (int64_t r = 0; r < 16; ++r) begins[r] = from + (r < rows ? r : 0) * stride;
+  for (int64_t r = 0; r < 16; ++r) {
+    begins[r] = from + (r < rows ? r : 0) * stride;
+  }
   for (int64_t w = 0; w < words; w += 16) {
     __m512i a[16];
-    for (int64_t r = 0; r < 16; ++r) a[r] = _mm512_loadu_si512(begins[r] + w);
+    for (int64_t r = 0; r < 16; ++r) {
+      a[r] = _mm512_loadu_si512(begins[r] + w);
+    }
     Transpose16(a);
-    for (int64_t i = 0; i < 16; ++i) _mm512_mask_storeu_epi32(to + (w + i) * rows, kept, a[i]);
+    for (int64_t i = 0; i < 16; ++i) {
+      _mm512_mask_storeu_epi32(to + (w + i) * rows, kept, a[i]);
+    }
   }
 }
 
 // 16 rows of 16 words, e.g. between probability pairs [pair][col] and AMX's A operand [col][pair].
 inline void TransposeTile(const uint32_t* const* from, uint32_t* to) {
   __m512i a[16];
-  for (int i = 0; i < 16; ++i) a[i] = _mm512_loadu_si512(from[i]);
+  for (int i = 0; i < 16; ++i) {
+    a[i] = _mm512_loadu_si512(from[i]);
+  }
   Transpose16(a);
-  for (int i = 0; i < 16; ++i) _mm512_storeu_si512(to + 16 * i, a[i]);
+  for (int i = 0; i < 16; ++i) {
+    _mm512_storeu_si512(to + 16 * i, a[i]);
+  }
 }
 
 #else
 
 inline void TransposeTile(const uint32_t* const* from, uint32_t* to) {
   for (int r = 0; r < 16; ++r) {
-    for (int w = 0; w < 16; ++w) to[w * 16 + r] = from[r][w];
+    for (int w = 0; w < 16; ++w) {
+      to[w * 16 + r] = from[r][w];
+    }
   }
 }
 
 inline void TransposeWords(const uint32_t* from, int64_t stride, int64_t rows, int64_t words, uint32_t* to) {
   for (int64_t r = 0; r < rows; ++r) {
-    for (int64_t w = 0; w < words; ++w) to[w * rows + r] = from[r * stride + w];
+    for (int64_t w = 0; w < words; ++w) {
+      to[w * rows + r] = from[r * stride + w];
+    }
   }
 }
 

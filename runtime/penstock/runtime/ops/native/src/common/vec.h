@@ -25,14 +25,12 @@ struct Vec {
   static F Max(F a, F b) { return _mm512_max_ps(a, b); }  // b if either is NaN
   static F Min(F a, F b) { return _mm512_min_ps(a, b); }
   static F Abs(F x) { return _mm512_abs_ps(x); }
-  static F Less(F a, F b, F yes, F no) {
-    return _mm512_mask_blend_ps(_mm512_cmp_ps_mask(a, b, _CMP_LT_OQ), no, yes);
-  }
+  static F Less(F a, F b, F yes, F no) { return _mm512_mask_blend_ps(_mm512_cmp_ps_mask(a, b, _CMP_LT_OQ), no, yes); }
   // x where low[i] <= key <= high[i], else -infinity.
   static F Within(F x, int key, const int32_t* low, const int32_t* high) {
     const __m512i k = _mm512_set1_epi32(key);
-    const __mmask16 in = _mm512_cmple_epi32_mask(_mm512_loadu_si512(low), k) &
-                         _mm512_cmple_epi32_mask(k, _mm512_loadu_si512(high));
+    const __mmask16 in =
+        _mm512_cmple_epi32_mask(_mm512_loadu_si512(low), k) & _mm512_cmple_epi32_mask(k, _mm512_loadu_si512(high));
     return _mm512_mask_blend_ps(in, _mm512_set1_ps(-__builtin_inff()), x);
   }
   static F Widen(const uint16_t* p) {
@@ -42,7 +40,8 @@ struct Vec {
   // Pairs of bf16: those in the low, and in the high half of each word.
   static F EvenHalves(F x) { return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_castps_si512(x), 16)); }
   static F OddHalves(F x) {
-    return _mm512_castsi512_ps(_mm512_and_si512(_mm512_castps_si512(x), _mm512_set1_epi32(static_cast<int>(0xffff0000))));
+    return _mm512_castsi512_ps(
+        _mm512_and_si512(_mm512_castps_si512(x), _mm512_set1_epi32(static_cast<int>(0xffff0000))));
   }
   // To nearest, ties to even.
   static void StoreNarrow(uint16_t* p, F x) {
@@ -74,9 +73,9 @@ struct Vec {
   static F Less(F a, F b, F yes, F no) { return _mm256_blendv_ps(no, yes, _mm256_cmp_ps(a, b, _CMP_LT_OQ)); }
   static F Within(F x, int key, const int32_t* low, const int32_t* high) {
     const __m256i k = _mm256_set1_epi32(key);
-    const __m256i out = _mm256_or_si256(
-        _mm256_cmpgt_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(low)), k),
-        _mm256_cmpgt_epi32(k, _mm256_loadu_si256(reinterpret_cast<const __m256i*>(high))));
+    const __m256i out =
+        _mm256_or_si256(_mm256_cmpgt_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(low)), k),
+                        _mm256_cmpgt_epi32(k, _mm256_loadu_si256(reinterpret_cast<const __m256i*>(high))));
     return _mm256_blendv_ps(x, _mm256_set1_ps(-__builtin_inff()), _mm256_castsi256_ps(out));
   }
   static F Widen(const uint16_t* p) {
@@ -85,14 +84,14 @@ struct Vec {
   }
   static F EvenHalves(F x) { return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_castps_si256(x), 16)); }
   static F OddHalves(F x) {
-    return _mm256_castsi256_ps(_mm256_and_si256(_mm256_castps_si256(x), _mm256_set1_epi32(static_cast<int>(0xffff0000))));
+    return _mm256_castsi256_ps(
+        _mm256_and_si256(_mm256_castps_si256(x), _mm256_set1_epi32(static_cast<int>(0xffff0000))));
   }
   static void StoreNarrow(uint16_t* p, F x) {
     const __m256i bits = _mm256_castps_si256(x);
     const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
     __m256i r = _mm256_add_epi32(bits, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff)));
-    r = _mm256_castps_si256(_mm256_blendv_ps(_mm256_castsi256_ps(r),
-                                             _mm256_castsi256_ps(_mm256_set1_epi32(0x7fc00000)),
+    r = _mm256_castps_si256(_mm256_blendv_ps(_mm256_castsi256_ps(r), _mm256_castsi256_ps(_mm256_set1_epi32(0x7fc00000)),
                                              _mm256_cmp_ps(x, x, _CMP_UNORD_Q)));
     r = _mm256_srli_epi32(r, 16);
     _mm_storeu_si128(reinterpret_cast<__m128i*>(p),

@@ -2,11 +2,12 @@
 #include <cstring>
 #include <memory>
 
+#include "common/common.h"
 #include "common/cpu.h"
 #include "common/guarded.h"
-#include "linear/linear.h"
 #include "common/parallel.h"
 #include "common/scratch.h"
+#include "linear/linear.h"
 #include "xla/ffi/api/ffi.h"
 
 namespace penstock {
@@ -14,31 +15,18 @@ namespace {
 
 namespace ffi = xla::ffi;
 
-constexpr int64_t kRowBlock = 16;
-
 const LinearKernel* Kernel() {
-  switch (CurrentIsa()) {
-    case Isa::kAmx:
-      return &LinearAmx();
-    case Isa::kAvx512Bf16:
-      return UsePairs() ? &LinearAvx512Bf16() : &LinearAvx512();
-    case Isa::kAvx512:
-      return &LinearAvx512();
-    case Isa::kAvx2:
-      return &LinearAvx2();
-    case Isa::kNone:
-      break;
-  }
-  return nullptr;
+  const auto kernel = ForCurrentIsa(LinearAvx2, LinearAvx512, UsePairs() ? LinearAvx512Bf16 : LinearAvx512, LinearAmx);
+  return kernel ? &kernel() : nullptr;
 }
 
-// What the buffer holds from place `at` on; null where it is empty.
+// The buffer's values from place `at` on; null if it is empty.
 template <typename T, typename Buffer>
 const T* From(const Buffer& buffer, int64_t at) {
   return buffer.element_count() ? reinterpret_cast<const T*>(buffer.untyped_data()) + at : nullptr;
 }
 
-// A weight whose outputs are two weights' of equal size, one after the other, becomes these two.
+// Divides a weight that holds the outputs of two weights of equal size, one after the other, into these two.
 void Halve(LinearJob* job) {
   PackedWeight& first = job->weights[0];
   first.num_blocks /= 2;
@@ -49,7 +37,7 @@ void Halve(LinearJob* job) {
   job->num_weights = 2;
 }
 
-// x bf16 [T, K]; num_rows int32 []: rows from here on are padding, and y's are left as they are; norm bf16 [any] or
+// x bf16 [T, K]; num_rows int32 []: rows from this one on are padding, and are not written in y; norm bf16 [any] or
 // [0]; residual bf16 like y or [0]; then weight, scale, bias per weight, the latter two [0] where absent. Norm, scales
 // and biases are parts of arrays that may hold many: `at` says where the norm begins, then the scale and the bias of
 // each weight.
@@ -57,19 +45,27 @@ ffi::Error Linear(ffi::ThreadPool pool, ffi::Buffer<ffi::BF16> x, ffi::Buffer<ff
                   ffi::Buffer<ffi::BF16> norm, ffi::Buffer<ffi::BF16> residual, ffi::RemainingArgs rest,
                   ffi::Result<ffi::AnyBuffer> y, bool gate, float eps, ffi::Span<const int64_t> at) {
   const LinearKernel* kernel = Kernel();
-  if (!kernel) return ffi::Error::Internal("no kernel for this processor");
+  if (!kernel) {
+    return ffi::Error::Internal("no kernel for this processor");
+  }
   LinearJob job{};
   const int64_t most = x.dimensions()[0];
   job.m = std::min<int64_t>(num_rows.typed_data()[0], most);
   job.k = x.dimensions()[1];
   job.gate = gate;
   job.num_weights = static_cast<int64_t>(rest.size()) / 3;
-  if (job.num_weights < 1 || job.num_weights > kMaxWeights) return ffi::Error::InvalidArgument("1 to 3 weights");
-  if (static_cast<int64_t>(at.size()) != 1 + 2 * job.num_weights) return ffi::Error::InvalidArgument("`at` is short");
+  if (job.num_weights < 1 || job.num_weights > kMaxWeights) {
+    return ffi::Error::InvalidArgument("1 to 3 weights");
+  }
+  if (static_cast<int64_t>(at.size()) != 1 + 2 * job.num_weights) {
+    return ffi::Error::InvalidArgument("`at` is short");
+  }
   for (int64_t w = 0; w < job.num_weights; ++w) {
     auto tiles = rest.get<ffi::AnyBuffer>(3 * w), scale = rest.get<ffi::AnyBuffer>(3 * w + 1),
          bias = rest.get<ffi::AnyBuffer>(3 * w + 2);
-    if (!tiles || !scale || !bias) return ffi::Error::InvalidArgument("weights, scales and biases are buffers");
+    if (!tiles || !scale || !bias) {
+      return ffi::Error::InvalidArgument("weights, scales and biases are buffers");
+    }
     job.int8 = tiles->element_type() == ffi::S8;
     const float* scales = From<float>(*scale, at[1 + 2 * w]);
     job.weights[w] = {static_cast<const char*>(tiles->untyped_data()), scales,
@@ -79,7 +75,9 @@ ffi::Error Linear(ffi::ThreadPool pool, ffi::Buffer<ffi::BF16> x, ffi::Buffer<ff
       return ffi::Error::InvalidArgument("x and a weight differ in their inner size");
     }
   }
-  if (gate && job.num_weights == 1) Halve(&job);
+  if (gate && job.num_weights == 1) {
+    Halve(&job);
+  }
   job.ldy = y->dimensions()[1];
   if (y->element_type() == ffi::F32) {
     job.y_f32 = static_cast<float*>(y->untyped_data());
@@ -87,9 +85,11 @@ ffi::Error Linear(ffi::ThreadPool pool, ffi::Buffer<ffi::BF16> x, ffi::Buffer<ff
     job.y_bf16 = static_cast<uint16_t*>(y->untyped_data());
   }
   job.residual = From<uint16_t>(residual, 0);
-  if (job.m <= 0) return ffi::Error::Success();
+  if (job.m <= 0) {
+    return ffi::Error::Success();
+  }
 
-  const int64_t x_bytes = (kernel->x_bytes(job.m, job.k, job.int8) + 63) / 64 * 64;
+  const int64_t x_bytes = RoundUp(kernel->x_bytes(job.m, job.k, job.int8), kCacheLine);
   char* scratch = Scratch<struct LinearRows>(x_bytes + job.m * 4);
   float* x_scale = reinterpret_cast<float*>(scratch + x_bytes);
   const LinearInput input{reinterpret_cast<const uint16_t*>(x.untyped_data()), From<uint16_t>(norm, at[0]), eps};
@@ -97,7 +97,7 @@ ffi::Error Linear(ffi::ThreadPool pool, ffi::Buffer<ffi::BF16> x, ffi::Buffer<ff
     float* row = reinterpret_cast<float*>(Scratch<struct LinearRow>(job.k * 4));
     kernel->put_rows(input, block, job, scratch, x_scale, row);
   };
-  const int64_t row_blocks = (job.m + kRowBlock - 1) / kRowBlock;
+  const int64_t row_blocks = CeilDiv(job.m, kRowBlock);
   if (row_blocks == 1) {
     prepare(0);
   } else {

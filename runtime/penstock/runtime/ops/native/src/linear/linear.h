@@ -12,6 +12,7 @@ namespace penstock {
 constexpr int64_t kBlockOut = 16;  // outputs of a tile
 constexpr int64_t kTileBytes = 1024;
 constexpr int64_t kMaxWeights = 3;
+constexpr int64_t kRowBlock = 16;  // rows of x that put_rows takes at once
 
 struct PackedWeight {
   const char* tiles;
@@ -21,10 +22,10 @@ struct PackedWeight {
   int64_t num_blocks;    // out / 16
 };
 
-// One call. Outputs of several weights stand side by side in a row of y; with `gate` there are two weights of
-// equal shape and y = silu(x W0^T) * (x W1^T).
+// One call of the operation. The outputs of several weights lie side by side in a row of y. With `gate` there are two
+// weights of equal shape and y = silu(x W0^T) * (x W1^T).
 struct LinearJob {
-  const void* x;         // in the kernel's own form, see its Prepare
+  const void* x;         // in the kernel's own form, see LinearKernel::put_rows
   const float* x_scale;  // int8: [m]
   int64_t m, k;
   PackedWeight weights[kMaxWeights];
@@ -38,18 +39,19 @@ struct LinearJob {
   int64_t BlockBytes() const { return kBlockOut * k * (int8 ? 1 : 2); }
 };
 
-// x as it comes: bf16 [m, k], to be normalised by the root mean square of each row where `norm`, bf16 [k], is given.
+// The operation's x, bf16 [m, k]. If `norm`, bf16 [k], is not null, each row is normalised by its root mean square.
 struct LinearInput {
   const uint16_t* x;
   const uint16_t* norm;
   float eps;
 };
 
-// The kernels of one instruction set. Work is cut in units of some consecutive output blocks of one weight.
+// The kernels of one instruction set. Work is divided into units of some consecutive out blocks of one weight.
 struct LinearKernel {
   int64_t (*num_units)(const LinearJob&);
   void (*run_unit)(const LinearJob&, int64_t unit);
-  // Bytes of x in the kernel's form, and how row block `block` (16 rows) is put into it; `row` is room for k floats.
+  // Bytes of x in the kernel's form; and the function that puts row block `block` of x into it, where `row` is room for
+  // k floats.
   int64_t (*x_bytes)(int64_t m, int64_t k, bool int8);
   void (*put_rows)(const LinearInput&, int64_t block, const LinearJob&, void* x, float* x_scale, float* row);
 };

@@ -13,7 +13,9 @@ struct WideBf16 {
   template <int kStep>
   static Operand Weights(const char* tile_row, int part) {
     const __m256i pairs = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(tile_row) + part);
-    if (kStep == 0) return _mm256_castsi256_ps(_mm256_slli_epi32(pairs, 16));
+    if (kStep == 0) {
+      return _mm256_castsi256_ps(_mm256_slli_epi32(pairs, 16));
+    }
     return _mm256_castsi256_ps(_mm256_and_si256(pairs, _mm256_set1_epi32(static_cast<int>(0xffff0000))));
   }
   static Operand Word(const uint32_t* x) { return _mm256_set1_ps(*reinterpret_cast<const float*>(x)); }

@@ -17,7 +17,9 @@ struct WideBf16 {
   template <int kStep>
   static Operand Weights(const char* tile_row, int) {
     const __m512i pairs = _mm512_loadu_si512(tile_row);
-    if (kStep == 0) return _mm512_castsi512_ps(_mm512_slli_epi32(pairs, 16));
+    if (kStep == 0) {
+      return _mm512_castsi512_ps(_mm512_slli_epi32(pairs, 16));
+    }
     return _mm512_castsi512_ps(_mm512_and_si512(pairs, _mm512_set1_epi32(static_cast<int>(0xffff0000))));
   }
   static Operand Word(const uint32_t* x) { return _mm512_set1_ps(*reinterpret_cast<const float*>(x)); }

@@ -4,38 +4,45 @@
 
 #include <cmath>
 
+#include "common/common.h"
 #include "common/lanes.h"
 #include "linear/linear.h"
 
 namespace penstock {
 namespace {
 
-// Where a unit's blocks are.
-struct Span {
+// The out blocks of a unit of work: `count` blocks of one weight, from `block` on.
+struct UnitBlocks {
   int64_t weight, block, count;
 };
 
-inline int64_t UnitsOf(const PackedWeight& weight, int64_t per_unit) {
-  return (weight.num_blocks + per_unit - 1) / per_unit;
-}
+inline int64_t UnitsOf(const PackedWeight& weight, int64_t per_unit) { return CeilDiv(weight.num_blocks, per_unit); }
 
 inline int64_t CountUnits(const LinearJob& job, int64_t per_unit) {
-  if (job.gate) return UnitsOf(job.weights[0], per_unit);
+  if (job.gate) {
+    return UnitsOf(job.weights[0], per_unit);
+  }
   int64_t units = 0;
-  for (int64_t w = 0; w < job.num_weights; ++w) units += UnitsOf(job.weights[w], per_unit);
+  for (int64_t w = 0; w < job.num_weights; ++w) {
+    units += UnitsOf(job.weights[w], per_unit);
+  }
   return units;
 }
 
-inline Span FindUnit(const LinearJob& job, int64_t unit, int64_t per_unit) {
+inline UnitBlocks FindUnit(const LinearJob& job, int64_t unit, int64_t per_unit) {
   int64_t w = 0;
-  for (; !job.gate && unit >= UnitsOf(job.weights[w], per_unit); ++w) unit -= UnitsOf(job.weights[w], per_unit);
-  const int64_t block = unit * per_unit, left = job.weights[w].num_blocks - block;
-  return {w, block, left < per_unit ? left : per_unit};
+  for (; !job.gate && unit >= UnitsOf(job.weights[w], per_unit); ++w) {
+    unit -= UnitsOf(job.weights[w], per_unit);
+  }
+  const int64_t block = unit * per_unit;
+  return {w, block, Min(job.weights[w].num_blocks - block, per_unit)};
 }
 
 inline int64_t ColumnOf(const LinearJob& job, int64_t weight, int64_t block) {
   int64_t before = block;
-  for (int64_t w = 0; w < weight; ++w) before += job.weights[w].num_blocks;
+  for (int64_t w = 0; w < weight; ++w) {
+    before += job.weights[w].num_blocks;
+  }
   return before * kBlockOut;
 }
 
@@ -43,17 +50,20 @@ inline Lanes BiasOf(const PackedWeight& weight, int64_t block) {
   return weight.bias ? LoadBf16(weight.bias + block * kBlockOut) : Fill(0.0f);
 }
 
-// sums [rows, 16]: the products of rows from `row` with `block`, and more of its neighbour `block + 1` unless null, to y.
+// Writes results of `rows` rows, from `row` on, to y: `sums` [rows, 16] are the products with `block`, and `more`,
+// unless it is null, those with the next block.
 inline void Finish(const LinearJob& job, int64_t weight, int64_t block, int64_t row, int64_t rows, const float* sums,
                    const float* more) {
   const int64_t column = ColumnOf(job, weight, block);
   const Lanes bias[2] = {BiasOf(job.weights[weight], block), BiasOf(job.weights[weight], more ? block + 1 : block)};
   for (int64_t r = 0; r < rows; ++r) {
-    // Both halves of a cache line of y one after the other.
+    // The two blocks of a row are written one after the other, because they are halves of a cache line.
     for (int64_t half = 0; half < (more ? 2 : 1); ++half) {
       const int64_t at = (row + r) * job.ldy + column + half * kBlockOut;
       Lanes value = Add(Load((half ? more : sums) + r * kBlockOut), bias[half]);
-      if (job.residual) value = Add(value, LoadBf16(job.residual + at));
+      if (job.residual) {
+        value = Add(value, LoadBf16(job.residual + at));
+      }
       if (job.y_f32) {
         Store(job.y_f32 + at, value);
       } else {
@@ -63,7 +73,7 @@ inline void Finish(const LinearJob& job, int64_t weight, int64_t block, int64_t 
   }
 }
 
-// The same for y = silu(gate) * up, of one block.
+// Writes y = silu(gate) * up for `rows` rows, from `row` on, and one block.
 inline void FinishGate(const LinearJob& job, int64_t block, int64_t row, int64_t rows, const float* gates,
                        const float* ups) {
   const Lanes gate_bias = BiasOf(job.weights[0], block), up_bias = BiasOf(job.weights[1], block);
@@ -75,7 +85,7 @@ inline void FinishGate(const LinearJob& job, int64_t block, int64_t row, int64_t
   }
 }
 
-// int32 sums of an int8 product to float32, in place.
+// Converts the int32 sums of an int8 product to float32, in place. `offset`: x was stored plus 128.
 inline void Dequantize(const LinearJob& job, int64_t weight, int64_t block, int64_t row, int64_t rows, float* sums,
                        bool offset) {
   const PackedWeight& w = job.weights[weight];
@@ -85,13 +95,15 @@ inline void Dequantize(const LinearJob& job, int64_t weight, int64_t block, int6
     int32_t whole[kBlockOut];
     float value[kBlockOut];
     memcpy(whole, sums + r * kBlockOut, sizeof whole);
-    for (int64_t i = 0; i < kBlockOut; ++i) value[i] = static_cast<float>(whole[i]);
+    for (int64_t i = 0; i < kBlockOut; ++i) {
+      value[i] = static_cast<float>(whole[i]);
+    }
     const Lanes exact = Add(Load(value), Mul(correction, Fill(-1.0f)));
     Store(sums + r * kBlockOut, Mul(exact, Mul(Fill(job.x_scale[row + r]), scale)));
   }
 }
 
-// Row `row` of x as float32, normalised by its root mean square where there is a norm (Zhang and Sennrich 2019).
+// Reads a row of x as float32, normalised by its root mean square if there is a norm (Zhang and Sennrich 2019).
 inline void LoadRow(const LinearInput& input, int64_t row, int64_t k, float* out) {
   const uint16_t* x = input.x + row * k;
   Lanes squares = Fill(0.0f);
@@ -100,22 +112,30 @@ inline void LoadRow(const LinearInput& input, int64_t row, int64_t k, float* out
     squares = Add(squares, Mul(value, value));
     Store(out + i, value);
   }
-  if (!input.norm) return;
+  if (!input.norm) {
+    return;
+  }
   const Lanes scale = Fill(1.0f / std::sqrt(Total(squares) / static_cast<float>(k) + input.eps));
-  for (int64_t i = 0; i < k; i += 16) Store(out + i, Mul(Mul(Load(out + i), scale), LoadBf16(input.norm + i)));
+  for (int64_t i = 0; i < k; i += 16) {
+    Store(out + i, Mul(Mul(Load(out + i), scale), LoadBf16(input.norm + i)));
+  }
 }
 
-// The largest size in a row of float32, k a multiple of 16: 127 stands for it in symmetric int8. NaN if any is, so
-// that the row's scale is, and all its outputs are.
+// The largest size in a row of float32, which is 127 in symmetric int8. k is a multiple of 16. If any value is NaN, so
+// is the result, and so are the row's scale and all its outputs.
 inline float RowPeak(const float* row, int64_t k) {
   Lanes peak = Fill(0.0f);
-  for (int64_t i = 0; i < k; i += 16) peak = LargerSize(peak, Load(row + i));
+  for (int64_t i = 0; i < k; i += 16) {
+    peak = LargerSize(peak, Load(row + i));
+  }
   return LargestSize(peak);
 }
 
-// `inverse` is 127 / RowPeak, or 0 where that is 0 or NaN; count is a multiple of 16.
+// Quantizes values to int8. `inverse` is 127 / RowPeak, or 0 if that is 0 or NaN; count is a multiple of 16.
 inline void Quantize(const float* from, int64_t count, float inverse, int8_t* out) {
-  for (int64_t i = 0; i < count; i += 16) StoreInt8(out + i, Mul(Load(from + i), Fill(inverse)));
+  for (int64_t i = 0; i < count; i += 16) {
+    StoreInt8(out + i, Mul(Load(from + i), Fill(inverse)));
+  }
 }
 
 }  // namespace

@@ -1,30 +1,30 @@
-// x in the form that linear_vector.h multiplies: panels of rows, words [step][row].
+// Puts x into the form that linear_vector.h multiplies: panels of rows, words [step][row].
 #pragma once
 
-#include "linear/linear_common.h"
 #include "common/scratch.h"
 #include "common/transpose.h"
+#include "linear/linear_common.h"
 
 namespace penstock {
 namespace {
 
-constexpr int64_t kRowBlock = 16;  // rows that are put at once; panels do not cross them
-
 // What a word of x is: a float32, two bf16, or four int8 as they are or plus 128, as unsigned bytes.
 enum class Form { kFloat, kPair, kFour, kFourOffset };
 
-constexpr int64_t Words(Form form, int64_t k) {
-  return form == Form::kFloat ? k : form == Form::kPair ? k / 2 : k / 4;
-}
+constexpr int64_t Words(Form form, int64_t k) { return form == Form::kFloat ? k : form == Form::kPair ? k / 2 : k / 4; }
 
-// Rows of the panel that begins at `row`: a block's rows are shared out evenly.
+// How many rows the panel that begins at `row` has. A row block is divided into panels of at most `most` rows, as
+// evenly as possible; no panel reaches into the next block.
 inline int64_t PanelRows(int64_t most, int64_t m, int64_t row) {
-  const int64_t first = row / kRowBlock * kRowBlock, count = m - first < kRowBlock ? m - first : kRowBlock;
-  const int64_t left = first + count - row, panels = (count + most - 1) / most, each = (count + panels - 1) / panels;
-  return left < each ? left : each;
+  const int64_t first = row / kRowBlock * kRowBlock;
+  const int64_t count = Min(m - first, kRowBlock);
+  const int64_t num_panels = CeilDiv(count, most);
+  const int64_t rows_per_panel = CeilDiv(count, num_panels);
+  return Min(first + count - row, rows_per_panel);
 }
 
-// A row of float32 to words; rounds x[r] to bf16 even as kFloat: every machine computes the same model.
+// Converts a row of float32 to words. Even as kFloat it is rounded to bf16, so that every machine computes the same
+// model.
 inline void PutRow(Form form, const float* row, int64_t k, float* scale, uint32_t* words) {
   if (form == Form::kFloat || form == Form::kPair) {
     uint16_t rounded[16];
@@ -41,15 +41,19 @@ inline void PutRow(Form form, const float* row, int64_t k, float* scale, uint32_
   const float peak = RowPeak(row, k);
   *scale = peak / 127.0f;
   Quantize(row, k, peak > 0 ? 127.0f / peak : 0.0f, reinterpret_cast<int8_t*>(words));
-  if (form != Form::kFourOffset) return;
-  for (int64_t w = 0; w < k / 4; ++w) words[w] ^= 0x80808080u;
+  if (form != Form::kFourOffset) {
+    return;
+  }
+  for (int64_t w = 0; w < k / 4; ++w) {
+    words[w] ^= 0x80808080u;
+  }
 }
 
-// Rows of block `block` to their place in x. `row` is room for k floats.
+// Puts the rows of a row block into their place in x. `row` is room for k floats.
 inline void PutPanels(Form form, int64_t most, const LinearInput& input, int64_t block, const LinearJob& job,
                       uint32_t* x, float* x_scale, float* row) {
   const int64_t words = Words(form, job.k), first = block * kRowBlock;
-  const int64_t last = job.m - first < kRowBlock ? job.m : first + kRowBlock;
+  const int64_t last = Min(job.m, first + kRowBlock);
   const int64_t stride = words + 16;  // rows a power of two apart would share a set of the first cache
   auto* apart = reinterpret_cast<uint32_t*>(Scratch<struct LinearPanel>(kRowBlock * stride * 4));
   for (int64_t from = first; from < last;) {
@@ -59,7 +63,9 @@ inline void PutPanels(Form form, int64_t most, const LinearInput& input, int64_t
       LoadRow(input, from + r, job.k, row);
       PutRow(form, row, job.k, job.int8 ? x_scale + from + r : nullptr, rows == 1 ? panel : apart + r * stride);
     }
-    if (rows > 1) TransposeWords(apart, stride, rows, words, panel);
+    if (rows > 1) {
+      TransposeWords(apart, stride, rows, words, panel);
+    }
     from += rows;
   }
 }

@@ -25,40 +25,52 @@
 namespace penstock {
 namespace {
 
-constexpr int64_t kUnitBytes = 128 * 1024;    // of weight: enough to be worth a claim
-constexpr int64_t kPrefetchBytes = 4096;      // ahead of a weight that streams from memory
-constexpr int64_t kRowsBytes = 1024 * 1024;   // of x: what stays in the second cache beside some weights
-constexpr int64_t kFewestRows = 64;           // of x at once all the same: for fewer, weights come too slowly
+constexpr int64_t kUnitBytes = 128 * 1024;   // of weight: enough to be worth a claim
+constexpr int64_t kPrefetchBytes = 4096;     // ahead of a weight that streams from memory
+constexpr int64_t kRowsBytes = 1024 * 1024;  // of x: what stays in the second cache beside some weights
+constexpr int64_t kFewestRows = 64;          // of x at once all the same: for fewer, weights come too slowly
 
-// One block's tile rows against a panel of R rows, over all inputs. A function of its own, so that its sums stay in
+// Multiplies one block's tile rows by a panel of R rows, over all inputs. It is not inlined, so that its sums stay in
 // registers whatever its caller keeps there.
 template <class P, int R>
 __attribute__((noinline)) void Block(const char* tiles, const uint32_t* x, int64_t tile_rows, float* sums) {
   typename P::Sum sum[R][P::kParts];
   for (int r = 0; r < R; ++r) {
-    for (int p = 0; p < P::kParts; ++p) sum[r][p] = P::Zero();
+    for (int p = 0; p < P::kParts; ++p) {
+      sum[r][p] = P::Zero();
+    }
   }
   for (int64_t g = 0; g < tile_rows; ++g, tiles += 64) {
     _mm_prefetch(tiles + kPrefetchBytes, _MM_HINT_T0);
     const auto step = [&](auto number) {
       typename P::Operand weights[P::kParts];
-      for (int p = 0; p < P::kParts; ++p) weights[p] = P::template Weights<decltype(number)::value>(tiles, p);
+      for (int p = 0; p < P::kParts; ++p) {
+        weights[p] = P::template Weights<decltype(number)::value>(tiles, p);
+      }
       for (int r = 0; r < R; ++r) {
         const typename P::Operand word = P::Word(x + r);
-        for (int p = 0; p < P::kParts; ++p) sum[r][p] = P::Add(sum[r][p], weights[p], word);
+        for (int p = 0; p < P::kParts; ++p) {
+          sum[r][p] = P::Add(sum[r][p], weights[p], word);
+        }
       }
       x += R;
     };
     step(std::integral_constant<int, 0>());
-    if constexpr (P::kSteps == 2) step(std::integral_constant<int, 1>());
+    if constexpr (P::kSteps == 2) {
+      step(std::integral_constant<int, 1>());
+    }
   }
-  for (int r = 0; r < R; ++r) P::Finish(sums + r * kBlockOut, sum[r]);
+  for (int r = 0; r < R; ++r) {
+    P::Finish(sums + r * kBlockOut, sum[r]);
+  }
 }
 
 template <class P, int R = P::kRows>
 void AnyBlock(int64_t rows, const char* tiles, const uint32_t* x, int64_t tile_rows, float* sums) {
   if constexpr (R > 1) {
-    if (rows < R) return AnyBlock<P, R - 1>(rows, tiles, x, tile_rows, sums);
+    if (rows < R) {
+      return AnyBlock<P, R - 1>(rows, tiles, x, tile_rows, sums);
+    }
   }
   Block<P, R>(tiles, x, tile_rows, sums);
 }
@@ -76,33 +88,35 @@ struct VectorLinear {
 
   // Rows are shared out evenly, so that all of a call's units are alike.
   static int64_t RowsAtOnce(const LinearJob& job) {
-    const int64_t fit = kRowsBytes / (WordsOf(job) * 4), most = fit < kFewestRows ? kFewestRows : fit;
-    const int64_t parts = (job.m + most - 1) / most, rows = (job.m + parts - 1) / parts;
-    return (rows + kRowBlock - 1) / kRowBlock * kRowBlock;
+    const int64_t most = Max(kRowsBytes / (WordsOf(job) * 4), kFewestRows);
+    const int64_t parts = CeilDiv(job.m, most);
+    return RoundUp(CeilDiv(job.m, parts), kRowBlock);
   }
 
   static int64_t NumUnits(const LinearJob& job) {
-    return CountUnits(job, PerUnit(job)) * ((job.m + RowsAtOnce(job) - 1) / RowsAtOnce(job));
+    return CountUnits(job, PerUnit(job)) * CeilDiv(job.m, RowsAtOnce(job));
   }
 
   template <class P>
-  static void Run(const LinearJob& job, const Span& span, int64_t first, int64_t last) {
+  static void Run(const LinearJob& job, const UnitBlocks& unit_blocks, int64_t first, int64_t last) {
     const int64_t words = Words(P::kForm, job.k), tile_rows = job.BlockBytes() / 64;
     const uint32_t* x = static_cast<const uint32_t*>(job.x);
     alignas(64) float sums[2][P::kRows * kBlockOut];
-    for (int64_t b = span.block; b < span.block + span.count; ++b) {
+    for (int64_t b = unit_blocks.block; b < unit_blocks.block + unit_blocks.count; ++b) {
       for (int64_t row = first; row < last;) {
         const int64_t rows = PanelRows(P::kRows, job.m, row);
         for (int64_t part = 0; part < (job.gate ? 2 : 1); ++part) {
-          const int64_t weight = job.gate ? part : span.weight;
+          const int64_t weight = job.gate ? part : unit_blocks.weight;
           const char* tiles = job.weights[weight].tiles + b * job.BlockBytes();
           AnyBlock<P>(rows, tiles, x + row * words, tile_rows, sums[part]);
-          if (job.int8) Dequantize(job, weight, b, row, rows, sums[part], P::kForm == Form::kFourOffset);
+          if (job.int8) {
+            Dequantize(job, weight, b, row, rows, sums[part], P::kForm == Form::kFourOffset);
+          }
         }
         if (job.gate) {
           FinishGate(job, b, row, rows, sums[0], sums[1]);
         } else {
-          Finish(job, span.weight, b, row, rows, sums[0], nullptr);
+          Finish(job, unit_blocks.weight, b, row, rows, sums[0], nullptr);
         }
         row += rows;
       }
@@ -111,9 +125,11 @@ struct VectorLinear {
 
   static void RunUnit(const LinearJob& job, int64_t unit) {
     const int64_t units = CountUnits(job, PerUnit(job)), rows = RowsAtOnce(job);
-    const Span span = FindUnit(job, unit % units, PerUnit(job));
-    const int64_t first = unit / units * rows, last = first + rows < job.m ? first + rows : job.m;
-    job.int8 ? Run<typename V::Int8>(job, span, first, last) : Run<typename V::Bf16>(job, span, first, last);
+    const UnitBlocks unit_blocks = FindUnit(job, unit % units, PerUnit(job));
+    const int64_t first = unit / units * rows;
+    const int64_t last = Min(first + rows, job.m);
+    job.int8 ? Run<typename V::Int8>(job, unit_blocks, first, last)
+             : Run<typename V::Bf16>(job, unit_blocks, first, last);
   }
 
   static int64_t XBytes(int64_t m, int64_t k, bool int8) {

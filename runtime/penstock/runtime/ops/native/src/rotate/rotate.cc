@@ -14,18 +14,7 @@ namespace ffi = xla::ffi;
 constexpr int64_t kRowsPerCall = 8;
 
 RotateRows Kernel() {
-  switch (CurrentIsa()) {
-    case Isa::kAmx:
-    case Isa::kAvx512Bf16:
-      return RotateRowsAvx512Bf16;
-    case Isa::kAvx512:
-      return RotateRowsAvx512;
-    case Isa::kAvx2:
-      return RotateRowsAvx2;
-    case Isa::kNone:
-      break;
-  }
-  return nullptr;
+  return ForCurrentIsa(RotateRowsAvx2, RotateRowsAvx512, RotateRowsAvx512Bf16, RotateRowsAvx512Bf16);
 }
 
 // What the buffer holds from place `at` on; null where it is empty.
@@ -47,7 +36,9 @@ ffi::Error Rotate(ffi::ThreadPool pool, ffi::Buffer<ffi::BF16> qkv, ffi::Buffer<
                   ffi::Result<ffi::Buffer<ffi::BF16>> k, ffi::Result<ffi::Buffer<ffi::BF16>> v, float eps,
                   int64_t q_norm_at, int64_t k_norm_at) {
   const RotateRows kernel = Kernel();
-  if (!kernel) return ffi::Error::Internal("no kernel for this processor");
+  if (!kernel) {
+    return ffi::Error::Internal("no kernel for this processor");
+  }
   RotateJob job{};
   job.qkv = reinterpret_cast<const uint16_t*>(qkv.untyped_data());
   job.cos = cos.typed_data();
@@ -58,14 +49,15 @@ ffi::Error Rotate(ffi::ThreadPool pool, ffi::Buffer<ffi::BF16> qkv, ffi::Buffer<
   job.heads = q->dimensions()[1];
   job.kv_heads = k->dimensions()[1];
   job.dim = q->dimensions()[2];
-  if (job.dim % 32 != 0) return ffi::Error::InvalidArgument("the head's size must be a multiple of 32");
+  if (job.dim % 32 != 0) {
+    return ffi::Error::InvalidArgument("the head's size must be a multiple of 32");
+  }
   job.q = Bits(q);
   job.k = Bits(k);
   job.v = Bits(v);
   const int64_t rows = std::min<int64_t>(num_rows.typed_data()[0], q->dimensions()[0]);
-  ParallelFor(pool, (rows + kRowsPerCall - 1) / kRowsPerCall, [&](int64_t i) {
-    kernel(job, i * kRowsPerCall, std::min(rows, (i + 1) * kRowsPerCall));
-  });
+  ParallelFor(pool, (rows + kRowsPerCall - 1) / kRowsPerCall,
+              [&](int64_t i) { kernel(job, i * kRowsPerCall, std::min(rows, (i + 1) * kRowsPerCall)); });
   return ffi::Error::Success();
 }
 

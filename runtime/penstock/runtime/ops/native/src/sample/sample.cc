@@ -9,8 +9,9 @@
 #include "common/cpu.h"
 #include "common/guarded.h"
 #include "common/parallel.h"
-#include "sample/sample_row.h"
 #include "common/scratch.h"
+#include "sample/sample_codes.h"
+#include "sample/sample_row.h"
 #include "xla/ffi/api/ffi.h"
 
 namespace penstock {
@@ -22,23 +23,12 @@ using Ints = ffi::Buffer<ffi::S32>;
 
 struct RowMemory;
 
-constexpr int32_t kPenalties = 1, kBias = 2, kMask = 4;
-
 const SampleKernel* Kernel() {
-  switch (CurrentIsa()) {
-    case Isa::kAmx:
-    case Isa::kAvx512Bf16:
-    case Isa::kAvx512:
-      return &SampleAvx512();
-    case Isa::kAvx2:
-      return &SampleAvx2();
-    case Isa::kNone:
-      break;
-  }
-  return nullptr;
+  const auto kernel = ForCurrentIsa(SampleAvx2, SampleAvx512, SampleAvx512, SampleAvx512);
+  return kernel ? &kernel() : nullptr;
 }
 
-// Denormal numbers count in here, on whichever thread: XLA sets its own threads to take them for 0, and not others.
+// While this object lives, its thread computes with denormal numbers. XLA's own threads take them for 0, others do not.
 class PlainFloats {
  public:
   PlainFloats() : before_(_mm_getcsr()) { _mm_setcsr(0x1f80); }
@@ -78,7 +68,7 @@ struct Inputs {
            column(repetition) && column(banned) && column(num_logprobs);
   }
 
-  SampleRow Row(int64_t r, int64_t most_top) const {
+  SampleRow MakeRow(int64_t r, int64_t most_top) const {
     const int64_t slot = slots.typed_data()[r], words = (vocab() + 31) / 32;
     const int32_t with = features.typed_data()[r];
     SampleRow row{};
@@ -109,10 +99,14 @@ ffi::Error Sample(ffi::ThreadPool pool, Floats logits, Ints history, Floats bias
                   ffi::Result<Ints> tokens, ffi::Result<Floats> logprobs, ffi::Result<Ints> top_ids,
                   ffi::Result<Floats> top_logprobs) {
   const SampleKernel* kernel = Kernel();
-  if (!kernel) return ffi::Error(ffi::ErrorCode::kUnimplemented, "no kernel for this processor");
+  if (!kernel) {
+    return ffi::Error(ffi::ErrorCode::kUnimplemented, "no kernel for this processor");
+  }
   const Inputs in{logits, history, bias,     mask,      uniforms,   slots,    features, temperature, top_k,
                   top_p,  min_p,   presence, frequency, repetition, stop_ids, banned,   num_logprobs};
-  if (logits.dimensions().size() != 2 || !in.Fit()) return ffi::Error::InvalidArgument("sample: shapes do not fit");
+  if (logits.dimensions().size() != 2 || !in.Fit()) {
+    return ffi::Error::InvalidArgument("sample: shapes do not fit");
+  }
 
   const int64_t num_top = top_ids->dimensions()[1], num_slots = history.dimensions()[0];
   std::fill_n(tokens->typed_data(), tokens->element_count(), 0);
@@ -122,7 +116,9 @@ ffi::Error Sample(ffi::ThreadPool pool, Floats logits, Ints history, Floats bias
   std::vector<int64_t> live;
   for (int64_t r = 0; r < in.rows(); ++r) {
     const int64_t slot = slots.typed_data()[r];
-    if (slot >= 0 && slot < num_slots) live.push_back(r);
+    if (slot >= 0 && slot < num_slots) {
+      live.push_back(r);
+    }
   }
 
   int64_t bytes;
@@ -133,11 +129,13 @@ ffi::Error Sample(ffi::ThreadPool pool, Floats logits, Ints history, Floats bias
     const SampleResult result{tokens->typed_data() + r, logprobs->typed_data() + r, top_ids->typed_data() + r * num_top,
                               top_logprobs->typed_data() + r * num_top};
     const PlainFloats plain;
-    SampleToken(*kernel, in.Row(r, num_top), work, each, result);
+    SampleToken(*kernel, in.MakeRow(r, num_top), work, each, result);
   };
   const int64_t blocks = SampleBlocks(in.vocab());
   const auto alone = [&](const std::function<void(int64_t)>& body) {
-    for (int64_t block = 0; block < blocks; ++block) body(block);
+    for (int64_t block = 0; block < blocks; ++block) {
+      body(block);
+    }
   };
   const auto together = [&](const std::function<void(int64_t)>& body) {
     ParallelFor(pool, blocks, [&](int64_t block) {
@@ -149,9 +147,13 @@ ffi::Error Sample(ffi::ThreadPool pool, Floats logits, Ints history, Floats bias
   // done one after the other by all, unless that left many threads idle.
   const int64_t count = static_cast<int64_t>(live.size()), threads = NumThreads(pool);
   int64_t whole = count / threads * threads;
-  if (2 * (count - whole) > threads) whole = count;
+  if (2 * (count - whole) > threads) {
+    whole = count;
+  }
   ParallelFor(pool, whole, [&](int64_t i) { run(live[i], alone); });
-  for (int64_t i = whole; i < count; ++i) run(live[i], together);
+  for (int64_t i = whole; i < count; ++i) {
+    run(live[i], together);
+  }
   return ffi::Error::Success();
 }
 

@@ -1,7 +1,7 @@
-// Choosing a row's next token: penalties, bias, what is forbidden, top_k, top_p, min_p, the draw; log-probabilities.
+// Samples a row's next token: penalties, bias, forbidden tokens, top_k, top_p, min_p, the draw; and log-probabilities.
 //
-// A row is swept in blocks, by one thread or by several: what a block writes, and the order in which blocks are added
-// up, are the same either way. So a row's result depends on that row alone.
+// A row is processed in blocks, by one thread or by several. What a block writes, and the order in which blocks are
+// added up, do not depend on that, so a row's result depends on that row alone.
 #pragma once
 
 #include <cstdint>
@@ -40,7 +40,7 @@ struct SampleResult {
   float* top_logprobs;
 };
 
-// A row's memory.
+// The memory that sampling a row needs.
 struct SampleWork {
   float* x;           // [vocab and a vector], for rows that are edited
   float* raw_peaks;   // [chunks] the largest logit
@@ -66,19 +66,19 @@ struct SampleRange {
   float near, far;  // distances above `near` and up to `far`, which is finite
 };
 
-// What is done with vectors.
+// The operations on vectors, for one instruction set.
 struct SampleKernel {
   int64_t lanes;
-  // x, peaks, and whatever else of `block` comes straight from the logits.
+  // Fills in x, peaks, and everything else of `block` that is computed directly from the logits.
   void (*build)(const SampleRow& row, const SampleWork& work, int64_t block);
-  // The weights of distances up to `reach`, summed by chunk.
+  // Sums the weights of distances up to `reach` for each chunk.
   void (*weigh_chunks)(const SampleRow& row, const SampleWork& work, int64_t block, float peak, float scale,
                        float reach);
-  // The distances in the range, in order of their ids, and the summed weight of those nearer.
+  // Collects the distances in the range, in order of their ids, and the summed weight of smaller distances.
   void (*collect)(const SampleRow& row, const SampleWork& work, int64_t block, const SampleRange& range);
   void (*weigh)(const float* distances, int64_t count, float scale, float* weights);
   float (*peak)(const float* x, int64_t count);
-  // The first index of a value that is there, and not -infinity.
+  // The first index of `value`, which must be among x and not -infinity.
   int64_t (*find)(const float* x, int64_t count, float value);
 };
 

@@ -28,11 +28,15 @@ struct Members {
 template <typename Bin>
 Members Narrow(const Members& from, Bin bin_of, float* distances, float* weights) {
   double bins[kBins] = {};
-  for (int64_t i = 0; i < from.count; ++i) bins[bin_of(from.distances[i])] += from.weights[i];
+  for (int64_t i = 0; i < from.count; ++i) {
+    bins[bin_of(from.distances[i])] += from.weights[i];
+  }
   Members to{distances, weights, 0, from.before, from.need};
   int bin = 0, last = 0;
   for (; bin < kBins && to.before + bins[bin] < to.need; ++bin) {
-    if (bins[bin] > 0.0) last = bin;
+    if (bins[bin] > 0.0) {
+      last = bin;
+    }
     to.before += bins[bin];
   }
   if (bin == kBins) {  // all fall short, if only by rounding: the last that has any weight
@@ -40,7 +44,9 @@ Members Narrow(const Members& from, Bin bin_of, float* distances, float* weights
     to.need = HUGE_VAL;
   }
   for (int64_t i = 0; i < from.count; ++i) {
-    if (bin_of(from.distances[i]) != bin) continue;
+    if (bin_of(from.distances[i]) != bin) {
+      continue;
+    }
     const float weight = from.weights[i];
     distances[to.count] = from.distances[i];
     weights[to.count++] = weight;
@@ -58,7 +64,9 @@ float SampleReach(int64_t count, float farthest, double before, double need, con
     left = Narrow(left, bin, work.left, work.left_weights);
   }
   for (const int shift : kShifts) {
-    if (left.count <= kFew) break;
+    if (left.count <= kFew) {
+      break;
+    }
     const auto bin = [shift](float distance) {
       uint32_t bits;
       memcpy(&bits, &distance, 4);
@@ -68,12 +76,16 @@ float SampleReach(int64_t count, float farthest, double before, double need, con
   }
   std::pair<float, float> few[kFew];
   const int64_t num_few = std::min(left.count, kFew);  // if there are more, all are alike
-  for (int64_t i = 0; i < num_few; ++i) few[i] = {left.distances[i], left.weights[i]};
+  for (int64_t i = 0; i < num_few; ++i) {
+    few[i] = {left.distances[i], left.weights[i]};
+  }
   std::sort(few, few + num_few);
   double sum = left.before;
   for (int64_t i = 0; i < num_few; ++i) {
     sum += few[i].second;
-    if (sum >= left.need) return few[i].first;
+    if (sum >= left.need) {
+      return few[i].first;
+    }
   }
   return few[num_few - 1].first;
 }

@@ -7,43 +7,35 @@
 #include <functional>
 #include <numeric>
 
+#include "common/carver.h"
+#include "common/common.h"
+#include "sample/sample_codes.h"
+
 namespace penstock {
 namespace {
 
-constexpr float kLog2E = 1.44269504088896341f;
 constexpr float kTiny = 1e-30f, kHuge = 1e30f;  // far from what overflows in float32, and from what is 0
 
-// Hands out pieces of memory, each on a cache line of its own with room for a vector more.
-class Carver {
- public:
-  explicit Carver(char* memory) : memory_(memory) {}
-  template <typename T>
-  void Take(int64_t count, T** to) {
-    *to = memory_ ? reinterpret_cast<T*>(memory_ + used_) : nullptr;
-    used_ += (count * static_cast<int64_t>(sizeof(T)) + 127) / 64 * 64;
-  }
-  int64_t used() const { return used_; }
-
- private:
-  char* memory_;
-  int64_t used_ = 0;
-};
-
-// Drawn by inverse CDF; only what has mass is ever drawn, whatever the rounding of the sums.
+// Draws an index by inverse CDF. Only an entry with mass is ever drawn, whatever the rounding of the sums.
 int64_t FirstPast(const float* masses, int64_t count, float uniform) {
   double total = 0.0;
-  for (int64_t i = 0; i < count; ++i) total += masses[i];
+  for (int64_t i = 0; i < count; ++i) {
+    total += masses[i];
+  }
   double sum = 0.0;
   for (int64_t i = 0; i < count; ++i) {
     sum += masses[i];
-    if (sum > uniform * total && masses[i] > 0.0f) return i;
+    if (sum > uniform * total && masses[i] > 0.0f) {
+      return i;
+    }
   }
   return std::max_element(masses, masses + count) - masses;
 }
 
-class Row {
+// Samples the token of one row.
+class RowSampler {
  public:
-  Row(const SampleKernel& kernel, const SampleRow& row, const SampleWork& work, const EachBlock& each)
+  RowSampler(const SampleKernel& kernel, const SampleRow& row, const SampleWork& work, const EachBlock& each)
       : kernel_(kernel), row_(row), work_(work), each_(each) {}
 
   void Choose(const SampleResult& result) {
@@ -53,9 +45,13 @@ class Row {
       *result.token = kNonFinite;
       return;
     }
-    if (row_.num_top >= 0) LogProbs(raw_peak, result);
+    if (row_.num_top >= 0) {
+      LogProbs(raw_peak, result);
+    }
     *result.token = static_cast<int32_t>(Token(raw_peak));
-    if (row_.num_top >= 0) *result.logprob = LogProb(row_.logits[*result.token]);
+    if (row_.num_top >= 0) {
+      *result.logprob = LogProb(row_.logits[*result.token]);
+    }
   }
 
  private:
@@ -72,7 +68,9 @@ class Row {
     }
     if (peak_ == -HUGE_VALF) {  // it allows none, or none with a probability
       for (int64_t id = 0; row_.mask && id < row_.vocab; ++id) {
-        if (row_.mask[id / 32] >> (id % 32) & 1) return id;
+        if (row_.mask[id / 32] >> (id % 32) & 1) {
+          return id;
+        }
       }
       return FindIn(row_.logits, work_.raw_peaks, raw_peak);
     }
@@ -93,8 +91,12 @@ class Row {
     scale_ = kLog2E / temperature;
     const float limit = row_.min_p > 0.0f ? -std::log(row_.min_p) * temperature : HUGE_VALF;
     float reach = HUGE_VALF;
-    if (row_.top_k > 0 && row_.top_k < row_.vocab) reach = CutTopK();
-    if (row_.top_p < 1.0f) reach = std::min(reach, CutTopP(reach, limit));
+    if (row_.top_k > 0 && row_.top_k < row_.vocab) {
+      reach = CutTopK();
+    }
+    if (row_.top_p < 1.0f) {
+      reach = std::min(reach, CutTopP(reach, limit));
+    }
     reach = std::min(reach, limit);
     WeighChunks(reach);
     const int64_t chunk = FirstPast(work_.masses, chunks_, row_.uniforms[0]);
@@ -107,7 +109,7 @@ class Row {
     return first + FirstPast(work_.weights, size, row_.uniforms[1]);
   }
 
-  // The distance up to which tokens are kept.
+  // The distance up to which top_k keeps tokens.
   float CutTopK() {
     // The k-th largest of a lesser number of tokens is a bound: of each chunk's largest, or of each lane's in a chunk.
     float bound = FLT_MAX;
@@ -122,11 +124,13 @@ class Row {
     return Reach(0.0f, static_cast<double>(k), static_cast<double>(row_.vocab), bound);
   }
 
-  // The same, of the tokens up to `reach`. Beyond `limit` nothing is kept anyway.
+  // The distance up to which top_p keeps tokens, of those up to `reach`. Beyond `limit` no token is kept anyway.
   float CutTopP(float reach, float limit) {
     WeighChunks(reach);
     double total = 0.0;
-    for (int64_t c = 0; c < chunks_; ++c) total += work_.masses[c];
+    for (int64_t c = 0; c < chunks_; ++c) {
+      total += work_.masses[c];
+    }
     // Tokens so light that even vocab of them are less than what may be missing; twice that, for rounding.
     const double light = (1.0 - row_.top_p) * total / (2.0 * static_cast<double>(row_.vocab));
     const double bound = std::min<double>({-std::log2(light) / scale_, reach, limit, FLT_MAX});
@@ -138,7 +142,9 @@ class Row {
   // up to `bound` if they do not.
   float Reach(float scale, double need, double total, float bound) {
     SampleRange range{peak_, scale, -1.0f, bound};
-    if (row_.vocab > kSampleBlock) Guess(need / total, &range);
+    if (row_.vocab > kSampleBlock) {
+      Guess(need / total, &range);
+    }
     double before = Collect(range);
     if (range.near >= 0.0f || range.far < bound) {
       const double reached = std::accumulate(work_.weights, work_.weights + count_, before);
@@ -150,8 +156,8 @@ class Row {
     return SampleReach(count_, kernel_.peak(work_.distances, count_), before, need, work_);
   }
 
-  // Where there is much to collect, narrows the range to where a sample, 16 tokens of each chunk, says that `share` of
-  // the weight is reached, with a margin.
+  // If there is much to collect, narrows the range to where `share` of the weight is reached, with a margin, according
+  // to a sample of 16 tokens of each chunk.
   void Guess(double share, SampleRange* range) {
     int64_t all = 0, inside = 0;
     count_ = 0;
@@ -165,18 +171,24 @@ class Row {
         inside += distance <= range->far;
       }
     }
-    if (inside < all / 8) return;
+    if (inside < all / 8) {
+      return;
+    }
     kernel_.weigh(work_.distances, count_, range->scale, work_.weights);
-    const double total = range->scale > 0.0f ? std::accumulate(work_.weights, work_.weights + count_, 0.0)
-                                             : static_cast<double>(all);
+    const double total =
+        range->scale > 0.0f ? std::accumulate(work_.weights, work_.weights + count_, 0.0) : static_cast<double>(all);
     const double margin = 6.0 * std::sqrt(share * (1.0 - share) / static_cast<double>(all));
     const float farthest = kernel_.peak(work_.distances, count_);
     const auto at = [&](double part) { return SampleReach(count_, farthest, 0.0, part * total, work_); };
-    if (share > margin) range->near = at(share - margin);
-    if (share + margin < 1.0) range->far = std::min(range->far, at(share + margin));
+    if (share > margin) {
+      range->near = at(share - margin);
+    }
+    if (share + margin < 1.0) {
+      range->far = std::min(range->far, at(share + margin));
+    }
   }
 
-  // The range's distances with their weights. Returns the weight of those nearer.
+  // Collects the distances in the range with their weights. Returns the weight of smaller distances.
   double Collect(const SampleRange& range) {
     each_([&](int64_t block) { kernel_.collect(row_, work_, block, range); });
     double nearer = 0.0;
@@ -214,7 +226,9 @@ class Row {
     int64_t rank = 0, copies = 0;
     for (; rank < wanted; ++rank) {
       const float value = kernel_.peak(peaks, chunks_);
-      if (value == -HUGE_VALF) break;
+      if (value == -HUGE_VALF) {
+        break;
+      }
       const int64_t chunk = kernel_.find(peaks, chunks_, value), first = chunk * kSampleChunk;
       if (work_.top_rows[chunk] < 0) {
         work_.top_rows[chunk] = copies++;
@@ -228,7 +242,9 @@ class Row {
       peaks[chunk] = kernel_.peak(copy, ChunkSize(chunk));
     }
     for (int64_t id = 0; rank < wanted; ++id) {  // what is left is impossible
-      if (row_.logits[id] != -HUGE_VALF) continue;
+      if (row_.logits[id] != -HUGE_VALF) {
+        continue;
+      }
       result.top_ids[rank] = static_cast<int32_t>(id);
       result.top_logprobs[rank++] = -HUGE_VALF;
     }
@@ -248,31 +264,32 @@ class Row {
 
 SampleWork CarveSample(char* memory, int64_t vocab, int64_t num_top, int64_t* bytes) {
   const int64_t chunks = SampleChunks(vocab), blocks = SampleBlocks(vocab), padded = blocks * kSampleBlock;
+  constexpr int64_t kSpare = kSampleLanes * 4;  // kernels write whole vectors
   Carver carver(memory);
   SampleWork work;
-  carver.Take(padded, &work.x);
-  carver.Take(chunks, &work.raw_peaks);
-  carver.Take(chunks, &work.peaks);
-  carver.Take(chunks * kSampleLanes, &work.lane_peaks);
-  carver.Take(blocks, &work.sums);
-  carver.Take(blocks, &work.broken);
-  carver.Take(chunks, &work.masses);
-  carver.Take(blocks, &work.counts);
-  carver.Take(blocks, &work.nearer);
-  carver.Take(padded, &work.distances);
-  carver.Take(padded, &work.weights);
-  carver.Take(padded, &work.left);
-  carver.Take(padded, &work.left_weights);
-  carver.Take(chunks * kSampleLanes, &work.order);
-  carver.Take(num_top * kSampleChunk, &work.tops);
-  carver.Take(chunks, &work.top_rows);
+  work.x = carver.Take<float>(padded, kSpare);
+  work.raw_peaks = carver.Take<float>(chunks, kSpare);
+  work.peaks = carver.Take<float>(chunks, kSpare);
+  work.lane_peaks = carver.Take<float>(chunks * kSampleLanes, kSpare);
+  work.sums = carver.Take<double>(blocks, kSpare);
+  work.broken = carver.Take<bool>(blocks, kSpare);
+  work.masses = carver.Take<float>(chunks, kSpare);
+  work.counts = carver.Take<int64_t>(blocks, kSpare);
+  work.nearer = carver.Take<double>(blocks, kSpare);
+  work.distances = carver.Take<float>(padded, kSpare);
+  work.weights = carver.Take<float>(padded, kSpare);
+  work.left = carver.Take<float>(padded, kSpare);
+  work.left_weights = carver.Take<float>(padded, kSpare);
+  work.order = carver.Take<float>(chunks * kSampleLanes, kSpare);
+  work.tops = carver.Take<float>(num_top * kSampleChunk, kSpare);
+  work.top_rows = carver.Take<int64_t>(chunks, kSpare);
   *bytes = carver.used();
   return work;
 }
 
 void SampleToken(const SampleKernel& kernel, const SampleRow& row, const SampleWork& work, const EachBlock& each,
                  const SampleResult& result) {
-  Row(kernel, row, work, each).Choose(result);
+  RowSampler(kernel, row, work, each).Choose(result);
 }
 
 }  // namespace penstock

@@ -8,8 +8,6 @@
 
 namespace penstock {
 
-constexpr int32_t kNonFinite = -2;  // in place of a token: a logit is NaN, or the largest is infinite
-
 // Calls a function for each of the row's blocks: in any order, on any threads.
 using EachBlock = std::function<void(const std::function<void(int64_t block)>&)>;
 

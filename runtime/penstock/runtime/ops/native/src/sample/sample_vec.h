@@ -26,9 +26,7 @@ inline F LoadFirst(const float* p, int count) {
 inline I LoadInts(const int32_t* p) { return _mm512_loadu_si512(p); }
 inline I LoadFirstInts(const int32_t* p, int count) { return _mm512_maskz_loadu_epi32(First(count), p); }
 inline M NonZero(I x) { return _mm512_test_epi32_mask(x, x); }
-inline F LowBits(I x, int bits) {
-  return _mm512_cvtepi32_ps(_mm512_and_si512(x, _mm512_set1_epi32((1 << bits) - 1)));
-}
+inline F LowBits(I x, int bits) { return _mm512_cvtepi32_ps(_mm512_and_si512(x, _mm512_set1_epi32((1 << bits) - 1))); }
 inline M LessEqual(F a, F b) { return _mm512_cmp_ps_mask(a, b, _CMP_LE_OQ); }
 inline M Equal(F a, F b) { return _mm512_cmp_ps_mask(a, b, _CMP_EQ_OQ); }
 inline M IsNan(F a) { return _mm512_cmp_ps_mask(a, a, _CMP_UNORD_Q); }
@@ -38,9 +36,7 @@ inline M AndNot(M a, M b) { return a & ~b; }
 inline M NoLane() { return 0; }
 inline uint32_t Bits(M m) { return m; }
 // Lanes whose bits are set in a packed array, from bit `at`, a multiple of the width, on.
-inline M PackedLanes(const int32_t* packed, int64_t at) {
-  return reinterpret_cast<const uint16_t*>(packed)[at / 16];
-}
+inline M PackedLanes(const int32_t* packed, int64_t at) { return reinterpret_cast<const uint16_t*>(packed)[at / 16]; }
 // The lanes of `m`, one after the other; writes a whole vector.
 inline void Compress(float* to, M m, F x) { _mm512_storeu_ps(to, _mm512_maskz_compress_ps(m, x)); }
 inline float Largest(F x) { return _mm512_reduce_max_ps(x); }
@@ -61,9 +57,7 @@ inline M NonZero(I x) {
   const I zero = _mm256_cmpeq_epi32(x, _mm256_setzero_si256());
   return _mm256_castsi256_ps(_mm256_xor_si256(zero, _mm256_set1_epi32(-1)));
 }
-inline F LowBits(I x, int bits) {
-  return _mm256_cvtepi32_ps(_mm256_and_si256(x, _mm256_set1_epi32((1 << bits) - 1)));
-}
+inline F LowBits(I x, int bits) { return _mm256_cvtepi32_ps(_mm256_and_si256(x, _mm256_set1_epi32((1 << bits) - 1))); }
 inline M LessEqual(F a, F b) { return _mm256_cmp_ps(a, b, _CMP_LE_OQ); }
 inline M Equal(F a, F b) { return _mm256_cmp_ps(a, b, _CMP_EQ_OQ); }
 inline M IsNan(F a) { return _mm256_cmp_ps(a, a, _CMP_UNORD_Q); }
@@ -84,7 +78,9 @@ struct alignas(32) SetLanes {
   constexpr SetLanes() {
     for (int mask = 0; mask < 256; ++mask) {
       for (int lane = 0, to = 0; lane < kWidth; ++lane) {
-        if (mask >> lane & 1) lanes[mask][to++] = lane;
+        if (mask >> lane & 1) {
+          lanes[mask][to++] = lane;
+        }
       }
     }
   }
