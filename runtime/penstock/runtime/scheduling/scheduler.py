@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 
-from penstock.runtime.errors import DuplicateRequestId, ExceedsKVCapacity, PromptTooLong, QueueFull
+from penstock.runtime.errors import DuplicateRequestId, QueueFull
 from penstock.runtime.requests.request import Finish, FinishReason, Output, Request
 from penstock.runtime.scheduling.commits import NO_VERDICTS, Commits, Verdicts
 from penstock.runtime.scheduling.endings import Endings
@@ -72,30 +72,17 @@ class Scheduler:
         return self.roster.cache.keys_of(request)
 
     def prepare(self, request: Request, now_ns: int, page_keys: Iterable[bytes]) -> Sequence:
-        """Makes the sequence that `queue` takes. Raises PromptTooLong or ExceedsKVCapacity.
-
-        The prompt must leave room for one token: len(prompt) <= max_model_len - 1. The last token of a
-        request is never an input, so a request of T tokens in all needs KV for T - 1 positions. A request
-        with max_tokens must be able to reach them (or max_model_len) alone in an empty pool. A request
-        without max_tokens needs KV for its prompt only, and ends CONTEXT_FULL at min(max_model_len, capacity
-        + 1) tokens.
+        """Makes the sequence that `queue` takes. Raises PromptTooLong or ExceedsKVCapacity, see
+        `SchedulerConfig.context_limit`.
         """
-        config = self.config
-        num_prompt = len(request.prompt_token_ids)
-        if num_prompt > config.max_model_len - 1:
-            raise PromptTooLong(num_prompt, config.max_model_len - 1)
-        capacity = config.capacity_tokens
-        max_tokens = request.stopping.max_tokens
-        most_tokens = min(config.max_model_len, num_prompt + (1 if max_tokens is None else max_tokens))
-        if most_tokens - 1 > capacity:
-            raise ExceedsKVCapacity(most_tokens - 1, capacity)
         rules = StopRules.of(
             request,
-            eos_token_ids=config.eos_token_ids,
-            context_limit=min(config.max_model_len, capacity + 1),
+            eos_token_ids=self.config.eos_token_ids,
+            context_limit=self.config.context_limit(request),
             now_ns=now_ns,
         )
-        return Sequence(request, list(request.prompt_token_ids), num_prompt, rules, now_ns, list(page_keys))
+        prompt = request.prompt_token_ids
+        return Sequence(request, list(prompt), len(prompt), rules, now_ns, list(page_keys))
 
     def queue(self, seq: Sequence) -> None:
         """Queues a sequence that `prepare` made; each may be queued once. Raises DuplicateRequestId or

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from penstock.runtime.errors import ConfigError
+from penstock.runtime.errors import ConfigError, ExceedsKVCapacity, PromptTooLong
+from penstock.runtime.requests.request import Request
 
 SCHEDULING_POLICIES = ("fcfs", "priority")
 
@@ -96,6 +97,24 @@ class SchedulerConfig:
     def capacity_tokens(self) -> int:
         """Most positions that one request can have computed, alone in an empty pool."""
         return capacity_tokens(self.num_pages, self.page_size, self.sliding_window, self.max_model_len)
+
+    def context_limit(self, request: Request) -> int:
+        """Most tokens, prompt and generated, that a request may reach. Raises PromptTooLong or
+        ExceedsKVCapacity.
+
+        The prompt must leave room for one token: len(prompt) <= max_model_len - 1. The last token of a
+        request is never an input, so T tokens in all need KV for T - 1 positions. A request with max_tokens
+        must be able to reach them (or max_model_len) alone in an empty pool. A request without max_tokens
+        only needs KV for its prompt, and ends CONTEXT_FULL at min(max_model_len, capacity + 1) tokens.
+        """
+        num_prompt = len(request.prompt_token_ids)
+        if num_prompt > self.max_model_len - 1:
+            raise PromptTooLong(num_prompt, self.max_model_len - 1)
+        capacity, max_tokens = self.capacity_tokens, request.stopping.max_tokens
+        most_tokens = min(self.max_model_len, num_prompt + (1 if max_tokens is None else max_tokens))
+        if most_tokens - 1 > capacity:
+            raise ExceedsKVCapacity(most_tokens - 1, capacity)
+        return min(self.max_model_len, capacity + 1)
 
     @property
     def by_priority(self) -> bool:
