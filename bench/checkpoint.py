@@ -1,10 +1,10 @@
-"""A checkpoint of random weights in the shape of Qwen3-0.6B, for measuring speed where there is no real one.
+"""Writes a checkpoint of random weights in the shape of Qwen3-0.6B, to measure speed without a real one.
 
     python -m bench.checkpoint --out DIR
 
-Tokens mean nothing, but every product, read and write has the size it has in the real model. Weights are
-normal with deviation 0.02 (norm weights: that around 1), so activations stay finite; the same seed writes the
-same file. Written as a stream: memory stays at one block of a tensor, however large the model.
+Tokens mean nothing, but every product, read and write has the size that it has in the real model. Weights are
+normal with deviation 0.02 (weights of norms around 1), so activations stay finite. One seed always writes the
+same file. Tensors are written block by block, so memory stays small however large the model is.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 DEVIATION = 0.02
 NUM_CONTROL = 3
-_BLOCK = 1 << 22  # values drawn at a time: 16 MiB of float32
+_BLOCK = 1 << 22  # values that are drawn at a time: 16 MiB of float32
 _MERGES = [("t", "h"), ("h", "e"), ("i", "n")]
 _CONTROL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 
@@ -35,7 +35,7 @@ _CONTROL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 class Shape:
     """Sizes of a Qwen3 decoder with tied embeddings.
 
-    num_words: how many of the vocabulary's ids the tokenizer knows as text; its control tokens follow them,
+    `num_words` is how many of the vocabulary's ids the tokenizer knows as text. Its control tokens follow,
     and the rest of the vocabulary is padding, as in the real model.
     """
 
@@ -57,14 +57,14 @@ class Shape:
 
 SHAPES = {
     "qwen3-0.6b": Shape(1024, 3072, 28, 16, 8, 128, 151_936, 151_643, 40_960),
-    # As many arrays as the real one and next to no work: for the host's share of a step.
+    # As many arrays as the real model and next to no work, to measure the host's share of a step.
     "slim": Shape(64, 128, 28, 4, 2, 64, 512, 300, 4096),
     "tiny": Shape(64, 128, 2, 4, 2, 64, 512, 300, 4096),
 }
 
 
 def config_json(shape: Shape) -> dict[str, Any]:
-    """config.json, with the fields of the real checkpoint."""
+    """The content of config.json, with the fields of the real checkpoint."""
     return {
         "architectures": ["Qwen3ForCausalLM"],
         "attention_bias": False,
@@ -95,7 +95,7 @@ def config_json(shape: Shape) -> dict[str, Any]:
 
 
 def tensor_shapes(shape: Shape) -> dict[str, tuple[int, ...]]:
-    """Name and shape of every tensor, in the order of the file; linear weights are [out, in]."""
+    """The name and shape of every tensor, in the order of the file. Linear weights are [out, in]."""
     hidden, inner = shape.hidden_size, shape.intermediate_size
     queries, keys = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
     shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (shape.vocab_size, hidden)}
@@ -118,7 +118,9 @@ def tensor_shapes(shape: Shape) -> dict[str, tuple[int, ...]]:
 
 
 def safetensors_header(shapes: dict[str, tuple[int, ...]]) -> bytes:
-    """Length and JSON of a safetensors file of bfloat16 tensors, padded to 8 bytes as its format asks."""
+    """The header of a safetensors file of bfloat16 tensors: its length and its JSON, padded to 8 bytes as the
+    format demands.
+    """
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     at = 0
     for name, size in shapes.items():
@@ -131,14 +133,18 @@ def safetensors_header(shapes: dict[str, tuple[int, ...]]) -> bytes:
 
 
 def blocks(size: int, mean: float, draw: np.random.Generator) -> Iterator[NDArray[Any]]:
-    """`size` normal values of deviation 0.02 around `mean`, bfloat16[<= 2**22] at a time."""
+    """Yield `size` normal values of deviation 0.02 around `mean`, as bfloat16 arrays of at most
+    2**22 values.
+    """
     for start in range(0, size, _BLOCK):
         values = draw.standard_normal(min(_BLOCK, size - start), np.float32)
         yield (mean + DEVIATION * values).astype(ml_dtypes.bfloat16)
 
 
 def make_tokenizer(shape: Shape) -> Tokenizer:
-    """Byte-level BPE of 256 bytes, a few merges, filler words no merge reaches, then the control tokens."""
+    """Make a byte-level BPE with 256 bytes, a few merges, filler words that no merge reaches, and the control
+    tokens.
+    """
     words = sorted(pre_tokenizers.ByteLevel.alphabet())
     words += [first + second for first, second in _MERGES]
     words += [f"Ġw{number}" for number in range(len(words), shape.num_words)]
@@ -181,7 +187,7 @@ def write_checkpoint(directory: Path, shape: Shape, seed: int = 0) -> None:
         for name, size in shapes.items():
             for block in blocks(math.prod(size), 1.0 if "norm" in name else 0.0, draw):
                 file.write(block.tobytes())
-    part.replace(directory / "model.safetensors")  # its presence means that it is whole
+    part.replace(directory / "model.safetensors")  # renamed last, so a file of this name is always complete
 
 
 def _write_json(file: Path, data: dict[str, Any]) -> None:

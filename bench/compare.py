@@ -1,11 +1,11 @@
-"""Two commits of Penstock on the same workloads, in turns, in one sitting.
+"""Compares two commits of Penstock on the same workloads, in turns.
 
     python -m bench.compare --against HEAD~1 --checkpoint bench/out/model --out bench/out/compare.jsonl
 
-A machine's speed drifts by a fifth within an hour, so figures of two runs say little. Here both engines are
-up at once, each in a process of its own, and take turns repeat by repeat. The two turns of a pair follow each
-other at once, and only the ratios within pairs are judged. Workloads, driver and figures are those of this
-tree for both; the other commit needs no more than to run with the packages that are installed.
+A machine's speed drifts by a fifth within an hour, so figures of two separate runs say little. Here both
+engines are up at once, each in a process of its own, and take turns repeat by repeat. The two turns of a pair
+follow each other directly, and only the ratios within pairs are judged. Both sides use the workloads, driver
+and figures of this tree; the other commit must only run with the packages that are installed.
 """
 
 from __future__ import annotations
@@ -33,20 +33,20 @@ from bench.measures.figures import label
 from bench.workloads import TABLE, WARMUP, Workload
 
 HERE, THERE = "here", "there"
-"""This tree as it is, and the commit it is compared with."""
+"""This tree as it is, and the commit that it is compared with."""
 TREE = Path(__file__).resolve().parent.parent
 _PACKAGES = ("jax", "jaxlib", "flax", "numpy", "grpcio", "protobuf")
 
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """The figures of both in one round."""
+    """The figures of both sides in one round."""
 
     here: Mapping[str, float]
     there: Mapping[str, float]
 
     def speed_up(self, figure: str) -> float:
-        """How much faster this tree is than the other: above 1 is better, for rates and for times alike."""
+        """How much faster this tree is than the other. Above 1 is better, for rates and for times."""
         ratio = self.here[figure] / self.there[figure]
         return ratio if figure.endswith("_per_s") else 1 / ratio
 
@@ -60,10 +60,11 @@ def take_turns(
     told: Callable[[Workload, int, str, Mapping[str, float]], None],
     say: Callable[[str], None] = print,
 ) -> dict[str, list[Pair]]:
-    """The pairs of each workload, after one round that is not counted.
+    """Run the workloads and return the pairs of each, after one round that is not counted.
 
-    Who goes first changes with each round, so that a steady drift of the machine favours neither. `told` gets
-    workload, round, side and figures of each turn. A workload that fails on one side is told and left out.
+    The side that goes first changes with each round, so that a steady drift of the machine favours neither.
+    `told` is called with workload, round, side and figures of each turn. A workload that fails on one side is
+    reported and left out.
     """
     found: dict[str, list[Pair]] = {}
     for workload in workloads:
@@ -93,8 +94,8 @@ def take_turns(
 
 
 def table(found: Mapping[str, Sequence[Pair]], names: Mapping[str, str]) -> str:
-    """Markdown: for each figure that a workload is about, the medians of both sides, the speed-up of each
-    pair and the median of those. `names` are the commits by side.
+    """A table in Markdown: for each figure that a workload is about, the medians of both sides, the speed-up
+    of each pair, and the median of those. `names` are the commits by side.
     """
     rounds = max((len(pairs) for pairs in found.values()), default=0)
     head = [
@@ -124,10 +125,11 @@ def table(found: Mapping[str, Sequence[Pair]], names: Mapping[str, str]) -> str:
 
 
 def unpack(revision: str, folder: Path, repository: Path = TREE) -> str:
-    """Write the files of a git revision into an empty folder; returns the short commit.
+    """Write the files of a git revision into an empty folder, and return the short commit. Raises ValueError
+    if git does not know the revision.
 
-    ValueError for one that git does not know. (An archive, not a worktree: a run that is killed leaves
-    nothing behind in the repository.)
+    It uses an archive and not a worktree, so that a run that is killed leaves nothing behind in the
+    repository.
     """
     try:
         commit = _git(repository, "rev-parse", "--short=12", f"{revision}^{{commit}}").decode().strip()
@@ -146,13 +148,13 @@ def _git(repository: Path, *args: str) -> bytes:
 
 
 def import_path(tree: Path) -> str:
-    """PYTHONPATH with which `penstock` is that of `tree`, whatever is installed, and `bench` is ours."""
+    """A PYTHONPATH with which `penstock` comes from `tree`, whatever is installed, and `bench` from here."""
     build = tomllib.loads((tree / "pyproject.toml").read_text())["tool"]["hatch"]["build"]
     return os.pathsep.join(str(root) for root in (*(tree / name for name in build["dev-mode-dirs"]), TREE))
 
 
 def start(tree: Path, side: str, given: Mapping[str, Any], args: argparse.Namespace) -> Side:
-    """The engine of `tree` in a process of its own."""
+    """Start the engine of `tree` in a process of its own."""
     command = [
         sys.executable,
         "-m",
@@ -187,13 +189,15 @@ def arguments() -> argparse.ArgumentParser:
         type=Path,
         default=Path("bench/out/compare.log"),
         metavar="FILE",
-        help="of the servers, with the side's name before the ending; default: %(default)s",
+        help="the servers' log, with the side's name before the ending; default: %(default)s",
     )
     return parser
 
 
 def engine_options(args: argparse.Namespace) -> dict[str, dict[str, Any]]:
-    """Of each side: bench's defaults, then what both are given, then its own. ValueError without "="."""
+    """The options of each side: bench's defaults, overridden by those of both sides, then by its own. Raises
+    ValueError for an option without "=".
+    """
     both = {**options.DEFAULTS, **options.parse(args.set)}
     return {HERE: both | options.parse(args.set_here), THERE: both | options.parse(args.set_there)}
 

@@ -1,4 +1,4 @@
-"""Throughput against concurrency as an SVG, from the records of bench.run and bench.rivals.
+"""Draws throughput against concurrency as an SVG, from the records of bench.run and bench.rivals.
 
 python -m bench.plot bench/out/*.jsonl --out bench/out/concurrency.svg
 """
@@ -22,7 +22,7 @@ _LEFT, _RIGHT, _TOP, _BOTTOM = 70, 170, 30, 50
 _COLOURS = ("#1b6ca8", "#c8553d", "#2a9d5c", "#8e5ea2", "#b8860b", "#555555")
 
 Series = Mapping[str, Mapping[int, float]]
-"""By engine: output tokens per second by number of concurrent requests."""
+"""For each engine, output tokens per second by number of concurrent requests."""
 
 
 def series(records: Iterable[Mapping[str, Any]]) -> dict[str, dict[int, float]]:
@@ -37,13 +37,15 @@ def series(records: Iterable[Mapping[str, Any]]) -> dict[str, dict[int, float]]:
 
 
 def round_up(value: float) -> float:
-    """The least of 1, 2, 5 times a power of ten that is not below a positive value."""
+    """The least number of the form 1, 2 or 5 times a power of ten that is not below a positive value."""
     power = 10.0 ** math.floor(math.log10(value))
     return next(step * power for step in (1, 2, 5, 10) if step * power >= value * (1 - 1e-9))
 
 
 def svg(found: Series) -> str:
-    """The picture: concurrency on a logarithmic axis, tokens/s from zero. ValueError without data."""
+    """Draw the picture, with concurrency on a logarithmic axis and tokens/s from zero. Raises ValueError
+    without data.
+    """
     if not found:
         raise ValueError("no concurrency workloads in these files; run with --workloads concurrency")
     step = round_up(max(max(line.values()) for line in found.values()) / 5)

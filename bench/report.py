@@ -1,4 +1,4 @@
-"""One table of several engines' records, for bench/RESULTS.md.
+"""Makes one table from the records of several engines, for bench/RESULTS.md.
 
 python -m bench.report bench/out/penstock.jsonl bench/out/vllm.jsonl
 """
@@ -27,7 +27,9 @@ def grouped(records: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, Repeats
 
 
 def comparison(found: Mapping[str, Mapping[str, Repeats]]) -> str:
-    """Markdown: a row per figure that its workload is about, a column per engine, medians."""
+    """A table in Markdown with the medians: one row for each figure that a workload is about, one column for
+    each engine.
+    """
     engines = list(found)
     lines = [f"| workload | figure | {' | '.join(engines)} |", f"|---|---|{'---:|' * len(engines)}"]
     for name, workload in TABLE.items():
@@ -40,7 +42,9 @@ def comparison(found: Mapping[str, Mapping[str, Repeats]]) -> str:
 
 
 def facts(records: Iterable[Mapping[str, Any]]) -> str:
-    """Per engine: commit, versions, options, start-up, peak memory, compiles after warm-up."""
+    """For each engine its commit, versions, options, start-up times, peak memory and compiles
+    after warm-up.
+    """
     lines: dict[str, dict[str, Any]] = {}
     for line in records:
         of = lines.setdefault(line["engine"], {"peak_rss_bytes": 0})

@@ -1,10 +1,10 @@
-"""The machine's limits, the least time each workload can take on them, and how near a measured run comes.
+"""Computes the least time that each workload can take on this machine, and how near a measured run comes.
 
     python -m bench.roofline --checkpoint DIR --results bench/out/penstock.jsonl
 
-Memory is read by one thread per core from a small C program built on the spot (numpy where there is no C
-compiler). The peak of bf16 products is that of the processor's matrix unit where it has one that the program
-can use, else what XLA reaches; both are printed.
+Memory is read by one thread per core, in a small C program that is built here (or by numpy if there is no C
+compiler). The peak of bf16 products is that of the processor's matrix unit if it has one that the program can
+use, else what XLA reaches; both are printed.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _ROUNDS = 3
 
 
 def build() -> ctypes.CDLL | None:
-    """The C program, or None without a C compiler."""
+    """Build the C program; None without a C compiler."""
     with tempfile.TemporaryDirectory() as folder:
         library = Path(folder) / "roofline.so"
         command = ["cc", "-O3", "-march=native", "-shared", "-fPIC", "-o", str(library), str(_SOURCE)]
@@ -65,7 +65,7 @@ def in_threads(work: Callable[[int], object], threads: int) -> float:
 
 
 def read_bytes_per_s(library: ctypes.CDLL | None, threads: int) -> float:
-    """Memory read by all threads together, from buffers no cache holds."""
+    """Bytes per second that all threads together read from buffers that no cache holds."""
     buffers = [np.ones(_BUFFER_BYTES // 8, np.uint64) for _ in range(threads)]
     if library is None:
         seconds = in_threads(lambda i: np.bitwise_xor.reduce(buffers[i]), threads)
@@ -75,7 +75,7 @@ def read_bytes_per_s(library: ctypes.CDLL | None, threads: int) -> float:
 
 
 def matrix_unit_operations_per_s(library: ctypes.CDLL | None, threads: int) -> float | None:
-    """Peak of bf16 products from registers; None without a matrix unit."""
+    """The peak of bf16 products from registers; None without a matrix unit."""
     if library is None or library.matmul_prepare() != 0:
         return None
     rounds = 5_000_000
@@ -86,7 +86,9 @@ def matrix_unit_operations_per_s(library: ctypes.CDLL | None, threads: int) -> f
 def xla_operations_per_s(
     tokens: int = 512, outputs: int = 3072, inputs: int = 1024, layers: int = 28
 ) -> float:
-    """What XLA reaches on the products of a 0.6B prefill step: bf16, weights [out, in], float32 sums."""
+    """Operations per second that XLA reaches on the products of a prefill step of a 0.6B model: bf16, weights
+    [out, in], float32 sums.
+    """
     weights = [jnp.full((outputs, inputs), 0.01, jnp.bfloat16) for _ in range(layers)]
     x = jnp.full((tokens, inputs), 0.01, jnp.bfloat16)
 
@@ -101,7 +103,9 @@ def xla_operations_per_s(
 def floors(
     config: ModelConfig, workload: Workload, machine: Machine, weight_bytes: float
 ) -> dict[str, tuple[Work, float]]:
-    """Work and least seconds of each part of a workload, by the name of the figure it is compared with."""
+    """The work and the least seconds of each part of a workload, by the name of the figure that it is
+    compared with.
+    """
     found: dict[str, tuple[Work, float]] = {}
     known: list[tuple[int, ...]] = []
     planned = waves(workload, 0, config.vocab_size)
@@ -120,7 +124,7 @@ def floors(
 
 
 def measured(records: Iterable[Mapping[str, Any]]) -> dict[tuple[str, str], dict[str, float]]:
-    """Median of every figure, by (engine, workload)."""
+    """The median of every figure, by (engine, workload)."""
     grouped: dict[tuple[str, str], list[Mapping[str, float]]] = {}
     for line in records:
         grouped.setdefault((line["engine"], line["workload"]), []).append(line["figures"])
@@ -133,7 +137,9 @@ def measured(records: Iterable[Mapping[str, Any]]) -> dict[tuple[str, str], dict
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.roofline", description=__doc__.split("\n")[0])
     parser.add_argument("--checkpoint", type=Path, required=True, metavar="DIR")
-    parser.add_argument("--results", type=Path, nargs="*", default=[], metavar="FILE", help="of bench.run")
+    parser.add_argument(
+        "--results", type=Path, nargs="*", default=[], metavar="FILE", help="records of bench.run"
+    )
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), metavar="N")
     parser.add_argument("--weight-bytes", type=float, default=2, metavar="N", help="1 for int8; default: 2")
     parser.add_argument("--bytes-per-s", type=float, metavar="N", help="instead of measuring it")
@@ -147,7 +153,7 @@ def main() -> int:
     print("|---|---|---:|---:|---:|" + "---:|---:|" * len(engines))
     for name in MAIN:
         if any(group.after_tokens for group in TABLE[name].groups):
-            continue  # latencies, not work
+            continue  # these workloads are about latency, not about work
         for figure, (work, least) in floors(config, TABLE[name], machine, args.weight_bytes).items():
             if not least:
                 continue

@@ -36,10 +36,14 @@ def main() -> int:
         help=f"an option of EngineConfig; bench's own defaults: {dict(options.DEFAULTS)}",
     )
     parser.add_argument(
-        "--cold", action="store_true", help="compile anew, in a compilation cache that is thrown away"
+        "--cold",
+        action="store_true",
+        help="compile everything, in a compilation cache that is deleted afterwards",
     )
     parser.add_argument("--no-steps", action="store_true", help="do not take the engine's step records")
-    parser.add_argument("--log", type=Path, default=_LOG, metavar="FILE", help="the server's; %(default)s")
+    parser.add_argument(
+        "--log", type=Path, default=_LOG, metavar="FILE", help="the server's log; default: %(default)s"
+    )
     args = parser.parse_args()
     logging.basicConfig(level=logging.WARNING)
     try:
@@ -72,7 +76,7 @@ def main() -> int:
 
 
 def start(args: argparse.Namespace, given: Mapping[str, Any]) -> InProcess | OverGrpc:
-    """The engine of the chosen mode, up."""
+    """Start the engine in the chosen mode."""
     if args.mode == "grpc":
         return OverGrpc(args.checkpoint, given, args.log)
     return InProcess(args.checkpoint, options.engine_config(given), observe=not args.no_steps)

@@ -1,8 +1,8 @@
-"""The workloads, as a table. Pure and without dependencies: every engine that is compared imports this.
+"""The workloads, as a table. Pure and without dependencies, because the runner of every engine imports it.
 
-All are greedy, ignore end tokens and give token ids. A repeat is one or more waves; a wave's jobs are
-submitted together and all end before the next begins. Lengths are the same in every repeat, tokens are not,
-so a prefix cache can help only within a repeat.
+All workloads are greedy, ignore end tokens and give token ids. A repeat is one or more waves; the jobs of a
+wave are submitted together, and all end before the next wave begins. Every repeat has the same lengths and
+other tokens, so a prefix cache can help only within a repeat.
 """
 
 from __future__ import annotations
@@ -14,12 +14,14 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 WARMUP = -1
-"""The repeat that is run first and not counted."""
+"""The number of the repeat that runs first and is not counted."""
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """One request. `after_tokens`: submit it when every job of the wave that has 0 made so many tokens."""
+    """One request. If `after_tokens` is above 0, it is submitted when every job of its wave whose value is 0
+    has generated that many tokens.
+    """
 
     token_ids: tuple[int, ...]
     max_tokens: int
@@ -31,9 +33,8 @@ Wave = tuple[Job, ...]
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """`count` requests of a wave; lengths are drawn evenly from (least, most), both included.
-
-    Prompts are `shared_prompt` tokens that all of the group have in common, then their own.
+    """`count` requests of a wave. Lengths are drawn evenly from (least, most), both included. A prompt is
+    `shared_prompt` tokens that all prompts of the group have in common, followed by its own.
     """
 
     count: int
@@ -45,13 +46,13 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """What to send. `waves` times the same jobs, token for token."""
+    """What to send: `waves` times the same jobs, token for token."""
 
     name: str
     title: str
     groups: tuple[Group, ...]
     figures: tuple[str, ...]
-    """Of `bench.measures.figures`, the ones that this workload is about, first the most important."""
+    """The figures of `bench.measures.figures` that this workload is about, the most important one first."""
     waves: int = 1
 
 
@@ -66,7 +67,7 @@ def _concurrent(count: int) -> Workload:
 
 LEVELS = (1, 2, 4, 8, 16, 32)
 CONCURRENCY = tuple(f"C{count}" for count in LEVELS)
-"""Names of the workloads of throughput against concurrency."""
+"""The names of the workloads for throughput against concurrency."""
 MAIN = ("W1", "W2", "W3", "W4", "W5", "W6")
 
 TABLE: Mapping[str, Workload] = MappingProxyType(
@@ -110,10 +111,10 @@ TABLE: Mapping[str, Workload] = MappingProxyType(
 
 
 def jobs(workload: Workload, repeat: int, num_words: int) -> Wave:
-    """The jobs of one wave of a repeat; token ids are from 0 up to, not including, `num_words`.
+    """The jobs of one wave of a repeat. Token ids are below `num_words`.
 
-    Lengths depend on the workload's name alone, tokens on name and repeat. (random.Random seeded with a
-    string is the same on every machine and Python from 3.2 on.)
+    Lengths depend only on the workload's name, tokens on name and repeat. (A random.Random seeded with a
+    string is the same on every machine, and in every Python from 3.2 on.)
     """
     lengths = random.Random(f"lengths of {workload.name}")
     tokens = random.Random(f"tokens of {workload.name} {repeat}")
@@ -132,7 +133,9 @@ def waves(workload: Workload, repeat: int, num_words: int) -> tuple[Wave, ...]:
 
 
 def select(names: Sequence[str]) -> tuple[Workload, ...]:
-    """Workloads by name; "main" and "concurrency" stand for their lists. ValueError for an unknown name."""
+    """Workloads by name; "main" and "concurrency" stand for their lists. Raises ValueError for an unknown
+    name.
+    """
     lists = {"main": MAIN, "concurrency": CONCURRENCY}
     wanted = [name for given in names for name in lists.get(given, (given,))]
     if unknown := sorted(set(wanted) - set(TABLE)):
@@ -141,8 +144,8 @@ def select(names: Sequence[str]) -> tuple[Workload, ...]:
 
 
 def shrunk(workload: Workload, divisor: int) -> Workload:
-    """The same with lengths divided, for trying a runner out: prompts of at least 2 tokens, outputs of 2
-    where there was more than 1.
+    """The workload with its lengths divided, to try a runner out. Prompts keep at least 2 tokens, and outputs
+    keep 2 if they had more than 1.
     """
 
     def less(span: tuple[int, int], least: int) -> tuple[int, int]:

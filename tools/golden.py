@@ -2,8 +2,8 @@
 
     python -m tools.golden --out tests/golden NAME ...
 
-It needs torch and transformers, which the project itself does not: run it in an environment that has both.
-tests/golden/README.md says what the files hold.
+It needs torch and transformers, which the project itself does not need: run it in an environment that has
+both. tests/golden/README.md says what the files hold.
 """
 
 from __future__ import annotations
@@ -62,11 +62,15 @@ CASES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "qwen2_yarn": ("Qwen2", {"rope_parameters": _YARN}),
     "qwen3": ("Qwen3", {"head_dim": 32, "tie_word_embeddings": True}),
 }
-"""Name to what transformers calls the family (NameConfig, NameForCausalLM), and what differs from COMMON."""
+"""From a name to what transformers calls the family (NameConfig, NameForCausalLM), and what differs from
+COMMON.
+"""
 
 
 def make_model(name: str) -> Any:
-    """A random model in float32. Norms and biases are random too, so that none can be left out unseen."""
+    """A random model in float32. Norms and biases are random, too, so that a test notices if one
+    is left out.
+    """
     family, different = CASES[name]
     torch.manual_seed(1000 + sum(map(ord, name)))
     config = getattr(transformers, f"{family}Config")(**COMMON, **different)
@@ -80,13 +84,13 @@ def make_model(name: str) -> Any:
                 parameter.add_(noise)
             elif noise is not None:
                 parameter.copy_(noise)
-        if config.tie_word_embeddings:  # else the logits would only echo the input
+        if config.tie_word_embeddings:  # otherwise the logits would only echo the input
             model.get_input_embeddings().weight.mul_(0.35)
     return model
 
 
 def save_tokenizer(folder: Path) -> None:
-    """A byte-level BPE, learnt from some sources of Python's, with a template for conversations."""
+    """Save a byte-level BPE, learnt from some of Python's sources, with a template for conversations."""
     made = tokenizers.Tokenizer(models.BPE())
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     made.decoder = decoders.ByteLevel()

@@ -1,8 +1,7 @@
 """The protoc plugin `grpc_python`, for buf.
 
-gRPC's Python generator is compiled into `grpc_tools.protoc` and exists as no program of its own, which is
-what buf needs. This turns the plugin protocol (a CodeGeneratorRequest on stdin, its response on stdout) into
-a call of that compiler on the same descriptors.
+gRPC's Python generator is compiled into `grpc_tools.protoc`, but buf needs a program. This program translates
+the plugin protocol (a CodeGeneratorRequest on stdin, its response on stdout) into a call of that compiler.
 """
 
 import sys

@@ -1,4 +1,4 @@
-"""Drives an Engine in this process: what the engine can do without gRPC."""
+"""Drives an Engine in this process, to measure it without gRPC."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _TIMEOUT_S = 1800.0
 
 
 class Collector:
-    """The sink of one wave: notes when tokens came, on the engine's thread."""
+    """The sink of one wave. It records, on the engine's thread, when tokens came."""
 
     def __init__(self, ids: Sequence[str]) -> None:
         self.arrivals: dict[str, list[tuple[float, int]]] = {request_id: [] for request_id in ids}
@@ -43,11 +43,11 @@ class Collector:
             self._changed.notify_all()
 
     def wait_for_tokens(self, ids: Sequence[str], count: int) -> None:
-        """Until each of `ids` has `count` tokens, or has ended."""
+        """Wait until each of `ids` has `count` tokens, or has ended."""
         self._wait(lambda: all(i in self.ended or sum(n for _, n in self.arrivals[i]) >= count for i in ids))
 
     def wait_for_end(self) -> None:
-        """Until every request has ended."""
+        """Wait until every request has ended."""
         self._wait(lambda: len(self.ended) == len(self.arrivals))
 
     def _wait(self, is_so: Any) -> None:
@@ -57,7 +57,7 @@ class Collector:
 
 
 def _entries(cache: Path | None) -> set[str]:
-    """Names in the compilation cache; each new program makes some."""
+    """The names in the compilation cache. Each new program adds some."""
     return {entry.name for entry in cache.iterdir()} if cache is not None and cache.is_dir() else set()
 
 
@@ -65,7 +65,9 @@ class InProcess:
     """A loaded, started engine; `startup` says how long that took."""
 
     def __init__(self, checkpoint: str, config: EngineConfig, *, observe: bool = True) -> None:
-        """Load and start. `observe`: take the engine's step records, at some microseconds a step."""
+        """Load and start. With `observe` the engine's step records are taken, which costs some microseconds a
+        step.
+        """
         self._recorder = StepRecorder() if observe else None
         kept = _entries(config.compilation_cache)
         began = time.perf_counter()
@@ -115,7 +117,7 @@ class InProcess:
         }
 
     def take_steps(self) -> list[StepRecord]:
-        """The step records since the last call; none unless observed. Call it while no request runs."""
+        """The step records since the last call; none unless observed. To be called while no request runs."""
         return self._recorder.take() if self._recorder is not None else []
 
     def close(self) -> None:

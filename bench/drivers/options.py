@@ -1,4 +1,6 @@
-"""Engine options as `--set NAME=VALUE`, so that an option added to EngineConfig can be measured at once."""
+"""Engine options in the form `--set NAME=VALUE`, so that a new option of EngineConfig can be measured at
+once.
+"""
 
 from __future__ import annotations
 
@@ -18,14 +20,16 @@ DEFAULTS: Mapping[str, Any] = MappingProxyType(
         "kv_cache_bytes": 3 * 2**30,
     }
 )
-"""Room for every workload of the table on the Qwen3-0.6B shape: W5 needs 20,480 tokens at most, W3 2,049."""
+"""Room for every workload of the table in the Qwen3-0.6B shape: W5 needs at most 20,480 tokens, W3 2,049."""
 
 _FLAGS = {"generation_config": "override-generation-config"}
-"""Of options whose flag is not their name, without the unit."""
+"""Flags that are not named as their option."""
 
 
 def parse(assignments: Sequence[str]) -> dict[str, Any]:
-    """`["page_size=32", "dtype=auto"]` to values: JSON if it is JSON, else text. ValueError without "="."""
+    """Parse assignments such as `["page_size=32", "dtype=auto"]`. A value is JSON if it can be, else text.
+    Raises ValueError for one without "=".
+    """
     found: dict[str, Any] = {}
     for assignment in assignments:
         name, equals, text = assignment.partition("=")
@@ -39,7 +43,9 @@ def parse(assignments: Sequence[str]) -> dict[str, Any]:
 
 
 def engine_config(options: Mapping[str, Any]) -> EngineConfig:
-    """Options over EngineConfig's own defaults. TypeError for an unknown one, ConfigError for a bad value."""
+    """The options over EngineConfig's own defaults. Raises TypeError for an unknown option, ConfigError for a
+    bad value.
+    """
     values = dict(options)
     for name in ("compilation_cache", "native_folder"):
         if values.get(name) is not None:
@@ -48,7 +54,7 @@ def engine_config(options: Mapping[str, Any]) -> EngineConfig:
 
 
 def serve_arguments(options: Mapping[str, Any]) -> list[str]:
-    """The same options for `penstock serve`."""
+    """The options as flags of `penstock serve`."""
     arguments: list[str] = []
     for name, value in options.items():
         flag = _FLAGS.get(name, name.removesuffix("_s").replace("_", "-"))

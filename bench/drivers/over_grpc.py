@@ -1,4 +1,6 @@
-"""Drives `penstock serve` in its own process through the asyncio client: what users of the server get."""
+"""Drives `penstock serve` in its own process through the asyncio client, to measure what users of a server
+get.
+"""
 
 from __future__ import annotations
 
@@ -21,10 +23,12 @@ _STOP_S = 30.0
 
 
 class OverGrpc:
-    """A running server and a client's connection to it."""
+    """A running server, and a client's connection to it."""
 
     def __init__(self, checkpoint: str, options: Mapping[str, Any], log: Path) -> None:
-        """Start the server and wait for it; its log goes to `log`. RuntimeError if it does not come up."""
+        """Start the server and wait for it; its log goes to `log`. Raises RuntimeError if it does not come
+        up.
+        """
         log.parent.mkdir(parents=True, exist_ok=True)
         command = [sys.executable, "-m", "penstock.cli", "serve", checkpoint, "--port", "0"]
         began = time.perf_counter()
@@ -61,7 +65,7 @@ async def _connect(address: str) -> AsyncClient:
 
 
 class _Early:
-    """Tells late jobs when every early one has made so many tokens."""
+    """Lets late jobs wait until every early job has generated enough tokens."""
 
     def __init__(self, jobs: Sequence[Job]) -> None:
         self._counts = {i: 0 for i, job in enumerate(jobs) if not job.after_tokens}

@@ -1,4 +1,4 @@
-"""Runs workloads on a driver and writes what came of them; the same for every engine.
+"""Runs workloads on a driver and records the figures, in the same way for every engine.
 
 Needs only the standard library and Penstock's sources: see `bench.measures.figures`.
 """
@@ -17,18 +17,20 @@ from bench.workloads import MAIN, WARMUP, Job, Workload, select, shrunk, waves
 from penstock.cli.measuring.stats import RequestTrace
 
 NUM_WORDS = 151_643
-"""Token ids of prompts are below this: text in every Qwen tokenizer, no control tokens."""
+"""Token ids of prompts are below this: they are text in every Qwen tokenizer, and not control tokens."""
 
 
 class Driver(Protocol):
-    """An engine that is up. Times of traces are `time.perf_counter`'s."""
+    """An engine that is up. The times of traces are those of `time.perf_counter`."""
 
     def run_wave(self, jobs: Sequence[Job]) -> list[RequestTrace]:
-        """Submit all at once (late ones when they are due) and wait for all; traces in the order of jobs."""
+        """Submit all jobs at once (late ones when they are due) and wait for all. Returns the traces in the
+        order of the jobs.
+        """
         ...
 
     def about_repeat(self) -> Mapping[str, Any]:
-        """What the engine tells of the repeat that just ended, such as `peak_rss_bytes`."""
+        """Facts about the repeat that has just ended, such as `peak_rss_bytes`."""
         ...
 
 
@@ -48,9 +50,10 @@ class Session:
 
 
 def measure(driver: Driver, session: Session) -> dict[str, list[dict[str, float]]]:
-    """One warm-up and the repeats of each workload; figures of the repeats by workload name.
+    """Run one warm-up and the repeats of each workload, and return the figures of the repeats by workload
+    name.
 
-    A workload that fails is told and left out, so that the others still count.
+    A workload that fails is reported and left out, so that the others still count.
     """
     about = {
         "engine": session.engine,
@@ -81,13 +84,13 @@ def measure(driver: Driver, session: Session) -> dict[str, list[dict[str, float]
 
 
 def one_repeat(driver: Driver, workload: Workload, repeat: int, num_words: int) -> dict[str, float]:
-    """The figures of one repeat. ValueError if a request failed."""
+    """The figures of one repeat. Raises ValueError if a request failed."""
     planned = waves(workload, repeat, num_words)
     return figures(planned[0], [driver.run_wave(wave) for wave in planned])
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What every runner of one engine takes."""
+    """Add the arguments that every runner of one engine has."""
     add_workload_arguments(parser)
     parser.add_argument("--repeats", type=int, default=3, metavar="N", help="after one warm-up; default: 3")
     parser.add_argument(
@@ -96,7 +99,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_workload_arguments(parser: argparse.ArgumentParser) -> None:
-    """What is run, and where it is written."""
+    """Add the arguments for what is run and where it is recorded."""
     parser.add_argument("--checkpoint", required=True, metavar="DIR", help="see bench.checkpoint")
     parser.add_argument(
         "--workloads",
@@ -118,6 +121,6 @@ def add_workload_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def chosen(args: argparse.Namespace) -> tuple[Workload, ...]:
-    """The workloads of parsed arguments. ValueError for an unknown name."""
+    """The workloads that the arguments name. Raises ValueError for an unknown name."""
     workloads = select(args.workloads.split(","))
     return tuple(shrunk(workload, args.shrink) for workload in workloads) if args.shrink > 1 else workloads

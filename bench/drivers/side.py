@@ -1,8 +1,9 @@
-"""A driver in a process of its own, so that two versions of Penstock can be up at once (`bench.compare`).
+"""Runs a driver in a process of its own, so that two versions of Penstock can be up at once
+(`bench.compare`).
 
-The process (`bench.drivers.side_process`) reads waves from standard input, one a line, and answers each with
-its traces. Between two waves it waits for a line, which costs nothing. Only the waves are run there; figures
-are made of the traces by who asked. Needs only the standard library and Penstock's sources.
+The process (`bench.side_process`) reads waves from standard input, one a line, and answers each with its
+traces. Between two waves it waits for a line, which costs nothing. It runs only the waves; the process that
+asked computes the figures from the traces. Needs only the standard library and Penstock's sources.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ class Side:
 
     def __init__(self, command: Sequence[str], environment: Mapping[str, str]) -> None:
         """Start `command`, which calls `serve`. `wait_until_up` must be called next."""
-        # A session of its own: an interrupt from the keyboard is for the parent, which then ends the child.
+        # The child has a session of its own, so that an interrupt from the keyboard goes to the parent, which
+        # then ends the child.
         self._command = " ".join(command)
         self._process = subprocess.Popen(
             command,
@@ -40,7 +42,7 @@ class Side:
         self.startup: Mapping[str, Any] = {}
 
     def wait_until_up(self) -> None:
-        """RuntimeError if the engine does not come up."""
+        """Wait until the engine is up. Raises RuntimeError if it does not come up."""
         self.startup = self._answer()
 
     def run_wave(self, jobs: Sequence[Job]) -> list[RequestTrace]:
@@ -55,7 +57,7 @@ class Side:
     def close(self) -> None:
         """End the engine and its process."""
         assert self._process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # of a process that is gone
+        with contextlib.suppress(BrokenPipeError):  # the process is gone
             self._process.stdin.close()
         try:
             self._process.wait(_STOP_S)
@@ -67,7 +69,7 @@ class Side:
 
     def _ask(self, command: Mapping[str, Any]) -> dict[str, Any]:
         assert self._process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # it is gone: reading tells with what
+        with contextlib.suppress(BrokenPipeError):  # the process is gone, and reading reports its exit code
             print(json.dumps(command), file=self._process.stdin, flush=True)
         return self._answer()
 
@@ -86,7 +88,7 @@ def _trace(fields: Mapping[str, Any]) -> RequestTrace:
 
 
 def serve(driver: Driver, startup: Mapping[str, Any], commands: TextIO, answers: TextIO) -> None:
-    """Say that the engine is up and run what is asked until there is nothing more."""
+    """Report that the engine is up, then run what is asked until there is nothing more."""
 
     def answer(value: Mapping[str, Any]) -> None:
         print(json.dumps(value), file=answers, flush=True)
@@ -105,7 +107,9 @@ def serve(driver: Driver, startup: Mapping[str, Any], commands: TextIO, answers:
 
 
 def own_output() -> TextIO:
-    """Standard output for the answers alone: what anything else prints goes to standard error from now on."""
+    """Keep standard output for the answers: everything else that is printed goes to standard error from now
+    on.
+    """
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     return answers

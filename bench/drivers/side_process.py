@@ -1,6 +1,6 @@
-"""The process at the other end of `bench.drivers.side`: an engine of whatever `penstock` is on PYTHONPATH.
+"""The process at the other end of `bench.side`. It runs an engine of whichever `penstock` is on PYTHONPATH.
 
-python -m bench.drivers.side_process --checkpoint DIR
+python -m bench.side_process --checkpoint DIR
 """
 
 from __future__ import annotations
@@ -22,11 +22,13 @@ def main() -> int:
     )
     parser.add_argument("--checkpoint", required=True, metavar="DIR")
     parser.add_argument("--mode", choices=("inprocess", "grpc"), default="inprocess")
-    parser.add_argument("--options", type=json.loads, default={}, metavar="JSON", help="of EngineConfig")
-    parser.add_argument("--log", type=Path, default=Path("bench/out/side.log"), help="the server's")
+    parser.add_argument(
+        "--options", type=json.loads, default={}, metavar="JSON", help="fields of EngineConfig"
+    )
+    parser.add_argument("--log", type=Path, default=Path("bench/out/side.log"), help="the server's log")
     args = parser.parse_args()
     answers = own_output()
-    # No step records: they cost microseconds, and what they hold may differ between the versions.
+    # No step records are taken: they cost microseconds, and the two versions may record different things.
     driver = (
         OverGrpc(args.checkpoint, args.options, args.log)
         if args.mode == "grpc"

@@ -1,9 +1,9 @@
-"""How many operations and bytes a workload needs at least, counted from the model's config. Pure.
+"""Counts the operations and bytes that a workload needs at least, from the model's config. Pure functions.
 
-Counted: products with the weights, attention's two products, reading each weight once a pass, reading the
-keys and values that a token attends to. Left out as small: norms, RoPE, sampling, writing KV. A wave is taken
-in two phases, as if by an engine with a perfect prefix cache: one pass over every prompt token that no
-earlier prompt has computed, then one pass per decode step over the requests that still run.
+It counts products with the weights, attention's two products, reading each weight once a pass, and reading
+the keys and values that a token attends to. It leaves out small things: norms, RoPE, sampling, writing KV. A
+wave has two phases, as in an engine with a perfect prefix cache: one pass over every prompt token that no
+earlier prompt has computed, then one pass for each decode step over the requests that still run.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from penstock.runtime.models.config import ModelConfig
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """Of one pass over the model, or of many in a row."""
+    """The work of one or more passes over the model."""
 
     operations: float
-    """Floating-point, a multiply-add as two."""
+    """Floating-point operations; a multiply-add counts as two."""
     bytes_read: float
 
     def __add__(self, other: Work) -> Work:
@@ -36,7 +36,7 @@ class Machine:
     bytes_per_s: float
 
     def seconds(self, work: Work) -> float:
-        """The least time of one pass: computing and reading overlap fully."""
+        """The least time of one pass, if computing and reading overlap fully."""
         return max(work.operations / self.operations_per_s, work.bytes_read / self.bytes_per_s)
 
 
@@ -45,24 +45,25 @@ Span = tuple[int, int]
 
 
 def layer_weights(config: ModelConfig) -> int:
-    """Number of weights in all layers' products, without embedding and head."""
+    """The number of weights in all layers' products, without embedding and head."""
     queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     attention = config.hidden_size * (2 * queries + 2 * keys)
     return config.num_layers * (attention + 3 * config.hidden_size * config.intermediate_size)
 
 
 def head_weights(config: ModelConfig) -> int:
-    """Number of weights in the product that gives logits."""
+    """The number of weights in the product that gives logits."""
     return config.vocab_size * config.hidden_size
 
 
 def one_pass(
     config: ModelConfig, spans: Sequence[Span], *, weight_bytes: float = 2, kv_bytes: float = 2
 ) -> Work:
-    """Work of one pass that computes these spans and samples one token for each.
+    """The work of one pass that computes these spans and samples one token for each.
 
-    weight_bytes, kv_bytes: size of one value. A position p attends to p + 1 positions: 4 operations for each,
-    head and dimension (a multiply-add for the score and one for the sum of values).
+    `weight_bytes` and `kv_bytes` are the sizes of one value. A position p attends to p + 1 positions: 4
+    operations for each position, head and dimension (a multiply-add for the score, and one for the sum of
+    values).
     """
     tokens = sum(end - start for start, end in spans)
     attended = sum((end * (end + 1) - start * (start + 1)) // 2 for start, end in spans)
@@ -75,15 +76,16 @@ def one_pass(
 
 
 def prefill_spans(jobs: Sequence[Job], known: Sequence[tuple[int, ...]] = ()) -> list[Span]:
-    """What is left to compute of each prompt when every shared beginning is computed once.
+    """What is left to compute of each prompt if every shared beginning is computed once.
 
-    known: prompts computed before. The last token of a prompt is always computed: its logits are needed.
+    `known` are prompts computed before. The last token of a prompt is always computed, because its logits are
+    needed.
     """
     seen = sorted(known)
     spans: list[Span] = []
     for job in jobs:
         prompt = job.token_ids
-        at = bisect.bisect_left(seen, prompt)  # the longest common beginning is with a neighbour
+        at = bisect.bisect_left(seen, prompt)  # a neighbour in this order has the longest common beginning
         shared = max((_common(prompt, other) for other in seen[max(0, at - 1) : at + 1]), default=0)
         spans.append((min(shared, len(prompt) - 1), len(prompt)))
         seen.insert(at, prompt)
@@ -96,7 +98,9 @@ def _common(one: tuple[int, ...], other: tuple[int, ...]) -> int:
 
 
 def decode_spans(jobs: Sequence[Job]) -> list[list[Span]]:
-    """The spans of each decode step, all requests in step: step t computes the t-th generated token."""
+    """The spans of each decode step if all requests decode together: step t computes the t-th generated
+    token.
+    """
     longest = max(job.max_tokens for job in jobs)
     return [
         [(len(job.token_ids) + step - 1, len(job.token_ids) + step) for job in jobs if job.max_tokens > step]

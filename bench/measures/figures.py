@@ -1,6 +1,7 @@
-"""From what a client saw of each request to figures. Pure; the statistics are `penstock bench`'s.
+"""Computes figures from what a client saw of each request. Pure functions; the statistics are those of
+`penstock bench`.
 
-Needs no installation of Penstock beyond its sources, since the runners of other engines use it too.
+It needs only Penstock's sources and no installation, because the runners of other engines use it, too.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from penstock.cli.measuring.stats import (
 )
 
 Traces = Sequence[RequestTrace]
-"""Of one wave, in the order of its jobs."""
+"""The traces of one wave, in the order of its jobs."""
 
 UNITS = {
     "decode_tokens_per_s": "tok/s",
@@ -36,20 +37,23 @@ UNITS = {
 
 
 def wall_s(traces: Traces) -> float:
-    """From the first submission to the last end, in seconds."""
+    """Seconds from the first submission to the last end."""
     return max(trace.ended for trace in traces) - min(trace.sent for trace in traces)
 
 
 def figures(jobs: Wave, waves: Sequence[Traces]) -> dict[str, float]:
-    """Everything that can be said of one repeat; what does not apply is left out.
+    """All figures of one repeat that apply.
 
-    decode_tokens_per_s: of one request, tokens after the first message by the time since it; the median of
-    all. prefill_tokens_per_s: prompt tokens by time to first token, where there is one request; decode_s:
-    from its first token to its last. output_tokens_per_s: all tokens made by the wall time of all waves.
-    itl_*: gaps between messages; where jobs came late, of the others, and only the gaps that overlap the wait
-    for a late first token. late_ttft_s: longest time to first token of a late job.
+    - decode_tokens_per_s: for each request, tokens after the first message by the time since it; the median
+      of all requests.
+    - prefill_tokens_per_s: prompt tokens by time to first token, for a single request; decode_s: from its
+      first token to its last.
+    - output_tokens_per_s: all generated tokens by the wall time of all waves.
+    - itl_*: gaps between messages. If jobs came late, only gaps of the other jobs that overlap the wait for a
+      late first token.
+    - late_ttft_s: the longest time to first token of a late job.
 
-    Raises ValueError if a request failed or made another number of tokens than asked.
+    Raises ValueError if a request failed, or generated another number of tokens than it was asked for.
     """
     for traces in waves:
         _check(jobs, traces)
@@ -96,7 +100,9 @@ def _ttft(trace: RequestTrace) -> float:
 
 
 def _gaps_during(jobs: Wave, traces: Traces) -> list[float]:
-    """Gaps of the early jobs that overlap the time from the first late submission to the last late token."""
+    """The gaps of the early jobs that overlap the time from the first late submission to the last late first
+    token.
+    """
     pairs = list(zip(jobs, traces, strict=True))
     late = [trace for job, trace in pairs if job.after_tokens]
     begin = min(trace.sent for trace in late)
@@ -110,7 +116,7 @@ def _gaps_during(jobs: Wave, traces: Traces) -> list[float]:
 
 
 def medians(repeats: Sequence[Mapping[str, float]]) -> dict[str, tuple[float, float, float]]:
-    """(median, least, most) of each figure that every repeat has."""
+    """The median, least and most of each figure that every repeat has."""
     names = [name for name in repeats[0] if all(name in repeat for repeat in repeats)]
     columns = {name: [repeat[name] for repeat in repeats] for name in names}
     return {name: (median(values), min(values), max(values)) for name, values in columns.items()}
@@ -125,7 +131,9 @@ def label(figure: str) -> str:
 
 
 def table(results: Mapping[str, Sequence[Mapping[str, float]]]) -> str:
-    """For a terminal and for Markdown: per workload the medians of its repeats, with least and most."""
+    """A table for a terminal and for Markdown: for each workload the medians of its repeats, with least and
+    most.
+    """
     lines = ["| workload | figure | median | least | most |", "|---|---|---:|---:|---:|"]
     for name, repeats in results.items():
         found = medians(repeats)

@@ -1,6 +1,6 @@
-"""What is written of a run: one JSON object per line, with everything needed to judge or repeat it.
+"""Records of runs: one JSON object per line, with everything that is needed to judge or repeat a run.
 
-Standard library only: the runners of other engines use it in their own environments.
+It needs only the standard library, because the runners of other engines use it in their own environments.
 """
 
 from __future__ import annotations
@@ -17,7 +17,9 @@ from typing import Any
 
 
 def machine() -> dict[str, Any]:
-    """Processor, what of its instruction set matters here, cores this process may use, memory in bytes."""
+    """The processor, the relevant parts of its instruction set, the cores that this process may use, and the
+    memory in bytes.
+    """
     info = _lines(Path("/proc/cpuinfo"))
     flags = set(info.get("flags", "").split())
     wanted = ("avx2", "avx512f", "avx512_bf16", "avx512_vnni", "amx_tile", "amx_bf16", "amx_int8")
@@ -31,7 +33,7 @@ def machine() -> dict[str, Any]:
 
 
 def versions(packages: Iterable[str]) -> dict[str, str]:
-    """Python's and those of the packages that are installed."""
+    """The versions of Python and of those packages that are installed."""
     found = {"python": platform.python_version()}
     for name in packages:
         try:
@@ -42,7 +44,7 @@ def versions(packages: Iterable[str]) -> dict[str, str]:
 
 
 def commit() -> str:
-    """The sources' git commit, with "+" when they differ from it; empty without git."""
+    """The git commit of the sources, with "+" if they differ from it; empty without git."""
     here = Path(__file__).parent
     try:
         head = _git(here, "rev-parse", "--short=12", "HEAD")
@@ -58,13 +60,15 @@ def _git(folder: Path, *args: str) -> str:
 
 
 def own_peak_rss_bytes() -> int:
-    """The most memory this process, or any one child that has ended, ever held."""
+    """The most memory that this process, or any single child that has ended, ever held."""
     kinds = (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)
     return max(resource.getrusage(kind).ru_maxrss for kind in kinds) * 1024
 
 
 def peak_rss_bytes(pid: int) -> int:
-    """The same of a running process and of its children, each at its own peak, added up; 0 if it is gone."""
+    """The peak memory of a running process and of its children, each at its own peak, added up; 0 if it is
+    gone.
+    """
     return sum(_peak(each) for each in [pid, *children(pid)])
 
 
@@ -73,7 +77,7 @@ def _peak(pid: int) -> int:
 
 
 def children(pid: int) -> list[int]:
-    """Ids of all descendants of a process."""
+    """The ids of all descendants of a process."""
     parents: dict[int, list[int]] = {}
     for status in Path("/proc").glob("[0-9]*/status"):
         fields = _lines(status)
@@ -88,7 +92,7 @@ def children(pid: int) -> list[int]:
 
 
 def _lines(file: Path) -> dict[str, str]:
-    """`name: value` lines, the first of each name; empty if the file is gone."""
+    """The `name: value` lines of a file, the first of each name; empty if the file is gone."""
     found: dict[str, str] = {}
     try:
         text = file.read_text()
@@ -101,14 +105,14 @@ def _lines(file: Path) -> dict[str, str]:
 
 
 def write_line(file: Path, record: dict[str, Any]) -> None:
-    """Append one record; the folder is made."""
+    """Append one record. The folder is created if needed."""
     file.parent.mkdir(parents=True, exist_ok=True)
     with file.open("a", encoding="utf-8") as out:
         out.write(json.dumps(record, default=str) + "\n")
 
 
 def read_lines(file: Path) -> Iterator[dict[str, Any]]:
-    """All records of a file."""
+    """Read all records of a file."""
     with file.open(encoding="utf-8") as lines:
         for line in lines:
             if line.strip():

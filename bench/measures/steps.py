@@ -1,4 +1,6 @@
-"""Where the time of an engine's steps goes, from its own step records. Pure, but for the recorder."""
+"""Tells where the time of an engine's steps goes, from its step records. Pure functions, except for the
+recorder.
+"""
 
 from __future__ import annotations
 
@@ -21,19 +23,19 @@ class StepRecorder:
         self._records.append(record)
 
     def take(self) -> list[StepRecord]:
-        """The records so far, once; call it while no request runs."""
+        """Return the records so far and forget them. To be called while no request runs."""
         records, self._records = self._records, []
         return records
 
 
 def phases_us(records: Sequence[StepRecord]) -> list[dict[str, float]]:
-    """Microseconds of each phase of each step; what cannot be told of a step is left out.
+    """Microseconds of each phase of each step. A phase that cannot be computed for a step is left out.
 
-    schedule: making the plan. dispatch: packing and calling the program. wait: for its result, from when the
-    engine's thread had nothing else to do. commit: what ended. deliver: from there to the next plan (sinks,
-    bookkeeping). idle: how long the device had no work before this step, as far as the host can see. An
-    engine that dispatches a step before it reads the one before does all but `wait` while the device works.
-    Gaps in which no request was running are in none of them.
+    schedule: making the plan. dispatch: packing and calling the program. wait: for the result, from when the
+    engine's thread had nothing else to do. commit: deciding what ended. deliver: from there to the next plan
+    (sinks, bookkeeping). idle: how long the device had no work before this step, as far as the host can see.
+    An engine that dispatches a step before it reads the one before does everything but `wait` while the
+    device works. Gaps in which no request ran belong to no phase.
     """
     records = sorted(records, key=lambda record: record.dispatched_ns)
     starts = [record.started_ns for record in records]
@@ -56,13 +58,13 @@ def phases_us(records: Sequence[StepRecord]) -> list[dict[str, float]]:
 
 
 def _continues(before: StepRecord, after: StepRecord) -> bool:
-    """Whether a request ran in both, so that the engine cannot have been waiting for work between them."""
+    """Whether a request ran in both steps, so that the engine cannot have waited for work between them."""
     return not set(before.request_ids).isdisjoint(after.request_ids)
 
 
 def summary(records: Sequence[StepRecord]) -> dict[str, dict[str, float]]:
-    """Per kind of step ("decode", "mixed"): dispatches, steps (a dispatch may be a window of several), and
-    p50 and p90 of each phase of a dispatch in microseconds.
+    """For each kind of step ("decode", "mixed"): the number of dispatches, of steps (a dispatch may be a
+    window of several), and p50 and p90 of each phase of a dispatch in microseconds.
     """
     records = sorted(records, key=lambda record: record.dispatched_ns)
     phases = phases_us(records)

@@ -1,10 +1,10 @@
-"""What bfloat16 and int8 weights change: next-token distributions against float32 on the same text.
+"""Measures what bfloat16 and int8 weights change: next-token distributions against float32 on the same text.
 
-python -m bench.probes.accuracy --model demo
+    python -m bench.accuracy --model demo
 
-The text is the float32 model's own, sampled at temperature 1 from short prompts. Every position is scored by
-every format: how often the likeliest token is float32's, the mean KL(float32 || format) in nats, and
-the perplexity of the text.
+The text is sampled from the float32 model at temperature 1, from short prompts. Each format scores every
+position: how often its likeliest token is float32's, the mean KL(float32 || format) in nats, and the
+perplexity of the text.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from penstock.runtime.requests.request import SamplingParams, StoppingParams
 
 PROMPTS = ("Once upon a time", "The little", "What is 3 + 4?", "Tell me about", "Hello", "In the morning")
 LENGTH = 128
-"""Tokens of a text, prompt and sample together."""
+"""Tokens of one text, prompt and sample together."""
 
 
 def sample_texts(model: str, per_prompt: int) -> list[list[int]]:
-    """Token ids of texts of LENGTH, sampled from the model in float32."""
+    """Token ids of texts of LENGTH tokens, sampled from the model in float32."""
     engine = Engine.from_pretrained(model, EngineConfig(dtype="float32", max_num_seqs=4, show_progress=False))
     engine.start()
     texts: list[list[int]] = []
@@ -57,7 +57,9 @@ def sample_texts(model: str, per_prompt: int) -> list[list[int]]:
 def scorer(
     directory: Path, config: ModelConfig, dtype: str, linear: LinearFormat, backend: Backend
 ) -> Callable[[Sequence[int]], NDArray[np.float64]]:
-    """Tokens of one text -> log-probabilities float64 [LENGTH, V] of the token after each."""
+    """Make a function from the tokens of one text to log-probabilities float64 [LENGTH, V] of the token after
+    each.
+    """
     leaves = state_to_leaves(load_weights(directory, config, dtype, linear=linear, progress=False))
     page_size = 16
     pages = LENGTH // page_size

@@ -1,9 +1,10 @@
-"""What requests without a grammar lose when one with a grammar runs beside them.
+"""Measures how much slower rows without a grammar get when a row with a grammar runs beside them.
 
-    python -m bench.probes.beside --checkpoint bench/out/model
+    python -m bench.beside --checkpoint bench/out/model
 
-One engine runs two kinds of batch in turns: all rows plain, and one row of as many with a grammar. The figure
-is the pace of the plain rows. The grammar's vocabulary is made up, since the checkpoint has no tokenizer.
+One engine runs two kinds of batch in turns: one in which all rows are plain, and one in which one row of as
+many has a grammar. The figure is the pace of the plain rows. The grammar's vocabulary is made up, because the
+checkpoint has no tokenizer.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from penstock.runtime.requests.grammar import Grammar
 from penstock.runtime.requests.request import Request, SamplingParams, StoppingParams
 
 PATTERN = "[a-z ]{100000}"
-"""It ends later than any measurement, so its row stays to the end."""
+"""Matches longer texts than any measurement generates, so its row stays until the end."""
 _PROMPT, _SEED = 128, 7
 
 
@@ -37,7 +38,7 @@ def pace(arrivals: Sequence[tuple[float, int]], after: float) -> float:
 def plain_pace(
     driver: InProcess, name: str, args: argparse.Namespace, constraint: TokenConstraint | None
 ) -> float:
-    """The median pace of the plain rows, in tokens per second, from when every row has made tokens."""
+    """The median pace of the plain rows, in tokens per second, from when every row has generated tokens."""
     rng = random.Random(_SEED)
     ids = [f"{name}-{i}" for i in range(args.rows)]
     sink = Collector(ids)
@@ -48,7 +49,7 @@ def plain_pace(
                 request_id,
                 tuple(rng.randrange(args.num_words) for _ in range(_PROMPT)),
                 SamplingParams(temperature=0.0),
-                # The last row is there until the others have ended.
+                # The last row runs until the others have ended.
                 StoppingParams(max_tokens=args.tokens * 4 if last else args.tokens, ignore_eos=True),
                 constraint=constraint if last else None,
             ),
@@ -70,7 +71,7 @@ def main() -> int:
     parser.add_argument("--checkpoint", required=True, metavar="DIR", help="see bench.checkpoint")
     parser.add_argument("--rows", type=int, default=8, metavar="N", help="default: %(default)s")
     parser.add_argument(
-        "--tokens", type=int, default=96, metavar="N", help="of each plain row; default: %(default)s"
+        "--tokens", type=int, default=96, metavar="N", help="tokens of each plain row; default: %(default)s"
     )
     parser.add_argument("--repeats", type=int, default=3, metavar="N", help="default: %(default)s")
     parser.add_argument(

@@ -1,10 +1,10 @@
-"""What sampling features cost per decode step, against greedy.
+"""Measures what sampling features cost for each decode step, against greedy sampling.
 
-    python -m bench.probes.features --checkpoint bench/out/model
+    python -m bench.features --checkpoint bench/out/model
 
-One engine, 16 rows that decode; each feature for all rows, in turns, so that a change of the machine's speed
-hits all alike. Grammars are compiled for a made-up vocabulary of the model's size, since the checkpoint has
-no tokenizer.
+One engine decodes 16 rows. Each feature is used by all rows, and the features take turns, so that a change of
+the machine's speed affects all alike. Grammars are compiled for a made-up vocabulary of the model's size,
+because the checkpoint has no tokenizer.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def made_up_vocabulary(vocab_size: int) -> Vocabulary:
 
 
 def variants(compiled: CompiledGrammar | None) -> Mapping[str, Callable[[Request], Request]]:
-    """Name to what it makes of a greedy request."""
+    """From the name of each feature to a function that adds it to a greedy request."""
     greedy = SamplingParams(temperature=0.0)
     drawn = SamplingParams(temperature=0.8, top_k=50, top_p=0.9, min_p=0.05, seed=1)
     penalties = {"presence_penalty": 0.5, "frequency_penalty": 0.5, "repetition_penalty": 1.1}
@@ -86,7 +86,7 @@ def variants(compiled: CompiledGrammar | None) -> Mapping[str, Callable[[Request
 
 
 def step_ms(records: Sequence[StepRecord], num_rows: int) -> list[float]:
-    """Milliseconds from one commit to the next, per decode step, while all rows decode."""
+    """Milliseconds from one commit to the next for each decode step, while all rows decode."""
     full = [r for r in records if r.decode_only and r.num_rows == num_rows]
     return [
         (after.committed_ns - before.committed_ns) / 1e6 / after.num_steps
@@ -98,7 +98,7 @@ def step_ms(records: Sequence[StepRecord], num_rows: int) -> list[float]:
 def run(
     driver: InProcess, make: Callable[[Request], Request], name: str, args: argparse.Namespace
 ) -> list[float]:
-    """Decode-step times of one wave."""
+    """The decode-step times of one wave, in milliseconds."""
     rng = random.Random(_SEED)
     requests = [
         make(

@@ -1,7 +1,7 @@
-"""`penstock serve` with a watch on its event loop, for `bench.probes.loop_hold`. Run as a file, so that the
-server may be another commit's: PYTHONPATH says which.
+"""`penstock serve` with a watch on its event loop, for `bench.loop_hold`.
 
-Each line on stdin is answered with one on stdout: the longest times in ms since the line before, as JSON.
+It is run as a file, so that PYTHONPATH may choose the server of another commit. It answers each line on stdin
+with one on stdout: the longest times in ms since the line before, as JSON.
 """
 
 from __future__ import annotations
@@ -20,14 +20,16 @@ _EVERY_S = 0.001
 
 
 class Watch:
-    """The longest that the event loop, and whoever asks the engine for its load, had to wait."""
+    """Measures the longest waits for the event loop, and for the engine when it is asked for its load."""
 
     def __init__(self) -> None:
         self.loop_s = self.busy_s = self.load_s = 0.0
         self._task: asyncio.Task[None] | None = None
 
     async def watch_loop(self) -> None:
-        """A time in which this process had no processor is the machine's doing: `busy_s` leaves it out."""
+        """Measure how late the loop wakes up. `busy_s` leaves out time in which this process had no
+        processor, because that is the machine's doing.
+        """
         last, worked = time.perf_counter(), time.process_time()
         while True:
             await asyncio.sleep(_EVERY_S)
@@ -37,7 +39,7 @@ class Watch:
             last, worked = time.perf_counter(), time.process_time()
 
     def watch_engine(self, engine: Any) -> None:
-        """On a thread of its own: how long the engine's lock, and the interpreter, are not to be had."""
+        """Measure, on a thread of its own, how long the engine's lock and the interpreter are unavailable."""
         while True:
             time.sleep(5 * _EVERY_S)
             before = time.perf_counter()
@@ -58,7 +60,7 @@ class Watch:
 
 
 def watched() -> None:
-    """Every server of this process is watched from when its engine has started."""
+    """Watch every server of this process from the moment its engine has started."""
     start_engine = PenstockServer.start_engine
 
     async def start(server: PenstockServer) -> None:

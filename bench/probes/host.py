@@ -1,10 +1,10 @@
-"""How long the host works per decode step, at many rows.
+"""Measures how long the host works for each decode step, with many rows.
 
-    python -m bench.probes.host --rows 64
+    python -m bench.host --rows 64
 
-Runs an engine on a model with as many arrays as Qwen3-0.6B and next to no work, so that little but the host's
-share is left: scheduling, packing and calling the program, committing, delivering. Waiting for the program
-is shown but is not part of it.
+It runs an engine on a model with as many arrays as Qwen3-0.6B and next to no work, so that little but the
+host's share is left: scheduling, packing and calling the program, committing, delivering. Waiting for the
+program is shown, and is not part of that share.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _PROMPT, _OUTPUT = 16, 256
 
 
 def timed(work: Callable[..., Any], microseconds: list[float]) -> Callable[..., Any]:
-    """The same function, noting how long each call takes."""
+    """Wrap a function so that it records how long each call takes."""
 
     def call(*args: Any) -> Any:
         began = time.perf_counter_ns()
@@ -44,9 +44,7 @@ def timed(work: Callable[..., Any], microseconds: list[float]) -> Callable[..., 
 
 
 def table(steps: Sequence[Mapping[str, float]], pack_us: Sequence[float]) -> str:
-    """p50, p90 and p99 of each phase of `bench.measures.steps.phases_us`, and of the host's phases
-    together.
-    """
+    """p50, p90 and p99 of each phase of `bench.steps.phases_us`, and of the host's phases together."""
     rows = {name: [step[name] for step in steps if name in step] for name in PHASES}
     rows["host, all"] = [sum(step[name] for name in HOST) for step in steps if step.keys() >= set(HOST)]
     rows["of dispatch: pack"] = list(pack_us)
@@ -63,7 +61,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.probes.host", description=__doc__.split("\n")[0])
     parser.add_argument("--rows", type=int, default=64, metavar="N", help="default: %(default)s")
     parser.add_argument("--repeats", type=int, default=3, metavar="N", help="default: %(default)s")
-    parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="as of bench.run")
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="NAME=VALUE", help="an engine option, as for bench.run"
+    )
     args = parser.parse_args()
     workload = Workload("host", "", (Group(args.rows, (_PROMPT, _PROMPT), (_OUTPUT, _OUTPUT)),), ())
     given = {
@@ -89,7 +89,7 @@ def main() -> int:
         of_interest = [record.decode_only and record.num_rows == args.rows for record in records]
         steps += compress(phases_us(records), of_interest)
     driver.close()
-    print(f"{len(steps)} decode steps of {args.rows} rows; the target is {TARGET_US:.0f} in all\n")
+    print(f"{len(steps)} decode steps of {args.rows} rows; the target is {TARGET_US:.0f} us for the host\n")
     print(table(steps, pack_us))
     return 0
 

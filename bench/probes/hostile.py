@@ -1,10 +1,10 @@
-"""What a stream without a grammar loses while others send grammars that are costly to follow.
+"""Measures what a stream without a grammar loses while others send grammars that are costly to follow.
 
-    python -m bench.probes.hostile --checkpoint demo
+    python -m bench.hostile --checkpoint demo
 
 One plain stream runs alone, then beside four requests of fifteen outputs each whose grammar is very
-ambiguous, and then beside four whose single masks take long. The figures are its pace, its longest and its
-median gap.
+ambiguous, and then beside four whose single masks take long. The figures are the stream's pace, and its
+longest and median gap.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ NUM_REQUESTS, NUM_OUTPUTS = 4, 15
 
 
 class Times:
-    """When each token of one request came, and how the others ended."""
+    """Records when each token of one request came, and when it ended."""
 
     def __init__(self) -> None:
         self.tokens: list[float] = []
@@ -51,8 +51,8 @@ class Times:
 
 
 def attack(engine: Engine, text: str) -> int:
-    """Submit what the attacker sends, each request with a source of its own, so that none is remembered.
-    Returns how many were refused before they ran.
+    """Submit the attacker's requests. Each has a different source, so that the compiler's memory of grammars
+    does not help. Returns how many were refused before they ran.
     """
     assert engine.grammars is not None
     refused = 0
@@ -71,14 +71,14 @@ def attack(engine: Engine, text: str) -> int:
 
 
 def _constraints(compiled: Any) -> list[Any]:
-    """One for each output; older commits, which are measured too, make each alone."""
+    """One constraint for each output. Older commits, which are measured, too, make them one by one."""
     if hasattr(compiled, "constraints"):
         return list(compiled.constraints(NUM_OUTPUTS))
     return [compiled.constraint() for _ in range(NUM_OUTPUTS)]
 
 
 def measure(engine: Engine, name: str, text: str | None, num_tokens: int) -> str:
-    """One line of figures."""
+    """Measure and return one line of figures."""
     times = Times()
     stopping = StoppingParams(max_tokens=num_tokens, ignore_eos=True)
     engine.submit(Request(name, (1, 2, 3), SamplingParams(temperature=0.0), stopping), times)
@@ -106,7 +106,7 @@ def main() -> int:
         prog="python -m bench.probes.hostile", description=__doc__.split("\n")[0]
     )
     parser.add_argument("--checkpoint", default="demo", metavar="DIR", help="default: %(default)s")
-    parser.add_argument("--tokens", type=int, default=1500, metavar="N", help="of the plain stream")
+    parser.add_argument("--tokens", type=int, default=1500, metavar="N", help="tokens of the plain stream")
     args = parser.parse_args()
     config = EngineConfig(max_num_seqs=64, max_model_len=2048, show_progress=False)
     engine = Engine.from_pretrained(args.checkpoint, config)

@@ -1,10 +1,11 @@
-"""Speed of the native linear layers by number of rows, on each instruction set of this machine.
+"""Measures the native linear layers for several numbers of rows, on each instruction set of this machine.
 
-    python -m bench.probes.kernels [--quantization int8]
+    python -m bench.kernels [--quantization int8]
 
-Two products of a layer of Qwen3-0.6B (gate and up, then down), over as many layers as no cache holds. Few
-rows are bound by reading the weights (GB/s; compare with `bench.roofline`), many by multiplying (GFLOP/s).
-Instruction sets take turns in every round, as these machines drift.
+It runs two products of a layer of Qwen3-0.6B (gate and up, then down), over so many layers that no cache
+holds them. With few rows reading the weights is the limit (GB/s; compare with `bench.roofline`), with many
+rows multiplying is (GFLOP/s). The instruction sets take turns in every round, because the speed of such
+machines drifts.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ _ROUNDS = 9
 
 
 Weight = tuple[jax.Array, jax.Array | None]
-"""Tiles, and the scale of int8."""
+"""Packed tiles, and the scale if they are int8."""
 
 
 def _weight(rng: np.random.Generator, out: int, inner: int, int8: bool) -> Weight:
@@ -49,7 +50,7 @@ def _layers(x: jax.Array, layers: list[tuple[Weight, ...]], num_rows: jax.Array)
 
 
 def measure(int8: bool) -> dict[tuple[Isa, int], float]:
-    """Median seconds of all layers, by instruction set and rows."""
+    """Median seconds for all layers, by instruction set and number of rows."""
     rng = np.random.default_rng(0)
     sizes = ((INNER, HIDDEN), (INNER, HIDDEN), (HIDDEN, INNER))
     layers = [tuple(_weight(rng, *size, int8) for size in sizes) for _ in range(LAYERS)]
@@ -59,7 +60,7 @@ def measure(int8: bool) -> dict[tuple[Isa, int], float]:
     for rows in ROWS:
         x = jnp.asarray(rng.standard_normal((rows, HIDDEN), np.float32).astype(ml_dtypes.bfloat16))
         count = jnp.int32(rows)
-        for turn in range(_ROUNDS + 1):  # the first compiles, and warms what it can
+        for turn in range(_ROUNDS + 1):  # the first round compiles and warms up
             for isa in range(Isa.AVX2, best + 1):
                 library.limit_isa(Isa(isa))
                 begin = time.perf_counter()

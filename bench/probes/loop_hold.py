@@ -1,12 +1,11 @@
-"""How long one request keeps a server's event loop, and so everybody else, waiting.
+"""Measures how long one request keeps a server's event loop, and so everybody else, waiting.
 
-    python -m bench.probes.loop_hold                  # this tree, the demo model
-    python -m bench.probes.loop_hold --tree ../other  # another commit's worktree
+    python -m bench.loop_hold                      # this tree, the demo model
+    python -m bench.loop_hold --tree ../other      # another commit's worktree
 
-Each of the messages that `rows` makes is sent to a server in its own process, which watches its event loop
-from within (`hold_server`): a coroutine that sleeps for a millisecond notes by how much it was late. That is
-what every other stream, health check and RPC had to wait. Of that, what the process was not at work in is
-the doing of other processes; on a machine with something else to do, the column without it tells more.
+Each message of `rows` is sent to a server in its own process, which watches its event loop: how long every
+other stream, health check and RPC had to wait. On a busy machine a part of that time belongs to other
+processes; a second column leaves out the time in which the server did not run.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ class Server:
     """A watched server in its own process."""
 
     def __init__(self, tree: Path, arguments: Sequence[str], log: Path) -> None:
-        """RuntimeError if it does not come up; its log goes to `log`."""
+        """Start the server; its log goes to `log`. Raises RuntimeError if it does not come up."""
         script = Path(__file__).with_name("hold_server.py")
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(str(tree / root) for root in _ROOTS)}
         log.parent.mkdir(parents=True, exist_ok=True)
@@ -69,7 +68,7 @@ class Server:
         return next((line for line in self._process.stdout if line.startswith(start)), None)
 
     def longest(self) -> dict[str, float]:
-        """Since it was asked before."""
+        """The longest times since the last call."""
         assert self._process.stdin is not None
         self._process.stdin.write("\n")
         self._process.stdin.flush()
@@ -77,7 +76,7 @@ class Server:
         return told
 
     def wait_until_idle(self) -> None:
-        """Until no request runs or waits."""
+        """Wait until no request runs or waits."""
         while True:
             load = self.control.GetLoad(control_pb2.GetLoadRequest(), timeout=_CALL_S)
             if not (load.running_requests or load.queued_requests):
@@ -85,7 +84,7 @@ class Server:
             time.sleep(0.05)
 
     def send(self, request: Any) -> str:
-        """What is answered, in a word or two."""
+        """Send the request and return "OK" or the reason of the error."""
         method = {
             inference_pb2.GenerateRequest: self.inference.Generate,
             inference_pb2.AbortRequest: self.inference.Abort,
@@ -117,7 +116,7 @@ def _reason(error: Any) -> str:
 
 
 def rows(info: Any) -> Iterator[Row]:
-    """The review's messages, and the largest of their kinds that are accepted."""
+    """Messages that held the loop for long once, and the largest of their kinds that are accepted."""
     vocab, context = info.vocab_size, info.max_context_tokens
     left = types_pb2.ContextOptions(truncation=types_pb2.TRUNCATION_LEFT)
     one = types_pb2.StoppingParams(max_tokens=1)

@@ -1,10 +1,10 @@
-"""What a long queue costs: every schedule() of an engine, and how long GetLoad and submit wait for it.
+"""Measures what a long queue costs: each schedule() of an engine, and the waits of GetLoad and submit.
 
-    python -m bench.probes.scheduler --waiting 1000 --prefix 16384
+    python -m bench.scheduler --waiting 1000 --prefix 16384
 
 All requests share a prefix that the first one computes in chunks, while the others wait for it. The device is
-a stand-in that takes `--step-ms` for a step, so little but the scheduler is measured. Runs until the first
-tokens of half of the requests are there.
+a stand-in that takes `--step-ms` for a step, so little but the scheduler is measured. It runs until half of
+the requests have their first tokens.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class _Device:
         self._step_s = step_s
 
     def start(self) -> None:
-        """There is nothing to begin with."""
+        """Do nothing."""
 
     def execute_async(self, plan: Plan) -> _Step:
         return _Step(plan)
@@ -57,7 +57,7 @@ class _Device:
         return StepResult([(7,) * row.max_samples if row.samples else () for row in rows], [()] * len(rows))
 
     def shutdown(self) -> None:
-        """There is nothing to free."""
+        """Do nothing."""
 
 
 def main() -> int:
@@ -120,7 +120,9 @@ def main() -> int:
 
 
 def _timed_schedule(scheduler: Scheduler, wall_us: list[float], cpu_us: list[float]) -> Any:
-    """`Scheduler.schedule`, noting how long the calls took that made a plan, and how long its thread ran."""
+    """Wrap `Scheduler.schedule` so that it records, for calls that made a plan, how long they took and how
+    long their thread ran.
+    """
     schedule = scheduler.schedule
 
     def call(*args: Any, **kwargs: Any) -> Plan | None:

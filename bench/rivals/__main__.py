@@ -1,4 +1,4 @@
-"""Measure another engine: install it where needed, then run its module in its environment.
+"""Measures another engine: installs it if needed, then runs its module in its environment.
 
 python -m bench.rivals vllm --home DIR --checkpoint DIR --out bench/out/vllm.jsonl --workloads main
 """
@@ -36,19 +36,19 @@ def main() -> int:
         install(rival, folder)
     if args.install_only:
         return 0
-    # Of Penstock's sources only what needs nothing installed: bench/ itself and the statistics.
+    # Only those of Penstock's sources that need nothing installed: bench/ itself, and the statistics.
     environment = os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'service'}", "HF_HUB_OFFLINE": "1"}
     command = [str(folder / "bin" / "python"), "-m", f"bench.rivals.{rival.module}", *rest]
     return subprocess.run(command, check=False, env=variables(rival, str(folder), environment)).returncode
 
 
 def install(rival: Rival, folder: Path) -> None:
-    """Make the environment. CalledProcessError if that fails; it is then tried again the next time."""
+    """Make the environment. Raises CalledProcessError if that fails; the next run then tries again."""
     uv = shutil.which("uv") or str(Path(sys.executable).with_name("uv"))
     folder.parent.mkdir(parents=True, exist_ok=True)
     overrides = folder.parent / f"{folder.name}-overrides.txt"
     overrides.write_text("\n".join(rival.overrides) + "\n")
-    shutil.rmtree(folder, ignore_errors=True)  # the rest of an attempt that failed
+    shutil.rmtree(folder, ignore_errors=True)  # what a failed attempt left
     environment = {"UV_CACHE_DIR": str(folder.parent / ".uv-cache")} | os.environ
     for command in install_commands(rival, uv, str(folder), str(overrides)):
         subprocess.run(command, check=True, env=environment)

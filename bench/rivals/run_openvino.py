@@ -1,8 +1,8 @@
-"""OpenVINO GenAI's ContinuousBatchingPipeline with the prefix cache on, stepped from here.
+"""Measures OpenVINO GenAI's ContinuousBatchingPipeline with the prefix cache on, stepped from here.
 
 The checkpoint is exported once with optimum-intel, beside itself, in 16 bits. On processors with bf16
-instructions OpenVINO computes in bf16 and keeps keys and values in 8 bits unless told otherwise:
-`--set 'properties={"KV_CACHE_PRECISION": "bf16"}'`.
+instructions OpenVINO computes in bf16, and by default keeps keys and values in 8 bits; to change that: `--set
+'properties={"KV_CACHE_PRECISION": "bf16"}'`.
 """
 
 from __future__ import annotations
@@ -29,12 +29,15 @@ OPTIONS: dict[str, Any] = {
     "properties": {},
     "weights": "fp16",
 }
-"""`properties` are OpenVINO's own, `weights` is optimum-cli's --weight-format, `cache_size` GiB; the rest is
-SchedulerConfig's."""
+"""`properties` are OpenVINO's own, `weights` is optimum-cli's --weight-format, and `cache_size` is in GiB.
+The others are fields of SchedulerConfig.
+"""
 
 
 def exported(checkpoint: Path, weights: str) -> Path:
-    """The checkpoint in OpenVINO's format; made if absent, which takes minutes and several GB of memory."""
+    """The checkpoint in OpenVINO's format. It is made if absent, which takes minutes and several GB of
+    memory.
+    """
     folder = checkpoint.resolve().with_name(f"{checkpoint.resolve().name}-openvino-{weights}")
     if not (folder / "openvino_model.bin").exists():
         program = str(Path(sys.executable).with_name("optimum-cli"))

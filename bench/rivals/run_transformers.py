@@ -1,6 +1,7 @@
-"""PyTorch through transformers' `generate`: one static batch per wave, left-padded. No prefix cache.
+"""Measures PyTorch through transformers' `generate`: one static batch per wave, left-padded, without a prefix
+cache.
 
-A request's tokens count until it has as many as it asked for; the batch runs on to its longest output, as
+A request's tokens count until it has as many as it asked for. The batch goes on to its longest output, as
 static batching does. Workloads with late jobs cannot be run this way.
 """
 
@@ -23,7 +24,7 @@ from penstock.cli.measuring.stats import RequestTrace
 
 
 class _Clock(StoppingCriteria):
-    """Called after each token of the batch: notes the time and never stops it."""
+    """Is called after each token of the batch. It records the time and never stops the batch."""
 
     def __init__(self) -> None:
         self.times: list[float] = []

@@ -1,4 +1,4 @@
-"""vLLM's CPU build, stepped through its LLMEngine with the prefix cache on."""
+"""Measures vLLM's CPU build, stepped through its LLMEngine with the prefix cache on."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-# Both before vLLM is imported: all cores that this process may use, as every engine here gets (vLLM's own
-# choice leaves one out), and room for the cache in GiB.
+# Both must be set before vLLM is imported. It gets all cores that this process may use, as every engine here
+# (by default vLLM leaves one out), and its cache a size in GiB.
 _CORES = ",".join(map(str, sorted(os.sched_getaffinity(0))))
 os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", _CORES)
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "3")

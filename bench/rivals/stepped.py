@@ -1,4 +1,4 @@
-"""Drives an engine that is stepped by its caller, as vLLM's LLMEngine and OpenVINO's pipeline are."""
+"""Drives an engine that its caller steps, such as vLLM's LLMEngine and OpenVINO's pipeline."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from penstock.cli.measuring.stats import RequestTrace
 
 
 class SteppedEngine(Protocol):
-    """Requests are known by a number that is never used twice."""
+    """An engine that its caller steps. Requests are known by a number that is never used twice."""
 
     def add(self, number: int, job: Job) -> None:
         """Queue a greedy request that ignores end tokens."""
         ...
 
     def step(self) -> Mapping[int, int]:
-        """Run one step; how many tokens each request got."""
+        """Run one step and return how many tokens each request got."""
         ...
 
 
 class SteppedDriver:
-    """`bench.drivers.session.Driver` on a stepped engine."""
+    """A `bench.session.Driver` on a stepped engine."""
 
     def __init__(self, engine: SteppedEngine, clock: Callable[[], float] = time.perf_counter) -> None:
         self._engine = engine
@@ -67,7 +67,7 @@ def run(
     options: Mapping[str, Any],
     start: Callable[[str, Mapping[str, Any]], SteppedEngine],
 ) -> int:
-    """The command line of a runner: `start(checkpoint, options)` gives the engine."""
+    """The command line of a runner. `start(checkpoint, options)` makes the engine."""
     parser = argparse.ArgumentParser(prog=f"python -m bench.rivals {name}")
     add_arguments(parser)
     parser.add_argument(

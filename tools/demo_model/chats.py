@@ -1,7 +1,8 @@
-"""Small chats from a grammar: greetings, counting, sums, days, opposites, stories, and what it cannot do.
+"""Small chats from a grammar: greetings, counting, sums, days, opposites, stories, and questions it cannot
+answer.
 
-A chat is a dict as chat templates take it: {"messages": [...], "tools": [...] or None}. Answers restate
-little and are always right: the tests recompute counts and sums from the text.
+A chat is a dict in the form that chat templates take: {"messages": [...], "tools": [...] or None}. Answers
+repeat little of the question and are always right: the tests recompute counts and sums from the text.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ Turn = tuple[str, str]
 """What the user says and what the assistant answers."""
 
 MAX_ADDEND = 20
-"""Sums of numbers 0..20 are taught; beyond that the model says it cannot."""
+"""The model learns sums of numbers 0..20; for larger ones it learns to say that it cannot."""
 
 SYSTEMS = [
     "You are a helpful assistant.", "You are a friendly assistant.", "You are Penstock's demo model.",
@@ -29,7 +30,7 @@ I_AM = "I am the Penstock demo model, a very small language model."
 
 
 def greeting(rng: random.Random) -> Turn:
-    """Hello and goodbye, thanks, and how-are-you."""
+    """Greetings, goodbyes, thanks, and "how are you"."""
     draw = rng.random()
     if draw < 0.6:
         name = rng.choice([*words("girls"), *words("boys"), phrases.invented_name(rng)])
@@ -61,7 +62,7 @@ def greeting(rng: random.Random) -> Turn:
 
 
 def identity(rng: random.Random) -> Turn:
-    """Who are you and what can you do."""
+    """Questions about who the model is and what it can do."""
     if rng.random() < 0.5:
         user = expand(
             rng,
@@ -77,7 +78,7 @@ def identity(rng: random.Random) -> Turn:
 
 
 def count(rng: random.Random) -> Turn:
-    """Counting up or down, in digits, now and then in words for small ones."""
+    """Counting up or down in digits; small numbers are sometimes asked for in words."""
     draw = rng.random()
     if draw < 0.45:
         start, stop = 1, rng.randint(2, 20)
@@ -106,7 +107,7 @@ def count(rng: random.Random) -> Turn:
 
 
 def _sentence(rng: random.Random, text: str) -> str:
-    """Write `text` as people type: often with a capital, with or without a full stop."""
+    """Write `text` as people type it: often with a capital, with or without a full stop."""
     if rng.random() < 0.6:
         text = text[0].upper() + text[1:]
     if text.lower().startswith(("can you", "could you", "what", "which", "is ", "how")):
@@ -115,7 +116,9 @@ def _sentence(rng: random.Random, text: str) -> str:
 
 
 def addition(rng: random.Random) -> Turn:
-    """A sum of two numbers 0..20 in one of many spellings; larger ones are refused, by name."""
+    """A sum of two numbers 0..20 in one of many spellings. For larger numbers the answer is that the model
+    cannot.
+    """
     a, b = rng.randint(0, MAX_ADDEND), rng.randint(0, MAX_ADDEND)
     if rng.random() < 0.04:
         a = rng.choice((rng.randint(21, 99), rng.randint(100, 999)))
@@ -160,7 +163,7 @@ def calendar(rng: random.Random) -> Turn:
 
 
 def opposite(rng: random.Random) -> Turn:
-    """The opposite of a word; where a pair is not one to one only its first word is asked for."""
+    """The opposite of a word. If a pair is not one to one, only its first word is asked for."""
     pair = rng.choice(pairs("opposites"))
     left = [a for a, _ in pairs("opposites")]
     right = [b for _, b in pairs("opposites")]
@@ -176,7 +179,7 @@ def opposite(rng: random.Random) -> Turn:
 
 
 def fact(rng: random.Random) -> Turn:
-    """Colours, animal sounds and legs."""
+    """Colours, animal sounds, and numbers of legs."""
     draw = rng.random()
     if draw < 0.4:
         thing, colour = rng.choice(sorted(pairs("thing_colours")))
@@ -196,7 +199,7 @@ def fact(rng: random.Random) -> Turn:
 
 
 def story_request(rng: random.Random) -> Turn:
-    """A story on demand: about a kind of hero, a named one, or a thing; also openings to be continued."""
+    """A story on request: about a kind of hero, a named one, or a thing; or an opening to be continued."""
     ask = "{tell me|write|tell|please tell me|can you tell me|can you write|i want|write me|make up} a "
     ask += "{short |little |nice |}story"
     draw = rng.random()
@@ -220,7 +223,9 @@ def story_request(rng: random.Random) -> Turn:
 
 
 def unknown(rng: random.Random) -> Turn:
-    """Everything else: say so, and say what works. The topics are only there to be recognised as 'else'."""
+    """Any other question: the answer says so, and says what the model can do. The topics only serve to be
+    recognised as unknown.
+    """
     topic = rng.choice(words("topics"))
     if rng.random() < 0.3:
         topic = phrases.invented_name(rng)
@@ -244,7 +249,7 @@ KINDS: list[tuple[float, Callable[[random.Random], Turn]]] = [
 
 
 def small_talk(rng: random.Random) -> dict[str, Any]:
-    """One chat of one to five turns over the kinds above, sometimes under a system message."""
+    """One chat of one to five turns of the kinds above, sometimes after a system message."""
     messages: list[dict[str, Any]] = []
     if rng.random() < 0.25:
         messages.append({"role": "system", "content": rng.choice(SYSTEMS)})
@@ -261,12 +266,12 @@ DRILLS: list[tuple[float, Callable[[random.Random], Turn]]] = [
 
 
 def sums(rng: random.Random) -> dict[str, Any]:
-    """A chat of nothing but sums."""
+    """A chat of sums only."""
     return _exercises(rng, [(1.0, addition)])
 
 
 def drills(rng: random.Random) -> dict[str, Any]:
-    """A chat of what a short first training leaves open: counting to the right end above all."""
+    """A chat of what the first training learns badly, above all counting to the right end."""
     return _exercises(rng, DRILLS)
 
 

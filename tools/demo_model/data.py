@@ -1,4 +1,6 @@
-"""From grammar documents to training rows: rendered by the checkpoint's own template, tokenised, packed."""
+"""Turns documents of the grammar into training rows: renders them with the checkpoint's template, tokenises
+and packs them.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,7 @@ from tools.demo_model.tokenizer import END_OF_TEXT, IM_END, IM_START, TEMPLATE
 
 @dataclass(frozen=True)
 class Example:
-    """One tokenised document: ids and, for each, whether predicting it counts (both [len])."""
+    """One tokenised document: its ids, and for each whether predicting it counts (both [len])."""
 
     ids: np.ndarray
     weights: np.ndarray
@@ -32,7 +34,9 @@ class Rows:
 
 
 def render(document: Document) -> str:
-    """The text the model sees: a story and its end, or a chat through the very template that ships."""
+    """The text that the model sees: a story and its end, or a chat rendered with the template that is
+    shipped.
+    """
     if isinstance(document, str):
         return document + END_OF_TEXT
     texts = render_jinja_template(
@@ -42,7 +46,7 @@ def render(document: Document) -> str:
 
 
 def encode(tokenizer: Tokenizer, texts: Sequence[str]) -> list[Example]:
-    """Tokenise; a story counts everywhere but at its first token, a chat only in what the assistant says."""
+    """Tokenise texts. In a story every token but the first counts; in a chat only what the assistant says."""
     start, end = tokenizer.token_to_id(IM_START), tokenizer.token_to_id(IM_END)
     header = tokenizer.encode(IM_START + "assistant\n").ids
     examples = []
@@ -61,9 +65,10 @@ def encode(tokenizer: Tokenizer, texts: Sequence[str]) -> list[Example]:
 
 
 def pack(examples: Iterable[Example], length: int, seed: int, open_rows: int = 64) -> Rows:
-    """Fill rows of `length` tokens with whole documents, each into the fullest open row that still takes it.
+    """Fill rows of `length` tokens with whole documents, each into the fullest open row that still has room
+    for it.
 
-    A document longer than a row is left out here: cutting it would teach endings without beginnings.
+    A document longer than a row is left out: cutting it would teach endings without beginnings.
     """
     order = [example for example in examples if len(example.ids) <= length]
     random.Random(seed).shuffle(order)

@@ -1,4 +1,4 @@
-"""Write and read the checkpoint: a Hugging Face directory with bf16 safetensors under Qwen3's names."""
+"""Writes and reads the checkpoint: a Hugging Face directory with bf16 safetensors under Qwen3's names."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tools.demo_model.model import ModelConfig, Params
 from tools.demo_model.tokenizer import END_OF_TEXT, IM_END, save_tokenizer
 
 MAX_BYTES = 12_000_000
-"""What the checkpoint directory may take in the repository and the wheel."""
+"""The most bytes that the checkpoint may take in the repository and the wheel."""
 
 
 def write_checkpoint(params: Params, config: ModelConfig, tokenizer: Tokenizer, directory: Path) -> int:
@@ -55,7 +55,7 @@ def write_checkpoint(params: Params, config: ModelConfig, tokenizer: Tokenizer, 
     (directory / "generation_config.json").write_text(json.dumps(generation, indent=2) + "\n")
     tensors = {name: np.asarray(jnp.asarray(value, jnp.bfloat16)) for name, value in params.items()}
     save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
-    (directory / "model.safetensors").chmod(0o644)  # safetensors writes files for their owner alone
+    (directory / "model.safetensors").chmod(0o644)  # safetensors makes files that only their owner may read
     total = sum(path.stat().st_size for path in directory.iterdir())
     if total > MAX_BYTES:
         raise ValueError(f"{directory} holds {total} bytes, more than {MAX_BYTES}")

@@ -1,8 +1,9 @@
-"""The whole training text of the demo model, written by a seeded grammar and by nothing else.
+"""Generates all training text of the demo model, from a seeded grammar and from nothing else.
 
-`documents(seed, num)` is the first stream; `late_documents` is one for the later part of training, with one
-kind of exercise in front (`LATE`): sums, or what sums leave open. Stories are plain text, chats are messages
-for the chat template. The same seed gives the same streams on every machine (only `random.Random` decides).
+`documents(seed, num)` is the first stream. `late_documents` is a stream for the later part of training, in
+which one kind of exercise (`LATE`) is the most frequent: sums, or what remains after them. Stories are plain
+text; chats are messages for the chat template. One seed gives the same streams on every machine (only
+`random.Random` decides).
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ def document(rng: random.Random) -> Document:
 
 
 LATE: dict[str, Callable[[random.Random], Document]] = {"sums": chats.sums, "drills": chats.drills}
-"""The exercise that takes the largest part of a late stream."""
+"""The exercise that is the most frequent in a late stream."""
 
 
 def late_document(rng: random.Random, kind: str) -> Document:

@@ -1,8 +1,8 @@
-"""The pieces the grammar draws from: words, and a small notation for choices.
+"""The pieces that the grammar draws from: words, and a small notation for choices.
 
-`expand` turns "{Hello|Hi}, [name]" into one concrete string: braces hold alternatives (they nest), square
-brackets are filled from a dict. Everything random comes from the `random.Random` passed in, so a seed fixes
-every text. The words stand in words.txt.
+`expand` turns "{Hello|Hi}, [name]" into one text: braces hold alternatives (they may be nested), square
+brackets are filled from a dict. All randomness comes from the `random.Random` that is passed in, so a seed
+determines every text. The words are in words.txt.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _SLOT = re.compile(r"\[(\w+)\]")
 
 
 def _read_words() -> dict[str, list[str]]:
-    """words.txt: `name: item, item`, with indented lines going on and `;` for remarks."""
+    """Read words.txt: `name: item, item`, where indented lines continue a list and `;` begins a remark."""
     text = Path(__file__).with_name("words.txt").read_text(encoding="utf-8")
     lines = re.sub(r"^;.*$", "", text, flags=re.MULTILINE).replace("\n  ", " ").split("\n")
     entries = [line.partition(": ") for line in lines if line]
@@ -38,7 +38,7 @@ def pairs(name: str) -> list[tuple[str, str]]:
 
 
 def expand(rng: random.Random, pattern: str, slots: Mapping[str, str] | None = None) -> str:
-    """One random reading of `pattern`: choices from the inside out, then the slots."""
+    """One random text of `pattern`: choices from the inside out, then the slots."""
     while (match := _CHOICE.search(pattern)) is not None:
         pick = rng.choice(match.group(1).split("|"))
         pattern = pattern[: match.start()] + pick + pattern[match.end() :]
@@ -46,19 +46,21 @@ def expand(rng: random.Random, pattern: str, slots: Mapping[str, str] | None = N
 
 
 def with_article(noun: str) -> str:
-    """ "owl" -> "an owl", by the first letter, which is right for every word of the lists."""
+    """The noun with "a" or "an" by its first letter, which is right for every word of the lists."""
     return ("an " if noun[0] in "aeiou" else "a ") + noun
 
 
 def invented_name(rng: random.Random) -> str:
-    """A made-up proper name, so that names are learnt as something to copy and not as a list to remember."""
+    """A made-up name, so that the model learns to copy names instead of remembering a list."""
     starts, vowels, ends = words("name_starts"), words("name_middles"), words("name_ends")
     middles = [rng.choice(vowels) + rng.choice("lmnrstvkd") for _ in range(rng.choice((0, 1, 1)))]
     return rng.choice(starts) + rng.choice(vowels) + "".join(middles) + rng.choice(ends)
 
 
 def city(rng: random.Random) -> str:
-    """A city: a real one, one of two words, or an invented one (often, so that copying is what pays)."""
+    """A city: a real one, one of two words, or often an invented one, so that the model is rewarded for
+    copying the name.
+    """
     draw = rng.random()
     if draw < 0.45:
         return rng.choice(words("cities"))
