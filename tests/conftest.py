@@ -14,9 +14,10 @@ PLATFORM = os.environ.get("PENSTOCK_TEST_PLATFORM", "cpu")
 os.environ["JAX_PLATFORMS"] = PLATFORM
 os.environ["JAX_NUMPY_DTYPE_PROMOTION"] = "strict"
 os.environ["JAX_NUMPY_RANK_PROMOTION"] = "raise"
-os.environ["HF_HUB_OFFLINE"] = "1"  # nothing is fetched: a test that would fails at once
+os.environ["HF_HUB_OFFLINE"] = "1"  # nothing is downloaded: a test that tried would fail at once
 
-# A shell that starts the suite in the background has it ignore Ctrl-C, and so would every program it starts.
+# If a shell starts the suite in the background, the suite ignores Ctrl-C, and so would every program that it
+# starts.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 

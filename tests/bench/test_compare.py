@@ -1,4 +1,6 @@
-"""Two commits in turns: order, pairs and ratios by hand, and another commit's sources beside these."""
+"""Comparing two commits in turns: order, pairs and ratios worked out by hand, and running another commit's
+sources.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,7 @@ W2, W3 = (shrunk(TABLE[name], 64) for name in ("W2", "W3"))
 
 
 class Clockwork:
-    """Makes all tokens of a wave in `seconds`, longer by `drift` with each wave that either side has run."""
+    """Takes `seconds` for all tokens of a wave, and `drift` more with each wave that either side has run."""
 
     def __init__(self, name, seconds, waves, drift=0.0):
         self.name, self.seconds, self.waves, self.drift = name, seconds, waves, drift
@@ -48,7 +50,7 @@ def run(drivers, workloads=(W2,), rounds=2):
 def test_turns():
     waves: list[tuple[str, Wave]] = []
     found, told, said = run({HERE: Clockwork("h", 2.0, waves), THERE: Clockwork("t", 3.0, waves)})
-    # A round that does not count, then the two; who was second goes first the next time.
+    # One round that does not count, then two that do. The side that was second goes first the next time.
     assert [name for name, _ in waves] == ["h", "t", "t", "h", "h", "t"]
     assert all(waves[i][1] == waves[i + 1][1] for i in (0, 2, 4)), "a pair has the same tokens"
     assert waves[0][1] != waves[2][1] != waves[4][1]
@@ -61,7 +63,7 @@ def test_a_steady_drift_favours_neither():
     waves: list[tuple[str, Wave]] = []
     drivers = {HERE: Clockwork("h", 1.0, waves, 0.1), THERE: Clockwork("t", 1.0, waves, 0.1)}
     ratios = [pair.speed_up("output_tokens_per_s") for pair in run(drivers)[0]["W2"]]
-    # Waves 3, 4 and 5, 6 count: 1.3 and 1.4 s there first, then 1.5 and 1.6 s here first.
+    # Waves 3 to 6 count: first 1.3 s there and 1.4 s here, then 1.5 s here and 1.6 s there.
     assert ratios == pytest.approx([1.3 / 1.4, 1.6 / 1.5])
 
 
@@ -111,9 +113,11 @@ def test_options_of_one_side():
 
 
 def test_another_commit_is_what_runs(tmp_path):
-    """Of a repository made here: its `penstock` goes before what is installed, and `bench` is ours."""
+    """In a repository made here: its `penstock` takes precedence over the installed one, and
+    `bench` is ours.
+    """
 
-    # Of no user's or machine's making: it might sign commits, or run hooks.
+    # Without settings of the user or the machine, which might sign commits or run hooks.
     env = os.environ | dict.fromkeys(("GIT_CONFIG_GLOBAL", "GIT_CONFIG_SYSTEM"), os.devnull)
 
     def git(*args):

@@ -1,4 +1,4 @@
-"""The roofline's arithmetic against numbers worked out by hand."""
+"""The roofline's arithmetic, against numbers worked out by hand."""
 
 from __future__ import annotations
 
@@ -58,13 +58,13 @@ def test_decode_step_of_two():
 
 def test_shared_beginnings_are_computed_once():
     jobs = [Job((1, 2, 3, 4), 1), Job((1, 2, 9), 1), Job((7,), 1), Job((1, 2, 9), 1)]
-    # The fourth is the second again: only its last token is computed.
+    # The fourth prompt repeats the second, so only its last token is computed.
     assert prefill_spans(jobs) == [(0, 4), (2, 3), (0, 1), (2, 3)]
     assert prefill_spans(jobs[:2], [(1, 2, 3, 4, 5)]) == [(3, 4), (2, 3)]
 
 
 def test_decode_spans():
-    # Prompts of 2 and 1; the first runs for 3 tokens, of which the prefill makes one.
+    # Prompts of 2 tokens and 1 token. The first request generates 3 tokens, one of them by the prefill.
     assert decode_spans([Job((1, 2), 3), Job((1,), 2)]) == [[(2, 3), (1, 2)], [(3, 4)]]
     assert decode_spans([Job((1,), 1)]) == []
 

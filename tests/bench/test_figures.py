@@ -1,4 +1,4 @@
-"""Figures of bench/ against numbers worked out by hand."""
+"""The figures of bench/, against numbers worked out by hand."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from penstock.cli.measuring.stats import RequestTrace
 
 
 def trace(sent, times, *, prompt=10, each=1, error=None):
-    """Ends with its last arrival."""
+    """A trace that ends with its last arrival."""
     return RequestTrace(sent, tuple((time, each) for time in times), max(times, default=sent), prompt, error)
 
 

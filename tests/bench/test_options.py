@@ -1,4 +1,4 @@
-"""Options of bench: text to values, values to EngineConfig and to the command line of `penstock serve`."""
+"""Options of bench: from text to values, to EngineConfig, and to the command line of `penstock serve`."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ def test_points_lie_where_they_should():
     root = ET.fromstring(svg({"one & two": {1: 0.0, 32: 100.0}}))
     points = next(root.iter(f"{SVG}polyline")).attrib["points"].split()
     (left, low), (right, high) = (map(float, point.split(",")) for point in points)
-    # From the left edge of the axes to the right one, from the bottom to the top.
+    # The line goes from the left edge of the axes to the right one, and from the bottom to the top.
     assert (left, right, low, high) == (70, 720 - 170, HEIGHT - 50, 30)
     labels = [text.text for text in root.iter(f"{SVG}text")]
     assert "one & two" in labels

@@ -1,4 +1,4 @@
-"""The table of several engines."""
+"""The table that compares several engines."""
 
 from __future__ import annotations
 

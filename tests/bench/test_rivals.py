@@ -1,4 +1,4 @@
-"""The parts of bench/rivals that need none of the rivals."""
+"""The parts of bench/rivals that need no rival installed."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from bench.workloads import Job
 
 
 class OneEach:
-    """Every queued request gets one token a step, `first` tokens in its first."""
+    """An engine that gives every queued request one token a step, and `first` tokens in its first step."""
 
     def __init__(self, first=1):
         self.first = first
@@ -28,7 +28,7 @@ class OneEach:
 
 
 def clock():
-    """Each reading is one second after the last."""
+    """A clock whose readings are one second apart."""
     ticks = count()
     return lambda: float(next(ticks))
 

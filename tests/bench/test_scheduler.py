@@ -1,4 +1,4 @@
-"""The stand-in device ends what it is given, and the table has every call."""
+"""The stand-in device ends its requests, and the table counts every call."""
 
 from __future__ import annotations
 

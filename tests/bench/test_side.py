@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def start(code):
-    """A side that runs `code` before it serves `driver`."""
+    """Start a side that runs `code` before it serves `driver`."""
     before = "import sys\nfrom bench.drivers.side import RequestTrace, own_output, serve\n"
     after = '\nserve(driver, {"ready_s": 1.5}, sys.stdin, answers)\n'
     path = os.pathsep.join([str(ROOT), *sys.path])
@@ -71,7 +71,7 @@ def test_an_engine_that_dies_in_a_wave():
     side = start(ENGINE + "    Driver.run_wave = lambda self, jobs: sys.exit(4)\n")
     try:
         side.wait_until_up()
-        for _ in range(2):  # also when it is known to be gone
+        for _ in range(2):  # works also when the process is known to be gone
             with pytest.raises(RuntimeError, match="ended with 4"):
                 side.run_wave([Job((5,), 1)])
     finally:

@@ -1,4 +1,4 @@
-"""The breakdown of steps against numbers worked out by hand."""
+"""The breakdown of steps into phases, against numbers worked out by hand."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from penstock.runtime.loop.interface import StepRecord
 
 
 def record(step_id, times_us, *, ids=("a",), decode_only=True, num_steps=1):
-    """times_us: started, scheduled, dispatched, waited, committed."""
+    """A record from times in microseconds: started, scheduled, dispatched, waited, committed."""
     started, scheduled, dispatched, waited, committed = (1000 * time for time in times_us)
     return StepRecord(
         step_id=step_id,
@@ -28,7 +28,7 @@ def record(step_id, times_us, *, ids=("a",), decode_only=True, num_steps=1):
 
 
 def step(step_id, started_us, **more):
-    """1 us to schedule, 2 to dispatch, 3 to wait, 4 to commit."""
+    """A record of a step that takes 1 us to schedule, 2 to dispatch, 3 to wait and 4 to commit."""
     return record(step_id, [started_us + after for after in (0, 1, 3, 6, 10)], **more)
 
 

@@ -1,4 +1,6 @@
-"""The workloads of bench/: sizes as the table says, the same everywhere, other tokens in each repeat."""
+"""The workloads of bench/: their sizes are the table's, they are equal on every machine, and tokens differ in
+each repeat.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A server by hand: it implements the contract with canned replies, and notes what it was asked."""
+"""A server written by hand: it implements the contract with canned replies, and records what it was asked."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ EXPECTED = Generation(
     usage=Usage(prompt_tokens=3, cached_prompt_tokens=1, completion_tokens=4),
     timing=Timing(queue=0.25, time_to_first_token=0.5, total=1.5, preemptions=2),
 )
-"""What the fake server's two RPCs both say, written out by hand."""
+"""The answer of both RPCs of the fake server, written out by hand."""
 
 _INITIAL = types_pb2.WeightsVersion(label="initial", generation=0)
 _STEP_1 = types_pb2.WeightsVersion(label="step-1", generation=1)
@@ -103,7 +103,7 @@ def stream_replies() -> list[inference_pb2.StreamResponse]:
 
 
 class _Health(health.HealthServicer):
-    """The standard one, which `health_failure` makes refuse."""
+    """The standard health servicer, which `health_failure` makes refuse."""
 
     def __init__(self, server: FakeServer) -> None:
         super().__init__()
@@ -115,27 +115,27 @@ class _Health(health.HealthServicer):
 
 
 class FakeServer(inference_pb2_grpc.InferenceServiceServicer, control_pb2_grpc.ControlServiceServicer):
-    """Answers "Hello"; `failure` makes every call fail, `hold_after` makes a stream wait forever."""
+    """Answers "Hello". `failure` makes every call fail; `hold_after` makes a stream wait for ever."""
 
     def __init__(self) -> None:
         self.calls: list[Any] = []
         self.metadata: list[dict[str, str | bytes]] = []
         self.remaining: list[float | None] = []
-        """Seconds to the deadline of each call."""
+        """Seconds until the deadline of each call."""
         self.failure: Failure | None = None
         self.failures: list[Failure] = []
-        """Of the next calls, one each."""
+        """Failures of the next calls, one for each."""
         self.failing_calls: set[int] | None = None
-        """Which calls `failure` is for, counted from 1; None: all."""
+        """The calls that `failure` applies to, counted from 1; None means all."""
         self.stream_failure: Failure | None = None
-        """Ends a stream after its replies."""
+        """The failure that ends a stream after its replies."""
         self.answer: Callable[[inference_pb2.GenerateRequest], inference_pb2.GenerateResponse]
         self.answer = lambda request: generate_reply()
         self.replies: Sequence[inference_pb2.StreamResponse] = stream_replies()
         self.next_replies: Callable[[inference_pb2.StreamRequest], Sequence[inference_pb2.StreamResponse]]
         self.next_replies = lambda request: self.replies
         self.hold_after: int | None = None
-        """Number of events after which a stream sends nothing until it is cancelled."""
+        """The number of events after which a stream sends nothing until it is cancelled."""
         self.asked = threading.Event()
         self.cancelled = threading.Event()
         self.paused = True
@@ -252,7 +252,7 @@ class FakeServer(inference_pb2_grpc.InferenceServiceServicer, control_pb2_grpc.C
 
 @contextlib.contextmanager
 def running(address: str = "127.0.0.1:0") -> Iterator[FakeServer]:
-    """One that listens there, on a port that is free or on a Unix socket."""
+    """A fake server on a free port or on a Unix socket."""
     fake = FakeServer()
     fake.set_health(True)
     server = grpc.server(ThreadPoolExecutor(16))

@@ -1,4 +1,4 @@
-"""Failures as the contract's server sends them."""
+"""Failures in the form in which a server of the contract sends them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from google.rpc import error_details_pb2, status_pb2  # type: ignore[import-unty
 
 @dataclass
 class Failure:
-    """A status with rich details, as the contract's server sends it."""
+    """A status with details, as a server of the contract sends it."""
 
     code: grpc.StatusCode
     reason: str = ""

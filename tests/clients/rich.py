@@ -1,4 +1,6 @@
-"""Two outputs with all that one can have: as the unary reply, as a stream, and as the client's value."""
+"""Two outputs with everything that an output can have: as the unary reply, as a stream, and as the client's
+value.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,7 @@ from penstock.client import (
 )
 from penstock.v1 import inference_pb2
 
-# -0.5, -1.25 and the like are exact in float32, in which the wire carries them.
+# Values such as -0.5 and -1.25 are exact in float32, which the wire uses.
 PROMPT = """
     token_count: 3 token_ids: 4 token_ids: 5 token_ids: 6 truncated_tokens: 7
     logprobs {
@@ -89,7 +91,9 @@ OUTPUTS = (
 
 
 def without_nan(answer: Generation) -> Generation:
-    """Checks the prompt's log-probabilities, whose first is NaN and equal to nothing, and leaves them out."""
+    """Check that the prompt's first log-probability is NaN, which is equal to nothing, and remove the
+    prompt's log-probabilities.
+    """
     found = answer.prompt.logprobs
     assert found is not None
     assert math.isnan(found.sampled[0])

@@ -1,4 +1,6 @@
-"""The contract: twins stay twins, enums start unspecified, and the checked-in code is up to date."""
+"""The contract: twin messages stay twins, enums start with unspecified, and the checked-in code is up to
+date.
+"""
 
 import filecmp
 import os
@@ -24,7 +26,7 @@ TOOLS = Path(sys.executable).parent
 
 
 def buf(*arguments: str) -> subprocess.CompletedProcess[str]:
-    """Run buf as `make` does, with the programs of this environment first."""
+    """Run buf as `make` does, with the programs of this environment first on PATH."""
     environment = {**os.environ, "PATH": f"{TOOLS}{os.pathsep}{os.environ['PATH']}"}
     return subprocess.run(
         [TOOLS / "buf", *arguments],
@@ -37,7 +39,7 @@ def buf(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def shape(field: FieldDescriptor) -> tuple[object, ...]:
-    """All that a caller sees of a field but its comment."""
+    """Everything that a caller sees of a field except its comment."""
     named = field.message_type or field.enum_type
     oneof = field.containing_oneof.name if field.containing_oneof else None
     return field.name, field.type, named and named.full_name, field.is_repeated, field.has_presence, oneof
@@ -84,7 +86,7 @@ def test_checked_in_code_is_what_the_files_generate(tmp_path: Path) -> None:
 
 
 def test_pyproject_allows_no_library_older_than_the_code_asks_for() -> None:
-    """Generated code refuses, when imported, a grpcio or protobuf older than its generator."""
+    """Generated code refuses at import a grpcio or protobuf that is older than its generator."""
     project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
     allowed = {wanted.name: wanted.specifier for wanted in map(Requirement, project["dependencies"])}
 

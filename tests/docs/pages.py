@@ -22,13 +22,13 @@ class Block:
 
     page: Path
     line: int
-    """Of its first line of source, from 1."""
+    """The number of its first line of source, from 1."""
     language: str
     source: str
 
     @property
     def name(self) -> str:
-        """Where it stands, for the name of a test and for messages."""
+        """The page and the line, for the name of a test and for messages."""
         return f"{self.page.relative_to(ROOT)}:{self.line}"
 
 
@@ -75,7 +75,7 @@ def inline_code_of(page: Path) -> list[str]:
 
 
 def anchors_of(page: Path) -> set[str]:
-    """What `#...` may name on the page: made of its headings as GitHub and MkDocs both make them."""
+    """The names that `#...` may have on the page, made of its headings in the way of GitHub and MkDocs."""
     return {_slug(heading) for heading in _HEADING.findall(prose_of(page))}
 
 

@@ -75,7 +75,7 @@ def stop_server(folder: Path = Path()) -> None:
 
 
 def _runs(pid: int) -> bool:
-    """Whether the process has not ended; one that nobody waited for has."""
+    """Whether the process has not ended. A process that ended and was not waited for counts as running."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except FileNotFoundError:
@@ -83,7 +83,7 @@ def _runs(pid: int) -> bool:
 
 
 def grpcurl(arguments: Sequence[str]) -> int:
-    """Exit code 0, or 1 with the status on stderr, as grpcurl."""
+    """Call a method. Returns 0, or 1 with the status on stderr, as grpcurl does."""
     flags, rest = _grpcurl_flags(arguments)
     address, what = ("unix:" + rest[0], rest[1:]) if "-unix" in flags else (rest[0], rest[1:])
     with _channel(address, flags) as channel:
@@ -99,7 +99,7 @@ def grpcurl(arguments: Sequence[str]) -> int:
 
 
 def _grpcurl_flags(arguments: Sequence[str]) -> tuple[dict[str, list[str]], list[str]]:
-    """Flags with their values, and what is left."""
+    """The flags with their values, and the other arguments."""
     left, flags, rest = list(arguments), dict[str, list[str]](), list[str]()
     while left:
         word = left.pop(0)
@@ -158,7 +158,7 @@ def _call(channel: grpc.Channel, path: str, data: str, metadata: Any) -> None:
 
 
 PACKAGES = (control_pb2, inference_pb2, health_pb2)
-"""Imported, so that their services can be found by name."""
+"""Imported so that their services can be found by name."""
 
 if __name__ == "__main__":
     program, *rest = sys.argv[1:]

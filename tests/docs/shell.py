@@ -1,6 +1,6 @@
-"""Shell blocks of a page as one script: what is run, and what is only checked, and why.
+"""Runs the shell blocks of a page as one script, and lists the commands that are not run, with reasons.
 
-All blocks of a page run one after the other in one bash, as somebody does who follows the page. Servers and
+All blocks of a page run one after the other in one bash, as for a reader who follows the page. Servers and
 grpcurl are those of tests/docs/programs.py; all other programs are the real ones.
 """
 
@@ -17,7 +17,7 @@ _FLAG = re.compile(r"(--[a-z][a-z0-9-]*)")
 
 
 def _module_exists(words: Sequence[str]) -> None:
-    """`python -m MODULE --flags`: the module is there, and one of its package's files knows each flag."""
+    """Check `python -m MODULE --flags`: the module exists, and one of its package's files knows each flag."""
     name = words[words.index("-m") + 1]
     path = name.replace(".", "/")
     roots = ("", "protos/", "service/", "runtime/", "clients/python/")
@@ -39,7 +39,7 @@ def _target_exists(words: Sequence[str]) -> None:
 
 
 def _tests_exist(words: Sequence[str]) -> None:
-    """pytest's arguments: files that exist, and names that stand in them."""
+    """Check pytest's arguments: the files exist, and the names occur in them."""
     files = [ROOT / word.partition("::")[0] for word in words if word.startswith("tests/")]
     assert all(file.exists() for file in files), words
     if "-k" in words:
@@ -48,7 +48,7 @@ def _tests_exist(words: Sequence[str]) -> None:
 
 
 def _nothing(words: Sequence[str]) -> None:
-    """Only the shell's grammar, which `bash -n` has checked."""
+    """Check nothing but the shell's grammar, which `bash -n` has checked."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +59,7 @@ class NotRun:
     """What such a command begins with."""
     why: str
     check: Callable[[Sequence[str]], None]
-    """What is checked in place of running it."""
+    """What is checked instead of running it."""
 
 
 NOT_RUN = (
@@ -111,12 +111,12 @@ def words_of(command: str) -> list[str]:
 
 
 def rule_of(command: str) -> NotRun | None:
-    """Why it is not run; None: it is."""
+    """Why the command is not run; None if it is."""
     return next((rule for rule in NOT_RUN if re.match(rule.pattern, command)), None)
 
 
 def script_of(found: Sequence[Block]) -> str:
-    """One script of a page's blocks; each block tells where it stands before it runs."""
+    """Make one script of a page's blocks. It prints where each block stands before it runs it."""
     parts = ["set -euo pipefail"]
     for block in found:
         parts.append(f"echo; echo '== {block.name}'")

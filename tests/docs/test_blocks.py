@@ -61,7 +61,7 @@ def demo() -> Iterator[str]:
         else:
             raise AssertionError(f"the demo server did not start:\n{''.join(said)}")
         slow.cancel()
-        rest = threading.Thread(target=server.stdout.read, daemon=True)  # or its pipe would fill
+        rest = threading.Thread(target=server.stdout.read, daemon=True)  # otherwise its pipe would fill
         rest.start()
         try:
             yield found[1]
@@ -72,7 +72,7 @@ def demo() -> Iterator[str]:
 
 
 def free_port() -> str:
-    """One that nobody listens on now."""
+    """A port that nobody listens on now."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return str(probe.getsockname()[1])
@@ -82,7 +82,7 @@ def free_port() -> str:
 
 
 def at(source: str, addr: str) -> str:
-    """The program with the server's address in place of the one that clients take by themselves."""
+    """The program with the server's address in place of the default one."""
     source = source.replace(DEFAULT_ADDRESS, addr)
     source = re.sub(r"\b(Client)\(\)", rf'\1("{addr}")', source)
     return re.sub(r"\b(Client)\((?=\w+=)", rf'\1("{addr}", ', source)
@@ -150,7 +150,7 @@ def install_programs(folder: Path) -> None:
 
 
 def needs_a_server(found: list[Block]) -> bool:
-    """Whether the page starts one with options; without any it is as good as the one of this file."""
+    """Whether the page starts a server with options. Without options the server of this file is as good."""
     served = [words_of(c) for b in found for c in commands(b.source) if c.startswith("penstock serve ")]
     return any(len(words) > 3 for words in served)
 
@@ -183,7 +183,7 @@ def test_commands_run_in_the_order_of_the_page(demo: str, found: list[Block], fo
 
 
 def assert_shown(block: Block, output: str) -> None:
-    """What the page says that a block prints, in a `text` block right after it, is in its output."""
+    """Check that the output of a block contains what the page shows in a `text` block right after it."""
     after = [b for b in blocks() if b.page == block.page and b.line > block.line]
     if not after or after[0].language != "text":
         return

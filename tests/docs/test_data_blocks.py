@@ -1,4 +1,4 @@
-"""Blocks that are data for other programs: they parse, and what they tell the server is what it takes."""
+"""Blocks that are data for other programs: they parse, and the server accepts what they tell it."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from penstock.v1 import inference_pb2
 from tests.docs.pages import Block, blocks
 
 CHECKED = {"sh", "python", "lark", "gbnf"}
-"""Languages that tests/docs/test_blocks.py runs."""
+"""Languages whose blocks tests/docs/test_blocks.py runs."""
 SHOWN = {"text", "diff", "proto"}
-"""Languages of what is printed, or of parts of files: there is nothing to run."""
+"""Languages of printed output, or of parts of files, where there is nothing to run."""
 PARSED = {"json", "yaml", "ini", "dockerfile", "go"}
 
 
@@ -35,7 +35,7 @@ def test_every_block_has_a_language_that_is_checked() -> None:
 
 
 def serve_arguments(arguments: Sequence[str]) -> argparse.Namespace:
-    """As `penstock serve ARGUMENTS` reads them; a wrong one ends the test."""
+    """Parse arguments as `penstock serve` does; a wrong one fails the test."""
     serve = pytest.importorskip("penstock.cli.commands.serve")
     parser = Parser(prog="penstock")
     serve.add_parser(parser.add_subparsers(dest="command"))
@@ -89,7 +89,7 @@ def test_images_start_servers(block: Block) -> None:
     lines = [line.split(maxsplit=1) for line in block.source.splitlines() if line and line[0] != "#"]
     known = {"FROM", "RUN", "COPY", "ENV", "USER", "VOLUME", "EXPOSE", "ENTRYPOINT", "CMD"}
     assert {name for name, _ in lines} <= known
-    found = dict(lines)  # the last of each name counts
+    found = dict(lines)  # the last value of each name counts
     assert json.loads(found["ENTRYPOINT"]) == ["penstock", "serve"]
     assert serve_arguments(json.loads(found["CMD"])).model == "demo"
     for name, rest in lines:
@@ -99,7 +99,7 @@ def test_images_start_servers(block: Block) -> None:
 
 @pytest.mark.parametrize("block", blocks_in("go"))
 def test_go_programs_parse(block: Block) -> None:
-    """They need generated code, and packages from the network, to be compiled."""
+    """They are only parsed: compiling them needs generated code, and packages from the network."""
     gofmt = shutil.which("gofmt")
     if gofmt is None:
         assert block.source.startswith("package main\n")

@@ -19,9 +19,9 @@ NOT_OURS = {
     "penstock/__init__.py": "a file that must not exist",
     "site/": "what `make docs` builds",
 }
-"""What looks like a path of the repository and is none."""
+"""Text that looks like a path of the repository and is none."""
 NOT_MODULES = ("penstock.request.", "penstock.preemptions")
-"""What names of attributes in traces begin with."""
+"""Names of attributes in traces begin with these."""
 
 
 @cache
@@ -71,7 +71,7 @@ _PATH = re.compile(r"[\w.*{},/-]+\.(?:py|proto|md|cc|h|toml|txt|yml|sh|svg)|[\w.
 
 
 def expanded(path: str) -> list[str]:
-    """`a.{h,cc}` to both."""
+    """Expand `a.{h,cc}` to both names."""
     parts = re.split(r"\{([^}]*)\}", path)
     choices = [part.split(",") if i % 2 else [part] for i, part in enumerate(parts)]
     return ["".join(choice) for choice in product(*choices)]
@@ -105,7 +105,7 @@ _MODULE = re.compile(r"(?<![\w/])(?:penstock\.(?!v1\b)\w+|bench|tests|tools)(?:\
 
 
 def is_module_or_name(dotted: str) -> bool:
-    """Whether it is a module, or a name that stands in the module before it."""
+    """Whether it is a module, or a name that occurs in the module before it."""
     parts = dotted.split(".")
     for length in range(len(parts), 0, -1):
         path = "/".join(parts[:length])

@@ -15,7 +15,7 @@ CHAT_TEMPLATE = (
     "{{ raise_exception('system comes first') }}{% endif %}"
     "{{ m['role'][0] }}:{{ m['content'] }}|{% endfor %}"
 )
-"""user "hi" is "u:hi|"."""
+"""Renders a user's "hi" as "u:hi|"."""
 
 MARKERS = ("<think>", "</think>", "<tool_call>", "</tool_call>")
 """Tokens 257 to 260 of `qwen_codec`."""
@@ -29,11 +29,13 @@ QWEN_TEMPLATE = (
     "{% if m.role == 'tool' %}={{ m.name }}#{{ m.tool_call_id }}{% endif %}|{% endfor %}"
     "{% if add_generation_prompt %}a:{% endif %}{% if thinking %}<think>{% endif %}"
 )
-"""As Qwen's, much shortened: tools, calls, what tools answered, and thinking by option."""
+"""Qwen's template, much shortened: tools, calls, results of tools, and thinking by option."""
 
 
 def byte_codec(chat_template: str | None = CHAT_TEMPLATE, markers: tuple[str, ...] = ()) -> TextCodec:
-    """Token b is the byte b; 256 is the special end token, then come `markers`, special too."""
+    """A codec in which token b is the byte b, 256 is the special end token, and then come `markers`, which
+    are special, too.
+    """
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet(), key=lambda c: byte_level_piece(c)[0])
     tokenizer = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -45,5 +47,5 @@ def byte_codec(chat_template: str | None = CHAT_TEMPLATE, markers: tuple[str, ..
 
 
 def qwen_codec() -> TextCodec:
-    """Bytes, and the markers of Qwen's thoughts and calls."""
+    """A codec of bytes and of the markers of Qwen's reasoning and tool calls."""
     return byte_codec(QWEN_TEMPLATE, MARKERS)

@@ -2,10 +2,12 @@
 
 Token b is the byte b. After "a" comes "b", after "b" comes "c", after "z" the end token. Output i of a
 request begins i letters later: of "a", output 2 is "def...". A script may replace this for a prompt, or for
-one output of it. Under a constraint the token is the lowest allowed one from there on, or else the lowest at
-all. Each running output holds one page for as long as it runs. `hold=True` makes it step only when told. It
-has no prefix cache, but says what it is told to: each prompt found `cached_prompt_tokens`, and `cached_pages`
-can be flushed.
+one output of it. Under a constraint the token is the lowest allowed one that is not below the expected one,
+or else the lowest allowed one.
+
+Each running output holds one page as long as it runs. With `hold=True` the engine steps only when it is told
+to. It has no prefix cache, but reports what it is told to: each prompt found `cached_prompt_tokens`, and
+`cached_pages` can be flushed.
 """
 
 from __future__ import annotations
@@ -49,7 +51,7 @@ from tests.service.fake_outputs import Running, Sink
 
 
 class FakeEngine:
-    """See the module's docstring."""
+    """The fake engine; see the module's docstring."""
 
     def __init__(
         self,
@@ -104,14 +106,14 @@ class FakeEngine:
         self._draining = False
         self._stopping = False
         self.clock: Callable[[], float] = time.monotonic
-        """Seconds; time limits go by it."""
+        """Seconds, by which time limits are measured."""
         self._watches: list[Callable[[], None]] = []
         self._thread: threading.Thread | None = None
 
     # -- control by tests --
 
     def step(self, count: int = 1) -> None:
-        """Allow so many steps to an engine made with hold=True."""
+        """Allow `count` steps to an engine made with hold=True."""
         with self._changed:
             assert self._budget is not None
             self._budget += count
@@ -124,7 +126,7 @@ class FakeEngine:
             self._changed.notify_all()
 
     def die(self, message: str = "the device is gone") -> None:
-        """As the real one does when its thread fails."""
+        """Die as the real engine does when its thread fails."""
         with self._changed:
             self.failure = EngineFailure(message)
             for watch in self._watches:
@@ -136,7 +138,7 @@ class FakeEngine:
             self._changed.notify_all()
 
     def fail(self, request_id: str, error: Exception) -> None:
-        """One output cannot go on."""
+        """Let one output fail with an error."""
         with self._changed:
             running = self._running.pop(request_id)
             self._finished.add(request_id)
@@ -303,7 +305,7 @@ class FakeEngine:
         while not self._stopping:
             with self._changed:
                 while self._idle():
-                    self._changed.wait(0.005)  # short, so that time limits are seen
+                    self._changed.wait(0.005)  # short, so that time limits are noticed
                     self._expire()
                 if self._may_step():
                     if self._budget is not None:

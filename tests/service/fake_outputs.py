@@ -1,4 +1,4 @@
-"""What the fake engine makes for one output, by hand; see tests/service/fake.py."""
+"""What the fake engine generates for one output; see tests/service/fake.py."""
 
 from __future__ import annotations
 
@@ -24,12 +24,14 @@ Sink = Callable[[Sequence[Output]], None]
 
 
 def logprobs_of(token: int, top: int) -> TokenLogprobs:
-    """By hand: the sampled one has -token/8, and the likeliest are token, token + 1, ..."""
+    """Made-up log-probabilities: the sampled token has -token/8, and the likeliest tokens are token, token +
+    1, ...
+    """
     return TokenLogprobs(-token / 8, tuple((token + i, -(token + i) / 8) for i in range(top)))
 
 
 def prompt_logprobs_of(token_ids: Sequence[int], top: int) -> tuple[TokenLogprobs, ...]:
-    """By hand, of each token but the first: half of `logprobs_of`."""
+    """Made-up log-probabilities of each prompt token but the first: half of those of `logprobs_of`."""
     return tuple(
         TokenLogprobs(-token / 16, tuple((token + i, -(token + i) / 16) for i in range(top)))
         for token in token_ids[1:]
@@ -38,7 +40,7 @@ def prompt_logprobs_of(token_ids: Sequence[int], top: int) -> tuple[TokenLogprob
 
 @dataclass
 class Running:
-    """One output in the fake."""
+    """One output in the fake engine."""
 
     request: Request
     sink: Sink
@@ -47,12 +49,12 @@ class Running:
 
     @property
     def base_id(self) -> str:
-        """The request that this is an output of."""
+        """The request that the output belongs to."""
         return self.request.request_id.partition(SEPARATOR)[0]
 
     @property
     def index(self) -> int:
-        """Which output it is."""
+        """The index of the output."""
         return int(self.request.request_id.partition(SEPARATOR)[2] or 0)
 
     @property
@@ -61,7 +63,7 @@ class Running:
         return float("inf") if limit is None else self.timing.arrived_ns / 1e9 + limit
 
     def make(self, script: Sequence[int] | None, info: ModelInfo) -> int:
-        """The next token."""
+        """Generate the next token."""
         token = self._wanted(script, info)
         constraint = self.request.constraint
         if constraint is not None:
@@ -82,7 +84,7 @@ class Running:
         return token
 
     def finish(self, info: ModelInfo, now: float) -> Finish | None:
-        """How the output ends, if it does, with what was made last, at the time `now` in seconds."""
+        """How the output ends after the newest tokens, at the time `now` in seconds; None if it goes on."""
         stopping, made, token = self.request.stopping, self.made, self.made[-1]
         if token in info.eos_token_ids and not stopping.ignore_eos:
             return Finish(FinishReason.EOS, token_id=token)
@@ -101,7 +103,9 @@ class Running:
     def output(
         self, new: Sequence[int], finish: Finish | None, timing: RequestTiming | None, generation: int
     ) -> Output:
-        """What is told of the newest tokens; with the first of them come the prompt's log-probabilities."""
+        """The engine's output for the newest tokens. With the first of them come the prompt's
+        log-probabilities.
+        """
         request = self.request
         logprobs: tuple[TokenLogprobs, ...] = ()
         prompt: tuple[TokenLogprobs, ...] = ()

@@ -22,7 +22,7 @@ END_STREAM = ACK = 0x1
 END_HEADERS = 0x4
 INITIAL_WINDOW_SIZE = 0x4
 TRUE_BINARY_METADATA = 0xFE03
-"""gRPC's own setting: -bin headers come as they are, not as base64 in Huffman's code."""
+"""gRPC's own setting: the values of -bin headers come as they are, not as base64 in Huffman's code."""
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 WAIT_S = 20.0
 
@@ -36,12 +36,12 @@ class Frame:
 
     @property
     def is_last(self) -> bool:
-        """Whether the server ended the stream with it."""
+        """Whether the server ended the stream with this frame."""
         return self.kind == RST_STREAM or (self.kind in (DATA, HEADERS) and bool(self.flags & END_STREAM))
 
 
 def frame(kind: int, flags: int, stream: int, payload: bytes = b"") -> bytes:
-    """A frame as it goes over the wire."""
+    """A frame in the form of the wire."""
     return struct.pack(">I", len(payload))[1:] + struct.pack(">BBI", kind, flags, stream) + payload
 
 
@@ -99,7 +99,7 @@ class Peer:
         await self.close()
 
     async def close(self) -> None:
-        """Close the connection, without a word of HTTP/2."""
+        """Close the connection without any HTTP/2 frame."""
         self._reading.cancel()
         with contextlib.suppress(asyncio.CancelledError, OSError):
             await self._reading
@@ -108,7 +108,7 @@ class Peer:
             await self.writer.wait_closed()
 
     async def send(self, data: bytes) -> None:
-        """These bytes, whatever they mean."""
+        """Send these bytes, whatever they mean."""
         self.writer.write(data)
         await self.writer.drain()
 
@@ -121,8 +121,11 @@ class Peer:
         end: bool = True,
         window: int = 0,
     ) -> int:
-        """Begin an RPC, `method` such as "/grpc.health.v1.Health/Watch"; the stream's number. Without a
-        message only its headers are sent; `window`: what this stream alone may get beyond `initial_window`.
+        """Begin an RPC and return the number of its stream. `method` is a path such as
+        "/grpc.health.v1.Health/Watch".
+
+        Without a message only the headers are sent. `window` is what this stream alone may receive beyond
+        `initial_window`.
         """
         stream, self._next_stream = self._next_stream, self._next_stream + 2
         fields = [
@@ -146,33 +149,37 @@ class Peer:
         return stream
 
     async def open_window(self, stream: int, size: int) -> None:
-        """Let the server send so many bytes more; on stream 0: on all together, where 65535 are at first."""
+        """Let the server send this many bytes more. Stream 0 stands for all streams together, which may
+        receive 65535 at first.
+        """
         await self.send(frame(WINDOW_UPDATE, 0, stream, struct.pack(">I", size)))
 
     async def reset(self, stream: int, code: int = 8) -> None:
-        """Give the RPC up; 8 is CANCEL."""
+        """Reset the RPC's stream; the code 8 is CANCEL."""
         await self.send(frame(RST_STREAM, 0, stream, struct.pack(">I", code)))
 
     # -- what came --
 
     async def until(self, condition: Callable[[], object]) -> None:
-        """Wait, bounded, for something that the server sends; fails at once if it closes the connection."""
+        """Wait for something that the server sends, for a bounded time. Fails at once if the server closes
+        the connection.
+        """
         async with asyncio.timeout(WAIT_S):
             while not condition():
                 assert not self.is_closed, f"the server closed the connection; it had sent {self.frames}"
                 await asyncio.sleep(0.005)
 
     async def until_closed(self) -> None:
-        """Wait, bounded, for the server to close the connection."""
+        """Wait until the server closes the connection, for a bounded time."""
         async with asyncio.timeout(WAIT_S):
             await asyncio.wait([self._reading])
 
     def of(self, stream: int, kind: int | None = None) -> list[Frame]:
-        """The frames of a stream; 0: those of the connection."""
+        """The frames of a stream; 0 stands for those of the connection."""
         return [f for f in self.frames if f.stream == stream and kind in (None, f.kind)]
 
     def headers(self, stream: int) -> dict[str, bytes]:
-        """What headers and trailers said so far."""
+        """The fields of headers and trailers so far."""
         return dict(self._headers.get(stream, ()))
 
     def ended(self, stream: int) -> bool:
@@ -184,7 +191,7 @@ class Peer:
         return b"".join(f.payload for f in self.of(stream, DATA))
 
     async def message(self, stream: int) -> bytes:
-        """The first message of the stream, once it is there."""
+        """The first message of the stream, once it has arrived."""
 
         def is_whole() -> bool:
             body = self.body(stream)
@@ -195,7 +202,7 @@ class Peer:
         return body[5 : 5 + struct.unpack(">I", body[1:5])[0]]
 
     async def status(self, stream: int) -> int:
-        """The number of the status that the RPC ended with, once it did; fails where it was reset."""
+        """The number of the status that the RPC ended with, once it has. Fails if the stream was reset."""
         await self.until(lambda: self.ended(stream))
         return int(self.headers(stream)["grpc-status"])
 
@@ -224,8 +231,8 @@ class Peer:
 
 
 class Decoder:
-    """Header blocks, as one side sends them (RFC 7541). Text in Huffman's code stays as it is: gRPC has none
-    but for -bin headers, and those only where TRUE_BINARY_METADATA is not agreed on.
+    """Decodes the header blocks of one side (RFC 7541). Text in Huffman's code stays as it is: gRPC uses it
+    only for -bin headers, and only if TRUE_BINARY_METADATA is not agreed on.
     """
 
     def __init__(self) -> None:
@@ -234,7 +241,7 @@ class Decoder:
         self._block = b""
 
     def decode(self, block: bytes) -> list[tuple[str, bytes]]:
-        """The fields of a block. Few of those in the static table have their names here."""
+        """The fields of a block. Only a few fields of the static table have names here."""
         self._block, self._at = block, 0
         fields = []
         while self._at < len(block):
@@ -245,7 +252,7 @@ class Decoder:
                 fields.append(self._field(self._number(6)))
                 self._dynamic.insert(0, fields[-1])
             elif first & 0x20:
-                self._number(5)  # another size of the table: none is needed in a test
+                self._number(5)  # another size of the table, which no test needs
             else:
                 fields.append(self._field(self._number(4)))
         return fields
@@ -281,4 +288,4 @@ class Decoder:
 
 _KNOWN = {8: (":status", b"200"), 16: ("accept-encoding", b"gzip, deflate"), 31: ("content-type", b"")}
 _STATIC = [_KNOWN.get(i, (f"static-{i}", b"")) for i in range(1, 62)]
-"""RFC 7541, appendix A, as far as servers of gRPC use it."""
+"""The part of RFC 7541, appendix A, that servers of gRPC use."""

@@ -17,12 +17,12 @@ Metadata = list[tuple[str, str]]
 
 
 def key(name: str, roles: frozenset[Role] = INFER, **fields: Any) -> KeyEntry:
-    """Its secret is "psk_" and the name."""
+    """An entry whose secret is "psk_" and the name."""
     return KeyEntry(**({"id": name, "sha256": digest_of(f"psk_{name}"), "roles": roles} | fields))
 
 
 def as_(name: str) -> dict[str, Metadata]:
-    """Arguments of a call by the key of this name."""
+    """Arguments of a call with the key of this name."""
     return {"metadata": [("authorization", f"Bearer psk_{name}")]}
 
 
@@ -36,7 +36,7 @@ def write(file: Path, entries: Iterable[KeyEntry]) -> Path:
 async def serving_keys(
     file: Path, *entries: KeyEntry, engine: Any = None, **options: Any
 ) -> AsyncIterator[Rig]:
-    """A server that asks for one of these."""
+    """A server that asks for one of these keys."""
     write(file, entries)
     async with serving(engine, keys=file, **options) as rig:
         yield rig

@@ -29,7 +29,7 @@ CODEC = byte_codec()
 
 @dataclass
 class Rig:
-    """All that a test touches."""
+    """Everything that a test needs of a server."""
 
     engine: Any
     server: PenstockServer
@@ -46,14 +46,14 @@ class Rig:
         return status
 
     async def raw(self, method: str, data: bytes) -> bytes:
-        """Call a unary method with bytes as they are."""
+        """Call a unary method with these bytes as its message."""
         call: Any = self.channel.unary_unary(f"/penstock.v1.{method}")
         reply: bytes = await call(data)
         return reply
 
 
 class Kept:
-    """An engine that servers of several tests share: they neither start nor end it."""
+    """An engine that servers of several tests share. Servers neither start nor end it."""
 
     def __init__(self, engine: Backend) -> None:
         self._engine = engine
@@ -107,7 +107,7 @@ def fake(**options: Any) -> FakeEngine:
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    """Wait, bounded, for something that another thread does."""
+    """Wait for something that another thread does, for a bounded time."""
     async with asyncio.timeout(WAIT_S):
         while not condition():  # noqa: ASYNC110 -- what is watched has no event
             await asyncio.sleep(0.005)
@@ -128,19 +128,19 @@ class Failure:
 
     @property
     def violations(self) -> dict[str, str]:
-        """Field to description, of the BadRequest."""
+        """From field to description, as in the BadRequest."""
         (bad,) = [d for d in self.details if isinstance(d, error_details_pb2.BadRequest)]
         return {v.field: v.description for v in bad.field_violations}
 
     @property
     def request_id(self) -> str:
-        """Of the RequestInfo, which every failure has."""
+        """The id in RequestInfo, which every failure has."""
         (request,) = [d for d in self.details if isinstance(d, error_details_pb2.RequestInfo)]
         return str(request.request_id)
 
     @property
     def retry_after_s(self) -> float | None:
-        """Of the RetryInfo; None where there is none."""
+        """The delay in RetryInfo; None without one."""
         found = [d for d in self.details if isinstance(d, error_details_pb2.RetryInfo)]
         return found[0].retry_delay.ToNanoseconds() / 1e9 if found else None
 
@@ -174,7 +174,7 @@ def taken_apart(error: grpc.aio.AioRpcError) -> Failure:
 
 
 async def failure_of(call: Awaitable[Any]) -> Failure:
-    """The failure of a call that must fail."""
+    """The failure of a call, which must fail."""
     try:
         async with asyncio.timeout(WAIT_S):
             reply = await call
@@ -184,15 +184,15 @@ async def failure_of(call: Awaitable[Any]) -> Failure:
 
 
 async def read_all(call: Any) -> AsyncIterator[inference_pb2.StreamResponse]:
-    """The rest of a stream that was begun with read(); raises its failure."""
+    """The rest of a stream that was begun with read(). Raises its failure."""
     async with asyncio.timeout(3 * WAIT_S):
         while (message := await call.read()) is not grpc.aio.EOF:
             yield message
 
 
 async def collect(call: Any) -> list[inference_pb2.StreamResponse]:
-    """All messages of a stream, which must follow the grammar and end with OK: started; per index delta* then
-    finished; summary.
+    """All messages of a stream. It must follow the grammar and end with OK: started; for each index deltas
+    and then finished; summary.
     """
     messages = []
     async with asyncio.timeout(WAIT_S):
@@ -215,7 +215,7 @@ async def collect(call: Any) -> list[inference_pb2.StreamResponse]:
 
 
 def joined(messages: Sequence[inference_pb2.StreamResponse]) -> inference_pb2.GenerateResponse:
-    """What Generate would have answered, from the messages of a stream."""
+    """What Generate would have answered, computed from the messages of a stream."""
     started, summary = messages[0].started, messages[-1].summary
     ends = {m.finished.index: m.finished.finish for m in messages if m.HasField("finished")}
     outputs = [inference_pb2.Output(index=i, finish=finish) for i, finish in sorted(ends.items())]

@@ -1,8 +1,8 @@
-"""`penstock serve` with the fake engine in place of the real one: a process to send signals to.
+"""`penstock serve` with the fake engine in place of the real one, as a process to send signals to.
 
---served-model-name chooses what it does: "never-loads" loads without end, "never-ready" has a warm-up without
-end, "dies" fails at its first request, "hangs" does not come back from handing out its first step.
-"deaf" ends gRPC's server by itself once it is ready, "deaf-early" while it loads.
+--served-model-name chooses what it does: "never-loads" never finishes loading, "never-ready" never finishes
+warming up, "dies" fails at its first request, "hangs" does not return from handing out its first step. With
+"deaf" gRPC's server ends by itself once it is ready, with "deaf-early" while it loads.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Loader:
 
 
 class DeafServer(PenstockServer):
-    """One of its gRPC servers ends, which nobody asked for."""
+    """A server of which one gRPC server ends by itself."""
 
     early = False
 

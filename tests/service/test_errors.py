@@ -125,7 +125,7 @@ async def test_every_row_reaches_the_client(error, code, reason, metadata) -> No
 
 @pytest.mark.parametrize("error", [row[0] for row in SAMPLES], ids=lambda v: type(v).__name__)
 def test_every_error_can_be_pickled(error: Exception) -> None:
-    """With all that it knows, the notes as well."""
+    """With everything that it knows, including notes."""
     error = copy.copy(error)
     error.add_note("seen by a pool")
     found = pickle.loads(pickle.dumps(error))
@@ -149,7 +149,9 @@ MIDWAY = [
 @pytest.mark.parametrize(("error", "code", "reason"), MIDWAY, ids=lambda v: type(v).__name__)
 @pytest.mark.parametrize("streamed", [False, True])
 async def test_an_output_that_cannot_go_on_ends_its_rpc_only(error, code, reason, streamed) -> None:
-    """One of three, after two tokens: the others of the request are freed, other requests go on."""
+    """One of three outputs fails after two tokens: the request's other outputs are freed, and other requests
+    go on.
+    """
     engine = fake(hold=True)
     fields: dict[str, Any] = {"request_id": "r", "sampling": {"n": 3}}
     async with serving(engine) as rig:
@@ -176,7 +178,7 @@ async def test_an_output_that_cannot_go_on_ends_its_rpc_only(error, code, reason
 
 
 async def drained(call: Any) -> None:
-    """Read to the end."""
+    """Read a stream to its end."""
     async for message in call:
         assert message.WhichOneof("event") in ("started", "delta")
 
@@ -231,7 +233,7 @@ def test_violations_that_do_not_fit_are_counted() -> None:
 
 
 async def test_a_long_status_arrives() -> None:
-    """Over a real channel: the client sees our error and not one about metadata."""
+    """Over a real channel: the client gets our error, and not one about metadata."""
     async with serving(fake(max_model_len=10_000)) as rig:
         failure = await failure_of(rig.inference.Generate(generate("a", model="\U0001f600" * 100_000)))
         many = generate(prompt_token_ids={"ids": [2**32 - 1] * 5000}, stopping={"stop": [""] * 5000})

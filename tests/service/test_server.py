@@ -1,4 +1,4 @@
-"""The server's life: port, health, reflection, readiness, draining, the engine's death."""
+"""The life of a server: port, health, reflection, readiness, draining, the engine's death."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ async def test_reflection_lists_services_and_files():
 
 
 async def test_port_in_use():
-    """The second server fails at once and says why, and the first goes on."""
+    """The second server fails at once and says why, and the first one goes on."""
     async with serving() as rig:
         with pytest.raises(ConfigError, match=r"cannot listen on 127\.0\.0\.1:\d+: Address already in use"):
             PenstockServer(ServerOptions(port=rig.server.port))
@@ -95,7 +95,7 @@ async def test_port_in_use():
 
 
 async def test_the_port_is_taken_by_grpc_itself(monkeypatch):
-    """Without our probe: so_reuseport=0 makes gRPC fail too."""
+    """Without our probe gRPC fails, too, because of so_reuseport=0."""
     async with serving() as rig:
         monkeypatch.setattr("penstock.service.listening.listeners._probe", lambda *_: None)
         with pytest.raises(ConfigError, match="cannot listen on"):
@@ -160,7 +160,7 @@ def test_every_bad_option_is_named():
 
 
 async def test_seven_mib_prompt_is_received():
-    """Above gRPC's own limit of 4 MiB; the engine then finds it too long."""
+    """It is above gRPC's own limit of 4 MiB; the engine then finds it too long."""
     async with serving() as rig:
         failure = await failure_of(rig.inference.Generate(generate("a" * 7 * 2**20)))
         assert failure.info.metadata["prompt_tokens"] == str(2**20), "of 7 characters at most"
@@ -232,9 +232,10 @@ async def test_in_thread_survives_a_cancelled_wait():
 
 @pytest.mark.sweep
 async def test_clients_may_ping_while_nothing_is_sent():
-    """Every 5 s, as through a long prefill; gRPC's own default ends such a connection at the third ping."""
+    """Every 5 s, as during a long prefill; by default gRPC ends such a connection at the third ping."""
     engine = fake(hold=True)
-    pinging = channel_options([("grpc.keepalive_time_ms", 5100)])  # our client's, but six times as often
+    # our client's interval, but six times as often
+    pinging = channel_options([("grpc.keepalive_time_ms", 5100)])
     async with serving(engine, channel_options=pinging) as rig:
         call = rig.inference.Generate(generate("y"))
         await asyncio.sleep(26)

@@ -19,7 +19,7 @@ from tests.support.models.toy import VOCAB, toy_engine, toy_model, toy_tokens
 NUM_STREAMS = 200
 CONTEXT = 1024
 SMALL_WINDOWS = [("grpc.http2.lookahead_bytes", 1024), ("grpc.http2.bdp_probe", 0)]
-"""So that little fits between a server and a client that does not read."""
+"""Windows so small that little fits between a server and a client that does not read."""
 KINDS = ("read", "read", "cancel", "deadline", "abort", "stall")
 
 
@@ -36,9 +36,7 @@ def ask(i: int, rng: random.Random, max_tokens: int) -> tuple[list[int], inferen
 
 
 async def one(rig: Rig, i: int, seed: int) -> str:
-    """One client of a random kind; returns how it ended. Tokens that arrive are checked whatever happens
-    later.
-    """
+    """Run one client of a random kind and return how it ended. Tokens that arrive are always checked."""
     rng = random.Random(seed * 1000 + i)
     kind = rng.choice(KINDS)
     prompt, request = ask(i, rng, 900 if kind == "stall" else rng.randint(1, 150))
@@ -75,7 +73,7 @@ async def one(rig: Rig, i: int, seed: int) -> str:
 
 
 def tasks() -> set[asyncio.Task[Any]]:
-    """All but those in which grpc waits for the next call: it makes a new one for each."""
+    """All tasks but those in which grpc waits for the next call: it makes a new one for each call."""
     return {task for task in asyncio.all_tasks() if "_request_registered_call" not in repr(task)}
 
 
@@ -112,7 +110,7 @@ async def test_nothing_is_left_behind(seed: int) -> None:
         engine.core.check()
         assert engine.compiles_after_warmup == 0
         assert engine.failure is None
-        # Each kind must really have met its fate at least once, or this test shows nothing.
+        # Each kind must really have happened at least once, or this test shows nothing.
         for expected in (
             "read: ok",
             "cancel: CANCELLED",

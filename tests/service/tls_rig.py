@@ -1,4 +1,4 @@
-"""The certificates of tests/service/certs, channels that use them, and which one a server shows."""
+"""The certificates of tests/service/certs, channels that use them, and which certificate a server shows."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ CA = CERTS / "ca.pem"
 
 
 def listening(folder: Path = CERTS, name: str = "server", *, client_ca: Path | None = None) -> ListenOptions:
-    """With TLS."""
+    """Options of a server with TLS."""
     return ListenOptions(tls_cert=folder / f"{name}.pem", tls_key=folder / f"{name}.key", client_ca=client_ca)
 
 
@@ -45,7 +45,7 @@ async def shown(port: int | None) -> str:
 
 
 def install(folder: Path, name: str, *, only: str = "") -> None:
-    """Put a pair, or its `only` half ("pem" or "key"), where listening(folder) looks for it."""
+    """Put a pair, or its half `only` ("pem" or "key"), where listening(folder) looks for it."""
     for end in (only,) if only else ("pem", "key"):
         new = folder / f"new.{end}"
         shutil.copyfile(CERTS / f"{name}.{end}", new)

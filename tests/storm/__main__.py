@@ -24,13 +24,13 @@ from tests.storm.run import Finding, storm
 from tests.storm.target import Remains
 
 MEMORY = 1.10
-"""How much of the memory before the storm the server may hold after it."""
+"""How much memory the server may hold after the storm, as a multiple of before."""
 SLOWER = 2.0
-"""How many times their time to the first token (p99) honest callers may wait in the storm."""
+"""How much longer honest callers may wait in the storm for their first token (p99), as a multiple."""
 
 
 def faults_of(finding: Finding) -> list[str]:
-    """What must hold and did not, in words; the machine's speed has no say in it."""
+    """What had to hold and did not, in words. The machine's speed is not judged."""
     load, before, after = finding.load, finding.before, finding.after
     checks = {
         f"{finding.num_wrong} honest answers have other bits than alone": finding.num_wrong == 0,

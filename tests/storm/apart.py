@@ -1,4 +1,6 @@
-"""The honest callers in a process of their own: their times are not those of the attackers' event loop."""
+"""The honest callers in a process of their own, so that the attackers' event loop does not affect their
+times.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,7 @@ _LAST_ANSWERS_S = 330.0
 
 @dataclass(frozen=True, slots=True)
 class Answered:
-    """What came of the questions between GO_ON and REST."""
+    """What was answered between GO_ON and REST."""
 
     first_token_s: list[float]
     wrong: list[str]
@@ -29,7 +31,7 @@ class Answered:
 
 
 class Callers:
-    """The process, for who started it: one command at a time, and one answer to each."""
+    """The process as its parent sees it: one command at a time, and one answer to each."""
 
     def __init__(self, process: asyncio.subprocess.Process) -> None:
         self._process = process
@@ -40,11 +42,11 @@ class Callers:
         await self._heard()
 
     async def go_on(self) -> None:
-        """Begin to ask, and ask until `rest`."""
+        """Begin to ask, and go on until `rest`."""
         await self._say(GO_ON)
 
     async def rest(self) -> Answered:
-        """Ask no more; what was answered since `go_on`."""
+        """Stop asking. Returns what was answered since `go_on`."""
         await self._say(REST)
         told = await self._heard()
         return Answered(told["first_token_s"], told["wrong"], Counter(told["refused"]))
@@ -83,7 +85,7 @@ async def honest_callers(address: str, secret: str) -> AsyncIterator[Callers]:
 
 
 async def _obey() -> None:
-    """The process: read commands until there are no more."""
+    """Run the process: read commands until there are no more."""
     address, secret = json.loads(await asyncio.to_thread(sys.stdin.readline))
     honest, until, asking = Honest(address, secret), asyncio.Event(), None
     while command := (await asyncio.to_thread(sys.stdin.readline)).strip():

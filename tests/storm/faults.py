@@ -1,5 +1,5 @@
 """The faults. Each is one misdeed or accident of one peer: it does its harm and is gone, or holds on for a
-while, and returns a word for what came of it. What a server may do is to answer or to refuse in a typed way.
+while, and returns a word for how it ended. The server may answer, or refuse with a typed error.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from tests.service.h2peer import PREFACE, SETTINGS, Peer, frame
 from tests.storm.honest import kind_of
 
 HOLD_S = 3.0
-"""How long those hold on that hold on: longer than the stall limit."""
+"""Seconds that faults hold on, if they do: longer than the stall limit."""
 STREAM = "/penstock.v1.InferenceService/Stream"
 GENERATE = "/penstock.v1.InferenceService/Generate"
 HUGE = 200_000
@@ -70,7 +70,7 @@ class Attack:
 
 
 async def ended(call: Any) -> str:
-    """How a call ends: a stream is read to its end."""
+    """How a call ends; a stream is read to its end."""
     try:
         if hasattr(call, "__aiter__"):
             async for _ in call:
@@ -90,12 +90,12 @@ async def cancel(attack: Attack) -> str:
     call = attack.inference.Stream(attack.stream(), metadata=attack.bearer())
     asyncio.get_running_loop().call_later(attack.rng.expovariate(5), call.cancel)
     how = await ended(call)
-    # gRPC raises its own status instead of CancelledError where nobody was reading at that moment.
+    # gRPC raises its own status instead of CancelledError if nobody was reading at that moment.
     return "cancelled by us" if "Locally cancelled by application" in how else how
 
 
 async def deadline(attack: Attack) -> str:
-    """Its status is gRPC's own, made on our side."""
+    """A call with a short deadline. Its status is gRPC's own, made on this side."""
     request, limit = attack.stream(), attack.rng.uniform(0.0005, 0.3)
     how = await ended(attack.inference.Stream(request, metadata=attack.bearer(), timeout=limit))
     return how.removeprefix("bare ").split(":")[0]
@@ -113,7 +113,7 @@ async def stall(attack: Attack) -> str:
 
 
 async def watch(attack: Attack) -> str:
-    """Health's Watch needs no key."""
+    """Watches of health, which need no key."""
     async with Peer(attack.address) as peer:
         message = health_pb2.HealthCheckRequest().SerializeToString()
         for _ in range(attack.rng.randint(1, 20)):
@@ -161,7 +161,7 @@ async def kill(attack: Attack) -> str:
 
 
 async def garbage(attack: Attack) -> str:
-    """Bytes that are no HTTP/2, or stop being it."""
+    """Bytes that are not HTTP/2, or cease to be."""
     host, _, port = attack.address.rpartition(":")
     rng = attack.rng
     starts = (
@@ -189,7 +189,7 @@ async def garbage(attack: Attack) -> str:
 
 
 async def undecodable(attack: Attack) -> str:
-    """A message that is none, or a path that is no text, which no client of gRPC would send."""
+    """A message that cannot be parsed, or a path that is not UTF-8, which no client of gRPC would send."""
     if attack.rng.random() < 0.3:
         async with Peer(attack.address) as peer:
             path = attack.rng.choice((b"/\xff", b"/penstock.v1.InferenceService/Gen\xc3", b"\xff"))
@@ -269,7 +269,7 @@ GRAMMARS = (
 
 
 async def grammar(attack: Attack) -> str:
-    # The comment makes it a source that the server has not seen.
+    # The comment makes it a grammar that the server has not seen.
     source = f"{attack.rng.choice(GRAMMARS)}\n// {attack.rng.getrandbits(64):x}\n"
     request = attack.stream(constraint=types_pb2.Constraint(ebnf=source))
     return await ended(attack.inference.Stream(request, metadata=attack.bearer(), timeout=30))
@@ -306,7 +306,7 @@ async def burst(attack: Attack) -> str:
 
 
 async def bad_key(attack: Attack) -> str:
-    """Expired, revoked, unknown, malformed and none."""
+    """Calls with expired, revoked, unknown, malformed and missing keys."""
     rng = attack.rng
     metadata: Any = rng.choice(
         (
@@ -322,12 +322,12 @@ async def bad_key(attack: Attack) -> str:
 
 
 async def not_allowed(attack: Attack) -> str:
-    """What only the role control may do, and other callers' requests."""
+    """What only the role control may do, and aborts of other callers' requests."""
     rng = attack.rng
     if rng.random() < 0.5:
         call = attack.control.FlushCache(control_pb2.FlushCacheRequest(), metadata=attack.bearer())
         return f"flush: {await ended(call)}"
-    # `all` and a prefix mean the caller's own.
+    # `all` and a prefix refer to the caller's own requests.
     target: dict[str, Any] = rng.choice(
         ({"all": {}}, {"request_id_prefix": "a"}, {"request_ids": {"ids": ["r", "s"]}})
     )
@@ -352,4 +352,4 @@ FAULTS: Mapping[Callable[[Attack], Awaitable[str]], int] = {
     compressed: 1,
     kill: 1,
 }
-"""How often each comes, in parts."""
+"""How often each fault comes, relative to the others."""

@@ -1,4 +1,4 @@
-"""Callers who do nothing wrong: their answers in the storm must be, bit for bit, what they are alone."""
+"""Callers that do nothing wrong: their answers in the storm must equal, bit for bit, those without it."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Question:
 
     prompt: str
     schema: str = ""
-    """What the answer must match; empty: nothing, and it has MAX_TOKENS."""
+    """The schema that the answer must match; if it is empty, the answer has MAX_TOKENS."""
 
 
 QUESTIONS = (*map(Question, PROMPTS), Question("A bear:", SCHEMA))
@@ -44,7 +44,7 @@ QUESTIONS = (*map(Question, PROMPTS), Question("A bear:", SCHEMA))
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """Of one greedy request; log-probabilities by their bits."""
+    """The answer to one greedy request, with log-probabilities as bits."""
 
     token_ids: tuple[int, ...]
     logprob_bits: tuple[int, ...]
@@ -78,7 +78,7 @@ async def ask(stub: Any, question: Question, metadata: Sequence[tuple[str, str]]
 
 
 def kind_of(error: grpc.aio.AioRpcError) -> tuple[str, float]:
-    """Whether the status says why in ErrorInfo, with its name; and the seconds after which to try again."""
+    """The name of the reason in ErrorInfo if the status has one, and the seconds after which to try again."""
     status = status_pb2.Status()
     for key, value in error.trailing_metadata() or ():
         if key == "grpc-status-details-bin":
@@ -94,13 +94,13 @@ def kind_of(error: grpc.aio.AioRpcError) -> tuple[str, float]:
 
 @dataclass
 class Honest:
-    """Several callers at once, each asking again and again."""
+    """Several callers at once, each of which asks again and again."""
 
     address: str
     secret: str
     num_callers: int = 3
     alone: dict[Question, Answer] = field(default_factory=dict)
-    """What each question is answered when nothing else runs."""
+    """The answer to each question when nothing else runs."""
     first_token_s: list[float] = field(default_factory=list)
     wrong: list[str] = field(default_factory=list)
     refused: Counter[str] = field(default_factory=Counter)
@@ -110,7 +110,9 @@ class Honest:
         return (("authorization", f"Bearer {self.secret}"),)
 
     async def learn(self) -> None:
-        """One question after the other, on a quiet server, each twice: with and without a cached prefix."""
+        """Ask one question after the other on a quiet server, each twice: without and with a
+        cached prefix.
+        """
         async with grpc.aio.insecure_channel(self.address) as channel:
             stub = inference_pb2_grpc.InferenceServiceStub(channel)
             for question in QUESTIONS:
@@ -120,7 +122,7 @@ class Honest:
                 self.alone[question] = answer
 
     async def go_on(self, until: asyncio.Event) -> None:
-        """Ask until told; fills the lists above."""
+        """Ask until told to stop; fills the lists above."""
         self.first_token_s.clear()
         await asyncio.gather(*(self._caller(number, until) for number in range(self.num_callers)))
 
@@ -136,7 +138,7 @@ class Honest:
                     self.first_token_s.append(waited)
 
     async def _ask_until_answered(self, stub: Any, question: Question, until: asyncio.Event) -> float | None:
-        """As a caller with retries does. Seconds to the first token, those of refusals included."""
+        """Ask with retries. Returns the seconds to the first token, including those of refusals."""
         began = time.monotonic()
         while not until.is_set():
             asked = time.monotonic()

@@ -24,7 +24,7 @@ from tests.storm.target import Remains, Target, running
 NUM_CHANNELS = 8
 GRACE_S = 10.0
 LAST_REPLIES_S = 10.0
-"""How much longer than the grace the server may take to end, with the work of the machine."""
+"""Seconds beyond the grace that the server may take to end while the machine is busy."""
 Fault = Callable[[Attack], Awaitable[str]]
 _T = TypeVar("_T")
 
@@ -36,25 +36,29 @@ class Finding:
     num_faults: int
     seconds: float
     outcomes: Counter[tuple[str, str]]
-    """By fault and what came of it."""
+    """How often each fault ended in which way."""
     num_answers: int
     num_wrong: int
-    """Honest answers with other bits than alone."""
+    """Honest answers whose bits differ from those without the storm."""
     honest_refusals: Counter[str]
     quiet_p99_s: float
-    """Of the honest callers' times to their first token, before the storm."""
+    """The honest callers' time to their first token (p99) before the storm."""
     storm_p99_s: float
     before: Remains
     after: Remains
     load: control_pb2.GetLoadResponse
-    """After the storm."""
+    """The load after the storm."""
     exit_code: int | None
-    """After a SIGTERM in the middle of another attack; None: it did not end within the grace."""
+    """The exit code after a SIGTERM in the middle of another attack; None if the server did not end within
+    the grace.
+    """
     exit_s: float
 
     @property
     def bare(self) -> Counter[tuple[str, str]]:
-        """Outcomes that are a status without a reason. gRPC's own are fine where the peer made them."""
+        """Outcomes that are a status without a reason. gRPC's own statuses are fine if the peer
+        caused them.
+        """
         return Counter({what: n for what, n in self.outcomes.items() if "bare " in what[1]})
 
 
@@ -123,7 +127,7 @@ async def _attack(target: Target, rng: random.Random) -> Any:
         for _ in range(NUM_CHANNELS)
     ]
     try:
-        for channel in channels:  # so that the server's descriptors do not depend on which was used
+        for channel in channels:  # so that the server's descriptors do not depend on which one was used
             await channel.channel_ready()
         yield Attack(target.address, target.secrets, rng, channels)
     finally:
@@ -140,7 +144,7 @@ def _chosen(rng: random.Random, count: int) -> list[Fault]:
 
 
 async def _beside(honest: Callers, work: Awaitable[_T]) -> tuple[_T, Answered]:
-    """Do it while honest callers ask; what came of both."""
+    """Run something while honest callers ask. Returns both results."""
     await honest.go_on()
     done = await work
     return done, await honest.rest()
@@ -154,14 +158,14 @@ async def _throw(
     pause_s: float,
     say: Callable[[str], None] = lambda line: None,
 ) -> Counter[tuple[str, str]]:
-    """One fault every `pause_s`, at most `at_once` together; what came of them."""
+    """Start one fault every `pause_s`, at most `at_once` together. Returns how they ended."""
     outcomes: Counter[tuple[str, str]] = Counter()
     places = asyncio.Semaphore(at_once)
 
     async def one(fault: Any) -> None:
         try:
             outcomes[fault.__name__, await fault(attack)] += 1
-        except OSError as error:  # the server cut the connection
+        except OSError as error:  # the server closed the connection
             outcomes[fault.__name__, f"cut off: {type(error).__name__}"] += 1
         finally:
             places.release()
@@ -185,7 +189,7 @@ async def _load(attack: Attack) -> control_pb2.GetLoadResponse:
 
 
 async def _settled(target: Target, attack: Attack, like: Remains | None = None) -> Remains:
-    """What the server holds once nothing runs: as little as in `like`, if that comes within a minute."""
+    """What the server holds once nothing runs: as little as in `like`, if that is reached within a minute."""
     deadline = time.monotonic() + 60
     while True:
         load = await _load(attack)
@@ -201,7 +205,7 @@ async def _settled(target: Target, attack: Attack, like: Remains | None = None) 
 
 
 async def _ended_in_an_attack(target: Target, attack: Attack) -> tuple[int | None, float]:
-    """SIGTERM while faults go on; its exit code, and how long it took."""
+    """Send SIGTERM while faults go on. Returns the exit code, and how long it took."""
     faults = asyncio.create_task(
         _throw(attack, _chosen(attack.rng, 3 * len(FAULTS)), at_once=16, pause_s=0.05)
     )

@@ -14,7 +14,7 @@ from penstock.cli.__main__ import main
 
 
 def count(path: Path) -> None:
-    """Runs between two steps of the main thread, which is the event loop's."""
+    """Count the tasks. Runs between two steps of the main thread, which is the event loop's."""
     tasks = [task for task in asyncio.all_tasks() if "_request_registered_call" not in repr(task)]
     path.write_text(str(len(tasks)))
 

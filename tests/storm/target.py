@@ -1,4 +1,4 @@
-"""The server under the storm: a process of its own, and what can be seen of it from outside."""
+"""The server in the storm: a process of its own, and what can be seen of it from outside."""
 
 from __future__ import annotations
 
@@ -21,7 +21,9 @@ from penstock.service.access.key_store import change_keys, digest_of, new_secret
 START_S = 240.0
 """The first start on a machine compiles the kernels."""
 ATTACKER_PARALLEL = 8
-"""Of its requests at once: what an operator gives a caller who is not trusted much."""
+"""How many requests the attacker may have at once, as an operator would limit a caller that is
+not trusted.
+"""
 IDS = ("honest", "attacker", "expired", "revoked", "operator")
 
 
@@ -43,11 +45,13 @@ class Target:
     process: asyncio.subprocess.Process
     address: str
     secrets: Mapping[str, str]
-    """By key id, see IDS."""
+    """The secret of each key of IDS."""
     folder: Path
 
     def remains(self) -> Remains:
-        """Now. The server's event loop must be running: it writes down how many tasks it has."""
+        """What the server holds now. Its event loop must be running, because it writes down how many tasks it
+        has.
+        """
         proc = Path(f"/proc/{self.process.pid}")
         status = (proc / "status").read_text()
         pages = int((proc / "statm").read_text().split()[1])
@@ -60,7 +64,7 @@ class Target:
         )
 
     async def counted(self) -> Remains:
-        """The same, with a fresh count of the tasks."""
+        """What the server holds now, with a fresh count of the tasks."""
         told = self.folder / "tasks"
         told.unlink(missing_ok=True)
         self.process.send_signal(signal.SIGUSR2)
@@ -76,7 +80,7 @@ def _line(status: str, name: str) -> str:
 
 
 def write_keys(path: Path) -> dict[str, str]:
-    """A file with a key of each of IDS; their secrets."""
+    """Write a file with a key for each of IDS, and return their secrets."""
     secrets = {key_id: new_secret(key_id) for key_id in IDS}
     entries = [
         KeyEntry(
@@ -95,7 +99,7 @@ def write_keys(path: Path) -> dict[str, str]:
 
 @contextlib.asynccontextmanager
 async def running(folder: Path, arguments: Sequence[str] = ()) -> AsyncIterator[Target]:
-    """`penstock serve demo` with keys, until the block ends; its log is in `folder`."""
+    """Run `penstock serve demo` with keys until the block ends; its log is in `folder`."""
     secrets = write_keys(folder / "keys.json")
     log = (folder / "server.log").open("wb")
     command = [

@@ -1,7 +1,7 @@
-"""`penstock`: one program, a module per command.
+"""`penstock`: one program with one module for each command.
 
-Only the chosen command's module is imported, so that `penstock --help` is instant and no command of the
-client pays for JAX. A module of a command has `add_parser(subparsers)` and `run(args) -> int`.
+Only the chosen command's module is imported, so that `penstock --help` is fast and no command of the client
+loads JAX. The module of a command has `add_parser(subparsers)` and `run(args) -> int`.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ COMMANDS = {
     "keys": "make, list and revoke the keys of a server",
     "usage": "show what every key used",
 }
-"""Name of the command and of its module in penstock.cli.commands, and its line in `penstock --help`."""
+"""From the name of a command, which is also its module's, to its line in `penstock --help`."""
 
 
 def version() -> str:
-    """Of the installed distribution."""
+    """The version of the installed distribution."""
     try:
         return metadata.version("penstock")
-    except metadata.PackageNotFoundError:  # run from a source tree that was not installed
+    except metadata.PackageNotFoundError:  # the source tree was not installed
         return "unknown"
 
 
 class Parser(argparse.ArgumentParser):
-    """Takes no abbreviations of flags: a script that used one would break with the next flag.
+    """A parser that accepts no abbreviated flags: a script that used one could break when a flag is added.
 
-    Parsers of commands are of this class too, as argparse makes them of the class of the first.
+    argparse makes the parsers of commands of the same class.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -47,13 +47,14 @@ class Parser(argparse.ArgumentParser):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; returns the exit code (2: wrong usage, 130: interrupted)."""
-    # transformers otherwise warns that there is no PyTorch, which is by design and would worry people.
+    """Run one command and return its exit code (2: wrong usage, 130: interrupted)."""
+    # Otherwise transformers warns that there is no PyTorch. That is intended here, and would worry people.
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     arguments = list(sys.argv[1:] if argv is None else argv)
     chosen = next((argument for argument in arguments if not argument.startswith("-")), None)
-    # What goes wrong with a connection is told in our words, and in them alone: gRPC's core writes to stderr
-    # by itself, and quotes what peers send. It reads this once, when a command's module imports it below.
+    # Our own messages say what goes wrong with a connection. gRPC's core also writes to stderr, and quotes
+    # what peers send, so it is silenced. It reads this variable once, when a command's module imports it
+    # below.
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     parser = Parser(prog="penstock", description="A gRPC server for language models.")
     parser.add_argument("--version", action="version", version=f"penstock {version()}")
@@ -67,7 +68,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             else:
                 subparsers.add_parser(name, help=line)
         args, unknown = parser.parse_known_args(arguments)
-        if unknown:  # by the command's parser, whose usage helps; argparse itself would show the one of all
+        # reported by the command's parser, because its usage helps; argparse itself would show that of all
+        # commands
+        if unknown:
             subparsers.choices.get(args.command, parser).error(f"unrecognized arguments: {' '.join(unknown)}")
         if args.command is None:
             parser.print_help(sys.stderr)

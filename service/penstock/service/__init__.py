@@ -1,1 +1,3 @@
-"""The gRPC front: servicers, conversion, text and telemetry around the engine."""
+"""The gRPC server around one engine: its RPCs, the conversion of messages, callers' keys, limits
+and traces.
+"""

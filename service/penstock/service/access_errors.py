@@ -1,4 +1,6 @@
-"""Why a caller is not let in, or not now. Rows in `errors.TABLE` say how each looks on the wire."""
+"""Errors that say why a caller is not let in, or not now. Rows of `errors.TABLE` say how each looks on the
+wire.
+"""
 
 from __future__ import annotations
 
@@ -8,14 +10,14 @@ from penstock.runtime.errors import RequestError, UnavailableError
 
 
 class Unauthenticated(RequestError):
-    """Nobody knows who calls: no key, one that is malformed or unknown, or one that was revoked.
+    """The caller is not known: it sent no key, or one that is malformed, unknown or revoked.
 
-    Expected. It says no more than that: who guesses keys must not learn which ones there were.
+    Expected. The message does not say which keys exist, so that somebody who guesses keys learns nothing.
     """
 
 
 class KeyExpired(RequestError):
-    """The key was right until it expired. Only who has the whole secret can see this."""
+    """The key was valid until it expired. Only a caller that has the whole secret is told this."""
 
     def __init__(self, key_id: str, expired: datetime) -> None:
         self.key_id, self.expired = key_id, expired
@@ -23,11 +25,11 @@ class KeyExpired(RequestError):
 
 
 class Forbidden(RequestError):
-    """The caller is known, and may not do this."""
+    """The caller is known, and its key does not allow this call."""
 
 
 class RateLimited(UnavailableError):
-    """The caller has used what its key allows in a minute; after `retry_after_s` there is room again."""
+    """The caller has used what its key allows per minute; after `retry_after_s` seconds it may call again."""
 
     def __init__(self, limit: str, per_minute: int, retry_after_s: float) -> None:
         self.limit, self.per_minute, self.retry_after_s = limit, per_minute, retry_after_s

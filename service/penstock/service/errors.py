@@ -1,9 +1,9 @@
-"""Errors to gRPC statuses: one table, one row for every class of the error tree, and the rich details of
+"""Maps errors to gRPC statuses: one table with one row for every class of the error tree, and the details of
 each.
 
-Each status carries google.rpc.ErrorInfo (domain "penstock", an upper-case reason, facts in `metadata`) and
-RequestInfo (the request's id), and where it helps BadRequest (every violation) or RetryInfo. Trailing
-metadata above 8 KiB may be refused by the peer, which would hide the error behind another one, so everything
+Each status carries google.rpc.ErrorInfo (the domain "penstock", a reason in upper case, facts in `metadata`)
+and RequestInfo (the request's id). Where it helps it also carries BadRequest (every violation) or RetryInfo.
+Peers may refuse trailing metadata above 8 KiB, which would hide the error behind another one, so everything
 is cut to fit.
 """
 
@@ -26,7 +26,9 @@ from penstock.service import access_errors
 DOMAIN = "penstock"
 DETAILS_KEY = "grpc-status-details-bin"
 PUSHBACK_KEY = "grpc-retry-pushback-ms"
-"""gRPC's own retries, which a client's service config may ask for, wait so long instead of their backoff."""
+"""Tells gRPC's own retries, which a client's service config may enable, how long to wait instead of their
+backoff.
+"""
 MAX_MESSAGE_CHARS = 400
 MAX_METADATA_CHARS = 700
 MAX_VIOLATION_CHARS = 300
@@ -35,20 +37,23 @@ Code = grpc.StatusCode
 
 
 class StalledReader(errors.RequestError):
-    """The client of a stream read nothing for longer than the server waits; its pages were freed.
+    """A client did not read its stream for longer than the server waits, so the server ended it and freed its
+    pages.
 
-    Expected: the client, or the network to it, is too slow. The status reaches it when it reads on.
+    Expected: the client, or the network to it, is too slow. The status reaches the client when it reads on.
     """
 
     def __init__(self, limit_s: float) -> None:
         self.limit_s = limit_s
-        super().__init__(f"the stream was not read for {limit_s:g} s, so it was ended")
+        super().__init__(
+            f"the stream was ended, because nothing of it was read for {limit_s:g} s; read faster"
+        )
 
 
 class ResponseTooLarge(errors.InvalidRequest):
-    """The reply would be larger than the server sends, or was when it grew.
+    """The reply would be larger than the server sends, or became larger while it was generated.
 
-    Expected: the caller can ask for less, or for a stream, which need not fit as a whole. `max_bytes` is the
+    Expected: the caller can ask for less, or use a stream, which need not fit as a whole. `max_bytes` is the
     limit.
     """
 
@@ -66,9 +71,9 @@ class MessageTooLarge(errors.RequestError):
 
 
 class Busy(errors.UnavailableError):
-    """As much goes on at once as one of the server's bounds allows.
+    """One of the server's bounds on what may go on at once is reached.
 
-    Expected: the same call finds a place later. `limit` is the bound's name, `most` its value.
+    Expected: the same call succeeds later. `limit` is the bound's name, `most` its value.
     """
 
     def __init__(self, limit: str, most: int, retry_after_s: float = 1.0) -> None:
@@ -77,9 +82,9 @@ class Busy(errors.UnavailableError):
 
 
 class StalledSender(errors.RequestError):
-    """The headers of a call came, and its message did not.
+    """The headers of a call arrived, and its message did not.
 
-    Expected: the client, or the network to it, is too slow, or somebody collects open calls.
+    Expected: the client, or the network to it, is too slow, or somebody opens calls without using them.
     """
 
     def __init__(self, limit_s: float) -> None:
@@ -99,9 +104,9 @@ class UnknownService(errors.RequestError):
 
 
 class ServedElsewhere(errors.RequestError):
-    """Control has an address of its own on this server, and this is the other one.
+    """This server has an address of its own for control, and the call came to the other address.
 
-    Expected: the client was given the wrong one of two addresses. Going to the other one helps.
+    Expected: the client was given the wrong one of two addresses.
     """
 
     def __init__(self, what: str, where: str) -> None:
@@ -110,99 +115,108 @@ class ServedElsewhere(errors.RequestError):
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class StatusRow:
     """How one class of errors looks on the wire."""
 
     code: grpc.StatusCode
     reason: str
     metadata: Callable[[Any], dict[str, str]] = lambda error: {}
-    """Facts from the error, for ErrorInfo."""
+    """Returns the facts about an error that ErrorInfo carries."""
     retry_after_s: Callable[[Any], float | None] = lambda error: None
-    """When the same call may succeed, for RetryInfo; None: it says nothing of that."""
+    """Returns the seconds after which the same call may succeed, for RetryInfo; None if the error does not
+    say.
+    """
 
 
 def _measured(error: Any) -> float | None:
-    """What the error itself knows."""
+    """The time that the error itself has measured."""
     delay: float | None = error.retry_after_s
     return delay
 
 
-TABLE: Mapping[type[errors.PenstockError], Row] = {
-    errors.PenstockError: Row(Code.INTERNAL, "INTERNAL"),
-    errors.ConfigError: Row(Code.FAILED_PRECONDITION, "CONFIG"),
-    errors.UnknownArchitecture: Row(Code.FAILED_PRECONDITION, "UNKNOWN_ARCHITECTURE"),
-    errors.CheckpointError: Row(Code.FAILED_PRECONDITION, "CHECKPOINT"),
-    errors.RequestError: Row(Code.INVALID_ARGUMENT, "INVALID_REQUEST"),
-    errors.InvalidRequest: Row(Code.INVALID_ARGUMENT, "INVALID_FIELD"),
-    ResponseTooLarge: Row(
+TABLE: Mapping[type[errors.PenstockError], StatusRow] = {
+    errors.PenstockError: StatusRow(Code.INTERNAL, "INTERNAL"),
+    errors.ConfigError: StatusRow(Code.FAILED_PRECONDITION, "CONFIG"),
+    errors.UnknownArchitecture: StatusRow(Code.FAILED_PRECONDITION, "UNKNOWN_ARCHITECTURE"),
+    errors.CheckpointError: StatusRow(Code.FAILED_PRECONDITION, "CHECKPOINT"),
+    errors.RequestError: StatusRow(Code.INVALID_ARGUMENT, "INVALID_REQUEST"),
+    errors.InvalidRequest: StatusRow(Code.INVALID_ARGUMENT, "INVALID_FIELD"),
+    ResponseTooLarge: StatusRow(
         Code.INVALID_ARGUMENT, "RESPONSE_TOO_LARGE", lambda e: {"max_bytes": str(e.max_bytes)}
     ),
-    errors.UnsupportedFeature: Row(
+    errors.UnsupportedFeature: StatusRow(
         Code.UNIMPLEMENTED, "UNSUPPORTED_FEATURE", lambda e: {"field": ",".join(e.fields)}
     ),
-    errors.PromptTooLong: Row(
+    errors.PromptTooLong: StatusRow(
         Code.INVALID_ARGUMENT,
         "PROMPT_TOO_LONG",
         lambda e: {"prompt_tokens": str(e.num_prompt_tokens), "max_prompt_tokens": str(e.max_prompt_tokens)},
     ),
-    errors.ExceedsKVCapacity: Row(
+    errors.ExceedsKVCapacity: StatusRow(
         Code.INVALID_ARGUMENT,
         "EXCEEDS_KV_CAPACITY",
         lambda e: {"needed_tokens": str(e.needed_tokens), "capacity_tokens": str(e.capacity_tokens)},
     ),
-    errors.DuplicateRequestId: Row(
+    errors.DuplicateRequestId: StatusRow(
         Code.ALREADY_EXISTS, "DUPLICATE_REQUEST_ID", lambda e: {"request_id": e.request_id}
     ),
-    errors.UnknownModel: Row(
+    errors.UnknownModel: StatusRow(
         Code.NOT_FOUND, "UNKNOWN_MODEL", lambda e: {"model": e.name, "served_model": e.served}
     ),
-    access_errors.Unauthenticated: Row(Code.UNAUTHENTICATED, "UNAUTHENTICATED"),
-    access_errors.KeyExpired: Row(
+    access_errors.Unauthenticated: StatusRow(Code.UNAUTHENTICATED, "UNAUTHENTICATED"),
+    access_errors.KeyExpired: StatusRow(
         Code.UNAUTHENTICATED, "KEY_EXPIRED", lambda e: {"expired": e.expired.isoformat()}
     ),
-    access_errors.Forbidden: Row(Code.PERMISSION_DENIED, "FORBIDDEN"),
-    access_errors.RateLimited: Row(
+    access_errors.Forbidden: StatusRow(Code.PERMISSION_DENIED, "FORBIDDEN"),
+    access_errors.RateLimited: StatusRow(
         Code.RESOURCE_EXHAUSTED,
         "RATE_LIMITED",
         lambda e: {"limit": e.limit, "per_minute": str(e.per_minute)},
         _measured,
     ),
-    StalledReader: Row(Code.RESOURCE_EXHAUSTED, "STALLED_READER", lambda e: {"limit_s": f"{e.limit_s:g}"}),
-    ServedElsewhere: Row(Code.UNIMPLEMENTED, "SERVED_ELSEWHERE"),
-    MessageTooLarge: Row(
+    StalledReader: StatusRow(
+        Code.RESOURCE_EXHAUSTED, "STALLED_READER", lambda e: {"limit_s": f"{e.limit_s:g}"}
+    ),
+    ServedElsewhere: StatusRow(Code.UNIMPLEMENTED, "SERVED_ELSEWHERE"),
+    MessageTooLarge: StatusRow(
         Code.RESOURCE_EXHAUSTED,
         "MESSAGE_TOO_LARGE",
         lambda e: {"bytes": str(e.num_bytes), "max_bytes": str(e.most)},
     ),
-    errors.GenerationError: Row(Code.INTERNAL, "GENERATION_FAILED"),
-    errors.NonFiniteLogits: Row(Code.INTERNAL, "NON_FINITE_LOGITS"),
-    UnknownService: Row(Code.NOT_FOUND, "UNKNOWN_SERVICE", lambda e: {"service": e.service}),
-    StalledSender: Row(Code.RESOURCE_EXHAUSTED, "STALLED_SENDER", lambda e: {"limit_s": f"{e.limit_s:g}"}),
-    errors.UnavailableError: Row(Code.UNAVAILABLE, "UNAVAILABLE", retry_after_s=lambda e: 1.0),
-    errors.QueueFull: Row(
+    errors.GenerationError: StatusRow(Code.INTERNAL, "GENERATION_FAILED"),
+    errors.NonFiniteLogits: StatusRow(Code.INTERNAL, "NON_FINITE_LOGITS"),
+    UnknownService: StatusRow(Code.NOT_FOUND, "UNKNOWN_SERVICE", lambda e: {"service": e.service}),
+    StalledSender: StatusRow(
+        Code.RESOURCE_EXHAUSTED, "STALLED_SENDER", lambda e: {"limit_s": f"{e.limit_s:g}"}
+    ),
+    errors.UnavailableError: StatusRow(Code.UNAVAILABLE, "UNAVAILABLE", retry_after_s=lambda e: 1.0),
+    errors.QueueFull: StatusRow(
         Code.RESOURCE_EXHAUSTED, "QUEUE_FULL", lambda e: {"limit": str(e.limit)}, _measured
     ),
-    Busy: Row(Code.RESOURCE_EXHAUSTED, "BUSY", lambda e: {"limit": e.limit, "max": str(e.most)}, _measured),
-    errors.CostlyGrammar: Row(
+    Busy: StatusRow(
+        Code.RESOURCE_EXHAUSTED, "BUSY", lambda e: {"limit": e.limit, "max": str(e.most)}, _measured
+    ),
+    errors.CostlyGrammar: StatusRow(
         Code.RESOURCE_EXHAUSTED,
         "COSTLY_GRAMMAR",
         lambda e: {"field": e.field},
         _measured,
     ),
-    # Another server may take it at once; this one is back, if at all, when it was started again.
-    errors.Draining: Row(Code.UNAVAILABLE, "DRAINING", retry_after_s=lambda e: 1.0),
-    errors.NotReady: Row(Code.UNAVAILABLE, "NOT_READY", retry_after_s=lambda e: 2.0),
-    errors.WeightsError: Row(Code.FAILED_PRECONDITION, "WEIGHTS_REFUSED"),
-    # INTERNAL, so that none sends what the engine may have died of to the next one. What comes later may go.
-    errors.EngineFailure: Row(Code.INTERNAL, "ENGINE_FAILURE"),
-    errors.EngineDead: Row(Code.UNAVAILABLE, "ENGINE_DEAD", retry_after_s=lambda e: 2.0),
+    # Another server may take the request at once. This one takes it, if at all, after a restart.
+    errors.Draining: StatusRow(Code.UNAVAILABLE, "DRAINING", retry_after_s=lambda e: 1.0),
+    errors.NotReady: StatusRow(Code.UNAVAILABLE, "NOT_READY", retry_after_s=lambda e: 2.0),
+    errors.WeightsError: StatusRow(Code.FAILED_PRECONDITION, "WEIGHTS_REFUSED"),
+    # INTERNAL, so that clients do not send the request that may have killed this engine to the next one.
+    # Later requests get ENGINE_DEAD, which clients may retry.
+    errors.EngineFailure: StatusRow(Code.INTERNAL, "ENGINE_FAILURE"),
+    errors.EngineDead: StatusRow(Code.UNAVAILABLE, "ENGINE_DEAD", retry_after_s=lambda e: 2.0),
 }
 
-BUG = Row(Code.INTERNAL, "INTERNAL")
-"""Any exception that is not in the tree: a bug. Its text stays in the log."""
+BUG = StatusRow(Code.INTERNAL, "INTERNAL")
+"""The row of an exception that is not in the tree, which is a bug. Its text stays in the log."""
 
 
-def row_of(error: BaseException) -> Row:
+def row_of(error: BaseException) -> StatusRow:
     """The row of the error's class, or of the nearest class above it."""
     for cls in type(error).__mro__:
         if cls in TABLE:
@@ -211,7 +225,9 @@ def row_of(error: BaseException) -> Row:
 
 
 def to_status(error: BaseException, request_id: str = "") -> status_pb2.Status:
-    """The whole google.rpc.Status of an error of the request with this id."""
+    """Make the google.rpc.Status of an error, with all its details. `request_id` is the id of the request
+    that failed.
+    """
     row = row_of(error)
     text = str(error) if isinstance(error, errors.PenstockError) else "internal error; see the server's log"
     metadata = {key: _cut(value, MAX_METADATA_CHARS) for key, value in row.metadata(error).items()}
@@ -226,7 +242,7 @@ def to_status(error: BaseException, request_id: str = "") -> status_pb2.Status:
 
 
 def trailers(error: BaseException, status: status_pb2.Status) -> tuple[tuple[str, str | bytes], ...]:
-    """The metadata that goes with the status."""
+    """The trailing metadata that carry the status."""
     found: list[tuple[str, str | bytes]] = [(DETAILS_KEY, status.SerializeToString())]
     delay = row_of(error).retry_after_s(error)
     if delay is not None:
@@ -234,7 +250,7 @@ def trailers(error: BaseException, status: status_pb2.Status) -> tuple[tuple[str
     return tuple(found)
 
 
-def _extras(error: BaseException, row: Row) -> Sequence[Message]:
+def _extras(error: BaseException, row: StatusRow) -> Sequence[Message]:
     extras: list[Message] = []
     if isinstance(error, errors.InvalidRequest):
         extras.append(_bad_request(error.violations))
@@ -247,7 +263,7 @@ def _extras(error: BaseException, row: Row) -> Sequence[Message]:
 
 
 def _bad_request(violations: Sequence[errors.Violation]) -> error_details_pb2.BadRequest:
-    """Every violation, or as many as fit and one that tells how many do not."""
+    """Every violation that fits, and one more that tells how many do not."""
     bad = error_details_pb2.BadRequest()
     size = 0
     for i, violation in enumerate(violations):
@@ -268,6 +284,6 @@ def _any(message: Message) -> any_pb2.Any:
 
 
 def _cut(text: str, limit: int) -> str:
-    """At most `limit` ASCII characters: the wire escapes others to three times their bytes."""
+    """Cut to at most `limit` ASCII characters: the wire escapes others to three times their bytes."""
     short = text[: limit + 1].encode("ascii", "backslashreplace").decode()
     return short if len(short) <= limit else short[: limit - 3] + "..."

@@ -1,4 +1,4 @@
-"""All that a server listens on: one gRPC server, or two where control has a port of its own."""
+"""The addresses that a server listens on: one gRPC server, or two if control has a port of its own."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from penstock.service.options import ServerOptions
 from penstock.service.rpcs.surface import control_surface, main_surface
 
 Build = Callable[[Sequence[grpc.aio.ServerInterceptor]], grpc.aio.Server]
-"""Makes a gRPC server with all services. The interceptors given are put after its own."""
+"""Makes a gRPC server with all services. The given interceptors come after its own."""
 Lost = Callable[[BaseException | None], None]
-"""Hears that one of the servers has ended by itself, and of what."""
+"""Is called when one of the gRPC servers has ended by itself, with the error if there was one."""
 _LOOK_S = 3600.0
 
 
@@ -25,8 +25,8 @@ class Front:
     """Takes the addresses when it is made, and answers from `start` to `stop`."""
 
     def __init__(self, options: ServerOptions, build: Build, lost: Lost) -> None:
-        """`lost` is told of an end that nobody asked for. Raises ConfigError where an address
-        cannot be had, or TLS cannot be used.
+        """`lost` is called if a gRPC server ends although `stop` was not called. Raises ConfigError if an
+        address cannot be taken, or TLS cannot be used.
         """
         listen = options.listen
         tls = listen.tls
@@ -37,9 +37,9 @@ class Front:
             return listen_tcp(server, host, port, credentials, flag=flag)
 
         self.port: int | None = None
-        """Of the main address; None: it has none."""
+        """The port of the main address; None if it has none."""
         self.control_port: int | None = None
-        """Where control is served; None: at the main address."""
+        """The port that serves control; None if the main address does."""
         self._options = options
         self._lost = lost
         self._watches: list[asyncio.Task[None]] = []
@@ -63,37 +63,37 @@ class Front:
 
     @property
     def addresses(self) -> tuple[str, ...]:
-        """Where requests are taken: the port first, then the Unix socket."""
+        """The addresses that take requests: the port first, then the Unix socket."""
         addresses = [] if self.port is None else [tcp_address(self._options.host, self.port)]
         return tuple(addresses + ([] if self._socket is None else [self._socket.address]))
 
     @property
     def control_address(self) -> str | None:
-        """Where control is, if it has an address of its own."""
+        """The address of control, if it has one of its own."""
         if self.control_port is None:
             return None
         return tcp_address(self._options.control_host, self.control_port)
 
     async def start(self) -> None:
-        """Answer."""
+        """Start to answer."""
         for server in self._servers:
             await server.start()
             self._watches.append(asyncio.create_task(self._watch(server)))
 
     async def _watch(self, server: grpc.aio.Server) -> None:
-        """Until the server has ended."""
+        """Wait until the server has ended, and call `lost` unless that was asked for."""
         error: BaseException | None = None
         try:
-            # With a time limit cygrpc shields what others wait for, too, from a cancel of this task.
+            # With a time limit cygrpc also shields what others wait for from a cancellation of this task.
             while await server.wait_for_termination(_LOOK_S):
                 pass
-        except Exception as raised:  # noqa: BLE001 -- whatever ended it
+        except Exception as raised:  # noqa: BLE001 -- `lost` is told of any error
             error = raised
         if not self._stopping:
             self._lost(error)
 
     async def stop(self, grace_s: float | None) -> None:
-        """Listen no more; RPCs may go on for the grace. May be called again with less of it."""
+        """Stop listening; RPCs may go on for `grace_s` seconds. May be called again with a shorter grace."""
         self._stopping = True
         self._remove_socket()
         await asyncio.gather(*(server.stop(grace_s) for server in self._servers))

@@ -200,7 +200,7 @@ def test_bench_counts_failures_and_says_so(server, failure, capsys):
 
 
 def test_bench_reports_what_it_has_on_ctrl_c(server, tmp_path):
-    """Two of five requests are answered, then the server falls silent."""
+    """Two of five requests are answered, then the server sends nothing more."""
 
     def asked():
         return sum(isinstance(call, inference_pb2.StreamRequest) for call in server.calls)
@@ -225,7 +225,7 @@ def test_bench_reports_what_it_has_on_ctrl_c(server, tmp_path):
         out, err = program.communicate(timeout=60)
     assert program.returncode == 130
     assert "2 completed, 0 failed" in out
-    assert err == "penstock bench: interrupted: the figures are those of 2 of 5 requests\n"
+    assert err == "penstock bench: interrupted: the figures are of 2 of 5 requests\n"
     document = json.loads(file.read_text())
     assert (document["interrupted"], document["report"]["completed"]) == (True, 2)
 

@@ -18,7 +18,7 @@ from tests.clients import rich
 
 @pytest.fixture
 def chat(server, monkeypatch):
-    """Run a whole conversation; returns the exit code and the turns of each request."""
+    """Run a whole conversation. Returns the exit code and the turns of each request."""
 
     def run(lines, *flags):
         monkeypatch.setattr(sys, "stdin", io.StringIO(lines))
@@ -123,7 +123,7 @@ def stream_of(*deltas):
 
 @pytest.fixture
 def scripted(server):
-    """Each request gets the next stream of the script."""
+    """A server that answers each request with the next stream of the script."""
 
     def script(*streams):
         left = iter(streams)
@@ -140,7 +140,7 @@ def test_a_call_is_shown_and_answered(chat, server, scripted, capsys):
     assert capsys.readouterr().out == ('Let me see.\ntool call: get_weather {"city": "Oslo"}\nIt is cold.\n')
     first, second = (call.chat for call in server.calls)
     assert (first.tools[0].name, first.tool_choice) == ("get_weather", "required")
-    assert (second.tools[0].name, second.tool_choice) == ("get_weather", "")  # free to answer now
+    assert (second.tools[0].name, second.tool_choice) == ("get_weather", "")  # the server may answer now
     assert second.messages[1].tool_calls[0].id == second.messages[2].tool_call_id == "c1"
 
 
@@ -157,7 +157,7 @@ def test_the_model_goes_on_with_the_result_of_its_last_call(chat, server, script
         'tool call: get_weather {"city": "Rome"}',
         'next: tool call: get_weather {"city": "Rome"}',
         "done",
-        "no tool call waits for a result",
+        "no tool call is waiting for a result",
     ]
 
 
@@ -180,7 +180,7 @@ def test_a_refused_result_can_be_given_again(chat, server, scripted, failure, ca
 def test_reset_drops_calls_that_wait(chat, scripted, capsys):
     scripted(stream_of(CALL % ("c1", "Oslo")))
     chat("weather?\n/reset\n/result 3\n", "--tools", TOOLS)
-    assert "no tool call waits" in capsys.readouterr().out
+    assert "no tool call is waiting" in capsys.readouterr().out
 
 
 def test_several_outputs_are_numbered_and_the_first_goes_on(chat, server, capsys):

@@ -36,7 +36,7 @@ def test_help_lists_every_command(capsys):
 
 
 def test_json_has_no_nan():
-    """The first prompt token has no log-probability: NaN, which JSON readers refuse."""
+    """The first prompt token has no log-probability but NaN, which JSON readers refuse."""
     assert plain(Logprobs((float("nan"), -1.0), ())) == {"sampled": [None, -1.0], "top": []}
 
 
@@ -65,7 +65,7 @@ def test_version(capsys):
     "arguments", [["--help"], ["generate", "--help"], ["generate", "p", "--addr", "ADDR"]]
 )
 def test_no_command_of_the_client_loads_the_engine(server, arguments):
-    """And help for all loads no gRPC either."""
+    """The help that lists all commands does not even load gRPC."""
     arguments = [server.addr if argument == "ADDR" else argument for argument in arguments]
     program = (
         "import sys\n"
@@ -206,7 +206,7 @@ FAILURES = [
     ((Code.UNAVAILABLE, "A_REASON_OF_TOMORROW"), "is not available now (A_REASON_OF_TOMORROW): no"),
     ((Code.UNIMPLEMENTED, "UNSUPPORTED_FEATURE"), "cannot do that"),
     ((Code.ALREADY_EXISTS, "DUPLICATE_REQUEST_ID"), "choose another --request-id"),
-    ((Code.DEADLINE_EXCEEDED, ""), "allow more with --timeout"),
+    ((Code.DEADLINE_EXCEEDED, ""), "allow more time with --timeout"),
     ((Code.INTERNAL, ""), "the server failed (INTERNAL): no; its log says more"),
     ((Code.NOT_FOUND, "UNKNOWN_MODEL"), "the server refused (UNKNOWN_MODEL): no"),
 ]
@@ -251,7 +251,7 @@ def test_no_server_is_one_line_that_helps(capsys, monkeypatch, command):
 def test_an_address_that_cannot_be_resolved_is_not_called_a_broken_connection(capsys, addr):
     assert run("generate", "p", "--addr", addr) == 1
     shown = capsys.readouterr().err
-    assert f"{addr} is not an address" in shown
+    assert f"the address {addr} cannot be resolved" in shown
     assert "]" not in shown
 
 

@@ -1,4 +1,4 @@
-"""The flags and variables that say which server is meant and as whom, through main()."""
+"""The flags and variables that say which server to call and with which key, through main()."""
 
 from __future__ import annotations
 
@@ -99,10 +99,10 @@ def test_every_command_sends_the_key_of_a_file(server, tmp_path, monkeypatch, co
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--token", "t", "--addr", "192.0.2.1:5"], "the token would go to 192.0.2.1:5 in plaintext"),
-        (["--token", "a b"], "a token is one word"),
+        (["--token", "t", "--addr", "192.0.2.1:5"], "the token would be sent to 192.0.2.1:5 in plaintext"),
+        (["--token", "a b"], "a token must be one word"),
         (["--token-file", "no-such-file"], "cannot read --token-file no-such-file: No such file"),
-        (["--cert", "x"], "a certificate needs its private key"),
+        (["--cert", "x"], "cert and key: must be given together"),
         (["--ca", "no-such-file"], "cannot read no-such-file: No such file"),
         (["--addr", "127.0.0.1:1,[::1]:2"], "must all have IPv4 or all have IPv6"),
     ],
@@ -122,7 +122,7 @@ def test_a_file_without_a_key(tmp_path):
     with pytest.raises(WrongConnection, match="has no key in its first line"):
         connection(parsed("--token-file", tmp_path / "empty"))
     (tmp_path / "binary").write_bytes(b"\xff\xfe")
-    with pytest.raises(WrongConnection, match="it is no text"):
+    with pytest.raises(WrongConnection, match="it is not UTF-8 text"):
         connection(parsed("--token-file", tmp_path / "binary"))
 
 
@@ -141,7 +141,7 @@ def test_retries(server, failure, capsys):
 def test_timeout(server, capsys):
     server.hold_after = 0
     assert run("generate", "p", "--addr", server.addr, "--timeout", "0.3") == 1
-    assert "allow more with --timeout" in capsys.readouterr().err
+    assert "allow more time with --timeout" in capsys.readouterr().err
 
 
 def test_a_unix_socket(unix_server, capsys):
@@ -175,7 +175,7 @@ REFUSALS = [
     ((Code.PERMISSION_DENIED, "FORBIDDEN"), "the key does not allow this (no)"),
     ((Code.RESOURCE_EXHAUSTED, "BUSY"), "is busy (no); try again"),
     ((Code.RESOURCE_EXHAUSTED, "RATE_LIMITED"), "the rate of your key is used up (no); try again"),
-    ((Code.UNAVAILABLE, "ENGINE_DEAD"), "is dead (no); try again when the server was restarted"),
+    ((Code.UNAVAILABLE, "ENGINE_DEAD"), "is dead (no); try again when the server has been restarted"),
     ((Code.INVALID_ARGUMENT, "RESPONSE_TOO_LARGE"), "the server refused (RESPONSE_TOO_LARGE): no"),
 ]
 

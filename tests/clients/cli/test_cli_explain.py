@@ -1,4 +1,4 @@
-"""What the command line says of every reason that the service can send."""
+"""The command line's explanation of every reason that the service can send."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ OWN = {
     "NOT_READY": r"gpu1:50051 is still loading; try again in a moment",
     "ENGINE_DEAD": r"the engine of gpu1:50051 is dead .* try again when",
 }
-"""Reasons with a sentence of their own, and what it tells the user to do."""
+"""Reasons that have a sentence of their own, and what it tells the user to do."""
 FAILED = r"^the server failed \(INTERNAL\): words; its log says more$"
 REFUSED = r"^the server refused \({reason}\): words$"
 GENERAL = {
@@ -55,11 +55,11 @@ GENERAL = {
     "STALLED_SENDER": REFUSED,
     "WEIGHTS_REFUSED": REFUSED,
 }
-"""Reasons whose message says all there is to say."""
+"""Reasons whose message says everything."""
 
 
 class FailedCall(grpc.RpcError):
-    """As gRPC raises it."""
+    """A failed call as gRPC raises it."""
 
     def __init__(self, failure: Failure) -> None:
         self._failure = failure
@@ -82,7 +82,7 @@ def explained(reason: str, code: grpc.StatusCode) -> str:
 
 @pytest.mark.parametrize("reason", CODES)
 def test_every_reason_of_the_service_is_explained(reason: str) -> None:
-    """A reason that is new to the service fails here until it stands in one of the two tables."""
+    """A new reason of the service fails here until it is in one of the two tables."""
     text = explained(reason, CODES[reason])
     assert re.search((OWN | GENERAL)[reason].replace("{reason}", reason), text), text
     assert (reason in OWN) != (reason in GENERAL)

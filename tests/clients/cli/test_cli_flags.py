@@ -1,4 +1,4 @@
-"""Every flag of `generate` and `chat`: what it sends, and what it says of a value that cannot be."""
+"""Every flag of `generate` and `chat`: what it sends, and what it says about an invalid value."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ WEATHER = {
 
 @pytest.fixture
 def asked(server, capsys):
-    """Run `generate` and return the request as the server got it."""
+    """Run `generate` and return the request that the server received."""
 
     def run(*flags):
         code = main(["generate", "p", "--addr", server.addr, *map(str, flags)])
@@ -154,10 +154,10 @@ WRONG = [
     ("--regex", "", "must not be empty"),
     ("--tools", "no-such-file", "cannot read no-such-file: No such file"),
     ("--tools", "{]", "the value is not JSON"),
-    ("--tools", "[]", "holds no tool"),
+    ("--tools", "[]", "must hold at least one tool"),
     ("--tools", '[{"nme": "f"}]', "tool 0: unknown key 'nme'; a tool has name, description and parameters"),
     ("--tools", '["f"]', "tool 0: must be a mapping, not str"),
-    ("--tools", '[{"name": "f"}, {"name": "f"}]', "tool 1: there is another one called 'f'"),
+    ("--tools", '[{"name": "f"}, {"name": "f"}]', "tool 1: another tool is called 'f', too"),
     ("--tools", '{"name": "f", "parameters": [1]}', "tool 0: parameters must be a JSON Schema"),
     ("--json-schema", "[1]", "must be a JSON Schema"),
     ("--json-schema", '{"a": ', "the value is not JSON: Expecting value"),
@@ -193,11 +193,11 @@ def test_a_file_that_is_no_text(tmp_path, capsys):
     [
         (["--tool-choice", "f"], "--tool-choice f needs --tools, a JSON file"),
         (["--tool-choice", "required"], "--tool-choice required needs --tools"),
-        (["--tools", '{"name": "g"}', "--tool-choice", "f"], "names no tool of --tools; there is g"),
+        (["--tools", '{"name": "g"}', "--tool-choice", "f"], "names no tool of --tools, which has g"),
         (["--min-tokens", "300"], "--min-tokens 300 is above --max-tokens 256; raise --max-tokens"),
-        (["--stop", "x"] * 17, "--stop was given 17 times; 16 is the most"),
-        (["--logprobs", "2"], "--logprobs shows only in the whole reply; add --json"),
-        (["--echo-prompt"], "--echo-prompt shows only in the whole reply; add --json"),
+        (["--stop", "x"] * 17, "--stop was given 17 times; at most 16 are allowed"),
+        (["--logprobs", "2"], "--logprobs has an effect only with the whole reply; add --json"),
+        (["--echo-prompt"], "--echo-prompt has an effect only with the whole reply; add --json"),
     ],
 )
 def test_flags_that_do_not_fit_each_other_are_told_before_connecting(capsys, flags, message):
@@ -215,7 +215,7 @@ def test_one_form_of_output_at_most(capsys):
 
 
 def test_every_option_has_a_flag():
-    """But for inputs that a command line has otherwise: prompt, --chat, --system, --request-id."""
+    """Except for inputs that the command line takes in other ways: prompt, --chat, --system, --request-id."""
     offered = {flag.option for group in (*COMMON, REPORT) for flag in group.flags if flag.sent}
     assert set(RequestOptions.__annotations__) - offered == {"token_ids", "messages", "request_id"}
     assert offered <= set(RequestOptions.__annotations__)
@@ -236,7 +236,7 @@ def test_help_is_grouped_and_every_flag_says_what_it_does(capsys, command):
 
 @pytest.mark.parametrize("group", [*COMMON, REPORT], ids=lambda group: group.title)
 def test_help_text_is_no_format_of_argparse(group):
-    """A per cent sign in a help text would break --help."""
+    """An unescaped per cent sign in a help text would break --help."""
     parser = argparse.ArgumentParser()
     for flag in group.flags:
         parser.add_argument(flag.name, help=flag.help)

@@ -68,7 +68,7 @@ async def test_a_name_that_the_server_does_not_know_is_not_waited_for(capsys):
 
 
 async def test_nobody_there(capsys):
-    with socket.socket() as taken:  # which does not listen
+    with socket.socket() as taken:  # no server listens there
         taken.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{taken.getsockname()[1]}"
         assert await run("--addr", address) == 3
@@ -96,4 +96,4 @@ async def test_a_dead_engine(capsys):
 
 async def test_wrong_usage(capsys):
     assert await run("--cert", "x") == 2
-    assert "a certificate needs its private key" in capsys.readouterr().err
+    assert "cert and key: must be given together" in capsys.readouterr().err

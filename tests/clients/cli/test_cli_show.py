@@ -43,7 +43,7 @@ def test_outputs_come_one_after_the_other_under_their_number(rich_server, capsys
     assert shown.out == WHOLE
     assert shown.err == (
         "penstock generate: 7 tokens of the prompt were dropped to fit the context, 3 were kept; "
-        "--truncation reject refuses instead\n"
+        "use --truncation reject to refuse such prompts\n"
     )
 
 
@@ -106,7 +106,9 @@ OUTPUT = st.tuples(st.lists(TEXT, max_size=3), st.lists(TEXT, max_size=3), CALLS
 
 @given(outputs=st.lists(OUTPUT, min_size=1, max_size=4), draw=st.data(), terminal=st.booleans())
 def test_whatever_the_order_of_deltas_the_screen_is_that_of_the_whole_reply(outputs, draw, terminal):
-    """Outputs mixed in any way, each for itself in order: reasoning, text, calls."""
+    """Deltas of several outputs are mixed in any way; each output's own keep their order: reasoning, text,
+    calls.
+    """
     queues = []
     for i, (thoughts, texts, calls) in enumerate(outputs):
         deltas = [Delta(i, "", reasoning=thought) for thought in thoughts]

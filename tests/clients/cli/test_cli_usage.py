@@ -1,4 +1,4 @@
-"""Wrong usage, missing parts and hostile texts: what each command says, as one line where one will do."""
+"""Wrong usage, missing parts and hostile texts: what each command says, in one line where that is enough."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_an_unknown_flag_is_told_with_the_usage_of_its_command(capsys, command):
     ids=" ".join,
 )
 def test_flags_cannot_be_abbreviated(capsys, argv):
-    """Ports are ones that cannot be, so that nothing starts should they be taken all the same."""
+    """The ports are invalid, so that nothing starts even if a flag were accepted."""
     flag = next(argument for argument in argv if argument.startswith("--"))
     shown = wrong(capsys, *argv)
     assert (

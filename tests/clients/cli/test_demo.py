@@ -65,7 +65,7 @@ demo.READY_LIMIT_S = 3.0 if "never ready" in sys.argv[2] else demo.READY_LIMIT_S
 sys.exit(main(["demo", "--port", sys.argv[1]]))
 """
 
-# The same where a thread other than the main one is given the signals, as any may be.
+# The same program, where a thread other than the main one is given the signals, as any thread may be.
 ELSEWHERE = """
 import signal, threading
 threading.Thread(target=threading.Event().wait, daemon=True).start()
@@ -75,7 +75,7 @@ signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT, signal.SIGTERM])
 
 @pytest.fixture
 def port():
-    """Below the ports that the system hands out, so that no test running meanwhile is given it."""
+    """A port below those that the system assigns, so that no test that runs meanwhile is given it."""
     for candidate in random.sample(range(20000, 32000), 100):
         with socket.socket() as probe, contextlib.suppress(OSError):
             probe.bind(("127.0.0.1", candidate))
@@ -85,7 +85,7 @@ def port():
 
 @contextlib.contextmanager
 def start(port, server, driver=DRIVER, **more):
-    """The running demo; it and its server end with the block, also when a test fails or is interrupted."""
+    """Start the demo. It and its server end with the block, even if a test fails or is interrupted."""
     command = [sys.executable, "-c", driver, str(port), server]
     pipe = subprocess.PIPE
     with subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, **more) as program:
@@ -102,7 +102,7 @@ def start(port, server, driver=DRIVER, **more):
 
 
 def read_until(program, end):
-    """What the program prints up to the line that starts with `end`."""
+    """Read what the program prints, up to the line that starts with `end`."""
     lines = []
     for line in program.stdout:
         lines.append(line)
@@ -112,7 +112,7 @@ def read_until(program, end):
 
 
 def until_it_waits(program):
-    """Until the main thread has slept for half a second without a turn."""
+    """Wait until the main thread has slept for half a second without running."""
     status = Path(f"/proc/{program.pid}/status")
     turns, before = "", None
     while turns != before:
@@ -129,7 +129,7 @@ def test_the_server_is_the_real_command():
 
 
 def test_other_machines_are_let_in_only_when_that_is_said(capfd, port):
-    """The server's own words say what to do."""
+    """The server's own message says what to do."""
     assert main(["demo", "--host", "0.0.0.0", "--port", str(port)]) == 2
     assert "0.0.0.0 can be reached from other machines" in capfd.readouterr().err
 
@@ -153,7 +153,7 @@ def test_it_shows_an_answer_and_stays_up_until_it_is_told(port, number):
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_that_does_not_wake_the_main_thread_is_not_lost(port, number):
-    """As when it comes just before the main thread begins to wait: Python's handlers run there alone."""
+    """A signal may come just before the main thread begins to wait, and Python's handlers run only there."""
     with start(port, SERVER, ELSEWHERE + DRIVER) as program:
         read_until(program, "Serving on")
         until_it_waits(program)
@@ -168,9 +168,7 @@ def test_it_gives_up_on_a_server_that_is_never_ready(port):
     with start(port, never) as program:
         out, err = program.communicate(timeout=60)
     assert (out.count("GOT 15"), program.returncode) == (1, 7)
-    assert err.startswith(
-        "penstock demo: the server runs, but is not ready 3 s after its start, so it is ended"
-    )
+    assert err.startswith("penstock demo: the server was not ready 3 s after its start, so it is stopped")
     assert err.count("\n") == 1
 
 

@@ -1,4 +1,4 @@
-"""What `penstock demo` prints to be pasted, and where it asks its server."""
+"""The commands that `penstock demo` prints, and the address where it calls its server."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The asyncio client against the server by hand."""
+"""The asyncio client against the handwritten server."""
 
 from __future__ import annotations
 

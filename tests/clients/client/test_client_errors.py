@@ -1,4 +1,4 @@
-"""Every reason and every status becomes its class, with what the server said."""
+"""Every reason and every status becomes its class of error, with what the server said."""
 
 from __future__ import annotations
 
@@ -87,9 +87,10 @@ def test_without_a_known_reason_the_status_counts(server, failure, reason, code,
     server.failure = failure(code, reason, "told so")
     with Client(server.addr) as client, pytest.raises(api.PenstockClientError, match="told so") as caught:
         list(client.stream("p"))
-    if code is Code.UNAVAILABLE and reason:  # somebody did answer
+    if code is Code.UNAVAILABLE and reason:  # the server did answer
         kind = api.UnavailableError
-    if code is Code.CANCELLED and not reason:  # not by us, and before any answer: the connection ended
+    # cancelled by nobody here, and before any answer: the connection ended
+    if code is Code.CANCELLED and not reason:
         kind = api.Unreachable
     assert type(caught.value) is kind
     assert caught.value.reason == reason

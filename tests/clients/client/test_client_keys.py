@@ -38,7 +38,7 @@ async def test_with_a_key(addr):
         own = {"authorization": "Bearer psk_boss"}
         assert (
             await client.flush_cache(metadata=own)
-        ).pages_freed == 3  # a call's own key takes the other's place
+        ).pages_freed == 3  # a call's own key replaces the client's
 
 
 @pytest.mark.parametrize(

@@ -50,7 +50,7 @@ SAMPLES: dict[str, Any] = {
     "Sequence[Violation]": (runtime.Violation("a.b", "bad"),),
     "datetime": datetime(2026, 1, 2, tzinfo=UTC),
 }
-"""What a constructor is given, by the type that it says it takes."""
+"""A value for each argument of a constructor, by the argument's type."""
 
 SERVER_TREE: list[Any] = [c for c in tree(runtime.PenstockError) if c.__module__.startswith("penstock.")]
 
@@ -109,4 +109,4 @@ def test_a_refusal_in_a_pool_of_processes_reaches_the_parent(server, failure):
             pool.submit(ask, server.addr).result(timeout=120)
         assert [(v.field, v.description) for v in caught.value.violations] == [("a", "b")]
         server.failure = None
-        assert pool.submit(ask, server.addr).result(timeout=120) == "Hello"  # the pool goes on
+        assert pool.submit(ask, server.addr).result(timeout=120) == "Hello"  # the pool still works

@@ -1,4 +1,4 @@
-"""The sync client against the server by hand."""
+"""The sync client against the handwritten server."""
 
 from __future__ import annotations
 
@@ -220,7 +220,7 @@ def test_an_existing_channel_stays_open(server):
 
 
 def test_credentials_make_the_channel_secure(server):
-    """The server has no TLS, so a handshake, and only that, must fail."""
+    """The server has no TLS, so the handshake must fail, and nothing else."""
     secure = Client(server.addr, credentials=grpc.ssl_channel_credentials())
     with secure as client, pytest.raises(api.Unreachable, match=r"(?i)ssl|tls|handshake"):
         client.load()

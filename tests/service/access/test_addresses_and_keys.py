@@ -1,4 +1,6 @@
-"""Keys at a server of several addresses: what a key, or a certificate in its stead, may do at which."""
+"""Keys on a server with several addresses: what a key, or a certificate in its place, may do at
+each address.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,7 @@ FLUSH = control_pb2.FlushCacheRequest()
 
 
 async def test_nobody_controls_at_the_main_address(tmp_path: Path) -> None:
-    """There the control role counts for nothing: its key ends its own requests, as every other does."""
+    """There the control role has no effect: its key ends its own requests, like every other key."""
     entries = [key("boss", INFER | CONTROL), key("alice")]
     listen = ListenOptions(control_port=0)
     async with serving_keys(tmp_path / "keys", *entries, engine=fake(hold=True), listen=listen) as main:
@@ -52,7 +54,7 @@ async def test_nobody_controls_at_the_main_address(tmp_path: Path) -> None:
 
 
 async def test_a_certificate_stands_for_a_key(tmp_path: Path) -> None:
-    """With the roles of that key, and none where no key has one of its names."""
+    """It has the roles of that key, and none if no key has one of its names."""
     listed = KeyEntry("by-name", roles=INFER, certificates=("spiffe://example/alice",))
     async with serving_keys(
         tmp_path / "keys", listed, key("boss", CONTROL), listen=listening(client_ca=CA)

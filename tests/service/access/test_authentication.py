@@ -1,4 +1,4 @@
-"""Keys and certificates to callers, without a server; tests/service/access/test_keys.py has one."""
+"""Finding callers from keys and certificates, without a server; tests/service/access/test_keys.py has one."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_who_is_not_known(metadata, complaint):
 
 
 def test_a_revoked_key_looks_like_one_that_never_was():
-    """Also where it has expired: else a refusal would tell that there was such a key."""
+    """Also if it has expired. Otherwise a refusal would reveal that there was such a key."""
     keys = authenticator(key("carol", revoked=True, expires=NOW - timedelta(days=1)))
     told = []
     for secret in ("secret of carol", "secret of nobody"):
@@ -87,7 +87,7 @@ def test_a_key_is_good_until_the_moment_it_expires():
 
 
 def test_whole_digests_are_compared_in_constant_time(monkeypatch):
-    """Both for a key that is known and for one that is not."""
+    """For a known key and for an unknown one."""
     compared = []
 
     def compare(a, b):

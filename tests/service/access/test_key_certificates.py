@@ -1,4 +1,4 @@
-"""Client certificates that stand for a key's id, and keys where control has a port of its own."""
+"""Client certificates that stand for a key's id, and keys if control has a port of its own."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def certificate(name: str, *names: str, **fields: Any):
 
 
 async def flushed(channel: grpc.aio.Channel, **more: Any) -> str:
-    """What an RPC for the role control answers: "OK", or the reason."""
+    """The answer of an RPC that needs the role control: "OK", or the reason."""
     stub: Any = control_pb2_grpc.ControlServiceStub(channel)
     try:
         await asyncio.wait_for(stub.FlushCache(control_pb2.FlushCacheRequest(), **more), 20)
@@ -40,7 +40,7 @@ async def flushed(channel: grpc.aio.Channel, **more: Any) -> str:
 
 @pytest.mark.parametrize("name", ["alice", "alice.example", "spiffe://example/alice"])
 async def test_a_certificate_stands_for_an_id(file, name):
-    """By its common name and by each alternative one; "client" is the certificate of these."""
+    """By its common name and by each alternative name; these are in the certificate "client"."""
     entries = [certificate("boss", name, roles=CONTROL), key("user")]
     async with (
         serving_keys(file, *entries, **MUTUAL) as rig,
@@ -50,7 +50,7 @@ async def test_a_certificate_stands_for_an_id(file, name):
 
 
 async def test_a_certificate_that_stands_for_nobody(file):
-    """It was verified by TLS, and that alone opens nothing."""
+    """TLS has verified it, but that alone allows nothing."""
     async with (
         serving_keys(file, certificate("bob", "bob.example"), key("user", CONTROL), **MUTUAL) as rig,
         secure(rig.server.address, client="client") as channel,
@@ -60,7 +60,7 @@ async def test_a_certificate_that_stands_for_nobody(file):
 
 
 async def test_a_key_counts_more_than_the_certificate(file):
-    """Also a wrong one: else a caller would not notice that its key was revoked."""
+    """Also a wrong key: otherwise a caller would not notice that its key was revoked."""
     entries = [certificate("boss", "alice", roles=CONTROL), key("user"), key("gone", CONTROL, revoked=True)]
     async with (
         serving_keys(file, *entries, **MUTUAL) as rig,
@@ -82,7 +82,7 @@ async def test_a_revoked_id_has_no_certificate(file):
 
 
 async def test_who_has_key_and_certificate_is_one_caller(file):
-    """So what was begun by one can be ended by the other."""
+    """What it began with one it can end with the other."""
     engine = fake(hold=True)
     entries = [key("alice", certificates=("alice",))]
     async with (
@@ -99,14 +99,14 @@ async def test_who_has_key_and_certificate_is_one_caller(file):
 
 
 async def test_without_mutual_tls_nobody_has_a_certificate(file):
-    """Nor by saying so in the metadata."""
+    """Metadata that claim one do not help."""
     async with serving_keys(file, certificate("boss", "alice", roles=CONTROL), key("user")) as rig:
         assert await flushed(rig.channel) == "UNAUTHENTICATED"
         assert await flushed(rig.channel, metadata=[("x509_common_name", "alice")]) == "UNAUTHENTICATED"
 
 
 async def test_at_the_main_address_control_keys_reach_only_their_own(file):
-    """Where control has a port of its own, that address alone is for it, whatever the key says."""
+    """If control has a port of its own, only that address is for control, whatever the key says."""
     engine = fake(hold=True)
     everything = inference_pb2.AbortRequest(all=inference_pb2.AllRequests())
     async with serving_keys(
@@ -131,13 +131,13 @@ async def test_at_the_main_address_control_keys_reach_only_their_own(file):
 
 
 def test_an_open_address_is_protected_by_keys_and_tls(file):
-    """Keys are a way to tell callers apart; without TLS anybody on the way could read them."""
+    """Keys tell callers apart, but without TLS anybody on the network could read them."""
     options = ServerOptions(host="0.0.0.0", keys=write(file, [key("alice")]), listen=listening())
     assert options.lacking == []
 
 
 async def test_the_log_names_the_caller_of_a_refusal(file, caplog):
-    """By the key's id, never by the key."""
+    """It logs the key's id, never the key."""
     caplog.set_level("INFO")
     async with serving_keys(file, key("alice")) as rig:
         assert await flushed(rig.channel, **as_("alice")) == "FORBIDDEN"

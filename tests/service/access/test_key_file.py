@@ -1,4 +1,4 @@
-"""The file of keys as text: what is taken, and what is refused under the name of its entry."""
+"""The file of keys as text: what is accepted, and what is refused with the name of its entry."""
 
 from __future__ import annotations
 
@@ -104,10 +104,10 @@ def test_only_certificates_need_no_digest():
         ({"max_parallel_requests": "4"}, "max_parallel_requests: must be"),
         ({"models": "m"}, "models: must be a list"),
         ({"models": []}, "models: must not be empty; leave it out"),
-        ({"models": ["m", "m"]}, "models: names one twice"),
-        ({"models": [""]}, "models: must be a list of texts of 1 to 256"),
-        ({"certificates": ["c" * 257]}, "certificates: must be a list of texts"),
-        ({"certificates": [1]}, "certificates: must be a list of texts"),
+        ({"models": ["m", "m"]}, "models: has the same name twice"),
+        ({"models": [""]}, "models: must be a list of strings of 1 to 256"),
+        ({"certificates": ["c" * 257]}, "certificates: must be a list of strings"),
+        ({"certificates": [1]}, "certificates: must be a list of strings"),
         ({"expires": "2027-01-31"}, "expires: must be a time with its zone"),
         ({"expires": "2027-01-31T00:00:00"}, "expires: must be a time with its zone"),
         ({"expires": "2027-02-31T00:00:00Z"}, "expires: '2027-02-31T00:00:00Z' is no time"),
@@ -117,7 +117,7 @@ def test_only_certificates_need_no_digest():
     ],
 )
 def test_a_problem_names_its_entry_and_field(fields, complaint):
-    """The entry before it is fine, and the whole file is refused all the same."""
+    """The entry before it is right, and the whole file is refused nevertheless."""
     told = problem(text(entry(id="first", sha256=OTHER), entry(**fields)))
     assert told.startswith("keys[1]")
     assert complaint in told
@@ -132,7 +132,7 @@ def test_all_problems_of_all_entries_are_told_at_once():
         ["keys[0] ('x')", "roles"],
         ["keys[0] ('x')", "revoked"],
         ["keys[1] ('alice')", "sha256"],
-        ["keys[2]", "must be an object"],
+        ["keys[2]", "must be a JSON object"],
     ]
 
 

@@ -1,4 +1,4 @@
-"""Rates and usage per key, on a real server whose clock for rates only the test turns."""
+"""Rates and usage of keys, on a real server whose clock for rates only the test moves."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ STREAM = "penstock.v1.InferenceService/Stream"
 
 
 class Books:
-    """A sink that keeps what it was told; `safe` holds answers back until it is set."""
+    """A sink that keeps what it was told; answers wait until `safe` is set."""
 
     def __init__(self) -> None:
         self.told: list[Usage] = []
@@ -49,7 +49,7 @@ class Clock:
 
 @pytest.fixture
 def clock() -> Clock:
-    """What rates go by."""
+    """The clock that rates are measured by."""
     return Clock()
 
 
@@ -69,7 +69,7 @@ async def refused(rig, name: str) -> Any:
 
 
 async def test_requests_per_minute(file, clock):
-    """Each RPC that makes the server work counts, of one key only, and what is refused does not."""
+    """Each RPC that makes the server work counts, for its key only; refused calls do not count."""
     async with serving_keys(file, key("alice", requests_per_minute=3), key("bob"), rates_clock=clock) as rig:
         await ask(rig, "alice")
         await collect(rig.inference.Stream(stream("a"), **as_("alice")))
@@ -89,7 +89,7 @@ async def test_requests_per_minute(file, clock):
 
 
 async def test_tokens_per_minute(file, clock):
-    """Of prompt and output: 3 and 23 of "abc" (d to z, and the end token)."""
+    """Tokens of prompt and output: 3 and 23 for "abc" (d to z, and the end token)."""
     async with serving_keys(file, key("alice", tokens_per_minute=50), rates_clock=clock) as rig:
         used = (await ask(rig, "alice", "abc")).usage
         assert used.prompt_tokens + used.completion_tokens == 27
@@ -102,7 +102,9 @@ async def test_tokens_per_minute(file, clock):
 
 
 async def test_tokens_count_as_they_are_made(file, clock):
-    """Not when the request ends: the others of the key wait for what a running one has used so far."""
+    """And not only when the request ends: the key's other requests wait for what a running one has used so
+    far.
+    """
     engine = fake(hold=True)
     async with serving_keys(file, key("alice", tokens_per_minute=5), engine=engine, rates_clock=clock) as rig:
         running = asyncio.ensure_future(ask(rig, "alice"))
@@ -153,7 +155,7 @@ async def test_parallel_requests(file):
 
 
 async def test_a_burst_leaves_no_place_taken(file):
-    """Whatever became of each call: answered, refused, cancelled at any moment."""
+    """However each call ended: answered, refused, or cancelled at any moment."""
     engine = fake()
     async with serving_keys(file, key("alice", max_parallel_requests=1), engine=engine) as rig:
         calls = [asyncio.ensure_future(ask(rig, "alice")) for _ in range(60)]
@@ -249,7 +251,7 @@ async def test_usage_where_it_failed_midway(file):
 
 @pytest.mark.parametrize("streamed", [False, True])
 async def test_an_answer_leaves_after_its_usage_is_safe(file, streamed):
-    """A ledger on a slow disk: who reads the end of an answer can rely on its entry."""
+    """With a ledger on a slow disk: a caller that has read the end of an answer can rely on its entry."""
     books = Books()
     books.hold = True
     async with serving_keys(file, key("alice"), usage=books) as rig:

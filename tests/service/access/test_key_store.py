@@ -1,4 +1,4 @@
-"""The file of keys on disk: changed whole or not at all, by one at a time."""
+"""The file of keys on disk: changed as a whole or not at all, and by one process at a time."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_a_new_file_is_its_owners_only(file):
 
 @pytest.mark.parametrize("given", [0o600, 0o640, 0o644, 0o604, 0o660, 0o666])
 def test_the_mode_stays(file, given):
-    """A server of another user goes on reading, be it as a member of the group or as anybody."""
+    """A server that runs as another user can still read it, as a member of the group or as any user."""
     add(file, "a")
     file.chmod(given)
     before = os.umask(0o077)
@@ -62,7 +62,7 @@ def test_the_mode_stays(file, given):
 
 @contextlib.contextmanager
 def as_user(uid: int, gid: int) -> Iterator[None]:
-    """Only root can."""
+    """Run as another user, which only root can."""
     os.setegid(gid)
     os.seteuid(uid)
     try:
@@ -104,7 +104,7 @@ def access(path: Path) -> tuple[int, int, int]:
     ],
 )
 def test_a_change_after_which_the_server_could_not_read_is_refused(shared, uid, gid, mode, way):
-    """Else a server would keep a key that the command had called revoked."""
+    """Otherwise a server would keep a key that the command reported as revoked."""
     shared.chmod(mode)
     before, number = shared.read_bytes(), shared.stat().st_ino
     with as_user(uid, gid), pytest.raises(ConfigError, match=f"was not changed: .*{way}"):
@@ -115,7 +115,7 @@ def test_a_change_after_which_the_server_could_not_read_is_refused(shared, uid, 
     left = {path.name for path in shared.parent.iterdir()}
     assert left <= {"keys.json", "keys.json.lock"}
     with as_user(1001, 1002):
-        add(shared, "b")  # the way that the message shows
+        add(shared, "b")  # as the message says
     assert access(shared) == (1001, 1002, mode)
     assert [entry.id for entry in read_keys(shared)] == ["a", "b"]
 
@@ -148,7 +148,7 @@ def test_after_root_the_owner_may_still_change(shared):
 
 @pytest.mark.parametrize(("way", "kept"), [("owner", False), ("group", False), ("neither", True)])
 def test_what_cannot_be_kept_is_told_by_any_user(file, monkeypatch, way, kept):
-    """As above, for who cannot be several users: the file of before is said to be another's."""
+    """As above, for a user who cannot become others: the old file is made to look like another user's."""
     add(file, "a")
     file.chmod(0o640)
     before, stat_of, own = file.read_bytes(), Path.stat, os.getuid()
@@ -213,7 +213,7 @@ def test_what_breaks_before_the_end_leaves_the_old_file(file, monkeypatch):
 
 
 def test_two_at_once_lose_nothing(file):
-    """Each reads, waits for the other to have begun, and writes: without a lock one of the two would be
+    """Each reads, waits until the other has begun, and writes. Without a lock one of the two changes would be
     lost.
     """
     both_inside = threading.Barrier(2)
@@ -221,7 +221,7 @@ def test_two_at_once_lose_nothing(file):
     def slow(name: str):
         def change(entries):
             with contextlib.suppress(threading.BrokenBarrierError):
-                both_inside.wait(0.5)  # in vain where the lock keeps the other out
+                both_inside.wait(0.5)  # in vain, because the lock keeps the other out
             return [*entries, key(name)]
 
         return change
@@ -235,7 +235,7 @@ def test_two_at_once_lose_nothing(file):
 
 
 def test_readers_never_see_half_a_file(file):
-    """Whoever opened the old file reads it to its end: the new one is another file."""
+    """A reader that opened the old file reads it to its end, because the new one is another file."""
     add(file, "a")
     with file.open() as open_before:
         number = file.stat().st_ino
@@ -268,7 +268,7 @@ def test_a_bad_file_is_named_and_left_alone(file, content, complaint):
 
 @pytest.mark.parametrize("kind", ["fifo", "folder", "device"])
 def test_what_is_no_regular_file_is_refused_at_once(tmp_path, kind):
-    """To open a FIFO would wait for a writer for ever, and a device may have no end."""
+    """Opening a FIFO would wait for a writer for ever, and a device may have no end."""
     path = tmp_path / "keys.json"
     if kind == "fifo":
         os.mkfifo(path)

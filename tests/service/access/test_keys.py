@@ -1,4 +1,4 @@
-"""Who may call what, on a real server: keys, roles, expiry, models."""
+"""Who may call which RPC on a real server: keys, roles, expiry, models."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ FOR_ALL = {
 
 
 async def call(rig, method: str, **more: Any) -> str:
-    """ "OK", or the reason of its refusal."""
+    """ "OK", or the reason of the refusal."""
     service, name = method.split("/")
     stub = getattr(rig.inference if service == "InferenceService" else rig.control, name)
     request = CALLS[method]
@@ -68,9 +68,10 @@ async def test_without_a_key_nothing_is_answered(file, method):
 
 @pytest.mark.parametrize("method", CALLS)
 async def test_each_role_may_call_what_is_its_own(file, method):
-    """CONTROL alone may do all that INFER may."""
+    """CONTROL may also do everything that INFER may."""
     async with serving_keys(file, key("user"), key("boss", CONTROL), key("both", INFER | CONTROL)) as rig:
-        refused = {"UNIMPLEMENTED UNSUPPORTED_FEATURE"}  # by the method itself, so the caller came that far
+        # refused by the method itself, so the caller was allowed to call it
+        refused = {"UNIMPLEMENTED UNSUPPORTED_FEATURE"}
         for name in ("boss", "both"):
             assert await call(rig, method, **as_(name)) in {"OK"} | refused
         expected = {"OK"} if method.split("/")[1] in FOR_ALL else {"PERMISSION_DENIED FORBIDDEN"}
@@ -140,7 +141,7 @@ async def test_health_is_open_and_reflection_is_not(file):
 
 
 async def test_the_message_of_who_has_no_key_is_not_read(file):
-    """An upload that never ends is refused at its headers; so is a message that does not parse."""
+    """An upload that never ends is refused at its headers, and so is a message that does not parse."""
 
     async def never_ending():
         while True:
@@ -184,12 +185,12 @@ async def test_a_file_that_does_not_parse_keeps_the_keys(file, caplog):
 
 
 async def test_whatever_goes_wrong_in_reading_keeps_the_keys(file, caplog, monkeypatch):
-    """Also what nobody thought of, and a FIFO, which would be waited for for ever."""
+    """Also unexpected errors, and a FIFO, which could be waited for for ever."""
     async with serving_keys(file, key("alice")) as rig:
         file.unlink()
         os.mkfifo(file)
         await asyncio.wait_for(rig.server.reload_keys(), 20)
-        assert "not read again, those before them stay" in caplog.text
+        assert "could not be read again, so the server keeps those it has" in caplog.text
         assert "no regular file" in caplog.text
         caplog.clear()
 
@@ -198,7 +199,9 @@ async def test_whatever_goes_wrong_in_reading_keeps_the_keys(file, caplog, monke
 
         monkeypatch.setattr("penstock.service.access.keys.read_keys", broken)
         await rig.server.reload_keys()
-        assert "not read again, those before them stay: RuntimeError('a bug')" in caplog.text
+        assert (
+            "could not be read again, so the server keeps those it has: RuntimeError('a bug')" in caplog.text
+        )
         assert await call(rig, "InferenceService/Generate", **as_("alice")) == "OK"
 
 

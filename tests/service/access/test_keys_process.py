@@ -41,12 +41,12 @@ def test_keys_that_come_and_go_with_sighup(tmp_path, capsys):
             assert keys("revoke", "alice", file=file) == 0
             assert answer(channel, alice) == "OK", "not read again so far"
             server.popen.send_signal(signal.SIGHUP)
-            server.wait_for("has 2, of which 1 are valid")
+            server.wait_for("has 2 keys, of which 1 are valid")
             assert (answer(channel, alice), answer(channel, bob)) == ("UNAUTHENTICATED", "OK")
 
             file.write_text("{}")
             server.popen.send_signal(signal.SIGHUP)
-            line = server.wait_for(r".*not read again, those before them stay.*")[0]
+            line = server.wait_for(r".*could not be read again, so the server keeps those it has.*")[0]
             assert "ERROR" in line
             assert str(file) in line
             assert answer(channel, bob) == "OK"
@@ -72,7 +72,7 @@ def test_a_file_that_cannot_be_used_ends_the_start(tmp_path, content, complaint)
 
 
 def test_a_hangup_without_keys_still_ends_the_process():
-    """As it does for any program of a terminal that was closed, unless `nohup` or its like started it."""
+    """As for any program whose terminal is closed, unless it was started with `nohup`."""
     ours = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the tests themselves may run under nohup
     try:
         with fake_process("--port", "0") as server:

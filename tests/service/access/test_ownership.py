@@ -1,4 +1,6 @@
-"""Whose requests are whose, on a real server: ids, Abort, and what one caller can learn of another."""
+"""Which requests belong to which caller, on a real server: ids, Abort, and what one caller can learn of
+another.
+"""
 
 from __future__ import annotations
 
@@ -61,14 +63,14 @@ async def seen(rig, number: int) -> None:
 
 
 async def ended(rig, *calls: asyncio.Future[Any]) -> list[bool]:
-    """Whether each was aborted, once the engine may go on."""
+    """Whether each request was aborted, once the engine may go on."""
     rig.engine.release()
     replies = [await asyncio.wait_for(call, 20) for call in calls]
     return [r.outputs[0].finish.reason == types_pb2.FINISH_REASON_ABORTED for r in replies]
 
 
 def slow_tokenizer(monkeypatch):
-    """One that waits, what opens its gate, and the texts that came to it."""
+    """A tokenizer that waits, the event that lets it go on, and the texts that it got."""
     monkeypatch.setattr(prompts, "INLINE_CHARS", 0)
     gate = threading.Event()
     encoding: list[str] = []
@@ -98,7 +100,7 @@ async def test_ids_of_others_are_not_found(file):
 
 @pytest.mark.parametrize("request_", [ALL, by_prefix("job/")], ids=["all", "prefix"])
 async def test_all_and_prefixes_touch_only_ones_own(file, request_):
-    """Also where one caller's id is the beginning of another's."""
+    """Also if one caller's id is the beginning of another's."""
     async with serving_keys(file, *KEYS, engine=fake(hold=True)) as rig:
         mine = ("al", "job/1")
         calls = await started(rig, mine, ("alice", "job/1"), ("bob", "job/2"))
@@ -109,7 +111,7 @@ async def test_all_and_prefixes_touch_only_ones_own(file, request_):
 
 @pytest.mark.parametrize("request_", [ALL, by_prefix("r"), by_ids("r")], ids=["all", "prefix", "ids"])
 async def test_a_request_that_is_still_tokenized_is_its_callers_own(file, monkeypatch, request_):
-    """The engine does not know it yet, so another table is asked."""
+    """The engine does not know it yet, so another table is searched."""
     codec, gate, encoding = slow_tokenizer(monkeypatch)
     async with serving_keys(file, *KEYS, engine=fake(codec=codec)) as rig:
         calls = [
@@ -167,7 +169,9 @@ async def test_control_has_requests_of_its_own(file):
 
 
 async def test_two_callers_may_use_one_id(file):
-    """Neither learns of the other; of one's own a second one is refused, in the caller's words."""
+    """Neither learns of the other. A caller's own second request with the id is refused, with the id that it
+    sent.
+    """
     engine = fake(hold=True)
     async with serving_keys(file, *KEYS, engine=engine) as rig:
         calls = await started(rig, ("alice", "r"), ("bob", "r"))
@@ -226,7 +230,9 @@ async def test_the_log_says_whose_request_stalled(file, caplog):
 
 @pytest.mark.parametrize("private", [False, True])
 async def test_a_private_cache_is_ones_own(file, private):
-    """The engine shares prefixes among equal salts: with private_cache nobody else can have this one's."""
+    """The engine shares prefixes among equal salts; with private_cache no other caller can have this one's
+    salt.
+    """
     engine = fake()
     entries = [key("alice", private_cache=private), key("bob", private_cache=private), key("carol")]
     async with serving_keys(file, *entries, engine=engine) as rig:

@@ -1,4 +1,4 @@
-"""Rates by a clock that only the test turns."""
+"""Rates, with a clock that only the test moves."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_a_minutes_worth_at_once_then_one_at_a_time(clock):
 
 
 def test_retry_info_is_honest(clock):
-    """Waiting for just as long as was said is enough, whatever the rate, and a little less is not."""
+    """Waiting exactly as long as was said is enough, whatever the rate, and a little less is not."""
     for rate in (1, 7, 59, 60, 61, 1000, 10**6, 10**9):
         account = Account(Rates(tokens_per_minute=rate), clock)
         account.use_tokens(3 * rate + 1)
@@ -102,7 +102,7 @@ def test_a_bucket_never_holds_more_than_a_minutes_worth(clock):
 
 
 def test_tokens_are_owed_after_they_were_used(clock):
-    """A request that used three minutes' worth is not cut; the next waits until that is paid."""
+    """A request that used three minutes' worth is not cut off; the next one waits until that is paid."""
     account = Account(Rates(tokens_per_minute=600), clock)
     account.admit()
     for _ in range(18):
@@ -125,7 +125,7 @@ def test_over_an_hour_the_average_is_the_rate(clock):
             used += 37
             account.leave()
         clock.now += 1.0
-    assert used == pytest.approx(600 * 61, rel=0.01)  # and the first minute's worth
+    assert used == pytest.approx(600 * 61, rel=0.01)  # that, and the first minute's worth
 
 
 def test_parallel_requests(clock):
@@ -174,7 +174,7 @@ def test_no_limits(clock):
 
 @pytest.mark.parametrize(("rate", "left"), [(120, 80), (60, 20), (30, 0)])
 def test_another_rate_keeps_what_was_used(clock, rate, left):
-    """40 of 60 were used. Else a reload would be a way to a full bucket."""
+    """40 of 60 were used. Otherwise a reload would fill the bucket."""
     account = Account(Rates(requests_per_minute=60), clock)
     for _ in range(40):
         account.admit()

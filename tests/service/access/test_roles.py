@@ -1,4 +1,4 @@
-"""Every RPC of the contract has a rule, and the rules are those that were agreed."""
+"""Every RPC of the contract has a rule, and the rules are the agreed ones."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ EVERYBODY = {
 
 
 def test_every_rpc_of_the_contract_has_a_rule():
-    """An RPC added to the contract fails here until somebody has decided whose it is."""
+    """An RPC that is added to the contract fails here until somebody has decided which role it needs."""
     assert len(CONTRACT) == 14
     assert set(RULES) == CONTRACT
 
@@ -49,5 +49,5 @@ def test_models():
     check_model(INFER, "m")
     limited = Caller("l", frozenset(Role), frozenset({"m", "n"}))
     check_model(limited, "m")
-    with pytest.raises(Forbidden, match="'l' is not for the model that is served here"):
+    with pytest.raises(Forbidden, match="'l' does not allow the model that is served here"):
         check_model(limited, "o")

@@ -30,7 +30,7 @@ def file(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def run(file: Path, capsys: pytest.CaptureFixture[str]) -> Run:
-    """`penstock keys ACTION ...` on the file; exit code, stdout and stderr."""
+    """Run `penstock keys ACTION ...` on the file. Returns exit code, stdout and stderr."""
 
     def command(*arguments: str) -> tuple[int, str, str]:
         try:
@@ -97,7 +97,7 @@ def test_a_certificate_may_do_without_a_key(run, file):
 
 
 def test_revoke_keeps_the_mode(run, file):
-    """A server that reads the file as anybody would else go on with the key."""
+    """Otherwise a server that reads the file as any user would keep the revoked key."""
     run("add", "alice")
     file.chmod(0o644)
     assert run("revoke", "alice")[0] == 0
@@ -205,14 +205,14 @@ def test_help_is_worth_reading(run, arguments, capsys):
     for part in {
         "": ("examples:", "SIGHUP", "authorization: Bearer KEY", "penstock keys revoke alice"),
         "add": ("cannot be shown again", "default: infer", "--private-cache", "--expires-in"),
-        "revoke": ("Calls that run end by themselves",),
+        "revoke": ("Calls that are under way go on",),
         "list": ("no secrets",),
     }["".join(arguments)]:
         assert part in shown
 
 
 def test_the_running_server_is_named(file, tmp_path):
-    """A process with such a command line; started in the folder, given the file by its short name."""
+    """A process with such a command line, started in the folder, and given the file by its short name."""
     program = "import sys; print('up', flush=True); sys.stdin.read()"
     sleeper = [sys.executable, "-c", program, "penstock", "serve", "demo", "--keys", "keys.json"]
     file.write_text("")
@@ -220,7 +220,7 @@ def test_the_running_server_is_named(file, tmp_path):
     with subprocess.Popen(sleeper, stdin=pipe, stdout=pipe, cwd=tmp_path) as process:
         assert process.stdin is not None
         assert process.stdout is not None
-        assert process.stdout.readline()  # before that it may have no command line yet
+        assert process.stdout.readline()  # it may have no command line before that
         try:
             assert serving_with(file) == [process.pid]
             assert reload_hint(file).endswith(f": kill -HUP {process.pid}")
@@ -248,12 +248,12 @@ def test_processes_that_are_no_such_server_are_passed_over(tmp_path, arguments):
         folder.mkdir(parents=True)
         (folder / "cmdline").write_bytes(("\0".join(line) + "\0").encode())
         (folder / "cwd").symlink_to(tmp_path)
-    (tmp_path / "proc" / "99").mkdir()  # one that ended meanwhile
+    (tmp_path / "proc" / "99").mkdir()  # a process that ended meanwhile
     assert serving_with(file, tmp_path / "proc") == [1]
 
 
 def test_no_engine_is_loaded(file):
-    """Nor gRPC: the command is quick."""
+    """Nor gRPC, so that the command is quick."""
     program = (
         "import sys\nfrom penstock.cli.__main__ import main\n"
         f"main(['keys', 'add', 'a', '--file', {str(file)!r}])\n"

@@ -31,7 +31,7 @@ START_S = 150.0
 
 
 class Process:
-    """A server in a process, its output collected as it comes."""
+    """A server process, whose output is collected as it comes."""
 
     def __init__(self, *command: str) -> None:
         self.popen = subprocess.Popen(
@@ -94,7 +94,7 @@ def fake_process(*arguments: str) -> contextlib.AbstractContextManager[Process]:
 
 
 def free_port() -> int:
-    """One that nobody listens on now."""
+    """A port that nobody listens on now."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]
@@ -102,7 +102,9 @@ def free_port() -> int:
 
 
 def test_a_checkpoint_is_served_until_sigterm() -> None:
-    """On the real engine: what was resolved is printed, a stream under way gets all of its tokens, exit 0."""
+    """On the real engine: what was resolved is logged, a running stream gets all of its tokens, and the exit
+    code is 0.
+    """
     cache = ["--compilation-cache", str(TEST_CACHE)]
     defaults = ["--override-generation-config", '{"temperature": 0, "presence_penalty": 0.5}']
     with process(str(GOLDEN), "--port", "0", "--grace", "60", *ENGINE, *cache, *defaults) as server:
@@ -137,8 +139,8 @@ def test_a_checkpoint_is_served_until_sigterm() -> None:
 def test_grpcs_core_is_silent_unless_it_is_asked(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, verbosity: str | None
 ) -> None:
-    """Its core complains of a tracer that it lacks when a server is made. The model is missing, so that the
-    process ends then.
+    """Its core complains about a missing tracer when a server is made. The model is missing, so the process
+    ends then.
     """
     monkeypatch.setenv("GRPC_TRACE", "no_such_tracer")
     monkeypatch.delenv("GRPC_VERBOSITY", raising=False)
@@ -160,7 +162,7 @@ def test_sigterm_finishes_what_runs_and_refuses_new() -> None:
             server.popen.send_signal(signal.SIGTERM)
             server.wait_for("stopping")
             while (failure := stub.Generate.future(generate("a")).exception(20)) is None:
-                pass  # it came before the drain had begun, and was still taken
+                pass  # it came before the drain began, and was still accepted
             assert isinstance(failure, grpc.RpcError)
             # CANCELLED is what gRPC makes of a call that crosses its GOAWAY on the way.
             assert failure.code().name in ("UNAVAILABLE", "CANCELLED")
@@ -206,7 +208,7 @@ def test_a_second_signal_ends_it_at_once() -> None:
 
 
 def test_sigterm_during_warm_up_ends_it() -> None:
-    """The fake's warm-up never ends here, as a long compilation would not."""
+    """The fake engine's warm-up never ends here, like a long compilation."""
     with fake_process("--port", "0", "--served-model-name", "never-ready") as server:
         server.wait_for("compiled programs are kept in")
         server.popen.send_signal(signal.SIGTERM)
@@ -216,7 +218,7 @@ def test_sigterm_during_warm_up_ends_it() -> None:
 
 
 def test_health_answers_while_the_model_loads_and_sigterm_ends_that() -> None:
-    """The fake's loading never ends here, as a long download would not."""
+    """The fake engine's loading never ends here, like a long download."""
     port = free_port()
     with fake_process("--port", str(port), "--served-model-name", "never-loads") as server:
         with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
@@ -266,7 +268,7 @@ def test_an_engine_that_hangs_does_not_keep_the_process_from_its_end() -> None:
             server.popen.send_signal(signal.SIGTERM)
             assert server.wait() == 1
             call.cancel()
-        assert "the engine hangs and is left behind" in server.output
+        assert "the engine hangs, so the server ends without it" in server.output
         assert "threading.Event().wait()" in server.output, "where it hangs"
 
 
@@ -279,7 +281,7 @@ def test_listening_for_others_is_warned_about() -> None:
 
 
 def test_each_address_is_told(tmp_path: Path) -> None:
-    """The control address before the line that scripts wait for."""
+    """The control address comes before the line that scripts wait for."""
     path = tmp_path / "s"
     with fake_process("--port", "0", "--unix-socket", str(path), "--control-port", "0") as server:
         server.wait_for(rf"ready on 127\.0\.0\.1:\d+\npenstock: ready on unix:{path}\n")

@@ -1,4 +1,4 @@
-"""The arguments of `penstock serve`, without a process: what they become, and what is refused."""
+"""The arguments of `penstock serve`, without a process: the options that they become, and what is refused."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ Run = Callable[..., tuple[int, str]]
 def run(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> Callable[..., tuple[int, str]]:
-    """Runs the command; its exit code and what it wrote to stderr."""
+    """Run the command. Returns its exit code and what it wrote to stderr."""
     monkeypatch.setattr(logging, "basicConfig", lambda **_: None)
 
     def command(*arguments: str) -> tuple[int, str]:
@@ -65,7 +65,7 @@ def test_a_port_in_use_is_told_before_anything_is_loaded(run: Run) -> None:
         (["demo", "--max-rpcs", "-1"], "max_rpcs: must be from 0 (off) to ", 2),
         (["demo", "--host", "0.0.0.0"], "0.0.0.0 can be reached from other machines, and", 2),
         (["demo", "--port", "none"], "port: none needs a unix_socket", 2),
-        (["demo", "--tls-cert", "c.pem"], "tls_key: must be given with tls_cert", 2),
+        (["demo", "--tls-cert", "c.pem"], "tls_key: is required with tls_cert", 2),
         (["demo", "--tls-cert", "no.pem", "--tls-key", "no.key"], "tls_cert: no.pem cannot be read", 1),
         (["demo", "--port", "0", "--unix-socket", "no-such-folder/s"], "no-such-folder/s cannot be made", 1),
         (["demo", "--max-receive-bytes", "1G"], "max_receive_bytes: must be from 1 to 1073741823", 2),
@@ -312,14 +312,14 @@ def test_every_option_arrives(tmp_path: Path) -> None:
 
 
 def test_every_option_of_the_engine_can_be_given() -> None:
-    """An option added to EngineConfig fails here until the command has it."""
+    """An option that is added to EngineConfig fails here until the command has a flag for it."""
     offered = set(vars(parse("demo")))
     assert {f.name for f in dataclasses.fields(EngineConfig)} - {"show_progress"} <= offered
     assert names_of(ServerOptions) <= offered
 
 
 def names_of(options: Any) -> set[str]:
-    """Of its fields; a field that is a group of options stands for those."""
+    """The names of its fields; a field that is a group of options stands for those of the group."""
     names: set[str] = set()
     for field in dataclasses.fields(options):
         group = field.default_factory if field.default is dataclasses.MISSING else field.default
@@ -428,4 +428,4 @@ def test_a_warm_up_that_fails_does_not_end_the_server(caplog: pytest.LogCaptureF
 
     engine: Any = argparse.Namespace(grammars=argparse.Namespace(warm_up=warm_up))
     serve._warm_grammars(engine, ServerOptions())
-    assert "constraints are not ready: no more processes" in caplog.text
+    assert "constraints are not ready, and the first one will try again: no more processes" in caplog.text

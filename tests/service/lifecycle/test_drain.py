@@ -1,4 +1,4 @@
-"""How a server goes: what it tells its clients, in which order, and that it cuts off nobody."""
+"""How a server stops: what it tells its clients, in which order, and that it cuts off no request."""
 
 from __future__ import annotations
 
@@ -70,13 +70,13 @@ async def test_requests_are_taken_for_the_delay_while_health_says_otherwise():
         assert await rig.health_of("liveness") == SERVING
         assert (await rig.inference.Generate(generate("y"))).outputs[0].text == "z"
         assert not stopping.done()
-        rig.engine.die()  # then there is nothing to wait for
+        rig.engine.die()  # otherwise there is nothing to wait for
         await asyncio.wait_for(stopping, WAIT_S)
 
 
 async def test_a_burst_at_the_stop_gets_answers_or_typed_refusals():
-    """gRPC hands RPCs over one by one, and ends those that it still has with a bare CANCELLED: without a
-    pause all but a few. On a busy machine one or another may come so late that it meets the end.
+    """gRPC hands RPCs over one by one, and ends those that it still has with a bare CANCELLED; without a
+    pause that would be nearly all. On a busy machine a few may come so late that this happens to them.
     """
     async with (
         serving(grace_s=WAIT_S) as rig,
@@ -103,7 +103,7 @@ async def test_a_reader_that_reads_nothing_does_not_outlive_the_last_replies(mon
 
 @pytest.mark.parametrize("is_late", [False, True])
 async def test_an_engine_that_comes_up_after_the_stop_began_is_ended(monkeypatch, is_late):
-    """It takes no request, and its thread does not go on."""
+    """It takes no request, and its thread ends."""
     begun, gate, ended = threading.Event(), threading.Event(), threading.Event()
 
     def start() -> None:

@@ -1,4 +1,6 @@
-"""What is on its way to the engine when the stop begins is refused as DRAINING; what it has goes on."""
+"""Requests that are on their way to the engine when the stop begins are refused as DRAINING; those in the
+engine go on.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,7 @@ UNAVAILABLE = 14
 
 
 async def check_refused(peer: Peer, call: int) -> None:
-    """The peer learns that this server is going, and which request it was."""
+    """The error says that this server is stopping, and which request it was."""
     assert await peer.status(call) == UNAVAILABLE
     found = reasons(peer, call)
     assert found["reason"] == "DRAINING"
@@ -41,7 +43,7 @@ async def check_refused(peer: Peer, call: int) -> None:
 
 
 async def half_of(peer: Peer, method: str) -> tuple[int, bytes]:
-    """Begin a call with its headers and half of its message; the stream, and what is missing."""
+    """Begin a call with its headers and half of its message. Returns the stream, and the other half."""
     message = grpc_message(MESSAGES[method].SerializeToString())
     call = await peer.call(method, None, end=False)
     half = len(message) // 2
@@ -55,7 +57,9 @@ def under_way(rig: Rig) -> int:
 
 @contextlib.asynccontextmanager
 async def accepted(peer: Peer, rig: Rig) -> AsyncIterator[None]:
-    """A call that the engine has, and that comes to its end although the server stops meanwhile."""
+    """A call whose request is in the engine, and which comes to its end although the server stops
+    meanwhile.
+    """
     running = await peer.call(STREAM, stream("a").SerializeToString())
     await until(lambda: len(rig.engine.seen) == 1)
     yield
@@ -103,7 +107,7 @@ async def test_what_arrives_later_is_refused_at_its_headers(
 
 
 LONG = "a" * 5_000
-"""Longer texts are tokenized in a lane."""
+"""A text long enough to be tokenized in a lane."""
 IN_LANES = {
     GENERATE: generate(LONG),
     STREAM: stream(LONG),
@@ -113,7 +117,7 @@ IN_LANES = {
 
 @pytest.fixture
 def held(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
-    """Set once the tokenizer has a long text, which it does not give back before the test has ended."""
+    """An event that is set once the tokenizer has a long text, which it keeps until the test has ended."""
     entered, gate = threading.Event(), threading.Event()
     encode = CODEC.encode
 
@@ -130,7 +134,7 @@ def held(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
 
 @pytest.mark.parametrize("method", IN_LANES)
 async def test_what_waits_in_a_lane_is_refused(method: str, held: threading.Event) -> None:
-    """The lane does not come back before the server's end."""
+    """The work in the lane does not end before the server does."""
     async with (
         serving(fake(hold=True, max_model_len=9_000), grace_s=WAIT_S) as rig,
         Peer(rig.server.address, initial_window=1 << 20) as peer,
@@ -144,7 +148,9 @@ async def test_what_waits_in_a_lane_is_refused(method: str, held: threading.Even
 
 
 async def test_nobody_waits_for_health_and_reflection(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither for calls without a message nor for Watches; the last replies could take minutes."""
+    """The stop waits neither for their calls without a message nor for Watches, whose last replies could take
+    minutes.
+    """
     monkeypatch.setattr(server, "_LAST_REPLIES_S", 600.0)
     async with serving() as rig, Peer(rig.server.address, initial_window=1 << 20) as peer:
         watch = health_pb2.HealthCheckRequest().SerializeToString()

@@ -1,4 +1,4 @@
-"""The real engine dies under a server: what callers, watchers and operators see of it."""
+"""The real engine dies under a server: what callers, watchers and operators see of that."""
 
 from __future__ import annotations
 
@@ -24,13 +24,15 @@ ENDLESS = {"max_tokens": 120, "ignore_eos": True}
 
 
 class PanicException(BaseException):
-    """As pyo3's: an extension in Rust panicked."""
+    """A panic of an extension in Rust, as pyo3 raises it."""
 
 
 @pytest.mark.parametrize("error", [RuntimeError("lost"), PanicException("lost"), SystemExit(1)])
 @pytest.mark.parametrize("method", ["schedule", "commit"])
 async def test_everybody_hears_of_it_at_once(monkeypatch, method, error):
-    """Health is NOT_SERVING before the first caller has its error, so that who tries again goes elsewhere."""
+    """Health is NOT_SERVING before the first caller gets its error, so that a retry goes to
+    another server.
+    """
     engine = toy_engine(start=False, max_num_seqs=1, overlap=False, max_decode_steps=1)
     works, calls, breaks = getattr(Scheduler, method), itertools.count(), threading.Event()
 

@@ -1,4 +1,4 @@
-"""grpc.health.v1: what it says from the first moment to the last, and that no watcher holds up anybody."""
+"""grpc.health.v1: its statuses from the first moment to the last, and that no watcher can block others."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def asked(service: str = "") -> bytes:
 
 
 async def watch_without_reading(peer: Peer, service: str = "") -> int:
-    """A Watch on a window of 0: its status is on the way once the headers came."""
+    """Start a Watch with a window of 0. Its status has been sent once the headers have arrived."""
     watch = await peer.call(WATCH, asked(service))
     await peer.until(lambda: peer.headers(watch))
     assert not peer.body(watch)
@@ -120,7 +120,7 @@ async def test_a_watcher_that_reads_nothing_does_not_keep_others_from_the_news()
 
 
 async def test_a_watcher_that_reads_nothing_gives_all_it_held_back(monkeypatch):
-    """Also its place among the calls for health, which probes need too."""
+    """Also its place among the calls for health, which probes need, too."""
     monkeypatch.setattr(sending, "LAST_WORDS_S", 0.2)
     async with serving(stall_limit_s=0.2) as rig, Peer(rig.server.address) as peer:
         watch = await watch_without_reading(peer)
@@ -168,7 +168,7 @@ async def test_list_has_every_service():
 
 @contextlib.asynccontextmanager
 async def only_health(health: Health) -> AsyncIterator[tuple[str, Any]]:
-    """A server of nothing but health: its address and a stub."""
+    """A server that has only health: its address and a stub."""
     server = grpc.aio.server(interceptors=[PenstockInterceptor(Telemetry())])
     health_pb2_grpc.add_HealthServicer_to_server(health, server)
     address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
@@ -197,7 +197,7 @@ async def test_watchers_are_bounded():
         assert (await first.read()).status == (await second.read()).status == SERVING
         refused = await failure_of(stub.Watch(health_pb2.HealthCheckRequest()).read())
         assert (refused.code, refused.reason) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "BUSY")
-        # Whatever one address does, others can watch: it needs no key.
+        # Whatever one address does, others can watch, because health needs no key.
         assert dict(refused.info.metadata) == {"limit": "max_watchers_per_address", "max": "2"}
         first.cancel()
         await until(lambda: health.num_watchers == 1)
@@ -242,7 +242,7 @@ async def test_a_watcher_that_reads_nothing_gives_its_place_back():
         await until(lambda: health.num_watchers == 0)
         other = stub.Watch(health_pb2.HealthCheckRequest())
         assert (await other.read()).status == SERVING
-        await peer.open_window(watch, 1 << 16)  # it reads after all, and hears why it is over
+        await peer.open_window(watch, 1 << 16)  # it reads after all, and gets the reason
         assert await peer.status(watch) == grpc.StatusCode.RESOURCE_EXHAUSTED.value[0]
 
 

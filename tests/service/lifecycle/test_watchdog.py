@@ -1,4 +1,4 @@
-"""What hangs is seen, named and told to probes; what only waits, or is slow, is not taken for it."""
+"""A thread that hangs is noticed, logged and reported to probes; one that only waits, or is slow, is not."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ async def until_health(rig: Any, status: int) -> None:
 
 
 async def test_an_engine_that_hangs_is_not_ready_until_it_moves_again(monkeypatch, caplog):
-    """The device does not come back from a step. Whoever waits is served when it does."""
+    """The device does not return from a step. Waiting requests are served when it does."""
     engine = toy_engine(start=False)
     works, entered, gate = ModelRunner.wait, threading.Event(), threading.Event()
 
@@ -111,7 +111,8 @@ async def test_an_engine_without_work_does_not_hang(caplog):
             num_looks = next(looks)
             return engine.pulse()
 
-        # Not the server's own, which would watch the request as well: on a busy machine that takes its time.
+        # Not the server's own watchdog, which would watch the request as well: on a busy machine that takes
+        # long.
         watchdog = Watchdog(0.1, pulse, told.append)
         watchdog.start()
         await until(lambda: num_looks > 20)
@@ -133,7 +134,7 @@ async def test_an_event_loop_that_hangs_is_named_in_the_log(caplog):
     log.addHandler(listener)
     try:
         async with serving(watchdog_s=LIMIT_S):
-            assert told.wait(WAIT_S)  # this keeps the loop from running
+            assert told.wait(WAIT_S)  # this blocks the event loop
             await until(lambda: "the event loop runs again" in caplog.text)
     finally:
         log.removeHandler(listener)
@@ -145,7 +146,7 @@ async def test_its_thread_ends_with_the_server(watchdog_s):
     def watchdogs() -> list[threading.Thread]:
         return [thread for thread in threading.enumerate() if thread.name == "penstock-watchdog"]
 
-    before = set(watchdogs())  # of other tests, and about to end
+    before = set(watchdogs())  # watchdogs of other tests, which are about to end
     async with serving(watchdog_s=watchdog_s):
         own = set(watchdogs()) - before
         assert len(own) == bool(watchdog_s)

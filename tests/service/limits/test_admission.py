@@ -1,4 +1,4 @@
-"""Bounds on what goes on at once: the places themselves, then a real server whose bounds are small."""
+"""Bounds on what goes on at once: the places by themselves, then a real server with small bounds."""
 
 from __future__ import annotations
 
@@ -179,7 +179,9 @@ def active(rig: Rig, kind: Kind = Kind.WORK) -> int:
     ],
 )
 async def test_too_many_rpcs_are_refused_before_their_message(bounds, limit, most) -> None:
-    """A call that never sends one is refused all the same; a place is free again as soon as an RPC ended."""
+    """A call that never sends a message is refused, too. A place is free again as soon as an RPC
+    has ended.
+    """
     async with serving(fake(hold=True), bounds=Bounds(**bounds)) as rig:
         running = asyncio.ensure_future(rig.inference.Generate(generate("y")))
         await until(lambda: bool(rig.engine.seen))
@@ -244,7 +246,9 @@ async def test_a_watch_and_a_reflection_stream_hold_their_place() -> None:
 
 
 async def test_places_come_back_however_a_call_ends() -> None:
-    """Gone before its message, before its answer, garbled, refused, aborted, answered."""
+    """The client is gone before its message or before its answer; or the call is garbled, refused, aborted,
+    or answered.
+    """
     async with serving(fake(hold=True), bounds=Bounds(max_rpcs=9)) as rig:
         silent = [held(rig), held(rig, STREAM), held(rig, TOKENIZE)]
         running = rig.inference.Stream(stream("a"))
@@ -278,7 +282,7 @@ async def test_places_come_back_when_the_connection_is_lost() -> None:
 
 
 async def test_a_message_that_does_not_come() -> None:
-    """Else a few thousand headers would keep all others out for ever."""
+    """Otherwise a few thousand headers would keep all other calls out for ever."""
     async with serving(bounds=Bounds(receive_limit_s=0.2)) as rig:
         for method in (GENERATE, STREAM, LOAD, WATCH):
             failure = await refused(rig, method)
@@ -301,7 +305,7 @@ async def test_a_call_that_ends_without_a_message() -> None:
 
 
 async def test_connections() -> None:
-    """The one that is too many is closed; those that are there go on, and make room when they go."""
+    """The connection beyond the bound is closed. The others go on, and make room when they go."""
     async with serving(bounds=Bounds(max_connections=2)) as rig:
         await rig.inference.Generate(generate("y"))
         options = [("grpc.use_local_subchannel_pool", 1)]

@@ -1,7 +1,7 @@
-"""Thousands of calls at the same moment: each is answered, or told what is full and when to come back.
+"""Thousands of calls at the same moment: each is answered, or told which bound is reached and when to come
+back.
 
-gRPC's core refuses some of them with a bare CANCELLED as soon as 1,000 wait to be looked at, unless it is
-told otherwise.
+By default gRPC's core refuses some of them with a bare CANCELLED as soon as 1,000 wait to be looked at.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ async def outcome(answered: Any) -> str:
 
 @contextlib.asynccontextmanager
 async def connections(rig: Rig, count: int) -> AsyncIterator[list[tuple[Any, Any]]]:
-    """Stubs of both services on so many connections."""
+    """Stubs of both services on this many connections."""
     options = [("grpc.use_local_subchannel_pool", 1)]
     async with contextlib.AsyncExitStack() as stack:
         channels = [
@@ -54,7 +54,7 @@ async def connections(rig: Rig, count: int) -> AsyncIterator[list[tuple[Any, Any
 
 
 async def burst(count: int, channels: int, call: Call) -> Counter[str]:
-    """So many calls at once, spread over so many connections; how they ended."""
+    """Make this many calls at once, spread over this many connections. Returns how they ended."""
     async with serving(fake(max_queued_requests=200)) as rig, connections(rig, channels) as stubs:
         async with asyncio.timeout(PATIENCE_S):
             found = Counter(
@@ -91,7 +91,9 @@ async def test_three_thousand_calls_at_once(call: Call, channels: int) -> None:
 
 
 async def test_more_than_the_server_takes_on_at_once() -> None:
-    """While the engine does nothing, just as many have a place as there are; all others know at once."""
+    """While the engine does nothing, exactly as many calls have a place as there are places; all others are
+    refused at once.
+    """
     engine = fake(hold=True, max_queued_requests=1000)
     bounds = Bounds(max_rpcs=300, max_rpcs_per_address=250, max_rpcs_per_connection=100)
     found: Counter[str] = Counter()

@@ -14,7 +14,7 @@ ANY = resource.RLIM_INFINITY
 
 @pytest.fixture
 def limits(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
-    """The last one is in force."""
+    """Limits on open files; the last one is in force."""
     set_ones = [(1024, 4096)]
     monkeypatch.setattr(resource, "getrlimit", lambda _: set_ones[-1])
     monkeypatch.setattr(resource, "setrlimit", lambda _, limit: set_ones.append(limit))

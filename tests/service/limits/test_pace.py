@@ -1,4 +1,4 @@
-"""How fast work gets done, by a clock of the test's own."""
+"""Measuring how fast work gets done, with a clock that the test moves."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from penstock.service.limits.pace import MAX_RETRY_S, MIN_RETRY_S, UNKNOWN_S, WI
 
 
 class Clock:
-    """Goes on when told."""
+    """A clock that moves when it is told to."""
 
     def __init__(self) -> None:
         self.now = 1000.0
@@ -23,7 +23,7 @@ def clock() -> Clock:
 
 
 def busy(clock: Clock, *, active: int, per_second: float, seconds: int) -> Pace:
-    """A pace at which so many were under way all the time and so many ended each second, evenly."""
+    """A pace at which this many were under way all the time, and this many ended each second, evenly."""
     pace = Pace(clock)
     pace.entered(active)
     for _ in range(round(seconds * per_second)):
@@ -51,7 +51,7 @@ def test_the_measured_pace(clock: Clock, per_second: float) -> None:
 
 
 def test_a_short_time_is_taken_for_a_second(clock: Clock) -> None:
-    """Else the first request that ends at once would promise thousands a second."""
+    """Otherwise the first request, if it ended at once, would promise thousands a second."""
     pace = Pace(clock)
     pace.entered(2)
     clock.now += 0.001
@@ -94,7 +94,7 @@ def test_callers_refused_together_are_sent_away_one_after_the_other(clock: Clock
     pace = busy(clock, active=20, per_second=4, seconds=200)
     times = [pace.retry_after_s() for _ in range(5)]
     assert times == pytest.approx([0.25, 0.5, 0.75, 1.0, 1.25], rel=0.05)
-    clock.now += 0.5  # two of them have their place now
+    clock.now += 0.5  # two of them have places now
     assert pace.retry_after_s() == pytest.approx(1.0, rel=0.1)
     for _ in range(40):
         clock.now += 0.25
@@ -109,7 +109,7 @@ def test_many_places_take_longer(clock: Clock) -> None:
 
 
 def test_nobody_is_sent_away_for_longer_than_all_that_runs_takes(clock: Clock) -> None:
-    """However many are refused, by whomever."""
+    """However many calls are refused, and whoever made them."""
     pace = busy(clock, active=20, per_second=4, seconds=200)
     for _ in range(1000):
         last = pace.retry_after_s()

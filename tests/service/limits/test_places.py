@@ -1,4 +1,4 @@
-"""Places in the queue: what is being prepared counts, and the full queue says when to come back."""
+"""Places in the queue: requests that are being prepared count, and a full queue says when to come back."""
 
 from __future__ import annotations
 
@@ -65,7 +65,9 @@ def test_the_engine_refuses_with_the_measured_time(engine: Any) -> None:
 
 
 async def test_requests_whose_prompts_are_tokenized_fill_the_queue(monkeypatch) -> None:
-    """With the thread that tokenizes held up, only as many come in as rows and queue have room for."""
+    """While the thread that tokenizes is blocked, only as many requests are accepted as rows and queue have
+    room for.
+    """
     monkeypatch.setattr(prompts, "INLINE_CHARS", 0)
     gate = threading.Event()
     engine = fake(codec=byte_codec(), max_num_seqs=1, max_queued_requests=2)
@@ -89,7 +91,7 @@ async def test_the_full_queue_tells_later_times_to_later_callers() -> None:
     async with serving(engine) as rig:
         calls = [asyncio.ensure_future(rig.inference.Generate(generate("x"))) for _ in range(5)]
         await until(lambda: len(engine.seen) == 5)
-        engine.step(3)  # "y", "z", the end: the first one is done, and the pace is known
+        engine.step(3)  # after "y", "z" and the end token the first request is done, and the pace is known
         await asyncio.wait(calls, return_when=asyncio.FIRST_COMPLETED)
         calls.append(asyncio.ensure_future(rig.inference.Generate(generate("x"))))
         await until(lambda: len(engine.seen) == 6)

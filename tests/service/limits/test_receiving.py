@@ -1,4 +1,4 @@
-"""Messages that are on their way in for long: few at once, and none of them in the way of a whole one."""
+"""Messages that take long to arrive: few at once, and none of them in the way of a whole message."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ HERE, THERE = "ipv4:10.0.0.1:1", "ipv4:10.0.0.2:1"
 
 @pytest.fixture
 def no_moment(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every message that is not here at once needs a place."""
+    """Every message that is not complete at once needs a place."""
     monkeypatch.setattr(receiving, "MOMENT_S", 0)
 
 
@@ -38,7 +38,7 @@ async def at_once() -> bytes:
 
 
 async def waiting(places: Receiving, peer: str, kind: Kind = Kind.WORK) -> asyncio.Task[bytes]:
-    """A message that does not come; it has its place, or was refused one."""
+    """A message that does not come; it has a place, or was refused one."""
     task = asyncio.create_task(places.message(kind, peer, never))
     for _ in range(10):
         await asyncio.sleep(0)
@@ -93,7 +93,7 @@ async def test_a_moment_needs_no_place() -> None:
 
 @pytest.mark.parametrize("method", [GENERATE, LOAD])
 async def test_half_messages_are_in_nobodys_way(method: str) -> None:
-    """Of six of one connection one has a place; the others are refused, and whole messages are answered."""
+    """Of six on one connection one has a place; the others are refused, and whole messages are answered."""
     bounds = Bounds(max_receiving_rpcs=2)
     async with serving(bounds=bounds) as rig, Peer(rig.server.address) as peer:
         half = struct.pack(">BI", 0, 2**20) + bytes(8000)
@@ -127,7 +127,9 @@ async def test_the_refusal_is_a_typed_one() -> None:
 
 
 async def test_little_comes_unasked() -> None:
-    """What gRPC takes of messages before anybody looks at their calls; by itself it raises it to 4 MiB."""
+    """What gRPC receives of messages before the server looks at their calls; by default it raises that to 4
+    MiB.
+    """
     async with serving() as rig, Peer(rig.server.address) as peer:
         await rig.inference.Generate(generate("y"))
         await peer.call(LOAD, b"")

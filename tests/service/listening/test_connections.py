@@ -1,4 +1,4 @@
-"""How long connections live: pings to silent peers, a most age, a most time without an RPC."""
+"""How long connections live: pings to silent peers, the greatest age, and the longest time without an RPC."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def pings(peer: Peer) -> int:
 
 
 async def test_a_peer_that_answers_no_ping_is_gone():
-    """And with it what its request holds, though it makes no token."""
+    """What its request holds is freed, too, although the request generates nothing."""
     connections = ConnectionOptions(keepalive_s=0.3, keepalive_timeout_s=0.3)
     async with (
         serving(fake(hold=True), connections=connections) as rig,
@@ -36,7 +36,7 @@ async def test_a_peer_that_answers_no_ping_is_gone():
 
 
 async def test_a_peer_that_answers_pings_stays_and_is_asked_again_and_again():
-    """Without an RPC, and with one that says nothing; gRPC's own default is to stop at the second ping."""
+    """Without an RPC, and with an RPC that sends nothing. By default gRPC stops at the second ping."""
     connections = ConnectionOptions(keepalive_s=0.2, keepalive_timeout_s=WAIT_S)
     async with (
         serving(fake(hold=True), connections=connections) as rig,
@@ -108,5 +108,5 @@ async def test_a_connection_that_says_nothing_is_closed(tls: bool):
         async with asyncio.timeout(WAIT_S):
             reader, writer = await asyncio.open_connection("127.0.0.1", rig.server.port)
             with contextlib.closing(writer):
-                while await reader.read(1000):  # without TLS the server says something first
+                while await reader.read(1000):  # without TLS the server speaks first
                     pass

@@ -1,4 +1,6 @@
-"""Control at an address of its own: which RPC is where, and who may do what at the other address."""
+"""Control at an address of its own: which address serves which RPC, and who may do what at the
+main address.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,7 @@ READING = ("GetModelInfo", "GetServerInfo", "GetLoad", "Tokenize", "Detokenize")
 
 @asynccontextmanager
 async def both(engine: Any = None, **options: Any) -> AsyncIterator[tuple[Rig, Rig]]:
-    """The main address, and the one of control."""
+    """The main address, and the address of control."""
     options = {"listen": ListenOptions(control_port=0)} | options
     async with serving(engine, **options) as main:
         address = main.server.front.control_address
@@ -101,7 +103,7 @@ async def test_every_rpc_is_at_one_address_at_least() -> None:
 
 @pytest.mark.parametrize("target", [{"all": inference_pb2.AllRequests()}, {"request_id_prefix": "r"}])
 async def test_everything_is_aborted_from_the_control_address_only(target: dict[str, Any]) -> None:
-    """Who names ids knows them, and may abort at either."""
+    """Whoever names ids knows them, and may abort at either address."""
     async with both(fake(hold=True)) as (main, control):
         running = asyncio.ensure_future(main.inference.Generate(generate("a", request_id="r1")))
         other = asyncio.ensure_future(main.inference.Generate(generate("a", request_id="r2")))

@@ -1,4 +1,4 @@
-"""Calls of methods that the server does not have: each is refused in words, and none ends the server."""
+"""Calls of methods that the server does not have: each is refused with details, and none ends the server."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ async def check_answers(rig: Rig) -> None:
 
 
 def reasons(peer: Peer, stream: int) -> dict[str, str]:
-    """The reason and the request's id of the status's details."""
+    """The reason and the request's id in the status's details."""
     status = status_pb2.Status.FromString(peer.headers(stream)["grpc-status-details-bin"].removeprefix(b"\0"))
     found: dict[str, str] = {}
     for packed in status.details:
@@ -75,14 +75,14 @@ async def test_a_path_that_is_no_text_at_the_control_port() -> None:
 
 
 async def test_nothing_stays_of_refused_calls() -> None:
-    """Neither of those that take their status nor of those that are given up meanwhile."""
+    """Neither of calls that take their status nor of calls that are cancelled meanwhile."""
     async with serving() as rig:
         async with Peer(rig.server.address) as peer:
             streams = [await peer.call(b"/\xff", None, end=False) for _ in range(50)]
             for stream in streams[:25]:
                 await peer.reset(stream)
             await peer.until(lambda: all(peer.ended(stream) for stream in streams[25:]))
-            await peer.call(b"/\xff", b"")  # and one more, whose peer vanishes
+            await peer.call(b"/\xff", b"")  # one more call, whose peer vanishes
         await until(lambda: not _refusing(rig))
         await check_answers(rig)
 
@@ -129,14 +129,14 @@ async def test_an_end_that_was_asked_for_is_none(caplog: pytest.LogCaptureFixtur
 
 @pytest.mark.parametrize("name", ["deaf", "deaf-early"])
 def test_the_process_ends_with_it(name: str) -> None:
-    """So that whoever started it can start it again."""
+    """So that an orchestrator can start it again."""
     with fake_process("--port", "0", "--served-model-name", name) as served:
         served.wait_for("ERROR.*gRPC stopped listening")
         assert served.wait() == 1
 
 
 def test_what_is_used_of_grpcio_beyond_its_public_names() -> None:
-    """Another version needs another look at grpc_server.py, and then pyproject.toml's bound may be raised."""
+    """Another version must be checked against grpc_server.py; then pyproject.toml's bound may be raised."""
     version = metadata.version("grpcio")
     used = {
         cygrpc: ("AioServer", "_ServicerContext", "get_working_loop"),

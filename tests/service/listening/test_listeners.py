@@ -1,4 +1,4 @@
-"""Addresses: the Unix socket's file, which port is whose, and what may be listened on."""
+"""Addresses: the file of a Unix socket, who has which port, and where a server may listen."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.service.tls_rig import CA, CERTS
 
 
 async def text_of(address: str) -> str:
-    """What one call at the address answers."""
+    """The answer of one call at the address."""
     async with grpc.aio.insecure_channel(address) as channel:
         stub: Any = inference_pb2_grpc.InferenceServiceStub(channel)
         reply = await stub.Generate(generate("y"), timeout=20)
@@ -75,14 +75,14 @@ async def test_a_socket_in_use_is_left_alone(tmp_path: Path) -> None:
     path = tmp_path / "s"
     async with serving(port=None, listen=at(path)) as rig:
         with pytest.raises(
-            ConfigError, match=r"cannot listen on unix:.*/s: another server does; .*--unix-socket"
+            ConfigError, match=r"cannot listen on unix:.*/s: another server listens there; .*--unix-socket"
         ):
             build(path)
         assert await text_of(rig.server.address) == "z"
 
 
 async def test_a_socket_in_use_with_a_full_queue_is_in_use(tmp_path: Path) -> None:
-    """Its server is too busy to take connections, and a connection would wait for it."""
+    """Its server is too busy to accept connections, and a connection would have to wait."""
     path = tmp_path / "s"
     with contextlib.ExitStack() as stack:
         busy = stack.enter_context(socket.socket(socket.AF_UNIX))
@@ -90,7 +90,7 @@ async def test_a_socket_in_use_with_a_full_queue_is_in_use(tmp_path: Path) -> No
         busy.listen(0)
         with pytest.raises(BlockingIOError):
             connect_often(path, stack)
-        with pytest.raises(ConfigError, match="another server does"):
+        with pytest.raises(ConfigError, match="another server listens there"):
             build(path)
 
 
@@ -157,8 +157,8 @@ async def test_no_socket_is_left_by_a_server_that_does_not_come_up(tmp_path: Pat
         ({"listen": ListenOptions(control_port=65536)}, "control_port: must be from 0 to 65535"),
         ({"listen": ListenOptions(control_host="::1")}, "control_host: needs a control_port"),
         ({"listen": ListenOptions(control_port=0, control_host="[::1]")}, "control_host: must be a name"),
-        ({"listen": ListenOptions(tls_cert=Path("c"))}, "tls_key: must be given with tls_cert"),
-        ({"listen": ListenOptions(tls_key=Path("k"))}, "tls_cert: must be given with tls_key"),
+        ({"listen": ListenOptions(tls_cert=Path("c"))}, "tls_key: is required with tls_cert"),
+        ({"listen": ListenOptions(tls_key=Path("k"))}, "tls_cert: is required with tls_key"),
         ({"listen": ListenOptions(client_ca=Path("a"))}, "client_ca: needs tls_cert and tls_key"),
         (
             {
@@ -199,7 +199,7 @@ TLS = {"tls_cert": CERTS / "server.pem", "tls_key": CERTS / "server.key"}
 def test_what_others_can_reach_needs_protection(
     host: str, listen: dict[str, Any], lacking: list[str]
 ) -> None:
-    """The message says which one is missing, where, and what to do about it."""
+    """The message says what is missing, where, and what to do about it."""
     try:
         ServerOptions(host=host, listen=ListenOptions(**listen))
     except ConfigError as error:

@@ -1,4 +1,4 @@
-"""TLS as a peer meets it: who gets in, which certificate is shown, and what becomes of replaced files."""
+"""TLS as a peer sees it: who may connect, which certificate is shown, and what happens to replaced files."""
 
 from __future__ import annotations
 
@@ -60,14 +60,14 @@ async def test_versions_of_tls_that_are_spoken(version: ssl.TLSVersion) -> None:
 async def test_tls_1_1_is_refused() -> None:
     async with serving(listen=listening()) as rig:
         context = ssl.create_default_context(cafile=CA)
-        context.set_ciphers("ALL:@SECLEVEL=0")  # else it is this end that refuses
+        context.set_ciphers("ALL:@SECLEVEL=0")  # otherwise this end would refuse
         context.minimum_version = ssl.TLSVersion.MINIMUM_SUPPORTED
         with pytest.warns(DeprecationWarning, match="TLSv1_1 is deprecated"):
             context.maximum_version = ssl.TLSVersion.TLSv1_1
         async with asyncio.timeout(20):
             with pytest.raises((ConnectionError, ssl.SSLError)) as refused:
                 await asyncio.open_connection("127.0.0.1", rig.server.port, ssl=context)
-        # gRPC hangs up without a word. An error of this end's own would be another one.
+        # gRPC closes the connection without an error. An error of this end would look different.
         assert isinstance(refused.value, ConnectionError) or "ALERT_PROTOCOL_VERSION" in str(refused.value)
 
 
@@ -97,7 +97,7 @@ async def test_a_client_without_one_that_counts_does_not(client: str | None) -> 
     [(CA, ("alice", "alice.example", "spiffe://example/alice")), (None, ())],
 )
 async def test_who_a_certificate_says_that_it_is(client_ca: Path | None, names: tuple[str, ...]) -> None:
-    """Each name once. A certificate that nobody verified says nothing."""
+    """Each name once. A certificate that was not verified has no names."""
     files = TlsFiles(CERTS / "server.pem", CERTS / "server.key", client_ca)
     async with naming(files) as address, secure(address, client="client") as channel:
         call: Any = channel.unary_unary("/test/Names")
@@ -112,7 +112,7 @@ async def test_plaintext_has_no_certificate() -> None:
 
 @contextlib.asynccontextmanager
 async def naming(files: TlsFiles | None) -> AsyncIterator[str]:
-    """A server whose one method answers with the names in the caller's certificate; its address."""
+    """A server whose one method answers with the names in the caller's certificate; yields its address."""
 
     async def names(request: bytes, context: Any) -> bytes:
         return "\n".join(certificate_names(context)).encode()
@@ -154,7 +154,7 @@ def test_names_that_are_no_text_are_left_out() -> None:
 
 
 async def test_a_replaced_certificate_counts_for_new_connections(tmp_path: Path) -> None:
-    """A stream that runs goes on over the old one."""
+    """A running stream goes on over the old connection."""
     install(tmp_path, "server")
     engine = fake(hold=True)
     async with (
@@ -173,7 +173,7 @@ async def test_a_replaced_certificate_counts_for_new_connections(tmp_path: Path)
 
 
 async def test_a_broken_replacement_changes_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """However many connect meanwhile it is told once, and the other half of the pair makes it whole."""
+    """However many clients connect meanwhile, it is logged once; the other half of the pair completes it."""
     install(tmp_path, "server")
     async with serving(listen=listening(tmp_path)) as rig:
         install(tmp_path, "renewed", only="pem")
@@ -244,14 +244,14 @@ def test_a_broken_pem_is_no_certificate(tmp_path: Path) -> None:
 
 
 def test_an_expired_certificate_is_told(caplog: pytest.LogCaptureFixture) -> None:
-    """It is used nevertheless: some clients do not look at dates, and a server must come up after a rest."""
+    """It is used nevertheless: some clients do not check dates, and a server must be able to start."""
     Certificates(TlsFiles(CERTS / "expired.pem", CERTS / "expired.key"))
     (record,) = [r for r in caplog.records if r.levelno >= logging.WARNING]
     assert "expired.pem: certificate has expired" in record.getMessage()
 
 
 def test_a_good_certificate_is_no_warning(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
-    """Also where people wrote something between the certificates of the chain."""
+    """Also if there is other text between the certificates of the chain."""
     chain = (CERTS / "server.pem").read_bytes() + "Prüfstelle:\n".encode() + CA.read_bytes()
     (tmp_path / "chain.pem").write_bytes(chain)
     Certificates(TlsFiles(tmp_path / "chain.pem", CERTS / "server.key"))

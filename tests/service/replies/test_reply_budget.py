@@ -1,4 +1,6 @@
-"""Bytes of replies: what could never be sent is refused, what waits is counted, of one request and of all."""
+"""Bytes of replies: what could never be sent is refused, and what waits is counted, for one request and for
+all.
+"""
 
 from __future__ import annotations
 
@@ -77,7 +79,7 @@ async def test_a_reply_that_could_not_be_sent_is_refused(fields: dict[str, Any],
     ],
 )
 async def test_a_reply_that_could_be_large_is_not_refused_for_that(fields: dict[str, Any]) -> None:
-    """It ends when it ends: nobody names a limit, or the context is one."""
+    """It may end early: it sets no limit, or the limit is the context."""
     engine = fake(max_model_len=8_000, scripts={"a": [*ids("b"), EOS]})
     async with serving(engine, replies=limits()) as rig:
         reply = await rig.inference.Generate(generate("a", **fields))
@@ -107,7 +109,7 @@ async def test_a_prompt_whose_logprobs_are_too_large_is_refused() -> None:
 
 
 async def test_a_reply_that_grows_too_large_ends() -> None:
-    """It named no limit, so nobody knew."""
+    """It set no limit, so its size was not known beforehand."""
     async with serving(fake(max_model_len=100_000, tokens_per_step=100), replies=limits()) as rig:
         request = generate("a", stopping={"ignore_eos": True}, output={"logprobs": 20}, request_id="long")
         failure = await failure_of(rig.inference.Generate(request))
@@ -133,7 +135,7 @@ async def test_a_stream_that_is_read_may_be_of_any_size() -> None:
 
 
 async def test_new_requests_are_refused_while_too_much_waits() -> None:
-    """And the one that has most is ended when it is all; then there is room again."""
+    """The request with the largest share is ended when the budget is used up; then there is room again."""
     tokens = {"ids": [97]}
     async with serving(
         fake(max_model_len=100_000, hold=True, max_num_seqs=4), replies=limits(1024 * KIB, 64 * KIB)
@@ -164,7 +166,7 @@ async def test_new_requests_are_refused_while_too_much_waits() -> None:
 
 
 async def test_nothing_is_left_of_a_budget() -> None:
-    """Of replies, streams, refusals, cancels."""
+    """After replies, streams, refusals and cancels."""
     async with serving(fake(max_model_len=5_000)) as rig:
         counted: ReplyBudget = rig.server._inference._servicer._budget
         await rig.inference.Generate(generate("a", sampling={"n": 3}))
@@ -183,7 +185,7 @@ PROMPT: dict[str, Any] = {
     "stopping": {"ignore_eos": True},
 }
 PROMPT_BYTES = 1000 * 20 * 10
-"""At least: so many candidates of the prompt."""
+"""The least size of that many candidates of the prompt."""
 
 
 async def test_logprobs_of_the_prompt_count_until_the_reply_is_sent() -> None:
@@ -199,7 +201,7 @@ async def test_logprobs_of_the_prompt_count_until_the_reply_is_sent() -> None:
 
 
 async def test_logprobs_of_the_prompt_count_until_a_stream_has_begun() -> None:
-    """They are taken long before: gRPC has them while their peer takes none."""
+    """They are taken long before: gRPC holds them while their peer reads nothing."""
     async with serving(fake(max_model_len=2_000, hold=True)) as rig, Peer(rig.server.address) as peer:
         counted: ReplyBudget = rig.server._inference._servicer._budget
         call = await peer.call("/penstock.v1.InferenceService/Stream", stream(**PROMPT).SerializeToString())
@@ -243,7 +245,7 @@ async def test_ids_that_could_not_be_sent_are_refused() -> None:
 
 
 async def test_what_waits_to_be_sent_is_not_ended_for_room() -> None:
-    """That would give nothing back: its reply stays in gRPC. One that still runs is ended instead."""
+    """That would free nothing, because its reply is in gRPC. A request that still runs is ended instead."""
     counted, engine = budget(everybody=230), fake()
     board = Switchboard(asyncio.get_running_loop())
     end = Finish(FinishReason.EOS)

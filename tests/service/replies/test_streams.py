@@ -1,4 +1,4 @@
-"""The switchboard: one wake-up of the loop however many requests a step serves."""
+"""The switchboard: one wake-up of the loop for each step, however many requests the step serves."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def reader(board, engine, *names, assembler=None, stalls=None, **options):
 
 
 async def test_one_wake_up_a_step():
-    """64 sinks are called from another thread, as by one step; the loop is woken once."""
+    """64 sinks are called from another thread, as in one step, and the loop is woken once."""
     loop = asyncio.get_running_loop()
     calls = []
 
@@ -51,7 +51,7 @@ async def test_one_wake_up_a_step():
 
 
 async def test_a_long_step_is_taken_in_by_turns(monkeypatch):
-    """Others on the event loop have a turn in between, and nothing is lost or told twice."""
+    """Other tasks on the event loop have a turn in between, and nothing is lost or delivered twice."""
     monkeypatch.setattr(streams, "MAX_TURN_S", 0.0)
     board = Switchboard(asyncio.get_running_loop())
     made = [reader(board, fake(), str(i)) for i in range(8)]
@@ -64,7 +64,7 @@ async def test_a_long_step_is_taken_in_by_turns(monkeypatch):
 
 
 async def test_outputs_of_a_former_user_of_an_id_do_not_reach_the_next():
-    """They were on their way when the first was cancelled and the second took the id."""
+    """They were on their way when the first request was cancelled and the second one took the id."""
     board = Switchboard(asyncio.get_running_loop())
     engine = fake()
     first, (buffer,) = reader(board, engine, "same")
@@ -77,8 +77,9 @@ async def test_outputs_of_a_former_user_of_an_id_do_not_reach_the_next():
 
 
 async def test_a_former_user_of_an_id_does_not_end_the_next():
-    """The engine was done with the first, so it took the id again, before the first heard of its end: neither
-    the stop string the first finds in what is still on its way nor its cancel may hit the second.
+    """The engine had finished the first request and took the id again before the first one heard of its end.
+    Neither a stop string in outputs that are still on their way nor the first one's cancel may end the
+    second.
     """
     board = Switchboard(asyncio.get_running_loop())
     engine = fake()
@@ -134,7 +135,7 @@ async def test_stalls_of_many_readers_are_few_lines(caplog):
 
 
 async def test_a_reader_of_several_that_stalls_after_one_is_given_up():
-    """What waits in the second has waited since before the first was taken, and nothing more comes."""
+    """What waits in the second output has waited since before the first was taken, and nothing more comes."""
     board = Switchboard(asyncio.get_running_loop())
     both, buffers = reader(board, fake(), "a", "b", stall_limit_s=20)
     for buffer in buffers:
@@ -164,7 +165,9 @@ async def test_a_reader_that_has_taken_all_does_not_stall():
 
 
 async def test_outputs_after_the_loops_end_are_dropped():
-    """The engine's thread may be a step ahead of a server that has ended; it must not fail for that."""
+    """The engine's thread may be a step ahead of a server that has ended, and must not fail
+    because of that.
+    """
     loop = asyncio.new_event_loop()
     board = Switchboard(loop)
     loop.close()

@@ -1,5 +1,5 @@
-"""What one request may hold: too much of anything is refused by its length, before anything walks over it,
-and what takes long is done where nobody else waits for it.
+"""What one request may hold: too much of anything is refused by its length, before anything walks over it;
+and work that takes long is done where nobody else waits for it.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ ROOM = 64
 
 
 class Untouchable:
-    """A repeated field of so many elements, none of which may be looked at."""
+    """A repeated field with this many elements, none of which may be looked at."""
 
     def __init__(self, count: int) -> None:
         self._count = count
@@ -52,7 +52,7 @@ class Untouchable:
 
 
 class With:
-    """A message in which some fields are something else."""
+    """A message in which some fields are replaced."""
 
     def __init__(self, message: Any, **fields: Any) -> None:
         self._message, self._fields = message, fields
@@ -62,7 +62,7 @@ class With:
 
 
 def nested(message: Any, path: str, value: Any) -> Any:
-    """The message, in which the field at `path` is `value`."""
+    """The message with `value` in the field at `path`."""
     name, _, rest = path.partition(".")
     return With(message, **{name: nested(getattr(message, name), rest, value) if rest else value})
 
@@ -104,7 +104,7 @@ def test_too_many_ids_to_abort_are_refused_by_their_number_alone():
 
 
 async def test_the_rows_of_the_review_are_refused_by_field():
-    """Each of these kept everybody waiting for 0.3 to 4 s, some though they were refused in the end."""
+    """Each of these once kept everybody waiting for 0.3 to 4 s, and some were refused in the end."""
     context = {"context": LEFT}
     lists = '{"a": [' + "[]," * 400_000 + "[]]}"
     rows: list[tuple[dict[str, Any], str]] = [
@@ -165,7 +165,7 @@ async def test_of_many_violations_the_first_are_told_and_the_others_counted():
 
 
 def test_ids_are_looked_at_in_parts():
-    """While one is copied, no other thread runs."""
+    """While one part is copied no other thread runs."""
     parts: list[slice] = []
 
     class Noted(list[int]):
@@ -220,7 +220,9 @@ async def test_json_is_bounded_before_it_is_read(monkeypatch, field, text, compl
 
 
 async def test_large_messages_are_worked_on_in_threads_and_small_ones_at_once(monkeypatch):
-    """Decoding, conversion and preparing; a hop to a thread would cost a small message more than all that."""
+    """Decoding, conversion and preparing. For a small message a hop to a thread would cost more than all
+    that.
+    """
     on_loop: dict[str, list[bool]] = {"decode": [], "to_job": [], "prepare": []}
 
     def noted(name, work):
@@ -240,7 +242,7 @@ async def test_large_messages_are_worked_on_in_threads_and_small_ones_at_once(mo
             generate("a" * 50, sampling={"n": 3}),
             generate(prompt_token_ids={"ids": [97] * (INLINE_BYTES + 1)}),
             generate("a", sampling={"logit_bias": dict.fromkeys(range(VOCAB), 1.0)}),
-            generate(chat={"messages": [short] * 100}),  # 700 bytes, but so many turns
+            generate(chat={"messages": [short] * 100}),  # 700 bytes, but many turns
         ):
             await rig.inference.Generate(request)
     assert on_loop == {
@@ -257,7 +259,7 @@ def decode_of():
 
 
 async def test_more_than_may_be_converted_at_once_is_refused(monkeypatch):
-    """Typed, with the bound's name; small requests pass."""
+    """The error is typed and names the bound; small requests pass."""
     gate, entered = threading.Event(), threading.Semaphore(0)
 
     def held(request, limits):
@@ -314,7 +316,7 @@ async def test_more_text_than_may_be_tokenized_at_once_is_refused():
 
 
 async def test_a_lane_counts_until_the_work_has_ended():
-    """Also where nobody waits for it any more; one piece of work alone is never too much."""
+    """Also if nobody waits for it any more. One piece of work alone is never too much."""
     lane = Lane("test", 1, 10)
     gate, begun = threading.Event(), threading.Event()
 
@@ -336,7 +338,7 @@ async def test_a_lane_counts_until_the_work_has_ended():
 
 
 async def test_many_ids_are_aborted_a_few_at_a_time():
-    """The engine stands still while it looks for them, and so does the event loop."""
+    """The engine's lock is held while ids are looked up, and the event loop waits meanwhile."""
     ids = [f"r{i}" for i in range(1000)]
     request = inference_pb2.AbortRequest(request_ids=inference_pb2.RequestIds(ids=ids))
     async with serving(fake(hold=True)) as rig:
@@ -362,7 +364,7 @@ async def test_many_ids_are_aborted_a_few_at_a_time():
 
 
 async def test_many_outputs_leave_turns_to_others_and_an_abort_finds_all_of_them(monkeypatch):
-    """It comes when some are in the engine, and the rest are not: those never get there."""
+    """The abort comes when some outputs are in the engine; the rest never get there."""
     made: list[Arrivals] = []
 
     class Noted(Arrivals):

@@ -1,4 +1,4 @@
-"""Prompts that leave too little room: which tokens go, and that it is told. Nothing is cut silently."""
+"""Prompts that leave too little room: which tokens are cut, and that replies say so."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ LETTERS = "abcdefghijklmnopqrst"
 
 
 async def answer(rig, prompt=LETTERS, **fields):
-    """Generate's reply, after Stream said the same of the prompt."""
+    """Generate's reply. Stream must say the same about the prompt."""
     fields = {"output": {"echo_prompt_token_ids": True}, **fields}
     reply = await asyncio.wait_for(rig.inference.Generate(generate(prompt, **fields)), 20)
     messages = await collect(rig.inference.Stream(stream(prompt, **fields)))
@@ -78,7 +78,7 @@ async def test_truncation(truncation, max_tokens, expected):
 
 
 async def test_truncation_reject():
-    """The default. What leaves room for one token is taken, whatever max_tokens says."""
+    """The default. A prompt that leaves room for one token is accepted, whatever max_tokens says."""
     for context in (
         {},
         {"truncation": types_pb2.TRUNCATION_REJECT},
@@ -93,7 +93,7 @@ async def test_truncation_reject():
 
 
 async def test_reserve_tokens():
-    """In place of max_tokens; 0 still leaves room for one."""
+    """It replaces max_tokens; 0 still leaves room for one token."""
     cut = types_pb2.TRUNCATION_LEFT
     async with serving(fake(max_model_len=ROOM)) as rig:
         for reserve, max_tokens, expected in ((10, 4, 6), (10, 12, 6), (2, 99, 14), (1, 9, 15), (0, 9, 15)):
@@ -106,7 +106,7 @@ async def test_reserve_tokens():
 
 
 async def test_a_reserve_that_leaves_no_room_for_a_prompt_is_refused():
-    """Also where the prompt is short: what can never be kept is no promise."""
+    """Also if the prompt is short, because the reserve can never be kept."""
     cut = types_pb2.TRUNCATION_MIDDLE
     async with serving(fake(max_model_len=ROOM)) as rig:
         for reserve in (16, 17, 2**32 - 1):
@@ -123,7 +123,7 @@ async def test_a_reserve_that_leaves_no_room_for_a_prompt_is_refused():
 
 
 async def test_cap_max_tokens():
-    """Generation is shortened before the prompt: it ends MAX_TOKENS where it would have been CONTEXT_FULL."""
+    """Generation is shortened before the prompt: it ends MAX_TOKENS instead of CONTEXT_FULL."""
     full, most = types_pb2.FINISH_REASON_CONTEXT_FULL, types_pb2.FINISH_REASON_MAX_TOKENS
     cut = types_pb2.TRUNCATION_LEFT
     async with serving(fake(max_model_len=ROOM)) as rig:
@@ -158,7 +158,7 @@ async def test_a_server_may_cut_by_default_and_a_request_decides():
 
 
 async def test_chats_and_long_texts_are_cut_too():
-    """Also texts that with no tokenizer would fit, which are refused unread where nothing may be cut."""
+    """Also texts that would certainly be too long, which are refused unread if nothing may be cut."""
     cut = {"truncation": types_pb2.TRUNCATION_LEFT}
     chat = {"messages": [types_pb2.ChatMessage(role="user", content=LETTERS)]}
     async with serving(fake(max_model_len=ROOM)) as rig:
@@ -210,7 +210,7 @@ def test_what_is_kept_fits_and_nothing_is_cut_silently(prompt, params, stopping,
 
 @given(PROMPTS, PARAMS, stoppings(), st.integers(2, 40))
 def test_the_right_tokens_are_kept(prompt, params, stopping, room):
-    """The prompt is 0, 1, 2, ...: so what is kept says where it stood."""
+    """The prompt is 0, 1, 2, ..., so each kept token shows where it stood."""
     result = fitted(prompt, params, stopping, room)
     num, last = len(result.token_ids), prompt[-1]
     gaps = [a for a, b in zip(result.token_ids, result.token_ids[1:], strict=False) if b != a + 1]

@@ -1,4 +1,6 @@
-"""What an operator switched off is refused by name, with the flag that it is due to, and is not listed."""
+"""What an operator has switched off is refused by name, with the flag that is responsible, and is not listed
+as a feature.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,7 @@ CONSTRAINTS: dict[str, dict[str, Any]] = {
 
 
 async def refusals(rig: Rig, **fields: Any) -> list[Failure]:
-    """What Generate and Stream say."""
+    """The refusals of Generate and Stream."""
     prompt = None if "chat" in fields else "a"
     return [
         await failure_of(rig.inference.Generate(generate(prompt, **fields))),
@@ -75,7 +77,7 @@ async def test_callers_templates_are_refused_unless_they_are_allowed() -> None:
 
 
 async def test_a_template_of_the_models_own_may_be_named() -> None:
-    """It is the operator's, and only its name comes with the request."""
+    """It is the operator's template, and only its name comes with the request."""
     codec = byte_codec(chat_template={"default": "d", "other": "o"})  # type: ignore[arg-type]
     async with serving(fake(codec=codec)) as rig:
         await rig.inference.Generate(generate(chat={**CHAT, "chat_template": "other"}))

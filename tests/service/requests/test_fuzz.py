@@ -51,7 +51,9 @@ TOOL = json.dumps({"type": "object", "properties": {"city": {"type": "string"}},
 
 
 class Maker:
-    """Random messages. Most values are in range, so that most requests run; every field is set at times."""
+    """Makes random messages. Most values are in range, so that most requests run; every field is set
+    sometimes.
+    """
 
     def __init__(self, rng: random.Random, vocab_size: int) -> None:
         self._rng = rng
@@ -65,7 +67,7 @@ class Maker:
         return self._rng.choice(values)
 
     def bad(self, value: Any, good: Any) -> Any:
-        """`value`, which is to be refused, at times and in wild requests only."""
+        """`value`, which must be refused, sometimes and only in wild requests."""
         return value if self._wild and self.maybe(0.3) else good
 
     def token(self) -> int:
@@ -80,7 +82,7 @@ class Maker:
         return "".join(self._rng.choices(WORDS, k=self._rng.randint(1, 6)))[:400]
 
     def fill(self, message: Any, **makers: Any) -> None:
-        """Each field at times, by its maker: a value, or a list for repeated fields."""
+        """Set each field sometimes, by its maker, which returns a value, or a list for repeated fields."""
         for name, (share, make) in makers.items():
             if not self.maybe(share):
                 continue
@@ -180,7 +182,7 @@ class Maker:
         return str(self.pick("auto", "none", *(["required", "get_weather"] if message.tools else ())))
 
     def fields(self, message: Any) -> None:
-        """Every field of a GenerateRequest or StreamRequest; one in three may be refused."""
+        """Every field of a GenerateRequest or StreamRequest; one request in three may be refused."""
         self._wild = self.maybe(0.33)
         kind = self.pick("prompt", "prompt_token_ids", "chat", "prompt", "chat")
         if kind == "prompt":
@@ -217,7 +219,7 @@ class Maker:
 
 
 async def ask(rig: Rig, maker: Maker, ended: Counter[str]) -> None:
-    """One request, read to its end, or left midway."""
+    """Make one request and read it to its end, or leave midway."""
     timeout_s = 60.0
     try:
         if maker.maybe(0.5):

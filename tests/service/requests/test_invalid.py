@@ -1,4 +1,6 @@
-"""Bad requests: every field at both ends of its range, all violations in one reply, bytes of no request."""
+"""Bad requests: every field at both ends of its range, all violations in one reply, and bytes that are no
+request.
+"""
 
 from __future__ import annotations
 
@@ -132,7 +134,7 @@ async def test_out_of_range(fields, violated):
 
 @pytest.mark.parametrize("fields", GOOD, ids=[str(i) for i in range(len(GOOD))])
 async def test_in_range(fields):
-    """The last value that is allowed, at both ends."""
+    """The last allowed value at both ends."""
     async with serving() as rig:
         await rig.inference.Generate(generate(**{"prompt": "y", **fields}))
         assert len(rig.engine.seen) == 1
@@ -179,7 +181,7 @@ async def test_unknown_model():
 
 
 async def test_of_several_kinds_of_refusal_the_model_comes_first_then_the_unsupported():
-    """What is not honoured may change what the rest means, so ranges are told when all of it is gone."""
+    """An unsupported field may change what the others mean, so ranges are reported only when none is left."""
     fields: dict[str, Any] = {"adapter": "x", "sampling": {"temperature": -1}, "stopping": {"max_tokens": 0}}
     too_long = {"prompt": None, "prompt_token_ids": tokens(*[1] * 99), "adapter": "x"}
     async with serving() as rig:
@@ -200,7 +202,9 @@ async def test_prompt_too_long_tells_both_numbers():
 
 
 async def test_megabytes_of_text_are_refused_without_tokenizing(monkeypatch):
-    """No token of the fake stands for more than 7 characters; the number told is what it has at least."""
+    """No token of the fake engine stands for more than 7 characters; the reported number is the least that it
+    can have.
+    """
     async with serving(fake(max_model_len=8)) as rig:
         monkeypatch.setattr(type(rig.engine.text), "encode", None)
         failure = await failure_of(rig.inference.Generate(generate("a" * 57)))
@@ -216,7 +220,7 @@ async def test_megabytes_of_chat_are_refused_without_tokenizing(monkeypatch):
 
 
 async def test_a_great_many_turns_in_one_chat_are_refused():
-    """Two bytes each on the wire."""
+    """Each has two bytes on the wire."""
     turns = [("user", "")] * 1000
     async with serving(fake(max_model_len=10**5)) as rig:
         await rig.inference.Generate(generate(chat=chat(*turns), stopping={"max_tokens": 1}))
@@ -289,7 +293,7 @@ async def test_unknown_method_is_unimplemented():
 
 
 async def test_message_above_the_receive_limit():
-    """Up to twice the limit the server says what is wrong; above that gRPC refuses without a word of ours."""
+    """Up to twice the limit the server says what is wrong; above that gRPC refuses without details."""
     async with serving(max_receive_bytes=1000) as rig:
         failure = await failure_of(rig.inference.Generate(generate("a" * 1000)))
         assert (failure.code, failure.reason) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "MESSAGE_TOO_LARGE")

@@ -1,4 +1,4 @@
-"""Messages of very many small parts are refused before protobuf takes them apart."""
+"""Messages of very many small parts are refused before protobuf parses them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LARGE = "x" * parts.LOOKED_AT_BYTES
 
 @pytest.fixture
 def few(monkeypatch):
-    """Bounds that a test reaches, for messages of any size."""
+    """Bounds that a test can reach, for messages of any size."""
     monkeypatch.setattr(parts, "LOOKED_AT_BYTES", 0)
     monkeypatch.setattr(parts, "MAX_FIELDS", 10)
     monkeypatch.setattr(parts, "MAX_IDS", 100)
@@ -105,7 +105,7 @@ def test_whatever_protobuf_writes_is_walked_to_its_end(message):
 
 @given(st.binary(max_size=300))
 def test_bytes_that_protobuf_refuses_are_refused(data):
-    """And what it takes is taken, or refused for what this contract does not have."""
+    """What protobuf accepts is accepted, or refused because this contract does not have it."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(parts, "LOOKED_AT_BYTES", 0)
         try:
@@ -123,7 +123,7 @@ def test_bytes_that_protobuf_refuses_are_refused(data):
 
 
 async def test_protobuf_is_not_asked_to_parse_them(monkeypatch):
-    """Two bytes each; four million of them took a fifth of a second in which nothing else ran."""
+    """Two bytes each: four million of them took a fifth of a second in which nothing else ran."""
     monkeypatch.setattr(parts, "MAX_FIELDS", 1000)
     monkeypatch.setattr(parts, "SPARE_FIELDS", 0)
     parsed: list[int] = []

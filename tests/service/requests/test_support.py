@@ -1,4 +1,4 @@
-"""Every field of every request message either has an effect that a test shows, or is refused when set."""
+"""Every field of every request message either has an effect, which a test shows, or is refused when set."""
 
 from __future__ import annotations
 
@@ -115,11 +115,11 @@ EFFECTS = {
     "skip_special_tokens": f"{CONTROL}::test_detokenize",
     "include_tensors": f"{CONTROL}::test_model_info",
 }
-"""Honoured path to the test of its effect."""
+"""From each honoured path to the test of its effect."""
 
 
 def fields_of(message: Descriptor, refused: frozenset[str], prefix: str = "") -> Iterator[str]:
-    """Dotted paths of a message's fields, down to those below which everything is refused."""
+    """Dotted paths of a message's fields, except below a path that is refused."""
     for field in message.fields:
         path = prefix + field.name
         yield path
@@ -134,7 +134,7 @@ def requests_of_served_rpcs() -> dict[str, Descriptor]:
 
 @pytest.mark.parametrize("name", requests_of_served_rpcs())
 def test_every_field_is_honoured_or_refused(name: str) -> None:
-    """Fails when a field is added to the contract, or when a table names one that is not there."""
+    """Fails when a field is added to the contract, or when a table names one that does not exist."""
     refused = frozenset(REFUSED.get(name, {}))
     honoured = HONOURED.get(name, frozenset())
     assert not honoured & refused
@@ -142,7 +142,7 @@ def test_every_field_is_honoured_or_refused(name: str) -> None:
 
 
 def test_the_walk_would_see_a_new_field() -> None:
-    """The walk above is not blind: it finds fields two levels down, and stops where all below is refused."""
+    """The walk above finds fields two levels down, and stops where everything below is refused."""
     descriptor = inference_pb2.GenerateRequest.DESCRIPTOR
     walked = set(fields_of(descriptor, frozenset({"constraint"})))
     assert {"chat.messages.role", "stopping.time_limit.nanos", "constraint"} <= walked
@@ -178,7 +178,9 @@ SAMPLES = {
 
 
 def set_field(message: Message, path: str) -> str:
-    """Give the field at `path` a value that is not neutral; the path as it will be named, with indices."""
+    """Give the field at `path` a value that is not neutral. Returns the path as errors name it,
+    with indices.
+    """
     shown = []
     *parents, last = path.split(".")
     for name in parents:
@@ -223,7 +225,7 @@ LACKING = {
     "chat": (),
     **{f"constraint.{field.name}": () for field in types_pb2.Constraint.DESCRIPTOR.fields},
 }
-"""What a server might lack, as it was started."""
+"""What a server may lack, depending on how it was started."""
 
 
 @pytest.mark.parametrize("path", LACKING)
@@ -238,7 +240,7 @@ def test_what_this_server_lacks_is_refused_when_set(path: str) -> None:
 
 
 def test_an_optional_zero_is_not_unset() -> None:
-    """Refused as any value, but where that very value asks for nothing."""
+    """It is refused as any value, unless that very value asks for nothing."""
     message = inference_pb2.GenerateRequest(output=types_pb2.OutputOptions(prompt_logprobs=0, text=False))
     with pytest.raises(UnsupportedFeature) as refusal:
         check_supported(message, LACKING)
@@ -277,7 +279,7 @@ async def test_refused_rpcs(name: str) -> None:
 
 @pytest.mark.parametrize("name", sorted(SERVED))
 async def test_served_rpcs_are_not_refused(name: str) -> None:
-    """The other half of the two tables: these answer something else than UNIMPLEMENTED."""
+    """The other half of the two tables: these RPCs answer with something else than UNIMPLEMENTED."""
     method = METHODS[name]
     async with serving() as rig:
         call: Any = rig.channel.unary_unary(f"/{name}")
@@ -295,7 +297,7 @@ async def test_served_rpcs_are_not_refused(name: str) -> None:
 
 
 def test_wire_types() -> None:
-    """Field 1 as a varint where a string belongs; field 99, which nobody knows; and one inside `sampling`."""
+    """Field 1 as a varint although it is a string; the unknown field 99; and one inside `sampling`."""
     wrong = inference_pb2.GenerateRequest.FromString(b"\x08\x05")
     with pytest.raises(InvalidRequest, match="request_id: has the wrong wire type"):
         check_wire(wrong)

@@ -1,4 +1,4 @@
-"""Refusals that a peer does not take: they are bounded, and are gone some time after the stall limit."""
+"""Refusals that a peer does not take: they are bounded, and end some time after the stall limit."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ HERE, THERE = "ipv4:127.0.0.1:1", "ipv4:10.0.0.1:1"
 
 
 def num_handlers() -> int:
-    """Of calls that the server has not done with."""
+    """How many calls the server has not finished."""
     gc.collect()
     names = [getattr(task.get_coro(), "__qualname__", None) for task in asyncio.all_tasks()]
     return sum("_schedule_rpc_coro" in (name or "") for name in names)
@@ -47,7 +47,7 @@ async def check_cancelled(rig: Rig, peer: Peer) -> None:
 async def test_refusals_beside_too_many_others_are_cancelled(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, peers: tuple[str, ...], most: int
 ) -> None:
-    """Of one address, and of all together. Who has a place is answered all the same."""
+    """Those of one address, and all together. Calls that have a place are answered nevertheless."""
     monkeypatch.setattr(sending, "MAX_REFUSALS", most)
     secret = [("authorization", b"Bearer psk_a")]
     async with (
@@ -68,7 +68,7 @@ async def test_refusals_beside_too_many_others_are_cancelled(
 
 
 def deaf(rig: Rig) -> socket.socket:
-    """A connection whose other end never reads, and has room for little that it was sent."""
+    """A connection whose other end never reads, and has little room for what it is sent."""
     host, _, port = rig.server.address.rpartition(":")
     connection = socket.socket()
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
@@ -92,8 +92,8 @@ def headers(stream: int) -> bytes:
 async def test_what_a_deaf_peer_does_not_take_is_gone_after_the_stall_limit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It calls until as many refusals as one address may have are stuck. What it called beyond that is ended
-    at once, and the rest a while after the stall limit.
+    """It calls until as many refusals are stuck as one address may have. Further calls are ended at once, and
+    the stuck ones some time after the stall limit.
     """
     monkeypatch.setattr(sending, "MAX_REFUSALS", 200)
     monkeypatch.setattr(sending, "LAST_WORDS_S", 0.5)

@@ -1,5 +1,5 @@
-"""A refused request is forgotten when its refusal has left, not when Python next looks for cycles: that may
-be long after, and some requests have megabytes.
+"""A refused request is forgotten when its refusal has left, and not only at Python's next garbage collection,
+which may be long after: some requests have megabytes.
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ async def test_a_field_of_tomorrow_hides_no_id() -> None:
 
 
 async def test_ids_made_by_the_server() -> None:
-    """Also where there is no request yet, and for RPCs whose requests have none."""
+    """Also if there is no request yet, and for RPCs whose requests have no id."""
     async with serving() as rig:
         check: Any = rig.channel.unary_unary("/grpc.health.v1.Health/Check")
         ids = [
@@ -55,7 +55,7 @@ async def test_ids_made_by_the_server() -> None:
 
 
 async def test_the_id_of_an_error_is_that_of_the_stream() -> None:
-    """One made by the server is told in `started`, and the error that comes later has the same."""
+    """`started` tells the id that the server made, and an error that comes later has that id."""
     async with serving(fake(hold=True)) as rig:
         call = rig.inference.Stream(stream("a"))
         await until(lambda: bool(rig.engine.seen))
@@ -75,7 +75,7 @@ async def read_to_the_end(call: Any) -> None:
 
 @pytest.mark.parametrize("request_id", ["x" * 100_000, "\U0001f600" * 100_000])
 def test_a_long_id_is_cut(request_id: str) -> None:
-    """It is refused itself, and its error must arrive."""
+    """The id itself is refused, and the error must arrive."""
     status = to_status(errors.InvalidRequest([errors.Violation("f" * 1000, "d" * 1000)] * 100), request_id)
     found = error_details_pb2.RequestInfo()
     assert any(detail.Unpack(found) for detail in status.details)
@@ -98,14 +98,16 @@ def test_a_long_id_is_cut(request_id: str) -> None:
     ],
 )
 async def test_when_to_come_back(error: Exception, delay_s: float | None) -> None:
-    """RetryInfo for clients that look, the same for gRPC's own retries; neither where it would not help."""
+    """RetryInfo for clients that read it, and the same delay for gRPC's own retries; neither if it would not
+    help.
+    """
     engine = fake()
 
     def submit(request: Any, sink: Any, prepared: Any = None) -> None:
         raise error
 
     engine.submit = submit  # type: ignore[method-assign]
-    # What the queue says is measured by the service, of which nothing has ended yet.
+    # The service measures when to come back, and no request has ended yet.
     expected = 1.0 if isinstance(error, errors.QueueFull) else delay_s
     async with serving(engine) as rig:
         call: Any = rig.inference.Generate(generate("a"))
@@ -119,7 +121,9 @@ async def test_when_to_come_back(error: Exception, delay_s: float | None) -> Non
 
 
 async def test_grpc_retries_by_itself_when_it_is_told_to() -> None:
-    """A client with a retry policy waits as long as the server says, not for its own backoff of minutes."""
+    """A client with a retry policy waits as long as the server says, and not for its own backoff
+    of minutes.
+    """
     policy = (
         '{"methodConfig": [{"name": [{}], "retryPolicy": {"maxAttempts": 5, "initialBackoff": "300s",'
         ' "maxBackoff": "300s", "backoffMultiplier": 1, "retryableStatusCodes": ["UNAVAILABLE"]}}]}'

@@ -1,7 +1,8 @@
-"""Peers that take nothing, and peers that vanish: nothing of their RPCs is left, whatever their kind.
+"""Peers that take nothing, and peers that vanish: nothing of their RPCs is left, whichever kind they are.
 
-The peer here speaks HTTP/2 by hand, with windows of 0: headers and trailers reach it, and not a byte of a
-message. Python's collector of circles is off in most tests, so that what ends ends because nobody holds it.
+The peer here speaks HTTP/2 by hand, with windows of 0: headers and trailers reach it, but no byte of a
+message. Python's garbage collector is off in most tests, so that an RPC must end because nothing refers to
+it.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ def no_collector() -> Iterator[None]:
 
 
 def tasks() -> int:
-    """Of gRPC: two for each RPC that has not ended."""
+    """gRPC's tasks: two for each RPC that has not ended."""
     return sum("rpc" in task.get_coro().__qualname__ for task in asyncio.all_tasks())  # type: ignore[union-attr]
 
 
@@ -76,7 +77,7 @@ async def peer_of(rig: Rig, **options: Any) -> AsyncIterator[Peer]:
 
 
 async def nothing_left(rig: Rig) -> None:
-    """Of any RPC: in the engine, in the service, in gRPC."""
+    """Whether nothing of any RPC is left in the engine, in the service, and in gRPC."""
     servicer: Any = rig.server._inference._servicer
     await until(lambda: tasks() == 0)
     await until(lambda: rig.engine.load().pages_used == 0)
@@ -87,8 +88,8 @@ async def nothing_left(rig: Rig) -> None:
 
 
 async def test_replies_that_nobody_takes_end(no_collector: None) -> None:
-    """The RPCs of the review, 50 streams and 50 unary ones, and one of each other kind. The peer learns of
-    their end, for which it needs no window, and bystanders are served.
+    """50 streams, 50 unary RPCs, and one RPC of each other kind. The peer learns of their end, which needs no
+    window, and other clients are served.
     """
     async with serving(fake(max_model_len=100_000), stall_limit_s=0.5) as rig, peer_of(rig) as peer:
         calls = []
@@ -103,7 +104,7 @@ async def test_replies_that_nobody_takes_end(no_collector: None) -> None:
         watch = health_pb2.HealthCheckRequest().SerializeToString()
         calls += [await peer.call(f"/grpc.health.v1.Health/{name}", watch) for name in ("Check", "Watch")]
         asked = reflection_pb2.ServerReflectionRequest(list_services="*").SerializeToString()
-        # The handler of this one ends, too, but gRPC keeps its call until the connection ends.
+        # The handler of this call ends, too, but gRPC keeps the call until the connection ends.
         reflected = await peer.call("/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo", asked)
         await peer.until(lambda: all(peer.headers(call) for call in [*calls, reflected]))
         assert (await collect(rig.inference.Stream(stream("a"))))[-1].HasField("summary")
@@ -126,7 +127,7 @@ async def test_a_reader_that_comes_back_in_time_gets_everything(monkeypatch: pyt
 
 
 async def test_a_stream_that_is_read_slowly_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each message has a time of its own: the stream as a whole takes many times the limit."""
+    """Each message has a limit of its own: the stream as a whole takes many times that."""
     monkeypatch.setattr(sending, "LAST_WORDS_S", 1.0)
     async with serving(fake(hold=True), stall_limit_s=1.0) as rig:
         call = rig.inference.Stream(stream("a"))
@@ -142,7 +143,7 @@ async def test_a_stream_that_is_read_slowly_goes_on(monkeypatch: pytest.MonkeyPa
 
 
 async def test_a_large_message_that_is_read_steadily_goes_on() -> None:
-    """Nothing is taken of what else is made meanwhile, and yet the reader is there."""
+    """Meanwhile the reader takes nothing of what else is generated, and yet it is there."""
     request = stream(
         prompt_token_ids={"ids": [97] * 8000},
         output={"prompt_logprobs": 20},
@@ -194,7 +195,7 @@ class Upload:
         return number
 
     def _window(self, stream: int) -> int:
-        """Bytes that may be sent on the stream from its begin on; 0: on all together."""
+        """Bytes that may be sent on the stream from its beginning; 0 stands for all streams together."""
         size = 65535
         for settings in self._peer.of(0, SETTINGS) if stream else ():
             pairs = struct.iter_unpack(">HI", settings.payload)
@@ -237,7 +238,7 @@ async def test_memory_of_stalled_readers_is_given_back(no_collector: None) -> No
 
 @pytest.mark.parametrize("how", ["closed", "reset"])
 async def test_a_peer_that_vanishes_leaves_nothing(how: str, no_collector: None) -> None:
-    """In the middle of everything: while replies are blocked, and while requests wait and run."""
+    """At any point: while replies are blocked, and while requests wait and run."""
     async with serving(fake(hold=True, max_num_seqs=8, max_model_len=10_000)) as rig:
         await rig.health_of()
         connected = len(os.listdir("/proc/self/fd"))
@@ -246,7 +247,7 @@ async def test_a_peer_that_vanishes_leaves_nothing(how: str, no_collector: None)
         for i in range(20):
             method, request = (STREAM, stream("a")) if i % 2 else (GENERATE, generate("a"))
             await peer.call(method, request.SerializeToString())
-        await peer.call(GENERATE, None, end=False)  # its message never comes
+        await peer.call(GENERATE, None, end=False)  # the message of this call never comes
         await until(lambda: len(rig.engine.seen) == 20)
         rig.engine.step(30)
         await until(lambda: rig.engine.num_steps == 30)
@@ -310,7 +311,7 @@ async def test_cancels_of_blocked_replies_leave_no_traceback(caplog: pytest.LogC
 
 
 async def test_other_errors_of_grpc_are_logged(caplog: pytest.LogCaptureFixture) -> None:
-    """Only that one is not."""
+    """Only that one is filtered."""
     logger = logging.getLogger("grpc._cython.cygrpc")
 
     def fail(kind: str, text: str) -> None:

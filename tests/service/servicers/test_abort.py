@@ -1,4 +1,4 @@
-"""Abort: exact targets, answered after pages are free, and what the aborted requests answer."""
+"""Abort: exact targets, the reply after pages are free, and what the aborted requests answer."""
 
 from __future__ import annotations
 
@@ -32,9 +32,10 @@ async def seen(rig, number):
 
 
 async def started(rig, *names):
-    """Requests that run (or wait) on a held engine: each has made two tokens if it runs."""
+    """Requests on a held engine. Each that runs has generated two tokens."""
     calls = []
-    for number, name in enumerate(names, 1):  # one by one: calls sent together may arrive in any order
+    # one by one, because calls that are sent together may arrive in any order
+    for number, name in enumerate(names, 1):
         calls.append(asyncio.ensure_future(rig.inference.Generate(generate("a", request_id=name))))
         await seen(rig, number)
     rig.engine.step(2)
@@ -50,7 +51,7 @@ def check_aborted(reply, text, message=""):
 
 
 async def test_exact_ids():
-    """req-1 is not req-10; the aborted end with OK, what they had, and the reason."""
+    """req-1 does not match req-10. Aborted requests end with OK, what they had, and the reason."""
     async with serving(fake(hold=True)) as rig:
         one, ten = await started(rig, "req-1", "req-10")
         assert await outcomes(rig, by_ids("req-1", "req-2", reason="enough")) == [
@@ -121,7 +122,7 @@ async def test_aborted_while_waiting_has_no_times_it_never_had():
 
 @contextlib.asynccontextmanager
 async def tokenizing(monkeypatch, *calls):
-    """A server whose tokenizer is busy with the prompts of `calls`, and what opens its gate."""
+    """A server whose tokenizer is busy with the prompts of `calls`, and an event that lets it go on."""
     monkeypatch.setattr(prompts, "INLINE_CHARS", 0)
     gate = threading.Event()
     encoding: list[str] = []
@@ -154,7 +155,7 @@ def streamed(name):
     "target", [{"request_ids": {"ids": ["j/b", "j/a"]}}, {"request_id_prefix": "j/"}, {"all": {}}], ids=str
 )
 async def test_a_request_that_is_being_tokenized_is_aborted(target, monkeypatch):
-    """It never comes to the engine, and answers as one that was aborted in the queue."""
+    """It never reaches the engine, and answers as a request that was aborted in the queue."""
     names = ("j/a", "j/b")
     async with tokenizing(monkeypatch, unary(names[0]), streamed(names[1])) as (rig, calls, gate):
         request = inference_pb2.AbortRequest(reason="early", **target)

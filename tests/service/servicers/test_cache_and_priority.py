@@ -55,7 +55,7 @@ def started() -> Iterator[tuple[Any, Brake]]:
 
 @pytest.fixture
 def engine(started: tuple[Any, Brake]) -> Any:
-    """With nothing in its prefix cache."""
+    """An engine with an empty prefix cache."""
     started[0].flush_prefix_cache()
     return Kept(started[0])
 
@@ -70,13 +70,13 @@ _numbers = itertools.count()
 
 
 def new_prompt(length: int) -> list[int]:
-    """No two begin alike."""
+    """A prompt that begins differently from all others."""
     number = next(_numbers)
     return [number % VOCAB, number // VOCAB, *[7] * (length - 2)]
 
 
 async def ask(rig: Rig, prompt: list[int], max_tokens: int = 3, **fields: Any) -> Any:
-    """Generate; the tokens must be the model's."""
+    """Call Generate and check that the tokens are the model's."""
     request = generate(
         prompt_token_ids=types_pb2.TokenIds(ids=prompt),
         sampling={"temperature": 0},
@@ -91,7 +91,7 @@ async def ask(rig: Rig, prompt: list[int], max_tokens: int = 3, **fields: Any) -
 
 
 async def cached(rig: Rig, prompt: list[int], **fields: Any) -> int:
-    """How many of its tokens the prompt found."""
+    """How many of its tokens the prompt found in the cache."""
     reply = await ask(rig, prompt, **fields)
     found: int = reply.usage.cached_prompt_tokens
     return found
@@ -119,7 +119,7 @@ async def test_stream_tells_the_same_usage(engine: Any) -> None:
 
 @pytest.mark.parametrize(("made", "found"), [(6, 8), (7, 12)])
 async def test_a_next_turn_finds_what_was_generated(engine: Any, made: int, found: int) -> None:
-    """6 tokens and 6 more: the last one needs no KV, so 11 positions fill 2 pages; with 7 more, 3 pages."""
+    """6 tokens and 6 more: the last token needs no KV, so 11 positions fill 2 pages; with 7 more, 3 pages."""
     prompt = new_prompt(6)
     async with serving(engine) as rig:
         reply = await ask(rig, prompt, made)
@@ -163,7 +163,7 @@ async def test_flush_forgets(engine: Any) -> None:
 
 
 async def test_flush_leaves_running_requests_their_pages(engine: Any, brake: Brake) -> None:
-    """The prompt's 2 full pages are in use, and nobody new finds them afterwards."""
+    """The prompt's 2 full pages are in use, and new requests do not find them afterwards."""
     prompt = new_prompt(10)
     async with serving(engine) as rig:
         brake.pull()
@@ -220,14 +220,16 @@ async def test_usage_of_a_request_that_ended_without_timing() -> None:
 
 
 async def queued(rig: Rig, prompt: list[int], number: int, **fields: Any) -> asyncio.Future[Any]:
-    """Ask, and return once that many requests wait."""
+    """Start a call, and return once `num` requests wait."""
     call = asyncio.ensure_future(ask(rig, prompt, **fields))
     await until(lambda: rig.engine.load().num_waiting == number)
     return call
 
 
 async def test_a_higher_priority_overtakes(engine: Any, brake: Brake) -> None:
-    """The only row is taken, another waits; who comes last goes first, and takes the row from the first."""
+    """The only row is taken and another request waits. The request that comes last goes first, and takes the
+    row.
+    """
     async with serving(engine) as rig:
         brake.pull()
         running = asyncio.ensure_future(ask(rig, new_prompt(6), 60))
@@ -236,13 +238,13 @@ async def test_a_higher_priority_overtakes(engine: Any, brake: Brake) -> None:
         urgent = await queued(rig, new_prompt(6), 2, priority=1)
         brake.release()
         first, second, third = await asyncio.gather(running, waiting, urgent)
-    # It came later and was scheduled earlier: no clock is needed to know that it waited for less time.
+    # It came later and was scheduled earlier, so it waited for less time; no clock is needed to know that.
     assert third.timing.queue.ToNanoseconds() < second.timing.queue.ToNanoseconds()
     assert [reply.timing.preemptions for reply in (first, second, third)] == [1, 0, 0]
 
 
 async def test_a_lower_priority_is_overtaken(engine: Any, brake: Brake) -> None:
-    """Nobody is preempted by those who rank behind."""
+    """No request is preempted by those that rank behind it."""
     async with serving(engine) as rig:
         brake.pull()
         running = asyncio.ensure_future(ask(rig, new_prompt(6), 20, priority=2))
@@ -257,7 +259,7 @@ async def test_a_lower_priority_is_overtaken(engine: Any, brake: Brake) -> None:
 
 @pytest.mark.parametrize("priority", [-1, 1])
 async def test_in_order_of_arrival_a_priority_is_refused(priority: int) -> None:
-    """It would be ignored. 0 is what all have."""
+    """It would be ignored. 0 is accepted, because all requests have it."""
     async with serving(fake()) as rig:
         for call in (
             rig.inference.Generate(generate("y", priority=priority)),
@@ -267,6 +269,6 @@ async def test_in_order_of_arrival_a_priority_is_refused(priority: int) -> None:
             assert (failure.code.name, failure.reason) == ("UNIMPLEMENTED", "UNSUPPORTED_FEATURE")
             assert failure.info.metadata["field"] == "priority"
         assert not rig.engine.seen
-        # Written out on the wire, as a client of another language may do: 0 is still no wish.
+        # A client of another language may send the 0 explicitly, which still asks for nothing.
         zero = await rig.raw("InferenceService/Generate", b"\x1a\x01y\x60\x00")
         assert inference_pb2.GenerateResponse.FromString(zero).outputs[0].text == "z"

@@ -1,4 +1,4 @@
-"""`sampling_params_callback` behind the server: what it makes of requests, and its errors, reach clients."""
+"""`sampling_params_callback` behind the server: its changes to requests, and its errors, reach clients."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def ask(make: Any = generate, **sampling: Any) -> Any:
 
 
 async def test_what_it_makes_of_a_request_is_what_is_done(started) -> None:
-    """Of each output: the first is made greedy, of the second only token 7 is left."""
+    """For each output: the first is made greedy, the second may only generate token 7."""
     engine, work = started
 
     def rewrite(request: Request) -> SamplingParams:
@@ -68,7 +68,7 @@ async def test_what_it_makes_of_a_request_is_what_is_done(started) -> None:
     ids=["refusal", "bug"],
 )
 async def test_its_errors_end_the_request(started, error, code, reason, last) -> None:
-    """Also where it refuses the second output only: then the first is freed."""
+    """Also if it refuses only the second output; then the first is freed."""
     engine, work = started
 
     def refuse(request: Request) -> SamplingParams:

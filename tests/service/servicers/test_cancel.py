@@ -1,4 +1,6 @@
-"""Clients that vanish, run out of time or stop reading: slot and pages are freed, others go on."""
+"""Clients that vanish, run out of time or stop reading: slot and pages are freed, and other
+requests go on.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,7 @@ STATES = ("tokenizing", "waiting", "prefill", "decode")
 
 
 class SlowCodec:
-    """The byte tokenizer, but encoding blocks until released."""
+    """The byte tokenizer, except that encoding blocks until it is released."""
 
     def __init__(self, gate):
         self._gate = gate
@@ -45,7 +47,7 @@ class SlowCodec:
 
 @contextlib.asynccontextmanager
 async def in_state(state, start_call, monkeypatch):
-    """A server and a call to it whose request is in `state`, with a bystander that runs all along."""
+    """A server and a call whose request is in `state`, beside a second request that runs all the time."""
     gate = threading.Event()
     engine = fake(hold=True, max_num_seqs=1 if state == "waiting" else 4, max_model_len=10_000)
     if state == "tokenizing":
@@ -67,7 +69,7 @@ async def in_state(state, start_call, monkeypatch):
             return len(engine.seen) == 2
 
         if state == "tokenizing":
-            await asyncio.sleep(0.1)  # it is in the encoder, or will find itself cancelled before
+            await asyncio.sleep(0.1)  # it is in the encoder now, or will notice the cancellation before
             assert len(engine.seen) == 1
         else:
             await until(arrived)
@@ -130,7 +132,7 @@ async def test_a_closed_channel_frees_everything():
 
 
 async def test_an_id_is_free_again_after_a_cancel():
-    """And the new request of that id gets its own tokens only."""
+    """The new request of that id gets only its own tokens."""
     async with serving(fake(hold=True)) as rig:
         for _ in range(3):
             call = rig.inference.Stream(stream("a", request_id="same"))
@@ -209,7 +211,9 @@ async def test_engine_failure_midway_is_a_failed_stream():
 
 
 async def test_a_bug_in_one_request_ends_only_that_one(monkeypatch):
-    """Here the text layer raises for one request; its client learns INTERNAL, the other one nothing."""
+    """The text layer raises for one request: its client gets INTERNAL, and the other client
+    notices nothing.
+    """
     async with serving(fake(hold=True)) as rig:
         good = asyncio.ensure_future(rig.inference.Generate(generate("a", request_id="good")))
         await until(lambda: len(rig.engine.seen) == 1)
@@ -247,12 +251,14 @@ SMALL_WINDOWS = [
 
 
 def much(**fields):
-    """About 1.5 KB a token: 20 candidates each."""
+    """A request of about 1.5 KB a token: 20 candidates each."""
     return stream("a", stopping={"ignore_eos": True}, output={"logprobs": 20}, **fields)
 
 
 async def test_a_stalled_reader_is_given_up_and_others_go_on():
-    """It reads one message and then nothing; windows fill, the server's write blocks, the limit passes."""
+    """It reads one message and then nothing. Windows fill, the server's write blocks, and the time limit
+    passes.
+    """
     engine = fake(max_model_len=200_000)
     async with serving(engine, stall_limit_s=0.5, channel_options=SMALL_WINDOWS) as rig:
         stalled = rig.inference.Stream(much(request_id="stalled"))
@@ -273,7 +279,7 @@ async def test_a_stalled_reader_is_given_up_and_others_go_on():
 
 
 async def test_a_slow_reader_gets_everything_merged():
-    """It pauses, but less than the limit: nothing is lost, and the messages it finds are merged."""
+    """It pauses for less than the limit: nothing is lost, and the messages that it then reads are merged."""
     engine = fake(max_model_len=3000)
     async with serving(engine, stall_limit_s=20, channel_options=SMALL_WINDOWS) as rig:
         call = rig.inference.Stream(much())
@@ -294,7 +300,7 @@ async def test_a_slow_reader_gets_everything_merged():
 
 
 async def test_a_merged_message_fits_every_client():
-    """Clients refuse messages above 4 MiB unless told otherwise; more than that waits here."""
+    """Clients refuse messages above 4 MiB by default, and more than that waits here."""
     engine = fake(max_model_len=40_000, tokens_per_step=100)
     async with serving(engine, stall_limit_s=20, channel_options=SMALL_WINDOWS) as rig:
         call = rig.inference.Stream(much())

@@ -19,7 +19,7 @@ FEATURES = [
     control_pb2.FEATURE_JSON_SCHEMA,
     control_pb2.FEATURE_REGEX,
 ]
-"""What every model with a tokenizer has."""
+"""The features of every model with a tokenizer."""
 
 
 async def test_model_info():
@@ -99,7 +99,7 @@ async def seen(rig, number):
 
 
 async def test_load():
-    """One runs, two wait with prompts of 2 and 3 tokens."""
+    """One request runs, and two wait with prompts of 2 and 3 tokens."""
     async with serving(fake(hold=True, max_num_seqs=1)) as rig:
         calls = []
         for i, prompt in enumerate(("a", "bb", "ccc"), 1):
@@ -157,7 +157,7 @@ async def test_tokenize_text():
 
 
 async def test_tokenize_counts_beyond_the_context_but_not_megabytes():
-    """No token of the fake stands for more than 7 characters, so 57 cannot be 8 tokens."""
+    """No token of the fake engine stands for more than 7 characters, so 57 characters cannot be 8 tokens."""
     chat = types_pb2.ChatPrompt(messages=[types_pb2.ChatMessage(role="user", content="a" * 54)])
     async with serving(fake(max_model_len=8)) as rig:
         tokenize = rig.control.Tokenize
@@ -177,7 +177,7 @@ async def test_detokenize_takes_no_more_than_the_context():
 
 
 def codec_with_begin_token():
-    """Adds token 256 in front of every text, unless told not to."""
+    """A codec that puts token 256 before every text, unless told not to."""
     from tokenizers.processors import TemplateProcessing  # noqa: PLC0415 -- only here
 
     codec = byte_codec(CHAT_TEMPLATE)
@@ -186,7 +186,7 @@ def codec_with_begin_token():
 
 
 async def test_tokenize_special_tokens():
-    """Text gets them by default, a chat only when asked: its template writes its own."""
+    """A text gets them by default, a chat only when asked, because its template writes its own."""
     chat = types_pb2.ChatPrompt(messages=[types_pb2.ChatMessage(role="user", content="x")])
     async with serving(fake(codec=codec_with_begin_token())) as rig:
 

@@ -1,4 +1,4 @@
-"""Generate and Stream over a real channel, on the fake engine: what a request asks for is what comes back."""
+"""Generate and Stream over a real channel, on the fake engine: the reply has what the request asks for."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("tokens_per_step", [1, 4])
 @pytest.mark.parametrize("name", OPTIONS)
 async def test_deltas_are_generates_output(name, tokens_per_step):
-    """Also where the engine makes several tokens a step, and whether or not deltas are coalesced."""
+    """Also if the engine makes several tokens a step, and whether or not deltas are merged."""
     fields = {**OPTIONS[name], "request_id": "one"}
     async with serving(fake(tokens_per_step=tokens_per_step)) as rig:
         whole = await answer(rig, generate("ab", **fields))
@@ -135,7 +135,7 @@ async def test_chat_is_rendered_with_the_template():
 
 
 async def test_a_long_prompt_is_encoded_off_the_loop():
-    """Longer than what is encoded inline; the result is the same."""
+    """The prompt is longer than what is encoded on the event loop; the result is equal."""
     async with serving(fake(max_model_len=10_000)) as rig:
         reply = await answer(rig, generate("a" * 5000, stopping={"max_tokens": 2}))
     assert (reply.prompt.token_count, reply.outputs[0].text) == (5000, "bc")
@@ -145,7 +145,7 @@ async def test_a_long_prompt_is_encoded_off_the_loop():
 
 
 async def sampling_seen(sampling, **engine_options):
-    """What the engine saw; a seed that was not asked for is drawn, and left out here."""
+    """The sampling values that the engine got. A seed that was not asked for is random, and left out here."""
     async with serving(fake(**engine_options)) as rig:
         await answer(rig, generate("y", sampling=sampling))
         await collect(rig.inference.Stream(stream("y", sampling=sampling)))
@@ -183,7 +183,7 @@ async def test_sampling_reaches_the_engine():
 
 
 async def test_tokens_that_are_pushed_or_forbidden_reach_the_engine():
-    """Words as the tokenizer spells them, alone and after a space; the rest sorted, and each once."""
+    """Words as the tokenizer spells them, alone and after a space; the others sorted, and each once."""
     asked: dict[str, Any] = {
         "logit_bias": {99: -0.5, 3: 2.0, 4: -math.inf},
         "bad_words": ["ab", "\u00e9", "x"],
@@ -224,7 +224,9 @@ async def test_max_tokens_beyond_the_context_ends_context_full():
 
 
 async def test_min_tokens_delays_the_end_and_stops():
-    """The fake makes an "a" where the end token is banned. "a" and "b" come too early, "d" is token 5."""
+    """The fake engine writes an "a" if the end token is banned. "a" and "b" come too early; "d"
+    is token 5.
+    """
     async with serving() as rig:
         asked = {"min_tokens": 5, "stop": ["a", "b", "d"]}
         assert (await finish_and_text(rig, "y", stopping=asked))[:2] == ("FINISH_REASON_STOP", "zabc")
@@ -329,7 +331,9 @@ async def test_token_ids_off():
 
 
 async def test_logprobs():
-    """By hand: the fake gives a token t the log-probability -t/8, and t, t + 1 as likeliest."""
+    """By hand: the fake engine gives a token t the log-probability -t/8, and t and t + 1 as the likeliest
+    tokens.
+    """
     async with serving() as rig:
         reply = await answer(rig, generate("a", output={"logprobs": 2}, stopping={"max_tokens": 2}))
     logprobs = reply.outputs[0].logprobs
@@ -387,7 +391,7 @@ async def test_weights_spans():
 
 
 async def test_many_at_once():
-    """More than run together: each gets its own answer."""
+    """More requests than run together: each gets its own answer."""
     async with serving(fake(max_num_seqs=4)) as rig:
         replies = await asyncio.gather(
             *(answer(rig, generate(chr(97 + i), request_id=f"r{i}")) for i in range(24)),

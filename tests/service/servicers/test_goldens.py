@@ -54,7 +54,7 @@ def check(output: inference_pb2.Output, case: dict[str, Any]) -> None:
     expected_ids, expected_logits = zip(*case["last_logits_top"], strict=True)
     top = output.logprobs.top[0].candidates
     assert [c.token_id for c in top] == list(expected_ids)
-    shift = case["logprobs"][0] - expected_logits[0]  # log-probability minus logit: one constant for all
+    shift = case["logprobs"][0] - expected_logits[0]  # log-probability minus logit is one constant for all
     np.testing.assert_allclose([c.logprob - shift for c in top], expected_logits, rtol=1e-4)
 
 
@@ -69,11 +69,11 @@ async def test_every_chunk_size_alone_and_packed(name: str) -> None:
             set_chunk(engine, size)
             for case in cases:
                 if size is None or size <= len(case["prompt"]):
-                    engine.flush_prefix_cache()  # else each prompt would be computed once only
+                    engine.flush_prefix_cache()  # otherwise each prompt would be computed only once
                     check(await ask(rig, case), case)
             engine.flush_prefix_cache()
-            # Six requests over four rows: they start, end and are chunked at different steps, and the second
-            # three share the pages of the first.
+            # Six requests over four rows: they start, end and are chunked at different steps. The second
+            # three share the pages of the first three.
             packed = [*cases, *reversed(cases)]
             for output, case in zip(
                 await asyncio.gather(*(ask(rig, c) for c in packed)), packed, strict=True

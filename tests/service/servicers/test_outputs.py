@@ -57,7 +57,7 @@ async def test_n_outputs_in_order():
 @pytest.mark.parametrize("per_message", [1, 4, 1000])
 @pytest.mark.parametrize("tokens_per_step", [1, 5])
 async def test_deltas_are_generates_outputs(tokens_per_step, per_message):
-    """Also where one of them ends earlier, by a stop string that only it meets."""
+    """Also if one of them ends earlier, by a stop string that only it generates."""
     fields = {
         "request_id": "one",
         "sampling": {"n": 4, "seed": 5},
@@ -78,7 +78,7 @@ async def test_deltas_are_generates_outputs(tokens_per_step, per_message):
 
 
 async def test_seeds():
-    """Output 0 has the request's own, so it is what n = 1 gives; the others differ."""
+    """Output 0 has the request's own seed, so it equals what n = 1 gives; the others differ."""
     async with serving() as rig:
         await answer(rig, generate("y", sampling={"seed": 11}))
         await answer(rig, generate("y", sampling={"seed": 11, "n": 3}))
@@ -89,7 +89,9 @@ async def test_seeds():
 
 
 async def test_deltas_are_interleaved():
-    """One step makes a token of each, and the next message of each follows before a second of any."""
+    """One step generates a token of each output, and each output's next message comes before the second of
+    any.
+    """
     async with serving(fake(hold=True)) as rig:
         call = rig.inference.Stream(stream("a", sampling={"n": 3}))
         assert (await call.read()).WhichOneof("event") == "started"
@@ -207,7 +209,7 @@ async def test_an_id_may_not_look_like_an_outputs():
 
 @pytest.mark.parametrize(("n", "queue", "most"), [(0, 1024, 128), (129, 1024, 128), (6, 5, 5)])
 async def test_too_few_and_too_many(n, queue, most):
-    """More outputs than may ever wait could never be taken."""
+    """If more outputs are asked for than may ever wait, they could never be taken."""
     async with serving(fake(max_queued_requests=queue)) as rig:
         failure = await failure_of(rig.inference.Generate(generate("a", sampling={"n": n})))
         assert failure.violations == {"sampling.n": f"must be from 1 to {most}, not {n}"}
@@ -229,7 +231,7 @@ async def test_a_queue_with_too_little_room_for_all_takes_none():
 
 
 async def test_a_refusal_midway_frees_what_was_submitted():
-    """The queue filled up between the check and the third output."""
+    """The queue fills up between the check and the third output."""
     engine = fake(hold=True, max_num_seqs=1, max_queued_requests=4)
     engine.load = lambda: type(engine).load(fake())  # type: ignore[method-assign]  # says that nobody waits
     async with serving(engine) as rig:
@@ -262,7 +264,7 @@ async def test_weights_are_told_for_each_output():
 
 
 async def test_new_weights_are_told_though_nothing_else_is():
-    """No ids are wanted, and the text is held back: it may become the stop."""
+    """No ids are asked for, and the text is held back because it may become the stop."""
     fields = {"stopping": {"stop": ["bcd!"], "max_tokens": 3}, "output": {"token_ids": False}}
     async with serving(fake(hold=True)) as rig:
         call = rig.inference.Stream(stream("a", **fields))

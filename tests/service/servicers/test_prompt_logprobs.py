@@ -16,7 +16,7 @@ A, B, C = 97, 98, 99
 
 
 async def prompts_of(rig, prompt, **fields):
-    """What Generate and StreamStarted say of the prompt, which must be the same; NaN becomes None."""
+    """The prompt's entries in Generate's reply, which must equal those of StreamStarted; NaN becomes None."""
     whole = await asyncio.wait_for(rig.inference.Generate(generate(prompt, **fields)), 20)
     messages = await collect(rig.inference.Stream(stream(prompt, **fields)))
     assert messages[0].started.prompt.SerializeToString() == whole.prompt.SerializeToString()
@@ -27,7 +27,9 @@ async def prompts_of(rig, prompt, **fields):
 
 @pytest.mark.parametrize("tokens_per_step", [1, 3])
 async def test_prompt_logprobs(tokens_per_step):
-    """One per token of the prompt, the first of them undefined, whatever of the output is sent."""
+    """One for each token of the prompt, the first of them undefined, whichever parts of the
+    output are sent.
+    """
     async with serving(fake(tokens_per_step=tokens_per_step)) as rig:
         sampled, top = await prompts_of(rig, "abc", output={"prompt_logprobs": 2})
         assert sampled == [None, -B / 16, -C / 16]
@@ -58,7 +60,7 @@ async def test_they_are_of_what_was_left_of_the_prompt():
 
 
 async def test_several_outputs_have_one_prompt():
-    """Asked of the first output only, and told before any output, whoever comes first."""
+    """Only the first output computes them, and they are sent before any output."""
     async with serving(fake(scripts={("abc", 1): [256]})) as rig:
         asked = {"sampling": {"n": 3}, "output": {"prompt_logprobs": 0}}
         assert (await prompts_of(rig, "abc", **asked))[0] == [None, -B / 16, -C / 16]
@@ -66,7 +68,7 @@ async def test_several_outputs_have_one_prompt():
 
 
 async def test_a_stream_starts_with_the_first_token_then():
-    """They are known no earlier. Without them it starts at once."""
+    """They are known no earlier. Without them the stream starts at once."""
     async with serving(fake(hold=True)) as rig:
         call = rig.inference.Stream(stream("abc", output={"prompt_logprobs": 0}))
         first = asyncio.ensure_future(call.read())
@@ -81,7 +83,7 @@ async def test_a_stream_starts_with_the_first_token_then():
 
 
 async def test_who_ends_before_has_none():
-    """Aborted while it waits."""
+    """The request is aborted while it waits."""
     async with serving(fake(hold=True, max_num_seqs=1)) as rig:
         first = asyncio.ensure_future(rig.inference.Generate(generate("a")))
         await until(lambda: len(rig.engine.seen) == 1)

@@ -88,7 +88,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("name", OPTIONS)
 async def test_deltas_are_generates_output(engine: Any, name: str) -> None:
-    """The same seed, so the same tokens, whatever else runs: here four streams at once."""
+    """The seed is equal, so the tokens are, whatever else runs: here four streams at once."""
     fields = {"request_id": "", "sampling": SEEDED, "stopping": FREE, **OPTIONS[name]}
     async with serving(engine) as rig:
         answered = await answer(rig, **fields)
@@ -107,7 +107,7 @@ async def test_deltas_are_generates_output(engine: Any, name: str) -> None:
                 output.ClearField("logprobs")  # another batch shape rounds differently in the last bits
             assert parts.outputs == whole.outputs
             for usage in (parts.usage, whole.usage):
-                usage.ClearField("cached_prompt_tokens")  # the first one found less in the prefix cache
+                usage.ClearField("cached_prompt_tokens")  # the first request found less in the prefix cache
             assert parts.usage == whole.usage
     num_prompt = len(engine.text.encode(PROMPT))
     left = 4 if name == "cut" else num_prompt
@@ -123,13 +123,13 @@ async def test_deltas_are_generates_output(engine: Any, name: str) -> None:
 
 
 def rounded(prompt: types_pb2.PromptInfo) -> list[float]:
-    """Its log-probabilities, those of the candidates too."""
+    """The output with rounded log-probabilities, also of the candidates."""
     values = list(prompt.logprobs.sampled)
     return [*values, *(c.logprob for top in prompt.logprobs.top for c in top.candidates)]
 
 
 async def test_outputs_of_one_prompt(engine: Any) -> None:
-    """Output i is what a request with seed (seed, i) gives alone, and the prompt is computed once."""
+    """Output i equals what a request with seed (seed, i) gives alone, and the prompt is computed once."""
     async with serving(engine) as rig:
         engine.flush_prefix_cache()
         several = await answer(rig, sampling={**SEEDED, "n": 3}, stopping=FREE)
@@ -152,7 +152,9 @@ async def test_seeds(engine: Any) -> None:
 
 @pytest.mark.parametrize("include", [False, True])
 async def test_stop_strings(engine: Any, include: bool) -> None:
-    """Every substring of three characters that the free run made, as a stop of a run with the same seed."""
+    """Every substring of three characters that the free run generated becomes a stop of a run
+    with its seed.
+    """
     async with serving(engine) as rig:
         free = (await answer(rig, sampling=SEEDED, stopping=FREE)).outputs[0].text
         stops = sorted({free[i : i + 3] for i in range(0, 60, 5)})
@@ -186,7 +188,7 @@ LONG: dict[str, Any] = {"stopping": {"ignore_eos": True}, "sampling": {"temperat
 
 
 async def test_abort_and_duplicate(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The engine stands still after its first delivery, so that the request cannot end before the abort."""
+    """The engine is held after its first delivery, so that the request cannot end before the abort."""
     goes_on, deliver = threading.Event(), Delivery.deliver
 
     def deliver_and_wait(delivery: Delivery) -> None:
@@ -216,7 +218,7 @@ async def test_abort_and_duplicate(engine: Any, monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.parametrize("how", ["cancel", "deadline"])
 @pytest.mark.parametrize("state", ["waiting", "prefill", "decode"])
 async def test_vanished_clients_free_everything(engine: Any, state: str, how: str) -> None:
-    """`prefill` has a prompt of many chunks; `waiting` stands behind four that fill the rows."""
+    """`prefill` has a prompt of many chunks; `waiting` waits behind four requests that fill the rows."""
     async with serving(engine) as rig:
         others = [
             asyncio.ensure_future(answer(rig, stopping={"ignore_eos": True}))

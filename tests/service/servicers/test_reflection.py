@@ -1,4 +1,4 @@
-"""Reflection as tools ask for it: under its name of today, and under the one of before."""
+"""Reflection as tools use it: under its current name, and under the older one."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ V1, ALPHA = "grpc.reflection.v1.ServerReflection", "grpc.reflection.v1alpha.Serv
 
 
 async def ask(rig: Rig, name: str, *questions: dict[str, str]) -> list[Any]:
-    """The answers to questions of one stream."""
+    """The answers to the questions of one stream."""
     call: Any = rig.channel.stream_stream(
         f"/{name}/ServerReflectionInfo",
         request_serializer=reflection_pb2.ServerReflectionRequest.SerializeToString,
@@ -33,7 +33,7 @@ def files(answer: Any) -> dict[str, descriptor_pb2.FileDescriptorProto]:
 
 
 def pool_of(found: dict[str, descriptor_pb2.FileDescriptorProto]) -> descriptor_pool.DescriptorPool:
-    """Of these files alone."""
+    """A pool of these files alone."""
     pool, added = descriptor_pool.DescriptorPool(), set[str]()
 
     def add(name: str) -> None:
@@ -67,7 +67,7 @@ async def test_services_and_files_under_both_names(name: str) -> None:
 
 
 async def test_each_listed_service_can_be_described() -> None:
-    """From what is answered a tool can build the service, with nothing else at hand."""
+    """A tool can build the service from the answers alone."""
     async with serving() as rig:
         (listed,) = await ask(rig, V1, {"list_services": ""})
         for service in listed.list_services_response.service:

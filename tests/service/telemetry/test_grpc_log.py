@@ -1,4 +1,4 @@
-"""Clients that hang up while they are answered are no error of the server."""
+"""Clients that hang up while they are answered are not logged as errors of the server."""
 
 from __future__ import annotations
 
@@ -34,7 +34,8 @@ def hushed() -> Iterator[None]:
 
 async def test_a_client_that_hangs_up_while_it_is_answered(hushed: None, caplog) -> None:
     request = generate("a", stopping={"max_tokens": 50, "ignore_eos": True}).SerializeToString()
-    async with serving(fake()) as rig, Peer(rig.server.address) as peer:  # which has no window for an answer
+    # its window has no room for an answer
+    async with serving(fake()) as rig, Peer(rig.server.address) as peer:
         streams = [await peer.call(GENERATE, request) for _ in range(5)]
         await peer.until(lambda: all(peer.headers(stream) for stream in streams))
         for stream in streams:
@@ -60,7 +61,7 @@ def test_other_errors_are_told(hushed: None, caplog) -> None:
 
 
 async def test_metadata_that_are_no_text_are_not_quoted(tmp_path: Path, caplog: Any) -> None:
-    """cygrpc writes them to the log, three times a call, so a key with one wrong byte, too."""
+    """cygrpc logs them three times a call, and so would reveal a key with one wrong byte."""
     sent = [("authorization", b"Bearer psk_secret\xff"), ("x-note", b"\xfe\x1b[31m")]
     async with serving_keys(tmp_path / "keys.json", key("secret")) as rig, Peer(rig.server.address) as peer:
         with caplog.at_level(logging.DEBUG):
@@ -74,7 +75,7 @@ async def test_metadata_that_are_no_text_are_not_quoted(tmp_path: Path, caplog: 
 
 @pytest.mark.parametrize("traced", [False, True])
 async def test_a_tracestate_that_is_none_is_not_quoted(tmp_path: Path, caplog: Any, traced: bool) -> None:
-    """OpenTelemetry warns of it, with all of it."""
+    """OpenTelemetry logs a warning that quotes all of it."""
     sent = [
         ("traceparent", b"00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"),
         ("tracestate", b"evil psk_state"),

@@ -1,4 +1,4 @@
-"""A refusal leaves one line in the log, however many there are; and nothing secret is in any line."""
+"""A refusal leaves one line in the log, however many there are, and no line holds a secret."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ async def test_what_is_left_out_is_counted(caplog: pytest.LogCaptureFixture) -> 
     assert len(lines(caplog)) == LINES_PER_SECOND
     await until(lambda: len(lines(caplog)) > LINES_PER_SECOND)
     assert lines(caplog)[LINES_PER_SECOND:] == [
-        "refused 7 more calls within about a second, not logged one by one"
+        "refused 7 more calls within about a second, without a line for each"
     ]
 
 
@@ -104,7 +104,7 @@ async def test_a_flood_leaves_few_lines(caplog: pytest.LogCaptureFixture) -> Non
 
 
 async def test_nothing_secret_is_logged(caplog: pytest.LogCaptureFixture) -> None:
-    """At the level at which most is logged, for every way in which a request with a secret is refused."""
+    """At the level that logs most, for every way in which a request with a secret is refused."""
     caplog.set_level(logging.DEBUG)
     chat: dict[str, Any] = {"messages": [types_pb2.ChatMessage(role=SECRET, content=SECRET)]}
     refused = [

@@ -1,4 +1,4 @@
-"""Spans: names, parents, attributes, how errors and cancels are marked, and what is never recorded."""
+"""Spans: names, parents, attributes, how errors and cancellations are marked, and what is never recorded."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ async def test_cached_tokens_and_priority_of_a_request(recorder):
 
 
 async def test_several_outputs_under_a_grammar(recorder):
-    """The grammar's compilation is a phase of its own; reasons are in the order of the outputs."""
+    """Compiling the grammar is a phase of its own. Reasons are in the order of the outputs."""
     engine = fake(hold=True, scripts={("a", 1): [98, 256]})
     asked = {"sampling": {"n": 3}, "stopping": {"max_tokens": 5}, "constraint": {"regex": "[a-z]*"}}
     async with recorder.serving(engine) as rig:
@@ -228,7 +228,7 @@ async def test_refused_by_the_engine_ends_the_request_span(recorder):
 
 @pytest.mark.parametrize("method", ["Generate", "Stream"])
 async def test_a_cancel_is_a_cancel(recorder, method):
-    """Neither OK nor the server's error, on both spans; they are ended."""
+    """It is neither OK nor the server's error, on both spans, and the spans are ended."""
     async with recorder.serving(fake(hold=True)) as rig:
         if method == "Generate":
             call = rig.inference.Generate(generate("a"))
@@ -251,7 +251,8 @@ async def test_a_cancel_is_a_cancel(recorder, method):
 
 async def test_a_deadline_is_told_from_a_cancel(recorder):
     async with recorder.serving(fake(hold=True)) as rig:
-        for timeout_s in (0.3, 3.0, 15.0):  # how long the request takes to the engine depends on the machine
+        # the time until the request is in the engine depends on the machine
+        for timeout_s in (0.3, 3.0, 15.0):
             failure = await failure_of(rig.inference.Generate(generate("a"), timeout=timeout_s))
             assert failure.code.name == "DEADLINE_EXCEEDED"
             if rig.engine.seen:
@@ -330,7 +331,7 @@ async def test_no_prompt_and_no_output_text_anywhere(recorder):
 
 @pytest.mark.parametrize("seed", [2**63, 2**64 - 1])
 async def test_seeds_beyond_int64_are_not_recorded(recorder, seed):
-    """OTLP has signed integers only; the exporter would fail on the whole batch."""
+    """OTLP has only signed integers; the exporter would fail for the whole batch."""
     async with recorder.serving() as rig:
         await rig.inference.Generate(generate("y", sampling={"seed": seed}))
         await until(lambda: "text_completion fake" in recorder.spans)
@@ -404,7 +405,7 @@ def test_the_environment_chooses_what_is_sampled(monkeypatch, sampler, recorded)
 
 
 async def test_otlp_export_reaches_a_collector():
-    """Over gRPC to a collector of our own: spans arrive on shutdown at the latest."""
+    """Over gRPC to a collector of our own: spans arrive at shutdown at the latest."""
     import grpc  # noqa: PLC0415 -- only here
     from opentelemetry.proto.collector.trace.v1 import (  # noqa: PLC0415
         trace_service_pb2,

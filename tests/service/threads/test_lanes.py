@@ -1,4 +1,4 @@
-"""Templates and grammars that callers write may take seconds; nobody else waits for them."""
+"""Templates and grammars that callers write may take seconds, and nobody else waits for them."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from tests.service.codecs import byte_codec
 from tests.service.rig import failure_of, fake, generate, serving, until
 
 MANY = 40
-"""More than asyncio has threads, which are at most 32."""
+"""More than asyncio's threads, which are at most 32."""
 LONG = "a" * 500_001
 CUT = {"truncation": types_pb2.TRUNCATION_LEFT}
 
 
 class Held:
-    """Stands in for a sandbox and for a compiler: whatever it is asked for takes until the test lets go."""
+    """Stands in for a sandbox and for a compiler: every call takes until the test releases it."""
 
     def __init__(self) -> None:
         self.entered = 0
@@ -35,7 +35,7 @@ class Held:
 
     def compile(self, grammar):
         self._hold()
-        raise MemoryError  # whatever comes after does not matter here
+        raise MemoryError  # what happens afterwards does not matter here
 
     def _hold(self):
         self.entered += 1
@@ -89,7 +89,7 @@ async def test_others_are_served_meanwhile(what):
 
 
 async def test_when_more_than_a_few_templates_wait_the_next_is_told_to_come_back():
-    """An honest one behind hostile ones has no long wait: it is rendered soon, or refused at once."""
+    """An honest template behind hostile ones does not wait long: it is rendered soon, or refused at once."""
     held = Held()
     codec = byte_codec()
     codec._sandbox = held  # type: ignore[assignment]
@@ -114,7 +114,7 @@ async def test_when_more_than_a_few_templates_wait_the_next_is_told_to_come_back
 
 
 def heavy_chats():
-    """Nothing of them is in the content of a turn, and no part of one is long by itself."""
+    """Chats whose weight is not in the content of a turn, and of which no part is long by itself."""
     text = "a" * 150_000
     tools = [types_pb2.ToolDefinition(name=f"f{i}", description=text) for i in range(4)]
     calls = [types_pb2.ToolCall(id="1", name="f", arguments_json=json.dumps({"a": text})) for _ in range(4)]
@@ -132,8 +132,8 @@ def heavy_chats():
 
 @pytest.mark.parametrize("what", ["tools", "calls", "options"])
 async def test_all_of_a_chat_is_weighed(what):
-    """All of it may be rendered and tokenized, so it keeps nobody's short prompt from its thread, and there
-    is a bound on it.
+    """All of it may be rendered and tokenized. So it must not keep short prompts from their threads, and it
+    is bounded.
     """
     codec, gate = byte_codec(), threading.Event()
 
@@ -186,7 +186,7 @@ async def test_many_bad_words_are_spelt_off_the_loop(num_words, inline):
 
 @pytest.mark.parametrize(("num_tokens", "is_long"), [(2048, False), (2049, True)])
 async def test_long_prompts_are_checked_and_hashed_off_the_event_loop(num_tokens, is_long):
-    """What the thread made is what every output of the request is submitted with."""
+    """Every output of the request is submitted with what the thread made."""
     engine = fake(max_model_len=9000)
     prepare, submit = engine.prepare, engine.submit
     threads: list[threading.Thread] = []

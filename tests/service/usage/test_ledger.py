@@ -1,4 +1,4 @@
-"""The books of usage: what is in the file, when, and what becomes of it when a process is killed."""
+"""The ledger: what is in the file, when, and what becomes of it if a process is killed."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ async def test_hours_keys_endings_and_reasons_are_kept_apart(tmp_path: Path) -> 
 async def test_an_answer_waits_until_its_count_is_in_the_file(tmp_path: Path) -> None:
     path = tmp_path / "usage.db"
     with keeping(path) as ledger, closing(sqlite3.connect(path, isolation_level=None)) as other:
-        other.execute("BEGIN IMMEDIATE")  # nobody else can write
+        other.execute("BEGIN IMMEDIATE")  # no other process can write now
         future = ledger.record(answered())
         assert future is not None
         done, _ = await asyncio.wait([future], timeout=0.3)
@@ -109,14 +109,14 @@ async def test_an_answer_waits_until_its_count_is_in_the_file(tmp_path: Path) ->
 async def test_what_cannot_be_written_is_written_later(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The caller has its answer all the same, and the log says what is missing."""
+    """The caller gets its answer nevertheless, and the log says what is missing."""
     monkeypatch.setattr("penstock.service.usage.ledger._RETRY_S", 0.01)
     path = tmp_path / "usage.db"
     with keeping(path) as ledger:
         with closing(sqlite3.connect(path)) as other, other:
             other.execute("ALTER TABLE usage RENAME TO hidden")
         await noted(ledger, answered())
-        assert "the usage of 1 requests is not in" in caplog.text
+        assert "the usage of 1 requests could not be written to" in caplog.text
         with closing(sqlite3.connect(path)) as other, other:
             other.execute("ALTER TABLE hidden RENAME TO usage")
         async with asyncio.timeout(20):
@@ -174,7 +174,7 @@ async def test_after_a_write_answers_wait_for_the_disk_again(
 async def test_a_bug_in_writing_holds_no_answer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """It is told with its traceback, and the counts are written later."""
+    """It is logged with its traceback, and the counts are written later."""
     monkeypatch.setattr("penstock.service.usage.ledger._RETRY_S", 0.01)
 
     def broken(kept: object) -> object:
@@ -186,7 +186,7 @@ async def test_a_bug_in_writing_holds_no_answer(
             patch.setattr(ledger_module, "_rows", broken)
             await noted(ledger, answered())
             await noted(ledger, answered())
-        assert "is not in" in caplog.text
+        assert "could not be written to" in caplog.text
         assert "RuntimeError: a bug" in caplog.text
         await until(lambda: bool(read_usage(path)))
     assert [counts.requests for counts in read_usage(path).values()] == [2]
@@ -214,7 +214,7 @@ async def test_two_servers_share_a_file(tmp_path: Path) -> None:
 
 
 def seen(path: Path) -> dict[tuple[str, str, Outcome, str], Counts]:
-    """What a server wrote, whatever the hour."""
+    """What a server wrote, in whichever hour."""
     return {
         (kind.key, kind.method.rpartition("/")[2], kind.outcome, kind.reason): counts
         for kind, counts in read_usage(path).items()
@@ -222,7 +222,9 @@ def seen(path: Path) -> dict[tuple[str, str, Outcome, str], Counts]:
 
 
 async def test_a_server_keeps_the_books(tmp_path: Path) -> None:
-    """Of answers, refusals and clients that vanish; an answer is in the file when its client has it."""
+    """It counts answers, refusals and clients that vanish. An answer is in the file when its
+    client has it.
+    """
     path = tmp_path / "usage.db"
     entries = [key("alice"), key("bob", requests_per_minute=1)]
     engine = fake(hold=True)
@@ -306,14 +308,14 @@ def test_the_database_of_something_else_is_left_alone(tmp_path: Path, version: i
         file.execute(f"CREATE TABLE {table}")
         file.execute(f"PRAGMA user_version = {version}")
     before = path.read_bytes()
-    with pytest.raises(ConfigError, match=r"other\.db is the database of something else"):
+    with pytest.raises(ConfigError, match=r"other\.db is the database of another program"):
         Ledger(path)
     assert path.read_bytes() == before
     assert list(tmp_path.iterdir()) == [path], "no journal beside it"
 
 
 async def test_a_file_with_our_table_and_no_version_yet_is_ours(tmp_path: Path) -> None:
-    """As a server finds it that starts at the same time as another; and later it may have more in it."""
+    """A server finds that if it starts at the same time as another; later versions may have more tables."""
     path = tmp_path / "usage.db"
     Ledger(path).close()
     with closing(sqlite3.connect(path)) as file, file:
@@ -329,7 +331,7 @@ async def test_a_file_with_our_table_and_no_version_yet_is_ours(tmp_path: Path) 
 
 @pytest.fixture
 async def filled(tmp_path: Path) -> Path:
-    """Two keys on two days."""
+    """A file with two keys on two days."""
     clock = Clock()
     with keeping(tmp_path / "usage.db", clock) as ledger:
         await noted(ledger, answered("alice", prompt=1500, cached=500, completion=20))

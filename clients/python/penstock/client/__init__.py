@@ -1,11 +1,10 @@
-"""A thin, typed Python client of a Penstock server; it needs grpcio and protobuf, and no JAX.
+"""A thin, typed Python client of a Penstock server. It imports grpcio and protobuf, and neither JAX nor the
+runtime.
 
-from penstock.client import Client
-
-with Client("127.0.0.1:50051") as client:
-    print(client.generate("Once upon a time", max_tokens=60).text)
-    for event in client.stream("Once upon a time", max_tokens=60):
-        print(event.delta, end="", flush=True)
+    with Client("127.0.0.1:50051") as client:
+        print(client.generate("Once upon a time", max_tokens=60).text)
+        for event in client.stream("Once upon a time", max_tokens=60):
+            print(event.delta, end="", flush=True)
 """
 
 from penstock.client.aio import AsyncClient

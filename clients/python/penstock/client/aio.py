@@ -1,6 +1,6 @@
-"""The asyncio client: the sync one, method for method, over grpc.aio."""
+"""The asyncio client. It has the methods of the sync client, over grpc.aio."""
 
-# ruff: noqa: ASYNC109 - `timeout` is the deadline of the RPC, which the server is told and keeps
+# ruff: noqa: ASYNC109 - `timeout` is the deadline of the RPC, which gRPC also sends to the server
 
 from __future__ import annotations
 
@@ -51,9 +51,10 @@ ReplyT = TypeVar("ReplyT")
 
 
 class AsyncClient(BaseClient[grpc.aio.Channel]):
-    """A connection to one server for one event loop: make it inside a coroutine.
+    """A connection to one server, or to several that serve the same, for one event loop. Make it inside a
+    coroutine.
 
-    Arguments, methods and errors are those of `Client`; `stream` is not awaited, its events are.
+    Arguments, methods and errors are those of `Client`. `stream` itself is not awaited; its events are.
     """
 
     inference: inference_pb2_grpc.InferenceServiceAsyncStub
@@ -73,7 +74,10 @@ class AsyncClient(BaseClient[grpc.aio.Channel]):
         metadata: Metadata | None = None,
         **options: Unpack[RequestOptions],
     ) -> Generation:
-        """Run a prompt to its end. Options: see RequestOptions. Not idempotent: a retry generates again."""
+        """Run a prompt to its end and return all outputs. For options see `RequestOptions`.
+
+        It is not idempotent: calling it again generates again.
+        """
         request = generation_requests.fill_request(inference_pb2.GenerateRequest(), prompt, options)
         return messages.generation(
             await self._unary(self.inference.Generate, request, timeout, metadata, None)
@@ -88,7 +92,11 @@ class AsyncClient(BaseClient[grpc.aio.Channel]):
         metadata: Metadata | None = None,
         **options: Unpack[RequestOptions],
     ) -> AsyncGenerationStream:
-        """The same, as events while tokens are made. Use it in an `async with` block, or close it."""
+        """Run a prompt and return its events while tokens are generated. For options see `RequestOptions`.
+
+        `min_tokens_per_message` is the least number of tokens in a delta (default 1); higher values make
+        fewer and larger messages. Use the stream in an `async with` block, or close it.
+        """
         request = generation_requests.stream_request(prompt, min_tokens_per_message, options)
         sent = pairs(self.metadata, metadata)
 
@@ -107,26 +115,33 @@ class AsyncClient(BaseClient[grpc.aio.Channel]):
         timeout: float | None = None,
         metadata: Metadata | None = None,
     ) -> tuple[AbortResult, ...]:
-        """End requests early; answers once their slots and KV pages are free. Give exactly one target."""
+        """End requests early, and return what happened to each. Give exactly one of `ids`, `prefix` (of ids)
+        and `all=True`; otherwise TypeError or ValueError.
+
+        Returns once their slots and KV pages are free. An unknown id is an outcome, not an error. `reason` is
+        sent to whoever waits for the aborted requests.
+        """
         request = control_requests.abort_request(ids, prefix, all, reason)
         return messages.abort_results(await self._unary(self.inference.Abort, request, timeout, metadata))
 
     async def model_info(
         self, *, include_tensors: bool = False, timeout: float | None = None, metadata: Metadata | None = None
     ) -> ModelInfo:
-        """The model served and the sampling values in force."""
+        """Return the served model and the sampling values in force. `include_tensors` adds name, dtype and
+        shape of every tensor.
+        """
         request = control_pb2.GetModelInfoRequest(include_tensors=include_tensors)
         return messages.model_info(await self._unary(self.control.GetModelInfo, request, timeout, metadata))
 
     async def server_info(
         self, *, timeout: float | None = None, metadata: Metadata | None = None
     ) -> ServerInfo:
-        """The server's limits."""
+        """Return the server's limits, which are fixed at its start."""
         request = control_pb2.GetServerInfoRequest()
         return messages.server_info(await self._unary(self.control.GetServerInfo, request, timeout, metadata))
 
     async def load(self, *, timeout: float | None = None, metadata: Metadata | None = None) -> Load:
-        """How busy the server is now."""
+        """Return how busy the server is now."""
         return messages.load(
             await self._unary(self.control.GetLoad, control_pb2.GetLoadRequest(), timeout, metadata)
         )
@@ -134,7 +149,9 @@ class AsyncClient(BaseClient[grpc.aio.Channel]):
     async def flush_cache(
         self, *, timeout: float | None = None, metadata: Metadata | None = None
     ) -> FlushedCache:
-        """Forget the prompt prefixes that the server cached; running requests keep their pages."""
+        """Forget all cached prompt prefixes. Running requests keep their pages, which are not shared with new
+        requests.
+        """
         request = control_pb2.FlushCacheRequest()
         return messages.flushed_cache(await self._unary(self.control.FlushCache, request, timeout, metadata))
 
@@ -147,7 +164,12 @@ class AsyncClient(BaseClient[grpc.aio.Channel]):
         metadata: Metadata | None = None,
         **chat: Unpack[ChatOptions],
     ) -> Tokens:
-        """Token ids of a text, or of a conversation (messages=...) rendered with the chat template."""
+        """Return the token ids of a text, or of a conversation (`messages=...`) rendered with the chat
+        template.
+
+        `add_special_tokens` is true by default for a text, and false for a conversation, whose template
+        writes them. Give exactly one of `text` and `messages`; otherwise TypeError.
+        """
         request = control_requests.tokenize_request(text, add_special_tokens, chat)
         return messages.tokens(
             await self._unary(self.control.Tokenize, request, timeout, metadata, TEXT_TIMEOUT)
@@ -161,23 +183,28 @@ class AsyncClient(BaseClient[grpc.aio.Channel]):
         timeout: float | None = None,
         metadata: Metadata | None = None,
     ) -> str:
-        """Text of token ids."""
+        """Return the text of token ids. Special tokens are left out unless `skip_special_tokens` is false."""
         request = control_requests.detokenize_request(token_ids, skip_special_tokens)
         return (await self._unary(self.control.Detokenize, request, timeout, metadata, TEXT_TIMEOUT)).text
 
     async def is_ready(self, timeout: float = 1.0) -> bool:
-        """Whether health is SERVING now; False also when nobody answers within `timeout` seconds."""
+        """Whether the server's health is SERVING now. Also false if nobody answers within
+        `timeout` seconds.
+        """
         return await self._why_not_ready(timeout) is None
 
     async def wait_ready(self, timeout: float | None = None) -> None:
-        """Return once the server's health is SERVING; NotReady after `timeout` seconds (None: waits on)."""
+        """Wait until the server's health is SERVING. Raises NotReady after `timeout` seconds; None waits for
+        ever.
+        """
         now = asyncio.get_running_loop().time
         deadline = math.inf if timeout is None else now() + timeout
         why: str | None = NOBODY_ANSWERED
         while (found := await self._why_not_ready(min(1.0, deadline - now()))) is not None:
             why = why if found == NOBODY_ANSWERED else found
             if now() >= deadline:
-                if why == NOBODY_ANSWERED:  # a call that does not wait is told why nobody does
+                # a call that does not wait for a connection reports why there is none
+                if why == NOBODY_ANSWERED:
                     why = await self._why_not_ready(0.5, wait=False)
                 if why is None:
                     return
@@ -223,7 +250,7 @@ class AsyncClient(BaseClient[grpc.aio.Channel]):
             await asyncio.sleep(delay)
 
     async def close(self) -> None:
-        """Close the channel, unless it was the caller's; running calls are cancelled."""
+        """Close the channel and cancel running calls. A channel that the caller gave stays open."""
         if self._owns_channel:
             await self.channel.close()
 

@@ -1,4 +1,4 @@
-"""What both clients are made of: a channel, the stubs over it, and what counts for every call."""
+"""The base of both clients: a channel, the stubs over it, and the values that apply to every call."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ChannelT = TypeVar("ChannelT", grpc.Channel, grpc.aio.Channel)
 
 
 class BaseClient(ABC, Generic[ChannelT]):
-    """The constructor of `Client` and `AsyncClient`, whose docstrings say what its arguments mean."""
+    """The constructor of `Client` and `AsyncClient`. Their docstrings explain its arguments."""
 
     def __init__(
         self,
@@ -55,12 +55,14 @@ class BaseClient(ABC, Generic[ChannelT]):
             check_existing(addr, access)
             self.metadata = pairs(metadata)
         self.channel: ChannelT = channel
-        either: Any = channel  # the generated stubs work on both, and the subclasses say which they have
+        # the generated stubs work on both kinds of channel; the subclasses declare which kind they have
+        either: Any = channel
         self.inference: Any = inference_pb2_grpc.InferenceServiceStub(either)
         self.control: Any = control_pb2_grpc.ControlServiceStub(either)
-        self._check_health: Any = health_pb2_grpc.HealthStub(either).Check  # type: ignore[attr-defined]  # types-grpcio-health-checking lacks it
+        # type: ignore[attr-defined] # types-grpcio-health-checking lacks it
+        self._check_health: Any = health_pb2_grpc.HealthStub(either).Check
 
     @staticmethod
     @abstractmethod
     def _open(found: Endpoint) -> ChannelT:
-        """A channel to the endpoint."""
+        """Open a channel to the endpoint."""

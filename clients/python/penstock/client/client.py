@@ -1,4 +1,4 @@
-"""The sync client: each method builds a request (requests/), calls, and reads the reply (replies/)."""
+"""The sync client. Each method builds a request, makes the call, and converts the reply."""
 
 from __future__ import annotations
 
@@ -43,24 +43,25 @@ ReplyT = TypeVar("ReplyT")
 
 
 class Client(BaseClient[grpc.Channel]):
-    """A connection to one server, or to several that serve the same, safe to share between threads.
+    """A connection to one server, or to several that serve the same. It may be shared between threads.
 
-    `addr` is host:port, by default 127.0.0.1:50051, or unix:/path. Of several servers, "a:50051,b:50051" or
-    dns:///name:50051, those whose health is SERVING are asked in turns.
+    `addr` is host:port or unix:/path; the default is 127.0.0.1:50051. Several servers are given as
+    "a:50051,b:50051" or dns:///name:50051; calls go in turn to those whose health is SERVING.
 
-    `tls` (True, or `Tls` with files) secures the channel, or `credentials` of gRPC's own do; `token` is the
-    key that the server asks for. A token is not sent in plaintext to another machine unless `insecure` says
-    that it may be. With an existing `channel` give none of these: it stays the caller's, and `close` leaves
-    it open.
+    `tls` (True, or a `Tls` with files) secures the channel; `credentials` of gRPC itself may be given
+    instead. `token` is the key that the server asks for. It is sent in plaintext to another machine only if
+    `insecure` is true; otherwise that raises ValueError. An existing `channel` takes the place of all these;
+    it stays the caller's, and `close` leaves it open. `options` are further gRPC channel arguments.
 
-    `metadata` goes with every call, before the call's own. `inference` and `control` are the generated stubs,
-    for the RPCs that have no method here; they need `metadata=client.metadata` where the server wants a key.
+    `metadata` is sent with every call, before the call's own. `inference` and `control` are the generated
+    stubs, for RPCs that have no method here; they need `metadata=client.metadata` if the server asks for a
+    key.
 
-    Every method takes `timeout`, the hard deadline in seconds for all of its attempts (math.inf: no limit),
-    and `metadata` of the call, e.g. `{"traceparent": "00-..."}`; it raises the errors of
-    `penstock.client.errors`. Where a call has no `timeout`, the client's counts; without either, generation
-    has no limit, tokenizing has 60 s and everything else 10 s. `retries` says how often a call that the
-    server could not take is tried again; by default it is not.
+    Every method takes `timeout` and `metadata`, and raises the errors of `penstock.client.errors`. `timeout`
+    is the hard limit in seconds for all attempts together (math.inf: no limit). Its default is the client's
+    `timeout`; if that is None, generation has no limit, tokenizing has 60 s, and everything else 10 s. The
+    call's `metadata` is a mapping such as `{"traceparent": "00-..."}`, or pairs. `retries` says how often a
+    call is repeated that the server could not take; by default it is not repeated.
     """
 
     inference: inference_pb2_grpc.InferenceServiceStub
@@ -80,7 +81,10 @@ class Client(BaseClient[grpc.Channel]):
         metadata: Metadata | None = None,
         **options: Unpack[RequestOptions],
     ) -> Generation:
-        """Run a prompt to its end. Options: see RequestOptions. Not idempotent: a retry generates again."""
+        """Run a prompt to its end and return all outputs. For options see `RequestOptions`.
+
+        It is not idempotent: calling it again generates again.
+        """
         request = generation_requests.fill_request(inference_pb2.GenerateRequest(), prompt, options)
         return messages.generation(self._unary(self.inference.Generate, request, timeout, metadata, None))
 
@@ -93,7 +97,11 @@ class Client(BaseClient[grpc.Channel]):
         metadata: Metadata | None = None,
         **options: Unpack[RequestOptions],
     ) -> GenerationStream:
-        """The same, as events while tokens are made. Use it in a `with` block, or close it."""
+        """Run a prompt and return its events while tokens are generated. For options see `RequestOptions`.
+
+        `min_tokens_per_message` is the least number of tokens in a delta (default 1); higher values make
+        fewer and larger messages. Use the stream in a `with` block, or close it.
+        """
         request = generation_requests.stream_request(prompt, min_tokens_per_message, options)
         sent = pairs(self.metadata, metadata)
         return GenerationStream(
@@ -111,30 +119,39 @@ class Client(BaseClient[grpc.Channel]):
         timeout: float | None = None,
         metadata: Metadata | None = None,
     ) -> tuple[AbortResult, ...]:
-        """End requests early; answers once their slots and KV pages are free. Give exactly one target."""
+        """End requests early, and return what happened to each. Give exactly one of `ids`, `prefix` (of ids)
+        and `all=True`; otherwise TypeError or ValueError.
+
+        Returns once their slots and KV pages are free. An unknown id is an outcome, not an error. `reason` is
+        sent to whoever waits for the aborted requests.
+        """
         request = control_requests.abort_request(ids, prefix, all, reason)
         return messages.abort_results(self._unary(self.inference.Abort, request, timeout, metadata))
 
     def model_info(
         self, *, include_tensors: bool = False, timeout: float | None = None, metadata: Metadata | None = None
     ) -> ModelInfo:
-        """The model served and the sampling values in force."""
+        """Return the served model and the sampling values in force. `include_tensors` adds name, dtype and
+        shape of every tensor.
+        """
         request = control_pb2.GetModelInfoRequest(include_tensors=include_tensors)
         return messages.model_info(self._unary(self.control.GetModelInfo, request, timeout, metadata))
 
     def server_info(self, *, timeout: float | None = None, metadata: Metadata | None = None) -> ServerInfo:
-        """The server's limits."""
+        """Return the server's limits, which are fixed at its start."""
         request = control_pb2.GetServerInfoRequest()
         return messages.server_info(self._unary(self.control.GetServerInfo, request, timeout, metadata))
 
     def load(self, *, timeout: float | None = None, metadata: Metadata | None = None) -> Load:
-        """How busy the server is now."""
+        """Return how busy the server is now."""
         return messages.load(
             self._unary(self.control.GetLoad, control_pb2.GetLoadRequest(), timeout, metadata)
         )
 
     def flush_cache(self, *, timeout: float | None = None, metadata: Metadata | None = None) -> FlushedCache:
-        """Forget the prompt prefixes that the server cached; running requests keep their pages."""
+        """Forget all cached prompt prefixes. Running requests keep their pages, which are not shared with new
+        requests.
+        """
         request = control_pb2.FlushCacheRequest()
         return messages.flushed_cache(self._unary(self.control.FlushCache, request, timeout, metadata))
 
@@ -147,7 +164,12 @@ class Client(BaseClient[grpc.Channel]):
         metadata: Metadata | None = None,
         **chat: Unpack[ChatOptions],
     ) -> Tokens:
-        """Token ids of a text, or of a conversation (messages=...) rendered with the chat template."""
+        """Return the token ids of a text, or of a conversation (`messages=...`) rendered with the chat
+        template.
+
+        `add_special_tokens` is true by default for a text, and false for a conversation, whose template
+        writes them. Give exactly one of `text` and `messages`; otherwise TypeError.
+        """
         request = control_requests.tokenize_request(text, add_special_tokens, chat)
         return messages.tokens(self._unary(self.control.Tokenize, request, timeout, metadata, TEXT_TIMEOUT))
 
@@ -159,23 +181,28 @@ class Client(BaseClient[grpc.Channel]):
         timeout: float | None = None,
         metadata: Metadata | None = None,
     ) -> str:
-        """Text of token ids."""
+        """Return the text of token ids. Special tokens are left out unless `skip_special_tokens` is false."""
         request = control_requests.detokenize_request(token_ids, skip_special_tokens)
         return self._unary(self.control.Detokenize, request, timeout, metadata, TEXT_TIMEOUT).text
 
     def is_ready(self, timeout: float = 1.0) -> bool:
-        """Whether health is SERVING now; False also when nobody answers within `timeout` seconds."""
+        """Whether the server's health is SERVING now. Also false if nobody answers within
+        `timeout` seconds.
+        """
         return self._why_not_ready(timeout) is None
 
     def wait_ready(self, timeout: float | None = None) -> None:
-        """Return once the server's health is SERVING; NotReady after `timeout` seconds (None: waits on)."""
+        """Wait until the server's health is SERVING. Raises NotReady after `timeout` seconds; None waits for
+        ever.
+        """
         now = time.monotonic
         deadline = math.inf if timeout is None else now() + timeout
         why: str | None = NOBODY_ANSWERED
         while (found := self._why_not_ready(min(1.0, deadline - now()))) is not None:
             why = why if found == NOBODY_ANSWERED else found
             if now() >= deadline:
-                if why == NOBODY_ANSWERED:  # a call that does not wait is told why nobody does
+                # a call that does not wait for a connection reports why there is none
+                if why == NOBODY_ANSWERED:
                     why = self._why_not_ready(0.5, wait=False)
                 if why is None:
                     return
@@ -214,7 +241,7 @@ class Client(BaseClient[grpc.Channel]):
             time.sleep(delay)
 
     def close(self) -> None:
-        """Close the channel, unless it was the caller's; running calls are cancelled."""
+        """Close the channel and cancel running calls. A channel that the caller gave stays open."""
         if self._owns_channel:
             self.channel.close()
 

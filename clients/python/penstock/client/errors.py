@@ -1,37 +1,44 @@
-"""Every error the client raises, made from the status of a call in one table.
+"""The errors that the client raises. One table maps the status of a call to its error.
 
-PenstockClientError                `reason`, `code`, `metadata`, `request_id`, `retry_after`
-├── RefusedError                   the caller can mend the request; sending it again as it is fails again
-│   ├── InvalidRequest             `violations` lists every bad field
-│   ├── PromptTooLong              the prompt leaves no room in the context
-│   ├── ExceedsKVCapacity          could never fit the server's KV cache
-│   ├── ResponseTooLarge           the answer that was asked for would be larger than the server sends
-│   ├── Unsupported                `fields` this server lacks
-│   ├── ServedElsewhere            the server does this at another of its addresses
-│   ├── UnknownModel, UnknownAdapter
-│   ├── DuplicateRequestId         a request with that id is active
-│   ├── PreconditionFailed         e.g. min_weights is newer than the weights in use
-│   └── Denied                     credentials are at fault
-│       ├── Unauthenticated        they are missing or wrong
-│       │   └── KeyExpired
-│       └── Forbidden              they are right, but do not allow this
-├── UnavailableError               the same request may succeed later, or elsewhere
-│   ├── QueueFull                  too many requests wait
-│   ├── CostlyGrammar              its grammar took the server too long a short while ago
-│   ├── Busy                       another bound on what runs at once: `limit`, its name
-│   ├── RateLimited                this caller's key has used up its rate
-│   ├── Draining                   the server is shutting down
-│   ├── NotReady                   the server is still loading or warming up
-│   ├── EngineDead                 the server's engine is dead; the server will be restarted
-│   └── Unreachable                nobody answers at that address
-├── LimitExceeded                  another limit: a message's size, a stalled reader
-├── Conflict                       lost against another caller (weights compare-and-set)
-├── DeadlineExceeded               the call's `timeout` passed; the server freed the request
-├── Cancelled                      the call was cancelled
-└── ServerError                    a bug or a failure on the server's side
-    └── ProtocolError              the server broke the order of a stream
+    PenstockClientError                `reason`, `code`, `metadata`, `request_id`, `retry_after`
+    ├── RefusedError                   the request is at fault; sending it again unchanged fails again
+    │   ├── InvalidRequest             `violations` lists every bad field
+    │   ├── PromptTooLong              the prompt leaves no room in the context
+    │   ├── ExceedsKVCapacity          the request could never fit the server's KV cache
+    │   ├── ResponseTooLarge           the reply would be larger than the server sends
+    │   ├── Unsupported                `fields` lists what this server does not have
+    │   ├── ServedElsewhere            another address of the server does this
+    │   ├── UnknownModel, UnknownAdapter
+    │   ├── DuplicateRequestId         a request with that id is active
+    │   ├── PreconditionFailed         for example, min_weights is newer than the weights in use
+    │   └── Denied                     credentials are at fault
+    │       ├── Unauthenticated        they are missing or wrong
+    │       │   └── KeyExpired
+    │       └── Forbidden              they are valid, and do not allow this
+    ├── UnavailableError               the same request may succeed later, or at another server
+    │   ├── QueueFull                  too many requests are waiting
+    │   ├── CostlyGrammar              its grammar took the server too long a short while ago
+    │   ├── Busy                       another bound on what goes on at once; `limit` is its name
+    │   ├── RateLimited                this caller's key has used up its rate
+    │   ├── Draining                   the server is shutting down
+    │   ├── NotReady                   the server is still loading or compiling
+    │   ├── EngineDead                 the server's engine is dead; the server must be restarted
+    │   └── Unreachable                nobody answers at that address
+    ├── LimitExceeded                  another limit: a message's size, a stalled reader
+    ├── Conflict                       another caller was first (compare-and-set of weights)
+    ├── DeadlineExceeded               the call's `timeout` passed; the server freed the request
+    ├── Cancelled                      the call was cancelled
+    └── ServerError                    a bug or a failure of the server
+        └── ProtocolError              the server broke the order of a stream
 
-Their `__cause__` is the grpc error. All of them can be pickled and copied, which loses that cause.
+    try:
+        client.generate(prompt)
+    except PromptTooLong as error:
+        print(error.metadata["max_prompt_tokens"])
+    except UnavailableError as error:
+        time.sleep(error.retry_after or 1.0)
+
+The `__cause__` of an error is gRPC's error. Errors can be pickled and copied; that loses the cause.
 """
 
 from __future__ import annotations
@@ -53,14 +60,14 @@ def _rebuilt(
 
 
 class PenstockClientError(Exception):
-    """Root of all errors of the client."""
+    """The base class of all errors of the client."""
 
     def __init__(self, details: StatusDetails) -> None:
         super().__init__(details.message or details.code.name)
         self.details = details
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Else it would be rebuilt by __init__(*args), and args are the message, not what __init__ takes.
+        # The default would call __init__(*args), but args hold the message, which is not what __init__ takes.
         return _rebuilt, (type(self), self.args, self.__dict__)
 
     @property
@@ -73,26 +80,26 @@ class PenstockClientError(Exception):
 
     @property
     def metadata(self) -> Mapping[str, str]:
-        """ErrorInfo.metadata, e.g. both numbers of PROMPT_TOO_LONG."""
+        """The facts of google.rpc.ErrorInfo, such as both numbers of PROMPT_TOO_LONG."""
         return dict(self.details.metadata)
 
     @property
     def request_id(self) -> str:
-        """The request's id, by which the server's log knows it; empty when the server did not say."""
+        """The request's id, as in the server's log; empty if the server did not say."""
         return self.details.request_id
 
     @property
     def retry_after(self) -> float | None:
-        """Seconds the server asks to wait; None: it did not say."""
+        """Seconds that the server asks to wait; None if it did not say."""
         return self.details.retry_after
 
 
 class RefusedError(PenstockClientError):
-    """The caller can mend the request."""
+    """The request is at fault, or its credentials are. Sending it again unchanged fails again."""
 
 
 class InvalidRequest(RefusedError):
-    """Fields are missing or out of range."""
+    """Fields are missing or out of range; `violations` lists all of them."""
 
     @property
     def violations(self) -> tuple[Violation, ...]:
@@ -100,7 +107,7 @@ class InvalidRequest(RefusedError):
 
     @classmethod
     def local(cls, violations: Sequence[Violation]) -> Self:
-        """Found before anything was sent."""
+        """An error that the client found before it sent anything."""
         text = "; ".join(f"{v.field}: {v.description}" for v in violations)
         details = StatusDetails(
             grpc.StatusCode.INVALID_ARGUMENT, text, "INVALID_FIELD", (), tuple(violations)
@@ -109,28 +116,28 @@ class InvalidRequest(RefusedError):
 
 
 class PromptTooLong(RefusedError):
-    """The prompt leaves no room in the context; the message has both numbers."""
+    """The prompt leaves no room in the context. The message and `metadata` have both numbers."""
 
 
 class ExceedsKVCapacity(RefusedError):
-    """Even alone on the server the request would not fit."""
+    """The request would not fit the server's KV cache, even if it ran alone."""
 
 
 class ResponseTooLarge(RefusedError):
-    """The answer that was asked for would be larger than the server sends; the metadata has the numbers."""
+    """The reply would be larger than the server sends. `metadata` has the limit."""
 
 
 class Unsupported(RefusedError):
-    """A feature of the contract that this server lacks."""
+    """The request uses a part of the contract that this server does not have."""
 
     @property
     def fields(self) -> tuple[str, ...]:
-        """The contract's dotted paths; empty when the whole method is missing."""
+        """The contract's dotted paths of what is not supported; empty if the whole method is not."""
         return tuple(f.strip() for f in self.metadata.get("field", "").split(",") if f.strip())
 
 
 class ServedElsewhere(RefusedError):
-    """The server has an address of its own for control, and this is the wrong one of the two."""
+    """The server has an address of its own for control, and this call went to the wrong one of the two."""
 
 
 class UnknownModel(RefusedError):
@@ -146,11 +153,11 @@ class DuplicateRequestId(RefusedError):
 
 
 class PreconditionFailed(RefusedError):
-    """The server is not in the state the request asks for."""
+    """The server is not in the state that the request demands."""
 
 
 class Denied(RefusedError):
-    """Credentials are missing, wrong, or do not allow this."""
+    """Credentials are missing or wrong, or do not allow this."""
 
 
 class Unauthenticated(Denied):
@@ -158,15 +165,15 @@ class Unauthenticated(Denied):
 
 
 class KeyExpired(Unauthenticated):
-    """The key was right until it expired."""
+    """The key was valid until it expired."""
 
 
 class Forbidden(Denied):
-    """The credentials are right, but do not allow this."""
+    """The credentials are valid, and do not allow this."""
 
 
 class UnavailableError(PenstockClientError):
-    """Try again later, or elsewhere."""
+    """The same request may succeed later, or at another server."""
 
 
 class QueueFull(UnavailableError):
@@ -174,20 +181,22 @@ class QueueFull(UnavailableError):
 
 
 class Busy(UnavailableError):
-    """A bound on what the server does at once is reached: other than the queue's, which is QueueFull."""
+    """A bound on what the server does at once is reached. The queue's bound raises QueueFull instead."""
 
     @property
     def limit(self) -> str:
-        """Name of the bound; empty when the server did not say."""
+        """The name of the bound; empty if the server did not say."""
         return self.metadata.get("limit", "")
 
 
 class CostlyGrammar(UnavailableError):
-    """The request's grammar took the server too long to follow, and is refused to everybody for a while."""
+    """The server needed too much time to follow the request's grammar, and refuses it to everybody for a
+    while.
+    """
 
     @property
     def field(self) -> str:
-        """Where the grammar was in the request; empty when the server did not say."""
+        """The field that holds the grammar; empty if the server did not say."""
         return self.metadata.get("field", "")
 
 
@@ -200,28 +209,32 @@ class Draining(UnavailableError):
 
 
 class NotReady(UnavailableError):
-    """The server is still loading or warming up."""
+    """The server is still loading or compiling."""
 
     @classmethod
     def local(cls, message: str) -> Self:
-        """`wait_ready` ran out of patience."""
+        """The error of `wait_ready` when its time is over."""
         return cls(StatusDetails(grpc.StatusCode.UNAVAILABLE, message, "NOT_READY"))
 
 
 class EngineDead(UnavailableError):
-    """The server's engine is dead, and the server with it until it is restarted; another one may answer."""
+    """The server's engine is dead, and the server does not answer until it is restarted. Another
+    server may.
+    """
 
 
 class Unreachable(UnavailableError):
-    """Nobody answers at that address, or the connection broke before it brought an answer."""
+    """Nobody answers at that address, or the connection broke before an answer came."""
 
 
 class LimitExceeded(PenstockClientError):
-    """A limit that waiting does not lift: a message's size, a stream that was not read, a proxy's quota."""
+    """A limit that does not go away by waiting: a message's size, a stream that was not read, a proxy's
+    quota.
+    """
 
 
 class Conflict(PenstockClientError):
-    """Lost against another caller."""
+    """Another caller was first."""
 
 
 class DeadlineExceeded(PenstockClientError):
@@ -229,11 +242,11 @@ class DeadlineExceeded(PenstockClientError):
 
 
 class Cancelled(PenstockClientError):
-    """The call was cancelled: on this side, or by the other one after a part of the answer had come."""
+    """The call was cancelled: on this side, or by the server after a part of the answer had come."""
 
 
 class ServerError(PenstockClientError):
-    """A bug or a failure on the server's side."""
+    """A bug or a failure of the server."""
 
 
 class ProtocolError(ServerError):
@@ -281,7 +294,7 @@ BY_CODE: Mapping[grpc.StatusCode, type[PenstockClientError]] = {
     grpc.StatusCode.DEADLINE_EXCEEDED: DeadlineExceeded,
     grpc.StatusCode.CANCELLED: Cancelled,
 }
-"""For a reason that is absent or unknown; a code that is not here is a ServerError."""
+"""The errors for reasons that are absent or unknown. A code that is not here is a ServerError."""
 
 
 _CANCELLED_HERE = (
@@ -290,19 +303,19 @@ _CANCELLED_HERE = (
     "Channel deallocated!",
     "Call cancelled in fork child",
 )
-"""What gRPC says of a call that was cancelled on this side."""
+"""The messages of gRPC for a call that was cancelled on this side."""
 
 
 def from_rpc_error(error: grpc.RpcError, *, began: bool = False) -> PenstockClientError:
-    """The exception to raise `from error`. `began`: a part of the answer has come.
+    """The exception to raise `from error`. `began` says whether a part of the answer has come.
 
-    A call that meets the end of its connection, for instance a server that shuts down, may end as CANCELLED
-    with no details, which nobody here asked for. Before the answer began that is Unreachable.
+    A call whose connection ends, for example because the server shuts down, may end with CANCELLED and no
+    details, although nobody here cancelled it. Before the answer began that is Unreachable.
     """
     details = read_status(error)
     kind = BY_REASON.get(details.reason) or BY_CODE.get(details.code, ServerError)
     if kind is Cancelled and not (began or details.reason or details.message in _CANCELLED_HERE):
         kind = Unreachable
-    if kind is Unreachable and details.reason:  # somebody did answer
+    if kind is Unreachable and details.reason:  # the server did answer
         kind = UnavailableError
     return kind(details)

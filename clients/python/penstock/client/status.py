@@ -1,4 +1,4 @@
-"""What a failed call carries: its status, and the details that Penstock packs into it."""
+"""Reads the status of a failed call, and the details that Penstock packs into it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _DETAILS_KEY = "grpc-status-details-bin"
 
 @dataclass(frozen=True, slots=True)
 class Violation:
-    """One thing wrong with one field; `field` is the contract's dotted path, e.g. "sampling.top_p"."""
+    """What is wrong with one field; `field` is the contract's dotted path, such as "sampling.top_p"."""
 
     field: str
     description: str
@@ -23,17 +23,17 @@ class Violation:
 
 @dataclass(frozen=True, slots=True)
 class StatusDetails:
-    """What a failed call carried, unpacked."""
+    """The status of a failed call, unpacked."""
 
     code: grpc.StatusCode
     message: str
     reason: str = ""
-    """ErrorInfo.reason, e.g. "QUEUE_FULL"; empty when the failure did not come from Penstock itself."""
+    """ErrorInfo.reason, such as "QUEUE_FULL"; empty if the failure did not come from Penstock."""
     metadata: tuple[tuple[str, str], ...] = ()
     violations: tuple[Violation, ...] = ()
     retry_after: float | None = None
     request_id: str = ""
-    """google.rpc.RequestInfo: as the server has it in its log; empty when it did not say."""
+    """The request's id in google.rpc.RequestInfo, as in the server's log; empty if the server did not say."""
 
 
 class _FailedCall(Protocol):
@@ -45,7 +45,7 @@ class _FailedCall(Protocol):
 
 
 def read_status(error: grpc.RpcError) -> StatusDetails:
-    """Unpack the status of a failed call; details that cannot be read are left out."""
+    """Unpack the status of a failed call. Details that cannot be read are left out."""
     call = cast("_FailedCall", error)
     status = status_pb2.Status()
     for key, value in call.trailing_metadata() or ():

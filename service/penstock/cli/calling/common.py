@@ -1,4 +1,4 @@
-"""What the commands that talk to a server share."""
+"""Helpers that the commands that talk to a server share."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from penstock.cli.calling.screen import complain, plain, print_json, visible, wr
 from penstock.client import Client, PenstockClientError
 
 if TYPE_CHECKING:
-    # Generic only for type checkers.
+    # The class is generic only for type checkers.
     Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
 
 __all__ = [
@@ -36,7 +36,7 @@ class NotText(Exception):
 
 
 def connected(args: argparse.Namespace) -> Client:
-    """The client of a command line. Raises WrongConnection for flags with which nobody can connect."""
+    """Make the client that the flags describe. Raises WrongConnection if the flags cannot work."""
     try:
         return Client(args.addr, **connection(args))
     except ValueError as error:
@@ -44,7 +44,7 @@ def connected(args: argparse.Namespace) -> Client:
 
 
 def with_client(args: argparse.Namespace, body: Callable[[Client], int]) -> int:
-    """Connect, run, and turn what the server refuses into one line on stderr and exit code 1."""
+    """Connect and run `body`. A refusal of the server becomes one line on stderr and exit code 1."""
     try:
         client = connected(args)
     except WrongConnection as error:
@@ -59,11 +59,11 @@ def with_client(args: argparse.Namespace, body: Callable[[Client], int]) -> int:
 
 
 def read_stdin(line: bool = False) -> str:
-    """All of stdin, or its next line. Raises NotText."""
+    """Read all of stdin, or its next line. Raises NotText."""
     try:
         text = sys.stdin.readline() if line else sys.stdin.read()
     except UnicodeDecodeError as error:
         raise NotText(f"stdin is not UTF-8 text: {error.reason} at byte {error.start}") from None
     if not text.isprintable() and any("\udc80" <= char <= "\udcff" for char in text):
-        raise NotText("stdin is not UTF-8 text")  # which a C locale hands on in disguise
+        raise NotText("stdin is not UTF-8 text")  # a C locale passes undecodable bytes on as surrogates
     return text

@@ -1,4 +1,4 @@
-"""The flags that say which server is meant, how it is reached, and as whom."""
+"""The flags that say which server to call, how to reach it, and with which key."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ MAX_RETRIES = 1000
 
 
 class Connection(TypedDict):
-    """What both clients take beside the address."""
+    """The arguments of both clients besides the address."""
 
     tls: Tls | bool
     token: str | None
@@ -24,12 +24,12 @@ class Connection(TypedDict):
 
 
 class WrongConnection(Exception):
-    """Flags, or files that they name, with which nobody can connect; the message says what to do."""
+    """The flags, or files that they name, cannot work; the message says what to do."""
 
 
 def add_addr(parser: argparse.ArgumentParser, *, timeout: bool = True, retries: bool = True) -> None:
-    """The flags of every command that talks to a server; without `timeout` or `retries` the command has a way
-    of its own.
+    """Add the flags of every command that talks to a server. A command that handles `timeout` or `retries`
+    itself leaves them out.
     """
     default = os.environ.get("PENSTOCK_ADDR") or DEFAULT_ADDR
     group = parser.add_argument_group("connection")
@@ -37,10 +37,10 @@ def add_addr(parser: argparse.ArgumentParser, *, timeout: bool = True, retries: 
         "--addr",
         default=default,
         metavar="HOST:PORT",
-        help="or unix:/PATH, or several with commas between, asked in turns; "
+        help="or unix:/PATH, or several addresses separated by commas, called in turn; "
         f"default: $PENSTOCK_ADDR, else {DEFAULT_ADDR}",
     )
-    group.add_argument("--tls", action="store_true", help="talk TLS; the other flags of TLS imply it")
+    group.add_argument("--tls", action="store_true", help="use TLS; the other flags of TLS imply it")
     group.add_argument(
         "--ca", metavar="FILE", help="trust these certificates (PEM); default: the well-known authorities"
     )
@@ -53,12 +53,12 @@ def add_addr(parser: argparse.ArgumentParser, *, timeout: bool = True, retries: 
     token.add_argument(
         "--token",
         metavar="KEY",
-        help="the key that the server asks for, which others on this machine can then see in the list of "
+        help="the key that the server asks for; other users of this machine can see it in the list of "
         "processes; default: $PENSTOCK_TOKEN",
     )
     token.add_argument("--token-file", metavar="FILE", help="a file whose first line is the key")
     group.add_argument(
-        "--insecure", action="store_true", help="send the key to another machine without TLS, readable"
+        "--insecure", action="store_true", help="allow sending the key to another machine without TLS"
     )
     if retries:
         group.add_argument(
@@ -66,19 +66,21 @@ def add_addr(parser: argparse.ArgumentParser, *, timeout: bool = True, retries: 
             type=whole(0, MAX_RETRIES),
             default=0,
             metavar="N",
-            help="try again up to N times, later each time, what the server could not take; default: 0",
+            help="repeat a call that the server could not take, up to N times, ever later; default: 0",
         )
     if timeout:
         group.add_argument(
             "--timeout",
             type=number(above=0),
             metavar="S",
-            help="give a request up after S seconds; default: none for generation, 10 else",
+            help="give a call up after S seconds; default: no limit for generation, 10 for other calls",
         )
 
 
 def connection(args: argparse.Namespace) -> Connection:
-    """Arguments of the client. Raises WrongConnection for a file that cannot be read."""
+    """The arguments of the client that the flags describe. Raises WrongConnection for a file that cannot be
+    read.
+    """
     given = args.tls or any(value is not None for value in (args.ca, args.cert, args.key, args.tls_name))
     retries: int = getattr(args, "retries", 0)
     try:
@@ -95,14 +97,16 @@ def connection(args: argparse.Namespace) -> Connection:
 
 
 def _token(args: argparse.Namespace) -> str | None:
-    """An empty one is none, so that a variable can be emptied where no key is wanted."""
+    """The key, or None. An empty one counts as none, so that a variable can be emptied if no key
+    is wanted.
+    """
     if args.token_file is None:
         found = os.environ.get("PENSTOCK_TOKEN") if args.token is None else args.token
         return str(found).strip() or None if found is not None else None
     try:
         text = Path(args.token_file).expanduser().read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
-        why = error.strerror if isinstance(error, OSError) else "it is no text"
+        why = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
         raise WrongConnection(f"cannot read --token-file {args.token_file}: {why}") from None
     if not (line := text.partition("\n")[0].strip()):
         raise WrongConnection(f"--token-file {args.token_file} has no key in its first line")

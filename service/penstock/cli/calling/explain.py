@@ -1,7 +1,7 @@
-"""What a server's refusal means and what to do next.
+"""Explains what a server's refusal means, and what to do next.
 
 Errors that the user can do something about have a sentence of their own. Others have a general one, which
-quotes the server's reason and message: tests/clients/cli/test_cli_explain.py lists which reasons those are.
+quotes the server's reason and message; tests/clients/cli/test_cli_explain.py lists their reasons.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from penstock.client.connection.address import proxy_of
 
 
 def explain(error: PenstockClientError, addr: str) -> str:
-    """What went wrong and what to do next, in one line; the server's id of the request where it said it."""
+    """Say in one line what went wrong and what to do next, with the request's id if the server told it."""
     text = _meaning(error, addr)
     return f"{text} (request {error.request_id})" if error.request_id else text
 
@@ -57,7 +57,7 @@ def _meaning(error: PenstockClientError, addr: str) -> str:
         case CostlyGrammar():
             return f"{text}; {_again(error)}, or write a simpler grammar"
         case EngineDead():
-            return f"the engine of {addr} is dead ({text}); try again when the server was restarted"
+            return f"the engine of {addr} is dead ({text}); try again when the server has been restarted"
         case PromptTooLong():
             return f"{text}; shorten the prompt, or have it cut with --truncation left"
         case UnavailableError():
@@ -80,7 +80,7 @@ def _meaning(error: PenstockClientError, addr: str) -> str:
         case Denied():
             return f"{addr} wants a key ({text}); give yours in PENSTOCK_TOKEN or with --token-file"
         case DeadlineExceeded():
-            return f"no answer in time from {addr}; allow more with --timeout"
+            return f"no answer in time from {addr}; allow more time with --timeout"
         case ServerError():
             return f"the server failed ({error.code.name}): {text}; its log says more"
         case _:
@@ -92,7 +92,7 @@ def _again(error: PenstockClientError) -> str:
 
 
 def _unreachable(text: str, addr: str) -> str:
-    """Of a connection that could not be made, or broke: gRPC tells the one from the other in words alone."""
+    """Explain a connection that could not be made, or broke. gRPC tells the cases apart only in words."""
     cause = text.removesuffix(": OK").rpartition(": ")[2].rstrip("].")
     proxy = _proxy(addr)
     if "CERTIFICATE_VERIFY_FAILED" in text:
@@ -100,13 +100,13 @@ def _unreachable(text: str, addr: str) -> str:
     if "Hostname Verification" in text:
         return f"the certificate of {addr} is for another name; if it is the right server, say --tls-name"
     if "WRONG_VERSION_NUMBER" in text:
-        return f"{addr} does not talk TLS; leave out --tls and its like, or ask another server with --addr"
+        return f"{addr} does not use TLS; leave out the flags of TLS, or give another server with --addr"
     if "handshake failed" in text:
         return f"no TLS with {addr} ({cause}); see which certificates it wants{proxy}"
     if "resolving" in text or "resolution" in text:
-        return f"{addr} is not an address that can be found ({cause}); give HOST:PORT with --addr{proxy}"
+        return f"the address {addr} cannot be resolved ({cause}); give HOST:PORT with --addr{proxy}"
     if "failed to connect" not in text and "all backends failing" not in text:
-        return f"the connection to {addr} broke ({cause}); see whether the server still runs{proxy}"
+        return f"the connection to {addr} broke ({cause}); check whether the server still runs{proxy}"
     if cause == "Socket closed":
         return (
             f"{addr} ends every connection; it may want TLS (--tls), or a certificate of yours (--cert and "
@@ -118,7 +118,7 @@ def _unreachable(text: str, addr: str) -> str:
 
 
 def _proxy(addr: str) -> str:
-    """Said of every connection that goes through one: it may be what refuses."""
+    """Name the proxy of a connection, because it may be what refuses; empty if there is none."""
     try:
         found = proxy_of(addr)
     except ValueError:

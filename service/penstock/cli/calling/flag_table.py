@@ -1,4 +1,4 @@
-"""The flags of `generate` and `chat`, by the groups of --help."""
+"""The table of the flags of `generate` and `chat`, in the groups of --help."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ CHAT = Group(
         ),
         Flag(
             "--tool-choice",
-            "whether it may (auto), must not (none) or must (required) call, or a tool's name: that one",
+            "whether the model may (auto), must not (none) or must (required) call a tool, or the name "
+            "of the tool that it must call",
             "CHOICE",
             read.words(),
             unset="auto",
@@ -30,7 +31,7 @@ CHAT = Group(
         Flag("--chat-template", "a Jinja template instead of the model's own", "FILE", read.read_file),
         Flag(
             "--template-options",
-            'further variables of the template, e.g. {"enable_thinking": false}; or a file of them',
+            'further variables of the template, e.g. {"enable_thinking": false}, or a file that holds them',
             "JSON",
             read.json_object,
         ),
@@ -40,12 +41,17 @@ CHAT = Group(
 SAMPLING = Group(
     "sampling",
     (
-        Flag("--temperature", "0 is greedy", "T", read.number(0, 100)),
-        Flag("--top-p", "1 is off", "P", read.number(high=1, above=0)),
-        Flag("--top-k", "0 is off", "K", read.whole(0, 2**31 - 1)),
+        Flag("--temperature", "randomness of the choice of tokens; 0 is greedy", "T", read.number(0, 100)),
+        Flag(
+            "--top-p",
+            "keep only the likeliest tokens whose probabilities add up to P; 1 is off",
+            "P",
+            read.number(high=1, above=0),
+        ),
+        Flag("--top-k", "keep only the K likeliest tokens; 0 is off", "K", read.whole(0, 2**31 - 1)),
         Flag(
             "--min-p",
-            "drop what is less than P times as likely as the likeliest; 0 is off",
+            "drop tokens that are less than P times as likely as the likeliest; 0 is off",
             "P",
             read.number(0, 1),
         ),
@@ -76,7 +82,7 @@ SAMPLING = Group(
         ),
         Flag(
             "--bad-word",
-            "never make this text; may be repeated",
+            "never generate this text; may be repeated",
             "TEXT",
             read.words(),
             to="bad_words",
@@ -84,23 +90,23 @@ SAMPLING = Group(
         ),
         Flag(
             "--allow-token",
-            "make only the tokens allowed so; may be repeated",
+            "generate only tokens that are allowed in this way; may be repeated",
             "ID",
             _ID,
             to="allowed_token_ids",
             repeated=True,
         ),
         Flag("--seed", "the same seed gives the same answer", "N", read.whole(0, 2**64 - 1)),
-        Flag("--n", "make N outputs, each shown under its number", "N", _FROM_1),
+        Flag("--n", "generate N outputs, each shown under its number", "N", _FROM_1),
     ),
-    "what is not given is the model's own default, which `penstock info` shows",
+    "values that are not given are the model's defaults, which `penstock info` shows",
 )
 
 STOPPING = Group(
     "the text and its end",
     (
-        Flag("--max-tokens", "most tokens to make", "N", _FROM_1, unset="until the context is full"),
-        Flag("--min-tokens", "hold off the end token and stops until then", "N", _COUNT),
+        Flag("--max-tokens", "most tokens to generate", "N", _FROM_1, unset="until the context is full"),
+        Flag("--min-tokens", "no end token and no stop ends the output before N tokens", "N", _COUNT),
         Flag(
             "--stop",
             f"end before this text; may be repeated, up to {MAX_STOPS} times",
@@ -116,9 +122,9 @@ STOPPING = Group(
             to="stop_token_ids",
             repeated=True,
         ),
-        Flag("--include-stop", "keep what ended it"),
+        Flag("--include-stop", "keep the stop text that ended the output"),
         Flag("--ignore-eos", "go on past the model's end token"),
-        Flag("--time-limit", "end after S seconds with what there is", "S", read.number(above=0)),
+        Flag("--time-limit", "end after S seconds with what was generated so far", "S", read.number(above=0)),
         Flag("--special-tokens", "show special tokens in the text", to="skip_special_tokens", value=False),
     ),
 )
@@ -134,7 +140,7 @@ STRUCTURED = Group(
             to="constraint",
         ),
         Flag("--json-object", "any JSON object", to="constraint", value=JsonObject()),
-        Flag("--regex", "a text that the pattern matches whole", "PATTERN", read.regex, to="constraint"),
+        Flag("--regex", "a text that the whole pattern matches", "PATTERN", read.regex, to="constraint"),
         Flag("--grammar", "a sentence of this Lark grammar", "FILE", read.grammar, to="constraint"),
         Flag(
             "--choice",
@@ -145,7 +151,7 @@ STRUCTURED = Group(
             repeated=True,
         ),
     ),
-    "force the answer into one of:",
+    "make the answer match one of these:",
     exclusive=True,
 )
 
@@ -160,7 +166,7 @@ CONTEXT = Group(
             choices=tuple(member.value for member in Truncation),
         ),
         Flag("--reserve-tokens", "room to keep for the answer", "N", _COUNT, unset="--max-tokens, else 1"),
-        Flag("--cap-max-tokens", "shorten the answer before the prompt"),
+        Flag("--cap-max-tokens", "lower --max-tokens to the room that is left before shortening the prompt"),
     ),
 )
 
@@ -172,11 +178,11 @@ REQUEST = Group(
         Flag("--min-weights", "refuse weights of an older generation", "N", read.whole(0, 2**64 - 1)),
         Flag(
             "--priority",
-            "higher goes first, where `penstock info` lists priority",
+            "higher priorities run first, if `penstock info` lists the feature priority",
             "N",
             read.whole(-(2**31), 2**31 - 1),
         ),
-        Flag("--cache-salt", "share cached prefixes only with requests of the same salt", "TEXT", str),
+        Flag("--cache-salt", "share cached prefixes only with requests that have this salt", "TEXT", str),
         Flag(
             "--no-prefix-cache",
             "neither read from the prefix cache nor add to it",
@@ -186,7 +192,7 @@ REQUEST = Group(
 )
 
 COMMON = (CHAT, SAMPLING, STOPPING, STRUCTURED, CONTEXT, REQUEST)
-"""Of both commands."""
+"""The groups of both commands."""
 
 REPORT = Group(
     "with --json",
@@ -205,4 +211,4 @@ REPORT = Group(
         ),
     ),
 )
-"""Of `generate`: what only the whole reply shows."""
+"""Flags of `generate` whose effect only the whole reply shows."""

@@ -1,6 +1,7 @@
-"""What a flag's text must be: each reader returns the value, or says what is wrong in argparse's own way.
+"""Readers of flags' values. Each returns the value, or raises argparse's error that says what is wrong.
 
-Ranges are those of the contract that need no server to know, so that a slip is told before anything is sent.
+The ranges are those of the contract that do not depend on the server, so that a mistake is reported before
+anything is sent.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ UINT32 = 2**32 - 1
 
 
 def whole(low: int, high: int) -> Callable[[str], int]:
-    """A whole number; the bounds belong to it."""
+    """Make a reader of whole numbers from `low` to `high`."""
 
     def read(text: str) -> int:
         try:
@@ -38,7 +39,7 @@ def whole(low: int, high: int) -> Callable[[str], int]:
 def number(
     low: float = -math.inf, high: float = math.inf, *, above: float = -math.inf
 ) -> Callable[[str], float]:
-    """A finite number; `low` and `high` belong to what is allowed, `above` does not."""
+    """Make a reader of finite numbers. `low` and `high` are allowed themselves; `above` is not."""
     bounds = [f"above {above:g}"] if above > -math.inf else [f"at least {low:g}"] if low > -math.inf else []
     bounds += [f"at most {high:g}"] if high < math.inf else []
 
@@ -55,7 +56,7 @@ def number(
 
 
 def words(high: int | None = None) -> Callable[[str], str]:
-    """A text that is not empty, of at most `high` characters."""
+    """Make a reader of text that is not empty and has at most `high` characters."""
 
     def read(text: str) -> str:
         if not text:
@@ -68,7 +69,7 @@ def words(high: int | None = None) -> Callable[[str], str]:
 
 
 def bias(text: str) -> tuple[int, float]:
-    """ID=VALUE."""
+    """Read ID=VALUE."""
     left, equals, right = text.partition("=")
     if not equals:
         raise Wrong(f"must be TOKEN_ID=VALUE, e.g. 50=-2.5, not {text!r}")
@@ -85,7 +86,9 @@ def read_file(name: str) -> str:
 
 
 def json_source(text: str) -> tuple[str, Any]:
-    """JSON written out, which begins with { or [, or the name of a file that has it; as text and parsed."""
+    """Read JSON that begins with { or [, or the name of a file that holds JSON. Returns the text and the
+    parsed value.
+    """
     inline = text.lstrip()[:1] in ("{", "[")
     found = text if inline else read_file(text)
     try:
@@ -102,7 +105,7 @@ def json_object(text: str) -> dict[str, Any]:
 
 
 def json_schema(text: str) -> JsonSchema:
-    """The text is handed on as it is written: a schema's order of properties counts."""
+    """Read a schema. Its text is passed on as it is written, because the order of its properties matters."""
     source, value = json_source(text)
     if not isinstance(value, dict | bool):
         raise Wrong("must be a JSON Schema: {...}")
@@ -110,7 +113,7 @@ def json_schema(text: str) -> JsonSchema:
 
 
 def tools(text: str) -> list[Tool]:
-    """A list of tools, each bare or in the form of the OpenAI API; or just one."""
+    """Read a list of tools, or a single one, each bare or in the form of the OpenAI API."""
     _, value = json_source(text)
     entries = value if isinstance(value, list) else [value]
     found: list[Tool] = []
@@ -122,10 +125,10 @@ def tools(text: str) -> list[Tool]:
         if not isinstance(tool.parameters, dict | str | None):
             raise Wrong(f"tool {i}: parameters must be a JSON Schema: {{...}}")
         if tool.name in [other.name for other in found]:
-            raise Wrong(f"tool {i}: there is another one called {tool.name!r}")
+            raise Wrong(f"tool {i}: another tool is called {tool.name!r}, too")
         found.append(tool)
     if not found:
-        raise Wrong("holds no tool")
+        raise Wrong("must hold at least one tool")
     return found
 
 

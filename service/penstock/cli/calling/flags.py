@@ -1,4 +1,4 @@
-"""Flags that become request options: how the table of flag_table.py is read, offered and checked."""
+"""Flags that become request options: how the table in flag_table.py is read, offered and checked."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ MAX_STOPS = 16
 
 @dataclass(frozen=True, slots=True)
 class Flag:
-    """One flag. What it reads becomes the request option `to`, by default the one of its own name."""
+    """One flag. Its value becomes the request option `to`, by default the option that has the flag's name."""
 
     name: str
     help: str
     metavar: str = ""
     parse: Callable[[str], Any] | None = None
-    """None: a switch, which says `value`."""
+    """None makes the flag a switch that sets `value`."""
     to: str = ""
     value: Any = True
     repeated: bool = False
     choices: Sequence[str] | None = None
     unset: str = ""
-    """What it means not to give it, where --help should say."""
+    """What leaving the flag out means, if --help should say so."""
     sent: bool = True
-    """False: it is no request option; the command reads it."""
+    """Whether it is a request option; otherwise the command itself reads it."""
 
     @property
     def option(self) -> str:
@@ -43,11 +43,11 @@ class Group:
     flags: tuple[Flag, ...]
     note: str | None = None
     exclusive: bool = False
-    """At most one of them may be given."""
+    """Whether at most one of the flags may be given."""
 
 
 def add_groups(parser: argparse.ArgumentParser, groups: Sequence[Group], **defaults: Any) -> None:
-    """Offer the flags; `defaults` are by option, and what has none is left to the server."""
+    """Add the flags of these groups. `defaults` are by option; options without one are left to the server."""
     for group in groups:
         holder: argparse._ActionsContainer = parser.add_argument_group(group.title, group.note)
         if group.exclusive:
@@ -77,7 +77,7 @@ def _add(holder: argparse._ActionsContainer, flag: Flag, default: Any) -> None:
 
 
 def options_of(args: argparse.Namespace, groups: Sequence[Group]) -> RequestOptions:
-    """What was given, as the client takes it."""
+    """The request options that were given."""
     given: dict[str, Any] = {flag.option: getattr(args, flag.option) for flag in _sent(groups)}
     if given.get("logit_bias") is not None:
         given["logit_bias"] = dict(given["logit_bias"])
@@ -91,23 +91,25 @@ def _sent(groups: Sequence[Group]) -> Iterator[Flag]:
 
 
 def given_flags(args: argparse.Namespace, group: Group) -> list[str]:
-    """Names of those that were given a value."""
+    """The names of the flags that were given."""
     return [flag.name for flag in group.flags if getattr(args, flag.option) is not None]
 
 
 def problem_of(args: argparse.Namespace) -> str | None:
-    """What is wrong with flags that are each right for themselves, and what to do; None: nothing."""
+    """Say what is wrong with flags that are right by themselves, and what to do; None if nothing is."""
     names = [tool.name for tool in args.tools or ()]
     choice = args.tool_choice
     if choice not in (None, "auto", "none", *names) and not (choice == "required" and names):
         if not names:
-            return f"--tool-choice {choice} needs --tools, a JSON file of the functions the model may call"
-        return f"--tool-choice {choice} names no tool of --tools; there is {', '.join(names)}"
+            return (
+                f"--tool-choice {choice} needs --tools, a JSON file of the functions that the model may call"
+            )
+        return f"--tool-choice {choice} names no tool of --tools, which has {', '.join(names)}"
     if args.min_tokens is not None and args.max_tokens is not None and args.min_tokens > args.max_tokens:
         return (
             f"--min-tokens {args.min_tokens} is above --max-tokens {args.max_tokens}; "
-            "raise --max-tokens or lower the other"
+            "raise --max-tokens or lower --min-tokens"
         )
     if len(args.stop or ()) > MAX_STOPS:
-        return f"--stop was given {len(args.stop)} times; {MAX_STOPS} is the most"
+        return f"--stop was given {len(args.stop)} times; at most {MAX_STOPS} are allowed"
     return None

@@ -1,8 +1,7 @@
-"""What reaches the terminal, and in which form.
+"""Writes to the terminal, in a form that is safe.
 
-A server's text is not ours, and a terminal obeys some of the characters that a text may have: they move the
-cursor, rename the window, or hide what was written before. So whatever a server said passes through `write`
-or `visible`.
+A server's text is not ours, and a terminal obeys some characters: they move the cursor, rename the window, or
+hide what was written before. So everything that a server said passes through `write` or `visible`.
 """
 
 from __future__ import annotations
@@ -17,7 +16,9 @@ from typing import Any
 
 _CONTROLS = (*range(0x20), 0x7F, *range(0x80, 0xA0))
 _ORDERING = (*range(0x202A, 0x202F), *range(0x2066, 0x206A))
-"""Characters that turn the direction of what follows them, and so can make a line read as another one."""
+"""Characters that reverse the direction of the text after them, and so can make a line read as
+another one.
+"""
 _REPLACED = {code: "�" for code in _CONTROLS if chr(code) not in "\n\t"}
 _ESCAPED = {
     **{code: f"\\x{code:02x}" for code in _CONTROLS},
@@ -27,27 +28,31 @@ _ESCAPED = {
     ord("\t"): "\t",
 }
 _JSON_ESCAPED = {code: f"\\u{code:04x}" for code in (*range(0x7F, 0xA0), *_ORDERING)}
-"""Of what JSON itself leaves as it is."""
+"""Characters to escape that JSON itself leaves as they are."""
 
 
 def write(text: str) -> None:
-    """Show a model's text at once; on a terminal without control characters, which could rewrite it."""
+    """Show a model's text at once. On a terminal control characters are replaced, because they could rewrite
+    it.
+    """
     sys.stdout.write(text.replace("\r\n", "\n").translate(_REPLACED) if sys.stdout.isatty() else text)
     sys.stdout.flush()
 
 
 def visible(text: str) -> str:
-    """One line that shows every control character by its escape, but for tabs."""
+    """The text as one line, with an escape for every control character except tabs."""
     return text.translate(_ESCAPED)
 
 
 def complain(command: str, message: str) -> None:
-    """One line on stderr."""
+    """Print one line on stderr."""
     print(f"penstock {command}: {visible(message)}", file=sys.stderr)
 
 
 def plain(value: object) -> Any:
-    """Dataclasses and enums as what json can write; NaN, which JSON lacks, as null."""
+    """Convert dataclasses and enums to values that json can write. NaN, which JSON does not have, becomes
+    null.
+    """
     if isinstance(value, enum.Enum):
         return value.value
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
@@ -62,5 +67,5 @@ def plain(value: object) -> Any:
 
 
 def print_json(value: object) -> None:
-    """With control characters escaped, as JSON allows."""
+    """Print as JSON, with control characters escaped."""
     print(json.dumps(plain(value), indent=2, ensure_ascii=False).translate(_JSON_ESCAPED))

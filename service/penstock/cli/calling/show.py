@@ -1,4 +1,6 @@
-"""How answers look: text as it comes, reasoning dimmed, calls on lines of their own, outputs one by one."""
+"""How answers look: text as it comes, reasoning dimmed, tool calls on lines of their own, one output after
+another.
+"""
 
 from __future__ import annotations
 
@@ -17,9 +19,9 @@ _BREAK = re.compile(r"\s*[\r\n]\s*")
 class AnswerView:
     """Writes the outputs of one request to stdout while they come.
 
-    Outputs are shown whole and in the order of their index, each under its number when there are several: the
-    first runs along, the others wait for those before them. Reasoning is shown on a terminal only, dimmed, so
-    that a pipe gets the answer alone.
+    Outputs are shown whole and in order of their index, each under its number if there are several. The first
+    one is shown while it comes; the others wait for those before them. Reasoning is shown dimmed, and on a
+    terminal only, so that a pipe gets nothing but the answer.
     """
 
     def __init__(self, numbered: bool = False) -> None:
@@ -27,12 +29,12 @@ class AnswerView:
         self._current = 0
         self._waiting: dict[int, list[Delta | Finished]] = {}
         self._kind = ""
-        """Of what the current output showed last; empty: nothing yet."""
+        """The kind of what the current output showed last; empty if it showed nothing yet."""
         self._line_open = False
         self._shows_reasoning = sys.stdout.isatty()
 
     def feed(self, event: StreamEvent) -> None:
-        """Show one event of a stream, or keep it for its turn."""
+        """Show one event of a stream, or keep it until its output's turn."""
         events = deque([event])
         while events:
             event = events.popleft()
@@ -53,7 +55,7 @@ class AnswerView:
             self._end()
 
     def interrupt(self, note: str = "") -> None:
-        """End the line that an output left open, so that what comes next has its own."""
+        """End the line that an output left open, so that what comes next starts on its own line."""
         if self._line_open or note:
             write(f"{note}\n")
             self._line_open = False
@@ -94,18 +96,20 @@ class AnswerView:
 
 
 def describe(call: ToolCall) -> str:
-    """One line of it: JSON may break lines between its parts, where it says nothing."""
+    """The call in one line. JSON allows line breaks between its parts, where they mean nothing."""
     return f"tool call: {call.name} {_BREAK.sub(' ', call.arguments_json).strip()}".rstrip()
 
 
 def tell_unseen(command: str, answer: Generation) -> None:
-    """Say on stderr what the model did not see of the prompt, and what a pipe was not shown of the answer."""
+    """Say on stderr which part of the prompt the model did not see, and which part of the answer a pipe did
+    not get.
+    """
     prompt = answer.prompt
     if prompt.truncated_tokens:
         complain(
             command,
             f"{prompt.truncated_tokens} tokens of the prompt were dropped to fit the context, "
-            f"{prompt.token_count} were kept; --truncation reject refuses instead",
+            f"{prompt.token_count} were kept; use --truncation reject to refuse such prompts",
         )
     for output in answer.outputs:
         if output.reasoning and not (output.text or output.tool_calls or sys.stdout.isatty()):

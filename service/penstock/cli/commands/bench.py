@@ -1,4 +1,4 @@
-"""`penstock bench`: latency and throughput of a running server, as its clients see them."""
+"""`penstock bench`: measures latency and throughput of a running server, as its clients see them."""
 
 from __future__ import annotations
 
@@ -37,7 +37,9 @@ _SETTINGS = (
 
 
 class ContextTooSmall(Exception):
-    """Outputs would be cut short without a word, and the figures would be of another load than asked for."""
+    """Prompt and output do not fit the context, so outputs would be cut short and the figures
+    would mislead.
+    """
 
 
 def add_parser(subparsers: Subparsers) -> None:
@@ -58,27 +60,29 @@ def add_parser(subparsers: Subparsers) -> None:
         "--request-rate",
         type=number(above=0),
         metavar="R",
-        help="send at random (Poisson) times, R per second on average",
+        help="send at random (Poisson) times, R requests per second on average",
     )
     parser.add_argument("--prompt-tokens", type=_COUNT, default=128, metavar="N", help="default: %(default)s")
     parser.add_argument("--max-tokens", type=_COUNT, default=128, metavar="N", help="default: %(default)s")
     parser.add_argument("--temperature", type=number(0, 100), metavar="T", help="default: the model's own")
     parser.add_argument(
-        "--seed", type=whole(0, 2**63), default=0, metavar="N", help="of prompts, times and sampling"
+        "--seed", type=whole(0, 2**63), default=0, metavar="N", help="seed of prompts, times and sampling"
     )
     parser.add_argument(
         "--warmup",
         type=whole(0, UINT32),
         default=1,
         metavar="N",
-        help="requests before it counts; default: %(default)s",
+        help="requests that are sent before the measurement begins; default: %(default)s",
     )
     parser.add_argument("--json", action="store_true", help="print the report as JSON (seconds, not ms)")
     parser.add_argument("--output", type=Path, metavar="FILE", help="also write the JSON report to a file")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Exit code 1 when any request failed, 130 after Ctrl-C, which shows what was measured until then."""
+    """Run the benchmark. Returns 1 if any request failed, and 130 after Ctrl-C, which shows what was measured
+    so far.
+    """
     try:
         report, interrupted = asyncio.run(_measure(args, connection(args)))
     except ContextTooSmall as error:
@@ -108,13 +112,13 @@ def run(args: argparse.Namespace) -> int:
         )
     if interrupted:
         done = report.completed + report.failed
-        complain(args.command, f"interrupted: the figures are those of {done} of {args.requests} requests")
+        complain(args.command, f"interrupted: the figures are of {done} of {args.requests} requests")
         return 130
     return int(report.failed > 0)
 
 
 async def _measure(args: argparse.Namespace, how: Connection) -> tuple[stats.Report, bool]:
-    """The report, and whether Ctrl-C ended the run before its end."""
+    """Return the report, and whether Ctrl-C ended the run early."""
     try:
         made = AsyncClient(args.addr, **how)
     except ValueError as error:
@@ -139,7 +143,7 @@ async def _measure(args: argparse.Namespace, how: Connection) -> tuple[stats.Rep
             excluded_token_ids=model.eos_token_ids,
         )
         for token_ids in bench_load.prompts(load, args.warmup, args.seed - 1):
-            # Through the unary RPC, whose errors are raised: a request that is refused ends the run at once.
+            # The unary RPC raises its errors, so a request that is refused ends the run at once.
             await client.generate(
                 token_ids=token_ids,
                 max_tokens=load.max_tokens,
@@ -155,6 +159,7 @@ async def _measure(args: argparse.Namespace, how: Connection) -> tuple[stats.Rep
 
             try:
                 await bench_load.drive(client, load, note)
-            except asyncio.CancelledError:  # so asyncio.run tells of Ctrl-C; a second one ends it at once
+            # asyncio.run reports Ctrl-C this way; a second Ctrl-C ends the run at once
+            except asyncio.CancelledError:
                 return stats.report(traces), True
         return stats.report(traces), False

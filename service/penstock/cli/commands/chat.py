@@ -39,16 +39,16 @@ from penstock.client import (
 if TYPE_CHECKING:
     from penstock.cli.calling.common import Subparsers
 
-with contextlib.suppress(ImportError):  # some builds of Python lack it; input() works without
+with contextlib.suppress(ImportError):  # some builds of Python have no readline; input() works without it
     import readline  # noqa: F401 - importing it gives input() line editing and history
 
 _PASSING = (QueueFull, Busy, RateLimited)
-"""Refusals after which the same server may take the next question."""
+"""Refusals after which this server may answer the next question."""
 
 HELP = """\
 /reset         forget the conversation
 /system TEXT   set the system message and start over; without TEXT: none
-/result TEXT   answer the tool call that waits (with --tools)
+/result TEXT   send the result of a pending tool call (with --tools)
 /help          this list
 /quit          leave (also Ctrl-D)
 Ctrl-C         stop the running answer"""
@@ -69,7 +69,7 @@ def add_parser(subparsers: Subparsers) -> None:
 
 
 class Chat:
-    """The conversation so far; each answer is asked for with all of it."""
+    """The conversation so far. Each question is sent together with all of it."""
 
     def __init__(
         self, client: Client, addr: str, options: RequestOptions, system: str | None, numbered: bool = False
@@ -81,9 +81,9 @@ class Chat:
         self._numbered = numbered
         self._turns: list[ChatMessage] = []
         self._calls: list[ToolCall] = []
-        """Calls of the last answer that have no result yet."""
+        """Tool calls of the last answer that have no result yet."""
         self._results: list[ChatMessage] = []
-        """Given for calls before those, and not sent yet."""
+        """Results of earlier calls of that answer, which are not sent yet."""
         self.failed = False
 
     def reset(self) -> None:
@@ -95,23 +95,26 @@ class Chat:
         self.reset()
 
     def answer(self, line: str) -> bool:
-        """Ask, and show the answer while it comes. False when going on makes no sense: nobody answers.
+        """Ask, and show the answer while it comes. Returns false if the server is gone, so that nothing more
+        can be asked.
 
-        An interrupted answer stays in the conversation as far as it came; a refused question leaves no trace.
-        Results of calls that were given so far go along.
+        An interrupted answer stays in the conversation as far as it came; a refused question does not.
+        Results of tool calls that were given so far are sent, too.
         """
         return self._ask([*self._results, ChatMessage("user", line)], self._options)
 
     def result(self, text: str) -> bool:
-        """Answer the first call that waits; with the last result the model goes on."""
+        """Give a result to the first tool call that waits for one. After the last result the
+        model continues.
+        """
         if not self._calls:
-            print("no tool call waits for a result")
+            print("no tool call is waiting for a result")
             return True
         results = [*self._results, self._calls[0].result(text)]
         if len(self._calls) == 1:
             options = self._options.copy()
             if options.get("tool_choice") not in ("auto", "none"):
-                options["tool_choice"] = None  # a call that is forced here too would be the answer for ever
+                options["tool_choice"] = None  # with a forced call again, the model would call for ever
             return self._ask(results, options)
         self._calls, self._results = self._calls[1:], results
         write(f"next: {describe(self._calls[0])}\n")
@@ -146,14 +149,16 @@ class Chat:
 
 
 def _tell_end(answer: Generation) -> None:
-    """On a terminal, say why an answer ended that the model did not end."""
+    """Say on a terminal why an answer ended, if the model did not end it."""
     if sys.stdout.isatty() and answer.finish.reason not in (FinishReason.EOS, FinishReason.STOP):
         write(f"[{answer.finish.reason.value}]\n")
     tell_unseen("chat", answer)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Exit code 1 when an answer failed and nobody sat there to see it, or the server went away."""
+    """Hold a conversation. Returns 1 if the server went away, or if an answer failed and stdin is no
+    terminal.
+    """
     if (problem := problem_of(args)) is not None:
         complain(args.command, problem)
         return 2
@@ -198,7 +203,7 @@ def _read() -> str | None:
 
 
 def _loop(chat: Chat, read: Callable[[], str | None]) -> bool:
-    """Until the end of input or /quit. False when the server went away."""
+    """Read commands and questions until the end of input or /quit. Returns false if the server went away."""
     while (line := read()) is not None:
         line = line.strip()
         command, _, rest = line.partition(" ")
@@ -217,7 +222,7 @@ def _loop(chat: Chat, read: Callable[[], str | None]) -> bool:
             case "/help":
                 print(HELP)
             case _ if command.startswith("/"):
-                print(f"no command {command}; /help lists them")
+                print(f"there is no command {command}; /help lists the commands")
             case _:
                 if not chat.answer(line):
                     return False

@@ -1,8 +1,8 @@
-"""`penstock demo`: the built-in demo model, served, with one answer shown and lines to paste.
+"""`penstock demo`: serves the built-in demo model, shows one answer, and prints commands to try.
 
-The server is a child process, so that what runs here is what an operator runs: `penstock serve demo`. It has
-its own process group: Ctrl-C reaches it once, from us, and not a second time from the terminal, which a
-server reads as "stop without finishing the running requests".
+The server is a child process that runs what an operator runs: `penstock serve demo`. It has its own process
+group, so that Ctrl-C reaches it once, through this process, and not a second time from the terminal: a server
+takes a second signal as "stop without finishing the running requests".
 """
 
 from __future__ import annotations
@@ -26,9 +26,11 @@ if TYPE_CHECKING:
 PROMPT = "Once upon a time"
 SAMPLE_TOKENS = 120
 READY_LIMIT_S = 600.0
-"""For a server that runs and never gets ready. A slow machine takes minutes to build the kernels."""
+"""Seconds until a server that runs and does not become ready is given up. A slow machine takes minutes to
+build the kernels.
+"""
 DIRECT = (("grpc.enable_http_proxy", 0),)
-"""The server is on this machine, whatever --host is: no proxy could reach it better than we."""
+"""No proxy, because the server is on this machine, whatever --host is."""
 
 PASTE = """
 Try it from another terminal:
@@ -53,7 +55,7 @@ Serving on {addr}. Ctrl-C stops it.
 
 
 class GaveUp(Exception):
-    """The server runs, but will not serve."""
+    """The server runs, but does not become ready."""
 
 
 def add_parser(subparsers: Subparsers) -> None:
@@ -67,25 +69,28 @@ def add_parser(subparsers: Subparsers) -> None:
     parser.add_argument(
         "--insecure",
         action="store_true",
-        help="allow a --host that other machines can reach; whoever does may use the model",
+        help="allow a --host that other machines can reach: everybody who reaches it may use the model",
     )
 
 
 def server_command(host: str, port: int, *, insecure: bool) -> list[str]:
-    """What the child runs."""
+    """The command line of the child."""
     address = ["--host", host, "--port", str(port)]
     command = [sys.executable, "-P", "-m", "penstock.cli", "serve", "demo", *address]
     return [*command, "--insecure"] if insecure else command
 
 
 def problem_of(host: str, port: int) -> str | None:
-    """Why a server cannot listen there; asked before it loads the model, as it finds out only after."""
-    if not 1 <= port <= 65535:  # 0 would leave us, who ask the server for an answer, without its port
+    """Say why a server cannot listen there; None if it can. It is checked here because the server itself
+    notices only after it has loaded the model.
+    """
+    if not 1 <= port <= 65535:  # with 0 this process would not know the port, and could not ask the server
         return f"--port must be from 1 to 65535, not {port}"
     try:
         family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         with socket.socket(family, kind) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as gRPC does: TIME_WAIT is free
+            # as gRPC does: a port in TIME_WAIT is free
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind(address)
     except OSError as error:
         if error.errno != errno.EADDRINUSE:
@@ -99,13 +104,15 @@ def problem_of(host: str, port: int) -> str | None:
 
 
 def addr_of(host: str, port: int) -> str:
-    """Where a client of this machine finds a server that listens on `host`."""
+    """The address under which a client on this machine finds a server that listens on `host`."""
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def run(args: argparse.Namespace) -> int:
-    """Returns the server's exit code (128 + n when signal n ended it), and 1 where the demo itself failed."""
+    """Run the demo. Returns the server's exit code (128 + n if signal n ended it), or 1 if the demo itself
+    failed.
+    """
     problem = problem_of(args.host, args.port)
     if problem is not None:
         complain(args.command, problem)
@@ -129,7 +136,9 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _wait_ready(server: Child, client: Client) -> bool:
-    """Until health is SERVING; False when the server ended first. GaveUp after READY_LIMIT_S."""
+    """Wait until health is SERVING. Returns false if the server ended first; raises GaveUp after
+    READY_LIMIT_S.
+    """
     give_up_at = time.monotonic() + READY_LIMIT_S
     while server.runs():
         try:
@@ -137,8 +146,7 @@ def _wait_ready(server: Child, client: Client) -> bool:
         except NotReady as error:
             if time.monotonic() > give_up_at:
                 raise GaveUp(
-                    f"the server runs, but is not ready {READY_LIMIT_S:g} s after its start, "
-                    f"so it is ended: {error}"
+                    f"the server was not ready {READY_LIMIT_S:g} s after its start, so it is stopped: {error}"
                 ) from error
             continue
         return True
@@ -146,9 +154,10 @@ def _wait_ready(server: Child, client: Client) -> bool:
 
 
 def _show(client: Client, addr: str) -> None:
-    """One answer, streamed, and how to get more."""
+    """Stream one answer, and print how to get more."""
     with client.stream(PROMPT, max_tokens=SAMPLE_TOKENS) as stream:
-        next(stream)  # started: what the server logs about the request stands before the answer, not in it
+        # the event `started`: what the server logs about the request appears before the answer, not within it
+        next(stream)
         write(f"\n{PROMPT}")
         for event in stream:
             write(event.delta)
@@ -158,7 +167,9 @@ def _show(client: Client, addr: str) -> None:
 
 
 def programs() -> tuple[str, str]:
-    """How another terminal in this folder calls `penstock` and Python: by path where no PATH has them."""
+    """How another terminal in this folder calls `penstock` and Python: with a path if they are
+    not on PATH.
+    """
     if shutil.which("penstock") is not None:
         return "penstock", "python"
     python = Path(sys.executable)

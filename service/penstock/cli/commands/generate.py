@@ -31,20 +31,22 @@ def add_parser(subparsers: Subparsers) -> None:
     parser.add_argument(
         "--chat",
         action="store_true",
-        help="send the prompt as a user's message; the flags of the chat group imply it",
+        help="send the prompt as the message of a user; the flags of the chat group imply this",
     )
     parser.add_argument(
         "--json", action="store_true", help="print the whole reply as JSON once it is complete"
     )
     parser.add_argument("--no-stream", action="store_true", help="wait for the whole answer (the unary RPC)")
-    parser.add_argument("--request-id", type=words(128), metavar="ID", help="to name it in an abort")
+    parser.add_argument(
+        "--request-id", type=words(128), metavar="ID", help="id of the request, for logs and to abort it"
+    )
     add_groups(parser, GROUPS, max_tokens=256)
 
 
 def run(args: argparse.Namespace) -> int:
     problem = problem_of(args)
     if problem is None and not args.json and (useless := given_flags(args, REPORT)):
-        problem = f"{useless[0]} shows only in the whole reply; add --json"
+        problem = f"{useless[0]} has an effect only with the whole reply; add --json"
     if problem is not None:
         complain(args.command, problem)
         return 2
@@ -93,15 +95,15 @@ def _stream(
     options: RequestOptions,
     view: AnswerView | None,
 ) -> Generation:
-    """The same through the streaming RPC, showing what comes, unless JSON was asked for."""
+    """Use the streaming RPC, and show what comes if there is a view."""
     with client.stream(prompt, **options) as stream:
         try:
             for event in stream:
                 if view is not None:
                     view.feed(event)
-        except BaseException:  # Ctrl-C too; raised on
+        except BaseException:  # also Ctrl-C; it is raised again
             if view is not None:
-                view.interrupt()  # so that the error starts on its own line
+                view.interrupt()  # the error must start on a line of its own
             raise
         return stream.result()
 

@@ -1,4 +1,4 @@
-"""`penstock health`: whether a server takes requests, for scripts and probes."""
+"""`penstock health`: says whether a server takes requests, for scripts and probes."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def add_parser(subparsers: Subparsers) -> None:
         "--service",
         default="",
         metavar="NAME",
-        help="one of the names that the server has a health for, such as liveness; default: all of it",
+        help="a service that the server reports health for, such as liveness; default: the whole server",
     )
     parser.add_argument("--wait", action="store_true", help="ask again and again until it is SERVING")
     parser.add_argument(
@@ -68,7 +68,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _report(client: Client, args: argparse.Namespace) -> int:
-    """Ask once or, with --wait, until it serves or the time is over; the exit code."""
+    """Ask once or, with --wait, until the server serves or the time is over. Returns the exit code."""
     limit_s = args.timeout or (None if args.wait else _ONE_ANSWER_S)
     ends = None if limit_s is None else time.monotonic() + limit_s
     while True:
@@ -87,7 +87,7 @@ def _report(client: Client, args: argparse.Namespace) -> int:
 
 
 def _ask(client: Client, service: str, addr: str, timeout_s: float) -> tuple[int, str]:
-    """The exit code and what to say."""
+    """Return the exit code and what to print."""
     stub: Any = health_pb2_grpc.HealthStub(client.channel)
     request = health_pb2.HealthCheckRequest(service=service)
     try:

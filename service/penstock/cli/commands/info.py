@@ -1,4 +1,4 @@
-"""`penstock info`: what a server serves, its limits, and how busy it is."""
+"""`penstock info`: shows what a server serves, its limits, and how busy it is."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ NEUTRAL = {
     "repetition_penalty": 1,
     "n": 1,
 }
-"""Sampling values that change nothing."""
+"""Sampling values that have no effect."""
 
 
 def add_parser(subparsers: Subparsers) -> None:
@@ -54,7 +54,7 @@ def _weights(version: WeightsVersion) -> str:
 
 
 def _value(value: object) -> str:
-    """A sampling value; of a long list only how long it is."""
+    """Format a sampling value; for a long list only its length."""
     if not isinstance(value, tuple):
         return f"{value:g}" if isinstance(value, float) else str(value)
     if len(value) > 4:
@@ -63,8 +63,8 @@ def _value(value: object) -> str:
 
 
 def table(model: ModelInfo, server: ServerInfo, load: Load, ready: bool) -> str:
-    """Three groups of name and value."""
-    # Only what has an effect: the rest is as if it were not there.
+    """Format three groups of names and values."""
+    # Values without an effect are left out.
     defaults = dataclasses.asdict(model.default_sampling)
     sampling = {k: v for k, v in defaults.items() if v not in (None, (), NEUTRAL.get(k))}
     groups = {

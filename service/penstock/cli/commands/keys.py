@@ -1,4 +1,4 @@
-"""`penstock keys add|list|revoke`: the file that `penstock serve --keys` reads. Needs no server."""
+"""`penstock keys add|list|revoke`: changes the file that `penstock serve --keys` reads. Needs no server."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ examples:
   penstock keys list --file keys.json
   penstock keys revoke alice --file keys.json
 
-A key is 256 random bits behind "psk_ID_". `add` prints it once; the file keeps its SHA-256, from which no
-key can be made. Callers send it as metadata, `authorization: Bearer KEY`. A running server reads the file
-again on SIGHUP; each change prints which process that is.
+A key is "psk_ID_" and 256 random bits. `add` prints it once; the file keeps only its SHA-256, from which the
+key cannot be computed. Callers send it as metadata, `authorization: Bearer KEY`. A running server reads the
+file again on SIGHUP; each change prints the command for that.
 """
 _DAY_S = 86_400
 _LIMITS = {
-    "--requests-per-minute": "Generate, Stream, Tokenize and Detokenize together; those that were not used "
-    "in the last minute may come at once",
-    "--tokens-per-minute": "of prompts and outputs together, counted as they are made",
-    "--max-parallel-requests": "of the same calls, waiting or running",
+    "--requests-per-minute": "calls of Generate, Stream, Tokenize and Detokenize together; a minute's worth "
+    "may come at once after a pause",
+    "--tokens-per-minute": "tokens of prompts and outputs together, counted as they are generated",
+    "--max-parallel-requests": "such calls at once, waiting or running",
 }
 
 
@@ -58,18 +58,18 @@ def add_parser(subparsers: Subparsers) -> None:
     _add_file(listing)
     revoking = actions.add_parser(
         "revoke",
-        help="let a key be refused from now on",
+        help="refuse a key from now on",
         description="Mark a key as revoked. Its entry stays, so that its id is not given to anybody else and "
-        "logs and usage keep their meaning. Calls that run end by themselves; Abort, with the role control, "
-        "ends them at once.",
+        "logs and usage keep their meaning. Calls that are under way go on; a caller with the role control "
+        "can end them with Abort.",
     )
-    revoking.add_argument("id", metavar="ID", help="of the key, as `penstock keys list` shows it")
+    revoking.add_argument("id", metavar="ID", help="the key's id, as `penstock keys list` shows it")
     _add_file(revoking)
 
 
 def _add_file(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--file", type=Path, required=True, metavar="FILE", help="the one given to penstock serve --keys"
+        "--file", type=Path, required=True, metavar="FILE", help="the file given to penstock serve --keys"
     )
 
 
@@ -78,8 +78,8 @@ def _add_adding(actions: Subparsers) -> None:
         "add",
         help="make a key and print it, once",
         description="Make a key, add its SHA-256 to the file (which is created if it is missing) and print "
-        "the key to stdout, alone on its line. It cannot be shown again. Options that are not given do not "
-        "limit the key.",
+        "the key to stdout, alone on its line. It cannot be shown again. A limit that is not given does not "
+        "apply.",
     )
     adding.add_argument("id", metavar="ID", help=f"names the caller in logs and usage: {ID_RULE}")
     _add_file(adding)
@@ -88,7 +88,7 @@ def _add_adding(actions: Subparsers) -> None:
         action="append",
         choices=[role.value for role in Role],
         help="infer: generate, tokenize, look at model and load, abort one's own requests; control: all of "
-        "that, the requests of others, caches and weights; may be repeated; default: infer",
+        "that, and also change requests of others, caches and weights; may be repeated; default: infer",
     )
     for flag, what in _LIMITS.items():
         adding.add_argument(flag, type=_limit, metavar="N", help=what)
@@ -98,13 +98,18 @@ def _add_adding(actions: Subparsers) -> None:
         action="append",
         default=[],
         metavar="NAME",
-        help="a served model that the key is for; may be repeated; default: any",
+        help="allow only this served model; may be repeated; default: any",
     )
     until = adding.add_mutually_exclusive_group()
     until.add_argument(
-        "--expires", type=_time, metavar="TIME", help="with its time zone, such as 2027-01-31T00:00:00Z"
+        "--expires",
+        type=_time,
+        metavar="TIME",
+        help="refuse the key from this time on, given with a time zone, such as 2027-01-31T00:00:00Z",
     )
-    until.add_argument("--expires-in", type=_days, metavar="DAYS", help="from now on")
+    until.add_argument(
+        "--expires-in", type=_days, metavar="DAYS", help="refuse the key DAYS days from now on"
+    )
     adding.add_argument(
         "--certificate",
         dest="certificates",
@@ -114,17 +119,17 @@ def _add_adding(actions: Subparsers) -> None:
         help="a client certificate with this CN or SAN stands for the key; may be repeated",
     )
     adding.add_argument(
-        "--certificate-only", action="store_true", help="make no key: only the certificates stand for the id"
+        "--certificate-only", action="store_true", help="make no key: the id is only for the certificates"
     )
     adding.add_argument(
         "--private-cache",
         action="store_true",
-        help="share cached prefixes with no other key, so that none can tell by timing what its prompts are",
+        help="share no cached prefixes with other keys, so that their timing reveals nothing about prompts",
     )
 
 
 def run(args: argparse.Namespace) -> int:
-    """0, or 1 with one line on stderr."""
+    """Run the action. Returns 0, or 1 with one line on stderr."""
     try:
         if args.action == "list":
             return _list(args.file)
@@ -207,7 +212,7 @@ def _list(file: Path) -> int:
 
 
 def table(entries: Sequence[KeyEntry], now: datetime) -> str:
-    """A line for each key, in columns as wide as they must be."""
+    """Format one line for each key, in columns."""
     head = ("ID", "STATE", "ROLES", "REQ/MIN", "TOKENS/MIN", "PARALLEL", "EXPIRES", "ALSO")
     rows = [head, *(_row(entry, now) for entry in entries)]
     widths = [max(len(row[i]) for row in rows) for i in range(len(head))]
@@ -237,7 +242,7 @@ def _row(entry: KeyEntry, now: datetime) -> tuple[str, ...]:
 
 
 def _tell(text: str) -> None:
-    """To stderr: stdout has only what a script wants."""
+    """Print to stderr: stdout has only what a script wants."""
     print(text, file=sys.stderr)
 
 
@@ -256,7 +261,7 @@ def _time(text: str) -> datetime:
 
 
 def _days(text: str) -> datetime:
-    """That many days from now; fractions are fine."""
+    """The moment that many days from now; fractions are allowed."""
     try:
         days = float(text)
         if not 0 < days < 100_000:

@@ -1,4 +1,4 @@
-"""`penstock serve MODEL`: load a model and serve it until SIGTERM or SIGINT."""
+"""`penstock serve MODEL`: loads a model and serves it until SIGTERM or SIGINT."""
 
 from __future__ import annotations
 
@@ -31,19 +31,20 @@ __all__ = ["add_parser", "run"]
 log = logging.getLogger("penstock.serve")
 
 _MEMORY_FRACTION = "0.95"
-"""Of an accelerator's memory that JAX may take; `--hbm-utilization` is a share of this."""
+"""The share of an accelerator's memory that JAX may take; `--hbm-utilization` is a share of this."""
 
 
 def run(args: argparse.Namespace) -> int:
-    """Serve until told to stop; 0 after a graceful end, 1 if it cannot start, or if the engine or an address
-    is lost.
+    """Serve until told to stop. Returns 0 after a graceful end, and 1 if the server cannot start, or if the
+    engine or an address is lost.
     """
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(OneLine("%(asctime)s %(levelname)-7s %(name)s: %(message)s"))
     logging.basicConfig(handlers=[handler], level=args.log_level.upper(), force=True)
     for noisy in ("jax", "httpx", "asyncio", "filelock", "huggingface_hub", "transformers"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
-    # JAX reads it when it first looks for devices. Its own default leaves a quarter of an accelerator idle.
+    # JAX reads this when it first looks for devices. By its own default a quarter of an accelerator stays
+    # unused.
     os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", _MEMORY_FRACTION)
     try:
         options = server_options(args)
@@ -58,7 +59,7 @@ def run(args: argparse.Namespace) -> int:
         log.info("traces go to %s", args.otlp_endpoint)
     end = asyncio.run(_serve(args.model, config, options, provider, instance_id))
     if provider is not None:
-        provider.shutdown()  # sends what is left
+        provider.shutdown()  # also sends the spans that are left
     if end.by_force:
         logging.shutdown()
         sys.stdout.flush()
@@ -70,7 +71,7 @@ def run(args: argparse.Namespace) -> int:
 class _End:
     code: int
     by_force: bool = False
-    """A thread of the engine is busy compiling or hangs, and would not let the process end."""
+    """A thread of the engine is busy compiling, or hangs, and would keep the process from ending."""
 
 
 async def _serve(
@@ -80,7 +81,7 @@ async def _serve(
     provider: TracerProvider | None,
     instance_id: str,
 ) -> _End:
-    """Until the server has ended."""
+    """Run the server until it has ended."""
     told_to_stop = asyncio.Event()
     _on_signals(told_to_stop)
     stopping = asyncio.ensure_future(told_to_stop.wait())
@@ -112,7 +113,7 @@ async def _serve_with(
     options: ServerOptions,
     stopping: asyncio.Future[Any],
 ) -> _End:
-    """Load and serve until told to stop; `server` answers health checks meanwhile. As `_serve`."""
+    """Load the model and serve it until told to stop. `server` answers health checks meanwhile."""
     failing = asyncio.ensure_future(server.wait_for_failure())
     ends = (stopping, failing)
     loading = asyncio.ensure_future(in_thread(lambda: Engine.from_pretrained(model, config)))
@@ -126,7 +127,7 @@ async def _serve_with(
         return _End(int(failing.done()), by_force=True)
     starting.result()
     _tell_addresses(server)
-    warming = in_thread(lambda: _warm_grammars(engine, options))  # beside what it serves from now on
+    warming = in_thread(lambda: _warm_grammars(engine, options))  # while the server serves already
     has_failed = await _first(failing, stopping)
     log.info("stopping: no new requests; running ones have %g s", options.grace_s)
     await server.stop()
@@ -134,18 +135,18 @@ async def _serve_with(
         return _End(1, by_force=True)
     log.info("stopped")
     await warming
-    engine.shutdown()  # again, for what that may have begun since
+    engine.shutdown()  # again, because warming may have started something since
     return _End(int(has_failed))
 
 
 async def _first(wanted: asyncio.Future[Any], *ends: asyncio.Future[Any]) -> bool:
-    """Wait for any of them; whether `wanted` came to its end."""
+    """Wait for any of these futures. Returns whether `wanted` is done."""
     await asyncio.wait((wanted, *ends), return_when=asyncio.FIRST_COMPLETED)
     return wanted.done()
 
 
 def _on_signals(told_to_stop: asyncio.Event) -> None:
-    """The first SIGTERM or SIGINT asks to stop, the second ends the process."""
+    """Let the first SIGTERM or SIGINT ask to stop, and the second end the process."""
 
     def stop(number: int) -> None:
         if told_to_stop.is_set():
@@ -158,8 +159,8 @@ def _on_signals(told_to_stop: asyncio.Event) -> None:
 
 
 def _reload_on_hangup(server: PenstockServer) -> None:
-    """SIGHUP, which would end the process, has the keys read again."""
-    running: set[asyncio.Task[None]] = set()  # the loop itself does not keep a task from being collected
+    """Let SIGHUP, which would end the process, reload the keys."""
+    running: set[asyncio.Task[None]] = set()  # the event loop itself keeps no reference to a task
 
     def reload() -> None:
         task = asyncio.create_task(server.reload_keys())
@@ -170,16 +171,16 @@ def _reload_on_hangup(server: PenstockServer) -> None:
 
 
 def _warm_grammars(engine: Engine, options: ServerOptions) -> None:
-    """Else the first constraint would wait for the process that grammars are tried in."""
+    """Start the process that grammars are tried in, so that the first constraint does not wait for it."""
     try:
         if options.features.constraints and engine.grammars is not None:
             engine.grammars.warm_up()
-    except Exception as error:  # noqa: BLE001 -- it is tried again when a constraint comes, and refused then
-        log.warning("constraints are not ready: %s", error)
+    except Exception as error:  # noqa: BLE001 -- a constraint tries it again, and is refused then
+        log.warning("constraints are not ready, and the first one will try again: %s", error)
 
 
 def _tell(engine: Engine) -> None:
-    """What was resolved, one line each."""
+    """Log what was resolved, one line each."""
     info, config = engine.info, engine.config
     dtype = config.dtype if config.quantization == "none" else f"{config.dtype} with {config.quantization}"
     log.info("model %s: %s, %s, vocabulary %d", info.name, info.architecture, dtype, info.vocab_size)
@@ -196,7 +197,7 @@ def _tell(engine: Engine) -> None:
 
 
 def _tell_addresses(server: PenstockServer) -> None:
-    """On stdout, for people and scripts."""
+    """Print the addresses on stdout, for people and scripts."""
     if server.front.control_address is not None:
         print(f"penstock: control on {server.front.control_address}", flush=True)
     for address in server.front.addresses:
@@ -205,4 +206,6 @@ def _tell_addresses(server: PenstockServer) -> None:
 
 def _prefix_cache(config: EngineConfig) -> str:
     most = config.prefix_cache_pages
-    return "off" if most == 0 else "all free pages" if most is None else f"at most {most} pages"
+    if most is None:
+        return "all free pages"
+    return f"at most {most} pages" if most else "off"

@@ -1,4 +1,4 @@
-"""`penstock usage`: what every key used, from the file of `penstock serve --usage`. Needs no server."""
+"""`penstock usage`: shows what every key used, from the file of `penstock serve --usage`. Needs no server."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ examples:
   penstock usage usage.db --by day --key alice
   penstock usage usage.db --by key --by reason --format csv > refusals.csv
 
-Requests are counted when they end, in the hour of that moment (UTC), also those whose client was gone. Tokens
-are those that the server computed, read or not; cached ones are those of the prompt that were found in the
-prefix cache. "-" stands for everybody on a server without keys.
+A request is counted in the hour in which it ends (UTC), even if its client was gone. Tokens are all that the
+server computed, whether or not they were read; cached tokens are those of the prompt that were found in the
+prefix cache. "-" stands for all callers of a server without keys.
 """
 _GROUPS: Mapping[str, Callable[[Kind], str]] = {
     "key": lambda kind: kind.key or "-",
@@ -43,7 +43,7 @@ _TOKENS = ("prompt", "cached", "completion")
 
 
 def add_parser(subparsers: Subparsers) -> None:
-    """Describe the command's arguments."""
+    """Add the command's parser."""
     parser = subparsers.add_parser(
         "usage",
         help="show what every key used",
@@ -51,17 +51,21 @@ def add_parser(subparsers: Subparsers) -> None:
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("file", type=Path, metavar="FILE", help="a server may be writing it")
-    parser.add_argument("--since", type=_time, metavar="TIME", help="such as 2026-11-01 or 2026-11-01T12:00Z")
     parser.add_argument(
-        "--until", type=_time, metavar="TIME", help="up to before this; both count whole hours"
+        "file", type=Path, metavar="FILE", help="the file of --usage; a server may be writing it"
     )
-    parser.add_argument("--key", metavar="ID", help="of one key alone")
+    parser.add_argument(
+        "--since", type=_time, metavar="TIME", help="from this time on: 2026-11-01 or 2026-11-01T12:00Z"
+    )
+    parser.add_argument(
+        "--until", type=_time, metavar="TIME", help="before this time; both are rounded to whole hours"
+    )
+    parser.add_argument("--key", metavar="ID", help="count only this key")
     parser.add_argument(
         "--by",
         action="append",
         choices=tuple(_GROUPS),
-        help="a row for each; may be repeated; default: key",
+        help="show one row for each of these; may be repeated; default: key",
     )
     parser.add_argument(
         "--format", choices=("table", "csv", "json"), default="table", help="default: %(default)s"
@@ -69,7 +73,7 @@ def add_parser(subparsers: Subparsers) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print them; 1 where the file cannot be read."""
+    """Print the usage. Returns 1 if the file cannot be read."""
     try:
         found = read_usage(args.file, *_span(args.since, args.until))
     except ConfigError as error:
@@ -91,8 +95,8 @@ def run(args: argparse.Namespace) -> int:
 def rows_of(
     usage: Mapping[Kind, Counts], groups: Sequence[str], key: str | None = None
 ) -> list[dict[str, str | int]]:
-    """One row for each combination of `groups`, in their order: requests in all and by how they ended, and
-    tokens.
+    """One row for each combination of `groups`, in their order: requests, in all and by outcome,
+    and tokens.
     """
     sums: dict[tuple[str, ...], dict[str, int]] = {}
     for kind, counts in usage.items():
@@ -142,7 +146,7 @@ def _when(seconds: int) -> datetime:
 
 
 def _time(text: str) -> datetime:
-    """argparse's type of a day or a moment; UTC unless it says otherwise."""
+    """Parse a day or a moment; UTC unless it has another time zone."""
     try:
         value = datetime.fromisoformat(text)
     except ValueError as error:
@@ -151,7 +155,7 @@ def _time(text: str) -> datetime:
 
 
 def _span(since: datetime | None, until: datetime | None) -> tuple[int, int]:
-    """The hours that overlap the time, as seconds."""
+    """The hours that overlap this time, in seconds since 1970."""
     first = 0 if since is None else int(since.timestamp()) // HOUR_S * HOUR_S
     last = _when(2**33) if until is None else until + timedelta(hours=1, microseconds=-1)
     return first, int(last.timestamp()) // HOUR_S * HOUR_S

@@ -14,34 +14,36 @@ from penstock.client import AsyncClient, Delta, PenstockClientError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
-    """What to send. The same seed sends the same prompts at the same times."""
+    """What to send. One seed always sends the same prompts at the same times."""
 
     cache_salt: str
-    """Of this run alone, else a second run of the same seed would find its prompts in the prefix cache."""
+    """A salt of this run alone: a second run with one seed must not find its prompts in the prefix cache."""
 
     requests: int
     prompt_tokens: int
     max_tokens: int
     seed: int
     concurrency: int | None
-    """Requests in flight at most; None: no limit."""
+    """The most requests in flight; None means no limit."""
     request_rate: float | None
-    """Mean arrivals per second, Poisson; None: send as soon as `concurrency` allows."""
+    """Mean arrivals per second, as a Poisson process; None sends as soon as `concurrency` allows."""
     temperature: float | None
     vocab_size: int
     excluded_token_ids: tuple[int, ...]
-    """Not used in prompts: end tokens."""
+    """End tokens, which prompts must not contain."""
 
 
 def prompts(load: Workload, count: int, seed: int) -> list[list[int]]:
-    """Random token ids, different in each prompt, so that no prompt finds another's prefix in the cache."""
+    """Draw prompts of random token ids. They differ, so that no prompt finds another's prefix in
+    the cache.
+    """
     draw = random.Random(seed)
     allowed = sorted(set(range(load.vocab_size)) - set(load.excluded_token_ids))
     return [draw.choices(allowed, k=load.prompt_tokens) for _ in range(count)]
 
 
 async def send(client: AsyncClient, load: Workload, token_ids: list[int], seed: int) -> RequestTrace:
-    """Run one request and note when its tokens came; an error of the server is noted, not raised."""
+    """Run one request and record when its tokens came. An error of the server is recorded, not raised."""
     arrivals: list[tuple[float, int]] = []
     error: str | None = None
     sent = time.perf_counter()
@@ -65,7 +67,7 @@ async def send(client: AsyncClient, load: Workload, token_ids: list[int], seed: 
 
 
 async def _arrivals(load: Workload) -> AsyncIterator[int]:
-    """Index of each request, when it is due."""
+    """Yield the index of each request when it is due."""
     draw = random.Random(load.seed)
     due = time.perf_counter()
     for index in range(load.requests):
@@ -76,7 +78,7 @@ async def _arrivals(load: Workload) -> AsyncIterator[int]:
 
 
 async def drive(client: AsyncClient, load: Workload, on_done: Callable[[RequestTrace], object]) -> None:
-    """Send the whole workload; `on_done` is given each request once it has ended."""
+    """Send the whole workload. `on_done` is called with each request once it has ended."""
     slots = asyncio.Semaphore(load.concurrency if load.concurrency is not None else load.requests)
     token_ids = prompts(load, load.requests, load.seed)
 

@@ -1,4 +1,4 @@
-"""The arithmetic of `penstock bench`: pure functions over what each request's client saw."""
+"""The arithmetic of `penstock bench`: pure functions over what the client of each request saw."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ PERCENTILES = (50, 90, 99)
 
 @dataclass(frozen=True, slots=True)
 class RequestTrace:
-    """One request as its client saw it; times in seconds on one clock."""
+    """One request as its client saw it. Times are in seconds, all on one clock."""
 
     sent: float
     arrivals: tuple[tuple[float, int], ...]
-    """(time, number of tokens) of each message that brought tokens."""
+    """The time and the number of tokens of each message that brought tokens."""
     ended: float
     prompt_tokens: int
     error: str | None = None
@@ -29,24 +29,26 @@ class RequestTrace:
 
 
 def time_to_first_token(trace: RequestTrace) -> float | None:
-    """From sending the request to the first message with tokens; None without one."""
+    """Seconds from sending the request to the first message with tokens; None without such a message."""
     return trace.arrivals[0][0] - trace.sent if trace.arrivals else None
 
 
 def time_per_output_token(trace: RequestTrace) -> float | None:
-    """Pace after the first message: time since it by tokens since it; None when none came after it."""
+    """Seconds per token after the first message; None if no token came after it."""
     after_first = sum(count for _, count in trace.arrivals[1:])
     return (trace.arrivals[-1][0] - trace.arrivals[0][0]) / after_first if after_first else None
 
 
 def inter_token_latencies(trace: RequestTrace) -> list[float]:
-    """Gaps between messages with tokens: what a reader waits, however many tokens each brings."""
+    """Seconds between messages with tokens: what a reader waits, however many tokens each message brings."""
     times = [time for time, _ in trace.arrivals]
     return [later - earlier for earlier, later in itertools.pairwise(times)]
 
 
 def percentile(values: Sequence[float], percent: float) -> float:
-    """With linear interpolation between ranks, as NumPy's default. At least one value, in any order."""
+    """The percentile with linear interpolation between ranks, as NumPy computes it by default. Needs at least
+    one value, in any order.
+    """
     ordered = sorted(values)
     rank = (len(ordered) - 1) * percent / 100
     below = math.floor(rank)
@@ -56,7 +58,7 @@ def percentile(values: Sequence[float], percent: float) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Distribution:
-    """Of one latency, in seconds."""
+    """The distribution of one latency, in seconds."""
 
     mean: float
     p50: float
@@ -65,7 +67,7 @@ class Distribution:
 
 
 def distribution(values: Sequence[float]) -> Distribution | None:
-    """None when there is nothing to describe."""
+    """The distribution of these values; None if there are none."""
     if not values:
         return None
     return Distribution(sum(values) / len(values), *(percentile(values, p) for p in PERCENTILES))
@@ -73,7 +75,9 @@ def distribution(values: Sequence[float]) -> Distribution | None:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What a run measured. Throughputs count finished requests over the time from first send to last end."""
+    """What a run measured. Throughputs count finished requests over the time from the first send to the last
+    end.
+    """
 
     completed: int
     failed: int
@@ -92,7 +96,7 @@ class Report:
 
 
 def report(traces: Sequence[RequestTrace]) -> Report:
-    """Sum up a run; failed requests count in `failed` and the duration only."""
+    """Summarize a run. Failed requests count only in `failed` and in the duration."""
     done = [trace for trace in traces if trace.error is None]
     duration = max((t.ended for t in traces), default=0.0) - min((t.sent for t in traces), default=0.0)
     prompt_tokens = sum(t.prompt_tokens for t in done)
@@ -123,7 +127,7 @@ def report(traces: Sequence[RequestTrace]) -> Report:
 
 
 def table(result: Report) -> str:
-    """For a terminal: latencies in milliseconds."""
+    """Format a report for a terminal, with latencies in milliseconds."""
     lines = [
         f"requests       {result.completed} completed, {result.failed} failed, in {result.duration:.2f} s",
         f"tokens         {result.prompt_tokens} in, {result.completion_tokens} out",

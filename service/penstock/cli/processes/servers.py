@@ -1,4 +1,6 @@
-"""Which servers of this machine read a file of keys: who changes the file is told whom to tell."""
+"""Finds the servers on this machine that read a file of keys, to tell the user how to make them read it
+again.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,7 @@ _PROCESSES = Path("/proc")
 
 
 def reload_hint(file: Path, processes: Path = _PROCESSES) -> str:
-    """What to type for a running server to read this file again."""
+    """What to type so that a running server reads this file again."""
     found = serving_with(file, processes)
     if found:
         return f"the running server reads the file again after: kill -HUP {' '.join(map(str, found))}"
@@ -18,8 +20,8 @@ def reload_hint(file: Path, processes: Path = _PROCESSES) -> str:
 
 
 def serving_with(file: Path, processes: Path = _PROCESSES) -> list[int]:
-    """The ids of those processes that were started with `serve ... --keys FILE`, as far as this user can see
-    them; none where there is no /proc.
+    """The ids of the processes that were started with `serve ... --keys FILE`, as far as this user can see
+    them; none if there is no /proc.
     """
     wanted = os.path.realpath(file)
     found = []
@@ -29,16 +31,16 @@ def serving_with(file: Path, processes: Path = _PROCESSES) -> list[int]:
             given = _keys_of(arguments)
             if given and os.path.realpath(os.path.join(os.readlink(folder / "cwd"), given)) == wanted:
                 found.append(int(folder.name))
-        except OSError:  # it has ended, or is another user's
+        except OSError:  # it has ended, or belongs to another user
             continue
     return sorted(found)
 
 
 def _keys_of(arguments: Sequence[str]) -> str:
-    """The value of --keys of a `penstock serve`; empty for any other command line.
+    """The value of --keys in the command line of `penstock serve`; empty for any other command line.
 
-    That of a program which only starts it, such as `timeout` or `sudo`, ends with the same words, and a
-    SIGHUP would end that.
+    A program that only starts it, such as `timeout` or `sudo`, has the same words in its command line, and
+    SIGHUP would end that program.
     """
     program = os.path.basename(arguments[0])
     if not program.startswith(("python", "penstock")) or "serve" not in arguments:

@@ -1,4 +1,4 @@
-"""The options of `penstock serve` that say how long connections live."""
+"""The flags of `penstock serve` for how long connections live."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from penstock.service.listening.connections import ConnectionOptions
 
 _OPTIONS = ConnectionOptions()
 _HELP = {
-    "handshake_timeout_s": "close a connection whose TLS or HTTP/2 has not begun after so long",
-    "keepalive_s": "send a ping to a peer of which nothing came for so long",
-    "keepalive_timeout_s": "a peer that does not answer a ping for so long is gone, and its requests end",
-    "max_connection_age_s": "close a connection this old once its RPCs have ended; this spreads load anew",
-    "max_connection_age_grace_s": "how long its RPCs may still take then; 0: as long as they will",
-    "max_connection_idle_s": "close a connection that has had no RPC for so long",
+    "handshake_timeout_s": "close a connection whose handshake (TLS, HTTP/2) is not done within this time",
+    "keepalive_s": "send a ping to a peer that has sent nothing for this long",
+    "keepalive_timeout_s": "end the requests of a peer that does not answer a ping within this time",
+    "max_connection_age_s": "close a connection this old once its RPCs have ended, to spread load again",
+    "max_connection_age_grace_s": "how long RPCs of such a connection may go on; 0: until their end",
+    "max_connection_idle_s": "close a connection that has had no RPC for this long",
 }
 
 
 def add_connection_flags(parser: argparse.ArgumentParser) -> None:
-    """Describe them."""
+    """Add these flags."""
     group = parser.add_argument_group("connections", "0 switches each of these off")
     for name, text in _HELP.items():
         group.add_argument(
@@ -33,5 +33,5 @@ def add_connection_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def connection_options(args: argparse.Namespace) -> ConnectionOptions:
-    """Of a command line; ServerOptions checks them."""
+    """The options that the flags describe. ServerOptions checks them."""
     return ConnectionOptions(**{field.name: getattr(args, field.name) for field in fields(ConnectionOptions)})

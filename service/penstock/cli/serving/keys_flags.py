@@ -1,4 +1,4 @@
-"""The options of `penstock serve` that say who may call, and where to keep what they used."""
+"""The flags of `penstock serve` for who may call, and where their usage is kept."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ from pathlib import Path
 
 
 def add_keys_flags(parser: argparse.ArgumentParser) -> None:
-    """Describe them."""
+    """Add these flags."""
     group = parser.add_argument_group("callers")
     group.add_argument(
         "--keys",
         type=lambda text: Path(text).expanduser(),
         metavar="FILE",
-        help="answer only those who send one of the keys in this file, which `penstock keys` makes; it is "
-        "read again on SIGHUP; default: everybody may do everything",
+        help="answer only callers with a key of this file, which `penstock keys` makes and which is read "
+        "again on SIGHUP; default: everybody may do everything",
     )
     group.add_argument(
         "--usage",
         dest="usage_file",
         type=lambda text: Path(text).expanduser(),
         metavar="FILE",
-        help="count requests and tokens of every key in this SQLite file, which `penstock usage` shows; an "
-        "answer's last message leaves once it is counted; default: nothing is kept",
+        help="count requests and tokens of every key in this SQLite file, which `penstock usage` shows; the "
+        "last message of an answer is sent once it is counted; default: nothing is kept",
     )

@@ -1,4 +1,4 @@
-"""The options of `penstock serve` that say where it listens and who can reach that."""
+"""The flags of `penstock serve` for where it listens and who can reach that."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _LISTEN = ListenOptions()
 
 
 def port(text: str) -> int | None:
-    """argparse's type of a port that there may be none of."""
+    """Parse a port, or "none"."""
     if text == "none":
         return None
     try:
@@ -23,7 +23,7 @@ def port(text: str) -> int | None:
 
 
 def octal(text: str) -> int:
-    """argparse's type of a file's mode."""
+    """Parse the mode of a file."""
     try:
         return int(text, 8)
     except ValueError:
@@ -31,7 +31,7 @@ def octal(text: str) -> int:
 
 
 def add_listen_flags(net: argparse._ArgumentGroup) -> None:
-    """Describe them."""
+    """Add these flags."""
     net.add_argument(
         "--host", default=_OPTIONS.host, help="address to listen on; default: %(default)s, this machine only"
     )
@@ -46,14 +46,15 @@ def add_listen_flags(net: argparse._ArgumentGroup) -> None:
         "--unix-socket",
         type=Path,
         metavar="PATH",
-        help="listen on this Unix socket, too; clients call it unix:/absolute/path; default: none",
+        help="listen on this Unix socket, too; its address for clients is unix:/absolute/path; default: none",
     )
     net.add_argument(
         "--unix-socket-mode",
         type=octal,
         default=_LISTEN.unix_socket_mode,
         metavar="MODE",
-        help=f"its mode: who may write to it may connect; default: {_LISTEN.unix_socket_mode:o}, this user",
+        help="mode of the socket's file, in octal: whoever may write to it may connect; "
+        f"default: {_LISTEN.unix_socket_mode:o}, this user only",
     )
     net.add_argument(
         "--control-port",
@@ -63,7 +64,7 @@ def add_listen_flags(net: argparse._ArgumentGroup) -> None:
         "--port; 0 lets the system choose; default: all at --port",
     )
     net.add_argument(
-        "--control-host", metavar="HOST", help="where the control port is; default: the host of --host"
+        "--control-host", metavar="HOST", help="host of the control port; default: that of --host"
     )
     net.add_argument(
         "--tls-cert",
@@ -71,23 +72,24 @@ def add_listen_flags(net: argparse._ArgumentGroup) -> None:
         metavar="FILE",
         help="certificate chain in PEM form: ports speak TLS; read again when it changes; default: no TLS",
     )
-    net.add_argument("--tls-key", type=Path, metavar="FILE", help="its private key in PEM form")
+    net.add_argument("--tls-key", type=Path, metavar="FILE", help="private key of --tls-cert in PEM form")
     net.add_argument(
         "--client-ca",
         type=Path,
         metavar="FILE",
-        help="authorities of clients' certificates in PEM form; a client without such a certificate is "
-        "turned away; default: clients need none",
+        help="authorities of clients' certificates in PEM form; clients without such a certificate are "
+        "refused; default: clients need none",
     )
     net.add_argument(
         "--insecure",
         action="store_true",
-        help="listen where other machines can connect also without TLS, or with no way to tell callers apart",
+        help="allow listening where other machines can connect, without TLS or without keys or client "
+        "certificates",
     )
 
 
 def listen_options(args: argparse.Namespace) -> ListenOptions:
-    """Of a command line; ServerOptions checks them."""
+    """The options that the flags describe. ServerOptions checks them."""
     return ListenOptions(
         unix_socket=_user(args.unix_socket),
         unix_socket_mode=args.unix_socket_mode,

@@ -1,4 +1,4 @@
-"""Log lines in which nothing that a peer sent can move the cursor, or look like another line."""
+"""Formats log lines so that nothing that a peer sent can move the cursor, or look like another line."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ _LINE_ESCAPES = _ESCAPES | {ord("\n"): "\\n", 0x2028: "\\u2028", 0x2029: "\\u202
 
 
 class OneLine(logging.Formatter):
-    """Control characters are written as escapes. Only tracebacks have lines of their own."""
+    """Writes control characters as escapes. Only tracebacks have several lines."""
 
     def formatMessage(self, record: logging.LogRecord) -> str:
         return super().formatMessage(record).translate(_LINE_ESCAPES)

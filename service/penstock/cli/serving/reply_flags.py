@@ -1,4 +1,4 @@
-"""The flags of `penstock serve` that bound what replies may take."""
+"""The flags of `penstock serve` that bound the size of replies."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from penstock.service.replies.reply_limits import MIB, ReplyLimits
 
 _DEFAULTS = ReplyLimits()
 _HELP = {
-    "max_response_bytes": "largest reply of Generate, and most that may wait for the reader of one stream",
-    "max_buffered_response_bytes": "the same of all requests; new ones are refused shortly before",
+    "max_response_bytes": "largest reply of Generate, and most bytes that may wait for one stream's reader",
+    "max_buffered_response_bytes": "most bytes of all replies; new requests are refused from 75 %% on",
 }
 
 
 def add_reply_flags(parser: argparse.ArgumentParser) -> None:
-    """Describe them, under a heading of their own."""
+    """Add these flags under a heading of their own."""
     group = parser.add_argument_group("replies")
     for name, text in _HELP.items():
         default = getattr(_DEFAULTS, name)
@@ -30,5 +30,5 @@ def add_reply_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def reply_limits(args: argparse.Namespace) -> ReplyLimits:
-    """The limits of a command line. Raises ConfigError."""
+    """The limits that the flags describe. Raises ConfigError."""
     return ReplyLimits(**{field.name: getattr(args, field.name) for field in dataclasses.fields(ReplyLimits)})

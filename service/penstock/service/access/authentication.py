@@ -1,4 +1,4 @@
-"""From what an RPC brings, a key or a certificate, to the caller whose it is."""
+"""Finds the caller of an RPC from the key or the certificate that it brings."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from penstock.service.access_errors import Unauthenticated
 
 HEADER = "authorization"
 MAX_HEADER_CHARS = 4096
-_HOW = "send one as metadata `authorization: Bearer KEY`"
+_HOW = "send a key as metadata `authorization: Bearer KEY`"
 
 
 def bearer_of(metadata: Iterable[tuple[str, str | bytes]]) -> str | None:
-    """The secret in the metadata; None where there is no such header. Raises Unauthenticated for one that is
-    not of that form, and for two of them: proxies do not agree on which of two counts.
+    """The secret in the metadata, or None if there is no such header. Raises Unauthenticated if the header
+    has another form, or if there are two: proxies do not agree on which of two counts.
     """
     given = [value for name, value in metadata if name == HEADER]
     if not given:
@@ -38,11 +38,12 @@ def bearer_of(metadata: Iterable[tuple[str, str | bytes]]) -> str | None:
 
 
 class Authenticator:
-    """The keys that count now, and what each caller has used. Used on the event loop only.
+    """Knows the keys that are valid now, and what each caller has used of its rates. Used on the event loop
+    only.
 
-    Failed attempts are not counted against anybody: a key cannot be guessed, however often one tries, and a
-    count per address would let one peer behind a proxy lock out the others. They are refused before their
-    message is read, and logged at a limited rate like every refusal.
+    Failed attempts are not counted against anybody: a key cannot be guessed, however often somebody tries,
+    and a count per address would let one client behind a proxy lock out the others. Failed attempts are
+    refused before their message is read, and logged at a limited rate like every refusal.
     """
 
     def __init__(
@@ -52,18 +53,21 @@ class Authenticator:
         now: Callable[[], datetime] = utc_now,
         clock: Clock = time.monotonic,
     ) -> None:
-        """`now` is what keys expire by, `clock` (s, never set back) what rates go by."""
+        """`now` gives the time that keys expire by. `clock` gives seconds, never goes back, and is what rates
+        are measured by.
+        """
         self._now = now
         self._clock = clock
         self._accounts: dict[str, Account] = {}
-        # Made anew at each start, as is the cache that it keeps apart: nobody can name another's salt.
+        # A new secret at each start is enough, because the cache that it separates is new, too. Nobody can
+        # name another caller's salt.
         self._cache_secret = secrets.token_bytes(32)
         self._keyring = Keyring.of(())
         self.use(entries)
 
     def use(self, entries: Iterable[KeyEntry]) -> None:
-        """These are the keys from now on. Calls that run go on, also those of a key that is gone: who calls
-        is checked when a call begins. What callers have used of their rates stays used.
+        """Use these keys from now on. Calls that are under way go on, even if their key is gone, because a
+        caller is checked only when its call begins. What callers have used of their rates is kept.
         """
         entries = tuple(entries)
         self._keyring = Keyring.of(entries)
@@ -78,10 +82,10 @@ class Authenticator:
             self._accounts[entry.id] = account
 
     def authenticate(self, metadata: Iterable[tuple[str, str | bytes]]) -> Caller | None:
-        """Whose key this is, from the metadata alone, so before anything of the message is read. None where
-        no key was sent but a certificate may stand for one: then `by_certificate` decides.
+        """The caller whose key is in the metadata, found before anything of the message is read. None if no
+        key was sent and a certificate may identify the caller instead: then `by_certificate` decides.
 
-        Raises Unauthenticated or KeyExpired. A key counts more than a certificate, also a wrong one.
+        Raises Unauthenticated or KeyExpired. A key that was sent always decides, even if it is wrong.
         """
         secret = bearer_of(metadata)
         if secret is not None:
@@ -91,15 +95,17 @@ class Authenticator:
         return None
 
     def by_certificate(self, names: Sequence[str]) -> Caller:
-        """Whom a client's certificate stands for, by the names in it, once TLS has verified it; without one
-        there are none. Raises Unauthenticated or KeyExpired.
+        """The caller that a client's certificate stands for. `names` are the names in the certificate, once
+        TLS has verified it; empty if there is none. Raises Unauthenticated or KeyExpired.
         """
         if not names:
             raise Unauthenticated(f"this server asks for a key or a client certificate; {_HOW}")
         return self._caller(self._keyring.of_certificate(names, self._now()))
 
     def account(self, caller: Caller) -> Account:
-        """What the caller has used. That of one whose entry was just removed is nobody's."""
+        """What the caller has used of its rates. A caller whose entry was just removed gets an account
+        without limits.
+        """
         return self._accounts.get(caller.id) or Account(Rates(), self._clock)
 
     def _caller(self, entry: KeyEntry) -> Caller:

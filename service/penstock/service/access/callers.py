@@ -1,4 +1,4 @@
-"""Who makes a call: the id and the roles that its key or certificate gives."""
+"""A caller: the id and the roles that its key or certificate gives it."""
 
 from __future__ import annotations
 
@@ -12,29 +12,29 @@ class Role(enum.Enum):
     """What a caller may do."""
 
     INFER = "infer"
-    """Generate, Stream, Tokenize, Detokenize, information, and to abort one's own requests."""
+    """May call Generate, Stream, Tokenize and Detokenize, ask for information, and abort its own requests."""
     CONTROL = "control"
-    """Everything of everybody: abort, flush, pause, weights."""
+    """May do everything, also to other callers' requests: abort, flush, pause, update weights."""
 
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """One caller."""
+    """Who makes a call."""
 
     id: str
-    """Of the key or the certificate; empty for a caller that nobody asked for one."""
+    """The id of the key or the certificate; empty on a server without keys."""
     roles: frozenset[Role]
     models: frozenset[str] = frozenset()
-    """Served models that it may use; empty: all."""
+    """The served models that it may use; empty means all."""
     cache_secret: str = field(default="", repr=False)
-    """Keeps its cached prefixes apart from everybody else's; empty: they are shared."""
+    """Keeps its cached prefixes apart from other callers'; empty means that they are shared."""
 
     @property
     def controls(self) -> bool:
         return Role.CONTROL in self.roles
 
     def cache_salt(self, salt: str) -> str:
-        """The salt that the engine is to use where the caller asked for `salt`."""
+        """The salt that the engine uses when the caller asked for `salt`."""
         if not self.cache_secret:
             return salt
         return hashlib.sha256(f"{self.cache_secret}\x00{salt}".encode()).hexdigest()
@@ -44,4 +44,4 @@ ANYBODY = Caller("", frozenset(Role))
 """Every caller of a server without keys."""
 
 CURRENT_CALLER: ContextVar[Caller] = ContextVar("penstock_caller", default=ANYBODY)
-"""Whose RPC this task is. The interceptor sets it before a servicer's method is called."""
+"""The caller of the RPC that this task serves. The interceptor sets it before it calls the servicer."""

@@ -1,13 +1,14 @@
-"""The file of keys: its text to frozen entries and back. Nothing here reads a file, a clock or a secret.
+"""The text of the file of keys, parsed to frozen entries and back. Nothing here reads a file, a clock or a
+secret.
 
-The file is JSON, because `penstock keys` writes it and the standard library writes no TOML:
+The file is JSON, because `penstock keys` writes it and Python's standard library cannot write TOML:
 
     {"version": 1, "keys": [{"id": "alice", "sha256": "9f86d0...", "roles": ["infer"]}]}
 
-It holds digests and never a secret. They are plain SHA-256, without salt and without a slow function such as
-scrypt: those make it dear to try out likely passwords, and a key is no password but 256 random bits, of which
-none is likelier than another. Whoever reads the file would have to try 2**255 of them. So the server can look
-a key up for every RPC in a microsecond.
+It holds digests and never a secret. They are plain SHA-256, without a salt and without a slow function such
+as scrypt. Those make it expensive to try out likely passwords, but a key is 256 random bits, of which no
+value is likelier than another: whoever reads the file would have to try 2**255 of them. So the server can
+look a key up for every RPC in a microsecond.
 """
 
 from __future__ import annotations
@@ -35,39 +36,43 @@ _LIMITS = ("requests_per_minute", "tokens_per_minute", "max_parallel_requests")
 
 @dataclass(frozen=True, slots=True)
 class KeyEntry:
-    """One key, or one identity that client certificates give. What is None or empty is not limited."""
+    """One key, or one identity that client certificates give. A limit that is None or empty does
+    not apply.
+    """
 
     id: str
     """Names the caller in logs, traces and usage."""
     sha256: str = ""
-    """Of the whole secret, in lower-case hexadecimal digits; empty where only a certificate gives this id."""
+    """The digest of the whole secret, in lower-case hexadecimal digits; empty if only a certificate gives
+    this id.
+    """
     roles: frozenset[Role] = frozenset({Role.INFER})
     requests_per_minute: int | None = None
     tokens_per_minute: int | None = None
-    """Of prompts and outputs together."""
+    """Tokens of prompts and outputs together."""
     max_parallel_requests: int | None = None
     models: tuple[str, ...] = ()
-    """Served models that it may use; empty: all."""
+    """The served models that the key may use; empty means all."""
     expires: datetime | None = None
-    """From this moment on it is refused; always with a time zone."""
+    """The moment from which on the key is refused; it always has a time zone."""
     revoked: bool = False
     certificates: tuple[str, ...] = ()
-    """Names (subject's CN, or SAN) of client certificates that stand for this id."""
+    """Names (the subject's CN, or a SAN) of client certificates that stand for this id."""
     private_cache: bool = False
-    """Shares no cached prefixes with other ids."""
+    """Whether the key shares no cached prefixes with other ids."""
 
 
 _FIELDS = frozenset(KeyEntry.__dataclass_fields__)
 
 
 def is_key_id(text: str) -> bool:
-    """Whether it obeys ID_RULE."""
+    """Whether the text follows ID_RULE."""
     return _ID.fullmatch(text) is not None
 
 
 def parse_time(text: str) -> datetime:
-    """A moment as RFC 3339 writes it, e.g. 2027-01-31T00:00:00Z. ValueError for anything else, such as a time
-    without a zone.
+    """Parse a time in the form of RFC 3339, such as 2027-01-31T00:00:00Z. Raises ValueError for anything
+    else, such as a time without a zone.
     """
     if not _TIME.fullmatch(text):
         raise ValueError(f"must be a time with its zone, as 2027-01-31T00:00:00Z, not {text!r}")
@@ -78,7 +83,9 @@ def parse_time(text: str) -> datetime:
 
 
 def parse_keys(text: str) -> tuple[KeyEntry, ...]:
-    """The entries of a file. ConfigError with every problem, each under the name of its entry."""
+    """Parse the text of a file to its entries. Raises ConfigError with every problem, each with the name of
+    its entry.
+    """
     try:
         content = json.loads(text, object_pairs_hook=_object)
     except (ValueError, RecursionError) as error:
@@ -109,12 +116,14 @@ def parse_keys(text: str) -> tuple[KeyEntry, ...]:
 
 
 def format_keys(entries: Iterable[KeyEntry]) -> str:
-    """The text of a file with these entries, which `parse_keys` reads back to the same."""
+    """The text of a file with these entries. `parse_keys` reads it back to equal entries."""
     return json.dumps({"version": VERSION, "keys": [_fields(entry) for entry in entries]}, indent=2) + "\n"
 
 
 def _object(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
-    """Python would keep the last of two equal names: whoever wrote the first would believe it counts."""
+    """Refuse an object that has one name twice: Python would keep the last value, and the author may believe
+    in the first.
+    """
     made = dict(pairs)
     if len(made) < len(pairs):
         names = [name for name, _ in pairs]
@@ -129,9 +138,9 @@ def _place(index: int, fields: object) -> str:
 
 
 def _entry(fields: object, problems: list[str]) -> KeyEntry | None:
-    """None if there are problems."""
+    """Convert one entry. Adds to `problems` and returns None if anything is wrong."""
     if not isinstance(fields, dict):
-        problems.append("must be an object")
+        problems.append("must be a JSON object")
         return None
     problems += [f"unknown field {name!r}" for name in fields if name not in _FIELDS]
     name = fields.get("id")
@@ -179,10 +188,10 @@ def _names(fields: dict[str, Any], field: str, problems: list[str]) -> tuple[str
     if not isinstance(given, list) or not all(
         isinstance(name, str) and 0 < len(name) <= MAX_NAME_CHARS for name in given
     ):
-        problems.append(f"{field}: must be a list of texts of 1 to {MAX_NAME_CHARS} characters")
+        problems.append(f"{field}: must be a list of strings of 1 to {MAX_NAME_CHARS} characters")
         return ()
     if len(set(given)) < len(given):
-        problems.append(f"{field}: names one twice")
+        problems.append(f"{field}: has the same name twice")
     return tuple(given)
 
 
@@ -216,7 +225,7 @@ def _flag(fields: dict[str, Any], field: str, problems: list[str]) -> bool:
 
 
 def _shared(entries: Sequence[KeyEntry]) -> list[str]:
-    """What must stand in one entry only and stands in two."""
+    """Find values that must be unique and stand in two entries."""
     problems: list[str] = []
     owners: dict[tuple[str, str], str] = {}
     for entry in entries:
@@ -235,7 +244,7 @@ def _shared(entries: Sequence[KeyEntry]) -> list[str]:
 
 
 def _fields(entry: KeyEntry) -> dict[str, Any]:
-    """What differs from the default, and the roles."""
+    """The fields of an entry that differ from their defaults, and its roles."""
     fields: dict[str, Any] = {"id": entry.id}
     if entry.sha256:
         fields["sha256"] = entry.sha256

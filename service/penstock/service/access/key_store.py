@@ -1,4 +1,6 @@
-"""The file of keys on disk: read with a look at who else may read it, changed whole or not at all."""
+"""The file of keys on disk: reads it, checks who else may read it, and changes it as a whole or
+not at all.
+"""
 
 from __future__ import annotations
 
@@ -21,19 +23,23 @@ Change = Callable[[tuple[KeyEntry, ...]], Sequence[KeyEntry]]
 
 
 def new_secret(key_id: str) -> str:
-    """256 random bits behind a prefix that scanners for leaked secrets, and people, can tell apart."""
+    """Make a key of 256 random bits. Its prefix lets people, and scanners for leaked secrets,
+    recognize it.
+    """
     return f"psk_{key_id}_{secrets.token_urlsafe(SECRET_BYTES)}"
 
 
 def digest_of(secret: str) -> str:
-    """What the file keeps of a secret; `key_file` says why no more is needed."""
+    """The digest of a secret, which is all that the file keeps; `key_file` says why that is enough."""
     return hashlib.sha256(secret.encode()).hexdigest()
 
 
 def read_keys(path: Path) -> tuple[KeyEntry, ...]:
-    """The file's entries. ConfigError, which names the file, where it cannot be read or is not right."""
+    """Read the file's entries. Raises ConfigError, which names the file, if it cannot be read or is not
+    right.
+    """
     try:
-        # Without O_NONBLOCK, to open a FIFO would wait for a writer, maybe for ever.
+        # Without O_NONBLOCK opening a FIFO would wait for a writer, maybe for ever.
         with os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:
             if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
                 raise ConfigError(f"keys: {path} is no regular file")
@@ -51,13 +57,13 @@ def read_keys(path: Path) -> tuple[KeyEntry, ...]:
 
 
 def exposed(path: Path) -> str:
-    """What is wrong with who may read or write the file, in words; empty if nothing is.
+    """Say what is wrong with who may read or write the file; return an empty text if nothing is.
 
-    A group that may read it is fine: that is how containers are given secrets.
+    A group may read it, because that is how containers are given secrets.
     """
     try:
         mode = stat.S_IMODE(path.stat().st_mode)
-    except OSError:  # it is gone, and with it the question
+    except OSError:  # the file is gone
         return ""
     if mode & (stat.S_IWGRP | stat.S_IWOTH):
         return f"{path} can be written by others (mode {mode:04o}), who can let themselves in: chmod 600"
@@ -67,22 +73,22 @@ def exposed(path: Path) -> str:
 
 
 def change_keys(path: Path, change: Change) -> None:
-    """Replace the file's entries by what `change` makes of them; a file that is missing has none.
+    """Replace the file's entries by what `change` returns for them; a missing file has none.
 
-    Readers find the old file or the new one, whole, also after a crash. Two changes at once are made one
-    after the other. ConfigError where the file is not right or cannot be written, or where those who may read
-    it now, such as the server, could not read the new one.
+    Readers see the old file or the new one, never a part, even after a crash. Two changes at once are made
+    one after the other. Raises ConfigError if the file is not right or cannot be written, or if somebody who
+    may read it now, such as the server, could not read the new one.
     """
-    path = path.resolve()  # a link stays one
+    path = path.resolve()  # a symbolic link is kept
     try:
-        # Before the lock is made: one of another user would keep the owner out.
+        # Checked before the lock is made: a lock that belongs to another user would keep the owner out.
         if path.exists() and os.geteuid() not in (0, owner := path.stat().st_uid):
             raise _strangers(path, owner)
-        # The lock is a file of its own: the one with the keys is another one after each change.
+        # The lock is a separate file, because the file of keys is a new file after each change.
         with path.with_name(path.name + ".lock").open("a") as lock:
             os.chmod(lock.fileno(), 0o600)
             if path.exists():
-                with contextlib.suppress(OSError):  # it only spares the owner a refusal
+                with contextlib.suppress(OSError):  # this only saves the owner a refusal
                     os.fchown(lock.fileno(), path.stat().st_uid, -1)
             fcntl.flock(lock, fcntl.LOCK_EX)
             _replace(path, format_keys(change(read_keys(path) if path.exists() else ())))
@@ -106,17 +112,18 @@ def _replace(path: Path, text: str) -> None:
         raise
     folder = os.open(path.parent, os.O_RDONLY)
     try:
-        os.fsync(folder)  # the new name, too, must outlive a crash
+        os.fsync(folder)  # the new name, too, must survive a crash
     finally:
         os.close(folder)
 
 
 def _keep_access(path: Path, handle: int) -> None:
-    """Owner, group and mode stay: the server may run as another user than who adds keys, and then reads the
-    file as a member of its group or as anybody. A mode that lets in too many is told by `exposed`.
+    """Give the new file the owner, group and mode of the old one: the server may run as another user than the
+    person who adds keys, and then reads the file as a member of its group or as anybody. `exposed` warns of a
+    mode that is too open.
 
-    ConfigError where they cannot stay. A server that cannot read the file keeps the keys it has, so a key
-    would be called revoked and be good all the same.
+    Raises ConfigError if that is not possible. A server that cannot read the file keeps the keys it has, so a
+    revoked key would still work.
     """
     before = path.stat()
     mode = stat.S_IMODE(before.st_mode) & 0o777

@@ -1,4 +1,6 @@
-"""Whose key or certificate it is: the entries of one file, indexed. Frozen; a reload makes another one."""
+"""Finds the entry of a key or a certificate: the entries of one file, indexed. A reload makes a
+new keyring.
+"""
 
 from __future__ import annotations
 
@@ -16,14 +18,14 @@ _NOBODY = bytes(32)
 
 @dataclass(frozen=True, slots=True)
 class Keyring:
-    """Entries by the digest of their secret and by the names of their certificates."""
+    """Entries by the digest of their secret, and by the names of their certificates."""
 
     by_digest: Mapping[bytes, KeyEntry]
     by_certificate: Mapping[str, KeyEntry]
 
     @classmethod
     def of(cls, entries: Iterable[KeyEntry]) -> Keyring:
-        """Entries as `key_file.parse_keys` gives them: no two share a digest or a name."""
+        """Index entries from `key_file.parse_keys`, where no two share a digest or a name."""
         entries = tuple(entries)
         return cls(
             {bytes.fromhex(entry.sha256): entry for entry in entries if entry.sha256},
@@ -33,10 +35,10 @@ class Keyring:
     def of_secret(self, secret: str, now: datetime) -> KeyEntry:
         """The entry of a key that may be used now. Raises Unauthenticated or KeyExpired.
 
-        The look-up takes a time that depends on the digest of what was sent, and on digests that are stored.
-        That helps nobody to guess: who learns, by timing, that the first bytes of a stored digest are these
-        cannot make a secret with such a digest, other than by trying out SHA-256, and would still need all
-        256 bits of it. The comparison that decides is of whole digests, in constant time.
+        The time of the look-up depends on the digest of what was sent, and on the stored digests. That helps
+        nobody to guess a key: somebody who learns, from the timing, the first bytes of a stored digest can
+        find a secret with such a digest only by trying out SHA-256, and would still need all 256 bits of it.
+        The comparison that decides is of whole digests, in constant time.
         """
         digest = hashlib.sha256(secret.encode("utf-8", "surrogatepass")).digest()
         entry = self.by_digest.get(digest)
@@ -46,8 +48,8 @@ class Keyring:
         return _valid(entry, now)
 
     def of_certificate(self, names: Iterable[str], now: datetime) -> KeyEntry:
-        """The entry of the first of these names that stands for one, if it may be used now. The names are
-        those of a certificate that TLS has verified. Raises as `of_secret`.
+        """The entry that the first known one of these names stands for, if it may be used now. The names are
+        those of a certificate that TLS has verified. Raises Unauthenticated or KeyExpired.
         """
         for name in names:
             entry = self.by_certificate.get(name)
@@ -57,7 +59,7 @@ class Keyring:
 
 
 def _valid(entry: KeyEntry, now: datetime) -> KeyEntry:
-    if entry.revoked:  # in the same words as an unknown one
+    if entry.revoked:  # worded as for an unknown key, so that it tells nothing about the key
         raise Unauthenticated("the key is not known here, or was revoked")
     if entry.expires is not None and now >= entry.expires:
         raise KeyExpired(entry.id, entry.expires)
@@ -65,5 +67,5 @@ def _valid(entry: KeyEntry, now: datetime) -> KeyEntry:
 
 
 def utc_now() -> datetime:
-    """The clock that expiry goes by."""
+    """The current time, which decides whether a key has expired."""
     return datetime.now(UTC)

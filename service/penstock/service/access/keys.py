@@ -1,4 +1,4 @@
-"""The file of keys of one running server: read at its start, and again when it is told to."""
+"""The keys of a running server: reads their file at the start, and again when it is told to."""
 
 from __future__ import annotations
 
@@ -23,7 +23,9 @@ class Keys:
     """Keeps an authenticator up to date with a file. Used on the event loop only."""
 
     def __init__(self, file: Path, *, clock: Clock = time.monotonic) -> None:
-        """Raises ConfigError where the file cannot be used. `clock`: what rates go by, in s."""
+        """Read the file. Raises ConfigError if it cannot be used. `clock` gives the seconds that rates are
+        measured by.
+        """
         self._file = file
         entries = read_keys(file)
         self.authenticator = Authenticator(entries, clock=clock)
@@ -31,13 +33,15 @@ class Keys:
         self._tell(entries)
 
     async def reload(self) -> None:
-        """Read the file again. One that cannot be used changes nothing, and one line of the log says why."""
-        async with self._turn:  # else an older reading might count last
+        """Read the file again. A file that cannot be used changes nothing, and one line in the
+        log says why.
+        """
+        async with self._turn:  # one at a time, so that an older content cannot replace a newer one
             try:
                 entries = await in_thread(lambda: read_keys(self._file))
-            except Exception as error:  # noqa: BLE001 -- whatever it is, the server goes on with what it has
+            except Exception as error:  # noqa: BLE001 -- the server must go on with the keys it has
                 log.error(
-                    "the keys were not read again, those before them stay: %s",
+                    "the keys could not be read again, so the server keeps those it has: %s",
                     error if isinstance(error, ConfigError) else repr(error),
                 )
                 return
@@ -47,8 +51,8 @@ class Keys:
     def _tell(self, entries: Sequence[KeyEntry]) -> None:
         now = utc_now()
         valid = sum(not (e.revoked or (e.expires is not None and now >= e.expires)) for e in entries)
-        log.info("keys: %s has %d, of which %d are valid", self._file, len(entries), valid)
+        log.info("keys: %s has %d keys, of which %d are valid", self._file, len(entries), valid)
         if not valid:
-            log.warning("keys: no caller can use the server: add one with `penstock keys add`")
+            log.warning("keys: no caller can use the server; add a key with `penstock keys add`")
         if warning := exposed(self._file):
             log.warning("keys: %s", warning)

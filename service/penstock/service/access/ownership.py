@@ -1,11 +1,11 @@
-"""Whose a request is, in the id under which the engine knows it.
+"""The engine's id of a request, which holds the id of the caller that the request belongs to.
 
-Callers choose ids without asking each other, so the engine is given the caller's id with each: two callers
-may use the same id at the same time, and neither learns that the other does. What callers see, in replies,
-errors and traces, is what they sent.
+Callers choose ids without knowing of each other. The engine is given the caller's id with each, so that two
+callers may use the same id at the same time, and neither learns that the other does. In replies, errors and
+traces callers see the id that they sent.
 
-An id of a caller that has no id itself, on a server without keys, stays as it is, unless it begins as those
-made here do. So no two pairs of caller and id become one.
+On a server without keys callers have no id. Their request ids stay as they are, unless they begin with the
+mark used here. So no two pairs of caller and request id become the same engine's id.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from __future__ import annotations
 from penstock.runtime.requests.fanout import request_id_of
 
 _MARK = "\x01"
-"""Stands in no id of a key; in a request's id it may."""
+"""This character occurs in no id of a key, but it may occur in a request's id."""
 
 
 def engine_id(owner: str, request_id: str) -> str:
-    """What the engine calls the request `request_id` of the caller `owner`. With the beginning of an id it
-    gives the beginning of what the engine calls it; with nothing, what all of this caller's begin with.
+    """The engine's id of the request `request_id` of the caller `owner`. For the beginning of a request id it
+    gives the beginning of the engine's id, and for an empty one what all of this caller's ids begin with.
     """
     if owner or request_id.startswith(_MARK):
         return f"{_MARK}{owner}{_MARK}{request_id}"
@@ -26,17 +26,19 @@ def engine_id(owner: str, request_id: str) -> str:
 
 
 def owner_of(engine_id: str) -> str:
-    """The id of the caller; empty for one without."""
+    """The id of the caller that the request belongs to; empty if the caller has none."""
     return engine_id[1:].partition(_MARK)[0] if engine_id.startswith(_MARK) else ""
 
 
 def own_id(engine_id: str) -> str:
-    """The request's id as its caller sent it, of any of its outputs."""
+    """The request's id as its caller sent it, from the engine's id of the request or of one of
+    its outputs.
+    """
     request_id = request_id_of(engine_id)
     return request_id[1:].partition(_MARK)[2] if request_id.startswith(_MARK) else request_id
 
 
 def told_id(engine_id: str) -> str:
-    """For logs: 'r', or 'r' of 'alice'."""
+    """The id as it is written to the log: 'r', or 'r' of 'alice'."""
     owner = owner_of(engine_id)
     return f"{own_id(engine_id)!r} of {owner!r}" if owner else repr(own_id(engine_id))

@@ -1,12 +1,11 @@
-"""How fast and how much at once one caller may: token buckets and a count, without a clock of their own.
+"""Limits how fast, and how much at once, one caller may use the server: token buckets and a count.
 
-A bucket holds what a minute allows and is filled evenly, so a caller that was away for a minute may use a
-minute's worth at once, and in the long run nobody gets more than the rate. A request costs one of the bucket
-of requests when it comes. Tokens are only known as they are made: a request begins if the bucket of tokens
-holds any, and what it then uses is taken out as it is used, also below zero. Nothing that runs is cut off,
-and the next request waits until the debt is paid, so the average is exact. All requests that begin while the
-bucket holds something may overdraw it together, each by all that it uses; only max_parallel_requests bounds
-how many those are.
+A bucket holds what a minute allows and is filled evenly. So a caller that was away for a minute may use a
+minute's worth at once, and in the long run no caller gets more than its rate. A request takes one from the
+bucket of requests when it comes. Tokens are known only as they are generated: a request begins if the bucket
+of tokens holds any, and takes out its tokens as they are used, even below zero. A running request is never
+cut off; the next request waits until the debt is paid, so the average is exact. All requests that begin while
+the bucket holds something may overdraw it together; only max_parallel_requests bounds how many those are.
 """
 
 from __future__ import annotations
@@ -21,11 +20,13 @@ from penstock.service.limits.pace import Pace
 
 Clock = Callable[[], float]
 _ENOUGH = 0.99
-"""Of one request or token: whoever waits as long as `wait_s` says finds it, whatever was rounded."""
+"""Slightly less than one request or token, so that a caller that waits exactly `wait_s` is not refused
+because of rounding.
+"""
 
 
 class TokenBucket:
-    """What is left of a rate. Not thread-safe: all of it is used on the event loop."""
+    """What is left of a rate. Used on the event loop only."""
 
     def __init__(self, per_minute: int, clock: Clock) -> None:
         self.per_minute = per_minute
@@ -34,7 +35,7 @@ class TokenBucket:
         self._filled_at = clock()
 
     def level(self) -> float:
-        """What may be taken now; below 0: debt."""
+        """What may be taken now; below 0 it is a debt."""
         now = self._clock()
         gained = (now - self._filled_at) * self.per_minute / 60.0
         self._level = min(self._level + gained, float(self.per_minute))
@@ -42,16 +43,16 @@ class TokenBucket:
         return self._level
 
     def wait_s(self) -> float:
-        """In how many seconds there will be one to take; 0 if there is one."""
+        """Seconds until one may be taken; 0 if one may be taken now."""
         level = self.level()
         return 0.0 if level >= _ENOUGH else (1.0 - level) * 60.0 / self.per_minute
 
     def take(self, count: int) -> None:
-        """Whatever the level is."""
+        """Take `count`, whatever the level is."""
         self._level = self.level() - count
 
     def change_rate(self, per_minute: int) -> None:
-        """From now on. What was used of the old rate is taken from the new one."""
+        """Use another rate from now on. What was used of the old rate is taken from the new one."""
         used = self.per_minute - self.level()
         self.per_minute = per_minute
         self._level = per_minute - used
@@ -59,7 +60,7 @@ class TokenBucket:
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """What one caller may; None: any."""
+    """The limits of one caller; None means no limit."""
 
     requests_per_minute: int | None = None
     tokens_per_minute: int | None = None
@@ -67,7 +68,7 @@ class Rates:
 
 
 class Account:
-    """What one caller has used. It outlives reloads of the file of keys."""
+    """What one caller has used. It survives reloads of the file of keys."""
 
     def __init__(self, rates: Rates, clock: Clock = time.monotonic) -> None:
         self._clock = clock
@@ -79,11 +80,11 @@ class Account:
 
     @property
     def num_running(self) -> int:
-        """Requests that were admitted and have not left."""
+        """How many admitted requests have not ended."""
         return self._pace.active
 
     def change(self, rates: Rates) -> None:
-        """Other limits from now on."""
+        """Use other limits from now on."""
         self._requests = self._changed(self._requests, rates.requests_per_minute)
         self._tokens = self._changed(self._tokens, rates.tokens_per_minute)
         self._max_parallel = rates.max_parallel_requests
@@ -98,8 +99,8 @@ class Account:
         return bucket
 
     def admit(self) -> None:
-        """One more request, which must `leave` when it ends. Raises Busy, or RateLimited with the time after
-        which there will be room; then nothing is counted.
+        """Count one more request; `leave` must be called when it ends. Raises Busy, or RateLimited with the
+        time until there is room; nothing is counted then.
         """
         most = self._max_parallel
         if most is not None and self.num_running >= most:
@@ -109,17 +110,17 @@ class Account:
             for name, bucket in (("requests_per_minute", self._requests), ("tokens_per_minute", self._tokens))
             if bucket is not None and (wait_s := bucket.wait_s()) > 0.0
         ]
-        if short:  # whoever waits for the longer wait finds room in both
+        if short:  # after the longer time there is room in both buckets
             raise max(short, key=lambda error: error.retry_after_s)
         if self._requests is not None:
             self._requests.take(1)
         self._pace.entered()
 
     def leave(self) -> None:
-        """A request that was admitted has ended."""
+        """Count an admitted request as ended."""
         self._pace.left()
 
     def use_tokens(self, count: int) -> None:
-        """So many tokens, of a prompt or an output, were used."""
+        """Count `count` tokens of a prompt or an output as used."""
         if self._tokens is not None and count:
             self._tokens.take(count)

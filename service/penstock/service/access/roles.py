@@ -1,4 +1,4 @@
-"""Which RPC is whose, in one table. A test walks the contract: an RPC that has no rule here fails it."""
+"""The table of which RPC needs which role. A test fails for an RPC of the contract that is not in it."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ _CONTROL = "penstock.v1.ControlService"
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """What an RPC asks of its caller."""
+    """What an RPC demands of its caller."""
 
     role: Role
-    """The one that is needed; CONTROL may do all."""
+    """The role that the caller needs; CONTROL may call everything."""
     counts: bool = False
-    """Whether it is one of the requests that a key's rates limit. Those that cost next to nothing are not:
-    a caller at its limit may still look at the load, and abort what it has.
+    """Whether the RPC counts against a key's rates. RPCs that cost next to nothing do not: a caller at its
+    limit may still look at the load, and abort its requests.
     """
 
 
 RULES: Mapping[str, Rule] = {
     f"{_INFERENCE}/Generate": Rule(Role.INFER, counts=True),
     f"{_INFERENCE}/Stream": Rule(Role.INFER, counts=True),
-    f"{_INFERENCE}/Abort": Rule(Role.INFER),  # its own requests; those of others only with CONTROL
+    f"{_INFERENCE}/Abort": Rule(Role.INFER),  # the caller's own requests; others' only with CONTROL
     f"{_INFERENCE}/UpdateWeights": Rule(Role.CONTROL),
     f"{_CONTROL}/GetModelInfo": Rule(Role.INFER),
     f"{_CONTROL}/GetServerInfo": Rule(Role.INFER),
@@ -40,16 +40,16 @@ RULES: Mapping[str, Rule] = {
     f"{_CONTROL}/DiscardWeights": Rule(Role.CONTROL),
     f"{_CONTROL}/FlushCache": Rule(Role.CONTROL),
 }
-"""Method, as "penstock.v1.Service/Method", to its rule."""
+"""From a method, such as "penstock.v1.Service/Method", to its rule."""
 
 
 def rule_of(method: str) -> Rule:
-    """One that is not in the table needs CONTROL."""
+    """The rule of a method; one that is not in the table needs CONTROL."""
     return RULES.get(method, Rule(Role.CONTROL))
 
 
 def check_role(caller: Caller, method: str) -> None:
-    """Raises Forbidden unless the caller has the role that the method needs."""
+    """Raise Forbidden unless the caller has the role that the method needs."""
     role = rule_of(method).role
     if role not in caller.roles and not caller.controls:
         name = method.rpartition("/")[2]
@@ -57,6 +57,6 @@ def check_role(caller: Caller, method: str) -> None:
 
 
 def check_model(caller: Caller, served: str) -> None:
-    """Raises Forbidden where the caller's key is for other models than the one that is served here."""
+    """Raise Forbidden if the caller's key is limited to other models than the served one."""
     if caller.models and served not in caller.models:
-        raise Forbidden(f"the key {caller.id!r} is not for the model that is served here")
+        raise Forbidden(f"the key {caller.id!r} does not allow the model that is served here")

@@ -1,8 +1,8 @@
-"""grpc.health.v1: whether services answer, to who asks once and to who watches.
+"""The service grpc.health.v1: tells whether services take requests, to clients that ask once and to watchers.
 
-No peer can hold this up. A status is set without waiting for anybody, a write to a watcher happens outside
-of any lock, and a watcher that does not read is given up after a while. Whoever may connect may ask: the
-probes of an orchestrator cannot carry a key.
+No peer can block it. A status is set without waiting for anybody, a message to a watcher is sent outside of
+any lock, and a watcher that does not read is given up after a while. Everybody who can connect may ask,
+because the probes of an orchestrator cannot carry a key.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ Response = health_pb2.HealthCheckResponse
 SERVICE_NAME: str = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
 MAX_WATCHERS = 1000
 WRITE_LIMIT_S = 20.0
-"""How long a status may wait for a watcher to read it."""
+"""Seconds that a status may wait until a watcher reads it."""
 
 
 class Health(health_pb2_grpc.HealthServicer):
-    """All methods must be called on the server's event loop."""
+    """The servicer. All its methods must be called on the server's event loop."""
 
     def __init__(self, *, max_watchers: int = MAX_WATCHERS, write_limit_s: float = WRITE_LIMIT_S) -> None:
-        # One address, which needs no key, must not have all of them.
+        # Health needs no key, so one address may not have all places.
         self._gate = Gate("max_watchers", max_watchers, time.monotonic, per_address=(max_watchers + 1) // 2)
         self._write_limit_s = write_limit_s
         self._statuses: dict[str, int] = {}
@@ -37,19 +37,21 @@ class Health(health_pb2_grpc.HealthServicer):
         self._closed = False
 
     def set(self, *services: str, serving: bool) -> None:
-        """Say this of the services from now on; watchers are told as fast as each of them reads."""
+        """Set the status of these services. Watchers get it as fast as each of them reads."""
         status = Response.SERVING if serving else Response.NOT_SERVING
         self._statuses.update(dict.fromkeys(services, status))
         self._wake()
 
     def close(self) -> None:
-        """Watches end, each once it has told the last status; new ones tell it and end at once."""
+        """End all watches, each after it has sent the last status. Later watches send one status and end at
+        once.
+        """
         self._closed = True
         self._wake()
 
     @property
     def num_watchers(self) -> int:
-        """Of those that have not ended."""
+        """How many watches have not ended."""
         return len(self._watchers)
 
     def _wake(self) -> None:
@@ -57,25 +59,26 @@ class Health(health_pb2_grpc.HealthServicer):
             changed.set()
 
     async def Check(self, request: Request, context: Any) -> Response:
-        """The status of one service; raises UnknownService."""
+        """Return the status of one service. Raises UnknownService."""
         status = self._statuses.get(request.service)
         if status is None:
             raise UnknownService(request.service)
         return Response(status=status)
 
     async def List(self, request: Any, context: Any) -> Any:
-        """The status of every service."""
+        """Return the status of every service."""
         listed: Any = vars(health_pb2)["HealthListResponse"]
         return listed(statuses={name: Response(status=status) for name, status in self._statuses.items()})
 
     async def Watch(self, request: Request, context: Any) -> None:
-        """The status of one service, and each one that it turns to; what came in between may be skipped.
-        Raises Busy and StalledReader.
+        """Send the status of one service now and whenever it changes. A status that changes again before the
+        watcher reads may be skipped. Raises Busy and StalledReader.
         """
         changed = asyncio.Event()
         leave = self._gate.enter(context.peer())
         try:
-            # Apart, which no window holds up: with a write that was given up they would keep the status back.
+            # The initial metadata are sent by themselves, because no flow control holds them up. If they went
+            # with a first message that is given up, they would hold the status back, too.
             await context.send_initial_metadata(())
             self._watchers.add(changed)
             reads = await self._tell(request.service, changed, context)
@@ -86,13 +89,13 @@ class Health(health_pb2_grpc.HealthServicer):
             raise StalledReader(self._write_limit_s)
 
     async def _tell(self, service: str, changed: asyncio.Event, context: Any) -> bool:
-        """Until the end; false where the watcher does not read."""
+        """Send statuses until `close`. Returns false if the watcher does not read."""
         told: int | None = None
         while True:
             changed.clear()
             status = self._statuses.get(service, Response.SERVICE_UNKNOWN)
             if status != told:
-                # Meanwhile the status may turn: then the next round sees it.
+                # The status may change while this waits; the next round sees it.
                 try:
                     async with asyncio.timeout(self._write_limit_s):
                         await context.write(Response(status=status))
@@ -106,22 +109,22 @@ class Health(health_pb2_grpc.HealthServicer):
 
 
 class Readiness:
-    """Says SERVING of some services while nothing speaks against it."""
+    """Reports services as SERVING unless there is a reason against it."""
 
     def __init__(self, health: Health, services: Sequence[str], against: str) -> None:
-        """`against`: what speaks against it at first."""
+        """`against` is the first reason against SERVING."""
         self._health = health
         self._services = services
         self._against = {against}
         self._say()
 
     def refuse(self, reason: str) -> None:
-        """From now on this speaks against it."""
+        """Add a reason against SERVING."""
         self._against.add(reason)
         self._say()
 
     def allow(self, reason: str) -> None:
-        """This no longer does."""
+        """Remove a reason against SERVING."""
         self._against.discard(reason)
         self._say()
 

@@ -1,8 +1,7 @@
-"""Servicers that come after the server has started.
+"""Servicers that are bound after the server has started.
 
-gRPC wants to know all methods before it starts, but those of the contract need an engine, and the server
-answers health checks long before there is one. So gRPC gets a stand-in that looks for the servicer in each
-call.
+gRPC must know all methods before it starts. The contract's methods need an engine, and the server answers
+health checks long before it has one. So gRPC gets a stand-in that looks for the servicer at each call.
 """
 
 from __future__ import annotations
@@ -16,10 +15,10 @@ from penstock.runtime.errors import NotReady
 
 
 class LateServicer:
-    """Has the methods of a service, which raise NotReady until the servicer is there.
+    """Has the methods of a service, which raise NotReady until a servicer is bound.
 
-    Each is a plain function that returns what the servicer's method returns, a coroutine or an async
-    generator. So it must be called inside of an interceptor that awaits either.
+    Each method is a plain function that returns what the servicer's method returns: a coroutine or an async
+    generator. It must be called inside an interceptor that handles either.
     """
 
     def __init__(self, service: ServiceDescriptor) -> None:
@@ -28,7 +27,7 @@ class LateServicer:
             setattr(self, method.name, functools.partial(self._call, method.name))
 
     def bind(self, servicer: Any) -> None:
-        """From now on calls go there."""
+        """Pass calls to this servicer from now on."""
         self._servicer = servicer
 
     def _call(self, method: str, request: Any, context: Any) -> Any:

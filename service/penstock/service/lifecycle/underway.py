@@ -1,4 +1,4 @@
-"""What of the RPCs is under way, for whoever is to end the server and wants to cut off nobody."""
+"""Keeps track of the RPCs that are under way, so that the server can stop without cutting any of them off."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ _LATE_S = 0.02
 
 
 class Calls(grpc.aio.ServerInterceptor):
-    """How many RPCs have begun, which of the contract's have not ended, and which of these are still on their
-    way to the engine. On the event loop only.
+    """Knows how many RPCs have begun, which RPCs of the contract have not ended, and which of those have not
+    reached the engine yet. Used on the event loop only.
     """
 
     def __init__(self) -> None:
@@ -39,23 +39,23 @@ class Calls(grpc.aio.ServerInterceptor):
         return await continuation(handler_call_details)
 
     def begin(self) -> None:
-        """Wait in `wait_idle` for the RPC of this task, until its last byte has left. Raises Draining, which
-        it waits for as well, once `drain` was called.
+        """Make `wait_idle` wait for the RPC of this task until its last byte has left. Raises Draining if
+        `drain` was called; the RPC is waited for nevertheless.
         """
         self._num_running += 1
         self._idle.clear()
         task = asyncio.current_task()
         assert task is not None, "gRPC calls handlers in a task"
-        # Not with the call's context, which refers to its callbacks and they to it: the circle would keep a
-        # call from its end until Python looks for such.
+        # The callback is the task's and not the context's: the context refers to its callbacks and they to
+        # it, and this cycle would keep the call alive until a garbage collection.
         task.add_done_callback(self._end)
         if self._draining:
             raise Draining
 
     @contextlib.asynccontextmanager
     async def preparing(self) -> AsyncIterator[None]:
-        """What is awaited inside comes before the engine has the request: `drain` breaks it off, wherever it
-        waits, and then this raises Draining.
+        """Mark what is awaited inside as coming before the engine has the request. `drain` interrupts it,
+        wherever it waits, and then this raises Draining.
         """
         if self._draining:
             raise Draining
@@ -72,8 +72,8 @@ class Calls(grpc.aio.ServerInterceptor):
             self._preparing.discard(limit)
 
     def drain(self) -> None:
-        """From now on no RPC of the contract gets to the engine: those that are on their way there end as
-        Draining. What is with the engine goes on.
+        """From now on let no RPC of the contract reach the engine: those on their way there end with
+        Draining. RPCs whose requests are in the engine go on.
         """
         self._draining = True
         now = asyncio.get_running_loop().time()
@@ -86,17 +86,19 @@ class Calls(grpc.aio.ServerInterceptor):
             self._idle.set()
 
     async def wait_idle(self, timeout_s: float) -> bool:
-        """Wait until none is left, for so long; whether none is."""
+        """Wait until no RPC of the contract is left, for at most `timeout_s` seconds. Returns whether none
+        is.
+        """
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 await self._idle.wait()
         return self._idle.is_set()
 
     async def wait_settled(self) -> None:
-        """Wait until no RPC has begun for a moment, but not for long where they keep coming.
+        """Wait until no RPC has begun for a moment, but not for long if they keep coming.
 
-        gRPC hands RPCs over one by one. Those that it still has when it is stopped end as a bare CANCELLED,
-        which tells a client nothing, and which none sends again.
+        gRPC hands RPCs over one by one. Those that it has not handed over when it is stopped end with a bare
+        CANCELLED, which clients do not retry.
         """
         now = asyncio.get_running_loop().time
         ends_s = now() + _SETTLE_S
@@ -104,7 +106,7 @@ class Calls(grpc.aio.ServerInterceptor):
             num_begun, wakes_s = self._num_begun, now() + _MOMENT_S
             await asyncio.sleep(_MOMENT_S)
             is_late = now() > wakes_s + _LATE_S  # on a busy machine a moment without RPCs says less
-            for _ in range(5):  # what was handed over meanwhile may begin now
+            for _ in range(5):  # RPCs that were handed over meanwhile may begin now
                 await asyncio.sleep(0)
             if num_begun == self._num_begun and not is_late:
                 return

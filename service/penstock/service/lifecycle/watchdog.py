@@ -1,12 +1,12 @@
-"""Notices that the engine's thread or the event loop hangs, says where, and that it moves again.
+"""Notices when the engine's thread or the event loop hangs, logs where, and notices when it moves again.
 
-It watches from a thread of its own and takes no lock of theirs. What it can do differs. While only the
-engine's thread hangs, health turns NOT_SERVING. While the event loop hangs health cannot answer at all, and
-that is what probes see; then it leaves a line in the log, with the place. Where a thread keeps Python's
-interpreter to itself, nothing of this runs either.
+It watches from a thread of its own, and takes none of their locks. While only the engine's thread hangs,
+health turns NOT_SERVING. While the event loop hangs, health cannot answer at all, and probes notice that; the
+watchdog then only logs where the loop hangs. If a thread does not release Python's interpreter, the watchdog
+cannot run either.
 
-A thread hangs if it has work and gets nothing of it done for the limit, which is therefore far above any
-step. Programs are compiled before the watch begins.
+A thread hangs if it has work and does none of it for the time limit, which is therefore far above the time of
+any step. Programs are compiled before the watch begins.
 """
 
 from __future__ import annotations
@@ -28,7 +28,9 @@ _LONGEST_PERIOD_S = 5.0
 
 
 class Stillness:
-    """Whether something that should move stands still. Times are in seconds of any clock."""
+    """Decides whether something that should make progress stands still. Times are in seconds, of
+    any clock.
+    """
 
     def __init__(self, limit_s: float, now_s: float) -> None:
         self._limit_s = limit_s
@@ -37,20 +39,20 @@ class Stillness:
         self._is_still = False
 
     def look(self, now_s: float, progress: int, should_move: bool) -> bool:
-        """True: it has had work and made no progress for longer than the limit."""
+        """Whether it has had work and made no progress for longer than the limit."""
         if progress != self._progress or not should_move:
             self._since_s, self._progress = now_s, progress
         self._is_still = now_s - self._since_s > self._limit_s
         return self._is_still
 
     def excuse(self, now_s: float) -> None:
-        """What was before does not count: nobody looked. What was found still has not moved by that."""
+        """Do not count the time so far, because nobody looked. What was found to stand still stays so."""
         if not self._is_still:
             self._since_s = now_s
 
 
 class Watchdog:
-    """Watches one engine and the event loop it is made on, from `start` to `stop`."""
+    """Watches one engine, and the event loop that it is made on, from `start` to `stop`."""
 
     def __init__(self, limit_s: float, pulse: Callable[[], Pulse], tell: Callable[[bool], None]) -> None:
         """`tell(hangs)` is called on the event loop when the engine's thread begins or ceases to hang."""
@@ -70,7 +72,7 @@ class Watchdog:
         threading.Thread(target=self._run, name="penstock-watchdog", daemon=True).start()
 
     def stop(self) -> None:
-        """Watch no more. Waits for nothing."""
+        """Stop watching. Waits for nothing."""
         self._stopped.set()
 
     def _run(self) -> None:
@@ -81,7 +83,7 @@ class Watchdog:
             now_s = time.monotonic()
             if (
                 now_s - looked_s > period_s + self._limit_s / 2
-            ):  # the whole process stood still, or the machine
+            ):  # the whole process, or the machine, stood still
                 engine.excuse(now_s)
                 loop.excuse(now_s)
             looked_s = now_s
@@ -90,12 +92,13 @@ class Watchdog:
 
     def _look_at_loop(self, stillness: Stillness, now_s: float) -> None:
         hangs = stillness.look(now_s, self._beats, should_move=True)
-        if self._asked == self._beats:  # it answered the last time; else the question still stands
+        # the loop has answered the last question; otherwise that question still waits
+        if self._asked == self._beats:
             self._asked += 1
             self._on_loop(self._beat)
         if hangs and not self._loop_hangs:
             log.error(
-                "the event loop has not run for %g s, so nothing is answered:\n%s",
+                "the event loop has not run for %g s, so the server answers nothing; it is at:\n%s",
                 self._limit_s,
                 stack_of(self._loop_thread),
             )
@@ -114,7 +117,8 @@ class Watchdog:
         self._engine_hangs = hangs
         if hangs:
             log.error(
-                "the engine's thread has work and did nothing for %g s, so health is NOT_SERVING:\n%s",
+                "the engine's thread has work and did nothing for %g s, so health is NOT_SERVING; "
+                "it is at:\n%s",
                 self._limit_s,
                 stack_of(pulse.thread_id),
             )
@@ -128,6 +132,6 @@ class Watchdog:
 
 
 def stack_of(thread_id: int | None) -> str:
-    """What a thread does now, the innermost call last."""
+    """What a thread is doing now, as a stack with the innermost call last."""
     frame = None if thread_id is None else sys._current_frames().get(thread_id)
     return "(there is no such thread)" if frame is None else "".join(traceback.format_stack(frame))

@@ -1,9 +1,9 @@
-"""Who may have an RPC under way: bounds on how many there are at once, of all and of each peer.
+"""Bounds how many RPCs go on at once: in all, from each address and from each connection.
 
-An RPC asks for its place as soon as its headers are here, before its message is received, and has it until
-its task ends: until the reply has left, or the client is gone, whatever happened in between. Whoever finds no
-place is refused as BUSY at once; nobody waits here. Kinds have places of their own, so that a server full of
-work can still be asked how it is and be told to abort.
+An RPC takes its place when its headers have arrived, before its message is received, and keeps it until its
+task ends: the reply has left, or the client is gone. An RPC that finds no place is refused as BUSY at once;
+none waits here. Each kind of RPC has places of its own, so that a server that is full of work can still be
+asked for its health and told to abort.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Clock = Callable[[], float]
 
 
 class Kind(enum.Enum):
-    """What an RPC is to the server; each kind has bounds of its own."""
+    """The kinds of RPC. Each has bounds of its own."""
 
     WORK = "rpcs"
     TOKENIZE = "tokenize_rpcs"
@@ -39,7 +39,9 @@ _TOKENIZE = frozenset({"Tokenize", "Detokenize"})
 
 
 def kind_of(method: str) -> Kind:
-    """Of a method such as "penstock.v1.InferenceService/Generate"; services that are not ours are work."""
+    """The kind of a method such as "penstock.v1.InferenceService/Generate"; methods of unknown services are
+    work.
+    """
     service, _, name = method.rpartition("/")
     if service.startswith("grpc.health."):
         return Kind.HEALTH
@@ -52,10 +54,11 @@ def kind_of(method: str) -> Kind:
 
 @lru_cache(maxsize=1024)
 def address_of(peer: str) -> str | None:
-    """Whose a connection is, by gRPC's name of it, such as "ipv4:10.0.0.1:1234" or "ipv6:%5B::1%5D:1234": the
-    IPv4 address, or the IPv6 network of 64 bits, since one host may have all addresses of that.
+    """The address that a connection is counted under, from gRPC's name of its peer, such as
+    "ipv4:10.0.0.1:1234" or "ipv6:%5B::1%5D:1234".
 
-    None for what has none, as a Unix socket, whose connections all have the same name.
+    It is the IPv4 address, or the IPv6 network of 64 bits, because one host may have all addresses of such a
+    network. None for a peer without an address, such as a Unix socket, whose connections all have one name.
     """
     scheme, _, rest = urllib.parse.unquote(peer).partition(":")
     if scheme not in ("ipv4", "ipv6"):
@@ -73,7 +76,7 @@ def address_of(peer: str) -> str | None:
 
 
 class Room:
-    """Places for so many at once; 0 is any number."""
+    """A bounded number of places; a bound of 0 means any number."""
 
     __slots__ = ("most", "name", "pace")
 
@@ -87,24 +90,26 @@ class Room:
 
 
 class PeerRooms:
-    """A room for each peer that has anything under way."""
+    """One room for each peer that has an RPC under way."""
 
     def __init__(self, name: str, most: int, clock: Clock) -> None:
         self._name, self._most, self._clock = name, most, clock
         self._rooms: dict[str, Room] = {}
 
     def of(self, peer: str | None) -> Room | None:
-        """The peer's room; None where it needs none."""
+        """The peer's room, or None if the peer is not bounded."""
         if not self._most or peer is None:
             return None
         return self._rooms.get(peer) or Room(self._name, self._most, self._clock)
 
     def keep(self, peer: str, room: Room) -> None:
-        """The room is in use."""
+        """Remember the room, because it is in use now."""
         self._rooms[peer] = room
 
     def drop_if_empty(self, peer: str, room: Room) -> None:
-        """Peers come and go; nothing stays of those that went."""
+        """Forget the room of a peer that has nothing under way any more, so that peers that went take no
+        memory.
+        """
         if not room.pace.active:
             self._rooms.pop(peer, None)
 
@@ -113,7 +118,7 @@ class PeerRooms:
 
 
 class Gate:
-    """The places of one kind: of all together, of each address and of each connection."""
+    """The places of one kind of RPC: in all, for each address and for each connection."""
 
     def __init__(
         self, name: str, most: int, clock: Clock, *, per_address: int, per_connection: int = 0
@@ -124,16 +129,16 @@ class Gate:
 
     @property
     def active(self) -> int:
-        """How many have a place."""
+        """How many RPCs have a place now."""
         return self._all.pace.active
 
     @property
     def num_peers(self) -> int:
-        """Addresses and connections that are known."""
+        """How many addresses and connections have a place now."""
         return len(self._addresses) + len(self._connections)
 
     def enter(self, peer: str) -> Callable[[], None]:
-        """Take a place; call what is returned, once, to give it back. Raises Busy."""
+        """Take a place and return the function that gives it back, to be called once. Raises Busy."""
         address = address_of(peer)
         connection = None if address is None else peer
         taken = [
@@ -141,7 +146,7 @@ class Gate:
             for peers, key in ((self._connections, connection), (self._addresses, address))
             if (room := peers.of(key)) is not None and key is not None
         ]
-        for _, _, room in taken:  # the narrowest first: it tells best who has too many
+        for _, _, room in taken:  # the narrowest bound first: its error says best which peer has too many
             room.check()
         self._all.check()
         self._all.pace.entered()
@@ -159,11 +164,13 @@ class Gate:
 
 
 class Admission:
-    """All places of one server. Used on the event loop only."""
+    """All gates of one server. Used on the event loop only."""
 
     def __init__(self, bounds: Bounds, clock: Clock = time.monotonic) -> None:
         def small(kind: Kind, most: int) -> Gate:
-            """One address must not have all of these, however few there are; a single one it may."""
+            """A gate of which one address may have half, so that it cannot take every place; it may always
+            have one.
+            """
             return Gate(f"max_{kind.value}", most, clock, per_address=(most + 1) // 2)
 
         work = Gate(
@@ -183,9 +190,8 @@ class Admission:
         }
 
     def enter(self, kind: Kind, peer: str) -> Callable[[], None]:
-        """Take the RPC's places; call what is returned, once, to give them back. Raises Busy.
-
-        `peer` is what gRPC calls the other end of the connection.
+        """Take the places that an RPC needs and return the function that gives them back, to be called once.
+        Raises Busy. `peer` is gRPC's name of the other end of the connection.
         """
         with contextlib.ExitStack() as taken:
             for gate in self._gates[kind]:
@@ -198,10 +204,10 @@ class Admission:
 
     @property
     def active_work(self) -> int:
-        """How many RPCs of the first kind, and of those that count as such, are under way."""
+        """How many RPCs of the kind WORK, including those of TOKENIZE, are under way."""
         return self.active(Kind.WORK)
 
     @property
     def num_peers(self) -> int:
-        """Addresses and connections with anything under way."""
+        """How many addresses and connections have an RPC under way."""
         return sum({gate: gate.num_peers for gates in self._gates.values() for gate in gates}.values())

@@ -1,4 +1,4 @@
-"""How many files the process may have open, of which every connection is one."""
+"""The limit on the files that the process may have open; every connection is one of them."""
 
 from __future__ import annotations
 
@@ -8,14 +8,16 @@ import resource
 log = logging.getLogger(__name__)
 
 FOR_OTHERS = 256
-"""Files that are no connections: weights, compiled programs, pipes to the processes that compile grammars."""
+"""Open files kept free for everything but connections: weights, compiled programs, pipes to the processes
+that compile grammars.
+"""
 MANY = 65_536
-"""For a server whose connections have no bound."""
+"""The limit for a server whose connections have no bound."""
 
 
 def raise_limit(wanted: int) -> None:
-    """Allow this process so many open files, or as many as the system lets it have: 1,024 is a common
-    default, from times when programs could not deal with more.
+    """Allow this process `wanted` open files, or as many as the system permits. A common default is only
+    1,024.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
@@ -24,10 +26,10 @@ def raise_limit(wanted: int) -> None:
 
 
 def connections(wanted: int, num_addresses: int = 1) -> int:
-    """Of each listening address: as many as wanted, or as many as leave some open files to the rest of the
-    process; 0 stays 0.
+    """How many connections each listening address may have: as many as `wanted`, or fewer, so that open files
+    are left for the rest of the process; 0 stays 0.
 
-    Without this the server would not only have no file for one connection more, but also none to work with.
+    Without this a server that is full of connections would have no file left to work with.
     """
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY:
@@ -36,7 +38,7 @@ def connections(wanted: int, num_addresses: int = 1) -> int:
     if wanted <= room:
         return wanted
     log.warning(
-        "at most %d connections of an address, not %d: the process may have %d files open (`ulimit -n`)",
+        "an address may have %d connections, not %d: the process may open only %d files; raise `ulimit -n`",
         room,
         wanted,
         soft,

@@ -1,4 +1,4 @@
-"""How fast work gets done, and when whoever was refused may honestly come back."""
+"""Measures how fast work gets done, and tells refused callers when it is worth trying again."""
 
 from __future__ import annotations
 
@@ -7,19 +7,20 @@ import time
 from collections.abc import Callable
 
 WINDOW_S = 30.0
-"""What ended longer ago than about this counts for little."""
+"""Ends that are older than about this many seconds count for little."""
 SHORTEST_S = 1.0
-"""A pace is not told from less time than this."""
+"""The shortest time, in seconds, that a rate is computed over."""
 UNKNOWN_S = 1.0
-"""When to come back while nothing has ended yet."""
+"""Seconds to wait while no work has ended yet."""
 MIN_RETRY_S, MAX_RETRY_S = 0.1, 60.0
 
 
 class Pace:
-    """Counts what is under way and how much of it ends per second, and tells the refused when to come back.
+    """Counts what is under way and how much of it ends per second, and tells refused callers when to come
+    back.
 
-    Only time with something under way counts: an idle night says nothing about the speed of the morning.
-    Older ends weigh less, by exp(-age / WINDOW_S). Not for use on several threads.
+    Only time with something under way counts, because an idle night says nothing about the speed of the
+    morning. Older ends weigh less, by exp(-age / WINDOW_S). Not for use on several threads.
     """
 
     __slots__ = ("_active", "_at", "_clock", "_ended", "_promised", "_span_s")
@@ -32,35 +33,35 @@ class Pace:
         self._ended = 0.0
         self._span_s = 0.0
         self._promised = self._at
-        """Until then every place that gets free is promised to somebody."""
+        """Until this time every place that becomes free is promised to a refused caller."""
 
     @property
     def active(self) -> int:
-        """How many are under way."""
+        """How much is under way."""
         return self._active
 
     def entered(self, count: int = 1) -> None:
-        """So many more are under way."""
+        """Count `count` more as under way."""
         self._advance()
         self._active += count
 
     def left(self, count: int = 1) -> None:
-        """So many came to an end, however they did."""
+        """Count `count` of them as ended, in whichever way they ended."""
         self._advance()
         self._active -= count
         self._ended += count
 
     def per_second(self) -> float | None:
-        """How many end per second; None where nothing ever did."""
+        """How many end per second, or None if none has ended yet."""
         self._advance()
         return self._ended / max(self._span_s, SHORTEST_S) if self._ended else None
 
     def retry_after_s(self, places: int = 1) -> float:
-        """In how many seconds so many places should be free for the caller who is refused now.
+        """In how many seconds `places` places should be free for a caller that is refused now.
 
-        Callers who are refused one after the other are told later and later times, so that they do not all
-        come back for the same place; but none later than when all that is under way now should have ended,
-        which keeps a flood of refusals from sending honest callers away for longer than that.
+        Callers that are refused one after the other get later and later times, so that they do not all come
+        back for the same place. None gets a time after all work that is under way now should have ended: a
+        flood of refusals must not send honest callers away for longer than that.
         """
         rate, now = self.per_second(), self._at
         if not rate:

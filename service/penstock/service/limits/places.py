@@ -1,7 +1,7 @@
-"""Places in the engine's queue, counted from when a request comes and not only from when the engine has it.
+"""Counts places in the engine's queue from the arrival of a request, before the engine has it.
 
-Between the two its prompt is tokenized and its grammar compiled. Without counting those, any number of
-requests could be in that state, and all but a queue's length of them would be refused after the work is done.
+Between the two the prompt is tokenized and the grammar compiled. Without counting requests in that state
+there could be any number of them, and most would be refused only after that work was done.
 """
 
 from __future__ import annotations
@@ -25,21 +25,23 @@ class Places:
 
     @property
     def preparing(self) -> int:
-        """Outputs of requests that are on their way into the engine."""
+        """Outputs of requests that are being prepared for the engine."""
         return self._preparing
 
     @contextlib.contextmanager
     def taken(self, outputs: int) -> Iterator[None]:
-        """Has places for so many outputs of one request inside, which ends with all of them in the engine.
+        """Hold places for the outputs of one request while the context is open; at its end the engine must
+        have them all.
 
-        Raises QueueFull at once where the queue could not take them, with the time to come back; so does the
-        engine inside. An engine that takes no requests at all says why by itself.
+        Raises QueueFull at once, with the time to come back, if the queue cannot take them, or inside, if the
+        engine refuses them. An engine that takes no requests at all gives its own reason.
         """
         if self._engine.ready:
             load, config = self._engine.load(), self._engine.config
             rows = max(config.max_num_seqs - load.num_running, 0)
             coming = load.num_waiting + self._preparing
-            # Those that are being prepared may find a free row; those that wait already have none.
+            # Outputs that are being prepared may still find a free row; those that wait in the engine found
+            # none.
             free = config.max_queued_requests - load.num_waiting
             if outputs > free or coming + outputs > config.max_queued_requests + rows:
                 raise self._refusal(outputs, config.max_queued_requests)
@@ -53,7 +55,7 @@ class Places:
         self._pace.entered(outputs)
 
     def left(self, outputs: int) -> None:
-        """So many outputs ended, in whichever way, and make room for others."""
+        """Count these outputs as ended, in whichever way, so that others have room."""
         self._pace.left(outputs)
 
     def _refusal(self, outputs: int, limit: int) -> QueueFull:

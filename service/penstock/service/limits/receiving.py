@@ -1,9 +1,10 @@
-"""How long a message may be on its way in, and how many may be for longer than a moment.
+"""Bounds how long a message may take to arrive, and how many messages may be arriving for longer than a
+moment.
 
-gRPC holds a message in memory until the last byte of it is here. Most are here when their call is looked at,
-and none of those waits for anything. What is not here a moment later needs a place, of which there are few:
-so whoever sends the first megabytes of thousands of messages, and never the rest, has the memory of a few of
-them, and keeps nobody from sending a whole one.
+gRPC holds a message in memory until its last byte has arrived. Most messages are complete when their call is
+looked at, and wait for nothing here. A message that is not complete a moment later needs a place, of which
+there are few. So a client that sends the first megabytes of thousands of messages, and never the rest, takes
+the memory of only a few, and does not keep others from sending theirs.
 """
 
 from __future__ import annotations
@@ -18,7 +19,9 @@ from penstock.service.limits.admission import Clock, Gate, Kind
 
 T = TypeVar("T")
 MOMENT_S = 0.5
-"""A message that is sent at all is here within this, unless it is large or the network slow."""
+"""Within this many seconds a message has arrived, unless it is large, the network is slow, or it is never
+sent.
+"""
 _WORK = (Kind.WORK, Kind.TOKENIZE)
 
 
@@ -26,8 +29,9 @@ class Receiving:
     """The places of one server. Used on its event loop only."""
 
     def __init__(self, most: int, limit_s: float, clock: Clock = time.monotonic) -> None:
-        """`most` messages of work at once, of which one address may have half, and a few of each other kind;
-        0 is any number of all. `limit_s`: how long one may take, in seconds; 0 is for ever.
+        """`most` messages of work may take longer than a moment at once, of which one address may have half;
+        the other kinds have a few places each. 0 means any number. `limit_s` is how long one message may
+        take, in seconds; 0 means for ever.
         """
         self._limit_s = limit_s
         few = most and max(most // 8, 2)
@@ -35,13 +39,12 @@ class Receiving:
         self._gates = {kind: work if kind in _WORK else _gate(few, clock) for kind in Kind}
 
     def active(self, kind: Kind) -> int:
-        """How many messages have a place."""
+        """How many messages of the kind have a place."""
         return self._gates[kind].active
 
     async def message(self, kind: Kind, peer: str, read: Callable[[], Awaitable[T]]) -> T:
-        """What `read()` gives. `peer` is as for `Admission`.
-
-        Raises StalledSender where it takes too long, and Busy where too many others do.
+        """Return what `read()` returns. `peer` is gRPC's name of the peer. Raises StalledSender if it takes
+        too long, and Busy if too many messages do.
         """
         loop = asyncio.get_running_loop()
         refusal: Busy | None = None
@@ -65,7 +68,7 @@ class Receiving:
             timer.cancel()
             if leave is not None:
                 leave()
-            refusal = None  # its traceback has this frame
+            refusal = None  # its traceback refers to this frame
 
 
 def _gate(most: int, clock: Clock) -> Gate:

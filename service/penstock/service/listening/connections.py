@@ -1,4 +1,4 @@
-"""How long a connection lives, and how the server finds out that nobody is at its other end."""
+"""How long a connection lives, and how the server finds out that the peer at its other end is gone."""
 
 from __future__ import annotations
 
@@ -8,25 +8,29 @@ from dataclasses import dataclass, fields
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConnectionOptions:
-    """Of every connection; all in seconds, 0 switches the one off."""
+    """Limits of every connection, in seconds; 0 switches a limit off."""
 
     handshake_timeout_s: float = 20.0
-    """How long TLS and HTTP/2 may take to begin. A peer that connects and says nothing would else have one of
-    `Bounds.max_connections` for two minutes."""
+    """How long the handshakes of TLS and HTTP/2 may take. Without it a peer that connects and sends nothing
+    would hold one of `Bounds.max_connections` for two minutes.
+    """
     keepalive_s: float = 60.0
-    """A peer of which nothing came for so long is sent a ping."""
+    """The server sends a ping to a peer that has sent nothing for this long."""
     keepalive_timeout_s: float = 20.0
-    """One that does not answer a ping for so long is gone: its requests end, and what they hold is freed."""
+    """A peer that does not answer a ping for this long is gone: its requests end, and what they hold is
+    freed.
+    """
     max_connection_age_s: float = 0.0
-    """A connection this old is closed as soon as its RPCs have ended; the client makes another one. Balancers
-    that only know connections spread the load anew by it. gRPC varies it by 10 %."""
+    """A connection this old is closed as soon as its RPCs have ended; the client opens another one. Load
+    balancers that balance connections spread the load again that way. gRPC varies the time by 10 %.
+    """
     max_connection_age_grace_s: float = 0.0
-    """How long RPCs may go on after that; 0: to their end."""
+    """How long RPCs may go on after that; 0 means until their end."""
     max_connection_idle_s: float = 3600.0
-    """A connection without an RPC for so long is closed; the client makes another one when it needs one."""
+    """A connection without an RPC for this long is closed; the client opens another one when it needs it."""
 
     def problems(self) -> list[str]:
-        """What is wrong with the values, one line each."""
+        """Say what is wrong with the values, one line for each."""
         bad = []
         for field in fields(self):
             value: float = getattr(self, field.name)
@@ -37,9 +41,9 @@ class ConnectionOptions:
         return bad
 
     def arguments(self) -> list[tuple[str, int]]:
-        """For gRPC, which counts milliseconds."""
+        """The options as gRPC's channel arguments, in milliseconds."""
         arguments = [
-            # A long prefill sends nothing; clients may ping meanwhile, and without an RPC.
+            # A long prefill sends nothing. Clients may ping meanwhile, and also while they have no RPC.
             ("grpc.keepalive_permit_without_calls", 1),
             ("grpc.http2.min_ping_interval_without_data_ms", 5000),
             ("grpc.server_handshake_timeout_ms", _ms(self.handshake_timeout_s)),
@@ -51,7 +55,7 @@ class ConnectionOptions:
         if self.keepalive_s:
             arguments += [
                 ("grpc.keepalive_timeout_ms", _ms(self.keepalive_timeout_s)),
-                # Without these two gRPC pings a silent peer twice, and then gives it a minute of its own.
+                # Without these two gRPC pings a silent peer twice, and then waits for another minute.
                 ("grpc.http2.max_pings_without_data", 0),
                 ("grpc.http2.ping_timeout_ms", _ms(self.keepalive_timeout_s)),
             ]

@@ -1,13 +1,13 @@
-"""grpc.aio's server, but that no call can end it.
+"""grpc.aio's server, changed so that no call can end it.
 
-grpcio 1.85 (also 1.84 and before, and what will be 1.86 so far) decodes the `:path` of a call of a method
-that it does not know in the one task that takes in all calls. A path that is not UTF-8 ends that task, and
-with it the address for good, while the process goes on. So here all methods are registered by name, which
-gRPC's core tells apart by itself, and all other calls are answered without a look at their path: cygrpc keeps
-it from Python, so the refusal cannot quote it.
+For a call of an unknown method grpcio 1.85 (also 1.84 and earlier, and 1.86 so far) decodes the `:path` in
+the task that accepts all calls. A path that is not UTF-8 ends that task, and with it the address for good,
+while the process goes on. Therefore all methods are registered by name here, which gRPC's core tells apart by
+itself, and all other calls are refused without looking at their path. cygrpc does not pass that path to
+Python, so the refusal cannot quote it.
 
-For this, names are used that are not grpcio's public ones. pyproject.toml allows no other minor version than
-those that tests/service/listening/test_grpc_server.py was run with.
+This needs names that are not public in grpcio. pyproject.toml allows only the minor versions that
+tests/service/test_grpc_server.py was run with.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from grpc.aio import _server as grpc_aio
 log = logging.getLogger(__name__)
 
 MAX_REFUSING = 2048
-"""Refusals of unknown methods that may be on their way at once, at one address. Whoever calls one beside so
-many others, which nobody takes, is cancelled without a word.
+"""How many refusals of unknown methods one address may be sending at once. Beyond that such calls are
+cancelled without a status.
 """
 
 Refuse: TypeAlias = "Callable[[grpc.aio.ServicerContext[Any, Any]], Awaitable[None]]"
 """Ends a call of a method that the server does not have. It runs in a task of its own."""
 
 
-class _Core(cygrpc.AioServer):  # type: ignore[misc]  # of a module without hints
-    """The part that is written in Cython."""
+class _Core(cygrpc.AioServer):  # type: ignore[misc]  # the module has no type hints
+    """The part of the server that is written in Cython."""
 
     def __init__(self, refuse: Refuse, *arguments: Any) -> None:
         super().__init__(*arguments)
@@ -41,9 +41,8 @@ class _Core(cygrpc.AioServer):  # type: ignore[misc]  # of a module without hint
         self._refusing: set[asyncio.Task[None]] = set()
 
     def _make_request_call_future(self, method: bytes | None) -> asyncio.Future[Any]:
-        """What the server's main task waits for to have a call of a method; None: of those without a name.
-
-        For these it waits for ever, until the server is stopped.
+        """Return the future that the server's main task awaits for the next call of `method`. None stands for
+        unknown methods, for which the future is done only when the server is stopped.
         """
         if method is not None:
             future: asyncio.Future[Any] = super()._make_request_call_future(method)
@@ -51,7 +50,7 @@ class _Core(cygrpc.AioServer):  # type: ignore[misc]  # of a module without hint
         return asyncio.get_running_loop().create_task(self._take_unknown())
 
     async def _take_unknown(self) -> None:
-        """Raises what cygrpc raises once the server is being stopped."""
+        """Refuse calls of unknown methods, until cygrpc raises because the server is being stopped."""
         while True:
             state = await self._request_call()
             if len(self._refusing) >= MAX_REFUSING:
@@ -59,22 +58,22 @@ class _Core(cygrpc.AioServer):  # type: ignore[misc]  # of a module without hint
                 continue
             task = asyncio.create_task(self._refused(state))
             del state
-            self._refusing.add(task)  # the loop itself does not keep a task from being collected
+            self._refusing.add(task)  # the event loop itself keeps no reference to a task
             task.add_done_callback(self._refusing.discard)
 
     async def _refused(self, state: Any) -> None:
         context = cygrpc._ServicerContext(state, None, None, asyncio.get_running_loop())
-        del state  # a call that nobody holds is one that gRPC's core ends
+        del state  # gRPC's core ends a call that nothing refers to
         try:
             await self._refuse(context)
-        except (grpc.aio.AbortError, grpc.aio.InternalError):  # told, or nobody is there to be told
+        except (grpc.aio.AbortError, grpc.aio.InternalError):  # the status was sent, or the client is gone
             pass
         except Exception:
-            log.exception("a bug in how calls of unknown methods are refused")
+            log.exception("could not refuse a call of an unknown method; this is a bug in the service")
 
 
 class RefusingServer(grpc_aio.Server):
-    """A grpc.aio server whose calls of methods without a registered handler all go to `refuse`."""
+    """A grpc.aio server that passes every call of a method without a registered handler to `refuse`."""
 
     def __init__(
         self,

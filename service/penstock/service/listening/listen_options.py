@@ -1,4 +1,4 @@
-"""Where a server listens besides its first port, with TLS or without, and who can reach that."""
+"""Options of the addresses besides the first port, and of TLS; and checks of who can reach them."""
 
 from __future__ import annotations
 
@@ -14,36 +14,39 @@ MAX_SOCKET_MODE = 0o777
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ListenOptions:
-    """Addresses and TLS; what is not given is not used."""
+    """Addresses and TLS. What is not given is not used."""
 
     unix_socket: Path | None = None
-    """A Unix socket to listen on, beside the port or instead of it. It never speaks TLS: the mode of the file
-    says who may connect."""
+    """A Unix socket to listen on, beside the port or instead of it. It never speaks TLS: the mode of its file
+    decides who may connect.
+    """
     unix_socket_mode: int = 0o600
-    """Of that file; a client needs the right to write."""
+    """The mode of that file. A client needs the right to write."""
     control_port: int | None = None
-    """Where ControlService and UpdateWeights are served instead of at the first address; 0 lets the system
-    choose one."""
+    """The port that serves ControlService and UpdateWeights instead of the first address; 0 lets the system
+    choose one.
+    """
     control_host: str | None = None
-    """Where `control_port` is; None: on the same host."""
+    """The host of `control_port`; None means the same host as the first address."""
     tls_cert: Path | None = None
-    """The server's certificate chain in PEM form. With it and its key ports speak TLS and nothing else."""
+    """The server's certificate chain in PEM form. With it and its key all ports speak TLS only."""
     tls_key: Path | None = None
     client_ca: Path | None = None
-    """Authorities of clients' certificates. Where it is given, a client without such a certificate is turned
-    away."""
+    """Authorities of clients' certificates. If it is given, clients without such a certificate
+    are refused.
+    """
     insecure: bool = False
     """Whether a port that other machines can reach may lack TLS, or a way to tell callers apart."""
 
     @property
     def tls(self) -> TlsFiles | None:
-        """The files of TLS, if there is any."""
+        """The files for TLS, or None without TLS."""
         if self.tls_cert is None or self.tls_key is None:
             return None
         return TlsFiles(self.tls_cert, self.tls_key, self.client_ca)
 
     def problems(self) -> list[str]:
-        """What is wrong with them by themselves."""
+        """Say what is wrong with these options among themselves, one line for each."""
         bad: list[str] = []
         if self.unix_socket is not None and not self.unix_socket.name:
             bad.append(f"unix_socket: must be the path of a file, not {str(self.unix_socket)!r}")
@@ -57,13 +60,13 @@ class ListenOptions:
                 bad.append("control_host: needs a control_port")
         if (self.tls_cert is None) != (self.tls_key is None):
             lacking, given = ("tls_key", "tls_cert") if self.tls_key is None else ("tls_cert", "tls_key")
-            bad.append(f"{lacking}: must be given with {given}: TLS needs both")
+            bad.append(f"{lacking}: is required with {given}: TLS needs both")
         if self.client_ca is not None and self.tls_cert is None and self.tls_key is None:
             bad.append("client_ca: needs tls_cert and tls_key: clients show certificates within TLS only")
         return bad
 
     def exposure_problem(self, hosts: tuple[str, ...], *, keys: bool) -> str | None:
-        """Why one of the hosts may not be listened on as things are; None where all is well.
+        """Say why the server may not listen on one of these hosts; None if it may.
 
         A port that other machines can reach needs TLS, and keys or clients' certificates, unless `insecure`.
         """
@@ -77,8 +80,8 @@ class ListenOptions:
         )
 
     def lacking(self, hosts: tuple[str, ...], *, keys: bool) -> list[str]:
-        """What a server that others can reach should have and this one has not; nothing where only this
-        machine can reach it.
+        """Say what a server that others can reach should have and this one lacks. Nothing is lacking if only
+        this machine can reach it.
         """
         if all(is_loopback(host) for host in hosts):
             return []
@@ -91,7 +94,7 @@ class ListenOptions:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine can connect."""
+    """Whether only this machine can connect to the host."""
     if host == "localhost":
         return True
     try:
@@ -101,7 +104,7 @@ def is_loopback(host: str) -> bool:
 
 
 def host_problems(name: str, host: str) -> list[str]:
-    """What is wrong with a host as an option."""
+    """Say what is wrong with a host, given as the option `name`."""
     if not host:
         return [f"{name}: must not be empty"]
     if host.startswith("unix:") or "/" in host:
@@ -115,10 +118,10 @@ def host_problems(name: str, host: str) -> list[str]:
 
 
 def tcp_address(host: str, port: int) -> str:
-    """host:port as gRPC and people read it; IPv6 in brackets."""
+    """The address as host:port, with brackets around IPv6."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def unix_address(path: Path) -> str:
-    """As gRPC reads it: absolute, and with %20 for a space."""
+    """The address of a Unix socket as gRPC reads it: with an absolute path, and %20 for a space."""
     return f"unix:{quote(str(path.absolute()))}"

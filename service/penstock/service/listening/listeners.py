@@ -1,4 +1,4 @@
-"""Make a gRPC server listen: on a TCP port, with TLS or without, and on a Unix socket."""
+"""Makes a gRPC server listen on a TCP port, with or without TLS, or on a Unix socket."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from penstock.runtime.errors import ConfigError
 from penstock.service.listening.listen_options import tcp_address, unix_address
 
 MAX_SOCKET_PATH = 107
-"""Bytes; the system's limit."""
+"""The system's limit, in bytes."""
 
 
 def listen_tcp(
     server: grpc.aio.Server, host: str, port: int, credentials: grpc.ServerCredentials | None, *, flag: str
 ) -> int:
-    """Take a port, any free one for 0, and return it. Raises ConfigError, which names `flag` as the remedy
-    where the port is taken.
+    """Listen on a port, or on any free one for 0, and return the port. Raises ConfigError, which names `flag`
+    as the remedy if the port is taken.
     """
     address = tcp_address(host, port)
     _probe(host, port, address, flag)
@@ -35,7 +35,7 @@ def listen_tcp(
 
 
 def _probe(host: str, port: int, address: str, flag: str) -> None:
-    """Try the port with a plain socket first: the system's reason is clearer than gRPC's."""
+    """Try the port with a plain socket first, because the system's error is clearer than gRPC's."""
     try:
         addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except OSError as error:
@@ -56,12 +56,12 @@ class UnixSocket:
     """A socket file that a server listens on."""
 
     def __init__(self, server: grpc.aio.Server, path: Path, mode: int) -> None:
-        """Make it, in the place of one that nobody listens on any more. Raises ConfigError."""
+        """Make the file. It replaces a socket that nobody listens on any more. Raises ConfigError."""
         self.path = path.absolute()
         _refuse_other_use(self.path)
-        # It is made in a folder that nobody else may enter and then moved: so it never has another mode than
-        # this, it takes the place of an old one at once, and gRPC, which removes what is at the path it was
-        # given, cannot remove a later server's.
+        # The socket is made in a folder that nobody else may enter, and moved from there. So it has its mode
+        # from the first moment, it replaces an old socket at once, and gRPC, which removes the file at the
+        # path that it was given, cannot remove the socket of a later server.
         try:
             folder = Path(tempfile.mkdtemp(prefix=".", dir=self.path.parent))
         except OSError as error:
@@ -94,12 +94,12 @@ class UnixSocket:
 
     @property
     def address(self) -> str:
-        """For clients."""
+        """The address for clients."""
         return unix_address(self.path)
 
     def remove(self) -> None:
-        """Remove the file, unless somebody has put another in its place. To be called while the server still
-        listens: later the system may give its number to another file.
+        """Remove the file, unless it was replaced by another. To be called while the server still listens:
+        afterwards the system may give the file's number to another file.
         """
         with contextlib.suppress(OSError):
             status = self.path.lstat()
@@ -108,7 +108,9 @@ class UnixSocket:
 
 
 def _refuse_other_use(path: Path) -> None:
-    """ConfigError where something is at the path that must stay: a file, or a socket that is listened on."""
+    """Raise ConfigError if something is at the path that must stay: a file, or a socket that somebody listens
+    on.
+    """
     try:
         mode = path.lstat().st_mode
     except FileNotFoundError:
@@ -116,17 +118,17 @@ def _refuse_other_use(path: Path) -> None:
     except OSError as error:
         raise ConfigError(f"unix_socket: {path} cannot be made: {error.strerror}") from error
     if not stat.S_ISSOCK(mode):
-        raise ConfigError(f"unix_socket: {path} exists and is not a socket")
+        raise ConfigError(f"unix_socket: {path} exists and is not a socket; choose another path")
     with socket.socket(socket.AF_UNIX) as probe:
-        probe.setblocking(False)  # a full queue of connections is an answer too
+        probe.setblocking(False)  # a full queue of connections is an answer, too
         try:
             probe.connect(str(path))
         except ConnectionRefusedError:
-            return  # left by a server that was killed
+            return  # a killed server has left it
         except BlockingIOError:
             pass
         except OSError as error:
             raise ConfigError(f"unix_socket: {path} cannot be tried: {error.strerror}") from error
     raise ConfigError(
-        f"cannot listen on {unix_address(path)}: another server does; choose another --unix-socket"
+        f"cannot listen on {unix_address(path)}: another server listens there; choose another --unix-socket"
     )

@@ -1,9 +1,9 @@
-"""TLS: certificate, key and the clients' authority are read from files, checked, and read again when these
-change.
+"""Reads the certificate, the key and the clients' authorities from files, checks them, and reads them again
+when they change.
 
-gRPC asks before each handshake whether there is a new certificate, so a replaced file counts from the next
-connection on; connections that stand keep theirs. Files that cannot be used, such as a pair of which only one
-half was replaced so far, change nothing: what was in force before stays, and one line of the log says why.
+gRPC asks before each handshake whether there is a new certificate. So a replaced file applies from the next
+connection on, and open connections keep theirs. Files that cannot be used, such as a pair of which only one
+half has been replaced so far, change nothing: what was in force stays, and one line of the log says why.
 """
 
 from __future__ import annotations
@@ -26,21 +26,23 @@ Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 Stamp: TypeAlias = "tuple[tuple[int, ...] | None, ...]"
 
 _ATTEMPTS = 5
-"""Readings of files that change while they are read; each takes a few milliseconds."""
+"""How often files that change while they are read are read again; each time takes a few milliseconds."""
 _ROUNDS = 10
-"""A handshake takes two or three."""
+"""The most rounds of a handshake, which needs two or three."""
 
 
 @dataclass(frozen=True, slots=True)
 class TlsFiles:
-    """Files in PEM form."""
+    """The files, in PEM form."""
 
     cert: Path
-    """The server's certificate, then those between it and the authority that the clients know."""
+    """The server's certificate, followed by those between it and an authority that the clients know."""
     key: Path
     """Its private key, without a passphrase."""
     client_ca: Path | None = None
-    """The authorities of clients' certificates; where it is given, a client without one is turned away."""
+    """The authorities of clients' certificates. If it is given, clients without such a certificate are
+    refused.
+    """
 
     def named(self) -> dict[str, Path]:
         """Each file by the name of its option."""
@@ -49,17 +51,21 @@ class TlsFiles:
 
 
 class Certificates:
-    """The newest usable content of the files. gRPC asks from its own threads, so it has a lock."""
+    """The newest usable content of the files. It has a lock, because gRPC asks from its own threads."""
 
     def __init__(self, files: TlsFiles) -> None:
-        """Raises ConfigError where they cannot be used. Warns of a certificate that clients would refuse."""
+        """Read the files. Raises ConfigError if they cannot be used. Logs a warning about a certificate that
+        clients would refuse.
+        """
         self._files = files
         self._lock = threading.Lock()
         self._seen = _stamp(files)
         self._newest = _load(files)
 
     def credentials(self) -> grpc.ServerCredentials:
-        """For one listener. Each needs its own, as gRPC wants to be told once of each change."""
+        """Make the credentials of one listener. Each listener needs its own, because gRPC must be told once
+        about each change.
+        """
         held = self._newest
 
         def fetch() -> grpc.ServerCertificateConfiguration | None:
@@ -76,7 +82,7 @@ class Certificates:
         )
 
     def newest(self) -> grpc.ServerCertificateConfiguration:
-        """Look at the files, and read them if they changed; never raises."""
+        """Look at the files, and read them if they changed. Never raises."""
         with self._lock:
             stamp = _stamp(self._files)
             if stamp != self._seen:
@@ -84,15 +90,16 @@ class Certificates:
                 try:
                     self._newest = _load(self._files)
                 except ConfigError as error:
-                    log.error("the TLS files changed and cannot be used; those before them stay: %s", error)
+                    log.error(
+                        "the TLS files changed and cannot be used, so the old ones stay in force: %s", error
+                    )
             return self._newest
 
 
 def certificate_names(context: Context) -> tuple[str, ...]:
-    """Who the client's certificate says that it is: the common name, then the alternative names (DNS, URI,
-    e-mail and IP addresses alike), each once; nothing where the client has no certificate that was verified.
-
-    A name that is not printable text is left out: nobody can have meant it.
+    """The names in the client's certificate: the common name, then the alternative names (DNS, URI, e-mail
+    and IP addresses alike), each once. Empty if the client has no verified certificate. Names that are not
+    printable are left out, because nobody can have meant them.
     """
     found = cast("dict[str, list[bytes]]", context.auth_context())
     names: dict[str, None] = {}
@@ -106,7 +113,7 @@ def certificate_names(context: Context) -> tuple[str, ...]:
 
 
 def _stamp(files: TlsFiles) -> Stamp:
-    """What changes when one of the files is replaced, rewritten, or reached by another link."""
+    """A value that changes when one of the files is replaced, rewritten, or reached through another link."""
     stamps: list[tuple[int, ...] | None] = []
     for path in files.named().values():
         try:
@@ -121,12 +128,13 @@ def _stamp(files: TlsFiles) -> Stamp:
 
 
 def _load(files: TlsFiles) -> grpc.ServerCertificateConfiguration:
-    """Read and check them. Raises ConfigError."""
+    """Read and check the files. Raises ConfigError."""
     for _ in range(_ATTEMPTS):
         before = _stamp(files)
         texts = {name: _read(name, path) for name, path in files.named().items()}
         trouble = _check(files, texts)
-        # OpenSSL reads keys from files only: it has checked what was read here if nothing changed meanwhile.
+        # OpenSSL reads keys from files only. What it has checked is what was read here if nothing changed
+        # meanwhile.
         if _stamp(files) == before:
             break
     else:
@@ -148,15 +156,15 @@ def _read(name: str, path: Path) -> bytes:
 
 
 def _check(files: TlsFiles, texts: dict[str, bytes]) -> str:
-    """Raises ConfigError where the files cannot be used. Returns why clients would refuse the certificate,
-    such as that it has expired, or nothing.
+    """Check the files. Raises ConfigError if they cannot be used. Returns why clients would refuse the
+    certificate, for example because it has expired, or an empty text.
     """
     certificate = _certificates("tls_cert", files.cert, texts["tls_cert"])
     if files.client_ca is not None:
         _certificates("client_ca", files.client_ca, texts["client_ca"])
     server = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
 
-    def refuse() -> NoReturn:  # else OpenSSL asks for it on the terminal
+    def refuse() -> NoReturn:  # otherwise OpenSSL asks for the passphrase on the terminal
         raise ConfigError(f"tls_key: {files.key} has a passphrase; give a key without one")
 
     try:
@@ -175,8 +183,8 @@ def _check(files: TlsFiles, texts: dict[str, bytes]) -> str:
 
 
 def _certificates(name: str, path: Path, content: bytes) -> str:
-    """The file's text, if it holds certificates."""
-    text = content.decode("ascii", "backslashreplace")  # people write what they like between certificates
+    """Return the file's text, if it holds certificates. Raises ConfigError if not."""
+    text = content.decode("ascii", "backslashreplace")  # there may be any text between certificates
     try:
         ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_verify_locations(cadata=text)
     except (ssl.SSLError, ValueError) as error:
@@ -185,8 +193,8 @@ def _certificates(name: str, path: Path, content: bytes) -> str:
 
 
 def _handshake(server: ssl.SSLContext, certificate: str) -> str:
-    """Shake hands in memory with a client that trusts this certificate and no other: what the client does not
-    like about it, or nothing.
+    """Shake hands in memory with a client that trusts this certificate and no other. Returns why the client
+    refuses it, or an empty text.
     """
     client = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     client.check_hostname = False  # its name does not matter here

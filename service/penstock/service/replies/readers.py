@@ -1,7 +1,7 @@
-"""The reader of a request: it takes what the outputs made, by turns. One that takes nothing for too long is
+"""The reader of a request takes what its outputs generated, in turn. A reader that stalls for too long is
 given up, and its request ends in the engine, which frees the pages.
 
-What becomes of the RPC whose reader was given up, and may still be blocked in sending, is `sending`'s part.
+The RPC of such a reader may still be blocked in sending; `sending` ends it.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ log = logging.getLogger(__name__)
 
 SECONDS_PER_LINE = 10.0
 SLOWEST_BYTES_PER_S = 128 * 1024
-"""Whoever takes a large message slower than this may be given up before all of it has left."""
+"""A client that takes a large message more slowly than this may be given up before it has all of it."""
 
 
 class StallLog:
-    """Tells of readers that were given up: one line in SECONDS_PER_LINE, whatever happens to however many."""
+    """Logs readers that were given up: at most one line in SECONDS_PER_LINE, however many there are."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         """`clock` gives seconds."""
@@ -35,7 +35,7 @@ class StallLog:
         self._untold = 0
 
     def tell(self, what: str, limit_s: float) -> None:
-        """`what` took nothing for `limit_s` seconds; it must be safe to print."""
+        """Log that `what` was not read for `limit_s` seconds. `what` must be safe to print."""
         if self._clock() < self._next:
             self._untold += 1
             return
@@ -45,7 +45,7 @@ class StallLog:
 
 
 class RequestReader:
-    """Takes what the outputs of one request made. Used on the event loop only."""
+    """Takes what the outputs of one request generated. Used on the event loop only."""
 
     def __init__(
         self,
@@ -57,9 +57,8 @@ class RequestReader:
         stall_limit_s: float | None = None,
         collects: bool = False,
     ) -> None:
-        """`request_id` is the engine's. `stall_limit_s`: None where the reader wants everything at the end,
-        so that it cannot stall.
-        `collects`: what it took counts as waiting until `forget`.
+        """`request_id` is the engine's. `stall_limit_s` is None if the reader collects everything until the
+        end, so that it cannot stall. With `collects` what it took counts as waiting until `forget`.
         """
         self._engine = engine
         self._request_id = request_id
@@ -69,17 +68,17 @@ class RequestReader:
         self._share = budget.share(self.fail)
         self._buffers: Sequence[Buffer] = ()
         self._active: list[int] = []
-        """Outputs whose end was not taken yet, in the order of their turns."""
+        """The outputs whose end was not taken yet, in the order of their turns."""
         self._changed = asyncio.Event()
         self._reading = False
         self._timer: asyncio.TimerHandle | None = None
         self._sending = 0
-        """Bytes of the message that keeps the reader away."""
+        """Size in bytes of the message that is being sent."""
         self._prompt_bytes = 0
-        """Of the prompt's log-probabilities: taken, and not known to be sent."""
+        """Size of the prompt's log-probabilities if they were taken and may not have been sent yet."""
 
     def reads(self, buffers: Sequence[Buffer]) -> None:
-        """These, from now on."""
+        """Read from these buffers, one for each output."""
         self._buffers = buffers
         self._active = list(range(len(buffers)))
 
@@ -89,8 +88,8 @@ class RequestReader:
         return not self._active
 
     async def take(self) -> tuple[int, Taken]:
-        """The next delta of any output and its index; the last one of each has `finish`. Raises what went
-        wrong with any.
+        """Wait for the next delta of any output, and return the output's index and the delta; the last one of
+        each output has `finish`. Raises the error of any output.
         """
         self._reading = True
         self._sending = 0
@@ -104,14 +103,14 @@ class RequestReader:
                 await self._changed.wait()
         finally:
             self._reading = False
-            self._watch()  # what others made may wait since before
+            self._watch()  # other outputs' deltas may be waiting already
 
     def _take(self, turn: int, index: int) -> Taken:
         taken = self._buffers[index].pop()
         if not self._collects:
             self._share.add(-taken.num_bytes)
             self._prompt_bytes += prompt_bytes(taken.prompt_logprobs)
-        # The others go first the next time: a fast output must not keep a slow one waiting.
+        # The other outputs go first the next time, so that a fast output does not keep a slow one waiting.
         last = [] if taken.finish is not None else [index]
         self._active = [*self._active[turn + 1 :], *self._active[:turn], *last]
         if self._collects and self.is_done:
@@ -119,47 +118,47 @@ class RequestReader:
         return taken
 
     def sending(self, num_bytes: int) -> None:
-        """A message of this size is sent from now on, until the next call of `sending` or `take`: the reader
-        is away for that, and may be the longer the larger the message is.
+        """Note that a message of this size is being sent, until the next call of `sending` or `take`. A
+        larger message may keep the reader away for longer.
         """
         self._sending = num_bytes
         self._stop_timer()
         self._watch()
 
     def sent_prompt(self) -> None:
-        """The message with the prompt's log-probabilities has left."""
+        """Note that the message with the prompt's log-probabilities has been sent."""
         self._share.add(-self._prompt_bytes)
         self._prompt_bytes = 0
 
     def noticed(self, num_bytes: int) -> None:
-        """Of a buffer: see `streams.Reader`."""
+        """Called by a buffer: see `streams.Reader`."""
         self._changed.set()
         self._watch()
         if num_bytes:
             self._share.add(num_bytes)
 
     def fail(self, error: Exception) -> None:
-        """All outputs end, and whoever reads finds this error, unless there was one before."""
+        """End all outputs. The reader gets this error, unless an output had one before."""
         for buffer in self._buffers:
             buffer.fail(error)
         self.close()
         self._share.seal()
-        self._share.add(self._prompt_bytes - self._share.num_bytes)  # gRPC still has these, until `forget`
+        self._share.add(self._prompt_bytes - self._share.num_bytes)  # gRPC still holds these, until `forget`
         self._changed.set()
 
     def close(self) -> None:
-        """Nobody reads any more: cancel in the engine what still runs there, at once. May be called twice."""
+        """Stop reading, and cancel in the engine what still runs there. May be called twice."""
         self._stop_timer()
         running = [left for buffer in self._buffers if (left := buffer.leave()) is not None]
         if running:
             self._engine.cancel(*running)
 
     def forget(self) -> None:
-        """What was taken has been sent, or will not be."""
+        """Stop counting what was taken: it has been sent, or will never be."""
         self._share.close()
 
     def _watch(self) -> None:
-        """Time a reader that is away while something waits."""
+        """Start the timer if the reader is away while something waits."""
         if self._reading or self._timer is not None or self._stall_limit_s is None:
             return
         if any(self._buffers[index].is_waiting for index in self._active):

@@ -13,12 +13,14 @@ _MOST = 2**40
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplyLimits:
-    """Bytes of replies: one group of the server's options, each with a flag of the same name."""
+    """Limits on replies, in bytes; each has a flag of the same name."""
 
     max_response_bytes: int = 64 * MIB
-    """Of one request: all that Generate collects, or what a stream's reader has not taken yet."""
+    """Bytes of one request that may wait: all that Generate collects, or what a stream's reader has not taken
+    yet.
+    """
     max_buffered_response_bytes: int = 1024 * MIB
-    """The same of all requests together."""
+    """Bytes of all requests together that may wait."""
 
     def __post_init__(self) -> None:
         bad = [

@@ -1,4 +1,4 @@
-"""Messages put together from serialized parts, so that large ones are never objects as a whole."""
+"""Builds messages from serialized parts, so that large messages never exist as objects."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ _LENGTH_DELIMITED = 2
 
 
 def field(message: type[Message], name: str, parts: Sequence[bytes]) -> list[bytes]:
-    """The field `name` of such a message, itself a message of which these are the serialized parts.
+    """Serialize the field `name` of `message`, which is a message itself, from its serialized parts.
 
-    The parts of a message are what serializing it with some of its fields set gives; joined they are the
-    whole.
+    The parts of a message are serializations of it with some of its fields set; joined they are the whole
+    message.
     """
     number = message.DESCRIPTOR.fields_by_name[name].number
     return [_varint(number << 3 | _LENGTH_DELIMITED) + _varint(sum(map(len, parts))), *parts]

@@ -1,4 +1,4 @@
-"""What of the contract an operator lets callers use."""
+"""Parts of the contract that an operator can switch on and off."""
 
 from __future__ import annotations
 
@@ -7,12 +7,18 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Features:
-    """Switches; whatever is off is refused as UNSUPPORTED_FEATURE, and the error names the flag."""
+    """Switches. A request that uses a part that is off is refused as UNSUPPORTED_FEATURE; the error names the
+    flag.
+    """
 
     constraints: bool = True
-    """Grammars of any kind, and a `chat.tool_choice` that requires a call, which is one."""
+    """Whether requests may have a constraint, or a `chat.tool_choice` that requires a call, which needs a
+    grammar, too.
+    """
     request_templates: bool = False
-    """Chat templates that come with a request: programs of a caller's, run in a process of their own."""
+    """Whether a request may bring a chat template of its own. It is a program of the caller's, so it runs in
+    a process of its own.
+    """
 
 
 DEFAULT_FEATURES = Features()

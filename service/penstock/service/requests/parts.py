@@ -1,8 +1,9 @@
-"""How many parts a large message has, found out before protobuf takes it apart.
+"""Counts the parts of a large message before protobuf parses it.
 
-Protobuf holds the interpreter while it parses, so that nothing else of the server runs meanwhile. Eight
-megabytes of text take it a millisecond, but of two-byte messages a fifth of a second, and hundreds of
-megabytes of memory. This walk may be interrupted, and ends where there is too much.
+Protobuf holds Python's interpreter while it parses, so nothing else of the server runs meanwhile. Eight
+megabytes of text take a millisecond, but eight megabytes of two-byte messages take a fifth of a second and
+hundreds of megabytes of memory. The count here can be interrupted, and ends as soon as there are too many
+parts.
 """
 
 from __future__ import annotations
@@ -18,11 +19,11 @@ from numpy.typing import NDArray
 from penstock.runtime.errors import InvalidRequest, Violation
 
 LOOKED_AT_BYTES = 64 * 1024
-"""A smaller message cannot have too many parts."""
+"""Messages up to this size cannot have too many parts."""
 MAX_FIELDS = 200_000
-"""Of a message, also where the vocabulary is small, or not yet known."""
+"""The fields that every message may have, even if the vocabulary is small or not known yet."""
 SPARE_FIELDS = 50_000
-"""Beside a bias for every token of the vocabulary."""
+"""The fields that a message may have beside a bias for every token of the vocabulary."""
 MAX_IDS = 2**21
 VARINT, FIXED64, BYTES, FIXED32 = 0, 1, 2, 5
 _FIXED: Final = {FIXED64: 8, FIXED32: 4}
@@ -30,9 +31,9 @@ _NO_NUMBERS = (FieldDescriptor.CPPTYPE_STRING, FieldDescriptor.CPPTYPE_MESSAGE)
 
 
 def check_parts(descriptor: Descriptor, data: bytes, vocab_size: int = 0) -> None:
-    """Raises InvalidRequest where the message has more parts than there may be: MAX_FIELDS fields, or more
-    for a large vocabulary, and MAX_IDS numbers in packed lists. Raises DecodeError where the bytes are no
-    message, as far as that is seen.
+    """Raise InvalidRequest if the message has too many parts: more than MAX_FIELDS fields (more are allowed
+    for a large vocabulary), or more than MAX_IDS numbers in packed lists. Raise DecodeError if the bytes are
+    visibly no message.
     """
     if len(data) <= LOOKED_AT_BYTES:
         return
@@ -78,13 +79,15 @@ def check_parts(descriptor: Descriptor, data: bytes, vocab_size: int = 0) -> Non
 
 @functools.cache
 def _message_in(field: FieldDescriptor) -> Descriptor | None:
-    """The kind of message that parts are looked for in; the entry of a map is a part itself."""
+    """The type of message in this field, if it is one to look into; the entries of a map are counted as
+    single parts.
+    """
     kind = field.message_type
     return None if kind is None or kind.GetOptions().map_entry else kind
 
 
 def _varint(data: bytes, at: int) -> tuple[int, int]:
-    """The number, and where the next byte after it is."""
+    """Read a number. Returns it and the position after it."""
     value = shift = 0
     while at < len(data) and shift < 70:
         byte = data[at]

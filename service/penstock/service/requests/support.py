@@ -1,10 +1,9 @@
-"""Which fields of the contract this release honours. Whatever is set and not honoured is refused, never
-ignored.
+"""Lists the fields of the contract that this release honours. A field that is set and not honoured is
+refused, never ignored.
 
-`HONOURED` and `REFUSED` together name every field of every request message;
-tests/service/requests/test_support.py walks the descriptors, so a field added to the contract fails until it
-stands in one of them. Paths are dotted, from the request message down, without the indices of repeated
-fields. A refused path covers everything below it.
+`HONOURED` and `REFUSED` together name every field of every request message. tests/service/test_support.py
+walks the descriptors, and fails for a field of the contract that is in neither. Paths are dotted, from the
+request message down, without the indices of repeated fields. A refused path covers everything below it.
 """
 
 from __future__ import annotations
@@ -22,9 +21,9 @@ from google.protobuf.unknown_fields import UnknownFieldSet
 from penstock.runtime.errors import InvalidRequest, UnsupportedFeature, Violation
 
 MAX_WALKED = 1_000
-"""Messages within one request that are searched for fields nobody knows."""
+"""How many messages within one request are searched for unknown fields."""
 MAX_UNKNOWN = 20
-"""Such fields that an error names."""
+"""How many unknown fields an error names."""
 M = TypeVar("M", bound=Message)
 
 Refused = Mapping[str, tuple[object, ...]]
@@ -113,13 +112,15 @@ HONOURED: Mapping[str, frozenset[str]] = {
     "penstock.v1.DetokenizeRequest": frozenset({"token_ids", "skip_special_tokens"}),
     "penstock.v1.GetModelInfoRequest": frozenset({"include_tensors"}),
 }
-"""Message name to the paths that have an effect."""
+"""From a message's name to the paths that have an effect."""
 
 REFUSED: Mapping[str, Refused] = {
     "penstock.v1.GenerateRequest": _GENERATE_REFUSED,
     "penstock.v1.StreamRequest": _GENERATE_REFUSED,
 }
-"""Message name to the paths that are refused, each with the values that are taken all the same."""
+"""From a message's name to the paths that are refused, each with the values that are accepted
+nevertheless.
+"""
 
 REFUSED_RPCS = frozenset(
     {
@@ -130,16 +131,16 @@ REFUSED_RPCS = frozenset(
         "penstock.v1.ControlService/DiscardWeights",
     }
 )
-"""RPCs that answer UNIMPLEMENTED as a whole."""
+"""RPCs that answer UNIMPLEMENTED."""
 
 
 def check_supported(
     request: Message, lacking: Refused = _NOTHING, why: Mapping[str, str] = MappingProxyType({})
 ) -> None:
-    """Raise UnsupportedFeature naming every field that is set and not honoured, with indices.
+    """Raise UnsupportedFeature, which names every field that is set and not honoured, with indices.
 
-    `lacking` are honoured paths that this server cannot honour, as it was started, each with the values that
-    are taken all the same. `why` says in words what keeps it from honouring some of them.
+    `lacking` are paths that this server cannot honour as it was started, each with the values that are
+    accepted nevertheless. `why` says for some of them what keeps the server from honouring them.
     """
     name = request.DESCRIPTOR.full_name
     refused = {**REFUSED.get(name, {}), **lacking}
@@ -169,8 +170,8 @@ def _unsupported(
 
 @functools.cache
 def _is_honoured_below(descriptor: Descriptor | None, path: str, honoured: frozenset[str]) -> bool:
-    """Whether all that a message at this path may hold is honoured: then nobody need look into each of the
-    ten thousand turns of a chat. None: the field is no message.
+    """Whether everything that a message at this path may hold is honoured. Then nothing has to look into each
+    of the ten thousand turns of a chat. None means that the field is no message.
     """
     if descriptor is None or descriptor.GetOptions().map_entry:
         return True
@@ -182,19 +183,23 @@ def _is_honoured_below(descriptor: Descriptor | None, path: str, honoured: froze
 
 
 def check_known(message: M, parse: Callable[[bytes], M], data: bytes) -> None:
-    """Raises on fields that the contract does not have, or has with another wire type, which protobuf drops:
-    UnsupportedFeature for a number nobody knows, as it comes from a newer client, InvalidRequest for a known
-    one with the wrong type, as that client is broken. `message` is `parse(data)`, and loses such fields.
+    """Raise if the message has fields that the contract does not have, or has with another wire type, because
+    protobuf drops those.
+
+    An unknown number raises UnsupportedFeature, as it comes from a newer client. A known number with a wrong
+    type raises InvalidRequest, because that client is broken. `message` is `parse(data)`; its unknown fields
+    are removed.
     """
     size = message.ByteSize()
-    message.DiscardUnknownFields()  # in C: a walk over all messages in it would take a thousand times as long
+    # done in C; a walk over all its messages would take a thousand times as long
+    message.DiscardUnknownFields()
     if message.ByteSize() != size:
         check_wire(parse(data))
-        raise UnsupportedFeature([f"a field that nobody knows here, behind {MAX_WALKED} nested messages"])
+        raise UnsupportedFeature([f"an unknown field, behind {MAX_WALKED} nested messages"])
 
 
 def check_wire(message: Message) -> None:
-    """Raises as `check_known` does, with the names of the first such fields."""
+    """Raise as `check_known` does, with the names of the first such fields."""
     unsupported: list[str] = []
     violations: list[Violation] = []
     for owner, path in itertools.islice(_messages(message, ""), MAX_WALKED):
@@ -214,7 +219,7 @@ def check_wire(message: Message) -> None:
 
 
 def _messages(message: Message, path: str) -> Iterator[tuple[Message, str]]:
-    """The message and those in it, with the path up to their fields."""
+    """Yield the message and all messages in it, each with the path up to its fields."""
     yield message, path
     for field, value in message.ListFields():
         if field.message_type is None or field.message_type.GetOptions().map_entry:

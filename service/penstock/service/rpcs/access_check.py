@@ -1,4 +1,4 @@
-"""Who may make which call: the one gate before every RPC, at its headers, before its message is read."""
+"""Decides which caller may make which call, from an RPC's headers, before its message is read."""
 
 from __future__ import annotations
 
@@ -17,29 +17,33 @@ from penstock.service.usage.meter import CURRENT_METER, Meter, UsageSink
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 _OURS = "penstock.v1."
 _OPEN = "grpc.health.v1.Health/"
-"""Anybody may ask: probes cannot carry a key, and learn no more than whether the server is up."""
+"""Calls of this service need no key: probes cannot carry one, and learn no more than whether the server is
+up.
+"""
 
 
 class Access:
-    """The gate of one server. Without an authenticator it is open: everybody is ANYBODY."""
+    """Checks the callers of one server. Without an authenticator every caller is ANYBODY."""
 
     def __init__(self, authenticator: Authenticator | None = None, sink: UsageSink | None = None) -> None:
         self._authenticator = authenticator
         self._sink = sink
         self.served_model: str | None = None
-        """Once it is known: keys may be limited to models."""
+        """The served model's name, once it is known, because keys may be limited to models."""
 
     def authenticate(self, method: str, context: Context) -> None:
-        """Set who makes this call of a method such as "penstock.v1.InferenceService/Generate", and the meter
-        that counts what it uses. Raises Unauthenticated, KeyExpired or Forbidden. Reflection needs a key, of
-        any role.
+        """Find out who makes this call, and set CURRENT_CALLER and, for an RPC that counts, CURRENT_METER.
+
+        `method` is a name such as "penstock.v1.InferenceService/Generate". Reflection needs a key of any
+        role. Raises Unauthenticated, KeyExpired or Forbidden.
         """
         caller = ANYBODY
         if self._authenticator is not None and not method.startswith(_OPEN):
             metadata = cast("Any", context.invocation_metadata() or ())
             known = self._authenticator.authenticate(metadata)
             caller = known or self._authenticator.by_certificate(certificate_names(context))
-        CURRENT_CALLER.set(caller)  # before more is checked: a refusal, too, is this caller's
+        # set before the other checks, so that a refusal too is logged for this caller
+        CURRENT_CALLER.set(caller)
         if not method.startswith(_OURS):
             return
         if rule_of(method).counts:
@@ -49,8 +53,8 @@ class Access:
             check_model(caller, self.served_model)
 
     def admit(self, method: str) -> Callable[[], None]:
-        """Count this call against its caller's rates, if it is one that counts; call what is returned, once,
-        when it has ended. Raises RateLimited or Busy.
+        """Count this call against its caller's rates, if it is an RPC that counts. Call the returned function
+        once, when the RPC has ended. Raises RateLimited or Busy.
         """
         account = self._account(CURRENT_CALLER.get()) if rule_of(method).counts else None
         if account is None:

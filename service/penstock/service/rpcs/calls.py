@@ -1,13 +1,14 @@
-"""How an RPC ends for good whose peer takes nothing, or sends nothing.
+"""Ends an RPC for good when its peer takes or sends nothing any more.
 
-grpc.aio runs an RPC in two tasks: one runs the handler and sends what it gives, the other started the first
-and waits for gRPC's core to say that the call is over. Core says so when a status has left or the client gave
-up, so never, if the peer keeps its connection and takes nothing: then the call stays with all that core holds
-of it. Cancelling the first task alone, or asking for a status to be sent behind what is stuck, changes
-nothing of that, and there is no other way to cancel a call on the server's side.
+grpc.aio runs an RPC in two tasks. One runs the handler and sends what it returns. The other started the
+first, and waits for gRPC's core to say that the call is over. Core says so when a status has left or the
+client gave up. If the peer keeps its connection open and takes nothing, core never says so, and the call
+stays with all the memory that core holds for it. Cancelling the first task alone does not help, nor does
+sending a status, which waits behind what is stuck; and there is no other way to cancel a call on the server's
+side.
 
-If both tasks are cancelled, nobody holds the call any more. Core takes a call that is given back before its
-end for cancelled: it drops what was to be sent, and the peer gets a CANCELLED and a RST_STREAM, which need no
+If both tasks are cancelled, nothing holds the call any more. Core treats a call that is released before its
+end as cancelled: it drops what was to be sent, and sends the peer CANCELLED and RST_STREAM, which need no
 window.
 """
 
@@ -18,9 +19,9 @@ import gc
 from typing import Any
 
 AT_ONCE = 500
-"""So many tasks are looked at before others on the event loop have a turn."""
+"""How many tasks are looked at before others on the event loop have a turn."""
 _OUTER = "_schedule_rpc_coro"
-"""The coroutine of the second task."""
+"""The name of the second task's coroutine."""
 
 Task = asyncio.Task[Any]
 
@@ -33,13 +34,13 @@ class Ender:
         self._sweep: asyncio.Task[None] | None = None
 
     def end(self, handler: Task) -> None:
-        """End the RPC whose handler runs in this task: it is cancelled soon, wherever it waits."""
+        """End the RPC whose handler runs in this task. Its tasks are cancelled soon, wherever they wait."""
         self._doomed.append(handler)
         if self._sweep is None:
             self._sweep = asyncio.get_running_loop().create_task(self._run(), name="penstock-end-rpcs")
 
     async def _run(self) -> None:
-        """All that are to be ended by now in one go: each takes a look at every task."""
+        """End all RPCs that are due in one pass, because each pass looks at every task of the loop."""
         try:
             while self._doomed:
                 doomed = {id(task): task for task in self._doomed if not task.done()}
@@ -50,18 +51,18 @@ class Ender:
 
 
 async def _cancel(handlers: dict[int, Task]) -> None:
-    """These tasks, by their ids, and those that started them."""
+    """Cancel these handlers' tasks, given by their ids, and the tasks that started them."""
     for count, task in enumerate(list(asyncio.all_tasks())):
         if count % AT_ONCE == AT_ONCE - 1:
             await asyncio.sleep(0)
-        # A coroutine of Cython's that has just ended has no name any more, and its task is not done yet.
+        # A coroutine of Cython that has just ended has no name any more, although its task is not done yet.
         if _OUTER in (getattr(task.get_coro(), "__qualname__", None) or ""):
             handler = _handler_of(task, handlers)
             if handler is not None:
                 handler.cancel()
                 task.cancel()
                 del handlers[id(handler)]
-            # A task that is held on to keeps its call from being given back.
+            # A variable that refers to a task would keep its call alive.
             del handler
         del task
     for handler in handlers.values():
@@ -70,7 +71,9 @@ async def _cancel(handlers: dict[int, Task]) -> None:
 
 
 def _handler_of(task: Task, handlers: dict[int, Task]) -> Task | None:
-    """Which of these the task started: its coroutine, made by Cython, has it among its variables."""
+    """The handler that this task started, if it is one of these. The task's coroutine, made by Cython, holds
+    it among its variables.
+    """
     for variables in gc.get_referents(task.get_coro()):
         for value in gc.get_referents(variables):
             found = handlers.get(id(value))

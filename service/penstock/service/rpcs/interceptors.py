@@ -1,12 +1,13 @@
-"""One server interceptor around every RPC: authenticate, admit, receive, decode, call, map errors.
+"""The interceptor around every RPC: it authenticates, admits, receives, decodes, calls the servicer and maps
+errors.
 
-Every method is given to gRPC as one that takes a stream of messages, also where it takes a single one: gRPC
-calls such a handler when the headers are here, while it would receive the whole message before it calls the
-other kind. So whoever is refused for what the headers say, or for what else is under way, is refused before a
-byte of the message is read.
+Every method is registered with gRPC as one that takes a stream of messages, even if it takes only one. gRPC
+calls such a handler when the headers have arrived; it would call the other kind only after it has received
+the whole message. So a call that is refused for its headers, or because too much is under way, is refused
+before its message is read.
 
-Requests are decoded here and not by gRPC, whose own failure to decode is an untyped INTERNAL: a garbled
-request is INVALID_ARGUMENT, and fields that protobuf would drop in silence are refused.
+Requests are decoded here and not by gRPC, which answers an undecodable request with an untyped INTERNAL. Here
+it is INVALID_ARGUMENT, and fields that protobuf would drop silently are refused.
 """
 
 from __future__ import annotations
@@ -51,14 +52,16 @@ Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
 Behaviour: TypeAlias = "Callable[[Any, Context], Any]"
 Serialize: TypeAlias = "Callable[[Any], bytes]"
 DEADLINE_SLACK_S = 0.1
-"""gRPC tells a handler of a deadline as of a cancel, and the client's may come a little before ours."""
+"""gRPC reports a passed deadline as a cancellation, and the client's clock may be a little ahead of the
+server's.
+"""
 
 UNKNOWN = "(unknown method)"
-"""What stands for its name in the log."""
+"""Stands for an unknown method's name in the log."""
 
 
 def decode(parse: Callable[[bytes], M], data: bytes, vocab_size: int = 0) -> M:
-    """The request; InvalidRequest where the bytes are none, or are of too many parts."""
+    """Parse the request. Raises InvalidRequest if the bytes are no such message, or have too many parts."""
     try:
         check_parts(cast("Descriptor", parse(b"").DESCRIPTOR), data, vocab_size)
         return parse(data)
@@ -68,30 +71,30 @@ def decode(parse: Callable[[bytes], M], data: bytes, vocab_size: int = 0) -> M:
 
 @dataclass(slots=True)
 class Rpc:
-    """One call on its way."""
+    """One call and what is known about it so far."""
 
     method: str
     trace: RpcTrace
     send: Send
     has_place: bool = False
-    """Whether it is among those that are counted while they go on."""
+    """Whether the call is counted among those that go on at once."""
     given_id: str = ""
-    """The request's id, once it is known: the caller's own, or the one made for it."""
+    """The request's id once it is known: the caller's own, or the one made for it."""
 
     @property
     def request_id(self) -> str:
-        """The same, or an id made now, for a call that has none: its error can be found in the log by it."""
+        """The request's id. A call that has none gets one now, so that its error can be found in the log."""
         self.given_id = self.given_id or new_request_id()
         return self.given_id
 
 
 def new_request_id() -> str:
-    """Unlike any other."""
+    """Make an id that no other request has."""
     return uuid.uuid4().hex
 
 
 def as_bytes(serialize: Callable[[Any], bytes]) -> Callable[[Any], bytes]:
-    """A serializer that leaves alone what is serialized: handlers do it by themselves where it is large."""
+    """Wrap a serializer so that it returns bytes unchanged: handlers serialize large replies themselves."""
     return lambda reply: reply if isinstance(reply, bytes) else serialize(reply)
 
 
@@ -111,8 +114,8 @@ class PenstockInterceptor(grpc.aio.ServerInterceptor):
         calls: Calls | None = None,
         vocab_size: Callable[[], int] = lambda: 0,
     ) -> None:
-        """`sends` ends RPCs whose replies nobody takes; `vocab_size` is asked for each message, as it is only
-        known once a model is loaded, and 0 until then.
+        """`sends` ends RPCs whose replies are not taken. `vocab_size` is asked for each message, because it
+        is known only once a model is loaded; it returns 0 until then.
         """
         self._sends = sends or Sends(ServerOptions().stall_limit_s, StallLog())
         self._telemetry = telemetry
@@ -149,7 +152,7 @@ class PenstockInterceptor(grpc.aio.ServerInterceptor):
     def _one(
         self, method: str, parse: Any, serialize: Serialize, behaviour: Behaviour, *, streamed: bool
     ) -> Behaviour:
-        """For methods with one reply."""
+        """Make the handler of a method with a single reply."""
 
         async def handle(chunks: AsyncIterator[bytes], context: Context) -> Any:
             rpc = self._start(method)
@@ -161,7 +164,7 @@ class PenstockInterceptor(grpc.aio.ServerInterceptor):
                     reply = await behaviour(await self._receive(rpc, parse, context), context)
                 data = serialize(reply)
                 await current_meter().answered()
-            except BaseException as error:  # noqa: BLE001 -- every way out ends the span; `_fail` raises
+            except BaseException as error:  # noqa: BLE001 -- any error ends the span; `_fail` always raises
                 await self._fail(error, rpc, context)
             rpc.trace.end(grpc.StatusCode.OK)
             rpc.send.begin(len(data))
@@ -172,10 +175,11 @@ class PenstockInterceptor(grpc.aio.ServerInterceptor):
     def _many(
         self, method: str, parse: Any, serialize: Serialize, behaviour: Behaviour, *, streamed: bool
     ) -> Behaviour:
-        """For methods with a stream of replies: a generator of them, or a coroutine that writes them itself.
+        """Make the handler of a method with a stream of replies. `behaviour` is a generator of them, or a
+        coroutine that writes them itself.
 
-        This is a coroutine that writes, too: gRPC leaves it to Python to close a generator when the client is
-        gone.
+        The handler is a coroutine that writes, because gRPC does not close a generator when the client is
+        gone, but leaves that to Python's collector.
         """
 
         async def handle(chunks: AsyncIterator[bytes], context: Context) -> None:
@@ -205,27 +209,29 @@ class PenstockInterceptor(grpc.aio.ServerInterceptor):
         return handle
 
     async def refuse_unknown(self, context: Context) -> None:
-        """End a call of a method that is none of the server's; gRPC would answer without any details. Always
-        raises.
+        """End a call of a method that the server does not have; gRPC itself would answer without any details.
+        Always raises.
         """
         rpc = Rpc(UNKNOWN, UNTRACED, self._sends.start(UNKNOWN), has_place=True)  # `grpc_server` counts them
-        await self._fail(UnsupportedFeature(["method"], "there is none of this name"), rpc, context)
+        await self._fail(
+            UnsupportedFeature(["method"], "the server has no method of this name"), rpc, context
+        )
 
     def _start(self, method: str) -> Rpc:
         return Rpc(method, UNTRACED, self._sends.start(method))
 
     def _enter(self, rpc: Rpc, context: Context) -> None:
-        """What is decided by the headers alone: who calls, whether there is a place for the call, and whether
+        """Decide what the headers alone decide: who calls, whether there is a place for the call, and whether
         the caller may have one more.
 
-        Places are given back when the task ends, so after the reply was sent. A call is traced once it is
-        known whose it is: else anybody could fill the traces, or put spans below those of others.
+        Places are given back when the task ends, which is after the reply was sent. A call is traced only
+        once its caller is known: otherwise anybody could fill the traces, or put spans into those of others.
         """
         method = rpc.method
         self._access.authenticate(method, context)
         rpc.trace = self._telemetry.rpc(method, cast("Any", context.invocation_metadata() or ()))
-        CURRENT_RPC.set(rpc.trace.span)  # this task is the RPC's own, so nobody needs to reset it
-        if method.startswith(PACKAGE):  # health and reflection do not keep the server from its end
+        CURRENT_RPC.set(rpc.trace.span)  # this task serves only this RPC, so it is never reset
+        if method.startswith(PACKAGE):  # the server's stop does not wait for health and reflection
             self._calls.begin()
         task = asyncio.current_task()
         assert task is not None, "gRPC calls handlers in a task"
@@ -236,7 +242,7 @@ class PenstockInterceptor(grpc.aio.ServerInterceptor):
         task.add_done_callback(lambda _: leave_account())
 
     async def _receive(self, rpc: Rpc, parse: Any, context: Context) -> Message:
-        """The call's one message. Raises Busy, StalledSender, MessageTooLarge, InvalidRequest,
+        """Receive the call's one message. Raises Busy, StalledSender, MessageTooLarge, InvalidRequest,
         UnsupportedFeature and Draining.
         """
         if not rpc.method.startswith(PACKAGE):
@@ -251,11 +257,11 @@ class PenstockInterceptor(grpc.aio.ServerInterceptor):
             raise InvalidRequest([Violation("", "the call has no message")])
         if len(data) > self._max_receive_bytes:
             raise MessageTooLarge(len(data), self._max_receive_bytes)
-        MESSAGE_BYTES.set(len(data))  # as with CURRENT_RPC
+        MESSAGE_BYTES.set(len(data))  # never reset, as CURRENT_RPC
         work = partial(_decoded, rpc.method, parse, data, self._vocab_size())
         received: tuple[Any, RequestError | None] = await self._lanes.convert(work, len(data))
         request, refusal = received
-        if "request_id" in request.DESCRIPTOR.fields_by_name:  # known from here on, also to its errors
+        if "request_id" in request.DESCRIPTOR.fields_by_name:  # the errors that follow carry the id
             request.request_id = rpc.given_id = request.request_id or new_request_id()
             current_meter().named(rpc.given_id)
         if refusal is not None:
@@ -263,7 +269,7 @@ class PenstockInterceptor(grpc.aio.ServerInterceptor):
         return cast("Message", request)
 
     async def _fail(self, error: BaseException, rpc: Rpc, context: Context) -> NoReturn:
-        """End the RPC as the error says; always raises."""
+        """End the RPC with the status of this error. Always raises."""
         if isinstance(error, grpc.aio.AbortError):  # the method has answered by itself
             rpc.trace.end(cast("Any", context.code()) or grpc.StatusCode.UNKNOWN)
             raise error
@@ -278,7 +284,7 @@ class PenstockInterceptor(grpc.aio.ServerInterceptor):
             try:
                 raise error
             finally:
-                del error  # its traceback has this frame: the circle would keep the call from its end
+                del error  # its traceback refers to this frame, and this cycle would keep the call alive
         if not isinstance(error, Exception) or isinstance(error, grpc.aio.BaseError):
             rpc.trace.end(grpc.StatusCode.INTERNAL, type(error).__name__)
             raise error
@@ -288,7 +294,9 @@ class PenstockInterceptor(grpc.aio.ServerInterceptor):
             log.error("a bug in the service: %s, request %r", rpc.method, rpc.request_id, exc_info=error)
         status = to_status(error, rpc.request_id)
         metadata, fields = trailers(error, status), fields_of(error)
-        del error  # gRPC keeps the abort, and what it refers to, until Python looks for cycles: so no request
+        # gRPC keeps the abort and what it refers to until a garbage collection, so it must not refer to the
+        # request
+        del error
         try:
             if rpc.has_place:
                 rpc.send.begin()
@@ -303,7 +311,7 @@ class PenstockInterceptor(grpc.aio.ServerInterceptor):
                 Refusal(rpc.method, row.code.name, row.reason, rpc.request_id, caller_id, fields)
             )
             raise
-        except (grpc.aio.InternalError, asyncio.CancelledError) as gone:  # nobody is there to be told
+        except (grpc.aio.InternalError, asyncio.CancelledError) as gone:  # the client is gone
             rpc.trace.end(_code_of_cancel(context))
             raise asyncio.CancelledError from gone
 
@@ -315,13 +323,15 @@ def _code_of_cancel(context: Context) -> grpc.StatusCode:
 
 
 def _decoded(method: str, parse: Any, data: bytes, vocab_size: int = 0) -> tuple[Any, RequestError | None]:
-    """The message, and what refuses it for fields that are not the contract's, where the contract is ours."""
+    """Parse the message, and return it with the error that refuses its unknown fields, if it has any and the
+    method is ours.
+    """
     request = decode(parse, data, vocab_size)
     try:
         if method.startswith(PACKAGE):
             check_known(request, parse, data)
     except RequestError as error:
-        return request, error.with_traceback(None)  # which would keep the message's bytes
+        return request, error.with_traceback(None)  # the traceback would keep the message's bytes alive
     return request, None
 
 

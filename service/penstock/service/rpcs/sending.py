@@ -1,11 +1,11 @@
-"""RPCs whose reply nobody takes: each is given up after a while, with its task, its memory and core's.
+"""Ends RPCs whose reply is not taken: each is given up after a while, and its task and memory are freed.
 
-What is sent is followed from when gRPC gets it until it asks for more: by then all of it has passed the
-peer's window. A peer that takes no part of a message for the stall limit is too slow for gRPC to tell from
-one that has vanished, so a large message has a limit that grows with its size.
+A message is followed from when gRPC gets it until gRPC asks for more; by then it has passed the peer's window
+completely. gRPC cannot tell a peer that takes no part of a message for the stall limit from one that has
+vanished, so the time limit of a message grows with its size.
 
-A call that is refused at its headers has no place among those that may go on at once (`admission`), so
-refusals that nobody takes are bounded here.
+A call that is refused at its headers has no place among those that may go on at once (`admission`). Refusals
+that are not taken are therefore bounded here.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from penstock.service.replies.readers import SLOWEST_BYTES_PER_S, StallLog
 from penstock.service.rpcs.calls import Ender
 
 SECOND_LOOK_S = 0.2
-"""Between finding that a reply is late and ending it: where the event loop itself was held up, gRPC's word
-that the reply has left may lie there unread.
+"""Seconds between finding that a reply is late and ending it. If the event loop itself was held up, gRPC's
+message that the reply has left may be waiting unread.
 """
 LAST_WORDS_S = 5.0
-"""A reader that comes back so long after the stall limit still learns how its RPC ended."""
+"""A reader that comes back within this many seconds after the stall limit still learns how its RPC ended."""
 MAX_REFUSALS = 24_576
-"""Statuses of calls without a place that may be on their way out at once. One address may have half of them,
-so that a client which reads gets a status for each of 10,000 calls at once.
+"""How many statuses of calls without a place may be on their way out at once. One address may have half of
+them, so that a client that reads gets a status for each of 10,000 calls at once.
 """
 
 
 class Sends:
-    """All replies of one server that are on their way. Used on its event loop only."""
+    """All replies of one server that are being sent. Used on its event loop only."""
 
     def __init__(self, stall_limit_s: float, stalls: StallLog) -> None:
         self._limit_s = stall_limit_s + LAST_WORDS_S
@@ -46,11 +46,11 @@ class Sends:
 
     @property
     def num_refusals(self) -> int:
-        """Statuses of calls without a place that are on their way out."""
+        """How many statuses of calls without a place are being sent."""
         return self._refusals.active
 
     def start(self, method: str) -> Send:
-        """Follow the RPC of this task from now on until the task's end."""
+        """Follow the RPC of the current task until the task ends."""
         task = asyncio.current_task()
         assert task is not None, "a handler runs in a task"
         send = Send(self, task, method)
@@ -58,19 +58,19 @@ class Sends:
         return send
 
     def limit_s(self, num_bytes: int) -> float:
-        """How long a message of this size may take, in seconds."""
+        """Seconds that a message of this size may take."""
         return self._limit_s + num_bytes / SLOWEST_BYTES_PER_S
 
     async def refuse(self, task: asyncio.Task[Any], peer: str) -> None:
-        """Count the status of this task's RPC, which has no place, until the task ends. Beside too many
-        others it gets none: the RPC is ended, and so is this.
+        """Count the status of this task's RPC, which has no place, until the task ends. If there are too many
+        already, the RPC is ended without a status, and this call is cancelled with it.
         """
         leave = None
         with contextlib.suppress(Busy):
             leave = self._refusals.enter(peer)
         if leave is None:
             self._ender.end(task)
-            await asyncio.Event().wait()  # until the task is cancelled
+            await asyncio.Event().wait()  # waits until the task is cancelled
         else:
             task.add_done_callback(partial(_call, leave))
 
@@ -85,7 +85,7 @@ def _call(leave: Callable[[], None], _task: object) -> None:
 
 
 class Send:
-    """The messages of one RPC, one after the other."""
+    """Follows the messages of one RPC, one after the other."""
 
     __slots__ = ("_due", "_looked", "_loop", "_method", "_sends", "_task", "_timer", "gave_up")
 
@@ -95,36 +95,39 @@ class Send:
         self._loop = task.get_loop()
         self._due: float | None = None
         self._looked: float | None = None
-        """What was late when it was looked at."""
+        """The due time that had passed when it was checked first."""
         self._timer: asyncio.TimerHandle | None = None
         self.gave_up = False
-        """Whether the RPC is being ended for it."""
+        """Whether the RPC is being ended because its reply was not taken."""
 
     def begin(self, num_bytes: int = 0) -> None:
-        """gRPC is given a message of this size, or a status, or is asked for a message of up to this size."""
+        """Note that gRPC now has a message of this size, or a status, to send."""
         self._due = self._loop.time() + self._sends.limit_s(num_bytes)
-        if self._timer is None:  # else it looks again when it fires: one timer serves many messages
+        # a timer that is set already checks again when it fires: one timer serves many messages
+        if self._timer is None:
             self._timer = self._loop.call_at(self._due, self._look)
 
     async def begin_refusal(self, peer: str) -> None:
-        """gRPC is given the status of a call without a place. Beside too many others the call is ended."""
+        """Note that gRPC now has the status of a call without a place. If there are too many of them, the
+        call is ended.
+        """
         if self._task is not None:
             await self._sends.refuse(self._task, peer)
         self.begin()
 
     def done(self) -> None:
-        """The message has left, or has come."""
+        """Note that the message has left."""
         self._due = None
 
     def close(self, _: object = None) -> None:
-        """The RPC's task has ended."""
+        """Stop following: the RPC's task has ended."""
         self._due = self._task = None
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
 
     def followed(self, context: Any) -> Any:
-        """The RPC's context, for a handler that writes by itself."""
+        """Wrap the RPC's context for a handler that writes by itself."""
         return _FollowedContext(context, self)
 
     def _look(self) -> None:
@@ -144,7 +147,7 @@ class Send:
 
 
 class _FollowedContext:
-    """gRPC's context, whose writes are followed; they are small."""
+    """gRPC's context, whose writes, which are small, are followed."""
 
     def __init__(self, context: Any, send: Send) -> None:
         self._context, self._send = context, send

@@ -1,8 +1,9 @@
-"""What each address serves where control has an address of its own (`--control-port`).
+"""What each address serves if control has an address of its own (`--control-port`).
 
-Both have health and reflection, the RPCs that only read, and Abort. The main address has Generate and Stream,
-the other one what changes the server for everybody. At the main address nobody has the control role, whatever
-the key says: who reaches that address alone can do no more than use the model.
+Both addresses serve health, reflection, the RPCs that only read, and Abort. The main address serves Generate
+and Stream; the control address serves what changes the server for everybody. At the main address no caller
+has the control role, whatever its key says: whoever reaches only that address can do no more than use the
+model.
 """
 
 from __future__ import annotations
@@ -26,13 +27,13 @@ CONTROLLING = frozenset(f"/{method}" for method, rule in RULES.items() if rule.r
 
 
 class Surface(grpc.aio.ServerInterceptor):
-    """What one address does not serve. To be put after the interceptor that maps errors."""
+    """Refuses what one address does not serve. It must come after the interceptor that maps errors."""
 
     def __init__(
         self, elsewhere: frozenset[str], where: Callable[[], str], *, own_requests_only: bool = False
     ) -> None:
-        """Calls of the methods `elsewhere` are refused, and told `where` to go. With `own_requests_only`
-        Abort ends the caller's own requests and nobody else's, whatever the role.
+        """Calls of the methods `elsewhere` are refused; the error tells `where` to go. With
+        `own_requests_only` Abort ends only the caller's own requests, whatever its role.
         """
         self._elsewhere = elsewhere
         self._where = where
@@ -54,7 +55,9 @@ class Surface(grpc.aio.ServerInterceptor):
         return cast("Handler | None", handler)
 
     def _abort(self, behaviour: Callable[[Any, Any], Awaitable[Any]]) -> Callable[[Any, Any], Awaitable[Any]]:
-        """A caller's own requests only. Callers without an id cannot be told apart, so they must name ids."""
+        """Make a handler that aborts only the caller's own requests. Callers without an id cannot be told
+        apart, so they must name ids.
+        """
 
         async def handle(request: Any, context: Any) -> Any:
             caller = CURRENT_CALLER.get()
@@ -70,12 +73,14 @@ class Surface(grpc.aio.ServerInterceptor):
 
 
 def main_surface(control_port: Callable[[], int | None]) -> Surface:
-    """Of the main address: no control. `control_port` tells the port once it is known."""
+    """The surface of the main address, which has no control. `control_port` returns the port once it is
+    known.
+    """
     return Surface(CONTROLLING, lambda: f"the control port, {control_port()}", own_requests_only=True)
 
 
 def control_surface() -> Surface:
-    """Of the control address: no generation."""
+    """The surface of the control address, which has no generation."""
     return Surface(GENERATING, lambda: "the server's main address")
 
 
@@ -84,7 +89,7 @@ def _name(method: str) -> str:
 
 
 def _refusing(handler: Any, error: ServedElsewhere) -> Handler:
-    """A handler of the same kind that raises the error."""
+    """Make a handler of the same kind that raises the error."""
 
     def refuse(request: Any, context: Any) -> NoReturn:
         raise error

@@ -1,7 +1,8 @@
-"""Abort: whom it means, and the requests that have come but are not in the engine yet.
+"""What `Abort` asks for, and the requests that it can find before the engine knows them.
 
-The engine learns of an id with `submit`. `Abort` must know it from the moment the RPC starts: one that came
-while the prompt is being tokenized would otherwise find nothing, and the request would run after all.
+The engine learns a request's id with `submit`. `Abort` must be able to find the request from the moment its
+RPC starts: an abort that arrives while the prompt is being tokenized would otherwise find nothing, and the
+request would run after all.
 """
 
 from __future__ import annotations
@@ -21,15 +22,17 @@ MAX_REASON_CHARS = 1000
 
 @dataclass(frozen=True, slots=True)
 class AbortTarget:
-    """Whom Abort means: exactly one of the three."""
+    """The requests that an Abort names: by ids, by a prefix of their ids, or all. Exactly one of the three is
+    set.
+    """
 
     ids: Mapping[str, None] | None
-    """In the order in which they were named; a mapping, so that it costs little to ask for one."""
+    """Ids in the order in which the caller named them; a mapping, so that looking one up is cheap."""
     prefix: str | None
     everything: bool
 
     def parts(self, size: int) -> Sequence[AbortTarget]:
-        """The same in several, of at most so many ids each."""
+        """Split this target into targets of at most `size` ids each. A target without ids is not split."""
         if self.ids is None:
             return [self]
         ids = list(self.ids)
@@ -43,9 +46,11 @@ class AbortTarget:
 
 
 def to_target(message: inference_pb2.AbortRequest) -> AbortTarget:
-    """Raises InvalidRequest: an abort that names nothing never means everything."""
+    """Check and convert the message. Raises InvalidRequest where it names nothing: that never means
+    everything.
+    """
     bad = Violations()
-    # The engine stands still while it looks for them.
+    # The engine's lock is held while ids are looked up, so there is a limit on them.
     num_ids = len(message.request_ids.ids)
     few = bad.allows("request_ids.ids", num_ids, MAX_ABORT_IDS, "ids")
     ids = dict.fromkeys(message.request_ids.ids) if few else {}
@@ -56,7 +61,7 @@ def to_target(message: inference_pb2.AbortRequest) -> AbortTarget:
         bad.add("request_ids.ids", "must not be empty")
     elif kind == "request_id_prefix" and not message.request_id_prefix:
         bad.add("request_id_prefix", "must not be empty")
-    if len(message.reason) > MAX_REASON_CHARS:  # every request that is ended answers with it
+    if len(message.reason) > MAX_REASON_CHARS:  # every aborted request repeats it
         bad.add("reason", f"must have at most {MAX_REASON_CHARS} characters, not {len(message.reason)}")
     bad.raise_if_any()
     return AbortTarget(
@@ -72,16 +77,18 @@ class Arrival:
 
 
 class Arrivals:
-    """All of those of one server, by the engine's id. Used on the event loop only."""
+    """All arrivals of one server, by the engine's id of the request. Used on the event loop only."""
 
     def __init__(self) -> None:
         self._arrivals: dict[str, Arrival] = {}
 
     @contextlib.contextmanager
     def tokenizing(self, request_id: str) -> Iterator[Arrival]:
-        """The id can be aborted inside. DuplicateRequestId where another request of that id is inside too.
+        """Let `Abort` find this id while the context is open. Raises DuplicateRequestId if it is open for
+        this id already.
 
-        Whoever leaves must end the request or submit it to the engine without an `await` in between.
+        The caller must end the request or submit it to the engine before the context closes, without an
+        `await` after that.
         """
         if request_id in self._arrivals:
             raise DuplicateRequestId(request_id)
@@ -92,8 +99,8 @@ class Arrivals:
             del self._arrivals[request_id]
 
     def abort(self, meant: Callable[[str], bool], message: str) -> list[str]:
-        """Mark the requests that match and are still being prepared, so that they are never submitted.
-        Returns their ids. If a request is aborted twice, the first message is kept.
+        """Mark every arrival whose id is `meant`, so that it is never submitted; return these ids. If a
+        request is aborted twice, the first message is kept.
         """
         found = [request_id for request_id in self._arrivals if meant(request_id)]
         for request_id in found:

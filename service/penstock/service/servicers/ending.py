@@ -1,4 +1,6 @@
-"""What `Abort` ends for whom: a caller's own requests, or everybody's with the role control."""
+"""Ends the requests that an `Abort` names: a caller's own, or everybody's if the caller has the
+role control.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ _RANK = (AbortOutcome.NOT_FOUND, AbortOutcome.ALREADY_FINISHED, AbortOutcome.ABO
 
 
 def means(target: AbortTarget, caller: Caller) -> Callable[[str], bool]:
-    """Whether a request, by the engine's id, is meant by the target when this caller names it."""
+    """Return a function that tells, for the engine's id of a request, whether `target` covers it when this
+    caller names it.
+    """
 
     def meant(engine_id: str) -> bool:
         return (caller.controls or owner_of(engine_id) == caller.id) and target.matches(own_id(engine_id))
@@ -32,11 +36,11 @@ def end_requests(
     target: AbortTarget,
     message: str,
 ) -> Sequence[tuple[str, AbortOutcome]]:
-    """End what is meant; slots and pages are free when this returns. One result for each id that was named,
-    or for each request that was found, with ids as callers know them. What others have is NOT_FOUND, as what
-    does not exist.
+    """End the requests that `target` covers. Their slots and pages are free when this returns.
 
-    `held` are the engine's ids of all outputs that the service has in the engine now.
+    Returns one outcome for each id that was named, or for each request that was found, with ids as callers
+    know them. Requests of others are NOT_FOUND, just as requests that do not exist. `held` are the engine's
+    ids of all outputs that the service has in the engine now.
     """
     meant = means(target, caller)
     found: dict[str, AbortOutcome] = dict.fromkeys(arrivals.abort(meant, message), AbortOutcome.ABORTED)
@@ -49,7 +53,8 @@ def end_requests(
     if target.ids is None:
         return [(own_id(one), outcome) for one, outcome in found.items()]
     best = dict.fromkeys(target.ids, AbortOutcome.NOT_FOUND)
-    named = {engine_id(caller.id, name): name for name in target.ids}  # some may be no id that anything has
+    # some of these ids may belong to no request
+    named = {engine_id(caller.id, name): name for name in target.ids}
     for one, outcome in found.items():
         name = named.get(one) or own_id(one)
         best[name] = max(best[name], outcome, key=_RANK.index)
@@ -59,7 +64,9 @@ def end_requests(
 def _end_own(
     engine: Backend, caller: Caller, target: AbortTarget, message: str
 ) -> Iterable[tuple[str, AbortOutcome]]:
-    """Of the caller alone; or of everybody, where all are meant and the caller may."""
+    """End the caller's own requests; or everybody's, if the target is all requests and the caller may end
+    them.
+    """
     if target.ids is not None:
         return engine.abort([engine_id(caller.id, name) for name in target.ids], message=message)
     if target.everything and caller.controls:

@@ -1,6 +1,6 @@
 """Server reflection under both of its names: grpc.reflection.v1, and v1alpha, which older tools ask for.
 
-grpcio-reflection has v1alpha only. The messages of both are the same, so one servicer answers for both; the
+grpcio-reflection has only v1alpha. The messages of both are equal, so one servicer answers both, and the
 description of v1 is made from that of v1alpha.
 """
 
@@ -19,7 +19,7 @@ _FILE = "grpc/reflection/v1/reflection.proto"
 
 
 def enable_reflection(services: Sequence[str], server: grpc.aio.Server) -> None:
-    """Let clients ask `server` for its services, their methods and messages."""
+    """Let clients ask `server` for its services, their methods and their messages."""
     _describe_v1()
     servicer = reflection.aio.ReflectionServicer([*services, *NAMES])
     alpha.add_ServerReflectionServicer_to_server(servicer, server)  # type: ignore[no-untyped-call]
@@ -33,7 +33,7 @@ def enable_reflection(services: Sequence[str], server: grpc.aio.Server) -> None:
 
 
 def _describe_v1() -> None:
-    """Who asks what grpc.reflection.v1 is gets an answer, too."""
+    """Describe grpc.reflection.v1 itself, for clients that ask for it."""
     pool = descriptor_pool.Default()
     try:
         pool.FindFileByName(_FILE)
@@ -42,7 +42,7 @@ def _describe_v1() -> None:
         reflection_pb2.DESCRIPTOR.CopyToProto(file)
         file.name = _FILE
         file.package = "grpc.reflection.v1"
-        file.ClearField("options")  # of other languages
+        file.ClearField("options")  # options of other languages
         for message in file.message_type:
             for field in message.field:
                 if field.type_name:

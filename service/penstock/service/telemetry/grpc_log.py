@@ -1,4 +1,4 @@
-"""What gRPC and OpenTelemetry log and nobody needs to know, or may: what a peer sent, word for word."""
+"""Keeps lines of gRPC and OpenTelemetry out of the log that say nothing, or that quote what a peer sent."""
 
 from __future__ import annotations
 
@@ -8,19 +8,23 @@ import grpc
 
 LOGGER = "grpc._cython.cygrpc"
 TRACE_LOGGER = "opentelemetry.trace.span"
-"""Warns of each `tracestate` that it cannot read, and quotes it."""
+"""Warns of each `tracestate` header that it cannot read, and quotes it."""
 _GONE = 'Failed "execute_batch"'
-"""What a send is called that gRPC's core began and could not finish, because the client is gone. One that it
-could not even begin is another matter, and has other words.
+"""The beginning of the error of a send that gRPC's core began and could not finish, because the client is
+gone. A send that could not even begin has another error, which is logged.
 """
 _CORE_GONE = "ExecuteBatchError raised in core"
-"""The same, where gRPC hears that the sending failed before it hears that the client cancelled."""
+"""The error of such a send if gRPC notices that sending failed before it notices that the client
+cancelled.
+"""
 _NOT_TEXT = "Invalid encoding on"
-"""Of metadata that are not UTF-8. The line quotes them, so also a key. The call goes on with the bytes."""
+"""Begins the line about metadata that are not UTF-8, which quotes them and may so reveal a key. The call goes
+on with the bytes.
+"""
 
 
 def says_something(record: logging.LogRecord) -> bool:
-    """Whether gRPC's record is written."""
+    """Whether gRPC's record is worth a line in the log."""
     if str(record.msg).startswith(_NOT_TEXT):
         return False
     kind, error = (record.exc_info or (None, None))[:2]
@@ -31,11 +35,11 @@ def says_something(record: logging.LogRecord) -> bool:
 
 
 def is_severe(record: logging.LogRecord) -> bool:
-    """Whether OpenTelemetry's record is written."""
+    """Whether OpenTelemetry's record is worth a line in the log."""
     return record.levelno >= logging.ERROR
 
 
 def hush() -> None:
-    """From now on, for the whole process. More than once is as good as once."""
+    """Filter these lines from now on, in the whole process. May be called more than once."""
     logging.getLogger(LOGGER).addFilter(says_something)
     logging.getLogger(TRACE_LOGGER).addFilter(is_severe)

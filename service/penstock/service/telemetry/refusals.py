@@ -1,8 +1,8 @@
-"""One log line for each refusal, and never more than a few a second: who was refused what, and why.
+"""Logs each refusal in one line, but never more than a few lines a second: who was refused what, and why.
 
-A line has ids, names and reasons. It never has values: no prompt, no header, not even the error's own
-message, which may quote one. So a field is named without what stands in its brackets: that of a map is a
-caller's key.
+A line has ids, names and reasons, and never values: no prompt, no header, not even the error's own message,
+which may quote one. A field is named without the content of its brackets, because the key of a map is a
+caller's text.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _INDEX = re.compile(r"\[[^\]]*(\]|$)")
 
 
 class LineBudget:
-    """A token bucket: so many lines a second on average, and as many at once."""
+    """A token bucket that allows `per_second` lines a second on average, and as many at once."""
 
     def __init__(self, per_second: float, clock: Callable[[], float] = time.monotonic) -> None:
         """`clock` gives seconds."""
@@ -34,7 +34,7 @@ class LineBudget:
         self._at = clock()
 
     def take(self) -> bool:
-        """Whether a line may be written now."""
+        """Whether a line may be written now; counts it if so."""
         now = self._clock()
         self._tokens = min(self._most, self._tokens + (now - self._at) * self._most)
         self._at = now
@@ -46,14 +46,14 @@ class LineBudget:
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """What is told of one."""
+    """What the log says about one refusal."""
 
     method: str
     code: str
     reason: str
     request_id: str
     caller_id: str
-    """Of the caller's key; empty where the server has none."""
+    """The id of the caller's key; empty on a server without keys."""
     fields: Sequence[str]
 
 
@@ -65,7 +65,7 @@ class RefusalLog:
         self._left_out = 0
 
     def tell(self, refusal: Refusal) -> None:
-        """Write the refusal's line, or count it where there were too many."""
+        """Write a line for the refusal, or only count it if there were too many."""
         if not self._budget.take():
             if not self._left_out:
                 asyncio.get_running_loop().call_later(1.0, self._tell_left_out)
@@ -82,12 +82,12 @@ class RefusalLog:
         )
 
     def _tell_left_out(self) -> None:
-        log.info("refused %d more calls within about a second, not logged one by one", self._left_out)
+        log.info("refused %d more calls within about a second, without a line for each", self._left_out)
         self._left_out = 0
 
 
 def fields_of(error: BaseException) -> list[str]:
-    """The first few fields that are at fault, without indices."""
+    """The names of the first few fields that the error is about, without indices."""
     if isinstance(error, InvalidRequest):
         names = [violation.field for violation in error.violations[: 10 * MAX_FIELDS]]
     elif isinstance(error, UnsupportedFeature):

@@ -1,4 +1,4 @@
-"""Blocking work beside the event loop."""
+"""Runs blocking work in threads beside the event loop."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ T = TypeVar("T")
 
 
 def in_thread(work: Callable[[], T]) -> Awaitable[T]:
-    """Run blocking work in a daemon thread: unlike asyncio's own pool it does not keep the process from
+    """Run blocking work in a daemon thread. Unlike asyncio's own pool it does not keep the process from
     ending.
     """
     loop = asyncio.get_running_loop()

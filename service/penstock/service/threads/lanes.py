@@ -1,8 +1,10 @@
-"""Threads for work that blocks, apart by who may hold it up, and each with a bound on what it has in hand.
+"""Threads for work that blocks: one lane for each kind of work, each with a bound on how much work it
+accepts.
 
-What callers write may take seconds, up to its limit: templates, grammars, long lists of words, megabytes of
-text. On the threads that tokenize everybody's prompts a handful of such requests would keep all others
-waiting. Above its bound a lane refuses at once (Busy) instead of keeping what it will not come to for long.
+Work on what callers write may take seconds, up to its limit: templates, grammars, long lists of words,
+megabytes of text. If it ran on the threads that tokenize everybody's prompts, a handful of such requests
+would keep all others waiting. A lane refuses work above its bound at once (Busy), instead of keeping it for
+long.
 """
 
 from __future__ import annotations
@@ -21,29 +23,35 @@ from penstock.service.limits.pace import Pace
 T = TypeVar("T")
 MIB = 1024 * 1024
 INLINE_BYTES = 4096
-"""A smaller message, or part of one, is worked on at once: that takes well under a millisecond."""
+"""Work on at most this many bytes of a message is done on the event loop: it takes well under a
+millisecond.
+"""
 LONG_CHARS = 500_000
-"""Longer texts, which only come here to be cut, take seconds; a long context has more, see `Lanes.fit`."""
+"""Texts longer than this have a lane of their own: they take seconds, and most only come to be cut.
+`Lanes.fit` raises the limit for a long context.
+"""
 MOST_TOKEN_CHARS = 8
-"""Of a text that fills its context honestly, on average."""
+"""Characters that a token has on average in an honest text."""
 MOST_TEMPLATES = 8
-"""Callers' own templates that are rendered or wait for it."""
+"""How many callers' own templates may be rendered, or wait for that, at once."""
 MESSAGE_BYTES: ContextVar[int] = ContextVar("message_bytes", default=0)
-"""The size of the request of the RPC that this task serves."""
+"""The size of the request message of the RPC that this task serves."""
 
 
 class Lane:
-    """The threads for one kind of work. Used on the event loop; threads are started when they are needed."""
+    """The threads for one kind of work. Used on the event loop. Threads are started when they are needed."""
 
     def __init__(self, name: str, num_threads: int, most: int) -> None:
-        """`most`: how much work may be in hand, running and waiting, in the unit of `run`'s weights."""
+        """`most` bounds the work that runs or waits, in the unit of `run`'s weights."""
         self._name, self._most = name, most
         self._pool = ThreadPoolExecutor(num_threads, f"penstock-{name}")
         self._pace = Pace()
 
     async def run(self, work: Callable[[], T], weight: int = 1) -> T:
-        """`work()`, on one of the threads. Raises Busy where it would be too much in hand; one piece of work
-        alone is never too much. What is given up while it waits is not begun; what runs comes to its end, and
+        """Return `work()`, called on one of the threads. Raises Busy if the lane would have too much work;
+        one piece of work alone is never too much.
+
+        Work whose caller gives up before it has begun is dropped. Work that has begun runs to its end, and
         counts until then.
         """
         held = self._pace.active
@@ -52,15 +60,16 @@ class Lane:
         return await self._begun(work, weight)
 
     def _begun(self, work: Callable[[], T], weight: int) -> asyncio.Future[T]:
-        """Its future, which no frame keeps: an error of the work refers to the frames that it went through,
-        and the future to the error, so together they would keep the request until Python looks for cycles.
+        """Start the work and return its future, which no frame of ours keeps. An error of the work refers to
+        the frames that it went through, and the future to the error; such a cycle would keep the request in
+        memory until a garbage collection.
         """
         loop = asyncio.get_running_loop()
         future = self._pool.submit(work)
         self._pace.entered(weight)
 
         def release(_: Future[Any]) -> None:
-            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody asks for a lane any more
+            with contextlib.suppress(RuntimeError):  # the loop is closed, so nobody uses lanes any more
                 loop.call_soon_threadsafe(self._pace.left, weight)
 
         future.add_done_callback(release)
@@ -68,11 +77,11 @@ class Lane:
 
     @property
     def held(self) -> int:
-        """How much is in hand."""
+        """How much work runs or waits."""
         return self._pace.active
 
     def close(self) -> None:
-        """No more work; what has not begun is dropped."""
+        """Accept no more work, and drop what has not begun."""
         self._pool.shutdown(wait=False, cancel_futures=True)
 
 
@@ -81,10 +90,10 @@ class Lanes:
 
     def __init__(self) -> None:
         quick = min(32, available_processors() + 4)
-        # They are rendered one by one, each in up to a second (`runtime.chat.sandbox`): as many as wait make
-        # the longest wait of an honest one behind hostile ones.
+        # Templates are rendered one after the other, each in at most a second (`runtime.chat.sandbox`). The
+        # bound is therefore the longest time that an honest caller waits behind hostile ones.
         self._templates = Lane("templates", 4, MOST_TEMPLATES)
-        self._heavy = Lane("heavy", 64, 1024)  # most only wait: the compiler of grammars has few threads
+        self._heavy = Lane("heavy", 64, 1024)  # most of them wait: the compiler of grammars has few threads
         self._convert = Lane("convert", 4, 64 * MIB)
         self._texts = Lane("texts", quick, 64 * MIB)
         self._long_texts = Lane("long-texts", 4, 32 * MIB)
@@ -99,29 +108,29 @@ class Lanes:
         )
 
     def fit(self, max_model_len: int) -> None:
-        """Texts that fill a context of so many tokens are not among those that only come to be cut."""
+        """Treat texts that may fill a context of `max_model_len` tokens as ordinary ones."""
         self._long_chars = max(LONG_CHARS, max_model_len * MOST_TOKEN_CHARS)
 
     async def template(self, work: Callable[[], T]) -> T:
-        """Work on a caller's own template."""
+        """Run work on a caller's own template."""
         return await self._templates.run(work)
 
     async def heavy(self, work: Callable[[], T]) -> T:
-        """Other work that may take seconds."""
+        """Run other work that may take seconds."""
         return await self._heavy.run(work)
 
     async def convert(self, work: Callable[[], T], num_bytes: int) -> T:
-        """Work that takes the longer the larger a message, or a part of one, is; of a small one it is done at
+        """Run work whose time grows with the size of a message, or of a part of one. Small work is done at
         once, on the event loop.
         """
         return work() if num_bytes <= INLINE_BYTES else await self._convert.run(work, num_bytes)
 
     async def text(self, work: Callable[[], T], num_chars: int) -> T:
-        """Work on a text of so many characters, or on what takes as long."""
+        """Run work on a text of `num_chars` characters, or work that takes as long."""
         lane = self._texts if num_chars <= self._long_chars else self._long_texts
         return await lane.run(work, num_chars)
 
     def close(self) -> None:
-        """No more work; what has not begun is dropped."""
+        """Accept no more work, and drop what has not begun."""
         for lane in self._all:
             lane.close()

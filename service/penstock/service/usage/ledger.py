@@ -1,15 +1,15 @@
-"""What every key used, kept in a SQLite file: counts per hour, key, method and ending.
+"""Keeps what every key used in a SQLite file: counts per hour, key, method and outcome.
 
     ledger = Ledger(Path("usage.db"))
     noted = ledger.record(usage)   # on the event loop; done once the count is on the disk
     ledger.close()                 # writes what is left
 
-One thread writes. It takes all that has come since its last transaction and writes that in one, so many
+One thread writes. It takes everything that came since its last transaction and writes it in one, so many
 requests share the wait for the disk. The file is in write-ahead mode with full synchronisation: what was
-confirmed outlives a crash of the server and of the machine. Counts are sums, so the file grows with hours and
+confirmed survives a crash of the server and of the machine. Counts are sums, so the file grows with hours and
 keys and not with requests, and several servers may share one file.
 
-While the file cannot be written, no answer waits for it: the counts are kept in memory, and the thread tries
+While the file cannot be written no answer waits for it: the counts are kept in memory, and the thread tries
 again every few seconds.
 """
 
@@ -35,13 +35,13 @@ log = logging.getLogger(__name__)
 
 HOUR_S = 3600
 _VERSION = 1
-"""Of the file's tables, in PRAGMA user_version; 0 is an empty file."""
+"""The version of the file's tables, in PRAGMA user_version; an empty file has 0."""
 _BUSY_S = 5.0
-"""How long a transaction waits for that of another server."""
+"""Seconds that a transaction waits for the transaction of another server."""
 _RETRY_S = 5.0
-"""How long counts that could not be written wait for the next try."""
+"""Seconds until counts that could not be written are tried again."""
 _RETRY_BUSY_S = 0.1
-"""How long that next try waits for another server. The answers that come meanwhile wait for it."""
+"""Seconds that such a new try waits for another server. Answers that come meanwhile wait for it."""
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS usage (
   hour INTEGER NOT NULL,
@@ -67,10 +67,10 @@ ON CONFLICT (hour, key, method, outcome, reason) DO UPDATE SET
 
 
 class Kind(NamedTuple):
-    """What requests are counted together."""
+    """Requests with the same kind are counted together."""
 
     hour: int
-    """Its start, in seconds since 1970, UTC."""
+    """The start of the hour, in seconds since 1970, UTC."""
     key: str
     """The id of the caller's key; empty on a server without keys."""
     method: str
@@ -80,7 +80,7 @@ class Kind(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """Of requests of one kind."""
+    """What the requests of one kind used together."""
 
     requests: int = 0
     prompt_tokens: int = 0
@@ -106,14 +106,14 @@ class _Entry:
     kind: Kind
     counts: Counts
     noted: asyncio.Future[None] | None
-    """Of the event loop that waits; None: nobody does."""
+    """Done once the entry is in the file; None if nothing waits for it."""
 
 
 class Ledger:
-    """The books of one server; a `penstock.service.usage.meter.UsageSink`."""
+    """Records usage in one file; a `penstock.service.usage.UsageSink`."""
 
     def __init__(self, path: Path, clock: Callable[[], float] = time.time) -> None:
-        """Open the file, or make it. ConfigError where it cannot be written or is something else."""
+        """Open the file, or make it. Raises ConfigError if it cannot be written, or is another program's."""
         self._path = path
         self._clock = clock
         try:
@@ -130,7 +130,7 @@ class Ledger:
         self._thread.start()
 
     def record(self, usage: Usage) -> asyncio.Future[None] | None:
-        """Count a request. Somebody waits only for that of an answer; see `UsageSink`."""
+        """Count a request. Only answered requests get a future to wait for; see `UsageSink`."""
         hour = int(self._clock()) // HOUR_S * HOUR_S
         kind = Kind(hour, usage.caller, usage.method, usage.outcome, usage.reason)
         counts = Counts(1, usage.prompt_tokens, usage.cached_prompt_tokens, usage.completion_tokens)
@@ -146,16 +146,19 @@ class Ledger:
         self._thread.join(2 * _BUSY_S)
 
     def _run(self) -> None:
-        """The thread."""
+        """Run the thread."""
         try:
             self._write_until_the_end()
         finally:
-            # In this order: who records something after the last look at the queue sees that it was the last.
+            # In this order, because `record` looks at `_gone` after it has put its entry: an entry that this
+            # last look misses is settled by `record` itself.
             self._gone = True
             self._settle_the_rest()
 
     def _write_until_the_end(self) -> None:
-        """One transaction for all that waits. What cannot be written is kept for a later one."""
+        """Write everything that waits in one transaction, again and again. What cannot be written is kept for
+        a later one.
+        """
         kept: dict[Kind, Counts] = {}
         connection: sqlite3.Connection | None = None
         retry_at: float | None = None  # of time.monotonic; None: the last transaction succeeded
@@ -177,20 +180,26 @@ class Ledger:
                 requests = sum(counts.requests for counts in kept.values())
                 bug = None if isinstance(error, sqlite3.Error) else error
                 log.error(
-                    "the usage of %d requests is not in %s yet: %s", requests, self._path, error, exc_info=bug
+                    "the usage of %d requests could not be written to %s, and is tried again: %s",
+                    requests,
+                    self._path,
+                    error,
+                    exc_info=bug,
                 )
                 retry_at = time.monotonic() + _RETRY_S
                 if connection is not None:
                     connection.close()
                     connection = None
             finally:
-                # Also where it failed: an answer is worth more to its caller than its place in the books.
+                # Also if writing failed: an answer matters more to its caller than its entry in the file.
                 _settle(batch)
         if connection is not None:
             connection.close()
 
     def _take(self, timeout_s: float | None) -> tuple[list[_Entry], bool]:
-        """What has come, and whether the end has. It waits for something, for so long; None: for ever."""
+        """Wait for entries, for at most `timeout_s` seconds (None: for ever). Returns them, and whether
+        `close` was called.
+        """
         batch: list[_Entry] = []
         try:
             entry = self._entries.get(timeout=timeout_s)
@@ -202,7 +211,7 @@ class Ledger:
         return batch, True
 
     def _settle_the_rest(self) -> None:
-        """The thread has ended: no answer may wait for it."""
+        """Let all answers leave that still wait, because the thread has ended."""
         while True:
             batch, ended = self._take(0.0)
             _settle(batch)
@@ -226,7 +235,7 @@ def _rows(kept: Mapping[Kind, Counts]) -> Iterable[tuple[str | int, ...]]:
 
 
 def _settle(batch: Iterable[_Entry]) -> None:
-    """Let the answers leave; one call for each event loop, of which there is one."""
+    """Let these entries' answers leave, with one call for each event loop (there is only one)."""
     waiting: dict[asyncio.AbstractEventLoop, list[asyncio.Future[None]]] = {}
     for entry in batch:
         if entry.noted is not None:
@@ -238,25 +247,28 @@ def _settle(batch: Iterable[_Entry]) -> None:
 
 def _release(futures: Iterable[asyncio.Future[None]]) -> None:
     for future in futures:
-        if not future.done():  # its client may be gone
+        if not future.done():  # already cancelled if the client is gone
             future.set_result(None)
 
 
 def _refuse_others(path: Path, connection: sqlite3.Connection) -> None:
-    """ConfigError where the file is not empty and not ours. Nothing is changed, not even the journal mode."""
+    """Raise ConfigError if the file is neither empty nor a ledger. Nothing in it is changed, not even the
+    journal mode.
+    """
     version = connection.execute("PRAGMA user_version").fetchone()[0]
     if version not in (0, _VERSION):
         raise ConfigError(
-            f"usage file {path}: made by another version of penstock, or by something else ({version})"
+            f"usage file {path}: made by another version of penstock or another program ({version}); "
+            "choose another name"
         )
     names = {name for (name,) in connection.execute("SELECT name FROM sqlite_master")}
     own = False
     if "usage" in names:
         columns = connection.execute("SELECT * FROM usage LIMIT 0").description
         own = tuple(name for name, *_ in columns) == _COLUMNS
-    # Two servers may start at once: then one may find the table of the other, and no version yet.
+    # Two servers may start at once: then one may find the other's table, while the version is not set yet.
     if names and not (own and (version == _VERSION or names == {"usage"})):
-        raise ConfigError(f"usage file {path} is the database of something else; choose another name")
+        raise ConfigError(f"usage file {path} is the database of another program; choose another name")
 
 
 def _open(path: Path, busy_s: float) -> sqlite3.Connection:
@@ -267,9 +279,8 @@ def _open(path: Path, busy_s: float) -> sqlite3.Connection:
 
 
 def read_usage(path: Path, since: int = 0, until: int = 2**62) -> dict[Kind, Counts]:
-    """What a file holds of the hours from `since` up to before `until`, both in seconds since 1970.
-
-    A server may be writing it. Raises ConfigError where it cannot be read.
+    """Read the usage of the hours that start from `since` to before `until`, both in seconds since 1970. A
+    server may be writing the file meanwhile. Raises ConfigError if it cannot be read.
     """
     if not path.is_file():
         raise ConfigError(f"there is no usage file {path}; `penstock serve --usage {path}` makes it")

@@ -1,8 +1,8 @@
-"""What each request used, told once, in one place, however it ended.
+"""Measures what each request used, and reports it once, in one place, however the request ended.
 
-The interceptor makes a `Meter` for each RPC that a key's rates count, and ends it with the RPC; what
-generates tells it of tokens as they are used. So a request is counted also where its client vanished midway,
-and a refusal is counted too. Whoever keeps the books implements `UsageSink`.
+The interceptor makes a `Meter` for each RPC that counts against a key's rates, and ends it with the RPC. The
+code that generates tells it of tokens as they are used. So a request is counted even if its client vanished
+midway, and a refusal is counted, too. Whoever keeps the counts implements `UsageSink`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class Outcome(enum.Enum):
     """How a request ended."""
 
     ANSWERED = "answered"
-    """With OK; also where its outputs were aborted."""
+    """With OK, even if its outputs were aborted."""
     REFUSED = "refused"
     """With an error, before the engine took it. It used nothing."""
     FAILED = "failed"
@@ -37,34 +37,34 @@ class Usage:
     caller: str
     """The id of the key or certificate; empty on a server without keys."""
     method: str
-    """Such as "penstock.v1.InferenceService/Generate"."""
+    """A name such as "penstock.v1.InferenceService/Generate"."""
     request_id: str
-    """The caller's own; empty where it was refused before it was read."""
+    """The caller's own id of the request; empty if it was refused before its message was read."""
     outcome: Outcome
     reason: str = ""
-    """Of the error, such as "RATE_LIMITED"."""
+    """The reason of the error, such as "RATE_LIMITED"."""
     prompt_tokens: int = 0
-    """Of the prompt as the model saw it, once for all outputs."""
+    """Tokens of the prompt as the model saw it, counted once for all outputs."""
     cached_prompt_tokens: int = 0
-    """Of those, how many were found in the prefix cache; 0 where no output came to its end."""
+    """How many of them were found in the prefix cache; 0 if no output came to its end."""
     completion_tokens: int = 0
-    """Made for all outputs, also those that nobody read."""
+    """Tokens generated for all outputs, including those that were never read."""
 
 
 class UsageSink(Protocol):
-    """Keeps the books."""
+    """Keeps the counts."""
 
     def record(self, usage: Usage) -> asyncio.Future[None] | None:
-        """Take note of a request. Called once for each, on the event loop: must neither block nor raise.
+        """Record a request. Called once for each, on the event loop; it must neither block nor raise.
 
-        What it returns is done once the note would outlive a crash; None: there is nothing to wait for. The
-        last message of an answer leaves after that. Nobody waits where there is no answer.
+        The returned future is done once the record would survive a crash; None means that there is nothing to
+        wait for. The last message of an answer leaves only after that. If there is no answer, nothing waits.
         """
         ...
 
 
 class Meter:
-    """Counts what one RPC uses, against the rates of its caller, and tells the sink in the end."""
+    """Counts what one RPC uses, also against its caller's rates, and tells the sink at the end."""
 
     def __init__(
         self,
@@ -85,36 +85,40 @@ class Meter:
         self._ended = False
 
     def named(self, request_id: str) -> None:
-        """The caller's id of the request is known."""
+        """Note the caller's id of the request."""
         self._request_id = request_id
 
     def began(self, prompt_tokens: int) -> None:
-        """The engine took the request."""
+        """Note that the engine took the request, with a prompt of this many tokens."""
         self._begun = True
         self._prompt_tokens = prompt_tokens
         self._use(prompt_tokens)
 
     def made(self, tokens: int) -> None:
-        """So many tokens more, of any output."""
+        """Count more generated tokens, of any output."""
         self._made_tokens += tokens
         self._use(tokens)
 
     def cached(self, tokens: int) -> None:
-        """So many of the prompt's were found in the cache."""
+        """Note how many of the prompt's tokens were found in the cache."""
         self._cached_tokens = tokens
 
     async def answered(self) -> None:
-        """The answer is whole: called before its last message leaves, which waits until this is noted."""
+        """Record that the answer is whole. Called before its last message leaves, which waits until this is
+        recorded.
+        """
         noted = self._end(Outcome.ANSWERED, "")
         if noted is not None:
             await noted
 
     def failed(self, reason: str) -> None:
-        """The RPC ends with an error of this reason. Without effect after `answered`."""
+        """Record that the RPC ends with an error of this reason. Has no effect after `answered`."""
         self._end(Outcome.FAILED if self._begun else Outcome.REFUSED, reason)
 
     def vanished(self) -> None:
-        """The client has gone, or its deadline has passed. Without effect after `answered`."""
+        """Record that the client has gone, or that its deadline has passed. Has no effect after
+        `answered`.
+        """
         self._end(Outcome.VANISHED, "")
 
     def _use(self, tokens: int) -> None:
@@ -142,9 +146,9 @@ class Meter:
 
 
 CURRENT_METER: ContextVar[Meter] = ContextVar("penstock_meter")
-"""That of this task's RPC, where the interceptor has set one."""
+"""The meter of this task's RPC, if the interceptor has set one."""
 
 
 def current_meter() -> Meter:
-    """Outside of an RPC one that tells nobody."""
+    """The meter of this task's RPC, or one that reports to nobody."""
     return CURRENT_METER.get(None) or Meter()

@@ -1,4 +1,4 @@
-"""What an address becomes, whom a proxy stands before, and where a token may go."""
+"""Parsing addresses, which addresses go through a proxy, and where a token may be sent."""
 
 from __future__ import annotations
 
@@ -52,11 +52,11 @@ def test_addresses(addr, expected):
 @pytest.mark.parametrize(
     ("addr", "message"),
     [
-        (" ", "is HOST:PORT or unix:/PATH, not ' '"),
-        ("a:1 ", "is HOST:PORT"),
+        (" ", "must be HOST:PORT or unix:/PATH, not ' '"),
+        ("a:1 ", "must be HOST:PORT"),
         ("127.0.0.1:1,[::1]:2", "must all have IPv4 or all have IPv6"),
-        ("127.0.0.1:1,nohost.invalid:2", "'nohost.invalid:2' is not an address that can be found"),
-        ("127.0.0.1:1,", "'' is not an address"),
+        ("127.0.0.1:1,nohost.invalid:2", "'nohost.invalid:2' cannot be resolved"),
+        ("127.0.0.1:1,", "'' cannot be resolved"),
     ],
 )
 @pytest.mark.parametrize("client", [Client, AsyncClient])
@@ -130,14 +130,14 @@ def test_what_is_no_token(token):
 
 
 def test_what_does_not_go_together():
-    with pytest.raises(TypeError, match="give either"):
+    with pytest.raises(TypeError, match="give only one"):
         Client(tls=True, credentials=grpc.ssl_channel_credentials())
     with grpc.insecure_channel("localhost:5") as channel:
         for more in ({"tls": True}, {"token": "t"}, {"tls": Tls()}):
             with pytest.raises(TypeError, match="existing channel"):
                 Client(channel=channel, **more)
-    with pytest.raises(ValueError, match="need the one name"):
+    with pytest.raises(ValueError, match="need the name"):
         Client("10.0.0.1:5,10.0.0.2:5", tls=True)
     Client("10.0.0.1:5,10.0.0.2:5", tls=Tls(name="all.example")).close()
-    with pytest.raises(ValueError, match="a certificate needs its private key"):
+    with pytest.raises(ValueError, match="cert and key: must be given together"):
         Tls(cert="x")

@@ -1,4 +1,4 @@
-"""What is between client and server: a frozen network, a Unix socket, several servers, proxies."""
+"""The network between client and server: a frozen connection, a Unix socket, several servers, proxies."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from penstock.client import AsyncClient, Client
 from penstock.client.connection.channel import channel_options
 from tests.support.freezing_proxy import freezing_proxy
 
-# Times of the client's own keepalive, cut short; what else makes them count is the client's.
+# The times of the client's own keepalive, made shorter. Everything else about them is the client's.
 QUICK = (("grpc.keepalive_time_ms", 1000), ("grpc.keepalive_timeout_ms", 1000))
-# Far above what a frozen network may take to be found, and below the two minutes that gRPC takes by itself.
+# Far above the time in which a frozen network must be noticed, and below the two minutes that gRPC takes by
+# default.
 PATIENCE_S = 60
 
 
@@ -87,7 +88,7 @@ async def test_a_unix_socket_async(unix_server, expected):
 
 
 def asked_of(client, servers):
-    """Which of the servers six calls went to."""
+    """The servers that six calls went to."""
     before = [len(server.calls) for server in servers]
     for _ in range(6):
         client.load()

@@ -1,4 +1,4 @@
-"""What is tried again, when, and for how long a call may take."""
+"""Which calls are tried again, when, and how long a call may take."""
 
 from __future__ import annotations
 
@@ -46,12 +46,12 @@ FINAL = [
     (Code.CANCELLED, "OF_A_PROXY"),
 ]
 CANCEL = 0x8
-"""HTTP/2's code."""
+"""HTTP/2's error code."""
 QUICK = Retry(attempts=4, initial_delay=0.001)
 
 
 async def generate(addr, retries, kind, limit_s=None):
-    """The answer through each of the four ways to ask."""
+    """The answer, asked for in each of the four ways."""
     match kind:
         case "unary":
             with Client(addr, retries=retries) as client:
@@ -131,13 +131,13 @@ async def test_all_attempts_have_one_deadline(server, failure, kind):
 async def test_a_wait_that_the_deadline_would_cut_is_not_begun(server, failure, kind):
     server.failure = failure(Code.RESOURCE_EXHAUSTED, "QUEUE_FULL", retry_after=Duration(seconds=500))
     patient = Retry(initial_delay=0.001, max_delay=1000)
-    with pytest.raises(api.QueueFull):  # at once: a wait would outlast the test's limit
+    with pytest.raises(api.QueueFull):  # tried again at once: a wait would exceed the test's time limit
         await generate(server.addr, patient, kind, limit_s=400)
     assert len(server.calls) == 1
 
 
 async def test_closing_ends_the_wait(server, failure):
-    """Of an answer that is to be asked for again in many minutes."""
+    """The wait before a retry that is due in many minutes."""
     server.failure = failure(Code.RESOURCE_EXHAUSTED, "QUEUE_FULL", retry_after=Duration(seconds=600))
     patient = Retry(initial_delay=0.001, max_delay=1000)
     with Client(server.addr, retries=patient) as client:
@@ -168,7 +168,7 @@ def refused(reason="NOT_READY", code=Code.UNAVAILABLE, retry_after=None):
 
 @pytest.fixture
 def longest(monkeypatch):
-    """Random parts are as long as they can be."""
+    """Make the random parts as long as they can be."""
     monkeypatch.setattr("penstock.client.connection.retries.random.uniform", lambda low, high: high)
 
 
@@ -232,7 +232,9 @@ def test_senseless_retries(wrong):
 
 
 async def test_a_lost_attempt_that_still_runs_is_waited_for():
-    """The network freezes: the client notices and asks again, while the server still has the first one."""
+    """The network freezes: the client notices and asks again, while the server still runs the
+    first attempt.
+    """
     engine = fake_engine(hold=True)
     submit, refusals = engine.submit, []
 
@@ -273,7 +275,7 @@ TIMEOUTS = [
 
 @pytest.mark.parametrize(("name", "call", "bounds"), TIMEOUTS, ids=[name for name, *_ in TIMEOUTS])
 async def test_how_long_a_call_may_take(server, name, call, bounds):
-    """By default; as the client says; as the call says; without limit."""
+    """The default, the client's timeout, the call's timeout, and no limit."""
     with Client(server.addr) as client:
         call(client)
         call(client, timeout=200)
@@ -302,23 +304,25 @@ async def test_how_long_a_call_may_take(server, name, call, bounds):
 
 
 def limit(left):
-    """gRPC has no None for no deadline, but some hundred years."""
+    """The deadline in seconds, or None: for no deadline gRPC reports some hundred years."""
     return None if left is None or left > 1e8 else left
 
 
 @pytest.mark.parametrize("wrong", [-1.0, math.nan])
 def test_senseless_timeouts(server, wrong):
-    with pytest.raises(ValueError, match="a timeout is a number of seconds"):
+    with pytest.raises(ValueError, match="timeout: must be at least 0 seconds"):
         Client(timeout=wrong)
-    with Client(server.addr) as client, pytest.raises(ValueError, match="a timeout is a number of seconds"):
+    with (
+        Client(server.addr) as client,
+        pytest.raises(ValueError, match="timeout: must be at least 0 seconds"),
+    ):
         client.load(timeout=wrong)
 
 
 @contextlib.asynccontextmanager
 async def goes_away(num_calls):
-    """A server that ends so many calls by a bare RST_STREAM and its connections by GOAWAY; their number.
-
-    After that it takes no connection any more.
+    """A server that ends this many calls by a bare RST_STREAM and its connections by GOAWAY, and then accepts
+    no connection any more. Yields the number of calls.
     """
     ended: list[int] = []
     listener = socket.create_server(("127.0.0.1", 0))

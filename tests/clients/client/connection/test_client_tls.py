@@ -1,4 +1,4 @@
-"""TLS from the client's side, against the real server with the certificates of tests/service/certs."""
+"""TLS on the client's side, against the real server with the certificates of tests/service/certs."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ CERT, KEY = CERTS / "client.pem", CERTS / "client.key"
 
 @contextlib.asynccontextmanager
 async def addresses(*, client_ca=None, name="server"):
-    """Of a server with TLS: by name and by number."""
+    """Addresses of a server with TLS: by name and by number."""
     async with serving(listen=listening(name=name, client_ca=client_ca)) as rig:
         yield f"localhost:{rig.server.port}"
 
 
 async def model_of(addr, **more):
-    """Asked by both clients."""
+    """The model's name, asked for by both clients."""
 
     def ask():
         with Client(addr, **more) as client:
@@ -44,7 +44,7 @@ async def test_a_trusted_server():
 
 
 async def test_a_token_goes_with_every_call():
-    """Under TLS to whatever host: the server, which has no keys, takes no notice."""
+    """With TLS a token is sent to any host; this server has no keys and ignores it."""
     async with addresses() as addr, AsyncClient(addr, tls=Tls(ca=CA), token="t") as client:
         assert client.metadata == (("authorization", "Bearer t"),)
         await client.wait_ready(timeout=20)
@@ -122,4 +122,4 @@ async def test_the_command_line_over_tls(capsys):
 async def test_tls_with_a_server_that_has_none(capsys):
     async with serving() as rig:
         assert await asyncio.to_thread(main, ["info", "--addr", rig.server.address, "--tls"]) == 1
-    assert "does not talk TLS" in capsys.readouterr().err
+    assert "does not use TLS" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""What kept events hold: the text of each once, whatever its place in the answer."""
+"""What kept events hold: the text of each delta once, wherever it stands in the answer."""
 
 from __future__ import annotations
 
@@ -22,7 +22,9 @@ def replies(count):
 
 
 def held(events):
-    """Bytes of all that the deltas hold: pickled one by one, so that what they share counts for each."""
+    """Bytes of everything that the deltas hold. They are pickled one by one, so that shared parts count for
+    each.
+    """
     return sum(len(pickle.dumps(event)) for event in events if isinstance(event, Delta))
 
 
@@ -30,7 +32,7 @@ def check(few, many, stream):
     assert sum(isinstance(event, Delta) for event in many) == 2000
     assert held(many) / held(few) == pytest.approx(
         10, rel=0.2
-    )  # of ten times as many; of the square it was 100
+    )  # of ten times as many deltas; if each repeated all text, it would be 100 times as much
     assert stream.text() == PIECE * 2000
     assert stream.reasoning() == "hm " * 2000
     assert stream.result().text == PIECE * 2000

@@ -99,19 +99,19 @@ def outputs(*indices):
 @pytest.mark.parametrize("indices", [(), (1,), (1, 0), (0, 0), (0, 2)])
 def test_outputs_that_are_not_0_to_n_are_an_error(server, indices):
     server.answer = lambda request: outputs(*indices)
-    with Client(server.addr) as client, pytest.raises(api.ProtocolError, match="not with 0 to n - 1"):
+    with Client(server.addr) as client, pytest.raises(api.ProtocolError, match="instead of 0 to n - 1"):
         client.generate("p")
 
 
 def test_a_stream_that_leaves_an_output_out_is_an_error(server):
     server.replies = [m for m in rich.STREAM if m.delta.index != 0 and m.WhichOneof("event") == "delta"]
     server.replies = [rich.STREAM[0], *server.replies, rich.STREAM[5], rich.STREAM[-1]]
-    with Client(server.addr) as client, pytest.raises(api.ProtocolError, match="not with 0 to n - 1"):
+    with Client(server.addr) as client, pytest.raises(api.ProtocolError, match="instead of 0 to n - 1"):
         client.stream("p").result()
 
 
 def test_a_tool_loop(rich_server):
-    """What the docs show: the answer's turn and the call's result go on with the conversation."""
+    """The loop of the docs: the answer's turn and the call's result continue the conversation."""
     turns: list[api.Turn] = [ChatMessage("user", "How warm is it in Oslo?")]
     tools = [Tool("get_weather", "Get the weather in a city.", {"type": "object"})]
     with Client(rich_server.addr) as client:

@@ -1,4 +1,4 @@
-"""The order of a stream, and how deltas add up, on messages written by hand."""
+"""The order of a stream, and how deltas add up, with messages written by hand."""
 
 from __future__ import annotations
 

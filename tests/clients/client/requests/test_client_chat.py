@@ -1,4 +1,6 @@
-"""Turns, tools and calls: to the contract's messages, from mappings, and round a tool loop."""
+"""Turns, tools and calls: converted to the contract's messages, made from mappings, and used in a
+tool loop.
+"""
 
 from __future__ import annotations
 
@@ -162,7 +164,7 @@ def test_arguments_are_parsed(text, arguments):
 @pytest.mark.parametrize(
     ("text", "complaint"),
     [
-        ('{"city": ', "the arguments of 'f' are no JSON object: Expecting value"),
+        ('{"city": ', "the arguments of 'f' are not a JSON object: Expecting value"),
         ("[1]", "is a JSON array, not an object"),
         ("3", "is a JSON number, not an object"),
         ("null", "is a JSON null, not an object"),

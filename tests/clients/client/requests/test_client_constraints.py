@@ -1,4 +1,4 @@
-"""What an output may be forced into, as the contract has it."""
+"""Constraints and their fields in the contract."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_every_kind_of_the_contract_has_a_value():
 
 
 def test_a_schema_is_sent_with_its_keys_in_order_and_its_letters_as_they_are():
-    """Order counts: properties are generated in it."""
+    """The order matters, because properties are generated in it."""
     schema: dict[str, Any] = {"type": "object", "properties": {"z": {"const": "é"}, "a": {"type": "null"}}}
     sent = constraint_of(JsonSchema(MappingProxyType(schema))).json_schema
     assert sent == '{"type": "object", "properties": {"z": {"const": "é"}, "a": {"type": "null"}}}'

@@ -1,4 +1,4 @@
-"""Keyword arguments to the messages of the calls beside generation."""
+"""Keyword arguments converted to the messages of all calls but generation."""
 
 from __future__ import annotations
 

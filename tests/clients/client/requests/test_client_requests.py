@@ -1,4 +1,4 @@
-"""Keyword arguments to request messages."""
+"""Keyword arguments converted to request messages."""
 
 from __future__ import annotations
 
@@ -99,10 +99,10 @@ def test_every_option_lands_in_its_field():
 @pytest.mark.parametrize(
     ("options", "wire"),
     [
-        # Field 12, a varint; negative ones are ten bytes, as of every int32.
+        # Field 12 is a varint; negative values have ten bytes, as of every int32.
         ({"priority": 5}, "60 05"),
         ({"priority": -2}, "60 fe ff ff ff ff ff ff ff ff 01"),
-        # Field 10 with a message, in it field 1 with a string and field 2 with a bool.
+        # Field 10 is a message, with a string in field 1 and a bool in field 2.
         ({"cache_salt": "ab"}, "52 04 0a 02 61 62"),
         ({"bypass_prefix_cache": True}, "52 02 10 01"),
         ({"cache_salt": "ab", "bypass_prefix_cache": True}, "52 06 0a 02 61 62 10 01"),
@@ -112,7 +112,7 @@ def test_every_option_lands_in_its_field():
     ],
 )
 def test_bytes_of_priority_and_cache_options(options, wire):
-    """By hand, after the protobuf encoding; field 3 is the prompt "p"."""
+    """Written by hand from the protobuf encoding; field 3 is the prompt "p"."""
     expected = bytes.fromhex("1a 01 70" + wire)
     assert build("p", **options).SerializeToString(deterministic=True) == expected
     assert stream_request("p", None, cast(RequestOptions, options)).SerializeToString() == expected
@@ -137,7 +137,8 @@ def leaves(descriptor, prefix=""):
     for field in descriptor.fields:
         if field.name in ("prompt", "prompt_token_ids") and not prefix:
             continue
-        # What is one value to the caller: TokenIds, Constraint, Duration; of WeightsVersion its generation.
+        # Messages that are one value to the caller: TokenIds, Constraint, Duration; of WeightsVersion only
+        # its generation.
         nested = field.message_type is not None and field.message_type.name in (
             "ChatPrompt",
             "SamplingParams",
@@ -173,10 +174,11 @@ def test_one_stop_string_is_one_stop():
         ({"prompt": "a", "token_ids": [1]}, "not prompt and token_ids"),
         ({"prompt": "a", "tools": []}, "tools goes with messages, not with prompt"),
         ({"prompt": "a", "temprature": 1}, "unknown option 'temprature'; did you mean 'temperature'"),
-        ({"prompt": "a", "regex": "x"}, r"unknown option 'regex'; say constraint=Regex\(...\)"),
-        ({"prompt": "a", "json_schema": {}}, r"say constraint=JsonSchema\(...\)"),
+        ({"prompt": "a", "regex": "x"}, r"unknown option 'regex'; use constraint=Regex\(...\)"),
+        ({"prompt": "a", "json_schema": {}}, r"use constraint=JsonSchema\(...\)"),
         ({"prompt": "a", "constraint": {"type": "object"}}, r"constraint: give JsonSchema.*, not dict"),
-        ({"prompt": "a", "max_tokens": "9"}, "str"),
+        ({"prompt": "a", "max_tokens": "9"}, "max_tokens: .*str"),
+        ({"prompt": "a", "temperature": "hot"}, "temperature: .*str"),
         ({"prompt": "a", "bad_words": "x"}, "bad_words: give a sequence"),
     ],
 )

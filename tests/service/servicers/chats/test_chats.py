@@ -32,7 +32,7 @@ def qwen(**options):
 
 
 async def prompt_of(rig, asked):
-    """Ids of the prompt, about which Generate, Stream and Tokenize say the same, and the engine saw."""
+    """Ids of the prompt. Generate, Stream and Tokenize agree on them, and the engine got them."""
     fields = {"chat": asked, "stopping": {"max_tokens": 1}, "output": {"echo_prompt_token_ids": True}}
     reply = await asyncio.wait_for(rig.inference.Generate(generate(**fields)), 60)
     messages = await collect(rig.inference.Stream(stream(**fields)))
@@ -66,7 +66,7 @@ async def test_a_tools_definition_reaches_the_template():
 
 
 async def test_calls_and_what_tools_answered_stand_in_the_prompt():
-    """Arguments as an object, whose text is the template's; the answer under the name of the function."""
+    """The template gets arguments as an object, and the result under the name of the function."""
     turns = [
         USER,
         {
@@ -89,7 +89,7 @@ async def test_calls_and_what_tools_answered_stand_in_the_prompt():
 
 
 async def test_a_template_of_the_requests_own():
-    """In place of the model's, with or without one."""
+    """It replaces the model's template, if the model has one."""
     template = "{% for m in messages %}<{{ m.content }}>{% endfor %}{{ 'go' if add_generation_prompt }}"
     for codec in (CODEC, byte_codec(chat_template=None)):
         async with serving(qwen(codec=codec), features=OWN_TEMPLATES) as rig:
@@ -136,7 +136,7 @@ BAD = [
 
 @pytest.mark.parametrize(("asked", "field"), BAD, ids=range(len(BAD)))
 async def test_a_bad_chat_is_refused(asked, field):
-    """By all that take one."""
+    """By all RPCs that take a chat."""
     async with serving(qwen(), features=OWN_TEMPLATES) as rig:
         for call in (
             rig.inference.Generate(generate(chat=asked)),

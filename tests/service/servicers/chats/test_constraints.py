@@ -1,6 +1,6 @@
-"""Outputs forced into a grammar. The fake engine would say "b" after "a", then "c", ...; under a constraint
-it makes the lowest token that is allowed from there on, or else the lowest at all: each expected text is that
-rule by hand.
+"""Constrained outputs. The fake engine would write "b" after "a", then "c", ...; under a constraint it writes
+the lowest allowed token that is not below the expected one, or else the lowest allowed one. Each expected
+text follows from that rule by hand.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ KINDS: dict[str, tuple[dict[str, Any], str]] = {
 
 
 async def both(rig, prompt="a", **fields):
-    """Generate's one output; Stream's is the same."""
+    """Generate's one output, which must equal Stream's."""
     whole = await asyncio.wait_for(rig.inference.Generate(generate(prompt, **fields)), 20)
     parts = joined(await collect(rig.inference.Stream(stream(prompt, **fields))))
     assert parts.outputs == whole.outputs
@@ -47,7 +47,7 @@ async def both(rig, prompt="a", **fields):
 @pytest.mark.parametrize("tokens_per_step", [1, 3])
 @pytest.mark.parametrize("kind", KINDS)
 async def test_every_kind(kind, tokens_per_step):
-    """The same prompt unconstrained says something else."""
+    """Without the constraint the prompt is continued differently."""
     constraint, expected = KINDS[kind]
     async with serving(fake(tokens_per_step=tokens_per_step)) as rig:
         output = await both(rig, constraint=constraint)
@@ -59,7 +59,7 @@ async def test_every_kind(kind, tokens_per_step):
 
 
 async def test_json_object():
-    """A model that writes JSON is left alone; one that does not is made to begin with a brace."""
+    """A model that writes JSON is not disturbed; one that does not is made to begin with a brace."""
     good = '{"a": [1, {"b": null}]}'
     async with serving(fake(scripts={"json": ids(good), "text": ids("hi"), "list": ids("[1]")})) as rig:
         assert (await both(rig, "json", constraint={"json_object": {}})).text == good
@@ -69,7 +69,7 @@ async def test_json_object():
 
 
 async def test_a_complete_grammar_ends_the_output():
-    """Without an end token, and before min_tokens. Where more may follow, the end token is the model's."""
+    """Without an end token, and before min_tokens. If more may follow, the model chooses the end token."""
     async with serving(fake(scripts={"a": ids("xy"), "m": ids("mm")})) as rig:
         output = await both(rig, constraint={"choice": {"choices": ["xy"]}}, stopping={"min_tokens": 9})
         assert (output.text, list(output.token_ids)) == ("xy", ids("xy"))
@@ -88,7 +88,7 @@ async def test_limits_and_stops_still_end_it():
 
 
 async def test_each_output_has_its_own():
-    """Of n outputs, and of requests that share what is compiled."""
+    """Each of n outputs, and each of several requests that share a compiled grammar."""
     constraint = {"regex": "[d-f]{2}"}
     async with serving() as rig:
         reply = await rig.inference.Generate(generate("b", sampling={"n": 4}, constraint=constraint))
@@ -127,7 +127,7 @@ BAD = [
 
 @pytest.mark.parametrize(("constraint", "field", "message"), BAD, ids=range(len(BAD)))
 async def test_a_bad_grammar_is_refused_with_what_is_wrong(constraint, field, message):
-    """In llguidance's words, where it is the one to find it."""
+    """In llguidance's words if llguidance finds it."""
     async with serving() as rig:
         for call in (
             rig.inference.Generate(generate("a", constraint=constraint)),
@@ -151,7 +151,7 @@ TOO_SLOW = InvalidRequest([Violation("constraint.regex", "compiling it took more
 
 
 class Slow:
-    """A compiler that compiles nothing in time."""
+    """A compiler that never finishes in time."""
 
     def __init__(self, error: Exception) -> None:
         self._error = error
@@ -173,7 +173,7 @@ async def test_a_grammar_that_cannot_be_compiled_now(error, reason):
 
 
 async def test_a_grammar_that_turns_out_too_complex_ends_its_output_only():
-    """More states of the lexer than an output may have: the engine tells the request, and goes on."""
+    """The lexer needs more states than an output may have: the engine ends that request, and goes on."""
     engine = fake(max_model_len=4000)
     assert CODEC.backend is not None
     engine.__dict__["grammars"] = GrammarCompiler.from_tokenizer(
@@ -190,8 +190,9 @@ async def test_a_grammar_that_turns_out_too_complex_ends_its_output_only():
 
 
 async def test_a_grammar_that_was_too_costly_to_follow_is_refused_at_once(monkeypatch):
-    """All outputs of its request end, and whoever sends it again is told for how long that is in vain; others
-    are served. There is no time left for any grammar here, so nothing depends on how fast the machine is."""
+    """All outputs of its request end, and whoever sends it again is told how long that is in vain; other
+    requests are served. No grammar has any time left here, so nothing depends on the machine's speed.
+    """
     for name in ("REQUEST_S", "OUTPUT_S"):
         monkeypatch.setattr(budget, name, 0.0)
     async with serving() as rig:
@@ -216,7 +217,7 @@ async def test_a_grammar_that_was_too_costly_to_follow_is_refused_at_once(monkey
 
 
 async def test_a_model_that_cannot_have_grammars_says_so():
-    """Its tokenizer is none whose tokens stand for bytes."""
+    """The tokens of its tokenizer do not stand for bytes."""
     engine = fake()
     engine.__dict__["grammars"] = None
     chat = {

@@ -1,7 +1,6 @@
-"""Constraints on models that think, over gRPC: the grammar is for the answer, whatever opened the block.
-
-The fake engine writes scripts, and under a constraint the lowest token that is allowed from the script's on,
-or else the lowest at all: each expected text is that rule by hand.
+"""Constraints on models that think, over gRPC: the grammar applies to the answer, however the reasoning block
+was opened. The fake engine writes scripts, and under a constraint the lowest allowed token that is not below
+the script's, or else the lowest allowed one. Each expected text follows from that rule by hand.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ OPENED, SILENT = "u:hi|a:<think>", "u:hi|a:"
 
 
 COMPILER: list[GrammarCompiler] = []
-"""One for all tests: a compiler's processes take a second to start."""
+"""One compiler for all tests, because its processes take a second to start."""
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -37,7 +36,7 @@ def compiler() -> Iterator[None]:
 
 
 def engine(script: str, prompt: str, **options: Any) -> Any:
-    """It writes the script, which may hold markers, to the prompt."""
+    """An engine that writes the script, which may hold markers, to the prompt."""
     scripts = {prompt: CODEC.encode(script, add_special_tokens=False)}
     fields = {"codec": CODEC, "vocab_size": QWEN_VOCAB, "max_model_len": 2000, "scripts": scripts}
     made = fake(**{**fields, **options})
@@ -53,7 +52,7 @@ def asked(prompt: str) -> types_pb2.ChatPrompt:
 
 
 async def both(rig: Any, prompt: str, **fields: Any) -> Any:
-    """Generate's outputs; Stream's are the same."""
+    """Generate's outputs, which must equal Stream's."""
     fields = {"chat": asked(prompt), "request_id": "one", **fields}
     whole = await asyncio.wait_for(rig.inference.Generate(generate(**fields)), 20)
     parts = joined(await collect(rig.inference.Stream(stream(**fields))))
@@ -77,7 +76,9 @@ ANSWERS = {
 @pytest.mark.parametrize("tokens_per_step", [1, 3])
 @pytest.mark.parametrize("kind", KINDS)
 async def test_every_kind_begins_after_the_thinking(kind, tokens_per_step):
-    """The thought is the model's own, text that no grammar here allows. The answer is text, not thought."""
+    """The reasoning is the model's own text, which no grammar here allows. The answer is text,
+    not reasoning.
+    """
     constraint, answer = KINDS[kind][0], ANSWERS[kind]
     thought = "Hm { \u00e9\n"
     for prompt, opening in ((OPENED, ""), (SILENT, "<think>\n")):
@@ -90,7 +91,7 @@ async def test_every_kind_begins_after_the_thinking(kind, tokens_per_step):
 
 @pytest.mark.parametrize("kind", KINDS)
 async def test_the_answer_is_forced_whatever_the_model_would_say(kind):
-    """It thinks, and then wants what no grammar allows: of what may come it is given the lowest each time."""
+    """It thinks, and then wants what no grammar allows, so it gets the lowest allowed token each time."""
     constraint = KINDS[kind][0]
     lowest = ANSWERS | {"regex": "mmm"}
     script = "so</think>" + "\u007f" * 60
@@ -114,18 +115,20 @@ async def test_a_model_that_may_think_need_not():
 
 
 async def test_no_thinking_where_nobody_takes_it_out():
-    """With the parser off the grammar is for all of the output, as it is for prompts that are no chat."""
+    """With the parser off the grammar applies to the whole output, as it does for prompts that
+    are no chat.
+    """
     constraint = {"regex": "[m-p]{3}"}
     async with serving(engine("so</think>mno", OPENED), reasoning_parser="none") as rig:
         (output,) = await both(rig, OPENED, constraint=constraint)
-        assert said(output) == ("mom", "")  # above "s" there is nothing; "o" will do
+        assert said(output) == ("mom", "")  # nothing above "s" is allowed; "o" is
     async with serving(engine("so</think>mno", "a")) as rig:
         reply = await rig.inference.Generate(generate("a", constraint=constraint))
         assert len(reply.outputs[0].text) == 3
 
 
 async def test_limits_within_the_thinking():
-    """Then there is reasoning only, and the finish says why. An end token comes only after the answer."""
+    """Then there is only reasoning, and the finish says why. An end token comes only after the answer."""
     constraint = {"regex": "[m-p]{3}"}
     async with serving(engine("one two three</think>mno", OPENED)) as rig:
         (output,) = await both(rig, OPENED, constraint=constraint, stopping={"max_tokens": 7})
@@ -143,7 +146,7 @@ async def test_limits_within_the_thinking():
 
 
 async def test_each_output_has_its_own():
-    """Of n outputs, which think for different lengths."""
+    """Each of n outputs, which think for different lengths."""
     scripts = {
         (OPENED, i): CODEC.encode("o" * i + "</think>" + answer, add_special_tokens=False)
         for i, answer in enumerate(("mno", "nop", "omm"))
@@ -154,7 +157,7 @@ async def test_each_output_has_its_own():
 
 
 async def test_tokens_only():
-    """Nothing is taken apart, and the grammar is where it was."""
+    """Nothing is parsed, and the grammar applies where it did before."""
     async with serving(engine("so</think>mno", OPENED)) as rig:
         (output,) = await both(rig, OPENED, constraint={"regex": "[m-p]{3}"}, output={"text": False})
     assert said(output) == ("", "")

@@ -1,4 +1,4 @@
-"""The demo model calls the weather tool, through the whole server: asked, called, answered, told."""
+"""The demo model calls the weather tool through the whole server: question, call, result, answer."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def chat(*turns: types_pb2.ChatMessage, **fields: Any) -> types_pb2.ChatPrompt:
 
 
 async def both(rig: Any, **fields: Any) -> Any:
-    """The outputs that Generate and Stream agree on, but for the ids of calls; those are Generate's."""
+    """The outputs on which Generate and Stream agree, except for the ids of calls, which are Generate's."""
     fields = {"stopping": {"max_tokens": 200}, "sampling": GREEDY, **fields}
     whole = await asyncio.wait_for(rig.inference.Generate(generate(**fields)), 60)
     parts = joined(await collect(rig.inference.Stream(stream(**fields))))
@@ -84,7 +84,9 @@ async def test_the_weather_tool_end_to_end(engine: Any) -> None:
 
 @pytest.mark.parametrize("choice", ["required", "get_weather"])
 async def test_a_required_call_is_one_whatever_was_asked(engine: Any, choice: str) -> None:
-    """Of several outputs, hot enough to write anything: every one that has an end is a call by the schema."""
+    """Several outputs at a temperature at which the model writes anything: every output that ends is a call
+    that the schema allows.
+    """
     hello = types_pb2.ChatMessage(role="user", content="hello, how are you?")
     ended = 0
     async with serving(engine) as rig:
@@ -113,7 +115,7 @@ THINKING_TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
     "<|im_start|>assistant\n<think>\n"
 )
-"""As DeepSeek-R1's and Qwen3-Thinking's: the output begins within the block."""
+"""As in DeepSeek-R1 and Qwen3-Thinking: the output begins inside the reasoning block."""
 CONSTRAINTS: dict[str, tuple[dict[str, Any], Callable[[str], object]]] = {
     "json_schema": ({"json_schema": json.dumps(SCHEMA)}, lambda text: is_arguments(text)),
     "json_object": ({"json_object": {}}, lambda text: isinstance(json.loads(text), dict)),
@@ -130,8 +132,9 @@ def is_arguments(text: str) -> bool:
 
 @pytest.mark.parametrize("kind", CONSTRAINTS)
 async def test_a_constraint_is_for_the_answer_of_a_model_that_thinks(engine: Any, kind: str) -> None:
-    """Hot enough to think anything, and made to come to an end: every answer matches, whatever was thought.
-    (The demo model's own template shows no thinking, so the parser is chosen.)
+    """At a temperature at which the model thinks anything, and with a bias towards the end: every answer
+    matches, whatever was thought. (The demo model's own template shows no reasoning, so the parser is chosen
+    by option.)
     """
     constraint, matches = CONSTRAINTS[kind]
     end_think = engine.text.added_tokens["</think>"]

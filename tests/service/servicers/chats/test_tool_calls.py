@@ -1,7 +1,7 @@
-"""What chats answer: words, reasoning and calls, taken apart while they are made.
+"""Answers to chats: text, reasoning and tool calls, parsed while they are generated.
 
-The fake engine writes scripts in the form of Hermes and Qwen; its tokenizer (tests/service/codecs.py) has
-the four markers as special tokens.
+The fake engine writes scripts in the form of Hermes and Qwen. Its tokenizer (tests/service/codecs.py)
+has the four markers as special tokens.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def qwen(script: str, prompt: str = PROMPT, **options: Any) -> Any:
 
 
 def without_ids(reply):
-    """Ids of calls are minted anew each time: nine letters and digits, no two alike."""
+    """Outputs without the ids of calls, which are new each time: nine letters and digits, no two alike."""
     calls = [call for output in reply.outputs for call in output.tool_calls]
     assert all(re.fullmatch("[A-Za-z0-9]{9}", call.id) for call in calls)
     assert len({call.id for call in calls}) == len(calls)
@@ -55,7 +55,7 @@ def without_ids(reply):
 
 
 async def both(rig, **fields):
-    """Generate's outputs, which Stream's deltas join to however they are cut."""
+    """Generate's outputs. Stream's deltas add up to them, however they are cut."""
     fields = {"chat": chat(), "request_id": "one", **fields}
     whole = without_ids(await asyncio.wait_for(rig.inference.Generate(generate(**fields)), 20))
     whole.timing.Clear()
@@ -68,14 +68,14 @@ async def both(rig, **fields):
 
 
 def said(output):
-    """(words, reasoning, calls)."""
+    """The text, the reasoning and the calls."""
     calls = [(call.name, call.arguments_json) for call in output.tool_calls]
     return output.text, output.reasoning, calls
 
 
 @pytest.mark.parametrize("tokens_per_step", [1, 3, 1000])
 async def test_words_reasoning_and_calls_are_told_apart(tokens_per_step):
-    """And every token id is there, in order, with those of the markers."""
+    """Every token id is there, in order, also those of the markers."""
     async with serving(qwen(f"{THOUGHT}I look.\n{CALLS}", tokens_per_step=tokens_per_step)) as rig:
         (output,) = await both(rig)
     assert said(output) == ("I look.", "hm, \u00e9", [("get", ROME), ("put", "{}")])
@@ -85,7 +85,7 @@ async def test_words_reasoning_and_calls_are_told_apart(tokens_per_step):
 
 
 async def test_calls_come_whole_and_in_their_place():
-    """Each in one delta, as soon as it is complete: before what the model writes next."""
+    """Each call comes in one delta, as soon as it is complete, and before what the model writes next."""
     script = f"{THOUGHT}one {CALLS} two"
     deltas = []
     async with serving(qwen(script, hold=True)) as rig:
@@ -106,7 +106,7 @@ async def test_calls_come_whole_and_in_their_place():
 
 
 async def test_tool_choice_none_looks_for_no_calls():
-    """The model was offered none. Special tokens are then no text, as ever."""
+    """The model was offered no tools. Special tokens are not shown as text, as always."""
     script = '<tool_call>{"name": "get", "arguments": {}}</tool_call>'
     async with serving(qwen(script, "u:hi|a:")) as rig:
         (output,) = await both(rig, chat=chat(tool_choice="none"))
@@ -125,8 +125,8 @@ async def test_tool_choice_auto_leaves_the_model_its_choice():
 
 @pytest.mark.parametrize(("choice", "name"), [("required", "get"), ("get", "get"), ("put", "put")])
 async def test_tool_choice_that_requires_a_call_enforces_it(choice, name):
-    """The script says "hello". The lowest allowed token from "h" on begins a thought, which "ello" may be;
-    then the script is over, and of what is left the lowest token is taken each time ("f" before "t").
+    """The script says "hello". The lowest allowed token from "h" on begins a reasoning block, in which "ello"
+    is allowed. Then the script is over, and the lowest allowed token is taken each time ("f" before "t").
     """
     async with serving(qwen("hello")) as rig:
         (output,) = await both(rig, chat=chat(tool_choice=choice))
@@ -138,7 +138,7 @@ async def test_tool_choice_that_requires_a_call_enforces_it(choice, name):
 
 
 async def test_a_required_call_lets_a_good_one_be():
-    """One of a named tool, several under "required"."""
+    """One call of a named tool, several with "required"."""
     two = '<tool_call>\n{"name": "get", "arguments": {"on": true}}\n</tool_call>\n' * 2
     async with serving(qwen(two.strip())) as rig:
         (output,) = await both(rig, chat=chat(tool_choice="required"))
@@ -151,7 +151,7 @@ async def test_a_required_call_lets_a_good_one_be():
 
 
 async def test_a_thought_that_the_prompt_began():
-    """By an option of the template: the output begins inside."""
+    """By an option of the template the output begins inside the reasoning block."""
     options = json.dumps({"thinking": True})
     async with serving(qwen("so\n</think>\nyes", "u:hi|a:<think>")) as rig:
         (output,) = await both(rig, chat=chat(tools=[], template_options_json=options))
@@ -166,7 +166,7 @@ async def test_reasoning_is_told_without_tools_too():
 
 
 async def test_text_prompts_are_not_taken_apart():
-    """Nobody said that the model was to answer in the form of a chat."""
+    """Nobody asked the model to answer in the form of a chat."""
     async with serving(qwen(f"{THOUGHT}{CALLS}", "a")) as rig:
         reply = await rig.inference.Generate(generate("a", output={"skip_special_tokens": False}))
         assert said(reply.outputs[0]) == (f"{THOUGHT}{CALLS}<|end|>", "", [])
@@ -178,7 +178,9 @@ async def test_text_prompts_are_not_taken_apart():
 @pytest.mark.parametrize("tokens_per_step", [1, 5, 1000])
 @pytest.mark.parametrize("include", [False, True])
 async def test_stop_strings_are_found_in_all_that_is_written(include, tokens_per_step):
-    """In words, in a thought, and in a call, which a stop at its end leaves whole and one within does not."""
+    """In text, in reasoning, and in a call: a stop at its end leaves the call whole, one within
+    it does not.
+    """
     script = f"{THOUGHT}I look.\n{CALLS}"
     begun = '<tool_call>\n{"name": "get", "arguments": {"'
     for stop, expected in (
@@ -194,7 +196,7 @@ async def test_stop_strings_are_found_in_all_that_is_written(include, tokens_per
 
 
 async def test_limits_cut_a_call_into_text():
-    """What never became a call comes out as it is."""
+    """An incomplete call is returned as text."""
     async with serving(qwen(f"I look.\n{CALLS}")) as rig:
         (output,) = await both(rig, stopping={"max_tokens": 20})
     assert said(output) == ('I look.\n<tool_call>\n{"name": "', "", [])
@@ -211,7 +213,7 @@ async def test_text_off_takes_nothing_apart():
 
 
 async def test_special_tokens_are_shown_when_asked():
-    """Those that are no marker: the markers are the parsers'."""
+    """Except for markers, which belong to the parsers."""
     async with serving(qwen(f"{THOUGHT}I look.\n{CALLS} bye")) as rig:
         (output,) = await both(rig, output={"skip_special_tokens": False})
         assert said(output)[0] == "I look. bye<|end|>"
@@ -249,7 +251,7 @@ async def test_an_abort_hands_out_what_was_held():
 
 
 async def test_parsers_by_option():
-    """For a model whose template shows nothing, and against what it shows."""
+    """For a model whose template shows nothing, and for one whose template shows something else."""
     text = "<think>hm</think>[get(a=1)]"
     plain = byte_codec("{% for m in messages %}{{ m.content }}{% endfor %}")
     cases: tuple[tuple[dict[str, Any], Any], ...] = (

@@ -1,11 +1,11 @@
-"""What an address means: gRPC's target, whether it stays on this machine, and which proxy stands before it.
+"""Parses addresses: gRPC's target, whether it stays on this machine, and which proxy gRPC uses to reach it.
 
     host:port               one server; also [::1]:50051
     unix:/run/penstock.sock a Unix socket
-    a:50051,b:50051         several servers, asked in turns
-    dns:///name:50051       all addresses that a name has, asked in turns
+    a:50051,b:50051         several servers, called in turn
+    dns:///name:50051       all addresses of a name, called in turn
 
-Anything else that gRPC knows ("ipv4:...", "xds:///...") is handed on as it is.
+Other forms that gRPC knows ("ipv4:...", "xds:///...") are passed to it unchanged.
 """
 
 from __future__ import annotations
@@ -29,22 +29,24 @@ _NO_PROXY_VARIABLES: Final = ("no_grpc_proxy", "no_proxy")
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """One address that a client was given, understood."""
+    """One parsed address."""
 
     target: str
-    """As gRPC takes it."""
+    """The target in gRPC's form."""
     hosts: tuple[str, ...] = ()
-    """Names or IP addresses of the servers; empty for a socket of this machine and where gRPC alone knows."""
+    """Names or IP addresses of the servers; empty for a socket of this machine, and if only gRPC
+    knows them.
+    """
     local: bool = False
     """Whether all of it stays on this machine: loopback, or a Unix socket."""
     balanced: bool = False
-    """Whether calls go to several servers in turns."""
+    """Whether calls go to several servers in turn."""
 
 
 def parse(addr: str) -> Address:
-    """The address; ValueError, which says what is wrong, for what cannot be one."""
+    """Parse an address. Raises ValueError, which says what is wrong, if it is none."""
     if not addr.strip() or addr != addr.strip():
-        raise ValueError(f"an address is HOST:PORT or unix:/PATH, not {addr!r}")
+        raise ValueError(f"an address must be HOST:PORT or unix:/PATH, not {addr!r}")
     scheme = _SCHEME.fullmatch(addr)
     if scheme is not None:
         return _with_scheme(addr, scheme[1].lower(), scheme[2][1:])
@@ -71,7 +73,8 @@ def _with_scheme(addr: str, scheme: str, rest: str) -> Address:
             return Address(addr, hosts, all(map(is_loopback, hosts)), balanced=len(hosts) > 1)
         case "dns":
             host = host_of(rest.rpartition("/")[2])
-            # A DNS server that is named before the name says where the name is, "localhost" too.
+            # If a DNS server is given before the name, that server decides where the name is, even for
+            # "localhost".
             plain = "/" not in re.sub("^(///|/)", "", rest)
             return Address(addr, (host,), plain and is_loopback(host), balanced=rest.startswith("//"))
         case _:
@@ -79,14 +82,14 @@ def _with_scheme(addr: str, scheme: str, rest: str) -> Address:
 
 
 def host_of(text: str) -> str:
-    """The host of host:port, [v6]:port, or a host alone."""
+    """The host in host:port, in [v6]:port, or in a host alone."""
     if text.startswith("["):
         return text[1:].partition("]")[0]
     return text if text.count(":") > 1 else text.partition(":")[0]
 
 
 def is_loopback(host: str) -> bool:
-    """Whether a host is this machine, whatever its network; a name other than localhost is not."""
+    """Whether a host is this machine. A name other than localhost counts as another machine."""
     if host.lower().rstrip(".") == "localhost":
         return True
     try:
@@ -96,30 +99,28 @@ def is_loopback(host: str) -> bool:
 
 
 def _with_port(text: str, host: str) -> str:
-    """gRPC would try port 443 where none is given."""
+    """Add the default port if there is none, because gRPC would use 443."""
     if text in (host, f"[{host}]"):
         return f"[{host}]:{DEFAULT_PORT}" if ":" in host else f"{host}:{DEFAULT_PORT}"
     return text
 
 
 def _resolved(part: str) -> tuple[int, str]:
-    """The family and the text of one of several servers.
-
-    gRPC wants them as IP addresses, so names are looked up, once.
+    """The family and the address of one of several servers. gRPC needs IP addresses for those, so a name is
+    looked up once.
     """
     host = host_of(part)
     port = _with_port(part, host).rpartition(":")[2]
     try:
         family, _, _, _, sockaddr = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     except (OSError, UnicodeError) as error:
-        raise ValueError(f"{part!r} is not an address that can be found: {error}") from error
+        raise ValueError(f"the address {part!r} cannot be resolved: {error}") from error
     return family, f"[{sockaddr[0]}]:{port}" if family == socket.AF_INET6 else f"{sockaddr[0]}:{port}"
 
 
 def proxy_of(addr: str, environ: Mapping[str, str] = os.environ) -> tuple[str, str] | None:
-    """The proxy through which gRPC reaches an address and the variable that names it, without its password.
-
-    None where there is none: we ask none for this machine's own addresses.
+    """The environment variable that names the proxy for this address, and the proxy without its password.
+    None if gRPC uses none: the client never uses one for addresses of this machine.
     """
     address = parse(addr)
     if address.local or not address.hosts:
@@ -139,7 +140,7 @@ def proxy_of(addr: str, environ: Mapping[str, str] = os.environ) -> tuple[str, s
 
 
 def _is_excluded(host: str, entries: Sequence[str]) -> bool:
-    """By the end of its name, or by a network that it is in."""
+    """Whether the end of the host's name, or a network that it is in, is among the entries."""
     if any(host.endswith(entry) for entry in entries):
         return True
     for entry in entries:

@@ -1,4 +1,6 @@
-"""What both clients share besides messages: channel options, metadata, readiness."""
+"""What both clients share besides messages: channel options, metadata, and how they judge whether a server is
+ready.
+"""
 
 from __future__ import annotations
 
@@ -13,24 +15,29 @@ from penstock.client.errors import Unreachable, from_rpc_error
 DEFAULT_ADDR: Final = "127.0.0.1:50051"
 
 Metadata = Mapping[str, str | bytes] | Sequence[tuple[str, str | bytes]]
-"""Call metadata: `{"traceparent": "00-..."}` or pairs; keys of bytes values end in "-bin"."""
+"""Metadata of a call, as a mapping such as `{"traceparent": "00-..."}` or as pairs. Keys of values of type
+bytes end in "-bin".
+"""
 
 ChannelOptions = Sequence[tuple[str, str | int]]
 
 _KEEPALIVE_TIMEOUT: Final = "grpc.keepalive_timeout_ms"
 _PING_TIMEOUT: Final = "grpc.http2.ping_timeout_ms"
-"""How long gRPC waits for the answer to a ping, a minute unless told; the one above is the socket's."""
+"""How long gRPC waits for the answer to a ping, by default a minute; the option above applies to
+the socket.
+"""
 
 _OPTIONS: Final[ChannelOptions] = (
-    # Prompt log-probabilities of a long prompt are larger than gRPC's 4 MiB.
+    # Log-probabilities of a long prompt are larger than gRPC's default of 4 MiB.
     ("grpc.max_receive_message_length", 64 << 20),
     ("grpc.max_send_message_length", 64 << 20),
-    # A long prefill sends nothing for a while; pings tell a quiet connection from a dead one, in 40 s.
+    # A long prefill sends nothing for a while. Pings tell a quiet connection from a dead one, within 40 s.
     ("grpc.keepalive_time_ms", 30_000),
     (_KEEPALIVE_TIMEOUT, 10_000),
-    # Else gRPC sends no more than two such pings until it has data to send.
+    # By default gRPC sends no more than two such pings until it has data to send.
     ("grpc.http2.max_pings_without_data", 0),
-    # gRPC waits up to two minutes before it tries again; a server that just started should be found at once.
+    # By default gRPC waits up to two minutes before it reconnects, and would find a server that has just
+    # started late.
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 2_000),
 )
@@ -41,13 +48,13 @@ AUTHORIZATION: Final = "authorization"
 
 
 def channel_options(more: ChannelOptions) -> list[tuple[str, str | int]]:
-    """Ours, then the caller's, which win."""
+    """The client's channel options, overridden by the caller's."""
     merged = {**dict(_OPTIONS), **dict(more)}
     return list({_PING_TIMEOUT: merged[_KEEPALIVE_TIMEOUT], **merged}.items())
 
 
 def pairs(*parts: Metadata | None) -> tuple[tuple[str, str | bytes], ...]:
-    """Metadata of a call: the client's own, then that of the call. The last authorization is the only one."""
+    """The metadata of a call: the client's own, then the call's. Only the last authorization is kept."""
     found: list[tuple[str, str | bytes]] = []
     for part in parts:
         new = list(part.items() if isinstance(part, Mapping) else part or ())
@@ -58,7 +65,7 @@ def pairs(*parts: Metadata | None) -> tuple[tuple[str, str | bytes], ...]:
 
 
 def why_not_ready(reply: health_pb2.HealthCheckResponse) -> str | None:
-    """What a health check said; None: the server serves."""
+    """What a health check said against readiness; None if the server is SERVING."""
     if reply.status == health_pb2.HealthCheckResponse.SERVING:
         return None
     name = health_pb2.HealthCheckResponse.ServingStatus.Name(reply.status)
@@ -66,9 +73,8 @@ def why_not_ready(reply: health_pb2.HealthCheckResponse) -> str | None:
 
 
 def why_no_health(error: grpc.RpcError) -> str | None:
-    """Why a health check failed.
-
-    None where waiting on cannot help: the server answered, and it is not "not yet".
+    """Why a health check failed; None if waiting does not help, because the server answered, and with more
+    than "not yet".
     """
     code: grpc.StatusCode = error.code()
     match code:

@@ -1,4 +1,4 @@
-"""From what a client is told about its server to a channel's target, credentials, options and metadata."""
+"""Derives a channel's target, credentials, options and metadata from what a client is given."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ class Endpoint:
 
     target: str
     credentials: grpc.ChannelCredentials | None
-    """None: plaintext."""
+    """None means plaintext."""
     options: list[tuple[str, str | int]]
     metadata: tuple[tuple[str, str | bytes], ...]
-    """Of every call."""
+    """Sent with every call."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Access:
-    """What the constructors of both clients take besides the address."""
+    """The arguments of both clients' constructors besides the address."""
 
     tls: Tls | bool = False
     token: str | None = None
@@ -46,29 +46,29 @@ class Access:
 
 
 def endpoint(addr: str | None, access: Access) -> Endpoint:
-    """ValueError for what cannot be, among it a token that would be readable on the network."""
+    """Derive the endpoint. Raises ValueError or TypeError for arguments that contradict each other, and
+    ValueError for a token that others could read on the network.
+    """
     if access.tls and access.credentials is not None:
-        raise TypeError("tls and credentials both say how the channel is secured; give either")
+        raise TypeError("tls and credentials both secure the channel; give only one of them")
     address = parse(addr or channel.DEFAULT_ADDR)
     tls = Tls() if access.tls is True else access.tls or None
     credentials = access.credentials if tls is None else tls.credentials()
     if access.token is not None and credentials is None and not (address.local or access.insecure):
         raise ValueError(
-            f"the token would go to {address.target} in plaintext, for the network between to read; "
-            "use TLS, or say that it may be so (insecure)"
+            f"the token would be sent to {address.target} in plaintext, readable for others on the network; "
+            "use TLS, or allow it with insecure"
         )
     ours: dict[str, str | int] = {}
     if address.local:
-        ours["grpc.enable_http_proxy"] = 0  # no proxy reaches this machine's own addresses better
+        ours["grpc.enable_http_proxy"] = 0  # a proxy must not be used for this machine's own addresses
     if address.balanced:
         ours["grpc.service_config"] = _BALANCED
     if tls is not None and tls.name is not None:
         ours["grpc.ssl_target_name_override"] = tls.name
         ours["grpc.default_authority"] = tls.name
     elif credentials is not None and address.balanced and len(address.hosts) > 1:
-        raise ValueError(
-            "several servers under TLS need the one name that their certificates share (tls name)"
-        )
+        raise ValueError("several servers with TLS need the name that all their certificates have (tls name)")
     return Endpoint(
         target=address.target,
         credentials=credentials,
@@ -78,11 +78,11 @@ def endpoint(addr: str | None, access: Access) -> Endpoint:
 
 
 def check_existing(addr: str | None, access: Access) -> None:
-    """TypeError where an existing channel is given what only a new one could have."""
+    """Raise TypeError if an existing channel is combined with arguments that only apply to a new one."""
     if addr is not None or access.tls or access.credentials is not None or access.token is not None:
         raise TypeError(
-            "an existing channel has its address and credentials; give either it or those "
-            '(and a token as metadata={"authorization": ...})'
+            "an existing channel has its own address and access; give no addr, tls, credentials or token "
+            'with it (a token may be given as metadata={"authorization": "Bearer ..."})'
         )
 
 
@@ -90,5 +90,5 @@ def _authorization(token: str | None) -> Metadata | None:
     if token is None:
         return None
     if not token or not token.isascii() or not token.isprintable() or " " in token:
-        raise ValueError("a token is one word of printable ASCII characters")
+        raise ValueError("a token must be one word of printable ASCII characters")
     return {channel.AUTHORIZATION: f"Bearer {token}"}

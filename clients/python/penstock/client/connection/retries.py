@@ -1,4 +1,4 @@
-"""How often and when a call is tried again, and how much time is left for it."""
+"""Decides whether and when a call is tried again, and how much time is left for it."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ from penstock.client.errors import DuplicateRequestId, PenstockClientError, Unav
 
 @dataclass(frozen=True, slots=True)
 class Retry:
-    """Try a call again that the server could not take: the errors under UnavailableError, and nothing else.
+    """Repeats calls that the server could not take: those that fail with an UnavailableError, and no others.
 
-    That is done only before the first message of the answer has come: nobody reads a part of it twice. The
-    wait before attempt n + 1 is what the server asks for (`retry_after`) and a random part of
-    `initial_delay` * 2 ** (n - 1) seconds, at most `max_delay`, so that callers who were refused together do
-    not come back together.
+    A call is repeated only before the first message of its answer has come, so nobody reads a part of it
+    twice. The wait before attempt n + 1 is what the server asks for (`retry_after`), and in addition a random
+    part of `initial_delay` * 2 ** (n - 1) seconds, at most `max_delay`, so that callers who were refused
+    together do not come back together.
 
-    A connection that broke may have brought the request to the server, which ends it when it notices. Until
-    then its id is taken, so after a broken connection DuplicateRequestId is tried again too. What the lost
-    attempt computed is lost.
+    If a connection breaks, the request may have reached the server, which ends it when it notices. Until then
+    its id is taken, so after a broken connection DuplicateRequestId is retried, too. What the lost attempt
+    computed is lost.
     """
 
     attempts: int = 5
-    """Of all, the first included."""
+    """The most attempts, including the first."""
     initial_delay: float = 0.5
-    """In seconds."""
+    """Seconds."""
     max_delay: float = 30.0
-    """In seconds. A server that asks for a longer wait than this is not asked again."""
+    """Seconds. If the server asks for a longer wait, the call is not repeated."""
 
     def __post_init__(self) -> None:
         if self.attempts < 1:
@@ -41,7 +41,7 @@ class Retry:
 
 
 class Attempts:
-    """The attempts at one call, within the one `timeout` in seconds that all of them and the waits share."""
+    """The attempts at one call. All of them and their waits share one `timeout`, in seconds."""
 
     def __init__(self, retry: Retry | None, timeout: float | None) -> None:
         self._retry = retry or Retry(attempts=1)
@@ -50,11 +50,11 @@ class Attempts:
         self._deadline = None if timeout is None else time.monotonic() + timeout
 
     def timeout(self) -> float | None:
-        """What the next attempt may take; None: as long as it likes."""
+        """Seconds that the next attempt may take; None means no limit."""
         return None if self._deadline is None else max(0.0, self._deadline - time.monotonic())
 
     def delay_after(self, error: PenstockClientError) -> float | None:
-        """Seconds to wait before the next attempt; None: the error is final."""
+        """Seconds to wait before the next attempt; None if the error is final."""
         self._made += 1
         again = isinstance(error, UnavailableError) or (
             isinstance(error, DuplicateRequestId) and self._may_have_arrived

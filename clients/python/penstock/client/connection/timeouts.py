@@ -1,4 +1,4 @@
-"""How long a call may take where the caller does not say."""
+"""How long a call may take if the caller does not say."""
 
 from __future__ import annotations
 
@@ -7,14 +7,16 @@ from dataclasses import dataclass
 from typing import Final
 
 INFO_TIMEOUT: Final = 10.0
-"""Seconds for what a server answers at once: information, an abort."""
+"""Seconds for calls that a server answers at once: information, an abort."""
 TEXT_TIMEOUT: Final = 60.0
-"""Seconds for tokenizing, which takes longer the more text there is."""
+"""Seconds for tokenizing, which takes longer for more text."""
 
 
 @dataclass(frozen=True, slots=True)
 class Timeouts:
-    """The timeouts of one client, in seconds; None: those above, and no limit on generation."""
+    """The default timeout of one client, in seconds. None means the defaults above, and no limit on
+    generation.
+    """
 
     default: float | None = None
 
@@ -22,7 +24,7 @@ class Timeouts:
         _checked(self.default)
 
     def of(self, given: float | None, otherwise: float | None = None) -> float | None:
-        """Of one call: what it says (math.inf: no limit), else what the client says, else `otherwise`."""
+        """The timeout of one call: its own (math.inf means no limit), else the client's, else `otherwise`."""
         chosen = next(
             (value for value in (_checked(given), self.default, otherwise) if value is not None), None
         )
@@ -31,5 +33,5 @@ class Timeouts:
 
 def _checked(value: float | None) -> float | None:
     if value is not None and not value >= 0:  # NaN too
-        raise ValueError(f"a timeout is a number of seconds, not {value}")
+        raise ValueError(f"timeout: must be at least 0 seconds, not {value}")
     return value

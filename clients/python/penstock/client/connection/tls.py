@@ -14,29 +14,30 @@ File = str | os.PathLike[str]
 
 @dataclass(frozen=True, slots=True)
 class Tls:
-    """Talk TLS. Files are PEM, and are read when a client is made of it.
+    """Use TLS. Files are in PEM form, and are read when a client is made.
 
     Without `ca` the server's certificate must lead to one of the well-known authorities that gRPC ships, or
-    to one of GRPC_DEFAULT_SSL_ROOTS_FILE_PATH.
+    to one in GRPC_DEFAULT_SSL_ROOTS_FILE_PATH.
     """
 
     ca: File | None = None
-    """Certificates to trust instead of those."""
+    """Authorities to trust instead."""
     cert: File | None = None
-    """The client's own certificate, with those that lead to its authority; for a server that asks for one."""
+    """The client's own certificate, followed by those that lead to its authority; for a server that asks for
+    one.
+    """
     key: File | None = None
     """The private key of `cert`, without a password."""
     name: str | None = None
-    """The name that the server's certificate has; unset: the host of the address."""
+    """The name in the server's certificate; by default the host of the address."""
 
     def __post_init__(self) -> None:
         if (self.cert is None) != (self.key is None):
-            raise ValueError("a certificate needs its private key, and a key its certificate: give both")
+            raise ValueError("cert and key: must be given together")
 
     def credentials(self) -> grpc.ChannelCredentials:
-        """Raises ValueError for a file that cannot be read or is not what it should be.
-
-        gRPC itself would find that out only when it connects, and says little then.
+        """Read the files. Raises ValueError for a file that cannot be read, or has the wrong content. gRPC
+        would notice only when it connects, and says little then.
         """
         roots = _checked_roots(self.ca) if self.ca is not None else None
         if self.cert is None or self.key is None:

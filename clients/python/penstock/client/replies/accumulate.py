@@ -1,7 +1,7 @@
-"""Folds the messages of one stream into events and, in the end, into the same value that Generate returns.
+"""Folds the messages of one stream into events, and at the end into the value that `generate` would return.
 
-It holds the server to the contract's order: started; per index delta* then finished; summary; end. Anything
-else raises ProtocolError, so that a caller never mistakes half an answer for a whole one.
+It checks the order that the contract promises: started; for each output deltas and then finished; summary;
+end. Any other order raises ProtocolError, so that a caller never takes half an answer for a whole one.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from penstock.v1 import inference_pb2
 
 @dataclass(slots=True)
 class OutputSoFar:
-    """Grows while deltas arrive."""
+    """What one output has so far."""
 
     weights: list[WeightsSpan]
     pieces: list[str] = field(default_factory=list)
@@ -79,7 +79,7 @@ class OutputSoFar:
 
 
 class Accumulator:
-    """State of one stream; `feed` each message, then `end` when the call ended with OK."""
+    """The state of one stream. Call `feed` with each message, then `end` when the call has ended with OK."""
 
     def __init__(self) -> None:
         self._started: Started | None = None
@@ -88,7 +88,7 @@ class Accumulator:
         self._outputs: dict[int, OutputSoFar] = {}
 
     def feed(self, message: inference_pb2.StreamResponse) -> StreamEvent:
-        """The event of one message. Raises ProtocolError when it may not come now."""
+        """Return the event of one message. Raises ProtocolError if the message may not come now."""
         kind = message.WhichOneof("event")
         if self._summary is not None:
             raise ProtocolError.local(f"the server sent {kind or 'an unknown event'} after the summary")
@@ -108,7 +108,7 @@ class Accumulator:
                 raise ProtocolError.local("the server sent an event that this client does not know")
 
     def end(self) -> Generation:
-        """The whole answer. Raises ProtocolError when the call ended before its summary."""
+        """Return the whole answer. Raises ProtocolError if the call ended before its summary."""
         if self._started is None or self._summary is None:
             raise ProtocolError.local("the server ended the stream before its summary")
         return Generation(
@@ -125,7 +125,7 @@ class Accumulator:
         )
 
     def so_far(self, index: int) -> OutputSoFar:
-        """What one output has now; empty before its first delta."""
+        """What output `index` has so far; empty before its first delta."""
         return self._outputs.get(index) or OutputSoFar([WeightsSpan(0, self._weights)])
 
     @property

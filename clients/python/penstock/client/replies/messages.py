@@ -1,4 +1,4 @@
-"""Reply messages to values: pure functions, shared by the sync and the async client."""
+"""Converts reply messages to values. Both clients share these pure functions."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ EnumT = TypeVar("EnumT", results.FinishReason, server_values.AbortOutcome)
 
 
 def _member(kind: type[EnumT], number: int, names: Mapping[Any, str], prefix: str) -> EnumT:
-    """The enum member of a number; UNKNOWN for unspecified and for numbers of a newer contract."""
+    """The enum's member for a number; UNKNOWN for unspecified, and for numbers of a newer contract."""
     name = names.get(number, "").removeprefix(prefix).lower()
     return kind(name) if name in {member.value for member in kind} else kind("unknown")
 
@@ -32,8 +32,9 @@ def _seconds(duration: Duration) -> float:
 
 
 def _spelled(names: Mapping[Any, str], number: int, prefix: str) -> str:
-    """Lower-case name of a number, or "feature_42" for one of a newer contract."""
-    return names.get(number, f"{prefix}{number}").removeprefix(prefix if number in names else "").lower()
+    """The lower-case name of a number, or "feature_42" for one of a newer contract."""
+    name = names.get(number)
+    return f"{prefix}{number}".lower() if name is None else name.removeprefix(prefix).lower()
 
 
 def finish(message: types_pb2.Finish) -> results.Finish:
@@ -101,7 +102,7 @@ def output(message: inference_pb2.Output) -> results.Output:
 
 
 def generation(message: inference_pb2.GenerateResponse) -> results.Generation:
-    """Raises ProtocolError when the outputs are not 0, 1, ... in this order, at least one."""
+    """Convert the reply of Generate. Raises ProtocolError unless its outputs are 0, 1, ... in this order."""
     check_indices([o.index for o in message.outputs])
     return results.Generation(
         request_id=message.request_id,
@@ -114,9 +115,11 @@ def generation(message: inference_pb2.GenerateResponse) -> results.Generation:
 
 
 def check_indices(indices: Sequence[int]) -> None:
-    """Raises ProtocolError unless they are 0, 1, ..., at least one: `outputs[i]` must be output i."""
+    """Raise ProtocolError unless the indices are 0, 1, ... and there is at least one, because `outputs[i]`
+    must be output i.
+    """
     if not indices or list(indices) != list(range(len(indices))):
-        raise ProtocolError.local(f"the server answered with outputs {list(indices)}, not with 0 to n - 1")
+        raise ProtocolError.local(f"the server answered with outputs {list(indices)} instead of 0 to n - 1")
 
 
 def abort_results(message: inference_pb2.AbortResponse) -> tuple[server_values.AbortResult, ...]:

@@ -1,7 +1,8 @@
-"""A running Stream call, sync and async: an iterator of events that cancels the call when it is closed early.
+"""Running Stream calls, sync and async: iterators of events that cancel their call if they are closed early.
 
-The call starts with the method that made the stream, not with the first iteration. Leaving the `with` block,
-`close()`, or dropping the last reference ends it on the server too, which frees the request's slot and pages.
+The call starts with the method that makes the stream, not with the first iteration. Leaving the `with` block,
+calling `close()`, or dropping the last reference ends it on the server, too, which frees the request's slot
+and pages.
 """
 
 from __future__ import annotations
@@ -32,12 +33,12 @@ class _Call(Protocol):
 
 AsyncCall = grpc.aio.UnaryStreamCall[inference_pb2.StreamRequest, inference_pb2.StreamResponse]
 Start = Callable[[float | None], _Call]
-"""Starts the call, again where it is tried again; the argument is its timeout in seconds."""
+"""Starts the call, for each attempt; the argument is its timeout in seconds."""
 AsyncStart = Callable[[float | None], AsyncCall]
 
 
 class _Progress:
-    """What both streams know of the answer so far."""
+    """The answer so far, for both kinds of streams."""
 
     def __init__(self, attempts: Attempts) -> None:
         self._attempts = attempts
@@ -45,7 +46,9 @@ class _Progress:
         self._generation: Generation | None = None
 
     def _delay_after(self, error: PenstockClientError) -> float | None:
-        """Seconds until the call is tried again; None: the error is final, as it is once the answer began."""
+        """Seconds until the call is tried again; None if the error is final, as every error is once the
+        answer has begun.
+        """
         return None if self._answer.started is not None else self._attempts.delay_after(error)
 
     def _failure_of(self, error: grpc.RpcError) -> PenstockClientError:
@@ -53,11 +56,11 @@ class _Progress:
 
     @property
     def request_id(self) -> str | None:
-        """As the server has it, for `abort`; None until the first event has come."""
+        """The request's id at the server, for `abort`; None until the first event has come."""
         return self._answer.started.request_id if self._answer.started is not None else None
 
     def text(self, index: int = 0) -> str:
-        """All text of output `index` received so far."""
+        """All text of output `index` so far; `reasoning`, `token_ids` and `tool_calls` work alike."""
         return self._answer.so_far(index).text
 
     def reasoning(self, index: int = 0) -> str:
@@ -79,7 +82,7 @@ class _Progress:
 
 
 class GenerationStream(_Progress, Iterator[StreamEvent]):
-    """Events of a running request."""
+    """The events of a running request."""
 
     def __init__(self, start: Start, attempts: Attempts) -> None:
         super().__init__(attempts)
@@ -90,7 +93,7 @@ class GenerationStream(_Progress, Iterator[StreamEvent]):
         self._ended.clear()
 
     def __next__(self) -> StreamEvent:
-        """The next event. Raises the errors of `penstock.client.errors`."""
+        """Return the next event. Raises the errors of `penstock.client.errors`."""
         while not self._ended.is_set():
             try:
                 return self._answer.feed(next(self._call))
@@ -99,7 +102,7 @@ class GenerationStream(_Progress, Iterator[StreamEvent]):
                 self._generation = self._answer.end()
                 raise
             except grpc.RpcError as error:
-                if self._ended.is_set():  # by another thread, which made this call end
+                if self._ended.is_set():  # closed by another thread, which cancelled this call
                     break
                 failure = self._failure_of(error)
                 delay = self._delay_after(failure)
@@ -115,17 +118,22 @@ class GenerationStream(_Progress, Iterator[StreamEvent]):
     def _try_again(self, delay: float) -> None:
         if not self._ended.wait(delay):
             self._call = self._start(self._attempts.timeout())
-            if self._ended.is_set():  # meanwhile, by another thread, which cancelled the call before this one
+            # closed meanwhile by another thread, which cancelled the call before this one
+            if self._ended.is_set():
                 self._call.cancel()
 
     def result(self) -> Generation:
-        """Read to the end and return the whole answer, as `generate` would."""
+        """Read to the end and return the whole answer, as `generate` does. Raises ProtocolError if the stream
+        was closed.
+        """
         for _ in self:
             pass
         return self._whole()
 
     def close(self) -> None:
-        """Cancel the call if it still runs; iteration ends. Safe to call from another thread, and twice."""
+        """Cancel the call if it still runs, and end the iteration. May be called from another thread, and
+        twice.
+        """
         if not self._ended.is_set():
             self._ended.set()
             self._call.cancel()
@@ -141,7 +149,7 @@ class GenerationStream(_Progress, Iterator[StreamEvent]):
 
 
 class AsyncGenerationStream(_Progress, AsyncIterator[StreamEvent]):
-    """Events of a running request, for asyncio."""
+    """The events of a running request, for asyncio."""
 
     def __init__(self, start: AsyncStart, attempts: Attempts) -> None:
         super().__init__(attempts)
@@ -153,7 +161,7 @@ class AsyncGenerationStream(_Progress, AsyncIterator[StreamEvent]):
         self._ended.clear()
 
     async def __anext__(self) -> StreamEvent:
-        """The next event. Raises the errors of `penstock.client.errors`."""
+        """Return the next event. Raises the errors of `penstock.client.errors`."""
         while not self._ended.is_set():
             try:
                 return self._answer.feed(await anext(self._messages))
@@ -173,7 +181,7 @@ class AsyncGenerationStream(_Progress, AsyncIterator[StreamEvent]):
                 if is_task_cancelled():
                     self._call.cancel()
                     raise
-                if closed:  # by another task, which made this call end
+                if closed:  # closed by another task, which cancelled this call
                     break
                 raise await cancelled_call(self._call) from None
             except ProtocolError:
@@ -185,18 +193,20 @@ class AsyncGenerationStream(_Progress, AsyncIterator[StreamEvent]):
     async def _try_again(self, delay: float) -> None:
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._ended.wait(), delay)
-            return  # closed meanwhile, by another task
+            return  # closed meanwhile by another task
         self._call = self._start(self._attempts.timeout())
         self._messages = aiter(self._call)
 
     async def result(self) -> Generation:
-        """Read to the end and return the whole answer, as `generate` would."""
+        """Read to the end and return the whole answer, as `generate` does. Raises ProtocolError if the stream
+        was closed.
+        """
         async for _ in self:
             pass
         return self._whole()
 
     async def aclose(self) -> None:
-        """Cancel the call if it still runs; iteration ends."""
+        """Cancel the call if it still runs, and end the iteration."""
         if not self._ended.is_set():
             self._ended.set()
             self._call.cancel()
@@ -208,23 +218,26 @@ class AsyncGenerationStream(_Progress, AsyncIterator[StreamEvent]):
         await self.aclose()
 
     def __del__(self) -> None:
-        # grpc.aio's call and its iterator refer to each other, so dropping ours alone would not end the call.
+        # grpc.aio's call and its iterator refer to each other, so dropping this stream alone would not end
+        # the call.
         if not self._ended.is_set():
             with contextlib.suppress(RuntimeError):  # the event loop is gone, and the call with it
                 self._call.cancel()
 
 
 def is_task_cancelled() -> bool:
-    """Tell a cancelled task from a cancelled call: grpc.aio raises asyncio.CancelledError for both.
+    """Whether this task was cancelled, and not only its call: grpc.aio raises asyncio.CancelledError for
+    both.
 
-    Without this, closing the client would look like its own cancellation to a task that waits for an answer.
+    Without this, closing the client would look like a task's own cancellation to a task that waits for an
+    answer.
     """
     task = asyncio.current_task()
     return task is not None and task.cancelling() > 0
 
 
 async def cancelled_call(call: grpc.aio.Call) -> PenstockClientError:
-    """The error of a call that was cancelled on this side, for which grpc.aio raises no RpcError."""
+    """Make the error of a call that was cancelled on this side, for which grpc.aio raises no RpcError."""
     error = grpc.aio.AioRpcError(
         await call.code(), await call.initial_metadata(), await call.trailing_metadata(), await call.details()
     )

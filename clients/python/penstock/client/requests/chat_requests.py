@@ -1,4 +1,4 @@
-"""A conversation to the contract's ChatPrompt."""
+"""Converts a conversation to the contract's ChatPrompt."""
 
 from __future__ import annotations
 
@@ -10,10 +10,8 @@ from penstock.v1 import types_pb2
 
 
 def chat_prompt(chat: ChatOptions) -> types_pb2.ChatPrompt:
-    """The message of a conversation.
-
-    Raises TypeError for a turn or a tool that is none, and InvalidRequest, listing every one by its field,
-    for values that JSON or the wire cannot carry.
+    """Convert a conversation. Raises TypeError for a turn or a tool of a wrong type, and InvalidRequest, with
+    every bad field, for values that JSON or the wire cannot carry.
     """
     prompt = types_pb2.ChatPrompt()
     violations = Violations()

@@ -1,4 +1,6 @@
-"""What the wire cannot carry, told as the server would tell it: InvalidRequest with the contract's fields."""
+"""Reports values that the wire cannot carry as the server would: InvalidRequest with the
+contract's fields.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,7 @@ from penstock.client.status import Violation
 
 @contextlib.contextmanager
 def checked(field: str) -> Iterator[None]:
-    """Turns what protobuf or json says of a value into InvalidRequest of one field."""
+    """Turn an error that protobuf or json raises for a value into InvalidRequest of `field`."""
     try:
         yield
     except (ValueError, OverflowError) as error:
@@ -19,14 +21,16 @@ def checked(field: str) -> Iterator[None]:
 
 
 class Violations:
-    """Gathers what several fields violate, so that all are told at once."""
+    """Collects the violations of several fields, so that all are reported at once."""
 
     def __init__(self) -> None:
         self._found: list[Violation] = []
 
     @contextlib.contextmanager
     def of(self, field: str) -> Iterator[None]:
-        """Like `checked`, but going on after the block; InvalidRequest in it keeps its own fields."""
+        """Like `checked`, but execution goes on after the block. An InvalidRequest that is raised inside
+        keeps its own fields.
+        """
         try:
             with checked(field):
                 yield

@@ -1,4 +1,4 @@
-"""What an output may be forced into: one value per grammar kind of the contract."""
+"""Constraints on an output: one class for each kind of grammar in the contract."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from penstock.v1 import types_pb2
 
 @dataclass(frozen=True, slots=True)
 class JsonSchema:
-    """The output is JSON that the schema allows; pydantic: `JsonSchema(Model.model_json_schema())`."""
+    """The output is JSON that the schema allows. With pydantic: `JsonSchema(Model.model_json_schema())`."""
 
     schema: Mapping[str, Any] | str
-    """The document as a mapping, or its JSON text."""
+    """The schema as a mapping, or as JSON text."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,14 +26,14 @@ class JsonObject:
 
 @dataclass(frozen=True, slots=True)
 class Regex:
-    """The pattern matches the whole output."""
+    """The whole output matches the pattern."""
 
     pattern: str
 
 
 @dataclass(frozen=True, slots=True)
 class Ebnf:
-    """The output is a sentence of the grammar, in the server's dialect (Lark's)."""
+    """The output is a sentence of the grammar, in the server's dialect (that of Lark)."""
 
     grammar: str
 
@@ -54,9 +54,11 @@ Constraint = JsonSchema | JsonObject | Regex | Ebnf | Choice
 
 
 def set_constraint(message: types_pb2.Constraint, constraint: Constraint) -> None:
-    """Write it into an empty message; InvalidRequest, with the field, for what JSON or the wire lacks.
+    """Write the constraint into an empty message. Raises InvalidRequest, with the field, for values that JSON
+    or the wire cannot carry.
 
-    An empty list of choices is sent too: the server refuses it, and an unset field would mean no constraint.
+    An empty list of choices is sent, too: the server refuses it, while an unset field would mean no
+    constraint.
     """
     match constraint:
         case JsonSchema(schema):
@@ -76,6 +78,6 @@ def set_constraint(message: types_pb2.Constraint, constraint: Constraint) -> Non
                 message.choice.choices.extend(choices)
         case _:
             raise TypeError(
-                "constraint: give JsonSchema(...), JsonObject(), Regex(...), Ebnf(...) or Choice(...), "
+                "give JsonSchema(...), JsonObject(), Regex(...), Ebnf(...) or Choice(...), "
                 f"not {type(constraint).__name__}"
             )

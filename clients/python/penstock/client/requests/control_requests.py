@@ -1,4 +1,4 @@
-"""Requests beside generation, from keyword arguments: pure functions that both clients share.
+"""Builds the requests other than generation from keyword arguments. Both clients share these pure functions.
 
 Values that the wire cannot carry raise InvalidRequest, as the server would answer.
 """
@@ -17,7 +17,9 @@ from penstock.v1 import control_pb2, inference_pb2
 def abort_request(
     ids: str | Sequence[str] | None, prefix: str | None, all_requests: bool, reason: str
 ) -> inference_pb2.AbortRequest:
-    """Exactly one target, in so many words: an empty one never means everything (TypeError, ValueError)."""
+    """Build an AbortRequest. Raises TypeError unless there is exactly one target, and ValueError for an empty
+    prefix, which must not mean everything.
+    """
     targets = [
         name
         for name, on in (("ids", ids is not None), ("prefix", prefix is not None), ("all", all_requests))
@@ -28,7 +30,7 @@ def abort_request(
             "give one of ids, prefix and all=True" + (f", not {' and '.join(targets)}" if targets else "")
         )
     if prefix == "":
-        raise ValueError("prefix is empty; to abort every request say all=True")
+        raise ValueError("prefix: must not be empty; to abort every request use all=True")
     with checked("reason"):
         request = inference_pb2.AbortRequest(reason=reason)
     with checked("request_ids.ids" if ids is not None else "request_id_prefix"):
@@ -45,7 +47,7 @@ def abort_request(
 def tokenize_request(
     text: str | None, add_special_tokens: bool | None, chat: ChatOptions
 ) -> control_pb2.TokenizeRequest:
-    """A text, or a conversation rendered with the chat template; exactly one (TypeError)."""
+    """Build a TokenizeRequest of a text or a conversation. Raises TypeError unless exactly one is given."""
     given = given_of(chat, CHAT_FIELDS)
     if (text is None) == ("messages" not in given):
         raise TypeError("give one of text and messages")

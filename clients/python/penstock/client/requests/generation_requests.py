@@ -1,13 +1,14 @@
-"""Keyword arguments to request messages: pure functions, shared by the sync and the async client.
+"""Converts keyword arguments to request messages. Both clients share these pure functions.
 
-An option that is absent or None is left unset on the wire, so that the server's default counts; a value that
-was given is always sent, also when it is zero (temperature 0 is greedy, unset is the model's own).
+An option that is absent or None stays unset on the wire, so the server's default applies. A given value is
+always sent, even zero: temperature 0 is greedy, while an unset one is the model's own.
 """
 
 from __future__ import annotations
 
+import contextlib
 import difflib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, TypeVar, cast
 
 from google.protobuf.message import Message as ProtoMessage
@@ -30,14 +31,14 @@ _CONSTRAINTS = {
     "grammar": "Ebnf(...)",
     "choice": "Choice(...)",
 }
-"""Names that other APIs have options for, to the constraint meant."""
+"""From names of options that other APIs have to the constraint that is meant."""
 
 
 def fill_request(request: RequestT, prompt: str | None, options: RequestOptions) -> RequestT:
     """Write prompt and options into an empty request and return it.
 
-    Raises TypeError for an option that does not exist or is of the wrong type and for not exactly one input,
-    and InvalidRequest, listing every one, for values that the wire cannot carry (e.g. a negative count).
+    Raises TypeError for an unknown option, a value of a wrong type, or not exactly one input; and
+    InvalidRequest, with every bad field, for values that the wire cannot carry, such as a negative count.
     """
     given = given_of(options, _OPTIONS)
     violations = Violations()
@@ -45,7 +46,7 @@ def fill_request(request: RequestT, prompt: str | None, options: RequestOptions)
         _set_input(request, prompt, given)
     for name, value in given.items():
         if name in FIELDS:
-            with violations.of(FIELDS[name]):
+            with violations.of(FIELDS[name]), _named(name):
                 _set(request, FIELDS[name], value)
     violations.tell()
     return request
@@ -54,20 +55,22 @@ def fill_request(request: RequestT, prompt: str | None, options: RequestOptions)
 def stream_request(
     prompt: str | None, min_tokens_per_message: int | None, options: RequestOptions
 ) -> inference_pb2.StreamRequest:
-    """The same for Stream, with the one option that is its own."""
+    """Build a StreamRequest, which has one option of its own. Raises as `fill_request`."""
     with checked("min_tokens_per_message"):
         request = inference_pb2.StreamRequest(min_tokens_per_message=min_tokens_per_message)
     return fill_request(request, prompt, options)
 
 
 def given_of(options: Mapping[str, Any], known: Iterable[str]) -> dict[str, Any]:
-    """What was given, without None. TypeError for an option that is not known, with what may be meant."""
+    """The options that were given and are not None. Raises TypeError for an unknown option, and suggests a
+    known one.
+    """
     known = tuple(known)
     for name in options:
         if name not in known:
             near = difflib.get_close_matches(name, known, n=1)
             if "constraint" in known and name in _CONSTRAINTS:
-                hint = f"; say constraint={_CONSTRAINTS[name]}"
+                hint = f"; use constraint={_CONSTRAINTS[name]}"
             else:
                 hint = f"; did you mean {near[0]!r}?" if near else ""
             raise TypeError(f"unknown option {name!r}{hint}")
@@ -95,8 +98,17 @@ def _set_input(request: RequestT, prompt: str | None, given: Mapping[str, Any]) 
         request.chat.CopyFrom(chat_prompt(cast(ChatOptions, chat)))
 
 
+@contextlib.contextmanager
+def _named(option: str) -> Iterator[None]:
+    """Put the option's name before a TypeError, because protobuf's own does not say which value is meant."""
+    try:
+        yield
+    except TypeError as error:
+        raise TypeError(f"{option}: {error}") from error
+
+
 def _set(request: ProtoMessage, path: str, value: Any) -> None:
-    """Assign one option; ValueError when the field's type cannot hold the value."""
+    """Assign one option. Raises ValueError if the field's type cannot hold the value."""
     *parents, name = path.split(".")
     holder: Any = request
     for parent in parents:
@@ -115,7 +127,7 @@ def _set(request: ProtoMessage, path: str, value: Any) -> None:
         case "stop":
             holder.stop.extend([value] if isinstance(value, str) else value)
         case "bad_words" if isinstance(value, str):
-            raise TypeError("bad_words: give a sequence of strings, not one string")
+            raise TypeError("give a sequence of strings, not one string")
         case "stop_token_ids" | "allowed_token_ids" | "bad_words":
             getattr(holder, name).extend(value)
         case _:
@@ -126,5 +138,5 @@ def _truncation(value: Truncation | str) -> types_pb2.Truncation.ValueType:
     names = [member.value for member in Truncation]
     name = value.value if isinstance(value, Truncation) else value
     if name not in names:
-        raise ValueError(f"is one of {', '.join(names)}, not {name!r}")
+        raise ValueError(f"must be one of {', '.join(names)}, not {name!r}")
     return types_pb2.Truncation.Value(f"TRUNCATION_{name.upper()}")

@@ -1,4 +1,6 @@
-"""The keyword arguments of `generate`, `stream` and `tokenize`, and where each goes in the contract."""
+"""The keyword arguments of `generate`, `stream` and `tokenize`, and the field of the contract that each one
+sets.
+"""
 
 from __future__ import annotations
 
@@ -12,107 +14,128 @@ from penstock.client.values.results import WeightsVersion
 
 
 class Truncation(enum.Enum):
-    """What becomes of a prompt that leaves too little room in the context."""
+    """What happens to a prompt that leaves too little room in the context."""
 
     REJECT = "reject"
-    """PromptTooLong when not one token fits; the server's default, unless it says otherwise."""
+    """The request fails with PromptTooLong. This is the default of a server, unless its operator chose
+    another.
+    """
     LEFT = "left"
-    """Drop the oldest tokens."""
+    """The oldest tokens are dropped."""
     RIGHT = "right"
-    """Drop the newest tokens."""
+    """The newest tokens are dropped."""
     MIDDLE = "middle"
-    """Keep both ends."""
+    """The tokens between both ends are dropped."""
 
 
 class ChatOptions(TypedDict, total=False):
-    """A conversation, rendered to a prompt by the model's chat template."""
+    """A conversation, which the model's chat template renders to a prompt."""
 
     messages: Sequence[Turn] | None
-    """Of ChatMessage, or of mappings with the same keys."""
+    """The turns, as ChatMessage or as mappings with the same keys."""
     tools: Sequence[ToolLike] | None
-    """Of Tool, or of mappings: name, description, parameters, bare or as in the OpenAI API."""
+    """The tools that the model may call, as Tool or as mappings of name, description and parameters, bare or
+    in the form of the OpenAI API.
+    """
     tool_choice: str | None
-    """"auto" (the default), "none", "required" or a tool's name."""
+    """"auto" (the default), "none", "required", or the name of a tool that must be called."""
     chat_template: str | None
-    """Jinja; unset: the model's own."""
+    """A Jinja template to use instead of the model's own, or the name of one of the model's. Servers accept
+    templates only if they were started with --allow-request-templates.
+    """
     template_options: Mapping[str, Any] | None
-    """Further variables of the template, e.g. {"enable_thinking": False}."""
+    """Further variables for the template, such as {"enable_thinking": False}."""
 
 
 class RequestOptions(ChatOptions, total=False):
-    """Keyword arguments of `generate` and `stream`; leave one out (or pass None) for the server's default.
+    """Keyword arguments of `generate` and `stream`. What is left out, or None, takes the server's default,
+    which is the model's for sampling values.
 
-    Exactly one input: `prompt`, `token_ids` or `messages`.
+    Give exactly one input: `prompt`, `token_ids` or `messages`; otherwise TypeError.
     """
 
     token_ids: Sequence[int] | None
 
     request_id: str | None
-    """Unset: the server mints one."""
+    """An id for `abort` and logs; by default the server makes one."""
     model: str | None
     adapter: str | None
     priority: int | None
-    """Higher runs first; for servers whose features have "priority"."""
+    """Requests with a higher priority run first. Only for servers whose features have "priority"."""
     min_weights: int | WeightsVersion | None
-    """Refuse to start on weights of a smaller generation."""
+    """The smallest generation of weights that the request may start on. No server supports it yet."""
 
     temperature: float | None
-    """0 is greedy."""
+    """From 0 to 100; 0 always takes the likeliest token."""
     top_p: float | None
     top_k: int | None
     min_p: float | None
-    """Drop tokens less likely than this share of the likeliest."""
+    """From 0 to 1: tokens less likely than this share of the likeliest token are dropped."""
     presence_penalty: float | None
-    """Off the logit of each token generated before; from -2 to 2."""
+    """Subtracted from the logit of each token that was generated before; from -2 to 2."""
     frequency_penalty: float | None
-    """The same, times how often it was."""
+    """Subtracted from the logit of each token once for each time it was generated before; from -2 to 2."""
     repetition_penalty: float | None
-    """The logit of each token of prompt and output is divided by it, below 0 multiplied; 1 is off."""
+    """The logits of tokens that occur in the prompt or the output are divided by it if they are positive, and
+    multiplied if they are negative; 1 switches it off.
+    """
     seed: int | None
     n: int | None
-    """Outputs of one prompt; output i is seeded with (seed, i)."""
+    """The number of outputs of the prompt (default 1). Output i draws with a seed made of (seed, i)."""
     logit_bias: Mapping[int, float] | None
-    """Token id to what is added to its logit."""
+    """From a token id to what is added to its logit."""
     bad_words: Sequence[str] | None
-    """Never generated, with or without a space before."""
+    """Words that are never generated, with or without a space before them."""
     allowed_token_ids: Sequence[int] | None
-    """Empty: all."""
+    """The only tokens that may be generated; empty allows all."""
 
     max_tokens: int | None
-    """Unset: fill the context."""
+    """The most tokens of an output; by default it may fill the context."""
     min_tokens: int | None
-    """The end token and stops are held off until then."""
+    """No end token and no stop ends an output before this many tokens."""
     stop: str | Sequence[str] | None
     stop_token_ids: Sequence[int] | None
     ignore_eos: bool | None
     include_stop: bool | None
-    """Keep the matched stop in the text."""
+    """Whether the text keeps the stop that ended it (default false)."""
     time_limit: float | None
-    """Seconds; soft: the partial output comes back with TIME_LIMIT. `timeout` is the hard one."""
+    """Seconds after which an output ends with TIME_LIMIT and what it has so far; `timeout` is the
+    hard limit.
+    """
 
     return_text: bool | None
     return_token_ids: bool | None
     logprobs: int | None
-    """Set: that of each sampled token, and of this many likeliest ones (may be 0)."""
+    """Return the log-probability of each generated token and of this many of the likeliest ones; 0 returns
+    only the token's own.
+    """
     prompt_logprobs: int | None
-    """The same for the prompt, in `Generation.prompt` and, of a stream, in `Started.prompt`."""
+    """Return the prompt's log-probabilities, as `logprobs` does for outputs: in `Generation.prompt`, and for
+    a stream in `Started.prompt`.
+    """
     skip_special_tokens: bool | None
     echo_prompt_token_ids: bool | None
 
     constraint: Constraint | None
-    """What the output is forced into: JsonSchema, JsonObject, Regex, Ebnf or Choice."""
+    """What the output must match: JsonSchema, JsonObject, Regex, Ebnf or Choice."""
 
     cache_salt: str | None
-    """Cached prefixes are shared only with requests of an equal salt: one per tenant isolates them."""
+    """Cached prefixes are shared only between requests with equal salts, so one salt for each tenant isolates
+    them.
+    """
     bypass_prefix_cache: bool | None
-    """Neither read from the prefix cache nor add to it."""
+    """Neither use cached prefixes nor add to them."""
 
     truncation: Truncation | str | None
-    """What to drop of a prompt that leaves too little room; "left" and so on will do."""
+    """How to shorten a prompt that is too long: a Truncation, or its value, such as "left"."""
     reserve_tokens: int | None
-    """Room kept for the output when the prompt is cut; unset: max_tokens, else 1."""
+    """Tokens of the context that truncation leaves for the output; by default `max_tokens`, or 1 if that is
+    unset.
+    """
     cap_max_tokens: bool | None
-    """Shorten the output before the prompt."""
+    """Lower `max_tokens` to the room that the prompt leaves, before the prompt is shortened
+    (default false).
+    """
 
 
 def _paths(parent: str, *names: str) -> dict[str, str]:
@@ -133,10 +156,10 @@ FIELDS: Mapping[str, str] = {
     **_paths("cache", "cache_salt", "bypass_prefix_cache"),
     **_paths("context", "truncation", "reserve_tokens", "cap_max_tokens"),
 }
-"""Option to the contract's dotted path, for all but the input."""
+"""From an option to the contract's dotted path, for all options but the input."""
 
 CHAT_FIELDS: Mapping[str, str] = {
     **_paths("chat", "messages", "tools", "tool_choice", "chat_template"),
     "template_options": "chat.template_options_json",
 }
-"""The same for the options of a conversation."""
+"""From an option of a conversation to the contract's dotted path."""

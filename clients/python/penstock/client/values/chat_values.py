@@ -1,7 +1,7 @@
-"""A conversation's values: turns, tools, and the calls that a model made.
+"""Values of a conversation: turns, tools, and the calls that a model made.
 
-Each can be made from a mapping too: with the field names used here, or in the form of the OpenAI API, in
-which most tool definitions are written down ({"type": "function", "function": {...}}).
+Each can be made from a mapping, too: with the field names used here, or in the form of the OpenAI API, which
+most tool definitions use ({"type": "function", "function": {...}}).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from penstock.client.values.jsontext import json_object, json_text
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """A call that the model made; `arguments_json` is as the model wrote it, not promised to be valid."""
+    """A tool call that the model made. `arguments_json` is what the model wrote, and may be invalid JSON."""
 
     id: str
     name: str
@@ -23,19 +23,21 @@ class ToolCall:
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """The arguments, parsed; none written is {}. ValueError when they are not a JSON object."""
+        """The parsed arguments; {} if the model wrote none. Raises ValueError if they are not a
+        JSON object.
+        """
         try:
             return json_object(self.arguments_json) if self.arguments_json.strip() else {}
         except ValueError as error:
-            raise ValueError(f"the arguments of {self.name!r} are no JSON object: {error}") from error
+            raise ValueError(f"the arguments of {self.name!r} are not a JSON object: {error}") from error
 
     def result(self, content: Any) -> ChatMessage:
-        """The turn that answers this call: text as it is, anything else as JSON."""
+        """The turn that answers this call. Text is sent as it is, anything else as JSON."""
         return ChatMessage("tool", json_text(content), tool_call_id=self.id)
 
     @classmethod
     def from_dict(cls, value: Mapping[str, Any]) -> Self:
-        """From id, name and arguments_json, or id, type and function {name, arguments}."""
+        """Make a call from id, name and arguments_json, or from id, type and function {name, arguments}."""
         value = _unfolded(value)
         if "arguments" in value:
             value = _renamed(value, "arguments", "arguments_json")
@@ -45,18 +47,20 @@ class ToolCall:
 
 @dataclass(frozen=True, slots=True)
 class ChatMessage:
-    """One turn: role is "system", "user", "assistant" or "tool"."""
+    """One turn of a conversation. `role` is "system", "user", "assistant" or "tool"."""
 
     role: str
     content: str = ""
     tool_calls: tuple[ToolCall, ...] = ()
-    """What an assistant turn called."""
+    """The tool calls of an assistant's turn."""
     tool_call_id: str = ""
-    """Which call a "tool" turn answers."""
+    """The id of the call that a "tool" turn answers."""
 
     @classmethod
     def from_dict(cls, value: Mapping[str, Any]) -> Self:
-        """From the fields of this class; the content of a turn that only calls may be None."""
+        """Make a turn from the fields of this class. The content of a turn that only calls tools
+        may be None.
+        """
         checked = _checked(cls, value, "a turn")
         calls = checked.get("tool_calls") or ()
         return cls(
@@ -73,13 +77,15 @@ class Tool:
 
     name: str
     description: str = ""
-    """Shown to the model."""
+    """What the function does, for the model to read."""
     parameters: Mapping[str, Any] | str | None = None
-    """JSON Schema of the arguments, as a mapping or as JSON text; None: no arguments."""
+    """A JSON Schema of the arguments, as a mapping or as JSON text; None means no arguments."""
 
     @classmethod
     def from_dict(cls, value: Mapping[str, Any]) -> Self:
-        """From name, description and parameters, bare or in {"type": "function", "function": {...}}."""
+        """Make a tool from name, description and parameters, bare or in {"type": "function", "function":
+        {...}}.
+        """
         return cls(**_checked(cls, _unfolded(value), "a tool"))
 
 
@@ -88,7 +94,7 @@ ToolLike = Tool | Mapping[str, Any]
 
 
 def turns_of(messages: Sequence[Turn]) -> list[ChatMessage]:
-    """TypeError, naming the turn, for a mapping that is none."""
+    """Convert all mappings to turns. Raises TypeError, which names the turn, for a mapping that is none."""
     return [
         message if isinstance(message, ChatMessage) else _named(ChatMessage, message, f"messages[{i}]")
         for i, message in enumerate(messages)
@@ -96,7 +102,7 @@ def turns_of(messages: Sequence[Turn]) -> list[ChatMessage]:
 
 
 def tools_of(tools: Sequence[ToolLike]) -> list[Tool]:
-    """TypeError, naming the tool, for a mapping that is none."""
+    """Convert all mappings to tools. Raises TypeError, which names the tool, for a mapping that is none."""
     return [t if isinstance(t, Tool) else _named(Tool, t, f"tools[{i}]") for i, t in enumerate(tools)]
 
 
@@ -108,7 +114,7 @@ def _named(kind: Any, value: Any, where: str) -> Any:
 
 
 def _unfolded(value: Mapping[str, Any]) -> dict[str, Any]:
-    """The OpenAI form without its inner object."""
+    """Remove the inner object of OpenAI's form."""
     if not isinstance(value, Mapping):
         raise TypeError(f"must be a mapping, not {type(value).__name__}")
     if not isinstance(value.get("function"), Mapping):
@@ -124,7 +130,9 @@ def _renamed(value: Mapping[str, Any], old: str, new: str) -> dict[str, Any]:
 
 
 def _checked(kind: Any, value: Mapping[str, Any], what: str) -> dict[str, Any]:
-    """TypeError for a key that the class lacks and for one that it needs."""
+    """Check the keys of a mapping. Raises TypeError for a key that the class does not have, or if a required
+    one is missing.
+    """
     if not isinstance(value, Mapping):
         raise TypeError(f"must be a mapping, not {type(value).__name__}")
     names = [field.name for field in fields(kind)]

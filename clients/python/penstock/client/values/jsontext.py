@@ -1,4 +1,4 @@
-"""JSON between Python values and the contract, which carries it as text."""
+"""Converts between Python values and JSON text, which the contract carries."""
 
 from __future__ import annotations
 
@@ -17,9 +17,8 @@ _KINDS = {
 
 
 def json_text(value: object) -> str:
-    """Text as it is, anything else as JSON, keys in their order.
-
-    ValueError for what JSON lacks (NaN, a list in itself), TypeError for what is no JSON type.
+    """Return text unchanged, and anything else as JSON, with keys in their order. Raises ValueError for what
+    JSON cannot express (NaN, a list that contains itself), and TypeError for other types.
     """
     if isinstance(value, str):
         return value
@@ -32,7 +31,7 @@ def json_text(value: object) -> str:
 
 
 def json_object(text: str) -> dict[str, Any]:
-    """The object that a text holds; ValueError when it holds anything else."""
+    """Parse a JSON object. Raises ValueError if the text holds anything else."""
     try:
         value = json.loads(text)
     except RecursionError:

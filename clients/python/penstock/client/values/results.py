@@ -1,6 +1,6 @@
-"""What a request hands back: frozen values, free of protobuf, that can be compared, kept and pickled.
+"""Values of an answer: frozen and without protobuf, so that they can be compared, kept and pickled.
 
-Durations are seconds. Log-probabilities are natural logarithms of the model's own distribution, before
+Durations are in seconds. Log-probabilities are natural logarithms of the model's own distribution, before
 temperature and filters.
 """
 
@@ -22,12 +22,14 @@ class FinishReason(enum.Enum):
     TIME_LIMIT = "time_limit"
     ABORTED = "aborted"
     UNKNOWN = "unknown"
-    """A reason of a newer contract than this client's."""
+    """A reason of a newer contract, which this client does not know."""
 
 
 @dataclass(frozen=True, slots=True)
 class Finish:
-    """Why an output ended; `stop` or `token_id` is what STOP matched, `message` an abort's reason."""
+    """Why an output ended. `stop` or `token_id` is what it ended with, if `reason` is STOP or EOS; `message`
+    is the reason of an abort.
+    """
 
     reason: FinishReason
     stop: str | None = None
@@ -37,7 +39,9 @@ class Finish:
 
 @dataclass(frozen=True, slots=True)
 class Logprobs:
-    """One entry per token: `sampled` is the token's own, `top` the likeliest ones as (token id, logprob)."""
+    """Log-probabilities, one entry for each token: `sampled` has the token's own, `top` the likeliest tokens'
+    as (token id, log-probability).
+    """
 
     sampled: tuple[float, ...] = ()
     top: tuple[tuple[tuple[int, float], ...], ...] = ()
@@ -45,7 +49,7 @@ class Logprobs:
 
 @dataclass(frozen=True, slots=True)
 class WeightsVersion:
-    """Which weights: order versions by `generation`; `label` is free text."""
+    """A version of the weights. Versions are ordered by `generation`; `label` is free text."""
 
     label: str
     generation: int
@@ -53,7 +57,7 @@ class WeightsVersion:
 
 @dataclass(frozen=True, slots=True)
 class WeightsSpan:
-    """Tokens from `first_output_token` up to the next span were made by `version`."""
+    """Tokens from index `first_output_token` up to the next span were generated with `version`."""
 
     first_output_token: int
     version: WeightsVersion
@@ -63,17 +67,17 @@ class WeightsSpan:
 class Usage:
     prompt_tokens: int
     cached_prompt_tokens: int
-    """Of those, read from the prefix cache."""
+    """How many of the prompt's tokens were found in the prefix cache."""
     completion_tokens: int
 
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """Measured by the server from the moment it accepted the request, in seconds."""
+    """Times that the server measured from when it accepted the request, in seconds."""
 
     queue: float
     time_to_first_token: float | None
-    """None: no token was made."""
+    """None if no token was generated."""
     total: float
     preemptions: int
 
@@ -85,9 +89,9 @@ class PromptInfo:
     token_count: int
     truncated_tokens: int = 0
     token_ids: tuple[int, ...] = ()
-    """Only with `echo_prompt_token_ids`."""
+    """Set only with `echo_prompt_token_ids`."""
     logprobs: Logprobs | None = None
-    """Only with `prompt_logprobs`."""
+    """Set only with `prompt_logprobs`. The first token has none: its entry is NaN."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,19 +105,21 @@ class Output:
     logprobs: Logprobs | None = None
     weights: tuple[WeightsSpan, ...] = ()
     reasoning: str = ""
-    """What the model marked as thinking; not in `text`."""
+    """The part that the model marked as reasoning, which is not in `text`."""
     tool_calls: tuple[ToolCall, ...] = ()
-    """Parsed from the output; not in `text`."""
+    """Tool calls parsed from the output, which are not in `text`."""
 
     @property
     def message(self) -> ChatMessage:
-        """The assistant's turn, to go on with the conversation; without the reasoning."""
+        """The assistant's turn, without the reasoning, to continue the conversation with."""
         return ChatMessage("assistant", self.text, self.tool_calls)
 
 
 @dataclass(frozen=True, slots=True)
 class Generation:
-    """A finished request; `outputs` are `n`, ordered by index. What an output has, this has of the first."""
+    """A finished request with its `n` outputs, ordered by index. Attributes such as `text` are those of
+    output 0.
+    """
 
     request_id: str
     model: str
@@ -157,7 +163,7 @@ class Generation:
 
 @dataclass(frozen=True, slots=True)
 class Started:
-    """First event of a stream, once."""
+    """The first event of a stream."""
 
     request_id: str
     model: str
@@ -168,11 +174,11 @@ class Started:
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """What was added to one output: `delta` is the new text; all of it so far is `text()` of the stream.
+    """What was added to one output. `delta` is the new text; `text()` of the stream returns all of it.
 
-    `delta` may be empty while text is held back because it may still become a stop string or a tool call;
-    `token_ids`, the new ones, are never held back. `reasoning` and `tool_calls` are the new ones too, each
-    call whole. The deltas of several outputs (`n`) come mixed: `index` tells them apart.
+    `delta` may be empty while text is held back because it may still become a stop string or a tool call.
+    `token_ids` are the new ids, and are never held back. `reasoning` and `tool_calls` are the new ones, too;
+    each call comes whole. Deltas of several outputs come mixed; `index` tells which output one belongs to.
     """
 
     index: int
@@ -180,14 +186,14 @@ class Delta:
     token_ids: tuple[int, ...] = ()
     logprobs: Logprobs | None = None
     weights: WeightsVersion | None = None
-    """Only when it changed since the last delta."""
+    """Set only if the weights changed since the last delta."""
     reasoning: str = ""
     tool_calls: tuple[ToolCall, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """Once per output; `text` is all of it."""
+    """One output has ended; `text` is all of its text. Comes once for each output."""
 
     index: int
     finish: Finish
@@ -197,7 +203,7 @@ class Finished:
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """Last event of a stream, once."""
+    """The last event of a stream."""
 
     usage: Usage
     timing: Timing
@@ -205,4 +211,6 @@ class Summary:
 
 
 StreamEvent = Started | Delta | Finished | Summary
-"""Every event has `delta`, the new text, empty except in Delta, so that a loop need not ask for its class."""
+"""Every event has `delta`, the new text, which is empty except in Delta. So a loop need not ask for the
+event's class.
+"""

@@ -1,4 +1,4 @@
-"""What the other calls hand back: what is served, its limits, how busy the server is."""
+"""Values that describe a server: the served model, its limits, and how busy it is."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class AbortResult:
 
 @dataclass(frozen=True, slots=True)
 class SamplingDefaults:
-    """What an unset sampling field means on this server; None: the server did not say."""
+    """What unset sampling fields mean on this server; None if the server did not say."""
 
     temperature: float | None = None
     top_p: float | None = None
@@ -37,10 +37,10 @@ class SamplingDefaults:
     seed: int | None = None
     n: int | None = None
     logit_bias: tuple[tuple[int, float], ...] = ()
-    """Pairs of token id and bias, by id."""
+    """Pairs of token id and bias, in order of the ids."""
     bad_words: tuple[str, ...] = ()
     allowed_token_ids: tuple[int, ...] = ()
-    """Empty: all."""
+    """Empty allows all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,10 +62,10 @@ class ModelInfo:
     default_sampling: SamplingDefaults
     weights: WeightsVersion
     features: tuple[str, ...]
-    """Optional parts of the contract that the server has; using another raises Unsupported.
+    """The optional parts of the contract that the server has; using another one raises Unsupported.
 
-    Of "chat", "prompt_logprobs", "json_schema" (JsonObject too), "regex" (Ebnf and Choice too), "adapters",
-    "priority" and "update_weights". "batch_invariant" is nothing to use, but a promise: a token's logits
+    They are "chat", "prompt_logprobs", "json_schema" (also for JsonObject), "regex" (also for Ebnf and
+    Choice), "adapters", "priority" and "update_weights". "batch_invariant" is a promise: a token's logits
     depend on its own request alone, bit for bit.
     """
     tensors: tuple[TensorInfo, ...] = ()
@@ -106,12 +106,12 @@ class FlushedCache:
 
     pages_freed: int
     pages_in_use: int
-    """By running requests, not touched."""
+    """Pages that running requests keep."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tokens:
-    """A tokenized text and the room it has to fit into."""
+    """A tokenized text, and the context that it must fit into."""
 
     token_ids: tuple[int, ...]
     max_context_tokens: int
