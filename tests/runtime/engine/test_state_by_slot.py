@@ -22,7 +22,7 @@ from penstock.runtime.execution.compilation import use_compilation_cache
 from penstock.runtime.execution.kv_sizing import KVPlan, plan_kv, prefix_cache_pages
 from penstock.runtime.execution.runner import ModelRunner
 from penstock.runtime.execution.runner_config import RunnerConfig
-from penstock.runtime.grammar.masks.turns import Filled, MaskTurns
+from penstock.runtime.grammar.masks.step_masks import Filled, StepMasks
 from penstock.runtime.loop.interface import InFlightPolicy
 from penstock.runtime.ops.cache_spec import CacheSpec, PagedKV
 from penstock.runtime.requests.constraint import Mask
@@ -165,13 +165,13 @@ def test_tokens_that_are_put_off_are_the_formulas(monkeypatch: pytest.MonkeyPatc
     """Every other mask is not there in time, be it that of a decode or of a prompt's last chunk."""
     rng, skips = random.Random(5), 0
 
-    def fill(self: MaskTurns, constraints: Mapping[int, Any], masks: Mask, *, others: bool) -> Filled:
+    def fill(self: StepMasks, constraints: Mapping[int, Any], masks: Mask, *, others: bool) -> Filled:
         nonlocal skips
         skipped = frozenset(row for row in constraints if rng.random() < 0.5)
         skips += len(skipped)
         return Filled(masks, {}, skipped, frozenset())
 
-    monkeypatch.setattr(MaskTurns, "fill", fill)
+    monkeypatch.setattr(StepMasks, "fill", fill)
     engine = toy_engine(hybrid_model(), decode_window_s=10.0)
     try:
         requests = [Request(f"r{n}", prompt_of(n), GREEDY, long(12)) for n in LENGTHS]

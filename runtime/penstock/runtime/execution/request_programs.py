@@ -37,7 +37,7 @@ def make_prompt_logprobs(rebuild: Rebuild, shapes: StepShapes) -> Callable[[Weig
         size = -(-shapes.max_tokens // tile) * tile
         before, targets = (jnp.pad(part, (0, size - shapes.max_tokens)) for part in packed[1:].reshape(2, -1))
 
-        def turn(carry: tuple[Array, Array]) -> tuple[Array, Array]:
+        def body(carry: tuple[Array, Array]) -> tuple[Array, Array]:
             start, out = carry
             at = lax.dynamic_slice_in_dim(before, start, tile)
             tokens = lax.dynamic_slice_in_dim(targets, start, tile)
@@ -48,7 +48,7 @@ def make_prompt_logprobs(rebuild: Rebuild, shapes: StepShapes) -> Callable[[Weig
             return start + tile, lax.dynamic_update_slice_in_dim(out, read, start, 0)
 
         out = jnp.zeros((size, 1 + 2 * shapes.num_top), jnp.int32)
-        _, out = lax.while_loop(lambda carry: carry[0] < count, turn, (jnp.int32(0), out))
+        _, out = lax.while_loop(lambda carry: carry[0] < count, body, (jnp.int32(0), out))
         return out[: shapes.max_tokens]
 
     return prompt_logprobs
@@ -106,7 +106,7 @@ def make_page_copies(spec: CacheSpec) -> Callable[[KVCache, Array], KVCache]:
             return kv
         count = jnp.sum((pairs[:, 1] < pages[0].shape[0]).astype(jnp.int32))
 
-        def turn(i: Array, pages: tuple[Array, ...]) -> tuple[Array, ...]:
+        def body(i: Array, pages: tuple[Array, ...]) -> tuple[Array, ...]:
             source, destination = pairs[i, 0], pairs[i, 1]
             return tuple(
                 lax.dynamic_update_slice_in_dim(
@@ -115,7 +115,7 @@ def make_page_copies(spec: CacheSpec) -> Callable[[KVCache, Array], KVCache]:
                 for layer in pages
             )
 
-        copied = iter(lax.fori_loop(0, count, turn, pages))
+        copied = iter(lax.fori_loop(0, count, body, pages))
         return tuple(next(copied) if paged else entry for entry, paged in zip(kv, is_paged, strict=True))
 
     return copy_pages

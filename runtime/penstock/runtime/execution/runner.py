@@ -21,7 +21,7 @@ from penstock.runtime.execution.device.program_calls import ProgramCalls
 from penstock.runtime.execution.runner_config import RunnerConfig
 from penstock.runtime.execution.slots import Slots
 from penstock.runtime.grammar.masks.fill import MaskFiller, mask_threads
-from penstock.runtime.grammar.masks.turns import MaskTurns
+from penstock.runtime.grammar.masks.step_masks import StepMasks
 from penstock.runtime.ops.cache_spec import CacheSpec
 from penstock.runtime.scheduling.plan import Plan, StepResult
 
@@ -46,7 +46,7 @@ class ModelRunner:
         """What the runner keeps on the device."""
         self._slots = Slots(config)
         filler = MaskFiller(mask_threads(config.threads))
-        self._turns = MaskTurns(filler.fill_all, in_parallel=filler.is_parallel)
+        self._step_masks = StepMasks(filler.fill_all, in_parallel=filler.is_parallel)
         self._calls: ProgramCalls | None = None
 
     # -- life --
@@ -72,7 +72,7 @@ class ModelRunner:
     def shutdown(self) -> None:
         """Frees the device's memory that this runner holds. It cannot be used afterwards."""
         self.compiles_after_warmup.stop()
-        self._turns.close()
+        self._step_masks.close()
         if self._calls is not None:
             self._calls.free()
             self._calls = None
@@ -154,7 +154,7 @@ class ModelRunner:
         plan, packed, calls = step.plan, step.packed, self.calls
         others = plan.apart or len(plan.rows) > len(step.constraints)
         mask = calls.all_allowed(step.logits.shape[0])
-        filled = self._turns.fill(step.constraints, mask, others=others)
+        filled = self._step_masks.fill(step.constraints, mask, others=others)
         if filled.skipped:
             packed = self._slots.silenced(packed, step.key, filled.skipped)
         return AwaitingTokens(
@@ -182,7 +182,7 @@ class ModelRunner:
             feature_slot = plan.feature_slots.get(slot)
             slots.admit(slot, request, feature_slot or 0)
             if feature_slot is not None:
-                calls.write_features(feature_slot, request, plan.made.get(slot, ()))
+                calls.write_features(feature_slot, request, plan.generated_before.get(slot, ()))
         if plan.page_writes:
             calls.write_tables(slots.table_rows(slots.write_pages(plan)))
         if plan.page_copies:

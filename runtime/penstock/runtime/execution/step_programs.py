@@ -203,7 +203,7 @@ def make_window(
             # The first step runs even where no row samples: a prefill chunk of one token must be written.
             return (carry.step == 0) | ((carry.step < batch.num_steps) & jnp.any(carry.alive))
 
-        def turn(carry: _Window) -> _Window:
+        def one_step(carry: _Window) -> _Window:
             logits, _, kv, held = _run_model(
                 model,
                 layout,
@@ -214,7 +214,7 @@ def make_window(
                 tokens=feedback,
                 page_table=page_table,
                 last=carry.tokens,
-                starts=batch.starts + carry.made,
+                starts=batch.starts + carry.advanced,
                 held=carry.state.held,
             )
             state = carry.state._replace(held=held)
@@ -232,7 +232,7 @@ def make_window(
                 # the same position it writes the values that are there already. (State by slot keeps a
                 # copy.)
                 alive=alive,
-                made=carry.made + alive.astype(jnp.int32),
+                advanced=carry.advanced + alive.astype(jnp.int32),
                 tokens=jnp.where(alive, sampled, carry.tokens),
                 sampled=jnp.where(carry.alive, sampled, carry.sampled),
                 kv=kv,
@@ -250,7 +250,7 @@ def make_window(
         begin = _Window(
             step=jnp.int32(0),
             alive=batch.max_samples > 0,
-            made=jnp.zeros((rows,), jnp.int32),
+            advanced=jnp.zeros((rows,), jnp.int32),
             tokens=first,
             sampled=jnp.zeros((rows,), jnp.int32),
             kv=kv,
@@ -261,9 +261,9 @@ def make_window(
             ),
         )
         if layout.key.num_steps:
-            end = lax.fori_loop(0, layout.key.num_steps, lambda _, carry: turn(carry), begin)
+            end = lax.fori_loop(0, layout.key.num_steps, lambda _, carry: one_step(carry), begin)
         else:
-            end = lax.while_loop(more, turn, begin)
+            end = lax.while_loop(more, one_step, begin)
         return end.chosen, end.kv, _keep(end.state, batch, end.sampled)
 
     return window
@@ -274,7 +274,7 @@ class _Window(NamedTuple):
 
     step: Array  # int32[]
     alive: Array  # bool[R] rows that make a token in the next step
-    made: Array  # int32[R] positions the row has advanced
+    advanced: Array  # int32[R] how many positions the row has advanced
     tokens: Array  # int32[R] input of the next step
     sampled: Array  # int32[R] the row's newest token
     kv: KVCache

@@ -47,14 +47,14 @@ class Attention(nnx.Module):
         self.k_norm = RMSNorm(dim, eps, planners) if config.qk_norm else None
         self.num_heads, self.num_kv_heads, self.head_dim = heads, kv_heads, dim
         self.scale = dim**-0.5
-        self.native = linear.packed and can_rotate(dim)
+        self.rotates_natively = linear.packed and can_rotate(dim)
         self.sliding_window = config.sliding_windows[layer]
 
     @property
     def is_native(self) -> bool:
         """Whether native kernels compute everything but `attention` itself."""
         linears = (self.qkv_proj, self.o_proj)
-        return self.native and all(linear.packed for linear in linears)
+        return self.rotates_natively and all(linear.packed for linear in linears)
 
     def __call__(
         self,
@@ -81,7 +81,7 @@ class Attention(nnx.Module):
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
         """qkv [T, (H + 2 K) * D] -> q [T, H, D], k and v [T, K, D], normalised and rotated."""
         heads, kv_heads = self.num_heads, self.num_kv_heads
-        if self.native:
+        if self.rotates_natively:
             return rotate_qkv(
                 qkv,
                 cos,

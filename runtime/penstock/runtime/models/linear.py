@@ -168,7 +168,7 @@ class Linear(nnx.Module):
                 yield _vector_rule((*layer, "bias"), place, dtype, name)
             row += size
 
-    def native(self, pools: Pools) -> native.Packed:
+    def operands(self, pools: Pools) -> native.Packed:
         """The operands of the native kernel."""
         return native.Packed(
             self.weight[...],
@@ -237,7 +237,7 @@ class Embedding(Linear):
 def project(linear: Linear, x: jax.Array, num_rows: jax.Array, pools: Pools, *, norm: RMSNorm) -> jax.Array:
     """linear(norm(x)): x [T, in] -> [T, out] in x's dtype."""
     if linear.packed:
-        weight = linear.native(pools)
+        weight = linear.operands(pools)
         return native.linear(x, (weight,), num_rows=num_rows, **_norm_options(norm, pools))
     return linear.product(norm(x, pools), pools).astype(x.dtype)
 
@@ -247,7 +247,7 @@ def add_projected(
 ) -> jax.Array:
     """residual [T, out] + linear(x), x [T, in] -> [T, out]."""
     if linear.packed:
-        return native.linear(x, (linear.native(pools),), num_rows=num_rows, residual=residual)
+        return native.linear(x, (linear.operands(pools),), num_rows=num_rows, residual=residual)
     return residual + linear.product(x, pools).astype(x.dtype)
 
 
@@ -258,7 +258,7 @@ def project_gated(
     [T, out / 2]. The first half of the layer's outputs is the gate's.
     """
     if gate_up.packed:
-        weight = gate_up.native(pools)
+        weight = gate_up.operands(pools)
         return native.linear(x, (weight,), num_rows=num_rows, gate=True, **_norm_options(norm, pools))
     both = gate_up.product(norm(x, pools), pools).astype(x.dtype).astype(jnp.float32)
     gate, up = jnp.split(both, 2, axis=1)
@@ -268,7 +268,7 @@ def project_gated(
 def logits(head: Linear, x: jax.Array, num_rows: jax.Array, pools: Pools, *, norm: RMSNorm) -> jax.Array:
     """norm(x) [R, E] times the head: float32 [R, V]."""
     if head.packed:
-        weights, options = (head.native(pools),), _norm_options(norm, pools)
+        weights, options = (head.operands(pools),), _norm_options(norm, pools)
         return native.linear(x, weights, num_rows=num_rows, out_dtype=np.float32, **options)
     return head.product(norm(x, pools), pools)
 

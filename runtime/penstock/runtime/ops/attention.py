@@ -45,7 +45,7 @@ class AttentionMeta(NamedTuple):
     block_rows: Array  # int32[B] row of each query block
     block_tokens: Array  # int32[B, Q] index into the T tokens; any valid index where padded
     block_positions: Array  # int32[B, Q] position of that query; -1 where padded
-    token_lanes: Array  # int32[T] where the token stands in the flattened [B * Q] blocks
+    token_places: Array  # int32[T] where the token stands in the flattened [B * Q] blocks
     num_tokens: Array  # int32[] how many tokens are not padding; these come first
     token_rows: Array  # int32[T] row of each token; the last row for padding
     state_from: (
@@ -132,7 +132,7 @@ def make_meta(
     block_tokens = jnp.where(used, firsts[block_rows][:, None] + offsets, 0)
     block_positions = jnp.where(used, starts[block_rows][:, None] + offsets, -1)
     token_offsets = token - firsts[token_rows]
-    token_lanes = jnp.where(
+    token_places = jnp.where(
         real, (block_firsts[token_rows] + token_offsets // block_q) * block_q + token_offsets % block_q, 0
     )
     return AttentionMeta(
@@ -145,7 +145,7 @@ def make_meta(
         block_rows,
         block_tokens,
         block_positions,
-        token_lanes,
+        token_places,
         ends[-1],
         token_rows,
         state_from,
@@ -201,11 +201,11 @@ def paged_attention(
     group = num_heads // kv_heads
     kv = write_kv(kv, k_new, v_new, meta.write_slots)
 
-    pages_per_turn = max(1, KV_BLOCK_TOKENS // page_size)
-    span = pages_per_turn * page_size
+    pages_per_iteration = max(1, KV_BLOCK_TOKENS // page_size)
+    span = pages_per_iteration * page_size
     num_blocks, block_q = meta.block_tokens.shape
     tables = meta.page_table[meta.block_rows]
-    tables = jnp.pad(tables, ((0, 0), (0, -tables.shape[1] % pages_per_turn)))
+    tables = jnp.pad(tables, ((0, 0), (0, -tables.shape[1] % pages_per_iteration)))
     queries = (
         q.astype(jnp.float32)[meta.block_tokens].reshape(num_blocks, block_q, kv_heads, group, dim) * scale
     )
@@ -214,9 +214,9 @@ def paged_attention(
     oldest = oldest_visible(q_pos, sliding_window, chunk)
     lanes = (num_blocks, kv_heads, group, block_q)
 
-    def turn(i: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+    def body(i: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
         peak, total, acc = carry
-        pages = lax.dynamic_slice_in_dim(tables, i * pages_per_turn, pages_per_turn, axis=1)
+        pages = lax.dynamic_slice_in_dim(tables, i * pages_per_iteration, pages_per_iteration, axis=1)
         block = kv[pages]  # [B, pages, 2, KH, page_size, D]
         if block.dtype == jnp.uint16:
             block = lax.bitcast_convert_type(block, q.dtype)
@@ -224,7 +224,7 @@ def paged_attention(
         # Values past a row's end, or before everything that a block attends to, may belong to another
         # request, or be NaN, so they must not even be multiplied by zero.
         held = (k_pos[None, :] < kv_lens[:, None]) & (k_pos[None, :] >= oldest[:, :1])
-        held = held.reshape(num_blocks, pages_per_turn, 1, 1, page_size, 1)
+        held = held.reshape(num_blocks, pages_per_iteration, 1, 1, page_size, 1)
         block = jnp.where(held, block.astype(jnp.float32), 0.0)
         keys, values = block[:, :, 0], block[:, :, 1]
         scores = jnp.einsum("bqhgd,bphkd->bhgqpk", queries, keys, precision=lax.Precision.HIGHEST)
@@ -239,7 +239,7 @@ def paged_attention(
         fade = jnp.exp(peak - new_peak)
         acc = acc * fade[..., None] + jnp.einsum(
             "bhgqpk,bphkd->bhgqd",
-            weights.reshape(*lanes, pages_per_turn, page_size),
+            weights.reshape(*lanes, pages_per_iteration, page_size),
             values,
             precision=lax.Precision.HIGHEST,
         )
@@ -250,9 +250,9 @@ def paged_attention(
         jnp.zeros(lanes, jnp.float32),
         jnp.zeros((*lanes, dim), jnp.float32),
     )
-    last_turn = (q_pos.max() + span) // span
-    first_turn = jnp.where(q_pos >= 0, oldest, jnp.int32(2**30)).min() // span
-    peak, total, acc = lax.fori_loop(first_turn, last_turn, turn, init)
+    last_iteration = (q_pos.max() + span) // span
+    first_iteration = jnp.where(q_pos >= 0, oldest, jnp.int32(2**30)).min() // span
+    peak, total, acc = lax.fori_loop(first_iteration, last_iteration, body, init)
     if sinks is not None:
         sink = sinks.reshape(1, kv_heads, group, 1)
         top = jnp.maximum(peak, sink)
@@ -261,7 +261,7 @@ def paged_attention(
         acc = acc * fade[..., None]
     out = acc / jnp.maximum(total, 1e-30)[..., None]
     out = out.transpose(0, 3, 1, 2, 4).reshape(num_blocks * block_q, num_heads, dim)
-    return out[meta.token_lanes].astype(q.dtype), kv
+    return out[meta.token_places].astype(q.dtype), kv
 
 
 def native_paged_attention(

@@ -73,7 +73,7 @@ class Plan:
     the row's sample of the step before. A row takes part while it has made fewer than max_samples tokens."""
     page_copies: tuple[PageCopy, ...] = ()
     """Pages to copy before the step writes. No page is both a source and a destination."""
-    made: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
+    generated_before: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
     """Slot to the tokens that the request had generated before it entered, for those of `new_requests` whose
     penalties need them."""
     feature_slots: Mapping[int, int] = field(default_factory=dict)

@@ -45,7 +45,7 @@ class Admission:
         if seq.feature_slot is not None:
             draft.feature_slots[slot] = seq.feature_slot
         if seq.request.sampling.has_penalties and len(seq.token_ids) > seq.num_prompt:
-            draft.made[slot] = tuple(seq.token_ids[seq.num_prompt :])
+            draft.generated_before[slot] = tuple(seq.token_ids[seq.num_prompt :])
         if seq.scheduled_ns == 0:
             seq.scheduled_ns = draft.now_ns
             seq.cached_prompt_tokens = seq.num_computed

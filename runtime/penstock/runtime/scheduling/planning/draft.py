@@ -29,7 +29,7 @@ class Draft:
     step together."""
     num_steps: int = 1
     """Decode steps of the plan."""
-    turn: bool | None = None
+    constrained_rows: bool | None = None
     """True: only rows under a constraint take part; False: only the other rows do; None: all rows do."""
 
     rows: list[PlanRow] = field(default_factory=list)
@@ -43,7 +43,7 @@ class Draft:
     """The sequences that were left out of this plan because of `Sequence.sits_out`."""
     chunked: set[Sequence] = field(default_factory=set)
     """The sequences that have a prefill row in this plan."""
-    made: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    generated_before: dict[int, tuple[int, ...]] = field(default_factory=dict)
     """See `Plan.generated_before`."""
     feature_slots: dict[int, int] = field(default_factory=dict)
     """See `Plan.feature_slots`."""
@@ -60,7 +60,7 @@ class Draft:
             preempted=tuple(self.preempted),
             num_steps=self.num_steps,
             page_copies=tuple(self.copies),
-            made=self.made,
+            generated_before=self.generated_before,
             feature_slots=self.feature_slots,
-            apart=self.turn is True,
+            apart=self.constrained_rows is True,
         )

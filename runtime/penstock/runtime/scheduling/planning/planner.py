@@ -93,7 +93,7 @@ class Planner:
         if max_steps > 1:
             self._windows.choose(draft, max_steps)
         prefills = self._add_decodes(draft)
-        if draft.turn is None and (prefills or waiting):
+        if draft.constrained_rows is None and (prefills or waiting):
             self._prefills.add(draft, prefills)
 
     def _add_decodes(self, draft: Draft) -> list[Sequence]:
@@ -102,7 +102,7 @@ class Planner:
         """
         supply, page_size = self._supply, self._roster.pool.page_size
         rows, sampling, preempted = draft.rows, draft.sampling, draft.preempted
-        num_steps, turn = draft.num_steps, draft.turn
+        num_steps, constrained = draft.num_steps, draft.constrained_rows
         prefills: list[Sequence] = []
         for seq in self._roster.running[:]:
             if preempted and seq.status is not _RUNNING:
@@ -111,7 +111,7 @@ class Planner:
                 seq.sits_out -= 1
                 draft.sat_out.append(seq)
                 continue
-            if turn is not None and seq.is_constrained is not turn:
+            if constrained is not None and seq.is_constrained is not constrained:
                 continue
             start = seq.num_computed
             if start < seq.prefill_until:

@@ -43,12 +43,12 @@ class Windows:
         left = draft.apart_steps - self._plain_steps
         if left < 1:
             if self._steps_with_pages(constrained, 1):
-                self._plain_steps, draft.turn = 0, True
+                self._plain_steps, draft.constrained_rows = 0, True
             return
         num_steps = self._steps_with_pages(plain, min(most, left))
         if num_steps >= min(left, 2):  # otherwise there is no window, so all rows may step together
             self._plain_steps += num_steps
-            draft.num_steps, draft.turn = num_steps, False
+            draft.num_steps, draft.constrained_rows = num_steps, False
 
     def _decodes(self) -> tuple[list[Sequence], list[Sequence]] | None:
         """The running sequences that have a token to make: those without a constraint, and those under one.

@@ -24,7 +24,7 @@ import numpy as np
 from penstock.runtime.errors import PenstockError
 from penstock.runtime.grammar.bad_words import BadWords
 from penstock.runtime.grammar.masks.fill import PARALLEL_ROWS
-from penstock.runtime.grammar.masks.lane import FillRows, Job, Lane, Rows
+from penstock.runtime.grammar.masks.mask_thread import FillRows, Job, MaskThread, Rows
 from penstock.runtime.grammar.matcher import QUICK_S, GrammarConstraint
 from penstock.runtime.requests.constraint import Mask, TokenConstraint
 
@@ -71,7 +71,7 @@ class _Kept(NamedTuple):
     error: Exception | None
 
 
-class MaskTurns:
+class StepMasks:
     """Fills the masks of one step after the other. It is used on one thread."""
 
     def __init__(
@@ -82,17 +82,17 @@ class MaskTurns:
         step_s: float = STEP_S,
         wall_s: float = WALL_S,
         alone_s: float = ALONE_S,
-        make_lane: Callable[[FillRows], Lane] = Lane,
+        make_thread: Callable[[FillRows], MaskThread] = MaskThread,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`fill` is `MaskFiller.fill_all`, which fills many rows at once if `in_parallel`."""
         self._fill = fill
         self._in_parallel = in_parallel
         self._step_s, self._wall_s, self._alone_s = step_s, wall_s, alone_s
-        self._make_lane = make_lane
+        self._make_thread = make_thread
         self._clock = clock
         self._patient_again = -math.inf
-        self._lane: Lane | None = None
+        self._thread: MaskThread | None = None
         self._late: dict[int, _Late] = {}
         """Masks that are being made on threads left behind, by the identity of the constraint, which is kept
         alive here."""
@@ -149,12 +149,12 @@ class MaskTurns:
         """Whether the job ended before its thread used this much processor time for it. A thread that gets no
         processor is not slow, so it is waited for, up to a limit.
         """
-        lane = self._lane = self._lane or self._make_lane(self._fill)
-        before_s, until = lane.cpu_s(), self._clock() + self._wall_s
-        lane.put(job)
+        thread = self._thread = self._thread or self._make_thread(self._fill)
+        before_s, until = thread.cpu_s(), self._clock() + self._wall_s
+        thread.put(job)
         pause = min(cpu_s, self._wall_s)
         while not job.wait(pause):
-            left_s = cpu_s - (lane.cpu_s() - before_s)
+            left_s = cpu_s - (thread.cpu_s() - before_s)
             if left_s <= 0 or self._clock() >= until:
                 return False
             pause = max(left_s, _LEAST_PAUSE_S)
@@ -162,9 +162,9 @@ class MaskTurns:
 
     def close(self) -> None:
         """Ends the thread."""
-        if self._lane is not None:
-            self._lane.close()
-            self._lane = None
+        if self._thread is not None:
+            self._thread.close()
+            self._thread = None
 
     def _filled(self, constraints: Rows, made: Job, ready: set[int]) -> Filled:
         """The step's rows as they are now. A row that shares a lexer with a mask that is still being made has
@@ -248,19 +248,19 @@ class MaskTurns:
 
     def _begin_late(self, batch: Rows, masks: Mask) -> None:
         """Has these rows filled on a thread that nobody waits for."""
-        lane = self._make_lane(self._fill)
+        thread = self._make_thread(self._fill)
         job = Job([batch], np.empty_like(masks))
-        lane.put(job)
-        lane.slow_down()
+        thread.put(job)
+        thread.slow_down()
         self._remember(job, batch)
 
     def _leave(self, job: Job) -> Job:
         """Leaves the thread behind with what it does now. Returns what it has done."""
         current, until_now = job.leave()
         if current:
-            assert self._lane is not None
-            self._lane.slow_down()
-            self._lane = None
+            assert self._thread is not None
+            self._thread.slow_down()
+            self._thread = None
             self._remember(job, current)
         return until_now
 

@@ -17,8 +17,8 @@ from llguidance import LLMatcher
 
 from penstock.runtime.grammar.bad_words import BadWords
 from penstock.runtime.grammar.masks.fill import PARALLEL_ROWS, MaskFiller
-from penstock.runtime.grammar.masks.lane import Lane, Rows
-from penstock.runtime.grammar.masks.turns import MAX_LATE, Filled, MaskTurns
+from penstock.runtime.grammar.masks.mask_thread import MaskThread, Rows
+from penstock.runtime.grammar.masks.step_masks import MAX_LATE, Filled, StepMasks
 from penstock.runtime.grammar.matcher import GrammarConstraint, Lexer, TokenBits
 from penstock.runtime.requests.constraint import Mask, TokenConstraint
 
@@ -85,7 +85,7 @@ def matcher(of: GrammarConstraint) -> Gated:
 class Step:
     """Asks for masks until all that can be had are there."""
 
-    def __init__(self, turns: MaskTurns) -> None:
+    def __init__(self, turns: StepMasks) -> None:
         self.turns = turns
 
     def once(self, rows: Mapping[int, TokenConstraint], *, others: bool = True) -> Filled:
@@ -107,7 +107,7 @@ def gate() -> Iterator[threading.Event]:
 
 @pytest.fixture
 def step() -> Iterator[Step]:
-    turns = MaskTurns(MaskFiller(0).fill_all, step_s=0.05, wall_s=0.05)
+    turns = StepMasks(MaskFiller(0).fill_all, step_s=0.05, wall_s=0.05)
     yield Step(turns)
     turns.close()
 
@@ -162,7 +162,7 @@ def test_outputs_that_share_a_lexer_with_one_that_is_begun_late_are_not_waited_f
     gate: threading.Event,
 ) -> None:
     """A step waits for the lane for ever here, so it never ends if it waits for the sibling."""
-    turns = MaskTurns(MaskFiller(0).fill_all, step_s=NEVER_S, wall_s=NEVER_S, alone_s=NEVER_S)
+    turns = StepMasks(MaskFiller(0).fill_all, step_s=NEVER_S, wall_s=NEVER_S, alone_s=NEVER_S)
     lexer = Lexer()
     slow, sibling, other = constraint(5, gate, lexer), constraint(6, gate, lexer), constraint(7)
     slow.expected_s = 1.0
@@ -182,13 +182,13 @@ def test_a_token_is_never_accepted_while_a_mask_holds_its_lexer(gate: threading.
     lexer = Lexer()
     first, late = constraint(5, None, lexer), constraint(6, gate, lexer)
 
-    class Slow(Lane):
+    class Slow(MaskThread):
         """Uses no processor until it comes to the mask that is late."""
 
         def cpu_s(self) -> float:
             return NEVER_S * matcher(late).begun.is_set()
 
-    turns = MaskTurns(MaskFiller(0).fill_all, step_s=0.01, wall_s=NEVER_S, make_lane=Slow)
+    turns = StepMasks(MaskFiller(0).fill_all, step_s=0.01, wall_s=NEVER_S, make_thread=Slow)
     step = Step(turns)
     for shared in (first, late):
         matcher(shared).shared_gate = gate
@@ -251,7 +251,7 @@ def test_with_enough_threads_left_behind_only_what_has_proven_quick_is_served(
 
 def test_where_nobody_else_has_a_token_masks_are_waited_for() -> None:
     """Else the same position would be computed again and again for nothing."""
-    turns = MaskTurns(MaskFiller(0).fill_all, step_s=0.0, wall_s=0.0, alone_s=NEVER_S)
+    turns = StepMasks(MaskFiller(0).fill_all, step_s=0.0, wall_s=0.0, alone_s=NEVER_S)
     gate = threading.Event()
     opener = threading.Timer(0.05, gate.set)
     opener.start()
@@ -262,7 +262,7 @@ def test_where_nobody_else_has_a_token_masks_are_waited_for() -> None:
 
 def test_a_lane_that_gets_no_processor_is_not_taken_for_a_slow_one() -> None:
     """The mask is late, but not by using a processor."""
-    turns = MaskTurns(MaskFiller(0).fill_all, step_s=0.001, wall_s=NEVER_S)
+    turns = StepMasks(MaskFiller(0).fill_all, step_s=0.001, wall_s=NEVER_S)
     gate = threading.Event()
     opener = threading.Timer(0.05, gate.set)
     opener.start()
@@ -273,7 +273,7 @@ def test_a_lane_that_gets_no_processor_is_not_taken_for_a_slow_one() -> None:
 
 def test_what_was_slow_the_last_time_is_begun_and_not_waited_for(gate: threading.Event) -> None:
     """Here no step waits shorter than for ever."""
-    turns = MaskTurns(MaskFiller(0).fill_all, step_s=NEVER_S, wall_s=NEVER_S, alone_s=NEVER_S)
+    turns = StepMasks(MaskFiller(0).fill_all, step_s=NEVER_S, wall_s=NEVER_S, alone_s=NEVER_S)
     slow, quick = constraint(5, gate), constraint(6)
     slow.expected_s = 1.0
     step = Step(turns)
@@ -314,7 +314,7 @@ def test_a_bug_is_the_engines() -> None:
     def fail(rows: Rows, masks: Mask) -> Mapping[int, Exception]:
         raise ZeroDivisionError
 
-    turns = MaskTurns(fail, step_s=NEVER_S, wall_s=NEVER_S)
+    turns = StepMasks(fail, step_s=NEVER_S, wall_s=NEVER_S)
     with pytest.raises(ZeroDivisionError):
         Step(turns).once({0: constraint(5)})
     turns.close()
@@ -327,7 +327,7 @@ def test_only_what_has_proven_quick_is_filled_in_parallel() -> None:
         batches.append(set(rows))
         return {}
 
-    turns = MaskTurns(fill, in_parallel=True, step_s=NEVER_S, wall_s=NEVER_S)
+    turns = StepMasks(fill, in_parallel=True, step_s=NEVER_S, wall_s=NEVER_S)
     sure = {row: constraint(5, proven=True) for row in range(PARALLEL_ROWS)}
     Step(turns).once({**sure, 20: constraint(6), 21: constraint(7)})
     assert batches == [set(sure), {20}, {21}]
@@ -338,7 +338,7 @@ def test_only_what_has_proven_quick_is_filled_in_parallel() -> None:
 
 
 def test_a_lane_ends_when_it_is_closed() -> None:
-    lane = Lane(MaskFiller(0).fill_all)
+    lane = MaskThread(MaskFiller(0).fill_all)
     lane.close()
     lane._thread.join(NEVER_S)
     assert not lane._thread.is_alive()

@@ -71,7 +71,7 @@ class Job:
             self._ended.release()
 
 
-class Lane:
+class MaskThread:
     """One thread. It ends with `close`, or after what it does when it is left behind."""
 
     def __init__(self, fill: FillRows) -> None:
