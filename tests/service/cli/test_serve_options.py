@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from penstock.cli.commands import serve
-from penstock.cli.serving import engine_flags, serve_flags
+from penstock.cli.serving import engine_flags, option_values, serve_flags
 from penstock.runtime.config import EngineConfig
 from penstock.runtime.errors import ConfigError
 from penstock.service.limits.bounds import Bounds
@@ -361,13 +361,13 @@ def test_what_was_resolved_is_told(
     ],
 )
 def test_size(text: str, value: int) -> None:
-    assert engine_flags.size(text) == value
+    assert option_values.size(text) == value
 
 
 @pytest.mark.parametrize("text", ["", "G", "2X", "-1", "0", "inf", "nan", "1e400G", "0.1", "2 G G"])
 def test_bad_size(text: str) -> None:
     with pytest.raises(argparse.ArgumentTypeError):
-        engine_flags.size(text)
+        option_values.size(text)
 
 
 def test_help_has_defaults_and_examples(capsys: pytest.CaptureFixture[str]) -> None:

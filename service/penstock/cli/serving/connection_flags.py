@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-from dataclasses import fields
 
 from penstock.service.listening.connections import ConnectionOptions
 
@@ -30,8 +29,3 @@ def add_connection_flags(parser: argparse.ArgumentParser) -> None:
             metavar="SECONDS",
             help=f"{text}; default: %(default)g",
         )
-
-
-def connection_options(args: argparse.Namespace) -> ConnectionOptions:
-    """The options that the flags describe. ServerOptions checks them."""
-    return ConnectionOptions(**{field.name: getattr(args, field.name) for field in fields(ConnectionOptions)})

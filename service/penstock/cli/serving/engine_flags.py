@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 
+from penstock.cli.serving.option_values import options_of, path, path_or_off, size
 from penstock.runtime.config import (
     ACCELERATOR_SIZES,
     CPU_SIZES,
@@ -16,26 +16,10 @@ from penstock.runtime.config import (
     SMALL_BYTES,
     SMALL_SIZES,
     EngineConfig,
-    default_compilation_cache,
 )
 from penstock.runtime.scheduling.scheduler_config import SCHEDULING_POLICIES
 
 _CONFIG = EngineConfig()
-_UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
-
-
-def size(text: str) -> int:
-    """Bytes, with an optional binary unit: 512M, 2G, 1.5GiB."""
-    number = text.upper().removesuffix("IB").removesuffix("B")
-    unit = number[-1:] if number[-1:] in _UNITS else ""
-    try:
-        value = float(number.removesuffix(unit)) * _UNITS[unit]
-        whole = int(value)
-    except (ValueError, OverflowError):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a size; write for example 512M or 2G") from None
-    if whole < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is less than one byte")
-    return whole
 
 
 def add_engine_flags(parser: argparse.ArgumentParser) -> None:
@@ -64,7 +48,7 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
     )
     engine.add_argument(
         "--native-folder",
-        type=Path,
+        type=path,
         metavar="DIR",
         help="where their library is, and where it is compiled to if it is not there; default: "
         "~/.cache/penstock/native",
@@ -211,40 +195,13 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
     )
     engine.add_argument(
         "--compilation-cache",
-        default=str(default_compilation_cache()),
+        type=path_or_off,
+        default=_CONFIG.compilation_cache,
         metavar="DIR|off",
         help="where compiled programs are kept between starts; default: %(default)s",
     )
 
 
 def engine_config(args: argparse.Namespace) -> EngineConfig:
-    """The engine's. Raises ConfigError."""
-    cache = None if args.compilation_cache == "off" else Path(args.compilation_cache).expanduser()
-    return EngineConfig(
-        served_model_name=args.served_model_name,
-        dtype=args.dtype,
-        quantization=args.quantization,
-        native=args.native,
-        native_folder=None if args.native_folder is None else args.native_folder.expanduser(),
-        threads=args.threads,
-        max_model_len=args.max_model_len,
-        max_num_seqs=args.max_num_seqs,
-        feature_slots=args.feature_slots,
-        max_num_batched_tokens=args.max_num_batched_tokens,
-        max_prefill_chunk=args.max_prefill_chunk,
-        target_itl_s=args.target_itl_s,
-        scheduling_policy=args.scheduling_policy,
-        prefix_cache_pages=args.prefix_cache_pages,
-        overlap=args.overlap,
-        max_decode_steps=args.max_decode_steps,
-        decode_window_s=args.decode_window_s,
-        switch_interval_s=args.switch_interval_s,
-        max_queued_requests=args.max_queued_requests,
-        page_size=args.page_size,
-        kv_cache_bytes=args.kv_cache_bytes,
-        hbm_utilization=args.hbm_utilization,
-        max_logprobs=args.max_logprobs,
-        generation_config=args.generation_config,
-        grammar_time_limit_s=args.grammar_time_limit_s,
-        compilation_cache=cache,
-    )
+    """The engine's options that the flags describe. Raises ConfigError."""
+    return options_of(EngineConfig, args)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import argparse
 
-from penstock.service.requests.features import Features
-
 
 def add_feature_flags(requests: argparse._ArgumentGroup) -> None:
     """Add these flags to the group of requests."""
@@ -22,8 +20,3 @@ def add_feature_flags(requests: argparse._ArgumentGroup) -> None:
         help="accept chat templates that come with a request: they are programs of the caller's, and run in "
         "processes without files or network; read docs/explanation/security.md first",
     )
-
-
-def features(args: argparse.Namespace) -> Features:
-    """The features that the flags describe."""
-    return Features(constraints=args.constraints, request_templates=args.request_templates)

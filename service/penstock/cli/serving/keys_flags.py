@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
+
+from penstock.cli.serving.option_values import path
 
 
 def add_keys_flags(parser: argparse.ArgumentParser) -> None:
@@ -11,7 +12,7 @@ def add_keys_flags(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("callers")
     group.add_argument(
         "--keys",
-        type=lambda text: Path(text).expanduser(),
+        type=path,
         metavar="FILE",
         help="answer only callers with a key of this file, which `penstock keys` makes and which is read "
         "again on SIGHUP; default: everybody may do everything",
@@ -19,7 +20,7 @@ def add_keys_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--usage",
         dest="usage_file",
-        type=lambda text: Path(text).expanduser(),
+        type=path,
         metavar="FILE",
         help="count requests and tokens of every key in this SQLite file, which `penstock usage` shows; the "
         "last message of an answer is sent once it is counted; default: nothing is kept",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 
 from penstock.service.limits.bounds import Bounds
 
@@ -43,8 +42,3 @@ def add_limits_flags(parser: argparse.ArgumentParser) -> None:
         metavar="SECONDS",
         help="end a call whose message does not arrive within this time; default: %(default)g",
     )
-
-
-def bounds(args: argparse.Namespace) -> Bounds:
-    """The bounds that the flags describe. Raises ConfigError."""
-    return Bounds(**{field.name: getattr(args, field.name) for field in dataclasses.fields(Bounds)})

@@ -3,31 +3,13 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 
+from penstock.cli.serving.option_values import octal, path, port
 from penstock.service.listening.listen_options import ListenOptions
 from penstock.service.options import ServerOptions
 
 _OPTIONS = ServerOptions()
 _LISTEN = ListenOptions()
-
-
-def port(text: str) -> int | None:
-    """Parse a port, or "none"."""
-    if text == "none":
-        return None
-    try:
-        return int(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is neither a number nor none") from None
-
-
-def octal(text: str) -> int:
-    """Parse the mode of a file."""
-    try:
-        return int(text, 8)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not an octal number such as 660") from None
 
 
 def add_listen_flags(net: argparse._ArgumentGroup) -> None:
@@ -44,7 +26,7 @@ def add_listen_flags(net: argparse._ArgumentGroup) -> None:
     )
     net.add_argument(
         "--unix-socket",
-        type=Path,
+        type=path,
         metavar="PATH",
         help="listen on this Unix socket, too; its address for clients is unix:/absolute/path; default: none",
     )
@@ -68,14 +50,14 @@ def add_listen_flags(net: argparse._ArgumentGroup) -> None:
     )
     net.add_argument(
         "--tls-cert",
-        type=Path,
+        type=path,
         metavar="FILE",
         help="certificate chain in PEM form: ports speak TLS; read again when it changes; default: no TLS",
     )
-    net.add_argument("--tls-key", type=Path, metavar="FILE", help="private key of --tls-cert in PEM form")
+    net.add_argument("--tls-key", type=path, metavar="FILE", help="private key of --tls-cert in PEM form")
     net.add_argument(
         "--client-ca",
-        type=Path,
+        type=path,
         metavar="FILE",
         help="authorities of clients' certificates in PEM form; clients without such a certificate are "
         "refused; default: clients need none",
@@ -86,21 +68,3 @@ def add_listen_flags(net: argparse._ArgumentGroup) -> None:
         help="allow listening where other machines can connect, without TLS or without keys or client "
         "certificates",
     )
-
-
-def listen_options(args: argparse.Namespace) -> ListenOptions:
-    """The options that the flags describe. ServerOptions checks them."""
-    return ListenOptions(
-        unix_socket=_user(args.unix_socket),
-        unix_socket_mode=args.unix_socket_mode,
-        control_port=args.control_port,
-        control_host=args.control_host,
-        tls_cert=_user(args.tls_cert),
-        tls_key=_user(args.tls_key),
-        client_ca=_user(args.client_ca),
-        insecure=args.insecure,
-    )
-
-
-def _user(path: Path | None) -> Path | None:
-    return None if path is None else path.expanduser()

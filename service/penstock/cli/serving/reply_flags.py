@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 
-from penstock.cli.serving.engine_flags import size
+from penstock.cli.serving.option_values import size
 from penstock.service.replies.reply_limits import MIB, ReplyLimits
 
 _DEFAULTS = ReplyLimits()
@@ -27,8 +26,3 @@ def add_reply_flags(parser: argparse.ArgumentParser) -> None:
             metavar="SIZE",
             help=f"{text}; default: {default // MIB}M",
         )
-
-
-def reply_limits(args: argparse.Namespace) -> ReplyLimits:
-    """The limits that the flags describe. Raises ConfigError."""
-    return ReplyLimits(**{field.name: getattr(args, field.name) for field in dataclasses.fields(ReplyLimits)})

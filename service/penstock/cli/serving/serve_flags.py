@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import argparse
-import json
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from penstock.cli.serving.connection_flags import add_connection_flags, connection_options
-from penstock.cli.serving.engine_flags import add_engine_flags, size
-from penstock.cli.serving.feature_flags import add_feature_flags, features
+from penstock.cli.serving.connection_flags import add_connection_flags
+from penstock.cli.serving.engine_flags import add_engine_flags
+from penstock.cli.serving.feature_flags import add_feature_flags
 from penstock.cli.serving.keys_flags import add_keys_flags
-from penstock.cli.serving.limits_flags import add_limits_flags, bounds
-from penstock.cli.serving.network_flags import add_listen_flags, listen_options
-from penstock.cli.serving.reply_flags import add_reply_flags, reply_limits
+from penstock.cli.serving.limits_flags import add_limits_flags
+from penstock.cli.serving.network_flags import add_listen_flags
+from penstock.cli.serving.option_values import json_object, options_of, size
+from penstock.cli.serving.reply_flags import add_reply_flags
 from penstock.runtime.chat.parser import REASONING_PARSERS, TOOL_PARSERS
 from penstock.runtime.config import EngineConfig
+from penstock.service.limits.bounds import Bounds
+from penstock.service.listening.connections import ConnectionOptions
+from penstock.service.listening.listen_options import ListenOptions
 from penstock.service.options import ServerOptions
+from penstock.service.replies.reply_limits import ReplyLimits
 from penstock.service.requests.context import Truncation
+from penstock.service.requests.features import Features
 
 if TYPE_CHECKING:
     Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
@@ -152,35 +157,15 @@ def _add_requests(parser: argparse.ArgumentParser) -> None:
     add_feature_flags(requests)
 
 
-def json_object(text: str) -> dict[str, Any]:
-    """argparse's type of an option that is a JSON object."""
-    try:
-        value = json.loads(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(f"not JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise argparse.ArgumentTypeError("must be a JSON object")
-    return value
-
-
 def server_options(args: argparse.Namespace) -> ServerOptions:
-    """The front's options of a command line. Raises ConfigError."""
-    return ServerOptions(
-        host=args.host,
-        port=args.port,
-        listen=listen_options(args),
-        keys=args.keys,
-        usage_file=args.usage_file,
-        stall_limit_s=args.stall_limit_s,
-        grace_s=args.grace_s,
-        drain_delay_s=args.drain_delay_s,
-        watchdog_s=args.watchdog_s,
-        connections=connection_options(args),
-        max_receive_bytes=args.max_receive_bytes,
+    """The server's options that the flags describe. Raises ConfigError."""
+    return options_of(
+        ServerOptions,
+        args,
         truncation=Truncation(args.truncation),
-        tool_call_parser=args.tool_call_parser,
-        reasoning_parser=args.reasoning_parser,
-        bounds=bounds(args),
-        replies=reply_limits(args),
-        features=features(args),
+        listen=options_of(ListenOptions, args),
+        connections=options_of(ConnectionOptions, args),
+        bounds=options_of(Bounds, args),
+        replies=options_of(ReplyLimits, args),
+        features=options_of(Features, args),
     )
