@@ -15,9 +15,9 @@ from penstock.cli.measuring.stats import RequestTrace
 from penstock.runtime import Engine, EngineConfig
 from penstock.runtime.errors import PenstockError
 from penstock.runtime.loop.interface import StepRecord
-from penstock.runtime.requests.request import Output, Request, SamplingParams, StoppingParams
+from penstock.runtime.requests.request import Request, ResolvedSampling, StepOutput, StoppingParams
 
-_GREEDY = SamplingParams(temperature=0.0)
+_GREEDY = ResolvedSampling(temperature=0.0)
 _TIMEOUT_S = 1800.0
 
 
@@ -30,7 +30,7 @@ class Collector:
         self.errors: dict[str, str] = {}
         self._changed = threading.Condition()
 
-    def __call__(self, outputs: Sequence[Output]) -> None:
+    def __call__(self, outputs: Sequence[StepOutput]) -> None:
         now = time.perf_counter()
         with self._changed:
             for output in outputs:

@@ -27,7 +27,8 @@ from penstock.runtime.models.config import ModelConfig
 from penstock.runtime.models.linear import LinearFormat
 from penstock.runtime.models.params import bind, state_to_leaves
 from penstock.runtime.ops.attention import make_meta
-from penstock.runtime.requests.request import SamplingParams, StoppingParams
+from penstock.runtime.requests.request import StoppingParams
+from penstock.runtime.requests.sampling_params import SamplingParams
 
 PROMPTS = ("Once upon a time", "The little", "What is 3 + 4?", "Tell me about", "Hello", "In the morning")
 LENGTH = 128

@@ -21,7 +21,7 @@ from bench.probes.features import made_up_vocabulary
 from penstock.runtime.grammar.compile.compiler import GrammarCompiler
 from penstock.runtime.requests.constraint import TokenConstraint
 from penstock.runtime.requests.grammar import Grammar
-from penstock.runtime.requests.request import Request, SamplingParams, StoppingParams
+from penstock.runtime.requests.request import Request, ResolvedSampling, StoppingParams
 
 PATTERN = "[a-z ]{100000}"
 """Matches longer texts than any measurement generates, so its row stays until the end."""
@@ -48,7 +48,7 @@ def plain_pace(
             Request(
                 request_id,
                 tuple(rng.randrange(args.num_words) for _ in range(_PROMPT)),
-                SamplingParams(temperature=0.0),
+                ResolvedSampling(temperature=0.0),
                 # The last row runs until the others have ended.
                 StoppingParams(max_tokens=args.tokens * 4 if last else args.tokens, ignore_eos=True),
                 constraint=constraint if last else None,

@@ -26,7 +26,7 @@ from penstock.runtime.grammar.compile.compiler import CompiledGrammar, GrammarCo
 from penstock.runtime.grammar.vocabulary import Vocabulary
 from penstock.runtime.loop.interface import StepRecord
 from penstock.runtime.requests.grammar import Grammar
-from penstock.runtime.requests.request import Request, SamplingParams, StoppingParams
+from penstock.runtime.requests.request import Request, ResolvedSampling, StoppingParams
 
 SCHEMA = json.dumps(
     {
@@ -58,12 +58,12 @@ def made_up_vocabulary(vocab_size: int) -> Vocabulary:
 
 def variants(compiled: CompiledGrammar | None) -> Mapping[str, Callable[[Request], Request]]:
     """From the name of each feature to a function that adds it to a greedy request."""
-    greedy = SamplingParams(temperature=0.0)
-    drawn = SamplingParams(temperature=0.8, top_k=50, top_p=0.9, min_p=0.05, seed=1)
+    greedy = ResolvedSampling(temperature=0.0)
+    drawn = ResolvedSampling(temperature=0.8, top_k=50, top_p=0.9, min_p=0.05, seed=1)
     penalties = {"presence_penalty": 0.5, "frequency_penalty": 0.5, "repetition_penalty": 1.1}
     biased = {"logit_bias": tuple((i * 500, -1.0) for i in range(300))}
 
-    def sampling(params: SamplingParams, **more: Any) -> Callable[[Request], Request]:
+    def sampling(params: ResolvedSampling, **more: Any) -> Callable[[Request], Request]:
         return lambda request: dataclasses.replace(request, sampling=dataclasses.replace(params, **more))
 
     def constrained(request: Request) -> Request:
@@ -105,7 +105,7 @@ def run(
             Request(
                 f"{name}-{i}",
                 tuple(rng.randrange(args.num_words) for _ in range(_PROMPT)),
-                SamplingParams(temperature=0.0),
+                ResolvedSampling(temperature=0.0),
                 StoppingParams(max_tokens=args.steps, ignore_eos=True),
             )
         )

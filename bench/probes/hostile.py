@@ -22,7 +22,7 @@ from penstock.runtime.config import EngineConfig
 from penstock.runtime.engine import Engine
 from penstock.runtime.errors import PenstockError
 from penstock.runtime.requests.grammar import Grammar
-from penstock.runtime.requests.request import Output, Request, SamplingParams, StoppingParams
+from penstock.runtime.requests.request import Request, ResolvedSampling, StepOutput, StoppingParams
 
 AMBIGUOUS = 'start: s\ns: s s s | s s | t\nt: /[a-z]/ | /[a-y]/ | /[ a-z]/ | ""\n'
 _WIDE = range(60)
@@ -42,7 +42,7 @@ class Times:
         self.tokens: list[float] = []
         self.ended = threading.Event()
 
-    def __call__(self, outputs: Sequence[Output]) -> None:
+    def __call__(self, outputs: Sequence[StepOutput]) -> None:
         now = time.perf_counter()
         for output in outputs:
             self.tokens += [now] * len(output.token_ids)
@@ -64,7 +64,7 @@ def attack(engine: Engine, text: str) -> int:
             continue
         for j, constraint in enumerate(_constraints(compiled)):
             stopping = StoppingParams(max_tokens=200, ignore_eos=True)
-            sampling = SamplingParams(temperature=1.0, seed=i * NUM_OUTPUTS + j)
+            sampling = ResolvedSampling(temperature=1.0, seed=i * NUM_OUTPUTS + j)
             name = f"hostile-{time.time_ns()}-{i}-{j}"
             engine.submit(Request(name, (5, 6, 7), sampling, stopping, constraint=constraint), lambda _: None)
     return refused
@@ -81,7 +81,7 @@ def measure(engine: Engine, name: str, text: str | None, num_tokens: int) -> str
     """Measure and return one line of figures."""
     times = Times()
     stopping = StoppingParams(max_tokens=num_tokens, ignore_eos=True)
-    engine.submit(Request(name, (1, 2, 3), SamplingParams(temperature=0.0), stopping), times)
+    engine.submit(Request(name, (1, 2, 3), ResolvedSampling(temperature=0.0), stopping), times)
     while len(times.tokens) < num_tokens // 10:
         time.sleep(0.001)
     if text is not None:

@@ -21,7 +21,7 @@ from typing import Any
 from bench.probes.host import timed
 from penstock.cli.measuring.stats import percentile
 from penstock.runtime.loop.core import EngineCore
-from penstock.runtime.requests.request import Output, Request, StoppingParams
+from penstock.runtime.requests.request import Request, StepOutput, StoppingParams
 from penstock.runtime.scheduling.plan import Plan, StepResult
 from penstock.runtime.scheduling.scheduler import Scheduler, SchedulerConfig
 
@@ -93,7 +93,7 @@ def main() -> int:
     begun: set[str] = set()
     half = threading.Event()
 
-    def sink(outputs: Sequence[Output]) -> None:
+    def sink(outputs: Sequence[StepOutput]) -> None:
         begun.update(output.request_id for output in outputs)
         if len(begun) >= args.waiting // 2:
             half.set()

@@ -56,6 +56,8 @@ OTHERS = {
     "max_logprobs": 4,
     "generation_config": {"temperature": 0.5, "do_sample": True},
     "grammar_time_limit_s": 0.5,
+    "tool_call_parser": "hermes",
+    "reasoning_parser": "think",
     "compilation_cache": "/programs",
 }
 

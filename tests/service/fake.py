@@ -1,6 +1,6 @@
 """An engine with the interface of the real one, whose tokens are known beforehand: it counts bytes upwards.
 
-Token b is the byte b. After "a" comes "b", after "b" comes "c", after "z" the end token. Output i of a
+Token b is the byte b. After "a" comes "b", after "b" comes "c", after "z" the end token. StepOutput i of a
 request begins i letters later: of "a", output 2 is "def...". A script may replace this for a prompt, or for
 one output of it. Under a constraint the token is the lowest allowed one that is not below the expected one,
 or else the lowest allowed one.
@@ -19,6 +19,7 @@ from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
+from penstock.runtime.chat.parser import ChatForms, choose_forms
 from penstock.runtime.config import CPU_SIZES, EngineConfig, resolve
 from penstock.runtime.errors import (
     Draining,
@@ -37,10 +38,10 @@ from penstock.runtime.model_info import ModelInfo
 from penstock.runtime.requests.request import (
     Finish,
     FinishReason,
-    Output,
     PreparedPrompt,
     Request,
     RequestTiming,
+    StepOutput,
 )
 from penstock.runtime.requests.sampling_defaults import GenerationDefaults
 from penstock.runtime.scheduling.pages import FlushedPages
@@ -101,7 +102,7 @@ class FakeEngine:
         self._running: dict[str, Running] = {}
         self._waiting: dict[str, Running] = {}
         self._finished: set[str] = set()
-        self._outbox: list[tuple[Sink, Output]] = []
+        self._outbox: list[tuple[Sink, StepOutput]] = []
         self._changed = threading.Condition()
         self._draining = False
         self._stopping = False
@@ -132,7 +133,9 @@ class FakeEngine:
             for watch in self._watches:
                 watch()
             for running in [*self._running.values(), *self._waiting.values()]:
-                self._outbox.append((running.sink, Output(running.request.request_id, error=self.failure)))
+                self._outbox.append(
+                    (running.sink, StepOutput(running.request.request_id, error=self.failure))
+                )
             self._running.clear()
             self._waiting.clear()
             self._changed.notify_all()
@@ -142,10 +145,17 @@ class FakeEngine:
         with self._changed:
             running = self._running.pop(request_id)
             self._finished.add(request_id)
-            self._outbox.append((running.sink, Output(request_id, error=error)))
+            self._outbox.append((running.sink, StepOutput(request_id, error=error)))
             self._changed.notify_all()
 
     # -- the interface --
+
+    @cached_property
+    def forms(self) -> ChatForms:
+        if self.text is None:
+            return ChatForms()
+        options = {"tools": self.config.tool_call_parser, "reasoning": self.config.reasoning_parser}
+        return choose_forms(self.text.chat_template, self.text.added_tokens, **options)
 
     @cached_property
     def grammars(self) -> GrammarCompiler | None:
@@ -315,7 +325,7 @@ class FakeEngine:
                         self._advance(request_id)
                 outbox, self._outbox = self._outbox, []
                 self._changed.notify_all()
-            by_sink: dict[int, tuple[Sink, list[Output]]] = {}
+            by_sink: dict[int, tuple[Sink, list[StepOutput]]] = {}
             for sink, output in outbox:
                 by_sink.setdefault(id(sink), (sink, []))[1].append(output)
             for sink, outputs in by_sink.values():

@@ -13,14 +13,14 @@ from penstock.runtime.requests.fanout import SEPARATOR
 from penstock.runtime.requests.request import (
     Finish,
     FinishReason,
-    Output,
     Request,
     RequestTiming,
+    StepOutput,
     TokenLogprobs,
 )
 from tests.service.codecs import EOS
 
-Sink = Callable[[Sequence[Output]], None]
+Sink = Callable[[Sequence[StepOutput]], None]
 
 
 def logprobs_of(token: int, top: int) -> TokenLogprobs:
@@ -102,7 +102,7 @@ class Running:
 
     def output(
         self, new: Sequence[int], finish: Finish | None, timing: RequestTiming | None, generation: int
-    ) -> Output:
+    ) -> StepOutput:
         """The engine's output for the newest tokens. With the first of them come the prompt's
         log-probabilities.
         """
@@ -113,7 +113,7 @@ class Running:
             logprobs = tuple(logprobs_of(token, request.logprobs) for token in new)
         if request.prompt_logprobs is not None and new and len(self.made) == len(new):
             prompt = prompt_logprobs_of(request.prompt_token_ids, request.prompt_logprobs)
-        return Output(request.request_id, tuple(new), logprobs, finish, timing, generation, None, prompt)
+        return StepOutput(request.request_id, tuple(new), logprobs, finish, timing, generation, None, prompt)
 
 
 def _allowed(constraint: TokenConstraint, wanted: int, vocab_size: int) -> int:

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from penstock.runtime.engine import Engine
-from penstock.runtime.requests.request import Finish, Output, Request, TokenLogprobs
+from penstock.runtime.requests.request import Finish, Request, StepOutput, TokenLogprobs
 from tests.support.collector import Collector, at_gate
 
 
@@ -23,7 +23,7 @@ class Answer:
     cached_prompt_tokens: int
 
     @classmethod
-    def of(cls, outputs: Sequence[Output]) -> Answer:
+    def of(cls, outputs: Sequence[StepOutput]) -> Answer:
         last = outputs[-1]
         assert last.timing is not None
         return cls(

@@ -6,9 +6,11 @@ import threading
 from collections.abc import Sequence
 
 from penstock.runtime import Engine, SamplingParams, StoppingParams
-from penstock.runtime.requests.request import Output, Request
+from penstock.runtime.requests.request import Request, ResolvedSampling, StepOutput
 
-GREEDY = SamplingParams(temperature=0.0)
+GREEDY = ResolvedSampling(temperature=0.0)
+GREEDY_PARAMS = SamplingParams(temperature=0.0)
+"""What means the same to `Engine.generate`."""
 
 
 def long(max_tokens: int = 60) -> StoppingParams:
@@ -19,18 +21,18 @@ class Collector:
     """A sink that gathers outputs per request and lets a test wait for the last one."""
 
     def __init__(self) -> None:
-        self.outputs: dict[str, list[Output]] = {}
+        self.outputs: dict[str, list[StepOutput]] = {}
         self.calls = 0
         self._changed = threading.Condition()
 
-    def __call__(self, outputs: Sequence[Output]) -> None:
+    def __call__(self, outputs: Sequence[StepOutput]) -> None:
         with self._changed:
             self.calls += 1
             for output in outputs:
                 self.outputs.setdefault(output.request_id, []).append(output)
             self._changed.notify_all()
 
-    def last(self, request_id: str, timeout_s: float = 60) -> Output:
+    def last(self, request_id: str, timeout_s: float = 60) -> StepOutput:
         with self._changed:
             assert self._changed.wait_for(lambda: self._has_ended(request_id), timeout_s)
             return self.outputs[request_id][-1]
@@ -59,7 +61,7 @@ class Gate:
         self.reached, self._opened = threading.Event(), threading.Event()
         self.sink = Collector()
 
-    def __call__(self, outputs: Sequence[Output]) -> None:
+    def __call__(self, outputs: Sequence[StepOutput]) -> None:
         self.reached.set()
         assert self._opened.wait(60)
         self.sink(outputs)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from penstock.runtime.requests.constraint import Mask, mask_words
-from penstock.runtime.requests.request import Request, SamplingParams, StoppingParams
+from penstock.runtime.requests.request import Request, ResolvedSampling, StoppingParams
 from tests.support.models.table import VOCAB, Tables
 from tests.support.models.witness import greedy_tokens
 
@@ -56,7 +56,7 @@ class Mixer:
         )
         return self._request(name, sampling, max_tokens)
 
-    def _request(self, name: str, sampling: SamplingParams, max_tokens: int) -> Request:
+    def _request(self, name: str, sampling: ResolvedSampling, max_tokens: int) -> Request:
         stopping = StoppingParams(
             max_tokens=max_tokens,
             min_tokens=int(self._rng.integers(0, 12)) if self._maybe() else 0,
@@ -64,9 +64,9 @@ class Mixer:
         )
         return Request(name, self._tokens(1, 40), sampling, stopping)
 
-    def _shaping(self, temperature: float) -> SamplingParams:
+    def _shaping(self, temperature: float) -> ResolvedSampling:
         penalties = self._rng.uniform(-2, 2, 2) * (self._rng.random(2) < 0.5)
-        return SamplingParams(
+        return ResolvedSampling(
             temperature=temperature,
             presence_penalty=float(penalties[0]),
             frequency_penalty=float(penalties[1]),

@@ -22,7 +22,7 @@ import numpy as np
 from penstock.runtime import Engine, EngineConfig, StoppingParams
 from penstock.runtime.errors import CheckpointError
 from penstock.runtime.loading.safetensors_files import find_tensors
-from tests.support.collector import GREEDY
+from tests.support.collector import GREEDY_PARAMS
 
 
 class Lazy(Mapping[str, Any]):
@@ -51,7 +51,7 @@ def resident(field: str = "VmRSS") -> int:
 
 
 def measured(engine: Engine) -> dict[str, Any]:
-    answer = engine.generate([5, 6, 7], sampling=GREEDY, stopping=StoppingParams(max_tokens=4))
+    answer = engine.generate([5, 6, 7], sampling=GREEDY_PARAMS, stopping=StoppingParams(max_tokens=4))
     return {"peak": resident("VmHWM"), "bytes": resident(), "tokens": answer.token_ids}
 
 

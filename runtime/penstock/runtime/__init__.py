@@ -8,21 +8,77 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from penstock.runtime.chat.messages import ChatTurn, Tool, ToolCall
     from penstock.runtime.config import EngineConfig
+    from penstock.runtime.embedding.async_engine import AsyncEngine
+    from penstock.runtime.embedding.async_stream import AsyncGenerationStream
+    from penstock.runtime.embedding.stream import GenerationStream
     from penstock.runtime.engine import Engine
-    from penstock.runtime.generation import Generation
-    from penstock.runtime.requests.request import SamplingParams, StoppingParams
+    from penstock.runtime.generation.results import Generation, Output
+    from penstock.runtime.requests.context import ContextParams, Truncation
+    from penstock.runtime.requests.output_constraints import Choice, Ebnf, JsonObject, JsonSchema, Regex
+    from penstock.runtime.requests.request import (
+        CacheParams,
+        Finish,
+        FinishReason,
+        ResolvedSampling,
+        StoppingParams,
+    )
+    from penstock.runtime.requests.sampling_params import SamplingParams
     from penstock.runtime.text.assembler import Delta
 
-__all__ = ["Delta", "Engine", "EngineConfig", "Generation", "SamplingParams", "StoppingParams"]
+__all__ = [
+    "AsyncEngine",
+    "AsyncGenerationStream",
+    "CacheParams",
+    "ChatTurn",
+    "Choice",
+    "ContextParams",
+    "Delta",
+    "Ebnf",
+    "Engine",
+    "EngineConfig",
+    "Finish",
+    "FinishReason",
+    "Generation",
+    "GenerationStream",
+    "JsonObject",
+    "JsonSchema",
+    "Output",
+    "Regex",
+    "ResolvedSampling",
+    "SamplingParams",
+    "StoppingParams",
+    "Tool",
+    "ToolCall",
+    "Truncation",
+]
 
 _HOME = {
+    "AsyncEngine": "penstock.runtime.embedding.async_engine",
+    "AsyncGenerationStream": "penstock.runtime.embedding.async_stream",
+    "CacheParams": "penstock.runtime.requests.request",
+    "ChatTurn": "penstock.runtime.chat.messages",
+    "Choice": "penstock.runtime.requests.output_constraints",
+    "ContextParams": "penstock.runtime.requests.context",
     "Delta": "penstock.runtime.text.assembler",
+    "Ebnf": "penstock.runtime.requests.output_constraints",
     "Engine": "penstock.runtime.engine",
     "EngineConfig": "penstock.runtime.config",
-    "Generation": "penstock.runtime.generation",
-    "SamplingParams": "penstock.runtime.requests.request",
+    "Finish": "penstock.runtime.requests.request",
+    "FinishReason": "penstock.runtime.requests.request",
+    "Generation": "penstock.runtime.generation.results",
+    "GenerationStream": "penstock.runtime.embedding.stream",
+    "JsonObject": "penstock.runtime.requests.output_constraints",
+    "JsonSchema": "penstock.runtime.requests.output_constraints",
+    "Output": "penstock.runtime.generation.results",
+    "Regex": "penstock.runtime.requests.output_constraints",
+    "ResolvedSampling": "penstock.runtime.requests.request",
+    "SamplingParams": "penstock.runtime.requests.sampling_params",
     "StoppingParams": "penstock.runtime.requests.request",
+    "Tool": "penstock.runtime.chat.messages",
+    "ToolCall": "penstock.runtime.chat.messages",
+    "Truncation": "penstock.runtime.requests.context",
 }
 
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+from penstock.runtime.chat.parser import REASONING_PARSERS, TOOL_PARSERS
 from penstock.runtime.errors import ConfigError
 from penstock.runtime.requests.sampling_defaults import GenerationDefaults, override_defaults
 from penstock.runtime.scheduling.scheduler_config import SCHEDULING_POLICIES
@@ -135,6 +136,10 @@ class EngineConfig:
     """Folder in which compiled programs are kept between starts; None: they are not kept."""
     show_progress: bool = True
     """Whether progress bars are shown, if stderr is a terminal."""
+    tool_call_parser: str = "auto"
+    """The form in which the model writes calls of tools; auto: told from its chat template."""
+    reasoning_parser: str = "auto"
+    """The form in which it writes what it thinks; auto: told from its chat template."""
 
     def __post_init__(self) -> None:
         bad: list[str] = []
@@ -185,6 +190,12 @@ class EngineConfig:
             bad.append(
                 f"grammar_time_limit_s: must be above 0, at most 3600, not {self.grammar_time_limit_s}"
             )
+        for name, value, known in (
+            ("tool_call_parser", self.tool_call_parser, TOOL_PARSERS),
+            ("reasoning_parser", self.reasoning_parser, REASONING_PARSERS),
+        ):
+            if value not in known:
+                bad.append(f"{name}: must be one of {', '.join(known)}, not {value!r}")
         try:
             override_defaults(GenerationDefaults(), self.generation_config or {})
         except ConfigError as error:

@@ -1,303 +1,124 @@
 """Engine: one model, ready to generate. The service stands on it, and it can be embedded without a server.
 
->>> engine = Engine.from_pretrained("demo", EngineConfig(max_num_seqs=4))
->>> engine.start()
->>> engine.generate("Once upon a time", stopping=StoppingParams(max_tokens=40)).text
+>>> with Engine.from_pretrained("demo", EngineConfig(max_num_seqs=4)) as engine:
+...     print(engine.generate("Once upon a time", stopping=StoppingParams(max_tokens=40)).text)
 
-`building` sizes and makes the parts, `core` works on tokens, `generation` puts text around them; this class
-holds them together.
+`TokenEngine` loads the model and works on token ids; `penstock.runtime.generation` puts text around them.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import gc
-from collections.abc import Callable, Generator, Mapping, Sequence
-from concurrent.futures import Future
-from typing import Any
+from collections.abc import Sequence
+from functools import cached_property
+from typing import Literal, Unpack, overload
 
-import numpy as np
-from numpy.typing import NDArray
-
-from penstock.runtime import generation
-from penstock.runtime.building import build, grammar_compiler
-from penstock.runtime.config import EngineConfig, ResolvedConfig
-from penstock.runtime.errors import EngineFailure
-from penstock.runtime.execution.backend import Backend, choose_backend
-from penstock.runtime.execution.cpu_threads import start_backends
-from penstock.runtime.generation import Generation
-from penstock.runtime.grammar.compile.compiler import GrammarCompiler
-from penstock.runtime.host import host_memory
-from penstock.runtime.host.processors import available_processors
-from penstock.runtime.host.switch_interval import SwitchInterval
-from penstock.runtime.loading.served_model import ServedModel, load_model
-from penstock.runtime.loading.staged_update import StagedUpdate
-from penstock.runtime.loop.core import EngineCore
-from penstock.runtime.loop.interface import (
-    AbortOutcome,
-    InFlightPolicy,
-    Observer,
-    Pulse,
-    Sink,
-    WeightsVersion,
+from penstock.runtime.chat.parser import ChatForms, choose_forms
+from penstock.runtime.embedding.active_ids import ActiveIds
+from penstock.runtime.embedding.batch import generate_all
+from penstock.runtime.embedding.options import (
+    ChatOptions,
+    Messages,
+    Prompts,
+    RequestOptions,
+    chat_job,
+    is_list_of_prompts,
+    job_of,
+    jobs_of,
+    prompt_of,
 )
-from penstock.runtime.model_info import ModelInfo
-from penstock.runtime.request_rules import RequestRules, SamplingCallback
-from penstock.runtime.requests.request import Finish, PreparedPrompt, Request, SamplingParams, StoppingParams
-from penstock.runtime.scheduling.pages import FlushedPages
-from penstock.runtime.scheduling.scheduler import Load
-from penstock.runtime.text.assembler import Delta
-from penstock.runtime.text.codec import TextCodec
+from penstock.runtime.embedding.stream import GenerationStream
+from penstock.runtime.generation.results import Generation
+from penstock.runtime.token_engine import TokenEngine
 
 
-class Engine:
-    """A served model with its runner, scheduler and thread."""
+class Engine(TokenEngine):
+    """A served model that goes on with texts, token ids and conversations.
 
-    def __init__(
-        self,
-        model: ServedModel,
-        config: EngineConfig,
-        *,
-        backend: Backend | None = None,
-        observer: Observer | None = None,
-        sampling_params_callback: SamplingCallback | None = None,
-    ) -> None:
-        """Makes all parts of the engine; programs are compiled by `start`. ConfigError where the options
-        cannot be met.
+    `generate`, `stream` and `chat` may be called by any number of threads at once; `AsyncEngine` has them for
+    coroutines. All take the keyword arguments of `RequestOptions`, and raise RequestError where the caller
+    can mend the request, UnavailableError where it may be tried again later, GenerationError where the model
+    cannot go on, and EngineFailure where the engine is dead.
+    """
 
-        `backend` is the one that the model was loaded for; None: that of the device on which its weights are.
-        `observer` sees every step. `sampling_params_callback` sees every request before it is queued, in the
-        caller's thread, and returns the sampling it is to have; it must be quick. What it returns is checked
-        as a caller's own would be, and an error that it raises is the caller's answer.
-        """
-        parts = build(model, config, backend)
-        self.config: ResolvedConfig = parts.config
-        self.info: ModelInfo = parts.info
-        self._runner = parts.runner
-        self.core = EngineCore(
-            parts.runner,
-            parts.scheduler,
-            vocab_size=model.vocab_size,
-            observer=observer,
-            overlap=parts.config.overlap,
-            pacer=parts.pacer,
-        )
-        """Works on token ids; everything that is done with requests is done by it."""
-        self._rules = RequestRules(
-            vocab_size=model.vocab_size,
-            max_logprobs=parts.config.max_logprobs,
-            callback=sampling_params_callback,
-        )
-        self._grammars = grammar_compiler(model.text, parts.info, parts.config)
-        self._switch_interval = SwitchInterval(parts.config.switch_interval_s)
-        # Without its weights: the runner holds those that serve, and an update must be able to free the old.
-        self._model = dataclasses.replace(model, weights=None)
+    @cached_property
+    def active_ids(self) -> ActiveIds:
+        """The ids of the requests that are read here."""
+        return ActiveIds()
 
-    @classmethod
-    def from_pretrained(
-        cls,
-        model: str,
-        config: EngineConfig | None = None,
-        *,
-        observer: Observer | None = None,
-        sampling_params_callback: SamplingCallback | None = None,
-    ) -> Engine:
-        """Load "demo", a checkpoint directory or a Hugging Face hub id. Raises ConfigError."""
-        config = config or EngineConfig()
-        devices = start_backends(config.threads or available_processors())
-        backend = choose_backend(config, devices[0])
-        return cls(
-            load_model(model, config, backend),
-            config,
-            backend=backend,
-            observer=observer,
-            sampling_params_callback=sampling_params_callback,
+    @cached_property
+    def forms(self) -> ChatForms:
+        """How the model writes calls of tools, and what it thinks."""
+        if self.text is None:
+            return ChatForms()
+        return choose_forms(
+            self.text.chat_template,
+            self.text.added_tokens,
+            tools=self.config.tool_call_parser,
+            reasoning=self.config.reasoning_parser,
         )
 
-    # -- life --
-
-    def start(self) -> None:
-        """Compile every program (with a progress bar) and start the engine thread; blocks until ready."""
-        self._runner.compile()
-        gc.collect()
-        gc.freeze()  # what start-up made lives as long as the server: no collection need walk it again
-        self._switch_interval.apply()
-        self.core.start()
-
-    @property
-    def ready(self) -> bool:
-        """Whether requests are taken."""
-        return self.core.ready
-
-    @property
-    def failure(self) -> EngineFailure | None:
-        """Why the engine died, if it did."""
-        return self.core.failure
-
-    def pulse(self) -> Pulse:
-        """Whether the engine's thread moves; any thread may ask at any time, and waits for nothing."""
-        return self.core.pulse()
-
-    def on_failure(self, callback: Callable[[], None]) -> None:
-        """Call this once when the engine dies, before its requests are told; at once if it is dead. It may be
-        called on any thread, and must not block.
-        """
-        self.core.on_failure(callback)
-
-    @property
-    def text(self) -> TextCodec | None:
-        """The model's tokenizer; None for a model without one."""
-        return self._model.text
-
-    @property
-    def grammars(self) -> GrammarCompiler | None:
-        """Compiles grammars for the model's tokenizer; None for a model without one, or with one that cannot
-        have them. The first access makes it, which takes up to a second.
-        """
-        return self._grammars.get()
-
-    @property
-    def weights(self) -> WeightsVersion:
-        """Which weights serve."""
-        return self.core.weights
-
-    @property
-    def compiles_after_warmup(self) -> int:
-        """XLA compilations by the engine thread since `start`; anything but 0 is a bug."""
-        return self._runner.compiles_after_warmup.count
-
-    def tensor_specs(self) -> list[tuple[str, str, tuple[int, ...]]]:
-        """(checkpoint name, dtype, shape) of every weight, as `update_weights` takes them."""
-        return [(spec.name, np.dtype(spec.dtype).name, tuple(spec.shape)) for spec in self._model.tensors]
-
-    def drain(self, timeout_s: float) -> bool:
-        """Refuse new requests, wait for the others; false if some are left after `timeout_s` seconds."""
-        return self.core.drain(timeout_s)
-
-    def shutdown(self) -> None:
-        """End what runs (ABORTED) and free the device's memory. May be called twice."""
-        self.core.shutdown()
-        self._switch_interval.restore()
-        self._grammars.close()
-        host_memory.let_go()
-
-    # -- tokens --
-
-    def prepare(self, request: Request) -> PreparedPrompt:
-        """The part of `submit` that takes the longer the longer prompt and sampling are, to be done in any
-        thread, once for all outputs of a prompt. Raises nothing.
-        """
-        return self._rules.prepare(request, self.core.prepare(request))
-
-    def submit(self, request: Request, sink: Sink, prepared: PreparedPrompt | None = None) -> None:
-        """Queue a request; its outputs go to `sink`, on the engine's thread. `prepared` is what `prepare`
-        made of it (else ValueError); None: it is prepared now. The sampling that `sampling_params_callback`
-        returns is the one that counts.
-
-        Raises InvalidRequest, DuplicateRequestId, QueueFull, PromptTooLong or ExceedsKVCapacity, which
-        concern the request, and NotReady, Draining or EngineDead, which concern the engine.
-        """
-        self.core.submit(self._rules.apply(request, prepared), sink, prepared)
-
-    def cancel(self, *request_ids: str) -> None:
-        """Free requests whose reader is gone; waits for nothing."""
-        self.core.cancel(*request_ids)
-
-    def finish(self, request_id: str, finish: Finish) -> None:
-        """End a request for a reason found in its text."""
-        self.core.finish(request_id, finish)
-
-    def abort(
-        self,
-        request_ids: Sequence[str] | None = None,
-        *,
-        prefix: str | None = None,
-        all_requests: bool = False,
-        message: str = "",
-    ) -> list[tuple[str, AbortOutcome]]:
-        """End requests by exact ids, prefix, or all; slot and pages are free when this returns."""
-        return self.core.abort(request_ids, prefix=prefix, all_requests=all_requests, message=message)
-
-    def load(self) -> Load:
-        """How busy the engine is."""
-        return self.core.load()
-
-    def flush_prefix_cache(self) -> FlushedPages:
-        """Forget all cached prefixes."""
-        return self.core.flush_prefix_cache()
-
-    def update_weights(
-        self,
-        tensors: Mapping[str, NDArray[Any]],
-        *,
-        label: str,
-        in_flight: InFlightPolicy = InFlightPolicy.WAIT,
-        partial: bool = False,
-    ) -> Future[WeightsVersion]:
-        """Stage named tensors now, while serving, and swap them in between two steps.
-
-        Until then the new weights lie beside those that serve, made leaf by leaf, which takes as much memory
-        again as what is new. `tensors` may be lazy: each is asked for twice, to be checked and to be taken,
-        and not held on to.
-        Raises CheckpointError naming every missing, extra or wrongly shaped tensor; then nothing has changed.
-        """
-        self.core.check_running()
-        staged = StagedUpdate(self._model, self._runner, tensors, partial=partial)
-        try:
-            done = self.core.update(staged.install, label, in_flight)
-        except BaseException:
-            staged.drop()  # who keeps the error keeps this frame, and with it what was staged
-            raise
-        done.add_done_callback(staged.drop)
-        return done
-
-    # -- text --
-
-    def stream(
-        self,
-        prompt: str | Sequence[int],
-        *,
-        sampling: SamplingParams | None = None,
-        stopping: StoppingParams | None = None,
-        logprobs: int | None = None,
-        request_id: str | None = None,
-    ) -> Generator[Delta, None, None]:
-        """Generate from text or token ids, yielding what each step adds; the last value has `finish` and
-        `timing`. Closing the iterator early frees the request.
-
-        Unset sampling means the model's defaults. Raises RequestError or UnavailableError before the first
-        value.
-        """
-        request = self._request(prompt, sampling, stopping, logprobs, request_id)
-        return generation.stream(self, request, self.text)
-
+    @overload
+    def generate(  # type: ignore[overload-overlap]  # a text is one prompt, though it is a sequence of texts
+        self, prompt: str | Sequence[int], **options: Unpack[RequestOptions]
+    ) -> Generation: ...
+    @overload
     def generate(
         self,
-        prompt: str | Sequence[int],
+        prompt: Sequence[str] | Sequence[Sequence[int]],
         *,
-        sampling: SamplingParams | None = None,
-        stopping: StoppingParams | None = None,
-        logprobs: int | None = None,
-        request_id: str | None = None,
-    ) -> Generation:
-        """All of `stream` as one value. Raises what `stream` raises."""
-        request = self._request(prompt, sampling, stopping, logprobs, request_id)
-        return generation.joined(request.request_id, list(generation.stream(self, request, self.text)))
-
-    def _request(
+        show_progress: bool | None = None,
+        **options: Unpack[RequestOptions],
+    ) -> list[Generation]: ...
+    def generate(
         self,
-        prompt: str | Sequence[int],
-        sampling: SamplingParams | None,
-        stopping: StoppingParams | None,
-        logprobs: int | None,
-        request_id: str | None,
-    ) -> Request:
-        return generation.make_request(
-            prompt,
-            sampling,
-            stopping,
-            logprobs,
-            request_id,
-            codec=self.text,
-            defaults=self._model.defaults,
-        )
+        prompt: Prompts,
+        *,
+        show_progress: bool | None = None,
+        **options: Unpack[RequestOptions],
+    ) -> Generation | list[Generation]:
+        """Goes on with a prompt, a text or token ids, and returns when its outputs have ended.
+
+        Of a list of prompts it returns as many generations, in the same order. As many prompts as keep the
+        engine busy run at once, so a list may be longer than the engine's queue. The first error ends them
+        all and is raised. A bar shows how many have ended, where stderr is a terminal and `show_progress`
+        says so; None: what `EngineConfig.show_progress` says.
+        """
+        if is_list_of_prompts(prompt):
+            return generate_all(self, jobs_of(self, prompt, options), show_progress)
+        if show_progress is not None:
+            raise TypeError("show_progress goes with a list of prompts")
+        with GenerationStream(self, job_of(self, prompt_of(prompt), options)) as stream:
+            return stream.result()
+
+    def stream(self, prompt: str | Sequence[int], **options: Unpack[RequestOptions]) -> GenerationStream:
+        """Goes on with one prompt, and yields what is new as it comes. Use it in a `with` block, or close it:
+        that ends the request. What is refused raises here, before the first delta.
+        """
+        return GenerationStream(self, job_of(self, prompt_of(prompt), options))
+
+    @overload
+    def chat(
+        self,
+        messages: Messages,
+        *,
+        stream: Literal[False] = False,
+        **options: Unpack[ChatOptions],
+    ) -> Generation: ...
+    @overload
+    def chat(
+        self, messages: Messages, *, stream: Literal[True], **options: Unpack[ChatOptions]
+    ) -> GenerationStream: ...
+    def chat(
+        self, messages: Messages, *, stream: bool = False, **options: Unpack[ChatOptions]
+    ) -> Generation | GenerationStream:
+        """Generates the assistant's next turn of a conversation: whole, or with `stream` as it comes.
+
+        `messages` are turns, or mappings with "role" and "content". The model's chat template, or
+        `chat_template`, makes the prompt. What the model thinks and which tools it calls is taken out of the
+        text, in `reasoning` and `tool_calls`. `Generation.message` is the turn to go on with.
+        """
+        running = GenerationStream(self, chat_job(self, messages, options))
+        if stream:
+            return running
+        with running:
+            return running.result()

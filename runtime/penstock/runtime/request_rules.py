@@ -7,10 +7,10 @@ from collections.abc import Callable, Sequence
 
 from penstock.runtime.errors import InvalidRequest, Violation
 from penstock.runtime.grammar.bad_words import BadWords
-from penstock.runtime.requests.request import PreparedPrompt, Request, SamplingParams
+from penstock.runtime.requests.request import PreparedPrompt, Request, ResolvedSampling
 from penstock.runtime.requests.word_table import WordTable
 
-SamplingCallback = Callable[[Request], SamplingParams]
+SamplingCallback = Callable[[Request], ResolvedSampling]
 """Called with every request before it is queued, in the caller's thread. Returns the sampling that the
 request is to have. It must be quick. What it returns is checked like a caller's own sampling, and the caller
 gets any error that it raises."""
@@ -27,7 +27,8 @@ class RequestRules:
         """
         self._vocab_size = vocab_size
         self._max_logprobs = max_logprobs
-        self._callback = callback
+        self.callback = callback
+        """May be replaced at any time."""
 
     def prepare(self, request: Request, prepared: PreparedPrompt) -> PreparedPrompt:
         """Adds a table of the request's bad words to `prepared`; making it takes longer for more words. There
@@ -40,11 +41,12 @@ class RequestRules:
 
     def apply(self, request: Request, prepared: PreparedPrompt | None) -> Request:
         """Returns the request as the loop is to have it. Raises InvalidRequest if it asks for too many
-        log-probabilities, TypeError if the callback does not return SamplingParams, and whatever the callback
-        raises.
+        log-probabilities, TypeError if the callback does not return ResolvedSampling, and whatever the
+        callback raises.
         """
-        if self._callback is not None:
-            request = dataclasses.replace(request, sampling=_rewritten(request, self._callback))
+        callback = self.callback
+        if callback is not None:
+            request = dataclasses.replace(request, sampling=_rewritten(request, callback))
         self._check_logprobs(request)
         words: Sequence[Sequence[int]] | WordTable = _long_words(request.sampling)
         if not words:
@@ -65,13 +67,13 @@ class RequestRules:
             raise InvalidRequest(bad)
 
 
-def _rewritten(request: Request, callback: SamplingCallback) -> SamplingParams:
+def _rewritten(request: Request, callback: SamplingCallback) -> ResolvedSampling:
     sampling = callback(request)
-    if not isinstance(sampling, SamplingParams):
-        raise TypeError(f"sampling_params_callback must return SamplingParams, not {type(sampling)}")
+    if not isinstance(sampling, ResolvedSampling):
+        raise TypeError(f"sampling_params_callback must return ResolvedSampling, not {type(sampling)}")
     return sampling
 
 
-def _long_words(sampling: SamplingParams) -> list[tuple[int, ...]]:
+def _long_words(sampling: ResolvedSampling) -> list[tuple[int, ...]]:
     """The bad words of several tokens. A word of one token is a bias on the logits instead."""
     return [word for word in sampling.bad_words if len(word) > 1]

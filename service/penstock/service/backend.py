@@ -5,32 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
+from penstock.runtime.chat.parser import ChatForms
 from penstock.runtime.config import ResolvedConfig
 from penstock.runtime.grammar.compile.compiler import GrammarCompiler
 from penstock.runtime.loop.interface import AbortOutcome, Pulse, WeightsVersion
-from penstock.runtime.requests.request import Finish, Output, PreparedPrompt, Request
+from penstock.runtime.requests.request import Finish, PreparedPrompt, Request, StepOutput
+from penstock.runtime.requests.sampling_defaults import GenerationDefaults
 from penstock.runtime.scheduling.pages import FlushedPages
 from penstock.runtime.scheduling.scheduler import Load
 from penstock.runtime.text.codec import TextCodec
-
-
-class Defaults(Protocol):
-    """Sampling values of an unset field: the model's generation_config, then neutral ones."""
-
-    @property
-    def temperature(self) -> float: ...
-    @property
-    def top_k(self) -> int: ...
-    @property
-    def top_p(self) -> float: ...
-    @property
-    def min_p(self) -> float: ...
-    @property
-    def presence_penalty(self) -> float: ...
-    @property
-    def frequency_penalty(self) -> float: ...
-    @property
-    def repetition_penalty(self) -> float: ...
 
 
 class Info(Protocol):
@@ -47,7 +30,7 @@ class Info(Protocol):
     @property
     def eos_token_ids(self) -> tuple[int, ...]: ...
     @property
-    def defaults(self) -> Defaults: ...
+    def defaults(self) -> GenerationDefaults: ...
     @property
     def num_pages(self) -> int: ...
     @property
@@ -69,6 +52,11 @@ class Backend(Protocol):
     def info(self) -> Info: ...
     @property
     def text(self) -> TextCodec | None: ...
+    @property
+    def forms(self) -> ChatForms:
+        """How the model writes calls of tools, and what it thinks."""
+        ...
+
     @property
     def grammars(self) -> GrammarCompiler | None:
         """Compiles grammars for the model; None where it has no tokenizer, or one that cannot have them."""
@@ -106,7 +94,7 @@ class Backend(Protocol):
     def submit(
         self,
         request: Request,
-        sink: Callable[[Sequence[Output]], None],
+        sink: Callable[[Sequence[StepOutput]], None],
         prepared: PreparedPrompt | None = None,
     ) -> None:
         """Queue a request; refusals are raised at once. `prepared`: its prompt, if that was prepared."""

@@ -6,13 +6,12 @@ import math
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from penstock.runtime.chat.parser import REASONING_PARSERS, TOOL_PARSERS
 from penstock.runtime.errors import ConfigError
+from penstock.runtime.requests.context import Truncation
 from penstock.service.limits.bounds import Bounds
 from penstock.service.listening.connections import ConnectionOptions
 from penstock.service.listening.listen_options import ListenOptions, host_problems, tcp_address, unix_address
 from penstock.service.replies.reply_limits import ReplyLimits
-from penstock.service.requests.context import Truncation
 from penstock.service.requests.features import DEFAULT_FEATURES, Features
 
 MIB = 1024 * 1024
@@ -49,10 +48,6 @@ class ServerOptions:
     """Largest request message: a prompt of a million token ids has about 3 MB, and a million words 6 MB."""
     truncation: Truncation = Truncation.REJECT
     """What becomes of a prompt that is too long, where the request does not say."""
-    tool_call_parser: str = "auto"
-    """The form in which the model writes calls of tools; auto: told from its chat template."""
-    reasoning_parser: str = "auto"
-    """The same for what it thinks."""
     bounds: Bounds = field(default_factory=Bounds)
     """How much may go on at once."""
     replies: ReplyLimits = field(default_factory=ReplyLimits)
@@ -81,12 +76,6 @@ class ServerOptions:
             bad.append(
                 f"max_receive_bytes: must be from 1 to {MAX_RECEIVE_BYTES}, not {self.max_receive_bytes}"
             )
-        for name, value, known in (
-            ("tool_call_parser", self.tool_call_parser, TOOL_PARSERS),
-            ("reasoning_parser", self.reasoning_parser, REASONING_PARSERS),
-        ):
-            if value not in known:
-                bad.append(f"{name}: must be one of {', '.join(known)}, not {value!r}")
         if not bad:
             bad.extend(self._exposure_problems())
         if bad:

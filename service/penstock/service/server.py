@@ -24,7 +24,6 @@ import grpc
 from grpc_health.v1 import health_pb2_grpc
 from opentelemetry.trace import TracerProvider
 
-from penstock.runtime.chat.parser import ChatForms, choose_forms
 from penstock.service.access.keys import Keys
 from penstock.service.access.rates import Clock
 from penstock.service.backend import Backend
@@ -41,7 +40,7 @@ from penstock.service.listening.grpc_server import RefusingServer
 from penstock.service.options import ServerOptions
 from penstock.service.replies.readers import StallLog
 from penstock.service.replies.reply_budget import ReplyBudget
-from penstock.service.replies.streams import Switchboard
+from penstock.service.replies.streams import ServerSwitchboard
 from penstock.service.rpcs.access_check import Access
 from penstock.service.rpcs.interceptors import PenstockInterceptor
 from penstock.service.rpcs.sending import Sends
@@ -186,10 +185,9 @@ class PenstockServer:
         self._inference.bind(
             InferenceServicer(
                 engine,
-                Switchboard(asyncio.get_running_loop()),
+                ServerSwitchboard(asyncio.get_running_loop()),
                 self._stalls,
                 self._telemetry,
-                self._forms(engine),
                 self._lanes,
                 self._calls,
                 stall_limit_s=self._options.stall_limit_s,
@@ -208,18 +206,6 @@ class PenstockServer:
                 budget=budget,
                 features=self._options.features,
             )
-        )
-
-    def _forms(self, engine: Backend) -> ChatForms:
-        """How the model writes calls and thoughts."""
-        codec = engine.text
-        if codec is None:
-            return ChatForms()
-        return choose_forms(
-            codec.chat_template,
-            codec.added_tokens,
-            tools=self._options.tool_call_parser,
-            reasoning=self._options.reasoning_parser,
         )
 
     async def start_engine(self) -> None:

@@ -32,8 +32,8 @@ from penstock.runtime.errors import (
 from penstock.runtime.execution.runner import ModelRunner
 from penstock.runtime.loading.served_model import Renewal, ServedModel
 from penstock.runtime.loop.interface import AbortOutcome, InFlightPolicy, StepRecord, WeightsVersion
-from penstock.runtime.requests.request import Finish, FinishReason, Output, Request
-from tests.support.collector import GREEDY, Collector, at_gate, long, submit
+from penstock.runtime.requests.request import Finish, FinishReason, Request, StepOutput
+from tests.support.collector import GREEDY, GREEDY_PARAMS, Collector, at_gate, long, submit
 from tests.support.models.toy import EOS, VOCAB, ToyLM, toy_engine, toy_model, toy_tokens
 
 
@@ -49,7 +49,7 @@ def engine() -> Iterator[Engine]:
 @pytest.mark.parametrize("prompt", [[1], [5, 6, 7], list(range(40)), [2] * 97])
 def test_greedy_tokens_are_the_hand_computed_ones(engine: Engine, prompt: list[int]) -> None:
     """Prompts within a page, over pages, over several chunks of the 16-token budget."""
-    result = engine.generate(prompt, sampling=GREEDY, stopping=long(30))
+    result = engine.generate(prompt, sampling=GREEDY_PARAMS, stopping=long(30))
     assert list(result.token_ids) == toy_tokens(prompt, 30)
     assert result.finish == Finish(FinishReason.MAX_TOKENS)
 
@@ -58,7 +58,9 @@ def test_packed_requests_get_what_they_get_alone(engine: Engine) -> None:
     """24 requests of different lengths over 4 rows."""
     prompts = [[(7 * i + j) % VOCAB for j in range(1 + 5 * (i % 9))] for i in range(24)]
     with ThreadPoolExecutor(24) as pool:
-        results = list(pool.map(lambda p: engine.generate(p, sampling=GREEDY, stopping=long(20)), prompts))
+        results = list(
+            pool.map(lambda p: engine.generate(p, sampling=GREEDY_PARAMS, stopping=long(20)), prompts)
+        )
     for prompt, result in zip(prompts, results, strict=True):
         assert list(result.token_ids) == toy_tokens(prompt, 20)
 
@@ -72,7 +74,9 @@ def test_preempted_and_resumed_equals_undisturbed() -> None:
         assert engine.info.num_pages == 12
         with ThreadPoolExecutor(8) as pool:
             results = list(
-                pool.map(lambda i: engine.generate([i] * 10, sampling=GREEDY, stopping=long(30)), range(8))
+                pool.map(
+                    lambda i: engine.generate([i] * 10, sampling=GREEDY_PARAMS, stopping=long(30)), range(8)
+                )
             )
         for i, result in enumerate(results):
             assert list(result.token_ids) == toy_tokens([i] * 10, 30)
@@ -89,10 +93,10 @@ def test_eos_ends_and_ignore_eos_goes_on(engine: Engine) -> None:
     )
     expected = toy_tokens(prompt, 12)
     until = expected.index(EOS) + 1
-    result = engine.generate(prompt, sampling=GREEDY)
+    result = engine.generate(prompt, sampling=GREEDY_PARAMS)
     assert list(result.token_ids) == expected[:until]
     assert result.finish == Finish(FinishReason.EOS, token_id=EOS)
-    assert list(engine.generate(prompt, sampling=GREEDY, stopping=long(12)).token_ids) == expected
+    assert list(engine.generate(prompt, sampling=GREEDY_PARAMS, stopping=long(12)).token_ids) == expected
 
 
 def test_min_tokens_masks_eos_and_stop_ids_until_reached(engine: Engine) -> None:
@@ -102,19 +106,19 @@ def test_min_tokens_masks_eos_and_stop_ids_until_reached(engine: Engine) -> None
     prompt = [3, 4]
     first = toy_tokens(prompt, 1)[0]
     stop = StoppingParams(max_tokens=8, stop_token_ids=(first,), ignore_eos=True)
-    result = engine.generate(prompt, sampling=GREEDY, stopping=stop)
+    result = engine.generate(prompt, sampling=GREEDY_PARAMS, stopping=stop)
     assert result.token_ids == ()  # the stop token is left out unless `include_stop`
     assert result.finish == Finish(FinishReason.STOP, token_id=first)
     kept = dataclasses.replace(stop, include_stop=True)
-    assert engine.generate(prompt, sampling=GREEDY, stopping=kept).token_ids == (first,)
+    assert engine.generate(prompt, sampling=GREEDY_PARAMS, stopping=kept).token_ids == (first,)
     held = StoppingParams(max_tokens=8, min_tokens=1, stop_token_ids=(first,), ignore_eos=True)
-    tokens = list(engine.generate(prompt, sampling=GREEDY, stopping=held).token_ids)
+    tokens = list(engine.generate(prompt, sampling=GREEDY_PARAMS, stopping=held).token_ids)
     assert tokens[0] == 0
     assert tokens[1] == toy_tokens([*prompt, 0], 1)[0]
 
 
 def test_the_context_ends_generation(engine: Engine) -> None:
-    result = engine.generate([1] * 120, sampling=GREEDY, stopping=StoppingParams(ignore_eos=True))
+    result = engine.generate([1] * 120, sampling=GREEDY_PARAMS, stopping=StoppingParams(ignore_eos=True))
     assert list(result.token_ids) == toy_tokens([1] * 120, 8)  # max_model_len is 128
     assert result.finish == Finish(FinishReason.CONTEXT_FULL)
 
@@ -141,21 +145,23 @@ def test_seeded_sampling_does_not_depend_on_the_batch(engine: Engine) -> None:
 
 def test_logprobs_are_those_of_the_toy(engine: Engine) -> None:
     """One logit is 10 and 60 are 0: log p = 10 - log(e^10 + 60)."""
-    result = engine.generate([1, 2], sampling=GREEDY, stopping=long(3), logprobs=2)
+    result = engine.generate([1, 2], sampling=GREEDY_PARAMS, stopping=long(3), logprobs=2)
     peak = 10 - np.log(np.exp(10) + VOCAB - 1)
+    assert result.logprobs is not None
     assert len(result.logprobs) == 3
     for token, logprob in zip(result.token_ids, result.logprobs, strict=True):
         assert logprob.sampled == pytest.approx(peak, abs=1e-5)
         assert logprob.top[0][0] == token
         assert [v for _, v in logprob.top] == pytest.approx([peak, peak - 10], abs=1e-5)
-    assert engine.generate([1, 2], sampling=GREEDY, stopping=long(3)).logprobs == ()
+    assert engine.generate([1, 2], sampling=GREEDY_PARAMS, stopping=long(3)).logprobs is None
 
 
 def test_more_logprobs_than_tokens_in_the_vocabulary() -> None:
     """Allowed as far as max_logprobs goes: all there are come back, and the engine lives on."""
     engine = toy_engine(max_logprobs=VOCAB + 9)
     try:
-        result = engine.generate([1, 2], sampling=GREEDY, stopping=long(2), logprobs=VOCAB + 5)
+        result = engine.generate([1, 2], sampling=GREEDY_PARAMS, stopping=long(2), logprobs=VOCAB + 5)
+        assert result.logprobs is not None
         assert [sorted(token for token, _ in step.top) for step in result.logprobs] == [
             list(range(VOCAB))
         ] * 2
@@ -166,11 +172,13 @@ def test_more_logprobs_than_tokens_in_the_vocabulary() -> None:
 
 def test_time_limit_gives_partial_output(engine: Engine) -> None:
     limit = StoppingParams(max_tokens=100, ignore_eos=True, time_limit_s=1e-6)
-    result = engine.generate([1], sampling=GREEDY, stopping=limit)
+    result = engine.generate([1], sampling=GREEDY_PARAMS, stopping=limit)
     assert result.finish == Finish(FinishReason.TIME_LIMIT)
     assert list(result.token_ids) == toy_tokens([1], len(result.token_ids))
     endless = StoppingParams(max_tokens=2, ignore_eos=True, time_limit_s=1e300)
-    assert list(engine.generate([1], sampling=GREEDY, stopping=endless).token_ids) == toy_tokens([1], 2)
+    assert list(engine.generate([1], sampling=GREEDY_PARAMS, stopping=endless).token_ids) == toy_tokens(
+        [1], 2
+    )
 
 
 def test_abort_by_id_is_exact_and_reports_every_outcome(engine: Engine) -> None:
@@ -218,12 +226,12 @@ def test_cancel_frees_and_says_nothing(engine: Engine) -> None:
     engine.cancel("never was")
     assert engine.load().pages_used == 0
     gate.open()
-    engine.generate([1], sampling=GREEDY, stopping=long(2))
+    engine.generate([1], sampling=GREEDY_PARAMS, stopping=long(2))
     assert not gate.sink.outputs["gone"][-1].last
 
 
 def test_closing_a_stream_early_frees_the_request(engine: Engine) -> None:
-    stream = engine.stream([1], sampling=GREEDY, stopping=long(100), request_id="closed")
+    stream = engine.stream([1], sampling=GREEDY_PARAMS, stopping=long(100), request_id="closed")
     next(stream)
     stream.close()
     assert engine.abort(["closed"])[0][1] is AbortOutcome.ALREADY_FINISHED
@@ -231,13 +239,13 @@ def test_closing_a_stream_early_frees_the_request(engine: Engine) -> None:
 
 
 def test_a_stream_may_be_closed_before_its_first_value(engine: Engine) -> None:
-    engine.stream([1], sampling=GREEDY, stopping=long(100), request_id="unread").close()
+    engine.stream([1], sampling=GREEDY_PARAMS, stopping=long(100), request_id="unread").close()
     assert engine.abort(["unread"])[0][1] is AbortOutcome.ALREADY_FINISHED
     assert engine.load().pages_used == 0
 
 
 def test_an_ended_stream_leaves_the_next_user_of_its_id_alone(engine: Engine) -> None:
-    stream = engine.stream([1], sampling=GREEDY, stopping=long(1), request_id="shared")
+    stream = engine.stream([1], sampling=GREEDY_PARAMS, stopping=long(1), request_id="shared")
     assert next(stream).finish == Finish(FinishReason.MAX_TOKENS)
     gate = at_gate(engine, "shared", tokens=100)
     stream.close()
@@ -258,11 +266,13 @@ def test_one_call_per_step_for_requests_that_share_a_sink(engine: Engine) -> Non
 
 
 def test_a_failing_sink_does_not_disturb_others(engine: Engine) -> None:
-    def broken(outputs: Sequence[Output]) -> None:
+    def broken(outputs: Sequence[StepOutput]) -> None:
         raise RuntimeError("reader's fault")
 
     engine.submit(Request("broken", (1,), GREEDY, long(20)), broken)
-    assert list(engine.generate([2], sampling=GREEDY, stopping=long(20)).token_ids) == toy_tokens([2], 20)
+    assert list(engine.generate([2], sampling=GREEDY_PARAMS, stopping=long(20)).token_ids) == toy_tokens(
+        [2], 20
+    )
 
 
 def test_refusals_come_at_once_and_name_everything(engine: Engine) -> None:
@@ -351,7 +361,7 @@ def test_weights_are_swapped_between_steps(policy: InFlightPolicy) -> None:
             assert len(old) == (110 if policy is InFlightPolicy.WAIT else 2)
         assert last.timing is not None
         assert last.timing.preemptions == (policy is InFlightPolicy.RECOMPUTE)  # only then prefilled again
-        after = engine.generate([4, 4], sampling=GREEDY, stopping=long(10)).token_ids
+        after = engine.generate([4, 4], sampling=GREEDY_PARAMS, stopping=long(10)).token_ids
         assert list(after) == toy_tokens([4, 4], 10, offset=5)
         assert engine.compiles_after_warmup == 0
     finally:
@@ -382,7 +392,7 @@ def test_the_old_weights_are_freed_by_an_update() -> None:
         del model
         assert leaf() is not None
         engine.update_weights(new_offset(5.0), label="five").result(60)
-        engine.generate([1], sampling=GREEDY, stopping=long(1))
+        engine.generate([1], sampling=GREEDY_PARAMS, stopping=long(1))
         assert leaf() is None
     finally:
         engine.shutdown()
@@ -396,7 +406,9 @@ def test_a_refused_update_leaves_the_old_weights_serving(engine: Engine) -> None
     with pytest.raises(ConfigError, match="float32"):
         wrong.result(60)
     assert engine.weights == before
-    assert list(engine.generate([7], sampling=GREEDY, stopping=long(9)).token_ids) == toy_tokens([7], 9)
+    assert list(engine.generate([7], sampling=GREEDY_PARAMS, stopping=long(9)).token_ids) == toy_tokens(
+        [7], 9
+    )
 
 
 def test_a_dead_engine_tells_everyone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -453,7 +465,7 @@ def test_an_observer_sees_every_step() -> None:
 
     engine = toy_engine(observer=Watch())
     try:
-        engine.generate([1] * 20, sampling=GREEDY, stopping=long(3), request_id="watched")
+        engine.generate([1] * 20, sampling=GREEDY_PARAMS, stopping=long(3), request_id="watched")
     finally:
         engine.shutdown()
     records = [seen.get_nowait() for _ in range(seen.qsize())]

@@ -14,17 +14,17 @@ from dataclasses import dataclass, field
 import numpy as np
 import pytest
 
-from penstock.runtime import Engine, SamplingParams, StoppingParams
+from penstock.runtime import Engine, StoppingParams
 from penstock.runtime.errors import GenerationError, InvalidRequest, NonFiniteLogits, Violation
 from penstock.runtime.requests.constraint import Mask
-from penstock.runtime.requests.request import Finish, FinishReason, Request
+from penstock.runtime.requests.request import Finish, FinishReason, Request, ResolvedSampling
 from tests.support.batch import Answer, answers
 from tests.support.mix import Mixer, Turns
 from tests.support.models.table import EOS, Tables, random_tables, serve, table_engine
 from tests.support.models.witness import greedy_tokens
 
 TABLES = random_tables(41)
-GREEDY = SamplingParams(temperature=0.0)
+GREEDY = ResolvedSampling(temperature=0.0)
 
 
 @pytest.fixture(
@@ -81,7 +81,7 @@ def test_constrained_and_free_rows_are_the_witnesss(engine: Engine) -> None:
 
 def test_an_end_token_is_the_models_and_told_as_such(engine: Engine) -> None:
     """EOS under a constraint that allows it ends as it does without one, by its id; completion has none."""
-    likes_eos = SamplingParams(temperature=0.0, logit_bias=((EOS, 100.0),))
+    likes_eos = ResolvedSampling(temperature=0.0, logit_bias=((EOS, 100.0),))
     stop = StoppingParams(max_tokens=9)
     by_token, by_rule = answers(
         engine,
@@ -273,8 +273,8 @@ def test_a_model_may_forbid_tokens_itself(engine: Engine) -> None:
     serve(engine, dataclasses.replace(TABLES, table=table))
     try:
         requests = [
-            Request("never", (8,), SamplingParams(temperature=0.0)),
-            Request("even", (2,), SamplingParams(seed=1, logit_bias=((8, -np.inf),)), StoppingParams(50)),
+            Request("never", (8,), ResolvedSampling(temperature=0.0)),
+            Request("even", (2,), ResolvedSampling(seed=1, logit_bias=((8, -np.inf),)), StoppingParams(50)),
         ]
         never, even = answers(engine, requests)
     finally:

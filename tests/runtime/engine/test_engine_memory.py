@@ -10,7 +10,7 @@ import pytest
 
 from penstock.runtime.errors import EngineFailure
 from penstock.runtime.execution.runner import ModelRunner
-from tests.support.collector import GREEDY, at_gate, long
+from tests.support.collector import GREEDY_PARAMS, at_gate, long
 from tests.support.models.toy import toy_engine
 
 
@@ -31,7 +31,7 @@ def test_nothing_is_left_on_the_device_after_shutdown(
     before = num_live()
     engine = toy_engine()
     try:
-        engine.generate([1, 2, 3], sampling=GREEDY, stopping=long(9))
+        engine.generate([1, 2, 3], sampling=GREEDY_PARAMS, stopping=long(9))
         engine.update_weights({"offset": np.ones((1,), np.float32)}, label="new").result(60)
         gate = at_gate(engine)
         if breaks is not None:

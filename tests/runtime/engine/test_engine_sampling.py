@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from penstock.runtime import Engine, SamplingParams, StoppingParams
+from penstock.runtime import Engine, StoppingParams
 from penstock.runtime.errors import InvalidRequest
-from penstock.runtime.requests.request import Finish, FinishReason, Request
+from penstock.runtime.requests.request import Finish, FinishReason, Request, ResolvedSampling
 from tests.support.batch import Answer, answer, answers
 from tests.support.mix import Mixer
 from tests.support.models.table import EOS, VOCAB, Tables, random_tables, serve, table_engine
@@ -49,7 +49,7 @@ def ask(
     prompt: tuple[int, ...] = (9,),
 ) -> Answer:
     """Greedy; 6 tokens, EOS ignored, unless told otherwise."""
-    params = SamplingParams(**{"temperature": 0.0, **sampling})
+    params = ResolvedSampling(**{"temperature": 0.0, **sampling})
     rules = StoppingParams(**{"max_tokens": 6, "ignore_eos": True, **(stopping or {})})
     return answer(engine, Request("r", prompt, params, rules))
 
@@ -174,7 +174,7 @@ def test_a_filter_that_leaves_one_token_is_greedy_at_any_temperature(
     engine: Engine, only: dict[str, Any], temperature: float
 ) -> None:
     request = Request(
-        "r", (5, 6), SamplingParams(temperature=temperature, **only), StoppingParams(max_tokens=20)
+        "r", (5, 6), ResolvedSampling(temperature=temperature, **only), StoppingParams(max_tokens=20)
     )
     told = greedy_tokens(request, TABLES, 20)
     assert not told.unclear
@@ -230,7 +230,7 @@ def test_logprobs_are_those_of_the_raw_logits_whatever_shapes_them(engine: Engin
 
 
 def test_ids_outside_the_vocabulary_are_refused_by_field(engine: Engine) -> None:
-    sampling = SamplingParams(
+    sampling = ResolvedSampling(
         logit_bias=((VOCAB, 1.0),), allowed_token_ids=(3, -1), bad_words=((1,), (2, VOCAB))
     )
     with pytest.raises(InvalidRequest) as caught:

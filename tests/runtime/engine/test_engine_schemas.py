@@ -14,13 +14,13 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from penstock.runtime import Engine, EngineConfig, SamplingParams, StoppingParams
+from penstock.runtime import Engine, EngineConfig, StoppingParams
 from penstock.runtime.errors import NonFiniteLogits
 from penstock.runtime.loading.hub import resolve_model
 from penstock.runtime.loop.interface import InFlightPolicy
 from penstock.runtime.requests.constraint import TokenConstraint, mask_words
 from penstock.runtime.requests.grammar import Grammar
-from penstock.runtime.requests.request import FinishReason, Request
+from penstock.runtime.requests.request import FinishReason, Request, ResolvedSampling
 from tests.support.batch import Answer, answers
 from tests.support.collector import Collector, at_gate
 from tests.support.models.random_model import write_random_model
@@ -79,7 +79,7 @@ def ask(engine: Engine, name: str, grammar: Grammar | None, seed: int, **samplin
     return Request(
         name,
         tuple(prompt),
-        SamplingParams(
+        ResolvedSampling(
             **{
                 "temperature": 1.0,
                 "frequency_penalty": 0.7,

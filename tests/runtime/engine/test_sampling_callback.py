@@ -10,11 +10,13 @@ import pytest
 
 from penstock.runtime.engine import Engine
 from penstock.runtime.errors import InvalidRequest, UnsupportedFeature
-from penstock.runtime.requests.request import Request, SamplingParams, StoppingParams
+from penstock.runtime.requests.request import Request, ResolvedSampling, StoppingParams
+from penstock.runtime.requests.sampling_params import SamplingParams
 from tests.support.models.toy import VOCAB, toy_config, toy_model, toy_tokens
 
 PROMPT = (5, 9, 2)
-GREEDY = SamplingParams(temperature=0.0)
+GREEDY = ResolvedSampling(temperature=0.0)
+GREEDY_PARAMS = SamplingParams(temperature=0.0)
 TOKENS = toy_tokens(PROMPT, 6)
 STOPPING = StoppingParams(max_tokens=6, ignore_eos=True)
 
@@ -26,9 +28,9 @@ class Hook:
         self.seen: list[Request] = []
         self.work: Callable[[Request], Any] = lambda request: request.sampling
 
-    def __call__(self, request: Request) -> SamplingParams:
+    def __call__(self, request: Request) -> ResolvedSampling:
         self.seen.append(request)
-        return cast("SamplingParams", self.work(request))
+        return cast("ResolvedSampling", self.work(request))
 
 
 @pytest.fixture(scope="module")
@@ -54,14 +56,15 @@ def hook(started: tuple[Engine, Hook]) -> Hook:
     return started[1]
 
 
-def tokens(engine: Engine, sampling: SamplingParams | None = GREEDY) -> tuple[int, ...]:
+def tokens(engine: Engine, sampling: SamplingParams | None = GREEDY_PARAMS) -> tuple[int, ...]:
     return engine.generate(PROMPT, sampling=sampling, stopping=STOPPING, request_id="r").token_ids
 
 
 def test_it_sees_each_request_and_may_leave_it(engine: Engine, hook: Hook) -> None:
     assert tokens(engine) == tuple(TOKENS)
     (request,) = hook.seen
-    assert (request.request_id, request.prompt_token_ids, request.sampling) == ("r", PROMPT, GREEDY)
+    assert (request.request_id, request.prompt_token_ids) == ("r", PROMPT)
+    assert dataclasses.replace(request.sampling, seed=None) == GREEDY
     assert request.stopping == STOPPING
 
 
@@ -83,7 +86,7 @@ def test_words_of_several_tokens_are_forbidden_too(engine: Engine, hook: Hook) -
 
 
 def test_a_seed_that_it_leaves_out_is_drawn(engine: Engine, hook: Hook) -> None:
-    hook.work = lambda request: SamplingParams(temperature=50.0)
+    hook.work = lambda request: ResolvedSampling(temperature=50.0)
     first, second = (tokens(engine, SamplingParams(temperature=50.0, seed=1)) for _ in range(2))
     assert first != second
 
@@ -91,7 +94,7 @@ def test_a_seed_that_it_leaves_out_is_drawn(engine: Engine, hook: Hook) -> None:
 @pytest.mark.parametrize("nonsense", [None, {"temperature": 0.0}, "greedy", 0, object()])
 def test_nonsense_is_a_type_error(engine: Engine, hook: Hook, nonsense: Any) -> None:
     hook.work = lambda request: nonsense
-    with pytest.raises(TypeError, match="sampling_params_callback must return SamplingParams, not"):
+    with pytest.raises(TypeError, match="sampling_params_callback must return ResolvedSampling, not"):
         tokens(engine)
     assert engine.load().num_running + engine.load().num_waiting == 0
 
@@ -120,14 +123,14 @@ def test_what_it_returns_is_checked(engine: Engine, hook: Hook, changes: dict[st
 def test_its_errors_reach_the_caller(engine: Engine, hook: Hook, error: Exception) -> None:
     """Of every way to ask; and the engine goes on."""
 
-    def refuse(request: Request) -> SamplingParams:
+    def refuse(request: Request) -> ResolvedSampling:
         raise error
 
     hook.work = refuse
     request = Request("r", PROMPT, GREEDY, STOPPING)
     for ask in (
         lambda: engine.submit(request, lambda outputs: None),
-        lambda: engine.stream(PROMPT, sampling=GREEDY),
+        lambda: engine.stream(PROMPT, sampling=GREEDY_PARAMS),
         lambda: tokens(engine),
     ):
         with pytest.raises(type(error)) as caught:

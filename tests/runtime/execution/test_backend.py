@@ -21,7 +21,7 @@ from penstock.runtime.ops.attention import native_paged_attention, paged_attenti
 from penstock.runtime.ops.native import library
 from penstock.runtime.ops.sampler import native_sample, sample
 from penstock.runtime.requests.request import StoppingParams
-from tests.support.collector import GREEDY
+from tests.support.collector import GREEDY_PARAMS
 from tests.support.models.toy import toy_engine, toy_tokens
 
 needs_kernels = pytest.mark.skipif(not library.available(), reason="no native library on this machine")
@@ -116,7 +116,7 @@ def test_an_engine_computes_with_the_backend_that_it_is_given() -> None:
         page_bytes = 4 * 2 * 4 * 4  # keys and values of 4 positions, 4 values of 4 bytes each
         assert (1 << 21) < engine.info.num_pages * page_bytes < (1 << 22)  # some is the programs'
         engine.start()
-        made = engine.generate([5, 6, 7], sampling=GREEDY, stopping=StoppingParams(max_tokens=9))
+        made = engine.generate([5, 6, 7], sampling=GREEDY_PARAMS, stopping=StoppingParams(max_tokens=9))
         assert list(made.token_ids) == toy_tokens([5, 6, 7], 9)[: len(made.token_ids)]
         assert {4, 16} <= set(called)  # programs for decodes and for chunks
     finally:

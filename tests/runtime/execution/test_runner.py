@@ -37,11 +37,11 @@ from penstock.runtime.execution.step_programs import compile_program
 from penstock.runtime.ops.cache_spec import CacheSpec, PagedKV
 from penstock.runtime.ops.sampling_codes import LOGPROBS, PENALTIES, SAMPLING
 from penstock.runtime.requests.constraint import Mask
-from penstock.runtime.requests.request import MAX_STOP_TOKEN_IDS, Request, SamplingParams, StoppingParams
+from penstock.runtime.requests.request import MAX_STOP_TOKEN_IDS, Request, ResolvedSampling, StoppingParams
 from penstock.runtime.scheduling.plan import PageCopy, PageWrite, Plan, PlanRow
 from tests.support.models.toy import OFFSET, TEST_CACHE, VOCAB, toy_backend, toy_model, toy_tokens
 
-GREEDY = SamplingParams(temperature=0.0)
+GREEDY = ResolvedSampling(temperature=0.0)
 
 
 def make_runner(max_decode_steps: int = 1, window_steps: tuple[int, ...] = (0,)) -> ModelRunner:
@@ -325,7 +325,7 @@ def test_layout_round_trip() -> None:
     packed_tokens[:] = range(8)
     packed_tokens[7] = FEEDBACK
     fields[:, SLOT] = [3, 1, 2, 0]
-    params = SamplingParams(
+    params = ResolvedSampling(
         temperature=0.7,
         top_k=50,
         top_p=0.9,

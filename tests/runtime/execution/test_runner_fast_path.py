@@ -27,12 +27,12 @@ from penstock.runtime.execution.slots import Slots
 from penstock.runtime.execution.step_programs import compile_program
 from penstock.runtime.ops.device_arrays import zeros, zeros_like
 from penstock.runtime.ops.sampler import RowState
-from penstock.runtime.requests.request import Request, SamplingParams, StoppingParams
+from penstock.runtime.requests.request import Request, ResolvedSampling, StoppingParams
 from penstock.runtime.scheduling.plan import PageCopy, PageWrite, Plan, PlanRow
 from tests.support.models.toy import TEST_CACHE, VOCAB, toy_backend, toy_model
 
-GREEDY = SamplingParams(temperature=0.0)
-PENALISED = SamplingParams(temperature=0.0, presence_penalty=0.5, logit_bias=((3, 1.0),))
+GREEDY = ResolvedSampling(temperature=0.0)
+PENALISED = ResolvedSampling(temperature=0.0, presence_penalty=0.5, logit_bias=((3, 1.0),))
 
 
 class Anything:

@@ -22,9 +22,9 @@ from penstock.runtime.execution.runner import ModelRunner
 from penstock.runtime.loading.served_model import Renewal
 from penstock.runtime.loop.interface import InFlightPolicy, StepRecord, WeightsVersion
 from penstock.runtime.loop.weight_updates import WeightUpdates
-from penstock.runtime.requests.request import Finish, FinishReason, Output, Request
+from penstock.runtime.requests.request import Finish, FinishReason, Request, StepOutput
 from penstock.runtime.scheduling.scheduler import Load
-from tests.support.collector import GREEDY, Collector, at_gate, long, submit
+from tests.support.collector import GREEDY, GREEDY_PARAMS, Collector, at_gate, long, submit
 from tests.support.models.toy import toy_engine, toy_model, toy_tokens
 
 SHUTTING_DOWN = Finish(FinishReason.ABORTED, message="the server is shutting down")
@@ -58,7 +58,7 @@ def test_an_update_that_comes_just_after_the_engine_looked_is_not_left_asleep(
             ready.set()
 
     monkeypatch.setattr(WeightUpdates, "apply_due", look_too_early)
-    engine.generate([1], sampling=GREEDY, stopping=long(1))
+    engine.generate([1], sampling=GREEDY_PARAMS, stopping=long(1))
     assert ready.wait(60)
     assert asked[0].result(60).label == "to-5"
 
@@ -158,7 +158,7 @@ def test_shutdown_tells_a_request_that_came_with_the_last_delivery(engine: Engin
     futures: list[Future[WeightsVersion]] = []
     enders: list[threading.Thread] = []
 
-    def again(outputs: Sequence[Output]) -> None:
+    def again(outputs: Sequence[StepOutput]) -> None:
         submit(engine, sink, "late")
         futures.append(update(engine, 5))
         enders.append(threading.Thread(target=engine.shutdown))
@@ -219,7 +219,9 @@ def test_a_failing_observer_ends_no_request(caplog: pytest.LogCaptureFixture) ->
     observer = Broken()
     engine = toy_engine(observer=observer)
     try:
-        assert list(engine.generate([2], sampling=GREEDY, stopping=long(9)).token_ids) == toy_tokens([2], 9)
+        assert list(engine.generate([2], sampling=GREEDY_PARAMS, stopping=long(9)).token_ids) == toy_tokens(
+            [2], 9
+        )
         assert observer.calls == 1  # not asked again: a log of every step would help nobody
         assert "observer" in caplog.text
     finally:

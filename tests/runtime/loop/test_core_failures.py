@@ -18,7 +18,7 @@ from penstock.runtime.loop.core import EngineCore
 from penstock.runtime.loop.delivery import Delivery
 from penstock.runtime.loop.interface import InFlightPolicy, StepRecord
 from penstock.runtime.loop.life import Life
-from penstock.runtime.requests.request import Output, Request, StoppingParams
+from penstock.runtime.requests.request import Request, StepOutput, StoppingParams
 from penstock.runtime.scheduling.roster import Roster
 from penstock.runtime.scheduling.scheduler import Load, Scheduler, SchedulerConfig
 from tests.support.collector import GREEDY, Collector, Gate
@@ -67,7 +67,7 @@ class Rig:
     def submit(
         self,
         name: str,
-        sink: Callable[[Sequence[Output]], None],
+        sink: Callable[[Sequence[StepOutput]], None],
         tokens: int | None = None,
         constraint: Rota | None = None,
     ) -> None:
@@ -178,7 +178,7 @@ def test_a_runner_that_breaks_before_the_first_step(rig, monkeypatch):
 def test_neither_sinks_nor_futures_keep_others_from_hearing_of_the_death(rig, monkeypatch, error):
     """Everything that may raise while the engine tells of its death does so."""
 
-    def broken(outputs: Sequence[Output]) -> None:
+    def broken(outputs: Sequence[StepOutput]) -> None:
         if outputs[-1].error is not None:
             raise error
 

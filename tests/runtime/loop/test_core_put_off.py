@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from penstock.runtime.requests.fanout import outputs_of
-from penstock.runtime.requests.request import Request, SamplingParams, StoppingParams, TokenLogprobs
+from penstock.runtime.requests.request import Request, ResolvedSampling, StoppingParams, TokenLogprobs
 from penstock.runtime.scheduling.pacing import Pacer
 from penstock.runtime.scheduling.plan import StepResult
 from penstock.runtime.scheduling.scheduler import Scheduler, SchedulerConfig
@@ -18,7 +18,7 @@ from tests.runtime.loop.test_core_streams import MAX_LEN, Apart, core
 from tests.support.collector import Collector
 from tests.support.scheduler.fake_runner import EOS, VOCAB, Rota, run_alone
 
-GREEDY = SamplingParams(temperature=0.0)
+GREEDY = ResolvedSampling(temperature=0.0)
 
 
 def requests(seed: int) -> list[Request]:
@@ -31,7 +31,7 @@ def requests(seed: int) -> list[Request]:
         request = Request(
             f"r{i}",
             tuple(rng.choices(range(VOCAB), k=rng.randint(1, 30))),
-            SamplingParams(seed=i) if i % 3 else GREEDY,
+            ResolvedSampling(seed=i) if i % 3 else GREEDY,
             StoppingParams(max_tokens=rng.randint(5, 25), ignore_eos=rng.random() < 0.5),
         )
         asked += outputs_of(request, n, constraints)

@@ -20,9 +20,9 @@ from penstock.runtime.requests.request import (
     CacheParams,
     Finish,
     FinishReason,
-    Output,
     Request,
-    SamplingParams,
+    ResolvedSampling,
+    StepOutput,
     StoppingParams,
 )
 from penstock.runtime.scheduling.pacing import Pacer
@@ -32,7 +32,7 @@ from tests.support.collector import Collector
 from tests.support.scheduler.fake_runner import EOS, VOCAB, LazyRunner, Rota, run_alone
 
 MAX_LEN = 60
-GREEDY = SamplingParams(temperature=0.0)
+GREEDY = ResolvedSampling(temperature=0.0)
 
 
 @contextlib.contextmanager
@@ -69,7 +69,7 @@ def requests(seed: int) -> list[Request]:
         Request(
             f"r{i}",
             (*shared[: rng.randint(1, 20)], *rng.choices(range(VOCAB), k=rng.randint(0, 9))),
-            SamplingParams(seed=i) if i % 2 else GREEDY,
+            ResolvedSampling(seed=i) if i % 2 else GREEDY,
             StoppingParams(
                 max_tokens=rng.choice([None, rng.randint(5, 25)]),
                 min_tokens=rng.choice([0, 5]),
@@ -120,7 +120,7 @@ def test_rows_under_a_constraint_take_turns_with_the_windows_of_the_others(overl
             Request(
                 name,
                 (7, i),
-                SamplingParams(seed=i),
+                ResolvedSampling(seed=i),
                 StoppingParams(max_tokens=50, ignore_eos=True),
                 constraint=Rota(limits[name]) if name in limits else None,
             )
@@ -168,7 +168,7 @@ def test_steps_with_prompt_tokens_are_sized_by_the_pacer_and_measured():
     pacer, collector = Told(), Collector()
     with core(pacer=pacer) as (engine, _):
 
-        def sink(outputs: Sequence[Output]) -> None:
+        def sink(outputs: Sequence[StepOutput]) -> None:
             if "a" not in collector.outputs:
                 engine.submit(Request("b", tuple(range(9)), GREEDY, StoppingParams(max_tokens=1)), collector)
             collector(outputs)

@@ -11,7 +11,7 @@ from penstock.runtime.errors import InvalidRequest
 from penstock.runtime.loop.core import EngineCore
 from penstock.runtime.requests import checks
 from penstock.runtime.requests.fanout import outputs_of
-from penstock.runtime.requests.request import CacheParams, Request, SamplingParams, StoppingParams
+from penstock.runtime.requests.request import CacheParams, Request, ResolvedSampling, StoppingParams
 from penstock.runtime.scheduling.prefix_cache import PrefixCache
 from penstock.runtime.scheduling.scheduler import Scheduler, SchedulerConfig
 from tests.support.collector import GREEDY, Collector
@@ -107,7 +107,7 @@ def test_what_outputs_share_is_looked_at_once(core, monkeypatch):
     monkeypatch.setattr("penstock.runtime.loop.intake.in_vocabulary", noted)
     monkeypatch.setattr("penstock.runtime.loop.intake.MANY_BIASES", 30)
     bias = tuple((token, 1.0) for token in range(40))
-    sampling = SamplingParams(temperature=0.0, seed=1, logit_bias=bias)
+    sampling = ResolvedSampling(temperature=0.0, seed=1, logit_bias=bias)
     requests = outputs_of(Request("a", PROMPT, sampling, ONE), 5)
     core.start()
     prepared = core.prepare(requests[0])
@@ -136,9 +136,9 @@ def test_what_outputs_share_is_looked_at_once(core, monkeypatch):
 def test_what_was_prepared_does_not_go_for_other_sampling(core, bias):
     """As an embedder's callback makes it after the request was prepared."""
     core.start()
-    request = Request("a", PROMPT, SamplingParams(logit_bias=((2, 1.0),)), ONE)
+    request = Request("a", PROMPT, ResolvedSampling(logit_bias=((2, 1.0),)), ONE)
     prepared = core.prepare(request)
-    other = Request("a", request.prompt_token_ids, SamplingParams(logit_bias=bias), ONE)
+    other = Request("a", request.prompt_token_ids, ResolvedSampling(logit_bias=bias), ONE)
     assert prepared.covers(request.sampling.seeded(3))
     assert not prepared.covers(other.sampling)
     sink = Collector()
@@ -152,6 +152,6 @@ def test_what_was_prepared_does_not_go_for_other_sampling(core, bias):
 
 def test_few_biases_wait_without_an_array(core):
     """A thousand requests that wait would have one each, as long as the vocabulary."""
-    prepared = core.prepare(Request("a", PROMPT, SamplingParams(logit_bias=((2, 1.0),)), ONE))
+    prepared = core.prepare(Request("a", PROMPT, ResolvedSampling(logit_bias=((2, 1.0),)), ONE))
     assert prepared.sampling is not None
     assert prepared.bias_row is None

@@ -18,7 +18,7 @@ sys.meta_path.insert(0, NoJax())
 import threading
 from penstock.runtime.loop.core import EngineCore
 from penstock.runtime.scheduling.pacing import Pacer
-from penstock.runtime.requests.request import Request, SamplingParams, StoppingParams
+from penstock.runtime.requests.request import Request, ResolvedSampling, StoppingParams
 from penstock.runtime.scheduling.scheduler import Scheduler, SchedulerConfig
 from tests.support.scheduler.fake_runner import EOS, VOCAB, LazyRunner, Rota, run_alone
 
@@ -30,9 +30,9 @@ core = EngineCore(LazyRunner(config), Scheduler(config), vocab_size=VOCAB, pacer
 core.start()
 stopping = StoppingParams(max_tokens=12, ignore_eos=True)
 requests = [
-    Request("plain", (1, 2, 3), SamplingParams(temperature=0.0), stopping),
-    Request("seeded", (4, 5), SamplingParams(seed=7), stopping),
-    Request("constrained", (6,), SamplingParams(temperature=0.0), stopping, constraint=Rota(5)),
+    Request("plain", (1, 2, 3), ResolvedSampling(temperature=0.0), stopping),
+    Request("seeded", (4, 5), ResolvedSampling(seed=7), stopping),
+    Request("constrained", (6,), ResolvedSampling(temperature=0.0), stopping, constraint=Rota(5)),
 ]
 made, ended = {}, threading.Semaphore(0)
 

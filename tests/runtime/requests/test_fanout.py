@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from penstock.runtime.errors import InvalidRequest
 from penstock.runtime.requests.fanout import MAX_OUTPUTS, output_id, output_seed, outputs_of, request_id_of
-from penstock.runtime.requests.request import CacheParams, Request, SamplingParams
+from penstock.runtime.requests.request import CacheParams, Request, ResolvedSampling
 
 SEEDS = st.integers(0, 2**64 - 1)
 
@@ -37,7 +37,7 @@ def test_seeds_of_one_request_differ(seed: int) -> None:
 
 
 def test_outputs_have_ids_and_seeds_of_their_own() -> None:
-    request = Request("r", (1, 2), SamplingParams(seed=7), logprobs=1, prompt_logprobs=2, priority=3)
+    request = Request("r", (1, 2), ResolvedSampling(seed=7), logprobs=1, prompt_logprobs=2, priority=3)
     outputs = outputs_of(request, 3)
     assert outputs[0] == request
     assert [o.request_id for o in outputs] == ["r", "r\x001", "r\x002"]
@@ -76,11 +76,11 @@ def test_many_outputs_are_checked_once(monkeypatch: pytest.MonkeyPatch) -> None:
     whole vocabulary again took seconds.
     """
     bias = tuple((i, 0.5) for i in range(1000))
-    sampling = SamplingParams(temperature=0.5, seed=7, logit_bias=bias, allowed_token_ids=(1, 2), min_p=0.1)
+    sampling = ResolvedSampling(temperature=0.5, seed=7, logit_bias=bias, allowed_token_ids=(1, 2), min_p=0.1)
     request = Request("r", (1, 2), sampling)
-    checked: list[SamplingParams] = []
+    checked: list[ResolvedSampling] = []
     with monkeypatch.context() as patch:
-        patch.setattr(SamplingParams, "__post_init__", lambda self: checked.append(self))
+        patch.setattr(ResolvedSampling, "__post_init__", lambda self: checked.append(self))
         outputs = outputs_of(request, 128)
     assert not checked
     for i, output in enumerate(outputs):
@@ -93,4 +93,4 @@ def test_many_outputs_are_checked_once(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("seed", [-1, 2**64])
 def test_a_seed_is_checked(seed: int) -> None:
     with pytest.raises(InvalidRequest, match=r"sampling\.seed"):
-        SamplingParams().seeded(seed)
+        ResolvedSampling().seeded(seed)

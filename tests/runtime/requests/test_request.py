@@ -14,9 +14,9 @@ from penstock.runtime.requests.request import (
     MAX_STOP_TOKEN_IDS,
     Finish,
     FinishReason,
-    Output,
     Request,
-    SamplingParams,
+    ResolvedSampling,
+    StepOutput,
     StoppingParams,
 )
 
@@ -41,9 +41,9 @@ def violations(make, **fields) -> list[str]:
 )
 def test_sampling_ranges(field, allowed, refused):
     for value in allowed:
-        assert getattr(SamplingParams(**{field: value}), field) == value
+        assert getattr(ResolvedSampling(**{field: value}), field) == value
     for value in refused:
-        assert violations(SamplingParams, **{field: value}) == [f"sampling.{field}"], value
+        assert violations(ResolvedSampling, **{field: value}) == [f"sampling.{field}"], value
 
 
 @pytest.mark.parametrize(
@@ -87,7 +87,7 @@ def test_request_ranges():
 
 
 def test_every_violation_is_listed_at_once():
-    assert violations(SamplingParams, temperature=-1.0, top_k=-1, top_p=2.0, min_p=2.0, seed=-1) == [
+    assert violations(ResolvedSampling, temperature=-1.0, top_k=-1, top_p=2.0, min_p=2.0, seed=-1) == [
         "sampling.temperature",
         "sampling.top_k",
         "sampling.top_p",
@@ -120,7 +120,7 @@ def test_every_violation_is_listed_at_once():
 
 def test_the_message_names_field_and_value():
     with pytest.raises(InvalidRequest, match=r"sampling\.top_p: must be above 0 and at most 1, not 1\.5"):
-        SamplingParams(top_p=1.5)
+        ResolvedSampling(top_p=1.5)
 
 
 def test_an_invalid_request_without_violations_is_a_bug():
@@ -130,11 +130,11 @@ def test_an_invalid_request_without_violations_is_a_bug():
 
 
 def test_greedy_is_temperature_zero():
-    assert SamplingParams(temperature=0.0).greedy
-    assert not SamplingParams(temperature=1e-9).greedy
+    assert ResolvedSampling(temperature=0.0).greedy
+    assert not ResolvedSampling(temperature=1e-9).greedy
 
 
 def test_an_output_is_the_last_with_a_finish_or_an_error():
-    assert not Output("r", (1,)).last
-    assert Output("r", finish=Finish(FinishReason.EOS, token_id=1)).last
-    assert Output("r", error=RuntimeError("dead")).last
+    assert not StepOutput("r", (1,)).last
+    assert StepOutput("r", finish=Finish(FinishReason.EOS, token_id=1)).last
+    assert StepOutput("r", error=RuntimeError("dead")).last

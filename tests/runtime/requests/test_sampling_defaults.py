@@ -11,7 +11,7 @@ import pytest
 
 from penstock.runtime.config import EngineConfig
 from penstock.runtime.errors import ConfigError
-from penstock.runtime.requests.request import SamplingParams
+from penstock.runtime.requests.request import ResolvedSampling
 from penstock.runtime.requests.sampling_defaults import (
     GenerationDefaults,
     override_defaults,
@@ -35,12 +35,12 @@ def read(folder: Path, file: Any = None, override: dict[str, Any] | None = None)
 def test_without_a_file_they_are_neutral(tmp_path: Path) -> None:
     """Neutral for the sampler too: what a request of the embedding API has that says nothing."""
     assert read(tmp_path) == NEUTRAL
-    assert NEUTRAL.sampling() == SamplingParams()
+    assert NEUTRAL.sampling() == ResolvedSampling()
 
 
 def test_every_value_comes_from_the_file(tmp_path: Path) -> None:
     assert read(tmp_path, ALL) == GenerationDefaults(**ALL)
-    assert GenerationDefaults(**ALL).sampling() == SamplingParams(**ALL)
+    assert GenerationDefaults(**ALL).sampling() == ResolvedSampling(**ALL)
 
 
 def test_null_is_unset(tmp_path: Path) -> None:

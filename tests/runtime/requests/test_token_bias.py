@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.testing import assert_array_equal
 
-from penstock.runtime.requests.request import SamplingParams
+from penstock.runtime.requests.request import ResolvedSampling
 from penstock.runtime.requests.token_bias import bias_row
 
 VOCAB = 20
@@ -17,7 +17,7 @@ TOKENS = st.integers(0, VOCAB - 1)
 BIASES = st.one_of(st.floats(-1e38, 1e38), st.sampled_from([-math.inf, 1e300, -1e300, 3e38, -3e38, 0.0]))
 
 
-def one_by_one(sampling: SamplingParams) -> np.ndarray:
+def one_by_one(sampling: ResolvedSampling) -> np.ndarray:
     """By the definition: what is allowed, plus each bias, bounded; minus what is forbidden."""
     allowed = sampling.allowed_token_ids or range(VOCAB)
     row = np.array([0.0 if i in allowed else -np.inf for i in range(VOCAB)], np.float32)
@@ -35,7 +35,7 @@ def one_by_one(sampling: SamplingParams) -> np.ndarray:
     st.lists(st.lists(TOKENS, min_size=1, max_size=2).map(tuple), max_size=4).map(tuple),
 )
 def test_it_is_what_each_bias_alone_would_make(logit_bias, allowed, words):
-    sampling = SamplingParams(logit_bias=logit_bias, allowed_token_ids=allowed, bad_words=words)
+    sampling = ResolvedSampling(logit_bias=logit_bias, allowed_token_ids=allowed, bad_words=words)
     row = bias_row(sampling, VOCAB)
     assert row.dtype == np.float32
     assert_array_equal(row, one_by_one(sampling))

@@ -10,7 +10,7 @@ import pytest
 
 from penstock.runtime.errors import InvalidRequest
 from penstock.runtime.requests.fanout import output_id, output_seed, outputs_of
-from penstock.runtime.requests.request import CacheParams, Request, SamplingParams, StoppingParams
+from penstock.runtime.requests.request import CacheParams, Request, ResolvedSampling, StoppingParams
 from penstock.runtime.scheduling.plan import PageWrite, Plan, PlanRow, StepResult
 from penstock.runtime.scheduling.scheduler import Scheduler
 from tests.support.scheduler.scheduling import WORD, commit, dispatch, make
@@ -59,7 +59,9 @@ def end(scheduler: Scheduler, *names: str) -> None:
 
 
 def test_outputs_differ_in_id_and_seed_and_know_the_first():
-    request = Request("a", (1, 2), SamplingParams(seed=7), cache=CacheParams(bypass=True), prompt_logprobs=1)
+    request = Request(
+        "a", (1, 2), ResolvedSampling(seed=7), cache=CacheParams(bypass=True), prompt_logprobs=1
+    )
     first, second = outputs_of(request, 2)
     assert first == request
     assert (second.request_id, second.fork_of) == (A1, "a")

@@ -8,7 +8,7 @@ import pytest
 
 from penstock.runtime.errors import NonFiniteLogits
 from penstock.runtime.requests.fanout import outputs_of
-from penstock.runtime.requests.request import Finish, FinishReason, Output, Request, TokenLogprobs
+from penstock.runtime.requests.request import Finish, FinishReason, Request, StepOutput, TokenLogprobs
 from penstock.runtime.scheduling.pacing import LEAST_TOKENS
 from penstock.runtime.scheduling.plan import PageWrite, Plan, PlanRow, StepResult
 from penstock.runtime.scheduling.scheduler import Load, Scheduler
@@ -59,7 +59,7 @@ def test_a_chunk_that_does_not_sample_makes_no_output():
     scheduler = make(max_num_batched_tokens=4)
     add(scheduler, "a", 5)
     assert commit(scheduler, dispatch(scheduler)) == []
-    assert commit(scheduler, dispatch(scheduler)) == [Output("a", (9,))]
+    assert commit(scheduler, dispatch(scheduler)) == [StepOutput("a", (9,))]
 
 
 def test_decodes_come_first_then_prefills_underway_then_arrivals_each_in_order():
@@ -365,7 +365,7 @@ def test_a_row_dispatched_past_the_end_is_dropped():
     (ended, other) = scheduler.commit(plans[0], StepResult([(EOS,), (WORD,)], [(), ()]), 3)
     assert (ended.last, other.last) == (True, False)
     assert scheduler.load().pages_used == 1
-    assert commit(scheduler, plans[1]) == [Output("b", (WORD,))]
+    assert commit(scheduler, plans[1]) == [StepOutput("b", (WORD,))]
 
 
 def test_a_constraint_gets_each_token_once_and_its_completion_ends_the_request():
@@ -374,7 +374,7 @@ def test_a_constraint_gets_each_token_once_and_its_completion_ends_the_request()
     scheduler.add(Request("a", (100, 101), constraint=rota), 1)
     plans = [dispatch(scheduler, max_steps=8) for _ in range(3)]
     assert [plan.num_steps for plan in plans] == [1, 1, 1]
-    assert commit(scheduler, plans[0], 10) == [Output("a", (10,))]
+    assert commit(scheduler, plans[0], 10) == [StepOutput("a", (10,))]
     (ended,) = commit(scheduler, plans[1], 13)
     assert ended.finish == Finish(FinishReason.EOS)
     assert rota.accepted == [10, 13]

@@ -7,9 +7,9 @@ import pytest
 from penstock.runtime.requests.request import (
     Finish,
     FinishReason,
-    Output,
     Request,
     RequestTiming,
+    StepOutput,
     TokenLogprobs,
 )
 from penstock.runtime.scheduling.endings import FINISHED_MEMORY
@@ -21,7 +21,7 @@ SECOND = 10**9
 IDLE = Load(num_running=0, num_waiting=0, waiting_prompt_tokens=0, pages_used=0, pages_total=16)
 
 
-def step(scheduler: Scheduler, token: int = WORD, now_ns: int = 3) -> list[Output]:
+def step(scheduler: Scheduler, token: int = WORD, now_ns: int = 3) -> list[StepOutput]:
     return commit(scheduler, dispatch(scheduler), token, now_ns)
 
 
@@ -121,7 +121,7 @@ def test_a_token_in_flight_survives_a_preemption():
     plan = dispatch(scheduler)
     scheduler.preempt_all()
     assert scheduler.schedule(3) is None  # else it would sample the same position twice
-    assert commit(scheduler, plan, 42) == [Output("a", (42,))]
+    assert commit(scheduler, plan, 42) == [StepOutput("a", (42,))]
     assert dispatch(scheduler).rows[0].token_ids == (100, 101, 102, 42)
 
 

@@ -7,23 +7,23 @@ from typing import Any
 import pytest
 
 from penstock.runtime.errors import ConfigError
-from penstock.runtime.requests.request import Request, SamplingParams, StoppingParams
+from penstock.runtime.requests.request import Request, ResolvedSampling, StoppingParams
 from penstock.runtime.scheduling.scheduler import Scheduler
 from tests.support.scheduler.scheduling import commit, dispatch, make
 
 FEATURES = {
-    "presence": SamplingParams(presence_penalty=1.0),
-    "frequency": SamplingParams(frequency_penalty=-1.0),
-    "repetition": SamplingParams(repetition_penalty=1.1),
-    "bias": SamplingParams(logit_bias=((3, 1.0),)),
-    "allowed ids": SamplingParams(allowed_token_ids=(3, 4)),
-    "a banned word": SamplingParams(bad_words=((3,),)),
+    "presence": ResolvedSampling(presence_penalty=1.0),
+    "frequency": ResolvedSampling(frequency_penalty=-1.0),
+    "repetition": ResolvedSampling(repetition_penalty=1.1),
+    "bias": ResolvedSampling(logit_bias=((3, 1.0),)),
+    "allowed ids": ResolvedSampling(allowed_token_ids=(3, 4)),
+    "a banned word": ResolvedSampling(bad_words=((3,),)),
 }
-PLAIN = SamplingParams()
+PLAIN = ResolvedSampling()
 PENALISED = FEATURES["presence"]
 
 
-def add(scheduler: Scheduler, name: str, sampling: SamplingParams, **about: Any) -> None:
+def add(scheduler: Scheduler, name: str, sampling: ResolvedSampling, **about: Any) -> None:
     stopping = StoppingParams(max_tokens=about.pop("max_tokens", 4), ignore_eos=True)
     scheduler.add(Request(name, (100, 101, 102), sampling, stopping, **about), 1)
 

@@ -18,7 +18,7 @@ from hypothesis import given, note, settings
 from hypothesis import strategies as st
 
 from penstock.runtime.requests.fanout import outputs_of
-from penstock.runtime.requests.request import CacheParams, Request, SamplingParams, StoppingParams
+from penstock.runtime.requests.request import CacheParams, Request, ResolvedSampling, StoppingParams
 from penstock.runtime.scheduling.scheduler import SchedulerConfig
 from tests.support.scheduler.fake_runner import EOS, VOCAB, Rota
 from tests.support.scheduler.traffic import Traffic
@@ -68,7 +68,7 @@ def random_request(rng: random.Random) -> Request:
         stopping=stopping,
         logprobs=rng.choice([None, 0, 2]),
         cache=CacheParams(rng.choice(["", "", "salt"]), rng.random() < 0.1),
-        sampling=SamplingParams(seed=rng.randrange(2**64), presence_penalty=rng.choice([0.0, 0.0, 1.0])),
+        sampling=ResolvedSampling(seed=rng.randrange(2**64), presence_penalty=rng.choice([0.0, 0.0, 1.0])),
         priority=rng.randint(-1, 1),
     )
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from penstock.runtime.requests.request import Finish, FinishReason, Output
+from penstock.runtime.requests.request import Finish, FinishReason, StepOutput
 from penstock.runtime.scheduling.scheduler import Scheduler
 from tests.support.scheduler.scheduling import EOS, OTHER_EOS, STOP_ID, WORD, add, commit, dispatch, make
 
 SECOND = 10**9
 
 
-def step(scheduler: Scheduler, token: int = WORD, now_ns: int = 3) -> list[Output]:
+def step(scheduler: Scheduler, token: int = WORD, now_ns: int = 3) -> list[StepOutput]:
     return commit(scheduler, dispatch(scheduler), token, now_ns)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from penstock.runtime.requests.request import Finish, FinishReason, Output, Request, TokenLogprobs
+from penstock.runtime.requests.request import Finish, FinishReason, Request, StepOutput, TokenLogprobs
 from penstock.runtime.scheduling.plan import Plan, StepResult
 from penstock.runtime.scheduling.scheduler import Scheduler
 from tests.support.scheduler.fake_runner import Rota
@@ -30,7 +30,7 @@ def window(plan: Plan) -> tuple[int, list[tuple[str, int, int]]]:
     return plan.num_steps, [(row.request_id, row.start, row.max_samples) for row in plan.rows]
 
 
-def give(scheduler: Scheduler, plan: Plan, *tokens: tuple[int, ...], now_ns: int = 3) -> list[Output]:
+def give(scheduler: Scheduler, plan: Plan, *tokens: tuple[int, ...], now_ns: int = 3) -> list[StepOutput]:
     outputs = scheduler.commit(plan, StepResult(tokens, [()] * len(tokens)), now_ns)
     scheduler.check()
     return outputs
@@ -43,8 +43,8 @@ def test_a_window_gives_each_row_its_tokens_at_once_and_the_next_one_follows_on(
     assert window(first) == (4, [("a", 3, 4), ("b", 3, 4)])
     assert window(second) == (4, [("a", 7, 4), ("b", 7, 4)])
     assert give(scheduler, first, (1 + WORD,) * 4, (2 + WORD,) * 4) == [
-        Output("a", (1 + WORD,) * 4),
-        Output("b", (2 + WORD,) * 4),
+        StepOutput("a", (1 + WORD,) * 4),
+        StepOutput("b", (2 + WORD,) * 4),
     ]
 
 

@@ -14,7 +14,7 @@ from hypothesis import given, note, settings
 from hypothesis import strategies as st
 
 from penstock.runtime.requests.fanout import outputs_of
-from penstock.runtime.requests.request import CacheParams, Request, SamplingParams, StoppingParams
+from penstock.runtime.requests.request import CacheParams, Request, ResolvedSampling, StoppingParams
 from penstock.runtime.scheduling.plan import Plan, StepResult
 from penstock.runtime.scheduling.planning.admission import Admission
 from penstock.runtime.scheduling.planning.draft import Draft
@@ -102,7 +102,7 @@ def random_outputs(rng: random.Random) -> list[Request]:
     request = Request(
         f"r{rng.getrandbits(64)}",
         prompt,
-        SamplingParams(presence_penalty=rng.choice([0.0, 0.0, 1.0])),
+        ResolvedSampling(presence_penalty=rng.choice([0.0, 0.0, 1.0])),
         stopping=StoppingParams(max_tokens=rng.randint(1, 12), min_tokens=rng.choice([0, 0, 1])),
         cache=CacheParams(rng.choice(["", "", "", "salt"]), rng.random() < 0.1),
         priority=rng.randint(-1, 1),

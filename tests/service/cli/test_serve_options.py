@@ -17,12 +17,12 @@ from penstock.cli.commands import serve
 from penstock.cli.serving import engine_flags, option_values, serve_flags
 from penstock.runtime.config import EngineConfig
 from penstock.runtime.errors import ConfigError
+from penstock.runtime.requests.context import Truncation
 from penstock.service.limits.bounds import Bounds
 from penstock.service.listening.connections import ConnectionOptions
 from penstock.service.listening.listen_options import ListenOptions
 from penstock.service.options import ServerOptions
 from penstock.service.replies.reply_limits import ReplyLimits
-from penstock.service.requests.context import Truncation
 from penstock.service.requests.features import Features
 from tests.service.fake import FakeEngine
 
@@ -156,8 +156,6 @@ def test_every_option_of_the_server_arrives() -> None:
         "--max-connection-idle": "9.5",
         "--max-receive-bytes": "3M",
         "--truncation": "middle",
-        "--tool-call-parser": "pythonic",
-        "--reasoning-parser": "none",
     }
     switches = ("--no-constraints", "--allow-request-templates")
     assert serve_flags.server_options(
@@ -189,8 +187,6 @@ def test_every_option_of_the_server_arrives() -> None:
         ),
         max_receive_bytes=3 * 2**20,
         truncation=Truncation.MIDDLE,
-        tool_call_parser="pythonic",
-        reasoning_parser="none",
         features=Features(constraints=False, request_templates=True),
     )
 
@@ -248,7 +244,7 @@ def test_a_limit_of_replies_is_a_number_of_bytes(name: str) -> None:
 def test_the_same_values_are_checked_when_embedded(name: str) -> None:
     options: dict[str, Any] = {name: "gpt"}
     with pytest.raises(ConfigError, match=f"{name}: must be one of auto, none, "):
-        ServerOptions(**options)
+        EngineConfig(**options)
 
 
 def test_every_option_arrives(tmp_path: Path) -> None:
@@ -277,6 +273,8 @@ def test_every_option_arrives(tmp_path: Path) -> None:
         "--max-logprobs": "4",
         OVERRIDE: '{"temperature": 0.5, "do_sample": true}',
         "--grammar-time-limit": "0.5",
+        "--tool-call-parser": "pythonic",
+        "--reasoning-parser": "none",
         "--compilation-cache": str(tmp_path),
     }
     config = engine_flags.engine_config(parse("demo", *(x for pair in given.items() for x in pair)))
@@ -305,6 +303,8 @@ def test_every_option_arrives(tmp_path: Path) -> None:
         max_logprobs=4,
         generation_config={"temperature": 0.5, "do_sample": True},
         grammar_time_limit_s=0.5,
+        tool_call_parser="pythonic",
+        reasoning_parser="none",
         compilation_cache=tmp_path,
     )
     assert engine_flags.engine_config(parse("demo", "--compilation-cache", "off")).compilation_cache is None

@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 
-from penstock.runtime.requests.request import Finish, FinishReason, Output, StoppingParams
+from penstock.runtime.requests.request import Finish, FinishReason, StepOutput, StoppingParams
 from penstock.runtime.text.assembler import Assembler
 from penstock.service.errors import Busy, ResponseTooLarge
 from penstock.service.replies.readers import RequestReader, StallLog
 from penstock.service.replies.reply_budget import ReplyBudget
 from penstock.service.replies.reply_limits import ReplyLimits
-from penstock.service.replies.streams import Buffer, Switchboard
+from penstock.service.replies.streams import Buffer, ServerSwitchboard
 from penstock.v1 import control_pb2
 from tests.service.codecs import EOS
 from tests.service.h2peer import Peer
@@ -247,7 +247,7 @@ async def test_ids_that_could_not_be_sent_are_refused() -> None:
 async def test_what_waits_to_be_sent_is_not_ended_for_room() -> None:
     """That would free nothing, because its reply is in gRPC. A request that still runs is ended instead."""
     counted, engine = budget(everybody=230), fake()
-    board = Switchboard(asyncio.get_running_loop())
+    board = ServerSwitchboard(asyncio.get_running_loop())
     end = Finish(FinishReason.EOS)
 
     def begun(name: str) -> tuple[RequestReader, Buffer]:
@@ -258,12 +258,12 @@ async def test_what_waits_to_be_sent_is_not_ended_for_room() -> None:
 
     sent = [begun(name) for name in ("a", "b")]
     for reader, buffer in sent:
-        buffer.deliver(Output("", (97,) * 25, finish=end))
+        buffer.deliver(StepOutput("", (97,) * 25, finish=end))
         await reader.take()
         reader.close()
     assert counted.used == 200
     reader, buffer = begun("c")
-    buffer.deliver(Output("", (97,) * 10))
+    buffer.deliver(StepOutput("", (97,) * 10))
     with pytest.raises(Busy):
         await reader.take()
     assert counted.used == 200, "gRPC still has both"

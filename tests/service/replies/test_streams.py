@@ -6,17 +6,17 @@ import asyncio
 
 import pytest
 
-from penstock.runtime.requests.request import Finish, FinishReason, Output, StoppingParams
+from penstock.runtime.generation import switchboard
+from penstock.runtime.requests.request import Finish, FinishReason, StepOutput, StoppingParams
 from penstock.runtime.text.assembler import Assembler
 from penstock.service.errors import StalledReader
-from penstock.service.replies import streams
 from penstock.service.replies.readers import RequestReader, StallLog
 from penstock.service.replies.reply_budget import ReplyBudget
 from penstock.service.replies.reply_limits import ReplyLimits
-from penstock.service.replies.streams import Buffer, Switchboard
+from penstock.service.replies.streams import Buffer, ServerSwitchboard
 from tests.service.rig import CODEC, fake, until
 
-LAST = Output("", (98,), finish=Finish(FinishReason.EOS))
+LAST = StepOutput("", (98,), finish=Finish(FinishReason.EOS))
 
 
 def reader(board, engine, *names, assembler=None, stalls=None, **options):
@@ -40,7 +40,7 @@ async def test_one_wake_up_a_step():
         def call_soon_threadsafe(self, work):
             calls.append(work)
 
-    board = Switchboard(CountingLoop())  # type: ignore[arg-type]
+    board = ServerSwitchboard(CountingLoop())  # type: ignore[arg-type]
     made = [reader(board, fake(), str(i)) for i in range(64)]
     await loop.run_in_executor(None, lambda: [buffer.sink([LAST]) for _, (buffer,) in made])
     assert len(calls) == 1
@@ -52,11 +52,11 @@ async def test_one_wake_up_a_step():
 
 async def test_a_long_step_is_taken_in_by_turns(monkeypatch):
     """Other tasks on the event loop have a turn in between, and nothing is lost or delivered twice."""
-    monkeypatch.setattr(streams, "MAX_TURN_S", 0.0)
-    board = Switchboard(asyncio.get_running_loop())
+    monkeypatch.setattr(switchboard, "MAX_TURN_S", 0.0)
+    board = ServerSwitchboard(asyncio.get_running_loop())
     made = [reader(board, fake(), str(i)) for i in range(8)]
     for _, (buffer,) in made:
-        buffer.sink([Output("", (97,)), LAST])
+        buffer.sink([StepOutput("", (97,)), LAST])
     await asyncio.sleep(0)
     assert sum(buffer.can_take for _, (buffer,) in made) == 1
     made[0][1][0].sink([LAST])  # after its end: dropped
@@ -65,10 +65,10 @@ async def test_a_long_step_is_taken_in_by_turns(monkeypatch):
 
 async def test_outputs_of_a_former_user_of_an_id_do_not_reach_the_next():
     """They were on their way when the first request was cancelled and the second one took the id."""
-    board = Switchboard(asyncio.get_running_loop())
+    board = ServerSwitchboard(asyncio.get_running_loop())
     engine = fake()
     first, (buffer,) = reader(board, engine, "same")
-    buffer.sink([Output("same", (120,))])
+    buffer.sink([StepOutput("same", (120,))])
     first.close()
     second, (buffer,) = reader(board, engine, "same")
     buffer.sink([LAST])
@@ -81,11 +81,11 @@ async def test_a_former_user_of_an_id_does_not_end_the_next():
     Neither a stop string in outputs that are still on their way nor the first one's cancel may end the
     second.
     """
-    board = Switchboard(asyncio.get_running_loop())
+    board = ServerSwitchboard(asyncio.get_running_loop())
     engine = fake()
     first, (buffer,) = reader(board, engine, "same", assembler=Assembler(StoppingParams(stop=("x",)), CODEC))
     second, _ = reader(board, engine, "same")
-    buffer.deliver(Output("same", (120,)))
+    buffer.deliver(StepOutput("same", (120,)))
     first.close()
     assert (engine.told, engine.cancelled) == ([], [])
     second.close()
@@ -101,7 +101,7 @@ async def test_one_cancel_for_all_outputs():
         def cancel(self, *request_ids):
             calls.append(request_ids)
 
-    board = Switchboard(asyncio.get_running_loop())
+    board = ServerSwitchboard(asyncio.get_running_loop())
     one, buffers = reader(board, Engine(), "a", "b", "c")
     buffers[1].deliver(LAST)
     one.close()
@@ -109,9 +109,9 @@ async def test_one_cancel_for_all_outputs():
 
 
 async def test_an_id_cannot_forge_a_line_of_the_log(caplog):
-    board = Switchboard(asyncio.get_running_loop())
+    board = ServerSwitchboard(asyncio.get_running_loop())
     one, (buffer,) = reader(board, fake(), "a\nERROR all is lost", stall_limit_s=0.001)
-    buffer.deliver(Output("a", (98,)))
+    buffer.deliver(StepOutput("a", (98,)))
     await until(lambda: bool(caplog.messages))
     with pytest.raises(StalledReader):
         await one.take()
@@ -119,13 +119,13 @@ async def test_an_id_cannot_forge_a_line_of_the_log(caplog):
 
 
 async def test_stalls_of_many_readers_are_few_lines(caplog):
-    board = Switchboard(asyncio.get_running_loop())
+    board = ServerSwitchboard(asyncio.get_running_loop())
     now = 100.0
     engine, stalls = fake(), StallLog(clock=lambda: now)
     for i in range(50):
         _, buffers = reader(board, engine, f"{i}", f"{i}+", stalls=stalls, stall_limit_s=0.001)
         for buffer in buffers:
-            buffer.deliver(Output("", (98,)))
+            buffer.deliver(StepOutput("", (98,)))
     await until(lambda: len(engine.cancelled) == 100)
     assert len(caplog.messages) == 1
     now += 11
@@ -136,7 +136,7 @@ async def test_stalls_of_many_readers_are_few_lines(caplog):
 
 async def test_a_reader_of_several_that_stalls_after_one_is_given_up():
     """What waits in the second output has waited since before the first was taken, and nothing more comes."""
-    board = Switchboard(asyncio.get_running_loop())
+    board = ServerSwitchboard(asyncio.get_running_loop())
     both, buffers = reader(board, fake(), "a", "b", stall_limit_s=20)
     for buffer in buffers:
         buffer.deliver(LAST)
@@ -155,12 +155,12 @@ async def test_a_reader_of_several_that_stalls_after_one_is_given_up():
 
 
 async def test_a_reader_that_has_taken_all_does_not_stall():
-    board = Switchboard(asyncio.get_running_loop())
+    board = ServerSwitchboard(asyncio.get_running_loop())
     one, (buffer,) = reader(board, fake(), "one", stall_limit_s=0.05)
-    buffer.deliver(Output("", (98,)))
+    buffer.deliver(StepOutput("", (98,)))
     assert (await one.take())[1].text == "b"
     await asyncio.sleep(0.2)
-    buffer.deliver(Output("", (99,), finish=Finish(FinishReason.EOS)))
+    buffer.deliver(StepOutput("", (99,), finish=Finish(FinishReason.EOS)))
     assert (await one.take())[1].text == "c"
 
 
@@ -169,15 +169,15 @@ async def test_outputs_after_the_loops_end_are_dropped():
     because of that.
     """
     loop = asyncio.new_event_loop()
-    board = Switchboard(loop)
+    board = ServerSwitchboard(loop)
     loop.close()
     _, (buffer,) = reader(board, fake(), "late")
-    buffer.sink([Output("late", (98,))])
+    buffer.sink([StepOutput("late", (98,))])
 
 
 async def test_close_after_the_end_cancels_nothing():
     """Its id may belong to another request by then."""
-    board = Switchboard(asyncio.get_running_loop())
+    board = ServerSwitchboard(asyncio.get_running_loop())
     engine = fake()
     one, (buffer,) = reader(board, engine, "one")
     buffer.sink([LAST])

@@ -15,11 +15,11 @@ from penstock.runtime.chat import json_object
 from penstock.runtime.chat.json_object import MAX_JSON_CHARS
 from penstock.runtime.errors import InvalidRequest
 from penstock.runtime.grammar.bad_words import MAX_BAD_WORDS
+from penstock.runtime.requests.context import most_cut_chars, most_cut_tokens
 from penstock.runtime.requests.grammar import MAX_CHOICES
 from penstock.runtime.requests.request import MAX_STOP_STRINGS
 from penstock.service.errors import Busy
 from penstock.service.requests import convert_params
-from penstock.service.requests.context import most_cut_chars, most_cut_tokens
 from penstock.service.requests.convert import to_job
 from penstock.service.requests.convert_chat import MAX_CALLS, MAX_TOOLS, MAX_TURNS
 from penstock.service.requests.convert_params import IDS_AT_ONCE, MAX_VIOLATIONS

@@ -27,7 +27,7 @@ from grpc_reflection.v1alpha import reflection_pb2
 
 from penstock.service.limits.admission import Kind
 from penstock.service.rpcs import sending
-from penstock.service.servicers.generation import Generation
+from penstock.service.servicers.generation import ServedRequest
 from penstock.v1 import control_pb2
 from tests.service.h2peer import (
     DATA,
@@ -67,7 +67,7 @@ def tasks() -> int:
 
 
 def generations() -> int:
-    return sum(isinstance(one, Generation) for one in gc.get_objects())
+    return sum(isinstance(one, ServedRequest) for one in gc.get_objects())
 
 
 @contextlib.asynccontextmanager

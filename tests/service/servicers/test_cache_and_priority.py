@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from penstock.runtime.loop.interface import StepRecord
-from penstock.runtime.requests.request import CacheParams, Finish, FinishReason, Output
+from penstock.runtime.requests.request import CacheParams, Finish, FinishReason, StepOutput
 from penstock.v1 import control_pb2, inference_pb2, types_pb2
 from tests.service.rig import Kept, Rig, collect, failure_of, fake, generate, joined, serving, stream, until
 from tests.support.models.toy import VOCAB, toy_engine, toy_tokens
@@ -204,7 +204,7 @@ async def test_usage_of_a_request_that_ended_without_timing() -> None:
     engine = fake(cached_prompt_tokens=9)
 
     def submit(request: Any, sink: Any, prepared: Any = None) -> None:
-        sink([Output(request.request_id, (98,), finish=Finish(FinishReason.MAX_TOKENS))])
+        sink([StepOutput(request.request_id, (98,), finish=Finish(FinishReason.MAX_TOKENS))])
 
     engine.submit = submit  # type: ignore[method-assign]
     async with serving(engine) as rig:

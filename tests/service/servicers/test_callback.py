@@ -10,13 +10,13 @@ import pytest
 
 from penstock.runtime.engine import Engine
 from penstock.runtime.errors import InvalidRequest, Violation
-from penstock.runtime.requests.request import Request, SamplingParams
+from penstock.runtime.requests.request import Request, ResolvedSampling
 from tests.service.rig import Kept, collect, failure_of, generate, joined, serving, stream, until
 from tests.support.models.toy import toy_config, toy_model, toy_tokens
 
 PROMPT = [4, 8, 15]
 WILD = {"temperature": 50.0, "seed": 3}
-GREEDY = SamplingParams(temperature=0.0)
+GREEDY = ResolvedSampling(temperature=0.0)
 Work = Callable[[Request], Any]
 
 
@@ -41,7 +41,7 @@ async def test_what_it_makes_of_a_request_is_what_is_done(started) -> None:
     """For each output: the first is made greedy, the second may only generate token 7."""
     engine, work = started
 
-    def rewrite(request: Request) -> SamplingParams:
+    def rewrite(request: Request) -> ResolvedSampling:
         if request.request_id == "r":
             return GREEDY
         return dataclasses.replace(request.sampling, allowed_token_ids=(7,))
@@ -71,7 +71,7 @@ async def test_its_errors_end_the_request(started, error, code, reason, last) ->
     """Also if it refuses only the second output; then the first is freed."""
     engine, work = started
 
-    def refuse(request: Request) -> SamplingParams:
+    def refuse(request: Request) -> ResolvedSampling:
         if request.request_id.endswith("\x001") or not last:
             raise error
         return request.sampling

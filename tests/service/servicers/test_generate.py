@@ -14,7 +14,7 @@ import pytest
 from google.protobuf.duration_pb2 import Duration
 
 from penstock.runtime.loop.interface import WeightsVersion
-from penstock.runtime.requests.request import SamplingParams
+from penstock.runtime.requests.request import ResolvedSampling
 from penstock.runtime.requests.sampling_defaults import GenerationDefaults
 from penstock.v1 import inference_pb2, types_pb2
 from tests.service.codecs import EOS
@@ -163,13 +163,13 @@ async def test_unset_sampling_is_the_models_default():
         "temperature": 0.6, "top_k": 20, "top_p": 0.95, "min_p": 0.05, "presence_penalty": 0.5,
         "frequency_penalty": -0.5, "repetition_penalty": 1.2,
     }  # fmt: skip
-    assert await sampling_seen({}, defaults=GenerationDefaults(**values)) == SamplingParams(**values)
+    assert await sampling_seen({}, defaults=GenerationDefaults(**values)) == ResolvedSampling(**values)
 
 
 async def test_zero_is_not_unset():
     defaults = GenerationDefaults(temperature=0.6, top_k=20, top_p=0.95, min_p=0.05, presence_penalty=1)
     asked = {"temperature": 0.0, "top_k": 0, "min_p": 0.0, "seed": 0, "presence_penalty": 0.0}
-    assert await sampling_seen(asked, defaults=defaults) == SamplingParams(
+    assert await sampling_seen(asked, defaults=defaults) == ResolvedSampling(
         temperature=0.0, top_k=0, top_p=0.95, min_p=0.0, seed=0
     )
 
@@ -179,7 +179,7 @@ async def test_sampling_reaches_the_engine():
         "temperature": 0.5, "top_p": 0.25, "top_k": 7, "min_p": 0.125, "seed": 2**64 - 1,
         "presence_penalty": -2.0, "frequency_penalty": 2.0, "repetition_penalty": 1.5,
     }  # fmt: skip
-    assert await sampling_seen(asked) == SamplingParams(**asked)
+    assert await sampling_seen(asked) == ResolvedSampling(**asked)
 
 
 async def test_tokens_that_are_pushed_or_forbidden_reach_the_engine():
@@ -189,7 +189,7 @@ async def test_tokens_that_are_pushed_or_forbidden_reach_the_engine():
         "bad_words": ["ab", "\u00e9", "x"],
         "allowed_token_ids": [7, 256, 7, 0],
     }
-    assert await sampling_seen(asked) == SamplingParams(
+    assert await sampling_seen(asked) == ResolvedSampling(
         logit_bias=((3, 2.0), (4, -math.inf), (99, -0.5)),
         bad_words=((97, 98), (32, 97, 98), (0xC3, 0xA9), (32, 0xC3, 0xA9), (120,), (32, 120)),
         allowed_token_ids=(7, 256, 0),
@@ -198,7 +198,7 @@ async def test_tokens_that_are_pushed_or_forbidden_reach_the_engine():
 
 async def test_neutral_values_are_taken():
     asked = {"presence_penalty": 0.0, "frequency_penalty": 0.0, "repetition_penalty": 1.0, "n": 1}
-    assert await sampling_seen(asked) == SamplingParams()
+    assert await sampling_seen(asked) == ResolvedSampling()
 
 
 # -- stopping --

@@ -10,10 +10,10 @@ from typing import Any
 import grpc
 import pytest
 
+from penstock.runtime.generation.results import merged_timing
 from penstock.runtime.loop.interface import WeightsVersion
 from penstock.runtime.requests.fanout import output_seed
 from penstock.runtime.requests.request import RequestTiming
-from penstock.service.servicers.generation import merged_timing
 from penstock.v1 import inference_pb2, types_pb2
 from tests.service.codecs import EOS
 from tests.service.rig import (

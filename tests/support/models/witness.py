@@ -2,7 +2,7 @@
 
 Written down from the definitions: Hugging Face's logits processors (repetition penalty, bad words, min new
 tokens, temperature, top-k, top-p, min-p) and OpenAI's presence and frequency penalty and logit bias, in the
-order that docs and `SamplingParams` promise. In float64, where the engine computes in float32: where two
+order that docs and `ResolvedSampling` promise. In float64, where the engine computes in float32: where two
 tokens are too close to tell, the witness says so and the comparison ends there.
 """
 
@@ -16,7 +16,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.runtime.requests.request import Request, SamplingParams
+from penstock.runtime.requests.request import Request, ResolvedSampling
 from tests.support.models.table import EOS, VOCAB, Tables
 
 Logits = NDArray[np.float64]
@@ -52,7 +52,7 @@ def shaped_logits(
     return penalised if np.isneginf(logits).all() else logits
 
 
-def _penalised(raw: Logits, sampling: SamplingParams, prompt: Sequence[int], made: Sequence[int]) -> Logits:
+def _penalised(raw: Logits, sampling: ResolvedSampling, prompt: Sequence[int], made: Sequence[int]) -> Logits:
     logits = raw.copy()
     for token in {*prompt, *made}:  # Hugging Face, RepetitionPenaltyLogitsProcessor
         penalty = sampling.repetition_penalty
@@ -62,7 +62,7 @@ def _penalised(raw: Logits, sampling: SamplingParams, prompt: Sequence[int], mad
     return logits
 
 
-def _masked(sampling: SamplingParams, made: Sequence[int], allowed: frozenset[int] | None) -> set[int]:
+def _masked(sampling: ResolvedSampling, made: Sequence[int], allowed: frozenset[int] | None) -> set[int]:
     """What a constraint, and words of several tokens, forbid. Where the words leave nothing, they do not
     count.
     """
@@ -112,7 +112,7 @@ def log_softmax(logits: Logits) -> Logits:
     return result
 
 
-def probabilities(logits: Logits, sampling: SamplingParams, nudge: float = 0.0) -> Logits:
+def probabilities(logits: Logits, sampling: ResolvedSampling, nudge: float = 0.0) -> Logits:
     """Of each next token under Hugging Face's warpers in their order: temperature, top-k, top-p, min-p.
 
     `nudge` moves the thresholds of top-p and min-p, to see whether one is too close to call: upwards for

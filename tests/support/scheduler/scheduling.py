@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from penstock.runtime.requests.request import Output, Request, StoppingParams
+from penstock.runtime.requests.request import Request, StepOutput, StoppingParams
 from penstock.runtime.scheduling.plan import Plan, StepResult
 from penstock.runtime.scheduling.scheduler import Scheduler, SchedulerConfig
 
@@ -50,7 +50,7 @@ def dispatch(
 
 def commit(
     scheduler: Scheduler, plan: Plan, token: int = WORD, now_ns: int = 3, *, audit: bool = True
-) -> list[Output]:
+) -> list[StepOutput]:
     """The same token for every sample of every row."""
     sampled = [(token,) * row.max_samples if row.samples else () for row in plan.rows]
     result = StepResult(sampled, [()] * len(plan.rows))

@@ -9,7 +9,7 @@ import pytest
 
 from penstock.runtime.errors import DuplicateRequestId, ExceedsKVCapacity, PromptTooLong, QueueFull
 from penstock.runtime.requests.fanout import request_id_of
-from penstock.runtime.requests.request import FinishReason, Output, Request, TokenLogprobs
+from penstock.runtime.requests.request import FinishReason, Request, StepOutput, TokenLogprobs
 from penstock.runtime.scheduling.plan import PageCopy, Plan, PlanRow, StepResult
 from penstock.runtime.scheduling.scheduler import Scheduler, SchedulerConfig
 from tests.support.scheduler.fake_runner import FakeRunner, run_alone
@@ -539,7 +539,7 @@ class Traffic:
                 assert row.token_ids is not None
                 assert (index + 1) * pool.page_size <= end
 
-    def check_output(self, output: Output, tracked: Tracked) -> None:
+    def check_output(self, output: StepOutput, tracked: Tracked) -> None:
         late = tracked.deadline_ns is not None and tracked.deadline_ns <= self.now_ns
         if tracked.predictable:
             assert tracked.made == tracked.expected[: len(tracked.made)]

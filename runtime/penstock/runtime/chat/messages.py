@@ -6,6 +6,7 @@ texts, and lists what is wrong with them together with everything else.
 
 from __future__ import annotations
 
+import json
 import secrets
 import string
 from collections.abc import Mapping, Sequence
@@ -43,8 +44,18 @@ class ToolCall:
 
     id: str
     name: str
-    arguments: str
-    """A JSON object as text, as the model wrote it."""
+    arguments_json: str
+    """A JSON object, as the model wrote it."""
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """The arguments, parsed. ValueError where they are no JSON object."""
+        return parse_object(self.arguments_json)
+
+    def result(self, content: Any) -> ChatTurn:
+        """The turn that answers this call: a text as it is, anything else as JSON."""
+        text = content if isinstance(content, str) else json.dumps(content, ensure_ascii=False)
+        return ChatTurn("tool", text, tool_call_id=self.id)
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,7 +202,7 @@ def _check_call(at: str, call: ToolCall) -> list[Violation]:
     if not call.name:
         bad.append(Violation(f"{at}.name", "must not be empty"))
     try:
-        parse_object(call.arguments)
+        parse_object(call.arguments_json)
     except ValueError as error:
         bad.append(Violation(f"{at}.arguments_json", str(error)))
     return bad

@@ -45,7 +45,7 @@ def turn_dicts(turns: tuple[ChatTurn, ...]) -> list[dict[str, Any]]:
                 {
                     "id": call.id,
                     "type": "function",
-                    "function": {"name": call.name, "arguments": json.loads(call.arguments)},
+                    "function": {"name": call.name, "arguments": json.loads(call.arguments_json)},
                 }
                 for call in turn.tool_calls
             ]

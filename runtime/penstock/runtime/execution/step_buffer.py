@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from penstock.runtime.execution.buckets import ProgramKey
 from penstock.runtime.ops.sampler import SamplingRows
 from penstock.runtime.ops.sampling_codes import BIAS, LOGPROBS, PENALTIES, SAMPLING
-from penstock.runtime.requests.request import MAX_STOP_TOKEN_IDS, Request, SamplingParams
+from penstock.runtime.requests.request import MAX_STOP_TOKEN_IDS, Request, ResolvedSampling
 
 HEADER = 2
 FLAGS, NUM_STEPS = range(HEADER)
@@ -71,7 +71,7 @@ def pack_params(request: Request, feature_slot: int = 0) -> Ints:
     """The fields of a row that are constant for a request, int32[PARAM_FIELDS]. If the caller set no seed,
     the engine has drawn one. Without penalties and bias the feature slot is not looked at.
     """
-    sampling: SamplingParams = request.sampling
+    sampling: ResolvedSampling = request.sampling
     seed = sampling.seed or 0
     ints = {
         "features": row_features(request),

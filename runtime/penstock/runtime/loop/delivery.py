@@ -7,7 +7,7 @@ import threading
 from collections.abc import Sequence
 
 from penstock.runtime.loop.interface import Sink
-from penstock.runtime.requests.request import Output
+from penstock.runtime.requests.request import StepOutput
 
 log = logging.getLogger(__name__)
 
@@ -21,7 +21,7 @@ class Delivery:
         """`changed` is a condition over the engine's lock; it is notified when a delivery has ended."""
         self._changed = changed
         self._sinks: dict[str, Sink] = {}
-        self._outbox: list[tuple[Sink, Output]] = []
+        self._outbox: list[tuple[Sink, StepOutput]] = []
         self._delivering = False
 
     @property
@@ -42,7 +42,7 @@ class Delivery:
         """Drops all further outputs of this request."""
         self._sinks.pop(request_id, None)
 
-    def post(self, outputs: Sequence[Output]) -> None:
+    def post(self, outputs: Sequence[StepOutput]) -> None:
         """Posts outputs, except those of detached requests."""
         for output in outputs:
             sinks = self._sinks
@@ -59,19 +59,19 @@ class Delivery:
             self._delivering = True
         self.hand_over(outbox)
 
-    def fail(self, error: Exception) -> list[tuple[Sink, Output]]:
+    def fail(self, error: Exception) -> list[tuple[Sink, StepOutput]]:
         """Returns what is posted, followed by a last output with `error` for every request that had none, for
         `hand_over`. `is_done` stays false until that was called.
         """
         outbox, self._outbox = self._outbox, []
         sinks, self._sinks = self._sinks, {}
         self._delivering = True
-        return outbox + [(sink, Output(request_id, error=error)) for request_id, sink in sinks.items()]
+        return outbox + [(sink, StepOutput(request_id, error=error)) for request_id, sink in sinks.items()]
 
-    def hand_over(self, outbox: Sequence[tuple[Sink, Output]]) -> None:
+    def hand_over(self, outbox: Sequence[tuple[Sink, StepOutput]]) -> None:
         """Hands over these outputs, in one call for each sink; on the engine's thread, without the lock."""
         try:
-            by_sink: dict[int, tuple[Sink, list[Output]]] = {}
+            by_sink: dict[int, tuple[Sink, list[StepOutput]]] = {}
             for sink, output in outbox:
                 by_sink.setdefault(id(sink), (sink, []))[1].append(output)
             for sink, outputs in by_sink.values():

@@ -9,10 +9,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
-from penstock.runtime.requests.request import Output
+from penstock.runtime.requests.request import StepOutput
 from penstock.runtime.scheduling.plan import Plan, StepResult
 
-Sink = Callable[[Sequence[Output]], None]
+Sink = Callable[[Sequence[StepOutput]], None]
 """Takes the outputs of one step for all requests that were submitted with this same object. It is called on
 the engine's thread and must not block."""
 

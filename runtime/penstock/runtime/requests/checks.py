@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Collection
 
 from penstock.runtime.errors import InvalidRequest, Violation
-from penstock.runtime.requests.request import MAX_STOP_TOKEN_IDS, Request, SamplingParams
+from penstock.runtime.requests.request import MAX_STOP_TOKEN_IDS, Request, ResolvedSampling
 
 MAX_BAD_IDS = 100
 """Of ids outside the vocabulary, at most this many are named in an error."""
@@ -17,12 +17,12 @@ def in_vocabulary(ids: Collection[int], vocab_size: int) -> bool:
     return not ids or (min(ids) >= 0 and max(ids) < vocab_size)
 
 
-def knows_tokens(sampling: SamplingParams, vocab_size: int) -> bool:
+def knows_tokens(sampling: ResolvedSampling, vocab_size: int) -> bool:
     """Whether the model has all tokens that `sampling` mentions."""
     return all(in_vocabulary(ids, vocab_size) for _, ids in _tokens_of(sampling))
 
 
-def _tokens_of(sampling: SamplingParams) -> list[tuple[str, Collection[int]]]:
+def _tokens_of(sampling: ResolvedSampling) -> list[tuple[str, Collection[int]]]:
     """Pairs (field, token ids)."""
     return [
         ("sampling.allowed_token_ids", sampling.allowed_token_ids),

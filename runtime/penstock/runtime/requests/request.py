@@ -40,7 +40,7 @@ def _raise_if(violations: list[Violation]) -> None:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SamplingParams:
+class ResolvedSampling:
     """How the next token is drawn from the logits.
 
     The steps, in this order: repetition penalty; frequency and presence penalty; bias; removal of tokens that
@@ -95,7 +95,7 @@ class SamplingParams:
             bad.append(Violation("sampling.bad_words", "must not hold an empty word"))
         _raise_if(bad)
 
-    def seeded(self, seed: int) -> SamplingParams:
+    def seeded(self, seed: int) -> ResolvedSampling:
         """A copy with another seed, from 0 to 2^64 - 1. The other fields are shared, and not checked
         again.
         """
@@ -105,7 +105,7 @@ class SamplingParams:
         object.__setattr__(twin, "seed", seed)
         return twin
 
-    def shares_tokens(self, other: SamplingParams) -> bool:
+    def shares_tokens(self, other: ResolvedSampling) -> bool:
         """Whether both have the very same token fields: `seeded` made one from the other, or both from a
         third.
         """
@@ -162,7 +162,10 @@ class StoppingParams:
                     "stopping.min_tokens", f"{self.min_tokens} is more than max_tokens, {self.max_tokens}"
                 )
             )
-        if len(self.stop) > MAX_STOP_STRINGS:
+        stop: object = self.stop
+        if isinstance(stop, str):
+            bad.append(Violation("stopping.stop", "must be a tuple of strings, not one string"))
+        elif len(self.stop) > MAX_STOP_STRINGS:
             bad.append(
                 Violation("stopping.stop", f"at most {MAX_STOP_STRINGS} strings, not {len(self.stop)}")
             )
@@ -200,7 +203,7 @@ class Request:
 
     request_id: str
     prompt_token_ids: tuple[int, ...]
-    sampling: SamplingParams = field(default_factory=SamplingParams)
+    sampling: ResolvedSampling = field(default_factory=ResolvedSampling)
     stopping: StoppingParams = field(default_factory=StoppingParams)
     _: KW_ONLY
     logprobs: int | None = None
@@ -245,7 +248,7 @@ class PreparedPrompt:
     """The prefix cache's keys of the prompt's full pages."""
     in_vocabulary: bool
     """Whether the model knows every token of the prompt."""
-    sampling: SamplingParams | None = None
+    sampling: ResolvedSampling | None = None
     """The sampling parameters, if the model knows all their tokens; None if it does not, or if that was not
     checked."""
     bias_row: NDArray[np.float32] | None = None
@@ -253,7 +256,7 @@ class PreparedPrompt:
     words: WordTable | None = None
     """The bad words of `sampling` that have several tokens."""
 
-    def covers(self, sampling: SamplingParams) -> bool:
+    def covers(self, sampling: ResolvedSampling) -> bool:
         """Whether what was made of this value's `sampling` can be used for `sampling`."""
         return self.sampling is not None and self.sampling.shares_tokens(sampling)
 
@@ -304,7 +307,7 @@ class RequestTiming:
     cached_prompt_tokens: int = 0
 
 
-class Output(NamedTuple):
+class StepOutput(NamedTuple):
     """What one engine step made for one output of a request. The last one has `finish` or `error`, and
     `timing`.
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.runtime.errors import ConfigError, InvalidRequest
-from penstock.runtime.requests.request import SamplingParams
+from penstock.runtime.requests.request import ResolvedSampling
 
 log = logging.getLogger(__name__)
 
@@ -33,9 +33,9 @@ class GenerationDefaults:
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
 
-    def sampling(self) -> SamplingParams:
+    def sampling(self) -> ResolvedSampling:
         """The sampling of a request that sets no field."""
-        return SamplingParams(**{field: getattr(self, field) for field in FIELDS})
+        return ResolvedSampling(**{field: getattr(self, field) for field in FIELDS})
 
 
 FIELDS = tuple(field.name for field in dataclasses.fields(GenerationDefaults))

@@ -5,14 +5,14 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.runtime.requests.request import SamplingParams
+from penstock.runtime.requests.request import ResolvedSampling
 
 _HUGE = 1e30
 """Above every logit, and so far below float32's largest number that sums of a few such numbers stay finite.
 """
 
 
-def bias_row(sampling: SamplingParams, vocab_size: int) -> NDArray[np.float32]:
+def bias_row(sampling: ResolvedSampling, vocab_size: int) -> NDArray[np.float32]:
     """What is added to each token's logit, float32[V]; -inf where a token is never allowed. All ids must be
     below `vocab_size`.
     """

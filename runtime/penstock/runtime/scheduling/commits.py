@@ -13,7 +13,7 @@ from functools import partial
 from typing import NamedTuple
 
 from penstock.runtime.failing import as_exception
-from penstock.runtime.requests.request import Finish, FinishReason, Output
+from penstock.runtime.requests.request import Finish, FinishReason, StepOutput
 from penstock.runtime.scheduling.endings import Endings
 from penstock.runtime.scheduling.plan import Plan, StepResult
 from penstock.runtime.scheduling.planning.draft import Draft
@@ -23,9 +23,9 @@ from penstock.runtime.scheduling.sequence import Sequence, Status
 _MOST_SAT_OUT = 32
 """Most plans in a row that a sequence is left out of because its mask is not ready."""
 
-# Makes an Output of its fields in their order. Calling Output itself, for every row of every step, would take
-# twice as long.
-_output: Callable[[tuple[object, ...]], Output] = partial(tuple.__new__, Output)
+# Makes a StepOutput of its fields in their order. Calling StepOutput itself, for every row of every step,
+# would take twice as long.
+_output: Callable[[tuple[object, ...]], StepOutput] = partial(tuple.__new__, StepOutput)
 _FINISHED = Status.FINISHED  # a name of its own, because an enum's member is slow to look up
 
 Verdicts = Mapping[int, bool | Exception]
@@ -99,14 +99,14 @@ class Commits:
                     seq.sits_out = min(2**seq.put_offs, _MOST_SAT_OUT)
                     seq.put_offs += 1
 
-    def commit(self, plan: Plan, result: StepResult, now_ns: int, verdicts: Verdicts) -> list[Output]:
+    def commit(self, plan: Plan, result: StepResult, now_ns: int, verdicts: Verdicts) -> list[StepOutput]:
         """Takes in the tokens of a plan. See `Scheduler.commit`."""
         generation, sampling, prompts = self._plans.pop(plan.step_id)
         if prompts:
             _take_prompt_logprobs(prompts, plan, result)
         any_late = now_ns >= self._endings.next_deadline_ns
         errors, publish = result.errors, self._roster.cache.publish
-        outputs: list[Output] = []
+        outputs: list[StepOutput] = []
         for i, (seq, row, sampled, logprobs) in enumerate(
             zip(sampling, plan.rows, result.token_ids, result.logprobs, strict=True)
         ):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from penstock.runtime.requests.request import Finish, FinishReason, Output, TokenLogprobs
+from penstock.runtime.requests.request import Finish, FinishReason, StepOutput, TokenLogprobs
 from penstock.runtime.scheduling.roster import Roster
 from penstock.runtime.scheduling.sequence import Sequence
 from penstock.runtime.scheduling.stopping import NEVER_NS
@@ -37,8 +37,8 @@ class Endings:
         token_ids: tuple[int, ...] = (),
         logprobs: tuple[TokenLogprobs, ...] = (),
         prompt_logprobs: tuple[TokenLogprobs, ...] = (),
-    ) -> Output:
-        """Ends a sequence, by `finish` or `error`, and makes its last Output. Its slot and pages are free
+    ) -> StepOutput:
+        """Ends a sequence, by `finish` or `error`, and makes its last StepOutput. Its slot and pages are free
         when this returns.
         """
         self._roster.remove(seq)
@@ -46,7 +46,7 @@ class Endings:
         self._finished[seq.request_id] = None
         if len(self._finished) > FINISHED_MEMORY:
             del self._finished[next(iter(self._finished))]
-        return Output(
+        return StepOutput(
             request_id=seq.request_id,
             token_ids=token_ids,
             logprobs=logprobs,
@@ -57,7 +57,7 @@ class Endings:
             prompt_logprobs=prompt_logprobs,
         )
 
-    def expire(self, now_ns: int, *, generation: int) -> list[Output]:
+    def expire(self, now_ns: int, *, generation: int) -> list[StepOutput]:
         """Ends the active sequences whose time limit has passed. Costs nothing while no time limit is due."""
         if now_ns < self.next_deadline_ns:
             return []

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 
 from penstock.runtime.errors import DuplicateRequestId, QueueFull
-from penstock.runtime.requests.request import Finish, FinishReason, Output, Request
+from penstock.runtime.requests.request import Finish, FinishReason, Request, StepOutput
 from penstock.runtime.scheduling.commits import NO_VERDICTS, Commits, Verdicts
 from penstock.runtime.scheduling.endings import Endings
 from penstock.runtime.scheduling.pages import FlushedPages
@@ -173,12 +173,12 @@ class Scheduler:
 
     def commit(
         self, plan: Plan, result: StepResult, now_ns: int, verdicts: Verdicts = NO_VERDICTS
-    ) -> list[Output]:
-        """Takes in the tokens of a plan. Returns one Output for each row that sampled and whose sequence is
-        still active. If rows have constraints, `accept` must be called before, with the same arguments.
+    ) -> list[StepOutput]:
+        """Takes in the tokens of a plan. Returns one StepOutput for each row that sampled and whose sequence
+        is still active. If rows have constraints, `accept` must be called before, with the same arguments.
 
-        The token that ends a request (EOS or a stop id) is the last one of its Output; the text layer decides
-        what is shown.
+        The token that ends a request (EOS or a stop id) is the last one of its StepOutput; the text layer
+        decides what is shown.
         """
         return self._commits.commit(plan, result, now_ns, verdicts)
 
@@ -191,9 +191,9 @@ class Scheduler:
         now_ns: int,
         reason: FinishReason = FinishReason.ABORTED,
         stop: str | None = None,
-    ) -> Output | None:
-        """Ends an active output in any state, and returns its last Output; None if no output has exactly this
-        id.
+    ) -> StepOutput | None:
+        """Ends an active output in any state, and returns its last StepOutput; None if no output has exactly
+        this id.
 
         The slot and pages are free when this returns, and tokens still in flight are dropped when they are
         committed. A step that is already dispatched may still write those pages, but the device runs it
@@ -205,7 +205,7 @@ class Scheduler:
         finish = Finish(reason, stop=stop, message=message)
         return self._endings.end(seq, now_ns, generation=self._generation, finish=finish)
 
-    def expire(self, now_ns: int) -> list[Output]:
+    def expire(self, now_ns: int) -> list[StepOutput]:
         """Ends the active requests whose time limit has passed. Costs nothing while no time limit is due."""
         return self._endings.expire(now_ns, generation=self._generation)
 

@@ -14,19 +14,24 @@ from penstock.runtime.chat.parser import ChatParser
 from penstock.runtime.requests.request import (
     Finish,
     FinishReason,
-    Output,
     RequestTiming,
+    StepOutput,
     StoppingParams,
     TokenLogprobs,
 )
 from penstock.runtime.text.codec import TextCodec, TextStream
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Delta:
     """What was added to an output since the delta before. The last delta has `finish` and `timing`."""
 
-    text: str = ""
+    index: int = 0
+    """Of the output, among those of its request."""
+    delta: str = ""
+    """The new text. It may be empty while text is held back because it may still become a stop string or a
+    call of a tool; token ids are never held back.
+    """
     token_ids: tuple[int, ...] = ()
     logprobs: tuple[TokenLogprobs, ...] = ()
     generation: int = 0
@@ -37,9 +42,9 @@ class Delta:
     """Log-probabilities of the prompt's tokens from the second on, with the first tokens, if they were asked
     for."""
     reasoning: str = ""
-    """What the model thought; it is not in `text`."""
+    """What the model thought; it is not in `delta`."""
     tool_calls: tuple[ToolCall, ...] = ()
-    """The calls that became complete; they are not in `text`."""
+    """The calls that became complete; they are not in `delta`."""
 
 
 class Assembler:
@@ -55,6 +60,7 @@ class Assembler:
         stopping: StoppingParams,
         codec: TextCodec | None,
         *,
+        index: int = 0,
         skip_special_tokens: bool = True,
         parser: ChatParser | None = None,
         visible: Set[str] = frozenset(),
@@ -63,6 +69,7 @@ class Assembler:
         of the text, after stop strings were searched in all of it; `visible` are special tokens that it must
         see.
         """
+        self._index = index
         self._parser = parser
         self._stopping = stopping
         self._skip_special = skip_special_tokens
@@ -83,33 +90,36 @@ class Assembler:
         """The finish, once a stop string was found: the caller must end the request in the engine."""
         return self._stop
 
-    def add(self, output: Output) -> Delta:
+    def add(self, output: StepOutput) -> Delta:
         """The delta of one engine output. Raises the output's error."""
         delta = self._add(output)
         if self._parser is None:
             return delta
-        parsed = [self._parser.push(delta.text)]
+        parsed = [self._parser.push(delta.delta)]
         if delta.finish is not None:
             parsed.append(self._parser.flush())
         return dataclasses.replace(
             delta,
-            text="".join(part.text for part in parsed),
+            delta="".join(part.text for part in parsed),
             reasoning="".join(part.reasoning for part in parsed),
             tool_calls=tuple(
                 ToolCall(mint_call_id(), call.name, call.arguments) for part in parsed for call in part.calls
             ),
         )
 
-    def _add(self, output: Output) -> Delta:
+    def _add(self, output: StepOutput) -> Delta:
         if output.error is not None:
             raise output.error.with_traceback(None)  # all requests that it ended share this object
+        ids, logprobs, finish, text = output.token_ids, output.logprobs, output.finish, ""
         if self._stop is not None:  # tokens made before the engine heard of the stop
-            finish = self._stop if output.finish is not None else None
-            return Delta(finish=finish, timing=output.timing, generation=output.generation)
-        ids, logprobs, finish = output.token_ids, output.logprobs, output.finish
+            return Delta(
+                index=self._index,
+                finish=self._stop if finish is not None else None,
+                timing=output.timing,
+                generation=output.generation,
+            )
         if self._drops_last(output):
             ids, logprobs = ids[:-1], logprobs[:-1]
-        text = ""
         if self._text is not None:
             pushed = self._text.push(ids, final=output.last, mute_last_token=self._mutes_last(output))
             text = pushed.text
@@ -117,9 +127,18 @@ class Assembler:
                 self._stop = Finish(FinishReason.STOP, stop=pushed.stop)
                 ids, logprobs = ids[: pushed.num_tokens], logprobs[: pushed.num_tokens]
                 finish = self._stop if finish is not None else None
-        return Delta(text, ids, logprobs, output.generation, finish, output.timing, output.prompt_logprobs)
+        return Delta(
+            index=self._index,
+            delta=text,
+            token_ids=ids,
+            logprobs=logprobs,
+            generation=output.generation,
+            finish=finish,
+            timing=output.timing,
+            prompt_logprobs=output.prompt_logprobs,
+        )
 
-    def _drops_last(self, output: Output) -> bool:
+    def _drops_last(self, output: StepOutput) -> bool:
         """Whether the last token is a stop token id that the caller did not ask to keep."""
         finish = output.finish
         return (
@@ -130,7 +149,7 @@ class Assembler:
             and not self._stopping.include_stop
         )
 
-    def _mutes_last(self, output: Output) -> bool:
+    def _mutes_last(self, output: StepOutput) -> bool:
         """Whether the last token is an end-of-sequence token. It has no text, even if the tokenizer does not
         count it as special.
         """

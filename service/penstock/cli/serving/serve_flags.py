@@ -15,12 +15,12 @@ from penstock.cli.serving.option_values import json_object, options_of, size
 from penstock.cli.serving.reply_flags import add_reply_flags
 from penstock.runtime.chat.parser import REASONING_PARSERS, TOOL_PARSERS
 from penstock.runtime.config import EngineConfig
+from penstock.runtime.requests.context import Truncation
 from penstock.service.limits.bounds import Bounds
 from penstock.service.listening.connections import ConnectionOptions
 from penstock.service.listening.listen_options import ListenOptions
 from penstock.service.options import ServerOptions
 from penstock.service.replies.reply_limits import ReplyLimits
-from penstock.service.requests.context import Truncation
 from penstock.service.requests.features import Features
 
 if TYPE_CHECKING:
@@ -136,13 +136,13 @@ def _add_requests(parser: argparse.ArgumentParser) -> None:
     )
     requests.add_argument(
         "--tool-call-parser",
-        default=_OPTIONS.tool_call_parser,
+        default=_CONFIG.tool_call_parser,
         choices=TOOL_PARSERS,
         help="format of the model's tool calls; auto: detected from its chat template; default: %(default)s",
     )
     requests.add_argument(
         "--reasoning-parser",
-        default=_OPTIONS.reasoning_parser,
+        default=_CONFIG.reasoning_parser,
         choices=REASONING_PARSERS,
         help="format of the model's reasoning; auto: detected from its chat template; default: %(default)s",
     )

@@ -7,11 +7,11 @@ import math
 from collections.abc import Sequence
 
 from penstock.runtime.loop.interface import AbortOutcome, WeightsVersion
+from penstock.runtime.requests.context import Fitted
 from penstock.runtime.requests.request import Finish, FinishReason, RequestTiming, TokenLogprobs
 from penstock.service.replies.pending import Taken
 from penstock.service.replies.wire import field
-from penstock.service.requests.context import Fitted
-from penstock.service.requests.convert import Job
+from penstock.service.requests.convert import ServedJob
 from penstock.v1 import inference_pb2, types_pb2, weights_pb2
 
 CANDIDATES_AT_ONCE = 1000
@@ -72,15 +72,17 @@ def encode_logprobs(values: Sequence[TokenLogprobs], top: int) -> bytes:
     return logprobs(values, top).SerializeToString()
 
 
-def add_delta(message: inference_pb2.Output | inference_pb2.OutputDelta, taken: Taken, job: Job) -> None:
+def add_delta(
+    message: inference_pb2.Output | inference_pb2.OutputDelta, taken: Taken, job: ServedJob
+) -> None:
     """Append what is new, but log-probabilities, which are bytes already: text always (it is empty where none
     was asked for), and ids where they were asked for.
     """
     message.text += taken.text
     message.reasoning += taken.reasoning
     for call in taken.tool_calls:
-        message.tool_calls.add(id=call.id, name=call.name, arguments_json=call.arguments)
-    if job.options.token_ids:
+        message.tool_calls.add(id=call.id, name=call.name, arguments_json=call.arguments_json)
+    if job.return_token_ids:
         message.token_ids.extend(taken.token_ids)
 
 
@@ -125,7 +127,7 @@ def _logprobs_field(
 
 
 async def prompt_info(
-    job: Job, prompt: Fitted, values: Sequence[TokenLogprobs], turns: asyncio.Lock
+    job: ServedJob, prompt: Fitted, values: Sequence[TokenLogprobs], turns: asyncio.Lock
 ) -> list[bytes]:
     """The prompt as the model saw it, serialized. Its first token has no log-probability: NaN, and no
     candidates.
@@ -136,7 +138,7 @@ async def prompt_info(
     ids = prompt.token_ids
     message = types_pb2.PromptInfo(
         token_count=len(ids),
-        token_ids=ids if job.options.echo_prompt_token_ids else (),
+        token_ids=ids if job.echo_prompt_token_ids else (),
         truncated_tokens=prompt.num_truncated,
     )
     encoded = [message.SerializeToString()]

@@ -77,7 +77,7 @@ class _Merged:
     def add(self, delta: Delta, logprobs: bytes, num_bytes: int) -> None:
         self._ids.extend(delta.token_ids)
         self._logprobs += logprobs
-        self._text.write(delta.text)
+        self._text.write(delta.delta)
         self._reasoning.write(delta.reasoning)
         self._calls += delta.tool_calls
         self._prompt_logprobs += delta.prompt_logprobs
@@ -121,14 +121,14 @@ class Pending:
         there, but not in `Taken.num_bytes`: a stream sends them in its first message, and not in a delta.
         """
         if not (
-            delta.token_ids or delta.text or delta.reasoning or delta.tool_calls or delta.finish is not None
+            delta.token_ids or delta.delta or delta.reasoning or delta.tool_calls or delta.finish is not None
         ):
             return 0
         logprobs = self._encode(delta.logprobs) if self._encode is not None and delta.logprobs else b""
-        size = _text_bytes(delta.text) + _text_bytes(delta.reasoning)
+        size = _text_bytes(delta.delta) + _text_bytes(delta.reasoning)
         size += len(logprobs) + _TOKEN_BYTES * len(delta.token_ids)
         for call in delta.tool_calls:
-            size += _CALL_BYTES + sum(map(_text_bytes, (call.id, call.name, call.arguments)))
+            size += _CALL_BYTES + sum(map(_text_bytes, (call.id, call.name, call.arguments_json)))
         if not self._merged or self._ends(self._merged[-1], delta, size):
             self._merged.append(_Merged(delta.generation))
         self._merged[-1].add(delta, logprobs, size)

@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from penstock.runtime.errors import Violation
+from penstock.runtime.generation.jobs import Job
 from penstock.service.errors import Busy, ResponseTooLarge
 from penstock.service.replies.reply_limits import ReplyLimits
-from penstock.service.requests.convert import Job
 
 _FULL = 0.75
 """From this share of the budget on no new request is taken: the rest is for those that run."""

@@ -15,53 +15,26 @@ The outputs of a request have one reader, which `readers` is about.
 from __future__ import annotations
 
 import asyncio
-import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from penstock.runtime.requests.request import Output, PreparedPrompt, Request
+from penstock.runtime.generation.live_output import LiveOutput
+from penstock.runtime.generation.switchboard import Switchboard
+from penstock.runtime.requests.request import PreparedPrompt, Request, StepOutput
 from penstock.runtime.text.assembler import Assembler
 from penstock.service.backend import Backend
 from penstock.service.replies.pending import Encode, Pending, Taken
 
-MAX_TURN_S = 0.001
-"""For so long outputs are taken in before others on the event loop have a turn."""
 
-
-class Switchboard:
-    """Carries outputs from the engine's thread to the buffers on the event loop."""
+class ServerSwitchboard(Switchboard):
+    """The switchboard of a server, which also knows who has which id in the engine."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._loop = loop
-        self._queue: deque[tuple[Buffer, Sequence[Output]]] = deque()
-        self._awake = False
+        super().__init__(loop)
         self.holders: dict[str, Buffer] = {}
         """Request id to the buffer that owns it now. Ids can be used again; this keeps a late cancel of the
         old request from hitting the new one.
         """
-
-    def post(self, buffer: Buffer, outputs: Sequence[Output]) -> None:
-        """On the engine's thread. Appending before the check means that nothing is left behind asleep."""
-        self._queue.append((buffer, outputs))
-        if not self._awake:
-            self._awake = True
-            try:
-                self._loop.call_soon_threadsafe(self._deliver)
-            except RuntimeError:  # the loop is closed: the server has ended and nobody reads
-                self._queue.clear()
-
-    def _deliver(self) -> None:
-        until = time.monotonic() + MAX_TURN_S
-        self._awake = False
-        for _ in range(len(self._queue)):
-            buffer, outputs = self._queue.popleft()
-            for output in outputs:
-                buffer.deliver(output)
-            if self._queue and time.monotonic() > until:
-                self._awake = True
-                self._loop.call_soon(self._deliver)
-                return
 
 
 class Reader(Protocol):
@@ -78,7 +51,7 @@ class Buffer:
     def __init__(
         self,
         engine: Backend,
-        switchboard: Switchboard,
+        switchboard: ServerSwitchboard,
         request_id: str,
         assembler: Assembler,
         reader: Reader,
@@ -93,16 +66,15 @@ class Buffer:
         self._engine = engine
         self._switchboard = switchboard
         self._request_id = request_id
-        self._assembler = assembler
+        self._live = LiveOutput(engine, request_id, assembler, holds_id=self._holds_id)
         self._reader = reader
         self._min_tokens = min_tokens
         self._made = made
         self._pending = Pending(encode)
         self._error: Exception | None = None
-        self._told_stop = False
         self._ended = False
         """The engine has no more for us, or we want no more."""
-        self.sink: Callable[[Sequence[Output]], None] = lambda outputs: switchboard.post(self, outputs)
+        self.sink: Callable[[Sequence[StepOutput]], None] = lambda outputs: switchboard.post(self, outputs)
 
     def submit(self, request: Request, prepared: PreparedPrompt | None = None) -> None:
         """Queue the request in the engine; raises what it refuses."""
@@ -112,12 +84,12 @@ class Buffer:
     def _holds_id(self) -> bool:
         return self._switchboard.holders.get(self._request_id) is self
 
-    def deliver(self, output: Output) -> None:
+    def deliver(self, output: StepOutput) -> None:
         """On the loop: take in one output. An error of this request's making must not reach the others'."""
         if self._ended:
             return
         try:
-            delta = self._assembler.add(output)
+            delta = self._live.add(output)
             self._made(len(delta.token_ids))
             size = self._pending.add(delta)
         except Exception as error:  # noqa: BLE001 -- raised to the reader, whatever it is
@@ -127,12 +99,7 @@ class Buffer:
                 self._engine.cancel(left)
             self._reader.noticed(0)
             return
-        if output.last:
-            self._ended = True
-        elif self._assembler.stop is not None and not self._told_stop:
-            self._told_stop = True
-            if self._holds_id():
-                self._engine.finish(self._request_id, self._assembler.stop)
+        self._ended = output.last
         self._reader.noticed(size)
 
     @property

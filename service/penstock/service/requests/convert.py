@@ -7,24 +7,23 @@ from __future__ import annotations
 import dataclasses
 import uuid
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from penstock.runtime.errors import PromptTooLong, UnknownModel, UnsupportedFeature
+from penstock.runtime.generation.jobs import Job
+from penstock.runtime.generation.prompts import ChatPrompt, Prompt, TextPrompt, TokenPrompt
+from penstock.runtime.requests.context import Truncation, most_cut_tokens
 from penstock.runtime.requests.fanout import MAX_OUTPUTS, SEPARATOR
 from penstock.runtime.requests.grammar import MAX_CHOICES, Grammar, GrammarKind
 from penstock.runtime.requests.request import (
     MAX_REQUEST_ID_CHARS,
     CacheParams,
-    Request,
-    SamplingParams,
-    StoppingParams,
 )
 from penstock.runtime.text.codec import TextCodec
 from penstock.service.access.callers import Caller
 from penstock.service.access.ownership import engine_id
 from penstock.service.backend import Info
-from penstock.service.requests.context import ContextParams, Fitted, Truncation, most_cut_tokens
-from penstock.service.requests.convert_chat import ChatPrompt, chat_prompt
+from penstock.service.requests.convert_chat import chat_prompt
 from penstock.service.requests.convert_params import (
     Violations,
     context_params,
@@ -45,51 +44,13 @@ _WHY_NO_GRAMMARS = dict.fromkeys(
 _WHY_NO_TEMPLATES = {"chat.chat_template": "it was started without --allow-request-templates"}
 
 
-@dataclass(frozen=True, slots=True)
-class TextPrompt:
-    """Text to be tokenized as it is."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServedJob(Job):
+    """A job that one call of Generate or Stream asks for: whose it is, and what is sent back."""
 
-    text: str
-
-
-@dataclass(frozen=True, slots=True)
-class TokenPrompt:
-    """Ids used as they are."""
-
-    token_ids: tuple[int, ...]
-
-
-Prompt = TextPrompt | ChatPrompt | TokenPrompt
-
-
-@dataclass(frozen=True, slots=True)
-class ResponseOptions:
-    """What of the output is sent back, and how."""
-
-    text: bool = True
-    token_ids: bool = True
-    skip_special_tokens: bool = True
+    return_token_ids: bool = True
     echo_prompt_token_ids: bool = False
     min_tokens_per_message: int = 1
-
-
-@dataclass(frozen=True, slots=True)
-class Job:
-    """One validated call of Generate or Stream, before its prompt is tokenized."""
-
-    request_id: str
-    prompt: Prompt
-    sampling: SamplingParams
-    stopping: StoppingParams
-    logprobs: int | None
-    options: ResponseOptions
-    cache: CacheParams = field(default_factory=CacheParams)
-    priority: int = 0
-    n: int = 1
-    prompt_logprobs: int | None = None
-    context: ContextParams = field(default_factory=ContextParams)
-    grammar: Grammar | None = None
-    bad_words: tuple[str, ...] = ()
     owner: str = ""
     """The id of the caller."""
 
@@ -98,23 +59,10 @@ class Job:
         """What the engine calls the request."""
         return engine_id(self.owner, self.request_id)
 
-    def of(self, caller: Caller) -> Job:
+    def of(self, caller: Caller) -> ServedJob:
         """The same as this caller's, with prefixes cached where only those find them who may."""
         cache = dataclasses.replace(self.cache, salt=caller.cache_salt(self.cache.salt))
         return dataclasses.replace(self, owner=caller.id, cache=cache)
-
-    def request(self, prompt: Fitted, sampling: SamplingParams) -> Request:
-        """The engine's request, once the ids of the prompt and of the words are known."""
-        return Request(
-            self.engine_id,
-            prompt.token_ids,
-            sampling,
-            prompt.stopping,
-            logprobs=self.logprobs,
-            cache=self.cache,
-            priority=self.priority,
-            prompt_logprobs=self.prompt_logprobs,
-        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,7 +119,7 @@ class Limits:
         return _WHY_NO_TEMPLATES if self.features.constraints else _WHY_NO_TEMPLATES | _WHY_NO_GRAMMARS
 
 
-def to_job(message: inference_pb2.GenerateRequest | inference_pb2.StreamRequest, limits: Limits) -> Job:
+def to_job(message: inference_pb2.GenerateRequest | inference_pb2.StreamRequest, limits: Limits) -> ServedJob:
     """Check the whole message.
 
     Raises the first that applies of UnknownModel (nothing else can be judged for another model),
@@ -187,7 +135,11 @@ def to_job(message: inference_pb2.GenerateRequest | inference_pb2.StreamRequest,
         bad.add("request_id", f"must have at most {MAX_REQUEST_ID_CHARS} characters, not {len(request_id)}")
     if SEPARATOR in request_id:
         bad.add("request_id", "must not hold the character U+0000")
-    options = _options(message, limits, bad)
+    output = message.output
+    return_text = output.text if output.HasField("text") else limits.has_text
+    return_token_ids = output.token_ids if output.HasField("token_ids") else True
+    skip_special = output.skip_special_tokens if output.HasField("skip_special_tokens") else True
+    per_message = _min_tokens_per_message(message, bad)
     prompt = _prompt(message, limits, bad)
     sampling = sampling_params(message.sampling, limits.info, bad)
     n = num_outputs(message.sampling, limits.max_outputs, bad)
@@ -196,30 +148,34 @@ def to_job(message: inference_pb2.GenerateRequest | inference_pb2.StreamRequest,
     context = context_params(message.context, limits.truncation, bad)
     logprobs = _num_logprobs(message.output, "logprobs", limits, bad)
     prompt_logprobs = _num_logprobs(message.output, "prompt_logprobs", limits, bad)
-    if logprobs is not None and not options.token_ids:
+    if logprobs is not None and not return_token_ids:
         bad.add("output.logprobs", "needs output.token_ids: log-probabilities stand beside token ids")
     cache = bad.build(lambda: CacheParams(message.cache.cache_salt, message.cache.bypass_prefix_cache))
-    if message.stopping.stop and not options.text:
+    if message.stopping.stop and not return_text:
         bad.add("stopping.stop", "needs output.text: stop strings are searched in the text")
     bad.raise_if_any()
     assert prompt is not None
     assert sampling is not None
     assert stopping is not None
     assert cache is not None
-    return Job(
-        request_id,
-        prompt,
-        sampling,
-        stopping,
-        logprobs,
-        options,
-        cache,
-        message.priority,
-        n,
-        prompt_logprobs,
-        context,
-        grammar,
-        tuple(message.sampling.bad_words),
+    return ServedJob(
+        request_id=request_id,
+        prompt=prompt,
+        sampling=sampling,
+        bad_words=tuple(message.sampling.bad_words),
+        stopping=stopping,
+        n=n,
+        logprobs=logprobs,
+        prompt_logprobs=prompt_logprobs,
+        grammar=grammar,
+        context=context,
+        cache=cache,
+        priority=message.priority,
+        return_text=return_text,
+        skip_special_tokens=skip_special,
+        return_token_ids=return_token_ids,
+        echo_prompt_token_ids=output.echo_prompt_token_ids,
+        min_tokens_per_message=per_message,
     )
 
 
@@ -291,19 +247,11 @@ def _grammar(
     return bad.build(makers[kind])
 
 
-def _options(
-    message: inference_pb2.GenerateRequest | inference_pb2.StreamRequest, limits: Limits, bad: Violations
-) -> ResponseOptions:
-    output = message.output
-    per_message = 1
-    if isinstance(message, inference_pb2.StreamRequest) and message.HasField("min_tokens_per_message"):
-        per_message = message.min_tokens_per_message
-        if per_message < 1:
-            bad.add("min_tokens_per_message", "must be at least 1")
-    return ResponseOptions(
-        text=output.text if output.HasField("text") else limits.has_text,
-        token_ids=output.token_ids if output.HasField("token_ids") else True,
-        skip_special_tokens=output.skip_special_tokens if output.HasField("skip_special_tokens") else True,
-        echo_prompt_token_ids=output.echo_prompt_token_ids,
-        min_tokens_per_message=per_message,
-    )
+def _min_tokens_per_message(
+    message: inference_pb2.GenerateRequest | inference_pb2.StreamRequest, bad: Violations
+) -> int:
+    if not isinstance(message, inference_pb2.StreamRequest) or not message.HasField("min_tokens_per_message"):
+        return 1
+    if message.min_tokens_per_message < 1:
+        bad.add("min_tokens_per_message", "must be at least 1")
+    return message.min_tokens_per_message

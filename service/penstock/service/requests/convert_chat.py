@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from penstock.runtime.chat.messages import Chat, ChatTurn, RawTool, ToolCall
 from penstock.runtime.errors import UnsupportedFeature
+from penstock.runtime.generation.prompts import ChatPrompt
 from penstock.runtime.text.codec import TextCodec
 from penstock.service.requests.convert_params import Violations
 from penstock.service.threads.lanes import MESSAGE_BYTES
@@ -18,13 +18,6 @@ MAX_CALLS = 10_000
 """Of all turns of a chat together."""
 _PART_COST = 64
 """What a turn or a tool costs to convert beside its bytes, in bytes."""
-
-
-@dataclass(frozen=True, slots=True)
-class ChatPrompt:
-    """A conversation for the chat template."""
-
-    chat: Chat
 
 
 def message_cost(chat: types_pb2.ChatPrompt) -> int:

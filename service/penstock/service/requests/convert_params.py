@@ -5,21 +5,23 @@ from __future__ import annotations
 import dataclasses
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 from google.protobuf.duration_pb2 import Duration
 
 from penstock.runtime.errors import InvalidRequest, Violation
 from penstock.runtime.grammar.bad_words import check_bad_words
+from penstock.runtime.requests.context import ContextParams, Truncation
 from penstock.runtime.requests.request import (
     MAX_STOP_STRINGS,
     MAX_STOP_TOKEN_IDS,
-    SamplingParams,
+    ResolvedSampling,
     StoppingParams,
 )
+from penstock.runtime.requests.sampling_defaults import FIELDS
+from penstock.runtime.requests.sampling_params import SamplingParams
 from penstock.service.backend import Info
-from penstock.service.requests.context import ContextParams, Truncation
 from penstock.v1 import types_pb2
 
 T = TypeVar("T")
@@ -113,33 +115,25 @@ def _note_unknown(field: str, start: int, ids: Sequence[int], vocab_size: int, b
             bad.add(f"{field}[{start + i}]", f"must be below the vocabulary size {vocab_size}, not {token}")
 
 
-def sampling_params(message: types_pb2.SamplingParams, info: Info, bad: Violations) -> SamplingParams | None:
+def sampling_params(
+    message: types_pb2.SamplingParams, info: Info, bad: Violations
+) -> ResolvedSampling | None:
     """The sampling of a message; unset fields take the model's effective defaults. Returns None, and adds to
     `bad`, if something is wrong. Bad words are checked here and added later by `with_bad_words`.
     """
     vocab = info.vocab_size
     allowed = _allowed_ids(message, vocab, bad)
     biases = _biases(message, vocab, bad)
-    defaults = info.defaults
 
-    def value(name: str) -> float:
+    def value(name: str) -> Any:
         is_set = message.HasField(name)  # type: ignore[arg-type]  # one of its literals
-        given: float = getattr(message if is_set else defaults, name)
-        return given
+        return getattr(message, name) if is_set else None
 
     bad.build(lambda: check_bad_words(message.bad_words))
+    asked = SamplingParams(**{name: value(name) for name in (*FIELDS, "seed")})
     return bad.build(
-        lambda: SamplingParams(
-            temperature=value("temperature"),
-            top_k=int(value("top_k")),
-            top_p=value("top_p"),
-            min_p=value("min_p"),
-            seed=message.seed if message.HasField("seed") else None,
-            presence_penalty=value("presence_penalty"),
-            frequency_penalty=value("frequency_penalty"),
-            repetition_penalty=value("repetition_penalty"),
-            logit_bias=biases,
-            allowed_token_ids=allowed,
+        lambda: dataclasses.replace(
+            asked.resolved(info.defaults), logit_bias=biases, allowed_token_ids=allowed
         )
     )
 
@@ -161,22 +155,6 @@ def _biases(message: types_pb2.SamplingParams, vocab: int, bad: Violations) -> t
     for token in tokens[bisect_left(tokens, vocab) :]:
         bad.add(f"{field}[{token}]", f"must be below the vocabulary size {vocab}")
     return tuple([(token, biases[token]) for token in tokens])
-
-
-def with_bad_words(
-    sampling: SamplingParams, words: tuple[tuple[int, ...], ...], vocab: int
-) -> SamplingParams:
-    """The same without these sequences of tokens; InvalidRequest where every token is forbidden then."""
-    sampling = dataclasses.replace(sampling, bad_words=words)
-    bad = Violations()
-    forbidden = {token for token, bias in sampling.logit_bias if bias == float("-inf")}
-    forbidden |= {word[0] for word in sampling.bad_words if len(word) == 1}
-    if sampling.allowed_token_ids and forbidden.issuperset(sampling.allowed_token_ids):
-        bad.add("sampling.allowed_token_ids", "all of them are forbidden by bad_words or logit_bias")
-    elif len(forbidden) == vocab:
-        bad.add("sampling.logit_bias", "forbids every token")
-    bad.raise_if_any()
-    return sampling
 
 
 def num_outputs(message: types_pb2.SamplingParams, most: int, bad: Violations) -> int:

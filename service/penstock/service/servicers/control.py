@@ -7,12 +7,12 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from penstock.runtime.errors import UnsupportedFeature
+from penstock.runtime.generation.prompts import Prompt, TextPrompt
 from penstock.service.backend import Backend
 from penstock.service.lifecycle.underway import Calls
 from penstock.service.replies import messages
 from penstock.service.replies.reply_budget import ID_BYTES, ReplyBudget
 from penstock.service.replies.reply_limits import ReplyLimits
-from penstock.service.requests.convert import Prompt, TextPrompt
 from penstock.service.requests.convert_chat import chat_prompt, message_cost
 from penstock.service.requests.convert_params import Violations, token_ids
 from penstock.service.requests.features import DEFAULT_FEATURES, Features

@@ -11,22 +11,26 @@ from functools import partial
 from types import TracebackType
 from typing import Self, TypeVar
 
-from penstock.runtime.chat.enforce.forced_calls import call_grammar, thinking_first
-from penstock.runtime.chat.parser import ChatForms
 from penstock.runtime.errors import DuplicateRequestId
+from penstock.runtime.generation.preparing import (
+    PreparedJob,
+    assembler_of,
+    constraints_of,
+    with_bad_words,
+)
+from penstock.runtime.generation.prompts import TokenPrompt
+from penstock.runtime.generation.results import merged_timing
 from penstock.runtime.requests.constraint import TokenConstraint
+from penstock.runtime.requests.context import Fitted, fit
 from penstock.runtime.requests.fanout import outputs_of
-from penstock.runtime.requests.grammar import Grammar, GrammarKind
 from penstock.runtime.requests.request import (
     Finish,
-    Output,
-    PreparedPrompt,
     Request,
     RequestTiming,
-    SamplingParams,
+    ResolvedSampling,
+    StepOutput,
     TokenLogprobs,
 )
-from penstock.runtime.text.assembler import Assembler
 from penstock.service.access.ownership import own_id
 from penstock.service.backend import Backend
 from penstock.service.lifecycle.underway import Calls
@@ -35,12 +39,9 @@ from penstock.service.replies.messages import encode_logprobs
 from penstock.service.replies.pending import Encode, Taken
 from penstock.service.replies.readers import RequestReader, StallLog
 from penstock.service.replies.reply_budget import ReplyBudget
-from penstock.service.replies.streams import Buffer, Switchboard
-from penstock.service.requests.context import Fitted, Truncation, fit
-from penstock.service.requests.convert import Job, TokenPrompt
-from penstock.service.requests.convert_chat import ChatPrompt
-from penstock.service.requests.convert_params import with_bad_words
-from penstock.service.requests.prompts import Encoded, encode_prompt, encode_words
+from penstock.service.replies.streams import Buffer, ServerSwitchboard
+from penstock.service.requests.convert import ServedJob
+from penstock.service.requests.prompts import encode_prompt, encode_words
 from penstock.service.servicers.abort import Arrival, Arrivals
 from penstock.service.telemetry.traces import RequestTrace, Telemetry
 from penstock.service.threads.lanes import Lanes
@@ -59,22 +60,21 @@ class Surroundings:
     """What all generations of a server share."""
 
     engine: Backend
-    switchboard: Switchboard
+    switchboard: ServerSwitchboard
     telemetry: Telemetry
     arrivals: Arrivals
     places: Places
-    forms: ChatForms
     lanes: Lanes
     calls: Calls
     budget: ReplyBudget
     stalls: StallLog
 
 
-class Generation:
+class ServedRequest:
     """A request in the engine, as an async context: whatever happens, leaving it frees slots and pages."""
 
     def __init__(
-        self, job: Job, around: Surroundings, *, min_tokens: int = 1, stall_limit_s: float | None = None
+        self, job: ServedJob, around: Surroundings, *, min_tokens: int = 1, stall_limit_s: float | None = None
     ) -> None:
         """`min_tokens`: what a delta should have; `stall_limit_s`: None where the whole is collected."""
         self.job = job
@@ -106,8 +106,8 @@ class Generation:
                 self._around.arrivals.tokenizing(self.job.engine_id) as arrival,
             ):
                 async with self._around.calls.preparing():
-                    requests, prepared, text = await self._prepare()
-                await self._submit(requests, prepared, text, arrival)
+                    prepared = await self._prepare()
+                await self._submit(prepared, arrival)
             self._placed = self.job.n
             self._meter.began(len(self.prompt.token_ids))
             self.job = _without_load(self.job)
@@ -119,9 +119,7 @@ class Generation:
             raise
         return self
 
-    async def _submit(
-        self, requests: Sequence[Request], prepared: PreparedPrompt, text: str, arrival: Arrival
-    ) -> None:
+    async def _submit(self, prepared: PreparedJob, arrival: Arrival) -> None:
         """Hand the outputs to the engine, or end those that were aborted before.
 
         Between some of them others get their turn. An abort then finds in the engine what has been submitted,
@@ -135,21 +133,25 @@ class Generation:
             stall_limit_s=self._stall_limit_s,
             collects=self._collects,
         )
-        buffers = [self._buffer(request, text, self._reader) async for request in _in_turns(requests)]
+        requests = prepared.requests
+        buffers = [
+            self._buffer(request, index, prepared.text, self._reader)
+            async for index, request in _in_turns(list(enumerate(requests)))
+        ]
         self._reader.reads(buffers)
         async for request, buffer in _in_turns(list(zip(requests, buffers, strict=True))):
             if arrival.finish is None:
-                buffer.submit(request, prepared)
+                buffer.submit(request, prepared.shared)
             else:
                 buffer.deliver(self._never_ran(request.request_id, arrival.finish))
 
-    async def _prepare(self) -> tuple[list[Request], PreparedPrompt, str]:
-        """A request for each output, what all of them share, and a chat's text."""
+    async def _prepare(self) -> PreparedJob:
+        """What `prepare_job` does, on threads where it takes long."""
         started_ns = time.monotonic_ns()
-        job, room = self.job, self._engine.info.max_model_len
-        cuts = job.context.truncation is not Truncation.REJECT
-        encoded = await encode_prompt(self._engine.text, job.prompt, self._lanes, room=room, cuts=cuts)
-        words = await encode_words(self._engine.text, job.bad_words, self._lanes)
+        job, engine, lanes = self.job, self._engine, self._lanes
+        room = engine.info.max_model_len
+        encoded = await encode_prompt(engine.text, job.prompt, lanes, room=room, cuts=job.cuts)
+        words = await encode_words(engine.text, job.bad_words, lanes)
         made = {"gen_ai.usage.input_tokens": len(encoded.token_ids)}
         self._trace.phase("tokenize", started_ns, time.monotonic_ns(), made)
         self.prompt = fit(encoded.token_ids, job.context, job.stopping, room)
@@ -157,78 +159,57 @@ class Generation:
             self._around.budget.check_prompt(len(self.prompt.token_ids), job.prompt_logprobs)
         num_biases = len(job.sampling.logit_bias) + len(job.sampling.allowed_token_ids) + len(words)
         cost = BIAS_COST * num_biases
-        sampling = await self._lanes.convert(
-            partial(with_bad_words, job.sampling, words, self._engine.info.vocab_size), cost
+        sampling = await lanes.convert(
+            partial(with_bad_words, job.sampling, words, engine.info.vocab_size), cost
         )
-        constraints = await self._constraints(encoded)
-        requests = outputs_of(job.request(self.prompt, sampling), job.n, constraints)
+        requests = outputs_of(
+            job.request(self.prompt, sampling), job.n, await self._constraints(encoded.text)
+        )
         cost += TOKEN_COST * len(self.prompt.token_ids)
-        prepared = await self._lanes.convert(partial(self._engine.prepare, requests[0]), cost)
+        shared = await lanes.convert(partial(engine.prepare, requests[0]), cost)
         self._trace.started(len(self.prompt.token_ids))
-        return requests, prepared, encoded.text
+        return PreparedJob(job=job, requests=requests, shared=shared, prompt=self.prompt, text=encoded.text)
 
-    async def _constraints(self, encoded: Encoded) -> Sequence[TokenConstraint]:
+    async def _constraints(self, text: str) -> Sequence[TokenConstraint]:
         """One per output, where there is a grammar; all of it is done in a thread."""
-        prompt = self.job.prompt
-        calls = isinstance(prompt, ChatPrompt) and bool(prompt.chat.required_tools)
-        if self.job.grammar is None and not calls:
+        job, engine = self.job, self._engine
+        if job.grammar is None and not job.requires_call:
             return ()
         started_ns = time.monotonic_ns()
-        constraints = await self._lanes.heavy(partial(self._compile, encoded))
+        constraints = await self._lanes.heavy(
+            lambda: constraints_of(job, text, engine.text, engine.forms, engine.grammars)
+        )
         self._trace.phase("grammar", started_ns, time.monotonic_ns())
         return constraints
 
-    def _compile(self, encoded: Encoded) -> Sequence[TokenConstraint]:
-        grammar, codec = self.job.grammar, self._engine.text
-        if isinstance(self.job.prompt, ChatPrompt) and codec is not None:
-            calls = call_grammar(self._around.forms, self.job.prompt.chat, encoded.text, codec.added_tokens)
-            if calls is not None:
-                grammar = Grammar(GrammarKind.EBNF, calls, "chat.tool_choice")
-            elif grammar is not None:
-                before = thinking_first(self._around.forms, encoded.text, codec.added_tokens)
-                grammar = dataclasses.replace(grammar, before=before)
-        assert grammar is not None, "asked for where there is one"
-        compiler = self._engine.grammars
-        assert compiler is not None, "conversion refuses grammars where there is no tokenizer"
-        return compiler.compile(grammar).constraints(self.job.n, grammar.field)
-
-    def _buffer(self, request: Request, text: str, reader: RequestReader) -> Buffer:
-        job = self.job
-        parser, visible = None, frozenset[str]()
-        if isinstance(job.prompt, ChatPrompt) and job.options.text:
-            parser = self._around.forms.parser(job.prompt.chat, text)
-            visible = self._around.forms.markers(job.prompt.chat)
-        assembler = Assembler(
-            request.stopping,
-            self._engine.text if job.options.text else None,
-            skip_special_tokens=job.options.skip_special_tokens,
-            parser=parser,
-            visible=visible,
-        )
+    def _buffer(self, request: Request, index: int, text: str, reader: RequestReader) -> Buffer:
+        engine = self._engine
         return Buffer(
-            self._engine,
+            engine,
             self._around.switchboard,
             request.request_id,
-            assembler,
+            assembler_of(self.job, request, index, text, engine.text, engine.forms),
             reader,
             encode=self._encode,
             min_tokens=self._min_tokens,
             made=self._meter.made,
         )
 
-    def _never_ran(self, request_id: str, finish: Finish) -> Output:
+    def _never_ran(self, request_id: str, finish: Finish) -> StepOutput:
         """What the engine says of a request that ends while it waits."""
         now_ns = time.monotonic_ns()
         timing = RequestTiming(
             arrived_ns=now_ns, scheduled_ns=0, first_token_ns=0, finished_ns=now_ns, preemptions=0
         )
-        return Output(request_id, finish=finish, timing=timing, generation=self._engine.weights.generation)
+        return StepOutput(
+            request_id, finish=finish, timing=timing, generation=self._engine.weights.generation
+        )
 
     @property
     def _encode(self) -> Encode | None:
         """How log-probabilities are sent, if they are."""
         top = self.job.logprobs
-        if top is None or not self.job.options.token_ids:
+        if top is None or not self.job.return_token_ids:
             return None
         return partial(encode_logprobs, top=top)
 
@@ -295,26 +276,8 @@ async def _in_turns(items: Sequence[T]) -> AsyncIterator[T]:
         yield item
 
 
-def _without_load(job: Job) -> Job:
+def _without_load(job: ServedJob) -> ServedJob:
     """What is still asked of a job once its requests are made."""
     return dataclasses.replace(
-        job, prompt=TokenPrompt(()), sampling=SamplingParams(), grammar=None, bad_words=()
-    )
-
-
-def merged_timing(times: Sequence[RequestTiming]) -> RequestTiming | None:
-    """One timing for all outputs: the earliest first token, the latest end, the sum of preemptions. Cached
-    tokens are those of the output that was scheduled first, because it computed what the others found.
-    """
-    if not times:
-        return None
-    scheduled = [t for t in times if t.scheduled_ns]
-    first = min(scheduled, key=lambda t: (t.scheduled_ns, t.cached_prompt_tokens), default=times[0])
-    return RequestTiming(
-        arrived_ns=min(t.arrived_ns for t in times),
-        scheduled_ns=first.scheduled_ns,
-        first_token_ns=min((t.first_token_ns for t in times if t.first_token_ns), default=0),
-        finished_ns=max(t.finished_ns for t in times),
-        preemptions=sum(t.preemptions for t in times),
-        cached_prompt_tokens=first.cached_prompt_tokens,
+        job, prompt=TokenPrompt(()), sampling=ResolvedSampling(), grammar=None, bad_words=()
     )

@@ -8,9 +8,9 @@ from collections.abc import AsyncIterator
 from functools import partial
 from typing import TYPE_CHECKING
 
-from penstock.runtime.chat.parser import ChatForms
 from penstock.runtime.errors import UnsupportedFeature
 from penstock.runtime.loop.interface import WeightsVersion
+from penstock.runtime.requests.context import Truncation
 from penstock.runtime.requests.fanout import MAX_OUTPUTS
 from penstock.service.access.callers import CURRENT_CALLER
 from penstock.service.backend import Backend
@@ -21,15 +21,14 @@ from penstock.service.replies.pending import Taken
 from penstock.service.replies.readers import StallLog
 from penstock.service.replies.reply_budget import ReplyBudget
 from penstock.service.replies.reply_limits import ReplyLimits
-from penstock.service.replies.streams import Switchboard
-from penstock.service.requests.context import Truncation
-from penstock.service.requests.convert import Job, Limits, to_job
+from penstock.service.replies.streams import ServerSwitchboard
+from penstock.service.requests.convert import Limits, ServedJob, to_job
 from penstock.service.requests.convert_chat import message_cost
 from penstock.service.requests.features import DEFAULT_FEATURES, Features
 from penstock.service.requests.support import check_supported
 from penstock.service.servicers.abort import Arrivals, to_target
 from penstock.service.servicers.ending import end_requests
-from penstock.service.servicers.generation import Generation, Surroundings
+from penstock.service.servicers.generation import ServedRequest, Surroundings
 from penstock.service.telemetry.traces import Telemetry
 from penstock.service.threads.lanes import MESSAGE_BYTES, Lanes
 from penstock.service.usage.meter import current_meter
@@ -64,10 +63,9 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
     def __init__(
         self,
         engine: Backend,
-        switchboard: Switchboard,
+        switchboard: ServerSwitchboard,
         stalls: StallLog,
         telemetry: Telemetry,
-        forms: ChatForms,
         lanes: Lanes,
         calls: Calls,
         *,
@@ -91,14 +89,15 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             telemetry,
             self._arrivals,
             Places(engine),
-            forms,
             lanes,
             calls,
             self._budget,
             stalls,
         )
 
-    async def _to_job(self, request: inference_pb2.GenerateRequest | inference_pb2.StreamRequest) -> Job:
+    async def _to_job(
+        self, request: inference_pb2.GenerateRequest | inference_pb2.StreamRequest
+    ) -> ServedJob:
         async with self._calls.preparing():
             work = partial(to_job, request, self._limits)
             return await self._lanes.convert(work, message_cost(request.chat))
@@ -116,7 +115,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         outputs = [inference_pb2.Output(index=index) for index in range(job.n)]
         logprobs: list[list[bytes]] = [[] for _ in outputs]
         num_tokens = [0] * job.n
-        async with Generation(job, self._around, min_tokens=sys.maxsize) as generation:
+        async with ServedRequest(job, self._around, min_tokens=sys.maxsize) as generation:
             job = generation.job
             while not generation.is_done:
                 index, taken = await generation.take()
@@ -148,8 +147,8 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         """started; per output delta*, finished; summary. What may be large is serialized."""
         job = (await self._to_job(request)).of(CURRENT_CALLER.get())
         del request  # as above
-        per_message = job.options.min_tokens_per_message
-        async with Generation(
+        per_message = job.min_tokens_per_message
+        async with ServedRequest(
             job, self._around, min_tokens=per_message, stall_limit_s=self._stall_limit_s
         ) as generation:
             job = generation.job
@@ -190,7 +189,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             await current_meter().answered()
             yield inference_pb2.StreamResponse(summary=summary)
 
-    def _usage(self, generation: Generation) -> types_pb2.Usage:
+    def _usage(self, generation: ServedRequest) -> types_pb2.Usage:
         return messages.usage(
             len(generation.prompt.token_ids), generation.num_completion_tokens, generation.timing
         )

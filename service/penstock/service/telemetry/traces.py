@@ -25,10 +25,10 @@ from opentelemetry.trace import Span, SpanKind, Status, StatusCode
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 from opentelemetry.util.types import AttributeValue
 
+from penstock.runtime.generation.jobs import Job
+from penstock.runtime.generation.prompts import ChatPrompt
 from penstock.runtime.requests.request import Finish, RequestTiming
 from penstock.service.limits.admission import PACKAGE
-from penstock.service.requests.convert import Job
-from penstock.service.requests.convert_chat import ChatPrompt
 
 CURRENT_RPC: ContextVar[Span] = ContextVar("penstock_rpc_span", default=trace.INVALID_SPAN)
 PROVIDER = "penstock"

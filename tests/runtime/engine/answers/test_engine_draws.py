@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from penstock.runtime import Engine, SamplingParams, StoppingParams
-from penstock.runtime.requests.request import Request
+from penstock.runtime import Engine, StoppingParams
+from penstock.runtime.requests.request import Request, ResolvedSampling
 from tests.support.batch import answers
 from tests.support.mix import Turns
 from tests.support.models.table import VOCAB, Tables, table_engine
@@ -45,7 +45,7 @@ def engine(request: pytest.FixtureRequest) -> Iterator[Engine]:
 def requests(sampling: dict[str, Any], num: int, length: int, **more: Any) -> list[Request]:
     stopping = StoppingParams(max_tokens=length, ignore_eos=True)
     return [
-        Request(f"r{seed}", PROMPT, SamplingParams(**sampling, seed=seed), stopping, **more)
+        Request(f"r{seed}", PROMPT, ResolvedSampling(**sampling, seed=seed), stopping, **more)
         for seed in range(num)
     ]
 

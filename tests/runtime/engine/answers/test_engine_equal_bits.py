@@ -16,11 +16,11 @@ import pytest
 from safetensors.numpy import load_file
 
 from bench.checkpoint import Shape, write_checkpoint
-from penstock.runtime import Engine, EngineConfig, SamplingParams, StoppingParams
+from penstock.runtime import Engine, EngineConfig, StoppingParams
 from penstock.runtime.errors import NonFiniteLogits
 from penstock.runtime.loop.interface import StepRecord
 from penstock.runtime.ops.native import library
-from penstock.runtime.requests.request import Request
+from penstock.runtime.requests.request import Request, ResolvedSampling
 from tests.support.batch import Answer, answer, answers
 from tests.support.chunks import set_chunk
 from tests.support.models.toy import TEST_CACHE
@@ -120,11 +120,11 @@ def requests() -> list[Request]:
 
     def request(i: int) -> Request:
         own = tuple(rng.integers(0, 400, 300 if i == 0 else rng.integers(2, 28)).tolist())
-        seeded = SamplingParams(temperature=1.0, top_p=0.9, seed=i)
+        seeded = ResolvedSampling(temperature=1.0, top_p=0.9, seed=i)
         return Request(
             f"r{i}",
             (shared if i % 6 == 1 else ()) + own,
-            seeded if i % 2 else SamplingParams(temperature=0.0),
+            seeded if i % 2 else ResolvedSampling(temperature=0.0),
             StoppingParams(max_tokens=4 if i == 0 else 28, ignore_eos=True),
             logprobs=i % 4,
             prompt_logprobs=2 if i % 5 == 0 else None,

@@ -7,15 +7,15 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 
-from penstock.runtime import Engine
+from penstock.runtime import Engine, SamplingParams
 from penstock.runtime.loop.interface import StepRecord
 from penstock.runtime.requests.fanout import outputs_of
-from penstock.runtime.requests.request import CacheParams, Request, SamplingParams
+from penstock.runtime.requests.request import CacheParams, Request, ResolvedSampling
 from tests.support.collector import GREEDY, Collector, at_gate, long
 from tests.support.models.toy import VOCAB, toy_engine, toy_tokens
 
 N, NUM_TOKENS = 4, 30
-DRAWN = SamplingParams(temperature=2.5, seed=5)
+DRAWN = ResolvedSampling(temperature=2.5, seed=5)
 """The toy's favourite is drawn about every other time."""
 
 
@@ -41,7 +41,7 @@ def alone() -> Iterator[Engine]:
     engine.shutdown()
 
 
-def asked(num_prompt: int, sampling: SamplingParams = DRAWN, bypass: bool = False) -> list[Request]:
+def asked(num_prompt: int, sampling: ResolvedSampling = DRAWN, bypass: bool = False) -> list[Request]:
     """Outputs of a prompt that no other test's begins like."""
     prompt = tuple(token % VOCAB for token in range(num_prompt, 2 * num_prompt))
     request = Request("r", prompt, sampling, long(NUM_TOKENS), cache=CacheParams(bypass=bypass))
@@ -67,7 +67,13 @@ def test_outputs_are_those_of_separate_requests_with_their_seeds(
     sink = run(engine, outputs)
     tokens = [sink.tokens(output.request_id) for output in outputs]
     assert tokens == [
-        list(alone.generate(o.prompt_token_ids, sampling=o.sampling, stopping=o.stopping).token_ids)
+        list(
+            alone.generate(
+                o.prompt_token_ids,
+                sampling=SamplingParams(temperature=DRAWN.temperature, seed=o.sampling.seed),
+                stopping=o.stopping,
+            ).token_ids
+        )
         for o in outputs
     ]
     assert all(a != b for a, b in itertools.combinations(tokens, 2))

@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 
-from penstock.runtime import Engine, SamplingParams, StoppingParams
+from penstock.runtime import Engine, StoppingParams
 from penstock.runtime.errors import DuplicateRequestId
 from penstock.runtime.grammar.bad_words import BadWords
 from penstock.runtime.loop.interface import AbortOutcome, StepRecord
 from penstock.runtime.requests.fanout import output_id, output_seed, outputs_of, request_id_of
-from penstock.runtime.requests.request import CacheParams, FinishReason, Output, Request
+from penstock.runtime.requests.request import CacheParams, FinishReason, Request, ResolvedSampling, StepOutput
 from tests.support.batch import answer, answers
 from tests.support.collector import Collector
 from tests.support.mix import Turns
@@ -66,7 +66,7 @@ def ask(num_prompt: int, max_tokens: int, name: str = "r", seed: int | None = 12
     return Request(
         name,
         tuple((3 * i + 1) % VOCAB for i in range(num_prompt)),
-        SamplingParams(temperature=2.0, seed=seed),
+        ResolvedSampling(temperature=2.0, seed=seed),
         StoppingParams(max_tokens=max_tokens, ignore_eos=True),
     )
 
@@ -179,7 +179,7 @@ class Hold:
         self._request_ids = set(request_ids)
         self._reached, self._opened = threading.Event(), threading.Event()
 
-    def __call__(self, outputs: Sequence[Output]) -> None:
+    def __call__(self, outputs: Sequence[StepOutput]) -> None:
         self.sink(outputs)
         if not self._reached.is_set() and self._request_ids <= self.sink.outputs.keys():
             self._reached.set()
@@ -275,7 +275,7 @@ def test_each_output_has_its_own_constraint(engine: Engine) -> None:
 
 def test_outputs_share_one_table_of_bad_words(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """It holds a thousand words and a mask as long as the vocabulary; what was generated is each output's."""
-    sampling = SamplingParams(seed=1, bad_words=((1, 2), (3,), (4, 5, 6)))
+    sampling = ResolvedSampling(seed=1, bad_words=((1, 2), (3,), (4, 5, 6)))
     requests = outputs_of(dataclasses.replace(ask(3, 2), sampling=sampling), 3)
     prepared = engine.prepare(requests[0])
     submitted: list[Request] = []

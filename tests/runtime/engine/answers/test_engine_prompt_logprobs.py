@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from penstock.runtime import Engine, EngineConfig, SamplingParams, StoppingParams
+from penstock.runtime import Engine, EngineConfig, StoppingParams
 from penstock.runtime.loop.interface import InFlightPolicy, WeightsVersion
-from penstock.runtime.requests.request import Output, Request, TokenLogprobs
+from penstock.runtime.requests.request import Request, ResolvedSampling, StepOutput, TokenLogprobs
 from tests.support.batch import Answer, answer, answers
 from tests.support.chunks import set_chunk
 from tests.support.collector import Collector, at_gate
@@ -38,7 +38,7 @@ CONFIG = EngineConfig(
     compilation_cache=TEST_CACHE,
     show_progress=False,
 )
-GREEDY = SamplingParams(temperature=0.0)
+GREEDY = ResolvedSampling(temperature=0.0)
 NUM_TOP = 8
 Case = dict[str, Any]
 
@@ -201,9 +201,9 @@ def test_a_prompt_that_new_weights_compute_again_is_told_by_them_alone() -> None
     engine = table_engine(old, max_prefill_chunk=3)
     sink = Collector()
     updates: list[Future[WeightsVersion]] = []
-    held: list[Output] = []
+    held: list[StepOutput] = []
 
-    def other(outputs: Sequence[Output]) -> None:
+    def other(outputs: Sequence[StepOutput]) -> None:
         held.extend(outputs)
         if len(held) == 4:
             updates.append(

@@ -6,7 +6,8 @@ from __future__ import annotations
 
 import pytest
 
-from penstock.runtime.requests.request import FinishReason, Request, SamplingParams, StoppingParams
+from penstock.runtime.requests.request import FinishReason, Request, StoppingParams
+from penstock.runtime.requests.sampling_params import SamplingParams
 from tests.support.collector import GREEDY, Collector
 from tests.support.models.toy import EOS, VOCAB, toy_engine, toy_tokens
 
@@ -67,6 +68,7 @@ def test_seeded_samples_and_banned_stops_are_the_same_in_windows() -> None:
     assert [g.finish for g in one] == [g.finish for g in eight]
     for generation in eight:
         assert EOS not in generation.token_ids[:13]
+        assert generation.logprobs is not None
         assert len(generation.logprobs) == len(generation.token_ids) >= 13
     reasons = {g.finish.reason for g in eight}
     assert reasons <= {FinishReason.EOS, FinishReason.MAX_TOKENS}

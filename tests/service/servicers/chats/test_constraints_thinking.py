@@ -119,7 +119,7 @@ async def test_no_thinking_where_nobody_takes_it_out():
     are no chat.
     """
     constraint = {"regex": "[m-p]{3}"}
-    async with serving(engine("so</think>mno", OPENED), reasoning_parser="none") as rig:
+    async with serving(engine("so</think>mno", OPENED, reasoning_parser="none")) as rig:
         (output,) = await both(rig, OPENED, constraint=constraint)
         assert said(output) == ("mom", "")  # nothing above "s" is allowed; "o" is
     async with serving(engine("so</think>mno", "a")) as rig:

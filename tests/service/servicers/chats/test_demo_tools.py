@@ -11,6 +11,7 @@ from typing import Any
 import jsonschema
 import pytest
 
+from penstock.runtime.chat.parser import choose_forms
 from penstock.runtime.config import EngineConfig
 from penstock.runtime.engine import Engine
 from penstock.service.requests.features import Features
@@ -131,7 +132,9 @@ def is_arguments(text: str) -> bool:
 
 
 @pytest.mark.parametrize("kind", CONSTRAINTS)
-async def test_a_constraint_is_for_the_answer_of_a_model_that_thinks(engine: Any, kind: str) -> None:
+async def test_a_constraint_is_for_the_answer_of_a_model_that_thinks(
+    engine: Any, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """At a temperature at which the model thinks anything, and with a bias towards the end: every answer
     matches, whatever was thought. (The demo model's own template shows no reasoning, so the parser is chosen
     by option.)
@@ -139,7 +142,8 @@ async def test_a_constraint_is_for_the_answer_of_a_model_that_thinks(engine: Any
     constraint, matches = CONSTRAINTS[kind]
     end_think = engine.text.added_tokens["</think>"]
     ended = thought = 0
-    async with serving(engine, reasoning_parser="think", features=Features(request_templates=True)) as rig:
+    monkeypatch.setattr(engine, "forms", choose_forms("", reasoning="think"))
+    async with serving(engine, features=Features(request_templates=True)) as rig:
         asked = types_pb2.ChatPrompt(messages=[ASK], chat_template=THINKING_TEMPLATE)
         sampling = {"temperature": 1.5, "seed": 5, "n": 4, "logit_bias": {end_think: 10.0}}
         for output in await both(rig, chat=asked, sampling=sampling, constraint=constraint):

@@ -247,7 +247,7 @@ async def test_an_abort_hands_out_what_was_held():
     assert said(output) == ("see <tool_call>{", "", [])
 
 
-# -- by option of the server --
+# -- by option --
 
 
 async def test_parsers_by_option():
@@ -260,10 +260,12 @@ async def test_parsers_by_option():
         ({"reasoning_parser": "think", "tool_call_parser": "pythonic"}, ("", "hm", [("get", '{"a": 1}')])),
     )
     for options, expected in cases:
-        async with serving(fake(codec=plain, max_model_len=500, scripts={"hi": ids(text)}), **options) as rig:
+        engine = fake(codec=plain, max_model_len=500, scripts={"hi": ids(text)}, **options)
+        async with serving(engine) as rig:
             (output,) = await both(rig)
             assert said(output) == expected
-    async with serving(qwen(f"{THOUGHT}{CALLS}"), tool_call_parser="none", reasoning_parser="none") as rig:
+    engine = qwen(f"{THOUGHT}{CALLS}", tool_call_parser="none", reasoning_parser="none")
+    async with serving(engine) as rig:
         (output,) = await both(rig, output={"skip_special_tokens": False})
         assert said(output) == (f"{THOUGHT}{CALLS}<|end|>", "", [])
         failure = await failure_of(rig.inference.Generate(generate(chat=chat(tool_choice="required"))))

@@ -50,6 +50,18 @@ class ContextParams:
     cap_max_tokens: bool = False
     """Shorten generation before the prompt: then 1 token is room enough, unless reserved."""
 
+    def __post_init__(self) -> None:
+        """Takes a `Truncation` also by its value, such as "left". InvalidRequest for what is none."""
+        try:
+            object.__setattr__(self, "truncation", Truncation(self.truncation))
+        except ValueError:
+            names = ", ".join(member.value for member in Truncation)
+            described = f"must be one of {names}, not {self.truncation!r}"
+            raise InvalidRequest([Violation("context.truncation", described)]) from None
+        if self.reserve_tokens is not None and self.reserve_tokens < 0:
+            described = f"must be at least 0, not {self.reserve_tokens}"
+            raise InvalidRequest([Violation("context.reserve_tokens", described)])
+
 
 @dataclass(frozen=True, slots=True)
 class Fitted:

@@ -1,0 +1,109 @@
+"""Turns and tools from mappings, in which most conversations and tool definitions are written down: with the
+names of the fields here, or in the form of the OpenAI API, {"type": "function", "function": {...}}.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
+
+from penstock.runtime.chat.messages import ChatTurn, Tool, ToolCall
+from penstock.runtime.errors import InvalidRequest, Violation
+
+T = TypeVar("T", ChatTurn, Tool)
+
+
+def turns_of(messages: Sequence[ChatTurn | Mapping[str, Any]]) -> list[ChatTurn]:
+    """The turns of a conversation. InvalidRequest, naming each, for mappings that are none."""
+    return _all(messages, ChatTurn, _turn, "chat.messages")
+
+
+def tools_of(tools: Sequence[Tool | Mapping[str, Any]]) -> list[Tool]:
+    """The tools of a conversation. InvalidRequest, naming each, for mappings that are none."""
+    return _all(tools, Tool, _tool, "chat.tools")
+
+
+def _all(
+    values: Sequence[T | Mapping[str, Any]], kind: type[T], make: Callable[[Mapping[str, Any]], T], where: str
+) -> list[T]:
+    if isinstance(values, (str, Mapping)):
+        raise InvalidRequest([Violation(where, f"must be a sequence, not {type(values).__name__}")])
+    made: list[T] = []
+    bad: list[Violation] = []
+    for i, value in enumerate(values):
+        if isinstance(value, kind):
+            made.append(value)
+            continue
+        try:
+            made.append(make(_mapping(value)))
+        except ValueError as error:
+            bad.append(Violation(f"{where}[{i}]", str(error)))
+    if bad:
+        raise InvalidRequest(bad)
+    return made
+
+
+def _turn(value: Mapping[str, Any]) -> ChatTurn:
+    _check_keys(value, ("role", "content", "tool_calls", "tool_call_id"), needed="role")
+    calls = value.get("tool_calls") or ()
+    return ChatTurn(
+        role=value["role"],
+        content=_text(value, "content"),  # a turn that only calls has none
+        tool_calls=tuple(c if isinstance(c, ToolCall) else _call(_mapping(c)) for c in calls),
+        tool_call_id=_text(value, "tool_call_id"),
+    )
+
+
+def _call(value: Mapping[str, Any]) -> ToolCall:
+    value = _unfolded(value)
+    _check_keys(value, ("id", "name", "arguments", "arguments_json"), needed="name")
+    arguments = value.get("arguments_json", value.get("arguments", ""))
+    if not isinstance(arguments, str):
+        arguments = json.dumps(arguments, ensure_ascii=False)
+    return ToolCall(_text(value, "id"), value["name"], arguments)
+
+
+def _tool(value: Mapping[str, Any]) -> Tool:
+    value = _unfolded(value)
+    _check_keys(value, ("name", "description", "parameters", "strict"), needed="name")
+    if value.get("strict"):
+        raise ValueError('"strict" is not supported: a required call always follows the schema')
+    if value.get("parameters") is None:
+        return Tool(value["name"], _text(value, "description"))
+    return Tool(value["name"], _text(value, "description"), _mapping(value["parameters"]))
+
+
+def _mapping(value: Any) -> Mapping[str, Any]:
+    if not isinstance(value, Mapping):
+        raise ValueError(f"must be a mapping, not {type(value).__name__}")
+    return value
+
+
+def _unfolded(value: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The OpenAI form without its inner object."""
+    if "function" not in value:
+        return value
+    if value.get("type", "function") != "function":
+        raise ValueError(f'"type" is {value["type"]!r}; only "function" is known')
+    outer = {key: item for key, item in value.items() if key not in ("type", "function")}
+    return {**outer, **_mapping(value["function"])}
+
+
+def _text(value: Mapping[str, Any], key: str) -> str:
+    """The text under the key; empty where there is none."""
+    found = value.get(key)
+    if found is None:
+        return ""
+    if not isinstance(found, str):
+        raise ValueError(f'"{key}" must be a text, not {type(found).__name__}')
+    return found
+
+
+def _check_keys(value: Mapping[str, Any], known: Sequence[str], *, needed: str) -> None:
+    listed = ", ".join(known)
+    for key in value:
+        if key not in known:
+            raise ValueError(f"unknown key {key!r}; known ones: {listed}")
+    if not isinstance(value.get(needed), str):
+        raise ValueError(f'needs "{needed}", a text')

@@ -1,0 +1,38 @@
+"""Which request ids are in use by an engine's embedder."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from penstock.runtime.errors import DuplicateRequestId
+from penstock.runtime.generation.interface import TextEngine
+
+
+class ActiveIds:
+    """The ids of one engine's embedded requests, from before they are submitted until their readers know that
+    they ended. So an id is not used again while outputs of its former request are on their way.
+
+    No method waits for a lock: the garbage collector may close an abandoned stream on any thread.
+    """
+
+    def __init__(self) -> None:
+        self._owners: dict[str, object] = {}
+
+    def take(self, request_id: str) -> None:
+        """Raises DuplicateRequestId where the id is taken."""
+        owner = object()
+        if self._owners.setdefault(request_id, owner) is not owner:
+            raise DuplicateRequestId(request_id)
+
+    def release(self, request_id: str) -> None:
+        """The id may be used again."""
+        self._owners.pop(request_id, None)
+
+
+class EmbeddedEngine(TextEngine, Protocol):
+    """An engine whose requests are read in its own process."""
+
+    @property
+    def active_ids(self) -> ActiveIds:
+        """The ids of the requests that are read here."""
+        ...

@@ -1,0 +1,114 @@
+"""An embedded engine for asyncio: the generating methods of `Engine`, with the same arguments and errors."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Sequence
+from functools import partial
+from typing import Literal, Unpack, overload
+
+from penstock.runtime.embedding.active_ids import EmbeddedEngine
+from penstock.runtime.embedding.async_stream import AsyncGenerationStream, Inbox, sinks
+from penstock.runtime.embedding.batch import Batch, progress_bar
+from penstock.runtime.embedding.options import (
+    ChatOptions,
+    Messages,
+    Prompts,
+    RequestOptions,
+    chat_job,
+    is_list_of_prompts,
+    job_of,
+    jobs_of,
+    prompt_of,
+)
+from penstock.runtime.generation.jobs import Job
+from penstock.runtime.generation.results import Generation
+from penstock.runtime.generation.switchboard import Switchboard
+
+
+class AsyncEngine:
+    """Generates with an `Engine` from coroutines. Prompts are tokenized on other threads, so the event loop
+    is never held for long. To start the engine, to shut it down and for all else, use its own methods.
+    """
+
+    def __init__(self, engine: EmbeddedEngine) -> None:
+        self.engine = engine
+        self._switchboard: Switchboard | None = None
+
+    @overload
+    async def generate(  # type: ignore[overload-overlap]  # a text is a sequence of texts, but one prompt
+        self, prompt: str | Sequence[int], **options: Unpack[RequestOptions]
+    ) -> Generation: ...
+    @overload
+    async def generate(
+        self,
+        prompt: Sequence[str] | Sequence[Sequence[int]],
+        *,
+        show_progress: bool | None = None,
+        **options: Unpack[RequestOptions],
+    ) -> list[Generation]: ...
+    async def generate(
+        self,
+        prompt: Prompts,
+        *,
+        show_progress: bool | None = None,
+        **options: Unpack[RequestOptions],
+    ) -> Generation | list[Generation]:
+        """See `Engine.generate`. Cancelling the task ends what runs."""
+        if is_list_of_prompts(prompt):
+            return await self._generate_all(jobs_of(self.engine, prompt, options), show_progress)
+        if show_progress is not None:
+            raise TypeError("show_progress goes with a list of prompts")
+        return await self._whole(job_of(self.engine, prompt_of(prompt), options))
+
+    def stream(self, prompt: str | Sequence[int], **options: Unpack[RequestOptions]) -> AsyncGenerationStream:
+        """See `Engine.stream`. The request begins when the stream is entered, or first asked for a delta."""
+        return self._stream(job_of(self.engine, prompt_of(prompt), options))
+
+    @overload
+    def chat(
+        self,
+        messages: Messages,
+        *,
+        stream: Literal[False] = False,
+        **options: Unpack[ChatOptions],
+    ) -> Awaitable[Generation]: ...
+    @overload
+    def chat(
+        self, messages: Messages, *, stream: Literal[True], **options: Unpack[ChatOptions]
+    ) -> AsyncGenerationStream: ...
+    def chat(
+        self, messages: Messages, *, stream: bool = False, **options: Unpack[ChatOptions]
+    ) -> Awaitable[Generation] | AsyncGenerationStream:
+        """See `Engine.chat`. Await what it returns; with `stream`, use it as that of `stream`."""
+        job = chat_job(self.engine, messages, options)
+        return self._stream(job) if stream else self._whole(job)
+
+    def _stream(self, job: Job) -> AsyncGenerationStream:
+        return AsyncGenerationStream(self.engine, self._board(), job)
+
+    async def _whole(self, job: Job) -> Generation:
+        async with self._stream(job) as stream:
+            return await stream.result()
+
+    async def _generate_all(self, jobs: Sequence[Job], show_progress: bool | None) -> list[Generation]:
+        inbox, board = Inbox(), self._board()
+        bar = progress_bar(self.engine, len(jobs), show_progress)
+        batch = Batch(self.engine, jobs, partial(sinks, board, inbox), bar)
+        try:
+            while not batch.is_done:
+                await asyncio.to_thread(batch.fill)
+                await inbox.wait()
+                while (item := inbox.take()) is not None:
+                    (number, index), output = item
+                    batch.take(number, index, output)
+            return batch.results()
+        finally:
+            batch.close()
+
+    def _board(self) -> Switchboard:
+        """The switchboard of the loop that runs now."""
+        loop = asyncio.get_running_loop()
+        if self._switchboard is None or self._switchboard.loop is not loop:
+            self._switchboard = Switchboard(loop)
+        return self._switchboard

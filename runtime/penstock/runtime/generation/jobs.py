@@ -1,0 +1,64 @@
+"""A request that has been checked, before its prompt is tokenized."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from penstock.runtime.generation.prompts import ChatPrompt, Prompt
+from penstock.runtime.requests.context import ContextParams, Fitted, Truncation
+from penstock.runtime.requests.grammar import Grammar
+from penstock.runtime.requests.request import CacheParams, Request, ResolvedSampling, StoppingParams
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """One request: a prompt, and what is to be made of it."""
+
+    request_id: str
+    prompt: Prompt
+    sampling: ResolvedSampling
+    """Without the bad words."""
+    stopping: StoppingParams
+    bad_words: tuple[str, ...] = ()
+    n: int = 1
+    """How many outputs."""
+    logprobs: int | None = None
+    """None: no log-probabilities; k: those of each token and of the k likeliest ones."""
+    prompt_logprobs: int | None = None
+    """As `logprobs`, for the prompt's tokens from the second on."""
+    grammar: Grammar | None = None
+    """What each output must match."""
+    context: ContextParams = field(default_factory=ContextParams)
+    cache: CacheParams = field(default_factory=CacheParams)
+    priority: int = 0
+    return_text: bool = True
+    """Whether the outputs become text. Stop strings, reasoning and calls of tools are found in text only."""
+    skip_special_tokens: bool = True
+
+    @property
+    def engine_id(self) -> str:
+        """The engine's id of the request."""
+        return self.request_id
+
+    @property
+    def cuts(self) -> bool:
+        """Whether a prompt that is too long is cut instead of refused."""
+        return self.context.truncation is not Truncation.REJECT
+
+    @property
+    def requires_call(self) -> bool:
+        """Whether the output must be a call of a tool, which a grammar sees to."""
+        return isinstance(self.prompt, ChatPrompt) and bool(self.prompt.chat.required_tools)
+
+    def request(self, prompt: Fitted, sampling: ResolvedSampling) -> Request:
+        """The engine's request for one output, once the ids of the prompt and of the bad words are known."""
+        return Request(
+            self.engine_id,
+            prompt.token_ids,
+            sampling,
+            prompt.stopping,
+            logprobs=self.logprobs,
+            cache=self.cache,
+            priority=self.priority,
+            prompt_logprobs=self.prompt_logprobs,
+        )

@@ -1,0 +1,123 @@
+"""What is done with a job before the engine has it. Each step is a function of its own, because the service
+does them in different threads; `prepare_job` does them all on the caller's.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from penstock.runtime.chat.enforce.forced_calls import call_grammar, thinking_first
+from penstock.runtime.chat.parser import ChatForms
+from penstock.runtime.errors import InvalidRequest, Violation
+from penstock.runtime.generation.interface import TextEngine
+from penstock.runtime.generation.jobs import Job
+from penstock.runtime.generation.prompts import ChatPrompt, encode
+from penstock.runtime.grammar.bad_words import bad_word_ids
+from penstock.runtime.grammar.compile.compiler import GrammarCompiler
+from penstock.runtime.requests.constraint import TokenConstraint
+from penstock.runtime.requests.context import Fitted, fit
+from penstock.runtime.requests.fanout import outputs_of
+from penstock.runtime.requests.grammar import Grammar, GrammarKind
+from penstock.runtime.requests.request import PreparedPrompt, Request, ResolvedSampling
+from penstock.runtime.text.assembler import Assembler
+from penstock.runtime.text.codec import TextCodec
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PreparedJob:
+    """A job that is ready to be submitted."""
+
+    job: Job
+    requests: Sequence[Request]
+    """One for each output, to be submitted in this order."""
+    shared: PreparedPrompt
+    """What `submit` needs of each of them, made once for all."""
+    prompt: Fitted
+    text: str
+    """What a conversation was rendered to; else empty."""
+
+
+def prepare_job(engine: TextEngine, job: Job) -> PreparedJob:
+    """Tokenizes the prompt, cuts it to fit, compiles the grammar and makes a request for each output. Raises
+    InvalidRequest, PromptTooLong, CostlyGrammar, or UnavailableError where compiling takes too long.
+    """
+    room = engine.info.max_model_len
+    encoded = encode(engine.text, job.prompt, room=room, cuts=job.cuts)
+    prompt = fit(encoded.token_ids, job.context, job.stopping, room)
+    words = word_ids(engine.text, job.bad_words)
+    sampling = with_bad_words(job.sampling, words, engine.info.vocab_size)
+    constraints = constraints_of(job, encoded.text, engine.text, engine.forms, engine.grammars)
+    requests = outputs_of(job.request(prompt, sampling), job.n, constraints)
+    return PreparedJob(
+        job=job, requests=requests, shared=engine.prepare(requests[0]), prompt=prompt, text=encoded.text
+    )
+
+
+def word_ids(codec: TextCodec | None, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+    """The token ids of bad words, in all their spellings. InvalidRequest where a word is empty or too long,
+    or there are too many.
+    """
+    if not words:
+        return ()
+    assert codec is not None, "bad words are refused where there is no tokenizer"
+    return bad_word_ids(codec, words)
+
+
+def with_bad_words(
+    sampling: ResolvedSampling, words: tuple[tuple[int, ...], ...], vocab_size: int
+) -> ResolvedSampling:
+    """`sampling` that also forbids these sequences of token ids. InvalidRequest where no token is left that
+    may be drawn.
+    """
+    sampling = dataclasses.replace(sampling, bad_words=words)
+    forbidden = {token for token, bias in sampling.logit_bias if bias == float("-inf")}
+    forbidden |= {word[0] for word in sampling.bad_words if len(word) == 1}
+    if sampling.allowed_token_ids and forbidden.issuperset(sampling.allowed_token_ids):
+        described = "all of them are forbidden by bad_words or logit_bias"
+        raise InvalidRequest([Violation("sampling.allowed_token_ids", described)])
+    if len(forbidden) == vocab_size:
+        raise InvalidRequest([Violation("sampling.logit_bias", "forbids every token")])
+    return sampling
+
+
+def constraints_of(
+    job: Job, text: str, codec: TextCodec | None, forms: ChatForms, compiler: GrammarCompiler | None
+) -> Sequence[TokenConstraint]:
+    """A constraint for each output, or none where the job asks for none. `text` is what a conversation was
+    rendered to. It may take seconds. InvalidRequest where the grammar means nothing, or the model has no form
+    of calls that could be required.
+    """
+    if job.grammar is None and not job.requires_call:
+        return ()
+    grammar = job.grammar
+    if isinstance(job.prompt, ChatPrompt) and codec is not None:
+        calls = call_grammar(forms, job.prompt.chat, text, codec.added_tokens)
+        if calls is not None:
+            grammar = Grammar(GrammarKind.EBNF, calls, "chat.tool_choice")
+        elif grammar is not None:
+            grammar = dataclasses.replace(grammar, before=thinking_first(forms, text, codec.added_tokens))
+    assert grammar is not None, "a required call has a grammar"
+    assert compiler is not None, "grammars are refused where they cannot be compiled"
+    return compiler.compile(grammar).constraints(job.n, grammar.field)
+
+
+def assembler_of(
+    job: Job, request: Request, index: int, text: str, codec: TextCodec | None, forms: ChatForms
+) -> Assembler:
+    """What makes text, reasoning and calls of tools of output `index`, which `request` asks for. `text` is
+    what a conversation was rendered to.
+    """
+    parser, visible = None, frozenset[str]()
+    if isinstance(job.prompt, ChatPrompt) and job.return_text:
+        parser = forms.parser(job.prompt.chat, text)
+        visible = forms.markers(job.prompt.chat)
+    return Assembler(
+        request.stopping,
+        codec if job.return_text else None,
+        index=index,
+        skip_special_tokens=job.skip_special_tokens,
+        parser=parser,
+        visible=visible,
+    )

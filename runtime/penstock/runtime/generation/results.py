@@ -1,0 +1,166 @@
+"""What a request comes to: frozen values. Durations are seconds."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from penstock.runtime.chat.messages import ChatTurn, ToolCall
+from penstock.runtime.requests.request import Finish, RequestTiming, TokenLogprobs
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptInfo:
+    """The prompt as the model saw it."""
+
+    token_ids: tuple[int, ...]
+    truncated_tokens: int = 0
+    """How many tokens were cut off."""
+    logprobs: tuple[TokenLogprobs, ...] | None = None
+    """One entry for each token from the second on; None where they were not asked for."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Usage:
+    """How many tokens a request has."""
+
+    prompt_tokens: int
+    cached_prompt_tokens: int
+    """Of these, those that were found in the prefix cache."""
+    completion_tokens: int
+    """Of all outputs."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Timing:
+    """How long a request, or one output of it, took from the moment when the engine took it."""
+
+    queue: float
+    """Until the engine began to work on it."""
+    time_to_first_token: float | None
+    """None: no token was made."""
+    total: float
+    preemptions: int
+
+    @classmethod
+    def of(cls, times: RequestTiming) -> Timing:
+        """The same in seconds."""
+
+        def seconds(end_ns: int) -> float:
+            return max(0, end_ns - times.arrived_ns) / 1e9
+
+        return cls(
+            queue=seconds(times.scheduled_ns or times.finished_ns),
+            time_to_first_token=seconds(times.first_token_ns) if times.first_token_ns else None,
+            total=seconds(times.finished_ns),
+            preemptions=times.preemptions,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Output:
+    """One of the `n` outputs of a request."""
+
+    index: int
+    text: str
+    token_ids: tuple[int, ...]
+    finish: Finish
+    """Why it ended; `finish.reason` is a FinishReason."""
+    timing: Timing
+    logprobs: tuple[TokenLogprobs, ...] | None = None
+    """One entry for each token id; None where they were not asked for."""
+    reasoning: str = ""
+    """What the model marked as thinking; it is not in `text`."""
+    tool_calls: tuple[ToolCall, ...] = ()
+    """The calls that the model made; they are not in `text`."""
+    weights: tuple[tuple[int, int], ...] = ()
+    """(index of a token, generation of the weights that made it and those after it), as often as that
+    changed."""
+
+    @property
+    def cumulative_logprob(self) -> float | None:
+        """The log-probability of the whole output: the sum of its tokens' own. None without `logprobs`."""
+        return None if self.logprobs is None else math.fsum(entry.sampled for entry in self.logprobs)
+
+    @property
+    def time_to_first_token(self) -> float | None:
+        """Seconds, the wait in the queue included; None: no token was made."""
+        return self.timing.time_to_first_token
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Tokens of the output for each second from when the engine began to work on it to its end."""
+        seconds = self.timing.total - self.timing.queue
+        return len(self.token_ids) / seconds if seconds > 0 else 0.0
+
+    @property
+    def message(self) -> ChatTurn:
+        """The assistant's turn, to go on with the conversation; without the reasoning."""
+        return ChatTurn("assistant", self.text, self.tool_calls)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Generation:
+    """A request that has ended. `outputs` are in order of their index; what an output has, this has of the
+    first one.
+    """
+
+    request_id: str
+    model: str
+    prompt: PromptInfo
+    outputs: tuple[Output, ...]
+    usage: Usage
+    timing: Timing
+    """From the first output's arrival to the last one's end."""
+
+    @property
+    def text(self) -> str:
+        return self.outputs[0].text
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        return self.outputs[0].token_ids
+
+    @property
+    def finish(self) -> Finish:
+        return self.outputs[0].finish
+
+    @property
+    def logprobs(self) -> tuple[TokenLogprobs, ...] | None:
+        return self.outputs[0].logprobs
+
+    @property
+    def cumulative_logprob(self) -> float | None:
+        return self.outputs[0].cumulative_logprob
+
+    @property
+    def reasoning(self) -> str:
+        return self.outputs[0].reasoning
+
+    @property
+    def tool_calls(self) -> tuple[ToolCall, ...]:
+        return self.outputs[0].tool_calls
+
+    @property
+    def message(self) -> ChatTurn:
+        return self.outputs[0].message
+
+
+def merged_timing(times: Sequence[RequestTiming]) -> RequestTiming | None:
+    """One timing for all outputs of a request: the earliest first token, the latest end, the sum of
+    preemptions. Cached tokens are those of the output that was scheduled first, because it computed what the
+    others found. None where there are no outputs.
+    """
+    if not times:
+        return None
+    scheduled = [t for t in times if t.scheduled_ns]
+    first = min(scheduled, key=lambda t: (t.scheduled_ns, t.cached_prompt_tokens), default=times[0])
+    return RequestTiming(
+        arrived_ns=min(t.arrived_ns for t in times),
+        scheduled_ns=first.scheduled_ns,
+        first_token_ns=min((t.first_token_ns for t in times if t.first_token_ns), default=0),
+        finished_ns=max(t.finished_ns for t in times),
+        preemptions=sum(t.preemptions for t in times),
+        cached_prompt_tokens=first.cached_prompt_tokens,
+    )
