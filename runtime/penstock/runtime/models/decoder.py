@@ -14,7 +14,7 @@ from flax import nnx
 
 from penstock.runtime.models import rope
 from penstock.runtime.models.config import ModelConfig
-from penstock.runtime.models.layers import MLP, Attention
+from penstock.runtime.models.layers import MLP, Attention, LayerInputs
 from penstock.runtime.models.linear import PLAIN, Embedding, Linear, LinearFormat, RMSNorm, logits
 from penstock.runtime.models.pools import PoolPlanners, Pools
 from penstock.runtime.ops.attention import AttentionMeta, AttentionOp, paged_attention
@@ -39,16 +39,12 @@ class DecoderLayer(nnx.Module):
     def __call__(
         self,
         x: jax.Array,
-        cos: jax.Array,
-        sin: jax.Array,
         kv: jax.Array,
-        meta: AttentionMeta,
-        attention: AttentionOp,
-        pools: Pools,
+        inputs: LayerInputs,
     ) -> tuple[jax.Array, jax.Array]:
         """x [T, E] -> ([T, E], this layer's new cache)."""
-        x, kv = self.self_attn(x, self.input_layernorm, cos, sin, kv, meta, attention, pools)
-        return self.mlp(x, self.post_attention_layernorm, meta.num_tokens, pools), kv
+        x, kv = self.self_attn(x, self.input_layernorm, kv, inputs)
+        return self.mlp(x, self.post_attention_layernorm, inputs), kv
 
 
 class CausalLM(nnx.Module):
@@ -102,11 +98,11 @@ class CausalLM(nnx.Module):
         Returns the hidden states before the final norm [T, E] in the model's dtype, and the new caches.
         """
         cos, sin = rope.cos_sin(self.config.rope, self.config.head_dim, positions)
-        pools = self.pools
-        x = self.embed_tokens(token_ids, pools)
+        inputs = LayerInputs(cos=cos, sin=sin, meta=meta, attention=attention, pools=self.pools)
+        x = self.embed_tokens(token_ids, inputs.pools)
         caches: list[jax.Array] = []
         for layer, cache in zip(self.layers, kv, strict=True):
-            x, cache = layer(x, cos, sin, cache, meta, attention, pools)
+            x, cache = layer(x, cache, inputs)
             caches.append(cache)
         return x, tuple(caches)
 

@@ -7,6 +7,8 @@ Shapes: T tokens of a ragged batch, E hidden_size, H query heads, K KV heads, D 
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -24,6 +26,18 @@ from penstock.runtime.models.linear import (
 from penstock.runtime.models.pools import PoolPlanners, Pools
 from penstock.runtime.ops.attention import AttentionMeta, AttentionOp
 from penstock.runtime.ops.native.rotate import can_rotate, rotate_qkv
+
+
+class LayerInputs(NamedTuple):
+    """The values that every layer reads and none changes."""
+
+    cos: jax.Array
+    """Cosines of RoPE's angles, float32 [T, D / 2]."""
+    sin: jax.Array
+    """Sines of RoPE's angles, float32 [T, D / 2]."""
+    meta: AttentionMeta
+    attention: AttentionOp
+    pools: Pools
 
 
 class Attention(nnx.Module):
@@ -60,33 +74,27 @@ class Attention(nnx.Module):
         self,
         x: jax.Array,
         norm: RMSNorm,
-        cos: jax.Array,
-        sin: jax.Array,
         kv: jax.Array,
-        meta: AttentionMeta,
-        attention: AttentionOp,
-        pools: Pools,
+        inputs: LayerInputs,
     ) -> tuple[jax.Array, jax.Array]:
-        """x + attention(norm(x)): x [T, E], cos and sin float32 [T, D / 2] -> ([T, E], the layer's new
-        cache).
-        """
-        num_tokens = x.shape[0]
+        """x + attention(norm(x)): x [T, E] -> ([T, E], the layer's new cache)."""
+        meta, pools = inputs.meta, inputs.pools
         qkv = project(self.qkv_proj, x, meta.num_tokens, pools, norm=norm)
-        q, k, v = self._rotated(qkv, cos, sin, meta.num_tokens, pools)
-        out, kv = attention(q, k, v, kv, meta, scale=self.scale, sliding_window=self.sliding_window)
-        return add_projected(self.o_proj, out.reshape(num_tokens, -1), x, meta.num_tokens, pools), kv
+        q, k, v = self._rotated(qkv, inputs)
+        out, kv = inputs.attention(q, k, v, kv, meta, scale=self.scale, sliding_window=self.sliding_window)
+        out = out.reshape(x.shape[0], -1)
+        return add_projected(self.o_proj, out, x, meta.num_tokens, pools), kv
 
-    def _rotated(
-        self, qkv: jax.Array, cos: jax.Array, sin: jax.Array, num_tokens: jax.Array, pools: Pools
-    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+    def _rotated(self, qkv: jax.Array, inputs: LayerInputs) -> tuple[jax.Array, jax.Array, jax.Array]:
         """qkv [T, (H + 2 K) * D] -> q [T, H, D], k and v [T, K, D], normalised and rotated."""
+        cos, sin, pools = inputs.cos, inputs.sin, inputs.pools
         heads, kv_heads = self.num_heads, self.num_kv_heads
         if self.rotates_natively:
             return rotate_qkv(
                 qkv,
                 cos,
                 sin,
-                num_rows=num_tokens,
+                num_rows=inputs.meta.num_tokens,
                 num_heads=heads,
                 num_kv_heads=kv_heads,
                 q_norm=None if self.q_norm is None else pools.vectors,
@@ -118,7 +126,8 @@ class MLP(nnx.Module):
         """Whether native kernels compute this layer."""
         return all(linear.packed for linear in (self.gate_up_proj, self.down_proj))
 
-    def __call__(self, x: jax.Array, norm: RMSNorm, num_tokens: jax.Array, pools: Pools) -> jax.Array:
+    def __call__(self, x: jax.Array, norm: RMSNorm, inputs: LayerInputs) -> jax.Array:
         """x + mlp(norm(x)): x [T, E] -> [T, E]."""
+        num_tokens, pools = inputs.meta.num_tokens, inputs.pools
         inner = project_gated(self.gate_up_proj, x, num_tokens, pools, norm=norm)
         return add_projected(self.down_proj, inner, x, num_tokens, pools)

@@ -159,8 +159,11 @@ class TextCodec:
         if visible:
             hidden = hidden - {i for token, i in self.added_tokens.items() if token in visible}
         if self._rule is not None:
-            piece_of = (lambda i: b"" if i in hidden else self._piece(i)) if hidden else self._piece
-            return PieceDecoder(piece_of, self._rule.strip_leading_spaces)
+            if not hidden:
+                return PieceDecoder(self._piece, self._rule.strip_leading_spaces)
+            return PieceDecoder(
+                lambda i: b"" if i in hidden else self._piece(i), self._rule.strip_leading_spaces
+            )
         if not visible:
             return WindowDecoder(lambda ids: self._decode_whole(ids, skip_special_tokens))
         return WindowDecoder(lambda ids: self._decode_whole([i for i in ids if i not in hidden], False))
@@ -267,7 +270,8 @@ class TextStream:
         if final:
             parts.append(self._decoder.flush())
             self._decoded += len(parts[-1])
-            ends[-1:] = [self._decoded] if ends else []
+            if ends:  # what was held back until now belongs to the last token
+                ends[-1] = self._decoded
         self._pending += "".join(parts)
         return ends
 

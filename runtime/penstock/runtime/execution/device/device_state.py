@@ -21,8 +21,8 @@ from penstock.runtime.ops.sampler import RowState
 
 
 class DeviceState:
-    """Programs get all of it as arguments. Cache and rows are donated to each program that changes them, and
-    what the program returns takes their place.
+    """Programs get all of this as arguments. The cache and the rows' state are donated to each program that
+    changes them, and replaced by its results.
     """
 
     def __init__(
@@ -91,7 +91,9 @@ class DeviceState:
         self._kv = kv
 
     def allocate_cache(self, num_pages: int) -> None:
-        """Makes the cache, of zeros, instead of the one there may be. ConfigError for less than a page."""
+        """Allocates the cache, filled with zeros, and frees the one there was. ConfigError for less than one
+        page.
+        """
         if num_pages < 1:
             raise ConfigError(f"the KV cache needs at least one page, not {num_pages}")
         self.free_cache()
@@ -107,7 +109,7 @@ class DeviceState:
 
     @property
     def attends_batch_invariantly(self) -> bool:
-        """See `Backend.attends_batch_invariantly`; for queries of the model against its cache."""
+        """See `Backend.attends_batch_invariantly`, for the model's queries and its cache."""
         config = self._config
         return all(
             self._backend.attends_batch_invariantly(
@@ -118,7 +120,7 @@ class DeviceState:
         )
 
     def cache_shapes(self, num_pages: int) -> KVCache:
-        """Shapes and dtypes of a cache of so many pages."""
+        """Shapes and dtypes of a cache of `num_pages` pages."""
         config = self._config
         return self._cache.arrays(num_pages, config.page_size, config.max_num_seqs, config.dtype)
 
@@ -158,7 +160,7 @@ class DeviceState:
         return max(map(_bytes_beside_arguments, made.values()))
 
     def free(self) -> None:
-        """Frees all memory that is held, but for weights that somebody else holds too."""
+        """Frees all memory that is held, except weights that other code holds too."""
         self.free_cache()
         for array in jax.tree.leaves(self.rows):
             array.delete()

@@ -1,4 +1,6 @@
-"""Steps that a runner has dispatched, by what they wait for."""
+"""Steps that a runner has dispatched: a type for those that wait for their choice, and one for those that
+wait for their tokens.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,7 @@ from penstock.runtime.scheduling.plan import Plan, StepResult
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AwaitingChoice:
-    """A step whose model runs and whose tokens are not chosen yet; `ModelRunner.choose` does that."""
+    """A step whose model runs, and whose tokens are not chosen yet. `ModelRunner.choose` chooses them."""
 
     plan: Plan
     key: ProgramKey
@@ -41,7 +43,7 @@ class AwaitingChoice:
 
     @property
     def skipped(self) -> frozenset[int]:
-        """See `DispatchedStep`: nothing is known of these yet."""
+        """See `DispatchedStep`. Before the choice no row is skipped."""
         return frozenset()
 
     @property
@@ -86,7 +88,9 @@ class AwaitingTokens:
         return self
 
     def read(self, num_top: int) -> StepResult:
-        """Blocks until the result is on the host. `num_top`: likeliest tokens that programs report."""
+        """Blocks until the result is on the host. `num_top`: how many likeliest tokens the programs
+        report.
+        """
         plan = self.plan
         tokens = np.asarray(self.chosen.tokens)[: plan.num_steps, : len(plan.rows)].T
         token_ids: list[Sequence[int]] = tokens.tolist()

@@ -1,4 +1,4 @@
-"""Calls of the compiled programs, each with what it needs of the device's state."""
+"""Calls of the compiled programs, each with the parts of the device's state that it needs."""
 
 from __future__ import annotations
 
@@ -26,7 +26,9 @@ Ints = NDArray[np.int32]
 
 
 class ProgramCalls:
-    """The device runs calls in their order, and none of these methods waits for it."""
+    """Calls the programs of one runner. The device runs the calls in order, and no method waits for one,
+    except `warm_up`.
+    """
 
     def __init__(self, programs: Programs, device: DeviceState, config: RunnerConfig) -> None:
         self.programs = programs
@@ -68,7 +70,7 @@ class ProgramCalls:
         return result
 
     def write_features(self, feature_slot: int, request: Request, made: tuple[int, ...]) -> None:
-        """Fills a feature slot for a request that has `made` these tokens so far."""
+        """Fills a feature slot for a request that has generated the tokens `made` so far."""
         packed = pack_admission(feature_slot, request, made, self._config.max_model_len)
         bias = request.bias_row
         if bias is None:

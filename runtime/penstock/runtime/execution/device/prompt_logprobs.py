@@ -19,7 +19,7 @@ from penstock.runtime.scheduling.plan import Plan
 
 
 class PromptSlice(NamedTuple):
-    """A row's part of the result."""
+    """The part of the result that belongs to one row."""
 
     first: int
     """The row's first entry."""
