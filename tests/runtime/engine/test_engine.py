@@ -348,8 +348,8 @@ def test_weights_are_swapped_between_steps(policy: InFlightPolicy) -> None:
         assert updated.result(60) == engine.weights == WeightsVersion("five", 2)
         last = gate.sink.last("flying")
         outputs = gate.sink.outputs["flying"]
-        old = [t for o in outputs if o.generation == 1 for t in o.token_ids]
-        new = [t for o in outputs if o.generation == 2 for t in o.token_ids]
+        old = [t for o in outputs if o.weights_generation == 1 for t in o.token_ids]
+        new = [t for o in outputs if o.weights_generation == 2 for t in o.token_ids]
         assert old == toy_tokens([1], len(old))
         assert new == toy_tokens([1, *old], len(new), offset=5)
         assert last.finish is not None

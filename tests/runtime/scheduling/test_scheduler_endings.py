@@ -182,12 +182,12 @@ def test_outputs_carry_the_generation_that_made_their_tokens():
     add(scheduler)
     plan = dispatch(scheduler)
     scheduler.use_weights(5)
-    assert commit(scheduler, plan)[0].generation == 4
-    assert step(scheduler, EOS)[0].generation == 5
+    assert commit(scheduler, plan)[0].weights_generation == 4
+    assert step(scheduler, EOS)[0].weights_generation == 5
     add(scheduler)
     output = scheduler.abort("a", "", 3)
     assert output is not None
-    assert output.generation == 5
+    assert output.weights_generation == 5
 
 
 def test_log_probabilities_go_to_those_who_asked():

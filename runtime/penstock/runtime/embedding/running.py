@@ -41,8 +41,8 @@ class OutputSoFar:
 
     def add(self, delta: Delta) -> None:
         """Appends a delta."""
-        if delta.token_ids and (not self.weights or self.weights[-1][1] != delta.generation):
-            self.weights.append((len(self.token_ids), delta.generation))
+        if delta.token_ids and (not self.weights or self.weights[-1][1] != delta.weights_generation):
+            self.weights.append((len(self.token_ids), delta.weights_generation))
         if delta.delta:
             self.pieces.append(delta.delta)
         if delta.reasoning:

@@ -320,7 +320,7 @@ class StepOutput(NamedTuple):
     """One entry for each token id, or none at all."""
     finish: Finish | None = None
     timing: RequestTiming | None = None
-    generation: int = 0
+    weights_generation: int = 0
     """Generation of the weights that made these tokens."""
     error: Exception | None = None
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()

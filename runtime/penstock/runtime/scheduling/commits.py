@@ -38,7 +38,7 @@ class _Uncommitted(NamedTuple):
     when a sequence is aborted and its id is used again, its tokens must not go to the new sequence.
     """
 
-    generation: int
+    weights_generation: int
     """The generation of the weights that compute the plan."""
     sampling: list[Sequence | None]
     """For each row, the sequence that gets its tokens; None where the row makes none."""
@@ -70,9 +70,9 @@ class Commits:
         """Whether any plan is not committed yet."""
         return bool(self._plans)
 
-    def expect(self, step_id: int, draft: Draft, generation: int) -> None:
+    def expect(self, step_id: int, draft: Draft, weights_generation: int) -> None:
         """Notes a new plan, which weights of this generation will compute."""
-        self._plans[step_id] = _Uncommitted(generation, draft.sampling, draft.prompts)
+        self._plans[step_id] = _Uncommitted(weights_generation, draft.sampling, draft.prompts)
 
     def accept(self, plan: Plan, result: StepResult, now_ns: int) -> Verdicts:
         """Gives the constraints of a plan's rows their tokens. See `Scheduler.accept`."""
@@ -101,7 +101,7 @@ class Commits:
 
     def commit(self, plan: Plan, result: StepResult, now_ns: int, verdicts: Verdicts) -> list[StepOutput]:
         """Takes in the tokens of a plan. See `Scheduler.commit`."""
-        generation, sampling, prompts = self._plans.pop(plan.step_id)
+        weights_generation, sampling, prompts = self._plans.pop(plan.step_id)
         if prompts:
             _take_prompt_logprobs(prompts, plan, result)
         any_late = now_ns >= self._endings.next_deadline_ns
@@ -141,7 +141,7 @@ class Commits:
                         self._endings.end(
                             seq,
                             now_ns,
-                            generation=generation,
+                            weights_generation=weights_generation,
                             finish=ending.finish,
                             error=ending.error,
                             token_ids=new[:count],
@@ -156,7 +156,9 @@ class Commits:
                 )
             if total > seq.publish_at:
                 publish(seq, total - 1)
-            outputs.append(_output((seq.request_id, new, wanted, None, None, generation, None, prompt)))
+            outputs.append(
+                _output((seq.request_id, new, wanted, None, None, weights_generation, None, prompt))
+            )
         return outputs
 
 

@@ -31,7 +31,7 @@ class Endings:
         seq: Sequence,
         now_ns: int,
         *,
-        generation: int,
+        weights_generation: int,
         finish: Finish | None = None,
         error: Exception | None = None,
         token_ids: tuple[int, ...] = (),
@@ -52,12 +52,12 @@ class Endings:
             logprobs=logprobs,
             finish=finish,
             timing=seq.timing(now_ns),
-            generation=generation,
+            weights_generation=weights_generation,
             error=error,
             prompt_logprobs=prompt_logprobs,
         )
 
-    def expire(self, now_ns: int, *, generation: int) -> list[StepOutput]:
+    def expire(self, now_ns: int, *, weights_generation: int) -> list[StepOutput]:
         """Ends the active sequences whose time limit has passed. Costs nothing while no time limit is due."""
         if now_ns < self.next_deadline_ns:
             return []
@@ -67,7 +67,7 @@ class Endings:
         )
         finish = Finish(FinishReason.TIME_LIMIT)
         return [
-            self.end(seq, now_ns, generation=generation, finish=finish)
+            self.end(seq, now_ns, weights_generation=weights_generation, finish=finish)
             for seq in active
             if seq.rules.deadline_ns <= now_ns
         ]

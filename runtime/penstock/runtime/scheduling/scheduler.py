@@ -53,7 +53,7 @@ class Scheduler:
         self._endings = Endings(self.roster)
         self._commits = Commits(self.roster, self._endings)
         self._max_chunk = config.max_prefill_chunk
-        self._generation = 0
+        self._weights_generation = 0
         self._next_order = 0
         self._next_step = 0
 
@@ -142,7 +142,7 @@ class Scheduler:
                 seq.sits_out = 0
         plan = draft.plan(self._next_step)
         self._next_step += 1
-        self._commits.expect(plan.step_id, draft, self._generation)
+        self._commits.expect(plan.step_id, draft, self._weights_generation)
         return plan
 
     def limit_prefill_chunk(self, size: int | None) -> None:
@@ -203,11 +203,11 @@ class Scheduler:
         if seq is None:
             return None
         finish = Finish(reason, stop=stop, message=message)
-        return self._endings.end(seq, now_ns, generation=self._generation, finish=finish)
+        return self._endings.end(seq, now_ns, weights_generation=self._weights_generation, finish=finish)
 
     def expire(self, now_ns: int) -> list[StepOutput]:
         """Ends the active requests whose time limit has passed. Costs nothing while no time limit is due."""
-        return self._endings.expire(now_ns, generation=self._generation)
+        return self._endings.expire(now_ns, weights_generation=self._weights_generation)
 
     @property
     def next_deadline_ns(self) -> int:
@@ -239,7 +239,7 @@ class Scheduler:
         from now on, and KV of the old weights is not shared any more. Running sequences go on with their own
         KV; preempted ones compute theirs again.
         """
-        self._generation = generation
+        self._weights_generation = generation
         for seq in self.roster.waiting:
             seq.forget_prompt_logprobs()
         self.flush_prefix_cache()

@@ -34,7 +34,7 @@ class Delta:
     """
     token_ids: tuple[int, ...] = ()
     logprobs: tuple[TokenLogprobs, ...] = ()
-    generation: int = 0
+    weights_generation: int = 0
     """Generation of the weights that made these tokens."""
     finish: Finish | None = None
     timing: RequestTiming | None = None
@@ -116,7 +116,7 @@ class Assembler:
                 index=self._index,
                 finish=self._stop if finish is not None else None,
                 timing=output.timing,
-                generation=output.generation,
+                weights_generation=output.weights_generation,
             )
         if self._drops_last(output):
             ids, logprobs = ids[:-1], logprobs[:-1]
@@ -132,7 +132,7 @@ class Assembler:
             delta=text,
             token_ids=ids,
             logprobs=logprobs,
-            generation=output.generation,
+            weights_generation=output.weights_generation,
             finish=finish,
             timing=output.timing,
             prompt_logprobs=output.prompt_logprobs,

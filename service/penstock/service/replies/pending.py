@@ -42,7 +42,7 @@ class Taken:
     token_ids: Sequence[int]
     logprobs: bytes
     """A serialized `Logprobs`; empty where none were asked for."""
-    generation: int
+    weights_generation: int
     """Of the weights that made the tokens."""
     finish: Finish | None
     timing: RequestTiming | None
@@ -54,8 +54,8 @@ class Taken:
 class _Merged:
     """Deltas of the same weights, merged into one."""
 
-    def __init__(self, generation: int) -> None:
-        self.generation = generation
+    def __init__(self, weights_generation: int) -> None:
+        self.weights_generation = weights_generation
         self.num_bytes = 0
         self._ids = array("I")
         self._logprobs = bytearray()
@@ -91,7 +91,7 @@ class _Merged:
             self._calls,
             self._ids,
             bytes(self._logprobs),
-            self.generation,
+            self.weights_generation,
             self._finish,
             self._timing,
             self._prompt_logprobs,
@@ -130,14 +130,14 @@ class Pending:
         for call in delta.tool_calls:
             size += _CALL_BYTES + sum(map(_text_bytes, (call.id, call.name, call.arguments_json)))
         if not self._merged or self._ends(self._merged[-1], delta, size):
-            self._merged.append(_Merged(delta.generation))
+            self._merged.append(_Merged(delta.weights_generation))
         self._merged[-1].add(delta, logprobs, size)
         return size + prompt_bytes(delta.prompt_logprobs)
 
     @staticmethod
     def _ends(last: _Merged, delta: Delta, size: int) -> bool:
         """Whether the last merged delta takes no more."""
-        if delta.token_ids and last.generation != delta.generation:
+        if delta.token_ids and last.weights_generation != delta.weights_generation:
             return True
         return last.num_bytes + size > MAX_DELTA_BYTES and last.num_bytes > 0
 

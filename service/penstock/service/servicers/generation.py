@@ -202,7 +202,7 @@ class ServedRequest:
             arrived_ns=now_ns, scheduled_ns=0, first_token_ns=0, finished_ns=now_ns, preemptions=0
         )
         return StepOutput(
-            request_id, finish=finish, timing=timing, generation=self._engine.weights.generation
+            request_id, finish=finish, timing=timing, weights_generation=self._engine.weights.generation
         )
 
     @property

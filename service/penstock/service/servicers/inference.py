@@ -115,14 +115,14 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         outputs = [inference_pb2.Output(index=index) for index in range(job.n)]
         logprobs: list[list[bytes]] = [[] for _ in outputs]
         num_tokens = [0] * job.n
-        async with ServedRequest(job, self._around, min_tokens=sys.maxsize) as generation:
-            job = generation.job
-            while not generation.is_done:
-                index, taken = await generation.take()
+        async with ServedRequest(job, self._around, min_tokens=sys.maxsize) as served:
+            job = served.job
+            while not served.is_done:
+                index, taken = await served.take()
                 output = outputs[index]
-                if not output.weights or output.weights[-1].version.generation != taken.generation:
+                if not output.weights or output.weights[-1].version.generation != taken.weights_generation:
                     output.weights.add(
-                        first_output_token=num_tokens[index], version=self._version(taken.generation)
+                        first_output_token=num_tokens[index], version=self._version(taken.weights_generation)
                     )
                 num_tokens[index] += len(taken.token_ids)
                 messages.add_delta(output, taken, job)
@@ -133,12 +133,10 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             response = inference_pb2.GenerateResponse(
                 request_id=job.request_id,
                 model=self._engine.info.name,
-                usage=self._usage(generation),
-                timing=messages.timing(generation.timing),
+                usage=self._usage(served),
+                timing=messages.timing(served.timing),
             )
-            prompt = await messages.prompt_info(
-                job, generation.prompt, generation.prompt_logprobs, self._turns
-            )
+            prompt = await messages.prompt_info(job, served.prompt, served.prompt_logprobs, self._turns)
             return messages.response(response, prompt, outputs, logprobs)
 
     async def Stream(  # type: ignore[override]  # as above
@@ -150,49 +148,45 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         per_message = job.min_tokens_per_message
         async with ServedRequest(
             job, self._around, min_tokens=per_message, stall_limit_s=self._stall_limit_s
-        ) as generation:
-            job = generation.job
+        ) as served:
+            job = served.job
             weights = self._engine.weights
             waiting: list[tuple[int, Taken]] = []
             while job.prompt_logprobs is not None and not any(index == 0 for index, _ in waiting):
-                waiting.append(await generation.take())  # they are part of the first message
+                waiting.append(await served.take())  # they are part of the first message
             started = inference_pb2.StreamStarted(
                 request_id=job.request_id,
                 model=self._engine.info.name,
                 weights=messages.weights_version(weights),
             )
-            prompt = await messages.prompt_info(
-                job, generation.prompt, generation.prompt_logprobs, self._turns
-            )
-            generation.prompt_logprobs = ()
+            prompt = await messages.prompt_info(job, served.prompt, served.prompt_logprobs, self._turns)
+            served.prompt_logprobs = ()
             first = messages.stream_started(started, prompt)
             del prompt
-            yield generation.sending(first)
+            yield served.sending(first)
             del first
-            generation.sent_prompt()
+            served.sent_prompt()
             sent_generations = [weights.generation] * job.n
-            while waiting or not generation.is_done:
-                index, taken = waiting.pop(0) if waiting else await generation.take()
+            while waiting or not served.is_done:
+                index, taken = waiting.pop(0) if waiting else await served.take()
                 message = inference_pb2.OutputDelta(index=index)
                 messages.add_delta(message, taken, job)
-                if taken.token_ids and taken.generation != sent_generations[index]:
-                    message.weights.CopyFrom(self._version(taken.generation))
-                    sent_generations[index] = taken.generation
+                if taken.token_ids and taken.weights_generation != sent_generations[index]:
+                    message.weights.CopyFrom(self._version(taken.weights_generation))
+                    sent_generations[index] = taken.weights_generation
                 if messages.says_something(message):
-                    yield generation.sending(messages.stream_delta(message, taken.logprobs))
+                    yield served.sending(messages.stream_delta(message, taken.logprobs))
                 if taken.finish is not None:
                     finished = inference_pb2.OutputFinished(index=index, finish=messages.finish(taken.finish))
                     yield inference_pb2.StreamResponse(finished=finished)
             summary = inference_pb2.StreamSummary(
-                usage=self._usage(generation), timing=messages.timing(generation.timing)
+                usage=self._usage(served), timing=messages.timing(served.timing)
             )
             await current_meter().answered()
             yield inference_pb2.StreamResponse(summary=summary)
 
-    def _usage(self, generation: ServedRequest) -> types_pb2.Usage:
-        return messages.usage(
-            len(generation.prompt.token_ids), generation.num_completion_tokens, generation.timing
-        )
+    def _usage(self, served: ServedRequest) -> types_pb2.Usage:
+        return messages.usage(len(served.prompt.token_ids), served.num_completion_tokens, served.timing)
 
     async def Abort(
         self, request: inference_pb2.AbortRequest, context: Context
@@ -222,7 +216,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         raise UnsupportedFeature(["UpdateWeights"])
 
     def _version(self, generation: int) -> types_pb2.WeightsVersion:
-        """The version of a weights' generation. Only that of the weights in use has a label."""
+        """The version of a weights' served. Only that of the weights in use has a label."""
         current = self._engine.weights
         if generation != current.generation:
             current = WeightsVersion("", generation)
