@@ -1,9 +1,9 @@
 // Attention over bf16 keys on AVX-512 without products of pairs: a vector's lanes are 16 keys (scores, probabilities)
-// or 16 dims (values). So the tiles of keys are turned, and scores and probabilities are [column][kSplit keys].
+// or 16 dims (values). So the tiles of keys are transposed, and scores and probabilities are [column][kSplit keys].
 //
 // For many columns a split's keys and values are widened to float32 once. For few, as in decoding, they are widened
-// in registers, and memory is the limit. A column's numbers come of the same operations in the same order either way,
-// so its bits do not depend on which it is.
+// in registers, and memory bandwidth is the limit. Both ways compute a column by the same operations in the same order,
+// so its bits do not depend on the way.
 #pragma once
 
 #include "attention/attention_kernel.h"
@@ -223,7 +223,7 @@ void SumFewDims(const char* const* values, int64_t dims, int64_t dim, int from, 
   }
 }
 
-// The same for the last 16 dims of a dim that is no multiple of 32.
+// SumFewDims for the last 16 dims, if the number of dims is not a multiple of 32.
 template <int kC>
 void SumFewTail(const char* const* values, int64_t dims, int from, int to, const float* probabilities, float* out) {
   __m512 sum[kC];

@@ -75,8 +75,8 @@ void ScoreTiles(const char* const* keys, int64_t dim, const uint32_t* queries, f
   }
 }
 
-// The same for kN (1 or 2) tiles of keys against two tiles of columns, `apart` words of queries from each other and
-// kSplit keys of scores: keys, which come from L2, are loaded half as often.
+// Scores of kN (1 or 2) tiles of keys against two tiles of columns, whose queries lie `apart` words from each other and
+// whose scores kSplit keys. So keys, which come from the second-level cache, are loaded half as often.
 template <int kN>
 void ScoreTilesTwice(const char* const* keys, int64_t dim, const uint32_t* queries, int64_t apart, float* scores,
                      Fetch& fetch) {
@@ -167,7 +167,7 @@ void SumTiles(const uint32_t* probabilities, const uint32_t* values, int begin, 
   }
 }
 
-// The same for kN (1 or 2) times 16 dims of two tiles of columns, kSplit keys of probabilities from each other.
+// SumTiles for kN (1 or 2) times 16 dims and two tiles of columns, whose probabilities lie kSplit keys from each other.
 template <int kN>
 void SumTilesTwice(const uint32_t* probabilities, const uint32_t* values, int begin, int end, int64_t dims, int64_t dim,
                    float* out, float* out2, Fetch& fetch) {
