@@ -7,6 +7,7 @@ import gc
 import io
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -215,6 +216,16 @@ def test_an_id_is_taken_until_its_end_was_read(engine: Engine) -> None:
     assert list(again.token_ids) == toy_tokens([2], 5)
 
 
+def test_an_id_is_taken_while_outputs_of_its_request_are_unread(engine: Engine) -> None:
+    """The engine itself has forgotten the id by then."""
+    stream = engine.stream([1], sampling=GREEDY_PARAMS, stopping=long(5), request_id="unread")
+    assert engine.generate([2], sampling=GREEDY_PARAMS, stopping=long(60)).token_ids  # after the other
+    with pytest.raises(DuplicateRequestId):
+        engine.stream([2], request_id="unread")
+    stream.close()
+    engine.stream([2], sampling=GREEDY_PARAMS, stopping=long(5), request_id="unread").close()
+
+
 def test_an_aborted_request_ends_with_what_there_is(engine: Engine) -> None:
     stream = engine.stream([1], n=2, sampling=GREEDY_PARAMS, stopping=long(100), request_id="enough")
     next(stream)
@@ -251,6 +262,26 @@ def test_a_list_waits_for_a_queue_that_others_fill() -> None:
         others.last("other")
         made = engine.generate([[1], [2], [3]], sampling=GREEDY_PARAMS, stopping=long(3))
         assert [list(g.token_ids) for g in made] == [toy_tokens([i], 3) for i in (1, 2, 3)]
+
+
+def test_a_list_leaves_room_in_the_queue_for_others() -> None:
+    with toy_engine(max_num_seqs=2, max_queued_requests=100, start=False) as engine:
+        gate, made = at_gate(engine), []
+        prompts = [[i % VOCAB] for i in range(30)]
+
+        def generate() -> None:
+            made.extend(engine.generate(prompts, sampling=GREEDY_PARAMS, stopping=long(3)))
+
+        thread = threading.Thread(target=generate)
+        thread.start()
+        deadline = time.monotonic() + 60
+        while engine.load().num_waiting < 4 and time.monotonic() < deadline:
+            time.sleep(0.001)
+        time.sleep(0.05)  # in which a list without a bound would go on
+        assert engine.load().num_waiting == 4  # twice as many as run at once
+        gate.open()
+        thread.join(60)
+        assert [list(g.token_ids) for g in made] == [toy_tokens(prompt, 3) for prompt in prompts]
 
 
 def test_the_first_error_ends_a_list(engine: Engine) -> None:
