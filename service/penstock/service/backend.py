@@ -1,4 +1,6 @@
-"""What the service needs of an engine. `penstock.runtime.engine.Engine` is one; tests use a toy."""
+"""What the service needs of an engine, as protocols. `penstock.runtime.engine.Engine` is one; tests use a
+toy.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,7 @@ from penstock.runtime.text.codec import TextCodec
 
 
 class Info(Protocol):
-    """The model that is served and the values in force."""
+    """The served model and the values in force."""
 
     @property
     def name(self) -> str: ...
@@ -42,8 +44,8 @@ class Info(Protocol):
 
 
 class Backend(Protocol):
-    """The engine as the service sees it. All of it may be called on the event loop, but for what says it
-    blocks.
+    """The engine as the service sees it. Everything may be called on the event loop, except methods that say
+    that they block.
     """
 
     @property
@@ -54,12 +56,14 @@ class Backend(Protocol):
     def text(self) -> TextCodec | None: ...
     @property
     def forms(self) -> ChatForms:
-        """How the model writes calls of tools, and what it thinks."""
+        """The forms in which the model writes tool calls and reasoning."""
         ...
 
     @property
     def grammars(self) -> GrammarCompiler | None:
-        """Compiles grammars for the model; None where it has no tokenizer, or one that cannot have them."""
+        """The compiler of grammars; None if the model has no tokenizer, or one that grammars cannot work
+        with.
+        """
         ...
 
     @property
@@ -70,25 +74,27 @@ class Backend(Protocol):
     def failure(self) -> Exception | None: ...
 
     def pulse(self) -> Pulse:
-        """How its thread gets on. For any thread; waits for no lock."""
+        """Tell whether the engine's thread makes progress. May be called on any thread, and waits for no
+        lock.
+        """
         ...
 
     def on_failure(self, callback: Callable[[], None]) -> None:
-        """Call this once when the engine dies, before its requests are told; at once if it is dead. It may be
-        called on any thread.
+        """Call `callback` once when the engine dies, before its requests get their error; at once if it is
+        dead already. The callback may run on any thread.
         """
         ...
 
     def tensor_specs(self) -> Sequence[tuple[str, str, tuple[int, ...]]]:
-        """(Hugging Face name, dtype such as "bfloat16", shape) of every tensor."""
+        """The Hugging Face name, the dtype (such as "bfloat16") and the shape of every tensor."""
         ...
 
     def start(self) -> None:
-        """Compile and start; blocks for as long as that takes."""
+        """Compile and start. Blocks until that is done."""
         ...
 
     def prepare(self, request: Request) -> PreparedPrompt:
-        """The part of `submit` that takes long for a long prompt; blocks, in any thread."""
+        """Do the part of `submit` that takes long for a long prompt. Blocks; may be called on any thread."""
         ...
 
     def submit(
@@ -97,15 +103,17 @@ class Backend(Protocol):
         sink: Callable[[Sequence[StepOutput]], None],
         prepared: PreparedPrompt | None = None,
     ) -> None:
-        """Queue a request; refusals are raised at once. `prepared`: its prompt, if that was prepared."""
+        """Queue a request; refusals are raised at once. `prepared` is what `prepare` returned for its prompt,
+        if it was called.
+        """
         ...
 
     def cancel(self, *request_ids: str) -> None:
-        """Nobody wants the rest of them; waits for nothing."""
+        """End these requests, whose further outputs nobody wants. Waits for nothing."""
         ...
 
     def finish(self, request_id: str, finish: Finish) -> None:
-        """End it for a reason that the text layer found."""
+        """End a request for a reason that was found in its text."""
         ...
 
     def abort(
@@ -116,19 +124,21 @@ class Backend(Protocol):
         all_requests: bool = False,
         message: str = "",
     ) -> Sequence[tuple[str, AbortOutcome]]:
-        """End requests; slot and pages are free when it returns."""
+        """End requests. Their slots and pages are free when this returns."""
         ...
 
     def load(self) -> Load: ...
 
     def flush_prefix_cache(self) -> FlushedPages:
-        """Forget all cached prefixes."""
+        """Forget all cached prefixes. Returns how many pages became free, and how many are still held by
+        running requests.
+        """
         ...
 
     def drain(self, timeout_s: float) -> bool:
-        """Refuse new requests and wait for the others; blocks."""
+        """Refuse new requests and wait for the others, for at most `timeout_s` seconds. Blocks."""
         ...
 
     def shutdown(self) -> None:
-        """Stop for good; blocks."""
+        """Stop for good. Blocks."""
         ...

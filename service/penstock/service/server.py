@@ -1,12 +1,12 @@
-"""The gRPC server around one engine: listen, answer health checks, load, serve, stop gracefully.
+"""The gRPC server around one engine: listens, answers health checks, loads, serves, and stops gracefully.
 
     server = PenstockServer(options)  # takes the port before anything slow: a port in use fails at once
     await server.start()              # answers; health says NOT_SERVING, RPCs of the contract NOT_READY
-    server.attach(engine)             # answers what needs no running engine
+    server.attach(engine)             # answers RPCs that need no running engine
     await server.start_engine()       # compiles; then health says SERVING
     await server.stop()               # refuses new requests, finishes the running ones
 
-Must be made and used on one event loop.
+It must be made and used on one event loop.
 """
 
 from __future__ import annotations
@@ -61,27 +61,27 @@ _INFERENCE = inference_pb2.DESCRIPTOR.services_by_name["InferenceService"]
 _CONTROL = control_pb2.DESCRIPTOR.services_by_name["ControlService"]
 SERVICES = (_INFERENCE.full_name, _CONTROL.full_name)
 READINESS = ("", *SERVICES)
-"""What health calls SERVING while requests are taken."""
+"""The services whose health is SERVING while requests are taken."""
 LIVENESS = "liveness"
-"""What health calls SERVING for as long as the process answers at all, also while it loads."""
+"""The service whose health is SERVING as long as the process answers at all, also while it loads."""
 _LAST_REPLIES_S = 5.0
-"""How long readers may take for what is buffered when the grace is over."""
+"""Seconds that readers may take for what is buffered when the grace is over."""
 _LAST_WORDS_S = 0.5
-"""How long watchers may take for their last status. Whoever reads nothing is cut off then."""
+"""Seconds that watchers may take for their last status. Connections that do not read it are closed then."""
 
 
 def version() -> str:
-    """Of the installed package."""
+    """The version of the installed package."""
     return importlib.metadata.version("penstock")
 
 
 def new_instance_id() -> str:
-    """Tells this start of this server from all others."""
+    """Make an id that tells this start of the server from all others."""
     return uuid.uuid4().hex
 
 
 class PenstockServer:
-    """One engine's gRPC front."""
+    """The gRPC server of one engine."""
 
     def __init__(
         self,
@@ -92,9 +92,10 @@ class PenstockServer:
         usage: UsageSink | None = None,
         rates_clock: Clock = time.monotonic,
     ) -> None:
-        """Take the addresses; ConfigError where one cannot be had, or the keys cannot be read. `instance_id`:
-        made here unless given. `usage` is told what each request used, in place of `options.usage_file`;
-        keys' rates go by `rates_clock`, in s.
+        """Take the addresses. Raises ConfigError if one cannot be had, or the keys cannot be read.
+
+        `instance_id` is made here unless given. `usage` is told what each request used, in place of
+        `options.usage_file`. `rates_clock` gives the seconds that the rates of keys are measured by.
         """
         self._options = options
         self._telemetry = Telemetry(tracer_provider)
@@ -123,12 +124,12 @@ class PenstockServer:
 
     @property
     def port(self) -> int | None:
-        """Where it listens; None: on a Unix socket alone."""
+        """The port that it listens on; None if it listens on a Unix socket only."""
         return self.front.port
 
     @property
     def address(self) -> str:
-        """Where it takes requests: the port, or the Unix socket where there is no port."""
+        """The address that takes requests: the port, or the Unix socket if there is no port."""
         return self.front.addresses[0]
 
     def _build(self, interceptors: Sequence[grpc.aio.ServerInterceptor]) -> grpc.aio.Server:
@@ -149,13 +150,14 @@ class PenstockServer:
             interceptors=[self._calls, ours, *interceptors],
             options=[
                 ("grpc.so_reuseport", 0),
-                # Above this gRPC refuses with a status that says nothing; up to it the interceptor does.
+                # Above this size gRPC refuses a message with a bare status; below it the interceptor refuses
+                # with details.
                 ("grpc.max_receive_message_length", 2 * self._options.max_receive_bytes),
                 *grpc_options(bounds, self._options.num_addresses),
                 *self._options.connections.arguments(),
             ],
         )
-        server: grpc.aio.Server = made  # by its base, which the hints do not know
+        server: grpc.aio.Server = made  # it is one by its base class, which the type hints do not know
         inference_pb2_grpc.add_InferenceServiceServicer_to_server(
             cast("inference_pb2_grpc.InferenceServiceServicer", self._inference), server
         )
@@ -167,12 +169,12 @@ class PenstockServer:
         return server
 
     async def reload_keys(self) -> None:
-        """Read the file of keys again; one that cannot be used changes nothing. Raises nothing."""
+        """Read the file of keys again. A file that cannot be used changes nothing. Raises nothing."""
         if self._keys is not None:
             await self._keys.reload()
 
     async def start(self) -> None:
-        """Start to answer: health and reflection; RPCs of the contract are refused as NOT_READY."""
+        """Start to answer: health and reflection. RPCs of the contract are refused as NOT_READY."""
         grpc_log.hush()
         await self.front.start()
 
@@ -209,7 +211,7 @@ class PenstockServer:
         )
 
     async def start_engine(self) -> None:
-        """Compile and start the engine, then tell the world; raises what the engine raises."""
+        """Compile and start the engine, then report SERVING. Raises what the engine raises."""
         assert self._engine is not None, "call attach() first"
         assert self._engine_end is not None
         self._starting = True
@@ -218,7 +220,7 @@ class PenstockServer:
         finally:
             self._starting = False
         if self._ending is not None:
-            if self._ending.done():  # else its last act is to end the engine, which now can be asked to
+            if self._ending.done():  # otherwise the stop itself ends the engine as its last act
                 await self._engine_end.shutdown()
             return
         self._readiness.allow("starting")
@@ -241,27 +243,27 @@ class PenstockServer:
 
     def _bury(self) -> None:
         assert self._engine is not None
-        log.error("the engine is dead: %s", self._engine.failure)
+        log.error("the engine is dead, so the server ends: %s", self._engine.failure)
         self._readiness.refuse("dead")
         self._failed.set()
 
     def _lose_front(self, error: BaseException | None) -> None:
-        log.error("gRPC stopped listening, which nobody asked for: %r", error)
+        log.error("gRPC stopped listening unexpectedly, so the server ends: %r", error)
         self._readiness.refuse("deaf")
         self._failed.set()
 
     @property
     def engine_hangs(self) -> bool:
-        """At the stop it did not come back: a thread of it is still there."""
+        """Whether a thread of the engine was still running when the server stopped."""
         return self._engine_end is not None and self._engine_end.hangs
 
     async def wait_for_failure(self) -> None:
-        """Returns once the engine is dead, or an address no longer answers."""
+        """Wait until the engine is dead, or an address no longer answers."""
         await self._failed.wait()
 
     async def stop(self) -> bool:
-        """Finish what runs within the grace, abort the rest, stop; whether all of it came to its end. May be
-        called again, and then waits for the same end.
+        """Finish what runs within the grace, abort the rest, and stop. Returns whether everything came to its
+        end. May be called again, and then waits for the same end.
         """
         if self._ending is None:
             self._ending = asyncio.create_task(self._end())
@@ -278,9 +280,10 @@ class PenstockServer:
         if end is not None and is_ready:
             draining = asyncio.create_task(end.drain(self._options.grace_s))
         elif end is not None and self._starting:
-            draining = asyncio.create_task(end.drain(0.0))  # so that it takes nothing if it comes up now
-        await self._calls.wait_settled()  # what gRPC has taken in is refused as DRAINING meanwhile
-        # Listens no more, and tells clients to go elsewhere; what runs goes on.
+            # so that it takes no requests if it starts just now
+            draining = asyncio.create_task(end.drain(0.0))
+        await self._calls.wait_settled()  # requests that gRPC has accepted are refused as DRAINING meanwhile
+        # The server stops listening, and tells clients to go elsewhere. What runs goes on.
         most_s = self._options.grace_s + _LAST_REPLIES_S + _LAST_WORDS_S
         leaving = asyncio.create_task(self.front.stop(most_s))
         self._health.close()
@@ -295,6 +298,7 @@ class PenstockServer:
             await in_thread(self._ledger.close)
         if self._watchdog is not None:
             self._watchdog.stop()
-        if end is not None and not self._starting:  # a compilation ends only with the process
+        # a compilation cannot be ended other than with the process
+        if end is not None and not self._starting:
             await end.shutdown()
         return drained

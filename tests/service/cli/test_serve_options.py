@@ -64,7 +64,7 @@ def test_a_port_in_use_is_told_before_anything_is_loaded(run: Run) -> None:
         (["demo", "--stall-limit", "0"], "stall_limit_s: must be above 0", 2),
         (["demo", "--max-rpcs", "-1"], "max_rpcs: must be from 0 (off) to ", 2),
         (["demo", "--host", "0.0.0.0"], "0.0.0.0 can be reached from other machines, and", 2),
-        (["demo", "--port", "none"], "port: none needs a unix_socket", 2),
+        (["demo", "--port", "none"], "port: must be given if there is no unix_socket", 2),
         (["demo", "--tls-cert", "c.pem"], "tls_key: is required with tls_cert", 2),
         (["demo", "--tls-cert", "no.pem", "--tls-key", "no.key"], "tls_cert: no.pem cannot be read", 1),
         (["demo", "--port", "0", "--unix-socket", "no-such-folder/s"], "no-such-folder/s cannot be made", 1),

@@ -148,7 +148,7 @@ async def test_no_socket_is_left_by_a_server_that_does_not_come_up(tmp_path: Pat
 @pytest.mark.parametrize(
     ("options", "complaint"),
     [
-        ({"port": None}, "port: none needs a unix_socket"),
+        ({"port": None}, "port: must be given if there is no unix_socket"),
         ({"host": "[::1]"}, r"host: must be a name or an IP address without brackets or port, not '\[::1\]'"),
         ({"host": "localhost:50051"}, "host: must be a name or an IP address without brackets or port"),
         ({"host": "unix:/run/s"}, "host: .*; a Unix socket is a unix_socket"),
@@ -165,7 +165,7 @@ async def test_no_socket_is_left_by_a_server_that_does_not_come_up(tmp_path: Pat
                 "port": None,
                 "listen": ListenOptions(unix_socket=Path("s"), tls_cert=Path("c"), tls_key=Path("k")),
             },
-            "tls_cert: there is no port that could speak TLS",
+            "tls_cert: needs a port, because a Unix socket does not",
         ),
     ],
 )

@@ -81,7 +81,7 @@ async def nothing_left(rig: Rig) -> None:
     servicer: Any = rig.server._inference._servicer
     await until(lambda: tasks() == 0)
     await until(lambda: rig.engine.load().pages_used == 0)
-    await until(lambda: not servicer._around.switchboard.holders)
+    await until(lambda: not servicer._serving.switchboard.holders)
     await until(lambda: servicer._budget.num_shares == 0 and servicer._budget.used == 0)
     await until(lambda: all(rig.server.admission.active(kind) == 0 for kind in Kind))
     assert generations() == 0

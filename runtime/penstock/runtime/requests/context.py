@@ -1,4 +1,7 @@
-"""Prompts that leave too little room in the context: what is cut off, and never silently."""
+"""Fits prompts into the context: what is cut from a prompt that leaves too little room for generation.
+
+Nothing is cut silently: a reply tells how many tokens were cut.
+"""
 
 from __future__ import annotations
 
@@ -10,45 +13,51 @@ from penstock.runtime.errors import InvalidRequest, PromptTooLong, Violation
 from penstock.runtime.requests.request import StoppingParams
 
 MOST_CONTEXTS = 8
-"""A prompt that is to be cut may be as long as so many contexts: all of it is read to keep one of them."""
+"""How many contexts long a prompt may be that is to be cut: the server reads all of it to keep a part."""
 _SMALL_TOKENS = 65_536
-"""What costs next to nothing to read, however small the context."""
+"""Tokens that cost next to nothing to read, so that a prompt may have that many however small the
+context is.
+"""
 _TOKEN_CHARS = 8
-"""About twice as many as a token of prose stands for."""
+"""Characters that are counted for one token; about twice as many as a token of prose has."""
 
 
 def most_cut_tokens(room: int) -> int:
-    """Most tokens of a prompt that is to be cut to a context of `room` tokens."""
+    """The most tokens that a prompt may have which is to be cut to a context of `room` tokens."""
     return max(MOST_CONTEXTS * room, _SMALL_TOKENS)
 
 
 def most_cut_chars(room: int) -> int:
-    """The same in characters of text."""
+    """The most characters that a text may have which is to be cut to a context of `room` tokens."""
     return most_cut_tokens(room) * _TOKEN_CHARS
 
 
 class Truncation(enum.Enum):
-    """Which tokens of a prompt go."""
+    """Which tokens of a prompt that is too long are cut."""
 
     REJECT = "reject"
-    """None: the request is refused."""
+    """No token is cut: the request is refused."""
     LEFT = "left"
-    """The oldest."""
+    """The oldest tokens are cut."""
     RIGHT = "right"
-    """The newest."""
+    """The newest tokens are cut."""
     MIDDLE = "middle"
-    """Those between both ends."""
+    """The tokens between both ends are cut."""
 
 
 @dataclass(frozen=True, slots=True)
 class ContextParams:
-    """What to do with a prompt that leaves too little room."""
+    """What a request wants done with a prompt that leaves too little room."""
 
     truncation: Truncation = Truncation.REJECT
     reserve_tokens: int | None = None
-    """Room that is kept for generation when truncating; None: max_tokens, or 1 without."""
+    """Tokens of the context that truncation leaves for generation; None means `max_tokens`, or 1 if that is
+    unset.
+    """
     cap_max_tokens: bool = False
-    """Shorten generation before the prompt: then 1 token is room enough, unless reserved."""
+    """Whether generation is shortened before the prompt is cut. Then 1 token of room is enough, unless more
+    is reserved.
+    """
 
     def __post_init__(self) -> None:
         """Takes a `Truncation` also by its value, such as "left". InvalidRequest for what is none."""
@@ -65,7 +74,7 @@ class ContextParams:
 
 @dataclass(frozen=True, slots=True)
 class Fitted:
-    """A prompt that fits."""
+    """A prompt that fits its context."""
 
     token_ids: tuple[int, ...]
     stopping: StoppingParams
@@ -75,9 +84,9 @@ class Fitted:
 def fit(token_ids: tuple[int, ...], context: ContextParams, stopping: StoppingParams, room: int) -> Fitted:
     """Make prompt and generation fit `room` tokens together.
 
-    Raises PromptTooLong where nothing may be cut, and InvalidRequest where the reserve leaves no room for a
-    prompt. Without truncation only a prompt that leaves no room for one token is too long: then generation
-    ends when the context is full.
+    Raises PromptTooLong if nothing may be cut, and InvalidRequest if the reserve leaves no room for a prompt.
+    Without truncation a prompt is too long only if it leaves no room for one token; generation then ends when
+    the context is full.
     """
     reserve = context.reserve_tokens
     if reserve is None:
@@ -101,7 +110,9 @@ def fit(token_ids: tuple[int, ...], context: ContextParams, stopping: StoppingPa
 
 
 def cut(token_ids: tuple[int, ...], most: int, truncation: Truncation) -> tuple[int, ...]:
-    """At most `most` of them. With MIDDLE the longer half, if they are not equal, is the newest."""
+    """Keep at most `most` tokens. With MIDDLE both halves are kept; if `most` is odd, the newer half has one
+    more.
+    """
     if len(token_ids) <= most:
         return token_ids
     if truncation is Truncation.LEFT:

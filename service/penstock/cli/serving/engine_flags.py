@@ -1,4 +1,4 @@
-"""The options of `penstock serve` that are the engine's: their flags, and what they are to it."""
+"""The flags of `penstock serve` for the engine's options."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _CONFIG = EngineConfig()
 
 
 def add_engine_flags(parser: argparse.ArgumentParser) -> None:
-    """Describe them."""
+    """Add these flags."""
     engine = parser.add_argument_group("engine")
     engine.add_argument(
         "--served-model-name",

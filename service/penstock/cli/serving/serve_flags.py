@@ -1,4 +1,4 @@
-"""The options of `penstock serve`: their flags, and what they are to engine and server."""
+"""The command line of `penstock serve`: its parser, and the server's options that its flags describe."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ ends it at once.
 
 
 def add_parser(subparsers: Subparsers) -> None:
-    """Describe the command's arguments."""
+    """Add the command's parser."""
     parser = subparsers.add_parser(
         "serve",
         help="serve a model over gRPC",
@@ -62,7 +62,7 @@ def add_parser(subparsers: Subparsers) -> None:
         type=float,
         default=_OPTIONS.stall_limit_s,
         metavar="SECONDS",
-        help="end a stream whose client reads nothing for so long; default: %(default)g",
+        help="end a stream whose client reads nothing for this long; default: %(default)g",
     )
     net.add_argument(
         "--grace",
@@ -78,8 +78,8 @@ def add_parser(subparsers: Subparsers) -> None:
         type=float,
         default=_OPTIONS.drain_delay_s,
         metavar="SECONDS",
-        help="how long requests are still taken after SIGTERM while health already says NOT_SERVING, so that "
-        "balancers have heard of it; --grace begins then; default: %(default)g",
+        help="how long requests are still accepted after SIGTERM while health already says NOT_SERVING, so "
+        "that load balancers notice; --grace begins afterwards; default: %(default)g",
     )
     net.add_argument(
         "--max-receive-bytes",
@@ -94,8 +94,8 @@ def add_parser(subparsers: Subparsers) -> None:
         type=float,
         default=_OPTIONS.watchdog_s,
         metavar="SECONDS",
-        help="health says NOT_SERVING while the engine has work and gets nothing done for so long; must be "
-        "above the longest step; 0: never; default: %(default)g",
+        help="health says NOT_SERVING if the engine has work and does none of it for this long; must exceed "
+        "the time of the longest step; 0: never; default: %(default)g",
     )
     add_connection_flags(parser)
     add_limits_flags(parser)
@@ -152,7 +152,7 @@ def _add_requests(parser: argparse.ArgumentParser) -> None:
         type=float,
         default=_CONFIG.grammar_time_limit_s,
         metavar="SECONDS",
-        help="a constraint that takes longer to compile is refused; default: %(default)g",
+        help="refuse a constraint that takes longer to compile; default: %(default)g",
     )
     add_feature_flags(requests)
 

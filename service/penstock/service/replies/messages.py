@@ -1,4 +1,4 @@
-"""Frozen values back to the contract's messages."""
+"""Converts frozen values back to the contract's messages."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from penstock.service.requests.convert import ServedJob
 from penstock.v1 import inference_pb2, types_pb2, weights_pb2
 
 CANDIDATES_AT_ONCE = 1000
-"""Are encoded in about a millisecond."""
+"""How many candidates are encoded at a time; that takes about a millisecond."""
 REASONS = {
     FinishReason.EOS: types_pb2.FINISH_REASON_EOS,
     FinishReason.STOP: types_pb2.FINISH_REASON_STOP,
@@ -45,7 +45,9 @@ def weights_version(version: WeightsVersion) -> types_pb2.WeightsVersion:
 
 
 def finish(value: Finish) -> types_pb2.Finish:
-    """The match is set for a stop string, a stop token id and an end-of-sequence token."""
+    """Convert an output's end. `match` is set for a stop string, a stop token id and an end-of-sequence
+    token.
+    """
     message = types_pb2.Finish(reason=REASONS[value.reason], message=value.message)
     if value.stop is not None:
         message.match.stop = value.stop
@@ -55,7 +57,7 @@ def finish(value: Finish) -> types_pb2.Finish:
 
 
 def logprobs(values: Sequence[TokenLogprobs], top: int) -> types_pb2.Logprobs:
-    """One entry per token; `top` is left empty where no candidates were asked for."""
+    """Convert log-probabilities, one entry per token. `top` stays empty if no candidates were asked for."""
     message = types_pb2.Logprobs(sampled=[v.sampled for v in values])
     if top:
         for value in values:
@@ -66,8 +68,8 @@ def logprobs(values: Sequence[TokenLogprobs], top: int) -> types_pb2.Logprobs:
 
 
 def encode_logprobs(values: Sequence[TokenLogprobs], top: int) -> bytes:
-    """A serialized `Logprobs`. Joined as bytes, those of consecutive tokens are that of all: it has only
-    repeated fields.
+    """Serialize a `Logprobs`. It has only repeated fields, so messages of consecutive tokens may be joined as
+    bytes.
     """
     return logprobs(values, top).SerializeToString()
 
@@ -75,8 +77,8 @@ def encode_logprobs(values: Sequence[TokenLogprobs], top: int) -> bytes:
 def add_delta(
     message: inference_pb2.Output | inference_pb2.OutputDelta, taken: Taken, job: ServedJob
 ) -> None:
-    """Append what is new, but log-probabilities, which are bytes already: text always (it is empty where none
-    was asked for), and ids where they were asked for.
+    """Append what is new to the message: its text, and its token ids if they were asked for.
+    Log-probabilities are bytes already, and are added when the message is serialized.
     """
     message.text += taken.text
     message.reasoning += taken.reasoning
@@ -87,7 +89,7 @@ def add_delta(
 
 
 def says_something(message: inference_pb2.OutputDelta) -> bool:
-    """Whether there is more in it than an index."""
+    """Whether the delta has more than an index."""
     return any(one.name != "index" for one, _ in message.ListFields())
 
 
@@ -97,7 +99,7 @@ def response(
     outputs: Sequence[inference_pb2.Output],
     encoded_logprobs: Sequence[Sequence[bytes]],
 ) -> bytes:
-    """A whole `GenerateResponse`: its small fields, its `PromptInfo`, its outputs and their
+    """Serialize a `GenerateResponse` from its small fields, its `PromptInfo`, its outputs and their
     log-probabilities.
     """
     kind = type(message)
@@ -108,13 +110,13 @@ def response(
 
 
 def stream_delta(message: inference_pb2.OutputDelta, encoded_logprobs: bytes) -> bytes:
-    """A `StreamResponse` with a delta and its log-probabilities."""
+    """Serialize a `StreamResponse` with a delta and its log-probabilities."""
     body = [message.SerializeToString(), *_logprobs_field(message, [encoded_logprobs])]
     return b"".join(field(inference_pb2.StreamResponse, "delta", body))
 
 
 def stream_started(message: inference_pb2.StreamStarted, encoded_prompt: Sequence[bytes]) -> bytes:
-    """A `StreamResponse` that begins a stream, with its `PromptInfo`."""
+    """Serialize the `StreamResponse` that begins a stream, with its `PromptInfo`."""
     body = [message.SerializeToString(), *field(inference_pb2.StreamStarted, "prompt", encoded_prompt)]
     return b"".join(field(inference_pb2.StreamResponse, "started", body))
 
@@ -122,18 +124,18 @@ def stream_started(message: inference_pb2.StreamStarted, encoded_prompt: Sequenc
 def _logprobs_field(
     message: inference_pb2.Output | inference_pb2.OutputDelta, encoded: Sequence[bytes]
 ) -> list[bytes]:
-    """Unset where there are none."""
+    """The field of the log-probabilities; unset if there are none."""
     return field(type(message), "logprobs", encoded) if any(encoded) else []
 
 
 async def prompt_info(
     job: ServedJob, prompt: Fitted, values: Sequence[TokenLogprobs], turns: asyncio.Lock
 ) -> list[bytes]:
-    """The prompt as the model saw it, serialized. Its first token has no log-probability: NaN, and no
+    """Serialize the prompt as the model saw it. Its first token has no log-probability: it gets NaN, and no
     candidates.
 
-    There may be hundreds of thousands of candidates. They are encoded in pieces of about a millisecond, and
-    whoever has `turns` meanwhile is the only one, so that nobody on the event loop waits longer than that.
+    There may be hundreds of thousands of candidates. They are encoded in pieces of about a millisecond, each
+    under the lock `turns`, so that other tasks never wait longer than that for the event loop.
     """
     ids = prompt.token_ids
     message = types_pb2.PromptInfo(
@@ -142,7 +144,8 @@ async def prompt_info(
         truncated_tokens=prompt.num_truncated,
     )
     encoded = [message.SerializeToString()]
-    if job.prompt_logprobs is not None and len(values) == len(ids) - 1:  # else it ended before
+    # otherwise the request ended before they were computed
+    if job.prompt_logprobs is not None and len(values) == len(ids) - 1:
         pieces = [encode_logprobs([TokenLogprobs(math.nan)], job.prompt_logprobs)]
         size = max(1, CANDIDATES_AT_ONCE // (1 + job.prompt_logprobs))
         for start in range(0, len(values), size):
@@ -154,7 +157,9 @@ async def prompt_info(
 
 
 def usage(num_prompt_tokens: int, num_completion_tokens: int, times: RequestTiming | None) -> types_pb2.Usage:
-    """`completion_tokens` counts the token ids of the output, whether or not they are sent."""
+    """Convert the counts of tokens. `completion_tokens` counts generated ids, whether or not they
+    are sent.
+    """
     return types_pb2.Usage(
         prompt_tokens=num_prompt_tokens,
         cached_prompt_tokens=times.cached_prompt_tokens if times else 0,
@@ -163,7 +168,9 @@ def usage(num_prompt_tokens: int, num_completion_tokens: int, times: RequestTimi
 
 
 def timing(times: RequestTiming | None) -> types_pb2.Timing:
-    """Since the request entered the queue. What never happened (no token, never scheduled) is left unset."""
+    """Convert times, counted from the arrival in the queue. What never happened (no token, never scheduled)
+    stays unset.
+    """
     message = types_pb2.Timing()
     if times is None:
         return message

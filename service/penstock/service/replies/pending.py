@@ -1,8 +1,8 @@
-"""What an output made and its reader has not taken yet: deltas merged into few, packed as the wire has them.
+"""Buffers what an output generated until its reader takes it: deltas merged into few, in the wire's form.
 
-Log-probabilities are encoded when they come, a step's at a time. So what waits takes about as much memory as
-its message will have bytes (as Python's objects it is some twenty times that), no large amount has to be
-encoded at once when a slow reader comes, and the size of the message is known.
+Log-probabilities are encoded when they come, one step's at a time. So what waits takes about as much memory
+as its message will have bytes, a twentieth of what it takes as Python objects; no large amount must be
+encoded at once when a slow reader comes; and the size of the message is known.
 """
 
 from __future__ import annotations
@@ -19,31 +19,29 @@ from penstock.runtime.text.assembler import Delta
 from penstock.service.replies.reply_budget import logprobs_bytes
 
 Encode = Callable[[Sequence[TokenLogprobs]], bytes]
-"""Log-probabilities to a serialized `Logprobs` message; those of consecutive tokens may be joined as
+"""Serializes log-probabilities to a `Logprobs` message. Messages of consecutive tokens may be joined as
 bytes.
 """
 MAX_DELTA_BYTES = 1024 * 1024
-"""About this is the largest merged delta: clients of gRPC refuse messages above 4 MiB unless told
-otherwise.
-"""
+"""About the largest size of a merged delta: gRPC's clients refuse messages above 4 MiB by default."""
 _TOKEN_BYTES = 3
-"""Of a token id on the wire, below 2^21."""
+"""Bytes of a token id on the wire, below 2^21."""
 _CALL_BYTES = 16
-"""Of a call's field headers."""
+"""Bytes of the field headers of a tool call."""
 
 
 @dataclass(frozen=True, slots=True)
 class Taken:
-    """What a reader takes of one output at a time. The last one has `finish` and `timing`."""
+    """A merged delta that a reader takes. The last one of an output has `finish` and `timing`."""
 
     text: str
     reasoning: str
     tool_calls: Sequence[ToolCall]
     token_ids: Sequence[int]
     logprobs: bytes
-    """A serialized `Logprobs`; empty where none were asked for."""
+    """A serialized `Logprobs`; empty if the request asked for none."""
     weights_generation: int
-    """Of the weights that made the tokens."""
+    """The generation of the weights that generated the tokens."""
     finish: Finish | None
     timing: RequestTiming | None
     prompt_logprobs: tuple[TokenLogprobs, ...]
@@ -52,7 +50,7 @@ class Taken:
 
 
 class _Merged:
-    """Deltas of the same weights, merged into one."""
+    """Deltas that the same weights generated, merged into one."""
 
     def __init__(self, weights_generation: int) -> None:
         self.weights_generation = weights_generation
@@ -100,10 +98,10 @@ class _Merged:
 
 
 class Pending:
-    """All of it for one output: at most one merged delta per MAX_DELTA_BYTES and version of the weights."""
+    """The merged deltas of one output. A new one begins after MAX_DELTA_BYTES, and with new weights."""
 
     def __init__(self, encode: Encode | None = None) -> None:
-        """`encode`: None where no log-probabilities are sent."""
+        """`encode` is None if no log-probabilities are sent."""
         self._encode = encode
         self._merged: deque[_Merged] = deque()
 
@@ -111,14 +109,18 @@ class Pending:
         return bool(self._merged)
 
     def has(self, min_tokens: int) -> bool:
-        """Whether there is a delta of so many tokens, or one that cannot get more."""
+        """Whether there is a delta of at least `min_tokens` tokens, or one that nothing more can be merged
+        into.
+        """
         if len(self._merged) > 1:
             return True
         return bool(self._merged) and (self._merged[0].is_last or self._merged[0].num_tokens >= min_tokens)
 
     def add(self, delta: Delta) -> int:
-        """Take it in; about how many bytes it adds to messages. Those of the prompt's log-probabilities count
-        there, but not in `Taken.num_bytes`: a stream sends them in its first message, and not in a delta.
+        """Add a delta. Returns about how many bytes it adds to messages.
+
+        The prompt's log-probabilities are included, but not in `Taken.num_bytes`: a stream sends them in its
+        first message, not in a delta.
         """
         if not (
             delta.token_ids or delta.delta or delta.reasoning or delta.tool_calls or delta.finish is not None
@@ -136,22 +138,24 @@ class Pending:
 
     @staticmethod
     def _ends(last: _Merged, delta: Delta, size: int) -> bool:
-        """Whether the last merged delta takes no more."""
+        """Whether `delta` must begin a new merged delta."""
         if delta.token_ids and last.weights_generation != delta.weights_generation:
             return True
         return last.num_bytes + size > MAX_DELTA_BYTES and last.num_bytes > 0
 
     def pop(self) -> Taken:
-        """The oldest."""
+        """Remove and return the oldest merged delta."""
         return self._merged.popleft().taken()
 
     def clear(self) -> None:
-        """Nobody wants it any more."""
+        """Drop everything, because nobody wants it any more."""
         self._merged.clear()
 
 
 def prompt_bytes(values: Sequence[TokenLogprobs]) -> int:
-    """About the size of a prompt's log-probabilities on the wire. All entries have as many candidates."""
+    """About the size of a prompt's log-probabilities on the wire. All entries have equally many
+    candidates.
+    """
     return logprobs_bytes(len(values), len(values[-1].top)) if values else 0
 
 

@@ -1,8 +1,8 @@
-"""How many bytes of replies may wait in memory, of one request and of all.
+"""Bounds how many bytes of replies may wait in memory, for one request and for all.
 
-What counts is what was made and not sent yet: all that a Generate has so far, and what a stream's reader has
-not taken. How much a request will make is known to nobody beforehand, except where it names `max_tokens`; so
-requests that could not fit even alone are refused, and all others are counted while they run.
+What counts is what was generated and not sent yet: all that a Generate has so far, and what a stream's reader
+has not taken. Nobody knows beforehand how much a request will generate, unless it sets `max_tokens`. So a
+request that could not fit even alone is refused, and all others are counted while they run.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ from penstock.service.errors import Busy, ResponseTooLarge
 from penstock.service.replies.reply_limits import ReplyLimits
 
 _FULL = 0.75
-"""From this share of the budget on no new request is taken: the rest is for those that run."""
+"""From this share of the budget on new requests are refused; the rest is for running ones."""
 _RETRY_S = 1.0
 _TOKEN_BYTES = 7
-"""Of a token: its id, and some characters."""
+"""Bytes of a generated token: its id, and some characters."""
 ID_BYTES = 3
-"""Of a token id on the wire, below 2^21."""
+"""Bytes of a token id on the wire, below 2^21."""
 _SAMPLED_BYTES = 8
-"""Of the log-probability of the token itself, and of the list of its candidates."""
+"""Bytes of a token's own log-probability, and of the list of its candidates."""
 _CANDIDATE_BYTES = 11
 BUFFERED_BYTES = "max_buffered_response_bytes"
 
 
 def logprobs_bytes(num_tokens: int, top: int) -> int:
-    """About the size of the log-probabilities of so many tokens, with `top` candidates each."""
+    """About the size of the log-probabilities of `num_tokens` tokens with `top` candidates each."""
     return num_tokens * (_SAMPLED_BYTES + _CANDIDATE_BYTES * top)
 
 
@@ -41,11 +41,10 @@ class ReplyBudget:
         self._shares: set[Share] = set()
 
     def check_job(self, job: Job, max_model_len: int) -> None:
-        """ResponseTooLarge where a collected reply of as many tokens as the request asks for could not be
-        sent.
+        """Raise ResponseTooLarge if a collected reply with as many tokens as the request asks for could not
+        be sent.
 
-        A request that names no limit may make as little as it likes, so it is not refused for what it could
-        make.
+        A request without `max_tokens` may generate little, so it is not refused here.
         """
         if job.stopping.max_tokens is None:
             return
@@ -55,61 +54,62 @@ class ReplyBudget:
             fields = ["stopping.max_tokens", *(["sampling.n"] if job.n > 1 else [])]
             if job.logprobs is not None:
                 fields.append("output.logprobs")
-            raise self._too_large(fields, f"could make a reply of about {size} bytes")
+            raise self._too_large(fields, f"the reply could have about {size} bytes")
 
     def check_prompt(self, num_tokens: int, top: int) -> None:
-        """ResponseTooLarge where the log-probabilities of such a prompt could not be sent: they are one
-        message.
+        """Raise ResponseTooLarge if the log-probabilities of such a prompt, which are sent in one message,
+        are too large.
         """
         size = logprobs_bytes(num_tokens, top)
         if size > self.most_of_one:
-            raise self._too_large(["output.prompt_logprobs"], f"makes a message of about {size} bytes")
+            raise self._too_large(["output.prompt_logprobs"], f"they have about {size} bytes")
 
     def _too_large(self, fields: list[str], what: str) -> ResponseTooLarge:
-        text = f"{what}; this server sends at most {self.most_of_one}"
+        text = f"{what}, and this server sends at most {self.most_of_one}; ask for less"
         return ResponseTooLarge([Violation(field, text) for field in fields], self.most_of_one)
 
     def check_room(self) -> None:
-        """Busy where too much waits already for a new request."""
+        """Raise Busy if too much waits already for a new request."""
         if self.used > self.most * _FULL:
             raise Busy(BUFFERED_BYTES, self.most, _RETRY_S)
 
     def share(self, fail: Callable[[Exception], None]) -> Share:
-        """A request's part, to be closed at its end. `fail` is called with why it is ended: its own part is
-        too large, or that of all is and none that still runs has more than it.
+        """Make a request's share, which must be closed at its end. `fail` is called with the reason if the
+        request must be ended: its share is too large, or all shares together are and it is the largest that
+        is still running.
         """
         share = Share(self, fail)
         self._shares.add(share)
         return share
 
     def hold(self, num_bytes: int) -> Share:
-        """The part of a reply of at most about so many bytes, which is made at once; to be closed when it was
-        sent. Raises Busy where too much waits already.
+        """Make the share of a reply of at most about `num_bytes` bytes that is made at once. It must be
+        closed when the reply was sent. Raises Busy if too much waits already.
         """
         self.check_room()
-        share = self.share(lambda error: None)  # never called, for there is nothing that could be ended
+        share = self.share(lambda error: None)  # never called, because there is nothing to end
         share.seal()
         share.add(num_bytes)
         return share
 
     def check_ids(self, field: str, num_tokens: int) -> None:
-        """ResponseTooLarge where a reply of so many token ids, of this field, could not be sent."""
+        """Raise ResponseTooLarge if a reply of so many token ids, for this field, could not be sent."""
         size = ID_BYTES * num_tokens
         if size > self.most_of_one:
-            raise self._too_large([field], f"makes a reply of about {size} bytes")
+            raise self._too_large([field], f"the reply would have about {size} bytes")
 
     @property
     def num_shares(self) -> int:
-        """Of requests that have not ended."""
+        """How many requests have not ended."""
         return len(self._shares)
 
     def changed(self, share: Share, num_bytes: int) -> None:
-        """Of a share: it has grown by so many bytes."""
+        """Called by a share that has grown by `num_bytes` bytes."""
         self.used += num_bytes
         if num_bytes <= 0 or share.is_sealed:
             return
         if share.num_bytes > self.most_of_one:
-            text = f"more than {self.most_of_one} bytes of the reply wait to be sent"
+            text = f"more than {self.most_of_one} bytes of the reply are waiting to be sent"
             wrong = [Violation("output", f"{text}; ask for less, or read faster")]
             share.fail(ResponseTooLarge(wrong, self.most_of_one))
         elif self.used > self.most:
@@ -117,7 +117,7 @@ class ReplyBudget:
             max(running, key=lambda one: one.num_bytes).fail(Busy(BUFFERED_BYTES, self.most, _RETRY_S))
 
     def closed(self, share: Share) -> None:
-        """Of a share: it has nothing, and will have nothing."""
+        """Called by a share that was closed."""
         self._shares.discard(share)
 
 
@@ -134,19 +134,19 @@ class Share:
         self.num_bytes = 0
 
     def add(self, num_bytes: int) -> None:
-        """So many more wait, or fewer, if it is negative. May end this request or another."""
+        """Count `num_bytes` more as waiting, or fewer if it is negative. May end this request or another."""
         if self._is_open:
             self.num_bytes += num_bytes
             self._budget.changed(self, num_bytes)
 
     def seal(self) -> None:
-        """All of it is made, and is being sent: to end the request would give no bytes back, so from now on
-        it is not chosen for that.
+        """Note that everything is generated and being sent. Ending the request would free nothing, so it is
+        not chosen for that any more.
         """
         self.is_sealed = True
 
     def close(self) -> None:
-        """Nothing of it waits any more. May be called twice."""
+        """Count nothing of it any more. May be called twice."""
         self.add(-self.num_bytes)
         self._is_open = False
         self._budget.closed(self)

@@ -1,4 +1,4 @@
-"""The contract's requests to validated frozen values. Refusals happen here, all violations of a request at
+"""Converts the contract's requests to validated frozen values. A refusal names all violations of a request at
 once.
 """
 
@@ -46,7 +46,7 @@ _WHY_NO_TEMPLATES = {"chat.chat_template": "it was started without --allow-reque
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServedJob(Job):
-    """A job that one call of Generate or Stream asks for: whose it is, and what is sent back."""
+    """A job that one call of Generate or Stream asks for, with its caller and with what is sent back."""
 
     return_token_ids: bool = True
     echo_prompt_token_ids: bool = False
@@ -56,18 +56,18 @@ class ServedJob(Job):
 
     @property
     def engine_id(self) -> str:
-        """What the engine calls the request."""
+        """The id of the request in the engine."""
         return engine_id(self.owner, self.request_id)
 
     def of(self, caller: Caller) -> ServedJob:
-        """The same as this caller's, with prefixes cached where only those find them who may."""
+        """The job as this caller's, with its cached prefixes only where those find them who may."""
         cache = dataclasses.replace(self.cache, salt=caller.cache_salt(self.cache.salt))
         return dataclasses.replace(self, owner=caller.id, cache=cache)
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What of the server a request is checked against."""
+    """What a server checks requests against."""
 
     info: Info
     max_logprobs: int
@@ -78,12 +78,12 @@ class Limits:
     truncation: Truncation = Truncation.REJECT
     """What an unset `context.truncation` means."""
     features: Features = DEFAULT_FEATURES
-    """What the operator lets callers use. `has_grammars` is false where that leaves no constraints."""
+    """What the operator lets callers use. `has_grammars` is false if constraints are switched off."""
 
     def truncation_of(
         self, message: inference_pb2.GenerateRequest | inference_pb2.StreamRequest
     ) -> Truncation:
-        """What the request, or else the server, says."""
+        """The truncation that the request asks for, or else the server's."""
         return context_params(message.context, self.truncation, Violations()).truncation
 
     @property
@@ -96,7 +96,7 @@ class Limits:
 
     @property
     def lacking(self) -> Refused:
-        """Fields of the contract that would be without effect here, and are refused."""
+        """Fields of the contract that would have no effect on this server, and are therefore refused."""
         return {
             **({} if self.has_priority else {"priority": ()}),
             **({} if self.has_text else _NEED_TEXT),
@@ -106,8 +106,8 @@ class Limits:
 
     @property
     def lacking_templates(self) -> Refused:
-        """The part of `lacking` that all messages with chats have in common: callers' templates, but for the
-        names of the model's own.
+        """The part of `lacking` that all messages with chats have in common: callers' own templates. The
+        names of the model's templates are accepted.
         """
         if self.features.request_templates:
             return {}
@@ -115,16 +115,17 @@ class Limits:
 
     @property
     def why_lacking(self) -> Mapping[str, str]:
-        """The flags that `lacking` is due to."""
+        """The flags that are responsible for `lacking`."""
         return _WHY_NO_TEMPLATES if self.features.constraints else _WHY_NO_TEMPLATES | _WHY_NO_GRAMMARS
 
 
 def to_job(message: inference_pb2.GenerateRequest | inference_pb2.StreamRequest, limits: Limits) -> ServedJob:
     """Check the whole message.
 
-    Raises the first that applies of UnknownModel (nothing else can be judged for another model),
-    UnsupportedFeature (what is not honoured may change what the rest means: with truncation a long prompt is
-    fine) and InvalidRequest with all violations. The values of unsupported fields are not looked at.
+    Raises the first of these that applies: UnknownModel, because nothing else can be judged for another
+    model; UnsupportedFeature, because a field that is not honoured may change what the others mean (with
+    truncation a long prompt is fine); InvalidRequest with all violations. The values of unsupported fields
+    are not checked.
     """
     if message.model and message.model != limits.info.name:
         raise UnknownModel(message.model, limits.info.name)
@@ -180,7 +181,7 @@ def to_job(message: inference_pb2.GenerateRequest | inference_pb2.StreamRequest,
 
 
 def _num_logprobs(output: types_pb2.OutputOptions, name: str, limits: Limits, bad: Violations) -> int | None:
-    """None where they are not asked for."""
+    """The number of log-probabilities asked for, or None."""
     if not output.HasField(name):  # type: ignore[arg-type]  # one of two literals
         return None
     value: int = getattr(output, name)
@@ -206,7 +207,7 @@ def _prompt(
             limits.info.max_model_len,
         )
         rejects = limits.truncation_of(message) is Truncation.REJECT
-        if rejects and len(repeated) >= room:  # before anything walks over all of them
+        if rejects and len(repeated) >= room:  # checked before anything walks over all of them
             raise PromptTooLong(len(repeated), room - 1)
         if not bad.allows(field, len(repeated), most_cut_tokens(room), "ids (also where they are to be cut)"):
             return None
@@ -223,7 +224,7 @@ def _grammar(
     limits: Limits,
     bad: Violations,
 ) -> Grammar | None:
-    """What the output must match."""
+    """The grammar that the output must match, or None."""
     required = isinstance(prompt, ChatPrompt) and bool(prompt.chat.required_tools)
     if required and not limits.has_grammars:
         raise UnsupportedFeature(["chat.tool_choice"], limits.why_lacking.get("chat.tool_choice", ""))

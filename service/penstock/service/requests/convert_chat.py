@@ -1,4 +1,4 @@
-"""The contract's chats to validated frozen values."""
+"""Converts the contract's chats to validated frozen values."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from penstock.v1 import types_pb2
 MAX_TURNS = 10_000
 MAX_TOOLS = 1_000
 MAX_CALLS = 10_000
-"""Of all turns of a chat together."""
+"""The most tool calls that all turns of a chat may have together."""
 _PART_COST = 64
-"""What a turn or a tool costs to convert beside its bytes, in bytes."""
+"""The cost of converting one turn or one tool, in bytes, beside the bytes that it has."""
 
 
 def message_cost(chat: types_pb2.ChatPrompt) -> int:
-    """What it costs to convert the message of this RPC, with this chat in it, in bytes, as `Lanes.convert`
-    wants to know it.
+    """The cost of converting the message of this RPC with this chat in it, in bytes, as `Lanes.convert`
+    expects it.
     """
     return MESSAGE_BYTES.get() + _PART_COST * (len(chat.messages) + len(chat.tools))
 
 
 def chat_prompt(message: types_pb2.ChatPrompt, codec: TextCodec | None, bad: Violations) -> ChatPrompt | None:
-    """A chat, its tools and its template; notes what is wrong with them. Raises UnsupportedFeature where the
-    model has no tokenizer.
+    """Convert a chat, its tools and its template. Adds what is wrong with them to `bad`, and returns None if
+    anything is. Raises UnsupportedFeature if the model has no tokenizer.
     """
     if codec is None:
         raise UnsupportedFeature(["chat"])
@@ -58,7 +58,9 @@ def chat_prompt(message: types_pb2.ChatPrompt, codec: TextCodec | None, bad: Vio
 
 
 def _is_within_bounds(message: types_pb2.ChatPrompt, bad: Violations) -> bool:
-    """Whether there are so few turns, tools and calls that all may be looked at; noted if not."""
+    """Whether the chat has few enough turns, tools and calls to look at all of them; adds a
+    violation if not.
+    """
     few_turns = bad.allows("chat.messages", len(message.messages), MAX_TURNS, "messages")
     few_tools = bad.allows("chat.tools", len(message.tools), MAX_TOOLS, "tools")
     if not (few_turns and few_tools):

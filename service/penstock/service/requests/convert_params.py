@@ -1,4 +1,4 @@
-"""Sampling, stopping and context parameters of the contract to validated frozen values."""
+"""Converts the contract's parameters of sampling, stopping and context to validated frozen values."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ from penstock.v1 import types_pb2
 
 T = TypeVar("T")
 MAX_VIOLATIONS = 20
-"""More than a status has room for."""
+"""How many violations are kept; more than a status has room for."""
 IDS_AT_ONCE = 16_384
-"""Ids that are copied and looked at in one go, in about half a millisecond."""
+"""How many ids are copied and checked at a time; that takes about half a millisecond."""
 _MAX_DURATION_S = 315_576_000_000  # google.protobuf.Duration: 10,000 years
 _TRUNCATIONS = {
     types_pb2.TRUNCATION_REJECT: Truncation.REJECT,
@@ -39,15 +39,17 @@ _TRUNCATIONS = {
 
 
 class Ids(Protocol):
-    """A repeated field of token ids, which are never below 0. Its length costs nothing."""
+    """A repeated field of token ids, which are never below 0. Asking for its length is cheap."""
 
     def __len__(self) -> int: ...
     def __getitem__(self, part: slice, /) -> list[int]: ...
 
 
 class Violations:
-    """Collects what is wrong, so that a caller learns all of it at once: the first MAX_VIOLATIONS, and of the
-    others how many there are. Half a million bad ids so cost no more than twenty.
+    """Collects violations, so that a caller learns all of them at once.
+
+    It keeps the first MAX_VIOLATIONS and counts the others, so that half a million bad ids cost no more than
+    twenty.
     """
 
     def __init__(self) -> None:
@@ -56,7 +58,7 @@ class Violations:
 
     @property
     def is_full(self) -> bool:
-        """Whether further ones are only counted."""
+        """Whether further violations are only counted."""
         return len(self.found) >= MAX_VIOLATIONS
 
     def add(self, field: str, description: str) -> None:
@@ -66,17 +68,19 @@ class Violations:
             self.found.append(Violation(field, description))
 
     def add_uncollected(self, count: int) -> None:
-        """So many more, of which nothing is told but their number."""
+        """Count `count` more violations, of which only the number is reported."""
         self._num_more += count
 
     def allows(self, field: str, count: int, most: int, what: str) -> bool:
-        """Whether there are at most so many, which is asked before anything walks over them; noted if not."""
+        """Whether there are at most `most` values; adds a violation if not. To be asked before anything walks
+        over them.
+        """
         if count > most:
             self.add(field, f"at most {most} {what}, not {count}")
         return count <= most
 
     def build(self, make: Callable[[], T]) -> T | None:
-        """`make()`, or None with its violations noted."""
+        """Return `make()`. If it raises InvalidRequest, add its violations and return None."""
         try:
             return make()
         except InvalidRequest as error:
@@ -92,9 +96,10 @@ class Violations:
 
 
 def token_ids(field: str, ids: Ids, vocab_size: int, bad: Violations) -> tuple[int, ...]:
-    """The ids of a repeated field; those outside the vocabulary are noted, each at its index.
+    """Copy the ids of a repeated field. Adds a violation for each id that is outside the vocabulary, with its
+    index.
 
-    They are taken in parts, because no other thread runs while a part is copied: a million ids at once would
+    They are copied in parts, because no other thread runs while a part is copied: a million ids at once would
     keep the event loop waiting for tens of milliseconds, on whichever thread that is done.
     """
     taken: list[int] = []
@@ -118,8 +123,9 @@ def _note_unknown(field: str, start: int, ids: Sequence[int], vocab_size: int, b
 def sampling_params(
     message: types_pb2.SamplingParams, info: Info, bad: Violations
 ) -> ResolvedSampling | None:
-    """The sampling of a message; unset fields take the model's effective defaults. Returns None, and adds to
-    `bad`, if something is wrong. Bad words are checked here and added later by `with_bad_words`.
+    """Convert the sampling parameters; unset fields take the model's defaults. Returns None, and adds
+    violations, if a value is wrong. Bad words are only checked here: `with_bad_words` adds them once they are
+    tokenized.
     """
     vocab = info.vocab_size
     allowed = _allowed_ids(message, vocab, bad)
@@ -146,11 +152,11 @@ def _allowed_ids(message: types_pb2.SamplingParams, vocab: int, bad: Violations)
 
 
 def _biases(message: types_pb2.SamplingParams, vocab: int, bad: Violations) -> tuple[tuple[int, float], ...]:
-    """In order of token ids."""
+    """The biases in the order of their token ids."""
     field, biases = "sampling.logit_bias", message.logit_bias
     if not bad.allows(field, len(biases), vocab, "tokens (the vocabulary)"):
         return ()
-    # Sorted by numpy, which lets other threads run meanwhile.
+    # numpy sorts them, because it lets other threads run meanwhile.
     tokens: list[int] = np.sort(np.fromiter(biases, np.uint32, len(biases))).tolist()
     for token in tokens[bisect_left(tokens, vocab) :]:
         bad.add(f"{field}[{token}]", f"must be below the vocabulary size {vocab}")
@@ -158,14 +164,14 @@ def _biases(message: types_pb2.SamplingParams, vocab: int, bad: Violations) -> t
 
 
 def num_outputs(message: types_pb2.SamplingParams, most: int, bad: Violations) -> int:
-    """How many outputs are asked for."""
+    """How many outputs the request asks for."""
     if message.HasField("n") and not 1 <= message.n <= most:
         bad.add("sampling.n", f"must be from 1 to {most}, not {message.n}")
     return message.n if message.HasField("n") else 1
 
 
 def context_params(message: types_pb2.ContextOptions, default: Truncation, bad: Violations) -> ContextParams:
-    """What to do with a prompt that leaves too little room."""
+    """What the request wants done with a prompt that leaves too little room."""
     truncation = _TRUNCATIONS.get(message.truncation, default)
     if message.truncation not in (types_pb2.TRUNCATION_UNSPECIFIED, *_TRUNCATIONS):
         bad.add("context.truncation", f"{message.truncation} is no value of Truncation")
@@ -198,7 +204,9 @@ def stopping_params(message: types_pb2.StoppingParams, info: Info, bad: Violatio
 
 
 def _seconds(field: str, duration: Duration, bad: Violations) -> float | None:
-    """A Duration in seconds. Returns None, and adds to `bad`, if it breaks the rules of Duration."""
+    """Convert a Duration to seconds. Returns None, and adds a violation, if it breaks the rules of
+    google.protobuf.Duration.
+    """
     seconds, nanos = duration.seconds, duration.nanos
     if abs(seconds) > _MAX_DURATION_S or abs(nanos) >= 10**9 or seconds * nanos < 0:
         bad.add(field, f"is not a valid Duration: {seconds} s and {nanos} ns")

@@ -1,4 +1,4 @@
-"""A request's texts to token ids, on threads where that takes long."""
+"""Turns a request's texts into token ids."""
 
 from __future__ import annotations
 
@@ -19,9 +19,11 @@ from penstock.runtime.text.codec import TextCodec
 from penstock.service.threads.lanes import MESSAGE_BYTES, Lanes
 
 INLINE_CHARS = 2000
-"""Shorter texts are tokenized on the event loop (well under a millisecond); a hop to a thread costs more."""
+"""Shorter texts are tokenized on the event loop, in well under a millisecond; a hop to a thread
+costs more.
+"""
 _CALL_CHARS = 100
-"""What a call of the tokenizer costs, and a part of a chat, in characters of a long text."""
+"""The cost of one call of the tokenizer, and of one part of a chat, in characters of a long text."""
 
 
 async def encode_prompt(
@@ -33,7 +35,13 @@ async def encode_prompt(
     cuts: bool = False,
     add_special_tokens: bool | None = None,
 ) -> Encoded:
-    """`encode`, on the lane for prompts of this kind and size; short texts on the event loop."""
+    """Token ids of a prompt for a context of `room` tokens. Chats and long texts are encoded in a thread. If
+    `add_special_tokens` is None, they are added to text, and not to chats.
+
+    Megabytes are not tokenized just to learn that they are too long. Raises PromptTooLong for a text that
+    leaves no room for one more token, whatever its tokens are. With `cuts` a longer prompt will be cut; then
+    InvalidRequest says that it is too long to read just to keep a small part of it.
+    """
     work = partial(encode, codec, prompt, room=room, cuts=cuts, add_special_tokens=add_special_tokens)
     if isinstance(prompt, TokenPrompt):
         return work()
@@ -45,15 +53,16 @@ async def encode_prompt(
     if len(text) <= INLINE_CHARS:
         return work()
     assert codec is not None, "conversion refuses text where there is no tokenizer"
-    check_length(prompt, text, codec.max_token_chars, room=room, cuts=cuts)  # before it waits for a thread
+    # checked before it waits for a thread
+    check_length(prompt, text, codec.max_token_chars, room=room, cuts=cuts)
     return await lanes.text(work, len(text))
 
 
 def chat_weight(chat: Chat) -> int:
-    """What a chat costs to be rendered and tokenized, in characters of a text.
+    """The cost of rendering and tokenizing a chat, in characters of a text.
 
-    All of it may become part of the prompt, not the turns alone: tools, the arguments of calls and what the
-    template is told. So it is the size of the message that brought it, and something for each of its parts.
+    All of it may become part of the prompt, not only the turns: tools, the arguments of calls, and the
+    template's options. So it is the size of the message that brought it, and something for each of its parts.
     """
     num_calls = sum(len(turn.tool_calls) for turn in chat.messages)
     return MESSAGE_BYTES.get() + _CALL_CHARS * (1 + len(chat.messages) + len(chat.tools) + num_calls)
@@ -62,7 +71,7 @@ def chat_weight(chat: Chat) -> int:
 async def encode_words(
     codec: TextCodec | None, words: Sequence[str], lanes: Lanes
 ) -> tuple[tuple[int, ...], ...]:
-    """`word_ids`; many words are encoded in a thread."""
+    """Token ids of bad words, in all their spellings. Many of them are encoded in a thread."""
     work = partial(word_ids, codec, words)
     num_chars = sum(len(word) + _CALL_CHARS for word in words)
     return work() if num_chars <= INLINE_CHARS else await lanes.text(work, num_chars)

@@ -1,4 +1,6 @@
-"""ControlService: what operators, routers and trainers ask. Each RPC: check, convert, call, convert back."""
+"""ControlService: what operators, routers and trainers ask. Each RPC checks, converts, calls and converts
+back.
+"""
 
 from __future__ import annotations
 
@@ -27,11 +29,11 @@ if TYPE_CHECKING:
 
 CONTRACT_REVISION = 1
 _TOKEN_COST = 8
-"""What a token costs to be made text, in bytes of a message to be converted."""
+"""The cost of turning one token into text, in bytes of a message (see `Lanes.convert`)."""
 
 
 class ControlServicer(control_pb2_grpc.ControlServiceServicer):
-    """Facts about one engine, and its tokenizer."""
+    """Answers questions about one engine, and gives access to its tokenizer."""
 
     def __init__(
         self,
@@ -55,7 +57,7 @@ class ControlServicer(control_pb2_grpc.ControlServiceServicer):
     async def GetModelInfo(
         self, request: control_pb2.GetModelInfoRequest, context: Context
     ) -> control_pb2.GetModelInfoResponse:
-        """The values in force."""
+        """Describe the model and the sampling values in force."""
         check_supported(request)
         info = self._engine.info
         defaults = info.defaults
@@ -96,7 +98,9 @@ class ControlServicer(control_pb2_grpc.ControlServiceServicer):
     async def GetServerInfo(
         self, request: control_pb2.GetServerInfoRequest, context: Context
     ) -> control_pb2.GetServerInfoResponse:
-        """Limits, fixed at start. `max_chunk_bytes` is 0: weight updates are not in this release."""
+        """Tell the limits that are fixed at start. `max_chunk_bytes` is 0, because this release has no weight
+        updates.
+        """
         config, info = self._engine.config, self._engine.info
         return control_pb2.GetServerInfoResponse(
             server_version=self._version,
@@ -113,7 +117,7 @@ class ControlServicer(control_pb2_grpc.ControlServiceServicer):
     async def GetLoad(
         self, request: control_pb2.GetLoadRequest, context: Context
     ) -> control_pb2.GetLoadResponse:
-        """A snapshot."""
+        """Take a snapshot of the load."""
         load = self._engine.load()
         return control_pb2.GetLoadResponse(
             running_requests=load.num_running,
@@ -127,10 +131,10 @@ class ControlServicer(control_pb2_grpc.ControlServiceServicer):
     async def Tokenize(
         self, request: control_pb2.TokenizeRequest, context: Context
     ) -> control_pb2.TokenizeResponse:
-        """What Generate would feed the model.
+        """Return the token ids that Generate would give to the model.
 
-        Ids may take more bytes than their text, and as Python's objects many times that. They are counted as
-        waiting from before they are made until the reply has left: a token for each byte of the request.
+        Ids may take more bytes than their text, and many times that as Python objects. So a token for each
+        byte of the request is counted as waiting before they are made, and until the reply has left.
         """
         share = self._budget.hold(ID_BYTES * MESSAGE_BYTES.get())
         task = asyncio.current_task()
@@ -168,13 +172,13 @@ class ControlServicer(control_pb2_grpc.ControlServiceServicer):
     async def Detokenize(
         self, request: control_pb2.DetokenizeRequest, context: Context
     ) -> control_pb2.DetokenizeResponse:
-        """Text of any ids of the vocabulary."""
+        """Turn any ids of the vocabulary into text."""
         check_supported(request)
         codec = self._engine.text
         if codec is None:
             raise UnsupportedFeature(["token_ids"])
         bad = Violations()
-        # A byte of the request may be hundreds of the reply.
+        # One byte of the request may become hundreds of bytes of the reply, so there is a limit.
         ids: tuple[int, ...] = ()
         if bad.allows("token_ids", len(request.token_ids), self._engine.info.max_model_len, "ids"):
             ids = token_ids("token_ids", request.token_ids, self._engine.info.vocab_size, bad)
@@ -210,7 +214,7 @@ class ControlServicer(control_pb2_grpc.ControlServiceServicer):
     async def FlushCache(
         self, request: control_pb2.FlushCacheRequest, context: Context
     ) -> control_pb2.FlushCacheResponse:
-        """All prefixes are forgotten, also those in use: they are shared with nobody new."""
+        """Forget all cached prefixes. Prefixes in use are not shared with new requests any more."""
         check_supported(request)
         pages_freed, pages_in_use = self._engine.flush_prefix_cache()
         return control_pb2.FlushCacheResponse(pages_freed=pages_freed, pages_in_use=pages_in_use)

@@ -1,4 +1,6 @@
-"""One generation, the path that Generate and Stream share: tokenize, submit, take deltas, clean up."""
+"""Runs one request, on the path that Generate and Stream share: tokenizes, submits, takes deltas,
+cleans up.
+"""
 
 from __future__ import annotations
 
@@ -49,15 +51,16 @@ from penstock.service.usage.meter import current_meter
 
 T = TypeVar("T")
 TOKEN_COST, BIAS_COST = 2, 16
-"""What a token of a prompt, a bias or a forbidden word cost to be checked and prepared, in bytes of a message
-to be converted (`Lanes.convert`): 2,000 tokens are a fraction of a millisecond."""
+"""The cost of checking and preparing one token of a prompt, and one bias or bad word, in bytes of a message
+(`Lanes.convert`): 2,000 tokens take a fraction of a millisecond.
+"""
 OUTPUTS_AT_ONCE = 16
-"""Outputs of one request that are made, or submitted, before others get their turn."""
+"""How many outputs of one request are made, or submitted, before other tasks have a turn."""
 
 
-@dataclass(frozen=True, slots=True)
-class Surroundings:
-    """What all generations of a server share."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Serving:
+    """What all requests of a server share."""
 
     engine: Backend
     switchboard: ServerSwitchboard
@@ -71,41 +74,45 @@ class Surroundings:
 
 
 class ServedRequest:
-    """A request in the engine, as an async context: whatever happens, leaving it frees slots and pages."""
+    """A request in the engine, as an async context. Leaving the context frees its slots and pages, whatever
+    happened.
+    """
 
     def __init__(
-        self, job: ServedJob, around: Surroundings, *, min_tokens: int = 1, stall_limit_s: float | None = None
+        self, job: ServedJob, serving: Serving, *, min_tokens: int = 1, stall_limit_s: float | None = None
     ) -> None:
-        """`min_tokens`: what a delta should have; `stall_limit_s`: None where the whole is collected."""
+        """`min_tokens` is the least number of tokens in a delta. `stall_limit_s` is None if everything is
+        collected until the end.
+        """
         self.job = job
-        """Once entered, it has no prompt any more, and nothing else that may be large."""
+        """Once the context is entered, it has no prompt any more, and nothing else that may be large."""
         self.prompt = Fitted((), job.stopping)
         self.prompt_logprobs: tuple[TokenLogprobs, ...] = ()
         """Known once the first delta of output 0 was taken."""
         self.num_completion_tokens = 0
-        """Of all outputs taken so far."""
-        self._around = around
+        """Tokens of all outputs that were taken so far."""
+        self._serving = serving
         self._placed = 0
-        """Outputs that are in the engine."""
-        self._engine = around.engine
-        self._lanes = around.lanes
+        """How many outputs are in the engine."""
+        self._engine = serving.engine
+        self._lanes = serving.lanes
         self._min_tokens = min_tokens
         self._stall_limit_s = stall_limit_s
         self._collects = stall_limit_s is None
-        self._trace: RequestTrace = around.telemetry.request(job, around.engine.info.name)
+        self._trace: RequestTrace = serving.telemetry.request(job, serving.engine.info.name)
         self._meter = current_meter()
         self._reader: RequestReader | None = None
         self._ends: dict[int, tuple[Finish, RequestTiming | None]] = {}
 
     async def __aenter__(self) -> Self:
-        """Tokenize and submit; raises what the engine refuses."""
+        """Tokenize and submit. Raises what the engine refuses."""
         try:
-            self._around.budget.check_room()
+            self._serving.budget.check_room()
             with (
-                self._around.places.taken(self.job.n),
-                self._around.arrivals.tokenizing(self.job.engine_id) as arrival,
+                self._serving.places.taken(self.job.n),
+                self._serving.arrivals.tokenizing(self.job.engine_id) as arrival,
             ):
-                async with self._around.calls.preparing():
+                async with self._serving.calls.preparing():
                     prepared = await self._prepare()
                 await self._submit(prepared, arrival)
             self._placed = self.job.n
@@ -113,7 +120,7 @@ class ServedRequest:
             self.job = _without_load(self.job)
         except DuplicateRequestId as error:
             self._end(error)
-            raise DuplicateRequestId(own_id(error.request_id)) from None  # as its caller calls it
+            raise DuplicateRequestId(own_id(error.request_id)) from None  # with the id that the caller sent
         except BaseException as error:
             self._end(error)
             raise
@@ -122,14 +129,14 @@ class ServedRequest:
     async def _submit(self, prepared: PreparedJob, arrival: Arrival) -> None:
         """Hand the outputs to the engine, or end those that were aborted before.
 
-        Between some of them others get their turn. An abort then finds in the engine what has been submitted,
-        and `arrival` tells of it for the rest. After the last there is no `await`: see Arrivals.
+        Other tasks have a turn between some of them. An abort that comes then finds the submitted ones in the
+        engine, and marks `arrival` for the rest. After the last one there is no `await`: see Arrivals.
         """
         self._reader = RequestReader(
             self._engine,
             self.job.engine_id,
-            self._around.budget,
-            self._around.stalls,
+            self._serving.budget,
+            self._serving.stalls,
             stall_limit_s=self._stall_limit_s,
             collects=self._collects,
         )
@@ -146,7 +153,7 @@ class ServedRequest:
                 buffer.deliver(self._never_ran(request.request_id, arrival.finish))
 
     async def _prepare(self) -> PreparedJob:
-        """What `prepare_job` does, on threads where it takes long."""
+        """Do what `prepare_job` does, in threads where it takes long."""
         started_ns = time.monotonic_ns()
         job, engine, lanes = self.job, self._engine, self._lanes
         room = engine.info.max_model_len
@@ -156,7 +163,7 @@ class ServedRequest:
         self._trace.phase("tokenize", started_ns, time.monotonic_ns(), made)
         self.prompt = fit(encoded.token_ids, job.context, job.stopping, room)
         if job.prompt_logprobs is not None:
-            self._around.budget.check_prompt(len(self.prompt.token_ids), job.prompt_logprobs)
+            self._serving.budget.check_prompt(len(self.prompt.token_ids), job.prompt_logprobs)
         num_biases = len(job.sampling.logit_bias) + len(job.sampling.allowed_token_ids) + len(words)
         cost = BIAS_COST * num_biases
         sampling = await lanes.convert(
@@ -171,7 +178,7 @@ class ServedRequest:
         return PreparedJob(job=job, requests=requests, shared=shared, prompt=self.prompt, text=encoded.text)
 
     async def _constraints(self, text: str) -> Sequence[TokenConstraint]:
-        """One per output, where there is a grammar; all of it is done in a thread."""
+        """Return one constraint for each output, if there is a grammar. The work is done in a thread."""
         job, engine = self.job, self._engine
         if job.grammar is None and not job.requires_call:
             return ()
@@ -186,7 +193,7 @@ class ServedRequest:
         engine = self._engine
         return Buffer(
             engine,
-            self._around.switchboard,
+            self._serving.switchboard,
             request.request_id,
             assembler_of(self.job, request, index, text, engine.text, engine.forms),
             reader,
@@ -196,7 +203,7 @@ class ServedRequest:
         )
 
     def _never_ran(self, request_id: str, finish: Finish) -> StepOutput:
-        """What the engine says of a request that ends while it waits."""
+        """The output that the engine sends for a request that ends while it waits."""
         now_ns = time.monotonic_ns()
         timing = RequestTiming(
             arrived_ns=now_ns, scheduled_ns=0, first_token_ns=0, finished_ns=now_ns, preemptions=0
@@ -207,7 +214,7 @@ class ServedRequest:
 
     @property
     def _encode(self) -> Encode | None:
-        """How log-probabilities are sent, if they are."""
+        """How log-probabilities are serialized; None if they are not sent."""
         top = self.job.logprobs
         if top is None or not self.job.return_token_ids:
             return None
@@ -219,7 +226,9 @@ class ServedRequest:
         return self._reader is not None and self._reader.is_done
 
     async def take(self) -> tuple[int, Taken]:
-        """The next delta of any output and its index; the last one of each has `finish`."""
+        """Wait for the next delta of any output, and return the output's index and the delta. The last delta
+        of each output has `finish`.
+        """
         assert self._reader is not None, "not entered"
         index, taken = await self._reader.take()
         self.num_completion_tokens += len(taken.token_ids)
@@ -234,19 +243,21 @@ class ServedRequest:
         return index, taken
 
     def sending(self, message: bytes) -> bytes:
-        """The message, which is sent until the next is, or the next delta is taken."""
+        """Return the message, and note that it is being sent until the next message is, or the next delta is
+        taken.
+        """
         assert self._reader is not None, "not entered"
         self._reader.sending(len(message))
         return message
 
     def sent_prompt(self) -> None:
-        """The prompt's log-probabilities have left."""
+        """Note that the prompt's log-probabilities have been sent."""
         assert self._reader is not None, "not entered"
         self._reader.sent_prompt()
 
     @property
     def timing(self) -> RequestTiming | None:
-        """Of all outputs that have ended: from the first arrival to the last end."""
+        """The times of all outputs that have ended: from the first arrival to the last end."""
         return merged_timing([timing for _, timing in self._ends.values() if timing is not None])
 
     async def __aexit__(
@@ -259,17 +270,19 @@ class ServedRequest:
             self._reader.close()
             task = asyncio.current_task()
             if error is None and self._collects and task is not None:
-                # The reply waits to be sent, until the end of the RPC's task.
+                # The reply waits to be sent until the RPC's task ends.
                 reader = self._reader
                 task.add_done_callback(lambda _: reader.forget())
             else:
                 self._reader.forget()
-        self._around.places.left(self._placed)
+        self._serving.places.left(self._placed)
         self._trace.end(error, cancelled=isinstance(error, (asyncio.CancelledError, GeneratorExit)))
 
 
 async def _in_turns(items: Sequence[T]) -> AsyncIterator[T]:
-    """All of them; after each few others get their turn on the event loop, so never after the last."""
+    """Yield all items. Other tasks on the event loop have a turn after each few, so never after
+    the last one.
+    """
     for index, item in enumerate(items):
         if index and index % OUTPUTS_AT_ONCE == 0:
             await asyncio.sleep(0)
@@ -277,7 +290,7 @@ async def _in_turns(items: Sequence[T]) -> AsyncIterator[T]:
 
 
 def _without_load(job: ServedJob) -> ServedJob:
-    """What is still asked of a job once its requests are made."""
+    """The job without what is no longer needed once its requests are made."""
     return dataclasses.replace(
         job, prompt=TokenPrompt(()), sampling=ResolvedSampling(), grammar=None, bad_words=()
     )

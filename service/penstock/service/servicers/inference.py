@@ -1,4 +1,4 @@
-"""InferenceService: Generate, Stream, Abort. Each RPC: check, convert, call, convert back."""
+"""InferenceService: Generate, Stream, Abort. Each RPC checks, converts, calls and converts back."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from penstock.service.requests.features import DEFAULT_FEATURES, Features
 from penstock.service.requests.support import check_supported
 from penstock.service.servicers.abort import Arrivals, to_target
 from penstock.service.servicers.ending import end_requests
-from penstock.service.servicers.generation import ServedRequest, Surroundings
+from penstock.service.servicers.generation import ServedRequest, Serving
 from penstock.service.telemetry.traces import Telemetry
 from penstock.service.threads.lanes import MESSAGE_BYTES, Lanes
 from penstock.service.usage.meter import current_meter
@@ -38,27 +38,28 @@ if TYPE_CHECKING:
     from penstock.v1.inference_pb2_grpc import _ServicerContext as Context
 
 ABORTED_AT_ONCE = 250
-"""Of the ids that one Abort names: the engine stands still while it looks for them."""
+"""How many ids are aborted at a time: the engine's lock is held while they are looked up."""
 
 
 def limits_of(
     engine: Backend, truncation: Truncation = Truncation.REJECT, features: Features = DEFAULT_FEATURES
 ) -> Limits:
-    """What requests are checked against."""
+    """What a server checks requests against."""
     return Limits(
         info=engine.info,
         max_logprobs=engine.config.max_logprobs,
         codec=engine.text,
         has_grammars=features.constraints and engine.grammars is not None,
         has_priority=engine.config.scheduling_policy == "priority",
-        max_outputs=min(MAX_OUTPUTS, engine.config.max_queued_requests),  # more could never all be queued
+        # more could never be queued together
+        max_outputs=min(MAX_OUTPUTS, engine.config.max_queued_requests),
         truncation=truncation,
         features=features,
     )
 
 
 class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
-    """Generation on one engine."""
+    """Runs requests on one engine."""
 
     def __init__(
         self,
@@ -82,17 +83,17 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         self._arrivals = Arrivals()
         self._budget = budget or ReplyBudget(ReplyLimits())
         self._turns = asyncio.Lock()
-        """Of encoding what is large, see `messages.prompt_info`."""
-        self._around = Surroundings(
-            engine,
-            switchboard,
-            telemetry,
-            self._arrivals,
-            Places(engine),
-            lanes,
-            calls,
-            self._budget,
-            stalls,
+        """Held while a piece of something large is encoded, see `replies.prompt_info`."""
+        self._serving = Serving(
+            engine=engine,
+            switchboard=switchboard,
+            telemetry=telemetry,
+            arrivals=self._arrivals,
+            places=Places(engine),
+            lanes=lanes,
+            calls=calls,
+            budget=self._budget,
+            stalls=stalls,
         )
 
     async def _to_job(
@@ -105,17 +106,18 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
     async def Generate(  # type: ignore[override]  # the interceptor takes what is serialized
         self, request: inference_pb2.GenerateRequest, context: Context
     ) -> bytes:
-        """The stream, collected: the buffers merge until the end, and only what that gives is read.
+        """Run a request and answer with all of its outputs.
 
-        Answers with a serialized GenerateResponse: as an object it could take twenty times that.
+        The buffers merge everything until the end, and only the result is read. The answer is a serialized
+        GenerateResponse, which as an object could take twenty times the memory.
         """
         job = (await self._to_job(request)).of(CURRENT_CALLER.get())
-        del request  # it would live as long as this RPC
+        del request  # it would otherwise live as long as this RPC
         self._budget.check_job(job, self._limits.info.max_model_len)
         outputs = [inference_pb2.Output(index=index) for index in range(job.n)]
         logprobs: list[list[bytes]] = [[] for _ in outputs]
         num_tokens = [0] * job.n
-        async with ServedRequest(job, self._around, min_tokens=sys.maxsize) as served:
+        async with ServedRequest(job, self._serving, min_tokens=sys.maxsize) as served:
             job = served.job
             while not served.is_done:
                 index, taken = await served.take()
@@ -129,7 +131,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
                 logprobs[index].append(taken.logprobs)
                 if taken.finish is not None:
                     output.finish.CopyFrom(messages.finish(taken.finish))
-                await asyncio.sleep(0)  # what is there already is taken without waiting
+                await asyncio.sleep(0)  # lets other tasks run, because taking what is there does not wait
             response = inference_pb2.GenerateResponse(
                 request_id=job.request_id,
                 model=self._engine.info.name,
@@ -142,18 +144,21 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
     async def Stream(  # type: ignore[override]  # as above
         self, request: inference_pb2.StreamRequest, context: Context
     ) -> AsyncIterator[inference_pb2.StreamResponse | bytes]:
-        """started; per output delta*, finished; summary. What may be large is serialized."""
+        """Run a request and stream it: started; for each output deltas and finished; summary. Messages that
+        may be large are serialized.
+        """
         job = (await self._to_job(request)).of(CURRENT_CALLER.get())
         del request  # as above
         per_message = job.min_tokens_per_message
         async with ServedRequest(
-            job, self._around, min_tokens=per_message, stall_limit_s=self._stall_limit_s
+            job, self._serving, min_tokens=per_message, stall_limit_s=self._stall_limit_s
         ) as served:
             job = served.job
             weights = self._engine.weights
             waiting: list[tuple[int, Taken]] = []
             while job.prompt_logprobs is not None and not any(index == 0 for index, _ in waiting):
-                waiting.append(await served.take())  # they are part of the first message
+                # the prompt's log-probabilities are part of the first message
+                waiting.append(await served.take())
             started = inference_pb2.StreamStarted(
                 request_id=job.request_id,
                 model=self._engine.info.name,
@@ -191,7 +196,9 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
     async def Abort(
         self, request: inference_pb2.AbortRequest, context: Context
     ) -> inference_pb2.AbortResponse:
-        """Answers once slots and pages are free. An unknown id is an outcome, not an error."""
+        """End requests, and answer once their slots and pages are free. An unknown id is an outcome, not an
+        error.
+        """
         check_supported(request)
         target = await self._lanes.convert(partial(to_target, request), MESSAGE_BYTES.get())
         response = inference_pb2.AbortResponse()
@@ -199,14 +206,14 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             outcomes = end_requests(
                 self._engine,
                 self._arrivals,
-                self._around.switchboard.holders,
+                self._serving.switchboard.holders,
                 CURRENT_CALLER.get(),
                 part,
                 request.reason,
             )
             for request_id, outcome in outcomes:
                 response.results.add(request_id=request_id, outcome=messages.OUTCOMES[outcome])
-            await asyncio.sleep(0)  # others get their turn
+            await asyncio.sleep(0)  # lets other tasks run
         return response
 
     async def UpdateWeights(

@@ -1,11 +1,12 @@
-"""Traces: one SERVER span per RPC, below it one span per request with its phases. OpenTelemetry, no global
-provider.
+"""Traces: one SERVER span for each RPC, and below it one span for each request, with its phases. Uses
+OpenTelemetry without a global provider.
 
-Spans are built on the event loop, the phases after the request ended, from the engine's monotonic times: the
-engine's thread does nothing for them. No span is ever made current (a stream's generator may be closed in
-another context): parents are passed explicitly, from the interceptor to the servicer through `CURRENT_RPC`,
-which lives in the RPC's own task. No prompt or output text is recorded, no stop strings, which may quote a
-prompt, and no cache salts, which keep tenants apart only while others do not know them.
+Spans are built on the event loop. The phases are added after the request ended, from the engine's monotonic
+times, so the engine's thread does nothing for them. No span is ever made current, because a stream's
+generator may be closed in another context. Parents are passed explicitly instead, from the interceptor to the
+servicer, through `CURRENT_RPC`, which belongs to the RPC's own task. Spans never hold text of a prompt or an
+output, nor stop strings, which may quote a prompt, nor cache salts, which keep tenants apart only while
+others do not know them.
 """
 
 from __future__ import annotations
@@ -35,20 +36,22 @@ PROVIDER = "penstock"
 _SERVER_FAULTS = frozenset(
     {"UNKNOWN", "DEADLINE_EXCEEDED", "UNIMPLEMENTED", "INTERNAL", "UNAVAILABLE", "DATA_LOSS"}
 )
-"""Codes that mark a server's span as an error, by the semantic conventions; the others are the caller's
-doing.
+"""Codes that mark a server's span as an error, by OpenTelemetry's semantic conventions. The others are the
+caller's fault.
 """
 _POLLS = frozenset({"penstock.v1.ControlService/GetLoad"})
-"""Asked again and again by routers: recorded only as a part of a trace that is recorded anyway."""
+"""RPCs that routers call again and again. They are recorded only as a part of a trace that is recorded
+anyway.
+"""
 _PROPAGATOR = TraceContextTextMapPropagator()
 
 
 def otlp_provider(endpoint: str, *, version: str, instance_id: str) -> TracerProvider:
-    """A provider that sends spans to an OTLP gRPC endpoint.
+    """Make a provider that sends spans to an OTLP gRPC endpoint.
 
-    OpenTelemetry's own environment variables count: OTEL_SERVICE_NAME and OTEL_RESOURCE_ATTRIBUTES over the
-    names given here, OTEL_TRACES_SAMPLER for what is sampled (by default everything whose caller does not say
-    otherwise). Only the instance is always `instance_id`: it is what GetServerInfo answers.
+    OpenTelemetry's own environment variables apply: OTEL_SERVICE_NAME and OTEL_RESOURCE_ATTRIBUTES override
+    the names given here, and OTEL_TRACES_SAMPLER says what is sampled (by default everything, unless the
+    caller says otherwise). Only the instance is always `instance_id`, because GetServerInfo answers with it.
     """
     named = {"service.name": "penstock", "service.version": version}
     environment = OTELResourceDetector().detect().attributes
@@ -60,15 +63,15 @@ def otlp_provider(endpoint: str, *, version: str, instance_id: str) -> TracerPro
 
 
 class Telemetry:
-    """Makes the service's spans from the provider it is given; without one nothing is recorded."""
+    """Makes the service's spans. Without a provider nothing is recorded."""
 
     def __init__(self, provider: trace.TracerProvider | None = None) -> None:
         self._is_on = provider is not None
         self._tracer = (provider or trace.NoOpTracerProvider()).get_tracer("penstock.service")
 
     def rpc(self, method: str, metadata: Iterable[tuple[str, str | bytes]]) -> RpcTrace:
-        """Start the span of one RPC; `method` is "penstock.v1.Service/Method". Adopts the caller's
-        traceparent. Services that are not ours, such as health, are not recorded.
+        """Start the span of one RPC; `method` is "penstock.v1.Service/Method". The caller's traceparent
+        becomes its parent. Services other than ours, such as health, are not recorded.
         """
         if not self._is_on or not method.startswith(PACKAGE):
             return UNTRACED
@@ -85,7 +88,7 @@ class Telemetry:
         return RpcTrace(span)
 
     def request(self, job: Job, model: str) -> RequestTrace:
-        """Start the span of one generation, below the RPC of this task."""
+        """Start the span of one request, below the RPC of this task."""
         operation = "chat" if isinstance(job.prompt, ChatPrompt) else "text_completion"
         parent = CURRENT_RPC.get()
         if not parent.is_recording():
@@ -105,7 +108,9 @@ class RpcTrace:
     span: Span
 
     def end(self, code: grpc.StatusCode, description: str = "") -> None:
-        """Record how the RPC ended: also a cancel, which is neither OK nor the server's error."""
+        """Record how the RPC ended. A cancellation is recorded, too; it is neither OK nor the
+        server's error.
+        """
         self.span.set_attribute("rpc.response.status_code", code.name)
         if code is not grpc.StatusCode.OK:
             self.span.set_attribute("error.type", code.name)
@@ -115,17 +120,17 @@ class RpcTrace:
 
 
 UNTRACED = RpcTrace(trace.INVALID_SPAN)
-"""Of what is not recorded."""
+"""Stands for an RPC that is not recorded."""
 
 
 class RequestTrace:
-    """The span of one generation and the phases below it."""
+    """The span of one request, and the phases below it."""
 
     def __init__(self, tracer: trace.Tracer, span: Span) -> None:
         self._tracer = tracer
         self._span = span
         self._wall_offset_ns = time.time_ns() - time.monotonic_ns()
-        """Taken once, so that all phases move together should the wall clock be set meanwhile."""
+        """Taken once, so that all phases move together if the wall clock is set meanwhile."""
 
     def phase(
         self, name: str, start_ns: int, end_ns: int, attributes: Mapping[str, AttributeValue] | None = None
@@ -147,7 +152,7 @@ class RequestTrace:
     def finished(
         self, finishes: Sequence[Finish], timing: RequestTiming | None, num_completion_tokens: int
     ) -> None:
-        """All outputs came to an end: usage, reasons and phases."""
+        """Record usage, reasons and phases, because all outputs have ended."""
         if not self._span.is_recording():
             return
         self._span.set_attribute("gen_ai.usage.output_tokens", num_completion_tokens)
@@ -160,7 +165,7 @@ class RequestTrace:
             self.phase(name, start_ns, end_ns)
 
     def end(self, error: BaseException | None = None, *, cancelled: bool = False) -> None:
-        """End the span; a cancel is marked but is no error."""
+        """End the span. A cancellation is marked, and is no error."""
         if cancelled:
             self._span.set_attribute("error.type", "CANCELLED")
         elif error is not None:
@@ -170,7 +175,9 @@ class RequestTrace:
 
 
 def phases(timing: RequestTiming) -> Sequence[tuple[str, int, int]]:
-    """(name, start, end) of the phases a request went through; the one it ended in ends with the request."""
+    """The name, start and end of each phase that a request went through. The last phase ends with the
+    request.
+    """
     marks = [
         ("queue", timing.arrived_ns, timing.scheduled_ns),
         ("prefill", timing.scheduled_ns, timing.first_token_ns),
