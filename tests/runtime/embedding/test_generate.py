@@ -278,9 +278,10 @@ def test_a_list_leaves_room_in_the_queue_for_others() -> None:
         while engine.load().num_waiting < 4 and time.monotonic() < deadline:
             time.sleep(0.001)
         time.sleep(0.05)  # in which a list without a bound would go on
-        assert engine.load().num_waiting == 4  # twice as many as run at once
+        waiting = engine.load().num_waiting
         gate.open()
         thread.join(60)
+        assert waiting == 4  # twice as many as run at once
         assert [list(g.token_ids) for g in made] == [toy_tokens(prompt, 3) for prompt in prompts]
 
 

@@ -37,9 +37,9 @@ def test_a_stop_string_is_told_once(holds_id: bool) -> None:
     live = LiveOutput(queue, "r", assembler, holds_id=lambda: holds_id)
     deltas = [live.add(StepOutput("r", tuple(text))) for text in (b"ab", b"cd", b"ef")]
     assert queue.ended == ([("r", STOPPED)] if holds_id else [])
-    assert not live.has_ended
+    ended = [live.has_ended]
     last = live.add(StepOutput("r", finish=Finish(FinishReason.ABORTED)))
-    assert live.has_ended
+    assert [*ended, live.has_ended] == [False, True]
     assert "".join(delta.delta for delta in deltas) == "a"
     assert (last.index, last.finish) == (3, STOPPED)
 
