@@ -222,6 +222,7 @@ def test_what_sinks_and_updates_and_observers_raise_is_their_own(error):
         assert rig.waiting.last("waiting").finish is not None
         assert rig.engine.failure is None
         assert rig.engine.ready
+        assert rig.engine.drain(WAIT_S), "the audit would count pages that the engine's thread is moving"
         rig.scheduler.check()
     finally:
         rig.engine.shutdown()
