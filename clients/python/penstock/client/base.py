@@ -59,8 +59,8 @@ class BaseClient(ABC, Generic[ChannelT]):
         either: Any = channel
         self.inference: Any = inference_pb2_grpc.InferenceServiceStub(either)
         self.control: Any = control_pb2_grpc.ControlServiceStub(either)
-        # type: ignore[attr-defined] # types-grpcio-health-checking lacks it
-        self._check_health: Any = health_pb2_grpc.HealthStub(either).Check
+        health: Any = health_pb2_grpc.HealthStub(either)  # its type stub lacks the methods
+        self._check_health = health.Check
 
     @staticmethod
     @abstractmethod
