@@ -27,7 +27,7 @@ from grpc_reflection.v1alpha import reflection_pb2
 
 from penstock.service.limits.admission import Kind
 from penstock.service.rpcs import sending
-from penstock.service.servicers.generation import ServedRequest, Surroundings
+from penstock.service.servicers.generation import ServedRequest, Serving
 from penstock.v1 import control_pb2
 from tests.service.h2peer import (
     DATA,
@@ -66,9 +66,9 @@ def tasks() -> int:
     return sum("rpc" in task.get_coro().__qualname__ for task in asyncio.all_tasks())  # type: ignore[union-attr]
 
 
-def served_requests(around: Surroundings) -> int:
+def served_requests(serving: Serving) -> int:
     """How many requests of one server there are; errors that other tests keep hold some of others."""
-    return sum(isinstance(one, ServedRequest) and one._around is around for one in gc.get_objects())
+    return sum(isinstance(one, ServedRequest) and one._serving is serving for one in gc.get_objects())
 
 
 @contextlib.asynccontextmanager
@@ -85,7 +85,7 @@ async def nothing_left(rig: Rig) -> None:
     await until(lambda: not servicer._serving.switchboard.holders)
     await until(lambda: servicer._budget.num_shares == 0 and servicer._budget.used == 0)
     await until(lambda: all(rig.server.admission.active(kind) == 0 for kind in Kind))
-    assert served_requests(servicer._around) == 0
+    assert served_requests(servicer._serving) == 0
 
 
 async def test_replies_that_nobody_takes_end(no_collector: None) -> None:
