@@ -17,8 +17,10 @@ from typing import Any
 from bench.drivers import options
 from bench.drivers.inprocess import InProcess
 from bench.drivers.over_grpc import OverGrpc
-from bench.drivers.session import Session, add_arguments, chosen, measure
+from bench.drivers.session import Session, add_arguments, all_ran, chosen, measure
 from penstock.runtime.errors import ConfigError
+from penstock.runtime.loading.checkpoint import load_config
+from penstock.runtime.loading.hub import resolve_model
 
 PACKAGES = ("penstock", "jax", "jaxlib", "flax", "numpy", "grpcio", "protobuf")
 _LOG = Path("bench/out/server.log")
@@ -54,25 +56,27 @@ def main() -> int:
                 given["compilation_cache"] = folder
             driver = start(args, given)
             try:
-                measure(
-                    driver,
-                    Session(
-                        engine=args.label or f"penstock {args.mode}",
-                        options=given,
-                        startup=driver.startup,
-                        packages=PACKAGES,
-                        workloads=workloads,
-                        repeats=args.repeats,
-                        num_words=args.num_words,
-                        output=args.out,
-                    ),
+                session = Session(
+                    engine=args.label or f"penstock {args.mode}",
+                    options=given,
+                    startup=driver.startup,
+                    packages=PACKAGES,
+                    workloads=workloads,
+                    repeats=args.repeats,
+                    num_words=min(args.num_words, vocabulary_size(args.checkpoint)),
+                    output=args.out,
                 )
+                return 0 if all_ran(measure(driver, session), session) else 1
             finally:
                 driver.close()
     except (ConfigError, TypeError, ValueError, RuntimeError) as error:
         print(f"bench.run: {error}", file=sys.stderr)
         return 1
-    return 0
+
+
+def vocabulary_size(checkpoint: str) -> int:
+    """The number of token ids of the checkpoint's model. Raises ConfigError if it cannot be read."""
+    return load_config(resolve_model(checkpoint)).vocab_size
 
 
 def start(args: argparse.Namespace, given: Mapping[str, Any]) -> InProcess | OverGrpc:

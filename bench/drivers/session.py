@@ -18,6 +18,7 @@ from penstock.cli.measuring.stats import RequestTrace
 
 NUM_WORDS = 151_643
 """Token ids of prompts are below this: they are text in every Qwen tokenizer, and not control tokens."""
+_LONGEST_ERROR = 300
 
 
 class Driver(Protocol):
@@ -78,9 +79,19 @@ def measure(driver: Driver, session: Session) -> dict[str, list[dict[str, float]
                     line = {"workload": workload.name, "title": workload.title, "repeat": repeat}
                     record.write_line(session.output, line | {"figures": found} | more | about)
         except ValueError as error:
-            session.say(f"{workload.name} failed: {error}")
+            session.say(f"{workload.name} failed: {shortened(str(error))}")
     session.say(f"\n{session.engine} ({about['commit']}), {dict(session.startup)}\n\n{table(results)}")
     return results
+
+
+def all_ran(results: Mapping[str, Sequence[Any]], session: Session) -> bool:
+    """Whether `measure` returned all repeats of all workloads."""
+    return all(len(results.get(workload.name, ())) == session.repeats for workload in session.workloads)
+
+
+def shortened(message: str) -> str:
+    """The message, cut to a length that a terminal can show: one about token ids lists all of them."""
+    return message if len(message) <= _LONGEST_ERROR else f"{message[:_LONGEST_ERROR]}..."
 
 
 def one_repeat(driver: Driver, workload: Workload, repeat: int, num_words: int) -> dict[str, float]:

@@ -33,8 +33,10 @@ def phases_us(records: Sequence[StepRecord]) -> list[dict[str, float]]:
 
     schedule: making the plan. dispatch: packing and calling the program. wait: for the result, from when the
     engine's thread had nothing else to do. commit: deciding what ended. deliver: from there to the next plan
-    (sinks, bookkeeping). idle: how long the device had no work before this step, as far as the host can see.
-    An engine that dispatches a step before it reads the one before does everything but `wait` while the
+    (sinks, bookkeeping). idle: how long the device had no work before this step. It is a lower bound: the
+    host learns that a step ended when it reads the step's tokens. Where the step before was still unread at
+    the dispatch, the host cannot know whether the device still worked on it, and `idle` is left out. An
+    engine that dispatches a step before it reads the one before normally does everything but `wait` while the
     device works. Gaps in which no request ran belong to no phase.
     """
     records = sorted(records, key=lambda record: record.dispatched_ns)
@@ -51,8 +53,8 @@ def phases_us(records: Sequence[StepRecord]) -> list[dict[str, float]]:
         after = bisect_left(starts, record.committed_ns)
         if after < len(records) and _continues(record, records[after]):
             phases["deliver"] = (starts[after] - record.committed_ns) / 1e3
-        if i and _continues(records[i - 1], record):
-            phases["idle"] = max(0, record.dispatched_ns - records[i - 1].waited_ns) / 1e3
+        if i and _continues(records[i - 1], record) and records[i - 1].waited_ns <= record.dispatched_ns:
+            phases["idle"] = (record.dispatched_ns - records[i - 1].waited_ns) / 1e3
         found.append(phases)
     return found
 
@@ -64,7 +66,7 @@ def _continues(before: StepRecord, after: StepRecord) -> bool:
 
 def summary(records: Sequence[StepRecord]) -> dict[str, dict[str, float]]:
     """For each kind of step ("decode", "mixed"): the number of dispatches, of steps (a dispatch may be a
-    window of several), and p50 and p90 of each phase of a dispatch in microseconds.
+    window of several), and p50, p90, p99 and the largest value of each phase of a dispatch in microseconds.
     """
     records = sorted(records, key=lambda record: record.dispatched_ns)
     phases = phases_us(records)
@@ -76,5 +78,6 @@ def summary(records: Sequence[StepRecord]) -> dict[str, dict[str, float]]:
         found[kind] = {"dispatches": len(chosen), "steps": sum(record.num_steps for record, _ in chosen)}
         for phase in PHASES:
             if values := [each[phase] for _, each in chosen if phase in each]:
-                found[kind] |= {f"{phase}_p{p}_us": round(percentile(values, p), 1) for p in (50, 90)}
+                found[kind] |= {f"{phase}_p{p}_us": round(percentile(values, p), 1) for p in (50, 90, 99)}
+                found[kind][f"{phase}_max_us"] = round(max(values), 1)
     return found

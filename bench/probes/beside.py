@@ -1,6 +1,6 @@
 """Measures how much slower rows without a grammar get when a row with a grammar runs beside them.
 
-    python -m bench.beside --checkpoint bench/out/model
+    python -m bench.probes.beside --checkpoint bench/out/model
 
 One engine runs two kinds of batch in turns: one in which all rows are plain, and one in which one row of as
 many has a grammar. The figure is the pace of the plain rows. The grammar's vocabulary is made up, because the

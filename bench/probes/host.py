@@ -1,6 +1,6 @@
 """Measures how long the host works for each decode step, with many rows.
 
-    python -m bench.host --rows 64
+    python -m bench.probes.host --rows 64
 
 It runs an engine on a model with as many arrays as Qwen3-0.6B and next to no work, so that little but the
 host's share is left: scheduling, packing and calling the program, committing, delivering. Waiting for the
@@ -44,7 +44,7 @@ def timed(work: Callable[..., Any], microseconds: list[float]) -> Callable[..., 
 
 
 def table(steps: Sequence[Mapping[str, float]], pack_us: Sequence[float]) -> str:
-    """p50, p90 and p99 of each phase of `bench.steps.phases_us`, and of the host's phases together."""
+    """p50, p90 and p99 of each phase of `phases_us`, and of the host's phases together."""
     rows = {name: [step[name] for step in steps if name in step] for name in PHASES}
     rows["host, all"] = [sum(step[name] for name in HOST) for step in steps if step.keys() >= set(HOST)]
     rows["of dispatch: pack"] = list(pack_us)

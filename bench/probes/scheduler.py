@@ -1,10 +1,11 @@
 """Measures what a long queue costs: each schedule() of an engine, and the waits of GetLoad and submit.
 
-    python -m bench.scheduler --waiting 1000 --prefix 16384
+    python -m bench.probes.scheduler --waiting 1000 --prefix 16384
 
 All requests share a prefix that the first one computes in chunks, while the others wait for it. The device is
 a stand-in that takes `--step-ms` for a step, so little but the scheduler is measured. It runs until half of
-the requests have their first tokens.
+the requests have their first tokens. A wall time of schedule() far above its CPU time means sleeping, waiting
+for a lock, or a busy machine.
 """
 
 from __future__ import annotations

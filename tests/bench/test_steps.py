@@ -49,8 +49,18 @@ def test_overlapped_steps():
     ]
     first, second, third = phases_us(records)
     assert first == {"schedule": 1.0, "dispatch": 2.0, "wait": 4.0, "commit": 2.0, "deliver": 1.0}
-    assert second == {"schedule": 1.0, "dispatch": 2.0, "wait": 4.0, "commit": 2.0, "idle": 0.0}
-    assert (third["wait"], third["idle"]) == (8.0, 0.0)
+    assert second == {"schedule": 1.0, "dispatch": 2.0, "wait": 4.0, "commit": 2.0}
+    assert third["wait"] == 8.0
+    assert "idle" not in third
+
+
+def test_idle_is_unknown_where_the_device_may_have_ended_long_before_the_host_looked():
+    # Step 1 is dispatched at 3. The host dispatches step 2 only at 906 and then reads step 1 without a wait:
+    # the device may have stood still for most of that time, so no value may claim that it worked.
+    records = [record(1, [0, 1, 3, 907, 909]), record(2, [3, 4, 906, 912, 914])]
+    second = phases_us(records)[1]
+    assert second["dispatch"] == 902.0
+    assert "idle" not in second
 
 
 def test_time_without_requests_is_none_of_it():
@@ -67,6 +77,7 @@ def test_summary_tells_decodes_from_mixed_steps():
     assert (decode["schedule_p50_us"], decode["wait_p90_us"], decode["deliver_p90_us"]) == (1.0, 3.0, 4.0)
     # Idle before step 2: from 6 to 13; before step 3: from 16 to 27.
     assert (decode["idle_p50_us"], decode["idle_p90_us"]) == (9.0, 10.6)
+    assert (decode["idle_p99_us"], decode["idle_max_us"]) == (11.0, 11.0)
 
 
 def test_host_table():

@@ -70,6 +70,7 @@ NOT_RUN = (
     NotRun(r"python -m build ", "it builds in an environment that it downloads", _nothing),
     NotRun(r"docker ", "it needs a Docker daemon, and images from a registry", _nothing),
     NotRun(r"kubectl ", "it needs a cluster", _nothing),
+    NotRun(r"perf |uvx py-spy |grep penstock-engine ", "they look into a process of the reader's", _nothing),
     NotRun(r"numactl ", "it needs a machine with several NUMA nodes", _nothing),
     NotRun(r"go install |protoc ", "it needs Go's plugins, from the network", _nothing),
     NotRun(
