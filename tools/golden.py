@@ -13,6 +13,7 @@ import inspect
 import json
 import pathlib
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -54,16 +55,34 @@ _YARN = {
     "factor": 4.0,
     "original_max_position_embeddings": 256,
 }
-CASES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
-    "llama": ("Llama", {"rope_parameters": _LLAMA3, "tie_word_embeddings": False}),
-    "llama_linear_rope": ("Llama", {"rope_parameters": _LINEAR, "attention_bias": True, "mlp_bias": True}),
-    "mistral_swa": ("Mistral", {"sliding_window": 32, "head_dim": 16}),
-    "qwen2": ("Qwen2", {}),
-    "qwen2_yarn": ("Qwen2", {"rope_parameters": _YARN}),
-    "qwen3": ("Qwen3", {"head_dim": 32, "tie_word_embeddings": True}),
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """The classes of transformers that make a golden."""
+
+    config_class: str
+    model_class: str
+    different: Mapping[str, Any]
+    """The arguments of the config's class that COMMON lacks, or has with another value."""
+
+
+_LLAMA = ("LlamaConfig", "LlamaForCausalLM")
+_MISTRAL = ("MistralConfig", "MistralForCausalLM")
+_QWEN2 = ("Qwen2Config", "Qwen2ForCausalLM")
+_QWEN3 = ("Qwen3Config", "Qwen3ForCausalLM")
+CASES: Mapping[str, Kind] = {
+    "llama": Kind(*_LLAMA, {"rope_parameters": _LLAMA3, "tie_word_embeddings": False}),
+    "llama_linear_rope": Kind(
+        *_LLAMA, {"rope_parameters": _LINEAR, "attention_bias": True, "mlp_bias": True}
+    ),
+    "mistral_swa": Kind(*_MISTRAL, {"sliding_window": 32, "head_dim": 16}),
+    "qwen2": Kind(*_QWEN2, {}),
+    "qwen2_yarn": Kind(*_QWEN2, {"rope_parameters": _YARN}),
+    "qwen3": Kind(*_QWEN3, {"head_dim": 32, "tie_word_embeddings": True}),
 }
-"""From a name to what transformers calls the family (NameConfig, NameForCausalLM), and what differs from
-COMMON.
+"""From a golden's name to how it is made. Raise `num_hidden_layers` where a family has several kinds of
+layers, so that every kind occurs.
 """
 
 
@@ -71,12 +90,12 @@ def make_model(name: str) -> Any:
     """A random model in float32. Norms and biases are random, too, so that a test notices if one
     is left out.
     """
-    family, different = CASES[name]
+    case = CASES[name]
     torch.manual_seed(1000 + sum(map(ord, name)))
-    config = getattr(transformers, f"{family}Config")(**COMMON, **different)
+    config = getattr(transformers, case.config_class)(**{**COMMON, **case.different})
     config.dtype = "float32"
-    kind = getattr(transformers, f"{family}ForCausalLM")
-    model = kind._from_config(config, attn_implementation="eager").float().eval()
+    model_class = getattr(transformers, case.model_class)
+    model = model_class._from_config(config, attn_implementation="eager").float().eval()
     with torch.no_grad():
         for parameter_name, parameter in model.named_parameters():
             noise = torch.randn_like(parameter) * 0.1 if parameter.ndim == 1 else None

@@ -21,6 +21,8 @@ PARTS = (
 MOST_MODULES = 12
 MOST_TEST_FILES = 16
 """A package may need more files of tests than it has modules."""
+MOST_LINES = 350
+"""Of a source file; tests may be longer."""
 MAPPED = {REPOSITORY / part for part in PARTS}
 
 
@@ -111,6 +113,14 @@ def test_no_folder_holds_more_than_a_dozen_modules() -> None:
         > (MOST_TEST_FILES if REPOSITORY / "tests" in (folder, *folder.parents) else MOST_MODULES)
     }
     assert many == {}
+
+
+def test_no_source_file_is_too_long() -> None:
+    kernels = (REPOSITORY / "runtime").rglob("src/**/*.[ch]*")
+    sources = [path for name, path in MODULES.items() if not name.startswith("tests")]
+    lengths = {path: len(path.read_text().splitlines()) for path in (*sources, *kernels)}
+    assert any(path.suffix == ".cc" for path in lengths)
+    assert {str(path): lines for path, lines in lengths.items() if lines > MOST_LINES} == {}
 
 
 def folders_on_the_map() -> dict[Path, list[str]]:

@@ -66,6 +66,7 @@ NOT_RUN = (
     NotRun(r"make ", "it installs, or runs for minutes; the target must exist", _target_exists),
     NotRun(r"source \.venv/bin/activate", "the tests run in an environment of their own", _nothing),
     NotRun(r"export PATH=", "the tests have a PATH of their own", _nothing),
+    NotRun(r"python -m venv ", "only a command that downloads packages needs it", _nothing),
     NotRun(r"pip install |\S*/pip install ", "it downloads packages", _nothing),
     NotRun(r"python -m build ", "it builds in an environment that it downloads", _nothing),
     NotRun(r"docker ", "it needs a Docker daemon, and images from a registry", _nothing),
@@ -80,7 +81,11 @@ NOT_RUN = (
     ),
     NotRun(r"python -m penstock\.\S*native\.build", "it compiles C++ for a minute", _module_exists),
     NotRun(r"(\w+=\S+ )*python -m pytest ", "the suite runs them; files and names must exist", _tests_exist),
-    NotRun(r"python -m tools\.", "it trains a model for hours", _module_exists),
+    NotRun(
+        r"\S*python -m tools\.",
+        "it trains a model for hours, or needs torch; the module must exist",
+        _module_exists,
+    ),
 )
 
 

@@ -1,15 +1,19 @@
 """config.json of both generations is parsed; what this build does not compute is refused by name."""
 
+import json
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.runtime.errors import ConfigError, UnknownArchitecture
-from penstock.runtime.models.config import ModelConfig
+from penstock.runtime.models.config import FAMILIES, ModelConfig
+from penstock.runtime.models.hf_harmless_fields import HARMLESS_FIELDS
 from penstock.runtime.models.registry import ARCHITECTURES, family_of
 from penstock.runtime.models.rope import RopeConfig, inverse_frequencies
 from penstock.runtime.ops.cache_spec import CacheSpec, PagedKV
+from tests.support.goldens import GOLDEN, NAMES
 
 SIZES = {
     "vocab_size": 512,
@@ -210,6 +214,27 @@ def test_biases_follow_the_architecture():
 def test_refused_by_name(field, value):
     message = refused(**{field.partition(".")[0]: value})
     assert message.count(f"{field}: ") == 1, message
+
+
+class Noting(dict[str, object]):
+    """A JSON object that notes which of its names are looked up."""
+
+    def __init__(self, pairs):
+        super().__init__(pairs)
+        self.names = set()
+
+    def get(self, name, default=None):
+        self.names.add(name)
+        return super().get(name, default)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_field_of_a_golden_is_read_or_known_also_where_it_is_off(name):
+    """A field that is null, false or empty is not refused, so its name could be forgotten."""
+    data = json.loads((GOLDEN / name / "config.json").read_text(), object_hook=Noting)
+    traits = FAMILIES[ModelConfig.from_dict(data).architecture]
+    assert set(data) - data.names - HARMLESS_FIELDS - {*traits.ignored} == set()
+    assert set(data["rope_parameters"]) == data["rope_parameters"].names & set(data["rope_parameters"])
 
 
 def test_contradicting_rope_styles_are_refused():

@@ -9,8 +9,11 @@ import numpy as np
 import pytest
 
 from penstock.runtime.loading.checkpoint import load_config, load_weights
+from tests.support.goldens import GOLDEN, NAMES
 
-NAMES = ["qwen3", "qwen2", "qwen2_yarn", "llama", "llama_linear_rope", "mistral_swa"]
+
+def test_every_golden_is_compared():
+    assert sorted(NAMES) == sorted(folder.parent.name for folder in GOLDEN.glob("*/config.json"))
 
 
 def log_softmax(logits):

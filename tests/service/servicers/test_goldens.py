@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,10 +20,9 @@ from penstock.runtime.engine import Engine
 from penstock.v1 import inference_pb2, types_pb2
 from tests.service.rig import Rig, serving
 from tests.support.chunks import set_chunk
+from tests.support.goldens import GOLDEN, NAMES
 from tests.support.models.toy import TEST_CACHE
 
-GOLDEN = Path(__file__).parents[2] / "golden"
-NAMES = ("qwen3", "qwen2", "qwen2_yarn", "llama", "llama_linear_rope", "mistral_swa")
 CONFIG = EngineConfig(
     dtype="float32",
     max_num_seqs=4,

@@ -78,7 +78,9 @@ class CausalLM(nnx.Module):
     @property
     def is_native(self) -> bool:
         """Whether native kernels compute the head's product and all of the layers except attention. XLA then
-        only looks up embeddings, makes angles, and computes the last norm, for each token by itself.
+        only looks up embeddings and makes angles. A model that needs more of it is native only if that is one
+        rounded operation for each element between two kernels, such as a product with a constant. XLA may
+        fuse two operations, or add over channels in another order, where the program has another shape.
         """
         head = self.embed_tokens if self.lm_head is None else self.lm_head
         return head.packed and all(layer.self_attn.is_native and layer.mlp.is_native for layer in self.layers)

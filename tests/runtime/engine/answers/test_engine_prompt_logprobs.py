@@ -9,7 +9,6 @@ import dataclasses
 import json
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,13 +20,12 @@ from penstock.runtime.requests.request import Request, ResolvedSampling, StepOut
 from tests.support.batch import Answer, answer, answers
 from tests.support.chunks import set_chunk
 from tests.support.collector import Collector, at_gate
+from tests.support.goldens import GOLDEN, NAMES
 from tests.support.mix import Mixer
 from tests.support.models.table import random_tables, table_engine
 from tests.support.models.toy import TEST_CACHE
 from tests.support.models.witness import log_softmax
 
-GOLDEN = Path(__file__).parents[3] / "golden"
-NAMES = ("qwen3", "qwen2", "qwen2_yarn", "llama", "llama_linear_rope", "mistral_swa")
 # As in tests/service/servicers/test_goldens.py, so that both find each other's programs.
 CONFIG = EngineConfig(
     dtype="float32",
