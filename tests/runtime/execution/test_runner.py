@@ -365,6 +365,21 @@ def test_layout_round_trip() -> None:
     assert (out.page_indices.tolist(), out.pages.tolist()) == ([7, 7, 2, 7], [0, 0, 9, 0])
 
 
+def test_a_small_value_does_not_become_0_which_means_off() -> None:
+    """1e-46 is 0 in float32, and 1e-40 is denormal: the device would take either for greedy, or for off."""
+    layout = Layout(ProgramKey(8, 4))
+    buffer = np.zeros(layout.size, np.int32)
+    _, fields, _, _ = layout.views(buffer)
+    for row, value in enumerate((1e-46, 1e-40, 5e-324, 0.0)):
+        params = ResolvedSampling(temperature=value, top_p=value or 1.0, min_p=value)
+        fields[row, -PARAM_FIELDS:] = pack_params(Request("r", (1,), params))
+    rows = layout.unpack_rows(jax.numpy.asarray(buffer)).sampling
+    for name in ("temperature", "top_p", "min_p"):
+        column = jax.numpy.asarray(getattr(rows, name))
+        assert (column[:3] > 0).tolist() == [True] * 3, name
+    assert [float(x[3]) for x in (rows.temperature, rows.top_p, rows.min_p)] == [0.0, 1.0, 0.0]
+
+
 def test_too_many_eos_ids_are_refused() -> None:
     with pytest.raises(ConfigError, match="eos_token_ids"):
         RunnerConfig(

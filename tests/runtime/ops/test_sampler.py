@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from penstock.runtime.ops import sampler
-from penstock.runtime.ops.sampler import RowState, SamplingRows
+from penstock.runtime.ops import filters, sampler
+from penstock.runtime.ops.sampler import RowState
 from penstock.runtime.ops.sampling_codes import (
     BANNED,
     BIAS,
@@ -20,8 +20,9 @@ from penstock.runtime.ops.sampling_codes import (
     PENALTIES,
     SAMPLING,
 )
+from penstock.runtime.ops.sampling_rows import SamplingRows
 
-filter_logits = jax.jit(sampler.filter_logits)  # op by op it would compile every op on its own
+filter_logits = jax.jit(filters.filter_logits)  # op by op it would compile every op on its own
 choose = jax.jit(sampler.sample, static_argnames="num_top")
 token_logprobs = jax.jit(sampler.token_logprobs, static_argnums=2)
 

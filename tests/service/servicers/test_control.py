@@ -23,7 +23,15 @@ FEATURES = [
 
 
 async def test_model_info():
-    defaults = GenerationDefaults(0.6, 20, 0.5, 0.25, 1.5, -0.5, 1.25)
+    defaults = GenerationDefaults(
+        temperature=0.6,
+        top_k=20,
+        top_p=0.5,
+        min_p=0.25,
+        presence_penalty=1.5,
+        frequency_penalty=-0.5,
+        repetition_penalty=1.25,
+    )
     async with serving(fake(defaults=defaults, eos_token_ids=(EOS, 3), max_model_len=77)) as rig:
         info = await rig.control.GetModelInfo(control_pb2.GetModelInfoRequest())
         assert not info.tensors

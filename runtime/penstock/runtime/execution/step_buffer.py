@@ -21,8 +21,8 @@ from jax import Array, lax
 from numpy.typing import NDArray
 
 from penstock.runtime.execution.buckets import ProgramKey
-from penstock.runtime.ops.sampler import SamplingRows
 from penstock.runtime.ops.sampling_codes import BIAS, LOGPROBS, PENALTIES, SAMPLING
+from penstock.runtime.ops.sampling_rows import SamplingRows
 from penstock.runtime.requests.request import MAX_STOP_TOKEN_IDS, Request, ResolvedSampling
 
 HEADER = 2
@@ -50,6 +50,8 @@ FEATURES = PARAMS + PARAM_COLUMN["features"]
 """Column of the bits that say which features a row uses; the header's flags are the bits of all rows."""
 FEEDBACK = -1
 """An input token that stands for the last token that the row's slot sampled."""
+_LEAST = float(np.finfo(np.float32).tiny)
+"""The smallest positive number of float32 that is not denormal."""
 _MOST_PENALTY = 1e30
 
 Ints = NDArray[np.int32]
@@ -80,6 +82,11 @@ def pack_params(request: Request, feature_slot: int = 0) -> Ints:
         "feature_slots": feature_slot,
     }
     floats = {name: getattr(sampling, name) for name in PARAM_FLOATS}
+    # A small positive value may not become 0, which is greedy for the temperature and off for min_p. It may
+    # not become a denormal number either, which the device takes for 0.
+    for name in ("temperature", "top_p", "min_p"):
+        if floats[name] > 0.0:
+            floats[name] = max(floats[name], _LEAST)
     # Neither the penalty nor a logit times the penalty may leave the range of float32.
     floats["repetition_penalty"] = min(max(sampling.repetition_penalty, 1 / _MOST_PENALTY), _MOST_PENALTY)
     words = {"seed_high": seed >> 32, "seed_low": seed & 0xFFFFFFFF}

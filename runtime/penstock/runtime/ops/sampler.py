@@ -6,9 +6,9 @@ bias; what is forbidden (a bias of -inf, stop ids before min_tokens, a constrain
 processors: temperature, top_k, top_p, min_p, which keep all ties at a threshold. If all tokens are forbidden,
 only the mask counts, and without a mask nothing is forbidden.
 
-Thresholds are found by a radix select over the floats' bits (32 counting passes), not by a sort. The draw is
-exact and takes two uniforms: one picks a chunk of the vocabulary by its mass, the other a token inside it.
-Both come from fold_in(key(seed), position), so a request's tokens do not depend on what else is in the batch.
+Temperature and the filters are in `filters`. The draw is exact and takes two uniforms: one picks a chunk of
+the vocabulary by its mass, the other a token inside it. Both come from fold_in(key(seed), position), so a
+request's tokens do not depend on what else is in the batch.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from penstock.runtime.ops.filters import filter_logits
 from penstock.runtime.ops.native import sample as kernel
 from penstock.runtime.ops.sampling_codes import (
     BANNED,
@@ -30,12 +31,11 @@ from penstock.runtime.ops.sampling_codes import (
     PENALTIES,
     SAMPLING,
 )
+from penstock.runtime.ops.sampling_rows import SamplingRows
 from penstock.runtime.requests.constraint import mask_words
 
 _CHUNK = 512
 _ARGMAX_CHUNK = 128
-_TINY = 1e-30
-"""Below every probability that matters, and far above float32's denormals, which compute as 0."""
 
 
 class RowState(NamedTuple):
@@ -46,26 +46,6 @@ class RowState(NamedTuple):
     history: Array  # int32[F, V] how often each token was generated, plus IN_PROMPT; only where PENALTIES
     bias: Array  # float32[F, V] added to the logits, -inf = forbidden; only where BIAS
     held: Array | None = None  # int32[S] after how many positions copy 0 of each slot's state stands
-
-
-class SamplingRows(NamedTuple):
-    """The rows' sampling parameters."""
-
-    slots: Array  # int32[R] the rows' slots; from S on: padding
-    feature_slots: Array  # int32[R] rows of `RowState.history` and `bias`; only with PENALTIES or BIAS
-    positions: Array  # int32[R] absolute position of the token that is drawn
-    stop_ids: Array  # int32[R, N] EOS and stop ids; vocabulary size or above where unused
-    banned: Array  # bool[R] whether these are forbidden in this step
-    features: Array  # int32[R] bits
-    num_logprobs: Array  # int32[R] likeliest tokens to report, -1 = not even that of the token itself
-    top_k: Array  # int32[R]; 0 = off
-    temperature: Array  # float32[R]; 0 = greedy
-    top_p: Array  # float32[R]; 1 = off
-    min_p: Array  # float32[R]; 0 = off
-    presence_penalty: Array  # float32[R]
-    frequency_penalty: Array  # float32[R]
-    repetition_penalty: Array  # float32[R]
-    seed: Array  # uint32[R, 2]: high and low word
 
 
 class Sampled(NamedTuple):
@@ -94,60 +74,6 @@ class SamplerOp(Protocol):
         row has MASK.
         """
         ...
-
-
-def _ordered_bits(x: Array) -> Array:
-    """uint32 keys that compare as the float32 values do (NaN aside)."""
-    bits = lax.bitcast_convert_type(x, jnp.uint32)
-    return jnp.where(bits >> 31 == 1, ~bits, bits | jnp.uint32(0x80000000))
-
-
-def _largest_threshold(keys: Array, weights: Array, need: Array) -> Array:
-    """For each row, the largest key t for which the weights of all entries with key >= t sum to at least
-    `need`.
-
-    keys uint32[R, V], weights float32[R, V], need float32[R] -> uint32[R]; 0 if even all entries together
-    fall short.
-    """
-
-    def bit(i: Array, t: Array) -> Array:
-        trial = t | (jnp.uint32(1) << (31 - i).astype(jnp.uint32))
-        mass = jnp.where(keys >= trial[:, None], weights, 0.0).sum(axis=1)
-        return jnp.where(mass >= need, trial, t)
-
-    threshold: Array = lax.fori_loop(0, 32, bit, jnp.zeros(need.shape, jnp.uint32))
-    return threshold
-
-
-def filter_logits(logits: Array, rows: SamplingRows) -> Array:
-    """Divides logits float32[R, V] by the temperature, and sets those that top_k, top_p and min_p remove to
-    -inf.
-    """
-    vocab = logits.shape[1]
-    # Relative to the largest logit, so that a tiny temperature overflows to -inf and never to several +inf.
-    scaled = logits - logits.max(axis=1, keepdims=True)
-    scaled /= jnp.where(rows.temperature > 0, jnp.maximum(rows.temperature, _TINY), 1.0)[:, None]
-
-    def cut_top_k(x: Array) -> Array:
-        k = jnp.where(rows.top_k > 0, jnp.minimum(rows.top_k, vocab), vocab).astype(jnp.float32)
-        keys = _ordered_bits(x)
-        threshold = _largest_threshold(keys, jnp.ones_like(x), k)
-        return jnp.where(keys >= threshold[:, None], x, -jnp.inf)
-
-    def cut_top_p(x: Array) -> Array:
-        probs = jax.nn.softmax(x, axis=1)
-        # The threshold is a probability, not a logit, so an impossible token (-inf) never survives rounding.
-        keys = _ordered_bits(probs)
-        # If top_p underflowed to 0, no token at all would be enough.
-        need = jnp.maximum(rows.top_p, _TINY) * probs.sum(axis=1)
-        threshold = _largest_threshold(keys, probs, need)
-        keep = (keys >= threshold[:, None]) | (rows.top_p >= 1.0)[:, None]
-        return jnp.where(keep, x, -jnp.inf)
-
-    scaled = lax.cond(jnp.any(rows.top_k > 0), cut_top_k, lambda x: x, scaled)
-    scaled = lax.cond(jnp.any(rows.top_p < 1.0), cut_top_p, lambda x: x, scaled)
-    floor = scaled.max(axis=1) + jnp.log(rows.min_p)  # log(0) = -inf keeps all
-    return jnp.where(scaled >= floor[:, None], scaled, -jnp.inf)
 
 
 def _first_past(masses: Array, uniform: Array) -> Array:

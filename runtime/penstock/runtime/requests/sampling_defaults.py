@@ -19,6 +19,7 @@ from penstock.runtime.requests.request import ResolvedSampling
 log = logging.getLogger(__name__)
 
 _NEUTRAL: dict[str, Any] = {"no_repeat_ngram_size": 0, "typical_p": 1.0, "num_beams": 1}
+"""Fields of the file that are not honoured, and the values that change nothing."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -142,8 +142,10 @@ def test_every_sampling_default_is_handed_back(server):
     with Client(server.addr) as client:
         info: ModelInfo = client.model_info()
     assert info.default_sampling == SamplingDefaults(
-        0.5, 0.75, 3, 0.25, 1.0, -1.0, 1.5, 7, 2, ((4, -1.0), (9, 0.5)), ("x",), (1, 2)
-    )
+        temperature=0.5, top_p=0.75, top_k=3, min_p=0.25,
+        presence_penalty=1.0, frequency_penalty=-1.0, repetition_penalty=1.5,
+        seed=7, n=2, logit_bias=((4, -1.0), (9, 0.5)), bad_words=("x",), allowed_token_ids=(1, 2),
+    )  # fmt: skip
 
 
 def test_sampling_defaults_are_those_of_the_contract():

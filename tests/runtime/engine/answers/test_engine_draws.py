@@ -21,6 +21,9 @@ from tests.support.models.witness import probabilities, shaped_logits
 
 WEIGHTS = (0.4, 0.3, 0.2, 0.06, 0.04)
 FLAT = Tables.constant(np.log(WEIGHTS).tolist())
+"""The tokens of WEIGHTS have these probabilities, and the other 56 of VOCAB's 61 tokens have the logit -50.
+These 56 are never drawn, but they decide any statistic over all logits: the mean is about -46, the standard
+deviation about 13."""
 PROMPT = (0, 4, 9)
 
 

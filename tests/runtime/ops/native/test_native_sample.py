@@ -28,6 +28,7 @@ from penstock.runtime.ops.sampling_codes import (
     PENALTIES,
     SAMPLING,
 )
+from penstock.runtime.ops.sampling_rows import SamplingRows
 from tests.support.native.sample_reference import (
     NUM_TOP,
     Row,
@@ -270,7 +271,7 @@ def test_the_same_as_in_xla() -> None:
     )
     seeds = np.stack([np.zeros(num_rows), np.arange(num_rows)], axis=1).astype(np.uint32)
     named |= {name + "_penalty": named.pop(name) for name in ("presence", "frequency", "repetition")}
-    rows = sampler.SamplingRows(
+    rows = SamplingRows(
         feature_slots=jnp.asarray(named["slots"]),
         seed=jnp.asarray(seeds),
         positions=jnp.arange(num_rows, dtype=jnp.int32),

@@ -40,7 +40,8 @@ struct SampleResult {
   float* top_logprobs;
 };
 
-// The memory that sampling a row needs.
+// The memory that sampling a row needs. When `Draw` begins, and between two of its filters, everything below
+// `lane_peaks` is free: a filter may use it for what it computes.
 struct SampleWork {
   float* x;           // [vocab and a vector], for rows that are edited
   float* raw_peaks;   // [chunks] the largest logit
