@@ -110,7 +110,9 @@ def test_programs_ask_the_server_of_this_file() -> None:
 def test_the_loop_of_tools_ends_with_an_answer_that_has_the_result(
     demo: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (block,) = [block for block in blocks_in("python") if "call.result" in block.source]
+    (block,) = [
+        block for block in blocks_in("python") if "call.result" in block.source and "Client(" in block.source
+    ]
     run(at(block.source, demo))
     shown = capsys.readouterr().out
     assert "Paris" in shown

@@ -76,7 +76,7 @@ async def test_an_engine_that_hangs_does_not_hold_up_the_stop(monkeypatch, caplo
         await asyncio.wait({call})
         assert call.exception() is not None
     told = [r.getMessage() for r in caplog.records if r.levelno == logging.ERROR]
-    assert any("is left behind" in text and "the_device_is_away" in text for text in told)
+    assert any("the engine hangs" in text and "the_device_is_away" in text for text in told)
 
 
 async def test_a_lock_that_nobody_gives_back_does_not_hold_up_the_stop(monkeypatch):
