@@ -329,7 +329,7 @@ async def test_connections() -> None:
                     await late(generate("y").SerializeToString())
                 assert failure.value.code() is grpc.StatusCode.UNAVAILABLE
             assert (await rig.inference.Generate(generate("y"))).outputs[0].text == "z"
-        # The server may see the end of the second one a little later. Each attempt is a channel of its own, as
+        # The server may see the end of the second one a little later. Each attempt has a channel of its own:
         # one that was refused waits longer and longer before it connects again.
         async with asyncio.timeout(WAIT_S):
             while not await is_answered(rig.server.address):  # noqa: ASYNC110 -- what is asked has no event
