@@ -115,7 +115,7 @@ class AsyncGenerationStream(Progress, AsyncIterator[Delta]):
     def _take(self, request: RunningRequest, index: int, output: StepOutput) -> None:
         try:
             delta = request.take(index, output)
-        except BaseException:
+        except BaseException:  # raised on: the stream gives nothing after it
             self._closed = True
             raise
         if delta is not None:

@@ -90,10 +90,9 @@ class RunningRequest:
             for index, request in enumerate(prepared.requests):
                 assembler = assembler_of(self._job, request, index, prepared.text, engine.text, engine.forms)
                 engine.submit(request, sink_of(index), prepared.shared)
-                self._live.append(
-                    LiveOutput(engine, request.request_id, assembler)
-                )  # only what is ours is ended
-        except BaseException:
+                # Only what was submitted here is listed, and so ended by `leave`.
+                self._live.append(LiveOutput(engine, request.request_id, assembler))
+        except BaseException:  # raised on: what was submitted before must not run for nobody
             self.leave()
             raise
 
@@ -108,7 +107,7 @@ class RunningRequest:
         """
         try:
             delta = self._live[index].add(output)
-        except BaseException:
+        except BaseException:  # raised on: the other outputs must not run for nobody
             self.leave()
             raise
         if delta.prompt_logprobs:

@@ -91,7 +91,7 @@ class GenerationStream(Progress, Iterator[Delta]):
                 delta = self._begun().take(index, output)
                 if delta is not None:
                     self._deltas.append(delta)
-        except BaseException:
+        except BaseException:  # raised on: the stream gives nothing after it
             self._closed = True
             raise
 
