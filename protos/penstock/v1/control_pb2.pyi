@@ -9,6 +9,7 @@ from collections import abc as _abc
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import duration_pb2 as _duration_pb2
 from google.protobuf import message as _message
+from google.protobuf import timestamp_pb2 as _timestamp_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from penstock.v1 import types_pb2 as _types_pb2
@@ -101,6 +102,9 @@ class GetModelInfoResponse(_message.Message):
     WEIGHTS_FIELD_NUMBER: _builtins.int
     TENSORS_FIELD_NUMBER: _builtins.int
     FEATURES_FIELD_NUMBER: _builtins.int
+    WEIGHTS_DIGEST_FIELD_NUMBER: _builtins.int
+    WEIGHTS_SINCE_FIELD_NUMBER: _builtins.int
+    STAGED_UPDATE_ID_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """the name that requests may use"""
     architecture: _builtins.str
@@ -108,6 +112,10 @@ class GetModelInfoResponse(_message.Message):
     vocab_size: _builtins.int
     max_context_tokens: _builtins.int
     """prompt and generated tokens together"""
+    weights_digest: _builtins.bytes
+    """UpdateWeightsResponse.digest of the update in use; empty for the weights of the start"""
+    staged_update_id: _builtins.str
+    """the update that waits for CommitWeights or DiscardWeights; empty = none"""
     @_builtins.property
     def eos_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
@@ -124,6 +132,10 @@ class GetModelInfoResponse(_message.Message):
 
     @_builtins.property
     def features(self) -> _containers.RepeatedScalarFieldContainer[Global___Feature.ValueType]: ...
+    @_builtins.property
+    def weights_since(self) -> _timestamp_pb2.Timestamp:
+        """when the weights in use went live"""
+
     def __init__(
         self,
         *,
@@ -136,10 +148,13 @@ class GetModelInfoResponse(_message.Message):
         weights: _types_pb2.WeightsVersion | None = ...,
         tensors: _abc.Iterable[_weights_pb2.TensorSpec] | None = ...,
         features: _abc.Iterable[Global___Feature.ValueType] | None = ...,
+        weights_digest: _builtins.bytes = ...,
+        weights_since: _timestamp_pb2.Timestamp | None = ...,
+        staged_update_id: _builtins.str = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["default_sampling", b"default_sampling", "weights", b"weights"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["default_sampling", b"default_sampling", "weights", b"weights", "weights_since", b"weights_since"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["architecture", b"architecture", "default_sampling", b"default_sampling", "eos_token_ids", b"eos_token_ids", "features", b"features", "max_context_tokens", b"max_context_tokens", "model", b"model", "tensors", b"tensors", "vocab_size", b"vocab_size", "weights", b"weights"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["architecture", b"architecture", "default_sampling", b"default_sampling", "eos_token_ids", b"eos_token_ids", "features", b"features", "max_context_tokens", b"max_context_tokens", "model", b"model", "staged_update_id", b"staged_update_id", "tensors", b"tensors", "vocab_size", b"vocab_size", "weights", b"weights", "weights_digest", b"weights_digest", "weights_since", b"weights_since"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -379,8 +394,14 @@ class PauseRequest(_message.Message):
 
     IN_FLIGHT_FIELD_NUMBER: _builtins.int
     DRAIN_TIMEOUT_FIELD_NUMBER: _builtins.int
+    FREE_KV_CACHE_FIELD_NUMBER: _builtins.int
+    OFFLOAD_WEIGHTS_FIELD_NUMBER: _builtins.int
     in_flight: _weights_pb2.InFlightPolicy.ValueType
     """default WAIT"""
+    free_kv_cache: _builtins.bool
+    """Free the memory of the KV cache until Resume. INVALID_ARGUMENT with IN_FLIGHT_POLICY_KEEP, which needs the cache."""
+    offload_weights: _builtins.bool
+    """Move the weights from the device to host memory until Resume. On a CPU they are there already."""
     @_builtins.property
     def drain_timeout(self) -> _duration_pb2.Duration:
         """with WAIT: longest wait, then DEADLINE_EXCEEDED, not paused; unset = no limit"""
@@ -390,10 +411,12 @@ class PauseRequest(_message.Message):
         *,
         in_flight: _weights_pb2.InFlightPolicy.ValueType = ...,
         drain_timeout: _duration_pb2.Duration | None = ...,
+        free_kv_cache: _builtins.bool = ...,
+        offload_weights: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["drain_timeout", b"drain_timeout"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["drain_timeout", b"drain_timeout", "in_flight", b"in_flight"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["drain_timeout", b"drain_timeout", "free_kv_cache", b"free_kv_cache", "in_flight", b"in_flight", "offload_weights", b"offload_weights"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -404,16 +427,20 @@ class PauseResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     IN_FLIGHT_FIELD_NUMBER: _builtins.int
+    FREED_BYTES_FIELD_NUMBER: _builtins.int
+    freed_bytes: _builtins.int
+    """memory of the device that this call has freed"""
     @_builtins.property
     def in_flight(self) -> _weights_pb2.InFlightReport: ...
     def __init__(
         self,
         *,
         in_flight: _weights_pb2.InFlightReport | None = ...,
+        freed_bytes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["in_flight", b"in_flight"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["in_flight", b"in_flight"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["freed_bytes", b"freed_bytes", "in_flight", b"in_flight"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -455,19 +482,25 @@ class CommitWeightsRequest(_message.Message):
 
     UPDATE_ID_FIELD_NUMBER: _builtins.int
     IN_FLIGHT_FIELD_NUMBER: _builtins.int
+    DRAIN_TIMEOUT_FIELD_NUMBER: _builtins.int
     update_id: _builtins.str
     """required"""
     in_flight: _weights_pb2.InFlightPolicy.ValueType
     """unset = what UpdateWeightsBegin said"""
+    @_builtins.property
+    def drain_timeout(self) -> _duration_pb2.Duration:
+        """unset = what UpdateWeightsBegin said"""
+
     def __init__(
         self,
         *,
         update_id: _builtins.str = ...,
         in_flight: _weights_pb2.InFlightPolicy.ValueType = ...,
+        drain_timeout: _duration_pb2.Duration | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["drain_timeout", b"drain_timeout"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["in_flight", b"in_flight", "update_id", b"update_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["drain_timeout", b"drain_timeout", "in_flight", b"in_flight", "update_id", b"update_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -479,21 +512,39 @@ class CommitWeightsResponse(_message.Message):
 
     CURRENT_FIELD_NUMBER: _builtins.int
     PAUSED_FOR_FIELD_NUMBER: _builtins.int
+    PREVIOUS_FIELD_NUMBER: _builtins.int
+    OUTCOME_FIELD_NUMBER: _builtins.int
+    IN_FLIGHT_FIELD_NUMBER: _builtins.int
+    DIGEST_FIELD_NUMBER: _builtins.int
+    outcome: _weights_pb2.UpdateOutcome.ValueType
+    """COMMITTED, or ALREADY_COMMITTED"""
+    digest: _builtins.bytes
+    """as UpdateWeightsResponse.digest"""
     @_builtins.property
     def current(self) -> _types_pb2.WeightsVersion: ...
     @_builtins.property
     def paused_for(self) -> _duration_pb2.Duration:
         """time no token could be made"""
 
+    @_builtins.property
+    def previous(self) -> _types_pb2.WeightsVersion:
+        """in use before; equal to current with ALREADY_COMMITTED"""
+
+    @_builtins.property
+    def in_flight(self) -> _weights_pb2.InFlightReport: ...
     def __init__(
         self,
         *,
         current: _types_pb2.WeightsVersion | None = ...,
         paused_for: _duration_pb2.Duration | None = ...,
+        previous: _types_pb2.WeightsVersion | None = ...,
+        outcome: _weights_pb2.UpdateOutcome.ValueType = ...,
+        in_flight: _weights_pb2.InFlightReport | None = ...,
+        digest: _builtins.bytes = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["current", b"current", "paused_for", b"paused_for"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["current", b"current", "in_flight", b"in_flight", "paused_for", b"paused_for", "previous", b"previous"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["current", b"current", "paused_for", b"paused_for"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["current", b"current", "digest", b"digest", "in_flight", b"in_flight", "outcome", b"outcome", "paused_for", b"paused_for", "previous", b"previous"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -26,9 +26,7 @@ if _version_not_supported:
 
 
 class ControlServiceStub:
-    """A server may lack Pause, Resume, CommitWeights, DiscardWeights and FlushCache: they answer UNIMPLEMENTED. This
-    release lacks all of these but FlushCache.
-    """
+    """Missing associated documentation comment in .proto file."""
 
     def __init__(self, channel):
         """Constructor.
@@ -89,9 +87,7 @@ class ControlServiceStub:
 
 
 class ControlServiceServicer:
-    """A server may lack Pause, Resume, CommitWeights, DiscardWeights and FlushCache: they answer UNIMPLEMENTED. This
-    release lacks all of these but FlushCache.
-    """
+    """Missing associated documentation comment in .proto file."""
 
     def GetModelInfo(self, request, context):
         """The model served, the values in force and what the server can do.
@@ -130,14 +126,15 @@ class ControlServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Pause(self, request, context):
-        """Stops making tokens; new requests queue up. Pausing a paused server is OK and changes nothing.
+        """Stops making tokens; new requests queue up. On a paused server it is OK, applies in_flight to the requests that
+        the first pause has kept, and frees what it asks for in addition.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Resume(self, request, context):
-        """Ends a pause. OK on a server that is not paused.
+        """Ends a pause, after it has restored what Pause has freed. OK on a server that is not paused.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -228,9 +225,7 @@ def add_ControlServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class ControlService:
-    """A server may lack Pause, Resume, CommitWeights, DiscardWeights and FlushCache: they answer UNIMPLEMENTED. This
-    release lacks all of these but FlushCache.
-    """
+    """Missing associated documentation comment in .proto file."""
 
     @staticmethod
     def GetModelInfo(request,

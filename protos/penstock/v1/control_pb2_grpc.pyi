@@ -29,10 +29,6 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class ControlServiceStub:
-    """A server may lack Pause, Resume, CommitWeights, DiscardWeights and FlushCache: they answer UNIMPLEMENTED. This
-    release lacks all of these but FlushCache.
-    """
-
     @_typing.overload
     def __new__(cls, channel: _grpc.Channel) -> _Self: ...
     @_typing.overload
@@ -50,9 +46,11 @@ class ControlServiceStub:
     Detokenize: _grpc.UnaryUnaryMultiCallable[_control_pb2.DetokenizeRequest, _control_pb2.DetokenizeResponse]
     """Text of token ids. Bytes that are not valid UTF-8 become U+FFFD."""
     Pause: _grpc.UnaryUnaryMultiCallable[_control_pb2.PauseRequest, _control_pb2.PauseResponse]
-    """Stops making tokens; new requests queue up. Pausing a paused server is OK and changes nothing."""
+    """Stops making tokens; new requests queue up. On a paused server it is OK, applies in_flight to the requests that
+    the first pause has kept, and frees what it asks for in addition.
+    """
     Resume: _grpc.UnaryUnaryMultiCallable[_control_pb2.ResumeRequest, _control_pb2.ResumeResponse]
-    """Ends a pause. OK on a server that is not paused."""
+    """Ends a pause, after it has restored what Pause has freed. OK on a server that is not paused."""
     CommitWeights: _grpc.UnaryUnaryMultiCallable[_control_pb2.CommitWeightsRequest, _control_pb2.CommitWeightsResponse]
     """Swaps in an update that was sent with stage_only. NOT_FOUND when none with this id is staged or committed;
     ABORTED when its expected_generation is no longer the current one.
@@ -66,10 +64,6 @@ class ControlServiceStub:
 
 @_typing.type_check_only
 class ControlServiceAsyncStub(ControlServiceStub):
-    """A server may lack Pause, Resume, CommitWeights, DiscardWeights and FlushCache: they answer UNIMPLEMENTED. This
-    release lacks all of these but FlushCache.
-    """
-
     def __init__(self, channel: _aio.Channel) -> None: ...
     GetModelInfo: _aio.UnaryUnaryMultiCallable[_control_pb2.GetModelInfoRequest, _control_pb2.GetModelInfoResponse]  # type: ignore[assignment]
     """The model served, the values in force and what the server can do."""
@@ -84,9 +78,11 @@ class ControlServiceAsyncStub(ControlServiceStub):
     Detokenize: _aio.UnaryUnaryMultiCallable[_control_pb2.DetokenizeRequest, _control_pb2.DetokenizeResponse]  # type: ignore[assignment]
     """Text of token ids. Bytes that are not valid UTF-8 become U+FFFD."""
     Pause: _aio.UnaryUnaryMultiCallable[_control_pb2.PauseRequest, _control_pb2.PauseResponse]  # type: ignore[assignment]
-    """Stops making tokens; new requests queue up. Pausing a paused server is OK and changes nothing."""
+    """Stops making tokens; new requests queue up. On a paused server it is OK, applies in_flight to the requests that
+    the first pause has kept, and frees what it asks for in addition.
+    """
     Resume: _aio.UnaryUnaryMultiCallable[_control_pb2.ResumeRequest, _control_pb2.ResumeResponse]  # type: ignore[assignment]
-    """Ends a pause. OK on a server that is not paused."""
+    """Ends a pause, after it has restored what Pause has freed. OK on a server that is not paused."""
     CommitWeights: _aio.UnaryUnaryMultiCallable[_control_pb2.CommitWeightsRequest, _control_pb2.CommitWeightsResponse]  # type: ignore[assignment]
     """Swaps in an update that was sent with stage_only. NOT_FOUND when none with this id is staged or committed;
     ABORTED when its expected_generation is no longer the current one.
@@ -99,10 +95,6 @@ class ControlServiceAsyncStub(ControlServiceStub):
     """
 
 class ControlServiceServicer(metaclass=_abc_1.ABCMeta):
-    """A server may lack Pause, Resume, CommitWeights, DiscardWeights and FlushCache: they answer UNIMPLEMENTED. This
-    release lacks all of these but FlushCache.
-    """
-
     @_abc_1.abstractmethod
     def GetModelInfo(
         self,
@@ -151,7 +143,9 @@ class ControlServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _control_pb2.PauseRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_control_pb2.PauseResponse, _abc.Awaitable[_control_pb2.PauseResponse]]:
-        """Stops making tokens; new requests queue up. Pausing a paused server is OK and changes nothing."""
+        """Stops making tokens; new requests queue up. On a paused server it is OK, applies in_flight to the requests that
+        the first pause has kept, and frees what it asks for in addition.
+        """
 
     @_abc_1.abstractmethod
     def Resume(
@@ -159,7 +153,7 @@ class ControlServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _control_pb2.ResumeRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_control_pb2.ResumeResponse, _abc.Awaitable[_control_pb2.ResumeResponse]]:
-        """Ends a pause. OK on a server that is not paused."""
+        """Ends a pause, after it has restored what Pause has freed. OK on a server that is not paused."""
 
     @_abc_1.abstractmethod
     def CommitWeights(

@@ -93,7 +93,7 @@ class GenerateRequest(_message.Message):
     def cache(self) -> _types_pb2.CacheOptions: ...
     @_builtins.property
     def min_weights(self) -> _types_pb2.WeightsVersion:
-        """Refuse to start on older weights; compared by generation. UNIMPLEMENTED in this release."""
+        """Refuse to start on older weights; compared by generation, so the label is ignored."""
 
     @_builtins.property
     def context(self) -> _types_pb2.ContextOptions: ...
@@ -349,8 +349,11 @@ class StreamStarted(_message.Message):
     MODEL_FIELD_NUMBER: _builtins.int
     PROMPT_FIELD_NUMBER: _builtins.int
     WEIGHTS_FIELD_NUMBER: _builtins.int
+    PAUSED_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     model: _builtins.str
+    paused: _builtins.bool
+    """the server is paused: no token comes before Resume"""
     @_builtins.property
     def prompt(self) -> _types_pb2.PromptInfo: ...
     @_builtins.property
@@ -364,10 +367,11 @@ class StreamStarted(_message.Message):
         model: _builtins.str = ...,
         prompt: _types_pb2.PromptInfo | None = ...,
         weights: _types_pb2.WeightsVersion | None = ...,
+        paused: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["prompt", b"prompt", "weights", b"weights"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["model", b"model", "prompt", b"prompt", "request_id", b"request_id", "weights", b"weights"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["model", b"model", "paused", b"paused", "prompt", b"prompt", "request_id", b"request_id", "weights", b"weights"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

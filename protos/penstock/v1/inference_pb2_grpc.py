@@ -35,7 +35,7 @@ class InferenceServiceStub:
     ALREADY_EXISTS      DUPLICATE_REQUEST_ID: the caller has an active request with this id
     UNAUTHENTICATED     UNAUTHENTICATED, KEY_EXPIRED: where the server asks for a key
     PERMISSION_DENIED   FORBIDDEN: the key lacks the role, or is for other models
-    FAILED_PRECONDITION min_weights is newer than the weights in use
+    FAILED_PRECONDITION WEIGHTS_TOO_OLD: min_weights is newer than the weights in use
     RESOURCE_EXHAUSTED  QUEUE_FULL, BUSY, COSTLY_GRAMMAR, RATE_LIMITED (the key's), with google.rpc.RetryInfo; MESSAGE_TOO_LARGE:
     the request's message; at any time STALLED_READER: a stream that was not read for longer
     than the server waits (if it reads again shortly after; later CANCELLED, as for any reply
@@ -85,7 +85,7 @@ class InferenceServiceServicer:
     ALREADY_EXISTS      DUPLICATE_REQUEST_ID: the caller has an active request with this id
     UNAUTHENTICATED     UNAUTHENTICATED, KEY_EXPIRED: where the server asks for a key
     PERMISSION_DENIED   FORBIDDEN: the key lacks the role, or is for other models
-    FAILED_PRECONDITION min_weights is newer than the weights in use
+    FAILED_PRECONDITION WEIGHTS_TOO_OLD: min_weights is newer than the weights in use
     RESOURCE_EXHAUSTED  QUEUE_FULL, BUSY, COSTLY_GRAMMAR, RATE_LIMITED (the key's), with google.rpc.RetryInfo; MESSAGE_TOO_LARGE:
     the request's message; at any time STALLED_READER: a stream that was not read for longer
     than the server waits (if it reads again shortly after; later CANCELLED, as for any reply
@@ -126,10 +126,15 @@ class InferenceServiceServicer:
     def UpdateWeights(self, request_iterator, context):
         """Replaces weights without a restart: begin, chunks, commit. Validated and staged while the server goes on
         serving, then swapped in between two steps. A stream that ends without commit changes nothing. UNIMPLEMENTED where
-        GetModelInfo does not list FEATURE_UPDATE_WEIGHTS, as in this release.
-        INVALID_ARGUMENT  with TensorErrors (all bad tensors), before any byte is taken where the manifest tells
-        DATA_LOSS         a checksum does not match, with TensorErrors
-        ABORTED           expected_generation is not the current one, or another update is under way
+        GetModelInfo does not list FEATURE_UPDATE_WEIGHTS.
+        INVALID_ARGUMENT    INVALID_TENSORS with TensorErrors (all bad tensors), before any byte is taken where the
+        manifest tells; INVALID_FIELD: a step that is out of order, or a wrong value
+        DATA_LOSS           CHECKSUM_MISMATCH, with TensorErrors
+        ABORTED             GENERATION_CHANGED: expected_generation is not the current one; UPDATE_UNDER_WAY: another
+        update is, or one is staged
+        DEADLINE_EXCEEDED   DRAIN_TIMEOUT
+        FAILED_PRECONDITION PAUSED: WAIT, while a pause keeps requests that so cannot finish
+        RESOURCE_EXHAUSTED  STALLED_SENDER: nothing came for longer than the server waits
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -175,7 +180,7 @@ class InferenceService:
     ALREADY_EXISTS      DUPLICATE_REQUEST_ID: the caller has an active request with this id
     UNAUTHENTICATED     UNAUTHENTICATED, KEY_EXPIRED: where the server asks for a key
     PERMISSION_DENIED   FORBIDDEN: the key lacks the role, or is for other models
-    FAILED_PRECONDITION min_weights is newer than the weights in use
+    FAILED_PRECONDITION WEIGHTS_TOO_OLD: min_weights is newer than the weights in use
     RESOURCE_EXHAUSTED  QUEUE_FULL, BUSY, COSTLY_GRAMMAR, RATE_LIMITED (the key's), with google.rpc.RetryInfo; MESSAGE_TOO_LARGE:
     the request's message; at any time STALLED_READER: a stream that was not read for longer
     than the server waits (if it reads again shortly after; later CANCELLED, as for any reply
