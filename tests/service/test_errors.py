@@ -13,6 +13,7 @@ import pytest
 from google.rpc import error_details_pb2  # type: ignore[import-untyped]  # ships no hints
 
 from penstock.runtime import errors
+from penstock.runtime.sent_tensors import TensorProblem, TensorReason
 from penstock.service import access_errors
 from penstock.service import errors as service_errors
 from penstock.service.errors import (
@@ -51,6 +52,7 @@ def test_reasons_tell_classes_apart() -> None:
     assert len(set(reasons)) == len(reasons)
 
 
+BAD_TENSOR = TensorProblem("w", TensorReason.CHECKSUM)
 SAMPLES = [
     (errors.InvalidRequest([errors.Violation("a.b", "bad")]), "INVALID_ARGUMENT", "INVALID_FIELD", {}),
     (errors.UnsupportedFeature(["n", "m"]), "UNIMPLEMENTED", "UNSUPPORTED_FEATURE", {"field": "n,m"}),
@@ -82,6 +84,16 @@ SAMPLES = [
     (errors.GenerationError("no"), "INTERNAL", "GENERATION_FAILED", {}),
     (errors.NonFiniteLogits(), "INTERNAL", "NON_FINITE_LOGITS", {}),
     (errors.WeightsError("no"), "FAILED_PRECONDITION", "WEIGHTS_REFUSED", {}),
+    (errors.TensorsRefused([BAD_TENSOR]), "INVALID_ARGUMENT", "INVALID_TENSORS", {}),
+    (errors.ChecksumMismatch([BAD_TENSOR]), "DATA_LOSS", "CHECKSUM_MISMATCH", {}),
+    (errors.GenerationChanged(2, 3), "ABORTED", "GENERATION_CHANGED", {"expected": "2", "current": "3"}),
+    (
+        errors.UpdateUnderWay("u", staged=True),
+        "ABORTED",
+        "UPDATE_UNDER_WAY",
+        {"update_id": "u", "staged": "true"},
+    ),
+    (errors.UnknownUpdate("u"), "NOT_FOUND", "UNKNOWN_UPDATE", {"update_id": "u"}),
     (errors.CheckpointError(missing=["w"]), "FAILED_PRECONDITION", "CHECKPOINT", {}),
     (StalledReader(2), "RESOURCE_EXHAUSTED", "STALLED_READER", {"limit_s": "2"}),
     (UnknownService("x"), "NOT_FOUND", "UNKNOWN_SERVICE", {"service": "x"}),

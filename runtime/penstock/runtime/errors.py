@@ -17,6 +17,11 @@ PenstockError
 │   ├── Draining
 │   └── NotReady
 ├── WeightsError                 expected: an update was refused; the old weights still serve
+│   ├── TensorsRefused           its tensors are not what the model needs; every bad one is listed
+│   │   └── ChecksumMismatch     some are not what the sender has sent
+│   ├── GenerationChanged        other weights serve than the update was made for
+│   ├── UpdateUnderWay           another update has begun or is staged
+│   └── UnknownUpdate            no update of that id is staged
 ├── GenerationError              unexpected: one request cannot go on; the engine serves the others
 │   └── NonFiniteLogits          the model computed NaN or infinity
 └── EngineFailure                unexpected: a bug or the device failed; the engine is dead
@@ -30,6 +35,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
+
+from penstock.runtime.sent_tensors import TensorProblem
+
+_MOST_NAMED = 10
+"""Bad tensors that a message names."""
 
 
 def _rebuilt(kind: type[PenstockError], args: tuple[Any, ...], state: dict[str, Any]) -> PenstockError:
@@ -189,6 +199,56 @@ class NotReady(UnavailableError):
 
 class WeightsError(PenstockError):
     """A weight update was refused; the old weights still serve."""
+
+
+class TensorsRefused(WeightsError):
+    """Tensors of an update are not what the model needs. `problems` lists every bad tensor; the message names
+    the first few.
+    """
+
+    def __init__(self, problems: Sequence[TensorProblem]) -> None:
+        if not problems:
+            raise ValueError("TensorsRefused needs at least one problem")
+        self.problems = tuple(problems)
+        more = len(problems) - _MOST_NAMED
+        super().__init__(
+            "the update's tensors do not fit the model: "
+            + "; ".join(map(str, problems[:_MOST_NAMED]))
+            + (f"; and {more} more" if more > 0 else "")
+        )
+
+
+class ChecksumMismatch(TensorsRefused):
+    """The bytes of a tensor are not those of which the sender made its checksum, so data was lost on the
+    way.
+    """
+
+
+class GenerationChanged(WeightsError):
+    """The update was to replace weights of another generation than the one that serves."""
+
+    def __init__(self, expected: int, current: int) -> None:
+        self.expected, self.current = expected, current
+        super().__init__(f"the update is for weights of generation {expected}; generation {current} serves")
+
+
+class UpdateUnderWay(WeightsError):
+    """There is one update at a time, and another one has begun, or is `staged` and waits to be committed or
+    discarded.
+    """
+
+    def __init__(self, update_id: str, *, staged: bool) -> None:
+        self.update_id, self.staged = update_id, staged
+        state = "is staged: commit or discard it first" if staged else "is under way: wait until it has ended"
+        super().__init__(f"another update, {update_id!r}, {state}")
+
+
+class UnknownUpdate(WeightsError):
+    """No update of this id is staged."""
+
+    def __init__(self, update_id: str) -> None:
+        self.update_id = update_id
+        super().__init__(f"no update {update_id!r} is staged")
 
 
 class GenerationError(PenstockError):

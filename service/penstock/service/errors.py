@@ -206,6 +206,19 @@ TABLE: Mapping[type[errors.PenstockError], StatusRow] = {
     errors.Draining: StatusRow(Code.UNAVAILABLE, "DRAINING", retry_after_s=lambda e: 1.0),
     errors.NotReady: StatusRow(Code.UNAVAILABLE, "NOT_READY", retry_after_s=lambda e: 2.0),
     errors.WeightsError: StatusRow(Code.FAILED_PRECONDITION, "WEIGHTS_REFUSED"),
+    errors.TensorsRefused: StatusRow(Code.INVALID_ARGUMENT, "INVALID_TENSORS"),
+    errors.ChecksumMismatch: StatusRow(Code.DATA_LOSS, "CHECKSUM_MISMATCH"),
+    errors.GenerationChanged: StatusRow(
+        Code.ABORTED,
+        "GENERATION_CHANGED",
+        lambda e: {"expected": str(e.expected), "current": str(e.current)},
+    ),
+    errors.UpdateUnderWay: StatusRow(
+        Code.ABORTED,
+        "UPDATE_UNDER_WAY",
+        lambda e: {"update_id": e.update_id, "staged": str(e.staged).lower()},
+    ),
+    errors.UnknownUpdate: StatusRow(Code.NOT_FOUND, "UNKNOWN_UPDATE", lambda e: {"update_id": e.update_id}),
     # INTERNAL, so that clients do not send the request that may have killed this engine to the next one.
     # Later requests get ENGINE_DEAD, which clients may retry.
     errors.EngineFailure: StatusRow(Code.INTERNAL, "ENGINE_FAILURE"),

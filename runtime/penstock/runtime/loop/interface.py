@@ -49,6 +49,21 @@ class WeightsVersion:
 
 
 @dataclass(frozen=True, slots=True)
+class InFlightReport:
+    """What became of the requests that ran when an update or a pause came. These are numbers of requests,
+    whatever the number of their outputs.
+    """
+
+    waited: int = 0
+    """Ended before."""
+    aborted: int = 0
+    kept: int = 0
+    """Go on with the KV that they have."""
+    recomputed: int = 0
+    """Have lost their KV, which is computed again."""
+
+
+@dataclass(frozen=True, slots=True)
 class Pulse:
     """Whether the engine's thread moves, for code that watches it from outside."""
 
