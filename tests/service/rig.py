@@ -18,6 +18,7 @@ from penstock.service.access.rates import Clock
 from penstock.service.backend import Backend
 from penstock.service.options import ServerOptions
 from penstock.service.server import PenstockServer
+from penstock.service.servicers.serving import Serving
 from penstock.service.usage.meter import UsageSink
 from penstock.v1 import control_pb2_grpc, inference_pb2, inference_pb2_grpc, types_pb2
 from tests.service.codecs import byte_codec
@@ -39,6 +40,12 @@ class Rig:
         self.inference: Any = inference_pb2_grpc.InferenceServiceStub(self.channel)
         self.control: Any = control_pb2_grpc.ControlServiceStub(self.channel)
         self.health: Any = health_pb2_grpc.HealthStub(self.channel)
+
+    @property
+    def serving(self) -> Serving:
+        """What the server's RPCs share."""
+        assert self.server.serving is not None, "a rig has an engine"
+        return self.server.serving
 
     async def health_of(self, service: str = "") -> int:
         reply = await self.health.Check(health_pb2.HealthCheckRequest(service=service))

@@ -35,6 +35,7 @@ from penstock.service.lifecycle.underway import Calls
 from penstock.service.lifecycle.watchdog import Watchdog
 from penstock.service.limits.admission import Admission
 from penstock.service.limits.bounds import grpc_options
+from penstock.service.limits.places import Places
 from penstock.service.limits.receiving import Receiving
 from penstock.service.listening.grpc_server import RefusingServer
 from penstock.service.options import ServerOptions
@@ -47,6 +48,7 @@ from penstock.service.rpcs.sending import Sends
 from penstock.service.servicers.control import ControlServicer
 from penstock.service.servicers.inference import InferenceServicer
 from penstock.service.servicers.reflection import enable_reflection
+from penstock.service.servicers.serving import Serving, limits_of
 from penstock.service.telemetry import grpc_log
 from penstock.service.telemetry.traces import Telemetry
 from penstock.service.threads.blocking import in_thread
@@ -114,6 +116,8 @@ class PenstockServer:
         self._readiness = health.Readiness(self._health, READINESS, against="starting")
         self._inference = LateServicer(_INFERENCE)
         self._control = LateServicer(_CONTROL)
+        self.serving: Serving | None = None
+        """What its RPCs share, once an engine is attached."""
         self._engine: Backend | None = None
         self._engine_end: EngineEnd | None = None
         self._failed = asyncio.Event()
@@ -183,32 +187,20 @@ class PenstockServer:
         self._engine, self._engine_end = engine, EngineEnd(engine)
         self._access.served_model = engine.info.name
         self._lanes.fit(engine.info.max_model_len)
-        budget = ReplyBudget(self._options.replies)
-        self._inference.bind(
-            InferenceServicer(
-                engine,
-                ServerSwitchboard(asyncio.get_running_loop()),
-                self._stalls,
-                self._telemetry,
-                self._lanes,
-                self._calls,
-                stall_limit_s=self._options.stall_limit_s,
-                budget=budget,
-                truncation=self._options.truncation,
-                features=self._options.features,
-            )
+        self.serving = Serving(
+            engine=engine,
+            limits=limits_of(engine, self._options.truncation, self._options.features),
+            switchboard=ServerSwitchboard(asyncio.get_running_loop()),
+            telemetry=self._telemetry,
+            lanes=self._lanes,
+            calls=self._calls,
+            places=Places(engine),
+            budget=ReplyBudget(self._options.replies),
+            stalls=self._stalls,
+            stall_limit_s=self._options.stall_limit_s,
         )
-        self._control.bind(
-            ControlServicer(
-                engine,
-                self._lanes,
-                self._calls,
-                version=version(),
-                instance_id=self.instance_id,
-                budget=budget,
-                features=self._options.features,
-            )
-        )
+        self._inference.bind(InferenceServicer(self.serving))
+        self._control.bind(ControlServicer(self.serving, version=version(), instance_id=self.instance_id))
 
     async def start_engine(self) -> None:
         """Compile and start the engine, then report SERVING. Raises what the engine raises."""

@@ -79,9 +79,9 @@ async def test_half_a_message_is_refused(method: str, rest: str) -> None:
         accepted(peer, rig),
     ):
         call, missing = await half_of(peer, method)
-        await until(lambda: rig.server._calls._num_running == 2)
+        await until(lambda: rig.serving.calls._num_running == 2)
         stopping = asyncio.create_task(rig.server.stop())
-        await until(lambda: rig.server._calls._draining)
+        await until(lambda: rig.serving.calls._draining)
         if rest == "comes":
             await peer.send(missing)
         await check_refused(peer, call)
@@ -98,9 +98,9 @@ async def test_what_arrives_later_is_refused_at_its_headers(
         Peer(rig.server.address, initial_window=1 << 20) as peer,
         accepted(peer, rig),
     ):
-        monkeypatch.setattr(rig.server._calls, "wait_settled", settled.wait)
+        monkeypatch.setattr(rig.serving.calls, "wait_settled", settled.wait)
         stopping = asyncio.create_task(rig.server.stop())
-        await until(lambda: rig.server._calls._draining)
+        await until(lambda: rig.serving.calls._draining)
         await check_refused(peer, await peer.call(method, None, end=False))
         settled.set()
         assert not stopping.done()

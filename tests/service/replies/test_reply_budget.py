@@ -147,7 +147,7 @@ async def test_new_requests_are_refused_while_too_much_waits() -> None:
         }
         large = asyncio.ensure_future(rig.inference.Generate(generate(**fields, request_id="large")))
         await until(lambda: len(rig.engine.seen) == 1)
-        counted: ReplyBudget = rig.server._inference._servicer._budget
+        counted = rig.serving.budget
         while (before := counted.used) < 50 * KIB:
             rig.engine.step()
             await until(lambda before=before: counted.used > before)  # type: ignore[misc]
@@ -168,7 +168,7 @@ async def test_new_requests_are_refused_while_too_much_waits() -> None:
 async def test_nothing_is_left_of_a_budget() -> None:
     """After replies, streams, refusals and cancels."""
     async with serving(fake(max_model_len=5_000)) as rig:
-        counted: ReplyBudget = rig.server._inference._servicer._budget
+        counted = rig.serving.budget
         await rig.inference.Generate(generate("a", sampling={"n": 3}))
         await collect(rig.inference.Stream(stream("a", output={"logprobs": 3})))
         await failure_of(rig.inference.Generate(generate("a", request_id="\0")))
@@ -190,7 +190,7 @@ PROMPT_BYTES = 1000 * 20 * 10
 
 async def test_logprobs_of_the_prompt_count_until_the_reply_is_sent() -> None:
     async with serving(fake(max_model_len=2_000, hold=True)) as rig:
-        counted: ReplyBudget = rig.server._inference._servicer._budget
+        counted = rig.serving.budget
         reply = asyncio.ensure_future(rig.inference.Generate(generate(**PROMPT)))
         await until(lambda: len(rig.engine.seen) == 1)
         rig.engine.step()
@@ -203,7 +203,7 @@ async def test_logprobs_of_the_prompt_count_until_the_reply_is_sent() -> None:
 async def test_logprobs_of_the_prompt_count_until_a_stream_has_begun() -> None:
     """They are taken long before: gRPC holds them while their peer reads nothing."""
     async with serving(fake(max_model_len=2_000, hold=True)) as rig, Peer(rig.server.address) as peer:
-        counted: ReplyBudget = rig.server._inference._servicer._budget
+        counted = rig.serving.budget
         call = await peer.call("/penstock.v1.InferenceService/Stream", stream(**PROMPT).SerializeToString())
         await until(lambda: len(rig.engine.seen) == 1)
         rig.engine.step()
@@ -221,7 +221,7 @@ async def test_tokenize_counts_before_its_ids_are_made_until_they_are_sent() -> 
         serving(fake(max_model_len=20_000), replies=limits(64 * KIB, 64 * KIB)) as rig,
         Peer(rig.server.address) as peer,
     ):
-        counted: ReplyBudget = rig.server._inference._servicer._budget
+        counted = rig.serving.budget
         method = "/penstock.v1.ControlService/Tokenize"
         calls = [await peer.call(method, request.SerializeToString()) for _ in range(2)]
         await peer.until(lambda: all(peer.headers(call) for call in calls))

@@ -24,8 +24,8 @@ from penstock.service.requests.convert import to_job
 from penstock.service.requests.convert_chat import MAX_CALLS, MAX_TOOLS, MAX_TURNS
 from penstock.service.requests.convert_params import IDS_AT_ONCE, MAX_VIOLATIONS
 from penstock.service.servicers import generation, inference
-from penstock.service.servicers.abort import MAX_ABORT_IDS, Arrivals, to_target
-from penstock.service.servicers.inference import limits_of
+from penstock.service.servicers.abort import MAX_ABORT_IDS, to_target
+from penstock.service.servicers.serving import limits_of
 from penstock.service.threads.lanes import INLINE_BYTES, Lane
 from penstock.v1 import control_pb2, inference_pb2, types_pb2
 from tests.service.codecs import VOCAB, byte_codec
@@ -272,7 +272,7 @@ async def test_more_than_may_be_converted_at_once_is_refused(monkeypatch):
     size = 200_000
     large = generate(prompt_token_ids={"ids": [97] * size}, priority=1)
     async with serving(fake(max_model_len=10**6, scheduling_policy="priority")) as rig:
-        rig.server._lanes._convert._most = 2 * size
+        rig.serving.lanes._convert._most = 2 * size
         first = asyncio.ensure_future(rig.inference.Generate(large))
         await until(lambda: entered.acquire(blocking=False))
         try:
@@ -302,7 +302,7 @@ async def test_more_text_than_may_be_tokenized_at_once_is_refused():
 
     codec.encode = held  # type: ignore[method-assign]
     async with serving(engine) as rig:
-        rig.server._lanes._texts._most = 9000
+        rig.serving.lanes._texts._most = 9000
         first = asyncio.ensure_future(rig.inference.Generate(generate("a" * 8000)))
         await until(lambda: entered.acquire(blocking=False))
         try:
@@ -363,16 +363,8 @@ async def test_many_ids_are_aborted_a_few_at_a_time():
     assert aborted == ids[::500]
 
 
-async def test_many_outputs_leave_turns_to_others_and_an_abort_finds_all_of_them(monkeypatch):
+async def test_many_outputs_leave_turns_to_others_and_an_abort_finds_all_of_them():
     """The abort comes when some outputs are in the engine; the rest never get there."""
-    made: list[Arrivals] = []
-
-    class Noted(Arrivals):
-        def __init__(self):
-            super().__init__()
-            made.append(self)
-
-    monkeypatch.setattr(inference, "Arrivals", Noted)
     engine = fake(hold=True)
     submit = engine.submit
 
@@ -382,7 +374,7 @@ async def test_many_outputs_leave_turns_to_others_and_an_abort_finds_all_of_them
             asyncio.get_running_loop().call_soon(abort)
 
     def abort():
-        assert made[0].abort(lambda name: name == "r", "enough") == ["r"]
+        assert rig.serving.arrivals.abort(lambda name: name == "r", "enough") == ["r"]
         assert engine.abort(["r"], message="enough")
 
     engine.submit = submit_noted  # type: ignore[method-assign]

@@ -27,7 +27,8 @@ from grpc_reflection.v1alpha import reflection_pb2
 
 from penstock.service.limits.admission import Kind
 from penstock.service.rpcs import sending
-from penstock.service.servicers.generation import ServedRequest, Serving
+from penstock.service.servicers.generation import ServedRequest
+from penstock.service.servicers.serving import Serving
 from penstock.v1 import control_pb2
 from tests.service.h2peer import (
     DATA,
@@ -68,7 +69,7 @@ def tasks() -> int:
 
 def served_requests(serving: Serving) -> int:
     """How many requests of one server there are; errors that other tests keep hold some of others."""
-    return sum(isinstance(one, ServedRequest) and one._serving is serving for one in gc.get_objects())
+    return sum(isinstance(one, ServedRequest) and one.serving is serving for one in gc.get_objects())
 
 
 @contextlib.asynccontextmanager
@@ -79,13 +80,13 @@ async def peer_of(rig: Rig, **options: Any) -> AsyncIterator[Peer]:
 
 async def nothing_left(rig: Rig) -> None:
     """Whether nothing of any RPC is left in the engine, in the service, and in gRPC."""
-    servicer: Any = rig.server._inference._servicer
     await until(lambda: tasks() == 0)
     await until(lambda: rig.engine.load().pages_used == 0)
-    await until(lambda: not servicer._serving.switchboard.holders)
-    await until(lambda: servicer._budget.num_shares == 0 and servicer._budget.used == 0)
+    await until(lambda: not rig.serving.switchboard.holders)
+    budget = rig.serving.budget
+    await until(lambda: budget.num_shares == 0 and budget.used == 0)
     await until(lambda: all(rig.server.admission.active(kind) == 0 for kind in Kind))
-    assert served_requests(servicer._serving) == 0
+    assert served_requests(rig.serving) == 0
 
 
 async def test_replies_that_nobody_takes_end(no_collector: None) -> None:

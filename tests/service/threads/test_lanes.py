@@ -98,7 +98,7 @@ async def test_when_more_than_a_few_templates_wait_the_next_is_told_to_come_back
         waiting = [
             asyncio.ensure_future(rig.inference.Generate(generate(chat=own))) for _ in range(MOST_TEMPLATES)
         ]
-        await until(lambda: rig.server._lanes._templates.held == MOST_TEMPLATES)
+        await until(lambda: rig.serving.lanes._templates.held == MOST_TEMPLATES)
         try:
             for call in (
                 rig.inference.Generate(generate(chat=own)),
@@ -144,7 +144,7 @@ async def test_all_of_a_chat_is_weighed(what):
     codec.render_chat = render  # type: ignore[method-assign]
     heavy = heavy_chats()[what]
     async with serving(fake(codec=codec)) as rig:
-        lanes = rig.server._lanes
+        lanes = rig.serving.lanes
         lanes._long_texts._most = 1_000_000
         for call in (
             lambda: rig.inference.Generate(generate(chat=heavy, stopping={"max_tokens": 1})),
@@ -223,7 +223,7 @@ async def test_a_prompt_that_fills_a_long_context_does_not_wait_with_those_that_
 
     codec.encode = encode  # type: ignore[method-assign]
     async with serving(fake(codec=codec, max_model_len=131_072)) as rig:
-        lanes = rig.server._lanes
+        lanes = rig.serving.lanes
         for num_chars, lane in ((8 * 131_072, lanes._texts), (8 * 131_072 + 1, lanes._long_texts)):
             call = asyncio.ensure_future(rig.inference.Generate(generate("a" * num_chars, context=CUT)))
             try:

@@ -10,18 +10,14 @@ from typing import TYPE_CHECKING
 
 from penstock.runtime.errors import UnsupportedFeature
 from penstock.runtime.generation.prompts import Prompt, TextPrompt
-from penstock.service.backend import Backend
-from penstock.service.lifecycle.underway import Calls
 from penstock.service.replies import messages
-from penstock.service.replies.reply_budget import ID_BYTES, ReplyBudget
-from penstock.service.replies.reply_limits import ReplyLimits
+from penstock.service.replies.reply_budget import ID_BYTES
 from penstock.service.requests.convert_chat import chat_prompt, message_cost
 from penstock.service.requests.convert_params import Violations, token_ids
-from penstock.service.requests.features import DEFAULT_FEATURES, Features
 from penstock.service.requests.prompts import encode_prompt
 from penstock.service.requests.support import check_supported
-from penstock.service.servicers.inference import limits_of
-from penstock.service.threads.lanes import MESSAGE_BYTES, Lanes
+from penstock.service.servicers.serving import Serving
+from penstock.service.threads.lanes import MESSAGE_BYTES
 from penstock.v1 import control_pb2, control_pb2_grpc, types_pb2
 
 if TYPE_CHECKING:
@@ -35,24 +31,15 @@ _TOKEN_COST = 8
 class ControlServicer(control_pb2_grpc.ControlServiceServicer):
     """Answers questions about one engine, and gives access to its tokenizer."""
 
-    def __init__(
-        self,
-        engine: Backend,
-        lanes: Lanes,
-        calls: Calls,
-        *,
-        version: str,
-        instance_id: str,
-        budget: ReplyBudget | None = None,
-        features: Features = DEFAULT_FEATURES,
-    ) -> None:
-        self._engine = engine
-        self._lanes = lanes
-        self._calls = calls
-        self._budget = budget or ReplyBudget(ReplyLimits())
+    def __init__(self, serving: Serving, *, version: str, instance_id: str) -> None:
+        """`version` is the server's, and `instance_id` tells this start of it from all others."""
+        self._engine = serving.engine
+        self._limits = serving.limits
+        self._lanes = serving.lanes
+        self._calls = serving.calls
+        self._budget = serving.budget
         self._version = version
         self._instance_id = instance_id
-        self._limits = limits_of(engine, features=features)
 
     async def GetModelInfo(
         self, request: control_pb2.GetModelInfoRequest, context: Context

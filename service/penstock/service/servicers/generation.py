@@ -8,7 +8,6 @@ import asyncio
 import dataclasses
 import time
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
 from typing import Self, TypeVar
@@ -34,19 +33,15 @@ from penstock.runtime.requests.request import (
     TokenLogprobs,
 )
 from penstock.service.access.ownership import own_id
-from penstock.service.backend import Backend
-from penstock.service.lifecycle.underway import Calls
-from penstock.service.limits.places import Places
 from penstock.service.replies.messages import encode_logprobs
 from penstock.service.replies.pending import Encode, Taken
-from penstock.service.replies.readers import RequestReader, StallLog
-from penstock.service.replies.reply_budget import ReplyBudget
-from penstock.service.replies.streams import Buffer, ServerSwitchboard
+from penstock.service.replies.readers import RequestReader
+from penstock.service.replies.streams import Buffer
 from penstock.service.requests.convert import ServedJob
 from penstock.service.requests.prompts import encode_prompt, encode_words
-from penstock.service.servicers.abort import Arrival, Arrivals
-from penstock.service.telemetry.traces import RequestTrace, Telemetry
-from penstock.service.threads.lanes import Lanes
+from penstock.service.servicers.abort import Arrival
+from penstock.service.servicers.serving import Serving
+from penstock.service.telemetry.traces import RequestTrace
 from penstock.service.usage.meter import current_meter
 
 T = TypeVar("T")
@@ -56,21 +51,6 @@ TOKEN_COST, BIAS_COST = 2, 16
 """
 OUTPUTS_AT_ONCE = 16
 """How many outputs of one request are made, or submitted, before other tasks have a turn."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Serving:
-    """What all requests of a server share."""
-
-    engine: Backend
-    switchboard: ServerSwitchboard
-    telemetry: Telemetry
-    arrivals: Arrivals
-    places: Places
-    lanes: Lanes
-    calls: Calls
-    budget: ReplyBudget
-    stalls: StallLog
 
 
 class ServedRequest:
@@ -91,7 +71,7 @@ class ServedRequest:
         """Known once the first delta of output 0 was taken."""
         self.num_completion_tokens = 0
         """Tokens of all outputs that were taken so far."""
-        self._serving = serving
+        self.serving = serving
         self._placed = 0
         """How many outputs are in the engine."""
         self._engine = serving.engine
@@ -107,12 +87,12 @@ class ServedRequest:
     async def __aenter__(self) -> Self:
         """Tokenize and submit. Raises what the engine refuses."""
         try:
-            self._serving.budget.check_room()
+            self.serving.budget.check_room()
             with (
-                self._serving.places.taken(self.job.n),
-                self._serving.arrivals.tokenizing(self.job.engine_id) as arrival,
+                self.serving.places.taken(self.job.n),
+                self.serving.arrivals.tokenizing(self.job.engine_id) as arrival,
             ):
-                async with self._serving.calls.preparing():
+                async with self.serving.calls.preparing():
                     prepared = await self._prepare()
                 await self._submit(prepared, arrival)
             self._placed = self.job.n
@@ -135,8 +115,8 @@ class ServedRequest:
         self._reader = RequestReader(
             self._engine,
             self.job.engine_id,
-            self._serving.budget,
-            self._serving.stalls,
+            self.serving.budget,
+            self.serving.stalls,
             stall_limit_s=self._stall_limit_s,
             collects=self._collects,
         )
@@ -163,7 +143,7 @@ class ServedRequest:
         self._trace.phase("tokenize", started_ns, time.monotonic_ns(), made)
         self.prompt = fit(encoded.token_ids, job.context, job.stopping, room)
         if job.prompt_logprobs is not None:
-            self._serving.budget.check_prompt(len(self.prompt.token_ids), job.prompt_logprobs)
+            self.serving.budget.check_prompt(len(self.prompt.token_ids), job.prompt_logprobs)
         num_biases = len(job.sampling.logit_bias) + len(job.sampling.allowed_token_ids) + len(words)
         cost = BIAS_COST * num_biases
         sampling = await lanes.convert(
@@ -193,7 +173,7 @@ class ServedRequest:
         engine = self._engine
         return Buffer(
             engine,
-            self._serving.switchboard,
+            self.serving.switchboard,
             request.request_id,
             assembler_of(self.job, request, index, text, engine.text, engine.forms),
             reader,
@@ -275,7 +255,7 @@ class ServedRequest:
                 task.add_done_callback(lambda _: reader.forget())
             else:
                 self._reader.forget()
-        self._serving.places.left(self._placed)
+        self.serving.places.left(self._placed)
         self._trace.end(error, cancelled=isinstance(error, (asyncio.CancelledError, GeneratorExit)))
 
 

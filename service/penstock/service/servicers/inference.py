@@ -10,27 +10,17 @@ from typing import TYPE_CHECKING
 
 from penstock.runtime.errors import UnsupportedFeature
 from penstock.runtime.loop.interface import WeightsVersion
-from penstock.runtime.requests.context import Truncation
-from penstock.runtime.requests.fanout import MAX_OUTPUTS
 from penstock.service.access.callers import CURRENT_CALLER
-from penstock.service.backend import Backend
-from penstock.service.lifecycle.underway import Calls
-from penstock.service.limits.places import Places
 from penstock.service.replies import messages
 from penstock.service.replies.pending import Taken
-from penstock.service.replies.readers import StallLog
-from penstock.service.replies.reply_budget import ReplyBudget
-from penstock.service.replies.reply_limits import ReplyLimits
-from penstock.service.replies.streams import ServerSwitchboard
-from penstock.service.requests.convert import Limits, ServedJob, to_job
+from penstock.service.requests.convert import ServedJob, to_job
 from penstock.service.requests.convert_chat import message_cost
-from penstock.service.requests.features import DEFAULT_FEATURES, Features
 from penstock.service.requests.support import check_supported
-from penstock.service.servicers.abort import Arrivals, to_target
+from penstock.service.servicers.abort import to_target
 from penstock.service.servicers.ending import end_requests
-from penstock.service.servicers.generation import ServedRequest, Serving
-from penstock.service.telemetry.traces import Telemetry
-from penstock.service.threads.lanes import MESSAGE_BYTES, Lanes
+from penstock.service.servicers.generation import ServedRequest
+from penstock.service.servicers.serving import Serving
+from penstock.service.threads.lanes import MESSAGE_BYTES
 from penstock.service.usage.meter import current_meter
 from penstock.v1 import inference_pb2, inference_pb2_grpc, types_pb2, weights_pb2
 
@@ -41,67 +31,21 @@ ABORTED_AT_ONCE = 250
 """How many ids are aborted at a time: the engine's lock is held while they are looked up."""
 
 
-def limits_of(
-    engine: Backend, truncation: Truncation = Truncation.REJECT, features: Features = DEFAULT_FEATURES
-) -> Limits:
-    """What a server checks requests against."""
-    return Limits(
-        info=engine.info,
-        max_logprobs=engine.config.max_logprobs,
-        codec=engine.text,
-        has_grammars=features.constraints and engine.grammars is not None,
-        has_priority=engine.config.scheduling_policy == "priority",
-        # more could never be queued together
-        max_outputs=min(MAX_OUTPUTS, engine.config.max_queued_requests),
-        truncation=truncation,
-        features=features,
-    )
-
-
 class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
     """Runs requests on one engine."""
 
-    def __init__(
-        self,
-        engine: Backend,
-        switchboard: ServerSwitchboard,
-        stalls: StallLog,
-        telemetry: Telemetry,
-        lanes: Lanes,
-        calls: Calls,
-        *,
-        stall_limit_s: float,
-        budget: ReplyBudget | None = None,
-        truncation: Truncation = Truncation.REJECT,
-        features: Features = DEFAULT_FEATURES,
-    ) -> None:
-        self._engine = engine
-        self._lanes = lanes
-        self._calls = calls
-        self._stall_limit_s = stall_limit_s
-        self._limits = limits_of(engine, truncation, features)
-        self._arrivals = Arrivals()
-        self._budget = budget or ReplyBudget(ReplyLimits())
+    def __init__(self, serving: Serving) -> None:
+        self._serving = serving
+        self._engine = serving.engine
         self._turns = asyncio.Lock()
         """Held while a piece of something large is encoded, see `replies.prompt_info`."""
-        self._serving = Serving(
-            engine=engine,
-            switchboard=switchboard,
-            telemetry=telemetry,
-            arrivals=self._arrivals,
-            places=Places(engine),
-            lanes=lanes,
-            calls=calls,
-            budget=self._budget,
-            stalls=stalls,
-        )
 
     async def _to_job(
         self, request: inference_pb2.GenerateRequest | inference_pb2.StreamRequest
     ) -> ServedJob:
-        async with self._calls.preparing():
-            work = partial(to_job, request, self._limits)
-            return await self._lanes.convert(work, message_cost(request.chat))
+        async with self._serving.calls.preparing():
+            work = partial(to_job, request, self._serving.limits)
+            return await self._serving.lanes.convert(work, message_cost(request.chat))
 
     async def Generate(  # type: ignore[override]  # the interceptor takes what is serialized
         self, request: inference_pb2.GenerateRequest, context: Context
@@ -113,7 +57,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         """
         job = (await self._to_job(request)).of(CURRENT_CALLER.get())
         del request  # it would otherwise live as long as this RPC
-        self._budget.check_job(job, self._limits.info.max_model_len)
+        self._serving.budget.check_job(job, self._engine.info.max_model_len)
         outputs = [inference_pb2.Output(index=index) for index in range(job.n)]
         logprobs: list[list[bytes]] = [[] for _ in outputs]
         num_tokens = [0] * job.n
@@ -150,8 +94,9 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         job = (await self._to_job(request)).of(CURRENT_CALLER.get())
         del request  # as above
         per_message = job.min_tokens_per_message
+        stall_limit_s = self._serving.stall_limit_s
         async with ServedRequest(
-            job, self._serving, min_tokens=per_message, stall_limit_s=self._stall_limit_s
+            job, self._serving, min_tokens=per_message, stall_limit_s=stall_limit_s
         ) as served:
             job = served.job
             weights = self._engine.weights
@@ -200,12 +145,12 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         error.
         """
         check_supported(request)
-        target = await self._lanes.convert(partial(to_target, request), MESSAGE_BYTES.get())
+        target = await self._serving.lanes.convert(partial(to_target, request), MESSAGE_BYTES.get())
         response = inference_pb2.AbortResponse()
         for part in target.parts(ABORTED_AT_ONCE):
             outcomes = end_requests(
                 self._engine,
-                self._arrivals,
+                self._serving.arrivals,
                 self._serving.switchboard.holders,
                 CURRENT_CALLER.get(),
                 part,
