@@ -20,7 +20,7 @@ from penstock.service.options import ServerOptions
 from penstock.service.server import PenstockServer
 from penstock.service.servicers.serving import Serving
 from penstock.service.usage.meter import UsageSink
-from penstock.v1 import control_pb2_grpc, inference_pb2, inference_pb2_grpc, types_pb2
+from penstock.v1 import control_pb2_grpc, inference_pb2, inference_pb2_grpc, types_pb2, weights_pb2
 from tests.service.codecs import byte_codec
 from tests.service.fake import FakeEngine
 
@@ -140,6 +140,13 @@ class Failure:
         return {v.field: v.description for v in bad.field_violations}
 
     @property
+    def tensors(self) -> dict[str, str]:
+        """From the name of each bad tensor to what is wrong with it, as in the TensorErrors."""
+        (found,) = [d for d in self.details if isinstance(d, weights_pb2.TensorErrors)]
+        reasons = weights_pb2.TensorErrorReason
+        return {e.name: reasons.Name(e.reason).removeprefix("TENSOR_ERROR_REASON_") for e in found.errors}
+
+    @property
     def request_id(self) -> str:
         """The id in RequestInfo, which every failure has."""
         (request,) = [d for d in self.details if isinstance(d, error_details_pb2.RequestInfo)]
@@ -159,6 +166,7 @@ _DETAILS = {
         error_details_pb2.BadRequest,
         error_details_pb2.RetryInfo,
         error_details_pb2.RequestInfo,
+        weights_pb2.TensorErrors,
     )
 }
 

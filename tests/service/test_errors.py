@@ -13,7 +13,7 @@ import pytest
 from google.rpc import error_details_pb2  # type: ignore[import-untyped]  # ships no hints
 
 from penstock.runtime import errors
-from penstock.runtime.sent_tensors import TensorProblem, TensorReason
+from penstock.runtime.sent_tensors import SentTensor, TensorProblem, TensorReason
 from penstock.service import access_errors
 from penstock.service import errors as service_errors
 from penstock.service.errors import (
@@ -26,6 +26,7 @@ from penstock.service.errors import (
     row_of,
     to_status,
 )
+from penstock.v1 import weights_pb2
 from tests.service.rig import failure_of, fake, generate, serving, stream, until
 
 
@@ -84,8 +85,8 @@ SAMPLES = [
     (errors.GenerationError("no"), "INTERNAL", "GENERATION_FAILED", {}),
     (errors.NonFiniteLogits(), "INTERNAL", "NON_FINITE_LOGITS", {}),
     (errors.WeightsError("no"), "FAILED_PRECONDITION", "WEIGHTS_REFUSED", {}),
-    (errors.TensorsRefused([BAD_TENSOR]), "INVALID_ARGUMENT", "INVALID_TENSORS", {}),
-    (errors.ChecksumMismatch([BAD_TENSOR]), "DATA_LOSS", "CHECKSUM_MISMATCH", {}),
+    (errors.TensorsRefused([BAD_TENSOR]), "INVALID_ARGUMENT", "INVALID_TENSORS", {"tensors": "1"}),
+    (errors.ChecksumMismatch([BAD_TENSOR]), "DATA_LOSS", "CHECKSUM_MISMATCH", {"tensors": "1"}),
     (errors.GenerationChanged(2, 3), "ABORTED", "GENERATION_CHANGED", {"expected": "2", "current": "3"}),
     (
         errors.UpdateUnderWay("u", staged=True),
@@ -242,6 +243,45 @@ def test_violations_that_do_not_fit_are_counted() -> None:
     shown = len(bad.field_violations) - 1
     assert 10 <= shown < 500
     assert bad.field_violations[-1].description == f"and {500 - shown} more violations"
+
+
+def test_bad_tensors_are_listed() -> None:
+    sent = SentTensor("extra", "F32", (2, 3))
+    wanted = SentTensor("gone", "BF16", (4,))
+    problems = [
+        TensorProblem("extra", TensorReason.UNKNOWN_NAME, None, sent),
+        TensorProblem("gone", TensorReason.MISSING, wanted, None),
+    ]
+    (found,) = details(errors.TensorsRefused(problems), weights_pb2.TensorErrors)
+    extra = weights_pb2.TensorSpec(name="extra", dtype=weights_pb2.DATA_TYPE_F32, shape=[2, 3])
+    gone = weights_pb2.TensorSpec(name="gone", dtype=weights_pb2.DATA_TYPE_BF16, shape=[4])
+    expected = weights_pb2.TensorErrors()
+    unknown, missing = weights_pb2.TENSOR_ERROR_REASON_UNKNOWN_NAME, weights_pb2.TENSOR_ERROR_REASON_MISSING
+    expected.errors.add(name="extra", reason=unknown, received=extra)
+    expected.errors.add(name="gone", reason=missing, expected=gone)
+    assert found == expected
+
+
+def test_every_reason_of_a_bad_tensor_is_in_the_contract() -> None:
+    names = {f"TENSOR_ERROR_REASON_{reason.name}" for reason in TensorReason}
+    assert names == set(weights_pb2.TensorErrorReason.keys()) - {"TENSOR_ERROR_REASON_UNSPECIFIED"}
+
+
+@pytest.mark.parametrize("name", ["model.layers.{}.mlp.down_proj.weight", "{}" + "\U0001f600" * 5000])
+def test_bad_tensors_that_do_not_fit_are_left_out(name: str) -> None:
+    """Of a thousand, also with names that are far too long, as many as fit, and a note that there are
+    more.
+    """
+    tensor = SentTensor(name.format(1), "F8_E4M3", (2**63,) * 40, 2**32 - 1, b"x" * 32)
+    problems = [TensorProblem(name.format(i), TensorReason.SHAPE, tensor, tensor) for i in range(1000)]
+    error = errors.TensorsRefused(problems)
+    (found,) = details(error, weights_pb2.TensorErrors)
+    assert found.truncated
+    assert 1 <= len(found.errors) < 1000
+    status = to_status(error)
+    assert 3 * len(status.message) + len(status.SerializeToString()) * 4 // 3 + len(DETAILS_KEY) < 8000
+    (info,) = details(error, error_details_pb2.ErrorInfo)
+    assert info.metadata["tensors"] == "1000"
 
 
 async def test_a_long_status_arrives() -> None:

@@ -2,9 +2,9 @@
 each.
 
 Each status carries google.rpc.ErrorInfo (the domain "penstock", a reason in upper case, facts in `metadata`)
-and RequestInfo (the request's id). Where it helps it also carries BadRequest (every violation) or RetryInfo.
-Peers may refuse trailing metadata above 8 KiB, which would hide the error behind another one, so everything
-is cut to fit.
+and RequestInfo (the request's id). Where it helps it also carries BadRequest (every violation), TensorErrors
+(every bad tensor of a weight update) or RetryInfo. Peers may refuse trailing metadata above 8 KiB, which
+would hide the error behind another one, so everything is cut to fit.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from google.rpc import error_details_pb2, status_pb2  # type: ignore[import-unty
 from penstock.runtime import errors
 from penstock.runtime.requests.request import MAX_REQUEST_ID_CHARS
 from penstock.service import access_errors
+from penstock.service.error_details import bad_request, cut, tensor_errors
 
 DOMAIN = "penstock"
 DETAILS_KEY = "grpc-status-details-bin"
@@ -31,8 +32,6 @@ backoff.
 """
 MAX_MESSAGE_CHARS = 400
 MAX_METADATA_CHARS = 700
-MAX_VIOLATION_CHARS = 300
-MAX_VIOLATIONS_BYTES = 2500
 Code = grpc.StatusCode
 
 
@@ -206,8 +205,12 @@ TABLE: Mapping[type[errors.PenstockError], StatusRow] = {
     errors.Draining: StatusRow(Code.UNAVAILABLE, "DRAINING", retry_after_s=lambda e: 1.0),
     errors.NotReady: StatusRow(Code.UNAVAILABLE, "NOT_READY", retry_after_s=lambda e: 2.0),
     errors.WeightsError: StatusRow(Code.FAILED_PRECONDITION, "WEIGHTS_REFUSED"),
-    errors.TensorsRefused: StatusRow(Code.INVALID_ARGUMENT, "INVALID_TENSORS"),
-    errors.ChecksumMismatch: StatusRow(Code.DATA_LOSS, "CHECKSUM_MISMATCH"),
+    errors.TensorsRefused: StatusRow(
+        Code.INVALID_ARGUMENT, "INVALID_TENSORS", lambda e: {"tensors": str(len(e.problems))}
+    ),
+    errors.ChecksumMismatch: StatusRow(
+        Code.DATA_LOSS, "CHECKSUM_MISMATCH", lambda e: {"tensors": str(len(e.problems))}
+    ),
     errors.GenerationChanged: StatusRow(
         Code.ABORTED,
         "GENERATION_CHANGED",
@@ -217,6 +220,7 @@ TABLE: Mapping[type[errors.PenstockError], StatusRow] = {
         Code.ABORTED,
         "UPDATE_UNDER_WAY",
         lambda e: {"update_id": e.update_id, "staged": str(e.staged).lower()},
+        lambda e: None if e.staged else 1.0,  # what is staged goes away only if somebody does something
     ),
     errors.UnknownUpdate: StatusRow(Code.NOT_FOUND, "UNKNOWN_UPDATE", lambda e: {"update_id": e.update_id}),
     # INTERNAL, so that clients do not send the request that may have killed this engine to the next one.
@@ -243,14 +247,14 @@ def to_status(error: BaseException, request_id: str = "") -> status_pb2.Status:
     """
     row = row_of(error)
     text = str(error) if isinstance(error, errors.PenstockError) else "internal error; see the server's log"
-    metadata = {key: _cut(value, MAX_METADATA_CHARS) for key, value in row.metadata(error).items()}
+    metadata = {key: cut(value, MAX_METADATA_CHARS) for key, value in row.metadata(error).items()}
     info = error_details_pb2.ErrorInfo(reason=row.reason, domain=DOMAIN, metadata=metadata)
     number: int = row.code.value[0]
     details = [info, *_extras(error, row)]
     if request_id:
         details.append(error_details_pb2.RequestInfo(request_id=request_id[:MAX_REQUEST_ID_CHARS]))
     return status_pb2.Status(
-        code=number, message=_cut(text, MAX_MESSAGE_CHARS), details=[_any(detail) for detail in details]
+        code=number, message=cut(text, MAX_MESSAGE_CHARS), details=[_any(detail) for detail in details]
     )
 
 
@@ -266,7 +270,9 @@ def trailers(error: BaseException, status: status_pb2.Status) -> tuple[tuple[str
 def _extras(error: BaseException, row: StatusRow) -> Sequence[Message]:
     extras: list[Message] = []
     if isinstance(error, errors.InvalidRequest):
-        extras.append(_bad_request(error.violations))
+        extras.append(bad_request(error.violations))
+    if isinstance(error, errors.TensorsRefused):
+        extras.append(tensor_errors(error.problems))
     delay_s = row.retry_after_s(error)
     if delay_s is not None:
         delay = duration_pb2.Duration()
@@ -275,28 +281,7 @@ def _extras(error: BaseException, row: StatusRow) -> Sequence[Message]:
     return extras
 
 
-def _bad_request(violations: Sequence[errors.Violation]) -> error_details_pb2.BadRequest:
-    """Every violation that fits, and one more that tells how many do not."""
-    bad = error_details_pb2.BadRequest()
-    size = 0
-    for i, violation in enumerate(violations):
-        field = _cut(violation.field, MAX_VIOLATION_CHARS)
-        description = _cut(violation.description, MAX_VIOLATION_CHARS)
-        size += len(field) + len(description) + 8
-        if size > MAX_VIOLATIONS_BYTES:
-            bad.field_violations.add(field="", description=f"and {len(violations) - i} more violations")
-            break
-        bad.field_violations.add(field=field, description=description)
-    return bad
-
-
 def _any(message: Message) -> any_pb2.Any:
     packed = any_pb2.Any()
     packed.Pack(message)
     return packed
-
-
-def _cut(text: str, limit: int) -> str:
-    """Cut to at most `limit` ASCII characters: the wire escapes others to three times their bytes."""
-    short = text[: limit + 1].encode("ascii", "backslashreplace").decode()
-    return short if len(short) <= limit else short[: limit - 3] + "..."
