@@ -82,11 +82,11 @@ def test_options_override_what_the_model_shows() -> None:
     assert names(choose_forms(QWEN, reasoning="none")) == ("hermes", None)
     assert names(choose_forms("", tools="pythonic", reasoning="seed")) == ("pythonic", "seed")
     with pytest.raises(
-        ConfigError, match=r"--tool-call-parser must be one of auto, none, hermes, .*, not 'x'"
+        ConfigError, match=r"^tool_call_parser: must be one of auto, none, hermes, .*, not 'x'"
     ):
         choose_forms(QWEN, tools="x")
     with pytest.raises(
-        ConfigError, match=r"--reasoning-parser must be one of auto, none, think, .*, not 'x'"
+        ConfigError, match=r"^reasoning_parser: must be one of auto, none, think, .*, not 'x'"
     ):
         choose_forms(QWEN, reasoning="x")
 

@@ -66,7 +66,7 @@ def test_a_file_that_cannot_be_used_ends_the_start(tmp_path, content, complaint)
         file.write_text(content)
     with fake_process("--port", "0", "--keys", str(file)) as server:
         assert server.wait() == 1
-    assert f"penstock serve: keys: {file}" in server.output
+    assert f"penstock serve: --keys: {file}" in server.output
     assert complaint in server.output
     assert "Traceback" not in server.output
 

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from penstock.cli.commands import serve
-from penstock.cli.serving import engine_flags, option_values, serve_flags
+from penstock.cli.serving import engine_flags, flag_names, option_values, serve_flags
 from penstock.runtime.config import EngineConfig
 from penstock.runtime.errors import ConfigError
 from penstock.runtime.requests.context import Truncation
@@ -60,22 +60,26 @@ def test_a_port_in_use_is_told_before_anything_is_loaded(run: Run) -> None:
     ("arguments", "complaint", "expected"),
     [
         (["./no-such-folder", "--port", "0"], "no-such-folder", 1),
-        (["demo", "--page-size", "3"], "page_size: must be a power of two", 2),
-        (["demo", "--stall-limit", "0"], "stall_limit_s: must be above 0", 2),
-        (["demo", "--max-rpcs", "-1"], "max_rpcs: must be from 0 (off) to ", 2),
-        (["demo", "--host", "0.0.0.0"], "0.0.0.0 can be reached from other machines, and", 2),
-        (["demo", "--port", "none"], "port: must be given if there is no unix_socket", 2),
-        (["demo", "--tls-cert", "c.pem"], "tls_key: is required with tls_cert", 2),
-        (["demo", "--tls-cert", "no.pem", "--tls-key", "no.key"], "tls_cert: no.pem cannot be read", 1),
+        (["demo", "--page-size", "3"], "penstock serve: --page-size: must be a power of two", 2),
+        (["demo", "--stall-limit", "0"], "--stall-limit: must be above 0", 2),
+        (["demo", "--max-rpcs", "-1"], "--max-rpcs: must be from 0 (off) to ", 2),
+        (["demo", "--host", "0.0.0.0"], "--host: 0.0.0.0 can be reached from other machines, and", 2),
+        (["demo", "--port", "none"], "--port: must be given if there is no --unix-socket:", 2),
+        (["demo", "--tls-cert", "c.pem"], "--tls-key: is required with --tls-cert: TLS", 2),
+        (["demo", "--tls-cert", "no.pem", "--tls-key", "no.key"], "--tls-cert: no.pem cannot be read", 1),
         (["demo", "--port", "0", "--unix-socket", "no-such-folder/s"], "no-such-folder/s cannot be made", 1),
-        (["demo", "--max-receive-bytes", "1G"], "max_receive_bytes: must be from 1 to 1073741823", 2),
-        (["demo", "--grammar-time-limit", "0"], "grammar_time_limit_s: must be above 0", 2),
-        (["demo", "--grammar-time-limit", "nan"], "grammar_time_limit_s: must be above 0", 2),
-        (["demo", OVERRIDE, '{"temperature": -1}'], "temperature: must be from 0 to 100", 2),
+        (["demo", "--max-receive-bytes", "1G"], "--max-receive-bytes: must be from 1 to 1073741823", 2),
+        (["demo", "--grammar-time-limit", "0"], "--grammar-time-limit: must be above 0", 2),
+        (["demo", "--grammar-time-limit", "nan"], "--grammar-time-limit: must be above 0", 2),
+        (
+            ["demo", OVERRIDE, '{"temperature": -1}'],
+            f"{OVERRIDE}: sampling.temperature: must be from 0 to 100",
+            2,
+        ),
         (["demo", OVERRIDE, '{"top_k": 1.5}'], "top_k: must be a whole number", 2),
         (
             ["demo", OVERRIDE, '{"max_new_tokens": 3}'],
-            "max_new_tokens cannot be set; there is temperature",
+            f"{OVERRIDE}: max_new_tokens cannot be set; there is temperature",
             2,
         ),
     ],
@@ -88,6 +92,47 @@ def test_what_cannot_be_served_is_one_clear_line(
     (line,) = [line for line in errors.splitlines() if line.startswith("penstock serve: ")]
     assert complaint in line
     assert "Traceback" not in errors
+
+
+@pytest.mark.parametrize(
+    ("message", "told"),
+    [
+        (
+            "threads: must be from 1 to 4096, not 0; native: must be one of auto, off, not 'native'",
+            "--threads: must be from 1 to 4096, not 0; --native: must be one of auto, off, not 'native'",
+        ),
+        (
+            "max_num_batched_tokens: must be at least 16 and max_num_seqs (4), not 3",
+            "--max-num-batched-tokens: must be at least 16 and --max-num-seqs (4), not 3",
+        ),
+        (
+            "needs a port; raise it, or lower max_model_len.",
+            "needs a port; raise it, or lower --max-model-len.",
+        ),
+        ("dtype: must be one of auto, not 'page_size'", "--dtype: must be one of auto, not 'page_size'"),
+        ("unix_socket: /run/tls_key cannot be made", "--unix-socket: /run/tls_key cannot be made"),
+        (
+            "generation_config: temperature: must be a number",
+            "--override-generation-config: temperature: must be a number",
+        ),
+        (
+            "generation_config.json: not JSON; max_num_seqs_x",
+            "generation_config.json: not JSON; max_num_seqs_x",
+        ),
+    ],
+)
+def test_an_error_names_flags_where_it_means_options(message: str, told: str) -> None:
+    """The message of an embedded engine names its fields. What only looks like one stays as it is: a word of
+    the sentence, a part of a path, the name of a file, and a value.
+    """
+    assert flag_names.with_flags(message, parse("demo").flags) == told
+
+
+def test_the_message_of_an_embedded_engine_names_fields() -> None:
+    with pytest.raises(
+        ConfigError, match=r"^max_num_batched_tokens: must be at least 16 and max_num_seqs \(64\)"
+    ):
+        EngineConfig(max_num_seqs=64, max_num_batched_tokens=17)
 
 
 @pytest.mark.parametrize(

@@ -119,11 +119,11 @@ def choose_forms(
     """The forms by option, see `TOOL_PARSERS` and `REASONING_PARSERS`. ConfigError for other values."""
     found = detect(template, added_tokens)
     for option, value, known in (
-        ("tool-call-parser", tools, TOOL_PARSERS),
-        ("reasoning-parser", reasoning, REASONING_PARSERS),
+        ("tool_call_parser", tools, TOOL_PARSERS),
+        ("reasoning_parser", reasoning, REASONING_PARSERS),
     ):
         if value not in known:
-            raise ConfigError(f"--{option} must be one of {', '.join(known)}, not {value!r}")
+            raise ConfigError(f"{option}: must be one of {', '.join(known)}, not {value!r}")
     return ChatForms(
         found.tools if tools == "auto" else TOOL_FORMS.get(tools),
         found.reasoning if reasoning == "auto" else REASONING_FORMS.get(reasoning),

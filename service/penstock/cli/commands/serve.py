@@ -9,12 +9,14 @@ import logging
 import os
 import signal
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from opentelemetry.sdk.trace import TracerProvider
 
 from penstock.cli.serving.engine_flags import engine_config
+from penstock.cli.serving.flag_names import with_flags
 from penstock.cli.serving.one_line import OneLine
 from penstock.cli.serving.serve_flags import add_parser, server_options
 from penstock.runtime.config import EngineConfig
@@ -50,14 +52,14 @@ def run(args: argparse.Namespace) -> int:
         options = server_options(args)
         config = engine_config(args)
     except ConfigError as error:
-        print(f"penstock serve: {error}", file=sys.stderr)
+        _complain(error, args.flags)
         return 2
     raise_limit((options.bounds.max_connections or MANY) * options.num_addresses + FOR_OTHERS)
     provider, instance_id = None, new_instance_id()
     if args.otlp_endpoint:
         provider = otlp_provider(args.otlp_endpoint, version=version(), instance_id=instance_id)
         log.info("traces go to %s", args.otlp_endpoint)
-    end = asyncio.run(_serve(args.model, config, options, provider, instance_id))
+    end = asyncio.run(_serve(args.model, config, options, provider, instance_id, args.flags))
     if provider is not None:
         provider.shutdown()  # also sends the spans that are left
     if end.by_force:
@@ -80,8 +82,9 @@ async def _serve(
     options: ServerOptions,
     provider: TracerProvider | None,
     instance_id: str,
+    flags: Mapping[str, str],
 ) -> _End:
-    """Run the server until it has ended."""
+    """Run the server until it has ended. `flags` are those that set the options, by the options' names."""
     told_to_stop = asyncio.Event()
     _on_signals(told_to_stop)
     stopping = asyncio.ensure_future(told_to_stop.wait())
@@ -99,11 +102,16 @@ async def _serve(
         await server.start()
         return await _serve_with(server, model, config, options, stopping)
     except PenstockError as error:
-        print(f"penstock serve: {error}", file=sys.stderr)
+        _complain(error, flags)
         return _End(1)
     finally:
         if server is not None:
             await server.stop()
+
+
+def _complain(error: PenstockError, flags: Mapping[str, str]) -> None:
+    """Say on stderr why nothing is served."""
+    print(f"penstock serve: {with_flags(str(error), flags)}", file=sys.stderr)
 
 
 async def _serve_with(

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from penstock.cli.serving.connection_flags import add_connection_flags
 from penstock.cli.serving.engine_flags import add_engine_flags
 from penstock.cli.serving.feature_flags import add_feature_flags
+from penstock.cli.serving.flag_names import flags_of
 from penstock.cli.serving.keys_flags import add_keys_flags
 from penstock.cli.serving.limits_flags import add_limits_flags
 from penstock.cli.serving.network_flags import add_listen_flags
@@ -115,6 +116,7 @@ def add_parser(subparsers: Subparsers) -> None:
         choices=("debug", "info", "warning", "error"),
         help="default: %(default)s; logs go to stderr",
     )
+    parser.set_defaults(flags=flags_of(parser))
 
 
 def _add_requests(parser: argparse.ArgumentParser) -> None:
