@@ -20,8 +20,9 @@ from penstock.runtime import (
     Tool,
     Truncation,
 )
+from penstock.runtime.errors import PenstockError
 from penstock.service.replies.messages import REASONS
-from tests.service.rig import Kept, generate, serving
+from tests.service.rig import Kept, failure_of, generate, serving
 from tests.support.models.toy import TEST_CACHE
 
 PARAMETERS = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
@@ -153,3 +154,24 @@ async def test_the_same_request_has_the_same_answer(
         first, *rest = reply.prompt.logprobs.sampled
         assert math.isnan(first)
         assert [e.sampled for e in own.prompt.logprobs] == pytest.approx(rest, abs=1e-3)
+
+
+FORBIDDEN: dict[str, Any] = {"allowed_token_ids": [300], "logit_bias": {300: -math.inf}}
+
+
+@pytest.mark.parametrize(
+    ("prompt", "regex", "told"),
+    [("word " * 300, "[a-f]+", "the prompt has .* tokens"), ("a", "(", "sampling.allowed_token_ids: all of")],
+)
+async def test_of_two_wrong_parts_the_same_one_is_told(
+    engine: Engine, prompt: str, regex: str, told: str
+) -> None:
+    """A prompt, its sampling and its grammar are looked at in one order. None of these can be generated from,
+    and each request is wrong in two of the three.
+    """
+    with pytest.raises(PenstockError, match=told) as refused:
+        engine.generate(prompt, sampling=SamplingParams(**FORBIDDEN), constraint=Regex(regex))
+    request = generate(prompt, sampling=FORBIDDEN, constraint={"regex": regex})
+    async with serving(Kept(engine)) as rig:
+        failure = await failure_of(rig.inference.Generate(request))
+    assert failure.message == str(refused.value)

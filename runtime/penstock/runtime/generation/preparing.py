@@ -1,5 +1,7 @@
-"""What is done with a job before the engine has it. Each step is a function of its own, because the service
-does them in different threads; `prepare_job` does them all on the caller's.
+"""What is done with a job before the engine has it. Each part is a function of its own, because the service
+does them in different threads, with traces and bounds of its own between them (`ServedRequest._prepare`);
+`prepare_job` does them all on the caller's. The order is the same, so a request of which two parts are wrong
+gets the same error: `test_embedded_alike.py` compares them.
 """
 
 from __future__ import annotations
