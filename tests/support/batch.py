@@ -1,4 +1,4 @@
-"""Many requests at once through an engine, and what came of each."""
+"""Submits many requests to an engine at once, and collects the outputs of each."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ class Answer:
 def answers(
     engine: Engine, requests: Iterable[Request], timeout_s: float = 120, *, together: bool = False
 ) -> list[Answer]:
-    """Submits all in this order and waits for all; ids must differ. `together`: an idle engine looks at none
-    before all have arrived.
+    """Submits all requests in this order and waits until all have ended; their ids must differ. `together`:
+    the engine is idle, and takes none of them up before all have arrived.
     """
     sink = Collector()
     gate = at_gate(engine, "gate", tokens=1) if together else None
@@ -57,5 +57,5 @@ def answers(
 
 
 def answer(engine: Engine, request: Request) -> Answer:
-    """One request alone."""
+    """Submits one request alone, and waits until it has ended."""
     return answers(engine, [request])[0]

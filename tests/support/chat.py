@@ -1,4 +1,4 @@
-"""Feeding chat parsers in pieces, and chats to feed templates with."""
+"""Feeds chat parsers in pieces; makes a tokenizer of bytes, and chat templates in the style of known ones."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ TOOLS = ("get_weather", "f", "g", "ns.tool-2")
 
 
 def pieces_of(text: str, cuts: Iterable[int]) -> list[str]:
-    """The text cut at these positions; empty pieces happen."""
+    """The text, cut at these positions; pieces may be empty."""
     marks = [0, *sorted(min(cut, len(text)) for cut in cuts), len(text)]
     return [text[a:b] for a, b in itertools.pairwise(marks)]
 
 
 def merged(events: Iterable[Event]) -> list[Event]:
-    """The same with texts next to each other joined, as whoever shows them does."""
+    """The events with adjacent texts joined, because how a text is divided into events does not matter."""
     out: list[Event] = []
     for event in events:
         if isinstance(event, Text) and out and isinstance(out[-1], Text):
@@ -34,7 +34,7 @@ def merged(events: Iterable[Event]) -> list[Event]:
 
 
 def events_of(form: str, pieces: Sequence[str], tools: Sequence[str] = TOOLS) -> list[Event]:
-    """What a parser of the form finds in the pieces."""
+    """The events that a parser of this form finds in the pieces."""
     parser = CallParser(TOOL_FORMS[form], tools)
     found = [event for piece in pieces for event in parser.push(piece)]
     return merged([*found, *parser.flush()])
@@ -54,9 +54,9 @@ class Scan:
     def __init__(self, scanner: Callable[[Reader], Wait[Any]], pieces: Sequence[str]) -> None:
         self.result: Any = None
         self.left = ""
-        """What the scanner did not consume, if it was content."""
+        """The text that the scanner did not consume, if it was content."""
         self.known_after: int | None = None
-        """After how many characters the result was known; None: at the end."""
+        """How many characters had been fed when the result was known; None: it was known only at the end."""
         self._fed = 0
         self._reader = Reader()
         stream = Stream(lambda r: self._run(r, scanner))
@@ -79,7 +79,9 @@ def bytes_tokenizer(
     ordinary: Sequence[str] = (),
     chat_template: str | dict[str, str] | None = None,
 ) -> PreTrainedTokenizerFast:
-    """Tokens are bytes; then the end token `<|end|>`, and what is added: special tokens and ordinary ones."""
+    """A tokenizer whose tokens are the bytes, then the end token `<|end|>`, then the special and the ordinary
+    tokens that are given.
+    """
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE(vocab={char: i for i, char in enumerate(alphabet)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

@@ -1,4 +1,4 @@
-"""Other chunk sizes on a running engine."""
+"""Changes the size of prefill chunks of an engine that already runs."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from penstock.runtime.engine import Engine
 
 
 def set_chunk(engine: Engine, size: int | None) -> None:
-    """What `EngineConfig.max_prefill_chunk` sets: an engine of its own for each size would take hours to
-    compile. Nothing may run.
+    """Sets what `EngineConfig.max_prefill_chunk` sets, without a new engine: compiling one for each size
+    would take hours. No request may be running.
     """
     engine.core.limit_prefill_chunk(size)

@@ -10,7 +10,7 @@ from penstock.runtime.requests.request import Request, ResolvedSampling, StepOut
 
 GREEDY = ResolvedSampling(temperature=0.0)
 GREEDY_PARAMS = SamplingParams(temperature=0.0)
-"""What means the same to `Engine.generate`."""
+"""The same sampling as GREEDY, as `Engine.generate` takes it."""
 
 
 def long(max_tokens: int = 60) -> StoppingParams:
@@ -71,7 +71,9 @@ class Gate:
 
 
 def at_gate(engine: Engine, request_id: str = "held", tokens: int = 20) -> Gate:
-    """A request whose first token is being delivered, while the step after is in flight."""
+    """Submits a request and returns when its first token is being delivered, while its next step is in
+    flight.
+    """
     gate = Gate()
     engine.submit(Request(request_id, (1,), GREEDY, long(tokens)), gate)
     assert gate.reached.wait(60)

@@ -1,6 +1,7 @@
-"""A TCP proxy that stops forwarding when it is told to, as a network does whose cable was pulled.
+"""A TCP proxy that stops forwarding when it is told to, like a network whose cable was pulled.
 
-Connections that stand at that moment stay open and silent, both ways; new ones are forwarded again.
+Connections that are open at that moment stay open, and carry nothing in either direction; new ones are
+forwarded again.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from collections.abc import Iterator
 
 
 class FreezingProxy:
-    """Forwards to a port of this machine; made by `freezing_proxy`."""
+    """Forwards to a port of this machine; use `freezing_proxy` to make one."""
 
     def __init__(self, port: int) -> None:
         self._to = port
@@ -24,7 +25,7 @@ class FreezingProxy:
         threading.Thread(target=self._accept, daemon=True).start()
 
     def freeze(self) -> None:
-        """All connections that stand now."""
+        """Stops forwarding on all connections that are open now."""
         self._frozen.update(self._open)
 
     def close(self) -> None:
@@ -33,12 +34,12 @@ class FreezingProxy:
             with contextlib.suppress(OSError):
                 end.shutdown(socket.SHUT_RDWR)
         for thread in self._forwarding:
-            thread.join()  # what it reads from has ended
+            thread.join()  # it ends, because the sockets are shut down
         for end in self._open:
             end.close()
 
     def _accept(self) -> None:
-        with contextlib.suppress(OSError):  # closed
+        with contextlib.suppress(OSError):  # `close` was called
             while True:
                 near, _ = self._listener.accept()
                 far = socket.create_connection(("127.0.0.1", self._to))
@@ -60,7 +61,7 @@ class FreezingProxy:
 
 @contextlib.contextmanager
 def freezing_proxy(addr: str) -> Iterator[FreezingProxy]:
-    """In front of a server of this machine; its connections end with the block."""
+    """A proxy in front of a server of this machine; its connections end with the block."""
     proxy = FreezingProxy(int(addr.rpartition(":")[2]))
     try:
         yield proxy

@@ -28,8 +28,8 @@ class Mixer:
         return bool(self._rng.random() < probability)
 
     def greedy(self, name: str, tables: Tables, max_tokens: int = 24) -> Request:
-        """Words, stop ids and some biases are taken from what would be generated without them, so that they
-        matter.
+        """A greedy request. Bad words, stop ids and some biases are taken from the tokens that would be
+        generated without them, so that they change the output.
         """
         request = self._request(name, self._shaping(temperature=0.0), max_tokens)
         would_be = greedy_tokens(request, tables, max_tokens).tokens
@@ -46,7 +46,7 @@ class Mixer:
         )
 
     def sampled(self, name: str, max_tokens: int = 24) -> Request:
-        """With a seed, so that it has one answer."""
+        """A request with a seed, so that there is only one right output."""
         sampling = dataclasses.replace(
             self._shaping(temperature=float(self._rng.choice([0.3, 0.8, 1.0, 1.7, 2.5, 6.0]))),
             seed=int(self._rng.integers(0, 2**63)),
@@ -82,8 +82,8 @@ class Mixer:
 
 @dataclass(eq=False)
 class Turns:
-    """A constraint: token t may be the i-th generated one where (t + i) % 3 is not 0; complete after `limit`
-    tokens.
+    """A constraint that allows token t as the i-th generated token if (t + i) % 3 is not 0, and is complete
+    after `limit` tokens.
     """
 
     limit: int = 1_000

@@ -38,10 +38,10 @@ def corpus() -> tuple[SchemaCase, ...]:
 
 
 def violations(schema: Any, text: str) -> list[str]:
-    """What jsonschema, formats included, finds wrong with the JSON document `text`; raises ValueError where
-    it is not JSON.
+    """What jsonschema, with formats, finds wrong with the JSON document `text`. ValueError if `text` is not
+    JSON.
 
-    Numbers are decimals on both sides: 0.3 is a multiple of 0.1, which it is not in binary.
+    Numbers are decimals on both sides, because 0.3 is a multiple of 0.1 in decimal but not in binary.
     """
     value = json.loads(text, parse_float=_exact, parse_constant=_not_json)
     exact = json.loads(json.dumps(schema), parse_float=Decimal)
@@ -62,24 +62,24 @@ def _not_json(name: str) -> Any:
 
 
 def allowed_ids(mask: NDArray[np.int32], vocab_size: int) -> NDArray[np.int64]:
-    """The ids whose bits are set, ascending."""
+    """The ids whose bits are set in the mask, ascending."""
     bits = np.unpackbits(mask.astype("<i4").view(np.uint8), bitorder="little")
     return np.flatnonzero(bits[:vocab_size])
 
 
 @dataclass(frozen=True)
 class Walk:
-    """What was written; `complete` where it ended by itself, not for want of room."""
+    """The tokens that a writer wrote. `complete`: the constraint ended the output, not `max_tokens`."""
 
     token_ids: tuple[int, ...]
     complete: bool
 
 
 class RandomWriter:
-    """A model of random logits: what it writes obeys the masks and nothing else.
+    """A stand-in for a model, with random logits: its outputs obey the masks and nothing else.
 
-    The longer an output, the more it likes the end and, with `json`, tokens that close something, so that
-    most end.
+    The longer an output is, the likelier is an end token and, with `json`, a token that closes something, so
+    that most outputs end.
     """
 
     def __init__(self, tokens: Sequence[bytes], eos_token_ids: Sequence[int], *, json: bool = True) -> None:
@@ -89,7 +89,9 @@ class RandomWriter:
         self._closing[list(eos_token_ids)] = 6.0
 
     def write(self, constraint: TokenConstraint, seed: int, *, max_tokens: int = 400, calm: int = 30) -> Walk:
-        """An output of at most `max_tokens`; after `calm` tokens it hurries to an end."""
+        """An output of at most `max_tokens` tokens. The pull towards an end is at its full strength after
+        twice `calm` tokens.
+        """
         rng = np.random.default_rng(seed)
         mask = np.zeros(mask_words(self._vocab_size), np.int32)
         written: list[int] = []

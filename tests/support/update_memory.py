@@ -1,9 +1,10 @@
-"""Memory of weight updates, measured in a process of its own.
+"""Measures the memory of weight updates, in a process of its own.
 
     python -m tests.support.update_memory DIRECTORY COMPILATION_CACHE
 
-Prints JSON: bytes resident while serving, at most during a refused and a whole update of all weights, and
-right after each as well as after a request that follows; the tokens of one prompt before and after each.
+Prints JSON with three measurements: while serving, for an update of all weights that is refused, and for one
+that goes live. Each has the bytes that are resident after a request, the peak, and the tokens of that
+request; for an update also the bytes that are resident right after it, before the request.
 """
 
 from __future__ import annotations
@@ -26,7 +27,9 @@ from tests.support.collector import GREEDY_PARAMS
 
 
 class Lazy(Mapping[str, Any]):
-    """The tensors of a checkpoint, mapped when they are asked for; `bad` has a value beyond bfloat16's."""
+    """The tensors of a checkpoint, each mapped when it is asked for. The tensor `bad` has a value that
+    bfloat16 cannot hold.
+    """
 
     def __init__(self, directory: Path, bad: str = "") -> None:
         self._entries, self._bad = find_tensors(directory), bad
@@ -56,8 +59,8 @@ def measured(engine: Engine) -> dict[str, Any]:
 
 
 def main(directory: Path, cache: Path) -> None:
-    gc.disable()  # what goes back must not wait for a collection that may come at any time
-    os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:2])  # each thread has some rows in hand
+    gc.disable()  # memory must be given back without a collection, which may come at any time
+    os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:2])  # each thread holds some rows
     config = EngineConfig(
         max_num_seqs=1,
         max_num_batched_tokens=16,
@@ -70,10 +73,10 @@ def main(directory: Path, cache: Path) -> None:
     engine.start()
     found = {"serving": measured(engine)}
     for name, bad in (("refused", "model.norm.weight"), ("updated", "")):
-        Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
-        with contextlib.suppress(CheckpointError):  # of the refused one, which is to change nothing
+        Path("/proc/self/clear_refs").write_text("5")  # resets the peak
+        with contextlib.suppress(CheckpointError):  # from the refused update
             engine.update_weights(Lazy(directory, bad), label=name).result(60)
-        idle = resident()  # before anything else runs, which might give memory back
+        idle = resident()  # before a request runs, which might give memory back
         found[name] = measured(engine) | {"idle": idle, "generation": engine.weights.generation}
     engine.shutdown()
     json.dump(found, sys.stdout)

@@ -1,10 +1,10 @@
 """A model with state by slot whose every token can be computed by hand: a recurrent layer, a short
-convolution, and, if it is to be a hybrid, a layer of paged attention between them.
+convolution and, if it is a hybrid, a layer of paged attention between them.
 
 After tokens t_1 ... t_n the next token is (7 * sum + 5 * state + 2 * t_(n - 1) + 3 * n + 1) mod vocabulary.
-The sum of all tokens comes from the paged cache as in `tests.support.models.toy`; state_i = (4 * state_(i -
-1) + t_i + 1) mod vocabulary is recurrent, and state_0 is 0; so is t_0. A token that the state misses, or
-takes twice, makes another state for ever.
+The sum of all tokens comes from the paged cache as in `tests.support.models.toy`. The state is recurrent:
+state_i = (4 * state_(i - 1) + t_i + 1) mod vocabulary, with state_0 = t_0 = 0. If the state misses a token,
+or takes one twice, all later states are wrong.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _DIM = 4
 _FACTOR = 4
 STATE = SlotState((jax.ShapeDtypeStruct((), np.dtype(np.int32)),))
 NEWEST = SlotState((jax.ShapeDtypeStruct((1,), np.dtype(np.float32)),))
-"""The newest token, which the convolution reads as the one before."""
+"""The newest token, which the convolution of the next step reads as the token before."""
 PAGED = PagedKV(num_kv_heads=1, head_dim=_DIM)
 
 
@@ -61,12 +61,12 @@ class HybridLM(nnx.Module):
         *,
         attention: AttentionOp,
     ) -> tuple[jax.Array, tuple[Any, ...]]:
-        """Hidden [T, 4]: sum, state, the token before, how many tokens."""
+        """Hidden [T, 4]: the sum, the state, the token before, and the number of tokens."""
         (state,), *pages, (newest,) = kv
         rows = meta.token_rows
         assert meta.state_from is not None
         assert meta.state_to is not None
-        offset = positions - meta.starts[rows]  # in the row's step
+        offset = positions - meta.starts[rows]  # index of the token within its row
         last = jnp.maximum(jnp.cumsum(meta.q_lens) - 1, 0)  # of each row
         is_first = offset == 0
 

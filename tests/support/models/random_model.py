@@ -1,5 +1,5 @@
-"""A small model of random weights with the demo model's tokenizer: whatever sense its output makes, something
-else made it.
+"""A small model of random weights with the demo model's tokenizer. If its output makes sense, something other
+than the model has made it so.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", 
 
 
 def write_random_model(directory: Path, seed: int = 0) -> None:
-    """A checkpoint that `Engine.from_pretrained` loads."""
+    """Writes a checkpoint that `Engine.from_pretrained` loads."""
     demo = resolve_model("demo")
     write_checkpoint(directory, SHAPE, seed)
     for name in _TOKENIZER:

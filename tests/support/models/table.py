@@ -1,8 +1,8 @@
-"""A model with rich logits that a few lines of numpy can compute: tests/support/models/witness.py does.
+"""A model with varied logits that a few lines of numpy can compute, as tests/support/models/witness.py does.
 
-logits after tokens t_1 ... t_n = table[t_n] + wave[(t_1 + ... + t_n) % VOCAB]. The sum comes from the paged
-cache, as in `tests.support.models.toy`, so a wrong page, position or length is a wrong row. Both are weights,
-so one engine can serve any tables.
+The logits after tokens t_1 ... t_n are table[t_n] + wave[(t_1 + ... + t_n) % VOCAB]. The sum comes from the
+paged cache, as in `tests.support.models.toy`, so that a wrong page, position or length leads to another row
+of `wave`. Both matrices are weights, so one engine can serve any tables.
 """
 
 from __future__ import annotations
@@ -34,31 +34,33 @@ Matrix = NDArray[np.float32]
 
 @dataclasses.dataclass(frozen=True)
 class Tables:
-    """float32[VOCAB, VOCAB] each."""
+    """The two matrices, each float32[VOCAB, VOCAB]."""
 
     table: Matrix
     wave: Matrix
 
     @classmethod
     def constant(cls, logits: Sequence[float]) -> Tables:
-        """The same logits after whatever tokens; those beyond the given ones are -50."""
+        """Tables that give the same logits after any tokens: those given, and -50 for the tokens beyond."""
         row = np.full(VOCAB, -50.0, np.float32)
         row[: len(logits)] = logits
         return cls(np.tile(row, (VOCAB, 1)), np.zeros((VOCAB, VOCAB), np.float32))
 
     def logits(self, tokens: Sequence[int]) -> NDArray[np.float64]:
-        """float64[VOCAB] after these tokens."""
+        """The logits after these tokens, float64[VOCAB]."""
         rows = np.stack([self.table[tokens[-1]], self.wave[sum(tokens) % VOCAB]]).astype(np.float64)
         total: NDArray[np.float64] = rows.sum(axis=0)
         return total
 
     def tensors(self) -> dict[str, Matrix]:
-        """As `Engine.update_weights` takes them."""
+        """The matrices as `Engine.update_weights` takes them."""
         return {name: getattr(self, name) for name in _NAMES}
 
 
 def random_tables(seed: int = 7) -> Tables:
-    """Logits from -6 to 6 in all, so that penalties and biases of a few units turn the order round."""
+    """Tables whose logits lie between -6 and 6, so that penalties and biases of a few units change which is
+    largest.
+    """
     rng = np.random.default_rng(seed)
     table, wave = rng.uniform(-3, 3, (2, VOCAB, VOCAB)).astype(np.float32)
     return Tables(table, wave)
@@ -80,7 +82,7 @@ class TableLM(nnx.Module):
         *,
         attention: AttentionOp,
     ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
-        """Hidden [T, 2]: the sum of all tokens so far, and the newest."""
+        """Hidden [T, 2]: the sum of all tokens so far, and the newest token."""
         zeros = jnp.zeros((token_ids.shape[0], 1, _DIM), jnp.float32)
         newest = token_ids.astype(jnp.float32)
         mean, layer = attention(zeros, zeros, zeros.at[:, 0, 0].set(newest), kv[0], meta, scale=1.0)
@@ -105,7 +107,7 @@ def _stage(current: Any, tensors: Mapping[str, np.ndarray], partial: bool) -> Re
 def table_model(
     tables: Tables, *, eos_token_ids: tuple[int, ...] = (EOS,), max_model_len: int = 128
 ) -> ServedModel:
-    """The model without a tokenizer."""
+    """A ServedModel of these tables, without a tokenizer."""
     graphdef, weights = nnx.split(TableLM(tables))
     return dataclasses.replace(
         toy_model(eos_token_ids=eos_token_ids, max_model_len=max_model_len),
@@ -126,5 +128,5 @@ def table_engine(
 
 
 def serve(engine: Engine, tables: Tables) -> None:
-    """Other tables from now on; nothing may run."""
+    """Makes the engine serve other tables from now on; no request may be running."""
     engine.update_weights(tables.tensors(), label="tables").result(60)

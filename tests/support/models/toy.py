@@ -1,9 +1,9 @@
 """A model whose every token can be computed by hand, and which reads its whole context through the real paged
 cache.
 
-next token = (7 * sum of all tokens so far + 3 * how many + offset) mod vocabulary. The sum comes from
-`paged_attention` with zero queries (so every position weighs the same) and the token ids as values: a wrong
-page, position or length is a wrong token.
+The next token is (7 * sum of all tokens so far + 3 * their number + offset) mod vocabulary. The sum comes
+from `paged_attention` with queries of zero, so that every position weighs the same, and with the token ids as
+values. So a wrong page, position or length makes a wrong token.
 """
 
 from __future__ import annotations
@@ -35,7 +35,9 @@ EOS = 60
 OFFSET = 1
 _DIM = 4
 TEST_CACHE = Path(tempfile.gettempdir()) / "penstock-tests-xla"
-"""Programs are compiled once for the whole suite, its worker processes and its next run."""
+"""Where programs are kept, so that they are compiled once for all worker processes of the suite and for later
+runs.
+"""
 
 
 def toy_tokens(prompt: Sequence[int], num: int, offset: int = OFFSET) -> list[int]:
@@ -84,10 +86,10 @@ def _stage(current: Any, tensors: Mapping[str, np.ndarray], partial: bool) -> Re
 def toy_model(
     *, eos_token_ids: tuple[int, ...] = (EOS,), max_model_len: int = 128, text: Any = None
 ) -> ServedModel:
-    """The toy as a ServedModel; without a tokenizer unless one is given."""
+    """The toy model as a ServedModel, with this tokenizer or none."""
     graphdef, weights = nnx.split(ToyLM())
     mesh = single_device_mesh(jax.devices()[0])
-    weights = jax.device_put(weights, NamedSharding(mesh, PartitionSpec()))  # as a checkpoint's are
+    weights = jax.device_put(weights, NamedSharding(mesh, PartitionSpec()))  # as a checkpoint's
     return ServedModel(
         name="toy",
         architecture="ToyForCausalLM",
@@ -106,12 +108,12 @@ def toy_model(
 
 
 def toy_backend(config: EngineConfig | None = None) -> Backend:
-    """The backend of the device that the toys are on."""
+    """The backend of the device that holds the toy models."""
     return choose_backend(config or EngineConfig(), jax.devices()[0])
 
 
 def toy_config(**changes: Any) -> EngineConfig:
-    """A small engine: few programs, so it is ready in seconds."""
+    """Options of a small engine: it has few programs, so it is ready within seconds."""
     options: dict[str, Any] = {
         "max_num_seqs": 4,
         "max_num_batched_tokens": 16,
@@ -130,7 +132,7 @@ def toy_engine(
     observer: Observer | None = None,
     **changes: Any,
 ) -> Engine:
-    """A toy engine; the caller shuts it down."""
+    """An engine of the toy model; the caller shuts it down."""
     engine = Engine(model or toy_model(), toy_config(**changes), backend=backend, observer=observer)
     if start:
         engine.start()

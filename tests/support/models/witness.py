@@ -1,9 +1,10 @@
-"""What a request must generate, in plain numpy: no engine, no jax, one token after the other.
+"""The tokens that a request must generate, in plain numpy, without the engine or jax, one token after the
+other.
 
-Written down from the definitions: Hugging Face's logits processors (repetition penalty, bad words, min new
-tokens, temperature, top-k, top-p, min-p) and OpenAI's presence and frequency penalty and logit bias, in the
-order that docs and `ResolvedSampling` promise. In float64, where the engine computes in float32: where two
-tokens are too close to tell, the witness says so and the comparison ends there.
+It is written from the definitions: Hugging Face's logits processors (repetition penalty, bad words, min new
+tokens, temperature, top-k, top-p, min-p), and OpenAI's presence and frequency penalty and logit bias, in the
+order that the docs and `ResolvedSampling` promise. It computes in float64 and the engine in float32; where
+two tokens are too close to decide between, the witness says so, and the comparison ends there.
 """
 
 from __future__ import annotations
@@ -21,12 +22,12 @@ from tests.support.models.table import EOS, VOCAB, Tables
 
 Logits = NDArray[np.float64]
 MARGIN = 1e-3
-"""Closer than this, float32 may see it the other way round."""
+"""If two logits are closer than this, float32 may order them the other way round."""
 
 
 @dataclass(frozen=True)
 class Told:
-    """A generation: its tokens, and whether the one after them was too close to call."""
+    """The tokens of an output, and whether the token after them is too close to call."""
 
     tokens: list[int]
     unclear: bool
@@ -35,7 +36,9 @@ class Told:
 def shaped_logits(
     request: Request, tables: Tables, made: Sequence[int], allowed: frozenset[int] | None = None
 ) -> Logits:
-    """Logits of the next token with penalties and bias, -inf where forbidden. `allowed`: by a constraint."""
+    """The logits of the next token after penalties and bias, with -inf for forbidden tokens. `made`: the
+    tokens generated so far; `allowed`: the tokens that a constraint allows, if there is one.
+    """
     sampling, prompt = request.sampling, request.prompt_token_ids
     penalised = _penalised(tables.logits([*prompt, *made]), sampling, prompt, made)
     logits = penalised.copy()
@@ -48,7 +51,7 @@ def shaped_logits(
         logits[sorted(_end_ids(request))] = -np.inf
     mask = sorted(_masked(sampling, made, allowed))
     penalised[mask] = logits[mask] = -np.inf
-    # Nothing left: what a constraint forbids stays forbidden, all else is given up.
+    # If nothing is left, only a constraint and bad words of several tokens count.
     return penalised if np.isneginf(logits).all() else logits
 
 
@@ -63,8 +66,8 @@ def _penalised(raw: Logits, sampling: ResolvedSampling, prompt: Sequence[int], m
 
 
 def _masked(sampling: ResolvedSampling, made: Sequence[int], allowed: frozenset[int] | None) -> set[int]:
-    """What a constraint, and words of several tokens, forbid. Where the words leave nothing, they do not
-    count.
+    """The tokens forbidden by a constraint and by bad words of several tokens. If these words leave no token,
+    only the constraint counts.
     """
     everything = set(range(VOCAB))
     unlawful = set() if allowed is None else everything - allowed
@@ -79,7 +82,7 @@ def _end_ids(request: Request) -> set[int]:
 
 
 class Rule(Protocol):
-    """What the witness asks of a constraint; `tests.support.mix.Turns` is one."""
+    """What the witness asks of a constraint; `tests.support.mix.Turns` implements it."""
 
     def allowed(self) -> frozenset[int]: ...
     def accept(self, token_ids: Sequence[int]) -> None: ...
@@ -88,8 +91,8 @@ class Rule(Protocol):
 
 
 def greedy_tokens(request: Request, tables: Tables, num: int, rule: Rule | None = None) -> Told:
-    """Up to `num` likeliest tokens, to the first that ends the request or completes the rule; of equal ones
-    the smallest id.
+    """Up to `num` likeliest tokens, up to the first that ends the request or completes the rule. Of equally
+    likely tokens it takes the smallest id.
     """
     made: list[int] = []
     while len(made) < num and not (rule is not None and rule.is_complete):
@@ -113,16 +116,17 @@ def log_softmax(logits: Logits) -> Logits:
 
 
 def probabilities(logits: Logits, sampling: ResolvedSampling, nudge: float = 0.0) -> Logits:
-    """Of each next token under Hugging Face's warpers in their order: temperature, top-k, top-p, min-p.
+    """The probability of each next token under Hugging Face's warpers in their order: temperature, top-k,
+    top-p, min-p.
 
-    `nudge` moves the thresholds of top-p and min-p, to see whether one is too close to call: upwards for
-    fewer tokens.
+    `nudge` moves the thresholds of top-p and min-p, to find out whether a token is too close to one of them;
+    a positive `nudge` keeps fewer tokens.
     """
     scaled = logits / sampling.temperature
     if sampling.top_k:
         kth = np.sort(scaled)[::-1][min(sampling.top_k, VOCAB) - 1]
         scaled = np.where(scaled < kth, -np.inf, scaled)
-    if sampling.top_p < 1.0:  # the smallest set of likeliest tokens with at least top_p between them
+    if sampling.top_p < 1.0:  # the fewest likeliest tokens whose sum is at least top_p
         probs = np.exp(log_softmax(scaled))
         order = np.argsort(-probs, kind="stable")
         before = np.cumsum(probs[order]) - probs[order]

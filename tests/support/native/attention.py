@@ -1,8 +1,8 @@
-"""Random ragged batches over a paged cache, and what attention must make of them: a dense softmax in
-float64.
+"""Random ragged batches over a paged cache, and the result that attention must give for them: a dense softmax
+in float64.
 
-Everything a row must not read is NaN: pages of nobody, slots past a row's end, and what lies before its
-window or chunk; stale entries of page tables point anywhere.
+Everything that a row must not read is NaN: pages of no row, offsets past a row's end, and positions before
+its window or chunk. Stale entries of page tables point anywhere.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Shape:
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """The keyword arguments of `paged_attention`, sinks by whether there are any."""
+    """The keyword arguments of `paged_attention`; `sinks` says whether there are any."""
 
     window: int | None = None
     chunk: int | None = None
@@ -57,7 +57,7 @@ class Options:
 
 @dataclasses.dataclass(frozen=True)
 class Batch:
-    """The arguments of one step and what must come of it, in float64."""
+    """The arguments of one step, and its expected result in float64."""
 
     q: np.ndarray
     k: np.ndarray
@@ -92,7 +92,9 @@ def dense(
 
 
 def draw(cases: Sequence[Case], shape: Shape, options: Options, seed: int, *, shared: int = 0) -> Batch:
-    """A batch of `cases`; those with at least `shared` past tokens have these in common whole pages."""
+    """A batch of `cases`; the rows with at least `shared` past tokens have that many tokens in common, in
+    whole pages.
+    """
     rng = np.random.default_rng(seed)
     dtype, page = jnp.dtype(shape.dtype), shape.page
     free = [int(p) for p in rng.permutation(shape.pages)]
@@ -143,7 +145,7 @@ def draw(cases: Sequence[Case], shape: Shape, options: Options, seed: int, *, sh
 def runner(
     op: Callable[..., Any], shape: Shape, options: Options, *, decode: bool = False
 ) -> Callable[..., Any]:
-    """One compiled step of `op`: a Batch -> (out, cache), numpy."""
+    """A function that runs one compiled step of `op`: Batch -> (out, cache), as numpy arrays."""
 
     def step(
         q: jax.Array,
@@ -189,7 +191,9 @@ def runner(
 
 
 def check(batch: Batch, result: tuple[np.ndarray, np.ndarray], tolerance: float) -> None:
-    """Every token close to the reference, padding finite, and nothing written but the new tokens."""
+    """Asserts that every token is close to the reference, that padding is finite, and that the cache has
+    changed only where the new tokens were written.
+    """
     (out, cache), real = result, len(batch.expected)
     np.testing.assert_allclose(out[:real].astype(np.float64), batch.expected, rtol=tolerance, atol=tolerance)
     assert np.isfinite(out[real:].astype(np.float64)).all()

@@ -1,5 +1,6 @@
-"""Which native kernels a test runs: those of each instruction set that this machine has, and on every machine
-those for AMX over emulated tiles (tests/support/native/amx), the same code but for the tile instructions.
+"""Selects the native kernels that a test runs: those of each instruction set that this machine has, and on
+every machine the kernels for AMX with emulated tiles (tests/support/native/amx), which differ only in the
+tile instructions.
 """
 
 from __future__ import annotations
@@ -26,12 +27,12 @@ NATIVE: dict[str, tuple[Isa, bool | None]] = {
     "avx512_bf16_pairs": (Isa.AVX512_BF16, True),
     "amx": (Isa.AMX, None),
 }
-"""Instruction set and `use_pairs`."""
+"""For each name the instruction set and the argument of `library.use_pairs`."""
 EMULATED = "amx_emulated"
 KERNELS = (*NATIVE, EMULATED)
 
 TEST_KERNELS = Path(tempfile.gettempdir()) / "penstock-tests-native"
-"""Where the emulated library is compiled, once for the suite and its next run; no server looks there."""
+"""Where the emulated library is compiled, once for the suite and its later runs; no server looks there."""
 
 _TILES = Path(__file__).parent / "amx" / "tiles.h"
 _PARTS = (
@@ -55,8 +56,8 @@ _TARGETS = ("penstock_linear", "penstock_attention_plan", "penstock_attention")
 
 @contextmanager
 def running(name: str) -> Iterator[None]:
-    """Programs that are traced meanwhile run the kernels of that name; programs traced before run those of
-    that instruction set. The test is skipped where there are none.
+    """Within the block, programs that are traced run the kernels of this name; programs that were traced
+    before run those of its instruction set. The test is skipped if this machine lacks these kernels.
     """
     if not library.available():
         pytest.skip("no native library on this machine")

@@ -1,7 +1,7 @@
-"""What `penstock.runtime.ops.native.sample` must do, in numpy and float64, written from its definition.
+"""The result of `penstock.runtime.ops.native.sample` in numpy and float64, written from its definition.
 
-Float32 may round what float64 does not, so a token is not compared with one token: it must lie among those
-that the filters keep, and where the uniforms point, both to a small slack.
+Rounding to float32 may change which token is drawn, so a token is not compared with a single expected one: it
+must be among those that the filters keep, and lie where the uniforms point, both with a small slack.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ IN_PROMPT = 1 << 30
 NUM_TOP = 7
 """How many columns of likeliest tokens the tests ask for."""
 SLACK = 1e-4
-"""Of log-weights and of probabilities."""
+"""The tolerance for log-weights and for probabilities."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """One row's inputs; None where a feature is off."""
+    """The inputs of one row; None if a feature is off."""
 
     logits: NDArray[np.float32]
     uniforms: tuple[float, float] = (0.5, 0.5)
@@ -45,7 +45,9 @@ class Row:
 
 
 def random_row(rng: np.random.Generator, vocab: int) -> Row:
-    """Any combination of features, with ties, impossible tokens, and filters that cut all or nothing."""
+    """A row with a random combination of features, with ties, impossible tokens, and filters that cut
+    everything or nothing.
+    """
 
     def one(*values: Any) -> Any:
         return values[int(rng.integers(len(values)))]
@@ -64,7 +66,7 @@ def random_row(rng: np.random.Generator, vocab: int) -> Row:
     bias = np.where(rng.random(vocab) < 0.2, np.round(rng.standard_normal(vocab) * 8) / 4, 0.0)
     bias[rng.random(vocab) < one(0.0, 0.3, 1.0)] = -np.inf
     allowed = rng.random(vocab) < one(0.02, 0.5, 1.0)
-    allowed[np.argmax(x)] = True  # so that something with a probability is left whatever else is forbidden
+    allowed[np.argmax(x)] = True  # so that a possible token is left, whatever else is forbidden
     u = rng.random(2, np.float32)
     return Row(
         logits=x.astype(np.float32),
@@ -94,8 +96,8 @@ def pack_mask(allowed: Bools) -> NDArray[np.int32]:
 def arrays(
     rows: list[Row], *, order: NDArray[np.int64], padding: int = 0
 ) -> tuple[list[Any], dict[str, Any]]:
-    """The arguments of `sample` for these rows and `padding` more. Row r has slot order[r]; whatever must not
-    be read is NaN, or nonsense.
+    """The arguments of `sample` for these rows and `padding` more. Row r has slot order[r]. Whatever must not
+    be read is NaN or a meaningless number.
     """
     vocab, total = len(rows[0].logits), len(rows) + padding
     num_slots = int(order.max()) + 1
@@ -130,7 +132,7 @@ def arrays(
 
 
 def edited(row: Row) -> Floats:
-    """float64[V], -inf where a token is forbidden."""
+    """The logits after penalties, mask, bias and bans: float64[V], -inf where a token is forbidden."""
     x = row.logits.astype(np.float64)
     vocab = len(x)
     if row.history is not None:
@@ -151,7 +153,9 @@ def edited(row: Row) -> Floats:
 
 
 def kept(scaled: Floats, row: Row, slack: float) -> Bools:
-    """What the filters keep if thresholds are off by `slack`; a token at its own threshold stays."""
+    """The tokens that the filters keep if thresholds are off by `slack`; a token exactly at a threshold
+    stays.
+    """
     vocab = len(scaled)
     below = max(slack, 0.0)
     keep: Bools = scaled > -np.inf
@@ -170,14 +174,16 @@ def kept(scaled: Floats, row: Row, slack: float) -> Bools:
 
 
 def _points_at(most: Floats, least: Floats, drawn: int, uniform: float) -> bool:
-    """Whether inverse CDF with `uniform` can give `drawn`, of masses between `least` and `most`."""
+    """Whether inverse CDF sampling with `uniform` can give `drawn`, if the masses lie between `least` and
+    `most`.
+    """
     below, total = most[:drawn].sum(), most.sum()
     slack = SLACK + 2 * (total - least.sum()) / total
     return bool(below / total - slack <= uniform <= (below + most[drawn]) / total + slack)
 
 
 def check_token(row: Row, token: int) -> bool:
-    """Assert that the row may give this token. Returns whether rounding could not have decided anything."""
+    """Asserts that the row may give this token. Returns whether rounding could have changed nothing."""
     x = edited(row)
     top = x.max()
     exact = row.history is None and row.bias is None
@@ -203,7 +209,7 @@ def check_token(row: Row, token: int) -> bool:
 
 
 def check_logprobs(row: Row, token: int, logprob: float, top_ids: Any, top_logprobs: Any) -> None:
-    """Assert that a row's log-probabilities are those of its raw logits."""
+    """Asserts that a row's log-probabilities are those of its raw logits."""
     num_top, vocab = len(top_ids), len(row.logits)
     x = row.logits.astype(np.float64)
     expected = x - x.max() - np.log(np.exp(x - x.max()).sum())

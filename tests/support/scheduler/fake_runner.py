@@ -1,9 +1,9 @@
-"""A runner on Python lists: what the compiled step does, without jax, for the scheduler's tests.
+"""A runner on Python lists, which does what the compiled steps do, without jax, for the scheduler's tests.
 
-Its KV cache stores at each position the token and a digest of all tokens up to it, taken on from the position
-before as it stands in the cache, as a model's KV depends on the whole prefix. The model reads its history
-back through the page tables. So a wrong page, position, order, length or prefix, a page that was overwritten
-or never written, is a wrong token or a poison read.
+At each position its KV cache stores the token and a digest of all tokens up to it. The digest is computed
+from the one that the cache holds for the position before, as a model's KV depends on the whole prefix. The
+model reads its history back through the page tables. So a wrong page, position, order, length or prefix makes
+a wrong token, and reading a place that was never written fails.
 """
 
 from __future__ import annotations
@@ -24,12 +24,14 @@ from penstock.runtime.scheduling.scheduler import SchedulerConfig
 VOCAB = 50
 EOS = frozenset({3, 17})
 Entry = tuple[int, int]
-"""Token and digest."""
+"""A token, and the digest of all tokens up to it."""
 GARBAGE = (0, 4711)
 
 
 def root_digest(request: Request, generation: int) -> int:
-    """Requests of different salts, or on other weights, agree in no digest."""
+    """The digest before the first token. Requests with different salts, or on different weights, have no
+    digest in common.
+    """
     return crc32(f"{generation} {request.cache.salt}".encode())
 
 
@@ -38,8 +40,9 @@ def digest(previous: int, token: int) -> int:
 
 
 def next_token(request: Request, digests: Sequence[int], length: int, banned: frozenset[int]) -> int:
-    """Depends on all that is read, on the length and, unless greedy, on the seed; going on to the next id not
-    banned stands for the mask."""
+    """The next token: a function of all digests that are read, of the length and, unless greedy, of the seed.
+    Banned ids are skipped, which stands for the mask.
+    """
     seed = 0 if request.sampling.greedy else request.sampling.seed or 0
     token = (sum(digests) + 7 * length + seed) % VOCAB
     while token in banned:
@@ -48,7 +51,7 @@ def next_token(request: Request, digests: Sequence[int], length: int, banned: fr
 
 
 def forbidden(request: Request, index: int) -> frozenset[int]:
-    """What a constraint of these tests forbids as the generated token of this index."""
+    """The tokens that the tests' constraint forbids for the generated token of this index."""
     if request.constraint is None:
         return frozenset()
     return frozenset(token for token in range(VOCAB) if (token + index) % 3 == 0)
@@ -56,7 +59,9 @@ def forbidden(request: Request, index: int) -> frozenset[int]:
 
 @dataclass(eq=False)
 class Rota:
-    """A constraint that takes turns, and is complete after `limit` tokens."""
+    """A constraint that forbids token t as the i-th generated token if (t + i) % 3 is 0, and is complete
+    after `limit` tokens.
+    """
 
     limit: int
     accepted: list[int] = field(default_factory=list)
@@ -93,8 +98,8 @@ def run_alone(
     generation: int = 0,
     made: Sequence[int] = (),
 ) -> tuple[list[int], FinishReason]:
-    """What the request must produce, `made` included, from the definition of its parameters: no scheduler,
-    pages, chunks, windows or preemptions.
+    """The tokens that the request must produce, beginning with `made`, and why it ends, from the definition
+    of its parameters: without a scheduler, pages, chunks, windows or preemptions.
     """
     stopping = request.stopping
     eos = frozenset() if stopping.ignore_eos else EOS
@@ -124,7 +129,7 @@ def run_alone(
 
 
 class FakeRunner:
-    """Page tables, KV and last tokens live here, as on the device; a row is known by its slot only."""
+    """Holds page tables, KV and last tokens, as the device does; it knows a row by its slot only."""
 
     def __init__(self, config: SchedulerConfig) -> None:
         self.config = config
@@ -133,24 +138,24 @@ class FakeRunner:
         self.tables: dict[int, dict[int, int]] = {}
         self.last: dict[int, int] = {}
         self.ended: set[int] = set()
-        """Slots whose request has sampled its end: what rows they yet have compute is garbage."""
+        """Slots whose request has sampled its end: the rows that these slots still have compute garbage."""
         self.kv: list[list[Entry | None]] = [[None] * config.page_size for _ in range(config.num_pages)]
         self.num_computed_tokens = 0
-        """Inputs of all rows so far, for tests of what is not computed twice."""
+        """The number of input tokens of all rows so far, for tests that nothing is computed twice."""
 
     def execute(self, plan: Plan, skipped: Collection[int] = ()) -> StepResult:
-        """`skipped` rows make no token, though they compute."""
+        """Runs the plan. The rows `skipped` compute, but make no token."""
         shared = {row.slot: row.start // self.config.page_size for row in plan.rows}
         entered = {slot for slot, _ in plan.new_requests}
         for slot, request in plan.new_requests:
             self.requests[slot], self.tables[slot] = request, {}
             self.ended.discard(slot)
-            self.last.pop(slot, None)  # it belonged to another request, or to a history that is computed anew
+            self.last.pop(slot, None)  # from another request, or from a history that is now recomputed
         for write in plan.page_writes:
             for index, page in enumerate(write.pages, write.first_index):
                 self.tables[write.slot][index] = page
-                # What is shared is full already (or will be when this step has written); all else is new to
-                # this row, and what stands in it is somebody's past.
+                # Shared pages are full already, or will be when this step has written. All other pages are
+                # new to this row, and what they hold is of an earlier owner.
                 if write.slot not in entered or index >= shared[write.slot]:
                     self.kv[page] = [None] * self.config.page_size
         for source, destination in plan.page_copies:
@@ -177,7 +182,7 @@ class FakeRunner:
         return StepResult(made, logprobs)
 
     def where(self, slot: int, position: int) -> tuple[int, int]:
-        """Page and offset."""
+        """The page and the offset in it."""
         return self.tables[slot][position // self.config.page_size], position % self.config.page_size
 
     def _write(self, rows: Sequence[PlanRow], step: int) -> None:
@@ -189,7 +194,7 @@ class FakeRunner:
         places = {self.where(slot, position) for position, slot, _ in inputs}
         assert len(places) == len(inputs), "two rows write one place"
         self.num_computed_tokens += len(inputs)
-        # By position: what a row builds on may be written by another row of the same step.
+        # In order of position, because a row may build on what another row of this step writes.
         for position, slot, token in sorted(inputs):
             page, offset = self.where(slot, position)
             if slot in self.ended:
@@ -221,7 +226,7 @@ class FakeRunner:
 
 @dataclass(frozen=True)
 class LazyStep:
-    """A step that `LazyRunner` has yet to compute."""
+    """A step that `LazyRunner` has not computed yet."""
 
     plan: Plan
     awaits_choice: bool
@@ -230,8 +235,8 @@ class LazyStep:
 
 
 class LazyRunner(FakeRunner):
-    """A `Runner` for the engine's loop. A step is computed when it is waited for, and not before: nothing may
-    depend on its being done earlier.
+    """A `Runner` for the engine's loop. It computes a step only when the step is waited for, because nothing
+    may depend on an earlier computation.
     """
 
     def __init__(self, config: SchedulerConfig) -> None:
@@ -239,12 +244,12 @@ class LazyRunner(FakeRunner):
         self.thread: int | None = None
         """The thread that `start` was called on; None before that, and after `shutdown`."""
         self.log: list[tuple[str, int]] = []
-        """("dispatch", "choose" or "wait", step id), in order."""
+        """Every call, in order: "dispatch", "choose" or "wait", and the step's id."""
         self.plans: list[Plan] = []
         self.holders: dict[int, Request] = {}
-        """By slot, as of the newest step dispatched."""
+        """The request that holds each slot, as of the newest dispatched step."""
         self.skip: Callable[[int], bool] = lambda row: False
-        """Whether a row under a constraint is to have no token in this step."""
+        """Whether the row of this index, which is under a constraint, shall make no token in this step."""
 
     def start(self) -> None:
         assert self.thread is None
@@ -259,7 +264,7 @@ class LazyRunner(FakeRunner):
         return LazyStep(plan, constrained)
 
     def choose(self, step: LazyStep) -> LazyStep:
-        """The mask must be that of the tokens committed so far, unless the request has ended."""
+        """Asserts that each mask is that of the tokens committed so far, unless the request has ended."""
         self.log.append(("choose", step.plan.step_id))
         skipped = set()
         for i, row in enumerate(step.plan.rows):

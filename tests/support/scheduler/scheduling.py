@@ -1,4 +1,4 @@
-"""A scheduler of hand-computable size, and the short words its tests are written in."""
+"""A scheduler small enough to compute its plans by hand, and the helpers that its tests share."""
 
 from __future__ import annotations
 
@@ -21,7 +21,9 @@ LIMITS: dict[str, Any] = {
 
 
 def make(**limits: Any) -> Scheduler:
-    """Without a prefix cache, unless told otherwise: all prompts of `add` begin alike."""
+    """A scheduler with these limits. It has no prefix cache unless `limits` give it one, because all prompts
+    of `add` begin alike.
+    """
     return Scheduler(SchedulerConfig(**{**LIMITS, "prefix_cache_pages": 0, **limits}))
 
 
@@ -39,7 +41,7 @@ def dispatch(
     prefill_budget: int | None = None,
     apart_steps: int = 0,
 ) -> Plan:
-    """A plan, which there must be."""
+    """The next plan; fails if there is none."""
     plan = scheduler.schedule(
         now_ns, admit=admit, max_steps=max_steps, prefill_budget=prefill_budget, apart_steps=apart_steps
     )
@@ -51,7 +53,7 @@ def dispatch(
 def commit(
     scheduler: Scheduler, plan: Plan, token: int = WORD, now_ns: int = 3, *, audit: bool = True
 ) -> list[StepOutput]:
-    """The same token for every sample of every row."""
+    """Commits the plan with the same token for every sample of every row."""
     sampled = [(token,) * row.max_samples if row.samples else () for row in plan.rows]
     result = StepResult(sampled, [()] * len(plan.rows))
     outputs = scheduler.commit(plan, result, now_ns, scheduler.accept(plan, result, now_ns))

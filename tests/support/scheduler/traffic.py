@@ -28,20 +28,22 @@ class Tracked:
         self.expected: list[int] = []
         self.reason = FinishReason.ABORTED
         self.predictable = True
-        """False once it runs on with KV of older weights."""
+        """False once it has run with KV of older weights."""
         self.made: list[int] = []
-        self.slot: int | None = None  # None: waiting
+        self.slot: int | None = None  # None while it waits
         self.feature_slot: int | None = None
         self.computed = 0
         self.pending = 0
         self.decoding = False
         self.preemptions = 0
         self.overtaken = False
-        """While it waited for a prefix that somebody computed, others entered."""
+        """Others entered while it waited for a prefix that another sequence was computing."""
         self.cached: int | None = None
-        """Tokens that it need not compute at its first entry."""
+        """How many tokens it did not have to compute when it entered first."""
         self.shares = False
-        """Whether its forks may have its pages: it runs, and nothing was flushed since it entered."""
+        """Whether its forks may share its pages: it runs, and the prefix cache was not flushed since it
+        entered.
+        """
 
     @property
     def has_features(self) -> bool:
@@ -56,18 +58,20 @@ class Tracked:
         return any(request is self.request for _, request in plan.new_requests)
 
     def may_run(self, admit: bool) -> bool:
-        """While nobody is admitted, who ran before may still come back."""
+        """While no request is admitted, those that ran before may still come back."""
         return admit or self.slot is not None or self.preemptions > 0
 
     def limit(self, context_limit: int) -> int:
-        """Most tokens it may have."""
+        """The most tokens that it may have, with the prompt."""
         most = self.request.stopping.max_tokens
         whole = len(self.request.prompt_token_ids) + (context_limit if most is None else most)
         return min(whole, context_limit)
 
 
 class Traffic:
-    """Up to two plans may be in flight, as in an engine that overlaps steps."""
+    """A scheduler, a fake runner and the requests in them. Up to two plans may be in flight, as in an engine
+    that overlaps steps.
+    """
 
     def __init__(self, config: SchedulerConfig) -> None:
         self.config = config
@@ -76,7 +80,7 @@ class Traffic:
         window, size = config.sliding_window, config.page_size
         self.capacity = size * config.num_pages
         self.most_pages = config.num_pages
-        """That a prefill holds at a time."""
+        """The most pages that a prefill holds at a time."""
         if window is not None:
             chunk = config.max_prefill_chunk or config.max_num_batched_tokens
             self.most_pages = min(self.most_pages, -(-(window + chunk) // size) + 1)
@@ -86,15 +90,15 @@ class Traffic:
         self.now_ns = SECOND
         self.active: dict[str, Tracked] = {}
         self.arrivals = 0
-        self.budget = 0  # least that the newest plan may use
+        self.budget = 0  # the least number of tokens that the newest plan may be limited to
         self.sitting_out: bool | None = (
-            None  # those who in the newest plan are under a constraint, or are not
+            None  # sequences that sit out the newest plan: those under a constraint, or the others
         )
-        self.plain_steps = 0  # while rows under a constraint sat out
+        self.plain_steps = 0  # decode steps in which rows under a constraint sat out
         self.most_apart = 0
         self.in_flight: deque[tuple[Plan, StepResult, list[Tracked]]] = deque()
         self.streams: list[tuple[int, tuple[int, ...], FinishReason]] = []
-        """What every request that ended had made: order, tokens, why."""
+        """For every request that ended: its order of arrival, its tokens, and why it ended."""
 
     # ---- what happens to the scheduler
 
@@ -124,7 +128,7 @@ class Traffic:
         self.arrivals += 1
 
     def predict(self, tracked: Tracked) -> None:
-        """From what it has made, all of which it forgot the KV of."""
+        """Computes what it must generate from the tokens it has so far, whose KV it no longer holds."""
         tracked.expected, tracked.reason = run_alone(
             tracked.request,
             self.context_limit,
@@ -141,7 +145,7 @@ class Traffic:
         prefill_budget: int | None = None,
         apart_steps: int = 0,
     ) -> None:
-        """That many plans with up to `ahead` of them in flight when each is made."""
+        """Makes `num_steps` plans, with at most `ahead` of them in flight when each is made."""
         for _ in range(num_steps):
             while len(self.in_flight) > ahead:
                 self.commit()
@@ -159,7 +163,7 @@ class Traffic:
         prefill_budget: int | None = None,
         apart_steps: int = 0,
     ) -> bool:
-        """Whether there was a plan to run."""
+        """Runs the next plan. Returns whether there was one."""
         self.now_ns += 1
         plan = self.scheduler.schedule(
             self.now_ns,
@@ -178,7 +182,9 @@ class Traffic:
         return True
 
     def commit(self, meanwhile: Callable[[], None] = lambda: None) -> None:
-        """`meanwhile` comes after the constraints got their tokens, for which nobody is kept out."""
+        """Commits the oldest plan in flight. `meanwhile` is called after the constraints have accepted the
+        tokens, when the engine's lock is not held.
+        """
         plan, result, owners = self.in_flight.popleft()
         now_ns = self.now_ns
         verdicts = self.scheduler.accept(plan, result, now_ns)
@@ -240,7 +246,9 @@ class Traffic:
         assert self.scheduler.flush_prefix_cache() == (0, 0)
 
     def update_weights(self, recompute: bool) -> None:
-        """With nothing in flight; the running ones keep their KV, or are preempted."""
+        """Updates the weights with nothing in flight; running requests keep their KV, or with `recompute` are
+        preempted.
+        """
         while self.in_flight:
             self.commit()
         if recompute:
@@ -282,7 +290,7 @@ class Traffic:
         running = [t for t in active.values() if t.slot is not None]
         most = self.budget
         if num_decodes and prefill_budget is not None:
-            # At most as if all who wait could come in, at least as if none of them.
+            # The limit lies between that for all waiting prompts that may enter and that for none of them.
             waiting, free = len(active) - len(running), self.config.max_num_seqs - len(running)
             num_prefills = sum(not t.decoding for t in running)
             most, self.budget = (
@@ -311,7 +319,7 @@ class Traffic:
             tracked.shares = True
             running.append(tracked)
         assert not copies
-        # The last in rank lose their pages; for a feature slot the last of those that have one.
+        # The last in rank are preempted; for a feature slot, the last of those that hold one.
         for lost in (active[name] for name in plan.preempted):
             stay = [t for t in running if t.has_features or not lost.has_features]
             assert all(tracked.rank < lost.rank for tracked in stay)
@@ -331,7 +339,9 @@ class Traffic:
             assert not any(self.active[row.request_id].request.constraint for row in plan.rows)
 
     def check_turn(self, plan: Plan, apart_steps: int) -> None:
-        """Whose rows these are, and that those under a constraint wait for no more than `apart_steps`."""
+        """Checks that a step of their own has only rows under a constraint, and that these rows wait for no
+        more than `apart_steps` steps of the others.
+        """
         constrained = {
             row.request_id for row in plan.rows if self.active[row.request_id].request.constraint is not None
         }
@@ -350,16 +360,20 @@ class Traffic:
             if t.request.request_id not in plan.preempted
         )
         self.plain_steps = self.plain_steps + plan.num_steps if self.sitting_out and waits else 0
-        # Turns of before may have had other limits.
+        # Earlier plans may have had another limit.
         assert self.plain_steps <= max(apart_steps, self.most_apart)
         self.most_apart = max(self.most_apart, apart_steps)
 
     def sits_out(self, tracked: Tracked) -> bool:
-        """Whether it is others' turn."""
+        """Whether the newest plan leaves this sequence out, so that rows under a constraint, or the others,
+        run alone.
+        """
         return self.sitting_out is not None and (tracked.request.constraint is not None) is self.sitting_out
 
     def sources(self, tracked: Tracked, running: list[Tracked]) -> list[Tracked]:
-        """Whose pages of the prompt a fork may have, unless some were dropped."""
+        """The running sequences whose prompt pages this fork may use, unless some of these pages were
+        dropped.
+        """
         prompt = tracked.request.prompt_token_ids
         if tracked.request.fork_of is None or tracked.preemptions:
             return []
@@ -373,13 +387,14 @@ class Traffic:
         copies: list[PageCopy],
         plan: Plan,
     ) -> None:
-        """What an entering request has of one of `sources`, or found in the prefix cache; `copies` loses its
-        own."""
+        """Checks how far an entering request begins with the pages of one of `sources`, or of the prefix
+        cache. Removes its page copy from `copies`.
+        """
         assert row.start < len(tracked.known)
         index, rest = divmod(row.start, self.config.page_size)
         if rest:
             source, own = copies.pop(0)
-            # Those had the page before this plan, so its content is of a step before.
+            # These held the page before this plan, so a step before this one has written its content.
             holders = [t for t in sources if t.computed >= row.start and not t.entered(plan)]
             assert source in [self.runner.tables[t.slot][index] for t in holders if t.slot is not None]
             assert own in [w.pages[index] for w in plan.page_writes if w.slot == row.slot]
@@ -397,30 +412,32 @@ class Traffic:
         load = self.scheduler.load()
         in_rank = sorted(self.active.values(), key=lambda t: t.rank)
         waiting = [t for t in in_rank if t.slot is None and t.may_run(admit)]
-        # Every decode is served; the last may sit out for want of a page.
+        # Every decode is served, except that the last in rank may sit out if there is no page for it.
         for tracked in running:
             if self.sits_out(tracked):
                 continue
             if tracked.decoding and tracked.request.request_id not in planned and not self.is_done(tracked):
                 assert self.in_flight
                 assert tracked is max(running, key=lambda t: t.rank)
-        # Nobody overtakes, but for those who wait for a prefix that is being computed, or a feature slot.
+        # No request is overtaken, except one that waits for a prefix that is being computed, or for a feature
+        # slot.
         entered = {request.request_id for _, request in plan.new_requests}
         for first in waiting:
             if any(t.rank > first.rank for t in running if t.request.request_id in entered):
                 assert self.may_be_passed(first, running)
                 first.overtaken = True
-        # The first in rank is served, and no budget is left over while somebody could use it.
+        # The first in rank is served, and no budget is left over that a waiting request could use.
         unserved = [t for t in waiting if not self.may_be_passed(t, running)]
         if not self.in_flight and not (waiting and self.may_be_passed(waiting[0], running)):
             served = [t for t in in_rank if t.may_run(admit) and not self.is_done(t)]
             first = served[0]
             waits, by_priority = first.slot is None, self.config.scheduling_policy == "priority"
             excuses = {
-                # A decode of lower priority may take the pages that were just enough: the next step preempts
-                # it.
+                # A decode of lower priority may take pages that would have just sufficed; the next step
+                # preempts it.
                 "a decode of lower priority grew": by_priority and waits and bool(plan.page_writes),
-                # Whoever overtook may hold the pages that it needs now that nobody computes them for it.
+                # A request that overtook it may hold the pages that it needs now that no other request
+                # computes them.
                 "it was overtaken": waits and first.overtaken,
                 "it is others' turn": self.sits_out(first),
             }
@@ -448,7 +465,9 @@ class Traffic:
         return lacks or self.may_be_promised(tracked, running)
 
     def check_shares(self, plan: Plan) -> None:
-        """However many prompts come in, the first in rank of them gets all it needs or most of the step."""
+        """However many prompts are computed at once, the first of them in rank gets all it needs or most of
+        the step.
+        """
         chunks = [(self.active[row.request_id], row) for row in plan.rows if row.token_ids is not None]
         if chunks:
             first, row = min(chunks, key=lambda chunk: chunk[0].rank)
@@ -458,14 +477,18 @@ class Traffic:
             assert row.num_tokens >= wanted or self.lacks_pages(row)
 
     def lacks_pages(self, row: PlanRow) -> bool:
-        """With a sliding window it may have got no page for more, because others hold what it gave back."""
+        """Whether the row ends where its pages end: with a sliding window there may be no page for more,
+        because others hold those that it gave back.
+        """
         seq = self.scheduler.roster.find(row.request_id)
         assert seq is not None
         covered = len(seq.pages) * self.config.page_size
         return self.config.sliding_window is not None and row.start + row.num_tokens == covered
 
     def headroom(self, running: list[Tracked]) -> int:
-        """Pages that are left to those who run: for 48 more tokens each, at most an eighth of all."""
+        """How many pages are kept for running sequences: enough for 48 more tokens each, at most an eighth of
+        all pages.
+        """
         wanted = 0
         for tracked in running:
             seq = self.scheduler.roster.find(tracked.request.request_id)
@@ -476,11 +499,13 @@ class Traffic:
         return min(wanted, self.config.num_pages // 8)
 
     def is_done(self, tracked: Tracked) -> bool:
-        """All tokens it may have are made or in flight."""
+        """Whether all tokens that it may have are made or in flight."""
         return len(tracked.known) + tracked.pending >= tracked.limit(self.context_limit)
 
     def may_be_promised(self, tracked: Tracked, running: list[Tracked]) -> bool:
-        """Whether a running prefill shares at least one full page with it, or its prompt with a fork."""
+        """Whether a running prefill shares at least one full page with it, or computes the prompt of which it
+        is a fork.
+        """
         if any(not t.decoding for t in self.sources(tracked, running)):
             return True
         size = self.config.page_size
@@ -510,7 +535,7 @@ class Traffic:
             assert 0 < row.num_tokens <= most
             whole = end == len(tracked.known)
             complete = whole or left <= 0 or row.num_tokens == most
-            assert complete or self.lacks_pages(row), "a chunk cut for nothing"
+            assert complete or self.lacks_pages(row), "the chunk is shorter than it could be"
             seq = self.scheduler.roster.find(row.request_id)
             assert seq is not None
             assert len(seq.held_pages) <= self.most_pages
@@ -525,15 +550,16 @@ class Traffic:
         tracked.pending += row.max_samples if row.samples else 0
 
     def check_writes(self, row: PlanRow) -> None:
-        """No page that somebody else holds, or finds by a key, is written; only a prefill publishes at
-        once."""
+        """Checks that no page is written that another sequence holds or that has a key, except that a prefill
+        may write the pages that it publishes in this plan.
+        """
         pool = self.scheduler.roster.pool
         seq = self.scheduler.roster.find(row.request_id)
         assert seq is not None
         end = row.start + (row.num_tokens if row.token_ids is not None else row.max_samples)
         for index in range(row.start // pool.page_size, (end - 1) // pool.page_size + 1):
             page = seq.pages[index]
-            if pool.num_holders(page) != 1:  # shared with somebody who entered in this very step
+            if pool.num_holders(page) != 1:  # shared with a sequence that entered in this step
                 assert row.token_ids is not None
             if pool.key_of(page) is not None:
                 assert row.token_ids is not None
@@ -574,9 +600,11 @@ class Traffic:
         prefill_budget: int | None = None,
         apart_steps: int = 0,
     ) -> None:
-        """Whatever happened: without new arrivals everything ends, soon and right, and all pages return."""
-        # In each step somebody computes at least one token, and each token at most twice; a row that is
-        # dropped later costs nobody a turn.
+        """Checks that, whatever happened, without new arrivals every request ends soon and correctly, and all
+        pages are given back.
+        """
+        # In each step at least one token is computed, and each token at most twice. A row that is dropped
+        # later takes no step from another sequence.
         bound = sum(2 * (len(t.known) + t.limit(self.context_limit)) for t in self.active.values()) + 4
         for _ in range(bound):
             self.run(1, ahead, max_steps, prefill_budget, apart_steps)

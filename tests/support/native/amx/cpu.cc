@@ -1,4 +1,4 @@
-// In src/common/cpu.cc's place: a processor with AMX, and no kernels for any other instruction set.
+// Takes the place of src/common/cpu.cc: a processor with AMX, and no kernels for any other instruction set.
 #include "common/cpu.h"
 
 #include <atomic>

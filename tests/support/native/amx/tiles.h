@@ -1,6 +1,6 @@
-// AMX's tiles in plain C++: what src/common/tiles.h has, with the meaning that Intel's manual gives the instructions
-// (Software Developer's Manual, volume 2, LDTILECFG to TILEZERO). Where the processor would fault, it says so and
-// aborts.
+// AMX's tiles in plain C++. The functions are those of src/common/tiles.h, with the meaning that Intel's manual gives
+// the instructions (Software Developer's Manual, volume 2, LDTILECFG to TILEZERO). Where the processor would fault,
+// they print why and abort.
 #pragma once
 
 #include <immintrin.h>
@@ -12,7 +12,7 @@
 
 namespace penstock {
 
-extern std::atomic<int> threads_with_tiles;  // configured and not yet released
+extern std::atomic<int> threads_with_tiles;  // threads that have configured their tiles and not yet released them
 
 namespace {
 
@@ -89,8 +89,8 @@ inline float Wide(uint16_t bf16) {
   return wide;
 }
 
-// One row of C. Even products and odd products are summed apart, each by fused multiply and add from zero in ascending
-// order; then they are added to each other, and that to C.
+// One row of C. The products of even and of odd elements are summed separately, each by fused multiply-add from zero in
+// ascending order; then both sums are added, and their total is added to C.
 __attribute__((noinline)) void DotRow(const uint8_t* a, const float (*b)[32], int pairs, uint8_t* c) {
   float sums[32] = {}, row[16];
   for (int k = 0; k < pairs; ++k) {

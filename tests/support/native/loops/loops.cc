@@ -1,4 +1,4 @@
-// Loops of parallel.h whose every turn is told to the test; see tests/runtime/ops/native/test_native_loops.py.
+// Runs loops of parallel.h that record every call, for tests/runtime/ops/native/test_native_loops.py.
 #include <atomic>
 #include <memory>
 #include <mutex>
@@ -22,7 +22,7 @@ void WaitFor(const std::atomic<int64_t>& value, int64_t wanted) {
 extern "C" {
 
 // Adds 1 to calls[i] for each call with i, on a pool of `threads`. The first `together` calls wait for each other, so
-// that as many threads take part. Returns how many did.
+// that as many threads take part. Returns the number of threads that took part.
 int64_t run(int64_t threads, int64_t count, int64_t together, std::atomic<int32_t>* calls) {
   xla::ffi::ThreadPool pool(threads);
   std::mutex mutex;
@@ -40,9 +40,9 @@ int64_t run(int64_t threads, int64_t count, int64_t together, std::atomic<int32_
   return static_cast<int64_t>(seen.size());
 }
 
-// A loop of `count` calls on two threads, of which the caller's (in_caller) or the other one throws in its first call.
-// The other thread has begun a call then, and ends it once that one has thrown. Returns 1 if the caller gets the
-// exception once all calls that had begun are done.
+// Runs a loop of `count` calls on two threads. One of them, the caller's if `in_caller`, throws in its first call. The
+// other thread has begun a call by then, and ends it after the first has thrown. Returns 1 if the caller gets the
+// exception only after all calls that had begun have ended.
 int32_t fail(int64_t count, int32_t in_caller, std::atomic<int32_t>* calls) {
   xla::ffi::ThreadPool pool(2);
   const std::thread::id caller = std::this_thread::get_id();

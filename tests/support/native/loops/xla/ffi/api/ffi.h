@@ -1,4 +1,4 @@
-// What parallel.h needs of XLA, on plain threads: so that a loop can be tried on as many threads as a test wants.
+// The part of XLA that parallel.h uses, on plain threads, so that a loop can run on as many threads as a test wants.
 #pragma once
 
 #include <atomic>
