@@ -1,4 +1,6 @@
-"""The demo model calls the weather tool and tells what it returned, through template, engine and parser."""
+"""The demo model calls the weather tool and answers with what the tool returned, through template, engine and
+parser.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""JSON objects of callers: what is read, and the bounds that are looked at before."""
+"""`parse_object` reads JSON objects of callers, and checks their bounds before it parses them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Conversations are checked whole: every violation, by the contract's field path."""
+"""`Chat.parse` checks a whole conversation and names every violation by the contract's field path."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SCHEMA = '{"type": "object", "properties": {"a": {"type": "integer"}}}'
 
 
 def violations(*args, **kwargs) -> list[tuple[str, str]]:
-    """(field, description) of what `Chat.parse` refuses."""
+    """What `Chat.parse` refuses, as (field, description)."""
     with pytest.raises(InvalidRequest) as caught:
         Chat.parse(*args, **kwargs)
     return [(v.field, v.description) for v in caught.value.violations]
@@ -62,7 +62,7 @@ def test_a_whole_conversation() -> None:
     assert chat.offered_tools == chat.tools
 
 
-def test_what_is_unset() -> None:
+def test_defaults() -> None:
     chat = Chat.parse([USER])
     assert (chat.tool_choice, chat.template, chat.options, chat.tools) == ("auto", None, {}, ())
     assert chat.required_tools == chat.offered_tools == ()
@@ -129,7 +129,7 @@ def test_tools() -> None:
     assert found[4][1] == "must be the schema of an object: \"type\" is 'string'"
 
 
-def test_everything_wrong_is_told_at_once() -> None:
+def test_all_violations_are_named_at_once() -> None:
     assert fields(
         [ChatTurn("robot", "")],
         [RawTool("f", "", "nope")],
@@ -151,7 +151,7 @@ def test_everything_wrong_is_told_at_once() -> None:
 
 @pytest.mark.parametrize("function", [PreTrainedTokenizerBase.apply_chat_template, render_jinja_template])
 def test_options_cannot_reach_parameters_of_transformers(function) -> None:
-    """`documents` is both, and harmless."""
+    """The exception is `documents`, which is both a parameter and a variable of templates, and harmless."""
     parameters = inspect.signature(function).parameters
     named = {name for name, p in parameters.items() if p.kind is not inspect.Parameter.VAR_KEYWORD}
     assert named - {"documents"} <= RESERVED_OPTIONS

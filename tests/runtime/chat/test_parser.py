@@ -1,4 +1,4 @@
-"""Choosing forms from a model or by option, and whole outputs through both parsers."""
+"""How the forms are chosen, from the model or by options, and how whole outputs pass through both parsers."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def parse(forms: ChatForms, chat: Chat, prompt: str, pieces: list[str]) -> Parse
             "{{ messages }}",
             ("<tool_call>", "<think>"),
             (None, None),
-        ),  # it takes no tools, and shows no thinking
+        ),  # the template has no tools and no reasoning
         ("{{ tools }}<tool_call>\n<function=f>", ("<tool_call>",), (None, None)),  # Qwen3-Coder's XML
         ("{{ tools }}<tool_call>f\n<arg_key>", ("<tool_call>",), (None, None)),  # GLM's
         ("<seed:think>", (), (None, "seed")),
@@ -94,7 +94,7 @@ def test_options_override_what_the_model_shows() -> None:
 def test_reasoning_words_and_calls() -> None:
     text = f"<think>\nParis: {CALL}\n</think>\n\nLet me see.\n{CALL}\n{CALL}"
     call = Call("get_weather", '{"city": "Paris"}')
-    expected = Parsed("Let me see.", f"Paris: {CALL}", (call, call))  # what is only thought of is not called
+    expected = Parsed("Let me see.", f"Paris: {CALL}", (call, call))  # no call within the reasoning
     forms = forms_of("hermes", "think")
     assert parse(forms, WEATHER, "<|assistant|>", [text]) == expected
     assert parse(forms, WEATHER, "<|assistant|>", list(text)) == expected
@@ -119,13 +119,13 @@ def test_each_piece_gives_what_is_new() -> None:
 
 
 @pytest.mark.parametrize("chat", [Chat(USER), Chat(USER, (Tool("get_weather"),), "none")])
-def test_calls_are_text_where_no_tools_were_offered(chat: Chat) -> None:
+def test_calls_are_text_if_no_tools_were_offered(chat: Chat) -> None:
     forms = forms_of("hermes", "think")
     assert parse(forms, chat, "", [CALL]) == Parsed(CALL)
     assert forms.markers(chat) == {"<think>", "</think>"}
 
 
-def test_without_forms_all_is_text() -> None:
+def test_without_forms_everything_is_text() -> None:
     parser = ChatForms().parser(WEATHER, "<think>")
     assert [parser.push("<think>"), parser.push(""), parser.flush()] == [
         Parsed("<think>"),
@@ -155,7 +155,7 @@ def test_pieces_do_not_matter(parts, opened, cuts) -> None:
 # -- Special tokens that the parser must see --
 
 
-def test_markers_stay_visible_where_special_tokens_are_skipped() -> None:
+def test_markers_stay_visible_if_special_tokens_are_skipped() -> None:
     codec = TextCodec(bytes_tokenizer(special=["[TOOL_CALLS]", "[ARGS]", "<other>"], ordinary=["<n>"]))
     text = '[TOOL_CALLS]get_weather[ARGS]{"a": 1}<other><n>'
     ids = [*codec.encode(text), codec.encode("<|end|>")[0]]
@@ -171,7 +171,7 @@ def test_markers_stay_visible_where_special_tokens_are_skipped() -> None:
 
 
 def test_markers_stay_visible_under_any_decoder() -> None:
-    """WordPiece, which is decoded by windows."""
+    """WordPiece is a decoder whose output for a token depends on its neighbours."""
     tokenizer = Tokenizer(
         models.WordPiece({"[UNK]": 0, "play": 1, "##ing": 2, "[SEP]": 3}, unk_token="[UNK]")
     )

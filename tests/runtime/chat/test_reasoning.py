@@ -1,4 +1,4 @@
-"""Splitting reasoning from answers."""
+"""The parser that separates a model's reasoning from its answer."""
 
 from __future__ import annotations
 
@@ -99,5 +99,5 @@ def test_text_comes_at_once() -> None:
         ("", False, False),
     ],
 )
-def test_the_prompts_tail_tells_where_an_output_begins(prompt: str, opened: bool, closed: bool) -> None:
+def test_the_prompts_end_shows_whether_reasoning_is_open(prompt: str, opened: bool, closed: bool) -> None:
     assert (THINK.opened_by(prompt), THINK.closed_by(prompt)) == (opened, closed)

@@ -1,6 +1,6 @@
-"""Conversations to prompts, by templates in the style of Qwen, Llama 3, Mistral and DeepSeek-R1.
+"""Conversations are rendered to prompts by templates in the style of Qwen, Llama 3, Mistral and DeepSeek-R1.
 
-Expected prompts are written by hand.
+The expected prompts are written by hand.
 """
 
 from __future__ import annotations
@@ -133,7 +133,7 @@ def test_a_tool_turn_names_its_function() -> None:
 
 
 def test_named_templates() -> None:
-    """As transformers has it: one for chats with tools."""
+    """As in transformers, a model may have a template of its own for chats with tools."""
     templates = {"default": "plain", "tool_use": "tools {{ tools | length }}"}
     assert rendered(templates, Chat((USER,))) == "plain"
     assert rendered(templates, Chat((USER,), (Tool("f"),))) == "tools 1"
@@ -161,7 +161,9 @@ def test_a_model_without_a_template() -> None:
     ],
 )
 def test_a_template_that_fails(template: str, reason: str, sandbox: TemplateSandbox) -> None:
-    """The model's own is told on the messages, the caller's, which runs in another process, on itself."""
+    """If the model's own template fails, the error names the messages. If the caller's fails, which runs in
+    another process, the error names the template.
+    """
     options = {"half": "\ud800"}
     field, own = refusal(template, Chat((USER,), options=options))
     assert field == "chat.messages"
@@ -181,7 +183,7 @@ def sandbox():
 
 
 def test_a_callers_template(sandbox: TemplateSandbox) -> None:
-    """It works on a model without one, and gives what the model's own would."""
+    """It works for a model without a template, and renders what the same template of a model would."""
     for template in (QWEN, LLAMA3, MISTRAL, R1):
         chat = Chat.parse(
             CALLED, [WEATHER], chat_template=template, template_options_json='{"bos_token": "<s>"}'
@@ -199,13 +201,15 @@ def test_output_is_bounded(sandbox: TemplateSandbox) -> None:
     "template",
     [
         "{% for i in range(100000) %}{% for j in range(100000) %}{% endfor %}{% endfor %}",
-        "{{ 9 ** (9 ** 9) }}",  # while the template compiles, in one instruction
+        "{{ 9 ** (9 ** 9) }}",  # computed by one instruction, while the template compiles
         "{% set ns = namespace(x='x') %}{% for i in range(50) %}{% set ns.x = ns.x ~ ns.x %}{% endfor %}",
     ],
     ids=["loop", "power", "memory"],
 )
 def test_a_template_that_would_never_end(template: str) -> None:
-    """It is stopped, and the next one is rendered by the same process: nobody waits for another to start."""
+    """It is stopped, and the same process renders the next template, so that nobody waits for a process to
+    start.
+    """
     sandbox = TemplateSandbox(cpu_limit_s=1)
     try:
         with pytest.raises(
@@ -226,8 +230,8 @@ def runs(pid: int) -> bool:
     return Path(f"/proc/{pid}").exists()
 
 
-def test_what_one_template_did_the_next_one_cannot_see(sandbox: TemplateSandbox) -> None:
-    """Each is rendered in a process of its own, which has ended when the answer is here."""
+def test_templates_cannot_see_what_earlier_ones_did(sandbox: TemplateSandbox) -> None:
+    """Each template is rendered in a process of its own, which has ended when the result arrives."""
     sandbox.render({"conversations": [[]], "chat_template": "x"})
     assert sandbox._worker is not None
     pid = sandbox._worker.pid
@@ -256,7 +260,7 @@ def test_a_process_that_died_meanwhile_is_replaced() -> None:
 
 
 def test_the_sandbox_does_not_see_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Should a template break out of jinja's sandbox, it finds no secrets there."""
+    """If a template broke out of jinja's sandbox, it would find no secrets there."""
     monkeypatch.setenv("PENSTOCK_SECRET", "x")
     sandbox = TemplateSandbox(cpu_limit_s=60)
     sandbox.render({"conversations": [[]], "chat_template": "x"})

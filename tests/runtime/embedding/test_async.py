@@ -1,4 +1,4 @@
-"""`AsyncEngine`: what `Engine` does, for coroutines; on a model whose tokens are computed by hand."""
+"""`AsyncEngine` does for coroutines what `Engine` does, on a model whose tokens can be computed by hand."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def sync() -> Iterator[Engine]:
 
 @pytest.fixture(scope="module")
 def engine(sync: Engine) -> AsyncEngine:
-    """One for all tests, each of which has an event loop of its own."""
+    """One AsyncEngine for all tests, although each test has an event loop of its own."""
     return AsyncEngine(sync)
 
 
@@ -108,7 +108,7 @@ async def test_a_dead_engine_ends_its_streams() -> None:
     with toy_engine(start=False) as sync:
         gate = at_gate(sync)
         async with AsyncEngine(sync).stream([1], sampling=GREEDY_PARAMS, stopping=long(50)) as stream:
-            sync._runner.wait = None  # type: ignore[assignment]  # the next step's end fails
+            sync._runner.wait = None  # type: ignore[assignment]  # waiting for the next step will fail
             gate.open()
             with pytest.raises(EngineFailure):
                 async for _ in stream:

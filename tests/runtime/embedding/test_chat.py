@@ -1,4 +1,4 @@
-"""The embedding API with text, on the demo model: conversations, tools, constraints, bad words."""
+"""The embedding API with text, on the demo model: conversations, tools, constraints and bad words."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_the_prompt_is_what_the_template_renders(engine: Engine) -> None:
     ],
 )
 def test_a_conversation_with_a_tool(engine: Engine, tool: Any) -> None:
-    """The model calls it and then tells what it returned; whole, and as it comes."""
+    """The model calls the tool and then answers with what it returned, both whole and as a stream."""
     messages: list[Any] = [QUESTION]
     asked = engine.chat(messages, tools=[tool], sampling=GREEDY, stopping=LENGTH)
     (call,) = asked.tool_calls
@@ -131,9 +131,7 @@ def test_a_call_may_be_required_or_forbidden(engine: Engine) -> None:
         engine.chat(hello, tools=[WEATHER], tool_choice="required", constraint=JsonObject())
 
 
-def test_a_template_of_ones_own_and_what_the_model_thinks(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_callers_template_and_the_models_reasoning(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine, "forms", choose_forms("", reasoning="think"))
     assert engine.text is not None
     end = engine.text.added_tokens["</think>"]

@@ -1,4 +1,4 @@
-"""The programs in examples/ run, each as its docstring says, with the demo model."""
+"""The programs in examples/ run with the demo model, each as its docstring says."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ START_S = 280
 
 
 def run(name: str, *arguments: str, typed: str = "") -> str:
-    """What the program printed."""
+    """Runs the program, and returns what it printed."""
     command = [sys.executable, str(EXAMPLES / name), *arguments]
     done = subprocess.run(
         command, input=typed, capture_output=True, text=True, timeout=START_S, cwd=ROOT, check=False
@@ -57,7 +57,7 @@ def test_batch_goes_on_where_it_ended(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def port() -> Iterator[int]:
-    """Where examples/web.py serves."""
+    """The port on which examples/web.py serves."""
     command = [sys.executable, "-u", str(EXAMPLES / "web.py"), "--port", "0"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT, env=os.environ) as server:
         assert server.stdout is not None
@@ -100,7 +100,7 @@ def test_web_refuses_what_is_no_request(port: int, fields: object) -> None:
         assert json.loads(answer.read())["error"]
 
 
-def test_web_ends_what_nobody_reads(port: int) -> None:
+def test_web_ends_a_request_whose_reader_is_gone(port: int) -> None:
     with connected(port) as connection:
         answer = post(connection, {"prompt": "Once", "max_tokens": 2000, "temperature": 1})
         answer.read(10)

@@ -1,7 +1,7 @@
-"""Grammars of required calls, under llguidance itself.
+"""Grammars of required calls, tested with llguidance itself.
 
-Outputs are walked at random through its masks, and read back by the parsers and by an independent JSON Schema
-validator; and calls that a model would write are let through.
+Random outputs that its masks allow are read back by the parsers and by an independent JSON Schema validator.
+The grammars must also allow the calls that a model would write.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ TOOLS = (
             "required": ["city"],
         },
     ),
-    Tool(  # its name begins another's, and its values spell markers
+    Tool(  # its name is the beginning of another tool's name, and its values spell markers
         "get",
         "",
         {
@@ -76,14 +76,14 @@ ANYTHING = Tool("anything", "", {"type": "object"})
 
 @dataclass(frozen=True)
 class Model:
-    """A tokenizer, as we and as llguidance see it."""
+    """A tokenizer, with our codec and with llguidance's view of it."""
 
     codec: TextCodec
     guide: LLTokenizer
     eos: int
 
     def walk(self, grammar: str, seed: int, max_tokens: int = 600) -> str:
-        """A random text of the grammar, which tends to end where it may."""
+        """A random text of the grammar. If it may end, or close something, it often does."""
         rng = np.random.default_rng(seed)
         matcher = LLMatcher(self.guide, LLMatcher.grammar_from_lark(grammar))
         ends = [
@@ -103,7 +103,7 @@ class Model:
         return self.codec.decode([i for i in out if i != self.eos], skip_special_tokens=False)
 
     def allows(self, grammar: str, text: str) -> bool:
-        """Whether the text, as the tokenizer splits it, is an output of the grammar."""
+        """Whether the grammar allows the text, as the tokenizer splits it, as a whole output."""
         matcher = LLMatcher(self.guide, LLMatcher.grammar_from_lark(grammar))
         ids = self.codec.encode(text, add_special_tokens=False)
         return matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()
@@ -121,7 +121,7 @@ def demo() -> Model:
 
 @pytest.fixture(scope="module")
 def marked() -> Model:
-    """A tokenizer with every marker, some special and some not."""
+    """A tokenizer that has every marker as a token, some of them special."""
     marks = {mark for tools in TOOL_FORMS.values() for mark in tools.markers}
     marks |= {mark for reasoning in REASONING_FORMS.values() for mark in reasoning.markers}
     ordinary = {"<tool_call>", "</tool_call>", "<think>", "</think>", "[/THINK]"}
@@ -156,7 +156,7 @@ def parsed(forms: ChatForms, chat: Chat, prompt: str, text: str) -> tuple[str, s
     [("demo", None), ("demo", "think"), ("marked", None), ("marked", "think"), ("marked", "magistral")],
 )
 def test_what_is_enforced_is_parsed_back(tokenizer, reasoning, form, choice, request) -> None:
-    """Nothing but calls comes out; each is one of the tools asked for, with valid arguments."""
+    """The output consists of calls only, each of a tool that was asked for, with valid arguments."""
     model: Model = request.getfixturevalue(tokenizer)
     forms = ChatForms(TOOL_FORMS[form], REASONING_FORMS[reasoning] if reasoning else None)
     tools = {tool.name: tool for tool in TOOLS}
@@ -188,7 +188,7 @@ VALUES = st.recursive(
 
 
 def written(form: str, marked: bool, arguments: list[object]) -> str:
-    """Calls of `anything` as the templates of the form's models write them."""
+    """Calls of `anything`, as the templates of models of this form write them."""
     dumped = [json.dumps(value, ensure_ascii=False) for value in arguments]
     if form == "hermes":
         blocks = [f'<tool_call>\n{{"name": "anything", "arguments": {a}}}\n</tool_call>' for a in dumped]
@@ -211,14 +211,14 @@ def written(form: str, marked: bool, arguments: list[object]) -> str:
 def test_what_a_model_would_write_is_let_through_and_parsed_back(
     tokenizer, form, demo, marked, arguments
 ) -> None:
-    """Any arguments for a tool that takes any; one call where one is asked for."""
+    """A tool that takes any arguments may get any arguments. If one call is required, a second is refused."""
     model = marked if tokenizer == "marked" else demo
     forms = ChatForms(TOOL_FORMS[form])
     text = written(form, tokenizer == "marked", arguments)
     for choice in ("required", "anything"):
         chat = Chat(USER, (ANYTHING,), choice)
         grammar = grammar_of(model, forms, chat)
-        # Markers in strings are text there, and the tokenizer would make tokens of them.
+        # The tokenizer would make tokens of markers in strings, where the grammar expects them as text.
         ids = model.codec.encode(text)
         if not any(mark in json.dumps(arguments) for mark in model.codec.added_tokens):
             matcher = LLMatcher(model.guide, LLMatcher.grammar_from_lark(grammar))
@@ -232,7 +232,7 @@ def test_what_a_model_would_write_is_let_through_and_parsed_back(
 @pytest.mark.parametrize(
     ("tools", "arguments", "allowed"),
     [
-        # Required ones are there, others may be, in the order of the schema.
+        # Required keywords must be there and others may be, in the order of the schema.
         (TOOLS[:1], 'city="Paris"', True),
         (TOOLS[:1], 'city="Paris", days=3', True),
         (TOOLS[:1], 'city="Paris", wind=True', True),
@@ -279,7 +279,7 @@ def test_python_keywords(tools, arguments: str, allowed: bool, marked: Model) ->
 def test_reasoning_comes_first(
     prompt: str, text: str, allowed: bool, with_tokens: bool, marked: Model
 ) -> None:
-    """With tags that are tokens, and with tags that are just text."""
+    """This holds if the tags are tokens, and if they are plain text."""
     model = marked if with_tokens else model_of(bytes_tokenizer())
     forms = ChatForms(TOOL_FORMS["hermes"], REASONING_FORMS["think"])
     call = '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
@@ -287,7 +287,7 @@ def test_reasoning_comes_first(
     assert model.allows(grammar, text.replace("{call}", call)) is allowed
 
 
-def test_schemas_are_closed_where_nothing_else_is_said() -> None:
+def test_schemas_are_closed_unless_they_allow_more() -> None:
     closed = Tool("f", "", {"properties": {"a": {}}})
     assert arguments_schema(closed) == {
         "type": "object",
@@ -301,7 +301,7 @@ def test_schemas_are_closed_where_nothing_else_is_said() -> None:
         assert arguments_schema(Tool("f", "", parameters)) == {**parameters, "type": "object"}
 
 
-def test_no_grammar_where_words_will_do() -> None:
+def test_there_is_no_grammar_if_no_call_is_required() -> None:
     for choice in ("auto", "none"):
         assert call_grammar(ChatForms(TOOL_FORMS["hermes"]), Chat(USER, TOOLS, choice), "", {}) is None
     assert call_grammar(ChatForms(), Chat(USER), "", {}) is None
@@ -313,7 +313,7 @@ def refused(forms: ChatForms, tools: tuple[Tool, ...]) -> list[tuple[str, str]]:
     return [(v.field, v.description) for v in caught.value.violations]
 
 
-def test_what_cannot_be_enforced() -> None:
+def test_refusals_of_tools_that_cannot_be_enforced() -> None:
     assert refused(ChatForms(), TOOLS) == [
         (
             "chat.tool_choice",
@@ -333,8 +333,8 @@ def test_what_cannot_be_enforced() -> None:
     ]
 
 
-def test_names_that_the_newer_mistral_form_cannot_spell(marked: Model) -> None:
-    """Then it is the older form."""
+def test_mistral_names_that_only_the_older_form_can_spell(marked: Model) -> None:
+    """If a name cannot be spelt in the newer form, calls are written in the older one."""
     forms = ChatForms(TOOL_FORMS["mistral"])
     chat = Chat(USER, (Tool('odd "name"{'), Tool("now")), "required")
     text = '[TOOL_CALLS] [{"name": "odd \\"name\\"{", "arguments": {}}]'

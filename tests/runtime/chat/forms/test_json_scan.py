@@ -1,4 +1,4 @@
-"""Recognising JSON in pieces. Reference: Python's json."""
+"""The scanner of JSON that comes in pieces, compared with Python's json."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_json_with_a_character_changed(value, at, char, cuts) -> None:
         (r'"\x', 3),
         (r'"\u12g', 6),
         ("{]", 2),
-        ("01,", None),  # a number ends with what follows it, and here the value has ended: 0, then 1
+        ("01,", None),  # the value is 0 and ends at the 1
         ("-x", 2),
         ("NaN", 1),
     ],
@@ -114,7 +114,7 @@ def test_call_objects(text: str, call: Call) -> None:
         '{"name": "f", "name": "g"}',
         '{"name": "f", "arguments": {}',
         '{"name": "f" "arguments": {}}',
-        r'{"name": "\ud800", "arguments": {}}',  # half a character cannot be sent
+        r'{"name": "\ud800", "arguments": {}}',  # half of a surrogate pair cannot be sent
         '["name"]',
     ],
 )

@@ -1,4 +1,6 @@
-"""Python literals in pieces, as JSON. Reference: Python's ast.literal_eval."""
+"""The scanner that turns Python literals, which come in pieces, into JSON, compared with Python's
+ast.literal_eval.
+"""
 
 from __future__ import annotations
 
@@ -26,12 +28,12 @@ CUTS = st.lists(st.integers(0, 60), max_size=6)
 
 
 def evaluated(source: str) -> object:
-    with warnings.catch_warnings(action="ignore"):  # of escapes that mean nothing
+    with warnings.catch_warnings(action="ignore"):  # warnings about unknown escapes
         return ast.literal_eval(source)
 
 
 def whole(text: str) -> str:
-    """Halves of a surrogate pair joined, as in JSON."""
+    """The text with the halves of surrogate pairs joined, as in JSON."""
     return text.encode("utf-16", "surrogatepass").decode("utf-16", "surrogatepass")
 
 
@@ -51,7 +53,7 @@ ATOMS = st.sampled_from([*ESCAPES, "\\x41", "\\u00e9", "\\ud83d", "\\ude00", "\\
 @settings(max_examples=200, deadline=None)
 @given(atoms=st.lists(ATOMS, max_size=8), quote=st.sampled_from(["'", '"', "'''", '"""']), cuts=CUTS)
 def test_strings_are_what_they_mean(atoms, quote, cuts) -> None:
-    """One literal each, for no quote and no line break stands alone."""
+    """Each source is one literal, because no atom is a quote or a line break without a backslash."""
     source = f"{quote}{''.join(atoms)}{quote}"
     scan = Scan(python_value, pieces_of(source, cuts))
     try:
@@ -82,7 +84,7 @@ def test_strings_are_what_they_mean(atoms, quote, cuts) -> None:
         ("'it\\'s'", '"it\'s"'),
         ('"""a\n"b"""', '"a\\n\\"b"'),
         ("'\\ud83d\\ude00'", '"\U0001f600"'),
-        ("'\\ud83d'", '"\\ud83d"'),  # half of a pair stays spelt out: bare, it could not be sent
+        ("'\\ud83d'", '"\\ud83d"'),  # half of a pair stays an escape: it could not be sent
         ("'\\d'", '"\\\\d"'),
     ],
 )

@@ -1,4 +1,4 @@
-"""Tool calls in each form, by hand-written outputs."""
+"""The parsers of tool calls in each form, on outputs written by hand."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ EXAMPLES = {
         (f"Let me see.\n{HERMES}", [Text("Let me see."), WEATHER]),
         (f" Let me see. \n\n{HERMES}\n\nDone.\n", [Text(" Let me see."), WEATHER, Text("\n\nDone.\n")]),
         ('<tool_call>{"arguments":{"a":{"b":[{}]}},"name":"f"}</tool_call>', [Call("f", '{"a":{"b":[{}]}}')]),
-        # The closing tag in a string is no closing tag; an escaped quote does not end it.
+        # A closing tag in a string does not end the call, and an escaped quote does not end the string.
         (
             '<tool_call>\n{"name": "f", "arguments": {"a": "</tool_call>\\"}"}}\n</tool_call>x',
             [Call("f", '{"a": "</tool_call>\\"}"}'), Text("x")],
         ),
         ('<tool_call>{"name": "nobody", "arguments": {}}</tool_call>', [Call("nobody", "{}")]),
         ('<tool_call>{"name": "f"}</tool_call>', [CALL]),
-        # Cut short: without its closing tag a whole call is one at the output's end, and nowhere else.
+        # A whole call without its closing tag counts as a call at the output's end, and nowhere else.
         ('<tool_call>\n{"name": "f", "arguments": {}}', [CALL]),
         ('<tool_call>\n{"name": "f", "arguments": {}}\n</tool', [CALL]),
         ('<tool_call>\n{"name": "f", "arguments": {}', None),
@@ -124,7 +124,7 @@ CASES = [(form, text, found) for form, examples in EXAMPLES.items() for text, fo
 
 @pytest.mark.parametrize(("form", "text", "found"), CASES)
 def test_examples(form: str, text: str, found: list[object] | None) -> None:
-    """None: all of it is text. Whole, and character by character."""
+    """Each output is parsed as a whole and character by character. `found` None: all of it is text."""
     expected = [Text(text)] if found is None else found
     assert events_of(form, [text]) == expected
     assert events_of(form, list(text)) == expected
@@ -140,7 +140,7 @@ def test_examples(form: str, text: str, found: list[object] | None) -> None:
     ],
 )
 def test_text_is_held_no_longer_than_needed(form: str, pieces: list[str]) -> None:
-    """What comes out after each piece, worked out by hand."""
+    """The text that comes out after each piece is worked out by hand."""
     expected = {
         "hermes": [["Hi there"], [], [" <b>"], [" <tools>"]],
         "llama3_json": [[], ['{"answer"'], [": 1}"]],
@@ -166,7 +166,9 @@ def test_a_call_comes_with_its_last_character() -> None:
 
 
 def test_long_arguments_in_small_pieces() -> None:
-    """100,000 characters, one by one: what was scanned is not scanned again."""
+    """100,000 characters come one by one. The parser must not scan again what it has scanned, or this takes
+    forever.
+    """
     long = "x" * 100_000
     text = f'<tool_call>\n{{"name": "f", "arguments": {{"a": "{long}"}}}}\n</tool_call>'
     assert events_of("hermes", list(text)) == [Call("f", f'{{"a": "{long}"}}')]

@@ -1,4 +1,6 @@
-"""Laws of the tool-call parsers, over outputs made of calls, near-calls, markers and words."""
+"""Properties of the tool-call parsers, over outputs made of calls, of text that resembles calls, of markers
+and of words.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,7 @@ SCRAPS = st.sampled_from([
 
 
 def written(form: str, made: list[tuple[str, dict[str, object]]], ascii_only: bool = False) -> str:
-    """The calls as a model of that form writes them."""
+    """The calls as a model of this form writes them."""
 
     def dump(value: object) -> str:
         return json.dumps(value, ensure_ascii=ascii_only)
@@ -67,7 +69,9 @@ def parsed_calls(events: list[Event]) -> list[tuple[str, object]]:
     ascii_only=st.booleans(),
 )
 def test_what_is_written_is_found(form, made, before, cuts, ascii_only) -> None:
-    """Calls come back as they were made, in order, and the words before them without the line break."""
+    """Calls come back as they were made, in order, and the words before them without the line break at their
+    end.
+    """
     text = before + written(form, made, ascii_only)
     events = events_of(form, pieces_of(text, cuts))
     assert parsed_calls(events) == made
@@ -89,7 +93,7 @@ def test_pieces_do_not_matter(form, parts, cuts) -> None:
 @settings(max_examples=60, deadline=None)
 @given(parts=st.lists(st.one_of(SCRAPS, CALLS), max_size=8))
 def test_text_without_calls_is_unchanged(form, parts) -> None:
-    """Whatever looks like a call and is none, to the last character."""
+    """Text that resembles a call but is none comes back unchanged."""
     text = "".join(part if isinstance(part, str) else written(form, part)[:-3] for part in parts)
     events = events_of(form, list(text))
     if not calls(events):
@@ -100,7 +104,7 @@ def test_text_without_calls_is_unchanged(form, parts) -> None:
 @settings(max_examples=60, deadline=None)
 @given(words=st.lists(st.text(alphabet="ab\n ;}])'\"é", max_size=8), max_size=6))
 def test_text_without_markers_comes_at_once(form, words) -> None:
-    """All but white space at the end, after every piece."""
+    """After every piece, all text has come out except white space at its end."""
     parser = CallParser(TOOL_FORMS[form], TOOLS)
     came = ""
     for i, word in enumerate(words):
@@ -117,8 +121,8 @@ def test_text_without_markers_comes_at_once(form, words) -> None:
     then=st.lists(SCRAPS | CALLS, max_size=4),
 )
 def test_after_a_call_all_begins_anew(form, parts, made, then) -> None:
-    """Concatenation, for the forms in which a call may stand anywhere: what follows a call is parsed as if it
-    stood alone, but for white space at its beginning, which is dropped if nothing else follows.
+    """In forms in which a call may stand anywhere, the text after a call is parsed as if it stood alone. The
+    exception is white space at its beginning, which is dropped if nothing else follows.
     """
     text = [
         "".join(part if isinstance(part, str) else written(form, part) for part in some)
@@ -128,7 +132,7 @@ def test_after_a_call_all_begins_anew(form, parts, made, then) -> None:
     if calls(events_of(form, [first]))[-len(made) :] != [
         (name, json.dumps(arguments, ensure_ascii=False)) for name, arguments in made
     ]:
-        return  # a scrap before it swallowed the call
+        return  # the text before the call made it part of something else
     rest = events_of(form, [text[1]])
     if not calls(rest) and not texts(rest).strip(" \n"):
         rest = []
