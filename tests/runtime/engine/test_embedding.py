@@ -1,4 +1,6 @@
-"""The embedding API with text: `Engine.generate` and `Engine.stream` on a PyTorch golden, no server."""
+"""The embedding API with text: `Engine.generate` and `Engine.stream` on a golden checkpoint, without a
+server.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,7 @@ def engine() -> Iterator[Engine]:
 
 
 def expected_text(engine: Engine) -> str:
-    """What the tokenizer makes of PyTorch's tokens."""
+    """The text of PyTorch's tokens."""
     assert engine.text is not None
     return engine.text.decode(CASE["tokens"])
 
@@ -63,7 +65,7 @@ def test_a_text_prompt_is_tokenized(engine: Engine) -> None:
 
 def test_deltas_join_to_the_text(engine: Engine) -> None:
     parts = list(engine.stream(CASE["prompt"], sampling=GREEDY, stopping=STOPPING))
-    assert len(parts) > 1  # several tokens at a time: decode steps may come in windows
+    assert len(parts) > 1  # fewer parts than tokens, because decode steps may come in windows
     assert "".join(part.delta for part in parts) == expected_text(engine)
     assert [token for part in parts for token in part.token_ids] == CASE["tokens"]
     *before, last = parts
@@ -71,8 +73,10 @@ def test_deltas_join_to_the_text(engine: Engine) -> None:
     assert all(part.finish is None and part.timing is None for part in before)
 
 
-def test_a_stream_copies_what_it_is_long(engine: Engine) -> None:
-    """What its values hold sums to what there is: none repeats what came before it."""
+def test_values_of_a_stream_repeat_nothing(engine: Engine) -> None:
+    """The values of a stream together hold each token once: none repeats what came before it. So the cost
+    grows with the output's length and not with its square.
+    """
     for count in (10, 100):
         stopping = StoppingParams(max_tokens=count, ignore_eos=True)
         parts = list(engine.stream(CASE["prompt"][:4], sampling=GREEDY, stopping=stopping, logprobs=0))
@@ -99,7 +103,9 @@ def test_a_stop_string_cuts_text_and_tokens(engine: Engine, include_stop: bool) 
 
 
 def test_defaults_come_from_the_checkpoint(engine: Engine) -> None:
-    """The golden's generation_config names no sampling values: temperature 1, so two unseeded runs differ."""
+    """The golden's generation_config names no sampling values, so the temperature is 1 and unseeded runs
+    differ.
+    """
     assert engine.info.defaults.temperature == 1.0
     runs = {engine.generate(CASE["prompt"], stopping=STOPPING).token_ids for _ in range(3)}
     assert len(runs) > 1

@@ -1,4 +1,4 @@
-"""Engine, core and runner on the toy model, whose tokens are computed by hand
+"""Engine, core and runner on the toy model, whose tokens can be computed by hand
 (tests/support/models/toy.py).
 """
 
@@ -48,14 +48,14 @@ def engine() -> Iterator[Engine]:
 
 @pytest.mark.parametrize("prompt", [[1], [5, 6, 7], list(range(40)), [2] * 97])
 def test_greedy_tokens_are_the_hand_computed_ones(engine: Engine, prompt: list[int]) -> None:
-    """Prompts within a page, over pages, over several chunks of the 16-token budget."""
+    """The prompts fit in one page, span several pages, or need several chunks of the budget of 16 tokens."""
     result = engine.generate(prompt, sampling=GREEDY_PARAMS, stopping=long(30))
     assert list(result.token_ids) == toy_tokens(prompt, 30)
     assert result.finish == Finish(FinishReason.MAX_TOKENS)
 
 
-def test_packed_requests_get_what_they_get_alone(engine: Engine) -> None:
-    """24 requests of different lengths over 4 rows."""
+def test_requests_in_one_batch_get_the_tokens_they_get_alone(engine: Engine) -> None:
+    """24 requests of different lengths share 4 rows."""
     prompts = [[(7 * i + j) % VOCAB for j in range(1 + 5 * (i % 9))] for i in range(24)]
     with ThreadPoolExecutor(24) as pool:
         results = list(
@@ -66,7 +66,7 @@ def test_packed_requests_get_what_they_get_alone(engine: Engine) -> None:
 
 
 def test_preempted_and_resumed_equals_undisturbed() -> None:
-    """12 pages of 4 tokens for 4 rows that each grow to 40 tokens: most of them lose their pages several
+    """Four rows that each grow to 40 tokens share 12 pages of 4 tokens, so most of them are preempted several
     times.
     """
     engine = toy_engine(toy_model(max_model_len=44), kv_cache_bytes=12 * 4 * 2 * 4 * 4)
@@ -100,8 +100,8 @@ def test_eos_ends_and_ignore_eos_goes_on(engine: Engine) -> None:
 
 
 def test_min_tokens_masks_eos_and_stop_ids_until_reached(engine: Engine) -> None:
-    """The toy gives the wanted token logit 10 and all others 0: where that one is masked, greedy takes token
-    0.
+    """The toy model gives its next token the logit 10 and all others 0. If that token is masked, greedy
+    sampling takes token 0.
     """
     prompt = [3, 4]
     first = toy_tokens(prompt, 1)[0]
@@ -124,7 +124,7 @@ def test_the_context_ends_generation(engine: Engine) -> None:
 
 
 def test_seeded_sampling_does_not_depend_on_the_batch(engine: Engine) -> None:
-    """The toy's distribution is nearly flat at temperature 50, so tokens depend on the seed alone."""
+    """At temperature 50 the toy model's distribution is nearly flat, so tokens depend on the seed alone."""
     hot = SamplingParams(temperature=50.0, seed=2**63 + 5)
     alone = engine.generate([1, 2, 3], sampling=hot, stopping=long(20)).token_ids
     with ThreadPoolExecutor(12) as pool:
@@ -144,7 +144,7 @@ def test_seeded_sampling_does_not_depend_on_the_batch(engine: Engine) -> None:
 
 
 def test_logprobs_are_those_of_the_toy(engine: Engine) -> None:
-    """One logit is 10 and 60 are 0: log p = 10 - log(e^10 + 60)."""
+    """One logit is 10 and the other 60 are 0, so log p = 10 - log(e^10 + 60)."""
     result = engine.generate([1, 2], sampling=GREEDY_PARAMS, stopping=long(3), logprobs=2)
     peak = 10 - np.log(np.exp(10) + VOCAB - 1)
     assert result.logprobs is not None
@@ -157,7 +157,7 @@ def test_logprobs_are_those_of_the_toy(engine: Engine) -> None:
 
 
 def test_more_logprobs_than_tokens_in_the_vocabulary() -> None:
-    """Allowed as far as max_logprobs goes: all there are come back, and the engine lives on."""
+    """A request may ask for up to max_logprobs. If the vocabulary has fewer tokens, all of them come back."""
     engine = toy_engine(max_logprobs=VOCAB + 9)
     try:
         result = engine.generate([1, 2], sampling=GREEDY_PARAMS, stopping=long(2), logprobs=VOCAB + 5)
@@ -254,7 +254,7 @@ def test_an_ended_stream_leaves_the_next_user_of_its_id_alone(engine: Engine) ->
 
 
 def test_one_call_per_step_for_requests_that_share_a_sink(engine: Engine) -> None:
-    """They come while the engine is held at its gate, so they enter, and run, side by side."""
+    """The requests arrive while the engine is held at the gate, so they enter and run side by side."""
     gate, sink, names = at_gate(engine), Collector(), ["s0", "s1", "s2"]
     for i, name in enumerate(names):
         submit(engine, sink, name, [i], tokens=50)
@@ -312,7 +312,7 @@ def test_the_queue_has_a_limit() -> None:
 
 
 class TwoWeights(ToyLM):
-    """The toy with a second weight, so that an update can be partial."""
+    """The toy model with a second weight, so that an update can be partial."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -339,7 +339,7 @@ def new_offset(value: float) -> dict[str, np.ndarray]:
 
 @pytest.mark.parametrize("policy", list(InFlightPolicy))
 def test_weights_are_swapped_between_steps(policy: InFlightPolicy) -> None:
-    """Tokens switch from one formula to the other exactly where the outputs' generation says so."""
+    """Tokens change from one formula to the other exactly where the outputs' `weights_generation` changes."""
     engine = toy_engine()
     try:
         gate = at_gate(engine, "flying", tokens=110)
@@ -360,7 +360,7 @@ def test_weights_are_swapped_between_steps(policy: InFlightPolicy) -> None:
             # One token is being delivered when the update comes, and the next is in flight.
             assert len(old) == (110 if policy is InFlightPolicy.WAIT else 2)
         assert last.timing is not None
-        assert last.timing.preemptions == (policy is InFlightPolicy.RECOMPUTE)  # only then prefilled again
+        assert last.timing.preemptions == (policy is InFlightPolicy.RECOMPUTE)  # prefilled again
         after = engine.generate([4, 4], sampling=GREEDY_PARAMS, stopping=long(10)).token_ids
         assert list(after) == toy_tokens([4, 4], 10, offset=5)
         assert engine.compiles_after_warmup == 0
@@ -369,7 +369,9 @@ def test_weights_are_swapped_between_steps(policy: InFlightPolicy) -> None:
 
 
 def test_partial_updates_staged_together_both_go_live() -> None:
-    """The second is staged before the first is live: it must not bring back what the first replaced."""
+    """The second update is staged before the first goes live, and must not bring back what the first has
+    replaced.
+    """
     engine = toy_engine(two_weight_toy())
     try:
         sink = Collector()
@@ -469,7 +471,7 @@ def test_an_observer_sees_every_step() -> None:
     finally:
         engine.shutdown()
     records = [seen.get_nowait() for _ in range(seen.qsize())]
-    # 20 prompt tokens under a budget of 16, then two decodes
+    # 20 prompt tokens with a budget of 16, then two decodes.
     assert [(r.num_tokens, r.decode_only) for r in records] == [(16, False), (4, False), (1, True), (1, True)]
     for r in records:
         assert r.request_ids == ("watched",)

@@ -1,5 +1,5 @@
-"""Constraints on the real engine: masks with every other feature, ends, failures, and logits that are not
-finite. On the model of known logits; tests/runtime/engine/test_engine_schemas.py has grammars and real
+"""Constraints on the real engine: masks together with every other feature, ends of outputs, failures, and
+logits that are not finite. The model's logits are known; test_engine_schemas.py tests grammars on real
 models.
 """
 
@@ -29,7 +29,7 @@ GREEDY = ResolvedSampling(temperature=0.0)
 
 @pytest.fixture(
     scope="module",
-    # Any step is short against such a window: rows under constraints have steps of their own.
+    # Every step is short compared with such a window, so rows under constraints have steps of their own.
     params=[{"decode_window_s": 10.0}, {"overlap": False}, {"native": "off"}],
     ids=["apart", "no overlap", "XLA"],
 )
@@ -43,7 +43,7 @@ def engine(request: pytest.FixtureRequest) -> Iterator[Engine]:
 
 
 def greedy(name: str, seed: int, max_tokens: int = 24) -> Request:
-    """Cut before a choice that is too close to call, with and without `Turns`."""
+    """A greedy request that ends before any choice that is too close to call, with and without `Turns`."""
     request = Mixer(seed).greedy(name, TABLES, max_tokens)
     for rule in (None, Turns()):
         told = greedy_tokens(request, TABLES, max_tokens, rule)
@@ -59,9 +59,9 @@ def expect(request: Request, rule: Turns | None = None) -> list[int]:
     return greedy_tokens(request, TABLES, request.stopping.max_tokens, rule).tokens
 
 
-def test_constrained_and_free_rows_are_the_witnesss(engine: Engine) -> None:
-    """40 requests, every second under a constraint that ends after 3 to 11 tokens; penalties, biases, words
-    and min_tokens as they come.
+def test_constrained_and_free_rows_agree_with_the_witness(engine: Engine) -> None:
+    """40 requests with random penalties, biases, words and min_tokens; every second is under a constraint
+    that is complete after 3 to 11 tokens.
     """
     requests = [greedy(f"r{i}", 500 + i) for i in range(40)]
     rules = [Turns(limit=3 + i % 9) if i % 2 else None for i in range(40)]
@@ -79,14 +79,16 @@ def test_constrained_and_free_rows_are_the_witnesss(engine: Engine) -> None:
         assert rule is None or rule.accepted == result.tokens
 
 
-def test_an_end_token_is_the_models_and_told_as_such(engine: Engine) -> None:
-    """EOS under a constraint that allows it ends as it does without one, by its id; completion has none."""
+def test_an_end_token_ends_a_constrained_output_by_its_id(engine: Engine) -> None:
+    """If a constraint allows EOS, EOS ends the output as it does without one, and the finish has its id. If
+    the constraint is complete, the finish has no id.
+    """
     likes_eos = ResolvedSampling(temperature=0.0, logit_bias=((EOS, 100.0),))
     stop = StoppingParams(max_tokens=9)
     by_token, by_rule = answers(
         engine,
         [
-            Request("token", (1,), likes_eos, stop, constraint=Turns()),  # 60 + 0 is a multiple of 3
+            Request("token", (1,), likes_eos, stop, constraint=Turns()),  # EOS is 60, a multiple of 3
             Request("rule", (1,), likes_eos, stop, constraint=Turns(limit=1)),
         ],
     )
@@ -98,7 +100,7 @@ def test_an_end_token_is_the_models_and_told_as_such(engine: Engine) -> None:
 
 @dataclass(eq=False)
 class Held(Turns):
-    """From its fourth token on, a mask is made no sooner than somebody lets it be made."""
+    """A constraint whose masks, from the fourth token on, are not made before `gate` is set."""
 
     gate: threading.Event = field(default_factory=threading.Event)
 
@@ -108,9 +110,9 @@ class Held(Turns):
         super().fill(mask)
 
 
-def test_a_mask_that_takes_for_ever_keeps_nobody_else_waiting(engine: Engine) -> None:
-    """Free rows and other rows under constraints come to their end; and once its masks are there, so does the
-    slow one, with the tokens that it has always had.
+def test_a_late_mask_keeps_no_other_request_waiting(engine: Engine) -> None:
+    """Free rows and other rows under constraints end meanwhile. When the masks are made at last, the slow
+    request ends too, with the tokens that it would have had without the delay.
     """
     gate = threading.Event()
     held = [Request(f"held{i}", (i,), GREEDY, StoppingParams(max_tokens=9)) for i in (1,)]
@@ -137,7 +139,7 @@ def test_a_mask_that_takes_for_ever_keeps_nobody_else_waiting(engine: Engine) ->
 
 @dataclass(eq=False)
 class Failing(Turns):
-    """Goes wrong once it has accepted so many tokens."""
+    """A constraint that raises `error` in `where` once it has accepted `fails_at` tokens."""
 
     fails_at: int = 4
     where: str = "fill"
@@ -157,7 +159,7 @@ class Failing(Turns):
 
 
 def free(name: str, seed: int) -> Request:
-    """Who shares the steps."""
+    """A greedy request that shares the steps."""
     return greedy(name, seed, max_tokens=30)
 
 
@@ -191,7 +193,7 @@ def test_a_constraint_that_fails_ends_its_own_request_only(engine: Engine, where
 
 
 class PanicException(BaseException):
-    """As pyo3's: a panic in Rust, which `except Exception` lets pass."""
+    """Stands for pyo3's exception of this name: a panic in Rust, which `except Exception` does not catch."""
 
 
 @pytest.mark.parametrize("where", ["fill", "accept"])
@@ -207,7 +209,7 @@ def test_a_panic_in_a_constraint_ends_its_own_request_only(engine: Engine, where
 
 
 def poisoned(token: int, value: float) -> Tables:
-    """The model cannot go on after this token."""
+    """Tables in which the logits after `token` hold `value`, so that the model cannot go on."""
     table = TABLES.table.copy()
     table[token, 11] = value
     return dataclasses.replace(TABLES, table=table)
@@ -218,8 +220,8 @@ def poisoned(token: int, value: float) -> Tables:
 def test_logits_that_are_not_finite_end_the_request_that_has_them(
     engine: Engine, value: float, kind: str
 ) -> None:
-    """It keeps what it had made, whether single steps or windows made it; the others go on, and so does the
-    engine.
+    """The request keeps the tokens that it has, whether single steps or windows made them. The other requests
+    and the engine go on.
     """
     requests = [dataclasses.replace(_unbiased(700 + i, kind), logprobs=2) for i in range(12)]
 
@@ -257,7 +259,7 @@ def test_logits_that_are_not_finite_end_the_request_that_has_them(
 
 
 def _unbiased(seed: int, kind: str) -> Request:
-    """Greedy or sampled, without what could forbid tokens."""
+    """A greedy or sampled request without biases or rules that forbid tokens."""
     mixer = Mixer(seed)
     request = mixer.sampled(f"r{seed}", 30) if kind == "sampled" else mixer.greedy(f"r{seed}", TABLES, 30)
     sampling = dataclasses.replace(request.sampling, bad_words=(), allowed_token_ids=(), logit_bias=())
@@ -267,7 +269,7 @@ def _unbiased(seed: int, kind: str) -> Request:
 
 
 def test_a_model_may_forbid_tokens_itself(engine: Engine) -> None:
-    """Minus infinity is a logit like others, unless there is nothing else."""
+    """A logit of minus infinity is valid, unless all logits are."""
     table = np.where(np.arange(len(TABLES.table)) % 2 == 0, TABLES.table, -np.inf).astype(np.float32)
     table[8] = -np.inf
     serve(engine, dataclasses.replace(TABLES, table=table))

@@ -1,4 +1,4 @@
-"""What an engine leaves on the device when it has ended, however it did."""
+"""When an engine has ended, for whatever reason, it leaves nothing on the device."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.support.models.toy import toy_engine
 
 
 class PanicException(BaseException):
-    """As pyo3's."""
+    """Stands for pyo3's exception of this name: a panic in Rust, which `except Exception` does not catch."""
 
 
 def num_live() -> int:
@@ -27,7 +27,7 @@ def num_live() -> int:
 def test_nothing_is_left_on_the_device_after_shutdown(
     breaks: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """While the engine, and the error it died of, are still held."""
+    """This holds although the engine, and the error it died of, are still referenced."""
     before = num_live()
     engine = toy_engine()
     try:

@@ -1,5 +1,5 @@
-"""Every sampling parameter through the whole engine, against tokens computed by hand and by
-tests/support/models/witness.py, on a model whose logits are known (tests/support/models/table.py).
+"""Every sampling parameter through the whole engine. The expected tokens are computed by hand, or by
+tests/support/models/witness.py, for a model whose logits are known (tests/support/models/table.py).
 """
 
 from __future__ import annotations
@@ -25,7 +25,9 @@ TABLES = random_tables()
 
 @pytest.fixture(scope="module", params=["auto", "off"], ids=["native", "XLA"])
 def engine(request: pytest.FixtureRequest) -> Iterator[Engine]:
-    """With either sampler; what has penalties or a bias takes turns on two feature slots."""
+    """An engine with the native sampler, and one with XLA's. Requests with penalties or a bias share two
+    feature slots.
+    """
     engine = table_engine(TABLES, native=request.param, feature_slots=2)
     yield engine
     assert engine.compiles_after_warmup == 0
@@ -35,7 +37,7 @@ def engine(request: pytest.FixtureRequest) -> Iterator[Engine]:
 
 @pytest.fixture
 def flat(engine: Engine) -> Iterator[Engine]:
-    """The engine while its logits are 3.0, 2.9, 1.0, 0.9, then -50 and for EOS -5, whatever came before."""
+    """The engine with these logits after any tokens: 3.0, 2.9, 1.0, 0.9, then -50, and -5 for EOS."""
     logits = [3.0, 2.9, 1.0, 0.9, *[-50.0] * (VOCAB - 5), -5.0]
     serve(engine, Tables.constant(logits))
     yield engine
@@ -48,7 +50,9 @@ def ask(
     stopping: dict[str, Any] | None = None,
     prompt: tuple[int, ...] = (9,),
 ) -> Answer:
-    """Greedy; 6 tokens, EOS ignored, unless told otherwise."""
+    """The answer to a request that is greedy, makes 6 tokens and ignores EOS, unless the parameters say
+    otherwise.
+    """
     params = ResolvedSampling(**{"temperature": 0.0, **sampling})
     rules = StoppingParams(**{"max_tokens": 6, "ignore_eos": True, **(stopping or {})})
     return answer(engine, Request("r", prompt, params, rules))
@@ -58,17 +62,17 @@ def ask(
     ("sampling", "prompt", "expected"),
     [
         ({}, (9,), [0, 0, 0, 0, 0, 0]),
-        # 3.0 - 0.2 = 2.8 once, and 2.9 - 0.2 = 2.7 once: however often they were made
+        # 3.0 - 0.2 = 2.8 and 2.9 - 0.2 = 2.7, once for a token that was generated, however often it was
         ({"presence_penalty": 0.2}, (9,), [0, 1, 0, 0, 0, 0]),
         # 3.0, 2.94, 2.88 against 2.9, 2.84, 2.78
         ({"frequency_penalty": 0.06}, (9,), [0, 0, 1, 0, 1, 0]),
         # 3.0, 2.74, 2.68, 2.62 against 2.9, 2.64, 2.58
         ({"frequency_penalty": 0.06, "presence_penalty": 0.2}, (9,), [0, 1, 0, 0, 1, 0]),
         ({"presence_penalty": -2.0}, (1,), [0, 0, 0, 0, 0, 0]),
-        # the prompt does not count for these two
+        # the prompt does not count for these two penalties
         ({"presence_penalty": 0.2}, (0,), [0, 1, 0, 0, 0, 0]),
         ({"frequency_penalty": 2.0}, (0, 0, 0), [0, 1, 0, 2, 1, 3]),
-        # for repetition it does: 3.0 / 2 = 1.5 from the start, 2.9 / 2 = 1.45 once made
+        # for repetition the prompt counts: 3.0 / 2 = 1.5 from the start, 2.9 / 2 = 1.45 once generated
         ({"repetition_penalty": 2.0}, (0,), [1, 0, 0, 0, 0, 0]),
         ({"repetition_penalty": 2.0}, (9,), [0, 1, 0, 0, 0, 0]),
         ({"repetition_penalty": 2.0}, (0, 1), [0, 0, 0, 0, 0, 0]),
@@ -80,7 +84,7 @@ def ask(
         ({"logit_bias": ((7, 53.5),), "presence_penalty": 1.0}, (9,), [7, 0, 1, 7, 7, 7]),  # 3.5, 2.5
         ({"bad_words": ((0,),)}, (9,), [1, 1, 1, 1, 1, 1]),
         ({"bad_words": ((0, 0),)}, (9,), [0, 1, 0, 1, 0, 1]),
-        ({"bad_words": ((0, 0),)}, (0,), [0, 1, 0, 1, 0, 1]),  # the prompt's tokens begin no word
+        ({"bad_words": ((0, 0),)}, (0,), [0, 1, 0, 1, 0, 1]),  # a word cannot begin in the prompt
         ({"bad_words": ((0, 0), (0, 1, 0))}, (9,), [0, 1, 1, 0, 1, 1]),
         ({"bad_words": ((0, 0), (0, 1), (2,))}, (9,), [0, 3, 0, 3, 0, 3]),
         ({"bad_words": ((0, 0, 0, 0),)}, (9,), [0, 0, 0, 1, 0, 0]),
@@ -88,7 +92,7 @@ def ask(
         ({"allowed_token_ids": (3, 2), "bad_words": ((2,),)}, (9,), [3, 3, 3, 3, 3, 3]),
         ({"allowed_token_ids": (3, 2), "logit_bias": ((2, -0.2),)}, (9,), [3, 3, 3, 3, 3, 3]),
         ({"allowed_token_ids": (3, 2), "logit_bias": ((0, 99.0),)}, (9,), [2, 2, 2, 2, 2, 2]),
-        # all is forbidden: then nothing is
+        # if everything is forbidden, nothing is
         ({"allowed_token_ids": (2,), "bad_words": ((2,),)}, (9,), [0, 0, 0, 0, 0, 0]),
         ({"allowed_token_ids": (2,), "bad_words": ((2,),), "presence_penalty": 0.2}, (9,), [0, 1] + [0] * 4),
     ],
@@ -99,7 +103,7 @@ def test_penalties_biases_and_words_as_computed_by_hand(
     assert ask(flat, sampling, prompt=prompt).tokens == expected
 
 
-def test_a_repetition_penalty_multiplies_what_is_negative(engine: Engine) -> None:
+def test_a_repetition_penalty_multiplies_negative_logits(engine: Engine) -> None:
     serve(engine, Tables.constant([-1.0, -1.9, -2.5]))
     try:
         assert ask(engine, {"repetition_penalty": 2.0}).tokens == [0, 1, 0, 0, 0, 0]  # -2, -3.8
@@ -115,8 +119,8 @@ def test_a_repetition_penalty_multiplies_what_is_negative(engine: Engine) -> Non
         ({"logit_bias": ((1, 1e39),)}, 1),
         ({"logit_bias": ((1, 1e300), (1, 1e300), (2, -1e300))}, 1),
         ({"logit_bias": ((0, -1e300), (1, -1e300)), "allowed_token_ids": (0, 1, 5)}, 5),
-        ({"repetition_penalty": 1e-300}, 1),  # 2.9 times as much as can be
-        ({"repetition_penalty": 1e300, "allowed_token_ids": (4, 5)}, 5),  # -50 times as much
+        ({"repetition_penalty": 1e-300}, 1),  # 2.9 becomes as large as can be
+        ({"repetition_penalty": 1e300, "allowed_token_ids": (4, 5)}, 5),  # -50 becomes as small as can be
     ],
 )
 def test_values_beyond_float32_act_as_their_limits(
@@ -126,7 +130,7 @@ def test_values_beyond_float32_act_as_their_limits(
     assert result.tokens == [expected]
 
 
-def test_of_equal_logits_the_first_is_taken(engine: Engine) -> None:
+def test_of_equal_logits_the_first_is_chosen(engine: Engine) -> None:
     serve(engine, Tables.constant([1.0, 2.0, 2.0, 2.0]))
     try:
         assert ask(engine, {"presence_penalty": 0.5}).tokens == [1, 2, 3, 1, 1, 1]
@@ -149,7 +153,7 @@ LIKES_EOS: dict[str, Any] = {"logit_bias": ((EOS, 20.0),)}  # 15.0
         ({}, EARLY | {"stop_token_ids": (0, 1), "min_tokens": 2}, [2, 2, 0], FinishReason.STOP),
         (LIKES_EOS, EARLY | {"stop_token_ids": (0,), "min_tokens": 2}, [1, 1, EOS], FinishReason.EOS),
         ({"presence_penalty": 0.2}, EARLY | {"stop_token_ids": (1,)}, [0, 1], FinishReason.STOP),
-        # what min_tokens masks comes back where nothing else is left
+        # tokens that min_tokens masks are allowed again if nothing else is left
         ({"allowed_token_ids": (EOS,)}, EARLY | {"min_tokens": 2}, [0, 0, EOS], FinishReason.EOS),
     ],
 )
@@ -182,14 +186,14 @@ def test_a_filter_that_leaves_one_token_is_greedy_at_any_temperature(
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_greedy_tokens_under_every_combination_are_the_witnesss(engine: Engine, seed: int) -> None:
-    """40 requests at once on 4 rows, each with features of its own."""
+def test_greedy_tokens_under_any_combination_agree_with_the_witness(engine: Engine, seed: int) -> None:
+    """40 requests with different features run at once on 4 rows."""
     mixer = Mixer(seed)
     requests = []
     for i in range(40):
         request = mixer.greedy(f"r{i}", TABLES)
         told = greedy_tokens(request, TABLES, 24)
-        if told.tokens:  # up to where a choice is too close to call
+        if told.tokens:  # the request ends before a choice that is too close to call
             stopping = dataclasses.replace(
                 request.stopping,
                 max_tokens=len(told.tokens),
@@ -199,7 +203,7 @@ def test_greedy_tokens_under_every_combination_are_the_witnesss(engine: Engine, 
     assert len(requests) > 30
     for request, result in zip(requests, answers(engine, requests), strict=True):
         assert result.tokens == greedy_tokens(request, TABLES, 24).tokens, request
-    assert sum(len(r.prompt_token_ids) > 16 for r in requests) > 5  # some in several chunks
+    assert sum(len(r.prompt_token_ids) > 16 for r in requests) > 5  # some prompts take several chunks
 
 
 @pytest.mark.parametrize("seed", range(2))
@@ -216,7 +220,9 @@ def test_sampled_tokens_are_among_those_that_the_filters_leave(engine: Engine, s
 
 
 def test_logprobs_are_those_of_the_raw_logits_whatever_shapes_them(engine: Engine) -> None:
-    """Before penalties, biases and temperature, as `TokenLogprobs` says; likeliest first."""
+    """Log-probabilities are computed before penalties, biases and temperature, as `TokenLogprobs` says, and
+    the likeliest come first.
+    """
     mixer = Mixer(200)
     requests = [dataclasses.replace(mixer.sampled(f"r{i}"), logprobs=i % 7) for i in range(20)]
     for request, result in zip(requests, answers(engine, requests), strict=True):

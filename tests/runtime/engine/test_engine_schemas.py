@@ -1,5 +1,5 @@
-"""Structured output on real models: what the demo model or random weights write under a schema, jsonschema
-accepts, and the rows beside it write what they write alone.
+"""Structured output on real models: jsonschema accepts what the demo model or random weights write under a
+schema, and other rows in the same steps write what they would write alone.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ MAX_TOKENS = 400
 
 @pytest.fixture(scope="module", params=["demo", "random"])
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Name or folder."""
+    """The model's name or folder."""
     if request.param == "demo":
         return "demo"
     folder = tmp_path_factory.mktemp("random")
@@ -65,7 +65,7 @@ def constraint(engine: Engine, grammar: Grammar) -> TokenConstraint:
 
 
 def closing(engine: Engine) -> tuple[tuple[int, float], ...]:
-    """Biases under which whatever the model is comes to an end."""
+    """Biases under which any model ends its output soon."""
     assert engine.text is not None
     biases = {'"': 4.0, "}": 2.5, "]": 2.5, "@": 5.0, ":": 1.0, " ": -2.0, "\n": -4.0, ",": -1.5}
     ids = {text: engine.text.encode(text, add_special_tokens=False) for text in biases}
@@ -94,14 +94,14 @@ def ask(engine: Engine, name: str, grammar: Grammar | None, seed: int, **samplin
 
 
 def text_of(engine: Engine, result: Answer) -> str:
-    """Without the end token."""
+    """The output's text without the end token."""
     assert engine.text is not None
     ended = result.finish is not None and result.finish.token_id is not None
     return engine.text.decode(result.tokens[:-1] if ended else result.tokens, skip_special_tokens=False)
 
 
 def assert_allowed(engine: Engine, grammar: Grammar, tokens: Sequence[int]) -> None:
-    """Every token, by a matcher that the engine never saw."""
+    """Asserts that a second matcher, which the engine has not used, allows every token."""
     vocab = engine.info.vocab_size
     fresh, mask = constraint(engine, grammar), np.zeros(mask_words(vocab), np.int32)
     for token in tokens:
@@ -111,8 +111,8 @@ def assert_allowed(engine: Engine, grammar: Grammar, tokens: Sequence[int]) -> N
 
 
 def complaints(schema: Any, text: str) -> list[str]:
-    """Those of jsonschema, but for two kinds of days that llguidance takes for dates: of the year 0, and
-    29 February of any year.
+    """What jsonschema finds wrong, except two kinds of days that llguidance accepts as dates: those of the
+    year 0, and 29 February of any year.
     """
     no_days = re.compile(r"'(0000-|\d{4}-02-29).*' is not a 'date(-time)?'")
     return [message for message in violations(schema, text) if not no_days.match(message)]
@@ -120,8 +120,8 @@ def complaints(schema: Any, text: str) -> list[str]:
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_every_schema_of_the_corpus(engine: Engine, temperature: float) -> None:
-    """16 rows at a time, under one schema each, with overlap. What ends by itself is valid; what runs into
-    max_tokens is the beginning of something valid.
+    """16 rows at a time, each under a schema of its own, with overlap. An output that ends by itself is
+    valid. One that is cut by max_tokens is the beginning of a valid one.
     """
     cases = corpus()
     assert len(cases) >= 40
@@ -164,7 +164,7 @@ def test_the_other_kinds_of_grammars(engine: Engine) -> None:
 
 
 def mixed(engine: Engine) -> tuple[list[Request], list[Request]]:
-    """Free requests, and constrained ones."""
+    """Free requests and constrained requests."""
     free = [
         dataclasses.replace(
             ask(engine, f"free {i}", None, i, temperature=0.0 if i % 2 else 1.0, logit_bias=()),
@@ -185,7 +185,7 @@ def by_id(engine: Engine, requests: Sequence[Request]) -> dict[str, Answer]:
 
 
 def test_rows_beside_constrained_ones_write_what_they_write_alone(engine: Engine) -> None:
-    """And so do the constrained ones, whoever is beside them."""
+    """The same holds for the constrained rows, whatever rows are beside them."""
     expected: dict[str, Answer] = {}
     for request in [request for side in mixed(engine) for request in side]:
         engine.flush_prefix_cache()
@@ -205,7 +205,7 @@ def test_rows_beside_constrained_ones_write_what_they_write_alone(engine: Engine
 def test_weights_that_are_not_numbers_end_requests_and_not_the_engine(
     engine: Engine, model: str, tensor: str
 ) -> None:
-    """The second also fills the KV cache with NaN, in pages that later requests are given."""
+    """The second tensor also fills the KV cache with NaN, in pages that later requests get."""
     weights = load_file(resolve_model(model) / "model.safetensors")
     bad = np.full_like(weights[tensor], np.nan)
 
@@ -224,7 +224,7 @@ def test_weights_that_are_not_numbers_end_requests_and_not_the_engine(
     assert {name: result.tokens for name, result in after.items()} == {
         name: result.tokens for name, result in before.items()
     }
-    # While they run: what they had stays theirs.
+    # The same update while requests run: they keep the tokens that they have.
     gate = at_gate(engine, tokens=1)
     sink = Collector()
     for request in requests():

@@ -1,4 +1,4 @@
-"""`sampling_params_callback` of the embedding API: it may rewrite what a request asks of the sampler."""
+"""The embedding API's `sampling_params_callback` may replace the sampling parameters of a request."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ STOPPING = StoppingParams(max_tokens=6, ignore_eos=True)
 
 
 class Hook:
-    """The callback, whose work each test sets."""
+    """A callback that does the `work` that each test gives it."""
 
     def __init__(self) -> None:
         self.seen: list[Request] = []
@@ -51,7 +51,7 @@ def engine(started: tuple[Engine, Hook]) -> Engine:
 
 @pytest.fixture
 def hook(started: tuple[Engine, Hook]) -> Hook:
-    """As it was made."""
+    """The callback, reset."""
     started[1].__init__()  # type: ignore[misc]  # there is nothing else to reset
     return started[1]
 
@@ -60,7 +60,7 @@ def tokens(engine: Engine, sampling: SamplingParams | None = GREEDY_PARAMS) -> t
     return engine.generate(PROMPT, sampling=sampling, stopping=STOPPING, request_id="r").token_ids
 
 
-def test_it_sees_each_request_and_may_leave_it(engine: Engine, hook: Hook) -> None:
+def test_it_sees_each_request_and_may_leave_it_unchanged(engine: Engine, hook: Hook) -> None:
     assert tokens(engine) == tuple(TOKENS)
     (request,) = hook.seen
     assert (request.request_id, request.prompt_token_ids) == ("r", PROMPT)
@@ -68,8 +68,8 @@ def test_it_sees_each_request_and_may_leave_it(engine: Engine, hook: Hook) -> No
     assert request.stopping == STOPPING
 
 
-def test_what_it_returns_counts(engine: Engine, hook: Hook) -> None:
-    """Greedy in place of anything that a caller asks for; and one allowed token in place of all."""
+def test_its_result_replaces_the_callers_parameters(engine: Engine, hook: Hook) -> None:
+    """It makes any request greedy, or allows a single token."""
     wild = SamplingParams(temperature=50.0, seed=1)
     assert tokens(engine, wild) != tuple(TOKENS)
     hook.work = lambda request: GREEDY
@@ -79,7 +79,7 @@ def test_what_it_returns_counts(engine: Engine, hook: Hook) -> None:
 
 
 def test_words_of_several_tokens_are_forbidden_too(engine: Engine, hook: Hook) -> None:
-    """The toy's other logits are all 0, so that the lowest id follows where its own token is forbidden."""
+    """All other logits of the toy model are 0, so token 0 is chosen if the model's own token is forbidden."""
     hook.work = lambda request: dataclasses.replace(GREEDY, bad_words=((TOKENS[0], TOKENS[1]),))
     assert tokens(engine)[:2] == (TOKENS[0], 0)
     assert TOKENS[1] != 0
@@ -110,7 +110,7 @@ def test_nonsense_is_a_type_error(engine: Engine, hook: Hook, nonsense: Any) -> 
     ],
 )
 def test_what_it_returns_is_checked(engine: Engine, hook: Hook, changes: dict[str, Any], field: str) -> None:
-    """As a caller's own would be."""
+    """Its result is checked as a caller's own parameters would be."""
     hook.work = lambda request: dataclasses.replace(request.sampling, **changes)
     with pytest.raises(InvalidRequest, match=field):
         tokens(engine)
@@ -121,7 +121,7 @@ def test_what_it_returns_is_checked(engine: Engine, hook: Hook, changes: dict[st
     "error", [UnsupportedFeature(["sampling.temperature"]), PermissionError("not today")]
 )
 def test_its_errors_reach_the_caller(engine: Engine, hook: Hook, error: Exception) -> None:
-    """Of every way to ask; and the engine goes on."""
+    """This holds for every way to submit a request, and the engine goes on."""
 
     def refuse(request: Request) -> ResolvedSampling:
         raise error
@@ -137,4 +137,4 @@ def test_its_errors_reach_the_caller(engine: Engine, hook: Hook, error: Exceptio
             ask()
         assert caught.value is error
     hook.work = lambda request: request.sampling
-    assert tokens(engine) == tuple(TOKENS), "and the id is free"
+    assert tokens(engine) == tuple(TOKENS), "the id must be free again"

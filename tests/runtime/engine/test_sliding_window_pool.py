@@ -1,5 +1,5 @@
-"""Prompts and outputs longer than the pool: with a sliding window a row exchanges the pages that it reads no
-more.
+"""Prompts and outputs may be longer than the pool: with a sliding window, a row gives back pages that it no
+longer reads, and gets others for them.
 """
 
 from __future__ import annotations
@@ -20,11 +20,13 @@ from tests.support.scheduler.scheduling import commit, dispatch, make
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "mistral_swa"
 WINDOW = 32
-PAGE_BYTES = 8 * 2 * 2 * 2 * 16 * 4  # positions, layers, keys and values, heads, width, float32
+PAGE_BYTES = 8 * 2 * 2 * 2 * 16 * 4  # positions * layers * key and value * heads * channels * bytes
 
 
 def test_a_prompt_longer_than_the_pool_runs_in_a_few_pages():
-    """9,000 tokens, a window of 4,096, pages for 8,192 tokens and 512 in a chunk."""
+    """The prompt has 9,000 tokens, and the pool holds 8,192. The window is 4,096 tokens, and a chunk takes
+    512.
+    """
     scheduler = make(
         max_num_batched_tokens=512, max_model_len=10_000, page_size=16, num_pages=512, sliding_window=4096
     )
@@ -44,9 +46,9 @@ def test_a_prompt_longer_than_the_pool_runs_in_a_few_pages():
     assert scheduler.num_preemptions == 0
 
 
-def test_two_of_them_share_the_pool_by_what_each_needs():
-    """Window 8 and chunks of 8 in pages of 4: 5 pages for each, whatever the prompt, and one
-    that is left to the first.
+def test_two_long_prompts_share_a_pool_that_holds_their_windows():
+    """A window of 8 and chunks of 8 need 5 pages of 4 for each request, however long its prompt, and one more
+    is kept for the first.
     """
     limits = {"sliding_window": 8, "max_num_batched_tokens": 16, "max_prefill_chunk": 8, "max_model_len": 200}
     for num_pages, num_rows in ((10, 1), (11, 2)):
@@ -57,8 +59,10 @@ def test_two_of_them_share_the_pool_by_what_each_needs():
 
 
 @pytest.mark.parametrize(("num_pages", "fits"), [(3, False), (4, True)])
-def test_what_fits_no_pool_is_refused(num_pages, fits):
-    """A window of 8 spans three pages of 4, wherever it begins, and the next position may need one more."""
+def test_a_window_that_does_not_fit_the_pool_is_refused(num_pages, fits):
+    """A window of 8 may span three pages of 4, depending on where it begins, and the next position may need
+    one more.
+    """
     scheduler = make(num_pages=num_pages, sliding_window=8, max_model_len=200)
     request = Request("a", tuple(range(20)), stopping=StoppingParams(max_tokens=30, ignore_eos=True))
     if not fits:

@@ -1,5 +1,5 @@
-"""Models that keep state by slot, as recurrent layers do: their tokens, computed by hand, whatever becomes of
-the rows.
+"""Models that keep state by slot, as recurrent layers do, make the tokens that are computed by hand, whatever
+happens to their rows.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from tests.support.models.toy import TEST_CACHE, VOCAB, toy_backend, toy_engine
 from tests.support.scheduler.scheduling import dispatch, make
 
 LENGTHS = (1, 2, 3, 15, 16, 17, 40, 50)
-"""Of prompts: a step takes 16 tokens."""
+"""Lengths of prompts; a step takes 16 tokens."""
 
 
 def prompt_of(length: int) -> tuple[int, ...]:
@@ -44,7 +44,7 @@ def prompt_of(length: int) -> tuple[int, ...]:
 
 
 def accelerator() -> Backend:
-    """Programs as on an accelerator: a window for each length."""
+    """A backend with programs as on an accelerator: one for each length of windows."""
     return Backend(mesh=single_device_mesh(jax.devices("cpu")[0]), sizes=CPU_SIZES)
 
 
@@ -71,7 +71,7 @@ def engine(request: pytest.FixtureRequest) -> Iterator[Engine]:
 
 
 def expected(engine: Engine, request: Request) -> list[int]:
-    """By hand, up to max_tokens or a stop id."""
+    """The tokens computed by hand, up to max_tokens or a stop id."""
     stopping = request.stopping
     assert stopping.max_tokens is not None
     tokens = hybrid_tokens(request.prompt_token_ids, stopping.max_tokens, paged=engine.info.name == "hybrid")
@@ -94,11 +94,11 @@ def test_tokens_are_the_formulas_alone_and_packed_in_chunks_and_windows(engine: 
     for request in requests:
         run(engine, [dataclasses.replace(request, request_id="alone")])
     run(engine, requests)
-    run(engine, requests)  # in slots that others have used
+    run(engine, requests)  # now in slots that other requests have used
 
 
 def test_rows_that_end_in_a_window_leave_the_others_right(engine: Engine) -> None:
-    """Some end at a stop id, some at max_tokens, amid a window of those that go on."""
+    """Some rows end at a stop id and some at max_tokens, while others in the same window go on."""
     requests = []
     for i in range(8):
         prompt = prompt_of(3 + i)
@@ -108,8 +108,10 @@ def test_rows_that_end_in_a_window_leave_the_others_right(engine: Engine) -> Non
     run(engine, requests)
 
 
-def test_a_prompt_is_computed_again_by_whoever_has_it(engine: Engine) -> None:
-    """Nothing is taken from a cache of prefixes, and forks compute their prompt."""
+def test_every_output_computes_its_whole_prompt(engine: Engine) -> None:
+    """There is no prefix cache, because pages without the state are of no use, so forks compute their prompt
+    too.
+    """
     assert engine.config.prefix_cache_pages == 0
     request = Request("r", prompt_of(30), GREEDY, long(12))
     outputs = outputs_of(request, 3)
@@ -124,8 +126,8 @@ def test_a_prompt_is_computed_again_by_whoever_has_it(engine: Engine) -> None:
         assert timing.cached_prompt_tokens == 0
 
 
-def test_who_is_preempted_computes_its_state_again() -> None:
-    """Pages for about half of what four requests grow to."""
+def test_a_preempted_request_computes_its_state_again() -> None:
+    """The pool holds about half of the pages that four requests grow to."""
     page_bytes = PAGED.page_bytes(4, np.dtype(np.float32))
     engine = toy_engine(hybrid_model(), kv_cache_bytes=24 * page_bytes + 4 * 16, decode_window_s=10.0)
     try:
@@ -138,7 +140,7 @@ def test_who_is_preempted_computes_its_state_again() -> None:
         engine.shutdown()
 
 
-def test_an_update_may_have_all_state_computed_again() -> None:
+def test_an_update_may_recompute_all_state() -> None:
     engine = toy_engine(hybrid_model())
     try:
         gate = at_gate(engine, tokens=40)
@@ -152,7 +154,7 @@ def test_an_update_may_have_all_state_computed_again() -> None:
 
 
 class Anything:
-    """A constraint that allows all."""
+    """A constraint that allows every token."""
 
     is_complete = False
 
@@ -161,8 +163,8 @@ class Anything:
     def accept(self, token_ids: Sequence[int]) -> None: ...
 
 
-def test_tokens_that_are_put_off_are_the_formulas(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every other mask is not there in time, be it that of a decode or of a prompt's last chunk."""
+def test_a_token_that_is_put_off_is_still_the_formulas(monkeypatch: pytest.MonkeyPatch) -> None:
+    """About half of the masks are not ready in time, for decodes as well as for last chunks of prompts."""
     rng, skips = random.Random(5), 0
 
     def fill(self: StepMasks, constraints: Mapping[int, Any], masks: Mask, *, others: bool) -> Filled:
@@ -213,7 +215,7 @@ def runner() -> Iterator[ModelRunner]:
 def step(
     runner: ModelRunner, slot: int, tokens: Sequence[int], start: int, end: int, *, enter: bool = False
 ) -> int:
-    """Compute positions `start` to `end` of a row; the token that is sampled after them."""
+    """Computes positions `start` to `end` of a row. Returns the token that is sampled after them."""
     request = Request(f"r{slot}", tuple(tokens), GREEDY, StoppingParams(ignore_eos=True))
     row = PlanRow(request.request_id, slot, start, end - start, tuple(tokens[start:end]), True)
     entered = ((slot, request),) if enter else ()
@@ -222,8 +224,10 @@ def step(
     return result.token_ids[0][0]
 
 
-def test_a_step_that_is_computed_again_finds_the_state_of_before(runner: ModelRunner) -> None:
-    """As when a token is put off: a chunk, a chunk behind another, a decode; twice or three times."""
+def test_a_repeated_step_begins_with_the_state_before_it(runner: ModelRunner) -> None:
+    """Steps are repeated when a token is put off: here a first chunk, a later chunk and decodes, each twice
+    or three times.
+    """
     tokens = list(prompt_of(10))
     tokens += hybrid_tokens(tokens, 3)
     for slot in (2, 3, 2):
@@ -245,8 +249,10 @@ def test_a_step_that_is_computed_again_finds_the_state_of_before(runner: ModelRu
             first = False
 
 
-def test_a_request_in_a_used_slot_begins_with_nothing(runner: ModelRunner) -> None:
-    """Also where its first chunk is as long as what one of the slot's copies was left at."""
+def test_a_request_in_a_used_slot_begins_without_state(runner: ModelRunner) -> None:
+    """This must hold even if its first chunk ends at the position up to which the slot's old state was
+    computed.
+    """
     old, new = list(prompt_of(12)), list(prompt_of(14))
     for end in (5, 6, 7):
         step(runner, 1, old, 0, 5, enter=True)
@@ -258,8 +264,10 @@ def test_a_request_in_a_used_slot_begins_with_nothing(runner: ModelRunner) -> No
 
 
 @pytest.mark.parametrize(("has_state", "start"), [(False, 5), (True, 0)])
-def test_who_is_put_off_computes_its_last_step_again(has_state: bool, start: int) -> None:
-    """All of it, if there is state: the state in the middle of it is not kept."""
+def test_a_row_that_is_put_off_computes_its_last_step_again(has_state: bool, start: int) -> None:
+    """With state it computes all of the step, because the state within it is not kept; otherwise only the
+    last token.
+    """
     scheduler = make(has_state=has_state)
     scheduler.add(Request("a", tuple(range(6)), stopping=StoppingParams(max_tokens=5)), 1)
     plan = dispatch(scheduler)
@@ -270,11 +278,13 @@ def test_who_is_put_off_computes_its_last_step_again(has_state: bool, start: int
     assert (again.start, again.start + again.num_tokens, again.samples) == (start, 6, True)
 
 
-# -- what the spec says --
+# -- sizes --
 
 
 def test_memory_is_summed_over_layers_by_hand() -> None:
-    """A page: keys and values of 4 positions, 4 float32 each. A slot: two copies of 4 bytes each."""
+    """A page holds keys and values of 4 positions, of 4 numbers each. A slot holds two copies of 4 bytes for
+    each layer with state.
+    """
     cache = CacheSpec((STATE, PAGED, NEWEST, PAGED))
     assert cache.page_bytes(4, np.dtype(np.float32)) == 2 * (2 * 4 * 4 * 4)
     assert cache.page_bytes(4, np.dtype(np.float16)) == 2 * (2 * 4 * 4 * 2)
@@ -302,13 +312,13 @@ def test_state_is_a_part_of_the_budget() -> None:
     config = resolve(EngineConfig(max_num_seqs=2, page_size=16, kv_cache_bytes=1000), CPU_SIZES)
     sizes: dict[str, Any] = {"model_max_len": 64, "device_bytes": None}
     assert plan_kv(config, page_bytes=100, state_bytes=350, **sizes) == KVPlan(6, 64)
-    assert plan_kv(config, page_bytes=0, state_bytes=350, **sizes) == KVPlan(8, 64)  # numbers only
+    assert plan_kv(config, page_bytes=0, state_bytes=350, **sizes) == KVPlan(8, 64)  # pages without memory
     for page_bytes in (0, 100):
         with pytest.raises(ConfigError, match=r"kv_cache_bytes: 1000 .* 1001 of state for 2 requests"):
             plan_kv(config, page_bytes=page_bytes, state_bytes=1001, **sizes)
 
 
-def test_no_prefix_cache_where_there_is_state() -> None:
+def test_there_is_no_prefix_cache_if_there_is_state() -> None:
     assert prefix_cache_pages(EngineConfig(), has_state=True) == 0
     assert prefix_cache_pages(EngineConfig(prefix_cache_pages=7), has_state=False) == 7
     with pytest.raises(ConfigError, match=r"prefix_cache_pages: must be 0 or left out, not 7"):

@@ -1,4 +1,4 @@
-"""Weight updates of a real decoder: parts of fused leaves, and how much memory they take."""
+"""Weight updates of a real decoder: updates of parts of fused leaves, and the memory that updates take."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def rows_of(rules: LoadRules, weights: Any, name: str) -> Any:
-    """What weights hold of a tensor, as the checkpoint has it."""
+    """The part of a leaf that belongs to a tensor, laid out as in the checkpoint."""
     rule = next(rule for rule in rules.rules if rule.sources[0].name == name)
     (target,) = rule.targets
     node = weights
@@ -54,7 +54,9 @@ def rows_of(rules: LoadRules, weights: Any, name: str) -> Any:
 
 @pytest.mark.parametrize("native", ["auto", "off"])
 def test_updates_of_parts_that_were_staged_together_all_stay(tiny: Path, native: Any) -> None:
-    """Each is staged beside weights that the others have not changed yet; q, k and v are one leaf."""
+    """Each update is staged while the live weights have none of the others yet; q, k and v are parts of one
+    leaf.
+    """
     config = EngineConfig(native=native, show_progress=False)
     model = load_model(str(tiny), config, toy_backend(config))
     linear = toy_backend(config).linear_format(model.dtype, int8=False)
@@ -68,9 +70,9 @@ def test_updates_of_parts_that_were_staged_together_all_stay(tiny: Path, native:
         weights = renew(weights)
     for name, tensor in (old | new).items():
         np.testing.assert_array_equal(rows_of(rules, weights, name), tensor, err_msg=name)
-    np.testing.assert_array_equal(rows_of(rules, model.weights, Q), old[Q])  # nothing changed in place
+    np.testing.assert_array_equal(rows_of(rules, model.weights, Q), old[Q])  # no leaf was changed in place
     before, after = jax.tree.leaves(model.weights), jax.tree.leaves(weights)
-    assert sum(one is not other for one, other in zip(before, after, strict=True)) == 2  # qkv, vectors
+    assert sum(one is not other for one, other in zip(before, after, strict=True)) == 2  # qkv and norms
     whole = model.staged(weights, old, False)(weights)
     for name, tensor in old.items():
         np.testing.assert_array_equal(rows_of(rules, whole, name), tensor, err_msg=name)
@@ -80,7 +82,7 @@ def test_updates_of_parts_that_were_staged_together_all_stay(tiny: Path, native:
 def test_loading_takes_the_threads_it_is_given_and_an_update_half(
     tiny: Path, monkeypatch: pytest.MonkeyPatch, threads: int, expected: list[int]
 ) -> None:
-    """The rest is left to those that compute steps."""
+    """An update leaves the other half to the threads that compute steps."""
     taken: list[int] = []
 
     def pool(max_workers: int, name: str) -> ThreadPoolExecutor:

@@ -1,4 +1,6 @@
-"""Where an engine promises that a token's logits depend on its own request alone: all is native there."""
+"""An engine promises that a token's logits depend on its own request alone (`batch_invariant`) if the whole
+model is computed by native kernels.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,7 @@ PACKED = LinearFormat(packed=True, int8=False)
         ({"quantization": "int8"}, True),
         ({"dtype": "float32"}, False),
         ({"native": "off"}, False),
-        ({"page_size": 8}, False),  # which native attention does not take
+        ({"page_size": 8}, False),  # native attention takes no pages of 8
     ],
 )
 def test_the_demo_model(options, promised):
@@ -39,7 +41,7 @@ def test_the_demo_model(options, promised):
     try:
         holds = promised and library.available()
         assert engine.info.batch_invariant is holds
-        # Steps sized by their measured speed may change nothing but speed.
+        # Only then may steps be sized by their measured speed, because the size changes no bit.
         assert engine.config.target_itl_s == (DEFAULT_TARGET_ITL_S if holds else 0.0)
     finally:
         engine.shutdown()
@@ -53,7 +55,7 @@ def test_required_kernels_must_do_all_of_the_model():
         Engine.from_pretrained("demo", dataclasses.replace(config, page_size=8))
 
 
-def test_a_model_of_another_making_promises_nothing():
+def test_a_model_of_an_unknown_class_promises_nothing():
     engine = toy_engine(start=False)
     assert engine.info.batch_invariant is False
     engine.shutdown()

@@ -1,5 +1,5 @@
-"""Sampled tokens through the whole engine have the distribution that the definitions say: chi-square tests on
-known logits, over seeds and over the positions of one request.
+"""Sampled tokens have the distribution that the definitions of the parameters give them. Chi-square tests on
+known logits through the whole engine, over seeds and over the positions of one request.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ PROMPT = (0, 4, 9)
 
 @pytest.fixture(scope="module", params=["auto", "off"], ids=["native", "XLA"])
 def engine(request: pytest.FixtureRequest) -> Iterator[Engine]:
-    """With either sampler."""
+    """An engine with the native sampler, and one with XLA's."""
     engine = table_engine(
         FLAT,
         native=request.param,
@@ -54,8 +54,8 @@ def requests(sampling: dict[str, Any], num: int, length: int, **more: Any) -> li
 
 
 def assert_drawn_from(counts: NDArray[Any], probs: NDArray[np.float64]) -> None:
-    """Pearson's test at p = 1e-6, its critical value by Wilson and Hilferty's cube root. Cells that expect
-    fewer than 5 are merged.
+    """Pearson's test at p = 1e-6. The critical value is computed by Wilson and Hilferty's cube root. Cells
+    whose expected count is below 5 are merged.
     """
     assert counts[probs == 0].sum() == 0
     expected = probs * counts.sum()
@@ -89,7 +89,7 @@ def assert_drawn_from(counts: NDArray[Any], probs: NDArray[np.float64]) -> None:
         ({"repetition_penalty": 1.5}, [0.4**1.5, 0.3, 0.2, 0.06, 0.04**1.5]),
         ({"repetition_penalty": 1.5, "temperature": 2.0, "logit_bias": ((2, np.log(3)),)},
          [0.4**0.75, 0.3**0.5, 0.6**0.5, 0.06**0.5, 0.04**0.75]),
-        ({"presence_penalty": 2.0, "frequency_penalty": -2.0}, WEIGHTS),  # nothing was made yet
+        ({"presence_penalty": 2.0, "frequency_penalty": -2.0}, WEIGHTS),  # no token was generated yet
     ],
 )  # fmt: skip
 def test_first_tokens_over_seeds(engine: Engine, sampling: dict[str, Any], weights: list[float]) -> None:
@@ -111,7 +111,9 @@ def test_first_tokens_over_seeds(engine: Engine, sampling: dict[str, Any], weigh
     ],
 )
 def test_pairs_of_tokens_over_seeds(engine: Engine, sampling: dict[str, Any]) -> None:
-    """The second token's penalties depend on the first: all 25 pairs, P(a) * P(b | a) by the witness."""
+    """The second token's penalties depend on the first, so all 25 pairs are counted and compared with P(a) *
+    P(b | a) of the witness.
+    """
     params = {"temperature": 1.0, **sampling, "allowed_token_ids": tuple(range(5))}
     asked = requests(params, 2500, 2)
     counts = np.zeros((5, 5))
@@ -128,8 +130,10 @@ def test_pairs_of_tokens_over_seeds(engine: Engine, sampling: dict[str, Any]) ->
 @pytest.mark.parametrize(
     "sampling", [{}, {"temperature": 2.2, "top_k": 4}, {"logit_bias": ((4, 2.0),), "top_p": 0.9}]
 )
-def test_positions_of_one_request_are_drawn_alike_and_apart(engine: Engine, sampling: dict[str, Any]) -> None:
-    """4 requests of 1,000 tokens, in windows of decode steps: single tokens, and pairs of neighbours."""
+def test_positions_of_one_request_are_alike_and_independent(engine: Engine, sampling: dict[str, Any]) -> None:
+    """All positions have the same distribution, and neighbours are independent: 4 requests of 1,000 tokens
+    each, in windows of decode steps, counted as single tokens and as pairs.
+    """
     asked = requests({"temperature": 1.0, **sampling}, 4, 1000)
     single = probabilities(shaped_logits(asked[0], FLAT, ()), asked[0].sampling)[:5]
     made = [result.tokens for result in answers(engine, asked)]
@@ -140,7 +144,7 @@ def test_positions_of_one_request_are_drawn_alike_and_apart(engine: Engine, samp
         for pair in pairwise(tokens):
             pairs[pair] += 1
     assert_drawn_from(pairs.ravel(), np.outer(single, single).ravel())
-    between = np.zeros((5, 5))  # one position, two seeds
+    between = np.zeros((5, 5))  # the same position under two seeds
     for pair in zip(made[0] + made[2], made[1] + made[3], strict=True):
         between[pair] += 1
     assert_drawn_from(between.ravel(), np.outer(single, single).ravel())
@@ -156,8 +160,8 @@ def test_positions_of_one_request_are_drawn_alike_and_apart(engine: Engine, samp
     ],
 )
 def test_long_outputs_under_penalties(engine: Engine, sampling: dict[str, Any], constrained: bool) -> None:
-    """Each token is drawn from what the witness says of the tokens before: over 8 x 150 positions, the count
-    of every token is near the sum of its probabilities, in standard deviations.
+    """Each token is drawn from the probabilities that the witness gives after the tokens before it. So over 8
+    x 150 positions the count of each token is within 5 standard deviations of the sum of its probabilities.
     """
     asked = [
         Request(r.request_id, r.prompt_token_ids, r.sampling, r.stopping, constraint=Turns())

@@ -1,7 +1,9 @@
-"""On native kernels a request's tokens and the bits of its log-probabilities are its own: alone, among 24
-others, in chunks of any size, in windows or step by step, from the prefix cache, after preemption.
+"""With native kernels, neither a request's tokens nor the bits of its log-probabilities depend on how it is
+computed: alone or among 24 others, in chunks of any size, in windows or step by step, from the prefix cache,
+or after preemption.
 
-On every instruction set this machine has, and on emulated AMX; with bfloat16 and int8 weights.
+This is tested with every instruction set of this machine and with emulated AMX, with bfloat16 and int8
+weights.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ from tests.support.native.kernels import EMULATED, KERNELS, running
 pytestmark = pytest.mark.skipif(not library.available(), reason="no native library on this machine")
 
 SHAPE = Shape(
-    hidden_size=192,  # three steps of 64 bytes in int8, six in bfloat16: fewer have one order only
+    hidden_size=192,  # 3 steps of 64 bytes in int8, 6 in bfloat16; sums of fewer have only one order
     intermediate_size=320,
     num_layers=2,
     num_heads=4,
@@ -45,7 +47,7 @@ PAGE_BYTES = SHAPE.num_layers * 2 * SHAPE.num_kv_heads * PAGE * SHAPE.head_dim *
 
 
 class MostRows:
-    """An observer."""
+    """An observer that keeps the largest number of rows of a decode step."""
 
     def __init__(self) -> None:
         self.decoding = 0
@@ -57,7 +59,7 @@ class MostRows:
 
 @dataclasses.dataclass
 class Served:
-    """An engine, what it saw, and its model's folder."""
+    """An engine with its observer, and the folder of its model."""
 
     engine: Engine
     emulated: bool
@@ -80,8 +82,8 @@ def quantization(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(scope="module", params=["native", EMULATED])
 def served(request: pytest.FixtureRequest, quantization: str, folder: Path) -> Iterator[Served]:
-    """One engine for all instruction sets of this machine, which are chosen as a program runs, and one whose
-    programs have the emulated kernels in them.
+    """Yields one engine for all instruction sets of this machine, which are chosen when a program runs, and
+    one whose programs contain the emulated kernels.
     """
     config = EngineConfig(
         dtype="bfloat16",
@@ -90,7 +92,7 @@ def served(request: pytest.FixtureRequest, quantization: str, folder: Path) -> I
         max_num_batched_tokens=128,
         max_model_len=512,
         page_size=PAGE,
-        target_itl_s=0.0,  # steps by size, not by measured speed
+        target_itl_s=0.0,  # steps must not be sized by their measured speed
         kv_cache_bytes=72 * PAGE_BYTES,
         compilation_cache=TEST_CACHE,
         show_progress=False,
@@ -114,7 +116,9 @@ def served(request: pytest.FixtureRequest, quantization: str, folder: Path) -> I
 
 
 def requests() -> list[Request]:
-    """Short ones that outgrow the cache together, some that share a prefix, and one of several splits."""
+    """Short requests that together outgrow the cache, of which some share a prefix, and one whose prompt
+    takes several chunks.
+    """
     rng = np.random.default_rng(3)
     shared = tuple(rng.integers(0, 400, 35).tolist())
 
@@ -134,7 +138,9 @@ def requests() -> list[Request]:
 
 
 def bits(result: Answer) -> object:
-    """What must be equal: of log-probabilities every bit, since they are compared as numbers."""
+    """The parts of an answer that must be equal. Log-probabilities are compared as numbers, so every bit
+    counts.
+    """
     assert result.error is None
     return result.tokens, result.finish, result.logprobs, result.prompt_logprobs
 
@@ -152,7 +158,7 @@ def test_answers_have_the_same_bits_however_they_are_computed(served: Served, ke
         shuffle = random.Random(5)
         preemptions = cached = 0
         served.rows.decoding = 0
-        for chunk in (None, None, 5, 17, 1):  # the second time with a warm prefix cache
+        for chunk in (None, None, 5, 17, 1):  # at the second None the prefix cache is warm
             set_chunk(engine, chunk)
             together = requests()
             shuffle.shuffle(together)
@@ -167,7 +173,9 @@ def test_answers_have_the_same_bits_however_they_are_computed(served: Served, ke
 
 
 def test_weights_that_are_not_numbers_end_requests(served: Served) -> None:
-    """int8 has no bits for NaN: the scale of a row of activations must hold it."""
+    """NaN must reach the logits under int8 too: int8 cannot hold it, so the scale of a row of activations
+    must.
+    """
     engine, name = served.engine, "model.norm.weight"
     good = load_file(served.folder / "model.safetensors")[name]
     before = bits(answer(engine, requests()[1]))

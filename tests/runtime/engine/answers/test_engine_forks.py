@@ -1,4 +1,6 @@
-"""Several outputs of one prompt on real programs and the real cache: what they make, compute and hold."""
+"""Several outputs of one prompt, with real programs and the real cache: their tokens, and what they compute
+and hold.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,7 @@ from tests.support.models.toy import VOCAB, toy_engine, toy_tokens
 
 N, NUM_TOKENS = 4, 30
 DRAWN = ResolvedSampling(temperature=2.5, seed=5)
-"""The toy's favourite is drawn about every other time."""
+"""At this temperature about every second token is the one that the toy model's formula gives."""
 
 
 @pytest.fixture(scope="module", params=[True, False], ids=["overlap and cache", "windows and no cache"])
@@ -35,21 +37,23 @@ def engine(request: pytest.FixtureRequest) -> Iterator[Engine]:
 
 @pytest.fixture(scope="module")
 def alone() -> Iterator[Engine]:
-    """Serves one request at a time and remembers nothing."""
+    """An engine that serves one request at a time, without a prefix cache."""
     engine = toy_engine(prefix_cache_pages=0)
     yield engine
     engine.shutdown()
 
 
 def asked(num_prompt: int, sampling: ResolvedSampling = DRAWN, bypass: bool = False) -> list[Request]:
-    """Outputs of a prompt that no other test's begins like."""
+    """The outputs of a prompt that has no prefix in common with another test's."""
     prompt = tuple(token % VOCAB for token in range(num_prompt, 2 * num_prompt))
     request = Request("r", prompt, sampling, long(NUM_TOKENS), cache=CacheParams(bypass=bypass))
     return outputs_of(request, N)
 
 
 def run(engine: Engine, outputs: Sequence[Request]) -> Collector:
-    """All of them to their ends. They arrive together: while the only token of another is delivered."""
+    """Submits all outputs together, while the only token of another request is being delivered, and waits for
+    their ends.
+    """
     gate, sink = at_gate(engine, tokens=1), Collector()
     for output in outputs:
         engine.submit(output, sink)
@@ -90,7 +94,7 @@ def test_greedy_outputs_are_the_formulas(engine: Engine) -> None:
 
 
 class Records:
-    """An observer that keeps what it saw."""
+    """An observer that keeps all records."""
 
     def __init__(self) -> None:
         self.steps: list[StepRecord] = []
@@ -101,14 +105,16 @@ class Records:
 
 @pytest.mark.parametrize("bypass", [False, True])
 def test_the_prompt_is_computed_once_and_held_once(bypass: bool) -> None:
-    """38 tokens in pages of 4: 9 pages are shared, the tenth is each one's own. A step takes 16 tokens."""
+    """The prompt has 38 tokens in pages of 4. So 9 pages are shared, and each output has a tenth page of its
+    own. A step takes 16 tokens.
+    """
     records = Records()
     engine = toy_engine(observer=records, overlap=False, max_decode_steps=1)
     try:
         run(engine, asked(38, bypass=bypass))
     finally:
         engine.shutdown()
-    steps = records.steps[1:]  # the first is the other's
+    steps = records.steps[1:]  # the first step is that of the request at the gate
     assert [step.num_tokens for step in steps[:5]] == [16, 16, 6, 1 + 3, 4]
     assert sum(step.num_tokens for step in steps) == 38 + 3 + N * (NUM_TOKENS - 1)
     assert [step.pages_used for step in steps[:4]] == [10, 10, 10, 13]

@@ -1,8 +1,8 @@
-"""A request's answer is its own: tokens, log-probabilities and end do not depend on overlap, windows, the
-prefix cache, chunks, preemption, neighbours or rows, whatever features it and its neighbours have.
+"""A request's tokens, log-probabilities and end do not depend on overlap, windows, the prefix cache, chunks,
+preemption, neighbours or rows, whatever features it and its neighbours use.
 
 The reference is an engine that does one thing after the other: one request at a time, one step at a time,
-nothing cached. What it says is compared with the witness in test_engine_sampling.py.
+without a prefix cache. test_engine_sampling.py compares such answers with the witness.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from tests.support.mix import Mixer, Turns
 from tests.support.models.table import random_tables, table_engine
 
 TABLES = random_tables(21)
-PAGE_BYTES = 4 * 2 * 4 * 4  # 4 tokens, key and value, 4 channels of float32
+PAGE_BYTES = 4 * 2 * 4 * 4  # 4 tokens, key and value, 4 channels, float32
 
 
 def mixed() -> list[Request]:
-    """32 requests, of which several share a prefix."""
+    """32 requests, some of which share a prefix."""
     mixer = Mixer(300)
     requests = [mixer.greedy(f"g{i}", TABLES) for i in range(12)]
     requests += [mixer.sampled(f"s{i}") for i in range(20)]
@@ -44,7 +44,7 @@ def mixed() -> list[Request]:
 
 
 def constrained(requests: list[Request]) -> list[Request]:
-    """A constraint serves one generation: every third request gets a new one."""
+    """The requests, every third with a new constraint, because a constraint serves one output only."""
     return [
         dataclasses.replace(request, constraint=Turns(limit=9 + i)) if i % 3 == 0 else request
         for i, request in enumerate(requests)
@@ -84,7 +84,7 @@ def assert_same(results: list[Answer], requests: list[Request], expected: dict[s
 
 
 def test_the_reference_uses_every_feature(expected: dict[str, Answer]) -> None:
-    """Else the comparisons below would say little."""
+    """Otherwise the comparisons below would prove little."""
     requests = constrained(mixed())
     assert {told.finish.reason.name for told in expected.values() if told.finish} == {
         "EOS",
@@ -123,7 +123,7 @@ def test_answers_do_not_depend_on_how_they_are_computed(
     shuffle = random.Random(5)
     preemptions = cached = 0
     try:
-        for chunk in (None, None, 1, 5, 13):  # the second time with a warm prefix cache
+        for chunk in (None, None, 1, 5, 13):  # at the second None the prefix cache is warm
             set_chunk(engine, chunk)
             requests = constrained(mixed())
             shuffle.shuffle(requests)

@@ -1,5 +1,5 @@
-"""Several outputs of one prompt on the real engine: computed once, pages shared, each with its seed, ended
-together.
+"""Several outputs of one prompt on the real engine: the prompt is computed once, its pages are shared, each
+output has its own seed, and an abort ends all of them.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ PAGE_BYTES = PAGE * 2 * 4 * 4
 
 
 class Watch:
-    """Keeps the records of all steps."""
+    """An observer that keeps the records of all steps."""
 
     def __init__(self) -> None:
         self.records: list[StepRecord] = []
@@ -49,20 +49,20 @@ def watched() -> Iterator[tuple[Engine, Watch]]:
 
 @pytest.fixture
 def engine(watched: tuple[Engine, Watch]) -> Engine:
-    """With nothing cached."""
+    """The engine with nothing in its prefix cache."""
     watched[0].flush_prefix_cache()
     return watched[0]
 
 
 @pytest.fixture
 def watch(engine: Engine, watched: tuple[Engine, Watch]) -> Watch:
-    """That has seen nothing yet."""
+    """The observer, without records."""
     watched[1].records.clear()
     return watched[1]
 
 
 def ask(num_prompt: int, max_tokens: int, name: str = "r", seed: int | None = 1234567) -> Request:
-    """Prompts of one length are equal; seeds matter."""
+    """A request whose prompt depends only on its length, and whose tokens depend on the seed."""
     return Request(
         name,
         tuple((3 * i + 1) % VOCAB for i in range(num_prompt)),
@@ -72,7 +72,9 @@ def ask(num_prompt: int, max_tokens: int, name: str = "r", seed: int | None = 12
 
 
 def num_computed(watch: Watch) -> int:
-    """Inputs of all rows of all steps, but for those of the request that `answers` holds the engine with."""
+    """The number of input tokens of all rows of all steps, without those of the request with which `answers`
+    holds the engine.
+    """
     records = [record for record in watch.records if record.request_ids != ("gate",)]
     assert all(record.num_steps == 1 for record in records)
     return sum(record.num_tokens for record in records)
@@ -81,7 +83,9 @@ def num_computed(watch: Watch) -> int:
 @pytest.mark.parametrize("num_prompt", [41, 40, 3, 17, 1])
 @pytest.mark.parametrize("n", [1, 2, 4, 9])
 def test_a_prompt_is_computed_once(engine: Engine, watch: Watch, num_prompt: int, n: int) -> None:
-    """Even 9 outputs over 4 rows compute but its last token each, for the logits; and 3 of their 4 tokens."""
+    """Of the prompt, every output after the first computes only the last token, for its logits; then 3 of its
+    4 tokens are inputs. This holds for 9 outputs over 4 rows too.
+    """
     results = answers(engine, outputs_of(ask(num_prompt, 4), n), together=True)
     assert [len(result.tokens) for result in results] == [4] * n
     assert [result.cached_prompt_tokens for result in results] == [0] + [num_prompt - 1] * (n - 1)
@@ -91,15 +95,17 @@ def test_a_prompt_is_computed_once(engine: Engine, watch: Watch, num_prompt: int
 @pytest.mark.parametrize(
     ("num_prompt", "alone"),
     [
-        (41, 1),  # ten pages are shared, and the token after them is each output's own
-        (40, 4),  # nine: the last token of a prompt is always computed, for its logits
+        (41, 1),  # ten full pages are shared, and each output computes the token after them
+        (40, 4),  # nine are, because a prompt's last token is always computed, for its logits
         (3, 3),  # no page is full
     ],
 )
-def test_outputs_that_come_when_all_others_have_ended_share_full_pages(
+def test_outputs_that_enter_after_the_others_ended_share_full_pages(
     engine: Engine, watch: Watch, num_prompt: int, alone: int
 ) -> None:
-    """Nine over four rows: the later ones find nobody to fork from, but the prefix cache."""
+    """Of nine outputs over four rows, the later ones may find no running output to fork from, but they find
+    the prompt's full pages in the prefix cache.
+    """
     results = answers(engine, outputs_of(ask(num_prompt, 1), 9), together=True)
     cached = [result.cached_prompt_tokens for result in results]
     assert cached[:4] == [0] + [num_prompt - 1] * 3
@@ -108,19 +114,22 @@ def test_outputs_that_come_when_all_others_have_ended_share_full_pages(
 
 
 def test_outputs_share_the_prompts_pages(engine: Engine, watch: Watch) -> None:
-    """41 tokens of prompt and 3 more of which the last needs no KV: ten pages in common, and one each."""
+    """The prompt has 41 tokens, and of the 3 more the last needs no KV: so ten pages are shared, and each
+    output has one of its own.
+    """
     answers(engine, outputs_of(ask(41, 3), 4), together=True)
     assert max(record.pages_used for record in watch.records) == 10 + 4
     watch.records.clear()
     engine.flush_prefix_cache()
-    answers(
-        engine, [ask(41, 3, f"r{i}") for i in range(4)], together=True
-    )  # as four requests of one prompt do
+    # Four requests with the same prompt share its pages likewise.
+    answers(engine, [ask(41, 3, f"r{i}") for i in range(4)], together=True)
     assert max(record.pages_used for record in watch.records) == 10 + 4
 
 
 def test_seeds_are_splitmix64() -> None:
-    """The generator's published outputs for seed 1234567 (Rosetta Code: Pseudo-random numbers/Splitmix64)."""
+    """The expected seeds are the published outputs of the generator for seed 1234567 (Rosetta Code:
+    Pseudo-random numbers/Splitmix64).
+    """
     published = [
         6457827717110365317,
         3203168211198807973,
@@ -132,8 +141,8 @@ def test_seeds_are_splitmix64() -> None:
 
 
 def test_each_output_has_its_own_seed(engine: Engine) -> None:
-    """Output i is what a request with the i-th seed gives, alone or among others; fewer outputs are the first
-    of more.
+    """Output i has the tokens of a request with the i-th seed, which runs alone. Fewer outputs are the first
+    ones of more.
     """
     request = ask(22, 20)
     nine = answers(engine, outputs_of(request, 9))
@@ -172,7 +181,9 @@ def test_outputs_are_the_same_without_sharing_and_under_preemption(
 
 
 class Hold:
-    """A sink that stops the engine's thread once all of these ids have made a token, until `open`."""
+    """A sink that stops the engine's thread, as soon as all of these ids have a token, until `open` is
+    called.
+    """
 
     def __init__(self, *request_ids: str) -> None:
         self.sink = Collector()
@@ -199,7 +210,7 @@ class Hold:
 
 @pytest.mark.parametrize("how", ["id", "prefix", "all"])
 def test_an_abort_ends_all_outputs(engine: Engine, how: str) -> None:
-    """Six outputs on four rows: two still wait. Others go on, unless all are meant."""
+    """Six outputs run on four rows, so two still wait. Other requests go on, unless all are aborted."""
     group = outputs_of(ask(12, 110, "group"), 6)
     hold = Hold(*[request.request_id for request in group[:4]])
     for request in group:
@@ -226,7 +237,7 @@ def test_an_abort_ends_all_outputs(engine: Engine, how: str) -> None:
 
 
 def test_an_abort_reaches_outputs_whose_first_has_ended(engine: Engine) -> None:
-    """The base id is then no active request's, and yet it is in use."""
+    """The request's id is then the id of no running output, but it is still in use."""
     first, *others = outputs_of(ask(12, 110), 3)
     short = dataclasses.replace(first, stopping=StoppingParams(max_tokens=1, ignore_eos=True))
     hold = Hold(*[request.request_id for request in (short, *others)])
@@ -244,15 +255,15 @@ def test_an_abort_reaches_outputs_whose_first_has_ended(engine: Engine) -> None:
         assert request_id_of(other.request_id) == "r"
 
 
-def test_bypass_shares_among_the_outputs_and_with_nobody_else(engine: Engine, watch: Watch) -> None:
+def test_bypass_shares_among_the_outputs_and_with_no_other_request(engine: Engine, watch: Watch) -> None:
     group = dataclasses.replace(ask(41, 3), cache=CacheParams(bypass=True))
-    for _ in range(2):  # the second group gets nothing of the first
+    for _ in range(2):  # the second group must reuse nothing of the first
         watch.records.clear()
         answers(engine, outputs_of(group, 4), together=True)
         assert num_computed(watch) == 41 + 3 + 4 * 2
     for request in (ask(41, 1), group):
         assert answer(engine, dataclasses.replace(request, request_id="other")).cached_prompt_tokens == 0
-    # Nor does the group read what others have cached by now.
+    # The group does not read what other requests have cached by now either.
     for request, cached in ((group, [0, 40]), (ask(41, 3), [40, 40])):
         results = answers(engine, outputs_of(request, 2), together=True)
         assert [result.cached_prompt_tokens for result in results] == cached
@@ -274,7 +285,9 @@ def test_each_output_has_its_own_constraint(engine: Engine) -> None:
 
 
 def test_outputs_share_one_table_of_bad_words(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It holds a thousand words and a mask as long as the vocabulary; what was generated is each output's."""
+    """The table holds a thousand words and a mask as long as the vocabulary, so it is made once. What was
+    generated is kept for each output.
+    """
     sampling = ResolvedSampling(seed=1, bad_words=((1, 2), (3,), (4, 5, 6)))
     requests = outputs_of(dataclasses.replace(ask(3, 2), sampling=sampling), 3)
     prepared = engine.prepare(requests[0])

@@ -1,6 +1,6 @@
-"""Log-probabilities of prompts against PyTorch's: what it said of a token that it generated is what holds for
-the same token in a prompt. For every architecture, whole and in every chunking, with the prefix cache warm,
-packed with others, preempted.
+"""Log-probabilities of prompts, compared with PyTorch's: the value that PyTorch gave a token when it
+generated it must hold for the same token in a prompt. This is tested for every architecture, with the prompt
+in one chunk and in several, with a warm prefix cache, beside other requests, and after preemption.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from tests.support.models.table import random_tables, table_engine
 from tests.support.models.toy import TEST_CACHE
 from tests.support.models.witness import log_softmax
 
-# As in tests/service/servicers/test_goldens.py, so that both find each other's programs.
+# The same options as in tests/service/servicers/test_goldens.py, so that both use the same compiled programs.
 CONFIG = EngineConfig(
     dtype="float32",
     max_num_seqs=4,
@@ -57,7 +57,7 @@ def served(request: pytest.FixtureRequest) -> Iterator[tuple[Engine, list[Case]]
 
 
 def ask(case: Case, known: int, name: str = "r", max_tokens: int = 1) -> Request:
-    """The prompt with the first `known` of the tokens that PyTorch appended."""
+    """A request whose prompt is extended by the first `known` tokens that PyTorch generated."""
     return Request(
         name,
         (*case["prompt"], *case["tokens"][:known]),
@@ -73,8 +73,9 @@ def check(result: Answer, case: Case, known: int) -> None:
     of_known = told[len(case["prompt"]) - 1 :]
     np.testing.assert_allclose([one.sampled for one in of_known], case["logprobs"][:known], rtol=1e-4)
     for one, token in zip(of_known, case["tokens"][:known], strict=True):
-        assert one.top[0] == (token, one.sampled)  # it was greedy
-    # PyTorch's eight likeliest after the prompt: the same ids, and their logits apart as there.
+        assert one.top[0] == (token, one.sampled)  # PyTorch generated greedily
+    # The eight likeliest tokens after the prompt are PyTorch's, and their logits differ by as much as
+    # PyTorch's.
     ids, logits = zip(*case["last_logits_top"], strict=True)
     assert [token for token, _ in of_known[0].top] == list(ids)
     shift = case["logprobs"][0] - logits[0]
@@ -100,7 +101,9 @@ def test_whole_and_in_every_chunking(served: tuple[Engine, list[Case]]) -> None:
 
 
 def test_with_a_warm_prefix_cache(served: tuple[Engine, list[Case]]) -> None:
-    """Pages that hold the prompt already hold no log-probabilities; what a request publishes is used."""
+    """Cached pages hold no log-probabilities, so a request that asks for them computes its prompt anew.
+    Others may use the pages that it publishes.
+    """
     engine, goldens = served
     for case in goldens:
         engine.flush_prefix_cache()
@@ -132,7 +135,7 @@ def test_packed_with_others(served: tuple[Engine, list[Case]]) -> None:
 
 
 def test_candidates_are_those_of_generation(served: tuple[Engine, list[Case]]) -> None:
-    """A prompt's and a generated token at the same position have the same candidates."""
+    """A token of a prompt and a generated token at the same position have the same likeliest tokens."""
     engine, goldens = served
     for case in goldens:
         request = dataclasses.replace(ask(case, 0, max_tokens=24), logprobs=NUM_TOP)
@@ -144,10 +147,10 @@ def test_candidates_are_those_of_generation(served: tuple[Engine, list[Case]]) -
 
 
 def test_preempted_in_the_middle_of_a_prompt() -> None:
-    """20 pages of 8 tokens: while the second's prompt of 114 tokens is computed 3 at a time, the first grows
-    and takes its pages.
+    """The pool has 20 pages of 8 tokens. While the second request's prompt of 114 tokens is computed 3 tokens
+    at a time, the first request grows and takes its pages.
     """
-    page_bytes = 8 * 2 * 2 * 2 * 32 * 4  # tokens, layers, key and value, heads, channels, float32
+    page_bytes = 8 * 2 * 2 * 2 * 32 * 4  # tokens * layers * key and value * heads * channels * bytes
     config = dataclasses.replace(
         CONFIG, kv_cache_bytes=20 * page_bytes, max_model_len=144, max_num_batched_tokens=16
     )
@@ -171,9 +174,9 @@ def test_preempted_in_the_middle_of_a_prompt() -> None:
 
 
 @pytest.mark.parametrize("chunk", [None, 1, 2, 7])
-def test_the_table_models_prompts_as_the_witness_has_them(chunk: int | None) -> None:
-    """Every token of every prompt, from the second on; one-token prompts have none. Penalties and biases do
-    not count.
+def test_the_table_models_prompts_agree_with_the_witness(chunk: int | None) -> None:
+    """Every token of a prompt from the second on has a log-probability; a prompt of one token has none.
+    Penalties and biases do not change it.
     """
     tables = random_tables(5)
     engine = table_engine(tables, max_prefill_chunk=chunk)
@@ -193,8 +196,10 @@ def test_the_table_models_prompts_as_the_witness_has_them(chunk: int | None) -> 
         engine.shutdown()
 
 
-def test_a_prompt_that_new_weights_compute_again_is_told_by_them_alone() -> None:
-    """The update comes in the middle of it, 3 tokens at a time, and drops what the old weights computed."""
+def test_a_prompt_recomputed_with_new_weights_has_only_their_logprobs() -> None:
+    """The update comes while the prompt is being computed, 3 tokens at a time, and drops what the old weights
+    computed. All log-probabilities must be those of the new weights.
+    """
     old, new = random_tables(5), random_tables(6)
     engine = table_engine(old, max_prefill_chunk=3)
     sink = Collector()

@@ -1,5 +1,5 @@
-"""Real programs and the real cache: the same tokens with steps overlapped or not, in windows or not, and from
-cached prefixes. What they must be is computed by the toy's formula.
+"""With real programs and the real cache, tokens are the same with overlapped steps or without, in windows or
+not, and from cached prefixes. The expected tokens come from the toy model's formula.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def test_streams_are_the_formulas(overlap: bool, steps: int) -> None:
 
 
 def test_seeded_samples_and_banned_stops_are_the_same_in_windows() -> None:
-    """The draws depend on seed and position, so windows change nothing: here against steps of one."""
+    """Draws depend on seed and position, so windows of eight steps give the same tokens as single steps."""
     made = []
     for steps in (1, 8):
         engine = toy_engine(max_decode_steps=steps, decode_window_s=10.0)
