@@ -1,4 +1,6 @@
-"""What an engine computes with, by platform and options; and that it is asked for in one place."""
+"""`choose_backend` decides what an engine computes with, from the platform and the options, and is the only
+place that asks for the platform.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,7 @@ GIB = 2**30
 
 @dataclass(eq=False)
 class Accelerator:
-    """A stand-in for a device of another platform."""
+    """A stand-in for a device of another platform than the CPU."""
 
     stats: dict[str, int] | None
     platform: str = "gpu"
@@ -51,7 +53,7 @@ def chosen(stats: dict[str, int] | None, **options: Any) -> Backend:
 
 
 @needs_kernels
-def test_cpu_has_the_native_kernels_where_they_can_be_used() -> None:
+def test_cpu_has_the_native_kernels_if_they_can_be_used() -> None:
     backend = choose_backend(EngineConfig(native="require"), CPU)
     assert backend.attention is native_paged_attention
     assert backend.sampler is native_sample
@@ -72,7 +74,7 @@ def test_cpu_without_kernels_computes_with_xla() -> None:
     assert list(backend.mesh.devices.flat) == [CPU]
 
 
-def test_an_accelerator_computes_with_xla_and_tells_its_memory() -> None:
+def test_an_accelerator_computes_with_xla_and_reports_its_memory() -> None:
     backend = chosen({"bytes_limit": 80 * GIB, "bytes_in_use": GIB})
     assert backend.attention is paged_attention
     assert backend.sampler is sample
@@ -80,7 +82,7 @@ def test_an_accelerator_computes_with_xla_and_tells_its_memory() -> None:
     assert (backend.sizes, backend.row_growth, backend.fixed_windows) == (ACCELERATOR_SIZES, 2, True)
     assert backend.memory() == DeviceMemory(80 * GIB, GIB)
     assert chosen({"bytes_limit": 16 * GIB, "bytes_in_use": 0}).sizes == SMALL_SIZES
-    silent = chosen(None)  # some do not tell what they have
+    silent = chosen(None)  # some devices do not report their memory
     assert (silent.sizes, silent.memory()) == (ACCELERATOR_SIZES, None)
 
 
@@ -98,7 +100,9 @@ def test_required_kernels_take_cpu_and_bfloat16() -> None:
 
 
 def test_an_engine_computes_with_the_backend_that_it_is_given() -> None:
-    """A hand-made one: programs as on an accelerator, an attention of the test's, and a tight memory."""
+    """The backend is made by hand: programs as on an accelerator, an attention of this test, and little
+    memory.
+    """
     called: list[int] = []
 
     def attention(q: jax.Array, *args: Any, **options: Any) -> tuple[jax.Array, jax.Array]:
@@ -114,7 +118,7 @@ def test_an_engine_computes_with_the_backend_that_it_is_given() -> None:
     engine = toy_engine(start=False, backend=backend, hbm_utilization=1.0)
     try:
         page_bytes = 4 * 2 * 4 * 4  # keys and values of 4 positions, 4 values of 4 bytes each
-        assert (1 << 21) < engine.info.num_pages * page_bytes < (1 << 22)  # some is the programs'
+        assert (1 << 21) < engine.info.num_pages * page_bytes < (1 << 22)  # programs take some of it
         engine.start()
         made = engine.generate([5, 6, 7], sampling=GREEDY_PARAMS, stopping=StoppingParams(max_tokens=9))
         assert list(made.token_ids) == toy_tokens([5, 6, 7], 9)[: len(made.token_ids)]
@@ -123,7 +127,7 @@ def test_an_engine_computes_with_the_backend_that_it_is_given() -> None:
         engine.shutdown()
 
 
-def test_nobody_else_asks_for_the_platform() -> None:
+def test_no_other_module_asks_for_the_platform() -> None:
     root = Path(penstock.runtime.execution.backend.__file__).parents[1]
     asks = re.compile(r"\.platform\b|default_backend|[=!]= \"cpu\"")
     found = {
@@ -132,6 +136,6 @@ def test_nobody_else_asks_for_the_platform() -> None:
         for line in file.read_text().splitlines()
         if asks.search(line) and "sys.platform" not in line and file.name != "backend.py"
     }
-    naming = [line for line in found if "device_kind" in line]  # an engine says what it runs on
+    naming = [line for line in found if "device_kind" in line]  # an engine reports the kind of its device
     assert len(naming) == 1
     assert found == set(naming)

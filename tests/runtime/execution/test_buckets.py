@@ -1,4 +1,4 @@
-"""Buckets: which programs exist, and that the one selected is listed, fits, and is the smallest that does."""
+"""Which programs exist, and that the selected program exists, fits, and is the smallest that fits."""
 
 from __future__ import annotations
 
@@ -44,7 +44,9 @@ def test_keys_are_largest_first_with_mixed_programs_for_the_largest_row_bucket_o
 
 
 def test_token_buckets_may_grow_faster():
-    """Where padding costs nothing: fewer programs, and the largest is still the budget."""
+    """Larger factors suit devices on which padding costs little: there are fewer programs, and the largest is
+    still the budget.
+    """
     assert Buckets.default(4, 512, token_growth=8).token_buckets == (16, 128, 512)
     assert Buckets.default(4, 20, token_growth=8).token_buckets == (16, 20)
 
@@ -140,11 +142,13 @@ def test_default_refuses_bad_limits_by_name():
 
 
 def test_windows_of_fixed_lengths() -> None:
-    """The shortest that is long enough; one program for each number of rows and each length."""
+    """The shortest window that is long enough is selected. There is one program for each number of rows and
+    each length.
+    """
     buckets = Buckets.default(16, 64, row_growth=2, max_window=6)
     assert buckets.row_buckets == (4, 8, 16)
     assert buckets.window_steps == (1, 2, 4, 6)
-    assert sum(key.window for key in buckets.keys()) == 3 * 4  # noqa: SIM118 # no mapping
+    assert sum(key.window for key in buckets.keys()) == 3 * 4  # noqa: SIM118 # a method, not a mapping's
     selected = [buckets.select(5, 5, window=True, num_steps=steps) for steps in range(1, 7)]
     assert selected == [ProgramKey(8, 8, True, True, steps) for steps in (1, 2, 4, 4, 6, 6)]
     assert set(selected) <= set(buckets.keys())

@@ -1,4 +1,4 @@
-"""How many threads XLA computes on. Each case is a process of its own, since a process has one pool."""
+"""How many threads XLA computes on. Each case has a process of its own, because a process has one pool."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ pytestmark = pytest.mark.skipif(
 
 
 def run(code: str, **environment: str) -> tuple[list[str], str]:
-    """What the code prints, by words, and logs."""
+    """The words that the code prints, and its log."""
     done = subprocess.run(
         [sys.executable, "-c", HEAD + code],
         env={**os.environ, **environment},
@@ -43,8 +43,10 @@ def run(code: str, **environment: str) -> tuple[list[str], str]:
     return done.stdout.split(), done.stderr
 
 
-def test_the_backend_starts_with_so_many_threads() -> None:
-    """And what is set for that does not stay, nor win from elsewhere."""
+def test_the_backend_starts_with_the_given_number_of_threads() -> None:
+    """The environment variable that sets the number is restored afterwards, and a value that was there before
+    does not count.
+    """
     code = """
 print(pool_size())
 print(len(start_backends(3)))

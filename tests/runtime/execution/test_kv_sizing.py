@@ -1,4 +1,4 @@
-"""Sizing of the KV cache and of the context, by hand-computed figures."""
+"""Sizes of the KV cache and of the context, compared with values computed by hand."""
 
 from __future__ import annotations
 
@@ -46,8 +46,8 @@ def test_the_default_on_cpu_takes_no_more_pages_than_all_rows_can_fill() -> None
     assert plan() == KVPlan(num_pages=8, max_model_len=64)  # 2 rows of 64 / 16 pages
 
 
-def test_what_was_asked_for_is_taken_in_full() -> None:
-    """Pages beyond what the rows can fill keep prefixes."""
+def test_the_cache_takes_all_the_bytes_that_were_asked_for() -> None:
+    """Pages beyond those that the rows can fill keep prefixes."""
     assert plan(dataclasses.replace(CONFIG, kv_cache_bytes=5050)) == KVPlan(num_pages=50, max_model_len=64)
     assert plan(device=5050) == KVPlan(num_pages=50, max_model_len=64)
 
@@ -76,7 +76,7 @@ def test_an_explicit_context_is_kept_or_refused() -> None:
         plan(dataclasses.replace(config, kv_cache_bytes=99))
 
 
-def test_what_a_device_has_left() -> None:
+def test_bytes_that_a_device_has_left() -> None:
     assert device_kv_bytes(DeviceMemory(1000, 300), 0.9, 50) == 550
     with pytest.raises(ConfigError, match="hbm_utilization"):
         device_kv_bytes(DeviceMemory(1000, 850), 0.9, 50)
@@ -122,7 +122,7 @@ def test_options_out_of_range_are_refused_by_name(field: str, value: Any) -> Non
     [
         ({}, CPU_SIZES, (16, 512, 16)),
         ({}, accelerator_sizes(80 * 2**30), (256, 8192, 64)),
-        ({}, accelerator_sizes(None), (256, 8192, 64)),  # it does not tell how much it has
+        ({}, accelerator_sizes(None), (256, 8192, 64)),  # it does not report how much it has
         ({}, accelerator_sizes(16 * 2**30), (64, 2048, 64)),
         ({"max_num_seqs": 3}, CPU_SIZES, (3, 512, 3)),
         ({"max_num_seqs": 1000}, CPU_SIZES, (1000, 1000, 64)),
@@ -136,7 +136,7 @@ def test_options_out_of_range_are_refused_by_name(field: str, value: Any) -> Non
         ({"max_num_seqs": 8, "feature_slots": 100}, ACCELERATOR_SIZES, (8, 8192, 8)),
     ],
 )
-def test_what_was_not_chosen_goes_by_platform(
+def test_defaults_depend_on_the_platform(
     options: dict[str, int], sizes: DefaultSizes, resolved: tuple[int, int, int]
 ) -> None:
     config = EngineConfig(page_size=8, **cast("Any", options))
@@ -155,15 +155,15 @@ def test_what_was_not_chosen_goes_by_platform(
         (32, GenerationDefaults(repetition_penalty=1.05), 32),
     ],
 )
-def test_where_all_requests_have_penalties_all_rows_have_feature_slots(
+def test_if_all_requests_have_penalties_all_rows_have_feature_slots(
     asked: int | None, defaults: GenerationDefaults, slots: int
 ) -> None:
-    """Unless the operator gave a number."""
+    """This does not hold if the operator gives a number."""
     found = resolve(EngineConfig(feature_slots=asked), ACCELERATOR_SIZES, defaults=defaults)
     assert (found.max_num_seqs, found.feature_slots) == (256, slots)
 
 
-def test_an_engine_goes_by_the_served_defaults(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_engine_uses_the_served_defaults(caplog: pytest.LogCaptureFixture) -> None:
     model = dataclasses.replace(toy_model(), defaults=GenerationDefaults(repetition_penalty=1.05))
     with caplog.at_level("INFO"):
         engine = toy_engine(model, start=False, max_num_seqs=80, max_num_batched_tokens=80)
@@ -172,7 +172,7 @@ def test_an_engine_goes_by_the_served_defaults(caplog: pytest.LogCaptureFixture)
     assert "80 feature slots" in caplog.text
 
 
-def test_a_share_of_what_jax_may_take_is_told(caplog: pytest.LogCaptureFixture) -> None:
+def test_the_share_of_what_jax_may_take_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     memory = DeviceMemory(60 * 2**30, 2**30)
     with caplog.at_level("INFO"):
         assert device_kv_bytes(memory, 0.5, 2**30) == 28 * 2**30
@@ -180,8 +180,10 @@ def test_a_share_of_what_jax_may_take_is_told(caplog: pytest.LogCaptureFixture) 
     assert "XLA_PYTHON_CLIENT_MEM_FRACTION" in caplog.text
 
 
-def test_the_program_that_needs_most_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whichever kind it is of; results in a donated argument's memory take none."""
+def test_scratch_memory_is_that_of_the_largest_program(monkeypatch: pytest.MonkeyPatch) -> None:
+    """This holds whatever kind of program it is. Results that are written to a donated argument take no
+    memory.
+    """
     model = toy_model()
     config = RunnerConfig(
         buckets=Buckets((16,), (2, 4)),

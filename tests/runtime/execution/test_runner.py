@@ -1,4 +1,4 @@
-"""The runner's own surface: donation, packing, poison, state and weights; counts of compiles and of
+"""The runner: donated buffers, packing, poisoned pages, state and weights, and the number of compiles and
 transfers.
 """
 
@@ -86,7 +86,9 @@ def decode(slot: int, start: int, step: int = 1) -> Plan:
 
 
 def test_feedback_stays_on_the_device(runner: ModelRunner) -> None:
-    """Two decodes are dispatched before the first token is read; each takes its input from the device."""
+    """Two decodes are dispatched before the first token is read, and take their input tokens from the
+    device.
+    """
     pending = [
         runner.execute_async(plan)
         for plan in (prefill([1, 2, 3], 2, [7, 9]), decode(2, 3), decode(2, 4, step=2))
@@ -95,7 +97,7 @@ def test_feedback_stays_on_the_device(runner: ModelRunner) -> None:
 
 
 class Anything:
-    """A constraint that forbids nothing."""
+    """A constraint that allows every token."""
 
     is_complete = False
 
@@ -109,7 +111,7 @@ class Anything:
 def test_decodes_under_a_constraint_compute_no_more_rows_than_others(
     runner: ModelRunner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Not those of a step with prefill chunks, which has the most."""
+    """They must not run the program of steps with prefill chunks, which has the most rows."""
     keys: list[ProgramKey] = []
     run = runner.calls.forward
 
@@ -128,7 +130,7 @@ def test_decodes_under_a_constraint_compute_no_more_rows_than_others(
 
 @pytest.fixture(params=[(0,), (1, 2, 4, 8)], ids=["as long as it takes", "of fixed lengths"])
 def looping(request: pytest.FixtureRequest) -> Iterator[ModelRunner]:
-    """With either form of windows."""
+    """Runners with both kinds of windows."""
     runner = make_runner(max_decode_steps=8, window_steps=request.param)
     runner.initialize_kv_cache(16)
     runner.compile()
@@ -137,19 +139,21 @@ def looping(request: pytest.FixtureRequest) -> Iterator[ModelRunner]:
 
 
 def windowed(rows: list[tuple[int, int, int, int]], num_steps: int, step: int = 1) -> Plan:
-    """Rows of (slot, start, max_samples, bans) that decode."""
+    """A plan of rows (slot, start, max_samples, bans) that decode."""
     made = [PlanRow(f"r{slot}", slot, start, 1, None, True, bans, most) for slot, start, most, bans in rows]
     return Plan(step, tuple(made), num_steps=num_steps)
 
 
 def test_a_window_makes_what_single_steps_make(looping: ModelRunner) -> None:
-    """Rows end at their own number of samples, the loop at its number of steps, and the next plan goes on."""
+    """Each row ends at its own number of samples and the loop at its number of steps, and the next plan goes
+    on from there.
+    """
     first, second = toy_tokens([1, 2, 3], 13), toy_tokens([5], 13)
     looping.execute(prefill([1, 2, 3], 2, [7, 9, 1, 3]))
     looping.execute(prefill([5], 0, [2, 4, 6, 8], 1))
     pending = [
         looping.execute_async(windowed([(2, 3, 5, 0), (0, 1, 2, 0)], 5, 2)),  # the second row ends early
-        looping.execute_async(windowed([(0, 3, 3, 0), (2, 8, 1, 0)], 3, 3)),  # and goes on in another order
+        looping.execute_async(windowed([(0, 3, 3, 0), (2, 8, 1, 0)], 3, 3)),  # the rows in another order
         looping.execute_async(windowed([(2, 9, 1, 0)], 1, 4)),
     ]
     results = [looping.wait(p).token_ids for p in pending]
@@ -157,11 +161,11 @@ def test_a_window_makes_what_single_steps_make(looping: ModelRunner) -> None:
 
 
 def test_steps_past_a_window_that_was_asked_for_change_nothing(looping: ModelRunner) -> None:
-    """A window of three steps may run as one of four: rows that could go on make three tokens, and write
-    three positions.
+    """A window of three steps may run as one of four. Its rows must still make three tokens and write three
+    positions, although they could go on.
     """
     tokens, others = toy_tokens([3, 2, 4], 8), toy_tokens([5], 8)
-    assert all(tokens[:3] + others[:3])  # zeros in the cache would not show
+    assert all(tokens[:3] + others[:3])  # a position to which a 0 is written would look unchanged
     looping.execute(prefill([3, 2, 4], 2, [7, 9, 1]))
     looping.execute(prefill([5], 0, [2, 4, 6], 1))
     before = np.array(looping.device.kv[0])
@@ -184,7 +188,7 @@ def test_a_window_ends_rows_at_stop_ids_unless_banned(looping: ModelRunner) -> N
     looping.execute(dataclasses.replace(plan, new_requests=((1, request),)))
     result = looping.execute(windowed([(1, 3, 8, 0)], 8))
     assert result.token_ids == [tokens[1:4]]
-    # Again from the start, with the first three samples banned: another token takes the stop's place.
+    # The same with the first three samples banned: another token is chosen in place of the stop id.
     looping.execute(dataclasses.replace(plan, new_requests=((1, request),)))
     banned = looping.execute(windowed([(1, 3, 8, 3)], 8)).token_ids[0]
     assert banned[:2] == tokens[1:3]
@@ -193,7 +197,9 @@ def test_a_window_ends_rows_at_stop_ids_unless_banned(looping: ModelRunner) -> N
 
 
 def test_logprobs_are_those_asked_for_at_dispatch(runner: ModelRunner) -> None:
-    """The slot goes to a request that wants others before the first result is read."""
+    """Before the first result is read, the slot goes to requests that ask for other numbers of
+    log-probabilities.
+    """
     plans = []
     for wanted, step in ((2, 0), (None, 1), (0, 2)):
         plan = prefill([1, 2, 3], 2, [7, 9], step)
@@ -207,7 +213,9 @@ def test_logprobs_are_those_asked_for_at_dispatch(runner: ModelRunner) -> None:
 
 
 def test_cache_and_state_are_really_donated(runner: ModelRunner) -> None:
-    """The old buffers are deleted, so no step copies the cache; the weights are not donated."""
+    """The old buffers are deleted and the cache stays at its address, so no step copies it. The weights are
+    not donated.
+    """
     before, state = runner.device.kv, runner.device.rows
     assert before is not None
     pointer = before[0].unsafe_buffer_pointer()
@@ -219,7 +227,9 @@ def test_cache_and_state_are_really_donated(runner: ModelRunner) -> None:
 
 
 def test_padding_writes_nowhere_and_reads_nothing(runner: ModelRunner) -> None:
-    """With every other page full of NaN, a step touches its own slots only and its token is right."""
+    """Although all pages are full of NaN, a step makes the right token, and it writes only the positions of
+    its own row.
+    """
     (shape,) = (layer.shape for layer in runner.device.cache_shapes(16))
     poison = np.full(shape, np.nan, np.float32)
     runner.device.kv = (jax.device_put(poison, runner.device.kv[0].sharding),)
@@ -247,8 +257,8 @@ def test_pages_are_copied_in_all_layers_in_place_and_padding_copies_nothing() ->
 
 
 def test_a_fork_goes_on_from_a_copy_and_the_first_one_from_its_own_page(runner: ModelRunner) -> None:
-    """Both write position 6 in the step after the copy, in pages of their own. The first two tokens of the
-    fork's last page come from the copy alone.
+    """In the step of the copy, the fork writes position 6 in the copied page. Positions 4 and 5 of that page
+    come from the copy alone. The first output goes on in its own page.
     """
     counter = CompileCounter()
     counter.start()
@@ -314,9 +324,7 @@ def test_the_counter_counts() -> None:
 
 
 def test_layout_round_trip() -> None:
-    """What the host writes through views is what the programs read; floats and 64-bit seeds survive as
-    bits.
-    """
+    """The programs read what the host writes through views; floats and 64-bit seeds keep their bits."""
     layout = Layout(ProgramKey(8, 4))
     buffer = np.zeros(layout.size, np.int32)
     assert layout.size == 2 + 8 + 4 * (NUM_FIELDS + MAX_STOP_TOKEN_IDS)
@@ -366,7 +374,9 @@ def test_layout_round_trip() -> None:
 
 
 def test_a_small_value_does_not_become_0_which_means_off() -> None:
-    """1e-46 is 0 in float32, and 1e-40 is denormal: the device would take either for greedy, or for off."""
+    """1e-46 is 0 in float32 and 1e-40 is denormal. The device would take both for 0, which means greedy, or
+    switches a filter off.
+    """
     layout = Layout(ProgramKey(8, 4))
     buffer = np.zeros(layout.size, np.int32)
     _, fields, _, _ = layout.views(buffer)

@@ -1,6 +1,6 @@
-"""JAX calls a compiled program in C++, unless something about a call sends it to Python, which costs a
-millisecond at a few hundred arrays: in steady state, and from the first step on, nothing does. What the host
-sends and reads of a step is as little as it can be.
+"""JAX calls a compiled program through C++, unless something about the call sends it through Python, which
+costs a millisecond with a few hundred arrays. From the first step on, no call may go through Python. Also,
+the host sends and reads no more for a step than necessary.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Anything:
 
 @contextmanager
 def slow_calls() -> Iterator[Callable[[], int]]:
-    """How many calls of compiled programs this thread has made by way of Python."""
+    """Yields a function that counts the calls of compiled programs which this thread made through Python."""
     with test_util.count_aot_jit_cpp_cache_miss() as count:
         yield count
 
@@ -113,7 +113,7 @@ PLANS = {
 
 
 @pytest.mark.parametrize("name", PLANS)
-def test_no_step_is_called_by_way_of_python(runner: ModelRunner, name: str) -> None:
+def test_no_step_is_called_through_python(runner: ModelRunner, name: str) -> None:
     with slow_calls() as count:
         for plan in PLANS[name]():
             runner.execute(plan)
@@ -130,7 +130,9 @@ def test_new_weights_keep_the_fast_path(runner: ModelRunner) -> None:
 
 
 def test_a_slow_call_is_counted() -> None:
-    """What the tests above rely on: the first call with arguments of one kind is slow, later ones are not."""
+    """The tests above rely on this: the first call with arguments of one kind is slow, and later ones are
+    not.
+    """
     program = compile_program(lambda x: x + 1, jax.ShapeDtypeStruct((3,), np.float32))
     with slow_calls() as count:
         program(np.zeros(3, np.float32))
@@ -141,10 +143,10 @@ def test_a_slow_call_is_counted() -> None:
         assert count() == 2
 
 
-def test_log_probabilities_are_read_only_where_a_row_wants_them(
+def test_log_probabilities_are_read_only_if_a_row_wants_them(
     runner: ModelRunner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where nobody does, their array is never asked for: here it is one that nobody can read."""
+    """If no row wants them, their array is never read: here it is deleted, so reading it fails."""
 
     def unreadable(pending: PendingStep) -> PendingStep:
         assert isinstance(pending, AwaitingTokens)
@@ -162,8 +164,8 @@ def test_log_probabilities_are_read_only_where_a_row_wants_them(
         runner.wait(unreadable(runner.execute_async(entry(0, logprobs=2))))
 
 
-def test_what_a_step_reads_for_the_tokens_alone(runner: ModelRunner) -> None:
-    """Four bytes a row and step are read back where no log-probabilities are."""
+def test_a_step_without_logprobs_reads_only_tokens(runner: ModelRunner) -> None:
+    """Four bytes for each row and step are read back."""
     runner.execute(entry(0))
     pending = runner.execute_async(decodes(0, num_steps=4))
     assert isinstance(pending, AwaitingTokens)
@@ -173,7 +175,7 @@ def test_what_a_step_reads_for_the_tokens_alone(runner: ModelRunner) -> None:
 
 
 def spied(runner: ModelRunner, monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
-    """The slots whose whole page tables are sent from now on, by call."""
+    """A list that grows with each call that sends whole page tables: the slots of these tables."""
     calls: list[list[int]] = []
     programs = runner.calls.programs
 
@@ -190,13 +192,13 @@ def with_pages(plan: Plan, *writes: PageWrite) -> Plan:
     return dataclasses.replace(plan, page_writes=writes)
 
 
-def test_a_page_of_a_decode_travels_in_the_step_and_a_whole_table_before_it(
+def test_one_new_page_is_sent_in_the_step_and_several_in_a_whole_table_before_it(
     runner: ModelRunner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expected = np.array(runner.device.rows.tables)
     calls = spied(runner, monkeypatch)
     runner.execute(with_pages(entry(0), PageWrite(0, 0, (9, 8))))
-    runner.execute(with_pages(entry(2, 3), PageWrite(2, 0, (7,))))  # one page: it needs no more than a decode
+    runner.execute(with_pages(entry(2, 3), PageWrite(2, 0, (7,))))  # one page needs no table
     assert calls == [[0]]
     runner.execute(with_pages(decodes(2, 0, start=4), PageWrite(0, 2, (3,)), PageWrite(2, 1, (5,))))
     assert calls == [[0]]
@@ -220,7 +222,7 @@ def test_several_writes_of_a_slot_and_slots_without_a_row_are_all_sent(
 
 
 def test_feature_slots_are_as_many_as_rows_unless_a_number_is_given(runner: ModelRunner) -> None:
-    """And writes past the last one, which the device would drop, are refused."""
+    """A write past the last feature slot, which the device would drop without a word, is refused."""
     assert runner.device.rows.history.shape == runner.device.rows.bias.shape == (4, VOCAB)
     request = entry(0, sampling=PENALISED).new_requests[0][1]
     for given, last in ((None, 3), (2, 1)):
@@ -244,7 +246,7 @@ def test_more_tables_than_one_call_takes(runner: ModelRunner) -> None:
     np.testing.assert_array_equal(state.tables, given)
 
 
-def test_what_a_step_sends_does_not_grow_with_the_context(runner: ModelRunner) -> None:
+def test_the_bytes_a_step_sends_do_not_grow_with_the_context(runner: ModelRunner) -> None:
     short, long = (
         Slots(dataclasses.replace(runner.config, max_model_len=n)).blank(ProgramKey(4, 4, True)).nbytes
         for n in (64, 131_072)
@@ -253,10 +255,10 @@ def test_what_a_step_sends_does_not_grow_with_the_context(runner: ModelRunner) -
 
 
 def test_the_host_never_holds_a_copy_of_what_is_allocated() -> None:
-    """Neither of the cache nor of what sampling keeps: both are zeros that the device makes."""
+    """The cache and the state for sampling are zeros that the device makes."""
     sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     dtype = np.dtype(np.uint16)
-    zeros((2,), dtype, sharding)  # what compiling takes is not of interest
+    zeros((2,), dtype, sharding)  # compiles, which takes memory that does not matter here
     tracemalloc.start()
     made = jax.block_until_ready(
         zeros_like((jax.ShapeDtypeStruct((2**18, 2, 1, 1, 2), dtype),) * 3, sharding)

@@ -1,4 +1,4 @@
-"""A stop string ends an output in the engine: once, and only while the engine knows the output by its id."""
+"""A stop string ends an output in the engine once, and only while the engine knows the output by its id."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ STOPPED = Finish(FinishReason.STOP, stop="bc")
 
 
 class Queue:
-    """Notes what is ended in it."""
+    """An engine's queue that records which outputs are ended."""
 
     def __init__(self) -> None:
         self.ended: list[tuple[str, Finish]] = []
@@ -31,7 +31,7 @@ class Queue:
 
 
 @pytest.mark.parametrize("holds_id", [True, False])
-def test_a_stop_string_is_told_once(holds_id: bool) -> None:
+def test_the_engine_hears_of_a_stop_string_once(holds_id: bool) -> None:
     queue = Queue()
     assembler = Assembler(StoppingParams(stop=("bc",)), byte_codec(), index=3)
     live = LiveOutput(queue, "r", assembler, holds_id=lambda: holds_id)
@@ -44,7 +44,7 @@ def test_a_stop_string_is_told_once(holds_id: bool) -> None:
     assert (last.index, last.finish) == (3, STOPPED)
 
 
-def test_a_stop_that_comes_with_the_end_is_not_told() -> None:
+def test_the_engine_does_not_hear_of_a_stop_in_the_last_output() -> None:
     queue = Queue()
     live = LiveOutput(queue, "r", Assembler(StoppingParams(stop=("bc",)), byte_codec()))
     delta = live.add(StepOutput("r", tuple(b"abc"), finish=Finish(FinishReason.MAX_TOKENS)))

@@ -1,4 +1,6 @@
-"""The demo model's tokenizer under grammars. What the process for trials costs to start is paid once."""
+"""The demo model's tokenizer and a compiler of grammars for it. Both last for the session, so that the
+process that tries grammars starts only once.
+"""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,7 +14,7 @@ from tests.support.schemas import RandomWriter
 
 TOKENIZER = Path(__file__).parents[3] / "runtime/penstock/runtime/loading/demo_model/tokenizer.json"
 EOS = (2041, 2039)
-"""<|im_end|> and <|endoftext|>."""
+"""The ids of <|im_end|> and <|endoftext|>."""
 
 
 @pytest.fixture(scope="session")
@@ -27,7 +29,7 @@ def vocabulary(backend: Tokenizer) -> Vocabulary:
 
 @pytest.fixture(scope="session")
 def compiler(vocabulary: Vocabulary) -> Iterator[GrammarCompiler]:
-    # Nothing here is slow; a busy machine is.
+    # No compile here is slow, but a busy machine may be.
     compiler = GrammarCompiler(vocabulary, CompilerConfig(time_limit_s=60.0))
     yield compiler
     compiler.close()

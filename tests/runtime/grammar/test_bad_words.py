@@ -1,4 +1,4 @@
-"""Multi-token bad words, against a formula that is as simple as it is slow."""
+"""Bad words of several tokens, compared with a formula that is simple and slow."""
 
 from collections.abc import Sequence
 
@@ -23,7 +23,7 @@ def allowed(constraint: BadWords, vocab_size: int) -> set[int]:
 
 
 class Only:
-    """An inner constraint that allows the same few tokens at every step."""
+    """An inner constraint that allows the same tokens at every step."""
 
     def __init__(self, token_ids: Sequence[int]) -> None:
         self.token_ids = set(token_ids)
@@ -42,9 +42,9 @@ class Only:
 def test_by_hand():
     words = BadWords([(3, 31), (1, 2, 3), (3, 3), (3, 40)], None, 33)
     everything = set(range(33))
-    assert allowed(words, 33) == everything, "what is not generated yet does not count"
+    assert allowed(words, 33) == everything, "no word has begun yet"
     words.accept([3])
-    assert allowed(words, 33) == everything - {31, 3}, "and no token 40"
+    assert allowed(words, 33) == everything - {31, 3}, "token 40 is not in the vocabulary"
     words.accept([1, 2])
     assert allowed(words, 33) == everything - {3}
     words.accept([2])
@@ -61,7 +61,7 @@ TOKENS = st.integers(0, VOCAB - 1)
     st.lists(TOKENS, max_size=25),
     st.none() | st.sets(TOKENS, min_size=1),
 )
-def test_as_the_formula_says(words, written, inner):
+def test_masks_agree_with_the_formula(words, written, inner):
     constraint = BadWords(words, Only(sorted(inner)) if inner else None, VOCAB)
     candidates = inner or set(range(VOCAB))
     for i in range(len(written) + 1):
@@ -71,7 +71,7 @@ def test_as_the_formula_says(words, written, inner):
         constraint.accept(written[i : i + 1])
 
 
-def test_the_inner_constraint_hears_all_and_decides_the_end():
+def test_the_inner_constraint_accepts_every_token_and_decides_the_end():
     inner = Only([1])
     words = BadWords([(1, 1)], inner, 40)
     words.accept([1])
@@ -82,7 +82,7 @@ def test_the_inner_constraint_hears_all_and_decides_the_end():
 
 
 def test_the_grammar_wins(compiler, backend):
-    """Nothing but "b" may follow "a", so it may; where something else may, it may not."""
+    """If only "b" may follow "a", it may; if something else may follow too, "b" may not."""
     a, b = backend.token_to_id("a"), backend.token_to_id("b")
     forced = BadWords([(a, b)], compiler.constraint(Grammar.regex("ab")), 2048)
     forced.accept([a])
@@ -96,7 +96,7 @@ def test_the_grammar_wins(compiler, backend):
     assert ended.is_complete
 
 
-def test_single_tokens_are_for_the_bias():
+def test_words_of_one_token_are_left_to_the_bias():
     with pytest.raises(ValueError, match="bias"):
         BadWords([(1,)], None, 10)
 
@@ -124,12 +124,12 @@ def test_words_that_are_refused(codec):
 
 
 class EverythingHasASpace:
-    """A tokenizer that puts a space before every text, and an id before everything if it is asked to."""
+    """A tokenizer that puts a space before every text, and that must not be asked for special tokens."""
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         assert not add_special_tokens
         return [ord(char) for char in " " + text.lstrip(" ")]
 
 
-def test_what_comes_twice_counts_once():
+def test_a_word_given_twice_counts_once():
     assert bad_word_ids(EverythingHasASpace(), ["a", " a"]) == ((32, 97),)

@@ -1,4 +1,4 @@
-"""What following a grammar may cost, and what becomes of one that costs more."""
+"""What an output may cost that follows a grammar, and what happens to one that costs more."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ from penstock.runtime.requests.grammar import Grammar, GrammarKind
 from tests.support.schemas import RandomWriter, allowed_ids
 
 AMBIGUOUS = 'start: s\ns: s s s | s s | t\nt: /[a-z]/ | /[a-y]/ | /[ a-z]/ | ""'
-"""As an attack had it: without limits each of its masks takes longer than the one before, up to seconds."""
+"""A grammar from an attack: without limits each of its masks takes longer than the one before, up to seconds.
+"""
 
 
 @pytest.fixture
@@ -40,7 +41,7 @@ def fill(constraint: GrammarConstraint) -> None:
     constraint.fill(np.zeros(64, np.int32))
 
 
-def test_a_budget_is_what_was_there_at_first_and_what_tokens_earned() -> None:
+def test_a_budget_is_its_first_amount_and_what_tokens_earn() -> None:
     spent = Budget(1.0, 0.25)
     spent.earn()
     spent.use(1.0)
@@ -49,11 +50,13 @@ def test_a_budget_is_what_was_there_at_first_and_what_tokens_earned() -> None:
     states.append(spent.is_spent)
     spent.earn()
     states.append(spent.is_spent)
-    assert states == [False, True, False], "it never holds more than at first"
+    assert states == [False, True, False], "a budget never exceeds its first amount"
 
 
-def test_only_who_spends_all_within_a_few_tokens_shows_that_the_grammar_is_at_fault() -> None:
-    """Later it may be what the prompt had the model write, which must take the grammar from nobody else."""
+def test_only_an_output_that_spends_all_within_a_few_tokens_blames_the_grammar() -> None:
+    """Later the cause may be what the prompt made the model write, and then the grammar must stay available
+    to others.
+    """
     calls: list[str] = []
     for name, num_tokens in (("early", FEW_TOKENS - 1), ("late", FEW_TOKENS)):
         account = Account(Budget(0.5), partial(calls.append, name))
@@ -65,10 +68,10 @@ def test_only_who_spends_all_within_a_few_tokens_shows_that_the_grammar_is_at_fa
     assert calls == ["early", "early"]
 
 
-def test_a_request_that_spends_its_budget_ends_nobody_else(
+def test_a_request_that_spends_its_budget_ends_no_other(
     compiler: GrammarCompiler, backend: Tokenizer
 ) -> None:
-    """Neither outputs of others that run, nor requests that come."""
+    """Other outputs of the same grammar go on, and new requests may use it."""
     grammar = Grammar.regex("a*")
     compiled = compiler.compile(grammar)
     running, (steered,) = compiled.constraint(), compiled.constraints(1, grammar.field)
@@ -81,7 +84,9 @@ def test_a_request_that_spends_its_budget_ends_nobody_else(
 
 
 def test_a_grammar_that_has_proven_quick_stays_so_when_it_is_compiled_again(vocabulary: Vocabulary) -> None:
-    """Every few outputs it is; else all of them would count as new to the lane time and again."""
+    """A grammar is compiled again every few outputs. If it were unproven each time, all its outputs would be
+    treated as new ones again and again.
+    """
     compiler = GrammarCompiler(vocabulary, CompilerConfig(time_limit_s=60.0, outputs_per_lexer=1))
     grammar = Grammar.regex("a*")
     first = compiler.constraint(grammar)
@@ -103,10 +108,12 @@ def test_the_outputs_of_a_request_share_its_budget(compiler: GrammarCompiler) ->
 
 
 @pytest.mark.usefixtures("nothing_left")
-def test_what_was_too_costly_is_refused_at_once_for_a_while(
+def test_a_costly_grammar_is_refused_at_once_for_a_while(
     compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whoever asks for the same source, on the field of who asks, and whatever is to come before it."""
+    """This concerns everybody who asks for the same source, whatever comes before it in the output. The error
+    names the field of the request that asks.
+    """
     now = 0.0
     monkeypatch.setattr(compiler, "_costly", Costly(lambda: now))
     grammar = Grammar.regex("a*")
@@ -123,7 +130,7 @@ def test_what_was_too_costly_is_refused_at_once_for_a_while(
     compiler.compile(grammar)
 
 
-def test_memory_of_costly_grammars_is_bounded() -> None:
+def test_only_so_many_costly_grammars_are_remembered() -> None:
     costly = Costly(lambda: 0.0)
     grammars = [Grammar.regex(str(i)) for i in range(MOST + 1)]
     for grammar in grammars:
@@ -132,16 +139,16 @@ def test_memory_of_costly_grammars_is_bounded() -> None:
 
 
 def test_any_json_object_is_never_refused() -> None:
-    """It is the server's own grammar, and everybody's."""
+    """This grammar is the server's own and is used by everybody."""
     costly = Costly(lambda: 0.0)
     costly.note(Grammar.json_object())
     assert costly.refused_s(Grammar.json_object()) == 0
 
 
-def test_an_ambiguous_grammar_ends_by_the_work_of_a_step_whatever_the_machines_speed(
+def test_an_ambiguous_grammar_exceeds_the_work_of_a_step_at_any_speed(
     compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Counted in tokens, with no limit of time; and then it is refused."""
+    """The work is counted in items, without a limit of time. Afterwards the grammar is refused."""
     monkeypatch.setattr(budget, "REQUEST_S", 1e9)
     grammar = Grammar.ebnf(AMBIGUOUS)
     compiled = compiler.compile(grammar)
@@ -157,8 +164,8 @@ def test_an_ambiguous_grammar_ends_by_the_work_of_a_step_whatever_the_machines_s
 
 
 def test_honest_grammars_use_less_than_they_earn(compiler: GrammarCompiler, writer: RandomWriter) -> None:
-    """A schema of three hundred properties that may all be left out, and a choice among ten thousand, keep
-    to the work that a step may be.
+    """A schema of three hundred optional properties and a choice among ten thousand texts stay within the
+    work that a step may take.
     """
     properties = ", ".join(f'"property_{i}": {{"type": "string"}}' for i in range(300))
     schema = f'{{"type": "object", "properties": {{{properties}}}, "additionalProperties": false}}'

@@ -1,4 +1,4 @@
-"""The package, and the process that tries grammars, load neither JAX nor a transport."""
+"""Neither the package nor the process that tries grammars imports JAX or a transport."""
 
 import subprocess
 import sys

@@ -1,4 +1,6 @@
-"""Schemas that are refused, and what is narrowed because llguidance would not do it exactly."""
+"""JSON Schemas that are refused, and schemas that are narrowed because llguidance would not follow them
+exactly.
+"""
 
 import json
 
@@ -107,7 +109,7 @@ def test_bounds_are_rounded_inwards():
     }  # fmt: skip
 
 
-def test_seconds_end_at_59_where_a_format_is_meant():
+def test_seconds_of_formats_end_at_59():
     schema = read_schema(
         json.dumps({
             "properties": {"format": {"format": "time"}, "const": {"format": "date-time", "allOf": [{}]}},
@@ -174,7 +176,7 @@ CONSTANTS = st.recursive(
 @settings(max_examples=60, deadline=None)
 @given(value=CONSTANTS)
 def test_constants_are_written_exactly(compiler, vocabulary, writer, value):
-    """What every reader of JSON takes for the same double."""
+    """Every reader of JSON takes the text for the same double."""
     walk = writer.write(compiler.constraint(Grammar.json_schema(json.dumps({"const": value}))), 0)
     assert walk.complete
     spoken = [i for i in walk.token_ids if i not in vocabulary.eos_token_ids]

@@ -1,4 +1,4 @@
-"""Regular expressions, choices, Lark and GBNF: what is written matches, what is wrong is told."""
+"""Regular expressions, choices, Lark and GBNF: outputs match what is asked for, and errors are explained."""
 
 import json
 import re
@@ -18,7 +18,7 @@ def writer(vocabulary) -> RandomWriter:
 
 
 def written(compiler, vocabulary, writer, grammar, seed, **options) -> str | None:
-    """What a random writer makes of the grammar; None where it came to no end."""
+    """A text of the grammar that a random writer writes; None if it reached no end."""
     walk = writer.write(compiler.constraint(grammar), seed, **options)
     if not walk.complete:
         return None
@@ -28,7 +28,7 @@ def written(compiler, vocabulary, writer, grammar, seed, **options) -> str | Non
 
 
 def accepts(compiler, backend, grammar, text: str) -> bool:
-    """Whether `text`, character by character, is a whole output."""
+    """Whether `text`, given character by character, is a whole output."""
     constraint = compiler.constraint(grammar)
     try:
         for char in text:
@@ -47,7 +47,7 @@ def refusal(compiler, grammar) -> str:
     return violation.description
 
 
-# Without \d, \w and \s, of which Rust and Python each know the characters of another version of Unicode.
+# There is no \d, \w or \s here, because Rust and Python define them by different versions of Unicode.
 REGEXES = [
     "abc",
     "a*",
@@ -81,7 +81,7 @@ def test_a_regex_matches_from_end_to_end(pattern, compiler, vocabulary, writer):
     assert all(re.fullmatch(pattern, text) for text in whole), whole
 
 
-def test_a_regex_takes_what_it_matches_and_nothing_else(compiler, backend):
+def test_a_regex_accepts_what_it_matches_and_nothing_else(compiler, backend):
     grammar = Grammar.regex("a(b|cd)*e?")
     assert all(accepts(compiler, backend, grammar, text) for text in ("a", "abe", "acdbcde", "abb"))
     assert not any(accepts(compiler, backend, grammar, text) for text in ("", "b", "ac", "aee", "xa"))
@@ -98,13 +98,13 @@ def test_a_regex_takes_what_it_matches_and_nothing_else(compiler, backend):
         ("[^\\x{0}-\\x{10FFFF}]", "cannot go on"),
     ],
 )
-def test_a_wrong_regex_is_told_in_llguidances_words(pattern, part, compiler):
+def test_a_wrong_regex_is_refused_with_llguidances_message(pattern, part, compiler):
     assert part in refusal(compiler, Grammar.regex(pattern))
 
 
 @pytest.mark.parametrize("length", [1, 300, 20_000])
 def test_messages_stay_short_and_keep_the_reason(length, compiler):
-    """The pattern is repeated in the message, and the reason comes after it."""
+    """llguidance repeats the pattern in its message and gives the reason after it."""
     message = refusal(compiler, Grammar.regex("x" * length + "("))
     assert "unclosed group" in message
     assert len(message) <= 600
@@ -116,13 +116,15 @@ def test_messages_stay_short_and_keep_the_reason(length, compiler):
     | st.lists(st.sampled_from(["a", "ab", "abc", "", '"', "\\", "/", "<|im_end|>", "<think>"]), min_size=1),
     seed=st.integers(0, 1000),
 )
-def test_one_of_the_choices_exactly(compiler, vocabulary, writer, choices, seed):
+def test_the_output_is_exactly_one_of_the_choices(compiler, vocabulary, writer, choices, seed):
     text = written(compiler, vocabulary, writer, Grammar.choice(choices), seed)
     assert text in choices
 
 
 def test_a_choice_may_hold_any_character(compiler, backend):
-    """Every one of the Basic Multilingual Plane's first blocks, and some from beyond."""
+    """The text has every character of the first blocks of the Basic Multilingual Plane, and some from beyond
+    it.
+    """
     text = "".join(map(chr, [*range(0x3000), 0xFFFE, 0xFFFF, 0x1F600, 0x10FFFF]))
     constraint = compiler.constraint(Grammar.choice([text]))
     constraint.accept(backend.encode(text).ids)
@@ -164,7 +166,7 @@ def test_lark_written_at_random(compiler, vocabulary, writer):
     assert len(whole) > 15
     for text in whole:
         assert re.fullmatch(r"[0-9+*()]+", text)
-        # Python's parser is the witness; it takes no leading zeros.
+        # Python's parser is the witness; it does not accept leading zeros.
         compile(re.sub(r"\b0+(?=[0-9])", "", text), "", "eval")
 
 
@@ -182,7 +184,7 @@ def test_json_inside_lark(compiler, vocabulary, writer):
 
 
 def test_special_tokens_are_named_and_never_spelt(compiler, backend):
-    """`<think>` in Lark is the token; in a string it is seven characters."""
+    """`<think>` in Lark is the token; in a string it is seven characters, and the token does not match."""
     think, close = backend.token_to_id("<think>"), backend.token_to_id("</think>")
     named = compiler.constraint(Grammar.ebnf('start: <think> /[a-z]+/ </think> "."'))
     named.accept([think, *backend.encode("hm").ids, close, *backend.encode(".").ids])
@@ -196,7 +198,9 @@ def test_special_tokens_are_named_and_never_spelt(compiler, backend):
 
 
 def test_the_server_decides_about_forcing(compiler, vocabulary, writer):
-    """With forcing, llguidance would propose the special token here, and then refuse it."""
+    """If a grammar could switch forcing on, llguidance would propose the special token here, and then refuse
+    it.
+    """
     for text in ('%llguidance {"no_forcing": false}\nstart: "<|im_end|>" "b"', 'start: "<think>b"'):
         assert written(compiler, vocabulary, writer, Grammar.ebnf(text), 0) in ("<|im_end|>b", "<think>b")
 
@@ -214,7 +218,7 @@ def test_the_server_decides_about_forcing(compiler, vocabulary, writer):
         ("start: (" + "(" * 1000, "too deeply nested"),
     ],
 )
-def test_wrong_lark_is_told_in_llguidances_words(text, part, compiler):
+def test_wrong_lark_is_refused_with_llguidances_message(text, part, compiler):
     assert part in refusal(compiler, Grammar.ebnf(text))
 
 

@@ -1,4 +1,4 @@
-"""One output under a grammar: ends, errors of the caller, errors of the grammar."""
+"""One output under a grammar: how it ends, and how errors of the caller and of the grammar are reported."""
 
 import numpy as np
 import pytest
@@ -16,7 +16,7 @@ EOS = {2041, 2039}
 
 @pytest.fixture
 def allowed(backend):
-    """What a constraint allows next, as texts; end tokens as their names."""
+    """The tokens that a constraint allows next, as texts; end tokens by their names."""
 
     def read(constraint) -> set[str]:
         mask = np.full(64, 0x5A5A5A5A, np.int32)
@@ -36,7 +36,7 @@ def test_both_are_constraints_for_the_engine(compiler: GrammarCompiler):
 
 
 def test_step_by_step(compiler, backend, allowed):
-    """By hand: the demo vocabulary has the tokens a, an, and no other that the pattern allows."""
+    """Worked out by hand: of the demo model's vocabulary the pattern first allows only a and an."""
     constraint = compiler.constraint(Grammar.regex("an?"))
     a, an, n = (backend.token_to_id(text) for text in ("a", "an", "n"))
     assert allowed(constraint) == {"a", "an"}
@@ -45,7 +45,7 @@ def test_step_by_step(compiler, backend, allowed):
     assert allowed(constraint) == {"n"} | ENDS
     assert not constraint.is_complete
     constraint.accept([n])
-    assert constraint.is_complete, "without an end token: nothing else may follow"
+    assert constraint.is_complete, "it is complete without an end token, because nothing else may follow"
     assert allowed(constraint) == ENDS
     constraint.accept([2039])
     assert constraint.is_complete
@@ -55,7 +55,7 @@ def test_step_by_step(compiler, backend, allowed):
     assert quick.is_complete
 
 
-def test_an_end_token_completes_what_could_go_on(compiler, backend, allowed):
+def test_an_end_token_completes_an_output_that_could_go_on(compiler, backend, allowed):
     constraint = compiler.constraint(Grammar.regex("a*"))
     constraint.accept([])
     constraint.accept([backend.token_to_id("a"), 2039])
@@ -70,7 +70,7 @@ def test_the_empty_output(compiler, allowed):
     assert constraint.is_complete
 
 
-def test_outputs_are_apart(compiler, backend, allowed):
+def test_outputs_are_independent(compiler, backend, allowed):
     compiled = compiler.compile(Grammar.regex("ab|ac"))
     first, second = compiled.constraint(), compiled.constraint()
     first.accept([backend.token_to_id("a")])
@@ -87,7 +87,7 @@ def test_a_token_that_the_mask_forbids_is_a_bug(before, compiler, backend):
         constraint.accept([backend.token_to_id("z")])
     with pytest.raises(RuntimeError, match="does not end"):
         constraint.accept([2041])
-    # Neither was taken.
+    # Neither token was accepted.
     constraint.accept([backend.token_to_id(text) for text in "abc"[len(before) :]])
 
 
@@ -111,7 +111,7 @@ def test_special_tokens_are_no_text(compiler, backend, allowed):
 
 
 @pytest.mark.parametrize("text", ['start: "a" <|im_end|> "b"', 'start: "a" <[2039]>'])
-def test_a_grammar_with_an_end_token_in_the_middle_leads_nowhere(text, compiler, backend, allowed):
+def test_a_grammar_with_an_end_token_in_the_middle_cannot_go_on(text, compiler, backend, allowed):
     constraint = compiler.constraint(Grammar.ebnf(text))
     constraint.accept([backend.token_to_id("a")])
     with pytest.raises(InvalidRequest) as caught:
@@ -122,7 +122,7 @@ def test_a_grammar_with_an_end_token_in_the_middle_leads_nowhere(text, compiler,
 
 
 def test_an_end_token_is_never_part_of_the_output(compiler, allowed):
-    """`stop=""` and `<[*]>` would have llguidance allow end tokens where the grammar does not end."""
+    """With `stop=""` or `<[*]>`, llguidance would allow end tokens where the grammar cannot end."""
     anything = compiler.constraint(Grammar.ebnf('start: <[*]> "b"'))
     assert allowed(anything).isdisjoint(ENDS)
     assert len(allowed(anything)) > 2000
@@ -137,8 +137,9 @@ def test_the_mask_must_be_one_row_of_the_right_size(compiler):
 
 
 def test_a_limit_ends_the_outputs_that_share_a_lexer(vocabulary, backend, allowed):
-    """One output needs more states than there may be: it ends, and so does its sibling, whatever it wrote; a
-    new one starts afresh."""
+    """If one output needs more states than allowed, it ends, and so do the outputs that share its lexer,
+    whatever they wrote. A new output starts with a new lexer.
+    """
     compiler = GrammarCompiler(vocabulary, CompilerConfig(time_limit_s=60.0, max_lexer_states=2000))
     grammar = Grammar.json_schema('{"type": "string", "maxLength": 100000}')
     quote, a = backend.token_to_id('"'), backend.token_to_id("a")

@@ -1,4 +1,4 @@
-"""Everything written under a schema's masks is JSON that jsonschema, an independent validator, accepts."""
+"""Every text written under a schema's masks is JSON that jsonschema, an independent validator, accepts."""
 
 import json
 
@@ -13,7 +13,7 @@ FORMATS = ("date-time", "date", "time", "duration", "email", "hostname", "ipv4",
 
 
 def text_of(vocabulary, token_ids) -> str:
-    """As strict as can be: no special token, no byte that is not UTF-8."""
+    """The text; fails if there is a special token in it, or a byte that is not UTF-8."""
     spoken = [i for i in token_ids if i not in vocabulary.eos_token_ids]
     assert vocabulary.special.isdisjoint(spoken)
     return b"".join(vocabulary.tokens[i] for i in spoken).decode()
@@ -26,7 +26,7 @@ def test_the_corpus_is_large_and_itself_valid():
 
 
 def test_formats_are_really_checked():
-    """jsonschema passes over formats whose packages are not installed."""
+    """jsonschema ignores formats whose packages are not installed, so the packages must be there."""
     assert set(FORMATS) <= Draft202012Validator.FORMAT_CHECKER.checkers.keys()
     assert {f"format {name}" for name in FORMATS} <= {case.name for case in corpus()}
     assert violations({"format": "date"}, '"2023-02-29"')
@@ -38,7 +38,7 @@ def test_outputs_are_valid(case, compiler, vocabulary, writer):
     grammar = Grammar.json_schema(case.text)
     walks = [writer.write(compiler.constraint(grammar), seed) for seed in range(WALKS)]
     texts = [text_of(vocabulary, walk.token_ids) for walk in walks if walk.complete]
-    assert len(texts) >= WALKS - 2, "the writer should come to an end"
+    assert len(texts) >= WALKS - 2, "most outputs should end by themselves"
     for text in texts:
         assert violations(case.schema, text) == [], text
 
@@ -51,8 +51,8 @@ def test_any_json_object(compiler, vocabulary, writer):
     assert len(set(texts)) > 20
 
 
-def test_what_was_cut_off_could_have_gone_on(compiler, vocabulary, writer):
-    """A prefix is a prefix: what max_tokens cut off is completed by the same masks."""
+def test_an_output_cut_by_max_tokens_can_be_completed(compiler, vocabulary, writer):
+    """It is the beginning of a valid output, so the same masks complete it."""
     grammar = Grammar.json_schema(next(case.text for case in corpus() if case.name == "invoice"))
     for seed in range(10):
         constraint = compiler.constraint(grammar)
@@ -64,7 +64,9 @@ def test_what_was_cut_off_could_have_gone_on(compiler, vocabulary, writer):
 
 
 def test_white_space_is_bounded(compiler, backend):
-    """Between two tokens of JSON: nothing, a space, or a line break with at most 32 spaces or 8 tabs."""
+    """Between two tokens of JSON there may be nothing, a space, or a line break with at most 32 spaces or 8
+    tabs.
+    """
     grammar = Grammar.json_schema('{"type": "array", "items": {"type": "null"}}')
 
     def accepts(text):

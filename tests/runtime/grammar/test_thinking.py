@@ -1,7 +1,8 @@
-"""Grammars that begin where a model's thinking ends, as chat writes them, under this package's masks.
+"""Grammars that begin where a model's reasoning ends, as the chat package writes them, under the grammar
+package's masks.
 
-With tags that are tokens (the demo model's) and with tags that are just text. What is written is taken apart
-by chat's parser, and the answer is judged by Python's own JSON and regular expressions.
+They are tested with tags that are tokens, as the demo model's are, and with tags that are plain text. Outputs
+are split by chat's parser, and answers are judged by Python's own JSON and regular expressions.
 """
 
 from __future__ import annotations
@@ -68,7 +69,7 @@ KINDS: Mapping[str, tuple[Grammar, str, Callable[[str], object]]] = {
 
 @dataclass(frozen=True)
 class Model:
-    """A tokenizer and what compiles grammars for it."""
+    """A tokenizer, and the compiler of grammars for it."""
 
     backend: Tokenizer
     vocabulary: Vocabulary
@@ -79,7 +80,7 @@ class Model:
         return dataclasses.replace(grammar, before=thinking_first(forms, prompt, added))
 
     def allows(self, grammar: Grammar, text: str) -> bool:
-        """Whether the text, as the tokenizer splits it, is a whole output."""
+        """Whether the grammar allows the text, as the tokenizer splits it, as a whole output."""
         constraint = self.compiler.constraint(grammar)
         try:
             constraint.accept(self.backend.encode(text, add_special_tokens=False).ids)
@@ -103,7 +104,7 @@ def model(request: pytest.FixtureRequest) -> Iterator[Model]:
 
 
 def parsed(text: str, prompt: str) -> tuple[str, str]:
-    """(answer, reasoning), as chat's parser has it."""
+    """(answer, reasoning), as chat's parser splits the text."""
     parser = FORMS.parser(CHAT, prompt)
     parts = [parser.push(text), parser.flush()]
     return "".join(part.text for part in parts), "".join(part.reasoning for part in parts)
@@ -126,18 +127,18 @@ def parsed(text: str, prompt: str) -> tuple[str, str]:
         (CLOSED, "<think>so</think>", False),
     ],
 )
-def test_the_answer_is_bound_and_the_thinking_is_not(model, kind, prompt, before, allowed):
+def test_the_grammar_binds_the_answer_and_not_the_reasoning(model, kind, prompt, before, allowed):
     grammar, answer, _ = KINDS[kind]
     wrapped = model.after(grammar, prompt)
     assert model.allows(wrapped, before + answer) is allowed
-    assert not model.allows(wrapped, before + "?"), "what the grammar does not know is no answer"
+    assert not model.allows(wrapped, before + "?"), "an answer that the grammar does not know must be refused"
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("prompt", [OPENED, SILENT])
 def test_whatever_is_written_the_answer_matches(model, kind, prompt):
-    """By models of random logits, after a thought of their own where the tag is a token: of characters they
-    would never write it.
+    """Models of random logits write reasoning and answer. If the closing tag is plain text, they would never
+    write it, so their reasoning is written for them.
     """
     grammar, _, matches = KINDS[kind]
     wrapped = model.after(grammar, prompt)
@@ -157,8 +158,8 @@ def test_whatever_is_written_the_answer_matches(model, kind, prompt):
     assert prompt == SILENT or any(reasoning for _, reasoning in found)
 
 
-def test_nothing_ends_within_the_thinking(model):
-    """Neither an end token nor any other special one comes there; every other one that is text may."""
+def test_no_end_token_is_allowed_within_the_reasoning(model):
+    """Of all special tokens only the closing tag is allowed there; all other tokens that are text are."""
     constraint = model.compiler.constraint(model.after(KINDS["choice"][0], OPENED))
     constraint.accept(model.backend.encode("hm", add_special_tokens=False).ids)
     mask = np.zeros(mask_words(len(model.vocabulary.tokens)), np.int32)
@@ -171,22 +172,22 @@ def test_nothing_ends_within_the_thinking(model):
 
 
 def is_text(token: bytes) -> bool:
-    """Whether it stands for whole characters."""
+    """Whether the token stands for whole characters."""
     try:
         return token.decode() != ""
     except UnicodeDecodeError:
         return False
 
 
-def test_nothing_comes_before_where_the_model_does_not_think(model):
+def test_without_reasoning_the_grammar_is_unchanged(model):
     grammar = KINDS["regex"][0]
     assert model.after(grammar, OPENED, ChatForms()) == grammar
     assert model.after(grammar, CLOSED) == grammar
-    assert model.after(grammar, OPENED) != grammar, "so it is compiled and kept on its own"
+    assert model.after(grammar, OPENED) != grammar, "with reasoning it is another grammar"
 
 
-def test_what_is_wrong_is_told_as_ever(model):
-    """In the same words on the same field."""
+def test_errors_are_those_of_the_grammar_alone(model):
+    """The words and the field are the same as without reasoning."""
     for grammar in (
         Grammar.regex("(a"),
         Grammar.ebnf('start: "a" nowhere'),

@@ -1,4 +1,4 @@
-"""Grammars of required tool calls, as chat writes them, under this package's masks."""
+"""Grammars of required tool calls, as the chat package writes them, under the grammar package's masks."""
 
 import json
 
@@ -22,7 +22,9 @@ WEATHER = {
     "required": ["city"],
     "additionalProperties": False,
 }
-"""With a keyword that llguidance does not know: who writes the grammar of a call may be lenient about it."""
+"""A schema with a keyword that llguidance does not know, because the grammar of a call may ignore such
+keywords.
+"""
 
 
 @pytest.mark.parametrize("thinks", [False, True])

@@ -1,4 +1,6 @@
-"""The tokens as llguidance gets them are the bytes that `penstock.runtime.text.codec` decodes them to."""
+"""The bytes of tokens that llguidance gets are those that `penstock.runtime.text.codec` decodes the tokens
+to.
+"""
 
 import numpy as np
 import pytest
@@ -14,7 +16,7 @@ from tests.support.schemas import RandomWriter, allowed_ids
 
 
 def sentencepiece() -> Tokenizer:
-    """In the style of Llama 2: byte tokens, U+2581 for a space, and some added tokens."""
+    """A tokenizer in the style of Llama 2's: byte tokens, U+2581 for a space, and some added tokens."""
     names = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
     names += ["\u2581", "a", "b", "\u2581a", "ab", "é", "\u2581b\u2581a"]
     tokenizer = Tokenizer(
@@ -59,7 +61,7 @@ def test_an_added_run_of_spaces_is_text():
 
 
 def test_a_vocabulary_larger_than_the_tokenizer(backend):
-    """Ids that only pad the logits are never allowed, not even where a grammar says "any token"."""
+    """Ids that only pad the logits are never allowed, even if a grammar allows any token."""
     vocabulary = Vocabulary.from_tokenizer(backend, 2100, [2041, 2039])
     compiler = GrammarCompiler(vocabulary, CompilerConfig(time_limit_s=60.0))
     mask = np.zeros(66, np.int32)
@@ -74,7 +76,7 @@ def test_a_vocabulary_larger_than_the_tokenizer(backend):
 
 
 def test_a_vocabulary_smaller_than_the_tokenizer(backend):
-    """The model has no logits for the rest, so it must do without."""
+    """The model has no logits for the other tokens, so texts must be written without them."""
     vocabulary = Vocabulary.from_tokenizer(backend, 300, [255])
     assert len(vocabulary.tokens) == 300
     compiler = GrammarCompiler(vocabulary, CompilerConfig(time_limit_s=60.0))
@@ -99,7 +101,7 @@ def test_end_tokens_need_not_be_in_the_tokenizer(backend):
     compiler.close()
 
 
-def test_what_cannot_be_served(backend):
+def test_vocabularies_that_are_refused(backend):
     with pytest.raises(ConfigError, match="end token"):
         Vocabulary.from_tokenizer(backend, 2048, [])
     with pytest.raises(ConfigError, match="end token"):

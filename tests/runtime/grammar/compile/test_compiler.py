@@ -1,4 +1,6 @@
-"""Compiling: cached, shared among those who ask at once, bounded in time, memory and threads."""
+"""Compiles of grammars are cached, are shared by callers that ask at the same time, and are bounded in time,
+memory and threads.
+"""
 
 import os
 import signal
@@ -34,7 +36,7 @@ def make(vocabulary):
 
 @pytest.fixture
 def built(monkeypatch):
-    """Texts that were really compiled in this process, in order."""
+    """The texts that were really compiled in this process, in order."""
     texts: list[str] = []
 
     def build(tokenizer, bits, text, max_lexer_states):
@@ -45,27 +47,27 @@ def built(monkeypatch):
     return texts
 
 
-def test_what_was_compiled_is_kept_and_the_longest_unused_goes_first(make, built):
+def test_compiled_grammars_are_cached_and_the_longest_unused_goes_first(make, built):
     compiler = make(cache_entries=2)
     a, b, c = (Grammar.regex(pattern) for pattern in "abc")
     first = compiler.compile(a)
     compiler.compile(b)
     assert compiler.compile(a) is first
-    compiler.compile(c)  # b goes
+    compiler.compile(c)  # b leaves the cache
     assert compiler.compile(a) is first
     assert len(built) == 3
     compiler.compile(b)
     assert len(built) == 4
 
 
-def test_kind_and_source_tell_grammars_apart(make):
+def test_grammars_differ_by_kind_and_by_source(make):
     compiler = make()
     assert compiler.compile(Grammar.regex("a")) is not compiler.compile(Grammar.choice(["a"]))
     tools = Grammar(GrammarKind.REGEX, "a", field="chat.tool_choice")
     assert compiler.compile(tools) is compiler.compile(Grammar.regex("a"))
 
 
-def test_a_lexer_is_shared_by_so_many_outputs(make, built):
+def test_a_limited_number_of_outputs_shares_a_lexer(make, built):
     compiler = make(outputs_per_lexer=3)
     grammar = Grammar.regex("ab*")
     for _ in range(7):
@@ -73,7 +75,7 @@ def test_a_lexer_is_shared_by_so_many_outputs(make, built):
     assert len(built) == 3
 
 
-def test_who_asks_at_once_shares_one_compile(make, built, monkeypatch):
+def test_callers_at_the_same_time_share_one_compile(make, built, monkeypatch):
     compiler = make()
     compiler.warm_up()
     built.clear()
@@ -89,7 +91,7 @@ def test_who_asks_at_once_shares_one_compile(make, built, monkeypatch):
     assert len(built) == 1
 
 
-def test_an_error_is_on_the_field_of_who_asked(make):
+def test_an_error_names_the_field_of_its_own_caller(make):
     compiler = make()
     for field in ("constraint.regex", "chat.tool_choice"):
         with pytest.raises(InvalidRequest) as caught:
@@ -98,7 +100,7 @@ def test_an_error_is_on_the_field_of_who_asked(make):
 
 
 HOSTILE = "start: A\nA: " + " & ".join(f"/(?s:.*){i * 7919:x}(?s:.*)/" for i in range(2000))
-"""Takes minutes and gigabytes."""
+"""A grammar whose compile takes minutes and gigabytes."""
 
 
 def test_a_compile_that_takes_too_long_is_refused_and_the_next_one_is_not(make, built):
@@ -108,7 +110,7 @@ def test_a_compile_that_takes_too_long_is_refused_and_the_next_one_is_not(make, 
     (violation,) = caught.value.violations
     assert violation.field == "constraint.ebnf"
     assert violation.description == "compiling it took more than 2 s; simplify it"
-    assert built == [], "it never got as far as this process"
+    assert built == [], "a grammar that takes too long in the trial process must not be compiled in this one"
     compiler.constraint(Grammar.choice(["a", "b"]))
 
 
@@ -116,12 +118,14 @@ def test_a_compile_that_takes_too_much_memory_is_refused(make):
     compiler = make(memory_bytes=64 * 1024**2)
     with pytest.raises(InvalidRequest, match="too much memory"):
         compiler.compile(Grammar.ebnf(HOSTILE))
-    # The stack of a compile is no part of it.
+    # The limit does not count the stack of a compile.
     compiler.constraint(Grammar.json_object())
 
 
 def test_a_crash_of_llguidance_is_a_refusal(make):
-    """1.9.1 recurses for ever on the lowest 64-bit integer. Schemas with it are refused before, Lark not."""
+    """llguidance 1.9.1 recurses forever on the lowest 64-bit integer. Schemas that hold it are refused before
+    they reach llguidance, but Lark is not read by us.
+    """
     compiler = make()
     with pytest.raises(InvalidRequest, match="llguidance failed"):
         compiler.compile(Grammar.ebnf('start: %json {"const": -9223372036854775808}'))
@@ -129,7 +133,7 @@ def test_a_crash_of_llguidance_is_a_refusal(make):
 
 
 def chain(link: str, last: str) -> str:
-    """Rules r0 to rN, each of which leads to the next, as many as fit the limit of the text."""
+    """Rules r0 to rN, each of which leads to the next, as many as fit in the largest text."""
     lines, size, i = ["start: r0\n"], 60, 0
     while size < 250_000:
         lines.append(f"r{i}: {link.format(f'r{i + 1}')}\n")
@@ -139,13 +143,13 @@ def chain(link: str, last: str) -> str:
 
 
 @pytest.mark.parametrize("link", ["{0}", '"x" {0} "y"'])
-def test_a_chain_as_long_as_it_can_be_needs_a_deep_stack(link, make):
-    """On a thread's usual stack of 8 MiB some 3,000 links end the process."""
+def test_the_longest_chain_of_rules_compiles(link, make):
+    """It needs a deep stack: on a thread's usual 8 MiB, some 3,000 links end the process."""
     constraint = make().constraint(Grammar.ebnf(chain(link, '"z"')))
     assert not constraint.is_complete
 
 
-def test_others_compile_while_a_hostile_grammar_runs(make):
+def test_other_grammars_compile_while_a_hostile_one_does(make):
     compiler = make(time_limit_s=4.0)
     compiler.warm_up()
     with ThreadPoolExecutor(1) as pool:
@@ -156,7 +160,7 @@ def test_others_compile_while_a_hostile_grammar_runs(make):
             hostile.result()
 
 
-def test_with_every_process_busy_others_are_told_to_come_back(make, monkeypatch):
+def test_with_every_process_busy_callers_are_told_to_retry(make, monkeypatch):
     compiler = make(time_limit_s=0.2, max_compiles=1)
     busy, done = threading.Event(), threading.Event()
 
@@ -177,13 +181,13 @@ def test_with_every_process_busy_others_are_told_to_come_back(make, monkeypatch)
 
 
 class PanicException(BaseException):
-    """As pyo3's."""
+    """Stands for pyo3's exception of this name: a panic in Rust, which `except Exception` does not catch."""
 
 
 @pytest.mark.parametrize("error", [PanicException("lost"), KeyboardInterrupt(), SystemExit(1)])
-def test_what_is_no_exception_reaches_nobody_else(make, monkeypatch, error):
-    """A panic is an error of its grammar's. An interrupt is for the thread that it came to; who waits for the
-    same grammar there is told to try again.
+def test_a_panic_or_an_interrupt_reaches_no_other_caller(make, monkeypatch, error):
+    """A panic is an error of its grammar. An interrupt is raised only on the thread that it came to; a caller
+    that waits there for the same grammar is told to try again.
     """
     compiler = make()
     begun, waited = threading.Event(), threading.Event()

@@ -1,4 +1,4 @@
-"""Calls with a limit on the wait."""
+"""Calls that are waited for only for a limited time."""
 
 import threading
 
@@ -19,7 +19,7 @@ def test_results_and_errors_come_back():
 
 
 class Panic(BaseException):
-    """As a panic in Rust arrives: no Exception, which handlers of errors would miss."""
+    """Stands for a panic in Rust: it is not an Exception, so handlers of errors would miss it."""
 
 
 def test_a_panic_is_an_error():
@@ -32,7 +32,7 @@ def test_a_panic_is_an_error():
     assert calls.run(lambda: 1) == 1
 
 
-def test_a_slow_call_is_left_alone_and_counts_until_it_ends():
+def test_a_slow_call_is_abandoned_and_counts_until_it_ends():
     calls = TimedCalls(time_limit_s=0.05, max_threads=1)
     done = threading.Event()
     with pytest.raises(TimeoutError):
@@ -45,7 +45,7 @@ def test_a_slow_call_is_left_alone_and_counts_until_it_ends():
     assert patient.run(lambda: 1) == 1
 
 
-def test_the_stack_is_deep_and_only_there():
+def test_only_the_threads_of_calls_have_a_deep_stack():
     before = threading.stack_size()
     calls = TimedCalls(time_limit_s=PATIENT, max_threads=1)
     assert calls.run(threading.stack_size) in (before, STACK_BYTES)

@@ -1,4 +1,4 @@
-"""Many rows at once are what each row is alone."""
+"""The masks of many rows, filled at once, are those that each row would get alone."""
 
 from typing import cast
 
@@ -19,7 +19,9 @@ ROWS = PARALLEL_ROWS + 4
 
 @pytest.mark.parametrize("threads", [None, 0, 1, 3])
 def test_all_kinds_together(threads, compiler, backend):
-    """Grammars, one of them complete, one that leads nowhere, bad words with and without one."""
+    """The rows have grammars, of which one is complete and one can never go on, and bad words with and
+    without a grammar.
+    """
     a, b = backend.token_to_id("a"), backend.token_to_id("b")
 
     def rows():
@@ -46,7 +48,7 @@ def test_all_kinds_together(threads, compiler, backend):
             assert (masks[row] == expected).all(), row
     assert set(allowed_ids(masks[0], 2048)) == {2041, 2039}
     assert b not in allowed_ids(masks[ROWS - 2], 2048)
-    assert (masks[PARALLEL_ROWS] == 7).all(), "a row without a constraint stays as it was"
+    assert (masks[PARALLEL_ROWS] == 7).all(), "the mask of a row without a constraint must not change"
 
 
 def test_nothing_to_do():
@@ -61,11 +63,11 @@ def test_masks_must_be_contiguous():
 
 
 class PanicException(BaseException):
-    """As pyo3's."""
+    """Stands for pyo3's exception of this name: a panic in Rust, which `except Exception` does not catch."""
 
 
 @pytest.mark.parametrize("error", [ValueError("broken"), PanicException("broken"), SystemExit(1)])
-def test_whatever_a_constraint_raises_is_its_own_rows(compiler, error):
+def test_whatever_a_constraint_raises_ends_only_its_own_row(compiler, error):
     class Broken:
         is_complete = False
 
@@ -78,14 +80,14 @@ def test_whatever_a_constraint_raises_is_its_own_rows(compiler, error):
     masks = np.zeros((2, 64), np.int32)
     stuck = MaskFiller().fill_all({0: Broken(), 1: compiler.constraint(Grammar.regex("ab"))}, masks)
     assert list(stuck) == [0]
-    assert isinstance(stuck[0], Exception), "what is raised to a reader must not end its event loop"
+    assert isinstance(stuck[0], Exception), "a BaseException would end its reader's event loop"
     assert error in (stuck[0], stuck[0].__cause__)
     assert (masks[0] == -1).all()
     assert allowed_ids(masks[1], 2048)
 
 
 @pytest.mark.parametrize("error", [ValueError("broken"), PanicException("broken")])
-def test_where_filling_in_parallel_fails_only_the_culprit_ends(compiler, backend, error):
+def test_if_filling_in_parallel_fails_only_the_culprit_ends(compiler, backend, error):
     def fail(executor, jobs, masks):
         masks[:] = 7
         raise error
@@ -93,7 +95,7 @@ def test_where_filling_in_parallel_fails_only_the_culprit_ends(compiler, backend
     a = backend.token_to_id("a")
     rows = {row: compiler.constraint(Grammar.regex("ab")) for row in range(PARALLEL_ROWS)}
     rows[3] = compiler.constraint(Grammar.ebnf('start: "a" <|im_end|>'))
-    rows[3].accept([a])  # leads nowhere
+    rows[3].accept([a])  # no token may follow
     masks = np.zeros((PARALLEL_ROWS, 64), np.int32)
     stuck = MaskFiller(2, fail).fill_all(rows, masks)
     assert list(stuck) == [3]
@@ -104,7 +106,7 @@ def test_where_filling_in_parallel_fails_only_the_culprit_ends(compiler, backend
 
 
 class Clock:
-    """Of a thread and of the wall: nothing else runs."""
+    """A clock of processor time and of wall time, which are the same, because nothing else runs."""
 
     def __init__(self):
         self.now = 0.0
@@ -114,7 +116,9 @@ class Clock:
 
 
 class SlowMatcher:
-    """As much of llguidance's as `GrammarConstraint` uses. Every mask allows all and takes `cost` seconds."""
+    """The part of llguidance's matcher that `GrammarConstraint` uses. Every mask allows all tokens and takes
+    `cost` seconds.
+    """
 
     def __init__(self, clock, cost):
         self.clock, self.cost = clock, cost
@@ -146,10 +150,10 @@ def slow(clock, cost):
 
 @pytest.mark.parametrize("wrapped", [False, True])
 @pytest.mark.parametrize("costs", [[0.021], [0.05], [0.3], [7.0], [0.1, 0.3, 0.021]])
-def test_a_hostile_grammar_costs_everybody_no_more_than_its_budgets(costs, wrapped):
-    """It ends, and has cost the rows beside it at most its budgets and the two calls that went beyond them.
-    These rows go on, and those that come later share calls again. A step takes as long as the slowest of the
-    masks filled in parallel, and all others one by one.
+def test_a_hostile_grammar_costs_other_rows_no_more_than_its_budgets(costs, wrapped):
+    """A hostile output is ended, and until then has cost the rows beside it at most its budgets and the two
+    calls that exceeded them. These rows go on, and later ones share calls again. Masks that are filled in
+    parallel take as long as the slowest of them; the others are filled one after the other.
     """
     clock, calls = Clock(), []
 
@@ -167,7 +171,7 @@ def test_a_hostile_grammar_costs_everybody_no_more_than_its_budgets(costs, wrapp
     steps = 0
     while any(row in rows for row in range(len(costs))):
         stuck = filler.fill_all(rows, masks)
-        assert all(row < len(costs) for row in stuck), "a neighbour pays for it"
+        assert all(row < len(costs) for row in stuck), "a row beside the hostile ones was ended"
         for row in stuck:
             assert "too long to follow" in str(stuck[row])
             del rows[row]

@@ -1,5 +1,7 @@
-"""Whose mask is made in a step. Slow masks are those that somebody has to let go on, so nothing here is a
-matter of the machine's speed: limits that are to be reached are zero, others are far away.
+"""Which masks are made for a step, and how long the step waits for them.
+
+A slow mask is one that the test holds back, so nothing depends on the machine's speed: limits that shall be
+reached are zero, and others are far away.
 """
 
 from __future__ import annotations
@@ -26,7 +28,9 @@ NEVER_S = 60.0
 
 
 class Gated:
-    """As much of llguidance's matcher as `GrammarConstraint` uses: masks of a number, made behind a gate."""
+    """The part of llguidance's matcher that `GrammarConstraint` uses. It makes masks whose words are all
+    `value`, once its gates are open.
+    """
 
     def __init__(self, value: int, gate: threading.Event | None = None) -> None:
         self.value, self.gate = value, gate
@@ -42,9 +46,9 @@ class Gated:
         self.num_made += 1
 
     def try_consume_tokens(self, token_ids: list[int]) -> int:
-        """Takes the lexer's lock, as a mask does."""
+        """Takes the lexer's lock, as making a mask does."""
         if self.shared_gate is not None:
-            assert self.shared_gate.is_set(), "the engine's thread waits for a mask"
+            assert self.shared_gate.is_set(), "the engine's thread would wait for a mask"
         return 1
 
     def is_stopped(self) -> bool:
@@ -68,7 +72,7 @@ def constraint(
     lexer = lexer or Lexer()
     for _ in range(100 * proven):
         lexer.took(0.0)
-    # A clock that stands still: what has been slow is not known from time, unless a test says so.
+    # The clock stands still, so that no row counts as slow unless a test says so.
     return GrammarConstraint(
         cast("LLMatcher", Gated(value, gate)),
         cast("TokenBits", Bits()),
@@ -83,13 +87,13 @@ def matcher(of: GrammarConstraint) -> Gated:
 
 
 class Step:
-    """Asks for masks until all that can be had are there."""
+    """Asks for the masks of steps, over and over if need be."""
 
-    def __init__(self, turns: StepMasks) -> None:
-        self.turns = turns
+    def __init__(self, step_masks: StepMasks) -> None:
+        self.step_masks = step_masks
 
     def once(self, rows: Mapping[int, TokenConstraint], *, others: bool = True) -> Filled:
-        return self.turns.fill(rows, np.full((max(rows) + 1, 2), -1, np.int32), others=others)
+        return self.step_masks.fill(rows, np.full((max(rows) + 1, 2), -1, np.int32), others=others)
 
     def until(self, rows: Mapping[int, TokenConstraint], wanted: Callable[[Filled], bool]) -> Filled:
         while True:
@@ -107,9 +111,9 @@ def gate() -> Iterator[threading.Event]:
 
 @pytest.fixture
 def step() -> Iterator[Step]:
-    turns = StepMasks(MaskFiller(0).fill_all, step_s=0.05, wall_s=0.05)
-    yield Step(turns)
-    turns.close()
+    step_masks = StepMasks(MaskFiller(0).fill_all, step_s=0.05, wall_s=0.05)
+    yield Step(step_masks)
+    step_masks.close()
 
 
 def test_a_slow_mask_is_waited_for_by_its_own_row_only(step: Step, gate: threading.Event) -> None:
@@ -123,8 +127,10 @@ def test_a_slow_mask_is_waited_for_by_its_own_row_only(step: Step, gate: threadi
     assert (filled.masks == [[5, 5], [6, 6], [7, 7]]).all()
 
 
-def test_a_mask_that_came_late_is_taken_once(step: Step, gate: threading.Event) -> None:
-    """The next one is made anew; and what the thread that was left behind still writes, nobody reads."""
+def test_a_late_mask_is_used_once(step: Step, gate: threading.Event) -> None:
+    """The next mask of the row is made anew, and nobody reads what the thread that was left behind still
+    writes.
+    """
     slow = constraint(5, gate)
     first = step.until({0: slow, 1: constraint(6)}, lambda filled: filled.skipped == {0}).masks
     gate.set()
@@ -135,7 +141,7 @@ def test_a_mask_that_came_late_is_taken_once(step: Step, gate: threading.Event) 
     assert matcher(slow).num_made == 2
 
 
-def test_a_row_may_stand_elsewhere_when_its_mask_comes(step: Step, gate: threading.Event) -> None:
+def test_a_row_may_have_another_index_when_its_late_mask_is_ready(step: Step, gate: threading.Event) -> None:
     slow, quick = constraint(5, gate), constraint(6)
     step.until({0: slow, 1: quick}, lambda filled: filled.skipped == {0})
     gate.set()
@@ -144,7 +150,7 @@ def test_a_row_may_stand_elsewhere_when_its_mask_comes(step: Step, gate: threadi
 
 
 def test_outputs_that_share_a_lexer_wait_for_it(step: Step, gate: threading.Event) -> None:
-    """Theirs would wait for llguidance's lock, on the thread that serves all others."""
+    """Their masks would wait for llguidance's lock on the thread that serves all other rows."""
     lexer = Lexer()
     slow, sibling = constraint(5, gate, lexer), constraint(6, None, lexer)
     words = BadWords([(1, 2)], constraint(7, None, lexer), 64)
@@ -158,38 +164,42 @@ def test_outputs_that_share_a_lexer_wait_for_it(step: Step, gate: threading.Even
     step.until({0: slow, 1: sibling, 2: words}, lambda filled: not filled.skipped)
 
 
-def test_outputs_that_share_a_lexer_with_one_that_is_begun_late_are_not_waited_for(
+def test_a_step_does_not_wait_for_outputs_that_share_the_lexer_of_a_slow_one(
     gate: threading.Event,
 ) -> None:
-    """A step waits for the lane for ever here, so it never ends if it waits for the sibling."""
-    turns = StepMasks(MaskFiller(0).fill_all, step_s=NEVER_S, wall_s=NEVER_S, alone_s=NEVER_S)
+    """Here a step waits forever for the thread that makes masks, so it would never end if it waited for the
+    sibling.
+    """
+    step_masks = StepMasks(MaskFiller(0).fill_all, step_s=NEVER_S, wall_s=NEVER_S, alone_s=NEVER_S)
     lexer = Lexer()
     slow, sibling, other = constraint(5, gate, lexer), constraint(6, gate, lexer), constraint(7)
     slow.expected_s = 1.0
-    step = Step(turns)
+    step = Step(step_masks)
     filled = step.once({0: sibling, 1: slow, 2: other})
     assert filled.skipped == {0, 1}
-    assert filled.late == {1}, "the sibling is not late by itself, and need not sit out ever longer"
+    assert filled.late == {1}, "the sibling's own mask is not late"
     assert (filled.masks[2] == 7).all()
     assert matcher(sibling).num_made == 0
     gate.set()
     step.until({0: sibling, 1: slow, 2: other}, lambda filled: not filled.skipped)
-    turns.close()
+    step_masks.close()
 
 
 def test_a_token_is_never_accepted_while_a_mask_holds_its_lexer(gate: threading.Event) -> None:
-    """To accept it the engine's thread would wait for the mask. The mask that is there already is kept."""
+    """Otherwise the engine's thread would wait for the mask to accept the token. The mask that is ready
+    already is kept.
+    """
     lexer = Lexer()
     first, late = constraint(5, None, lexer), constraint(6, gate, lexer)
 
     class Slow(MaskThread):
-        """Uses no processor until it comes to the mask that is late."""
+        """Seems to use no processor time until it comes to the mask that is late."""
 
         def cpu_s(self) -> float:
             return NEVER_S * matcher(late).begun.is_set()
 
-    turns = StepMasks(MaskFiller(0).fill_all, step_s=0.01, wall_s=NEVER_S, make_thread=Slow)
-    step = Step(turns)
+    step_masks = StepMasks(MaskFiller(0).fill_all, step_s=0.01, wall_s=NEVER_S, make_thread=Slow)
+    step = Step(step_masks)
     for shared in (first, late):
         matcher(shared).shared_gate = gate
     rows: dict[int, TokenConstraint] = {2: constraint(7), 0: first, 1: late}
@@ -203,13 +213,13 @@ def test_a_token_is_never_accepted_while_a_mask_holds_its_lexer(gate: threading.
     filled = step.until(rows, lambda filled: not filled.skipped)
     assert (filled.masks == [[5, 5], [6, 6], [7, 7]]).all()
     assert matcher(first).num_made == 1
-    turns.close()
+    step_masks.close()
 
 
-def test_a_mask_that_came_late_is_kept_while_its_row_sits_out(step: Step, gate: threading.Event) -> None:
+def test_a_late_mask_is_kept_while_its_row_sits_out(step: Step, gate: threading.Event) -> None:
     slow, quick = constraint(5, gate), constraint(6)
     step.until({0: slow, 1: quick}, lambda filled: filled.skipped == {0})
-    (late,) = step.turns._late.values()
+    (late,) = step.step_masks._late.values()
     gate.set()
     assert late.job.wait(NEVER_S)
     for _ in range(3):
@@ -219,7 +229,7 @@ def test_a_mask_that_came_late_is_kept_while_its_row_sits_out(step: Step, gate: 
     assert matcher(slow).num_made == 1
 
 
-def test_what_is_kept_goes_with_its_request(step: Step, gate: threading.Event) -> None:
+def test_kept_masks_are_dropped_with_their_request(step: Step, gate: threading.Event) -> None:
     rows: dict[int, TokenConstraint] = {0: constraint(5, gate), 1: constraint(6)}
     step.until(rows, lambda filled: filled.skipped == {0})
     gate.set()
@@ -227,12 +237,12 @@ def test_what_is_kept_goes_with_its_request(step: Step, gate: threading.Event) -
 
     def forgotten(_: Filled) -> bool:
         gc.collect()
-        return gone() is None and not step.turns._kept
+        return gone() is None and not step.step_masks._kept
 
     step.until(rows, forgotten)
 
 
-def test_with_enough_threads_left_behind_only_what_has_proven_quick_is_served(
+def test_with_enough_threads_left_behind_only_proven_lexers_are_served(
     step: Step, gate: threading.Event
 ) -> None:
     slow: dict[int, TokenConstraint] = {row: constraint(5, gate) for row in range(MAX_LATE)}
@@ -249,44 +259,44 @@ def test_with_enough_threads_left_behind_only_what_has_proven_quick_is_served(
     step.until({**rows, MAX_LATE + 1: new}, lambda filled: not filled.skipped)
 
 
-def test_where_nobody_else_has_a_token_masks_are_waited_for() -> None:
-    """Else the same position would be computed again and again for nothing."""
-    turns = StepMasks(MaskFiller(0).fill_all, step_s=0.0, wall_s=0.0, alone_s=NEVER_S)
+def test_if_no_other_row_has_a_token_the_step_waits_for_masks() -> None:
+    """Otherwise the same position would be computed over and over for nothing."""
+    step_masks = StepMasks(MaskFiller(0).fill_all, step_s=0.0, wall_s=0.0, alone_s=NEVER_S)
     gate = threading.Event()
     opener = threading.Timer(0.05, gate.set)
     opener.start()
-    assert not Step(turns).once({0: constraint(5, gate)}, others=False).skipped
+    assert not Step(step_masks).once({0: constraint(5, gate)}, others=False).skipped
     opener.join()
-    turns.close()
+    step_masks.close()
 
 
-def test_a_lane_that_gets_no_processor_is_not_taken_for_a_slow_one() -> None:
-    """The mask is late, but not by using a processor."""
-    turns = StepMasks(MaskFiller(0).fill_all, step_s=0.001, wall_s=NEVER_S)
+def test_a_thread_that_gets_no_processor_time_does_not_count_as_slow() -> None:
+    """The mask comes late here, but its thread has used no processor time."""
+    step_masks = StepMasks(MaskFiller(0).fill_all, step_s=0.001, wall_s=NEVER_S)
     gate = threading.Event()
     opener = threading.Timer(0.05, gate.set)
     opener.start()
-    assert not Step(turns).once({0: constraint(5, gate), 1: constraint(6)}).skipped
+    assert not Step(step_masks).once({0: constraint(5, gate), 1: constraint(6)}).skipped
     opener.join()
-    turns.close()
+    step_masks.close()
 
 
-def test_what_was_slow_the_last_time_is_begun_and_not_waited_for(gate: threading.Event) -> None:
-    """Here no step waits shorter than for ever."""
-    turns = StepMasks(MaskFiller(0).fill_all, step_s=NEVER_S, wall_s=NEVER_S, alone_s=NEVER_S)
+def test_a_mask_that_was_slow_before_is_begun_but_not_waited_for(gate: threading.Event) -> None:
+    """Here every wait of a step has a limit that is never reached."""
+    step_masks = StepMasks(MaskFiller(0).fill_all, step_s=NEVER_S, wall_s=NEVER_S, alone_s=NEVER_S)
     slow, quick = constraint(5, gate), constraint(6)
     slow.expected_s = 1.0
-    step = Step(turns)
+    step = Step(step_masks)
     filled = step.once({0: slow, 1: quick})
     assert filled.skipped == {0}
     assert (filled.masks[1] == 6).all()
     gate.set()
     filled = step.until({0: slow, 1: quick}, lambda filled: not filled.skipped)
     assert (filled.masks[0] == 5).all()
-    turns.close()
+    step_masks.close()
 
 
-def test_an_error_is_its_rows_and_may_come_late(step: Step, gate: threading.Event) -> None:
+def test_an_error_ends_its_own_row_and_may_come_late(step: Step, gate: threading.Event) -> None:
     class Broken:
         is_complete = False
 
@@ -310,35 +320,35 @@ def test_an_error_is_its_rows_and_may_come_late(step: Step, gate: threading.Even
     assert str(filled.errors[1]) == "broken"
 
 
-def test_a_bug_is_the_engines() -> None:
+def test_a_bug_is_raised_to_the_engine() -> None:
     def fail(rows: Rows, masks: Mask) -> Mapping[int, Exception]:
         raise ZeroDivisionError
 
-    turns = StepMasks(fail, step_s=NEVER_S, wall_s=NEVER_S)
+    step_masks = StepMasks(fail, step_s=NEVER_S, wall_s=NEVER_S)
     with pytest.raises(ZeroDivisionError):
-        Step(turns).once({0: constraint(5)})
-    turns.close()
+        Step(step_masks).once({0: constraint(5)})
+    step_masks.close()
 
 
-def test_only_what_has_proven_quick_is_filled_in_parallel() -> None:
+def test_only_masks_of_proven_lexers_are_filled_in_parallel() -> None:
     batches: list[set[int]] = []
 
     def fill(rows: Rows, masks: Mask) -> Mapping[int, Exception]:
         batches.append(set(rows))
         return {}
 
-    turns = StepMasks(fill, in_parallel=True, step_s=NEVER_S, wall_s=NEVER_S)
+    step_masks = StepMasks(fill, in_parallel=True, step_s=NEVER_S, wall_s=NEVER_S)
     sure = {row: constraint(5, proven=True) for row in range(PARALLEL_ROWS)}
-    Step(turns).once({**sure, 20: constraint(6), 21: constraint(7)})
+    Step(step_masks).once({**sure, 20: constraint(6), 21: constraint(7)})
     assert batches == [set(sure), {20}, {21}]
     batches.clear()
-    Step(turns).once({row: sure[row] for row in range(2)})
+    Step(step_masks).once({row: sure[row] for row in range(2)})
     assert batches == [{0}, {1}]
-    turns.close()
+    step_masks.close()
 
 
-def test_a_lane_ends_when_it_is_closed() -> None:
-    lane = MaskThread(MaskFiller(0).fill_all)
-    lane.close()
-    lane._thread.join(NEVER_S)
-    assert not lane._thread.is_alive()
+def test_the_thread_ends_when_it_is_closed() -> None:
+    thread = MaskThread(MaskFiller(0).fill_all)
+    thread.close()
+    thread._thread.join(NEVER_S)
+    assert not thread._thread.is_alive()
