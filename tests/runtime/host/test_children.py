@@ -1,5 +1,5 @@
-"""Processes for what callers write: nothing of theirs stays when the server is gone, and nothing that lies
-about in its working directory runs in them. With real processes.
+"""The processes that work on what callers write. They end with the server, and files in its working directory
+do not run in them. Tested with real processes.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ compiler.compile(Grammar.ebnf({HOSTILE!r}))
 
 @pytest.fixture(params=[TEMPLATES, GRAMMARS], ids=["templates", "grammars"])
 def server(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
-    """A process that has a child, which it gives work without end."""
+    """A process that has started a child and given it work without end."""
     code = tmp_path / "server.py"
     code.write_text(request.param)
     with subprocess.Popen([sys.executable, "-P", str(code)], stdout=subprocess.PIPE, text=True) as process:
@@ -56,16 +56,17 @@ def server(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[subproces
 def test_after_kill_9_of_the_server_no_child_is_left(server: subprocess.Popen[str]) -> None:
     assert server.stdout is not None
     child = int(server.stdout.readline())
-    wait_until(lambda: any(is_busy(pid) for pid in family(child)), "nothing is computed")
-    # Whoever computes may hold the interpreter's lock, or be in llguidance's code: nothing of ours runs then.
+    wait_until(lambda: any(is_busy(pid) for pid in family(child)), "the child does no work")
+    # The busy process may hold the interpreter's lock or be in llguidance's code, so it runs none of our code
+    # then.
     everybody = family(child)
     server.send_signal(signal.SIGKILL)
     server.wait()
-    wait_until(lambda: not any(map(is_alive, everybody)), "a child is left")
+    wait_until(lambda: not any(map(is_alive, everybody)), "a child has outlived the server")
 
 
 def family(pid: int) -> list[int]:
-    """The process and those that it started."""
+    """The process, and those that it has started."""
     try:
         children = Path(f"/proc/{pid}/task/{pid}/children").read_text()
     except FileNotFoundError:
@@ -81,7 +82,7 @@ def is_alive(pid: int) -> bool:
 
 
 def is_busy(pid: int) -> bool:
-    """Whether it uses a processor now."""
+    """Whether the process uses processor time now."""
 
     def used() -> int:
         try:
@@ -107,7 +108,7 @@ MODULES = ("llguidance", "numpy", "tokenizers", "random", "transformers", "jinja
 
 @pytest.fixture
 def littered(tmp_path: Path) -> Path:
-    """A directory with files named as modules that we import; each leaves a mark when it runs."""
+    """A directory with files that have the names of modules that we import. Each leaves a mark if it runs."""
     for name in MODULES:
         (tmp_path / f"{name}.py").write_text(
             f"open({str(tmp_path / 'marks')!r}, 'a').write({name!r} + '\\n')\nraise ImportError({name!r})\n"
@@ -122,8 +123,8 @@ def marks(directory: Path) -> str:
 
 @pytest.mark.parametrize("what", [TEMPLATES, GRAMMARS], ids=["templates", "grammars"])
 def test_nothing_of_the_working_directory_runs_in_a_child(what: str, littered: Path) -> None:
-    """The server itself is started as a command is: without its working directory on the import path."""
-    harmless = "\n".join(what.strip().splitlines()[:-1])  # without the work that never ends
+    """The server itself is started as a command is, without its working directory on the import path."""
+    harmless = "\n".join(what.strip().splitlines()[:-1])  # leaves out the work that never ends
     done = subprocess.run(
         [sys.executable, "-P", "-c", harmless],
         cwd=littered,
@@ -136,7 +137,9 @@ def test_nothing_of_the_working_directory_runs_in_a_child(what: str, littered: P
 
 
 def test_nothing_of_the_working_directory_runs_in_the_demos_server(littered: Path) -> None:
-    """It cannot listen there, which it finds out after all imports and before it loads a model."""
+    """The server cannot listen at this address. It finds that out after all imports and before it loads a
+    model.
+    """
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()

@@ -1,4 +1,6 @@
-"""Host memory for weights: zeroed, on huge pages where it is large, and gone with the last view of it."""
+"""Host memory for weights is zeroed, uses huge pages if it is large, and is given back with the last view of
+it.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,7 @@ def test_arrays_are_zero_and_can_be_written(shape: tuple[int, ...], dtype: type)
 
 
 @pytest.mark.skipif(not STATUS.exists(), reason="needs Linux's /proc")
-def test_jax_takes_the_memory_as_it_is_and_it_goes_back_with_the_array() -> None:
+def test_jax_uses_the_memory_in_place_and_it_is_freed_with_the_array() -> None:
     array = host_memory.zeros((64, MIB), np.int8)
     array[...] = 3
     placed = jax.device_put(array, jax.devices("cpu")[0])

@@ -1,4 +1,4 @@
-"""How many processors may be used, told from made-up cgroup files of both versions."""
+"""How many processors may be used, determined from made-up cgroup files of both versions."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def eight_processors(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def machine(root: Path, cgroup: str, mounts: str, files: dict[str, str]) -> Path:
-    """A root with these files, paths relative to it."""
+    """A root directory with these files; their paths are relative to it."""
     for name, text in {"proc/self/cgroup": cgroup, "proc/self/mountinfo": mounts, **files}.items():
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         (root / name).write_text(text + "\n")
@@ -71,7 +71,7 @@ def test_the_least_quota_of_all_cgroups_above_counts(tmp_path: Path) -> None:
 
 
 def test_a_container_sees_its_own_cgroup_as_the_mount(tmp_path: Path) -> None:
-    """Without a namespace of cgroups /proc names a path that the container cannot see."""
+    """Without a cgroup namespace, /proc names a path that the container cannot see."""
     mount = V1_MOUNT.replace(" / /sys", " /docker/12ab /sys")
     files = v1("sys/fs/cgroup/cpu,cpuacct", 500_000) | v1("sys/fs/cgroup/cpu,cpuacct/inner", 300_000)
     root = machine(tmp_path, "4:cpu,cpuacct:/docker/12ab", mount, files)
@@ -83,7 +83,7 @@ def test_a_container_sees_its_own_cgroup_as_the_mount(tmp_path: Path) -> None:
 
 
 def test_both_versions_at_once(tmp_path: Path) -> None:
-    """As in systemd's hybrid layout."""
+    """Systemd's hybrid layout has both."""
     mounts = V1_MOUNT + "\n" + V2_MOUNT.replace("/sys/fs/cgroup ", "/sys/fs/cgroup/unified ")
     root = machine(tmp_path, "4:cpu:/app\n0::/app", mounts, v1("sys/fs/cgroup/cpu,cpuacct/app", 200_000))
     assert available_processors(root) == 2

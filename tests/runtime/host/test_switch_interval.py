@@ -1,4 +1,6 @@
-"""The process's switch interval is the engine's from start to shutdown, and then what it was."""
+"""From start to shutdown the process has the engine's switch interval, and afterwards the interval it had
+before.
+"""
 
 from __future__ import annotations
 
@@ -15,15 +17,15 @@ from tests.support.models.toy import toy_engine
 
 @pytest.fixture(autouse=True)
 def before() -> Iterator[float]:
-    """Some value that nobody sets here."""
+    """An interval that no test sets."""
     interval = sys.getswitchinterval()
     sys.setswitchinterval(0.004)
     yield sys.getswitchinterval()
     sys.setswitchinterval(interval)
 
 
-def test_it_is_set_and_put_back(before: float) -> None:
-    interval = SwitchInterval(0.00012345)  # kept in whole microseconds
+def test_it_is_set_and_restored(before: float) -> None:
+    interval = SwitchInterval(0.00012345)  # Python keeps whole microseconds
     interval.restore()
     assert sys.getswitchinterval() == before
     for _ in range(2):
@@ -35,7 +37,7 @@ def test_it_is_set_and_put_back(before: float) -> None:
             assert sys.getswitchinterval() == before
 
 
-def test_what_somebody_else_set_meanwhile_stays() -> None:
+def test_an_interval_that_other_code_set_meanwhile_stays() -> None:
     interval = SwitchInterval(0.0005)
     interval.apply()
     sys.setswitchinterval(0.002)
@@ -45,10 +47,10 @@ def test_what_somebody_else_set_meanwhile_stays() -> None:
 
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])
 @pytest.mark.parametrize("seconds", [(0.0005, 0.0005), (0.0005, 0.0008)])
-def test_the_last_of_several_puts_it_back(
+def test_the_last_of_several_engines_restores_it(
     before: float, seconds: tuple[float, float], order: tuple[int, int]
 ) -> None:
-    """What serves on keeps its own."""
+    """An engine that still serves keeps its own interval."""
     both = [SwitchInterval(value) for value in seconds]
     for each in both:
         each.apply()
@@ -61,7 +63,7 @@ def test_the_last_of_several_puts_it_back(
     assert sys.getswitchinterval() == before
 
 
-def test_none_leaves_it_alone(before: float) -> None:
+def test_none_does_not_change_it(before: float) -> None:
     interval = SwitchInterval(None)
     interval.apply()
     assert sys.getswitchinterval() == before
@@ -82,6 +84,6 @@ def test_an_engine_has_it_from_start_to_shutdown(before: float) -> None:
 
 
 @pytest.mark.parametrize("seconds", [0.0, -1.0, 1e-6, 1.5, float("nan"), float("inf")])
-def test_what_it_cannot_be(seconds: float) -> None:
+def test_intervals_out_of_range_are_refused(seconds: float) -> None:
     with pytest.raises(ConfigError, match="switch_interval_s"):
         EngineConfig(switch_interval_s=seconds)

@@ -1,8 +1,8 @@
-"""Golden checkpoints, and a test double of paged attention: no pages, no engine.
+"""Golden checkpoints, and a test double of paged attention that needs neither pages nor the engine.
 
-The double keeps one sequence in one contiguous cache per layer, float32 [slots, 2, kv heads, head_dim].
-Its `meta` holds the positions int32 [T]. The last slot is scratch for padding tokens; no real token goes
-there.
+The double keeps one sequence in one contiguous cache for each layer, float32 [slots, 2, kv heads, head_dim];
+a slot is one position here. Its `meta` holds the positions, int32 [T]. Padding tokens are written to the last
+slot, which no real token uses.
 """
 
 from pathlib import Path
@@ -23,7 +23,7 @@ GOLDEN = Path(__file__).parents[2] / "golden"
 
 
 class Meta(NamedTuple):
-    """What the model and the double read of `AttentionMeta`."""
+    """The part of `AttentionMeta` that the model and the double read."""
 
     positions: jax.Array
     num_tokens: jax.Array
@@ -43,7 +43,7 @@ def contiguous_attention(q, k_new, v_new, kv, meta, *, scale, sliding_window=Non
 
 
 class Sequence:
-    """Feeds one sequence through a model in chunks of at most CHUNK tokens, one compiled program."""
+    """Feeds one sequence through a model in chunks of at most CHUNK tokens, by one compiled program."""
 
     def __init__(
         self,
@@ -69,7 +69,7 @@ class Sequence:
         self.kv, self.length = self._empty, 0
 
     def feed(self, tokens, chunk: int = CHUNK) -> np.ndarray:
-        """Append tokens; the logits float32 [V] after the last one."""
+        """Appends tokens. Returns the logits after the last one, float32 [V]."""
         for begin in range(0, len(tokens), chunk):
             part = tokens[begin : begin + chunk]
             token_ids = np.zeros(CHUNK, np.int32)
@@ -90,5 +90,5 @@ def golden_root() -> Path:
 
 @pytest.fixture(scope="session")
 def make_sequence():
-    """(config, state) -> Sequence."""
+    """A function (config, state) -> Sequence."""
     return Sequence

@@ -1,4 +1,4 @@
-"""config.json of both generations is parsed; what this build does not compute is refused by name."""
+"""config.json of either generation is parsed, and what this build does not compute is refused by name."""
 
 import json
 
@@ -36,7 +36,7 @@ def refused(**fields):
     return str(caught.value)
 
 
-# Fields as these checkpoints publish them.
+# The fields as these checkpoints publish them.
 QWEN3_0_6B = {
     "architectures": ["Qwen3ForCausalLM"], "attention_bias": False, "attention_dropout": 0.0,
     "bos_token_id": 151643, "eos_token_id": 151645, "head_dim": 128, "hidden_act": "silu",
@@ -95,7 +95,7 @@ def test_published_qwen2():
     config = ModelConfig.from_dict(QWEN2_5_0_5B)
     assert (config.qkv_bias, config.o_bias, config.mlp_bias, config.qk_norm) == (True, False, False, False)
     assert config.head_dim == 64
-    assert config.sliding_windows == (None,) * 24  # sliding_window is there, but switched off
+    assert config.sliding_windows == (None,) * 24  # the file sets sliding_window, but switches it off
 
 
 def test_published_llama():
@@ -162,7 +162,7 @@ def test_biases_follow_the_architecture():
     assert (llama.qkv_bias, llama.o_bias, llama.mlp_bias) == (True, True, True)
     qwen3 = parse("Qwen3ForCausalLM", attention_bias=True)
     assert (qwen3.qkv_bias, qwen3.o_bias, qwen3.mlp_bias, qwen3.head_dim) == (True, True, False, 128)
-    qwen2 = parse("Qwen2ForCausalLM", attention_bias=False)  # transformers' Qwen2 does not look at it
+    qwen2 = parse("Qwen2ForCausalLM", attention_bias=False)  # transformers' Qwen2 ignores attention_bias
     assert (qwen2.qkv_bias, qwen2.o_bias) == (True, False)
 
 
@@ -177,7 +177,7 @@ def test_biases_follow_the_architecture():
         ("quantization_config", {"quant_method": "gptq"}),
         ("auto_map", {"AutoModelForCausalLM": "modeling.Own"}),
         ("attn_logit_softcapping", 50.0),
-        ("sliding_window", 4096),  # Llama has none
+        ("sliding_window", 4096),  # Llama has no sliding window
         ("num_local_experts", 8),
         ("dtype", "float8_e4m3fn"),
         ("torch_dtype", "int8"),
@@ -217,7 +217,7 @@ def test_refused_by_name(field, value):
 
 
 class Noting(dict[str, object]):
-    """A JSON object that notes which of its names are looked up."""
+    """A JSON object that records which of its names are looked up."""
 
     def __init__(self, pairs):
         super().__init__(pairs)
@@ -229,8 +229,8 @@ class Noting(dict[str, object]):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_every_field_of_a_golden_is_read_or_known_also_where_it_is_off(name):
-    """A field that is null, false or empty is not refused, so its name could be forgotten."""
+def test_every_field_of_a_golden_is_read_or_known_even_if_off(name):
+    """A field that is null, false or empty is not refused, so its name could be forgotten unnoticed."""
     data = json.loads((GOLDEN / name / "config.json").read_text(), object_hook=Noting)
     traits = FAMILIES[ModelConfig.from_dict(data).architecture]
     assert set(data) - data.names - HARMLESS_FIELDS - {*traits.ignored} == set()
@@ -282,7 +282,7 @@ rope_fields = st.dictionaries(
 )
 
 
-@settings(deadline=None)  # the first example of a busy machine may take any time
+@settings(deadline=None)  # on a busy machine the first example may take long
 @given(
     base=st.sampled_from([QWEN3_0_6B, QWEN2_5_0_5B, LLAMA_3_2_1B, MISTRAL_7B_V0_1]),
     changes=st.dictionaries(st.sampled_from([*QWEN3_0_6B, "layer_types", "mlp_bias", "dtype"]), json_values),
@@ -313,7 +313,7 @@ def test_architectures_must_name_one(value):
         ModelConfig.from_dict({**SIZES, "architectures": value})
 
 
-def test_registry_holds_what_is_promised():
+def test_the_registry_has_the_promised_architectures():
     assert set(ARCHITECTURES) == {
         "LlamaForCausalLM",
         "MistralForCausalLM",

@@ -1,4 +1,6 @@
-"""The decoder beyond the goldens: how it is computed, how it is cut into leaves, and what must not matter."""
+"""The decoder beyond what the goldens show: how it is computed, how it is divided into leaves, and what must
+not change its results.
+"""
 
 import dataclasses
 import json
@@ -43,7 +45,7 @@ TINY = ModelConfig(
     eos_token_ids=(2,),
 )
 PROMPT = list(range(3, 43))
-META: Any = SimpleNamespace(num_tokens=np.int32(3))  # the decoder reads num_tokens and hands it on
+META: Any = SimpleNamespace(num_tokens=np.int32(3))  # the decoder reads only num_tokens of it
 
 
 def no_attention(q, k_new, v_new, kv, meta, *, scale, sliding_window=None):
@@ -92,11 +94,13 @@ QWEN3_0_6B = ModelConfig.from_dict(config_json(SHAPES["qwen3-0.6b"]))
 
 @pytest.mark.parametrize("name", ["plain", "packed", "int8", "packed_int8"])
 def test_qwen3_0_6b_passes_at_most_150_arrays_a_step(name):
-    """Weights, a cache of each layer, the state of rows and the step's buffer: each costs the host time."""
+    """The arrays are the weights, a cache for each layer, the state of rows and the step's buffer. Each costs
+    the host time in every step.
+    """
     num_weights = len(params.leaf_shapes(QWEN3_0_6B, "bfloat16", FORMATS[name]))
     others = QWEN3_0_6B.num_layers + len(RowState._fields) + 1
     assert num_weights + others <= 150
-    slim = ModelConfig.from_dict(config_json(SHAPES["slim"]))  # bench.probes.host's stands for it
+    slim = ModelConfig.from_dict(config_json(SHAPES["slim"]))  # bench.probes.host uses it instead
     assert len(params.leaf_shapes(slim, "bfloat16", FORMATS[name])) == num_weights
 
 
@@ -117,7 +121,7 @@ def test_auto_dtype_falls_back_to_float32():
     ("dtype", "precision"), [("float32", jax.lax.Precision.HIGHEST), ("bfloat16", jax.lax.Precision.DEFAULT)]
 )
 def test_every_product_accumulates_in_float32_from_the_checkpoints_layout(dtype, precision):
-    """TF32 on GPUs and the slow path on CPU would both show here."""
+    """This would show TF32 on GPUs, and the slow path on the CPU."""
     leaves = params.state_to_leaves(params.random_state(TINY, dtype))
     tokens = jnp.zeros(4, jnp.int32)
 
@@ -136,7 +140,7 @@ def test_every_product_accumulates_in_float32_from_the_checkpoints_layout(dtype,
         assert eqn.params["preferred_element_type"] == jnp.float32
         assert eqn.params["precision"] in (precision, (precision, precision))
         assert {v.aval.dtype for v in eqn.invars} == {jnp.dtype(dtype)}
-        assert eqn.invars[1] in closed.jaxpr.invars  # the weight itself: no transpose, no copy
+        assert eqn.invars[1] in closed.jaxpr.invars  # the weight itself, not a transposed copy
 
 
 def test_attention_gets_each_layers_window_and_scale():
@@ -154,7 +158,7 @@ def test_attention_gets_each_layers_window_and_scale():
     assert [float(cache[0]) for cache in kv] == [1.0, 2.0]
 
 
-def test_one_cache_per_layer_is_demanded():
+def test_another_number_of_caches_than_layers_is_refused():
     model = params.bind(TINY, params.state_to_leaves(params.random_state(TINY)))
     tokens = jnp.zeros(3, jnp.int32)
     with pytest.raises(ValueError, match="zip"):
@@ -163,7 +167,7 @@ def test_one_cache_per_layer_is_demanded():
 
 @pytest.mark.parametrize("rope", [RopeConfig(), RopeConfig("dynamic", factor=2.0, original_max_positions=16)])
 def test_cutting_a_prompt_into_chunks_changes_nothing(make_sequence, rope):
-    """With dynamic NTK too, on both sides of the trained context."""
+    """This holds for dynamic NTK too, within and beyond the trained context."""
     config = dataclasses.replace(TINY, rope=rope)
     sequence = make_sequence(config, params.random_state(config, "float32", std=0.3))
     results = []
@@ -172,7 +176,7 @@ def test_cutting_a_prompt_into_chunks_changes_nothing(make_sequence, rope):
         results.append(sequence.feed(PROMPT, chunk))
     np.testing.assert_allclose(results[1], results[0], rtol=1e-5, atol=1e-5)
     np.testing.assert_allclose(results[2], results[0], rtol=1e-5, atol=1e-5)
-    assert np.ptp(results[0]) > 0.1  # not all alike
+    assert np.ptp(results[0]) > 0.1  # the logits differ from each other
 
 
 def test_dynamic_ntk_acts_only_beyond_the_trained_context(make_sequence):
@@ -185,7 +189,9 @@ def test_dynamic_ntk_acts_only_beyond_the_trained_context(make_sequence):
 
 @pytest.mark.parametrize("window", [31, 33])
 def test_the_golden_pins_the_window_to_the_token(golden_root, make_sequence, window):
-    """A token sees itself and the window - 1 before it: off by one is seen at a prompt of 90."""
+    """A token sees itself and the `window - 1` tokens before it. At a prompt of 90 tokens, a window that is
+    off by one changes the logits.
+    """
     directory = golden_root / "mistral_swa"
     config = load_config(directory)
     assert config.sliding_windows == (32, 32)
@@ -217,7 +223,7 @@ def test_bfloat16_and_int8_stay_close_to_pytorch(golden_root, make_sequence, nam
     state = load_weights(directory, config, "bfloat16", linear=chosen, progress=False)
     dtypes = {leaf.dtype for leaf in jax.tree.leaves(state)}
     assert (jnp.dtype(jnp.int8) in dtypes) == chosen.int8
-    if name == "qwen3":  # the others have no layer that can be cut into tiles
+    if name == "qwen3":  # no layer of the others can be packed
         assert any(leaf.ndim == 5 for leaf in jax.tree.leaves(state)) == chosen.packed
     sequence = make_sequence(config, state, "bfloat16", chosen)
     logits = sequence.feed(case["prompt"])
@@ -230,8 +236,8 @@ def test_bfloat16_and_int8_stay_close_to_pytorch(golden_root, make_sequence, nam
 
 @pytest.mark.parametrize("linear", ["packed", "int8", "packed_int8"])
 @pytest.mark.parametrize("tied", [True, False])
-def test_formats_agree_with_float32_where_every_layer_can_be_packed(make_sequence, linear, tied):
-    """The float32 path is the one that the goldens pin to PyTorch."""
+def test_formats_agree_with_float32_if_every_layer_can_be_packed(make_sequence, linear, tied):
+    """The goldens compare float32 with PyTorch, and this compares the other formats with float32."""
     chosen = FORMATS[linear]
     if chosen.packed and not library.available():
         pytest.skip("no native library on this machine")
@@ -244,14 +250,14 @@ def test_formats_agree_with_float32_where_every_layer_can_be_packed(make_sequenc
     }
     if chosen.packed:
         matrices = [leaf for leaf in jax.tree.leaves(weights["tried"]) if leaf.ndim > 1 and leaf.shape[0] > 2]
-        assert all(leaf.ndim == 5 for leaf in matrices) == tied  # an untied table is only looked up
+        assert all(leaf.ndim == 5 for leaf in matrices) == tied  # an untied embedding table is only looked up
     exact = make_sequence(config, weights["exact"], "float32").feed(PROMPT)
     tried = make_sequence(config, weights["tried"], "bfloat16", chosen).feed(PROMPT)
     assert np.abs(tried - exact).max() < (0.1 if chosen.int8 else 0.05) * np.ptp(exact)
 
 
-def test_ids_outside_the_table_stay_inside_it():
-    """Only padding can have them; a NaN there would spread through the cache."""
+def test_ids_outside_the_table_read_its_last_row():
+    """Only padding can have such ids. If it got NaN, that would spread through the cache."""
     model = params.bind(TINY, params.state_to_leaves(params.random_state(TINY)))
     ids = jnp.array([0, 64, 1 << 30, -1], jnp.int32)
     rows = np.asarray(model.embed_tokens(ids, model.pools), np.float32)

@@ -1,6 +1,7 @@
-"""Logits, greedy tokens and logprobs against PyTorch float32 eager, without the engine.
+"""Logits, greedy tokens and log-probabilities, compared with PyTorch's in float32 and eager mode, without the
+engine.
 
-tests/golden holds tiny random checkpoints and what transformers 5.23 computed from them without a cache.
+tests/golden holds tiny random checkpoints, and what transformers 5.23 computed from them without a cache.
 """
 
 import json

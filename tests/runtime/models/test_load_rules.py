@@ -1,4 +1,6 @@
-"""Rules from tensors to leaves: any way of cutting, stacking and turning a leaf loads to the same array."""
+"""Rules that load tensors into leaves: however a leaf is cut, stacked and transposed, it loads to the same
+array.
+"""
 
 import dataclasses
 from collections.abc import Sequence
@@ -50,17 +52,18 @@ def loaded(rules: Sequence[LoadRule], tensors: Any, shapes: Any, **options: Any)
 
 
 def rule(name: str, shape: tuple[int, ...], **changes: Any) -> LoadRule:
-    """All of a tensor becomes all of the leaf."""
+    """A rule that makes all of a tensor all of the leaf, with these changes."""
     whole = LoadRule(sources=(Source(name, shape),), targets=(Target(LEAF),), num_rows=shape[0], dtype=F32)
     return dataclasses.replace(whole, **changes)
 
 
 @st.composite
 def cuts(draw: st.DrawFn) -> tuple[np.ndarray, dict[str, np.ndarray], list[LoadRule]]:
-    """A leaf [matrices, rows, columns], or without the first, tensors that hold it in pieces, and the rules
-    that put it together. Each piece is some rows of a matrix; it is a tensor of its own, turned or not, or,
-    with all others of the same place in their matrices, a matrix of a stacked tensor, or is fused with the
-    piece after it.
+    """Draws a leaf, tensors that hold it in pieces, and the rules that put it together.
+
+    The leaf is [matrices, rows, columns], or one matrix. A piece is some rows of a matrix. It may be a tensor
+    of its own, transposed or not; it may be fused with the piece after it; or the pieces at the same place in
+    all matrices may be one stacked tensor.
     """
     is_stacked = draw(st.booleans())
     count = draw(st.integers(1, 3)) if is_stacked else 1
@@ -73,20 +76,26 @@ def cuts(draw: st.DrawFn) -> tuple[np.ndarray, dict[str, np.ndarray], list[LoadR
     begins = np.cumsum([0, *sizes])
     i = 0
     while i < len(sizes):
-        kinds = ["own", "turned", "stacked", "stacked and turned", *(["fused"] if i + 1 < len(sizes) else [])]
+        kinds = [
+            "own",
+            "transposed",
+            "stacked",
+            "stacked and transposed",
+            *(["fused"] if i + 1 < len(sizes) else []),
+        ]
         kind = draw(st.sampled_from(kinds))
         num_pieces = 2 if kind == "fused" else 1
         first, last = int(begins[i]), int(begins[i + num_pieces])
         part = leaf[:, first:last]
         if kind.startswith("stacked"):
-            turned = kind.endswith("turned")
-            tensors[f"{i}"] = part.transpose(0, 2, 1) if turned else part
+            transposed = kind.endswith("transposed")
+            tensors[f"{i}"] = part.transpose(0, 2, 1) if transposed else part
         for matrix in range(count):
             at = (matrix,) if is_stacked else ()
             name = f"{i}" if kind.startswith("stacked") else f"{i}.{matrix}"
             if kind in ("own", "fused"):
                 tensors[name] = part[matrix]
-            elif kind == "turned":
+            elif kind == "transposed":
                 tensors[name] = part[matrix].T
             within = 0
             for size in sizes[i : i + num_pieces]:
@@ -95,7 +104,7 @@ def cuts(draw: st.DrawFn) -> tuple[np.ndarray, dict[str, np.ndarray], list[LoadR
                     tensors[name].shape,
                     at=(matrix,) if kind.startswith("stacked") else (),
                     begin=within,
-                    axis=int("turned" in kind),
+                    axis=int("transposed" in kind),
                 )
                 target = Target(LEAF, at=at, begin=first + within)
                 rules.append(LoadRule(sources=(source,), targets=(target,), num_rows=size, dtype=F32))
@@ -138,7 +147,7 @@ def test_an_update_of_some_tensors_keeps_the_rest_of_the_leaf(case: Any, data: s
             expected[each.targets[0].part(0, each.num_rows)] *= -1
     np.testing.assert_array_equal(made[LEAF].value, expected)
     parts = made[LEAF].parts
-    if parts is not None:  # merged over another update's leaf, they bring what is new and nothing else
+    if parts is not None:  # merged over another update's leaf, the parts change only what is new
         merged = leaf.copy()
         for part in parts:
             merged[part] = np.asarray(made[LEAF].value)[part]
@@ -148,12 +157,12 @@ def test_an_update_of_some_tensors_keeps_the_rest_of_the_leaf(case: Any, data: s
 
 
 def test_pieces_are_read_from_a_file_and_cut_into_tasks(tmp_path, monkeypatch):
-    """A stacked tensor, a turned one and a fused one, in tasks of one row."""
+    """A stacked tensor, a transposed one and a fused one are read in tasks of one row each."""
     monkeypatch.setattr(leaves, "_TASK_VALUES", 1)
     monkeypatch.setattr(leaves, "_STEP_VALUES", 1)
     leaf = np.arange(2 * 5 * 3, dtype=np.float32).reshape(2, 5, 3)
-    stacked, turned, fused = leaf[:, :2], leaf[0, 2:].T, leaf[1, 2:]
-    tensors = {"stacked": stacked, "turned": turned, "fused": fused}
+    stacked, transposed, fused = leaf[:, :2], leaf[0, 2:].T, leaf[1, 2:]
+    tensors = {"stacked": stacked, "transposed": transposed, "fused": fused}
     save_file({n: np.ascontiguousarray(t) for n, t in tensors.items()}, tmp_path / "model.safetensors")
     rules = [
         *(
@@ -166,7 +175,12 @@ def test_pieces_are_read_from_a_file_and_cut_into_tasks(tmp_path, monkeypatch):
             )
             for i, to in enumerate((Target(LEAF, at=(0,)), Target(LEAF, at=(1,))))
         ),
-        rule("turned", (3, 3), sources=(Source("turned", (3, 3), axis=1),), targets=(Target(LEAF, (0,), 2),)),
+        rule(
+            "transposed",
+            (3, 3),
+            sources=(Source("transposed", (3, 3), axis=1),),
+            targets=(Target(LEAF, (0,), 2),),
+        ),
         rule("fused", (3, 3), num_rows=1, targets=(Target(LEAF, (1,), 2),)),
         rule(
             "fused",
@@ -204,7 +218,7 @@ def test_a_tensor_of_many_rules_is_asked_for_once():
 
 
 def expand(parts: Sequence[np.ndarray], rows: Sequence[np.ndarray]) -> None:
-    """A toy format: whole numbers, and what each row of them is multiplied by."""
+    """A toy format: a tensor of whole numbers, and one with a factor for each of its rows."""
     parts[0][...] = rows[0].astype(np.float32) * rows[1][:, None]
 
 
@@ -242,7 +256,7 @@ def test_a_format_needs_all_of_its_tensors_and_their_own_dtype():
         _check(rules, {"numbers": NUMBERS, "scales": SCALES, "zeros": SCALES}, partial=True, where="here")
 
 
-def test_what_is_named_harmless_or_a_copy_may_be_there():
+def test_a_checkpoint_may_hold_harmless_tensors_and_copies():
     rules = LoadRules(rules=(rule("w", (2, 2)),), harmless=(r"\.inv_freq$",), copies={"head": "w"})
     w = np.ones((2, 2), np.float32)
     _check(rules, {"w": w, "head": w.copy(), "x.inv_freq": w}, partial=False, where="here")
@@ -253,7 +267,7 @@ def test_what_is_named_harmless_or_a_copy_may_be_there():
 
 
 def test_blocks_of_rows_lie_in_a_stacked_leaf_of_tiles():
-    """Packed experts: 16 rows are one entry of the leaf."""
+    """Packed experts are an example: 16 rows are one entry of the leaf."""
     values = np.random.default_rng(0).standard_normal((2, 48, 64)).astype(jnp.bfloat16)
     tiles = np.stack([pack(matrix) for matrix in values])
     assert tiles.shape[1:] == packed_shape(48, 64, int8=False)
@@ -277,7 +291,7 @@ def test_blocks_of_rows_lie_in_a_stacked_leaf_of_tiles():
 
 
 def test_scales_go_to_a_leaf_of_their_own():
-    """Two targets, one of them along its second axis, with padding that is named."""
+    """One rule has two targets. One of them is filled along its second axis, with padding that is named."""
     matrix = np.array([[1, -127], [254, 2]], np.float32)
     shapes: dict[ParamPath, jax.ShapeDtypeStruct] = {
         LEAF: jax.ShapeDtypeStruct((2, 2), np.int8),
@@ -311,7 +325,7 @@ def test_mistakes_of_a_model_name_tensor_and_leaf():
             check(LoadRules(rules=wrong), shapes)
 
 
-def test_a_turned_tensor_may_overflow_too():
+def test_overflow_is_found_in_transposed_tensors_too():
     wide = np.array([[1, 2], [1e30, 4]], np.float64)
     half = rule("w", (2, 2), dtype=np.dtype(np.float16), sources=(Source("w", (2, 2), axis=1),))
     _, problems = make_leaves(

@@ -1,4 +1,6 @@
-"""RoPE against formulas written a second time, scalar by scalar, from the papers and the authors' code."""
+"""RoPE, compared with formulas written a second time, scalar by scalar, from the papers and their authors'
+code.
+"""
 
 import math
 
@@ -54,7 +56,9 @@ def test_llama3_by_wavelength():
 
 
 def pair_turning(rotations, theta, length, dim):
-    """Bisect for the fractional pair that turns `rotations` times over `length`: no closed form used."""
+    """The fractional index of the pair that turns `rotations` times over `length`, found by bisection instead
+    of the closed form that the code uses.
+    """
     low, high = -1000.0, 1000.0
     for _ in range(200):
         middle = (low + high) / 2
@@ -65,7 +69,7 @@ def pair_turning(rotations, theta, length, dim):
 
 @pytest.mark.parametrize("truncate", [True, False])
 @pytest.mark.parametrize(("beta_fast", "beta_slow"), [(32.0, 1.0), (8.0, 2.0)])
-# The last two: a ramp cut off at the first pair, and one cut off at the last channel.
+# In the last two cases the ramp is cut off, at the first pair and at the last channel.
 @pytest.mark.parametrize(("theta", "length"), [(1e4, 256), (1e4, 4096), (1e4, 40), (2.0, 300)])
 def test_yarn_ramp(truncate, beta_fast, beta_slow, theta, length):
     rope = RopeConfig("yarn", theta, 4.0, length, beta_fast=beta_fast, beta_slow=beta_slow, truncate=truncate)
@@ -119,7 +123,7 @@ def test_dynamic_is_the_ntk_base_of_each_positions_own_context():
         np.testing.assert_allclose(cos[row], np.cos(angles), atol=2e-4)
         np.testing.assert_allclose(sin[row], np.sin(angles), atol=2e-4)
     unscaled, _ = cos_sin(RopeConfig(), DIM, jnp.array(positions, jnp.int32))
-    np.testing.assert_array_equal(cos[:4], unscaled[:4])  # bit for bit within the trained context
+    np.testing.assert_array_equal(cos[:4], unscaled[:4])  # the same bits within the trained context
     assert not np.allclose(cos[4:], unscaled[4:], atol=1e-2)
 
 

@@ -1,4 +1,4 @@
-"""Paged attention in XLA against a dense softmax over contiguous keys, on random ragged batches."""
+"""Paged attention in XLA, compared with a dense softmax over contiguous keys, on random ragged batches."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ seeds = st.integers(0, 2**31)
 @settings(max_examples=40, deadline=None)
 @given(rows, st.sampled_from([(4, 2), (3, 1)]), options, seeds)
 def test_mixed_batches(cases: list[Case], heads: tuple[int, int], options: Options, seed: int) -> None:
-    """Prefill chunks and decode rows of different lengths together."""
+    """Prefill chunks and decode rows of different lengths in one step."""
     shape = Shape(*heads, dim=DIM, page=PAGE, tokens=96, rows=ROWS, width=24, pages=70)
     batch = draw(cases, shape, options, seed)
     check(batch, step(shape, options, False)(batch), 2e-5)
@@ -53,7 +53,7 @@ def test_mixed_batches(cases: list[Case], heads: tuple[int, int], options: Optio
 @settings(max_examples=40, deadline=None)
 @given(st.lists(st.integers(0, 60), min_size=1, max_size=ROWS), options, seeds)
 def test_decode_batches(pasts: list[int], options: Options, seed: int) -> None:
-    """One token a row, as decode programs have it; fewer rows than the bucket holds."""
+    """One token for each row, as in decode programs, with fewer rows than the bucket holds."""
     shape = Shape(heads=4, kv_heads=2, dim=DIM, page=PAGE, tokens=ROWS, rows=ROWS, width=24, pages=70)
     batch = draw([Case(past, 1) for past in pasts], shape, options, seed)
     check(batch, step(shape, options, True)(batch), 2e-5)
@@ -61,8 +61,8 @@ def test_decode_batches(pasts: list[int], options: Options, seed: int) -> None:
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 def test_sixteen_bit_cache_keeps_exact_values(dtype: jnp.dtype) -> None:
-    """A 16-bit cache is stored as raw uint16 and read back as what was written: one position attends to
-    itself alone.
+    """A 16-bit cache is stored as raw uint16 and must be read back unchanged. The row has one position, so
+    its output is its own value.
     """
     kv = jnp.zeros(kv_layer_shape(2, PAGE, 1, DIM), kv_storage_dtype(np.dtype(dtype)))
     assert kv.dtype == kv_storage_dtype(np.dtype(dtype)) == np.uint16

@@ -1,4 +1,4 @@
-"""The sampler against hand-computed filters and, for the draw, chi-square tests on known distributions."""
+"""The sampler in XLA: filters computed by hand, and chi-square tests of the draw on known distributions."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from penstock.runtime.ops.sampling_codes import (
 )
 from penstock.runtime.ops.sampling_rows import SamplingRows
 
-filter_logits = jax.jit(filters.filter_logits)  # op by op it would compile every op on its own
+filter_logits = jax.jit(filters.filter_logits)  # without jit every operation would be compiled by itself
 choose = jax.jit(sampler.sample, static_argnames="num_top")
 token_logprobs = jax.jit(sampler.token_logprobs, static_argnums=2)
 
@@ -32,7 +32,9 @@ LOGITS = np.log(np.array([0.4, 0.3, 0.2, 0.06, 0.04], np.float32))
 def rows(
     n: int, *, seeds: np.ndarray | None = None, positions: np.ndarray | None = None, **params: Any
 ) -> SamplingRows:
-    """Rows with values other than the neutral ones, each for all rows or one a row."""
+    """Rows with these parameters, each one value for all rows or an array with one for each; all others are
+    neutral.
+    """
     seed = np.zeros((n, 2), np.uint32)
     seed[:, 1] = np.arange(n) if seeds is None else seeds
     neutral: dict[str, tuple[Any, type]] = {
@@ -67,7 +69,7 @@ def sample(
     bias: np.ndarray | None = None,
     mask: np.ndarray | None = None,
 ) -> jax.Array:
-    """The tokens alone."""
+    """The tokens that are chosen, without log-probabilities."""
     n, vocab = logits.shape
     state = RowState(
         jnp.zeros(n, jnp.int32),
@@ -119,7 +121,7 @@ def kept(logits: np.ndarray, **params: Any) -> list[int]:
 )
 def test_filters_keep_the_hand_computed_set(params: dict[str, Any], expected: list[int]) -> None:
     assert kept(LOGITS, **params) == expected
-    order = np.array([3, 1, 4, 0, 2])  # the same, wherever the tokens stand
+    order = np.array([3, 1, 4, 0, 2])  # the order of the tokens must not matter
     assert kept(LOGITS[order], **params) == sorted(np.flatnonzero(np.isin(order, expected)).tolist())
 
 
@@ -130,7 +132,9 @@ def test_top_k_keeps_ties_and_handles_negative_and_impossible_logits() -> None:
 
 
 def test_values_too_small_for_float32_act_as_their_limit() -> None:
-    """Accepted values near 0: the likeliest token alone, not none and not the first of several infinities."""
+    """Values near 0 are accepted. They leave the likeliest token alone: not no token, and not the first of
+    several that are infinite.
+    """
     logits = np.array([1.0, 30.0, 50.0, -5.0], np.float32)
     for tiny in (1e-30, 1e-37, 1e-38, 1e-40, 1e-45):
         assert kept(logits, top_p=tiny) == [2]
@@ -155,8 +159,8 @@ def chi_square(counts: np.ndarray, probs: np.ndarray) -> float:
 )
 @pytest.mark.parametrize("by", ["seed", "position"])
 def test_the_draw_has_the_right_distribution(params: dict[str, Any], probs: list[float], by: str) -> None:
-    """20,000 draws over seeds, or over positions of one seed; the critical value is that of p = 1e-5 (4
-    degrees: 28.5).
+    """20,000 draws, over seeds or over positions with one seed. With 4 degrees of freedom, 28.5 is the
+    critical value for p = 1e-5.
     """
     n = 20_000
     seeds = None if by == "seed" else np.full(n, 1234)
@@ -173,12 +177,14 @@ def test_the_draw_has_the_right_distribution(params: dict[str, Any], probs: list
 
 
 def test_a_wide_vocabulary_is_drawn_evenly_over_its_chunks() -> None:
-    """1,300 equally likely tokens span three chunks of the two-stage draw, the last one partly filled."""
+    """1,300 equally likely tokens span three chunks of the two-stage draw, the last of which is partly
+    filled.
+    """
     n, vocab = 26_000, 1300
     drawn = np.asarray(sample(jnp.zeros((n, vocab), jnp.float32), rows(n), jnp.array(True)))
     counts = np.bincount(drawn, minlength=vocab)
     assert len(counts) == vocab
-    # 1,299 degrees of freedom: mean 1,299, standard deviation 51; six of them either way
+    # 1,299 degrees of freedom: mean 1,299 and standard deviation 51. Six deviations are allowed either way.
     assert 993 < chi_square(counts, np.full(vocab, 1 / vocab)) < 1605
 
 
@@ -232,7 +238,7 @@ def test_logprobs_are_those_of_the_raw_logits() -> None:
     np.testing.assert_allclose(np.asarray(values)[0], np.log([0.4, 0.3, 0.2]), rtol=1e-5)
 
 
-def test_of_a_wide_row_the_likeliest_tokens_are_found_in_order_ties_by_id() -> None:
+def test_the_likeliest_tokens_of_a_wide_row_are_in_order_with_ties_by_id() -> None:
     rng = np.random.default_rng(3)
     logits = np.round(rng.standard_normal((3, 10_000)).astype(np.float32), 2)  # many ties
     _, ids, values = token_logprobs(jnp.asarray(logits), jnp.zeros(3, jnp.int32), 20)
@@ -256,24 +262,27 @@ def greedy(logits: list[float], **given: Any) -> int:
 @pytest.mark.parametrize(
     ("penalties", "expected"),
     [
-        # logits 3.0, 2.9, -1, -1.1; token 0 generated twice, token 1 in the prompt only, 2 and 3 never
+        # logits 3.0, 2.9, -1, -1.1; token 0 was generated twice, token 1 is in the prompt only, and 2 and 3
+        # in neither
         ({}, 0),
         ({"presence_penalty": 0.05}, 0),  # 2.95
-        ({"presence_penalty": 0.2}, 1),  # 2.8: once, however often it was made, and never for the prompt
+        ({"presence_penalty": 0.2}, 1),  # 2.8: counted once, and never for the prompt
         ({"frequency_penalty": 0.04}, 0),  # 3 - 2 * 0.04 = 2.92
         ({"frequency_penalty": 0.06}, 1),  # 3 - 2 * 0.06 = 2.88
         ({"presence_penalty": -2.0, "frequency_penalty": 0.06}, 0),
-        ({"repetition_penalty": 4.0}, 0),  # 0.75 and 0.725: prompt and output alike
-        ({"repetition_penalty": 4.0, "presence_penalty": 0.05}, 1),  # 0.7 and 0.725: it comes first
+        ({"repetition_penalty": 4.0}, 0),  # 0.75 and 0.725: counts prompt and output
+        ({"repetition_penalty": 4.0, "presence_penalty": 0.05}, 1),  # 0.7 and 0.725: repetition comes first
     ],
 )
 def test_penalties_as_computed_by_hand(penalties: dict[str, float], expected: int) -> None:
     history = [2, IN_PROMPT, 0, 0]
     assert greedy([3.0, 2.9, -1.0, -1.1], history=history, features=PENALTIES, **penalties) == expected
-    assert greedy([3.0, 2.9, -1.0, -1.1], history=history, **penalties) == 0  # not this row's history
+    assert (
+        greedy([3.0, 2.9, -1.0, -1.1], history=history, **penalties) == 0
+    )  # without PENALTIES it does not count
 
 
-def test_a_repetition_penalty_multiplies_what_is_negative() -> None:
+def test_a_repetition_penalty_multiplies_negative_logits() -> None:
     history = [IN_PROMPT + 3, 0]
     assert greedy([-1.0, -1.9], history=history, features=PENALTIES, repetition_penalty=2.0) == 1
     assert greedy([-1.0, -2.1], history=history, features=PENALTIES, repetition_penalty=2.0) == 0
@@ -284,12 +293,12 @@ def test_bias_mask_and_bans_forbid_and_the_mask_has_the_last_word() -> None:
     everything = [True] * 4
     assert greedy(logits, bias=[-2.0, 0.0, 0.0, 2.5], features=BIAS) == 3
     assert greedy(logits, bias=[-np.inf, 0.0, 0.0, 0.0], features=BIAS) == 1
-    assert greedy(logits, bias=[-np.inf, 0.0, 0.0, 0.0]) == 0  # another request's
+    assert greedy(logits, bias=[-np.inf, 0.0, 0.0, 0.0]) == 0  # without BIAS the bias does not count
     assert greedy(logits, mask=[False, False, True, True], features=MASK) == 2
     assert greedy(logits, mask=[False, False, True, True]) == 0
     assert greedy(logits, banned=True, stop_ids=[[0, 1]]) == 2
     assert greedy(logits, stop_ids=[[0, 1]]) == 0
-    # Nothing left: the mask alone counts, and without one nothing does.
+    # If nothing is left, only the mask counts, and without a mask nothing does.
     assert greedy(logits, bias=[-np.inf] * 4, features=BIAS, mask=everything) == 0
     forbidding = {"bias": [0.0, 0.0, -np.inf, -np.inf], "mask": [False, False, True, True]}
     assert greedy(logits, features=BIAS | MASK, **forbidding) == 2
@@ -306,7 +315,9 @@ def test_a_row_whose_logits_are_not_finite_has_no_token_and_spoils_no_other() ->
 
 
 def test_the_draw_after_penalties_and_bias_has_the_right_distribution() -> None:
-    """Weights 4, 3, 2, 0.6, 0.4: token 0 made once (divided by e), 2 doubled, 4 forbidden."""
+    """The weights are 4, 3, 2, 0.6 and 0.4. Token 0 was generated once, which divides its weight by e; a bias
+    doubles token 2 and forbids token 4.
+    """
     n = 20_000
     history, bias = np.zeros((n, 5)), np.zeros((n, 5))
     history[:, 0], bias[:, 2], bias[:, 4] = 1, np.log(2.0), -np.inf
@@ -320,4 +331,4 @@ def test_the_draw_after_penalties_and_bias_has_the_right_distribution() -> None:
     weights = np.array([4 / np.e, 3, 4, 0.6])
     counts = np.bincount(np.asarray(drawn), minlength=5)
     assert counts[4] == 0
-    assert chi_square(counts[:4], weights / weights.sum()) < 26.0  # 3 degrees, p = 1e-5
+    assert chi_square(counts[:4], weights / weights.sum()) < 26.0  # 3 degrees of freedom, p = 1e-5

@@ -1,4 +1,4 @@
-"""Ids and seeds of several outputs."""
+"""Ids and seeds of the outputs of one request."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SEEDS = st.integers(0, 2**64 - 1)
     ],
 )
 def test_seeds_are_splitmix64s(seed: int, expected: tuple[int, ...]) -> None:
-    """Its published sequences, from the second output on."""
+    """From the second output on, the seeds are the published sequences of SplitMix64."""
     assert tuple(output_seed(seed, i) for i in (1, 2, 3)) == expected
     assert output_seed(seed, 0) == seed
 
@@ -48,7 +48,7 @@ def test_outputs_have_ids_and_seeds_of_their_own() -> None:
     assert {(o.prompt_token_ids, o.logprobs, o.priority) for o in outputs} == {((1, 2), 1, 3)}
 
 
-def test_without_a_seed_one_is_drawn_for_all() -> None:
+def test_without_a_seed_one_is_drawn_for_all_outputs() -> None:
     first, second = (outputs_of(Request("r", (1,)), 2) for _ in range(2))
     for outputs in (first, second):
         seed = outputs[0].sampling.seed
@@ -57,14 +57,14 @@ def test_without_a_seed_one_is_drawn_for_all() -> None:
     assert first[0].sampling.seed != second[0].sampling.seed
 
 
-def test_constraints_are_each_outputs_own() -> None:
+def test_each_output_has_its_own_constraint() -> None:
     constraints: list[Any] = [object(), object()]
     outputs = outputs_of(Request("r", (1,)), 2, cast("Any", constraints))
     assert [o.constraint for o in outputs] == constraints
 
 
 def test_bypass_and_salt_stay_as_they_are() -> None:
-    """Outputs share by forking, for which nothing is published."""
+    """Outputs share the prompt by forking, for which no page need be published."""
     for cache in (CacheParams("tenant", bypass=True), CacheParams("tenant")):
         made = outputs_of(Request("r", (1,), cache=cache), 2)
         assert [output.cache for output in made] == [cache, cache]
@@ -72,8 +72,8 @@ def test_bypass_and_salt_stay_as_they_are() -> None:
 
 
 def test_many_outputs_are_checked_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And share all that may be large: only the seed differs. For each of 128 outputs to check the bias of a
-    whole vocabulary again took seconds.
+    """Outputs share everything that may be large, because only the seed differs. Checking the bias of a whole
+    vocabulary again for each of 128 outputs took seconds.
     """
     bias = tuple((i, 0.5) for i in range(1000))
     sampling = ResolvedSampling(temperature=0.5, seed=7, logit_bias=bias, allowed_token_ids=(1, 2), min_p=0.1)

@@ -1,4 +1,4 @@
-"""What a grammar may be before anybody looks at what it means."""
+"""What is checked about a grammar before it is compiled."""
 
 import pytest
 
@@ -35,14 +35,14 @@ def test_refused_on_the_field_that_holds_it(make, field, part):
     assert part in why
 
 
-def test_the_largest_sizes_are_taken():
+def test_the_largest_sizes_are_accepted():
     Grammar.regex("x" * MAX_GRAMMAR_BYTES)
     Grammar.choice([str(i) for i in range(MAX_CHOICES)])
     Grammar.choice([""])
     Grammar.regex("")
 
 
-def test_equal_whatever_field_it_came_from():
+def test_grammars_of_different_fields_are_equal():
     from_tools = Grammar(GrammarKind.EBNF, 'start: "a"', field="chat.tool_choice")
     assert from_tools == Grammar.ebnf('start: "a"')
     assert hash(from_tools) == hash(Grammar.ebnf('start: "a"'))

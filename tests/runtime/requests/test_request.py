@@ -1,4 +1,4 @@
-"""Parameters refuse what is out of range: every violation is listed, by the contract's path of the field."""
+"""Parameters out of range are refused, and every violation is listed by the contract's path of its field."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_stopping_ranges(field, path, allowed, refused):
 def test_min_tokens_may_equal_but_not_pass_max_tokens():
     assert StoppingParams(max_tokens=3, min_tokens=3).min_tokens == 3
     assert violations(StoppingParams, max_tokens=3, min_tokens=4) == ["stopping.min_tokens"]
-    # max_tokens is to blame alone where no min_tokens could be right
+    # Only max_tokens is to blame if no min_tokens could be right.
     assert violations(StoppingParams, max_tokens=0, min_tokens=4) == ["stopping.max_tokens"]
 
 
@@ -107,7 +107,7 @@ def test_every_violation_is_listed_at_once():
         "stopping.stop",
         *(
             f"stopping.stop[{i}]" for i in range(MAX_STOP_STRINGS)
-        ),  # those above the limit are not listed singly
+        ),  # strings beyond the limit are not listed one by one
         "stopping.stop_token_ids",
         "stopping.time_limit",
     ]

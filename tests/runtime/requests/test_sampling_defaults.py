@@ -1,4 +1,4 @@
-"""What an unset sampling field means: the operator's word, then the model's, then neutral values."""
+"""What an unset sampling field means: the operator's default, else the model's, else a neutral value."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def read(folder: Path, file: Any = None, override: dict[str, Any] | None = None)
 
 
 def test_without_a_file_they_are_neutral(tmp_path: Path) -> None:
-    """Neutral for the sampler too: what a request of the embedding API has that says nothing."""
+    """They are also those of a request of the embedding API that sets nothing."""
     assert read(tmp_path) == NEUTRAL
     assert NEUTRAL.sampling() == ResolvedSampling()
 
@@ -47,14 +47,14 @@ def test_null_is_unset(tmp_path: Path) -> None:
     assert read(tmp_path, dict.fromkeys(ALL)) == NEUTRAL
 
 
-def test_the_operator_goes_before_the_file(tmp_path: Path) -> None:
+def test_the_operators_defaults_override_the_file(tmp_path: Path) -> None:
     override = {"temperature": 0.2, "top_k": 0, "repetition_penalty": None}
     expected = GenerationDefaults(**{**ALL, "temperature": 0.2, "top_k": 0})
     assert read(tmp_path, ALL, override) == expected
     assert override_defaults(GenerationDefaults(**ALL), override) == expected
 
 
-def test_the_operator_needs_no_file(tmp_path: Path) -> None:
+def test_the_operators_defaults_need_no_file(tmp_path: Path) -> None:
     assert read(tmp_path, override=ALL) == GenerationDefaults(**ALL)
 
 
@@ -64,7 +64,7 @@ def test_the_operator_needs_no_file(tmp_path: Path) -> None:
         ({"do_sample": False}, {}, 0.0),
         ({"do_sample": False, "temperature": 0.6}, {}, 0.0),
         ({"do_sample": True, "temperature": 0.6}, {}, 0.6),
-        ({"temperature": 0.6}, {}, 0.6),  # transformers would be greedy; its own users rarely mean it
+        ({"temperature": 0.6}, {}, 0.6),  # transformers would be greedy, which is rarely meant
         ({"do_sample": False, "temperature": 0.6}, {"do_sample": True}, 0.6),
         ({"do_sample": False}, {"do_sample": True}, 1.0),
         ({"do_sample": False, "temperature": 0.6}, {"temperature": 0.7}, 0.7),
@@ -78,7 +78,7 @@ def test_do_sample(tmp_path: Path, file: Any, override: dict[str, Any], temperat
 
 
 def test_greedy_by_do_sample_keeps_the_penalties(tmp_path: Path) -> None:
-    """As in transformers: they are no matter of sampling."""
+    """As in transformers, penalties apply whether tokens are sampled or not."""
     found = read(tmp_path, {"repetition_penalty": 1.2}, {"do_sample": False, "presence_penalty": 0.5})
     assert found == GenerationDefaults(temperature=0.0, repetition_penalty=1.2, presence_penalty=0.5)
 
@@ -103,7 +103,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("values", "complaint"), BAD)
-def test_bad_values_are_told_wherever_they_stand(
+def test_bad_values_are_refused_wherever_they_stand(
     tmp_path: Path, values: dict[str, Any], complaint: str
 ) -> None:
     with pytest.raises(ConfigError) as of_file:
@@ -113,13 +113,13 @@ def test_bad_values_are_told_wherever_they_stand(
     with pytest.raises(ConfigError) as of_option:
         override_defaults(NEUTRAL, values)
     assert complaint in str(of_option.value)
-    with pytest.raises(ConfigError) as of_config:  # before a checkpoint is loaded
+    with pytest.raises(ConfigError) as of_config:  # refused before a checkpoint is loaded
         EngineConfig(generation_config=values, page_size=3)
     assert complaint in str(of_config.value)
-    assert "page_size" in str(of_config.value), "with all else that is wrong"
+    assert "page_size" in str(of_config.value), "all other violations must be listed too"
 
 
-def test_a_whole_float_is_whole(tmp_path: Path) -> None:
+def test_a_float_without_fraction_is_an_integer(tmp_path: Path) -> None:
     found = read(tmp_path, {"top_k": 50.0, "temperature": 1})
     assert (found.top_k, found.temperature) == (50, 1.0)
     assert isinstance(found.top_k, int)
@@ -127,7 +127,9 @@ def test_a_whole_float_is_whole(tmp_path: Path) -> None:
 
 
 def test_unknown_names_are_an_error_of_the_operator_only(tmp_path: Path) -> None:
-    """A file holds much that is none of ours."""
+    """A file holds many fields that do not concern sampling, but an operator who names an unknown field has
+    made a mistake.
+    """
     assert read(tmp_path, {"max_new_tokens": 7, "transformers_version": "4"}) == NEUTRAL
     for config in ({"max_new_tokens": 7, "top_q": 1}, {"temperatur": 1}):
         with pytest.raises(ConfigError, match=", ".join(sorted(config))):
@@ -137,12 +139,12 @@ def test_unknown_names_are_an_error_of_the_operator_only(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("text", ["{", "[]", "3", ""])
-def test_a_broken_file_is_told(tmp_path: Path, text: str) -> None:
+def test_a_broken_file_is_refused(tmp_path: Path, text: str) -> None:
     with pytest.raises(ConfigError, match="JSON"):
         read(tmp_path, text)
 
 
-def test_what_is_not_honoured_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_fields_that_are_not_honoured_are_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         read(tmp_path, {"no_repeat_ngram_size": 3, "typical_p": 1.0, "num_beams": 1})
     assert [r.message for r in caplog.records] == [

@@ -1,4 +1,4 @@
-"""The array of what a request adds to the logits."""
+"""The array that a request adds to the logits, from its biases, allowed tokens and bad words."""
 
 from __future__ import annotations
 
@@ -18,7 +18,9 @@ BIASES = st.one_of(st.floats(-1e38, 1e38), st.sampled_from([-math.inf, 1e300, -1
 
 
 def one_by_one(sampling: ResolvedSampling) -> np.ndarray:
-    """By the definition: what is allowed, plus each bias, bounded; minus what is forbidden."""
+    """The array by its definition: 0 for allowed tokens, plus each bias within its bounds, and -inf for
+    forbidden tokens.
+    """
     allowed = sampling.allowed_token_ids or range(VOCAB)
     row = np.array([0.0 if i in allowed else -np.inf for i in range(VOCAB)], np.float32)
     for token, bias in sampling.logit_bias:

@@ -1,4 +1,6 @@
-"""Tokenizing, incremental detokenizing and stop strings. Reference: Hugging Face's whole-sequence decode."""
+"""Tokenizing, incremental detokenizing and stop strings, compared with Hugging Face's decode of whole
+sequences.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ ALPHABET = sorted(pre_tokenizers.ByteLevel.alphabet(), key=lambda c: byte_level_
 
 
 def bytes_tokenizer() -> PreTrainedTokenizerFast:
-    """Token b is the byte b; 256 is the special end token, 257 an ordinary added one with a space in it."""
+    """A tokenizer in which token b is the byte b, 256 the special end token, and 257 an ordinary added token
+    with a space in it.
+    """
     tokenizer = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(ALPHABET)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -33,7 +37,9 @@ def bytes_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def sentencepiece_tokenizer(strip: bool) -> PreTrainedTokenizerFast:
-    """Tokens 0-255 are byte tokens, then words; decoded as Llama 2 (with strip) or Gemma (without) does."""
+    """Tokens 0 to 255 are byte tokens, and words follow. It decodes as Llama 2 does (with `strip`) or as
+    Gemma does (without).
+    """
     words = ["\u2581", "\u2581the", "\u2581\u2581", "cat", "\u00e9", "\U0001f600", "<0xZZ>"]
     vocab = {f"<0x{b:02X}>": b for b in range(256)} | {w: 256 + i for i, w in enumerate(words)}
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[], byte_fallback=True))
@@ -77,13 +83,13 @@ def reference(name: str, ids: list[int], skip: bool) -> str:
 
 
 def chunks_of(items: list[int], cuts: list[int]) -> list[list[int]]:
-    """Split at the cut positions; empty pieces happen, as in steps that make no token."""
+    """The items, split at the cut positions. Pieces may be empty, as in steps that make no token."""
     marks = [0, *sorted(min(c, len(items)) for c in cuts), len(items)]
     return [items[a:b] for a, b in itertools.pairwise(marks)]
 
 
 def stream_text(stream: TextStream, pieces: list[list[int]]) -> tuple[str, str | None, int]:
-    """All text, the stop that matched and the number of tokens that belong to the output."""
+    """The whole text, the stop that matched, and the number of tokens that belong to the output."""
     text, stop, kept = "", None, 0
     for i, piece in enumerate(pieces):
         delta = stream.push(piece, final=i == len(pieces) - 1)
@@ -95,8 +101,8 @@ def stream_text(stream: TextStream, pieces: list[list[int]]) -> tuple[str, str |
 @settings(max_examples=150, deadline=None)
 @given(data=st.data())
 def test_deltas_are_the_whole_decode(name: str, data: st.DataObject) -> None:
-    """Random tokens, so mostly invalid UTF-8, in random pieces, equal to Hugging Face's decode of all of
-    them.
+    """Random tokens, mostly invalid UTF-8, in random pieces: their text is that of Hugging Face's decode of
+    all of them.
     """
     ids = data.draw(st.lists(st.integers(0, VOCABULARY[name] - 1), max_size=40))
     cuts = data.draw(st.lists(st.integers(0, 40), max_size=10))
@@ -117,14 +123,14 @@ def spell_utf8(text: str) -> list[int]:
     cuts=st.lists(st.integers(0, 40), max_size=10),
 )
 def test_sentencepiece_is_the_whole_decode(name: str, words: list[list[int]], cuts: list[int]) -> None:
-    """Byte tokens spelling valid UTF-8 among words."""
+    """The tokens are words, and byte tokens that spell valid UTF-8."""
     ids = [i for word in words for i in word]
     text, _, _ = stream_text(TextStream(CODECS[name]), chunks_of(ids, cuts))
     assert text == reference(name, ids, skip=True)
 
 
 def test_sentencepiece_keeps_valid_bytes_next_to_invalid_ones() -> None:
-    """The documented difference: Hugging Face turns the whole run of byte tokens into U+FFFD."""
+    """This is a documented difference: Hugging Face turns the whole run of byte tokens into U+FFFD."""
     ids = [*"\u00e9".encode(), 0xFF]
     assert reference("gemma", ids, skip=True) == "\ufffd" * 3
     assert CODECS["gemma"].decode(ids) == "\u00e9\ufffd"
@@ -156,7 +162,7 @@ def test_ids_outside_the_tokenizer_have_no_text() -> None:
 
 
 @pytest.mark.parametrize("name", CODECS)
-def test_decoders_chosen(name: str) -> None:
+def test_the_decoder_that_is_chosen(name: str) -> None:
     kind = WindowDecoder if name in ("wordpiece", "metaspace") else PieceDecoder
     assert isinstance(CODECS[name].decoder(), kind)
 
@@ -165,7 +171,9 @@ def test_decoders_chosen(name: str) -> None:
 
 
 def first_stop(text: str, stops: list[str]) -> tuple[int, int] | None:
-    """By brute force: the first end at which some stop is complete, and the longest that ends there."""
+    """Where the first stop begins and ends, by brute force: the first end of any stop, and the longest stop
+    that ends there.
+    """
     for end in range(1, len(text) + 1):
         starts = [end - len(s) for s in stops if text[:end].endswith(s)]
         if starts:
@@ -200,7 +208,7 @@ def test_text_ends_at_the_first_stop(text: str, stops: list[str], cuts: list[int
     min_tokens=st.integers(0, 20),
 )
 def test_min_tokens_delays_stops(text: str, stops: list[str], cuts: list[int], min_tokens: int) -> None:
-    """One token a character here: a stop must end at character `min_tokens` or later."""
+    """Each token is one character here, so a stop must end at character `min_tokens` or later."""
     stream = TextStream(BYTES, stop=stops, min_tokens=min_tokens)
     streamed, _, kept = stream_text(stream, chunks_of(spell_utf8(text), cuts))
     ends = [
@@ -223,7 +231,7 @@ def test_single_stop_is_a_split(stop: str) -> None:
 def test_only_a_possible_stop_is_held_back() -> None:
     stream = TextStream(BYTES, stop=["END"])
     assert [stream.push([i]).text for i in b"xENxEND"] == ["x", "", "", "ENx", "", "", ""]
-    assert stream.push(b"more").text == "", "nothing follows a stop"
+    assert stream.push(b"more").text == "", "no text may follow a stop"
 
 
 def test_held_text_comes_at_the_end() -> None:
@@ -233,7 +241,7 @@ def test_held_text_comes_at_the_end() -> None:
 
 
 def test_stop_inside_a_token_cuts_its_text_and_keeps_the_token() -> None:
-    """The golden tokenizer has tokens of several letters: the stop ends inside the first one."""
+    """The golden tokenizer has tokens of several letters, and the stop ends within the first one."""
     codec = CODECS["golden"]
     (token,) = codec.encode("lo")
     delta = TextStream(codec, stop=["l"]).push([token, token])
@@ -259,7 +267,7 @@ def test_encode_and_chat() -> None:
 
 
 def test_special_tokens_are_added_when_asked() -> None:
-    """A tokenizer with a begin token puts it first, unless told not to."""
+    """If a tokenizer has a begin token, it comes first, unless the caller does not want it."""
     tokenizer = bytes_tokenizer()
     tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
         single="<|end|> $A", special_tokens=[("<|end|>", EOS)]
@@ -288,7 +296,7 @@ def test_no_tokenizer(tmp_path: Path) -> None:
         TextCodec.find(tmp_path)
 
 
-def test_no_token_is_longer_than_told() -> None:
+def test_no_token_is_longer_than_max_token_chars() -> None:
     assert BYTES.max_token_chars == len("<|end|>")
     for name in ("golden", "llama2"):
         codec = CODECS[name]
@@ -302,8 +310,8 @@ def test_find_loads() -> None:
 
 
 def test_no_prompt_makes_transformers_warn(tmp_path, caplog):
-    """Of prompts longer than the tokenizer's own idea of the context, that "indexing errors" follow: they are
-    cut, or refused, before a model sees them.
+    """transformers warns that "indexing errors" follow if a prompt is longer than the tokenizer's own limit.
+    Such prompts are cut or refused before a model reads them, so the warning would mislead.
     """
     tokenizer = bytes_tokenizer()
     tokenizer.model_max_length = 4
@@ -318,7 +326,7 @@ def test_no_prompt_makes_transformers_warn(tmp_path, caplog):
 
 
 def test_code_of_a_checkpoint_is_never_run(tmp_path, monkeypatch):
-    """Nor is anybody asked on the terminal whether it may."""
+    """Nor does transformers ask on the terminal whether it may run it."""
     asked: list[bool | None] = []
 
     def load(folder, **options):

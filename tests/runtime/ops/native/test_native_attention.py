@@ -1,5 +1,5 @@
-"""The native paged attention against a dense float64 softmax, on every instruction set this machine has and
-on emulated AMX; and that a row's bits depend on nothing but the row.
+"""The native paged attention, compared with a dense softmax in float64, on every instruction set of this
+machine and on emulated AMX. A row's bits must depend on the row alone.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ BASE = Shape(heads=4, kv_heads=2, dim=64, page=16, tokens=160, rows=6, width=64,
 PLAIN = Options()
 
 
-@pytest.fixture(params=[name for name in KERNELS if name != "avx512_bf16"])  # without pairs: AVX512's kernels
+@pytest.fixture(params=[name for name in KERNELS if name != "avx512_bf16"])  # it runs AVX512's kernels
 def kernel(request: pytest.FixtureRequest) -> Iterator[str]:
     with running(request.param):
         yield request.param
@@ -96,7 +96,9 @@ def test_random_batches(kernel: str, cases: list[Case], shape: Shape, options: O
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("shared", [256, 512, 528])
 def test_shared_prefixes(kernel: str, dtype: str, shared: int) -> None:
-    """Decode rows with common pages, of different lengths, beside others; more columns than a task holds."""
+    """Decode rows of different lengths that share pages, beside other rows; more rows share them than one
+    task holds.
+    """
     shape = Shape(
         heads=16, kv_heads=2, dim=64, page=16, tokens=96, rows=26, width=64, pages=1100, dtype=dtype
     )
@@ -115,18 +117,20 @@ def test_shared_prefixes(kernel: str, dtype: str, shared: int) -> None:
     [
         ("bfloat16", 64, PLAIN),
         ("bfloat16", 80, Options(window=300, softcap=20.0, sinks=True)),
-        ("bfloat16", 16, PLAIN),  # less than a tile
+        ("bfloat16", 16, PLAIN),  # narrower than a tile
         ("float32", 64, PLAIN),
     ],
 )
 def test_bits_depend_on_the_row_alone(kernel: str, dtype: str, dim: int, options: Options) -> None:
-    """A row alone, in a batch, beside rows that share its pages, in chunks of any size: the same bits."""
+    """A row has the same bits alone, in a batch, beside rows that share its pages, and in chunks of any
+    size.
+    """
     shape = Shape(heads=8, kv_heads=2, dim=dim, page=16, tokens=640, rows=7, width=64, pages=240, dtype=dtype)
     cases = [Case(600, 1), Case(570, 1), Case(590, 1), Case(0, 300), Case(530, 40), Case(250, 12)]
     batch = draw(cases, shape, options, 7, shared=512)
     attend = step(shape, options, kernel)
     together, cache = attend(batch)
-    sizes = {300: (100, 33, 300), 40: (1, 7, 16), 12: (2, 12), 1: (1,)}  # of chunks, by a row's new tokens
+    sizes = {300: (100, 33, 300), 40: (1, 7, 16), 12: (2, 12), 1: (1,)}  # chunks by new tokens
     at = 0
     for row, new in enumerate(batch.q_lens[: len(cases)]):
         for first, count in [(i, min(size, new - i)) for size in sizes[new] for i in range(0, new, size)]:
@@ -175,7 +179,7 @@ def test_a_step_of_padding_alone_writes_nothing() -> None:
 
 
 def test_all_layers_share_the_plan_of_their_window() -> None:
-    """A plan is asked for in every layer, so it is XLA that makes one of equal calls."""
+    """Every layer asks for a plan, and XLA must merge the calls with equal arguments."""
     num_layers = 6
 
     def layers(
@@ -210,7 +214,9 @@ def test_all_layers_share_the_plan_of_their_window() -> None:
 
 
 def plan_of(lens: np.ndarray, q_lens: np.ndarray, table: np.ndarray, heads: int) -> np.ndarray:
-    """The plan of rows of `lens` positions after the step, in pages of 16; raises if it does not fit."""
+    """The plan of rows that have `lens` positions after the step, in pages of 16. It raises if the plan does
+    not fit its array.
+    """
     made = kernels.plan(
         jnp.asarray(lens - q_lens),
         jnp.asarray(q_lens),
@@ -226,7 +232,9 @@ def plan_of(lens: np.ndarray, q_lens: np.ndarray, table: np.ndarray, heads: int)
 
 @pytest.mark.parametrize("heads", [1, 3, 16])
 def test_the_largest_plan_fits(heads: int) -> None:
-    """Each row shares one part more with the next: as many tasks with as many members as there can be."""
+    """Each row shares one part more with the next row, which gives the largest number of tasks with the
+    largest number of members.
+    """
     rows = 40
     table = np.arange(rows * (rows + 1) * 16, dtype=np.int32).reshape(rows, -1)
     for row in range(1, rows):

@@ -1,4 +1,4 @@
-"""Fused weights and shared arrays of small parameters in the native kernels: the bits of separate ones."""
+"""Fused weights and pools of small parameters give the same bits in the native kernels as separate arrays."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def same_bits(one: Any, other: Any) -> None:
 
 
 def packed(weight: Any, bias: Any, int8: bool) -> Packed:
-    """With arrays of its own."""
+    """A packed weight with scale and bias in arrays of their own."""
     if not int8:
         return Packed(jnp.asarray(pack(weight)), None, jnp.asarray(bias))
     values, scale = quantize(weight)
@@ -71,7 +71,7 @@ def test_one_weight_of_several_with_its_small_parameters_in_pools(int8: bool, ga
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 def test_an_int8_output_of_a_weight_that_is_not_finite_is_nan(bad: float) -> None:
-    """It would be quantized to some number, and nobody would hear of it."""
+    """Otherwise the value would be quantized to some number, and nobody would notice."""
     rng = np.random.default_rng(5)
     weight = draw(rng, 48, INNER)
     weight[17, 100] = bad

@@ -1,4 +1,6 @@
-"""Huge pages are asked for in whole pages within what the arrays cover, and asking changes no value."""
+"""Huge pages are requested only for whole pages within the arrays' memory, and the request changes no
+value.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,7 @@ MIB = 2**20
 
 
 class Memory:
-    """Stands for an array at an address."""
+    """Stands for an array at a given address."""
 
     def __init__(self, begin: int, size: int) -> None:
         self.begin, self.nbytes = begin, size
@@ -34,7 +36,7 @@ def test_only_whole_huge_pages() -> None:
     assert spans((0, 0)) == []
 
 
-def test_neighbours_are_taken_together() -> None:
+def test_adjacent_arrays_are_one_span() -> None:
     assert spans((3 * MIB + 64, 2 * MIB), (2 * MIB, MIB)) == [(2 * MIB, 4 * MIB)]
     assert spans((2 * MIB, MIB), (4 * MIB, 2 * MIB)) == [(4 * MIB, 6 * MIB)]
 

@@ -1,4 +1,4 @@
-"""The native library as a whole: who loads it, where from, and what becomes of what its kernels throw."""
+"""The native library as a whole: what loads it, from where, and how errors of its kernels are reported."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ KERNELS = [run_linear, run_rotate, run_sample, run_attention]
 
 
 @pytest.mark.parametrize("run", KERNELS)
-def test_every_kernel_sees_to_it_that_the_library_is_loaded(
+def test_every_kernel_loads_the_library(
     run: Callable[[int], jax.Array], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def load(folder: Path | None = None) -> None:
@@ -110,8 +110,10 @@ def no_scratch() -> Iterator[None]:
 @pytest.mark.usefixtures("no_scratch")
 @pytest.mark.parametrize("run", [run_linear, run_sample, run_attention])
 def test_a_kernel_without_memory_fails_its_step_and_nothing_else(run: Callable[[int], jax.Array]) -> None:
-    """It used to end the process. That it comes from all threads of a loop is tested in test_native_loops."""
-    # The kernel says RESOURCE_EXHAUSTED; of a program that it queued, XLA makes INTERNAL of every code.
+    """It used to end the process. test_native_loops tests that errors reach the caller from every thread of a
+    loop.
+    """
+    # The kernel reports RESOURCE_EXHAUSTED, but XLA reports any error of a queued program as INTERNAL.
     with pytest.raises(jax.errors.JaxRuntimeError, match="no memory for a native kernel"):
         jax.block_until_ready(run(64))
     library.limit_scratch(None)
@@ -120,13 +122,13 @@ def test_a_kernel_without_memory_fails_its_step_and_nothing_else(run: Callable[[
 
 @pytest.fixture
 def nothing_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in a new process; what a test loads is forgotten again."""
+    """The state of a new process. What a test loads is forgotten afterwards."""
     monkeypatch.setattr(library, "_tried", {})
 
 
 @pytest.fixture
 def no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a machine that the kernels are for, whatever this one is."""
+    """A machine of the kind that the kernels are for, without a compiler."""
     monkeypatch.setattr("platform.machine", lambda: "x86_64")
     monkeypatch.setattr("platform.system", lambda: "Linux")
     monkeypatch.setattr(builder, "COMPILERS", ())
@@ -134,7 +136,9 @@ def no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @needs_kernels
 def test_a_folder_with_a_library_needs_no_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And may be read-only, as in an image: who runs as root could write even then, so nobody may here."""
+    """The folder may be read-only, as in an image. A read-only mode would not stop root from writing, so the
+    test makes writing itself fail.
+    """
 
     def read_only(**_: object) -> None:
         raise OSError("read-only file system")
@@ -166,9 +170,9 @@ def test_one_folder_may_fail_and_another_serve(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr(builder, "COMPILERS", ())
     assert not library.available(tmp_path)
     monkeypatch.setattr(builder, "COMPILERS", compilers)
-    monkeypatch.setattr(jax.ffi, "register_ffi_target", lambda *args, **kwargs: None)  # XLA has them
+    monkeypatch.setattr(jax.ffi, "register_ffi_target", lambda *args, **kwargs: None)  # XLA has them already
     loaded = library.load()
-    assert library.load(tmp_path) is loaded  # a process has one
+    assert library.load(tmp_path) is loaded  # a process has one library
 
 
 @pytest.mark.usefixtures("nothing_loaded", "no_compiler")
@@ -181,7 +185,7 @@ def test_kernels_that_are_required_must_be_there(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("no_compiler")
-def test_building_for_an_image_fails_where_building_for_oneself_does_not(
+def test_only_a_build_for_an_image_fails_without_a_compiler(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(builder, "default_folder", lambda: tmp_path)

@@ -1,5 +1,5 @@
-"""The native linear layers against numpy in float64, on every instruction set this machine has and on
-emulated AMX; and that a row's bits depend on nothing but the row.
+"""The native linear layers, compared with numpy in float64, on every instruction set of this machine and on
+emulated AMX. A row's bits must depend on the row alone.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def close(got: Any, expected: np.ndarray, tolerance: float) -> None:
     assert np.abs(wide(got) - expected).max() <= tolerance * expected.std()
 
 
-# Rows below, at and beyond a block of 16 and a pair of blocks; with padding rows behind them.
+# Numbers of rows below, at and beyond a block of 16 and a pair of blocks, with padding rows behind them.
 SIZES = [
     (1, 4, 64, 32),
     (3, 4, 192, 48),
@@ -71,7 +71,7 @@ def test_products_norm_residual_and_gate(int8: bool, rows: int, padded: int, inn
     bias, norm = draw(rng, out), draw(rng, inner) + BF16(1)
     count = jnp.int32(rows)
     real = wide(x[:rows])
-    # int8 rounds twice to about 1/254 of each row's peak; bf16 rounds norm and result to 2^-9.
+    # int8 rounds twice, to about 1/254 of each row's peak; bf16 rounds norm and result to 2^-9.
     loose, gated = (0.08, 0.35) if int8 else (0.03, 0.06)
 
     both = linear(
@@ -97,7 +97,9 @@ def test_products_norm_residual_and_gate(int8: bool, rows: int, padded: int, inn
 
 
 def test_exact_small_integers() -> None:
-    """Products of small integers are exact in bf16, so every digit counts: a wrong layout cannot hide."""
+    """Products of small integers are exact in bf16, so the result must be exact, and a wrong layout is
+    found.
+    """
     rng = np.random.default_rng(5)
     x, weight = rng.integers(-4, 5, (40, 256)), rng.integers(-4, 5, (48, 256))
     got = linear(
@@ -111,9 +113,9 @@ def test_exact_small_integers() -> None:
 
 @pytest.mark.parametrize("int8", [False, True], ids=["bf16", "int8"])
 def test_a_row_does_not_depend_on_the_others(int8: bool) -> None:
-    """A row alone, at any place, beside any number of others: the same bits."""
+    """A row has the same bits alone and at any place beside any number of other rows."""
     rng = np.random.default_rng(6)
-    inner, out, most = 192, 48, 500  # an odd number of steps for either format, and of blocks
+    inner, out, most = 192, 48, 500  # odd numbers of steps (in either format) and of blocks
     first, second = (packed(draw(rng, out, inner, scale=0.05), int8, draw(rng, out)) for _ in range(2))
     third = packed(draw(rng, 16, inner), int8)
     x, residual, norm = draw(rng, most, inner), draw(rng, most, out), jnp.asarray(draw(rng, inner))
@@ -147,7 +149,7 @@ def test_a_row_does_not_depend_on_the_others(int8: bool) -> None:
 
 @pytest.mark.parametrize("int8", [False, True], ids=["bf16", "int8"])
 def test_rows_that_take_several_passes_do_not_depend_on_each_other(int8: bool) -> None:
-    """So many inputs that the second cache does not hold all rows."""
+    """There are so many inputs that the second-level cache cannot hold all rows."""
     rng = np.random.default_rng(9)
     inner = 16512
     weight, x = packed(draw(rng, 16, inner, scale=0.05), int8), draw(rng, 100, inner)
@@ -162,7 +164,9 @@ def test_rows_that_take_several_passes_do_not_depend_on_each_other(int8: bool) -
 
 
 def test_int8_sums_are_exact() -> None:
-    """Rows whose peak is 127 are quantized to themselves, so the sums are whole numbers known exactly."""
+    """Rows whose peak is 127 are quantized without a change, so the sums are whole numbers that are known
+    exactly.
+    """
     rng = np.random.default_rng(8)
     x = rng.integers(-126, 127, (37, 192))
     x[:, 5], x[3] = 127, -127
@@ -176,7 +180,7 @@ def test_int8_sums_are_exact() -> None:
 
 @pytest.mark.parametrize("int8", [False, True], ids=["bf16", "int8"])
 def test_a_row_with_nan_or_infinity_is_not_finite_and_the_others_keep_their_bits(int8: bool) -> None:
-    """As in XLA's form; a row that came out finite would be served as an answer."""
+    """XLA's form does the same. If the row came out finite, it would be served as an answer."""
     rng = np.random.default_rng(10)
     weight, other = (packed(draw(rng, 32, 192, scale=0.05), int8) for _ in range(2))
     norm = jnp.asarray(draw(rng, 192))
@@ -211,9 +215,9 @@ def test_a_row_with_nan_or_infinity_is_not_finite_and_the_others_keep_their_bits
 @pytest.mark.parametrize("int8", [False, True], ids=["bf16", "int8"])
 @pytest.mark.parametrize("rows", [1, 40])
 def test_amx_tiles_are_released(kernel: str, int8: bool, rows: int) -> None:
-    """Else the system saves 8 KiB of them whenever it switches threads."""
+    """Otherwise the system saves 8 KiB of tiles whenever it switches threads."""
     if kernel != EMULATED:
-        pytest.skip("not counted there")
+        pytest.skip("only emulated tiles are counted")
     rng = np.random.default_rng(11)
     x = jnp.asarray(draw(rng, rows, 64))
     np.asarray(linear(x, (packed(draw(rng, 32, 64), int8),), num_rows=jnp.int32(rows)))
@@ -232,7 +236,8 @@ def test_packing_is_a_permutation(dtype: type) -> None:
     assert tiles.shape == packed_shape(32, 128, int8=dtype is np.int8)
     np.testing.assert_array_equal(unpack(tiles), weight)
     group = 4 if dtype is np.int8 else 2
-    # Output 17, input 70: block, tile, group of inputs, output within the block, input within the group.
+    # The place of output 17 and input 70: block, tile, group of inputs, output within the block, input within
+    # the group.
     per_tile = 16 * group
     assert tiles[1, 70 // per_tile, 70 % per_tile // group, 1, 70 % group] == weight[17, 70]
 

@@ -1,4 +1,4 @@
-"""Loops of the native kernels (src/common/parallel.h), compiled against a thread pool of the test's own."""
+"""Loops of the native kernels (src/common/parallel.h), compiled with a thread pool of the tests."""
 
 from __future__ import annotations
 
@@ -63,8 +63,8 @@ def test_no_more_threads_than_the_limit(loops: ctypes.CDLL, limit: int) -> None:
 
 
 @pytest.mark.parametrize("in_caller", [0, 1])
-def test_what_a_call_throws_comes_to_the_loops_caller(loops: ctypes.CDLL, in_caller: int) -> None:
-    """On whichever thread; calls that have not begun are left out."""
+def test_an_exception_of_a_call_reaches_the_loops_caller(loops: ctypes.CDLL, in_caller: int) -> None:
+    """This holds whichever thread throws it. Calls that have not begun are left out."""
     for _ in range(5):
         calls = np.zeros(400, np.int32)
         assert loops.fail(len(calls), in_caller, calls.ctypes.data) == 1

@@ -1,4 +1,6 @@
-"""The native norm-and-rotate kernel against numpy in float64, on every instruction set this machine has."""
+"""The native kernel that norms and rotates, compared with numpy in float64, on every instruction set of this
+machine.
+"""
 
 from __future__ import annotations
 

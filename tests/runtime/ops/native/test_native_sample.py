@@ -1,4 +1,6 @@
-"""The native sampler against numpy in float64, hand computation and chi-square, on every instruction set."""
+"""The native sampler, compared with numpy in float64, with hand-computed values and by chi-square tests, on
+every instruction set of this machine.
+"""
 
 from __future__ import annotations
 
@@ -55,7 +57,7 @@ def isa(request: pytest.FixtureRequest) -> Iterator[Isa]:
 
 
 def run(rows: list[Row], *, order: Any = None, padding: int = 0) -> list[np.ndarray]:
-    """(tokens, logprobs, top_ids, top_logprobs) of these rows and of `padding` more."""
+    """(tokens, logprobs, top_ids, top_logprobs) of these rows and `padding` more."""
     slots = np.arange(len(rows)) if order is None else np.asarray(order)
     positional, named = arrays(rows, order=slots, padding=padding)
     as_jax = {name: jnp.asarray(value) for name, value in named.items()}
@@ -72,7 +74,7 @@ def logits(*values: float) -> np.ndarray:
 
 
 def check(rows: list[Row], got: list[np.ndarray]) -> int:
-    """Returns how many rows left rounding nothing to decide."""
+    """Checks all rows. Returns the number of rows for which rounding could have changed nothing."""
     certain = 0
     for r, row in enumerate(rows):
         token = int(got[0][r])
@@ -100,8 +102,8 @@ def test_a_real_vocabulary(seed: int) -> None:
 
 @pytest.mark.parametrize("shift", [-2.0, 0.0, 2.0])
 def test_filters_that_cut_among_very_many(shift: float) -> None:
-    """Where a threshold lies is guessed from the first tokens of each chunk, which may mislead: they are
-    shifted against the others here.
+    """The sampler guesses a threshold from the first tokens of each chunk. Here these are shifted against the
+    others, so that the guess is wrong.
     """
     rng = np.random.default_rng(9)
     vocab = 50_000
@@ -123,17 +125,17 @@ def test_filters_that_cut_among_very_many(shift: float) -> None:
 def test_rounding_decides_little() -> None:
     rng = np.random.default_rng(0)
     rows = [replace(random_row(rng, 513), temperature=0.7) for _ in range(200)]
-    assert check(rows, run(rows)) > 150  # so the tests above compare exact tokens, nearly always
+    assert check(rows, run(rows)) > 150  # so the tests above compare exact tokens in most cases
 
 
 @pytest.mark.parametrize(
-    ("x", "history", "options", "expected"),  # of the first token, beside 1.5 and 0
+    ("x", "history", "options", "expected"),  # of the first token; the others have 1.5 and 0
     [
         (2.0, IN_PROMPT, {"repetition": 2.0}, 1.0),
         (2.0, 3, {"repetition": 2.0}, 1.0),
         (-2.0, 1, {"repetition": 2.0}, -4.0),
         (-2.0, 1, {"repetition": 0.5}, -1.0),
-        (2.0, IN_PROMPT, {"presence": 2.0, "frequency": 2.0}, 2.0),  # the prompt counts for neither
+        (2.0, IN_PROMPT, {"presence": 2.0, "frequency": 2.0}, 2.0),  # neither penalty counts the prompt
         (2.0, 2, {"presence": 0.4}, 1.6),
         (2.0, 2, {"frequency": 0.2}, 1.6),
         (2.0, 2, {"frequency": -1.0}, 4.0),
@@ -142,8 +144,8 @@ def test_rounding_decides_little() -> None:
     ],
 )
 def test_penalties_by_hand(x: float, history: int, options: dict[str, Any], expected: float) -> None:
-    """The first token's weight is read off the draw: it is first, so its share is the largest uniform that
-    still draws it.
+    """The first token's weight is found from the draw: because it is the first, its share is the largest
+    uniform that still draws it.
     """
     seen = np.asarray([history, 0, 0], np.int32)
     share = np.exp(expected) / (np.exp(expected) + np.exp(1.5) + 1.0)
@@ -154,7 +156,7 @@ def test_penalties_by_hand(x: float, history: int, options: dict[str, Any], expe
     assert tokens(replace(row, temperature=0.0)) == [0 if expected >= 1.5 else 1]
 
 
-def test_what_is_forbidden_and_what_is_done_when_everything_is() -> None:
+def test_forbidden_tokens_and_rows_in_which_everything_is_forbidden() -> None:
     x = logits(3.0, 2.0, 1.0, 0.0)
     nothing = logits(-INF, -INF, -INF, -INF)
     last_two = np.asarray([False, False, True, True])
@@ -215,7 +217,7 @@ def test_extreme_numbers() -> None:
     assert tokens(Row(logits(0.0, -0.0, -1.0), temperature=1.0, top_k=1, uniforms=(0.0, 0.9))) == [1]
 
 
-# Probabilities of ten tokens of two chunks; the others are impossible, or nearly.
+# Probabilities of ten tokens in two chunks; all other tokens are impossible, or nearly so.
 IDS = [0, 7, 100, 255, 256, 511, 512, 513, 700, 701]
 SHARES = [0.3, 0.2, 0.1, 0.1, 0.08, 0.07, 0.06, 0.04, 0.03, 0.02]
 
@@ -225,10 +227,10 @@ SHARES = [0.3, 0.2, 0.1, 0.1, 0.08, 0.07, 0.06, 0.04, 0.03, 0.02]
     [
         ({}, 10, 33.72),
         ({"top_k": 5}, 5, 23.51),
-        ({"top_k": 3}, 4, 21.11),  # a tie
+        ({"top_k": 3}, 4, 21.11),  # the third and the fourth are tied
         ({"top_p": 0.75}, 5, 23.51),
         ({"min_p": 0.25}, 5, 23.51),
-        ({"top_k": 5, "top_p": 0.8}, 4, 21.11),  # of 0.78
+        ({"top_k": 5, "top_p": 0.8}, 4, 21.11),  # top_p of the 0.78 that top_k leaves
     ],
 )
 def test_frequencies_are_the_probabilities(options: dict[str, Any], left: int, critical: float) -> None:
@@ -251,13 +253,13 @@ def test_a_row_depends_on_itself_alone() -> None:
     together = run(rows)
     backwards = run(rows[::-1], order=rng.permutation(24), padding=3)
     for r, row in enumerate(rows):
-        alone = run([row])  # its blocks on all threads
+        alone = run([row])  # a single row's blocks are spread over all threads
         for many, other, one in zip(together, backwards, alone, strict=True):
             assert many[r].tobytes() == one[0].tobytes() == other[23 - r].tobytes()
 
 
-def test_the_same_as_in_xla() -> None:
-    """Rows with any features, by the two implementations of `SamplerOp`."""
+def test_it_agrees_with_the_sampler_in_xla() -> None:
+    """Rows with any features give the same results in both implementations of `SamplerOp`."""
     rng = np.random.default_rng(2)
     num_rows, num_top = 60, 5
     picked = [replace(random_row(rng, 5000), num_logprobs=num_top) for _ in range(num_rows)]
@@ -287,7 +289,7 @@ def test_the_same_as_in_xla() -> None:
         for op in (sampler.sample, sampler.native_sample)
     )
     same = one.tokens == other.tokens
-    assert same.sum() >= num_rows - 1  # one may fall on the other side of a rounding
+    assert same.sum() >= num_rows - 1  # rounding may change one of them
     finite = one.tokens >= 0
     assert finite.any()
     np.testing.assert_allclose(

@@ -1,4 +1,4 @@
-"""The numbers that the sampler in C++ shares with its callers are those of `sampling_codes`."""
+"""The constants that the sampler in C++ shares with its callers equal those of `sampling_codes`."""
 
 from __future__ import annotations
 
