@@ -31,6 +31,7 @@ from penstock.service.requests.convert_params import (
     sampling_params,
     stopping_params,
     token_ids,
+    truncation_of,
 )
 from penstock.service.requests.features import DEFAULT_FEATURES, Features
 from penstock.service.requests.support import Refused, check_supported
@@ -79,12 +80,6 @@ class Limits:
     """What an unset `context.truncation` means."""
     features: Features = DEFAULT_FEATURES
     """What the operator lets callers use. `has_grammars` is false if constraints are switched off."""
-
-    def truncation_of(
-        self, message: inference_pb2.GenerateRequest | inference_pb2.StreamRequest
-    ) -> Truncation:
-        """The truncation that the request asks for, or else the server's."""
-        return context_params(message.context, self.truncation, Violations()).truncation
 
     @property
     def has_text(self) -> bool:
@@ -206,7 +201,7 @@ def _prompt(
             message.prompt_token_ids.ids,
             limits.info.max_model_len,
         )
-        rejects = limits.truncation_of(message) is Truncation.REJECT
+        rejects = truncation_of(message.context, limits.truncation) is Truncation.REJECT
         if rejects and len(repeated) >= room:  # checked before anything walks over all of them
             raise PromptTooLong(len(repeated), room - 1)
         if not bad.allows(field, len(repeated), most_cut_tokens(room), "ids (also where they are to be cut)"):

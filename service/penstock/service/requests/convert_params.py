@@ -170,13 +170,17 @@ def num_outputs(message: types_pb2.SamplingParams, most: int, bad: Violations) -
     return message.n if message.HasField("n") else 1
 
 
+def truncation_of(message: types_pb2.ContextOptions, default: Truncation) -> Truncation:
+    """The truncation that the request asks for, or the default where it names none that there is."""
+    return _TRUNCATIONS.get(message.truncation, default)
+
+
 def context_params(message: types_pb2.ContextOptions, default: Truncation, bad: Violations) -> ContextParams:
     """What the request wants done with a prompt that leaves too little room."""
-    truncation = _TRUNCATIONS.get(message.truncation, default)
     if message.truncation not in (types_pb2.TRUNCATION_UNSPECIFIED, *_TRUNCATIONS):
         bad.add("context.truncation", f"{message.truncation} is no value of Truncation")
     reserve = message.reserve_tokens if message.HasField("reserve_tokens") else None
-    return ContextParams(truncation, reserve, message.cap_max_tokens)
+    return ContextParams(truncation_of(message, default), reserve, message.cap_max_tokens)
 
 
 def stopping_params(message: types_pb2.StoppingParams, info: Info, bad: Violations) -> StoppingParams | None:
