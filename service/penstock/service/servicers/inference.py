@@ -12,6 +12,7 @@ from penstock.runtime.errors import UnsupportedFeature
 from penstock.runtime.loop.interface import WeightsVersion
 from penstock.service.access.callers import CURRENT_CALLER
 from penstock.service.replies import messages
+from penstock.service.replies.collected import Collected
 from penstock.service.replies.pending import Taken
 from penstock.service.requests.convert import ServedJob, to_job
 from penstock.service.requests.convert_chat import message_cost
@@ -58,23 +59,11 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         job = (await self._to_job(request)).of(CURRENT_CALLER.get())
         del request  # it would otherwise live as long as this RPC
         self._serving.budget.check_job(job, self._engine.info.max_model_len)
-        outputs = [inference_pb2.Output(index=index) for index in range(job.n)]
-        logprobs: list[list[bytes]] = [[] for _ in outputs]
-        num_tokens = [0] * job.n
         async with ServedRequest(job, self._serving, min_tokens=sys.maxsize) as served:
             job = served.job
+            collected = Collected(job, self._version)
             while not served.is_done:
-                index, taken = await served.take()
-                output = outputs[index]
-                if not output.weights or output.weights[-1].version.generation != taken.weights_generation:
-                    output.weights.add(
-                        first_output_token=num_tokens[index], version=self._version(taken.weights_generation)
-                    )
-                num_tokens[index] += len(taken.token_ids)
-                messages.add_delta(output, taken, job)
-                logprobs[index].append(taken.logprobs)
-                if taken.finish is not None:
-                    output.finish.CopyFrom(messages.finish(taken.finish))
+                collected.add(*await served.take())
                 await asyncio.sleep(0)  # lets other tasks run, because taking what is there does not wait
             response = inference_pb2.GenerateResponse(
                 request_id=job.request_id,
@@ -83,7 +72,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
                 timing=messages.timing(served.timing),
             )
             prompt = await messages.prompt_info(job, served.prompt, served.prompt_logprobs, self._turns)
-            return messages.response(response, prompt, outputs, logprobs)
+            return collected.response(response, prompt)
 
     async def Stream(  # type: ignore[override]  # as above
         self, request: inference_pb2.StreamRequest, context: Context
