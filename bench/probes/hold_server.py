@@ -65,7 +65,8 @@ def watched() -> None:
 
     async def start(server: PenstockServer) -> None:
         await start_engine(server)
-        Watch().start(server._engine)
+        assert server.serving is not None, "its engine has started"
+        Watch().start(server.serving.engine)
 
     PenstockServer.start_engine = start  # type: ignore[method-assign, assignment]
 

@@ -104,7 +104,7 @@ class FakeEngine:
         self._finished: set[str] = set()
         self._outbox: list[tuple[Sink, StepOutput]] = []
         self._changed = threading.Condition()
-        self._draining = False
+        self.is_draining = False
         self._stopping = False
         self.clock: Callable[[], float] = time.monotonic
         """Seconds, by which time limits are measured."""
@@ -167,7 +167,7 @@ class FakeEngine:
 
     @property
     def ready(self) -> bool:
-        return self._thread is not None and self.failure is None and not self._draining
+        return self._thread is not None and self.failure is None and not self.is_draining
 
     def pulse(self) -> Pulse:
         has_work = bool(self._running or self._waiting) and self.failure is None
@@ -203,7 +203,7 @@ class FakeEngine:
         num = len(request.prompt_token_ids)
         if self.failure is not None:
             raise EngineDead(f"the engine is dead: {self.failure}") from self.failure
-        if self._draining:
+        if self.is_draining:
             raise Draining
         if self._thread is None:
             raise NotReady
@@ -274,7 +274,7 @@ class FakeEngine:
 
     def drain(self, timeout_s: float) -> bool:
         with self._changed:
-            self._draining = True
+            self.is_draining = True
             return self._changed.wait_for(
                 lambda: not (self._running or self._waiting or self._outbox), timeout_s
             )

@@ -47,7 +47,8 @@ class Front:
         self._socket: UnixSocket | None = None
         apart = listen.control_port is not None
         main = build([main_surface(lambda: self.control_port)] if apart else [])
-        self._servers = [main]
+        self.servers = [main]
+        """The server of the main address, then that of control, if it has one of its own."""
         try:
             if options.port is not None:
                 self.port = take(main, options.host, options.port, "--port")
@@ -55,7 +56,7 @@ class Front:
                 self._socket = UnixSocket(main, listen.unix_socket, listen.unix_socket_mode)
             if listen.control_port is not None:
                 control = build([control_surface()])
-                self._servers.append(control)
+                self.servers.append(control)
                 self.control_port = take(control, options.control_host, listen.control_port, "--control-port")
         except ConfigError:
             self._remove_socket()
@@ -76,7 +77,7 @@ class Front:
 
     async def start(self) -> None:
         """Start to answer."""
-        for server in self._servers:
+        for server in self.servers:
             await server.start()
             self._watches.append(asyncio.create_task(self._watch(server)))
 
@@ -96,7 +97,7 @@ class Front:
         """Stop listening; RPCs may go on for `grace_s` seconds. May be called again with a shorter grace."""
         self._stopping = True
         self._remove_socket()
-        await asyncio.gather(*(server.stop(grace_s) for server in self._servers))
+        await asyncio.gather(*(server.stop(grace_s) for server in self.servers))
         await asyncio.gather(*self._watches)
 
     def _remove_socket(self) -> None:

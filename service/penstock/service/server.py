@@ -109,7 +109,8 @@ class PenstockServer:
         self._access = Access(None if self._keys is None else self._keys.authenticator, usage or self._ledger)
         self._lanes = Lanes()
         self._stalls = StallLog()
-        self._sends = Sends(options.stall_limit_s, self._stalls)
+        self.sends = Sends(options.stall_limit_s, self._stalls)
+        """What follows every message on its way out."""
         self._calls = Calls()
         self._health = health.Health()
         self._health.set(LIVENESS, serving=True)
@@ -145,7 +146,7 @@ class PenstockServer:
             receiving=Receiving(bounds.max_receiving_rpcs, bounds.receive_limit_s),
             lanes=self._lanes,
             max_receive_bytes=self._options.max_receive_bytes,
-            sends=self._sends,
+            sends=self.sends,
             calls=self._calls,
             vocab_size=lambda: 0 if self._engine is None else self._engine.info.vocab_size,
         )

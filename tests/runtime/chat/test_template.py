@@ -216,12 +216,13 @@ def test_a_template_that_would_never_end(template: str) -> None:
             InvalidRequest, match=r"^chat\.chat_template: the chat template (took|fails: Memory)"
         ):
             render(bytes_tokenizer(), Chat((USER,), template=template), sandbox)
-        worker = sandbox._worker
+        worker = sandbox.worker_pid
+        assert worker is not None
         assert (
             render(bytes_tokenizer(), Chat((USER,), template="{{ messages[0].content }}"), sandbox)
             == USER.content
         )
-        assert sandbox._worker is worker
+        assert sandbox.worker_pid == worker
     finally:
         sandbox.close()
 
@@ -233,16 +234,16 @@ def runs(pid: int) -> bool:
 def test_templates_cannot_see_what_earlier_ones_did(sandbox: TemplateSandbox) -> None:
     """Each template is rendered in a process of its own, which has ended when the result arrives."""
     sandbox.render({"conversations": [[]], "chat_template": "x"})
-    assert sandbox._worker is not None
-    pid = sandbox._worker.pid
+    pid = sandbox.worker_pid
+    assert pid is not None
     assert not Path(f"/proc/{pid}/task/{pid}/children").read_text()
 
 
 def test_the_sandbox_ends_with_its_owner() -> None:
     sandbox = TemplateSandbox(cpu_limit_s=60)
     assert sandbox.render({"conversations": [[]], "chat_template": "x"}) == "x"
-    assert sandbox._worker is not None
-    pid = sandbox._worker.pid
+    pid = sandbox.worker_pid
+    assert pid is not None
     assert runs(pid)
     del sandbox
     assert not runs(pid)
@@ -252,9 +253,9 @@ def test_a_process_that_died_meanwhile_is_replaced() -> None:
     sandbox = TemplateSandbox(cpu_limit_s=60)
     for _ in range(2):
         assert sandbox.render({"conversations": [[]], "chat_template": "x"}) == "x"
-        assert sandbox._worker is not None
-        os.kill(sandbox._worker.pid, signal.SIGKILL)
-        while sandbox._worker.alive:
+        assert sandbox.worker_pid is not None
+        os.kill(sandbox.worker_pid, signal.SIGKILL)
+        while sandbox.worker_pid is not None:
             time.sleep(0.01)
     sandbox.close()
 
@@ -264,8 +265,7 @@ def test_the_sandbox_does_not_see_the_environment(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setenv("PENSTOCK_SECRET", "x")
     sandbox = TemplateSandbox(cpu_limit_s=60)
     sandbox.render({"conversations": [[]], "chat_template": "x"})
-    assert sandbox._worker is not None
-    environment = Path(f"/proc/{sandbox._worker.pid}/environ").read_text()
+    environment = Path(f"/proc/{sandbox.worker_pid}/environ").read_text()
     sandbox.close()
     assert "PENSTOCK_SECRET" not in environment
 

@@ -122,7 +122,7 @@ async def test_an_engine_that_comes_up_after_the_stop_began_is_ended(monkeypatch
         starting = asyncio.create_task(rig.server.start_engine())
         await until(begun.is_set)
         stopping = asyncio.create_task(rig.server.stop())
-        await until(lambda: engine._draining)
+        await until(lambda: engine.is_draining)
         if is_late:
             await asyncio.wait_for(stopping, WAIT_S)
             assert not ended.is_set()

@@ -15,6 +15,7 @@ import pytest
 from grpc_health.v1 import health_pb2
 
 from penstock.service import server
+from penstock.service.limits.admission import Kind
 from penstock.v1 import control_pb2
 from tests.service.cli.test_serve import fake_process
 from tests.service.h2peer import DATA, END_STREAM, Peer, frame, grpc_message
@@ -52,7 +53,7 @@ async def half_of(peer: Peer, method: str) -> tuple[int, bytes]:
 
 
 def under_way(rig: Rig) -> int:
-    return sum(gate.active for gates in rig.server.admission._gates.values() for gate in gates[:1])
+    return sum(rig.server.admission.active(kind) for kind in Kind)
 
 
 @contextlib.asynccontextmanager
@@ -79,9 +80,9 @@ async def test_half_a_message_is_refused(method: str, rest: str) -> None:
         accepted(peer, rig),
     ):
         call, missing = await half_of(peer, method)
-        await until(lambda: rig.serving.calls._num_running == 2)
+        await until(lambda: rig.serving.calls.num_running == 2)
         stopping = asyncio.create_task(rig.server.stop())
-        await until(lambda: rig.serving.calls._draining)
+        await until(lambda: rig.serving.calls.is_draining)
         if rest == "comes":
             await peer.send(missing)
         await check_refused(peer, call)
@@ -100,7 +101,7 @@ async def test_what_arrives_later_is_refused_at_its_headers(
     ):
         monkeypatch.setattr(rig.serving.calls, "wait_settled", settled.wait)
         stopping = asyncio.create_task(rig.server.stop())
-        await until(lambda: rig.serving.calls._draining)
+        await until(lambda: rig.serving.calls.is_draining)
         await check_refused(peer, await peer.call(method, None, end=False))
         settled.set()
         assert not stopping.done()

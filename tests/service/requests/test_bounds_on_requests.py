@@ -272,7 +272,7 @@ async def test_more_than_may_be_converted_at_once_is_refused(monkeypatch):
     size = 200_000
     large = generate(prompt_token_ids={"ids": [97] * size}, priority=1)
     async with serving(fake(max_model_len=10**6, scheduling_policy="priority")) as rig:
-        rig.serving.lanes._convert._most = 2 * size
+        rig.serving.lanes.by_name["convert"].most = 2 * size
         first = asyncio.ensure_future(rig.inference.Generate(large))
         await until(lambda: entered.acquire(blocking=False))
         try:
@@ -302,7 +302,7 @@ async def test_more_text_than_may_be_tokenized_at_once_is_refused():
 
     codec.encode = held  # type: ignore[method-assign]
     async with serving(engine) as rig:
-        rig.serving.lanes._texts._most = 9000
+        rig.serving.lanes.by_name["texts"].most = 9000
         first = asyncio.ensure_future(rig.inference.Generate(generate("a" * 8000)))
         await until(lambda: entered.acquire(blocking=False))
         try:

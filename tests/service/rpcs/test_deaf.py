@@ -55,7 +55,7 @@ async def test_refusals_beside_too_many_others_are_cancelled(
         Peer(rig.server.address, initial_window=65_535) as peer,
     ):
         await check_refused_in_words(peer)
-        leave = [rig.server._sends._refusals.enter(other) for other in peers]
+        leave = [rig.server.sends.refusals.enter(other) for other in peers]
         for _ in range(3):
             await check_cancelled(rig, peer)
         stream = await peer.call(GENERATE, generate("y").SerializeToString(), metadata=secret)
@@ -64,7 +64,7 @@ async def test_refusals_beside_too_many_others_are_cancelled(
         await check_refused_in_words(peer)
         for one in leave:
             one()
-        await until(lambda: num_handlers() == 0 and rig.server._sends.num_refusals == 0)
+        await until(lambda: num_handlers() == 0 and rig.server.sends.refusals.active == 0)
 
 
 def deaf(rig: Rig) -> socket.socket:
@@ -108,10 +108,10 @@ async def test_what_a_deaf_peer_does_not_take_is_gone_after_the_stall_limit(
                     await loop.sock_sendall(connection, b"".join(headers(stream + 2 * i) for i in range(50)))
                     stream += 100
                     await asyncio.sleep(0.01)
-                    most = max(most, rig.server._sends.num_refusals)
+                    most = max(most, rig.server.sends.refusals.active)
             assert most == 100
             async with asyncio.timeout(3 * WAIT_S):
-                while rig.server._sends.num_refusals or num_handlers():  # noqa: ASYNC110 -- has no event
+                while rig.server.sends.refusals.active or num_handlers():  # noqa: ASYNC110 -- has no event
                     await asyncio.sleep(0.1)
             async with Peer(rig.server.address) as peer:
                 await check_refused_in_words(peer)

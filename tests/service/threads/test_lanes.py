@@ -98,7 +98,7 @@ async def test_when_more_than_a_few_templates_wait_the_next_is_told_to_come_back
         waiting = [
             asyncio.ensure_future(rig.inference.Generate(generate(chat=own))) for _ in range(MOST_TEMPLATES)
         ]
-        await until(lambda: rig.serving.lanes._templates.held == MOST_TEMPLATES)
+        await until(lambda: rig.serving.lanes.by_name["templates"].held == MOST_TEMPLATES)
         try:
             for call in (
                 rig.inference.Generate(generate(chat=own)),
@@ -144,8 +144,8 @@ async def test_all_of_a_chat_is_weighed(what):
     codec.render_chat = render  # type: ignore[method-assign]
     heavy = heavy_chats()[what]
     async with serving(fake(codec=codec)) as rig:
-        lanes = rig.serving.lanes
-        lanes._long_texts._most = 1_000_000
+        lanes = rig.serving.lanes.by_name
+        lanes["long-texts"].most = 1_000_000
         for call in (
             lambda: rig.inference.Generate(generate(chat=heavy, stopping={"max_tokens": 1})),
             lambda: rig.control.Tokenize(control_pb2.TokenizeRequest(chat=heavy)),
@@ -153,15 +153,15 @@ async def test_all_of_a_chat_is_weighed(what):
             gate.clear()
             first = asyncio.ensure_future(call())
             try:
-                await until(lambda: lanes._long_texts.held > 600_000)
-                assert lanes._texts.held == 0
+                await until(lambda: lanes["long-texts"].held > 600_000)
+                assert lanes["texts"].held == 0
                 failure = await failure_of(call())
                 assert (failure.code.name, failure.reason) == ("RESOURCE_EXHAUSTED", "BUSY")
                 assert dict(failure.info.metadata) == {"limit": "long-texts", "max": "1000000"}
             finally:
                 gate.set()
             await asyncio.wait_for(first, 20)
-            await until(lambda: lanes._long_texts.held == 0)
+            await until(lambda: lanes["long-texts"].held == 0)
 
 
 @pytest.mark.parametrize(("num_words", "inline"), [(3, True), (1000, False)])
@@ -223,8 +223,8 @@ async def test_a_prompt_that_fills_a_long_context_does_not_wait_with_those_that_
 
     codec.encode = encode  # type: ignore[method-assign]
     async with serving(fake(codec=codec, max_model_len=131_072)) as rig:
-        lanes = rig.serving.lanes
-        for num_chars, lane in ((8 * 131_072, lanes._texts), (8 * 131_072 + 1, lanes._long_texts)):
+        lanes = rig.serving.lanes.by_name
+        for num_chars, lane in ((8 * 131_072, lanes["texts"]), (8 * 131_072 + 1, lanes["long-texts"])):
             call = asyncio.ensure_future(rig.inference.Generate(generate("a" * num_chars, context=CUT)))
             try:
                 await until(lambda num_chars=num_chars: num_chars in entered)  # type: ignore[misc]

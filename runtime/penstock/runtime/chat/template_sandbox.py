@@ -68,6 +68,12 @@ class TemplateSandbox:
             raise TemplateFailed(reply["error"])
         return reply["text"]
 
+    @property
+    def worker_pid(self) -> int | None:
+        """The process that renders; None if none runs."""
+        worker = self._worker
+        return worker.pid if worker is not None and worker.alive else None
+
     def close(self) -> None:
         """Ends the process, if one runs; the next template starts another."""
         with self._lock:

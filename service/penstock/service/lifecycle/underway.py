@@ -24,8 +24,10 @@ class Calls(grpc.aio.ServerInterceptor):
 
     def __init__(self) -> None:
         self._num_begun = 0
-        self._num_running = 0
-        self._draining = False
+        self.num_running = 0
+        """How many RPCs of the contract have begun and not ended."""
+        self.is_draining = False
+        """Whether `drain` was called."""
         self._preparing: set[asyncio.Timeout] = set()
         self._idle = asyncio.Event()
         self._idle.set()
@@ -42,14 +44,14 @@ class Calls(grpc.aio.ServerInterceptor):
         """Make `wait_idle` wait for the RPC of this task until its last byte has left. Raises Draining if
         `drain` was called; the RPC is waited for nevertheless.
         """
-        self._num_running += 1
+        self.num_running += 1
         self._idle.clear()
         task = asyncio.current_task()
         assert task is not None, "gRPC calls handlers in a task"
         # The callback is the task's and not the context's: the context refers to its callbacks and they to
         # it, and this cycle would keep the call alive until a garbage collection.
         task.add_done_callback(self._end)
-        if self._draining:
+        if self.is_draining:
             raise Draining
 
     @contextlib.asynccontextmanager
@@ -57,7 +59,7 @@ class Calls(grpc.aio.ServerInterceptor):
         """Mark what is awaited inside as coming before the engine has the request. `drain` interrupts it,
         wherever it waits, and then this raises Draining.
         """
-        if self._draining:
+        if self.is_draining:
             raise Draining
         limit = asyncio.timeout(None)
         try:
@@ -75,14 +77,14 @@ class Calls(grpc.aio.ServerInterceptor):
         """From now on let no RPC of the contract reach the engine: those on their way there end with
         Draining. RPCs whose requests are in the engine go on.
         """
-        self._draining = True
+        self.is_draining = True
         now = asyncio.get_running_loop().time()
         for limit in self._preparing:
             limit.reschedule(now)
 
     def _end(self, _task: Any) -> None:
-        self._num_running -= 1
-        if not self._num_running:
+        self.num_running -= 1
+        if not self.num_running:
             self._idle.set()
 
     async def wait_idle(self, timeout_s: float) -> bool:

@@ -42,12 +42,8 @@ class Sends:
         self._stall_limit_s = stall_limit_s
         self._stalls = stalls
         self._ender = Ender()
-        self._refusals = Gate("refusals", MAX_REFUSALS, time.monotonic, per_address=MAX_REFUSALS // 2)
-
-    @property
-    def num_refusals(self) -> int:
-        """How many statuses of calls without a place are being sent."""
-        return self._refusals.active
+        self.refusals = Gate("refusals", MAX_REFUSALS, time.monotonic, per_address=MAX_REFUSALS // 2)
+        """Counts the statuses of calls without a place that are being sent."""
 
     def start(self, method: str) -> Send:
         """Follow the RPC of the current task until the task ends."""
@@ -67,7 +63,7 @@ class Sends:
         """
         leave = None
         with contextlib.suppress(Busy):
-            leave = self._refusals.enter(peer)
+            leave = self.refusals.enter(peer)
         if leave is None:
             self._ender.end(task)
             await asyncio.Event().wait()  # waits until the task is cancelled

@@ -43,7 +43,7 @@ class Lane:
 
     def __init__(self, name: str, num_threads: int, most: int) -> None:
         """`most` bounds the work that runs or waits, in the unit of `run`'s weights."""
-        self._name, self._most = name, most
+        self.name, self.most = name, most
         self._pool = ThreadPoolExecutor(num_threads, f"penstock-{name}")
         self._pace = Pace()
 
@@ -55,8 +55,8 @@ class Lane:
         counts until then.
         """
         held = self._pace.active
-        if held and held + weight > self._most:
-            raise Busy(self._name, self._most, self._pace.retry_after_s(weight))
+        if held and held + weight > self.most:
+            raise Busy(self.name, self.most, self._pace.retry_after_s(weight))
         return await self._begun(work, weight)
 
     def _begun(self, work: Callable[[], T], weight: int) -> asyncio.Future[T]:
@@ -99,13 +99,9 @@ class Lanes:
         self._long_texts = Lane("long-texts", 4, 32 * MIB)
         self._long_chars = LONG_CHARS
 
-        self._all = (
-            self._templates,
-            self._heavy,
-            self._convert,
-            self._texts,
-            self._long_texts,
-        )
+        lanes = (self._templates, self._heavy, self._convert, self._texts, self._long_texts)
+        self.by_name = {lane.name: lane for lane in lanes}
+        """All lanes, by the name that a refusal has as its `limit`."""
 
     def fit(self, max_model_len: int) -> None:
         """Treat texts that may fill a context of `max_model_len` tokens as ordinary ones."""
@@ -132,5 +128,5 @@ class Lanes:
 
     def close(self) -> None:
         """Accept no more work, and drop what has not begun."""
-        for lane in self._all:
+        for lane in self.by_name.values():
             lane.close()
