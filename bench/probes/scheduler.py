@@ -57,6 +57,18 @@ class _Device:
         rows = step.plan.rows
         return StepResult([(7,) * row.max_samples if row.samples else () for row in rows], [()] * len(rows))
 
+    def free_kv_cache(self) -> int:
+        return 0
+
+    def restore_kv_cache(self) -> None:
+        """Do nothing."""
+
+    def offload_weights(self) -> int:
+        return 0
+
+    def restore_weights(self) -> None:
+        """Do nothing."""
+
     def shutdown(self) -> None:
         """Do nothing."""
 

@@ -19,6 +19,7 @@ NEVER_SENT = {
     "UNKNOWN_ARCHITECTURE": "at the start of a server only",
     "CHECKPOINT": "at the start of a server only",
     "INVALID_REQUEST": "the class above others, which is never raised itself",
+    "CHANGE_REFUSED": "the class above others, which is never raised itself",
     "WEIGHTS_REFUSED": "the class above others, which is never raised itself",
 }
 """Reasons of the table that no RPC answers in this release."""

@@ -10,12 +10,18 @@ PenstockError
 │   ├── PromptTooLong            prompt leaves no room in the context
 │   ├── ExceedsKVCapacity        the request could never fit the KV cache
 │   ├── DuplicateRequestId       that id is running or waiting
-│   └── UnknownModel             the request names another model
+│   ├── UnknownModel             the request names another model
+│   └── WeightsTooOld            the request wants newer weights than those that serve
 ├── UnavailableError             expected: try again later, or elsewhere
 │   ├── QueueFull
 │   ├── CostlyGrammar            the request's grammar took too long to follow a short while ago
 │   ├── Draining
-│   └── NotReady
+│   ├── NotReady
+│   └── WeightsIncomplete        an update in place failed, so that the weights are partly old and partly new
+├── ChangeRefused                expected: an update or a pause was not made, because of the running requests
+│   ├── DrainTimeout             they ran for longer than the caller would wait
+│   ├── PausedWithRequests       a pause keeps them, so they cannot finish
+│   └── PauseTakenBack           a resume came while the pause waited for them
 ├── WeightsError                 expected: an update was refused; the old weights still serve
 │   ├── TensorsRefused           its tensors are not what the model needs; every bad one is listed
 │   │   └── ChecksumMismatch     some are not what the sender has sent
@@ -156,6 +162,16 @@ class UnknownModel(RequestError):
         super().__init__(f"model {name!r} is not served here; this server serves {served!r}")
 
 
+class WeightsTooOld(RequestError):
+    """The request wants weights of a generation that does not serve yet."""
+
+    def __init__(self, wanted: int, serving: int) -> None:
+        self.wanted, self.serving = wanted, serving
+        super().__init__(
+            f"the request wants weights of generation {wanted} or newer; generation {serving} serves"
+        )
+
+
 class UnavailableError(PenstockError):
     """Try again later, or elsewhere."""
 
@@ -195,6 +211,52 @@ class NotReady(UnavailableError):
 
     def __init__(self) -> None:
         super().__init__("the server is still loading or warming up")
+
+
+class WeightsIncomplete(UnavailableError):
+    """An update in place failed after it had replaced some of the weights, so none can serve until an update
+    of all weights succeeds. `reason` says what failed.
+    """
+
+    def __init__(self, reason: str) -> None:
+        self.reason = reason
+        super().__init__(
+            f"an update replaced only some of the weights ({reason}); the server needs an update of all"
+        )
+
+
+class ChangeRefused(PenstockError):
+    """An update or a pause was not made, because of the requests that run; nothing has changed."""
+
+
+class DrainTimeout(ChangeRefused):
+    """The time is over that the caller gave the running requests, and an update before this one, to end."""
+
+    def __init__(self, timeout_s: float) -> None:
+        self.timeout_s = timeout_s
+        super().__init__(
+            f"running requests, or an update before, had not ended after {timeout_s:g} s; nothing has changed"
+        )
+
+
+class PausedWithRequests(ChangeRefused):
+    """The caller wants to wait for the running requests, and a pause keeps them, so they cannot end.
+    `num_requests` says how many.
+    """
+
+    def __init__(self, num_requests: int) -> None:
+        self.num_requests = num_requests
+        super().__init__(
+            f"the server is paused and keeps {num_requests} requests, which cannot finish before it resumes; "
+            "resume it, or choose another policy for them"
+        )
+
+
+class PauseTakenBack(ChangeRefused):
+    """The server was told to resume while the pause waited for its turn."""
+
+    def __init__(self) -> None:
+        super().__init__("the server was told to resume before the pause began, so it is not paused")
 
 
 class WeightsError(PenstockError):

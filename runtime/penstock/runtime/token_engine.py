@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import dataclasses
+import datetime as dt
 import gc
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
@@ -28,8 +29,10 @@ from penstock.runtime.loading.staged_update import StagedUpdate
 from penstock.runtime.loop.core import EngineCore
 from penstock.runtime.loop.interface import (
     AbortOutcome,
+    Applied,
     InFlightPolicy,
     Observer,
+    Paused,
     Pulse,
     Sink,
     WeightsVersion,
@@ -148,10 +151,25 @@ class TokenEngine:
         """
         return self._grammars.get()
 
+    def on_ready_changed(self, callback: Callable[[], None]) -> None:
+        """Call this whenever an update in place leaves weights that cannot serve, and when an update mends
+        them: `ready` has changed. It may be called on any thread, and must not block.
+        """
+        self.core.on_ready_changed(callback)
+
     @property
     def weights(self) -> WeightsVersion:
         """Which weights serve."""
         return self.core.weights
+
+    @property
+    def weights_since(self) -> dt.datetime:
+        """When they went live, in UTC."""
+        return self.core.changes.weights_since
+
+    def version_of(self, generation: int) -> WeightsVersion:
+        """The version of a generation of weights; the label of one long gone is empty."""
+        return self.core.changes.version_of(generation)
 
     @property
     def compiles_after_warmup(self) -> int:
@@ -194,8 +212,9 @@ class TokenEngine:
         made of it (else ValueError); None: it is prepared now. The sampling that `sampling_params_callback`
         returns is the one that counts.
 
-        Raises InvalidRequest, DuplicateRequestId, QueueFull, PromptTooLong or ExceedsKVCapacity, which
-        concern the request, and NotReady, Draining or EngineDead, which concern the engine.
+        Raises InvalidRequest, DuplicateRequestId, QueueFull, PromptTooLong, ExceedsKVCapacity or
+        WeightsTooOld, which concern the request, and NotReady, Draining, WeightsIncomplete or EngineDead,
+        which concern the engine.
         """
         self.core.submit(self._rules.apply(request, prepared), sink, prepared)
 
@@ -232,6 +251,33 @@ class TokenEngine:
         """Forget all cached prefixes."""
         return self.core.flush_prefix_cache()
 
+    @property
+    def is_paused(self) -> bool:
+        """Whether the engine is paused; waits for nothing."""
+        return self.core.changes.is_paused
+
+    def pause(
+        self,
+        in_flight: InFlightPolicy = InFlightPolicy.WAIT,
+        *,
+        drain_timeout_s: float | None = None,
+        free_kv_cache: bool = False,
+        offload_weights: bool = False,
+    ) -> Future[Paused]:
+        """Stop making tokens until `resume`, and free memory of the device if asked to; see `Changes.pause`
+        for the errors that the future may hold. New requests queue up, and weights can be updated meanwhile.
+        """
+        return self.core.changes.pause(
+            in_flight,
+            drain_timeout_s=drain_timeout_s,
+            free_kv_cache=free_kv_cache,
+            offload_weights=offload_weights,
+        )
+
+    def resume(self) -> Future[None]:
+        """Go on after a pause, with what it has freed restored; see `Changes.resume`."""
+        return self.core.changes.resume()
+
     def update_weights(
         self,
         tensors: Mapping[str, NDArray[Any]],
@@ -239,7 +285,7 @@ class TokenEngine:
         label: str,
         in_flight: InFlightPolicy = InFlightPolicy.WAIT,
         partial: bool = False,
-    ) -> Future[WeightsVersion]:
+    ) -> Future[Applied]:
         """Stage named tensors now, while serving, and swap them in between two steps.
 
         Until then the new weights lie beside those that serve, made leaf by leaf, which takes as much memory
@@ -250,7 +296,7 @@ class TokenEngine:
         self.core.check_running()
         staged = StagedUpdate(self._model, self._runner, tensors, partial=partial)
         try:
-            done = self.core.update(staged.install, label, in_flight)
+            done = self.core.changes.update(staged.install, label, in_flight, whole=not partial)
         except BaseException:
             staged.drop()  # who keeps the error keeps this frame, and with it what was staged
             raise

@@ -162,6 +162,11 @@ TABLE: Mapping[type[errors.PenstockError], StatusRow] = {
     errors.UnknownModel: StatusRow(
         Code.NOT_FOUND, "UNKNOWN_MODEL", lambda e: {"model": e.name, "served_model": e.served}
     ),
+    errors.WeightsTooOld: StatusRow(
+        Code.FAILED_PRECONDITION,
+        "WEIGHTS_TOO_OLD",
+        lambda e: {"min_generation": str(e.wanted), "generation": str(e.serving)},
+    ),
     access_errors.Unauthenticated: StatusRow(Code.UNAUTHENTICATED, "UNAUTHENTICATED"),
     access_errors.KeyExpired: StatusRow(
         Code.UNAUTHENTICATED, "KEY_EXPIRED", lambda e: {"expired": e.expired.isoformat()}
@@ -204,6 +209,16 @@ TABLE: Mapping[type[errors.PenstockError], StatusRow] = {
     # Another server may take the request at once. This one takes it, if at all, after a restart.
     errors.Draining: StatusRow(Code.UNAVAILABLE, "DRAINING", retry_after_s=lambda e: 1.0),
     errors.NotReady: StatusRow(Code.UNAVAILABLE, "NOT_READY", retry_after_s=lambda e: 2.0),
+    # Another server may take the request at once. This one takes it after a whole update.
+    errors.WeightsIncomplete: StatusRow(Code.UNAVAILABLE, "WEIGHTS_INCOMPLETE", retry_after_s=lambda e: 1.0),
+    errors.ChangeRefused: StatusRow(Code.FAILED_PRECONDITION, "CHANGE_REFUSED"),
+    errors.DrainTimeout: StatusRow(
+        Code.DEADLINE_EXCEEDED, "DRAIN_TIMEOUT", lambda e: {"timeout_s": f"{e.timeout_s:g}"}
+    ),
+    errors.PausedWithRequests: StatusRow(
+        Code.FAILED_PRECONDITION, "PAUSED", lambda e: {"requests": str(e.num_requests)}
+    ),
+    errors.PauseTakenBack: StatusRow(Code.ABORTED, "PAUSE_TAKEN_BACK"),
     errors.WeightsError: StatusRow(Code.FAILED_PRECONDITION, "WEIGHTS_REFUSED"),
     errors.TensorsRefused: StatusRow(
         Code.INVALID_ARGUMENT, "INVALID_TENSORS", lambda e: {"tensors": str(len(e.problems))}

@@ -345,7 +345,7 @@ def test_weights_are_swapped_between_steps(policy: InFlightPolicy) -> None:
         gate = at_gate(engine, "flying", tokens=110)
         updated = engine.update_weights(new_offset(5.0), label="five", in_flight=policy)
         gate.open()
-        assert updated.result(60) == engine.weights == WeightsVersion("five", 2)
+        assert updated.result(60).version == engine.weights == WeightsVersion("five", 2)
         last = gate.sink.last("flying")
         outputs = gate.sink.outputs["flying"]
         old = [t for o in outputs if o.weights_generation == 1 for t in o.token_ids]
@@ -380,7 +380,7 @@ def test_partial_updates_staged_together_both_go_live() -> None:
             engine.update_weights({name: np.full((1,), 5, np.float32)}, label=name, partial=True)
             for name in ("offset", "other")
         ]
-        assert [future.result(60).generation for future in updates] == [2, 3]
+        assert [future.result(60).version.generation for future in updates] == [2, 3]
         assert [float(leaf[0]) for leaf in jax.tree.leaves(engine._runner.weights)] == [5, 5]
     finally:
         engine.shutdown()

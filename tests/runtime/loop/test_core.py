@@ -20,8 +20,8 @@ from penstock.runtime import Engine, StoppingParams
 from penstock.runtime.errors import CheckpointError, Draining, DuplicateRequestId, EngineFailure
 from penstock.runtime.execution.runner import ModelRunner
 from penstock.runtime.loading.served_model import Renewal
-from penstock.runtime.loop.interface import InFlightPolicy, StepRecord, WeightsVersion
-from penstock.runtime.loop.weight_updates import WeightUpdates
+from penstock.runtime.loop.changes.between_steps import BetweenSteps
+from penstock.runtime.loop.interface import Applied, InFlightPolicy, StepRecord
 from penstock.runtime.requests.request import Finish, FinishReason, Request, StepOutput
 from penstock.runtime.scheduling.scheduler import Load
 from tests.support.collector import GREEDY, GREEDY_PARAMS, Collector, at_gate, long, submit
@@ -37,9 +37,7 @@ def engine() -> Iterator[Engine]:
     engine.shutdown()
 
 
-def update(
-    engine: Engine, value: float, policy: InFlightPolicy = InFlightPolicy.WAIT
-) -> Future[WeightsVersion]:
+def update(engine: Engine, value: float, policy: InFlightPolicy = InFlightPolicy.WAIT) -> Future[Applied]:
     tensors = {"offset": np.full((1,), value, np.float32)}
     return engine.update_weights(tensors, label=f"to-{value}", in_flight=policy)
 
@@ -47,20 +45,20 @@ def update(
 def test_an_update_that_comes_just_after_the_engine_looked_is_not_left_asleep(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked: list[Future[WeightsVersion]] = []
+    asked: list[Future[Applied]] = []
     ready = threading.Event()
-    look = WeightUpdates.apply_due
+    look = BetweenSteps.make_due
 
-    def look_too_early(updates: WeightUpdates) -> None:
-        look(updates)
+    def look_too_early(changes: BetweenSteps, idle_since_ns: int) -> None:
+        look(changes, idle_since_ns)
         if not asked and not engine.pulse().has_work:
             asked.append(update(engine, 5))
             ready.set()
 
-    monkeypatch.setattr(WeightUpdates, "apply_due", look_too_early)
+    monkeypatch.setattr(BetweenSteps, "make_due", look_too_early)
     engine.generate([1], sampling=GREEDY_PARAMS, stopping=long(1))
     assert ready.wait(60)
-    assert asked[0].result(60).label == "to-5"
+    assert asked[0].result(60).version.label == "to-5"
 
 
 def test_an_update_taken_back_is_not_applied_and_holds_nobody_up(engine: Engine) -> None:
@@ -145,7 +143,7 @@ def test_waiting_for_the_running_includes_the_preempted() -> None:
         assert last.timing is not None
         assert last.timing.preemptions > 0
         assert other.tokens("other") == toy_tokens([2], 19)
-        assert future.result(60).generation == 2
+        assert future.result(60).version.generation == 2
     finally:
         engine.shutdown()
 
@@ -155,7 +153,7 @@ def test_shutdown_tells_a_request_that_came_with_the_last_delivery(engine: Engin
     returns.
     """
     sink = Collector()
-    futures: list[Future[WeightsVersion]] = []
+    futures: list[Future[Applied]] = []
     enders: list[threading.Thread] = []
 
     def again(outputs: Sequence[StepOutput]) -> None:
@@ -287,7 +285,7 @@ def test_an_aborting_update_spares_those_that_have_not_started() -> None:
         submit(engine, waiting, "waiting", [2], tokens=10)
         done = update(engine, 5, InFlightPolicy.ABORT)
         gate.open()
-        assert done.result(60).generation == 2
+        assert done.result(60).version.generation == 2
         finish = gate.sink.last("held").finish
         assert finish == Finish(FinishReason.ABORTED, message="weights were updated to 'to-5'")
         assert waiting.last("waiting").finish == Finish(FinishReason.MAX_TOKENS)

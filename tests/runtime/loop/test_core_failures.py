@@ -115,7 +115,7 @@ def expect_death(rig: Rig, cause: BaseException, *, told: Sequence[Collector], c
         assert engine.drain(WAIT_S)
         for refused in (
             lambda: rig.submit("late", Collector()),
-            lambda: engine.update(lambda: None, "late", InFlightPolicy.KEEP),
+            lambda: engine.changes.update(lambda: None, "late", InFlightPolicy.KEEP),
             lambda: engine.abort(["running"]),
             engine.flush_prefix_cache,
         ):
@@ -137,7 +137,7 @@ def test_a_scheduler_that_breaks_ends_everybody(rig, monkeypatch, where, error):
     rig.engine.on_failure(watched.set)
     rig.start()
     monkeypatch.setattr(Roster if where == "remove" else rig.scheduler, where, raising(error))
-    asked = [rig.engine.update(lambda: None, "new", policy) for policy in InFlightPolicy]
+    asked = [rig.engine.changes.update(lambda: None, "new", policy) for policy in InFlightPolicy]
     if where == "remove":
         with contextlib.suppress(type(error)):
             rig.engine.abort(["waiting"])
@@ -189,7 +189,7 @@ def test_neither_sinks_nor_futures_keep_others_from_hearing_of_the_death(rig, mo
     rig.submit("last", last)
     for _ in range(2):
         rig.engine.on_failure(raising(error))
-    asked = [rig.engine.update(lambda: None, "new", InFlightPolicy.KEEP) for _ in range(3)]
+    asked = [rig.engine.changes.update(lambda: None, "new", InFlightPolicy.KEEP) for _ in range(3)]
     for future in asked[:2]:
         future.add_done_callback(raising(error))
     cause = RuntimeError("device lost")
@@ -212,7 +212,7 @@ def test_what_sinks_and_updates_and_observers_raise_is_their_own(error):
     try:
         rig.start()
         rig.submit("deaf", raising(error), tokens=3)
-        update = rig.engine.update(raising(error), "new", InFlightPolicy.KEEP)
+        update = rig.engine.changes.update(raising(error), "new", InFlightPolicy.KEEP)
         update.add_done_callback(raising(error))
         rig.gate.open()
         caught = update.exception(WAIT_S)

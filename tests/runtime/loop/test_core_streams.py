@@ -236,7 +236,7 @@ def test_weights_are_swapped_with_nothing_in_flight(steps, policy):
             seen.append(dispatched - waited)
             runner.generation += 1
 
-        assert engine.update(install, "new", policy).result(60).generation == 2
+        assert engine.changes.update(install, "new", policy).result(60).version.generation == 2
         assert seen == [0]
         after = Request("after", (1, 2, 3, 4, 5, 0), GREEDY, stopping)
         engine.submit(after, sink)

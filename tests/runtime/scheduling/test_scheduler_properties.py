@@ -1,5 +1,5 @@
-"""Random arrivals, steps, aborts, time limits, preemptions, flushes and weight updates on a fake runner that
-reads through the page tables.
+"""Random arrivals, steps, aborts, time limits, preemptions, flushes, failures and weight updates, on a fake
+runner that reads through the page tables.
 
 After every event `support.traffic` checks the plan and the accounts; at the end every request must have made
 the tokens of the same model run alone on a list: no scheduler, pages, chunks, windows, sharing or
@@ -158,8 +158,20 @@ def draw_calls(traffic: Traffic, rng: random.Random) -> Iterator[Event]:
 
 def draw_event(traffic: Traffic, rng: random.Random) -> Event:
     kind = rng.choices(
-        ["arrive", "run", "dispatch", "commit", "abort", "wait", "preempt_all", "flush", "update"],
-        [8, 10, 4, 3, 2, 2, 1, 1, 1],
+        [
+            "arrive",
+            "run",
+            "dispatch",
+            "commit",
+            "abort",
+            "wait",
+            "preempt_all",
+            "flush",
+            "update",
+            "drain",
+            "fail",
+        ],
+        [8, 10, 4, 3, 2, 2, 1, 1, 1, 0.5, 0.2],
     )[0]
     if kind == "arrive":
         return draw_arrivals(rng, rng.randint(1, 4))
@@ -175,6 +187,8 @@ def draw_event(traffic: Traffic, rng: random.Random) -> Event:
         return Event(kind, num=rng.randint(1, 4))
     if kind == "update":
         return Event(kind, recompute=rng.random() < 0.6)
+    if kind == "drain":
+        return Event(kind, ahead=rng.randint(0, 1))
     return Event(kind)
 
 
@@ -199,6 +213,11 @@ def apply(event: Event, traffic: Traffic) -> None:
         traffic.flush()
     elif event.kind == "update":
         traffic.update_weights(recompute=event.recompute)
+    elif event.kind == "drain":
+        traffic.finish_started(event.ahead)
+        traffic.update_weights(recompute=False)
+    elif event.kind == "fail":
+        traffic.fail_all()
 
 
 def apply_all(events: Iterable[Event], traffic: Traffic) -> None:

@@ -26,6 +26,8 @@ EOS = frozenset({3, 17})
 Entry = tuple[int, int]
 """A token, and the digest of all tokens up to it."""
 GARBAGE = (0, 4711)
+WEIGHT_BYTES = 1000
+"""As many bytes as `LazyRunner` says that its weights have."""
 
 
 def root_digest(request: Request, generation: int) -> int:
@@ -248,6 +250,7 @@ class LazyRunner(FakeRunner):
         self.plans: list[Plan] = []
         self.holders: dict[int, Request] = {}
         """The request that holds each slot, as of the newest dispatched step."""
+        self.offloaded = False
         self.skip: Callable[[int], bool] = lambda row: False
         """Whether the row of this index, which is under a constraint, shall make no token in this step."""
 
@@ -257,6 +260,7 @@ class LazyRunner(FakeRunner):
 
     def execute_async(self, plan: Plan) -> LazyStep:
         assert self.thread == threading.get_ident()
+        assert not self.offloaded
         self.log.append(("dispatch", plan.step_id))
         self.plans.append(plan)
         self.holders.update(plan.new_requests)
@@ -285,6 +289,27 @@ class LazyRunner(FakeRunner):
         assert not step.awaits_choice
         self.log.append(("wait", step.plan.step_id))
         return self.execute(step.plan, step.skipped)
+
+    def free_kv_cache(self) -> int:
+        """What was in it is lost, and reading or writing it fails until it is restored."""
+        assert self.thread == threading.get_ident()
+        freed = len(self.kv)
+        self.kv = []
+        return freed
+
+    def restore_kv_cache(self) -> None:
+        assert self.thread == threading.get_ident()
+        if not self.kv:
+            self.kv = [[None] * self.config.page_size for _ in range(self.config.num_pages)]
+
+    def offload_weights(self) -> int:
+        assert self.thread == threading.get_ident()
+        freed, self.offloaded = 0 if self.offloaded else WEIGHT_BYTES, True
+        return freed
+
+    def restore_weights(self) -> None:
+        assert self.thread == threading.get_ident()
+        self.offloaded = False
 
     def shutdown(self) -> None:
         self.thread = None

@@ -40,6 +40,8 @@ class Tracked:
         """Others entered while it waited for a prefix that another sequence was computing."""
         self.cached: int | None = None
         """How many tokens it did not have to compute when it entered first."""
+        self.started = False
+        """Whether an output of its request has entered while it was active."""
         self.shares = False
         """Whether its forks may share its pages: it runs, and the prefix cache was not flushed since it
         entered.
@@ -56,10 +58,6 @@ class Tracked:
 
     def entered(self, plan: Plan) -> bool:
         return any(request is self.request for _, request in plan.new_requests)
-
-    def may_run(self, admit: bool) -> bool:
-        """While no request is admitted, those that ran before may still come back."""
-        return admit or self.slot is not None or self.preemptions > 0
 
     def limit(self, context_limit: int) -> int:
         """The most tokens that it may have, with the prompt."""
@@ -100,6 +98,15 @@ class Traffic:
         self.streams: list[tuple[int, tuple[int, ...], FinishReason]] = []
         """For every request that ended: its order of arrival, its tokens, and why it ended."""
 
+    def may_run(self, tracked: Tracked, admit: bool) -> bool:
+        """While nobody is admitted, requests that have started go on with all their outputs."""
+        return admit or tracked.started
+
+    def siblings(self, tracked: Tracked) -> list[Tracked]:
+        """The active outputs of its request."""
+        name = request_id_of(tracked.request.request_id)
+        return [other for other in self.active.values() if request_id_of(other.request.request_id) == name]
+
     # ---- what happens to the scheduler
 
     def arrive(self, request: Request) -> None:
@@ -125,6 +132,7 @@ class Traffic:
         tracked = Tracked(request, self.arrivals, by_priority, self.now_ns)
         self.predict(tracked)
         self.active[request.request_id] = tracked
+        tracked.started = self.siblings(tracked)[0].started
         self.arrivals += 1
 
     def predict(self, tracked: Tracked) -> None:
@@ -173,7 +181,7 @@ class Traffic:
             apart_steps=apart_steps,
         )
         if plan is None:
-            movable = [t for t in self.active.values() if t.may_run(admit)]
+            movable = [t for t in self.active.values() if self.may_run(t, admit)]
             assert not movable or self.in_flight, "there was work and no plan"
             return False
         self.check_plan(plan, admit, max_steps, prefill_budget, apart_steps)
@@ -245,6 +253,25 @@ class Traffic:
             tracked.shares = False
         assert self.scheduler.flush_prefix_cache() == (0, 0)
 
+    def finish_started(self, ahead: int) -> None:
+        """As an update that waits: no request starts, and those that have started end on the old weights."""
+        while any(tracked.started for tracked in self.active.values()):
+            while len(self.in_flight) > ahead:
+                self.commit()
+            if not self.dispatch(admit=False) and self.in_flight:
+                self.commit()
+            self.accounts_agree()
+        while self.in_flight:
+            self.commit()
+
+    def fail_all(self) -> None:
+        """As weights that broke."""
+        error = RuntimeError("the weights are gone")
+        for name in list(self.active):
+            output = self.scheduler.fail(name, error, self.now_ns)
+            assert (output.error, output.token_ids) == (error, ())
+            del self.active[name]
+
     def update_weights(self, recompute: bool) -> None:
         """Updates the weights with nothing in flight; running requests keep their KV, or with `recompute` are
         preempted.
@@ -303,7 +330,9 @@ class Traffic:
         for slot, request in plan.new_requests:
             tracked = active[request.request_id]
             assert request is tracked.request
-            assert tracked.may_run(admit)
+            assert self.may_run(tracked, admit)
+            for output in self.siblings(tracked):
+                output.started = True
             assert tracked.slot is None
             assert slot == min(set(range(self.config.max_num_seqs)) - {t.slot for t in running})
             feature_slot = plan.feature_slots.get(slot)
@@ -411,7 +440,7 @@ class Traffic:
         planned = {row.request_id for row in plan.rows}
         load = self.scheduler.load()
         in_rank = sorted(self.active.values(), key=lambda t: t.rank)
-        waiting = [t for t in in_rank if t.slot is None and t.may_run(admit)]
+        waiting = [t for t in in_rank if t.slot is None and self.may_run(t, admit)]
         # Every decode is served, except that the last in rank may sit out if there is no page for it.
         for tracked in running:
             if self.sits_out(tracked):
@@ -429,7 +458,7 @@ class Traffic:
         # The first in rank is served, and no budget is left over that a waiting request could use.
         unserved = [t for t in waiting if not self.may_be_passed(t, running)]
         if not self.in_flight and not (waiting and self.may_be_passed(waiting[0], running)):
-            served = [t for t in in_rank if t.may_run(admit) and not self.is_done(t)]
+            served = [t for t in in_rank if self.may_run(t, admit) and not self.is_done(t)]
             first = served[0]
             waits, by_priority = first.slot is None, self.config.scheduling_policy == "priority"
             excuses = {
@@ -588,6 +617,12 @@ class Traffic:
         in_order = sorted(self.active, key=lambda name: self.active[name].order)
         assert list(self.scheduler.active_ids()) == in_order
         assert self.scheduler.has_work == bool(self.active)
+        started = [name for name in in_order if self.active[name].started]
+        assert list(self.scheduler.started_ids()) == started
+        assert self.scheduler.has_started == bool(started)
+        assert self.scheduler.num_started_requests == len({request_id_of(name) for name in started})
+        running = {request_id_of(name) for name in in_order if self.active[name].slot is not None}
+        assert self.scheduler.num_running_requests == len(running)
         load = self.scheduler.load()
         waiting = [tracked for tracked in self.active.values() if tracked.slot is None]
         assert (load.num_running, load.num_waiting) == (len(self.active) - len(waiting), len(waiting))

@@ -65,6 +65,9 @@ class Backend:
     """Default sizes of the running batch, if the operator chose none."""
     memory: Callable[[], DeviceMemory | None] = _no_memory
     """How much of the device's memory may be used, and is used now; None if the device does not report it."""
+    host_memory: str | None = "pinned_host"
+    """JAX's name of the memory to which weights are moved to free the device's; None: they are on the host
+    anyway."""
     use_huge_pages: Callable[[Sequence[jax.Array]], object] = _no_huge_pages
     """Called with arrays that stay for long. On CPU, their memory is asked to be of huge pages."""
 
@@ -93,6 +96,7 @@ def choose_backend(config: EngineConfig, device: jax.Device) -> Backend:
         row_growth=CPU_ROW_GROWTH,
         fixed_windows=False,
         sizes=CPU_SIZES,
+        host_memory=None,
         use_huge_pages=huge_pages.advise,
     )
     if not uses_kernels:

@@ -94,6 +94,24 @@ class ModelRunner:
         """Swaps in new weights between steps; see `DeviceState.replace_weights`."""
         self.device.replace_weights(weights)
 
+    # -- memory --
+
+    def free_kv_cache(self) -> int:
+        """See `Runner`."""
+        return self.device.free_cache()
+
+    def restore_kv_cache(self) -> None:
+        """See `Runner`."""
+        self.device.restore_cache()
+
+    def offload_weights(self) -> int:
+        """See `Runner`."""
+        return self.device.offload_weights()
+
+    def restore_weights(self) -> None:
+        """See `Runner`."""
+        self.device.restore_weights()
+
     # -- steps --
 
     def execute(self, plan: Plan) -> StepResult:

@@ -31,6 +31,8 @@ class Job:
     context: ContextParams = field(default_factory=ContextParams)
     cache: CacheParams = field(default_factory=CacheParams)
     priority: int = 0
+    min_generation: int = 0
+    """The oldest generation of weights on which the outputs may start."""
     return_text: bool = True
     """Whether the outputs become text. Stop strings, reasoning and calls of tools are found in text only."""
     skip_special_tokens: bool = True
@@ -61,4 +63,5 @@ class Job:
             cache=self.cache,
             priority=self.priority,
             prompt_logprobs=self.prompt_logprobs,
+            min_generation=self.min_generation,
         )

@@ -13,16 +13,17 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
 from typing import Any
 
-from penstock.runtime.errors import Draining, EngineFailure
+from penstock.runtime.errors import Draining, EngineFailure, WeightsTooOld
+from penstock.runtime.loop.changes.between_steps import BetweenSteps
+from penstock.runtime.loop.changes.change import refuse
+from penstock.runtime.loop.changes.changes import Changes
 from penstock.runtime.loop.delivery import Delivery
 from penstock.runtime.loop.guard import Guard
 from penstock.runtime.loop.intake import Intake
 from penstock.runtime.loop.interface import (
     AbortOutcome,
-    InFlightPolicy,
     Observer,
     Pulse,
     Runner,
@@ -33,7 +34,6 @@ from penstock.runtime.loop.life import Life
 from penstock.runtime.loop.live_requests import LiveRequests
 from penstock.runtime.loop.step_loop import StepLoop
 from penstock.runtime.loop.stepping import Steps
-from penstock.runtime.loop.weight_updates import Update, WeightUpdates, refuse
 from penstock.runtime.requests.request import Finish, PreparedPrompt, Request
 from penstock.runtime.scheduling.pacing import Pacer
 from penstock.runtime.scheduling.pages import FlushedPages
@@ -64,7 +64,9 @@ class EngineCore:
         self._intake = Intake(scheduler, vocab_size)
         self._delivery = Delivery(self.guard.changed)
         self._requests = LiveRequests(scheduler, self._delivery, self.guard.changed)
-        self._updates = WeightUpdates(self.guard, scheduler, self._requests)
+        between = BetweenSteps(runner, scheduler, guard=self.guard, life=self._life, requests=self._requests)
+        self.changes = Changes(between, guard=self.guard, life=self._life, requests=self._requests)
+        """Weight updates, pauses and resumes."""
         self._loop = StepLoop(
             runner,
             Steps(
@@ -79,7 +81,7 @@ class EngineCore:
             life=self._life,
             delivery=self._delivery,
             requests=self._requests,
-            updates=self._updates,
+            changes=between,
         )
 
     # -- state --
@@ -118,10 +120,17 @@ class EngineCore:
         if not is_kept:
             callback()
 
+    def on_ready_changed(self, callback: Callable[[], None]) -> None:
+        """Calls `callback` whenever the weights break, so that the engine is not ready, and whenever they are
+        whole again; it asks `ready` which of these. It may be called on any thread, and must not block. A
+        start, a drain and a death are not told here.
+        """
+        self._life.watch_ready(callback)
+
     @property
     def weights(self) -> WeightsVersion:
         """The weights that serve now."""
-        return self._updates.serving
+        return self.changes.weights
 
     def load(self) -> Load:
         """A consistent snapshot of how busy the engine is. A dead engine has no load."""
@@ -167,6 +176,8 @@ class EngineCore:
         seq = self._intake.admit(request, prepared)
         with self.guard.lock, self.guard.changing():
             self._life.check_takes_requests()
+            if request.min_generation > self.weights.generation:
+                raise WeightsTooOld(request.min_generation, self.weights.generation)
             self._requests.drop_cancelled()
             self._requests.queue(seq, sink)
 
@@ -217,25 +228,6 @@ class EngineCore:
                 request_ids = self._requests.matching(prefix or "")
             return self._requests.abort(request_ids, message)
 
-    # -- weights --
-
-    def update(
-        self, install: Callable[[], None], label: str, policy: InFlightPolicy
-    ) -> Future[WeightsVersion]:
-        """Runs `install`, which swaps the runner's weights, or raises and leaves them as they are, between
-        two steps.
-
-        The future holds the new version, or what `install` raised, or Draining or EngineFailure if the engine
-        ended first; then nothing has changed. Cancelling the future before the update's turn takes the update
-        back.
-        """
-        update = Update(install, label, policy)
-        with self.guard.lock:
-            self._life.check_running()
-            self._updates.add(update)
-            self.guard.doorbell.ring()
-        return update.done
-
     def flush_prefix_cache(self) -> FlushedPages:
         """Forget all cached prefixes. Raises EngineDead where the engine is dead."""
         with self.guard.lock, self.guard.changing():
@@ -272,13 +264,13 @@ class EngineCore:
         """
         with self.guard.lock:
             self._life.is_draining = self._life.is_stopping = True
-            updates = self._updates.take_all()
+            changes = self.changes.take_all()
             # If the scheduler raises, the engine's thread finds out (`guard`) and tells every request.
             with contextlib.suppress(BaseException), self.guard.changing():
                 if not self._life.is_dead:
                     self._requests.drop_cancelled()
                     self._requests.end_all(self._scheduler.active_ids(), "the server is shutting down")
-        refuse(updates, Draining())
+        refuse(changes, Draining())
         thread = self._life.thread
         if thread is not None and thread is not threading.current_thread():
             thread.join()

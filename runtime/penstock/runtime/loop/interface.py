@@ -4,6 +4,7 @@ runner, and the values that go with them besides requests and outputs. No jax.
 
 from __future__ import annotations
 
+import datetime as dt
 import enum
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -26,16 +27,18 @@ class AbortOutcome(enum.Enum):
 
 
 class InFlightPolicy(enum.Enum):
-    """What a weight update does with the requests that run."""
+    """What a weight update or a pause does with the requests that run. A request of several outputs runs from
+    when its first output enters until all have ended.
+    """
 
     WAIT = "wait"
-    """Let no new request enter until the running ones have finished on the old weights."""
+    """Let no new request enter until the running ones have finished, on the old weights."""
     ABORT = "abort"
-    """End the running requests with what they have. Requests that wait start on the new weights."""
+    """End the running requests with what they have. Requests that wait start later, on the new weights."""
     KEEP = "keep"
-    """Let the running requests go on with the KV that the old weights computed."""
+    """Let the running requests go on later with the KV that they have, computed by the old weights."""
     RECOMPUTE = "recompute"
-    """Drop the KV of the running requests, compute it again on the new weights, and go on."""
+    """Drop the KV of the running requests, compute it again on the weights that serve then, and go on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,14 +67,37 @@ class InFlightReport:
 
 
 @dataclass(frozen=True, slots=True)
+class Applied:
+    """A weight update that went live."""
+
+    version: WeightsVersion
+    previous: WeightsVersion
+    """What served before."""
+    in_flight: InFlightReport
+    paused_ns: int
+    """For how long no token could be made because of the update."""
+    applied_at: dt.datetime
+    """In UTC."""
+
+
+@dataclass(frozen=True, slots=True)
+class Paused:
+    """A pause that is in force."""
+
+    in_flight: InFlightReport
+    freed_bytes: int = 0
+    """Memory of the device that this call has freed."""
+
+
+@dataclass(frozen=True, slots=True)
 class Pulse:
     """Whether the engine's thread moves, for code that watches it from outside."""
 
     progress: int
     """A number that changes whenever the thread has dispatched a step, or committed one."""
     has_work: bool
-    """Whether the number should change: requests run or wait, or have outputs that are not handed over yet.
-    """
+    """Whether the number should change: requests have outputs that are not handed over yet, or run or wait
+    while the engine is neither paused nor held for an update."""
     thread_id: int | None
     """`threading.get_ident` of the thread; None if it was not started."""
 
@@ -172,6 +198,28 @@ class Runner(Protocol[StepT]):
 
     def wait(self, step: StepT) -> StepResult:
         """Blocks until the tokens of a step are known. Steps are waited for in the order of their plans."""
+        ...
+
+    def free_kv_cache(self) -> int:
+        """Frees the memory of the KV cache until `restore_kv_cache`, and returns how many bytes that were.
+        What is in the cache is lost. Called with no step in flight, and so are the three methods below;
+        unlike the others, they may raise: then nothing has changed.
+        """
+        ...
+
+    def restore_kv_cache(self) -> None:
+        """Allocates the KV cache again, if it was freed. Nothing is compiled for that."""
+        ...
+
+    def offload_weights(self) -> int:
+        """Moves the weights from the device to host memory until `restore_weights`, and returns how many
+        bytes of the device that has freed: 0 where they are in host memory anyway. Weights that are swapped
+        in meanwhile stay there too.
+        """
+        ...
+
+    def restore_weights(self) -> None:
+        """Moves the weights back to the device, if they were offloaded."""
         ...
 
     def shutdown(self) -> None:

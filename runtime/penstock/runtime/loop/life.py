@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable, Sequence
 
-from penstock.runtime.errors import Draining, EngineDead, EngineFailure, NotReady
+from penstock.runtime.errors import Draining, EngineDead, EngineFailure, NotReady, WeightsIncomplete
+
+log = logging.getLogger(__name__)
 
 
 class Life:
@@ -20,6 +23,9 @@ class Life:
         """Whether new requests are refused, while those that were taken go on."""
         self.is_stopping = False
         """Whether the engine's thread must end."""
+        self.weights_problem: str | None = None
+        """Why the weights cannot serve, if they cannot."""
+        self._ready_watches: list[Callable[[], None]] = []
         self._died_of: EngineFailure | None = None
         self._watches: list[Callable[[], None]] = []
 
@@ -42,7 +48,8 @@ class Life:
     def is_ready(self) -> bool:
         """Whether requests are taken."""
         thread = self.thread
-        return thread is not None and thread.is_alive() and not (self.is_dead or self.is_draining)
+        is_alive = thread is not None and thread.is_alive() and not self.is_dead
+        return is_alive and not self.is_draining and self.weights_problem is None
 
     def check_alive(self) -> None:
         """Raises EngineDead if the engine is dead."""
@@ -59,10 +66,12 @@ class Life:
             raise NotReady
 
     def check_takes_requests(self) -> None:
-        """Raises EngineDead, Draining or NotReady unless requests are taken."""
+        """Raises EngineDead, Draining, NotReady or WeightsIncomplete unless requests are taken."""
         self.check_running()
         if self.is_draining:
             raise Draining
+        if self.weights_problem is not None:
+            raise WeightsIncomplete(self.weights_problem)
 
     def watch(self, callback: Callable[[], None]) -> bool:
         """Keeps a callback for `die`. False if the engine is dead, so that it would never be called."""
@@ -76,3 +85,15 @@ class Life:
         self._died_of = failure
         watches, self._watches = self._watches, []
         return watches
+
+    def watch_ready(self, callback: Callable[[], None]) -> None:
+        """Keeps a callback for `tell_ready`."""
+        self._ready_watches.append(callback)
+
+    def tell_ready(self) -> None:
+        """Tells those who watch that `is_ready` may have changed. To be called without the lock."""
+        for watch in self._ready_watches:
+            try:
+                watch()
+            except BaseException:  # the others are yet to be told
+                log.exception("a watch of the engine's readiness failed")

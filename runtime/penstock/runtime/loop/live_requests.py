@@ -71,6 +71,13 @@ class LiveRequests:
         for request_id in request_ids:
             self.end(request_id, Finish(FinishReason.ABORTED, message=message))
 
+    def fail_all(self, error: Exception) -> None:
+        """Ends all outputs with an error."""
+        now_ns = time.monotonic_ns()
+        self._delivery.post(
+            [self._scheduler.fail(name, error, now_ns) for name in self._scheduler.active_ids()]
+        )
+
     def abort(self, request_ids: Iterable[str], message: str) -> list[tuple[str, AbortOutcome]]:
         """Ends requests with all their outputs. Returns the outcome for each id, in the order given,
         duplicates once.

@@ -1,12 +1,12 @@
 """What the engine's thread does, from its first step to its end. No jax.
 
 Overlap: a step is dispatched before the tokens of the step before it are read, so the device works while the
-host commits, delivers and schedules. Weights are swapped only while no step is in flight. If rows have
-constraints, the model of a step is dispatched first, and its tokens are chosen when those of the step before
-are committed, so that masks are made while the model runs.
+host commits, delivers and schedules. Weights are swapped, and pauses begin, only while no step is in flight.
+If rows have constraints, the model of a step is dispatched first, and its tokens are chosen when those of the
+step before are committed, so that masks are made while the model runs.
 
-Failure: whatever is raised on this thread ends the engine. Its last act is to tell every request and every
-waiting weight update. It does not touch the scheduler again, because that may be what broke.
+Failure: whatever is raised on this thread ends the engine. Its last act is to tell every request, and whoever
+waits for a weight update or a pause. It does not touch the scheduler again, because that may be what broke.
 """
 
 from __future__ import annotations
@@ -16,13 +16,14 @@ import time
 from typing import Any
 
 from penstock.runtime.failing import engine_failure
+from penstock.runtime.loop.changes.between_steps import BetweenSteps
+from penstock.runtime.loop.changes.change import refuse
 from penstock.runtime.loop.delivery import Delivery
 from penstock.runtime.loop.guard import Guard
 from penstock.runtime.loop.interface import Runner
 from penstock.runtime.loop.life import Life
 from penstock.runtime.loop.live_requests import LiveRequests
 from penstock.runtime.loop.stepping import Planned, Steps
-from penstock.runtime.loop.weight_updates import WeightUpdates, refuse
 from penstock.runtime.scheduling.scheduler import Scheduler
 
 log = logging.getLogger(__name__)
@@ -45,7 +46,7 @@ class StepLoop:
         life: Life,
         delivery: Delivery,
         requests: LiveRequests,
-        updates: WeightUpdates,
+        changes: BetweenSteps,
     ) -> None:
         self._runner = runner
         self._steps = steps
@@ -54,7 +55,7 @@ class StepLoop:
         self._life = life
         self._delivery = delivery
         self._requests = requests
-        self._updates = updates
+        self._changes = changes
         self.progress = 0
         """Rises by one with every step that is dispatched, and with every step that is committed. Any thread
         may read it."""
@@ -62,7 +63,8 @@ class StepLoop:
     @property
     def has_work(self) -> bool:
         """Whether the engine's thread has something to do. Any thread may ask, and waits for no lock."""
-        return bool(self._steps) or self._scheduler.has_work or not self._delivery.is_done
+        has_requests = self._scheduler.has_work and not self._changes.stands_still
+        return bool(self._steps) or has_requests or not self._delivery.is_done
 
     def run(self) -> None:
         """Runs steps until the engine is shut down, or something breaks."""
@@ -95,38 +97,42 @@ class StepLoop:
         while True:
             self._guard.doorbell.answer()
             if not self._steps:
-                self._updates.apply_due()
+                self._changes.make_due(self._steps.waited_ns)
             with self._guard.lock:
                 if self._guard.broken is not None:
                     raise RuntimeError(f"the scheduler broke on a caller's thread: {self._guard.broken}")
                 self._requests.drop_cancelled()
                 now_ns = time.monotonic_ns()
                 self._delivery.post(self._scheduler.expire(now_ns))
-                # While an update is due, no step is dispatched, until those in flight are done.
-                is_due = self._updates.is_due
-                planned = None if is_due else self._plan(now_ns)
+                # While a change is due, no step is dispatched, until those in flight are done.
+                is_due = self._changes.is_due
+                planned = None if is_due or self._changes.stands_still else self._plan(now_ns)
                 has_other_work = self._steps or self._delivery.is_pending or self._life.is_stopping
                 if planned is not None or has_other_work:
                     return planned
                 if is_due:
-                    continue  # the update came after `apply_due`, before this thread listened to the doorbell
-                wait_ns = self._scheduler.next_deadline_ns - time.monotonic_ns()
+                    continue  # the change came after `make_due`, before this thread listened to the doorbell
+                wait_ns = self._next_deadline_ns() - time.monotonic_ns()
                 self._guard.doorbell.listen()
             if not self._requests.has_cancelled:  # a cancel rings, but did not if it came before `listen`
                 self._guard.doorbell.sleep(min(max(wait_ns, 0) / 1e9, _LONGEST_WAIT_S))
 
     def _plan(self, now_ns: int) -> Planned | None:
-        """The next step, if there is one. While a weight update waits, no new request enters, and those that
-        run go on.
+        """The next step, if there is one. While a weight update or a pause waits, no new request enters, and
+        those that run go on.
         """
         plan = self._scheduler.schedule(
             now_ns,
-            admit=not self._updates,
-            max_steps=self._steps.max_steps(self._scheduler.next_deadline_ns - now_ns),
+            admit=self._changes.admits,
+            max_steps=self._steps.max_steps(self._next_deadline_ns() - now_ns),
             prefill_budget=self._steps.prefill_budget,
             apart_steps=self._steps.apart_steps,
         )
         return None if plan is None else Planned(plan, now_ns, time.monotonic_ns())
+
+    def _next_deadline_ns(self) -> int:
+        """Until then no time limit passes, neither a request's nor a change's, in monotonic ns."""
+        return min(self._scheduler.next_deadline_ns, self._changes.next_deadline_ns)
 
     def _choose(self) -> None:
         """Has the tokens of a step with constraints chosen, if its turn has come. Rows whose masks take too
@@ -155,8 +161,8 @@ class StepLoop:
             return self._life.is_stopping and not self._delivery.is_pending
 
     def _fail(self, error: BaseException) -> None:
-        """The last act of the thread: tells every request and every waiting update, each independently of the
-        others.
+        """The last act of the thread: tells every request and whoever waits for a change, each independently
+        of the others.
         """
         log.error("the engine failed", exc_info=error)
         failure = engine_failure(error)
@@ -164,7 +170,7 @@ class StepLoop:
             watches = self._life.die(failure)
             outputs = self._delivery.fail(failure)
             self._requests.forget_cancelled()
-            updates = self._updates.take_unfinished()
+            changes = self._changes.take_unfinished()
         self._steps.forget()
         for watch in watches:
             try:
@@ -172,4 +178,4 @@ class StepLoop:
             except BaseException:  # the requests are yet to be told
                 log.exception("a watch of the engine's life failed")
         self._delivery.hand_over(outputs)
-        refuse(updates, failure)
+        refuse(changes, failure)

@@ -84,7 +84,8 @@ class Steps(Generic[StepT]):
         self._most_in_flight = most_in_flight
         self._fixed_windows = fixed_windows
         self._in_flight: deque[InFlight[StepT]] = deque()
-        self._waited_ns = 0
+        self.waited_ns = 0
+        """When the last step that was waited for had ended, in monotonic ns."""
 
     def __bool__(self) -> bool:
         return bool(self._in_flight)
@@ -138,7 +139,7 @@ class Steps(Generic[StepT]):
         result = self._runner.wait(step.step)
         waited_ns = time.monotonic_ns()
         # The device began this step when it was dispatched, or when the step before it was done.
-        elapsed_ns = waited_ns - max(step.dispatched_ns, self._waited_ns)
+        elapsed_ns = waited_ns - max(step.dispatched_ns, self.waited_ns)
         plan = step.planned.plan
         if plan.apart:
             self._pacer.constrained(elapsed_ns)
@@ -148,7 +149,7 @@ class Steps(Generic[StepT]):
             self._pacer.decoded(made, elapsed_ns, constrained=step.is_constrained)
         else:
             self._pacer.prefilled(plan.num_prompt_tokens, elapsed_ns)
-        self._waited_ns = waited_ns
+        self.waited_ns = waited_ns
         return Done(step.planned, result, step.dispatched_ns, waited_ns)
 
     @property

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -17,15 +17,20 @@ def zeros(
     """`count` arrays of zeros, each with memory of its own, made by the devices of `sharding`. The host never
     holds them.
     """
-    make = jax.jit(partial(jnp.zeros, shape, dtype), out_shardings=sharding)
+    make = _program(shape, dtype, sharding)
     return tuple(make() for _ in range(count))
 
 
-def zeros_like(shapes: Any, sharding: jax.sharding.Sharding) -> Any:
-    """A tree of arrays of zeros, from a tree of shapes and dtypes (`jax.ShapeDtypeStruct`). Each leaf is an
-    array of its own, because slices of a stacked one are off XLA's fast paths on CPU.
+def zeros_maker(shapes: Any, sharding: jax.sharding.Sharding) -> Callable[[], Any]:
+    """Makes trees of arrays of zeros, of a tree of shapes and dtypes (`jax.ShapeDtypeStruct`). Each leaf is
+    an array of its own, because slices of a stacked one are off XLA's fast paths on CPU. All is compiled
+    here, and nothing when the result is called.
     """
     leaves, tree = jax.tree.flatten(shapes)
-    counts = Counter((leaf.shape, np.dtype(leaf.dtype)) for leaf in leaves)
-    made = {kind: iter(zeros(*kind, sharding, count)) for kind, count in counts.items()}
-    return jax.tree.unflatten(tree, [next(made[leaf.shape, np.dtype(leaf.dtype)]) for leaf in leaves])
+    kinds = [(leaf.shape, np.dtype(leaf.dtype)) for leaf in leaves]
+    programs = {kind: _program(*kind, sharding).lower().compile() for kind in dict.fromkeys(kinds)}
+    return lambda: jax.tree.unflatten(tree, [programs[kind]() for kind in kinds])
+
+
+def _program(shape: tuple[int, ...], dtype: np.dtype, sharding: jax.sharding.Sharding) -> Any:
+    return jax.jit(partial(jnp.zeros, shape, dtype), out_shardings=sharding)

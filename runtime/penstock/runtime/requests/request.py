@@ -219,6 +219,8 @@ class Request:
     """The engine's id of the first output of the same prompt, with the very same tuple of tokens. While an
     output of that request runs, this one shares and copies its KV pages of the prompt, whatever `cache` says.
     """
+    min_generation: int = 0
+    """The oldest generation of weights on which the request may start."""
     bias_row: NDArray[np.float32] | None = field(default=None, compare=False, repr=False)
     """What `sampling` adds to each logit, float32[V], if it was made before the request runs."""
 

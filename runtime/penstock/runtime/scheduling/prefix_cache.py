@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import secrets
 from array import array
+from dataclasses import dataclass
 from hashlib import blake2b
 
 from penstock.runtime.requests.request import Request
@@ -31,6 +32,20 @@ from penstock.runtime.scheduling.sequence import NEVER, Sequence
 from penstock.runtime.scheduling.waiting import Waiting
 
 _KEY_BYTES = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Prefix:
+    """The part of a waiting sequence that is computed already when the sequence enters."""
+
+    pages: list[int]
+    """Full pages that the sequence shares; they come first in its page table."""
+    num_computed: int
+    """Number of computed positions: all of `pages` and, for a fork, the first positions of the page after
+    them."""
+    partial: int | None = None
+    """The page of the source that holds these first positions, for the fork to copy; None where there are
+    none."""
 
 
 class PrefixCache:

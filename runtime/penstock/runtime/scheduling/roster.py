@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 from penstock.runtime.requests.fanout import request_id_of
 from penstock.runtime.scheduling.pages import PagePool
-from penstock.runtime.scheduling.prefix_cache import PrefixCache
+from penstock.runtime.scheduling.prefix_cache import Prefix, PrefixCache
 from penstock.runtime.scheduling.sequence import NEVER, Sequence, Status, rank_of
 from penstock.runtime.scheduling.waiting import FEATURE_SLOT, Waiting, take_ranked
 
@@ -51,20 +51,6 @@ class Load:
         return cls(
             num_running=0, num_waiting=0, waiting_prompt_tokens=0, pages_used=0, pages_total=pages_total
         )
-
-
-@dataclass(frozen=True, slots=True)
-class Prefix:
-    """The part of a waiting sequence that is computed already when the sequence enters."""
-
-    pages: list[int]
-    """Full pages that the sequence shares; they come first in its page table."""
-    num_computed: int
-    """Number of computed positions: all of `pages` and, for a fork, the first positions of the page after
-    them."""
-    partial: int | None = None
-    """The page of the source that holds these first positions, for the fork to copy; None where there are
-    none."""
 
 
 class Roster:
@@ -121,6 +107,11 @@ class Roster:
         return list(self._active.values())
 
     @property
+    def num_started_requests(self) -> int:
+        """How many requests have started and have active outputs."""
+        return sum(outputs[0].has_started for outputs in self._outputs.values())
+
+    @property
     def num_free_slots(self) -> int:
         return len(self._free_slots)
 
@@ -131,7 +122,9 @@ class Roster:
     def add(self, seq: Sequence) -> None:
         """Adds a new sequence to the queue."""
         self._active[seq.request_id] = seq
-        self._outputs.setdefault(request_id_of(seq.request_id), []).append(seq)
+        outputs = self._outputs.setdefault(request_id_of(seq.request_id), [])
+        outputs.append(seq)
+        seq.has_started = outputs[0].has_started
         self.waiting.add(seq)
 
     def source_of(self, seq: Sequence) -> Sequence | None:
@@ -225,9 +218,18 @@ class Roster:
         seq.slot, seq.prefill_until = slot, num_tokens
         self.cache.begin(seq, len(shared))
         self.waiting.take(seq)
+        if not seq.has_started:
+            self._start(seq)
         seq.status = Status.RUNNING
         insort(self.running, seq, key=rank_of)
         return slot
+
+    def _start(self, seq: Sequence) -> None:
+        """Notes that the first output of a request enters."""
+        seq.has_started = True
+        for other in self._outputs[request_id_of(seq.request_id)]:
+            if other is not seq:
+                self.waiting.start(other)
 
     def preempt(self, seq: Sequence) -> None:
         """Sends a running sequence back to the queue.
@@ -320,6 +322,10 @@ class Roster:
             _expect(seq.num_computed == 0, f"{name} waits but has computed positions")
             _expect(seq.publish_at == NEVER, f"{name} waits but publishes pages")
             self._check_awaited(seq)
+        for name, outputs in self._outputs.items():
+            has = any(seq.status is Status.RUNNING or seq.preemptions for seq in outputs)
+            flags = {seq.has_started for seq in outputs}
+            _expect(flags == {True} or flags == {has}, f"{name} has started: {has}, not {flags}")
 
     def _check_awaited(self, seq: Sequence) -> None:
         """Checks that what a sequence awaits will happen."""

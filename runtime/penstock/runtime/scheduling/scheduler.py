@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 
 from penstock.runtime.errors import DuplicateRequestId, QueueFull
+from penstock.runtime.requests.fanout import request_id_of
 from penstock.runtime.requests.request import Finish, FinishReason, Request, StepOutput
 from penstock.runtime.scheduling.commits import NO_VERDICTS, Commits, Verdicts
 from penstock.runtime.scheduling.endings import Endings
@@ -23,7 +24,7 @@ from penstock.runtime.scheduling.planning.draft import Draft
 from penstock.runtime.scheduling.planning.planner import Planner
 from penstock.runtime.scheduling.roster import Load, Roster
 from penstock.runtime.scheduling.scheduler_config import SchedulerConfig
-from penstock.runtime.scheduling.sequence import Sequence, Status
+from penstock.runtime.scheduling.sequence import Sequence
 from penstock.runtime.scheduling.stopping import StopRules
 
 __all__ = ["Load", "Scheduler", "SchedulerConfig"]
@@ -120,8 +121,8 @@ class Scheduler:
         `apart_steps`: if rows under a constraint are all that prevents a window, they get a step of their own
         after this many steps of the other rows.
 
-        `admit` false: no request enters that has never run, while those that have run go on, or come back
-        after a preemption. A weight update waits for them.
+        `admit` false: no request starts, while those that have started go on: their outputs may enter, or
+        come back after a preemption. A weight update or a pause waits for them.
         """
         while True:
             draft = Draft(
@@ -205,6 +206,15 @@ class Scheduler:
         finish = Finish(reason, stop=stop, message=message)
         return self._endings.end(seq, now_ns, weights_generation=self._weights_generation, finish=finish)
 
+    def fail(self, request_id: str, error: Exception, now_ns: int) -> StepOutput:
+        """Ends an active output with an error, and returns its last StepOutput. KeyError if there is none of
+        this id.
+        """
+        seq = self.roster.find(request_id)
+        if seq is None:
+            raise KeyError(request_id)
+        return self._endings.end(seq, now_ns, weights_generation=self._weights_generation, error=error)
+
     def expire(self, now_ns: int) -> list[StepOutput]:
         """Ends the active requests whose time limit has passed. Costs nothing while no time limit is due."""
         return self._endings.expire(now_ns, weights_generation=self._weights_generation)
@@ -261,14 +271,24 @@ class Scheduler:
 
     @property
     def has_started(self) -> bool:
-        """Whether a request runs, or ran before it was preempted."""
+        """Whether a request has begun to run, and has outputs that have not ended."""
         return bool(self.roster.running) or self.roster.waiting.num_started > 0
 
+    @property
+    def num_started_requests(self) -> int:
+        """How many requests have begun to run, and have outputs that have not ended. Some of these outputs
+        may wait: to enter, or to come back after a preemption.
+        """
+        return self.roster.num_started_requests
+
+    @property
+    def num_running_requests(self) -> int:
+        """How many requests have outputs that run now, and so hold KV."""
+        return len({request_id_of(seq.request_id) for seq in self.roster.running})
+
     def started_ids(self) -> tuple[str, ...]:
-        """The ids of the outputs that run, or ran before they were preempted, in order of arrival."""
-        return tuple(
-            seq.request_id for seq in self.roster.active() if seq.status is Status.RUNNING or seq.preemptions
-        )
+        """The ids of the active outputs of the requests that have started, in order of arrival."""
+        return tuple(seq.request_id for seq in self.roster.active() if seq.has_started)
 
     def active_ids(self) -> tuple[str, ...]:
         """The ids of the active outputs, in order of arrival."""

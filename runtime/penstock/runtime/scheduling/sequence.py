@@ -62,6 +62,9 @@ class Sequence:
     while it runs."""
     is_constrained: bool = field(init=False)
     """Whether a constraint says before each token which tokens may follow."""
+    has_started: bool = False
+    """Whether any output of its request has entered, and not all have ended since. Then this one may enter
+    although no new request may."""
     status: Status = Status.WAITING
     slot: int | None = None
     feature_slot: int | None = None

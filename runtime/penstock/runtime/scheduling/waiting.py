@@ -28,10 +28,10 @@ class Waiting:
         self.prompt_tokens = 0
         """Prompt tokens of all waiting sequences."""
         self.num_started = 0
-        """How many of the waiting sequences ran before they were preempted."""
+        """How many of the waiting sequences belong to requests that have started."""
         self._num = 0
         self._new: list[Sequence] = []  # in line, by rank
-        self._started: list[Sequence] = []  # in line, by rank; these ran before
+        self._started: list[Sequence] = []  # in line, by rank; their requests have started
         # Event to the sequences that stepped aside for it. A sequence that was taken out meanwhile stays in
         # the list, and is recognised by its `awaits`.
         self._aside: dict[Hashable, list[Sequence]] = {}
@@ -55,11 +55,11 @@ class Waiting:
         return bool(self._aside)
 
     def num_in_line(self, *, admit: bool = True) -> int:
-        """How many sequences stand in line; with `admit` false, how many of those that ran before."""
+        """How many sequences stand in line; with `admit` false, how many whose requests have started."""
         return len(self._started) + (len(self._new) if admit else 0)
 
     def first(self, *, admit: bool = True) -> Sequence | None:
-        """The first sequence in line; with `admit` false, the first of those that ran before. None if there
+        """The first sequence in line; with `admit` false, the first whose request has started. None if there
         is none.
         """
         new = self._new[0] if admit and self._new else None
@@ -73,7 +73,7 @@ class Waiting:
         seq.status = Status.WAITING
         self._num += 1
         self.prompt_tokens += seq.num_prompt
-        self.num_started += seq.preemptions > 0
+        self.num_started += seq.has_started
         insort(self._line_of(seq), seq, key=rank_of)
 
     def take(self, seq: Sequence) -> None:
@@ -83,7 +83,15 @@ class Waiting:
         seq.awaits = None
         self._num -= 1
         self.prompt_tokens -= seq.num_prompt
-        self.num_started -= seq.preemptions > 0
+        self.num_started -= seq.has_started
+
+    def start(self, seq: Sequence) -> None:
+        """Notes that the request of a waiting sequence has started."""
+        if seq.awaits is None:
+            take_ranked(self._new, seq)
+            insort(self._started, seq, key=rank_of)
+        seq.has_started = True
+        self.num_started += 1
 
     def step_aside(self, seq: Sequence, event: Hashable) -> None:
         """Lets all others pass a sequence that stands in line, until `event` happens."""
@@ -104,7 +112,7 @@ class Waiting:
             line.sort(key=rank_of)  # usually two sorted runs, which the sort merges at once
 
     def _line_of(self, seq: Sequence) -> list[Sequence]:
-        return self._started if seq.preemptions else self._new
+        return self._started if seq.has_started else self._new
 
     def _leave_line(self, seq: Sequence) -> None:
         take_ranked(self._line_of(seq), seq)
@@ -116,8 +124,8 @@ class Waiting:
             raise AssertionError(f"{self._num} should wait, each once, not {len(everybody)}")
         if self.prompt_tokens != sum(seq.num_prompt for seq in everybody):
             raise AssertionError("the waiting prompts' tokens drifted")
-        if self.num_started != sum(seq.preemptions > 0 for seq in everybody):
-            raise AssertionError("the number of those who ran before drifted")
+        if self.num_started != sum(seq.has_started for seq in everybody):
+            raise AssertionError("the number of those whose requests have started drifted")
         for line in (self._new, self._started):
             ranks = [seq.rank for seq in line]
             if ranks != sorted(ranks):

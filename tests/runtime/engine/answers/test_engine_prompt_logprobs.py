@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from penstock.runtime import Engine, EngineConfig, StoppingParams
-from penstock.runtime.loop.interface import InFlightPolicy, WeightsVersion
+from penstock.runtime.loop.interface import Applied, InFlightPolicy
 from penstock.runtime.requests.request import Request, ResolvedSampling, StepOutput, TokenLogprobs
 from tests.support.batch import Answer, answer, answers
 from tests.support.chunks import set_chunk
@@ -203,7 +203,7 @@ def test_a_prompt_recomputed_with_new_weights_has_only_their_logprobs() -> None:
     old, new = random_tables(5), random_tables(6)
     engine = table_engine(old, max_prefill_chunk=3)
     sink = Collector()
-    updates: list[Future[WeightsVersion]] = []
+    updates: list[Future[Applied]] = []
     held: list[StepOutput] = []
 
     def other(outputs: Sequence[StepOutput]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import jax
@@ -16,7 +17,7 @@ from penstock.runtime.execution.program_set import ProgramBuilder
 from penstock.runtime.execution.runner_config import RunnerConfig
 from penstock.runtime.execution.step_programs import KVCache, Weights
 from penstock.runtime.ops.cache_spec import CacheSpec
-from penstock.runtime.ops.device_arrays import zeros, zeros_like
+from penstock.runtime.ops.device_arrays import zeros, zeros_maker
 from penstock.runtime.ops.sampler import RowState
 
 
@@ -37,6 +38,7 @@ class DeviceState:
         leaves, self._weights_tree = jax.tree.flatten(weights)
         self.leaves: Weights = tuple(leaves)
         """The weights as programs take them."""
+        self._homes = [leaf.sharding for leaf in leaves]
         self.sharding = NamedSharding(backend.mesh, PartitionSpec())
         """Where whatever programs are given lies."""
         self.num_pages = 0
@@ -46,6 +48,7 @@ class DeviceState:
         self._config = config
         self._backend = backend
         self._kv: KVCache | None = None
+        self._make_kv: Callable[[], KVCache] | None = None
         self.rows = self._new_rows()
         backend.use_huge_pages(self.leaves)
 
@@ -58,7 +61,8 @@ class DeviceState:
 
     def replace_weights(self, weights: Any) -> None:
         """Swaps in new weights. They have the same tree, shapes and dtypes, so nothing is compiled again. If
-        they are placed as the old ones are, only references are exchanged.
+        they are placed as the old ones are, only references are exchanged. While the weights are offloaded,
+        the new ones go to host memory too.
 
         This is checked before anything changes: on ConfigError the old weights serve on.
         """
@@ -76,6 +80,25 @@ class DeviceState:
             else jax.device_put(after, before.sharding)
             for before, after in zip(self.leaves, new, strict=True)
         )
+
+    def offload_weights(self) -> int:
+        """Moves the weights to host memory until `restore_weights`. Returns how many bytes of the device are
+        free then, unless other code holds these weights too; 0 where they are in host memory anyway. No
+        program can run meanwhile. If this raises, nothing has changed.
+        """
+        memory = self._backend.host_memory
+        if memory is None:
+            return 0
+        before = self.leaves
+        self.leaves = _placed(before, [home.with_memory_kind(memory) for home in self._homes])
+        pairs = zip(before, self.leaves, strict=True)
+        return sum(int(leaf.nbytes) for leaf, moved in pairs if leaf is not moved)
+
+    def restore_weights(self) -> None:
+        """Moves the weights back to the device, if they were offloaded. If this raises, nothing has
+        changed.
+        """
+        self.leaves = _placed(self.leaves, self._homes)
 
     # -- the cache --
 
@@ -98,14 +121,23 @@ class DeviceState:
             raise ConfigError(f"the KV cache needs at least one page, not {num_pages}")
         self.free_cache()
         self.num_pages = num_pages
-        self._kv = zeros_like(self.cache_shapes(num_pages), self.sharding)
-        self._backend.use_huge_pages(jax.tree.leaves(self._kv))
+        self._make_kv = zeros_maker(self.cache_shapes(num_pages), self.sharding)
+        self.restore_cache()
 
-    def free_cache(self) -> None:
-        """Frees the cache's memory now."""
-        for array in jax.tree.leaves(self._kv):
+    def free_cache(self) -> int:
+        """Frees the cache's memory now, and returns how many bytes that were."""
+        arrays = jax.tree.leaves(self._kv)
+        num_bytes = sum(int(array.nbytes) for array in arrays)
+        for array in arrays:
             array.delete()
         self._kv = None
+        return num_bytes
+
+    def restore_cache(self) -> None:
+        """Allocates the cache again, filled with zeros, if it was freed. Compiles nothing."""
+        if self._kv is None and self._make_kv is not None:
+            self._kv = self._make_kv()
+            self._backend.use_huge_pages(jax.tree.leaves(self._kv))
 
     @property
     def attends_batch_invariantly(self) -> bool:
@@ -180,6 +212,14 @@ class DeviceState:
             *zeros((config.num_feature_slots, vocab), floats, self.sharding),
         )
         return state._replace(held=held)
+
+
+def _placed(leaves: Weights, shardings: Sequence[jax.sharding.Sharding]) -> Weights:
+    """The leaves where they are to lie; those that lie there already are themselves."""
+    pairs = zip(leaves, shardings, strict=True)
+    placed = tuple(leaf if leaf.sharding == to else jax.device_put(leaf, to) for leaf, to in pairs)
+    jax.block_until_ready(placed)
+    return placed
 
 
 def _bytes_beside_arguments(program: jax.stages.Compiled) -> int:

@@ -7,7 +7,8 @@ from __future__ import annotations
 from penstock.runtime.scheduling.plan import PageCopy, PageWrite
 from penstock.runtime.scheduling.planning.draft import Draft
 from penstock.runtime.scheduling.planning.page_supply import PageSupply
-from penstock.runtime.scheduling.roster import Prefix, Roster
+from penstock.runtime.scheduling.prefix_cache import Prefix
+from penstock.runtime.scheduling.roster import Roster
 from penstock.runtime.scheduling.sequence import Sequence
 from penstock.runtime.scheduling.waiting import FEATURE_SLOT, NEXT_STEP
 

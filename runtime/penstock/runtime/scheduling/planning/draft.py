@@ -18,7 +18,7 @@ class Draft:
     in_flight: bool
     """Whether an earlier plan is not committed yet."""
     admit: bool
-    """Whether requests that have never run may enter."""
+    """Whether requests may start."""
     now_ns: int
     prefill_budget: int | None = None
     """Most prompt tokens beside decodes; None: the token budget is the only bound."""

@@ -1,0 +1,1 @@
+"""What the engine's thread does between two steps: weight updates, pauses and resumes. No jax."""
