@@ -1,5 +1,5 @@
-// The FFI operations `penstock_attention_plan`, once a step, and `penstock_attention`, in every layer: it writes the
-// step's keys and values to the cache, then attends.
+// The FFI operations `penstock_attention_plan`, called once a step, and `penstock_attention`, called in every layer,
+// which writes the step's keys and values to the cache and then attends.
 #include "attention/attention.h"
 
 #include <algorithm>
@@ -19,12 +19,12 @@ namespace {
 
 namespace ffi = xla::ffi;
 
-// What memory kept by a thread is for.
+// Each type names one use of the memory that a thread keeps (see Scratch).
 struct Partials;
 struct Pending;
 struct Work;
 
-constexpr int64_t kWriteBlock = 32;  // tokens; fewer are written faster than a thread wakes
+constexpr int64_t kWriteBlock = 32;  // tokens; fewer are written in less time than a thread takes to wake
 
 const AttentionKernel* Kernel() {
   const auto kernel =
@@ -32,7 +32,7 @@ const AttentionKernel* Kernel() {
   return kernel ? &kernel() : nullptr;
 }
 
-// Keys and values of tokens [begin, end), in bytes [tokens, kv_heads, dim].
+// Writes the keys and values of tokens [begin, end), bf16 or float32 [tokens, kv_heads, dim], to the cache.
 void WriteTokens(const AttentionJob& job, const PlanView& plan, const char* keys, const char* values, char* kv,
                  int64_t begin, int64_t end) {
   const int64_t bytes = job.dim * job.element(), plane = job.kv_heads * job.page_size * bytes;
@@ -48,7 +48,8 @@ void WriteTokens(const AttentionJob& job, const PlanView& plan, const char* keys
   }
 }
 
-// The plan of the rows' attention to a cache of num_pages pages, for `kv_heads` heads with `group` query heads each.
+// Makes the plan of the rows' attention to a cache of num_pages pages, with `kv_heads` heads that have `group` query
+// heads each.
 ffi::Error Plan(ffi::ThreadPool pool, ffi::Buffer<ffi::S32> starts, ffi::Buffer<ffi::S32> q_lens,
                 ffi::Buffer<ffi::S32> page_table, ffi::Result<ffi::Buffer<ffi::S32>> plan, int32_t num_tokens,
                 int32_t num_pages, int32_t page_size, int32_t group, int32_t kv_heads, int32_t window, int32_t chunk) {
@@ -136,7 +137,8 @@ ffi::Error Attend(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffer k_new, 
       if (unit >= units) {
         return AttentionUnit{};
       }
-      // The blocks of a long row use the keys of one head one after the other: they stay in the second cache.
+      // The blocks of a long row use the keys of one head one after the other, so that these stay in the second-level
+      // cache.
       if (unit < plan.num_long * job.kv_heads) {
         return AttentionUnit{tasks + unit % plan.num_long, unit / plan.num_long};
       }

@@ -11,37 +11,37 @@
 
 namespace penstock {
 
-constexpr int kCols = 16;     // query columns of a tile: (token, query head of the group) pairs of one KV head
-constexpr int kKeyTile = 16;  // keys handled together; page sizes are multiples of it
+constexpr int kCols = 16;     // query columns of a tile: pairs (token, query head of the group) of one KV head
+constexpr int kKeyTile = 16;  // keys that are handled together; page sizes are multiples of it
 constexpr int kSplit = 256;   // key positions per split
 constexpr int kSplitTiles = kSplit / kKeyTile;
-constexpr int kMaxTiles = 8;  // column tiles of a task
+constexpr int kMaxTiles = 8;  // the most column tiles of a task
 
 // Some query tokens with their page table, and the splits they attend to together.
 struct AttentionTask {
-  int32_t row;           // whose page table
+  int32_t row;           // the row whose page table the tokens use
   int32_t first, count;  // range of AttentionJob::members
   int32_t split_begin, split_end;
-  int32_t partial;  // 1: splits go to AttentionJob::partials one by one; 0: merged here and written out
+  int32_t partial;  // 1: each split goes to AttentionJob::partials; 0: the task merges its splits and writes the output
 };
 
 struct AttentionJob {
   const char* q;   // [tokens, heads, dim]
   const char* kv;  // [page, 2, kv_heads, page_size, dim]
-  char* out;       // as q
-  bool bf16;       // of q, kv and out; else float32
+  char* out;       // [tokens, heads, dim]
+  bool bf16;       // q, kv and out are bf16, else float32
   int64_t heads, kv_heads, dim, page_size;
   const int32_t* page_table;  // [rows, table_width]
   int64_t table_width;
   const float* sinks;    // [heads] or null
   float scale, softcap;  // softcap 0: none
 
-  const int32_t* members;         // tokens, listed by task
+  const int32_t* members;         // tokens in the order of tasks
   const int32_t* positions;       // [tokens]
-  const int32_t* oldest;          // [tokens] first position each token sees
+  const int32_t* oldest;          // [tokens] the first position that each token sees
   const int32_t* first_slot;      // [tokens] index of the token's first split in partials
   float* partials;                // [slot][kv_heads][peak[G], total[G], values[G][dim]], peaks in powers of two
-  std::atomic<int32_t>* pending;  // [tokens, kv_heads] splits not yet in partials
+  std::atomic<int32_t>* pending;  // [tokens, kv_heads] how many splits are not in partials yet
 
   int64_t group() const { return heads / kv_heads; }
   int64_t element() const { return bf16 ? 2 : 4; }
@@ -50,7 +50,7 @@ struct AttentionJob {
     const int64_t slot = first_slot[token] + split - oldest[token] / kSplit;
     return partials + (slot * kv_heads + kv_head) * partial_floats();
   }
-  // First key (value = 0) or value (value = 1) of the tile of keys that starts at `position`.
+  // The first key (value = 0) or value (value = 1) of the tile of keys that starts at `position`.
   const char* tile(const AttentionTask& task, int64_t kv_head, int64_t position, int value) const {
     const int64_t page = page_table[task.row * table_width + position / page_size];
     return kv + ((((page * 2 + value) * kv_heads + kv_head) * page_size) + position % page_size) * dim * element();
@@ -59,15 +59,15 @@ struct AttentionJob {
 
 // A unit of work is a task for one KV head.
 struct AttentionUnit {
-  const AttentionTask* task;  // null: none
+  const AttentionTask* task;  // null: there is no unit
   int64_t kv_head;
 };
 
 struct AttentionKernel {
-  void (*enter)();  // on a thread, before its units
+  void (*enter)();  // called on a thread before its units
   void (*leave)();
   int64_t (*scratch_bytes)(const AttentionJob&, int64_t tiles);
-  // `next` is what this thread will do afterwards: its first keys are prefetched.
+  // `next` is the unit that this thread computes afterwards: its first keys are prefetched.
   void (*run)(const AttentionJob&, const AttentionUnit& unit, const AttentionUnit& next, char* scratch);
 };
 

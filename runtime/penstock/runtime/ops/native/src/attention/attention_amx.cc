@@ -3,7 +3,7 @@
 namespace penstock {
 namespace {
 
-// AMX for bf16, whose chunks of 32 dims a smaller head does not fill; float32 stays with AVX-512.
+// AMX is used for bf16, unless a head has fewer than the 32 dims of a tile. All else uses AVX-512.
 bool Tiles(const AttentionJob& job) { return job.bf16 && job.dim >= 32; }
 
 int64_t Bytes(const AttentionJob& job, int64_t tiles) {

@@ -1,8 +1,9 @@
-// Attention of one task for one KV head; the including file's name and flags say for which instruction set.
+// Attention of one task for one KV head. The name and the compiler flags of the including file decide the instruction
+// set.
 //
-// Per split and column tile: scores of all keys, their peak and exponentials in float32, then the weighted values
-// (FlashAttention's blocks, Dao 2022, with splits as in flash-decoding). Splits are merged by their peaks as in the
-// online softmax (Milakov and Gimelshein 2018).
+// For each split and column tile it computes the scores of all keys, their peak and exponentials in float32, and the
+// weighted values (FlashAttention's blocks, Dao 2022, with splits as in flash-decoding). Splits are merged by their
+// peaks as in the online softmax (Milakov and Gimelshein 2018).
 #pragma once
 
 #include "attention/attention_tiles.h"
@@ -24,20 +25,20 @@ struct Columns {
   int min_oldest, max_oldest, min_newest, max_newest;
 };
 
-// Peaks (powers of two), totals and values [kCols][dim] of some keys.
+// Peaks (in powers of two), totals and values [kCols][dim] of some keys.
 struct Sums {
   alignas(64) float peak[kCols], total[kCols];
   float* values;
 };
 
-// Column tiles multiplied at once.
+// How many column tiles are multiplied at once.
 template <Form kForm>
 constexpr int kWide = kForm == Form::kTiles ? 2 : 1;
 
 template <Form kForm>
 struct Memory {
   Columns* columns;  // [tiles]
-  Sums* sums;        // [tiles], then kWide for the split at hand
+  Sums* sums;        // [tiles], then kWide for the split that is being computed
   float *queries, *scores, *probabilities, *keys, *values;
   uint32_t* turned;  // probabilities as AMX's A operand
   int64_t query_words;
@@ -122,7 +123,7 @@ void LoadColumns(const AttentionJob& job, const AttentionTask& task, int64_t kv_
       }
       auto* to = reinterpret_cast<uint32_t*>(queries) + chunk * 256;
       TransposeTile(from, to);
-      memset(to, 0, (chunk * 16 - at) * kCols * 4);  // dims that the chunk before has
+      memset(to, 0, (chunk * 16 - at) * kCols * 4);  // these dims belong to the chunk before
     }
   }
 #endif
@@ -255,7 +256,7 @@ inline void StorePartials(const AttentionJob& job, const Columns& c, const Sums&
   }
 }
 
-// Notes that `done` splits of a token are finished. The thread that finishes the last one merges all of them, in
+// Records that `done` splits of a token are finished. The thread that finishes the last one merges all of them, in
 // ascending order.
 inline void FinishToken(const AttentionJob& job, int32_t token, int64_t kv_head, int done, Sums& a) {
   if (job.pending[token * job.kv_heads + kv_head].fetch_sub(done, std::memory_order_acq_rel) != done) {

@@ -1,9 +1,9 @@
 // Attention over bf16 keys on AVX-512 without products of pairs: a vector's lanes are 16 keys (scores, probabilities)
 // or 16 dims (values). So the tiles of keys are transposed, and scores and probabilities are [column][kSplit keys].
 //
-// For many columns a split's keys and values are widened to float32 once. For few, as in decoding, they are widened
-// in registers, and memory bandwidth is the limit. Both ways compute a column by the same operations in the same order,
-// so its bits do not depend on the way.
+// For many columns, a split's keys and values are widened to float32 once. For few columns, as in decoding, they are
+// widened in registers, and memory bandwidth is the limit. Both ways compute a column by the same operations in the
+// same order, so its bits do not depend on the way.
 #pragma once
 
 #include "attention/attention_kernel.h"
@@ -16,8 +16,9 @@ template <Form kForm>
 constexpr bool kKeyLanes = kForm == Form::kWiden && Vec::kWidth == 16;
 constexpr int kFewColumns = 8;
 
-// What is attended to of the split that begins at position `start`: its tiles of keys and values, the keys
-// [first, last) to score, multiples of kKeyTile, and of these [from, to) alone have values that may be multiplied.
+// The part of the split beginning at position `start` that is attended to: its tiles of keys and values; the keys
+// [first, last) that are scored, multiples of kKeyTile; and the keys [from, to), the only ones whose values may be
+// multiplied.
 struct Part {
   const char *const *keys, *const *values;
   int start, first, last, from, to;
@@ -30,8 +31,8 @@ inline __m512 OddHalves(__m512i pairs) {
   return _mm512_castsi512_ps(_mm512_and_si512(pairs, _mm512_set1_epi32(static_cast<int>(0xffff0000))));
 }
 
-// 16 keys from dim `d` on as words, pairs of 32 dims or of the last 16: words[i] are dims d + 2 i and d + 2 i + 1 of
-// all keys. Returns how many words there are.
+// Transposes 32 dims, or the last 16, of 16 keys from dim `d` on: words[i] holds dims d + 2 i and d + 2 i + 1 of all
+// keys. Returns the number of words.
 inline int TurnedWords(const char* keys, int64_t dim, int64_t d, __m512i* words) {
   const bool half = dim - d < 32;  // dims are a multiple of 16
   for (int key = 0; key < kKeyTile; ++key) {
@@ -41,7 +42,7 @@ inline int TurnedWords(const char* keys, int64_t dim, int64_t d, __m512i* words)
   return half ? 8 : 16;
 }
 
-// A tile of keys to float [dim][kKeyTile].
+// Transposes a tile of keys to float [dim][kKeyTile].
 inline void TurnKeys(const char* keys, int64_t dim, float* to) {
   for (int64_t d = 0; d < dim; d += 32) {
     __m512i words[16];
@@ -53,7 +54,7 @@ inline void TurnKeys(const char* keys, int64_t dim, float* to) {
   }
 }
 
-// Scores of a turned tile of keys for all columns.
+// Computes the scores of a transposed tile of keys for all columns.
 inline void ScoreTurned(const float* keys, int64_t dim, const float* queries, float* scores) {
   __m512 sum[kCols];
   for (auto& s : sum) {
@@ -70,8 +71,8 @@ inline void ScoreTurned(const float* keys, int64_t dim, const float* queries, fl
   }
 }
 
-// Scores of kTiles tiles of keys for kC columns: kC chains of products. For few, two tiles side by side keep the FMA
-// units busy.
+// Computes the scores of kTiles tiles of keys for kC columns, in kC chains of products. For few columns, two tiles side
+// by side keep the FMA units busy.
 template <int kC, int kTiles>
 void ScoreFewTiles(const char* const* keys, int64_t dim, const float* queries, float* scores) {
   __m512 sum[kTiles][kC];
@@ -109,7 +110,7 @@ void ScoreFewTiles(const char* const* keys, int64_t dim, const float* queries, f
   }
 }
 
-// Tiles [begin, end).
+// Computes the scores of tiles [begin, end).
 template <int kC>
 void ScoreFew(const char* const* keys, int64_t dim, const float* queries, int begin, int end, float* scores,
               Fetch& fetch) {
@@ -128,7 +129,7 @@ void ScoreFew(const char* const* keys, int64_t dim, const float* queries, int be
   ScoreFewTiles<kC, 1>(keys + tile, dim, queries, scores + tile * kKeyTile);
 }
 
-// Softmax, with a total's terms added up by key modulo kKeyTile first.
+// Computes the softmax. The terms of a total are added up first by key modulo kKeyTile.
 inline void SoftmaxLanes(const AttentionJob& job, const Columns& c, const Part& part, float* scores, float* out,
                          Sums& sums, Fetch& fetch) {
   const bool cap = job.softcap > 0.0f;
@@ -178,7 +179,7 @@ inline void SoftmaxLanes(const AttentionJob& job, const Columns& c, const Part& 
   }
 }
 
-// out[col][dim ..] for kC columns and kV times 32 dims: sum over keys [from, to) of probability times value.
+// out[col][dim ..] for kC columns and kV times 32 dims: the sum over keys [from, to) of probability times value.
 template <int kC, int kV>
 void SumFewDims(const char* const* values, int64_t dims, int64_t dim, int from, int to, const float* probabilities,
                 float* out, Fetch* fetch) {
@@ -245,7 +246,7 @@ void SumFewTail(const char* const* values, int64_t dims, int from, int to, const
 template <int kC>
 void SumFew(const char* const* values, int64_t dims, int from, int to, const float* probabilities, float* out,
             Fetch& fetch) {
-  constexpr int kV = kC <= 2 ? 4 : kC <= 4 ? 2 : 1;  // what the registers hold
+  constexpr int kV = kC <= 2 ? 4 : kC <= 4 ? 2 : 1;  // as many as the registers hold
   int64_t dim = 0;
   for (; dim + 32 * kV <= dims; dim += 32 * kV) {
     SumFewDims<kC, kV>(values, dims, dim, from, to, probabilities, out, dim == 0 ? &fetch : nullptr);
@@ -258,7 +259,7 @@ void SumFew(const char* const* values, int64_t dims, int from, int to, const flo
   }
 }
 
-// Padding columns up to kC have queries of 0, and probabilities too.
+// Padding columns up to kC have queries and probabilities of 0.
 template <int kC>
 void AttendSome(const AttentionJob& job, const Columns& c, const Part& part, const float* queries, float* scores,
                 float* probabilities, Sums& sums, Fetch& fetch_values, Fetch& fetch_next) {
@@ -270,7 +271,7 @@ void AttendSome(const AttentionJob& job, const Columns& c, const Part& part, con
   SumFew<kC>(part.values, job.dim, part.from, part.to, probabilities, sums.values, fetch_next);
 }
 
-// A split's sums for at most kFewColumns columns.
+// Computes a split's sums for at most kFewColumns columns.
 inline void AttendFewColumns(const AttentionJob& job, const Columns& c, const Part& part, const float* queries,
                              float* scores, float* probabilities, Sums& sums, Fetch& fetch_values, Fetch& fetch_next) {
   auto* attend = c.count > 4 ? AttendSome<8> : c.count > 2 ? AttendSome<4> : AttendSome<2>;

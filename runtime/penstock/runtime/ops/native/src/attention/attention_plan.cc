@@ -53,14 +53,14 @@ std::string AttentionPlan::Make(const AttentionRows& rows, int64_t group, int64_
     return "the rows are too long to be read in one step";
   }
   ShareSplits(rows, group);
-  // Short units balance, long ones have less overhead; results do not depend on it.
+  // Short units balance better, and long ones have less overhead. Results do not depend on the length.
   const int splits_per_task = static_cast<int>(std::clamp<int64_t>(decode_splits * kv_heads / (threads * 8), 1, 8));
   for (int64_t t = 0; t < num_tokens;) {
     const int32_t row = token_rows[t];
     AddRow(rows, row, static_cast<int32_t>(t), shared[row], group, splits_per_task);
     t += rows.q_lens[row];
   }
-  // Prefill first, and of the rest the longest, so that no thread is left with much at the end.
+  // Prefill comes first, then the longest of the rest, so that no thread has much left at the end.
   const auto is_long = [&](const AttentionTask& task) { return task.count * group > kCols && !task.partial; };
   const auto rest = std::stable_partition(tasks.begin(), tasks.end(), is_long);
   num_long = rest - tasks.begin();
@@ -71,7 +71,7 @@ std::string AttentionPlan::Make(const AttentionRows& rows, int64_t group, int64_
 }
 
 void AttentionPlan::AddTask(int32_t row, int begin, int end, bool partial) {
-  // Members were appended before; a task of the same tokens refers to them again.
+  // The caller has appended the members; several tasks of the same tokens refer to the same members.
   AttentionTask task{};
   task.row = row;
   task.split_begin = begin;
@@ -102,8 +102,8 @@ void AttentionPlan::AddRow(const AttentionRows& rows, int32_t row, int32_t first
   }
 }
 
-// Finds decode rows whose page tables begin with the same pages and gives the splits that lie wholly in those to
-// common tasks. Rows that no longer see position 0 (windows) stay alone.
+// Finds decode rows whose page tables begin with the same pages, and gives the splits that lie wholly in these pages to
+// tasks that the rows share. Rows that no longer see position 0, because of a window, share nothing.
 void AttentionPlan::ShareSplits(const AttentionRows& rows, int64_t group) {
   for (int64_t t = 0; t < num_tokens; ++t) {
     if (rows.q_lens[token_rows[t]] == 1 && oldest[t] == 0 && positions[t] + 1 >= kSplit && group <= kCols) {
@@ -118,7 +118,7 @@ void AttentionPlan::ShareSplits(const AttentionRows& rows, int64_t group) {
   std::sort(order.begin(), order.end(), [&](int32_t a, int32_t b) {
     return std::lexicographical_compare(table(a), table(a) + whole_pages(a), table(b), table(b) + whole_pages(b));
   });
-  std::vector<int32_t> common(order.size(), 0);  // splits that i shares with i + 1
+  std::vector<int32_t> common(order.size(), 0);  // how many splits i shares with i + 1
   for (size_t i = 0; i + 1 < order.size(); ++i) {
     const int32_t a = order[i], b = order[i + 1];
     const int64_t most = std::min(whole_pages(a), whole_pages(b));
@@ -128,7 +128,7 @@ void AttentionPlan::ShareSplits(const AttentionRows& rows, int64_t group) {
   ShareRun(0, static_cast<int>(order.size()), 0, group, common);
 }
 
-// Rows order[begin .. end) share their splits before `split`.
+// Rows order[begin .. end) share the splits before `split`.
 void AttentionPlan::ShareRun(int begin, int end, int split, int64_t group, const std::vector<int32_t>& common) {
   if (end - begin < 2) {
     shared[token_rows[order[begin]]] = split;

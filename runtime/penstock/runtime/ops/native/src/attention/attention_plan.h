@@ -1,4 +1,5 @@
-// Which tasks a step's paged attention consists of. One plan serves all layers with as many heads and the same window.
+// The tasks of which a step's paged attention consists. One plan serves all layers with as many heads and the same
+// window.
 #pragma once
 
 #include <cstdint>
@@ -9,34 +10,34 @@
 
 namespace penstock {
 
-// What the host knows of a step: row r has q_lens[r] tokens, the first at position starts[r].
+// The host's description of a step: row r has q_lens[r] tokens, the first of them at position starts[r].
 struct AttentionRows {
   const int32_t* starts;
   const int32_t* q_lens;
   const int32_t* page_table;  // [num_rows, table_width]
   int64_t num_rows, table_width;
   int64_t num_pages, page_size;
-  int64_t num_tokens;  // of the arrays; real tokens may be fewer
+  int64_t num_tokens;  // length of the arrays; there may be fewer real tokens
   int window, chunk;   // 0: none
 };
 
-// Kept by the calling thread between calls, so that its vectors keep their memory.
+// A plan in the making. The calling thread keeps it between calls, so that its vectors keep their memory.
 struct AttentionPlan {
-  int64_t num_tokens;                                              // real ones
-  std::vector<int32_t> positions, oldest, token_rows, first_slot;  // by token
+  int64_t num_tokens;                                              // real tokens
+  std::vector<int32_t> positions, oldest, token_rows, first_slot;  // one for each token
   int64_t num_slots;
   std::vector<int32_t> members;
-  std::vector<AttentionTask> tasks;    // first those of long rows, row by row
-  int64_t num_long;                    // of these
-  std::vector<int32_t> shared, order;  // scratch: by row, decode rows sorted by page table
+  std::vector<AttentionTask> tasks;    // the tasks of long rows first, row by row
+  int64_t num_long;                    // how many tasks are of long rows
+  std::vector<int32_t> shared, order;  // scratch: one for each row; decode rows, sorted by page table
 
-  // Fills the plan. An answer that is not empty says which row is not consistent with the cache.
+  // Fills the plan. Returns "", or which row does not agree with the cache.
   std::string Make(const AttentionRows& rows, int64_t group, int64_t kv_heads, int64_t threads);
 
-  // Numbers that Write takes.
+  // How many numbers Write writes.
   int64_t Size() const;
 
-  // As PlanView reads it.
+  // Writes the plan in the form that PlanView reads.
   void Write(int32_t* to) const;
 
  private:
@@ -47,12 +48,12 @@ struct AttentionPlan {
   void ShareRun(int begin, int end, int split, int64_t group, const std::vector<int32_t>& common);
 };
 
-// A plan where Write put it.
+// A view of a plan that Write has written.
 struct PlanView {
   explicit PlanView(const int32_t* from);
 
   int64_t num_tokens, num_slots, num_tasks, num_long;
-  int64_t most_tokens;  // of a task
+  int64_t most_tokens;  // the most tokens that a task has
   const int32_t *positions, *oldest, *token_rows, *first_slot, *members;
   const AttentionTask* tasks;
 };

@@ -1,9 +1,7 @@
 // The two products of attention for one split and one tile of query columns: scores = K Q^T and values = P^T V.
 //
-// Operands are rows of 32-bit words, one word per column: a float, or a pair of bf16 that belong together in a dot
-// product (two dims of a query, or two keys of a probability). So vector code and AMX share their forms:
-//   queries [words of dim][kCols], scores float[key][kCols], probabilities [words of key][kCols],
-//   values [words of key][dim]. Keys are read where they lie in the cache. AMX's own parts are in attention_tiles.h.
+// Operands are rows of 32-bit words, one word for each column: a float, or a pair of bf16 that belong together in a dot
+// product (two dims of a query, or two keys of a probability). So vector code and AMX use the same forms:
 #pragma once
 
 #include <cstring>
@@ -14,11 +12,11 @@
 namespace penstock {
 namespace {
 
-// How numbers are multiplied: as float32; bf16 widened to float32 first; pairs of bf16 by vector instructions; or
-// by AMX tiles.
+// How numbers are multiplied: as float32; as bf16 that is widened to float32 first; as pairs of bf16 by vector
+// instructions; or by AMX tiles.
 enum class Form { kFloat, kWiden, kPairs, kTiles };
 
-// Prefetches tiles of keys or values little by little while others are used. Memory bandwidth limits decoding, so
+// Prefetches tiles of keys or values little by little while other tiles are used. Memory bandwidth limits decoding, so
 // prefetches must neither stop nor come all at once.
 class Fetch {
  public:
@@ -72,7 +70,8 @@ inline float Word(const char* p) {
   return word;
 }
 
-// Scores of kKeyTile keys, rows of `words` words `row_bytes` apart, against kVecs vectors of columns.
+// Computes the scores of kKeyTile keys, rows of `words` words that lie `row_bytes` apart, against kVecs vectors of
+// columns.
 template <int kVecs, bool kPair>
 void ScoreKeys(const char* keys, int64_t row_bytes, const float* queries, int64_t words, float* scores) {
   constexpr int kKeys = kVecs == 1 ? 8 : 4;
@@ -103,7 +102,7 @@ void ScoreKeys(const char* keys, int64_t row_bytes, const float* queries, int64_
   }
 }
 
-// Rows of words of the split's values; a tile of keys has kRows of them.
+// The split's values as rows of words; a tile of keys has kRows of them.
 struct ValueRows {
   const char* const* tiles;
   int64_t row_bytes;
@@ -161,7 +160,7 @@ void SumColumns(const ValueRows& rows, const float* probabilities, int64_t dims,
 // out float[kCols][dims], of which `cols` are filled.
 template <bool kPair, Order kOrder>
 void SumValues(const ValueRows& rows, const float* probabilities, int cols, int64_t dims, float* out) {
-  constexpr int kBlock = Vec::kWidth == 16 ? 4 : 2;  // what the registers hold
+  constexpr int kBlock = Vec::kWidth == 16 ? 4 : 2;  // as many as the registers hold
   constexpr int kColumn = kOrder == Order::kRows ? 1 : kSplit;
   const float* p = probabilities;
   int c = 0;
@@ -184,8 +183,8 @@ inline void WidenKeys(const char* from, int64_t count, float* to) {
   }
 }
 
-// Values [16 keys][dims] to pairs of keys [8][dims][2], where 16 dims begin every `block_words` words and pairs every
-// `pair_words`. Keys outside [begin, end) become 0 unread: they may be NaN.
+// Converts values [16 keys][dims] to pairs of keys [8][dims][2], in which 16 dims begin every `block_words` words and
+// pairs every `pair_words`. Keys outside [begin, end) are not read, because they may be NaN, and become 0.
 inline void PairValues(const char* values, int64_t dims, int begin, int end, int64_t block_words, int64_t pair_words,
                        uint32_t* to) {
   alignas(64) static const uint16_t zeros[16] = {};
@@ -211,7 +210,7 @@ inline void PairValues(const char* values, int64_t dims, int begin, int end, int
   }
 }
 
-// Stores two vectors, rounded to bf16 and side by side in words.
+// Rounds two vectors to bf16 and stores them side by side in words.
 inline void StorePair(uint32_t* to, Vec::F even, Vec::F odd) {
 #ifdef __AVX512BF16__
   alignas(64) static const uint16_t order[32] = {0, 16, 1, 17, 2,  18, 3,  19, 4,  20, 5,  21, 6,  22, 7,  23,

@@ -138,7 +138,7 @@ void PrepareValues(const char** values, int64_t dim, int begin, int end, Memory<
       auto* to = reinterpret_cast<uint32_t*>(memory.values) + at / 2 * dim;
       const bool held = low < high, tiled = kForm == Form::kTiles;
       if (tiled && at % 32) {
-        to = to - 8 * dim + 8 * kCols;  // the lower half of the tiles of 16 pairs
+        to = to - 8 * dim + 8 * kCols;  // goes to the lower half of the tiles of 16 pairs
       }
       PairValues(values[tile], dim, held ? low : 0, held ? high : 0, tiled ? 256 : 16, tiled ? kCols : dim, to);
       values[tile] = reinterpret_cast<const char*>(to);
@@ -147,8 +147,8 @@ void PrepareValues(const char** values, int64_t dim, int begin, int end, Memory<
 }
 
 #ifdef PENSTOCK_HAS_TILES
-// Transposes the probabilities of keys [begin, end), multiples of kKeyTile, to AMX's A operands: blocks of 32 keys,
-// where the half of a block that has no scores gets 0.
+// Transposes the probabilities of keys [begin, end), multiples of kKeyTile, to AMX's A operands: blocks of 32 keys. If
+// half of a block has no scores, it gets 0.
 inline void Turn(uint32_t* pairs, int begin, int end, uint32_t* turned) {
   if (begin % 32) {
     memset(pairs + begin / 32 * 256, 0, 512);
@@ -245,7 +245,7 @@ void RunUnit(const AttentionJob& job, const AttentionUnit& unit, const Attention
     if (!few) {
       PrepareKeys<kForm>(keys, dim, begin, end, memory);
     }
-    // While the first columns use the keys, their values are prefetched; after that, the next keys.
+    // While the first columns use the keys, the values of these keys are prefetched; afterwards the next keys are.
     const int64_t tile_bytes = kKeyTile * dim * job.element(), steps = (end - begin + kKeyTile - 1) / kKeyTile;
     Fetch fetch_values(raw_values, tile_bytes, 3 * steps), fetch_next(ahead, tile_bytes, 2 * steps);
     bool prepared = false;
@@ -280,7 +280,7 @@ void RunUnit(const AttentionJob& job, const AttentionUnit& unit, const Attention
             PrepareValues<kForm>(values, dim, begin, end, memory, fetch_next);
           }
           prepared = true;
-          // The values of keys outside the range must not be multiplied. In pairs they are 0.
+          // The values of keys outside the range must not be multiplied. In pairs of bf16 they are 0.
           if (Paired(kForm)) {
             from = first, to = last;
           }

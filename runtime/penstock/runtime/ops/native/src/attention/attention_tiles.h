@@ -1,5 +1,5 @@
-// The products of attention_products.h on AMX tiles: [16 keys, 32 dims] of the cache as it lies times [16 pairs of
-// dims, 16 columns] of queries, and [16 columns, 16 pairs of keys] of probabilities times [16 pairs of keys, 16 dims]
+// The products of attention_products.h on AMX tiles: [16 keys, 32 dims], as they lie in the cache, times [16 pairs of
+// dims, 16 columns] of queries; and [16 columns, 16 pairs of keys] of probabilities times [16 pairs of keys, 16 dims]
 // of values.
 #pragma once
 
@@ -10,13 +10,13 @@
 namespace penstock {
 namespace {
 
-// The tile registers of the functions below. Sums are numbered by tiles of keys or dims; where there are two tiles of
+// The tile registers of the functions below. Sums are numbered by tiles of keys or dims. If there are two tiles of
 // columns, kSum0 and kSum1 belong to the first tile of keys or dims, and kSum2 and kSum3 to the second.
 constexpr int kSum0 = 0;
 constexpr int kSum1 = 1;
 constexpr int kSum2 = 2;
 constexpr int kSum3 = 3;
-// Operands, whose meaning each function says.
+// Operands; each function says what they hold.
 constexpr int kOperand0 = 4;
 constexpr int kOperand1 = 5;
 constexpr int kOperand2 = 6;
@@ -26,7 +26,7 @@ constexpr int kOperand3 = 7;
 // before it, and its queries are 0 there.
 inline int64_t ChunkOffset(int64_t chunk, int64_t dim) { return 2 * (32 * chunk + 32 <= dim ? 32 * chunk : dim - 32); }
 
-// Scores of kN tiles of keys against one tile of columns.
+// Computes the scores of kN tiles of keys against one tile of columns.
 template <int kN>
 void ScoreTiles(const char* const* keys, int64_t dim, const uint32_t* queries, float* scores, Fetch& fetch) {
   constexpr int kQueries = kOperand0;
@@ -75,8 +75,9 @@ void ScoreTiles(const char* const* keys, int64_t dim, const uint32_t* queries, f
   }
 }
 
-// Scores of kN (1 or 2) tiles of keys against two tiles of columns, whose queries lie `apart` words from each other and
-// whose scores kSplit keys. So keys, which come from the second-level cache, are loaded half as often.
+// Computes the scores of kN (1 or 2) tiles of keys against two tiles of columns, whose queries lie `apart` words from
+// each other and whose scores lie kSplit keys from each other. So keys, which come from the second-level cache, are
+// loaded half as often.
 template <int kN>
 void ScoreTilesTwice(const char* const* keys, int64_t dim, const uint32_t* queries, int64_t apart, float* scores,
                      Fetch& fetch) {
@@ -117,7 +118,7 @@ void ScoreTilesTwice(const char* const* keys, int64_t dim, const uint32_t* queri
   }
 }
 
-// out[col][dim ..] for kN times 16 dims: sum over blocks of 32 keys [begin, end). Values are tiles
+// out[col][dim ..] for kN times 16 dims: the sum over blocks of 32 keys [begin, end). Values are tiles
 // [block][dims / 16][16 pairs][16 dims].
 template <int kN>
 void SumTiles(const uint32_t* probabilities, const uint32_t* values, int begin, int end, int64_t dims, int64_t dim,

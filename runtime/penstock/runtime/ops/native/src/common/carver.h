@@ -8,8 +8,8 @@
 namespace penstock {
 namespace {
 
-// Hands out arrays one after the other, each beginning on a cache line of its own. Without memory it only measures:
-// then all arrays are null.
+// Hands out arrays one after the other; each begins on a cache line of its own. Without memory it only measures: then
+// all arrays are null.
 class Carver {
  public:
   explicit Carver(char* memory) : memory_(memory) {}

@@ -12,7 +12,7 @@ namespace {
 
 bool Bit(unsigned value, int bit) { return (value >> bit) & 1; }
 
-// The kernel grants AMX's 8 KiB of tile state per process, on request (arch_prctl since Linux 5.16).
+// Linux grants AMX's 8 KiB of tile state to a process on request (arch_prctl, since Linux 5.16).
 bool RequestAmx() {
   constexpr int kReqXcompPerm = 0x1023;
   constexpr int kXtileData = 18;
@@ -28,7 +28,7 @@ unsigned long long EnabledStates() {
 Isa Detect() {
   unsigned a, b, c, d;
   if (!__get_cpuid(1, &a, &b, &c, &d) || !Bit(c, 27)) {
-    return Isa::kNone;  // no OSXSAVE
+    return Isa::kNone;  // without OSXSAVE, AVX registers cannot be used
   }
   const bool fma = Bit(c, 12), f16c = Bit(c, 29);
   const unsigned long long states = EnabledStates();
@@ -39,7 +39,7 @@ Isa Detect() {
   if (!avx2) {
     return Isa::kNone;
   }
-  // F, DQ, BW, VL and VNNI: every AVX-512 server processor since Cascade Lake.
+  // F, DQ, BW, VL and VNNI, which every AVX-512 server processor since Cascade Lake has.
   const bool avx512 = Bit(b, 16) && Bit(b, 17) && Bit(b, 30) && Bit(b, 31) && Bit(c, 11) && (states & 0xe6) == 0xe6;
   if (!avx512) {
     return Isa::kAvx2;

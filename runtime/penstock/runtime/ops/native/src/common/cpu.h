@@ -1,4 +1,4 @@
-// Which instructions this machine has, asked once at run time.
+// The instruction sets of this machine, asked for once at run time.
 #pragma once
 
 namespace penstock {
@@ -15,8 +15,9 @@ Isa CurrentIsa();
 // decides, not a measurement, because a machine's results must not change from start to start.
 bool UsePairs();
 
-// Of one function for each instruction set, the one for the set in use; null if there is none. They are functions,
-// because even the constants of a set's file may be loaded with instructions that the machine lacks.
+// Returns that of several functions, one for each instruction set, which is for the set in use; null if there is none.
+// They are functions, because even the constants of a set's file may be loaded with instructions that the machine
+// lacks.
 template <typename Function>
 Function ForCurrentIsa(Function avx2, Function avx512, Function avx512_bf16, Function amx) {
   switch (CurrentIsa()) {
@@ -41,6 +42,6 @@ extern "C" {
 int penstock_best_isa();
 // Forbids sets above `isa` from now on, for tests. Returns the one in use.
 int penstock_limit_isa(int isa);
-// Sets what UsePairs returns from now on, for tests: 0 false, 1 true, -1 what is faster on this processor.
+// Sets what UsePairs returns from now on, for tests: 0 for false, 1 for true, -1 for what is faster on this processor.
 void penstock_use_pairs(int pairs);
 }

@@ -1,5 +1,5 @@
-// Sixteen float32 values at a time, compiled once per instruction set. Everything here is in an unnamed namespace: were
-// it shared, the linker would keep one copy, perhaps with instructions the machine lacks.
+// Sixteen float32 values at a time, compiled once per instruction set. Everything here is in an unnamed namespace: if
+// it were shared, the linker would keep one copy, which might have instructions that the machine lacks.
 #pragma once
 
 #include <immintrin.h>
@@ -27,14 +27,14 @@ inline float Total(Lanes a) { return _mm512_reduce_add_ps(a.v); }
 inline Lanes Mul(Lanes a, Lanes b) { return {_mm512_mul_ps(a.v, b.v)}; }
 inline Lanes Div(Lanes a, Lanes b) { return {_mm512_div_ps(a.v, b.v)}; }
 
-// The larger of `size`, which is not negative, and the size of b. Sizes compare as their bits do as integers, whose
-// largest are NaN.
+// The larger of `size`, which is not negative, and the size of b. As integers, the bits of sizes have the same order as
+// the sizes, and NaN is the largest.
 inline Lanes LargerSize(Lanes size, Lanes b) {
   const __m512i bits = _mm512_castps_si512(_mm512_abs_ps(b.v));
   return {_mm512_castsi512_ps(_mm512_max_epi32(_mm512_castps_si512(size.v), bits))};
 }
 
-// Of lanes that are not negative, or NaN if any is.
+// The largest of lanes that are not negative; NaN if any lane is NaN.
 inline float LargestSize(Lanes sizes) {
   const int32_t bits = _mm512_reduce_max_epi32(_mm512_castps_si512(sizes.v));
   float largest;
@@ -42,7 +42,7 @@ inline float LargestSize(Lanes sizes) {
   return largest;
 }
 
-// To the nearest integer, ties away from zero; at most 127 in size.
+// Rounds to the nearest integer, ties away from zero, and stores int8. No lane is larger than 127 in size.
 inline void StoreInt8(int8_t* to, Lanes a) {
   const __m512 half = _mm512_or_ps(_mm512_and_ps(a.v, _mm512_set1_ps(-0.0f)), _mm512_set1_ps(0.5f));
   const __m512i whole = _mm512_cvttps_epi32(_mm512_add_ps(a.v, half));
@@ -54,7 +54,7 @@ inline Lanes LoadBf16(const uint16_t* from) {
   return {_mm512_castsi512_ps(_mm512_slli_epi32(wide, 16))};
 }
 
-// To nearest, ties to even; NaN stays NaN.
+// Rounds to nearest, ties to even, and stores bf16; NaN stays NaN.
 inline void StoreBf16(uint16_t* to, Lanes a) {
 #if defined(__AVX512BF16__)
   const __m256bh narrow = _mm512_cvtneps_pbh(a.v);
@@ -183,7 +183,7 @@ inline void StoreBf16(uint16_t* to, const Lanes& a) {
 inline Lanes Exp(const Lanes& a) {
   return Each([&](int i) {
     const float x = a.v[i] < -87.0f ? -87.0f : (a.v[i] > 88.0f ? 88.0f : a.v[i]);
-    // Rounded to an integer.
+    // Rounds x * log2(e) to an integer.
     const float n = __builtin_fmaf(x, 1.44269504088896341f, 12582912.0f) - 12582912.0f;
     const float r = __builtin_fmaf(n, 2.12194440e-4f, __builtin_fmaf(n, -0.693359375f, x));
     float p = 1.9875691500e-4f;

@@ -1,14 +1,14 @@
-// What kernels may take of the machine, set for the whole process.
+// What kernels may use of the machine, set for the whole process.
 #pragma once
 
 #include <cstdint>
 
 namespace penstock {
 
-// Most threads of a loop, its caller's among them.
+// The most threads of a loop, including its caller's.
 int64_t MaxThreads();
 
-// Most bytes of a Scratch.
+// The most bytes of one Scratch.
 int64_t MaxScratch();
 
 }  // namespace penstock

@@ -18,20 +18,20 @@ namespace penstock {
 
 constexpr int kSpins = 4096;  // some 0.1 to 0.2 ms
 
-// Threads that a loop over the pool runs on, its caller's among them: at least 1.
+// How many threads a loop over the pool runs on, including its caller's: at least 1.
 inline int64_t NumThreads(const xla::ffi::ThreadPool& pool) {
   return std::max<int64_t>(1, std::min(pool.num_threads(), MaxThreads()));
 }
 
-// Calls body(i) for 0 <= i < count, on the calling thread and on threads of the pool; returns when all calls have.
-// Make each call worth some microseconds.
+// Calls body(i) for 0 <= i < count, on the calling thread and on threads of the pool. Returns when all calls have
+// returned. Each call should be worth some microseconds.
 //
-// Each thread first takes the indices of a range of its own in ascending order, then helps the others with theirs: so
-// memory is read in few long sweeps, and uneven work balances. The caller waits only for calls that have begun: a pool
-// whose threads are all busy delays nothing, and a helper that comes too late finds no index left.
+// Each thread first takes the indices of a range of its own in ascending order, then helps other threads with theirs.
+// So memory is read in few long sweeps, and uneven work is balanced. The caller waits only for calls that have begun: a
+// pool whose threads are all busy delays nothing, and a helper that comes too late finds no index left.
 //
-// If a call throws, on whichever thread, the caller gets that exception (the first of several) once all calls that have
-// begun are done; the others are left out.
+// If a call throws, on whichever thread, the caller gets that exception (the first, if there are several) once all
+// calls that have begun are done. Calls that have not begun are left out.
 template <typename Body>
 void ParallelFor(xla::ffi::ThreadPool& pool, int64_t count, Body&& body) {
   const int64_t ranges = std::min(NumThreads(pool), count);
@@ -50,10 +50,11 @@ void ParallelFor(xla::ffi::ThreadPool& pool, int64_t count, Body&& body) {
     int64_t num_ranges;
     std::atomic<int64_t> workers{0};
     alignas(64) std::atomic<int64_t> done{0};
-    // Lives on the caller's stack. It is called after a claim only, and the caller stays until every claim is done.
+    // The body lives on the caller's stack. It is called only after a claim, and the caller stays until every claim is
+    // done.
     std::remove_reference_t<Body>* body;
     std::atomic<bool> failed{false};
-    std::exception_ptr error;  // written by who set `failed`, before its call counts as done
+    std::exception_ptr error;  // written by the thread that set `failed`, before its call counts as done
 
     void Work() override {
       const int64_t own = workers.fetch_add(1, std::memory_order_relaxed);
@@ -93,8 +94,8 @@ void ParallelFor(xla::ffi::ThreadPool& pool, int64_t count, Body&& body) {
     pool.Schedule([] { Team::Get().Serve(); });
   }
   loop->Work();
-  // What is left takes another thread some microseconds. If it takes long, that thread may wait for a processor,
-  // perhaps this one: a machine may have fewer to spare than threads.
+  // The calls that are left take other threads some microseconds. If they take long, such a thread may be waiting for a
+  // processor, perhaps this one: a machine may have fewer to spare than there are threads.
   for (int turns = 0; loop->done.load(std::memory_order_acquire) < count; ++turns) {
     if (turns < kSpins) {
       __builtin_ia32_pause();

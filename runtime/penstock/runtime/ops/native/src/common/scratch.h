@@ -24,7 +24,7 @@ char* Scratch(int64_t bytes) {
   }
   if (size < bytes) {
     const int64_t rounded = (bytes + 4095) / 4096 * 4096;
-    size = 0;  // what is held now goes first, and stays gone should there be no memory for more
+    size = 0;  // the old memory is freed first; if there is none to replace it, the thread holds none
     memory.reset();
     memory.reset(static_cast<char*>(std::aligned_alloc(4096, rounded)));
     if (!memory) {

@@ -25,7 +25,7 @@ class Team {
     return *team;
   }
 
-  // Offers `task` to the helpers, in place of the one before (whose caller does what is left of it). Returns how many
+  // Offers `task` to the helpers, in place of the task before, whose caller does what is left of it. Returns how many
   // more helpers must be sent to Serve to have `wanted` of them.
   int64_t Post(std::shared_ptr<Task> task, int64_t wanted) {
     std::lock_guard<std::mutex> lock(mutex_);
@@ -44,7 +44,7 @@ class Team {
       {
         std::lock_guard<std::mutex> lock(mutex_);
         const uint64_t number = number_.load(std::memory_order_relaxed);
-        if (number == seen) {  // under the lock: whoever posts now still counts this helper, or sends another
+        if (number == seen) {  // checked under the lock, so that each post counts this helper or sends another one
           --helpers_;
           return;
         }
@@ -68,7 +68,7 @@ class Team {
   std::mutex mutex_;
   std::shared_ptr<Task> task_;
   std::atomic<uint64_t> number_{0};
-  int64_t helpers_ = 0;  // that were sent to Serve and have not left
+  int64_t helpers_ = 0;  // helpers that were sent to Serve and have not left it
 };
 
 }  // namespace penstock

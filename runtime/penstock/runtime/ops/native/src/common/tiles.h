@@ -1,8 +1,8 @@
 // AMX's eight tile registers by number, each of at most 16 rows of 64 bytes.
 //
-// The numbers are template arguments, which the compilers' own functions (macros that print their arguments) would not
-// take. A test build names a header in PENSTOCK_TILES that has the same functions in plain C++: so what is written
-// with them is run on machines without AMX too. In an unnamed namespace, like lanes.h.
+// The numbers are template arguments, because the compilers' own functions are macros that paste their arguments into
+// assembly text. A test build names a header in PENSTOCK_TILES that has the same functions in plain C++, so that code
+// written with them can run on machines without AMX. In an unnamed namespace, like lanes.h.
 #pragma once
 
 #include <cstdint>
@@ -13,7 +13,7 @@
 namespace penstock {
 namespace {
 
-// As LDTILECFG reads it: by default all eight tiles in full.
+// The operand of LDTILECFG. By default it has all eight tiles in full size.
 struct alignas(64) TileConfig {
   uint8_t palette = 1, start_row = 0, reserved[14] = {};
   uint16_t row_bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
@@ -32,7 +32,7 @@ namespace {
 
 inline void TileConfigure(const TileConfig& config) { asm volatile("ldtilecfg %0" : : "m"(config)); }
 
-// Tiles hold nothing from here on, so the system need not save 8 KiB of them whenever it switches threads.
+// Tiles hold nothing from here on, so the system need not save their 8 KiB whenever it switches threads.
 inline void TileRelease() { asm volatile("tilerelease"); }
 
 template <int kTile>

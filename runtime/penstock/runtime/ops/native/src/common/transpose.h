@@ -1,4 +1,4 @@
-// Words (32 bits) of up to 16 rows, transposed. In an unnamed namespace, like lanes.h.
+// Transposes the words (32 bits) of up to 16 rows. In an unnamed namespace, like lanes.h.
 #pragma once
 
 #include <immintrin.h>
@@ -10,7 +10,7 @@ namespace {
 
 #if defined(__AVX512F__)
 
-// 16 x 16 words, in place.
+// Transposes 16 x 16 words in place.
 inline void Transpose16(__m512i* a) {
   __m512i b[16];
   for (int i = 0; i < 16; i += 2) {
@@ -23,7 +23,7 @@ inline void Transpose16(__m512i* a) {
     a[i + 2] = _mm512_unpacklo_epi64(b[i + 1], b[i + 3]);
     a[i + 3] = _mm512_unpackhi_epi64(b[i + 1], b[i + 3]);
   }
-  // a[4 i + j] lane l holds word 4 l + j of rows 4 i .. 4 i + 3.
+  // Lane l of a[4 i + j] holds word 4 l + j of rows 4 i .. 4 i + 3.
   for (int j = 0; j < 4; ++j) {
     const __m512i low = _mm512_shuffle_i32x4(a[j], a[4 + j], 0x44);
     const __m512i low2 = _mm512_shuffle_i32x4(a[8 + j], a[12 + j], 0x44);
@@ -39,7 +39,7 @@ inline void Transpose16(__m512i* a) {
   }
 }
 
-// from [rows][stride] to [words][rows]; rows at most 16, words a multiple of 16.
+// Transposes from [rows][stride] to [words][rows]; there are at most 16 rows, and `words` is a multiple of 16.
 inline void TransposeWords(const uint32_t* from, int64_t stride, int64_t rows, int64_t words, uint32_t* to) {
   const __mmask16 kept = static_cast<__mmask16>((1u << rows) - 1);
   const uint32_t* begins[16];
@@ -58,7 +58,7 @@ inline void TransposeWords(const uint32_t* from, int64_t stride, int64_t rows, i
   }
 }
 
-// 16 rows of 16 words, e.g. between probability pairs [pair][col] and AMX's A operand [col][pair].
+// Transposes 16 rows of 16 words, for example probabilities from [pair][col] to AMX's A operand [col][pair].
 inline void TransposeTile(const uint32_t* const* from, uint32_t* to) {
   __m512i a[16];
   for (int i = 0; i < 16; ++i) {

@@ -1,6 +1,5 @@
-// Vectors of float32, of the width that the including file is compiled for, and the few functions attention and the
-// sampler need.
-// In an unnamed namespace: a shared copy could hold instructions the machine lacks.
+// Vectors of float32, of the width that the including file is compiled for, with the functions that attention and the
+// sampler need. In an unnamed namespace, like lanes.h.
 #pragma once
 
 #include <immintrin.h>
@@ -22,11 +21,11 @@ struct Vec {
   static F Mul(F a, F b) { return _mm512_mul_ps(a, b); }
   static F Div(F a, F b) { return _mm512_div_ps(a, b); }
   static F Fma(F a, F b, F c) { return _mm512_fmadd_ps(a, b, c); }
-  static F Max(F a, F b) { return _mm512_max_ps(a, b); }  // b if either is NaN
+  static F Max(F a, F b) { return _mm512_max_ps(a, b); }  // returns b if either is NaN
   static F Min(F a, F b) { return _mm512_min_ps(a, b); }
   static F Abs(F x) { return _mm512_abs_ps(x); }
   static F Less(F a, F b, F yes, F no) { return _mm512_mask_blend_ps(_mm512_cmp_ps_mask(a, b, _CMP_LT_OQ), no, yes); }
-  // x where low[i] <= key <= high[i], else -infinity.
+  // x where low[i] <= key <= high[i], and -infinity elsewhere.
   static F Within(F x, int key, const int32_t* low, const int32_t* high) {
     const __m512i k = _mm512_set1_epi32(key);
     const __mmask16 in =
@@ -37,13 +36,13 @@ struct Vec {
     return _mm512_castsi512_ps(
         _mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))), 16));
   }
-  // Pairs of bf16: those in the low, and in the high half of each word.
+  // Of pairs of bf16: the values in the low half of each word, and those in the high half.
   static F EvenHalves(F x) { return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_castps_si512(x), 16)); }
   static F OddHalves(F x) {
     return _mm512_castsi512_ps(
         _mm512_and_si512(_mm512_castps_si512(x), _mm512_set1_epi32(static_cast<int>(0xffff0000))));
   }
-  // To nearest, ties to even.
+  // Rounds to nearest, ties to even, and stores bf16.
   static void StoreNarrow(uint16_t* p, F x) {
     const __m512i bits = _mm512_castps_si512(x);
     const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
@@ -51,7 +50,8 @@ struct Vec {
     r = _mm512_mask_mov_epi32(r, _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q), _mm512_set1_epi32(0x7fc00000));
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtepi32_epi16(_mm512_srli_epi32(r, 16)));
   }
-  // x as n + r, n an integer and |r| <= 1/2: returns r; Scale(y, x) is y * 2^n. For -infinity r is 0.
+  // Splits x into n + r, where n is an integer and |r| <= 1/2, and returns r; Scale(y, x) is y * 2^n. For -infinity r
+  // is 0.
   static F Fraction(F x) { return _mm512_reduce_ps(x, 0); }
   static F Scale(F y, F x) { return _mm512_scalef_ps(y, _mm512_roundscale_ps(x, 0)); }
 };

@@ -1,4 +1,5 @@
-// The FFI operation `penstock_linear`: optional RMS norm of x, products with one to three packed weights, epilogue.
+// The FFI operation `penstock_linear`: optionally the RMS norm of x, then products with one to three packed weights,
+// then the epilogue.
 #include <cstring>
 #include <memory>
 
@@ -38,9 +39,9 @@ void Halve(LinearJob* job) {
 }
 
 // x bf16 [T, K]; num_rows int32 []: rows from this one on are padding, and are not written in y; norm bf16 [any] or
-// [0]; residual bf16 like y or [0]; then weight, scale, bias per weight, the latter two [0] where absent. Norm, scales
-// and biases are parts of arrays that may hold many: `at` says where the norm begins, then the scale and the bias of
-// each weight.
+// [0]; residual bf16 like y or [0]; then weight, scale and bias for each weight, the latter two [0] if absent. Norm,
+// scales and biases are parts of arrays that may hold many: `at` says where the norm begins, then where the scale and
+// the bias of each weight do.
 ffi::Error Linear(ffi::ThreadPool pool, ffi::Buffer<ffi::BF16> x, ffi::Buffer<ffi::S32> num_rows,
                   ffi::Buffer<ffi::BF16> norm, ffi::Buffer<ffi::BF16> residual, ffi::RemainingArgs rest,
                   ffi::Result<ffi::AnyBuffer> y, bool gate, float eps, ffi::Span<const int64_t> at) {

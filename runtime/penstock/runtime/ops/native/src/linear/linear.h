@@ -1,4 +1,4 @@
-// y = x W^T over weights packed in tiles: what the kernels of each instruction set share.
+// y = x W^T over weights packed in tiles: the definitions that the kernels of each instruction set share.
 //
 // A packed bf16 weight [out, in] is [out / 16][in / 32][16 pairs of in][16 out][2]: each 1 KiB tile is the B operand
 // of AMX's TDPBF16PS and, row by row, the vector operand of AVX-512's VDPBF16PS, and the whole weight is read in
@@ -16,14 +16,14 @@ constexpr int64_t kRowBlock = 16;  // rows of x that put_rows takes at once
 
 struct PackedWeight {
   const char* tiles;
-  const float* scale;    // int8: [out], of each output; else null
+  const float* scale;    // int8: [out], one for each output; else null
   const float* sums;     // int8: [out], 128 * the sum of each output's weights; else null
   const uint16_t* bias;  // bf16 [out] or null
   int64_t num_blocks;    // out / 16
 };
 
 // One call of the operation. The outputs of several weights lie side by side in a row of y. With `gate` there are two
-// weights of equal shape and y = silu(x W0^T) * (x W1^T).
+// weights of equal shape, and y = silu(x W0^T) * (x W1^T).
 struct LinearJob {
   const void* x;         // in the kernel's own form, see LinearKernel::put_rows
   const float* x_scale;  // int8: [m]
@@ -31,8 +31,8 @@ struct LinearJob {
   PackedWeight weights[kMaxWeights];
   int64_t num_weights;
   bool gate, int8;
-  uint16_t* y_bf16;          // [m, ldy], or null and
-  float* y_f32;              // [m, ldy]
+  uint16_t* y_bf16;          // [m, ldy], or null if y is float32
+  float* y_f32;              // [m, ldy], if y_bf16 is null
   const uint16_t* residual;  // bf16 [m, ldy] added to y, or null
   int64_t ldy;
 

@@ -8,17 +8,18 @@
 namespace penstock {
 namespace {
 
-// Rows of an A tile.
+// The rows of an A tile.
 constexpr int64_t kRows = 16;
-// How far ahead a weight is prefetched that streams from memory.
+// How many bytes ahead a weight is prefetched that streams from memory.
 constexpr int64_t kPrefetchBytes = 2048;
-// Bytes of weight in a unit of few rows: enough to be worth claiming.
+// The bytes of weight in a unit of few rows: enough to be worth claiming.
 constexpr int64_t kFewRowsUnitBytes = 128 * 1024;
-// Bytes of x in a unit of many rows: what stays in the second-level cache beside some weights.
+// The bytes of x in a unit of many rows, which stay in the second-level cache beside some weights.
 constexpr int64_t kRowsBytes = 1280 * 1024;
-// Steps of 64 bytes in a chunk: the tiles of two blocks in 8 steps take 16 KiB.
+// The steps of 64 bytes in a chunk: the tiles of two blocks in 8 steps take 16 KiB.
 constexpr int64_t kChunkSteps = 8;
-// For at most this many pairs of row blocks inputs are not cut into chunks: the weights only pass through anyway.
+// With at most this many pairs of row blocks, inputs are not cut into chunks, because then weights are reused too
+// little for that to pay.
 constexpr int64_t kUnchunkedPairs = 4;
 
 // The tile registers. kSum01 holds the sums of row block 0 and out block 1, kX0 and kX1 row blocks of x, kW0 and kW1
@@ -46,8 +47,8 @@ inline void PrefetchTile(const char* at) {
   }
 }
 
-// The tiles of a row block of x or of an out block of a weight: they lie `step` bytes apart, in the order in which they
-// are multiplied.
+// The tiles of a row block of x, or of an out block of a weight: they lie `step` bytes apart, in the order in which
+// they are multiplied.
 struct Tiles {
   const char* begin;
   int64_t step;
@@ -246,7 +247,7 @@ void ManyRows(const LinearJob& job, const UnitBlocks& unit, int64_t first_row, i
       configured = rows;
       const char* x0 = x + 2 * p * row_block_bytes;
       const Tiles first{x0, rows0 * 64};
-      // Without a second row block, its tiles have one row, which is read from the first.
+      // If there is no second row block, its tiles have one row, which is read from the first block.
       const Tiles second = rows1 ? Tiles{x0 + row_block_bytes, rows1 * 64} : Tiles{x0, 64};
       const Tiles row_blocks[2] = {first, second};
       const PairSums sums{memory + p * 4 * kTileBytes};

@@ -1,4 +1,4 @@
-// AVX2 with FMA: bf16 weights are widened to float32, int8 ones to int16.
+// AVX2 with FMA. bf16 weights are widened to float32, and int8 weights to int16.
 #include "linear/linear_vector.h"
 
 namespace penstock {
@@ -31,7 +31,7 @@ struct WideBf16 {
   }
 };
 
-// A register has four outputs' fours in int16, so its sums are two to an output until the end. (_mm256_maddubs_epi16
+// A register holds the fours of four outputs as int16, so each output has two sums until the end. (_mm256_maddubs_epi16
 // would take bytes, but it saturates.)
 struct WideInt8 {
   using Sum = __m256i;

@@ -1,4 +1,4 @@
-// How AVX-512 multiplies, see linear_vector.h.
+// How AVX-512 multiplies: the traits class for linear_vector.h.
 #pragma once
 
 #include <immintrin.h>

@@ -1,5 +1,4 @@
-// Parts of the linear kernels that are compiled once per instruction set. Everything here is in an unnamed
-// namespace: were it shared, the linker would keep one copy, perhaps with instructions the machine lacks.
+// Parts of the linear kernels that are compiled once per instruction set. In an unnamed namespace, like lanes.h.
 #pragma once
 
 #include <cmath>
@@ -121,8 +120,8 @@ inline void LoadRow(const LinearInput& input, int64_t row, int64_t k, float* out
   }
 }
 
-// The largest size in a row of float32, which is 127 in symmetric int8. k is a multiple of 16. If any value is NaN, so
-// is the result, and so are the row's scale and all its outputs.
+// The largest size in a row of float32, which becomes 127 in symmetric int8. k is a multiple of 16. If any value is
+// NaN, so are the result, the row's scale and all its outputs.
 inline float RowPeak(const float* row, int64_t k) {
   Lanes peak = Fill(0.0f);
   for (int64_t i = 0; i < k; i += 16) {

@@ -8,12 +8,12 @@
 namespace penstock {
 namespace {
 
-// What a word of x is: a float32, two bf16, or four int8 as they are or plus 128, as unsigned bytes.
+// What a word of x holds: a float32, two bf16, or four int8, either as they are or plus 128 as unsigned bytes.
 enum class Form { kFloat, kPair, kFour, kFourOffset };
 
 constexpr int64_t Words(Form form, int64_t k) { return form == Form::kFloat ? k : form == Form::kPair ? k / 2 : k / 4; }
 
-// How many rows the panel that begins at `row` has. A row block is divided into panels of at most `most` rows, as
+// The number of rows of the panel that begins at `row`. A row block is divided into panels of at most `most` rows, as
 // evenly as possible; no panel reaches into the next block.
 inline int64_t PanelRows(int64_t most, int64_t m, int64_t row) {
   const int64_t first = row / kRowBlock * kRowBlock;
@@ -54,7 +54,7 @@ inline void PutPanels(Form form, int64_t most, const LinearInput& input, int64_t
                       uint32_t* x, float* x_scale, float* row) {
   const int64_t words = Words(form, job.k), first = block * kRowBlock;
   const int64_t last = Min(job.m, first + kRowBlock);
-  const int64_t stride = words + 16;  // rows a power of two apart would share a set of the first cache
+  const int64_t stride = words + 16;  // rows a power of two apart would share a set of the first-level cache
   auto* apart = reinterpret_cast<uint32_t*>(Scratch<struct LinearPanel>(kRowBlock * stride * 4));
   for (int64_t from = first; from < last;) {
     const int64_t rows = PanelRows(most, job.m, from);

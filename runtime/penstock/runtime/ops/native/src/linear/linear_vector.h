@@ -9,7 +9,7 @@
 //
 // x is cut in panels of at most kRows rows, words [step over all inputs][row of the panel]: the words that a step
 // multiplies by the same weights lie side by side, and a panel is read in one ascending sweep. (Rows that lie apart
-// by a power of two bytes would share a few sets of the first cache.)
+// by a power of two bytes would share a few sets of the first-level cache.)
 //
 // An output is one chain of products in ascending order of inputs, whatever the number of rows: its bits depend on
 // its own row alone.
@@ -25,10 +25,10 @@
 namespace penstock {
 namespace {
 
-constexpr int64_t kUnitBytes = 128 * 1024;   // of weight: enough to be worth a claim
-constexpr int64_t kPrefetchBytes = 4096;     // ahead of a weight that streams from memory
-constexpr int64_t kRowsBytes = 1024 * 1024;  // of x: what stays in the second cache beside some weights
-constexpr int64_t kFewestRows = 64;          // of x at once all the same: for fewer, weights come too slowly
+constexpr int64_t kUnitBytes = 128 * 1024;   // of weight in a unit: enough to be worth a claim
+constexpr int64_t kPrefetchBytes = 4096;     // how far ahead a weight is prefetched
+constexpr int64_t kRowsBytes = 1024 * 1024;  // of x, which stay in the second-level cache beside some weights
+constexpr int64_t kFewestRows = 64;          // of x at once in any case: with fewer, weights come too slowly
 
 // Multiplies one block's tile rows by a panel of R rows, over all inputs. It is not inlined, so that its sums stay in
 // registers whatever its caller keeps there.
@@ -86,7 +86,7 @@ struct VectorLinear {
     return job.m > 64 || blocks < 1 ? 1 : blocks;
   }
 
-  // Rows are shared out evenly, so that all of a call's units are alike.
+  // Rows are divided evenly, so that all units of a call are alike.
   static int64_t RowsAtOnce(const LinearJob& job) {
     const int64_t most = Max(kRowsBytes / (WordsOf(job) * 4), kFewestRows);
     const int64_t parts = CeilDiv(job.m, most);

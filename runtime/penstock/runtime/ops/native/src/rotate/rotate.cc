@@ -17,7 +17,7 @@ RotateRows Kernel() {
   return ForCurrentIsa(RotateRowsAvx2, RotateRowsAvx512, RotateRowsAvx512Bf16, RotateRowsAvx512Bf16);
 }
 
-// What the buffer holds from place `at` on; null where it is empty.
+// The buffer's values from place `at` on; null if it is empty.
 template <typename Buffer>
 const uint16_t* From(const Buffer& buffer, int64_t at) {
   return buffer.element_count() ? reinterpret_cast<const uint16_t*>(buffer.untyped_data()) + at : nullptr;
@@ -27,9 +27,9 @@ uint16_t* Bits(ffi::Result<ffi::Buffer<ffi::BF16>>& buffer) {
   return reinterpret_cast<uint16_t*>(buffer->untyped_data());
 }
 
-// qkv bf16 [T, (H + 2 K) * D], cos and sin float32 [T, D / 2], num_rows int32 [] (the others are padding and left as
-// they are), norms bf16 [D] from `q_norm_at` and `k_norm_at` on in arrays that may hold more, or [0] -> q [T, H, D],
-// k [T, K, D], v [T, K, D].
+// qkv bf16 [T, (H + 2 K) * D]; cos and sin float32 [T, D / 2]; num_rows int32 []: rows from this one on are padding,
+// and are not written; norms bf16 [D], from `q_norm_at` and `k_norm_at` on in arrays that may hold more, or [0].
+// Returns q [T, H, D], k [T, K, D] and v [T, K, D].
 ffi::Error Rotate(ffi::ThreadPool pool, ffi::Buffer<ffi::BF16> qkv, ffi::Buffer<ffi::F32> cos,
                   ffi::Buffer<ffi::F32> sin, ffi::Buffer<ffi::S32> num_rows, ffi::Buffer<ffi::BF16> q_norm,
                   ffi::Buffer<ffi::BF16> k_norm, ffi::Result<ffi::Buffer<ffi::BF16>> q,

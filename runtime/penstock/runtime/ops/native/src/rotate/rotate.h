@@ -1,4 +1,4 @@
-// What lies between the qkv product and attention: per-head RMS norm of queries and keys, and rotary embedding.
+// The operations between the qkv product and attention: RMS norm of queries and keys by head, and rotary embedding.
 #pragma once
 
 #include <cstdint>
@@ -12,7 +12,7 @@ struct RotateJob {
   const uint16_t* q_norm;  // bf16 [dim] or null
   const uint16_t* k_norm;
   float eps;
-  int64_t heads, kv_heads, dim;  // dim a multiple of 32
+  int64_t heads, kv_heads, dim;  // dim is a multiple of 32
   uint16_t* q;                   // [rows, heads, dim]
   uint16_t* k;                   // [rows, kv_heads, dim]
   uint16_t* v;

@@ -11,7 +11,7 @@ namespace {
 
 constexpr int64_t kLanes = 16;
 
-// Channel i turns with channel i + dim / 2 (Su et al. 2021, in the order of Hugging Face's checkpoints).
+// Channel i is rotated together with channel i + dim / 2 (Su et al. 2021, in the order of Hugging Face's checkpoints).
 inline void RotateHead(const uint16_t* from, const uint16_t* norm, float eps, const float* cos, const float* sin,
                        int64_t dim, uint16_t* to) {
   const int64_t half = dim / 2;

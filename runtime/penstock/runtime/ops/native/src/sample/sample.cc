@@ -28,7 +28,8 @@ const SampleKernel* Kernel() {
   return kernel ? &kernel() : nullptr;
 }
 
-// While this object lives, its thread computes with denormal numbers. XLA's own threads take them for 0, others do not.
+// While this object lives, its thread computes with denormal numbers. XLA's own threads treat them as 0, other threads
+// do not.
 class PlainFloats {
  public:
   PlainFloats() : before_(_mm_getcsr()) { _mm_setcsr(0x1f80); }
@@ -143,8 +144,8 @@ ffi::Error Sample(ffi::ThreadPool pool, Floats logits, Ints history, Floats bias
       body(block);
     });
   };
-  // A thread takes a whole row, which then stays in its cache, as long as all threads have one; the last few rows are
-  // done one after the other by all, unless that left many threads idle.
+  // As long as there is a row for every thread, each thread takes a whole row, which then stays in its cache. All
+  // threads share the last few rows, one after the other, unless fewer than half of the threads would be without a row.
   const int64_t count = static_cast<int64_t>(live.size()), threads = NumThreads(pool);
   int64_t whole = count / threads * threads;
   if (2 * (count - whole) > threads) {

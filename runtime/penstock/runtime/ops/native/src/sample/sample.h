@@ -10,7 +10,7 @@ namespace penstock {
 
 constexpr int64_t kSampleChunk = 512;                // ids; the draw picks a chunk, then a token in it
 constexpr int64_t kSampleBlock = 16 * kSampleChunk;  // ids; 32 KiB of logits
-constexpr int64_t kSampleLanes = 16;                 // at most, in a vector
+constexpr int64_t kSampleLanes = 16;                 // the most lanes of a vector
 
 inline int64_t SampleChunks(int64_t vocab) { return (vocab + kSampleChunk - 1) / kSampleChunk; }
 inline int64_t SampleBlocks(int64_t vocab) { return (vocab + kSampleBlock - 1) / kSampleBlock; }
@@ -18,16 +18,16 @@ inline int64_t SampleBlocks(int64_t vocab) { return (vocab + kSampleBlock - 1) /
 struct SampleRow {
   int64_t vocab;
   const float* logits;      // [vocab]
-  const int32_t* history;   // [vocab], or null without penalties: times generated; bit 30: it is in the prompt
+  const int32_t* history;   // [vocab], or null without penalties: times generated; bit 30: in the prompt
   const float* bias;        // [vocab] or null; -infinity forbids
   const int32_t* mask;      // [vocab / 32 rounded up] or null; bit t % 32 of word t / 32: t is allowed
-  const int32_t* stop_ids;  // [num_stop_ids], forbidden; those that are no ids are skipped
+  const int32_t* stop_ids;  // [num_stop_ids] forbidden ids; numbers that are no ids are skipped
   int64_t num_stop_ids;
   float repetition, frequency, presence;
   float temperature, top_p, min_p;
   int32_t top_k;
   const float* uniforms;  // [2]
-  int64_t num_top;        // log-probabilities of the sampled token and of this many; -1: none
+  int64_t num_top;        // log-probabilities of the sampled token and of so many others; -1: none
 
   // Whether x, from which the token is chosen, differs from the logits.
   bool edited() const { return history || bias || mask || num_stop_ids; }
@@ -43,28 +43,28 @@ struct SampleResult {
 // The memory that sampling a row needs. When `Draw` begins, and between two of its filters, everything below
 // `lane_peaks` is free: a filter may use it for what it computes.
 struct SampleWork {
-  float* x;           // [vocab and a vector], for rows that are edited
+  float* x;           // [vocab + a vector], for rows whose logits are edited
   float* raw_peaks;   // [chunks] the largest logit
   float* peaks;       // [chunks] the largest x
-  float* lane_peaks;  // [chunks, lanes] the largest x of all that lie in this lane
-  double* sums;       // [blocks] of e^(logit - the block's largest), with log-probabilities
-  bool* broken;       // [blocks] a logit is NaN
-  float* masses;      // [chunks]
-  int64_t* counts;    // [blocks] of distances that `collect` found
-  double* nearer;     // [blocks] weight of those that it only counted
-  float* distances;   // [blocks, kSampleBlock], then without gaps
-  float* weights;     // of distances
-  float* left;        // [vocab] those that SampleReach still searches
+  float* lane_peaks;  // [chunks, lanes] the largest x in this lane of the chunk's vectors
+  double* sums;       // [blocks] of e^(logit - the block's largest), if there are log-probabilities
+  bool* broken;       // [blocks] whether a logit is NaN
+  float* masses;      // [chunks] the sum of weights
+  int64_t* counts;    // [blocks] how many distances `collect` found
+  double* nearer;     // [blocks] the weight of the smaller distances, which it only summed
+  float* distances;   // [blocks, kSampleBlock], later without gaps
+  float* weights;     // the weights of `distances`
+  float* left;        // [vocab] the distances that SampleReach still searches
   float* left_weights;
-  float* order;       // [chunks, lanes], for the k-th of something
+  float* order;       // [chunks, lanes], in which the k-th largest value is found
   float* tops;        // [num_top, kSampleChunk] chunks that hold some of the largest logits
-  int64_t* top_rows;  // [chunks] where in tops, or -1
+  int64_t* top_rows;  // [chunks] the chunk's row in tops, or -1
 };
 
 // A token's distance is the largest x, the peak, minus its x; its weight is 2^(-distance * scale).
 struct SampleRange {
   float peak, scale;
-  float near, far;  // distances above `near` and up to `far`, which is finite
+  float near, far;  // the range: distances above `near`, and at most `far`, which is finite
 };
 
 // The operations on vectors, for one instruction set.

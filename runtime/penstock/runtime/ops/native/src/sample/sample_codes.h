@@ -1,4 +1,4 @@
-// Numbers that the sampler shares with its callers: the C++ twin of sampling_codes.py. A test compares the two files.
+// Numbers that the sampler shares with its callers, the same as in sampling_codes.py. A test compares the two files.
 #pragma once
 
 #include <cstdint>
@@ -10,10 +10,10 @@ constexpr int32_t kPenalties = 1;
 constexpr int32_t kBias = 2;
 constexpr int32_t kMask = 4;
 
-// Bit of a token's count of occurrences that says that the token is in the prompt; the bits below it are the count.
+// The bit of a token's count of occurrences that says that the token is in the prompt; the bits below it are the count.
 constexpr int kInPromptBit = 30;
 
-// In place of a token: a logit is NaN, or the largest is infinite.
+// Stands in place of a token if a logit is NaN, or the largest is infinite.
 constexpr int32_t kNonFinite = -2;
 
 }  // namespace penstock

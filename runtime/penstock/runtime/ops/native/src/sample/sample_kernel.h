@@ -22,7 +22,7 @@ inline IdRange IdsOfBlock(const SampleRow& row, int64_t block) {
 
 inline const float* X(const SampleRow& row, const SampleWork& work) { return row.edited() ? work.x : row.logits; }
 
-// Hugging Face's penalty, then OpenAI's.
+// Applies Hugging Face's penalty, then OpenAI's.
 inline F Penalise(const SampleRow& row, I history, M seen, F x) {
   const F repetition = Vec::Set(row.repetition);
   const F count = LowBits(history, kInPromptBit);
@@ -59,7 +59,7 @@ void BuildBlock(const SampleRow& row, const SampleWork& work, int64_t block) {
         if (row.mask) {
           x = Choose(PackedLanes(row.mask, i), x, lowest);
         }
-        x = Vec::Min(x, highest);  // a tiny repetition penalty or two large numbers may have overflowed
+        x = Vec::Min(x, highest);  // a tiny repetition penalty or the sum of two large numbers may have overflowed
         Vec::Store(work.x + i, x);
         peak = Vec::Max(x, peak);
       }

@@ -1,6 +1,6 @@
-// Selection by weight without sorting: distances are put in bins, then the members of the one bin that matters in finer
-// ones. The first bins are of equal width, which spreads logits best; the others follow the leading bits of floats, so
-// that any distances at all come apart in three rounds.
+// Selection by weight without sorting: distances are put into bins, then the members of the one bin that matters into
+// finer bins. The first bins are of equal width, which spreads logits best. The later ones follow the leading bits of
+// floats, so that three rounds separate any distances.
 #include <algorithm>
 #include <cmath>
 #include <cstring>
@@ -12,19 +12,20 @@ namespace penstock {
 namespace {
 
 constexpr int kBins = 2048;
-constexpr int kShifts[] = {20, 9, 0};  // of the bits of floats; the sign, which only -0 has, falls out
-constexpr int64_t kFew = 128;          // are sorted
+constexpr int kShifts[] = {20, 9, 0};  // shifts of the bits of floats; the sign bit, which only -0 has, is dropped
+constexpr int64_t kFew = 128;          // so few members are sorted
 constexpr float kTiny = 1e-30f;
 
-// What is left to search.
+// The distances that are left to search.
 struct Members {
   const float* distances;
   const float* weights;
   int64_t count;
-  double before, need;  // the weight of all that is nearer; what is to be reached
+  double before, need;  // the weight of all smaller distances; the weight to be reached
 };
 
-// Those in the bin where `need` is reached, kept in `distances` and `weights`. `bin_of` never falls as distances grow.
+// The members in the bin in which `need` is reached, written to `distances` and `weights`. `bin_of` must not decrease
+// as distances grow.
 template <typename Bin>
 Members Narrow(const Members& from, Bin bin_of, float* distances, float* weights) {
   double bins[kBins] = {};
@@ -39,7 +40,7 @@ Members Narrow(const Members& from, Bin bin_of, float* distances, float* weights
     }
     to.before += bins[bin];
   }
-  if (bin == kBins) {  // all fall short, if only by rounding: the last that has any weight
+  if (bin == kBins) {  // the whole weight falls short, if only by rounding: takes the last bin with any weight
     bin = last;
     to.need = HUGE_VAL;
   }
@@ -75,7 +76,7 @@ float SampleReach(int64_t count, float farthest, double before, double need, con
     left = Narrow(left, bin, work.left, work.left_weights);
   }
   std::pair<float, float> few[kFew];
-  const int64_t num_few = std::min(left.count, kFew);  // if there are more, all are alike
+  const int64_t num_few = std::min(left.count, kFew);  // if there are more, they are all equal
   for (int64_t i = 0; i < num_few; ++i) {
     few[i] = {left.distances[i], left.weights[i]};
   }

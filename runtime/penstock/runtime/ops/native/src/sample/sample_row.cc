@@ -14,7 +14,7 @@
 namespace penstock {
 namespace {
 
-constexpr float kTiny = 1e-30f, kHuge = 1e30f;  // far from what overflows in float32, and from what is 0
+constexpr float kTiny = 1e-30f, kHuge = 1e30f;  // far from values that overflow in float32 or become 0
 
 // Draws an index by inverse CDF. Only an entry with mass is ever drawn, whatever the rounding of the sums.
 int64_t FirstPast(const float* masses, int64_t count, float uniform) {
@@ -61,12 +61,12 @@ class RowSampler {
   }
 
   int64_t Token(float raw_peak) {
-    if (peak_ == -HUGE_VALF) {  // nothing is left: now only the mask counts
+    if (peak_ == -HUGE_VALF) {  // no token is left: now only the mask counts
       row_.bias = nullptr;
       row_.num_stop_ids = 0;
       Build();
     }
-    if (peak_ == -HUGE_VALF) {  // it allows none, or none with a probability
+    if (peak_ == -HUGE_VALF) {  // the mask allows no token, or none with a probability
       for (int64_t id = 0; row_.mask && id < row_.vocab; ++id) {
         if (row_.mask[id / 32] >> (id % 32) & 1) {
           return id;
@@ -80,7 +80,7 @@ class RowSampler {
   const float* x() const { return row_.edited() ? work_.x : row_.logits; }
   int64_t ChunkSize(int64_t chunk) const { return std::min(kSampleChunk, row_.vocab - chunk * kSampleChunk); }
 
-  // The first id of the largest value.
+  // Returns the first id of the largest value.
   int64_t FindIn(const float* values, const float* peaks, float peak) const {
     const int64_t chunk = kernel_.find(peaks, chunks_, peak), first = chunk * kSampleChunk;
     return first + kernel_.find(values + first, ChunkSize(chunk), peak);
@@ -111,7 +111,8 @@ class RowSampler {
 
   // The distance up to which top_k keeps tokens.
   float CutTopK() {
-    // The k-th largest of a lesser number of tokens is a bound: of each chunk's largest, or of each lane's in a chunk.
+    // The k-th largest of some of the tokens is a bound. They are the largest tokens of all chunks, or of all lanes of
+    // all chunks.
     float bound = FLT_MAX;
     const int64_t k = row_.top_k;
     const float* of = k <= chunks_ ? work_.peaks : work_.lane_peaks;
@@ -124,22 +125,23 @@ class RowSampler {
     return Reach(0.0f, static_cast<double>(k), static_cast<double>(row_.vocab), bound);
   }
 
-  // The distance up to which top_p keeps tokens, of those up to `reach`. Beyond `limit` no token is kept anyway.
+  // The distance up to which top_p keeps tokens, among those up to `reach`. Beyond `limit` no token is kept anyway.
   float CutTopP(float reach, float limit) {
     WeighChunks(reach);
     double total = 0.0;
     for (int64_t c = 0; c < chunks_; ++c) {
       total += work_.masses[c];
     }
-    // Tokens so light that even vocab of them are less than what may be missing; twice that, for rounding.
+    // If all tokens of the vocabulary had this weight, they would add up to half of what may be missing; half, because
+    // of rounding. So lighter tokens need not be searched.
     const double light = (1.0 - row_.top_p) * total / (2.0 * static_cast<double>(row_.vocab));
     const double bound = std::min<double>({-std::log2(light) / scale_, reach, limit, FLT_MAX});
-    const double share = std::max(row_.top_p, kTiny);  // the largest is kept even where top_p is 0
+    const double share = std::max(row_.top_p, kTiny);  // the largest is kept even if top_p is 0
     return Reach(scale_, share * total, total, static_cast<float>(bound));
   }
 
-  // The smallest distance up to which the weights under `scale`, `total` in all, add up to at least `need`; the largest
-  // up to `bound` if they do not.
+  // The smallest distance up to which the weights under `scale` add up to at least `need`; the largest one up to
+  // `bound` if they do not. `total` is the sum of all weights.
   float Reach(float scale, double need, double total, float bound) {
     SampleRange range{peak_, scale, -1.0f, bound};
     if (row_.vocab > kSampleBlock) {
@@ -148,7 +150,7 @@ class RowSampler {
     double before = Collect(range);
     if (range.near >= 0.0f || range.far < bound) {
       const double reached = std::accumulate(work_.weights, work_.weights + count_, before);
-      if (!count_ || before >= need || reached < need) {  // a wrong guess
+      if (!count_ || before >= need || reached < need) {  // the guess was wrong
         range.near = -1.0f, range.far = bound;
         before = Collect(range);
       }
@@ -156,8 +158,8 @@ class RowSampler {
     return SampleReach(count_, kernel_.peak(work_.distances, count_), before, need, work_);
   }
 
-  // If there is much to collect, narrows the range to where `share` of the weight is reached, with a margin, according
-  // to a sample of 16 tokens of each chunk.
+  // If there are many distances, narrows the range to where `share` of the weight is reached, with a margin. The place
+  // is estimated from 16 tokens of each chunk.
   void Guess(double share, SampleRange* range) {
     int64_t all = 0, inside = 0;
     count_ = 0;
@@ -217,8 +219,8 @@ class RowSampler {
       sum += work_.sums[block] * std::exp(static_cast<double>(block_peak) - static_cast<double>(peak));
     }
     log_sum_ = static_cast<double>(peak) + std::log(sum);
-    // Those of the first chunks by their largest, of which each next is either the largest of its chunk or follows
-    // one in its chunk: so only chunks that gave one are copied, and what is taken is struck out.
+    // The next largest logit is the largest of its chunk, or of the rest of a chunk from which logits were taken. So
+    // only such chunks are copied, and a logit that was taken is removed from the copy.
     float* peaks = work_.order;
     std::copy_n(work_.raw_peaks, chunks_, peaks);
     std::fill_n(work_.top_rows, chunks_, -1);
@@ -241,7 +243,7 @@ class RowSampler {
       copy[inside] = -HUGE_VALF;
       peaks[chunk] = kernel_.peak(copy, ChunkSize(chunk));
     }
-    for (int64_t id = 0; rank < wanted; ++id) {  // what is left is impossible
+    for (int64_t id = 0; rank < wanted; ++id) {  // all tokens that are left are impossible
       if (row_.logits[id] != -HUGE_VALF) {
         continue;
       }
@@ -256,7 +258,7 @@ class RowSampler {
   const EachBlock& each_;
   const int64_t chunks_ = SampleChunks(row_.vocab), blocks_ = SampleBlocks(row_.vocab);
   float peak_ = 0.0f, scale_ = 0.0f;
-  int64_t count_ = 0;  // of distances
+  int64_t count_ = 0;  // the number of distances
   double log_sum_ = 0.0;
 };
 
@@ -264,7 +266,7 @@ class RowSampler {
 
 SampleWork CarveSample(char* memory, int64_t vocab, int64_t num_top, int64_t* bytes) {
   const int64_t chunks = SampleChunks(vocab), blocks = SampleBlocks(vocab), padded = blocks * kSampleBlock;
-  constexpr int64_t kSpare = kSampleLanes * 4;  // kernels write whole vectors
+  constexpr int64_t kSpare = kSampleLanes * 4;  // room behind an array, because kernels write whole vectors
   Carver carver(memory);
   SampleWork work;
   work.x = carver.Take<float>(padded, kSpare);

@@ -1,5 +1,5 @@
-// What the sampler needs of vectors beyond common/vec.h: comparisons, masks, ends of arrays. Unnamed namespace: see
-// there.
+// The functions on vectors that only the sampler needs: comparisons, masks, ends of arrays. In an unnamed namespace,
+// like common/lanes.h.
 #pragma once
 
 #include <immintrin.h>
@@ -17,7 +17,7 @@ constexpr float kInfinity = __builtin_inff();
 
 #ifdef __AVX512F__
 using I = __m512i;
-using M = __mmask16;  // a bit a lane
+using M = __mmask16;  // one bit for each lane
 
 inline M First(int count) { return static_cast<M>((1u << count) - 1); }
 inline F LoadFirst(const float* p, int count) {
@@ -35,15 +35,15 @@ inline M Or(M a, M b) { return a | b; }
 inline M AndNot(M a, M b) { return a & ~b; }
 inline M NoLane() { return 0; }
 inline uint32_t Bits(M m) { return m; }
-// Lanes whose bits are set in a packed array, from bit `at`, a multiple of the width, on.
+// The lanes whose bits are set in a packed array, from bit `at` on, which is a multiple of the width.
 inline M PackedLanes(const int32_t* packed, int64_t at) { return reinterpret_cast<const uint16_t*>(packed)[at / 16]; }
-// The lanes of `m`, one after the other; writes a whole vector.
+// Stores the lanes of `m` one after the other. Writes a whole vector.
 inline void Compress(float* to, M m, F x) { _mm512_storeu_ps(to, _mm512_maskz_compress_ps(m, x)); }
 inline float Largest(F x) { return _mm512_reduce_max_ps(x); }
 inline float Sum(F x) { return _mm512_reduce_add_ps(x); }
 #else
 using I = __m256i;
-using M = __m256;  // all bits of a lane, or none
+using M = __m256;  // each lane has all bits set, or none
 
 inline I LaneNumbers() { return _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7); }
 inline I First(int count) { return _mm256_cmpgt_epi32(_mm256_set1_epi32(count), LaneNumbers()); }
@@ -72,7 +72,7 @@ inline M PackedLanes(const int32_t* packed, int64_t at) {
   return _mm256_castsi256_ps(_mm256_cmpeq_epi32(_mm256_and_si256(bits, bit), bit));
 }
 
-// For each mask of eight lanes, the lanes that are set, in order.
+// For each mask of eight lanes, the numbers of the lanes that are set, in order.
 struct alignas(32) SetLanes {
   int32_t lanes[256][kWidth] = {};
   constexpr SetLanes() {
@@ -102,7 +102,7 @@ inline float Sum(F x) {
 }
 #endif
 
-// A vector of which the first `left` elements are there; the others are -infinity, or 0.
+// A vector of which only the first `left` elements are loaded; the others are -infinity, or 0.
 inline F LoadUpTo(const float* p, int64_t left) {
   return __builtin_expect(left >= kWidth, 1) ? Vec::Load(p) : LoadFirst(p, static_cast<int>(left));
 }
@@ -110,7 +110,8 @@ inline I LoadIntsUpTo(const int32_t* p, int64_t left) {
   return __builtin_expect(left >= kWidth, 1) ? LoadInts(p) : LoadFirstInts(p, static_cast<int>(left));
 }
 
-// 2^x for x <= 0; 0 where that is below float32's normal numbers, on which processors may take a hundred times longer.
+// 2^x for x <= 0. It is 0 for results below float32's normal numbers, on which processors may take a hundred times
+// longer.
 inline F Power(F x) { return Exp2(Vec::Less(x, Vec::Set(-126.0f), Vec::Set(-kInfinity), x)); }
 
 }  // namespace
