@@ -13,7 +13,7 @@ import google.protobuf
 import grpc
 import pytest
 from google.protobuf.descriptor import Descriptor, FieldDescriptor, FileDescriptor
-from google.protobuf.descriptor_pb2 import DescriptorProto
+from google.protobuf.descriptor_pb2 import DescriptorProto, FileDescriptorSet
 from packaging.requirements import Requirement
 from packaging.version import Version
 
@@ -23,6 +23,7 @@ REPOSITORY = Path(__file__).parents[2]
 GENERATED = REPOSITORY / "protos" / "penstock" / "v1"
 FILES = [module.DESCRIPTOR for module in (control_pb2, inference_pb2, types_pb2, weights_pb2)]
 TOOLS = Path(sys.executable).parent
+FIRST = Path(__file__).with_name("first_contract.binpb")
 
 
 def buf(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -47,6 +48,24 @@ def shape(field: FieldDescriptor) -> tuple[object, ...]:
 
 def shared_part(message: Descriptor) -> dict[int, tuple[object, ...]]:
     return {field.number: shape(field) for field in message.fields if field.number < 100}
+
+
+def test_clients_of_the_first_contract_are_not_broken(tmp_path: Path) -> None:
+    """`first_contract.binpb` is what `buf build` made of the first version of protos/. The same comparison
+    finds what is missing where a field of it is gone.
+    """
+    compared = buf("breaking", "--against", str(FIRST))
+    assert (compared.returncode, compared.stdout) == (0, ""), compared.stdout + compared.stderr
+    changed = FileDescriptorSet.FromString(FIRST.read_bytes())
+    (file,) = [one for one in changed.file if one.name == "penstock/v1/inference.proto"]
+    added = file.message_type[0].field.add()
+    added.CopyFrom(file.message_type[0].field[0])
+    added.name, added.json_name, added.number = "gone", "gone", 1000
+    image = tmp_path / "changed.binpb"
+    image.write_bytes(changed.SerializeToString())
+    compared = buf("breaking", "--against", str(image))
+    assert compared.returncode != 0
+    assert '"1000" with name "gone"' in compared.stdout
 
 
 def test_generate_and_stream_requests_are_twins() -> None:
