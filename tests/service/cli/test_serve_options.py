@@ -116,6 +116,10 @@ def test_what_cannot_be_served_is_one_clear_line(
             "--override-generation-config: temperature: must be a number",
         ),
         (
+            "config.json cannot be served: layers: must be a number; dtype: is unknown",
+            "config.json cannot be served: layers: must be a number; dtype: is unknown",
+        ),
+        (
             "generation_config.json: not JSON; max_num_seqs_x",
             "generation_config.json: not JSON; max_num_seqs_x",
         ),

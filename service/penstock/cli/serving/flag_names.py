@@ -15,12 +15,14 @@ def flags_of(parser: argparse.ArgumentParser) -> dict[str, str]:
 def with_flags(message: str, flags: Mapping[str, str]) -> str:
     """The message of a ConfigError as it is told on the command line: with `flags` in place of options.
 
-    An error names options by their fields, because a program that embeds the engine sets those. Some names,
-    such as `port`, are also words, so they are replaced only where a problem begins with them: "port: must be
-    from 0 to 65535". A name with an underscore is replaced wherever it stands, unless it is part of a path or
-    of a file's name, or is quoted as somebody's value.
+    An error names options by their fields, because a program that embeds the engine sets those. A name with
+    an underscore is replaced wherever it stands, unless it is part of a path or of a file's name, or is
+    quoted as somebody's value. Other names, such as `port` and `dtype`, are words, too, and fields of
+    config.json. They are replaced where they begin a problem ("port: must be from 0 to 65535"), if the whole
+    message begins with an option.
     """
-    words = "|".join(name for name in flags if "_" not in name)
     names = "|".join(name for name in flags if "_" in name)
-    option = rf"(?:^|(?<=; ))(?:{words})(?=: )|(?<![\w/.\-'\"])(?:{names})(?![\w/\-'\"]|\.\w)"
+    option = rf"(?<![\w/.\-'\"])(?:{names})(?![\w/\-'\"]|\.\w)"
+    if message.partition(": ")[0] in flags:
+        option += rf"|(?:^|(?<=; ))(?:{'|'.join(flags)})(?=: )"
     return re.sub(option, lambda match: flags[match[0]], message)

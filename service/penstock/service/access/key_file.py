@@ -97,7 +97,7 @@ def parse_keys(text: str) -> tuple[KeyEntry, ...]:
     if version != VERSION or isinstance(version, bool):
         problems.append(f"version: must be {VERSION}, not {version!r}")
     if not isinstance(listed, list):
-        problems.append("keys: must be a list")
+        problems.append('"keys" must be a list')
         listed = []
     entries = []
     for index, fields in enumerate(listed):
