@@ -49,7 +49,7 @@ def calls(events: Iterable[Event]) -> list[tuple[str, str]]:
 
 
 class Scan:
-    """Runs one scanner over pieces."""
+    """Runs one scanner over the pieces of a text."""
 
     def __init__(self, scanner: Callable[[Reader], Wait[Any]], pieces: Sequence[str]) -> None:
         self.result: Any = None

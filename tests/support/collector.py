@@ -18,7 +18,7 @@ def long(max_tokens: int = 60) -> StoppingParams:
 
 
 class Collector:
-    """A sink that gathers outputs per request and lets a test wait for the last one."""
+    """A sink that collects outputs by request and lets a test wait for the last one."""
 
     def __init__(self) -> None:
         self.outputs: dict[str, list[StepOutput]] = {}

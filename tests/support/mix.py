@@ -16,7 +16,7 @@ from tests.support.models.witness import greedy_tokens
 
 
 class Mixer:
-    """Draws requests from one seed."""
+    """Draws random requests, all from one seed."""
 
     def __init__(self, seed: int) -> None:
         self._rng = np.random.default_rng(seed)

@@ -21,7 +21,7 @@ CORPUS = Path(__file__).with_suffix(".json")
 
 @dataclass(frozen=True)
 class SchemaCase:
-    """One entry of schemas.json."""
+    """An entry of schemas.json."""
 
     name: str
     schema: Any
@@ -53,7 +53,7 @@ def violations(schema: Any, text: str) -> list[str]:
 def _exact(text: str) -> Decimal | float:
     try:
         return Decimal(text)
-    except ArithmeticError:  # an exponent of twenty digits
+    except ArithmeticError:  # for example an exponent of twenty digits
         return float(text)
 
 
@@ -96,12 +96,12 @@ class RandomWriter:
         mask = np.zeros(mask_words(self._vocab_size), np.int32)
         written: list[int] = []
         while not constraint.is_complete and len(written) < max_tokens:
-            mask[:] = 0x5A5A5A5A  # whatever was there before must not matter
+            mask[:] = 0x5A5A5A5A  # the old content must not matter
             constraint.fill(mask)
             ids = allowed_ids(mask, self._vocab_size)
-            assert ids.size, "nothing may follow"
+            assert ids.size, "the mask allows no token"
             ends = self._eos.intersection(map(int, ids))
-            assert not ends or ends == self._eos, "one end token is allowed, another one not"
+            assert not ends or ends == self._eos, "some end tokens are allowed and others are not"
             logits = rng.normal(scale=1.5, size=self._vocab_size).astype(np.float32)
             logits += self._closing * min(2.0, len(written) / calm)
             token = int(ids[np.argmax(logits[ids])])
@@ -111,7 +111,7 @@ class RandomWriter:
 
 
 def _closing(token: bytes) -> float:
-    """How much closer a token brings JSON to its end, very roughly."""
+    """Roughly how much closer a token brings JSON to its end."""
     if token in _CLOSERS:
         return _CLOSERS[token]
     if token.startswith(b"</"):

@@ -42,7 +42,7 @@ def test_brackets_and_commas_in_strings_are_text():
         ('{"a": ' + '{"a":' * MAX_JSON_DEPTH + "1" + "}" * MAX_JSON_DEPTH + "}", False),
         ('{"a": [' + "1," * (MAX_JSON_VALUES - 2) + "1]}", True),
         ('{"a": [' + "1," * (MAX_JSON_VALUES - 1) + "1]}", False),
-        ('{"a": [' + "[[]]," * (MAX_JSON_DEPTH) + "1]}", True),  # side by side is not deep
+        ('{"a": [' + "[[]]," * (MAX_JSON_DEPTH) + "1]}", True),  # lists side by side are not deep
     ],
 )
 def test_bounds(text, fits):

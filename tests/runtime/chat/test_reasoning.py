@@ -13,7 +13,7 @@ THINK = REASONING_FORMS["think"]
 
 
 def split(pieces: list[str], *, inside: bool = False, form: str = "think") -> tuple[str, str]:
-    """(reasoning, answer)."""
+    """What the parser makes of the pieces: (reasoning, answer)."""
     parser = ReasoningParser(REASONING_FORMS[form], inside=inside)
     parts = [*map(parser.push, pieces), parser.flush()]
     return "".join(p.reasoning for p in parts), "".join(p.answer for p in parts)
@@ -26,11 +26,11 @@ def split(pieces: list[str], *, inside: bool = False, form: str = "think") -> tu
         ("\n <think>a\n\nb</think>c", False, ("a\n\nb", "c")),
         ("<think></think>\n\nYes.", False, ("", "Yes.")),
         ("<think>\n\n</think>\n\nYes.", False, ("", "Yes.")),
-        ("<think>on and on\n", False, ("on and on", "")),  # cut short: all of it is reasoning
+        ("<think>on and on\n", False, ("on and on", "")),  # without an end tag all of it is reasoning
         ("<think>a < b </thin", False, ("a < b </thin", "")),
         ("so\n</think>\n\nYes.", True, ("so", "Yes.")),
         ("\nso</think>Yes <think>no</think>", True, ("so", "Yes <think>no</think>")),
-        ("<think>\nso</think>Yes.", True, ("so", "Yes.")),  # opened twice
+        ("<think>\nso</think>Yes.", True, ("so", "Yes.")),  # the block is opened twice
         ("on and on", True, ("on and on", "")),
         ("</think>Yes.", True, ("", "Yes.")),
         ("Yes.", False, ("", "Yes.")),

@@ -1,4 +1,4 @@
-"""`Engine.generate` and `Engine.stream` on a model whose tokens are computed by hand."""
+"""`Engine.generate` and `Engine.stream` on a model whose tokens can be computed by hand."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from tests.support.collector import GREEDY_PARAMS, Collector, at_gate, long, sub
 from tests.support.models.toy import VOCAB, toy_config, toy_engine, toy_model, toy_tokens
 
 PEAK = 10 - np.log(np.exp(10) + VOCAB - 1)
-"""Log-probability of the toy's token: its logit is 10, and the others are 0."""
+"""The log-probability of the toy model's next token: its logit is 10, and all others are 0."""
 
 
 @pytest.fixture(scope="module")
@@ -52,8 +52,8 @@ def engine() -> Iterator[Engine]:
 # -- one prompt --
 
 
-def test_what_sampling_leaves_out_is_the_models_default() -> None:
-    """The model's defaults are greedy: a request that sets only top_p, which changes nothing then, is too."""
+def test_unset_sampling_fields_have_the_models_defaults() -> None:
+    """The model's defaults are greedy, so a request that sets only top_p is greedy too."""
     model = dataclasses.replace(toy_model(), defaults=GenerationDefaults(temperature=0.0, min_p=0.5))
     with Engine(model, toy_config()) as engine:
         seen: list[Request] = []
@@ -100,7 +100,7 @@ def test_outputs_are_those_of_single_requests_with_their_seeds(engine: Engine) -
 
 
 def test_log_probabilities_of_prompt_and_output(engine: Engine) -> None:
-    prompt = [1, *toy_tokens([1], 2), 0]  # two tokens that the model likes, then one that it does not
+    prompt = [1, *toy_tokens([1], 2), 0]  # two tokens that the model makes, then another one
     made = engine.generate(prompt, sampling=GREEDY_PARAMS, stopping=long(4), logprobs=1, prompt_logprobs=0)
     assert made.cumulative_logprob == pytest.approx(4 * PEAK, abs=1e-4)
     assert made.prompt.token_ids == tuple(prompt)
@@ -148,7 +148,7 @@ def test_priority_needs_its_policy(engine: Engine) -> None:
         assert list(made.token_ids) == toy_tokens([1], 2)
 
 
-def test_parameters_that_mean_nothing_are_refused_when_they_are_made() -> None:
+def test_invalid_parameters_are_refused_when_they_are_made() -> None:
     assert ContextParams("left").truncation is Truncation.LEFT  # type: ignore[arg-type]
     with pytest.raises(InvalidRequest, match=r"context\.truncation: must be one of reject, left"):
         ContextParams("top")  # type: ignore[arg-type]
@@ -161,7 +161,7 @@ def test_parameters_that_mean_nothing_are_refused_when_they_are_made() -> None:
 # -- streams --
 
 
-def test_a_stream_of_several_outputs_joins_to_what_generate_gives(engine: Engine) -> None:
+def test_the_deltas_of_a_stream_join_to_what_generate_gives(engine: Engine) -> None:
     hot = SamplingParams(temperature=2.5, seed=9)
     asked: dict[str, Any] = {"n": 3, "sampling": hot, "stopping": long(25), "logprobs": 1}
     whole = engine.generate([4, 5], **asked)
@@ -181,7 +181,9 @@ def test_a_stream_of_several_outputs_joins_to_what_generate_gives(engine: Engine
 
 
 def test_another_thread_may_close_a_stream_that_is_being_read(engine: Engine) -> None:
-    """The reader waits for a step, which is held, when the stream is closed; then its iteration ends."""
+    """The stream is closed while its reader waits for a step, which is held. Then the reader's iteration
+    ends.
+    """
     gate = at_gate(engine)
     stream = engine.stream([1], sampling=GREEDY_PARAMS, stopping=long(50), request_id="closed")
     read: list[object] = []
@@ -217,16 +219,17 @@ def test_an_id_is_taken_until_its_end_was_read(engine: Engine) -> None:
 
 
 def test_an_id_is_taken_while_outputs_of_its_request_are_unread(engine: Engine) -> None:
-    """The engine itself has forgotten the id by then."""
+    """The engine has forgotten the id by then, but the stream still holds it."""
     stream = engine.stream([1], sampling=GREEDY_PARAMS, stopping=long(5), request_id="unread")
-    assert engine.generate([2], sampling=GREEDY_PARAMS, stopping=long(60)).token_ids  # after the other
+    # This request ends after the other one.
+    assert engine.generate([2], sampling=GREEDY_PARAMS, stopping=long(60)).token_ids
     with pytest.raises(DuplicateRequestId):
         engine.stream([2], request_id="unread")
     stream.close()
     engine.stream([2], sampling=GREEDY_PARAMS, stopping=long(5), request_id="unread").close()
 
 
-def test_an_aborted_request_ends_with_what_there_is(engine: Engine) -> None:
+def test_an_aborted_request_keeps_the_tokens_it_has(engine: Engine) -> None:
     stream = engine.stream([1], n=2, sampling=GREEDY_PARAMS, stopping=long(100), request_id="enough")
     next(stream)
     engine.abort(["enough"], message="that will do")
@@ -239,7 +242,7 @@ def test_an_aborted_request_ends_with_what_there_is(engine: Engine) -> None:
 
 
 def test_a_list_may_be_longer_than_the_queue() -> None:
-    """Four rows and four places in the queue for forty prompts, some of two outputs."""
+    """Forty prompts, some of two outputs, share four rows and four places in the queue."""
     with toy_engine(max_num_seqs=4, max_queued_requests=4, start=False) as engine:
         prompts = [[i % VOCAB, 3] for i in range(40)]
         made = engine.generate(prompts, sampling=GREEDY_PARAMS, stopping=long(10))
@@ -256,7 +259,7 @@ def test_a_list_waits_for_a_queue_that_others_fill() -> None:
     with toy_engine(max_num_seqs=1, max_queued_requests=1, start=False) as engine:
         gate, others = at_gate(engine), Collector()
         submit(engine, others, "other", [2], tokens=5)
-        with pytest.raises(QueueFull):  # nothing of the list runs whose end could be waited for
+        with pytest.raises(QueueFull):  # no request of the list runs, so it can wait for none
             engine.generate([[1], [2]], sampling=GREEDY_PARAMS, stopping=long(3))
         gate.open()
         others.last("other")
@@ -277,18 +280,18 @@ def test_a_list_leaves_room_in_the_queue_for_others() -> None:
         deadline = time.monotonic() + 60
         while engine.load().num_waiting < 4 and time.monotonic() < deadline:
             time.sleep(0.001)
-        time.sleep(0.05)  # in which a list without a bound would go on
+        time.sleep(0.05)  # time in which a list without a bound would submit more
         waiting = engine.load().num_waiting
         gate.open()
         thread.join(60)
-        assert waiting == 4  # twice as many as run at once
+        assert waiting == 4  # twice the number of rows
         assert [list(g.token_ids) for g in made] == [toy_tokens(prompt, 3) for prompt in prompts]
 
 
 def test_the_first_error_ends_a_list(engine: Engine) -> None:
     with pytest.raises(PromptTooLong):
         engine.generate([[1], [2], [1] * 500, [3]], sampling=GREEDY_PARAMS, stopping=long(100))
-    engine.abort(all_requests=True)  # which also waits for what was cancelled
+    engine.abort(all_requests=True)  # also waits for the requests that were cancelled
     assert engine.load().pages_used == 0
 
 
@@ -301,7 +304,7 @@ def test_a_bar_counts_the_prompts_that_ended(engine: Engine, monkeypatch: pytest
         terminal = Terminal()
         monkeypatch.setattr(sys, "stderr", terminal)
         engine.generate([[1], [2], [3]], stopping=long(2), show_progress=wanted)
-        assert ("3/3" in terminal.getvalue()) == (wanted is True)  # None: the toy's options say no
+        assert ("3/3" in terminal.getvalue()) == (wanted is True)  # None: toy_config says no
 
 
 # -- what is refused --
@@ -332,7 +335,7 @@ def test_a_bar_counts_the_prompts_that_ended(engine: Engine, monkeypatch: pytest
         ({"n": True}, TypeError, "n: must be int, not bool"),
     ],
 )
-def test_what_cannot_be_is_refused_by_name(
+def test_invalid_options_are_refused_by_name(
     engine: Engine, options: dict[str, object], error: type[Exception], named: str
 ) -> None:
     asks: tuple[Callable[..., Any], ...] = (engine.generate, engine.stream)

@@ -100,7 +100,8 @@ def test_yarn_attention_factor():
     assert yarn_attention_factor(1.0) == 1.0
     assert yarn_attention_factor(40.0, 0.707, 1.0) == pytest.approx(1.26080 / 1.36889, rel=1e-4)
     assert yarn_attention_factor(40.0, 1.0, 1.0) == 1.0  # DeepSeek-V3's setting
-    assert yarn_attention_factor(4.0, 0.5, None) == yarn_attention_factor(4.0)  # both or neither
+    # mscale without mscale_all_dim does not count.
+    assert yarn_attention_factor(4.0, 0.5, None) == yarn_attention_factor(4.0)
 
 
 def test_attention_factor_scales_cos_and_sin():

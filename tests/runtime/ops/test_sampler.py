@@ -277,9 +277,8 @@ def greedy(logits: list[float], **given: Any) -> int:
 def test_penalties_as_computed_by_hand(penalties: dict[str, float], expected: int) -> None:
     history = [2, IN_PROMPT, 0, 0]
     assert greedy([3.0, 2.9, -1.0, -1.1], history=history, features=PENALTIES, **penalties) == expected
-    assert (
-        greedy([3.0, 2.9, -1.0, -1.1], history=history, **penalties) == 0
-    )  # without PENALTIES it does not count
+    # Without PENALTIES the history does not count.
+    assert greedy([3.0, 2.9, -1.0, -1.1], history=history, **penalties) == 0
 
 
 def test_a_repetition_penalty_multiplies_negative_logits() -> None:

@@ -105,9 +105,8 @@ def test_every_violation_is_listed_at_once():
         "stopping.max_tokens",
         "stopping.min_tokens",
         "stopping.stop",
-        *(
-            f"stopping.stop[{i}]" for i in range(MAX_STOP_STRINGS)
-        ),  # strings beyond the limit are not listed one by one
+        # Strings beyond the limit are not listed one by one.
+        *(f"stopping.stop[{i}]" for i in range(MAX_STOP_STRINGS)),
         "stopping.stop_token_ids",
         "stopping.time_limit",
     ]

@@ -67,7 +67,7 @@ class HybridLM(nnx.Module):
         assert meta.state_from is not None
         assert meta.state_to is not None
         offset = positions - meta.starts[rows]  # index of the token within its row
-        last = jnp.maximum(jnp.cumsum(meta.q_lens) - 1, 0)  # of each row
+        last = jnp.maximum(jnp.cumsum(meta.q_lens) - 1, 0)  # index of each row's last token
         is_first = offset == 0
 
         start = state.at[meta.state_from].get(mode="fill", fill_value=0)[rows]
@@ -99,7 +99,7 @@ class HybridLM(nnx.Module):
 
 
 def hybrid_model(*, paged: bool = True, max_model_len: int = 128) -> ServedModel:
-    """The model without a tokenizer."""
+    """A ServedModel with a HybridLM, without a tokenizer."""
     graphdef, weights = nnx.split(HybridLM(paged=paged))
     return dataclasses.replace(
         toy_model(max_model_len=max_model_len),

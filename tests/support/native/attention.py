@@ -20,7 +20,7 @@ from penstock.runtime.ops.attention import kv_layer_shape, kv_storage_dtype, mak
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One row: `past` tokens already in the cache, then `new` ones in this step."""
+    """One row: it has `past` tokens in the cache already, and `new` tokens in this step."""
 
     past: int
     new: int
@@ -37,7 +37,7 @@ class Shape:
     tokens: int
     rows: int
     width: int
-    pages: int  # of the cache
+    pages: int  # how many the cache has
     dtype: str = "float32"
 
 

@@ -18,7 +18,7 @@ Bools = NDArray[np.bool_]
 CHUNK = 512
 IN_PROMPT = 1 << 30
 NUM_TOP = 7
-"""How many columns of likeliest tokens the tests ask for."""
+"""For how many of the likeliest tokens the tests ask."""
 SLACK = 1e-4
 """The tolerance for log-weights and for probabilities."""
 
@@ -202,9 +202,13 @@ def check_token(row: Row, token: int) -> bool:
     chunk, inside = divmod(token, CHUNK)
     assert padded[0][chunk, inside] > 0.0
     sums = [weights.sum(axis=1) for weights in padded]
-    assert _points_at(sums[0], sums[1], chunk, row.uniforms[0]), f"not the chunk of token {token}"
+    assert _points_at(sums[0], sums[1], chunk, row.uniforms[0]), (
+        f"the draw does not point at the chunk of token {token}"
+    )
     within = [weights[chunk] for weights in padded]
-    assert _points_at(within[0], within[1], inside, row.uniforms[1]), f"not token {token} of its chunk"
+    assert _points_at(within[0], within[1], inside, row.uniforms[1]), (
+        f"the draw does not point at token {token} in its chunk"
+    )
     return bool((most == least).all())
 
 

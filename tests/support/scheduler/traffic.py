@@ -182,7 +182,7 @@ class Traffic:
         )
         if plan is None:
             movable = [t for t in self.active.values() if self.may_run(t, admit)]
-            assert not movable or self.in_flight, "there was work and no plan"
+            assert not movable or self.in_flight, "there is work that could run, but no plan"
             return False
         self.check_plan(plan, admit, max_steps, prefill_budget, apart_steps)
         owners = [self.active[row.request_id] for row in plan.rows]
@@ -207,7 +207,7 @@ class Traffic:
         for output, (row, tokens, owner) in zip(outputs, live, strict=True):
             owner.pending -= row.max_samples
             counted = tuple(tokens)
-            if owner.predictable:  # else it ends where it ends
+            if owner.predictable:  # otherwise its end is not known
                 counted = counted[: len(owner.expected) - len(owner.made)]
                 assert output.token_ids == counted
             owner.made += output.token_ids

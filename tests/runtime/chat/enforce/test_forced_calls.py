@@ -139,7 +139,7 @@ def grammar_of(model: Model, forms: ChatForms, chat: Chat, prompt: str = "") -> 
 
 
 def parsed(forms: ChatForms, chat: Chat, prompt: str, text: str) -> tuple[str, str, list[Call]]:
-    """(words, reasoning, calls)."""
+    """What the parser makes of the text: (words, reasoning, calls)."""
     parser = forms.parser(chat, prompt)
     parts = [parser.push(text), parser.flush()]
     return (

@@ -35,7 +35,7 @@ EXAMPLES = {
         ("<tool_call>", None),
         ("<tool_cal", None),
         ("a < b, <tool>, </tool_call>", None),
-        ('<tool_call>{"name": "f", "arguments": {"a": "\n"}}</tool_call>', None),  # a bare line break
+        ('<tool_call>{"name": "f", "arguments": {"a": "\n"}}</tool_call>', None),  # a line break in a string
         (f"<tool_call>oops {HERMES}", [Text("<tool_call>oops"), WEATHER]),
         (f"<tool_call>{HERMES}", [Text("<tool_call>"), WEATHER]),
     ],

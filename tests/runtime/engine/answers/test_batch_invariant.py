@@ -66,9 +66,9 @@ def test_a_model_of_an_unknown_class_promises_nothing():
     [
         ({}, True),
         ({"tie_word_embeddings": False}, True),
-        ({"vocab_size": 2040}, False),  # the head: not a multiple of 16
-        ({"intermediate_size": 736}, False),  # the last product's inputs: not a multiple of 64
-        ({"head_dim": 48}, False),  # rotated by XLA
+        ({"vocab_size": 2040}, False),  # the head's outputs are not a multiple of 16
+        ({"intermediate_size": 736}, False),  # the last product's inputs are not a multiple of 64
+        ({"head_dim": 48}, False),  # XLA rotates heads of 48
     ],
 )
 def test_every_part_of_a_model_must_be_native(changes, native):
