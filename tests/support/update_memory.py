@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from penstock.runtime import Engine, EngineConfig, StoppingParams
-from penstock.runtime.errors import CheckpointError
+from penstock.runtime.errors import TensorsRefused
 from penstock.runtime.loading.safetensors_files import find_tensors
 from tests.support.collector import GREEDY_PARAMS
 
@@ -74,7 +74,7 @@ def main(directory: Path, cache: Path) -> None:
     found = {"serving": measured(engine)}
     for name, bad in (("refused", "model.norm.weight"), ("updated", "")):
         Path("/proc/self/clear_refs").write_text("5")  # resets the peak
-        with contextlib.suppress(CheckpointError):  # from the refused update
+        with contextlib.suppress(TensorsRefused):  # from the refused update
             engine.update_weights(Lazy(directory, bad), label=name).result(60)
         idle = resident()  # before a request runs, which might give memory back
         found[name] = measured(engine) | {"idle": idle, "generation": engine.weights.generation}

@@ -43,6 +43,7 @@ class EngineParts:
     config: ResolvedConfig
     """The options, with what was derived from the model, the platform and its memory."""
     info: ModelInfo
+    backend: Backend
 
 
 def build(model: ServedModel, options: EngineConfig, backend: Backend | None = None) -> EngineParts:
@@ -106,6 +107,7 @@ def build(model: ServedModel, options: EngineConfig, backend: Backend | None = N
             devices=tuple(f"{d.platform}:{d.id} {d.device_kind}" for d in backend.mesh.devices.flat),
             batch_invariant=batch_invariant,
         ),
+        backend=backend,
     )
 
 

@@ -8,12 +8,11 @@ from __future__ import annotations
 import dataclasses
 import datetime as dt
 import gc
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from typing import Any, Self
+from typing import Self
 
 import numpy as np
-from numpy.typing import NDArray
 
 from penstock.runtime.building import build, grammar_compiler
 from penstock.runtime.config import EngineConfig, ResolvedConfig
@@ -25,11 +24,9 @@ from penstock.runtime.host import host_memory
 from penstock.runtime.host.processors import available_processors
 from penstock.runtime.host.switch_interval import SwitchInterval
 from penstock.runtime.loading.served_model import ServedModel, load_model
-from penstock.runtime.loading.staged_update import StagedUpdate
 from penstock.runtime.loop.core import EngineCore
 from penstock.runtime.loop.interface import (
     AbortOutcome,
-    Applied,
     InFlightPolicy,
     Observer,
     Paused,
@@ -43,6 +40,9 @@ from penstock.runtime.requests.request import Finish, PreparedPrompt, Request
 from penstock.runtime.scheduling.pages import FlushedPages
 from penstock.runtime.scheduling.scheduler import Load
 from penstock.runtime.text.codec import TextCodec
+from penstock.runtime.updating.arrays import Arrays
+from penstock.runtime.updating.interface import UpdateOptions, UpdateReport
+from penstock.runtime.updating.updater import Updater
 
 
 class TokenEngine:
@@ -78,6 +78,14 @@ class TokenEngine:
             pacer=parts.pacer,
         )
         """Works on token ids; everything that is done with requests is done by it."""
+        self.updater = Updater(
+            self.core,
+            parts.runner.device,
+            model.rules,
+            backend=parts.backend,
+            threads=max(1, (parts.config.threads or 1) // 2),  # the other half computes steps meanwhile
+        )
+        """Takes new weights, from other programs and from files."""
         self._rules = RequestRules(
             vocab_size=model.vocab_size,
             max_logprobs=parts.config.max_logprobs,
@@ -178,7 +186,8 @@ class TokenEngine:
 
     def tensor_specs(self) -> list[tuple[str, str, tuple[int, ...]]]:
         """(checkpoint name, dtype, shape) of every weight, as `update_weights` takes them."""
-        return [(spec.name, np.dtype(spec.dtype).name, tuple(spec.shape)) for spec in self._model.tensors]
+        tensors = () if self._model.rules is None else self._model.rules.tensors
+        return [(spec.name, np.dtype(spec.dtype).name, tuple(spec.shape)) for spec in tensors]
 
     def drain(self, timeout_s: float) -> bool:
         """Refuse new requests, wait for the others; false if some are left after `timeout_s` seconds."""
@@ -195,6 +204,7 @@ class TokenEngine:
     def shutdown(self) -> None:
         """End what runs (ABORTED) and free the device's memory. May be called twice."""
         self.core.shutdown()
+        self.updater.close()
         self._switch_interval.restore()
         self._grammars.close()
         host_memory.let_go()
@@ -280,25 +290,20 @@ class TokenEngine:
 
     def update_weights(
         self,
-        tensors: Mapping[str, NDArray[Any]],
+        tensors: Arrays,
         *,
         label: str,
         in_flight: InFlightPolicy = InFlightPolicy.WAIT,
         partial: bool = False,
-    ) -> Future[Applied]:
+    ) -> Future[UpdateReport]:
         """Stage named tensors now, while serving, and swap them in between two steps.
 
         Until then the new weights lie beside those that serve, made leaf by leaf, which takes as much memory
         again as what is new. `tensors` may be lazy: each is asked for twice, to be checked and to be taken,
-        and not held on to.
-        Raises CheckpointError naming every missing, extra or wrongly shaped tensor; then nothing has changed.
+        and not held on to. Cancelling the future before the update's turn takes it back; the memory that the
+        update needed is free when the future is done.
+
+        Raises TensorsRefused naming every missing, extra or wrongly shaped tensor; then nothing has changed.
         """
-        self.core.check_running()
-        staged = StagedUpdate(self._model, self._runner, tensors, partial=partial)
-        try:
-            done = self.core.changes.update(staged.install, label, in_flight, whole=not partial)
-        except BaseException:
-            staged.drop()  # who keeps the error keeps this frame, and with it what was staged
-            raise
-        done.add_done_callback(staged.drop)
-        return done
+        options = UpdateOptions(update_id="", label=label, in_flight=in_flight, partial=partial)
+        return self.updater.update(options, tensors)

@@ -7,9 +7,8 @@ from __future__ import annotations
 import dataclasses
 import queue
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,8 +18,6 @@ from flax import nnx
 
 from penstock.runtime import Engine, SamplingParams, StoppingParams
 from penstock.runtime.errors import (
-    CheckpointError,
-    ConfigError,
     Draining,
     DuplicateRequestId,
     EngineFailure,
@@ -28,13 +25,14 @@ from penstock.runtime.errors import (
     NotReady,
     PromptTooLong,
     QueueFull,
+    TensorsRefused,
 )
 from penstock.runtime.execution.runner import ModelRunner
-from penstock.runtime.loading.served_model import Renewal, ServedModel
+from penstock.runtime.loading.served_model import ServedModel
 from penstock.runtime.loop.interface import AbortOutcome, InFlightPolicy, StepRecord, WeightsVersion
 from penstock.runtime.requests.request import Finish, FinishReason, Request, StepOutput
 from tests.support.collector import GREEDY, GREEDY_PARAMS, Collector, at_gate, long, submit
-from tests.support.models.toy import EOS, VOCAB, ToyLM, toy_engine, toy_model, toy_tokens
+from tests.support.models.toy import EOS, VOCAB, ToyLM, plain_rules, toy_engine, toy_model, toy_tokens
 
 
 @pytest.fixture(scope="module")
@@ -321,16 +319,8 @@ class TwoWeights(ToyLM):
 
 def two_weight_toy() -> ServedModel:
     graphdef, weights = nnx.split(TwoWeights())
-
-    def stage(current: Any, tensors: Mapping[str, np.ndarray], partial: bool) -> Renewal:
-        def renew(live: Any) -> Any:
-            leaves, tree = jax.tree.flatten(live)
-            pairs = zip(("offset", "other"), leaves, strict=True)
-            return jax.tree.unflatten(tree, [tensors.get(name, leaf) for name, leaf in pairs])
-
-        return renew
-
-    return dataclasses.replace(toy_model(), graphdef=graphdef, weights=weights, stage=stage)
+    rules = plain_rules(offset=(1,), other=(1,))
+    return dataclasses.replace(toy_model(), graphdef=graphdef, weights=weights, rules=rules)
 
 
 def new_offset(value: float) -> dict[str, np.ndarray]:
@@ -345,7 +335,7 @@ def test_weights_are_swapped_between_steps(policy: InFlightPolicy) -> None:
         gate = at_gate(engine, "flying", tokens=110)
         updated = engine.update_weights(new_offset(5.0), label="five", in_flight=policy)
         gate.open()
-        assert updated.result(60).version == engine.weights == WeightsVersion("five", 2)
+        assert updated.result(60).current == engine.weights == WeightsVersion("five", 2)
         last = gate.sink.last("flying")
         outputs = gate.sink.outputs["flying"]
         old = [t for o in outputs if o.weights_generation == 1 for t in o.token_ids]
@@ -380,8 +370,8 @@ def test_partial_updates_staged_together_both_go_live() -> None:
             engine.update_weights({name: np.full((1,), 5, np.float32)}, label=name, partial=True)
             for name in ("offset", "other")
         ]
-        assert [future.result(60).version.generation for future in updates] == [2, 3]
-        assert [float(leaf[0]) for leaf in jax.tree.leaves(engine._runner.weights)] == [5, 5]
+        assert [future.result(60).current.generation for future in updates] == [2, 3]
+        assert [float(leaf[0]) for leaf in engine._runner.device.leaves] == [5, 5]
     finally:
         engine.shutdown()
 
@@ -402,11 +392,10 @@ def test_the_old_weights_are_freed_by_an_update() -> None:
 
 def test_a_refused_update_leaves_the_old_weights_serving(engine: Engine) -> None:
     before = engine.weights
-    with pytest.raises(CheckpointError, match="nonsense"):
+    with pytest.raises(TensorsRefused, match="nonsense"):
         engine.update_weights({"nonsense": np.zeros(1, np.float32)}, label="x")
-    wrong = engine.update_weights({"offset": np.zeros((2,), np.float32)}, label="x")
-    with pytest.raises(ConfigError, match="float32"):
-        wrong.result(60)
+    with pytest.raises(TensorsRefused, match=r"offset has shape \[2\], expected \[1\]"):
+        engine.update_weights({"offset": np.zeros((2,), np.float32)}, label="x")
     assert engine.weights == before
     assert list(engine.generate([7], sampling=GREEDY_PARAMS, stopping=long(9)).token_ids) == toy_tokens(
         [7], 9

@@ -143,8 +143,9 @@ def test_a_preempted_request_computes_its_state_again() -> None:
 def test_an_update_may_recompute_all_state() -> None:
     engine = toy_engine(hybrid_model())
     try:
+        same = {"one": np.ones((1,), np.float32)}
         gate = at_gate(engine, tokens=40)
-        done = engine.update_weights({}, label="same", in_flight=InFlightPolicy.RECOMPUTE)
+        done = engine.update_weights(same, label="same", in_flight=InFlightPolicy.RECOMPUTE)
         gate.open()
         done.result(60)
         gate.sink.last("held")

@@ -9,7 +9,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -19,12 +18,13 @@ from penstock.runtime import EngineConfig
 from penstock.runtime.loading import leaves
 from penstock.runtime.loading.checkpoint import load_config
 from penstock.runtime.loading.safetensors_files import find_tensors
-from penstock.runtime.loading.served_model import load_model
 from penstock.runtime.models.load_rules import LoadRules
 from penstock.runtime.models.params import load_rules
 from penstock.runtime.ops.native import library
 from penstock.runtime.ops.native.linear import unpack
+from tests.support.collector import at_gate
 from tests.support.models.toy import TEST_CACHE, toy_backend
+from tests.support.updating import small_engine
 
 LAYER = "model.layers.1.self_attn."
 Q, K, V = (f"{LAYER}{part}.weight" for part in ("q_proj", "k_proj", "v_proj"))
@@ -41,59 +41,61 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-def rows_of(rules: LoadRules, weights: Any, name: str) -> Any:
-    """The part of a leaf that belongs to a tensor, laid out as in the checkpoint."""
+def rows_of(rules: LoadRules, leaves: Any, name: str) -> Any:
+    """What leaves hold of a tensor, as the checkpoint has it."""
     rule = next(rule for rule in rules.rules if rule.sources[0].name == name)
     (target,) = rule.targets
-    node = weights
-    for step in target.path:
-        node = node[step]
-    held = np.asarray(node[...])[target.part(0, rule.num_rows)]
+    held = np.asarray(leaves[target.path])[target.part(0, rule.num_rows)]
     return unpack(held) if target.rows_per_entry > 1 else held
 
 
 @pytest.mark.parametrize("native", ["auto", "off"])
 def test_updates_of_parts_that_were_staged_together_all_stay(tiny: Path, native: Any) -> None:
-    """Each update is staged while the live weights have none of the others yet; q, k and v are parts of one
-    leaf.
-    """
-    config = EngineConfig(native=native, show_progress=False)
-    model = load_model(str(tiny), config, toy_backend(config))
-    linear = toy_backend(config).linear_format(model.dtype, int8=False)
-    assert linear.packed == (native == "auto" and library.available())
-    rules = load_rules(load_config(tiny), model.dtype, linear)
-    old = {name: entry.map() for name, entry in find_tensors(tiny).items()}
-    new = {name: (2 * old[name].astype(np.float32)).astype(jnp.bfloat16) for name in (Q, K, NORM, Q_NORM)}
-    staged = [model.staged(model.weights, {name: new[name]}, True) for name in new]
-    weights = model.weights
-    for renew in staged:
-        weights = renew(weights)
-    for name, tensor in (old | new).items():
-        np.testing.assert_array_equal(rows_of(rules, weights, name), tensor, err_msg=name)
-    np.testing.assert_array_equal(rows_of(rules, model.weights, Q), old[Q])  # no leaf was changed in place
-    before, after = jax.tree.leaves(model.weights), jax.tree.leaves(weights)
-    assert sum(one is not other for one, other in zip(before, after, strict=True)) == 2  # qkv and norms
-    whole = model.staged(weights, old, False)(weights)
-    for name, tensor in old.items():
-        np.testing.assert_array_equal(rows_of(rules, whole, name), tensor, err_msg=name)
+    """Each is staged beside weights that the others have not changed yet; q, k and v are one leaf."""
+    engine = small_engine(tiny, native=native)
+    try:
+        device = engine.updater._device
+        linear = toy_backend(EngineConfig(native=native)).linear_format(np.dtype(jnp.bfloat16), int8=False)
+        assert linear.packed == (native == "auto" and library.available())
+        rules = load_rules(load_config(tiny), jnp.bfloat16, linear)
+        old = {name: np.array(entry.map()) for name, entry in find_tensors(tiny).items()}
+        new = {name: (2 * old[name].astype(np.float32)).astype(jnp.bfloat16) for name in (Q, K, NORM, Q_NORM)}
+        before = device.leaves_by_path
+        gate = at_gate(engine, tokens=8)
+        updates = [engine.update_weights({name: new[name]}, label=name, partial=True) for name in new]
+        assert all(device.leaves_by_path[path] is leaf for path, leaf in before.items())
+        gate.open()
+        assert [update.result(60).current.label for update in updates] == list(new)
+        after = device.leaves_by_path
+        for name, tensor in (old | new).items():
+            np.testing.assert_array_equal(rows_of(rules, after, name), tensor, err_msg=name)
+        np.testing.assert_array_equal(rows_of(rules, before, Q), old[Q])  # nothing changed in place
+        assert sum(before[path] is not after[path] for path in before) == 2  # qkv, vectors
+        engine.update_weights(old, label="whole").result(60)
+        for name, tensor in old.items():
+            np.testing.assert_array_equal(rows_of(rules, device.leaves_by_path, name), tensor, err_msg=name)
+    finally:
+        engine.shutdown()
 
 
 @pytest.mark.parametrize(("threads", "expected"), [(1, [1, 1]), (6, [6, 3])])
 def test_loading_takes_the_threads_it_is_given_and_an_update_half(
     tiny: Path, monkeypatch: pytest.MonkeyPatch, threads: int, expected: list[int]
 ) -> None:
-    """An update leaves the other half to the threads that compute steps."""
+    """The rest is left to those that compute steps."""
     taken: list[int] = []
 
-    def pool(max_workers: int, name: str) -> ThreadPoolExecutor:
+    def pool(max_workers: int, name: str, initializer: Any) -> ThreadPoolExecutor:
         taken.append(max_workers)
-        return ThreadPoolExecutor(max_workers, name)
+        return ThreadPoolExecutor(max_workers, name, initializer=initializer)
 
     monkeypatch.setattr(leaves, "ThreadPoolExecutor", pool)
-    config = EngineConfig(threads=threads, show_progress=False)
-    model = load_model(str(tiny), config, toy_backend(config))
-    model.staged(model.weights, {NORM: find_tensors(tiny)[NORM].map()}, True)
-    assert taken == expected
+    engine = small_engine(tiny, threads=threads)
+    try:
+        engine.update_weights({NORM: find_tensors(tiny)[NORM].map()}, label="x", partial=True).result(60)
+        assert taken == expected
+    finally:
+        engine.shutdown()
 
 
 @pytest.mark.skipif(not CLEAR_REFS.exists(), reason="needs Linux's /proc")

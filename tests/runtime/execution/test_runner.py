@@ -223,7 +223,7 @@ def test_cache_and_state_are_really_donated(runner: ModelRunner) -> None:
     assert all(layer.is_deleted() for layer in before)
     assert state.tokens.is_deleted()
     assert runner.device.kv[0].unsafe_buffer_pointer() == pointer
-    assert not jax.tree.leaves(runner.weights)[0].is_deleted()
+    assert not runner.device.leaves[0].is_deleted()
 
 
 def test_padding_writes_nowhere_and_reads_nothing(runner: ModelRunner) -> None:
@@ -301,13 +301,12 @@ def test_order_of_setup_is_checked() -> None:
 def test_new_weights_serve_without_a_compile(runner: ModelRunner) -> None:
     counter = CompileCounter()
     counter.start()
-    leaves, tree = jax.tree.flatten(runner.weights)
-    runner.replace_weights(jax.tree.unflatten(tree, [np.full((1,), OFFSET + 6, np.float32)]))
+    runner.device.replace_leaves({("offset",): np.full((1,), OFFSET + 6, np.float32)})
     assert list(runner.execute(prefill([1], 0, [0])).token_ids[0]) == toy_tokens([1], 1, offset=OFFSET + 6)
     with pytest.raises(ConfigError, match=r"float32\(2,\)"):
-        runner.replace_weights(jax.tree.unflatten(tree, [np.zeros((2,), np.float32)]))
-    with pytest.raises(ConfigError, match="another tree"):
-        runner.replace_weights(leaves)
+        runner.device.replace_leaves({("offset",): np.zeros((2,), np.float32)})
+    with pytest.raises(ConfigError, match="no leaf"):
+        runner.device.replace_leaves({("onset",): np.zeros((1,), np.float32)})
     assert list(runner.execute(prefill([1], 0, [0])).token_ids[0]) == toy_tokens([1], 1, offset=OFFSET + 6)
     counter.stop()
     assert counter.count == 0

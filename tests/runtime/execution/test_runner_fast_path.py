@@ -121,8 +121,8 @@ def test_no_step_is_called_through_python(runner: ModelRunner, name: str) -> Non
 
 
 def test_new_weights_keep_the_fast_path(runner: ModelRunner) -> None:
-    leaves, tree = jax.tree.flatten(runner.weights)
-    runner.replace_weights(jax.tree.unflatten(tree, [np.asarray(leaf) for leaf in leaves]))
+    leaves = runner.device.leaves_by_path
+    runner.device.replace_leaves({path: np.asarray(leaf) for path, leaf in leaves.items()})
     with slow_calls() as count:
         for plan in PLANS["decodes and windows"]():
             runner.execute(plan)

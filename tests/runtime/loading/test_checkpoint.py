@@ -145,7 +145,7 @@ def test_every_problem_is_reported_before_anything_is_placed(copy, monkeypatch):
     assert set(error.extra) == {"model.layers.2.mlp.up_proj.weight", "visual.patch_embed.weight"}
     assert len(error.mismatched) == 2
     assert f"{UP} has shape [48, 112], expected [112, 48]" in str(error)
-    assert "lm_head.weight has dtype int8" in str(error)
+    assert "lm_head.weight has dtype I8" in str(error)
     assert str(directory) in str(error)
 
 

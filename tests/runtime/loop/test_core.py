@@ -6,7 +6,6 @@ Each test stops the engine's thread at the moment in question, so nothing depend
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import threading
 import weakref
 from collections.abc import Iterator, Sequence
@@ -17,13 +16,15 @@ import numpy as np
 import pytest
 
 from penstock.runtime import Engine, StoppingParams
-from penstock.runtime.errors import CheckpointError, Draining, DuplicateRequestId, EngineFailure
+from penstock.runtime.errors import Draining, DuplicateRequestId, EngineFailure
+from penstock.runtime.execution.device.device_state import DeviceState
 from penstock.runtime.execution.runner import ModelRunner
-from penstock.runtime.loading.served_model import Renewal
 from penstock.runtime.loop.changes.between_steps import BetweenSteps
-from penstock.runtime.loop.interface import Applied, InFlightPolicy, StepRecord
+from penstock.runtime.loop.interface import InFlightPolicy, StepRecord
 from penstock.runtime.requests.request import Finish, FinishReason, Request, StepOutput
 from penstock.runtime.scheduling.scheduler import Load
+from penstock.runtime.updating.interface import UpdateReport
+from penstock.runtime.updating.one_update import OneUpdate
 from tests.support.collector import GREEDY, GREEDY_PARAMS, Collector, at_gate, long, submit
 from tests.support.models.toy import toy_engine, toy_model, toy_tokens
 
@@ -37,7 +38,9 @@ def engine() -> Iterator[Engine]:
     engine.shutdown()
 
 
-def update(engine: Engine, value: float, policy: InFlightPolicy = InFlightPolicy.WAIT) -> Future[Applied]:
+def update(
+    engine: Engine, value: float, policy: InFlightPolicy = InFlightPolicy.WAIT
+) -> Future[UpdateReport]:
     tensors = {"offset": np.full((1,), value, np.float32)}
     return engine.update_weights(tensors, label=f"to-{value}", in_flight=policy)
 
@@ -45,7 +48,7 @@ def update(engine: Engine, value: float, policy: InFlightPolicy = InFlightPolicy
 def test_an_update_that_comes_just_after_the_engine_looked_is_not_left_asleep(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked: list[Future[Applied]] = []
+    asked: list[Future[UpdateReport]] = []
     ready = threading.Event()
     look = BetweenSteps.make_due
 
@@ -58,7 +61,7 @@ def test_an_update_that_comes_just_after_the_engine_looked_is_not_left_asleep(
     monkeypatch.setattr(BetweenSteps, "make_due", look_too_early)
     engine.generate([1], sampling=GREEDY_PARAMS, stopping=long(1))
     assert ready.wait(60)
-    assert asked[0].result(60).version.label == "to-5"
+    assert asked[0].result(60).current.label == "to-5"
 
 
 def test_an_update_taken_back_is_not_applied_and_holds_nobody_up(engine: Engine) -> None:
@@ -75,57 +78,48 @@ def test_an_update_taken_back_is_not_applied_and_holds_nobody_up(engine: Engine)
     assert engine.weights.generation == 1
 
 
-def test_an_update_taken_back_or_refused_leaves_nothing_behind() -> None:
-    """Its leaves are not held as long as somebody holds its future or its error."""
+@pytest.fixture
+def placed(monkeypatch: pytest.MonkeyPatch) -> list[weakref.ref[Any]]:
+    """The leaves that updates have made, weakly."""
     made: list[weakref.ref[Any]] = []
+    place = DeviceState.place
 
-    def stage(current: Any, tensors: Any, partial: bool) -> Renewal:
-        def renewal(live: Any) -> Any:
-            return live
+    def note(device: DeviceState, path: Any, leaf: Any) -> Any:
+        value = place(device, path, leaf)
+        made.append(weakref.ref(value))
+        return value
 
-        made.append(weakref.ref(renewal))
-        if tensors["offset"] < 0:
-            raise CheckpointError(mismatched=["offset"], where="update")
-        return renewal
-
-    engine = toy_engine(dataclasses.replace(toy_model(), stage=stage))
-    try:
-        gate = at_gate(engine)
-        taken_back = update(engine, 5)
-        assert made[0]() is not None
-        assert taken_back.cancel()
-        assert made[0]() is None
-        with pytest.raises(CheckpointError) as refused:
-            update(engine, -1)
-        assert made[1]() is None
-        assert "offset" in str(refused.value)
-        gate.open()
-        gate.sink.last("held")
-    finally:
-        engine.shutdown()
+    monkeypatch.setattr(DeviceState, "place", note)
+    return made
 
 
-def test_an_update_that_is_refused_once_it_is_staged_leaves_nothing_behind() -> None:
+def test_an_update_taken_back_leaves_nothing_behind(engine: Engine, placed: list[weakref.ref[Any]]) -> None:
+    """Its leaves are not held as long as somebody holds its future."""
+    gate = at_gate(engine)
+    taken_back = update(engine, 5)
+    assert placed[0]() is not None
+    assert taken_back.cancel()
+    assert placed[0]() is None
+    gate.open()
+    gate.sink.last("held")
+
+
+def test_an_update_that_is_refused_once_it_is_staged_leaves_nothing_behind(
+    engine: Engine, placed: list[weakref.ref[Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The engine may stop taking any while the weights are made."""
-    made: list[weakref.ref[Any]] = []
+    finish = OneUpdate.finish
 
-    def stage(current: Any, tensors: Any, partial: bool) -> Renewal:
-        def renewal(live: Any) -> Any:
-            return live
+    def then_stop(update: OneUpdate, num_bytes: int) -> None:
+        finish(update, num_bytes)
+        assert placed[0]() is not None
+        engine.core.shutdown()
 
-        made.append(weakref.ref(renewal))
-        engines[0].shutdown()
-        return renewal
-
-    engine = toy_engine(dataclasses.replace(toy_model(), stage=stage))
-    engines = [engine]
-    try:
-        with pytest.raises(Draining) as refused:
-            update(engine, 5)
-        assert made[0]() is None
-        assert refused.value.__traceback__ is not None
-    finally:
-        engine.shutdown()
+    monkeypatch.setattr(OneUpdate, "finish", then_stop)
+    with pytest.raises(Draining) as refused:
+        update(engine, 5)
+    assert placed[0]() is None
+    assert refused.value.__traceback__ is not None
 
 
 def test_waiting_for_the_running_includes_the_preempted() -> None:
@@ -143,7 +137,7 @@ def test_waiting_for_the_running_includes_the_preempted() -> None:
         assert last.timing is not None
         assert last.timing.preemptions > 0
         assert other.tokens("other") == toy_tokens([2], 19)
-        assert future.result(60).version.generation == 2
+        assert future.result(60).current.generation == 2
     finally:
         engine.shutdown()
 
@@ -153,7 +147,7 @@ def test_shutdown_tells_a_request_that_came_with_the_last_delivery(engine: Engin
     returns.
     """
     sink = Collector()
-    futures: list[Future[Applied]] = []
+    futures: list[Future[UpdateReport]] = []
     enders: list[threading.Thread] = []
 
     def again(outputs: Sequence[StepOutput]) -> None:
@@ -285,7 +279,7 @@ def test_an_aborting_update_spares_those_that_have_not_started() -> None:
         submit(engine, waiting, "waiting", [2], tokens=10)
         done = update(engine, 5, InFlightPolicy.ABORT)
         gate.open()
-        assert done.result(60).version.generation == 2
+        assert done.result(60).current.generation == 2
         finish = gate.sink.last("held").finish
         assert finish == Finish(FinishReason.ABORTED, message="weights were updated to 'to-5'")
         assert waiting.last("waiting").finish == Finish(FinishReason.MAX_TOKENS)

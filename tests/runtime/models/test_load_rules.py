@@ -3,7 +3,8 @@ array.
 """
 
 import dataclasses
-from collections.abc import Sequence
+import weakref
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
@@ -17,8 +18,10 @@ from safetensors.numpy import save_file
 from penstock.runtime.errors import CheckpointError
 from penstock.runtime.loading import leaves
 from penstock.runtime.loading.checkpoint import _check
-from penstock.runtime.loading.leaves import make_leaves
+from penstock.runtime.loading.dtypes import name_of
+from penstock.runtime.loading.leaves import LeafMaker
 from penstock.runtime.loading.safetensors_files import find_tensors
+from penstock.runtime.loading.tensor_checks import problems_of
 from penstock.runtime.models.load_rules import (
     LoadRule,
     LoadRules,
@@ -31,6 +34,7 @@ from penstock.runtime.models.load_rules import (
     quantize_rows,
 )
 from penstock.runtime.ops.native.linear import pack, packed_shape
+from penstock.runtime.sent_tensors import SentTensor
 
 F32 = np.dtype(np.float32)
 LEAF = ("layer", "weight")
@@ -40,15 +44,35 @@ def shape_of(leaf: np.ndarray) -> dict[Any, jax.ShapeDtypeStruct]:
     return {LEAF: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)}
 
 
-def placed(path: Any, leaf: np.ndarray) -> jax.Array:
-    array: jax.Array = jax.device_put(leaf)
-    return array
+def made_of(
+    rules: Sequence[LoadRule],
+    tensors: Any,
+    shapes: Any,
+    *,
+    order: Iterable[str] | None = None,
+    old: Any = None,
+) -> tuple[dict[Any, tuple[np.ndarray, Any]], LeafMaker]:
+    """Path to (leaf, parts that are new), of tensors that come in this order."""
+    taken: dict[Any, tuple[np.ndarray, Any]] = {}
+
+    def take(path: Any, leaf: np.ndarray, parts: Any) -> None:
+        assert path not in taken
+        taken[path] = leaf, parts
+
+    maker = LeafMaker(rules, set(tensors), shapes, take, threads=3, old=old)
+    try:
+        for name in tensors if order is None else order:
+            maker.add(name, tensors[name])
+        maker.finish()
+    finally:
+        maker.close()
+    return taken, maker
 
 
 def loaded(rules: Sequence[LoadRule], tensors: Any, shapes: Any, **options: Any) -> dict[Any, np.ndarray]:
-    made, problems = make_leaves(rules, tensors, shapes, placed, threads=3, **options)
-    assert not problems
-    return {path: np.asarray(leaf.value) for path, leaf in made.items()}
+    taken, maker = made_of(rules, tensors, shapes, **options)
+    assert not maker.too_large
+    return {path: leaf for path, (leaf, _) in taken.items()}
 
 
 def rule(name: str, shape: tuple[int, ...], **changes: Any) -> LoadRule:
@@ -114,12 +138,13 @@ def cuts(draw: st.DrawFn) -> tuple[np.ndarray, dict[str, np.ndarray], list[LoadR
     return (leaf if is_stacked else leaf[0]), tensors, draw(st.permutations(rules))
 
 
-@given(cuts())
+@given(cuts(), st.data())
 @settings(max_examples=150, deadline=None)
-def test_any_partition_of_a_leaf_loads_to_the_same_array(case: Any) -> None:
+def test_any_partition_of_a_leaf_loads_to_the_same_array(case: Any, data: st.DataObject) -> None:
     leaf, tensors, rules = case
     check(LoadRules(rules=tuple(rules)), shape_of(leaf))
-    np.testing.assert_array_equal(loaded(rules, tensors, shape_of(leaf))[LEAF], leaf)
+    order = data.draw(st.permutations(sorted(tensors)))
+    np.testing.assert_array_equal(loaded(rules, tensors, shape_of(leaf), order=order)[LEAF], leaf)
 
 
 @given(cuts(), st.data())
@@ -140,17 +165,17 @@ def test_an_update_of_some_tensors_keeps_the_rest_of_the_leaf(case: Any, data: s
     leaf, tensors, rules = case
     names = data.draw(st.sets(st.sampled_from(sorted(tensors)), min_size=1))
     new = {name: -tensors[name] for name in names}
-    made, _ = make_leaves(rules, new, shape_of(leaf), placed, threads=2, old=lambda path: leaf)
+    made, _ = made_of(rules, new, shape_of(leaf), old=lambda path: leaf)
+    found, parts = made[LEAF]
     expected = leaf.copy()
     for each in rules:
         if each.sources[0].name in names:
             expected[each.targets[0].part(0, each.num_rows)] *= -1
-    np.testing.assert_array_equal(made[LEAF].value, expected)
-    parts = made[LEAF].parts
+    np.testing.assert_array_equal(found, expected)
     if parts is not None:  # merged over another update's leaf, the parts change only what is new
         merged = leaf.copy()
         for part in parts:
-            merged[part] = np.asarray(made[LEAF].value)[part]
+            merged[part] = found[part]
         np.testing.assert_array_equal(merged, expected)
     else:
         np.testing.assert_array_equal(expected, -leaf)
@@ -194,27 +219,42 @@ def test_pieces_are_read_from_a_file_and_cut_into_tasks(tmp_path, monkeypatch):
     np.testing.assert_array_equal(loaded(rules, find_tensors(tmp_path), shape_of(leaf))[LEAF], leaf)
 
 
-def test_a_tensor_of_many_rules_is_asked_for_once():
-    leaf = np.arange(12, dtype=np.float32).reshape(4, 3)
-    asked: list[str] = []
-
-    class Lazy(dict[str, np.ndarray]):
-        def __getitem__(self, name: str) -> np.ndarray:
-            asked.append(name)
-            return super().__getitem__(name)
-
+def test_a_tensor_is_held_until_all_that_read_it_have():
+    """The first tensor is half of two rules; the second and third complete one each."""
+    leaf = np.zeros((2, 3), np.float32)
+    numbers = weakref.WeakValueDictionary()
     rules = [
-        rule(
-            "all",
-            (4, 3),
-            num_rows=1,
-            sources=(Source("all", (4, 3), begin=i),),
+        LoadRule(
+            sources=(Source("numbers", (2, 3), begin=i), Source(f"scales {i}", (1,))),
             targets=(Target(LEAF, begin=i),),
+            num_rows=1,
+            dtype=F32,
+            put=expand,
         )
-        for i in range(4)
+        for i in range(2)
     ]
-    loaded(rules, Lazy(all=leaf), shape_of(leaf))
-    assert asked == ["all"]
+    taken = {}
+    maker = LeafMaker(
+        rules,
+        {"numbers", "scales 0", "scales 1"},
+        shape_of(leaf),
+        lambda path, leaf, parts: taken.update({path: leaf}),
+        threads=1,
+    )
+    numbers["tensor"] = tensor = np.ones((2, 3), np.float32)
+    maker.add("numbers", tensor)
+    del tensor
+    maker.add("scales 1", np.full((1,), 3, np.float32))
+    assert not taken
+    assert "tensor" in numbers
+    with pytest.raises(RuntimeError, match="not all leaves are complete"):
+        maker.finish()
+    assert "tensor" in numbers
+    maker.add("scales 0", np.full((1,), 2, np.float32))
+    maker.finish()
+    assert "tensor" not in numbers
+    maker.close()
+    np.testing.assert_array_equal(taken[LEAF], [[2, 2, 2], [3, 3, 3]])
 
 
 def expand(parts: Sequence[np.ndarray], rows: Sequence[np.ndarray]) -> None:
@@ -243,27 +283,36 @@ def test_a_format_of_several_tensors_makes_one_leaf(monkeypatch):
         np.testing.assert_array_equal(loaded([TOY_FORMAT], tensors, shape_of(leaf))[LEAF], leaf)
 
 
+def problems(rules: LoadRules, partial: bool = False, **tensors: np.ndarray) -> list[tuple[str, str]]:
+    sent = [SentTensor(name, name_of(t.dtype), t.shape) for name, t in tensors.items()]
+    return [(problem.reason.name, str(problem)) for problem in problems_of(rules, sent, partial=partial)]
+
+
 def test_a_format_needs_all_of_its_tensors_and_their_own_dtype():
     rules = LoadRules(rules=(TOY_FORMAT,))
-    _check(rules, {"numbers": NUMBERS, "scales": SCALES}, partial=True, where="here")
-    with pytest.raises(CheckpointError, match=r"missing \(1\): scales"):
-        _check(rules, {"numbers": NUMBERS}, partial=True, where="here")
-    with pytest.raises(CheckpointError, match="numbers has dtype float32, expected int8"):
-        _check(rules, {"numbers": NUMBERS.astype(np.float32), "scales": SCALES}, partial=False, where="here")
-    with pytest.raises(CheckpointError, match="scales has dtype int8, expected a 16-, 32- or 64-bit float"):
-        _check(rules, {"numbers": NUMBERS, "scales": SCALES.astype(np.int8)}, partial=False, where="here")
-    with pytest.raises(CheckpointError, match=r"unexpected \(1\): zeros"):
-        _check(rules, {"numbers": NUMBERS, "scales": SCALES, "zeros": SCALES}, partial=True, where="here")
+    assert not problems(rules, partial=True, numbers=NUMBERS, scales=SCALES)
+    assert problems(rules, partial=True, numbers=NUMBERS) == [("MISSING", "scales (missing)")]
+    assert problems(rules, numbers=NUMBERS.astype(np.float32), scales=SCALES) == [
+        ("DTYPE", "numbers has dtype F32, expected I8")
+    ]
+    assert problems(rules, numbers=NUMBERS, scales=SCALES.astype(np.int8)) == [
+        ("DTYPE", "scales has dtype I8, expected F32 or another one of floats")
+    ]
+    assert problems(rules, partial=True, numbers=NUMBERS, scales=SCALES, zeros=SCALES) == [
+        ("UNKNOWN_NAME", "zeros (unknown name)")
+    ]
 
 
 def test_a_checkpoint_may_hold_harmless_tensors_and_copies():
     rules = LoadRules(rules=(rule("w", (2, 2)),), harmless=(r"\.inv_freq$",), copies={"head": "w"})
     w = np.ones((2, 2), np.float32)
-    _check(rules, {"w": w, "head": w.copy(), "x.inv_freq": w}, partial=False, where="here")
+    _check(rules, {"w": w, "head": w.copy(), "x.inv_freq": w}, where="here")
     with pytest.raises(CheckpointError, match="head differs from w"):
-        _check(rules, {"w": w, "head": 2 * w}, partial=False, where="here")
+        _check(rules, {"w": w, "head": 2 * w}, where="here")
+    with pytest.raises(CheckpointError, match="head has dtype F64, expected F32"):
+        _check(rules, {"w": w, "head": w.astype(np.float64)}, where="here")
     with pytest.raises(CheckpointError, match=r"unexpected \(1\): inv_freq"):
-        _check(rules, {"w": w, "inv_freq": w}, partial=False, where="here")
+        _check(rules, {"w": w, "inv_freq": w}, where="here")
 
 
 def test_blocks_of_rows_lie_in_a_stacked_leaf_of_tiles():
@@ -328,7 +377,23 @@ def test_mistakes_of_a_model_name_tensor_and_leaf():
 def test_overflow_is_found_in_transposed_tensors_too():
     wide = np.array([[1, 2], [1e30, 4]], np.float64)
     half = rule("w", (2, 2), dtype=np.dtype(np.float16), sources=(Source("w", (2, 2), axis=1),))
-    _, problems = make_leaves(
-        [half], {"w": wide}, {LEAF: jax.ShapeDtypeStruct((2, 2), np.float16)}, placed, threads=1
-    )
-    assert problems == ["w has values beyond the range of float16"]
+    _, maker = made_of([half], {"w": wide}, {LEAF: jax.ShapeDtypeStruct((2, 2), np.float16)})
+    assert maker.too_large == {"w": np.dtype(np.float16)}
+
+
+@pytest.mark.parametrize("kind", [np.float32, jnp.bfloat16, jnp.float8_e5m2])
+def test_infinity_is_no_value_beyond_the_range(kind):
+    values = np.array([[1, np.inf], [-np.inf, np.nan]], kind)
+    half = rule("w", (2, 2), dtype=np.dtype(np.float16))
+    shapes = {LEAF: jax.ShapeDtypeStruct((2, 2), np.float16)}
+    made = loaded([half], {"w": values}, shapes)
+    np.testing.assert_array_equal(made[LEAF], np.array([[1, np.inf], [-np.inf, np.nan]], np.float16))
+
+
+@pytest.mark.parametrize("kind", [jnp.float8_e4m3fn, jnp.float8_e5m2])
+@pytest.mark.parametrize("served", [np.float32, np.float16, jnp.bfloat16])
+def test_floats_of_8_bits_keep_their_values(kind, served):
+    every = np.arange(256, dtype=np.uint8).view(kind).reshape(16, 16)
+    eighth = rule("w", (16, 16), dtype=np.dtype(served))
+    made = loaded([eighth], {"w": every}, {LEAF: jax.ShapeDtypeStruct((16, 16), served)})
+    np.testing.assert_array_equal(made[LEAF].astype(np.float32), every.astype(np.float32))

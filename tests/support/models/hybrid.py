@@ -22,7 +22,7 @@ from jax import lax
 from penstock.runtime.loading.served_model import ServedModel
 from penstock.runtime.ops.attention import AttentionMeta, AttentionOp
 from penstock.runtime.ops.cache_spec import CacheSpec, PagedKV, SlotState
-from tests.support.models.toy import VOCAB, toy_model
+from tests.support.models.toy import VOCAB, plain_rules, toy_model
 
 _DIM = 4
 _FACTOR = 4
@@ -107,6 +107,6 @@ def hybrid_model(*, paged: bool = True, max_model_len: int = 128) -> ServedModel
         architecture="HybridForCausalLM",
         graphdef=graphdef,
         weights=weights,
-        stage=lambda current, tensors, partial: lambda live: live,  # an update changes nothing
+        rules=plain_rules(one=(1,)),
         cache=CacheSpec((STATE, PAGED, NEWEST) if paged else (STATE, NEWEST)),
     )

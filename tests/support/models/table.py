@@ -8,7 +8,7 @@ of `wave`. Both matrices are weights, so one engine can serve any tables.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -18,12 +18,10 @@ from flax import nnx
 from numpy.typing import NDArray
 
 from penstock.runtime.engine import Engine
-from penstock.runtime.errors import CheckpointError
-from penstock.runtime.loading.served_model import Renewal, ServedModel
+from penstock.runtime.loading.served_model import ServedModel
 from penstock.runtime.loop.interface import Observer
-from penstock.runtime.models.load_rules import TensorSpec
 from penstock.runtime.ops.attention import AttentionMeta, AttentionOp
-from tests.support.models.toy import EOS, VOCAB, toy_engine, toy_model
+from tests.support.models.toy import EOS, VOCAB, plain_rules, toy_engine, toy_model
 
 __all__ = ["EOS", "VOCAB", "Tables", "random_tables", "serve", "table_engine", "table_model"]
 
@@ -95,15 +93,6 @@ class TableLM(nnx.Module):
         return logits
 
 
-def _stage(current: Any, tensors: Mapping[str, np.ndarray], partial: bool) -> Renewal:
-    if set(tensors) != set(_NAMES):
-        raise CheckpointError(extra=sorted(set(tensors) - set(_NAMES)), where="update")
-    leaves, tree = jax.tree.flatten(current)
-    new = [jax.device_put(tensors[name], leaf.sharding) for name, leaf in zip(_NAMES, leaves, strict=True)]
-    renewed = jax.tree.unflatten(tree, new)
-    return lambda live: renewed
-
-
 def table_model(
     tables: Tables, *, eos_token_ids: tuple[int, ...] = (EOS,), max_model_len: int = 128
 ) -> ServedModel:
@@ -115,8 +104,7 @@ def table_model(
         architecture="TableForCausalLM",
         graphdef=graphdef,
         weights=weights,
-        tensors=tuple(TensorSpec(name, (VOCAB, VOCAB), np.dtype(np.float32)) for name in _NAMES),
-        stage=_stage,
+        rules=plain_rules(table=(VOCAB, VOCAB), wave=(VOCAB, VOCAB)),
     )
 
 

@@ -9,7 +9,7 @@ values. So a wrong page, position or length makes a wrong token.
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +21,10 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from penstock.runtime.config import EngineConfig
 from penstock.runtime.engine import Engine
-from penstock.runtime.errors import CheckpointError
 from penstock.runtime.execution.backend import Backend, choose_backend, single_device_mesh
-from penstock.runtime.loading.served_model import Renewal, ServedModel
+from penstock.runtime.loading.served_model import ServedModel
 from penstock.runtime.loop.interface import Observer
-from penstock.runtime.models.load_rules import TensorSpec
+from penstock.runtime.models.load_rules import LoadRule, LoadRules, Source, Target
 from penstock.runtime.ops.attention import AttentionMeta, AttentionOp
 from penstock.runtime.ops.cache_spec import CacheSpec, PagedKV
 from penstock.runtime.requests.sampling_defaults import GenerationDefaults
@@ -75,12 +74,17 @@ class ToyLM(nnx.Module):
         return 10 * jax.nn.one_hot(following.astype(jnp.int32), VOCAB, dtype=jnp.float32)
 
 
-def _stage(current: Any, tensors: Mapping[str, np.ndarray], partial: bool) -> Renewal:
-    if set(tensors) != {"offset"}:
-        raise CheckpointError(extra=sorted(set(tensors) - {"offset"}), where="update")
-    leaves, tree = jax.tree.flatten(current)
-    new = jax.tree.unflatten(tree, [jax.device_put(tensors["offset"], leaves[0].sharding)])
-    return lambda live: new
+def plain_rules(**shapes: tuple[int, ...]) -> LoadRules:
+    """Each tensor is a leaf of its own, of the same name, in float32."""
+    float32 = np.dtype(np.float32)
+    return LoadRules(
+        rules=tuple(
+            LoadRule(
+                sources=(Source(name, shape),), targets=(Target((name,)),), num_rows=shape[0], dtype=float32
+            )
+            for name, shape in shapes.items()
+        )
+    )
 
 
 def toy_model(
@@ -102,8 +106,7 @@ def toy_model(
         eos_token_ids=eos_token_ids,
         defaults=GenerationDefaults(),
         text=text,
-        tensors=(TensorSpec("offset", (1,), np.dtype(np.float32)),),
-        stage=_stage,
+        rules=plain_rules(offset=(1,)),
     )
 
 

@@ -85,15 +85,6 @@ class ModelRunner:
             raise ConfigError("nothing is compiled")
         return self._calls
 
-    @property
-    def weights(self) -> Any:
-        """The model's state that serves now."""
-        return self.device.weights
-
-    def replace_weights(self, weights: Any) -> None:
-        """Swaps in new weights between steps; see `DeviceState.replace_weights`."""
-        self.device.replace_weights(weights)
-
     # -- memory --
 
     def free_kv_cache(self) -> int:

@@ -1,4 +1,4 @@
-"""Loads a model's state onto the device, from a Hugging Face checkpoint directory or from named tensors.
+"""Loads a model's state onto the device from a Hugging Face checkpoint directory.
 
 All tensors are checked by name, shape and dtype before the first one is placed; `leaves` converts and places
 them.
@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
-import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -21,13 +20,16 @@ from tqdm import tqdm
 
 from penstock.runtime.errors import CheckpointError, ConfigError
 from penstock.runtime.host.processors import available_processors
-from penstock.runtime.loading.leaves import NewLeaf, make_leaves
+from penstock.runtime.loading.dtypes import name_of
+from penstock.runtime.loading.leaves import LeafMaker, Parts
 from penstock.runtime.loading.safetensors_files import find_tensors
+from penstock.runtime.loading.tensor_checks import problems_of
 from penstock.runtime.models.config import ModelConfig
 from penstock.runtime.models.hf_fields import Fields
 from penstock.runtime.models.linear import PLAIN, LinearFormat
 from penstock.runtime.models.load_rules import LoadRule, LoadRules, ParamPath, Tensor
 from penstock.runtime.models.params import ModelState, leaf_shapes, load_rules, state_of
+from penstock.runtime.sent_tensors import SentTensor, TensorProblem, TensorReason
 
 _log = logging.getLogger(__name__)
 
@@ -95,13 +97,14 @@ def load_weights(
     found = find_tensors(directory)
     rules = load_rules(config, dtype, linear)
     where = f"checkpoint {directory}"
-    _check(rules, found, partial=False, where=where)
+    _check(rules, found, where=where)
     total = sum(rule.num_bytes for rule in rules.rules)
     _log.info("loading %d tensors (%.2f GB) from %s", len(rules.tensors), total / 1e9, directory)
+    values: dict[ParamPath, jax.Array] = {}
 
-    def place(path: ParamPath, leaf: npt.NDArray[Any]) -> jax.Array:
-        placed: jax.Array = jax.device_put(leaf, placement(path) if callable(placement) else placement)
-        return placed
+    def take(path: ParamPath, leaf: npt.NDArray[Any], parts: Parts) -> None:
+        values[path] = jax.device_put(leaf, placement(path) if callable(placement) else placement)
+        jax.block_until_ready(values[path])
 
     with tqdm(
         total=total,
@@ -120,84 +123,56 @@ def load_weights(
             if callable(progress):
                 progress(so_far, total)
 
-        made, problems = make_leaves(
+        maker = LeafMaker(
             rules.rules,
             found,
             leaf_shapes(config, dtype, linear),
-            place,
+            take,
             threads=threads or available_processors(),
             done=done,
         )
-    if problems:
+        try:
+            for tensor in rules.tensors:  # in the order of the rules, so that few leaves are open at a time
+                maker.add(tensor.name, found[tensor.name])
+            maker.finish()
+        finally:
+            maker.close()
+    if maker.too_large:
+        problems = [
+            f"{name} has values beyond the range of {dtype}" for name, dtype in maker.too_large.items()
+        ]
         raise CheckpointError(mismatched=problems, where=where)
-    return state_of(config, {path: leaf.value for path, leaf in made.items()}, dtype, linear)
+    return state_of(config, values, dtype, linear)
 
 
-def stage_named(
-    config: ModelConfig,
-    tensors: Mapping[str, npt.NDArray[Any]],
-    current: Mapping[ParamPath, jax.Array],
-    *,
-    partial: bool,
-    dtype: npt.DTypeLike | None = None,
-    linear: LinearFormat = PLAIN,
-    threads: int | None = None,
-) -> dict[ParamPath, NewLeaf]:
-    """Makes new leaves, by path in the state, of tensors by their names in a checkpoint. Each leaf is placed
-    as the current one is.
-
-    partial: whether some of the tensors are enough; the rest of a leaf is then copied from the current one.
-    The mapping may be lazy: each tensor is asked for twice, to be checked and to be taken, and is not kept.
-    threads: as for `load_weights`. Raises CheckpointError listing every missing (unless partial), extra,
-    misshapen or overflowing tensor.
-    """
-    rules = load_rules(config, dtype, linear)
-    _check(rules, tensors, partial=partial, where="the update")
-    made, problems = make_leaves(
-        rules.rules,
-        tensors,
-        leaf_shapes(config, dtype, linear),
-        lambda path, leaf: jax.device_put(leaf, current[path].sharding),
-        threads=threads or available_processors(),
-        old=lambda path: np.asarray(current[path]),
-    )
-    if problems:
-        raise CheckpointError(mismatched=problems, where="the update")
-    return made
-
-
-def _check(rules: LoadRules, found: Mapping[str, Tensor], *, partial: bool, where: str) -> None:
+def _check(rules: LoadRules, found: Mapping[str, Tensor], *, where: str) -> None:
     """Raises CheckpointError unless `found` is what the rules need. Values are read only of tensors that must
     be copies of others.
     """
-    expected = {tensor.name: tensor for tensor in rules.tensors}
-    if partial:  # a rule needs all of its tensors at once
-        some = [rule for rule in rules.rules if any(source.name in found for source in rule.sources)]
-        needed = dict.fromkeys(source.name for rule in some for source in rule.sources)
-    else:
-        needed = dict.fromkeys(expected)
-    missing = [name for name in needed if name not in found]
-    extra: list[str] = []
-    mismatched: list[str] = []
-    for name in sorted(found):
-        tensor, other = found[name], rules.copies.get(name)
-        if name in expected:
-            problem = expected[name].problem(tensor)
-            if problem is not None:
-                mismatched.append(problem)
-        elif other is not None and other in found:
-            if not _equal(tensor, found[other]):
-                mismatched.append(f"{name} differs from {other}, though config.json ties them")
-        elif not any(re.search(pattern, name) for pattern in rules.harmless):
-            extra.append(name)
+    sent = [SentTensor(name, name_of(tensor.dtype), tuple(tensor.shape)) for name, tensor in found.items()]
+    by_reason: dict[TensorReason, list[TensorProblem]] = {}
+    for problem in problems_of(rules, sent, partial=False):
+        by_reason.setdefault(problem.reason, []).append(problem)
+    missing = by_reason.pop(TensorReason.MISSING, [])
+    extra = by_reason.pop(TensorReason.UNKNOWN_NAME, [])
+    mismatched = [str(problem) for problems in by_reason.values() for problem in problems]
+    if not mismatched:
+        mismatched = [
+            f"{name} differs from {other}, though config.json ties them"
+            for name, other in rules.copies.items()
+            if name in found and other in found and not _equal(found[name], found[other])
+        ]
     if missing or extra or mismatched:
-        raise CheckpointError(missing=missing, extra=extra, mismatched=mismatched, where=where)
+        raise CheckpointError(
+            missing=[problem.name for problem in missing],
+            extra=[problem.name for problem in extra],
+            mismatched=mismatched,
+            where=where,
+        )
 
 
 def _equal(one: Tensor, other: Tensor) -> bool:
-    """Whether both hold the same bits."""
-    if one.dtype != other.dtype or one.shape != other.shape:
-        return False
+    """Whether two tensors of one shape and dtype hold the same bits."""
     rows = max(1, _COMPARED_AT_ONCE // max(1, one.dtype.itemsize * int(np.prod(one.shape[1:]))))
     parts = [slice(begin, begin + rows) for begin in range(0, one.shape[0], rows)]
     return all(one[part].tobytes() == other[part].tobytes() for part in parts)

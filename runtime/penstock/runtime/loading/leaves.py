@@ -1,22 +1,24 @@
-"""Makes the leaves of a model's state, on the device, from a checkpoint's tensors.
+"""Makes the leaves of a model's state from a checkpoint's tensors, which may come in any order.
 
-Several threads fill a leaf in host memory by the model's rules (`models.load_rules`), and it is placed as
-soon as it is complete. So beyond the leaves only some rows for each thread are needed. On CPU, where JAX
-takes such memory as it is, no leaf exists twice.
+As soon as all tensors of a rule (`models.load_rules`) are there, threads fill its part of a leaf in host
+memory; a leaf is handed over when it is complete, and a tensor is let go when all its rules have read it. So
+beyond the leaves only the tensors of incomplete rules are held, and some rows for each thread.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol, TypeAlias
 
-import jax
+import numpy as np
 import numpy.typing as npt
 
 from penstock.runtime.host import host_memory
+from penstock.runtime.host.background import lower_priority
 from penstock.runtime.models.load_rules import Leaves, LoadRule, ParamPath, Part, Tensor
 
 _TASK_VALUES = 1 << 21
@@ -24,114 +26,162 @@ _TASK_VALUES = 1 << 21
 _STEP_VALUES = 1 << 19
 """How many values it converts at a time, so that intermediate values stay in its cache."""
 
-
-@dataclass(frozen=True, slots=True)
-class NewLeaf:
-    """A leaf on the device, of which `parts` are new; None: all of it is new."""
-
-    value: jax.Array
-    parts: Sequence[Part] | None = None
+Parts: TypeAlias = Sequence[Part] | None
+"""The parts of a leaf that are new; None: all of it is new."""
+TakeLeaf: TypeAlias = Callable[[ParamPath, npt.NDArray[Any], Parts], None]
+"""Called with a complete leaf, which is never written again."""
 
 
-def make_leaves(
-    rules: Sequence[LoadRule],
-    tensors: Mapping[str, Tensor],
-    shapes: Mapping[ParamPath, jax.ShapeDtypeStruct],
-    place: Callable[[ParamPath, npt.NDArray[Any]], jax.Array],
-    *,
-    threads: int,
-    old: Callable[[ParamPath], npt.NDArray[Any]] | None = None,
-    done: Callable[[LoadRule], None] = lambda rule: None,
-) -> tuple[dict[ParamPath, NewLeaf], list[str]]:
-    """Makes the leaves that `tensors` fill. Returns them, and what is wrong with the values of tensors.
+class LeafShape(Protocol):
+    """What must be known of a leaf to make it."""
 
-    rules: all rules of the model; those without tensors are left out, and `old` gives the leaf that they
-    would fill. place: puts a host array on the device; the array is never written again. threads: how many
-    fill leaves. done: called when a rule's tensors are in its leaves, in the order of the rules. Names,
-    shapes and dtypes must have been checked.
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+    @property
+    def dtype(self) -> np.dtype[Any]: ...
+
+
+@dataclass(slots=True)
+class _Waiting:
+    """A rule, and the tensors that it has not got yet."""
+
+    rule: LoadRule
+    lacks: set[str]
+
+
+class LeafMaker:
+    """Makes the leaves of one checkpoint or update. Every method is called by one thread at a time; `take`
+    and `done` are called on that thread.
     """
-    work = _Work(rules, tensors, shapes, place, old)
-    problems: list[str] = []
-    ahead: deque[tuple[LoadRule, Future[list[str]], bool]] = deque()
-
-    def settle_one() -> None:
-        rule, future, last = ahead.popleft()
-        for name in future.result():
-            problem = f"{name} has values beyond the range of {rule.dtype}"
-            if problem not in problems:
-                problems.append(problem)
-        if last:
-            work.placed(rule)
-            done(rule)
-
-    pool = ThreadPoolExecutor(threads, "penstock-weights")
-    taken: dict[str, Tensor] = {}
-    try:
-        for rule in work.rules:
-            # A tensor that several rules read, one after the other, is asked for once.
-            names = [source.name for source in rule.sources]
-            taken = {name: taken[name] if name in taken else tensors[name] for name in names}
-            leaves = work.opened(rule)
-            for begin, end in _runs(rule):
-                if len(ahead) == 2 * threads:
-                    settle_one()
-                future = pool.submit(_fill, rule, taken, leaves, begin, end)
-                ahead.append((rule, future, end == rule.num_rows))
-        while ahead:
-            settle_one()
-    finally:
-        pool.shutdown(cancel_futures=True)
-    return work.made, problems
-
-
-class _Work:
-    """The leaves that are being filled, and those that are complete."""
 
     def __init__(
         self,
         rules: Sequence[LoadRule],
-        tensors: Mapping[str, Tensor],
-        shapes: Mapping[ParamPath, jax.ShapeDtypeStruct],
-        place: Callable[[ParamPath, npt.NDArray[Any]], jax.Array],
-        old: Callable[[ParamPath], npt.NDArray[Any]] | None,
+        names: Collection[str],
+        shapes: Mapping[ParamPath, LeafShape],
+        take: TakeLeaf,
+        *,
+        threads: int,
+        old: Callable[[ParamPath], npt.NDArray[Any]] | None = None,
+        done: Callable[[LoadRule], None] = lambda rule: None,
+        in_background: bool = False,
     ) -> None:
-        self.rules = [rule for rule in rules if all(source.name in tensors for source in rule.sources)]
-        self.made: dict[ParamPath, NewLeaf] = {}
-        self._missing = Counter(path for rule in self.rules for path in rule.paths)
+        """rules: all rules of the model. names: the tensors that will be added; their names, shapes and
+        dtypes must have been checked. Rules without tensors are left out, and `old` gives the leaf that they
+        would fill. threads: how many fill leaves, with low priority where `in_background`. done: called when
+        a rule's tensors are in its leaves.
+        """
+        used = [rule for rule in rules if all(source.name in names for source in rule.sources)]
+        self._readers: dict[str, list[_Waiting]] = {}
+        for rule in used:
+            waiting = _Waiting(rule, {source.name for source in rule.sources})
+            for name in waiting.lacks:
+                self._readers.setdefault(name, []).append(waiting)
+        self._tensors: dict[str, Tensor] = {}
+        self._unread: dict[str, int] = {}
+        self._missing = Counter(path for rule in used for path in rule.paths)
         everything = Counter(path for rule in rules for path in rule.paths)
-        self._partial = {path for path, count in self._missing.items() if count < everything[path]}
-        self._shapes, self._place, self._old = shapes, place, old
+        self._parts: dict[ParamPath, list[Part]] = {
+            path: [] for path, count in self._missing.items() if count < everything[path]
+        }
         self._open: dict[ParamPath, npt.NDArray[Any]] = {}
-        self._parts: dict[ParamPath, list[Part]] = {path: [] for path in self._partial}
+        self._shapes, self._take, self._old, self._done = shapes, take, old, done
+        self._ahead: deque[tuple[LoadRule, Future[list[str]], bool]] = deque()
+        self._most_ahead = 2 * threads
+        self._pool = ThreadPoolExecutor(
+            threads, "penstock-weights", initializer=lower_priority if in_background else None
+        )
+        self.too_large: dict[str, np.dtype[np.generic]] = {}
+        """Tensors with values beyond the range of a rule's dtype, and that dtype."""
+        self.is_refused = False
+        """Whether no more leaves are handed over, because something is wrong with a tensor. Those to come are
+        still filled, to find all tensors with values beyond the range.
+        """
 
-    def opened(self, rule: LoadRule) -> Leaves:
-        """The host arrays of the leaves that a rule fills."""
-        for path in rule.paths:
-            if path not in self._open:
-                shape = self._shapes[path]
-                leaf = self._open[path] = host_memory.zeros(shape.shape, shape.dtype)
-                if path in self._partial:
-                    assert self._old is not None, "only an update may be partial"
-                    leaf[...] = self._old(path)
-        return {path: self._open[path] for path in rule.paths}
+    def add(self, name: str, tensor: Tensor) -> None:
+        """Takes a tensor, of which the values may be read until the rules that need it are done. May block
+        while others are converted. A tensor that no rule reads is not kept.
+        """
+        readers = self._readers.pop(name, [])
+        if readers:
+            self._tensors[name], self._unread[name] = tensor, len(readers)
+        for waiting in readers:
+            waiting.lacks.discard(name)
+            if not waiting.lacks:
+                self._start(waiting.rule)
 
-    def placed(self, rule: LoadRule) -> None:
-        """Notes that a rule's tensors are in its leaves, and places the leaves that are complete now."""
-        for path in rule.paths:
-            self._missing[path] -= 1
-            if path in self._partial:
-                self._parts[path] += rule.parts_of(path)
-            if self._missing[path] == 0:
-                value = self._place(path, self._open.pop(path))
-                jax.block_until_ready(value)
-                host_memory.let_go()  # if JAX has copied the host array, its memory is free now
-                self.made[path] = NewLeaf(value, self._parts.get(path))
+    def finish(self) -> None:
+        """Waits until all leaves are complete. RuntimeError if one is not, because a tensor was not added or
+        an earlier call raised.
+        """
+        while self._ahead:
+            self._settle_one()
+        if any(self._missing.values()):
+            raise RuntimeError("not all leaves are complete")
+
+    def close(self) -> None:
+        """Stops, and lets go of everything that is held. May be called twice."""
+        self._pool.shutdown(cancel_futures=True)
+        for held in (self._readers, self._tensors, self._open, self._ahead):
+            held.clear()
+
+    def _start(self, rule: LoadRule) -> None:
+        """Has threads fill the leaves of a rule, all tensors of which are there."""
+        names = {source.name for source in rule.sources}
+        tensors = {name: self._tensors[name] for name in names}
+        for name in names:
+            self._unread[name] -= 1
+            if not self._unread[name]:
+                del self._tensors[name]
+        leaves = {path: self._opened(path) for path in rule.paths}
+        for begin, end in _runs(rule):
+            if len(self._ahead) == self._most_ahead:
+                self._settle_one()
+            future = self._pool.submit(_fill, rule, tensors, leaves, begin, end)
+            self._ahead.append((rule, future, end == rule.num_rows))
+
+    def _opened(self, path: ParamPath) -> npt.NDArray[Any]:
+        """The host array of a leaf that is being filled."""
+        if path not in self._open:
+            shape = self._shapes[path]
+            leaf = self._open[path] = host_memory.zeros(shape.shape, shape.dtype)
+            if path in self._parts:
+                assert self._old is not None, "only an update may be partial"
+                self._pool.submit(_copy, leaf, self._old(path)).result()
+        return self._open[path]
+
+    def _settle_one(self) -> None:
+        rule, future, is_last = self._ahead.popleft()
+        for name in future.result():
+            self.too_large.setdefault(name, rule.dtype)
+            self.is_refused = True
+        if is_last:
+            for path in rule.paths:
+                self._filled(rule, path)
+            self._done(rule)
+
+    def _filled(self, rule: LoadRule, path: ParamPath) -> None:
+        """Notes that a rule's tensors are in a leaf, and hands the leaf over if it is complete now."""
+        self._missing[path] -= 1
+        if path in self._parts:
+            self._parts[path] += rule.parts_of(path)
+        if self._missing[path] == 0:
+            leaf = self._open.pop(path)
+            if not self.is_refused:
+                self._take(path, leaf, self._parts.get(path))
+            del leaf
+            host_memory.let_go()  # if JAX has copied the host array, its memory is free now
+
+
+def _copy(leaf: npt.NDArray[Any], old: npt.NDArray[Any]) -> None:
+    leaf[...] = old
 
 
 def _runs(rule: LoadRule) -> list[tuple[int, int]]:
     """The ranges of rows that one task fills each."""
     rows = _rows_of(rule, _TASK_VALUES)
-    return [(begin, min(begin + rows, rule.num_rows)) for begin in range(0, rule.num_rows, rows)]
+    begins = range(0, rule.num_rows, rows)
+    return list(itertools.pairwise([*begins, rule.num_rows]))
 
 
 def _rows_of(rule: LoadRule, num_values: int) -> int:

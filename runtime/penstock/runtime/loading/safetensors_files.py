@@ -9,40 +9,22 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import struct
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
 
 from penstock.runtime.errors import ConfigError
+from penstock.runtime.loading.dtypes import DTYPES
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
 _MAX_HEADER_BYTES = 100_000_000
-
-# What numpy (with ml_dtypes) can view; floats may be loaded, the others are only named in errors.
-_DTYPES: Mapping[str, np.dtype[np.generic]] = {
-    "F64": np.dtype(np.float64),
-    "F32": np.dtype(np.float32),
-    "F16": np.dtype(np.float16),
-    "BF16": np.dtype(jnp.bfloat16),
-    "F8_E4M3": np.dtype(jnp.float8_e4m3fn),
-    "F8_E5M2": np.dtype(jnp.float8_e5m2),
-    "I64": np.dtype(np.int64),
-    "I32": np.dtype(np.int32),
-    "I16": np.dtype(np.int16),
-    "I8": np.dtype(np.int8),
-    "U64": np.dtype(np.uint64),
-    "U32": np.dtype(np.uint32),
-    "U16": np.dtype(np.uint16),
-    "U8": np.dtype(np.uint8),
-    "BOOL": np.dtype(np.bool_),
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,53 +87,87 @@ def find_tensors(directory: Path) -> dict[str, TensorEntry]:
 
 def _sharded(directory: Path, index: Path) -> dict[str, TensorEntry]:
     try:
-        weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-        places = {str(name): str(shard) for name, shard in weight_map.items()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ConfigError(f"{index} is not a safetensors index ({error!r}); download it again") from error
+        text = index.read_bytes()
+    except OSError as error:
+        raise ConfigError(f"{index} cannot be read ({error}); download it again") from error
+    places = read_index(index, text)
     shards = sorted(set(places.values()))
-    outside = [shard for shard in shards if Path(shard).name != shard]
-    if outside:
-        raise ConfigError(f"{index} names files outside its own directory: {', '.join(outside)}")
     absent = [shard for shard in shards if not (directory / shard).is_file()]
     if absent:
         raise ConfigError(
             f"{index} names {len(absent)} of {len(shards)} shards that are not there: {', '.join(absent)}; "
             "the download is incomplete: download the missing files again"
         )
+    found = joined(directory, [read_header(directory / shard) for shard in shards])
+    check_places(index, places, found)
+    return found
+
+
+def read_index(index: Path, text: bytes) -> dict[str, str]:
+    """The weight map of an index: tensor to the name of its shard. Raises ConfigError if this is no index, or
+    names files outside its directory.
+    """
+    try:
+        places = {str(name): str(shard) for name, shard in json.loads(text)["weight_map"].items()}
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ConfigError(f"{index} is not a safetensors index ({error!r}); download it again") from error
+    outside = sorted({shard for shard in places.values() if Path(shard).name != shard})
+    if outside:
+        raise ConfigError(f"{index} names files outside its own directory: {', '.join(outside)}")
+    return places
+
+
+def joined(directory: Path, headers: Iterable[Mapping[str, TensorEntry]]) -> dict[str, TensorEntry]:
+    """The tensors of all files of a directory. Raises ConfigError if two have a tensor of the same name."""
     found: dict[str, TensorEntry] = {}
-    for shard in shards:
-        for name, entry in read_header(directory / shard).items():
+    for header in headers:
+        for name, entry in header.items():
             if name in found:
                 raise ConfigError(
-                    f"tensor {name} is in both {found[name].file.name} and {shard} of {directory}"
+                    f"tensor {name} is in both {found[name].file.name} and {entry.file.name} of {directory}"
                 )
             found[name] = entry
+    return found
+
+
+def check_places(index: Path, places: Mapping[str, str], found: Mapping[str, TensorEntry]) -> None:
+    """Raises ConfigError unless each tensor is where the index says."""
     misplaced = sorted(n for n, s in places.items() if n not in found or found[n].file.name != s)
     if misplaced:
         raise ConfigError(
             f"{index} does not describe its shards; not where it says: {', '.join(misplaced)}; "
             "index and shards are of different downloads: download all of them again"
         )
-    return found
 
 
 def read_header(file: Path) -> dict[str, TensorEntry]:
     """The tensors of one file. Raises ConfigError if the file is truncated or is not a safetensors file."""
     try:
         with file.open("rb") as stream:
-            size = file.stat().st_size
-            prefix = stream.read(8)
-            length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else size
-            if length > min(size - 8, _MAX_HEADER_BYTES):
-                raise ValueError(f"its header would be {length} bytes long and the file has {size}")
-            header = json.loads(stream.read(length))
+            return header_of(file, stream.fileno())
+    except OSError as error:
+        raise _damaged(file, error) from error
+
+
+def header_of(file: Path, descriptor: int) -> dict[str, TensorEntry]:
+    """As `read_header`, of a file that is open."""
+    try:
+        size = os.fstat(descriptor).st_size
+        prefix = os.pread(descriptor, 8, 0)
+        length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else size
+        if length > min(size - 8, _MAX_HEADER_BYTES):
+            raise ValueError(f"its header would be {length} bytes long and the file has {size}")
+        header = json.loads(os.pread(descriptor, length, 8))
         return _parse_header(file, header, 8 + length, size)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ConfigError(
-            f"{file} is not a complete safetensors file ({error}); the download or the copy was cut short or "
-            "damaged: download it again"
-        ) from error
+        raise _damaged(file, error) from error
+
+
+def _damaged(file: Path, error: Exception) -> ConfigError:
+    return ConfigError(
+        f"{file} is not a complete safetensors file ({error}); the download or the copy was cut short or "
+        "damaged: download it again"
+    )
 
 
 def _parse_header(
@@ -163,14 +179,14 @@ def _parse_header(
         if name == "__metadata__":
             continue
         dtype, shape, offsets = fields["dtype"], fields["shape"], fields["data_offsets"]
-        if dtype not in _DTYPES:
+        if dtype not in DTYPES:
             raise ValueError(f"tensor {name} has dtype {dtype}, unknown to this build")
         if not isinstance(shape, list) or not all(isinstance(n, int) and n >= 0 for n in shape):
             raise ValueError(f"tensor {name} has shape {shape}")
         if not isinstance(offsets, list) or len(offsets) != 2 or not all(isinstance(n, int) for n in offsets):
             raise ValueError(f"tensor {name} has offsets {offsets}")
         begin, end = offsets
-        entry = TensorEntry(file, start + begin, _DTYPES[str(dtype)], tuple(shape))
+        entry = TensorEntry(file, start + begin, DTYPES[str(dtype)], tuple(shape))
         if begin < 0 or end - begin != entry.num_bytes:
             raise ValueError(f"tensor {name} of shape {shape} and dtype {dtype} has offsets {offsets}")
         entries[name] = entry

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 import jax
 import numpy as np
+import numpy.typing as npt
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
@@ -16,6 +17,7 @@ from penstock.runtime.execution.compilation import compile_all
 from penstock.runtime.execution.program_set import ProgramBuilder
 from penstock.runtime.execution.runner_config import RunnerConfig
 from penstock.runtime.execution.step_programs import KVCache, Weights
+from penstock.runtime.models.load_rules import ParamPath
 from penstock.runtime.ops.cache_spec import CacheSpec
 from penstock.runtime.ops.device_arrays import zeros, zeros_maker
 from penstock.runtime.ops.sampler import RowState
@@ -39,6 +41,7 @@ class DeviceState:
         self.leaves: Weights = tuple(leaves)
         """The weights as programs take them."""
         self._homes = [leaf.sharding for leaf in leaves]
+        self._paths: list[ParamPath] = [cast("ParamPath", path) for path, _ in nnx.to_flat_state(weights)]
         self.sharding = NamedSharding(backend.mesh, PartitionSpec())
         """Where whatever programs are given lies."""
         self.num_pages = 0
@@ -55,31 +58,40 @@ class DeviceState:
     # -- weights --
 
     @property
-    def weights(self) -> Any:
-        """The model's state that serves now."""
-        return jax.tree.unflatten(self._weights_tree, self.leaves)
+    def leaves_by_path(self) -> dict[ParamPath, jax.Array]:
+        """The leaves that serve now, by their places in the model's state."""
+        return dict(zip(self._paths, self.leaves, strict=True))
 
-    def replace_weights(self, weights: Any) -> None:
-        """Swaps in new weights. They have the same tree, shapes and dtypes, so nothing is compiled again. If
+    def place(self, path: ParamPath, leaf: npt.NDArray[Any]) -> jax.Array:
+        """Puts a host array where the leaf at this path lies now. On CPU an aligned array is taken as it is,
+        and must not be written again.
+        """
+        placed: jax.Array = jax.device_put(leaf, self.leaves_by_path[path].sharding)
+        return placed
+
+    def replace_leaves(self, new: Mapping[ParamPath, jax.Array | npt.NDArray[Any]]) -> None:
+        """Swaps in new leaves. They have the old ones' shapes and dtypes, so nothing is compiled again. If
         they are placed as the old ones are, only references are exchanged. While the weights are offloaded,
         the new ones go to host memory too.
 
-        This is checked before anything changes: on ConfigError the old weights serve on.
+        This is checked before anything changes: on ConfigError the old leaves serve on.
         """
-        new, tree = jax.tree.flatten(weights)
-        if cast("object", tree) != cast("object", self._weights_tree):  # untyped in jax's stubs
-            raise ConfigError("the new weights have another tree than the model's")
-        for before, after in zip(self.leaves, new, strict=True):
+        leaves = self.leaves_by_path
+        for path, after in new.items():
+            if path not in leaves:
+                raise ConfigError(f"{path} is no leaf of the model")
+            before = leaves[path]
             if before.shape != after.shape or before.dtype != after.dtype:
                 raise ConfigError(
-                    f"a new weight is {after.dtype}{after.shape}, the model's {before.dtype}{before.shape}"
+                    f"the new leaf {path} is {after.dtype}{after.shape}, "
+                    f"the model's {before.dtype}{before.shape}"
                 )
-        self.leaves = tuple(
-            after
-            if isinstance(after, jax.Array) and after.sharding == before.sharding
-            else jax.device_put(after, before.sharding)
-            for before, after in zip(self.leaves, new, strict=True)
-        )
+        for path, after in new.items():
+            sharding = leaves[path].sharding
+            if not isinstance(after, jax.Array) or after.sharding != sharding:
+                after = jax.device_put(after, sharding)
+            leaves[path] = after
+        self.leaves = tuple(leaves.values())
 
     def offload_weights(self) -> int:
         """Moves the weights to host memory until `restore_weights`. Returns how many bytes of the device are

@@ -1,0 +1,91 @@
+"""Tensors whose bytes come in pieces, with their checksums; and whether values are finite."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from typing import Any
+
+import google_crc32c
+import numpy as np
+import numpy.typing as npt
+
+from penstock.runtime.host import host_memory
+from penstock.runtime.loading.dtypes import DTYPES, num_bytes
+from penstock.runtime.sent_tensors import SentTensor
+
+_EXPONENTS: Mapping[str, tuple[npt.DTypeLike, int]] = {
+    "F64": (np.uint64, 0x7FF0_0000_0000_0000),
+    "F32": (np.uint32, 0x7F80_0000),
+    "F16": (np.uint16, 0x7C00),
+    "BF16": (np.uint16, 0x7F80),
+    "F8_E5M2": (np.uint8, 0x7C),
+    "F8_E4M3": (np.uint8, 0x7F),  # it has no infinity, and one NaN of each sign
+}
+"""For each dtype, the bits that are all set in NaN and infinity and in no other value."""
+_CHECKED_AT_ONCE = 1 << 20
+"""How many bytes are checked at a time, so that intermediate values stay in the processor's cache."""
+
+
+class IncomingTensor:
+    """One tensor while its bytes come, from the first to the last."""
+
+    def __init__(self, sent: SentTensor, *, keep: bool) -> None:
+        """keep: whether its values are needed, beyond its checksums."""
+        self._sent = sent
+        self._num_bytes = num_bytes(sent) or 0
+        self._bytes = host_memory.zeros((self._num_bytes,), np.uint8) if keep else None
+        self._crc32c = 0
+        self._sha256 = hashlib.sha256()
+        self.received = 0
+        """How many bytes have come."""
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether all bytes have come."""
+        return self.received == self._num_bytes
+
+    @property
+    def missing(self) -> int:
+        """How many bytes are still to come."""
+        return self._num_bytes - self.received
+
+    def append(self, data: bytes) -> None:
+        """Takes the next bytes, of which there are no more than are missing."""
+        if self._bytes is not None:
+            self._bytes[self.received : self.received + len(data)] = np.frombuffer(data, np.uint8)
+        if self._sent.crc32c:
+            self._crc32c = google_crc32c.extend(self._crc32c, data)
+        self._sha256.update(data)
+        self.received += len(data)
+
+    @property
+    def sha256(self) -> bytes:
+        """The SHA-256 of the bytes that have come."""
+        return self._sha256.digest()
+
+    @property
+    def is_intact(self) -> bool:
+        """Whether the bytes have the checksums that the sender gave, if it gave any."""
+        sent = self._sent
+        return self._crc32c == sent.crc32c and sent.sha256 in (b"", self.sha256)
+
+    @property
+    def values(self) -> npt.NDArray[Any] | None:
+        """The values, if they were to be kept."""
+        if self._bytes is None:
+            return None
+        return self._bytes.view(DTYPES[self._sent.dtype]).reshape(self._sent.shape)
+
+
+def is_finite(dtype: str, values: npt.NDArray[Any]) -> bool:
+    """Whether no value is NaN or infinity. Integers are finite. `values` are contiguous."""
+    if dtype not in _EXPONENTS:
+        return True
+    bits, mask = _EXPONENTS[dtype]
+    flat = values.reshape(-1).view(bits)
+    exponent = flat.dtype.type(mask)
+    step = _CHECKED_AT_ONCE // flat.itemsize
+    return not any(
+        ((flat[begin : begin + step] & exponent) == exponent).any() for begin in range(0, flat.size, step)
+    )

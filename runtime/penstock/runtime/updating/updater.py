@@ -1,0 +1,286 @@
+"""Updater: new weights for a model that serves, asked for on any thread."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import CancelledError, Future
+from pathlib import Path
+from typing import TypeVar
+
+from penstock.runtime.errors import (
+    InvalidRequest,
+    UnknownUpdate,
+    UnsupportedFeature,
+    Violation,
+    WeightsIncomplete,
+)
+from penstock.runtime.execution.backend import Backend
+from penstock.runtime.execution.device.device_state import DeviceState
+from penstock.runtime.host.background import BackgroundThread
+from penstock.runtime.loop.core import EngineCore
+from penstock.runtime.loop.interface import Applied, InFlightPolicy
+from penstock.runtime.models.load_rules import LoadRules
+from penstock.runtime.sent_tensors import SentTensor
+from penstock.runtime.updating import arrays, manifest
+from penstock.runtime.updating.files import FIELD, UpdateFiles
+from penstock.runtime.updating.interface import Staging, UpdateOptions, UpdateOutcome, UpdateReport
+from penstock.runtime.updating.one_update import OneUpdate, PendingReport, Target
+from penstock.runtime.updating.place import UpdatePlace
+from penstock.runtime.updating.upload import FileUpload, Upload
+
+UploadT = TypeVar("UploadT", bound=Upload)
+_MANIFEST = "begin.manifest"
+_NOT_STAGED = Violation("begin.staging", "an update in place cannot wait for a commit")
+
+
+class Updater:
+    """Takes one update at a time by `begin` or `open_uri`, and besides them updates that a program makes of
+    its own arrays by `update`. Methods that look at tensors block.
+    """
+
+    def __init__(
+        self,
+        core: EngineCore,
+        device: DeviceState,
+        rules: LoadRules | None,
+        *,
+        backend: Backend,
+        threads: int,
+    ) -> None:
+        """rules: what the model makes of tensors; None: it takes no updates. threads: how many make
+        leaves.
+        """
+        self._core, self._device, self._rules = core, device, rules
+        self._backend, self._threads = backend, threads
+        self._thread = BackgroundThread("penstock-update")
+        self._place = UpdatePlace()
+
+    # -- state --
+
+    @property
+    def digest(self) -> bytes:
+        """The digest of the update that serves; empty for the weights of the start."""
+        return self._place.digest
+
+    @property
+    def staged_update_id(self) -> str:
+        """The update that waits for `commit_staged` or `discard`; empty: none does."""
+        return self._place.staged_update_id
+
+    def already_committed(self, update_id: str) -> UpdateReport | None:
+        """What came of an update that went live (the last 1,000 are known) or is staged now. None: there is
+        nothing to tell, so it may begin.
+        """
+        return self._place.known(update_id, self._core.weights)
+
+    # -- one update at a time --
+
+    def validate(self, options: UpdateOptions, sent: Sequence[SentTensor]) -> None:
+        """Raises what `begin` would, but for UpdateUnderWay: another update may be under way."""
+        self._check(options, sent, _MANIFEST)
+
+    def validate_uri(self, options: UpdateOptions, uri: str, *, roots: Sequence[Path]) -> None:
+        """Raises what `open_uri` would, but for UpdateUnderWay."""
+        files = UpdateFiles(uri, roots)
+        try:
+            self._check(options, files.tensors, FIELD)
+        finally:
+            files.close()
+
+    def begin(self, options: UpdateOptions, sent: Sequence[SentTensor]) -> Upload:
+        """Begins an update whose tensors come in chunks. An update in place waits here until the engine
+        stands still.
+
+        Raises InvalidRequest for a list that is wrong in itself, TensorsRefused with every tensor that does
+        not fit the model, GenerationChanged, UpdateUnderWay, WeightsIncomplete if the weights cannot serve
+        and the update has not all of them, UnsupportedFeature if the model takes no updates, NotReady,
+        Draining or EngineDead, and for an update in place DrainTimeout or PausedWithRequests.
+        """
+        rules = self._check(options, sent, _MANIFEST)
+        return self._begun(
+            rules, options, sent, _MANIFEST, lambda update: Upload(self, self._thread, update, sent)
+        )
+
+    def open_uri(self, options: UpdateOptions, uri: str, *, roots: Sequence[Path]) -> FileUpload:
+        """Begins an update whose tensors are read from files below `roots`, see `UpdateFiles`; `read` of what
+        is returned reads them. Raises as `begin`.
+        """
+        files = UpdateFiles(uri, roots)
+        try:
+            rules = self._check(options, files.tensors, FIELD)
+            return self._begun(
+                rules,
+                options,
+                files.tensors,
+                FIELD,
+                lambda update: FileUpload(self, self._thread, update, files),
+            )
+        except BaseException:
+            files.close()
+            raise
+
+    def commit_staged(
+        self,
+        update_id: str,
+        *,
+        in_flight: InFlightPolicy | None = None,
+        drain_timeout_s: float | None = None,
+    ) -> Future[UpdateReport]:
+        """Has a staged update go live. in_flight, drain_timeout_s: instead of those that the update began
+        with; without `in_flight` both are as it began. The report of an update that is live already says so.
+
+        Raises UnknownUpdate. The future may hold what that of `Upload.commit` may; then the update stays
+        staged.
+        """
+        try:
+            update = self._place.take_staged(update_id)
+        except UnknownUpdate:
+            report = self.already_committed(update_id)
+            if report is None:
+                raise
+            known: Future[UpdateReport] = Future()
+            known.set_result(report)
+            return known
+        policy = update.options.in_flight if in_flight is None else in_flight
+        timeout_s = update.options.drain_timeout_s if drain_timeout_s is None else drain_timeout_s
+        try:
+            return self._live(update, policy, timeout_s, was_staged=True)
+        except BaseException:
+            self._place.stage(update)
+            raise
+
+    def discard(self, update_id: str) -> bool:
+        """Lets go of a staged update. False if no such update is staged."""
+        try:
+            update = self._place.take_staged(update_id)
+        except UnknownUpdate:
+            return False
+        self._thread.run(self.give_up, update)
+        return True
+
+    # -- updates that a program makes of its own arrays --
+
+    def update(self, options: UpdateOptions, tensors: arrays.Arrays) -> Future[UpdateReport]:
+        """Stages arrays by their names in a checkpoint, and has them go live. Such an update waits for no
+        other to end: each is made beside the weights that serve, and all go live in order.
+
+        `tensors` may be lazy: each is asked for twice, to be checked and to be taken, and not held on to.
+        Raises as `begin` and `Upload.commit`.
+        """
+        sent = arrays.described(tensors)
+        update = OneUpdate(
+            self._target(self._check(options, sent, "tensors")), options, sent, field="tensors"
+        )
+        try:
+            num_bytes = arrays.put_all(self._thread, update.new, sent, tensors)
+            self._thread.run(update.finish, num_bytes)
+            return self._live(update, options.in_flight, options.drain_timeout_s)
+        except BaseException:
+            self._thread.run(update.drop)
+            raise
+
+    def close(self) -> None:
+        """Lets go of a staged update. To be called when the engine has ended."""
+        self.discard(self.staged_update_id)  # does nothing if none is staged
+        self._thread.close()
+
+    # -- the place, for uploads --
+
+    def go_live(self, update: OneUpdate) -> Future[UpdateReport]:
+        """See `upload.Place`."""
+        return self._live(update, update.options.in_flight, update.options.drain_timeout_s)
+
+    def keep_staged(self, update: OneUpdate) -> UpdateReport:
+        """See `upload.Place`."""
+        if update.options.staging is Staging.IN_PLACE:
+            raise InvalidRequest([_NOT_STAGED])
+        self._place.stage(update)
+        return update.report(UpdateOutcome.STAGED, self._core.weights)
+
+    def give_up(self, update: OneUpdate) -> None:
+        """See `upload.Place`."""
+        update.drop()
+        self._place.free(update)
+
+    # -- how it is done --
+
+    def _check(self, options: UpdateOptions, sent: Sequence[SentTensor], field: str) -> LoadRules:
+        """Everything that can be told before the first byte. Returns the rules that the model has."""
+        if self._rules is None:
+            raise UnsupportedFeature(["UpdateWeights"])
+        if options.stage_only and options.staging is Staging.IN_PLACE:
+            raise InvalidRequest([_NOT_STAGED])
+        self._core.check_running()
+        problem = self._core.changes.weights_problem
+        if problem is not None and options.partial:
+            raise WeightsIncomplete(problem)
+        manifest.check(self._rules, sent, partial=options.partial, field=field)
+        return self._rules
+
+    def _target(self, rules: LoadRules) -> Target:
+        return Target(
+            changes=self._core.changes,
+            device=self._device,
+            rules=rules,
+            backend=self._backend,
+            threads=self._threads,
+        )
+
+    def _begun(
+        self,
+        rules: LoadRules,
+        options: UpdateOptions,
+        sent: Sequence[SentTensor],
+        field: str,
+        upload_of: Callable[[OneUpdate], UploadT],
+    ) -> UploadT:
+        """Takes the place for an update, and makes what takes its tensors."""
+        self._place.reserve(options.update_id)
+        try:
+            update = OneUpdate(self._target(rules), options, sent, field=field)
+        except BaseException:
+            self._place.free(None)
+            raise
+        self._place.occupy(update)
+        try:
+            return upload_of(update)
+        except BaseException:
+            self.give_up(update)
+            raise
+
+    def _live(
+        self, update: OneUpdate, policy: InFlightPolicy, timeout_s: float | None, *, was_staged: bool = False
+    ) -> Future[UpdateReport]:
+        applied = update.go_live(policy, timeout_s)
+        pending = PendingReport(applied)
+        applied.add_done_callback(lambda done: self._settle(update, done, pending, was_staged))
+        return pending
+
+    def _settle(
+        self, update: OneUpdate, applied: Future[Applied], pending: PendingReport, was_staged: bool
+    ) -> None:
+        """Called when an update is live, refused or taken back: on the engine's thread, or on that of who
+        took it back.
+        """
+        outcome: UpdateReport | BaseException
+        try:
+            done = applied.result()
+        except BaseException as error:  # noqa: BLE001  it is told to whoever waits
+            outcome = error
+            if was_staged and not update.new.is_spent:
+                self._place.stage(update)
+                pending.end(outcome)
+                return
+        else:
+            outcome = update.report(UpdateOutcome.COMMITTED, done.version, done)
+            self._place.remember(update.options.update_id, outcome)
+        if isinstance(outcome, CancelledError):
+            self._end(update, pending, outcome)
+        else:  # to free memory takes time, for which the engine need not wait
+            self._thread.start(self._end, update, pending, outcome)
+
+    def _end(self, update: OneUpdate, pending: PendingReport, outcome: UpdateReport | BaseException) -> None:
+        """Tells what has come of an update when the memory that it needed is free."""
+        update.drop()
+        self._place.free(update)
+        pending.end(outcome)

@@ -1,0 +1,191 @@
+"""Updates whose tensors come in chunks, and updates whose tensors are read from files."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from concurrent.futures import Future
+from typing import Protocol
+
+from penstock.runtime.errors import InvalidRequest, TensorsRefused, Violation, WeightsError
+from penstock.runtime.host.background import BackgroundThread
+from penstock.runtime.loading.dtypes import num_bytes
+from penstock.runtime.sent_tensors import SentTensor, TensorProblem, TensorReason
+from penstock.runtime.updating.files import UpdateFiles
+from penstock.runtime.updating.incoming import IncomingTensor
+from penstock.runtime.updating.interface import UpdateReport
+from penstock.runtime.updating.one_update import OneUpdate
+
+
+class Place(Protocol):
+    """The place for one update at a time, which an upload has until it ends."""
+
+    def go_live(self, update: OneUpdate) -> Future[UpdateReport]:
+        """Has a complete update go live."""
+        ...
+
+    def keep_staged(self, update: OneUpdate) -> UpdateReport:
+        """Keeps a complete update until it is committed or discarded."""
+        ...
+
+    def give_up(self, update: OneUpdate) -> None:
+        """Lets go of an update that is neither live, nor about to be, nor staged."""
+        ...
+
+
+class Upload:
+    """An update whose tensors come in chunks: those of one tensor in order, tensors in any order and
+    interleaved. Methods may be called on any thread, one at a time; the work is done on a thread of low
+    priority, for which they wait.
+    """
+
+    def __init__(
+        self, place: Place, thread: BackgroundThread, update: OneUpdate, sent: Sequence[SentTensor]
+    ) -> None:
+        self._place, self._thread, self._update, self._sent = place, thread, update, sent
+        self._incoming: dict[int, IncomingTensor] = {}
+        self._complete: set[int] = set()
+        self._received = 0
+        self._is_ended = False
+        thread.run(self._take_empty)
+
+    def write(self, tensor_index: int, offset: int, data: bytes) -> None:
+        """Takes the next bytes of a tensor. As soon as all tensors of a rule are there they become parts of
+        leaves, and are let go.
+
+        Raises InvalidRequest for an index that the manifest has not and for bytes that are not the next ones,
+        and TensorsRefused for more bytes than the tensor has. What is wrong with the values of tensors is
+        found out on the way and told by `commit` and `stage`, of all tensors together.
+        """
+        self._thread.run(self._write, tensor_index, offset, data)
+
+    def commit(self, total_bytes: int) -> Future[UpdateReport]:
+        """Has the update go live. `total_bytes`: how many were sent. Cancelling the future before the
+        update's turn takes it back.
+
+        Raises TensorsRefused with every tensor that is bad or not complete (ChecksumMismatch if data was lost
+        on the way), and InvalidRequest for another total, or for a copy of a tensor that is none. The future
+        may hold GenerationChanged, and whatever `Changes.update` says. Then nothing has changed, unless
+        leaves were replaced in place.
+        """
+        return self._thread.run(self._commit, total_bytes)
+
+    def stage(self, total_bytes: int) -> UpdateReport:
+        """Keeps the complete update until `Updater.commit_staged` or `discard`. Raises as `commit`, and
+        InvalidRequest for an update in place.
+        """
+        return self._thread.run(self._stage, total_bytes)
+
+    def close(self) -> None:
+        """Ends the upload. Unless it was committed or staged nothing has changed, and its memory is free. May
+        be called twice.
+
+        An update in place that has replaced leaves, and is not committed, leaves weights that cannot serve.
+        """
+        self._thread.run(self._close)
+
+    def _take_empty(self) -> None:
+        """Tensors without a value have no chunk."""
+        for index, sent in enumerate(self._sent):
+            if num_bytes(sent) == 0:
+                self._put(index, self._tensor(index))
+
+    def _tensor(self, index: int) -> IncomingTensor:
+        if index not in self._incoming:
+            sent = self._sent[index]
+            self._incoming[index] = IncomingTensor(sent, keep=self._update.new.needs(sent.name))
+        return self._incoming[index]
+
+    def _write(self, index: int, offset: int, data: bytes) -> None:
+        self._check_open()
+        if not 0 <= index < len(self._sent):
+            described = f"must be below {len(self._sent)}, the number of tensors; it is {index}"
+            raise InvalidRequest([Violation("chunk.tensor_index", described)])
+        sent = self._sent[index]
+        if index in self._complete:
+            raise _too_long(sent)
+        tensor = self._tensor(index)
+        if offset != tensor.received:
+            described = f"is {offset}; the next byte of {sent.name} is {tensor.received}"
+            raise InvalidRequest([Violation("chunk.offset", described)])
+        if len(data) > tensor.missing:
+            raise _too_long(sent)
+        tensor.append(data)
+        self._received += len(data)
+        if tensor.is_complete:
+            self._put(index, tensor)
+
+    def _put(self, index: int, tensor: IncomingTensor) -> None:
+        del self._incoming[index]
+        self._complete.add(index)
+        name = self._sent[index].name
+        self._update.new.put(name, tensor.values, tensor.sha256, is_intact=tensor.is_intact)
+
+    def _finish(self, total_bytes: int) -> None:
+        self._check_open()
+        self._update.finish(self._received)
+        if total_bytes != self._received:
+            described = f"is {total_bytes}; {self._received} bytes have come"
+            raise InvalidRequest([Violation("commit.total_bytes", described)])
+
+    def _commit(self, total_bytes: int) -> Future[UpdateReport]:
+        self._finish(total_bytes)
+        live = self._place.go_live(self._update)
+        self._is_ended = True
+        return live
+
+    def _stage(self, total_bytes: int) -> UpdateReport:
+        self._finish(total_bytes)
+        report = self._place.keep_staged(self._update)
+        self._is_ended = True
+        return report
+
+    def _close(self) -> None:
+        self._incoming.clear()
+        if not self._is_ended:
+            self._is_ended = True
+            self._place.give_up(self._update)
+
+    def _check_open(self) -> None:
+        if self._is_ended:
+            raise RuntimeError("the upload has ended")
+
+
+class FileUpload(Upload):
+    """An update whose tensors are read from files by `read`, instead of `write`."""
+
+    def __init__(self, place: Place, thread: BackgroundThread, update: OneUpdate, files: UpdateFiles) -> None:
+        super().__init__(place, thread, update, files.tensors)
+        self._files = files
+        self._is_stopped = threading.Event()
+
+    def read(self) -> None:
+        """Reads all tensors. Raises InvalidRequest if a file was changed since it was opened, and
+        WeightsError if the upload is closed meanwhile.
+        """
+        self._thread.run(self._read)
+
+    def close(self) -> None:
+        """See `Upload.close`. A `read` on another thread ends soon."""
+        self._is_stopped.set()
+        super().close()
+
+    def _read(self) -> None:
+        for index, offset, data in self._files.pieces():
+            if self._is_stopped.is_set():
+                raise WeightsError("the update was taken back while its files were read")
+            self._write(index, offset, data)
+
+    def _finish(self, total_bytes: int) -> None:
+        if total_bytes:
+            raise InvalidRequest([Violation("commit.total_bytes", "must be 0 for an update from files")])
+        super()._finish(self._received)
+
+    def _close(self) -> None:
+        super()._close()
+        self._files.close()
+
+
+def _too_long(sent: SentTensor) -> TensorsRefused:
+    why = "has more bytes than its shape needs"
+    return TensorsRefused([TensorProblem(sent.name, TensorReason.INCOMPLETE, sent, sent, why)])
