@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import threading
+
+import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from penstock.runtime.text.codec import TextCodec
 from penstock.runtime.text.decoder import byte_level_piece
+from penstock.service.requests import prompts
 
 EOS = 256
 VOCAB = 260
@@ -30,6 +34,25 @@ QWEN_TEMPLATE = (
     "{% if add_generation_prompt %}a:{% endif %}{% if thinking %}<think>{% endif %}"
 )
 """Qwen's template, much shortened: tools, calls, results of tools, and thinking by option."""
+
+
+def slow_codec(monkeypatch: pytest.MonkeyPatch) -> tuple[TextCodec, threading.Event, list[str]]:
+    """A byte codec that waits before it encodes, the event that lets it go on, and the texts that it got so
+    far. Even short texts are encoded in a thread then.
+    """
+    monkeypatch.setattr(prompts, "INLINE_CHARS", 0)
+    gate = threading.Event()
+    encoding: list[str] = []
+    codec = byte_codec()
+    encode = codec.encode
+
+    def waits(text: str, *, add_special_tokens: bool) -> list[int]:
+        encoding.append(text)
+        assert gate.wait(20)
+        return encode(text, add_special_tokens=add_special_tokens)
+
+    monkeypatch.setattr(codec, "encode", waits)
+    return codec, gate, encoding
 
 
 def byte_codec(chat_template: str | None = CHAT_TEMPLATE, markers: tuple[str, ...] = ()) -> TextCodec:

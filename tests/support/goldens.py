@@ -4,6 +4,19 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from penstock.runtime import EngineConfig
+from tests.support.models.toy import TEST_CACHE
+
 GOLDEN = Path(__file__).parents[1] / "golden"
 NAMES = ("qwen3", "qwen2", "qwen2_yarn", "llama", "llama_linear_rope", "mistral_swa")
 """The folders in GOLDEN. Every test that compares all models with PyTorch takes its names from here."""
+CONFIG = EngineConfig(
+    dtype="float32",
+    max_num_seqs=4,
+    max_num_batched_tokens=128,
+    page_size=8,
+    max_model_len=256,
+    compilation_cache=TEST_CACHE,
+    show_progress=False,
+)
+"""The options under which tests compare answers with PyTorch, so that they use the same compiled programs."""

@@ -12,9 +12,9 @@ from pathlib import Path
 import jax
 import pytest
 
-from penstock.runtime import Engine, EngineConfig, SamplingParams, StoppingParams
+from penstock.runtime import Engine, SamplingParams, StoppingParams
 from penstock.runtime.loading.hub import resolve_model
-from tests.support.models.toy import TEST_CACHE
+from tests.support.models.demo import demo_engine
 from tools.demo_model.sample import Model
 
 GREEDY = SamplingParams(temperature=0.0)
@@ -22,17 +22,8 @@ GREEDY = SamplingParams(temperature=0.0)
 
 @pytest.fixture(scope="module")
 def engine() -> Iterator[Engine]:
-    config = EngineConfig(
-        dtype="float32",
-        max_num_seqs=4,
-        max_num_batched_tokens=64,
-        compilation_cache=TEST_CACHE,
-        show_progress=False,
-    )
-    engine = Engine.from_pretrained("demo", config)
-    engine.start()
-    yield engine
-    engine.shutdown()
+    with demo_engine() as engine:
+        yield engine
 
 
 def ask(engine: Engine, question: str) -> str:

@@ -9,10 +9,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from penstock.runtime import Engine, EngineConfig, SamplingParams, StoppingParams
+from penstock.runtime import Engine, SamplingParams, StoppingParams
 from penstock.runtime.chat.messages import Chat, ChatTurn, RawTool, ToolCall, mint_call_id
 from penstock.runtime.chat.parser import Parsed, choose_forms
-from tests.support.models.toy import TEST_CACHE
+from tests.support.models.demo import demo_engine
 
 WEATHER = RawTool(
     "get_weather",
@@ -23,17 +23,8 @@ WEATHER = RawTool(
 
 @pytest.fixture(scope="module")
 def engine() -> Iterator[Engine]:
-    config = EngineConfig(
-        dtype="float32",
-        max_num_seqs=4,
-        max_num_batched_tokens=64,
-        compilation_cache=TEST_CACHE,
-        show_progress=False,
-    )
-    engine = Engine.from_pretrained("demo", config)
-    engine.start()
-    yield engine
-    engine.shutdown()
+    with demo_engine() as engine:
+        yield engine
 
 
 def answer(engine: Engine, chat: Chat) -> Parsed:

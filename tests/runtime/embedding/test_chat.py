@@ -27,7 +27,7 @@ from penstock.runtime import (
 from penstock.runtime.chat.messages import Chat
 from penstock.runtime.chat.parser import choose_forms
 from penstock.runtime.errors import ConfigError, InvalidRequest
-from tests.support.models.toy import TEST_CACHE
+from tests.support.models.demo import demo_engine
 
 GREEDY = SamplingParams(temperature=0.0)
 LENGTH = StoppingParams(max_tokens=80)
@@ -39,17 +39,8 @@ THINKING = "{{ messages[0].content }}{% if think %}<think>{% endif %}"
 
 @pytest.fixture(scope="module")
 def engine() -> Iterator[Engine]:
-    config = EngineConfig(
-        dtype="float32",
-        max_num_seqs=4,
-        max_num_batched_tokens=64,
-        compilation_cache=TEST_CACHE,
-        show_progress=False,
-    )
-    with Engine.from_pretrained("demo", config) as engine:
+    with demo_engine() as engine:
         yield engine
-        assert engine.compiles_after_warmup == 0
-        assert engine.load().pages_used == 0
 
 
 # -- conversations --

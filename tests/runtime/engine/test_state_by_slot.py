@@ -18,10 +18,8 @@ from penstock.runtime.config import CPU_SIZES, EngineConfig, resolve
 from penstock.runtime.errors import ConfigError
 from penstock.runtime.execution.backend import Backend, single_device_mesh
 from penstock.runtime.execution.buckets import Buckets
-from penstock.runtime.execution.compilation import use_compilation_cache
 from penstock.runtime.execution.kv_sizing import KVPlan, plan_kv, prefix_cache_pages
 from penstock.runtime.execution.runner import ModelRunner
-from penstock.runtime.execution.runner_config import RunnerConfig
 from penstock.runtime.grammar.masks.step_masks import Filled, StepMasks
 from penstock.runtime.loop.interface import InFlightPolicy
 from penstock.runtime.ops.cache_spec import CacheSpec, PagedKV
@@ -32,7 +30,7 @@ from penstock.runtime.scheduling.plan import PageWrite, Plan, PlanRow, StepResul
 from penstock.runtime.scheduling.scheduler_config import SchedulerConfig
 from tests.support.collector import GREEDY, Collector, at_gate, long
 from tests.support.models.hybrid import NEWEST, PAGED, STATE, hybrid_model, hybrid_tokens
-from tests.support.models.toy import TEST_CACHE, VOCAB, toy_backend, toy_engine
+from tests.support.models.toy import VOCAB, toy_engine, toy_runner
 from tests.support.scheduler.scheduling import dispatch, make
 
 LENGTHS = (1, 2, 3, 15, 16, 17, 40, 50)
@@ -193,24 +191,8 @@ def test_a_token_that_is_put_off_is_still_the_formulas(monkeypatch: pytest.Monke
 
 @pytest.fixture(scope="module")
 def runner() -> Iterator[ModelRunner]:
-    use_compilation_cache(TEST_CACHE)
-    model = hybrid_model()
-    config = RunnerConfig(
-        buckets=Buckets((16,), (4,)),
-        max_num_seqs=4,
-        max_model_len=64,
-        page_size=4,
-        dtype=np.dtype(np.float32),
-        vocab_size=VOCAB,
-        eos_token_ids=(60,),
-        max_decode_steps=4,
-        show_progress=False,
-    )
-    runner = ModelRunner(model.graphdef, model.weights, model.cache, config, toy_backend())
-    runner.initialize_kv_cache(64)
-    runner.compile()
-    yield runner
-    runner.shutdown()
+    with toy_runner(hybrid_model(), Buckets((16,), (4,))) as runner:
+        yield runner
 
 
 def step(

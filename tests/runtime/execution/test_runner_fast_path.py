@@ -18,18 +18,16 @@ from jax._src import test_util
 
 from penstock.runtime.errors import ConfigError
 from penstock.runtime.execution.buckets import Buckets, ProgramKey
-from penstock.runtime.execution.compilation import use_compilation_cache
 from penstock.runtime.execution.device.dispatched_steps import AwaitingTokens, PendingStep
 from penstock.runtime.execution.request_programs import make_table_rows
 from penstock.runtime.execution.runner import ModelRunner
-from penstock.runtime.execution.runner_config import RunnerConfig
 from penstock.runtime.execution.slots import Slots
 from penstock.runtime.execution.step_programs import compile_program
 from penstock.runtime.ops.device_arrays import zeros, zeros_maker
 from penstock.runtime.ops.sampler import RowState
 from penstock.runtime.requests.request import Request, ResolvedSampling, StoppingParams
 from penstock.runtime.scheduling.plan import PageCopy, PageWrite, Plan, PlanRow
-from tests.support.models.toy import TEST_CACHE, VOCAB, toy_backend, toy_model
+from tests.support.models.toy import VOCAB, toy_model, toy_runner
 
 GREEDY = ResolvedSampling(temperature=0.0)
 PENALISED = ResolvedSampling(temperature=0.0, presence_penalty=0.5, logit_bias=((3, 1.0),))
@@ -55,24 +53,8 @@ def slow_calls() -> Iterator[Callable[[], int]]:
 
 @pytest.fixture(scope="module")
 def runner() -> Iterator[ModelRunner]:
-    use_compilation_cache(TEST_CACHE)
-    model = toy_model()
-    config = RunnerConfig(
-        buckets=Buckets(token_buckets=(16, 32), row_buckets=(2, 4)),
-        max_num_seqs=4,
-        max_model_len=64,
-        page_size=4,
-        dtype=np.dtype(np.float32),
-        vocab_size=VOCAB,
-        eos_token_ids=(60,),
-        max_decode_steps=4,
-        show_progress=False,
-    )
-    runner = ModelRunner(model.graphdef, model.weights, model.cache, config, toy_backend())
-    runner.initialize_kv_cache(64)
-    runner.compile()
-    yield runner
-    runner.shutdown()
+    with toy_runner(toy_model(), Buckets(token_buckets=(16, 32), row_buckets=(2, 4))) as runner:
+        yield runner
 
 
 def entry(slot: int, num_prompt: int = 5, **about: Any) -> Plan:

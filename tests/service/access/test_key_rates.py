@@ -14,6 +14,7 @@ from penstock.service.usage.meter import Outcome, Usage
 from penstock.v1 import control_pb2, inference_pb2
 from tests.service.key_rig import CONTROL, as_, key, serving_keys, write
 from tests.service.rig import collect, failure_of, fake, generate, stream, taken_apart, until
+from tests.support.clock import Clock
 
 GENERATE = "penstock.v1.InferenceService/Generate"
 STREAM = "penstock.v1.InferenceService/Stream"
@@ -38,13 +39,6 @@ class Books:
 @pytest.fixture
 def file(tmp_path):
     return tmp_path / "keys.json"
-
-
-class Clock:
-    now = 1000.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 @pytest.fixture

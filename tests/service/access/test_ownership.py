@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import threading
 from typing import Any
 
 import grpc
@@ -17,11 +16,10 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from penstock.service.access.ownership import engine_id, own_id, owner_of, told_id
-from penstock.service.requests import prompts
 from penstock.v1 import inference_pb2, types_pb2
-from tests.service.codecs import byte_codec
+from tests.service.codecs import slow_codec
 from tests.service.key_rig import CONTROL, INFER, as_, key, serving_keys
-from tests.service.rig import CODEC, collect, failure_of, fake, generate, joined, serving, stream, until
+from tests.service.rig import collect, failure_of, fake, generate, joined, serving, stream, until
 
 ABORTED = inference_pb2.ABORT_OUTCOME_ABORTED
 FINISHED = inference_pb2.ABORT_OUTCOME_ALREADY_FINISHED
@@ -69,22 +67,6 @@ async def ended(rig, *calls: asyncio.Future[Any]) -> list[bool]:
     return [r.outputs[0].finish.reason == types_pb2.FINISH_REASON_ABORTED for r in replies]
 
 
-def slow_tokenizer(monkeypatch):
-    """A tokenizer that waits, the event that lets it go on, and the texts that it got."""
-    monkeypatch.setattr(prompts, "INLINE_CHARS", 0)
-    gate = threading.Event()
-    encoding: list[str] = []
-
-    def encode(text, *, add_special_tokens):
-        encoding.append(text)
-        assert gate.wait(20)
-        return CODEC.encode(text)
-
-    codec = byte_codec()
-    monkeypatch.setattr(codec, "encode", encode)
-    return codec, gate, encoding
-
-
 async def test_ids_of_others_are_not_found(file):
     async with serving_keys(file, *KEYS, engine=fake(hold=True)) as rig:
         calls = await started(rig, ("alice", "r"), ("bob", "s"))
@@ -112,7 +94,7 @@ async def test_all_and_prefixes_touch_only_ones_own(file, request_):
 @pytest.mark.parametrize("request_", [ALL, by_prefix("r"), by_ids("r")], ids=["all", "prefix", "ids"])
 async def test_a_request_that_is_still_tokenized_is_its_callers_own(file, monkeypatch, request_):
     """The engine does not know it yet, so another table is searched."""
-    codec, gate, encoding = slow_tokenizer(monkeypatch)
+    codec, gate, encoding = slow_codec(monkeypatch)
     async with serving_keys(file, *KEYS, engine=fake(codec=codec)) as rig:
         calls = [
             asyncio.ensure_future(rig.inference.Generate(generate("abc", request_id="r"), **as_(name)))
@@ -130,7 +112,7 @@ async def test_a_request_that_is_still_tokenized_is_its_callers_own(file, monkey
 
 
 async def test_a_request_of_another_that_is_still_tokenized_is_not_found(file, monkeypatch):
-    codec, gate, encoding = slow_tokenizer(monkeypatch)
+    codec, gate, encoding = slow_codec(monkeypatch)
     async with serving_keys(file, *KEYS, engine=fake(codec=codec)) as rig:
         request = generate("abc", request_id="r")
         call = asyncio.ensure_future(rig.inference.Generate(request, **as_("alice")))

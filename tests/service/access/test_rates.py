@@ -7,16 +7,7 @@ import pytest
 from penstock.service.access.rates import Account, Rates, TokenBucket
 from penstock.service.access_errors import RateLimited
 from penstock.service.errors import Busy
-
-
-class Clock:
-    """Seconds."""
-
-    def __init__(self) -> None:
-        self.now = 1000.0
-
-    def __call__(self) -> float:
-        return self.now
+from tests.support.clock import Clock
 
 
 @pytest.fixture

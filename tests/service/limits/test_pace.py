@@ -5,16 +5,7 @@ from __future__ import annotations
 import pytest
 
 from penstock.service.limits.pace import MAX_RETRY_S, MIN_RETRY_S, UNKNOWN_S, WINDOW_S, Pace
-
-
-class Clock:
-    """A clock that moves when it is told to."""
-
-    def __init__(self) -> None:
-        self.now = 1000.0
-
-    def __call__(self) -> float:
-        return self.now
+from tests.support.clock import Clock
 
 
 @pytest.fixture

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import threading
 
 import pytest
 
-from penstock.service.requests import prompts
 from penstock.v1 import inference_pb2, types_pb2
-from tests.service.codecs import byte_codec
-from tests.service.rig import CODEC, collect, failure_of, fake, generate, joined, serving, stream, until
+from tests.service.codecs import slow_codec
+from tests.service.rig import collect, failure_of, fake, generate, joined, serving, stream, until
 
 ABORTED = inference_pb2.ABORT_OUTCOME_ABORTED
 FINISHED = inference_pb2.ABORT_OUTCOME_ALREADY_FINISHED
@@ -123,17 +121,7 @@ async def test_aborted_while_waiting_has_no_times_it_never_had():
 @contextlib.asynccontextmanager
 async def tokenizing(monkeypatch, *calls):
     """A server whose tokenizer is busy with the prompts of `calls`, and an event that lets it go on."""
-    monkeypatch.setattr(prompts, "INLINE_CHARS", 0)
-    gate = threading.Event()
-    encoding: list[str] = []
-
-    def encode(text, *, add_special_tokens):
-        encoding.append(text)
-        assert gate.wait(20)
-        return CODEC.encode(text)
-
-    codec = byte_codec()
-    monkeypatch.setattr(codec, "encode", encode)
+    codec, gate, encoding = slow_codec(monkeypatch)
     async with serving(fake(codec=codec)) as rig:
         running = [asyncio.ensure_future(call(rig)) for call in calls]
         await until(lambda: len(encoding) == len(calls))

@@ -15,23 +15,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from penstock.runtime.config import EngineConfig
 from penstock.runtime.engine import Engine
 from penstock.v1 import inference_pb2, types_pb2
 from tests.service.rig import Rig, serving
 from tests.support.chunks import set_chunk
-from tests.support.goldens import GOLDEN, NAMES
-from tests.support.models.toy import TEST_CACHE
-
-CONFIG = EngineConfig(
-    dtype="float32",
-    max_num_seqs=4,
-    max_num_batched_tokens=128,
-    page_size=8,
-    max_model_len=256,
-    compilation_cache=TEST_CACHE,
-    show_progress=False,
-)
+from tests.support.goldens import CONFIG, GOLDEN, NAMES
 
 
 async def ask(rig: Rig, case: dict[str, Any]) -> inference_pb2.Output:

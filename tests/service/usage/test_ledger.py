@@ -22,25 +22,16 @@ from penstock.service.usage.ledger import HOUR_S, Counts, Kind, Ledger, read_usa
 from penstock.service.usage.meter import Outcome, Usage
 from tests.service.key_rig import as_, key, serving_keys
 from tests.service.rig import failure_of, fake, generate, stream, until
+from tests.support.clock import Clock
 
 STREAM = "penstock.v1.InferenceService/Stream"
 NOON = 1_793_534_400
 """2026-11-01T12:00:00Z."""
 
 
-class Clock:
-    """Seconds since 1970."""
-
-    def __init__(self, now: float = NOON) -> None:
-        self.now = now
-
-    def __call__(self) -> float:
-        return self.now
-
-
 @contextmanager
 def keeping(path: Path, clock: Clock | None = None) -> Iterator[Ledger]:
-    ledger = Ledger(path, clock or Clock())
+    ledger = Ledger(path, clock or Clock(NOON))
     try:
         yield ledger
     finally:
@@ -332,7 +323,7 @@ async def test_a_file_with_our_table_and_no_version_yet_is_ours(tmp_path: Path) 
 @pytest.fixture
 async def filled(tmp_path: Path) -> Path:
     """A file with two keys on two days."""
-    clock = Clock()
+    clock = Clock(NOON)
     with keeping(tmp_path / "usage.db", clock) as ledger:
         await noted(ledger, answered("alice", prompt=1500, cached=500, completion=20))
         ledger.record(refused("bob", "RATE_LIMITED"))

@@ -8,8 +8,9 @@ values. So a wrong page, position or length makes a wrong token.
 
 from __future__ import annotations
 
+import contextlib
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,10 @@ from jax.sharding import NamedSharding, PartitionSpec
 from penstock.runtime.config import EngineConfig
 from penstock.runtime.engine import Engine
 from penstock.runtime.execution.backend import Backend, choose_backend, single_device_mesh
+from penstock.runtime.execution.buckets import Buckets
+from penstock.runtime.execution.compilation import use_compilation_cache
+from penstock.runtime.execution.runner import ModelRunner
+from penstock.runtime.execution.runner_config import RunnerConfig
 from penstock.runtime.loading.served_model import ServedModel
 from penstock.runtime.loop.interface import Observer
 from penstock.runtime.models.load_rules import LoadRule, LoadRules, Source, Target
@@ -113,6 +118,28 @@ def toy_model(
 def toy_backend(config: EngineConfig | None = None) -> Backend:
     """The backend of the device that holds the toy models."""
     return choose_backend(config or EngineConfig(), jax.devices()[0])
+
+
+@contextlib.contextmanager
+def toy_runner(model: ServedModel, buckets: Buckets) -> Iterator[ModelRunner]:
+    """A compiled runner of a small model, without an engine: 4 slots, and 64 pages of 4 tokens."""
+    use_compilation_cache(TEST_CACHE)
+    config = RunnerConfig(
+        buckets=buckets,
+        max_num_seqs=4,
+        max_model_len=64,
+        page_size=4,
+        dtype=np.dtype(np.float32),
+        vocab_size=VOCAB,
+        eos_token_ids=(EOS,),
+        max_decode_steps=4,
+        show_progress=False,
+    )
+    runner = ModelRunner(model.graphdef, model.weights, model.cache, config, toy_backend())
+    runner.initialize_kv_cache(64)
+    runner.compile()
+    yield runner
+    runner.shutdown()
 
 
 def toy_config(**changes: Any) -> EngineConfig:

@@ -14,28 +14,17 @@ from typing import Any
 import numpy as np
 import pytest
 
-from penstock.runtime import Engine, EngineConfig, StoppingParams
+from penstock.runtime import Engine, StoppingParams
 from penstock.runtime.loop.interface import Applied, InFlightPolicy
 from penstock.runtime.requests.request import Request, ResolvedSampling, StepOutput, TokenLogprobs
 from tests.support.batch import Answer, answer, answers
 from tests.support.chunks import set_chunk
 from tests.support.collector import Collector, at_gate
-from tests.support.goldens import GOLDEN, NAMES
+from tests.support.goldens import CONFIG, GOLDEN, NAMES
 from tests.support.mix import Mixer
 from tests.support.models.table import random_tables, table_engine
-from tests.support.models.toy import TEST_CACHE
 from tests.support.models.witness import log_softmax
 
-# The same options as in tests/service/servicers/test_goldens.py, so that both use the same compiled programs.
-CONFIG = EngineConfig(
-    dtype="float32",
-    max_num_seqs=4,
-    max_num_batched_tokens=128,
-    page_size=8,
-    max_model_len=256,
-    compilation_cache=TEST_CACHE,
-    show_progress=False,
-)
 GREEDY = ResolvedSampling(temperature=0.0)
 NUM_TOP = 8
 Case = dict[str, Any]
