@@ -25,8 +25,16 @@ from penstock.client import (
     WeightsSpan,
     WeightsVersion,
 )
-from penstock.v1 import control_pb2, control_pb2_grpc, inference_pb2, inference_pb2_grpc, types_pb2
+from penstock.v1 import (
+    control_pb2,
+    control_pb2_grpc,
+    inference_pb2,
+    inference_pb2_grpc,
+    types_pb2,
+    weights_pb2,
+)
 from tests.clients.failing import Failure
+from tests.clients.updates import BEFORE, MAX_CHUNK_BYTES, FakeUpdates
 
 HEALTH_NAME = "penstock.v1.InferenceService"
 
@@ -142,6 +150,10 @@ class FakeServer(inference_pb2_grpc.InferenceServiceServicer, control_pb2_grpc.C
         self.name = "toy"
         self.default_sampling = types_pb2.SamplingParams(temperature=0.0, top_k=20)
         self.health_failure: Failure | None = None
+        self.updates = FakeUpdates()
+        self.max_chunk_bytes = MAX_CHUNK_BYTES
+        self.model_info = control_pb2.GetModelInfoResponse(weights=_STEP_1)
+        """Merged over what GetModelInfo answers."""
         self.health = _Health(self)
         self.addr = ""
 
@@ -188,10 +200,32 @@ class FakeServer(inference_pb2_grpc.InferenceServiceServicer, control_pb2_grpc.C
             ]
         )
 
-    def _unused(self, request, context):
-        raise NotImplementedError
+    def UpdateWeights(self, request_iterator, context):
+        self._note(None, context)
+        return self.updates.handle(request_iterator, context)
 
-    UpdateWeights = Pause = Resume = CommitWeights = DiscardWeights = _unused
+    def CommitWeights(self, request, context):
+        self._note(request, context)
+        return control_pb2.CommitWeightsResponse(
+            current=_STEP_1,
+            previous=BEFORE,
+            outcome=weights_pb2.UPDATE_OUTCOME_COMMITTED,
+            paused_for=Duration(nanos=250_000_000),
+            in_flight=weights_pb2.InFlightReport(kept=3),
+            digest=b"\x01\x02",
+        )
+
+    def DiscardWeights(self, request, context):
+        self._note(request, context)
+        return control_pb2.DiscardWeightsResponse(discarded=request.update_id == "staged")
+
+    def Pause(self, request, context):
+        self._note(request, context)
+        return control_pb2.PauseResponse(in_flight=weights_pb2.InFlightReport(aborted=2), freed_bytes=4096)
+
+    def Resume(self, request, context):
+        self._note(request, context)
+        return control_pb2.ResumeResponse()
 
     def FlushCache(self, request, context):
         self._note(request, context)
@@ -199,7 +233,7 @@ class FakeServer(inference_pb2_grpc.InferenceServiceServicer, control_pb2_grpc.C
 
     def GetModelInfo(self, request, context):
         self._note(request, context)
-        return control_pb2.GetModelInfoResponse(
+        reply = control_pb2.GetModelInfoResponse(
             model=self.name,
             architecture="ToyForCausalLM",
             vocab_size=10,
@@ -209,6 +243,8 @@ class FakeServer(inference_pb2_grpc.InferenceServiceServicer, control_pb2_grpc.C
             weights=_STEP_1,
             features=[control_pb2.FEATURE_CHAT, 42],  # type: ignore[list-item]  # 42: of a newer contract
         )
+        reply.MergeFrom(self.model_info)
+        return reply
 
     def GetServerInfo(self, request, context):
         self._note(request, context)
@@ -220,7 +256,7 @@ class FakeServer(inference_pb2_grpc.InferenceServiceServicer, control_pb2_grpc.C
             max_queued_requests=8,
             kv_page_tokens=16,
             kv_pages_total=100,
-            max_chunk_bytes=1024,
+            max_chunk_bytes=self.max_chunk_bytes,
             max_logprobs=5,
             devices=["cpu:0"],
         )
@@ -266,6 +302,7 @@ def running(address: str = "127.0.0.1:0") -> Iterator[FakeServer]:
         yield fake
     finally:
         fake.cancelled.set()
+        fake.updates.go_on.set()
         server.stop(None).wait()
 
 

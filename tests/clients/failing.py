@@ -10,6 +10,8 @@ from google.protobuf.any_pb2 import Any as AnyMessage
 from google.protobuf.duration_pb2 import Duration
 from google.rpc import error_details_pb2, status_pb2  # type: ignore[import-untyped]  # no py.typed
 
+from penstock.v1 import weights_pb2
+
 
 @dataclass
 class Failure:
@@ -22,6 +24,7 @@ class Failure:
     violations: list[tuple[str, str]] = field(default_factory=list)
     retry_after: Duration | None = None
     request_id: str = ""
+    tensors: weights_pb2.TensorErrors | None = None
 
     def trailing_metadata(self) -> tuple[tuple[str, bytes], ...]:
         parts: list[Any] = []
@@ -38,6 +41,8 @@ class Failure:
             parts.append(error_details_pb2.RetryInfo(retry_delay=self.retry_after))
         if self.request_id:
             parts.append(error_details_pb2.RequestInfo(request_id=self.request_id))
+        if self.tensors is not None:
+            parts.append(self.tensors)
         status = status_pb2.Status(code=self.code.value[0], message=self.message)
         for part in parts:
             packed = AnyMessage()

@@ -24,8 +24,18 @@ COMMANDS = {
     "bench": "measure a server's latency and throughput",
     "keys": "make, list and revoke the keys of a server",
     "usage": "show what every key used",
+    "push-weights": "replace the weights of a running server",
+    "commit-weights": "swap in weights that were pushed with --stage-only",
+    "discard-weights": "drop weights that were pushed with --stage-only",
+    "pause": "stop a server from making tokens",
+    "resume": "let a paused server go on",
+    "flush-cache": "forget all cached prompt prefixes",
 }
-"""From the name of a command, which is also its module's, to its line in `penstock --help`."""
+"""From the name of a command to its line in `penstock --help`. Its module has the same name, with
+underscores.
+"""
+_CONTROL = {"push-weights", "commit-weights", "discard-weights", "pause", "resume", "flush-cache"}
+"""Commands whose modules are in `commands/control/`."""
 
 
 def version() -> str:
@@ -34,6 +44,11 @@ def version() -> str:
         return metadata.version("penstock")
     except metadata.PackageNotFoundError:  # the source tree was not installed
         return "unknown"
+
+
+def _module_of(command: str) -> str:
+    folder = "penstock.cli.commands.control" if command in _CONTROL else "penstock.cli.commands"
+    return f"{folder}.{command.replace('-', '_')}"
 
 
 class Parser(argparse.ArgumentParser):
@@ -46,6 +61,16 @@ class Parser(argparse.ArgumentParser):
         super().__init__(*args, **{"allow_abbrev": False, **kwargs})
 
 
+class _CommandList(argparse.HelpFormatter):
+    """Leaves room for the indent of commands, which argparse forgets: their lines would begin below longer
+    names.
+    """
+
+    def add_argument(self, action: argparse.Action) -> None:
+        super().add_argument(action)
+        self._action_max_length += self._indent_increment
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code (2: wrong usage, 130: interrupted)."""
     # Otherwise transformers warns that there is no PyTorch. That is intended here, and would worry people.
@@ -56,14 +81,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     # what peers send, so it is silenced. It reads this variable once, when a command's module imports it
     # below.
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
-    parser = Parser(prog="penstock", description="A gRPC server for language models.")
+    parser = Parser(
+        prog="penstock", description="A gRPC server for language models.", formatter_class=_CommandList
+    )
     parser.add_argument("--version", action="version", version=f"penstock {version()}")
     subparsers = parser.add_subparsers(dest="command", metavar="COMMAND")
     modules = {}
     try:
         for name, line in COMMANDS.items():
             if name == chosen:
-                modules[name] = importlib.import_module(f"penstock.cli.commands.{name}")
+                modules[name] = importlib.import_module(_module_of(name))
                 modules[name].add_parser(subparsers)
             else:
                 subparsers.add_parser(name, help=line)

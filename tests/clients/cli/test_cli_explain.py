@@ -10,8 +10,9 @@ import pytest
 from google.protobuf.duration_pb2 import Duration
 
 from penstock.cli.calling.explain import explain
-from penstock.client.errors import from_rpc_error
+from penstock.client.error_table import from_rpc_error
 from penstock.service.errors import TABLE
+from penstock.v1 import weights_pb2
 from tests.clients.failing import Failure
 
 ADDR = "gpu1:50051"
@@ -32,6 +33,12 @@ OWN = {
     "DRAINING": r"gpu1:50051 is shutting down; try again when it is back",
     "NOT_READY": r"gpu1:50051 is still loading; try again in a moment",
     "ENGINE_DEAD": r"the engine of gpu1:50051 is dead .* try again when",
+    "INVALID_TENSORS": r"the server refused the weights, .* old ones are in use: a: is missing$",
+    "CHECKSUM_MISMATCH": r"the server refused the weights, .* old ones are in use: a: is missing$",
+    "GENERATION_CHANGED": r"look at the weights in use with `penstock info`, and decide anew",
+    "UPDATE_UNDER_WAY": r"words; try again in 7 s",
+    "UNKNOWN_UPDATE": r"send it with `penstock push-weights`",
+    "DRAIN_TIMEOUT": r"allow more with --drain-timeout, or choose another --policy",
 }
 """Reasons that have a sentence of their own, and what it tells the user to do."""
 FAILED = r"^the server failed \(INTERNAL\): words; its log says more$"
@@ -54,6 +61,11 @@ GENERAL = {
     "STALLED_READER": REFUSED,
     "STALLED_SENDER": REFUSED,
     "WEIGHTS_REFUSED": REFUSED,
+    "CHANGE_REFUSED": REFUSED,
+    "WEIGHTS_TOO_OLD": REFUSED,
+    "WEIGHTS_INCOMPLETE": r"^gpu1:50051 is not available now \(WEIGHTS_INCOMPLETE\): words; try again later$",
+    "PAUSED": REFUSED,
+    "PAUSE_TAKEN_BACK": REFUSED,
 }
 """Reasons whose message says everything."""
 
@@ -76,7 +88,13 @@ class FailedCall(grpc.RpcError):
 
 def explained(reason: str, code: grpc.StatusCode) -> str:
     violations = [("sampling.top_p", "must be below 1")] if reason == "INVALID_FIELD" else []
-    failure = Failure(code, reason, "words", violations=violations, retry_after=Duration(seconds=7))
+    tensors = None
+    if reason in ("INVALID_TENSORS", "CHECKSUM_MISMATCH"):
+        missing = weights_pb2.TENSOR_ERROR_REASON_MISSING
+        tensors = weights_pb2.TensorErrors(errors=[weights_pb2.TensorError(name="a", reason=missing)])
+    failure = Failure(
+        code, reason, "words", violations=violations, retry_after=Duration(seconds=7), tensors=tensors
+    )
     return explain(from_rpc_error(FailedCall(failure)), ADDR)
 
 

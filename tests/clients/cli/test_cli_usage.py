@@ -30,7 +30,15 @@ def wrong(capsys, *argv):
     return capsys.readouterr().err
 
 
-ARGUMENTS = {"generate": ["p"], "serve": ["demo"], "keys": ["list", "--file", "x"], "usage": ["x"]}
+ARGUMENTS = {
+    "generate": ["p"],
+    "serve": ["demo"],
+    "keys": ["list", "--file", "x"],
+    "usage": ["x"],
+    "push-weights": ["x", "--label", "l"],
+    "commit-weights": ["x"],
+    "discard-weights": ["x"],
+}
 
 
 @pytest.mark.parametrize("command", COMMANDS)

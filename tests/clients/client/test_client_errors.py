@@ -9,7 +9,7 @@ from google.protobuf.duration_pb2 import Duration
 
 from penstock import client as api
 from penstock.client import AsyncClient, Client
-from penstock.client.errors import BY_CODE, BY_REASON
+from penstock.client.error_table import BY_CODE, BY_REASON
 
 Code = grpc.StatusCode
 
@@ -33,6 +33,13 @@ REASONS = [
     ("KEY_EXPIRED", Code.UNAUTHENTICATED, api.KeyExpired),
     ("FORBIDDEN", Code.PERMISSION_DENIED, api.Forbidden),
     ("ENGINE_DEAD", Code.UNAVAILABLE, api.EngineDead),
+    ("WEIGHTS_TOO_OLD", Code.FAILED_PRECONDITION, api.WeightsTooOld),
+    ("INVALID_TENSORS", Code.INVALID_ARGUMENT, api.TensorsRefused),
+    ("CHECKSUM_MISMATCH", Code.DATA_LOSS, api.TensorsRefused),
+    ("GENERATION_CHANGED", Code.ABORTED, api.GenerationChanged),
+    ("UPDATE_UNDER_WAY", Code.ABORTED, api.UpdateUnderWay),
+    ("UNKNOWN_UPDATE", Code.NOT_FOUND, api.UnknownUpdate),
+    ("DRAIN_TIMEOUT", Code.DEADLINE_EXCEEDED, api.DrainTimeout),
 ]
 CODES = [
     (Code.INVALID_ARGUMENT, api.InvalidRequest),

@@ -16,6 +16,7 @@ import pytest
 from penstock import client as api
 from penstock.client.status import StatusDetails, Violation
 from penstock.runtime import errors as runtime
+from penstock.runtime.sent_tensors import TensorProblem, TensorReason
 from penstock.service import errors as service
 
 DETAILS = StatusDetails(
@@ -48,6 +49,8 @@ SAMPLES: dict[str, Any] = {
     "str | None": "x",
     "Sequence[str]": ("x", "y"),
     "Sequence[Violation]": (runtime.Violation("a.b", "bad"),),
+    "Sequence[TensorProblem]": (TensorProblem("a", TensorReason.MISSING),),
+    "bool": True,
     "datetime": datetime(2026, 1, 2, tzinfo=UTC),
 }
 """A value for each argument of a constructor, by the argument's type."""
@@ -62,7 +65,7 @@ def made(kind: Any) -> Any:
     given = {
         p.name: SAMPLES[p.annotation.removeprefix("errors.").replace("[errors.", "[")]
         for p in parameters
-        if p.kind is not p.KEYWORD_ONLY
+        if p.kind is not p.KEYWORD_ONLY or p.default is p.empty
     }
     return kind(**given)
 

@@ -20,10 +20,12 @@ from penstock.client.errors import (
     DeadlineExceeded,
     Denied,
     Draining,
+    DrainTimeout,
     DuplicateRequestId,
     EngineDead,
     ExceedsKVCapacity,
     Forbidden,
+    GenerationChanged,
     InvalidRequest,
     KeyExpired,
     LimitExceeded,
@@ -38,16 +40,21 @@ from penstock.client.errors import (
     ResponseTooLarge,
     ServedElsewhere,
     ServerError,
+    TensorsRefused,
     Unauthenticated,
     UnavailableError,
     UnknownAdapter,
     UnknownModel,
+    UnknownUpdate,
     Unreachable,
     Unsupported,
+    UpdateUnderWay,
+    WeightsTooOld,
 )
 from penstock.client.replies.streams import AsyncGenerationStream, GenerationStream
 from penstock.client.requests.constraints import Choice, Constraint, Ebnf, JsonObject, JsonSchema, Regex
 from penstock.client.requests.options import ChatOptions, RequestOptions, Truncation
+from penstock.client.requests.weights_requests import InFlightPolicy, Progress, Staging, UpdateOptions
 from penstock.client.status import Violation
 from penstock.client.values.chat_values import ChatMessage, Tool, ToolCall, ToolLike, Turn
 from penstock.client.values.results import (
@@ -78,6 +85,17 @@ from penstock.client.values.server_values import (
     TensorInfo,
     Tokens,
 )
+from penstock.client.values.weights_values import (
+    CommittedWeights,
+    InFlight,
+    Paused,
+    TensorProblem,
+    TensorReason,
+    UpdateOutcome,
+    WeightsUpdate,
+)
+from penstock.client.weights.tensors import Tensors
+from penstock.client.weights.update import weights_digest
 
 __all__ = [
     "DEFAULT_ADDR",
@@ -91,12 +109,14 @@ __all__ = [
     "ChatOptions",
     "Choice",
     "Client",
+    "CommittedWeights",
     "Conflict",
     "Constraint",
     "CostlyGrammar",
     "DeadlineExceeded",
     "Delta",
     "Denied",
+    "DrainTimeout",
     "Draining",
     "DuplicateRequestId",
     "Ebnf",
@@ -108,7 +128,10 @@ __all__ = [
     "FlushedCache",
     "Forbidden",
     "Generation",
+    "GenerationChanged",
     "GenerationStream",
+    "InFlight",
+    "InFlightPolicy",
     "InvalidRequest",
     "JsonObject",
     "JsonSchema",
@@ -120,8 +143,10 @@ __all__ = [
     "ModelInfo",
     "NotReady",
     "Output",
+    "Paused",
     "PenstockClientError",
     "PreconditionFailed",
+    "Progress",
     "PromptInfo",
     "PromptTooLong",
     "ProtocolError",
@@ -136,10 +161,15 @@ __all__ = [
     "ServedElsewhere",
     "ServerError",
     "ServerInfo",
+    "Staging",
     "Started",
     "StreamEvent",
     "Summary",
     "TensorInfo",
+    "TensorProblem",
+    "TensorReason",
+    "Tensors",
+    "TensorsRefused",
     "Timing",
     "Tls",
     "Tokens",
@@ -152,10 +182,17 @@ __all__ = [
     "UnavailableError",
     "UnknownAdapter",
     "UnknownModel",
+    "UnknownUpdate",
     "Unreachable",
     "Unsupported",
+    "UpdateOptions",
+    "UpdateOutcome",
+    "UpdateUnderWay",
     "Usage",
     "Violation",
     "WeightsSpan",
+    "WeightsTooOld",
+    "WeightsUpdate",
     "WeightsVersion",
+    "weights_digest",
 ]

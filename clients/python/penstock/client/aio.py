@@ -5,27 +5,19 @@
 from __future__ import annotations
 
 import asyncio
-import math
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Self, TypeVar, Unpack
 
 import grpc
 import grpc.aio
-from grpc_health.v1 import health_pb2
 
 from penstock.client.base import BaseClient
-from penstock.client.connection.channel import (
-    NOBODY_ANSWERED,
-    SERVING_SERVICE,
-    Metadata,
-    pairs,
-    why_no_health,
-    why_not_ready,
-)
+from penstock.client.connection.channel import Metadata, pairs
 from penstock.client.connection.endpoint import Endpoint
+from penstock.client.connection.readiness import AsyncReadiness
 from penstock.client.connection.retries import Attempts
 from penstock.client.connection.timeouts import INFO_TIMEOUT, TEXT_TIMEOUT
-from penstock.client.errors import NotReady, from_rpc_error
+from penstock.client.error_table import from_rpc_error
 from penstock.client.replies import messages
 from penstock.client.replies.streams import (
     AsyncCall,
@@ -33,8 +25,9 @@ from penstock.client.replies.streams import (
     cancelled_call,
     is_task_cancelled,
 )
-from penstock.client.requests import control_requests, generation_requests
+from penstock.client.requests import control_requests, generation_requests, weights_requests
 from penstock.client.requests.options import ChatOptions, RequestOptions
+from penstock.client.requests.weights_requests import InFlightPolicy, UpdateOptions
 from penstock.client.values.results import Generation
 from penstock.client.values.server_values import (
     AbortResult,
@@ -44,10 +37,15 @@ from penstock.client.values.server_values import (
     ServerInfo,
     Tokens,
 )
+from penstock.client.values.weights_values import CommittedWeights, Paused, WeightsUpdate
+from penstock.client.weights import async_sending
+from penstock.client.weights.tensors import Tensors
+from penstock.client.weights.update import chunk_bytes_of, described, update_of
 from penstock.v1 import control_pb2, control_pb2_grpc, inference_pb2, inference_pb2_grpc
 
 RequestT = TypeVar("RequestT")
 ReplyT = TypeVar("ReplyT")
+CallT = TypeVar("CallT", bound=grpc.aio.Call)
 
 
 class AsyncClient(BaseClient[grpc.aio.Channel]):
@@ -155,6 +153,93 @@ class AsyncClient(BaseClient[grpc.aio.Channel]):
         request = control_pb2.FlushCacheRequest()
         return messages.flushed_cache(await self._unary(self.control.FlushCache, request, timeout, metadata))
 
+    async def update_weights(
+        self,
+        tensors: Tensors | None = None,
+        *,
+        uri: str | None = None,
+        timeout: float | None = None,
+        metadata: Metadata | None = None,
+        **options: Unpack[UpdateOptions],
+    ) -> WeightsUpdate:
+        """Replace the model's weights while the server goes on serving. For options see `UpdateOptions`.
+
+        `tensors` are arrays by their names in a checkpoint (NumPy's, with the dtypes of ml_dtypes, JAX's, or
+        whatever has `__array__` or `__dlpack__`), or the path of a safetensors file or of a directory of
+        them. Or give `uri`, such as "file:///models/step-17", which the server reads itself.
+
+        There is no default `timeout`. Raises TensorsRefused with all bad tensors. After an error the old
+        weights are in use, unless the staging was "in_place"; only if the answer was lost (Unreachable,
+        DeadlineExceeded, Cancelled) the new ones may be. Then call again with the error's `update_id`: the
+        update is not applied twice.
+        """
+        self._check_one_server()
+        update = update_of(tensors, uri, options)
+        attempts = Attempts(self._retries, self._timeouts.of(timeout))
+        info = await self.server_info(timeout=attempts.timeout(), metadata=metadata)
+        update = await asyncio.to_thread(described, update)  # it reads all tensors
+        sent = pairs(self.metadata, metadata)
+        reply = await self._repeated(
+            lambda left: async_sending.start(self.channel, left, sent),
+            attempts,
+            lambda call: async_sending.send(call, update, chunk_bytes_of(info.max_chunk_bytes)),
+            update.update_id,
+        )
+        return messages.weights_update(reply, update.update_id)
+
+    async def commit_weights(
+        self,
+        update_id: str,
+        *,
+        policy: InFlightPolicy | None = None,
+        drain_timeout_s: float | None = None,
+        timeout: float | None = None,
+        metadata: Metadata | None = None,
+    ) -> CommittedWeights:
+        """Swap in an update that was sent with `stage_only`. `policy` and `drain_timeout_s` are by default
+        those that the update was sent with. There is no default `timeout`. It may be called again if its
+        answer was lost. Raises UnknownUpdate, GenerationChanged and DrainTimeout.
+        """
+        self._check_one_server()
+        request = weights_requests.commit_request(update_id, policy, drain_timeout_s)
+        reply = await self._unary(self.control.CommitWeights, request, timeout, metadata, None)
+        return messages.committed_weights(reply, update_id)
+
+    async def discard_weights(
+        self, update_id: str, *, timeout: float | None = None, metadata: Metadata | None = None
+    ) -> bool:
+        """Drop an update that was sent with `stage_only`, and free its memory. Returns False if no update
+        with this id was staged.
+        """
+        self._check_one_server()
+        request = weights_requests.discard_request(update_id)
+        return (await self._unary(self.control.DiscardWeights, request, timeout, metadata)).discarded
+
+    async def pause(
+        self,
+        *,
+        policy: InFlightPolicy | None = None,
+        drain_timeout_s: float | None = None,
+        free_kv_cache: bool = False,
+        offload_weights: bool = False,
+        timeout: float | None = None,
+        metadata: Metadata | None = None,
+    ) -> Paused:
+        """Stop making tokens until `resume`; new requests queue up. `policy` says what happens to those that
+        run (default "wait", for at most `drain_timeout_s` seconds; then DrainTimeout, and nothing is paused).
+
+        `free_kv_cache` frees the memory of the KV cache, and `offload_weights` moves the weights to the
+        server's host memory, both until `resume`. There is no default `timeout`.
+        """
+        self._check_one_server()
+        request = weights_requests.pause_request(policy, drain_timeout_s, free_kv_cache, offload_weights)
+        return messages.paused(await self._unary(self.control.Pause, request, timeout, metadata, None))
+
+    async def resume(self, *, timeout: float | None = None, metadata: Metadata | None = None) -> None:
+        """End a pause, after what it freed is there again. Does nothing to a server that is not paused."""
+        self._check_one_server()
+        await self._unary(self.control.Resume, control_pb2.ResumeRequest(), timeout, metadata, None)
+
     async def tokenize(
         self,
         text: str | None = None,
@@ -191,38 +276,16 @@ class AsyncClient(BaseClient[grpc.aio.Channel]):
         """Whether the server's health is SERVING now. Also false if nobody answers within
         `timeout` seconds.
         """
-        return await self._why_not_ready(timeout) is None
+        return await self._health().why_not(timeout) is None
 
     async def wait_ready(self, timeout: float | None = None) -> None:
         """Wait until the server's health is SERVING. Raises NotReady after `timeout` seconds; None waits for
         ever.
         """
-        now = asyncio.get_running_loop().time
-        deadline = math.inf if timeout is None else now() + timeout
-        why: str | None = NOBODY_ANSWERED
-        while (found := await self._why_not_ready(min(1.0, deadline - now()))) is not None:
-            why = why if found == NOBODY_ANSWERED else found
-            if now() >= deadline:
-                # a call that does not wait for a connection reports why there is none
-                if why == NOBODY_ANSWERED:
-                    why = await self._why_not_ready(0.5, wait=False)
-                if why is None:
-                    return
-                raise NotReady.local(f"the server was not ready within {timeout:g} s: {why}")
-            await asyncio.sleep(0.05)
+        await self._health().wait(timeout)
 
-    async def _why_not_ready(self, timeout: float, wait: bool = True) -> str | None:
-        request = health_pb2.HealthCheckRequest(service=SERVING_SERVICE)
-        try:
-            reply = await self._check_health(
-                request, timeout=timeout, metadata=self.metadata, wait_for_ready=wait
-            )
-        except grpc.RpcError as error:
-            why = why_no_health(error)
-            if why is None:
-                raise from_rpc_error(error) from error
-            return why
-        return why_not_ready(reply)
+    def _health(self) -> AsyncReadiness:
+        return AsyncReadiness(self._check_health, self.metadata)
 
     async def _unary(
         self,
@@ -234,12 +297,28 @@ class AsyncClient(BaseClient[grpc.aio.Channel]):
     ) -> ReplyT:
         attempts = Attempts(self._retries, self._timeouts.of(timeout, otherwise))
         sent = pairs(self.metadata, metadata)
+
+        async def answer(call: grpc.aio.UnaryUnaryCall[RequestT, ReplyT]) -> ReplyT:
+            return await call
+
+        return await self._repeated(
+            lambda left: method(request, timeout=left, metadata=sent), attempts, answer
+        )
+
+    async def _repeated(
+        self,
+        start: Callable[[float | None], CallT],
+        attempts: Attempts,
+        answer: Callable[[CallT], Awaitable[ReplyT]],
+        update_id: str = "",
+    ) -> ReplyT:
+        """Start a call and wait for its answer, as often as `attempts` says."""
         while True:
-            call = method(request, timeout=attempts.timeout(), metadata=sent)
+            call = start(attempts.timeout())
             try:
-                return await call
+                return await answer(call)
             except grpc.RpcError as error:
-                failure = from_rpc_error(error)
+                failure = from_rpc_error(error, update_id=update_id)
                 delay = attempts.delay_after(failure)
                 if delay is None:
                     raise failure from error

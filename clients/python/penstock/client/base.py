@@ -47,9 +47,11 @@ class BaseClient(ABC, Generic[ChannelT]):
         self._timeouts = Timeouts(timeout)
         self._retries = retries
         self._owns_channel = channel is None
+        self._balanced = False
         if channel is None:
             found = endpoint(addr, access)
             self.metadata = found.metadata
+            self._balanced = found.balanced
             channel = self._open(found)
         else:
             check_existing(addr, access)
@@ -61,6 +63,15 @@ class BaseClient(ABC, Generic[ChannelT]):
         self.control: Any = control_pb2_grpc.ControlServiceStub(either)
         health: Any = health_pb2_grpc.HealthStub(either)  # its type stub lacks the methods
         self._check_health = health.Check
+
+    def _check_one_server(self) -> None:
+        """Raise ValueError if calls go to several servers in turn, for a call that changes the one that it
+        reaches: the next call would find another one, and they would no longer serve the same.
+        """
+        if self._balanced:
+            raise ValueError(
+                "this client calls several servers in turn; to change them, make a client for each address"
+            )
 
     @staticmethod
     @abstractmethod

@@ -2,31 +2,24 @@
 
 from __future__ import annotations
 
-import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Self, TypeVar, Unpack
 
 import grpc
-from grpc_health.v1 import health_pb2
 
 from penstock.client.base import BaseClient
-from penstock.client.connection.channel import (
-    NOBODY_ANSWERED,
-    SERVING_SERVICE,
-    Metadata,
-    pairs,
-    why_no_health,
-    why_not_ready,
-)
+from penstock.client.connection.channel import Metadata, pairs
 from penstock.client.connection.endpoint import Endpoint
+from penstock.client.connection.readiness import Readiness
 from penstock.client.connection.retries import Attempts
 from penstock.client.connection.timeouts import INFO_TIMEOUT, TEXT_TIMEOUT
-from penstock.client.errors import NotReady, from_rpc_error
+from penstock.client.error_table import from_rpc_error
 from penstock.client.replies import messages
 from penstock.client.replies.streams import GenerationStream
-from penstock.client.requests import control_requests, generation_requests
+from penstock.client.requests import control_requests, generation_requests, weights_requests
 from penstock.client.requests.options import ChatOptions, RequestOptions
+from penstock.client.requests.weights_requests import InFlightPolicy, UpdateOptions
 from penstock.client.values.results import Generation
 from penstock.client.values.server_values import (
     AbortResult,
@@ -36,6 +29,10 @@ from penstock.client.values.server_values import (
     ServerInfo,
     Tokens,
 )
+from penstock.client.values.weights_values import CommittedWeights, Paused, WeightsUpdate
+from penstock.client.weights import sending
+from penstock.client.weights.tensors import Tensors
+from penstock.client.weights.update import chunk_bytes_of, described, update_of
 from penstock.v1 import control_pb2, control_pb2_grpc, inference_pb2, inference_pb2_grpc
 
 RequestT = TypeVar("RequestT")
@@ -59,9 +56,9 @@ class Client(BaseClient[grpc.Channel]):
 
     Every method takes `timeout` and `metadata`, and raises the errors of `penstock.client.errors`. `timeout`
     is the hard limit in seconds for all attempts together (math.inf: no limit). Its default is the client's
-    `timeout`; if that is None, generation has no limit, tokenizing has 60 s, and everything else 10 s. The
-    call's `metadata` is a mapping such as `{"traceparent": "00-..."}`, or pairs. `retries` says how often a
-    call is repeated that the server could not take; by default it is not repeated.
+    `timeout`; if that is None, generation, weight updates and pauses have no limit, tokenizing has 60 s, and
+    everything else 10 s. The call's `metadata` is a mapping such as `{"traceparent": "00-..."}`, or pairs.
+    `retries` says how often a call is repeated that the server could not take; by default it is not repeated.
     """
 
     inference: inference_pb2_grpc.InferenceServiceStub
@@ -155,6 +152,96 @@ class Client(BaseClient[grpc.Channel]):
         request = control_pb2.FlushCacheRequest()
         return messages.flushed_cache(self._unary(self.control.FlushCache, request, timeout, metadata))
 
+    def update_weights(
+        self,
+        tensors: Tensors | None = None,
+        *,
+        uri: str | None = None,
+        timeout: float | None = None,
+        metadata: Metadata | None = None,
+        **options: Unpack[UpdateOptions],
+    ) -> WeightsUpdate:
+        """Replace the model's weights while the server goes on serving. For options see `UpdateOptions`.
+
+        `tensors` are arrays by their names in a checkpoint (NumPy's, with the dtypes of ml_dtypes, JAX's, or
+        whatever has `__array__` or `__dlpack__`), or the path of a safetensors file or of a directory of
+        them. Or give `uri`, such as "file:///models/step-17", which the server reads itself.
+
+        There is no default `timeout`. Raises TensorsRefused with all bad tensors. After an error the old
+        weights are in use, unless the staging was "in_place"; only if the answer was lost (Unreachable,
+        DeadlineExceeded, Cancelled) the new ones may be. Then call again with the error's `update_id`: the
+        update is not applied twice.
+        """
+        self._check_one_server()
+        update = update_of(tensors, uri, options)
+        attempts = Attempts(self._retries, self._timeouts.of(timeout))
+        info = self.server_info(timeout=attempts.timeout(), metadata=metadata)
+        update = described(update)
+        sent = pairs(self.metadata, metadata)
+        reply = self._repeated(
+            lambda left: sending.send(
+                lambda steps: self.inference.UpdateWeights.future(steps, timeout=left, metadata=sent),
+                update,
+                chunk_bytes_of(info.max_chunk_bytes),
+            ),
+            attempts,
+            update.update_id,
+        )
+        return messages.weights_update(reply, update.update_id)
+
+    def commit_weights(
+        self,
+        update_id: str,
+        *,
+        policy: InFlightPolicy | None = None,
+        drain_timeout_s: float | None = None,
+        timeout: float | None = None,
+        metadata: Metadata | None = None,
+    ) -> CommittedWeights:
+        """Swap in an update that was sent with `stage_only`. `policy` and `drain_timeout_s` are by default
+        those that the update was sent with. There is no default `timeout`. It may be called again if its
+        answer was lost. Raises UnknownUpdate, GenerationChanged and DrainTimeout.
+        """
+        self._check_one_server()
+        request = weights_requests.commit_request(update_id, policy, drain_timeout_s)
+        reply = self._unary(self.control.CommitWeights, request, timeout, metadata, None)
+        return messages.committed_weights(reply, update_id)
+
+    def discard_weights(
+        self, update_id: str, *, timeout: float | None = None, metadata: Metadata | None = None
+    ) -> bool:
+        """Drop an update that was sent with `stage_only`, and free its memory. Returns False if no update
+        with this id was staged.
+        """
+        self._check_one_server()
+        request = weights_requests.discard_request(update_id)
+        return self._unary(self.control.DiscardWeights, request, timeout, metadata).discarded
+
+    def pause(
+        self,
+        *,
+        policy: InFlightPolicy | None = None,
+        drain_timeout_s: float | None = None,
+        free_kv_cache: bool = False,
+        offload_weights: bool = False,
+        timeout: float | None = None,
+        metadata: Metadata | None = None,
+    ) -> Paused:
+        """Stop making tokens until `resume`; new requests queue up. `policy` says what happens to those that
+        run (default "wait", for at most `drain_timeout_s` seconds; then DrainTimeout, and nothing is paused).
+
+        `free_kv_cache` frees the memory of the KV cache, and `offload_weights` moves the weights to the
+        server's host memory, both until `resume`. There is no default `timeout`.
+        """
+        self._check_one_server()
+        request = weights_requests.pause_request(policy, drain_timeout_s, free_kv_cache, offload_weights)
+        return messages.paused(self._unary(self.control.Pause, request, timeout, metadata, None))
+
+    def resume(self, *, timeout: float | None = None, metadata: Metadata | None = None) -> None:
+        """End a pause, after what it freed is there again. Does nothing to a server that is not paused."""
+        self._check_one_server()
+        self._unary(self.control.Resume, control_pb2.ResumeRequest(), timeout, metadata, None)
+
     def tokenize(
         self,
         text: str | None = None,
@@ -189,36 +276,16 @@ class Client(BaseClient[grpc.Channel]):
         """Whether the server's health is SERVING now. Also false if nobody answers within
         `timeout` seconds.
         """
-        return self._why_not_ready(timeout) is None
+        return self._health().why_not(timeout) is None
 
     def wait_ready(self, timeout: float | None = None) -> None:
         """Wait until the server's health is SERVING. Raises NotReady after `timeout` seconds; None waits for
         ever.
         """
-        now = time.monotonic
-        deadline = math.inf if timeout is None else now() + timeout
-        why: str | None = NOBODY_ANSWERED
-        while (found := self._why_not_ready(min(1.0, deadline - now()))) is not None:
-            why = why if found == NOBODY_ANSWERED else found
-            if now() >= deadline:
-                # a call that does not wait for a connection reports why there is none
-                if why == NOBODY_ANSWERED:
-                    why = self._why_not_ready(0.5, wait=False)
-                if why is None:
-                    return
-                raise NotReady.local(f"the server was not ready within {timeout:g} s: {why}")
-            time.sleep(0.05)
+        self._health().wait(timeout)
 
-    def _why_not_ready(self, timeout: float, wait: bool = True) -> str | None:
-        request = health_pb2.HealthCheckRequest(service=SERVING_SERVICE)
-        try:
-            reply = self._check_health(request, timeout=timeout, metadata=self.metadata, wait_for_ready=wait)
-        except grpc.RpcError as error:
-            why = why_no_health(error)
-            if why is None:
-                raise from_rpc_error(error) from error
-            return why
-        return why_not_ready(reply)
+    def _health(self) -> Readiness:
+        return Readiness(self._check_health, self.metadata)
 
     def _unary(
         self,
@@ -230,11 +297,17 @@ class Client(BaseClient[grpc.Channel]):
     ) -> ReplyT:
         attempts = Attempts(self._retries, self._timeouts.of(timeout, otherwise))
         sent = pairs(self.metadata, metadata)
+        return self._repeated(lambda left: method(request, timeout=left, metadata=sent), attempts)
+
+    def _repeated(
+        self, attempt: Callable[[float | None], ReplyT], attempts: Attempts, update_id: str = ""
+    ) -> ReplyT:
+        """Make a call as often as `attempts` says. `attempt` is given its timeout in seconds."""
         while True:
             try:
-                return method(request, timeout=attempts.timeout(), metadata=sent)
+                return attempt(attempts.timeout())
             except grpc.RpcError as error:
-                failure = from_rpc_error(error)
+                failure = from_rpc_error(error, update_id=update_id)
                 delay = attempts.delay_after(failure)
                 if delay is None:
                     raise failure from error

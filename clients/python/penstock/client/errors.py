@@ -1,6 +1,6 @@
-"""The errors that the client raises. One table maps the status of a call to its error.
+"""The errors that the client raises.
 
-    PenstockClientError                `reason`, `code`, `metadata`, `request_id`, `retry_after`
+    PenstockClientError                `reason`, `code`, `metadata`, `request_id`, `retry_after`, `update_id`
     ├── RefusedError                   the request is at fault; sending it again unchanged fails again
     │   ├── InvalidRequest             `violations` lists every bad field
     │   ├── PromptTooLong              the prompt leaves no room in the context
@@ -9,8 +9,11 @@
     │   ├── Unsupported                `fields` lists what this server does not have
     │   ├── ServedElsewhere            another address of the server does this
     │   ├── UnknownModel, UnknownAdapter
+    │   ├── UnknownUpdate              no weight update with that id is staged or committed
+    │   ├── TensorsRefused             `tensors` lists every bad tensor of a weight update
     │   ├── DuplicateRequestId         a request with that id is active
-    │   ├── PreconditionFailed         for example, min_weights is newer than the weights in use
+    │   ├── PreconditionFailed         the server is not in the state that the request demands
+    │   │   └── WeightsTooOld          min_weights is newer than the weights in use
     │   └── Denied                     credentials are at fault
     │       ├── Unauthenticated        they are missing or wrong
     │       │   └── KeyExpired
@@ -25,8 +28,11 @@
     │   ├── EngineDead                 the server's engine is dead; the server must be restarted
     │   └── Unreachable                nobody answers at that address
     ├── LimitExceeded                  another limit: a message's size, a stalled reader
-    ├── Conflict                       another caller was first (compare-and-set of weights)
+    ├── Conflict                       another caller was first
+    │   ├── GenerationChanged          the weights in use are not those that `expected_generation` names
+    │   └── UpdateUnderWay             another weight update is under way or staged
     ├── DeadlineExceeded               the call's `timeout` passed; the server freed the request
+    │   └── DrainTimeout               running requests took longer than `drain_timeout_s`; nothing changed
     ├── Cancelled                      the call was cancelled
     └── ServerError                    a bug or a failure of the server
         └── ProtocolError              the server broke the order of a stream
@@ -48,7 +54,8 @@ from typing import Any, Self
 
 import grpc
 
-from penstock.client.status import StatusDetails, Violation, read_status
+from penstock.client.status import StatusDetails, Violation
+from penstock.client.values.weights_values import TensorProblem
 
 
 def _rebuilt(
@@ -61,6 +68,9 @@ def _rebuilt(
 
 class PenstockClientError(Exception):
     """The base class of all errors of the client."""
+
+    update_id = ""
+    """The id of the weight update that failed, to ask for its outcome with; empty for other calls."""
 
     def __init__(self, details: StatusDetails) -> None:
         super().__init__(details.message or details.code.name)
@@ -148,12 +158,34 @@ class UnknownAdapter(RefusedError):
     """The request names an adapter that is not loaded here."""
 
 
+class UnknownUpdate(RefusedError):
+    """No weight update with this id is staged or committed."""
+
+
+class TensorsRefused(RefusedError):
+    """The server refused tensors of a weight update. The old weights are in use."""
+
+    @property
+    def tensors(self) -> tuple[TensorProblem, ...]:
+        """Every bad tensor, with what the model expects and what was sent."""
+        return self.details.tensors
+
+    @property
+    def has_more(self) -> bool:
+        """Whether there are more bad tensors than `tensors` lists, because a status has a bounded size."""
+        return self.details.has_more_tensors
+
+
 class DuplicateRequestId(RefusedError):
     """A request with this id is active."""
 
 
 class PreconditionFailed(RefusedError):
     """The server is not in the state that the request demands."""
+
+
+class WeightsTooOld(PreconditionFailed):
+    """The weights in use are older than the request's `min_weights`."""
 
 
 class Denied(RefusedError):
@@ -237,8 +269,20 @@ class Conflict(PenstockClientError):
     """Another caller was first."""
 
 
+class GenerationChanged(Conflict):
+    """The generation of the weights in use is not the `expected_generation`; nothing has changed."""
+
+
+class UpdateUnderWay(Conflict):
+    """Another weight update is under way, or one is staged; nothing has changed."""
+
+
 class DeadlineExceeded(PenstockClientError):
     """The call's timeout passed."""
+
+
+class DrainTimeout(DeadlineExceeded):
+    """The running requests did not finish within `drain_timeout_s`; nothing has changed."""
 
 
 class Cancelled(PenstockClientError):
@@ -255,67 +299,3 @@ class ProtocolError(ServerError):
     @classmethod
     def local(cls, message: str) -> Self:
         return cls(StatusDetails(grpc.StatusCode.INTERNAL, message, "PROTOCOL"))
-
-
-BY_REASON: Mapping[str, type[PenstockClientError]] = {
-    "INVALID_FIELD": InvalidRequest,
-    "PROMPT_TOO_LONG": PromptTooLong,
-    "EXCEEDS_KV_CAPACITY": ExceedsKVCapacity,
-    "UNSUPPORTED_FEATURE": Unsupported,
-    "SERVED_ELSEWHERE": ServedElsewhere,
-    "UNKNOWN_MODEL": UnknownModel,
-    "UNKNOWN_ADAPTER": UnknownAdapter,
-    "DUPLICATE_REQUEST_ID": DuplicateRequestId,
-    "QUEUE_FULL": QueueFull,
-    "COSTLY_GRAMMAR": CostlyGrammar,
-    "DRAINING": Draining,
-    "NOT_READY": NotReady,
-    "BUSY": Busy,
-    "RATE_LIMITED": RateLimited,
-    "RESPONSE_TOO_LARGE": ResponseTooLarge,
-    "UNAUTHENTICATED": Unauthenticated,
-    "KEY_EXPIRED": KeyExpired,
-    "FORBIDDEN": Forbidden,
-    "ENGINE_DEAD": EngineDead,
-}
-
-BY_CODE: Mapping[grpc.StatusCode, type[PenstockClientError]] = {
-    grpc.StatusCode.INVALID_ARGUMENT: InvalidRequest,
-    grpc.StatusCode.OUT_OF_RANGE: InvalidRequest,
-    grpc.StatusCode.NOT_FOUND: RefusedError,
-    grpc.StatusCode.ALREADY_EXISTS: DuplicateRequestId,
-    grpc.StatusCode.FAILED_PRECONDITION: PreconditionFailed,
-    grpc.StatusCode.UNIMPLEMENTED: Unsupported,
-    grpc.StatusCode.UNAUTHENTICATED: Unauthenticated,
-    grpc.StatusCode.PERMISSION_DENIED: Forbidden,
-    grpc.StatusCode.RESOURCE_EXHAUSTED: LimitExceeded,
-    grpc.StatusCode.UNAVAILABLE: Unreachable,
-    grpc.StatusCode.ABORTED: Conflict,
-    grpc.StatusCode.DEADLINE_EXCEEDED: DeadlineExceeded,
-    grpc.StatusCode.CANCELLED: Cancelled,
-}
-"""The errors for reasons that are absent or unknown. A code that is not here is a ServerError."""
-
-
-_CANCELLED_HERE = (
-    "Locally cancelled by application!",
-    "Channel closed!",
-    "Channel deallocated!",
-    "Call cancelled in fork child",
-)
-"""The messages of gRPC for a call that was cancelled on this side."""
-
-
-def from_rpc_error(error: grpc.RpcError, *, began: bool = False) -> PenstockClientError:
-    """The exception to raise `from error`. `began` says whether a part of the answer has come.
-
-    A call whose connection ends, for example because the server shuts down, may end with CANCELLED and no
-    details, although nobody here cancelled it. Before the answer began that is Unreachable.
-    """
-    details = read_status(error)
-    kind = BY_REASON.get(details.reason) or BY_CODE.get(details.code, ServerError)
-    if kind is Cancelled and not (began or details.reason or details.message in _CANCELLED_HERE):
-        kind = Unreachable
-    if kind is Unreachable and details.reason:  # the server did answer
-        kind = UnavailableError
-    return kind(details)

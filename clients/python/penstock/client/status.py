@@ -10,6 +10,10 @@ import grpc
 from google.protobuf.message import DecodeError
 from google.rpc import error_details_pb2, status_pb2  # type: ignore[import-untyped]  # no py.typed
 
+from penstock.client.tensor_messages import tensor_problem
+from penstock.client.values.weights_values import TensorProblem
+from penstock.v1 import weights_pb2
+
 _DETAILS_KEY = "grpc-status-details-bin"
 
 
@@ -34,6 +38,10 @@ class StatusDetails:
     retry_after: float | None = None
     request_id: str = ""
     """The request's id in google.rpc.RequestInfo, as in the server's log; empty if the server did not say."""
+    tensors: tuple[TensorProblem, ...] = ()
+    """The tensors of a weight update that the server refused."""
+    has_more_tensors: bool = False
+    """Whether it refused more than a status can carry."""
 
 
 class _FailedCall(Protocol):
@@ -56,8 +64,9 @@ def read_status(error: grpc.RpcError) -> StatusDetails:
                 continue
     info, bad = error_details_pb2.ErrorInfo(), error_details_pb2.BadRequest()
     retry, request = error_details_pb2.RetryInfo(), error_details_pb2.RequestInfo()
+    refused = weights_pb2.TensorErrors()
     for detail in status.details:
-        for kind in (info, bad, retry, request):
+        for kind in (info, bad, retry, request, refused):
             detail.Unpack(kind)
     return StatusDetails(
         code=call.code(),
@@ -67,4 +76,6 @@ def read_status(error: grpc.RpcError) -> StatusDetails:
         violations=tuple(Violation(v.field, v.description) for v in bad.field_violations),
         retry_after=retry.retry_delay.ToNanoseconds() / 1e9 if retry.HasField("retry_delay") else None,
         request_id=request.request_id,
+        tensors=tuple(map(tensor_problem, refused.errors)),
+        has_more_tensors=refused.truncated,
     )

@@ -44,7 +44,9 @@ def connected(args: argparse.Namespace) -> Client:
 
 
 def with_client(args: argparse.Namespace, body: Callable[[Client], int]) -> int:
-    """Connect and run `body`. A refusal of the server becomes one line on stderr and exit code 1."""
+    """Connect and run `body`. A refusal of the server becomes one line on stderr and exit code 1, and a
+    ValueError of the client, which does not go with the flags, exit code 2.
+    """
     try:
         client = connected(args)
     except WrongConnection as error:
@@ -56,6 +58,9 @@ def with_client(args: argparse.Namespace, body: Callable[[Client], int]) -> int:
         except PenstockClientError as error:
             complain(args.command, explain(error, args.addr))
             return 1
+        except ValueError as error:
+            complain(args.command, str(error))
+            return 2
 
 
 def read_stdin(line: bool = False) -> str:

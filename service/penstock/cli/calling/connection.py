@@ -73,7 +73,8 @@ def add_addr(parser: argparse.ArgumentParser, *, timeout: bool = True, retries: 
             "--timeout",
             type=number(above=0),
             metavar="S",
-            help="give a call up after S seconds; default: no limit for generation, 10 for other calls",
+            help="give a call up after S seconds; default: no limit for generation, weights and pauses, 10 "
+            "for other calls",
         )
 
 

@@ -8,13 +8,16 @@ from __future__ import annotations
 
 from penstock.client import (
     Busy,
+    Cancelled,
     CostlyGrammar,
     DeadlineExceeded,
     Denied,
     Draining,
+    DrainTimeout,
     DuplicateRequestId,
     EngineDead,
     Forbidden,
+    GenerationChanged,
     InvalidRequest,
     KeyExpired,
     NotReady,
@@ -24,16 +27,26 @@ from penstock.client import (
     RateLimited,
     ServedElsewhere,
     ServerError,
+    TensorsRefused,
     UnavailableError,
+    UnknownUpdate,
     Unreachable,
     Unsupported,
+    UpdateUnderWay,
 )
 from penstock.client.connection.address import proxy_of
+
+_MOST_TENSORS = 5
 
 
 def explain(error: PenstockClientError, addr: str) -> str:
     """Say in one line what went wrong and what to do next, with the request's id if the server told it."""
     text = _meaning(error, addr)
+    if error.update_id and _is_answer_lost(error):
+        text += (
+            "; the new weights may be in use or not: repeat the command with --update-id "
+            f"{error.update_id}, which applies them once at most"
+        )
     return f"{text} (request {error.request_id})" if error.request_id else text
 
 
@@ -79,12 +92,41 @@ def _meaning(error: PenstockClientError, addr: str) -> str:
             return f"the key does not allow this ({text})"
         case Denied():
             return f"{addr} wants a key ({text}); give yours in PENSTOCK_TOKEN or with --token-file"
+        case TensorsRefused():
+            return _tensors(error, text)
+        case GenerationChanged():
+            return f"{text}; look at the weights in use with `penstock info`, and decide anew"
+        case UpdateUnderWay() if error.metadata.get("staged") == "true":
+            return f"{text}, with `penstock commit-weights ID` or `penstock discard-weights ID`"
+        case UpdateUnderWay():
+            return f"{text}; {_again(error)}"
+        case UnknownUpdate():
+            return f"{text}; send it with `penstock push-weights`"
+        case DrainTimeout():
+            return f"{text}; allow more with --drain-timeout, or choose another --policy"
         case DeadlineExceeded():
             return f"no answer in time from {addr}; allow more time with --timeout"
         case ServerError():
             return f"the server failed ({error.code.name}): {text}; its log says more"
         case _:
             return f"the server refused ({error.reason or error.code.name}): {text}"
+
+
+def _is_answer_lost(error: PenstockClientError) -> bool:
+    """Whether it is not known what the server did."""
+    return isinstance(error, Unreachable | Cancelled | DeadlineExceeded) and not isinstance(
+        error, DrainTimeout
+    )
+
+
+def _tensors(error: TensorsRefused, text: str) -> str:
+    """Name the first bad tensors. A checkpoint of another model has hundreds."""
+    if not error.tensors:
+        return text
+    named = "; ".join(map(str, error.tensors[:_MOST_TENSORS]))
+    left = len(error.tensors) - _MOST_TENSORS
+    more = f"; and {left} more" if left > 0 else "; and more" if error.has_more else ""
+    return f"the server refused the weights, and the old ones are in use: {named}{more}"
 
 
 def _again(error: PenstockClientError) -> str:

@@ -12,6 +12,7 @@ import json
 import math
 import sys
 from collections.abc import Mapping
+from datetime import datetime
 from typing import Any
 
 _CONTROLS = (*range(0x20), 0x7F, *range(0x80, 0xA0))
@@ -50,8 +51,8 @@ def complain(command: str, message: str) -> None:
 
 
 def plain(value: object) -> Any:
-    """Convert dataclasses and enums to values that json can write. NaN, which JSON does not have, becomes
-    null.
+    """Convert dataclasses, enums, digests and times to values that json can write. NaN, which JSON does not
+    have, becomes null.
     """
     if isinstance(value, enum.Enum):
         return value.value
@@ -61,6 +62,10 @@ def plain(value: object) -> Any:
         return {str(key): plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [plain(item) for item in value]
+    if isinstance(value, bytes):
+        return value.hex()
+    if isinstance(value, datetime):
+        return value.isoformat()
     if isinstance(value, float) and not math.isfinite(value):
         return None
     return value

@@ -13,7 +13,7 @@ from penstock.cli.calling.common import add_addr, complain, connected, explain, 
 from penstock.cli.calling.connection import WrongConnection
 from penstock.cli.calling.flag_values import number
 from penstock.client import Client, PenstockClientError
-from penstock.client.errors import from_rpc_error
+from penstock.client.error_table import from_rpc_error
 
 if TYPE_CHECKING:
     from penstock.cli.calling.common import Subparsers

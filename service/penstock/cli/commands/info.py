@@ -6,8 +6,9 @@ import argparse
 import dataclasses
 from typing import TYPE_CHECKING
 
+from penstock.cli.calling.changes import version
 from penstock.cli.calling.common import add_addr, print_json, visible, with_client
-from penstock.client import Client, Load, ModelInfo, ServerInfo, WeightsVersion
+from penstock.client import Client, Load, ModelInfo, ServerInfo
 
 if TYPE_CHECKING:
     from penstock.cli.calling.common import Subparsers
@@ -49,8 +50,10 @@ def _show(client: Client, as_json: bool) -> int:
     return 0
 
 
-def _weights(version: WeightsVersion) -> str:
-    return f"{version.label} (generation {version.generation})"
+def _since(model: ModelInfo) -> str:
+    """When the weights went live, in the local time zone."""
+    since = model.weights_since
+    return "not stated" if since is None else since.astimezone().strftime("%Y-%m-%d %H:%M:%S %z")
 
 
 def _value(value: object) -> str:
@@ -75,7 +78,10 @@ def table(model: ModelInfo, server: ServerInfo, load: Load, ready: bool) -> str:
             "context": f"{model.max_context_tokens} tokens",
             "end tokens": ", ".join(map(str, model.eos_token_ids)) or "none",
             "sampling": ", ".join(f"{k} {_value(v)}" for k, v in sampling.items()) or "not stated",
-            "weights": _weights(model.weights),
+            "weights": version(model.weights),
+            "in use since": _since(model),
+            "digest": model.weights_digest.hex() or "none; they are the weights of the start",
+            "staged update": model.staged_update_id or "none",
             "features": ", ".join(model.features) or "none",
         },
         "server": {

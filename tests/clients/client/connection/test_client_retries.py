@@ -16,6 +16,7 @@ from google.protobuf.duration_pb2 import Duration
 from penstock import client as api
 from penstock.client import AsyncClient, Client, Retry
 from penstock.client.connection.retries import Attempts
+from penstock.client.error_table import BY_REASON
 from penstock.client.errors import PenstockClientError
 from penstock.client.status import StatusDetails
 from penstock.runtime.errors import DuplicateRequestId
@@ -162,7 +163,7 @@ async def test_closing_ends_the_wait(server, failure):
 
 
 def refused(reason="NOT_READY", code=Code.UNAVAILABLE, retry_after=None):
-    kind = api.errors.BY_REASON.get(reason, api.Unreachable)
+    kind = BY_REASON.get(reason, api.Unreachable)
     return kind(StatusDetails(code, "no", reason, retry_after=retry_after))
 
 

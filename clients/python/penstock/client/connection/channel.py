@@ -1,16 +1,9 @@
-"""What both clients share besides messages: channel options, metadata, and how they judge whether a server is
-ready.
-"""
+"""Channel options and metadata that both clients share."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import Final
-
-import grpc
-from grpc_health.v1 import health_pb2
-
-from penstock.client.errors import Unreachable, from_rpc_error
 
 DEFAULT_ADDR: Final = "127.0.0.1:50051"
 
@@ -43,7 +36,6 @@ _OPTIONS: Final[ChannelOptions] = (
 )
 
 SERVING_SERVICE: Final = "penstock.v1.InferenceService"
-NOBODY_ANSWERED: Final = "nobody answered"
 AUTHORIZATION: Final = "authorization"
 
 
@@ -62,29 +54,3 @@ def pairs(*parts: Metadata | None) -> tuple[tuple[str, str | bytes], ...]:
             found = [(key, value) for key, value in found if key.lower() != AUTHORIZATION]
         found.extend(new)
     return tuple(found)
-
-
-def why_not_ready(reply: health_pb2.HealthCheckResponse) -> str | None:
-    """What a health check said against readiness; None if the server is SERVING."""
-    if reply.status == health_pb2.HealthCheckResponse.SERVING:
-        return None
-    name = health_pb2.HealthCheckResponse.ServingStatus.Name(reply.status)
-    return f"its health is {name}"
-
-
-def why_no_health(error: grpc.RpcError) -> str | None:
-    """Why a health check failed; None if waiting does not help, because the server answered, and with more
-    than "not yet".
-    """
-    code: grpc.StatusCode = error.code()
-    match code:
-        case grpc.StatusCode.DEADLINE_EXCEEDED:
-            return NOBODY_ANSWERED
-        case grpc.StatusCode.UNAVAILABLE:
-            return error.details() or "nobody answers"
-        case grpc.StatusCode.CANCELLED if isinstance(from_rpc_error(error), Unreachable):
-            return "the connection ended"
-        case grpc.StatusCode.NOT_FOUND:  # the health service answers before ours is registered
-            return "its health is not known yet"
-        case _:
-            return None

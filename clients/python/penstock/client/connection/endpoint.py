@@ -31,6 +31,8 @@ class Endpoint:
     options: list[tuple[str, str | int]]
     metadata: tuple[tuple[str, str | bytes], ...]
     """Sent with every call."""
+    balanced: bool
+    """Whether calls go to several servers in turn."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,6 +76,7 @@ def endpoint(addr: str | None, access: Access) -> Endpoint:
         credentials=credentials,
         options=channel_options([*ours.items(), *access.options]),
         metadata=pairs(_authorization(access.token), access.metadata),
+        balanced=address.balanced,
     )
 
 

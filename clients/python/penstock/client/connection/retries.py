@@ -7,7 +7,13 @@ import random
 import time
 from dataclasses import dataclass
 
-from penstock.client.errors import DuplicateRequestId, PenstockClientError, UnavailableError, Unreachable
+from penstock.client.errors import (
+    DuplicateRequestId,
+    PenstockClientError,
+    UnavailableError,
+    Unreachable,
+    UpdateUnderWay,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +27,8 @@ class Retry:
 
     If a connection breaks, the request may have reached the server, which ends it when it notices. Until then
     its id is taken, so after a broken connection DuplicateRequestId is retried, too. What the lost attempt
-    computed is lost.
+    computed is lost. In the same way a weight update finds its own lost attempt under way, so UpdateUnderWay
+    is retried then. An update is sent again under its id, so it is never applied twice.
     """
 
     attempts: int = 5
@@ -57,7 +64,7 @@ class Attempts:
         """Seconds to wait before the next attempt; None if the error is final."""
         self._made += 1
         again = isinstance(error, UnavailableError) or (
-            isinstance(error, DuplicateRequestId) and self._may_have_arrived
+            isinstance(error, DuplicateRequestId | UpdateUnderWay) and self._may_have_arrived
         )
         self._may_have_arrived |= isinstance(error, Unreachable)
         asked = error.retry_after or 0.0

@@ -135,7 +135,11 @@ class Accumulator:
     def _start(self, message: inference_pb2.StreamStarted) -> Started:
         self._weights = messages.weights_version(message.weights)
         self._started = Started(
-            message.request_id, message.model, messages.prompt_info(message.prompt), self._weights
+            request_id=message.request_id,
+            model=message.model,
+            prompt=messages.prompt_info(message.prompt),
+            weights=self._weights,
+            paused=message.paused,
         )
         return self._started
 

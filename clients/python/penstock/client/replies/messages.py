@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from datetime import UTC
 from typing import Any, TypeVar
 
 from google.protobuf.duration_pb2 import Duration
 
 from penstock.client.errors import ProtocolError
-from penstock.client.values import results, server_values
+from penstock.client.tensor_messages import spelled, tensor_info
+from penstock.client.values import results, server_values, weights_values
 from penstock.client.values.chat_values import ToolCall
 from penstock.v1 import control_pb2, inference_pb2, types_pb2, weights_pb2
 
-EnumT = TypeVar("EnumT", results.FinishReason, server_values.AbortOutcome)
+EnumT = TypeVar("EnumT", results.FinishReason, server_values.AbortOutcome, weights_values.UpdateOutcome)
 
 
 def _member(kind: type[EnumT], number: int, names: Mapping[Any, str], prefix: str) -> EnumT:
@@ -24,17 +26,11 @@ def _member(kind: type[EnumT], number: int, names: Mapping[Any, str], prefix: st
 _FINISH_NAMES = {number: name for name, number in types_pb2.FinishReason.items()}
 _OUTCOME_NAMES = {number: name for name, number in inference_pb2.AbortOutcome.items()}
 _FEATURE_NAMES = {number: name for name, number in control_pb2.Feature.items()}
-_DTYPE_NAMES = {number: name for name, number in weights_pb2.DataType.items()}
+_UPDATE_NAMES = {number: name for name, number in weights_pb2.UpdateOutcome.items()}
 
 
 def _seconds(duration: Duration) -> float:
     return duration.seconds + duration.nanos / 1e9
-
-
-def _spelled(names: Mapping[Any, str], number: int, prefix: str) -> str:
-    """The lower-case name of a number, or "feature_42" for one of a newer contract."""
-    name = names.get(number)
-    return f"{prefix}{number}".lower() if name is None else name.removeprefix(prefix).lower()
 
 
 def finish(message: types_pb2.Finish) -> results.Finish:
@@ -160,11 +156,11 @@ def model_info(message: control_pb2.GetModelInfoResponse) -> server_values.Model
         eos_token_ids=tuple(message.eos_token_ids),
         default_sampling=_sampling_defaults(message.default_sampling),
         weights=weights_version(message.weights),
-        features=tuple(_spelled(_FEATURE_NAMES, number, "FEATURE_") for number in message.features),
-        tensors=tuple(
-            server_values.TensorInfo(t.name, _spelled(_DTYPE_NAMES, t.dtype, "DATA_TYPE_"), tuple(t.shape))
-            for t in message.tensors
-        ),
+        features=tuple(spelled(_FEATURE_NAMES, number, "FEATURE_") for number in message.features),
+        tensors=tuple(map(tensor_info, message.tensors)),
+        weights_digest=message.weights_digest,
+        weights_since=message.weights_since.ToDatetime(UTC) if message.HasField("weights_since") else None,
+        staged_update_id=message.staged_update_id,
     )
 
 
@@ -201,3 +197,46 @@ def flushed_cache(message: control_pb2.FlushCacheResponse) -> server_values.Flus
 
 def tokens(message: control_pb2.TokenizeResponse) -> server_values.Tokens:
     return server_values.Tokens(tuple(message.token_ids), message.max_context_tokens)
+
+
+def _in_flight(message: weights_pb2.InFlightReport) -> weights_values.InFlight:
+    return weights_values.InFlight(message.waited, message.aborted, message.kept, message.recomputed)
+
+
+def _update_outcome(number: int) -> weights_values.UpdateOutcome:
+    return _member(weights_values.UpdateOutcome, number, _UPDATE_NAMES, "UPDATE_OUTCOME_")
+
+
+def weights_update(
+    message: weights_pb2.UpdateWeightsResponse, update_id: str
+) -> weights_values.WeightsUpdate:
+    return weights_values.WeightsUpdate(
+        update_id=update_id,
+        outcome=_update_outcome(message.outcome),
+        current=weights_version(message.current),
+        previous=weights_version(message.previous),
+        tensors_updated=message.tensors_updated,
+        bytes_received=message.bytes_received,
+        staged_s=_seconds(message.staged_in),
+        paused_s=_seconds(message.paused_for),
+        in_flight=_in_flight(message.in_flight),
+        digest=message.digest,
+    )
+
+
+def committed_weights(
+    message: control_pb2.CommitWeightsResponse, update_id: str
+) -> weights_values.CommittedWeights:
+    return weights_values.CommittedWeights(
+        update_id=update_id,
+        outcome=_update_outcome(message.outcome),
+        current=weights_version(message.current),
+        previous=weights_version(message.previous),
+        paused_s=_seconds(message.paused_for),
+        in_flight=_in_flight(message.in_flight),
+        digest=message.digest,
+    )
+
+
+def paused(message: control_pb2.PauseResponse) -> weights_values.Paused:
+    return weights_values.Paused(_in_flight(message.in_flight), message.freed_bytes)

@@ -17,7 +17,8 @@ import grpc
 import grpc.aio
 
 from penstock.client.connection.retries import Attempts
-from penstock.client.errors import PenstockClientError, ProtocolError, from_rpc_error
+from penstock.client.error_table import from_rpc_error
+from penstock.client.errors import PenstockClientError, ProtocolError
 from penstock.client.replies.accumulate import Accumulator
 from penstock.client.values.chat_values import ToolCall
 from penstock.client.values.results import Generation, StreamEvent

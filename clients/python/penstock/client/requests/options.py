@@ -63,7 +63,9 @@ class RequestOptions(ChatOptions, total=False):
     priority: int | None
     """Requests with a higher priority run first. Only for servers whose features have "priority"."""
     min_weights: int | WeightsVersion | None
-    """The smallest generation of weights that the request may start on. No server supports it yet."""
+    """The smallest generation of weights that the request may start on, such as the `current` of a weight
+    update. On older weights it fails with WeightsTooOld.
+    """
 
     temperature: float | None
     """From 0 to 100; 0 always takes the likeliest token."""

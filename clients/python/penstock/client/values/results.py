@@ -169,6 +169,8 @@ class Started:
     model: str
     prompt: PromptInfo
     weights: WeightsVersion
+    paused: bool = False
+    """Whether the server is paused, so that no token comes before it is resumed."""
     delta: str = field(default="", init=False)
 
 

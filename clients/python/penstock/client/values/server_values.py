@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass
+from datetime import datetime
 
 from penstock.client.values.results import WeightsVersion
 
@@ -69,6 +70,12 @@ class ModelInfo:
     depend on its own request alone, bit for bit.
     """
     tensors: tuple[TensorInfo, ...] = ()
+    weights_digest: bytes = b""
+    """SHA-256 of the update in use, as in `WeightsUpdate.digest`; empty for the weights of the start."""
+    weights_since: datetime | None = None
+    """When the weights in use went live (UTC); None if the server did not say."""
+    staged_update_id: str = ""
+    """The update that waits for `commit_weights` or `discard_weights`; empty if none does."""
 
 
 @dataclass(frozen=True, slots=True)

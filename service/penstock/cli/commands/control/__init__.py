@@ -1,0 +1,1 @@
+"""The commands that change what a running server does for everybody."""
