@@ -330,6 +330,32 @@ def test_an_engine_that_dies_is_not_drained_before_its_requests_are_told(rig, mo
     assert rig.engine.drain(WAIT_S)
 
 
+@pytest.mark.parametrize("is_held", [True, False])
+def test_a_death_tells_those_whom_a_hold_or_a_pause_keeps(rig, monkeypatch, is_held):
+    """It also tells those whose change waits for the end of the hold."""
+    rig.start()
+    changes = rig.engine.changes
+    kept = changes.hold_for_update(InFlightPolicy.KEEP) if is_held else changes.pause(InFlightPolicy.KEEP)
+    rig.gate.open()
+    kept.result(WAIT_S)
+    asked = []
+    if is_held:
+        asked = [changes.update(lambda: None, "new", policy) for policy in InFlightPolicy]
+        asked += [changes.resume(), changes.pause(InFlightPolicy.KEEP)]
+    error = PanicException("lost")
+    monkeypatch.setattr(rig.scheduler, "abort", raising(error))
+    rig.engine.cancel("unknown")
+    assert isinstance(rig.waiting.last("waiting").error, EngineFailure)
+    for future in asked:
+        assert future.exception(WAIT_S) is rig.engine.failure
+    for refused in (changes.resume, lambda: changes.release_hold("new")):
+        with pytest.raises(EngineDead):
+            refused()
+    changes.drop_hold()
+    changes.break_weights("nobody is left to be told")
+    expect_death(rig, error, told=[rig.gate.sink, rig.waiting])
+
+
 def test_an_engine_without_its_thread_says_so():
     """As in the child of a fork, where only the thread that forked lives on."""
     life = Life()

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from concurrent.futures import Future
 from typing import Protocol
 
 from penstock.runtime.errors import DuplicateRequestId
 from penstock.runtime.generation.interface import TextEngine
+from penstock.runtime.loop.interface import InFlightPolicy, Paused
 
 
 class ActiveIds:
@@ -35,4 +37,19 @@ class EmbeddedEngine(TextEngine, Protocol):
     @property
     def active_ids(self) -> ActiveIds:
         """The ids of the requests that are read here."""
+        ...
+
+    def pause(
+        self,
+        in_flight: InFlightPolicy = ...,
+        *,
+        drain_timeout_s: float | None = ...,
+        free_kv_cache: bool = ...,
+        offload_weights: bool = ...,
+    ) -> Future[Paused]:
+        """See `TokenEngine.pause`."""
+        ...
+
+    def resume(self) -> Future[None]:
+        """See `TokenEngine.resume`."""
         ...

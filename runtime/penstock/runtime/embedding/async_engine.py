@@ -1,4 +1,6 @@
-"""An embedded engine for asyncio: the generating methods of `Engine`, with the same arguments and errors."""
+"""An embedded engine for asyncio: the methods of `Engine` that generate or pause, with the same arguments and
+errors.
+"""
 
 from __future__ import annotations
 
@@ -24,11 +26,13 @@ from penstock.runtime.embedding.options import (
 from penstock.runtime.generation.jobs import Job
 from penstock.runtime.generation.results import Generation
 from penstock.runtime.generation.switchboard import Switchboard
+from penstock.runtime.loop.interface import InFlightPolicy, Paused
 
 
 class AsyncEngine:
-    """Generates with an `Engine` from coroutines. Prompts are tokenized on other threads, so the event loop
-    is never held for long. To start the engine, to shut it down and for all else, use its own methods.
+    """Generates with an `Engine` from coroutines, and pauses it. Prompts are tokenized on other threads, so
+    the event loop is never held for long. To start the engine, to shut it down and for all else, use its own
+    methods.
     """
 
     def __init__(self, engine: EmbeddedEngine) -> None:
@@ -83,6 +87,27 @@ class AsyncEngine:
         """See `Engine.chat`. Await what it returns; with `stream`, use it as that of `stream`."""
         job = chat_job(self.engine, messages, options)
         return self._stream(job) if stream else self._whole(job)
+
+    async def pause(
+        self,
+        in_flight: InFlightPolicy = InFlightPolicy.WAIT,
+        *,
+        drain_timeout_s: float | None = None,
+        free_kv_cache: bool = False,
+        offload_weights: bool = False,
+    ) -> Paused:
+        """See `Engine.pause`. Cancelling the task before the pause is in force takes it back."""
+        pausing = self.engine.pause(
+            in_flight,
+            drain_timeout_s=drain_timeout_s,
+            free_kv_cache=free_kv_cache,
+            offload_weights=offload_weights,
+        )
+        return await asyncio.wrap_future(pausing)
+
+    async def resume(self) -> None:
+        """See `Engine.resume`."""
+        await asyncio.wrap_future(self.engine.resume())
 
     def _stream(self, job: Job) -> AsyncGenerationStream:
         return AsyncGenerationStream(self.engine, self._board(), job)

@@ -211,7 +211,10 @@ class BetweenSteps:
             self._life.tell_ready()
         return applied
 
-    def _begin_hold(self, hold: Hold, start_ns: int) -> InFlightReport:
+    def _begin_hold(self, hold: Hold, start_ns: int) -> InFlightReport | Exception:
+        problem = self._life.weights_problem
+        if problem is not None and not hold.is_whole:
+            return WeightsIncomplete(problem)
         with self._guard.lock:
             report = self._treat_running(hold.running, "weights are being updated")
             self._hold = report, start_ns
@@ -240,7 +243,8 @@ class BetweenSteps:
                 freed += self._runner.offload_weights()
             if pause.free_kv_cache:
                 freed += self._runner.free_kv_cache()
-        except Exception as error:  # noqa: BLE001  the caller hears of it, and the requests go on
+        except Exception as error:  # noqa: BLE001  the caller hears of it
+            self.is_paused |= freed > 0  # no step can be made without what was freed
             return error
         self.is_paused = True
         return Paused(report, freed)

@@ -53,6 +53,8 @@ class Update:
 class Hold:
     """No step from here on until the caller ends it, because the runner's weights are replaced in place."""
 
+    is_whole: bool
+    """Whether all weights are replaced."""
     running: ForRunning
     done: Future[InFlightReport] = field(default_factory=Future)
 

@@ -83,14 +83,15 @@ class Changes:
         return update.done
 
     def hold_for_update(
-        self, policy: InFlightPolicy, *, drain_timeout_s: float | None = None
+        self, policy: InFlightPolicy, *, drain_timeout_s: float | None = None, whole: bool = True
     ) -> Future[InFlightReport]:
         """Stops between two steps, so that the caller can replace the runner's weights in place. Once the
         future has its result, no step is made before `release_hold`, `drop_hold` or `break_weights`, of which
-        the caller must call one. The future's errors are those of `update`.
+        the caller must call one. `whole`: whether all weights are replaced. The future's errors are those of
+        `update`.
         """
         with self._asking(policy, drain_timeout_s) as running:
-            hold = Hold(running=running)
+            hold = Hold(is_whole=whole, running=running)
             self._between.add(hold)
         return hold.done
 
@@ -143,7 +144,8 @@ class Changes:
 
         The future holds DrainTimeout or PausedWithRequests, as that of `update`; PauseTakenBack if a resume
         came before the pause's turn; or what kept the memory from being freed. Then the engine is as paused
-        as before. InvalidRequest for a time that is none, and for `free_kv_cache` with the policy KEEP.
+        as before, but requests may have ended or lost their KV. InvalidRequest for a time that is none, and
+        for `free_kv_cache` with the policy KEEP.
         """
         if free_kv_cache and policy is InFlightPolicy.KEEP:
             described = "the requests that are kept need the cache"
