@@ -148,7 +148,7 @@ DAMAGES = {
     "c waits but holds pages or a slot": lambda r: setattr(r.waiting.first(), "slot", 3),
     "d waits but holds pages or a slot": lambda r: list(r.waiting)[1].pages.extend([5]),
     "has computed positions": lambda r: setattr(r.waiting.first(), "num_computed", 1),
-    "c waits but publishes pages": lambda r: setattr(r.waiting.first(), "publish_at", 4),
+    "c waits but publishes pages": lambda r: setattr(r.waiting.first().sharing, "publish_at", 4),
     "is not 16 pages": lambda r: r.running[0].pages.extend([9]),
 }
 

@@ -135,7 +135,7 @@ class Commits:
                 if ending is not None:
                     count = ending.num_tokens
                     del tokens[before + count :]
-                    if len(tokens) > seq.publish_at:
+                    if len(tokens) > seq.sharing.publish_at:
                         publish(seq, len(tokens) - 1)
                     outputs.append(
                         self._endings.end(
@@ -154,7 +154,7 @@ class Commits:
                 raise RuntimeError(
                     f"{seq.request_id} goes on with {len(sampled)} of {row.max_samples} samples"
                 )
-            if total > seq.publish_at:
+            if total > seq.sharing.publish_at:
                 publish(seq, total - 1)
             outputs.append(
                 _output((seq.request_id, new, wanted, None, None, weights_generation, None, prompt))

@@ -83,8 +83,9 @@ class PrefixCache:
         """
         keys, latest = self._shareable_keys(seq), self._latest
         pages: list[int] = []
-        if keys and latest is not None and latest.is_shareable and not latest.num_dropped:
-            pages = latest.pages[: _num_common(keys, latest.page_keys, min(len(keys), latest.published))]
+        if keys and latest is not None and latest.sharing.is_shareable and not latest.num_dropped:
+            theirs = latest.sharing
+            pages = latest.pages[: _num_common(keys, theirs.keys, min(len(keys), theirs.num_published))]
         lookup = self._pool.lookup
         for key in keys[len(pages) :]:
             page = lookup(key)
@@ -102,39 +103,40 @@ class PrefixCache:
         if num_found >= len(keys):
             return None
         for other in self._promising:
-            theirs = other.page_keys
+            theirs = other.sharing
             end = min(len(keys), other.prefill_until // self._pool.page_size)
-            is_due = other.published <= num_found < end
-            if is_due and theirs[num_found] == keys[num_found] and other.rank[0] <= seq.rank[0]:
-                return keys[_num_common(keys, theirs, end) - 1]
+            is_due = theirs.num_published <= num_found < end
+            if is_due and theirs.keys[num_found] == keys[num_found] and other.rank[0] <= seq.rank[0]:
+                return keys[_num_common(keys, theirs.keys, end) - 1]
         return None
 
     def begin(self, seq: Sequence, num_shared: int) -> None:
         """Notes that a sequence enters with this many shared pages."""
-        seq.published, seq.is_shareable = num_shared, True
+        sharing = seq.sharing
+        sharing.num_published, sharing.is_shareable = num_shared, True
         if self._enabled and not seq.request.cache.bypass:
             page_size = self._pool.page_size
-            self._extend(seq.page_keys, seq.request, seq.token_ids)
-            seq.publish_at = (num_shared + 1) * page_size
+            self._extend(sharing.keys, seq.request, seq.token_ids)
+            sharing.publish_at = (num_shared + 1) * page_size
             self._latest = seq
             if num_shared < seq.prefill_until // page_size:
                 self._promising[seq] = None
 
     def publish(self, seq: Sequence, end: int) -> None:
         """Publishes the full pages of a sequence below position `end`: their tokens are known, and their KV
-        is written once the dispatched steps have run. To be called when `end` is at least `seq.publish_at`.
+        is written once the dispatched steps have run. To be called when `end` is at least `publish_at`.
         """
-        keys = seq.page_keys
+        sharing, keys = seq.sharing, seq.sharing.keys
         until = end // self._pool.page_size
         if until > len(keys):
             self._extend(keys, seq.request, seq.token_ids)
-        for index in range(seq.published, until):
+        for index in range(sharing.num_published, until):
             self._pool.publish(seq.pages[index], keys[index])
         if self._waiting.any_aside:
-            for index in range(seq.published, until):
+            for index in range(sharing.num_published, until):
                 self._waiting.happened(keys[index])
-        seq.published = until
-        seq.publish_at = (until + 1) * self._pool.page_size
+        sharing.num_published = until
+        sharing.publish_at = (until + 1) * self._pool.page_size
         if seq in self._promising and until >= seq.prefill_until // self._pool.page_size:
             del self._promising[seq]
 
@@ -142,13 +144,14 @@ class PrefixCache:
         """Notes that a sequence stops running, or that its KV is older than a flush: it shares no more pages,
         and its promises fall.
         """
-        seq.publish_at, seq.is_shareable = NEVER, False
+        sharing = seq.sharing
+        sharing.publish_at, sharing.is_shareable = NEVER, False
         if seq is self._latest:
             self._latest = None
         if seq in self._promising:
             del self._promising[seq]
             if self._waiting.any_aside:
-                for key in seq.page_keys[seq.published :]:
+                for key in sharing.keys[sharing.num_published :]:
                     self._waiting.happened(key)
         self._waiting.happened(seq)
 
@@ -166,7 +169,7 @@ class PrefixCache:
         if not self._enabled or seq.request.cache.bypass or seq.needs_whole_prompt:
             return []
         num_pages = (len(seq.token_ids) - 1) // self._pool.page_size
-        keys = seq.page_keys
+        keys = seq.sharing.keys
         if len(keys) < num_pages:
             self._extend(keys, seq.request, seq.token_ids)
         return keys if len(keys) == num_pages else keys[:num_pages]

@@ -140,7 +140,7 @@ class Roster:
             return None
         for other in self._outputs.get(request_id_of(request.fork_of), ()):
             same = other.request.prompt_token_ids is request.prompt_token_ids
-            if same and other.is_shareable and not other.num_dropped:
+            if same and other.sharing.is_shareable and not other.num_dropped:
                 return other
         return None
 
@@ -320,7 +320,7 @@ class Roster:
             _expect(not seq.pages and seq.slot is None, f"{name} waits but holds pages or a slot")
             _expect(seq.feature_slot is None, f"{name} waits but holds a feature slot")
             _expect(seq.num_computed == 0, f"{name} waits but has computed positions")
-            _expect(seq.publish_at == NEVER, f"{name} waits but publishes pages")
+            _expect(seq.sharing.publish_at == NEVER, f"{name} waits but publishes pages")
             self._check_awaited(seq)
         for name, outputs in self._outputs.items():
             has = any(seq.status is Status.RUNNING or seq.preemptions for seq in outputs)
@@ -329,17 +329,17 @@ class Roster:
 
     def _check_awaited(self, seq: Sequence) -> None:
         """Checks that what a sequence awaits will happen."""
-        event, name = seq.awaits, seq.request_id
+        event, name, size = seq.awaits, seq.request_id, self.pool.page_size
         if isinstance(event, Sequence):
-            will = event.status is Status.RUNNING and event.is_shareable and not event.num_dropped
+            will = event.status is Status.RUNNING and event.sharing.is_shareable and not event.num_dropped
             _expect(will and event.num_computed < seq.num_prompt - 1, f"{name} awaits what will not happen")
         elif isinstance(event, bytes):
             promised = any(
-                event in other.page_keys[other.published : other.prefill_until // self.pool.page_size]
+                event in other.sharing.keys[other.sharing.num_published : other.prefill_until // size]
                 for other in self.running
-                if other.publish_at != NEVER and other.rank[0] <= seq.rank[0]
+                if other.sharing.publish_at != NEVER and other.rank[0] <= seq.rank[0]
             )
-            _expect(promised and event in seq.page_keys, f"{name} awaits what nobody promised")
+            _expect(promised and event in seq.sharing.keys, f"{name} awaits what nobody promised")
         elif event == FEATURE_SLOT:
             _expect(not self.has_feature_slot_for(seq), f"{name} awaits a feature slot, and one is free")
 

@@ -24,7 +24,7 @@ from penstock.runtime.scheduling.planning.draft import Draft
 from penstock.runtime.scheduling.planning.planner import Planner
 from penstock.runtime.scheduling.roster import Load, Roster
 from penstock.runtime.scheduling.scheduler_config import SchedulerConfig
-from penstock.runtime.scheduling.sequence import Sequence
+from penstock.runtime.scheduling.sequence import Sequence, Sharing
 from penstock.runtime.scheduling.stopping import StopRules
 
 __all__ = ["Load", "Scheduler", "SchedulerConfig"]
@@ -83,7 +83,7 @@ class Scheduler:
             now_ns=now_ns,
         )
         prompt = request.prompt_token_ids
-        return Sequence(request, list(prompt), len(prompt), rules, now_ns, list(page_keys))
+        return Sequence(request, list(prompt), len(prompt), rules, now_ns, Sharing(list(page_keys)))
 
     def queue(self, seq: Sequence) -> None:
         """Queues a sequence that `prepare` made; each may be queued once. Raises DuplicateRequestId or

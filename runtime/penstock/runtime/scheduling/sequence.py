@@ -27,6 +27,21 @@ class Status(enum.Enum):
 
 
 @dataclass(slots=True, eq=False)
+class Sharing:
+    """What the prefix cache knows of a sequence. Only the prefix cache changes it."""
+
+    keys: list[bytes]
+    """The keys of the leading full pages: those of the prompt, and of later pages as they are needed."""
+    num_published: int = 0
+    """How many leading pages were offered to the prefix cache, or came from it."""
+    is_shareable: bool = False
+    """Whether forks may share the pages: the sequence runs, and the prefix cache was not flushed since it
+    entered (new weights flush it)."""
+    publish_at: int = NEVER
+    """How many computed and known positions fill the next page to be published; NEVER if none will be."""
+
+
+@dataclass(slots=True, eq=False)
 class Sequence:
     """One output in the scheduler.
 
@@ -41,9 +56,7 @@ class Sequence:
     num_prompt: int
     rules: StopRules
     arrived_ns: int
-    page_keys: list[bytes]
-    """The prefix cache's keys of the leading full pages: those of the prompt, and of later pages as they are
-    needed."""
+    sharing: Sharing
 
     order: int = -1
     """Number of arrival, given when the sequence is queued, and kept through preemptions."""
@@ -93,14 +106,6 @@ class Sequence:
     num_prompt_logprobs: int = 0
     """How many log-probabilities of the prompt have become known so far."""
 
-    published: int = 0
-    """How many leading pages were offered to the prefix cache, or came from it."""
-    is_shareable: bool = False
-    """Whether forks may share its pages: it runs, and the prefix cache was not flushed since it entered (new
-    weights flush it)."""
-    publish_at: int = NEVER
-    """How many computed and known positions fill the next page to be published; NEVER if the sequence
-    publishes none."""
     awaits: Hashable | None = None
     """While it waits, the event before which it cannot enter (see `waiting`); None if it stands in line."""
 

@@ -111,7 +111,7 @@ class Prefills:
             len(seq.pages) * self._roster.pool.page_size
         )  # with a sliding window, perhaps fewer than `prefill_until`
         seq.num_computed = end = min(start + most, seq.prefill_until, covered)
-        if end >= seq.publish_at:
+        if end >= seq.sharing.publish_at:
             self._roster.cache.publish(seq, end)
         if end >= seq.num_prompt - 1:
             self._roster.waiting.happened(seq)  # its forks can share the prompt now
