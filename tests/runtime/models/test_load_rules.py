@@ -222,7 +222,7 @@ def test_pieces_are_read_from_a_file_and_cut_into_tasks(tmp_path, monkeypatch):
 def test_a_tensor_is_held_until_all_that_read_it_have():
     """The first tensor is half of two rules; the second and third complete one each."""
     leaf = np.zeros((2, 3), np.float32)
-    numbers = weakref.WeakValueDictionary()
+    numbers: weakref.WeakValueDictionary[str, np.ndarray] = weakref.WeakValueDictionary()
     rules = [
         LoadRule(
             sources=(Source("numbers", (2, 3), begin=i), Source(f"scales {i}", (1,))),

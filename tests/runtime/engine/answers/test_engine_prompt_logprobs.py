@@ -15,8 +15,9 @@ import numpy as np
 import pytest
 
 from penstock.runtime import Engine, StoppingParams
-from penstock.runtime.loop.interface import Applied, InFlightPolicy
+from penstock.runtime.loop.interface import InFlightPolicy
 from penstock.runtime.requests.request import Request, ResolvedSampling, StepOutput, TokenLogprobs
+from penstock.runtime.updating.interface import UpdateReport
 from tests.support.batch import Answer, answer, answers
 from tests.support.chunks import set_chunk
 from tests.support.collector import Collector, at_gate
@@ -192,7 +193,7 @@ def test_a_prompt_recomputed_with_new_weights_has_only_their_logprobs() -> None:
     old, new = random_tables(5), random_tables(6)
     engine = table_engine(old, max_prefill_chunk=3)
     sink = Collector()
-    updates: list[Future[Applied]] = []
+    updates: list[Future[UpdateReport]] = []
     held: list[StepOutput] = []
 
     def other(outputs: Sequence[StepOutput]) -> None:
