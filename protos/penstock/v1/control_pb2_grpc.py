@@ -128,6 +128,9 @@ class ControlServiceServicer:
     def Pause(self, request, context):
         """Stops making tokens; new requests queue up. On a paused server it is OK, applies in_flight to the requests that
         the first pause has kept, and frees what it asks for in addition.
+        FAILED_PRECONDITION PAUSED: WAIT, while an earlier pause keeps requests that so cannot finish
+        DEADLINE_EXCEEDED   DRAIN_TIMEOUT
+        ABORTED             PAUSE_TAKEN_BACK: a Resume came before the running requests had finished
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

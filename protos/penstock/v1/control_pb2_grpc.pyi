@@ -48,6 +48,9 @@ class ControlServiceStub:
     Pause: _grpc.UnaryUnaryMultiCallable[_control_pb2.PauseRequest, _control_pb2.PauseResponse]
     """Stops making tokens; new requests queue up. On a paused server it is OK, applies in_flight to the requests that
     the first pause has kept, and frees what it asks for in addition.
+      FAILED_PRECONDITION PAUSED: WAIT, while an earlier pause keeps requests that so cannot finish
+      DEADLINE_EXCEEDED   DRAIN_TIMEOUT
+      ABORTED             PAUSE_TAKEN_BACK: a Resume came before the running requests had finished
     """
     Resume: _grpc.UnaryUnaryMultiCallable[_control_pb2.ResumeRequest, _control_pb2.ResumeResponse]
     """Ends a pause, after it has restored what Pause has freed. OK on a server that is not paused."""
@@ -80,6 +83,9 @@ class ControlServiceAsyncStub(ControlServiceStub):
     Pause: _aio.UnaryUnaryMultiCallable[_control_pb2.PauseRequest, _control_pb2.PauseResponse]  # type: ignore[assignment]
     """Stops making tokens; new requests queue up. On a paused server it is OK, applies in_flight to the requests that
     the first pause has kept, and frees what it asks for in addition.
+      FAILED_PRECONDITION PAUSED: WAIT, while an earlier pause keeps requests that so cannot finish
+      DEADLINE_EXCEEDED   DRAIN_TIMEOUT
+      ABORTED             PAUSE_TAKEN_BACK: a Resume came before the running requests had finished
     """
     Resume: _aio.UnaryUnaryMultiCallable[_control_pb2.ResumeRequest, _control_pb2.ResumeResponse]  # type: ignore[assignment]
     """Ends a pause, after it has restored what Pause has freed. OK on a server that is not paused."""
@@ -145,6 +151,9 @@ class ControlServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_control_pb2.PauseResponse, _abc.Awaitable[_control_pb2.PauseResponse]]:
         """Stops making tokens; new requests queue up. On a paused server it is OK, applies in_flight to the requests that
         the first pause has kept, and frees what it asks for in addition.
+          FAILED_PRECONDITION PAUSED: WAIT, while an earlier pause keeps requests that so cannot finish
+          DEADLINE_EXCEEDED   DRAIN_TIMEOUT
+          ABORTED             PAUSE_TAKEN_BACK: a Resume came before the running requests had finished
         """
 
     @_abc_1.abstractmethod
