@@ -184,7 +184,7 @@ class LoadRule:
             values = source.read(tensors[source.name], begin, end)
             if source.dtype is None:
                 as_sent, is_narrower = values, _largest(values.dtype) > _largest(self.dtype)
-                with np.errstate(over="ignore"):
+                with np.errstate(over="ignore", invalid="ignore"):
                     values = values.astype(self.dtype, copy=False)
                 if (
                     is_narrower

@@ -11,6 +11,7 @@ import jax
 import numpy as np
 import numpy.typing as npt
 
+from penstock.runtime.errors import WeightsError
 from penstock.runtime.execution.device.device_state import DeviceState
 from penstock.runtime.host import host_memory
 from penstock.runtime.loading.leaves import Parts
@@ -80,7 +81,7 @@ class LeavesBeside:
         if not self._on_device:
             self._leaves[path] = _Staged(leaf, parts)
             return
-        placed = jax.block_until_ready(self._device.place(path, leaf))
+        placed = _placed(self._device, path, leaf)
         self._use_huge_pages([placed])
         self._leaves[path] = _Staged(placed, parts)
 
@@ -100,11 +101,11 @@ class LeavesBeside:
         live.clear()
         for path in order:
             try:
-                placed = jax.block_until_ready(self._device.place(path, np.asarray(new.pop(path))))
+                placed = _placed(self._device, path, np.asarray(new.pop(path)))
                 self._device.replace_leaves({path: placed})
             except BaseException as error:
                 if path != order[0]:
-                    self._break_weights(f"{type(error).__name__} while the leaf {path} was placed")
+                    self._break_weights(str(error))
                 raise
 
     def drop(self) -> None:
@@ -124,7 +125,7 @@ class LeavesBeside:
         merged[...] = np.asarray(live)
         for part in leaf.parts:
             merged[part] = np.asarray(leaf.value)[part]
-        return self._device.place(path, merged) if self._on_device else merged
+        return _placed(self._device, path, merged) if self._on_device else merged
 
 
 class LeavesInPlace:
@@ -132,18 +133,23 @@ class LeavesInPlace:
     free before the next one is made.
     """
 
-    def __init__(self, device: DeviceState, *, use_huge_pages: UseHugePages) -> None:
-        self._device, self._use_huge_pages = device, use_huge_pages
+    def __init__(
+        self, device: DeviceState, *, wait: Callable[[], None], use_huge_pages: UseHugePages
+    ) -> None:
+        """wait: called before a leaf is read or replaced; returns when the engine stands still."""
+        self._device, self._wait, self._use_huge_pages = device, wait, use_huge_pages
         self.has_replaced = False
         """Whether some of the old weights are gone."""
 
     def old(self, path: ParamPath) -> npt.NDArray[Any]:
         """See `NewLeaves`."""
+        self._wait()
         return np.asarray(self._device.leaves_by_path[path])
 
     def take(self, path: ParamPath, leaf: npt.NDArray[Any], parts: Parts) -> None:
         """See `NewLeaves`."""
-        value = jax.block_until_ready(self._device.place(path, leaf))
+        self._wait()
+        value = _placed(self._device, path, leaf)
         self._use_huge_pages([value])
         self.has_replaced = True
         self._device.replace_leaves({path: value})
@@ -153,3 +159,12 @@ class LeavesInPlace:
 
     def drop(self) -> None:
         """Nothing waits."""
+
+
+def _placed(device: DeviceState, path: ParamPath, leaf: npt.NDArray[Any]) -> jax.Array:
+    """The leaf on the device. Raises WeightsError if there is no room for it."""
+    try:
+        placed: jax.Array = jax.block_until_ready(device.place(path, leaf))
+        return placed
+    except (MemoryError, jax.errors.JaxRuntimeError) as error:
+        raise WeightsError(f"the leaf {path} could not be placed on the device: {error}") from error

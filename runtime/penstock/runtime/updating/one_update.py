@@ -9,12 +9,12 @@ from concurrent.futures import CancelledError, Future
 
 import jax
 
-from penstock.runtime.errors import GenerationChanged
+from penstock.runtime.errors import GenerationChanged, WeightsError
 from penstock.runtime.execution.backend import Backend
 from penstock.runtime.execution.device.device_state import DeviceState
 from penstock.runtime.loading.leaves import LeafMaker
 from penstock.runtime.loop.changes.changes import Changes
-from penstock.runtime.loop.interface import Applied, InFlightPolicy, WeightsVersion
+from penstock.runtime.loop.interface import Applied, InFlightPolicy, InFlightReport, WeightsVersion
 from penstock.runtime.models.load_rules import LoadRules
 from penstock.runtime.sent_tensors import SentTensor
 from penstock.runtime.updating.interface import Staging, UpdateOptions, UpdateOutcome, UpdateReport
@@ -42,8 +42,8 @@ class OneUpdate:
     ) -> None:
         """sent: the tensors, which `manifest.check` has taken. field: what the caller calls their source.
 
-        An update in place waits here until the engine stands still. Raises GenerationChanged, and what the
-        future of `Changes.hold_for_update` may hold.
+        An update in place asks the engine to stand still, and waits for that when it has the first leaf.
+        Raises GenerationChanged.
         """
         self.options = options
         self._changes = target.changes
@@ -51,12 +51,12 @@ class OneUpdate:
         self._num_tensors = len(sent)
         self._staged_s, self._digest, self._num_bytes = 0.0, b"", 0
         self.check_generation()
+        self._hold: Future[InFlightReport] | None = None
         self._in_place: LeavesInPlace | None = None
         leaves: LeavesBeside | LeavesInPlace
         if options.staging is Staging.IN_PLACE:
-            self._changes.hold_for_update(options.in_flight, drain_timeout_s=options.drain_timeout_s).result()
             leaves = self._in_place = LeavesInPlace(
-                target.device, use_huge_pages=target.backend.use_huge_pages
+                target.device, wait=self._stand_still, use_huge_pages=target.backend.use_huge_pages
             )
         else:
             is_on_host = target.backend.host_memory is None  # then leaves need not be moved
@@ -66,29 +66,27 @@ class OneUpdate:
                 use_huge_pages=target.backend.use_huge_pages,
                 break_weights=self._changes.break_weights,
             )
-        try:
-            self.check_generation()
-            maker = LeafMaker(
-                target.rules.rules,
-                {tensor.name for tensor in sent},
-                # Not the leaves themselves, because they are to be free once they are replaced.
-                {
-                    path: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
-                    for path, leaf in target.device.leaves_by_path.items()
-                },
-                leaves.take,
-                threads=target.threads,
-                old=leaves.old,
-                in_background=True,
-            )
-        except BaseException:
-            if self._in_place is not None:
-                self._changes.drop_hold()
-            raise
+        maker = LeafMaker(
+            target.rules.rules,
+            {tensor.name for tensor in sent},
+            # Not the leaves themselves, because they are to be free once they are replaced.
+            {
+                path: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
+                for path, leaf in target.device.leaves_by_path.items()
+            },
+            leaves.take,
+            threads=target.threads,
+            old=leaves.old,
+            in_background=True,
+        )
         self.new = NewWeights(
             target.rules, sent, maker, leaves, field=field, refuse_non_finite=options.refuse_non_finite
         )
         """Takes the tensors."""
+        if self._in_place is not None:
+            self._hold = self._changes.hold_for_update(
+                options.in_flight, drain_timeout_s=options.drain_timeout_s
+            )
 
     def check_generation(self) -> None:
         """Raises GenerationChanged unless the generation serves that the caller expects, if it expects
@@ -116,22 +114,43 @@ class OneUpdate:
                 drain_timeout_s=drain_timeout_s,
                 whole=not self.options.partial,
             )
+        self._stand_still()
         self.new.install()
         live: Future[Applied] = Future()
         live.set_result(self._changes.release_hold(self.options.label))
-        self._in_place = None
+        self._hold = None
         return live
+
+    def stop_waiting(self) -> None:
+        """Ends the wait for the engine to stand still, if there is one. Any thread may call this, and must
+        call `drop` then.
+        """
+        if self._hold is not None:
+            self._hold.cancel()
 
     def drop(self) -> None:
         """Lets go of everything. May be called twice. If leaves were replaced in place, and the update is not
         live, the weights cannot serve any more.
         """
-        in_place, self._in_place = self._in_place, None
+        hold, self._hold = self._hold, None
         self.new.drop()
-        if in_place is not None and in_place.has_replaced:
+        if hold is None or self._in_place is None:
+            return
+        if self._in_place.has_replaced:
             self._changes.break_weights(f"the update {self.options.update_id!r} ended before it was complete")
-        elif in_place is not None:
+        elif not hold.cancel() and hold.exception() is None:
             self._changes.drop_hold()
+
+    def _stand_still(self) -> None:
+        """Waits until the engine stands still. Raises what the future of `Changes.hold_for_update` may hold,
+        GenerationChanged if another update went live before, and WeightsError if this one was taken back.
+        """
+        assert self._hold is not None, "an update in place is not live yet"
+        try:
+            self._hold.result()
+        except CancelledError:
+            raise WeightsError("the update was taken back before the engine stood still") from None
+        self.check_generation()
 
     def report(
         self, outcome: UpdateOutcome, current: WeightsVersion, applied: Applied | None = None

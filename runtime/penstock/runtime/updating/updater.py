@@ -88,13 +88,12 @@ class Updater:
             files.close()
 
     def begin(self, options: UpdateOptions, sent: Sequence[SentTensor]) -> Upload:
-        """Begins an update whose tensors come in chunks. An update in place waits here until the engine
-        stands still.
+        """Begins an update whose tensors come in chunks.
 
         Raises InvalidRequest for a list that is wrong in itself, TensorsRefused with every tensor that does
         not fit the model, GenerationChanged, UpdateUnderWay, WeightsIncomplete if the weights cannot serve
         and the update has not all of them, UnsupportedFeature if the model takes no updates, NotReady,
-        Draining or EngineDead, and for an update in place DrainTimeout or PausedWithRequests.
+        Draining or EngineDead.
         """
         rules = self._check(options, sent, _MANIFEST)
         return self._begun(

@@ -35,8 +35,8 @@ class Place(Protocol):
 
 class Upload:
     """An update whose tensors come in chunks: those of one tensor in order, tensors in any order and
-    interleaved. Methods may be called on any thread, one at a time; the work is done on a thread of low
-    priority, for which they wait.
+    interleaved. Methods are called on any thread, one at a time, and `close` at any time; the work is done on
+    a thread of low priority, for which they wait.
     """
 
     def __init__(
@@ -47,6 +47,7 @@ class Upload:
         self._complete: set[int] = set()
         self._received = 0
         self._is_ended = False
+        self._pending: Future[UpdateReport] | None = None
         thread.run(self._take_empty)
 
     def write(self, tensor_index: int, offset: int, data: bytes) -> None:
@@ -55,7 +56,9 @@ class Upload:
 
         Raises InvalidRequest for an index that the manifest has not and for bytes that are not the next ones,
         and TensorsRefused for more bytes than the tensor has. What is wrong with the values of tensors is
-        found out on the way and told by `commit` and `stage`, of all tensors together.
+        found out on the way and told by `commit` and `stage`, of all tensors together. An update in place
+        waits for its first leaf until the engine stands still; then GenerationChanged, DrainTimeout or
+        PausedWithRequests may be raised.
         """
         self._thread.run(self._write, tensor_index, offset, data)
 
@@ -77,11 +80,13 @@ class Upload:
         return self._thread.run(self._stage, total_bytes)
 
     def close(self) -> None:
-        """Ends the upload. Unless it was committed or staged nothing has changed, and its memory is free. May
-        be called twice.
+        """Ends the upload. Unless it is live or staged nothing has changed, and its memory is free: an update
+        that is committed and waits for its turn is taken back. Another method that runs on another thread
+        ends soon. May be called twice.
 
         An update in place that has replaced leaves, and is not committed, leaves weights that cannot serve.
         """
+        self._update.stop_waiting()
         self._thread.run(self._close)
 
     def _take_empty(self) -> None:
@@ -130,9 +135,9 @@ class Upload:
 
     def _commit(self, total_bytes: int) -> Future[UpdateReport]:
         self._finish(total_bytes)
-        live = self._place.go_live(self._update)
+        self._pending = self._place.go_live(self._update)
         self._is_ended = True
-        return live
+        return self._pending
 
     def _stage(self, total_bytes: int) -> UpdateReport:
         self._finish(total_bytes)
@@ -142,6 +147,8 @@ class Upload:
 
     def _close(self) -> None:
         self._incoming.clear()
+        if self._pending is not None:
+            self._pending.cancel()
         if not self._is_ended:
             self._is_ended = True
             self._place.give_up(self._update)
