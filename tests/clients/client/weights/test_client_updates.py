@@ -338,6 +338,7 @@ def test_an_interrupt_ends_the_update(server, monkeypatch):
             api.InvalidRequest,
             "in_flight: .*wait.*staging: .*host",
         ),
+        (({},), {"label": 7}, TypeError, "label: "),
         (({},), {"drain_timeout_s": float("nan")}, api.InvalidRequest, "drain_timeout: must be at least 0"),
         (({},), {"expected_generation": -1}, api.InvalidRequest, "expected_generation"),
         (({1: LARGE},), {}, TypeError, "names of tensors are text, not 1"),

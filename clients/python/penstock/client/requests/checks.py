@@ -20,6 +20,15 @@ def checked(field: str) -> Iterator[None]:
         raise InvalidRequest.local([Violation(field, str(error))]) from error
 
 
+@contextlib.contextmanager
+def named(option: str) -> Iterator[None]:
+    """Put the option's name before a TypeError, because protobuf's own does not say which value is meant."""
+    try:
+        yield
+    except TypeError as error:
+        raise TypeError(f"{option}: {error}") from error
+
+
 class Violations:
     """Collects the violations of several fields, so that all are reported at once."""
 

@@ -6,15 +6,14 @@ always sent, even zero: temperature 0 is greedy, while an unset one is the model
 
 from __future__ import annotations
 
-import contextlib
 import difflib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, TypeVar, cast
 
 from google.protobuf.message import Message as ProtoMessage
 
 from penstock.client.requests.chat_requests import chat_prompt
-from penstock.client.requests.checks import Violations, checked
+from penstock.client.requests.checks import Violations, checked, named
 from penstock.client.requests.constraints import set_constraint
 from penstock.client.requests.options import CHAT_FIELDS, FIELDS, ChatOptions, RequestOptions, Truncation
 from penstock.client.values.results import WeightsVersion
@@ -46,7 +45,7 @@ def fill_request(request: RequestT, prompt: str | None, options: RequestOptions)
         _set_input(request, prompt, given)
     for name, value in given.items():
         if name in FIELDS:
-            with violations.of(FIELDS[name]), _named(name):
+            with violations.of(FIELDS[name]), named(name):
                 _set(request, FIELDS[name], value)
     violations.tell()
     return request
@@ -96,15 +95,6 @@ def _set_input(request: RequestT, prompt: str | None, given: Mapping[str, Any]) 
             request.prompt_token_ids.ids.extend(given["token_ids"])
     else:
         request.chat.CopyFrom(chat_prompt(cast(ChatOptions, chat)))
-
-
-@contextlib.contextmanager
-def _named(option: str) -> Iterator[None]:
-    """Put the option's name before a TypeError, because protobuf's own does not say which value is meant."""
-    try:
-        yield
-    except TypeError as error:
-        raise TypeError(f"{option}: {error}") from error
 
 
 def _set(request: ProtoMessage, path: str, value: Any) -> None:

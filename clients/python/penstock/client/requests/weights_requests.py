@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, Required, TypedDict, get_args
 
-from penstock.client.requests.checks import Violations
+from penstock.client.requests.checks import Violations, named
 from penstock.client.requests.generation_requests import given_of
 from penstock.client.values.results import WeightsVersion
 from penstock.v1 import control_pb2, weights_pb2
@@ -65,7 +65,7 @@ _FIELDS: Mapping[str, str] = {
     **{name: name for name in ("update_id", "partial", "staging", "expected_generation")},
     **{name: name for name in ("stage_only", "validate_only", "refuse_non_finite")},
 }
-"""From an option to the field of UpdateWeightsBegin, for all options but `progress`."""
+"""From an option to its field, for all options but `progress`. The other requests have some of them, too."""
 
 
 def begin_message(options: UpdateOptions) -> weights_pb2.UpdateWeightsBegin:
@@ -76,7 +76,7 @@ def begin_message(options: UpdateOptions) -> weights_pb2.UpdateWeightsBegin:
     if "label" not in given:
         raise TypeError("give a label for the new weights: label='step-17'")
     begin = weights_pb2.UpdateWeightsBegin()
-    _fill(begin, "begin.", {_FIELDS[name]: value for name, value in given.items() if name in _FIELDS})
+    _fill(begin, "begin.", {name: value for name, value in given.items() if name in _FIELDS})
     return begin
 
 
@@ -84,7 +84,7 @@ def commit_request(
     update_id: str, policy: InFlightPolicy | None, drain_timeout_s: float | None
 ) -> control_pb2.CommitWeightsRequest:
     request = control_pb2.CommitWeightsRequest()
-    _fill(request, "", {"update_id": update_id, "in_flight": policy, "drain_timeout": drain_timeout_s})
+    _fill(request, "", {"update_id": update_id, "policy": policy, "drain_timeout_s": drain_timeout_s})
     return request
 
 
@@ -98,17 +98,17 @@ def pause_request(
     policy: InFlightPolicy | None, drain_timeout_s: float | None, free_kv_cache: bool, offload_weights: bool
 ) -> control_pb2.PauseRequest:
     request = control_pb2.PauseRequest(free_kv_cache=free_kv_cache, offload_weights=offload_weights)
-    _fill(request, "", {"in_flight": policy, "drain_timeout": drain_timeout_s})
+    _fill(request, "", {"policy": policy, "drain_timeout_s": drain_timeout_s})
     return request
 
 
-def _fill(message: Any, prefix: str, values: Mapping[str, Any]) -> None:
-    """Set the fields whose values are not None. Raises InvalidRequest with every bad field."""
+def _fill(message: Any, prefix: str, options: Mapping[str, Any]) -> None:
+    """Set the fields of the options that are not None. Raises InvalidRequest with every bad field."""
     violations = Violations()
-    for name, value in values.items():
-        with violations.of(f"{prefix}{name}"):
+    for option, value in options.items():
+        with violations.of(f"{prefix}{_FIELDS[option]}"), named(option):
             if value is not None:
-                _set(message, name, value)
+                _set(message, _FIELDS[option], value)
     violations.tell()
 
 
