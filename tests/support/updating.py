@@ -1,4 +1,6 @@
-"""Uploads for tests: an engine of a checkpoint, tensors as bytes, and what the engine's leaves hold."""
+"""Helpers for tests of uploads: an engine of a checkpoint, tensors as bytes, and the values of the engine's
+leaves.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,7 @@ def tensors_of(directory: Path) -> dict[str, NDArray[Any]]:
 
 
 def small_engine(directory: Path, **changes: Any) -> Engine:
-    """A started engine of few programs; the caller shuts it down."""
+    """A started engine with few programs; the caller shuts it down."""
     options: dict[str, Any] = {
         "max_num_seqs": 2,
         "max_num_batched_tokens": 16,
@@ -47,18 +49,18 @@ def small_engine(directory: Path, **changes: Any) -> Engine:
 
 
 def bits(engine: Engine) -> list[bytes]:
-    """What the leaves that serve hold."""
+    """The bytes of the leaves that serve."""
     return [np.asarray(leaf).tobytes() for leaf in engine.updater._device.leaves]
 
 
 def tokens(engine: Engine) -> list[int]:
-    """What the engine answers to a prompt, greedily."""
+    """The engine's greedy tokens after a fixed prompt."""
     answer = engine.generate([5, 6, 7], sampling=GREEDY_PARAMS, stopping=StoppingParams(max_tokens=8))
     return list(answer.token_ids)
 
 
 def fresh_bits(directory: Path, tensors: Arrays, into: Path, **changes: Any) -> list[bytes]:
-    """What the leaves of a fresh engine hold that loads these tensors, instead of those of `directory`."""
+    """The bytes of the leaves of a fresh engine that loads these tensors in place of those of `directory`."""
     into.mkdir()
     shutil.copy(directory / "config.json", into)
     save_file({name: np.ascontiguousarray(t) for name, t in tensors.items()}, into / "model.safetensors")
@@ -71,7 +73,7 @@ def fresh_bits(directory: Path, tensors: Arrays, into: Path, **changes: Any) -> 
 
 
 def described(tensors: Arrays, *, checksums: bool = False) -> list[SentTensor]:
-    """The tensors as a manifest has them."""
+    """The tensors as a manifest describes them."""
     return [
         SentTensor(
             name,
@@ -92,7 +94,7 @@ def begun(engine: Engine, tensors: Arrays, update_id: str = "u", **changes: Any)
 
 
 def send(upload: Upload, tensors: Arrays, only: Iterable[int] | None = None) -> int:
-    """Writes whole tensors, in the order of `only`; returns how many bytes these are."""
+    """Writes whole tensors, in the order of `only`. Returns the number of bytes."""
     values = list(tensors.values())
     total = 0
     for index in range(len(values)) if only is None else only:
@@ -104,7 +106,7 @@ def send(upload: Upload, tensors: Arrays, only: Iterable[int] | None = None) -> 
 
 
 def changed(tensors: Arrays, factor: float = -0.5) -> dict[str, NDArray[Any]]:
-    """Other weights of the same dtypes, which are exact multiples."""
+    """Other weights of the same dtypes: the tensors times `factor`, which is exact."""
     return {name: (tensor * np.asarray(factor, tensor.dtype)) for name, tensor in tensors.items()}
 
 

@@ -1,5 +1,5 @@
-"""A pause frees memory of the device, and a resume restores it: tokens are the formulas', and nothing is
-compiled again. The CPU stands for an accelerator where weights are moved to host memory.
+"""A pause frees memory of the device and a resume restores it. Tokens stay the formula's, and nothing is
+compiled again. The CPU stands in for an accelerator whose weights are moved to host memory.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def memory_kinds(engine: Engine) -> set[str | None]:
     [(toy_model, toy_tokens), (hybrid_model, hybrid_tokens)],
     ids=["pages", "pages and state by slot"],
 )
-def test_a_sleeping_engine_goes_on_as_if_nothing_had_been(
+def test_a_paused_engine_goes_on_with_the_same_tokens(
     model: Callable[[], ServedModel], tokens: Callable[..., list[int]]
 ) -> None:
     engine = engine_of(model())
@@ -71,7 +71,7 @@ def test_a_sleeping_engine_goes_on_as_if_nothing_had_been(
 
 
 def test_weights_that_are_not_on_the_device_can_be_updated() -> None:
-    """The new ones come to the device with the resume, where requests then run on them."""
+    """The new weights come to the device with the resume, and requests then run on them."""
     engine = engine_of(toy_model())
     try:
         gate = at_gate(engine, tokens=TOKENS)
@@ -84,7 +84,8 @@ def test_weights_that_are_not_on_the_device_can_be_updated() -> None:
         assert memory_kinds(engine) == {"pinned_host"}
         engine.resume().result(60)
         gate.sink.last("held")
-        # The toy's KV does not depend on its weight, so what was kept is what new weights would compute.
+        # The toy model's KV does not depend on its weight, so the KV that was kept is that of the new weights
+        # too.
         rest = toy_tokens([1, *made], TOKENS - len(made), offset=5)
         assert gate.sink.tokens("held") == [*made, *rest]
         assert engine.compiles_after_warmup == 0

@@ -1,9 +1,9 @@
 """Random requests, weight updates, holds, pauses, resumes and aborts, on the engine's thread and the fake
 runner.
 
-Whatever came when: every future has a result or an expected error, every request ends, and each token is that
-of the one generation of weights that its output names. The fake runner's KV depends on the weights that
-computed it, so a page of older weights in the wrong place is a wrong token.
+In whatever order they come, every future gets a result or an expected error, every request ends, and each
+token is that of the weights' generation that its output names. The fake runner's KV depends on the weights
+that computed it, so a page of older weights in the wrong place makes a wrong token.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ REFUSALS = (
 
 
 class Script:
-    """What callers do, one call after the other."""
+    """The calls that callers make, one after the other."""
 
     def __init__(self, engine: EngineCore, runner: LazyRunner, rng: random.Random) -> None:
         self.engine, self.runner, self.rng = engine, runner, rng
@@ -137,7 +137,7 @@ class Script:
             self.rng.choice(self.futures).cancel()
 
     def end_request(self) -> None:
-        # The runner expects masks of the newest tokens, which nobody gives to a constraint that has ended.
+        # The runner expects masks of the newest tokens, but a constraint that has ended gets no more tokens.
         free = [outputs for outputs in self.requests if outputs[0].constraint is None]
         if not free:
             return
@@ -152,7 +152,9 @@ class Script:
         time.sleep(self.rng.choice([0.0, 0.001, 0.003]))
 
     def end(self) -> None:
-        """Nothing is paused, held or broken any more, and every request and every future ends."""
+        """Asserts that at the end nothing is paused, held or broken, and that every request and every future
+        has ended.
+        """
         changes = self.engine.changes
         changes.resume().result(LIMIT_S)
         if changes.weights_problem is not None:
@@ -162,11 +164,11 @@ class Script:
         for future in self.futures:
             with contextlib.suppress(*REFUSALS):
                 future.result(LIMIT_S)
-        changes.resume().result(LIMIT_S)  # a pause may have waited for the one before
+        changes.resume().result(LIMIT_S)  # a pause may have waited for the pause before it
         assert self.engine.drain(LIMIT_S)
         assert self.engine.weights.generation == self.runner.generation + 1
         assert self.engine.load().pages_used == 0
-        assert self.engine.ready is False  # it drains
+        assert self.engine.ready is False  # the engine is draining
         assert changes.weights_problem is None
         for output in (output for outputs in self.requests for output in outputs):
             if output.request_id not in self.cancelled:
@@ -177,20 +179,20 @@ class Script:
             generations = set()
             for output in outputs:
                 generations |= self.check_output(output)
-            # Who waits for a request or ends it does so with all its outputs.
+            # A change that waits for a request, or ends it, does so with all its outputs.
             for generation, (policy, _) in self.swaps.items():
                 if policy in (InFlightPolicy.WAIT, InFlightPolicy.ABORT):
                     assert len({made < generation for made in generations}) < 2, (generations, generation)
 
     def check_output(self, request: Request) -> set[int]:
-        """The generations that made its tokens, each of which must be that generation's."""
+        """The weights' generations that made its tokens. Checks that each token is that of its generation."""
         steps = self.sink.outputs.get(request.request_id, [])
         generations = [step.weights_generation for step in steps if step.token_ids]
         assert generations == sorted(generations)
         timing = steps[-1].timing if steps and steps[-1].last else None
         if timing is None:
-            return set(generations)  # nobody read it any more
-        # From an update on that kept its KV, nobody can say what it makes.
+            return set(generations)  # it was cancelled
+        # After an update that keeps its KV, its tokens cannot be foretold.
         began_ns = timing.scheduled_ns or timing.finished_ns
         kept = [
             generation
@@ -212,7 +214,7 @@ class Script:
 
 
 def slow_down(runner: LazyRunner, step_s: float) -> None:
-    """Else most requests have ended before the next call."""
+    """Makes steps take `step_s` seconds, because otherwise most requests would end before the next call."""
     wait = runner.wait
 
     def slow(step: LazyStep) -> StepResult:
@@ -226,8 +228,8 @@ def limit_of(request: Request) -> int:
     return request.constraint.limit if isinstance(request.constraint, Rota) else MAX_LEN
 
 
-# Threads race here, so an example that fails may pass when it is tried again. What is asserted must hold
-# however they race.
+# Threads race here, so an example that fails may pass when it is run again. The assertions must hold however
+# they race.
 @settings(max_examples=60, deadline=None)
 @given(seed=st.integers(0, 2**32 - 1), num_actions=st.integers(5, 40))
 def test_random_changes(seed: int, num_actions: int) -> None:

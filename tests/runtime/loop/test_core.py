@@ -1,6 +1,7 @@
-"""EngineCore where threads meet: updates, sinks and shutdown at the moments when they could miss each other.
+"""EngineCore where threads meet: updates, sinks and shutdown that arrive at moments when one could miss the
+other.
 
-Each test stops the engine's thread at the moment in question, so nothing depends on luck.
+Each test stops the engine's thread at that moment, so nothing depends on luck.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ def update(
     return engine.update_weights(tensors, label=f"to-{value}", in_flight=policy)
 
 
-def test_an_update_that_comes_just_after_the_engine_looked_is_not_left_asleep(
+def test_an_update_that_comes_just_after_the_engine_looked_wakes_it(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[Future[UpdateReport]] = []
@@ -64,7 +65,7 @@ def test_an_update_that_comes_just_after_the_engine_looked_is_not_left_asleep(
     assert asked[0].result(60).current.label == "to-5"
 
 
-def test_an_update_taken_back_is_not_applied_and_holds_nobody_up(engine: Engine) -> None:
+def test_a_cancelled_update_is_not_applied_and_delays_no_request(engine: Engine) -> None:
     gate = at_gate(engine)
     updates = [update(engine, 5), *(update(engine, 6, policy) for policy in InFlightPolicy)]
     waiting = Collector()
@@ -80,7 +81,7 @@ def test_an_update_taken_back_is_not_applied_and_holds_nobody_up(engine: Engine)
 
 @pytest.fixture
 def placed(monkeypatch: pytest.MonkeyPatch) -> list[weakref.ref[Any]]:
-    """The leaves that updates have made, weakly."""
+    """Weak references to the leaves that updates have made."""
     made: list[weakref.ref[Any]] = []
     place = DeviceState.place
 
@@ -93,8 +94,8 @@ def placed(monkeypatch: pytest.MonkeyPatch) -> list[weakref.ref[Any]]:
     return made
 
 
-def test_an_update_taken_back_leaves_nothing_behind(engine: Engine, placed: list[weakref.ref[Any]]) -> None:
-    """Its leaves are not held as long as somebody holds its future."""
+def test_a_cancelled_update_holds_no_weights(engine: Engine, placed: list[weakref.ref[Any]]) -> None:
+    """Its leaves must be freed although its future is still referenced."""
     gate = at_gate(engine)
     taken_back = update(engine, 5)
     assert placed[0]() is not None
@@ -104,10 +105,10 @@ def test_an_update_taken_back_leaves_nothing_behind(engine: Engine, placed: list
     gate.sink.last("held")
 
 
-def test_an_update_that_is_refused_once_it_is_staged_leaves_nothing_behind(
+def test_an_update_that_is_refused_after_staging_holds_no_weights(
     engine: Engine, placed: list[weakref.ref[Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The engine may stop taking any while the weights are made."""
+    """The engine may stop accepting updates while the weights of one are made."""
     finish = OneUpdate.finish
 
     def then_stop(update: OneUpdate, num_bytes: int) -> None:
@@ -123,7 +124,7 @@ def test_an_update_that_is_refused_once_it_is_staged_leaves_nothing_behind(
 
 
 def test_waiting_for_the_running_includes_the_preempted() -> None:
-    """7 pages of 4 tokens: two requests of 20 cannot both stay, and both must end on the old weights."""
+    """Two requests of 20 tokens cannot both stay in 7 pages of 4, and both must end on the old weights."""
     engine = toy_engine(toy_model(max_model_len=28), kv_cache_bytes=7 * 4 * 2 * 4 * 4)
     try:
         assert engine.info.num_pages == 7
@@ -143,7 +144,7 @@ def test_waiting_for_the_running_includes_the_preempted() -> None:
 
 
 def test_shutdown_tells_a_request_that_came_with_the_last_delivery(engine: Engine) -> None:
-    """A sink submits again, on an engine that has nothing else to do, and the shutdown begins before it
+    """A sink submits again while the engine has nothing else to do, and the shutdown begins before the sink
     returns.
     """
     sink = Collector()
@@ -160,7 +161,7 @@ def test_shutdown_tells_a_request_that_came_with_the_last_delivery(engine: Engin
                 with contextlib.suppress(DuplicateRequestId):
                     submit(engine, sink, "late")
 
-    # It expires before its first step, so this delivery comes without one.
+    # The request expires before its first step, so this delivery comes without a step.
     engine.submit(Request("expired", (1,), GREEDY, StoppingParams(time_limit_s=1e-9)), again)
     assert sink.last("late", timeout_s=60).finish == SHUTTING_DOWN
     with pytest.raises(Draining):
@@ -178,7 +179,7 @@ def test_drain_waits_for_the_last_delivery(engine: Engine) -> None:
     assert gate.sink.tokens("held") == toy_tokens([1], 1)
 
 
-def test_a_future_of_a_dead_engine_may_be_asked_about_the_engine(
+def test_a_callback_of_a_dead_engines_future_may_call_the_engine(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Callbacks of the future run on the engine's thread, which must not hold the lock then."""
@@ -196,7 +197,7 @@ def test_a_future_of_a_dead_engine_may_be_asked_about_the_engine(
     with pytest.raises(EngineFailure):
         future.result(60)
     assert isinstance(gate.sink.last("held").error, EngineFailure)
-    engine.shutdown()  # which joins the engine's thread
+    engine.shutdown()  # joins the engine's thread
     assert running == [0]
 
 
@@ -214,14 +215,16 @@ def test_a_failing_observer_ends_no_request(caplog: pytest.LogCaptureFixture) ->
         assert list(engine.generate([2], sampling=GREEDY_PARAMS, stopping=long(9)).token_ids) == toy_tokens(
             [2], 9
         )
-        assert observer.calls == 1  # not asked again: a log of every step would help nobody
+        assert observer.calls == 1  # not called again: a log entry for each step would help nobody
         assert "observer" in caplog.text
     finally:
         engine.shutdown()
 
 
 def test_a_cancel_on_the_thread_that_holds_the_lock_is_done_later(engine: Engine) -> None:
-    """As when the garbage collector closes an abandoned stream in the middle of a scheduler call."""
+    """This happens if the garbage collector closes an abandoned stream in the middle of a call of the
+    scheduler.
+    """
     gate = at_gate(engine, tokens=100)
     with engine.core.guard.lock:
         engine.cancel("held")
@@ -234,7 +237,7 @@ def test_a_cancel_on_the_thread_that_holds_the_lock_is_done_later(engine: Engine
 
 
 def test_a_cancel_waits_for_nothing(engine: Engine) -> None:
-    """It is called on event loops, for up to 128 outputs of a request, and within destructors."""
+    """It is called on event loops, for up to 128 outputs of a request, and in destructors."""
     gate = at_gate(engine, tokens=100)
     guard = engine.core.guard
     lock = guard.lock
@@ -247,14 +250,16 @@ def test_a_cancel_waits_for_nothing(engine: Engine) -> None:
     try:
         engine.cancel("unknown", "held")
         guard.lock = lock
-        assert engine.load() == Load.idle(engine.info.num_pages), "who looks sees nothing of it"
+        assert engine.load() == Load.idle(engine.info.num_pages), "load() must not count a cancelled request"
     finally:
         guard.lock = lock
         gate.open()
 
 
 def test_a_cancelled_id_is_free_at_once(engine: Engine) -> None:
-    """Also in the middle of a step: the engine's thread has had no turn yet."""
+    """This holds in the middle of a step too, before the engine's thread has done anything about the
+    cancel.
+    """
     gate = at_gate(engine, tokens=100)
     again = Collector()
     engine.cancel("held")

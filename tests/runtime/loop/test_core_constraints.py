@@ -1,5 +1,5 @@
-"""Constraints on the engine's thread: they take in tokens without its lock, and whatever happens to their
-request meanwhile, it is told once.
+"""Constraints on the engine's thread accept tokens while its lock is free. Whatever happens to their request
+meanwhile, its end is delivered once.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ WAIT_S = 60
 
 @dataclass(eq=False)
 class Meeting(Rota):
-    """At its `at`-th token it does something, on the engine's thread."""
+    """A constraint that calls `does` on the engine's thread at its `at`-th token."""
 
     at: int = 3
     does: Callable[[], Any] = lambda: None
@@ -72,7 +72,7 @@ def expected(constraint: Rota | None, tokens: int = 12) -> list[int]:
 
 
 def from_another_thread(*calls: Callable[[], Any]) -> list[Any]:
-    """What they return; they must not wait for what the caller does."""
+    """What the calls return. They must not wait for what this thread does."""
     results: list[Any] = []
     thread = threading.Thread(target=lambda: results.extend([call() for call in calls]), daemon=True)
     thread.start()
@@ -118,9 +118,9 @@ def test_callers_need_not_wait_for_a_slow_constraint(overlap):
 @pytest.mark.parametrize("how", ["abort", "cancel", "finish", "abort and again"])
 @pytest.mark.parametrize("at", [1, 4, 12])
 @pytest.mark.parametrize("raises", [False, True])
-def test_a_request_that_ends_while_its_constraint_is_fed_is_told_once(overlap, how, at, raises):
-    """Also where that token would have ended it, or the constraint fails. Its id may be in use again by the
-    time of the commit: then the new one gets none of the old one's tokens.
+def test_a_request_that_ends_while_its_constraint_accepts_ends_once(overlap, how, at, raises):
+    """This holds if the same token would have ended it, or if the constraint fails. At the commit its id may
+    be in use again: then the new request must get none of the old one's tokens.
     """
     sink, again = Collector(), Collector()
 
@@ -160,7 +160,9 @@ def test_a_request_that_ends_while_its_constraint_is_fed_is_told_once(overlap, h
 
 @pytest.mark.parametrize("error", [ValueError("lost"), SystemExit(1), KeyboardInterrupt()])
 def test_whatever_a_constraint_raises_ends_its_own_request(error):
-    """Python delivers signals to the main thread only: what comes up here was raised by the constraint."""
+    """Python delivers signals to the main thread only, so a KeyboardInterrupt here was raised by the
+    constraint.
+    """
 
     def fail() -> None:
         raise error

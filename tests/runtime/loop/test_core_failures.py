@@ -1,7 +1,8 @@
-"""The end of an engine: whatever breaks, on whosever thread, everybody who waits is told, and nothing hangs.
+"""The end of an engine: whatever breaks, on whichever thread, everybody who waits gets an error, and nothing
+hangs.
 
-The runner is the fake one, or none at all where it must not matter; what breaks is replaced by something that
-raises. A panic in Rust is a BaseException, and no Exception.
+The runner is the fake one; what breaks is replaced by something that raises. A panic in Rust is a
+BaseException and no Exception.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ WAIT_S = 60
 
 
 class PanicException(BaseException):
-    """As pyo3's."""
+    """Stands for pyo3's exception of this name."""
 
 
 class Unprintable(Exception):
@@ -41,7 +42,7 @@ ERRORS = [RuntimeError("lost"), PanicException("lost"), SystemExit(1), KeyboardI
 
 
 class Rig:
-    """An engine with one request at the gate, in the middle of its answer, and one that waits."""
+    """An engine with one request held at the gate in the middle of its output, and one that waits."""
 
     def __init__(self, observer: Any = None) -> None:
         config = SchedulerConfig(
@@ -75,7 +76,7 @@ class Rig:
         self.engine.submit(Request(name, (1,), GREEDY, stopping, constraint=constraint), sink)
 
     def join(self) -> None:
-        """Wait for the end of the engine's thread."""
+        """Waits until the engine's thread has ended."""
         for thread in threading.enumerate():
             if thread.name == "penstock-engine" and thread.ident == self.engine.pulse().thread_id:
                 thread.join(WAIT_S)
@@ -98,8 +99,8 @@ def raising(error: BaseException) -> Callable[..., Any]:
 
 
 def expect_death(rig: Rig, cause: BaseException, *, told: Sequence[Collector], callers: bool = False) -> None:
-    """All that must be true of a dead engine, and stay true after it was shut down. `callers`: the cause was
-    raised on a caller's thread, and is known by its name.
+    """Asserts all that must be true of a dead engine, before and after it is shut down. `callers`: the cause
+    was raised on a caller's thread, so the failure holds its name and not the exception.
     """
     engine = rig.engine
     for sink, name in zip(told, ("running", "waiting"), strict=False):
@@ -131,8 +132,8 @@ def expect_death(rig: Rig, cause: BaseException, *, told: Sequence[Collector], c
 
 @pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
 @pytest.mark.parametrize("where", ["schedule", "commit", "expire", "remove"])
-def test_a_scheduler_that_breaks_ends_everybody(rig, monkeypatch, where, error):
-    """`remove` breaks when the engine tries to end a request: also the way that a failure must not take."""
+def test_a_scheduler_that_breaks_ends_all_requests(rig, monkeypatch, where, error):
+    """`remove` breaks when the engine tries to end a request. Reporting the failure must not call it."""
     watched = threading.Event()
     rig.engine.on_failure(watched.set)
     rig.start()
@@ -150,7 +151,7 @@ def test_a_scheduler_that_breaks_ends_everybody(rig, monkeypatch, where, error):
 
 @pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
 @pytest.mark.parametrize("where", ["execute_async", "choose", "wait"])
-def test_a_runner_that_breaks_ends_everybody(rig, monkeypatch, where, error):
+def test_a_runner_that_breaks_ends_all_requests(rig, monkeypatch, where, error):
     rig.start(Rota(50))
     monkeypatch.setattr(rig.runner, where, raising(error))
     rig.gate.open()
@@ -159,7 +160,7 @@ def test_a_runner_that_breaks_ends_everybody(rig, monkeypatch, where, error):
 
 @pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
 @pytest.mark.parametrize("where", ["post", "deliver"])
-def test_a_delivery_that_breaks_ends_everybody(rig, monkeypatch, where, error):
+def test_a_delivery_that_breaks_ends_all_requests(rig, monkeypatch, where, error):
     rig.start()
     monkeypatch.setattr(Delivery, where, raising(error))
     rig.gate.open()
@@ -175,8 +176,8 @@ def test_a_runner_that_breaks_before_the_first_step(rig, monkeypatch):
 
 
 @pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
-def test_neither_sinks_nor_futures_keep_others_from_hearing_of_the_death(rig, monkeypatch, error):
-    """Everything that may raise while the engine tells of its death does so."""
+def test_sinks_and_futures_that_raise_keep_no_other_from_the_error(rig, monkeypatch, error):
+    """Everything that may raise while the engine reports its death does so."""
 
     def broken(outputs: Sequence[StepOutput]) -> None:
         if outputs[-1].error is not None:
@@ -203,7 +204,7 @@ def test_neither_sinks_nor_futures_keep_others_from_hearing_of_the_death(rig, mo
 
 
 @pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
-def test_what_sinks_and_updates_and_observers_raise_is_their_own(error):
+def test_errors_of_sinks_updates_and_observers_do_not_end_the_engine(error):
     class Broken:
         def on_step(self, record: StepRecord) -> None:
             raise error
@@ -216,13 +217,13 @@ def test_what_sinks_and_updates_and_observers_raise_is_their_own(error):
         update.add_done_callback(raising(error))
         rig.gate.open()
         caught = update.exception(WAIT_S)
-        assert isinstance(caught, Exception), "what is raised to a reader must not end its event loop"
+        assert isinstance(caught, Exception), "a BaseException would end its reader's event loop"
         assert error in (caught, caught.__cause__)
         assert rig.gate.sink.last("running").finish is not None
         assert rig.waiting.last("waiting").finish is not None
         assert rig.engine.failure is None
         assert rig.engine.ready
-        assert rig.engine.drain(WAIT_S), "the audit would count pages that the engine's thread is moving"
+        assert rig.engine.drain(WAIT_S), "the audit below needs an engine that does nothing"
         rig.scheduler.check()
     finally:
         rig.engine.shutdown()
@@ -231,7 +232,7 @@ def test_what_sinks_and_updates_and_observers_raise_is_their_own(error):
 @pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
 @pytest.mark.parametrize("call", ["submit", "finish", "abort", "flush_prefix_cache"])
 def test_a_scheduler_that_breaks_on_a_callers_thread_ends_the_engine(rig, monkeypatch, call, error):
-    """The caller gets what was raised; all others would run on in a scheduler that broke halfway."""
+    """The caller gets the exception. Other requests must not go on in a scheduler that broke halfway."""
     rig.start()
     for name in ("queue", "abort", "flush_prefix_cache"):
         monkeypatch.setattr(rig.scheduler, name, raising(error))
@@ -250,8 +251,8 @@ def test_a_scheduler_that_breaks_on_a_callers_thread_ends_the_engine(rig, monkey
 
 @pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
 @pytest.mark.parametrize("looks", [False, True])
-def test_a_scheduler_that_breaks_of_a_cancel_ends_the_engine(rig, monkeypatch, looks, error):
-    """The engine's thread finds out, or who asks for the load before it."""
+def test_a_scheduler_that_breaks_in_a_cancel_ends_the_engine(rig, monkeypatch, looks, error):
+    """The engine's thread finds out, or before it a caller that asks for the load."""
     rig.start()
     monkeypatch.setattr(rig.scheduler, "abort", raising(error))
     rig.engine.cancel("unknown")
@@ -263,7 +264,7 @@ def test_a_scheduler_that_breaks_of_a_cancel_ends_the_engine(rig, monkeypatch, l
 
 
 def test_a_caller_that_broke_the_scheduler_goes_on(rig, monkeypatch):
-    """A coroutine that catches it, and waits for something while the engine dies."""
+    """For example, a coroutine catches the exception and waits for something while the engine dies."""
     rig.start()
     monkeypatch.setattr(rig.scheduler, "abort", raising(RuntimeError("lost")))
 
@@ -308,7 +309,7 @@ def test_a_refusal_breaks_nothing(rig):
 
 
 def test_drain_ends_with_the_engine(rig, monkeypatch):
-    """It waits for requests that will never end as they were meant to."""
+    """Otherwise it would wait for requests that the engine cannot finish any more."""
     rig.start()
     drained: list[bool] = []
     waiter = threading.Thread(target=lambda: drained.append(rig.engine.drain(WAIT_S)))
@@ -357,7 +358,7 @@ def test_a_death_tells_those_whom_a_hold_or_a_pause_keeps(rig, monkeypatch, is_h
 
 
 def test_an_engine_without_its_thread_says_so():
-    """As in the child of a fork, where only the thread that forked lives on."""
+    """This is the state of a child after a fork, where only the thread that forked lives on."""
     life = Life()
     with pytest.raises(NotReady):
         life.check_takes_requests()
@@ -372,4 +373,4 @@ def test_an_engine_without_its_thread_says_so():
         life.check_takes_requests()
     assert not life.is_ready
     life.is_stopping = True
-    life.check_alive()  # its thread ended because it was told to
+    life.check_alive()  # the thread ended as it should

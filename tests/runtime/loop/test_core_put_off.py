@@ -1,5 +1,5 @@
-"""Rows whose mask is not there in time have no token in that step: which token they have does not change,
-those beside them do not wait, and nobody waits for ever.
+"""Rows whose mask is not ready in time have no token in that step. Their tokens do not change by that, the
+rows beside them do not wait, and no row waits forever.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ GREEDY = ResolvedSampling(temperature=0.0)
 
 
 def requests(seed: int) -> list[Request]:
-    """Plain ones and ones under constraints, of one to three outputs, with prompts of one or more chunks."""
+    """Requests with and without constraints, with one to three outputs, and prompts of one or more chunks."""
     rng = random.Random(seed)
     asked: list[Request] = []
     for i in range(12):
@@ -80,9 +80,9 @@ def test_tokens_do_not_depend_on_the_steps_that_they_are_made_in(
 @pytest.mark.parametrize(
     ("late", "expected"), [(True, [1, 2, 3, 5, 9, 17, 33]), (False, [1, 2, 2, 2, 2, 2, 2])]
 )
-def test_who_is_late_sits_out_ever_more_steps_of_the_others(late: bool, expected: list[int]) -> None:
-    """Who is put off because of another one's mask sits out one step each time. The others have windows
-    meanwhile, as if it were not there; and it is back as soon as it is alone.
+def test_a_late_row_sits_out_more_and_more_steps(late: bool, expected: list[int]) -> None:
+    """A row that is put off because of another row's mask sits out one step each time. Meanwhile the other
+    rows have windows, as if it were not there. It is back as soon as it is alone.
     """
     config = SchedulerConfig(
         max_num_seqs=4,
@@ -126,7 +126,7 @@ def _result(made: list[list[int]]) -> StepResult:
     return StepResult(made, [[TokenLogprobs(0.0)] * len(tokens) for tokens in made])
 
 
-def test_an_abort_of_one_that_is_put_off() -> None:
+def test_a_request_that_is_put_off_can_be_aborted() -> None:
     with core() as (engine, runner):
         runner.skip = lambda row: True
         sink = Collector()

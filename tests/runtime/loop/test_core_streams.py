@@ -1,5 +1,5 @@
-"""The engine's thread on the fake runner: the same streams with steps overlapped or not, in windows or not,
-cached or not; and the order of dispatches and waits.
+"""The engine's thread on the fake runner: outputs are the same with overlapped steps or without, in windows
+or not, cached or not. Also the order of dispatches and waits.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def core(
 
 
 def requests(seed: int) -> list[Request]:
-    """Of one to four outputs each."""
+    """Requests of one to four outputs each."""
     rng = random.Random(seed)
     shared = rng.choices(range(VOCAB), k=20)
     asked = [
@@ -104,7 +104,7 @@ def test_streams_depend_on_nothing_but_the_request(overlap, steps, cache, limits
 
 
 class Apart(Pacer):
-    """Windows of any length, and turns for rows under a constraint after six steps of the others."""
+    """Allows windows of any length, and a step for rows under a constraint after six steps of the others."""
 
     @property
     def apart_steps(self) -> int:
@@ -136,19 +136,19 @@ def test_rows_under_a_constraint_take_turns_with_the_windows_of_the_others(overl
         assert len(turns) > 5
         between = runner.plans[turns[0] : turns[5]]
         assert sum(plan.num_steps > 1 for plan in between) >= 5
-        # No step ahead has tokens of these rows, so nothing is waited for before theirs are chosen.
+        # No step in flight makes tokens for these rows, so their tokens are chosen at once.
         for step in [runner.plans[i].step_id for i in turns[1:]]:
             assert runner.log[runner.log.index(("dispatch", step)) + 1] == ("choose", step)
         assert engine.load().pages_used == 0
 
 
 class Told(Pacer):
-    """Allows two prompt tokens beside decodes, and keeps what it is told."""
+    """Allows two prompt tokens beside decodes, and records what it is told of each step."""
 
     def __init__(self) -> None:
         super().__init__(10.0, 1)
         self.steps: list[int] = []
-        """Of each its prompt tokens."""
+        """The number of prompt tokens of each step."""
 
     def decoded(self, num_steps: int, elapsed_ns: int, *, constrained: bool = False) -> None:
         assert num_steps == 1
@@ -177,13 +177,13 @@ def test_steps_with_prompt_tokens_are_sized_by_the_pacer_and_measured():
         collector.last("a")
         assert collector.tokens("b") == run_alone(Request("b", tuple(range(9)), GREEDY), MAX_LEN)[0][:1]
     assert pacer.steps[0] == 2
-    assert [num for num in pacer.steps[1:] if num] == [2, 2, 2, 2]  # a chunk of one costs what a decode does
-    assert len(pacer.steps) in (40, 41)  # a step too many may be in flight when the last token is seen
+    assert [num for num in pacer.steps[1:] if num] == [2, 2, 2, 2]  # a chunk of one token counts as a decode
+    assert len(pacer.steps) in (40, 41)  # one step more may be in flight at the end
 
 
 @pytest.mark.parametrize(("fixed", "measured"), [(True, 4), (False, 2)])
 @pytest.mark.parametrize("constrained", [True, False])
-def test_what_is_measured_of_a_window_that_its_rows_ended_early(fixed, measured, constrained):
+def test_a_window_whose_rows_end_early_is_measured_by_the_steps_it_ran(fixed, measured, constrained):
     rows = tuple(PlanRow(name, i, 5, 1, None, True, 0, 4) for i, name in enumerate("ab"))
     plan = Plan(0, rows, num_steps=4)
     runner, pacer = Mock(), Mock()
@@ -253,7 +253,7 @@ def test_a_stop_found_outside_in_the_middle_of_a_window_ends_it_there():
         engine.finish("a", Finish(FinishReason.STOP, stop="."))
         assert sink.last("a").finish in (
             Finish(FinishReason.STOP, stop="."),
-            Finish(FinishReason.CONTEXT_FULL),  # it was faster
+            Finish(FinishReason.CONTEXT_FULL),  # the request ended before the stop
         )
         sink.last("b")
         assert (

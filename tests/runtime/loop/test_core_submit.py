@@ -1,4 +1,6 @@
-"""Submitting: what grows with the prompt is done in the caller's thread, without the engine's lock."""
+"""In `submit`, the work that grows with the prompt is done on the caller's thread, without the engine's
+lock.
+"""
 
 from __future__ import annotations
 
@@ -38,12 +40,12 @@ def core() -> Iterator[EngineCore]:
 
 
 def test_a_prompt_is_hashed_without_the_lock(core, monkeypatch):
-    """All of it, in `submit` or before it, and not once more by the engine's thread."""
+    """All of it is hashed in `submit` or before it, and the engine's thread does not hash it again."""
     hashed: list[bool] = []
     make = PrefixCache._hash
 
     def noted(self: PrefixCache, data: bytes) -> bytes:
-        is_free = core.guard.lock.acquire(timeout=5)  # the engine's thread may have it for a moment
+        is_free = core.guard.lock.acquire(timeout=5)  # the engine's thread may hold it for a moment
         if is_free:
             core.guard.lock.release()
         hashed.append(is_free and threading.current_thread() is threading.main_thread())
@@ -77,7 +79,7 @@ def test_a_prepared_prompt_is_for_no_other_request(core):
             core.submit(other, Collector(), prepared)
 
 
-def test_ids_outside_the_vocabulary_are_told_by_submit(core):
+def test_submit_refuses_ids_outside_the_vocabulary(core):
     core.start()
     request = Request("a", (1, VOCAB, -1, 2**40), GREEDY, ONE)
     prepared = core.prepare(request)
@@ -87,15 +89,17 @@ def test_ids_outside_the_vocabulary_are_told_by_submit(core):
     assert fields == [f"prompt_token_ids.ids[{i}]" for i in (1, 2, 3)]
 
 
-def test_of_many_ids_outside_the_vocabulary_some_are_told(core):
+def test_of_many_ids_outside_the_vocabulary_some_are_named(core):
     request = Request("a", (VOCAB,) * 1000, GREEDY, ONE)
     with pytest.raises(InvalidRequest) as caught:
         core.submit(request, Collector())
     assert len(caught.value.violations) == checks.MAX_BAD_IDS
 
 
-def test_what_outputs_share_is_looked_at_once(core, monkeypatch):
-    """The prompt and the tokens that the sampling speaks of; and the array of many biases is made once."""
+def test_what_outputs_share_is_checked_once(core, monkeypatch):
+    """Outputs share the prompt and the tokens that the sampling names. The array of many biases is also made
+    once.
+    """
     looked: list[int] = []
     is_in = checks.in_vocabulary
 
@@ -126,15 +130,15 @@ def test_what_outputs_share_is_looked_at_once(core, monkeypatch):
     sink = Collector()
     for request in requests:
         core.submit(request, sink, prepared)
-    assert sum(looked) == 0, "but for ids to stop at"
+    assert sum(looked) == 0, "only the ids to stop at, of which there are none, may be checked again"
     assert all(request.bias_row is prepared.bias_row for request in queued)
     for request in requests:
         assert sink.last(request.request_id).finish is not None
 
 
 @pytest.mark.parametrize("bias", [((VOCAB, 1.0),), ((1, 1.0),)])
-def test_what_was_prepared_does_not_go_for_other_sampling(core, bias):
-    """As an embedder's callback makes it after the request was prepared."""
+def test_what_was_prepared_is_not_used_for_other_sampling(core, bias):
+    """An embedder's callback may replace the sampling after the request was prepared."""
     core.start()
     request = Request("a", PROMPT, ResolvedSampling(logit_bias=((2, 1.0),)), ONE)
     prepared = core.prepare(request)
@@ -151,7 +155,7 @@ def test_what_was_prepared_does_not_go_for_other_sampling(core, bias):
 
 
 def test_few_biases_wait_without_an_array(core):
-    """A thousand requests that wait would have one each, as long as the vocabulary."""
+    """Otherwise each of a thousand waiting requests would hold an array as long as the vocabulary."""
     prepared = core.prepare(Request("a", PROMPT, ResolvedSampling(logit_bias=((2, 1.0),)), ONE))
     assert prepared.sampling is not None
     assert prepared.bias_row is None

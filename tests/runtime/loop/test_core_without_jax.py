@@ -1,4 +1,4 @@
-"""The engine's loop runs on any `Runner`: here on one of Python lists, in an interpreter that has no jax."""
+"""The engine's loop runs on any `Runner`: here on one of Python lists, in an interpreter without jax."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ LONG_S = 60.0
 
 
 def slept(bell: Doorbell) -> threading.Thread:
-    """A thread that is in `sleep`, or about to be."""
+    """Starts a thread that is in `sleep`, or about to be."""
     thread = threading.Thread(target=bell.sleep, args=(LONG_S,))
     thread.start()
     return thread
@@ -35,7 +35,7 @@ def test_a_ring_between_listening_and_sleeping_is_not_lost() -> None:
 
 
 def test_rings_while_awake_leave_nothing_behind() -> None:
-    """Else every request of a busy hour would be a turn of the idle engine later."""
+    """Otherwise every request of a busy hour would wake the idle engine once later."""
     bell = Doorbell()
     bell.listen()
     for _ in range(3):
@@ -45,7 +45,7 @@ def test_rings_while_awake_leave_nothing_behind() -> None:
     bell.listen()
     thread = slept(bell)
     thread.join(0.05)
-    assert thread.is_alive(), "nobody rang since"
+    assert thread.is_alive(), "no ring came after `listen`, so the thread must sleep"
     bell.ring()
     thread.join(LONG_S / 2)
     assert not thread.is_alive()

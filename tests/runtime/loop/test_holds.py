@@ -1,5 +1,5 @@
-"""Weights that are replaced in place while the engine is held, weights that break by that, and what the
-engine tells of the weights that serve.
+"""Weights that are replaced in place while the engine is held, weights that are broken by that, and what the
+engine reports about its weights.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ TOKENS = 30
 
 
 def is_paused(engine: EngineCore) -> bool:
-    """A call, because mypy takes an attribute for unchanged until somebody assigns to it."""
+    """This is a call, because mypy takes an attribute for unchanged until it is assigned."""
     return engine.changes.is_paused
 
 
 def problem_of(engine: EngineCore) -> str | None:
-    """A call, for the same reason."""
+    """This is a call for the same reason."""
     return engine.changes.weights_problem
 
 
@@ -72,7 +72,7 @@ def test_no_step_is_made_while_weights_are_replaced_in_place(policy: InFlightPol
         assert not engine.pulse().has_work
         assert engine.ready
         engine.submit(asked("late"), sink)
-        runner.generation += 1  # the weights, on the thread of whoever replaces them
+        runner.generation += 1  # the new weights, on the thread of the caller that replaces them
         assert len(runner.plans) == num_steps
         start, after = dt.datetime.now(dt.UTC), time.monotonic_ns()
         applied = engine.changes.release_hold("in place")
@@ -116,8 +116,8 @@ def test_a_hold_that_is_dropped_has_changed_nothing() -> None:
         engine.changes.drop_hold()
 
 
-def test_all_else_waits_for_the_end_of_a_hold() -> None:
-    """Also a pause, which may move the weights that are being replaced."""
+def test_all_other_changes_wait_for_the_end_of_a_hold() -> None:
+    """A pause waits too, because it may move the weights that are being replaced."""
     with core() as (engine, runner):
         engine.changes.hold_for_update(WAIT).result(LIMIT_S)
         futures: list[Future[Any]] = [
@@ -128,7 +128,7 @@ def test_all_else_waits_for_the_end_of_a_hold() -> None:
         ]
         assert futures[1].cancel()
         sink = Collector()
-        engine.submit(asked("request"), sink)  # which wakes the engine's thread
+        engine.submit(asked("request"), sink)  # wakes the engine's thread
         assert not any(future.done() for future in futures if not future.cancelled())
         assert engine.changes.release_hold("in place").version.generation == 2
         futures[2].result(LIMIT_S)
@@ -142,7 +142,7 @@ def test_all_else_waits_for_the_end_of_a_hold() -> None:
 
 
 class Told:
-    """Whether the engine was ready, each time that it said that this had changed."""
+    """Records whether the engine is ready each time that it reports a change of that."""
 
     def __init__(self, engine: EngineCore) -> None:
         self.ready: list[bool] = []
@@ -169,7 +169,7 @@ def test_broken_weights_serve_nobody_until_an_update_of_all_of_them(mended_by: s
             raise RuntimeError("a watch that breaks")
 
         told = Told(engine)
-        engine.on_ready_changed(broken)  # others are told all the same
+        engine.on_ready_changed(broken)  # it keeps no other listener from hearing
         gate, sink = at_gate(engine, "running"), Collector()
         engine.submit(asked("waiting"), sink)
         if broken_by == "hold":

@@ -1,4 +1,4 @@
-"""A paused engine makes no token and takes in everything else. The runner is the fake one, whose tokens the
+"""A paused engine makes no tokens and accepts everything else. The runner is the fake one, whose tokens the
 tests know; the gate holds the engine's thread while the first token of a request is delivered.
 """
 
@@ -34,7 +34,7 @@ NUM_PAGES = 24
 
 
 def is_paused(engine: EngineCore) -> bool:
-    """A call, because mypy takes an attribute for unchanged until somebody assigns to it."""
+    """This is a call, because mypy takes an attribute for unchanged until it is assigned."""
     return engine.changes.is_paused
 
 
@@ -55,7 +55,7 @@ def at_gate(engine: EngineCore, request: Request) -> Gate:
 
 
 def all_at_gate(engine: EngineCore, requests: Sequence[Request]) -> Gate:
-    """As many of the requests as fit enter in one step, whose tokens are being delivered."""
+    """As many of the requests as fit enter in one step, and its tokens are being delivered."""
     first, gate = at_gate(engine, asked("first", tokens=1)), Gate()
     for request in requests:
         engine.submit(request, gate)
@@ -77,10 +77,10 @@ def num_dispatched(runner: LazyRunner) -> int:
 
 @pytest.mark.parametrize("free", [False, True])
 @pytest.mark.parametrize("policy", list(InFlightPolicy))
-def test_a_pause_does_with_the_running_what_its_policy_says(policy: InFlightPolicy, free: bool) -> None:
-    """One request runs and one waits; another comes while the engine is paused."""
+def test_a_pause_treats_running_requests_by_its_policy(policy: InFlightPolicy, free: bool) -> None:
+    """One request runs and one waits. Another one comes while the engine is paused."""
     if policy is KEEP and free:
-        return  # refused, see below
+        return  # this is refused, see test_a_kept_request_needs_the_cache
     with core(max_num_seqs=1) as (engine, runner):
         running, waiting, late = (asked(name) for name in ("running", "waiting", "late"))
         gate, sink = at_gate(engine, running), Collector()
@@ -99,7 +99,7 @@ def test_a_pause_does_with_the_running_what_its_policy_says(policy: InFlightPoli
         assert load.num_running == (policy is KEEP)
         assert load.num_waiting == 2 + (policy is RECOMPUTE)
         assert engine.changes.pause(ABORT if policy is WAIT else policy).result(LIMIT_S).freed_bytes == 0
-        assert not engine.pulse().has_work, "or the watchdog would say that the engine hangs"
+        assert not engine.pulse().has_work, "otherwise the watchdog would report that the engine hangs"
         assert engine.ready
         assert num_dispatched(runner) == before
         assert "waiting" not in sink.outputs
@@ -156,7 +156,9 @@ def test_a_request_of_several_outputs_counts_as_one_and_starts_with_its_first(
 
 
 def test_a_preempted_request_comes_back_while_a_pause_waits_for_it() -> None:
-    """Pages for one and a half of the two requests: one is preempted, and both must end before the pause."""
+    """There are pages for one and a half of the two requests, so one is preempted, and both must end before
+    the pause.
+    """
     with core(num_pages=12) as (engine, _):
         requests = [asked("a", tokens=34), asked("bb", tokens=34)]
         gate = all_at_gate(engine, requests)
@@ -181,7 +183,7 @@ def test_a_kept_request_needs_the_cache() -> None:
 
 
 def test_a_paused_engine_may_be_paused_for_more() -> None:
-    """The second pause drops what the first has kept, and frees what the first has not."""
+    """The second pause drops what the first one kept, and frees what the first one did not."""
     with core() as (engine, runner):
         request = asked("kept")
         gate = at_gate(engine, request)
@@ -213,7 +215,7 @@ def test_prefixes_of_a_freed_cache_are_forgotten() -> None:
             engine.changes.resume().result(LIMIT_S)
 
 
-def test_who_would_wait_no_longer_is_refused_and_the_others_go_on() -> None:
+def test_a_change_whose_drain_takes_too_long_is_refused_and_others_go_on() -> None:
     with core(max_num_seqs=2) as (engine, runner):
         running, waiting = asked("running"), asked("waiting")
         gate, sink = at_gate(engine, running), Collector()
@@ -237,7 +239,7 @@ def test_who_would_wait_no_longer_is_refused_and_the_others_go_on() -> None:
 
 
 def test_time_goes_on_in_a_pause() -> None:
-    """The engine's thread has nothing to do, and must wake up for each of these."""
+    """The engine's thread has no steps to make, and must wake up for each time limit."""
     with core() as (engine, runner):
         sink = Collector()
         engine.changes.pause(WAIT).result(LIMIT_S)
@@ -250,7 +252,7 @@ def test_time_goes_on_in_a_pause() -> None:
         engine.changes.drop_hold()
 
 
-def test_what_is_not_wanted_any_more_ends_in_a_pause() -> None:
+def test_cancelled_and_aborted_requests_end_in_a_pause() -> None:
     with core(max_num_seqs=2) as (engine, _):
         gate = all_at_gate(engine, [asked(name) for name in ("a", "b", "c")])
         pausing = engine.changes.pause(KEEP)
@@ -267,7 +269,7 @@ def test_what_is_not_wanted_any_more_ends_in_a_pause() -> None:
 
 
 @pytest.mark.parametrize("is_held", [False, True])
-def test_a_shutdown_tells_whom_a_pause_or_a_hold_keeps(is_held: bool) -> None:
+def test_a_shutdown_ends_requests_that_a_pause_or_a_hold_keeps(is_held: bool) -> None:
     with core(max_num_seqs=1) as (engine, runner):
         gate = at_gate(engine, asked("running"))
         engine.submit(asked("waiting"), gate)
@@ -295,7 +297,7 @@ def test_a_shutdown_tells_whom_a_pause_or_a_hold_keeps(is_held: bool) -> None:
 
 @pytest.mark.parametrize("policy", [KEEP, RECOMPUTE])
 def test_weights_are_updated_in_a_pause(policy: InFlightPolicy) -> None:
-    """What the pause keeps can be computed again, and cannot be waited for."""
+    """Requests that the pause keeps can be computed again, but cannot be waited for."""
     with core() as (engine, runner):
         request = asked("kept")
         gate = at_gate(engine, request)
@@ -323,7 +325,9 @@ def test_weights_are_updated_in_a_pause(policy: InFlightPolicy) -> None:
 
 @pytest.mark.parametrize("policy", [KEEP, ABORT])
 def test_a_pause_passes_an_update_that_waits(policy: InFlightPolicy) -> None:
-    """The requests that the update waits for cannot end then, unless the pause ends them."""
+    """The requests that the update waits for cannot end while the engine is paused, unless the pause ends
+    them.
+    """
     with core() as (engine, runner):
         request = asked("running")
         gate = at_gate(engine, request)
@@ -360,7 +364,7 @@ def test_an_update_passes_a_pause_that_waits_and_no_other_update() -> None:
         assert generations == {1, 2}
 
 
-def test_a_resume_takes_back_a_pause_that_waits() -> None:
+def test_a_resume_cancels_a_pause_that_waits() -> None:
     with core(max_num_seqs=2) as (engine, _):
         running, waiting = asked("running"), asked("waiting")
         gate, sink = at_gate(engine, running), Collector()
@@ -378,7 +382,7 @@ def test_a_resume_takes_back_a_pause_that_waits() -> None:
         assert sink.tokens("waiting") == expected(waiting)
 
 
-def test_a_pause_that_was_cancelled_holds_nobody_up() -> None:
+def test_a_cancelled_pause_delays_nothing() -> None:
     with core(max_num_seqs=2) as (engine, _):
         running, waiting = asked("running"), asked("waiting")
         gate, sink = at_gate(engine, running), Collector()
@@ -393,10 +397,12 @@ def test_a_pause_that_was_cancelled_holds_nobody_up() -> None:
 
 
 @pytest.mark.parametrize("where", ["offload_weights", "free_kv_cache"])
-def test_memory_that_cannot_be_freed_is_the_callers_to_know(
+def test_memory_that_cannot_be_freed_is_an_error_of_the_caller(
     monkeypatch: pytest.MonkeyPatch, where: str
 ) -> None:
-    """A pause that has freed nothing is none. After one that has freed half, only a resume goes on."""
+    """If the pause has freed nothing, the engine is not paused. If it has freed a half, only a resume lets
+    the engine go on.
+    """
     with core() as (engine, runner):
         monkeypatch.setattr(runner, where, raising := raises(MemoryError("no room")))
         pausing = engine.changes.pause(ABORT, free_kv_cache=True, offload_weights=True)
@@ -444,7 +450,7 @@ def test_a_resume_without_a_pause_is_fine() -> None:
         sink.last("a")
 
 
-def test_outputs_of_a_request_that_a_pause_ends_are_told_in_order() -> None:
+def test_outputs_of_a_request_that_a_pause_ends_come_in_order() -> None:
     """The last output comes after all tokens that were in flight."""
     with core() as (engine, _):
         seen: list[StepOutput] = []
@@ -462,5 +468,5 @@ def test_outputs_of_a_request_that_a_pause_ends_are_told_in_order() -> None:
         gate.sink.last("running")
         assert [output.last for output in seen] == [False] * (len(seen) - 1) + [True]
         made = [token for output in seen for token in output.token_ids]
-        assert len(made) == 2, "one was being delivered, and the next was in flight"
+        assert len(made) == 2, "one token was being delivered, and the next was in flight"
         assert made == expected(asked("running"))[:2]

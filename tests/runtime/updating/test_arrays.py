@@ -1,4 +1,4 @@
-"""Updates of arrays that the program has: what is asked of them, and what is refused."""
+"""Updates from arrays of the program: what is read of the arrays, and what is refused."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_a_part_of_a_fused_leaf_keeps_the_rest(engine: Engine, tensors: Arrays, 
     engine.update_weights({UP: tensors[UP]}, label="back", partial=True).result(60)
 
 
-def test_lazy_tensors_are_asked_for_twice_and_let_go(engine: Engine, tensors: Arrays) -> None:
+def test_lazy_tensors_are_asked_for_twice_and_released(engine: Engine, tensors: Arrays) -> None:
     asked = []
 
     class Lazy(dict[str, Any]):
@@ -76,7 +76,7 @@ def test_lazy_tensors_are_asked_for_twice_and_let_go(engine: Engine, tensors: Ar
     assert sorted(asked) == sorted([*tensors, *tensors])
 
 
-def test_an_array_that_is_another_one_when_it_is_taken_is_refused(engine: Engine, tensors: Arrays) -> None:
+def test_an_array_that_changes_between_check_and_use_is_refused(engine: Engine, tensors: Arrays) -> None:
     class Fickle(dict[str, Any]):
         def __getitem__(self, name: str) -> Any:
             return super().__getitem__(name)[:5]

@@ -1,4 +1,4 @@
-"""The digest of an update, against a text that was written by hand."""
+"""The digest of an update, compared with that of a text written by hand."""
 
 import hashlib
 

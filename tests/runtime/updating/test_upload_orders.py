@@ -1,4 +1,4 @@
-"""However the chunks of an update are ordered, its leaves are those of a fresh engine, bit for bit."""
+"""In whatever order the chunks of an update come, its leaves are those of a fresh engine, bit for bit."""
 
 from __future__ import annotations
 
@@ -29,7 +29,9 @@ from tests.support.updating import (
 
 @dataclass
 class Served:
-    """An engine, the tensors of its checkpoint, and other ones with what their leaves hold."""
+    """An engine, the tensors of its checkpoint, and other tensors with the leaves that a fresh engine makes
+    of them.
+    """
 
     engine: Engine
     old: Arrays
@@ -70,7 +72,9 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 @st.composite
 def interleavings(draw: st.DrawFn, tensors: Arrays) -> list[tuple[int, int, int]]:
-    """Chunks (tensor, begin, end): those of one tensor in order, and else in any order."""
+    """Draws chunks (tensor, begin, end): those of one tensor in order, chunks of different tensors in any
+    order.
+    """
     sizes = [tensor.nbytes for tensor in tensors.values()]
     cuts = [
         sorted({0, size, *draw(st.lists(st.integers(1, size - 1), max_size=3))}) if size > 1 else [0, size]
@@ -116,7 +120,7 @@ def test_any_interleaving_gives_the_leaves_of_a_fresh_engine(served: Served, dat
 @EXAMPLES
 @given(data=st.data())
 def test_a_partial_update_keeps_the_rest(served: Served, data: st.DataObject) -> None:
-    """Also of leaves that hold several tensors, such as q, k and v."""
+    """This holds for leaves of several tensors too, such as q, k and v."""
     names = data.draw(st.sets(st.sampled_from(sorted(served.new)), min_size=1, max_size=5))
     some = {name: served.new[name] for name in sorted(names)}
     upload(served, some, data.draw(interleavings(some)), partial=True)

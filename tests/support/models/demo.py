@@ -11,7 +11,9 @@ from tests.support.models.toy import TEST_CACHE
 
 @contextlib.contextmanager
 def demo_engine() -> Iterator[Engine]:
-    """A started engine. After its use no program was compiled since the start, and no request holds pages."""
+    """A started engine. After the test it asserts that nothing was compiled since the start and that no
+    request holds pages.
+    """
     config = EngineConfig(
         dtype="float32",
         max_num_seqs=4,
