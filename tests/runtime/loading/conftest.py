@@ -1,4 +1,4 @@
-"""Golden checkpoints, whole or in shards, and what leaves hold of their tensors."""
+"""Golden checkpoints, as single files or in shards, and the parts of leaves that belong to their tensors."""
 
 import json
 import shutil
@@ -15,7 +15,9 @@ GOLDEN = Path(__file__).parents[2] / "golden"
 
 @pytest.fixture(scope="session")
 def by_name():
-    """(config, unpacked leaves in the state's order, dtype) -> what they hold of each tensor, by its name."""
+    """A function (config, unpacked leaves in the state's order, dtype) -> the values of each tensor in the
+    leaves, by its name.
+    """
 
     def find(config, leaves, dtype=None):
         by_path = dict(zip(params.leaf_shapes(config, dtype), leaves, strict=True))
@@ -36,7 +38,7 @@ def golden_root() -> Path:
 
 @pytest.fixture
 def copy(golden_root, tmp_path):
-    """(golden name) -> a directory of its own with that checkpoint."""
+    """A function (golden name) -> a folder of the test with a copy of that checkpoint."""
 
     def make(name="qwen2"):
         shutil.copytree(golden_root / name, tmp_path / name)
@@ -46,7 +48,7 @@ def copy(golden_root, tmp_path):
 
 
 def shard(directory, count=3):
-    """Turn model.safetensors into `count` shards and an index, as transformers writes them."""
+    """Turns model.safetensors into `count` shards and an index, as transformers writes them."""
     tensors = load_file(directory / "model.safetensors")
     (directory / "model.safetensors").unlink()
     names = sorted(tensors)
@@ -63,5 +65,5 @@ def shard(directory, count=3):
 
 @pytest.fixture(scope="session")
 def into_shards():
-    """(directory) -> weight_map: replaces model.safetensors by three shards and an index."""
+    """A function (directory) -> weight_map, which replaces model.safetensors by three shards and an index."""
     return shard

@@ -1,4 +1,6 @@
-"""The loader: dtypes, every complaint at once, placement, progress; and the config.json beside it."""
+"""The loader of checkpoints: dtypes, all problems named at once, placement and progress; and the config.json
+beside the weights.
+"""
 
 import io
 import json
@@ -25,7 +27,7 @@ UP = "model.layers.1.mlp.up_proj.weight"
 
 
 def rewrite(directory, change, cast=None):
-    """Apply `change` to the tensors of model.safetensors."""
+    """Applies `change` to the tensors of model.safetensors."""
     tensors = load_file(directory / "model.safetensors")
     change(tensors)
     if cast is not None:
@@ -63,7 +65,7 @@ def test_every_tensor_lands_in_a_part_of_its_own(golden_root, by_name, name):
         for target in rule.targets:
             taken[target.path][target.part(0, rule.num_rows)] += 1
     assert all(leaf.max() == 1 for leaf in taken.values())
-    assert all(leaf.all() for path, leaf in taken.items() if path != ("vectors",))  # places have gaps
+    assert all(leaf.all() for path, leaf in taken.items() if path != ("vectors",))  # the pool has gaps
     assert [(leaf.shape, leaf.dtype) for leaf in leaves] == [(s.shape, s.dtype) for s in shapes.values()]
 
 
@@ -85,15 +87,17 @@ def test_other_stored_dtypes(copy, by_name, stored):
 
 
 def quantized(weight):
-    """Symmetric int8 by output, and the scale, by definition."""
+    """The symmetric int8 values and the scale of each output, by their definition."""
     wide = weight.astype(np.float32)
     scale = np.abs(wide).max(axis=1, keepdims=True) / np.float32(127)
     return np.rint(wide / scale).astype(np.int8), scale[:, 0]
 
 
 @pytest.mark.parametrize("int8", [False, True], ids=["bf16", "int8"])
-def test_however_the_work_is_shared_out_it_gives_the_same(tmp_path, monkeypatch, int8):
-    """Packed: rows of one tensor in many tasks, of one block each, on many threads, in any order."""
+def test_leaves_do_not_depend_on_how_the_work_is_divided(tmp_path, monkeypatch, int8):
+    """The weights are packed. The rows of a tensor are divided into many tasks of one block each, which run
+    on many threads in any order.
+    """
     directory = tmp_path
     write_checkpoint(directory, SHAPES["tiny"])
     linear = LinearFormat(packed=True, int8=int8)
@@ -175,7 +179,7 @@ def test_an_untied_head_is_required(copy):
         load(directory)
 
 
-def test_values_beyond_the_dtype_are_refused_not_made_infinite(copy):
+def test_values_beyond_the_dtype_are_refused_and_not_made_infinite(copy):
     directory = copy()
     rewrite(directory, lambda tensors: tensors[UP].__setitem__((0, 0), 1e6), cast=jnp.bfloat16)
     with pytest.raises(CheckpointError, match="beyond the range of float16"):
@@ -213,7 +217,7 @@ def test_tensors_are_mapped_not_read(golden_root):
 
 
 def test_few_rows_are_mapped_at_a_time(copy, monkeypatch):
-    """What is mapped counts as the process's memory while it is read."""
+    """While rows are mapped and read, they count as memory of the process."""
     directory = copy()
     live, peak = set(), [0]
     original = TensorEntry.map
@@ -230,7 +234,7 @@ def test_few_rows_are_mapped_at_a_time(copy, monkeypatch):
 
     monkeypatch.setattr(TensorEntry, "map", counting)
     load(directory, threads=2)
-    assert 1 <= peak[0] <= 4  # each thread's, and the one that it has just let go of
+    assert 1 <= peak[0] <= 4  # for each thread its own, and the one before it
     assert not live
 
 
@@ -285,7 +289,7 @@ def test_loading_is_logged(copy, caplog):
     assert "loading 27 tensors" in caplog.text
 
 
-def test_generation_config_has_the_last_word_on_eos(copy):
+def test_generation_config_decides_the_eos_ids(copy):
     directory = copy()
     (directory / "generation_config.json").write_text('{"eos_token_id": [7, 2], "temperature": 0.6}')
     assert load_config(directory).eos_token_ids == (7, 2)

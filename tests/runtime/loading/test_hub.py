@@ -1,4 +1,4 @@
-"""resolve_model: the demo, directories, hub ids; and what it says when the hub does not give the model."""
+"""`resolve_model` finds the demo, directories and hub ids, and explains why the hub does not give a model."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -104,7 +104,7 @@ def test_what_failed_and_what_to_do(monkeypatch, error, said):
     assert caught.value.__cause__ is error
 
 
-def test_bugs_are_not_taken_for_a_refusal(monkeypatch):
+def test_a_bug_is_not_reported_as_a_failed_download(monkeypatch):
     def fail(*_, **__):
         raise KeyError("a bug")
 

@@ -1,4 +1,6 @@
-"""Checkpoint files that are absent, cut short or damaged: refused, named, with what to do next."""
+"""Checkpoint files that are absent, cut short or damaged are refused. The error names the file and what to do
+next.
+"""
 
 import json
 

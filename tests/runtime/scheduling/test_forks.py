@@ -1,5 +1,5 @@
-"""Several outputs of one prompt, by hand: who waits, what is shared, what is copied. Pages have 4 positions;
-there is no prefix cache, unless a test says so.
+"""Several outputs of one prompt, computed by hand: which of them wait, which pages are shared and which are
+copied. Pages have 4 positions. There is no prefix cache, unless a test says so.
 """
 
 from __future__ import annotations
@@ -75,8 +75,10 @@ def test_outputs_differ_in_id_and_seed_and_know_the_first():
 # -- what a fork enters with --
 
 
-def test_a_prompt_that_fills_its_pages_the_last_one_is_copied():
-    """8 positions: position 7 is computed again, in a copy of page 1. The first output opens page 2."""
+def test_the_last_page_of_a_prompt_that_fills_its_pages_is_copied():
+    """The prompt has 8 positions. Each fork computes position 7 again, in a copy of page 1. The first output
+    opens page 2.
+    """
     scheduler = make()
     add(scheduler, 3, 8)
     plan = step(scheduler)
@@ -101,8 +103,10 @@ def test_a_prompt_that_fills_its_pages_the_last_one_is_copied():
     assert scheduler.load().pages_used == 7
 
 
-def test_a_prompt_one_longer_than_its_pages_nothing_is_copied_and_nobody_waits():
-    """9 positions: a fork shares pages 0 and 1, which this step writes before it reads, and computes one."""
+def test_for_a_prompt_one_longer_than_full_pages_nothing_is_copied_and_no_fork_waits():
+    """The prompt has 9 positions. A fork shares pages 0 and 1, which this step writes before it reads them,
+    and computes one position.
+    """
     scheduler = make(max_num_batched_tokens=16)
     add(scheduler, 2, 9)
     plan = step(scheduler)
@@ -112,7 +116,7 @@ def test_a_prompt_one_longer_than_its_pages_nothing_is_copied_and_nobody_waits()
     assert scheduler.load().pages_used == 4
 
 
-def test_a_prompt_one_shorter_than_its_pages_the_copy_has_two_positions_of_use():
+def test_for_a_prompt_one_shorter_than_full_pages_two_positions_of_the_copy_are_used():
     scheduler = make(max_num_batched_tokens=16)
     add(scheduler, 2, 11)
     assert shape(step(scheduler)) == [("a", 0, 11)]
@@ -155,7 +159,7 @@ def test_forks_wait_while_the_prompt_is_computed_and_others_pass():
     assert shape(step(scheduler)) == [("other", 3, 1), ("a", 8, 2)]
     plan = step(scheduler)
     assert shape(plan) == [("a", 10, 1), ("other", 4, 1), (A1, 9, 1)]
-    assert plan.page_copies == ((2, 5),)  # pages 3 and 4 are the other's
+    assert plan.page_copies == ((2, 5),)  # "other" has pages 3 and 4
 
 
 def test_a_first_output_of_one_token_is_forked_before_its_end_is_known():
@@ -168,7 +172,7 @@ def test_a_first_output_of_one_token_is_forked_before_its_end_is_known():
     assert not scheduler.has_work
 
 
-def test_with_fewer_slots_than_outputs_any_of_them_that_runs_serves():
+def test_with_fewer_slots_than_outputs_forks_may_share_any_running_outputs_pages():
     scheduler = make(max_num_seqs=2)
     add(scheduler, 3, 6)
     step(scheduler)
@@ -176,13 +180,13 @@ def test_with_fewer_slots_than_outputs_any_of_them_that_runs_serves():
     end(scheduler, "a")
     plan = step(scheduler)
     assert shape(plan) == [(A1, 6, 1), (A2, 5, 1)]
-    assert plan.page_copies == ((2, 1),)  # of the page that was the first output's own, which is free again
+    assert plan.page_copies == ((2, 1),)  # to page 1, which the first output has given back
 
 
 # -- fallbacks --
 
 
-def test_when_the_first_output_goes_the_next_computes_and_the_others_wait_for_it():
+def test_if_the_first_output_ends_the_next_computes_the_prompt_and_the_others_wait():
     scheduler = make(max_num_batched_tokens=4)
     add(scheduler, 3, 6)
     assert shape(step(scheduler)) == [("a", 0, 4)]
@@ -192,13 +196,13 @@ def test_when_the_first_output_goes_the_next_computes_and_the_others_wait_for_it
     assert shape(step(scheduler)) == [(A1, 6, 1), (A2, 5, 1)]
 
 
-def test_a_fork_of_nobody_is_like_any_other():
+def test_a_fork_without_a_source_is_like_any_other_request():
     scheduler = make()
     scheduler.add(outputs_of(Request("a", prompt_of(6)), 2)[1], 1)
     assert shape(step(scheduler)) == [(A1, 0, 6)]
 
 
-def test_a_request_that_took_the_id_over_is_not_forked():
+def test_a_request_that_reuses_the_first_outputs_id_is_not_forked():
     scheduler = make(max_num_batched_tokens=16)
     _, fork = outputs_of(Request("a", prompt_of(6)), 2)
     scheduler.add(Request("a", (1, 2, 3, 4, 5, 6)), 1)
@@ -206,8 +210,8 @@ def test_a_request_that_took_the_id_over_is_not_forked():
     assert shape(step(scheduler)) == [("a", 0, 6), (A1, 0, 6)]
 
 
-def test_a_preempted_fork_comes_back_by_itself():
-    """4 pages: the first output's third one is the last that is free, and then the fork needs another."""
+def test_a_preempted_fork_computes_its_own_prompt():
+    """Of 4 pages the first output takes the last one for its third, and then the fork needs another."""
     scheduler = make(num_pages=4, max_num_batched_tokens=16)
     add(scheduler, 2, 7)
     step(scheduler)
@@ -232,7 +236,7 @@ def test_pages_that_left_the_window_are_not_shared():
 
 
 def test_forks_do_not_wait_for_pages_that_leave_the_window_while_the_prompt_is_computed():
-    """A window of 8 and chunks of 8: before the third chunk page 0 is given back."""
+    """The window is 8 and chunks have 8 tokens, so page 0 is given back before the third chunk."""
     scheduler = make(
         sliding_window=8, max_num_batched_tokens=32, max_prefill_chunk=8, max_model_len=200, num_pages=40
     )
@@ -267,7 +271,7 @@ def test_pages_of_before_a_flush_or_new_weights_are_not_shared(in_prefill, flush
 
 
 @pytest.mark.parametrize("bypass", [False, True])
-def test_forks_share_whatever_the_cache(bypass):
+def test_forks_share_even_if_they_bypass_the_cache(bypass):
     scheduler = make(prefix_cache_pages=None, max_num_batched_tokens=16)
     add(scheduler, 2, 11, cache=CacheParams(bypass=bypass))
     step(scheduler)
@@ -278,7 +282,7 @@ def test_forks_share_whatever_the_cache(bypass):
 
 
 def test_a_copy_is_published_once_its_own_tokens_fill_it():
-    """The first output makes 7s in page 1, the fork 8s in page 2, its copy."""
+    """The first output makes 7s in page 1, and the fork makes 8s in page 2, which is its copy."""
     scheduler = make(prefix_cache_pages=None, max_num_batched_tokens=16)
     add(scheduler, 2, 6)
     for _ in range(4):  # the fork's positions 5, 6 and 7 are in the last three

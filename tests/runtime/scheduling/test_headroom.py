@@ -1,4 +1,6 @@
-"""What is left to those who run when another enters. Pages have 4 positions where nothing else is said."""
+"""The pages that are kept for running sequences when another one enters. Pages have 4 positions unless a test
+says otherwise.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +14,8 @@ from tests.support.scheduler.scheduling import add, commit, dispatch, make
 
 @pytest.mark.parametrize("cached", [True, False])
 def test_under_page_pressure_little_is_prefilled_twice(cached):
-    """64 rows that would grow to 32k tokens in all, pages for 24k. Without headroom it was 1.5 times as much
-    with a prefix cache, and 1.8 times without.
+    """64 rows would grow to 32k tokens in all, and there are pages for 24k. Without headroom 1.5 times as
+    many prompt tokens were computed with a prefix cache, and 1.8 times as many without one.
     """
     rng = random.Random(0)
     scheduler = make(
@@ -38,8 +40,8 @@ def test_under_page_pressure_little_is_prefilled_twice(cached):
     assert needed <= computed <= 1.2 * needed
 
 
-def test_a_request_waits_while_it_would_take_the_last_pages_of_those_who_run():
-    """ "a" and "b" may grow by 15 pages; an eighth of 24 is left to them."""
+def test_a_request_waits_while_it_would_take_the_last_pages_of_running_ones():
+    """ "a" and "b" may grow by 15 pages in all; an eighth of 24 pages is kept for them."""
     scheduler = make(num_pages=24, max_num_batched_tokens=96, max_model_len=96)
     add(scheduler, "a", 20)
     add(scheduler, "b", 20)
@@ -52,25 +54,27 @@ def test_a_request_waits_while_it_would_take_the_last_pages_of_those_who_run():
     assert [row.request_id for row in dispatch(scheduler).rows] == ["a", "c"]
 
 
-def test_what_those_who_run_will_not_need_is_not_kept():
+def test_pages_that_running_requests_will_not_need_are_not_kept():
     scheduler = make(num_pages=24, max_num_batched_tokens=96, max_model_len=96)
     add(scheduler, "a", 20, max_tokens=1)
     add(scheduler, "b", 20, max_tokens=1)
     plan = dispatch(scheduler)
-    add(scheduler, "c", 56)  # all that is left
+    add(scheduler, "c", 56)  # all pages that are left
     assert [row.request_id for row in dispatch(scheduler).rows] == ["c"]
     commit(scheduler, plan)
 
 
 @pytest.mark.parametrize("num_prompt", [64, 61])
-def test_an_empty_engine_takes_what_was_accepted(num_prompt):
+def test_an_idle_scheduler_admits_any_accepted_request(num_prompt):
     scheduler = make(max_num_batched_tokens=64, max_model_len=96)
     add(scheduler, "a", num_prompt)  # all 16 pages
     assert len(dispatch(scheduler).rows) == 1
 
 
-def test_under_priority_victims_leave_what_those_who_stay_will_need():
-    """ "high" needs 8 pages beside the 2 that are an eighth of 16: one victim is not enough."""
+def test_under_priority_preemption_also_frees_the_headroom():
+    """ "high" needs 8 pages beside the headroom of 2, an eighth of 16, so preempting one sequence is not
+    enough.
+    """
     scheduler = make(scheduling_policy="priority", max_num_batched_tokens=64, max_model_len=64)
     for name, priority in (("stays", 2), ("low", 1), ("lowest", 0)):
         scheduler.add(Request(name, tuple(range(16)), priority=priority), 1)

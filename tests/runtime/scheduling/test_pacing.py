@@ -1,4 +1,6 @@
-"""How long windows of decode steps may be, and how many prompt tokens a step, by arithmetic."""
+"""How long windows of decode steps may be, and how many prompt tokens a step may have, by hand-computed
+values.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +48,7 @@ def test_the_median_of_the_last_measurements_counts() -> None:
 
 
 def prefilling(*steps: tuple[int, float], decode_ms: float = 50, target_s: float = 0.2) -> int | None:
-    """The budget after steps of so many prompt tokens, that took so many ms. Steps aim at 190 ms."""
+    """The budget after steps with these numbers of prompt tokens and durations in ms. Steps aim at 190 ms."""
     made = Pacer(0.02, 8, target_s)
     made.decoded(1, int(decode_ms * MS))
     for num_tokens, ms in steps:
@@ -62,14 +64,14 @@ def test_without_a_target_prompts_have_no_budget_of_their_own() -> None:
     ("num_tokens", "ms", "budget"),
     [
         (100, 190, 100),  # just right
-        (300, 350, 140),  # 300 tokens cost 300 ms: 140 ms are 140 tokens
+        (300, 350, 140),  # 300 tokens took 300 ms, so 140 ms are 140 tokens
         (300, 1550, 28),
-        (300, 100_000, 16),  # never less
-        (100, 115, 200),  # 65 ms for 100 tokens
-        (100, 60, 200),  # it seems that many more fit, but who knows
+        (300, 100_000, 16),  # the least budget
+        (100, 115, 200),  # 100 tokens took 65 ms; at most doubled
+        (100, 60, 200),  # many more may fit, but the budget is at most doubled
         (100, 40, 200),  # quicker than a decode step
-        (31, 60, 64),  # few tokens that were quick say nothing
-        (31, 310, 16),  # but if they were slow
+        (31, 60, 64),  # few tokens in a short time say nothing
+        (31, 310, 16),  # few tokens in a long time do
         (15, 310, 64),  # too few to be measured
     ],
 )
@@ -84,8 +86,8 @@ def test_a_single_odd_step_changes_nothing() -> None:
     assert prefilling(*steady, (100, 450), (100, 450)) == 35
 
 
-def test_where_decodes_alone_take_most_of_the_target_prompts_get_a_third_of_the_time() -> None:
-    # Decodes take 200 ms: steps of 300 ms.
+def test_if_decodes_take_most_of_the_target_prompts_get_a_third_of_the_time() -> None:
+    # Decodes take 200 ms, so steps aim at 300 ms.
     assert prefilling((100, 300), decode_ms=200) == 100
     assert prefilling((100, 400), decode_ms=200) == 50
 
@@ -111,11 +113,11 @@ def test_how_often_rows_under_a_constraint_have_a_step_of_their_own(
     assert made.apart_steps == apart_steps
 
 
-def test_rows_under_a_constraint_that_stepped_with_the_others_first_are_set_apart():
+def test_rows_under_a_constraint_may_get_steps_of_their_own_later():
     made = Pacer(0.02, 8)
     for _ in range(5):
         made.decoded(1, 3 * MS, constrained=True)
-    assert made.max_steps(NEVER, 0) == 6  # better than nothing
+    assert made.max_steps(NEVER, 0) == 6  # from steps with constraints, because there are no others yet
     assert made.apart_steps == 0
     made.decoded(1, 1 * MS)
     for _ in range(5):
@@ -123,6 +125,6 @@ def test_rows_under_a_constraint_that_stepped_with_the_others_first_are_set_apar
     assert made.apart_steps == 20
 
 
-def test_without_windows_all_step_together() -> None:
+def test_without_windows_all_rows_step_together() -> None:
     assert pacer(0.5, max_steps=1).apart_steps == 0
     assert Pacer(0.02, 8).apart_steps == 0  # nothing is measured yet

@@ -1,8 +1,9 @@
-"""The scheduler and the pacer on a machine of arithmetic: running requests keep their pace while a long
-prompt comes in, and short prompts behind a long one do not wait for all of it.
+"""The scheduler and the pacer on a simulated machine: running requests keep their pace while a long prompt is
+computed, and short prompts behind a long one do not wait for all of it.
 
-The machine runs one step after the other; a step takes the weights' reading or the products of its tokens,
-whichever is longer, and a part of the other; then some noise, drawn from a seed, and a stall now and then.
+The machine runs one step after the other. A step takes the time to read the weights or to multiply its
+tokens, whichever is longer, and a part of the shorter one. Noise from a seed and an occasional stall are
+added.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ class Machine:
     fixed_ms: float
     token_ms: float
     hidden: float = 0.0
-    """Which part of the shorter of the two costs nothing."""
+    """The part of the shorter of the two times that costs nothing."""
     noise: float = 0.1
     stalls: float = 0.02
     rng: random.Random = field(default_factory=lambda: random.Random(1))
@@ -40,7 +41,7 @@ class Machine:
 
 
 class Simulation:
-    """Two steps in flight, as in the engine."""
+    """A scheduler and a pacer with two steps in flight, as in the engine."""
 
     def __init__(self, machine: Machine, target_s: float, budget: int = 512, policy: str = "fcfs") -> None:
         self.machine, self.pacer = machine, Pacer(0.02, 8, target_s)
@@ -60,9 +61,9 @@ class Simulation:
         self.now_ns = 0
         self.in_flight: list[Plan] = []
         self.steps: list[tuple[Plan, float]] = []
-        """What ran, and how many ms it took."""
+        """Each plan that ran, and how many ms it took."""
         self.first_step: dict[str, int] = {}
-        """The step that made a request's first token."""
+        """For each request the step that made its first token."""
 
     def add(self, name: str, num_prompt: int, max_tokens: int = 10_000, priority: int = 0) -> None:
         stopping = StoppingParams(max_tokens=max_tokens)
@@ -88,14 +89,14 @@ class Simulation:
             self.first_step.setdefault(output.request_id, len(self.steps))
 
     def until_first_token(self, name: str) -> int:
-        """How many steps that takes."""
+        """Runs until the request has its first token. Returns the number of steps."""
         before = len(self.steps)
         while name not in self.first_step:
             self.step()
         return len(self.steps) - before
 
     def decode(self, num_rows: int, num_prompt: int = 64) -> None:
-        """So many requests that decode until the end."""
+        """Adds so many requests that decode until the end."""
         for i in range(num_rows):
             self.add(f"decode{i}", num_prompt)
         self.until_first_token(f"decode{num_rows - 1}")
@@ -104,7 +105,7 @@ class Simulation:
 
 
 def durations(simulation: Simulation, first: int) -> list[float]:
-    """Of the steps from `first` on that had prompt tokens beside decodes."""
+    """The durations of the steps from `first` on that had prompt tokens beside decodes, in ms."""
     return [ms for plan, ms in simulation.steps[first:] if 0 < plan.num_prompt_tokens < plan.num_tokens]
 
 
@@ -117,7 +118,9 @@ MACHINES = {
 
 
 def while_a_long_prompt_comes_in(machine: Machine, target_s: float) -> tuple[Simulation, float]:
-    """What ran then, and how many ms it took."""
+    """The simulation, with only the steps that ran while a long prompt was computed, and how many ms that
+    took.
+    """
     simulation = Simulation(machine, target_s)
     simulation.decode(4)
     before, begun_ns = len(simulation.steps), simulation.now_ns
@@ -132,21 +135,22 @@ def test_running_requests_keep_their_pace_while_a_long_prompt_comes_in(kind: str
     paced, _ = while_a_long_prompt_comes_in(MACHINES[kind](), 0.15)
     steps = durations(paced, 0)
     assert median(steps) <= 150
-    assert sum(ms > 180 for ms in steps) <= 0.05 * len(steps) + 3  # stalls, and the first few
+    assert sum(ms > 180 for ms in steps) <= 0.05 * len(steps) + 3  # stalls, and the first steps
     unpaced, _ = while_a_long_prompt_comes_in(MACHINES[kind](), 0.0)
     if kind == "tiny":
-        assert median(plan.num_prompt_tokens for plan, _ in paced.steps) > 500  # nothing to wait for
+        assert median(plan.num_prompt_tokens for plan, _ in paced.steps) > 500  # steps are short anyway
     else:
         assert median(durations(unpaced, 0)) > 250
         assert median(steps) > 110
 
 
-# In turn: a third of each step is the weights' reading, so half as much again is the price.
+# If the machine reads and computes in turn, a third of each step is reading the weights, so smaller steps
+# cost half as much again.
 @pytest.mark.parametrize(
     ("kind", "price"),
     [("matrix unit", 1.3), ("none", 1.3), ("reads and computes in turn", 1.6), ("tiny", 1.1)],
 )
-def test_what_it_costs_the_long_prompt(kind: str, price: float) -> None:
+def test_pacing_costs_a_long_prompt_little(kind: str, price: float) -> None:
     machine = MACHINES[kind]()
     machine.stalls = 0
     _, unpaced_ms = while_a_long_prompt_comes_in(machine, 0.0)
@@ -169,7 +173,7 @@ def test_the_budget_follows_a_machine_whose_speed_changes() -> None:
         assert 120 < median(durations(simulation, first)) <= 150
 
 
-def test_prompts_move_on_where_decodes_alone_take_longer_than_the_target() -> None:
+def test_prompts_go_on_if_decodes_alone_take_longer_than_the_target() -> None:
     simulation = Simulation(Machine(300, 1.0, stalls=0), 0.15)
     simulation.decode(4)
     simulation.add("late", 4096)
@@ -182,8 +186,8 @@ def test_prompts_move_on_where_decodes_alone_take_longer_than_the_target() -> No
 def test_decodes_that_change_their_pace_while_a_prompt_comes_in(
     before_ms: float, now_ms: float, least: float, most: float
 ) -> None:
-    """As when most of the running ones end. Steps of 142 ms are aimed at, and of 375 where decodes alone take
-    250.
+    """This happens when most of the running requests end. Steps aim at 142 ms, or at 375 ms if decodes alone
+    take 250.
     """
     machine = Machine(before_ms, 0.6, stalls=0)
     simulation = Simulation(machine, 0.15)
@@ -220,7 +224,7 @@ def test_a_short_prompt_does_not_wait_for_the_long_ones_before_it(
     simulation.step()
     simulation.step()
     simulation.add("short", 300)
-    # A quarter of about 180 prompt tokens a step, less what the other long ones get.
+    # "short" gets a quarter of about 180 prompt tokens in each step, less what the other long prompts get.
     assert simulation.until_first_token("short") <= 14
     first = simulation.scheduler.roster.find("long0")
     others = [simulation.scheduler.roster.find(f"long{i}") for i in range(1, num_long)]

@@ -1,4 +1,4 @@
-"""PagePool: hand-made cases, and a random walk against a plain list of holders."""
+"""PagePool: cases made by hand, and random use compared with a plain list of holders."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_pages_for(num_tokens, pages):
     assert PagePool(5, 16).pages_for(num_tokens) == pages
 
 
-def test_what_was_not_asked_for_fails_and_changes_nothing():
+def test_an_allocation_that_does_not_fit_fails_and_changes_nothing():
     pool = PagePool(3, 16)
     held = pool.allocate(2)
     with pytest.raises(RuntimeError, match="cannot allocate 2 pages; 1 of 3"):
@@ -89,11 +89,11 @@ def test_free_pages_are_taken_before_cached_ones_and_those_in_order_of_their_rel
         (page,) = pool.allocate(1)
         pool.publish(page, key)
     pool.release([1])
-    pool.release([0, 2])  # the end of what is released together goes first
+    pool.release([0, 2])  # of pages that are released together, the last is taken first
     assert pool.allocate(2) == [3, 1]
     assert [pool.lookup(key) for key in (b"a", b"b", b"c")] == [0, None, 2]
     pool.retain([2])
-    pool.release([2])  # held since: now "a" is the oldest
+    pool.release([2])  # it was held again, so now "a" is the oldest
     assert pool.allocate(1) == [0]
     pool.check([[3, 1], [0]])
 
@@ -114,7 +114,7 @@ def test_one_key_belongs_to_one_page_and_a_page_has_one_key():
     pool = PagePool(3, 16)
     pages = pool.allocate(2)
     pool.publish(0, b"a")
-    pool.publish(1, b"a")  # the same content again: it stays without a key
+    pool.publish(1, b"a")  # the same content again, so this page has no key
     assert pool.lookup(b"a") == 0
     with pytest.raises(RuntimeError, match="page 0 is not held, or was published before"):
         pool.publish(0, b"b")
@@ -146,7 +146,7 @@ def test_keys_are_forgotten_at_once():
     pool.check([held])
 
 
-def test_what_holders_would_free_together():
+def test_pages_that_holders_would_free_together():
     pool = PagePool(4, 16)
     one, shared = pool.allocate(1), pool.allocate(2)
     pool.retain(shared)
@@ -176,7 +176,7 @@ def test_check_notices_every_kind_of_damage():
         pool.check([])
     pool = PagePool(3, 16)
     held = pool.allocate(1)
-    pool._free[0] = held[0]  # page 2 lost, page 0 both free and held: the sum alone would not show it
+    pool._free[0] = held[0]  # page 2 is lost and page 0 both free and held; the sum does not show it
     with pytest.raises(AssertionError, match="page 0 is free but has refcount 1"):
         pool.check([held])
     pool = PagePool(3, 16)
@@ -213,7 +213,9 @@ def test_sizes_are_positive(num_pages, page_size, name):
     ),
 )
 def test_random_use_agrees_with_a_list_of_holders(num_pages, max_cached, script):
-    """`content` is what each page would hold: who takes it overwrites it; a key finds what was published."""
+    """`content` is what each page would hold: allocating a page overwrites it, and a key must find what was
+    published.
+    """
     pool = PagePool(num_pages, 16, max_cached)
     holders: list[list[int]] = []
     content = [b""] * num_pages

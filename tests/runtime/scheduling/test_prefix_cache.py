@@ -1,4 +1,6 @@
-"""Sharing by hand: what is found, promised, published, evicted and flushed. Pages have 4 positions."""
+"""Sharing of prefixes, computed by hand: which pages are found, promised, published, evicted and flushed.
+Pages have 4 positions.
+"""
 
 from __future__ import annotations
 
@@ -69,7 +71,9 @@ def test_rows_of_one_step_share_what_that_step_computes():
 
 
 def test_a_whole_cached_prompt_leaves_one_token_to_compute():
-    """8 tokens are two pages, but the second is computed again for its last token, in a page of its own."""
+    """8 tokens are two pages. The second is computed again in a page of its own, because the logits of its
+    last token are needed.
+    """
     scheduler = cached()
     add(scheduler, "a", PROMPT[:8])
     step(scheduler)
@@ -80,18 +84,18 @@ def test_a_whole_cached_prompt_leaves_one_token_to_compute():
     assert starts(step(scheduler))["c"] == 8
 
 
-def test_who_needs_a_promised_page_waits_and_others_pass():
+def test_a_request_that_needs_a_promised_page_waits_and_others_pass():
     scheduler = cached(max_num_batched_tokens=6, max_num_seqs=4, max_prefill_chunk=4)
     add(scheduler, "a")
     add(scheduler, "b")
     add(scheduler, "other", (1, 2))
     assert starts(step(scheduler)) == {"a": 0, "other": 0}
     assert scheduler.active_ids() == ("a", "b", "other")
-    assert starts(step(scheduler)) == {"a": 4, "b": 8, "other": 2}  # "a" publishes the second page just here
+    assert starts(step(scheduler)) == {"a": 4, "b": 8, "other": 2}  # "a" publishes page 1 in this step
     assert starts(step(scheduler)) == {"a": 8, "b": 9, "other": 3}
 
 
-def test_when_the_one_who_promised_goes_the_next_computes_itself():
+def test_if_the_request_that_promised_ends_the_next_computes_the_prefix():
     scheduler = cached(max_num_batched_tokens=4)
     for name in "abc":
         add(scheduler, name)
@@ -109,13 +113,13 @@ def test_generated_pages_are_shared_once_their_tokens_are_known():
     for plan, token in zip(plans[:2], (11, 12), strict=True):
         commit(scheduler, plan, token)
     pool = scheduler.roster.pool
-    assert pool.num_published == 1  # tokens 0 to 7 are known; position 7 counts when what it sampled is known
+    assert pool.num_published == 1  # position 7 counts once the token sampled at it is known
     commit(scheduler, plans[2], 13)
     assert pool.num_published == 2
     assert starts(dispatch(scheduler))["b"] == 8
 
 
-def test_a_finished_request_leaves_its_pages_until_they_are_wanted():
+def test_pages_of_a_finished_request_stay_until_they_are_needed():
     scheduler = cached(num_pages=4, max_model_len=17)
     add(scheduler, "a")
     step(scheduler)
@@ -149,7 +153,7 @@ def test_a_preempted_request_resumes_from_what_it_published():
         (CacheParams(), CacheParams(bypass=True)),
     ],
 )
-def test_what_is_not_shared(first, second):
+def test_salts_and_bypass_prevent_sharing(first, second):
     scheduler = cached(max_num_batched_tokens=32)
     add(scheduler, "a", cache=first)
     add(scheduler, "b", cache=second)
@@ -159,8 +163,10 @@ def test_what_is_not_shared(first, second):
     assert starts(step(scheduler)) == {"c": 0 if second.bypass else 8}
 
 
-def test_salts_are_no_way_to_another_ones_pages():
-    """The root is made of generation, adapter and salt: no salt may look like the others."""
+def test_no_salt_leads_to_the_pages_of_another():
+    """The root key is made of weights' generation, adapter and salt, and no salt may imitate the other
+    two.
+    """
     scheduler = cached()
     add(scheduler, "a")
     step(scheduler)
@@ -170,7 +176,7 @@ def test_salts_are_no_way_to_another_ones_pages():
         finish(scheduler, f"b{i}")
 
 
-def test_equal_tokens_behind_another_beginning_are_another_page():
+def test_equal_tokens_after_different_ones_are_another_page():
     scheduler = cached()
     add(scheduler, "a")
     step(scheduler)
@@ -178,7 +184,7 @@ def test_equal_tokens_behind_another_beginning_are_another_page():
     assert starts(step(scheduler))["b"] == 0
 
 
-def test_a_flush_forgets_all_and_who_runs_publishes_nothing_more():
+def test_a_flush_forgets_all_and_running_requests_publish_nothing_more():
     scheduler = cached()
     add(scheduler, "done")
     step(scheduler)
@@ -205,7 +211,8 @@ def test_new_weights_share_nothing_with_the_old(preempts):
     scheduler.check()
     add(scheduler, "b")
     first = starts(step(scheduler))
-    # Whoever goes on with the old KV promises and publishes nothing; whoever begins anew does.
+    # A request that goes on with KV of the old weights promises and publishes nothing; one that begins anew
+    # does.
     assert first == ({"a": 0} if preempts else {"a": 8, "b": 0})
     second = starts(step(scheduler))
     assert second == ({"a": 8, "b": 8} if preempts else {"a": 10, "b": 6})
@@ -229,9 +236,9 @@ def test_no_more_pages_are_kept_than_allowed():
     assert scheduler.roster.pool.num_cached == 3
 
 
-def test_waiting_for_a_lower_priority_is_not_asked_of_a_higher_one():
+def test_a_higher_priority_does_not_wait_for_a_lower_ones_promise():
     scheduler = cached(max_num_batched_tokens=4, scheduling_policy="priority")
     scheduler.add(Request("low", PROMPT, priority=0), 1)
     assert starts(step(scheduler)) == {"low": 0}
     scheduler.add(Request("high", PROMPT, priority=1), 1)
-    assert starts(step(scheduler)) == {"high": 4}  # what is published is shared; the rest it computes itself
+    assert starts(step(scheduler)) == {"high": 4}  # it shares what is published and computes the rest itself

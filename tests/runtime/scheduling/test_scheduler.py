@@ -1,4 +1,4 @@
-"""Plans computed by hand: chunks, priorities, page boundaries, slots, preemption and resumption."""
+"""Plans computed by hand: chunks, order, page boundaries, slots, preemption and resumption."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_a_prompt_is_cut_into_chunks_by_the_budget_and_only_the_last_one_samples
     assert step(scheduler).rows == (PlanRow("a", 0, 11, 1, None, samples=True),)
 
 
-def test_a_last_chunk_of_one_token_is_no_decode_it_brings_its_token():
+def test_a_last_chunk_of_one_token_brings_its_token_unlike_a_decode():
     scheduler = make(max_num_batched_tokens=4)
     prompt = add_prompt(scheduler, "a", 5)
     step(scheduler)
@@ -108,11 +108,11 @@ def test_prompts_may_have_a_smaller_budget_beside_decodes():
     add(scheduler, "a", 2)
     add(scheduler, "b", 40)
     plan = dispatch(scheduler, prefill_budget=3)
-    assert shape(plan) == [("a", 0, 2), ("b", 0, 14)]  # nobody decodes yet
+    assert shape(plan) == [("a", 0, 2), ("b", 0, 14)]  # no row decodes yet
     for start in (14, 17):
         plan = dispatch(scheduler, prefill_budget=3)
         assert shape(plan)[1:] == [("b", start, 3)]
-    assert shape(dispatch(scheduler, prefill_budget=0))[1:] == [("b", 20, 1)]  # but always something
+    assert shape(dispatch(scheduler, prefill_budget=0))[1:] == [("b", 20, 1)]  # at least one token
     assert shape(dispatch(scheduler, prefill_budget=100))[1:] == [("b", 21, 15)]
 
 
@@ -129,8 +129,10 @@ def test_many_prompts_at_once_have_a_larger_budget_beside_decodes():
 
 
 @pytest.mark.parametrize("kind", ["forks", "prefix", "no pages", "not admitted"])
-def test_who_cannot_come_in_makes_no_larger_budget(kind):
-    """Sixteen of them beside one prompt, whose budget stays its own. They are looked at once before."""
+def test_requests_that_cannot_enter_do_not_enlarge_the_budget(kind):
+    """Sixteen such requests wait beside one prompt, whose budget must stay that of a single prompt. Each of
+    them is looked at once before.
+    """
     scheduler = make(
         max_num_batched_tokens=256, max_model_len=4096, max_num_seqs=32,
         num_pages=1010 if kind == "no pages" else 4000,
@@ -155,7 +157,7 @@ def test_who_cannot_come_in_makes_no_larger_budget(kind):
         assert shape(dispatch(scheduler, admit=admit, prefill_budget=8))[1][2] == 8
 
 
-def test_where_steps_are_padded_a_smaller_budget_pads_nothing():
+def test_if_steps_are_padded_a_smaller_budget_pads_nothing():
     scheduler = make(
         max_num_batched_tokens=128, max_model_len=999, num_pages=250, step_sizes=(8, 32, 64, 128)
     )
@@ -167,8 +169,10 @@ def test_where_steps_are_padded_a_smaller_budget_pads_nothing():
         assert [row.num_tokens for row in plan.rows] == [1, num_tokens]
 
 
-def test_where_steps_are_padded_prompts_have_enough_tokens_to_be_measured():
-    """16 tokens beside 10 decodes: the next smaller step would leave 6, of which no pace can be told."""
+def test_if_steps_are_padded_prompts_have_enough_tokens_to_be_measured():
+    """There are 16 tokens beside 10 decodes. The next smaller step would leave 6 of them, too few to measure
+    a pace.
+    """
     scheduler = make(
         max_num_batched_tokens=64, max_model_len=999, num_pages=300, max_num_seqs=11, step_sizes=(16, 32, 64)
     )
@@ -188,7 +192,7 @@ def test_a_long_prompt_leaves_a_part_of_each_step_to_those_behind_it():
     add(scheduler, "b", 9)
     add(scheduler, "c", 9)
     assert shape(step(scheduler)) == [("long", 32, 24), ("longer", 0, 1), ("a", 0, 5), ("b", 0, 2)]
-    # Of a step's 31 tokens beside "a" a quarter, 7, are for the others.
+    # A quarter of a step's 31 tokens beside "a", which is 7, is for the others.
     assert shape(step(scheduler))[1:] == [("long", 56, 24), ("longer", 1, 1), ("b", 2, 6)]
     assert shape(step(scheduler))[1:] == [("long", 80, 24), ("longer", 2, 1), ("b", 8, 1), ("c", 0, 5)]
     assert shape(step(scheduler))[2:] == [("long", 104, 25), ("longer", 3, 1), ("c", 5, 4)]
@@ -205,7 +209,7 @@ def test_pages_are_written_at_entry_for_the_whole_prompt_and_then_at_each_bounda
     assert step(scheduler).page_writes == (PageWrite(0, 3, (3,)),)  # position 12
 
 
-def test_nobody_overtakes_a_large_request_that_waits_for_pages():
+def test_no_request_overtakes_a_large_one_that_waits_for_pages():
     scheduler = make(num_pages=4, max_num_batched_tokens=16)
     add(scheduler, "a", 8, max_tokens=3)
     step(scheduler)
@@ -292,7 +296,7 @@ def test_a_victim_may_be_halfway_through_its_prefill():
     plan = step(scheduler)
     assert (shape(plan), plan.preempted) == ([("a", 4, 1)], ("b",))
     scheduler.abort("a", "", 3)
-    assert shape(step(scheduler)) == [("b", 0, 4)]  # from its start
+    assert shape(step(scheduler)) == [("b", 0, 4)]  # it begins anew
 
 
 def test_a_decode_does_not_give_way_while_a_step_in_flight_may_free_pages():
@@ -331,7 +335,7 @@ def test_preempt_all_keeps_the_order_of_arrival():
     assert shape(step(scheduler)) == [("a", 0, 2), ("b", 0, 2)]
 
 
-def test_while_nobody_is_admitted_the_running_ones_go_on():
+def test_running_requests_go_on_while_none_is_admitted():
     scheduler = make()
     add(scheduler, "a", 1)
     assert scheduler.schedule(1, admit=False) is None
@@ -344,7 +348,7 @@ def test_while_nobody_is_admitted_the_running_ones_go_on():
 
 
 def test_a_decode_goes_on_while_its_token_is_in_flight():
-    """Its input is on the device; only who will have ended by then gets no further row."""
+    """Its input is on the device. Only a sequence that will have ended by then gets no further row."""
     scheduler = make()
     add(scheduler, "a", 2)
     add(scheduler, "b", 2, max_tokens=2)
@@ -401,7 +405,7 @@ def test_log_probabilities_of_the_prompt_come_with_the_first_token_whatever_the_
     scheduler.add(Request("a", tuple(range(100, 107)), prompt_logprobs=0), 1)
     first = dispatch(scheduler)
     scheduler.commit(first, StepResult([()], [()], prompt_logprobs={0: known[:4]}), 2)
-    scheduler.preempt_all()  # and computes all of them again
+    scheduler.preempt_all()  # all of them are computed again
     again = dispatch(scheduler)
     assert again.rows[0].start == 0
     scheduler.commit(again, StepResult([()], [()], prompt_logprobs={0: known[:4]}), 3)

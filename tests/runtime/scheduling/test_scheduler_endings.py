@@ -1,4 +1,6 @@
-"""Aborts in every state, time limits, tokens in flight, and what outputs and memory tell about it."""
+"""Aborts in every state, time limits and tokens in flight, and what outputs, timing and memory show of
+them.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,7 @@ def step(scheduler: Scheduler, token: int = WORD, now_ns: int = 3) -> list[StepO
     return commit(scheduler, dispatch(scheduler), token, now_ns)
 
 
-def test_expire_ends_the_late_ones_only_wherever_they_are():
+def test_expire_ends_late_requests_whether_they_run_or_wait():
     scheduler = make(max_num_seqs=2)
     add(scheduler, "runs", now_ns=SECOND, time_limit_s=2.0)
     add(scheduler, "unlimited")
@@ -120,7 +122,7 @@ def test_a_token_in_flight_survives_a_preemption():
     add(scheduler)
     plan = dispatch(scheduler)
     scheduler.preempt_all()
-    assert scheduler.schedule(3) is None  # else it would sample the same position twice
+    assert scheduler.schedule(3) is None  # it would sample the same position twice
     assert commit(scheduler, plan, 42) == [StepOutput("a", (42,))]
     assert dispatch(scheduler).rows[0].token_ids == (100, 101, 102, 42)
 
@@ -146,7 +148,7 @@ def test_finished_ids_are_remembered_for_a_while_and_not_while_in_use_again():
     assert scheduler.finished("again")
     add(scheduler, "again")
     assert not scheduler.finished("again")
-    scheduler.abort("again", "", 2)  # now it is the newest
+    scheduler.abort("again", "", 2)  # now it is the newest of the ended ids
     add(scheduler, "last")
     scheduler.abort("last", "", 2)
     assert scheduler.finished("again")
@@ -154,7 +156,7 @@ def test_finished_ids_are_remembered_for_a_while_and_not_while_in_use_again():
     assert scheduler.finished("r1")
 
 
-def test_timing_tells_when_each_thing_first_happened():
+def test_timing_has_the_first_time_of_each_event():
     scheduler = make(max_num_batched_tokens=4)
     add(scheduler, num_prompt=5, now_ns=10, max_tokens=3)
     for now_ns in (20, 30):  # the first chunk samples nothing
@@ -168,7 +170,7 @@ def test_timing_tells_when_each_thing_first_happened():
     )
 
 
-def test_what_never_happened_has_no_time():
+def test_an_event_that_never_happened_has_no_time():
     scheduler = make()
     add(scheduler, now_ns=10)
     output = scheduler.abort("a", "", 12)
@@ -190,7 +192,7 @@ def test_outputs_carry_the_generation_that_made_their_tokens():
     assert output.weights_generation == 5
 
 
-def test_log_probabilities_go_to_those_who_asked():
+def test_only_requests_that_ask_get_log_probabilities():
     scheduler = make()
     for name, logprobs in (("no", None), ("yes", 0)):
         scheduler.add(Request(name, (100,), logprobs=logprobs), 1)

@@ -1,4 +1,6 @@
-"""Feature slots: what penalties and biases need while they run, of which there are fewer than slots."""
+"""Feature slots: requests with penalties or biases need one while they run, and there may be fewer of them
+than slots.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,7 @@ def names(plan: Any) -> list[str]:
 
 
 @pytest.mark.parametrize("name", FEATURES)
-def test_who_needs_one(name: str) -> None:
+def test_requests_that_need_a_feature_slot(name: str) -> None:
     scheduler = make(feature_slots=1)
     add(scheduler, "plain", PLAIN)
     add(scheduler, "first", FEATURES[name])
@@ -43,7 +45,7 @@ def test_who_needs_one(name: str) -> None:
     assert plan.feature_slots == {1: 0}
 
 
-def test_who_waits_for_one_lets_those_pass_who_need_none_and_is_then_the_first() -> None:
+def test_a_request_that_waits_for_one_is_passed_only_by_those_that_need_none() -> None:
     scheduler = make(feature_slots=1)
     add(scheduler, "holds", PENALISED, max_tokens=2)
     add(scheduler, "waits", PENALISED)
@@ -61,8 +63,8 @@ def test_who_waits_for_one_lets_those_pass_who_need_none_and_is_then_the_first()
     assert plan.feature_slots == {0: 0}
 
 
-def test_once_one_is_free_nobody_passes_the_first_who_wants_it() -> None:
-    """It lacks pages then: "plain" has some, and "late" would take more."""
+def test_once_one_is_free_no_request_passes_the_first_that_needs_it() -> None:
+    """ "waits" lacks pages then: "plain" holds some, and "late" would take more."""
     scheduler = make(feature_slots=1, num_pages=8)
     add(scheduler, "holds", PENALISED)
     scheduler.add(Request("waits", tuple(range(24)), PENALISED, StoppingParams(max_tokens=4)), 1)
@@ -79,7 +81,7 @@ def test_once_one_is_free_nobody_passes_the_first_who_wants_it() -> None:
     assert names(dispatch(scheduler)) == ["waits"]
 
 
-def test_an_aborted_or_preempted_one_gives_it_back() -> None:
+def test_an_aborted_or_preempted_request_gives_it_back() -> None:
     scheduler = make(feature_slots=1)
     add(scheduler, "a", PENALISED)
     commit(scheduler, dispatch(scheduler))
@@ -94,19 +96,19 @@ def test_an_aborted_or_preempted_one_gives_it_back() -> None:
     assert (names(plan), plan.feature_slots) == (["b"], {0: 0})
 
 
-def test_by_priority_the_holder_of_lower_priority_makes_room() -> None:
+def test_by_priority_a_holder_of_lower_priority_is_preempted() -> None:
     scheduler = make(feature_slots=1, scheduling_policy="priority")
     add(scheduler, "holds", PENALISED)
     add(scheduler, "plain", PLAIN)
     commit(scheduler, dispatch(scheduler))
     add(scheduler, "first", PENALISED, priority=1)
     plan = dispatch(scheduler)
-    assert plan.preempted == ("holds",)  # and not who comes after it
+    assert plan.preempted == ("holds",)  # and not "plain", which comes after it
     assert set(names(plan)) == {"first", "plain"}
     assert plan.feature_slots == {0: 0}
 
 
-def test_nobody_is_preempted_where_that_frees_no_feature_slot() -> None:
+def test_no_request_is_preempted_if_that_frees_no_feature_slot() -> None:
     scheduler = make(feature_slots=1, scheduling_policy="priority")
     add(scheduler, "holds", PENALISED, priority=1)
     add(scheduler, "plain", PLAIN)
@@ -117,6 +119,6 @@ def test_nobody_is_preempted_where_that_frees_no_feature_slot() -> None:
     assert names(plan) == ["holds", "plain"]
 
 
-def test_none_at_all_is_refused() -> None:
+def test_zero_feature_slots_are_refused() -> None:
     with pytest.raises(ConfigError, match="feature_slots must be at least 1"):
         make(feature_slots=0)

@@ -1,4 +1,4 @@
-"""What the scheduler lets in, which configurations it takes, and what its audit notices."""
+"""Which requests and which configurations the scheduler accepts, and what its audit notices."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_prompts_must_leave_room_for_one_token():
 @pytest.mark.parametrize(
     ("num_prompt", "max_tokens", "needed"),
     [
-        (4, 5, None),  # 9 tokens in all, of which the last needs no KV: 8 positions, all there are
+        (4, 5, None),  # 9 tokens, of which the last needs no KV: all 8 positions
         (4, 6, 9),
         (8, 1, None),
         (9, 1, 9),
@@ -122,7 +122,7 @@ def test_every_wrong_limit_is_listed():
 
 
 def aside(waiting, event):
-    """The first in line as if it had stepped aside, but for leaving the line."""
+    """The first in line, marked as if it had stepped aside, but still in line."""
     waiting.first().awaits = event
     return waiting.first()
 

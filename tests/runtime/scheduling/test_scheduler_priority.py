@@ -1,4 +1,4 @@
-"""The policy "priority" and the sliding window, computed by hand."""
+"""The policy "priority" and the sliding window, with plans computed by hand."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def names(plan: Plan) -> list[str]:
     return [row.request_id for row in plan.rows]
 
 
-def test_the_highest_priority_enters_first_and_then_the_first_come():
+def test_the_highest_priority_enters_first_and_among_equals_the_first_to_arrive():
     scheduler = prioritized(max_num_seqs=2)
     for name, priority in (("a", 0), ("b", -3), ("c", 7), ("d", 7), ("e", 0)):
         add(scheduler, name, priority)
@@ -38,7 +38,7 @@ def test_the_highest_priority_enters_first_and_then_the_first_come():
     assert names(step(scheduler)) == ["c", "a"]
 
 
-def test_fcfs_does_not_look_at_priorities():
+def test_fcfs_ignores_priorities():
     scheduler = make(max_num_seqs=1)
     add(scheduler, "a", 0)
     add(scheduler, "b", 9)
@@ -46,7 +46,7 @@ def test_fcfs_does_not_look_at_priorities():
     assert step(scheduler).preempted == ()
 
 
-def test_who_lacks_a_slot_preempts_the_latest_of_the_lowest():
+def test_a_request_without_a_slot_preempts_the_latest_of_the_lowest():
     scheduler = prioritized(max_num_seqs=3)
     for name, priority in (("a", 1), ("b", 0), ("c", 0)):
         add(scheduler, name, priority)
@@ -61,7 +61,7 @@ def test_who_lacks_a_slot_preempts_the_latest_of_the_lowest():
     assert names(step(scheduler)) == ["a", "b", "c"]
 
 
-def test_who_lacks_pages_preempts_as_many_as_it_takes():
+def test_a_request_without_pages_preempts_as_many_as_it_takes():
     scheduler = prioritized(num_pages=4)
     for name in "abc":
         add(scheduler, name)
@@ -72,7 +72,7 @@ def test_who_lacks_pages_preempts_as_many_as_it_takes():
     assert names(plan) == ["a", "high"]
 
 
-def test_nobody_is_preempted_in_vain():
+def test_no_request_is_preempted_in_vain():
     scheduler = prioritized(num_pages=4)
     add(scheduler, "equal", 1, num_prompt=8)
     add(scheduler, "low", 0)
@@ -112,7 +112,9 @@ def test_a_victim_with_a_token_in_flight_resumes_after_its_commit():
 
 
 def test_pages_before_the_window_are_given_back_while_the_sequence_runs():
-    """Window 5 and pages of 4: when position p is next, p - 4 is the first that it sees."""
+    """The window is 5 and pages have 4 positions. When position p is next, p - 4 is the first position that
+    it reads.
+    """
     scheduler = make(sliding_window=5, max_num_batched_tokens=6)
     add(scheduler, "a", num_prompt=14)
     used = []
@@ -135,7 +137,7 @@ def test_with_a_window_long_outputs_fit_few_pages():
     assert most <= 4
 
 
-def test_what_is_given_back_was_published_and_can_be_shared():
+def test_pages_that_leave_the_window_can_still_be_shared():
     scheduler = make(sliding_window=4, prefix_cache_pages=None, max_num_batched_tokens=32)
     add(scheduler, "a", num_prompt=13)
     for _ in range(4):

@@ -1,10 +1,10 @@
-"""Random arrivals, steps, aborts, time limits, preemptions, flushes, failures and weight updates, on a fake
-runner that reads through the page tables.
+"""Random arrivals, steps, aborts, time limits, preemptions, flushes and weight updates on a fake runner that
+reads through the page tables.
 
-After every event `support.traffic` checks the plan and the accounts; at the end every request must have made
-the tokens of the same model run alone on a list: no scheduler, pages, chunks, windows, sharing or
-preemptions. So streams are the same with steps overlapped or not, in windows of any length, cached or not, in
-any company.
+After every event `tests.support.scheduler.traffic` checks the plan and the accounts. At the end every request
+must have made the tokens that the same model makes alone on a list, without a scheduler, pages, chunks,
+windows, sharing or preemptions. So outputs are the same with overlapped steps or without, in windows of any
+length, cached or not, whatever other requests there are.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def random_config(rng: random.Random) -> SchedulerConfig:
 
 
 def random_prompt(rng: random.Random) -> tuple[int, ...]:
-    """Half of them begin like others do."""
+    """A prompt; about half of the prompts begin like others."""
     beginning: list[int] = []
     if rng.random() < 0.6:
         beginning = random.Random(rng.randint(0, 1)).choices(range(VOCAB), k=24)[: rng.randint(1, 24)]
@@ -74,7 +74,7 @@ def random_request(rng: random.Random) -> Request:
 
 
 def random_outputs(rng: random.Random) -> list[Request]:
-    """One request as the engine sees it."""
+    """The outputs of one request, as the engine submits them."""
     n = rng.choice([1, 1, 1, rng.randint(2, 4)])
     limits = [rng.randint(1, 20) for _ in range(n)]
     constraints = [Rota(limit) for limit in limits] if rng.random() < 0.2 else []
@@ -83,24 +83,26 @@ def random_outputs(rng: random.Random) -> list[Request]:
 
 @dataclass(frozen=True)
 class Event:
-    """Something that happens to the scheduler; a test that fails prints those that led to it."""
+    """Something that happens to the scheduler. A test that fails prints the events that led to the
+    failure.
+    """
 
     kind: str
     requests: tuple[Request, ...] = ()
     name: str = ""
     stop: bool = False
-    """Whether a stop string ended it."""
+    """Whether a stop string ended the request."""
     recompute: bool = False
     num: int = 0
-    """Of plans, or of seconds."""
+    """The number of plans, or of seconds."""
     ahead: int = 0
     admit: bool = True
     limits: tuple[int, int | None, int] = (1, None, 0)
-    """Most decode steps, prefill budget and apart_steps of the plans made."""
+    """The most decode steps, the prefill budget and the apart_steps of the plans that are made."""
     meanwhile: tuple[Event, ...] = ()
 
     def __str__(self) -> str:
-        """What is not as in most events."""
+        """The kind of the event, and the fields that differ from their defaults."""
         told = [f"{each.name}={getattr(self, each.name)}" for each in fields(self) if self.differs(each)]
         told += [f"({event})" for event in self.meanwhile]
         return " ".join([self.kind, *told, *map(describe, self.requests)])
@@ -110,7 +112,7 @@ class Event:
 
 
 def describe(request: Request) -> str:
-    """A request as its scheduler sees it."""
+    """The parts of a request that matter to the scheduler."""
     stopping, sampling = request.stopping, request.sampling
     told = {
         "prompt": request.prompt_token_ids,
@@ -148,7 +150,7 @@ def draw_abort(traffic: Traffic, rng: random.Random) -> Event:
 
 
 def draw_calls(traffic: Traffic, rng: random.Random) -> Iterator[Event]:
-    """What other threads do while constraints are fed: they may use ids that were in use until just now."""
+    """What other threads do while constraints accept tokens: they may use ids that were in use until then."""
     for _ in range(rng.choice([0, 0, 1, 3])):
         if traffic.active and rng.random() < 0.6:
             yield draw_abort(traffic, rng)
@@ -193,7 +195,7 @@ def draw_event(traffic: Traffic, rng: random.Random) -> Event:
 
 
 def apply(event: Event, traffic: Traffic) -> None:
-    """Has the event happen, unless there is nothing that it could happen to."""
+    """Makes the event happen, unless it has nothing to act on."""
     if event.kind == "arrive":
         for request in event.requests:
             traffic.arrive(request)
@@ -225,8 +227,8 @@ def apply_all(events: Iterable[Event], traffic: Traffic) -> None:
         apply(event, traffic)
 
 
-# All comes from one seed: drawn by hypothesis one by one, events cost more than the scheduler and cluster at
-# the smallest limits. Their number still shrinks.
+# All events come from one seed: if hypothesis drew them one by one, drawing would cost more than the
+# scheduler, and events would cluster at the smallest limits. Their number still shrinks.
 @settings(max_examples=300, deadline=None)  # no deadline: the machine that runs this may be busy
 @given(seed=st.integers(0, 2**32 - 1), num_events=st.integers(10, 80))
 def test_random_traffic(seed, num_events):

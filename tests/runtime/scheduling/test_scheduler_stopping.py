@@ -1,4 +1,6 @@
-"""Every finish reason that tokens and deadlines cause, with its off-by-ones and its precedence."""
+"""Every finish reason that tokens and deadlines cause, at its exact limits, and which one wins if several
+apply.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,7 @@ def step(scheduler: Scheduler, token: int = WORD, now_ns: int = 3) -> list[StepO
 
 
 def run(scheduler: Scheduler, tokens: list[int]) -> tuple[list[int], Finish | None]:
-    """Feeds one request these samples until it ends; its output and how it ended."""
+    """Gives one request these samples until it ends. Returns its tokens and how it ended."""
     made: list[int] = []
     for token in tokens:
         (output,) = step(scheduler, token)
@@ -36,17 +38,18 @@ def run(scheduler: Scheduler, tokens: list[int]) -> tuple[list[int], Finish | No
         ({"stop_token_ids": (STOP_ID,)}, [WORD, STOP_ID], 2, Finish(FinishReason.STOP, token_id=STOP_ID)),
         ({}, [STOP_ID], 1, None),
         ({"ignore_eos": True}, [EOS, OTHER_EOS, WORD], 3, None),
-        # Asked for by id, an ignored EOS is a stop; one that is not ignored stays an EOS.
+        # An EOS that is ignored but asked for by id is a stop; one that is not ignored stays an EOS.
         ({"ignore_eos": True, "stop_token_ids": (EOS,)}, [EOS], 1, Finish(FinishReason.STOP, token_id=EOS)),
         ({"stop_token_ids": (EOS,)}, [EOS], 1, Finish(FinishReason.EOS, token_id=EOS)),
         # Length.
         ({"max_tokens": 1}, [WORD], 1, Finish(FinishReason.MAX_TOKENS)),
         ({"max_tokens": 3}, [WORD] * 9, 3, Finish(FinishReason.MAX_TOKENS)),
         ({"max_tokens": 3, "ignore_eos": True}, [EOS] * 9, 3, Finish(FinishReason.MAX_TOKENS)),
-        # The earlier in the list wins: EOS, STOP, MAX_TOKENS, CONTEXT_FULL.
+        # If several apply, the first of this list wins: EOS, STOP, MAX_TOKENS, CONTEXT_FULL.
         ({"max_tokens": 1}, [EOS], 1, Finish(FinishReason.EOS, token_id=EOS)),
         ({"max_tokens": 1, "stop_token_ids": (5,)}, [5], 1, Finish(FinishReason.STOP, token_id=5)),
-        # The first min_tokens tokens never end it by EOS or stop id (the sampler should not have made them).
+        # The first min_tokens tokens never end it by EOS or stop id (the sampler should not have chosen
+        # them).
         ({"min_tokens": 2}, [EOS, EOS, WORD, EOS], 4, Finish(FinishReason.EOS, token_id=EOS)),
         ({"min_tokens": 2}, [EOS, EOS, EOS], 3, Finish(FinishReason.EOS, token_id=EOS)),
         ({"min_tokens": 1, "stop_token_ids": (5,)}, [5, 5], 2, Finish(FinishReason.STOP, token_id=5)),
@@ -78,7 +81,7 @@ def test_the_context_ends_a_request(num_prompt, stopping, num_made, reason):
 
 
 def test_without_max_tokens_the_pool_is_the_context():
-    scheduler = make(num_pages=2)  # 8 positions: 9 tokens, because the last one needs none
+    scheduler = make(num_pages=2)  # 8 positions are enough for 9 tokens, because the last needs none
     add(scheduler, num_prompt=8)
     assert run(scheduler, [WORD] * 20) == ([WORD], Finish(FinishReason.CONTEXT_FULL))
     add(scheduler, num_prompt=5)
@@ -105,7 +108,7 @@ def test_a_token_sampled_at_the_deadline_is_kept_and_is_the_last():
         ({"min_tokens": 1}, EOS, FinishReason.TIME_LIMIT),
     ],
 )
-def test_the_deadline_is_the_last_reason_looked_at(stopping, token, reason):
+def test_any_other_reason_comes_before_the_deadline(stopping, token, reason):
     scheduler = make()
     add(scheduler, now_ns=SECOND, time_limit_s=1.0, **stopping)
     (output,) = step(scheduler, token, now_ns=9 * SECOND)

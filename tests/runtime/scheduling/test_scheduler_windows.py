@@ -1,5 +1,5 @@
-"""Windows of several decode steps, computed by hand: when there is one, how long, and what is cut off its
-results.
+"""Windows of several decode steps, computed by hand: when there is one, how long it is, and which of its
+results are dropped.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ SECOND = 10**9
 
 
 def started(*requests: dict[str, Any], **limits: Any) -> Scheduler:
-    """Requests "a", "b", ... of 3 prompt tokens that have made one token each."""
+    """A scheduler with requests "a", "b", ... of 3 prompt tokens, which have made one token each."""
     scheduler = make(**({"max_num_batched_tokens": 16} | limits))
     for name, options in zip("abcd", requests, strict=False):
         add(scheduler, name, **options)
@@ -48,7 +48,7 @@ def test_a_window_gives_each_row_its_tokens_at_once_and_the_next_one_follows_on(
     ]
 
 
-def test_no_row_gets_more_steps_than_tokens_it_may_make():
+def test_a_row_has_no_more_samples_than_tokens_it_may_make():
     scheduler = started({"max_tokens": 3}, {"max_tokens": 6})
     plan = dispatch(scheduler, max_steps=8)
     assert window(plan) == (5, [("a", 3, 2), ("b", 3, 5)])
@@ -63,12 +63,12 @@ def test_pages_for_the_whole_window_are_reserved_first():
     assert [(write.first_index, write.pages) for write in plan.page_writes] == [(1, (1, 2))]
 
 
-def test_a_window_is_made_shorter_rather_than_that_it_preempts():
+def test_a_window_is_shortened_rather_than_preempt():
     scheduler = started({}, {}, num_pages=4, max_model_len=16)
     plan = dispatch(scheduler, max_steps=8)  # 2 pages are free: each row has room for positions 3 to 7
     assert window(plan) == (5, [("a", 3, 5), ("b", 3, 5)])
     commit(scheduler, plan)
-    plan = dispatch(scheduler, max_steps=8)  # none is free, and both need one
+    plan = dispatch(scheduler, max_steps=8)  # no page is free, and both rows need one
     assert (window(plan), plan.preempted) == ((1, [("a", 8, 1)]), ("b",))
 
 
@@ -88,7 +88,7 @@ def test_no_window_while_there_is_something_else_to_do(event):
 
 
 def beside_a_constraint(*requests: dict[str, Any], **limits: Any) -> Scheduler:
-    """As `started`, and a request "c" that decodes under a constraint."""
+    """`started`, and a request "c" that decodes under a constraint."""
     scheduler = started(*requests, **limits)
     scheduler.add(Request("c", (1, 2), constraint=Rota(20)), 1)
     commit(scheduler, dispatch(scheduler), 10)
@@ -110,11 +110,11 @@ def test_rows_under_a_constraint_have_steps_of_their_own_between_the_windows_of_
 
 
 @pytest.mark.parametrize("reason", ["arrives", "no pages", "nobody else", "together"])
-def test_all_step_together_where_no_window_is_to_be_had(reason):
+def test_all_rows_step_together_if_there_can_be_no_window(reason):
     limits = {"no pages": {"num_pages": 4, "max_model_len": 16}}.get(reason, {})
     requests: list[dict[str, Any]] = [{"max_tokens": 2} if reason == "nobody else" else {}]
     scheduler = beside_a_constraint(*requests, **limits)
-    if reason == "no pages":  # "a" has room for one token more, and "c" the other two
+    if reason == "no pages":  # "a" has room for one more token, and "c" for two
         for token in (10, 11, 11):
             commit(scheduler, dispatch(scheduler), token)
     if reason == "arrives":
@@ -124,7 +124,7 @@ def test_all_step_together_where_no_window_is_to_be_had(reason):
     assert "c" in [row.request_id for row in plan.rows]
 
 
-def test_a_window_although_somebody_waits_who_cannot_enter():
+def test_there_is_a_window_while_only_requests_that_cannot_enter_wait():
     scheduler = started({}, max_num_seqs=1)
     add(scheduler, "b")
     assert dispatch(scheduler, max_steps=4).num_steps == 4
@@ -137,14 +137,14 @@ def test_banned_samples_are_counted_over_the_window():
     scheduler = started({"min_tokens": 4}, {})
     plan = dispatch(scheduler, max_steps=8)
     assert [(row.bans, row.max_samples) for row in plan.rows] == [(3, 8), (0, 8)]
-    # The first four tokens do not end it, the fifth does, and what may stand behind it is nobody's.
+    # The first four tokens do not end "a", the fifth does, and what follows it does not count.
     (a, b) = give(scheduler, plan, (EOS, EOS, EOS, EOS), (7,) * 8)
     assert (a.token_ids, a.finish) == ((EOS,) * 4, Finish(FinishReason.EOS, token_id=EOS))
     assert (len(b.token_ids), b.finish) == (8, None)
 
 
 @pytest.mark.parametrize("token", [EOS, 5])
-def test_a_row_that_ended_early_is_cut_behind_its_end(token):
+def test_a_row_that_ended_early_is_cut_after_its_end(token):
     scheduler = started({"stop_token_ids": (5,)})
     scheduler.roster.running[0].request = Request("a", (1,), logprobs=0)
     plan, ahead = dispatch(scheduler, max_steps=4), dispatch(scheduler, max_steps=4)
@@ -188,7 +188,7 @@ def test_a_request_preempted_with_a_window_in_flight_comes_back_with_its_tokens(
 
 
 def test_windows_have_the_lengths_that_programs_have():
-    """Of those the longest that fits, so that no program runs steps that nobody wants."""
+    """The longest of these lengths that fits is chosen, so that no program runs steps that are not wanted."""
     scheduler = started({"max_tokens": 12}, window_steps=(1, 2, 4, 8))
     lengths = [dispatch(scheduler, max_steps=most).num_steps for most in (7, 3, 8, 8)]
-    assert lengths == [4, 2, 4, 1]  # 11 tokens are left of which 5 after the first two, and 1 at the end
+    assert lengths == [4, 2, 4, 1]  # 11 tokens are left; after two windows 5, and at last 1

@@ -1,6 +1,7 @@
-"""The queue in which those who cannot enter yet step aside, against one in which everybody stands in line.
+"""The queue in which requests that cannot enter yet step aside, compared with one in which all stand in line.
 
-Looked at anew in every step, a waiting request must turn out to be passed by exactly while it stands aside.
+If each waiting request were looked at in every step, it would have to be passed over exactly while it stands
+aside here.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ from tests.support.scheduler.scheduling import EOS, WORD, add, commit, dispatch,
 
 
 class EverybodyInLine(Scheduler):
-    """The same policy without an index: before each step all are in line, and so looked at if their turn
-    comes.
+    """The same policy without stepping aside: before each step all waiting requests are put in line, and so
+    each is looked at when it is the next.
     """
 
     def schedule(self, *args: Any, **kwargs: Any) -> Plan | None:
@@ -37,7 +38,7 @@ class EverybodyInLine(Scheduler):
 
 
 class Pair:
-    """Both, with the same traffic."""
+    """Both schedulers, with the same traffic."""
 
     def __init__(self, config: SchedulerConfig) -> None:
         self.both = (Scheduler(config), EverybodyInLine(config))
@@ -57,7 +58,7 @@ class Pair:
         sampled = [
             (rng.choice([WORD, WORD, WORD, EOS]),) * r.max_samples if r.samples else () for r in plan.rows
         ]
-        # The device ends a row at EOS unless it is banned; here all samples of a row are alike.
+        # The device ends a row at EOS unless it is banned; all samples of a row are the same token here.
         sampled = [
             tokens[: row.bans + 1] if tokens[:1] == (EOS,) else tokens
             for tokens, row in zip(sampled, plan.rows, strict=True)
@@ -95,7 +96,7 @@ class Pair:
 
 
 def random_outputs(rng: random.Random) -> list[Request]:
-    """Most prompts begin like others do, and then part at different places."""
+    """The outputs of a request. Most prompts begin like others, and differ from different places on."""
     tree = [random.Random(branch).choices(range(10, 50), k=40) for branch in range(2)]
     trunk = tree[0][: rng.choice([8, 16, 40])] + tree[1]
     prompt = (*trunk[: rng.randint(1, len(trunk))], *rng.choices(range(10, 50), k=rng.randint(0, 6)))
@@ -112,9 +113,9 @@ def random_outputs(rng: random.Random) -> list[Request]:
 
 @settings(max_examples=50, deadline=None)  # no deadline: the machine that runs this may be busy
 @given(seed=st.integers(0, 2**32 - 1), num_events=st.integers(20, 100))
-def test_plans_are_those_of_a_queue_in_which_everybody_stands_in_line(seed, num_events):
-    """With pages for all: where cached pages are evicted, who stepped aside may hear of it later than who
-    looks in every step.
+def test_plans_are_those_of_a_queue_in_which_all_stand_in_line(seed, num_events):
+    """There are pages for all requests, because a request that stands aside may learn later that cached pages
+    were evicted than one that is looked at in every step.
     """
     rng = random.Random(seed)
     max_num_seqs = rng.randint(1, 8)
@@ -147,7 +148,7 @@ def test_plans_are_those_of_a_queue_in_which_everybody_stands_in_line(seed, num_
 
 
 def looked_at_by(scheduler: Scheduler, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Will hold the id of each waiting sequence that is asked whether it may enter, once for each time."""
+    """A list that gets the id of each waiting sequence whenever it is asked whether it may enter."""
     looked_at: list[str] = []
     find_prefix = Admission.find_prefix
 
@@ -159,8 +160,10 @@ def looked_at_by(scheduler: Scheduler, monkeypatch: pytest.MonkeyPatch) -> list[
     return looked_at
 
 
-def test_who_awaits_a_prefix_is_looked_at_twice_however_long_that_takes(monkeypatch):
-    """Once when its turn comes, and once when the last page in common is published."""
+def test_a_request_that_awaits_a_prefix_is_looked_at_twice_however_long_it_waits(monkeypatch):
+    """It is looked at once when it is the next in line, and once when the last page in common is
+    published.
+    """
     scheduler = make(
         prefix_cache_pages=None, max_num_seqs=80, max_num_batched_tokens=100, max_prefill_chunk=4,
         max_model_len=512, num_pages=1000,
@@ -182,7 +185,7 @@ def test_who_awaits_a_prefix_is_looked_at_twice_however_long_that_takes(monkeypa
 
 
 @pytest.mark.parametrize("num_started", [0, 3])
-def test_while_nobody_is_admitted_only_those_who_ran_before_are_looked_at(monkeypatch, num_started):
+def test_while_none_is_admitted_only_requests_that_ran_before_are_looked_at(monkeypatch, num_started):
     scheduler = make(num_pages=1000)
     for i in range(num_started):
         add(scheduler, f"started{i}")
@@ -197,7 +200,7 @@ def test_while_nobody_is_admitted_only_those_who_ran_before_are_looked_at(monkey
     assert (plan is None) == (num_started == 0)
 
 
-def test_one_that_is_aborted_while_it_stands_aside_does_not_come_back():
+def test_a_request_aborted_while_it_stands_aside_does_not_come_back():
     scheduler = make(prefix_cache_pages=None, max_num_batched_tokens=5, max_prefill_chunk=4)
     for name in ("a", "b", "c"):
         add(scheduler, name, 12)
@@ -209,6 +212,6 @@ def test_one_that_is_aborted_while_it_stands_aside_does_not_come_back():
     add(scheduler, "b", 1)
     scheduler.check()
     assert [seq.request_id for seq in waiting] == ["c", "b"]
-    scheduler.abort("a", "", 2)  # what it promised will not come: who waited for that is in line again
+    scheduler.abort("a", "", 2)  # its promise falls, so those that waited for it are in line again
     assert waiting.first() is scheduler.roster.find("c")
     scheduler.check()
