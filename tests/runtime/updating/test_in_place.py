@@ -6,6 +6,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
+from concurrent.futures import Future
 from typing import Any
 
 import jax
@@ -250,6 +251,21 @@ def test_closing_ends_a_wait_for_the_engine(engine: Engine, tensors: Arrays, wha
         gate.open()
     gate.sink.last("held")
     begun(engine, tensors, "next").close()
+
+
+def test_arrays_are_staged_while_an_upload_waits_for_the_engine(engine: Engine, tensors: Arrays) -> None:
+    gate = at_gate(engine, tokens=8)
+    try:
+        upload = in_place(engine, tensors)
+        waiting = Elsewhere(lambda: send(upload, tensors))
+        pending: list[Future[UpdateReport]] = []
+        staging = Elsewhere(lambda: pending.append(engine.update_weights(tensors, label="arrays")))
+        assert staging.ends() is None
+        upload.close()
+        assert isinstance(waiting.ends(), WeightsError | RuntimeError)
+    finally:
+        gate.open()
+    assert pending[0].result(60).current.label == "arrays"
 
 
 def test_closing_when_the_engine_stands_still_lets_it_go_on(engine: Engine, tensors: Arrays) -> None:

@@ -52,6 +52,8 @@ class Updater:
         """
         self._core, self._device, self._rules = core, device, rules
         self._backend, self._threads = backend, threads
+        # An upload in place may wait there for the engine, which others should not wait for.
+        self._uploads = BackgroundThread("penstock-upload")
         self._thread = BackgroundThread("penstock-update")
         self._place = UpdatePlace()
 
@@ -97,7 +99,7 @@ class Updater:
         """
         rules = self._check(options, sent, _MANIFEST)
         return self._begun(
-            rules, options, sent, _MANIFEST, lambda update: Upload(self, self._thread, update, sent)
+            rules, options, sent, _MANIFEST, lambda update: Upload(self, self._uploads, update, sent)
         )
 
     def open_uri(self, options: UpdateOptions, uri: str, *, roots: Sequence[Path]) -> FileUpload:
@@ -112,7 +114,7 @@ class Updater:
                 options,
                 files.tensors,
                 FIELD,
-                lambda update: FileUpload(self, self._thread, update, files),
+                lambda update: FileUpload(self, self._uploads, update, files),
             )
         except BaseException:
             files.close()
@@ -181,6 +183,7 @@ class Updater:
     def close(self) -> None:
         """Lets go of a staged update. To be called when the engine has ended."""
         self.discard(self.staged_update_id)  # does nothing if none is staged
+        self._uploads.close()
         self._thread.close()
 
     # -- the place, for uploads --
