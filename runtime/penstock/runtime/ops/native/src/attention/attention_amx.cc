@@ -7,19 +7,14 @@ namespace {
 bool Tiles(const AttentionJob& job) { return job.bf16 && job.dim >= 32; }
 
 int64_t Bytes(const AttentionJob& job, int64_t tiles) {
-  if (Tiles(job)) {
-    return ScratchBytes<Form::kTiles>(job, tiles);
-  }
-  return job.bf16 ? ScratchBytes<Form::kPairs>(job, tiles) : ScratchBytes<Form::kFloat>(job, tiles);
+  return Tiles(job) ? ScratchBytes<Form::kTiles>(job, tiles) : VectorBytes<Form::kPairs>(job, tiles);
 }
 
 void Run(const AttentionJob& job, const AttentionUnit& unit, const AttentionUnit& next, char* scratch) {
   if (Tiles(job)) {
     RunUnit<Form::kTiles>(job, unit, next, scratch);
-  } else if (job.bf16) {
-    RunUnit<Form::kPairs>(job, unit, next, scratch);
   } else {
-    RunUnit<Form::kFloat>(job, unit, next, scratch);
+    VectorRun<Form::kPairs>(job, unit, next, scratch);
   }
 }
 

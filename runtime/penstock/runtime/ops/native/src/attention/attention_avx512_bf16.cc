@@ -1,24 +1,9 @@
 #include "attention/attention_run.h"
 
 namespace penstock {
-namespace {
-
-int64_t Bytes(const AttentionJob& job, int64_t tiles) {
-  return job.bf16 ? ScratchBytes<Form::kPairs>(job, tiles) : ScratchBytes<Form::kFloat>(job, tiles);
-}
-
-void Run(const AttentionJob& job, const AttentionUnit& unit, const AttentionUnit& next, char* scratch) {
-  if (job.bf16) {
-    RunUnit<Form::kPairs>(job, unit, next, scratch);
-  } else {
-    RunUnit<Form::kFloat>(job, unit, next, scratch);
-  }
-}
-
-}  // namespace
 
 const AttentionKernel& AttentionAvx512Bf16() {
-  static constexpr AttentionKernel kernel{Nothing, Nothing, Bytes, Run};
+  static constexpr AttentionKernel kernel{Nothing, Nothing, VectorBytes<Form::kPairs>, VectorRun<Form::kPairs>};
   return kernel;
 }
 

@@ -325,5 +325,20 @@ int64_t ScratchBytes(const AttentionJob& job, int64_t tiles) {
 
 inline void Nothing() {}
 
+// scratch_bytes and run of a kernel without tiles, in which kBf16 is the form of bf16 numbers.
+template <Form kBf16>
+int64_t VectorBytes(const AttentionJob& job, int64_t tiles) {
+  return job.bf16 ? ScratchBytes<kBf16>(job, tiles) : ScratchBytes<Form::kFloat>(job, tiles);
+}
+
+template <Form kBf16>
+void VectorRun(const AttentionJob& job, const AttentionUnit& unit, const AttentionUnit& next, char* scratch) {
+  if (job.bf16) {
+    RunUnit<kBf16>(job, unit, next, scratch);
+  } else {
+    RunUnit<Form::kFloat>(job, unit, next, scratch);
+  }
+}
+
 }  // namespace
 }  // namespace penstock
