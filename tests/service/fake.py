@@ -12,9 +12,11 @@ to. It has no prefix cache, but reports what it is told to: each prompt found `c
 
 from __future__ import annotations
 
+import datetime as dt
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import replace
 from functools import cached_property
 from typing import Any
@@ -29,11 +31,22 @@ from penstock.runtime.errors import (
     ExceedsKVCapacity,
     InvalidRequest,
     NotReady,
+    PausedWithRequests,
     PromptTooLong,
     QueueFull,
+    Violation,
+    WeightsIncomplete,
+    WeightsTooOld,
 )
 from penstock.runtime.grammar.compile.compiler import GrammarCompiler
-from penstock.runtime.loop.interface import AbortOutcome, Pulse, WeightsVersion
+from penstock.runtime.loop.interface import (
+    AbortOutcome,
+    InFlightPolicy,
+    InFlightReport,
+    Paused,
+    Pulse,
+    WeightsVersion,
+)
 from penstock.runtime.model_info import ModelInfo
 from penstock.runtime.requests.request import (
     Finish,
@@ -48,7 +61,9 @@ from penstock.runtime.scheduling.pages import FlushedPages
 from penstock.runtime.scheduling.scheduler import Load
 from penstock.runtime.text.codec import TextCodec
 from tests.service.codecs import EOS, VOCAB
+from tests.service.fake_changes import FakeChanges, Make
 from tests.service.fake_outputs import Running, Sink
+from tests.service.fake_updater import TENSORS, FakeUpdater
 
 
 class FakeEngine:
@@ -85,7 +100,11 @@ class FakeEngine:
             devices=("fake:0",),
         )
         self.text: TextCodec | None = codec
-        self.weights = WeightsVersion("initial", 1)
+        self.changes = FakeChanges()
+        self.updater = FakeUpdater(self)
+        self.weights_problem: str | None = None
+        self.is_held = False
+        """Whether an update in place keeps the engine from stepping."""
         self.failure: Exception | None = None
         self.seen: list[Request] = []
         self.cancelled: list[str] = []
@@ -109,6 +128,7 @@ class FakeEngine:
         self.clock: Callable[[], float] = time.monotonic
         """Seconds, by which time limits are measured."""
         self._watches: list[Callable[[], None]] = []
+        self._ready_watches: list[Callable[[], None]] = []
         self._thread: threading.Thread | None = None
 
     # -- control by tests --
@@ -148,7 +168,81 @@ class FakeEngine:
             self._outbox.append((running.sink, StepOutput(request_id, error=error)))
             self._changed.notify_all()
 
+    def change(self, policy: InFlightPolicy, make: Make, timeout_s: float | None = None) -> Future[Any]:
+        """Have a change made when its turn comes."""
+        with self._changed:
+            done = self.changes.add(policy, len(self._running), make, timeout_s)
+            self._changed.notify_all()
+            return done
+
+    def go_live(self, label: str) -> None:
+        """Serve the next generation of weights, whatever they are."""
+        with self._changed:
+            self.changes.go_live(label)
+
+    def break_weights(self, why: str) -> None:
+        """Have no whole weights, as after an update in place that failed."""
+        with self._changed:
+            self.weights_problem, self.is_held = why, False
+            for running in [*self._running.values(), *self._waiting.values()]:
+                error = WeightsIncomplete(why)
+                self._outbox.append((running.sink, StepOutput(running.request.request_id, error=error)))
+            self._running.clear()
+            self._waiting.clear()
+            self._changed.notify_all()
+        for watch in self._ready_watches:
+            watch()
+
+    def mend(self) -> None:
+        """Have whole weights again."""
+        was_broken, self.weights_problem, self.is_held = self.weights_problem is not None, None, False
+        for watch in self._ready_watches if was_broken else ():
+            watch()
+
     # -- the interface --
+
+    @property
+    def weights(self) -> WeightsVersion:
+        return self.changes.weights
+
+    @property
+    def weights_since(self) -> dt.datetime:
+        return self.changes.since
+
+    def version_of(self, generation: int) -> WeightsVersion:
+        return self.changes.versions.get(generation) or WeightsVersion("", generation)
+
+    @property
+    def is_paused(self) -> bool:
+        return self.changes.is_paused
+
+    def pause(
+        self,
+        in_flight: InFlightPolicy = InFlightPolicy.WAIT,
+        *,
+        drain_timeout_s: float | None = None,
+        free_kv_cache: bool = False,
+        offload_weights: bool = False,
+    ) -> Future[Paused]:
+        if free_kv_cache and in_flight is InFlightPolicy.KEEP:
+            raise InvalidRequest([Violation("free_kv_cache", "the requests that are kept need the cache")])
+        if in_flight is InFlightPolicy.WAIT and self.is_paused and self._running:
+            raise PausedWithRequests(len(self._running))
+
+        def make(report: InFlightReport) -> Paused:
+            self.changes.is_paused = True
+            return Paused(report, 1000 * free_kv_cache + 100 * offload_weights)
+
+        return self.change(in_flight, make, drain_timeout_s)
+
+    def resume(self) -> Future[None]:
+        def make(report: InFlightReport) -> None:
+            self.changes.is_paused = False
+
+        return self.change(InFlightPolicy.KEEP, make)
+
+    def on_ready_changed(self, callback: Callable[[], None]) -> None:
+        self._ready_watches.append(callback)
 
     @cached_property
     def forms(self) -> ChatForms:
@@ -167,7 +261,8 @@ class FakeEngine:
 
     @property
     def ready(self) -> bool:
-        return self._thread is not None and self.failure is None and not self.is_draining
+        is_whole = self.weights_problem is None
+        return self._thread is not None and self.failure is None and not self.is_draining and is_whole
 
     def pulse(self) -> Pulse:
         has_work = bool(self._running or self._waiting) and self.failure is None
@@ -180,7 +275,8 @@ class FakeEngine:
                 callback()
 
     def tensor_specs(self) -> list[tuple[str, str, tuple[int, ...]]]:
-        return [("model.embed_tokens.weight", "bfloat16", (VOCAB, 8)), ("model.norm.weight", "float32", (8,))]
+        dtypes = {"BF16": "bfloat16", "F32": "float32"}
+        return [(name, dtypes[tensor.dtype], tensor.shape) for name, tensor in TENSORS.items()]
 
     def start(self) -> None:
         self._on_start()
@@ -207,6 +303,10 @@ class FakeEngine:
             raise Draining
         if self._thread is None:
             raise NotReady
+        if self.weights_problem is not None:
+            raise WeightsIncomplete(self.weights_problem)
+        if request.min_generation > self.weights.generation:
+            raise WeightsTooOld(request.min_generation, self.weights.generation)
         if num >= self.info.max_model_len:
             raise PromptTooLong(num, self.info.max_model_len - 1)
         if num >= self._kv_tokens:
@@ -289,6 +389,8 @@ class FakeEngine:
     # -- the thread --
 
     def _admit(self) -> None:
+        if self.is_paused or self.changes.holds_admission:
+            return
         while self._waiting and len(self._running) < self.config.max_num_seqs:
             request_id = next(iter(self._waiting))
             running = self._waiting.pop(request_id)
@@ -317,25 +419,40 @@ class FakeEngine:
                 while self._idle():
                     self._changed.wait(0.005)  # short, so that time limits are noticed
                     self._expire()
+                    self._make_changes()
                 if self._may_step():
                     if self._budget is not None:
                         self._budget -= 1
                     self.num_steps += 1
                     for request_id in list(self._running):
                         self._advance(request_id)
+                self._make_changes()
                 outbox, self._outbox = self._outbox, []
                 self._changed.notify_all()
+            self.changes.settle()
             by_sink: dict[int, tuple[Sink, list[StepOutput]]] = {}
             for sink, output in outbox:
                 by_sink.setdefault(id(sink), (sink, []))[1].append(output)
             for sink, outputs in by_sink.values():
                 sink(outputs)
 
+    def _make_changes(self) -> None:
+        if not self.changes.queue:
+            return
+
+        def end_all() -> None:
+            for request_id in list(self._running):
+                self._end(request_id, Finish(FinishReason.ABORTED, message="for a change"))
+
+        self.changes.make_due(len(self._running), end_all)
+        self._admit()
+
     def _idle(self) -> bool:
-        return not (self._stopping or self._outbox or self._may_step())
+        return not (self._stopping or self._outbox or self._may_step() or self.changes.has_settled)
 
     def _may_step(self) -> bool:
-        return bool(self._running) and (self._budget is None or self._budget > 0)
+        stands = self.is_paused or self.is_held
+        return bool(self._running) and not stands and (self._budget is None or self._budget > 0)
 
     def _expire(self) -> None:
         now = self.clock()

@@ -5,17 +5,22 @@ toy.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from datetime import datetime
+from pathlib import Path
 from typing import Protocol
 
 from penstock.runtime.chat.parser import ChatForms
 from penstock.runtime.config import ResolvedConfig
 from penstock.runtime.grammar.compile.compiler import GrammarCompiler
-from penstock.runtime.loop.interface import AbortOutcome, Pulse, WeightsVersion
+from penstock.runtime.loop.interface import AbortOutcome, InFlightPolicy, Paused, Pulse, WeightsVersion
 from penstock.runtime.requests.request import Finish, PreparedPrompt, Request, StepOutput
 from penstock.runtime.requests.sampling_defaults import GenerationDefaults
 from penstock.runtime.scheduling.pages import FlushedPages
 from penstock.runtime.scheduling.scheduler import Load
+from penstock.runtime.sent_tensors import SentTensor
 from penstock.runtime.text.codec import TextCodec
+from penstock.runtime.updating.interface import UpdateOptions, UpdateReport
 
 
 class Info(Protocol):
@@ -41,6 +46,86 @@ class Info(Protocol):
     def page_size(self) -> int: ...
     @property
     def devices(self) -> tuple[str, ...]: ...
+
+
+class Upload(Protocol):
+    """A weight update whose tensors come in chunks. All methods block, and are called one after the other;
+    only `close` may be called at any time, on any thread.
+    """
+
+    def write(self, tensor_index: int, offset: int, data: bytes) -> None:
+        """Take the next bytes of a tensor."""
+        ...
+
+    def commit(self, total_bytes: int) -> Future[UpdateReport]:
+        """Check that everything has come, and have the update go live. Cancelling the future takes the update
+        back, unless it is being applied.
+        """
+        ...
+
+    def stage(self, total_bytes: int) -> UpdateReport:
+        """Check that everything has come, and keep the update until it is committed or discarded."""
+        ...
+
+    def close(self) -> None:
+        """End the upload; what was neither committed nor staged is dropped. May be called twice."""
+        ...
+
+
+class FileUpload(Upload, Protocol):
+    """A weight update whose tensors are read from files."""
+
+    def read(self) -> None:
+        """Read them all. Ends soon if the upload is closed meanwhile."""
+        ...
+
+
+class Updater(Protocol):
+    """Takes weight updates, one at a time. Any thread may call any method."""
+
+    @property
+    def digest(self) -> bytes:
+        """The digest of the update that serves; empty for the weights of the start."""
+        ...
+
+    @property
+    def staged_update_id(self) -> str:
+        """The update that waits to be committed or discarded; empty: none does."""
+        ...
+
+    def already_committed(self, update_id: str) -> UpdateReport | None:
+        """What came of an update that was committed, or is staged; None: it is not known."""
+        ...
+
+    def validate(self, options: UpdateOptions, sent: Sequence[SentTensor]) -> None:
+        """Raise what `begin` would, but for another update that is under way. Blocks."""
+        ...
+
+    def validate_uri(self, options: UpdateOptions, uri: str, *, roots: Sequence[Path]) -> None:
+        """Raise what `open_uri` would, but for another update that is under way. Blocks."""
+        ...
+
+    def begin(self, options: UpdateOptions, sent: Sequence[SentTensor]) -> Upload:
+        """Begin an update whose tensors come in chunks. Blocks."""
+        ...
+
+    def open_uri(self, options: UpdateOptions, uri: str, *, roots: Sequence[Path]) -> FileUpload:
+        """Begin an update whose tensors are in files below `roots`. Blocks."""
+        ...
+
+    def commit_staged(
+        self,
+        update_id: str,
+        *,
+        in_flight: InFlightPolicy | None = None,
+        drain_timeout_s: float | None = None,
+    ) -> Future[UpdateReport]:
+        """Have a staged update go live; what is None is as the update began. Raises UnknownUpdate."""
+        ...
+
+    def discard(self, update_id: str) -> bool:
+        """Drop a staged update. Returns whether there was one with this id. Blocks."""
+        ...
 
 
 class Backend(Protocol):
@@ -69,6 +154,19 @@ class Backend(Protocol):
     @property
     def weights(self) -> WeightsVersion: ...
     @property
+    def weights_since(self) -> datetime:
+        """When the weights in use went live."""
+        ...
+
+    def version_of(self, generation: int) -> WeightsVersion:
+        """The version that has or had this generation; the label is empty if it is too old to be known."""
+        ...
+
+    @property
+    def updater(self) -> Updater: ...
+    @property
+    def is_paused(self) -> bool: ...
+    @property
     def ready(self) -> bool: ...
     @property
     def failure(self) -> Exception | None: ...
@@ -82,6 +180,12 @@ class Backend(Protocol):
     def on_failure(self, callback: Callable[[], None]) -> None:
         """Call `callback` once when the engine dies, before its requests get their error; at once if it is
         dead already. The callback may run on any thread.
+        """
+        ...
+
+    def on_ready_changed(self, callback: Callable[[], None]) -> None:
+        """Call `callback` whenever a failed update has left no whole weights, so that the engine is not
+        `ready`, and whenever another update has mended that. The callback may run on any thread.
         """
         ...
 
@@ -133,6 +237,23 @@ class Backend(Protocol):
         """Forget all cached prefixes. Returns how many pages became free, and how many are still held by
         running requests.
         """
+        ...
+
+    def pause(
+        self,
+        in_flight: InFlightPolicy,
+        *,
+        drain_timeout_s: float | None = None,
+        free_kv_cache: bool = False,
+        offload_weights: bool = False,
+    ) -> Future[Paused]:
+        """Make no more tokens until `resume`. Cancelling the future takes the pause back, unless it has
+        begun.
+        """
+        ...
+
+    def resume(self) -> Future[None]:
+        """End a pause, if there is one."""
         ...
 
     def drain(self, timeout_s: float) -> bool:

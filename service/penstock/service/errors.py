@@ -81,14 +81,14 @@ class Busy(errors.UnavailableError):
 
 
 class StalledSender(errors.RequestError):
-    """The headers of a call arrived, and its message did not.
+    """The headers of a call arrived, and its message did not; or the next one of a call that sends many.
 
     Expected: the client, or the network to it, is too slow, or somebody opens calls without using them.
     """
 
     def __init__(self, limit_s: float) -> None:
         self.limit_s = limit_s
-        super().__init__(f"the request's message did not come within {limit_s:g} s")
+        super().__init__(f"the request's next message did not come within {limit_s:g} s")
 
 
 class UnknownService(errors.RequestError):

@@ -54,6 +54,9 @@ class ServerOptions:
     """The largest request message. A prompt of a million token ids has about 3 MB, and one of a million words
     6 MB.
     """
+    weights_roots: tuple[Path, ...] = ()
+    """The directories below which files of new weights may lie, for an update by uri; none: no such updates.
+    """
     truncation: Truncation = Truncation.REJECT
     """What happens to a prompt that is too long if the request does not say."""
     bounds: Bounds = field(default_factory=Bounds)
@@ -80,6 +83,9 @@ class ServerOptions:
             if not (math.isfinite(seconds) and seconds >= 0):
                 bad.append(f"{name}: must be at least 0, not {seconds}")
         bad.extend(self.connections.problems())
+        bad.extend(
+            f"weights_root: {root} is no directory" for root in self.weights_roots if not root.is_dir()
+        )
         if not 1 <= self.max_receive_bytes <= MAX_RECEIVE_BYTES:
             bad.append(
                 f"max_receive_bytes: must be from 1 to {MAX_RECEIVE_BYTES}, not {self.max_receive_bytes}"

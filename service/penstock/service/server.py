@@ -17,7 +17,7 @@ import importlib.metadata
 import logging
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import grpc
@@ -49,6 +49,7 @@ from penstock.service.servicers.control import ControlServicer
 from penstock.service.servicers.inference import InferenceServicer
 from penstock.service.servicers.reflection import enable_reflection
 from penstock.service.servicers.serving import Serving, limits_of
+from penstock.service.servicers.weights import WeightUpdates
 from penstock.service.telemetry import grpc_log
 from penstock.service.telemetry.traces import Telemetry
 from penstock.service.threads.blocking import in_thread
@@ -143,7 +144,11 @@ class PenstockServer:
             self._telemetry,
             self.admission,
             access=self._access,
-            receiving=Receiving(bounds.max_receiving_rpcs, bounds.receive_limit_s),
+            receiving=Receiving(
+                bounds.max_receiving_rpcs,
+                bounds.receive_limit_s,
+                update_limit_s=bounds.update_stall_limit_s,
+            ),
             lanes=self._lanes,
             max_receive_bytes=self._options.max_receive_bytes,
             sends=self.sends,
@@ -200,8 +205,15 @@ class PenstockServer:
             stalls=self._stalls,
             stall_limit_s=self._options.stall_limit_s,
         )
-        self._inference.bind(InferenceServicer(self.serving))
-        self._control.bind(ControlServicer(self.serving, version=version(), instance_id=self.instance_id))
+        updates = WeightUpdates(
+            self.serving,
+            roots=self._options.weights_roots,
+            max_receive_bytes=self._options.max_receive_bytes,
+        )
+        self._inference.bind(InferenceServicer(self.serving, updates))
+        self._control.bind(
+            ControlServicer(self.serving, updates, version=version(), instance_id=self.instance_id)
+        )
 
     async def start_engine(self) -> None:
         """Compile and start the engine, then report SERVING. Raises what the engine raises."""
@@ -217,16 +229,32 @@ class PenstockServer:
                 await self._engine_end.shutdown()
             return
         self._readiness.allow("starting")
+        self._engine.on_failure(self._from_any_thread(self._bury))
+        self._engine.on_ready_changed(self._from_any_thread(self._look_at_weights))
+        if self._options.watchdog_s:
+            self._watchdog = Watchdog(self._options.watchdog_s, self._engine.pulse, self._mark_hanging)
+            self._watchdog.start()
+
+    @staticmethod
+    def _from_any_thread(call: Callable[[], None]) -> Callable[[], None]:
+        """Make a function that has `call` called on this event loop."""
         loop = asyncio.get_running_loop()
 
         def tell() -> None:
             with contextlib.suppress(RuntimeError):  # the loop is closed: the server has ended
-                loop.call_soon_threadsafe(self._bury)
+                loop.call_soon_threadsafe(call)
 
-        self._engine.on_failure(tell)
-        if self._options.watchdog_s:
-            self._watchdog = Watchdog(self._options.watchdog_s, self._engine.pulse, self._mark_hanging)
-            self._watchdog.start()
+        return tell
+
+    def _look_at_weights(self) -> None:
+        """The weights are whole again, or not any more."""
+        assert self._engine is not None
+        if self._engine.ready:
+            log.warning("the weights are whole again, so health is SERVING")
+            self._readiness.allow("weights")
+        else:
+            log.error("a weight update has failed midway, so health is NOT_SERVING until a full one succeeds")
+            self._readiness.refuse("weights")
 
     def _mark_hanging(self, hangs: bool) -> None:
         if hangs:

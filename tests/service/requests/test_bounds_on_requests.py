@@ -234,7 +234,7 @@ async def test_large_messages_are_worked_on_in_threads_and_small_ones_at_once(mo
 
     engine = fake(max_model_len=10**5)
     engine.prepare = noted("prepare", engine.prepare)  # type: ignore[method-assign]
-    monkeypatch.setattr("penstock.service.rpcs.interceptors.decode", noted("decode", decode_of()))
+    monkeypatch.setattr("penstock.service.rpcs.decoding.decode", noted("decode", decode_of()))
     monkeypatch.setattr(inference, "to_job", noted("to_job", to_job))
     short = types_pb2.ChatMessage(role="user", content="a")
     async with serving(engine) as rig:
@@ -253,9 +253,9 @@ async def test_large_messages_are_worked_on_in_threads_and_small_ones_at_once(mo
 
 
 def decode_of():
-    from penstock.service.rpcs import interceptors  # noqa: PLC0415 -- as it is before it is replaced
+    from penstock.service.rpcs import decoding  # noqa: PLC0415 -- as it is before it is replaced
 
-    return interceptors.decode
+    return decoding.decode
 
 
 async def test_more_than_may_be_converted_at_once_is_refused(monkeypatch):

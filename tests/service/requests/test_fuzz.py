@@ -36,6 +36,7 @@ REFUSALS = {
     (grpc.StatusCode.ALREADY_EXISTS, "DUPLICATE_REQUEST_ID"),
     (grpc.StatusCode.NOT_FOUND, "UNKNOWN_MODEL"),
     (grpc.StatusCode.UNIMPLEMENTED, "UNSUPPORTED_FEATURE"),
+    (grpc.StatusCode.FAILED_PRECONDITION, "WEIGHTS_TOO_OLD"),
     (grpc.StatusCode.RESOURCE_EXHAUSTED, "QUEUE_FULL"),
     (grpc.StatusCode.RESOURCE_EXHAUSTED, "BUSY"),  # many callers' templates at once
 }
@@ -204,7 +205,7 @@ class Maker:
             priority=(0.2, lambda: self._rng.randint(-3, 3)),
         )
         if self.bad(self.maybe(0.1), False):
-            message.min_weights.generation = 1
+            message.min_weights.generation = 1000
         self.fill(
             message.cache,
             cache_salt=(0.2, lambda: self.bad("s" * 300, self.pick("a", "b"))),

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from penstock.runtime.errors import InvalidRequest, UnsupportedFeature
 from penstock.service.requests import parts
 from penstock.service.requests.parts import check_parts
-from penstock.service.rpcs.interceptors import decode
+from penstock.service.rpcs.decoding import decode
 from penstock.v1 import control_pb2, inference_pb2, types_pb2
 from tests.service.rig import failure_of, fake, generate, serving
 

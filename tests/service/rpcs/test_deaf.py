@@ -55,6 +55,7 @@ async def test_refusals_beside_too_many_others_are_cancelled(
         Peer(rig.server.address, initial_window=65_535) as peer,
     ):
         await check_refused_in_words(peer)
+        await until(lambda: rig.server.sends.refusals.active == 0)
         leave = [rig.server.sends.refusals.enter(other) for other in peers]
         for _ in range(3):
             await check_cancelled(rig, peer)

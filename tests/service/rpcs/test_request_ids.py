@@ -46,7 +46,7 @@ async def test_ids_made_by_the_server() -> None:
                 rig.raw("ControlService/Nope", b""),
                 rig.control.Tokenize(control_pb2.TokenizeRequest()),
                 rig.inference.Abort(inference_pb2.AbortRequest()),
-                rig.control.Pause(control_pb2.PauseRequest()),
+                rig.control.CommitWeights(control_pb2.CommitWeightsRequest()),
                 check(b"\xff"),
             )
         ]

@@ -18,6 +18,7 @@ FEATURES = [
     control_pb2.FEATURE_PROMPT_LOGPROBS,
     control_pb2.FEATURE_JSON_SCHEMA,
     control_pb2.FEATURE_REGEX,
+    control_pb2.FEATURE_UPDATE_WEIGHTS,
 ]
 """The features of every model with a tokenizer."""
 
@@ -50,6 +51,8 @@ async def test_model_info():
         n=1,
     )
     assert (info.weights.label, info.weights.generation) == ("initial", 1)
+    assert (info.weights_digest, info.staged_update_id) == (b"", "")
+    assert info.weights_since.ToJsonString() == "2026-11-22T06:30:00Z"
     assert list(info.features) == [control_pb2.FEATURE_CHAT, *FEATURES]
     assert [(t.name, t.dtype, list(t.shape)) for t in full.tensors] == [
         ("model.embed_tokens.weight", weights_pb2.DATA_TYPE_BF16, [260, 8]),
@@ -69,7 +72,12 @@ async def test_chat_is_no_feature_without_a_template():
 async def test_priority_is_a_feature_where_it_has_an_effect():
     async with serving(fake(scheduling_policy="priority")) as rig:
         info = await rig.control.GetModelInfo(control_pb2.GetModelInfoRequest())
-    assert list(info.features) == [control_pb2.FEATURE_CHAT, *FEATURES, control_pb2.FEATURE_PRIORITY]
+    assert list(info.features) == [
+        control_pb2.FEATURE_CHAT,
+        *FEATURES[:3],
+        control_pb2.FEATURE_PRIORITY,
+        *FEATURES[3:],
+    ]
 
 
 async def test_batch_invariance_is_a_feature_where_the_engine_promises_it():
@@ -83,7 +91,7 @@ async def test_batch_invariance_is_a_feature_where_the_engine_promises_it():
 async def test_without_a_tokenizer_there_are_neither_chats_nor_grammars():
     async with serving(fake(codec=None)) as rig:
         info = await rig.control.GetModelInfo(control_pb2.GetModelInfoRequest())
-    assert list(info.features) == [control_pb2.FEATURE_PROMPT_LOGPROBS]
+    assert list(info.features) == [control_pb2.FEATURE_PROMPT_LOGPROBS, control_pb2.FEATURE_UPDATE_WEIGHTS]
 
 
 async def test_server_info():
@@ -91,7 +99,8 @@ async def test_server_info():
         info = await rig.control.GetServerInfo(control_pb2.GetServerInfoRequest())
         assert info.instance_id == rig.server.instance_id
     assert info.server_version == version()
-    assert info.contract_revision == 1
+    assert info.contract_revision == 2
+    assert info.max_chunk_bytes == 2 << 20
     assert (info.max_running_requests, info.max_queued_requests, info.max_logprobs) == (3, 5, 7)
     assert (info.kv_page_tokens, info.kv_pages_total) == (16, 3)
     assert list(info.devices) == ["fake:0"]

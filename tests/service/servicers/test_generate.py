@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 from google.protobuf.duration_pb2 import Duration
 
-from penstock.runtime.loop.interface import WeightsVersion
 from penstock.runtime.requests.request import ResolvedSampling
 from penstock.runtime.requests.sampling_defaults import GenerationDefaults
 from penstock.v1 import inference_pb2, types_pb2
@@ -378,15 +377,14 @@ async def test_weights_spans():
             await seen(engine, 2)
             engine.step(3)
             await stepped(engine, 3)
-            engine.weights = WeightsVersion("step-2", 2)
+            engine.go_live("step-2")
             engine.step(10)
             reply = await asyncio.wait_for(whole, 20)
             messages = await parts
-        spans = [(w.first_output_token, w.version.generation) for w in reply.outputs[0].weights]
-        assert spans == [(0, 1), (3, 2)]
-        assert reply.outputs[0].weights[1].version.label == "step-2"
-        assert reply.outputs[0].text == "bcdef"
-        assert joined(messages).outputs[0].weights[1].version.generation == 2
+        for output in (reply.outputs[0], joined(messages).outputs[0]):
+            assert output.text == "bcdef"
+            spans = [(w.first_output_token, w.version.generation, w.version.label) for w in output.weights]
+            assert spans == [(0, 1, "initial"), (3, 2, "step-2")], "also of weights that serve no more"
         assert [m.delta.weights.generation for m in messages[1:-2] if m.delta.HasField("weights")] == [2]
 
 

@@ -11,7 +11,6 @@ import grpc
 import pytest
 
 from penstock.runtime.generation.results import merged_timing
-from penstock.runtime.loop.interface import WeightsVersion
 from penstock.runtime.requests.fanout import output_seed
 from penstock.runtime.requests.request import RequestTiming
 from penstock.v1 import inference_pb2, types_pb2
@@ -255,7 +254,7 @@ async def test_weights_are_told_for_each_output():
         await until(lambda: len(rig.engine.seen) == 4)
         rig.engine.step()
         await until(lambda: rig.engine.num_steps == 1)
-        rig.engine.weights = WeightsVersion("new", 2)
+        rig.engine.go_live("new")
         rig.engine.release()
         for reply in (await whole, joined(await parts)):
             for output in reply.outputs:
@@ -271,7 +270,7 @@ async def test_new_weights_are_told_though_nothing_else_is():
         await call.read()
         rig.engine.step()
         await until(lambda: rig.engine.num_steps == 1)
-        rig.engine.weights = WeightsVersion("new", 2)
+        rig.engine.go_live("new")
         rig.engine.release()
         deltas = [m.delta async for m in read_all(call) if m.HasField("delta")]
         assert await call.code() is grpc.StatusCode.OK

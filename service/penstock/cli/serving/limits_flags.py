@@ -13,6 +13,7 @@ _COUNTS = {
     "max_rpcs_per_connection": "such calls of one connection",
     "max_tokenize_rpcs": "Tokenize and Detokenize calls at once",
     "max_control_rpcs": "other calls of penstock.v1 at once, such as Abort and GetLoad; half per address",
+    "max_update_rpcs": "UpdateWeights calls at once, of which one updates; half per address",
     "max_health_rpcs": "health checks and watches at once; half per address",
     "max_reflection_rpcs": "calls of server reflection at once; half per address",
     "max_receiving_rpcs": "messages that take over half a second to arrive; half per address",
@@ -41,4 +42,13 @@ def add_limits_flags(parser: argparse.ArgumentParser) -> None:
         default=_DEFAULTS.receive_limit_s,
         metavar="SECONDS",
         help="end a call whose message does not arrive within this time; default: %(default)g",
+    )
+    group.add_argument(
+        "--update-stall-limit",
+        dest="update_stall_limit_s",
+        type=float,
+        default=_DEFAULTS.update_stall_limit_s,
+        metavar="SECONDS",
+        help="end an UpdateWeights whose next message does not arrive within this time; nothing has changed "
+        "then; default: %(default)g",
     )

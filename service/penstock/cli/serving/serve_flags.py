@@ -12,7 +12,7 @@ from penstock.cli.serving.flag_names import flags_of
 from penstock.cli.serving.keys_flags import add_keys_flags
 from penstock.cli.serving.limits_flags import add_limits_flags
 from penstock.cli.serving.network_flags import add_listen_flags
-from penstock.cli.serving.option_values import json_object, options_of, size
+from penstock.cli.serving.option_values import json_object, options_of, path, size
 from penstock.cli.serving.reply_flags import add_reply_flags
 from penstock.runtime.chat.parser import REASONING_PARSERS, TOOL_PARSERS
 from penstock.runtime.config import EngineConfig
@@ -101,6 +101,7 @@ def add_parser(subparsers: Subparsers) -> None:
     add_connection_flags(parser)
     add_limits_flags(parser)
     add_keys_flags(parser)
+    _add_weights(parser)
     add_engine_flags(parser)
     _add_requests(parser)
     add_reply_flags(parser)
@@ -117,6 +118,20 @@ def add_parser(subparsers: Subparsers) -> None:
         help="default: %(default)s; logs go to stderr",
     )
     parser.set_defaults(flags=flags_of(parser))
+
+
+def _add_weights(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("weight updates")
+    group.add_argument(
+        "--weights-root",
+        dest="weights_roots",
+        action="append",
+        type=path,
+        default=[],
+        metavar="DIR",
+        help="let UpdateWeights read files below this directory, by file:// addresses; may be given several "
+        "times; default: none",
+    )
 
 
 def _add_requests(parser: argparse.ArgumentParser) -> None:
@@ -164,6 +179,7 @@ def server_options(args: argparse.Namespace) -> ServerOptions:
     return options_of(
         ServerOptions,
         args,
+        weights_roots=tuple(args.weights_roots),
         truncation=Truncation(args.truncation),
         listen=options_of(ListenOptions, args),
         connections=options_of(ConnectionOptions, args),

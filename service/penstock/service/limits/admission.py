@@ -30,11 +30,13 @@ class Kind(enum.Enum):
     WORK = "rpcs"
     TOKENIZE = "tokenize_rpcs"
     CONTROL = "control_rpcs"
+    UPDATE = "update_rpcs"
     HEALTH = "health_rpcs"
     REFLECTION = "reflection_rpcs"
 
 
-_WORK = frozenset({"Generate", "Stream", "UpdateWeights"})
+_WORK = frozenset({"Generate", "Stream"})
+_UPDATE = "UpdateWeights"
 _TOKENIZE = frozenset({"Tokenize", "Detokenize"})
 
 
@@ -49,6 +51,8 @@ def kind_of(method: str) -> Kind:
         return Kind.REFLECTION
     if name in _TOKENIZE:
         return Kind.TOKENIZE
+    if name == _UPDATE:
+        return Kind.UPDATE
     return Kind.CONTROL if service.startswith(PACKAGE) and name not in _WORK else Kind.WORK
 
 
@@ -185,6 +189,7 @@ class Admission:
             Kind.WORK: (work,),
             Kind.TOKENIZE: (tokenize, work),
             Kind.CONTROL: (small(Kind.CONTROL, bounds.max_control_rpcs),),
+            Kind.UPDATE: (small(Kind.UPDATE, bounds.max_update_rpcs),),
             Kind.HEALTH: (small(Kind.HEALTH, bounds.max_health_rpcs),),
             Kind.REFLECTION: (small(Kind.REFLECTION, bounds.max_reflection_rpcs),),
         }

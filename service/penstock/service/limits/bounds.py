@@ -30,8 +30,8 @@ class Bounds:
     """How much one server takes on at once."""
 
     max_rpcs: int = 8192
-    """Generate, Stream, UpdateWeights, Tokenize and Detokenize, all together. An RPC counts from the arrival
-    of its headers until its reply has left.
+    """Generate, Stream, Tokenize and Detokenize, all together. An RPC counts from the arrival of its headers
+    until its reply has left.
     """
     max_rpcs_per_address: int = 6144
     """The part of `max_rpcs` that one IPv4 address, or one IPv6 /64 network, may have. Everything that comes
@@ -45,6 +45,10 @@ class Bounds:
     """Every other RPC of penstock.v1, such as Abort and GetLoad. They are counted apart, so that a server
     that is full of work can still be asked and told. One address may have half of them.
     """
+    max_update_rpcs: int = 8
+    """UpdateWeights. Only one update goes on at a time, and the others learn that at once. They are counted
+    apart, so that they take no place of a request. One address may have half of them.
+    """
     max_health_rpcs: int = 2048
     """Check and Watch of the health service. One address may have half of them."""
     max_reflection_rpcs: int = 64
@@ -57,6 +61,8 @@ class Bounds:
     """Messages that take longer than a moment to arrive. One address may have half of them."""
     receive_limit_s: float = 60.0
     """Seconds that the message of a request may take to arrive after its headers."""
+    update_stall_limit_s: float = 60.0
+    """Seconds that may pass until the next message of an UpdateWeights has arrived."""
 
     def __post_init__(self) -> None:
         bad: list[str] = []

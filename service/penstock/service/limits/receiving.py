@@ -28,12 +28,20 @@ _WORK = (Kind.WORK, Kind.TOKENIZE)
 class Receiving:
     """The places of one server. Used on its event loop only."""
 
-    def __init__(self, most: int, limit_s: float, clock: Clock = time.monotonic) -> None:
+    def __init__(
+        self,
+        most: int,
+        limit_s: float,
+        clock: Clock = time.monotonic,
+        *,
+        update_limit_s: float = 0.0,
+    ) -> None:
         """`most` messages of work may take longer than a moment at once, of which one address may have half;
         the other kinds have a few places each. 0 means any number. `limit_s` is how long one message may
-        take, in seconds; 0 means for ever.
+        take, in seconds, and `update_limit_s` how long each message of an UpdateWeights may; 0 means for
+        ever.
         """
-        self._limit_s = limit_s
+        self._limits_s = dict.fromkeys(Kind, limit_s) | {Kind.UPDATE: update_limit_s}
         few = most and max(most // 8, 2)
         work = _gate(most, clock)
         self._gates = {kind: work if kind in _WORK else _gate(few, clock) for kind in Kind}
@@ -46,7 +54,7 @@ class Receiving:
         """Return what `read()` returns. `peer` is gRPC's name of the peer. Raises StalledSender if it takes
         too long, and Busy if too many messages do.
         """
-        loop = asyncio.get_running_loop()
+        loop, limit_s = asyncio.get_running_loop(), self._limits_s[kind]
         refusal: Busy | None = None
         leave: Callable[[], None] | None = None
 
@@ -60,10 +68,10 @@ class Receiving:
 
         timer = loop.call_later(MOMENT_S, take_place)
         try:
-            async with asyncio.timeout(self._limit_s or None) as deadline:
+            async with asyncio.timeout(limit_s or None) as deadline:
                 return await read()
         except TimeoutError:
-            raise refusal or StalledSender(self._limit_s) from None
+            raise refusal or StalledSender(limit_s) from None
         finally:
             timer.cancel()
             if leave is not None:

@@ -193,7 +193,7 @@ def stopping_params(message: types_pb2.StoppingParams, info: Info, bad: Violatio
         stop = tuple(message.stop)
     time_limit_s = None
     if message.HasField("time_limit"):
-        time_limit_s = _seconds("stopping.time_limit", message.time_limit, bad)
+        time_limit_s = seconds("stopping.time_limit", message.time_limit, bad)
     return bad.build(
         lambda: StoppingParams(
             max_tokens=message.max_tokens if message.HasField("max_tokens") else None,
@@ -207,7 +207,7 @@ def stopping_params(message: types_pb2.StoppingParams, info: Info, bad: Violatio
     )
 
 
-def _seconds(field: str, duration: Duration, bad: Violations) -> float | None:
+def seconds(field: str, duration: Duration, bad: Violations) -> float | None:
     """Convert a Duration to seconds. Returns None, and adds a violation, if it breaks the rules of
     google.protobuf.Duration.
     """

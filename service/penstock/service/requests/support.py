@@ -99,12 +99,51 @@ _GENERATE_HONOURED = _CHAT_HONOURED | {
     "context.truncation",
     "context.reserve_tokens",
     "context.cap_max_tokens",
+    "min_weights",
+    "min_weights.label",
+    "min_weights.generation",
 }
-_GENERATE_REFUSED: Refused = {"adapter": (), "min_weights": ()}
+_GENERATE_REFUSED: Refused = {"adapter": ()}
+_IN_FLIGHT_HONOURED = frozenset(
+    {"in_flight", "drain_timeout", "drain_timeout.seconds", "drain_timeout.nanos"}
+)
+_BEGIN_HONOURED = _IN_FLIGHT_HONOURED | {
+    "update_id",
+    "version_label",
+    "manifest",
+    "manifest.tensors",
+    "manifest.tensors.name",
+    "manifest.tensors.dtype",
+    "manifest.tensors.shape",
+    "manifest.tensors.crc32c",
+    "manifest.tensors.sha256",
+    "uri",
+    "partial",
+    "expected_generation",
+    "staging",
+    "stage_only",
+    "validate_only",
+    "refuse_non_finite",
+}
 
 HONOURED: Mapping[str, frozenset[str]] = {
     "penstock.v1.GenerateRequest": _GENERATE_HONOURED,
     "penstock.v1.StreamRequest": _GENERATE_HONOURED | {"min_tokens_per_message"},
+    "penstock.v1.UpdateWeightsRequest": frozenset(
+        {
+            "begin",
+            *(f"begin.{field}" for field in _BEGIN_HONOURED),
+            "chunk",
+            "chunk.tensor_index",
+            "chunk.offset",
+            "chunk.data",
+            "commit",
+            "commit.total_bytes",
+        }
+    ),
+    "penstock.v1.PauseRequest": _IN_FLIGHT_HONOURED | {"free_kv_cache", "offload_weights"},
+    "penstock.v1.CommitWeightsRequest": _IN_FLIGHT_HONOURED | {"update_id"},
+    "penstock.v1.DiscardWeightsRequest": frozenset({"update_id"}),
     "penstock.v1.AbortRequest": frozenset(
         {"request_ids", "request_ids.ids", "request_id_prefix", "all", "reason"}
     ),
@@ -117,21 +156,11 @@ HONOURED: Mapping[str, frozenset[str]] = {
 REFUSED: Mapping[str, Refused] = {
     "penstock.v1.GenerateRequest": _GENERATE_REFUSED,
     "penstock.v1.StreamRequest": _GENERATE_REFUSED,
+    "penstock.v1.UpdateWeightsRequest": {"begin.adapter": ()},
 }
 """From a message's name to the paths that are refused, each with the values that are accepted
 nevertheless.
 """
-
-REFUSED_RPCS = frozenset(
-    {
-        "penstock.v1.InferenceService/UpdateWeights",
-        "penstock.v1.ControlService/Pause",
-        "penstock.v1.ControlService/Resume",
-        "penstock.v1.ControlService/CommitWeights",
-        "penstock.v1.ControlService/DiscardWeights",
-    }
-)
-"""RPCs that answer UNIMPLEMENTED."""
 
 
 def check_supported(

@@ -1,13 +1,10 @@
-"""The interceptor around every RPC: it authenticates, admits, receives, decodes, calls the servicer and maps
-errors.
+"""The interceptor around every RPC: it authenticates, admits, receives, has messages decoded, calls the
+servicer and maps errors.
 
 Every method is registered with gRPC as one that takes a stream of messages, even if it takes only one. gRPC
 calls such a handler when the headers have arrived; it would call the other kind only after it has received
 the whole message. So a call that is refused for its headers, or because too much is under way, is refused
 before its message is read.
-
-Requests are decoded here and not by gRPC, which answers an undecodable request with an untyped INTERNAL. Here
-it is INVALID_ARGUMENT, and fields that protobuf would drop silently are refused.
 """
 
 from __future__ import annotations
@@ -20,11 +17,10 @@ import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NoReturn, TypeAlias, TypeVar, cast
+from typing import Any, NoReturn, TypeAlias, cast
 
 import grpc
-from google.protobuf.descriptor import Descriptor
-from google.protobuf.message import DecodeError, Message
+from google.protobuf.message import Message
 
 from penstock.runtime.errors import InvalidRequest, PenstockError, RequestError, UnsupportedFeature, Violation
 from penstock.service.access.callers import CURRENT_CALLER
@@ -35,9 +31,8 @@ from penstock.service.limits.bounds import Bounds
 from penstock.service.limits.receiving import Receiving
 from penstock.service.options import ServerOptions
 from penstock.service.replies.readers import StallLog
-from penstock.service.requests.parts import check_parts
-from penstock.service.requests.support import check_known
 from penstock.service.rpcs.access_check import Access
+from penstock.service.rpcs.decoding import Incoming, all_decoded, decoded
 from penstock.service.rpcs.sending import Send, Sends
 from penstock.service.telemetry.refusals import Refusal, RefusalLog, fields_of
 from penstock.service.telemetry.traces import CURRENT_RPC, UNTRACED, RpcTrace, Telemetry
@@ -46,7 +41,6 @@ from penstock.service.usage.meter import current_meter
 
 log = logging.getLogger(__name__)
 
-M = TypeVar("M", bound=Message)
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
 Behaviour: TypeAlias = "Callable[[Any, Context], Any]"
@@ -58,15 +52,6 @@ server's.
 
 UNKNOWN = "(unknown method)"
 """Stands for an unknown method's name in the log."""
-
-
-def decode(parse: Callable[[bytes], M], data: bytes, vocab_size: int = 0) -> M:
-    """Parse the request. Raises InvalidRequest if the bytes are no such message, or have too many parts."""
-    try:
-        check_parts(cast("Descriptor", parse(b"").DESCRIPTOR), data, vocab_size)
-        return parse(data)
-    except (DecodeError, ValueError) as error:  # ValueError: a string that is not UTF-8
-        raise InvalidRequest([Violation("", f"the request cannot be decoded: {error}")]) from error
 
 
 @dataclass(slots=True)
@@ -152,14 +137,17 @@ class PenstockInterceptor(grpc.aio.ServerInterceptor):
     def _one(
         self, method: str, parse: Any, serialize: Serialize, behaviour: Behaviour, *, streamed: bool
     ) -> Behaviour:
-        """Make the handler of a method with a single reply."""
+        """Make the handler of a method with a single reply. If it takes many messages (`streamed`), it gets
+        them undecoded.
+        """
 
         async def handle(chunks: AsyncIterator[bytes], context: Context) -> Any:
             rpc = self._start(method)
             try:
                 self._enter(rpc, context)
                 if streamed:
-                    reply = await behaviour(_all_of(method, parse, chunks), context)
+                    receive = partial(self._receive_bytes, rpc, context)
+                    reply = await behaviour(Incoming(method, parse, receive), context)
                 else:
                     reply = await behaviour(await self._receive(rpc, parse, context), context)
                 data = serialize(reply)
@@ -188,7 +176,7 @@ class PenstockInterceptor(grpc.aio.ServerInterceptor):
             try:
                 self._enter(rpc, context)
                 if streamed:
-                    replies = behaviour(_all_of(method, parse, chunks), followed)
+                    replies = behaviour(all_decoded(method, parse, chunks), followed)
                 else:
                     replies = behaviour(await self._receive(rpc, parse, context), followed)
                 if inspect.isawaitable(replies):
@@ -251,14 +239,11 @@ class PenstockInterceptor(grpc.aio.ServerInterceptor):
             return await self._read(rpc, parse, context)
 
     async def _read(self, rpc: Rpc, parse: Any, context: Context) -> Message:
-        kind, peer = kind_of(rpc.method), context.peer()
-        data: Any = await self._receiving.message(kind, peer, context.read)
+        data = await self._receive_bytes(rpc, context)
         if data is grpc.aio.EOF:
             raise InvalidRequest([Violation("", "the call has no message")])
-        if len(data) > self._max_receive_bytes:
-            raise MessageTooLarge(len(data), self._max_receive_bytes)
         MESSAGE_BYTES.set(len(data))  # never reset, as CURRENT_RPC
-        work = partial(_decoded, rpc.method, parse, data, self._vocab_size())
+        work = partial(decoded, rpc.method, parse, data, self._vocab_size())
         received: tuple[Any, RequestError | None] = await self._lanes.convert(work, len(data))
         request, refusal = received
         if "request_id" in request.DESCRIPTOR.fields_by_name:  # the errors that follow carry the id
@@ -267,6 +252,15 @@ class PenstockInterceptor(grpc.aio.ServerInterceptor):
         if refusal is not None:
             raise refusal
         return cast("Message", request)
+
+    async def _receive_bytes(self, rpc: Rpc, context: Context) -> Any:
+        """Receive the call's next message. Returns gRPC's EOF if there is none. Raises Busy, StalledSender
+        and MessageTooLarge.
+        """
+        data: Any = await self._receiving.message(kind_of(rpc.method), context.peer(), context.read)
+        if data is not grpc.aio.EOF and len(data) > self._max_receive_bytes:
+            raise MessageTooLarge(len(data), self._max_receive_bytes)
+        return data
 
     async def _fail(self, error: BaseException, rpc: Rpc, context: Context) -> NoReturn:
         """End the RPC with the status of this error. Always raises."""
@@ -320,24 +314,3 @@ def _code_of_cancel(context: Context) -> grpc.StatusCode:
     remaining_s = cast("float | None", context.time_remaining())  # None: no deadline
     late = remaining_s is not None and remaining_s < DEADLINE_SLACK_S
     return grpc.StatusCode.DEADLINE_EXCEEDED if late else grpc.StatusCode.CANCELLED
-
-
-def _decoded(method: str, parse: Any, data: bytes, vocab_size: int = 0) -> tuple[Any, RequestError | None]:
-    """Parse the message, and return it with the error that refuses its unknown fields, if it has any and the
-    method is ours.
-    """
-    request = decode(parse, data, vocab_size)
-    try:
-        if method.startswith(PACKAGE):
-            check_known(request, parse, data)
-    except RequestError as error:
-        return request, error.with_traceback(None)  # the traceback would keep the message's bytes alive
-    return request, None
-
-
-async def _all_of(method: str, parse: Any, chunks: AsyncIterator[bytes]) -> AsyncIterator[Any]:
-    async for data in chunks:
-        request, refusal = _decoded(method, parse, data)
-        if refusal is not None:
-            raise refusal
-        yield request

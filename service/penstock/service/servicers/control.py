@@ -5,25 +5,32 @@ back.
 from __future__ import annotations
 
 import asyncio
+import logging
 from functools import partial
 from typing import TYPE_CHECKING
 
 from penstock.runtime.errors import UnsupportedFeature
 from penstock.runtime.generation.prompts import Prompt, TextPrompt
+from penstock.runtime.loop.interface import InFlightPolicy
 from penstock.service.replies import messages
 from penstock.service.replies.reply_budget import ID_BYTES
+from penstock.service.replies.update_messages import pause_response, timestamp
 from penstock.service.requests.convert_chat import chat_prompt, message_cost
 from penstock.service.requests.convert_params import Violations, token_ids
+from penstock.service.requests.convert_weights import to_pause
 from penstock.service.requests.prompts import encode_prompt
 from penstock.service.requests.support import check_supported
 from penstock.service.servicers.serving import Serving
+from penstock.service.servicers.weights import WeightUpdates
 from penstock.service.threads.lanes import MESSAGE_BYTES
 from penstock.v1 import control_pb2, control_pb2_grpc, types_pb2
 
 if TYPE_CHECKING:
     from penstock.v1.control_pb2_grpc import _ServicerContext as Context
 
-CONTRACT_REVISION = 1
+log = logging.getLogger(__name__)
+
+CONTRACT_REVISION = 2
 _TOKEN_COST = 8
 """The cost of turning one token into text, in bytes of a message (see `Lanes.convert`)."""
 
@@ -31,8 +38,9 @@ _TOKEN_COST = 8
 class ControlServicer(control_pb2_grpc.ControlServiceServicer):
     """Answers questions about one engine, and gives access to its tokenizer."""
 
-    def __init__(self, serving: Serving, *, version: str, instance_id: str) -> None:
+    def __init__(self, serving: Serving, updates: WeightUpdates, *, version: str, instance_id: str) -> None:
         """`version` is the server's, and `instance_id` tells this start of it from all others."""
+        self._updates = updates
         self._engine = serving.engine
         self._limits = serving.limits
         self._lanes = serving.lanes
@@ -69,6 +77,9 @@ class ControlServicer(control_pb2_grpc.ControlServiceServicer):
             weights=messages.weights_version(self._engine.weights),
             tensors=[messages.tensor_spec(*spec) for spec in specs],
             features=self._features(),
+            weights_digest=self._engine.updater.digest,
+            weights_since=timestamp(self._engine.weights_since),
+            staged_update_id=self._engine.updater.staged_update_id,
         )
 
     def _features(self) -> list[control_pb2.Feature.ValueType]:
@@ -78,16 +89,19 @@ class ControlServicer(control_pb2_grpc.ControlServiceServicer):
             control_pb2.FEATURE_JSON_SCHEMA: self._limits.has_grammars,
             control_pb2.FEATURE_REGEX: self._limits.has_grammars,
             control_pb2.FEATURE_PRIORITY: self._limits.has_priority,
+            control_pb2.FEATURE_UPDATE_WEIGHTS: self._takes_updates,
             control_pb2.FEATURE_BATCH_INVARIANT: self._engine.info.batch_invariant,
         }
         return [feature for feature, there in has.items() if there]
 
+    @property
+    def _takes_updates(self) -> bool:
+        return bool(self._engine.tensor_specs())
+
     async def GetServerInfo(
         self, request: control_pb2.GetServerInfoRequest, context: Context
     ) -> control_pb2.GetServerInfoResponse:
-        """Tell the limits that are fixed at start. `max_chunk_bytes` is 0, because this release has no weight
-        updates.
-        """
+        """Tell the limits that are fixed at start."""
         config, info = self._engine.config, self._engine.info
         return control_pb2.GetServerInfoResponse(
             server_version=self._version,
@@ -97,6 +111,7 @@ class ControlServicer(control_pb2_grpc.ControlServiceServicer):
             max_queued_requests=config.max_queued_requests,
             kv_page_tokens=info.page_size,
             kv_pages_total=info.num_pages,
+            max_chunk_bytes=self._updates.max_chunk_bytes if self._takes_updates else 0,
             max_logprobs=config.max_logprobs,
             devices=info.devices,
         )
@@ -112,6 +127,7 @@ class ControlServicer(control_pb2_grpc.ControlServiceServicer):
             queued_prompt_tokens=load.waiting_prompt_tokens,
             kv_pages_used=load.pages_used,
             kv_pages_total=load.pages_total,
+            paused=self._engine.is_paused,
             weights=messages.weights_version(self._engine.weights),
         )
 
@@ -177,26 +193,41 @@ class ControlServicer(control_pb2_grpc.ControlServiceServicer):
         return control_pb2.DetokenizeResponse(text=text)
 
     async def Pause(self, request: control_pb2.PauseRequest, context: Context) -> control_pb2.PauseResponse:
-        """Not in this release."""
-        raise UnsupportedFeature(["Pause"])
+        """Make no more tokens until Resume, and answer once that is so. A client that does not wait for it
+        takes the pause back.
+        """
+        running = to_pause(request)
+        async with self._calls.preparing():
+            asked = self._engine.pause(
+                running.policy or InFlightPolicy.WAIT,
+                drain_timeout_s=running.drain_timeout_s,
+                free_kv_cache=request.free_kv_cache,
+                offload_weights=request.offload_weights,
+            )
+            response = pause_response(await asyncio.wrap_future(asked))
+        log.info("paused; %d bytes are free", response.freed_bytes)
+        return response
 
     async def Resume(
         self, request: control_pb2.ResumeRequest, context: Context
     ) -> control_pb2.ResumeResponse:
-        """Not in this release."""
-        raise UnsupportedFeature(["Resume"])
+        """End a pause, after what it has freed was restored."""
+        async with self._calls.preparing():
+            await asyncio.wrap_future(self._engine.resume())
+        log.info("resumed")
+        return control_pb2.ResumeResponse()
 
     async def CommitWeights(
         self, request: control_pb2.CommitWeightsRequest, context: Context
     ) -> control_pb2.CommitWeightsResponse:
-        """Not in this release."""
-        raise UnsupportedFeature(["CommitWeights"])
+        """Swap in a staged update."""
+        return await self._updates.commit(request)
 
     async def DiscardWeights(
         self, request: control_pb2.DiscardWeightsRequest, context: Context
     ) -> control_pb2.DiscardWeightsResponse:
-        """Not in this release."""
-        raise UnsupportedFeature(["DiscardWeights"])
+        """Drop a staged update."""
+        return await self._updates.discard(request)
 
     async def FlushCache(
         self, request: control_pb2.FlushCacheRequest, context: Context

@@ -1,4 +1,6 @@
-"""InferenceService: Generate, Stream, Abort. Each RPC checks, converts, calls and converts back."""
+"""InferenceService: Generate, Stream, Abort and UpdateWeights. Each RPC checks, converts, calls and converts
+back.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +8,8 @@ import asyncio
 import sys
 from collections.abc import AsyncIterator
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from penstock.runtime.errors import UnsupportedFeature
-from penstock.runtime.loop.interface import WeightsVersion
 from penstock.service.access.callers import CURRENT_CALLER
 from penstock.service.replies import messages
 from penstock.service.replies.collected import Collected
@@ -17,10 +17,12 @@ from penstock.service.replies.pending import Taken
 from penstock.service.requests.convert import ServedJob, to_job
 from penstock.service.requests.convert_chat import message_cost
 from penstock.service.requests.support import check_supported
+from penstock.service.rpcs.decoding import Undecoded
 from penstock.service.servicers.abort import to_target
 from penstock.service.servicers.ending import end_requests
 from penstock.service.servicers.generation import ServedRequest
 from penstock.service.servicers.serving import Serving
+from penstock.service.servicers.weights import WeightUpdates
 from penstock.service.threads.lanes import MESSAGE_BYTES
 from penstock.service.usage.meter import current_meter
 from penstock.v1 import inference_pb2, inference_pb2_grpc, types_pb2, weights_pb2
@@ -35,8 +37,9 @@ ABORTED_AT_ONCE = 250
 class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
     """Runs requests on one engine."""
 
-    def __init__(self, serving: Serving) -> None:
+    def __init__(self, serving: Serving, updates: WeightUpdates) -> None:
         self._serving = serving
+        self._updates = updates
         self._engine = serving.engine
         self._turns = asyncio.Lock()
         """Held while a piece of something large is encoded, see `replies.prompt_info`."""
@@ -97,6 +100,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
                 request_id=job.request_id,
                 model=self._engine.info.name,
                 weights=messages.weights_version(weights),
+                paused=self._engine.is_paused,
             )
             prompt = await messages.prompt_info(job, served.prompt, served.prompt_logprobs, self._turns)
             served.prompt_logprobs = ()
@@ -150,15 +154,13 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             await asyncio.sleep(0)  # lets other tasks run
         return response
 
-    async def UpdateWeights(
-        self, request_iterator: AsyncIterator[weights_pb2.UpdateWeightsRequest], context: Context
+    async def UpdateWeights(  # type: ignore[override]  # the interceptor gives messages undecoded
+        self, steps: AsyncIterator[Undecoded], context: Context
     ) -> weights_pb2.UpdateWeightsResponse:
-        """Not in this release."""
-        raise UnsupportedFeature(["UpdateWeights"])
+        """Replace the weights; see `WeightUpdates.update`."""
+        confirm: Any = partial(context.send_initial_metadata, ())  # a coroutine, whatever its type hint says
+        return await self._updates.update(steps, confirm)
 
     def _version(self, generation: int) -> types_pb2.WeightsVersion:
-        """The version of a weights' served. Only that of the weights in use has a label."""
-        current = self._engine.weights
-        if generation != current.generation:
-            current = WeightsVersion("", generation)
-        return messages.weights_version(current)
+        """The version of weights that served or serve."""
+        return messages.weights_version(self._engine.version_of(generation))

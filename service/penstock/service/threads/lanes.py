@@ -34,6 +34,8 @@ MOST_TOKEN_CHARS = 8
 """Characters that a token has on average in an honest text."""
 MOST_TEMPLATES = 8
 """How many callers' own templates may be rendered, or wait for that, at once."""
+MOST_WEIGHTS = 64
+"""How many pieces of work on weight updates, of all callers, may run or wait at once."""
 MESSAGE_BYTES: ContextVar[int] = ContextVar("message_bytes", default=0)
 """The size of the request message of the RPC that this task serves."""
 
@@ -54,10 +56,14 @@ class Lane:
         Work whose caller gives up before it has begun is dropped. Work that has begun runs to its end, and
         counts until then.
         """
+        return await self.begin(work, weight)
+
+    def begin(self, work: Callable[[], T], weight: int = 1) -> asyncio.Future[T]:
+        """As `run`, but do not wait for it. A weight of 0 is for work that must not be refused."""
         held = self._pace.active
-        if held and held + weight > self.most:
+        if held and weight and held + weight > self.most:
             raise Busy(self.name, self.most, self._pace.retry_after_s(weight))
-        return await self._begun(work, weight)
+        return self._begun(work, weight)
 
     def _begun(self, work: Callable[[], T], weight: int) -> asyncio.Future[T]:
         """Start the work and return its future, which no frame of ours keeps. An error of the work refers to
@@ -97,9 +103,10 @@ class Lanes:
         self._convert = Lane("convert", 4, 64 * MIB)
         self._texts = Lane("texts", quick, 64 * MIB)
         self._long_texts = Lane("long-texts", 4, 32 * MIB)
+        self._weights = Lane("weights", 4, MOST_WEIGHTS)
         self._long_chars = LONG_CHARS
 
-        lanes = (self._templates, self._heavy, self._convert, self._texts, self._long_texts)
+        lanes = (self._templates, self._heavy, self._convert, self._texts, self._long_texts, self._weights)
         self.by_name = {lane.name: lane for lane in lanes}
         """All lanes, by the name that a refusal has as its `limit`."""
 
@@ -125,6 +132,12 @@ class Lanes:
         """Run work on a text of `num_chars` characters, or work that takes as long."""
         lane = self._texts if num_chars <= self._long_chars else self._long_texts
         return await lane.run(work, num_chars)
+
+    def weights(self, work: Callable[[], T], weight: int = 1) -> asyncio.Future[T]:
+        """Begin work on a weight update, such as the decoding and writing of a chunk. A weight of 0 is for
+        work that must not be refused.
+        """
+        return self._weights.begin(work, weight)
 
     def close(self) -> None:
         """Accept no more work, and drop what has not begun."""

@@ -1,0 +1,392 @@
+"""Uploads that go wrong, from the peer's side: each is refused with its reason, or ends unseen, and leaves
+nothing behind. The weights of the start serve on, and the next update is taken.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2
+
+from penstock.service.limits.admission import Kind
+from penstock.service.limits.bounds import Bounds
+from penstock.v1 import control_pb2, weights_pb2
+from tests.service.h2peer import DATA, Peer, frame, grpc_message
+from tests.service.rig import Failure, Rig, failure_of, fake, generate, serving, until
+from tests.service.weights_rig import Step, begin, chunk, chunks, commit, fake_tensors, push, steps
+
+NEW, NEXT = fake_tensors(7), fake_tensors(9)
+TOTAL = sum(len(data) for _, data in NEW.values())
+UPDATE = "/penstock.v1.InferenceService/UpdateWeights"
+SERVING, NOT_SERVING = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
+Spoil = Callable[[list[Step]], list[Step]]
+
+
+@asynccontextmanager
+async def unharmed(**options: Any) -> AsyncIterator[Rig]:
+    """A server which at the end has the weights of its start, nothing open, and takes an update."""
+    async with serving(fake(), **options) as rig:
+        yield rig
+        updater = rig.engine.updater
+        await until(lambda: updater.events.count("close") == len(updater.options))
+        assert (updater.serving, rig.engine.weights.generation) == ({}, 1)
+        assert (await rig.inference.Generate(generate("y"), timeout=20)).outputs[0].text == "z"
+        reply = await push(rig, steps(NEXT, update_id="next"))
+        assert reply.outcome == weights_pb2.UPDATE_OUTCOME_COMMITTED
+        assert updater.serving == {name: data for name, (_, data) in NEXT.items()}
+
+
+def _corrupted(messages: list[Step]) -> list[Step]:
+    messages[2].chunk.data = b"\0" + messages[2].chunk.data[1:]
+    return messages
+
+
+def _replaced(index: int, step: Step) -> Spoil:
+    return lambda messages: [*messages[:index], step, *messages[index + 1 :]]
+
+
+SPOILED: dict[str, tuple[Spoil, str, str]] = {
+    "nothing at all": (lambda m: [], "INVALID_FIELD", "begin"),
+    "no begin": (lambda m: m[1:], "INVALID_FIELD", "begin must be the first"),
+    "begin twice": (lambda m: [m[0], *m], "INVALID_FIELD", "begin comes once"),
+    "no commit": (lambda m: m[:-1], "INVALID_FIELD", "without commit"),
+    "begin only": (lambda m: m[:1], "INVALID_FIELD", "without commit"),
+    "commit twice": (lambda m: [*m, m[-1]], "INVALID_FIELD", "nothing may follow commit"),
+    "a chunk after commit": (lambda m: [*m, m[1]], "INVALID_FIELD", "nothing may follow commit"),
+    "no step": (_replaced(2, Step()), "INVALID_FIELD", "has no step"),
+    "reordered": (lambda m: [m[0], m[2], m[1], *m[3:]], "INVALID_FIELD", "the next byte is 0"),
+    "a chunk twice": (lambda m: [m[0], m[1], *m[1:]], "INVALID_FIELD", "the next byte is 1000"),
+    "a chunk left out": (lambda m: [m[0], *m[2:]], "INVALID_FIELD", "the next byte is 0"),
+    "unknown tensor": (_replaced(1, chunk(2, 0, b"x")), "INVALID_FIELD", "must be below 2"),
+    "truncated": (lambda m: [*m[:-2], m[-1]], "INVALID_TENSORS", "model.norm.weight"),
+    "another total": (lambda m: [*m[:-1], commit(TOTAL + 1)], "INVALID_FIELD", "bytes have come"),
+    "corrupted": (_corrupted, "CHECKSUM_MISMATCH", "model.embed_tokens.weight"),
+    "other generation": (
+        lambda m: [begin(NEW, expected_generation=5), *m[1:]],
+        "GENERATION_CHANGED",
+        "generation 5",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SPOILED)
+async def test_a_spoiled_upload_changes_nothing(name: str) -> None:
+    spoil, reason, part = SPOILED[name]
+    async with unharmed() as rig:
+        failure = await failure_of(push(rig, spoil(steps(NEW))))
+        assert failure.reason == reason
+        assert part in failure.message
+
+
+async def test_a_message_that_is_none() -> None:
+    async with unharmed() as rig:
+        call: Any = rig.channel.stream_unary(UPDATE)
+        first = begin(NEW).SerializeToString()
+        assert (await failure_of(call(iter([first, b"\xff"])))).reason == "INVALID_FIELD"
+
+
+async def test_a_field_of_a_newer_contract() -> None:
+    """In a chunk: `TensorChunk` has no field 9."""
+    async with unharmed() as rig:
+        call: Any = rig.channel.stream_unary(UPDATE)
+        newer = b"\x12\x02\x48\x01"
+        failure = await failure_of(call(iter([begin(NEW).SerializeToString(), newer])))
+        assert (failure.reason, failure.info.metadata["field"]) == (
+            "UNSUPPORTED_FEATURE",
+            "chunk.TensorChunk#9",
+        )
+
+
+async def test_a_chunk_that_is_too_large() -> None:
+    """Larger than what GetServerInfo allows, though the message is small enough."""
+    async with unharmed(max_receive_bytes=5000) as rig:
+        most = (await rig.control.GetServerInfo(control_pb2.GetServerInfoRequest())).max_chunk_bytes
+        assert most == 5000 - 64
+        too_large = [begin(NEW, update_id="u"), chunk(1, 0, bytes(most + 1))]
+        failure = await failure_of(push(rig, too_large))
+        assert failure.violations == {"chunk.data": f"must have at most {most} bytes, not {most + 1}"}
+
+
+async def test_the_largest_chunk_is_taken() -> None:
+    async with serving(fake(), max_receive_bytes=3000) as rig:
+        most = (await rig.control.GetServerInfo(control_pb2.GetServerInfoRequest())).max_chunk_bytes
+        assert (await push(rig, steps(NEW, size=most))).tensors_updated == 2
+
+
+async def test_a_message_above_the_receive_limit() -> None:
+    async with unharmed(max_receive_bytes=3000) as rig:
+        failure = await failure_of(push(rig, [begin(NEW), chunk(0, 0, bytes(3001))]))
+        assert failure.reason == "MESSAGE_TOO_LARGE"
+
+
+# -- two at once --
+
+
+async def test_a_second_update_is_refused_while_the_first_goes_on() -> None:
+    async with unharmed() as rig:
+        first = rig.inference.UpdateWeights()
+        await first.write(begin(NEW, update_id="first"))
+        await until(lambda: "begin" in rig.engine.updater.events)
+        failure = await failure_of(push(rig, steps(NEW, update_id="second")))
+        assert (failure.code.name, failure.reason) == ("ABORTED", "UPDATE_UNDER_WAY")
+        assert dict(failure.info.metadata) == {"update_id": "first", "staged": "false"}
+        assert failure.retry_after_s == 1.0
+        first.cancel()
+
+
+async def test_a_second_update_is_refused_while_one_is_staged() -> None:
+    async with serving(fake()) as rig:
+        await push(rig, steps(NEW, update_id="first", stage_only=True))
+        failure = await failure_of(push(rig, steps(NEW, update_id="second")))
+        assert dict(failure.info.metadata) == {"update_id": "first", "staged": "true"}
+        assert failure.retry_after_s is None, "it stays until somebody does something"
+
+
+async def test_an_update_that_follows_a_refused_one_at_once_is_taken() -> None:
+    """The refusal comes after the place is free."""
+    async with serving(fake()) as rig:
+        for _ in range(20):
+            assert (await failure_of(push(rig, steps(NEW)[:-1]))).reason == "INVALID_FIELD"
+        await push(rig, steps(NEW))
+
+
+# -- the client goes away --
+
+
+def framed(message: Step) -> bytes:
+    return grpc_message(message.SerializeToString())
+
+
+async def opened(peer: Peer, sent: Sequence[bytes]) -> int:
+    stream = await peer.call(UPDATE, None, end=False)
+    for part in sent:
+        await peer.send(frame(DATA, 0, stream, part))
+    return stream
+
+
+WHOLE = [framed(step) for step in steps(NEW, size=2000)]
+
+
+@pytest.mark.parametrize("number", range(len(WHOLE) + 1))
+async def test_a_connection_that_dies_between_two_messages_changes_nothing(number: int) -> None:
+    """Even after the last one, as long as the stream has not ended."""
+    async with unharmed() as rig:
+        async with Peer(rig.server.address) as peer:
+            await opened(peer, WHOLE[:number])
+            taken = sum(size > 0 for size in map(len, WHOLE[1:number]))
+            has_commit = number == len(WHOLE)
+            await until(lambda: rig.engine.updater.events.count("write") >= taken - has_commit)
+        await until(lambda: rig.server.admission.active(Kind.UPDATE) == 0)
+
+
+@pytest.mark.parametrize("number", range(len(WHOLE)))
+async def test_a_connection_that_dies_within_a_message_changes_nothing(number: int) -> None:
+    async with unharmed() as rig, Peer(rig.server.address) as peer:
+        await opened(peer, [*WHOLE[:number], WHOLE[number][:-1]])
+
+
+async def test_a_connection_that_dies_is_no_end_of_a_stream() -> None:
+    """For gRPC a lost connection also ends the stream of messages, and now and then before it cancels the
+    call. So this is tried many times.
+    """
+    for attempt in range(40):
+        await _dies_at_the_end(waits=bool(attempt % 2))
+
+
+async def _dies_at_the_end(*, waits: bool) -> None:
+    async with serving(fake()) as rig:
+        async with Peer(rig.server.address) as peer:
+            await opened(peer, WHOLE)
+            if waits:
+                await until(lambda: rig.engine.updater.events.count("write") == len(WHOLE) - 2)
+        await until(lambda: rig.server.admission.active(Kind.UPDATE) == 0)
+        assert rig.engine.weights.generation == 1
+
+
+async def test_a_reset_stream_changes_nothing() -> None:
+    async with unharmed() as rig, Peer(rig.server.address) as peer:
+        stream = await opened(peer, WHOLE)
+        await until(lambda: rig.engine.updater.events.count("write") == len(WHOLE) - 2)
+        await peer.reset(stream)
+        await until(lambda: "close" in rig.engine.updater.events)
+
+
+async def test_the_same_bytes_with_an_end_are_an_update() -> None:
+    """What the tests above send is right, but for its end."""
+    async with serving(fake()) as rig, Peer(rig.server.address, initial_window=1000) as peer:
+        stream = await opened(peer, WHOLE)
+        await peer.send(frame(DATA, 1, stream))
+        reply = weights_pb2.UpdateWeightsResponse.FromString(await peer.message(stream))
+        assert reply.outcome == weights_pb2.UPDATE_OUTCOME_COMMITTED
+
+
+@pytest.mark.parametrize("where", ["begin", "write"])
+async def test_a_client_that_goes_while_a_thread_works(where: str) -> None:
+    """The upload is closed, also if it is opened only after the client has gone."""
+    async with unharmed() as rig:
+        updater = rig.engine.updater
+        call = rig.inference.UpdateWeights()
+        if where == "begin":
+            updater.waits.clear()
+        await call.write(begin(NEW))
+        await until(lambda: "begin" in updater.events)
+        if where == "write":
+            await until(lambda: bool(updater.options))
+            updater.waits.clear()
+            await call.write(next(chunks(NEW)))
+        call.cancel()
+        await until(lambda: rig.server.admission.active(Kind.UPDATE) == 0)
+        updater.waits.set()
+
+
+@pytest.mark.parametrize("how", ["deadline", "cancel"])
+async def test_a_client_that_gives_up_while_requests_are_waited_for(how: str) -> None:
+    engine = fake(hold=True)
+    async with serving(engine) as rig:
+        running = asyncio.ensure_future(rig.inference.Generate(generate("a")))
+        await until(lambda: len(engine.seen) == 1)
+        timeout_s = 0.5 if how == "deadline" else 60
+        pushing = asyncio.ensure_future(push(rig, steps(NEW), timeout=timeout_s))
+        await until(lambda: bool(engine.changes.queue))
+        waiting = engine.changes.queue[0].done
+        if how == "cancel":
+            pushing.cancel()
+        with pytest.raises((grpc.aio.AioRpcError, asyncio.CancelledError)):
+            await pushing
+        await until(waiting.cancelled)
+        engine.release()
+        assert (await running).outputs[0].text.endswith("z")
+        assert (engine.updater.serving, engine.weights.generation) == ({}, 1)
+
+
+# -- time --
+
+
+async def test_an_upload_that_stalls_is_ended() -> None:
+    async with unharmed(bounds=Bounds(update_stall_limit_s=0.3)) as rig:
+        call = rig.inference.UpdateWeights()
+        await call.write(begin(NEW))
+        await call.write(next(chunks(NEW)))
+        failure = await failure_of(call)
+        assert (failure.code.name, failure.reason) == ("RESOURCE_EXHAUSTED", "STALLED_SENDER")
+        assert failure.info.metadata["limit_s"] == "0.3"
+
+
+async def test_the_limit_of_an_upload_is_not_that_of_other_messages() -> None:
+    """A trainer may take its time between two chunks."""
+    async with serving(fake(), bounds=Bounds(receive_limit_s=0.2, update_stall_limit_s=0)) as rig:
+        call = rig.inference.UpdateWeights()
+        await call.write(begin(NEW))
+        await asyncio.sleep(0.6)
+        for step in steps(NEW)[1:]:
+            await call.write(step)
+        await call.done_writing()
+        assert (await asyncio.wait_for(call, 20)).tensors_updated == 2
+
+
+# -- the server's own bounds and end --
+
+
+async def test_updates_take_no_places_of_requests() -> None:
+    bounds = Bounds(max_rpcs=1, max_update_rpcs=4)
+    async with serving(fake(hold=True), bounds=bounds) as rig:
+        uploads = [rig.inference.UpdateWeights() for _ in range(2)]
+        for upload in uploads:
+            await upload.write(begin(NEW, update_id=f"u{id(upload)}"))
+        await until(lambda: "begin" in rig.engine.updater.events)
+        refused = await failure_of(push(rig, steps(NEW, update_id="third")))
+        assert refused.reason in ("BUSY", "UPDATE_UNDER_WAY")
+        running = asyncio.ensure_future(rig.inference.Generate(generate("a")))
+        await until(lambda: len(rig.engine.seen) == 1)
+        assert (await failure_of(rig.inference.Generate(generate("a")))).info.metadata["limit"] == "max_rpcs"
+        rig.engine.release()
+        await asyncio.wait_for(running, 20)
+        for upload in uploads:
+            upload.cancel()
+
+
+async def test_too_many_updates_at_once() -> None:
+    async with serving(fake(), bounds=Bounds(max_update_rpcs=2)) as rig:
+        upload = rig.inference.UpdateWeights()
+        await upload.write(begin(NEW))
+        await until(lambda: "begin" in rig.engine.updater.events)
+        failure = await failure_of(push(rig, steps(NEW)))
+        assert failure.info.metadata["limit"] == "max_update_rpcs_per_address"
+        upload.cancel()
+
+
+async def refused_by_a_stop(rig: Rig, upload: Any) -> Failure:
+    stopping = asyncio.ensure_future(rig.server.stop())
+    failure = await failure_of(upload)
+    await stopping
+    return failure
+
+
+async def test_a_server_that_stops_refuses_the_upload_under_way() -> None:
+    engine = fake()
+    async with serving(engine, grace_s=20.0) as rig:
+        call = rig.inference.UpdateWeights()
+        for step in steps(NEW):
+            await call.write(step)
+        await until(lambda: engine.updater.events.count("write") == len(steps(NEW)) - 2)
+        failure = await refused_by_a_stop(rig, call)
+        assert (failure.code.name, failure.reason) == ("UNAVAILABLE", "DRAINING")
+    assert engine.updater.events[-1] == "close"
+    assert (engine.updater.serving, engine.weights.generation) == ({}, 1)
+
+
+async def test_a_server_that_stops_takes_back_an_update_that_waits() -> None:
+    engine = fake(hold=True)
+    async with serving(engine, grace_s=20.0) as rig:
+        running = asyncio.ensure_future(rig.inference.Generate(generate("a")))
+        await until(lambda: len(engine.seen) == 1)
+        pushing = asyncio.ensure_future(failure_of(push(rig, steps(NEW))))
+        await until(lambda: bool(engine.changes.queue))
+        stopping = asyncio.ensure_future(rig.server.stop())
+        assert (await pushing).reason == "DRAINING"
+        engine.release()
+        assert (await running).outputs[0].text.endswith("z"), "within the grace"
+        assert await stopping
+    assert (engine.updater.serving, engine.weights.generation) == ({}, 1)
+
+
+async def test_before_the_engine_has_started() -> None:
+    async with serving(fake(), start=False) as rig:
+        rig.server.attach(rig.engine)
+        reply = await rig.control.GetModelInfo(control_pb2.GetModelInfoRequest())
+        assert reply.weights.generation == 1
+
+
+# -- in place --
+
+
+async def test_a_failed_update_in_place_is_seen_in_health_until_a_full_one_succeeds() -> None:
+    engine = fake(hold=True)
+    async with serving(engine) as rig:
+        running = asyncio.ensure_future(failure_of(rig.inference.Generate(generate("a"))))
+        await until(lambda: len(engine.seen) == 1)
+        watch = rig.health.Watch(health_pb2.HealthCheckRequest())
+        assert (await asyncio.wait_for(watch.read(), 20)).status == SERVING
+        in_place = {
+            "staging": weights_pb2.STAGING_MODE_IN_PLACE,
+            "in_flight": weights_pb2.IN_FLIGHT_POLICY_KEEP,
+        }
+        failure = await failure_of(push(rig, steps(NEW, **in_place)[:-2]))
+        assert failure.reason == "INVALID_FIELD"
+        assert (await running).reason == "WEIGHTS_INCOMPLETE"
+        assert (await asyncio.wait_for(watch.read(), 20)).status == NOT_SERVING
+        refused = await failure_of(rig.inference.Generate(generate("a")))
+        assert (refused.code.name, refused.reason) == ("UNAVAILABLE", "WEIGHTS_INCOMPLETE")
+        partly = await failure_of(push(rig, steps(NEW, partial=True)))
+        assert partly.reason == "WEIGHTS_INCOMPLETE", "it would not mend what is missing"
+        assert await rig.health_of() == NOT_SERVING
+        await push(rig, steps(NEXT, update_id="full"))
+        assert (await asyncio.wait_for(watch.read(), 20)).status == SERVING
+        engine.release()
+        assert (await rig.inference.Generate(generate("y"), timeout=20)).outputs[0].text == "z"
+        watch.cancel()

@@ -1,0 +1,76 @@
+"""The messages of a weight update, for any tensors, as a client sends them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import google_crc32c
+
+from penstock.runtime.sent_tensors import SentTensor
+from penstock.v1 import weights_pb2
+from tests.service.fake_updater import TENSORS, num_bytes
+
+Step = weights_pb2.UpdateWeightsRequest
+Tensors = Mapping[str, tuple[SentTensor, bytes]]
+"""From each name to the tensor's description and its bytes."""
+
+
+def fake_tensors(fill: int) -> dict[str, tuple[SentTensor, bytes]]:
+    """New weights for the fake engine: every byte is `fill`."""
+    return {name: (sent, bytes([fill]) * num_bytes(sent)) for name, sent in TENSORS.items()}
+
+
+def spec(sent: SentTensor, data: bytes | None = None) -> weights_pb2.TensorSpec:
+    """A tensor of a manifest. With `data` it has the checksum of these bytes."""
+    return weights_pb2.TensorSpec(
+        name=sent.name,
+        dtype=weights_pb2.DataType.Value(f"DATA_TYPE_{sent.dtype}"),
+        shape=sent.shape,
+        crc32c=0 if data is None else google_crc32c.value(data),
+    )
+
+
+def begin(tensors: Tensors | None = None, update_id: str = "u", label: str = "new", **fields: Any) -> Step:
+    """The first message. Without tensors it has no manifest."""
+    made = weights_pb2.UpdateWeightsBegin(update_id=update_id, version_label=label, **fields)
+    if tensors is not None:
+        made.manifest.tensors.extend([spec(sent, data) for sent, data in tensors.values()])
+        made.manifest.SetInParent()
+    return Step(begin=made)
+
+
+def chunk(index: int, offset: int, data: bytes) -> Step:
+    return Step(chunk=weights_pb2.TensorChunk(tensor_index=index, offset=offset, data=data))
+
+
+def commit(total_bytes: int) -> Step:
+    return Step(commit=weights_pb2.UpdateWeightsCommit(total_bytes=total_bytes))
+
+
+def chunks(tensors: Tensors, size: int = 1000) -> Iterator[Step]:
+    """All bytes, in chunks of at most `size`."""
+    for index, (_, data) in enumerate(tensors.values()):
+        for offset in range(0, len(data), size):
+            yield chunk(index, offset, data[offset : offset + size])
+
+
+def steps(tensors: Tensors, size: int = 1000, **fields: Any) -> list[Step]:
+    """All messages of an update."""
+    total = sum(len(data) for _, data in tensors.values())
+    return [begin(tensors, **fields), *chunks(tensors, size), commit(total)]
+
+
+async def push(rig: Any, messages: Iterable[Step], **call: Any) -> weights_pb2.UpdateWeightsResponse:
+    """Send these messages, and return the answer."""
+    async with asyncio.timeout(60):
+        reply: weights_pb2.UpdateWeightsResponse = await rig.inference.UpdateWeights(
+            _in_order(list(messages)), **call
+        )
+        return reply
+
+
+async def _in_order(messages: Sequence[Step]) -> AsyncIterator[Step]:
+    for message in messages:
+        yield message
