@@ -68,7 +68,8 @@ class TokenEngine:
         parts = build(model, config, backend)
         self.config: ResolvedConfig = parts.config
         self.info: ModelInfo = parts.info
-        self._runner = parts.runner
+        self.runner = parts.runner
+        """What computes the steps. Only the engine's thread may call it once the engine has started."""
         self.core = EngineCore(
             parts.runner,
             parts.scheduler,
@@ -121,7 +122,7 @@ class TokenEngine:
 
     def start(self) -> None:
         """Compile every program (with a progress bar) and start the engine thread; blocks until ready."""
-        self._runner.compile()
+        self.runner.compile()
         gc.collect()
         gc.freeze()  # what start-up made lives as long as the server: no collection need walk it again
         self._switch_interval.apply()
@@ -182,7 +183,7 @@ class TokenEngine:
     @property
     def compiles_after_warmup(self) -> int:
         """XLA compilations by the engine thread since `start`; anything but 0 is a bug."""
-        return self._runner.compiles_after_warmup.count
+        return self.runner.compiles_after_warmup.count
 
     def tensor_specs(self) -> list[tuple[str, str, tuple[int, ...]]]:
         """(checkpoint name, dtype, shape) of every weight, as `update_weights` takes them."""

@@ -108,7 +108,7 @@ async def test_a_dead_engine_ends_its_streams() -> None:
     with toy_engine(start=False) as sync:
         gate = at_gate(sync)
         async with AsyncEngine(sync).stream([1], sampling=GREEDY_PARAMS, stopping=long(50)) as stream:
-            sync._runner.wait = None  # type: ignore[assignment]  # waiting for the next step will fail
+            sync.runner.wait = None  # type: ignore[assignment]  # waiting for the next step will fail
             gate.open()
             with pytest.raises(EngineFailure):
                 async for _ in stream:

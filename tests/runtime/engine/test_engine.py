@@ -371,7 +371,7 @@ def test_partial_updates_staged_together_both_go_live() -> None:
             for name in ("offset", "other")
         ]
         assert [future.result(60).current.generation for future in updates] == [2, 3]
-        assert [float(leaf[0]) for leaf in engine._runner.device.leaves] == [5, 5]
+        assert [float(leaf[0]) for leaf in engine.runner.device.leaves] == [5, 5]
     finally:
         engine.shutdown()
 

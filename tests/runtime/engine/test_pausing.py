@@ -32,7 +32,7 @@ def bytes_of(tree: object) -> int:
 
 
 def memory_kinds(engine: Engine) -> set[str | None]:
-    return {leaf.sharding.memory_kind for leaf in engine._runner.device.leaves}
+    return {leaf.sharding.memory_kind for leaf in engine.runner.device.leaves}
 
 
 @pytest.mark.parametrize(
@@ -45,7 +45,7 @@ def test_a_paused_engine_goes_on_with_the_same_tokens(
 ) -> None:
     engine = engine_of(model())
     try:
-        device = engine._runner.device
+        device = engine.runner.device
         num_bytes = bytes_of(device.kv), bytes_of(device.leaves)
         cache = jax.tree.leaves(device.kv)
         gate, sink = at_gate(engine, tokens=TOKENS), Collector()
@@ -110,7 +110,7 @@ def test_a_coroutine_can_pause_and_resume() -> None:
 
     async def main() -> None:
         asynchronous = AsyncEngine(engine)
-        num_bytes = bytes_of(engine._runner.device.kv)
+        num_bytes = bytes_of(engine.runner.device.kv)
         paused = await asynchronous.pause(InFlightPolicy.ABORT, free_kv_cache=True)
         assert paused == Paused(InFlightReport(), num_bytes)
         generating = asyncio.create_task(asynchronous.generate([1], sampling=GREEDY_PARAMS, stopping=long(9)))
