@@ -1,0 +1,133 @@
+"""What a pusher of weights sends, made from the contract: nothing here is Penstock's but the messages."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import itertools
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import google_crc32c
+import grpc
+import ml_dtypes
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.v1 import inference_pb2_grpc, weights_pb2
+from tests.service.rig import WAIT_S, Failure, Rig, failure_of
+
+Message = weights_pb2.UpdateWeightsRequest
+Tensors = Mapping[str, NDArray[Any]]
+DTYPES = {
+    np.dtype(ml_dtypes.bfloat16): weights_pb2.DATA_TYPE_BF16,
+    np.dtype(np.float16): weights_pb2.DATA_TYPE_F16,
+    np.dtype(np.float32): weights_pb2.DATA_TYPE_F32,
+    np.dtype(np.int8): weights_pb2.DATA_TYPE_I8,
+}
+WAIT = weights_pb2.IN_FLIGHT_POLICY_WAIT
+ABORT = weights_pb2.IN_FLIGHT_POLICY_ABORT
+KEEP = weights_pb2.IN_FLIGHT_POLICY_KEEP
+RECOMPUTE = weights_pb2.IN_FLIGHT_POLICY_RECOMPUTE
+COMMITTED = weights_pb2.UPDATE_OUTCOME_COMMITTED
+STAGED = weights_pb2.UPDATE_OUTCOME_STAGED
+VALIDATED = weights_pb2.UPDATE_OUTCOME_VALIDATED
+ALREADY_COMMITTED = weights_pb2.UPDATE_OUTCOME_ALREADY_COMMITTED
+_numbers = itertools.count()
+
+
+def spec(name: str, tensor: NDArray[Any], *, sums: bool = True) -> weights_pb2.TensorSpec:
+    """What the manifest says of a tensor, with both checksums unless told otherwise."""
+    data = tensor.tobytes()
+    return weights_pb2.TensorSpec(
+        name=name,
+        dtype=DTYPES[tensor.dtype],
+        shape=tensor.shape,
+        crc32c=google_crc32c.value(data) if sums else 0,
+        sha256=hashlib.sha256(data).digest() if sums else b"",
+    )
+
+
+def begin(tensors: Tensors, *, sums: bool = True, **fields: Any) -> Message:
+    """The first message. An update has an id and a label of its own unless they are given."""
+    name = f"update-{next(_numbers)}"
+    manifest = weights_pb2.TensorManifest(tensors=[spec(n, t, sums=sums) for n, t in tensors.items()])
+    given = {"update_id": name, "version_label": name, "manifest": manifest, **fields}
+    return Message(begin=weights_pb2.UpdateWeightsBegin(**given))
+
+
+def chunk(index: int, offset: int, data: bytes) -> Message:
+    return Message(chunk=weights_pb2.TensorChunk(tensor_index=index, offset=offset, data=data))
+
+
+def chunks(tensors: Tensors, size: int = 1 << 20) -> Iterator[Message]:
+    """The bytes of all tensors, in the order of the manifest, in chunks of at most `size`."""
+    for index, tensor in enumerate(tensors.values()):
+        data = tensor.tobytes()
+        for offset in range(0, len(data), size):
+            yield chunk(index, offset, data[offset : offset + size])
+
+
+def commit(total_bytes: int) -> Message:
+    return Message(commit=weights_pb2.UpdateWeightsCommit(total_bytes=total_bytes))
+
+
+def num_bytes(tensors: Tensors) -> int:
+    return sum(math.prod(tensor.shape) * tensor.dtype.itemsize for tensor in tensors.values())
+
+
+def whole(tensors: Tensors, *, size: int = 1 << 20, **fields: Any) -> list[Message]:
+    """All messages of an update."""
+    return [begin(tensors, **fields), *chunks(tensors, size), commit(num_bytes(tensors))]
+
+
+def digest(tensors: Tensors) -> bytes:
+    """What UpdateWeightsResponse.digest says it is."""
+    names = {value: weights_pb2.DataType.Name(value).removeprefix("DATA_TYPE_") for value in DTYPES.values()}
+    lines = [
+        f"{name} {names[DTYPES[tensors[name].dtype]]} {','.join(map(str, tensors[name].shape))} "
+        f"{hashlib.sha256(tensors[name].tobytes()).hexdigest()}\n"
+        for name in sorted(tensors)
+    ]
+    return hashlib.sha256("".join(lines).encode()).digest()
+
+
+def call(
+    address: str, messages: Iterable[Message], metadata: Sequence[tuple[str, str]] = ()
+) -> weights_pb2.UpdateWeightsResponse:
+    """Sends these messages, ends the stream, and returns the answer. Blocks. Raises as asyncio's stubs do.
+
+    By gRPC's sync stub, because asyncio's forgets the status of a call that ends while a message is written.
+    """
+    with grpc.insecure_channel(address) as channel:
+        stub: Any = inference_pb2_grpc.InferenceServiceStub(channel)
+        try:
+            reply: weights_pb2.UpdateWeightsResponse = stub.UpdateWeights(
+                iter(messages), timeout=6 * WAIT_S, metadata=metadata
+            )
+        except grpc.RpcError as error:
+            told: Any = error
+            trailing = grpc.aio.Metadata.from_tuple(tuple(told.trailing_metadata() or ()))
+            raise grpc.aio.AioRpcError(told.code(), grpc.aio.Metadata(), trailing, told.details()) from None
+    return reply
+
+
+async def send(rig: Rig, messages: Iterable[Message]) -> weights_pb2.UpdateWeightsResponse:
+    """See `call`."""
+    return await asyncio.to_thread(call, rig.server.address, messages)
+
+
+async def push(rig: Rig, tensors: Tensors, **fields: Any) -> weights_pb2.UpdateWeightsResponse:
+    return await send(rig, whole(tensors, **fields))
+
+
+async def refused(rig: Rig, messages: Iterable[Message]) -> Failure:
+    """How an update fails, which must fail."""
+    return await failure_of(send(rig, messages))
+
+
+def tensor_errors(failure: Failure) -> weights_pb2.TensorErrors:
+    """The detail of a failure that lists bad tensors."""
+    (found,) = [detail for detail in failure.details if isinstance(detail, weights_pb2.TensorErrors)]
+    return found
