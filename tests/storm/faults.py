@@ -7,83 +7,26 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import random
 import signal
 import socket
 import struct
 import sys
 import zlib
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
-import grpc
 from grpc_health.v1 import health_pb2
 
-from penstock.v1 import control_pb2, control_pb2_grpc, inference_pb2, inference_pb2_grpc, types_pb2
+from penstock.v1 import control_pb2, inference_pb2, types_pb2
 from tests.service.h2peer import PREFACE, SETTINGS, Peer, frame
-from tests.storm.honest import kind_of
+from tests.storm.attack import Attack, ended
+from tests.storm.half_updates import half_update
 
 HOLD_S = 3.0
 """Seconds that faults hold on, if they do: longer than the stall limit."""
 STREAM = "/penstock.v1.InferenceService/Stream"
 GENERATE = "/penstock.v1.InferenceService/Generate"
 HUGE = 200_000
-
-
-@dataclass
-class Attack:
-    """What faults share."""
-
-    address: str
-    secrets: Mapping[str, str]
-    rng: random.Random
-    channels: list[grpc.aio.Channel] = field(default_factory=list)
-
-    def bearer(self, key: str = "attacker") -> tuple[tuple[str, str], ...]:
-        return (("authorization", f"Bearer {self.secrets[key]}"),)
-
-    def raw_bearer(self, key: str = "attacker") -> list[tuple[str, bytes]]:
-        return [(name, value.encode()) for name, value in self.bearer(key)]
-
-    @property
-    def inference(self) -> Any:
-        return inference_pb2_grpc.InferenceServiceStub(self.rng.choice(self.channels))
-
-    @property
-    def control(self) -> Any:
-        return control_pb2_grpc.ControlServiceStub(self.rng.choice(self.channels))
-
-    def words(self, most: int = 40) -> str:
-        return " ".join(
-            self.rng.choices(("the", "cat", "sat", "on", "a", "mat"), k=self.rng.randint(1, most))
-        )
-
-    def stream(self, **more: Any) -> inference_pb2.StreamRequest:
-        rng = self.rng
-        return inference_pb2.StreamRequest(
-            prompt=self.words(),
-            sampling=types_pb2.SamplingParams(temperature=rng.choice((0.0, 1.0)), n=rng.choice((1, 1, 4))),
-            stopping=types_pb2.StoppingParams(max_tokens=rng.randint(1, 150), ignore_eos=True),
-            **more,
-        )
-
-
-async def ended(call: Any) -> str:
-    """How a call ends; a stream is read to its end."""
-    try:
-        if hasattr(call, "__aiter__"):
-            async for _ in call:
-                pass
-        else:
-            await call
-    except grpc.aio.AioRpcError as error:
-        return kind_of(error)[0]
-    except asyncio.CancelledError:
-        if asyncio.current_task().cancelling():  # type: ignore[union-attr]  # within a task
-            raise
-        return "cancelled by us"
-    return "OK"
 
 
 async def cancel(attack: Attack) -> str:
@@ -350,6 +293,7 @@ FAULTS: Mapping[Callable[[Attack], Awaitable[str]], int] = {
     template: 2,
     burst: 1,
     compressed: 1,
+    half_update: 3,
     kill: 1,
 }
 """How often each fault comes, relative to the others."""

@@ -17,7 +17,8 @@ import grpc
 
 from penstock.v1 import control_pb2, control_pb2_grpc
 from tests.storm.apart import Answered, Callers, honest_callers
-from tests.storm.faults import FAULTS, Attack
+from tests.storm.attack import Attack
+from tests.storm.faults import FAULTS
 from tests.storm.honest import p99
 from tests.storm.target import Remains, Target, running
 
