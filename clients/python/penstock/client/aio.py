@@ -176,13 +176,16 @@ class AsyncClient(BaseClient[grpc.aio.Channel]):
         self._check_one_server()
         update = update_of(tensors, uri, options)
         attempts = Attempts(self._retries, self._timeouts.of(timeout))
-        info = await self.server_info(timeout=attempts.timeout(), metadata=metadata)
+        chunk_bytes = 0
+        if update.needs_chunks:
+            info = await self.server_info(timeout=attempts.timeout(), metadata=metadata)
+            chunk_bytes = chunk_bytes_of(info.max_chunk_bytes)
         update = await asyncio.to_thread(described, update)  # it reads all tensors
         sent = pairs(self.metadata, metadata)
         reply = await self._repeated(
             lambda left: async_sending.start(self.channel, left, sent),
             attempts,
-            lambda call: async_sending.send(call, update, chunk_bytes_of(info.max_chunk_bytes)),
+            lambda call: async_sending.send(call, update, chunk_bytes),
             update.update_id,
         )
         return messages.weights_update(reply, update.update_id)

@@ -175,14 +175,17 @@ class Client(BaseClient[grpc.Channel]):
         self._check_one_server()
         update = update_of(tensors, uri, options)
         attempts = Attempts(self._retries, self._timeouts.of(timeout))
-        info = self.server_info(timeout=attempts.timeout(), metadata=metadata)
+        chunk_bytes = 0
+        if update.needs_chunks:
+            info = self.server_info(timeout=attempts.timeout(), metadata=metadata)
+            chunk_bytes = chunk_bytes_of(info.max_chunk_bytes)
         update = described(update)
         sent = pairs(self.metadata, metadata)
         reply = self._repeated(
             lambda left: sending.send(
                 lambda steps: self.inference.UpdateWeights.future(steps, timeout=left, metadata=sent),
                 update,
-                chunk_bytes_of(info.max_chunk_bytes),
+                chunk_bytes,
             ),
             attempts,
             update.update_id,
