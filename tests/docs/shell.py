@@ -79,6 +79,11 @@ NOT_RUN = (
         "it measures for minutes; module and flags must exist",
         _module_exists,
     ),
+    NotRun(
+        r"python -m examples\.",
+        "it trains for minutes, and tests/examples does a few steps; module and flags must exist",
+        _module_exists,
+    ),
     NotRun(r"python -m penstock\.\S*native\.build", "it compiles C++ for a minute", _module_exists),
     NotRun(r"(\w+=\S+ )*python -m pytest ", "the suite runs them; files and names must exist", _tests_exist),
     NotRun(

@@ -31,6 +31,7 @@ def run(name: str, *arguments: str, typed: str = "") -> str:
 
 
 def test_every_example_is_tested() -> None:
+    """tests/examples has the tests of examples that are packages."""
     assert {path.name for path in EXAMPLES.glob("*.py")} == {"chat.py", "batch.py", "web.py"}
 
 
