@@ -44,6 +44,7 @@ def header(**tensors):
         b"\xff" * 64,
         (2).to_bytes(8, "little") + b"[]",
         (4).to_bytes(8, "little") + b"{nop",
+        (200_000).to_bytes(8, "little") + b"[" * 200_000,
         header(a=("F32", [2], [0, 4])) + bytes(4),  # size and shape disagree
         header(a=("F32", [2], [0, 8])) + bytes(9),  # trailing bytes
         header(a=("F32", [1], [4, 8])) + bytes(8),  # a hole

@@ -220,6 +220,8 @@ def test_what_is_no_safetensors_file(root: Path) -> None:
     (root / "empty").mkdir()
     (root / "bad index").mkdir()
     (root / "bad index" / INDEX).write_text("{}")
+    (root / "deep").mkdir()
+    (root / "deep" / INDEX).write_text("[" * 200_000)
     (root / "outside").mkdir()
     (root / "outside" / INDEX).write_text('{"weight_map": {"w": "../short.safetensors"}}')
     (root / "absent shard").mkdir()
@@ -231,6 +233,7 @@ def test_what_is_no_safetensors_file(root: Path) -> None:
         "absent": "cannot be opened",
         "empty": "holds no safetensors files",
         "bad index": "is not a safetensors index",
+        "deep": "is not a safetensors index",
         "outside": "names files outside its own directory",
         "absent shard": "cannot be opened",
     }.items():

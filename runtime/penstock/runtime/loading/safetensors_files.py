@@ -109,7 +109,7 @@ def read_index(index: Path, text: bytes) -> dict[str, str]:
     """
     try:
         places = {str(name): str(shard) for name, shard in json.loads(text)["weight_map"].items()}
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ConfigError(f"{index} is not a safetensors index ({error!r}); download it again") from error
     outside = sorted({shard for shard in places.values() if Path(shard).name != shard})
     if outside:
@@ -159,7 +159,7 @@ def header_of(file: Path, descriptor: int) -> dict[str, TensorEntry]:
             raise ValueError(f"its header would be {length} bytes long and the file has {size}")
         header = json.loads(os.pread(descriptor, length, 8))
         return _parse_header(file, header, 8 + length, size)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise _damaged(file, error) from error
 
 
