@@ -12,11 +12,13 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import statistics
 import subprocess
 import sys
 import time
+import uuid
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,12 +27,20 @@ from typing import Any
 import grpc
 from google.rpc import error_details_pb2, status_pb2  # type: ignore[import-untyped]  # ships no hints
 
-from penstock.v1 import control_pb2, control_pb2_grpc, inference_pb2, inference_pb2_grpc, types_pb2
+from penstock.v1 import (
+    control_pb2,
+    control_pb2_grpc,
+    inference_pb2,
+    inference_pb2_grpc,
+    types_pb2,
+    weights_pb2,
+)
 
 _ROOTS = ("protos", "service", "runtime", "clients/python")
 _READY = "penstock: ready on "
 _CALL_S = 300.0
 _MIB = 2**20
+_BYTES = {weights_pb2.DATA_TYPE_F32: 4, weights_pb2.DATA_TYPE_BF16: 2, weights_pb2.DATA_TYPE_F16: 2}
 
 
 @dataclass(frozen=True)
@@ -39,6 +49,31 @@ class Row:
 
     name: str
     make: Callable[[], Any]
+
+
+class Upload:
+    """A weight update that sets every tensor of the served model to zeros, in chunks of the largest size.
+    Each time that it is iterated over it has another id, so that it is an update again.
+    """
+
+    def __init__(self, tensors: Sequence[weights_pb2.TensorSpec], chunk_bytes: int) -> None:
+        self._tensors, self._chunk_bytes = tensors, chunk_bytes
+        self._sizes = [_BYTES[one.dtype] * math.prod(one.shape) for one in tensors]
+
+    def ByteSize(self) -> int:
+        return sum(self._sizes)
+
+    def __iter__(self) -> Iterator[weights_pb2.UpdateWeightsRequest]:
+        begin = weights_pb2.UpdateWeightsBegin(update_id=uuid.uuid4().hex, version_label="zeros")
+        begin.manifest.tensors.extend(self._tensors)
+        yield weights_pb2.UpdateWeightsRequest(begin=begin)
+        for index, size in enumerate(self._sizes):
+            for at in range(0, size, self._chunk_bytes):
+                data = bytes(min(self._chunk_bytes, size - at))
+                chunk = weights_pb2.TensorChunk(tensor_index=index, offset=at, data=data)
+                yield weights_pb2.UpdateWeightsRequest(chunk=chunk)
+        commit = weights_pb2.UpdateWeightsCommit(total_bytes=self.ByteSize())
+        yield weights_pb2.UpdateWeightsRequest(commit=commit)
 
 
 class Server:
@@ -61,7 +96,8 @@ class Server:
         self._channel = grpc.insecure_channel(line.removeprefix(_READY).strip(), options=options)
         self.inference: Any = inference_pb2_grpc.InferenceServiceStub(self._channel)
         self.control: Any = control_pb2_grpc.ControlServiceStub(self._channel)
-        self.info = self.control.GetModelInfo(control_pb2.GetModelInfoRequest())
+        self.info = self.control.GetModelInfo(control_pb2.GetModelInfoRequest(include_tensors=True))
+        self.chunk_bytes = self.control.GetServerInfo(control_pb2.GetServerInfoRequest()).max_chunk_bytes
 
     def _line_with(self, start: str) -> str | None:
         assert self._process.stdout is not None
@@ -86,6 +122,7 @@ class Server:
     def send(self, request: Any) -> str:
         """Send the request and return "OK" or the reason of the error."""
         method = {
+            Upload: lambda upload, **options: self.inference.UpdateWeights(iter(upload), **options),
             inference_pb2.GenerateRequest: self.inference.Generate,
             inference_pb2.AbortRequest: self.inference.Abort,
             control_pb2.TokenizeRequest: self.control.Tokenize,
@@ -115,7 +152,7 @@ def _reason(error: Any) -> str:
     return str(error.code().name)
 
 
-def rows(info: Any) -> Iterator[Row]:
+def rows(info: Any, chunk_bytes: int) -> Iterator[Row]:
     """Messages that held the loop for long once, and the largest of their kinds that are accepted."""
     vocab, context = info.vocab_size, info.max_context_tokens
     left = types_pb2.ContextOptions(truncation=types_pb2.TRUNCATION_LEFT)
@@ -171,6 +208,7 @@ def rows(info: Any) -> Iterator[Row]:
         request_ids=inference_pb2.RequestIds(ids=[f"request-{i}" for i in range(10_000)])))  # fmt: skip
     yield Row("tokenize 500 kB", lambda: control_pb2.TokenizeRequest(text="word " * 100_000))
     yield Row("detokenize a whole context", lambda: control_pb2.DetokenizeRequest(token_ids=long.ids))
+    yield Row("a weight update", lambda: Upload(info.tensors, chunk_bytes))
 
 
 def main() -> None:
@@ -186,7 +224,7 @@ def main() -> None:
     columns = ("message", "bytes", "answer", "s", "event loop, ms", "of it at work, ms", "GetLoad, ms")
     print(f"| {' | '.join(columns)} |\n|{'---|' * len(columns)}", flush=True)
     try:
-        for row in rows(server.info):
+        for row in rows(server.info, server.chunk_bytes):
             if options.only in row.name:
                 print(_measured(server, row, options.repeats), flush=True)
     finally:

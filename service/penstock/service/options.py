@@ -84,7 +84,7 @@ class ServerOptions:
                 bad.append(f"{name}: must be at least 0, not {seconds}")
         bad.extend(self.connections.problems())
         bad.extend(
-            f"weights_root: {root} is no directory" for root in self.weights_roots if not root.is_dir()
+            f"weights_roots: {root} is no directory" for root in self.weights_roots if not root.is_dir()
         )
         if not 1 <= self.max_receive_bytes <= MAX_RECEIVE_BYTES:
             bad.append(

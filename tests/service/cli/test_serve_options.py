@@ -69,6 +69,8 @@ def test_a_port_in_use_is_told_before_anything_is_loaded(run: Run) -> None:
         (["demo", "--tls-cert", "no.pem", "--tls-key", "no.key"], "--tls-cert: no.pem cannot be read", 1),
         (["demo", "--port", "0", "--unix-socket", "no-such-folder/s"], "no-such-folder/s cannot be made", 1),
         (["demo", "--max-receive-bytes", "1G"], "--max-receive-bytes: must be from 1 to 1073741823", 2),
+        (["demo", "--weights-root", "/no/such/folder"], "--weights-root: /no/such/folder is no directory", 2),
+        (["demo", "--update-stall-limit", "-1"], "--update-stall-limit: must be at least 0 (off)", 2),
         (["demo", "--grammar-time-limit", "0"], "--grammar-time-limit: must be above 0", 2),
         (["demo", "--grammar-time-limit", "nan"], "--grammar-time-limit: must be above 0", 2),
         (
@@ -205,6 +207,7 @@ def test_every_option_of_the_server_arrives() -> None:
         "--max-connection-idle": "9.5",
         "--max-receive-bytes": "3M",
         "--truncation": "middle",
+        "--weights-root": str(Path.home()),
     }
     switches = ("--no-constraints", "--allow-request-templates")
     assert serve_flags.server_options(
@@ -236,8 +239,15 @@ def test_every_option_of_the_server_arrives() -> None:
         ),
         max_receive_bytes=3 * 2**20,
         truncation=Truncation.MIDDLE,
+        weights_roots=(Path.home(),),
         features=Features(constraints=False, request_templates=True),
     )
+
+
+def test_several_directories_of_weights(tmp_path: Path) -> None:
+    arguments = ("--weights-root", "~", "--weights-root", str(tmp_path))
+    options = serve_flags.server_options(parse("demo", *arguments))
+    assert options.weights_roots == (Path.home(), tmp_path)
 
 
 def test_every_bound_arrives() -> None:
@@ -252,6 +262,8 @@ def test_every_bound_arrives() -> None:
         "--max-receiving-rpcs": "18",
         "--max-connections": "0",
         "--receive-limit": "1.5",
+        "--max-update-rpcs": "19",
+        "--update-stall-limit": "2.5",
     }
     options = serve_flags.server_options(parse("demo", *(x for pair in given.items() for x in pair)))
     assert options.bounds == Bounds(
@@ -265,6 +277,8 @@ def test_every_bound_arrives() -> None:
         max_receiving_rpcs=18,
         max_connections=0,
         receive_limit_s=1.5,
+        max_update_rpcs=19,
+        update_stall_limit_s=2.5,
     )
 
 

@@ -13,8 +13,10 @@ from typing import Any
 import pytest
 
 from penstock.runtime import errors
+from penstock.service.rpcs.decoding import Undecoded
 from penstock.service.threads.lanes import Lanes
 from tests.service.rig import failure_of, fake, generate, serving, stream, until
+from tests.service.weights_rig import fake_tensors, push, steps
 
 
 class Thing:
@@ -62,3 +64,47 @@ async def test_what_failed_in_a_thread(no_collector: None) -> None:
     del thing
     await until(lambda: seen() is None)
     lanes.close()
+
+
+@pytest.mark.parametrize("how", ["refused at its begin", "spoiled", "no commit", "left", "committed"])
+async def test_an_upload(no_collector: None, how: str) -> None:
+    """However it ends, nothing of it is kept: neither the upload, nor the bytes of its messages."""
+    engine: Any = fake()
+    kept: list[weakref.ref[Any]] = []
+    open_it = engine.updater.begin
+
+    def begin_seen(options: Any, sent: Any) -> Any:
+        upload = open_it(options, sent)
+        kept.append(weakref.ref(upload))
+        return upload
+
+    engine.updater.begin = begin_seen
+    messages = steps(fake_tensors(1))
+    if how == "refused at its begin":
+        messages[0].begin.expected_generation = 9
+    elif how == "spoiled":
+        messages[2].chunk.offset = 1
+    elif how == "no commit":
+        messages.pop()
+    received: list[weakref.ref[Any]] = []
+    decode = Undecoded.decode
+
+    def decode_seen(step: Undecoded) -> Any:
+        received.append(weakref.ref(step))
+        return decode(step)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Undecoded, "decode", decode_seen)
+        async with serving(engine) as rig:
+            if how == "left":
+                call = rig.inference.UpdateWeights()
+                await call.write(messages[0])
+                await call.write(messages[1])
+                await until(lambda: "write" in engine.updater.events)
+                call.cancel()
+            elif how == "committed":
+                await push(rig, messages)
+            else:
+                await failure_of(push(rig, messages))
+            await until(lambda: bool(received) and not any(one() for one in received))
+            await until(lambda: not any(one() for one in kept))

@@ -106,6 +106,15 @@ async def test_server_info():
     assert list(info.devices) == ["fake:0"]
 
 
+async def test_a_model_that_takes_no_weight_updates_says_so():
+    engine = fake()
+    engine.tensor_specs = list  # type: ignore[method-assign]
+    async with serving(engine) as rig:
+        info = await rig.control.GetModelInfo(control_pb2.GetModelInfoRequest(include_tensors=True))
+        assert control_pb2.FEATURE_UPDATE_WEIGHTS not in info.features
+        assert (await rig.control.GetServerInfo(control_pb2.GetServerInfoRequest())).max_chunk_bytes == 0
+
+
 async def test_instance_ids_differ():
     async with serving() as one, serving() as two:
         assert one.server.instance_id != two.server.instance_id

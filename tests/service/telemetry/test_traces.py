@@ -20,6 +20,7 @@ from penstock.service.telemetry.traces import otlp_provider, phases
 from penstock.v1 import control_pb2, inference_pb2, types_pb2
 from tests.service.codecs import byte_codec
 from tests.service.rig import collect, failure_of, fake, generate, serving, stream, until
+from tests.service.weights_rig import fake_tensors, push, steps
 
 TRACE, PARENT = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 
@@ -96,6 +97,21 @@ async def test_spans_of_a_request(recorder, method):
         assert request.start_time <= spans[name].start_time <= spans[name].end_time <= request.end_time
     ends = [spans[name].end_time for name in PHASES[1:-1]]
     assert ends == [spans[name].start_time for name in PHASES[2:]], "each phase starts where the last ended"
+
+
+async def test_weight_updates_and_pauses_are_recorded_like_every_rpc(recorder):
+    tensors = fake_tensors(1)
+    async with recorder.serving(fake()) as rig:
+        await push(rig, steps(tensors))
+        await rig.control.Pause(control_pb2.PauseRequest())
+        name = "penstock.v1.InferenceService/UpdateWeights"
+        await until(lambda: {name, "penstock.v1.ControlService/Pause"} <= set(recorder.spans))
+        assert recorder.spans[name].attributes["rpc.response.status_code"] == "OK"
+        recorder.exporter.clear()
+        await failure_of(push(rig, steps(tensors, update_id="other")[:-1]))
+        await until(lambda: name in recorder.spans)
+    assert recorder.spans[name].attributes["rpc.response.status_code"] == "INVALID_ARGUMENT"
+    assert recorder.spans[name].attributes["error.type"] == "INVALID_ARGUMENT"
 
 
 async def test_cached_tokens_and_priority_of_a_request(recorder):

@@ -60,7 +60,7 @@ async def all_decoded(method: str, parse: Any, chunks: AsyncIterator[bytes]) -> 
         yield decoded_whole(method, parse, data)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Undecoded:
     """A message as it was received, to be decoded in the thread that works on it."""
 

@@ -41,6 +41,7 @@ class ControlServicer(control_pb2_grpc.ControlServiceServicer):
     def __init__(self, serving: Serving, updates: WeightUpdates, *, version: str, instance_id: str) -> None:
         """`version` is the server's, and `instance_id` tells this start of it from all others."""
         self._updates = updates
+        self._takes_updates = bool(serving.engine.tensor_specs())
         self._engine = serving.engine
         self._limits = serving.limits
         self._lanes = serving.lanes
@@ -93,10 +94,6 @@ class ControlServicer(control_pb2_grpc.ControlServiceServicer):
             control_pb2.FEATURE_BATCH_INVARIANT: self._engine.info.batch_invariant,
         }
         return [feature for feature, there in has.items() if there]
-
-    @property
-    def _takes_updates(self) -> bool:
-        return bool(self._engine.tensor_specs())
 
     async def GetServerInfo(
         self, request: control_pb2.GetServerInfoRequest, context: Context

@@ -138,10 +138,12 @@ class ServedRequest:
         job, engine, lanes = self.job, self._engine, self._lanes
         room = engine.info.max_model_len
         encoded = await encode_prompt(engine.text, job.prompt, lanes, room=room, cuts=job.cuts)
-        self.prompt = fit(encoded.token_ids, job.context, job.stopping, room)
-        words = await encode_words(engine.text, job.bad_words, lanes)
-        made = {"gen_ai.usage.input_tokens": len(encoded.token_ids)}
-        self._trace.phase("tokenize", started_ns, time.monotonic_ns(), made)
+        try:
+            self.prompt = fit(encoded.token_ids, job.context, job.stopping, room)
+            words = await encode_words(engine.text, job.bad_words, lanes)
+        finally:  # also where that refuses the request
+            made = {"gen_ai.usage.input_tokens": len(encoded.token_ids)}
+            self._trace.phase("tokenize", started_ns, time.monotonic_ns(), made)
         if job.prompt_logprobs is not None:
             self.serving.budget.check_prompt(len(self.prompt.token_ids), job.prompt_logprobs)
         num_biases = len(job.sampling.logit_bias) + len(job.sampling.allowed_token_ids) + len(words)
