@@ -53,6 +53,8 @@ def header(**tensors):
         header(a=("F4", [1], [0, 4])) + bytes(4),
         header(a=("F32", [1], [0])) + bytes(4),
         header(a=("F32", "x", [0, 4])) + bytes(4),
+        header(**{"\ud800": ("F32", [1], [0, 4])}) + bytes(4),  # a name that is no Unicode
+        (100_000).to_bytes(8, "little") + b"[" * 100_000,
     ],
 )
 def test_damaged_header(tmp_path, content):

@@ -224,6 +224,8 @@ def test_what_is_no_safetensors_file(root: Path) -> None:
     (root / "deep" / INDEX).write_text("[" * 200_000)
     (root / "outside").mkdir()
     (root / "outside" / INDEX).write_text('{"weight_map": {"w": "../short.safetensors"}}')
+    (root / "parent").mkdir()
+    (root / "parent" / INDEX).write_text('{"weight_map": {"w": ".."}}')
     (root / "absent shard").mkdir()
     (root / "absent shard" / INDEX).write_text('{"weight_map": {"w": "a.safetensors"}}')
     num_files = num_open()
@@ -235,12 +237,15 @@ def test_what_is_no_safetensors_file(root: Path) -> None:
         "bad index": "is not a safetensors index",
         "deep": "is not a safetensors index",
         "outside": "names files outside its own directory",
+        "parent": "names files outside its own directory",
         "absent shard": "cannot be opened",
     }.items():
         assert said in refusal(uri_of(root / name), [root])
     (root / "bad index" / INDEX).unlink()
     (root / "bad index" / SINGLE).mkdir()
     assert "is not a file" in refusal(uri_of(root / "bad index"), [root])
+    bare = root / "parent" / INDEX  # a root that has become a file
+    assert "is no file" in refusal(uri_of(bare), [bare])
     assert num_open() == num_files
 
 

@@ -111,7 +111,7 @@ def read_index(index: Path, text: bytes) -> dict[str, str]:
         places = {str(name): str(shard) for name, shard in json.loads(text)["weight_map"].items()}
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ConfigError(f"{index} is not a safetensors index ({error!r}); download it again") from error
-    outside = sorted({shard for shard in places.values() if Path(shard).name != shard})
+    outside = sorted({shard for shard in places.values() if shard == ".." or Path(shard).name != shard})
     if outside:
         raise ConfigError(f"{index} names files outside its own directory: {', '.join(outside)}")
     return places
@@ -178,6 +178,7 @@ def _parse_header(
     for name, fields in header.items():
         if name == "__metadata__":
             continue
+        name.encode()  # a name that is no Unicode raises ValueError; nobody could write it down
         dtype, shape, offsets = fields["dtype"], fields["shape"], fields["data_offsets"]
         if dtype not in DTYPES:
             raise ValueError(f"tensor {name} has dtype {dtype}, unknown to this build")

@@ -125,7 +125,9 @@ class UpdateFiles:
         put there after the check.
         """
         real = self._below_a_root(path)
-        root = next(root for root in self._roots if root in real.parents)
+        root = next((root for root in self._roots if root in real.parents), None)
+        if root is None:
+            _refuse(f"{path} is itself such a directory, and is no file")
         directory = os.open(root, os.O_RDONLY | os.O_DIRECTORY)
         try:
             for part in real.relative_to(root).parts[:-1]:
