@@ -144,8 +144,13 @@ class ControlServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def CommitWeights(self, request, context):
-        """Swaps in an update that was sent with stage_only. NOT_FOUND when none with this id is staged or committed;
-        ABORTED when its expected_generation is no longer the current one.
+        """Swaps in an update that was sent with stage_only.
+        NOT_FOUND           UNKNOWN_UPDATE: none with this id is staged or committed
+        ABORTED             GENERATION_CHANGED: its expected_generation is no longer the current one; UPDATE_UNDER_WAY:
+        it is still being received, or another CommitWeights is swapping it in
+        DEADLINE_EXCEEDED   DRAIN_TIMEOUT: it stays staged
+        FAILED_PRECONDITION PAUSED: WAIT, while a pause keeps requests that so cannot finish
+        UNAVAILABLE         WEIGHTS_INCOMPLETE: an update in place has failed, and this one is partial
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -55,8 +55,13 @@ class ControlServiceStub:
     Resume: _grpc.UnaryUnaryMultiCallable[_control_pb2.ResumeRequest, _control_pb2.ResumeResponse]
     """Ends a pause, after it has restored what Pause has freed. OK on a server that is not paused."""
     CommitWeights: _grpc.UnaryUnaryMultiCallable[_control_pb2.CommitWeightsRequest, _control_pb2.CommitWeightsResponse]
-    """Swaps in an update that was sent with stage_only. NOT_FOUND when none with this id is staged or committed;
-    ABORTED when its expected_generation is no longer the current one.
+    """Swaps in an update that was sent with stage_only.
+      NOT_FOUND           UNKNOWN_UPDATE: none with this id is staged or committed
+      ABORTED             GENERATION_CHANGED: its expected_generation is no longer the current one; UPDATE_UNDER_WAY:
+                          it is still being received, or another CommitWeights is swapping it in
+      DEADLINE_EXCEEDED   DRAIN_TIMEOUT: it stays staged
+      FAILED_PRECONDITION PAUSED: WAIT, while a pause keeps requests that so cannot finish
+      UNAVAILABLE         WEIGHTS_INCOMPLETE: an update in place has failed, and this one is partial
     """
     DiscardWeights: _grpc.UnaryUnaryMultiCallable[_control_pb2.DiscardWeightsRequest, _control_pb2.DiscardWeightsResponse]
     """Drops a staged update and frees its memory."""
@@ -90,8 +95,13 @@ class ControlServiceAsyncStub(ControlServiceStub):
     Resume: _aio.UnaryUnaryMultiCallable[_control_pb2.ResumeRequest, _control_pb2.ResumeResponse]  # type: ignore[assignment]
     """Ends a pause, after it has restored what Pause has freed. OK on a server that is not paused."""
     CommitWeights: _aio.UnaryUnaryMultiCallable[_control_pb2.CommitWeightsRequest, _control_pb2.CommitWeightsResponse]  # type: ignore[assignment]
-    """Swaps in an update that was sent with stage_only. NOT_FOUND when none with this id is staged or committed;
-    ABORTED when its expected_generation is no longer the current one.
+    """Swaps in an update that was sent with stage_only.
+      NOT_FOUND           UNKNOWN_UPDATE: none with this id is staged or committed
+      ABORTED             GENERATION_CHANGED: its expected_generation is no longer the current one; UPDATE_UNDER_WAY:
+                          it is still being received, or another CommitWeights is swapping it in
+      DEADLINE_EXCEEDED   DRAIN_TIMEOUT: it stays staged
+      FAILED_PRECONDITION PAUSED: WAIT, while a pause keeps requests that so cannot finish
+      UNAVAILABLE         WEIGHTS_INCOMPLETE: an update in place has failed, and this one is partial
     """
     DiscardWeights: _aio.UnaryUnaryMultiCallable[_control_pb2.DiscardWeightsRequest, _control_pb2.DiscardWeightsResponse]  # type: ignore[assignment]
     """Drops a staged update and frees its memory."""
@@ -170,8 +180,13 @@ class ControlServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _control_pb2.CommitWeightsRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_control_pb2.CommitWeightsResponse, _abc.Awaitable[_control_pb2.CommitWeightsResponse]]:
-        """Swaps in an update that was sent with stage_only. NOT_FOUND when none with this id is staged or committed;
-        ABORTED when its expected_generation is no longer the current one.
+        """Swaps in an update that was sent with stage_only.
+          NOT_FOUND           UNKNOWN_UPDATE: none with this id is staged or committed
+          ABORTED             GENERATION_CHANGED: its expected_generation is no longer the current one; UPDATE_UNDER_WAY:
+                              it is still being received, or another CommitWeights is swapping it in
+          DEADLINE_EXCEEDED   DRAIN_TIMEOUT: it stays staged
+          FAILED_PRECONDITION PAUSED: WAIT, while a pause keeps requests that so cannot finish
+          UNAVAILABLE         WEIGHTS_INCOMPLETE: an update in place has failed, and this one is partial
         """
 
     @_abc_1.abstractmethod

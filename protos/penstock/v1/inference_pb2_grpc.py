@@ -40,7 +40,8 @@ class InferenceServiceStub:
     the request's message; at any time STALLED_READER: a stream that was not read for longer
     than the server waits (if it reads again shortly after; later CANCELLED, as for any reply
     that nobody takes), and BUSY where too much output waits for its readers
-    UNAVAILABLE         NOT_READY, DRAINING, ENGINE_DEAD, UNAVAILABLE (all threads that compile grammars are busy)
+    UNAVAILABLE         NOT_READY, DRAINING, ENGINE_DEAD, UNAVAILABLE (all threads that compile grammars are busy); at
+    any time WEIGHTS_INCOMPLETE: an update in place has failed
     UNIMPLEMENTED       UNSUPPORTED_FEATURE
     INTERNAL            ENGINE_FAILURE, INTERNAL (a bug), NON_FINITE_LOGITS (the model computed NaN or infinity; other
     requests go on), GENERATION_FAILED: at any time
@@ -90,7 +91,8 @@ class InferenceServiceServicer:
     the request's message; at any time STALLED_READER: a stream that was not read for longer
     than the server waits (if it reads again shortly after; later CANCELLED, as for any reply
     that nobody takes), and BUSY where too much output waits for its readers
-    UNAVAILABLE         NOT_READY, DRAINING, ENGINE_DEAD, UNAVAILABLE (all threads that compile grammars are busy)
+    UNAVAILABLE         NOT_READY, DRAINING, ENGINE_DEAD, UNAVAILABLE (all threads that compile grammars are busy); at
+    any time WEIGHTS_INCOMPLETE: an update in place has failed
     UNIMPLEMENTED       UNSUPPORTED_FEATURE
     INTERNAL            ENGINE_FAILURE, INTERNAL (a bug), NON_FINITE_LOGITS (the model computed NaN or infinity; other
     requests go on), GENERATION_FAILED: at any time
@@ -135,6 +137,7 @@ class InferenceServiceServicer:
         DEADLINE_EXCEEDED   DRAIN_TIMEOUT
         FAILED_PRECONDITION PAUSED: WAIT, while a pause keeps requests that so cannot finish
         RESOURCE_EXHAUSTED  STALLED_SENDER: nothing came for longer than the server waits
+        UNAVAILABLE         WEIGHTS_INCOMPLETE: an update in place has failed, and this one is partial
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -185,7 +188,8 @@ class InferenceService:
     the request's message; at any time STALLED_READER: a stream that was not read for longer
     than the server waits (if it reads again shortly after; later CANCELLED, as for any reply
     that nobody takes), and BUSY where too much output waits for its readers
-    UNAVAILABLE         NOT_READY, DRAINING, ENGINE_DEAD, UNAVAILABLE (all threads that compile grammars are busy)
+    UNAVAILABLE         NOT_READY, DRAINING, ENGINE_DEAD, UNAVAILABLE (all threads that compile grammars are busy); at
+    any time WEIGHTS_INCOMPLETE: an update in place has failed
     UNIMPLEMENTED       UNSUPPORTED_FEATURE
     INTERNAL            ENGINE_FAILURE, INTERNAL (a bug), NON_FINITE_LOGITS (the model computed NaN or infinity; other
     requests go on), GENERATION_FAILED: at any time

@@ -41,7 +41,8 @@ class InferenceServiceStub:
                           the request's message; at any time STALLED_READER: a stream that was not read for longer
                           than the server waits (if it reads again shortly after; later CANCELLED, as for any reply
                           that nobody takes), and BUSY where too much output waits for its readers
-      UNAVAILABLE         NOT_READY, DRAINING, ENGINE_DEAD, UNAVAILABLE (all threads that compile grammars are busy)
+      UNAVAILABLE         NOT_READY, DRAINING, ENGINE_DEAD, UNAVAILABLE (all threads that compile grammars are busy); at
+                          any time WEIGHTS_INCOMPLETE: an update in place has failed
       UNIMPLEMENTED       UNSUPPORTED_FEATURE
       INTERNAL            ENGINE_FAILURE, INTERNAL (a bug), NON_FINITE_LOGITS (the model computed NaN or infinity; other
                           requests go on), GENERATION_FAILED: at any time
@@ -77,6 +78,7 @@ class InferenceServiceStub:
       DEADLINE_EXCEEDED   DRAIN_TIMEOUT
       FAILED_PRECONDITION PAUSED: WAIT, while a pause keeps requests that so cannot finish
       RESOURCE_EXHAUSTED  STALLED_SENDER: nothing came for longer than the server waits
+      UNAVAILABLE         WEIGHTS_INCOMPLETE: an update in place has failed, and this one is partial
     """
 
 @_typing.type_check_only
@@ -94,7 +96,8 @@ class InferenceServiceAsyncStub(InferenceServiceStub):
                           the request's message; at any time STALLED_READER: a stream that was not read for longer
                           than the server waits (if it reads again shortly after; later CANCELLED, as for any reply
                           that nobody takes), and BUSY where too much output waits for its readers
-      UNAVAILABLE         NOT_READY, DRAINING, ENGINE_DEAD, UNAVAILABLE (all threads that compile grammars are busy)
+      UNAVAILABLE         NOT_READY, DRAINING, ENGINE_DEAD, UNAVAILABLE (all threads that compile grammars are busy); at
+                          any time WEIGHTS_INCOMPLETE: an update in place has failed
       UNIMPLEMENTED       UNSUPPORTED_FEATURE
       INTERNAL            ENGINE_FAILURE, INTERNAL (a bug), NON_FINITE_LOGITS (the model computed NaN or infinity; other
                           requests go on), GENERATION_FAILED: at any time
@@ -127,6 +130,7 @@ class InferenceServiceAsyncStub(InferenceServiceStub):
       DEADLINE_EXCEEDED   DRAIN_TIMEOUT
       FAILED_PRECONDITION PAUSED: WAIT, while a pause keeps requests that so cannot finish
       RESOURCE_EXHAUSTED  STALLED_SENDER: nothing came for longer than the server waits
+      UNAVAILABLE         WEIGHTS_INCOMPLETE: an update in place has failed, and this one is partial
     """
 
 class InferenceServiceServicer(metaclass=_abc_1.ABCMeta):
@@ -143,7 +147,8 @@ class InferenceServiceServicer(metaclass=_abc_1.ABCMeta):
                           the request's message; at any time STALLED_READER: a stream that was not read for longer
                           than the server waits (if it reads again shortly after; later CANCELLED, as for any reply
                           that nobody takes), and BUSY where too much output waits for its readers
-      UNAVAILABLE         NOT_READY, DRAINING, ENGINE_DEAD, UNAVAILABLE (all threads that compile grammars are busy)
+      UNAVAILABLE         NOT_READY, DRAINING, ENGINE_DEAD, UNAVAILABLE (all threads that compile grammars are busy); at
+                          any time WEIGHTS_INCOMPLETE: an update in place has failed
       UNIMPLEMENTED       UNSUPPORTED_FEATURE
       INTERNAL            ENGINE_FAILURE, INTERNAL (a bug), NON_FINITE_LOGITS (the model computed NaN or infinity; other
                           requests go on), GENERATION_FAILED: at any time
@@ -198,6 +203,7 @@ class InferenceServiceServicer(metaclass=_abc_1.ABCMeta):
           DEADLINE_EXCEEDED   DRAIN_TIMEOUT
           FAILED_PRECONDITION PAUSED: WAIT, while a pause keeps requests that so cannot finish
           RESOURCE_EXHAUSTED  STALLED_SENDER: nothing came for longer than the server waits
+          UNAVAILABLE         WEIGHTS_INCOMPLETE: an update in place has failed, and this one is partial
         """
 
 def add_InferenceServiceServicer_to_server(servicer: InferenceServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -246,9 +246,9 @@ class UpdateWeightsBegin(_message.Message):
     stage_only: _builtins.bool
     """stop before the swap; ControlService.CommitWeights or DiscardWeights ends it"""
     validate_only: _builtins.bool
-    """check the manifest only; no chunk follows"""
+    """check the manifest and expected_generation only; no chunk follows"""
     refuse_non_finite: _builtins.bool
-    """a tensor with NaN or infinity fails the update: NON_FINITE"""
+    """a tensor that the model reads and that has NaN or infinity fails the update: NON_FINITE"""
     @_builtins.property
     def manifest(self) -> Global___TensorManifest:
         """tensors follow on this stream"""

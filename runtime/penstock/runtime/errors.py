@@ -295,14 +295,14 @@ class GenerationChanged(WeightsError):
 
 
 class UpdateUnderWay(WeightsError):
-    """There is one update at a time, and another one has begun, or is `staged` and waits to be committed or
+    """There is one update at a time, and one has begun, or is `staged` and waits to be committed or
     discarded.
     """
 
     def __init__(self, update_id: str, *, staged: bool) -> None:
         self.update_id, self.staged = update_id, staged
         state = "is staged: commit or discard it first" if staged else "is under way: wait until it has ended"
-        super().__init__(f"another update, {update_id!r}, {state}")
+        super().__init__(f"the update {update_id!r} {state}")
 
 
 class UnknownUpdate(WeightsError):

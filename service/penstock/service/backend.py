@@ -120,7 +120,9 @@ class Updater(Protocol):
         in_flight: InFlightPolicy | None = None,
         drain_timeout_s: float | None = None,
     ) -> Future[UpdateReport]:
-        """Have a staged update go live; what is None is as the update began. Raises UnknownUpdate."""
+        """Have a staged update go live; what is None is as the update began. Raises UnknownUpdate and, if the
+        update is not complete yet or is about to go live, UpdateUnderWay.
+        """
         ...
 
     def discard(self, update_id: str) -> bool:

@@ -139,6 +139,23 @@ def test_weights_that_are_partly_replaced_serve_nobody_until_a_whole_update(
     assert tokens(engine) == answer
 
 
+def test_some_tensors_do_not_mend_weights_that_break_before_the_engine_stands_still(
+    fresh_engine: Callable[[], Engine], tensors: Arrays
+) -> None:
+    engine = fresh_engine()
+    some = {UP: tensors[UP]}
+    gate = at_gate(engine, tokens=8)
+    upload = in_place(engine, some, partial=True)  # waits for the request that runs
+    engine.updater._core.changes.break_weights("another update failed")
+    gate.open()
+    with pytest.raises(WeightsIncomplete):
+        upload.commit(send(upload, some))
+    upload.close()
+    assert not is_ready(engine)
+    committed(engine, tensors, update_id="whole")
+    assert is_ready(engine)
+
+
 def validated(engine: Engine, tensors: Arrays) -> None:
     engine.updater.validate(options(partial=True), described(tensors))
 

@@ -15,6 +15,7 @@ from penstock.runtime.errors import (
     Draining,
     DrainTimeout,
     GenerationChanged,
+    InvalidRequest,
     UnknownUpdate,
     UnsupportedFeature,
     UpdateUnderWay,
@@ -46,13 +47,13 @@ def staged(engine: Engine, tensors: Arrays, update_id: str, **changes: object) -
 def test_a_second_update_is_refused_while_one_is_under_way_or_staged(engine: Engine, tensors: Arrays) -> None:
     first = begun(engine, tensors, "first")
     for second in ("second", "first"):
-        with pytest.raises(UpdateUnderWay, match="'first', is under way") as refused:
+        with pytest.raises(UpdateUnderWay, match="'first' is under way") as refused:
             begun(engine, tensors, second)
         assert (refused.value.update_id, refused.value.staged) == ("first", False)
     engine.updater.validate(options("third"), described(tensors))  # takes no place
     first.stage(send(first, tensors))
     first.close()
-    with pytest.raises(UpdateUnderWay, match="'first', is staged") as refused:
+    with pytest.raises(UpdateUnderWay, match="'first' is staged") as refused:
         begun(engine, tensors, "second")
     assert refused.value.staged
     assert engine.updater.discard("first")
@@ -74,6 +75,11 @@ def test_an_id_that_went_live_is_known(engine: Engine, tensors: Arrays) -> None:
         begun(engine, tensors, "known")  # for who asked just before it went live
     with pytest.raises(UnknownUpdate):
         updater.commit_staged("unknown")
+    first = begun(engine, tensors, "first")
+    with pytest.raises(UpdateUnderWay):
+        updater.commit_staged("first")
+    assert not updater.discard("first")
+    first.close()
     assert updater.commit_staged("known").result(60) == again
 
 
@@ -98,6 +104,9 @@ def test_the_generation_is_compared_when_the_update_begins_and_when_it_goes_live
         with pytest.raises(GenerationChanged) as refused:
             begun(engine, tensors, "stale", expected_generation=expected)
         assert (refused.value.expected, refused.value.current) == (expected, now)
+        with pytest.raises(GenerationChanged):
+            engine.updater.validate(options(expected_generation=expected), described(tensors))
+    engine.updater.validate(options(expected_generation=now), described(tensors))
     upload = begun(engine, changed(tensors), "overtaken", expected_generation=now)
     total = send(upload, changed(tensors))
     engine.update_weights(tensors, label="overtakes").result(60)
@@ -150,8 +159,11 @@ def test_a_commit_that_fails_leaves_the_update_staged(engine: Engine, tensors: A
     try:
         # The engine's thread is held, so it notices the time only when it goes on.
         assert engine.updater.staged_update_id == ""
-        with pytest.raises(UnknownUpdate):
+        # Who has lost the first answer, and asks again, must not take it for an unknown update.
+        with pytest.raises(UpdateUnderWay) as refused:
             engine.updater.commit_staged("persistent")
+        assert (refused.value.update_id, refused.value.staged) == ("persistent", False)
+        assert not engine.updater.discard("persistent")
         assert late.cancel()
         assert late.cancelled()
         assert engine.updater.staged_update_id == "persistent"
@@ -163,6 +175,15 @@ def test_a_commit_that_fails_leaves_the_update_staged(engine: Engine, tensors: A
     finally:
         if not gate_opened:
             gate.open()
+
+
+def test_a_time_for_a_policy_that_does_not_wait_is_refused(engine: Engine, tensors: Arrays) -> None:
+    """The policy may be that of the begin, so only the updater can tell."""
+    staged(engine, tensors, "hurried", in_flight=InFlightPolicy.KEEP)
+    with pytest.raises(InvalidRequest, match=r"drain_timeout: .* does not wait"):
+        engine.updater.commit_staged("hurried", drain_timeout_s=1.0)
+    assert engine.updater.staged_update_id == "hurried"
+    engine.updater.commit_staged("hurried", in_flight=InFlightPolicy.WAIT, drain_timeout_s=60.0).result(60)
 
 
 def test_who_would_not_wait_so_long_is_told_and_the_update_stays_staged() -> None:

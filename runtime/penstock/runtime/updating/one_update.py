@@ -34,6 +34,13 @@ class Target:
     """How many threads make leaves, besides the one that checks tensors."""
 
 
+def check_generation(options: UpdateOptions, current: WeightsVersion) -> None:
+    """Raises GenerationChanged unless the generation serves that the caller expects, if it expects one."""
+    expected = options.expected_generation
+    if expected is not None and expected != current.generation:
+        raise GenerationChanged(expected, current.generation)
+
+
 class OneUpdate:
     """An update under way. It ends with `go_live` or `drop`."""
 
@@ -43,14 +50,12 @@ class OneUpdate:
         """sent: the tensors, which `manifest.check` has taken. field: what the caller calls their source.
 
         An update in place asks the engine to stand still, and waits for that when it has the first leaf.
-        Raises GenerationChanged.
         """
         self.options = options
         self._changes = target.changes
         self._began = time.monotonic()
         self._num_tensors = len(sent)
         self._staged_s, self._digest, self._num_bytes = 0.0, b"", 0
-        self.check_generation()
         self._hold: Future[InFlightReport] | None = None
         self._in_place: LeavesInPlace | None = None
         leaves: LeavesBeside | LeavesInPlace
@@ -85,16 +90,8 @@ class OneUpdate:
         """Takes the tensors."""
         if self._in_place is not None:
             self._hold = self._changes.hold_for_update(
-                options.in_flight, drain_timeout_s=options.drain_timeout_s
+                options.in_flight, drain_timeout_s=options.drain_timeout_s, whole=not options.partial
             )
-
-    def check_generation(self) -> None:
-        """Raises GenerationChanged unless the generation serves that the caller expects, if it expects
-        one.
-        """
-        expected, current = self.options.expected_generation, self._changes.weights.generation
-        if expected not in (None, current):
-            raise GenerationChanged(expected, current)
 
     def finish(self, num_bytes: int) -> None:
         """Waits until all leaves are complete; `num_bytes` were sent. Raises as `NewWeights.finish`."""
@@ -125,8 +122,9 @@ class OneUpdate:
         """Ends the wait for the engine to stand still, if there is one. Any thread may call this, and must
         call `drop` then.
         """
-        if self._hold is not None:
-            self._hold.cancel()
+        hold = self._hold  # another thread may end the hold meanwhile
+        if hold is not None:
+            hold.cancel()
 
     def drop(self) -> None:
         """Lets go of everything. May be called twice. If leaves were replaced in place, and the update is not
@@ -150,7 +148,7 @@ class OneUpdate:
             self._hold.result()
         except CancelledError:
             raise WeightsError("the update was taken back before the engine stood still") from None
-        self.check_generation()
+        check_generation(self.options, self._changes.weights)
 
     def report(
         self, outcome: UpdateOutcome, current: WeightsVersion, applied: Applied | None = None
@@ -176,7 +174,7 @@ class OneUpdate:
 
     def _install(self) -> None:
         """Called on the engine's thread."""
-        self.check_generation()
+        check_generation(self.options, self._changes.weights)
         self.new.install()
 
 

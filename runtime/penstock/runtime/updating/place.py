@@ -65,16 +65,15 @@ class UpdatePlace:
             self._holder.is_staged = True
 
     def take_staged(self, update_id: str) -> OneUpdate:
-        """The staged update of this id. It is staged no more, but keeps the place. Raises UnknownUpdate."""
+        """The staged update of this id. It is staged no more, but keeps the place. Raises UpdateUnderWay if
+        it is not staged yet, or not any more because it is about to go live; UnknownUpdate for another id.
+        """
         with self._lock:
             holder = self._holder
-            if (
-                holder is None
-                or holder.update is None
-                or not holder.is_staged
-                or holder.update_id != update_id
-            ):
+            if holder is None or holder.update_id != update_id:
                 raise UnknownUpdate(update_id)
+            if holder.update is None or not holder.is_staged:
+                raise UpdateUnderWay(update_id, staged=False)
             holder.is_staged = False
             return holder.update
 

@@ -11,6 +11,7 @@ from penstock.runtime.errors import (
     InvalidRequest,
     UnknownUpdate,
     UnsupportedFeature,
+    UpdateUnderWay,
     Violation,
     WeightsIncomplete,
 )
@@ -24,7 +25,7 @@ from penstock.runtime.sent_tensors import SentTensor
 from penstock.runtime.updating import arrays, manifest
 from penstock.runtime.updating.files import FIELD, UpdateFiles
 from penstock.runtime.updating.interface import Staging, UpdateOptions, UpdateOutcome, UpdateReport
-from penstock.runtime.updating.one_update import OneUpdate, PendingReport, Target
+from penstock.runtime.updating.one_update import OneUpdate, PendingReport, Target, check_generation
 from penstock.runtime.updating.place import UpdatePlace
 from penstock.runtime.updating.upload import FileUpload, Upload
 
@@ -128,10 +129,11 @@ class Updater:
         drain_timeout_s: float | None = None,
     ) -> Future[UpdateReport]:
         """Has a staged update go live. in_flight, drain_timeout_s: instead of those that the update began
-        with; without `in_flight` both are as it began. The report of an update that is live already says so.
+        with. The report of an update that is live already says so.
 
-        Raises UnknownUpdate. The future may hold what that of `Upload.commit` may; then the update stays
-        staged.
+        Raises UnknownUpdate, UpdateUnderWay if the update is not complete yet or is about to go live, and
+        InvalidRequest for a time under a policy that does not wait. The future may hold what that of
+        `Upload.commit` may; then the update stays staged.
         """
         try:
             update = self._place.take_staged(update_id)
@@ -145,6 +147,9 @@ class Updater:
         policy = update.options.in_flight if in_flight is None else in_flight
         timeout_s = update.options.drain_timeout_s if drain_timeout_s is None else drain_timeout_s
         try:
+            if drain_timeout_s is not None and policy is not InFlightPolicy.WAIT:
+                described = f"the policy {policy.value!r} does not wait"
+                raise InvalidRequest([Violation("drain_timeout", described)])
             return self._live(update, policy, timeout_s, was_staged=True)
         except BaseException:
             self._place.stage(update)
@@ -154,7 +159,7 @@ class Updater:
         """Lets go of a staged update. False if no such update is staged."""
         try:
             update = self._place.take_staged(update_id)
-        except UnknownUpdate:
+        except (UnknownUpdate, UpdateUnderWay):
             return False
         self._thread.run(self.give_up, update)
         return True
@@ -217,6 +222,7 @@ class Updater:
         if problem is not None and options.partial:
             raise WeightsIncomplete(problem)
         manifest.check(self._rules, sent, partial=options.partial, field=field)
+        check_generation(options, self._core.weights)
         return self._rules
 
     def _target(self, rules: LoadRules) -> Target:

@@ -77,7 +77,7 @@ class WeightUpdates:
         return update_response(report)
 
     async def commit(self, request: control_pb2.CommitWeightsRequest) -> control_pb2.CommitWeightsResponse:
-        """Make staged weights serve. Raises UnknownUpdate, and what refuses it."""
+        """Make staged weights serve. Raises UnknownUpdate, UpdateUnderWay, and what refuses it."""
         running, updater = to_commit(request), self._engine.updater
         async with self._calls.preparing():
             report = updater.already_committed(request.update_id)
