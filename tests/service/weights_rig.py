@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import google_crc32c
@@ -11,6 +11,7 @@ import google_crc32c
 from penstock.runtime.sent_tensors import SentTensor
 from penstock.v1 import weights_pb2
 from tests.service.fake_updater import TENSORS, num_bytes
+from tests.service.update_calls import update_weights
 
 Step = weights_pb2.UpdateWeightsRequest
 Tensors = Mapping[str, tuple[SentTensor, bytes]]
@@ -65,12 +66,4 @@ def steps(tensors: Tensors, size: int = 1000, **fields: Any) -> list[Step]:
 async def push(rig: Any, messages: Iterable[Step], **call: Any) -> weights_pb2.UpdateWeightsResponse:
     """Send these messages, and return the answer."""
     async with asyncio.timeout(60):
-        reply: weights_pb2.UpdateWeightsResponse = await rig.inference.UpdateWeights(
-            _in_order(list(messages)), **call
-        )
-        return reply
-
-
-async def _in_order(messages: Sequence[Step]) -> AsyncIterator[Step]:
-    for message in messages:
-        yield message
+        return await update_weights(rig.server.address, messages, **call)

@@ -8,7 +8,8 @@ import math
 import grpc
 
 from penstock.v1 import control_pb2, weights_pb2
-from tests.service.weights.pushing import Message, call, chunk, commit
+from tests.service.update_calls import update_weights
+from tests.service.weights.pushing import Message, chunk, commit
 from tests.storm.attack import Attack
 from tests.storm.honest import kind_of
 
@@ -45,7 +46,7 @@ async def half_update(attack: Attack) -> str:
         return await _cut_off(attack, messages[: rng.randrange(len(messages))])
     key = rng.choice(("operator", "operator", "attacker"))
     try:
-        await asyncio.to_thread(call, attack.address, messages, attack.bearer(key))
+        await update_weights(attack.address, messages, metadata=attack.bearer(key))
     except grpc.aio.AioRpcError as error:
         return f"{key}: {kind_of(error)[0]}"
     return "the update went live"

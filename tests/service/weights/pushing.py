@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import google_crc32c
-import grpc
 import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.v1 import inference_pb2_grpc, weights_pb2
+from penstock.v1 import weights_pb2
 from tests.service.rig import WAIT_S, Failure, Rig, failure_of
+from tests.service.update_calls import update_weights
 
 Message = weights_pb2.UpdateWeightsRequest
 Tensors = Mapping[str, NDArray[Any]]
@@ -93,29 +92,9 @@ def digest(tensors: Tensors) -> bytes:
     return hashlib.sha256("".join(lines).encode()).digest()
 
 
-def call(
-    address: str, messages: Iterable[Message], metadata: Sequence[tuple[str, str]] = ()
-) -> weights_pb2.UpdateWeightsResponse:
-    """Sends these messages, ends the stream, and returns the answer. Blocks. Raises as asyncio's stubs do.
-
-    By gRPC's sync stub, because asyncio's forgets the status of a call that ends while a message is written.
-    """
-    with grpc.insecure_channel(address) as channel:
-        stub: Any = inference_pb2_grpc.InferenceServiceStub(channel)
-        try:
-            reply: weights_pb2.UpdateWeightsResponse = stub.UpdateWeights(
-                iter(messages), timeout=6 * WAIT_S, metadata=metadata
-            )
-        except grpc.RpcError as error:
-            told: Any = error
-            trailing = grpc.aio.Metadata.from_tuple(tuple(told.trailing_metadata() or ()))
-            raise grpc.aio.AioRpcError(told.code(), grpc.aio.Metadata(), trailing, told.details()) from None
-    return reply
-
-
 async def send(rig: Rig, messages: Iterable[Message]) -> weights_pb2.UpdateWeightsResponse:
-    """See `call`."""
-    return await asyncio.to_thread(call, rig.server.address, messages)
+    """Sends these messages, ends the stream, and returns the answer."""
+    return await update_weights(rig.server.address, messages, timeout=6 * WAIT_S)
 
 
 async def push(rig: Rig, tensors: Tensors, **fields: Any) -> weights_pb2.UpdateWeightsResponse:

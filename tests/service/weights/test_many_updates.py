@@ -18,6 +18,7 @@ from penstock.runtime.loading.safetensors_files import find_tensors
 from penstock.v1 import control_pb2, control_pb2_grpc, inference_pb2_grpc, weights_pb2
 from tests.service.cli.test_serve import process
 from tests.service.rig import stream
+from tests.service.update_calls import update_weights
 from tests.service.weights.answers import Ask, ask_one, bits
 from tests.service.weights.pushing import (
     ABORT,
@@ -28,7 +29,6 @@ from tests.service.weights.pushing import (
     WAIT,
     Message,
     Tensors,
-    call,
     whole,
 )
 from tests.support.models.toy import TEST_CACHE
@@ -79,7 +79,7 @@ class Calls:
         self.control: Any = control_pb2_grpc.ControlServiceStub(channel)
 
     async def send(self, messages: list[Message]) -> weights_pb2.UpdateWeightsResponse:
-        return await asyncio.to_thread(call, self.address, messages)
+        return await update_weights(self.address, messages)
 
 
 class Trainer:

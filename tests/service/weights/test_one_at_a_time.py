@@ -14,6 +14,7 @@ from penstock.runtime.engine import Engine
 from penstock.v1 import control_pb2, types_pb2, weights_pb2
 from tests.service.rig import Kept, Rig, failure_of, serving, taken_apart
 from tests.service.weights.answers import Ask, answers
+from tests.service.weights.brake import Brake
 from tests.service.weights.pushing import (
     ALREADY_COMMITTED,
     COMMITTED,
@@ -198,7 +199,7 @@ async def test_a_discarded_update_leaves_nothing(rig: Rig) -> None:
 
 
 async def test_commit_and_discard_at_once_have_one_winner(rig: Rig) -> None:
-    """Whichever comes first, the other is told that there is nothing left to do."""
+    """Whichever comes first, the others are told that nothing is left to do, or that it is being done."""
     for number in range(10):
         tables = random_tables(number)
         generation = rig.engine.weights.generation
@@ -206,20 +207,48 @@ async def test_commit_and_discard_at_once_have_one_winner(rig: Rig) -> None:
         await push(rig, tables.tensors(), update_id=update_id, version_label=update_id, stage_only=True)
         calls = [commit_staged(rig, update_id), discard(rig, update_id), commit_staged(rig, update_id)]
         first, dropped, second = await asyncio.gather(*calls, return_exceptions=True)
+        ends = Counter(
+            commit_of.outcome
+            if isinstance(commit_of, control_pb2.CommitWeightsResponse)
+            else reason_of(commit_of)
+            for commit_of in (first, second)
+        )
         if dropped is True:
-            for failed in (first, second):
-                assert isinstance(failed, grpc.aio.AioRpcError)
-                assert failed.code() is grpc.StatusCode.NOT_FOUND
+            assert set(ends) <= {"UNKNOWN_UPDATE", "UPDATE_UNDER_WAY"}
             assert rig.engine.weights.generation == generation
         else:
             assert dropped is False
-            outcomes = sorted(
-                reply.outcome
-                for reply in (first, second)
-                if isinstance(reply, control_pb2.CommitWeightsResponse)
-            )
-            assert outcomes == [COMMITTED, ALREADY_COMMITTED]
+            assert ends in ({COMMITTED: 1, ALREADY_COMMITTED: 1}, {COMMITTED: 1, "UPDATE_UNDER_WAY": 1})
             await serves(rig, tables, update_id, generation + 1)
+
+
+def reason_of(error: object) -> str:
+    assert isinstance(error, grpc.aio.AioRpcError)
+    return taken_apart(error).reason
+
+
+async def test_a_commit_that_is_asked_for_again_while_requests_are_waited_for(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second is told that the update is under way, not that there is none: it may ask again."""
+    brake, tables = Brake(rig.engine, monkeypatch), random_tables(1)
+    await push(rig, tables.tensors(), update_id="s", version_label="new", stage_only=True)
+    brake.hold()
+    running = asyncio.ensure_future(answers(rig, [QUESTION]))
+    await brake.holding()
+    first = asyncio.ensure_future(commit_staged(rig, "s"))
+    await brake.queued("update")
+    failure = await failure_of(commit_staged(rig, "s"))
+    assert (failure.code.name, failure.reason) == ("ABORTED", "UPDATE_UNDER_WAY")
+    assert failure.info.metadata["update_id"] == "s"
+    assert failure.retry_after_s is not None
+    assert not await discard(rig, "s")
+    brake.release()
+    assert (await first).outcome == COMMITTED
+    assert (await commit_staged(rig, "s")).outcome == ALREADY_COMMITTED
+    (((version, _, tokens, _),),) = await running
+    assert (version, tokens) == ("initial", greedy(random_tables(0)))
+    await serves(rig, tables, "new", 2)
 
 
 @pytest.mark.parametrize("staged", [False, True])
@@ -268,3 +297,16 @@ async def test_compare_and_set_is_looked_at_before_a_byte_and_names_both(rig: Ri
     assert (await push(rig, tensors, expected_generation=1)).outcome == COMMITTED
     failure = await refused(rig, whole(tensors, expected_generation=1))
     assert failure.reason == "GENERATION_CHANGED"
+
+
+async def test_compare_and_set_is_looked_at_when_the_update_goes_live(rig: Rig) -> None:
+    """Other weights may have gone live since it was staged: here those of the program that has the engine."""
+    other, staged = random_tables(1), random_tables(2)
+    await push(rig, staged.tensors(), update_id="s", stage_only=True, expected_generation=1)
+    done = rig.engine.update_weights(other.tensors(), label="other")
+    assert (await asyncio.wrap_future(done)).current.generation == 2
+    failure = await failure_of(commit_staged(rig, "s"))
+    assert (failure.code.name, failure.reason) == ("ABORTED", "GENERATION_CHANGED")
+    assert (failure.info.metadata["expected"], failure.info.metadata["current"]) == ("1", "2")
+    await serves(rig, other, "other", 2)
+    assert await discard(rig, "s")
