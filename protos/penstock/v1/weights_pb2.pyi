@@ -353,7 +353,7 @@ Global___TensorSpec: _TypeAlias = TensorSpec  # noqa: Y015
 
 @_typing.final
 class TensorChunk(_message.Message):
-    """Chunks of a tensor come in order, without gap or overlap; tensors in any order."""
+    """Chunks of a tensor come in order, without gap or overlap; tensors in any order. A tensor without values has none."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -365,7 +365,7 @@ class TensorChunk(_message.Message):
     offset: _builtins.int
     """bytes, from the tensor's start"""
     data: _builtins.bytes
-    """little-endian, row-major, <= GetServerInfo.max_chunk_bytes; I4 packs two, low nibble first"""
+    """little-endian, row-major, 1 to GetServerInfo.max_chunk_bytes; I4 packs two, low nibble first"""
     def __init__(
         self,
         *,

@@ -11,7 +11,7 @@ from google.rpc import error_details_pb2  # type: ignore[import-untyped]  # ship
 
 from penstock.runtime.requests.request import PreparedPrompt
 from penstock.service.requests.features import Features
-from penstock.service.threads.lanes import MOST_TEMPLATES
+from penstock.service.threads.lanes import MOST_TEMPLATES, Lane
 from penstock.v1 import control_pb2, types_pb2
 from tests.service.codecs import byte_codec
 from tests.service.rig import failure_of, fake, generate, serving, until
@@ -233,3 +233,13 @@ async def test_a_prompt_that_fills_a_long_context_does_not_wait_with_those_that_
                 gate.set()
             await asyncio.wait_for(call, 20)
             gate.clear()
+
+
+async def test_work_that_raises_stop_iteration_is_not_awaited_for_ever() -> None:
+    """asyncio cannot hand a StopIteration on, so the lane must make another error of it."""
+    lane = Lane("some", 1, 10)
+    try:
+        with pytest.raises(RuntimeError, match="StopIteration"):
+            await asyncio.wait_for(lane.run(lambda: next(iter(()))), 30)
+    finally:
+        lane.close()

@@ -177,6 +177,8 @@ def _take_step(step: Undecoded, take: _Take) -> int | None:
 
 def _write(upload: Upload, most: int, chunk: weights_pb2.TensorChunk) -> None:
     data = chunk.data
+    if not data:  # it would say nothing, and keep an upload alive that does not go on
+        raise InvalidRequest([Violation("chunk.data", "must have at least one byte")])
     if len(data) > most:
         described = f"must have at most {most} bytes, not {len(data)}"
         raise InvalidRequest([Violation("chunk.data", described)])

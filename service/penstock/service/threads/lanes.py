@@ -71,7 +71,7 @@ class Lane:
         memory until a garbage collection.
         """
         loop = asyncio.get_running_loop()
-        future = self._pool.submit(work)
+        future = self._pool.submit(_without_stop_iteration, work)
         self._pace.entered(weight)
 
         def release(_: Future[Any]) -> None:
@@ -89,6 +89,16 @@ class Lane:
     def close(self) -> None:
         """Accept no more work, and drop what has not begun."""
         self._pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _without_stop_iteration(work: Callable[[], T]) -> T:
+    """Do work, and make a RuntimeError of a StopIteration, as generators do. asyncio cannot hand on a
+    StopIteration: whoever awaits the work would wait for ever.
+    """
+    try:
+        return work()
+    except StopIteration as error:
+        raise RuntimeError("work in a lane raised StopIteration") from error
 
 
 class Lanes:

@@ -112,6 +112,13 @@ async def test_a_chunk_that_is_too_large() -> None:
         assert failure.violations == {"chunk.data": f"must have at most {most} bytes, not {most + 1}"}
 
 
+async def test_a_chunk_without_bytes() -> None:
+    """It would only keep an upload alive that does not go on."""
+    async with unharmed() as rig:
+        failure = await failure_of(push(rig, [begin(NEW, update_id="u"), chunk(1, 0, b"")]))
+        assert failure.violations == {"chunk.data": "must have at least one byte"}
+
+
 async def test_the_largest_chunk_is_taken() -> None:
     async with serving(fake(), max_receive_bytes=3000) as rig:
         most = (await rig.control.GetServerInfo(control_pb2.GetServerInfoRequest())).max_chunk_bytes
