@@ -23,7 +23,7 @@ def versions(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Version]:
     return found
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")  # no longer: engines that run change the process for tests of other folders
 def references(versions: Mapping[str, Version]) -> Iterator[Mapping[str, Any]]:
     """An engine for each version, which never sees an update."""
     if not library.available():
@@ -36,9 +36,9 @@ def references(versions: Mapping[str, Version]) -> Iterator[Mapping[str, Any]]:
         engine.shutdown()
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def subjects() -> Iterator[list[Engine]]:
-    """The engine that tests have updated so far, if there is one."""
+    """The engine that tests of this module have updated so far, if there is one."""
     kept: list[Engine] = []
     yield kept
     for engine in kept:

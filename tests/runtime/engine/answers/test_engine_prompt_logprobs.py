@@ -212,7 +212,7 @@ def test_a_prompt_recomputed_with_new_weights_has_only_their_logprobs() -> None:
         gate.open()
         sink.last("r")
         result = Answer.of(sink.outputs["r"])
-        assert updates[0].done()
+        assert updates[0].result(60).current.label == "new"
         assert result.preemptions == 1
         raw = [log_softmax(new.logits(prompt[:i]))[prompt[i]] for i in range(1, len(prompt))]
         assert [one.sampled for one in result.prompt_logprobs] == pytest.approx(raw, rel=1e-5, abs=1e-5)
