@@ -14,7 +14,6 @@ import socket
 import subprocess
 import sys
 import tempfile
-import threading
 from collections.abc import Iterator
 from itertools import groupby
 from pathlib import Path
@@ -25,10 +24,9 @@ from penstock.client import Client, Ebnf, JsonSchema
 from tests.docs import programs
 from tests.docs.pages import ROOT, Block, blocks
 from tests.docs.shell import NOT_RUN, commands, rule_of, script_of, words_of
-from tests.support.models.toy import TEST_CACHE
+from tests.support.demo_server import served_demo
 
 DEFAULT_ADDRESS = "127.0.0.1:50051"
-START_S = 280.0
 
 
 def blocks_in(*languages: str) -> list[Block]:
@@ -42,33 +40,8 @@ def params(found: list[Block]) -> list[object]:
 @pytest.fixture(scope="module")
 def demo() -> Iterator[str]:
     """The address of a server of the demo model."""
-    command = ["serve", "demo", "--port", "0", "--grace", "0", "--compilation-cache", str(TEST_CACHE)]
-    with subprocess.Popen(
-        [sys.executable, "-u", "-m", "penstock.cli", *command],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        cwd=ROOT,
-    ) as server:
-        assert server.stdout is not None
-        slow = threading.Timer(START_S, server.kill)
-        slow.start()
-        said: list[str] = []
-        for line in server.stdout:
-            said.append(line)
-            if found := re.search(r"ready on (\S+)", line):
-                break
-        else:
-            raise AssertionError(f"the demo server did not start:\n{''.join(said)}")
-        slow.cancel()
-        rest = threading.Thread(target=server.stdout.read, daemon=True)  # otherwise its pipe would fill
-        rest.start()
-        try:
-            yield found[1]
-        finally:
-            server.terminate()
-            server.wait(60)
-            rest.join(60)
+    with served_demo() as address:
+        yield address
 
 
 def free_port() -> str:

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import csv
-import re
-import subprocess
 import sys
-import threading
 import xml.etree.ElementTree as ET
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -21,50 +18,18 @@ from examples.reinforce.rollouts import Sample, StaleWeights, sample
 from examples.reinforce.task import split_questions
 from examples.reinforce.trainer import Options, Trainer
 from penstock.client import Client
-from tests.support.models.toy import TEST_CACHE
+from tests.support.demo_server import served_demo
 
-ROOT = Path(__file__).parents[2]
-START_S = 280.0
 MOST_DIFFERENCES = {"bfloat16": (2e-3, 0.5), "float32": (5e-6, 5e-4)}
 """The most that the trainer's and the server's log-probabilities may differ, in nats, by the server's dtype:
 on average over the tokens of a step, and of any token. docs/how-to/reinforce.md promises these.
 """
 
 
-def served(*flags: str) -> Iterator[str]:
-    """The address of `penstock serve demo` with these flags."""
-    command = ["serve", "demo", "--port", "0", "--grace", "0", "--compilation-cache", str(TEST_CACHE), *flags]
-    with subprocess.Popen(
-        [sys.executable, "-u", "-m", "penstock.cli", *command],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        cwd=ROOT,
-    ) as server:
-        assert server.stdout is not None
-        slow = threading.Timer(START_S, server.kill)
-        slow.start()
-        said: list[str] = []
-        for line in server.stdout:
-            said.append(line)
-            if found := re.search(r"ready on (\S+)", line):
-                break
-        else:
-            raise AssertionError(f"the server did not start:\n{''.join(said)}")
-        slow.cancel()
-        rest = threading.Thread(target=server.stdout.read, daemon=True)  # otherwise its pipe would fill
-        rest.start()
-        try:
-            yield found[1]
-        finally:
-            server.terminate()
-            server.wait(60)
-            rest.join(60)
-
-
 @pytest.fixture(scope="module")
 def address() -> Iterator[str]:
-    yield from served()
+    with served_demo() as found:
+        yield found
 
 
 def run(*arguments: str, monkeypatch: pytest.MonkeyPatch) -> list[dict[str, str]]:
@@ -146,7 +111,7 @@ def test_outputs_of_other_weights_are_refused(address: str) -> None:
 
 @pytest.mark.sweep
 def test_float32_agrees_more_closely(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for address in served("--dtype", "float32"):
+    with served_demo("--dtype", "float32") as address:
         out = str(tmp_path / "rewards.csv")
         lines = run(out, "--addr", address, "--steps", "2", monkeypatch=monkeypatch)
         assert_they_agree(lines, "float32")
