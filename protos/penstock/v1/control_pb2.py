@@ -24,11 +24,12 @@ _sym_db = _symbol_database.Default()
 
 from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb2
 from google.protobuf import timestamp_pb2 as google_dot_protobuf_dot_timestamp__pb2
+from penstock.v1 import telemetry_pb2 as penstock_dot_v1_dot_telemetry__pb2
 from penstock.v1 import types_pb2 as penstock_dot_v1_dot_types__pb2
 from penstock.v1 import weights_pb2 as penstock_dot_v1_dot_weights__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19penstock/v1/control.proto\x12\x0bpenstock.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x17penstock/v1/types.proto\x1a\x19penstock/v1/weights.proto\">\n\x13GetModelInfoRequest\x12\'\n\x0finclude_tensors\x18\x01 \x01(\x08R\x0eincludeTensors\"\xb7\x04\n\x14GetModelInfoResponse\x12\x14\n\x05model\x18\x01 \x01(\tR\x05model\x12\"\n\x0c\x61rchitecture\x18\x02 \x01(\tR\x0c\x61rchitecture\x12\x1d\n\nvocab_size\x18\x03 \x01(\rR\tvocabSize\x12,\n\x12max_context_tokens\x18\x04 \x01(\rR\x10maxContextTokens\x12\"\n\reos_token_ids\x18\x05 \x03(\rR\x0b\x65osTokenIds\x12\x46\n\x10\x64\x65\x66\x61ult_sampling\x18\x06 \x01(\x0b\x32\x1b.penstock.v1.SamplingParamsR\x0f\x64\x65\x66\x61ultSampling\x12\x35\n\x07weights\x18\x07 \x01(\x0b\x32\x1b.penstock.v1.WeightsVersionR\x07weights\x12\x31\n\x07tensors\x18\x08 \x03(\x0b\x32\x17.penstock.v1.TensorSpecR\x07tensors\x12\x30\n\x08\x66\x65\x61tures\x18\t \x03(\x0e\x32\x14.penstock.v1.FeatureR\x08\x66\x65\x61tures\x12%\n\x0eweights_digest\x18\n \x01(\x0cR\rweightsDigest\x12?\n\rweights_since\x18\x0b \x01(\x0b\x32\x1a.google.protobuf.TimestampR\x0cweightsSince\x12(\n\x10staged_update_id\x18\x0c \x01(\tR\x0estagedUpdateId\"\x16\n\x14GetServerInfoRequest\"\x9f\x03\n\x15GetServerInfoResponse\x12%\n\x0eserver_version\x18\x01 \x01(\tR\rserverVersion\x12\x1f\n\x0binstance_id\x18\x02 \x01(\tR\ninstanceId\x12+\n\x11\x63ontract_revision\x18\x03 \x01(\rR\x10\x63ontractRevision\x12\x30\n\x14max_running_requests\x18\x04 \x01(\rR\x12maxRunningRequests\x12.\n\x13max_queued_requests\x18\x05 \x01(\rR\x11maxQueuedRequests\x12$\n\x0ekv_page_tokens\x18\x06 \x01(\rR\x0ckvPageTokens\x12$\n\x0ekv_pages_total\x18\x07 \x01(\x04R\x0ckvPagesTotal\x12&\n\x0fmax_chunk_bytes\x18\x08 \x01(\rR\rmaxChunkBytes\x12!\n\x0cmax_logprobs\x18\t \x01(\rR\x0bmaxLogprobs\x12\x18\n\x07\x64\x65vices\x18\n \x03(\tR\x07\x64\x65vices\"\x10\n\x0eGetLoadRequest\"\xb0\x02\n\x0fGetLoadResponse\x12)\n\x10running_requests\x18\x01 \x01(\rR\x0frunningRequests\x12\'\n\x0fqueued_requests\x18\x02 \x01(\rR\x0equeuedRequests\x12\x30\n\x14queued_prompt_tokens\x18\x03 \x01(\x04R\x12queuedPromptTokens\x12\"\n\rkv_pages_used\x18\x04 \x01(\x04R\x0bkvPagesUsed\x12$\n\x0ekv_pages_total\x18\x05 \x01(\x04R\x0ckvPagesTotal\x12\x16\n\x06paused\x18\x06 \x01(\x08R\x06paused\x12\x35\n\x07weights\x18\x07 \x01(\x0b\x32\x1b.penstock.v1.WeightsVersionR\x07weights\"\xa9\x01\n\x0fTokenizeRequest\x12\x14\n\x04text\x18\x01 \x01(\tH\x00R\x04text\x12-\n\x04\x63hat\x18\x02 \x01(\x0b\x32\x17.penstock.v1.ChatPromptH\x00R\x04\x63hat\x12\x31\n\x12\x61\x64\x64_special_tokens\x18\x03 \x01(\x08H\x01R\x10\x61\x64\x64SpecialTokens\x88\x01\x01\x42\x07\n\x05inputB\x15\n\x13_add_special_tokens\"]\n\x10TokenizeResponse\x12\x1b\n\ttoken_ids\x18\x01 \x03(\rR\x08tokenIds\x12,\n\x12max_context_tokens\x18\x02 \x01(\rR\x10maxContextTokens\"}\n\x11\x44\x65tokenizeRequest\x12\x1b\n\ttoken_ids\x18\x01 \x03(\rR\x08tokenIds\x12\x33\n\x13skip_special_tokens\x18\x02 \x01(\x08H\x00R\x11skipSpecialTokens\x88\x01\x01\x42\x16\n\x14_skip_special_tokens\"(\n\x12\x44\x65tokenizeResponse\x12\x12\n\x04text\x18\x01 \x01(\tR\x04text\"\xd5\x01\n\x0cPauseRequest\x12\x38\n\tin_flight\x18\x01 \x01(\x0e\x32\x1b.penstock.v1.InFlightPolicyR\x08inFlight\x12>\n\rdrain_timeout\x18\x02 \x01(\x0b\x32\x19.google.protobuf.DurationR\x0c\x64rainTimeout\x12\"\n\rfree_kv_cache\x18\x03 \x01(\x08R\x0b\x66reeKvCache\x12\'\n\x0foffload_weights\x18\x04 \x01(\x08R\x0eoffloadWeights\"j\n\rPauseResponse\x12\x38\n\tin_flight\x18\x01 \x01(\x0b\x32\x1b.penstock.v1.InFlightReportR\x08inFlight\x12\x1f\n\x0b\x66reed_bytes\x18\x02 \x01(\x04R\nfreedBytes\"\x0f\n\rResumeRequest\"\x10\n\x0eResumeResponse\"\xad\x01\n\x14\x43ommitWeightsRequest\x12\x1b\n\tupdate_id\x18\x01 \x01(\tR\x08updateId\x12\x38\n\tin_flight\x18\x02 \x01(\x0e\x32\x1b.penstock.v1.InFlightPolicyR\x08inFlight\x12>\n\rdrain_timeout\x18\x03 \x01(\x0b\x32\x19.google.protobuf.DurationR\x0c\x64rainTimeout\"\xc9\x02\n\x15\x43ommitWeightsResponse\x12\x35\n\x07\x63urrent\x18\x01 \x01(\x0b\x32\x1b.penstock.v1.WeightsVersionR\x07\x63urrent\x12\x38\n\npaused_for\x18\x02 \x01(\x0b\x32\x19.google.protobuf.DurationR\tpausedFor\x12\x37\n\x08previous\x18\x03 \x01(\x0b\x32\x1b.penstock.v1.WeightsVersionR\x08previous\x12\x34\n\x07outcome\x18\x04 \x01(\x0e\x32\x1a.penstock.v1.UpdateOutcomeR\x07outcome\x12\x38\n\tin_flight\x18\x05 \x01(\x0b\x32\x1b.penstock.v1.InFlightReportR\x08inFlight\x12\x16\n\x06\x64igest\x18\x06 \x01(\x0cR\x06\x64igest\"4\n\x15\x44iscardWeightsRequest\x12\x1b\n\tupdate_id\x18\x01 \x01(\tR\x08updateId\"6\n\x16\x44iscardWeightsResponse\x12\x1c\n\tdiscarded\x18\x01 \x01(\x08R\tdiscarded\"\x13\n\x11\x46lushCacheRequest\"W\n\x12\x46lushCacheResponse\x12\x1f\n\x0bpages_freed\x18\x01 \x01(\x04R\npagesFreed\x12 \n\x0cpages_in_use\x18\x02 \x01(\x04R\npagesInUse*\xe2\x01\n\x07\x46\x65\x61ture\x12\x17\n\x13\x46\x45\x41TURE_UNSPECIFIED\x10\x00\x12\x10\n\x0c\x46\x45\x41TURE_CHAT\x10\x01\x12\x1b\n\x17\x46\x45\x41TURE_PROMPT_LOGPROBS\x10\x02\x12\x17\n\x13\x46\x45\x41TURE_JSON_SCHEMA\x10\x03\x12\x11\n\rFEATURE_REGEX\x10\x04\x12\x14\n\x10\x46\x45\x41TURE_ADAPTERS\x10\x05\x12\x14\n\x10\x46\x45\x41TURE_PRIORITY\x10\x06\x12\x1a\n\x16\x46\x45\x41TURE_UPDATE_WEIGHTS\x10\x07\x12\x1b\n\x17\x46\x45\x41TURE_BATCH_INVARIANT\x10\x08\x32\xd2\x06\n\x0e\x43ontrolService\x12X\n\x0cGetModelInfo\x12 .penstock.v1.GetModelInfoRequest\x1a!.penstock.v1.GetModelInfoResponse\"\x03\x90\x02\x01\x12[\n\rGetServerInfo\x12!.penstock.v1.GetServerInfoRequest\x1a\".penstock.v1.GetServerInfoResponse\"\x03\x90\x02\x01\x12I\n\x07GetLoad\x12\x1b.penstock.v1.GetLoadRequest\x1a\x1c.penstock.v1.GetLoadResponse\"\x03\x90\x02\x01\x12L\n\x08Tokenize\x12\x1c.penstock.v1.TokenizeRequest\x1a\x1d.penstock.v1.TokenizeResponse\"\x03\x90\x02\x01\x12R\n\nDetokenize\x12\x1e.penstock.v1.DetokenizeRequest\x1a\x1f.penstock.v1.DetokenizeResponse\"\x03\x90\x02\x01\x12\x43\n\x05Pause\x12\x19.penstock.v1.PauseRequest\x1a\x1a.penstock.v1.PauseResponse\"\x03\x90\x02\x02\x12\x46\n\x06Resume\x12\x1a.penstock.v1.ResumeRequest\x1a\x1b.penstock.v1.ResumeResponse\"\x03\x90\x02\x02\x12[\n\rCommitWeights\x12!.penstock.v1.CommitWeightsRequest\x1a\".penstock.v1.CommitWeightsResponse\"\x03\x90\x02\x02\x12^\n\x0e\x44iscardWeights\x12\".penstock.v1.DiscardWeightsRequest\x1a#.penstock.v1.DiscardWeightsResponse\"\x03\x90\x02\x02\x12R\n\nFlushCache\x12\x1e.penstock.v1.FlushCacheRequest\x1a\x1f.penstock.v1.FlushCacheResponse\"\x03\x90\x02\x02\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19penstock/v1/control.proto\x12\x0bpenstock.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x1bpenstock/v1/telemetry.proto\x1a\x17penstock/v1/types.proto\x1a\x19penstock/v1/weights.proto\">\n\x13GetModelInfoRequest\x12\'\n\x0finclude_tensors\x18\x01 \x01(\x08R\x0eincludeTensors\"\xb7\x04\n\x14GetModelInfoResponse\x12\x14\n\x05model\x18\x01 \x01(\tR\x05model\x12\"\n\x0c\x61rchitecture\x18\x02 \x01(\tR\x0c\x61rchitecture\x12\x1d\n\nvocab_size\x18\x03 \x01(\rR\tvocabSize\x12,\n\x12max_context_tokens\x18\x04 \x01(\rR\x10maxContextTokens\x12\"\n\reos_token_ids\x18\x05 \x03(\rR\x0b\x65osTokenIds\x12\x46\n\x10\x64\x65\x66\x61ult_sampling\x18\x06 \x01(\x0b\x32\x1b.penstock.v1.SamplingParamsR\x0f\x64\x65\x66\x61ultSampling\x12\x35\n\x07weights\x18\x07 \x01(\x0b\x32\x1b.penstock.v1.WeightsVersionR\x07weights\x12\x31\n\x07tensors\x18\x08 \x03(\x0b\x32\x17.penstock.v1.TensorSpecR\x07tensors\x12\x30\n\x08\x66\x65\x61tures\x18\t \x03(\x0e\x32\x14.penstock.v1.FeatureR\x08\x66\x65\x61tures\x12%\n\x0eweights_digest\x18\n \x01(\x0cR\rweightsDigest\x12?\n\rweights_since\x18\x0b \x01(\x0b\x32\x1a.google.protobuf.TimestampR\x0cweightsSince\x12(\n\x10staged_update_id\x18\x0c \x01(\tR\x0estagedUpdateId\"\x16\n\x14GetServerInfoRequest\"\x9f\x03\n\x15GetServerInfoResponse\x12%\n\x0eserver_version\x18\x01 \x01(\tR\rserverVersion\x12\x1f\n\x0binstance_id\x18\x02 \x01(\tR\ninstanceId\x12+\n\x11\x63ontract_revision\x18\x03 \x01(\rR\x10\x63ontractRevision\x12\x30\n\x14max_running_requests\x18\x04 \x01(\rR\x12maxRunningRequests\x12.\n\x13max_queued_requests\x18\x05 \x01(\rR\x11maxQueuedRequests\x12$\n\x0ekv_page_tokens\x18\x06 \x01(\rR\x0ckvPageTokens\x12$\n\x0ekv_pages_total\x18\x07 \x01(\x04R\x0ckvPagesTotal\x12&\n\x0fmax_chunk_bytes\x18\x08 \x01(\rR\rmaxChunkBytes\x12!\n\x0cmax_logprobs\x18\t \x01(\rR\x0bmaxLogprobs\x12\x18\n\x07\x64\x65vices\x18\n \x03(\tR\x07\x64\x65vices\"\x10\n\x0eGetLoadRequest\"\xb0\x02\n\x0fGetLoadResponse\x12)\n\x10running_requests\x18\x01 \x01(\rR\x0frunningRequests\x12\'\n\x0fqueued_requests\x18\x02 \x01(\rR\x0equeuedRequests\x12\x30\n\x14queued_prompt_tokens\x18\x03 \x01(\x04R\x12queuedPromptTokens\x12\"\n\rkv_pages_used\x18\x04 \x01(\x04R\x0bkvPagesUsed\x12$\n\x0ekv_pages_total\x18\x05 \x01(\x04R\x0ckvPagesTotal\x12\x16\n\x06paused\x18\x06 \x01(\x08R\x06paused\x12\x35\n\x07weights\x18\x07 \x01(\x0b\x32\x1b.penstock.v1.WeightsVersionR\x07weights\"\x9c\x03\n\x11WatchLoadResponse\x12*\n\x02\x61t\x18\x01 \x01(\x0b\x32\x1a.google.protobuf.TimestampR\x02\x61t\x12\x30\n\x04load\x18\x02 \x01(\x0b\x32\x1c.penstock.v1.GetLoadResponseR\x04load\x12&\n\x0fkv_pages_cached\x18\x03 \x01(\x04R\rkvPagesCached\x12\x30\n\x14max_running_requests\x18\x04 \x01(\rR\x12maxRunningRequests\x12/\n\x06totals\x18\x05 \x01(\x0b\x32\x17.penstock.v1.LoadTotalsR\x06totals\x12,\n\x05rates\x18\x06 \x01(\x0b\x32\x16.penstock.v1.LoadRatesR\x05rates\x12\x38\n\tlatencies\x18\x07 \x01(\x0b\x32\x1a.penstock.v1.LoadLatenciesR\tlatencies\x12\x36\n\x08requests\x18\x08 \x03(\x0b\x32\x1a.penstock.v1.RequestStatusR\x08requests\"\xa9\x01\n\x0fTokenizeRequest\x12\x14\n\x04text\x18\x01 \x01(\tH\x00R\x04text\x12-\n\x04\x63hat\x18\x02 \x01(\x0b\x32\x17.penstock.v1.ChatPromptH\x00R\x04\x63hat\x12\x31\n\x12\x61\x64\x64_special_tokens\x18\x03 \x01(\x08H\x01R\x10\x61\x64\x64SpecialTokens\x88\x01\x01\x42\x07\n\x05inputB\x15\n\x13_add_special_tokens\"]\n\x10TokenizeResponse\x12\x1b\n\ttoken_ids\x18\x01 \x03(\rR\x08tokenIds\x12,\n\x12max_context_tokens\x18\x02 \x01(\rR\x10maxContextTokens\"}\n\x11\x44\x65tokenizeRequest\x12\x1b\n\ttoken_ids\x18\x01 \x03(\rR\x08tokenIds\x12\x33\n\x13skip_special_tokens\x18\x02 \x01(\x08H\x00R\x11skipSpecialTokens\x88\x01\x01\x42\x16\n\x14_skip_special_tokens\"(\n\x12\x44\x65tokenizeResponse\x12\x12\n\x04text\x18\x01 \x01(\tR\x04text\"\xd5\x01\n\x0cPauseRequest\x12\x38\n\tin_flight\x18\x01 \x01(\x0e\x32\x1b.penstock.v1.InFlightPolicyR\x08inFlight\x12>\n\rdrain_timeout\x18\x02 \x01(\x0b\x32\x19.google.protobuf.DurationR\x0c\x64rainTimeout\x12\"\n\rfree_kv_cache\x18\x03 \x01(\x08R\x0b\x66reeKvCache\x12\'\n\x0foffload_weights\x18\x04 \x01(\x08R\x0eoffloadWeights\"j\n\rPauseResponse\x12\x38\n\tin_flight\x18\x01 \x01(\x0b\x32\x1b.penstock.v1.InFlightReportR\x08inFlight\x12\x1f\n\x0b\x66reed_bytes\x18\x02 \x01(\x04R\nfreedBytes\"\x0f\n\rResumeRequest\"\x10\n\x0eResumeResponse\"\xad\x01\n\x14\x43ommitWeightsRequest\x12\x1b\n\tupdate_id\x18\x01 \x01(\tR\x08updateId\x12\x38\n\tin_flight\x18\x02 \x01(\x0e\x32\x1b.penstock.v1.InFlightPolicyR\x08inFlight\x12>\n\rdrain_timeout\x18\x03 \x01(\x0b\x32\x19.google.protobuf.DurationR\x0c\x64rainTimeout\"\xc9\x02\n\x15\x43ommitWeightsResponse\x12\x35\n\x07\x63urrent\x18\x01 \x01(\x0b\x32\x1b.penstock.v1.WeightsVersionR\x07\x63urrent\x12\x38\n\npaused_for\x18\x02 \x01(\x0b\x32\x19.google.protobuf.DurationR\tpausedFor\x12\x37\n\x08previous\x18\x03 \x01(\x0b\x32\x1b.penstock.v1.WeightsVersionR\x08previous\x12\x34\n\x07outcome\x18\x04 \x01(\x0e\x32\x1a.penstock.v1.UpdateOutcomeR\x07outcome\x12\x38\n\tin_flight\x18\x05 \x01(\x0b\x32\x1b.penstock.v1.InFlightReportR\x08inFlight\x12\x16\n\x06\x64igest\x18\x06 \x01(\x0cR\x06\x64igest\"4\n\x15\x44iscardWeightsRequest\x12\x1b\n\tupdate_id\x18\x01 \x01(\tR\x08updateId\"6\n\x16\x44iscardWeightsResponse\x12\x1c\n\tdiscarded\x18\x01 \x01(\x08R\tdiscarded\"\x13\n\x11\x46lushCacheRequest\"W\n\x12\x46lushCacheResponse\x12\x1f\n\x0bpages_freed\x18\x01 \x01(\x04R\npagesFreed\x12 \n\x0cpages_in_use\x18\x02 \x01(\x04R\npagesInUse*\x8c\x02\n\x07\x46\x65\x61ture\x12\x17\n\x13\x46\x45\x41TURE_UNSPECIFIED\x10\x00\x12\x10\n\x0c\x46\x45\x41TURE_CHAT\x10\x01\x12\x1b\n\x17\x46\x45\x41TURE_PROMPT_LOGPROBS\x10\x02\x12\x17\n\x13\x46\x45\x41TURE_JSON_SCHEMA\x10\x03\x12\x11\n\rFEATURE_REGEX\x10\x04\x12\x14\n\x10\x46\x45\x41TURE_ADAPTERS\x10\x05\x12\x14\n\x10\x46\x45\x41TURE_PRIORITY\x10\x06\x12\x1a\n\x16\x46\x45\x41TURE_UPDATE_WEIGHTS\x10\x07\x12\x1b\n\x17\x46\x45\x41TURE_BATCH_INVARIANT\x10\x08\x12\x13\n\x0f\x46\x45\x41TURE_TRACING\x10\t\x12\x13\n\x0f\x46\x45\x41TURE_PROFILE\x10\n2\xc1\x08\n\x0e\x43ontrolService\x12X\n\x0cGetModelInfo\x12 .penstock.v1.GetModelInfoRequest\x1a!.penstock.v1.GetModelInfoResponse\"\x03\x90\x02\x01\x12[\n\rGetServerInfo\x12!.penstock.v1.GetServerInfoRequest\x1a\".penstock.v1.GetServerInfoResponse\"\x03\x90\x02\x01\x12I\n\x07GetLoad\x12\x1b.penstock.v1.GetLoadRequest\x1a\x1c.penstock.v1.GetLoadResponse\"\x03\x90\x02\x01\x12Q\n\tWatchLoad\x12\x1d.penstock.v1.WatchLoadRequest\x1a\x1e.penstock.v1.WatchLoadResponse\"\x03\x90\x02\x01\x30\x01\x12L\n\x08Tokenize\x12\x1c.penstock.v1.TokenizeRequest\x1a\x1d.penstock.v1.TokenizeResponse\"\x03\x90\x02\x01\x12R\n\nDetokenize\x12\x1e.penstock.v1.DetokenizeRequest\x1a\x1f.penstock.v1.DetokenizeResponse\"\x03\x90\x02\x01\x12\x43\n\x05Pause\x12\x19.penstock.v1.PauseRequest\x1a\x1a.penstock.v1.PauseResponse\"\x03\x90\x02\x02\x12\x46\n\x06Resume\x12\x1a.penstock.v1.ResumeRequest\x1a\x1b.penstock.v1.ResumeResponse\"\x03\x90\x02\x02\x12[\n\rCommitWeights\x12!.penstock.v1.CommitWeightsRequest\x1a\".penstock.v1.CommitWeightsResponse\"\x03\x90\x02\x02\x12^\n\x0e\x44iscardWeights\x12\".penstock.v1.DiscardWeightsRequest\x1a#.penstock.v1.DiscardWeightsResponse\"\x03\x90\x02\x02\x12R\n\nFlushCache\x12\x1e.penstock.v1.FlushCacheRequest\x1a\x1f.penstock.v1.FlushCacheResponse\"\x03\x90\x02\x02\x12R\n\nSetTracing\x12\x1e.penstock.v1.SetTracingRequest\x1a\x1f.penstock.v1.SetTracingResponse\"\x03\x90\x02\x02\x12\x46\n\x07Profile\x12\x1b.penstock.v1.ProfileRequest\x1a\x1c.penstock.v1.ProfileResponse0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -41,6 +42,8 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_CONTROLSERVICE'].methods_by_name['GetServerInfo']._serialized_options = b'\220\002\001'
   _globals['_CONTROLSERVICE'].methods_by_name['GetLoad']._loaded_options = None
   _globals['_CONTROLSERVICE'].methods_by_name['GetLoad']._serialized_options = b'\220\002\001'
+  _globals['_CONTROLSERVICE'].methods_by_name['WatchLoad']._loaded_options = None
+  _globals['_CONTROLSERVICE'].methods_by_name['WatchLoad']._serialized_options = b'\220\002\001'
   _globals['_CONTROLSERVICE'].methods_by_name['Tokenize']._loaded_options = None
   _globals['_CONTROLSERVICE'].methods_by_name['Tokenize']._serialized_options = b'\220\002\001'
   _globals['_CONTROLSERVICE'].methods_by_name['Detokenize']._loaded_options = None
@@ -55,48 +58,52 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_CONTROLSERVICE'].methods_by_name['DiscardWeights']._serialized_options = b'\220\002\002'
   _globals['_CONTROLSERVICE'].methods_by_name['FlushCache']._loaded_options = None
   _globals['_CONTROLSERVICE'].methods_by_name['FlushCache']._serialized_options = b'\220\002\002'
-  _globals['_FEATURE']._serialized_start=3084
-  _globals['_FEATURE']._serialized_end=3310
-  _globals['_GETMODELINFOREQUEST']._serialized_start=159
-  _globals['_GETMODELINFOREQUEST']._serialized_end=221
-  _globals['_GETMODELINFORESPONSE']._serialized_start=224
-  _globals['_GETMODELINFORESPONSE']._serialized_end=791
-  _globals['_GETSERVERINFOREQUEST']._serialized_start=793
-  _globals['_GETSERVERINFOREQUEST']._serialized_end=815
-  _globals['_GETSERVERINFORESPONSE']._serialized_start=818
-  _globals['_GETSERVERINFORESPONSE']._serialized_end=1233
-  _globals['_GETLOADREQUEST']._serialized_start=1235
-  _globals['_GETLOADREQUEST']._serialized_end=1251
-  _globals['_GETLOADRESPONSE']._serialized_start=1254
-  _globals['_GETLOADRESPONSE']._serialized_end=1558
-  _globals['_TOKENIZEREQUEST']._serialized_start=1561
-  _globals['_TOKENIZEREQUEST']._serialized_end=1730
-  _globals['_TOKENIZERESPONSE']._serialized_start=1732
-  _globals['_TOKENIZERESPONSE']._serialized_end=1825
-  _globals['_DETOKENIZEREQUEST']._serialized_start=1827
-  _globals['_DETOKENIZEREQUEST']._serialized_end=1952
-  _globals['_DETOKENIZERESPONSE']._serialized_start=1954
-  _globals['_DETOKENIZERESPONSE']._serialized_end=1994
-  _globals['_PAUSEREQUEST']._serialized_start=1997
-  _globals['_PAUSEREQUEST']._serialized_end=2210
-  _globals['_PAUSERESPONSE']._serialized_start=2212
-  _globals['_PAUSERESPONSE']._serialized_end=2318
-  _globals['_RESUMEREQUEST']._serialized_start=2320
-  _globals['_RESUMEREQUEST']._serialized_end=2335
-  _globals['_RESUMERESPONSE']._serialized_start=2337
-  _globals['_RESUMERESPONSE']._serialized_end=2353
-  _globals['_COMMITWEIGHTSREQUEST']._serialized_start=2356
-  _globals['_COMMITWEIGHTSREQUEST']._serialized_end=2529
-  _globals['_COMMITWEIGHTSRESPONSE']._serialized_start=2532
-  _globals['_COMMITWEIGHTSRESPONSE']._serialized_end=2861
-  _globals['_DISCARDWEIGHTSREQUEST']._serialized_start=2863
-  _globals['_DISCARDWEIGHTSREQUEST']._serialized_end=2915
-  _globals['_DISCARDWEIGHTSRESPONSE']._serialized_start=2917
-  _globals['_DISCARDWEIGHTSRESPONSE']._serialized_end=2971
-  _globals['_FLUSHCACHEREQUEST']._serialized_start=2973
-  _globals['_FLUSHCACHEREQUEST']._serialized_end=2992
-  _globals['_FLUSHCACHERESPONSE']._serialized_start=2994
-  _globals['_FLUSHCACHERESPONSE']._serialized_end=3081
-  _globals['_CONTROLSERVICE']._serialized_start=3313
-  _globals['_CONTROLSERVICE']._serialized_end=4163
+  _globals['_CONTROLSERVICE'].methods_by_name['SetTracing']._loaded_options = None
+  _globals['_CONTROLSERVICE'].methods_by_name['SetTracing']._serialized_options = b'\220\002\002'
+  _globals['_FEATURE']._serialized_start=3528
+  _globals['_FEATURE']._serialized_end=3796
+  _globals['_GETMODELINFOREQUEST']._serialized_start=188
+  _globals['_GETMODELINFOREQUEST']._serialized_end=250
+  _globals['_GETMODELINFORESPONSE']._serialized_start=253
+  _globals['_GETMODELINFORESPONSE']._serialized_end=820
+  _globals['_GETSERVERINFOREQUEST']._serialized_start=822
+  _globals['_GETSERVERINFOREQUEST']._serialized_end=844
+  _globals['_GETSERVERINFORESPONSE']._serialized_start=847
+  _globals['_GETSERVERINFORESPONSE']._serialized_end=1262
+  _globals['_GETLOADREQUEST']._serialized_start=1264
+  _globals['_GETLOADREQUEST']._serialized_end=1280
+  _globals['_GETLOADRESPONSE']._serialized_start=1283
+  _globals['_GETLOADRESPONSE']._serialized_end=1587
+  _globals['_WATCHLOADRESPONSE']._serialized_start=1590
+  _globals['_WATCHLOADRESPONSE']._serialized_end=2002
+  _globals['_TOKENIZEREQUEST']._serialized_start=2005
+  _globals['_TOKENIZEREQUEST']._serialized_end=2174
+  _globals['_TOKENIZERESPONSE']._serialized_start=2176
+  _globals['_TOKENIZERESPONSE']._serialized_end=2269
+  _globals['_DETOKENIZEREQUEST']._serialized_start=2271
+  _globals['_DETOKENIZEREQUEST']._serialized_end=2396
+  _globals['_DETOKENIZERESPONSE']._serialized_start=2398
+  _globals['_DETOKENIZERESPONSE']._serialized_end=2438
+  _globals['_PAUSEREQUEST']._serialized_start=2441
+  _globals['_PAUSEREQUEST']._serialized_end=2654
+  _globals['_PAUSERESPONSE']._serialized_start=2656
+  _globals['_PAUSERESPONSE']._serialized_end=2762
+  _globals['_RESUMEREQUEST']._serialized_start=2764
+  _globals['_RESUMEREQUEST']._serialized_end=2779
+  _globals['_RESUMERESPONSE']._serialized_start=2781
+  _globals['_RESUMERESPONSE']._serialized_end=2797
+  _globals['_COMMITWEIGHTSREQUEST']._serialized_start=2800
+  _globals['_COMMITWEIGHTSREQUEST']._serialized_end=2973
+  _globals['_COMMITWEIGHTSRESPONSE']._serialized_start=2976
+  _globals['_COMMITWEIGHTSRESPONSE']._serialized_end=3305
+  _globals['_DISCARDWEIGHTSREQUEST']._serialized_start=3307
+  _globals['_DISCARDWEIGHTSREQUEST']._serialized_end=3359
+  _globals['_DISCARDWEIGHTSRESPONSE']._serialized_start=3361
+  _globals['_DISCARDWEIGHTSRESPONSE']._serialized_end=3415
+  _globals['_FLUSHCACHEREQUEST']._serialized_start=3417
+  _globals['_FLUSHCACHEREQUEST']._serialized_end=3436
+  _globals['_FLUSHCACHERESPONSE']._serialized_start=3438
+  _globals['_FLUSHCACHERESPONSE']._serialized_end=3525
+  _globals['_CONTROLSERVICE']._serialized_start=3799
+  _globals['_CONTROLSERVICE']._serialized_end=4888
 # @@protoc_insertion_point(module_scope)

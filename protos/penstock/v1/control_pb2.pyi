@@ -12,6 +12,7 @@ from google.protobuf import message as _message
 from google.protobuf import timestamp_pb2 as _timestamp_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from penstock.v1 import telemetry_pb2 as _telemetry_pb2
 from penstock.v1 import types_pb2 as _types_pb2
 from penstock.v1 import weights_pb2 as _weights_pb2
 import builtins as _builtins
@@ -46,6 +47,10 @@ class _FeatureEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Feature.Value
     """A token's logits depend on its own request alone, bit for bit: not on neighbours in the batch, on how the
     prompt was cut into steps, on cached prefixes or on preemption.
     """
+    FEATURE_TRACING: _Feature.ValueType  # 9
+    """SetTracing with any level: the server has somewhere to send spans to"""
+    FEATURE_PROFILE: _Feature.ValueType  # 10
+    """Profile: the server has a folder for profiles"""
 
 class Feature(_Feature, metaclass=_FeatureEnumTypeWrapper):
     """Optional parts of the contract; using one that is not listed is UNIMPLEMENTED. FEATURE_BATCH_INVARIANT is nothing
@@ -67,6 +72,10 @@ FEATURE_BATCH_INVARIANT: Feature.ValueType  # 8
 """A token's logits depend on its own request alone, bit for bit: not on neighbours in the batch, on how the
 prompt was cut into steps, on cached prefixes or on preemption.
 """
+FEATURE_TRACING: Feature.ValueType  # 9
+"""SetTracing with any level: the server has somewhere to send spans to"""
+FEATURE_PROFILE: Feature.ValueType  # 10
+"""Profile: the server has a folder for profiles"""
 Global___Feature: _TypeAlias = Feature  # noqa: Y015
 
 @_typing.final
@@ -281,6 +290,60 @@ class GetLoadResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___GetLoadResponse: _TypeAlias = GetLoadResponse  # noqa: Y015
+
+@_typing.final
+class WatchLoadResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    AT_FIELD_NUMBER: _builtins.int
+    LOAD_FIELD_NUMBER: _builtins.int
+    KV_PAGES_CACHED_FIELD_NUMBER: _builtins.int
+    MAX_RUNNING_REQUESTS_FIELD_NUMBER: _builtins.int
+    TOTALS_FIELD_NUMBER: _builtins.int
+    RATES_FIELD_NUMBER: _builtins.int
+    LATENCIES_FIELD_NUMBER: _builtins.int
+    REQUESTS_FIELD_NUMBER: _builtins.int
+    kv_pages_cached: _builtins.int
+    """free pages that cache a prefix until a request needs them"""
+    max_running_requests: _builtins.int
+    """as GetServerInfoResponse.max_running_requests"""
+    @_builtins.property
+    def at(self) -> _timestamp_pb2.Timestamp:
+        """when all of this was so, by the server's clock"""
+
+    @_builtins.property
+    def load(self) -> Global___GetLoadResponse: ...
+    @_builtins.property
+    def totals(self) -> _telemetry_pb2.LoadTotals:
+        """Of what the server measures. Not set on a server that was started without metrics."""
+
+    @_builtins.property
+    def rates(self) -> _telemetry_pb2.LoadRates: ...
+    @_builtins.property
+    def latencies(self) -> _telemetry_pb2.LoadLatencies: ...
+    @_builtins.property
+    def requests(self) -> _containers.RepeatedCompositeFieldContainer[_telemetry_pb2.RequestStatus]:
+        """the oldest ones first; only with WatchLoadRequest.max_requests"""
+
+    def __init__(
+        self,
+        *,
+        at: _timestamp_pb2.Timestamp | None = ...,
+        load: Global___GetLoadResponse | None = ...,
+        kv_pages_cached: _builtins.int = ...,
+        max_running_requests: _builtins.int = ...,
+        totals: _telemetry_pb2.LoadTotals | None = ...,
+        rates: _telemetry_pb2.LoadRates | None = ...,
+        latencies: _telemetry_pb2.LoadLatencies | None = ...,
+        requests: _abc.Iterable[_telemetry_pb2.RequestStatus] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["at", b"at", "latencies", b"latencies", "load", b"load", "rates", b"rates", "totals", b"totals"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["at", b"at", "kv_pages_cached", b"kv_pages_cached", "latencies", b"latencies", "load", b"load", "max_running_requests", b"max_running_requests", "rates", b"rates", "requests", b"requests", "totals", b"totals"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WatchLoadResponse: _TypeAlias = WatchLoadResponse  # noqa: Y015
 
 @_typing.final
 class TokenizeRequest(_message.Message):

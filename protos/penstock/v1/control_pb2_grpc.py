@@ -4,6 +4,7 @@ import grpc
 import warnings
 
 from penstock.v1 import control_pb2 as penstock_dot_v1_dot_control__pb2
+from penstock.v1 import telemetry_pb2 as penstock_dot_v1_dot_telemetry__pb2
 
 GRPC_GENERATED_VERSION = '1.85.1'
 GRPC_VERSION = grpc.__version__
@@ -49,6 +50,11 @@ class ControlServiceStub:
                 request_serializer=penstock_dot_v1_dot_control__pb2.GetLoadRequest.SerializeToString,
                 response_deserializer=penstock_dot_v1_dot_control__pb2.GetLoadResponse.FromString,
                 _registered_method=True)
+        self.WatchLoad = channel.unary_stream(
+                '/penstock.v1.ControlService/WatchLoad',
+                request_serializer=penstock_dot_v1_dot_telemetry__pb2.WatchLoadRequest.SerializeToString,
+                response_deserializer=penstock_dot_v1_dot_control__pb2.WatchLoadResponse.FromString,
+                _registered_method=True)
         self.Tokenize = channel.unary_unary(
                 '/penstock.v1.ControlService/Tokenize',
                 request_serializer=penstock_dot_v1_dot_control__pb2.TokenizeRequest.SerializeToString,
@@ -84,6 +90,16 @@ class ControlServiceStub:
                 request_serializer=penstock_dot_v1_dot_control__pb2.FlushCacheRequest.SerializeToString,
                 response_deserializer=penstock_dot_v1_dot_control__pb2.FlushCacheResponse.FromString,
                 _registered_method=True)
+        self.SetTracing = channel.unary_unary(
+                '/penstock.v1.ControlService/SetTracing',
+                request_serializer=penstock_dot_v1_dot_telemetry__pb2.SetTracingRequest.SerializeToString,
+                response_deserializer=penstock_dot_v1_dot_telemetry__pb2.SetTracingResponse.FromString,
+                _registered_method=True)
+        self.Profile = channel.unary_stream(
+                '/penstock.v1.ControlService/Profile',
+                request_serializer=penstock_dot_v1_dot_telemetry__pb2.ProfileRequest.SerializeToString,
+                response_deserializer=penstock_dot_v1_dot_telemetry__pb2.ProfileResponse.FromString,
+                _registered_method=True)
 
 
 class ControlServiceServicer:
@@ -105,6 +121,19 @@ class ControlServiceServicer:
 
     def GetLoad(self, request, context):
         """How busy it is now, for routers; cheap enough to poll every second.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def WatchLoad(self, request, context):
+        """How busy it is, at once and then after every interval, until the caller ends the call. Costs the server next to
+        nothing, however many watch. A watcher that reads too slowly misses messages, and never gets an old one.
+        INVALID_ARGUMENT    INVALID_FIELD: a value is out of range
+        PERMISSION_DENIED   FORBIDDEN: max_requests is above 0, and the caller lacks the role "control"
+        RESOURCE_EXHAUSTED  BUSY: too many watch; STALLED_READER: the caller took no message for longer than the server
+        waits
+        UNAVAILABLE         DRAINING: the server has begun to stop; at any time
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -171,6 +200,29 @@ class ControlServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def SetTracing(self, request, context):
+        """Changes how much is traced, from now on and until the server ends, or only tells it. Requests that run are traced
+        at the new level from here on.
+        INVALID_ARGUMENT    INVALID_FIELD: no such level
+        UNIMPLEMENTED       UNSUPPORTED_FEATURE: a level above OFF on a server that was started without an address to
+        send spans to
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Profile(self, request, context):
+        """Records what the host and the device do during the engine's next steps, as a profile of JAX on the server's disk.
+        The server goes on serving, more slowly. A caller that goes away ends the profile, and what it recorded stays.
+        INVALID_ARGUMENT    INVALID_FIELD: a value is out of range
+        UNIMPLEMENTED       UNSUPPORTED_FEATURE: the server was started without a folder for profiles
+        ABORTED             PROFILE_UNDER_WAY: another profile is being recorded
+        UNAVAILABLE         DRAINING: the server has begun to stop; at any time
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_ControlServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -188,6 +240,11 @@ def add_ControlServiceServicer_to_server(servicer, server):
                     servicer.GetLoad,
                     request_deserializer=penstock_dot_v1_dot_control__pb2.GetLoadRequest.FromString,
                     response_serializer=penstock_dot_v1_dot_control__pb2.GetLoadResponse.SerializeToString,
+            ),
+            'WatchLoad': grpc.unary_stream_rpc_method_handler(
+                    servicer.WatchLoad,
+                    request_deserializer=penstock_dot_v1_dot_telemetry__pb2.WatchLoadRequest.FromString,
+                    response_serializer=penstock_dot_v1_dot_control__pb2.WatchLoadResponse.SerializeToString,
             ),
             'Tokenize': grpc.unary_unary_rpc_method_handler(
                     servicer.Tokenize,
@@ -223,6 +280,16 @@ def add_ControlServiceServicer_to_server(servicer, server):
                     servicer.FlushCache,
                     request_deserializer=penstock_dot_v1_dot_control__pb2.FlushCacheRequest.FromString,
                     response_serializer=penstock_dot_v1_dot_control__pb2.FlushCacheResponse.SerializeToString,
+            ),
+            'SetTracing': grpc.unary_unary_rpc_method_handler(
+                    servicer.SetTracing,
+                    request_deserializer=penstock_dot_v1_dot_telemetry__pb2.SetTracingRequest.FromString,
+                    response_serializer=penstock_dot_v1_dot_telemetry__pb2.SetTracingResponse.SerializeToString,
+            ),
+            'Profile': grpc.unary_stream_rpc_method_handler(
+                    servicer.Profile,
+                    request_deserializer=penstock_dot_v1_dot_telemetry__pb2.ProfileRequest.FromString,
+                    response_serializer=penstock_dot_v1_dot_telemetry__pb2.ProfileResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -306,6 +373,33 @@ class ControlService:
             '/penstock.v1.ControlService/GetLoad',
             penstock_dot_v1_dot_control__pb2.GetLoadRequest.SerializeToString,
             penstock_dot_v1_dot_control__pb2.GetLoadResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def WatchLoad(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/penstock.v1.ControlService/WatchLoad',
+            penstock_dot_v1_dot_telemetry__pb2.WatchLoadRequest.SerializeToString,
+            penstock_dot_v1_dot_control__pb2.WatchLoadResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -495,6 +589,60 @@ class ControlService:
             '/penstock.v1.ControlService/FlushCache',
             penstock_dot_v1_dot_control__pb2.FlushCacheRequest.SerializeToString,
             penstock_dot_v1_dot_control__pb2.FlushCacheResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def SetTracing(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/penstock.v1.ControlService/SetTracing',
+            penstock_dot_v1_dot_telemetry__pb2.SetTracingRequest.SerializeToString,
+            penstock_dot_v1_dot_telemetry__pb2.SetTracingResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Profile(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/penstock.v1.ControlService/Profile',
+            penstock_dot_v1_dot_telemetry__pb2.ProfileRequest.SerializeToString,
+            penstock_dot_v1_dot_telemetry__pb2.ProfileResponse.FromString,
             options,
             channel_credentials,
             insecure,

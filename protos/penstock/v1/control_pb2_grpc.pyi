@@ -8,6 +8,7 @@ ask for a key with the role "control".
 from collections import abc as _abc
 from grpc import aio as _aio
 from penstock.v1 import control_pb2 as _control_pb2
+from penstock.v1 import telemetry_pb2 as _telemetry_pb2
 import abc as _abc_1
 import grpc as _grpc
 import sys
@@ -39,6 +40,15 @@ class ControlServiceStub:
     """The server's limits, fixed at start."""
     GetLoad: _grpc.UnaryUnaryMultiCallable[_control_pb2.GetLoadRequest, _control_pb2.GetLoadResponse]
     """How busy it is now, for routers; cheap enough to poll every second."""
+    WatchLoad: _grpc.UnaryStreamMultiCallable[_telemetry_pb2.WatchLoadRequest, _control_pb2.WatchLoadResponse]
+    """How busy it is, at once and then after every interval, until the caller ends the call. Costs the server next to
+    nothing, however many watch. A watcher that reads too slowly misses messages, and never gets an old one.
+      INVALID_ARGUMENT    INVALID_FIELD: a value is out of range
+      PERMISSION_DENIED   FORBIDDEN: max_requests is above 0, and the caller lacks the role "control"
+      RESOURCE_EXHAUSTED  BUSY: too many watch; STALLED_READER: the caller took no message for longer than the server
+                          waits
+      UNAVAILABLE         DRAINING: the server has begun to stop; at any time
+    """
     Tokenize: _grpc.UnaryUnaryMultiCallable[_control_pb2.TokenizeRequest, _control_pb2.TokenizeResponse]
     """The tokens that Generate would give the model. Very long text is refused as PROMPT_TOO_LONG before it is
     tokenized. Other text is tokenized even if the result exceeds the context.
@@ -69,6 +79,21 @@ class ControlServiceStub:
     """Forgets all cached prefixes. Pages that no running request uses become free; the others stay with their requests
     and are not shared with new ones.
     """
+    SetTracing: _grpc.UnaryUnaryMultiCallable[_telemetry_pb2.SetTracingRequest, _telemetry_pb2.SetTracingResponse]
+    """Changes how much is traced, from now on and until the server ends, or only tells it. Requests that run are traced
+    at the new level from here on.
+      INVALID_ARGUMENT    INVALID_FIELD: no such level
+      UNIMPLEMENTED       UNSUPPORTED_FEATURE: a level above OFF on a server that was started without an address to
+                          send spans to
+    """
+    Profile: _grpc.UnaryStreamMultiCallable[_telemetry_pb2.ProfileRequest, _telemetry_pb2.ProfileResponse]
+    """Records what the host and the device do during the engine's next steps, as a profile of JAX on the server's disk.
+    The server goes on serving, more slowly. A caller that goes away ends the profile, and what it recorded stays.
+      INVALID_ARGUMENT    INVALID_FIELD: a value is out of range
+      UNIMPLEMENTED       UNSUPPORTED_FEATURE: the server was started without a folder for profiles
+      ABORTED             PROFILE_UNDER_WAY: another profile is being recorded
+      UNAVAILABLE         DRAINING: the server has begun to stop; at any time
+    """
 
 @_typing.type_check_only
 class ControlServiceAsyncStub(ControlServiceStub):
@@ -79,6 +104,15 @@ class ControlServiceAsyncStub(ControlServiceStub):
     """The server's limits, fixed at start."""
     GetLoad: _aio.UnaryUnaryMultiCallable[_control_pb2.GetLoadRequest, _control_pb2.GetLoadResponse]  # type: ignore[assignment]
     """How busy it is now, for routers; cheap enough to poll every second."""
+    WatchLoad: _aio.UnaryStreamMultiCallable[_telemetry_pb2.WatchLoadRequest, _control_pb2.WatchLoadResponse]  # type: ignore[assignment]
+    """How busy it is, at once and then after every interval, until the caller ends the call. Costs the server next to
+    nothing, however many watch. A watcher that reads too slowly misses messages, and never gets an old one.
+      INVALID_ARGUMENT    INVALID_FIELD: a value is out of range
+      PERMISSION_DENIED   FORBIDDEN: max_requests is above 0, and the caller lacks the role "control"
+      RESOURCE_EXHAUSTED  BUSY: too many watch; STALLED_READER: the caller took no message for longer than the server
+                          waits
+      UNAVAILABLE         DRAINING: the server has begun to stop; at any time
+    """
     Tokenize: _aio.UnaryUnaryMultiCallable[_control_pb2.TokenizeRequest, _control_pb2.TokenizeResponse]  # type: ignore[assignment]
     """The tokens that Generate would give the model. Very long text is refused as PROMPT_TOO_LONG before it is
     tokenized. Other text is tokenized even if the result exceeds the context.
@@ -109,6 +143,21 @@ class ControlServiceAsyncStub(ControlServiceStub):
     """Forgets all cached prefixes. Pages that no running request uses become free; the others stay with their requests
     and are not shared with new ones.
     """
+    SetTracing: _aio.UnaryUnaryMultiCallable[_telemetry_pb2.SetTracingRequest, _telemetry_pb2.SetTracingResponse]  # type: ignore[assignment]
+    """Changes how much is traced, from now on and until the server ends, or only tells it. Requests that run are traced
+    at the new level from here on.
+      INVALID_ARGUMENT    INVALID_FIELD: no such level
+      UNIMPLEMENTED       UNSUPPORTED_FEATURE: a level above OFF on a server that was started without an address to
+                          send spans to
+    """
+    Profile: _aio.UnaryStreamMultiCallable[_telemetry_pb2.ProfileRequest, _telemetry_pb2.ProfileResponse]  # type: ignore[assignment]
+    """Records what the host and the device do during the engine's next steps, as a profile of JAX on the server's disk.
+    The server goes on serving, more slowly. A caller that goes away ends the profile, and what it recorded stays.
+      INVALID_ARGUMENT    INVALID_FIELD: a value is out of range
+      UNIMPLEMENTED       UNSUPPORTED_FEATURE: the server was started without a folder for profiles
+      ABORTED             PROFILE_UNDER_WAY: another profile is being recorded
+      UNAVAILABLE         DRAINING: the server has begun to stop; at any time
+    """
 
 class ControlServiceServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
@@ -134,6 +183,21 @@ class ControlServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_control_pb2.GetLoadResponse, _abc.Awaitable[_control_pb2.GetLoadResponse]]:
         """How busy it is now, for routers; cheap enough to poll every second."""
+
+    @_abc_1.abstractmethod
+    def WatchLoad(
+        self,
+        request: _telemetry_pb2.WatchLoadRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_control_pb2.WatchLoadResponse], _abc.AsyncIterator[_control_pb2.WatchLoadResponse]]:
+        """How busy it is, at once and then after every interval, until the caller ends the call. Costs the server next to
+        nothing, however many watch. A watcher that reads too slowly misses messages, and never gets an old one.
+          INVALID_ARGUMENT    INVALID_FIELD: a value is out of range
+          PERMISSION_DENIED   FORBIDDEN: max_requests is above 0, and the caller lacks the role "control"
+          RESOURCE_EXHAUSTED  BUSY: too many watch; STALLED_READER: the caller took no message for longer than the server
+                              waits
+          UNAVAILABLE         DRAINING: the server has begun to stop; at any time
+        """
 
     @_abc_1.abstractmethod
     def Tokenize(
@@ -205,6 +269,33 @@ class ControlServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_control_pb2.FlushCacheResponse, _abc.Awaitable[_control_pb2.FlushCacheResponse]]:
         """Forgets all cached prefixes. Pages that no running request uses become free; the others stay with their requests
         and are not shared with new ones.
+        """
+
+    @_abc_1.abstractmethod
+    def SetTracing(
+        self,
+        request: _telemetry_pb2.SetTracingRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_telemetry_pb2.SetTracingResponse, _abc.Awaitable[_telemetry_pb2.SetTracingResponse]]:
+        """Changes how much is traced, from now on and until the server ends, or only tells it. Requests that run are traced
+        at the new level from here on.
+          INVALID_ARGUMENT    INVALID_FIELD: no such level
+          UNIMPLEMENTED       UNSUPPORTED_FEATURE: a level above OFF on a server that was started without an address to
+                              send spans to
+        """
+
+    @_abc_1.abstractmethod
+    def Profile(
+        self,
+        request: _telemetry_pb2.ProfileRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_telemetry_pb2.ProfileResponse], _abc.AsyncIterator[_telemetry_pb2.ProfileResponse]]:
+        """Records what the host and the device do during the engine's next steps, as a profile of JAX on the server's disk.
+        The server goes on serving, more slowly. A caller that goes away ends the profile, and what it recorded stays.
+          INVALID_ARGUMENT    INVALID_FIELD: a value is out of range
+          UNIMPLEMENTED       UNSUPPORTED_FEATURE: the server was started without a folder for profiles
+          ABORTED             PROFILE_UNDER_WAY: another profile is being recorded
+          UNAVAILABLE         DRAINING: the server has begun to stop; at any time
         """
 
 def add_ControlServiceServicer_to_server(servicer: ControlServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

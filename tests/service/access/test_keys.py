@@ -12,7 +12,7 @@ import pytest
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from penstock.runtime.errors import ConfigError
-from penstock.v1 import control_pb2, inference_pb2
+from penstock.v1 import control_pb2, inference_pb2, telemetry_pb2
 from tests.service.key_rig import CONTROL, INFER, as_, key, serving_keys, write
 from tests.service.rig import collect, failure_of, fake, generate, serving, stream, taken_apart, until
 
@@ -31,9 +31,13 @@ CALLS: dict[str, Any] = {
     "ControlService/CommitWeights": control_pb2.CommitWeightsRequest(),
     "ControlService/DiscardWeights": control_pb2.DiscardWeightsRequest(),
     "ControlService/FlushCache": control_pb2.FlushCacheRequest(),
+    "ControlService/WatchLoad": telemetry_pb2.WatchLoadRequest(),
+    "ControlService/SetTracing": telemetry_pb2.SetTracingRequest(),
+    "ControlService/Profile": telemetry_pb2.ProfileRequest(),
 }
 FOR_ALL = {
     *("Generate", "Stream", "Abort", "GetModelInfo", "GetServerInfo", "GetLoad", "Tokenize", "Detokenize"),
+    "WatchLoad",
 }
 
 
@@ -46,6 +50,8 @@ async def call(rig, method: str, **more: Any) -> str:
         async with asyncio.timeout(20):
             if name == "Stream":
                 await collect(stub(request, **more))
+            elif name in ("WatchLoad", "Profile"):
+                await stub(request, **more).read()
             else:
                 await stub(iter(()) if request is None else request, **more)
     except grpc.aio.AioRpcError as error:
@@ -71,10 +77,14 @@ async def test_each_role_may_call_what_is_its_own(file, method):
     """CONTROL may also do everything that INFER may."""
     async with serving_keys(file, key("user"), key("boss", CONTROL), key("both", INFER | CONTROL)) as rig:
         # refused by the method itself, so the caller was allowed to call it
-        refused = {"INVALID_ARGUMENT INVALID_FIELD"}
+        refused = {"INVALID_ARGUMENT INVALID_FIELD", "UNIMPLEMENTED UNSUPPORTED_FEATURE"}
         for name in ("boss", "both"):
             assert await call(rig, method, **as_(name)) in {"OK"} | refused
-        expected = {"OK"} if method.split("/")[1] in FOR_ALL else {"PERMISSION_DENIED FORBIDDEN"}
+        expected = (
+            {"OK", "UNIMPLEMENTED UNSUPPORTED_FEATURE"}
+            if method.split("/")[1] in FOR_ALL
+            else {"PERMISSION_DENIED FORBIDDEN"}
+        )
         assert await call(rig, method, **as_("user")) in expected
 
 

@@ -60,6 +60,8 @@ async def test_each_rpc_that_controls_is_refused_at_the_main_address() -> None:
             assert (await failure_of(main.raw(method, b""))).reason == "SERVED_ELSEWHERE", path
             if path.endswith(("CommitWeights", "DiscardWeights")):
                 assert (await failure_of(control.raw(method, b""))).reason == "INVALID_FIELD", path
+            elif path.endswith(("SetTracing", "Profile")):
+                assert (await failure_of(control.raw(method, b""))).reason == "UNSUPPORTED_FEATURE", path
             else:
                 await control.raw(method, b"")
 
@@ -97,7 +99,7 @@ async def test_every_rpc_is_at_one_address_at_least() -> None:
         for method in service.methods
     }
     everywhere = {f"/penstock.v1.ControlService/{name}" for name in READING}
-    everywhere.add("/penstock.v1.InferenceService/Abort")
+    everywhere |= {"/penstock.v1.InferenceService/Abort", "/penstock.v1.ControlService/WatchLoad"}
     assert everywhere | GENERATING | CONTROLLING == methods
     assert not GENERATING & CONTROLLING
     assert not everywhere & (GENERATING | CONTROLLING)

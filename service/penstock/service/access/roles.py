@@ -32,6 +32,7 @@ RULES: Mapping[str, Rule] = {
     f"{_CONTROL}/GetModelInfo": Rule(Role.INFER),
     f"{_CONTROL}/GetServerInfo": Rule(Role.INFER),
     f"{_CONTROL}/GetLoad": Rule(Role.INFER),
+    f"{_CONTROL}/WatchLoad": Rule(Role.INFER),  # requests are listed only with CONTROL
     f"{_CONTROL}/Tokenize": Rule(Role.INFER, counts=True),
     f"{_CONTROL}/Detokenize": Rule(Role.INFER, counts=True),
     f"{_CONTROL}/Pause": Rule(Role.CONTROL),
@@ -39,6 +40,8 @@ RULES: Mapping[str, Rule] = {
     f"{_CONTROL}/CommitWeights": Rule(Role.CONTROL),
     f"{_CONTROL}/DiscardWeights": Rule(Role.CONTROL),
     f"{_CONTROL}/FlushCache": Rule(Role.CONTROL),
+    f"{_CONTROL}/SetTracing": Rule(Role.CONTROL),
+    f"{_CONTROL}/Profile": Rule(Role.CONTROL),
 }
 """From a method, such as "penstock.v1.Service/Method", to its rule."""
 

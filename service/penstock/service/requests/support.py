@@ -157,6 +157,9 @@ REFUSED: Mapping[str, Refused] = {
     "penstock.v1.GenerateRequest": _GENERATE_REFUSED,
     "penstock.v1.StreamRequest": _GENERATE_REFUSED,
     "penstock.v1.UpdateWeightsRequest": {"begin.adapter": ()},
+    "penstock.v1.WatchLoadRequest": {"interval": (), "max_requests": ()},
+    "penstock.v1.SetTracingRequest": {"level": ()},
+    "penstock.v1.ProfileRequest": {"steps": (), "timeout": (), "include_data": ()},
 }
 """From a message's name to the paths that are refused, each with the values that are accepted
 nevertheless.

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import AsyncIterator
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -23,14 +24,14 @@ from penstock.service.requests.support import check_supported
 from penstock.service.servicers.serving import Serving
 from penstock.service.servicers.weights import WeightUpdates
 from penstock.service.threads.lanes import MESSAGE_BYTES
-from penstock.v1 import control_pb2, control_pb2_grpc, types_pb2
+from penstock.v1 import control_pb2, control_pb2_grpc, telemetry_pb2, types_pb2
 
 if TYPE_CHECKING:
     from penstock.v1.control_pb2_grpc import _ServicerContext as Context
 
 log = logging.getLogger(__name__)
 
-CONTRACT_REVISION = 2
+CONTRACT_REVISION = 3
 _TOKEN_COST = 8
 """The cost of turning one token into text, in bytes of a message (see `Lanes.convert`)."""
 
@@ -127,6 +128,24 @@ class ControlServicer(control_pb2_grpc.ControlServiceServicer):
             paused=self._engine.is_paused,
             weights=messages.weights_version(self._engine.weights),
         )
+
+    def WatchLoad(
+        self, request: telemetry_pb2.WatchLoadRequest, context: Context
+    ) -> AsyncIterator[control_pb2.WatchLoadResponse]:
+        """Refuse: this release cannot do it yet."""
+        raise UnsupportedFeature(["WatchLoad"])
+
+    async def SetTracing(
+        self, request: telemetry_pb2.SetTracingRequest, context: Context
+    ) -> telemetry_pb2.SetTracingResponse:
+        """Refuse: this release cannot do it yet."""
+        raise UnsupportedFeature(["SetTracing"])
+
+    def Profile(
+        self, request: telemetry_pb2.ProfileRequest, context: Context
+    ) -> AsyncIterator[telemetry_pb2.ProfileResponse]:
+        """Refuse: this release cannot do it yet."""
+        raise UnsupportedFeature(["Profile"])
 
     async def Tokenize(
         self, request: control_pb2.TokenizeRequest, context: Context
