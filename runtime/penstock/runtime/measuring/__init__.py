@@ -1,0 +1,1 @@
+"""What is counted and measured of an engine and its service, without any library of telemetry. No jax."""
