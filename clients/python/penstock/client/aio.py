@@ -5,26 +5,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
-from typing import Self, TypeVar, Unpack
+from collections.abc import Sequence
+from typing import Self, Unpack
 
-import grpc
-import grpc.aio
-
-from penstock.client.base import BaseClient
+from penstock.client.async_calls import AsyncCalls
 from penstock.client.connection.channel import Metadata, pairs
-from penstock.client.connection.endpoint import Endpoint
-from penstock.client.connection.readiness import AsyncReadiness
 from penstock.client.connection.retries import Attempts
-from penstock.client.connection.timeouts import INFO_TIMEOUT, TEXT_TIMEOUT
-from penstock.client.error_table import from_rpc_error
+from penstock.client.connection.timeouts import TEXT_TIMEOUT
 from penstock.client.replies import messages
-from penstock.client.replies.streams import (
-    AsyncCall,
-    AsyncGenerationStream,
-    cancelled_call,
-    is_task_cancelled,
-)
+from penstock.client.replies.streams import AsyncCall, AsyncGenerationStream
 from penstock.client.requests import control_requests, generation_requests, weights_requests
 from penstock.client.requests.options import ChatOptions, RequestOptions
 from penstock.client.requests.weights_requests import InFlightPolicy, UpdateOptions
@@ -41,28 +30,15 @@ from penstock.client.values.weights_values import CommittedWeights, Paused, Weig
 from penstock.client.weights import async_sending
 from penstock.client.weights.tensors import Tensors
 from penstock.client.weights.update import chunk_bytes_of, described, update_of
-from penstock.v1 import control_pb2, control_pb2_grpc, inference_pb2, inference_pb2_grpc
-
-RequestT = TypeVar("RequestT")
-ReplyT = TypeVar("ReplyT")
-CallT = TypeVar("CallT", bound=grpc.aio.Call)
+from penstock.v1 import control_pb2, inference_pb2
 
 
-class AsyncClient(BaseClient[grpc.aio.Channel]):
+class AsyncClient(AsyncCalls):
     """A connection to one server, or to several that serve the same, for one event loop. Make it inside a
     coroutine.
 
     Arguments, methods and errors are those of `Client`. `stream` itself is not awaited; its events are.
     """
-
-    inference: inference_pb2_grpc.InferenceServiceAsyncStub
-    control: control_pb2_grpc.ControlServiceAsyncStub
-
-    @staticmethod
-    def _open(found: Endpoint) -> grpc.aio.Channel:
-        if found.credentials is None:
-            return grpc.aio.insecure_channel(found.target, options=found.options)
-        return grpc.aio.secure_channel(found.target, found.credentials, options=found.options)
 
     async def generate(
         self,
@@ -286,50 +262,6 @@ class AsyncClient(BaseClient[grpc.aio.Channel]):
         ever.
         """
         await self._health().wait(timeout)
-
-    def _health(self) -> AsyncReadiness:
-        return AsyncReadiness(self._check_health, self.metadata)
-
-    async def _unary(
-        self,
-        method: grpc.aio.UnaryUnaryMultiCallable[RequestT, ReplyT],
-        request: RequestT,
-        timeout: float | None,
-        metadata: Metadata | None,
-        otherwise: float | None = INFO_TIMEOUT,
-    ) -> ReplyT:
-        attempts = Attempts(self._retries, self._timeouts.of(timeout, otherwise))
-        sent = pairs(self.metadata, metadata)
-
-        async def answer(call: grpc.aio.UnaryUnaryCall[RequestT, ReplyT]) -> ReplyT:
-            return await call
-
-        return await self._repeated(
-            lambda left: method(request, timeout=left, metadata=sent), attempts, answer
-        )
-
-    async def _repeated(
-        self,
-        start: Callable[[float | None], CallT],
-        attempts: Attempts,
-        answer: Callable[[CallT], Awaitable[ReplyT]],
-        update_id: str = "",
-    ) -> ReplyT:
-        """Start a call and wait for its answer, as often as `attempts` says."""
-        while True:
-            call = start(attempts.timeout())
-            try:
-                return await answer(call)
-            except grpc.RpcError as error:
-                failure = from_rpc_error(error, update_id=update_id)
-                delay = attempts.delay_after(failure)
-                if delay is None:
-                    raise failure from error
-            except asyncio.CancelledError:
-                if is_task_cancelled():
-                    raise
-                raise await cancelled_call(call) from None
-            await asyncio.sleep(delay)
 
     async def close(self) -> None:
         """Close the channel and cancel running calls. A channel that the caller gave stays open."""

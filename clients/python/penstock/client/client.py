@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Sequence
-from typing import Self, TypeVar, Unpack
+from collections.abc import Sequence
+from typing import Self, Unpack
 
-import grpc
-
-from penstock.client.base import BaseClient
+from penstock.client.calls import Calls
 from penstock.client.connection.channel import Metadata, pairs
-from penstock.client.connection.endpoint import Endpoint
-from penstock.client.connection.readiness import Readiness
 from penstock.client.connection.retries import Attempts
-from penstock.client.connection.timeouts import INFO_TIMEOUT, TEXT_TIMEOUT
-from penstock.client.error_table import from_rpc_error
+from penstock.client.connection.timeouts import TEXT_TIMEOUT
 from penstock.client.replies import messages
 from penstock.client.replies.streams import GenerationStream
 from penstock.client.requests import control_requests, generation_requests, weights_requests
@@ -33,13 +27,10 @@ from penstock.client.values.weights_values import CommittedWeights, Paused, Weig
 from penstock.client.weights import sending
 from penstock.client.weights.tensors import Tensors
 from penstock.client.weights.update import chunk_bytes_of, described, update_of
-from penstock.v1 import control_pb2, control_pb2_grpc, inference_pb2, inference_pb2_grpc
-
-RequestT = TypeVar("RequestT")
-ReplyT = TypeVar("ReplyT")
+from penstock.v1 import control_pb2, inference_pb2
 
 
-class Client(BaseClient[grpc.Channel]):
+class Client(Calls):
     """A connection to one server, or to several that serve the same. It may be shared between threads.
 
     `addr` is host:port or unix:/path; the default is 127.0.0.1:50051. Several servers are given as
@@ -60,15 +51,6 @@ class Client(BaseClient[grpc.Channel]):
     everything else 10 s. The call's `metadata` is a mapping such as `{"traceparent": "00-..."}`, or pairs.
     `retries` says how often a call is repeated that the server could not take; by default it is not repeated.
     """
-
-    inference: inference_pb2_grpc.InferenceServiceStub
-    control: control_pb2_grpc.ControlServiceStub
-
-    @staticmethod
-    def _open(found: Endpoint) -> grpc.Channel:
-        if found.credentials is None:
-            return grpc.insecure_channel(found.target, options=found.options)
-        return grpc.secure_channel(found.target, found.credentials, options=found.options)
 
     def generate(
         self,
@@ -286,35 +268,6 @@ class Client(BaseClient[grpc.Channel]):
         ever.
         """
         self._health().wait(timeout)
-
-    def _health(self) -> Readiness:
-        return Readiness(self._check_health, self.metadata)
-
-    def _unary(
-        self,
-        method: grpc.UnaryUnaryMultiCallable[RequestT, ReplyT],
-        request: RequestT,
-        timeout: float | None,
-        metadata: Metadata | None,
-        otherwise: float | None = INFO_TIMEOUT,
-    ) -> ReplyT:
-        attempts = Attempts(self._retries, self._timeouts.of(timeout, otherwise))
-        sent = pairs(self.metadata, metadata)
-        return self._repeated(lambda left: method(request, timeout=left, metadata=sent), attempts)
-
-    def _repeated(
-        self, attempt: Callable[[float | None], ReplyT], attempts: Attempts, update_id: str = ""
-    ) -> ReplyT:
-        """Make a call as often as `attempts` says. `attempt` is given its timeout in seconds."""
-        while True:
-            try:
-                return attempt(attempts.timeout())
-            except grpc.RpcError as error:
-                failure = from_rpc_error(error, update_id=update_id)
-                delay = attempts.delay_after(failure)
-                if delay is None:
-                    raise failure from error
-            time.sleep(delay)
 
     def close(self) -> None:
         """Close the channel and cancel running calls. A channel that the caller gave stays open."""

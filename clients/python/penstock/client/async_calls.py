@@ -1,0 +1,83 @@
+"""How the asyncio client makes its calls: over which channel, how often, and with which errors."""
+
+# ruff: noqa: ASYNC109 - `timeout` is the deadline of the RPC, which gRPC also sends to the server
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
+
+import grpc
+import grpc.aio
+
+from penstock.client.base import BaseClient
+from penstock.client.connection.channel import Metadata, pairs
+from penstock.client.connection.endpoint import Endpoint
+from penstock.client.connection.readiness import AsyncReadiness
+from penstock.client.connection.retries import Attempts
+from penstock.client.connection.timeouts import INFO_TIMEOUT
+from penstock.client.error_table import from_rpc_error
+from penstock.client.replies.streams import cancelled_call, is_task_cancelled
+from penstock.v1 import control_pb2_grpc, inference_pb2_grpc
+
+RequestT = TypeVar("RequestT")
+ReplyT = TypeVar("ReplyT")
+CallT = TypeVar("CallT", bound=grpc.aio.Call)
+
+
+class AsyncCalls(BaseClient[grpc.aio.Channel]):
+    """What `AsyncClient` makes all its calls with."""
+
+    inference: inference_pb2_grpc.InferenceServiceAsyncStub
+    control: control_pb2_grpc.ControlServiceAsyncStub
+
+    @staticmethod
+    def _open(found: Endpoint) -> grpc.aio.Channel:
+        if found.credentials is None:
+            return grpc.aio.insecure_channel(found.target, options=found.options)
+        return grpc.aio.secure_channel(found.target, found.credentials, options=found.options)
+
+    def _health(self) -> AsyncReadiness:
+        return AsyncReadiness(self._check_health, self.metadata)
+
+    async def _unary(
+        self,
+        method: grpc.aio.UnaryUnaryMultiCallable[RequestT, ReplyT],
+        request: RequestT,
+        timeout: float | None,
+        metadata: Metadata | None,
+        otherwise: float | None = INFO_TIMEOUT,
+    ) -> ReplyT:
+        attempts = Attempts(self._retries, self._timeouts.of(timeout, otherwise))
+        sent = pairs(self.metadata, metadata)
+
+        async def answer(call: grpc.aio.UnaryUnaryCall[RequestT, ReplyT]) -> ReplyT:
+            return await call
+
+        return await self._repeated(
+            lambda left: method(request, timeout=left, metadata=sent), attempts, answer
+        )
+
+    async def _repeated(
+        self,
+        start: Callable[[float | None], CallT],
+        attempts: Attempts,
+        answer: Callable[[CallT], Awaitable[ReplyT]],
+        update_id: str = "",
+    ) -> ReplyT:
+        """Start a call and wait for its answer, as often as `attempts` says."""
+        while True:
+            call = start(attempts.timeout())
+            try:
+                return await answer(call)
+            except grpc.RpcError as error:
+                failure = from_rpc_error(error, update_id=update_id)
+                delay = attempts.delay_after(failure)
+                if delay is None:
+                    raise failure from error
+            except asyncio.CancelledError:
+                if is_task_cancelled():
+                    raise
+                raise await cancelled_call(call) from None
+            await asyncio.sleep(delay)

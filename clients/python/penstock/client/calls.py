@@ -1,0 +1,63 @@
+"""How the sync client makes its calls: over which channel, how often, and with which errors."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+import grpc
+
+from penstock.client.base import BaseClient
+from penstock.client.connection.channel import Metadata, pairs
+from penstock.client.connection.endpoint import Endpoint
+from penstock.client.connection.readiness import Readiness
+from penstock.client.connection.retries import Attempts
+from penstock.client.connection.timeouts import INFO_TIMEOUT
+from penstock.client.error_table import from_rpc_error
+from penstock.v1 import control_pb2_grpc, inference_pb2_grpc
+
+RequestT = TypeVar("RequestT")
+ReplyT = TypeVar("ReplyT")
+
+
+class Calls(BaseClient[grpc.Channel]):
+    """What `Client` makes all its calls with."""
+
+    inference: inference_pb2_grpc.InferenceServiceStub
+    control: control_pb2_grpc.ControlServiceStub
+
+    @staticmethod
+    def _open(found: Endpoint) -> grpc.Channel:
+        if found.credentials is None:
+            return grpc.insecure_channel(found.target, options=found.options)
+        return grpc.secure_channel(found.target, found.credentials, options=found.options)
+
+    def _health(self) -> Readiness:
+        return Readiness(self._check_health, self.metadata)
+
+    def _unary(
+        self,
+        method: grpc.UnaryUnaryMultiCallable[RequestT, ReplyT],
+        request: RequestT,
+        timeout: float | None,
+        metadata: Metadata | None,
+        otherwise: float | None = INFO_TIMEOUT,
+    ) -> ReplyT:
+        attempts = Attempts(self._retries, self._timeouts.of(timeout, otherwise))
+        sent = pairs(self.metadata, metadata)
+        return self._repeated(lambda left: method(request, timeout=left, metadata=sent), attempts)
+
+    def _repeated(
+        self, attempt: Callable[[float | None], ReplyT], attempts: Attempts, update_id: str = ""
+    ) -> ReplyT:
+        """Make a call as often as `attempts` says. `attempt` is given its timeout in seconds."""
+        while True:
+            try:
+                return attempt(attempts.timeout())
+            except grpc.RpcError as error:
+                failure = from_rpc_error(error, update_id=update_id)
+                delay = attempts.delay_after(failure)
+                if delay is None:
+                    raise failure from error
+            time.sleep(delay)
