@@ -12,13 +12,13 @@ from typing import Any
 import grpc
 from google.rpc import error_details_pb2, status_pb2  # type: ignore[import-untyped]  # ships no hints
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from opentelemetry.trace import TracerProvider
 
 from penstock.service.access.rates import Clock
 from penstock.service.backend import Backend
 from penstock.service.options import ServerOptions
 from penstock.service.server import PenstockServer
 from penstock.service.servicers.serving import Serving
+from penstock.service.telemetry.otlp.tracing import Tracing
 from penstock.service.usage.meter import UsageSink
 from penstock.v1 import control_pb2_grpc, inference_pb2, inference_pb2_grpc, types_pb2, weights_pb2
 from tests.service.codecs import byte_codec
@@ -83,7 +83,7 @@ async def serving(
     engine: Backend | None = None,
     *,
     start: bool = True,
-    provider: TracerProvider | None = None,
+    tracing: Tracing | None = None,
     channel_options: Sequence[tuple[str, Any]] = (),
     usage: UsageSink | None = None,
     rates_clock: Clock = time.monotonic,
@@ -93,7 +93,7 @@ async def serving(
     engine = engine or FakeEngine(codec=CODEC)
     server = PenstockServer(
         ServerOptions(**({"port": 0, "grace_s": 0.0} | options)),
-        provider,
+        tracing,
         usage=usage,
         rates_clock=rates_clock,
     )

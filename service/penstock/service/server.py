@@ -18,11 +18,11 @@ import logging
 import time
 import uuid
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, cast
 
 import grpc
 from grpc_health.v1 import health_pb2_grpc
-from opentelemetry.trace import TracerProvider
 
 from penstock.service.access.keys import Keys
 from penstock.service.access.rates import Clock
@@ -51,6 +51,7 @@ from penstock.service.servicers.reflection import enable_reflection
 from penstock.service.servicers.serving import Serving, limits_of
 from penstock.service.servicers.weights import WeightUpdates
 from penstock.service.telemetry import grpc_log
+from penstock.service.telemetry.otlp.tracing import Tracing
 from penstock.service.telemetry.traces import Telemetry
 from penstock.service.threads.blocking import in_thread
 from penstock.service.threads.lanes import Lanes
@@ -71,6 +72,8 @@ _LAST_REPLIES_S = 5.0
 """Seconds that readers may take for what is buffered when the grace is over."""
 _LAST_WORDS_S = 0.5
 """Seconds that watchers may take for their last status. Connections that do not read it are closed then."""
+_LAST_SPANS_S = 1.0
+"""Seconds that the last spans have at least, also if requests have used up the grace."""
 
 
 def version() -> str:
@@ -89,7 +92,7 @@ class PenstockServer:
     def __init__(
         self,
         options: ServerOptions,
-        tracer_provider: TracerProvider | None = None,
+        tracing: Tracing | None = None,
         *,
         instance_id: str | None = None,
         usage: UsageSink | None = None,
@@ -97,11 +100,13 @@ class PenstockServer:
     ) -> None:
         """Take the addresses. Raises ConfigError if one cannot be had, or the keys cannot be read.
 
+        `tracing` records traces, and ends with the server: what is left of the grace is for its last spans.
         `instance_id` is made here unless given. `usage` is told what each request used, in place of
         `options.usage_file`. `rates_clock` gives the seconds that the rates of keys are measured by.
         """
         self._options = options
-        self._telemetry = Telemetry(tracer_provider)
+        self._tracing = tracing
+        self._telemetry = Telemetry(tracing)
         self.instance_id = instance_id or new_instance_id()
         self.admission = Admission(options.bounds)
         """What may go on at once, and what does."""
@@ -298,6 +303,7 @@ class PenstockServer:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._failed.wait(), self._options.drain_delay_s)
         self._calls.drain()
+        began_s = time.monotonic()
         if end is not None and is_ready:
             draining = asyncio.create_task(end.drain(self._options.grace_s))
         elif end is not None and self._starting:
@@ -322,4 +328,7 @@ class PenstockServer:
         # a compilation cannot be ended other than with the process
         if end is not None and not self._starting:
             await end.shutdown()
+        if self._tracing is not None:
+            left_s = self._options.grace_s - (time.monotonic() - began_s)
+            await in_thread(partial(self._tracing.shutdown, max(left_s, _LAST_SPANS_S)))
         return drained

@@ -11,15 +11,13 @@ from typing import Any
 import grpc
 import pytest
 from google.rpc import error_details_pb2  # type: ignore[import-untyped]  # ships no hints
-from opentelemetry.sdk.trace import TracerProvider
-from opentelemetry.sdk.trace.export import SimpleSpanProcessor
-from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from penstock.service.access.ownership import engine_id, own_id, owner_of, told_id
 from penstock.v1 import inference_pb2, types_pb2
 from tests.service.codecs import slow_codec
 from tests.service.key_rig import CONTROL, INFER, as_, key, serving_keys
 from tests.service.rig import collect, failure_of, fake, generate, joined, serving, stream, until
+from tests.support.otlp import Recorder
 
 ABORTED = inference_pb2.ABORT_OUTCOME_ABORTED
 FINISHED = inference_pb2.ABORT_OUTCOME_ALREADY_FINISHED
@@ -269,16 +267,14 @@ def test_how_logs_call_them():
 
 
 async def test_traces_have_the_callers_own_id_and_no_key(file):
-    exporter = InMemorySpanExporter()
-    provider = TracerProvider()
-    provider.add_span_processor(SimpleSpanProcessor(exporter))
+    recorder = Recorder()
     entries = [key("alice", private_cache=True)]
-    async with serving_keys(file, *entries, provider=provider) as rig:
+    async with serving_keys(file, *entries, tracing=recorder.tracing) as rig:
         request = generate("a", request_id="r", cache={"cache_salt": "s"})
         await asyncio.wait_for(rig.inference.Generate(request, **as_("alice")), 20)
         await failure_of(rig.inference.Generate(request, **as_("nobody")))
-        await until(lambda: len(exporter.get_finished_spans()) >= 3)
-    spans = exporter.get_finished_spans()
+        await until(lambda: len(recorder.finished) >= 3)
+    spans = recorder.finished
     assert "r" in {(span.attributes or {}).get("gen_ai.response.id") for span in spans}
     told = "".join(span.to_json() for span in spans)
     for secret in ("psk_", "\\u0001", *(seen.cache.salt for seen in rig.engine.seen)):

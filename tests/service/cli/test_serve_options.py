@@ -24,6 +24,7 @@ from penstock.service.listening.listen_options import ListenOptions
 from penstock.service.options import ServerOptions
 from penstock.service.replies.reply_limits import ReplyLimits
 from penstock.service.requests.features import Features
+from penstock.service.telemetry.options import TracingOptions
 from tests.service.fake import FakeEngine
 
 OVERRIDE = "--override-generation-config"
@@ -458,15 +459,15 @@ def test_every_connection_may_have_a_file(
 def test_traces_and_server_have_the_same_id(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[str] = []
 
-    def provider(endpoint: str, *, version: str, instance_id: str) -> Any:
+    def tracing(options: TracingOptions, *, version: str, instance_id: str) -> Any:
         told.append(instance_id)
-        return argparse.Namespace(shutdown=lambda: None, get_tracer=lambda _: None)
+        return argparse.Namespace(shutdown=lambda timeout_s: None)
 
-    def server(options: ServerOptions, provider: Any, *, instance_id: str) -> Any:
+    def server(options: ServerOptions, tracing: Any, *, instance_id: str) -> Any:
         told.append(instance_id)
         raise ConfigError("no server today")
 
-    monkeypatch.setattr(serve, "otlp_provider", provider)
+    monkeypatch.setattr(serve, "open_tracing", tracing)
     monkeypatch.setattr(serve, "PenstockServer", server)
     code, errors = run("demo", "--port", "0", "--otlp-endpoint", "http://127.0.0.1:1")
     assert (code, len(set(told)), len(told)) == (1, 1, 2), errors

@@ -17,9 +17,6 @@ from typing import Any
 import grpc
 import pytest
 from google.protobuf.duration_pb2 import Duration
-from opentelemetry.sdk.trace import TracerProvider
-from opentelemetry.sdk.trace.export import SimpleSpanProcessor
-from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from penstock.runtime.config import EngineConfig
 from penstock.runtime.engine import Engine
@@ -28,6 +25,7 @@ from penstock.runtime.requests.fanout import output_seed
 from penstock.v1 import inference_pb2, types_pb2
 from tests.service.rig import Kept, Rig, collect, failure_of, generate, joined, serving, stream, until
 from tests.support.models.toy import TEST_CACHE
+from tests.support.otlp import Recorder
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "qwen3"
 PROMPT = "def decode(self, text):"
@@ -242,13 +240,11 @@ async def test_vanished_clients_free_everything(engine: Any, state: str, how: st
 
 
 async def test_spans_have_the_engines_times(engine: Any) -> None:
-    exporter = InMemorySpanExporter()
-    provider = TracerProvider(shutdown_on_exit=False)
-    provider.add_span_processor(SimpleSpanProcessor(exporter))
-    async with serving(engine, provider=provider) as rig:
+    recorder = Recorder()
+    async with serving(engine, tracing=recorder.tracing) as rig:
         reply = await answer(rig, stopping=FREE)
-        await until(lambda: len(exporter.get_finished_spans()) == 6)
-    spans = {s.name: s for s in exporter.get_finished_spans()}
+        await until(lambda: len(recorder.finished) == 6)
+    spans = recorder.spans
     request = spans["text_completion qwen3"]
     order = [spans[name] for name in ("tokenize", "queue", "prefill", "decode")]
     times: list[int] = [t for s in order for t in (s.start_time or 0, s.end_time or 0)]

@@ -17,7 +17,7 @@ from penstock.service.telemetry import grpc_log
 from tests.service.h2peer import Peer
 from tests.service.key_rig import key, serving_keys
 from tests.service.rig import fake, generate, serving, until
-from tests.service.telemetry.test_traces import Recorder
+from tests.support.otlp import Recorder
 
 GENERATE = "/penstock.v1.InferenceService/Generate"
 UNIMPLEMENTED, UNAUTHENTICATED = 12, 16
@@ -82,10 +82,10 @@ async def test_a_tracestate_that_is_none_is_not_quoted(tmp_path: Path, caplog: A
         ("authorization", b"Bearer psk_secret"),
     ]
     recorder = Recorder() if traced else None
-    provider = None if recorder is None else recorder.provider
+    tracing = None if recorder is None else recorder.tracing
     file = tmp_path / "keys.json"
     async with (
-        serving_keys(file, key("secret"), provider=provider) as rig,
+        serving_keys(file, key("secret"), tracing=tracing) as rig,
         Peer(rig.server.address, initial_window=65535) as peer,
     ):
         for metadata, code in ((sent, 0), (sent[:2], UNAUTHENTICATED)):
@@ -93,7 +93,7 @@ async def test_a_tracestate_that_is_none_is_not_quoted(tmp_path: Path, caplog: A
             assert await peer.status(stream) == code
         if recorder is not None:
             await until(lambda: GENERATE[1:] in recorder.spans)
-            spans = [s for s in recorder.exporter.get_finished_spans() if s.name == GENERATE[1:]]
+            spans = [s for s in recorder.finished if s.name == GENERATE[1:]]
             assert [span.status.status_code.name for span in spans] == ["UNSET"], "only the caller's own"
     assert "psk_state" not in caplog.text
 

@@ -8,37 +8,18 @@ import threading
 from typing import Any
 
 import pytest
-from opentelemetry.sdk.trace import TracerProvider
-from opentelemetry.sdk.trace.export import SimpleSpanProcessor
-from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
-from opentelemetry.sdk.trace.sampling import ALWAYS_ON, ParentBased
 from opentelemetry.trace import SpanKind, StatusCode
 
 from penstock.runtime.requests.request import RequestTiming
 from penstock.service.requests import prompts
-from penstock.service.telemetry.traces import otlp_provider, phases
+from penstock.service.telemetry.traces import phases
 from penstock.v1 import control_pb2, inference_pb2, types_pb2
 from tests.service.codecs import byte_codec
 from tests.service.rig import collect, failure_of, fake, generate, serving, stream, until
 from tests.service.weights_rig import fake_tensors, push, steps
+from tests.support.otlp import Recorder
 
 TRACE, PARENT = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
-
-
-class Recorder:
-    """A provider whose spans a test can look at."""
-
-    def __init__(self):
-        self.exporter = InMemorySpanExporter()
-        self.provider = TracerProvider(sampler=ParentBased(ALWAYS_ON), shutdown_on_exit=False)
-        self.provider.add_span_processor(SimpleSpanProcessor(self.exporter))
-
-    @property
-    def spans(self):
-        return {span.name: span for span in self.exporter.get_finished_spans()}
-
-    def serving(self, engine=None):
-        return serving(engine, provider=self.provider)
 
 
 @pytest.fixture
@@ -55,7 +36,7 @@ async def test_spans_of_a_request(recorder, method):
         "sampling": {"temperature": 0.5, "top_p": 0.25, "top_k": 7, "seed": 11},
         "stopping": {"max_tokens": 5},
     }
-    async with recorder.serving() as rig:
+    async with serving(tracing=recorder.tracing) as rig:
         if method == "Generate":
             await rig.inference.Generate(generate("a", request_id="one", **fields))
         else:
@@ -101,13 +82,13 @@ async def test_spans_of_a_request(recorder, method):
 
 async def test_weight_updates_and_pauses_are_recorded_like_every_rpc(recorder):
     tensors = fake_tensors(1)
-    async with recorder.serving(fake()) as rig:
+    async with serving(fake(), tracing=recorder.tracing) as rig:
         await push(rig, steps(tensors))
         await rig.control.Pause(control_pb2.PauseRequest())
         name = "penstock.v1.InferenceService/UpdateWeights"
         await until(lambda: {name, "penstock.v1.ControlService/Pause"} <= set(recorder.spans))
         assert recorder.spans[name].attributes["rpc.response.status_code"] == "OK"
-        recorder.exporter.clear()
+        recorder.clear()
         await failure_of(push(rig, steps(tensors, update_id="other")[:-1]))
         await until(lambda: name in recorder.spans)
     assert recorder.spans[name].attributes["rpc.response.status_code"] == "INVALID_ARGUMENT"
@@ -115,7 +96,9 @@ async def test_weight_updates_and_pauses_are_recorded_like_every_rpc(recorder):
 
 
 async def test_cached_tokens_and_priority_of_a_request(recorder):
-    async with recorder.serving(fake(cached_prompt_tokens=3, scheduling_policy="priority")) as rig:
+    async with serving(
+        fake(cached_prompt_tokens=3, scheduling_policy="priority"), tracing=recorder.tracing
+    ) as rig:
         await rig.inference.Generate(generate("wxyz", priority=-7))
         await until(lambda: "text_completion fake" in recorder.spans)
     attributes = recorder.spans["text_completion fake"].attributes
@@ -128,7 +111,7 @@ async def test_several_outputs_under_a_grammar(recorder):
     """Compiling the grammar is a phase of its own. Reasons are in the order of the outputs."""
     engine = fake(hold=True, scripts={("a", 1): [98, 256]})
     asked = {"sampling": {"n": 3}, "stopping": {"max_tokens": 5}, "constraint": {"regex": "[a-z]*"}}
-    async with recorder.serving(engine) as rig:
+    async with serving(engine, tracing=recorder.tracing) as rig:
         call = asyncio.ensure_future(rig.inference.Generate(generate("a", **asked)))
         await until(lambda: len(engine.seen) == 3)
         engine.release()
@@ -146,7 +129,7 @@ async def test_several_outputs_under_a_grammar(recorder):
 
 async def test_chat_is_named_so(recorder):
     chat = {"messages": [types_pb2.ChatMessage(role="user", content="hi")]}
-    async with recorder.serving() as rig:
+    async with serving(tracing=recorder.tracing) as rig:
         await rig.inference.Generate(generate(chat=chat, stopping={"max_tokens": 1}))
         await until(lambda: "chat fake" in recorder.spans)
     assert recorder.spans["chat fake"].attributes["gen_ai.operation.name"] == "chat"
@@ -154,7 +137,7 @@ async def test_chat_is_named_so(recorder):
 
 async def test_traceparent_is_adopted(recorder):
     metadata = (("traceparent", f"00-{TRACE}-{PARENT}-01"),)
-    async with recorder.serving() as rig:
+    async with serving(tracing=recorder.tracing) as rig:
         await rig.inference.Generate(generate("y"), metadata=metadata)
         await until(lambda: len(recorder.spans) == 6)
     rpc = recorder.spans["penstock.v1.InferenceService/Generate"]
@@ -165,7 +148,7 @@ async def test_traceparent_is_adopted(recorder):
 
 async def test_unsampled_records_nothing(recorder):
     metadata = (("traceparent", f"00-{TRACE}-{PARENT}-00"),)
-    async with recorder.serving() as rig:
+    async with serving(tracing=recorder.tracing) as rig:
         await rig.inference.Generate(generate("y"), metadata=metadata)
         await collect(rig.inference.Stream(stream("y"), metadata=metadata))
         assert not recorder.spans
@@ -176,20 +159,20 @@ async def test_unsampled_records_nothing(recorder):
 
 @pytest.mark.parametrize("header", ["", "00-zz-00-01", "garbage", "00-" + "0" * 32 + "-" + "0" * 16 + "-01"])
 async def test_bad_traceparent_is_ignored(recorder, header):
-    async with recorder.serving() as rig:
+    async with serving(tracing=recorder.tracing) as rig:
         await rig.inference.Generate(generate("y"), metadata=(("traceparent", header),))
         await until(lambda: len(recorder.spans) == 6)
     assert recorder.spans["penstock.v1.InferenceService/Generate"].parent is None
 
 
 async def test_concurrent_requests_do_not_mix(recorder):
-    async with recorder.serving() as rig:
+    async with serving(tracing=recorder.tracing) as rig:
         await asyncio.gather(
             *(rig.inference.Generate(generate("y", request_id=f"g{i}")) for i in range(10)),
             *(collect(rig.inference.Stream(stream("y", request_id=f"s{i}"))) for i in range(10)),
         )
-        await until(lambda: len(recorder.exporter.get_finished_spans()) == 120)
-    spans = recorder.exporter.get_finished_spans()
+        await until(lambda: len(recorder.finished) == 120)
+    spans = recorder.finished
     rpcs = {s.context.span_id: s for s in spans if s.kind is SpanKind.SERVER}
     requests = [s for s in spans if s.name == "text_completion fake"]
     assert sorted(rpcs) == sorted(r.parent.span_id for r in requests), "one request below each RPC"
@@ -203,18 +186,18 @@ async def test_concurrent_requests_do_not_mix(recorder):
 
 
 async def test_the_callers_fault_is_no_error_of_the_server(recorder):
-    async with recorder.serving() as rig:
+    async with serving(tracing=recorder.tracing) as rig:
         await failure_of(rig.inference.Generate(generate("")))
         await failure_of(rig.raw("InferenceService/Generate", b"\xff"))
-        await until(lambda: len(recorder.exporter.get_finished_spans()) == 2)
-    for span in recorder.exporter.get_finished_spans():
+        await until(lambda: len(recorder.finished) == 2)
+    for span in recorder.finished:
         assert span.attributes["rpc.response.status_code"] == "INVALID_ARGUMENT"
         assert span.attributes["error.type"] == "INVALID_ARGUMENT"
         assert span.status.status_code is StatusCode.UNSET
 
 
 async def test_the_servers_fault_is_an_error(recorder):
-    async with recorder.serving(fake(hold=True)) as rig:
+    async with serving(fake(hold=True), tracing=recorder.tracing) as rig:
         call = rig.inference.Generate(generate("a"))
         await until(lambda: bool(rig.engine.seen))
         rig.engine.die()
@@ -231,7 +214,7 @@ async def test_the_servers_fault_is_an_error(recorder):
 
 
 async def test_refused_by_the_engine_ends_the_request_span(recorder):
-    async with recorder.serving(fake(max_model_len=4)) as rig:
+    async with serving(fake(max_model_len=4), tracing=recorder.tracing) as rig:
         await failure_of(rig.inference.Generate(generate("aaaaaa")))
         await until(lambda: len(recorder.spans) == 3)
     assert recorder.spans["text_completion fake"].attributes["error.type"] == "PromptTooLong"
@@ -245,7 +228,7 @@ async def test_refused_by_the_engine_ends_the_request_span(recorder):
 @pytest.mark.parametrize("method", ["Generate", "Stream"])
 async def test_a_cancel_is_a_cancel(recorder, method):
     """It is neither OK nor the server's error, on both spans, and the spans are ended."""
-    async with recorder.serving(fake(hold=True)) as rig:
+    async with serving(fake(hold=True), tracing=recorder.tracing) as rig:
         if method == "Generate":
             call = rig.inference.Generate(generate("a"))
         else:
@@ -266,7 +249,7 @@ async def test_a_cancel_is_a_cancel(recorder, method):
 
 
 async def test_a_deadline_is_told_from_a_cancel(recorder):
-    async with recorder.serving(fake(hold=True)) as rig:
+    async with serving(fake(hold=True), tracing=recorder.tracing) as rig:
         # the time until the request is in the engine depends on the machine
         for timeout_s in (0.3, 3.0, 15.0):
             failure = await failure_of(rig.inference.Generate(generate("a"), timeout=timeout_s))
@@ -280,7 +263,7 @@ async def test_a_deadline_is_told_from_a_cancel(recorder):
 
 
 async def test_an_abort_is_ok(recorder):
-    async with recorder.serving(fake(hold=True, max_num_seqs=1)) as rig:
+    async with serving(fake(hold=True, max_num_seqs=1), tracing=recorder.tracing) as rig:
         first = asyncio.ensure_future(rig.inference.Generate(generate("a")))
         await until(lambda: len(rig.engine.seen) == 1)
         second = asyncio.ensure_future(rig.inference.Generate(generate("a", request_id="w")))
@@ -301,7 +284,7 @@ async def test_an_abort_before_the_engine_knows_the_request_ends_its_spans(recor
     gate = threading.Event()
     engine = fake(codec=byte_codec())
     monkeypatch.setattr(engine.text, "encode", lambda text, **_: gate.wait(20) and [*text.encode()])
-    async with recorder.serving(engine) as rig:
+    async with serving(engine, tracing=recorder.tracing) as rig:
         call = asyncio.ensure_future(rig.inference.Generate(generate("ab", request_id="w")))
         request = inference_pb2.AbortRequest(request_id_prefix="w")
         async with asyncio.timeout(20):
@@ -331,15 +314,15 @@ async def test_no_prompt_and_no_output_text_anywhere(recorder):
     engine = fake(scripts={secret: script})
     stopping = {"stop": ["SECRETSTOP"]}
     cache = {"cache_salt": "SECRETSALT"}
-    async with recorder.serving(engine) as rig:
+    async with serving(engine, tracing=recorder.tracing) as rig:
         reply = await rig.inference.Generate(generate(secret, stopping=stopping, cache=cache))
         assert reply.outputs[0].text == "SECRETOUTPUT"
         await collect(rig.inference.Stream(stream(secret, stopping=stopping, cache=cache)))
         await rig.inference.Generate(generate(chat=chat, stopping={"max_tokens": 2}))
         await rig.control.Tokenize(control_pb2.TokenizeRequest(text=secret))
         await failure_of(rig.inference.Generate(generate(secret, stopping={"stop": [""]})))
-        await until(lambda: len(recorder.exporter.get_finished_spans()) == 20)
-    for span in recorder.exporter.get_finished_spans():
+        await until(lambda: len(recorder.finished) == 20)
+    for span in recorder.finished:
         text = span.to_json()
         assert "SECRET" not in text
         assert json.loads(text)["name"]
@@ -348,7 +331,7 @@ async def test_no_prompt_and_no_output_text_anywhere(recorder):
 @pytest.mark.parametrize("seed", [2**63, 2**64 - 1])
 async def test_seeds_beyond_int64_are_not_recorded(recorder, seed):
     """OTLP has only signed integers; the exporter would fail for the whole batch."""
-    async with recorder.serving() as rig:
+    async with serving(tracing=recorder.tracing) as rig:
         await rig.inference.Generate(generate("y", sampling={"seed": seed}))
         await until(lambda: "text_completion fake" in recorder.spans)
     assert "gen_ai.request.seed" not in recorder.spans["text_completion fake"].attributes
@@ -368,7 +351,7 @@ def test_phases_of_what_never_happened():
 
 async def test_health_checks_and_polls_leave_no_spans(recorder):
     """Unless a poll is part of a trace that is recorded."""
-    async with recorder.serving() as rig:
+    async with serving(tracing=recorder.tracing) as rig:
         await rig.health_of()
         await rig.control.GetLoad(control_pb2.GetLoadRequest())
         unsampled = (("traceparent", f"00-{TRACE}-{PARENT}-00"),)
@@ -376,77 +359,6 @@ async def test_health_checks_and_polls_leave_no_spans(recorder):
         sampled = (("traceparent", f"00-{TRACE}-{PARENT}-01"),)
         await rig.control.GetLoad(control_pb2.GetLoadRequest(), metadata=sampled)
         await until(lambda: bool(recorder.spans))
-    (span,) = recorder.exporter.get_finished_spans()
+    (span,) = recorder.finished
     assert span.name == "penstock.v1.ControlService/GetLoad"
     assert f"{span.context.trace_id:032x}" == TRACE
-
-
-@pytest.mark.parametrize(
-    ("environment", "expected"),
-    [
-        ({}, {"service.name": "penstock", "service.version": "1.2.3"}),
-        ({"OTEL_SERVICE_NAME": "mine"}, {"service.name": "mine", "service.version": "1.2.3"}),
-        (
-            {"OTEL_RESOURCE_ATTRIBUTES": "service.name=ours,service.version=9,deployment.environment=test"},
-            {"service.name": "ours", "service.version": "9", "deployment.environment": "test"},
-        ),
-        ({"OTEL_RESOURCE_ATTRIBUTES": "service.instance.id=other"}, {}),
-    ],
-)
-def test_the_environment_names_the_service(monkeypatch, environment, expected):
-    for name in ("OTEL_SERVICE_NAME", "OTEL_RESOURCE_ATTRIBUTES"):
-        monkeypatch.delenv(name, raising=False)
-    for name, value in environment.items():
-        monkeypatch.setenv(name, value)
-    provider = otlp_provider("http://127.0.0.1:1", version="1.2.3", instance_id="abc")
-    attributes = provider.resource.attributes
-    assert {key: attributes[key] for key in expected} == expected
-    assert attributes["service.instance.id"] == "abc", (
-        "GetServerInfo answers it, so nothing else may stand there"
-    )
-    provider.shutdown()
-
-
-@pytest.mark.parametrize(
-    ("sampler", "recorded"), [(None, True), ("always_off", False), ("parentbased_always_on", True)]
-)
-def test_the_environment_chooses_what_is_sampled(monkeypatch, sampler, recorded):
-    monkeypatch.delenv("OTEL_TRACES_SAMPLER", raising=False)
-    if sampler is not None:
-        monkeypatch.setenv("OTEL_TRACES_SAMPLER", sampler)
-    provider = otlp_provider("http://127.0.0.1:1", version="1", instance_id="abc")
-    provider._active_span_processor._span_processors[0].shutdown()  # nobody listens there
-    span = provider.get_tracer("test").start_span("one")
-    assert span.is_recording() is recorded
-
-
-async def test_otlp_export_reaches_a_collector():
-    """Over gRPC to a collector of our own: spans arrive at shutdown at the latest."""
-    import grpc  # noqa: PLC0415 -- only here
-    from opentelemetry.proto.collector.trace.v1 import (  # noqa: PLC0415
-        trace_service_pb2,
-        trace_service_pb2_grpc,
-    )
-
-    received = []
-
-    class Collector(trace_service_pb2_grpc.TraceServiceServicer):
-        async def Export(self, request, context):
-            received.append(request)
-            return trace_service_pb2.ExportTraceServiceResponse()
-
-    collector = grpc.aio.server()
-    trace_service_pb2_grpc.add_TraceServiceServicer_to_server(Collector(), collector)
-    port = collector.add_insecure_port("127.0.0.1:0")
-    await collector.start()
-    provider = otlp_provider(f"http://127.0.0.1:{port}", version="1.2.3", instance_id="i-1")
-    async with serving(provider=provider) as rig:
-        await rig.inference.Generate(generate("y"))
-    await asyncio.to_thread(provider.shutdown)
-    await collector.stop(None)
-    spans = [s for r in received for rs in r.resource_spans for ss in rs.scope_spans for s in ss.spans]
-    assert {s.name for s in spans} == {
-        "penstock.v1.InferenceService/Generate", "text_completion fake", *PHASES
-    }  # fmt: skip
-    resource = {a.key: a.value.string_value for a in received[0].resource_spans[0].resource.attributes}
-    assert (resource["service.name"], resource["service.version"]) == ("penstock", "1.2.3")

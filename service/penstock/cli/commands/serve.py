@@ -13,19 +13,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from opentelemetry.sdk.trace import TracerProvider
-
 from penstock.cli.serving.engine_flags import engine_config
 from penstock.cli.serving.flag_names import with_flags
 from penstock.cli.serving.one_line import OneLine
 from penstock.cli.serving.serve_flags import add_parser, server_options
+from penstock.cli.serving.telemetry_flags import tracing_options
 from penstock.runtime.config import EngineConfig
 from penstock.runtime.engine import Engine
 from penstock.runtime.errors import ConfigError, PenstockError
 from penstock.service.limits.open_files import FOR_OTHERS, MANY, raise_limit
 from penstock.service.options import ServerOptions
 from penstock.service.server import PenstockServer, new_instance_id, version
-from penstock.service.telemetry.traces import otlp_provider
+from penstock.service.telemetry.otlp.tracing import Tracing, open_tracing
 from penstock.service.threads.blocking import in_thread
 
 __all__ = ["add_parser", "run"]
@@ -51,17 +50,15 @@ def run(args: argparse.Namespace) -> int:
     try:
         options = server_options(args)
         config = engine_config(args)
+        instance_id = new_instance_id()
+        tracing = open_tracing(tracing_options(args), version=version(), instance_id=instance_id)
     except ConfigError as error:
         _complain(error, args.flags)
         return 2
     raise_limit((options.bounds.max_connections or MANY) * options.num_addresses + FOR_OTHERS)
-    provider, instance_id = None, new_instance_id()
-    if args.otlp_endpoint:
-        provider = otlp_provider(args.otlp_endpoint, version=version(), instance_id=instance_id)
-        log.info("traces go to %s", args.otlp_endpoint)
-    end = asyncio.run(_serve(args.model, config, options, provider, instance_id, args.flags))
-    if provider is not None:
-        provider.shutdown()  # also sends the spans that are left
+    end = asyncio.run(_serve(args.model, config, options, tracing, instance_id, args.flags))
+    if tracing is not None:
+        tracing.shutdown(0.0)  # which the server has done, unless it could not even be made
     if end.by_force:
         logging.shutdown()
         sys.stdout.flush()
@@ -80,7 +77,7 @@ async def _serve(
     model: str,
     config: EngineConfig,
     options: ServerOptions,
-    provider: TracerProvider | None,
+    tracing: Tracing | None,
     instance_id: str,
     flags: Mapping[str, str],
 ) -> _End:
@@ -90,7 +87,7 @@ async def _serve(
     stopping = asyncio.ensure_future(told_to_stop.wait())
     server = None
     try:
-        server = PenstockServer(options, provider, instance_id=instance_id)
+        server = PenstockServer(options, tracing, instance_id=instance_id)
         if options.lacking:
             log.warning(
                 "listening on %s with %s: whoever reaches that may use the model",

@@ -14,6 +14,7 @@ from penstock.cli.serving.limits_flags import add_limits_flags
 from penstock.cli.serving.network_flags import add_listen_flags
 from penstock.cli.serving.option_values import json_object, options_of, path, size
 from penstock.cli.serving.reply_flags import add_reply_flags
+from penstock.cli.serving.telemetry_flags import add_telemetry_flags
 from penstock.runtime.chat.parser import REASONING_PARSERS, TOOL_PARSERS
 from penstock.runtime.config import EngineConfig
 from penstock.runtime.requests.context import Truncation
@@ -105,18 +106,7 @@ def add_parser(subparsers: Subparsers) -> None:
     add_engine_flags(parser)
     _add_requests(parser)
     add_reply_flags(parser)
-    watch = parser.add_argument_group("logs and traces")
-    watch.add_argument(
-        "--otlp-endpoint",
-        metavar="URL",
-        help="send OpenTelemetry traces to this OTLP gRPC endpoint; default: none",
-    )
-    watch.add_argument(
-        "--log-level",
-        default="info",
-        choices=("debug", "info", "warning", "error"),
-        help="default: %(default)s; logs go to stderr",
-    )
+    add_telemetry_flags(parser)
     parser.set_defaults(flags=flags_of(parser))
 
 

@@ -18,10 +18,6 @@ from dataclasses import dataclass
 
 import grpc
 from opentelemetry import trace
-from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
-from opentelemetry.sdk.resources import OTELResourceDetector, Resource
-from opentelemetry.sdk.trace import TracerProvider
-from opentelemetry.sdk.trace.export import BatchSpanProcessor
 from opentelemetry.trace import Span, SpanKind, Status, StatusCode
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 from opentelemetry.util.types import AttributeValue
@@ -30,6 +26,8 @@ from penstock.runtime.generation.jobs import Job
 from penstock.runtime.generation.prompts import ChatPrompt
 from penstock.runtime.requests.request import Finish, RequestTiming
 from penstock.service.limits.admission import PACKAGE
+from penstock.service.telemetry.options import TraceLevel
+from penstock.service.telemetry.otlp.tracing import Tracing
 
 CURRENT_RPC: ContextVar[Span] = ContextVar("penstock_rpc_span", default=trace.INVALID_SPAN)
 PROVIDER = "penstock"
@@ -46,34 +44,20 @@ anyway.
 _PROPAGATOR = TraceContextTextMapPropagator()
 
 
-def otlp_provider(endpoint: str, *, version: str, instance_id: str) -> TracerProvider:
-    """Make a provider that sends spans to an OTLP gRPC endpoint.
-
-    OpenTelemetry's own environment variables apply: OTEL_SERVICE_NAME and OTEL_RESOURCE_ATTRIBUTES override
-    the names given here, and OTEL_TRACES_SAMPLER says what is sampled (by default everything, unless the
-    caller says otherwise). Only the instance is always `instance_id`, because GetServerInfo answers with it.
-    """
-    named = {"service.name": "penstock", "service.version": version}
-    environment = OTELResourceDetector().detect().attributes
-    resource = Resource.create({**named, **environment, "service.instance.id": instance_id})
-    provider = TracerProvider(resource=resource, shutdown_on_exit=False)
-    insecure = not endpoint.startswith("https://")
-    provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint=endpoint, insecure=insecure)))
-    return provider
-
-
 class Telemetry:
-    """Makes the service's spans. Without a provider nothing is recorded."""
+    """Makes the service's spans. Without `tracing` nothing is recorded."""
 
-    def __init__(self, provider: trace.TracerProvider | None = None) -> None:
-        self._is_on = provider is not None
-        self._tracer = (provider or trace.NoOpTracerProvider()).get_tracer("penstock.service")
+    def __init__(self, tracing: Tracing | None = None) -> None:
+        self._tracing = tracing
+        provider = trace.NoOpTracerProvider() if tracing is None else tracing.provider
+        self._tracer = provider.get_tracer("penstock.service")
 
     def rpc(self, method: str, metadata: Iterable[tuple[str, str | bytes]]) -> RpcTrace:
         """Start the span of one RPC; `method` is "penstock.v1.Service/Method". The caller's traceparent
         becomes its parent. Services other than ours, such as health, are not recorded.
         """
-        if not self._is_on or not method.startswith(PACKAGE):
+        is_on = self._tracing is not None and self._tracing.level is not TraceLevel.OFF
+        if not is_on or not method.startswith(PACKAGE):
             return UNTRACED
         carrier = {key: value for key, value in metadata if isinstance(value, str)}
         parent = _PROPAGATOR.extract(carrier, context=trace.set_span_in_context(trace.INVALID_SPAN))

@@ -1,0 +1,1 @@
+"""Sends spans and metrics to a collector, by OpenTelemetry's protocol (OTLP)."""

@@ -1,0 +1,249 @@
+"""Reads OpenTelemetry's environment variables. A flag wins over a variable, and the variable of one signal,
+such as OTEL_EXPORTER_OTLP_TRACES_ENDPOINT, over that of all. An empty variable counts as none, as the
+specification says. Times are in milliseconds, which it says, too.
+
+Every function raises ConfigError for a value that it cannot use, and names the variable. No message quotes
+the value of a header, which may be a key.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from urllib.parse import unquote
+
+from opentelemetry.sdk.resources import Resource
+from opentelemetry.sdk.trace import sampling
+
+from penstock.runtime.errors import ConfigError
+from penstock.service.telemetry.options import OTLP_PROTOCOLS, OtlpProtocol, TracingOptions
+from penstock.service.telemetry.otlp.destination import Destination, Signal, address_of
+
+Environ = Mapping[str, str]
+DISABLED = "OTEL_SDK_DISABLED"
+RESOURCE = "OTEL_RESOURCE_ATTRIBUTES"
+_DEFAULT_ENDPOINTS = {"grpc": "http://localhost:4317", "http/protobuf": "http://localhost:4318"}
+_EXPORTERS: Mapping[Signal, tuple[str, ...]] = {
+    "traces": ("otlp", "none"),
+    "metrics": ("otlp", "prometheus", "none"),
+}
+_MOST_TIMEOUT_MS = 3_600_000
+_HEADER_NAME = re.compile(r"[a-z0-9!#$%&'*+.^_`|~-]+")
+_SAMPLERS = {
+    "always_on": sampling.ALWAYS_ON,
+    "always_off": sampling.ALWAYS_OFF,
+    "parentbased_always_on": sampling.DEFAULT_ON,
+    "parentbased_always_off": sampling.DEFAULT_OFF,
+}
+_RATIO_SAMPLERS = {
+    "traceidratio": sampling.TraceIdRatioBased,
+    "parentbased_traceidratio": sampling.ParentBasedTraceIdRatio,
+}
+
+
+def destination(options: TracingOptions, signal: Signal, environ: Environ = os.environ) -> Destination | None:
+    """Where telemetry of this kind goes; None if no address is given, or a variable switches it off."""
+    if why_off(signal, environ):
+        return None
+    values = _Values(signal, environ)
+    protocol = options.otlp_protocol or _protocol(values)
+    named, text, is_whole = _endpoint(options, values)
+    if not text:
+        if not environ.get(f"OTEL_{signal.upper()}_EXPORTER", "").strip():
+            return None
+        text = _DEFAULT_ENDPOINTS[protocol]
+    if "://" not in text and protocol == "grpc" and options.otlp_endpoint is None:
+        text = f"{_scheme(values, named)}://{text}"
+    address = address_of(named, text, protocol, signal_path="" if is_whole else f"/v1/{signal}")
+    certificate, client_certificate, client_key = (
+        _file(values, name) for name in ("CERTIFICATE", "CLIENT_CERTIFICATE", "CLIENT_KEY")
+    )
+    if client_key is not None and client_certificate is None:
+        raise ConfigError(f"{values.find('CLIENT_KEY')[0]}: needs OTEL_EXPORTER_OTLP_CLIENT_CERTIFICATE")
+    made = Destination(
+        signal=signal,
+        protocol=protocol,
+        url=address.url,
+        host=address.host,
+        port=address.port,
+        path=address.path,
+        is_tls=address.is_tls,
+        headers=_headers(values, protocol),
+        certificate=certificate,
+        client_certificate=client_certificate,
+        client_key=client_key,
+        timeout_s=_timeout_ms(values) / 1000,
+        is_compressed=_is_compressed(values),
+    )
+    if made.is_tls:
+        made.tls_context()  # so that a bad file is told at the start
+    return made
+
+
+def why_off(signal: Signal, environ: Environ = os.environ) -> str:
+    """The variable and value that switch this signal off, such as "OTEL_SDK_DISABLED=true"; empty if none
+    does.
+    """
+    disabled = environ.get(DISABLED, "").strip().lower()
+    if disabled not in ("", "true", "false"):
+        raise ConfigError(f"{DISABLED}: must be true or false, not {disabled!r}")
+    if disabled == "true":
+        return f"{DISABLED}=true"
+    variable = f"OTEL_{signal.upper()}_EXPORTER"
+    text = environ.get(variable, "").strip()
+    names = [name.strip() for name in text.split(",")] if text else []
+    for name in names:
+        if name not in _EXPORTERS[signal]:
+            raise ConfigError(f"{variable}: must be of {', '.join(_EXPORTERS[signal])}, not {name!r}")
+    if "none" in names and len(names) > 1:
+        raise ConfigError(f"{variable}: none cannot stand beside others: {text!r}")
+    return f"{variable}={text}" if names and "otlp" not in names else ""
+
+
+def sampler(options: TracingOptions, environ: Environ = os.environ) -> sampling.Sampler:
+    """What decides which calls are recorded. By default all are, unless the caller has decided."""
+    if options.trace_sample_ratio is not None:
+        return sampling.ParentBasedTraceIdRatio(options.trace_sample_ratio)
+    variable, argument = "OTEL_TRACES_SAMPLER", "OTEL_TRACES_SAMPLER_ARG"
+    name = environ.get(variable, "").strip().lower() or "parentbased_always_on"
+    if name in _SAMPLERS:
+        return _SAMPLERS[name]
+    if name not in _RATIO_SAMPLERS:
+        raise ConfigError(f"{variable}: must be of {', '.join((*_SAMPLERS, *_RATIO_SAMPLERS))}, not {name!r}")
+    text = environ.get(argument, "").strip() or "1"
+    ratio = _number(text)
+    if ratio is None or not 0 <= ratio <= 1:
+        raise ConfigError(f"{argument}: must be from 0 to 1, not {text!r}")
+    return _RATIO_SAMPLERS[name](ratio)
+
+
+def service_resource(*, version: str, instance_id: str, environ: Environ = os.environ) -> Resource:
+    """What telemetry says about its sender. OTEL_SERVICE_NAME and OTEL_RESOURCE_ATTRIBUTES override the name
+    and the version; only the instance is always `instance_id`, because GetServerInfo answers with it.
+    """
+    given = dict(_pairs(RESOURCE, environ.get(RESOURCE, "")))
+    if environ.get("OTEL_SERVICE_NAME"):
+        given["service.name"] = environ["OTEL_SERVICE_NAME"]
+    named = {"service.name": "penstock", "service.version": version}
+    return Resource.create({**named, **given, "service.instance.id": instance_id})
+
+
+class _Values:
+    """The variables OTEL_EXPORTER_OTLP_... of one signal."""
+
+    def __init__(self, signal: Signal, environ: Environ) -> None:
+        self._prefixes = (f"OTEL_EXPORTER_OTLP_{signal.upper()}_", "OTEL_EXPORTER_OTLP_")
+        self._environ = environ
+
+    def find(self, name: str) -> tuple[str, str]:
+        """The variable that counts, and its value; the value is empty if none is set."""
+        for prefix in self._prefixes:
+            value = self._environ.get(prefix + name, "").strip()
+            if value:
+                return prefix + name, value
+        return self._prefixes[1] + name, ""
+
+    def is_own(self, variable: str) -> bool:
+        """Whether the variable is this signal's own."""
+        return variable.startswith(self._prefixes[0])
+
+
+def _protocol(values: _Values) -> OtlpProtocol:
+    variable, text = values.find("PROTOCOL")
+    for protocol in OTLP_PROTOCOLS:
+        if text == protocol:
+            return protocol
+    if text:
+        raise ConfigError(f"{variable}: must be {' or '.join(OTLP_PROTOCOLS)}, not {text!r}")
+    return "grpc"
+
+
+def _endpoint(options: TracingOptions, values: _Values) -> tuple[str, str, bool]:
+    """What names the address, the address, and whether it has the whole path of its signal. The address is
+    empty if none is given.
+    """
+    if options.otlp_endpoint is not None:
+        return "otlp_endpoint", options.otlp_endpoint or " ", False
+    variable, text = values.find("ENDPOINT")
+    return variable, text, values.is_own(variable)
+
+
+def _scheme(values: _Values, named: str) -> str:
+    """The scheme of an address without one, which only gRPC's may lack."""
+    variable, text = values.find("INSECURE")
+    if text.lower() not in ("", "true", "false"):
+        raise ConfigError(f"{variable}: must be true or false, not {text!r}")
+    if not text:
+        raise ConfigError(
+            f"{named}: must begin with http:// (plaintext) or https:// (TLS), unless {variable} says which"
+        )
+    return "http" if text.lower() == "true" else "https"
+
+
+def _headers(values: _Values, protocol: OtlpProtocol) -> tuple[tuple[str, str], ...]:
+    variable, text = values.find("HEADERS")
+    headers = {}
+    for name, value in _pairs(variable, text, are_secret=True):
+        lower = name.lower()
+        if not _HEADER_NAME.fullmatch(lower) or (protocol == "grpc" and lower.startswith(("grpc-", ":"))):
+            raise ConfigError(f"{variable}: {name!r} is no name of a header")
+        if protocol == "grpc" and lower.endswith("-bin"):
+            raise ConfigError(f"{variable}: {name!r} would need bytes, which a variable cannot hold")
+        if not value.isascii() or not value.isprintable():
+            raise ConfigError(f"{variable}: the value of {name!r} must be printable ASCII")
+        headers[lower] = value
+    return tuple(headers.items())
+
+
+def _pairs(variable: str, text: str, *, are_secret: bool = False) -> list[tuple[str, str]]:
+    """Read "name=value,name=value", percent-encoded."""
+    pairs = []
+    for number, item in enumerate(text.split(","), 1):
+        if not item.strip():
+            continue
+        name, equals, value = item.partition("=")
+        if not equals or not name.strip():
+            shown = f"entry {number}" if are_secret else repr(item.strip())
+            raise ConfigError(f"{variable}: must be name=value,name=value; {shown} is not of that form")
+        pairs.append((unquote(name.strip()), unquote(value.strip())))
+    return pairs
+
+
+def _file(values: _Values, name: str) -> Path | None:
+    variable, text = values.find(name)
+    if not text:
+        return None
+    path = Path(text)
+    try:
+        path.read_bytes()
+    except OSError as error:
+        raise ConfigError(f"{variable}: {text!r} cannot be read: {error.strerror}") from error
+    return path
+
+
+def _timeout_ms(values: _Values) -> float:
+    variable, text = values.find("TIMEOUT")
+    timeout = _number(text or "10000")
+    if timeout is None or not 0 < timeout <= _MOST_TIMEOUT_MS:
+        raise ConfigError(
+            f"{variable}: must be above 0 and at most {_MOST_TIMEOUT_MS} milliseconds, not {text!r}"
+        )
+    return timeout
+
+
+def _is_compressed(values: _Values) -> bool:
+    variable, text = values.find("COMPRESSION")
+    if text.lower() not in ("", "none", "gzip"):
+        raise ConfigError(f"{variable}: must be gzip or none, not {text!r}")
+    return text.lower() == "gzip"
+
+
+def _number(text: str) -> float | None:
+    try:
+        number = float(text)
+    except ValueError:
+        return None
+    return number if math.isfinite(number) else None
