@@ -118,7 +118,10 @@ class InProcess:
 
     def take_steps(self) -> list[StepRecord]:
         """The step records since the last call; none unless observed. To be called while no request runs."""
-        return self._recorder.take() if self._recorder is not None else []
+        if self._recorder is None:
+            return []
+        self.engine.journal.flush()  # until then the last step may not have been shown to the recorder
+        return self._recorder.take()
 
     def close(self) -> None:
         self.engine.shutdown()

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from penstock.cli.measuring.stats import percentile
 from penstock.runtime.loop.interface import StepRecord
 
-PHASES = ("schedule", "dispatch", "wait", "commit", "deliver", "idle")
+PHASES = ("schedule", "pack", "dispatch", "wait", "commit", "deliver", "idle")
 
 
 class StepRecorder:
@@ -31,9 +31,9 @@ class StepRecorder:
 def phases_us(records: Sequence[StepRecord]) -> list[dict[str, float]]:
     """Microseconds of each phase of each step. A phase that cannot be computed for a step is left out.
 
-    schedule: making the plan. dispatch: packing and calling the program. wait: for the result, from when the
-    engine's thread had nothing else to do. commit: deciding what ended. deliver: from there to the next plan
-    (sinks, bookkeeping). idle: how long the device had no work before this step. It is a lower bound: the
+    schedule: making the plan. pack: filling the buffer for the device. dispatch: calling the program. wait:
+    for the result. commit: deciding what ended. deliver: from there to the next plan (sinks, the journal,
+    bookkeeping). idle: how long the device had no work before this step. It is a lower bound: the
     host learns that a step ended when it reads the step's tokens. Where the step before was still unread at
     the dispatch, the host cannot know whether the device still worked on it, and `idle` is left out. An
     engine that dispatches a step before it reads the one before normally does everything but `wait` while the
@@ -41,13 +41,13 @@ def phases_us(records: Sequence[StepRecord]) -> list[dict[str, float]]:
     """
     records = sorted(records, key=lambda record: record.dispatched_ns)
     starts = [record.started_ns for record in records]
-    busy = sorted(time for record in records for time in (record.dispatched_ns, record.committed_ns))
     found: list[dict[str, float]] = []
     for i, record in enumerate(records):
         phases = {
             "schedule": (record.scheduled_ns - record.started_ns) / 1e3,
-            "dispatch": (record.dispatched_ns - record.scheduled_ns) / 1e3,
-            "wait": (record.waited_ns - busy[bisect_left(busy, record.waited_ns) - 1]) / 1e3,
+            "pack": (record.packed_ns - record.scheduled_ns) / 1e3,
+            "dispatch": (record.dispatched_ns - record.packed_ns) / 1e3,
+            "wait": (record.waited_ns - record.waiting_ns) / 1e3,
             "commit": (record.committed_ns - record.waited_ns) / 1e3,
         }
         after = bisect_left(starts, record.committed_ns)

@@ -24,10 +24,9 @@ from bench.drivers.inprocess import InProcess
 from bench.measures.steps import PHASES, phases_us
 from bench.workloads import Group, Workload, jobs
 from penstock.cli.measuring.stats import percentile
-from penstock.runtime.execution.slots import Slots
 
 TARGET_US = 300.0
-HOST = ("schedule", "dispatch", "commit", "deliver")
+HOST = ("schedule", "pack", "dispatch", "commit", "deliver")
 _PROMPT, _OUTPUT = 16, 256
 
 
@@ -43,11 +42,10 @@ def timed(work: Callable[..., Any], microseconds: list[float]) -> Callable[..., 
     return call
 
 
-def table(steps: Sequence[Mapping[str, float]], pack_us: Sequence[float]) -> str:
+def table(steps: Sequence[Mapping[str, float]]) -> str:
     """p50, p90 and p99 of each phase of `phases_us`, and of the host's phases together."""
     rows = {name: [step[name] for step in steps if name in step] for name in PHASES}
     rows["host, all"] = [sum(step[name] for name in HOST) for step in steps if step.keys() >= set(HOST)]
-    rows["of dispatch: pack"] = list(pack_us)
     lines = [f"{'microseconds per step':<24}{'p50':>10}{'p90':>10}{'p99':>10}"]
     for name, values in rows.items():
         if not values:
@@ -77,20 +75,17 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="penstock-bench-") as folder:
         write_checkpoint(Path(folder), shape)
         driver = InProcess(folder, config)
-    pack_us: list[float] = []
-    Slots.pack = timed(Slots.pack, pack_us)  # type: ignore[method-assign]
     steps: list[Mapping[str, float]] = []
     for repeat in range(-1, args.repeats):
         if repeat == 0:
             steps.clear()
-            pack_us.clear()
         driver.run_wave(jobs(workload, repeat, shape.num_words))
         records = driver.take_steps()
         of_interest = [record.decode_only and record.num_rows == args.rows for record in records]
         steps += compress(phases_us(records), of_interest)
     driver.close()
     print(f"{len(steps)} decode steps of {args.rows} rows; the target is {TARGET_US:.0f} us for the host\n")
-    print(table(steps, pack_us))
+    print(table(steps))
     return 0
 
 

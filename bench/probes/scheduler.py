@@ -22,6 +22,7 @@ from typing import Any
 from bench.probes.host import timed
 from penstock.cli.measuring.stats import percentile
 from penstock.runtime.loop.core import EngineCore
+from penstock.runtime.loop.interface import StepShape
 from penstock.runtime.requests.request import Request, StepOutput, StoppingParams
 from penstock.runtime.scheduling.plan import Plan, StepResult
 from penstock.runtime.scheduling.scheduler import Scheduler, SchedulerConfig
@@ -32,6 +33,8 @@ _VOCAB, _PAGE, _SUFFIX, _OUTPUT = 32_000, 16, 16, 32
 @dataclass(frozen=True, slots=True)
 class _Step:
     plan: Plan
+    packed_ns: int
+    shape: StepShape | None = None
     awaits_choice: bool = False
     skipped: frozenset[int] = frozenset()
     late: frozenset[int] = frozenset()
@@ -47,7 +50,7 @@ class _Device:
         """Do nothing."""
 
     def execute_async(self, plan: Plan) -> _Step:
-        return _Step(plan)
+        return _Step(plan, time.monotonic_ns())
 
     def choose(self, step: _Step) -> _Step:
         return step

@@ -11,7 +11,7 @@ import pytest
 
 from penstock.runtime.config import EngineConfig
 from penstock.runtime.model_info import ModelInfo
-from penstock.runtime.scheduling.roster import Load
+from penstock.runtime.scheduling.load import Load
 from penstock.v1 import control_pb2
 from tests.service.rig import Rig, fake, serving
 
@@ -42,7 +42,9 @@ def test_both_names_exist_and_no_third(ours: str, theirs: str) -> None:
 async def test_both_names_mean_the_same_value(monkeypatch: pytest.MonkeyPatch) -> None:
     """All values are different, so that none can be taken for another."""
     engine = fake(max_model_len=777, max_num_seqs=11)
-    load = Load(num_running=3, num_waiting=5, waiting_prompt_tokens=7, pages_used=13, pages_total=17)
+    load = Load(
+        num_running=3, num_waiting=5, waiting_prompt_tokens=7, pages_used=13, pages_cached=19, pages_total=23
+    )
     monkeypatch.setattr(engine, "load", lambda: load)
     async with serving(engine) as rig:
         replies = await _replies(rig)

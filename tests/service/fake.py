@@ -41,12 +41,16 @@ from penstock.runtime.errors import (
 from penstock.runtime.grammar.compile.compiler import GrammarCompiler
 from penstock.runtime.loop.interface import (
     AbortOutcome,
+    Applied,
     InFlightPolicy,
     InFlightReport,
     Paused,
     Pulse,
+    Resumed,
+    WeightsBroken,
     WeightsVersion,
 )
+from penstock.runtime.loop.journal.journal import Journal
 from penstock.runtime.model_info import ModelInfo
 from penstock.runtime.requests.request import (
     Finish,
@@ -57,12 +61,13 @@ from penstock.runtime.requests.request import (
     StepOutput,
 )
 from penstock.runtime.requests.sampling_defaults import GenerationDefaults
+from penstock.runtime.scheduling.load import Load
 from penstock.runtime.scheduling.pages import FlushedPages
-from penstock.runtime.scheduling.scheduler import Load
 from penstock.runtime.text.codec import TextCodec
 from tests.service.codecs import EOS, VOCAB
 from tests.service.fake_changes import FakeChanges, Make
 from tests.service.fake_outputs import Running, Sink
+from tests.service.fake_steps import FakeSteps
 from tests.service.fake_updater import TENSORS, FakeUpdater
 
 
@@ -123,6 +128,8 @@ class FakeEngine:
         self._finished: set[str] = set()
         self._outbox: list[tuple[Sink, StepOutput]] = []
         self._changed = threading.Condition()
+        self.journal = Journal()
+        self._recorded = FakeSteps(self.journal, self._changed)
         self.is_draining = False
         self._stopping = False
         self.clock: Callable[[], float] = time.monotonic
@@ -152,20 +159,26 @@ class FakeEngine:
             self.failure = EngineFailure(message)
             for watch in self._watches:
                 watch()
-            for running in [*self._running.values(), *self._waiting.values()]:
-                self._outbox.append(
-                    (running.sink, StepOutput(running.request.request_id, error=self.failure))
-                )
-            self._running.clear()
-            self._waiting.clear()
-            self._changed.notify_all()
+            self._fail_all(self.failure)
+
+    def _fail_all(self, error: Exception) -> None:
+        for running in [*self._running.values(), *self._waiting.values()]:
+            self._tell(running, running.failed(error))
+        self._running.clear()
+        self._waiting.clear()
+        self._changed.notify_all()
+
+    def _tell(self, running: Running, output: StepOutput) -> None:
+        self._outbox.append((running.sink, output))
+        if output.last:
+            self._recorded.ended(running, output)
 
     def fail(self, request_id: str, error: Exception) -> None:
         """Let one output fail with an error."""
         with self._changed:
             running = self._running.pop(request_id)
             self._finished.add(request_id)
-            self._outbox.append((running.sink, StepOutput(request_id, error=error)))
+            self._tell(running, running.failed(error))
             self._changed.notify_all()
 
     def change(self, policy: InFlightPolicy, make: Make, timeout_s: float | None = None) -> Future[Any]:
@@ -178,18 +191,18 @@ class FakeEngine:
     def go_live(self, label: str) -> None:
         """Serve the next generation of weights, whatever they are."""
         with self._changed:
-            self.changes.go_live(label)
+            previous = self.weights
+            version = self.changes.go_live(label)
+            self._recorded.recording.changed(
+                Applied(version, previous, InFlightReport(), paused_ns=0, applied_at=self.changes.since)
+            )
 
     def break_weights(self, why: str) -> None:
         """Have no whole weights, as after an update in place that failed."""
         with self._changed:
             self.weights_problem, self.is_held = why, False
-            for running in [*self._running.values(), *self._waiting.values()]:
-                error = WeightsIncomplete(why)
-                self._outbox.append((running.sink, StepOutput(running.request.request_id, error=error)))
-            self._running.clear()
-            self._waiting.clear()
-            self._changed.notify_all()
+            self._recorded.recording.changed(WeightsBroken(why))
+            self._fail_all(WeightsIncomplete(why))
         for watch in self._ready_watches:
             watch()
 
@@ -231,12 +244,16 @@ class FakeEngine:
 
         def make(report: InFlightReport) -> Paused:
             self.changes.is_paused = True
-            return Paused(report, 1000 * free_kv_cache + 100 * offload_weights)
+            paused = Paused(report, 1000 * free_kv_cache + 100 * offload_weights)
+            self._recorded.recording.changed(paused)
+            return paused
 
         return self.change(in_flight, make, drain_timeout_s)
 
     def resume(self) -> Future[None]:
         def make(report: InFlightReport) -> None:
+            if self.changes.is_paused:
+                self._recorded.recording.changed(Resumed())
             self.changes.is_paused = False
 
         return self.change(InFlightPolicy.KEEP, make)
@@ -280,6 +297,7 @@ class FakeEngine:
 
     def start(self) -> None:
         self._on_start()
+        self.journal.start()
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
 
@@ -290,8 +308,10 @@ class FakeEngine:
         with self._changed:
             self._refuse(request)
             self.seen.append(request)
-            timing = RequestTiming(arrived_ns=time.monotonic_ns())
+            now_ns = time.monotonic_ns()
+            timing = RequestTiming(received_ns=request.received_ns or now_ns, arrived_ns=now_ns)
             self._waiting[request.request_id] = Running(request, sink, timing)
+            self._recorded.recording.queued(request)
             self._admit()
             self._changed.notify_all()
 
@@ -321,8 +341,10 @@ class FakeEngine:
         with self._changed:
             for request_id in request_ids:
                 self.cancelled.append(request_id)
-                self._running.pop(request_id, None)
-                self._waiting.pop(request_id, None)
+                running = self._running.pop(request_id, None) or self._waiting.pop(request_id, None)
+                if running is not None:
+                    timing = replace(running.timing, finished_ns=time.monotonic_ns())
+                    self._recorded.recording.cancelled(running.request, timing, len(running.made))
             self._admit()
 
     def finish(self, request_id: str, finish: Finish) -> None:
@@ -358,14 +380,18 @@ class FakeEngine:
 
     def load(self) -> Load:
         with self._changed:
-            prompt_tokens = sum(len(w.request.prompt_token_ids) for w in self._waiting.values())
-            return Load(
-                num_running=len(self._running),
-                num_waiting=len(self._waiting),
-                waiting_prompt_tokens=prompt_tokens,
-                pages_used=len(self._running),
-                pages_total=self.info.num_pages,
-            )
+            return self._load()
+
+    def _load(self) -> Load:
+        prompt_tokens = sum(len(w.request.prompt_token_ids) for w in self._waiting.values())
+        return Load(
+            num_running=len(self._running),
+            num_waiting=len(self._waiting),
+            waiting_prompt_tokens=prompt_tokens,
+            pages_used=len(self._running),
+            pages_cached=0,
+            pages_total=self.info.num_pages,
+        )
 
     def flush_prefix_cache(self) -> FlushedPages:
         with self._changed:
@@ -385,6 +411,7 @@ class FakeEngine:
             self._changed.notify_all()
         if self._thread is not None:
             self._thread.join()
+        self.journal.close()
 
     # -- the thread --
 
@@ -406,9 +433,7 @@ class FakeEngine:
             return False
         timing = replace(running.timing, finished_ns=time.monotonic_ns())
         self._finished.add(request_id)
-        self._outbox.append(
-            (running.sink, running.output(token_ids, finish, timing, self.weights.generation))
-        )
+        self._tell(running, running.output(token_ids, finish, timing, self.weights.generation))
         self._admit()
         self._changed.notify_all()
         return True
@@ -424,8 +449,11 @@ class FakeEngine:
                     if self._budget is not None:
                         self._budget -= 1
                     self.num_steps += 1
+                    self._recorded.begin(self.num_steps, list(self._running.values()), self._tokens_per_step)
+                    num_before = len(self._outbox)
                     for request_id in list(self._running):
                         self._advance(request_id)
+                    self._recorded.commit([output for _, output in self._outbox[num_before:]], self._load())
                 self._make_changes()
                 outbox, self._outbox = self._outbox, []
                 self._changed.notify_all()
@@ -435,6 +463,7 @@ class FakeEngine:
                 by_sink.setdefault(id(sink), (sink, []))[1].append(output)
             for sink, outputs in by_sink.values():
                 sink(outputs)
+            self._recorded.recording.delivered()
 
     def _make_changes(self) -> None:
         if not self.changes.queue:
@@ -477,7 +506,7 @@ class FakeEngine:
         if finish is not None:
             self._end(request_id, finish, new)
         else:
-            self._outbox.append((running.sink, running.output(new, None, None, self.weights.generation)))
+            self._tell(running, running.output(new, None, None, self.weights.generation))
 
     def _script_key(self, key: str | tuple[str, int]) -> tuple[tuple[int, ...], int | None]:
         prompt, index = key if isinstance(key, tuple) else (key, None)

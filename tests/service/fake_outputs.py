@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -114,6 +115,11 @@ class Running:
         if request.prompt_logprobs is not None and new and len(self.made) == len(new):
             prompt = prompt_logprobs_of(request.prompt_token_ids, request.prompt_logprobs)
         return StepOutput(request.request_id, tuple(new), logprobs, finish, timing, generation, None, prompt)
+
+    def failed(self, error: Exception) -> StepOutput:
+        """The engine's last output where this error ends it."""
+        timing = replace(self.timing, finished_ns=time.monotonic_ns())
+        return StepOutput(self.request.request_id, error=error, timing=timing)
 
 
 def _allowed(constraint: TokenConstraint, wanted: int, vocab_size: int) -> int:

@@ -34,11 +34,12 @@ from penstock.runtime.loop.interface import (
     Sink,
     WeightsVersion,
 )
+from penstock.runtime.loop.journal.journal import Journal
 from penstock.runtime.model_info import ModelInfo
 from penstock.runtime.request_rules import RequestRules, SamplingCallback
 from penstock.runtime.requests.request import Finish, PreparedPrompt, Request
+from penstock.runtime.scheduling.load import Load
 from penstock.runtime.scheduling.pages import FlushedPages
-from penstock.runtime.scheduling.scheduler import Load
 from penstock.runtime.text.codec import TextCodec
 from penstock.runtime.updating.arrays import Arrays
 from penstock.runtime.updating.interface import UpdateOptions, UpdateReport
@@ -70,10 +71,13 @@ class TokenEngine:
         self.info: ModelInfo = parts.info
         self.runner = parts.runner
         """What computes the steps. Only the engine's thread may call it once the engine has started."""
+        self.journal = Journal()
+        """Tells its readers of every output and every step, on a thread of its own."""
         self.core = EngineCore(
             parts.runner,
             parts.scheduler,
             vocab_size=model.vocab_size,
+            journal=self.journal,
             observer=observer,
             overlap=parts.config.overlap,
             pacer=parts.pacer,
@@ -126,6 +130,7 @@ class TokenEngine:
         gc.collect()
         gc.freeze()  # what start-up made lives as long as the server: no collection need walk it again
         self._switch_interval.apply()
+        self.journal.start()
         self.core.start()
 
     @property
@@ -205,6 +210,7 @@ class TokenEngine:
     def shutdown(self) -> None:
         """End what runs (ABORTED) and free the device's memory. May be called twice."""
         self.core.shutdown()
+        self.journal.close()
         self.updater.close()
         self._switch_interval.restore()
         self._grammars.close()

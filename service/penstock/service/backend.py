@@ -14,10 +14,11 @@ from penstock.runtime.chat.parser import ChatForms
 from penstock.runtime.config import ResolvedConfig
 from penstock.runtime.grammar.compile.compiler import GrammarCompiler
 from penstock.runtime.loop.interface import AbortOutcome, InFlightPolicy, Paused, Pulse, WeightsVersion
+from penstock.runtime.loop.journal.journal import Journal
 from penstock.runtime.requests.request import Finish, PreparedPrompt, Request, StepOutput
 from penstock.runtime.requests.sampling_defaults import GenerationDefaults
+from penstock.runtime.scheduling.load import Load
 from penstock.runtime.scheduling.pages import FlushedPages
-from penstock.runtime.scheduling.scheduler import Load
 from penstock.runtime.sent_tensors import SentTensor
 from penstock.runtime.text.codec import TextCodec
 from penstock.runtime.updating.interface import UpdateOptions, UpdateReport
@@ -162,6 +163,11 @@ class Backend(Protocol):
 
     def version_of(self, generation: int) -> WeightsVersion:
         """The version that has or had this generation; the label is empty if it is too old to be known."""
+        ...
+
+    @property
+    def journal(self) -> Journal:
+        """Tells its readers of every output and every step."""
         ...
 
     @property

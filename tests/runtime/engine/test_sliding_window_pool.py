@@ -43,7 +43,7 @@ def test_a_prompt_longer_than_the_pool_runs_in_a_few_pages():
     assert [row.num_tokens for plan in plans for row in plan.rows][:18] == [512] * 17 + [9000 - 17 * 512]
     assert len(plans) == 18 + 499
     assert most == (4096 + 512) // 16 + 1
-    assert scheduler.num_preemptions == 0
+    assert scheduler.totals().preemptions == 0
 
 
 def test_two_long_prompts_share_a_pool_that_holds_their_windows():
@@ -74,7 +74,7 @@ def test_a_window_that_does_not_fit_the_pool_is_refused(num_pages, fits):
     while scheduler.has_work:
         made += sum(len(output.token_ids) for output in commit(scheduler, dispatch(scheduler)))
     assert made == 30
-    assert scheduler.num_preemptions == 0
+    assert scheduler.totals().preemptions == 0
 
 
 def test_the_context_is_not_cut_to_a_pool_that_holds_the_window():

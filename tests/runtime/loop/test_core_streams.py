@@ -189,7 +189,7 @@ def test_a_window_whose_rows_end_early_is_measured_by_the_steps_it_ran(fixed, me
     runner, pacer = Mock(), Mock()
     runner.execute_async.return_value = Mock(awaits_choice=constrained)
     runner.wait.return_value = StepResult([(7,), (7, 0)], [(), ()])
-    steps = Steps(runner, pacer, None, most_in_flight=1, fixed_windows=fixed)
+    steps = Steps(runner, pacer, most_in_flight=1, fixed_windows=fixed)
     steps.dispatch(Planned(plan, 0, 0))
     steps.wait()
     pacer.decoded.assert_called_once_with(measured, ANY, constrained=constrained)

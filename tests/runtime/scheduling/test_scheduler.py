@@ -254,7 +254,7 @@ def test_a_decode_without_a_page_preempts_the_latest_arrival_which_resumes_with_
     assert plan.page_writes == (PageWrite(0, 2, (2,)),)  # "b" gave up pages 2 and 3
     assert scheduler.active_ids() == ("a", "b", "c")
     assert scheduler.load() == Load(
-        num_running=1, num_waiting=2, waiting_prompt_tokens=3 + 1, pages_used=3, pages_total=4
+        num_running=1, num_waiting=2, waiting_prompt_tokens=3 + 1, pages_used=3, pages_cached=0, pages_total=4
     )
     assert shape(step(scheduler, token=14)) == [("a", 5, 1)]  # "b" needs 3 pages for its 5 tokens; 1 is free
     scheduler.abort("a", "", 3)
@@ -263,7 +263,7 @@ def test_a_decode_without_a_page_preempts_the_latest_arrival_which_resumes_with_
     assert plan.rows[0] == resumed
     assert [request.request_id for _, request in plan.new_requests] == ["b", "c"]
     assert step(scheduler).rows[0] == PlanRow("b", 0, 5, 1, None, samples=True)
-    assert scheduler.num_preemptions == 1
+    assert scheduler.totals().preemptions == 1
 
 
 def test_a_decode_that_is_the_latest_arrival_itself_gives_way():
@@ -308,7 +308,7 @@ def test_a_decode_does_not_give_way_while_a_step_in_flight_may_free_pages():
     assert scheduler.schedule(2) is None  # "b" needs a third page
     commit(scheduler, first)  # ends "a"
     assert step(scheduler).rows == (PlanRow("b", 1, 2, 1, None, samples=True),)
-    assert scheduler.num_preemptions == 0
+    assert scheduler.totals().preemptions == 0
 
 
 def test_a_resumed_request_is_chunked_like_any_other():
@@ -331,7 +331,7 @@ def test_preempt_all_keeps_the_order_of_arrival():
     scheduler.check()
     assert scheduler.active_ids() == ("a", "b", "c")
     assert scheduler.load() == dataclasses.replace(Load.idle(16), num_waiting=3, waiting_prompt_tokens=3)
-    assert scheduler.num_preemptions == 2
+    assert scheduler.totals().preemptions == 2
     assert shape(step(scheduler)) == [("a", 0, 2), ("b", 0, 2)]
 
 

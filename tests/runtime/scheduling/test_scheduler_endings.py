@@ -14,13 +14,15 @@ from penstock.runtime.requests.request import (
     StepOutput,
     TokenLogprobs,
 )
-from penstock.runtime.scheduling.endings import FINISHED_MEMORY
 from penstock.runtime.scheduling.plan import StepResult
+from penstock.runtime.scheduling.results.endings import FINISHED_MEMORY
 from penstock.runtime.scheduling.scheduler import Load, Scheduler
 from tests.support.scheduler.scheduling import EOS, WORD, add, commit, dispatch, make
 
 SECOND = 10**9
-IDLE = Load(num_running=0, num_waiting=0, waiting_prompt_tokens=0, pages_used=0, pages_total=16)
+IDLE = Load(
+    num_running=0, num_waiting=0, waiting_prompt_tokens=0, pages_used=0, pages_cached=0, pages_total=16
+)
 
 
 def step(scheduler: Scheduler, token: int = WORD, now_ns: int = 3) -> list[StepOutput]:
@@ -166,7 +168,7 @@ def test_timing_has_the_first_time_of_each_event():
         commit(scheduler, dispatch(scheduler, now_ns), now_ns=now_ns + 5)
     (output,) = commit(scheduler, dispatch(scheduler, 60), now_ns=65)
     assert output.timing == RequestTiming(
-        arrived_ns=10, scheduled_ns=20, first_token_ns=35, finished_ns=65, preemptions=1
+        received_ns=10, arrived_ns=10, scheduled_ns=20, first_token_ns=35, finished_ns=65, preemptions=1
     )
 
 
@@ -175,7 +177,7 @@ def test_an_event_that_never_happened_has_no_time():
     add(scheduler, now_ns=10)
     output = scheduler.abort("a", "", 12)
     assert output is not None
-    assert output.timing == RequestTiming(arrived_ns=10, finished_ns=12)
+    assert output.timing == RequestTiming(received_ns=10, arrived_ns=10, finished_ns=12)
 
 
 def test_outputs_carry_the_generation_that_made_their_tokens():

@@ -75,7 +75,7 @@ def test_only_waiting_requests_fill_the_queue():
     step(scheduler)
     add(scheduler, "c", 1)
     assert scheduler.load() == Load(
-        num_running=2, num_waiting=1, waiting_prompt_tokens=1, pages_used=2, pages_total=16
+        num_running=2, num_waiting=1, waiting_prompt_tokens=1, pages_used=2, pages_cached=0, pages_total=16
     )
 
 

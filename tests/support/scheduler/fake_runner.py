@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import dataclasses
 import threading
+import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from zlib import crc32
 
 import numpy as np
 
+from penstock.runtime.loop.interface import StepShape
 from penstock.runtime.requests.constraint import Mask, mask_words
 from penstock.runtime.requests.request import FinishReason, Request, TokenLogprobs
 from penstock.runtime.scheduling.plan import Plan, PlanRow, StepResult
@@ -232,6 +234,8 @@ class LazyStep:
 
     plan: Plan
     awaits_choice: bool
+    packed_ns: int = field(default_factory=time.monotonic_ns)
+    shape: StepShape | None = None
     skipped: frozenset[int] = frozenset()
     late: frozenset[int] = frozenset()
 

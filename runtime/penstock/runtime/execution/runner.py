@@ -7,6 +7,7 @@ returned.
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 from flax import nnx
@@ -22,6 +23,7 @@ from penstock.runtime.execution.runner_config import RunnerConfig
 from penstock.runtime.execution.slots import Slots
 from penstock.runtime.grammar.masks.fill import MaskFiller, mask_threads
 from penstock.runtime.grammar.masks.step_masks import StepMasks
+from penstock.runtime.loop.interface import StepShape
 from penstock.runtime.ops.cache_spec import CacheSpec
 from penstock.runtime.scheduling.plan import Plan, StepResult
 
@@ -125,8 +127,12 @@ class ModelRunner:
         )
         packed = slots.pack(plan, key, constraints)
         logprobs = slots.logprobs(plan)
+        packed_ns, shape = time.monotonic_ns(), StepShape(key.tokens, key.rows)
         if key.window:
-            return AwaitingTokens(plan=plan, chosen=calls.window(key, packed), logprobs=logprobs).sent()
+            chosen = calls.window(key, packed)
+            return AwaitingTokens(
+                plan=plan, packed_ns=packed_ns, shape=shape, chosen=chosen, logprobs=logprobs
+            ).sent()
         logits, hidden = calls.forward(key, packed)
         packed = packed[: slots.layout(key).rows_size]
         prompt = prompt_logprobs.compute(
@@ -140,6 +146,7 @@ class ModelRunner:
         if constraints:
             return AwaitingChoice(
                 plan=plan,
+                packed_ns=packed_ns,
                 key=key,
                 logits=logits,
                 packed=packed,
@@ -148,7 +155,9 @@ class ModelRunner:
                 prompt=prompt,
             )
         chosen = calls.choose(logits, packed, None)
-        return AwaitingTokens(plan=plan, chosen=chosen, logprobs=logprobs, prompt=prompt).sent()
+        return AwaitingTokens(
+            plan=plan, packed_ns=packed_ns, shape=shape, chosen=chosen, logprobs=logprobs, prompt=prompt
+        ).sent()
 
     def choose(self, step: PendingStep) -> AwaitingTokens:
         """Chooses the tokens of a step that waits for it; any other step is returned as it is. To be called
@@ -168,6 +177,8 @@ class ModelRunner:
             packed = self._slots.silenced(packed, step.key, filled.skipped)
         return AwaitingTokens(
             plan=plan,
+            packed_ns=step.packed_ns,
+            shape=step.shape,
             chosen=calls.choose(step.logits, packed, filled.masks),
             logprobs=step.logprobs,
             prompt=step.prompt,

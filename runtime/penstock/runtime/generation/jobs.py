@@ -33,6 +33,12 @@ class Job:
     priority: int = 0
     min_generation: int = 0
     """The oldest generation of weights on which the outputs may start."""
+    received_ns: int = 0
+    """When the request was received, in monotonic ns; 0: when it comes to the engine."""
+    trace_id: str = ""
+    """The trace in which the request is recorded, in hexadecimal digits; empty: it is not recorded."""
+    span_id: str = ""
+    """The request's span in that trace; empty where `trace_id` is."""
     return_text: bool = True
     """Whether the outputs become text. Stop strings, reasoning and calls of tools are found in text only."""
     skip_special_tokens: bool = True
@@ -41,6 +47,11 @@ class Job:
     def engine_id(self) -> str:
         """The engine's id of the request."""
         return self.request_id
+
+    @property
+    def operation(self) -> str:
+        """What is asked for, by OpenTelemetry's name."""
+        return "chat" if isinstance(self.prompt, ChatPrompt) else "text_completion"
 
     @property
     def cuts(self) -> bool:
@@ -64,4 +75,8 @@ class Job:
             priority=self.priority,
             prompt_logprobs=self.prompt_logprobs,
             min_generation=self.min_generation,
+            received_ns=self.received_ns,
+            operation=self.operation,
+            trace_id=self.trace_id,
+            span_id=self.span_id,
         )

@@ -157,6 +157,7 @@ def merged_timing(times: Sequence[RequestTiming]) -> RequestTiming | None:
     scheduled = [t for t in times if t.scheduled_ns]
     first = min(scheduled, key=lambda t: (t.scheduled_ns, t.cached_prompt_tokens), default=times[0])
     return RequestTiming(
+        received_ns=min((t.received_ns for t in times if t.received_ns), default=0),
         arrived_ns=min(t.arrived_ns for t in times),
         scheduled_ns=first.scheduled_ns,
         first_token_ns=min((t.first_token_ns for t in times if t.first_token_ns), default=0),

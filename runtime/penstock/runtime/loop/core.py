@@ -30,14 +30,17 @@ from penstock.runtime.loop.interface import (
     Sink,
     WeightsVersion,
 )
+from penstock.runtime.loop.journal.journal import Journal
 from penstock.runtime.loop.life import Life
 from penstock.runtime.loop.live_requests import LiveRequests
+from penstock.runtime.loop.recording import Recording
 from penstock.runtime.loop.step_loop import StepLoop
 from penstock.runtime.loop.stepping import Steps
 from penstock.runtime.requests.request import Finish, PreparedPrompt, Request
+from penstock.runtime.scheduling.load import Load, Totals
 from penstock.runtime.scheduling.pacing import Pacer
 from penstock.runtime.scheduling.pages import FlushedPages
-from penstock.runtime.scheduling.scheduler import Load, Scheduler
+from penstock.runtime.scheduling.scheduler import Scheduler
 
 
 class EngineCore:
@@ -49,12 +52,14 @@ class EngineCore:
         scheduler: Scheduler,
         *,
         vocab_size: int,
+        journal: Journal | None = None,
         observer: Observer | None = None,
         overlap: bool = True,
         pacer: Pacer | None = None,
     ) -> None:
-        """`overlap`: whether a step is dispatched before the tokens of the step before it are read. Without a
-        `pacer` there are no windows, and no limit to the prompt tokens of a step.
+        """`journal` gets an entry of everything that happens, and `observer` sees every step. `overlap`:
+        whether a step is dispatched before the tokens of the step before it are read. Without a `pacer`
+        there are no windows, and no limit to the prompt tokens of a step.
         """
         self._runner = runner
         self._scheduler = scheduler
@@ -62,9 +67,17 @@ class EngineCore:
         """The lock under which the scheduler is touched."""
         self._life = Life()
         self._intake = Intake(scheduler, vocab_size)
-        self._delivery = Delivery(self.guard.changed)
+        recording = Recording(journal or Journal(), observer, self.guard.changed)
+        self._delivery = Delivery(self.guard.changed, recording)
         self._requests = LiveRequests(scheduler, self._delivery, self.guard.changed)
-        between = BetweenSteps(runner, scheduler, guard=self.guard, life=self._life, requests=self._requests)
+        between = BetweenSteps(
+            runner,
+            scheduler,
+            guard=self.guard,
+            life=self._life,
+            requests=self._requests,
+            recording=recording,
+        )
         self.changes = Changes(between, guard=self.guard, life=self._life, requests=self._requests)
         """Weight updates, pauses and resumes."""
         self._loop = StepLoop(
@@ -72,7 +85,6 @@ class EngineCore:
             Steps(
                 runner,
                 pacer or Pacer(0.0, 1),
-                observer,
                 most_in_flight=2 if overlap else 1,
                 fixed_windows=bool(scheduler.config.window_steps),
             ),
@@ -82,6 +94,7 @@ class EngineCore:
             delivery=self._delivery,
             requests=self._requests,
             changes=between,
+            recording=recording,
         )
 
     # -- state --
@@ -141,6 +154,11 @@ class EngineCore:
                 with self.guard.changing():
                     self._requests.drop_cancelled()
             return self._scheduler.load()
+
+    def totals(self) -> Totals:
+        """What the scheduler has counted since the start. Also of a dead engine."""
+        with self.guard.lock:
+            return self._scheduler.totals()
 
     def active_requests(self) -> Sequence[str]:
         """The ids of the requests that wait or run, in order of arrival."""

@@ -8,9 +8,10 @@ import datetime as dt
 import enum
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import NamedTuple, Protocol, TypeVar
 
 from penstock.runtime.requests.request import StepOutput
+from penstock.runtime.scheduling.load import Load
 from penstock.runtime.scheduling.plan import Plan, StepResult
 
 Sink = Callable[[Sequence[StepOutput]], None]
@@ -89,6 +90,17 @@ class Paused:
     """Memory of the device that this call has freed."""
 
 
+class Resumed(NamedTuple):
+    """A pause that has ended."""
+
+
+class WeightsBroken(NamedTuple):
+    """An update in place that failed has left weights which are partly old and partly new."""
+
+    reason: str
+    """What failed, in a few words."""
+
+
 @dataclass(frozen=True, slots=True)
 class Pulse:
     """Whether the engine's thread moves, for code that watches it from outside."""
@@ -102,46 +114,126 @@ class Pulse:
     """`threading.get_ident` of the thread; None if it was not started."""
 
 
-@dataclass(frozen=True, slots=True)
-class StepRecord:
-    """One engine step, or window of decode steps, as an observer sees it. Times are in monotonic ns, in the
-    order in which they occur.
+class StepShape(NamedTuple):
+    """The compiled program that ran a step."""
+
+    tokens: int
+    """How many input tokens it has room for; of a window, as many as rows."""
+    rows: int
+    """How many rows it has room for."""
+
+
+class StepKind(enum.Enum):
+    """What a step computes."""
+
+    PREFILL = "prefill"
+    """Only tokens that are known: of prompts, or computed again after a preemption."""
+    DECODE = "decode"
+    """Only next tokens."""
+    MIXED = "mixed"
+    """Both."""
+    WINDOW = "window"
+    """Several decode steps in one dispatch."""
+
+
+class StepRecord(NamedTuple):
+    """One engine step, or window of decode steps. Times are in monotonic ns, in the order in which they
+    occur, except that other steps may be dispatched or committed between `dispatched_ns` and `waiting_ns`.
+
+    Five parts of a step's time can be told apart: schedule, from `started_ns` to `scheduled_ns`; pack, to
+    `packed_ns`; dispatch, to `dispatched_ns`; wait, from `waiting_ns` to `waited_ns`; emit, to
+    `delivered_ns`.
+
+    It is a named tuple because that is cheap to make, and it copies nothing: the properties are computed when
+    they are asked for.
     """
 
-    step_id: int
-    num_rows: int
-    num_tokens: int
-    """Input tokens of the (first) step."""
-    decode_only: bool
-    """Whether every row has one input token."""
-    request_ids: tuple[str, ...]
-    num_waiting: int
-    """Requests that wait after this step."""
-    pages_used: int
-    """Pages that requests hold after this step."""
+    plan: Plan
+    """What was computed."""
+    outputs: Sequence[StepOutput]
+    """What the step made for the outputs that had not ended before. None for rows that make no token, nor for
+    rows whose output ended, or was cancelled, while the step ran."""
+    load: Load
+    """How busy the scheduler was after this step."""
+    shape: StepShape | None
+    """The program that ran; None where the runner does not say."""
     started_ns: int
     """When the engine's thread began to make the plan."""
     scheduled_ns: int
     """When the plan was complete."""
+    packed_ns: int
+    """When the step's buffer was packed for the device."""
     dispatched_ns: int
     """When the runner had dispatched the step."""
+    waiting_ns: int
+    """When the engine's thread began to wait for the tokens."""
     waited_ns: int
     """When the tokens were on the host."""
     committed_ns: int
     """When the scheduler had taken in the tokens."""
-    num_steps: int = 1
-    """Decode steps of a window; 1 for a single step."""
+    delivered_ns: int
+    """When the sinks had the outputs."""
+
+    @property
+    def step_id(self) -> int:
+        """The number of the step, counted from 0."""
+        return self.plan.step_id
+
+    @property
+    def num_rows(self) -> int:
+        """How many rows the step had."""
+        return len(self.plan.rows)
+
+    @property
+    def num_tokens(self) -> int:
+        """Input tokens of the (first) step."""
+        return self.plan.num_tokens
+
+    @property
+    def num_steps(self) -> int:
+        """Decode steps of a window; 1 for a single step."""
+        return self.plan.num_steps
+
+    @property
+    def decode_only(self) -> bool:
+        """Whether every row has one input token."""
+        return self.plan.decode_only
+
+    @property
+    def kind(self) -> StepKind:
+        """What the step computed."""
+        if self.plan.num_steps > 1:
+            return StepKind.WINDOW
+        num_decodes = sum(row.token_ids is None for row in self.plan.rows)
+        if num_decodes == len(self.plan.rows):
+            return StepKind.DECODE
+        return StepKind.MIXED if num_decodes else StepKind.PREFILL
+
+    @property
+    def request_ids(self) -> tuple[str, ...]:
+        """The engine's ids of the outputs that have a row, in the order of the rows."""
+        return tuple(row.request_id for row in self.plan.rows)
+
+    @property
+    def num_waiting(self) -> int:
+        """Outputs that wait after this step."""
+        return self.load.num_waiting
+
+    @property
+    def pages_used(self) -> int:
+        """Pages that requests hold after this step."""
+        return self.load.pages_used
 
 
 class Observer(Protocol):
     """Sees every step, on the engine's thread. It should append the record somewhere and return; costly work
-    belongs elsewhere.
+    belongs elsewhere, for example in a reader of the journal (`penstock.runtime.loop.journal`).
 
     If it raises, that is logged, and it sees no more steps.
     """
 
     def on_step(self, record: StepRecord) -> None:
-        """Called after the step's outputs were committed."""
+        """Called when the sinks have the step's outputs."""
         ...
 
 
@@ -149,6 +241,16 @@ class DispatchedStep(Protocol):
     """What the loop reads of a step that a runner has dispatched. Everything else about it is the runner's
     own.
     """
+
+    @property
+    def shape(self) -> StepShape | None:
+        """The compiled program that runs; None where the runner does not say."""
+        ...
+
+    @property
+    def packed_ns(self) -> int:
+        """When what the step sends to the device was packed, in monotonic ns."""
+        ...
 
     @property
     def awaits_choice(self) -> bool:

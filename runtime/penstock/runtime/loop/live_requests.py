@@ -52,7 +52,7 @@ class LiveRequests:
     def queue(self, seq: ScheduledSequence, sink: Sink) -> None:
         """Queues a request whose outputs go to `sink`. Raises DuplicateRequestId or QueueFull."""
         self._scheduler.queue(seq)
-        self._delivery.attach(seq.request_id, sink)
+        self._delivery.attach(seq, sink)
 
     def end(self, request_id: str, finish: Finish) -> bool:
         """Ends the output with this id of the engine's, with a last output for its sink. False if it is not

@@ -23,6 +23,7 @@ from penstock.runtime.loop.guard import Guard
 from penstock.runtime.loop.interface import Runner
 from penstock.runtime.loop.life import Life
 from penstock.runtime.loop.live_requests import LiveRequests
+from penstock.runtime.loop.recording import Recording
 from penstock.runtime.loop.stepping import Planned, Steps
 from penstock.runtime.scheduling.scheduler import Scheduler
 
@@ -47,6 +48,7 @@ class StepLoop:
         delivery: Delivery,
         requests: LiveRequests,
         changes: BetweenSteps,
+        recording: Recording,
     ) -> None:
         self._runner = runner
         self._steps = steps
@@ -56,6 +58,7 @@ class StepLoop:
         self._delivery = delivery
         self._requests = requests
         self._changes = changes
+        self._recording = recording
         self.progress = 0
         """Rises by one with every step that is dispatched, and with every step that is committed. Any thread
         may read it."""
@@ -87,6 +90,7 @@ class StepLoop:
                 self.progress += 1
                 self._choose()  # for a step that waited for that commit
             self._delivery.deliver()
+            self._recording.delivered()
             if planned is None and not steps and self._is_over():
                 return
 
@@ -128,6 +132,7 @@ class StepLoop:
             prefill_budget=self._steps.prefill_budget,
             apart_steps=self._steps.apart_steps,
         )
+        self._recording.preempted(self._scheduler.take_preempted())
         return None if plan is None else Planned(plan, now_ns, time.monotonic_ns())
 
     def _next_deadline_ns(self) -> int:
@@ -151,10 +156,10 @@ class StepLoop:
         verdicts = self._scheduler.accept(*step)
         with self._guard.lock:
             self._requests.drop_cancelled()
-            self._delivery.post(self._scheduler.commit(*step, verdicts))
-            load = self._scheduler.load() if self._steps.is_observed else None
-        if load is not None:
-            self._steps.observe(done, load)
+            outputs = self._scheduler.commit(*step, verdicts)
+            if self._recording.is_on:
+                self._recording.committed(done, outputs, self._scheduler.load())
+            self._delivery.post(outputs)
 
     def _is_over(self) -> bool:
         with self._guard.lock:  # a shutdown may have posted last outputs since the plan was made
@@ -178,4 +183,5 @@ class StepLoop:
             except BaseException:  # the requests are yet to be told
                 log.exception("a watch of the engine's life failed")
         self._delivery.hand_over(outputs)
+        self._recording.delivered()
         refuse(changes, failure)

@@ -1,5 +1,5 @@
-"""The steps on the device: this module dispatches them, has their tokens chosen, waits for them, measures
-them and shows them to an observer. No jax.
+"""The steps on the device: this module dispatches them, has their tokens chosen, waits for them and measures
+them. No jax.
 
 Only the engine's thread uses this, and without the engine's lock: nothing here touches the scheduler.
 """
@@ -7,18 +7,14 @@ Only the engine's thread uses this, and without the engine's lock: nothing here 
 from __future__ import annotations
 
 import dataclasses
-import logging
 import time
 from collections import deque
 from dataclasses import dataclass
 from typing import Generic
 
-from penstock.runtime.loop.interface import Observer, Runner, StepRecord, StepT
+from penstock.runtime.loop.interface import Runner, StepShape, StepT
 from penstock.runtime.scheduling.pacing import Pacer
 from penstock.runtime.scheduling.plan import Plan, StepResult
-from penstock.runtime.scheduling.roster import Load
-
-log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,14 +39,21 @@ class InFlight(Generic[StepT]):
     """Whether rows under a constraint make a token in this step, whether it is chosen already or not."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Done:
     """A step that the host has waited for. Times are in monotonic ns."""
 
     planned: Planned
     result: StepResult
+    shape: StepShape | None
+    """The program that ran; None where the runner does not say."""
+    packed_ns: int
+    """When the step's buffer was packed."""
     dispatched_ns: int
+    waiting_ns: int
+    """When the host began to wait."""
     waited_ns: int
+    """When the tokens were on the host."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +73,6 @@ class Steps(Generic[StepT]):
         self,
         runner: Runner[StepT],
         pacer: Pacer,
-        observer: Observer | None,
         *,
         most_in_flight: int,
         fixed_windows: bool = False,
@@ -80,7 +82,6 @@ class Steps(Generic[StepT]):
         """
         self._runner = runner
         self._pacer = pacer
-        self._observer = observer
         self._most_in_flight = most_in_flight
         self._fixed_windows = fixed_windows
         self._in_flight: deque[InFlight[StepT]] = deque()
@@ -136,6 +137,7 @@ class Steps(Generic[StepT]):
     def wait(self) -> Done:
         """Waits for the oldest step, which is then no longer in flight."""
         step = self._in_flight.popleft()
+        waiting_ns = time.monotonic_ns()
         result = self._runner.wait(step.step)
         waited_ns = time.monotonic_ns()
         # The device began this step when it was dispatched, or when the step before it was done.
@@ -150,38 +152,15 @@ class Steps(Generic[StepT]):
         else:
             self._pacer.prefilled(plan.num_prompt_tokens, elapsed_ns)
         self.waited_ns = waited_ns
-        return Done(step.planned, result, step.dispatched_ns, waited_ns)
-
-    @property
-    def is_observed(self) -> bool:
-        """Whether `observe` does anything."""
-        return self._observer is not None
-
-    def observe(self, done: Done, load: Load) -> None:
-        """Shows a committed step to the observer; `load` is how busy the scheduler is after that step."""
-        if self._observer is None:
-            return
-        planned, plan = done.planned, done.planned.plan
-        record = StepRecord(
-            step_id=plan.step_id,
-            num_rows=len(plan.rows),
-            num_tokens=plan.num_tokens,
-            decode_only=plan.decode_only,
-            request_ids=tuple(row.request_id for row in plan.rows),
-            num_waiting=load.num_waiting,
-            pages_used=load.pages_used,
-            started_ns=planned.started_ns,
-            scheduled_ns=planned.scheduled_ns,
-            dispatched_ns=done.dispatched_ns,
-            waited_ns=done.waited_ns,
-            committed_ns=time.monotonic_ns(),
-            num_steps=plan.num_steps,
+        return Done(
+            planned=step.planned,
+            result=result,
+            shape=step.step.shape,
+            packed_ns=step.step.packed_ns,
+            dispatched_ns=step.dispatched_ns,
+            waiting_ns=waiting_ns,
+            waited_ns=waited_ns,
         )
-        try:
-            self._observer.on_step(record)
-        except BaseException:  # an observer must not end the requests
-            log.exception("the observer failed; it will see no more steps")
-            self._observer = None
 
     def forget(self) -> None:
         """Drops the steps in flight, which nobody will wait for."""

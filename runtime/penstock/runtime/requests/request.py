@@ -221,6 +221,14 @@ class Request:
     """
     min_generation: int = 0
     """The oldest generation of weights on which the request may start."""
+    received_ns: int = 0
+    """When whoever submits the request got it, in monotonic ns; 0: when it came to the engine."""
+    operation: str = "text_completion"
+    """What the caller asked for, by OpenTelemetry's name: "chat" or "text_completion"."""
+    trace_id: str = ""
+    """The trace in which the request is recorded, 32 hexadecimal digits; empty: it is not recorded."""
+    span_id: str = ""
+    """The request's span in that trace, 16 hexadecimal digits; empty where `trace_id` is."""
     bias_row: NDArray[np.float32] | None = field(default=None, compare=False, repr=False)
     """What `sampling` adds to each logit, float32[V], if it was made before the request runs."""
 
@@ -301,7 +309,10 @@ class TokenLogprobs:
 class RequestTiming:
     """Monotonic times in ns (`time.monotonic_ns`); 0 if the request never got that far."""
 
+    received_ns: int = 0
+    """When whoever submitted the request got it, see `Request.received_ns`."""
     arrived_ns: int
+    """When it came to the engine."""
     scheduled_ns: int = 0
     first_token_ns: int = 0
     finished_ns: int = 0

@@ -66,12 +66,16 @@ class PrefixCache:
         self._latest: Sequence | None = None  # the sequence that entered last and publishes
         self._promising: dict[Sequence, None] = {}  # running prefills with pages to publish, oldest first
 
+    def serves(self, request: Request) -> bool:
+        """Whether a request may share pages by this cache, and adds its own to it."""
+        return self._enabled and not request.cache.bypass
+
     def keys_of(self, request: Request) -> list[bytes]:
         """The keys of the full pages of a prompt; none if the request will share nothing. May be called from
         any thread, and takes about a millisecond for 16,000 tokens.
         """
         keys: list[bytes] = []
-        if self._enabled and not request.cache.bypass:
+        if self.serves(request):
             self._extend(keys, request, request.prompt_token_ids)
         return keys
 
@@ -114,7 +118,7 @@ class PrefixCache:
         """Notes that a sequence enters with this many shared pages."""
         sharing = seq.sharing
         sharing.num_published, sharing.is_shareable = num_shared, True
-        if self._enabled and not seq.request.cache.bypass:
+        if self.serves(seq.request):
             page_size = self._pool.page_size
             self._extend(sharing.keys, seq.request, seq.token_ids)
             sharing.publish_at = (num_shared + 1) * page_size
@@ -166,7 +170,7 @@ class PrefixCache:
         must be computed. There are none while log-probabilities of its prompt are needed, because cached
         pages do not store them.
         """
-        if not self._enabled or seq.request.cache.bypass or seq.needs_whole_prompt:
+        if not self.serves(seq.request) or seq.needs_whole_prompt:
             return []
         num_pages = (len(seq.token_ids) - 1) // self._pool.page_size
         keys = seq.sharing.keys

@@ -16,9 +16,9 @@ from __future__ import annotations
 import heapq
 from bisect import insort
 from collections.abc import Iterable
-from dataclasses import dataclass
 
 from penstock.runtime.requests.fanout import request_id_of
+from penstock.runtime.scheduling.load import Counts, Load, LostPages
 from penstock.runtime.scheduling.pages import PagePool
 from penstock.runtime.scheduling.prefix_cache import Prefix, PrefixCache
 from penstock.runtime.scheduling.sequence import NEVER, Sequence, Status, rank_of
@@ -29,28 +29,6 @@ HEADROOM_SHARE = 8
 """See `Roster.headroom`. More headroom means that fewer prefills are lost to preemption, but also that fewer
 rows run. With 48 tokens, 64 rows, and pages for three quarters of what the rows grow to, 1.1 times the
 prompts' tokens are computed (1.5 to 1.8 times without headroom), and 1 to 3 % of the rows are lost."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Load:
-    """How busy the scheduler is, for routing and metrics."""
-
-    num_running: int
-    """Sequences that run."""
-    num_waiting: int
-    """Sequences that wait."""
-    waiting_prompt_tokens: int
-    """Prompt tokens of all waiting sequences."""
-    pages_used: int
-    """Pages that requests hold; a page that only caches a prefix counts as free."""
-    pages_total: int
-
-    @classmethod
-    def idle(cls, pages_total: int) -> Load:
-        """Nothing runs or waits."""
-        return cls(
-            num_running=0, num_waiting=0, waiting_prompt_tokens=0, pages_used=0, pages_total=pages_total
-        )
 
 
 class Roster:
@@ -75,6 +53,10 @@ class Roster:
         self.waiting = Waiting()
         self.cache = PrefixCache(self.pool, self.waiting, enabled=prefix_cache_pages != 0)
         self.running: list[Sequence] = []
+        self.counts = Counts()
+        """What has been counted since the start."""
+        self.preempted: list[LostPages] = []
+        """The sequences that were preempted since somebody emptied this list, oldest first."""
         self._max_num_seqs = max_num_seqs
         self._sliding_window = sliding_window
         self.has_state = has_state
@@ -238,6 +220,9 @@ class Roster:
         again.
         """
         self._leave(seq)
+        self.preempted.append(LostPages(seq.request_id, seq.num_computed))
+        self.counts.preemptions += 1
+        seq.recompute_until = max(seq.recompute_until, seq.num_computed)
         seq.num_computed = seq.prefill_until = 0
         seq.preemptions += 1
         self.waiting.add(seq)
@@ -279,6 +264,7 @@ class Roster:
             num_waiting=len(self.waiting),
             waiting_prompt_tokens=self.waiting.prompt_tokens,
             pages_used=self.pool.num_used,
+            pages_cached=self.pool.num_cached,
             pages_total=self.pool.num_pages,
         )
 

@@ -16,13 +16,14 @@ from collections.abc import Collection, Iterable
 from penstock.runtime.errors import DuplicateRequestId, QueueFull
 from penstock.runtime.requests.fanout import request_id_of
 from penstock.runtime.requests.request import Finish, FinishReason, Request, StepOutput
-from penstock.runtime.scheduling.commits import NO_VERDICTS, Commits, Verdicts
-from penstock.runtime.scheduling.endings import Endings
+from penstock.runtime.scheduling.load import Load, LostPages, Totals
 from penstock.runtime.scheduling.pages import FlushedPages
 from penstock.runtime.scheduling.plan import Plan, StepResult
 from penstock.runtime.scheduling.planning.draft import Draft
 from penstock.runtime.scheduling.planning.planner import Planner
-from penstock.runtime.scheduling.roster import Load, Roster
+from penstock.runtime.scheduling.results.commits import NO_VERDICTS, Commits, Verdicts
+from penstock.runtime.scheduling.results.endings import Endings
+from penstock.runtime.scheduling.roster import Roster
 from penstock.runtime.scheduling.scheduler_config import SchedulerConfig
 from penstock.runtime.scheduling.sequence import Sequence, Sharing
 from penstock.runtime.scheduling.stopping import StopRules
@@ -37,8 +38,6 @@ class Scheduler:
 
     def __init__(self, config: SchedulerConfig) -> None:
         self.config = config
-        self.num_preemptions = 0
-        """Preemptions since the start, for metrics."""
         self.roster = Roster(
             config.max_num_seqs,
             config.num_pages,
@@ -124,6 +123,7 @@ class Scheduler:
         `admit` false: no request starts, while those that have started go on: their outputs may enter, or
         come back after a preemption. A weight update or a pause waits for them.
         """
+        self.roster.preempted.clear()
         while True:
             draft = Draft(
                 in_flight=bool(self._commits),
@@ -134,7 +134,6 @@ class Scheduler:
                 apart_steps=apart_steps,
             )
             self._planner.make(draft, max_steps)
-            self.num_preemptions += len(draft.preempted)
             if draft.rows:
                 break
             if not draft.sat_out:
@@ -241,7 +240,6 @@ class Scheduler:
         victims = sorted(self.roster.running, key=lambda seq: seq.order)
         for seq in victims:
             self.roster.preempt(seq)
-        self.num_preemptions += len(victims)
         return tuple(seq.request_id for seq in victims)
 
     def use_weights(self, generation: int) -> None:
@@ -305,6 +303,15 @@ class Scheduler:
     def load(self) -> Load:
         """How busy the scheduler is."""
         return self.roster.load()
+
+    def totals(self) -> Totals:
+        """What was counted since the start."""
+        return self.roster.counts.totals()
+
+    def take_preempted(self) -> list[LostPages]:
+        """The sequences that were preempted since the last call, or since `schedule` began, oldest first."""
+        taken, self.roster.preempted = self.roster.preempted, []
+        return taken
 
     def check(self) -> None:
         """Checks all invariants, for tests; valid between any two calls. The AssertionError says what is

@@ -98,6 +98,8 @@ class Sequence:
     sits_out: int = 0
     """How many plans are made without this sequence, if any other has something to do."""
     preemptions: int = 0
+    recompute_until: int = 0
+    """Positions below this were computed, or were being computed, before the sequence was preempted."""
     scheduled_ns: int = 0
     first_token_ns: int = 0
     cached_prompt_tokens: int = 0
@@ -117,6 +119,11 @@ class Sequence:
         sampling = self.request.sampling
         self.needs_feature_slot = sampling.has_penalties or sampling.has_bias
         self.is_constrained = self.request.constraint is not None
+
+    @property
+    def num_generated(self) -> int:
+        """How many tokens were generated so far."""
+        return len(self.token_ids) - self.num_prompt
 
     @property
     def held_pages(self) -> list[int]:
@@ -142,6 +149,7 @@ class Sequence:
 
     def timing(self, now_ns: int) -> RequestTiming:
         return RequestTiming(
+            received_ns=self.request.received_ns or self.arrived_ns,
             arrived_ns=self.arrived_ns,
             scheduled_ns=self.scheduled_ns,
             first_token_ns=self.first_token_ns,

@@ -187,9 +187,7 @@ class ServedRequest:
     def _never_ran(self, request_id: str, finish: Finish) -> StepOutput:
         """The output that the engine sends for a request that ends while it waits."""
         now_ns = time.monotonic_ns()
-        timing = RequestTiming(
-            arrived_ns=now_ns, scheduled_ns=0, first_token_ns=0, finished_ns=now_ns, preemptions=0
-        )
+        timing = RequestTiming(received_ns=now_ns, arrived_ns=now_ns, finished_ns=now_ns)
         return StepOutput(
             request_id, finish=finish, timing=timing, weights_generation=self._engine.weights.generation
         )

@@ -15,6 +15,7 @@ from penstock.runtime.errors import NonFiniteLogits
 from penstock.runtime.execution.buckets import ProgramKey
 from penstock.runtime.execution.device.prompt_logprobs import PromptLogprobs
 from penstock.runtime.execution.step_programs import Chosen, read_logprobs
+from penstock.runtime.loop.interface import StepShape
 from penstock.runtime.ops.sampling_codes import NON_FINITE
 from penstock.runtime.requests.constraint import TokenConstraint
 from penstock.runtime.requests.request import TokenLogprobs
@@ -26,6 +27,8 @@ class AwaitingChoice:
     """A step whose model runs, and whose tokens are not chosen yet. `ModelRunner.choose` chooses them."""
 
     plan: Plan
+    packed_ns: int
+    """See `DispatchedStep`."""
     key: ProgramKey
     logits: jax.Array
     packed: NDArray[np.int32]
@@ -35,6 +38,11 @@ class AwaitingChoice:
     logprobs: Sequence[int | None]
     """See `AwaitingTokens`."""
     prompt: PromptLogprobs | None
+
+    @property
+    def shape(self) -> StepShape:
+        """See `DispatchedStep`."""
+        return StepShape(self.key.tokens, self.key.rows)
 
     @property
     def awaits_choice(self) -> bool:
@@ -57,6 +65,10 @@ class AwaitingTokens:
     """A step whose tokens are chosen on the device. A copy for the host is on its way."""
 
     plan: Plan
+    packed_ns: int
+    """See `DispatchedStep`."""
+    shape: StepShape
+    """See `DispatchedStep`."""
     chosen: Chosen
     logprobs: Sequence[int | None]
     """For each row, how many log-probabilities of likeliest tokens it wants; None: not even the sampled

@@ -30,9 +30,18 @@ from penstock.runtime.loop.changes.change import (
 )
 from penstock.runtime.loop.changes.serving_weights import ServingWeights
 from penstock.runtime.loop.guard import Guard
-from penstock.runtime.loop.interface import Applied, InFlightPolicy, InFlightReport, Paused, Runner
+from penstock.runtime.loop.interface import (
+    Applied,
+    InFlightPolicy,
+    InFlightReport,
+    Paused,
+    Resumed,
+    Runner,
+    WeightsBroken,
+)
 from penstock.runtime.loop.life import Life
 from penstock.runtime.loop.live_requests import LiveRequests
+from penstock.runtime.loop.recording import Recording
 from penstock.runtime.scheduling.scheduler import Scheduler
 from penstock.runtime.scheduling.stopping import NEVER_NS
 
@@ -50,6 +59,7 @@ class BetweenSteps:
         guard: Guard,
         life: Life,
         requests: LiveRequests,
+        recording: Recording,
     ) -> None:
         self.weights = ServingWeights()
         """The weights that serve. May be read without the lock."""
@@ -60,6 +70,7 @@ class BetweenSteps:
         self._guard = guard
         self._life = life
         self._requests = requests
+        self._recording = recording
         self._queue: list[Change] = []
         self._making: Change | None = None
         self._hold: tuple[InFlightReport, int] | None = None
@@ -232,6 +243,12 @@ class BetweenSteps:
         """Ends a hold, if one is in force, and keeps the version of the weights."""
         self._hold = None
 
+    def break_weights(self, reason: str) -> None:
+        """Ends a hold, if one is in force, with weights that cannot serve."""
+        self._life.weights_problem = reason
+        self._hold = None
+        self._recording.changed(WeightsBroken(reason))
+
     def _pause(self, pause: Pause) -> Paused | Exception:
         with self._guard.lock:
             report = self._treat_running(pause.running, "the server was paused")
@@ -247,7 +264,10 @@ class BetweenSteps:
             self.is_paused |= freed > 0  # no step can be made without what was freed
             return error
         self.is_paused = True
-        return Paused(report, freed)
+        paused = Paused(report, freed)
+        with self._guard.lock:
+            self._recording.changed(paused)
+        return paused
 
     def _resume(self) -> Exception | None:
         if not self.is_paused:
@@ -258,6 +278,8 @@ class BetweenSteps:
         except Exception as error:  # noqa: BLE001  still paused, so that it can be tried again
             return error
         self.is_paused = False
+        with self._guard.lock:
+            self._recording.changed(Resumed())
         return None
 
     def _treat_running(self, running: ForRunning, message: str) -> InFlightReport:
@@ -276,6 +298,7 @@ class BetweenSteps:
                 return InFlightReport(kept=num_kept, recomputed=num_started - num_kept)
             case InFlightPolicy.RECOMPUTE:
                 scheduler.preempt_all()
+                self._recording.preempted(scheduler.take_preempted())
                 return InFlightReport(recomputed=num_started)
             case _:
                 assert_never(running.policy)
@@ -285,10 +308,12 @@ class BetweenSteps:
         self._life.weights_problem = None
         self.weights.go_live(label)
         self._scheduler.use_weights(self.weights.version.generation)
-        return Applied(
+        applied = Applied(
             version=self.weights.version,
             previous=previous,
             in_flight=report,
             paused_ns=time.monotonic_ns() - start_ns,
             applied_at=self.weights.since,
         )
+        self._recording.changed(applied)
+        return applied

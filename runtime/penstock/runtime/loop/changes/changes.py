@@ -122,8 +122,7 @@ class Changes:
         with self._guard.lock, self._guard.changing():
             if self._life.is_dead or self._life.is_stopping:
                 return
-            self._life.weights_problem = reason
-            self._between.drop_hold()
+            self._between.break_weights(reason)
             self._requests.drop_cancelled()
             self._requests.fail_all(WeightsIncomplete(reason))
         self._life.tell_ready()

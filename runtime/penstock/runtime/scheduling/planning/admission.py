@@ -50,6 +50,9 @@ class Admission:
         if seq.scheduled_ns == 0:
             seq.scheduled_ns = draft.now_ns
             seq.cached_prompt_tokens = seq.num_computed
+            if seq.request.fork_of is not None or self._roster.cache.serves(seq.request):
+                self._roster.counts.prefix_queried_tokens += seq.num_prompt
+                self._roster.counts.prefix_hit_tokens += seq.num_computed
 
     def make_room(self, draft: Draft) -> None:
         """Preempts running sequences of lower priority for the first sequence in line, if their pages and

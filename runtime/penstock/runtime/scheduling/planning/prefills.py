@@ -75,6 +75,9 @@ class Prefills:
             if budget > 0:
                 budget -= self._advance(seq, min(budget, start + most - seq.num_computed))
         for seq, start in parts:
+            if start < seq.recompute_until:
+                again = min(seq.num_computed, seq.recompute_until) - start
+                self._roster.counts.recomputed_tokens += again
             _add_row(draft, seq, start)
 
     def _budget(self, draft: Draft, num_prefills: int) -> int:

@@ -14,9 +14,9 @@ from typing import NamedTuple
 
 from penstock.runtime.failing import as_exception
 from penstock.runtime.requests.request import Finish, FinishReason, StepOutput
-from penstock.runtime.scheduling.endings import Endings
 from penstock.runtime.scheduling.plan import Plan, StepResult
 from penstock.runtime.scheduling.planning.draft import Draft
+from penstock.runtime.scheduling.results.endings import Endings
 from penstock.runtime.scheduling.roster import Roster
 from penstock.runtime.scheduling.sequence import Sequence, Status
 
@@ -89,6 +89,7 @@ class Commits:
     def put_off(self, plan: Plan, rows: Collection[int], late: Collection[int]) -> None:
         """Makes these rows of a plan yield no token. See `Scheduler.put_off`."""
         sampling = self._plans[plan.step_id].sampling
+        self._roster.counts.put_off_rows += len(rows)
         for i in rows:
             seq, sampling[i] = sampling[i], None
             if seq is not None and seq.status is not _FINISHED:

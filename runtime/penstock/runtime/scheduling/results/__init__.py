@@ -1,0 +1,1 @@
+"""What the tokens of a plan mean for its sequences, and how sequences end."""
