@@ -1,0 +1,1 @@
+"""Metrics on their way out: a port for Prometheus, an OTLP push, and what the service itself measures."""

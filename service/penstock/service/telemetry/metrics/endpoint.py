@@ -1,0 +1,239 @@
+"""The port for Prometheus: plain HTTP, one page, on a thread and an event loop of its own.
+
+Whoever can connect may be slow, hostile or many, and must not hold up what serves the model. So a connection
+is closed after its one reply and after a few seconds at the latest, few are open at a time, few are accepted
+per second, and a newcomer takes the place of the oldest one that has had its time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import socket
+import threading
+from functools import partial
+from http import HTTPStatus
+
+from penstock.runtime.errors import ConfigError
+from penstock.service.listening.listen_options import tcp_address
+from penstock.service.telemetry.metrics.http_head import (
+    END_OF_HEAD,
+    MAX_HEAD_BYTES,
+    BadHead,
+    Head,
+    parsed,
+    reply,
+)
+from penstock.service.telemetry.metrics.page import Pages
+
+log = logging.getLogger(__name__)
+
+PATH = "/metrics"
+MOST_CONNECTIONS = 8
+"""How many connections may be open at a time."""
+PATIENCE_S = 1.0
+"""A connection that has been open for this long gives its place to a new one, if all are taken."""
+CONNECTION_S = 10.0
+"""After this many seconds a connection is closed, whatever its state."""
+HEAD_S = 5.0
+"""Seconds that a request may take to arrive."""
+LINGER_S = 0.5
+"""Seconds that a peer may take to close after the reply."""
+PACE_S = 0.005
+"""Seconds between two connections that are accepted: at most 200 a second. The others wait in the kernel."""
+_BACKLOG = 64
+_RECEIVE_BYTES = 4096
+_STOP_S = 5.0
+
+
+class Endpoint:
+    """Serves pages at one port."""
+
+    def __init__(self, host: str, port: int, pages: Pages) -> None:
+        """Take the port; 0 lets the system choose one. Raises ConfigError if it cannot be had."""
+        self._pages = pages
+        self._host = host
+        self._socket = _listening(host, port)
+        self.port: int = self._socket.getsockname()[1]
+        self._thread = threading.Thread(target=self._run, name="penstock-metrics", daemon=True)
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._begun = threading.Event()
+        self._stopped = asyncio.Event()
+        self._open: dict[asyncio.Task[None], float] = {}
+        """The connections and when each began, the oldest first."""
+        self._is_failing = False
+
+    @property
+    def address(self) -> str:
+        """The host and port, as in an URL."""
+        return tcp_address(self._host, self.port)
+
+    def start(self) -> None:
+        """Begin to answer."""
+        self._thread.start()
+        self._begun.wait()
+
+    def stop(self) -> None:
+        """Close the port and all connections. May be called twice, and without `start`."""
+        if self._loop is not None:
+            with contextlib.suppress(RuntimeError):  # the loop is closed: it was stopped before
+                self._loop.call_soon_threadsafe(self._stopped.set)
+            self._thread.join(_STOP_S)
+        self._socket.close()
+
+    def _run(self) -> None:
+        asyncio.run(self._serve())
+
+    async def _serve(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        accepting = asyncio.create_task(self._accept())
+        self._begun.set()
+        await self._stopped.wait()
+        tasks = [accepting, *self._open]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _accept(self) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            await _readable(self._socket)
+            try:
+                connection, _ = self._socket.accept()
+            except BlockingIOError:  # its peer has given up
+                continue
+            except OSError as error:  # such as too many open files
+                log.warning("cannot accept a connection for metrics: %s", error)
+                await asyncio.sleep(1.0)
+                continue
+            connection.setblocking(False)
+            if self._has_place():
+                task = asyncio.create_task(self._handle(connection))
+                self._open[task] = loop.time()
+                task.add_done_callback(partial(self._closed, connection))
+            else:
+                _refuse(connection)
+            await asyncio.sleep(PACE_S)
+
+    def _has_place(self) -> bool:
+        """Whether there is a place for one connection more; the oldest may have to go for it."""
+        if len(self._open) < MOST_CONNECTIONS:
+            return True
+        oldest, begun = next(iter(self._open.items()))
+        if asyncio.get_running_loop().time() - begun < PATIENCE_S:
+            return False
+        oldest.cancel()
+        del self._open[oldest]
+        return True
+
+    def _closed(self, connection: socket.socket, task: asyncio.Task[None]) -> None:
+        connection.close()  # also if the task was cancelled before it began
+        self._open.pop(task, None)
+
+    async def _handle(self, connection: socket.socket) -> None:
+        with contextlib.suppress(TimeoutError, OSError):
+            async with asyncio.timeout(CONNECTION_S):
+                answer = await self._answer(connection)
+                await asyncio.get_running_loop().sock_sendall(connection, answer)
+                await _linger(connection)
+
+    async def _answer(self, connection: socket.socket) -> bytes:
+        try:
+            async with asyncio.timeout(HEAD_S):
+                head = parsed(await _received_head(connection))
+        except BadHead as error:
+            return _error(HTTPStatus.BAD_REQUEST, str(error))
+        return self.answer(head)
+
+    def answer(self, head: Head) -> bytes:
+        """The whole reply to a request."""
+        path, question, _ = head.target.partition("?")
+        if path != PATH:
+            return _error(HTTPStatus.NOT_FOUND, f"there is only {PATH} here")
+        if head.method not in ("GET", "HEAD"):
+            return _error(HTTPStatus.METHOD_NOT_ALLOWED, "only GET and HEAD are served", Allow="GET, HEAD")
+        if question:
+            return _error(HTTPStatus.BAD_REQUEST, f"{PATH} has no parameters")
+        try:
+            page = self._pages.page(head.headers.get("accept", ""), head.headers.get("accept-encoding", ""))
+        except Exception:
+            if not self._is_failing:
+                log.exception("metrics could not be read; this is told once until they can be read again")
+            self._is_failing = True
+            return _error(HTTPStatus.INTERNAL_SERVER_ERROR, "metrics could not be read; the log says why")
+        self._is_failing = False
+        headers = {"Vary": "Accept, Accept-Encoding", "Cache-Control": "no-store"}
+        if page.is_gzip:
+            headers["Content-Encoding"] = "gzip"
+        return reply(
+            HTTPStatus.OK,
+            page.body,
+            page.content_type,
+            headers=headers,
+            with_body=head.method == "GET",
+        )
+
+
+def _listening(host: str, port: int) -> socket.socket:
+    try:
+        family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        made = socket.create_server(address[:2], family=family, backlog=_BACKLOG)
+    except OSError as error:
+        where = tcp_address(host, port)
+        raise ConfigError(
+            f"cannot listen on {where}: {error.strerror}; "
+            "choose another with --metrics-port, or 0 for any free one"
+        ) from error
+    made.setblocking(False)
+    return made
+
+
+async def _readable(listening: socket.socket) -> None:
+    """Wait until there is a connection to accept. The caller accepts it, and not asyncio, which would lose
+    one that comes just when the task is cancelled.
+    """
+    loop, ready = asyncio.get_running_loop(), asyncio.Event()
+    loop.add_reader(listening, ready.set)
+    try:
+        await ready.wait()
+    finally:
+        loop.remove_reader(listening)
+
+
+async def _received_head(connection: socket.socket) -> bytes:
+    """The bytes up to the end of a request's head. Raises BadHead if there is none, or if it is too long."""
+    loop, data, end = asyncio.get_running_loop(), b"", -1
+    while end < 0:
+        received = await loop.sock_recv(connection, _RECEIVE_BYTES)
+        if not received:
+            raise BadHead("the request ends within its head")
+        data += received
+        end = data.find(END_OF_HEAD)
+        if (len(data) if end < 0 else end) > MAX_HEAD_BYTES:
+            raise BadHead(f"the head of the request has more than {MAX_HEAD_BYTES} bytes")
+    return data[: end + len(END_OF_HEAD)]
+
+
+async def _linger(connection: socket.socket) -> None:
+    """Wait a moment for the peer to close: if a socket is closed while a part of the request, such as a body,
+    was not read, the system resets the connection, and the peer may lose the reply.
+    """
+    connection.shutdown(socket.SHUT_WR)
+    async with asyncio.timeout(LINGER_S):
+        while await asyncio.get_running_loop().sock_recv(connection, _RECEIVE_BYTES):
+            pass
+
+
+def _refuse(connection: socket.socket) -> None:
+    """Answer without waiting for anything, and close."""
+    answer = _error(
+        HTTPStatus.SERVICE_UNAVAILABLE, "too many connections ask for metrics", **{"Retry-After": "1"}
+    )
+    with connection, contextlib.suppress(OSError):
+        connection.send(answer)
+        connection.shutdown(socket.SHUT_WR)
+
+
+def _error(status: HTTPStatus, text: str, **headers: str) -> bytes:
+    return reply(status, f"{text}\n".encode(), headers=headers)
