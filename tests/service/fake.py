@@ -51,6 +51,7 @@ from penstock.runtime.loop.interface import (
     WeightsVersion,
 )
 from penstock.runtime.loop.journal.journal import Journal
+from penstock.runtime.measuring.registry import Registry
 from penstock.runtime.model_info import ModelInfo
 from penstock.runtime.requests.request import (
     Finish,
@@ -107,6 +108,7 @@ class FakeEngine:
         self.text: TextCodec | None = codec
         self.changes = FakeChanges()
         self.updater = FakeUpdater(self)
+        self.registry = Registry()
         self.weights_problem: str | None = None
         self.is_held = False
         """Whether an update in place keeps the engine from stepping."""

@@ -35,6 +35,8 @@ from penstock.runtime.loop.interface import (
     WeightsVersion,
 )
 from penstock.runtime.loop.journal.journal import Journal
+from penstock.runtime.measuring.registry import Registry
+from penstock.runtime.measuring.update_meters import UpdateMeters
 from penstock.runtime.model_info import ModelInfo
 from penstock.runtime.request_rules import RequestRules, SamplingCallback
 from penstock.runtime.requests.request import Finish, PreparedPrompt, Request
@@ -83,11 +85,14 @@ class TokenEngine:
             pacer=parts.pacer,
         )
         """Works on token ids; everything that is done with requests is done by it."""
+        self.registry = Registry()
+        """The values of all metrics of this engine."""
         self.updater = Updater(
             self.core,
             parts.runner.device,
             model.rules,
             backend=parts.backend,
+            meters=UpdateMeters(self.registry),
             threads=max(1, (parts.config.threads or 1) // 2),  # the other half computes steps meanwhile
         )
         """Takes new weights, from other programs and from files."""

@@ -15,6 +15,7 @@ from penstock.runtime.config import ResolvedConfig
 from penstock.runtime.grammar.compile.compiler import GrammarCompiler
 from penstock.runtime.loop.interface import AbortOutcome, InFlightPolicy, Paused, Pulse, WeightsVersion
 from penstock.runtime.loop.journal.journal import Journal
+from penstock.runtime.measuring.registry import Registry
 from penstock.runtime.requests.request import Finish, PreparedPrompt, Request, StepOutput
 from penstock.runtime.requests.sampling_defaults import GenerationDefaults
 from penstock.runtime.scheduling.load import Load
@@ -172,6 +173,11 @@ class Backend(Protocol):
 
     @property
     def updater(self) -> Updater: ...
+    @property
+    def registry(self) -> Registry:
+        """The values of the engine's metrics."""
+        ...
+
     @property
     def is_paused(self) -> bool: ...
     @property

@@ -128,6 +128,12 @@ DECODE_TIME = _histogram(
     "From when an output had its first token until it ended.",
     DURATION_BUCKETS,
 )
+RUNNING_TIME = _histogram(
+    "penstock.output.running_time",
+    "s",
+    "From when an output ran for the first time until it ended.",
+    DURATION_BUCKETS,
+)
 PROMPT_TOKENS = _histogram(
     "penstock.output.prompt_tokens", "{token}", "Prompt tokens of an output that ended.", TOKEN_BUCKETS
 )
@@ -182,10 +188,16 @@ COMPILES_AFTER_WARMUP = _counter(
 WEIGHTS_GENERATION = _gauge(
     "penstock.weights.generation", "{generation}", "How many updates of the weights have gone live."
 )
+WEIGHTS_BROKEN = _gauge(
+    "penstock.weights.broken",
+    "{flag}",
+    "1 while the weights cannot serve, because an update in place has failed halfway, else 0.",
+)
 WEIGHTS_UPDATES = _counter(
     "penstock.weights.updates",
     "{update}",
-    "Updates of the weights that ended: applied, or else failed, which also counts those taken back.",
+    "Weight updates that were begun and have ended: applied, discarded after they were staged, or failed, "
+    "which also counts those taken back.",
     "outcome",
 )
 WEIGHTS_BYTES = _counter("penstock.weights.bytes", "By", "Bytes of tensors that came for weight updates.")
@@ -227,10 +239,11 @@ ENGINE_INSTRUMENTS = (
     *(TOKENS_PROMPT, TOKENS_GENERATED, TOKENS_CACHED, TOKENS_RECOMPUTED),
     *(PREFIX_CACHE_QUERIED, PREFIX_CACHE_HIT, PREEMPTIONS),
     *(TIME_TO_FIRST_TOKEN, TIME_PER_OUTPUT_TOKEN, REQUEST_DURATION, INTER_TOKEN_LATENCY),
-    *(QUEUE_TIME, PREFILL_TIME, DECODE_TIME, PROMPT_TOKENS, GENERATED_TOKENS),
+    *(QUEUE_TIME, PREFILL_TIME, DECODE_TIME, RUNNING_TIME, PROMPT_TOKENS, GENERATED_TOKENS),
     *(STEPS, STEP_TOKENS_COMPUTED, STEP_TOKENS_PADDING, STEP_TIME, STEP_DURATION, STEP_ROWS),
     *(GRAMMAR_PUT_OFF_ROWS, COMPILES_AFTER_WARMUP),
-    *(WEIGHTS_GENERATION, WEIGHTS_UPDATES, WEIGHTS_BYTES, WEIGHTS_STAGING_TIME, WEIGHTS_PAUSE_TIME),
+    *(WEIGHTS_GENERATION, WEIGHTS_BROKEN, WEIGHTS_UPDATES, WEIGHTS_BYTES),
+    *(WEIGHTS_STAGING_TIME, WEIGHTS_PAUSE_TIME),
     *(MEMORY, BUILD_INFO, JOURNAL_DROPPED),
 )
 """All instruments of an engine."""

@@ -192,6 +192,13 @@ class Registry:
             self._points[instrument.name] = (instrument, points)
 
 
+def by_label(values: Mapping[str, float]) -> dict[Labels, float]:
+    """The values of an instrument with one label, as `Read` returns them. The mapping may be one that another
+    thread adds to.
+    """
+    return {(value,): number for value, number in dict(values).items()}
+
+
 def _bounded(instrument: Instrument, values: Mapping[Labels, float]) -> dict[Labels, float]:
     """These values; those of labels beyond MOST_LABEL_SETS are added up."""
     points = _Points(instrument, _Total)

@@ -15,6 +15,7 @@ from penstock.runtime.execution.device.device_state import DeviceState
 from penstock.runtime.loading.leaves import LeafMaker
 from penstock.runtime.loop.changes.changes import Changes
 from penstock.runtime.loop.interface import Applied, InFlightPolicy, InFlightReport, WeightsVersion
+from penstock.runtime.measuring.update_meters import UpdateMeters
 from penstock.runtime.models.load_rules import LoadRules
 from penstock.runtime.sent_tensors import SentTensor
 from penstock.runtime.updating.interface import Staging, UpdateOptions, UpdateOutcome, UpdateReport
@@ -30,6 +31,7 @@ class Target:
     device: DeviceState
     rules: LoadRules
     backend: Backend
+    meters: UpdateMeters
     threads: int
     """How many threads make leaves, besides the one that checks tensors."""
 
@@ -53,6 +55,7 @@ class OneUpdate:
         """
         self.options = options
         self._changes = target.changes
+        self._meters = target.meters
         self._began = time.monotonic()
         self._num_tensors = len(sent)
         self._staged_s, self._digest, self._num_bytes = 0.0, b"", 0
@@ -93,11 +96,16 @@ class OneUpdate:
                 options.in_flight, drain_timeout_s=options.drain_timeout_s, whole=not options.partial
             )
 
+    def received(self, num_bytes: int) -> None:
+        """Counts bytes of tensors that have come."""
+        self._meters.received(num_bytes)
+
     def finish(self, num_bytes: int) -> None:
         """Waits until all leaves are complete; `num_bytes` were sent. Raises as `NewWeights.finish`."""
         self._digest = self.new.finish()
         self._num_bytes = num_bytes
         self._staged_s = time.monotonic() - self._began
+        self._meters.staged(self._staged_s)
 
     def go_live(self, policy: InFlightPolicy, drain_timeout_s: float | None) -> Future[Applied]:
         """Makes the new weights those that serve, between two steps. The future may hold GenerationChanged,

@@ -20,6 +20,7 @@ from penstock.runtime.execution.device.device_state import DeviceState
 from penstock.runtime.host.background import BackgroundThread
 from penstock.runtime.loop.core import EngineCore
 from penstock.runtime.loop.interface import Applied, InFlightPolicy
+from penstock.runtime.measuring.update_meters import UpdateMeters
 from penstock.runtime.models.load_rules import LoadRules
 from penstock.runtime.sent_tensors import SentTensor
 from penstock.runtime.updating import arrays, manifest
@@ -46,13 +47,15 @@ class Updater:
         rules: LoadRules | None,
         *,
         backend: Backend,
+        meters: UpdateMeters,
         threads: int,
     ) -> None:
-        """rules: what the model makes of tensors; None: it takes no updates. threads: how many make
-        leaves.
+        """rules: what the model makes of tensors; None: it takes no updates. meters: what counts updates.
+        threads: how many make leaves.
         """
         self._core, self._device, self._rules = core, device, rules
         self._backend, self._threads = backend, threads
+        self._meters = meters
         # An upload in place may wait there for the engine, which others should not wait for.
         self._uploads = BackgroundThread("penstock-upload")
         self._thread = BackgroundThread("penstock-update")
@@ -161,7 +164,8 @@ class Updater:
             update = self._place.take_staged(update_id)
         except (UnknownUpdate, UpdateUnderWay):
             return False
-        self._thread.run(self.give_up, update)
+        self._meters.discarded()
+        self._thread.run(self._let_go, update)
         return True
 
     # -- updates that a program makes of its own arrays --
@@ -179,9 +183,11 @@ class Updater:
         )
         try:
             num_bytes = arrays.put_all(self._thread, update.new, sent, tensors)
+            update.received(num_bytes)
             self._thread.run(update.finish, num_bytes)
             return self._live(update, options.in_flight, options.drain_timeout_s)
         except BaseException:
+            self._meters.failed()
             self._thread.run(update.drop)
             raise
 
@@ -206,8 +212,8 @@ class Updater:
 
     def give_up(self, update: OneUpdate) -> None:
         """See `upload.Place`."""
-        update.drop()
-        self._place.free(update)
+        self._meters.failed()
+        self._let_go(update)
 
     # -- how it is done --
 
@@ -231,6 +237,7 @@ class Updater:
             device=self._device,
             rules=rules,
             backend=self._backend,
+            meters=self._meters,
             threads=self._threads,
         )
 
@@ -279,7 +286,9 @@ class Updater:
                 self._place.stage(update)
                 pending.end(outcome)
                 return
+            self._meters.failed()
         else:
+            self._meters.applied(done.paused_ns / 1e9)
             outcome = update.report(UpdateOutcome.COMMITTED, done.version, done)
             self._place.remember(update.options.update_id, outcome)
         if isinstance(outcome, CancelledError):
@@ -289,6 +298,10 @@ class Updater:
 
     def _end(self, update: OneUpdate, pending: PendingReport, outcome: UpdateReport | BaseException) -> None:
         """Tells what has come of an update when the memory that it needed is free."""
+        self._let_go(update)
+        pending.end(outcome)
+
+    def _let_go(self, update: OneUpdate) -> None:
+        """Frees the memory that an update needed, and its place if it has one."""
         update.drop()
         self._place.free(update)
-        pending.end(outcome)

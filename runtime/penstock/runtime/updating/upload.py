@@ -117,6 +117,7 @@ class Upload:
             raise _too_long(sent)
         tensor.append(data)
         self._received += len(data)
+        self._update.received(len(data))
         if tensor.is_complete:
             self._put(index, tensor)
 
