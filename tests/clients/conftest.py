@@ -14,100 +14,22 @@ import pytest
 from google.protobuf.duration_pb2 import Duration
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
-from penstock.client import (
-    Finish,
-    FinishReason,
-    Generation,
-    Output,
-    PromptInfo,
-    Timing,
-    Usage,
-    WeightsSpan,
-    WeightsVersion,
-)
+from penstock.client import Generation
 from penstock.v1 import (
     control_pb2,
     control_pb2_grpc,
     inference_pb2,
     inference_pb2_grpc,
+    telemetry_pb2,
     types_pb2,
     weights_pb2,
 )
+from tests.clients.canned import EXPECTED, STEP_1, generate_reply, stream_replies
 from tests.clients.failing import Failure
 from tests.clients.updates import BEFORE, MAX_CHUNK_BYTES, FakeUpdates
+from tests.clients.watching import FakeWatch
 
 HEALTH_NAME = "penstock.v1.InferenceService"
-
-EXPECTED = Generation(
-    request_id="r-1",
-    model="toy",
-    prompt=PromptInfo(token_count=3),
-    outputs=(
-        Output(
-            index=0,
-            text="Hello",
-            token_ids=(5, 6, 7, 8),
-            finish=Finish(FinishReason.STOP, stop="END"),
-            weights=(
-                WeightsSpan(0, WeightsVersion("initial", 0)),
-                WeightsSpan(2, WeightsVersion("step-1", 1)),
-            ),
-        ),
-    ),
-    usage=Usage(prompt_tokens=3, cached_prompt_tokens=1, completion_tokens=4),
-    timing=Timing(queue=0.25, time_to_first_token=0.5, total=1.5, preemptions=2),
-)
-"""The answer of both RPCs of the fake server, written out by hand."""
-
-_INITIAL = types_pb2.WeightsVersion(label="initial", generation=0)
-_STEP_1 = types_pb2.WeightsVersion(label="step-1", generation=1)
-_FINISH = types_pb2.Finish(reason=types_pb2.FINISH_REASON_STOP, match=types_pb2.StopMatch(stop="END"))
-_USAGE = types_pb2.Usage(prompt_tokens=3, cached_prompt_tokens=1, completion_tokens=4)
-_TIMING = types_pb2.Timing(
-    queue=Duration(nanos=250_000_000),
-    time_to_first_token=Duration(nanos=500_000_000),
-    total=Duration(seconds=1, nanos=500_000_000),
-    preemptions=2,
-)
-
-
-def generate_reply() -> inference_pb2.GenerateResponse:
-    return inference_pb2.GenerateResponse(
-        request_id="r-1",
-        model="toy",
-        prompt=types_pb2.PromptInfo(token_count=3),
-        outputs=[
-            inference_pb2.Output(
-                index=0,
-                text="Hello",
-                token_ids=[5, 6, 7, 8],
-                finish=_FINISH,
-                weights=[
-                    types_pb2.WeightsSpan(first_output_token=0, version=_INITIAL),
-                    types_pb2.WeightsSpan(first_output_token=2, version=_STEP_1),
-                ],
-            )
-        ],
-        usage=_USAGE,
-        timing=_TIMING,
-    )
-
-
-def stream_replies() -> list[inference_pb2.StreamResponse]:
-    event = inference_pb2.StreamResponse
-    delta = inference_pb2.OutputDelta
-    return [
-        event(
-            started=inference_pb2.StreamStarted(
-                request_id="r-1", model="toy", prompt=types_pb2.PromptInfo(token_count=3), weights=_INITIAL
-            )
-        ),
-        event(delta=delta(index=0, text="Hel", token_ids=[5])),
-        event(delta=delta(index=0, text="", token_ids=[6])),
-        event(delta=delta(index=0, text="lo", token_ids=[7, 8], weights=_STEP_1)),
-        event(finished=inference_pb2.OutputFinished(index=0, finish=_FINISH)),
-        event(summary=inference_pb2.StreamSummary(usage=_USAGE, timing=_TIMING)),
-    ]
 
 
 class _Health(health.HealthServicer):
@@ -151,8 +73,9 @@ class FakeServer(inference_pb2_grpc.InferenceServiceServicer, control_pb2_grpc.C
         self.default_sampling = types_pb2.SamplingParams(temperature=0.0, top_k=20)
         self.health_failure: Failure | None = None
         self.updates = FakeUpdates()
+        self.watch = FakeWatch()
         self.max_chunk_bytes = MAX_CHUNK_BYTES
-        self.model_info = control_pb2.GetModelInfoResponse(weights=_STEP_1)
+        self.model_info = control_pb2.GetModelInfoResponse(weights=STEP_1)
         """Merged over what GetModelInfo answers."""
         self.health = _Health(self)
         self.addr = ""
@@ -207,7 +130,7 @@ class FakeServer(inference_pb2_grpc.InferenceServiceServicer, control_pb2_grpc.C
     def CommitWeights(self, request, context):
         self._note(request, context)
         return control_pb2.CommitWeightsResponse(
-            current=_STEP_1,
+            current=STEP_1,
             previous=BEFORE,
             outcome=weights_pb2.UPDATE_OUTCOME_COMMITTED,
             paused_for=Duration(nanos=250_000_000),
@@ -240,7 +163,7 @@ class FakeServer(inference_pb2_grpc.InferenceServiceServicer, control_pb2_grpc.C
             max_context_tokens=64,
             eos_token_ids=[2, 3],
             default_sampling=self.default_sampling,
-            weights=_STEP_1,
+            weights=STEP_1,
             features=[control_pb2.FEATURE_CHAT, 42],  # type: ignore[list-item]  # 42: of a newer contract
         )
         reply.MergeFrom(self.model_info)
@@ -270,8 +193,20 @@ class FakeServer(inference_pb2_grpc.InferenceServiceServicer, control_pb2_grpc.C
             kv_pages_used=7,
             kv_pages_total=100,
             paused=self.paused,
-            weights=_STEP_1,
+            weights=STEP_1,
         )
+
+    def WatchLoad(self, request, context):
+        self._note(request, context)
+        yield from self.watch.handle(request, context, self._fail)
+
+    def SetTracing(self, request, context):
+        self._note(request, context)
+        return telemetry_pb2.SetTracingResponse()
+
+    def Profile(self, request, context):
+        self._note(request, context)
+        yield from ()
 
     def Tokenize(self, request, context):
         self._note(request, context)
@@ -302,6 +237,7 @@ def running(address: str = "127.0.0.1:0") -> Iterator[FakeServer]:
         yield fake
     finally:
         fake.cancelled.set()
+        fake.watch.cancelled.set()
         fake.updates.go_on.set()
         server.stop(None).wait()
 

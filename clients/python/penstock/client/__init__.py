@@ -51,6 +51,7 @@ from penstock.client.errors import (
     UpdateUnderWay,
     WeightsTooOld,
 )
+from penstock.client.replies.server_streams import AsyncServerStream, ServerStream
 from penstock.client.replies.streams import AsyncGenerationStream, GenerationStream
 from penstock.client.requests.constraints import Choice, Constraint, Ebnf, JsonObject, JsonSchema, Regex
 from penstock.client.requests.options import ChatOptions, RequestOptions, Truncation
@@ -85,6 +86,18 @@ from penstock.client.values.server_values import (
     TensorInfo,
     Tokens,
 )
+from penstock.client.values.watch_values import (
+    EndedRequests,
+    LatencySummary,
+    LoadLatencies,
+    LoadRates,
+    LoadReport,
+    LoadTotals,
+    RequestPhase,
+    RequestStatus,
+    StepCounts,
+    StepTime,
+)
 from penstock.client.values.weights_values import (
     CommittedWeights,
     InFlight,
@@ -103,6 +116,7 @@ __all__ = [
     "AbortResult",
     "AsyncClient",
     "AsyncGenerationStream",
+    "AsyncServerStream",
     "Busy",
     "Cancelled",
     "ChatMessage",
@@ -120,6 +134,7 @@ __all__ = [
     "Draining",
     "DuplicateRequestId",
     "Ebnf",
+    "EndedRequests",
     "EngineDead",
     "ExceedsKVCapacity",
     "Finish",
@@ -136,8 +151,13 @@ __all__ = [
     "JsonObject",
     "JsonSchema",
     "KeyExpired",
+    "LatencySummary",
     "LimitExceeded",
     "Load",
+    "LoadLatencies",
+    "LoadRates",
+    "LoadReport",
+    "LoadTotals",
     "Logprobs",
     "Metadata",
     "ModelInfo",
@@ -155,14 +175,19 @@ __all__ = [
     "RefusedError",
     "Regex",
     "RequestOptions",
+    "RequestPhase",
+    "RequestStatus",
     "ResponseTooLarge",
     "Retry",
     "SamplingDefaults",
     "ServedElsewhere",
     "ServerError",
     "ServerInfo",
+    "ServerStream",
     "Staging",
     "Started",
+    "StepCounts",
+    "StepTime",
     "StreamEvent",
     "Summary",
     "TensorInfo",

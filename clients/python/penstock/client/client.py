@@ -10,7 +10,9 @@ from penstock.client.connection.channel import Metadata, pairs
 from penstock.client.connection.retries import Attempts
 from penstock.client.connection.timeouts import TEXT_TIMEOUT
 from penstock.client.replies import messages
+from penstock.client.replies.server_streams import ServerStream
 from penstock.client.replies.streams import GenerationStream
+from penstock.client.replies.watch_messages import load_report
 from penstock.client.requests import control_requests, generation_requests, weights_requests
 from penstock.client.requests.options import ChatOptions, RequestOptions
 from penstock.client.requests.weights_requests import InFlightPolicy, UpdateOptions
@@ -23,6 +25,7 @@ from penstock.client.values.server_values import (
     ServerInfo,
     Tokens,
 )
+from penstock.client.values.watch_values import LoadReport
 from penstock.client.values.weights_values import CommittedWeights, Paused, WeightsUpdate
 from penstock.client.weights import sending
 from penstock.client.weights.tensors import Tensors
@@ -125,6 +128,28 @@ class Client(Calls):
         """Return how busy the server is now."""
         return messages.load(
             self._unary(self.control.GetLoad, control_pb2.GetLoadRequest(), timeout, metadata)
+        )
+
+    def watch_load(
+        self,
+        *,
+        interval: float | None = None,
+        max_requests: int = 0,
+        timeout: float | None = None,
+        metadata: Metadata | None = None,
+    ) -> ServerStream[LoadReport]:
+        """Report how busy the server is: at once, and then every `interval` seconds (0.1 to 60, default 1),
+        until the stream is closed or the server stops. Use it in a `with` block, or close it.
+
+        `max_requests`, up to 1000, adds that many of the requests that the engine has, oldest first; that
+        needs the role "control", else Forbidden. There is no default `timeout`.
+        """
+        request = control_requests.watch_request(interval, max_requests)
+        sent = pairs(self.metadata, metadata)
+        return ServerStream(
+            lambda left: self.control.WatchLoad(request, timeout=left, metadata=sent),
+            Attempts(self._retries, self._timeouts.of(timeout)),
+            load_report,
         )
 
     def flush_cache(self, *, timeout: float | None = None, metadata: Metadata | None = None) -> FlushedCache:

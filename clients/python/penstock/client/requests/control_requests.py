@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from penstock.client.requests.chat_requests import chat_prompt
-from penstock.client.requests.checks import checked
+from penstock.client.requests.checks import Violations, checked, named
 from penstock.client.requests.generation_requests import given_of
 from penstock.client.requests.options import CHAT_FIELDS, ChatOptions
-from penstock.v1 import control_pb2, inference_pb2
+from penstock.v1 import control_pb2, inference_pb2, telemetry_pb2
 
 
 def abort_request(
@@ -67,3 +67,16 @@ def detokenize_request(
 ) -> control_pb2.DetokenizeRequest:
     with checked("token_ids"):
         return control_pb2.DetokenizeRequest(token_ids=token_ids, skip_special_tokens=skip_special_tokens)
+
+
+def watch_request(interval: float | None, max_requests: int) -> telemetry_pb2.WatchLoadRequest:
+    """Build a WatchLoadRequest; the interval is in seconds."""
+    request = telemetry_pb2.WatchLoadRequest()
+    violations = Violations()
+    with violations.of("interval"), named("interval"):
+        if interval is not None:
+            request.interval.FromNanoseconds(round(interval * 1e9))
+    with violations.of("max_requests"), named("max_requests"):
+        request.max_requests = max_requests
+    violations.tell()
+    return request
