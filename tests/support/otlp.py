@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import grpc
 from google.protobuf.any_pb2 import Any as AnyMessage
@@ -151,6 +152,7 @@ class Received:
     """The ExportTraceServiceRequest or ExportMetricsServiceRequest."""
     headers: dict[str, str]
     is_compressed: bool
+    """Known over HTTP only: gRPC does not tell."""
 
 
 class OtlpReceiver:
@@ -448,8 +450,11 @@ class _HttpHandler(BaseHTTPRequestHandler):
         receiver = server.receiver
         body = self.rfile.read(int(self.headers["content-length"]))
         is_compressed = self.headers.get("content-encoding") == "gzip"
-        signal = _METHODS.get(self.path)
-        if signal is None or receiver.ended.is_set():
+        signal = _METHODS.get(urlsplit(self.path).path)  # a proxy is sent whole addresses
+        if receiver.ended.is_set():  # as if this connection were gone with the server
+            self.close_connection = True
+            return
+        if signal is None:
             self._reply(404, b"")
             return
         headers = {name.lower(): value for name, value in self.headers.items()}

@@ -9,6 +9,7 @@ import grpc
 from google.protobuf.message import DecodeError
 from google.rpc import error_details_pb2, status_pb2  # type: ignore[import-untyped]  # ships no hints
 
+from penstock.service.listening.listen_options import is_loopback
 from penstock.service.telemetry.otlp.destination import Destination
 from penstock.service.telemetry.otlp.transport import MOST_ANSWER_BYTES, Failed, Taken, quoted
 
@@ -42,12 +43,13 @@ class GrpcTransport:
         """Make the channel, which connects at the first batch. Raises ConfigError for a bad certificate."""
         host = f"[{destination.host}]" if ":" in destination.host else destination.host
         target = f"{host}:{destination.port}"
+        options = [*_OPTIONS, ("grpc.enable_http_proxy", int(not is_loopback(destination.host)))]
         gzip = grpc.Compression.Gzip if destination.is_compressed else grpc.Compression.NoCompression
         self._headers = destination.headers
         self._channel = (
-            grpc.secure_channel(target, _credentials(destination), options=_OPTIONS, compression=gzip)
+            grpc.secure_channel(target, _credentials(destination), options=options, compression=gzip)
             if destination.is_tls
-            else grpc.insecure_channel(target, options=_OPTIONS, compression=gzip)
+            else grpc.insecure_channel(target, options=options, compression=gzip)
         )
         self._export: Any = self._channel.unary_unary(_METHODS[destination.signal])
 

@@ -20,6 +20,7 @@ import urllib.request
 from collections.abc import Mapping
 from urllib.parse import SplitResult, unquote, urlsplit
 
+from penstock.service.listening.listen_options import is_loopback
 from penstock.service.telemetry.otlp.destination import Destination
 from penstock.service.telemetry.otlp.transport import MOST_ANSWER_BYTES, Failed, Taken, quoted
 
@@ -47,6 +48,8 @@ class HttpTransport:
         }
         self._connection: _Connection | None = None
         self._is_closed = False
+        self._is_cut = False
+        """Whether the attempt that is under way, or the last one, was ended by its time or by `close`."""
         self._in_use = threading.Lock()
 
     def attempt(self, batch: bytes, timeout_s: float) -> Taken | Failed:
@@ -58,7 +61,7 @@ class HttpTransport:
             try:
                 return self._post(body, timeout_s)
             except _LOST as error:
-                if not was_open:
+                if not was_open or self._is_cut:
                     return _failed(error)
             except (OSError, http.client.HTTPException, ValueError) as error:
                 return _failed(error)
@@ -79,6 +82,7 @@ class HttpTransport:
         """Send and read the answer. Whatever is raised, and whatever is left unread, ends the connection."""
         if self._is_closed:
             return Failed("it is shut down")
+        self._is_cut = False
         watch = threading.Timer(timeout_s, self._cut)
         watch.daemon = True
         watch.start()
@@ -88,6 +92,8 @@ class HttpTransport:
             connection.request("POST", self._target(), body=body, headers=self._headers)
             response = connection.getresponse()
             answer = response.read(MOST_ANSWER_BYTES)
+            if self._is_cut:  # what was read until then looks like a short answer
+                raise TimeoutError("the answer did not come in time")
             is_whole = response.isclosed() and not response.will_close
             return _outcome(response, answer)
         finally:
@@ -122,6 +128,7 @@ class HttpTransport:
 
     def _cut(self) -> None:
         """End what the connection waits for, from any thread."""
+        self._is_cut = True
         connection = self._connection
         if connection is not None and connection.sock is not None:
             with contextlib.suppress(OSError):
@@ -166,8 +173,9 @@ class _Proxy:
 
 
 def _proxy(destination: Destination) -> _Proxy | None:
+    host = destination.host
     text = urllib.request.getproxies().get("https" if destination.is_tls else "http")
-    if not text or urllib.request.proxy_bypass(f"{destination.host}:{destination.port}"):
+    if not text or is_loopback(host) or urllib.request.proxy_bypass(f"{host}:{destination.port}"):
         return None
     return _Proxy(urlsplit(text if "://" in text else f"http://{text}"))
 
