@@ -42,6 +42,7 @@ from penstock.runtime.request_rules import RequestRules, SamplingCallback
 from penstock.runtime.requests.request import Finish, PreparedPrompt, Request
 from penstock.runtime.scheduling.load import Load
 from penstock.runtime.scheduling.pages import FlushedPages
+from penstock.runtime.scheduling.status import OutputStatus
 from penstock.runtime.text.codec import TextCodec
 from penstock.runtime.updating.arrays import Arrays
 from penstock.runtime.updating.interface import UpdateOptions, UpdateReport
@@ -268,6 +269,10 @@ class TokenEngine:
     def load(self) -> Load:
         """How busy the engine is."""
         return self.core.load()
+
+    def oldest_outputs(self, most: int) -> Sequence[OutputStatus]:
+        """Where the outputs stand that arrived first, at most so many."""
+        return self.core.oldest_outputs(most)
 
     def flush_prefix_cache(self) -> FlushedPages:
         """Forget all cached prefixes."""

@@ -20,6 +20,7 @@ from penstock.runtime.requests.request import Finish, PreparedPrompt, Request, S
 from penstock.runtime.requests.sampling_defaults import GenerationDefaults
 from penstock.runtime.scheduling.load import Load
 from penstock.runtime.scheduling.pages import FlushedPages
+from penstock.runtime.scheduling.status import OutputStatus
 from penstock.runtime.sent_tensors import SentTensor
 from penstock.runtime.text.codec import TextCodec
 from penstock.runtime.updating.interface import UpdateOptions, UpdateReport
@@ -246,6 +247,10 @@ class Backend(Protocol):
         ...
 
     def load(self) -> Load: ...
+
+    def oldest_outputs(self, most: int) -> Sequence[OutputStatus]:
+        """Tell where the outputs stand that arrived first, at most so many."""
+        ...
 
     def flush_prefix_cache(self) -> FlushedPages:
         """Forget all cached prefixes. Returns how many pages became free, and how many are still held by

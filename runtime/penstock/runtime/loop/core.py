@@ -41,6 +41,7 @@ from penstock.runtime.scheduling.load import Load, Totals
 from penstock.runtime.scheduling.pacing import Pacer
 from penstock.runtime.scheduling.pages import FlushedPages
 from penstock.runtime.scheduling.scheduler import Scheduler
+from penstock.runtime.scheduling.status import OutputStatus
 
 
 class EngineCore:
@@ -164,6 +165,18 @@ class EngineCore:
         """The ids of the requests that wait or run, in order of arrival."""
         with self.guard.lock:
             return self._scheduler.active_requests()
+
+    def oldest_outputs(self, most: int) -> Sequence[OutputStatus]:
+        """Where the outputs stand that arrived first, at most so many; takes time for those, and not for all
+        that there are. A dead engine has none.
+        """
+        with self.guard.lock:
+            if self._life.is_dead:
+                return ()
+            if self._requests.has_cancelled:
+                with self.guard.changing():
+                    self._requests.drop_cancelled()
+            return self._scheduler.oldest(most)
 
     def limit_prefill_chunk(self, size: int | None) -> None:
         """Sets the most prompt tokens of one request in a step, from the next step on; None: the token budget

@@ -14,6 +14,7 @@ shared prefix or a feature slot, or before a request of higher priority came.
 from __future__ import annotations
 
 import heapq
+import itertools
 from bisect import insort
 from collections.abc import Iterable
 
@@ -87,6 +88,10 @@ class Roster:
     def active(self) -> list[Sequence]:
         """All running and waiting sequences, in order of arrival."""
         return list(self._active.values())
+
+    def oldest(self, most: int) -> list[Sequence]:
+        """The first to arrive of all running and waiting sequences, at most so many."""
+        return list(itertools.islice(self._active.values(), most))
 
     @property
     def num_started_requests(self) -> int:

@@ -26,6 +26,7 @@ from penstock.runtime.scheduling.results.endings import Endings
 from penstock.runtime.scheduling.roster import Roster
 from penstock.runtime.scheduling.scheduler_config import SchedulerConfig
 from penstock.runtime.scheduling.sequence import Sequence, Sharing
+from penstock.runtime.scheduling.status import OutputStatus, status_of
 from penstock.runtime.scheduling.stopping import StopRules
 
 __all__ = ["Load", "Scheduler", "SchedulerConfig"]
@@ -299,6 +300,10 @@ class Scheduler:
     def outputs_of(self, request_id: str) -> tuple[str, ...]:
         """The ids of a request's active outputs, in order of arrival."""
         return tuple(seq.request_id for seq in self.roster.outputs_of(request_id))
+
+    def oldest(self, most: int) -> list[OutputStatus]:
+        """Where the outputs stand that arrived first, at most so many."""
+        return [status_of(seq) for seq in self.roster.oldest(most)]
 
     def load(self) -> Load:
         """How busy the scheduler is."""
