@@ -154,6 +154,16 @@ class FakeServer(inference_pb2_grpc.InferenceServiceServicer, control_pb2_grpc.C
         self._note(request, context)
         return control_pb2.FlushCacheResponse(pages_freed=12, pages_in_use=3)
 
+    def SetTracing(self, request, context):
+        self._note(request, context)
+        return telemetry_pb2.SetTracingResponse(
+            previous=telemetry_pb2.TRACE_LEVEL_STEPS,
+            current=request.level or telemetry_pb2.TRACE_LEVEL_STEPS,
+            spans_exported=12,
+            spans_dropped=3,
+            spans_failed=4,
+        )
+
     def GetModelInfo(self, request, context):
         self._note(request, context)
         reply = control_pb2.GetModelInfoResponse(
@@ -199,10 +209,6 @@ class FakeServer(inference_pb2_grpc.InferenceServiceServicer, control_pb2_grpc.C
     def WatchLoad(self, request, context):
         self._note(request, context)
         yield from self.watch.handle(request, context, self._fail)
-
-    def SetTracing(self, request, context):
-        self._note(request, context)
-        return telemetry_pb2.SetTracingResponse()
 
     def Profile(self, request, context):
         self._note(request, context)

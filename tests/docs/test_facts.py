@@ -66,7 +66,7 @@ def test_every_finish_reason_is_explained() -> None:
 
 NOT_CLASSES = {
     *("DEFAULT_ADDR", "Constraint", "Metadata", "StreamEvent", "ToolLike", "Turn"),
-    *("InFlightPolicy", "Progress", "Staging", "Tensors"),
+    *("InFlightPolicy", "Progress", "Staging", "Tensors", "TraceLevel"),
 }
 """Names of the client that are a constant, or stand for types that are listed one by one."""
 

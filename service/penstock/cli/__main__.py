@@ -30,11 +30,12 @@ COMMANDS = {
     "pause": "stop a server from making tokens",
     "resume": "let a paused server go on",
     "flush-cache": "forget all cached prompt prefixes",
+    "trace": "change how much a server traces, or show it",
 }
 """From the name of a command to its line in `penstock --help`. Its module has the same name, with
 underscores.
 """
-_CONTROL = {"push-weights", "commit-weights", "discard-weights", "pause", "resume", "flush-cache"}
+_CONTROL = {"push-weights", "commit-weights", "discard-weights", "pause", "resume", "flush-cache", "trace"}
 """Commands whose modules are in `commands/control/`."""
 
 

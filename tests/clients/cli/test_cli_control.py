@@ -234,6 +234,20 @@ def test_flush_cache(run):
     assert json.loads(run("flush-cache", "--json")[1]) == {"pages_freed": 12, "pages_in_use": 3}
 
 
+def test_trace(server, run):
+    counts = "spans since the server's start: 12 exported, 3 dropped because too many waited, 4 failed\n"
+    assert run("trace")[:2] == (0, f"the level is steps\n{counts}")
+    assert run("trace", "--level", "off")[:2] == (0, f"the level is off, was steps\n{counts}")
+    assert json.loads(run("trace", "--level", "detailed", "--json")[1]) == {
+        "previous": "steps",
+        "current": "detailed",
+        "spans_exported": 12,
+        "spans_dropped": 3,
+        "spans_failed": 4,
+    }
+    assert [call.level for call in server.calls] == [0, 1, 4]
+
+
 def test_info_shows_the_update_in_use(server, run):
     server.model_info = text_format.Parse(
         """

@@ -10,7 +10,7 @@ import grpc.aio
 import pytest
 
 from penstock import client as api
-from penstock.client import AbortOutcome, AsyncClient, Client, FlushedCache, NotReady, Tokens
+from penstock.client import AbortOutcome, AsyncClient, Client, FlushedCache, NotReady, Tokens, TracingStatus
 from penstock.v1 import control_pb2, inference_pb2
 
 
@@ -117,6 +117,7 @@ async def test_the_other_calls(server, client):
     assert await client.tokenize("hi") == Tokens((4, 5), 64)
     assert await client.detokenize([4]) == "Hello"
     assert await client.flush_cache() == FlushedCache(12, 3)
+    assert await client.set_tracing("off") == TracingStatus("steps", "off", 12, 3, 4)
     assert (await client.control.GetLoad(control_pb2.GetLoadRequest())).queued_requests == 2
 
 

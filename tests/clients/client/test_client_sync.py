@@ -27,10 +27,11 @@ from penstock.client import (
     Summary,
     Timing,
     Tokens,
+    TracingStatus,
     Usage,
     WeightsVersion,
 )
-from penstock.v1 import control_pb2, inference_pb2
+from penstock.v1 import control_pb2, inference_pb2, telemetry_pb2
 
 TRACEPARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 
@@ -179,6 +180,20 @@ def test_info(server, client):
 def test_flush_cache(server, client):
     assert client.flush_cache() == FlushedCache(pages_freed=12, pages_in_use=3)
     assert server.calls == [control_pb2.FlushCacheRequest()]
+
+
+def test_set_tracing(server, client):
+    assert client.set_tracing() == TracingStatus("steps", "steps", 12, 3, 4)
+    assert client.set_tracing("detailed") == TracingStatus("steps", "detailed", 12, 3, 4)
+    assert server.calls == [
+        telemetry_pb2.SetTracingRequest(),
+        telemetry_pb2.SetTracingRequest(level=telemetry_pb2.TRACE_LEVEL_DETAILED),
+    ]
+    with pytest.raises(
+        api.InvalidRequest, match=r"level: must be one of off, requests, steps, detailed"
+    ) as caught:
+        client.set_tracing("DETAILED")  # type: ignore[arg-type]  # bad on purpose
+    assert caught.value.violations[0].field == "level"
 
 
 def test_flush_cache_on_a_server_without(server, client, failure):

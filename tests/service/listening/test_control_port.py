@@ -60,7 +60,7 @@ async def test_each_rpc_that_controls_is_refused_at_the_main_address() -> None:
             assert (await failure_of(main.raw(method, b""))).reason == "SERVED_ELSEWHERE", path
             if path.endswith(("CommitWeights", "DiscardWeights")):
                 assert (await failure_of(control.raw(method, b""))).reason == "INVALID_FIELD", path
-            elif path.endswith(("SetTracing", "Profile")):
+            elif path.endswith("Profile"):
                 assert (await failure_of(control.raw(method, b""))).reason == "UNSUPPORTED_FEATURE", path
             else:
                 await control.raw(method, b"")

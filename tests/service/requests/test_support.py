@@ -114,6 +114,7 @@ EFFECTS = {
     "token_ids": f"{CONTROL}::test_detokenize",
     "skip_special_tokens": f"{CONTROL}::test_detokenize",
     "include_tensors": f"{CONTROL}::test_model_info",
+    "level": "test_tracing::test_a_level_is_set_and_told",
     **dict.fromkeys(
         ("min_weights", "min_weights.generation", "min_weights.label"),
         "test_min_weights::test_requests_that_want_newer_weights_are_refused",
@@ -308,7 +309,7 @@ async def test_all_refused_fields_are_named_in_the_status() -> None:
         assert f.info.metadata["field"] == "adapter,priority"
 
 
-UNBUILT = {"WatchLoad", "SetTracing", "Profile"}
+UNBUILT = {"WatchLoad", "Profile"}
 
 
 @pytest.mark.parametrize("name", sorted(METHODS))

@@ -54,6 +54,7 @@ from penstock.client.errors import (
 from penstock.client.replies.server_streams import AsyncServerStream, ServerStream
 from penstock.client.replies.streams import AsyncGenerationStream, GenerationStream
 from penstock.client.requests.constraints import Choice, Constraint, Ebnf, JsonObject, JsonSchema, Regex
+from penstock.client.requests.control_requests import TraceLevel
 from penstock.client.requests.options import ChatOptions, RequestOptions, Truncation
 from penstock.client.requests.weights_requests import InFlightPolicy, Progress, Staging, UpdateOptions
 from penstock.client.status import Violation
@@ -85,6 +86,7 @@ from penstock.client.values.server_values import (
     ServerInfo,
     TensorInfo,
     Tokens,
+    TracingStatus,
 )
 from penstock.client.values.watch_values import (
     EndedRequests,
@@ -201,6 +203,8 @@ __all__ = [
     "Tool",
     "ToolCall",
     "ToolLike",
+    "TraceLevel",
+    "TracingStatus",
     "Truncation",
     "Turn",
     "Unauthenticated",

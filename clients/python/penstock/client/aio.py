@@ -17,6 +17,7 @@ from penstock.client.replies.server_streams import AsyncServerStream
 from penstock.client.replies.streams import AsyncCall, AsyncGenerationStream
 from penstock.client.replies.watch_messages import load_report
 from penstock.client.requests import control_requests, generation_requests, weights_requests
+from penstock.client.requests.control_requests import TraceLevel
 from penstock.client.requests.options import ChatOptions, RequestOptions
 from penstock.client.requests.weights_requests import InFlightPolicy, UpdateOptions
 from penstock.client.values.results import Generation
@@ -27,6 +28,7 @@ from penstock.client.values.server_values import (
     ModelInfo,
     ServerInfo,
     Tokens,
+    TracingStatus,
 )
 from penstock.client.values.watch_values import LoadReport
 from penstock.client.values.weights_values import CommittedWeights, Paused, WeightsUpdate
@@ -145,6 +147,21 @@ class AsyncClient(AsyncCalls):
             Attempts(self._retries, self._timeouts.of(timeout)),
             load_report,
         )
+
+    async def set_tracing(
+        self,
+        level: TraceLevel | None = None,
+        *,
+        timeout: float | None = None,
+        metadata: Metadata | None = None,
+    ) -> TracingStatus:
+        """Change how much the server traces, also of requests that run, and return what became of its spans.
+        Without a `level` nothing changes. A server without a collector can only be "off"; any other level
+        raises Unsupported there.
+        """
+        request = control_requests.tracing_request(level)
+        reply = await self._unary(self.control.SetTracing, request, timeout, metadata)
+        return messages.tracing_status(reply)
 
     async def flush_cache(
         self, *, timeout: float | None = None, metadata: Metadata | None = None

@@ -42,7 +42,7 @@ def _add_tracing(group: argparse._ArgumentGroup) -> None:
         default=_DEFAULTS.trace_level.name.lower(),
         choices=[level.name.lower() for level in TraceLevel],
         help="how much of a request is traced: requests has its phases, steps also the engine's steps, "
-        "detailed a span for each request and step; default: %(default)s",
+        "detailed a span for each request and step; `penstock trace` changes it; default: %(default)s",
     )
     group.add_argument(
         "--trace-sample-ratio",

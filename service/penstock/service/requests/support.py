@@ -150,6 +150,7 @@ HONOURED: Mapping[str, frozenset[str]] = {
     "penstock.v1.TokenizeRequest": _CHAT_HONOURED | {"text", "add_special_tokens"},
     "penstock.v1.DetokenizeRequest": frozenset({"token_ids", "skip_special_tokens"}),
     "penstock.v1.GetModelInfoRequest": frozenset({"include_tensors"}),
+    "penstock.v1.SetTracingRequest": frozenset({"level"}),
 }
 """From a message's name to the paths that have an effect."""
 
@@ -158,7 +159,6 @@ REFUSED: Mapping[str, Refused] = {
     "penstock.v1.StreamRequest": _GENERATE_REFUSED,
     "penstock.v1.UpdateWeightsRequest": {"begin.adapter": ()},
     "penstock.v1.WatchLoadRequest": {"interval": (), "max_requests": ()},
-    "penstock.v1.SetTracingRequest": {"level": ()},
     "penstock.v1.ProfileRequest": {"steps": (), "timeout": (), "include_data": ()},
 }
 """From a message's name to the paths that are refused, each with the values that are accepted

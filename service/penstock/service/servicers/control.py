@@ -22,6 +22,7 @@ from penstock.service.requests.convert_weights import to_pause
 from penstock.service.requests.prompts import encode_prompt
 from penstock.service.requests.support import check_supported
 from penstock.service.servicers.serving import Serving
+from penstock.service.servicers.tracing import set_tracing
 from penstock.service.servicers.weights import WeightUpdates
 from penstock.service.threads.lanes import MESSAGE_BYTES
 from penstock.v1 import control_pb2, control_pb2_grpc, telemetry_pb2, types_pb2
@@ -48,6 +49,7 @@ class ControlServicer(control_pb2_grpc.ControlServiceServicer):
         self._lanes = serving.lanes
         self._calls = serving.calls
         self._budget = serving.budget
+        self._tracing = serving.tracing
         self._version = version
         self._instance_id = instance_id
 
@@ -93,6 +95,7 @@ class ControlServicer(control_pb2_grpc.ControlServiceServicer):
             control_pb2.FEATURE_PRIORITY: self._limits.has_priority,
             control_pb2.FEATURE_UPDATE_WEIGHTS: self._takes_updates,
             control_pb2.FEATURE_BATCH_INVARIANT: self._engine.info.batch_invariant,
+            control_pb2.FEATURE_TRACING: self._tracing is not None,
         }
         return [feature for feature, there in has.items() if there]
 
@@ -138,8 +141,8 @@ class ControlServicer(control_pb2_grpc.ControlServiceServicer):
     async def SetTracing(
         self, request: telemetry_pb2.SetTracingRequest, context: Context
     ) -> telemetry_pb2.SetTracingResponse:
-        """Refuse: this release cannot do it yet."""
-        raise UnsupportedFeature(["SetTracing"])
+        """Change how much is traced, or tell it."""
+        return set_tracing(request, self._tracing)
 
     def Profile(
         self, request: telemetry_pb2.ProfileRequest, context: Context

@@ -15,6 +15,7 @@ from penstock.service.replies.streams import ServerSwitchboard
 from penstock.service.requests.convert import Limits
 from penstock.service.requests.features import DEFAULT_FEATURES, Features
 from penstock.service.servicers.abort import Arrivals
+from penstock.service.telemetry.otlp.tracing import Tracing
 from penstock.service.telemetry.traces import Telemetry
 from penstock.service.threads.lanes import Lanes
 
@@ -58,5 +59,7 @@ class Serving:
     stalls: StallLog
     stall_limit_s: float
     """Seconds after which a stream that is not read, although output waits, is ended."""
+    tracing: Tracing | None = None
+    """What records traces; None if the server has nowhere to send them to."""
     arrivals: Arrivals = field(default_factory=Arrivals)
     """The requests that `Abort` finds before the engine knows them."""

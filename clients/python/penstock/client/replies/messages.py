@@ -12,7 +12,7 @@ from penstock.client.errors import ProtocolError
 from penstock.client.tensor_messages import spelled, tensor_info
 from penstock.client.values import results, server_values, weights_values
 from penstock.client.values.chat_values import ToolCall
-from penstock.v1 import control_pb2, inference_pb2, types_pb2, weights_pb2
+from penstock.v1 import control_pb2, inference_pb2, telemetry_pb2, types_pb2, weights_pb2
 
 EnumT = TypeVar("EnumT", results.FinishReason, server_values.AbortOutcome, weights_values.UpdateOutcome)
 
@@ -26,6 +26,7 @@ def _member(kind: type[EnumT], number: int, names: Mapping[Any, str], prefix: st
 _FINISH_NAMES = {number: name for name, number in types_pb2.FinishReason.items()}
 _OUTCOME_NAMES = {number: name for name, number in inference_pb2.AbortOutcome.items()}
 _FEATURE_NAMES = {number: name for name, number in control_pb2.Feature.items()}
+_LEVEL_NAMES = {number: name for name, number in telemetry_pb2.TraceLevel.items()}
 _UPDATE_NAMES = {number: name for name, number in weights_pb2.UpdateOutcome.items()}
 
 
@@ -193,6 +194,16 @@ def load(message: control_pb2.GetLoadResponse) -> server_values.Load:
 
 def flushed_cache(message: control_pb2.FlushCacheResponse) -> server_values.FlushedCache:
     return server_values.FlushedCache(message.pages_freed, message.pages_in_use)
+
+
+def tracing_status(message: telemetry_pb2.SetTracingResponse) -> server_values.TracingStatus:
+    return server_values.TracingStatus(
+        previous=spelled(_LEVEL_NAMES, message.previous, "TRACE_LEVEL_"),
+        current=spelled(_LEVEL_NAMES, message.current, "TRACE_LEVEL_"),
+        spans_exported=message.spans_exported,
+        spans_dropped=message.spans_dropped,
+        spans_failed=message.spans_failed,
+    )
 
 
 def tokens(message: control_pb2.TokenizeResponse) -> server_values.Tokens:

@@ -5,7 +5,7 @@ contract's fields.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from penstock.client.errors import InvalidRequest
 from penstock.client.status import Violation
@@ -27,6 +27,13 @@ def named(option: str) -> Iterator[None]:
         yield
     except TypeError as error:
         raise TypeError(f"{option}: {error}") from error
+
+
+def one_of(name: str, names: Sequence[str]) -> str:
+    """The name in the contract's upper case. Raises ValueError for one that is not in `names`."""
+    if name not in names:
+        raise ValueError(f"must be one of {', '.join(names)}, not {name!r}")
+    return name.upper()
 
 
 class Violations:

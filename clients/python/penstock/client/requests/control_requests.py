@@ -6,12 +6,18 @@ Values that the wire cannot carry raise InvalidRequest, as the server would answ
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Literal, get_args
 
 from penstock.client.requests.chat_requests import chat_prompt
-from penstock.client.requests.checks import Violations, checked, named
+from penstock.client.requests.checks import Violations, checked, named, one_of
 from penstock.client.requests.generation_requests import given_of
 from penstock.client.requests.options import CHAT_FIELDS, ChatOptions
 from penstock.v1 import control_pb2, inference_pb2, telemetry_pb2
+
+TraceLevel = Literal["off", "requests", "steps", "detailed"]
+"""How much a server traces: nothing; each call and the phases of its request; also the engine's steps; also a
+span for each request and step.
+"""
 
 
 def abort_request(
@@ -79,4 +85,13 @@ def watch_request(interval: float | None, max_requests: int) -> telemetry_pb2.Wa
     with violations.of("max_requests"), named("max_requests"):
         request.max_requests = max_requests
     violations.tell()
+    return request
+
+
+def tracing_request(level: TraceLevel | None) -> telemetry_pb2.SetTracingRequest:
+    request = telemetry_pb2.SetTracingRequest()
+    if level is not None:
+        with checked("level"):
+            name = one_of(level, get_args(TraceLevel))
+        request.level = telemetry_pb2.TraceLevel.Value(f"TRACE_LEVEL_{name}")
     return request

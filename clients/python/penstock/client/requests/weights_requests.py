@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, Required, TypedDict, get_args
 
-from penstock.client.requests.checks import Violations, named
+from penstock.client.requests.checks import Violations, named, one_of
 from penstock.client.requests.generation_requests import given_of
 from penstock.client.values.results import WeightsVersion
 from penstock.v1 import control_pb2, weights_pb2
@@ -115,11 +115,11 @@ def _fill(message: Any, prefix: str, options: Mapping[str, Any]) -> None:
 def _set(message: Any, name: str, value: Any) -> None:
     match name:
         case "in_flight":
-            chosen = _one_of(value, get_args(InFlightPolicy))
+            chosen = one_of(value, get_args(InFlightPolicy))
             message.in_flight = weights_pb2.InFlightPolicy.Value(f"IN_FLIGHT_POLICY_{chosen}")
         case "staging":
             message.staging = weights_pb2.StagingMode.Value(
-                f"STAGING_MODE_{_one_of(value, get_args(Staging))}"
+                f"STAGING_MODE_{one_of(value, get_args(Staging))}"
             )
         case "drain_timeout":
             if not value >= 0:  # NaN too
@@ -129,10 +129,3 @@ def _set(message: Any, name: str, value: Any) -> None:
             message.expected_generation = value.generation if isinstance(value, WeightsVersion) else value
         case _:
             setattr(message, name, value)
-
-
-def _one_of(name: str, names: tuple[str, ...]) -> str:
-    """The name in the contract's upper case. Raises ValueError for one that is not in `names`."""
-    if name not in names:
-        raise ValueError(f"must be one of {', '.join(names)}, not {name!r}")
-    return name.upper()

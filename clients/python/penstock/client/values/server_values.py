@@ -66,8 +66,8 @@ class ModelInfo:
     """The optional parts of the contract that the server has; using another one raises Unsupported.
 
     They are "chat", "prompt_logprobs", "json_schema" (also for JsonObject), "regex" (also for Ebnf and
-    Choice), "adapters", "priority" and "update_weights". "batch_invariant" is a promise: a token's logits
-    depend on its own request alone, bit for bit.
+    Choice), "adapters", "priority", "update_weights", "tracing" and "profile". "batch_invariant" is a
+    promise: a token's logits depend on its own request alone, bit for bit.
     """
     tensors: tuple[TensorInfo, ...] = ()
     weights_digest: bytes = b""
@@ -122,3 +122,19 @@ class Tokens:
 
     token_ids: tuple[int, ...]
     max_context_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class TracingStatus:
+    """How much a server traces, and what became of its spans since it started."""
+
+    previous: str
+    """The level before the call: "off", "requests", "steps" or "detailed"."""
+    current: str
+    """The level now."""
+    spans_exported: int
+    """Spans that the collector has taken."""
+    spans_dropped: int
+    """Spans that were not sent, because too many waited for the collector."""
+    spans_failed: int
+    """Spans that the collector has refused, or that did not reach it."""
