@@ -349,7 +349,7 @@ def copy(source: socket.socket, sink: socket.socket, counted: list[int]) -> None
 @pytest.mark.parametrize("protocol", OTLP_PROTOCOLS)
 def test_tls_with_a_private_authority(protocol: OtlpProtocol, monkeypatch: Any, caplog: Any) -> None:
     """A collector with a certificate that is not known gets nothing; one that wants ours gets it."""
-    monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "2000")
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "400")
     pair = (CERTS / "server.pem", CERTS / "server.key")
     with OtlpReceiver(protocol, tls=pair, client_ca=CERTS / "ca.pem") as receiver:
         stranger = tracing_to(receiver)
@@ -362,6 +362,7 @@ def test_tls_with_a_private_authority(protocol: OtlpProtocol, monkeypatch: Any, 
         assert receiver.attempts == 0
         monkeypatch.setenv("OTEL_EXPORTER_OTLP_CLIENT_CERTIFICATE", str(CERTS / "client.pem"))
         monkeypatch.setenv("OTEL_EXPORTER_OTLP_CLIENT_KEY", str(CERTS / "client.key"))
+        monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "20000")
         known = tracing_to(receiver)
         assert sent(receiver, known, 3) == (3, 0)
         known.shutdown(WAIT_S)
