@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from penstock.service.telemetry.otlp.destination import Destination, Signal
 from penstock.service.telemetry.otlp.environment import destination, sampler, service_resource, why_off
 
 CERTS = Path(__file__).parents[2] / "certs"
+PAGE = Path(__file__).parents[4] / "docs" / "reference" / "environment.md"
 NAME = "OTEL_EXPORTER_OTLP"
 BASE = {f"{NAME}_ENDPOINT": "http://box:4317"}
 SAMPLER, ARG = "OTEL_TRACES_SAMPLER", "OTEL_TRACES_SAMPLER_ARG"
@@ -279,3 +281,29 @@ def test_a_bad_resource() -> None:
 def test_levels_are_ordered() -> None:
     assert TraceLevel.OFF < TraceLevel.REQUESTS < TraceLevel.STEPS < TraceLevel.DETAILED
     assert TracingOptions().trace_level is TraceLevel.STEPS
+
+
+class Noting(dict[str, str]):
+    """An environment that remembers what was asked of it."""
+
+    def __init__(self, **values: str) -> None:
+        super().__init__(values)
+        self.asked: set[str] = set()
+
+    def get(self, name: str, default: Any = None) -> Any:
+        self.asked.add(name)
+        return super().get(name, default)
+
+
+def test_the_page_has_every_variable_that_is_read_and_no_other() -> None:
+    seen = Noting(OTEL_EXPORTER_OTLP_ENDPOINT="box:1", OTEL_EXPORTER_OTLP_INSECURE="true")
+    for signal in ("traces", "metrics"):
+        to(seen, signal)
+    for name in ("parentbased_always_on", "traceidratio"):
+        seen["OTEL_TRACES_SAMPLER"] = name
+        sampler(TracingOptions(), seen)
+    service_resource(version="1", instance_id="i", environ=seen)
+    of_both = {re.sub("OTLP_(TRACES|METRICS)_", "OTLP_", name) for name in seen.asked}
+    page = PAGE.read_text(encoding="utf-8").partition("## OpenTelemetry's variables")[2]
+    rows = "".join(line.split(" | ")[0] for line in page.splitlines() if line.startswith("| `"))
+    assert set(re.findall(r"`(OTEL_[A-Z_]+)`", rows)) == of_both

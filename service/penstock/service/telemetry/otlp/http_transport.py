@@ -106,8 +106,8 @@ class HttpTransport:
         if connection is None:
             connection = self._connection = self._new(timeout_s)
             connection.connect()
-            if self._is_closed:
-                raise ConnectionAbortedError("it is shut down")
+            if self._is_cut:  # while there was no socket to shut down
+                raise TimeoutError("no connection in time")
         elif connection.sock is not None:
             connection.sock.settimeout(timeout_s)
         return connection
