@@ -14,6 +14,7 @@ import pytest
 
 from penstock.runtime.loop.core import EngineCore
 from penstock.runtime.loop.interface import InFlightPolicy
+from penstock.runtime.loop.journal.journal import Journal
 from penstock.runtime.loop.stepping import Planned, Steps
 from penstock.runtime.requests.fanout import outputs_of
 from penstock.runtime.requests.request import (
@@ -37,7 +38,12 @@ GREEDY = ResolvedSampling(temperature=0.0)
 
 @contextlib.contextmanager
 def core(
-    *, overlap: bool = True, steps: int = 1, pacer: Pacer | None = None, **limits: Any
+    *,
+    overlap: bool = True,
+    steps: int = 1,
+    pacer: Pacer | None = None,
+    journal: Journal | None = None,
+    **limits: Any,
 ) -> Iterator[tuple[EngineCore, LazyRunner]]:
     options: dict[str, Any] = {
         "max_num_seqs": 4,
@@ -51,7 +57,7 @@ def core(
     config = SchedulerConfig(**(options | limits))
     runner, scheduler = LazyRunner(config), Scheduler(config)
     pacer = pacer or Pacer(10.0, steps)
-    engine = EngineCore(runner, scheduler, vocab_size=VOCAB, overlap=overlap, pacer=pacer)
+    engine = EngineCore(runner, scheduler, vocab_size=VOCAB, overlap=overlap, pacer=pacer, journal=journal)
     engine.start()
     try:
         yield engine, runner

@@ -22,7 +22,7 @@ from penstock.runtime.scheduling.load import Load, LostPages
 
 log = logging.getLogger(__name__)
 
-_LONGEST_WAIT_S = 1.0
+_LONGEST_WAIT_S = 10.0
 """How long `wait_until_written` waits for sinks that block, which they must not."""
 
 
