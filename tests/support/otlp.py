@@ -29,10 +29,10 @@ from google.rpc import error_details_pb2, status_pb2  # type: ignore[import-unty
 from opentelemetry.proto.collector.metrics.v1 import metrics_service_pb2
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2
 from opentelemetry.proto.trace.v1 import trace_pb2
-from opentelemetry.sdk.trace import ReadableSpan
 
 from penstock.service.telemetry.options import OtlpProtocol, TraceLevel, TracingOptions
 from penstock.service.telemetry.otlp.destination import Signal
+from penstock.service.telemetry.otlp.span_batch import AnySpan, SpanBatches
 from penstock.service.telemetry.otlp.tracing import Tracing, open_tracing
 
 WAIT_S = 20.0
@@ -212,8 +212,7 @@ class OtlpReceiver:
 
     def children(self, of: ReceivedSpan) -> list[ReceivedSpan]:
         """The spans right below this one, by their beginning."""
-        below = [span for span in self.spans if (span.trace_id, span.parent_id) == (of.trace_id, of.span_id)]
-        return sorted(below, key=lambda span: (span.start_ns, span.end_ns))
+        return children_of(of, self.spans)
 
     @property
     def metrics(self) -> dict[str, Any]:
@@ -265,28 +264,40 @@ class Recorder:
     gets.
     """
 
-    def __init__(self, level: TraceLevel = TraceLevel.STEPS) -> None:
-        self._kept: list[ReadableSpan] = []
-        self.tracing = Tracing(self, level=level)
+    def __init__(self, level: TraceLevel = TraceLevel.STEPS, **options: Any) -> None:
+        """`options` are further ones of Tracing."""
+        self._kept: list[ReceivedSpan] = []
+        self.tracing = Tracing(self, level=level, **options)
+        self._batches = SpanBatches(self.tracing.resource)
 
     @property
-    def finished(self) -> list[ReadableSpan]:
+    def finished(self) -> list[ReceivedSpan]:
         """All spans that have ended."""
         assert self.tracing.flush(WAIT_S)
         return list(self._kept)
 
     @property
-    def spans(self) -> dict[str, ReadableSpan]:
+    def spans(self) -> dict[str, ReceivedSpan]:
         """The newest span of each name."""
         return {span.name: span for span in self.finished}
+
+    def named(self, name: str) -> list[ReceivedSpan]:
+        """All spans of this name, by their beginning."""
+        found = [span for span in self.finished if span.name == name]
+        return sorted(found, key=lambda span: (span.start_ns, span.end_ns))
+
+    def children(self, of: ReceivedSpan) -> list[ReceivedSpan]:
+        """The spans right below this one, by their beginning."""
+        return children_of(of, self.finished)
 
     def clear(self) -> None:
         """Forget all spans so far."""
         assert self.tracing.flush(WAIT_S)
         self._kept.clear()
 
-    def export(self, spans: Sequence[ReadableSpan]) -> int:
-        self._kept.extend(spans)
+    def export(self, spans: Sequence[AnySpan]) -> int:
+        request = trace_service_pb2.ExportTraceServiceRequest.FromString(self._batches.request(spans))
+        self._kept.extend(spans_of(request))
         return len(spans)
 
     def hurry(self, within_s: float) -> None:
@@ -294,6 +305,12 @@ class Recorder:
 
     def close(self) -> None:
         pass
+
+
+def children_of(of: ReceivedSpan, spans: Sequence[ReceivedSpan]) -> list[ReceivedSpan]:
+    """The spans right below this one, by their beginning."""
+    below = [span for span in spans if (span.trace_id, span.parent_id) == (of.trace_id, of.span_id)]
+    return sorted(below, key=lambda span: (span.start_ns, span.end_ns))
 
 
 def spans_of(export: Any) -> Iterator[ReceivedSpan]:

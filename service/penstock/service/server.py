@@ -52,7 +52,8 @@ from penstock.service.servicers.serving import Serving, limits_of
 from penstock.service.servicers.weights import WeightUpdates
 from penstock.service.telemetry import grpc_log
 from penstock.service.telemetry.otlp.tracing import Tracing
-from penstock.service.telemetry.traces import Telemetry
+from penstock.service.telemetry.tracing.service_spans import Telemetry
+from penstock.service.telemetry.tracing.tracer import Tracer
 from penstock.service.threads.blocking import in_thread
 from penstock.service.threads.lanes import Lanes
 from penstock.service.usage.ledger import Ledger
@@ -107,6 +108,7 @@ class PenstockServer:
         self._options = options
         self._tracing = tracing
         self._telemetry = Telemetry(tracing)
+        self._tracer = None if tracing is None else Tracer(tracing, self._telemetry.wall_clock)
         self.instance_id = instance_id or new_instance_id()
         self.admission = Admission(options.bounds)
         """What may go on at once, and what does."""
@@ -196,6 +198,8 @@ class PenstockServer:
     def attach(self, engine: Backend) -> None:
         """Answer with this engine. Generation is refused as NOT_READY until `start_engine` ends."""
         self._engine, self._engine_end = engine, EngineEnd(engine)
+        if self._tracer is not None:
+            self._tracer.follow(engine.journal)
         self._access.served_model = engine.info.name
         self._lanes.fit(engine.info.max_model_len)
         self.serving = Serving(
@@ -329,7 +333,8 @@ class PenstockServer:
         # a compilation cannot be ended other than with the process
         if end is not None and not self._starting:
             await end.shutdown()
-        if self._tracing is not None:
+        if self._tracing is not None and self._tracer is not None:
+            await in_thread(self._tracer.close)
             left_s = self._options.grace_s - (time.monotonic() - began_s)
             await in_thread(partial(self._tracing.shutdown, max(left_s, _LAST_SPANS_S)))
         return drained

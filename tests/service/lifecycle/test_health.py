@@ -17,7 +17,7 @@ from penstock.service.options import ServerOptions
 from penstock.service.rpcs import sending
 from penstock.service.rpcs.interceptors import PenstockInterceptor
 from penstock.service.server import LIVENESS, READINESS, PenstockServer
-from penstock.service.telemetry.traces import Telemetry
+from penstock.service.telemetry.tracing.service_spans import Telemetry
 from penstock.v1 import control_pb2, inference_pb2, weights_pb2
 from tests.service.h2peer import Peer
 from tests.service.rig import WAIT_S, Rig, failure_of, fake, generate, read_all, serving, stream, until

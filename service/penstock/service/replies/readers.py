@@ -21,6 +21,8 @@ from penstock.service.replies.streams import Buffer
 log = logging.getLogger(__name__)
 
 SECONDS_PER_LINE = 10.0
+STALL_S = 1.0
+"""A reader that takes nothing for so long, although something waits, has stalled; it may come back."""
 SLOWEST_BYTES_PER_S = 128 * 1024
 """A client that takes a large message more slowly than this may be given up before it has all of it."""
 
@@ -56,10 +58,14 @@ class RequestReader:
         *,
         stall_limit_s: float | None = None,
         collects: bool = False,
+        on_stall: Callable[[int, float, bool], None] = lambda since_ns, seconds, gave_up: None,
     ) -> None:
         """`request_id` is the engine's. `stall_limit_s` is None if the reader collects everything until the
         end, so that it cannot stall. With `collects` what it took counts as waiting until `forget`.
+        `on_stall` is told of each stall that is over: since when, in monotonic ns, for how many seconds, and
+        whether the reader was given up.
         """
+        self._on_stall = on_stall
         self._engine = engine
         self._request_id = request_id
         self._stalls = stalls
@@ -72,6 +78,8 @@ class RequestReader:
         self._changed = asyncio.Event()
         self._reading = False
         self._timer: asyncio.TimerHandle | None = None
+        self._away_ns = 0
+        """When the timer was started, in monotonic ns."""
         self._sending = 0
         """Size in bytes of the message that is being sent."""
         self._prompt_bytes = 0
@@ -165,9 +173,11 @@ class RequestReader:
             loop = asyncio.get_running_loop()
             limit_s = self._stall_limit_s + self._sending / SLOWEST_BYTES_PER_S
             self._timer = loop.call_later(limit_s, self._stalled)
+            self._away_ns = time.monotonic_ns()
 
     def _stalled(self) -> None:
         self._timer = None
+        self._tell_stall(gave_up=True)
         assert self._stall_limit_s is not None
         self._stalls.tell(f"request {told_id(self._request_id)}", self._stall_limit_s)
         self.fail(StalledReader(self._stall_limit_s))
@@ -176,3 +186,9 @@ class RequestReader:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
+            self._tell_stall(gave_up=False)
+
+    def _tell_stall(self, *, gave_up: bool) -> None:
+        seconds = (time.monotonic_ns() - self._away_ns) / 1e9
+        if gave_up or seconds >= STALL_S:
+            self._on_stall(self._away_ns, seconds, gave_up)

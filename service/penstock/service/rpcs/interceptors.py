@@ -13,6 +13,7 @@ import asyncio
 import contextlib
 import inspect
 import logging
+import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
@@ -35,7 +36,13 @@ from penstock.service.rpcs.access_check import Access
 from penstock.service.rpcs.decoding import Incoming, all_decoded, decoded
 from penstock.service.rpcs.sending import Send, Sends
 from penstock.service.telemetry.refusals import Refusal, RefusalLog, fields_of
-from penstock.service.telemetry.traces import CURRENT_RPC, UNTRACED, RpcTrace, Telemetry
+from penstock.service.telemetry.tracing.service_spans import (
+    CURRENT_RPC,
+    RECEIVED_NS,
+    UNTRACED,
+    RpcTrace,
+    Telemetry,
+)
 from penstock.service.threads.lanes import MESSAGE_BYTES, Lanes
 from penstock.service.usage.meter import current_meter
 
@@ -243,6 +250,7 @@ class PenstockInterceptor(grpc.aio.ServerInterceptor):
         if data is grpc.aio.EOF:
             raise InvalidRequest([Violation("", "the call has no message")])
         MESSAGE_BYTES.set(len(data))  # never reset, as CURRENT_RPC
+        RECEIVED_NS.set(time.monotonic_ns())
         work = partial(decoded, rpc.method, parse, data, self._vocab_size())
         received: tuple[Any, RequestError | None] = await self._lanes.convert(work, len(data))
         request, refusal = received

@@ -41,7 +41,7 @@ from penstock.service.requests.convert import ServedJob
 from penstock.service.requests.prompts import encode_prompt, encode_words
 from penstock.service.servicers.abort import Arrival
 from penstock.service.servicers.serving import Serving
-from penstock.service.telemetry.traces import RequestTrace
+from penstock.service.telemetry.tracing.service_spans import RECEIVED_NS
 from penstock.service.usage.meter import current_meter
 
 T = TypeVar("T")
@@ -64,7 +64,10 @@ class ServedRequest:
         """`min_tokens` is the least number of tokens in a delta. `stall_limit_s` is None if everything is
         collected until the end.
         """
-        self.job = job
+        self._trace = serving.telemetry.request(job, serving.engine.info.name, serving.engine.journal)
+        trace_id, span_id = self._trace.ids
+        received_ns = RECEIVED_NS.get() or time.monotonic_ns()
+        self.job = dataclasses.replace(job, received_ns=received_ns, trace_id=trace_id, span_id=span_id)
         """Once the context is entered, it has no prompt any more, and nothing else that may be large."""
         self.prompt = Fitted((), job.stopping)
         self.prompt_logprobs: tuple[TokenLogprobs, ...] = ()
@@ -79,7 +82,6 @@ class ServedRequest:
         self._min_tokens = min_tokens
         self._stall_limit_s = stall_limit_s
         self._collects = stall_limit_s is None
-        self._trace: RequestTrace = serving.telemetry.request(job, serving.engine.info.name)
         self._meter = current_meter()
         self._reader: RequestReader | None = None
         self._ends: dict[int, tuple[Finish, RequestTiming | None]] = {}
@@ -119,8 +121,10 @@ class ServedRequest:
             self.serving.stalls,
             stall_limit_s=self._stall_limit_s,
             collects=self._collects,
+            on_stall=self._trace.stalled,
         )
         requests = prepared.requests
+        self._trace.submits(len(self.prompt.token_ids))
         buffers = [
             self._buffer(request, index, prepared.text, self._reader)
             async for index, request in _in_turns(list(enumerate(requests)))
@@ -129,21 +133,18 @@ class ServedRequest:
         async for request, buffer in _in_turns(list(zip(requests, buffers, strict=True))):
             if arrival.finish is None:
                 buffer.submit(request, prepared.shared)
+                self._trace.queued()
             else:
                 buffer.deliver(self._never_ran(request.request_id, arrival.finish))
 
     async def _prepare(self) -> PreparedJob:
         """Do what `prepare_job` does, in its order, but each part in a thread where it takes long."""
-        started_ns = time.monotonic_ns()
         job, engine, lanes = self.job, self._engine, self._lanes
         room = engine.info.max_model_len
         encoded = await encode_prompt(engine.text, job.prompt, lanes, room=room, cuts=job.cuts)
-        try:
-            self.prompt = fit(encoded.token_ids, job.context, job.stopping, room)
-            words = await encode_words(engine.text, job.bad_words, lanes)
-        finally:  # also where that refuses the request
-            made = {"gen_ai.usage.input_tokens": len(encoded.token_ids)}
-            self._trace.phase("tokenize", started_ns, time.monotonic_ns(), made)
+        self._trace.tokenized(len(encoded.token_ids))
+        self.prompt = fit(encoded.token_ids, job.context, job.stopping, room)
+        words = await encode_words(engine.text, job.bad_words, lanes)
         if job.prompt_logprobs is not None:
             self.serving.budget.check_prompt(len(self.prompt.token_ids), job.prompt_logprobs)
         num_biases = len(job.sampling.logit_bias) + len(job.sampling.allowed_token_ids) + len(words)
@@ -155,8 +156,8 @@ class ServedRequest:
             job.request(self.prompt, sampling), job.n, await self._constraints(encoded.text)
         )
         cost += TOKEN_COST * len(self.prompt.token_ids)
+        self._trace.enters("submit")
         shared = await lanes.convert(partial(engine.prepare, requests[0]), cost)
-        self._trace.started(len(self.prompt.token_ids))
         return PreparedJob(job=job, requests=requests, shared=shared, prompt=self.prompt, text=encoded.text)
 
     async def _constraints(self, text: str) -> Sequence[TokenConstraint]:
@@ -164,12 +165,10 @@ class ServedRequest:
         job, engine = self.job, self._engine
         if job.grammar is None and not job.requires_call:
             return ()
-        started_ns = time.monotonic_ns()
-        constraints = await self._lanes.heavy(
+        self._trace.enters("grammar")
+        return await self._lanes.heavy(
             lambda: constraints_of(job, text, engine.text, engine.forms, engine.grammars)
         )
-        self._trace.phase("grammar", started_ns, time.monotonic_ns())
-        return constraints
 
     def _buffer(self, request: Request, index: int, text: str, reader: RequestReader) -> Buffer:
         engine = self._engine
@@ -218,7 +217,7 @@ class ServedRequest:
             self._ends[index] = taken.finish, taken.timing
             if self.is_done:
                 finishes = [finish for _, (finish, _) in sorted(self._ends.items())]
-                self._trace.finished(finishes, self.timing, self.num_completion_tokens)
+                self._trace.finished(finishes, self.timing)
                 self._meter.cached(self.timing.cached_prompt_tokens if self.timing else 0)
         return index, taken
 
@@ -256,7 +255,8 @@ class ServedRequest:
             else:
                 self._reader.forget()
         self.serving.places.left(self._placed)
-        self._trace.end(error, cancelled=isinstance(error, (asyncio.CancelledError, GeneratorExit)))
+        was_cancelled = isinstance(error, (asyncio.CancelledError, GeneratorExit))
+        self._trace.end(self.num_completion_tokens, error, cancelled=was_cancelled)
 
 
 async def _in_turns(items: Sequence[T]) -> AsyncIterator[T]:

@@ -16,7 +16,7 @@ from penstock.service.requests.convert import Limits
 from penstock.service.requests.features import DEFAULT_FEATURES, Features
 from penstock.service.servicers.abort import Arrivals
 from penstock.service.telemetry.otlp.tracing import Tracing
-from penstock.service.telemetry.traces import Telemetry
+from penstock.service.telemetry.tracing.service_spans import Telemetry
 from penstock.service.threads.lanes import Lanes
 
 

@@ -67,11 +67,11 @@ def record(tracing: Tracing, count: int, name: str = "one") -> None:
 
 async def test_spans_of_a_call_reach_the_collector(receiver: OtlpReceiver) -> None:
     """At the latest when the server stops."""
-    tracing = tracing_to(receiver)
+    tracing = tracing_to(receiver, TraceLevel.REQUESTS)
     async with serving(tracing=tracing) as rig:
         await rig.inference.Generate(generate("y"))
     spans = {span.name: span for span in receiver.spans}
-    names = {"tokenize", "queue", "prefill", "decode"}
+    names = {"tokenize", "submit", "queue", "prefill", "decode", "reply"}
     assert set(spans) == {"penstock.v1.InferenceService/Generate", "text_completion fake", *names}
     rpc, request = (
         receiver.span("penstock.v1.InferenceService/Generate"),
@@ -79,7 +79,9 @@ async def test_spans_of_a_call_reach_the_collector(receiver: OtlpReceiver) -> No
     )
     assert (rpc.kind, rpc.parent_id, request.parent_id) == ("SERVER", "", rpc.span_id)
     assert {child.name for child in receiver.children(request)} == names
-    assert (rpc.resource["service.name"], rpc.resource["service.version"]) == ("penstock", "1.2.3")
+    for span in (rpc, request):
+        assert (span.resource["service.name"], span.resource["service.version"]) == ("penstock", "1.2.3")
+        assert span.scope == "penstock.service"
     assert (tracing.exported, tracing.failed, tracing.dropped, tracing.waiting) == (len(spans), 0, 0, 0)
 
 
@@ -218,14 +220,14 @@ async def test_a_server_does_not_notice_a_collector_that_hangs(
     receiver: OtlpReceiver, monkeypatch: Any
 ) -> None:
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "3600000")
-    tracing = tracing_to(receiver, max_waiting_spans=10)
+    tracing = tracing_to(receiver, TraceLevel.REQUESTS, max_waiting_spans=10)
     receiver.always = Hang()
     async with serving(tracing=tracing, grace_s=0.1) as rig:
         for _ in range(10):
             await rig.inference.Generate(generate("y"))
         assert tracing.waiting <= 10
     total = tracing.exported + tracing.failed + tracing.dropped
-    assert (tracing.exported, total, tracing.waiting) == (0, 60, 0)
+    assert (tracing.exported, total, tracing.waiting) == (0, 80, 0)
 
 
 def test_a_collector_that_goes_away_and_comes_back(monkeypatch: Any) -> None:

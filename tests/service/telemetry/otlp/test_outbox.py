@@ -12,12 +12,13 @@ from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import ReadableSpan
 
 from penstock.service.telemetry.otlp.outbox import BATCH, Outbox
+from penstock.service.telemetry.otlp.span_batch import AnySpan
 
 WAIT_S = 20.0
 NOBODY = Resource.get_empty()
 
 
-def spans(count: int) -> list[ReadableSpan]:
+def spans(count: int) -> list[AnySpan]:
     return [ReadableSpan(name=str(number), resource=NOBODY) for number in range(count)]
 
 
@@ -27,12 +28,12 @@ class Gate:
     def __init__(self) -> None:
         self.open = threading.Event()
         self.entered = threading.Event()
-        self.batches: list[list[ReadableSpan]] = []
-        self.takes: Callable[[Sequence[ReadableSpan]], int] = len
+        self.batches: list[list[AnySpan]] = []
+        self.takes: Callable[[Sequence[AnySpan]], int] = len
         self.hurried: list[float] = []
         self.closed = 0
 
-    def export(self, batch: Sequence[ReadableSpan]) -> int:
+    def export(self, batch: Sequence[AnySpan]) -> int:
         self.entered.set()
         assert self.open.wait(WAIT_S)
         self.batches.append(list(batch))
@@ -61,7 +62,7 @@ def until(condition: Callable[[], bool]) -> None:
         time.sleep(0.002)
 
 
-def emit_all(outbox: Outbox, what: Sequence[ReadableSpan]) -> None:
+def emit_all(outbox: Outbox, what: Sequence[AnySpan]) -> None:
     for span in what:
         outbox.emit(span)
 
@@ -122,6 +123,29 @@ def test_what_is_beyond_the_bound_is_dropped_and_counted_exactly(gate: Gate) -> 
     outbox.shutdown(WAIT_S)
 
 
+def test_spans_that_are_handed_over_together(gate: Gate) -> None:
+    """There is room for some of them, and for none once the outbox has ended."""
+    outbox = Outbox(gate, 100, delay_s=0.01)
+    sent = spans(150)
+    outbox.emit_all(sent[:1])
+    assert gate.entered.wait(WAIT_S), "the thread is held now"
+    outbox.emit_all(sent[1:])
+    assert (outbox.waiting, outbox.dropped) == (100, 49)
+    gate.open.set()
+    outbox.shutdown(WAIT_S)
+    assert [span for batch in gate.batches for span in batch] == sent[:101]
+    outbox.emit_all(sent[:3])
+    assert (outbox.exported, outbox.waiting, outbox.dropped) == (101, 0, 52)
+
+
+def test_a_full_batch_that_is_handed_over_leaves_before_its_time(gate: Gate) -> None:
+    gate.open.set()
+    outbox = Outbox(gate, 10 * BATCH, delay_s=3600.0)
+    outbox.emit_all(spans(BATCH))
+    until(lambda: outbox.exported == BATCH)
+    outbox.shutdown(WAIT_S)
+
+
 def test_some_of_a_batch_were_not_taken(gate: Gate) -> None:
     gate.open.set()
     gate.takes = lambda batch: len(batch) - 2
@@ -135,7 +159,7 @@ def test_some_of_a_batch_were_not_taken(gate: Gate) -> None:
 def test_the_thread_outlives_an_exporter_that_raises(gate: Gate, caplog: Any) -> None:
     gate.open.set()
 
-    def broken(batch: Sequence[ReadableSpan]) -> int:
+    def broken(batch: Sequence[AnySpan]) -> int:
         raise ZeroDivisionError
 
     gate.takes = broken

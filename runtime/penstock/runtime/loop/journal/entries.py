@@ -16,7 +16,7 @@ from typing import NamedTuple
 from penstock.runtime.loop.interface import Applied, Paused, Resumed, StepRecord, WeightsBroken
 from penstock.runtime.requests.request import Request, RequestTiming, StepOutput
 
-__all__ = ["Cancelled", "Changed", "Ended", "Entry", "Preempted", "Queued", "StepRecord"]
+__all__ = ["Cancelled", "Changed", "Ended", "Entry", "Noted", "Preempted", "Queued", "StepRecord"]
 
 
 class Queued(NamedTuple):
@@ -65,4 +65,13 @@ class Changed(NamedTuple):
     what: Applied | Paused | Resumed | WeightsBroken
 
 
-Entry = StepRecord | Queued | Ended | Cancelled | Preempted | Changed
+class Noted(NamedTuple):
+    """A note that is not the engine's: whoever reads the journal may write into it what it wants to find in
+    order among the entries. Other readers pass over it.
+    """
+
+    at_ns: int
+    what: object
+
+
+Entry = StepRecord | Queued | Ended | Cancelled | Preempted | Changed | Noted

@@ -13,16 +13,16 @@ from collections.abc import Callable, Sequence
 
 from google.protobuf.message import DecodeError
 from opentelemetry.exporter.otlp.proto.common.metrics_encoder import encode_metrics
-from opentelemetry.exporter.otlp.proto.common.trace_encoder import encode_spans
 from opentelemetry.proto.collector.metrics.v1.metrics_service_pb2 import ExportMetricsServiceResponse
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceResponse
 from opentelemetry.sdk.metrics.export import MetricsData
-from opentelemetry.sdk.trace import ReadableSpan
+from opentelemetry.sdk.resources import Resource
 
 from penstock.service.telemetry.options import TracingOptions
 from penstock.service.telemetry.otlp.destination import Destination
 from penstock.service.telemetry.otlp.environment import destination
 from penstock.service.telemetry.otlp.sender import Sender, sender_to
+from penstock.service.telemetry.otlp.span_batch import AnySpan, SpanBatches
 from penstock.service.telemetry.otlp.transport import Failed, quoted
 
 log = logging.getLogger(__name__)
@@ -39,15 +39,17 @@ def metric_exporter(options: TracingOptions) -> OtlpMetricExporter | None:
 class OtlpSpanExporter:
     """Sends spans. Used by one thread, but for `hurry` and `close`, which any may call."""
 
-    def __init__(self, sender: Sender, to: Destination) -> None:
+    def __init__(self, sender: Sender, to: Destination, resource: Resource) -> None:
+        """`resource` is that of the spans in wire form."""
         self._sender = sender
+        self._batches = SpanBatches(resource)
         self._complaints = Complaints(f"spans do not reach {to.url}")
 
-    def export(self, spans: Sequence[ReadableSpan]) -> int:
+    def export(self, spans: Sequence[AnySpan]) -> int:
         """Send spans, and wait for the answer. Returns how many of them the collector has taken. Raises what
         the encoder raises.
         """
-        answer = self._sender.send(encode_spans(spans).SerializeToString())
+        answer = self._sender.send(self._batches.request(spans))
         if isinstance(answer, Failed):
             self._complaints.tell(answer.why)
             return 0

@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Protocol
 
-from opentelemetry.sdk.trace import ReadableSpan
+from penstock.service.telemetry.otlp.span_batch import AnySpan
 
 log = logging.getLogger(__name__)
 
@@ -28,7 +28,7 @@ _LAST_MOMENT_S = 0.5
 class SpanExporter(Protocol):
     """Sends spans."""
 
-    def export(self, spans: Sequence[ReadableSpan]) -> int:
+    def export(self, spans: Sequence[AnySpan]) -> int:
         """Send spans, and wait for the answer. Returns how many of them were taken."""
 
     def hurry(self, within_s: float) -> None:
@@ -44,7 +44,7 @@ class Outbox:
     def __init__(self, exporter: SpanExporter, most: int, *, delay_s: float = DELAY_S) -> None:
         """At most `most` spans wait, and none for longer than `delay_s` seconds if the exporter keeps up."""
         self._exporter, self._most, self._delay_s = exporter, most, delay_s
-        self._spans: deque[ReadableSpan] = deque()
+        self._spans: deque[AnySpan] = deque()
         self._wishes: queue.SimpleQueue[threading.Event | None] = queue.SimpleQueue()
         """What wakes the thread: None, or an event that it sets when all that waits now was sent."""
         self._is_woken = False
@@ -68,12 +68,25 @@ class Outbox:
         """Spans that wait to be sent."""
         return len(self._spans)
 
-    def emit(self, span: ReadableSpan) -> None:
+    def emit(self, span: AnySpan) -> None:
         """Send a span some time later. From any thread; never blocks."""
         if self._is_closing or len(self._spans) >= self._most:
             self._drop(1)
             return
         self._spans.append(span)
+        self._wake()
+
+    def emit_all(self, spans: Sequence[AnySpan]) -> None:
+        """Send these spans some time later, or as many of them as there is room for. From any thread; never
+        blocks.
+        """
+        room = 0 if self._is_closing else max(self._most - len(self._spans), 0)
+        self._spans.extend(spans[:room])
+        self._drop(max(len(spans) - room, 0))
+        self._wake()
+
+    def _wake(self) -> None:
+        """Have the thread send what waits, if that is a whole batch."""
         if len(self._spans) >= BATCH and not self._is_woken:
             self._is_woken = True
             self._wishes.put(None)
@@ -134,14 +147,14 @@ class Outbox:
             if self._is_closing and not taken:
                 return
 
-    def _sent(self, batch: Sequence[ReadableSpan]) -> int:
+    def _sent(self, batch: Sequence[AnySpan]) -> int:
         try:
             return self._exporter.export(batch)
         except Exception:  # the thread must outlive a span that cannot be encoded
             log.exception("%d spans cannot be sent", len(batch))
             return 0
 
-    def _taken(self, most: int) -> list[ReadableSpan]:
+    def _taken(self, most: int) -> list[AnySpan]:
         """Take up to this many spans. The thread and a shutdown that waits no longer may both do so."""
         batch = []
         for _ in range(most):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 
 from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import ReadableSpan, SpanProcessor, TracerProvider
@@ -76,11 +77,11 @@ class Tracing:
         """Spans that wait to be sent."""
         return self._outbox.waiting
 
-    def emit(self, span: ReadableSpan) -> None:
-        """Send a finished span some time later. From any thread; never blocks. Beyond the bound it is
-        dropped.
+    def emit(self, spans: Sequence[bytes]) -> None:
+        """Send spans that `wire.span` made, some time later. From any thread; never blocks. Those beyond the
+        bound are dropped.
         """
-        self._outbox.emit(span)
+        self._outbox.emit_all(spans)
 
     def flush(self, timeout_s: float) -> bool:
         """Wait until all spans that wait now were sent, or have failed. Returns whether that was in time."""
@@ -111,10 +112,11 @@ def open_tracing(options: TracingOptions, *, version: str, instance_id: str) -> 
             log.warning("no traces, because of %s", why_off("traces"))
         return None
     log.info("traces go to %s over %s", to.url, to.protocol)
+    resource = service_resource(version=version, instance_id=instance_id)
     return Tracing(
-        OtlpSpanExporter(sender_to(to), to),
+        OtlpSpanExporter(sender_to(to), to, resource),
         level=options.trace_level,
-        resource=service_resource(version=version, instance_id=instance_id),
+        resource=resource,
         sampler=sampler(options),
         max_waiting_spans=options.max_waiting_spans,
     )
