@@ -12,12 +12,11 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Self
 
-import jax
 import numpy as np
 
 from penstock.runtime.building import build, grammar_compiler
 from penstock.runtime.config import EngineConfig, ResolvedConfig
-from penstock.runtime.errors import EngineFailure
+from penstock.runtime.errors import ConfigError, EngineFailure
 from penstock.runtime.execution.backend import Backend, choose_backend
 from penstock.runtime.execution.cpu_threads import start_backends
 from penstock.runtime.grammar.compile.compiler import GrammarCompiler
@@ -36,10 +35,11 @@ from penstock.runtime.loop.interface import (
     WeightsVersion,
 )
 from penstock.runtime.loop.journal.journal import Journal
+from penstock.runtime.measured import measure
+from penstock.runtime.measuring.engine_metrics import EngineMetrics
 from penstock.runtime.measuring.registry import Registry
 from penstock.runtime.measuring.update_meters import UpdateMeters
 from penstock.runtime.model_info import ModelInfo
-from penstock.runtime.profiling.profiler import Profiler
 from penstock.runtime.request_rules import RequestRules, SamplingCallback
 from penstock.runtime.requests.request import Finish, PreparedPrompt, Request
 from penstock.runtime.scheduling.load import Load
@@ -86,11 +86,12 @@ class TokenEngine:
             observer=observer,
             overlap=parts.config.overlap,
             pacer=parts.pacer,
-            annotate=jax.profiler.TraceAnnotation,
         )
         """Works on token ids; everything that is done with requests is done by it."""
         self.registry = Registry()
         """The values of all metrics of this engine."""
+        is_measured = parts.config.metrics
+        self._meters = measure(parts, self.core, self.journal, self.registry) if is_measured else None
         self.updater = Updater(
             self.core,
             parts.runner.device,
@@ -100,9 +101,6 @@ class TokenEngine:
             threads=max(1, (parts.config.threads or 1) // 2),  # the other half computes steps meanwhile
         )
         """Takes new weights, from other programs and from files."""
-        self.profiler = Profiler(self.core)
-        """Records what host and device do in the next steps."""
-        self.core.on_failure(self.profiler.stop)
         self._rules = RequestRules(
             vocab_size=model.vocab_size,
             max_logprobs=parts.config.max_logprobs,
@@ -222,7 +220,6 @@ class TokenEngine:
     def shutdown(self) -> None:
         """End what runs (ABORTED) and free the device's memory. May be called twice."""
         self.core.shutdown()
-        self.profiler.close()
         self.journal.close()
         self.updater.close()
         self._switch_interval.restore()
@@ -280,6 +277,14 @@ class TokenEngine:
     def oldest_outputs(self, most: int) -> Sequence[OutputStatus]:
         """Where the outputs stand that arrived first, at most so many."""
         return self.core.oldest_outputs(most)
+
+    def metrics(self) -> EngineMetrics:
+        """What the engine does and has done: totals, rates and percentiles of latencies. Any thread may ask.
+        ConfigError where `EngineConfig.metrics` is off.
+        """
+        if self._meters is None:
+            raise ConfigError("metrics: the engine was made without them")
+        return self._meters.metrics()
 
     def flush_prefix_cache(self) -> FlushedPages:
         """Forget all cached prefixes."""

@@ -15,8 +15,8 @@ from penstock.runtime.config import ResolvedConfig
 from penstock.runtime.grammar.compile.compiler import GrammarCompiler
 from penstock.runtime.loop.interface import AbortOutcome, InFlightPolicy, Paused, Pulse, WeightsVersion
 from penstock.runtime.loop.journal.journal import Journal
+from penstock.runtime.measuring.engine_metrics import EngineMetrics
 from penstock.runtime.measuring.registry import Registry
-from penstock.runtime.profiling.profile import ProfileOptions, ProfileRun
 from penstock.runtime.requests.request import Finish, PreparedPrompt, Request, StepOutput
 from penstock.runtime.requests.sampling_defaults import GenerationDefaults
 from penstock.runtime.scheduling.load import Load
@@ -134,16 +134,6 @@ class Updater(Protocol):
         ...
 
 
-class Profiler(Protocol):
-    """Records what host and device do in the next steps of the engine."""
-
-    def start(self, folder: Path, options: ProfileOptions, keep: int | None = None) -> ProfileRun:
-        """Begin, and return when the recording has begun. The files go to a folder of their own in `folder`,
-        of which the newest `keep` stay. Blocks.
-        """
-        ...
-
-
 class Backend(Protocol):
     """The engine as the service sees it. Everything may be called on the event loop, except methods that say
     that they block.
@@ -190,8 +180,10 @@ class Backend(Protocol):
         """The values of the engine's metrics."""
         ...
 
-    @property
-    def profiler(self) -> Profiler: ...
+    def metrics(self) -> EngineMetrics:
+        """What the engine does and has done. ConfigError where its metrics are off. Blocks."""
+        ...
+
     @property
     def is_paused(self) -> bool: ...
     @property

@@ -113,12 +113,10 @@ def _run_model(
         state_to=None if copies is None else copies.written,
     )
     tokens = jnp.where(tokens == FEEDBACK, last[meta.token_rows], tokens)
-    with jax.named_scope("model"):
-        hidden, kv = model(tokens, meta.positions, kv, meta, attention=attention)
-        at = jnp.maximum(jnp.cumsum(batch.q_lens) - 1, 0)
-        num_rows = jnp.sum((batch.q_lens > 0).astype(jnp.int32))
-        logits = model.logits(hidden[at], num_rows)
-    return logits, hidden, kv, None if copies is None else copies.held
+    hidden, kv = model(tokens, meta.positions, kv, meta, attention=attention)
+    at = jnp.maximum(jnp.cumsum(batch.q_lens) - 1, 0)
+    num_rows = jnp.sum((batch.q_lens > 0).astype(jnp.int32))
+    return model.logits(hidden[at], num_rows), hidden, kv, None if copies is None else copies.held
 
 
 def _of_rows(by_slot: Array, batch: Unpacked) -> Array:
@@ -169,8 +167,7 @@ def make_choice(
 
     def choose(state: RowState, logits: Array, packed: Array, mask: Array) -> tuple[Chosen, RowState]:
         batch = layout.unpack_rows(packed)
-        with jax.named_scope("sampler"):
-            sampled = sampler(logits, state, batch.sampling, batch.flags, mask, num_top=num_top)
+        sampled = sampler(logits, state, batch.sampling, batch.flags, mask, num_top=num_top)
         state = _add_history(state, batch, sampled.tokens, batch.max_samples > 0)
         chosen = Chosen(sampled.tokens[None], report(sampled, batch.flags)[None])
         return chosen, _keep(state, batch, sampled.tokens)
@@ -223,8 +220,7 @@ def make_window(
             state = carry.state._replace(held=held)
             banned = carry.step < batch.bans
             rows = batch.sampling._replace(positions=batch.sampling.positions + carry.step, banned=banned)
-            with jax.named_scope("sampler"):
-                made = sampler(logits, state, rows, batch.flags, None, num_top=shapes.num_top)
+            made = sampler(logits, state, rows, batch.flags, None, num_top=shapes.num_top)
             sampled = made.tokens
             token = jnp.where(carry.alive, sampled, NO_TOKEN)
             ended = ((sampled[:, None] == rows.stop_ids).any(axis=1) & ~banned) | (sampled < 0)
@@ -328,11 +324,9 @@ def read_logprobs(row: np.ndarray, num_top: int, wanted: int) -> TokenLogprobs:
 
 
 def compile_program(
-    program: Callable[..., Any], *arguments: Any, donate: tuple[int, ...] = (), name: str = ""
+    program: Callable[..., Any], *arguments: Any, donate: tuple[int, ...] = ()
 ) -> jax.stages.Compiled:
     """Lowers and compiles a program for the shapes and shardings of the arguments (arrays or
-    ShapeDtypeStructs). Profiles show it as "jit_" and its `name`; empty: that of the function. Programs of
-    the same function need names of their own, because profiles find the operations of a program by it.
+    ShapeDtypeStructs).
     """
-    program.__name__ = name or program.__name__
     return jax.jit(program, donate_argnums=donate).lower(*arguments).compile()
