@@ -21,6 +21,7 @@ NEVER_SENT = {
     "INVALID_REQUEST": "the class above others, which is never raised itself",
     "CHANGE_REFUSED": "the class above others, which is never raised itself",
     "WEIGHTS_REFUSED": "the class above others, which is never raised itself",
+    "PROFILE_REFUSED": "the class above others, which is never raised itself",
 }
 """Reasons of the table that no RPC answers in this release."""
 

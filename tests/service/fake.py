@@ -74,6 +74,7 @@ from tests.service.fake_changes import FakeChanges, Make
 from tests.service.fake_outputs import Running, Sink
 from tests.service.fake_steps import FakeSteps
 from tests.service.fake_updater import TENSORS, FakeUpdater
+from tests.support.fake_profiler import FakeProfiler
 from tests.support.meters import BUILD, NO_TOTALS
 
 
@@ -114,6 +115,7 @@ class FakeEngine:
         self.changes = FakeChanges()
         self.updater = FakeUpdater(self)
         self.registry = Registry()
+        self.profiler = FakeProfiler()
         self.weights_problem: str | None = None
         self.is_held = False
         """Whether an update in place keeps the engine from stepping."""

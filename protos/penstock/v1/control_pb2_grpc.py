@@ -216,7 +216,8 @@ class ControlServiceServicer:
         The server goes on serving, more slowly. A caller that goes away ends the profile, and what it recorded stays.
         INVALID_ARGUMENT    INVALID_FIELD: a value is out of range
         UNIMPLEMENTED       UNSUPPORTED_FEATURE: the server was started without a folder for profiles
-        ABORTED             PROFILE_UNDER_WAY: another profile is being recorded
+        ABORTED             PROFILE_UNDER_WAY: another profile is being recorded or written
+        INTERNAL            PROFILE_FAILED: the folder cannot be written, or JAX cannot record
         UNAVAILABLE         DRAINING: the server has begun to stop; at any time
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

@@ -557,7 +557,9 @@ class ProfileRequest(_message.Message):
     TIMEOUT_FIELD_NUMBER: _builtins.int
     INCLUDE_DATA_FIELD_NUMBER: _builtins.int
     steps: _builtins.int
-    """end after this many steps of the engine; 1 to 10000, default 100"""
+    """End after this many steps of the engine; 1 to 1000, default 100. A window of decode steps counts as many as it
+    holds, so a few more may be recorded.
+    """
     include_data: _builtins.bool
     """also send the profile's files, as ProfileChunk"""
     @_builtins.property
@@ -644,9 +646,11 @@ class ProfileFinished(_message.Message):
     BYTES_FIELD_NUMBER: _builtins.int
     DURATION_FIELD_NUMBER: _builtins.int
     path: _builtins.str
-    """as ProfileStarted.path"""
+    """As ProfileStarted.path. "perfetto_trace.json.gz" in it is what https://ui.perfetto.dev opens; TensorBoard reads the
+    folder itself.
+    """
     steps: _builtins.int
-    """steps that were recorded; fewer than asked for if the timeout came first"""
+    """steps that were recorded whole; fewer than asked for if the timeout came first"""
     bytes: _builtins.int
     """size of all files below path"""
     @_builtins.property

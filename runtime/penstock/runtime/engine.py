@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property
+from pathlib import Path
 from typing import Literal, Unpack, overload
 
 from penstock.runtime.chat.parser import ChatForms, choose_forms
@@ -28,6 +29,12 @@ from penstock.runtime.embedding.options import (
 )
 from penstock.runtime.embedding.stream import GenerationStream
 from penstock.runtime.generation.results import Generation
+from penstock.runtime.profiling.profile import (
+    DEFAULT_STEPS,
+    DEFAULT_TIMEOUT_S,
+    ProfileOptions,
+    ProfileRun,
+)
 from penstock.runtime.token_engine import TokenEngine
 
 
@@ -95,6 +102,24 @@ class Engine(TokenEngine):
         that ends the request. What is refused raises here, before the first delta.
         """
         return GenerationStream(self, job_of(self, prompt_of(prompt), options))
+
+    def profile(
+        self,
+        folder: str | Path,
+        *,
+        steps: int = DEFAULT_STEPS,
+        timeout_s: float = DEFAULT_TIMEOUT_S,
+        keep: int | None = None,
+    ) -> ProfileRun:
+        """Begins to record what host and device do in the next `steps` steps, or until `timeout_s` seconds
+        have passed. Returns when the recording has begun; `ProfileRun.result` waits for the files.
+
+        They are written to a folder of their own in `folder`, of which the newest `keep` stay; None: all.
+        Raises InvalidRequest, ProfileUnderWay where this program records already, ProfileFailed, and Draining
+        after `shutdown`.
+        """
+        options = ProfileOptions(steps=steps, timeout_s=timeout_s)
+        return self.profiler.start(Path(folder), options, keep)
 
     @overload
     def chat(

@@ -28,6 +28,9 @@ PenstockError
 │   ├── GenerationChanged        other weights serve than the update was made for
 │   ├── UpdateUnderWay           another update has begun or is staged
 │   └── UnknownUpdate            no update of that id is staged
+├── ProfileError                 expected: a profile was not made
+│   ├── ProfileUnderWay          another one is recorded or written
+│   └── ProfileFailed            its folder cannot be written, or JAX cannot record
 ├── GenerationError              unexpected: one request cannot go on; the engine serves the others
 │   └── NonFiniteLogits          the model computed NaN or infinity
 └── EngineFailure                unexpected: a bug or the device failed; the engine is dead
@@ -311,6 +314,21 @@ class UnknownUpdate(WeightsError):
     def __init__(self, update_id: str) -> None:
         self.update_id = update_id
         super().__init__(f"no update {update_id!r} is staged")
+
+
+class ProfileError(PenstockError):
+    """A profile was not made. The engine serves as before."""
+
+
+class ProfileUnderWay(ProfileError):
+    """There is one profile at a time in a process, and another one is recorded or written."""
+
+    def __init__(self) -> None:
+        super().__init__("another profile is under way: wait until it has ended")
+
+
+class ProfileFailed(ProfileError):
+    """The profile could not be recorded or written; the message says why."""
 
 
 class GenerationError(PenstockError):

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Self
 
+import jax
 import numpy as np
 
 from penstock.runtime.building import build, grammar_compiler
@@ -40,6 +41,7 @@ from penstock.runtime.measuring.engine_metrics import EngineMetrics
 from penstock.runtime.measuring.registry import Registry
 from penstock.runtime.measuring.update_meters import UpdateMeters
 from penstock.runtime.model_info import ModelInfo
+from penstock.runtime.profiling.profiler import Profiler
 from penstock.runtime.request_rules import RequestRules, SamplingCallback
 from penstock.runtime.requests.request import Finish, PreparedPrompt, Request
 from penstock.runtime.scheduling.load import Load
@@ -86,6 +88,7 @@ class TokenEngine:
             observer=observer,
             overlap=parts.config.overlap,
             pacer=parts.pacer,
+            annotate=jax.profiler.TraceAnnotation,
         )
         """Works on token ids; everything that is done with requests is done by it."""
         self.registry = Registry()
@@ -101,6 +104,9 @@ class TokenEngine:
             threads=max(1, (parts.config.threads or 1) // 2),  # the other half computes steps meanwhile
         )
         """Takes new weights, from other programs and from files."""
+        self.profiler = Profiler(self.core)
+        """Records what host and device do in the next steps."""
+        self.core.on_failure(self.profiler.stop)
         self._rules = RequestRules(
             vocab_size=model.vocab_size,
             max_logprobs=parts.config.max_logprobs,
@@ -220,6 +226,7 @@ class TokenEngine:
     def shutdown(self) -> None:
         """End what runs (ABORTED) and free the device's memory. May be called twice."""
         self.core.shutdown()
+        self.profiler.close()
         self.journal.close()
         self.updater.close()
         self._switch_interval.restore()

@@ -17,6 +17,7 @@ from penstock.runtime.loop.interface import AbortOutcome, InFlightPolicy, Paused
 from penstock.runtime.loop.journal.journal import Journal
 from penstock.runtime.measuring.engine_metrics import EngineMetrics
 from penstock.runtime.measuring.registry import Registry
+from penstock.runtime.profiling.profile import ProfileOptions, ProfileRun
 from penstock.runtime.requests.request import Finish, PreparedPrompt, Request, StepOutput
 from penstock.runtime.requests.sampling_defaults import GenerationDefaults
 from penstock.runtime.scheduling.load import Load
@@ -134,6 +135,16 @@ class Updater(Protocol):
         ...
 
 
+class Profiler(Protocol):
+    """Records what host and device do in the next steps of the engine."""
+
+    def start(self, folder: Path, options: ProfileOptions, keep: int | None = None) -> ProfileRun:
+        """Begin, and return when the recording has begun. The files go to a folder of their own in `folder`,
+        of which the newest `keep` stay. Blocks.
+        """
+        ...
+
+
 class Backend(Protocol):
     """The engine as the service sees it. Everything may be called on the event loop, except methods that say
     that they block.
@@ -184,6 +195,8 @@ class Backend(Protocol):
         """What the engine does and has done. ConfigError where its metrics are off. Blocks."""
         ...
 
+    @property
+    def profiler(self) -> Profiler: ...
     @property
     def is_paused(self) -> bool: ...
     @property

@@ -238,6 +238,9 @@ TABLE: Mapping[type[errors.PenstockError], StatusRow] = {
         lambda e: None if e.staged else 1.0,  # what is staged goes away only if somebody does something
     ),
     errors.UnknownUpdate: StatusRow(Code.NOT_FOUND, "UNKNOWN_UPDATE", lambda e: {"update_id": e.update_id}),
+    errors.ProfileError: StatusRow(Code.FAILED_PRECONDITION, "PROFILE_REFUSED"),
+    errors.ProfileUnderWay: StatusRow(Code.ABORTED, "PROFILE_UNDER_WAY", retry_after_s=lambda e: 1.0),
+    errors.ProfileFailed: StatusRow(Code.INTERNAL, "PROFILE_FAILED"),
     # INTERNAL, so that clients do not send the request that may have killed this engine to the next one.
     # Later requests get ENGINE_DEAD, which clients may retry.
     errors.EngineFailure: StatusRow(Code.INTERNAL, "ENGINE_FAILURE"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -57,6 +58,10 @@ class ServerOptions:
     weights_roots: tuple[Path, ...] = ()
     """The directories below which files of new weights may lie, for an update by uri; none: no such updates.
     """
+    profile_dir: Path | None = None
+    """The folder that profiles are written to; None: Profile is refused."""
+    profile_keep: int = 5
+    """How many profiles stay in the folder; the oldest ones are removed."""
     truncation: Truncation = Truncation.REJECT
     """What happens to a prompt that is too long if the request does not say."""
     bounds: Bounds = field(default_factory=Bounds)
@@ -86,6 +91,7 @@ class ServerOptions:
         bad.extend(
             f"weights_roots: {root} is no directory" for root in self.weights_roots if not root.is_dir()
         )
+        bad.extend(self._profile_problems())
         if not 1 <= self.max_receive_bytes <= MAX_RECEIVE_BYTES:
             bad.append(
                 f"max_receive_bytes: must be from 1 to {MAX_RECEIVE_BYTES}, not {self.max_receive_bytes}"
@@ -94,6 +100,17 @@ class ServerOptions:
             bad.extend(self._exposure_problems())
         if bad:
             raise ConfigError("; ".join(bad))
+
+    def _profile_problems(self) -> list[str]:
+        bad = [] if self.profile_keep >= 1 else [f"profile_keep: must be at least 1, not {self.profile_keep}"]
+        if self.profile_dir is not None:
+            # the folder itself is made with the first profile
+            there = next(path for path in (self.profile_dir, *self.profile_dir.parents) if path.exists())
+            if not there.is_dir():
+                bad.append(f"profile_dir: {there} is no directory")
+            elif not os.access(there, os.W_OK | os.X_OK):
+                bad.append(f"profile_dir: {there} cannot be written")
+        return bad
 
     def _exposure_problems(self) -> list[str]:
         if self.listen.tls is not None and not self.hosts:

@@ -47,6 +47,7 @@ from penstock.service.rpcs.interceptors import PenstockInterceptor
 from penstock.service.rpcs.sending import Sends
 from penstock.service.servicers.control import ControlServicer
 from penstock.service.servicers.inference import InferenceServicer
+from penstock.service.servicers.profiles import Profiles
 from penstock.service.servicers.reflection import enable_reflection
 from penstock.service.servicers.serving import Serving, limits_of
 from penstock.service.servicers.weights import WeightUpdates
@@ -222,7 +223,13 @@ class PenstockServer:
         )
         self._inference.bind(InferenceServicer(self.serving, updates))
         self._control.bind(
-            ControlServicer(self.serving, updates, version=version(), instance_id=self.instance_id)
+            ControlServicer(
+                self.serving,
+                updates,
+                Profiles(self.serving, self._options.profile_dir, keep=self._options.profile_keep),
+                version=version(),
+                instance_id=self.instance_id,
+            )
         )
 
     async def start_engine(self) -> None:

@@ -24,7 +24,7 @@ SERVICES = [
 METHODS = {f"{s.full_name}/{m.name}": m for s in SERVICES for m in s.methods}
 GENERATE, CONTROL, REAL = "test_generate", "test_control", "test_cache_and_priority"
 CHATS, CONSTRAINTS, CONTEXT = "test_chats", "test_constraints", "test_context"
-UPDATE, PAUSE = "test_update_weights", "test_pause"
+UPDATE, PAUSE, PROFILE = "test_update_weights", "test_pause", "test_profile"
 
 EFFECTS = {
     "request_id": f"{GENERATE}::test_request_id_reaches_the_engine",
@@ -162,6 +162,11 @@ EFFECTS = {
         f"{PAUSE}::test_a_pause_that_waits_too_long_is_taken_back",
     ),
     **dict.fromkeys(("free_kv_cache", "offload_weights"), f"{PAUSE}::test_memory_is_freed"),
+    **dict.fromkeys(
+        ("steps", "timeout", "timeout.seconds", "timeout.nanos"),
+        f"{PROFILE}::test_it_says_when_it_begins_and_what_was_written",
+    ),
+    "include_data": f"{PROFILE}::test_the_files_come_as_parts_of_a_zip",
 }
 """From each honoured path to the test of its effect."""
 

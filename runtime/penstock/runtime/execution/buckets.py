@@ -48,6 +48,15 @@ class ProgramKey:
     be one."""
     num_steps: int = 0
 
+    @property
+    def name(self) -> str:
+        """What profiles call the program; no two keys have the same name."""
+        if self.window:
+            return f"window_rows{self.rows}" + (f"_steps{self.num_steps}" if self.num_steps else "")
+        return (
+            f"decode_rows{self.rows}" if self.decode_only else f"forward_tokens{self.tokens}_rows{self.rows}"
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class Buckets:

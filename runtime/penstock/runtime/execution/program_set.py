@@ -102,7 +102,9 @@ class ProgramBuilder:
 
     def forward(self, key: ProgramKey) -> jax.stages.Compiled:
         packed = self._ints(Layout(key).size)
-        return compile_program(self._forward(key), self.weights, self.kv, self.state, packed, donate=(1, 2))
+        return compile_program(
+            self._forward(key), self.weights, self.kv, self.state, packed, donate=(1, 2), name=key.name
+        )
 
     def window(self, key: ProgramKey) -> jax.stages.Compiled:
         program = make_window(
@@ -114,14 +116,19 @@ class ProgramBuilder:
             key.num_steps or self.config.max_decode_steps,
         )
         packed = self._ints(Layout(key).size)
-        return compile_program(program, self.weights, self.kv, self.state, packed, donate=(1, 2))
+        return compile_program(
+            program, self.weights, self.kv, self.state, packed, donate=(1, 2), name=key.name
+        )
 
     def choice(self, rows: int) -> jax.stages.Compiled:
         key = ProgramKey(rows, rows, decode_only=True)
         layout, logits = Layout(key), self._outputs(key).logits
         mask = self._ints(rows, mask_words(self.config.vocab_size))
         program = make_choice(layout, self.backend.sampler, self.config.num_top)
-        return compile_program(program, self.state, logits, self._ints(layout.rows_size), mask, donate=(0,))
+        packed = self._ints(layout.rows_size)
+        return compile_program(
+            program, self.state, logits, packed, mask, donate=(0,), name=f"choice_rows{rows}"
+        )
 
     def prompt_logprobs(self) -> jax.stages.Compiled:
         program = make_prompt_logprobs(self.rebuild, self._shapes)

@@ -8,12 +8,17 @@ returned.
 from __future__ import annotations
 
 import time
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
+import numpy as np
 from flax import nnx
+from jax.profiler import TraceAnnotation
+from numpy.typing import NDArray
 
 from penstock.runtime.errors import ConfigError
 from penstock.runtime.execution.backend import Backend
+from penstock.runtime.execution.buckets import ProgramKey
 from penstock.runtime.execution.compilation import CompileCounter
 from penstock.runtime.execution.device import prompt_logprobs
 from penstock.runtime.execution.device.device_state import DeviceState
@@ -25,7 +30,23 @@ from penstock.runtime.grammar.masks.fill import MaskFiller, mask_threads
 from penstock.runtime.grammar.masks.step_masks import StepMasks
 from penstock.runtime.loop.interface import StepShape
 from penstock.runtime.ops.cache_spec import CacheSpec
+from penstock.runtime.requests.constraint import TokenConstraint
 from penstock.runtime.scheduling.plan import Plan, StepResult
+
+
+class _Packed(NamedTuple):
+    """What a step sends to the device, and what it will want to know later."""
+
+    key: ProgramKey
+    buffer: NDArray[np.int32]
+    constraints: Mapping[int, TokenConstraint]
+    """Row to constraint."""
+    targets: Mapping[int, tuple[int, ...]]
+    """See `prompt_logprobs.prompt_targets`."""
+    logprobs: Sequence[int | None]
+    """See `AwaitingTokens`."""
+    packed_ns: int
+    """See `DispatchedStep`."""
 
 
 class ModelRunner:
@@ -115,7 +136,14 @@ class ModelRunner:
         """Dispatches one step. Its tokens stay on the device as the input of the next step, and a copy for
         the host is started. If rows have constraints, only the model runs until `choose`.
         """
-        calls, slots = self.calls, self._slots
+        with TraceAnnotation("pack", step=plan.step_id):
+            packed = self._pack(plan)
+        with TraceAnnotation("dispatch", step=plan.step_id):
+            return self._dispatch(plan, packed)
+
+    def _pack(self, plan: Plan) -> _Packed:
+        """Prepares all that the step sends to the device."""
+        slots = self._slots
         self._prepare_slots(plan)
         constraints = slots.constraints(plan)
         targets = prompt_logprobs.prompt_targets(plan, slots)
@@ -125,38 +153,49 @@ class ModelRunner:
         key = self.config.buckets.select(
             plan.num_tokens, len(plan.rows), window=window, num_steps=plan.num_steps
         )
-        packed = slots.pack(plan, key, constraints)
-        logprobs = slots.logprobs(plan)
-        packed_ns, shape = time.monotonic_ns(), StepShape(key.tokens, key.rows)
+        buffer, logprobs = slots.pack(plan, key, constraints), slots.logprobs(plan)
+        return _Packed(key, buffer, constraints, targets, logprobs, time.monotonic_ns())
+
+    def _dispatch(self, plan: Plan, step: _Packed) -> PendingStep:
+        """Calls the step's programs, and waits for none of them."""
+        calls, slots, key = self.calls, self._slots, step.key
+        shape = StepShape(key.tokens, key.rows)
         if key.window:
-            chosen = calls.window(key, packed)
             return AwaitingTokens(
-                plan=plan, packed_ns=packed_ns, shape=shape, chosen=chosen, logprobs=logprobs
+                plan=plan,
+                packed_ns=step.packed_ns,
+                shape=shape,
+                chosen=calls.window(key, step.buffer),
+                logprobs=step.logprobs,
             ).sent()
-        logits, hidden = calls.forward(key, packed)
-        packed = packed[: slots.layout(key).rows_size]
+        logits, hidden = calls.forward(key, step.buffer)
+        packed = step.buffer[: slots.layout(key).rows_size]
         prompt = prompt_logprobs.compute(
             plan,
             slots,
-            targets,
+            step.targets,
             most_tokens=self.config.buckets.token_buckets[-1],
             num_top=self.config.num_top,
             program=lambda buffer: calls.prompt_logprobs(hidden, buffer),
         )
-        if constraints:
+        if step.constraints:
             return AwaitingChoice(
                 plan=plan,
-                packed_ns=packed_ns,
+                packed_ns=step.packed_ns,
                 key=key,
                 logits=logits,
                 packed=packed,
-                constraints=constraints,
-                logprobs=logprobs,
+                constraints=step.constraints,
+                logprobs=step.logprobs,
                 prompt=prompt,
             )
-        chosen = calls.choose(logits, packed, None)
         return AwaitingTokens(
-            plan=plan, packed_ns=packed_ns, shape=shape, chosen=chosen, logprobs=logprobs, prompt=prompt
+            plan=plan,
+            packed_ns=step.packed_ns,
+            shape=shape,
+            chosen=calls.choose(logits, packed, None),
+            logprobs=step.logprobs,
+            prompt=prompt,
         ).sent()
 
     def choose(self, step: PendingStep) -> AwaitingTokens:

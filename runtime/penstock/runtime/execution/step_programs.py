@@ -113,10 +113,12 @@ def _run_model(
         state_to=None if copies is None else copies.written,
     )
     tokens = jnp.where(tokens == FEEDBACK, last[meta.token_rows], tokens)
-    hidden, kv = model(tokens, meta.positions, kv, meta, attention=attention)
-    at = jnp.maximum(jnp.cumsum(batch.q_lens) - 1, 0)
-    num_rows = jnp.sum((batch.q_lens > 0).astype(jnp.int32))
-    return model.logits(hidden[at], num_rows), hidden, kv, None if copies is None else copies.held
+    with jax.named_scope("model"):
+        hidden, kv = model(tokens, meta.positions, kv, meta, attention=attention)
+        at = jnp.maximum(jnp.cumsum(batch.q_lens) - 1, 0)
+        num_rows = jnp.sum((batch.q_lens > 0).astype(jnp.int32))
+        logits = model.logits(hidden[at], num_rows)
+    return logits, hidden, kv, None if copies is None else copies.held
 
 
 def _of_rows(by_slot: Array, batch: Unpacked) -> Array:
@@ -167,7 +169,8 @@ def make_choice(
 
     def choose(state: RowState, logits: Array, packed: Array, mask: Array) -> tuple[Chosen, RowState]:
         batch = layout.unpack_rows(packed)
-        sampled = sampler(logits, state, batch.sampling, batch.flags, mask, num_top=num_top)
+        with jax.named_scope("sampler"):
+            sampled = sampler(logits, state, batch.sampling, batch.flags, mask, num_top=num_top)
         state = _add_history(state, batch, sampled.tokens, batch.max_samples > 0)
         chosen = Chosen(sampled.tokens[None], report(sampled, batch.flags)[None])
         return chosen, _keep(state, batch, sampled.tokens)
@@ -220,7 +223,8 @@ def make_window(
             state = carry.state._replace(held=held)
             banned = carry.step < batch.bans
             rows = batch.sampling._replace(positions=batch.sampling.positions + carry.step, banned=banned)
-            made = sampler(logits, state, rows, batch.flags, None, num_top=shapes.num_top)
+            with jax.named_scope("sampler"):
+                made = sampler(logits, state, rows, batch.flags, None, num_top=shapes.num_top)
             sampled = made.tokens
             token = jnp.where(carry.alive, sampled, NO_TOKEN)
             ended = ((sampled[:, None] == rows.stop_ids).any(axis=1) & ~banned) | (sampled < 0)
@@ -324,9 +328,11 @@ def read_logprobs(row: np.ndarray, num_top: int, wanted: int) -> TokenLogprobs:
 
 
 def compile_program(
-    program: Callable[..., Any], *arguments: Any, donate: tuple[int, ...] = ()
+    program: Callable[..., Any], *arguments: Any, donate: tuple[int, ...] = (), name: str = ""
 ) -> jax.stages.Compiled:
     """Lowers and compiles a program for the shapes and shardings of the arguments (arrays or
-    ShapeDtypeStructs).
+    ShapeDtypeStructs). Profiles show it as "jit_" and its `name`; empty: that of the function. Programs of
+    the same function need names of their own, because profiles find the operations of a program by it.
     """
+    program.__name__ = name or program.__name__
     return jax.jit(program, donate_argnums=donate).lower(*arguments).compile()

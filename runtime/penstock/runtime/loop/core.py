@@ -35,6 +35,7 @@ from penstock.runtime.loop.life import Life
 from penstock.runtime.loop.live_requests import LiveRequests
 from penstock.runtime.loop.recording import Recording
 from penstock.runtime.loop.step_loop import StepLoop
+from penstock.runtime.loop.step_marks import Annotate, StepWatch, unannotated
 from penstock.runtime.loop.stepping import Steps
 from penstock.runtime.requests.request import Finish, PreparedPrompt, Request
 from penstock.runtime.scheduling.load import Load, Totals
@@ -57,10 +58,12 @@ class EngineCore:
         observer: Observer | None = None,
         overlap: bool = True,
         pacer: Pacer | None = None,
+        annotate: Annotate = unannotated,
     ) -> None:
         """`journal` gets an entry of everything that happens, and `observer` sees every step. `overlap`:
         whether a step is dispatched before the tokens of the step before it are read. Without a `pacer`
-        there are no windows, and no limit to the prompt tokens of a step.
+        there are no windows, and no limit to the prompt tokens of a step. `annotate` names the parts of a
+        step to a profiler.
         """
         self._runner = runner
         self._scheduler = scheduler
@@ -88,6 +91,7 @@ class EngineCore:
                 pacer or Pacer(0.0, 1),
                 most_in_flight=2 if overlap else 1,
                 fixed_windows=bool(scheduler.config.window_steps),
+                annotate=annotate,
             ),
             scheduler,
             guard=self.guard,
@@ -96,6 +100,7 @@ class EngineCore:
             requests=self._requests,
             changes=between,
             recording=recording,
+            annotate=annotate,
         )
 
     # -- state --
@@ -184,6 +189,10 @@ class EngineCore:
         """
         with self.guard.lock:
             self._scheduler.limit_prefill_chunk(size)
+
+    def watch_steps(self, watch: StepWatch | None) -> None:
+        """From now on tells `watch` of the end of every step; None: nobody."""
+        self._loop.watch = watch
 
     def check(self) -> None:
         """Checks the scheduler's invariants, for tests; the AssertionError says what is wrong."""

@@ -24,7 +24,8 @@ from penstock.runtime.loop.interface import Runner
 from penstock.runtime.loop.life import Life
 from penstock.runtime.loop.live_requests import LiveRequests
 from penstock.runtime.loop.recording import Recording
-from penstock.runtime.loop.stepping import Planned, Steps
+from penstock.runtime.loop.step_marks import Annotate, StepWatch, unannotated
+from penstock.runtime.loop.stepping import Done, Planned, Steps
 from penstock.runtime.scheduling.scheduler import Scheduler
 
 log = logging.getLogger(__name__)
@@ -49,6 +50,7 @@ class StepLoop:
         requests: LiveRequests,
         changes: BetweenSteps,
         recording: Recording,
+        annotate: Annotate = unannotated,
     ) -> None:
         self._runner = runner
         self._steps = steps
@@ -59,6 +61,9 @@ class StepLoop:
         self._requests = requests
         self._changes = changes
         self._recording = recording
+        self._annotate = annotate
+        self.watch: StepWatch | None = None
+        """Is told of the end of each step. Any thread may set it."""
         self.progress = 0
         """Rises by one with every step that is dispatched, and with every step that is committed. Any thread
         may read it."""
@@ -86,10 +91,9 @@ class StepLoop:
                 self.progress += 1
             self._choose()  # for the new step, if all tokens that its constraints need are committed
             if steps and (planned is None or steps.is_full):
-                self._commit()
-                self.progress += 1
-                self._choose()  # for a step that waited for that commit
-            self._delivery.deliver()
+                self._finish_step()
+            else:
+                self._delivery.deliver()
             self._recording.delivered()
             if planned is None and not steps and self._is_over():
                 return
@@ -125,13 +129,14 @@ class StepLoop:
         """The next step, if there is one. While a weight update or a pause waits, no new request enters, and
         those that run go on.
         """
-        plan = self._scheduler.schedule(
-            now_ns,
-            admit=self._changes.admits,
-            max_steps=self._steps.max_steps(self._next_deadline_ns() - now_ns),
-            prefill_budget=self._steps.prefill_budget,
-            apart_steps=self._steps.apart_steps,
-        )
+        with self._annotate("schedule"):
+            plan = self._scheduler.schedule(
+                now_ns,
+                admit=self._changes.admits,
+                max_steps=self._steps.max_steps(self._next_deadline_ns() - now_ns),
+                prefill_budget=self._steps.prefill_budget,
+                apart_steps=self._steps.apart_steps,
+            )
         self._recording.preempted(self._scheduler.take_preempted())
         return None if plan is None else Planned(plan, now_ns, time.monotonic_ns())
 
@@ -148,9 +153,21 @@ class StepLoop:
             with self._guard.lock:
                 self._scheduler.put_off(put_off.plan, put_off.rows, put_off.late)
 
-    def _commit(self) -> None:
-        """Waits for the oldest step in flight and takes in its tokens."""
+    def _finish_step(self) -> None:
+        """Waits for the oldest step in flight, takes in its tokens and hands them to their sinks."""
         done = self._steps.wait()
+        plan = done.planned.plan
+        with self._annotate("emit", step=plan.step_id):
+            self._commit(done)
+            self.progress += 1
+            self._choose()  # for a step that waited for that commit
+            self._delivery.deliver()
+        watch = self.watch
+        if watch is not None:
+            watch(done.planned.started_ns, plan.num_steps)
+
+    def _commit(self, done: Done) -> None:
+        """Takes in the tokens of a step."""
         step = (done.planned.plan, done.result, done.waited_ns)
         # Without the lock: callers need not wait while constraints take in the tokens.
         verdicts = self._scheduler.accept(*step)

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Generic
 
 from penstock.runtime.loop.interface import Runner, StepShape, StepT
+from penstock.runtime.loop.step_marks import Annotate, unannotated
 from penstock.runtime.scheduling.pacing import Pacer
 from penstock.runtime.scheduling.plan import Plan, StepResult
 
@@ -76,6 +77,7 @@ class Steps(Generic[StepT]):
         *,
         most_in_flight: int,
         fixed_windows: bool = False,
+        annotate: Annotate = unannotated,
     ) -> None:
         """`fixed_windows`: whether a window's program always runs all its steps, even when all rows have
         ended.
@@ -84,6 +86,7 @@ class Steps(Generic[StepT]):
         self._pacer = pacer
         self._most_in_flight = most_in_flight
         self._fixed_windows = fixed_windows
+        self._annotate = annotate
         self._in_flight: deque[InFlight[StepT]] = deque()
         self.waited_ns = 0
         """When the last step that was waited for had ended, in monotonic ns."""
@@ -138,7 +141,8 @@ class Steps(Generic[StepT]):
         """Waits for the oldest step, which is then no longer in flight."""
         step = self._in_flight.popleft()
         waiting_ns = time.monotonic_ns()
-        result = self._runner.wait(step.step)
+        with self._annotate("wait", step=step.planned.plan.step_id):
+            result = self._runner.wait(step.step)
         waited_ns = time.monotonic_ns()
         # The device began this step when it was dispatched, or when the step before it was done.
         elapsed_ns = waited_ns - max(step.dispatched_ns, self.waited_ns)

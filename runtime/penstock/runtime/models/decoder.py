@@ -43,8 +43,10 @@ class DecoderLayer(nnx.Module):
         inputs: LayerInputs,
     ) -> tuple[jax.Array, jax.Array]:
         """x [T, E] -> ([T, E], this layer's new cache)."""
-        x, kv = self.self_attn(x, self.input_layernorm, kv, inputs)
-        return self.mlp(x, self.post_attention_layernorm, inputs), kv
+        with jax.named_scope("attention"):
+            x, kv = self.self_attn(x, self.input_layernorm, kv, inputs)
+        with jax.named_scope("mlp"):
+            return self.mlp(x, self.post_attention_layernorm, inputs), kv
 
 
 class CausalLM(nnx.Module):
@@ -115,4 +117,5 @@ class CausalLM(nnx.Module):
         Pass only the rows that sample, because the head is wide.
         """
         head = self.embed_tokens if self.lm_head is None else self.lm_head
-        return logits(head, hidden, num_rows, self.pools, norm=self.norm)
+        with jax.named_scope("head"):
+            return logits(head, hidden, num_rows, self.pools, norm=self.norm)

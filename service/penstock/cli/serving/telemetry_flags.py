@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import argparse
 
-from penstock.cli.serving.option_values import options_of
+from penstock.cli.serving.option_values import options_of, path
 from penstock.runtime.config import EngineConfig
+from penstock.service.options import ServerOptions
 from penstock.service.telemetry.options import OTLP_PROTOCOLS, TraceLevel, TracingOptions
 
 _DEFAULTS = TracingOptions()
+_SERVER = ServerOptions()
 
 
 def add_telemetry_flags(parser: argparse.ArgumentParser) -> None:
@@ -30,6 +32,7 @@ def add_telemetry_flags(parser: argparse.ArgumentParser) -> None:
         help="measure what the engine does; default: on",
     )
     _add_tracing(group)
+    _add_profiles(group)
 
 
 def _add_tracing(group: argparse._ArgumentGroup) -> None:
@@ -65,6 +68,23 @@ def _add_tracing(group: argparse._ArgumentGroup) -> None:
         metavar="N",
         help="how many spans may wait for the collector; those beyond are dropped and counted; "
         "default: %(default)s",
+    )
+
+
+def _add_profiles(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--profile-dir",
+        type=path,
+        metavar="DIR",
+        help="let `penstock profile` record what the engine does, and keep the profiles in this folder; "
+        "default: none are made",
+    )
+    group.add_argument(
+        "--profile-keep",
+        type=int,
+        default=_SERVER.profile_keep,
+        metavar="N",
+        help="how many profiles stay in the folder; older ones are removed; default: %(default)s",
     )
 
 

@@ -151,6 +151,9 @@ HONOURED: Mapping[str, frozenset[str]] = {
     "penstock.v1.DetokenizeRequest": frozenset({"token_ids", "skip_special_tokens"}),
     "penstock.v1.GetModelInfoRequest": frozenset({"include_tensors"}),
     "penstock.v1.SetTracingRequest": frozenset({"level"}),
+    "penstock.v1.ProfileRequest": frozenset(
+        {"steps", "timeout", "timeout.seconds", "timeout.nanos", "include_data"}
+    ),
 }
 """From a message's name to the paths that have an effect."""
 
@@ -159,7 +162,6 @@ REFUSED: Mapping[str, Refused] = {
     "penstock.v1.StreamRequest": _GENERATE_REFUSED,
     "penstock.v1.UpdateWeightsRequest": {"begin.adapter": ()},
     "penstock.v1.WatchLoadRequest": {"interval": (), "max_requests": ()},
-    "penstock.v1.ProfileRequest": {"steps": (), "timeout": (), "include_data": ()},
 }
 """From a message's name to the paths that are refused, each with the values that are accepted
 nevertheless.

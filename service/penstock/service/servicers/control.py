@@ -21,6 +21,7 @@ from penstock.service.requests.convert_params import Violations, token_ids
 from penstock.service.requests.convert_weights import to_pause
 from penstock.service.requests.prompts import encode_prompt
 from penstock.service.requests.support import check_supported
+from penstock.service.servicers.profiles import Profiles
 from penstock.service.servicers.serving import Serving
 from penstock.service.servicers.tracing import set_tracing
 from penstock.service.servicers.weights import WeightUpdates
@@ -40,9 +41,18 @@ _TOKEN_COST = 8
 class ControlServicer(control_pb2_grpc.ControlServiceServicer):
     """Answers questions about one engine, and gives access to its tokenizer."""
 
-    def __init__(self, serving: Serving, updates: WeightUpdates, *, version: str, instance_id: str) -> None:
+    def __init__(
+        self,
+        serving: Serving,
+        updates: WeightUpdates,
+        profiles: Profiles,
+        *,
+        version: str,
+        instance_id: str,
+    ) -> None:
         """`version` is the server's, and `instance_id` tells this start of it from all others."""
         self._updates = updates
+        self._profiles = profiles
         self._takes_updates = bool(serving.engine.tensor_specs())
         self._engine = serving.engine
         self._limits = serving.limits
@@ -96,6 +106,7 @@ class ControlServicer(control_pb2_grpc.ControlServiceServicer):
             control_pb2.FEATURE_UPDATE_WEIGHTS: self._takes_updates,
             control_pb2.FEATURE_BATCH_INVARIANT: self._engine.info.batch_invariant,
             control_pb2.FEATURE_TRACING: self._tracing is not None,
+            control_pb2.FEATURE_PROFILE: self._profiles.are_on,
         }
         return [feature for feature, there in has.items() if there]
 
@@ -147,8 +158,8 @@ class ControlServicer(control_pb2_grpc.ControlServiceServicer):
     def Profile(
         self, request: telemetry_pb2.ProfileRequest, context: Context
     ) -> AsyncIterator[telemetry_pb2.ProfileResponse]:
-        """Refuse: this release cannot do it yet."""
-        raise UnsupportedFeature(["Profile"])
+        """Record the next steps; see `Profiles.profile`."""
+        return self._profiles.profile(request)
 
     async def Tokenize(
         self, request: control_pb2.TokenizeRequest, context: Context

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import logging
 import os
@@ -26,6 +27,7 @@ from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 
 from penstock.service.telemetry.options import OTLP_PROTOCOLS, OtlpProtocol, TraceLevel, TracingOptions
+from penstock.service.telemetry.otlp import http_transport
 from penstock.service.telemetry.otlp.exporters import Complaints, metric_exporter
 from penstock.service.telemetry.otlp.tracing import Tracing, open_tracing
 from tests.service.rig import generate, serving
@@ -398,6 +400,44 @@ def test_a_proxy_is_used_for_other_machines_only(monkeypatch: Any) -> None:
         direct = tracing_to(receiver)
         assert sent(receiver, direct, 1) == (1, 0)
         direct.shutdown(WAIT_S)
+
+
+def test_tls_goes_through_a_tunnel_of_the_proxy(monkeypatch: Any) -> None:
+    """The proxy sees where it goes, and nothing else."""
+    monkeypatch.setattr(http_transport, "is_loopback", lambda host: False)
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_CERTIFICATE", str(CERTS / "ca.pem"))
+    pair = (CERTS / "server.pem", CERTS / "server.key")
+    asked: list[bytes] = []
+    with (
+        OtlpReceiver("http/protobuf", tls=pair) as receiver,
+        socket.create_server(("127.0.0.1", 0)) as listener,
+    ):
+
+        def proxy() -> None:
+            near, _ = listener.accept()
+            with near, socket.create_connection(("127.0.0.1", receiver.port)) as far:
+                while b"\r\n\r\n" not in b"".join(asked):
+                    asked.append(near.recv(65536))
+                near.sendall(b"HTTP/1.1 200 Connection established\r\n\r\n")
+                back = threading.Thread(target=copy, args=(far, near, []))
+                back.start()
+                copy(near, far, [])
+                back.join()
+
+        thread = threading.Thread(target=proxy)
+        thread.start()
+        monkeypatch.setenv("https_proxy", f"http://me:pw@127.0.0.1:{listener.getsockname()[1]}")
+        endpoint = f"https://localhost:{receiver.port}"
+        options = TracingOptions(otlp_endpoint=endpoint, otlp_protocol="http/protobuf")
+        tracing = open_tracing(options, version="1", instance_id="i")
+        assert tracing is not None
+        assert sent(receiver, tracing, 3) == (3, 0)
+        tracing.shutdown(WAIT_S)
+        thread.join(WAIT_S)
+    head = b"".join(asked).decode()
+    assert head.startswith(f"CONNECT localhost:{receiver.port} HTTP/1.")
+    assert f"Basic {base64.b64encode(b'me:pw').decode()}" in head
+    assert "proxy-authorization" not in receiver.received[0].headers
 
 
 def test_complaints_are_few(caplog: Any) -> None:

@@ -36,8 +36,9 @@ class Sender:
             left_s = min(until_s, self._end_s) - time.monotonic()
             if left_s <= 0:
                 return Failed("no time is left")
+            is_last = self._hurried.is_set()
             answer = self._transport.attempt(batch, left_s)
-            if isinstance(answer, Taken) or not answer.may_retry or self._hurried.is_set():
+            if isinstance(answer, Taken) or not answer.may_retry or is_last:
                 return answer
             wait_s = answer.retry_after_s
             if wait_s is None:
@@ -50,7 +51,9 @@ class Sender:
             pause_s *= 2
 
     def hurry(self, within_s: float) -> None:
-        """Wait for nothing from now on, and end the last attempt within this time. From any thread."""
+        """Wait for nothing from now on, try each batch once more, and end the last attempt within this time.
+        From any thread.
+        """
         self._end_s = time.monotonic() + within_s
         self._hurried.set()
 

@@ -1,0 +1,32 @@
+"""Has the trace of a profile improved in another process: that takes seconds of Python, which would hold up
+the engine's thread and the event loop.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from penstock.runtime.errors import ProfileFailed
+from penstock.runtime.host.children import Child
+
+_PROCESS = "penstock.runtime.profiling.trace_process"
+_LIMIT_S = 300.0
+
+
+def improve_trace(folder: Path, limit_s: float = _LIMIT_S) -> None:
+    """See `perfetto.improve`. Blocks. ProfileFailed."""
+    try:
+        child = Child(_PROCESS)
+    except OSError as error:
+        raise ProfileFailed(f"the process that writes the trace could not be started: {error}") from error
+    try:
+        child.connection.send_bytes(str(folder.absolute()).encode())
+        if not child.connection.poll(limit_s):
+            raise ProfileFailed(f"writing the trace took longer than {limit_s:g} s")
+        problem = child.connection.recv_bytes().decode()
+    except (EOFError, OSError) as error:
+        raise ProfileFailed("the process that writes the trace has ended") from error
+    finally:
+        child.close()
+    if problem:
+        raise ProfileFailed(f"the trace could not be written: {problem}")
