@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from penstock.runtime.measuring.engine_instruments import ENGINE_INSTRUMENTS
+from penstock.service.telemetry.metrics.service_instruments import SERVICE_INSTRUMENTS
 from tests.docs.pages import ROOT, anchors_of, blocks, inline_code_of, links_of, pages, text_of
 
 SOURCES = ("protos", "runtime", "service", "clients/python", "")
@@ -22,6 +24,7 @@ NOT_OURS = {
 """Text that looks like a path of the repository and is none."""
 NOT_MODULES = ("penstock.request.", "penstock.preemptions")
 """Names of attributes in traces begin with these."""
+METRICS = {instrument.name for instrument in (*ENGINE_INSTRUMENTS, *SERVICE_INSTRUMENTS)}
 
 
 @cache
@@ -128,4 +131,5 @@ def test_modules_in_the_text_and_in_commands_exist(page: Path) -> None:
     code += re.findall(r"^::: (\S+)$", text_of(page), re.M)
     found = {name for text in code for name in _MODULE.findall(text)}
     named = {name for name in found if not name.startswith(NOT_MODULES) and not name.endswith(".py")}
+    named -= METRICS
     assert [name for name in sorted(named) if not is_module_or_name(name)] == []

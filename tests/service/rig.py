@@ -18,6 +18,7 @@ from penstock.service.backend import Backend
 from penstock.service.options import ServerOptions
 from penstock.service.server import PenstockServer
 from penstock.service.servicers.serving import Serving
+from penstock.service.telemetry.metrics.push import Collector
 from penstock.service.telemetry.otlp.tracing import Tracing
 from penstock.service.usage.meter import UsageSink
 from penstock.v1 import control_pb2_grpc, inference_pb2, inference_pb2_grpc, types_pb2, weights_pb2
@@ -84,6 +85,7 @@ async def serving(
     *,
     start: bool = True,
     tracing: Tracing | None = None,
+    collector: Collector | None = None,
     channel_options: Sequence[tuple[str, Any]] = (),
     usage: UsageSink | None = None,
     rates_clock: Clock = time.monotonic,
@@ -94,6 +96,7 @@ async def serving(
     server = PenstockServer(
         ServerOptions(**({"port": 0, "grace_s": 0.0} | options)),
         tracing,
+        collector=collector,
         usage=usage,
         rates_clock=rates_clock,
     )

@@ -14,6 +14,7 @@ from penstock.service.listening.connections import ConnectionOptions
 from penstock.service.listening.listen_options import ListenOptions, host_problems, tcp_address, unix_address
 from penstock.service.replies.reply_limits import ReplyLimits
 from penstock.service.requests.features import DEFAULT_FEATURES, Features
+from penstock.service.telemetry.metrics.options import MetricsOptions
 
 MIB = 1024 * 1024
 MAX_RECEIVE_BYTES = 1024 * MIB - 1
@@ -70,6 +71,8 @@ class ServerOptions:
     """How large replies may get."""
     features: Features = DEFAULT_FEATURES
     """Which parts of the contract callers may use."""
+    metrics: MetricsOptions = field(default_factory=MetricsOptions)
+    """Where metrics can be read, and how often they are pushed."""
 
     def __post_init__(self) -> None:
         bad = [*host_problems("host", self.host), *self.listen.problems()]
@@ -88,6 +91,7 @@ class ServerOptions:
             if not (math.isfinite(seconds) and seconds >= 0):
                 bad.append(f"{name}: must be at least 0, not {seconds}")
         bad.extend(self.connections.problems())
+        bad.extend(self.metrics.problems())
         bad.extend(
             f"weights_roots: {root} is no directory" for root in self.weights_roots if not root.is_dir()
         )

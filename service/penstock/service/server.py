@@ -13,21 +13,22 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import importlib.metadata
 import logging
 import time
-import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
-from typing import Any, cast
+from typing import cast
 
 import grpc
 from grpc_health.v1 import health_pb2_grpc
 
+from penstock.runtime.errors import ConfigError
 from penstock.service.access.keys import Keys
 from penstock.service.access.rates import Clock
 from penstock.service.backend import Backend
+from penstock.service.counts import show_counts
 from penstock.service.front import Front
+from penstock.service.identity import new_instance_id, version
 from penstock.service.lifecycle import health
 from penstock.service.lifecycle.engine_end import EngineEnd
 from penstock.service.lifecycle.late import LateServicer
@@ -37,7 +38,7 @@ from penstock.service.limits.admission import Admission
 from penstock.service.limits.bounds import grpc_options
 from penstock.service.limits.places import Places
 from penstock.service.limits.receiving import Receiving
-from penstock.service.listening.grpc_server import RefusingServer
+from penstock.service.listening.grpc_server import refusing_server
 from penstock.service.options import ServerOptions
 from penstock.service.replies.readers import StallLog
 from penstock.service.replies.reply_budget import ReplyBudget
@@ -52,10 +53,12 @@ from penstock.service.servicers.reflection import enable_reflection
 from penstock.service.servicers.serving import Serving, limits_of
 from penstock.service.servicers.weights import WeightUpdates
 from penstock.service.telemetry import grpc_log
+from penstock.service.telemetry.metrics.exports import Metrics
+from penstock.service.telemetry.metrics.push import Collector
 from penstock.service.telemetry.otlp.tracing import Tracing
 from penstock.service.telemetry.tracing.service_spans import Telemetry
 from penstock.service.telemetry.tracing.tracer import Tracer
-from penstock.service.threads.blocking import in_thread
+from penstock.service.threads.blocking import in_thread, on_this_loop
 from penstock.service.threads.lanes import Lanes
 from penstock.service.usage.ledger import Ledger
 from penstock.service.usage.meter import UsageSink
@@ -78,16 +81,6 @@ _LAST_SPANS_S = 1.0
 """Seconds that the last spans have at least, also if requests have used up the grace."""
 
 
-def version() -> str:
-    """The version of the installed package."""
-    return importlib.metadata.version("penstock")
-
-
-def new_instance_id() -> str:
-    """Make an id that tells this start of the server from all others."""
-    return uuid.uuid4().hex
-
-
 class PenstockServer:
     """The gRPC server of one engine."""
 
@@ -96,6 +89,7 @@ class PenstockServer:
         options: ServerOptions,
         tracing: Tracing | None = None,
         *,
+        collector: Collector | None = None,
         instance_id: str | None = None,
         usage: UsageSink | None = None,
         rates_clock: Clock = time.monotonic,
@@ -103,6 +97,7 @@ class PenstockServer:
         """Take the addresses. Raises ConfigError if one cannot be had, or the keys cannot be read.
 
         `tracing` records traces, and ends with the server: what is left of the grace is for its last spans.
+        With a `collector` metrics are pushed there.
         `instance_id` is made here unless given. `usage` is told what each request used, in place of
         `options.usage_file`. `rates_clock` gives the seconds that the rates of keys are measured by.
         """
@@ -116,7 +111,9 @@ class PenstockServer:
         self._keys = None if options.keys is None else Keys(options.keys, clock=rates_clock)
         self._ledger = None if options.usage_file is None else Ledger(options.usage_file)
         self._access = Access(None if self._keys is None else self._keys.authenticator, usage or self._ledger)
-        self._lanes = Lanes()
+        self.metrics = Metrics(options.metrics, collector)
+        """What the server measures, and the ways out of it."""
+        self._lanes = Lanes(self.metrics.meters)
         self._stalls = StallLog()
         self.sends = Sends(options.stall_limit_s, self._stalls)
         """What follows every message on its way out."""
@@ -124,6 +121,16 @@ class PenstockServer:
         self._health = health.Health()
         self._health.set(LIVENESS, serving=True)
         self._readiness = health.Readiness(self._health, READINESS, against="starting")
+        self._budget = ReplyBudget(options.replies)
+        show_counts(
+            self.metrics.registry,
+            readiness=self._readiness,
+            admission=self.admission,
+            lanes=self._lanes,
+            sends=self.sends,
+            budget=self._budget,
+            tracing=tracing,
+        )
         self._inference = LateServicer(_INFERENCE)
         self._control = LateServicer(_CONTROL)
         self.serving: Serving | None = None
@@ -134,7 +141,11 @@ class PenstockServer:
         self._watchdog: Watchdog | None = None
         self._starting = False
         self._ending: asyncio.Task[bool] | None = None
-        self.front = Front(options, self._build, self._lose_front)
+        try:
+            self.front = Front(options, self._build, self._lose_front)
+        except ConfigError:
+            self.metrics.close()
+            raise
 
     @property
     def port(self) -> int | None:
@@ -162,20 +173,16 @@ class PenstockServer:
             sends=self.sends,
             calls=self._calls,
             vocab_size=lambda: 0 if self._engine is None else self._engine.info.vocab_size,
+            meters=self.metrics.meters,
         )
-        made: Any = RefusingServer(
+        server = refusing_server(
             ours.refuse_unknown,
             interceptors=[self._calls, ours, *interceptors],
             options=[
-                ("grpc.so_reuseport", 0),
-                # Above this size gRPC refuses a message with a bare status; below it the interceptor refuses
-                # with details.
-                ("grpc.max_receive_message_length", 2 * self._options.max_receive_bytes),
-                *grpc_options(bounds, self._options.num_addresses),
+                *grpc_options(bounds, self._options.max_receive_bytes, self._options.num_addresses),
                 *self._options.connections.arguments(),
             ],
         )
-        server: grpc.aio.Server = made  # it is one by its base class, which the type hints do not know
         inference_pb2_grpc.add_InferenceServiceServicer_to_server(
             cast("inference_pb2_grpc.InferenceServiceServicer", self._inference), server
         )
@@ -194,11 +201,13 @@ class PenstockServer:
     async def start(self) -> None:
         """Start to answer: health and reflection. RPCs of the contract are refused as NOT_READY."""
         grpc_log.hush()
+        self.metrics.start()
         await self.front.start()
 
     def attach(self, engine: Backend) -> None:
         """Answer with this engine. Generation is refused as NOT_READY until `start_engine` ends."""
         self._engine, self._engine_end = engine, EngineEnd(engine)
+        self.metrics.attach(engine)
         if self._tracer is not None:
             self._tracer.follow(engine.journal)
         self._access.served_model = engine.info.name
@@ -212,7 +221,7 @@ class PenstockServer:
             lanes=self._lanes,
             calls=self._calls,
             places=Places(engine),
-            budget=ReplyBudget(self._options.replies),
+            budget=self._budget,
             stalls=self._stalls,
             stall_limit_s=self._options.stall_limit_s,
         )
@@ -246,22 +255,11 @@ class PenstockServer:
                 await self._engine_end.shutdown()
             return
         self._readiness.allow("starting")
-        self._engine.on_failure(self._from_any_thread(self._bury))
-        self._engine.on_ready_changed(self._from_any_thread(self._look_at_weights))
+        self._engine.on_failure(on_this_loop(self._bury))
+        self._engine.on_ready_changed(on_this_loop(self._look_at_weights))
         if self._options.watchdog_s:
             self._watchdog = Watchdog(self._options.watchdog_s, self._engine.pulse, self._mark_hanging)
             self._watchdog.start()
-
-    @staticmethod
-    def _from_any_thread(call: Callable[[], None]) -> Callable[[], None]:
-        """Make a function that has `call` called on this event loop."""
-        loop = asyncio.get_running_loop()
-
-        def tell() -> None:
-            with contextlib.suppress(RuntimeError):  # the loop is closed: the server has ended
-                loop.call_soon_threadsafe(call)
-
-        return tell
 
     def _look_at_weights(self) -> None:
         """The weights are whole again, or not any more."""
@@ -337,11 +335,14 @@ class PenstockServer:
             await in_thread(self._ledger.close)
         if self._watchdog is not None:
             self._watchdog.stop()
+        left_s = max(self._options.grace_s - (time.monotonic() - began_s), _LAST_SPANS_S)
+        ending = asyncio.create_task(self.metrics.stop(left_s))
         # a compilation cannot be ended other than with the process
         if end is not None and not self._starting:
             await end.shutdown()
         if self._tracing is not None and self._tracer is not None:
             await in_thread(self._tracer.close)
-            left_s = self._options.grace_s - (time.monotonic() - began_s)
-            await in_thread(partial(self._tracing.shutdown, max(left_s, _LAST_SPANS_S)))
+            left_s = max(self._options.grace_s - (time.monotonic() - began_s), _LAST_SPANS_S)
+            await in_thread(partial(self._tracing.shutdown, left_s))
+        await ending
         return drained

@@ -24,6 +24,7 @@ from penstock.service.listening.listen_options import ListenOptions
 from penstock.service.options import ServerOptions
 from penstock.service.replies.reply_limits import ReplyLimits
 from penstock.service.requests.features import Features
+from penstock.service.telemetry.metrics.push import Collector
 from penstock.service.telemetry.options import TracingOptions
 from tests.service.fake import FakeEngine
 
@@ -373,8 +374,6 @@ def test_every_option_arrives(tmp_path: Path) -> None:
     )
     assert engine_flags.engine_config(parse("demo", "--compilation-cache", "off")).compilation_cache is None
     assert not engine_flags.engine_config(parse("demo", "--no-overlap")).overlap
-    assert engine_flags.engine_config(parse("demo")).metrics
-    assert not engine_flags.engine_config(parse("demo", "--no-metrics")).metrics
 
 
 def test_every_option_of_the_engine_can_be_given() -> None:
@@ -465,14 +464,14 @@ def test_traces_and_server_have_the_same_id(run: Run, monkeypatch: pytest.Monkey
         told.append(instance_id)
         return argparse.Namespace(shutdown=lambda timeout_s: None)
 
-    def server(options: ServerOptions, tracing: Any, *, instance_id: str) -> Any:
-        told.append(instance_id)
+    def server(options: ServerOptions, tracing: Any, *, collector: Collector, instance_id: str) -> Any:
+        told.extend([instance_id, str(collector.resource.attributes["service.instance.id"])])
         raise ConfigError("no server today")
 
     monkeypatch.setattr(serve, "open_tracing", tracing)
     monkeypatch.setattr(serve, "PenstockServer", server)
     code, errors = run("demo", "--port", "0", "--otlp-endpoint", "http://127.0.0.1:1")
-    assert (code, len(set(told)), len(told)) == (1, 1, 2), errors
+    assert (code, len(set(told)), len(told)) == (1, 1, 3), errors
 
 
 @pytest.mark.parametrize(("given", "used"), [(None, "0.95"), ("0.5", "0.5")])

@@ -114,7 +114,9 @@ async def test_replies_that_nobody_takes_end(no_collector: None) -> None:
         assert all(peer.body(call) == b"" for call in calls)
         cancelled = str(grpc.StatusCode.CANCELLED.value[0]).encode()
         assert {peer.headers(call)["grpc-status"] for call in calls} == {cancelled}
+        await until(lambda: rig.server.sends.num_stalled >= len([*calls, reflected]))
         await nothing_left(rig)
+        assert rig.server.sends.num_stalled == len([*calls, reflected]), "each is counted once"
         assert (await rig.inference.Generate(generate("a"))).outputs[0].text.endswith("z")
 
 

@@ -276,6 +276,7 @@ async def test_a_stalled_reader_is_given_up_and_others_go_on():
 
         failure = await failure_of(drained())
         assert (failure.code.name, failure.reason) == ("RESOURCE_EXHAUSTED", "STALLED_READER")
+        assert rig.server.sends.num_stalled == 1
 
 
 async def test_a_slow_reader_gets_everything_merged():

@@ -9,7 +9,7 @@ import pytest
 
 from penstock.runtime.errors import EngineFailure
 from penstock.runtime.requests.sampling_defaults import GenerationDefaults
-from penstock.service.server import version
+from penstock.service.identity import version
 from penstock.v1 import control_pb2, types_pb2, weights_pb2
 from tests.service.codecs import CHAT_TEMPLATE, EOS, byte_codec
 from tests.service.rig import failure_of, fake, generate, ids, serving, until

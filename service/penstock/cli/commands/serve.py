@@ -21,9 +21,12 @@ from penstock.cli.serving.telemetry_flags import tracing_options
 from penstock.runtime.config import EngineConfig
 from penstock.runtime.engine import Engine
 from penstock.runtime.errors import ConfigError, PenstockError
+from penstock.service.identity import new_instance_id, version
 from penstock.service.limits.open_files import FOR_OTHERS, MANY, raise_limit
 from penstock.service.options import ServerOptions
-from penstock.service.server import PenstockServer, new_instance_id, version
+from penstock.service.server import PenstockServer
+from penstock.service.telemetry.metrics.exports import open_collector
+from penstock.service.telemetry.metrics.push import Collector
 from penstock.service.telemetry.otlp.tracing import Tracing, open_tracing
 from penstock.service.threads.blocking import in_thread
 
@@ -51,14 +54,18 @@ def run(args: argparse.Namespace) -> int:
         options = server_options(args)
         config = engine_config(args)
         instance_id = new_instance_id()
-        tracing = open_tracing(tracing_options(args), version=version(), instance_id=instance_id)
+        otlp, named = tracing_options(args), {"version": version(), "instance_id": instance_id}
+        collector = open_collector(options.metrics, otlp, **named)
+        tracing = open_tracing(otlp, **named)
     except ConfigError as error:
         _complain(error, args.flags)
         return 2
     raise_limit((options.bounds.max_connections or MANY) * options.num_addresses + FOR_OTHERS)
-    end = asyncio.run(_serve(args.model, config, options, tracing, instance_id, args.flags))
+    end = asyncio.run(_serve(args.model, config, options, tracing, collector, instance_id, args.flags))
     if tracing is not None:
         tracing.shutdown(0.0)  # which the server has done, unless it could not even be made
+    if collector is not None:
+        collector.exporter.close()  # likewise
     if end.by_force:
         logging.shutdown()
         sys.stdout.flush()
@@ -78,6 +85,7 @@ async def _serve(
     config: EngineConfig,
     options: ServerOptions,
     tracing: Tracing | None,
+    collector: Collector | None,
     instance_id: str,
     flags: Mapping[str, str],
 ) -> _End:
@@ -87,7 +95,11 @@ async def _serve(
     stopping = asyncio.ensure_future(told_to_stop.wait())
     server = None
     try:
-        server = PenstockServer(options, tracing, instance_id=instance_id)
+        server = PenstockServer(options, tracing, collector=collector, instance_id=instance_id)
+        if options.metrics.is_exposed:
+            log.warning(
+                "metrics are served in plaintext on %s: whoever reaches that reads them", options.metrics.host
+            )
         if options.lacking:
             log.warning(
                 "listening on %s with %s: whoever reaches that may use the model",
@@ -203,6 +215,8 @@ def _tell(engine: Engine) -> None:
 
 def _tell_addresses(server: PenstockServer) -> None:
     """Print the addresses on stdout, for people and scripts."""
+    if server.metrics.address is not None:
+        print(f"penstock: metrics on {server.metrics.address}", flush=True)
     if server.front.control_address is not None:
         print(f"penstock: control on {server.front.control_address}", flush=True)
     for address in server.front.addresses:

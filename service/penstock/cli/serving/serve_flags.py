@@ -24,6 +24,7 @@ from penstock.service.listening.listen_options import ListenOptions
 from penstock.service.options import ServerOptions
 from penstock.service.replies.reply_limits import ReplyLimits
 from penstock.service.requests.features import Features
+from penstock.service.telemetry.metrics.options import MetricsOptions
 
 if TYPE_CHECKING:
     Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
@@ -176,4 +177,5 @@ def server_options(args: argparse.Namespace) -> ServerOptions:
         bounds=options_of(Bounds, args),
         replies=options_of(ReplyLimits, args),
         features=options_of(Features, args),
+        metrics=options_of(MetricsOptions, args),
     )

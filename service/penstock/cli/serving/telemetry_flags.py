@@ -5,11 +5,12 @@ from __future__ import annotations
 import argparse
 
 from penstock.cli.serving.option_values import options_of, path
-from penstock.runtime.config import EngineConfig
 from penstock.service.options import ServerOptions
+from penstock.service.telemetry.metrics.options import DEFAULT_HOST, METRICS_NAMES, MetricsOptions
 from penstock.service.telemetry.options import OTLP_PROTOCOLS, TraceLevel, TracingOptions
 
 _DEFAULTS = TracingOptions()
+_METRICS = MetricsOptions()
 _SERVER = ServerOptions()
 
 
@@ -25,13 +26,8 @@ def add_telemetry_flags(parser: argparse.ArgumentParser) -> None:
         choices=("debug", "info", "warning", "error"),
         help="default: %(default)s; logs go to stderr",
     )
-    group.add_argument(
-        "--metrics",
-        action=argparse.BooleanOptionalAction,
-        default=EngineConfig().metrics,
-        help="measure what the engine does; default: on",
-    )
     _add_tracing(group)
+    _add_metrics(group)
     _add_profiles(group)
 
 
@@ -68,6 +64,37 @@ def _add_tracing(group: argparse._ArgumentGroup) -> None:
         metavar="N",
         help="how many spans may wait for the collector; those beyond are dropped and counted; "
         "default: %(default)s",
+    )
+
+
+def _add_metrics(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--metrics-port",
+        type=int,
+        metavar="N",
+        help="serve metrics for Prometheus at this port, at /metrics in plain HTTP; 0 lets the system "
+        "choose; default: none",
+    )
+    group.add_argument(
+        "--metrics-host",
+        metavar="HOST",
+        help=f"address of that port: whoever reaches it reads the metrics; default: {DEFAULT_HOST}, this "
+        "machine only",
+    )
+    group.add_argument(
+        "--metrics-names",
+        default=_METRICS.metrics_names,
+        choices=METRICS_NAMES,
+        help="vllm: the port shows the metrics under vLLM's names, too, for dashboards and gateways that "
+        "know those; default: %(default)s",
+    )
+    group.add_argument(
+        "--otlp-metrics-interval",
+        dest="otlp_metrics_interval_s",
+        type=float,
+        metavar="SECONDS",
+        help="push metrics to the OpenTelemetry collector this often; 0: never; default: "
+        "OTEL_METRIC_EXPORT_INTERVAL, or 15",
     )
 
 

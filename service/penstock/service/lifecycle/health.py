@@ -118,6 +118,11 @@ class Readiness:
         self._against = {against}
         self._say()
 
+    @property
+    def is_serving(self) -> bool:
+        """Whether the services are SERVING."""
+        return not self._against
+
     def refuse(self, reason: str) -> None:
         """Add a reason against SERVING."""
         self._against.add(reason)

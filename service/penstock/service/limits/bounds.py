@@ -77,7 +77,7 @@ class Bounds:
             raise ConfigError("; ".join(bad))
 
 
-def grpc_options(bounds: Bounds, num_addresses: int = 1) -> Sequence[tuple[str, int]]:
+def grpc_options(bounds: Bounds, max_receive_bytes: int, num_addresses: int = 1) -> Sequence[tuple[str, int]]:
     """The options for gRPC's core that follow from the bounds, for a process that listens on `num_addresses`
     addresses.
 
@@ -86,6 +86,10 @@ def grpc_options(bounds: Bounds, num_addresses: int = 1) -> Sequence[tuple[str, 
     """
     backlog = max(_BACKLOG, 2 * bounds.max_rpcs)
     options = [
+        ("grpc.so_reuseport", 0),
+        # Above this size gRPC refuses a message with a bare status; below it the interceptor refuses with
+        # details.
+        ("grpc.max_receive_message_length", 2 * max_receive_bytes),
         ("grpc.server.max_pending_requests", min(backlog, _MOST)),
         ("grpc.server.max_pending_requests_hard_limit", min(2 * backlog, _MOST)),
         # These two limit what gRPC receives of a message before it is asked for it. By default it soon

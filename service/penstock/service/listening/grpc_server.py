@@ -85,3 +85,15 @@ class RefusingServer(grpc_aio.Server):
         self._loop = cygrpc.get_working_loop()
         arguments = grpc_aio._augment_channel_arguments(options, None)
         self._server = _Core(refuse, self._loop, None, (), tuple(interceptors), arguments, None)
+
+
+def refusing_server(
+    refuse: Refuse,
+    *,
+    interceptors: Sequence[grpc.aio.ServerInterceptor],
+    options: Sequence[tuple[str, Any]],
+) -> grpc.aio.Server:
+    """Make such a server."""
+    made: Any = RefusingServer(refuse, interceptors=interceptors, options=options)
+    server: grpc.aio.Server = made  # it is one by its base class, which the type hints do not know
+    return server

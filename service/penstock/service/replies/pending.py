@@ -47,6 +47,8 @@ class Taken:
     prompt_logprobs: tuple[TokenLogprobs, ...]
     num_bytes: int
     """About the size of the message."""
+    num_merged: int = 0
+    """How many further deltas were merged with the first."""
 
 
 class _Merged:
@@ -55,6 +57,7 @@ class _Merged:
     def __init__(self, weights_generation: int) -> None:
         self.weights_generation = weights_generation
         self.num_bytes = 0
+        self._num_deltas = 0
         self._ids = array("I")
         self._logprobs = bytearray()
         self._text = io.StringIO()
@@ -73,6 +76,7 @@ class _Merged:
         return self._finish is not None
 
     def add(self, delta: Delta, logprobs: bytes, num_bytes: int) -> None:
+        self._num_deltas += 1
         self._ids.extend(delta.token_ids)
         self._logprobs += logprobs
         self._text.write(delta.delta)
@@ -94,6 +98,7 @@ class _Merged:
             self._timing,
             self._prompt_logprobs,
             self.num_bytes,
+            self._num_deltas - 1,
         )
 
 

@@ -117,6 +117,7 @@ class RequestReader:
         taken = self._buffers[index].pop()
         if not self._collects:
             self._share.add(-taken.num_bytes)
+            self._share.merged(taken.num_merged)
             self._prompt_bytes += prompt_bytes(taken.prompt_logprobs)
         # The other outputs go first the next time, so that a fast output does not keep a slow one waiting.
         last = [] if taken.finish is not None else [index]

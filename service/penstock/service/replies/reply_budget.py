@@ -38,6 +38,8 @@ class ReplyBudget:
     def __init__(self, limits: ReplyLimits) -> None:
         self.most_of_one, self.most = limits.max_response_bytes, limits.max_buffered_response_bytes
         self.used = 0
+        self.merged = 0
+        """How many deltas of streams were merged with one that still waited."""
         self._shares: set[Share] = set()
 
     def check_job(self, job: Job, max_model_len: int) -> None:
@@ -138,6 +140,10 @@ class Share:
         if self._is_open:
             self.num_bytes += num_bytes
             self._budget.changed(self, num_bytes)
+
+    def merged(self, num_deltas: int) -> None:
+        """Count deltas that were merged with one that still waited."""
+        self._budget.merged += num_deltas
 
     def seal(self) -> None:
         """Note that everything is generated and being sent. Ending the request would free nothing, so it is

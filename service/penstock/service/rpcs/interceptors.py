@@ -16,7 +16,7 @@ import logging
 import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NoReturn, TypeAlias, cast
 
@@ -24,8 +24,9 @@ import grpc
 from google.protobuf.message import Message
 
 from penstock.runtime.errors import InvalidRequest, PenstockError, RequestError, UnsupportedFeature, Violation
+from penstock.runtime.measuring.registry import Registry
 from penstock.service.access.callers import CURRENT_CALLER
-from penstock.service.errors import MessageTooLarge, row_of, to_status, trailers
+from penstock.service.errors import MessageTooLarge, StalledReader, row_of, to_status, trailers
 from penstock.service.lifecycle.underway import Calls
 from penstock.service.limits.admission import PACKAGE, Admission, kind_of
 from penstock.service.limits.bounds import Bounds
@@ -35,6 +36,7 @@ from penstock.service.replies.readers import StallLog
 from penstock.service.rpcs.access_check import Access
 from penstock.service.rpcs.decoding import Incoming, all_decoded, decoded
 from penstock.service.rpcs.sending import Send, Sends
+from penstock.service.telemetry.metrics.service_meters import UNKNOWN_METHOD, ServiceMeters
 from penstock.service.telemetry.refusals import Refusal, RefusalLog, fields_of
 from penstock.service.telemetry.tracing.service_spans import (
     CURRENT_RPC,
@@ -68,10 +70,18 @@ class Rpc:
     method: str
     trace: RpcTrace
     send: Send
+    meters: ServiceMeters
     has_place: bool = False
     """Whether the call is counted among those that go on at once."""
     given_id: str = ""
     """The request's id once it is known: the caller's own, or the one made for it."""
+    began_s: float = field(default_factory=time.monotonic)
+
+    def end(self, code: grpc.StatusCode, description: str = "") -> None:
+        """Record how the call ends."""
+        self.trace.end(code, description)
+        method = UNKNOWN_METHOD if self.method == UNKNOWN else self.method
+        self.meters.call_ended(method, code.name, time.monotonic() - self.began_s)
 
     @property
     def request_id(self) -> str:
@@ -105,6 +115,7 @@ class PenstockInterceptor(grpc.aio.ServerInterceptor):
         sends: Sends | None = None,
         calls: Calls | None = None,
         vocab_size: Callable[[], int] = lambda: 0,
+        meters: ServiceMeters | None = None,
     ) -> None:
         """`sends` ends RPCs whose replies are not taken. `vocab_size` is asked for each message, because it
         is known only once a model is loaded; it returns 0 until then.
@@ -120,6 +131,7 @@ class PenstockInterceptor(grpc.aio.ServerInterceptor):
         self._max_receive_bytes = max_receive_bytes
         self._vocab_size = vocab_size
         self._refusals = RefusalLog()
+        self._meters = meters or ServiceMeters(Registry())
 
     async def intercept_service(
         self,
@@ -161,7 +173,7 @@ class PenstockInterceptor(grpc.aio.ServerInterceptor):
                 await current_meter().answered()
             except BaseException as error:  # noqa: BLE001 -- any error ends the span; `_fail` always raises
                 await self._fail(error, rpc, context)
-            rpc.trace.end(grpc.StatusCode.OK)
+            rpc.end(grpc.StatusCode.OK)
             rpc.send.begin(len(data))
             return data
 
@@ -198,7 +210,7 @@ class PenstockInterceptor(grpc.aio.ServerInterceptor):
                 await current_meter().answered()
             except BaseException as error:  # noqa: BLE001 -- as above
                 await self._fail(error, rpc, context)
-            rpc.trace.end(grpc.StatusCode.OK)
+            rpc.end(grpc.StatusCode.OK)
             rpc.send.begin()
 
         return handle
@@ -207,13 +219,14 @@ class PenstockInterceptor(grpc.aio.ServerInterceptor):
         """End a call of a method that the server does not have; gRPC itself would answer without any details.
         Always raises.
         """
-        rpc = Rpc(UNKNOWN, UNTRACED, self._sends.start(UNKNOWN), has_place=True)  # `grpc_server` counts them
+        rpc = self._start(UNKNOWN)
+        rpc.has_place = True  # `grpc_server` counts them
         await self._fail(
             UnsupportedFeature(["method"], "the server has no method of this name"), rpc, context
         )
 
     def _start(self, method: str) -> Rpc:
-        return Rpc(method, UNTRACED, self._sends.start(method))
+        return Rpc(method, UNTRACED, self._sends.start(method), self._meters)
 
     def _enter(self, rpc: Rpc, context: Context) -> None:
         """Decide what the headers alone decide: who calls, whether there is a place for the call, and whether
@@ -273,25 +286,28 @@ class PenstockInterceptor(grpc.aio.ServerInterceptor):
     async def _fail(self, error: BaseException, rpc: Rpc, context: Context) -> NoReturn:
         """End the RPC with the status of this error. Always raises."""
         if isinstance(error, grpc.aio.AbortError):  # the method has answered by itself
-            rpc.trace.end(cast("Any", context.code()) or grpc.StatusCode.UNKNOWN)
+            rpc.end(cast("Any", context.code()) or grpc.StatusCode.UNKNOWN)
             raise error
         if isinstance(error, grpc.aio.InternalError):  # a write failed, because the client is gone
-            rpc.trace.end(_code_of_cancel(context))
+            rpc.end(_code_of_cancel(context))
             current_meter().vanished()
             raise asyncio.CancelledError from error
         if isinstance(error, asyncio.CancelledError):
             current_meter().vanished()
             stalled = grpc.StatusCode.RESOURCE_EXHAUSTED
-            rpc.trace.end(stalled if rpc.send.gave_up else _code_of_cancel(context))
+            rpc.end(stalled if rpc.send.gave_up else _code_of_cancel(context))
             try:
                 raise error
             finally:
                 del error  # its traceback refers to this frame, and this cycle would keep the call alive
         if not isinstance(error, Exception) or isinstance(error, grpc.aio.BaseError):
-            rpc.trace.end(grpc.StatusCode.INTERNAL, type(error).__name__)
+            rpc.end(grpc.StatusCode.INTERNAL, type(error).__name__)
             raise error
         row = row_of(error)
         current_meter().failed(row.reason)
+        self._meters.refused(row.reason)
+        if isinstance(error, StalledReader):
+            rpc.send.stalled()
         if not isinstance(error, PenstockError):
             log.error("a bug in the service: %s, request %r", rpc.method, rpc.request_id, exc_info=error)
         status = to_status(error, rpc.request_id)
@@ -307,14 +323,14 @@ class PenstockInterceptor(grpc.aio.ServerInterceptor):
             await context.abort(row.code, status.message, metadata)
         except grpc.aio.AbortError as abort:
             abort.__context__ = None
-            rpc.trace.end(row.code, row.reason)
+            rpc.end(row.code, row.reason)
             caller_id = CURRENT_CALLER.get().id
             self._refusals.tell(
                 Refusal(rpc.method, row.code.name, row.reason, rpc.request_id, caller_id, fields)
             )
             raise
         except (grpc.aio.InternalError, asyncio.CancelledError) as gone:  # the client is gone
-            rpc.trace.end(_code_of_cancel(context))
+            rpc.end(_code_of_cancel(context))
             raise asyncio.CancelledError from gone
 
 

@@ -44,6 +44,8 @@ class Sends:
         self._ender = Ender()
         self.refusals = Gate("refusals", MAX_REFUSALS, time.monotonic, per_address=MAX_REFUSALS // 2)
         """Counts the statuses of calls without a place that are being sent."""
+        self.num_stalled = 0
+        """How many calls were ended because their client did not read."""
 
     def start(self, method: str) -> Send:
         """Follow the RPC of the current task until the task ends."""
@@ -83,7 +85,7 @@ def _call(leave: Callable[[], None], _task: object) -> None:
 class Send:
     """Follows the messages of one RPC, one after the other."""
 
-    __slots__ = ("_due", "_looked", "_loop", "_method", "_sends", "_task", "_timer", "gave_up")
+    __slots__ = ("_counted", "_due", "_looked", "_loop", "_method", "_sends", "_task", "_timer", "gave_up")
 
     def __init__(self, sends: Sends, task: asyncio.Task[Any], method: str) -> None:
         self._sends, self._method = sends, method
@@ -93,6 +95,7 @@ class Send:
         self._looked: float | None = None
         """The due time that had passed when it was checked first."""
         self._timer: asyncio.TimerHandle | None = None
+        self._counted = False
         self.gave_up = False
         """Whether the RPC is being ended because its reply was not taken."""
 
@@ -114,6 +117,12 @@ class Send:
     def done(self) -> None:
         """Note that the message has left."""
         self._due = None
+
+    def stalled(self) -> None:
+        """Count the call among those whose client did not read, once."""
+        if not self._counted:
+            self._counted = True
+            self._sends.num_stalled += 1
 
     def close(self, _: object = None) -> None:
         """Stop following: the RPC's task has ended."""
@@ -138,6 +147,7 @@ class Send:
             self._timer = self._loop.call_later(SECOND_LOOK_S, self._look)
             return
         self.gave_up = True
+        self.stalled()
         task, self._task = self._task, None
         self._sends.give_up(task, self._method)
 

@@ -11,6 +11,17 @@ from typing import TypeVar, cast
 T = TypeVar("T")
 
 
+def on_this_loop(call: Callable[[], None]) -> Callable[[], None]:
+    """Make a function that has `call` called on the running event loop. Any thread may call it."""
+    loop = asyncio.get_running_loop()
+
+    def tell() -> None:
+        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody wants to know any more
+            loop.call_soon_threadsafe(call)
+
+    return tell
+
+
 def in_thread(work: Callable[[], T]) -> Awaitable[T]:
     """Run blocking work in a daemon thread. Unlike asyncio's own pool it does not keep the process from
     ending.

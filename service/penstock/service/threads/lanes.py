@@ -11,10 +11,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextvars import ContextVar
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from penstock.runtime.host.processors import available_processors
 from penstock.service.errors import Busy
@@ -40,12 +41,26 @@ MESSAGE_BYTES: ContextVar[int] = ContextVar("message_bytes", default=0)
 """The size of the request message of the RPC that this task serves."""
 
 
+class LaneMeters(Protocol):
+    """Counts what lanes do. Any thread may call it."""
+
+    def has_lanes(self, names: Iterable[str]) -> None:
+        """These are all lanes."""
+
+    def lane_refused(self, lane: str) -> None:
+        """A piece of work was refused."""
+
+    def lane_done(self, lane: str, seconds: float) -> None:
+        """A piece of work was done, in this time since it was given to the lane."""
+
+
 class Lane:
     """The threads for one kind of work. Used on the event loop. Threads are started when they are needed."""
 
-    def __init__(self, name: str, num_threads: int, most: int) -> None:
+    def __init__(self, name: str, num_threads: int, most: int, meters: LaneMeters | None = None) -> None:
         """`most` bounds the work that runs or waits, in the unit of `run`'s weights."""
         self.name, self.most = name, most
+        self._meters = meters
         self._pool = ThreadPoolExecutor(num_threads, f"penstock-{name}")
         self._pace = Pace()
 
@@ -62,6 +77,8 @@ class Lane:
         """As `run`, but do not wait for it. A weight of 0 is for work that must not be refused."""
         held = self._pace.active
         if held and weight and held + weight > self.most:
+            if self._meters is not None:
+                self._meters.lane_refused(self.name)
             raise Busy(self.name, self.most, self._pace.retry_after_s(weight))
         return self._begun(work, weight)
 
@@ -73,8 +90,11 @@ class Lane:
         loop = asyncio.get_running_loop()
         future = self._pool.submit(_without_stop_iteration, work)
         self._pace.entered(weight)
+        began_s = time.monotonic()
 
-        def release(_: Future[Any]) -> None:
+        def release(done: Future[Any]) -> None:
+            if self._meters is not None and not done.cancelled():
+                self._meters.lane_done(self.name, time.monotonic() - began_s)
             with contextlib.suppress(RuntimeError):  # the loop is closed, so nobody uses lanes any more
                 loop.call_soon_threadsafe(self._pace.left, weight)
 
@@ -104,21 +124,26 @@ def _without_stop_iteration(work: Callable[[], T]) -> T:
 class Lanes:
     """The lanes of one server."""
 
-    def __init__(self) -> None:
+    def __init__(self, meters: LaneMeters | None = None) -> None:
+        def lane(name: str, num_threads: int, most: int) -> Lane:
+            return Lane(name, num_threads, most, meters)
+
         quick = min(32, available_processors() + 4)
         # Templates are rendered one after the other, each in at most a second (`runtime.chat.sandbox`). The
         # bound is therefore the longest time that an honest caller waits behind hostile ones.
-        self._templates = Lane("templates", 4, MOST_TEMPLATES)
-        self._heavy = Lane("heavy", 64, 1024)  # most of them wait: the compiler of grammars has few threads
-        self._convert = Lane("convert", 4, 64 * MIB)
-        self._texts = Lane("texts", quick, 64 * MIB)
-        self._long_texts = Lane("long-texts", 4, 32 * MIB)
-        self._weights = Lane("weights", 4, MOST_WEIGHTS)
+        self._templates = lane("templates", 4, MOST_TEMPLATES)
+        self._heavy = lane("heavy", 64, 1024)  # most of them wait: the compiler of grammars has few threads
+        self._convert = lane("convert", 4, 64 * MIB)
+        self._texts = lane("texts", quick, 64 * MIB)
+        self._long_texts = lane("long-texts", 4, 32 * MIB)
+        self._weights = lane("weights", 4, MOST_WEIGHTS)
         self._long_chars = LONG_CHARS
 
         lanes = (self._templates, self._heavy, self._convert, self._texts, self._long_texts, self._weights)
         self.by_name = {lane.name: lane for lane in lanes}
         """All lanes, by the name that a refusal has as its `limit`."""
+        if meters is not None:
+            meters.has_lanes(self.by_name)
 
     def fit(self, max_model_len: int) -> None:
         """Treat texts that may fill a context of `max_model_len` tokens as ordinary ones."""

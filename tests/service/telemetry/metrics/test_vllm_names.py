@@ -33,6 +33,7 @@ FROM_VLLM = {
     "vllm:request_time_per_output_token_seconds",
     "vllm:e2e_request_latency_seconds",
     "vllm:request_queue_time_seconds",
+    "vllm:request_inference_time_seconds",
     "vllm:request_prefill_time_seconds",
     "vllm:request_decode_time_seconds",
     "vllm:request_prompt_tokens",

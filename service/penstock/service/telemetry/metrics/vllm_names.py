@@ -64,6 +64,7 @@ VIEWS = (
     View("vllm:request_time_per_output_token_seconds", engine.TIME_PER_OUTPUT_TOKEN),
     View("vllm:e2e_request_latency_seconds", engine.REQUEST_DURATION),
     View("vllm:request_queue_time_seconds", engine.QUEUE_TIME),
+    View("vllm:request_inference_time_seconds", engine.RUNNING_TIME),
     View("vllm:request_prefill_time_seconds", engine.PREFILL_TIME),
     View("vllm:request_decode_time_seconds", engine.DECODE_TIME),
     View("vllm:request_prompt_tokens", engine.PROMPT_TOKENS),
