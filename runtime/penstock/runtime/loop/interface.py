@@ -204,7 +204,7 @@ class StepRecord(NamedTuple):
         """What the step computed."""
         if self.plan.num_steps > 1:
             return StepKind.WINDOW
-        num_decodes = sum(row.token_ids is None for row in self.plan.rows)
+        num_decodes = [row.token_ids for row in self.plan.rows].count(None)
         if num_decodes == len(self.plan.rows):
             return StepKind.DECODE
         return StepKind.MIXED if num_decodes else StepKind.PREFILL

@@ -28,11 +28,7 @@ _LOCAL_LINK = b"\x35\x00\x01\x00\x00"
 """The same of a link."""
 
 
-def varint(value: int) -> bytes:
-    """An integer as protobuf writes it; a negative one as a 64-bit one."""
-    if 0 <= value < 128:
-        return value.to_bytes(1, "little")
-    value &= 0xFFFFFFFFFFFFFFFF
+def _varint(value: int) -> bytes:
     out = bytearray()
     while value > 127:
         out.append(value & 127 | 128)
@@ -41,9 +37,17 @@ def varint(value: int) -> bytes:
     return bytes(out)
 
 
+_SHORT = [_varint(value) for value in range(1 << 14)]
+
+
+def varint(value: int) -> bytes:
+    """An integer as protobuf writes it; a negative one as a 64-bit one."""
+    return _SHORT[value] if 0 <= value < 1 << 14 else _varint(value & 0xFFFFFFFFFFFFFFFF)
+
+
 def sized(tag: int, data: bytes) -> bytes:
     """A field of bytes: text, or another message."""
-    return varint(tag) + varint(len(data)) + data
+    return _SHORT[tag] + varint(len(data)) + data
 
 
 # -- attributes --
@@ -94,7 +98,12 @@ def array_attribute(key: str, elements: bytes) -> bytes:
 
 def attributes(values: Attributes) -> bytes:
     """Attributes of a span."""
-    return b"".join([attribute(key, value) for key, value in values.items()])
+    return b"".join(
+        [
+            attribute(key, value) if isinstance(value, list) else cached_attribute(key, value)
+            for key, value in values.items()
+        ]
+    )
 
 
 # -- the other fields of a span --

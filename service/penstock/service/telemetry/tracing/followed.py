@@ -135,19 +135,11 @@ class FollowedOutput:
         return request.child(new_id(8), request.decode_id, _DECODE_STEP, step.begin_ns, step.waited_ns, rest)
 
     def decoded(self, new_id: NewId, step: Step, num_tokens: int) -> bytes | None:
-        """Adds a step to the window. Returns the span of the window that is complete with that, or with the
-        step before, if one is.
-        """
-        window, made = self.window, None
-        num_steps = len(window)
-        if num_steps >= LEAST_STEPS_OF_SHAPE and window[-1].shape != step.shape:
-            made = self.take_window(new_id)
-            num_steps = 0
-        self.window.append(step)
+        """Adds a step to the window. Returns the span of the window if it is complete with that."""
+        window = self.window
+        window.append(step)
         self.window_tokens += num_tokens
-        if num_steps + 1 >= MOST_STEPS_OF_WINDOW:
-            made = self.take_window(new_id)
-        return made
+        return self.take_window(new_id) if len(window) >= MOST_STEPS_OF_WINDOW else None
 
     def take_window(self, new_id: NewId) -> bytes | None:
         """Ends the window. Returns its span, unless it has no steps or there is no more room for it."""

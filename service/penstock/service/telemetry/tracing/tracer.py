@@ -18,6 +18,7 @@ from penstock.runtime.loop.interface import (
     Resumed,
     StepKind,
     StepRecord,
+    StepShape,
     WeightsBroken,
 )
 from penstock.runtime.loop.journal.entries import (
@@ -35,7 +36,12 @@ from penstock.runtime.requests.request import RequestTiming
 from penstock.runtime.scheduling.plan import PlanRow
 from penstock.service.telemetry.options import TraceLevel
 from penstock.service.telemetry.otlp.wire import Attributes
-from penstock.service.telemetry.tracing.followed import FollowedOutput, FollowedRequest, NewId
+from penstock.service.telemetry.tracing.followed import (
+    LEAST_STEPS_OF_SHAPE,
+    FollowedOutput,
+    FollowedRequest,
+    NewId,
+)
 from penstock.service.telemetry.tracing.notes import Closed, Happened, Opened
 from penstock.service.telemetry.tracing.request_spans import request_spans
 from penstock.service.telemetry.tracing.steps import ID_BYTES, Step, step_of, step_trace
@@ -47,7 +53,6 @@ LONGEST_WAIT_S = 5.0
 """The journal may have dropped an output's end. After so long, a request that has ended for its caller is
 recorded without it.
 """
-_WITH_PREFILLS = frozenset({StepKind.PREFILL, StepKind.MIXED})
 
 
 class Outlet(Protocol):
@@ -87,6 +92,7 @@ class Tracer:
         self._closing: dict[bytes, FollowedRequest] = {}
         """Those that have ended for their caller and not in the engine, by the ids of their spans."""
         self._last_waited_ns = 0
+        self._last_shape: StepShape | None = None
         self._stop_reading: Callable[[], None] = lambda: None
         self._made: list[bytes] = []
         """Spans that are to be sent."""
@@ -247,15 +253,17 @@ class Tracer:
         ]
         if not rows:
             return
-        made = {engine_id: len(token_ids) for engine_id, token_ids, *_ in record.outputs}
+        made = {output[0]: len(output[1]) for output in record.outputs}  # by their engine ids
         ids = self._new_id(ID_BYTES)
         kind = record.kind
-        step = step_of(record, ids=ids, begin_ns=begin_ns, prefills=kind in _WITH_PREFILLS)
+        prefills = kind is StepKind.PREFILL or kind is StepKind.MIXED
+        step = step_of(record, ids=ids, begin_ns=begin_ns, prefills=prefills)
         begin_to_decode = self._rows(rows, step, made)
         self._made += step_trace(
             record,
             ids=ids,
             kind=kind.value,
+            prefills=prefills,
             id_attribute=step.id_attribute,
             wall_offset_ns=self._wall_clock.offset_ns,
             requests=list(dict.fromkeys([output.request.link for _, output in rows])),
@@ -271,10 +279,13 @@ class Tracer:
         have their first token after this step.
         """
         new_id, is_detailed = self._new_id, self._level >= TraceLevel.DETAILED
+        if step.shape != self._last_shape:
+            self._last_shape = step.shape
+            self._end_windows(output for _, output in rows if len(output.window) >= LEAST_STEPS_OF_SHAPE)
         begin_to_decode = []
         for row, output in rows:
             num_tokens = made.get(row[0], 0)
-            if row.token_ids is not None:
+            if row[4] is not None:  # its tokens, which are known
                 span = output.chunk(new_id, row, step)
             elif is_detailed:
                 span = output.decode_step(new_id, step, num_tokens)
@@ -282,8 +293,9 @@ class Tracer:
                 span = output.decoded(new_id, step, num_tokens)
             if span is not None:
                 self._made.append(span)
-            if not output.request.is_decoding and (num_tokens or row.token_ids is None):
-                begin_to_decode.append(output.request)
+            request = output.request
+            if not request.is_decoding and (num_tokens or row[4] is None):
+                begin_to_decode.append(request)
         return begin_to_decode
 
     def _end_windows(self, outputs: Iterable[FollowedOutput]) -> None:
