@@ -26,6 +26,7 @@ from penstock.v1 import (
 )
 from tests.clients.canned import EXPECTED, STEP_1, generate_reply, stream_replies
 from tests.clients.failing import Failure
+from tests.clients.profiling import FakeProfile
 from tests.clients.updates import BEFORE, MAX_CHUNK_BYTES, FakeUpdates
 from tests.clients.watching import FakeWatch
 
@@ -74,6 +75,7 @@ class FakeServer(inference_pb2_grpc.InferenceServiceServicer, control_pb2_grpc.C
         self.health_failure: Failure | None = None
         self.updates = FakeUpdates()
         self.watch = FakeWatch()
+        self.profile = FakeProfile()
         self.max_chunk_bytes = MAX_CHUNK_BYTES
         self.model_info = control_pb2.GetModelInfoResponse(weights=STEP_1)
         """Merged over what GetModelInfo answers."""
@@ -212,7 +214,7 @@ class FakeServer(inference_pb2_grpc.InferenceServiceServicer, control_pb2_grpc.C
 
     def Profile(self, request, context):
         self._note(request, context)
-        yield from ()
+        yield from self.profile.handle(request)
 
     def Tokenize(self, request, context):
         self._note(request, context)

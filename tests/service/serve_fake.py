@@ -52,6 +52,7 @@ class Loader:
         engine = SlowEngine(codec=byte_codec(), max_model_len=10_000, start=start)  # type: ignore[arg-type]
         engine.dies = config.served_model_name == "dies"
         engine.hangs = config.served_model_name == "hangs"
+        engine.profiler.ends_at_once = True
         return engine
 
 

@@ -27,6 +27,8 @@ class FakeProfiler:
         self.before_start = threading.Event()
         """`start` waits for it."""
         self.before_start.set()
+        self.ends_at_once = False
+        """Whether the steps end without the test."""
         self._run: ProfileRun | None = None
 
     def start(self, folder: Path, options: ProfileOptions, keep: int | None = None) -> ProfileRun:
@@ -41,6 +43,8 @@ class FakeProfiler:
         future.set_running_or_notify_cancel()
         run = ProfileRun(folder / f"profile-{len(self.begun)}", future, lambda: self._ended(run, steps=0))
         self._run = run
+        if self.ends_at_once:
+            self._ended(run, options.steps)
         return run
 
     @property

@@ -31,11 +31,21 @@ COMMANDS = {
     "resume": "let a paused server go on",
     "flush-cache": "forget all cached prompt prefixes",
     "trace": "change how much a server traces, or show it",
+    "profile": "record what a server's engine does in its next steps",
 }
 """From the name of a command to its line in `penstock --help`. Its module has the same name, with
 underscores.
 """
-_CONTROL = {"push-weights", "commit-weights", "discard-weights", "pause", "resume", "flush-cache", "trace"}
+_CONTROL = {
+    "push-weights",
+    "commit-weights",
+    "discard-weights",
+    "pause",
+    "resume",
+    "flush-cache",
+    "trace",
+    "profile",
+}
 """Commands whose modules are in `commands/control/`."""
 
 

@@ -37,6 +37,7 @@ OWN = {
     "CHECKSUM_MISMATCH": r"the server refused the weights, .* old ones are in use: a: is missing$",
     "GENERATION_CHANGED": r"look at the weights in use with `penstock info`, and decide anew",
     "UPDATE_UNDER_WAY": r"words; try again in 7 s",
+    "PROFILE_UNDER_WAY": r"words; try again in 7 s",
     "UNKNOWN_UPDATE": r"send it with `penstock push-weights`",
     "DRAIN_TIMEOUT": r"allow more with --drain-timeout, or choose another --policy",
 }
@@ -46,6 +47,7 @@ REFUSED = r"^the server refused \({reason}\): words$"
 GENERAL = {
     "INTERNAL": FAILED,
     "GENERATION_FAILED": FAILED,
+    "PROFILE_FAILED": FAILED,
     "NON_FINITE_LOGITS": FAILED,
     "ENGINE_FAILURE": FAILED,
     "UNAVAILABLE": r"^gpu1:50051 is not available now \(UNAVAILABLE\): words; try again later$",
@@ -61,6 +63,7 @@ GENERAL = {
     "STALLED_READER": REFUSED,
     "STALLED_SENDER": REFUSED,
     "WEIGHTS_REFUSED": REFUSED,
+    "PROFILE_REFUSED": REFUSED,
     "CHANGE_REFUSED": REFUSED,
     "WEIGHTS_TOO_OLD": REFUSED,
     "WEIGHTS_INCOMPLETE": r"^gpu1:50051 is not available now \(WEIGHTS_INCOMPLETE\): words; try again later$",

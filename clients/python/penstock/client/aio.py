@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from os import PathLike
 from typing import Self, Unpack
 
 from penstock.client.async_calls import AsyncCalls
@@ -13,6 +14,7 @@ from penstock.client.connection.channel import Metadata, pairs
 from penstock.client.connection.retries import Attempts
 from penstock.client.connection.timeouts import TEXT_TIMEOUT
 from penstock.client.replies import messages
+from penstock.client.replies.profiles import received_async
 from penstock.client.replies.server_streams import AsyncServerStream
 from penstock.client.replies.streams import AsyncCall, AsyncGenerationStream
 from penstock.client.replies.watch_messages import load_report
@@ -26,6 +28,7 @@ from penstock.client.values.server_values import (
     FlushedCache,
     Load,
     ModelInfo,
+    Profile,
     ServerInfo,
     Tokens,
     TracingStatus,
@@ -162,6 +165,29 @@ class AsyncClient(AsyncCalls):
         request = control_requests.tracing_request(level)
         reply = await self._unary(self.control.SetTracing, request, timeout, metadata)
         return messages.tracing_status(reply)
+
+    async def profile(
+        self,
+        *,
+        steps: int | None = None,
+        max_time: float | None = None,
+        folder: str | PathLike[str] | None = None,
+        timeout: float | None = None,
+        metadata: Metadata | None = None,
+    ) -> Profile:
+        """Record what host and device do in the engine's next `steps` steps (1 to 1000, default 100), for at
+        most `max_time` seconds (0.1 to 300, default 60). The files stay at the server. With `folder` they are
+        also sent, and unpacked to a new folder there. There is no default `timeout`. Raises ProfileUnderWay.
+        """
+        self._check_one_server()
+        request = control_requests.profile_request(steps, max_time, send_files=folder is not None)
+        sent = pairs(self.metadata, metadata)
+        answer = AsyncServerStream(
+            lambda left: self.control.Profile(request, timeout=left, metadata=sent),
+            Attempts(self._retries, self._timeouts.of(timeout)),
+            lambda message: message,
+        )
+        return await received_async(answer, folder)
 
     async def flush_cache(
         self, *, timeout: float | None = None, metadata: Metadata | None = None

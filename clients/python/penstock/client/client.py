@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from os import PathLike
 from typing import Self, Unpack
 
 from penstock.client.calls import Calls
@@ -10,6 +11,7 @@ from penstock.client.connection.channel import Metadata, pairs
 from penstock.client.connection.retries import Attempts
 from penstock.client.connection.timeouts import TEXT_TIMEOUT
 from penstock.client.replies import messages
+from penstock.client.replies.profiles import received
 from penstock.client.replies.server_streams import ServerStream
 from penstock.client.replies.streams import GenerationStream
 from penstock.client.replies.watch_messages import load_report
@@ -23,6 +25,7 @@ from penstock.client.values.server_values import (
     FlushedCache,
     Load,
     ModelInfo,
+    Profile,
     ServerInfo,
     Tokens,
     TracingStatus,
@@ -168,6 +171,29 @@ class Client(Calls):
         request = control_requests.tracing_request(level)
         reply = self._unary(self.control.SetTracing, request, timeout, metadata)
         return messages.tracing_status(reply)
+
+    def profile(
+        self,
+        *,
+        steps: int | None = None,
+        max_time: float | None = None,
+        folder: str | PathLike[str] | None = None,
+        timeout: float | None = None,
+        metadata: Metadata | None = None,
+    ) -> Profile:
+        """Record what host and device do in the engine's next `steps` steps (1 to 1000, default 100), for at
+        most `max_time` seconds (0.1 to 300, default 60). The files stay at the server. With `folder` they are
+        also sent, and unpacked to a new folder there. There is no default `timeout`. Raises ProfileUnderWay.
+        """
+        self._check_one_server()
+        request = control_requests.profile_request(steps, max_time, send_files=folder is not None)
+        sent = pairs(self.metadata, metadata)
+        answer = ServerStream(
+            lambda left: self.control.Profile(request, timeout=left, metadata=sent),
+            Attempts(self._retries, self._timeouts.of(timeout)),
+            lambda message: message,
+        )
+        return received(answer, folder)
 
     def flush_cache(self, *, timeout: float | None = None, metadata: Metadata | None = None) -> FlushedCache:
         """Forget all cached prompt prefixes. Running requests keep their pages, which are not shared with new

@@ -25,6 +25,7 @@ from penstock.client.errors import (
     NotReady,
     PenstockClientError,
     PreconditionFailed,
+    ProfileUnderWay,
     PromptTooLong,
     QueueFull,
     RateLimited,
@@ -71,6 +72,7 @@ BY_REASON: Mapping[str, type[PenstockClientError]] = {
     "GENERATION_CHANGED": GenerationChanged,
     "UPDATE_UNDER_WAY": UpdateUnderWay,
     "UNKNOWN_UPDATE": UnknownUpdate,
+    "PROFILE_UNDER_WAY": ProfileUnderWay,
     "DRAIN_TIMEOUT": DrainTimeout,
 }
 

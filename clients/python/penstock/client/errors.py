@@ -277,6 +277,10 @@ class UpdateUnderWay(Conflict):
     """Another weight update is under way, or one is staged; nothing has changed."""
 
 
+class ProfileUnderWay(Conflict):
+    """Another profile is being recorded or written at the server."""
+
+
 class DeadlineExceeded(PenstockClientError):
     """The call's timeout passed."""
 

@@ -22,6 +22,7 @@ from penstock.client import (
     KeyExpired,
     NotReady,
     PenstockClientError,
+    ProfileUnderWay,
     PromptTooLong,
     QueueFull,
     RateLimited,
@@ -99,6 +100,8 @@ def _meaning(error: PenstockClientError, addr: str) -> str:
         case UpdateUnderWay() if error.metadata.get("staged") == "true":
             return f"{text}, with `penstock commit-weights ID` or `penstock discard-weights ID`"
         case UpdateUnderWay():
+            return f"{text}; {_again(error)}"
+        case ProfileUnderWay():
             return f"{text}; {_again(error)}"
         case UnknownUpdate():
             return f"{text}; send it with `penstock push-weights`"

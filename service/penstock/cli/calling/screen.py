@@ -13,6 +13,7 @@ import math
 import sys
 from collections.abc import Mapping
 from datetime import datetime
+from pathlib import Path
 from typing import Any
 
 _CONTROLS = (*range(0x20), 0x7F, *range(0x80, 0xA0))
@@ -51,8 +52,8 @@ def complain(command: str, message: str) -> None:
 
 
 def plain(value: object) -> Any:
-    """Convert dataclasses, enums, digests and times to values that json can write. NaN, which JSON does not
-    have, becomes null.
+    """Convert dataclasses, enums, digests, paths and times to values that json can write. NaN, which JSON
+    does not have, becomes null.
     """
     if isinstance(value, enum.Enum):
         return value.value
@@ -64,6 +65,8 @@ def plain(value: object) -> Any:
         return [plain(item) for item in value]
     if isinstance(value, bytes):
         return value.hex()
+    if isinstance(value, Path):
+        return str(value)
     if isinstance(value, datetime):
         return value.isoformat()
     if isinstance(value, float) and not math.isfinite(value):

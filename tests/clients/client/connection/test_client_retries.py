@@ -268,6 +268,7 @@ TIMEOUTS = [
     ("model_info", lambda client, **more: client.model_info(**more), (0, 10)),
     ("server_info", lambda client, **more: client.server_info(**more), (0, 10)),
     ("set_tracing", lambda client, **more: client.set_tracing(**more), (0, 10)),
+    ("profile", lambda client, **more: client.profile(**more), None),
     ("flush_cache", lambda client, **more: client.flush_cache(**more), (0, 10)),
     ("abort", lambda client, **more: client.abort("a", **more), (0, 10)),
     ("tokenize", lambda client, **more: client.tokenize("a", **more), (10, 60)),

@@ -88,6 +88,22 @@ def watch_request(interval: float | None, max_requests: int) -> telemetry_pb2.Wa
     return request
 
 
+def profile_request(
+    steps: int | None, max_time: float | None, *, send_files: bool
+) -> telemetry_pb2.ProfileRequest:
+    """Build a ProfileRequest; the time is in seconds."""
+    request = telemetry_pb2.ProfileRequest(include_data=send_files)
+    violations = Violations()
+    with violations.of("steps"), named("steps"):
+        if steps is not None:
+            request.steps = steps
+    with violations.of("timeout"), named("max_time"):
+        if max_time is not None:
+            request.timeout.FromNanoseconds(round(max_time * 1e9))
+    violations.tell()
+    return request
+
+
 def tracing_request(level: TraceLevel | None) -> telemetry_pb2.SetTracingRequest:
     request = telemetry_pb2.SetTracingRequest()
     if level is not None:

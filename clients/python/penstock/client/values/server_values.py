@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass
 from datetime import datetime
+from pathlib import Path
 
 from penstock.client.values.results import WeightsVersion
 
@@ -42,6 +43,23 @@ class SamplingDefaults:
     bad_words: tuple[str, ...] = ()
     allowed_token_ids: tuple[int, ...] = ()
     """Empty allows all."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Profile:
+    """A profile that the server has written."""
+
+    path: str
+    """Its folder, on the server's machine."""
+    steps: int
+    """Steps of the engine that were recorded whole; fewer than asked for if the time was over."""
+    num_bytes: int
+    """Size of its files."""
+    duration: float
+    """For how long was recorded, in seconds."""
+    folder: Path | None = None
+    """Where its files are on this machine; None if they were not sent. `perfetto_trace.json.gz` in it is what
+    https://ui.perfetto.dev opens."""
 
 
 @dataclass(frozen=True, slots=True)
