@@ -24,6 +24,7 @@ from typing import Any
 from penstock.runtime.chat.parser import ChatForms, choose_forms
 from penstock.runtime.config import CPU_SIZES, EngineConfig, resolve
 from penstock.runtime.errors import (
+    ConfigError,
     Draining,
     DuplicateRequestId,
     EngineDead,
@@ -51,6 +52,9 @@ from penstock.runtime.loop.interface import (
     WeightsVersion,
 )
 from penstock.runtime.loop.journal.journal import Journal
+from penstock.runtime.measuring.engine_meters import EngineMeters
+from penstock.runtime.measuring.engine_metrics import EngineMetrics
+from penstock.runtime.measuring.engine_state import Sources
 from penstock.runtime.measuring.registry import Registry
 from penstock.runtime.model_info import ModelInfo
 from penstock.runtime.requests.request import (
@@ -71,6 +75,7 @@ from tests.service.fake_outputs import Running, Sink
 from tests.service.fake_steps import FakeSteps
 from tests.service.fake_updater import TENSORS, FakeUpdater
 from tests.support.fake_profiler import FakeProfiler
+from tests.support.meters import BUILD, NO_TOTALS
 
 
 class FakeEngine:
@@ -134,6 +139,7 @@ class FakeEngine:
         self._changed = threading.Condition()
         self.journal = Journal()
         self._recorded = FakeSteps(self.journal, self._changed)
+        self._meters = self._measure() if self.config.metrics else None
         self.is_draining = False
         self._stopping = False
         self.clock: Callable[[], float] = time.monotonic
@@ -141,6 +147,19 @@ class FakeEngine:
         self._watches: list[Callable[[], None]] = []
         self._ready_watches: list[Callable[[], None]] = []
         self._thread: threading.Thread | None = None
+
+    def _measure(self) -> EngineMeters:
+        sources = Sources(
+            load=self.load,
+            totals=lambda: NO_TOTALS,
+            weights_generation=lambda: self.weights.generation,
+            are_weights_broken=lambda: self.weights_problem is not None,
+            is_paused=lambda: self.is_paused,
+            compiles_after_warmup=lambda: 0,
+            dropped_entries=lambda: self.journal.dropped,
+            memory=dict,
+        )
+        return EngineMeters(self.registry, self.journal, sources, replace(BUILD, model="fake"))
 
     # -- control by tests --
 
@@ -381,6 +400,11 @@ class FakeEngine:
                 else:
                     results.append((request_id, AbortOutcome.NOT_FOUND))
             return results
+
+    def metrics(self) -> EngineMetrics:
+        if self._meters is None:
+            raise ConfigError("metrics: the engine was made without them")
+        return self._meters.metrics()
 
     def load(self) -> Load:
         with self._changed:

@@ -134,6 +134,8 @@ class EngineConfig:
     """A constraint that takes longer to compile, in seconds, is refused."""
     compilation_cache: Path | None = field(default_factory=default_compilation_cache)
     """Folder in which compiled programs are kept between starts; None: they are not kept."""
+    metrics: bool = True
+    """Whether the engine measures what it does, for `Engine.metrics` and the server's metrics."""
     show_progress: bool = True
     """Whether progress bars are shown, if stderr is a terminal."""
     tool_call_parser: str = "auto"

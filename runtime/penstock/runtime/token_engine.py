@@ -17,7 +17,7 @@ import numpy as np
 
 from penstock.runtime.building import build, grammar_compiler
 from penstock.runtime.config import EngineConfig, ResolvedConfig
-from penstock.runtime.errors import EngineFailure
+from penstock.runtime.errors import ConfigError, EngineFailure
 from penstock.runtime.execution.backend import Backend, choose_backend
 from penstock.runtime.execution.cpu_threads import start_backends
 from penstock.runtime.grammar.compile.compiler import GrammarCompiler
@@ -36,6 +36,8 @@ from penstock.runtime.loop.interface import (
     WeightsVersion,
 )
 from penstock.runtime.loop.journal.journal import Journal
+from penstock.runtime.measured import measure
+from penstock.runtime.measuring.engine_metrics import EngineMetrics
 from penstock.runtime.measuring.registry import Registry
 from penstock.runtime.measuring.update_meters import UpdateMeters
 from penstock.runtime.model_info import ModelInfo
@@ -91,6 +93,8 @@ class TokenEngine:
         """Works on token ids; everything that is done with requests is done by it."""
         self.registry = Registry()
         """The values of all metrics of this engine."""
+        is_measured = parts.config.metrics
+        self._meters = measure(parts, self.core, self.journal, self.registry) if is_measured else None
         self.updater = Updater(
             self.core,
             parts.runner.device,
@@ -280,6 +284,14 @@ class TokenEngine:
     def oldest_outputs(self, most: int) -> Sequence[OutputStatus]:
         """Where the outputs stand that arrived first, at most so many."""
         return self.core.oldest_outputs(most)
+
+    def metrics(self) -> EngineMetrics:
+        """What the engine does and has done: totals, rates and percentiles of latencies. Any thread may ask.
+        ConfigError where `EngineConfig.metrics` is off.
+        """
+        if self._meters is None:
+            raise ConfigError("metrics: the engine was made without them")
+        return self._meters.metrics()
 
     def flush_prefix_cache(self) -> FlushedPages:
         """Forget all cached prefixes."""

@@ -15,6 +15,7 @@ from penstock.runtime.config import ResolvedConfig
 from penstock.runtime.grammar.compile.compiler import GrammarCompiler
 from penstock.runtime.loop.interface import AbortOutcome, InFlightPolicy, Paused, Pulse, WeightsVersion
 from penstock.runtime.loop.journal.journal import Journal
+from penstock.runtime.measuring.engine_metrics import EngineMetrics
 from penstock.runtime.measuring.registry import Registry
 from penstock.runtime.profiling.profile import ProfileOptions, ProfileRun
 from penstock.runtime.requests.request import Finish, PreparedPrompt, Request, StepOutput
@@ -188,6 +189,10 @@ class Backend(Protocol):
     @property
     def registry(self) -> Registry:
         """The values of the engine's metrics."""
+        ...
+
+    def metrics(self) -> EngineMetrics:
+        """What the engine does and has done. ConfigError where its metrics are off. Blocks."""
         ...
 
     @property

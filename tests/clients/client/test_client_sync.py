@@ -192,7 +192,7 @@ def test_set_tracing(server, client):
     with pytest.raises(
         api.InvalidRequest, match=r"level: must be one of off, requests, steps, detailed"
     ) as caught:
-        client.set_tracing("DETAILED")  # type: ignore[arg-type]  # bad on purpose
+        client.set_tracing("DETAILED")
     assert caught.value.violations[0].field == "level"
 
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.runtime.measuring.recent import Distribution, RecentTotal, RecentValues
+from penstock.runtime.measuring.recent import Distribution, RecentTotals, RecentValues
 
 S = 10**9
 START = 1_000 * S
@@ -80,37 +80,54 @@ def test_values_are_forgotten_after_the_span_and_after_a_minute() -> None:
     assert recent.distribution(START + 10_000 * S, 60) == Distribution()
 
 
-def test_a_rate_by_hand() -> None:
-    """20 in each second for 30 seconds, then nothing."""
-    total = RecentTotal()
-    for i in range(300):
-        total.add(START + i * S // 10, 2)
+def test_totals_by_hand() -> None:
+    """20 of one and 1 of the other in each tenth of a second for 30 seconds, then nothing."""
+    recent = RecentTotals(START, (0, 0), span_s=10)
+    for i in range(1, 301):
+        recent.see(START + i * S // 10, (20 * i, i))
     end = START + 30 * S
-    assert total.rate(end, 10, started_ns=0) == pytest.approx(20, rel=0.03)
-    assert total.rate(end + 5 * S, 10, started_ns=0) == pytest.approx(10, rel=0.06)
-    assert total.rate(end + 10 * S, 10, started_ns=0) == 0
-    assert total.total(end, 60) == 600
+    assert recent.grown(end) == ((2000, 100), 10)
+    assert recent.grown(end + 5 * S) == ((1000, 50), 10)
+    assert recent.grown(end + 10 * S) == ((0, 0), 10)
+    assert recent.grown(end + 1000 * S) == ((0, 0), 10)
 
 
-def test_a_rate_since_the_start() -> None:
-    total = RecentTotal()
-    total.add(START + S, 30)
-    assert total.rate(START + 3 * S, 10, started_ns=START) == pytest.approx(10)
-    early = RecentTotal()
-    early.add(START, 5)
-    assert early.rate(START + S // 100, 10, started_ns=START) == 5, "not 500 after a hundredth of a second"
+def test_totals_since_the_start() -> None:
+    recent = RecentTotals(START, (7,), span_s=10)
+    assert recent.grown(START + S // 100) == ((0,), 1)
+    recent.see(START + S // 100, (12,))
+    assert recent.grown(START + S // 100) == ((5,), 1), "5 in a second, not 500"
+    assert recent.grown(START + 4 * S) == ((5,), 4)
+
+
+def test_totals_after_a_long_silence() -> None:
+    recent = RecentTotals(START, (0,), span_s=10)
+    recent.see(START + S, (100,))
+    recent.see(START + 500 * S, (130,))
+    assert recent.grown(START + 501 * S) == ((30,), 10)
 
 
 @given(
-    st.lists(st.tuples(st.integers(0, 200 * S), st.integers(0, 100)), max_size=50).map(sorted),
-    st.integers(0, 60),
+    st.lists(st.tuples(st.integers(0, 60 * S), st.integers(0, 100)), max_size=60).map(sorted),
+    st.integers(60, 80),
 )
-def test_a_total_is_that_of_its_span(added: list[tuple[int, int]], seconds: int) -> None:
-    """All that lies in the span counts, but maybe not what lies in its first quarter of a second."""
-    total = RecentTotal()
+def test_totals_have_grown_by_what_was_added(added: list[tuple[int, int]], now_s: int) -> None:
+    """Moments that are closer than 50 ms may count as one."""
+    recent, total = RecentTotals(START, (0,), span_s=10), 0
     for at_ns, amount in added:
-        total.add(START + at_ns, amount)
-    now = 200 * S
-    least = sum(amount for at_ns, amount in added if at_ns >= now - seconds * S + S // 4)
-    most = sum(amount for at_ns, amount in added if at_ns >= now - seconds * S)
-    assert least <= total.total(START + now, seconds) <= most
+        total += amount
+        recent.see(START + at_ns, (total,))
+    begin = (now_s - 10) * S
+    (found,), seconds = recent.grown(START + now_s * S)
+    assert seconds == 10
+    assert sum(amount for at_ns, amount in added if at_ns > begin + S // 20) <= found
+    assert found <= sum(amount for at_ns, amount in added if at_ns > begin - S // 20)
+
+
+def test_totals_of_many_moments_take_bounded_memory() -> None:
+    recent = RecentTotals(START, (0,), span_s=10)
+    for i in range(100_000):
+        recent.see(START + i * S // 1000, (i,))
+    assert len(recent._seen) < 250
+    (found,), _ = recent.grown(START + 100 * S)
+    assert found == pytest.approx(10_000, rel=0.01)

@@ -374,6 +374,8 @@ def test_every_option_arrives(tmp_path: Path) -> None:
     )
     assert engine_flags.engine_config(parse("demo", "--compilation-cache", "off")).compilation_cache is None
     assert not engine_flags.engine_config(parse("demo", "--no-overlap")).overlap
+    assert engine_flags.engine_config(parse("demo")).metrics
+    assert not engine_flags.engine_config(parse("demo", "--no-metrics")).metrics
 
 
 def test_every_option_of_the_engine_can_be_given() -> None:

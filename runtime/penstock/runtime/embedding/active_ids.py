@@ -8,6 +8,7 @@ from typing import Protocol
 from penstock.runtime.errors import DuplicateRequestId
 from penstock.runtime.generation.interface import TextEngine
 from penstock.runtime.loop.interface import InFlightPolicy, Paused
+from penstock.runtime.measuring.engine_metrics import EngineMetrics
 
 
 class ActiveIds:
@@ -52,4 +53,8 @@ class EmbeddedEngine(TextEngine, Protocol):
 
     def resume(self) -> Future[None]:
         """See `TokenEngine.resume`."""
+        ...
+
+    def metrics(self) -> EngineMetrics:
+        """See `TokenEngine.metrics`."""
         ...

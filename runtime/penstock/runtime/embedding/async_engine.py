@@ -27,6 +27,7 @@ from penstock.runtime.generation.jobs import Job
 from penstock.runtime.generation.results import Generation
 from penstock.runtime.generation.switchboard import Switchboard
 from penstock.runtime.loop.interface import InFlightPolicy, Paused
+from penstock.runtime.measuring.engine_metrics import EngineMetrics
 
 
 class AsyncEngine:
@@ -108,6 +109,10 @@ class AsyncEngine:
     async def resume(self) -> None:
         """See `Engine.resume`."""
         await asyncio.wrap_future(self.engine.resume())
+
+    async def metrics(self) -> EngineMetrics:
+        """See `Engine.metrics`. It is asked on another thread, because it waits for the step that ends."""
+        return await asyncio.to_thread(self.engine.metrics)
 
     def _stream(self, job: Job) -> AsyncGenerationStream:
         return AsyncGenerationStream(self.engine, self._board(), job)

@@ -1,4 +1,4 @@
-"""What happened in the last minute: totals for rates, and values for percentiles.
+"""What happened lately: how totals have grown, for rates, and how values are distributed, for percentiles.
 
 Times are monotonic ns. One thread at a time may use an object of this module; whoever owns it has the lock.
 """
@@ -6,14 +6,15 @@ Times are monotonic ns. One thread at a time may use an object of this module; w
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Generic, Protocol, TypeVar
 
 KEPT_NS = 60 * 10**9
-"""For how long anything is remembered."""
-_TOTAL_SLOT_NS = 250_000_000
-_VALUE_SLOT_NS = 10**9
+"""For how long values are remembered."""
+_SLOT_NS = 10**9
+_NUM_SLOTS = KEPT_NS // _SLOT_NS + 1
+_CLOSE_NS = 50_000_000
 _BINS_PER_DOUBLING = 8
 """So the width of a bin is 9 % of its values, and a percentile is at most 4.5 % off."""
 _SMALLEST = 1e-9
@@ -32,78 +33,45 @@ class Distribution:
     p99: float = 0.0
 
 
-class _Slot(Protocol):
+class RecentTotals:
+    """How totals that somebody else counts have grown lately."""
+
+    def __init__(self, now_ns: int, totals: Sequence[int], span_s: float) -> None:
+        """Remembers `span_s` seconds. The totals are always given in the same order."""
+        self._span_ns = int(span_s * 1e9)
+        self._started_ns = now_ns
+        self._seen: deque[tuple[int, Sequence[int]]] = deque([(now_ns, totals)])
+        """What the totals were at which time, the oldest first. The first is as old as the span, or older."""
+
+    def see(self, now_ns: int, totals: Sequence[int]) -> None:
+        """Notes the totals of this moment. Of moments that are close together only the last is kept."""
+        seen = self._seen
+        if len(seen) > 1 and now_ns - seen[-2][0] < _CLOSE_NS:
+            seen.pop()
+        seen.append((now_ns, totals))
+        while len(seen) > 1 and seen[1][0] <= now_ns - self._span_ns:
+            seen.popleft()
+
+    def grown(self, now_ns: int) -> tuple[tuple[int, ...], float]:
+        """By how much each total has grown in the last seconds, and in how many: the span, or less after the
+        start, but never less than one.
+        """
+        since_ns = now_ns - self._span_ns
+        before = self._seen[0][1]
+        for at_ns, totals in self._seen:
+            if at_ns > since_ns:
+                break
+            before = totals
+        newest = self._seen[-1][1]
+        seconds = (now_ns - max(since_ns, self._started_ns)) / 1e9
+        return tuple(new - old for new, old in zip(newest, before, strict=True)), max(seconds, 1.0)
+
+
+@dataclass(slots=True)
+class _Slot:
+    """The values of one second."""
+
     index: int
-
-
-SlotT = TypeVar("SlotT", bound=_Slot)
-
-
-class _Ring(Generic[SlotT]):
-    """The slots of the last minute. Each is for a short span of time and is used again a minute later."""
-
-    def __init__(self, new: type[SlotT], slot_ns: int) -> None:
-        self._new = new
-        self._slot_ns = slot_ns
-        self._slots: list[SlotT | None] = [None] * (KEPT_NS // slot_ns + 1)
-
-    def at(self, at_ns: int) -> SlotT | None:
-        """The slot for this time; None if the time is so long ago that its slot has been used again."""
-        index = at_ns // self._slot_ns
-        i = index % len(self._slots)
-        slot = self._slots[i]
-        if slot is not None and slot.index == index:
-            return slot
-        if slot is not None and slot.index > index:
-            return None
-        slot = self._slots[i] = self._new()
-        slot.index = index
-        return slot
-
-    def first_index(self, now_ns: int, seconds: float) -> int:
-        """The first slot that lies in the last `seconds` as a whole."""
-        return -(-(now_ns - int(seconds * 1e9)) // self._slot_ns)
-
-    def since(self, first_index: int) -> Iterator[SlotT]:
-        """The slots from this one on, in no order."""
-        return (slot for slot in self._slots if slot is not None and slot.index >= first_index)
-
-
-@dataclass(slots=True)
-class _TotalSlot:
-    index: int = 0
-    total: float = 0.0
-
-
-class RecentTotal:
-    """What was added up in the last minute."""
-
-    def __init__(self) -> None:
-        self._ring = _Ring(_TotalSlot, _TOTAL_SLOT_NS)
-
-    def add(self, at_ns: int, amount: float) -> None:
-        """Adds what happened at this time."""
-        slot = self._ring.at(at_ns)
-        if slot is not None:
-            slot.total += amount
-
-    def total(self, now_ns: int, seconds: float) -> float:
-        """What was added for the last `seconds`, at most 60, but for a first part of a quarter of a second
-        that does not lie in them as a whole.
-        """
-        return sum(slot.total for slot in self._ring.since(self._ring.first_index(now_ns, seconds)))
-
-    def rate(self, now_ns: int, seconds: float, started_ns: int) -> float:
-        """`total` per second, since `started_ns` if that is less long ago. Of less than a second it is what
-        was added in it.
-        """
-        first_ns = self._ring.first_index(now_ns, seconds) * _TOTAL_SLOT_NS
-        return self.total(now_ns, seconds) / max((now_ns - max(first_ns, started_ns)) / 1e9, 1.0)
-
-
-@dataclass(slots=True)
-class _ValueSlot:
-    index: int = 0
     count: int = 0
     sum: float = 0.0
     least: float = math.inf
@@ -116,13 +84,17 @@ class RecentValues:
     """How values of the last minute are distributed. They are never negative."""
 
     def __init__(self) -> None:
-        self._ring = _Ring(_ValueSlot, _VALUE_SLOT_NS)
+        self._slots: list[_Slot | None] = [None] * _NUM_SLOTS
+        """One for each second. Each is used again a minute later."""
 
     def add(self, at_ns: int, value: float, times: int = 1) -> None:
         """Adds a value that was measured at this time, `times` times."""
-        slot = self._ring.at(at_ns)
-        if slot is None:
-            return
+        index = at_ns // _SLOT_NS
+        slot = self._slots[index % _NUM_SLOTS]
+        if slot is None or slot.index < index:
+            slot = self._slots[index % _NUM_SLOTS] = _Slot(index)
+        elif slot.index > index:
+            return  # that was more than a minute ago
         value = max(value, _SMALLEST)
         i = math.floor(math.log2(value) * _BINS_PER_DOUBLING)
         slot.bins[i] = slot.bins.get(i, 0) + times
@@ -135,7 +107,8 @@ class RecentValues:
         """Of the values of the last `seconds`, at most 60, but for a first part of a second that does not lie
         in them as a whole.
         """
-        slots = list(self._ring.since(self._ring.first_index(now_ns, seconds)))
+        first = -(-(now_ns - int(seconds * 1e9)) // _SLOT_NS)
+        slots = [slot for slot in self._slots if slot is not None and slot.index >= first]
         count = sum(slot.count for slot in slots)
         if not count:
             return Distribution()

@@ -14,7 +14,7 @@ from penstock.cli.serving.limits_flags import add_limits_flags
 from penstock.cli.serving.network_flags import add_listen_flags
 from penstock.cli.serving.option_values import json_object, options_of, path, size
 from penstock.cli.serving.reply_flags import add_reply_flags
-from penstock.cli.serving.telemetry_flags import add_telemetry_flags
+from penstock.cli.serving.telemetry_flags import add_telemetry_flags, metrics_options
 from penstock.runtime.chat.parser import REASONING_PARSERS, TOOL_PARSERS
 from penstock.runtime.config import EngineConfig
 from penstock.runtime.requests.context import Truncation
@@ -24,7 +24,6 @@ from penstock.service.listening.listen_options import ListenOptions
 from penstock.service.options import ServerOptions
 from penstock.service.replies.reply_limits import ReplyLimits
 from penstock.service.requests.features import Features
-from penstock.service.telemetry.metrics.options import MetricsOptions
 
 if TYPE_CHECKING:
     Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
@@ -177,5 +176,5 @@ def server_options(args: argparse.Namespace) -> ServerOptions:
         bounds=options_of(Bounds, args),
         replies=options_of(ReplyLimits, args),
         features=options_of(Features, args),
-        metrics=options_of(MetricsOptions, args),
+        metrics=metrics_options(args),
     )

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 
 from penstock.cli.serving.option_values import options_of, path
+from penstock.runtime.config import EngineConfig
+from penstock.runtime.errors import ConfigError
 from penstock.service.options import ServerOptions
 from penstock.service.telemetry.metrics.options import DEFAULT_HOST, METRICS_NAMES, MetricsOptions
 from penstock.service.telemetry.options import OTLP_PROTOCOLS, TraceLevel, TracingOptions
@@ -25,6 +28,12 @@ def add_telemetry_flags(parser: argparse.ArgumentParser) -> None:
         default="info",
         choices=("debug", "info", "warning", "error"),
         help="default: %(default)s; logs go to stderr",
+    )
+    group.add_argument(
+        "--metrics",
+        action=argparse.BooleanOptionalAction,
+        default=EngineConfig().metrics,
+        help="measure what the engine does; default: on",
     )
     _add_tracing(group)
     _add_metrics(group)
@@ -113,6 +122,20 @@ def _add_profiles(group: argparse._ArgumentGroup) -> None:
         metavar="N",
         help="how many profiles stay in the folder; older ones are removed; default: %(default)s",
     )
+
+
+def metrics_options(args: argparse.Namespace) -> MetricsOptions:
+    """The options of metrics' ways out that the flags describe. Raises ConfigError."""
+    options = options_of(MetricsOptions, args)
+    if args.metrics:
+        return options
+    for name, value in (
+        ("metrics_port", options.metrics_port is not None),
+        ("otlp_metrics_interval_s", options.otlp_metrics_interval_s),
+    ):
+        if value:
+            raise ConfigError(f"{name}: cannot stand beside --no-metrics")
+    return dataclasses.replace(options, otlp_metrics_interval_s=0.0)
 
 
 def tracing_options(args: argparse.Namespace) -> TracingOptions:

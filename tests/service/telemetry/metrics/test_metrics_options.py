@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import logging
 
 import pytest
 
 from penstock.cli.__main__ import main
+from penstock.cli.serving.serve_flags import add_parser
+from penstock.cli.serving.telemetry_flags import metrics_options, tracing_options
 from penstock.runtime.errors import ConfigError
 from penstock.service.options import ServerOptions
 from penstock.service.telemetry.metrics.exports import INTERVAL, open_collector
@@ -49,6 +52,18 @@ def test_the_command_line_names_flags(capsys, monkeypatch):
     assert "--otlp-metrics-interval: must be 0, or at least 1" in capsys.readouterr().err
     assert main(["serve", "demo", "--otlp-metrics-interval", "5"]) == 2
     assert "--otlp-metrics-interval: needs an --otlp-endpoint" in capsys.readouterr().err
+    assert main(["serve", "demo", "--no-metrics", "--metrics-port", "0"]) == 2
+    assert "--metrics-port: cannot stand beside --no-metrics" in capsys.readouterr().err
+    assert main(["serve", "demo", "--no-metrics", "--otlp-metrics-interval", "5"]) == 2
+    assert "--otlp-metrics-interval: cannot stand beside --no-metrics" in capsys.readouterr().err
+
+
+def test_without_metrics_nothing_is_pushed():
+    arguments = ["serve", "demo", "--no-metrics", "--otlp-endpoint", "http://127.0.0.1:1"]
+    parser = argparse.ArgumentParser()
+    add_parser(parser.add_subparsers())
+    args = parser.parse_args(arguments)
+    assert open_collector(metrics_options(args), tracing_options(args), **NAMED) is None
 
 
 @pytest.mark.parametrize(

@@ -321,6 +321,18 @@ def test_compression(receiver: OtlpReceiver, monkeypatch: Any, compression: str)
     assert (sum(counted) < 20_000) is (compression == "gzip")
 
 
+def test_a_connection_is_kept_for_all_batches(receiver: OtlpReceiver) -> None:
+    """The relay forwards one, and no second."""
+    with counting_relay(receiver.port) as (port, _):
+        options = TracingOptions(otlp_endpoint=f"http://127.0.0.1:{port}", otlp_protocol=receiver.protocol)
+        tracing = open_tracing(options, version="1", instance_id="i")
+        assert tracing is not None
+        assert [sent(receiver, tracing, 1) for _ in range(3)] == [(1, 0)] * 3
+        receiver.behaviours.append(Refuse(StatusCode.INVALID_ARGUMENT, 400))
+        assert [sent(receiver, tracing, 1) for _ in range(2)] == [(0, 1), (1, 0)]
+        tracing.shutdown(WAIT_S)
+
+
 @contextlib.contextmanager
 def counting_relay(to: int) -> Iterator[tuple[int, list[int]]]:
     """A port that forwards one connection, and the sizes of what the client sends."""

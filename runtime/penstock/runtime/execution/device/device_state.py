@@ -112,7 +112,17 @@ class DeviceState:
         """
         self.leaves = _placed(self.leaves, self._homes)
 
+    @property
+    def weights_bytes(self) -> int:
+        """The size of the weights, wherever they lie."""
+        return sum(int(leaf.nbytes) for leaf in self.leaves)
+
     # -- the cache --
+
+    @property
+    def cache_bytes(self) -> int:
+        """The size of the cache; 0 while it is freed."""
+        return sum(int(array.nbytes) for array in jax.tree.leaves(self._kv))
 
     @property
     def kv(self) -> KVCache:

@@ -64,7 +64,7 @@ class OtlpSpanExporter:
         return len(spans) - rejected
 
     def hurry(self, within_s: float) -> None:
-        """Try no batch twice from now on, and end the last attempt within this time."""
+        """Wait for nothing from now on, and end the last attempt within this time."""
         self._sender.hurry(within_s)
 
     def close(self) -> None:
@@ -97,7 +97,7 @@ class OtlpMetricExporter:
         return partial.rejected_data_points <= 0
 
     def hurry(self, within_s: float) -> None:
-        """Try no batch twice from now on, and end the last attempt within this time."""
+        """Wait for nothing from now on, and end the last attempt within this time."""
         self._sender.hurry(within_s)
 
     def close(self) -> None:

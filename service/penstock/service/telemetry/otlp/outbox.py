@@ -32,7 +32,7 @@ class SpanExporter(Protocol):
         """Send spans, and wait for the answer. Returns how many of them were taken."""
 
     def hurry(self, within_s: float) -> None:
-        """Try nothing twice from now on, and end the last attempt within this time. From any thread."""
+        """Wait for nothing from now on, and end the last attempt within this time. From any thread."""
 
     def close(self) -> None:
         """End for good, also an attempt that is under way. From any thread."""

@@ -1,0 +1,52 @@
+"""Measures an engine: says where the metrics come from that its parts keep."""
+
+from __future__ import annotations
+
+import importlib.metadata
+
+import jax
+
+from penstock.runtime.building import EngineParts
+from penstock.runtime.host.resident import resident_bytes
+from penstock.runtime.loop.core import EngineCore
+from penstock.runtime.loop.journal.journal import Journal
+from penstock.runtime.measuring.engine_meters import EngineMeters
+from penstock.runtime.measuring.engine_state import BuildInfo, Sources
+from penstock.runtime.measuring.registry import Registry
+
+
+def measure(parts: EngineParts, core: EngineCore, journal: Journal, registry: Registry) -> EngineMeters:
+    """Begins to fold the journal into the registry, which shows all metrics of the engine from now on."""
+    sources = Sources(
+        load=core.load,
+        totals=core.totals,
+        weights_generation=lambda: core.weights.generation,
+        are_weights_broken=lambda: core.changes.weights_problem is not None,
+        is_paused=lambda: core.changes.is_paused,
+        compiles_after_warmup=lambda: parts.runner.compiles_after_warmup.count,
+        dropped_entries=lambda: journal.dropped,
+        memory=lambda: _memory(parts),
+    )
+    return EngineMeters(registry, journal, sources, _build_info(parts))
+
+
+def _build_info(parts: EngineParts) -> BuildInfo:
+    return BuildInfo(
+        version=importlib.metadata.version("penstock"),
+        jax=jax.__version__,
+        platform=parts.backend.mesh.devices.flat[0].platform,
+        model=parts.info.name,
+        dtype=parts.config.dtype,
+        quantization=parts.config.quantization,
+    )
+
+
+def _memory(parts: EngineParts) -> dict[str, int]:
+    device = parts.runner.device
+    found = {"weights": device.weights_bytes, "kv_cache": device.cache_bytes}
+    resident, memory = resident_bytes(), parts.backend.memory()
+    if resident is not None:
+        found["resident"] = resident
+    if memory is not None:
+        found["device"] = memory.used_bytes
+    return found
