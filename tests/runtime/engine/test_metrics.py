@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
+from dataclasses import replace
+from queue import Queue
 
 import pytest
 
 from penstock.runtime import AsyncEngine, Engine, StoppingParams
 from penstock.runtime.errors import ConfigError, WeightsIncomplete
-from penstock.runtime.loop.interface import InFlightPolicy
+from penstock.runtime.execution.kv_sizing import DeviceMemory
+from penstock.runtime.loop.interface import InFlightPolicy, InFlightReport
 from penstock.runtime.measuring import engine_instruments as defined
 from penstock.runtime.measuring.instruments import Instrument
 from penstock.runtime.measuring.snapshot import HistogramPoint
-from tests.support.collector import GREEDY_PARAMS, Collector, at_gate, submit
-from tests.support.models.toy import toy_engine
+from penstock.runtime.requests.request import Request, StepOutput
+from tests.support.collector import GREEDY, GREEDY_PARAMS, Collector, long, submit
+from tests.support.models.toy import toy_backend, toy_engine
 
 
 @pytest.fixture(scope="module")
@@ -70,10 +75,21 @@ def test_metrics_have_what_was_told_before_they_were_asked(engine: Engine) -> No
         after = engine.metrics().totals
         assert after.generated_tokens - before.generated_tokens == 5
         assert after.ended["max_tokens"] - before.ended["max_tokens"] == 1
+        submit(engine, sink, f"then{i}", tokens=3)
+        sink.last(f"then{i}")
+        assert value(engine, defined.TOKENS_GENERATED) - after.generated_tokens == 3
 
 
 def test_metrics_of_a_running_output(engine: Engine) -> None:
-    gate = at_gate(engine, "running")
+    collector, holds = Collector(), Queue[Future[InFlightReport]]()
+
+    def sink(outputs: Sequence[StepOutput]) -> None:
+        if not collector.calls:  # on the engine's thread, which so makes no further step
+            holds.put(engine.core.changes.hold_for_update(InFlightPolicy.KEEP))
+        collector(outputs)
+
+    engine.submit(Request("running", (1,), GREEDY, long(100)), sink)
+    holds.get(timeout=60).result(60)
     try:
         shown = {metric.instrument: metric.points for metric in engine.registry.snapshot().metrics}
         assert shown[defined.OUTPUTS_RUNNING] == {(): 1}
@@ -81,8 +97,8 @@ def test_metrics_of_a_running_output(engine: Engine) -> None:
         assert used == engine.load().pages_used > 0
         assert shown[defined.KV_USAGE] == {(): used / engine.info.num_pages}
     finally:
-        gate.open()
-    gate.sink.last("running")
+        engine.core.changes.drop_hold()
+    collector.last("running")
 
 
 def test_coroutines_have_them_too(engine: Engine) -> None:
@@ -106,6 +122,17 @@ def test_memory_is_that_of_weights_and_cache(engine: Engine) -> None:
     engine.resume().result(60)
     assert value(engine, defined.PAUSED) == 0
     assert value(engine, defined.MEMORY, "kv_cache") == kv_bytes
+
+
+def test_a_device_that_reports_its_memory() -> None:
+    backend = replace(toy_backend(), memory=lambda: DeviceMemory(limit_bytes=10**9, used_bytes=4711))
+    engine = toy_engine(start=False, backend=backend, kv_cache_bytes=64_000)
+    try:
+        assert value(engine, defined.MEMORY, "device") == 4711
+        assert value(engine, defined.MEMORY, "kv_cache") == engine.config.kv_cache_bytes
+    finally:
+        engine.shutdown()
+    assert value(engine, defined.MEMORY, "kv_cache") == value(engine, defined.MEMORY, "weights") == 0
 
 
 def test_weights_and_build(engine: Engine) -> None:
