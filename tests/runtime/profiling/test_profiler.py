@@ -117,7 +117,7 @@ def test_a_profile_that_cannot_be_written_leaves_nothing_and_the_next_one_can(
         profiler.start(tmp_path / "file", LONG)
     folder = tmp_path / "profiles"
 
-    def broken(path: Path) -> None:
+    def broken(path: Path, given_up: threading.Event) -> None:
         raise OSError("no space left")
 
     with monkeypatch.context() as patch:
@@ -134,9 +134,44 @@ def test_a_profile_that_cannot_be_written_leaves_nothing_and_the_next_one_can(
 
 def test_the_process_that_writes_the_trace_says_what_is_wrong(tmp_path: Path) -> None:
     with pytest.raises(ProfileFailed, match="MalformedTrace: the profiler has written 0 files"):
-        trace_writing.improve_trace(tmp_path)
+        trace_writing.improve_trace(tmp_path, threading.Event())
+
+
+def test_writing_the_trace_can_be_given_up_and_takes_no_longer_than_allowed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A process that imports for a second before its first message stands in for one that takes long."""
+    monkeypatch.setattr(trace_writing, "_PROCESS", "penstock.runtime.chat.template_worker")
+    given_up = threading.Event()
     with pytest.raises(ProfileFailed, match="took longer than 0 s"):
-        trace_writing.improve_trace(tmp_path, 0.0)
+        trace_writing.improve_trace(tmp_path, given_up, 0.0)
+    given_up.set()
+    with pytest.raises(ProfileFailed, match="the engine was shut down"):
+        trace_writing.improve_trace(tmp_path, given_up)
+
+
+def test_closing_does_not_wait_for_long(
+    steps: Steps, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    began, ended = threading.Event(), threading.Event()
+
+    def slow(path: Path, given_up: threading.Event) -> None:
+        began.set()
+        assert given_up.wait(WAIT_S)
+        ended.set()
+        raise ProfileFailed("given up")
+
+    monkeypatch.setattr(profiler_module, "improve_trace", slow)
+    monkeypatch.setattr(profiler_module, "_LAST_S", 0.01)
+    profiler = Profiler(steps)
+    run = profiler.start(tmp_path, LONG)
+    run.stop()
+    assert began.wait(WAIT_S)
+    profiler.close()
+    with pytest.raises(ProfileFailed, match="given up"):
+        run.result(WAIT_S)
+    assert ended.is_set()
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_closing_ends_the_profile_and_refuses_others(steps: Steps, tmp_path: Path) -> None:

@@ -25,6 +25,9 @@ from penstock.runtime.profiling.trace_writing import improve_trace
 
 log = logging.getLogger(__name__)
 
+_LAST_S = 2.0
+"""How long `Profiler.close` waits until the files are written."""
+
 
 class StepSource(Protocol):
     """What a profiler asks of the engine's loop; `EngineCore` is one."""
@@ -69,6 +72,8 @@ class Profiler:
         self._count: StepCount | None = None
         self._thread: threading.Thread | None = None
         self._is_closed = False
+        self._given_up = threading.Event()
+        """Set when nobody waits for the files any more."""
 
     def start(self, folder: Path, options: ProfileOptions, keep: int | None = None) -> ProfileRun:
         """Returns when the recording has begun. The files will be in a folder of their own in `folder`, of
@@ -105,13 +110,16 @@ class Profiler:
             count.end()
 
     def close(self) -> None:
-        """Ends the recording, waits until it is written, and refuses others. May be called twice."""
+        """Ends the recording, and refuses others. What was recorded is written, unless that takes longer than
+        a moment: nobody should wait for it when the engine ends. May be called twice.
+        """
         with self._lock:
             self._is_closed = True
             thread = self._thread
         self.stop()
         if thread is not None:
-            thread.join()
+            thread.join(_LAST_S)
+            self._given_up.set()
 
     def _finish(
         self, run: ProfileRun, count: StepCount, unfinished: Path, options: ProfileOptions, keep: int | None
@@ -124,7 +132,7 @@ class Profiler:
         profile: Profile | None = None
         failure: Exception | None = None
         try:
-            profile = _write(unfinished, count.steps, duration_s)
+            profile = _write(unfinished, count.steps, duration_s, self._given_up)
             if keep is not None:
                 folders.keep_newest(profile.folder.parent, keep)
         except Exception as error:
@@ -146,10 +154,10 @@ def _new_folder(parent: Path) -> Path:
         raise ProfileFailed(f"the folder for profiles cannot be written: {error}") from error
 
 
-def _write(unfinished: Path, steps: int, duration_s: float) -> Profile:
+def _write(unfinished: Path, steps: int, duration_s: float, given_up: threading.Event) -> Profile:
     """Stops to record, and writes everything."""
     recorder.stop()
-    improve_trace(unfinished)
+    improve_trace(unfinished, given_up)
     folder = folders.finished(unfinished)
     return Profile(
         folder=folder,

@@ -4,6 +4,8 @@ the engine's thread and the event loop.
 
 from __future__ import annotations
 
+import threading
+import time
 from pathlib import Path
 
 from penstock.runtime.errors import ProfileFailed
@@ -11,18 +13,23 @@ from penstock.runtime.host.children import Child
 
 _PROCESS = "penstock.runtime.profiling.trace_process"
 _LIMIT_S = 300.0
+_LOOK_S = 0.1
 
 
-def improve_trace(folder: Path, limit_s: float = _LIMIT_S) -> None:
-    """See `perfetto.improve`. Blocks. ProfileFailed."""
+def improve_trace(folder: Path, given_up: threading.Event, limit_s: float = _LIMIT_S) -> None:
+    """See `perfetto.improve`. Blocks until it is done, or `given_up` is set. ProfileFailed."""
     try:
         child = Child(_PROCESS)
     except OSError as error:
         raise ProfileFailed(f"the process that writes the trace could not be started: {error}") from error
     try:
         child.connection.send_bytes(str(folder.absolute()).encode())
-        if not child.connection.poll(limit_s):
-            raise ProfileFailed(f"writing the trace took longer than {limit_s:g} s")
+        ends_s = time.monotonic() + limit_s
+        while not child.connection.poll(_LOOK_S):
+            if given_up.is_set():
+                raise ProfileFailed("the engine was shut down before the trace was written")
+            if time.monotonic() > ends_s:
+                raise ProfileFailed(f"writing the trace took longer than {limit_s:g} s")
         problem = child.connection.recv_bytes().decode()
     except (EOFError, OSError) as error:
         raise ProfileFailed("the process that writes the trace has ended") from error
