@@ -1,7 +1,8 @@
-"""The probe of what traces cost gives the tracer what an engine would."""
+"""The probes of what traces and metrics cost give them what an engine would."""
 
 from __future__ import annotations
 
+from bench.probes.watching import metrics
 from bench.probes.watching.tracing import Load, measured, recorded
 from penstock.runtime.loop.journal.entries import Ended, StepRecord
 from penstock.service.telemetry.options import TraceLevel
@@ -22,3 +23,11 @@ def test_each_level_has_more_spans_than_the_one_before():
     numbers = [measured(LOAD, level)[0].num_spans for level in TraceLevel]
     assert numbers == sorted(set(numbers))
     assert numbers[0] == 0
+
+
+def test_metrics_have_all_of_it():
+    folding_s, snapshot_s, meters = metrics.measured(LOAD, traced=True)
+    totals = meters.metrics().totals
+    assert min(folding_s, snapshot_s) > 0
+    assert (sum(totals.steps.values()), totals.step_rows, totals.generated_tokens) == (100, 400, 400)
+    assert totals.ended["max_tokens"] >= 4 * 100 // 10

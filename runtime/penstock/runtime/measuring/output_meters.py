@@ -78,7 +78,7 @@ class OutputMeters:
         self.recent_queue = RecentValues()
         self.recent_duration = RecentValues()
         self._live: dict[str, _Live] = {}
-        self._together: list[str] = []
+        self._together: set[str] = set()
         """The outputs that had tokens in the last step, all of which are in `_live`. When that was is noted
         once for all of them, in `_together_ns`, instead of in each."""
         self._together_ns = 0
@@ -105,14 +105,12 @@ class OutputMeters:
         num_tokens = sum([len(output.token_ids) for output in outputs])
         if not num_tokens:
             return
-        ids = [output.request_id for output in outputs]
-        # With as many tokens as rows and steps, every row has one of each step, because none has more.
-        if ids == self._together and num_tokens == len(ids) * plan.num_steps:
-            self._gap(at_ns, at_ns - self._together_ns, plan.num_steps, len(ids))
-            self._together_ns = at_ns
-        else:
-            self._apart(outputs, at_ns)
         self.totals.generated_tokens += num_tokens
+        # With as many tokens as rows and steps, every row has one of each step, because none has more.
+        if num_tokens == len(outputs) * plan.num_steps:
+            self._all_alike({output.request_id for output in outputs}, at_ns, plan.num_steps)
+        else:
+            self._one_by_one(outputs, at_ns)
 
     def _enter(self, request_id: str, at_ns: int) -> None:
         live = self._live.get(request_id)
@@ -124,33 +122,43 @@ class OutputMeters:
         self._time(self._queue, at_ns, waited_ns, request)
         self.recent_queue.add(at_ns, max(waited_ns, 0) / 1e9)
 
-    def _apart(self, outputs: Sequence[StepOutput], at_ns: int) -> None:
-        """Takes the tokens of a step, row by row."""
-        self._dissolve()
-        live = self._live
-        gaps: dict[tuple[int, int], int] = {}
-        together: list[str] = []
-        for output in outputs:
-            num_new = len(output.token_ids)
-            one = live.get(output.request_id)
-            if one is None or not num_new:
-                continue
-            together.append(output.request_id)
-            if one.last_ns:
-                gap = at_ns - one.last_ns, num_new
-                gaps[gap] = gaps.get(gap, 0) + 1
+    def _all_alike(self, ids: set[str], at_ns: int, num_new: int) -> None:
+        """Takes a step in which each of these outputs got as many tokens."""
+        before, self._together = self._together, ids
+        before_ns, self._together_ns = self._together_ns, at_ns
+        if ids == before:
+            self._gap(at_ns, at_ns - before_ns, num_new, len(ids))
+            return
+        num_stayed = len(ids & before)
+        if num_stayed:
+            self._gap(at_ns, at_ns - before_ns, num_new, num_stayed)
+        for request_id in before - ids:
+            self._live[request_id].last_ns = before_ns
+        for request_id in ids - before:
+            one = self._live.get(request_id)
+            if one is None:
+                ids.discard(request_id)
             else:
-                self._begin(one, at_ns, num_new)
-            one.last_ns = at_ns
-        for (gap_ns, num_new), num_rows in gaps.items():
-            self._gap(at_ns, gap_ns, num_new, num_rows)
-        self._together, self._together_ns = together, at_ns
+                self._came(one, at_ns, num_new)
 
-    def _dissolve(self) -> None:
-        """Notes in each output when it had its last token."""
+    def _one_by_one(self, outputs: Sequence[StepOutput], at_ns: int) -> None:
+        """Takes a step in which outputs got different numbers of tokens."""
         for request_id in self._together:
             self._live[request_id].last_ns = self._together_ns
-        self._together.clear()
+        self._together, self._together_ns = set(), at_ns
+        for output in outputs:
+            one = self._live.get(output.request_id)
+            if one is not None and output.token_ids:
+                self._came(one, at_ns, len(output.token_ids))
+                self._together.add(output.request_id)
+
+    def _came(self, one: _Live, at_ns: int, num_new: int) -> None:
+        """Takes new tokens of one output. When they came is noted for all of the step."""
+        if one.last_ns:
+            self._gap(at_ns, at_ns - one.last_ns, num_new, 1)
+        else:
+            self._begin(one, at_ns, num_new)
+            one.last_ns = at_ns
 
     def _gap(self, at_ns: int, gap_ns: int, num_new: int, num_rows: int) -> None:
         """Records that each of some rows has so many new tokens, so long after the token before them."""
@@ -191,7 +199,7 @@ class OutputMeters:
         """`reason` is one of END_REASONS; `error` the class of the error, empty if there was none."""
         self.totals.ended[reason] += 1
         at_ns, request, num_tokens = entry.at_ns, entry.request, entry.num_tokens
-        self._dissolve()  # the id may be used again
+        self._together.discard(request.request_id)  # it may be used again
         live = self._live.pop(request.request_id, None)
         if live is not None and not live.entered_ns:
             self._waited(at_ns, at_ns - live.queued_ns, request)
