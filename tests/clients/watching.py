@@ -136,6 +136,8 @@ class FakeWatch:
         self.reports: Sequence[control_pb2.WatchLoadResponse] = (MESSAGE,)
         self.may_list = True
         """Whether callers may ask for requests."""
+        self.refusal = Failure(grpc.StatusCode.PERMISSION_DENIED, "FORBIDDEN", "needs the role control")
+        """What a caller that may not list requests is told."""
         self.failures: list[Failure] = []
         """How the next watches end after their reports, one for each; the others wait to be cancelled."""
         self.cancelled = threading.Event()
@@ -145,7 +147,7 @@ class FakeWatch:
         self, request: telemetry_pb2.WatchLoadRequest, context: Any, fail: Callable[[Failure, Any], None]
     ) -> Iterator[control_pb2.WatchLoadResponse]:
         if request.max_requests and not self.may_list:
-            fail(Failure(grpc.StatusCode.PERMISSION_DENIED, "FORBIDDEN", "needs the role control"), context)
+            fail(self.refusal, context)
         failure = self.failures.pop(0) if self.failures else None
         if failure is None:
             context.add_callback(self.cancelled.set)

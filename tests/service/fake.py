@@ -68,6 +68,7 @@ from penstock.runtime.requests.request import (
 from penstock.runtime.requests.sampling_defaults import GenerationDefaults
 from penstock.runtime.scheduling.load import Load
 from penstock.runtime.scheduling.pages import FlushedPages
+from penstock.runtime.scheduling.status import OutputStatus
 from penstock.runtime.text.codec import TextCodec
 from tests.service.codecs import EOS, VOCAB
 from tests.service.fake_changes import FakeChanges, Make
@@ -405,6 +406,13 @@ class FakeEngine:
         if self._meters is None:
             raise ConfigError("metrics: the engine was made without them")
         return self._meters.metrics()
+
+    def oldest_outputs(self, most: int) -> list[OutputStatus]:
+        with self._changed:
+            active = sorted(
+                [*self._running.values(), *self._waiting.values()], key=lambda one: one.timing.arrived_ns
+            )
+            return [one.status(runs=one.request.request_id in self._running) for one in active[:most]]
 
     def load(self) -> Load:
         with self._changed:

@@ -19,6 +19,7 @@ from penstock.runtime.requests.request import (
     StepOutput,
     TokenLogprobs,
 )
+from penstock.runtime.scheduling.status import OutputStatus, Phase
 from tests.service.codecs import EOS
 
 Sink = Callable[[Sequence[StepOutput]], None]
@@ -57,6 +58,21 @@ class Running:
     def index(self) -> int:
         """The index of the output."""
         return int(self.request.request_id.partition(SEPARATOR)[2] or 0)
+
+    def status(self, *, runs: bool) -> OutputStatus:
+        """Where it stands. What runs has its whole prompt in the cache, and all its tokens but the newest."""
+        num_prompt, num_made = len(self.request.prompt_token_ids), len(self.made)
+        phase = Phase.WAITING if not runs else Phase.DECODE if num_made else Phase.PREFILL
+        return OutputStatus(
+            request_id=self.request.request_id,
+            phase=phase,
+            received_ns=self.timing.received_ns,
+            num_prompt=num_prompt,
+            num_computed=num_prompt + num_made - 1 if num_made else 0,
+            num_generated=num_made,
+            priority=self.request.priority,
+            preemptions=0,
+        )
 
     @property
     def deadline(self) -> float:

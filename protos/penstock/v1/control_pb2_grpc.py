@@ -128,12 +128,13 @@ class ControlServiceServicer:
 
     def WatchLoad(self, request, context):
         """How busy it is, at once and then after every interval, until the caller ends the call. Costs the server next to
-        nothing, however many watch. A watcher that reads too slowly misses messages, and never gets an old one.
+        nothing, however many watch. A watcher that reads too slowly misses messages: the next one is made when there is
+        room for it.
         INVALID_ARGUMENT    INVALID_FIELD: a value is out of range
         PERMISSION_DENIED   FORBIDDEN: max_requests is above 0, and the caller lacks the role "control"
-        RESOURCE_EXHAUSTED  BUSY: too many watch; STALLED_READER: the caller took no message for longer than the server
-        waits
+        RESOURCE_EXHAUSTED  BUSY: too many watch
         UNAVAILABLE         DRAINING: the server has begun to stop; at any time
+        CANCELLED           the caller took no message for longer than the server waits
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

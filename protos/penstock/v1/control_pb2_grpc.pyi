@@ -42,12 +42,13 @@ class ControlServiceStub:
     """How busy it is now, for routers; cheap enough to poll every second."""
     WatchLoad: _grpc.UnaryStreamMultiCallable[_telemetry_pb2.WatchLoadRequest, _control_pb2.WatchLoadResponse]
     """How busy it is, at once and then after every interval, until the caller ends the call. Costs the server next to
-    nothing, however many watch. A watcher that reads too slowly misses messages, and never gets an old one.
+    nothing, however many watch. A watcher that reads too slowly misses messages: the next one is made when there is
+    room for it.
       INVALID_ARGUMENT    INVALID_FIELD: a value is out of range
       PERMISSION_DENIED   FORBIDDEN: max_requests is above 0, and the caller lacks the role "control"
-      RESOURCE_EXHAUSTED  BUSY: too many watch; STALLED_READER: the caller took no message for longer than the server
-                          waits
+      RESOURCE_EXHAUSTED  BUSY: too many watch
       UNAVAILABLE         DRAINING: the server has begun to stop; at any time
+      CANCELLED           the caller took no message for longer than the server waits
     """
     Tokenize: _grpc.UnaryUnaryMultiCallable[_control_pb2.TokenizeRequest, _control_pb2.TokenizeResponse]
     """The tokens that Generate would give the model. Very long text is refused as PROMPT_TOO_LONG before it is
@@ -107,12 +108,13 @@ class ControlServiceAsyncStub(ControlServiceStub):
     """How busy it is now, for routers; cheap enough to poll every second."""
     WatchLoad: _aio.UnaryStreamMultiCallable[_telemetry_pb2.WatchLoadRequest, _control_pb2.WatchLoadResponse]  # type: ignore[assignment]
     """How busy it is, at once and then after every interval, until the caller ends the call. Costs the server next to
-    nothing, however many watch. A watcher that reads too slowly misses messages, and never gets an old one.
+    nothing, however many watch. A watcher that reads too slowly misses messages: the next one is made when there is
+    room for it.
       INVALID_ARGUMENT    INVALID_FIELD: a value is out of range
       PERMISSION_DENIED   FORBIDDEN: max_requests is above 0, and the caller lacks the role "control"
-      RESOURCE_EXHAUSTED  BUSY: too many watch; STALLED_READER: the caller took no message for longer than the server
-                          waits
+      RESOURCE_EXHAUSTED  BUSY: too many watch
       UNAVAILABLE         DRAINING: the server has begun to stop; at any time
+      CANCELLED           the caller took no message for longer than the server waits
     """
     Tokenize: _aio.UnaryUnaryMultiCallable[_control_pb2.TokenizeRequest, _control_pb2.TokenizeResponse]  # type: ignore[assignment]
     """The tokens that Generate would give the model. Very long text is refused as PROMPT_TOO_LONG before it is
@@ -193,12 +195,13 @@ class ControlServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_control_pb2.WatchLoadResponse], _abc.AsyncIterator[_control_pb2.WatchLoadResponse]]:
         """How busy it is, at once and then after every interval, until the caller ends the call. Costs the server next to
-        nothing, however many watch. A watcher that reads too slowly misses messages, and never gets an old one.
+        nothing, however many watch. A watcher that reads too slowly misses messages: the next one is made when there is
+        room for it.
           INVALID_ARGUMENT    INVALID_FIELD: a value is out of range
           PERMISSION_DENIED   FORBIDDEN: max_requests is above 0, and the caller lacks the role "control"
-          RESOURCE_EXHAUSTED  BUSY: too many watch; STALLED_READER: the caller took no message for longer than the server
-                              waits
+          RESOURCE_EXHAUSTED  BUSY: too many watch
           UNAVAILABLE         DRAINING: the server has begun to stop; at any time
+          CANCELLED           the caller took no message for longer than the server waits
         """
 
     @_abc_1.abstractmethod

@@ -128,10 +128,11 @@ class LoadTotals(_message.Message):
     PADDING_TOKENS_FIELD_NUMBER: _builtins.int
     STEP_TIME_FIELD_NUMBER: _builtins.int
     prompt_tokens: _builtins.int
-    """tokens of prompts that were begun; those of cached prefixes included"""
+    """of requests that got as far as their first token; those of cached prefixes included"""
     cached_prompt_tokens: _builtins.int
-    """of these, tokens that a cached prefix saved computing"""
+    """of requests that have ended: prompt tokens that a cached prefix saved computing"""
     generated_tokens: _builtins.int
+    """also those that callers do not get, such as a stop token that is left out"""
     recomputed_tokens: _builtins.int
     """tokens computed again after a preemption"""
     preemptions: _builtins.int

@@ -20,6 +20,7 @@ COMMANDS = {
     "generate": "continue a prompt, streaming to the terminal",
     "chat": "talk to a model in the terminal",
     "info": "show a server's model, limits and load",
+    "top": "watch a server's load, latencies and requests",
     "health": "say whether a server takes requests, or wait until it does",
     "bench": "measure a server's latency and throughput",
     "keys": "make, list and revoke the keys of a server",

@@ -265,6 +265,7 @@ def test_every_bound_arrives() -> None:
         "--max-connections": "0",
         "--receive-limit": "1.5",
         "--max-update-rpcs": "19",
+        "--max-watch-rpcs": "119",
         "--update-stall-limit": "2.5",
     }
     options = serve_flags.server_options(parse("demo", *(x for pair in given.items() for x in pair)))
@@ -280,6 +281,7 @@ def test_every_bound_arrives() -> None:
         max_connections=0,
         receive_limit_s=1.5,
         max_update_rpcs=19,
+        max_watch_rpcs=119,
         update_stall_limit_s=2.5,
     )
 

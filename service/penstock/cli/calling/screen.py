@@ -74,6 +74,7 @@ def plain(value: object) -> Any:
     return value
 
 
-def print_json(value: object) -> None:
-    """Print as JSON, with control characters escaped."""
-    print(json.dumps(plain(value), indent=2, ensure_ascii=False).translate(_JSON_ESCAPED))
+def print_json(value: object, *, one_line: bool = False) -> None:
+    """Print as JSON, with control characters escaped: indented, or as one line, which is written at once."""
+    text = json.dumps(plain(value), indent=None if one_line else 2, ensure_ascii=False)
+    print(text.translate(_JSON_ESCAPED), flush=one_line)

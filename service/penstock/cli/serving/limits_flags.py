@@ -14,6 +14,7 @@ _COUNTS = {
     "max_tokenize_rpcs": "Tokenize and Detokenize calls at once",
     "max_control_rpcs": "other calls of penstock.v1 at once, such as Abort and GetLoad; half per address",
     "max_update_rpcs": "UpdateWeights calls at once, of which one updates; half per address",
+    "max_watch_rpcs": "WatchLoad calls at once (penstock top); half per address",
     "max_health_rpcs": "health checks and watches at once; half per address",
     "max_reflection_rpcs": "calls of server reflection at once; half per address",
     "max_receiving_rpcs": "messages that take over half a second to arrive; half per address",

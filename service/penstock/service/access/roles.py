@@ -55,8 +55,17 @@ def check_role(caller: Caller, method: str) -> None:
     """Raise Forbidden unless the caller has the role that the method needs."""
     role = rule_of(method).role
     if role not in caller.roles and not caller.controls:
-        name = method.rpartition("/")[2]
-        raise Forbidden(f"{name} needs a key with the role {role.value}, which {caller.id!r} does not have")
+        raise _lacking(caller, role, method.rpartition("/")[2])
+
+
+def check_controls(caller: Caller, what: str) -> None:
+    """Raise Forbidden unless the caller has the role CONTROL, which a part of an RPC needs."""
+    if not caller.controls:
+        raise _lacking(caller, Role.CONTROL, what)
+
+
+def _lacking(caller: Caller, role: Role, what: str) -> Forbidden:
+    return Forbidden(f"{what} needs a key with the role {role.value}, which {caller.id!r} does not have")
 
 
 def check_model(caller: Caller, served: str) -> None:

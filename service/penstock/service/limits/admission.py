@@ -31,12 +31,14 @@ class Kind(enum.Enum):
     TOKENIZE = "tokenize_rpcs"
     CONTROL = "control_rpcs"
     UPDATE = "update_rpcs"
+    WATCH = "watch_rpcs"
     HEALTH = "health_rpcs"
     REFLECTION = "reflection_rpcs"
 
 
 _WORK = frozenset({"Generate", "Stream"})
 _UPDATE = "UpdateWeights"
+_WATCH = "WatchLoad"
 _TOKENIZE = frozenset({"Tokenize", "Detokenize"})
 
 
@@ -53,6 +55,8 @@ def kind_of(method: str) -> Kind:
         return Kind.TOKENIZE
     if name == _UPDATE:
         return Kind.UPDATE
+    if name == _WATCH:
+        return Kind.WATCH
     return Kind.CONTROL if service.startswith(PACKAGE) and name not in _WORK else Kind.WORK
 
 
@@ -190,6 +194,7 @@ class Admission:
             Kind.TOKENIZE: (tokenize, work),
             Kind.CONTROL: (small(Kind.CONTROL, bounds.max_control_rpcs),),
             Kind.UPDATE: (small(Kind.UPDATE, bounds.max_update_rpcs),),
+            Kind.WATCH: (small(Kind.WATCH, bounds.max_watch_rpcs),),
             Kind.HEALTH: (small(Kind.HEALTH, bounds.max_health_rpcs),),
             Kind.REFLECTION: (small(Kind.REFLECTION, bounds.max_reflection_rpcs),),
         }

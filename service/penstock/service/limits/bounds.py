@@ -49,6 +49,8 @@ class Bounds:
     """UpdateWeights. Only one update goes on at a time, and the others learn that at once. They are counted
     apart, so that they take no place of a request. One address may have half of them.
     """
+    max_watch_rpcs: int = 128
+    """WatchLoad, which goes on for as long as somebody watches. One address may have half of them."""
     max_health_rpcs: int = 2048
     """Check and Watch of the health service. One address may have half of them."""
     max_reflection_rpcs: int = 64

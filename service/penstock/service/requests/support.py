@@ -154,6 +154,9 @@ HONOURED: Mapping[str, frozenset[str]] = {
     "penstock.v1.ProfileRequest": frozenset(
         {"steps", "timeout", "timeout.seconds", "timeout.nanos", "include_data"}
     ),
+    "penstock.v1.WatchLoadRequest": frozenset(
+        {"interval", "interval.seconds", "interval.nanos", "max_requests"}
+    ),
 }
 """From a message's name to the paths that have an effect."""
 
@@ -161,7 +164,6 @@ REFUSED: Mapping[str, Refused] = {
     "penstock.v1.GenerateRequest": _GENERATE_REFUSED,
     "penstock.v1.StreamRequest": _GENERATE_REFUSED,
     "penstock.v1.UpdateWeightsRequest": {"begin.adapter": ()},
-    "penstock.v1.WatchLoadRequest": {"interval": (), "max_requests": ()},
 }
 """From a message's name to the paths that are refused, each with the values that are accepted
 nevertheless.

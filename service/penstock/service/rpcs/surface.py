@@ -22,6 +22,7 @@ Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
 
 _INFERENCE = "/penstock.v1.InferenceService"
 _ABORT = f"{_INFERENCE}/Abort"
+_WATCH = "/penstock.v1.ControlService/WatchLoad"
 GENERATING = frozenset(f"{_INFERENCE}/{name}" for name in ("Generate", "Stream"))
 CONTROLLING = frozenset(f"/{method}" for method, rule in RULES.items() if rule.role is Role.CONTROL)
 
@@ -33,7 +34,8 @@ class Surface(grpc.aio.ServerInterceptor):
         self, elsewhere: frozenset[str], where: Callable[[], str], *, own_requests_only: bool = False
     ) -> None:
         """Calls of the methods `elsewhere` are refused; the error tells `where` to go. With
-        `own_requests_only` Abort ends only the caller's own requests, whatever its role.
+        `own_requests_only` Abort ends only the caller's own requests, whatever its role, and WatchLoad lists
+        none.
         """
         self._elsewhere = elsewhere
         self._where = where
@@ -52,6 +54,10 @@ class Surface(grpc.aio.ServerInterceptor):
             return grpc.unary_unary_rpc_method_handler(
                 self._abort(handler.unary_unary), handler.request_deserializer, handler.response_serializer
             )
+        if handler is not None and method == _WATCH and self._own_requests_only:
+            return grpc.unary_stream_rpc_method_handler(
+                self._watch(handler.unary_stream), handler.request_deserializer, handler.response_serializer
+            )
         return cast("Handler | None", handler)
 
     def _abort(self, behaviour: Callable[[Any, Any], Awaitable[Any]]) -> Callable[[Any, Any], Awaitable[Any]]:
@@ -65,6 +71,16 @@ class Surface(grpc.aio.ServerInterceptor):
                 raise self._refusal("Abort of all requests, or of those with a prefix,")
             CURRENT_CALLER.set(dataclasses.replace(caller, roles=caller.roles - {Role.CONTROL}))
             return await behaviour(request, context)
+
+        return handle
+
+    def _watch(self, behaviour: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+        """Make a handler that lists no requests, because the list names those of all callers."""
+
+        def handle(request: Any, context: Any) -> Any:
+            if request.max_requests:
+                raise self._refusal("WatchLoad with max_requests")
+            return behaviour(request, context)
 
         return handle
 

@@ -8,16 +8,19 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from penstock.runtime.errors import UnsupportedFeature
 from penstock.runtime.generation.prompts import Prompt, TextPrompt
 from penstock.runtime.loop.interface import InFlightPolicy
+from penstock.service.access.callers import CURRENT_CALLER
+from penstock.service.access.roles import check_controls
 from penstock.service.replies import messages
 from penstock.service.replies.reply_budget import ID_BYTES
 from penstock.service.replies.update_messages import pause_response, timestamp
 from penstock.service.requests.convert_chat import chat_prompt, message_cost
 from penstock.service.requests.convert_params import Violations, token_ids
+from penstock.service.requests.convert_watch import to_watch
 from penstock.service.requests.convert_weights import to_pause
 from penstock.service.requests.prompts import encode_prompt
 from penstock.service.requests.support import check_supported
@@ -26,6 +29,9 @@ from penstock.service.servicers.serving import Serving
 from penstock.service.servicers.tracing import set_tracing
 from penstock.service.servicers.weights import WeightUpdates
 from penstock.service.threads.lanes import MESSAGE_BYTES
+from penstock.service.watching.feed import LoadFeed
+from penstock.service.watching.load_messages import load_response
+from penstock.service.watching.snapshot import look
 from penstock.v1 import control_pb2, control_pb2_grpc, telemetry_pb2, types_pb2
 
 if TYPE_CHECKING:
@@ -60,6 +66,7 @@ class ControlServicer(control_pb2_grpc.ControlServiceServicer):
         self._calls = serving.calls
         self._budget = serving.budget
         self._tracing = serving.tracing
+        self._feed = LoadFeed(partial(look, serving.engine), serving.calls)
         self._version = version
         self._instance_id = instance_id
 
@@ -132,22 +139,18 @@ class ControlServicer(control_pb2_grpc.ControlServiceServicer):
         self, request: control_pb2.GetLoadRequest, context: Context
     ) -> control_pb2.GetLoadResponse:
         """Take a snapshot of the load."""
-        load = self._engine.load()
-        return control_pb2.GetLoadResponse(
-            running_requests=load.num_running,
-            queued_requests=load.num_waiting,
-            queued_prompt_tokens=load.waiting_prompt_tokens,
-            kv_pages_used=load.pages_used,
-            kv_pages_total=load.pages_total,
-            paused=self._engine.is_paused,
-            weights=messages.weights_version(self._engine.weights),
+        return load_response(
+            self._engine.load(), is_paused=self._engine.is_paused, weights=self._engine.weights
         )
 
     def WatchLoad(
         self, request: telemetry_pb2.WatchLoadRequest, context: Context
     ) -> AsyncIterator[control_pb2.WatchLoadResponse]:
-        """Refuse: this release cannot do it yet."""
-        raise UnsupportedFeature(["WatchLoad"])
+        """Tell the load again and again. The requests that it may list are everybody's."""
+        watch = to_watch(request)
+        if watch.max_requests:
+            check_controls(CURRENT_CALLER.get(), "WatchLoad with max_requests")
+        return cast("AsyncIterator[control_pb2.WatchLoadResponse]", self._feed.messages(watch))
 
     async def SetTracing(
         self, request: telemetry_pb2.SetTracingRequest, context: Context

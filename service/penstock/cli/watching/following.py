@@ -1,0 +1,113 @@
+"""Follows a server's load on a thread, and connects again when it is lost."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from dataclasses import dataclass
+from typing import Self
+
+from penstock.cli.calling.explain import explain
+from penstock.client import (
+    Client,
+    Forbidden,
+    LoadReport,
+    PenstockClientError,
+    RefusedError,
+    ServedElsewhere,
+    ServerStream,
+)
+
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """The server answers; `model` is what it serves."""
+
+    model: str
+
+
+@dataclass(frozen=True, slots=True)
+class NoRequests:
+    """The server tells this caller of no requests."""
+
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class Lost:
+    """The server does not answer now. It is asked again after a pause."""
+
+    why: str
+    error: PenstockClientError | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """The server refuses, and would do so again. Nothing follows."""
+
+    error: PenstockClientError
+
+
+Event = Found | NoRequests | LoadReport | Lost | Refused
+
+
+class Following:
+    """A watch that goes on until it is closed. Use it in a `with` block."""
+
+    def __init__(self, client: Client, addr: str, *, interval: float, max_requests: int) -> None:
+        self._client, self._addr = client, addr
+        self._interval, self._max_requests = interval, max_requests
+        self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
+        self._closed = threading.Event()
+        self._stream: ServerStream[LoadReport] | None = None
+        self._thread = threading.Thread(target=self._run, name="penstock-top", daemon=True)
+
+    def next(self, timeout_s: float | None = None) -> Event | None:
+        """The next event; None if there is none for so long. Without a timeout it waits as long as it
+        takes.
+        """
+        try:
+            return self._events.get(timeout=timeout_s)
+        except queue.Empty:
+            return None
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._closed.set()
+        if self._stream is not None:
+            self._stream.close()
+
+    def _run(self) -> None:
+        pause_s = _FIRST_PAUSE_S
+        while not self._closed.is_set():
+            try:
+                self._events.put(Found(self._client.model_info().model))
+                for report in self._watch():
+                    self._events.put(report)
+                    pause_s = _FIRST_PAUSE_S
+                self._events.put(Lost(f"the server at {self._addr} ended the watch"))
+            except (Forbidden, ServedElsewhere) as error:
+                if not self._max_requests:
+                    self._events.put(Refused(error))
+                    return
+                self._max_requests = 0
+                self._events.put(NoRequests(explain(error, self._addr)))
+                continue
+            except RefusedError as error:
+                self._events.put(Refused(error))
+                return
+            except PenstockClientError as error:
+                self._events.put(Lost(explain(error, self._addr), error))
+            self._closed.wait(pause_s)
+            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+
+    def _watch(self) -> ServerStream[LoadReport]:
+        self._stream = self._client.watch_load(interval=self._interval, max_requests=self._max_requests)
+        if self._closed.is_set():  # it was closed before there was a stream to close
+            self._stream.close()
+        return self._stream

@@ -1,0 +1,1 @@
+"""What is told to those who watch a server's load."""
