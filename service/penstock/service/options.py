@@ -71,6 +71,8 @@ class ServerOptions:
     """How large replies may get."""
     features: Features = DEFAULT_FEATURES
     """Which parts of the contract callers may use."""
+    access_log: bool = True
+    """Whether the log has a line for each call of Generate and Stream that was not refused."""
     metrics: MetricsOptions = field(default_factory=MetricsOptions)
     """Where metrics can be read, and how often they are pushed."""
 

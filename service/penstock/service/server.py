@@ -43,7 +43,7 @@ from penstock.service.options import ServerOptions
 from penstock.service.replies.readers import StallLog
 from penstock.service.replies.reply_budget import ReplyBudget
 from penstock.service.replies.streams import ServerSwitchboard
-from penstock.service.rpcs.access_check import Access
+from penstock.service.rpcs.access_check import access_of
 from penstock.service.rpcs.interceptors import PenstockInterceptor
 from penstock.service.rpcs.sending import Sends
 from penstock.service.servicers.control import ControlServicer
@@ -52,7 +52,7 @@ from penstock.service.servicers.profiles import Profiles
 from penstock.service.servicers.reflection import enable_reflection
 from penstock.service.servicers.serving import Serving, limits_of
 from penstock.service.servicers.weights import WeightUpdates
-from penstock.service.telemetry import grpc_log
+from penstock.service.telemetry.logs import grpc_log
 from penstock.service.telemetry.metrics.exports import Metrics
 from penstock.service.telemetry.metrics.push import Collector
 from penstock.service.telemetry.otlp.tracing import Tracing
@@ -110,7 +110,7 @@ class PenstockServer:
         """What may go on at once, and what does."""
         self._keys = None if options.keys is None else Keys(options.keys, clock=rates_clock)
         self._ledger = None if options.usage_file is None else Ledger(options.usage_file)
-        self._access = Access(None if self._keys is None else self._keys.authenticator, usage or self._ledger)
+        self._access = access_of(self._keys, usage or self._ledger, logs_calls=options.access_log)
         self.metrics = Metrics(options.metrics, collector)
         """What the server measures, and the ways out of it."""
         self._lanes = Lanes(self.metrics.meters)

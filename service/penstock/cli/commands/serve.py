@@ -15,9 +15,8 @@ from typing import Any
 
 from penstock.cli.serving.engine_flags import engine_config
 from penstock.cli.serving.flag_names import with_flags
-from penstock.cli.serving.one_line import OneLine
 from penstock.cli.serving.serve_flags import add_parser, server_options
-from penstock.cli.serving.telemetry_flags import tracing_options
+from penstock.cli.serving.telemetry_flags import log_options, tracing_options
 from penstock.runtime.config import EngineConfig
 from penstock.runtime.engine import Engine
 from penstock.runtime.errors import ConfigError, PenstockError
@@ -25,6 +24,7 @@ from penstock.service.identity import new_instance_id, version
 from penstock.service.limits.open_files import FOR_OTHERS, MANY, raise_limit
 from penstock.service.options import ServerOptions
 from penstock.service.server import PenstockServer
+from penstock.service.telemetry.logs.writing import open_logs
 from penstock.service.telemetry.metrics.exports import open_collector
 from penstock.service.telemetry.metrics.push import Collector
 from penstock.service.telemetry.otlp.tracing import Tracing, open_tracing
@@ -42,15 +42,11 @@ def run(args: argparse.Namespace) -> int:
     """Serve until told to stop. Returns 0 after a graceful end, and 1 if the server cannot start, or if the
     engine or an address is lost.
     """
-    handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(OneLine("%(asctime)s %(levelname)-7s %(name)s: %(message)s"))
-    logging.basicConfig(handlers=[handler], level=args.log_level.upper(), force=True)
-    for noisy in ("jax", "httpx", "asyncio", "filelock", "huggingface_hub", "transformers"):
-        logging.getLogger(noisy).setLevel(logging.WARNING)
     # JAX reads this when it first looks for devices. By its own default a quarter of an accelerator stays
     # unused.
     os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", _MEMORY_FRACTION)
     try:
+        open_logs(log_options(args))
         options = server_options(args)
         config = engine_config(args)
         instance_id = new_instance_id()
@@ -168,6 +164,7 @@ def _on_signals(told_to_stop: asyncio.Event) -> None:
     def stop(number: int) -> None:
         if told_to_stop.is_set():
             log.warning("second signal: ending at once")
+            logging.shutdown()
             os._exit(128 + number)
         told_to_stop.set()
 

@@ -38,6 +38,11 @@ def size(text: str) -> int:
     return whole
 
 
+def size_or_none(text: str) -> int:
+    """Parse a number of bytes as `size`, or "none" as 0."""
+    return 0 if text == "none" else size(text)
+
+
 def port(text: str) -> int | None:
     """Parse a port, or "none"."""
     if text == "none":

@@ -5,13 +5,15 @@ from __future__ import annotations
 import argparse
 import dataclasses
 
-from penstock.cli.serving.option_values import options_of, path
+from penstock.cli.serving.option_values import options_of, path, size_or_none
 from penstock.runtime.config import EngineConfig
 from penstock.runtime.errors import ConfigError
 from penstock.service.options import ServerOptions
+from penstock.service.telemetry.logs.options import LOG_FORMATS, LOG_LEVELS, LogOptions
 from penstock.service.telemetry.metrics.options import DEFAULT_HOST, METRICS_NAMES, MetricsOptions
 from penstock.service.telemetry.options import OTLP_PROTOCOLS, TraceLevel, TracingOptions
 
+_LOG = LogOptions()
 _DEFAULTS = TracingOptions()
 _METRICS = MetricsOptions()
 _SERVER = ServerOptions()
@@ -23,12 +25,7 @@ def add_telemetry_flags(parser: argparse.ArgumentParser) -> None:
         "logs, traces and metrics",
         "OpenTelemetry's environment variables (OTEL_...) apply, too; a flag wins over a variable",
     )
-    group.add_argument(
-        "--log-level",
-        default="info",
-        choices=("debug", "info", "warning", "error"),
-        help="default: %(default)s; logs go to stderr",
-    )
+    _add_logs(group)
     group.add_argument(
         "--metrics",
         action=argparse.BooleanOptionalAction,
@@ -38,6 +35,44 @@ def add_telemetry_flags(parser: argparse.ArgumentParser) -> None:
     _add_tracing(group)
     _add_metrics(group)
     _add_profiles(group)
+
+
+def _add_logs(group: argparse._ArgumentGroup) -> None:
+    group.add_argument("--log-level", default=_LOG.log_level, choices=LOG_LEVELS, help="default: %(default)s")
+    group.add_argument(
+        "--log-format",
+        default=_LOG.log_format,
+        choices=LOG_FORMATS,
+        help="text for people, or a JSON object on each line; default: %(default)s",
+    )
+    group.add_argument(
+        "--log-file",
+        type=path,
+        metavar="PATH",
+        help="write the log into this file in place of stderr; why the server cannot start still goes to "
+        "stderr",
+    )
+    group.add_argument(
+        "--log-file-bytes",
+        type=size_or_none,
+        default=_LOG.log_file_bytes,
+        metavar="SIZE",
+        help="rename the log file when it is as large as this, or with `none` leave that to another program; "
+        "default: 100M",
+    )
+    group.add_argument(
+        "--log-file-count",
+        type=int,
+        default=_LOG.log_file_count,
+        metavar="N",
+        help="how many renamed log files are kept; default: %(default)s",
+    )
+    group.add_argument(
+        "--no-access-log",
+        dest="access_log",
+        action="store_false",
+        help="leave out the line for each call of Generate and Stream that was not refused",
+    )
 
 
 def _add_tracing(group: argparse._ArgumentGroup) -> None:
@@ -136,6 +171,11 @@ def metrics_options(args: argparse.Namespace) -> MetricsOptions:
         if value:
             raise ConfigError(f"{name}: cannot stand beside --no-metrics")
     return dataclasses.replace(options, otlp_metrics_interval_s=0.0)
+
+
+def log_options(args: argparse.Namespace) -> LogOptions:
+    """The options of the log that the flags describe. Raises ConfigError."""
+    return options_of(LogOptions, args)
 
 
 def tracing_options(args: argparse.Namespace) -> TracingOptions:

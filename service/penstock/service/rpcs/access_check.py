@@ -9,10 +9,12 @@ import grpc
 
 from penstock.service.access.authentication import Authenticator
 from penstock.service.access.callers import ANYBODY, CURRENT_CALLER, Caller
+from penstock.service.access.keys import Keys
 from penstock.service.access.rates import Account
 from penstock.service.access.roles import check_model, check_role, rule_of
 from penstock.service.listening.tls import certificate_names
-from penstock.service.usage.meter import CURRENT_METER, Meter, UsageSink
+from penstock.service.telemetry.logs.access_log import AccessLog
+from penstock.service.usage.meter import CURRENT_METER, CallLog, Meter, UsageSink
 
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 _OURS = "penstock.v1."
@@ -25,9 +27,15 @@ up.
 class Access:
     """Checks the callers of one server. Without an authenticator every caller is ANYBODY."""
 
-    def __init__(self, authenticator: Authenticator | None = None, sink: UsageSink | None = None) -> None:
+    def __init__(
+        self,
+        authenticator: Authenticator | None = None,
+        sink: UsageSink | None = None,
+        call_log: CallLog | None = None,
+    ) -> None:
         self._authenticator = authenticator
         self._sink = sink
+        self._call_log = call_log
         self.served_model: str | None = None
         """The served model's name, once it is known, because keys may be limited to models."""
 
@@ -47,7 +55,8 @@ class Access:
         if not method.startswith(_OURS):
             return
         if rule_of(method).counts:
-            CURRENT_METER.set(Meter(caller, method, self._account(caller), self._sink))
+            meter = Meter(caller, method, self._account(caller), self._sink, self._call_log)
+            CURRENT_METER.set(meter)
         check_role(caller, method)
         if self.served_model is not None:
             check_model(caller, self.served_model)
@@ -64,6 +73,11 @@ class Access:
 
     def _account(self, caller: Caller) -> Account | None:
         return None if self._authenticator is None else self._authenticator.account(caller)
+
+
+def access_of(keys: Keys | None, sink: UsageSink | None, *, logs_calls: bool) -> Access:
+    """The checks of a server with these keys, or without any. `logs_calls`: whether it has an access log."""
+    return Access(None if keys is None else keys.authenticator, sink, AccessLog() if logs_calls else None)
 
 
 def _nothing() -> None:

@@ -36,8 +36,8 @@ from penstock.service.replies.readers import StallLog
 from penstock.service.rpcs.access_check import Access
 from penstock.service.rpcs.decoding import Incoming, all_decoded, decoded
 from penstock.service.rpcs.sending import Send, Sends
+from penstock.service.telemetry.logs.refusals import Refusal, RefusalLog, fields_of
 from penstock.service.telemetry.metrics.service_meters import UNKNOWN_METHOD, ServiceMeters
-from penstock.service.telemetry.refusals import Refusal, RefusalLog, fields_of
 from penstock.service.telemetry.tracing.service_spans import (
     CURRENT_RPC,
     RECEIVED_NS,
@@ -289,13 +289,15 @@ class PenstockInterceptor(grpc.aio.ServerInterceptor):
             rpc.end(cast("Any", context.code()) or grpc.StatusCode.UNKNOWN)
             raise error
         if isinstance(error, grpc.aio.InternalError):  # a write failed, because the client is gone
-            rpc.end(_code_of_cancel(context))
-            current_meter().vanished()
+            code = _code_of_cancel(context)
+            rpc.end(code)
+            current_meter().vanished(code.name)
             raise asyncio.CancelledError from error
         if isinstance(error, asyncio.CancelledError):
-            current_meter().vanished()
             stalled = grpc.StatusCode.RESOURCE_EXHAUSTED
-            rpc.end(stalled if rpc.send.gave_up else _code_of_cancel(context))
+            code = stalled if rpc.send.gave_up else _code_of_cancel(context)
+            current_meter().vanished(code.name)
+            rpc.end(code)
             try:
                 raise error
             finally:
@@ -304,7 +306,7 @@ class PenstockInterceptor(grpc.aio.ServerInterceptor):
             rpc.end(grpc.StatusCode.INTERNAL, type(error).__name__)
             raise error
         row = row_of(error)
-        current_meter().failed(row.reason)
+        current_meter().failed(row.reason, row.code.name)
         self._meters.refused(row.reason)
         if isinstance(error, StalledReader):
             rpc.send.stalled()
@@ -324,10 +326,11 @@ class PenstockInterceptor(grpc.aio.ServerInterceptor):
         except grpc.aio.AbortError as abort:
             abort.__context__ = None
             rpc.end(row.code, row.reason)
-            caller_id = CURRENT_CALLER.get().id
-            self._refusals.tell(
-                Refusal(rpc.method, row.code.name, row.reason, rpc.request_id, caller_id, fields)
-            )
+            if not current_meter().is_logged:
+                caller_id = CURRENT_CALLER.get().id
+                self._refusals.tell(
+                    Refusal(rpc.method, row.code.name, row.reason, rpc.request_id, caller_id, fields)
+                )
             raise
         except (grpc.aio.InternalError, asyncio.CancelledError) as gone:  # the client is gone
             rpc.end(_code_of_cancel(context))

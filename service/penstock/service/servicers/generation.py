@@ -218,7 +218,8 @@ class ServedRequest:
             if self.is_done:
                 finishes = [finish for _, (finish, _) in sorted(self._ends.items())]
                 self._trace.finished(finishes, self.timing)
-                self._meter.cached(self.timing.cached_prompt_tokens if self.timing else 0)
+                reasons = [finish.reason.value for finish in finishes]
+                self._meter.finished(reasons, self.timing.cached_prompt_tokens if self.timing else 0)
         return index, taken
 
     def sending(self, message: bytes) -> bytes:

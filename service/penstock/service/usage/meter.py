@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import enum
+import time
+from collections.abc import Iterable
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Protocol
@@ -51,6 +53,30 @@ class Usage:
     """Tokens generated for all outputs, including those that were never read."""
 
 
+@dataclass(frozen=True, slots=True)
+class Course:
+    """How one request went."""
+
+    code: str
+    """The name of the RPC's status, such as "OK"."""
+    seconds: float
+    """From the request's headers to its end."""
+    first_token_s: float | None
+    """Seconds from the headers to the first generated token of any output; None if there was none."""
+    finish_reasons: tuple[str, ...]
+    """Why each output ended, in their order; empty if not all have ended."""
+
+
+class CallLog(Protocol):
+    """Tells people how requests went."""
+
+    def tell(self, usage: Usage, course: Course) -> bool:
+        """Note a request. Called once for each, on the event loop, before the usage sink; it must neither
+        block nor raise. Returns whether the log has something about this request.
+        """
+        ...
+
+
 class UsageSink(Protocol):
     """Keeps the counts."""
 
@@ -72,17 +98,24 @@ class Meter:
         method: str = "",
         account: Account | None = None,
         sink: UsageSink | None = None,
+        call_log: CallLog | None = None,
     ) -> None:
         self._caller = caller
         self._method = method
         self._account = account
         self._sink = sink
+        self._call_log = call_log
+        self._began_s = time.monotonic()
+        self._first_token_s: float | None = None
+        self._finish_reasons: tuple[str, ...] = ()
         self._request_id = ""
         self._begun = False
         self._prompt_tokens = 0
         self._cached_tokens = 0
         self._made_tokens = 0
         self._ended = False
+        self.is_logged = False
+        """Whether the call log has something about this request."""
 
     def named(self, request_id: str) -> None:
         """Note the caller's id of the request."""
@@ -96,53 +129,61 @@ class Meter:
 
     def made(self, tokens: int) -> None:
         """Count more generated tokens, of any output."""
+        if self._first_token_s is None and tokens:
+            self._first_token_s = time.monotonic() - self._began_s
         self._made_tokens += tokens
         self._use(tokens)
 
-    def cached(self, tokens: int) -> None:
-        """Note how many of the prompt's tokens were found in the cache."""
-        self._cached_tokens = tokens
+    def finished(self, finish_reasons: Iterable[str], cached_tokens: int) -> None:
+        """Note that all outputs have ended, and how many of the prompt's tokens were found in the cache."""
+        self._finish_reasons = tuple(finish_reasons)
+        self._cached_tokens = cached_tokens
 
     async def answered(self) -> None:
         """Record that the answer is whole. Called before its last message leaves, which waits until this is
         recorded.
         """
-        noted = self._end(Outcome.ANSWERED, "")
+        noted = self._end(Outcome.ANSWERED, "", "OK")
         if noted is not None:
             await noted
 
-    def failed(self, reason: str) -> None:
-        """Record that the RPC ends with an error of this reason. Has no effect after `answered`."""
-        self._end(Outcome.FAILED if self._begun else Outcome.REFUSED, reason)
-
-    def vanished(self) -> None:
-        """Record that the client has gone, or that its deadline has passed. Has no effect after
-        `answered`.
+    def failed(self, reason: str, code: str) -> None:
+        """Record that the RPC ends with an error of this reason, and with the status of this name. Has no
+        effect after `answered`.
         """
-        self._end(Outcome.VANISHED, "")
+        self._end(Outcome.FAILED if self._begun else Outcome.REFUSED, reason, code)
+
+    def vanished(self, code: str) -> None:
+        """Record that the client has gone, or that its deadline has passed: `code` is the name of the status
+        that says which. Has no effect after `answered`.
+        """
+        self._end(Outcome.VANISHED, "", code)
 
     def _use(self, tokens: int) -> None:
         if self._account is not None:
             self._account.use_tokens(tokens)
 
-    def _end(self, outcome: Outcome, reason: str) -> asyncio.Future[None] | None:
+    def _end(self, outcome: Outcome, reason: str, code: str) -> asyncio.Future[None] | None:
         if self._ended:
             return None
         self._ended = True
-        if self._sink is None:
+        if self._sink is None and self._call_log is None:
             return None
-        return self._sink.record(
-            Usage(
-                self._caller.id,
-                self._method,
-                self._request_id,
-                outcome,
-                reason,
-                self._prompt_tokens,
-                self._cached_tokens,
-                self._made_tokens,
-            )
+        usage = Usage(
+            self._caller.id,
+            self._method,
+            self._request_id,
+            outcome,
+            reason,
+            self._prompt_tokens,
+            self._cached_tokens,
+            self._made_tokens,
         )
+        if self._call_log is not None:
+            seconds = time.monotonic() - self._began_s
+            course = Course(code, seconds, self._first_token_s, self._finish_reasons)
+            self.is_logged = self._call_log.tell(usage, course)
+        return None if self._sink is None else self._sink.record(usage)
 
 
 CURRENT_METER: ContextVar[Meter] = ContextVar("penstock_meter")

@@ -7,14 +7,15 @@ caller's text.
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from penstock.runtime.errors import InvalidRequest, UnsupportedFeature
+from penstock.service.telemetry.logs.bounded import BoundedLog
+from penstock.service.telemetry.logs.line import Line
 
 log = logging.getLogger(__name__)
 
@@ -24,28 +25,8 @@ MAX_CHARS = 128
 _INDEX = re.compile(r"\[[^\]]*(\]|$)")
 
 
-class LineBudget:
-    """A token bucket that allows `per_second` lines a second on average, and as many at once."""
-
-    def __init__(self, per_second: float, clock: Callable[[], float] = time.monotonic) -> None:
-        """`clock` gives seconds."""
-        self._most = self._tokens = per_second
-        self._clock = clock
-        self._at = clock()
-
-    def take(self) -> bool:
-        """Whether a line may be written now; counts it if so."""
-        now = self._clock()
-        self._tokens = min(self._most, self._tokens + (now - self._at) * self._most)
-        self._at = now
-        if self._tokens < 1:
-            return False
-        self._tokens -= 1
-        return True
-
-
 @dataclass(frozen=True, slots=True)
-class Refusal:
+class Refusal(Line):
     """What the log says about one refusal."""
 
     method: str
@@ -54,36 +35,37 @@ class Refusal:
     request_id: str
     caller_id: str
     """The id of the caller's key; empty on a server without keys."""
-    fields: Sequence[str]
+    violated: Sequence[str]
+    """The names of the fields that the error is about."""
+
+    def __str__(self) -> str:
+        about = f", fields {list(self.violated)!a}" if self.violated else ""
+        return (
+            f"refused {self.method[:MAX_CHARS]!r}: {self.code} {self.reason}, "
+            f"request {self.request_id[:MAX_CHARS]!r}, key {self.caller_id[:MAX_CHARS]!r}{about}"
+        )
+
+    def fields(self) -> Mapping[str, object]:
+        return {
+            "method": self.method[:MAX_CHARS],
+            "request_id": self.request_id[:MAX_CHARS],
+            "key": self.caller_id[:MAX_CHARS],
+            "code": self.code,
+            "reason": self.reason,
+            "fields": list(self.violated),
+        }
 
 
 class RefusalLog:
     """Writes the lines of one server. Used on the event loop only."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._budget = LineBudget(LINES_PER_SECOND, clock)
-        self._left_out = 0
+        left_out = "refused %d more calls within about a second, without a line for each"
+        self._log = BoundedLog(log, LINES_PER_SECOND, left_out, clock)
 
     def tell(self, refusal: Refusal) -> None:
         """Write a line for the refusal, or only count it if there were too many."""
-        if not self._budget.take():
-            if not self._left_out:
-                asyncio.get_running_loop().call_later(1.0, self._tell_left_out)
-            self._left_out += 1
-            return
-        log.info(
-            "refused %r: %s %s, request %r, key %r%s",
-            refusal.method[:MAX_CHARS],
-            refusal.code,
-            refusal.reason,
-            refusal.request_id[:MAX_CHARS],
-            refusal.caller_id[:MAX_CHARS],
-            f", fields {list(refusal.fields)!a}" if refusal.fields else "",
-        )
-
-    def _tell_left_out(self) -> None:
-        log.info("refused %d more calls within about a second, without a line for each", self._left_out)
-        self._left_out = 0
+        self._log.write(refusal)
 
 
 def fields_of(error: BaseException) -> list[str]:

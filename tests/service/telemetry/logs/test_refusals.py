@@ -9,12 +9,13 @@ from typing import Any
 import pytest
 
 from penstock.runtime.errors import InvalidRequest, NotReady, UnsupportedFeature, Violation
-from penstock.service.telemetry.refusals import LINES_PER_SECOND, LineBudget, Refusal, RefusalLog, fields_of
+from penstock.service.telemetry.logs.bounded import LineBudget
+from penstock.service.telemetry.logs.refusals import LINES_PER_SECOND, Refusal, RefusalLog, fields_of
 from penstock.v1 import control_pb2, types_pb2
 from tests.service.rig import failure_of, fake, generate, serving, stream, until
 
 SECRET = "XYZZYSECRET"
-LOGGER = "penstock.service.telemetry.refusals"
+LOGGER = "penstock.service.telemetry.logs.refusals"
 AUTHORIZATION = (("authorization", f"Bearer {SECRET}"),)
 
 
