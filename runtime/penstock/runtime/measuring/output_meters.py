@@ -37,7 +37,7 @@ class _Live:
         self.entered_ns = 0
         """When the first step began that has it; 0 before."""
         self.last_ns = 0
-        """When its newest token was on the host; 0 before the first one."""
+        """When its newest token was on the host, unless `_together_ns` says that; 0 before the first one."""
 
 
 @dataclass(slots=True)
@@ -158,7 +158,6 @@ class OutputMeters:
             self._gap(at_ns, at_ns - one.last_ns, num_new, 1)
         else:
             self._begin(one, at_ns, num_new)
-            one.last_ns = at_ns
 
     def _gap(self, at_ns: int, gap_ns: int, num_new: int, num_rows: int) -> None:
         """Records that each of some rows has so many new tokens, so long after the token before them."""
