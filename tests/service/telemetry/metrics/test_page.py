@@ -180,8 +180,12 @@ def test_a_page_is_served_again_for_a_moment_only():
     assert pages.page("", "") is first
     pages.page(OPENMETRICS, "")  # another form
     assert len(asked) == 2
+    zipped = pages.page("", "gzip")
+    assert gzip.decompress(zipped.body) == first.body
     now[0] += 0.1
     pages.page("", "")
+    assert len(asked) == 3
+    assert pages.page("", "gzip") is not zipped
     assert len(asked) == 3
 
 

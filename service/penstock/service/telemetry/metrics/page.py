@@ -1,8 +1,8 @@
 """Writes the page that scrapers read, in Prometheus' text format or in OpenMetrics, which has exemplars.
 
-Writing the page takes some milliseconds of Python. So it gives way to the other threads after each metric
-family, and a page is served again to whoever asks within KEEP_S: however many scrapers there are, and however
-often they ask, writing pages takes a bounded share of the time.
+Writing the page takes five to ten milliseconds of Python. So it gives way to the other threads after each
+metric family, and a page is served again to whoever asks within KEEP_S: however many scrapers there are, and
+however often they ask, writing pages takes a bounded share of the time.
 """
 
 from __future__ import annotations
@@ -51,25 +51,30 @@ class Pages:
         self._process = CollectorRegistry()
         ProcessCollector(registry=self._process)
         GCCollector(registry=self._process)
-        self._kept: dict[tuple[bool, bool], tuple[float, Page]] = {}
+        self._kept: dict[bool, tuple[float, Page]] = {}
+        """When each form was written, and what it is; by whether it is OpenMetrics."""
+        self._zipped: dict[bool, Page] = {}
 
     def page(self, accept: str, accept_encoding: str) -> Page:
         """The page in the form that these headers of a request prefer. Raises what `families` raises."""
-        form = prefers_openmetrics(accept), _accepts_gzip(accept_encoding)
-        made_s, page = self._kept.get(form, (0.0, None))
+        is_openmetrics = prefers_openmetrics(accept)
+        made_s, page = self._kept.get(is_openmetrics, (0.0, None))
         if page is None or self._clock() >= made_s + self._keep_s:
-            page = self._write(*form)
-            self._kept[form] = self._clock(), page
-        return page
+            page = self._write(is_openmetrics)
+            self._kept[is_openmetrics] = self._clock(), page
+            self._zipped.pop(is_openmetrics, None)
+        if not _accepts_gzip(accept_encoding):
+            return page
+        if is_openmetrics not in self._zipped:
+            self._zipped[is_openmetrics] = _zipped(page)
+        return self._zipped[is_openmetrics]
 
-    def _write(self, is_openmetrics: bool, is_gzip: bool) -> Page:
+    def _write(self, is_openmetrics: bool) -> Page:
         if is_openmetrics:
             # No name needs UTF-8, but prometheus_client's default breaks names with a colon, as vLLM's are.
             write: Callable[..., bytes] = openmetrics.generate_latest
-            kind, body = openmetrics.CONTENT_TYPE_LATEST, write(self, escaping=openmetrics.ALLOWUTF8)
-        else:
-            kind, body = text.CONTENT_TYPE_PLAIN_0_0_4, text.generate_latest(self)
-        return Page(kind, gzip.compress(body, compresslevel=1) if is_gzip else body, is_gzip)
+            return Page(openmetrics.CONTENT_TYPE_LATEST, write(self, escaping=openmetrics.ALLOWUTF8))
+        return Page(text.CONTENT_TYPE_PLAIN_0_0_4, text.generate_latest(self))
 
     def collect(self) -> Iterator[Family]:
         """All families, for prometheus_client."""
@@ -77,6 +82,10 @@ class Pages:
             yield family
             time.sleep(GIVE_WAY_S)
         yield from self._process.collect()
+
+
+def _zipped(page: Page) -> Page:
+    return Page(page.content_type, gzip.compress(page.body, compresslevel=1), is_gzip=True)
 
 
 def prefers_openmetrics(accept: str) -> bool:
