@@ -15,12 +15,14 @@ from opentelemetry.semconv._incubating.metrics import rpc_metrics
 from prometheus_client.openmetrics.parser import text_string_to_metric_families
 
 from penstock.runtime.errors import ConfigError
+from penstock.runtime.measuring.engine_instruments import ENGINE_INSTRUMENTS
 from penstock.runtime.measuring.registry import Registry
 from penstock.service.errors import Busy
 from penstock.service.options import ServerOptions
 from penstock.service.server import PenstockServer
 from penstock.service.telemetry.metrics import exports
 from penstock.service.telemetry.metrics import service_instruments as defined
+from penstock.service.telemetry.metrics.names import family_name
 from penstock.service.telemetry.metrics.options import MetricsOptions
 from penstock.service.telemetry.metrics.page import Pages
 from penstock.service.telemetry.metrics.service_meters import UNKNOWN_METHOD, ServiceMeters
@@ -210,8 +212,72 @@ async def test_without_traces_there_are_no_spans():
         assert "penstock_spans" not in await page_of(rig.server)
 
 
+async def test_the_engine_is_measured_beside():
+    async with metrics_on() as rig:
+        reply = await rig.inference.Generate(generate("w"))
+        assert reply.outputs[0].text == "xyz"
+        assert await value(rig, "penstock_tokens_generated_total") == 4  # with the end token
+        assert await value(rig, "penstock_outputs_finished_total", reason="eos") == 1
+        shown = {
+            family.name
+            for family in text_string_to_metric_families(await page_of(rig.server))
+            if not family.name.startswith(("process_", "python_"))
+        }
+        always = {family_name(one) for one in (*ENGINE_INSTRUMENTS, *defined.SERVICE_INSTRUMENTS)}
+        assert shown <= always
+        assert always - shown <= WITHOUT_VALUES
+
+
+WITHOUT_VALUES = {
+    *("penstock_spans", "penstock_lane_time_seconds", "penstock_requests_refused"),
+    *("penstock_outputs_failed", "penstock_memory_bytes"),
+    *(family_name(one) for one in ENGINE_INSTRUMENTS if one.name.startswith("penstock.weights.")),
+}
+"""Metrics that have no values there: without traces, without an error, and of an engine that is a toy."""
+
+
+async def test_exemplars_lead_to_the_trace_of_the_request():
+    recorder = Recorder()
+    async with serving(tracing=recorder.tracing, metrics=PORT) as rig:
+        await rig.inference.Generate(generate("y"))
+        page = await page_of(rig.server)
+    (call,) = [span for span in recorder.finished if span.name == GENERATE]
+    spans = {span.span_id for span in recorder.finished if span.trace_id == call.trace_id}
+    found = {
+        (family.name, sample.exemplar.labels["trace_id"], sample.exemplar.labels["span_id"])
+        for family in text_string_to_metric_families(page)
+        for sample in family.samples
+        if sample.exemplar is not None
+    }
+    assert {trace for _, trace, _ in found} == {call.trace_id}
+    assert {span for _, _, span in found} <= spans
+    assert {name for name, _, _ in found} >= {
+        "gen_ai_server_time_to_first_token_seconds",
+        "gen_ai_server_request_duration_seconds",
+    }
+
+
+async def test_without_traces_there_are_no_exemplars():
+    async with metrics_on() as rig:
+        await rig.inference.Generate(generate("y"))
+        assert "trace_id" not in await page_of(rig.server)
+
+
+async def test_a_dead_engine_can_still_be_asked():
+    async with metrics_on() as rig:
+        await rig.inference.Generate(generate("y"))
+        rig.engine.die()
+        await asyncio.wait_for(rig.server.wait_for_failure(), WAIT_S)
+        assert await value(rig, "penstock_ready") == 0
+        assert await value(rig, "penstock_outputs_finished_total", reason="eos") == 1
+
+
 async def test_vllms_names():
     async with serving(metrics=MetricsOptions(metrics_port=0, metrics_names="vllm")) as rig:
+        await rig.inference.Generate(generate("w"))
+        assert await value(rig, "vllm:generation_tokens_total", model_name="fake") == 4
+        assert await value(rig, "vllm:request_success_total", finished_reason="stop") == 1
+        assert await value(rig, "vllm:e2e_request_latency_seconds_count", engine="0") == 1
         labels = {"model_name": "fake", "block_size": "16", "num_gpu_blocks": str(rig.engine.info.num_pages)}
         assert await value(rig, "vllm:cache_config_info", **labels) == 1
     async with metrics_on() as rig:
