@@ -12,12 +12,14 @@ import pytest
 
 from penstock.runtime.execution.runner import ModelRunner
 from penstock.runtime.loop.interface import Pulse
+from penstock.runtime.loop.journal.entries import Noted
 from penstock.service.lifecycle import engine_end
 from penstock.service.lifecycle.watchdog import Stillness, Watchdog, stack_of
 from penstock.service.server import LIVENESS, READINESS
 from tests.service.lifecycle.test_health import NOT_SERVING, SERVING
 from tests.service.rig import WAIT_S, collect, fake, generate, joined, serving, stream, until
 from tests.support.models.toy import toy_engine
+from tests.support.otlp import Recorder
 
 LIMIT_S = 0.3
 
@@ -86,6 +88,18 @@ async def test_a_lock_that_nobody_gives_back_does_not_hold_up_the_stop(monkeypat
         with engine.core.guard.lock:
             assert not await asyncio.wait_for(rig.server.stop(), 2 * WAIT_S)
         assert rig.server.engine_hangs
+
+
+async def test_a_lock_that_nobody_gives_back_does_not_hold_up_the_last_spans(monkeypatch):
+    monkeypatch.setattr(engine_end, "LIMIT_S", 0.3)
+    engine, recorder = toy_engine(start=False), Recorder()
+    async with serving(engine, grace_s=0.1, tracing=recorder.tracing) as rig:
+        await rig.inference.Generate(generate(prompt_token_ids={"ids": [1]}))
+        with engine.core.guard.lock:
+            engine.journal.write(Noted(0, None))  # whatever there is to read, readers are called for it
+            assert not await asyncio.wait_for(rig.server.stop(), 2 * WAIT_S)
+        assert rig.server.engine_hangs
+    assert recorder.named("text_completion toy")
 
 
 async def test_requests_that_wait_without_a_step_count_as_hanging():

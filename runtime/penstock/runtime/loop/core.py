@@ -162,9 +162,11 @@ class EngineCore:
             return self._scheduler.load()
 
     def totals(self) -> Totals:
-        """What the scheduler has counted since the start. Also of a dead engine."""
-        with self.guard.lock:
-            return self._scheduler.totals()
+        """What the scheduler has counted since the start. Also of a dead engine. Takes no lock, because the
+        journal's readers ask for it: whoever waits for them must not wait for a thread that hangs with the
+        engine's lock.
+        """
+        return self._scheduler.totals()
 
     def active_requests(self) -> Sequence[str]:
         """The ids of the requests that wait or run, in order of arrival."""

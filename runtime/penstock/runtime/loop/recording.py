@@ -122,7 +122,9 @@ class Recording:
         """
         if threading.get_ident() != self._thread:
             with self._changed:
-                self._changed.wait_for(lambda: self._step is None, _LONGEST_WAIT_S)
+                step = self._step
+                # A busy engine may have committed the next step before this thread wakes up.
+                self._changed.wait_for(lambda: step is None or self._step is not step, _LONGEST_WAIT_S)
 
 
 def _record(done: Done, outputs: Sequence[StepOutput], load: Load, committed_ns: int) -> StepRecord:

@@ -61,12 +61,13 @@ class Counts:
     put_off_rows: int = 0
 
     def totals(self) -> Totals:
-        """What has been counted so far."""
+        """What has been counted so far. Another thread may count meanwhile."""
+        prefix_hit_tokens = self.prefix_hit_tokens  # first, so that there are never more than were queried
         return Totals(
             preemptions=self.preemptions,
             recomputed_tokens=self.recomputed_tokens,
             prefix_queried_tokens=self.prefix_queried_tokens,
-            prefix_hit_tokens=self.prefix_hit_tokens,
+            prefix_hit_tokens=prefix_hit_tokens,
             put_off_rows=self.put_off_rows,
         )
 
