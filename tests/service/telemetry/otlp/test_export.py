@@ -27,7 +27,7 @@ from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 
 from penstock.service.telemetry.options import OTLP_PROTOCOLS, OtlpProtocol, TraceLevel, TracingOptions
-from penstock.service.telemetry.otlp import http_transport
+from penstock.service.telemetry.otlp import http_transport, wire
 from penstock.service.telemetry.otlp.exporters import Complaints, metric_exporter
 from penstock.service.telemetry.otlp.tracing import Tracing, open_tracing
 from tests.service.rig import generate, serving
@@ -85,6 +85,16 @@ async def test_spans_of_a_call_reach_the_collector(receiver: OtlpReceiver) -> No
         assert (span.resource["service.name"], span.resource["service.version"]) == ("penstock", "1.2.3")
         assert span.scope == "penstock.service"
     assert (tracing.exported, tracing.failed, tracing.dropped, tracing.waiting) == (len(spans), 0, 0, 0)
+
+
+def test_long_spans_go_in_requests_that_a_collector_takes(receiver: OtlpReceiver) -> None:
+    """gRPC's own limit is 4 MiB; a caller's `tracestate` makes every span of its request longer."""
+    tracing = tracing_to(receiver)
+    trace = wire.head(os.urandom(16), f"k={'v' * 10_000}")
+    tracing.emit([wire.span(trace, os.urandom(8), os.urandom(8), wire.named("long"), 1, 2)] * 600)
+    assert tracing.flush(WAIT_S)
+    assert (tracing.exported, tracing.failed, len(receiver.spans)) == (600, 0, 600)
+    tracing.shutdown(0.0)
 
 
 async def test_level_off_records_nothing(receiver: OtlpReceiver) -> None:

@@ -20,6 +20,11 @@ from penstock.service.telemetry.otlp.span_batch import AnySpan
 log = logging.getLogger(__name__)
 
 BATCH = 512
+BATCH_BYTES = 2**20
+"""A batch that has so many bytes is full, too. A collector refuses a request of more than 4 MiB over gRPC
+unless it was told otherwise."""
+_READABLE_BYTES = 1024
+"""What a span of OpenTelemetry's counts as, whose size is known only once it is encoded."""
 DELAY_S = 1.0
 _LAST_MOMENT_S = 0.5
 """How long the thread may take to notice that its exporter was closed."""
@@ -107,7 +112,8 @@ class Outbox:
             self._thread.join(max(0.0, until_s - time.monotonic()))
             self._exporter.close()
             self._thread.join(_LAST_MOMENT_S)
-            self._drop(len(self._taken(len(self._spans))))
+            while left := self._taken(BATCH):
+                self._drop(len(left))
 
     def _drop(self, count: int) -> None:
         if count:
@@ -138,8 +144,7 @@ class Outbox:
     def _send_waiting(self) -> None:
         """Send all spans that wait now. When the outbox ends, a batch of which none was taken is the last."""
         left = len(self._spans)
-        while left > 0:
-            batch = self._taken(min(BATCH, left))
+        while left > 0 and (batch := self._taken(min(BATCH, left))):
             left -= len(batch)
             taken = self._sent(batch)
             self.exported += taken
@@ -155,11 +160,16 @@ class Outbox:
             return 0
 
     def _taken(self, most: int) -> list[AnySpan]:
-        """Take up to this many spans. The thread and a shutdown that waits no longer may both do so."""
-        batch = []
-        for _ in range(most):
+        """Take up to this many spans, and no more than fill a batch. The thread and a shutdown that waits no
+        longer may both do so.
+        """
+        batch: list[AnySpan] = []
+        num_bytes = 0
+        while len(batch) < most and num_bytes < BATCH_BYTES:
             try:
-                batch.append(self._spans.popleft())
+                span = self._spans.popleft()
             except IndexError:
                 break
+            batch.append(span)
+            num_bytes += len(span) if isinstance(span, bytes) else _READABLE_BYTES
         return batch
