@@ -135,7 +135,9 @@ def test_commands_run_in_the_order_of_the_page(demo: str, found: list[Block], fo
     install_programs(folder)
     has_own = needs_a_server(found)
     port = free_port() if has_own else demo.rpartition(":")[2]
-    script = script_of(found).replace("50051", port).replace("50052", free_port())
+    script = (
+        script_of(found).replace("50051", port).replace("50052", free_port()).replace("9464", free_port())
+    )
     done = subprocess.run(
         ["bash", "-c", script],
         cwd=folder,

@@ -1,0 +1,1 @@
+"""Makes the Grafana dashboard of deploy/observability/: `python -m tools.dashboard` writes it."""
