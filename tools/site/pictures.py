@@ -7,6 +7,7 @@ It starts a server of the demo model, runs the commands below against it, and wr
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import subprocess
@@ -62,27 +63,24 @@ def penstock(*arguments: str, addr: str = "") -> str:
     return done.stdout
 
 
-def session() -> list[tuple[str, str]]:
-    """(command as typed, its output), from a server that is started for it."""
-    serve = [
-        sys.executable,
-        "-u",
-        "-m",
-        "penstock.cli",
-        "serve",
-        "demo",
-        "--port",
-        "0",
-        "--log-level",
-        "error",
-    ]
-    with subprocess.Popen(serve, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as server:
+@contextlib.contextmanager
+def demo_server(*flags: str) -> Iterator[str]:
+    """A server of the demo model. Gives its address."""
+    serve = [sys.executable, "-u", "-m", "penstock.cli", "serve", "demo", "--port", "0", *flags]
+    with subprocess.Popen(
+        [*serve, "--log-level", "error"], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+    ) as server:
         assert server.stdout is not None
         try:
-            addr = next(found[1] for line in server.stdout if (found := re.search(r"ready on (\S+)", line)))
-            return [(typed, penstock(*run, addr=addr)) for typed, run in COMMANDS]
+            yield next(found[1] for line in server.stdout if (found := re.search(r"ready on (\S+)", line)))
         finally:
             server.terminate()
+
+
+def session() -> list[tuple[str, str]]:
+    """(command as typed, its output), from a server that is started for it."""
+    with demo_server() as addr:
+        return [(typed, penstock(*run, addr=addr)) for typed, run in COMMANDS]
 
 
 def wrapped(text: str) -> Iterator[str]:

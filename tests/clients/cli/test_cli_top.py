@@ -183,10 +183,31 @@ def test_without_a_terminal_there_is_a_line_for_each_report(server):
     assert end
     assert program.end() == (0, "")
     lines = program.seen.decode().splitlines()
-    assert lines[0].split()[:3] == ["time", "gen/s", "prompt/s"]
+    assert lines[0].split()[:3] == ["UTC", "gen/s", "prompt/s"]
     numbers = ["1,234", "100", "3", "2", "60", "%", "62.5", "ms", "2", "s", "7.81", "ms", "1", "s"]
-    assert lines[1].split()[1:] == numbers
+    assert lines[1].split() == ["03:00:30", *numbers]
     assert b"\x1b" not in program.seen
+
+
+def test_numbers_that_no_server_should_send(server, capsys):
+    """They are shown somehow, and break nothing."""
+    strange = control_pb2.WatchLoadResponse()
+    strange.CopyFrom(MESSAGE)
+    strange.load.kv_pages_used = 2**63
+    strange.load.running_requests = 2**32 - 1
+    strange.rates.generated_tokens_per_second = float("inf")
+    strange.rates.padding_share = float("nan")
+    strange.totals.since.seconds = 253402300799  # the last second of the year 9999
+    strange.at.seconds = -62135596800  # the first second of the year 1
+    strange.requests[0].age.seconds = -5
+    server.watch.reports = (strange, MESSAGE)
+    assert run(server, "--once") == 0
+    assert "SERVING" in capsys.readouterr().out
+    assert run(server, "--once", "--json") == 0
+    assert json.loads(capsys.readouterr().out)["rates"]["padding_share"] is None
+    program = Program(server.addr)
+    program.until("03:00:30")
+    assert program.end() == (0, "")
 
 
 def test_json_lines_go_on_after_the_server_was_gone(server):

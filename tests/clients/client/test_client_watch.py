@@ -8,6 +8,7 @@ import threading
 import grpc
 import pytest
 from google.protobuf.duration_pb2 import Duration
+from google.protobuf.timestamp_pb2 import Timestamp
 
 from penstock.client import (
     AsyncClient,
@@ -19,6 +20,7 @@ from penstock.client import (
     LatencySummary,
     LoadReport,
     NotReady,
+    ProtocolError,
     RequestPhase,
     Retry,
     WeightsVersion,
@@ -89,6 +91,15 @@ def test_a_phase_of_a_newer_server(server, watch):
     server.watch.reports = (newer,)
     (report,) = watch(max_requests=1)
     assert report.requests[0].phase is RequestPhase.UNKNOWN
+
+
+@pytest.mark.parametrize("seconds", [10**15, -(10**15)])
+def test_a_time_that_does_not_exist(server, watch, seconds):
+    """It is the server's fault, and ends the watch."""
+    server.watch.reports = (control_pb2.WatchLoadResponse(at=Timestamp(seconds=seconds)),)
+    with pytest.raises(ProtocolError, match="a time that does not exist"):
+        watch(most=2)
+    assert server.watch.cancelled.wait(30)
 
 
 def test_leaving_the_block_ends_the_watch_on_the_server(server, watch):

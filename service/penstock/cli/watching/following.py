@@ -45,9 +45,9 @@ class Lost:
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """The server refuses, and would do so again. Nothing follows."""
+    """The server refuses, and would do so again; or there is a bug here. Nothing follows."""
 
-    error: PenstockClientError
+    error: Exception
 
 
 Event = Found | NoRequests | LoadReport | Lost | Refused
@@ -83,6 +83,12 @@ class Following:
             self._stream.close()
 
     def _run(self) -> None:
+        try:
+            self._follow()
+        except Exception as error:  # noqa: BLE001 -- whoever waits for the next event must be told
+            self._events.put(Refused(error))
+
+    def _follow(self) -> None:
         pause_s = _FIRST_PAUSE_S
         while not self._closed.is_set():
             try:
@@ -93,14 +99,12 @@ class Following:
                 self._events.put(Lost(f"the server at {self._addr} ended the watch"))
             except (Forbidden, ServedElsewhere) as error:
                 if not self._max_requests:
-                    self._events.put(Refused(error))
-                    return
+                    raise
                 self._max_requests = 0
                 self._events.put(NoRequests(explain(error, self._addr)))
                 continue
-            except RefusedError as error:
-                self._events.put(Refused(error))
-                return
+            except RefusedError:
+                raise
             except PenstockClientError as error:
                 self._events.put(Lost(explain(error, self._addr), error))
             self._closed.wait(pause_s)

@@ -17,6 +17,7 @@ import grpc.aio
 
 from penstock.client.connection.retries import Attempts
 from penstock.client.error_table import from_rpc_error
+from penstock.client.errors import ProtocolError
 from penstock.client.replies.streams import cancelled_call, is_task_cancelled
 
 ValueT = TypeVar("ValueT")
@@ -68,8 +69,16 @@ class ServerStream(Iterator[ValueT]):
                         self._call.cancel()
             else:
                 self._began = True
-                return self._value_of(message)
+                return self._made(message)
         raise StopIteration
+
+    def _made(self, message: Any) -> ValueT:
+        """The value of a message. A message that makes no sense ends the call."""
+        try:
+            return self._value_of(message)
+        except ProtocolError:
+            self.close()
+            raise
 
     def close(self) -> None:
         """Cancel the call if it still runs, and end the iteration. May be called from another thread, and
@@ -133,8 +142,16 @@ class AsyncServerStream(AsyncIterator[ValueT]):
                 raise await cancelled_call(self._call) from None
             else:
                 self._began = True
-                return self._value_of(message)
+                return await self._made(message)
         raise StopAsyncIteration
+
+    async def _made(self, message: Any) -> ValueT:
+        """The value of a message. A message that makes no sense ends the call."""
+        try:
+            return self._value_of(message)
+        except ProtocolError:
+            await self.aclose()
+            raise
 
     async def _try_again(self, delay: float) -> None:
         with contextlib.suppress(TimeoutError):

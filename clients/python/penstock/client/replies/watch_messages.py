@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from datetime import UTC
+from datetime import UTC, datetime
 
 from google.protobuf.duration_pb2 import Duration
+from google.protobuf.timestamp_pb2 import Timestamp
 
+from penstock.client.errors import ProtocolError
 from penstock.client.replies import messages
 from penstock.client.values import watch_values as values
 from penstock.v1 import control_pb2, telemetry_pb2
@@ -14,8 +16,9 @@ _PHASES = {number: name for name, number in telemetry_pb2.RequestPhase.items()}
 
 
 def load_report(message: control_pb2.WatchLoadResponse) -> values.LoadReport:
+    """Convert one message of WatchLoad. Raises ProtocolError if it has a time that does not exist."""
     return values.LoadReport(
-        at=message.at.ToDatetime(UTC),
+        at=_time(message.at),
         load=messages.load(message.load),
         kv_pages_cached=message.kv_pages_cached,
         max_running_requests=message.max_running_requests,
@@ -29,7 +32,7 @@ def load_report(message: control_pb2.WatchLoadResponse) -> values.LoadReport:
 def _totals(message: telemetry_pb2.LoadTotals) -> values.LoadTotals:
     ended, steps, time = message.ended, message.steps, message.step_time
     return values.LoadTotals(
-        since=message.since.ToDatetime(UTC),
+        since=_time(message.since),
         prompt_tokens=message.prompt_tokens,
         cached_prompt_tokens=message.cached_prompt_tokens,
         generated_tokens=message.generated_tokens,
@@ -102,3 +105,10 @@ def _request(message: telemetry_pb2.RequestStatus) -> values.RequestStatus:
 
 def _seconds(duration: Duration) -> float:
     return duration.seconds + duration.nanos / 1e9
+
+
+def _time(timestamp: Timestamp) -> datetime:
+    try:
+        return timestamp.ToDatetime(UTC)
+    except (ValueError, OverflowError) as error:
+        raise ProtocolError.local(f"the server tells a time that does not exist: {error}") from error
