@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import shutil
 import threading
 import warnings
 from collections.abc import Iterator
@@ -153,6 +154,25 @@ def test_a_disk_that_is_full_is_told_once_and_holds_up_nothing(restored: None, c
     assert "Traceback" not in err
 
 
+def test_a_file_that_cannot_be_opened_again_is_tried_for_each_line(
+    restored: None, tmp_path: Path, capfd: Any
+) -> None:
+    folder = tmp_path / "logs"
+    folder.mkdir()
+    open_logs(LogOptions(log_file=folder / "log", log_file_bytes=0))
+    log = logging.getLogger("penstock.test")
+    log.info("first")
+    logging.getLogger().handlers[0].flush()
+    shutil.rmtree(folder)
+    log.info("lost")
+    logging.getLogger().handlers[0].flush()
+    folder.mkdir()
+    log.info("last")
+    logging.getLogger().handlers[0].close()
+    assert (folder / "log").read_text().endswith("penstock.test: last\n")
+    assert capfd.readouterr().err.count("penstock: the log cannot be written: FileNotFoundError") == 1
+
+
 def test_json_lines_hold_what_text_says() -> None:
     formatter = JsonLines()
     made = record("two\nlines \x9b %s", "\udc80é")
@@ -187,10 +207,10 @@ def test_errors_keep_their_traceback_in_both_formats(restored: None, tmp_path: P
 
 
 def test_warnings_of_python_are_lines_too(restored: None, tmp_path: Path) -> None:
-    open_logs(LogOptions(log_file=tmp_path / "log", log_format="json"))
     with warnings.catch_warnings():
+        logging.captureWarnings(False)  # another test may have left it on
+        open_logs(LogOptions(log_file=tmp_path / "log", log_format="json"))
         warnings.simplefilter("always")
-        logging.captureWarnings(True)
         warnings.warn("old", stacklevel=1)
     logging.getLogger().handlers[0].close()
     assert "old" in json.loads((tmp_path / "log").read_text())["message"]

@@ -165,7 +165,7 @@ class QueuedLog(logging.Handler):
             if item is None:
                 return
             if isinstance(item, logging.LogRecord):
-                self._target.handle(item)
+                self._write(item)
             if self._num_left_out and (self._waiting.empty() or isinstance(item, threading.Event)):
                 self._tell_left_out()
             if isinstance(item, threading.Event):
@@ -175,8 +175,14 @@ class QueuedLog(logging.Handler):
         with self.lock or contextlib.nullcontext():
             left_out, self._num_left_out = self._num_left_out, 0
         message = "%d lines came faster than they could be written, and were left out"
-        record = logging.LogRecord(_NAME, logging.WARNING, __file__, 0, message, (left_out,), None)
-        self._target.handle(record)
+        self._write(logging.LogRecord(_NAME, logging.WARNING, __file__, 0, message, (left_out,), None))
+
+    def _write(self, record: logging.LogRecord) -> None:
+        """Write a record. Whatever that raises, the next one is tried."""
+        try:
+            self._target.handle(record)
+        except Exception:  # noqa: BLE001  Python's handlers catch most, but not that a file cannot be opened again
+            self._target.handleError(record)
 
 
 def _finished(record: logging.LogRecord) -> logging.LogRecord:
