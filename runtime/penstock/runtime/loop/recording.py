@@ -120,11 +120,15 @@ class Recording:
         """Waits until the record of the step that was committed last is written. Does not wait on the
         engine's own thread, which writes it.
         """
-        if threading.get_ident() != self._thread:
-            with self._changed:
-                step = self._step
+        step = self._step
+        if step is None or threading.get_ident() == self._thread:
+            return
+        if self._changed.acquire(timeout=_LONGEST_WAIT_S):  # a thread may hang while it holds the lock
+            try:
                 # A busy engine may have committed the next step before this thread wakes up.
-                self._changed.wait_for(lambda: step is None or self._step is not step, _LONGEST_WAIT_S)
+                self._changed.wait_for(lambda: self._step is not step, _LONGEST_WAIT_S)
+            finally:
+                self._changed.release()
 
 
 def _record(done: Done, outputs: Sequence[StepOutput], load: Load, committed_ns: int) -> StepRecord:

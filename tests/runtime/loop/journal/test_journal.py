@@ -272,6 +272,26 @@ def test_who_has_its_last_token_finds_its_end_after_a_flush() -> None:
         assert ended[1].output is sink.outputs["ends"][-1]
 
 
+def test_a_flush_does_not_wait_for_a_thread_that_hangs_with_the_engines_lock(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(recording, "_LONGEST_WAIT_S", 0.05)
+    with recorded(overlap=False) as (engine, _, _, journal):
+        gate = Gate()
+        flushing = [threading.Thread(target=journal.flush) for _ in range(2)]
+        with engine.guard.lock:
+            flushing[0].start()  # no step is being handed over
+            flushing[0].join(WAIT_S)
+        submit(engine, gate, tokens=1)
+        assert gate.reached.wait(WAIT_S)
+        with engine.guard.lock:
+            flushing[1].start()  # a step is
+            flushing[1].join(WAIT_S)
+            assert not any(thread.is_alive() for thread in flushing)
+        gate.open()
+        gate.sink.last("a")
+
+
 def test_a_sink_may_flush_and_gets_what_was_written_before_its_step(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(recording, "_LONGEST_WAIT_S", 10 * WAIT_S)
     with recorded() as (engine, _, entries, journal):

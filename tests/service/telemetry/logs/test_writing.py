@@ -192,7 +192,7 @@ def test_errors_keep_their_traceback_in_both_formats(restored: None, tmp_path: P
     said = {}
     for log_format in ("text", "json"):
         path = tmp_path / log_format
-        open_logs(LogOptions(log_file=path, log_format=log_format))  # type: ignore[arg-type]
+        open_logs(LogOptions(log_file=path, log_format=log_format))
         try:
             raise ValueError("forged\x1b[2J")
         except ValueError:
