@@ -29,11 +29,12 @@ COLUMNS, LINES = 110, 28
 MOST_AT_ONCE = 56
 WAVE_S = 72.0
 """The stories come in waves of this length; the last one is at its height when the picture is taken."""
-SERVER_FLAGS = ("--max-num-seqs", "32", "--kv-cache-bytes", str(12 * 2**20))
+SERVER_FLAGS = ("--max-num-seqs", "32", "--kv-cache-bytes", str(16 * 2**20))
 """Fewer rows than are wanted at times, so that some wait, and a cache that they fill for the most part."""
 BEGINNING = (
     "Once upon a time there was a little girl named Lily. She lived in a small house near a big forest with "
-    "her mom, her dad and her dog. Every day she went outside to play with her friends. "
+    "her mom, her dad and her dog. Every day she went outside to play with her friends. They ran in the "
+    "grass, they climbed the trees, and they made up stories about the animals that lived under the ground. "
 )
 """Is common to all stories, so that the prefix cache has something to find."""
 OPENINGS = ("One day she", "Her dog wanted to", "In the forest there was", "Then it began to rain, and")
