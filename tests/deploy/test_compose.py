@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from penstock.cli.serving.serve_flags import server_options
 from tests.deploy.files import PARTS, ROOT, dashboard, yaml_of
 from tests.docs.test_data_blocks import serve_arguments
 
@@ -37,6 +38,7 @@ def test_penstock_takes_its_flags_and_stops_in_time(services: Any) -> None:
     service = services["penstock"]
     args = serve_arguments([re.sub(r"\$\{\w+:-(\w+)\}", r"\1", word) for word in service["command"]])
     assert args.model == "demo"
+    assert server_options(args).metrics.is_exposed  # it raises ConfigError where options do not go together
     assert int(service["stop_grace_period"].rstrip("s")) >= args.drain_delay_s + args.grace_s + 8
     cache = [volume.split(":")[1] for volume in service["volumes"]]
     assert str(args.compilation_cache).startswith(cache[0])

@@ -67,7 +67,6 @@ def test_names_are_found_in_expressions() -> None:
 def test_every_instrument_is_on_the_dashboard_or_named_here_with_a_reason() -> None:
     """A number that nobody can see may as well not be counted."""
     elsewhere = {
-        "penstock_outputs_failed_total": "an alert has it; the panel of reasons shows `error`",
         "penstock_output_running_time_seconds": "prefill and decode, which have a panel, together",
     }
     shown = {name for one in asked() for name in names_in(one.promql).metrics}

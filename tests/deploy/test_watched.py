@@ -27,8 +27,8 @@ pytestmark = [
 WEIGHTS = ROOT / "runtime/penstock/runtime/loading/demo_model/model.safetensors"
 NOBODY = "127.0.0.1:1"
 """A second target, where no server is."""
-WINDOW = "15s"
-"""What stands for Grafana's $__rate_interval, with a scrape every second."""
+WINDOW = "20s"
+"""What stands for Grafana's $__rate_interval, with a scrape every two seconds."""
 SCHEMA = JsonSchema(
     json.dumps({"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]})
 )
@@ -87,7 +87,7 @@ def watched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Watched]:
     metrics = f"127.0.0.1:{free_port()}"
     flags = ["--metrics-port", metrics.partition(":")[2], "--max-num-seqs", "8"]
     config = {
-        "global": {"scrape_interval": "1s", "evaluation_interval": "1s"},
+        "global": {"scrape_interval": "2s", "evaluation_interval": "2s"},
         "rule_files": [str(RULES)],
         "scrape_configs": [{"job_name": "penstock", "static_configs": [{"targets": [metrics, NOBODY]}]}],
     }

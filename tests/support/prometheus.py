@@ -20,7 +20,7 @@ from urllib.request import urlopen
 import yaml  # type: ignore[import-untyped]  # ships no hints
 
 PROGRAM = shutil.which("prometheus")
-WAIT_S = 90.0
+WAIT_S = 150.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -62,6 +62,18 @@ SERVICE = Row(
             Form.STACK,
         ),
         Panel(
+            "Outputs that failed",
+            "Outputs per second that ended with an error, by its class.",
+            [
+                Query(
+                    "sum by (error_type) (rate(penstock_outputs_failed_total{@}[~])) or vector(0)",
+                    "{{error_type}}",
+                )
+            ],
+            "ops",
+            Form.STACK,
+        ),
+        Panel(
             "Mean time of calls",
             "Over all methods.",
             [mean("rpc_server_call_duration_seconds", "mean")],
