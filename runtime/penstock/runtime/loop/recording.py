@@ -109,11 +109,11 @@ class Recording:
                 log.exception("the observer failed; it will see no more steps")
                 self._observer = None
         with self._changed:
-            self._step = None
             held_back, self._held_back = self._held_back, []
             self._journal.write(record)
             for entry in held_back:
                 self._journal.write(entry)
+            self._step = None  # last, because `wait_until_written` looks at it without the lock
             self._changed.notify_all()
 
     def wait_until_written(self) -> None:

@@ -1,4 +1,4 @@
-"""What a flush waits for, of an engine that is never idle."""
+"""What a flush waits for, and what not."""
 
 from __future__ import annotations
 
@@ -67,3 +67,27 @@ def test_a_flush_does_not_wait_for_the_steps_that_are_committed_after_it_began(
     flushing.join(WAIT_S)
     assert not flushing.is_alive()
     assert seen == [0]
+
+
+def test_a_flush_waits_for_a_record_that_is_being_written() -> None:
+    """The lock is held meanwhile, and a flush that sees nothing to wait for does not take it."""
+    changed = threading.Condition()
+    flushed = threading.Event()
+
+    def flush() -> None:
+        steps.wait_until_written()
+        flushed.set()
+
+    class SlowJournal(Journal):
+        def write(self, entry: Entry) -> None:
+            threading.Thread(target=flush, daemon=True).start()
+            assert not flushed.wait(0.2)
+            super().write(entry)
+
+    journal = SlowJournal()
+    steps = Recording(journal, None, changed)
+    journal.read_by(lambda entries: None)
+    with changed:
+        steps.committed(step(0), (), Load.idle(1))
+    steps.delivered()
+    assert flushed.wait(WAIT_S)
