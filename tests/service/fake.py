@@ -402,10 +402,10 @@ class FakeEngine:
                     results.append((request_id, AbortOutcome.NOT_FOUND))
             return results
 
-    def metrics(self) -> EngineMetrics:
+    def metrics(self, *, flush: bool = True) -> EngineMetrics:
         if self._meters is None:
             raise ConfigError("metrics: the engine was made without them")
-        return self._meters.metrics()
+        return self._meters.metrics(flush=flush)
 
     def oldest_outputs(self, most: int) -> list[OutputStatus]:
         with self._changed:

@@ -285,13 +285,14 @@ class TokenEngine:
         """Where the outputs stand that arrived first, at most so many."""
         return self.core.oldest_outputs(most)
 
-    def metrics(self) -> EngineMetrics:
+    def metrics(self, *, flush: bool = True) -> EngineMetrics:
         """What the engine does and has done: totals, rates and percentiles of latencies. Any thread may ask.
-        ConfigError where `EngineConfig.metrics` is off.
+        Without `flush` the last moment (a tenth of a second) may be missing, and this waits for nothing, also
+        if the engine hangs. ConfigError where `EngineConfig.metrics` is off.
         """
         if self._meters is None:
             raise ConfigError("metrics: the engine was made without them")
-        return self._meters.metrics()
+        return self._meters.metrics(flush=flush)
 
     def flush_prefix_cache(self) -> FlushedPages:
         """Forget all cached prefixes."""

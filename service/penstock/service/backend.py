@@ -191,8 +191,10 @@ class Backend(Protocol):
         """The values of the engine's metrics."""
         ...
 
-    def metrics(self) -> EngineMetrics:
-        """What the engine does and has done. ConfigError where its metrics are off. Blocks."""
+    def metrics(self, *, flush: bool = True) -> EngineMetrics:
+        """What the engine does and has done; without `flush` until a moment ago. ConfigError where its
+        metrics are off. Blocks, with `flush` until the engine's thread has handed over its step.
+        """
         ...
 
     @property

@@ -6,8 +6,8 @@ import asyncio
 import contextlib
 import itertools
 import time
-from collections.abc import AsyncIterator
-from typing import Any
+from collections.abc import AsyncIterator, Callable
+from typing import Any, cast
 
 import grpc
 import pytest
@@ -18,7 +18,9 @@ from penstock.service.limits.bounds import Bounds
 from penstock.service.listening.listen_options import ListenOptions
 from penstock.v1 import control_pb2, inference_pb2, telemetry_pb2
 from tests.service.key_rig import CONTROL, as_, key, serving_keys
-from tests.service.rig import WAIT_S, Rig, failure_of, fake, generate, serving, until
+from tests.service.rig import WAIT_S, Kept, Rig, failure_of, fake, generate, serving, until
+from tests.support.collector import at_gate
+from tests.support.models.toy import toy_engine
 
 SHORT = Duration(nanos=100_000_000)
 LONG = Duration(seconds=60)
@@ -43,6 +45,19 @@ async def look(rig: Rig, **more: Any) -> control_pb2.WatchLoadResponse:
         return message
 
 
+async def look_until(rig: Rig, condition: Callable[[control_pb2.WatchLoadResponse], bool]) -> Any:
+    """The first message for which the condition holds. What is measured is told a moment later."""
+    async with watching(rig) as watch:
+        while not condition(message := await watch.read()):
+            pass
+        return message
+
+
+def num_ended(told: control_pb2.WatchLoadResponse) -> int:
+    """How many requests have ended."""
+    return sum(count for _, count in told.totals.ended.ListFields())
+
+
 async def ask(rig: Rig, prompt: str, **fields: Any) -> Any:
     return await asyncio.wait_for(rig.inference.Generate(generate(prompt, **fields)), WAIT_S)
 
@@ -55,7 +70,7 @@ async def test_everything_is_counted_as_its_callers_were_told() -> None:
             await ask(rig, "abc", sampling={"n": 2}, stopping={"max_tokens": 3}),
             await ask(rig, "xy", stopping={"stop_token_ids": [ord("z")]}),
         ]
-        told = await look(rig)
+        told = await look_until(rig, lambda told: num_ended(told) == 4)
     usages = [answer.usage for answer in answers]
     totals = told.totals
     # a stop token is generated, and left out of what the caller gets
@@ -97,7 +112,7 @@ async def test_other_ends_are_counted_apart() -> None:
         rig.engine.step()
         await aborted
         await late
-        ended = (await look(rig)).totals.ended
+        ended = (await look_until(rig, lambda told: num_ended(told) == 4)).totals.ended
     assert ended == telemetry_pb2.EndedRequests(aborted=1, cancelled=1, failed=1, time_limit=1)
 
 
@@ -135,11 +150,11 @@ async def test_without_an_interval_it_is_a_second() -> None:
 
 async def test_each_message_is_new() -> None:
     async with serving() as rig, watching(rig) as watch:
-        counts = []
-        for _ in range(4):
-            counts.append((await watch.read()).totals.generated_tokens)
+        for num_asked in range(1, 4):
             await ask(rig, "y")
-        assert counts == sorted(set(counts))
+            while num_ended(message := await watch.read()) < num_asked:
+                pass
+            assert num_ended(message) == num_asked
 
 
 async def test_requests_are_listed_oldest_first() -> None:
@@ -232,10 +247,10 @@ async def test_many_watchers_share_what_is_measured() -> None:
     engine, asked = fake(), 0
     measure = engine.metrics
 
-    def metrics() -> Any:
+    def metrics(**how: Any) -> Any:
         nonlocal asked
         asked += 1
-        return measure()
+        return measure(**how)
 
     engine.metrics = metrics  # type: ignore[method-assign]
     async with serving(engine, bounds=Bounds(max_watch_rpcs=100)) as rig:
@@ -301,7 +316,7 @@ async def test_an_error_of_the_engine_ends_the_watch_and_not_the_next() -> None:
     engine = fake()
     works = engine.metrics
 
-    def fails() -> Any:
+    def fails(**how: Any) -> Any:
         raise RuntimeError("a bug")
 
     async with serving(engine) as rig, watching(rig) as watch:
@@ -317,3 +332,26 @@ async def test_an_error_of_the_engine_ends_the_watch_and_not_the_next() -> None:
 async def _all(watch: Any) -> None:
     while await watch.read() is not grpc.aio.EOF:
         pass
+
+
+async def test_the_real_engine_is_told_as_the_fake_one() -> None:
+    """A request of a real scheduler, from its first token to its last. At the first one the engine's thread is
+    held, so this also watches an engine that hangs.
+    """
+    engine = toy_engine()
+    async with serving(Kept(cast("Any", engine))) as rig:
+        gate = at_gate(engine, tokens=5)
+        told = await look(rig, max_requests=5)
+        (request,) = told.requests
+        assert (request.request_id, request.prompt_tokens) == ("held", 1)
+        assert request.phase == telemetry_pb2.RequestPhase.REQUEST_PHASE_DECODE
+        assert (told.load.running_requests, told.load.kv_pages_used) == (1, 1)
+        gate.open()
+        gate.sink.last("held")
+        told = await look_until(rig, lambda told: num_ended(told) == 1)
+        assert not (await look(rig, max_requests=5)).requests
+        assert (told.totals.prompt_tokens, told.totals.generated_tokens) == (1, 5)
+        assert told.totals.ended == telemetry_pb2.EndedRequests(max_tokens=1)
+        assert told.latencies.end_to_end.count == 1
+        assert told.totals.step_time.wait.ToNanoseconds() > 0
+    engine.shutdown()

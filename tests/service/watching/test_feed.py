@@ -66,14 +66,14 @@ async def test_watchers_that_come_while_a_snapshot_is_taken_share_it() -> None:
     feed = feed_of(looks)
     looks.may_end.clear()
     watches = [feed.messages(Watch(60, 0)) for _ in range(5)]
-    waiting = [soon(watches[0])]
+    waiting = [soon(messages) for messages in watches[:3]]
     await until(lambda: len(looks.asked) == 1)
-    await asyncio.sleep(0.2)  # it takes longer than a snapshot is fresh
-    waiting += [soon(messages) for messages in watches[1:]]
+    await asyncio.sleep(0.2)  # longer than a snapshot is fresh, so whoever comes now gets the next one
+    waiting += [soon(messages) for messages in watches[3:]]
     await asyncio.sleep(0.05)
     looks.may_end.set()
-    assert await asyncio.gather(*waiting) == [b"1"] * 5
-    assert looks.asked == [0]
+    assert await asyncio.gather(*waiting) == [b"1"] * 3 + [b"2"] * 2
+    assert looks.asked == [0, 0]
 
 
 async def test_whoever_wants_more_requests_waits_for_the_next_snapshot_which_has_enough_for_all() -> None:

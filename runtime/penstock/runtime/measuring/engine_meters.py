@@ -92,9 +92,12 @@ class EngineMeters:
             prefix_hit_tokens=scheduler.prefix_hit_tokens,
         )
 
-    def metrics(self) -> EngineMetrics:
-        """What the engine does now, and has done until now."""
-        self._journal.flush()
+    def metrics(self, *, flush: bool = True) -> EngineMetrics:
+        """What the engine does now, and has done until now; without `flush` until a moment ago, as far as the
+        journal was read.
+        """
+        if flush:
+            self._journal.flush()
         load = self._sources.load()
         with self._lock:
             now_ns = time.monotonic_ns()

@@ -2,7 +2,7 @@
 
 While nobody watches, nothing is done. A snapshot serves all watchers whose turn comes while it is fresh, so
 however many watch, the engine is asked ten times in a second at most. It is asked on a thread, because that
-takes a lock and waits for a step that is being handed over.
+takes locks.
 """
 
 from __future__ import annotations
@@ -64,12 +64,12 @@ class LoadFeed:
             self._wanted += Counter()  # drops the counts of zero
 
     async def _latest(self, max_requests: int) -> Snapshot:
-        """A fresh snapshot with this many requests. One is taken at a time, and all wait for the same."""
+        """A fresh snapshot with this many requests. One is taken at a time."""
         now = asyncio.get_running_loop().time
         while True:
             taken = self._taken
             is_busy = taken is not None and not taken.done()
-            is_fresh = is_busy or now() - self._taken_s < FRESH_S
+            is_fresh = now() - self._taken_s < FRESH_S
             if taken is not None and is_fresh and self._taken_requests >= max_requests:
                 return await asyncio.shield(taken)
             if taken is not None and is_busy:

@@ -27,8 +27,10 @@ class Snapshot:
 
 
 def look(engine: Backend, max_requests: int) -> Snapshot:
-    """Ask the engine, and make the messages of its answers. Blocks for some milliseconds."""
-    metrics = engine.metrics() if engine.config.metrics else None
+    """Ask the engine, and make the messages of its answers. Blocks for some milliseconds, but does not wait
+    for the engine's thread, so that an engine that hangs can be watched, too.
+    """
+    metrics = engine.metrics(flush=False) if engine.config.metrics else None
     outputs = engine.oldest_outputs(max_requests) if max_requests else ()
     report = report_of(
         engine.load(),
