@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import http.client
 import socket
 import threading
@@ -257,3 +258,19 @@ def test_stopping_what_was_never_started():
     endpoint.stop()
     with pytest.raises(OSError, match="refused"):
         connected(endpoint)
+
+
+def test_open_files_that_run_out_are_told_once_and_survived(monkeypatch, caplog):
+    accept, left = socket.socket.accept, [OSError(errno.EMFILE, "Too many open files") for _ in range(3)]
+
+    def failing(self):
+        if left:
+            raise left.pop()
+        return accept(self)
+
+    monkeypatch.setattr(module, "AGAIN_S", 0.01)
+    monkeypatch.setattr(socket.socket, "accept", failing)
+    with serving() as endpoint:
+        assert is_served(endpoint)
+    assert not left
+    assert caplog.text.count("cannot accept connections for metrics: ") == 1

@@ -42,6 +42,8 @@ LINGER_S = 0.5
 """Seconds that a peer may take to close after the reply."""
 PACE_S = 0.005
 """Seconds between two connections that are accepted: at most 200 a second. The others wait in the kernel."""
+AGAIN_S = 1.0
+"""Seconds until it is tried again to accept a connection, if the system refuses."""
 _BACKLOG = 64
 _RECEIVE_BYTES = 4096
 _STOP_S = 5.0
@@ -63,6 +65,8 @@ class Endpoint:
         self._open: dict[asyncio.Task[None], float] = {}
         """The connections and when each began, the oldest first."""
         self._is_failing = False
+        """Whether the last page could not be written."""
+        self._cannot_accept = False
 
     @property
     def address(self) -> str:
@@ -88,9 +92,12 @@ class Endpoint:
     async def _serve(self) -> None:
         self._loop = asyncio.get_running_loop()
         accepting = asyncio.create_task(self._accept())
+        stopping = asyncio.create_task(self._stopped.wait())
         self._begun.set()
-        await self._stopped.wait()
-        tasks = [accepting, *self._open]
+        await asyncio.wait((accepting, stopping), return_when=asyncio.FIRST_COMPLETED)
+        if accepting.done():
+            log.error("the port for metrics is lost; this is a bug", exc_info=accepting.exception())
+        tasks = [accepting, stopping, *self._open]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -104,9 +111,12 @@ class Endpoint:
             except BlockingIOError:  # its peer has given up
                 continue
             except OSError as error:  # such as too many open files
-                log.warning("cannot accept a connection for metrics: %s", error)
-                await asyncio.sleep(1.0)
+                if not self._cannot_accept:
+                    log.warning("cannot accept connections for metrics: %s; trying on", error)
+                self._cannot_accept = True
+                await asyncio.sleep(AGAIN_S)
                 continue
+            self._cannot_accept = False
             connection.setblocking(False)
             if self._has_place():
                 task = asyncio.create_task(self._handle(connection))
