@@ -17,7 +17,7 @@ CHAT = ("chat", "penstock", "demo")
 TEXT = ("text_completion", "penstock", "demo")
 
 
-def sample_registry() -> Registry:
+def sample_registry(exemplar_at_s: float = 1_700_000_000.5) -> Registry:
     """Two gauges, two counters, two histograms and an info, each with values."""
     registry = Registry()
     registry.gauge(engine.OUTPUTS_RUNNING, lambda: {(): 3})
@@ -28,7 +28,7 @@ def sample_registry() -> Registry:
     registry.counter(engine.STEP_TIME).add(1.5, ("wait",))
     first = registry.histogram(engine.TIME_TO_FIRST_TOKEN)
     first.record(0.002, labels=CHAT)
-    first.record(0.03, times=2, labels=TEXT, exemplar=Exemplar(0.03, TRACE_ID, SPAN_ID, 1_700_000_000.5))
+    first.record(0.03, times=2, labels=TEXT, exemplar=Exemplar(0.03, TRACE_ID, SPAN_ID, exemplar_at_s))
     first.record(99.0, labels=TEXT)
     registry.histogram(engine.REQUEST_DURATION).record(0.5, labels=(*CHAT, ""))
     info = ("1.0", "0.10", "cpu", 'a "name"\nof\\two lines', "bfloat16", "none")
