@@ -26,6 +26,7 @@ from grpc_health.v1 import health_pb2
 from grpc_reflection.v1alpha import reflection_pb2
 
 from penstock.service.limits.admission import Kind
+from penstock.service.replies.readers import StallLog
 from penstock.service.rpcs import sending
 from penstock.service.servicers.generation import ServedRequest
 from penstock.service.servicers.serving import Serving
@@ -118,6 +119,16 @@ async def test_replies_that_nobody_takes_end(no_collector: None) -> None:
         await nothing_left(rig)
         assert rig.server.sends.num_stalled == len([*calls, reflected]), "each is counted once"
         assert (await rig.inference.Generate(generate("a"))).outputs[0].text.endswith("z")
+
+
+async def test_a_call_is_counted_once_as_stalled() -> None:
+    """Its reader may be given up first, and then the reply that says so."""
+    sends = sending.Sends(1.0, StallLog())
+    send = sends.start("Stream")
+    send.stalled()
+    send.stalled()
+    assert sends.num_stalled == 1
+    send.close()
 
 
 async def test_a_reader_that_comes_back_in_time_gets_everything(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -129,7 +129,7 @@ def test_a_body_does_not_lose_the_answer():
     """If a socket is closed while a part of the request was not read, the peer may lose the answer."""
     with serving() as endpoint:
         connection = http.client.HTTPConnection("127.0.0.1", endpoint.port, timeout=WAIT_S)
-        connection.request("POST", "/metrics", body=b"x" * 100_000)
+        connection.request("POST", "/metrics", body=b"x" * 5_000_000)
         reply = connection.getresponse()
         assert (reply.status, reply.headers["Allow"]) == (405, "GET, HEAD")
         connection.close()
@@ -140,13 +140,20 @@ def test_a_request_that_ends_within_its_head():
         assert answer_to(endpoint, b"GET /metr").startswith(b"HTTP/1.1 400 ")
 
 
-def test_who_sends_nothing_is_cut_off(monkeypatch):
+@pytest.fixture
+def long_connections(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Connections may last longer than a test waits, so that what ends them is what the test is about."""
+    monkeypatch.setattr(module, "CONNECTION_S", 10 * WAIT_S)
+    monkeypatch.setattr(module, "HEAD_S", 10 * WAIT_S)
+
+
+def test_who_sends_nothing_is_cut_off(long_connections, monkeypatch):
     monkeypatch.setattr(module, "HEAD_S", 0.1)
     with serving() as endpoint, connected(endpoint) as silent:
         assert silent.recv(1) == b""
 
 
-def test_who_sends_byte_by_byte_is_cut_off(monkeypatch):
+def test_who_sends_byte_by_byte_is_cut_off(long_connections, monkeypatch):
     """The time counts from the first byte on; it does not begin anew with each byte."""
     monkeypatch.setattr(module, "HEAD_S", 0.3)
     with serving() as endpoint, connected(endpoint) as slow, contextlib.suppress(ConnectionError):
@@ -167,7 +174,7 @@ def test_who_does_not_read_is_cut_off(monkeypatch):
             assert len(all_of(reader)) < 50_000_000
 
 
-def test_silent_connections_do_not_keep_a_scraper_out(monkeypatch):
+def test_silent_connections_do_not_keep_a_scraper_out(long_connections, monkeypatch):
     """Three times as many as there are places: the oldest gives way once it has had its time."""
     monkeypatch.setattr(module, "PATIENCE_S", 0.05)
     with serving() as endpoint, contextlib.ExitStack() as held:
@@ -190,7 +197,7 @@ def test_who_finds_no_place_is_told_so(monkeypatch):
         assert all_of(held.enter_context(connected(endpoint))).startswith(b"HTTP/1.1 503 ")
 
 
-def test_few_connections_are_open_at_once(monkeypatch):
+def test_few_connections_are_open_at_once(long_connections, monkeypatch):
     monkeypatch.setattr(module, "PATIENCE_S", 0.0)
     with serving() as endpoint, contextlib.ExitStack() as held:
         taken = [held.enter_context(connected(endpoint)) for _ in range(4 * MOST_CONNECTIONS)]

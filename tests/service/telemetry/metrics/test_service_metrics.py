@@ -17,10 +17,11 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families
 from penstock.runtime.errors import ConfigError
 from penstock.runtime.measuring.engine_instruments import ENGINE_INSTRUMENTS
 from penstock.runtime.measuring.registry import Registry
+from penstock.runtime.measuring.snapshot import HistogramPoint
 from penstock.service.errors import Busy
 from penstock.service.options import ServerOptions
 from penstock.service.server import PenstockServer
-from penstock.service.telemetry.metrics import exports
+from penstock.service.telemetry.metrics import exports, service_meters
 from penstock.service.telemetry.metrics import service_instruments as defined
 from penstock.service.telemetry.metrics.names import family_name
 from penstock.service.telemetry.metrics.options import MetricsOptions
@@ -195,6 +196,25 @@ async def test_the_event_loop_is_watched():
         async with asyncio.timeout(WAIT_S):
             while await value(rig, "penstock_event_loop_lag_seconds_count") < 2:  # noqa: ASYNC110
                 await asyncio.sleep(0.05)
+
+
+async def test_the_event_loop_is_no_longer_watched_after_the_end(monkeypatch):
+    monkeypatch.setattr(service_meters, "LAG_INTERVAL_S", 0.01)
+    registry = Registry()
+    lag = service_meters.LoopLag(registry)
+
+    def count() -> int:
+        (metric,) = registry.snapshot().metrics
+        (point,) = metric.points.values()
+        assert isinstance(point, HistogramPoint)
+        return point.count
+
+    lag.start()
+    await until(lambda: count() >= 2)
+    lag.stop()
+    counted = count()
+    await asyncio.sleep(0.1)
+    assert count() == counted
 
 
 async def test_spans_are_counted():
