@@ -335,8 +335,8 @@ async def _all(watch: Any) -> None:
 
 
 async def test_the_real_engine_is_told_as_the_fake_one() -> None:
-    """A request of a real scheduler, from its first token to its last. At the first one the engine's thread is
-    held, so this also watches an engine that hangs.
+    """A request of a real scheduler, from its first token to its last. The engine's thread is held at the
+    first one, so this also watches an engine that hangs.
     """
     engine = toy_engine()
     async with serving(Kept(cast("Any", engine))) as rig:
