@@ -70,7 +70,7 @@ class Buffer:
         self._min_tokens = min_tokens
         self._made = made
         self._pending = Pending(encode)
-        self._error: Exception | None = None
+        self._error: BaseException | None = None
         self._ended = False
         """Whether the engine has sent the last output, or no more outputs are wanted."""
         self.sink: Callable[[Sequence[StepOutput]], None] = lambda outputs: switchboard.post(self, outputs)
@@ -91,7 +91,9 @@ class Buffer:
             delta = self._live.add(output)
             self._made(len(delta.token_ids))
             size = self._pending.add(delta)
-        except Exception as error:  # noqa: BLE001 -- raised to the reader, whatever it is
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:  # noqa: BLE001 -- raised to the reader, also a panic of a library in Rust
             self._ended = output.last
             self.fail(error)
             if left := self.leave():
@@ -119,7 +121,7 @@ class Buffer:
             raise self._error
         return self._pending.pop()
 
-    def fail(self, error: Exception) -> None:
+    def fail(self, error: BaseException) -> None:
         """End with an error, unless there is one already. What was buffered is dropped."""
         self._error = self._error or error
         self._pending.clear()

@@ -302,9 +302,11 @@ class PenstockInterceptor(grpc.aio.ServerInterceptor):
                 raise error
             finally:
                 del error  # its traceback refers to this frame, and this cycle would keep the call alive
-        if not isinstance(error, Exception) or isinstance(error, grpc.aio.BaseError):
+        if isinstance(error, (KeyboardInterrupt, SystemExit, GeneratorExit, grpc.aio.BaseError)):
             rpc.end(grpc.StatusCode.INTERNAL, type(error).__name__)
             raise error
+        # Whatever else is no Exception, such as a panic of a library in Rust, is a bug like any other: gRPC
+        # would send no status at all for it.
         row = row_of(error)
         current_meter().failed(row.reason, row.code.name)
         self._meters.refused(row.reason)
