@@ -254,6 +254,8 @@ class LazyRunner(FakeRunner):
         self.plans: list[Plan] = []
         self.holders: dict[int, Request] = {}
         """The request that holds each slot, as of the newest dispatched step."""
+        self.behind: list[Request] = []
+        """Those whose mask was not that of their tokens when a token was to be chosen, so they had ended."""
         self.offloaded = False
         self.skip: Callable[[int], bool] = lambda row: False
         """Whether the row of this index, which is under a constraint, shall make no token in this step."""
@@ -268,11 +270,14 @@ class LazyRunner(FakeRunner):
         self.log.append(("dispatch", plan.step_id))
         self.plans.append(plan)
         self.holders.update(plan.new_requests)
+        assert not any(self.holders[row.slot] is each for row in plan.rows for each in self.behind)
         constrained = any(r.samples and self.holders[r.slot].constraint for r in plan.rows)
         return LazyStep(plan, constrained)
 
     def choose(self, step: LazyStep) -> LazyStep:
-        """Asserts that each mask is that of the tokens committed so far, unless the request has ended."""
+        """Each mask must be that of the tokens committed so far, unless the request has ended: then no later
+        step may have it, which `execute_async` asserts.
+        """
         self.log.append(("choose", step.plan.step_id))
         skipped = set()
         for i, row in enumerate(step.plan.rows):
@@ -284,7 +289,8 @@ class LazyRunner(FakeRunner):
                 request.constraint.fill(mask)
                 index = row.start + row.num_tokens - len(request.prompt_token_ids)
                 allowed = np.unpackbits(mask.view(np.uint8), bitorder="little")[:VOCAB]
-                assert set(np.flatnonzero(allowed == 0).tolist()) == forbidden(request, index)
+                if set(np.flatnonzero(allowed == 0).tolist()) != forbidden(request, index):
+                    self.behind.append(request)
         return dataclasses.replace(
             step, awaits_choice=False, skipped=frozenset(skipped), late=frozenset(skipped)
         )
