@@ -7,6 +7,7 @@ returned.
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -136,10 +137,14 @@ class ModelRunner:
         """Dispatches one step. Its tokens stay on the device as the input of the next step, and a copy for
         the host is started. If rows have constraints, only the model runs until `choose`.
         """
+        num_compiled = self.compiles_after_warmup.count
         with TraceAnnotation("pack", step=plan.step_id):
             packed = self._pack(plan)
         with TraceAnnotation("dispatch", step=plan.step_id):
-            return self._dispatch(plan, packed)
+            step = self._dispatch(plan, packed)
+        if self.compiles_after_warmup.count == num_compiled:
+            return step
+        return dataclasses.replace(step, shape=step.shape._replace(compiled=True))
 
     def _pack(self, plan: Plan) -> _Packed:
         """Prepares all that the step sends to the device."""
@@ -182,6 +187,7 @@ class ModelRunner:
             return AwaitingChoice(
                 plan=plan,
                 packed_ns=step.packed_ns,
+                shape=shape,
                 key=key,
                 logits=logits,
                 packed=packed,

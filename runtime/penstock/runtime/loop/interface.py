@@ -121,6 +121,8 @@ class StepShape(NamedTuple):
     """How many input tokens it has room for; of a window, as many as rows."""
     rows: int
     """How many rows it has room for."""
+    compiled: bool = False
+    """Whether something had to be compiled for the step, which after the start nothing should."""
 
 
 class StepKind(enum.Enum):

@@ -97,6 +97,14 @@ def test_a_runner_that_does_not_say_its_shape():
     assert not [name for name in step.attributes if "bucket" in name]
 
 
+def test_a_step_for_which_something_was_compiled():
+    traced = Traced()
+    traced.open()
+    traced.step(decode("r"), begin_ns=10, end_ns=20, shape=StepShape(8, 4, compiled=True))
+    (step,) = traced.named("engine.step")
+    assert step.attributes["penstock.step.compiled"] is True
+
+
 def test_a_step_links_to_each_request_once_and_to_few():
     traced = Traced()
     traced.open("many", num_outputs=3)

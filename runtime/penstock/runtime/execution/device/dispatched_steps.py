@@ -29,6 +29,8 @@ class AwaitingChoice:
     plan: Plan
     packed_ns: int
     """See `DispatchedStep`."""
+    shape: StepShape
+    """See `DispatchedStep`."""
     key: ProgramKey
     logits: jax.Array
     packed: NDArray[np.int32]
@@ -38,11 +40,6 @@ class AwaitingChoice:
     logprobs: Sequence[int | None]
     """See `AwaitingTokens`."""
     prompt: PromptLogprobs | None
-
-    @property
-    def shape(self) -> StepShape:
-        """See `DispatchedStep`."""
-        return StepShape(self.key.tokens, self.key.rows)
 
     @property
     def awaits_choice(self) -> bool:

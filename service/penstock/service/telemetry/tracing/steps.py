@@ -75,6 +75,8 @@ def step_trace(
     if record.shape is not None:
         rest.append(cached("penstock.step.bucket.tokens", record.shape.tokens))
         rest.append(cached("penstock.step.bucket.rows", record.shape.rows))
+        if record.shape.compiled:
+            rest.append(cached("penstock.step.compiled", value=True))
     rest += requests[:MOST_REQUEST_LINKS]
     span = wire.span
     return [
