@@ -155,6 +155,33 @@ async def test_traceparent_is_adopted(recorder):
     assert rpc.proto.flags & 0x200, "the parent is in another process"
 
 
+async def test_the_engine_knows_the_trace_of_a_request_and_when_it_came(recorder):
+    """Exemplars of metrics and lines of the log lead to it."""
+    sampled = (("traceparent", f"00-{TRACE}-{PARENT}-01"),)
+    unsampled = (("traceparent", f"00-{TRACE}-{PARENT}-00"),)
+    async with serving(tracing=recorder.tracing) as rig:
+        await rig.inference.Generate(generate("y", sampling={"n": 2}), metadata=sampled)
+        await rig.inference.Generate(generate("y"), metadata=unsampled)
+        chat = {"messages": [types_pb2.ChatMessage(role="user", content="hi")]}
+        await rig.inference.Generate(generate(chat=chat, stopping={"max_tokens": 1}))
+        first, second, other, chatting = rig.engine.seen
+    request = recorder.spans["text_completion fake"]
+    assert (first.trace_id, first.span_id) == (second.trace_id, second.span_id) == (TRACE, request.span_id)
+    assert (other.trace_id, other.span_id) == ("", "")
+    assert [seen.operation for seen in (first, other, chatting)] == ["text_completion"] * 2 + ["chat"]
+    assert 0 < first.received_ns == second.received_ns < other.received_ns < chatting.received_ns
+
+
+async def test_all_spans_keep_the_callers_tracestate():
+    recorder = Recorder(TraceLevel.DETAILED)
+    metadata = (("traceparent", f"00-{TRACE}-{PARENT}-01"), ("tracestate", "one=1,ot=th:8"))
+    async with serving(tracing=recorder.tracing) as rig:
+        await rig.inference.Generate(generate("y"), metadata=metadata)
+    states = {span.name: span.proto.trace_state for span in recorder.finished if span.trace_id == TRACE}
+    assert set(states.values()) == {"one=1,ot=th:8"}
+    assert {*PHASES, "prefill_chunk", "text_completion fake"} <= set(states)
+
+
 async def test_unsampled_records_nothing(recorder):
     metadata = (("traceparent", f"00-{TRACE}-{PARENT}-00"),)
     async with serving(tracing=recorder.tracing) as rig:

@@ -119,7 +119,9 @@ class Tracer:
             self._level = level
         takers = self._takers
         for entry in entries:
-            takers[type(entry)](entry)
+            take = takers.get(type(entry))
+            if take is not None:
+                take(entry)
         if self._closing:
             self._give_up(self._now_ns() - int(LONGEST_WAIT_S * 1e9))
         self._send()
