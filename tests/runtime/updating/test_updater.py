@@ -21,6 +21,7 @@ from penstock.runtime.errors import (
     UpdateUnderWay,
 )
 from penstock.runtime.loop.interface import InFlightPolicy, InFlightReport
+from penstock.runtime.updating import place
 from penstock.runtime.updating.interface import Staging, UpdateOutcome, UpdateReport
 from penstock.runtime.updating.upload import Upload
 from tests.support.collector import Collector, at_gate, submit
@@ -83,15 +84,18 @@ def test_an_id_that_went_live_is_known(engine: Engine, tensors: Arrays) -> None:
     assert updater.commit_staged("known").result(60) == again
 
 
-def test_the_last_thousand_ids_are_known() -> None:
+def test_the_last_thousand_ids_are_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With 20 in place of the thousand, so that the test need not make as many updates."""
+    assert place._MOST_REMEMBERED == 1000
+    monkeypatch.setattr(place, "_MOST_REMEMBERED", 20)
     engine = toy_engine()
     try:
         one = {"offset": np.ones((1,), np.float32)}
-        for i in range(1002):
+        for i in range(22):
             committed(engine, one, f"update {i}", in_flight=InFlightPolicy.KEEP)
-        assert engine.updater.already_committed("update 1") is None
-        assert engine.updater.already_committed("update 2") is not None
-        assert engine.weights.generation == 1003
+        known = [engine.updater.already_committed(f"update {i}") is not None for i in range(22)]
+        assert known == [False] * 2 + [True] * 20
+        assert engine.weights.generation == 23
     finally:
         engine.shutdown()
 
