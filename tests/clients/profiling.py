@@ -38,6 +38,7 @@ class FakeProfile:
         self.data = zipped(FILES)
         self.finishes = True
         """Whether it says what was written."""
+        self.steps = 7
 
     def handle(self, request: telemetry_pb2.ProfileRequest) -> Iterator[telemetry_pb2.ProfileResponse]:
         yield telemetry_pb2.ProfileResponse(started=telemetry_pb2.ProfileStarted(path=self.path))
@@ -46,7 +47,7 @@ class FakeProfile:
         yield telemetry_pb2.ProfileResponse(
             finished=telemetry_pb2.ProfileFinished(
                 path=self.path,
-                steps=7,
+                steps=self.steps,
                 bytes=NUM_BYTES,
                 duration=Duration(seconds=1, nanos=250_000_000),
             )

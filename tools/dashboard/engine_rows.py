@@ -137,7 +137,7 @@ WEIGHTS = Row(
     (
         Panel(
             "Generation",
-            "How many weight updates have gone live on each server.",
+            "Which weights each server has: 1 at the start, and one more with each update.",
             [Query("max by (instance) (penstock_weights_generation{@})", "{{instance}}")],
         ),
         Panel(

@@ -39,6 +39,12 @@ def test_it_says_where_the_profile_is_and_how_to_open_it(server, run):
     assert server.calls[1] == telemetry_pb2.ProfileRequest()
 
 
+def test_it_says_that_there_was_nothing_to_record(server, run):
+    server.profile.steps = 0
+    out = run()[1]
+    assert out.startswith("recorded 0 steps in 1.25 s: the server had no work, so start some meanwhile\n")
+
+
 def test_it_fetches_the_files(run, tmp_path):
     code, out, _ = run("--out", tmp_path / "out")
     folder = tmp_path / "out" / "profile-20261122T120000-000"

@@ -186,7 +186,9 @@ COMPILES_AFTER_WARMUP = _counter(
 # -- weights, memory, and what runs here --
 
 WEIGHTS_GENERATION = _gauge(
-    "penstock.weights.generation", "{generation}", "How many updates of the weights have gone live."
+    "penstock.weights.generation",
+    "{generation}",
+    "The number of the weights that serve: 1 at the start, and one more with each update.",
 )
 WEIGHTS_BROKEN = _gauge(
     "penstock.weights.broken",

@@ -71,7 +71,8 @@ def _profile(client: Client, args: argparse.Namespace) -> int:
     if args.json:
         print_json(profile)
         return 0
-    print(f"recorded {profile.steps} steps in {profile.duration:.2f} s")
+    idle = "" if profile.steps else ": the server had no work, so start some meanwhile"
+    print(f"recorded {profile.steps} steps in {profile.duration:.2f} s{idle}")
     print(visible(f"at the server: {profile.path} ({profile.num_bytes / 1e6:.1f} MB)"))
     if profile.folder is not None:
         print(visible(f"here: {profile.folder}"))

@@ -1,0 +1,47 @@
+"""The Dockerfile makes an image that serves, and in which the compose file finds what it names."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+
+import pytest
+
+from tests.deploy.files import PARTS, ROOT, yaml_of
+from tests.docs.test_data_blocks import serve_arguments
+
+KNOWN = {"FROM", "RUN", "COPY", "ENV", "USER", "VOLUME", "EXPOSE", "ENTRYPOINT", "CMD"}
+
+
+@pytest.fixture(scope="module")
+def lines() -> list[tuple[str, str]]:
+    """The instructions of the Dockerfile, as their names and the rest."""
+    text = (ROOT / "Dockerfile").read_text(encoding="utf-8")
+    found = [line.partition(" ") for line in text.splitlines() if line and not line.startswith("#")]
+    return [(name, rest) for name, _, rest in found]
+
+
+def test_it_starts_a_server(lines: list[tuple[str, str]]) -> None:
+    assert {name for name, _ in lines} <= KNOWN
+    last = dict(lines)
+    assert json.loads(last["ENTRYPOINT"]) == ["penstock", "serve"]
+    arguments = serve_arguments(json.loads(last["CMD"]))
+    assert arguments.model == "demo"
+    assert int(last["EXPOSE"]) == arguments.port
+
+
+def test_its_commands_are_commands_of_a_shell(lines: list[tuple[str, str]]) -> None:
+    for name, rest in lines:
+        if name == "RUN":
+            subprocess.run(["bash", "-n", "-c", rest], check=True, timeout=60)
+
+
+def test_the_compose_file_uses_the_folders_that_it_has(lines: list[tuple[str, str]]) -> None:
+    commands = " ".join(rest for name, rest in lines if name == "RUN")
+    service = yaml_of(PARTS / "compose.yml")["services"]["penstock"]
+    said = dict(re.findall(r"--([\w-]+)=(\S+)", " ".join(service["command"])))
+    assert f"native.build --folder {said['native-folder']}" in commands
+    assert said["compilation-cache"].startswith(dict(lines)["VOLUME"] + "/")
+    assert [volume.split(":")[1] for volume in service["volumes"]] == [dict(lines)["VOLUME"]]
+    assert f"install -d -o penstock {dict(lines)['VOLUME']}" in commands
