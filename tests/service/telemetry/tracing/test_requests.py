@@ -182,6 +182,17 @@ async def test_all_spans_keep_the_callers_tracestate():
     assert {*PHASES, "prefill_chunk", "text_completion fake"} <= set(states)
 
 
+@pytest.mark.parametrize(("members", "kept"), [(2, True), (3, False)])
+async def test_a_long_tracestate_is_not_repeated_in_every_span(recorder, members, kept):
+    state = ",".join(f"k{number}={'v' * 250}" for number in range(members))
+    metadata = (("traceparent", f"00-{TRACE}-{PARENT}-01"), ("tracestate", state))
+    async with serving(tracing=recorder.tracing) as rig:
+        await rig.inference.Generate(generate("y"), metadata=metadata)
+        await until(lambda: len(recorder.spans) == 8)
+    assert {span.proto.trace_state for span in recorder.finished} == {state if kept else ""}
+    assert {span.trace_id for span in recorder.finished} == {TRACE}
+
+
 async def test_unsampled_records_nothing(recorder):
     metadata = (("traceparent", f"00-{TRACE}-{PARENT}-00"),)
     async with serving(tracing=recorder.tracing) as rig:

@@ -527,6 +527,22 @@ def test_an_end_that_the_journal_dropped_does_not_keep_a_request_for_ever():
     assert len(traced.named("text_completion toy")) == 1
 
 
+def test_an_id_is_used_again_although_the_journal_dropped_the_end_of_the_first():
+    traced = Traced()
+    first = traced.open("r")
+    second = traced.open("r", at_ns=70 * MS)
+    traced.end("r", TIMING, 3)
+    traced.close(second)
+    traced.close(first)
+    traced.now_ns = 20 * 10**9
+    traced.read()
+    assert {span.span_id for span in traced.named("text_completion toy")} == {
+        first.span_id.hex(),
+        second.span_id.hex(),
+    }
+    assert traced.tracer.num_followed == 0
+
+
 def test_what_has_ended_for_its_caller_is_recorded_when_the_server_stops():
     traced = Traced()
     traced.close(traced.open("ended"), end_ns=100 * MS)

@@ -48,6 +48,10 @@ _POLLS = frozenset({"penstock.v1.ControlService/GetLoad"})
 anyway.
 """
 _MOST_STALLS = 64
+MOST_TRACE_STATE = 512
+"""A `tracestate` with more characters is not passed on, because every span of a request repeats it. W3C asks
+for so many at least.
+"""
 _PROPAGATOR = TraceContextTextMapPropagator()
 
 
@@ -68,6 +72,8 @@ class Telemetry:
         if tracing is None or tracer is None or not tracing.level or not method.startswith(PACKAGE):
             return UNTRACED
         carrier = {key: value for key, value in metadata if isinstance(value, str)}
+        if len(carrier.get("tracestate", "")) > MOST_TRACE_STATE:
+            del carrier["tracestate"]
         parent = _PROPAGATOR.extract(carrier, context=trace.set_span_in_context(trace.INVALID_SPAN))
         if method in _POLLS and not trace.get_current_span(parent).get_span_context().trace_flags.sampled:
             return UNTRACED

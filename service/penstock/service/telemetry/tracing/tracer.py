@@ -155,6 +155,9 @@ class Tracer:
 
     def _queued(self, entry: Queued) -> None:
         request = entry.request
+        before = self._take_output(request.request_id)
+        if before is not None:  # the journal dropped its end, and the id is used again
+            self._end_windows([before])
         if not request.span_id:
             return
         followed = self._requests.get(bytes.fromhex(request.span_id))
