@@ -6,12 +6,12 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import pytest
 
 from penstock.runtime.loop.core import EngineCore
-from penstock.runtime.requests.request import Request, ResolvedSampling, StoppingParams
+from penstock.runtime.requests.request import Request, ResolvedSampling, StepOutput, StoppingParams
 from penstock.runtime.scheduling.pacing import Pacer
 from penstock.runtime.scheduling.scheduler import Scheduler, SchedulerConfig
 from tests.support.collector import Collector
@@ -72,7 +72,12 @@ def test_parts_are_named_and_the_ends_of_steps_told(overlap: bool, window: int) 
             ResolvedSampling(temperature=0.0),
             StoppingParams(max_tokens=TOKENS, ignore_eos=True),
         )
-        engine.submit(request, collector)
+
+        def sink(outputs: Sequence[StepOutput]) -> None:
+            told.entries.append(("outputs", None))
+            collector(outputs)
+
+        engine.submit(request, sink)
         collector.last("r")
         assert len(collector.tokens("r")) == TOKENS
     finally:
@@ -85,8 +90,15 @@ def test_parts_are_named_and_the_ends_of_steps_told(overlap: bool, window: int) 
     # Each step is waited for, then emitted, then told, and nothing of another step lies in between.
     for step in waits:
         at = told.entries.index(("(wait", step))
-        names = [name for name, _ in told.entries[at : at + 5]]
-        assert names == ["(wait", "wait)", "(emit", "emit)", "end"]
+        names = [name for name, _ in told.entries[at : at + 6]]
+        if "outputs" in names:
+            names.remove("outputs")
+        assert names[:5] == ["(wait", "wait)", "(emit", "emit)", "end"]
+    names = [name for name, _ in told.entries]
+    assert "outputs" in names
+    for at, name in enumerate(names):
+        if name == "outputs":
+            assert (names[at - 1], names[at + 1]) == ("(emit", "emit)")
     assert sum(name == "(schedule" for name, _ in told.entries) >= len(waits)
     # The first token comes of the prefill. A window may run beyond the last one.
     assert sum(num_steps for _, num_steps in told.steps) >= TOKENS
