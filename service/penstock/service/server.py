@@ -217,6 +217,7 @@ class PenstockServer:
             limits=limits_of(engine, self._options.truncation, self._options.features),
             switchboard=ServerSwitchboard(asyncio.get_running_loop()),
             telemetry=self._telemetry,
+            access=self._access,
             tracing=self._tracing,
             lanes=self._lanes,
             calls=self._calls,

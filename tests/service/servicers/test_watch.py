@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import datetime as dt
 import itertools
 import time
 from collections.abc import AsyncIterator, Callable
@@ -17,7 +18,7 @@ from penstock.service.limits.admission import Kind
 from penstock.service.limits.bounds import Bounds
 from penstock.service.listening.listen_options import ListenOptions
 from penstock.v1 import control_pb2, inference_pb2, telemetry_pb2
-from tests.service.key_rig import CONTROL, as_, key, serving_keys
+from tests.service.key_rig import CONTROL, as_, key, serving_keys, write
 from tests.service.rig import WAIT_S, Kept, Rig, failure_of, fake, generate, serving, until
 from tests.support.collector import at_gate
 from tests.support.models.toy import toy_engine
@@ -204,6 +205,42 @@ async def test_only_control_sees_requests_and_it_sees_whose_they_are(tmp_path) -
         (request,) = (await look(rig, max_requests=5, call=as_("boss"))).requests
         assert (request.request_id, request.key_id) == ("mine", "alice")
         running.cancel()
+
+
+@pytest.mark.parametrize(
+    ("left", "reason"),
+    [
+        ([key("boss", CONTROL, revoked=True)], "UNAUTHENTICATED"),
+        ([key("other", CONTROL)], "UNAUTHENTICATED"),
+        ([key("boss", CONTROL, expires=dt.datetime(2020, 1, 1, tzinfo=dt.UTC))], "KEY_EXPIRED"),
+        ([key("boss")], "FORBIDDEN"),
+        ([key("boss", CONTROL, models=("other",))], "FORBIDDEN"),
+    ],
+)
+async def test_whose_key_is_taken_away_sees_nothing_more(tmp_path, left, reason) -> None:
+    """A watch would otherwise go on for ever, and Abort cannot end it."""
+    file = tmp_path / "keys.json"
+    async with (
+        serving_keys(file, key("boss", CONTROL)) as rig,
+        watching(rig, max_requests=1, call=as_("boss")) as watch,
+    ):
+        await watch.read()
+        write(file, left)
+        await rig.server.reload_keys()
+        assert (await failure_of(_all(watch))).reason == reason
+
+
+async def test_whose_key_stays_goes_on_when_the_keys_are_read_again(tmp_path) -> None:
+    file = tmp_path / "keys.json"
+    async with (
+        serving_keys(file, key("boss", CONTROL), key("x")) as rig,
+        watching(rig, max_requests=1, call=as_("boss")) as watch,
+    ):
+        await watch.read()
+        write(file, [key("boss", CONTROL)])
+        await rig.server.reload_keys()
+        for _ in range(3):
+            assert await watch.read() is not grpc.aio.EOF
 
 
 async def test_where_control_has_an_address_requests_are_listed_there_only() -> None:

@@ -67,7 +67,8 @@ class Authenticator:
 
     def use(self, entries: Iterable[KeyEntry]) -> None:
         """Use these keys from now on. Calls that are under way go on, even if their key is gone, because a
-        caller is checked only when its call begins. What callers have used of their rates is kept.
+        caller is checked only when its call begins; calls that have no end of their own ask again. What
+        callers have used of their rates is kept.
         """
         entries = tuple(entries)
         self._keyring = Keyring.of(entries)

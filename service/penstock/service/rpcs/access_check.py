@@ -45,11 +45,7 @@ class Access:
         `method` is a name such as "penstock.v1.InferenceService/Generate". Reflection needs a key of any
         role. Raises Unauthenticated, KeyExpired or Forbidden.
         """
-        caller = ANYBODY
-        if self._authenticator is not None and not method.startswith(_OPEN):
-            metadata = cast("Any", context.invocation_metadata() or ())
-            known = self._authenticator.authenticate(metadata)
-            caller = known or self._authenticator.by_certificate(certificate_names(context))
+        caller = self._caller(method, context)
         # set before the other checks, so that a refusal too is logged for this caller
         CURRENT_CALLER.set(caller)
         if not method.startswith(_OURS):
@@ -57,6 +53,24 @@ class Access:
         if rule_of(method).counts:
             meter = Meter(caller, method, self._account(caller), self._sink, self._call_log)
             CURRENT_METER.set(meter)
+        self._check(caller, method)
+
+    def still(self, method: str, context: Context) -> Caller:
+        """The caller of a call that is under way, by the keys that are valid now. For calls without an end: a
+        key that was revoked must not see more. Raises Unauthenticated, KeyExpired or Forbidden.
+        """
+        caller = self._caller(method, context)
+        self._check(caller, method)
+        return caller
+
+    def _caller(self, method: str, context: Context) -> Caller:
+        if self._authenticator is None or method.startswith(_OPEN):
+            return ANYBODY
+        metadata = cast("Any", context.invocation_metadata() or ())
+        known = self._authenticator.authenticate(metadata)
+        return known or self._authenticator.by_certificate(certificate_names(context))
+
+    def _check(self, caller: Caller, method: str) -> None:
         check_role(caller, method)
         if self.served_model is not None:
             check_model(caller, self.served_model)

@@ -8,12 +8,11 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator
 from functools import partial
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from penstock.runtime.errors import UnsupportedFeature
 from penstock.runtime.generation.prompts import Prompt, TextPrompt
 from penstock.runtime.loop.interface import InFlightPolicy
-from penstock.service.access.callers import CURRENT_CALLER
 from penstock.service.access.roles import check_controls
 from penstock.service.replies import messages
 from penstock.service.replies.reply_budget import ID_BYTES
@@ -40,6 +39,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 CONTRACT_REVISION = 3
+_WATCH_LOAD = "penstock.v1.ControlService/WatchLoad"
 _TOKEN_COST = 8
 """The cost of turning one token into text, in bytes of a message (see `Lanes.convert`)."""
 
@@ -61,6 +61,7 @@ class ControlServicer(control_pb2_grpc.ControlServiceServicer):
         self._profiles = profiles
         self._takes_updates = bool(serving.engine.tensor_specs())
         self._engine = serving.engine
+        self._access = serving.access
         self._limits = serving.limits
         self._lanes = serving.lanes
         self._calls = serving.calls
@@ -146,11 +147,17 @@ class ControlServicer(control_pb2_grpc.ControlServiceServicer):
     def WatchLoad(
         self, request: telemetry_pb2.WatchLoadRequest, context: Context
     ) -> AsyncIterator[control_pb2.WatchLoadResponse]:
-        """Tell the load again and again. The requests that it may list are everybody's."""
+        """Tell the load again and again. The requests that it may list are everybody's, so the caller is
+        checked before each message.
+        """
         watch = to_watch(request)
-        if watch.max_requests:
-            check_controls(CURRENT_CALLER.get(), "WatchLoad with max_requests")
-        return cast("AsyncIterator[control_pb2.WatchLoadResponse]", self._feed.messages(watch))
+
+        def check() -> None:
+            caller = self._access.still(_WATCH_LOAD, cast("Any", context))
+            if watch.max_requests:
+                check_controls(caller, "WatchLoad with max_requests")
+
+        return cast("AsyncIterator[control_pb2.WatchLoadResponse]", self._feed.messages(watch, check))
 
     async def SetTracing(
         self, request: telemetry_pb2.SetTracingRequest, context: Context

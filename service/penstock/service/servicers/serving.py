@@ -14,6 +14,7 @@ from penstock.service.replies.reply_budget import ReplyBudget
 from penstock.service.replies.streams import ServerSwitchboard
 from penstock.service.requests.convert import Limits
 from penstock.service.requests.features import DEFAULT_FEATURES, Features
+from penstock.service.rpcs.access_check import Access
 from penstock.service.servicers.abort import Arrivals
 from penstock.service.telemetry.otlp.tracing import Tracing
 from penstock.service.telemetry.tracing.service_spans import Telemetry
@@ -48,6 +49,8 @@ class Serving:
     switchboard: ServerSwitchboard
     """Carries outputs from the engine's thread to the event loop."""
     telemetry: Telemetry
+    access: Access
+    """Says who may make a call, also one that is under way."""
     lanes: Lanes
     """The threads for work that would hold the event loop for long."""
     calls: Calls

@@ -42,9 +42,9 @@ class LoadFeed:
         """How many watches have not ended."""
         return self._wanted.total()
 
-    async def messages(self, watch: Watch) -> AsyncIterator[bytes]:
+    async def messages(self, watch: Watch, check: Callable[[], None] = lambda: None) -> AsyncIterator[bytes]:
         """Yield a serialized WatchLoadResponse now and after every interval. Raises Draining when the server
-        begins to stop.
+        begins to stop, and what `check` raises, which is called before each message.
 
         A caller that takes a message late gets the next one at once, and it is as new as any: what was due
         meanwhile is left out.
@@ -52,12 +52,14 @@ class LoadFeed:
         now = asyncio.get_running_loop().time
         self._wanted[watch.max_requests] += 1
         try:
+            check()  # before the engine is asked for anything
             due = now()
             while True:
                 async with self._calls.preparing():
                     await asyncio.sleep(due - now())
                     due = now() + watch.interval_s
                     snapshot = await self._latest(watch.max_requests)
+                check()
                 yield snapshot.message(watch.max_requests)
         finally:
             self._wanted[watch.max_requests] -= 1
