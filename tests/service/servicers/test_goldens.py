@@ -1,15 +1,16 @@
 """PyTorch's tokens and logits, through the whole server: gRPC, scheduler, paged cache, compiled programs.
 
-For each architecture and prompt: the whole prefill at once, and every chunk size from 1 to the prompt's
-length; alone, and packed with the other prompts at other chunk boundaries. Tokens equal PyTorch's; logits
-agree to 1e-4 relative, seen as log-probabilities (the contract's form): those of the sampled tokens, and the
-differences within the top 8 after the prompt, which are logit differences.
+For each architecture and prompt: the whole prefill at once, and chunks of some sizes (the sweep: of every
+size from 1 to the prompt's length); alone, and packed with the other prompts at other chunk boundaries.
+Tokens equal PyTorch's; logits agree to 1e-4 relative, seen as log-probabilities (the contract's form): those
+of the sampled tokens, and the differences within the top 8 after the prompt, which are logit differences.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -44,14 +45,26 @@ def check(output: inference_pb2.Output, case: dict[str, Any]) -> None:
     np.testing.assert_allclose([c.logprob - shift for c in top], expected_logits, rtol=1e-4)
 
 
-@pytest.mark.timeout(900)  # minutes on a busy machine: some 600 requests per architecture
+def some_sizes(longest: int) -> Sequence[int]:
+    """One token at a time, an odd size below a page, a page, and all but one token."""
+    return sorted({1, 7, 16, longest - 1})
+
+
+@pytest.mark.timeout(900)  # minutes on a busy machine: some 600 requests per architecture with every size
 @pytest.mark.parametrize("name", NAMES)
-async def test_every_chunk_size_alone_and_packed(name: str) -> None:
+@pytest.mark.parametrize(
+    "sizes_of",
+    [
+        pytest.param(some_sizes, id="some sizes"),
+        pytest.param(lambda longest: range(1, longest + 1), marks=pytest.mark.sweep, id="every size"),
+    ],
+)
+async def test_chunk_sizes_alone_and_packed(name: str, sizes_of: Callable[[int], Sequence[int]]) -> None:
     cases = json.loads((GOLDEN / name / "expected.json").read_text())["cases"]
     engine = Engine.from_pretrained(str(GOLDEN / name), CONFIG)
     async with serving(engine) as rig:
         longest = max(len(case["prompt"]) for case in cases)
-        for size in (None, *range(1, longest + 1)):
+        for size in (None, *sizes_of(longest)):
             set_chunk(engine, size)
             for case in cases:
                 if size is None or size <= len(case["prompt"]):
