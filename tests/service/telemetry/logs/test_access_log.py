@@ -15,8 +15,9 @@ from penstock.service.telemetry.logs import access_log, refusals
 from penstock.service.telemetry.logs.access_log import AccessLine, AccessLog
 from penstock.service.telemetry.logs.json_lines import JsonLines
 from penstock.service.telemetry.logs.one_line import OneLine
-from penstock.service.telemetry.logs.trace_ids import note_span
+from penstock.service.telemetry.logs.trace_ids import ids_of, note_span
 from penstock.service.telemetry.options import TraceLevel
+from penstock.service.telemetry.tracing.service_spans import CURRENT_RPC
 from penstock.service.usage.meter import Course, Outcome, Usage
 from penstock.v1 import control_pb2
 from tests.service.rig import collect, failure_of, fake, generate, serving, stream, until
@@ -138,6 +139,26 @@ async def test_a_flood_has_few_lines_and_the_rest_is_counted(caplog: pytest.LogC
     assert lines(caplog)[access_log.LINES_PER_SECOND :] == [
         "7 more calls ended within about a second, without a line for each"
     ]
+
+
+async def test_the_count_of_lines_that_were_left_out_belongs_to_no_trace(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    recorder = Recorder(TraceLevel.REQUESTS)
+    span = recorder.tracing.provider.get_tracer("test").start_span("call")
+    CURRENT_RPC.set(span)  # this test's task serves a call that is recorded
+    caplog.handler.addFilter(note_span)
+    try:
+        log = AccessLog(clock=lambda: 0.0)
+        usage, course = Usage("", GENERATE, "r", Outcome.ANSWERED), Course("OK", 0.5, None, ())
+        for _ in range(access_log.LINES_PER_SECOND + 1):
+            log.tell(usage, course)
+        await until(lambda: len(lines(caplog)) > access_log.LINES_PER_SECOND)
+    finally:
+        caplog.handler.removeFilter(note_span)
+    of_log = [ids_of(record) for record in caplog.records if record.name == ACCESS]
+    assert of_log[0]["span_id"]
+    assert of_log[-1] == {}
 
 
 async def test_nothing_that_a_caller_wrote_is_logged(caplog: pytest.LogCaptureFixture) -> None:

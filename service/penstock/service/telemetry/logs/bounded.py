@@ -6,6 +6,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable
+from contextvars import Context
 
 from penstock.service.telemetry.logs.line import Line
 
@@ -57,7 +58,8 @@ class BoundedLog:
             self._logger.info(line)
             return
         if not self._num_left_out:
-            asyncio.get_running_loop().call_later(1.0, self._tell_left_out)
+            # In a context of its own, because that line belongs to no call's trace.
+            asyncio.get_running_loop().call_later(1.0, self._tell_left_out, context=Context())
         self._num_left_out += 1
 
     def _tell_left_out(self) -> None:
