@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import zipfile
 
 import grpc
 import pytest
@@ -93,6 +94,31 @@ def test_a_damaged_zip_is_refused(profile, server, tmp_path, end):
     server.profile.data = server.profile.data[:end]
     with pytest.raises(ProtocolError, match="damaged"):
         profile(folder=tmp_path)
+
+
+def changed(kind: str) -> bytes:
+    """A zip of one file that cannot be unpacked. It begins with the file's own header."""
+    data = bytearray(zipped({"abc": b"x" * 50}))
+    central = data.index(b"PK\x01\x02")
+    if kind == "encrypted":
+        data[6] |= 1
+        data[central + 8] |= 1
+    elif kind == "method":
+        data[8] = data[central + 10] = 99
+    elif kind == "deflate":  # its bytes are packed by no method
+        data[8] = data[central + 10] = zipfile.ZIP_DEFLATED
+    else:
+        data[central + 9] |= 8  # the name is UTF-8
+        data[central + 46] = 0xFF
+    return bytes(data)
+
+
+@pytest.mark.parametrize("kind", ["encrypted", "method", "deflate", "name"])
+def test_a_zip_that_python_cannot_unpack_is_refused_and_nothing_is_left(profile, server, tmp_path, kind):
+    server.profile.data = changed(kind)
+    with pytest.raises(ProtocolError, match="damaged"):
+        profile(folder=tmp_path)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_an_answer_without_its_end_is_refused(profile, server):

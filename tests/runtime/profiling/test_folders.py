@@ -34,7 +34,7 @@ def test_only_the_newest_profiles_are_kept_and_nothing_else_is_touched(tmp_path:
     (tmp_path / "profile-20200101T000000-000").symlink_to(outside)
     (tmp_path / "profile-of-mine").mkdir()
     (tmp_path / "profile-20200101T000000-001").write_text("a file")
-    folders.keep_newest(tmp_path, 2)
+    folders.keep_newest(made[4], 2)
     assert sorted(entry.name for entry in tmp_path.iterdir()) == sorted(
         [
             made[3].name,
@@ -50,5 +50,14 @@ def test_only_the_newest_profiles_are_kept_and_nothing_else_is_touched(tmp_path:
 def test_what_a_dead_process_left_is_removed_and_what_another_writes_is_not(tmp_path: Path) -> None:
     left, written = folders.new_folder(tmp_path, NOON), folders.new_folder(tmp_path, NOON)
     os.utime(left, (0, 0))
-    folders.keep_newest(tmp_path, 10)
-    assert list(tmp_path.iterdir()) == [written]
+    new = profile(tmp_path)
+    folders.keep_newest(new, 10)
+    assert sorted(tmp_path.iterdir()) == sorted([written, new])
+
+
+def test_what_was_just_written_is_kept_also_if_the_clock_was_set_back(tmp_path: Path) -> None:
+    made = [profile(tmp_path, NOON - dt.timedelta(days=day)) for day in range(3)]
+    folders.keep_newest(made[2], 2)
+    assert sorted(tmp_path.iterdir()) == sorted([made[0], made[2]])
+    folders.keep_newest(made[2], 1)
+    assert list(tmp_path.iterdir()) == [made[2]]

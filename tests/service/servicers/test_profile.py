@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import io
+import shutil
 import zipfile
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -93,6 +94,25 @@ async def test_the_files_come_as_parts_of_a_zip(
     assert len(kinds) > 2
     with zipfile.ZipFile(io.BytesIO(data)) as archive:
         assert {name: archive.read(name) for name in archive.namelist()} == FILES
+
+
+async def test_files_that_a_later_profile_has_removed_are_told_to_be_missing(
+    rig: Rig, profiler: FakeProfiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An empty zip would look as if all had gone well."""
+    zipped = profiles._zipped
+
+    def removed(folder: Path) -> Any:
+        shutil.rmtree(folder)
+        return zipped(folder)
+
+    monkeypatch.setattr(profiles, "_zipped", removed)
+    call = asked(rig, include_data=True)
+    await call.read()
+    profiler.end(steps=1)
+    assert (await call.read()).HasField("finished")
+    failure = await failure_of(call.read())
+    assert (failure.code.name, failure.reason) == ("INTERNAL", "PROFILE_FAILED")
 
 
 async def test_there_is_one_at_a_time(rig: Rig, profiler: FakeProfiler) -> None:

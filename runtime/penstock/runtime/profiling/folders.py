@@ -45,21 +45,23 @@ def finished(unfinished: Path) -> Path:
     return final
 
 
-def keep_newest(parent: Path, number: int) -> None:
-    """Removes all profiles in `parent` but the newest `number`, and what a process that has died left
-    unfinished. Nothing else in `parent` is touched.
+def keep_newest(written: Path, number: int) -> None:
+    """Removes all profiles beside `written` but that and the newest others, so that `number` are left, and
+    what a process that has died left unfinished. Nothing else is touched there.
+
+    `written` stays even if its name is not the newest, as after the clock was set back.
     """
-    folders = [entry for entry in os.scandir(parent) if entry.is_dir(follow_symlinks=False)]
+    folders = [entry for entry in os.scandir(written.parent) if entry.is_dir(follow_symlinks=False)]
     profiles = sorted(
         (entry for entry in folders if _NAME.fullmatch(entry.name)), key=lambda entry: entry.name
     )
-    whole = [entry for entry in profiles if not entry.name.endswith(_UNFINISHED)]
+    others = [e for e in profiles if not e.name.endswith(_UNFINISHED) and e.name != written.name]
     stale = [
         entry
         for entry in profiles
         if entry.name.endswith(_UNFINISHED) and time.time() - entry.stat().st_mtime > _STALE_S
     ]
-    for entry in whole[: max(0, len(whole) - number)] + stale:
+    for entry in others[: max(0, len(others) + 1 - number)] + stale:
         shutil.rmtree(entry.path, ignore_errors=True)
 
 

@@ -134,7 +134,7 @@ class Profiler:
         try:
             profile = _write(unfinished, count.steps, duration_s, self._given_up)
             if keep is not None:
-                folders.keep_newest(profile.folder.parent, keep)
+                folders.keep_newest(profile.folder, keep)
         except Exception as error:
             log.exception("a profile could not be written")
             shutil.rmtree(unfinished, ignore_errors=True)

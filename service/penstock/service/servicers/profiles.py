@@ -77,13 +77,14 @@ def _finished(profile: Profile) -> telemetry_pb2.ProfileFinished:
 
 
 def _zipped(folder: Path) -> IO[bytes]:
-    """Put everything below a folder into a temporary zip file, which is at its beginning. Blocks."""
+    """Put everything below a folder into a temporary zip file, which is at its beginning. Blocks. Raises
+    ProfileFailed if there is nothing any more: a later profile may have taken the place of this one.
+    """
     file = tempfile.TemporaryFile()  # noqa: SIM115 -- the caller closes it
     try:
         with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED, compresslevel=1) as archive:
-            for path in sorted(folder.rglob("*")):
-                if path.is_file():
-                    archive.write(path, path.relative_to(folder))
+            for path in _files(folder):
+                archive.write(path, path.relative_to(folder))
         file.seek(0)
     except OSError as error:
         file.close()
@@ -92,3 +93,11 @@ def _zipped(folder: Path) -> IO[bytes]:
         file.close()
         raise
     return file
+
+
+def _files(folder: Path) -> list[Path]:
+    """All files below a folder. Raises OSError if there is none."""
+    files = sorted(path for path in folder.rglob("*") if not path.is_dir())
+    if not files:
+        raise FileNotFoundError(f"{folder} is not there any more")
+    return files

@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import os
 import re
+import shutil
 import tempfile
 import zipfile
+import zlib
 from pathlib import Path
 from typing import IO
 
@@ -17,6 +19,10 @@ from penstock.v1 import telemetry_pb2
 
 Message = telemetry_pb2.ProfileResponse
 Folder = str | os.PathLike[str]
+_DAMAGED = (zipfile.BadZipFile, zlib.error, RuntimeError, ValueError, EOFError)
+"""What `zipfile` raises for a file that it cannot read, also for one that is encrypted, packed by another
+method, or has names that are no text.
+"""
 
 
 def received(messages: ServerStream[Message], folder: Folder | None) -> Profile:
@@ -73,13 +79,16 @@ class _Answer:
         server has announced.
         """
         self._file.seek(0)
+        folder: Path | None = None
         try:
             with zipfile.ZipFile(self._file) as archive:
                 if sum(entry.file_size for entry in archive.infolist()) > done.bytes:
                     raise ProtocolError.local("the profile has more bytes than the server announced")
                 folder = _new_folder(parent, done.path)
                 archive.extractall(folder)
-        except zipfile.BadZipFile as error:
+        except _DAMAGED as error:
+            if folder is not None:
+                shutil.rmtree(folder, ignore_errors=True)
             raise ProtocolError.local(f"the profile's files are damaged: {error}") from error
         return folder
 
