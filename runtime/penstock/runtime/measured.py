@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+from collections.abc import Callable
 
 import jax
 
@@ -13,12 +14,16 @@ from penstock.runtime.loop.journal.journal import Journal
 from penstock.runtime.measuring.engine_meters import EngineMeters
 from penstock.runtime.measuring.engine_state import BuildInfo, Sources
 from penstock.runtime.measuring.registry import Registry
+from penstock.runtime.scheduling.load import Load
+
+LOCK_WAIT_S = 0.5
+"""How long metrics wait for the engine's lock, which is held for milliseconds at most."""
 
 
 def measure(parts: EngineParts, core: EngineCore, journal: Journal, registry: Registry) -> EngineMeters:
     """Begins to fold the journal into the registry, which shows all metrics of the engine from now on."""
     sources = Sources(
-        load=core.load,
+        load=_load_of(core),
         totals=core.totals,
         weights_generation=lambda: core.weights.generation,
         are_weights_broken=lambda: core.changes.weights_problem is not None,
@@ -28,6 +33,20 @@ def measure(parts: EngineParts, core: EngineCore, journal: Journal, registry: Re
         memory=lambda: _memory(parts),
     )
     return EngineMeters(registry, journal, sources, _build_info(parts))
+
+
+def _load_of(core: EngineCore) -> Callable[[], Load]:
+    """Says how busy the engine is, or was when that could be asked last: metrics are shown also while a
+    thread hangs with the engine's lock.
+    """
+    latest = core.load()
+
+    def load() -> Load:
+        nonlocal latest
+        latest = core.load_within(LOCK_WAIT_S) or latest
+        return latest
+
+    return load
 
 
 def _build_info(parts: EngineParts) -> BuildInfo:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from queue import Queue
 
@@ -176,3 +176,14 @@ def test_broken_weights_and_the_end_of_an_engine() -> None:
     after = engine.metrics()
     assert after.totals.ended["error"] == 1, "what was counted is known after the end"
     assert after.load.num_running == 0
+
+
+def test_metrics_are_shown_while_a_thread_hangs_with_the_engines_lock(engine: Engine) -> None:
+    """As they were before, but for what needs no lock."""
+    finished = value(engine, defined.OUTPUTS_FINISHED, "max_tokens")
+    with ThreadPoolExecutor(1) as pool, engine.core.guard.lock:
+        asked = pool.submit(lambda: (engine.metrics(), engine.registry.snapshot()))
+        metrics, snapshot = asked.result(60)
+    assert metrics.load == engine.load()
+    (ended,) = [one for one in snapshot.metrics if one.instrument is defined.OUTPUTS_FINISHED]
+    assert ended.points[("max_tokens",)] == finished

@@ -241,6 +241,17 @@ def test_times_have_the_span_of_their_request() -> None:
     assert found.exemplars.index(exemplar) == found.bucket_counts.index(1)
 
 
+def test_an_exemplar_has_the_time_of_a_clock_that_was_set_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
+    meters, unix_ns = Meters(), time.time_ns
+    monkeypatch.setattr(time, "time_ns", lambda: unix_ns() + 86_400 * 10**9)
+    traced = request("a", trace_id="a" * 32, span_id="b" * 16, operation="chat")
+    before = (time.time_ns() - time.monotonic_ns() + START + 40 * MS) / 1e9
+    meters.read([queued(0, traced), step(40, [prefill("a", 3)], {"a": 1}, new=[traced])])
+    found = meters.histogram(defined.TIME_TO_FIRST_TOKEN, "chat", "penstock", "toy")
+    (exemplar,) = [one for one in found.exemplars if one is not None]
+    assert exemplar.at_s == pytest.approx(before, abs=60)
+
+
 def test_steps_by_their_kind_and_the_parts_of_their_time() -> None:
     meters = Meters()
     meters.read([step(10, [prefill("a", 7, samples=False)], {}, shape=StepShape(16, 4))])

@@ -199,3 +199,26 @@ def test_the_counts_of_buckets_add_up(values: list[tuple[float, int]], bounds: t
     assert point.sum == pytest.approx(sum(all_values))
     for i, bound in enumerate(bounds):
         assert sum(point.bucket_counts[: i + 1]) == sum(value <= bound for value in all_values)
+
+
+def test_what_cannot_be_read_is_left_out_and_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    registry = Registry()
+    registry.counter(TOTAL).add(3)
+    levels: dict[Labels, float] | None = None
+
+    def read() -> dict[Labels, float]:
+        if levels is None:
+            raise RuntimeError("the device is lost")
+        return levels
+
+    registry.gauge(LEVEL, read)
+    for _ in range(2):
+        assert (points(registry, LEVEL), points(registry, TOTAL)) == ({}, {(): 3})
+    levels = {("left",): 0.5}
+    assert points(registry, LEVEL) == levels
+    levels = None
+    assert points(registry, LEVEL) == {}
+    assert [record.getMessage() for record in caplog.records] == [
+        "test.level cannot be read; this is told once until it can be"
+    ] * 2
+    assert "the device is lost" in caplog.text

@@ -154,12 +154,24 @@ class EngineCore:
     def load(self) -> Load:
         """A consistent snapshot of how busy the engine is. A dead engine has no load."""
         with self.guard.lock:
-            if self._life.is_dead:
-                return Load.idle(self._scheduler.config.num_pages)
-            if self._requests.has_cancelled:
-                with self.guard.changing():
-                    self._requests.drop_cancelled()
-            return self._scheduler.load()
+            return self._load()
+
+    def load_within(self, timeout_s: float) -> Load | None:
+        """As `load`; None if another thread holds the engine's lock for so long."""
+        if not self.guard.lock.acquire(timeout=timeout_s):
+            return None
+        try:
+            return self._load()
+        finally:
+            self.guard.lock.release()
+
+    def _load(self) -> Load:
+        if self._life.is_dead:
+            return Load.idle(self._scheduler.config.num_pages)
+        if self._requests.has_cancelled:
+            with self.guard.changing():
+                self._requests.drop_cancelled()
+        return self._scheduler.load()
 
     def totals(self) -> Totals:
         """What the scheduler has counted since the start. Also of a dead engine. Takes no lock, because the

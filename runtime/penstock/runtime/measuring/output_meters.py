@@ -82,7 +82,6 @@ class OutputMeters:
         """The outputs that had tokens in the last step, all of which are in `_live`. When that was is noted
         once for all of them, in `_together_ns`, instead of in each."""
         self._together_ns = 0
-        self._unix_ns = time.time_ns() - time.monotonic_ns()
 
     def forget(self) -> None:
         """Forgets the outputs that have not ended, because entries about some of them were lost: their ends
@@ -231,6 +230,6 @@ class OutputMeters:
         value = max(value_ns, 0) / 1e9
         exemplar = None
         if request.trace_id:
-            at_s = (at_ns + self._unix_ns) / 1e9
+            at_s = (time.time_ns() - time.monotonic_ns() + at_ns) / 1e9  # the clock may be set at any time
             exemplar = Exemplar(value, request.trace_id, request.span_id, at_s)
         histogram.record(value, 1, labels, exemplar)

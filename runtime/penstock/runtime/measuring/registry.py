@@ -6,6 +6,7 @@ There is one definition of each metric, and several ways out: all read `Registry
 from __future__ import annotations
 
 import bisect
+import logging
 import math
 import threading
 import time
@@ -15,6 +16,8 @@ from typing import Generic, TypeVar
 
 from penstock.runtime.measuring.instruments import Instrument, Kind
 from penstock.runtime.measuring.snapshot import Exemplar, HistogramPoint, Labels, Metric, Snapshot
+
+log = logging.getLogger(__name__)
 
 MOST_LABEL_SETS = 200
 """Of one instrument. Values with any further labels are counted under OTHER, so that no caller can fill the
@@ -140,6 +143,8 @@ class Registry:
         self._started_at_s = time.time()
         self._points: dict[str, tuple[Instrument, Callable[[], Mapping[Labels, float | HistogramPoint]]]] = {}
         self._before: list[Callable[[], None]] = []
+        self._failing: set[str] = set()
+        """The names of the instruments whose `read` raised at the last snapshot."""
 
     def counter(self, instrument: Instrument) -> Counter:
         """What counts for this instrument."""
@@ -169,14 +174,31 @@ class Registry:
             self._before.append(before)
 
     def snapshot(self) -> Snapshot:
-        """All metrics now. Callers wait for each other; whatever a `read` raises is raised."""
+        """All metrics now. Callers wait for each other. An instrument whose `read` raises has no points: the
+        others are needed most when something is broken. That is logged once, until it can be read again.
+        """
         with self._one_snapshot:
             with self._lock:
                 before, registered = tuple(self._before), tuple(self._points.values())
             for prepare in before:
                 prepare()
-            metrics = tuple(Metric(instrument, points()) for instrument, points in registered)
+            metrics = tuple(
+                Metric(instrument, self._read(instrument, read)) for instrument, read in registered
+            )
             return Snapshot(time.time(), self._started_at_s, metrics)
+
+    def _read(
+        self, instrument: Instrument, read: Callable[[], Mapping[Labels, float | HistogramPoint]]
+    ) -> Mapping[Labels, float | HistogramPoint]:
+        try:
+            points = read()
+        except Exception:
+            if instrument.name not in self._failing:
+                self._failing.add(instrument.name)
+                log.exception("%s cannot be read; this is told once until it can be", instrument.name)
+            return {}
+        self._failing.discard(instrument.name)
+        return points
 
     def _register(
         self,
