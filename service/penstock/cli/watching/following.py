@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import threading
 from dataclasses import dataclass
@@ -19,6 +20,12 @@ from penstock.client import (
 )
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 5.0
+MOST_WAITING = 64
+"""How many events wait for whoever takes them, such as a terminal that was stopped. While there are so many,
+no more is read, and the server leaves out what is not taken.
+"""
+_LOOK_S = 0.5
+"""Seconds after which the thread notices that nobody takes events any more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +66,7 @@ class Following:
     def __init__(self, client: Client, addr: str, *, interval: float, max_requests: int) -> None:
         self._client, self._addr = client, addr
         self._interval, self._max_requests = interval, max_requests
-        self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
+        self._events: queue.Queue[Event] = queue.Queue(MOST_WAITING)
         self._closed = threading.Event()
         self._stream: ServerStream[LoadReport] | None = None
         self._thread = threading.Thread(target=self._run, name="penstock-top", daemon=True)
@@ -82,31 +89,38 @@ class Following:
         if self._stream is not None:
             self._stream.close()
 
+    def _put(self, event: Event) -> None:
+        """Wait until there is room for the event, or until the watch is closed."""
+        while not self._closed.is_set():
+            with contextlib.suppress(queue.Full):
+                self._events.put(event, timeout=_LOOK_S)
+                return
+
     def _run(self) -> None:
         try:
             self._follow()
         except Exception as error:  # noqa: BLE001 -- whoever waits for the next event must be told
-            self._events.put(Refused(error))
+            self._put(Refused(error))
 
     def _follow(self) -> None:
         pause_s = _FIRST_PAUSE_S
         while not self._closed.is_set():
             try:
-                self._events.put(Found(self._client.model_info().model))
+                self._put(Found(self._client.model_info().model))
                 for report in self._watch():
-                    self._events.put(report)
+                    self._put(report)
                     pause_s = _FIRST_PAUSE_S
-                self._events.put(Lost(f"the server at {self._addr} ended the watch"))
+                self._put(Lost(f"the server at {self._addr} ended the watch"))
             except (Forbidden, ServedElsewhere) as error:
                 if not self._max_requests:
                     raise
                 self._max_requests = 0
-                self._events.put(NoRequests(explain(error, self._addr)))
+                self._put(NoRequests(explain(error, self._addr)))
                 continue
             except RefusedError:
                 raise
             except PenstockClientError as error:
-                self._events.put(Lost(explain(error, self._addr), error))
+                self._put(Lost(explain(error, self._addr), error))
             self._closed.wait(pause_s)
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 

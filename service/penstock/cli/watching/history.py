@@ -11,6 +11,8 @@ from penstock.client import LoadReport, LoadTotals
 
 SPAN_S = 180.0
 """How far back the curves go, in seconds."""
+MOST_POINTS = 4096
+"""Of so many reports at most, however often the server says that it is the same time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +32,7 @@ class History:
     """The points of the last minutes."""
 
     def __init__(self) -> None:
-        self._points: deque[Point] = deque()
+        self._points: deque[Point] = deque(maxlen=MOST_POINTS)
         self._last: LoadReport | None = None
 
     def add(self, report: LoadReport) -> None:
