@@ -30,7 +30,7 @@ def add_telemetry_flags(parser: argparse.ArgumentParser) -> None:
         "--metrics",
         action=argparse.BooleanOptionalAction,
         default=EngineConfig().metrics,
-        help="measure what the engine does; default: on",
+        help="measure what the engine does, for the port, the collector and `penstock top`; default: on",
     )
     _add_tracing(group)
     _add_metrics(group)
