@@ -245,7 +245,7 @@ def running(address: str = "127.0.0.1:0") -> Iterator[FakeServer]:
         yield fake
     finally:
         fake.cancelled.set()
-        fake.watch.cancelled.set()
+        fake.watch.over.set()
         fake.updates.go_on.set()
         server.stop(None).wait()
 

@@ -141,7 +141,9 @@ class FakeWatch:
         self.failures: list[Failure] = []
         """How the next watches end after their reports, one for each; the others wait to be cancelled."""
         self.cancelled = threading.Event()
-        """Set when a caller has ended its watch. Setting it ends those that wait."""
+        """Set when a caller has ended its watch."""
+        self.over = threading.Event()
+        """Setting it ends the watches that wait."""
 
     def handle(
         self, request: telemetry_pb2.WatchLoadRequest, context: Any, fail: Callable[[Failure, Any], None]
@@ -149,8 +151,10 @@ class FakeWatch:
         if request.max_requests and not self.may_list:
             fail(self.refusal, context)
         failure = self.failures.pop(0) if self.failures else None
+        gone = threading.Event()  # its own caller, and not that of an earlier watch
         if failure is None:
             context.add_callback(self.cancelled.set)
+            context.add_callback(gone.set)
         for report in self.reports:
             sent = control_pb2.WatchLoadResponse()
             sent.CopyFrom(report)
@@ -158,4 +162,6 @@ class FakeWatch:
             yield sent
         if failure is not None:
             fail(failure, context)
-        self.cancelled.wait(60)
+        for _ in range(1200):
+            if gone.wait(0.05) or self.over.is_set():
+                return
