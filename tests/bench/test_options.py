@@ -47,6 +47,7 @@ OTHERS = {
     "scheduling_policy": "priority",
     "prefix_cache_pages": 7,
     "overlap": False,
+    "metrics": False,
     "max_decode_steps": 5,
     "decode_window_s": 0.5,
     "switch_interval_s": 0.001,

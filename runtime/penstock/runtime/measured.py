@@ -53,7 +53,7 @@ def _build_info(parts: EngineParts) -> BuildInfo:
     return BuildInfo(
         version=importlib.metadata.version("penstock"),
         jax=jax.__version__,
-        platform=parts.backend.mesh.devices.flat[0].platform,
+        platform=parts.backend.platform_name,
         model=parts.info.name,
         dtype=parts.config.dtype,
         quantization=parts.config.quantization,

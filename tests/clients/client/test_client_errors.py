@@ -38,6 +38,7 @@ REASONS = [
     ("CHECKSUM_MISMATCH", Code.DATA_LOSS, api.TensorsRefused),
     ("GENERATION_CHANGED", Code.ABORTED, api.GenerationChanged),
     ("UPDATE_UNDER_WAY", Code.ABORTED, api.UpdateUnderWay),
+    ("PROFILE_UNDER_WAY", Code.ABORTED, api.ProfileUnderWay),
     ("UNKNOWN_UPDATE", Code.NOT_FOUND, api.UnknownUpdate),
     ("DRAIN_TIMEOUT", Code.DEADLINE_EXCEEDED, api.DrainTimeout),
 ]

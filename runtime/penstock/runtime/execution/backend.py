@@ -71,6 +71,11 @@ class Backend:
     use_huge_pages: Callable[[Sequence[jax.Array]], object] = _no_huge_pages
     """Called with arrays that stay for long. On CPU, their memory is asked to be of huge pages."""
 
+    @property
+    def platform_name(self) -> str:
+        """JAX's name of the platform, such as "cpu", for those who report it. Decisions are made here."""
+        return str(self.mesh.devices.flat[0].platform)
+
     def linear_format(self, dtype: np.dtype[np.generic], *, int8: bool) -> LinearFormat:
         """How the linear weights of a model in `dtype` are stored."""
         return LinearFormat(packed=dtype == self.packed_dtype, int8=int8)

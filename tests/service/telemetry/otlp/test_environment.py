@@ -12,6 +12,8 @@ from opentelemetry.trace import SpanContext, TraceFlags, set_span_in_context
 from opentelemetry.trace.span import NonRecordingSpan
 
 from penstock.runtime.errors import ConfigError
+from penstock.service.telemetry.metrics.exports import push_interval_s
+from penstock.service.telemetry.metrics.options import MetricsOptions
 from penstock.service.telemetry.options import TraceLevel, TracingOptions
 from penstock.service.telemetry.otlp.destination import Destination, Signal
 from penstock.service.telemetry.otlp.environment import destination, sampler, service_resource, why_off
@@ -303,6 +305,7 @@ def test_the_page_has_every_variable_that_is_read_and_no_other() -> None:
         seen["OTEL_TRACES_SAMPLER"] = name
         sampler(TracingOptions(), seen)
     service_resource(version="1", instance_id="i", environ=seen)
+    push_interval_s(MetricsOptions(), seen)
     of_both = {re.sub("OTLP_(TRACES|METRICS)_", "OTLP_", name) for name in seen.asked}
     page = PAGE.read_text(encoding="utf-8").partition("## OpenTelemetry's variables")[2]
     rows = "".join(line.split(" | ")[0] for line in page.splitlines() if line.startswith("| `"))

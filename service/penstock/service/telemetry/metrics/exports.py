@@ -113,7 +113,7 @@ def open_collector(
     """Make what pushes metrics, by these options and the environment; None if they are not pushed. Raises
     ConfigError.
     """
-    interval_s = _interval_s(metrics, os.environ)
+    interval_s = push_interval_s(metrics, os.environ)
     to = destination(otlp, "metrics") if interval_s else None
     exporter = None if to is None else metric_exporter(otlp)
     if to is None or exporter is None:
@@ -130,7 +130,7 @@ def open_collector(
     )
 
 
-def _interval_s(metrics: MetricsOptions, environ: Mapping[str, str]) -> float:
+def push_interval_s(metrics: MetricsOptions, environ: Mapping[str, str]) -> float:
     """Seconds between two pushes; 0: never."""
     if metrics.otlp_metrics_interval_s is not None:
         return metrics.otlp_metrics_interval_s
