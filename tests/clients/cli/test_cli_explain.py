@@ -11,6 +11,7 @@ from google.protobuf.duration_pb2 import Duration
 
 from penstock.cli.calling.explain import explain
 from penstock.client.error_table import from_rpc_error
+from penstock.runtime.errors import UnsupportedFeature
 from penstock.service.errors import TABLE
 from penstock.v1 import weights_pb2
 from tests.clients.failing import Failure
@@ -111,3 +112,11 @@ def test_every_reason_of_the_service_is_explained(reason: str) -> None:
 
 def test_the_tables_have_no_reason_that_the_service_lacks() -> None:
     assert set(OWN) | set(GENERAL) == set(CODES)
+
+
+def test_what_the_service_itself_says_of_a_lacking_feature_is_not_said_twice() -> None:
+    message = str(UnsupportedFeature(["level"], "it was started without --otlp-endpoint"))
+    failure = Failure(grpc.StatusCode.UNIMPLEMENTED, "UNSUPPORTED_FEATURE", message)
+    assert explain(from_rpc_error(FailedCall(failure)), ADDR) == (
+        "this server cannot do that: level (it was started without --otlp-endpoint); see `penstock info`"
+    )

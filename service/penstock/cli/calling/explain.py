@@ -84,7 +84,8 @@ def _meaning(error: PenstockClientError, addr: str) -> str:
         case Unsupported():
             untold = ", ".join(field for field in error.fields if field not in text)
             what = f" ({untold})" if untold else ""
-            return f"this server cannot do that{what}: {text}; see `penstock info`"
+            said = text.removeprefix("not supported by this server: ")  # the service begins so
+            return f"this server cannot do that{what}: {said}; see `penstock info`"
         case DuplicateRequestId():
             return f"{text}; choose another --request-id"
         case KeyExpired():
