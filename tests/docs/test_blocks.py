@@ -104,9 +104,19 @@ def test_the_loop_of_tools_ends_with_an_answer_that_has_the_result(
 
 
 def shell_pages() -> list[object]:
+    """The pages with commands. Those that start servers of their own take long, so the sweep has them, but
+    not the README.
+    """
     by_page = groupby(blocks_in("sh"), lambda block: block.page)
-    found = [(page, list(group)) for page, group in by_page]
-    return [pytest.param(group, id=str(page.relative_to(ROOT))) for page, group in found]
+    found = [(str(page.relative_to(ROOT)), list(group)) for page, group in by_page]
+    return [
+        pytest.param(
+            group,
+            id=name,
+            marks=[pytest.mark.sweep] if name != "README.md" and needs_a_server(group) else [],
+        )
+        for name, group in found
+    ]
 
 
 @pytest.fixture

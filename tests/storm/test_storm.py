@@ -10,6 +10,7 @@ from tests.storm.__main__ import faults_of
 from tests.storm.run import storm
 
 
+@pytest.mark.sweep
 @pytest.mark.timeout(900)
 async def test_a_storm_leaves_nothing_behind_and_changes_no_honest_answer(tmp_path: Path) -> None:
     finding = await storm(

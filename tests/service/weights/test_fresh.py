@@ -71,7 +71,9 @@ def read(directory: Path) -> dict[str, NDArray[Any]]:
     return {name: np.asarray(entry.map()) for name, entry in find_tensors(directory).items()}
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    "name", [NAMES[0], *(pytest.param(name, marks=pytest.mark.sweep) for name in NAMES[1:])]
+)
 async def test_a_golden_that_is_pushed_answers_as_pytorch(name: str, tmp_path: Path) -> None:
     """Of every architecture: the server starts with other weights, and is given those of the golden. Each
     way of staging takes its turn, with the other weights in between.
