@@ -6,7 +6,8 @@
 Two servers of the same model run: one that nothing watches, and one with metrics and traces, whose level is
 changed between the runs and whose collector drops everything. Streams are sent to one of them at a time, for
 some seconds, in an order that turns with each round. What counts is each way's tokens per second against the
-bare server's of the same round, and the processor time that the server took for 1,000 tokens.
+bare server's of the same round, and the processor time that the server took for 1,000 tokens. Two processes
+of one server may differ by several percent, so compare levels with each other, which are in one process.
 """
 
 from __future__ import annotations
