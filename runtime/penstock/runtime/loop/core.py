@@ -168,10 +168,14 @@ class EngineCore:
     def _load(self) -> Load:
         if self._life.is_dead:
             return Load.idle(self._scheduler.config.num_pages)
+        self._drop_cancelled()
+        return self._scheduler.load()
+
+    def _drop_cancelled(self) -> None:
+        """Drops cancelled requests before the scheduler is looked at; with the lock held."""
         if self._requests.has_cancelled:
             with self.guard.changing():
                 self._requests.drop_cancelled()
-        return self._scheduler.load()
 
     def totals(self) -> Totals:
         """What the scheduler has counted since the start. Also of a dead engine. Takes no lock, because the
@@ -192,9 +196,7 @@ class EngineCore:
         with self.guard.lock:
             if self._life.is_dead:
                 return ()
-            if self._requests.has_cancelled:
-                with self.guard.changing():
-                    self._requests.drop_cancelled()
+            self._drop_cancelled()
             return self._scheduler.oldest(most)
 
     def limit_prefill_chunk(self, size: int | None) -> None:
