@@ -51,8 +51,9 @@ def shared_part(message: Descriptor) -> dict[int, tuple[object, ...]]:
 
 
 def test_clients_of_the_first_contract_are_not_broken(tmp_path: Path) -> None:
-    """`first_contract.binpb` is what `buf build` made of the first version of protos/. The same comparison
-    finds what is missing where a field of it is gone.
+    """`first_contract.binpb` is what `buf build` made of the first version of protos/, with the packages of
+    Go and Java added, which that version did not name. The same comparison finds what is missing where a
+    field of it is gone.
     """
     compared = buf("breaking", "--against", str(FIRST))
     assert (compared.returncode, compared.stdout) == (0, ""), compared.stdout + compared.stderr

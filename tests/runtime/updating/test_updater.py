@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import threading
 import time
 from collections.abc import Callable
 
@@ -23,6 +24,7 @@ from penstock.runtime.errors import (
 from penstock.runtime.loop.interface import InFlightPolicy, InFlightReport
 from penstock.runtime.updating import place
 from penstock.runtime.updating.interface import Staging, UpdateOutcome, UpdateReport
+from penstock.runtime.updating.one_update import OneUpdate
 from penstock.runtime.updating.upload import Upload
 from tests.support.collector import Collector, at_gate, submit
 from tests.support.models.toy import toy_engine, toy_model
@@ -82,6 +84,35 @@ def test_an_id_that_went_live_is_known(engine: Engine, tensors: Arrays) -> None:
     assert not updater.discard("first")
     first.close()
     assert updater.commit_staged("known").result(60) == again
+
+
+def test_who_is_told_that_an_update_is_live_may_begin_the_next_one(
+    engine: Engine, tensors: Arrays, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The memory of an update is freed after it went live. Until then it has the place, and is not known."""
+    updater, is_dropping, may_drop = engine.updater, threading.Event(), threading.Event()
+    drop = OneUpdate.drop
+
+    def slow_drop(update: OneUpdate) -> None:
+        is_dropping.set()
+        assert may_drop.wait(60)
+        drop(update)
+
+    monkeypatch.setattr(OneUpdate, "drop", slow_drop)
+    upload = begun(engine, tensors, "slow to end")
+    try:
+        pending = upload.commit(send(upload, tensors))
+        assert is_dropping.wait(60)
+        assert updater.already_committed("slow to end") is None
+        with pytest.raises(UpdateUnderWay, match="'slow to end' is under way"):
+            begun(engine, tensors, "next one")
+    finally:
+        may_drop.set()
+    pending.result(60)
+    report = updater.already_committed("slow to end")
+    assert report is not None
+    assert report.outcome is UpdateOutcome.ALREADY_COMMITTED
+    begun(engine, tensors, "next one").close()
 
 
 def test_the_last_thousand_ids_are_known(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -93,16 +93,20 @@ class UpdatePlace:
                 self._committed.popitem(last=False)
 
     def known(self, update_id: str, current: WeightsVersion) -> UpdateReport | None:
-        """What came of an update that went live or is staged; None for any other. `current`: what serves."""
+        """What came of an update that went live or is staged; None for any other. `current`: what serves.
+
+        An update that has gone live and still has the place, because its memory is not free yet, is not known
+        yet: who is told that it is live may begin the next one.
+        """
         with self._lock:
-            if update_id in self._committed:
+            holder = self._holder
+            if update_id in self._committed and (holder is None or holder.update_id != update_id):
                 return dataclasses.replace(
                     self._committed[update_id],
                     outcome=UpdateOutcome.ALREADY_COMMITTED,
                     current=current,
                     previous=current,
                 )
-            holder = self._holder
             if (
                 holder is None
                 or holder.update is None
