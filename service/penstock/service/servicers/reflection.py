@@ -1,40 +1,125 @@
 """Server reflection under both of its names: grpc.reflection.v1, and v1alpha, which older tools ask for.
 
-grpcio-reflection has only v1alpha. The messages of both are equal, so one servicer answers both, and the
-description of v1 is made from that of v1alpha.
+grpcio-reflection has the messages of v1alpha, to which those of v1 are equal. So one servicer answers both,
+and the description of v1 is made from that of v1alpha. The servicer is our own, because that of
+grpcio-reflection does not find methods, which is what `grpcurl describe` and ghz ask for.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 
 import grpc
 from google.protobuf import descriptor_pb2, descriptor_pool
-from grpc_reflection.v1alpha import reflection, reflection_pb2
-from grpc_reflection.v1alpha import reflection_pb2_grpc as alpha
+from google.protobuf.descriptor import FileDescriptor
+from grpc_reflection.v1alpha import reflection_pb2
+from grpc_reflection.v1alpha.reflection_pb2 import ServerReflectionRequest, ServerReflectionResponse
 
 V1 = "grpc.reflection.v1.ServerReflection"
-NAMES = (V1, reflection.SERVICE_NAME)
+V1ALPHA = "grpc.reflection.v1alpha.ServerReflection"
+NAMES = (V1, V1ALPHA)
 _FILE = "grpc/reflection/v1/reflection.proto"
 
 
 def enable_reflection(services: Sequence[str], server: grpc.aio.Server) -> None:
     """Let clients ask `server` for its services, their methods and their messages."""
-    _describe_v1()
-    servicer = reflection.aio.ReflectionServicer([*services, *NAMES])
-    alpha.add_ServerReflectionServicer_to_server(servicer, server)  # type: ignore[no-untyped-call]
+    pool = descriptor_pool.Default()
+    _describe_v1(pool)
+    servicer = ReflectionServicer([*services, *NAMES], pool)
     method = grpc.stream_stream_rpc_method_handler(
         servicer.ServerReflectionInfo,
-        request_deserializer=reflection_pb2.ServerReflectionRequest.FromString,
-        response_serializer=reflection_pb2.ServerReflectionResponse.SerializeToString,
+        request_deserializer=ServerReflectionRequest.FromString,
+        response_serializer=ServerReflectionResponse.SerializeToString,
     )
-    handlers = {"ServerReflectionInfo": method}
-    server.add_registered_method_handlers(V1, handlers)
+    for name in NAMES:
+        server.add_registered_method_handlers(name, {"ServerReflectionInfo": method})
 
 
-def _describe_v1() -> None:
+class ReflectionServicer:
+    """Answers questions about the services of a server from the descriptors of a pool."""
+
+    def __init__(self, services: Sequence[str], pool: descriptor_pool.DescriptorPool) -> None:
+        """Args:
+        services: the full names of the services to list.
+        pool: has their files, and those that these import.
+        """
+        self._services = sorted(services)
+        self._pool = pool
+
+    async def ServerReflectionInfo(
+        self, requests: AsyncIterator[ServerReflectionRequest], _: object
+    ) -> AsyncIterator[ServerReflectionResponse]:
+        """Answer each request of the stream with one response, in the same order."""
+        async for request in requests:
+            yield self.answer(request)
+
+    def answer(self, request: ServerReflectionRequest) -> ServerReflectionResponse:
+        """The response to one request. For what does not exist it is an error, and the call goes on."""
+        response = ServerReflectionResponse(valid_host=request.host, original_request=request)
+        try:
+            self._fill(response, request)
+        except KeyError:
+            question = request.WhichOneof("message_request")
+            response.error_response.error_code = grpc.StatusCode.NOT_FOUND.value[0]
+            response.error_response.error_message = f"{question}: not found"
+        return response
+
+    def _fill(self, response: ServerReflectionResponse, request: ServerReflectionRequest) -> None:
+        """Write the answer into `response`. Raises KeyError if what is asked for does not exist."""
+        match request.WhichOneof("message_request"):
+            case "list_services":
+                for name in self._services:
+                    response.list_services_response.service.add(name=name)
+            case "file_by_filename":
+                _add_files(response, self._pool.FindFileByName(request.file_by_filename))
+            case "file_containing_symbol":
+                _add_files(response, file_containing(self._pool, request.file_containing_symbol))
+            case "file_containing_extension":
+                wanted = request.file_containing_extension
+                extended = self._pool.FindMessageTypeByName(wanted.containing_type)
+                found = self._pool.FindExtensionByNumber(extended, wanted.extension_number)
+                _add_files(response, file_containing(self._pool, found.full_name))
+            case "all_extension_numbers_of_type":
+                extended = self._pool.FindMessageTypeByName(request.all_extension_numbers_of_type)
+                numbers = response.all_extension_numbers_response
+                numbers.base_type_name = extended.full_name
+                numbers.extension_number.extend(
+                    sorted(field.number for field in self._pool.FindAllExtensions(extended))
+                )
+            case _:
+                response.error_response.error_code = grpc.StatusCode.INVALID_ARGUMENT.value[0]
+                response.error_response.error_message = "the request asks nothing that this server knows"
+
+
+def file_containing(pool: descriptor_pool.DescriptorPool, symbol: str) -> FileDescriptor:
+    """The file that declares what has this full name: a message, field, oneof, enum, value, extension,
+    service or method. As in C++, the full name of an enum's value stands beside the enum, not below it:
+    `penstock.v1.FEATURE_CHAT`. Raises KeyError if there is none.
+    """
+    try:
+        return pool.FindFileContainingSymbol(symbol)
+    except KeyError:  # the pool finds all of them but methods
+        service, _, method = symbol.rpartition(".")
+        return pool.FindServiceByName(service).methods_by_name[method].containing_service.file
+
+
+def _add_files(response: ServerReflectionResponse, file: FileDescriptor) -> None:
+    """Answer with the file and then with all that it imports, each of them once."""
+    response.file_descriptor_response.file_descriptor_proto.extend(
+        one.serialized_pb for one in _with_imports(file, set())
+    )
+
+
+def _with_imports(file: FileDescriptor, seen: set[str]) -> Iterator[FileDescriptor]:
+    if file.name not in seen:
+        seen.add(file.name)
+        yield file
+        for imported in file.dependencies:
+            yield from _with_imports(imported, seen)
+
+
+def _describe_v1(pool: descriptor_pool.DescriptorPool) -> None:
     """Describe grpc.reflection.v1 itself, for clients that ask for it."""
-    pool = descriptor_pool.Default()
     try:
         pool.FindFileByName(_FILE)
     except KeyError:
