@@ -22,9 +22,9 @@ from penstock.runtime.models.load_rules import LoadRules
 from penstock.runtime.models.params import load_rules
 from penstock.runtime.ops.native import library
 from penstock.runtime.ops.native.linear import unpack
+from tests.runtime.engine.update_memory import UPDATES
 from tests.support.collector import at_gate
 from tests.support.models.toy import TEST_CACHE, toy_backend
-from tests.support.update_memory import UPDATES
 from tests.support.updating import small_engine
 
 LAYER = "model.layers.1.self_attn."
@@ -103,7 +103,7 @@ def test_loading_takes_the_threads_it_is_given_and_an_update_half(
 def test_an_update_takes_one_checkpoint_of_memory_and_gives_it_back(tmp_path: Path) -> None:
     write_checkpoint(tmp_path, WIDE)
     checkpoint = (tmp_path / "model.safetensors").stat().st_size
-    command = [sys.executable, "-m", "tests.support.update_memory", str(tmp_path), str(TEST_CACHE)]
+    command = [sys.executable, "-m", "tests.runtime.engine.update_memory", str(tmp_path), str(TEST_CACHE)]
     found = json.loads(
         subprocess.run(command, check=True, capture_output=True, text=True, cwd=REPOSITORY).stdout
     )

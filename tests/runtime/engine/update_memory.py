@@ -1,6 +1,6 @@
 """Measures the memory of weight updates, in a process of its own.
 
-    python -m tests.support.update_memory DIRECTORY COMPILATION_CACHE
+    python -m tests.runtime.engine.update_memory DIRECTORY COMPILATION_CACHE
 
 Prints JSON with a measurement while serving, and one for each kind of update of all weights, see `UPDATES`.
 Each has the bytes that are resident after a request, the peak, and the tokens of that

@@ -1,0 +1,85 @@
+"""Toolchains of other languages: Go and Java, which only the tests of their clients need.
+
+Where one is missing, a test is skipped, and says what to install. With PENSTOCK_REQUIRE_TOOLCHAINS=1 it fails
+instead: so do `make test-clients` and CI.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import os
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+from typing import NoReturn
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+TOOLS = ROOT / "tools" / "go"
+"""The Go module whose go.mod pins the programs that `go_program` builds."""
+PACKAGES = {
+    "grpcurl": "github.com/fullstorydev/grpcurl/cmd/grpcurl",
+    "ghz": "github.com/bojand/ghz/cmd/ghz",
+}
+TO_INSTALL = {
+    "go": "install Go 1.24 or newer (https://go.dev/dl)",
+    "java": "install a JDK, 17 or newer (Debian's package openjdk-17-jdk-headless)",
+    "mvn": "install Maven 3.8 or newer (Debian's package maven)",
+}
+BUILD_S = 900
+
+
+def require(*names: str) -> None:
+    """Skip the test, or fail it where toolchains are required, unless the PATH has all of these programs.
+
+    Names are those of TO_INSTALL. May stand in a test, in a fixture, and at the top of a test file.
+    """
+    for name in names:
+        advice = TO_INSTALL[name]
+        if shutil.which(name) is None:
+            refuse(f"no {name} here: {advice}")
+
+
+def refuse(why: str) -> NoReturn:
+    """Skip the test that runs, or the file that is imported; fail it where toolchains are required."""
+    if os.environ.get("PENSTOCK_REQUIRE_TOOLCHAINS") == "1":
+        pytest.fail(f"{why} (PENSTOCK_REQUIRE_TOOLCHAINS=1)", pytrace=False)
+    pytest.skip(why, allow_module_level=True)
+
+
+def go_program(name: str) -> Path:
+    """The path of `grpcurl` or `ghz`, in the version that tools/go/go.mod pins.
+
+    It is built at the first call, for about a minute, and kept in the folder for temporary files until the
+    pins change. Without Go, or where Go's modules cannot be downloaded, the test is skipped, or fails where
+    toolchains are required.
+    """
+    require("go")
+    folder = Path(tempfile.gettempdir()) / f"penstock-tests-go-{_pins()}"
+    program = folder / name
+    folder.mkdir(exist_ok=True)
+    with (folder / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # of several processes of tests one builds, and the others wait
+        if not program.exists():
+            half = folder / f"{name}.half"
+            done = subprocess.run(
+                ["go", "build", "-o", str(half), PACKAGES[name]],
+                cwd=TOOLS,
+                capture_output=True,
+                text=True,
+                timeout=BUILD_S,
+                check=False,
+            )
+            if done.returncode:
+                refuse(f"{name} could not be built with Go:\n{done.stderr}")
+            half.rename(program)
+    return program
+
+
+def _pins() -> str:
+    """A name for what go.mod and go.sum pin."""
+    pinned = b"".join((TOOLS / file).read_bytes() for file in ("go.mod", "go.sum"))
+    return hashlib.sha256(pinned).hexdigest()[:12]
