@@ -1,6 +1,6 @@
 """What MkDocs does besides: pages of the project outside docs/, generated parts, and links out of docs/.
 
-- README, ARCHITECTURE, CONTRIBUTING and the pages of bench/ are pages of the site too, in project/.
+- The pages of the root and of bench/ are pages of the site too, in project/.
 - `<!-- generated: ... -->` in a page is replaced by what tools/site makes from the contract or a parser.
 - A link to one of those pages leads to it. A link to another file of the repository becomes plain text: the
   site holds no sources.
@@ -24,7 +24,10 @@ from penstock.cli.__main__ import Parser  # noqa: E402 -- needs the path above
 from penstock.cli.serving.serve_flags import add_parser  # noqa: E402
 from tools.site import contract, flags  # noqa: E402
 
-PROJECT = ("README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "bench/README.md", "bench/RESULTS.md")
+PROJECT = (
+    *("README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md"),
+    *("bench/README.md", "bench/RESULTS.md"),
+)
 _LINK = re.compile(r"(!?)\[([^\]]*)\]\(([^)\s#]*)(#[^)\s]*)?\)")
 _FENCE = re.compile(r"^( *)```.*?^\1```$", re.M | re.S)
 _MARK = re.compile(r"<!-- generated: ([\w ]+) -->")
