@@ -2,8 +2,13 @@
 
 gRPC's Python generator is compiled into `grpc_tools.protoc`, but buf needs a program. This program translates
 the plugin protocol (a CodeGeneratorRequest on stdin, its response on stdout) into a call of that compiler.
+
+The generator writes its own version into the code, which then refuses any older grpcio. What it generates for
+this contract has been the same for many versions, so the oldest version that the client supports is written
+instead.
 """
 
+import re
 import sys
 import tempfile
 from pathlib import Path
@@ -11,6 +16,10 @@ from pathlib import Path
 from google.protobuf.compiler import plugin_pb2
 from google.protobuf.descriptor_pb2 import FileDescriptorSet
 from grpc_tools import protoc
+
+OLDEST_GRPCIO = "1.65.5"
+"""The oldest grpcio that the client supports."""
+_VERSION = re.compile(r"^GRPC_GENERATED_VERSION = '[\d.]+'$", re.MULTILINE)
 
 
 def generate(request: plugin_pb2.CodeGeneratorRequest) -> plugin_pb2.CodeGeneratorResponse:
@@ -26,7 +35,8 @@ def generate(request: plugin_pb2.CodeGeneratorRequest) -> plugin_pb2.CodeGenerat
         if status != 0:
             response.error = f"grpc_tools.protoc ended with status {status}; see its messages above"
         for path in sorted(path for path in out.rglob("*") if path.is_file()):
-            response.file.add(name=path.relative_to(out).as_posix(), content=path.read_text())
+            code = _VERSION.sub(f"GRPC_GENERATED_VERSION = '{OLDEST_GRPCIO}'", path.read_text())
+            response.file.add(name=path.relative_to(out).as_posix(), content=code)
     return response
 
 

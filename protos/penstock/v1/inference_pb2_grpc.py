@@ -6,7 +6,7 @@ import warnings
 from penstock.v1 import inference_pb2 as penstock_dot_v1_dot_inference__pb2
 from penstock.v1 import weights_pb2 as penstock_dot_v1_dot_weights__pb2
 
-GRPC_GENERATED_VERSION = '1.85.1'
+GRPC_GENERATED_VERSION = '1.65.5'
 GRPC_VERSION = grpc.__version__
 _version_not_supported = False
 
