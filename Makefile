@@ -21,7 +21,7 @@ BENCH_OUT ?= bench/out
 BENCH_ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help install run test test-all bench bench-compare docs check format-check lint types imports protos-check proto breaking format lock clean
+.PHONY: help install run test test-all bench bench-compare docs check format-check lint types imports protos-check proto proto-go breaking format lock clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' Makefile
@@ -89,8 +89,13 @@ protos-check: install
 		&& diff -r -x '*.proto' -x __init__.py -x py.typed -x __pycache__ "$$fresh/protos" protos \
 		|| { echo "the code in protos/ is not what the .proto files generate: make proto" >&2; exit 1; }
 
-proto: install ## generate the Python code of protos/ again
+proto: install ## generate the Python code of protos/ again, and with Go also the code of clients/go
 	$(BIN)/buf generate
+	@if command -v go >/dev/null; then $(MAKE) --no-print-directory proto-go; \
+		else echo "there is no Go here, so the code in clients/go is as it was: say make proto-go where there is" >&2; fi
+
+proto-go: install ## generate the Go code of clients/go from protos/ again
+	$(BIN)/buf generate --template clients/go/buf.gen.yaml
 
 breaking: install ## compare the contract with an earlier commit (AGAINST=HEAD~1)
 	@if git cat-file -e '$(AGAINST):buf.yaml' 2>/dev/null; \

@@ -25,7 +25,7 @@ PACKAGES = {
     "ghz": "github.com/bojand/ghz/cmd/ghz",
 }
 TO_INSTALL = {
-    "go": "install Go 1.24 or newer (https://go.dev/dl)",
+    "go": "install Go 1.26 or newer (https://go.dev/dl)",
     "java": "install a JDK, 17 or newer (Debian's package openjdk-17-jdk-headless)",
     "mvn": "install Maven 3.8 or newer (Debian's package maven)",
 }
