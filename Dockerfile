@@ -2,7 +2,7 @@
 FROM python:3.12-slim AS build
 RUN apt-get update && apt-get install --yes --no-install-recommends g++
 COPY . /src
-RUN python -m venv /opt/penstock && /opt/penstock/bin/pip install --constraint /src/constraints.txt /src
+RUN python -m venv /opt/penstock && /opt/penstock/bin/pip install --constraint /src/constraints.txt /src/clients/python /src
 RUN /opt/penstock/bin/python -m penstock.runtime.ops.native.build --folder /opt/penstock/native
 
 FROM python:3.12-slim

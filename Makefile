@@ -31,10 +31,12 @@ install: $(STAMP) ## create .venv and install the project with its tools
 # The pins hold on the Pythons they were tried on; another one gets the newest that pyproject.toml allows.
 CONSTRAINTS = $$($(BIN)/python -c 'import sys; print("--constraint constraints.txt" * (sys.version_info < (3, 14)))')
 
-$(STAMP): pyproject.toml constraints.txt
+$(STAMP): pyproject.toml clients/python/pyproject.toml constraints.txt
 	@test -n "$(PYTHON)" || { echo "no Python >= 3.11 with venv found; say make PYTHON=..." >&2; exit 1; }
 	@test -x $(BIN)/python || (set -x; $(PYTHON) -m venv $(VENV))
-	$(BIN)/python -m pip install --disable-pip-version-check --editable '.[dev]' $(CONSTRAINTS)
+	@# A file that has moved from one of the two distributions to the other would be removed with the old one.
+	$(BIN)/python -m pip uninstall --disable-pip-version-check --quiet --quiet --yes penstock penstock-client
+	$(BIN)/python -m pip install --disable-pip-version-check --editable clients/python --editable '.[dev]' $(CONSTRAINTS)
 	@# For the CPU kernels; where they cannot be built it says why, and everything runs on XLA.
 	$(BIN)/python -m penstock.runtime.ops.native.build
 	@touch $(STAMP)
@@ -63,7 +65,7 @@ docs: install $(DOCS_STAMP) ## build the site into site/, with links checked
 	@echo "the site is in site/; open site/index.html"
 
 $(DOCS_STAMP): $(STAMP)
-	$(BIN)/python -m pip install --disable-pip-version-check --editable '.[dev,docs]' $(CONSTRAINTS)
+	$(BIN)/python -m pip install --disable-pip-version-check --editable clients/python --editable '.[dev,docs]' $(CONSTRAINTS)
 	@touch $(DOCS_STAMP)
 
 check: format-check lint types imports protos-check docs $(if $(SKIP_TESTS),,test) ## style, types, import law, protos, the site, and the tests (SKIP_TESTS=1 leaves them out)
@@ -110,7 +112,7 @@ format: install ## format Python, C++ and the .proto files, and fix what can be 
 
 lock: install ## pin the newest versions that pyproject.toml allows in constraints.txt
 	$(BIN)/uv pip compile --quiet --universal --fork-strategy fewest --upgrade --extra dev --extra docs --no-annotate \
-		--no-emit-index-url --no-emit-find-links --custom-compile-command 'make lock' \
+		--no-emit-index-url --no-emit-find-links --no-emit-package penstock-client --custom-compile-command 'make lock' \
 		--output-file constraints.txt pyproject.toml
 
 clean: ## remove .venv, caches and build output

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from bench.drivers import options
-from penstock.cli.commands import serve
-from penstock.cli.serving import engine_flags
 from penstock.runtime.config import EngineConfig
+from penstock.server_cli.commands import serve
+from penstock.server_cli.serving import engine_flags
 
 
 def test_parse():

@@ -12,8 +12,16 @@ from typing import Any
 import pytest
 
 REPOSITORY = Path(__file__).parents[2]
-PYPROJECT: dict[str, Any] = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())
-ROOTS = [REPOSITORY / folder for folder in PYPROJECT["tool"]["hatch"]["build"]["dev-mode-dirs"]]
+DISTRIBUTIONS = [REPOSITORY, REPOSITORY / "clients" / "python"]
+PYPROJECTS: list[dict[str, Any]] = [
+    tomllib.loads((folder / "pyproject.toml").read_text()) for folder in DISTRIBUTIONS
+]
+PYPROJECT = PYPROJECTS[0]
+ROOTS = [
+    (folder / root).resolve()
+    for folder, project in zip(DISTRIBUTIONS, PYPROJECTS, strict=True)
+    for root in project["tool"]["hatch"]["build"]["dev-mode-dirs"]
+]
 LAW = PYPROJECT["tool"]["importlinter"]
 SOURCES = {law["id"]: law.get("source_modules", []) for law in LAW["contracts"]}
 
@@ -33,7 +41,7 @@ def loaded_by(name: str) -> set[str]:
     return set(subprocess.check_output([sys.executable, "-c", program], text=True).split())
 
 
-@pytest.mark.parametrize("name", ["penstock.client", *SOURCES["jax-free"]])
+@pytest.mark.parametrize("name", [*SOURCES["client"], *SOURCES["jax-free"]])
 def test_loads_no_jax(name: str) -> None:
     assert loaded_by(name).isdisjoint({"jax", "jaxlib", "flax", "transformers", "torch"})
 

@@ -14,7 +14,8 @@ REPOSITORY = Path(__file__).parents[2]
 PARTS = (
     "runtime/penstock/runtime",
     "service/penstock/service",
-    "service/penstock/cli",
+    "service/penstock/server_cli",
+    "clients/python/penstock/cli",
     "clients/python/penstock/client",
     "bench",
 )

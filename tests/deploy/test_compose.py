@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from penstock.cli.serving.serve_flags import server_options
+from penstock.server_cli.serving.serve_flags import server_options
 from tests.deploy.files import PARTS, ROOT, dashboard, yaml_of
 from tests.docs.test_data_blocks import serve_arguments
 

@@ -36,7 +36,7 @@ def test_every_block_has_a_language_that_is_checked() -> None:
 
 def serve_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     """Parse arguments as `penstock serve` does; a wrong one fails the test."""
-    serve = pytest.importorskip("penstock.cli.commands.serve")
+    serve = pytest.importorskip("penstock.server_cli.commands.serve")
     parser = Parser(prog="penstock")
     serve.add_parser(parser.add_subparsers(dest="command"))
     return parser.parse_args(["serve", *arguments])

@@ -90,7 +90,9 @@ _PLACEHOLDER = re.compile(r"\.\.\.|\b[A-Z]\b|[`()]|METHOD|'ID'|127\.0\.0\.1:5005
 
 def test_messages_of_the_troubleshooting_page_are_those_of_the_programs() -> None:
     page = text_of(ROOT / "docs" / "how-to" / "troubleshoot.md").partition("## Symptoms")[0]
-    sources = (path for part in ("runtime", "service") for path in (ROOT / part).rglob("*.py"))
+    sources = (
+        path for part in ("runtime", "service", "clients/python") for path in (ROOT / part).rglob("*.py")
+    )
     text = "".join(path.read_text() for path in sources)
     joined = re.sub(r'"\s*\n\s*f?"', "", text)  # of strings that go on in the next line
     quoted = [row.split(" | ")[0].removeprefix("| ") for row in page.splitlines() if row.startswith("| `")]

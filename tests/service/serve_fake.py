@@ -13,8 +13,8 @@ import threading
 import time
 from typing import Any
 
-from penstock.cli.commands import serve
 from penstock.runtime.config import EngineConfig
+from penstock.server_cli.commands import serve
 from penstock.service.server import PenstockServer
 from tests.service.codecs import byte_codec
 from tests.service.fake import FakeEngine

@@ -21,7 +21,7 @@ for source in ("", "protos", "service", "runtime", "clients/python"):
     sys.path.insert(0, str(ROOT / source))
 
 from penstock.cli.__main__ import Parser  # noqa: E402 -- needs the path above
-from penstock.cli.serving.serve_flags import add_parser  # noqa: E402
+from penstock.server_cli.serving.serve_flags import add_parser  # noqa: E402
 from tools.site import contract, flags  # noqa: E402
 
 PROJECT = (

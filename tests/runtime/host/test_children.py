@@ -15,8 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from penstock.cli.commands.demo import server_command
 from penstock.runtime.host.children import import_path
+from penstock.server_cli.commands.demo import server_command
 
 GENEROUS_S = 60.0
 SPIN = "{% for i in range(100000) %}{% for j in range(100000) %}{% endfor %}{% endfor %}"

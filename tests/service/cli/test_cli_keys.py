@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from penstock.cli.__main__ import main
-from penstock.cli.processes.servers import reload_hint, serving_with
+from penstock.server_cli.processes.servers import reload_hint, serving_with
 from penstock.service.access.callers import Role
 from penstock.service.access.key_file import KeyEntry
 from penstock.service.access.key_store import digest_of, read_keys

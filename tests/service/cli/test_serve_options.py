@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 
-from penstock.cli.commands import serve
-from penstock.cli.serving import engine_flags, flag_names, option_values, serve_flags
 from penstock.runtime.config import EngineConfig
 from penstock.runtime.errors import ConfigError
 from penstock.runtime.requests.context import Truncation
+from penstock.server_cli.commands import serve
+from penstock.server_cli.serving import engine_flags, flag_names, option_values, serve_flags
 from penstock.service.limits.bounds import Bounds
 from penstock.service.listening.connections import ConnectionOptions
 from penstock.service.listening.listen_options import ListenOptions

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from penstock.cli.serving.option_values import size
+from penstock.server_cli.serving.option_values import size
 from penstock.service.replies.reply_limits import MIB, ReplyLimits
 
 _DEFAULTS = ReplyLimits()

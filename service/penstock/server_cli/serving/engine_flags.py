@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 
-from penstock.cli.serving.option_values import options_of, path, path_or_off, size
 from penstock.runtime.config import (
     ACCELERATOR_SIZES,
     CPU_SIZES,
@@ -18,6 +17,7 @@ from penstock.runtime.config import (
     EngineConfig,
 )
 from penstock.runtime.scheduling.scheduler_config import SCHEDULING_POLICIES
+from penstock.server_cli.serving.option_values import options_of, path, path_or_off, size
 
 _CONFIG = EngineConfig()
 

@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from penstock.cli.calling.common import complain, explain, write
-from penstock.cli.processes.demo_child import Child, child
 from penstock.client import Client, NotReady, PenstockClientError
+from penstock.server_cli.processes.demo_child import Child, child
 
 if TYPE_CHECKING:
     from penstock.cli.calling.common import Subparsers

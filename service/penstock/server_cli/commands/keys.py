@@ -10,8 +10,8 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from penstock.cli.processes.servers import reload_hint
 from penstock.runtime.errors import ConfigError
+from penstock.server_cli.processes.servers import reload_hint
 from penstock.service.access.callers import Role
 from penstock.service.access.key_file import ID_RULE, MAX_LIMIT, KeyEntry, is_key_id, parse_time
 from penstock.service.access.key_store import change_keys, digest_of, exposed, new_secret, read_keys

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from penstock.cli.serving.option_values import path
+from penstock.server_cli.serving.option_values import path
 
 
 def add_keys_flags(parser: argparse.ArgumentParser) -> None:

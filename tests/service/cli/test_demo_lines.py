@@ -8,7 +8,7 @@ import sys
 import pytest
 from google.protobuf import json_format
 
-from penstock.cli.commands import demo
+from penstock.server_cli.commands import demo
 from penstock.v1 import inference_pb2, types_pb2
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from penstock.cli.serving.option_values import octal, path, port
+from penstock.server_cli.serving.option_values import octal, path, port
 from penstock.service.listening.listen_options import ListenOptions
 from penstock.service.options import ServerOptions
 

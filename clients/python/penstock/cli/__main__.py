@@ -2,6 +2,9 @@
 
 Only the chosen command's module is imported, so that `penstock --help` is fast and no command of the client
 loads JAX. The module of a command has `add_parser(subparsers)` and `run(args) -> int`.
+
+The distribution penstock-client has this program and the commands that call a server. The distribution
+penstock adds the commands that need the engine; without it they say what to install.
 """
 
 from __future__ import annotations
@@ -48,19 +51,42 @@ _CONTROL = {
     "profile",
 }
 """Commands whose modules are in `commands/control/`."""
+_SERVER = {"demo", "serve", "keys", "usage"}
+"""Commands whose modules come with the engine, in `penstock.server_cli.commands`."""
 
 
 def version() -> str:
-    """The version of the installed distribution."""
+    """The version of the installed distributions; both have the same."""
     try:
-        return metadata.version("penstock")
+        return metadata.version("penstock-client")
     except metadata.PackageNotFoundError:  # the source tree was not installed
         return "unknown"
 
 
 def _module_of(command: str) -> str:
-    folder = "penstock.cli.commands.control" if command in _CONTROL else "penstock.cli.commands"
+    folder = "penstock.cli.commands"
+    if command in _SERVER:
+        folder = "penstock.server_cli.commands"
+    elif command in _CONTROL:
+        folder = "penstock.cli.commands.control"
     return f"{folder}.{command.replace('-', '_')}"
+
+
+def _lacking(command: str | None, module: str | None) -> str:
+    """What to say where `module` cannot be imported, which `command` needs.
+
+    No index has Penstock, and on PyPI the name `penstock` is another project's, so it names no package.
+    """
+    if module is not None and module.startswith("penstock."):
+        lacking = "the engine, which is not installed here"
+        advice = "penstock-client only calls servers. Install the distribution penstock too,"
+    else:
+        lacking = f"the Python module {module}, which is not installed here"
+        advice = f"Install the distribution {'penstock' if command in _SERVER else 'penstock-client'} again,"
+    return (
+        f"penstock {command}: it needs {lacking}. {advice} from a clone of Penstock "
+        "(pip install ./clients/python .) or from the wheels that `make wheel` builds there"
+    )
 
 
 class Parser(argparse.ArgumentParser):
@@ -123,11 +149,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except ModuleNotFoundError as error:
-        print(
-            f"penstock {chosen}: it needs the Python module {error.name}, which is not installed here; "
-            "pip install penstock",
-            file=sys.stderr,
-        )
+        print(_lacking(chosen, error.name), file=sys.stderr)
         return 1
 
 

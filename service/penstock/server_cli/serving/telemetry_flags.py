@@ -5,9 +5,9 @@ from __future__ import annotations
 import argparse
 import dataclasses
 
-from penstock.cli.serving.option_values import options_of, path, size_or_none
 from penstock.runtime.config import EngineConfig
 from penstock.runtime.errors import ConfigError
+from penstock.server_cli.serving.option_values import options_of, path, size_or_none
 from penstock.service.options import ServerOptions
 from penstock.service.telemetry.logs.options import LOG_FORMATS, LOG_LEVELS, LogOptions
 from penstock.service.telemetry.metrics.options import DEFAULT_HOST, METRICS_NAMES, MetricsOptions

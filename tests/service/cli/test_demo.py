@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from penstock.cli.__main__ import main
-from penstock.cli.commands import demo
+from penstock.server_cli.commands import demo
 
 # Serves health and one canned stream; SIGINT ends it with code 7, and a second one would with code 9.
 SERVER = """
@@ -58,7 +58,7 @@ sys.exit(7 if len(signals) == 1 else 9)
 # What `penstock demo` runs, with the server's command replaced by what comes after the port.
 DRIVER = """
 import sys
-from penstock.cli.commands import demo
+from penstock.server_cli.commands import demo
 from penstock.cli.__main__ import main
 demo.server_command = lambda host, port, insecure: [sys.executable, "-c", sys.argv[2], f"{host}:{port}"]
 demo.READY_LIMIT_S = 3.0 if "never ready" in sys.argv[2] else demo.READY_LIMIT_S

@@ -13,13 +13,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from penstock.cli.serving.engine_flags import engine_config
-from penstock.cli.serving.flag_names import with_flags
-from penstock.cli.serving.serve_flags import add_parser, server_options
-from penstock.cli.serving.telemetry_flags import log_options, tracing_options
 from penstock.runtime.config import EngineConfig
 from penstock.runtime.engine import Engine
 from penstock.runtime.errors import ConfigError, PenstockError
+from penstock.server_cli.serving.engine_flags import engine_config
+from penstock.server_cli.serving.flag_names import with_flags
+from penstock.server_cli.serving.serve_flags import add_parser, server_options
+from penstock.server_cli.serving.telemetry_flags import log_options, tracing_options
 from penstock.service.identity import new_instance_id, version
 from penstock.service.limits.open_files import FOR_OTHERS, MANY, raise_limit
 from penstock.service.options import ServerOptions

@@ -5,19 +5,19 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING
 
-from penstock.cli.serving.connection_flags import add_connection_flags
-from penstock.cli.serving.engine_flags import add_engine_flags
-from penstock.cli.serving.feature_flags import add_feature_flags
-from penstock.cli.serving.flag_names import flags_of
-from penstock.cli.serving.keys_flags import add_keys_flags
-from penstock.cli.serving.limits_flags import add_limits_flags
-from penstock.cli.serving.network_flags import add_listen_flags
-from penstock.cli.serving.option_values import json_object, options_of, path, size
-from penstock.cli.serving.reply_flags import add_reply_flags
-from penstock.cli.serving.telemetry_flags import add_telemetry_flags, metrics_options
 from penstock.runtime.chat.parser import REASONING_PARSERS, TOOL_PARSERS
 from penstock.runtime.config import EngineConfig
 from penstock.runtime.requests.context import Truncation
+from penstock.server_cli.serving.connection_flags import add_connection_flags
+from penstock.server_cli.serving.engine_flags import add_engine_flags
+from penstock.server_cli.serving.feature_flags import add_feature_flags
+from penstock.server_cli.serving.flag_names import flags_of
+from penstock.server_cli.serving.keys_flags import add_keys_flags
+from penstock.server_cli.serving.limits_flags import add_limits_flags
+from penstock.server_cli.serving.network_flags import add_listen_flags
+from penstock.server_cli.serving.option_values import json_object, options_of, path, size
+from penstock.server_cli.serving.reply_flags import add_reply_flags
+from penstock.server_cli.serving.telemetry_flags import add_telemetry_flags, metrics_options
 from penstock.service.limits.bounds import Bounds
 from penstock.service.listening.connections import ConnectionOptions
 from penstock.service.listening.listen_options import ListenOptions

@@ -1,0 +1,1 @@
+"""The command line: the program `penstock`, and its commands that call a server."""
