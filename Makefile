@@ -98,8 +98,9 @@ protos-check: install
 		&& diff -r -x '*.proto' -x __init__.py -x py.typed -x __pycache__ "$$fresh/protos" protos \
 		|| { echo "the code in protos/ is not what the .proto files generate: make proto" >&2; exit 1; }
 
-proto: install ## generate the Python code of protos/ again, and with Go also the code of clients/go
+proto: install ## generate the Python code of protos/ and the contract's page again, and with Go the code of clients/go
 	$(BIN)/buf generate
+	$(BIN)/python -m tools.site.contract
 	@if command -v go >/dev/null; then $(MAKE) --no-print-directory proto-go; \
 		else echo "there is no Go here, so the code in clients/go is as it was: say make proto-go where there is" >&2; fi
 
@@ -109,7 +110,7 @@ proto-go: install ## generate the Go code of clients/go from protos/ again
 breaking: install ## compare the contract with an earlier commit (AGAINST=HEAD~1)
 	@if git cat-file -e '$(AGAINST):buf.yaml' 2>/dev/null; \
 		then $(BIN)/buf breaking --against '.git#ref=$(AGAINST)' && echo "nothing breaks since $(AGAINST)"; \
-		else echo "no contract at $(AGAINST) to compare with"; fi
+		else echo "there is no contract at $(AGAINST) to compare with; a shallow clone needs: git fetch --deepen 1"; fi
 
 format: install ## format Python, C++ and the .proto files, and fix what can be fixed
 	$(BIN)/ruff check --fix

@@ -1,113 +1,157 @@
-"""The contract as a page: every service, message, field and enum, with the comments of the .proto files."""
+"""The contract as a page: every service, RPC, message, field and enum, with the comments of the .proto files.
+
+`python -m tools.site.contract` writes docs/reference/contract.md; `make proto` runs it.
+"""
 
 from __future__ import annotations
 
-import tempfile
+import re
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from google.protobuf import descriptor_pb2
-from grpc_tools import protoc
 
-_SERVICE, _MESSAGE, _ENUM = 6, 4, 5
-"""Numbers of the fields of FileDescriptorProto, of which source locations are paths."""
-_METHODS, _FIELDS, _VALUES = 2, 2, 2
-"""The same of services, messages and enums."""
-_LABELS = {descriptor_pb2.FieldDescriptorProto.LABEL_REPEATED: "repeated "}
-Comments = Mapping[tuple[int, ...], str]
+from tools.site.comments import (
+    ENUM,
+    FIELD,
+    MESSAGE,
+    METHOD,
+    ONEOF,
+    SERVICE,
+    VALUE,
+    Comment,
+    comments_of,
+    head_of,
+    read_files,
+)
 
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = ROOT / "docs" / "reference" / "contract.md"
+FILES = ("inference", "control", "types", "weights", "telemetry")
+"""The order of the files on the page."""
+COLUMNS = ("Unit", "Default", "Limits", "Errors")
+"""The columns that a table has if any of its fields has something there."""
+OUT_OF_LIMITS = "`INVALID_FIELD`"
+"""What a value outside of Limits is answered with, if Errors says nothing else."""
+HEAD = """\
+<!-- Made from the comments of protos/penstock/v1/*.proto by `make proto`: change those. -->
+# Contract
 
-def read_files(root: Path) -> Sequence[descriptor_pb2.FileDescriptorProto]:
-    """Parse the .proto files below `root` with their comments. Raises RuntimeError if one is wrong."""
-    names = sorted(str(path.relative_to(root)) for path in root.glob("penstock/**/*.proto"))
-    common = Path(protoc.__file__).parent / "_proto"
-    with tempfile.TemporaryDirectory() as folder:
-        out = Path(folder) / "files"
-        command = [
-            "protoc",
-            f"-I{root}",
-            f"-I{common}",
-            "--include_source_info",
-            f"--descriptor_set_out={out}",
-        ]
-        if protoc.main([*command, *names]) != 0:
-            raise RuntimeError("protoc refused the contract")
-        return descriptor_pb2.FileDescriptorSet.FromString(out.read_bytes()).file
+Every service, RPC, message, field and enum of `penstock.v1`, from the comments of the files in
+`protos/penstock/v1/`. A running server describes itself, too:
 
+```sh
+grpcurl -plaintext 127.0.0.1:50051 describe penstock.v1.GenerateRequest
+```
 
-def comments_of(file: descriptor_pb2.FileDescriptorProto) -> Comments:
-    """Path of a declaration to the comments before and behind it."""
-    found = {}
-    for location in file.source_code_info.location:
-        text = " ".join(f"{location.leading_comments} {location.trailing_comments}".split())
-        if text:
-            found[tuple(location.path)] = text
-    return found
-
-
-def head_of(file: descriptor_pb2.FileDescriptorProto) -> str:
-    """The comment at the top of a file, as paragraphs and lists."""
-    for location in file.source_code_info.location:
-        if tuple(location.path) == (12,):  # the line `syntax = ...`
-            return "\n".join(line.removeprefix(" ") for line in location.leading_comments.splitlines())
-    return ""
+[Errors](errors.md) explains the reasons of errors, and [Limits](limits.md) lists all limits with the options
+that set them.
+"""
+NO_COMMENT = Comment("", {})
+Comments = Mapping[tuple[int, ...], Comment]
+_CODE = re.compile(
+    r'\{[^}]*\}|"[^"]+"|--[a-z][a-z-]+|[A-Za-z]\w*_[\w.]*\w|[A-Z]\w+(?:\.\w+)+|\w+\.proto\b'
+    r"|\b(?!JSON\b|GBNF\b)[A-Z]{4,}\b"
+)
+"""What is shown as code: JSON, quoted words, flags, names of the contract, files, and words in capitals."""
 
 
 def page(root: Path) -> str:
-    """Markdown of the whole contract."""
-    files = read_files(root)
-    lines: list[str] = []
-    for file in sorted(files, key=lambda f: (not f.service, f.name)):
-        lines += [f"## {Path(file.name).name}", "", head_of(file), ""]
+    """Markdown of the contract whose files are below `root`."""
+    files = {Path(file.name).stem: file for file in read_files(root)}
+    assert files.keys() == set(FILES), "FILES names every file"
+    lines = [HEAD]
+    for file in (files[name] for name in FILES):
         comments = comments_of(file)
-        lines += _services(file, comments)
+        lines += [f"## {Path(file.name).name}", "", *_head(head_of(file)), ""]
+        for number, service in enumerate(file.service):
+            lines += _service(service, (SERVICE, number), comments)
         for number, message in enumerate(file.message_type):
-            lines += _message(message, (_MESSAGE, number), comments)
+            lines += _message(message, (MESSAGE, number), comments)
         for number, enum in enumerate(file.enum_type):
-            lines += _enum(enum, (_ENUM, number), comments)
-    return "\n".join(lines)
+            lines += _enum(enum, (ENUM, number), comments)
+    return "\n".join(lines).rstrip() + "\n"
 
 
-def _services(file: descriptor_pb2.FileDescriptorProto, comments: Comments) -> Iterator[str]:
-    for number, service in enumerate(file.service):
-        path = (_SERVICE, number)
-        yield from (f"### {service.name}", "", *_lines_of(file, path), "")
-        yield from ("| RPC | request | reply | |", "|---|---|---|---|")
-        for index, method in enumerate(service.method):
-            request = f"{'stream of ' * method.client_streaming}{_link(method.input_type)}"
-            reply = f"{'stream of ' * method.server_streaming}{_link(method.output_type)}"
-            yield f"| `{method.name}` | {request} | {reply} | {_cell(comments, (*path, _METHODS, index))} |"
+def _head(lines: Sequence[str]) -> Iterator[str]:
+    """The comment at the top of a file. A list begins after an empty line, as Markdown wants it."""
+    for before, line in zip(["", *lines], lines, strict=False):
+        if line.startswith("- ") and before and not before.startswith(("- ", "  ")):
+            yield ""
+        yield shown(line)
+
+
+def _service(
+    service: descriptor_pb2.ServiceDescriptorProto, path: tuple[int, ...], comments: Comments
+) -> Iterator[str]:
+    yield from (f"### {service.name}", "", *_told(comments.get(path, NO_COMMENT)))
+    for index, method in enumerate(service.method):
+        request = f"{'stream of ' * method.client_streaming}{_link(method.input_type)}"
+        reply = f"{'stream of ' * method.server_streaming}{_link(method.output_type)}"
+        comment = comments.get((*path, METHOD, index), NO_COMMENT)
+        role = comment.labels.get("Role", "").removesuffix(".")
+        yield from (f"#### {service.name}.{method.name}", "")
+        yield from (f"Takes {request}, answers {reply}. Needs the role {role}.", "")
+        yield from _told(comment)
+
+
+def _told(comment: Comment) -> Iterator[str]:
+    """A comment with its table of errors."""
+    yield from (shown(comment.text), "")
+    if comment.rows:
+        yield from ("| status | reason |", "|---|---|")
+        yield from (f"| {', '.join(_coded(status))} | {cell(text)} |" for status, text in comment.rows)
         yield ""
+    if comment.after:
+        yield from (shown(comment.after), "")
 
 
-def _lines_of(file: descriptor_pb2.FileDescriptorProto, path: tuple[int, ...]) -> Iterator[str]:
-    """The comment before a declaration. Where it is laid out as a table, its lines stay as they are."""
-    for location in file.source_code_info.location:
-        if tuple(location.path) == path and location.leading_comments:
-            lines = [line.removeprefix(" ") for line in location.leading_comments.splitlines()]
-            laid_out = any(line.startswith("  ") for line in lines)
-            yield from ("```text", *lines, "```") if laid_out else (escaped(line) for line in lines)
+def _coded(statuses: str) -> Iterator[str]:
+    return (f"`{status}`" for status in statuses.split(", "))
 
 
 def _message(
     message: descriptor_pb2.DescriptorProto, path: tuple[int, ...], comments: Comments
 ) -> Iterator[str]:
-    yield from (f"### {message.name}", "", escaped(comments.get(path, "")), "")
-    maps = {nested.name: nested for nested in message.nested_type if nested.options.map_entry}
+    yield from (f"### {message.name}", "", shown(comments.get(path, NO_COMMENT).text), "")
     if not message.field:
-        yield from ("It has no fields.", "")
         return
-    yield from ("| field | type | number | |", "|---|---|---|---|")
-    for index, field in enumerate(message.field):
-        oneof = field.HasField("oneof_index") and not field.proto3_optional
-        notes = [f"one of `{message.oneof_decl[field.oneof_index].name}`"] if oneof else []
-        if field.proto3_optional:
-            notes.append("optional")
-        told = _cell(comments, (*path, _FIELDS, index))
-        text = "; ".join([*notes, told] if told else notes)
-        yield f"| `{field.name}` | {_type(field, maps)} | {field.number} | {text} |"
+    for index, oneof in enumerate(message.oneof_decl):
+        if comment := comments.get((*path, ONEOF, index)):
+            yield from (f"One of `{oneof.name}`: {shown(comment.text)}", "")
+    told = [comments.get((*path, FIELD, index), NO_COMMENT) for index in range(len(message.field))]
+    columns = [label for label in COLUMNS if any(_label(comment, label) for comment in told)]
+    names = ["field", "type", "what it is", *map(str.lower, columns)]
+    yield from (f"| {' | '.join(names)} |", "|---" * len(names) + "|")
+    maps = {nested.name: nested for nested in message.nested_type if nested.options.map_entry}
+    for field, comment in zip(message.field, told, strict=True):
+        cells = [f"`{field.name}` = {field.number}", _kind(field, maps), _meaning(message, field, comment)]
+        cells += [_label(comment, label) for label in columns]
+        yield f"| {' | '.join(cells)} |"
     yield ""
+
+
+def _label(comment: Comment, label: str) -> str:
+    """What stands behind a label, as the text of a cell."""
+    told = cell(comment.labels.get(label, ""))
+    limits = comment.labels.get("Limits", "none")
+    if label == "Errors" and not limits.startswith(("none", "any")):
+        return f"{OUT_OF_LIMITS}; {told}" if told else OUT_OF_LIMITS
+    return told[:1].upper() + told[1:]
+
+
+def _meaning(
+    message: descriptor_pb2.DescriptorProto, field: descriptor_pb2.FieldDescriptorProto, comment: Comment
+) -> str:
+    in_oneof = field.HasField("oneof_index") and not field.proto3_optional
+    told = cell(comment.text)
+    return f"(one of `{message.oneof_decl[field.oneof_index].name}`) {told}" if in_oneof else told
+
+
+def _kind(field: descriptor_pb2.FieldDescriptorProto, maps: Mapping[str, Any]) -> str:
+    return f"optional {_type(field, maps)}" if field.proto3_optional else _type(field, maps)
 
 
 def _type(field: descriptor_pb2.FieldDescriptorProto, maps: Mapping[str, Any]) -> str:
@@ -115,7 +159,7 @@ def _type(field: descriptor_pb2.FieldDescriptorProto, maps: Mapping[str, Any]) -
     if entry is not None:
         key, value = (_type(part, {}) for part in entry.field)
         return f"map of {key} to {value}"
-    label = _LABELS.get(field.label, "")
+    label = "repeated " if field.label == descriptor_pb2.FieldDescriptorProto.LABEL_REPEATED else ""
     if field.type_name:
         return f"{label}{_link(field.type_name)}"
     name = descriptor_pb2.FieldDescriptorProto.Type.Name(field.type).removeprefix("TYPE_").lower()
@@ -125,10 +169,11 @@ def _type(field: descriptor_pb2.FieldDescriptorProto, maps: Mapping[str, Any]) -
 def _enum(
     enum: descriptor_pb2.EnumDescriptorProto, path: tuple[int, ...], comments: Comments
 ) -> Iterator[str]:
-    yield from (f"### {enum.name}", "", escaped(comments.get(path, "")), "")
-    yield from ("| value | number | |", "|---|---|---|")
+    yield from (f"### {enum.name}", "", shown(comments.get(path, NO_COMMENT).text), "")
+    yield from ("| value | number | what it means |", "|---|---|---|")
     for index, value in enumerate(enum.value):
-        yield f"| `{value.name}` | {value.number} | {_cell(comments, (*path, _VALUES, index))} |"
+        told = cell(comments.get((*path, VALUE, index), NO_COMMENT).text)
+        yield f"| `{value.name}` | {value.number} | {told} |"
     yield ""
 
 
@@ -138,12 +183,26 @@ def _link(type_name: str) -> str:
     return f"[{name}](#{name.lower()})" if package == "penstock.v1" else f"`{package}.{name}`"
 
 
-def _cell(comments: Comments, path: tuple[int, ...]) -> str:
-    return escaped(comments.get(path, ""))
+def cell(text: str) -> str:
+    """Plain text in a cell of a table."""
+    return shown(text).replace("|", "\\|").replace("\n\n", " ")
 
 
-def escaped(text: str) -> str:
-    """Plain text that means itself in a cell of a table."""
-    for char in ("\\", "|", "<", "*", "_", "[", "]"):
-        text = text.replace(char, f"\\{char}" if char != "<" else "&lt;")
-    return text
+def shown(text: str) -> str:
+    """Plain text as Markdown that says the same, with names, flags and quoted words as code."""
+    parts, at = [], 0
+    for found in _CODE.finditer(text):
+        parts += [_escaped(text[at : found.start()]), f"`{found[0]}`"]
+        at = found.end()
+    return "".join([*parts, _escaped(text[at:])])
+
+
+def _escaped(text: str) -> str:
+    for char in ("\\", "*", "_", "["):
+        text = text.replace(char, f"\\{char}")
+    return text.replace("<", "&lt;")
+
+
+if __name__ == "__main__":
+    path = Path(sys.argv[1]) if len(sys.argv) > 1 else PAGE
+    path.write_text(page(ROOT / "protos"), encoding="utf-8")

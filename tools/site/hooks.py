@@ -1,7 +1,7 @@
 """What MkDocs does besides: pages of the project outside docs/, generated parts, and links out of docs/.
 
 - The pages of the root and of bench/ are pages of the site too, in project/.
-- `<!-- generated: ... -->` in a page is replaced by what tools/site makes from the contract or a parser.
+- `<!-- generated: ... -->` in a page is replaced by what tools/site makes from a parser.
 - A link to one of those pages leads to it. A link to another file of the repository becomes plain text: the
   site holds no sources.
 """
@@ -22,7 +22,7 @@ for source in ("", "protos", "service", "runtime", "clients/python"):
 
 from penstock.cli.__main__ import Parser  # noqa: E402 -- needs the path above
 from penstock.server_cli.serving.serve_flags import add_parser  # noqa: E402
-from tools.site import contract, flags  # noqa: E402
+from tools.site import flags  # noqa: E402
 
 PROJECT = (
     *("README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md"),
@@ -42,7 +42,6 @@ def serve_parser() -> Any:
 
 
 MADE = {
-    "contract": lambda: contract.page(ROOT / "protos"),
     "serve flags": lambda: flags.page(serve_parser()),
 }
 

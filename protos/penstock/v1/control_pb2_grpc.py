@@ -27,7 +27,19 @@ if _version_not_supported:
 
 
 class ControlServiceStub:
-    """Missing associated documentation comment in .proto file."""
+    """Tells what a server serves and how busy it is, gives access to its tokenizer, and changes how it runs. Role names
+    the role that the caller's key must have on a server with keys; a key with the role "control" may call everything.
+
+    Every RPC may also answer:
+    UNAUTHENTICATED     UNAUTHENTICATED, KEY_EXPIRED: where the server asks for a key
+    PERMISSION_DENIED   FORBIDDEN: the key lacks the role, or is for other models
+    RESOURCE_EXHAUSTED  BUSY, with google.rpc.RetryInfo; MESSAGE_TOO_LARGE; STALLED_SENDER: the message did not come in
+    time
+    UNAVAILABLE         NOT_READY: the model is still being loaded; DRAINING; ENGINE_DEAD
+    UNIMPLEMENTED       SERVED_ELSEWHERE: the server does this at another address; UNSUPPORTED_FEATURE: a field that
+    the server does not know
+    INTERNAL            INTERNAL: a bug
+    """
 
     def __init__(self, channel):
         """Constructor.
@@ -103,33 +115,45 @@ class ControlServiceStub:
 
 
 class ControlServiceServicer:
-    """Missing associated documentation comment in .proto file."""
+    """Tells what a server serves and how busy it is, gives access to its tokenizer, and changes how it runs. Role names
+    the role that the caller's key must have on a server with keys; a key with the role "control" may call everything.
+
+    Every RPC may also answer:
+    UNAUTHENTICATED     UNAUTHENTICATED, KEY_EXPIRED: where the server asks for a key
+    PERMISSION_DENIED   FORBIDDEN: the key lacks the role, or is for other models
+    RESOURCE_EXHAUSTED  BUSY, with google.rpc.RetryInfo; MESSAGE_TOO_LARGE; STALLED_SENDER: the message did not come in
+    time
+    UNAVAILABLE         NOT_READY: the model is still being loaded; DRAINING; ENGINE_DEAD
+    UNIMPLEMENTED       SERVED_ELSEWHERE: the server does this at another address; UNSUPPORTED_FEATURE: a field that
+    the server does not know
+    INTERNAL            INTERNAL: a bug
+    """
 
     def GetModelInfo(self, request, context):
-        """The model served, the values in force and what the server can do.
+        """Tells the model served, the values in force and what the server can do. Role: infer.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetServerInfo(self, request, context):
-        """The server's limits, fixed at start.
+        """Tells the server's limits, which are fixed at start. Role: infer.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetLoad(self, request, context):
-        """How busy it is now, for routers; cheap enough to poll every second.
+        """Tells how busy it is now, for routers; cheap enough to poll every second. Role: infer.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def WatchLoad(self, request, context):
-        """How busy it is, at once and then after every interval, until the caller ends the call. Costs the server next to
-        nothing, however many watch. A watcher that reads too slowly misses messages: the next one is made when there is
-        room for it.
+        """Tells how busy it is, at once and then after every interval, until the caller ends the call. It costs the server
+        next to nothing, however many watch. A watcher that reads too slowly misses messages: the next one is made when
+        there is room for it. Role: infer.
         INVALID_ARGUMENT    INVALID_FIELD: a value is out of range
         PERMISSION_DENIED   FORBIDDEN: max_requests is above 0, and the caller lacks the role "control"
         RESOURCE_EXHAUSTED  BUSY: too many watch
@@ -141,15 +165,22 @@ class ControlServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Tokenize(self, request, context):
-        """The tokens that Generate would give the model. Very long text is refused as PROMPT_TOO_LONG before it is
-        tokenized. Other text is tokenized even if the result exceeds the context.
+        """Tells the tokens that Generate would give the model. Very long text is refused as PROMPT_TOO_LONG before it is
+        tokenized. Other text is tokenized even if the result exceeds the context. Role: infer.
+        INVALID_ARGUMENT    INVALID_FIELD: a value is wrong; PROMPT_TOO_LONG; RESPONSE_TOO_LARGE: too many tokens for a
+        reply
+        RESOURCE_EXHAUSTED  RATE_LIMITED: the key's rate is used up
+        UNIMPLEMENTED       UNSUPPORTED_FEATURE: the model has no tokenizer
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Detokenize(self, request, context):
-        """Text of token ids. Bytes that are not valid UTF-8 become U+FFFD.
+        """Tells the text of token ids. Bytes that are not valid UTF-8 become U+FFFD. Role: infer.
+        INVALID_ARGUMENT    INVALID_FIELD: too many ids, or ids outside the vocabulary
+        RESOURCE_EXHAUSTED  RATE_LIMITED: the key's rate is used up
+        UNIMPLEMENTED       UNSUPPORTED_FEATURE: the model has no tokenizer
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -157,7 +188,8 @@ class ControlServiceServicer:
 
     def Pause(self, request, context):
         """Stops making tokens; new requests queue up. On a paused server it is OK, applies in_flight to the requests that
-        the first pause has kept, and frees what it asks for in addition.
+        the first pause has kept, and frees what it asks for in addition. Role: control.
+        INVALID_ARGUMENT    INVALID_FIELD: a value is wrong
         FAILED_PRECONDITION PAUSED: WAIT, while an earlier pause keeps requests that so cannot finish
         DEADLINE_EXCEEDED   DRAIN_TIMEOUT
         ABORTED             PAUSE_TAKEN_BACK: a Resume came before the running requests had finished
@@ -167,14 +199,15 @@ class ControlServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Resume(self, request, context):
-        """Ends a pause, after it has restored what Pause has freed. OK on a server that is not paused.
+        """Ends a pause, after it has restored what Pause has freed. OK on a server that is not paused. Role: control.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def CommitWeights(self, request, context):
-        """Swaps in an update that was sent with stage_only.
+        """Swaps in an update that was sent with stage_only. Role: control.
+        INVALID_ARGUMENT    INVALID_FIELD: a value is wrong
         NOT_FOUND           UNKNOWN_UPDATE: none with this id is staged or committed
         ABORTED             GENERATION_CHANGED: its expected_generation is no longer the current one; UPDATE_UNDER_WAY:
         it is still being received, or another CommitWeights is swapping it in
@@ -187,7 +220,8 @@ class ControlServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def DiscardWeights(self, request, context):
-        """Drops a staged update and frees its memory.
+        """Drops a staged update and frees its memory. Role: control.
+        INVALID_ARGUMENT    INVALID_FIELD: a value is wrong
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -195,7 +229,7 @@ class ControlServiceServicer:
 
     def FlushCache(self, request, context):
         """Forgets all cached prefixes. Pages that no running request uses become free; the others stay with their requests
-        and are not shared with new ones.
+        and are not shared with new ones. Role: control.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -203,7 +237,7 @@ class ControlServiceServicer:
 
     def SetTracing(self, request, context):
         """Changes how much is traced, from now on and until the server ends, or only tells it. Requests that run are traced
-        at the new level from here on.
+        at the new level from here on. Role: control.
         INVALID_ARGUMENT    INVALID_FIELD: no such level
         UNIMPLEMENTED       UNSUPPORTED_FEATURE: a level above OFF on a server that was started without an address to
         send spans to
@@ -215,6 +249,7 @@ class ControlServiceServicer:
     def Profile(self, request, context):
         """Records what the host and the device do during the engine's next steps, as a profile of JAX on the server's disk.
         The server goes on serving, more slowly. A caller that goes away ends the profile, and what it recorded stays.
+        Role: control.
         INVALID_ARGUMENT    INVALID_FIELD: a value is out of range
         UNIMPLEMENTED       UNSUPPORTED_FEATURE: the server was started without a folder for profiles
         ABORTED             PROFILE_UNDER_WAY: another profile is being recorded or written
@@ -302,7 +337,19 @@ def add_ControlServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class ControlService:
-    """Missing associated documentation comment in .proto file."""
+    """Tells what a server serves and how busy it is, gives access to its tokenizer, and changes how it runs. Role names
+    the role that the caller's key must have on a server with keys; a key with the role "control" may call everything.
+
+    Every RPC may also answer:
+    UNAUTHENTICATED     UNAUTHENTICATED, KEY_EXPIRED: where the server asks for a key
+    PERMISSION_DENIED   FORBIDDEN: the key lacks the role, or is for other models
+    RESOURCE_EXHAUSTED  BUSY, with google.rpc.RetryInfo; MESSAGE_TOO_LARGE; STALLED_SENDER: the message did not come in
+    time
+    UNAVAILABLE         NOT_READY: the model is still being loaded; DRAINING; ENGINE_DEAD
+    UNIMPLEMENTED       SERVED_ELSEWHERE: the server does this at another address; UNSUPPORTED_FEATURE: a field that
+    the server does not know
+    INTERNAL            INTERNAL: a bug
+    """
 
     @staticmethod
     def GetModelInfo(request,

@@ -27,26 +27,31 @@ if _version_not_supported:
 
 
 class InferenceServiceStub:
-    """Errors of Generate and Stream, all of them before the first token unless noted:
+    """Generates with the served model, ends requests early, and replaces the model's weights. Role names the role that
+    the caller's key must have on a server with keys; a key with the role "control" may call everything.
+
+    Errors of Generate and Stream, all of them before the first token unless noted:
     INVALID_ARGUMENT    INVALID_FIELD, PROMPT_TOO_LONG, EXCEEDS_KV_CAPACITY (can never fit); at any time
     INVALID_FIELD: a Constraint that turned out too complex; RESPONSE_TOO_LARGE: the reply would
     be larger than the server sends, or has become so
-    NOT_FOUND           UNKNOWN_MODEL, UNKNOWN_ADAPTER
+    NOT_FOUND           UNKNOWN_MODEL
     ALREADY_EXISTS      DUPLICATE_REQUEST_ID: the caller has an active request with this id
     UNAUTHENTICATED     UNAUTHENTICATED, KEY_EXPIRED: where the server asks for a key
     PERMISSION_DENIED   FORBIDDEN: the key lacks the role, or is for other models
     FAILED_PRECONDITION WEIGHTS_TOO_OLD: min_weights is newer than the weights in use
-    RESOURCE_EXHAUSTED  QUEUE_FULL, BUSY, COSTLY_GRAMMAR, RATE_LIMITED (the key's), with google.rpc.RetryInfo; MESSAGE_TOO_LARGE:
-    the request's message; at any time STALLED_READER: a stream that was not read for longer
-    than the server waits (if it reads again shortly after; later CANCELLED, as for any reply
-    that nobody takes), and BUSY where too much output waits for its readers
+    RESOURCE_EXHAUSTED  QUEUE_FULL, BUSY, COSTLY_GRAMMAR, RATE_LIMITED (the key's), with google.rpc.RetryInfo;
+    MESSAGE_TOO_LARGE: the request's message; STALLED_SENDER: the message did not come in time; at
+    any time STALLED_READER: a stream that was not read for longer than the server waits (if it
+    reads again shortly after; later CANCELLED, as for any reply that nobody takes), and BUSY
+    where too much output waits for its readers
     UNAVAILABLE         NOT_READY, DRAINING, ENGINE_DEAD, UNAVAILABLE (all threads that compile grammars are busy); at
     any time WEIGHTS_INCOMPLETE: an update in place has failed
-    UNIMPLEMENTED       UNSUPPORTED_FEATURE
+    UNIMPLEMENTED       UNSUPPORTED_FEATURE; SERVED_ELSEWHERE: the server does this at another address
     INTERNAL            ENGINE_FAILURE, INTERNAL (a bug), NON_FINITE_LOGITS (the model computed NaN or infinity; other
     requests go on), GENERATION_FAILED: at any time
     DEADLINE_EXCEEDED, CANCELLED   at any time; whatever the error, the slot and its KV pages are freed
-    An error of one of n outputs ends the call and frees the others.
+    An error of one of n outputs ends the call and frees the others. Of these, every other RPC may answer those of
+    keys, NOT_READY, DRAINING, ENGINE_DEAD, BUSY, MESSAGE_TOO_LARGE, STALLED_SENDER, SERVED_ELSEWHERE and INTERNAL.
     """
 
     def __init__(self, channel):
@@ -78,57 +83,65 @@ class InferenceServiceStub:
 
 
 class InferenceServiceServicer:
-    """Errors of Generate and Stream, all of them before the first token unless noted:
+    """Generates with the served model, ends requests early, and replaces the model's weights. Role names the role that
+    the caller's key must have on a server with keys; a key with the role "control" may call everything.
+
+    Errors of Generate and Stream, all of them before the first token unless noted:
     INVALID_ARGUMENT    INVALID_FIELD, PROMPT_TOO_LONG, EXCEEDS_KV_CAPACITY (can never fit); at any time
     INVALID_FIELD: a Constraint that turned out too complex; RESPONSE_TOO_LARGE: the reply would
     be larger than the server sends, or has become so
-    NOT_FOUND           UNKNOWN_MODEL, UNKNOWN_ADAPTER
+    NOT_FOUND           UNKNOWN_MODEL
     ALREADY_EXISTS      DUPLICATE_REQUEST_ID: the caller has an active request with this id
     UNAUTHENTICATED     UNAUTHENTICATED, KEY_EXPIRED: where the server asks for a key
     PERMISSION_DENIED   FORBIDDEN: the key lacks the role, or is for other models
     FAILED_PRECONDITION WEIGHTS_TOO_OLD: min_weights is newer than the weights in use
-    RESOURCE_EXHAUSTED  QUEUE_FULL, BUSY, COSTLY_GRAMMAR, RATE_LIMITED (the key's), with google.rpc.RetryInfo; MESSAGE_TOO_LARGE:
-    the request's message; at any time STALLED_READER: a stream that was not read for longer
-    than the server waits (if it reads again shortly after; later CANCELLED, as for any reply
-    that nobody takes), and BUSY where too much output waits for its readers
+    RESOURCE_EXHAUSTED  QUEUE_FULL, BUSY, COSTLY_GRAMMAR, RATE_LIMITED (the key's), with google.rpc.RetryInfo;
+    MESSAGE_TOO_LARGE: the request's message; STALLED_SENDER: the message did not come in time; at
+    any time STALLED_READER: a stream that was not read for longer than the server waits (if it
+    reads again shortly after; later CANCELLED, as for any reply that nobody takes), and BUSY
+    where too much output waits for its readers
     UNAVAILABLE         NOT_READY, DRAINING, ENGINE_DEAD, UNAVAILABLE (all threads that compile grammars are busy); at
     any time WEIGHTS_INCOMPLETE: an update in place has failed
-    UNIMPLEMENTED       UNSUPPORTED_FEATURE
+    UNIMPLEMENTED       UNSUPPORTED_FEATURE; SERVED_ELSEWHERE: the server does this at another address
     INTERNAL            ENGINE_FAILURE, INTERNAL (a bug), NON_FINITE_LOGITS (the model computed NaN or infinity; other
     requests go on), GENERATION_FAILED: at any time
     DEADLINE_EXCEEDED, CANCELLED   at any time; whatever the error, the slot and its KV pages are freed
-    An error of one of n outputs ends the call and frees the others.
+    An error of one of n outputs ends the call and frees the others. Of these, every other RPC may answer those of
+    keys, NOT_READY, DRAINING, ENGINE_DEAD, BUSY, MESSAGE_TOO_LARGE, STALLED_SENDER, SERVED_ELSEWHERE and INTERNAL.
     """
 
     def Generate(self, request, context):
-        """Runs a prompt to its end and answers once. Not idempotent: a retry generates again.
+        """Runs a prompt to its end and answers once. Not idempotent: a retry generates again. Role: infer.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Stream(self, request, context):
-        """Runs a prompt as Generate does, and sends tokens as they are made. Order: started; per index delta* then finished, indices interleaved;
-        summary; OK. The deltas of an index, concatenated, are Generate's output. A failure midway is a non-OK
-        status, never OK with an error inside.
+        """Runs a prompt as Generate does, and sends tokens as they are made. Order: started; per index delta* then
+        finished, indices interleaved; summary; OK. The deltas of an index, concatenated, are Generate's output. A
+        failure midway is a non-OK status, never OK with an error inside. Role: infer.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Abort(self, request, context):
-        """Ends the caller's requests early, with all their outputs; with the role "control" everybody's. Each ends with
-        OK, FINISH_REASON_ABORTED and what it had generated; the answer comes after their slots and KV pages are free. A
+        """Ends the caller's requests early, with all their outputs; with the role "control" everybody's. Each ends with OK,
+        FINISH_REASON_ABORTED and what it had generated; the answer comes after their slots and KV pages are free. A
         request can be aborted from the moment its RPC starts. What others have is NOT_FOUND, as what does not exist.
+        Role: infer.
+        INVALID_ARGUMENT    INVALID_FIELD: it names nothing, or a value is out of range
+        PERMISSION_DENIED   FORBIDDEN: all requests, from a caller who has neither a key nor the role "control"
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def UpdateWeights(self, request_iterator, context):
-        """Replaces weights without a restart: begin, chunks, commit. Validated and staged while the server goes on
-        serving, then swapped in between two steps. A stream that ends without commit changes nothing. UNIMPLEMENTED where
-        GetModelInfo does not list FEATURE_UPDATE_WEIGHTS.
+        """Replaces weights without a restart: begin, chunks, commit. Validated and staged while the server goes on serving,
+        then swapped in between two steps. A stream that ends without commit changes nothing. UNIMPLEMENTED where
+        GetModelInfo does not list FEATURE_UPDATE_WEIGHTS. Role: control.
         INVALID_ARGUMENT    INVALID_TENSORS with TensorErrors (all bad tensors), before any byte is taken where the
         manifest tells; INVALID_FIELD: a step that is out of order, or a wrong value
         DATA_LOSS           CHECKSUM_MISMATCH, with TensorErrors
@@ -175,26 +188,31 @@ def add_InferenceServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class InferenceService:
-    """Errors of Generate and Stream, all of them before the first token unless noted:
+    """Generates with the served model, ends requests early, and replaces the model's weights. Role names the role that
+    the caller's key must have on a server with keys; a key with the role "control" may call everything.
+
+    Errors of Generate and Stream, all of them before the first token unless noted:
     INVALID_ARGUMENT    INVALID_FIELD, PROMPT_TOO_LONG, EXCEEDS_KV_CAPACITY (can never fit); at any time
     INVALID_FIELD: a Constraint that turned out too complex; RESPONSE_TOO_LARGE: the reply would
     be larger than the server sends, or has become so
-    NOT_FOUND           UNKNOWN_MODEL, UNKNOWN_ADAPTER
+    NOT_FOUND           UNKNOWN_MODEL
     ALREADY_EXISTS      DUPLICATE_REQUEST_ID: the caller has an active request with this id
     UNAUTHENTICATED     UNAUTHENTICATED, KEY_EXPIRED: where the server asks for a key
     PERMISSION_DENIED   FORBIDDEN: the key lacks the role, or is for other models
     FAILED_PRECONDITION WEIGHTS_TOO_OLD: min_weights is newer than the weights in use
-    RESOURCE_EXHAUSTED  QUEUE_FULL, BUSY, COSTLY_GRAMMAR, RATE_LIMITED (the key's), with google.rpc.RetryInfo; MESSAGE_TOO_LARGE:
-    the request's message; at any time STALLED_READER: a stream that was not read for longer
-    than the server waits (if it reads again shortly after; later CANCELLED, as for any reply
-    that nobody takes), and BUSY where too much output waits for its readers
+    RESOURCE_EXHAUSTED  QUEUE_FULL, BUSY, COSTLY_GRAMMAR, RATE_LIMITED (the key's), with google.rpc.RetryInfo;
+    MESSAGE_TOO_LARGE: the request's message; STALLED_SENDER: the message did not come in time; at
+    any time STALLED_READER: a stream that was not read for longer than the server waits (if it
+    reads again shortly after; later CANCELLED, as for any reply that nobody takes), and BUSY
+    where too much output waits for its readers
     UNAVAILABLE         NOT_READY, DRAINING, ENGINE_DEAD, UNAVAILABLE (all threads that compile grammars are busy); at
     any time WEIGHTS_INCOMPLETE: an update in place has failed
-    UNIMPLEMENTED       UNSUPPORTED_FEATURE
+    UNIMPLEMENTED       UNSUPPORTED_FEATURE; SERVED_ELSEWHERE: the server does this at another address
     INTERNAL            ENGINE_FAILURE, INTERNAL (a bug), NON_FINITE_LOGITS (the model computed NaN or infinity; other
     requests go on), GENERATION_FAILED: at any time
     DEADLINE_EXCEEDED, CANCELLED   at any time; whatever the error, the slot and its KV pages are freed
-    An error of one of n outputs ends the call and frees the others.
+    An error of one of n outputs ends the call and frees the others. Of these, every other RPC may answer those of
+    keys, NOT_READY, DRAINING, ENGINE_DEAD, BUSY, MESSAGE_TOO_LARGE, STALLED_SENDER, SERVED_ELSEWHERE and INTERNAL.
     """
 
     @staticmethod

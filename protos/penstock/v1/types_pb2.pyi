@@ -11,6 +11,13 @@ Conventions of the whole contract:
   request with both is UNIMPLEMENTED: what is lacking may change what the rest means.
 - Every error carries google.rpc.ErrorInfo with domain "penstock" and an upper-case reason, except those that
   gRPC makes: an unknown method, a message above the size limit, a passed deadline, a cancel.
+
+How comments tell what a field means: first in words, and then with these labels.
+- Unit: what a number counts.
+- Default: what it means that a request leaves the field out.
+- Limits: the values that a server takes. Another value is INVALID_ARGUMENT INVALID_FIELD unless Errors tells another
+  answer. A length in characters counts Unicode's code points.
+- Errors: the status and the reason of what else may be wrong with the field.
 """
 
 from collections import abc as _abc
@@ -37,28 +44,29 @@ class _Truncation:
 class _TruncationEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Truncation.ValueType], _builtins.type):
     DESCRIPTOR: _descriptor.EnumDescriptor
     TRUNCATION_UNSPECIFIED: _Truncation.ValueType  # 0
-    """the server's default, which is to reject unless its operator says otherwise"""
+    """The server's default, which is to reject unless its operator says otherwise (--truncation)."""
     TRUNCATION_REJECT: _Truncation.ValueType  # 1
-    """no room for one generated token = INVALID_ARGUMENT, PROMPT_TOO_LONG"""
+    """None: a prompt that leaves no room for one generated token is INVALID_ARGUMENT PROMPT_TOO_LONG."""
     TRUNCATION_LEFT: _Truncation.ValueType  # 2
-    """drop the oldest tokens"""
+    """The oldest tokens."""
     TRUNCATION_RIGHT: _Truncation.ValueType  # 3
-    """drop the newest tokens"""
+    """The newest tokens."""
     TRUNCATION_MIDDLE: _Truncation.ValueType  # 4
-    """keep both ends; if the number of kept tokens is odd, the end keeps one more"""
+    """The tokens between both ends; if the number of kept tokens is odd, the end keeps one more."""
 
-class Truncation(_Truncation, metaclass=_TruncationEnumTypeWrapper): ...
+class Truncation(_Truncation, metaclass=_TruncationEnumTypeWrapper):
+    """Which tokens are dropped of a prompt that leaves too little room in the context."""
 
 TRUNCATION_UNSPECIFIED: Truncation.ValueType  # 0
-"""the server's default, which is to reject unless its operator says otherwise"""
+"""The server's default, which is to reject unless its operator says otherwise (--truncation)."""
 TRUNCATION_REJECT: Truncation.ValueType  # 1
-"""no room for one generated token = INVALID_ARGUMENT, PROMPT_TOO_LONG"""
+"""None: a prompt that leaves no room for one generated token is INVALID_ARGUMENT PROMPT_TOO_LONG."""
 TRUNCATION_LEFT: Truncation.ValueType  # 2
-"""drop the oldest tokens"""
+"""The oldest tokens."""
 TRUNCATION_RIGHT: Truncation.ValueType  # 3
-"""drop the newest tokens"""
+"""The newest tokens."""
 TRUNCATION_MIDDLE: Truncation.ValueType  # 4
-"""keep both ends; if the number of kept tokens is odd, the end keeps one more"""
+"""The tokens between both ends; if the number of kept tokens is odd, the end keeps one more."""
 Global___Truncation: _TypeAlias = Truncation  # noqa: Y015
 
 class _FinishReason:
@@ -68,43 +76,54 @@ class _FinishReason:
 class _FinishReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_FinishReason.ValueType], _builtins.type):
     DESCRIPTOR: _descriptor.EnumDescriptor
     FINISH_REASON_UNSPECIFIED: _FinishReason.ValueType  # 0
+    """Never sent."""
     FINISH_REASON_EOS: _FinishReason.ValueType  # 1
-    """the model's own end token, or a grammar that allows nothing more"""
+    """The model's own end token, or a grammar that allows nothing more."""
     FINISH_REASON_STOP: _FinishReason.ValueType  # 2
-    """caller's stop string or id, see StopMatch"""
+    """One of the caller's stop strings or stop token ids; StopMatch says which."""
     FINISH_REASON_MAX_TOKENS: _FinishReason.ValueType  # 3
+    """The output has StoppingParams.max_tokens tokens."""
     FINISH_REASON_CONTEXT_FULL: _FinishReason.ValueType  # 4
-    """the context was full before max_tokens"""
+    """The context was full before max_tokens."""
     FINISH_REASON_TIME_LIMIT: _FinishReason.ValueType  # 5
-    """StoppingParams.time_limit"""
+    """StoppingParams.time_limit passed."""
     FINISH_REASON_ABORTED: _FinishReason.ValueType  # 6
-    """Abort, the server's shutdown, UpdateWeights or Pause with IN_FLIGHT_POLICY_ABORT"""
+    """Abort, the server's shutdown, or UpdateWeights or Pause with IN_FLIGHT_POLICY_ABORT."""
 
-class FinishReason(_FinishReason, metaclass=_FinishReasonEnumTypeWrapper): ...
+class FinishReason(_FinishReason, metaclass=_FinishReasonEnumTypeWrapper):
+    """Why an output ended."""
 
 FINISH_REASON_UNSPECIFIED: FinishReason.ValueType  # 0
+"""Never sent."""
 FINISH_REASON_EOS: FinishReason.ValueType  # 1
-"""the model's own end token, or a grammar that allows nothing more"""
+"""The model's own end token, or a grammar that allows nothing more."""
 FINISH_REASON_STOP: FinishReason.ValueType  # 2
-"""caller's stop string or id, see StopMatch"""
+"""One of the caller's stop strings or stop token ids; StopMatch says which."""
 FINISH_REASON_MAX_TOKENS: FinishReason.ValueType  # 3
+"""The output has StoppingParams.max_tokens tokens."""
 FINISH_REASON_CONTEXT_FULL: FinishReason.ValueType  # 4
-"""the context was full before max_tokens"""
+"""The context was full before max_tokens."""
 FINISH_REASON_TIME_LIMIT: FinishReason.ValueType  # 5
-"""StoppingParams.time_limit"""
+"""StoppingParams.time_limit passed."""
 FINISH_REASON_ABORTED: FinishReason.ValueType  # 6
-"""Abort, the server's shutdown, UpdateWeights or Pause with IN_FLIGHT_POLICY_ABORT"""
+"""Abort, the server's shutdown, or UpdateWeights or Pause with IN_FLIGHT_POLICY_ABORT."""
 Global___FinishReason: _TypeAlias = FinishReason  # noqa: Y015
 
 @_typing.final
 class TokenIds(_message.Message):
-    """Token ids of the served model's tokenizer, in order."""
+    """Token ids of the served model's tokenizer."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     IDS_FIELD_NUMBER: _builtins.int
     @_builtins.property
-    def ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    def ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """The ids, in the order of the text.
+        Default: none. Limits: not empty; each below GetModelInfoResponse.vocab_size; fewer than
+        GetModelInfoResponse.max_context_tokens, or, if ContextOptions.truncation cuts the prompt, at most 8 times as
+        many or 65,536, whichever is more. Errors: INVALID_ARGUMENT PROMPT_TOO_LONG where too many ids are not to be cut.
+        """
+
     def __init__(
         self,
         *,
@@ -128,11 +147,17 @@ class ToolDefinition(_message.Message):
     DESCRIPTION_FIELD_NUMBER: _builtins.int
     PARAMETERS_JSON_FIELD_NUMBER: _builtins.int
     name: _builtins.str
-    """required, unique within the prompt"""
+    """The function's name.
+    Default: none, the field is required. Limits: not empty, unique within the prompt.
+    """
     description: _builtins.str
-    """shown to the model"""
+    """What the function does, in words for the model.
+    Default: no description. Limits: none but the size of the request.
+    """
     parameters_json: _builtins.str
-    """JSON Schema of the arguments, an object's; empty = no arguments"""
+    """The arguments, as a JSON Schema whose type is "object".
+    Default: no arguments. Limits: a JSON object of at most 1,048,576 characters, 50,000 values and 100 levels.
+    """
     def __init__(
         self,
         *,
@@ -150,7 +175,9 @@ Global___ToolDefinition: _TypeAlias = ToolDefinition  # noqa: Y015
 
 @_typing.final
 class ToolCall(_message.Message):
-    """A call that the model made."""
+    """A call that the model made, in an answer; or in a turn of the assistant that is sent back as part of a
+    conversation.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -158,10 +185,18 @@ class ToolCall(_message.Message):
     NAME_FIELD_NUMBER: _builtins.int
     ARGUMENTS_JSON_FIELD_NUMBER: _builtins.int
     id: _builtins.str
-    """the server mints it; echoed by the "tool" message that answers"""
+    """The call's id: nine letters and digits that the server makes. The "tool" turn with the call's result repeats it.
+    Default: none, the field is required. Limits: not empty.
+    """
     name: _builtins.str
+    """The name of the function that is called.
+    Default: none, the field is required. Limits: not empty.
+    """
     arguments_json: _builtins.str
-    """as the model wrote it: not promised to be valid against the schema"""
+    """The arguments, a JSON object as the model wrote it. The server does not check that it fits the tool's schema.
+    Default: none, the field is required. Limits: a JSON object of at most 1,048,576 characters, 50,000 values and
+    100 levels.
+    """
     def __init__(
         self,
         *,
@@ -179,6 +214,8 @@ Global___ToolCall: _TypeAlias = ToolCall  # noqa: Y015
 
 @_typing.final
 class ChatMessage(_message.Message):
+    """One turn of a conversation."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     ROLE_FIELD_NUMBER: _builtins.int
@@ -186,13 +223,22 @@ class ChatMessage(_message.Message):
     TOOL_CALLS_FIELD_NUMBER: _builtins.int
     TOOL_CALL_ID_FIELD_NUMBER: _builtins.int
     role: _builtins.str
-    """"system" | "user" | "assistant" | "tool" """
+    """Who speaks.
+    Default: none, the field is required. Limits: "system", "user", "assistant" or "tool".
+    """
     content: _builtins.str
+    """What is said; of a "tool" turn, the result of the call.
+    Default: nothing. Limits: none but the size of the request.
+    """
     tool_call_id: _builtins.str
-    """which call a "tool" turn answers"""
+    """The id of the call that this "tool" turn answers.
+    Default: none; a "tool" turn must have it, and no other turn may. Limits: the id of a call of a turn before.
+    """
     @_builtins.property
     def tool_calls(self) -> _containers.RepeatedCompositeFieldContainer[Global___ToolCall]:
-        """what an assistant turn called"""
+        """What this turn of the assistant called.
+        Default: nothing. Limits: only in a turn with the role "assistant"; at most 10,000 calls in all turns together.
+        """
 
     def __init__(
         self,
@@ -212,8 +258,8 @@ Global___ChatMessage: _TypeAlias = ChatMessage  # noqa: Y015
 
 @_typing.final
 class ChatPrompt(_message.Message):
-    """A conversation, rendered to a prompt by the model's chat template.
-    A model without a template, and none given here: INVALID_ARGUMENT.
+    """A conversation, rendered to a prompt by the model's chat template. A model without a template, and none given here:
+    INVALID_ARGUMENT. A model without a tokenizer: UNIMPLEMENTED.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -224,24 +270,34 @@ class ChatPrompt(_message.Message):
     CHAT_TEMPLATE_FIELD_NUMBER: _builtins.int
     TEMPLATE_OPTIONS_JSON_FIELD_NUMBER: _builtins.int
     tool_choice: _builtins.str
-    """"auto" (default) | "none" = the model is not told of any | "required" = one or more calls | a tool's name =
-    exactly one call of it. The last two are enforced by a grammar, so they exclude Constraint.
+    """Whether the model calls tools: "auto" lets it decide, "none" hides the tools from it, "required" makes it call
+    one or more, and the name of a tool makes it call that one exactly once. A grammar enforces the last two, so they
+    exclude Constraint.
+    Default: "auto". Limits: "auto", "none", "required" (only with tools) or the name of a tool. Errors:
+    UNIMPLEMENTED UNSUPPORTED_FEATURE for the last two where GetModelInfo does not list FEATURE_JSON_SCHEMA.
     """
     chat_template: _builtins.str
-    """Jinja, run in a sandbox with a limit on its time; overrides the model's own; empty = the model's. At most
-    262,144 characters.
+    """A template in Jinja that replaces the model's own, or the name of one of the model's templates. It runs in a
+    sandbox, with a limit on its time and its memory.
+    Default: the model's template. Limits: at most 262,144 characters. Errors: UNIMPLEMENTED UNSUPPORTED_FEATURE for
+    a template's text on a server that takes only names.
     """
     template_options_json: _builtins.str
-    """A JSON object: further variables for the template. As every JSON text of a chat it has at most 1,048,576
-    characters, 50,000 values and 100 levels.
+    """Further variables for the template, such as {"enable_thinking": false}.
+    Default: none. Limits: a JSON object of at most 1,048,576 characters, 50,000 values and 100 levels, without the
+    names that the server sets itself, such as "messages" and "tools".
     """
     @_builtins.property
     def messages(self) -> _containers.RepeatedCompositeFieldContainer[Global___ChatMessage]:
-        """1 to 10,000, with at most 10,000 tool calls in all"""
+        """The turns, the oldest first.
+        Default: none. Limits: 1 to 10,000 turns.
+        """
 
     @_builtins.property
     def tools(self) -> _containers.RepeatedCompositeFieldContainer[Global___ToolDefinition]:
-        """at most 1,000"""
+        """The functions that the model may call.
+        Default: none. Limits: at most 1,000 tools.
+        """
 
     def __init__(
         self,
@@ -262,11 +318,10 @@ Global___ChatPrompt: _TypeAlias = ChatPrompt  # noqa: Y015
 
 @_typing.final
 class SamplingParams(_message.Message):
-    """How the next token is drawn: penalties, then bias and what is forbidden, then temperature, top_k, top_p, min_p.
-    An unset field takes the server's or the model's generation_config, then a neutral value; GetModelInfo reports
-    the values in force. A request that forbids every token is INVALID_ARGUMENT. If logit_bias, bad_words and
-    min_tokens together exclude every token in a step, the server ignores them in that step and applies only the
-    constraint.
+    """How the next token is drawn: penalties, then bias and what is forbidden, then temperature, top_k, top_p, min_p. An
+    unset field takes the server's or the model's generation_config, then a neutral value; GetModelInfo reports the
+    values in force. A request that forbids every token is INVALID_ARGUMENT. If logit_bias, bad_words and min_tokens
+    together exclude every token in a step, the server ignores them in that step and applies only the constraint.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -304,39 +359,70 @@ class SamplingParams(_message.Message):
     BAD_WORDS_FIELD_NUMBER: _builtins.int
     ALLOWED_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     temperature: _builtins.float
-    """[0, 100]; 0 = greedy"""
+    """How much chance has a part in the choice: logits are divided by it, and 0 always takes the likeliest token.
+    Default: GetModelInfoResponse.default_sampling, 1 where neither model nor operator says otherwise. Limits: 0 to
+    100.
+    """
     top_p: _builtins.float
-    """(0, 1]; 1 = off"""
+    """Draw only from the likeliest tokens that together have this much probability; 1 switches it off.
+    Unit: share of the probability. Default: GetModelInfoResponse.default_sampling, 1 where neither model nor
+    operator says otherwise. Limits: above 0, to 1.
+    """
     top_k: _builtins.int
-    """below 2^31; 0 = off"""
+    """Draw only from this many of the likeliest tokens; 0 switches it off.
+    Unit: tokens. Default: GetModelInfoResponse.default_sampling, 0 where neither model nor operator says otherwise.
+    Limits: 0 to 2,147,483,647.
+    """
     min_p: _builtins.float
-    """[0, 1], relative to the likeliest token; 0 = off"""
+    """Draw only from tokens with at least this share of the likeliest token's probability; 0 switches it off.
+    Unit: share of the likeliest token's probability. Default: GetModelInfoResponse.default_sampling, 0 where neither
+    model nor operator says otherwise. Limits: 0 to 1.
+    """
     presence_penalty: _builtins.float
-    """[-2, 2]; over generated tokens, as OpenAI's; 0 = off"""
+    """Taken from the logit of each token that the output has already, once, as in OpenAI's API; 0 switches it off.
+    Unit: logits. Default: GetModelInfoResponse.default_sampling, 0 where neither model nor operator says otherwise.
+    Limits: -2 to 2.
+    """
     frequency_penalty: _builtins.float
-    """[-2, 2]; over generated tokens, as OpenAI's; 0 = off"""
+    """Taken from the logit of each token for each time that the output has it, as in OpenAI's API; 0 switches it off.
+    Unit: logits. Default: GetModelInfoResponse.default_sampling, 0 where neither model nor operator says otherwise.
+    Limits: -2 to 2.
+    """
     repetition_penalty: _builtins.float
-    """> 0; over prompt and generated tokens, as Hugging Face's; 1 = off"""
+    """The logit of each token that prompt or output have already is divided by it if it is positive, and else
+    multiplied with it, as in Hugging Face transformers; 1 switches it off.
+    Default: GetModelInfoResponse.default_sampling, 1 where neither model nor operator says otherwise. Limits: above
+    0, and finite.
+    """
     seed: _builtins.int
-    """unset = drawn by the server"""
+    """Makes the draw repeatable: the same request with the same seed draws the same tokens, bit for bit where
+    GetModelInfo lists FEATURE_BATCH_INVARIANT.
+    Default: the server draws one. Limits: any 64-bit number.
+    """
     n: _builtins.int
-    """Outputs to generate, 1 to 128, and at most GetServerInfo.max_queued_requests; default 1. Output i is seeded
-    with (seed, i), and output 0 is what n = 1 gives.
+    """How many outputs to generate. Output i is seeded with (seed, i), and output 0 is what n = 1 gives.
+    Unit: outputs. Default: 1. Limits: 1 to 128, and at most GetServerInfoResponse.max_queued_requests.
     """
     @_builtins.property
     def logit_bias(self) -> _containers.ScalarMap[_builtins.int, _builtins.float]:
-        """Token id to a value added to its logit; -infinity = never generated. At most vocab_size entries."""
+        """Token id to a number that is added to its logit; -infinity means that the token is never generated.
+        Unit: logits. Default: empty. Limits: at most one entry for each token of the vocabulary; numbers that are
+        neither NaN nor +infinity.
+        """
 
     @_builtins.property
     def bad_words(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Texts that are never generated, as the tokenizer encodes each of them alone and after a space. The same text in
-        other tokens is not detected, nor is a word that begins in the prompt and ends in the output. At most 1,000, of
-        1 to 1,000 characters besides spaces.
+        other tokens is not detected, nor is a word that begins in the prompt and ends in the output.
+        Default: none. Limits: at most 1,000 texts, each of 1 to 1,000 characters besides spaces. Errors: UNIMPLEMENTED
+        UNSUPPORTED_FEATURE on a model without a tokenizer.
         """
 
     @_builtins.property
     def allowed_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """empty = all; at most vocab_size"""
+        """The only tokens that may be generated.
+        Default: all. Limits: at most as many ids as the vocabulary has.
+        """
 
     def __init__(
         self,
@@ -411,26 +497,42 @@ class StoppingParams(_message.Message):
     INCLUDE_STOP_FIELD_NUMBER: _builtins.int
     TIME_LIMIT_FIELD_NUMBER: _builtins.int
     max_tokens: _builtins.int
-    """>= 1; unset = fill the context"""
+    """The most tokens of an output, which then ends with FINISH_REASON_MAX_TOKENS.
+    Unit: tokens. Default: what the context has room for. Limits: at least 1.
+    """
     min_tokens: _builtins.int
-    """EOS and stops are held off until then; a complete Constraint is not; <= max_tokens"""
+    """The fewest tokens of an output: end tokens and stops do not count until then. A Constraint that is complete ends
+    the output nevertheless.
+    Unit: tokens. Default: 0. Limits: at most max_tokens.
+    """
     ignore_eos: _builtins.bool
+    """Go on after the model's own end tokens.
+    Default: false.
+    """
     include_stop: _builtins.bool
-    """Keep the matched stop. A matched stop string is left out of text unless set; its tokens are in token_ids
-    either way (ids are never held back), up to the one that completed it. A matched stop token id is left out
-    of text and token_ids unless set. EOS is always in token_ids.
+    """Keep the matched stop. A matched stop string is left out of text unless set; its tokens are in token_ids either
+    way (ids are never held back), up to the one that completed it. A matched stop token id is left out of text and
+    token_ids unless set. EOS is always in token_ids.
+    Default: false.
     """
     @_builtins.property
     def stop(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """at most 16, of 1 to 256 characters; searched in the generated text only"""
+        """Texts that end the output where it has one of them. They are searched in what is generated, not in the prompt.
+        Default: none. Limits: at most 16 texts, each of 1 to 256 characters; only with OutputOptions.text.
+        """
 
     @_builtins.property
     def stop_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """at most 32 less the number of GetModelInfo.eos_token_ids"""
+        """Tokens that end the output.
+        Default: none. Limits: at most 32 ids less the number of GetModelInfoResponse.eos_token_ids.
+        """
 
     @_builtins.property
     def time_limit(self) -> _duration_pb2.Duration:
-        """> 0; soft: partial output, OK, FINISH_REASON_TIME_LIMIT"""
+        """The longest time that the request may take, from when the engine gets it. Then it ends with what it has, with OK
+        and FINISH_REASON_TIME_LIMIT; a deadline of the call ends it without an answer.
+        Default: no limit. Limits: above 0 s.
+        """
 
     def __init__(
         self,
@@ -455,12 +557,16 @@ Global___StoppingParams: _TypeAlias = StoppingParams  # noqa: Y015
 
 @_typing.final
 class ChoiceList(_message.Message):
+    """A list of strings, one of which is the output."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     CHOICES_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def choices(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """1 to 10,000"""
+        """The strings.
+        Default: none. Limits: 1 to 10,000 strings of at most 262,144 bytes of UTF-8 together.
+        """
 
     def __init__(
         self,
@@ -477,7 +583,7 @@ Global___ChoiceList: _TypeAlias = ChoiceList  # noqa: Y015
 
 @_typing.final
 class JsonObject(_message.Message):
-    """Any JSON object."""
+    """Any JSON object. It has no fields: that it is there says everything."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -494,11 +600,11 @@ Global___JsonObject: _TypeAlias = JsonObject  # noqa: Y015
 
 @_typing.final
 class Constraint(_message.Message):
-    """Forces the output into a grammar; of a chat the answer, which begins where the model's reasoning ends, if it
-    writes any: Output.text matches, Output.reasoning is free. UNIMPLEMENTED where GetModelInfo does not list the
-    feature. INVALID_ARGUMENT, with the reason, for a grammar that is wrong, unsupported in part, above 262,144 bytes
-    or too slow to compile; for one that turns out too complex also midway. Where the grammar allows nothing more the
-    output ends FINISH_REASON_EOS; one that ends by a limit or a stop is only a beginning.
+    """Forces the output into a grammar; of a chat the answer, which begins where the model's reasoning ends, if it writes
+    any: Output.text matches, Output.reasoning is free. UNIMPLEMENTED where GetModelInfo does not list the feature.
+    INVALID_ARGUMENT, with the reason, for a grammar that is wrong, unsupported in part, above 262,144 bytes or too
+    slow to compile; for one that turns out too complex also midway. Where the grammar allows nothing more the output
+    ends FINISH_REASON_EOS; one that ends by a limit or a stop is only a beginning.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -509,16 +615,27 @@ class Constraint(_message.Message):
     EBNF_FIELD_NUMBER: _builtins.int
     CHOICE_FIELD_NUMBER: _builtins.int
     json_schema: _builtins.str
-    """a JSON Schema document"""
+    """A JSON Schema document: the output is a JSON value that it accepts.
+    Limits: not empty, at most 262,144 bytes of UTF-8. Errors: RESOURCE_EXHAUSTED COSTLY_GRAMMAR where it took too
+    long to follow a short while ago, UNIMPLEMENTED UNSUPPORTED_FEATURE without FEATURE_JSON_SCHEMA.
+    """
     regex: _builtins.str
-    """matches the whole output"""
+    """A regular expression in the syntax of Rust's regex crate, which the whole output matches.
+    Limits: at most 262,144 bytes of UTF-8. Errors: RESOURCE_EXHAUSTED COSTLY_GRAMMAR where it took too long to
+    follow a short while ago, UNIMPLEMENTED UNSUPPORTED_FEATURE without FEATURE_REGEX.
+    """
     ebnf: _builtins.str
-    """in the syntax of Lark, from its rule "start", or of GBNF, from "root" """
+    """A grammar in the syntax of Lark, from its rule "start", or of GBNF, from "root".
+    Limits: not empty, at most 262,144 bytes of UTF-8. Errors: RESOURCE_EXHAUSTED COSTLY_GRAMMAR where it took too
+    long to follow a short while ago, UNIMPLEMENTED UNSUPPORTED_FEATURE without FEATURE_REGEX.
+    """
     @_builtins.property
-    def json_object(self) -> Global___JsonObject: ...
+    def json_object(self) -> Global___JsonObject:
+        """The output is any JSON object. Errors: UNIMPLEMENTED UNSUPPORTED_FEATURE without FEATURE_JSON_SCHEMA."""
+
     @_builtins.property
     def choice(self) -> Global___ChoiceList:
-        """exactly one of these strings"""
+        """The output is exactly one of these strings. Errors: UNIMPLEMENTED UNSUPPORTED_FEATURE without FEATURE_REGEX."""
 
     def __init__(
         self,
@@ -552,21 +669,34 @@ class OutputOptions(_message.Message):
     SKIP_SPECIAL_TOKENS_FIELD_NUMBER: _builtins.int
     ECHO_PROMPT_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     text: _builtins.bool
-    """Default true; false = token-only, no detokenizer (and then no stop strings, reasoning or tool calls)."""
+    """Send text. Without it the server makes none, so there are no stop strings, no reasoning and no tool calls.
+    Default: true, and false on a model without a tokenizer. Errors: UNIMPLEMENTED UNSUPPORTED_FEATURE for true on a
+    model without a tokenizer.
+    """
     token_ids: _builtins.bool
-    """default true"""
+    """Send token ids.
+    Default: true.
+    """
     logprobs: _builtins.int
     """Set to k: return the log-probability of each sampled token and of the k likeliest tokens; 0 returns only that of
-    the sampled token. Unset: return none.
+    the sampled token.
+    Unit: tokens. Default: no log-probabilities. Limits: at most GetServerInfoResponse.max_logprobs; only with
+    token_ids.
     """
     prompt_logprobs: _builtins.int
     """As logprobs, for the tokens of the prompt, in PromptInfo. Such a request does not read the prefix cache, and its
     stream starts only when output 0 has tokens for its first delta.
+    Unit: tokens. Default: no log-probabilities. Limits: at most GetServerInfoResponse.max_logprobs. Errors:
+    INVALID_ARGUMENT RESPONSE_TOO_LARGE where they would be larger than the server sends.
     """
     skip_special_tokens: _builtins.bool
-    """in text; default true"""
+    """Leave special tokens, such as end tokens, out of the text.
+    Default: true.
+    """
     echo_prompt_token_ids: _builtins.bool
-    """in PromptInfo"""
+    """Send the ids of the prompt's tokens, in PromptInfo.
+    Default: false.
+    """
     def __init__(
         self,
         *,
@@ -616,13 +746,18 @@ class ContextOptions(_message.Message):
     RESERVE_TOKENS_FIELD_NUMBER: _builtins.int
     CAP_MAX_TOKENS_FIELD_NUMBER: _builtins.int
     truncation: Global___Truncation.ValueType
+    """Which tokens are dropped.
+    Default: the server's default. Limits: a value of Truncation.
+    """
     reserve_tokens: _builtins.int
-    """Room kept for generation when truncating; unset = max_tokens, else 1. INVALID_ARGUMENT where it leaves none
-    for a prompt.
+    """Room kept for generation when truncating.
+    Unit: tokens. Default: max_tokens, and 1 without it or with cap_max_tokens. Limits: fewer than the context has,
+    so that there is room for a prompt.
     """
     cap_max_tokens: _builtins.bool
-    """Shorten generation before the prompt: max_tokens becomes what the context has left, and when truncating 1
-    token is room enough unless reserve_tokens says otherwise.
+    """Shorten generation before the prompt: max_tokens becomes what the context has left, and when truncating 1 token
+    is room enough unless reserve_tokens says otherwise.
+    Default: false.
     """
     def __init__(
         self,
@@ -643,14 +778,20 @@ Global___ContextOptions: _TypeAlias = ContextOptions  # noqa: Y015
 
 @_typing.final
 class CacheOptions(_message.Message):
+    """How a request uses the server's cache of prompts."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     CACHE_SALT_FIELD_NUMBER: _builtins.int
     BYPASS_PREFIX_CACHE_FIELD_NUMBER: _builtins.int
     cache_salt: _builtins.str
-    """Requests share cached prefixes only with an equal salt, of at most 256 characters: one per tenant isolates them."""
+    """Requests share cached prefixes only with an equal salt: one per tenant isolates them.
+    Default: the empty salt, which is one for all. Limits: at most 256 characters.
+    """
     bypass_prefix_cache: _builtins.bool
-    """Neither read from the prefix cache nor add to it. The n outputs of a request still share their prompt."""
+    """Neither read from the prefix cache nor add to it. The n outputs of a request still share their prompt.
+    Default: false.
+    """
     def __init__(
         self,
         *,
@@ -667,12 +808,18 @@ Global___CacheOptions: _TypeAlias = CacheOptions  # noqa: Y015
 
 @_typing.final
 class Candidate(_message.Message):
+    """One of the likeliest tokens in a place."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     TOKEN_ID_FIELD_NUMBER: _builtins.int
     LOGPROB_FIELD_NUMBER: _builtins.int
     token_id: _builtins.int
+    """The token, by its id in the model's vocabulary."""
     logprob: _builtins.float
+    """The natural logarithm of its probability.
+    Unit: nats.
+    """
     def __init__(
         self,
         *,
@@ -689,12 +836,14 @@ Global___Candidate: _TypeAlias = Candidate  # noqa: Y015
 
 @_typing.final
 class CandidateList(_message.Message):
+    """The likeliest tokens in one place."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     CANDIDATES_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def candidates(self) -> _containers.RepeatedCompositeFieldContainer[Global___Candidate]:
-        """likeliest first"""
+        """As many as were asked for, the likeliest first."""
 
     def __init__(
         self,
@@ -711,8 +860,8 @@ Global___CandidateList: _TypeAlias = CandidateList  # noqa: Y015
 
 @_typing.final
 class Logprobs(_message.Message):
-    """Natural logarithms, of the model's distribution before temperature, penalties, bias and filters.
-    Every list is empty or as long as the token_ids it goes with.
+    """Natural logarithms, of the model's distribution before temperature, penalties, bias and filters. Every list is
+    empty or as long as the token_ids it goes with.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -721,10 +870,14 @@ class Logprobs(_message.Message):
     TOP_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def sampled(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
-        """of the token itself; NaN where undefined (first prompt token)"""
+        """Of the token itself; NaN where it is undefined, as of the first token of a prompt.
+        Unit: nats.
+        """
 
     @_builtins.property
-    def top(self) -> _containers.RepeatedCompositeFieldContainer[Global___CandidateList]: ...
+    def top(self) -> _containers.RepeatedCompositeFieldContainer[Global___CandidateList]:
+        """The likeliest tokens in the same place; empty if 0 were asked for."""
+
     def __init__(
         self,
         *,
@@ -741,12 +894,16 @@ Global___Logprobs: _TypeAlias = Logprobs  # noqa: Y015
 
 @_typing.final
 class StopMatch(_message.Message):
+    """What an output ended on."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     STOP_FIELD_NUMBER: _builtins.int
     TOKEN_ID_FIELD_NUMBER: _builtins.int
     stop: _builtins.str
+    """The stop string."""
     token_id: _builtins.int
+    """The stop token or the model's end token."""
     def __init__(
         self,
         *,
@@ -765,7 +922,7 @@ Global___StopMatch: _TypeAlias = StopMatch  # noqa: Y015
 
 @_typing.final
 class Finish(_message.Message):
-    """Why an output ended."""
+    """Why an output ended, and on what."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -773,11 +930,12 @@ class Finish(_message.Message):
     MATCH_FIELD_NUMBER: _builtins.int
     MESSAGE_FIELD_NUMBER: _builtins.int
     reason: Global___FinishReason.ValueType
+    """Why it ended."""
     message: _builtins.str
-    """with FINISH_REASON_ABORTED: AbortRequest.reason, or the server's own words"""
+    """With FINISH_REASON_ABORTED AbortRequest.reason, or the server's own words."""
     @_builtins.property
     def match(self) -> Global___StopMatch:
-        """with FINISH_REASON_STOP; with FINISH_REASON_EOS the token_id, if a token ended it"""
+        """With FINISH_REASON_STOP what was matched; with FINISH_REASON_EOS the end token, if a token ended the output."""
 
     def __init__(
         self,
@@ -803,9 +961,13 @@ class WeightsVersion(_message.Message):
     LABEL_FIELD_NUMBER: _builtins.int
     GENERATION_FIELD_NUMBER: _builtins.int
     label: _builtins.str
-    """caller's, e.g. "step-42"; "initial" at start"""
+    """The label that the update had, such as "step-42"; "initial" for the weights of the server's start.
+    Default: empty. Limits: none, as a request's label is ignored.
+    """
     generation: _builtins.int
-    """server's, +1 per commit: comparable"""
+    """The number of the weights: 1 at the server's start, and 1 more with each update that goes live.
+    Default: 0, which is older than all weights. Limits: any number; see GenerateRequest.min_weights.
+    """
     def __init__(
         self,
         *,
@@ -829,9 +991,11 @@ class WeightsSpan(_message.Message):
     FIRST_OUTPUT_TOKEN_FIELD_NUMBER: _builtins.int
     VERSION_FIELD_NUMBER: _builtins.int
     first_output_token: _builtins.int
-    """index into Output.token_ids; the first span starts at 0"""
+    """Index into the output's tokens, also of those that are not sent; the first span starts at 0."""
     @_builtins.property
-    def version(self) -> Global___WeightsVersion: ...
+    def version(self) -> Global___WeightsVersion:
+        """The version of the weights."""
+
     def __init__(
         self,
         *,
@@ -848,17 +1012,25 @@ Global___WeightsSpan: _TypeAlias = WeightsSpan  # noqa: Y015
 
 @_typing.final
 class Usage(_message.Message):
+    """How many tokens a request took."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
     CACHED_PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
     COMPLETION_TOKENS_FIELD_NUMBER: _builtins.int
     prompt_tokens: _builtins.int
-    """after truncation; counted once, whatever n is"""
+    """The prompt after truncation, counted once, whatever n is.
+    Unit: tokens.
+    """
     cached_prompt_tokens: _builtins.int
-    """of those, read from the prefix cache, by the first output to be scheduled"""
+    """How many of those the first output to be scheduled took from the prefix cache.
+    Unit: tokens.
+    """
     completion_tokens: _builtins.int
-    """token ids of the outputs, summed, whether or not they are sent"""
+    """Generated tokens of all outputs, whether or not they are sent.
+    Unit: tokens.
+    """
     def __init__(
         self,
         *,
@@ -885,18 +1057,20 @@ class Timing(_message.Message):
     TOTAL_FIELD_NUMBER: _builtins.int
     PREEMPTIONS_FIELD_NUMBER: _builtins.int
     preemptions: _builtins.int
-    """times an output lost its KV pages to another request and was prefilled again"""
+    """How often an output lost its KV pages to another request and was prefilled again.
+    Unit: preemptions.
+    """
     @_builtins.property
     def queue(self) -> _duration_pb2.Duration:
-        """until first scheduled"""
+        """Until an output was scheduled for the first time; unset if none was."""
 
     @_builtins.property
     def time_to_first_token(self) -> _duration_pb2.Duration:
-        """of the earliest output; unset = no token was made"""
+        """Until the first token of the earliest output; unset if no token was made."""
 
     @_builtins.property
     def total(self) -> _duration_pb2.Duration:
-        """until the last output ended"""
+        """Until the last output ended."""
 
     def __init__(
         self,
@@ -925,16 +1099,20 @@ class PromptInfo(_message.Message):
     LOGPROBS_FIELD_NUMBER: _builtins.int
     TRUNCATED_TOKENS_FIELD_NUMBER: _builtins.int
     token_count: _builtins.int
-    """after truncation"""
+    """The length of the prompt after truncation.
+    Unit: tokens.
+    """
     truncated_tokens: _builtins.int
-    """dropped by ContextOptions"""
+    """How many tokens ContextOptions made the server drop.
+    Unit: tokens.
+    """
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """only with echo_prompt_token_ids"""
+        """The prompt's tokens after truncation; only with OutputOptions.echo_prompt_token_ids."""
 
     @_builtins.property
     def logprobs(self) -> Global___Logprobs:
-        """only with prompt_logprobs"""
+        """Log-probabilities of the prompt's tokens; only with OutputOptions.prompt_logprobs."""
 
     def __init__(
         self,

@@ -11,6 +11,13 @@ Conventions of the whole contract:
   request with both is UNIMPLEMENTED: what is lacking may change what the rest means.
 - Every error carries google.rpc.ErrorInfo with domain "penstock" and an upper-case reason, except those that
   gRPC makes: an unknown method, a message above the size limit, a passed deadline, a cancel.
+
+How comments tell what a field means: first in words, and then with these labels.
+- Unit: what a number counts.
+- Default: what it means that a request leaves the field out.
+- Limits: the values that a server takes. Another value is INVALID_ARGUMENT INVALID_FIELD unless Errors tells another
+  answer. A length in characters counts Unicode's code points.
+- Errors: the status and the reason of what else may be wrong with the field.
 """
 
 from collections import abc as _abc
