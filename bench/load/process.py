@@ -1,0 +1,54 @@
+"""What a server's process takes: processor time, by the kind of thread, and memory. Linux only."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+_MODEL_THREADS = "tf_XLA"
+"""How the names begin of the threads that compute the model on a CPU."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cpu:
+    """Processor time in seconds."""
+
+    loop: float = 0.0
+    """Of the main thread, which runs the event loop."""
+    model: float = 0.0
+    """Of the threads that compute the model."""
+    other: float = 0.0
+    """Of all other threads: the engine's own, gRPC's, the journal's."""
+
+    @property
+    def host(self) -> float:
+        """All but the model's."""
+        return self.loop + self.other
+
+    def __sub__(self, before: Cpu) -> Cpu:
+        return Cpu(self.loop - before.loop, self.model - before.model, self.other - before.other)
+
+
+def cpu(pid: int) -> Cpu:
+    """The processor time of a process so far. Threads that have ended do not count; a server's stay."""
+    loop = model = other = 0.0
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        try:
+            name = (task / "comm").read_text()
+            seconds = int((task / "schedstat").read_text().split()[0]) / 1e9
+        except OSError:  # it has just ended
+            continue
+        if task.name == str(pid):
+            loop += seconds
+        elif name.startswith(_MODEL_THREADS):
+            model += seconds
+        else:
+            other += seconds
+    return Cpu(loop, model, other)
+
+
+def memory(pid: int) -> int:
+    """The resident memory of a process in bytes."""
+    pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE")
