@@ -1,0 +1,188 @@
+package penstock.client;
+
+import io.grpc.CallOptions;
+import io.grpc.Channel;
+import io.grpc.ChannelCredentials;
+import io.grpc.ClientCall;
+import io.grpc.ClientInterceptor;
+import io.grpc.ClientInterceptors;
+import io.grpc.Grpc;
+import io.grpc.InsecureChannelCredentials;
+import io.grpc.ManagedChannel;
+import io.grpc.ManagedChannelBuilder;
+import io.grpc.Metadata;
+import io.grpc.MethodDescriptor;
+import io.grpc.stub.MetadataUtils;
+import java.io.IOException;
+import java.time.Duration;
+import java.util.ArrayList;
+import java.util.List;
+import java.util.Map;
+import java.util.Optional;
+import java.util.concurrent.TimeUnit;
+
+/** Says how to reach a server; made by {@link PenstockClient#builder}. */
+public final class ClientBuilder {
+    private static final Metadata.Key<String> AUTHORIZATION =
+            Metadata.Key.of("authorization", Metadata.ASCII_STRING_MARSHALLER);
+    /** Only UNAVAILABLE is tried again, and only before anything of the answer has come. */
+    private static final int ATTEMPTS = 5;
+
+    private final Address address;
+    private final List<ClientInterceptor> interceptors = new ArrayList<>();
+    private Optional<Tls> tls = Optional.empty();
+    private Optional<String> key = Optional.empty();
+    private boolean plaintextKey;
+    private boolean retries = true;
+    private int maxMessageBytes = 64 << 20;
+    private Duration keepAlive = Duration.ofSeconds(30);
+    private Duration keepAliveTimeout = Duration.ofSeconds(10);
+
+    ClientBuilder(String address) {
+        this.address = Address.parse(address);
+    }
+
+    /**
+     * Speaks TLS. Without it nothing is encrypted.
+     *
+     * @param tls whom to trust, and which certificate to show
+     * @return this
+     */
+    public ClientBuilder tls(Tls tls) {
+        this.tls = Optional.of(tls);
+        return this;
+    }
+
+    /**
+     * Sends a key with every call.
+     *
+     * @param key the key, such as "psk_..."
+     * @return this
+     * @throws IllegalArgumentException if it is not one word of printable ASCII characters
+     */
+    public ClientBuilder key(String key) {
+        if (!key.matches("[!-~]+")) {
+            throw new IllegalArgumentException("a key must be one word of printable ASCII characters");
+        }
+        this.key = Optional.of(key);
+        return this;
+    }
+
+    /**
+     * Allows to send the key in plaintext to another machine, where others on the network can read it. Without this
+     * {@link #build()} refuses to.
+     *
+     * @return this
+     */
+    public ClientBuilder allowPlaintextKey() {
+        this.plaintextKey = true;
+        return this;
+    }
+
+    /**
+     * Switches retries off. With them a call that ends with UNAVAILABLE before anything of its answer has come is
+     * made up to five times in all, after the time that the server asks for or else after 0.5 s, 1 s, 2 s and 4 s, each
+     * less a random part.
+     *
+     * @return this
+     */
+    public ClientBuilder withoutRetries() {
+        this.retries = false;
+        return this;
+    }
+
+    /**
+     * Bounds the size of messages, sent and received. The default is 64 MiB, since log-probabilities of a long prompt
+     * are larger than gRPC's own 4 MiB.
+     *
+     * @param most bytes
+     * @return this
+     * @throws IllegalArgumentException if it is below 1
+     */
+    public ClientBuilder maxMessageBytes(int most) {
+        if (most < 1) {
+            throw new IllegalArgumentException("maxMessageBytes must be at least 1, not " + most);
+        }
+        this.maxMessageBytes = most;
+        return this;
+    }
+
+    /**
+     * Pings the connection while a call runs and nothing comes. The default is every 30 s, and 10 s for the answer.
+     *
+     * @param time from the last sign of life to the ping; gRPC makes it at least 10 s
+     * @param timeout how long to wait for the answer until the connection is given up and its calls fail
+     * @return this
+     * @throws IllegalArgumentException if one of them is not above 0
+     */
+    public ClientBuilder keepAlive(Duration time, Duration timeout) {
+        this.keepAlive = Timeouts.checked("the time of keepAlive", time);
+        this.keepAliveTimeout = Timeouts.checked("the timeout of keepAlive", timeout);
+        return this;
+    }
+
+    /**
+     * Adds an interceptor of gRPC's, which sees every call, such as one that traces.
+     *
+     * @param interceptor it; the one that was added last sees a call first
+     * @return this
+     */
+    public ClientBuilder intercept(ClientInterceptor interceptor) {
+        this.interceptors.add(interceptor);
+        return this;
+    }
+
+    /**
+     * Makes the client. It connects when it is first used.
+     *
+     * @return a client, to be closed
+     * @throws IOException if a file of {@link Tls} cannot be read
+     * @throws IllegalStateException if the key would be sent to another machine in plaintext
+     */
+    public PenstockClient build() throws IOException {
+        if (key.isPresent() && tls.isEmpty() && !address.local() && !plaintextKey) {
+            throw new IllegalStateException("the key would be sent to " + address.target()
+                    + " in plaintext, readable for others on the network; use tls(), or allow it with allowPlaintextKey()");
+        }
+        ChannelCredentials credentials =
+                tls.isPresent() ? tls.get().credentials() : InsecureChannelCredentials.create();
+        ManagedChannelBuilder<?> builder = Grpc.newChannelBuilder(address.target(), credentials)
+                .maxInboundMessageSize(maxMessageBytes)
+                .keepAliveTime(keepAlive.toNanos(), TimeUnit.NANOSECONDS)
+                .keepAliveTimeout(keepAliveTimeout.toNanos(), TimeUnit.NANOSECONDS);
+        tls.flatMap(Tls::serverName).ifPresent(builder::overrideAuthority);
+        if (retries) {
+            builder.defaultServiceConfig(retryPolicy()).maxRetryAttempts(ATTEMPTS);
+        }
+        ManagedChannel managed = builder.build();
+        List<ClientInterceptor> all = new ArrayList<>();
+        all.add(new MessageBound(maxMessageBytes));
+        key.map(ClientBuilder::bearer).ifPresent(all::add);
+        all.addAll(interceptors);
+        return new PenstockClient(managed, ClientInterceptors.intercept(managed, all), Optional.empty());
+    }
+
+    private static Map<String, ?> retryPolicy() {
+        Map<String, ?> policy = Map.of(
+                "maxAttempts", (double) ATTEMPTS,
+                "initialBackoff", "0.5s",
+                "maxBackoff", "30s",
+                "backoffMultiplier", 2.0,
+                "retryableStatusCodes", List.of("UNAVAILABLE"));
+        return Map.of("methodConfig", List.of(Map.of("name", List.of(Map.of()), "retryPolicy", policy)));
+    }
+
+    private static ClientInterceptor bearer(String key) {
+        Metadata headers = new Metadata();
+        headers.put(AUTHORIZATION, "Bearer " + key);
+        return MetadataUtils.newAttachHeadersInterceptor(headers);
+    }
+
+    /** Bounds what is sent: gRPC's channel bounds only what comes. */
+    private record MessageBound(int most) implements ClientInterceptor {
+        @Override
+        public <Q, A> ClientCall<Q, A> interceptCall(MethodDescriptor<Q, A> method, CallOptions options, Channel next) {
+            return next.newCall(method, options.withMaxOutboundMessageSize(most));
+        }
+    }
+}

@@ -1,0 +1,358 @@
+package penstock.client;
+
+import com.google.protobuf.Message;
+import io.grpc.Channel;
+import io.grpc.ManagedChannel;
+import io.grpc.MethodDescriptor;
+import io.grpc.StatusRuntimeException;
+import io.grpc.stub.ClientCalls;
+import java.io.IOException;
+import java.nio.file.Path;
+import java.time.Duration;
+import java.util.Optional;
+import java.util.concurrent.TimeUnit;
+import penstock.v1.AbortRequest;
+import penstock.v1.AbortResponse;
+import penstock.v1.CommitWeightsRequest;
+import penstock.v1.CommitWeightsResponse;
+import penstock.v1.ControlServiceGrpc;
+import penstock.v1.DetokenizeRequest;
+import penstock.v1.DetokenizeResponse;
+import penstock.v1.DiscardWeightsRequest;
+import penstock.v1.DiscardWeightsResponse;
+import penstock.v1.FlushCacheRequest;
+import penstock.v1.FlushCacheResponse;
+import penstock.v1.GenerateRequest;
+import penstock.v1.GenerateResponse;
+import penstock.v1.GetLoadRequest;
+import penstock.v1.GetLoadResponse;
+import penstock.v1.GetModelInfoRequest;
+import penstock.v1.GetModelInfoResponse;
+import penstock.v1.GetServerInfoRequest;
+import penstock.v1.GetServerInfoResponse;
+import penstock.v1.InferenceServiceGrpc;
+import penstock.v1.PauseRequest;
+import penstock.v1.PauseResponse;
+import penstock.v1.ProfileRequest;
+import penstock.v1.ProfileResponse;
+import penstock.v1.ResumeRequest;
+import penstock.v1.ResumeResponse;
+import penstock.v1.SetTracingRequest;
+import penstock.v1.SetTracingResponse;
+import penstock.v1.StreamRequest;
+import penstock.v1.StreamResponse;
+import penstock.v1.TokenizeRequest;
+import penstock.v1.TokenizeResponse;
+import penstock.v1.UpdateWeightsBegin;
+import penstock.v1.UpdateWeightsResponse;
+import penstock.v1.WatchLoadRequest;
+import penstock.v1.WatchLoadResponse;
+
+/**
+ * A client of one server. It is safe for use by many threads, which share its connection.
+ *
+ * <p>Each method makes one call of the contract, and throws a {@link PenstockException} if that fails. Calls that
+ * only ask or order end after 10 s, and those that tokenize after 60 s, with a {@link DeadlineExceededException}; the
+ * others have no limit unless {@link #withTimeout} sets one.
+ */
+public final class PenstockClient implements AutoCloseable {
+    private final ManagedChannel managed;
+    private final Channel channel;
+    private final Optional<Duration> timeout;
+
+    PenstockClient(ManagedChannel managed, Channel channel, Optional<Duration> timeout) {
+        this.managed = managed;
+        this.channel = channel;
+        this.timeout = timeout;
+    }
+
+    /**
+     * Says how to reach a server.
+     *
+     * @param address "host:port", "unix:/path", or "dns:///host:port"; the port is 50051 unless given
+     * @return a builder
+     * @throws IllegalArgumentException if that is no address
+     */
+    public static ClientBuilder builder(String address) {
+        return new ClientBuilder(address);
+    }
+
+    /**
+     * Makes a client without TLS and without a key, for a server on this machine.
+     *
+     * @param address as for {@link #builder}
+     * @return a client, to be closed
+     * @throws IOException never, as no file is read
+     */
+    public static PenstockClient plaintext(String address) throws IOException {
+        return builder(address).build();
+    }
+
+    /**
+     * Gives this client another timeout for each of its calls.
+     *
+     * @param timeout how long a call may take, retries included
+     * @return a client that shares this one's connection, which is closed with either of them
+     * @throws IllegalArgumentException if it is not above 0
+     */
+    public PenstockClient withTimeout(Duration timeout) {
+        return new PenstockClient(managed, channel, Optional.of(Timeouts.checked("the timeout", timeout)));
+    }
+
+    /**
+     * Returns the connection, for stubs of gRPC's own such as {@code InferenceServiceGrpc.newFutureStub(channel)}. Calls
+     * on it send the key. They throw gRPC's exceptions, of which {@link PenstockException#from} makes ours.
+     *
+     * @return the channel
+     */
+    public Channel channel() {
+        return channel;
+    }
+
+    /**
+     * Waits until the server answers and is ready.
+     *
+     * @param patience how long to wait
+     * @throws UnavailableException if the server is not ready by then
+     * @throws InterruptedException if the thread is interrupted
+     */
+    public void waitReady(Duration patience) throws InterruptedException {
+        new Readiness(managed, channel).await(patience);
+    }
+
+    /**
+     * Runs a prompt to its end and answers once.
+     *
+     * @param request the prompt, and how to go on
+     * @return all outputs
+     */
+    public GenerateResponse generate(GenerateRequest request) {
+        return unary(InferenceServiceGrpc.getGenerateMethod(), request);
+    }
+
+    /**
+     * Runs a prompt, and gives tokens as they are made: started, deltas, one finished for each output, summary.
+     *
+     * @param request the prompt, and how to go on
+     * @return the events; close it to end the request
+     */
+    public ServerStream<StreamResponse> stream(StreamRequest request) {
+        return streaming(InferenceServiceGrpc.getStreamMethod(), request);
+    }
+
+    /**
+     * Ends requests early. It answers when their memory is free.
+     *
+     * @param request which requests
+     * @return what became of each
+     */
+    public AbortResponse abort(AbortRequest request) {
+        return unary(InferenceServiceGrpc.getAbortMethod(), request);
+    }
+
+    /**
+     * Replaces the weights by those of a safetensors file, or of a directory of them. They are read and sent in pieces.
+     *
+     * <p>An update with the id of one that was applied changes nothing and answers ALREADY_COMMITTED. So a lost answer
+     * can be asked for by the same call with {@link PenstockException#updateId()}.
+     *
+     * @param tensors the file or directory
+     * @param begin how to update; version_label is required, the source must be unset, and an update_id is made if there
+     *     is none
+     * @param progress is told after each piece
+     * @return what came of the update
+     * @throws IOException if a file cannot be read, or is no safetensors file; then nothing has changed
+     * @throws IllegalArgumentException if begin has a source
+     */
+    public UpdateWeightsResponse updateWeights(Path tensors, UpdateWeightsBegin begin, UpdateProgress progress)
+            throws IOException {
+        return new WeightsUpload(channel, timeout, begin).send(SafetensorsFile.open(tensors), progress);
+    }
+
+    /**
+     * Replaces the weights as {@link #updateWeights(Path, UpdateWeightsBegin, UpdateProgress)} does, and tells nobody of
+     * its progress.
+     *
+     * @param tensors the file or directory
+     * @param begin how to update
+     * @return what came of the update
+     * @throws IOException if a file cannot be read, or is no safetensors file; then nothing has changed
+     * @throws IllegalArgumentException if begin has a source
+     */
+    public UpdateWeightsResponse updateWeights(Path tensors, UpdateWeightsBegin begin) throws IOException {
+        return updateWeights(tensors, begin, (sent, total) -> {});
+    }
+
+    /**
+     * Replaces the weights by those of files that the server reads itself.
+     *
+     * @param uri "file://" and a path below a directory that the server's operator allows
+     * @param begin how to update, as for {@link #updateWeights(Path, UpdateWeightsBegin, UpdateProgress)}
+     * @return what came of the update
+     * @throws IllegalArgumentException if begin has a source
+     */
+    public UpdateWeightsResponse updateWeights(String uri, UpdateWeightsBegin begin) {
+        return new WeightsUpload(channel, timeout, begin).send(uri);
+    }
+
+    /**
+     * Asks for the model served, the values in force and what the server can do.
+     *
+     * @param request what to include
+     * @return the answer
+     */
+    public GetModelInfoResponse modelInfo(GetModelInfoRequest request) {
+        return unary(ControlServiceGrpc.getGetModelInfoMethod(), request);
+    }
+
+    /**
+     * Asks for the server's limits.
+     *
+     * @return the answer
+     */
+    public GetServerInfoResponse serverInfo() {
+        return unary(ControlServiceGrpc.getGetServerInfoMethod(), GetServerInfoRequest.getDefaultInstance());
+    }
+
+    /**
+     * Asks how busy the server is.
+     *
+     * @return the answer
+     */
+    public GetLoadResponse load() {
+        return unary(ControlServiceGrpc.getGetLoadMethod(), GetLoadRequest.getDefaultInstance());
+    }
+
+    /**
+     * Watches how busy the server is, until the stream is closed.
+     *
+     * @param request how often
+     * @return a message at once, and one after each interval
+     */
+    public ServerStream<WatchLoadResponse> watchLoad(WatchLoadRequest request) {
+        return streaming(ControlServiceGrpc.getWatchLoadMethod(), request);
+    }
+
+    /**
+     * Asks for the tokens that the model would be given.
+     *
+     * @param request a text or a conversation
+     * @return its tokens
+     */
+    public TokenizeResponse tokenize(TokenizeRequest request) {
+        return unary(ControlServiceGrpc.getTokenizeMethod(), request);
+    }
+
+    /**
+     * Asks for the text of tokens.
+     *
+     * @param request the tokens
+     * @return their text
+     */
+    public DetokenizeResponse detokenize(DetokenizeRequest request) {
+        return unary(ControlServiceGrpc.getDetokenizeMethod(), request);
+    }
+
+    /**
+     * Stops making tokens. New requests queue up.
+     *
+     * @param request what becomes of running requests
+     * @return what became of them
+     */
+    public PauseResponse pause(PauseRequest request) {
+        return unary(ControlServiceGrpc.getPauseMethod(), request);
+    }
+
+    /**
+     * Ends a pause.
+     *
+     * @return the answer
+     */
+    public ResumeResponse resume() {
+        return unary(ControlServiceGrpc.getResumeMethod(), ResumeRequest.getDefaultInstance());
+    }
+
+    /**
+     * Swaps in an update that was sent with stage_only.
+     *
+     * @param request which one
+     * @return what came of it
+     */
+    public CommitWeightsResponse commitWeights(CommitWeightsRequest request) {
+        return unary(ControlServiceGrpc.getCommitWeightsMethod(), request);
+    }
+
+    /**
+     * Drops a staged update.
+     *
+     * @param updateId which one
+     * @return whether it was staged
+     */
+    public DiscardWeightsResponse discardWeights(String updateId) {
+        return unary(
+                ControlServiceGrpc.getDiscardWeightsMethod(),
+                DiscardWeightsRequest.newBuilder().setUpdateId(updateId).build());
+    }
+
+    /**
+     * Forgets all cached prefixes.
+     *
+     * @return how many pages that concerns
+     */
+    public FlushCacheResponse flushCache() {
+        return unary(ControlServiceGrpc.getFlushCacheMethod(), FlushCacheRequest.getDefaultInstance());
+    }
+
+    /**
+     * Changes how much is traced, or only asks.
+     *
+     * @param request the level; unset = change nothing
+     * @return the level, and what became of the spans
+     */
+    public SetTracingResponse setTracing(SetTracingRequest request) {
+        return unary(ControlServiceGrpc.getSetTracingMethod(), request);
+    }
+
+    /**
+     * Records what the host and the device do during the next steps.
+     *
+     * @param request for how long
+     * @return started, finished, and the files if they are asked for
+     */
+    public ServerStream<ProfileResponse> profile(ProfileRequest request) {
+        return streaming(ControlServiceGrpc.getProfileMethod(), request);
+    }
+
+    /** Ends the connection, and with it all running calls. */
+    @Override
+    public void close() {
+        managed.shutdownNow();
+    }
+
+    /**
+     * Takes no new calls, lets the running ones finish, and then ends the connection.
+     *
+     * @param patience for how long; then the remaining calls are cancelled
+     * @return whether all calls finished
+     * @throws InterruptedException if the thread is interrupted; the connection is ended then, too
+     */
+    public boolean shutdown(Duration patience) throws InterruptedException {
+        try {
+            return managed.shutdown().awaitTermination(patience.toNanos(), TimeUnit.NANOSECONDS);
+        } finally {
+            managed.shutdownNow();
+        }
+    }
+
+    private <Q extends Message, A extends Message> A unary(MethodDescriptor<Q, A> method, Q request) {
+        try {
+            return ClientCalls.blockingUnaryCall(channel, method, Timeouts.options(method, timeout), request);
+        } catch (StatusRuntimeException error) {
+            throw PenstockException.from(error);
+        }
+    }
+
+    private <Q extends Message, A extends Message> ServerStream<A> streaming(MethodDescriptor<Q, A> method, Q request) {
+        return ServerStream.start(channel, method, Timeouts.options(method, timeout), request);
+    }
+}

@@ -1,0 +1,76 @@
+package penstock.client;
+
+import com.google.protobuf.Any;
+import com.google.protobuf.InvalidProtocolBufferException;
+import com.google.protobuf.Message;
+import com.google.rpc.BadRequest;
+import com.google.rpc.ErrorInfo;
+import com.google.rpc.RequestInfo;
+import com.google.rpc.RetryInfo;
+import io.grpc.Status;
+import io.grpc.StatusRuntimeException;
+import io.grpc.protobuf.StatusProto;
+import java.time.Duration;
+import java.util.List;
+import java.util.Map;
+import java.util.Optional;
+import penstock.v1.TensorError;
+import penstock.v1.TensorErrors;
+
+/** The status of a failed call, with the details that Penstock packs into it. Absent details are empty. */
+record StatusDetails(
+        Status.Code code,
+        String text,
+        String reason,
+        Map<String, String> metadata,
+        List<Violation> violations,
+        Optional<Duration> retryAfter,
+        String requestId,
+        List<TensorError> tensorErrors,
+        boolean hasMoreTensors) {
+
+    /** Unpacks the status of a failed call. Details that cannot be read are left out. */
+    static StatusDetails of(StatusRuntimeException error) {
+        Status status = error.getStatus();
+        String description = status.getDescription();
+        com.google.rpc.Status packed = StatusProto.fromThrowable(error);
+        List<Any> details = packed == null ? List.of() : packed.getDetailsList();
+        ErrorInfo info = find(details, ErrorInfo.getDefaultInstance());
+        TensorErrors tensors = find(details, TensorErrors.getDefaultInstance());
+        return new StatusDetails(
+                status.getCode(),
+                description == null ? status.getCode().name() : description,
+                info.getReason(),
+                Map.copyOf(info.getMetadataMap()),
+                find(details, BadRequest.getDefaultInstance()).getFieldViolationsList().stream()
+                        .map(one -> new Violation(one.getField(), one.getDescription()))
+                        .toList(),
+                delay(find(details, RetryInfo.getDefaultInstance())),
+                find(details, RequestInfo.getDefaultInstance()).getRequestId(),
+                tensors.getErrorsList(),
+                tensors.getTruncated());
+    }
+
+    private static Optional<Duration> delay(RetryInfo info) {
+        if (!info.hasRetryDelay()) {
+            return Optional.empty();
+        }
+        com.google.protobuf.Duration delay = info.getRetryDelay();
+        return Optional.of(Duration.ofSeconds(delay.getSeconds(), delay.getNanos()));
+    }
+
+    /** The last detail of a type; the given default if there is none. */
+    private static <T extends Message> T find(List<Any> details, T otherwise) {
+        T found = otherwise;
+        for (Any detail : details) {
+            if (detail.isSameTypeAs(otherwise)) {
+                try {
+                    found = detail.unpackSameTypeAs(otherwise);
+                } catch (InvalidProtocolBufferException unreadable) {
+                    continue;
+                }
+            }
+        }
+        return found;
+    }
+}

@@ -1,0 +1,46 @@
+package penstock.client;
+
+import io.grpc.CallOptions;
+import io.grpc.MethodDescriptor;
+import java.time.Duration;
+import java.util.Map;
+import java.util.Optional;
+import java.util.concurrent.TimeUnit;
+import penstock.v1.ControlServiceGrpc;
+import penstock.v1.InferenceServiceGrpc;
+
+/** How long calls may take. */
+final class Timeouts {
+    private static final Duration FOR_ANSWERS = Duration.ofSeconds(10);
+    private static final Duration FOR_LONG_TEXTS = Duration.ofSeconds(60);
+
+    /** Of the calls that only ask or order. All others may take as long as they like. */
+    private static final Map<MethodDescriptor<?, ?>, Duration> DEFAULTS = Map.of(
+            InferenceServiceGrpc.getAbortMethod(), FOR_ANSWERS,
+            ControlServiceGrpc.getGetModelInfoMethod(), FOR_ANSWERS,
+            ControlServiceGrpc.getGetServerInfoMethod(), FOR_ANSWERS,
+            ControlServiceGrpc.getGetLoadMethod(), FOR_ANSWERS,
+            ControlServiceGrpc.getResumeMethod(), FOR_ANSWERS,
+            ControlServiceGrpc.getDiscardWeightsMethod(), FOR_ANSWERS,
+            ControlServiceGrpc.getFlushCacheMethod(), FOR_ANSWERS,
+            ControlServiceGrpc.getSetTracingMethod(), FOR_ANSWERS,
+            ControlServiceGrpc.getTokenizeMethod(), FOR_LONG_TEXTS,
+            ControlServiceGrpc.getDetokenizeMethod(), FOR_LONG_TEXTS);
+
+    private Timeouts() {}
+
+    static Duration checked(String name, Duration duration) {
+        if (duration.isNegative() || duration.isZero()) {
+            throw new IllegalArgumentException(name + " must be above 0, not " + duration);
+        }
+        return duration;
+    }
+
+    /** The options of a call that begins now. A timeout that was asked for overrides the method's default. */
+    static CallOptions options(MethodDescriptor<?, ?> method, Optional<Duration> asked) {
+        Duration timeout = asked.orElse(DEFAULTS.get(method));
+        return timeout == null
+                ? CallOptions.DEFAULT
+                : CallOptions.DEFAULT.withDeadlineAfter(timeout.toNanos(), TimeUnit.NANOSECONDS);
+    }
+}

@@ -1,0 +1,2 @@
+/** A client of Penstock: start at {@link penstock.client.PenstockClient}. */
+package penstock.client;

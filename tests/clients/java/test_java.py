@@ -1,0 +1,61 @@
+"""The client for Java: Maven builds it, and its own tests start servers of the demo model."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tomllib
+import xml.etree.ElementTree as ET
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+from tests.support.models.toy import TEST_CACHE
+from tests.support.toolchains import require
+
+ROOT = Path(__file__).parents[3]
+MODULE = ROOT / "clients" / "java"
+TESTS_S = 900
+POM = "{http://maven.apache.org/POM/4.0.0}"
+
+
+def ran(*command: str, environment: Mapping[str, str]) -> str:
+    """What a command printed. Fails with that unless its exit code is 0."""
+    done = subprocess.run(
+        command,
+        cwd=MODULE,
+        env={**os.environ, **environment},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=TESTS_S,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout
+    return done.stdout
+
+
+def test_the_module_has_the_version_of_the_project() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    version = ET.parse(MODULE / "pom.xml").getroot().findtext(f"{POM}version")
+    assert version == project["version"]
+
+
+@pytest.mark.sweep
+def test_the_module_builds_without_warnings_and_its_tests_pass() -> None:
+    """Its servers start from this interpreter, so that they are those of this environment."""
+    require("java", "mvn")
+    said = ran(
+        "mvn",
+        "--batch-mode",
+        "verify",
+        environment={
+            "PENSTOCK_COMMAND": f"{sys.executable} -u -m penstock.cli",
+            "PENSTOCK_TEST_CACHE": str(TEST_CACHE),
+            "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+        },
+    )
+    assert "Failures: 0, Errors: 0, Skipped: 0" in said, said
