@@ -1,4 +1,4 @@
-"""A server of the demo model in a process of its own, for tests that call it as any user would."""
+"""A server in a process of its own, for tests that call it as any user would."""
 
 from __future__ import annotations
 
@@ -19,9 +19,25 @@ START_S = 280.0
 @contextlib.contextmanager
 def served_demo(*flags: str) -> Iterator[str]:
     """Runs `penstock serve demo` with these flags. Gives its address."""
-    command = ["serve", "demo", "--port", "0", "--grace", "0", "--compilation-cache", str(TEST_CACHE), *flags]
+    with served("demo", *flags) as address:
+        yield address
+
+
+@contextlib.contextmanager
+def served(model: str, *flags: str) -> Iterator[str]:
+    """Runs `penstock serve` with this model and these flags. Gives its address."""
+    command = ["penstock.cli", "serve", model, "--compilation-cache", str(TEST_CACHE)]
+    with running(*command, "--port", "0", "--grace", "0", *flags) as (_, address):
+        yield address
+
+
+@contextlib.contextmanager
+def running(
+    module: str, *arguments: str, until: str = "ready on"
+) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """Runs `python -m MODULE ARGUMENTS`. Gives the process and the address that it prints after `until`."""
     with subprocess.Popen(
-        [sys.executable, "-u", "-m", "penstock.cli", *command],
+        [sys.executable, "-u", "-m", module, *arguments],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -33,15 +49,15 @@ def served_demo(*flags: str) -> Iterator[str]:
         said: list[str] = []
         for line in server.stdout:
             said.append(line)
-            if found := re.search(r"ready on (\S+)", line):
+            if found := re.search(rf"{until} (\S+)", line):
                 break
         else:
-            raise AssertionError(f"the demo server did not start:\n{''.join(said)}")
+            raise AssertionError(f"the server did not start:\n{''.join(said)}")
         slow.cancel()
         rest = threading.Thread(target=server.stdout.read, daemon=True)  # otherwise its pipe would fill
         rest.start()
         try:
-            yield found[1]
+            yield server, found[1]
         finally:
             server.terminate()
             server.wait(60)
