@@ -1,0 +1,102 @@
+package penstock_test
+
+import (
+	"errors"
+	"os"
+	"path/filepath"
+	"regexp"
+	"slices"
+	"testing"
+
+	"google.golang.org/genproto/googleapis/rpc/errdetails"
+	"google.golang.org/grpc/codes"
+	"google.golang.org/grpc/status"
+
+	penstock "penstock/clients/go"
+	"penstock/clients/go/penstockv1"
+)
+
+func TestAnErrorHasAllBadFields(t *testing.T) {
+	client := dial(t, demo.addr)
+	request := greedy(1)
+	request.RequestId = "of-the-caller"
+	request.Sampling = &penstockv1.SamplingParams{Temperature: ptr(-1.0), TopP: ptr(7.0)}
+	for event, err := range client.Stream(limited(t), request) {
+		var failed *penstock.Error
+		if !errors.As(err, &failed) {
+			t.Fatalf("%v, %v", event, err)
+		}
+		if !errors.Is(err, penstock.ErrInvalidField) || errors.Is(err, penstock.ErrPromptTooLong) {
+			t.Error(failed.Reason)
+		}
+		var fields []string
+		for _, violation := range failed.Violations {
+			fields = append(fields, violation.Field)
+		}
+		if !slices.Equal(fields, []string{"sampling.temperature", "sampling.top_p"}) {
+			t.Error(failed.Violations)
+		}
+		if failed.RequestID != "of-the-caller" || failed.Retryable() {
+			t.Errorf("%+v", failed)
+		}
+		// gRPC's own functions find the same.
+		if status.Code(err) != codes.InvalidArgument || len(status.Convert(err).Details()) != 3 {
+			t.Error(status.Convert(err).Details())
+		}
+	}
+}
+
+func TestErrorsOfTheStubsAreTyped(t *testing.T) {
+	client := dial(t, demo.addr)
+	_, err := client.Inference.Generate(limited(t), &penstockv1.GenerateRequest{
+		Model: "another", Input: &penstockv1.GenerateRequest_Prompt{Prompt: "x"},
+	})
+	var failed *penstock.Error
+	if !errors.Is(err, penstock.ErrUnknownModel) || !errors.As(err, &failed) || failed.Metadata["served_model"] != "demo" {
+		t.Error(err)
+	}
+	stream, err := client.Control.Profile(limited(t), &penstockv1.ProfileRequest{Steps: ptr(uint32(0))})
+	if err == nil {
+		_, err = stream.Recv()
+	}
+	if !errors.Is(err, penstock.ErrInvalidField) {
+		t.Error(err)
+	}
+	_, err = client.Inference.Generate(limited(t), &penstockv1.GenerateRequest{
+		Input: &penstockv1.GenerateRequest_PromptTokenIds{PromptTokenIds: &penstockv1.TokenIds{Ids: make([]uint32, 3000)}},
+	})
+	if !errors.Is(err, penstock.ErrPromptTooLong) || !errors.As(err, &failed) || failed.Metadata["prompt_tokens"] != "3000" {
+		t.Error(err)
+	}
+}
+
+func TestAReasonOfSomebodyElseIsNone(t *testing.T) {
+	ended, err := status.New(codes.ResourceExhausted, "quota").WithDetails(
+		&errdetails.ErrorInfo{Reason: "QUEUE_FULL", Domain: "proxy.example"})
+	if err != nil {
+		t.Fatal(err)
+	}
+	client := dial(t, faking(t, &fake{ends: []error{ended.Err()}}))
+	_, err = client.Generate(limited(t), &penstockv1.GenerateRequest{})
+	var failed *penstock.Error
+	if !errors.As(err, &failed) || failed.Reason != "" || failed.Retryable() || errors.Is(err, penstock.ErrQueueFull) {
+		t.Errorf("%+v", err)
+	}
+}
+
+func TestEveryReasonOfTheContractHasAName(t *testing.T) {
+	found := func(file, pattern string) []string {
+		text := must[[]byte](t)(os.ReadFile(file))
+		var names []string
+		for _, match := range regexp.MustCompile(pattern).FindAllSubmatch(text, -1) {
+			names = append(names, string(match[1]))
+		}
+		slices.Sort(names)
+		return names
+	}
+	documented := found(filepath.Join(root(), "docs", "reference", "errors.md"), `(?m)^\| ([A-Z_]+) \| [A-Z_]+ \|`)
+	named := found("reasons.go", `Reason = "([A-Z_]+)"`)
+	if len(documented) < 30 || !slices.Equal(documented, named) {
+		t.Errorf("docs/reference/errors.md has\n%v\nand reasons.go\n%v", documented, named)
+	}
+}

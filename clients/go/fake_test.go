@@ -1,0 +1,151 @@
+package penstock_test
+
+import (
+	"context"
+	"net"
+	"strings"
+	"sync"
+	"testing"
+	"time"
+
+	"google.golang.org/genproto/googleapis/rpc/errdetails"
+	"google.golang.org/grpc"
+	"google.golang.org/grpc/codes"
+	"google.golang.org/grpc/metadata"
+	"google.golang.org/grpc/status"
+	"google.golang.org/protobuf/types/known/durationpb"
+
+	penstock "penstock/clients/go"
+	"penstock/clients/go/penstockv1"
+)
+
+// fake is a server that ends its first calls with these errors, one after the other, and answers the others.
+type fake struct {
+	penstockv1.UnimplementedInferenceServiceServer
+	mutex sync.Mutex
+	ends  []error
+	calls int
+	text  string // of the answers
+	first bool   // whether a stream sends a message before it ends
+}
+
+func (f *fake) next() error {
+	f.mutex.Lock()
+	defer f.mutex.Unlock()
+	f.calls++
+	if f.calls <= len(f.ends) {
+		return f.ends[f.calls-1]
+	}
+	return nil
+}
+
+func (f *fake) count() int {
+	f.mutex.Lock()
+	defer f.mutex.Unlock()
+	return f.calls
+}
+
+func (f *fake) Generate(ctx context.Context, _ *penstockv1.GenerateRequest) (*penstockv1.GenerateResponse, error) {
+	if err := f.next(); err != nil {
+		_ = grpc.SetTrailer(ctx, metadata.Pairs("grpc-retry-pushback-ms", "1"))
+		return nil, err
+	}
+	return &penstockv1.GenerateResponse{Outputs: []*penstockv1.Output{{Text: f.text}}}, nil
+}
+
+func (f *fake) Stream(_ *penstockv1.StreamRequest, to grpc.ServerStreamingServer[penstockv1.StreamResponse]) error {
+	end := f.next()
+	if f.first || end == nil {
+		if err := to.Send(&penstockv1.StreamResponse{}); err != nil {
+			return err
+		}
+	}
+	if end != nil {
+		to.SetTrailer(metadata.Pairs("grpc-retry-pushback-ms", "1"))
+	}
+	return end
+}
+
+// faking serves a fake, and gives its address.
+func faking(t *testing.T, service *fake) string {
+	t.Helper()
+	listener := must[net.Listener](t)(net.Listen("tcp", "127.0.0.1:0"))
+	grpcServer := grpc.NewServer()
+	penstockv1.RegisterInferenceServiceServer(grpcServer, service)
+	go func() { _ = grpcServer.Serve(listener) }()
+	t.Cleanup(grpcServer.Stop)
+	return listener.Addr().String()
+}
+
+func refused(t *testing.T, code codes.Code, reason penstock.Reason) error {
+	t.Helper()
+	ended, err := status.New(code, "refused").WithDetails(
+		&errdetails.ErrorInfo{Reason: string(reason), Domain: "penstock"},
+		&errdetails.RetryInfo{RetryDelay: durationpb.New(2500 * time.Millisecond)})
+	if err != nil {
+		t.Fatal(err)
+	}
+	return ended.Err()
+}
+
+func TestOnlyWhatTheServerDidNotTakeIsTriedAgain(t *testing.T) {
+	draining := refused(t, codes.Unavailable, penstock.ErrDraining)
+	full := refused(t, codes.ResourceExhausted, penstock.ErrQueueFull)
+	bug := status.Error(codes.Internal, "a bug")
+	for name, test := range map[string]struct {
+		fake    *fake
+		options []penstock.Option
+		stream  bool
+		calls   int
+		code    codes.Code
+	}{
+		"taken at once":        {fake: &fake{}, calls: 1, code: codes.OK},
+		"unavailable twice":    {fake: &fake{ends: []error{draining, draining}}, calls: 3, code: codes.OK},
+		"a stream, once":       {fake: &fake{ends: []error{draining}}, stream: true, calls: 2, code: codes.OK},
+		"unavailable for ever": {fake: &fake{ends: []error{draining, draining, draining, draining, draining}}, calls: 5, code: codes.Unavailable},
+		"a full queue":         {fake: &fake{ends: []error{full}}, calls: 1, code: codes.ResourceExhausted},
+		"a bug":                {fake: &fake{ends: []error{bug}}, calls: 1, code: codes.Internal},
+		"after the answer began": {
+			fake: &fake{ends: []error{draining}, first: true}, stream: true, calls: 1, code: codes.Unavailable,
+		},
+		"without retries": {
+			fake: &fake{ends: []error{draining}}, options: []penstock.Option{penstock.WithoutRetries()},
+			calls: 1, code: codes.Unavailable,
+		},
+	} {
+		t.Run(name, func(t *testing.T) {
+			client := dial(t, faking(t, test.fake), test.options...)
+			var err error
+			if test.stream {
+				for _, err = range client.Stream(limited(t), greedy(1)) {
+				}
+			} else {
+				_, err = client.Generate(limited(t), &penstockv1.GenerateRequest{})
+			}
+			if status.Code(err) != test.code || test.fake.count() != test.calls {
+				t.Errorf("%d calls, then %v", test.fake.count(), err)
+			}
+		})
+	}
+}
+
+func TestARefusalSaysWhenToComeBack(t *testing.T) {
+	busy := refused(t, codes.ResourceExhausted, penstock.ErrBusy)
+	client := dial(t, faking(t, &fake{ends: []error{busy}}))
+	_, err := client.Generate(limited(t), &penstockv1.GenerateRequest{})
+	failed, ok := err.(*penstock.Error)
+	if !ok || failed.RetryAfter != 2500*time.Millisecond || !failed.Retryable() {
+		t.Errorf("%+v", err)
+	}
+	if failed.Error() != "ResourceExhausted (BUSY): refused" {
+		t.Error(failed)
+	}
+}
+
+func TestAnswersMayBeLargerThanWhatGRPCTakesByDefault(t *testing.T) {
+	client := dial(t, faking(t, &fake{text: strings.Repeat("x", 5<<20)}))
+	reply, err := client.Generate(limited(t), &penstockv1.GenerateRequest{})
+	if err != nil || len(reply.Outputs[0].Text) != 5<<20 {
+		t.Error(err)
+	}
+}
