@@ -102,6 +102,7 @@ def build(model: ServedModel, options: EngineConfig, backend: Backend | None = N
             max_model_len=kv.max_model_len,
             eos_token_ids=model.eos_token_ids,
             defaults=model.defaults,
+            directory=model.directory,
             num_pages=kv.num_pages,
             page_size=config.page_size,
             devices=tuple(f"{d.platform}:{d.id} {d.device_kind}" for d in backend.mesh.devices.flat),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 from penstock.runtime.requests.sampling_defaults import GenerationDefaults
 
@@ -32,3 +33,5 @@ class ModelInfo:
     batch_invariant: bool = False
     """Whether a token's logits depend on its own request alone, bit for bit. They do where native kernels
     compute the whole model (on CPU, in bfloat16, with or without int8). XLA's products do not promise it."""
+    directory: Path | None = None
+    """Where the model's files lie; None: it has none."""

@@ -17,10 +17,8 @@ import logging
 import time
 from collections.abc import Sequence
 from functools import partial
-from typing import cast
 
 import grpc
-from grpc_health.v1 import health_pb2_grpc
 
 from penstock.runtime.errors import ConfigError
 from penstock.service.access.keys import Keys
@@ -28,10 +26,9 @@ from penstock.service.access.rates import Clock
 from penstock.service.backend import Backend
 from penstock.service.counts import show_counts
 from penstock.service.front import Front
-from penstock.service.identity import new_instance_id, version
+from penstock.service.identity import new_instance_id
 from penstock.service.lifecycle import health
 from penstock.service.lifecycle.engine_end import EngineEnd
-from penstock.service.lifecycle.late import LateServicer
 from penstock.service.lifecycle.underway import Calls
 from penstock.service.lifecycle.watchdog import Watchdog
 from penstock.service.limits.admission import Admission
@@ -46,12 +43,10 @@ from penstock.service.replies.streams import ServerSwitchboard
 from penstock.service.rpcs.access_check import access_of
 from penstock.service.rpcs.interceptors import PenstockInterceptor
 from penstock.service.rpcs.sending import Sends
-from penstock.service.servicers.control import ControlServicer
-from penstock.service.servicers.inference import InferenceServicer
 from penstock.service.servicers.profiles import Profiles
-from penstock.service.servicers.reflection import enable_reflection
 from penstock.service.servicers.serving import Serving, limits_of
 from penstock.service.servicers.weights import WeightUpdates
+from penstock.service.services import SERVICES, Services
 from penstock.service.telemetry.logs import grpc_log
 from penstock.service.telemetry.metrics.exports import Metrics
 from penstock.service.telemetry.metrics.push import Collector
@@ -62,13 +57,9 @@ from penstock.service.threads.blocking import in_thread, on_this_loop
 from penstock.service.threads.lanes import Lanes
 from penstock.service.usage.ledger import Ledger
 from penstock.service.usage.meter import UsageSink
-from penstock.v1 import control_pb2, control_pb2_grpc, inference_pb2, inference_pb2_grpc
 
 log = logging.getLogger(__name__)
 
-_INFERENCE = inference_pb2.DESCRIPTOR.services_by_name["InferenceService"]
-_CONTROL = control_pb2.DESCRIPTOR.services_by_name["ControlService"]
-SERVICES = (_INFERENCE.full_name, _CONTROL.full_name)
 READINESS = ("", *SERVICES)
 """The services whose health is SERVING while requests are taken."""
 LIVENESS = "liveness"
@@ -131,8 +122,7 @@ class PenstockServer:
             budget=self._budget,
             tracing=tracing,
         )
-        self._inference = LateServicer(_INFERENCE)
-        self._control = LateServicer(_CONTROL)
+        self._services = Services(self._health, options.features)
         self.serving: Serving | None = None
         """What its RPCs share, once an engine is attached."""
         self._engine: Backend | None = None
@@ -183,14 +173,7 @@ class PenstockServer:
                 *self._options.connections.arguments(),
             ],
         )
-        inference_pb2_grpc.add_InferenceServiceServicer_to_server(
-            cast("inference_pb2_grpc.InferenceServiceServicer", self._inference), server
-        )
-        control_pb2_grpc.add_ControlServiceServicer_to_server(
-            cast("control_pb2_grpc.ControlServiceServicer", self._control), server
-        )
-        health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
-        enable_reflection([*SERVICES, health.SERVICE_NAME], server)
+        self._services.add_to(server)
         return server
 
     async def reload_keys(self) -> None:
@@ -231,16 +214,8 @@ class PenstockServer:
             roots=self._options.weights_roots,
             max_receive_bytes=self._options.max_receive_bytes,
         )
-        self._inference.bind(InferenceServicer(self.serving, updates))
-        self._control.bind(
-            ControlServicer(
-                self.serving,
-                updates,
-                Profiles(self.serving, self._options.profile_dir, keep=self._options.profile_keep),
-                version=version(),
-                instance_id=self.instance_id,
-            )
-        )
+        profiles = Profiles(self.serving, self._options.profile_dir, keep=self._options.profile_keep)
+        self._services.bind(self.serving, updates, profiles, instance_id=self.instance_id)
 
     async def start_engine(self) -> None:
         """Compile and start the engine, then report SERVING. Raises what the engine raises."""

@@ -12,7 +12,7 @@ from grpc_health.v1 import health_pb2
 
 from penstock.runtime.errors import EngineFailure
 from penstock.runtime.scheduling.scheduler import Scheduler
-from penstock.service.server import SERVICES
+from penstock.service.services import SERVICES
 from penstock.v1 import control_pb2, inference_pb2
 from tests.service.rig import WAIT_S, failure_of, generate, read_all, serving, stream
 from tests.support.models.toy import toy_engine

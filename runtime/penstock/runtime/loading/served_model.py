@@ -48,6 +48,8 @@ class ServedModel:
     """Whether native kernels compute the layers and the head, see `CausalLM.is_native`."""
     rules: LoadRules | None = None
     """What the model makes of the tensors of an update; None: it takes no updates."""
+    directory: Path | None = None
+    """Where its files lie; None: it has none."""
 
 
 def load_model(model: str, config: EngineConfig, backend: Backend) -> ServedModel:
@@ -90,4 +92,5 @@ def load_model(model: str, config: EngineConfig, backend: Backend) -> ServedMode
         skips_padding=linear.packed,
         is_native=nnx.merge(graphdef, shapes).is_native,
         rules=load_rules(model_config, dtype, linear),
+        directory=directory,
     )

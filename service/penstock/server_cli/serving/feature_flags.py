@@ -20,3 +20,8 @@ def add_feature_flags(requests: argparse._ArgumentGroup) -> None:
         help="accept chat templates that come with a request: they are programs of the caller's, and run in "
         "processes without files or network; read docs/explanation/security.md first",
     )
+    requests.add_argument(
+        "--vllm-service",
+        action="store_true",
+        help="answer vLLM's gRPC service, too, for gateways that speak to vLLM: vllm.grpc.engine.VllmEngine",
+    )

@@ -10,6 +10,7 @@ from penstock.service.access_errors import Forbidden
 
 _INFERENCE = "penstock.v1.InferenceService"
 _CONTROL = "penstock.v1.ControlService"
+_VLLM = "vllm.grpc.engine.VllmEngine"
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +43,13 @@ RULES: Mapping[str, Rule] = {
     f"{_CONTROL}/FlushCache": Rule(Role.CONTROL),
     f"{_CONTROL}/SetTracing": Rule(Role.CONTROL),
     f"{_CONTROL}/Profile": Rule(Role.CONTROL),
+    f"{_VLLM}/Generate": Rule(Role.INFER, counts=True),
+    f"{_VLLM}/HealthCheck": Rule(Role.INFER),
+    f"{_VLLM}/Abort": Rule(Role.INFER),  # only the caller's own requests
+    f"{_VLLM}/GetModelInfo": Rule(Role.INFER),
+    f"{_VLLM}/GetServerInfo": Rule(Role.INFER),
+    f"{_VLLM}/GetLoads": Rule(Role.INFER),
+    f"{_VLLM}/GetTokenizer": Rule(Role.INFER),
 }
 """From a method, such as "penstock.v1.Service/Method", to its rule."""
 

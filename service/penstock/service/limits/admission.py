@@ -20,7 +20,8 @@ from penstock.service.errors import Busy
 from penstock.service.limits.bounds import Bounds
 from penstock.service.limits.pace import Pace
 
-PACKAGE = "penstock.v1."
+PACKAGES = ("penstock.v1.", "vllm.grpc.engine.")
+"""What the names of the services begin with that need an engine; the server's stop waits for their calls."""
 Clock = Callable[[], float]
 
 
@@ -57,7 +58,7 @@ def kind_of(method: str) -> Kind:
         return Kind.UPDATE
     if name == _WATCH:
         return Kind.WATCH
-    return Kind.CONTROL if service.startswith(PACKAGE) and name not in _WORK else Kind.WORK
+    return Kind.CONTROL if service.startswith(PACKAGES) and name not in _WORK else Kind.WORK
 
 
 @lru_cache(maxsize=1024)

@@ -19,6 +19,8 @@ class Features:
     """Whether a request may bring a chat template of its own. It is a program of the caller's, so it runs in
     a process of its own.
     """
+    vllm_service: bool = False
+    """Whether the server also answers vLLM's gRPC service."""
 
 
 DEFAULT_FEATURES = Features()

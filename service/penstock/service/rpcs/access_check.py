@@ -12,12 +12,12 @@ from penstock.service.access.callers import ANYBODY, CURRENT_CALLER, Caller
 from penstock.service.access.keys import Keys
 from penstock.service.access.rates import Account
 from penstock.service.access.roles import check_model, check_role, rule_of
+from penstock.service.limits.admission import PACKAGES
 from penstock.service.listening.tls import certificate_names
 from penstock.service.telemetry.logs.access_log import AccessLog
 from penstock.service.usage.meter import CURRENT_METER, CallLog, Meter, UsageSink
 
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
-_OURS = "penstock.v1."
 _OPEN = "grpc.health.v1.Health/"
 """Calls of this service need no key: probes cannot carry one, and learn no more than whether the server is
 up.
@@ -48,7 +48,7 @@ class Access:
         caller = self._caller(method, context)
         # set before the other checks, so that a refusal too is logged for this caller
         CURRENT_CALLER.set(caller)
-        if not method.startswith(_OURS):
+        if not method.startswith(PACKAGES):
             return
         if rule_of(method).counts:
             meter = Meter(caller, method, self._account(caller), self._sink, self._call_log)

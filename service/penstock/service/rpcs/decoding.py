@@ -15,7 +15,7 @@ from google.protobuf.descriptor import Descriptor
 from google.protobuf.message import DecodeError, Message
 
 from penstock.runtime.errors import InvalidRequest, RequestError, Violation
-from penstock.service.limits.admission import PACKAGE
+from penstock.service.limits.admission import PACKAGES
 from penstock.service.requests.parts import check_parts
 from penstock.service.requests.support import check_known
 
@@ -37,7 +37,7 @@ def decoded(method: str, parse: Any, data: bytes, vocab_size: int = 0) -> tuple[
     """
     request = decode(parse, data, vocab_size)
     try:
-        if method.startswith(PACKAGE):
+        if method.startswith(PACKAGES):
             check_known(request, parse, data)
     except RequestError as error:
         return request, error.with_traceback(None)  # the traceback would keep the message's bytes alive

@@ -28,7 +28,7 @@ from penstock.runtime.measuring.registry import Registry
 from penstock.service.access.callers import CURRENT_CALLER
 from penstock.service.errors import MessageTooLarge, StalledReader, row_of, to_status, trailers
 from penstock.service.lifecycle.underway import Calls
-from penstock.service.limits.admission import PACKAGE, Admission, kind_of
+from penstock.service.limits.admission import PACKAGES, Admission, kind_of
 from penstock.service.limits.bounds import Bounds
 from penstock.service.limits.receiving import Receiving
 from penstock.service.options import ServerOptions
@@ -239,7 +239,7 @@ class PenstockInterceptor(grpc.aio.ServerInterceptor):
         self._access.authenticate(method, context)
         rpc.trace = self._telemetry.rpc(method, cast("Any", context.invocation_metadata() or ()))
         CURRENT_RPC.set(rpc.trace.span)  # this task serves only this RPC, so it is never reset
-        if method.startswith(PACKAGE):  # the server's stop does not wait for health and reflection
+        if method.startswith(PACKAGES):  # the server's stop does not wait for health and reflection
             self._calls.begin()
         task = asyncio.current_task()
         assert task is not None, "gRPC calls handlers in a task"
@@ -253,7 +253,7 @@ class PenstockInterceptor(grpc.aio.ServerInterceptor):
         """Receive the call's one message. Raises Busy, StalledSender, MessageTooLarge, InvalidRequest,
         UnsupportedFeature and Draining.
         """
-        if not rpc.method.startswith(PACKAGE):
+        if not rpc.method.startswith(PACKAGES):
             return await self._read(rpc, parse, context)
         async with self._calls.preparing():
             return await self._read(rpc, parse, context)

@@ -23,7 +23,9 @@ Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
 _INFERENCE = "/penstock.v1.InferenceService"
 _ABORT = f"{_INFERENCE}/Abort"
 _WATCH = "/penstock.v1.ControlService/WatchLoad"
-GENERATING = frozenset(f"{_INFERENCE}/{name}" for name in ("Generate", "Stream"))
+GENERATING = frozenset(
+    {f"{_INFERENCE}/Generate", f"{_INFERENCE}/Stream", "/vllm.grpc.engine.VllmEngine/Generate"}
+)
 CONTROLLING = frozenset(f"/{method}" for method, rule in RULES.items() if rule.role is Role.CONTROL)
 
 

@@ -19,7 +19,13 @@ from penstock.service.usage.meter import Course, Outcome, Usage
 LOGGER = "penstock.access"
 LINES_PER_SECOND = 200
 MAX_CHARS = 128
-METHODS = frozenset({"penstock.v1.InferenceService/Generate", "penstock.v1.InferenceService/Stream"})
+METHODS = frozenset(
+    {
+        "penstock.v1.InferenceService/Generate",
+        "penstock.v1.InferenceService/Stream",
+        "vllm.grpc.engine.VllmEngine/Generate",
+    }
+)
 
 
 @dataclass(frozen=True, slots=True)

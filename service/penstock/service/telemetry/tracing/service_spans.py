@@ -26,7 +26,7 @@ from penstock.runtime.generation.jobs import Job
 from penstock.runtime.loop.journal.entries import Noted
 from penstock.runtime.loop.journal.journal import Journal
 from penstock.runtime.requests.request import Finish, RequestTiming
-from penstock.service.limits.admission import PACKAGE
+from penstock.service.limits.admission import PACKAGES
 from penstock.service.telemetry.otlp.span_batch import SCOPE
 from penstock.service.telemetry.otlp.tracing import Tracing
 from penstock.service.telemetry.otlp.wire import Attributes, AttributeValue
@@ -69,7 +69,7 @@ class Telemetry:
         becomes its parent. Services other than ours, such as health, are not recorded.
         """
         tracing, tracer = self._tracing, self._tracer
-        if tracing is None or tracer is None or not tracing.level or not method.startswith(PACKAGE):
+        if tracing is None or tracer is None or not tracing.level or not method.startswith(PACKAGES):
             return UNTRACED
         carrier = {key: value for key, value in metadata if isinstance(value, str)}
         if len(carrier.get("tracestate", "")) > MOST_TRACE_STATE:
