@@ -101,6 +101,7 @@ protos-check: install
 proto: install ## generate the Python code of protos/ and the contract's page again, and with Go the code of clients/go
 	$(BIN)/buf generate
 	$(BIN)/python -m tools.site.contract
+	$(BIN)/buf generate --template buf.gen.gateways.yaml
 	@if command -v go >/dev/null; then $(MAKE) --no-print-directory proto-go; \
 		else echo "there is no Go here, so the code in clients/go is as it was: say make proto-go where there is" >&2; fi
 

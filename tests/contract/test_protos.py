@@ -21,6 +21,7 @@ from penstock.v1 import control_pb2, inference_pb2, inference_pb2_grpc, telemetr
 
 REPOSITORY = Path(__file__).parents[2]
 GENERATED = REPOSITORY / "protos" / "penstock" / "v1"
+GATEWAYS = REPOSITORY / "service" / "penstock" / "service" / "gateways"
 FILES = [module.DESCRIPTOR for module in (control_pb2, inference_pb2, telemetry_pb2, types_pb2, weights_pb2)]
 TOOLS = Path(sys.executable).parent
 FIRST = Path(__file__).with_name("first_contract.binpb")
@@ -102,6 +103,16 @@ def test_checked_in_code_is_what_the_files_generate(tmp_path: Path) -> None:
     fresh = tmp_path / GENERATED.relative_to(REPOSITORY)
     names = {path.name for path in GENERATED.glob("*_pb2*.py*")} | {path.name for path in fresh.iterdir()}
     _, different, missing = filecmp.cmpfiles(GENERATED, fresh, names, shallow=False)
+    assert (different, missing) == ([], []), "run `make proto`"
+
+
+def test_checked_in_code_of_gateways_is_what_the_files_generate(tmp_path: Path) -> None:
+    generate = buf("generate", "--template", "buf.gen.gateways.yaml", "--output", str(tmp_path))
+    assert generate.returncode == 0, generate.stderr
+    fresh = tmp_path / GATEWAYS.relative_to(REPOSITORY)
+    names = {path.name for path in GATEWAYS.glob("*_pb2.py*")} | {path.name for path in fresh.iterdir()}
+    assert names
+    _, different, missing = filecmp.cmpfiles(GATEWAYS, fresh, names, shallow=False)
     assert (different, missing) == ([], []), "run `make proto`"
 
 

@@ -72,6 +72,11 @@ NOT_RUN = (
     NotRun(r"docker ", "it needs a Docker daemon, and images from a registry", _nothing),
     NotRun(r"kubectl ", "it needs a cluster", _nothing),
     NotRun(r"perf |uvx py-spy |grep penstock-engine ", "they look into a process of the reader's", _nothing),
+    NotRun(
+        r"gateway/bin/python |curl -s 127\.0\.0\.1:30000",
+        "tests/deploy/test_gateway.py does the same with the real gateway",
+        _nothing,
+    ),
     NotRun(r"numactl ", "it needs a machine with several NUMA nodes", _nothing),
     NotRun(r"go install |protoc ", "it needs Go's plugins, from the network", _nothing),
     NotRun(

