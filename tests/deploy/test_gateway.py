@@ -17,7 +17,7 @@ import pytest
 
 from penstock.client import Client
 from tests.support.demo_server import served_demo
-from tests.support.environments import environment
+from tests.deploy.environments import environment
 
 pytestmark = pytest.mark.sweep
 START_S = 120.0
@@ -123,8 +123,12 @@ def test_a_chat_is_rendered_by_the_gateway_with_the_server_s_template(gateway: G
 
 
 def test_a_schema_is_obeyed(gateway: Gateway) -> None:
-    schema = {"type": "object", "properties": {"ok": {"enum": ["yes", "no"]}}, "required": ["ok"]}
-    schema["additionalProperties"] = False
+    schema: dict[str, Any] = {
+        "type": "object",
+        "properties": {"ok": {"enum": ["yes", "no"]}},
+        "required": ["ok"],
+        "additionalProperties": False,
+    }
     form = {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}}
     messages = [{"role": "user", "content": "hello"}]
     reply = gateway.ask("/v1/chat/completions", messages=messages, max_tokens=40, response_format=form)

@@ -12,7 +12,6 @@ from collections.abc import Mapping
 from penstock.runtime.errors import InvalidRequest, RequestError, UnsupportedFeature, Violation
 from penstock.service.gateways import vllm_engine_pb2 as vllm
 from penstock.service.requests.convert_params import Violations
-from penstock.service.requests.support import check_supported
 from penstock.v1 import inference_pb2, types_pb2
 
 MAX_TOP_K = 2**31 - 1
@@ -33,13 +32,23 @@ _FIELDS: Mapping[str, str] = {
 """
 
 
+_REFUSED = (
+    "kv_transfer_params",
+    "kv_transfer_params_json",
+    "mm_inputs",
+    "extra_mm_inputs",
+    "media_refs",
+)
+"""Fields of the request that Penstock has nothing for."""
+
+
 def to_stream_request(message: vllm.GenerateRequest, max_context_tokens: int) -> inference_pb2.StreamRequest:
     """Convert the whole request.
 
     Raises UnsupportedFeature for parts of vLLM's service that Penstock has not, and InvalidRequest for values
     that the contract cannot express.
     """
-    check_supported(message)
+    _check_supported(message)
     params, bad = message.sampling_params, Violations()
     request = inference_pb2.StreamRequest(request_id=message.request_id)
     if message.data_parallel_rank:
@@ -68,6 +77,14 @@ def to_stream_request(message: vllm.GenerateRequest, max_context_tokens: int) ->
     request.output.echo_prompt_token_ids = params.HasField("prompt_logprobs")
     bad.raise_if_any()
     return request
+
+
+def _check_supported(message: vllm.GenerateRequest) -> None:
+    found = [field.name for field, _ in message.ListFields() if field.name in _REFUSED]
+    if message.sampling_params.HasField("structural_tag"):
+        found.append("sampling_params.structural_tag")
+    if found:
+        raise UnsupportedFeature(found)
 
 
 def renamed(error: RequestError) -> RequestError:

@@ -126,37 +126,6 @@ _BEGIN_HONOURED = _IN_FLIGHT_HONOURED | {
     "refuse_non_finite",
 }
 
-_VLLM_SAMPLING = (
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "frequency_penalty",
-    "presence_penalty",
-    "repetition_penalty",
-    "max_tokens",
-    "min_tokens",
-    "stop",
-    "stop_token_ids",
-    "skip_special_tokens",
-    "spaces_between_special_tokens",  # this and include_stop_str_in_output: of text, which is not sent
-    "ignore_eos",
-    "n",
-    "json_schema",
-    "regex",
-    "grammar",
-    "json_object",
-    "choice",
-    "choice.choices",
-    "logprobs",
-    "prompt_logprobs",
-    "seed",
-    "include_stop_str_in_output",
-    "logit_bias",
-    "truncate_prompt_tokens",
-    "grammar_from_first_token",  # is always so
-)
-
 HONOURED: Mapping[str, frozenset[str]] = {
     "penstock.v1.GenerateRequest": _GENERATE_HONOURED,
     "penstock.v1.StreamRequest": _GENERATE_HONOURED | {"min_tokens_per_message"},
@@ -188,19 +157,6 @@ HONOURED: Mapping[str, frozenset[str]] = {
     "penstock.v1.WatchLoadRequest": frozenset(
         {"interval", "interval.seconds", "interval.nanos", "max_requests"}
     ),
-    "vllm.grpc.engine.GenerateRequest": frozenset(
-        {
-            "request_id",
-            "tokenized",
-            "tokenized.original_text",  # the text of the ids, for reading
-            "tokenized.input_ids",
-            "text",
-            "stream",
-            "data_parallel_rank",
-            "sampling_params",
-            *(f"sampling_params.{name}" for name in _VLLM_SAMPLING),
-        }
-    ),
 }
 """From a message's name to the paths that have an effect."""
 
@@ -208,14 +164,6 @@ REFUSED: Mapping[str, Refused] = {
     "penstock.v1.GenerateRequest": _GENERATE_REFUSED,
     "penstock.v1.StreamRequest": _GENERATE_REFUSED,
     "penstock.v1.UpdateWeightsRequest": {"begin.adapter": ()},
-    "vllm.grpc.engine.GenerateRequest": {
-        "kv_transfer_params": (),
-        "kv_transfer_params_json": (),
-        "mm_inputs": (),
-        "extra_mm_inputs": (),
-        "media_refs": (),
-        "sampling_params.structural_tag": (),
-    },
 }
 """From a message's name to the paths that are refused, each with the values that are accepted
 nevertheless.
