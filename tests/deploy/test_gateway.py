@@ -16,8 +16,8 @@ from urllib.request import Request, urlopen
 import pytest
 
 from penstock.client import Client
-from tests.support.demo_server import served_demo
 from tests.deploy.environments import environment
+from tests.support.demo_server import served_demo
 
 pytestmark = pytest.mark.sweep
 START_S = 120.0
