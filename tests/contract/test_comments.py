@@ -153,7 +153,8 @@ def methods() -> Iterator[tuple[str, Comment]]:
 
 def test_each_rpc_tells_the_role_that_it_needs() -> None:
     told = {name: comment.labels["Role"] for name, comment in methods()}
-    assert told == {name: f"{rule.role.value}." for name, rule in RULES.items()}
+    ours = {name: rule for name, rule in RULES.items() if name.startswith("penstock.v1.")}
+    assert told == {name: f"{rule.role.value}." for name, rule in ours.items()}
 
 
 STATUSES = {row.code.name for row in TABLE.values()} | {"CANCELLED"}
