@@ -109,9 +109,7 @@ proto-go: install ## generate the Go code of clients/go from protos/ again
 	$(BIN)/buf generate --template clients/go/buf.gen.yaml
 
 breaking: install ## compare the contract with an earlier commit (AGAINST=HEAD~1)
-	@if git cat-file -e '$(AGAINST):buf.yaml' 2>/dev/null; \
-		then $(BIN)/buf breaking --against '.git#ref=$(AGAINST)' && echo "nothing breaks since $(AGAINST)"; \
-		else echo "there is no contract at $(AGAINST) to compare with; a shallow clone needs: git fetch --deepen 1"; fi
+	tools/breaking.sh '$(AGAINST)'
 
 format: install ## format Python, C++ and the .proto files, and fix what can be fixed
 	$(BIN)/ruff check --fix
