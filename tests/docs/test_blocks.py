@@ -27,6 +27,7 @@ from tests.docs.shell import NOT_RUN, commands, rule_of, script_of, words_of
 from tests.support.demo_server import served_demo
 
 DEFAULT_ADDRESS = "127.0.0.1:50051"
+FIRST_PAGES = ("README.md", "docs/start/quickstart.md", "docs/how-to/other-languages.md")
 
 
 def blocks_in(*languages: str) -> list[Block]:
@@ -104,8 +105,8 @@ def test_the_loop_of_tools_ends_with_an_answer_that_has_the_result(
 
 
 def shell_pages() -> list[object]:
-    """The pages with commands. Those that start servers of their own take long, so the sweep has them, but
-    not the README.
+    """The pages with commands. Only those that a newcomer runs first are run at every change; the sweep has
+    the others.
     """
     by_page = groupby(blocks_in("sh"), lambda block: block.page)
     found = [(str(page.relative_to(ROOT)), list(group)) for page, group in by_page]
@@ -113,7 +114,7 @@ def shell_pages() -> list[object]:
         pytest.param(
             group,
             id=name,
-            marks=[pytest.mark.sweep] if name != "README.md" and needs_a_server(group) else [],
+            marks=[] if name in FIRST_PAGES else [pytest.mark.sweep],
         )
         for name, group in found
     ]

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
+
+import pytest
 
 from penstock.runtime import EngineConfig
 from tests.support.models.toy import TEST_CACHE
@@ -20,3 +24,8 @@ CONFIG = EngineConfig(
     show_progress=False,
 )
 """The options under which tests compare answers with PyTorch, so that they use the same compiled programs."""
+
+
+def few(names: Sequence[str], always: Sequence[str]) -> list[Any]:
+    """The names as parameters of a test, of which `make test` runs only `always`."""
+    return [name if name in always else pytest.param(name, marks=pytest.mark.sweep) for name in names]

@@ -358,6 +358,7 @@ def test_weights_are_swapped_between_steps(policy: InFlightPolicy) -> None:
         engine.shutdown()
 
 
+@pytest.mark.sweep
 def test_partial_updates_staged_together_both_go_live() -> None:
     """The second update is staged before the first goes live, and must not bring back what the first has
     replaced.

@@ -128,7 +128,10 @@ def test_decodes_under_a_constraint_compute_no_more_rows_than_others(
     assert keys == [ProgramKey(16, 8), *[ProgramKey(4, 4, decode_only=True)] * 2]
 
 
-@pytest.fixture(params=[(0,), (1, 2, 4, 8)], ids=["as long as it takes", "of fixed lengths"])
+@pytest.fixture(
+    params=[(0,), pytest.param((1, 2, 4, 8), marks=pytest.mark.sweep)],
+    ids=["as long as it takes", "of fixed lengths"],
+)
 def looping(request: pytest.FixtureRequest) -> Iterator[ModelRunner]:
     """Runners with both kinds of windows."""
     runner = make_runner(max_decode_steps=8, window_steps=request.param)

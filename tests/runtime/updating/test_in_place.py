@@ -106,7 +106,7 @@ def test_an_update_that_ends_before_a_leaf_is_replaced_leaves_the_old_weights(
     assert tokens(engine) == answer
 
 
-@pytest.mark.parametrize("staging", [Staging.HOST, Staging.IN_PLACE])
+@pytest.mark.parametrize("staging", [pytest.param(Staging.HOST, marks=pytest.mark.sweep), Staging.IN_PLACE])
 def test_weights_that_are_partly_replaced_serve_nobody_until_a_whole_update(
     fresh_engine: Callable[[], Engine], tensors: Arrays, staging: Staging
 ) -> None:

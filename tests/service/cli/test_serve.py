@@ -172,6 +172,7 @@ def test_sigterm_finishes_what_runs_and_refuses_new() -> None:
     assert "Traceback" not in server.output
 
 
+@pytest.mark.sweep
 def test_requests_beyond_the_grace_end_aborted() -> None:
     with fake_process("--port", "0", "--grace", "0.2") as server:
         address = server.wait_for(r"ready on (127\.0\.0\.1:\d+)")[1]
@@ -258,6 +259,7 @@ def test_a_dead_engine_ends_the_process_with_1() -> None:
     assert "the engine is dead" in server.output
 
 
+@pytest.mark.sweep
 def test_an_engine_that_hangs_does_not_keep_the_process_from_its_end() -> None:
     with fake_process("--port", "0", "--grace", "0.1", "--served-model-name", "hangs") as server:
         address = server.wait_for(r"ready on (127\.0\.0\.1:\d+)")[1]

@@ -117,7 +117,9 @@ def test_a_variable_that_switches_traces_off_is_told(name: str, monkeypatch: Any
     assert f"no traces, because of {name}={value}" in caplog.text
 
 
-@pytest.mark.parametrize(("protocol", "is_dead"), [("grpc", True), ("http/protobuf", False)])
+@pytest.mark.parametrize(
+    ("protocol", "is_dead"), [("grpc", True), pytest.param("http/protobuf", False, marks=pytest.mark.sweep)]
+)
 def test_a_server_process_sends_its_last_spans_and_ends(protocol: OtlpProtocol, is_dead: bool) -> None:
     """Also if the collector takes every call and answers none of them."""
     with OtlpReceiver(protocol) as receiver:

@@ -163,6 +163,7 @@ async def test_nobody_waits_for_health_and_reflection(monkeypatch: pytest.Monkey
         await asyncio.wait_for(rig.server.stop(), WAIT_S)
 
 
+@pytest.mark.sweep
 async def test_sigterm_refuses_half_a_message_and_finishes_what_runs() -> None:
     with fake_process("--port", "0", "--grace", "60") as process:
         address = process.wait_for(r"ready on (127\.0\.0\.1:\d+)")[1]

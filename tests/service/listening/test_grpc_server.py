@@ -127,7 +127,7 @@ async def test_an_end_that_was_asked_for_is_none(caplog: pytest.LogCaptureFixtur
     assert "gRPC stopped listening" not in caplog.text
 
 
-@pytest.mark.parametrize("name", ["deaf", "deaf-early"])
+@pytest.mark.parametrize("name", ["deaf", pytest.param("deaf-early", marks=pytest.mark.sweep)])
 def test_the_process_ends_with_it(name: str) -> None:
     """So that an orchestrator can start it again."""
     with fake_process("--port", "0", "--served-model-name", name) as served:

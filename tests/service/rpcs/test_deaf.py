@@ -90,6 +90,7 @@ def headers(stream: int) -> bytes:
     return frame(HEADERS, END_HEADERS, stream, b"".join(literal(*one) for one in fields))
 
 
+@pytest.mark.sweep
 async def test_what_a_deaf_peer_does_not_take_is_gone_after_the_stall_limit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

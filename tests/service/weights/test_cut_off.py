@@ -274,7 +274,10 @@ async def test_a_pusher_that_is_gone_while_its_update_waits_for_running_requests
 # -- a real decoder, whose leaves hold parts of several tensors --
 
 
-@pytest.mark.parametrize("staging", [weights_pb2.STAGING_MODE_HOST, weights_pb2.STAGING_MODE_DEVICE])
+@pytest.mark.parametrize(
+    "staging",
+    [weights_pb2.STAGING_MODE_HOST, pytest.param(weights_pb2.STAGING_MODE_DEVICE, marks=pytest.mark.sweep)],
+)
 async def test_a_decoder_serves_on_whichever_tensors_have_come(
     versions: Mapping[str, Version], monkeypatch: pytest.MonkeyPatch, staging: int
 ) -> None:

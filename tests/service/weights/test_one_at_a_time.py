@@ -101,6 +101,7 @@ async def test_a_refused_update_may_be_sent_again_under_its_id(rig: Rig) -> None
     await serves(rig, tables, "new", 2)
 
 
+@pytest.mark.sweep
 async def test_eight_pushers_at_once(rig: Rig) -> None:
     """One has the place at a time; the others are refused and try again. Each goes live whole, once."""
     tables = [random_tables(i) for i in range(8)]

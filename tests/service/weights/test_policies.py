@@ -178,8 +178,22 @@ async def test_a_request_lives_through_many_updates(
         assert all(span.tokens for span in cut)
 
 
-@pytest.mark.parametrize("policy", [WAIT, ABORT, RECOMPUTE], ids=["wait", "abort", "recompute"])
-@pytest.mark.parametrize("rounds", [4, pytest.param(60, marks=pytest.mark.sweep)])
+@pytest.mark.parametrize(
+    ("rounds", "policy"),
+    [
+        pytest.param(4, WAIT, id="4-wait"),
+        *(
+            pytest.param(rounds, policy, id=f"{rounds}-{name}", marks=pytest.mark.sweep)
+            for rounds, policy, name in [
+                (4, ABORT, "abort"),
+                (4, RECOMPUTE, "recompute"),
+                (60, WAIT, "wait"),
+                (60, ABORT, "abort"),
+                (60, RECOMPUTE, "recompute"),
+            ]
+        ),
+    ],
+)
 @pytest.mark.timeout(900)
 async def test_nothing_is_mixed_whatever_the_moment(
     all_of: Fleet, versions: Mapping[str, Version], policy: Policy, rounds: int
