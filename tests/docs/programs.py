@@ -4,12 +4,13 @@
 server on a fake engine in the background and returns when it is ready, as if it ran in another terminal. A
 server that the page started before is stopped first. A page that only ever starts servers without options is
 given the address of one that runs already, and then `serve` does nothing.
-`python -m tests.docs.programs grpcurl ...` does what grpcurl would, for the flags that the pages use; it is
-used where grpcurl is not installed.
+`python -m tests.docs.programs grpcurl ...` does what grpcurl would, for flags of the pages that `make test`
+runs, which must do without Go. The sweep runs all lines of grpcurl with grpcurl itself.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import signal
@@ -84,64 +85,43 @@ def _runs(pid: int) -> bool:
 
 def grpcurl(arguments: Sequence[str]) -> int:
     """Call a method. Returns 0, or 1 with the status on stderr, as grpcurl does."""
-    flags, rest = _grpcurl_flags(arguments)
-    address, what = ("unix:" + rest[0], rest[1:]) if "-unix" in flags else (rest[0], rest[1:])
-    with _channel(address, flags) as channel:
+    parser = argparse.ArgumentParser(prog="grpcurl")
+    parser.add_argument("-plaintext", action="store_true", required=True)
+    parser.add_argument("-d", default="{}")
+    parser.add_argument("address")
+    parser.add_argument("what")
+    parser.add_argument("symbol", nargs="?")
+    asked = parser.parse_args(arguments)
+    with grpc.insecure_channel(asked.address) as channel:
         try:
-            if what[0] in ("list", "describe"):
-                print(_reflected(channel, what, _metadata(flags)))
+            if asked.what in ("list", "describe"):
+                print(_reflected(channel, asked.symbol))
             else:
-                _call(channel, what[0], flags.get("-d", ["{}"])[0], _metadata(flags))
-        except grpc.RpcError as error:
+                _call(channel, asked.what, asked.d)
+        except grpc.RpcError as failed:
+            error: Any = failed
             print(f"ERROR:\n  Code: {error.code().name}\n  Message: {error.details()}", file=sys.stderr)
             return 1
     return 0
 
 
-def _grpcurl_flags(arguments: Sequence[str]) -> tuple[dict[str, list[str]], list[str]]:
-    """The flags with their values, and the other arguments."""
-    left, flags, rest = list(arguments), dict[str, list[str]](), list[str]()
-    while left:
-        word = left.pop(0)
-        if word in ("-plaintext", "-unix"):
-            flags[word] = []
-        elif word in ("-d", "-H", "-cacert", "-cert", "-key"):
-            flags.setdefault(word, []).append(left.pop(0))
-        elif word.startswith("-"):
-            raise SystemExit(f"grpcurl: no flag {word} here")
-        else:
-            rest.append(word)
-    return flags, rest
-
-
-def _channel(address: str, flags: dict[str, list[str]]) -> grpc.Channel:
-    if "-plaintext" in flags:
-        return grpc.insecure_channel(address)
-    ca, cert, key = (Path(flags[name][0]).read_bytes() for name in ("-cacert", "-cert", "-key"))
-    return grpc.secure_channel(address, grpc.ssl_channel_credentials(ca, key, cert))
-
-
-def _metadata(flags: dict[str, list[str]]) -> list[tuple[str, str]]:
-    pairs = (header.split(":", 1) for header in flags.get("-H", []))
-    return [(name.strip().lower(), value.strip()) for name, value in pairs]
-
-
-def _reflected(channel: grpc.Channel, what: Sequence[str], metadata: Any) -> str:
+def _reflected(channel: grpc.Channel, symbol: str | None) -> str:
+    """The names of the services, or where the symbol is defined."""
     ask = reflection_pb2.ServerReflectionRequest
-    request = ask(list_services="") if what[0] == "list" else ask(file_containing_symbol=what[1])
+    request = ask(file_containing_symbol=symbol) if symbol else ask(list_services="")
     stub: Any = reflection_pb2_grpc.ServerReflectionStub(channel)
-    reply = next(iter(stub.ServerReflectionInfo(iter([request]), metadata=metadata)))
+    reply = next(iter(stub.ServerReflectionInfo(iter([request]))))
     if reply.HasField("error_response"):
         raise SystemExit(reply.error_response.error_message)
-    if what[0] == "list":
+    if not symbol:
         return "\n".join(service.name for service in reply.list_services_response.service)
     file = descriptor_pb2.FileDescriptorProto.FromString(
         reply.file_descriptor_response.file_descriptor_proto[0]
     )
-    return f"{what[1]} is in {file.name}"
+    return f"{symbol} is in {file.name}"
 
 
-def _call(channel: grpc.Channel, path: str, data: str, metadata: Any) -> None:
+def _call(channel: grpc.Channel, path: str, data: str) -> None:
     service_name, _, method_name = path.partition("/")
     service: ServiceDescriptor = descriptor_pool.Default().FindServiceByName(service_name)
     method = service.methods_by_name[method_name]
@@ -152,7 +132,7 @@ def _call(channel: grpc.Channel, path: str, data: str, metadata: Any) -> None:
         request_serializer=lambda message: message.SerializeToString(),
         response_deserializer=message_factory.GetMessageClass(method.output_type).FromString,
     )
-    reply = call(request, metadata=metadata, timeout=60)
+    reply = call(request, timeout=60)
     for message in reply if method.server_streaming else [reply]:
         print(json.dumps(json_format.MessageToDict(message), indent=2))
 

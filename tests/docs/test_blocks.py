@@ -25,6 +25,7 @@ from tests.docs import programs
 from tests.docs.pages import ROOT, Block, blocks
 from tests.docs.shell import NOT_RUN, commands, rule_of, script_of, words_of
 from tests.support.demo_server import served_demo
+from tests.support.toolchains import go_program
 
 DEFAULT_ADDRESS = "127.0.0.1:50051"
 FIRST_PAGES = ("README.md", "docs/start/quickstart.md", "docs/how-to/other-languages.md")
@@ -104,20 +105,22 @@ def test_the_loop_of_tools_ends_with_an_answer_that_has_the_result(
 # -- the shell --
 
 
-def shell_pages() -> list[object]:
-    """The pages with commands. Only those that a newcomer runs first are run at every change; the sweep has
-    the others.
+def shell_pages() -> Iterator[object]:
+    """The pages with commands, and whether the real grpcurl runs. Only those that a newcomer runs first are run
+    at every change; the sweep has the others, and with the real grpcurl all pages that call it.
     """
-    by_page = groupby(blocks_in("sh"), lambda block: block.page)
-    found = [(str(page.relative_to(ROOT)), list(group)) for page, group in by_page]
-    return [
-        pytest.param(
-            group,
-            id=name,
-            marks=[] if name in FIRST_PAGES else [pytest.mark.sweep],
-        )
-        for name, group in found
-    ]
+    for page, group in groupby(blocks_in("sh"), lambda block: block.page):
+        name, found = str(page.relative_to(ROOT)), list(group)
+        if name in FIRST_PAGES:
+            yield pytest.param(found, False, id=name)
+        elif not calls_grpcurl(found):
+            yield pytest.param(found, False, id=name, marks=pytest.mark.sweep)
+        if calls_grpcurl(found):
+            yield pytest.param(found, True, id=f"{name}-grpcurl", marks=pytest.mark.sweep)
+
+
+def calls_grpcurl(found: list[Block]) -> bool:
+    return any(command.startswith("grpcurl ") for block in found for command in commands(block.source))
 
 
 @pytest.fixture
@@ -129,18 +132,20 @@ def folder() -> Iterator[Path]:
     shutil.rmtree(found)
 
 
-def install_programs(folder: Path) -> None:
-    """Put `penstock`, `python` and, where there is none, `grpcurl` into folder/bin."""
+def install_programs(folder: Path, real_grpcurl: bool) -> None:
+    """Put `penstock`, `python` and `grpcurl` into folder/bin, the latter real or what stands in for it."""
     bin_folder = folder / "bin"
     bin_folder.mkdir()
-    names = ["penstock"] if shutil.which("grpcurl") else ["penstock", "grpcurl"]
-    for name in names:
+    if real_grpcurl:
+        (bin_folder / "grpcurl").symlink_to(go_program("grpcurl"))
+    for name in ["penstock"] if real_grpcurl else ["penstock", "grpcurl"]:
         (bin_folder / name).write_text(
             f'#!/bin/sh\nexec {sys.executable} -m tests.docs.programs {name} "$@"\n'
         )
     (bin_folder / "python").write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
     for file in bin_folder.iterdir():
-        file.chmod(0o755)
+        if not file.is_symlink():
+            file.chmod(0o755)
 
 
 def needs_a_server(found: list[Block]) -> bool:
@@ -149,9 +154,11 @@ def needs_a_server(found: list[Block]) -> bool:
     return any(len(words) > 3 for words in served)
 
 
-@pytest.mark.parametrize("found", shell_pages())
-def test_commands_run_in_the_order_of_the_page(demo: str, found: list[Block], folder: Path) -> None:
-    install_programs(folder)
+@pytest.mark.parametrize(("found", "real_grpcurl"), list(shell_pages()))
+def test_commands_run_in_the_order_of_the_page(
+    demo: str, found: list[Block], real_grpcurl: bool, folder: Path
+) -> None:
+    install_programs(folder, real_grpcurl)
     has_own = needs_a_server(found)
     port = free_port() if has_own else demo.rpartition(":")[2]
     script = (
