@@ -22,7 +22,7 @@ BENCH_OUT ?= bench/out
 BENCH_ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help install run test test-all bench bench-compare docs deploy-tools check format-check lint types imports protos-check proto proto-go breaking format lock clean
+.PHONY: help install run test test-all test-clients bench bench-compare docs deploy-tools check format-check lint types imports protos-check proto proto-go breaking format lock clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' Makefile
@@ -51,6 +51,11 @@ test: install ## run the tests, but for the long sweeps (MARK='not gpu' or PYTES
 
 test-all: install ## run every test, with the long sweeps
 	$(BIN)/python -m pytest $(PYTEST_ARGS) $(if $(MARK),-m '$(MARK)')
+
+# It also takes the pages, whose lines of grpcurl need Go.
+test-clients: install ## run the tests of the clients for Go and Java, and of what all languages must agree on
+	PENSTOCK_REQUIRE_TOOLCHAINS=1 $(BIN)/python -m pytest $(PYTEST_ARGS) $(if $(MARK),-m '$(MARK)') \
+		tests/conformance tests/clients/go tests/clients/java tests/docs/test_blocks.py
 
 bench: install ## measure the engine on a random checkpoint of the Qwen3-0.6B shape (bench/README.md)
 	@test -f $(BENCH_OUT)/model/model.safetensors || (set -x; $(BIN)/python -m bench.checkpoint --out $(BENCH_OUT)/model)

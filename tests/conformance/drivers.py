@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
+import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
@@ -40,7 +43,7 @@ class Driver:
             timeout=LIMIT_S,
             check=False,
         )
-        assert done.returncode == 0, f"the driver for {self.name} failed:\n{done.stdout}\n{done.stderr}"
+        assert done.returncode == 0, f"the driver for {self.name} failed:\n{done.stderr}"
         answers = [json.loads(line) for line in done.stdout.splitlines()]
         assert [answer.pop("name") for answer in answers] == [call["name"] for call in calls]
         return answers
@@ -61,7 +64,32 @@ def _go() -> list[str]:
     return ["go", "run", "./internal/conformance"]
 
 
+@cache
+def _java() -> list[str]:
+    """It is built in a folder of its own: the tests of the module may run Maven in clients/java meanwhile."""
+    require("java", "mvn")
+    root = Path(tempfile.mkdtemp(prefix="penstock-java-"))
+    atexit.register(shutil.rmtree, root, ignore_errors=True)
+    shutil.copytree(ROOT / "protos", root / "protos", ignore=shutil.ignore_patterns("*.py*", "__pycache__"))
+    module = root / "clients" / "java"
+    shutil.copytree(ROOT / "clients" / "java", module, ignore=shutil.ignore_patterns("target"))
+    done = subprocess.run(
+        ["mvn", "--batch-mode", "--quiet", "-DskipTests", "process-test-classes"],
+        cwd=module,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+        check=False,
+    )
+    assert done.returncode == 0, f"Maven failed:\n{done.stdout}\n{done.stderr}"
+    target = module / "target"
+    parts = [str(target / "classes"), str(target / "test-classes"), (target / "classpath.txt").read_text()]
+    return ["java", "-cp", os.pathsep.join(parts), "penstock.conformance.Main"]
+
+
 PYTHON = Driver("python", _python, environment={"PYTHONPATH": os.pathsep.join(filter(None, sys.path))})
 GRPCURL = Driver("grpcurl", _grpcurl, environment=PYTHON.environment)
 GO = Driver("go", _go, ROOT / "clients" / "go")
-DRIVERS = (PYTHON, GRPCURL, GO)
+JAVA = Driver("java", _java)
+DRIVERS = (PYTHON, GRPCURL, GO, JAVA)

@@ -53,4 +53,6 @@ def test_every_method_is_called() -> None:
     there = chain.from_iterable(
         (f"{service.full_name}/{method.name}" for method in service.methods) for service in SERVICES.values()
     )
-    assert sorted(set(there) - called) == []
+    assert (
+        sorted(set(there) - called - {"grpc.health.v1.Health/List"}) == []
+    )  # which grpc-java does not know yet
