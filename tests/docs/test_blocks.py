@@ -106,8 +106,8 @@ def test_the_loop_of_tools_ends_with_an_answer_that_has_the_result(
 
 
 def shell_pages() -> Iterator[object]:
-    """The pages with commands, and whether the real grpcurl runs. Only those that a newcomer runs first are run
-    at every change; the sweep has the others, and with the real grpcurl all pages that call it.
+    """The pages with commands, and whether the real grpcurl runs. Only those that a newcomer runs first are
+    run at every change; the sweep has the others, and with the real grpcurl all pages that call it.
     """
     for page, group in groupby(blocks_in("sh"), lambda block: block.page):
         name, found = str(page.relative_to(ROOT)), list(group)
