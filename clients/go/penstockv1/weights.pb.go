@@ -1038,20 +1038,21 @@ func (x *UpdateWeightsResponse) GetDigest() []byte {
 	return nil
 }
 
-// What became of the requests that ran when the change came, by count.
+// What became of the requests that ran when the change came. A request counts once, whatever the number of its outputs.
 type InFlightReport struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// They finished first.
-	// Unit: outputs.
+	// Unit: requests.
 	Waited uint32 `protobuf:"varint,1,opt,name=waited,proto3" json:"waited,omitempty"`
 	// They ended with what they had, and FINISH_REASON_ABORTED.
-	// Unit: outputs.
+	// Unit: requests.
 	Aborted uint32 `protobuf:"varint,2,opt,name=aborted,proto3" json:"aborted,omitempty"`
 	// They went on with the KV of the old weights.
-	// Unit: outputs.
+	// Unit: requests.
 	Kept uint32 `protobuf:"varint,3,opt,name=kept,proto3" json:"kept,omitempty"`
-	// They went on after their prompt and output had been computed again.
-	// Unit: outputs.
+	// They went on after their prompt and output had been computed again. With IN_FLIGHT_POLICY_KEEP these are the ones
+	// that had lost their KV to others before.
+	// Unit: requests.
 	Recomputed    uint32 `protobuf:"varint,4,opt,name=recomputed,proto3" json:"recomputed,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache

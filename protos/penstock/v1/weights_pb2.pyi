@@ -578,7 +578,7 @@ Global___UpdateWeightsResponse: _TypeAlias = UpdateWeightsResponse  # noqa: Y015
 
 @_typing.final
 class InFlightReport(_message.Message):
-    """What became of the requests that ran when the change came, by count."""
+    """What became of the requests that ran when the change came. A request counts once, whatever the number of its outputs."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -588,19 +588,20 @@ class InFlightReport(_message.Message):
     RECOMPUTED_FIELD_NUMBER: _builtins.int
     waited: _builtins.int
     """They finished first.
-    Unit: outputs.
+    Unit: requests.
     """
     aborted: _builtins.int
     """They ended with what they had, and FINISH_REASON_ABORTED.
-    Unit: outputs.
+    Unit: requests.
     """
     kept: _builtins.int
     """They went on with the KV of the old weights.
-    Unit: outputs.
+    Unit: requests.
     """
     recomputed: _builtins.int
-    """They went on after their prompt and output had been computed again.
-    Unit: outputs.
+    """They went on after their prompt and output had been computed again. With IN_FLIGHT_POLICY_KEEP these are the ones
+    that had lost their KV to others before.
+    Unit: requests.
     """
     def __init__(
         self,
