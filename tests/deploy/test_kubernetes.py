@@ -49,6 +49,7 @@ def validated(folder: Path, *texts: str) -> list[str]:
     return run_program("kubernetes-validate", "--strict", *versions, *files).stdout.splitlines()
 
 
+@pytest.mark.sweep
 def test_kubernetes_takes_them(tmp_path: Path) -> None:
     said = validated(tmp_path, *map(text_of_manifests, VARIANTS))
     others = [line for line in said if not line.startswith("INFO")]
@@ -56,6 +57,7 @@ def test_kubernetes_takes_them(tmp_path: Path) -> None:
     assert len(said) == len(KUBERNETES) * sum(len(manifests(variant).documents) for variant in VARIANTS)
 
 
+@pytest.mark.sweep
 def test_kubernetes_refuses_what_is_wrong(tmp_path: Path) -> None:
     right = text_of_manifests("base")
     misspelt, no_number = right.replace("minAvailable:", "minAvailible:"), right.replace(": 2\n", ": two\n")

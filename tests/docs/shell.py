@@ -77,6 +77,7 @@ NOT_RUN = (
         "tests/deploy/test_gateway.py does the same with the real gateway",
         _nothing,
     ),
+    NotRun(r"curl [^\n]*127\.0\.0\.1:8080", "it needs Envoy; tests/deploy/envoy runs them", _nothing),
     NotRun(r"numactl ", "it needs a machine with several NUMA nodes", _nothing),
     NotRun(r"go install |protoc ", "it needs Go's plugins, from the network", _nothing),
     NotRun(
