@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"strings"
 	"time"
 
 	"google.golang.org/genproto/googleapis/rpc/errdetails"
@@ -49,6 +50,7 @@ type Error struct {
 	UpdateID string
 
 	status *status.Status
+	lost   bool // a connection that ended took the call with it, before anything of its answer had come
 }
 
 // Violation says what is wrong with one field of a request.
@@ -78,7 +80,7 @@ func (e *Error) GRPCStatus() *status.Status { return e.status }
 // Retryable says whether the same call may succeed later, or at another server: the server said when to come back, or
 // nobody answered. Only call again if nothing of the answer had come.
 func (e *Error) Retryable() bool {
-	return e.Code == codes.Unavailable || e.RetryAfter > 0
+	return e.Code == codes.Unavailable || e.RetryAfter > 0 || e.lost
 }
 
 // typed makes an *Error of what gRPC returns. nil and io.EOF, the end of a stream, stay as they are.
@@ -119,7 +121,7 @@ func typedUnary(
 	ctx context.Context, method string, request, reply any, conn *grpc.ClientConn, invoke grpc.UnaryInvoker,
 	options ...grpc.CallOption,
 ) error {
-	return typed(invoke(ctx, method, request, reply, conn, options...))
+	return markLost(ctx, typed(invoke(ctx, method, request, reply, conn, options...)))
 }
 
 func typedStream(
@@ -128,21 +130,44 @@ func typedStream(
 ) (grpc.ClientStream, error) {
 	stream, err := open(ctx, desc, conn, method, options...)
 	if err != nil {
-		return nil, typed(err)
+		return nil, markLost(ctx, typed(err))
 	}
-	return typedClientStream{stream}, nil
+	return &typedClientStream{ClientStream: stream, ctx: ctx}, nil
 }
 
 // typedClientStream is a stream whose errors are typed.
-type typedClientStream struct{ grpc.ClientStream }
+type typedClientStream struct {
+	grpc.ClientStream
+	ctx   context.Context // the caller's: that of the stream is always cancelled at its end
+	began bool            // whether something of the answer has come
+}
 
-func (s typedClientStream) Header() (metadata.MD, error) {
+func (s *typedClientStream) Header() (metadata.MD, error) {
 	header, err := s.ClientStream.Header()
 	return header, typed(err)
 }
 
-func (s typedClientStream) SendMsg(message any) error { return typed(s.ClientStream.SendMsg(message)) }
+func (s *typedClientStream) SendMsg(message any) error { return typed(s.ClientStream.SendMsg(message)) }
 
-func (s typedClientStream) RecvMsg(message any) error { return typed(s.ClientStream.RecvMsg(message)) }
+func (s *typedClientStream) RecvMsg(message any) error {
+	err := typed(s.ClientStream.RecvMsg(message))
+	if err == nil {
+		s.began = true
+	}
+	if s.began {
+		return err
+	}
+	return markLost(s.ctx, err)
+}
 
-func (s typedClientStream) CloseSend() error { return typed(s.ClientStream.CloseSend()) }
+func (s *typedClientStream) CloseSend() error { return typed(s.ClientStream.CloseSend()) }
+
+// markLost marks the error of a call that ended as cancelled although nobody here has cancelled it: so ends a call
+// that meets a server's goodbye on its way.
+func markLost(ctx context.Context, err error) error {
+	if failed := new(Error); errors.As(err, &failed) {
+		closed := strings.HasSuffix(failed.Message, "the client connection is closing")
+		failed.lost = failed.Code == codes.Canceled && failed.Reason == "" && ctx.Err() == nil && !closed
+	}
+	return err
+}

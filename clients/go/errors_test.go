@@ -1,6 +1,7 @@
 package penstock_test
 
 import (
+	"context"
 	"errors"
 	"os"
 	"path/filepath"
@@ -81,6 +82,52 @@ func TestAReasonOfSomebodyElseIsNone(t *testing.T) {
 	var failed *penstock.Error
 	if !errors.As(err, &failed) || failed.Reason != "" || failed.Retryable() || errors.Is(err, penstock.ErrQueueFull) {
 		t.Errorf("%+v", err)
+	}
+}
+
+func TestACallThatALeavingServerDroppedMayBeMadeAgain(t *testing.T) {
+	dropped := status.Error(codes.Canceled, "")
+	for name, test := range map[string]struct {
+		fake      *fake
+		retryable bool
+	}{
+		"before its answer began": {&fake{ends: []error{dropped, dropped}}, true},
+		"later":                   {&fake{ends: []error{dropped, dropped}, first: true}, false},
+	} {
+		t.Run(name, func(t *testing.T) {
+			client := dial(t, faking(t, test.fake))
+			var last error
+			for _, err := range client.Stream(limited(t), greedy(1)) {
+				last = err
+			}
+			var failed *penstock.Error
+			if !errors.As(last, &failed) || failed.Retryable() != test.retryable {
+				t.Errorf("%+v", last)
+			}
+		})
+	}
+	client := dial(t, faking(t, &fake{ends: []error{dropped}}))
+	_, err := client.Generate(limited(t), &penstockv1.GenerateRequest{})
+	var failed *penstock.Error
+	if !errors.As(err, &failed) || !failed.Retryable() {
+		t.Errorf("%+v", err)
+	}
+	ctx, cancel := context.WithCancel(t.Context())
+	cancel()
+	_, err = client.Generate(ctx, &penstockv1.GenerateRequest{})
+	if !errors.As(err, &failed) || failed.Retryable() {
+		t.Errorf("what the caller has cancelled: %+v", err)
+	}
+	closed, err := penstock.Dial("127.0.0.1:1")
+	if err == nil {
+		err = closed.Close()
+	}
+	if err != nil {
+		t.Fatal(err)
+	}
+	_, err = closed.Generate(limited(t), &penstockv1.GenerateRequest{})
+	if !errors.As(err, &failed) || failed.Retryable() {
+		t.Errorf("on a closed connection: %+v", err)
 	}
 }
 

@@ -184,6 +184,9 @@ func must[T any](t *testing.T) func(T, error) T {
 	}
 }
 
+// unique makes an id that no test has used at this server.
+func unique(name string) string { return fmt.Sprintf("%s-%d", name, time.Now().UnixNano()) }
+
 func ptr[T any](value T) *T { return &value }
 
 // greedy is a request whose tokens are always the same.

@@ -102,13 +102,14 @@ func TestEveryMethodOfTheContract(t *testing.T) {
 	must[*penstockv1.FlushCacheResponse](t)(client.Control.FlushCache(ctx, &penstockv1.FlushCacheRequest{}))
 
 	// One staged update is swapped in, another one is dropped.
-	for _, id := range []string{"to-commit", "to-discard"} {
+	for _, what := range []string{"to-commit", "to-discard"} {
+		id := unique(what)
 		begin := &penstockv1.UpdateWeightsBegin{UpdateId: id, VersionLabel: id, StageOnly: true}
 		staged := must[*penstockv1.UpdateWeightsResponse](t)(client.UpdateWeights(ctx, begin, demoWeights()))
 		if staged.Outcome != penstockv1.UpdateOutcome_UPDATE_OUTCOME_STAGED {
 			t.Error(staged)
 		}
-		if id == "to-commit" {
+		if what == "to-commit" {
 			done := must[*penstockv1.CommitWeightsResponse](t)(
 				client.Control.CommitWeights(ctx, &penstockv1.CommitWeightsRequest{UpdateId: id}))
 			if done.Current.Generation != info.Weights.Generation+1 || done.Current.Label != id {

@@ -64,7 +64,7 @@ func TestNewWeightsServeOnceTheyAreSent(t *testing.T) {
 		t.Error("the model still generates what it did")
 	}
 
-	begin = &penstockv1.UpdateWeightsBegin{UpdateId: "whole", VersionLabel: "again"}
+	begin = &penstockv1.UpdateWeightsBegin{UpdateId: unique("whole"), VersionLabel: "again"}
 	whole, err := client.UpdateWeights(limited(t), begin, demoWeights())
 	if err != nil {
 		t.Fatal(err)

@@ -3,7 +3,8 @@
 `python -m tests.docs.programs penstock ...` is the command line itself, except for `serve`: that starts the
 server on a fake engine in the background and returns when it is ready, as if it ran in another terminal. A
 server that the page started before is stopped first. A page that only ever starts servers without options is
-given the address of one that runs already, and then `serve` does nothing.
+given the address of one that runs already, and then `serve` does nothing. With PAGE_ENGINE=demo the server
+has the demo model. PAGE_FOLDER names the folder that remembers the server of a page that works in several.
 `python -m tests.docs.programs grpcurl ...` does what grpcurl would, for flags of the pages that `make test`
 runs, which must do without Go. The sweep runs all lines of grpcurl with grpcurl itself.
 """
@@ -29,31 +30,36 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from penstock.cli.__main__ import main
 from penstock.v1 import control_pb2, inference_pb2
+from tests.support.models.toy import TEST_CACHE
 
-START_S = 120.0
+START_S = 280.0
 
 
 def serve(arguments: Sequence[str]) -> int:
     """`penstock serve MODEL ARGUMENTS`, in the background."""
     if not os.environ["PAGE_PORT"]:
         return 0
-    stop_server()
+    folder = Path(os.environ.get("PAGE_FOLDER", "."))
+    stop_server(folder)
+    program = ["tests.service.serve_fake"]
+    if os.environ.get("PAGE_ENGINE") == "demo":
+        program = ["penstock.cli", "serve", "demo", "--compilation-cache", str(TEST_CACHE)]
     flags = list(arguments[1:])
     if "--port" not in flags:
         flags += ["--port", os.environ["PAGE_PORT"]]
-    with Path("server.log").open("w") as log:
+    with (folder / "server.log").open("w") as log:
         server = subprocess.Popen(
-            [sys.executable, "-u", "-m", "tests.service.serve_fake", *flags],
+            [sys.executable, "-u", "-m", *program, *flags],
             stdout=log,
             stderr=subprocess.STDOUT,
             stdin=subprocess.DEVNULL,
             start_new_session=True,
         )
-    Path("server.pid").write_text(str(server.pid))
+    (folder / "server.pid").write_text(str(server.pid))
     give_up_at = time.monotonic() + START_S
-    while "ready on" not in Path("server.log").read_text():
+    while "ready on" not in (said := (folder / "server.log").read_text()):
         if server.poll() is not None or time.monotonic() > give_up_at:
-            print(Path("server.log").read_text(), file=sys.stderr)
+            print(said, file=sys.stderr)
             return 1
         time.sleep(0.05)
     return 0

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import filecmp
 import os
+import re
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 
 import pytest
 
+from tests.docs.pages import blocks
+from tests.docs.readmes import run_readme
 from tests.support.models.toy import TEST_CACHE
 from tests.support.toolchains import require
 
@@ -60,16 +64,34 @@ def test_the_code_is_formatted_and_go_finds_nothing_wrong_with_it() -> None:
 
 
 def test_the_tests_of_the_module_pass() -> None:
-    """Each starts from this interpreter, so that they test the servers of this environment."""
-    command = f"{sys.executable} -m penstock.cli"
+    """Their servers start from this interpreter, so that they are those of this environment."""
     said = ran(
         "go",
         "test",
         "-count=1",
         "-v",
         "./...",
-        PENSTOCK_COMMAND=command,
+        PENSTOCK_COMMAND=f"{sys.executable} -m penstock.cli",
         PENSTOCK_TEST_CACHE=str(TEST_CACHE),
+        PYTHONPATH=os.pathsep.join(filter(None, sys.path)),
     )
     assert "--- PASS: " in said
     assert "--- SKIP: " not in said, said
+
+
+def test_programs_of_the_readme_are_those_that_the_module_tests() -> None:
+    tested = (MODULE / "example_test.go").read_text()
+    shown = [block for block in blocks() if block.page == MODULE / "README.md" and block.language == "go"]
+    imports, *programs = [block.source for block in shown]
+    for line in imports.splitlines():
+        assert line in tested
+    parts = [textwrap.dedent(part).strip() for part in re.findall(r"// ---\n(.*?)\t*// ---\n", tested, re.S)]
+    assert sorted(parts) == sorted(program.strip() for program in programs)
+
+
+def test_commands_of_the_readme_run(tmp_path: Path) -> None:
+    said = run_readme(MODULE, tmp_path, left_out=["go test"])
+    assert said.count("Once upon a time") == 3
+    assert "DeadlineExceeded" in said
+    assert "the deadline has passed" in said
+    assert 'UPDATE_OUTCOME_COMMITTED: "again" serves as generation 2; 46 tensors' in said
