@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
@@ -26,6 +27,8 @@ from tests.service.codecs import byte_codec
 from tests.service.fake import FakeEngine
 
 WAIT_S = 20.0
+FRONT_PROCESSES = int(os.environ.get("PENSTOCK_TEST_FRONT_PROCESSES", "0"))
+"""How many front processes a rig's server has unless the test says (see tests/service/fronts)."""
 CODEC = byte_codec()
 
 
@@ -93,8 +96,9 @@ async def serving(
 ) -> AsyncIterator[Rig]:
     """A server on `engine` (by default a free-running fake one)."""
     engine = engine or FakeEngine(codec=CODEC)
+    fronts = FRONT_PROCESSES if options.get("port", 0) is not None else 0
     server = PenstockServer(
-        ServerOptions(**({"port": 0, "grace_s": 0.0} | options)),
+        ServerOptions(**({"port": 0, "grace_s": 0.0, "front_processes": fronts} | options)),
         tracing,
         collector=collector,
         usage=usage,

@@ -1,4 +1,6 @@
-"""The addresses that a server listens on: one gRPC server, or two if control has a port of its own."""
+"""The addresses that a server listens on: one gRPC server, one more if control has a port of its own, and one
+more if front processes serve the main port.
+"""
 
 from __future__ import annotations
 
@@ -8,14 +10,19 @@ from collections.abc import Callable, Sequence
 import grpc
 
 from penstock.runtime.errors import ConfigError
+from penstock.service.fronts.server import link_server
+from penstock.service.limits.bounds import grpc_options
+from penstock.service.listening.grpc_server import MakeServer, Refuse, refusing_server
 from penstock.service.listening.listen_options import tcp_address
-from penstock.service.listening.listeners import UnixSocket, listen_tcp
+from penstock.service.listening.listeners import HeldPort, UnixSocket, listen_tcp
 from penstock.service.listening.tls import Certificates
 from penstock.service.options import ServerOptions
 from penstock.service.rpcs.surface import control_surface, main_surface
 
-Build = Callable[[Sequence[grpc.aio.ServerInterceptor]], grpc.aio.Server]
-"""Makes a gRPC server with all services. The given interceptors come after its own."""
+Serve = Callable[[MakeServer], grpc.aio.Server]
+"""Has a server made, and gives it all services. The servers of one `Serve` share their bounds."""
+Build = Callable[[Sequence[grpc.aio.ServerInterceptor]], Serve]
+"""Prepares the services of an address. The given interceptors come after its own."""
 Lost = Callable[[BaseException | None], None]
 """Is called when one of the gRPC servers has ended by itself, with the error if there was one."""
 _LOOK_S = 3600.0
@@ -46,20 +53,40 @@ class Front:
         self._stopping = False
         self._socket: UnixSocket | None = None
         apart = listen.control_port is not None
-        main = build([main_surface(lambda: self.control_port)] if apart else [])
-        self.servers = [main]
-        """The server of the main address, then that of control, if it has one of its own."""
+
+        def grpc_server(
+            refuse: Refuse, *, interceptors: Sequence[grpc.aio.ServerInterceptor]
+        ) -> grpc.aio.Server:
+            arguments = [
+                *grpc_options(options.bounds, options.max_receive_bytes, options.num_addresses),
+                *options.connections.arguments(),
+            ]
+            return refusing_server(refuse, interceptors=interceptors, options=arguments)
+
+        serve = build([main_surface(lambda: self.control_port)] if apart else [])
+        self.servers: list[grpc.aio.Server] = []
+        """The servers of the main addresses, then that of control, if it has one of its own."""
+        self._held: HeldPort | None = None
         try:
-            if options.port is not None:
-                self.port = take(main, options.host, options.port, "--port")
-            if listen.unix_socket is not None:
-                self._socket = UnixSocket(main, listen.unix_socket, listen.unix_socket_mode)
+            if options.front_processes and options.port is not None:
+                self._held = HeldPort(options.host, options.port, flag="--port")
+                self.port = self._held.port
+                self.servers.append(serve(link_server(options, self._held)))
+            if not options.front_processes or listen.unix_socket is not None:
+                main = serve(grpc_server)
+                self.servers.append(main)
+                if self._held is None and options.port is not None:
+                    self.port = take(main, options.host, options.port, "--port")
+                if listen.unix_socket is not None:
+                    self._socket = UnixSocket(main, listen.unix_socket, listen.unix_socket_mode)
             if listen.control_port is not None:
-                control = build([control_surface()])
+                control = build([control_surface()])(grpc_server)
                 self.servers.append(control)
                 self.control_port = take(control, options.control_host, listen.control_port, "--control-port")
         except ConfigError:
             self._remove_socket()
+            if self._held is not None:
+                self._held.close()
             raise
 
     @property
@@ -99,6 +126,8 @@ class Front:
         self._remove_socket()
         await asyncio.gather(*(server.stop(grace_s) for server in self.servers))
         await asyncio.gather(*self._watches)
+        if self._held is not None:
+            self._held.close()
 
     def _remove_socket(self) -> None:
         if self._socket is not None:

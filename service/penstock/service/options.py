@@ -20,6 +20,8 @@ MIB = 1024 * 1024
 MAX_RECEIVE_BYTES = 1024 * MIB - 1
 """gRPC gets twice the configured limit (see `PenstockServer`), and its largest message has 2 GiB."""
 
+MAX_FRONT_PROCESSES = 64
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerOptions:
@@ -30,6 +32,8 @@ class ServerOptions:
     """0 lets the system choose a port; None means that the server listens on a Unix socket only."""
     listen: ListenOptions = field(default_factory=ListenOptions)
     """Further addresses, and TLS."""
+    front_processes: int = 0
+    """How many processes speak gRPC with the clients of `port`, in place of this one; 0: this one does."""
     keys: Path | None = None
     """The file of the keys of those who may call, made by `penstock keys`; None lets everybody call."""
     usage_file: Path | None = None
@@ -92,6 +96,7 @@ class ServerOptions:
         ):
             if not (math.isfinite(seconds) and seconds >= 0):
                 bad.append(f"{name}: must be at least 0, not {seconds}")
+        bad.extend(self._front_problems())
         bad.extend(self.connections.problems())
         bad.extend(self.metrics.problems())
         bad.extend(
@@ -118,6 +123,16 @@ class ServerOptions:
                 bad.append(f"profile_dir: {there} cannot be written")
         return bad
 
+    def _front_problems(self) -> list[str]:
+        if not 0 <= self.front_processes <= MAX_FRONT_PROCESSES:
+            return [f"front_processes: must be from 0 to {MAX_FRONT_PROCESSES}, not {self.front_processes}"]
+        if self.front_processes and self.port is None:
+            return ["front_processes: needs --port, because front processes serve no Unix socket"]
+        if 0 < self.bounds.max_connections < self.front_processes:
+            most, processes = self.bounds.max_connections, self.front_processes
+            return [f"max_connections: must be at least front_processes, which is {processes}, not {most}"]
+        return []
+
     def _exposure_problems(self) -> list[str]:
         if self.listen.tls is not None and not self.hosts:
             return ["tls_cert: needs a port, because a Unix socket does not speak TLS"]
@@ -141,8 +156,8 @@ class ServerOptions:
 
     @property
     def num_addresses(self) -> int:
-        """How many addresses the server listens on: ports and the Unix socket."""
-        return len(self.hosts) + (self.listen.unix_socket is not None)
+        """How many addresses this process itself listens on: ports and the Unix socket."""
+        return len(self.hosts) + (self.listen.unix_socket is not None) - bool(self.front_processes)
 
     @property
     def hosts(self) -> tuple[str, ...]:

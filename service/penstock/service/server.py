@@ -25,17 +25,16 @@ from penstock.service.access.keys import Keys
 from penstock.service.access.rates import Clock
 from penstock.service.backend import Backend
 from penstock.service.counts import show_counts
-from penstock.service.front import Front
+from penstock.service.front import Front, Serve
 from penstock.service.identity import new_instance_id
 from penstock.service.lifecycle import health
 from penstock.service.lifecycle.engine_end import EngineEnd
 from penstock.service.lifecycle.underway import Calls
 from penstock.service.lifecycle.watchdog import Watchdog
 from penstock.service.limits.admission import Admission
-from penstock.service.limits.bounds import grpc_options
 from penstock.service.limits.places import Places
 from penstock.service.limits.receiving import Receiving
-from penstock.service.listening.grpc_server import refusing_server
+from penstock.service.listening.grpc_server import MakeServer
 from penstock.service.options import ServerOptions
 from penstock.service.replies.readers import StallLog
 from penstock.service.replies.reply_budget import ReplyBudget
@@ -147,7 +146,7 @@ class PenstockServer:
         """The address that takes requests: the port, or the Unix socket if there is no port."""
         return self.front.addresses[0]
 
-    def _build(self, interceptors: Sequence[grpc.aio.ServerInterceptor]) -> grpc.aio.Server:
+    def _build(self, interceptors: Sequence[grpc.aio.ServerInterceptor]) -> Serve:
         bounds = self._options.bounds
         ours = PenstockInterceptor(
             self._telemetry,
@@ -165,16 +164,13 @@ class PenstockServer:
             vocab_size=lambda: 0 if self._engine is None else self._engine.info.vocab_size,
             meters=self.metrics.meters,
         )
-        server = refusing_server(
-            ours.refuse_unknown,
-            interceptors=[self._calls, ours, *interceptors],
-            options=[
-                *grpc_options(bounds, self._options.max_receive_bytes, self._options.num_addresses),
-                *self._options.connections.arguments(),
-            ],
-        )
-        self._services.add_to(server)
-        return server
+
+        def serve(make: MakeServer) -> grpc.aio.Server:
+            server = make(ours.refuse_unknown, interceptors=[self._calls, ours, *interceptors])
+            self._services.add_to(server)
+            return server
+
+        return serve
 
     async def reload_keys(self) -> None:
         """Read the file of keys again. A file that cannot be used changes nothing. Raises nothing."""

@@ -70,6 +70,16 @@ def test_a_port_in_use_is_told_before_anything_is_loaded(run: Run) -> None:
         (["demo", "--tls-cert", "c.pem"], "--tls-key: is required with --tls-cert: TLS", 2),
         (["demo", "--tls-cert", "no.pem", "--tls-key", "no.key"], "--tls-cert: no.pem cannot be read", 1),
         (["demo", "--port", "0", "--unix-socket", "no-such-folder/s"], "no-such-folder/s cannot be made", 1),
+        (
+            ["demo", "--port", "none", "--unix-socket", "s", "--front-processes", "1"],
+            "--front-processes: needs --port, because front processes serve no Unix socket",
+            2,
+        ),
+        (
+            ["demo", "--max-connections", "1", "--front-processes", "2"],
+            "--max-connections: must be at least --front-processes, which is 2, not 1",
+            2,
+        ),
         (["demo", "--max-receive-bytes", "1G"], "--max-receive-bytes: must be from 1 to 1073741823", 2),
         (["demo", "--weights-root", "/no/such/folder"], "--weights-root: /no/such/folder is no directory", 2),
         (["demo", "--update-stall-limit", "-1"], "--update-stall-limit: must be at least 0 (off)", 2),
@@ -189,6 +199,7 @@ def test_every_option_of_the_server_arrives() -> None:
     given = {
         "--host": "::1",
         "--port": "7",
+        "--front-processes": "3",
         "--unix-socket": "~/s",
         "--unix-socket-mode": "660",
         "--control-port": "8",
@@ -217,6 +228,7 @@ def test_every_option_of_the_server_arrives() -> None:
     ) == ServerOptions(
         host="::1",
         port=7,
+        front_processes=3,
         listen=ListenOptions(
             unix_socket=Path.home() / "s",
             unix_socket_mode=0o660,

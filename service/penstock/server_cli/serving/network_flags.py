@@ -49,6 +49,14 @@ def add_listen_flags(net: argparse._ArgumentGroup) -> None:
         "--control-host", metavar="HOST", help="host of the control port; default: that of --host"
     )
     net.add_argument(
+        "--front-processes",
+        type=int,
+        default=_OPTIONS.front_processes,
+        metavar="N",
+        help="so many further processes speak gRPC with the clients of --port, to send more messages "
+        "a second than one process can; 0: the process of the engine does it; default: %(default)s",
+    )
+    net.add_argument(
         "--tls-cert",
         type=path,
         metavar="FILE",

@@ -81,14 +81,23 @@ class Bounds:
 
 def grpc_options(bounds: Bounds, max_receive_bytes: int, num_addresses: int = 1) -> Sequence[tuple[str, int]]:
     """The options for gRPC's core that follow from the bounds, for a process that listens on `num_addresses`
-    addresses.
+    addresses, each of which is its own.
+    """
+    return [
+        ("grpc.so_reuseport", 0),
+        *call_options(bounds, max_receive_bytes),
+        *connection_options(bounds.max_connections, num_addresses),
+    ]
+
+
+def call_options(bounds: Bounds, max_receive_bytes: int) -> Sequence[tuple[str, int]]:
+    """Those of them that are about calls.
 
     gRPC refuses calls beyond its backlog with a bare CANCELLED, by default from 1,000 calls on. Bursts of
     honest clients would be refused at random before `Admission` could answer them.
     """
-    backlog = max(_BACKLOG, 2 * bounds.max_rpcs)
-    options = [
-        ("grpc.so_reuseport", 0),
+    backlog = backlog_of(bounds)
+    return [
         # Above this size gRPC refuses a message with a bare status; below it the interceptor refuses with
         # details.
         ("grpc.max_receive_message_length", 2 * max_receive_bytes),
@@ -103,7 +112,16 @@ def grpc_options(bounds: Bounds, max_receive_bytes: int, num_addresses: int = 1)
         # client opens before it knows the limit are reset without any details.
         ("grpc.max_concurrent_streams", min(backlog, _MOST)),
     ]
-    most = connections(bounds.max_connections, num_addresses)
-    if most:
-        options.append(("grpc.max_allowed_incoming_connections", min(most, _MOST - 1)))
-    return options
+
+
+def backlog_of(bounds: Bounds) -> int:
+    """How many calls may wait until the server looks at them."""
+    return max(_BACKLOG, 2 * bounds.max_rpcs)
+
+
+def connection_options(max_connections: int, num_addresses: int = 1) -> Sequence[tuple[str, int]]:
+    """The option that bounds the connections of an address, for a process that listens on `num_addresses`
+    addresses.
+    """
+    most = connections(max_connections, num_addresses)
+    return [("grpc.max_allowed_incoming_connections", min(most, _MOST - 1))] if most else []

@@ -15,7 +15,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Any, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import grpc
 from grpc._cython import cygrpc
@@ -30,6 +30,14 @@ cancelled without a status.
 
 Refuse: TypeAlias = "Callable[[grpc.aio.ServicerContext[Any, Any]], Awaitable[None]]"
 """Ends a call of a method that the server does not have. It runs in a task of its own."""
+
+
+class MakeServer(Protocol):
+    """Makes a server that passes every call of a method without a registered handler to `refuse`."""
+
+    def __call__(
+        self, refuse: Refuse, *, interceptors: Sequence[grpc.aio.ServerInterceptor]
+    ) -> grpc.aio.Server: ...
 
 
 class _Core(cygrpc.AioServer):  # type: ignore[misc]  # the module has no type hints

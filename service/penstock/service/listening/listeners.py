@@ -36,20 +36,46 @@ def listen_tcp(
 
 def _probe(host: str, port: int, address: str, flag: str) -> None:
     """Try the port with a plain socket first, because the system's error is clearer than gRPC's."""
+    _bound(host, port, address, flag).close()
+
+
+def _bound(host: str, port: int, address: str, flag: str) -> socket.socket:
+    """Bind a plain socket to the port. Raises ConfigError."""
     try:
         addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except OSError as error:
         raise ConfigError(f"host {host!r} cannot be resolved: {error.strerror}") from error
     family, kind, protocol, _, where = addresses[0]
-    with socket.socket(family, kind, protocol) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind(where)
-        except OSError as error:
-            raise ConfigError(
-                f"cannot listen on {address}: {error.strerror}; "
-                f"choose another with {flag}, or 0 for any free one"
-            ) from error
+    bound = socket.socket(family, kind, protocol)
+    bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        bound.bind(where)
+    except OSError as error:
+        bound.close()
+        raise ConfigError(
+            f"cannot listen on {address}: {error.strerror}; choose another with {flag}, or 0 for any free one"
+        ) from error
+    return bound
+
+
+class HeldPort:
+    """A TCP port that other processes of this server listen on, all of them on the same one. While it is held
+    another server is told that the port is taken, also when none of those processes lives.
+    """
+
+    def __init__(self, host: str, port: int, *, flag: str) -> None:
+        """Take the port, or any free one for 0. Raises ConfigError, which names `flag` as the remedy if the
+        port is taken.
+        """
+        self._socket = _bound(host, port, tcp_address(host, port), flag)
+        # It is set only now, so that the port is refused to this server if another one listens on it.
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        self.port: int = self._socket.getsockname()[1]
+        self.address = tcp_address(host, self.port)
+
+    def close(self) -> None:
+        """Give the port back. May be called twice."""
+        self._socket.close()
 
 
 class UnixSocket:

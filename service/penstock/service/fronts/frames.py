@@ -1,0 +1,185 @@
+"""What a front process and the engine's process tell each other: the kinds of frames, and what is in them.
+
+A frame is a header and a payload. The header has the payload's length, the frame's kind, and the number of
+the call that it is about, 0 if it is about none; numbers are little-endian. The front process numbers its
+calls from 1 on.
+"""
+
+from __future__ import annotations
+
+import enum
+import struct
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+Metadata: TypeAlias = "tuple[tuple[str, str | bytes], ...]"
+
+HEADER = struct.Struct("<IBQ")
+PART_BYTES = 65_536
+"""A larger payload is sent in parts of this size, so that frames of other calls can go between them."""
+IS_PART = 0x40
+"""Set in the kind of every part but the last."""
+IS_LAST_PART = 0x80
+"""Set in the kind of the last part."""
+
+_LENGTH = struct.Struct("<I")
+_TIME = struct.Struct("<d")
+_BINARY = "-bin"
+"""Ends the names of metadata whose values are bytes."""
+
+
+class Kind(enum.IntEnum):
+    """The kinds of frames. The first ones are about no call."""
+
+    START = 1
+    """To the front: what to listen on, as JSON (`settings`)."""
+    LISTENING = 2
+    """To the engine: the front process listens."""
+    REFUSED = 3
+    """To the engine: the front process cannot listen; the payload says why."""
+    STOP = 4
+    """To the front: take no further calls, and end after so many seconds at the latest."""
+    LOG = 5
+    """To the engine: a line for the log."""
+
+    OPEN = 16
+    """To the engine: a call has begun (`Opening`)."""
+    READ = 17
+    """To the front: the next message of the call is wanted."""
+    MESSAGE = 18
+    """A message. To the engine it is the answer to READ; to the front it is one to send to the client."""
+    NO_MESSAGE = 19
+    """To the engine, as the answer to READ: the client sends no further message."""
+    INITIAL = 20
+    """To the front: send the initial metadata, which are empty."""
+    SENT = 21
+    """To the engine: what INITIAL or MESSAGE asked for has left, so that there is room for the next one."""
+    FINISH = 22
+    """To the front: end the call with this status (`Status`)."""
+    DROP = 23
+    """To the front: end the call without a status, whatever it is waiting for."""
+    ENDED = 24
+    """To the engine: the call has ended, by the status of FINISH or because the client is gone."""
+
+
+@dataclass(frozen=True, slots=True)
+class Opening:
+    """What is known of a call when its headers have arrived."""
+
+    method: str
+    """Such as "/penstock.v1.InferenceService/Generate"; empty for a method that the server does not have."""
+    peer: str
+    """gRPC's name of the other end of the connection."""
+    deadline_s: float | None
+    """As Unix time, in seconds; None if the call has no deadline."""
+    metadata: Metadata
+    identity: dict[str, list[bytes]]
+    """What the client's verified certificate says, by the names of gRPC's authentication context."""
+
+    def packed(self) -> bytes:
+        """The payload of OPEN."""
+        deadline = b"" if self.deadline_s is None else _TIME.pack(self.deadline_s)
+        identity = ((key, value) for key, values in self.identity.items() for value in values)
+        return _pack(
+            self.method.encode(),
+            self.peer.encode(),
+            deadline,
+            _pack_pairs(self.metadata),
+            _pack_pairs(identity),
+        )
+
+    @classmethod
+    def of(cls, payload: bytes) -> Opening:
+        """Take the payload of OPEN apart."""
+        method, peer, deadline, metadata, identity = _unpack(payload)
+        found: dict[str, list[bytes]] = {}
+        for key, value in _pairs(identity):
+            found.setdefault(key.decode(), []).append(value)
+        return cls(
+            method.decode(),
+            peer.decode(),
+            _TIME.unpack(deadline)[0] if deadline else None,
+            _metadata(metadata),
+            found,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Status:
+    """How a call ends."""
+
+    code: int
+    """gRPC's number of the status."""
+    details: str = ""
+    trailing_metadata: Metadata = ()
+    reply: bytes = b""
+    """The only message of a method that has one, if the call succeeded."""
+
+    def packed(self) -> bytes:
+        """The payload of FINISH."""
+        metadata = _pack_pairs(self.trailing_metadata)
+        return _pack(bytes([self.code]), self.details.encode(), metadata, self.reply)
+
+    @classmethod
+    def of(cls, payload: bytes) -> Status:
+        """Take the payload of FINISH apart."""
+        code, details, metadata, reply = _unpack(payload)
+        return cls(code[0], details.decode(), _metadata(metadata), reply)
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """A line of the log."""
+
+    level: int
+    logger: str
+    text: str
+
+    def packed(self) -> bytes:
+        """The payload of LOG."""
+        return _pack(bytes([self.level]), self.logger.encode(), self.text.encode(errors="backslashreplace"))
+
+    @classmethod
+    def of(cls, payload: bytes) -> Line:
+        """Take the payload of LOG apart."""
+        level, logger, text = _unpack(payload)
+        return cls(level[0], logger.decode(), text.decode())
+
+
+def pack_seconds(seconds: float) -> bytes:
+    """The payload of STOP."""
+    return _TIME.pack(seconds)
+
+
+def seconds_of(payload: bytes) -> float:
+    """Take the payload of STOP apart."""
+    seconds: float = _TIME.unpack(payload)[0]
+    return seconds
+
+
+def _pack(*values: bytes) -> bytes:
+    return b"".join([part for value in values for part in (_LENGTH.pack(len(value)), value)])
+
+
+def _unpack(payload: bytes) -> Sequence[bytes]:
+    values, at = [], 0
+    while at < len(payload):
+        begin = at + _LENGTH.size
+        at = begin + _LENGTH.unpack_from(payload, at)[0]
+        values.append(payload[begin:at])
+    return values
+
+
+def _pack_pairs(pairs: Iterable[tuple[str, str | bytes]]) -> bytes:
+    return _pack(*(part if isinstance(part, bytes) else part.encode() for pair in pairs for part in pair))
+
+
+def _pairs(payload: bytes) -> Iterable[tuple[bytes, bytes]]:
+    values = _unpack(payload)
+    return zip(values[::2], values[1::2], strict=True)
+
+
+def _metadata(payload: bytes) -> Metadata:
+    decoded = ((key.decode(), value) for key, value in _pairs(payload))
+    return tuple((key, value if key.endswith(_BINARY) else value.decode()) for key, value in decoded)

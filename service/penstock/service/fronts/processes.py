@@ -1,0 +1,165 @@
+"""In the engine's process: starts front processes, and another one whenever one dies."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import socket
+import sys
+import time
+
+from penstock.runtime.errors import ConfigError, PenstockError
+from penstock.service.fronts.calls import LinkCalls, Served
+from penstock.service.fronts.frames import Kind, Line, pack_seconds
+from penstock.service.fronts.link import Link
+from penstock.service.fronts.settings import FrontSettings
+
+log = logging.getLogger(__name__)
+
+PROGRAM = "penstock.service.fronts.process"
+KILL_AFTER_S = 5.0
+"""A front process that has not ended so long after its grace is killed."""
+LONG_LIFE_S = 10.0
+"""A front process that dies sooner than this has failed to live."""
+MOST_FAILURES = 6
+"""So many failures to live in a row mean that front processes cannot live here."""
+FIRST_PAUSE_S = 0.1
+"""The pause after the first such failure, in seconds; it doubles with each."""
+_LAST_MOMENT_S = 2.0
+"""Seconds in which a process that has closed its link ends by itself."""
+
+
+class FrontsLost(PenstockError):
+    """Front processes die as soon as they are started."""
+
+
+class FrontProcess:
+    """One front process after the other, of which one lives at a time. Used on its event loop only."""
+
+    def __init__(self, number: int, settings: FrontSettings, served: Served) -> None:
+        self._number = number
+        self._settings, self._served = settings, served
+        self._process: asyncio.subprocess.Process | None = None
+        self._link: Link | None = None
+        self._keeping: asyncio.Task[None] | None = None
+        self._stopping = asyncio.Event()
+        self._kill_timer: asyncio.TimerHandle | None = None
+
+    @property
+    def pid(self) -> int | None:
+        """The id of the process that lives now."""
+        return None if self._process is None else self._process.pid
+
+    async def start(self) -> None:
+        """Start the first process, and return once it listens. Raises ConfigError if it cannot."""
+        listening: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._keeping = asyncio.create_task(self._keep(listening), name=f"penstock-front-{self._number}")
+        await asyncio.wait({self._keeping, listening}, return_when=asyncio.FIRST_COMPLETED)
+        if not listening.done():
+            await self._keeping  # raises what ended it
+            raise ConfigError("a front process was stopped before it listened")
+        listening.result()
+
+    async def ended(self) -> None:
+        """Wait until no further process is started and the last one has ended. Raises FrontsLost."""
+        if self._keeping is not None:
+            await asyncio.shield(self._keeping)
+
+    def stop(self, grace_s: float) -> None:
+        """Have the process take no further calls, and end once its calls have, or when the grace is over. May
+        be called again with a shorter grace.
+        """
+        self._stopping.set()
+        if self._link is not None:
+            self._link.send(Kind.STOP, 0, pack_seconds(grace_s))
+        if self._kill_timer is not None:
+            self._kill_timer.cancel()
+        if self._process is not None:
+            loop = asyncio.get_running_loop()
+            self._kill_timer = loop.call_later(grace_s + KILL_AFTER_S, self.kill)
+
+    def kill(self) -> None:
+        """End the process at once."""
+        if self._process is not None:
+            with contextlib.suppress(ProcessLookupError):
+                self._process.kill()
+
+    async def _keep(self, first: asyncio.Future[None]) -> None:
+        """Keep a process alive until `stop`. `first` is done when the first one listens or cannot."""
+        failures = 0
+        while not self._stopping.is_set():
+            began_s = time.monotonic()
+            how = await self._live(first)
+            if self._stopping.is_set():
+                return
+            if not first.done():
+                first.set_exception(ConfigError(f"a front process {how}"))
+                return
+            failures = failures + 1 if time.monotonic() - began_s < LONG_LIFE_S else 0
+            log.error("front process %d %s; its calls are cancelled, another starts", self._number, how)
+            if failures >= MOST_FAILURES:
+                raise FrontsLost(f"front process {self._number} {how}, for the {failures}th time in a row")
+            if failures:
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(self._stopping.wait(), FIRST_PAUSE_S * 2 ** (failures - 1))
+
+    async def _live(self, first: asyncio.Future[None]) -> str:
+        """Run one process to its end, and say how it ended."""
+        ours, theirs = socket.socketpair()
+        with theirs:
+            try:
+                process = await asyncio.create_subprocess_exec(
+                    *(sys.executable, "-P", "-m", PROGRAM, str(theirs.fileno())),
+                    stdin=asyncio.subprocess.DEVNULL,
+                    pass_fds=[theirs.fileno()],
+                )
+            except OSError as error:
+                ours.close()
+                return f"could not be started: {error.strerror}"
+        self._process = process
+        try:
+            refusal = await self._serve(ours, first)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(process.wait(), _LAST_MOMENT_S)
+        finally:
+            self.kill()
+            code = await process.wait()
+            self._process = None
+            if self._kill_timer is not None:
+                self._kill_timer.cancel()
+        return refusal or f"ended with the code {code}"
+
+    async def _serve(self, connection: socket.socket, first: asyncio.Future[None]) -> str:
+        """Run the calls of one process until its link is closed. Returns why it cannot listen, if so."""
+        lost = asyncio.Event()
+        refusals: list[str] = []
+
+        def receive(kind: int, number: int, payload: bytes) -> None:
+            if number:
+                calls.receive(kind, number, payload)
+            elif kind == Kind.LOG:
+                self._log(Line.of(payload))
+            elif kind == Kind.REFUSED:
+                refusals.append(f"cannot listen: {payload.decode()}")
+                link.close()
+            elif kind == Kind.LISTENING and not first.done():
+                first.set_result(None)
+
+        link = Link(receive, lost.set)
+        calls = LinkCalls(self._served, link)
+        await asyncio.get_running_loop().create_connection(lambda: link, sock=connection)
+        self._link = link
+        link.send(Kind.START, 0, self._settings.packed())
+        try:
+            if self._stopping.is_set():
+                return ""
+            await lost.wait()
+        finally:
+            self._link = None
+            link.close()
+            calls.lose()
+        return "".join(refusals)
+
+    def _log(self, line: Line) -> None:
+        logging.getLogger(line.logger).log(line.level, "front process %d: %s", self._number, line.text)
