@@ -67,6 +67,7 @@ type ControlServiceClient interface {
 	//
 	//	INVALID_ARGUMENT    INVALID_FIELD: a value is out of range
 	//	PERMISSION_DENIED   FORBIDDEN: max_requests is above 0, and the caller lacks the role "control"
+	//	UNIMPLEMENTED       SERVED_ELSEWHERE: max_requests is above 0, and control has another address
 	//	RESOURCE_EXHAUSTED  BUSY: too many watch
 	//	UNAVAILABLE         DRAINING: the server has begun to stop; at any time
 	//	CANCELLED           the caller took no message for longer than the server waits
@@ -317,6 +318,7 @@ type ControlServiceServer interface {
 	//
 	//	INVALID_ARGUMENT    INVALID_FIELD: a value is out of range
 	//	PERMISSION_DENIED   FORBIDDEN: max_requests is above 0, and the caller lacks the role "control"
+	//	UNIMPLEMENTED       SERVED_ELSEWHERE: max_requests is above 0, and control has another address
 	//	RESOURCE_EXHAUSTED  BUSY: too many watch
 	//	UNAVAILABLE         DRAINING: the server has begun to stop; at any time
 	//	CANCELLED           the caller took no message for longer than the server waits

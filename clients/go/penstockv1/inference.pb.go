@@ -1330,13 +1330,16 @@ type AbortRequest_RequestIds struct {
 
 type AbortRequest_RequestIdPrefix struct {
 	// All requests whose ids begin with this text.
-	// Limits: not empty.
+	// Limits: not empty. Errors: UNIMPLEMENTED SERVED_ELSEWHERE at the main address of a server that has another
+	// address for control and no keys, because callers cannot be told apart there.
 	RequestIdPrefix string `protobuf:"bytes,2,opt,name=request_id_prefix,json=requestIdPrefix,proto3,oneof"`
 }
 
 type AbortRequest_All struct {
-	// All requests of the caller; of everybody for a caller with the role "control". Errors: PERMISSION_DENIED
-	// FORBIDDEN for a caller who has neither a key nor that role.
+	// All requests of the caller; of everybody for a caller with the role "control", which all callers of a server
+	// without keys have.
+	// Errors: UNIMPLEMENTED SERVED_ELSEWHERE at the main address of a server that has another address for control and
+	// no keys, because callers cannot be told apart there.
 	All *AllRequests `protobuf:"bytes,3,opt,name=all,proto3,oneof"`
 }
 

@@ -71,7 +71,8 @@ type InferenceServiceClient interface {
 	// Role: infer.
 	//
 	//	INVALID_ARGUMENT    INVALID_FIELD: it names nothing, or a value is out of range
-	//	PERMISSION_DENIED   FORBIDDEN: all requests, from a caller who has neither a key nor the role "control"
+	//	UNIMPLEMENTED       SERVED_ELSEWHERE: a prefix, or all, at the main address of a server that has another address
+	//	                    for control and no keys, because callers cannot be told apart there
 	Abort(ctx context.Context, in *AbortRequest, opts ...grpc.CallOption) (*AbortResponse, error)
 	// Replaces weights without a restart: begin, chunks, commit. Validated and staged while the server goes on serving,
 	// then swapped in between two steps. A stream that ends without commit changes nothing. UNIMPLEMENTED where
@@ -193,7 +194,8 @@ type InferenceServiceServer interface {
 	// Role: infer.
 	//
 	//	INVALID_ARGUMENT    INVALID_FIELD: it names nothing, or a value is out of range
-	//	PERMISSION_DENIED   FORBIDDEN: all requests, from a caller who has neither a key nor the role "control"
+	//	UNIMPLEMENTED       SERVED_ELSEWHERE: a prefix, or all, at the main address of a server that has another address
+	//	                    for control and no keys, because callers cannot be told apart there
 	Abort(context.Context, *AbortRequest) (*AbortResponse, error)
 	// Replaces weights without a restart: begin, chunks, commit. Validated and staged while the server goes on serving,
 	// then swapped in between two steps. A stream that ends without commit changes nothing. UNIMPLEMENTED where

@@ -152,8 +152,8 @@ type WatchLoadRequest struct {
 	// Default: 1 s. Limits: 0.1 s to 60 s.
 	Interval *durationpb.Duration `protobuf:"bytes,1,opt,name=interval,proto3" json:"interval,omitempty"`
 	// Fill WatchLoadResponse.requests with the oldest ones, at most this many. The list names everybody's requests.
-	// Unit: outputs. Default: 0, none. Limits: 0 to 1,000. Errors: PERMISSION_DENIED FORBIDDEN above 0 for a caller
-	// without the role "control".
+	// Unit: outputs. Default: 0, none. Limits: 0 to 1,000. Errors: above 0 PERMISSION_DENIED FORBIDDEN for a caller
+	// without the role "control", and UNIMPLEMENTED SERVED_ELSEWHERE where control has another address.
 	MaxRequests   uint32 `protobuf:"varint,2,opt,name=max_requests,json=maxRequests,proto3" json:"max_requests,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache

@@ -1038,7 +1038,8 @@ func (x *UpdateWeightsResponse) GetDigest() []byte {
 	return nil
 }
 
-// What became of the requests that ran when the change came. A request counts once, whatever the number of its outputs.
+// What became of the requests that ran when the change came. A request counts once, whatever the number of its
+// outputs.
 type InFlightReport struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// They finished first.

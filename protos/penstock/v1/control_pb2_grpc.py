@@ -156,6 +156,7 @@ class ControlServiceServicer:
         there is room for it. Role: infer.
         INVALID_ARGUMENT    INVALID_FIELD: a value is out of range
         PERMISSION_DENIED   FORBIDDEN: max_requests is above 0, and the caller lacks the role "control"
+        UNIMPLEMENTED       SERVED_ELSEWHERE: max_requests is above 0, and control has another address
         RESOURCE_EXHAUSTED  BUSY: too many watch
         UNAVAILABLE         DRAINING: the server has begun to stop; at any time
         CANCELLED           the caller took no message for longer than the server waits

@@ -60,6 +60,7 @@ class ControlServiceStub:
     there is room for it. Role: infer.
       INVALID_ARGUMENT    INVALID_FIELD: a value is out of range
       PERMISSION_DENIED   FORBIDDEN: max_requests is above 0, and the caller lacks the role "control"
+      UNIMPLEMENTED       SERVED_ELSEWHERE: max_requests is above 0, and control has another address
       RESOURCE_EXHAUSTED  BUSY: too many watch
       UNAVAILABLE         DRAINING: the server has begun to stop; at any time
       CANCELLED           the caller took no message for longer than the server waits
@@ -153,6 +154,7 @@ class ControlServiceAsyncStub(ControlServiceStub):
     there is room for it. Role: infer.
       INVALID_ARGUMENT    INVALID_FIELD: a value is out of range
       PERMISSION_DENIED   FORBIDDEN: max_requests is above 0, and the caller lacks the role "control"
+      UNIMPLEMENTED       SERVED_ELSEWHERE: max_requests is above 0, and control has another address
       RESOURCE_EXHAUSTED  BUSY: too many watch
       UNAVAILABLE         DRAINING: the server has begun to stop; at any time
       CANCELLED           the caller took no message for longer than the server waits
@@ -267,6 +269,7 @@ class ControlServiceServicer(metaclass=_abc_1.ABCMeta):
         there is room for it. Role: infer.
           INVALID_ARGUMENT    INVALID_FIELD: a value is out of range
           PERMISSION_DENIED   FORBIDDEN: max_requests is above 0, and the caller lacks the role "control"
+          UNIMPLEMENTED       SERVED_ELSEWHERE: max_requests is above 0, and control has another address
           RESOURCE_EXHAUSTED  BUSY: too many watch
           UNAVAILABLE         DRAINING: the server has begun to stop; at any time
           CANCELLED           the caller took no message for longer than the server waits

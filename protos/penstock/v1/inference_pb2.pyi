@@ -673,7 +673,8 @@ class AbortRequest(_message.Message):
     REASON_FIELD_NUMBER: _builtins.int
     request_id_prefix: _builtins.str
     """All requests whose ids begin with this text.
-    Limits: not empty.
+    Limits: not empty. Errors: UNIMPLEMENTED SERVED_ELSEWHERE at the main address of a server that has another
+    address for control and no keys, because callers cannot be told apart there.
     """
     reason: _builtins.str
     """Why, in words, which are handed on in Finish.message.
@@ -685,8 +686,10 @@ class AbortRequest(_message.Message):
 
     @_builtins.property
     def all(self) -> Global___AllRequests:
-        """All requests of the caller; of everybody for a caller with the role "control". Errors: PERMISSION_DENIED
-        FORBIDDEN for a caller who has neither a key nor that role.
+        """All requests of the caller; of everybody for a caller with the role "control", which all callers of a server
+        without keys have.
+        Errors: UNIMPLEMENTED SERVED_ELSEWHERE at the main address of a server that has another address for control and
+        no keys, because callers cannot be told apart there.
         """
 
     def __init__(

@@ -132,7 +132,8 @@ class InferenceServiceServicer:
         request can be aborted from the moment its RPC starts. What others have is NOT_FOUND, as what does not exist.
         Role: infer.
         INVALID_ARGUMENT    INVALID_FIELD: it names nothing, or a value is out of range
-        PERMISSION_DENIED   FORBIDDEN: all requests, from a caller who has neither a key nor the role "control"
+        UNIMPLEMENTED       SERVED_ELSEWHERE: a prefix, or all, at the main address of a server that has another address
+        for control and no keys, because callers cannot be told apart there
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

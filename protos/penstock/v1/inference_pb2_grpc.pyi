@@ -72,7 +72,8 @@ class InferenceServiceStub:
     request can be aborted from the moment its RPC starts. What others have is NOT_FOUND, as what does not exist.
     Role: infer.
       INVALID_ARGUMENT    INVALID_FIELD: it names nothing, or a value is out of range
-      PERMISSION_DENIED   FORBIDDEN: all requests, from a caller who has neither a key nor the role "control"
+      UNIMPLEMENTED       SERVED_ELSEWHERE: a prefix, or all, at the main address of a server that has another address
+                          for control and no keys, because callers cannot be told apart there
     """
     UpdateWeights: _grpc.StreamUnaryMultiCallable[_weights_pb2.UpdateWeightsRequest, _weights_pb2.UpdateWeightsResponse]
     """Replaces weights without a restart: begin, chunks, commit. Validated and staged while the server goes on serving,
@@ -132,7 +133,8 @@ class InferenceServiceAsyncStub(InferenceServiceStub):
     request can be aborted from the moment its RPC starts. What others have is NOT_FOUND, as what does not exist.
     Role: infer.
       INVALID_ARGUMENT    INVALID_FIELD: it names nothing, or a value is out of range
-      PERMISSION_DENIED   FORBIDDEN: all requests, from a caller who has neither a key nor the role "control"
+      UNIMPLEMENTED       SERVED_ELSEWHERE: a prefix, or all, at the main address of a server that has another address
+                          for control and no keys, because callers cannot be told apart there
     """
     UpdateWeights: _aio.StreamUnaryMultiCallable[_weights_pb2.UpdateWeightsRequest, _weights_pb2.UpdateWeightsResponse]  # type: ignore[assignment]
     """Replaces weights without a restart: begin, chunks, commit. Validated and staged while the server goes on serving,
@@ -207,7 +209,8 @@ class InferenceServiceServicer(metaclass=_abc_1.ABCMeta):
         request can be aborted from the moment its RPC starts. What others have is NOT_FOUND, as what does not exist.
         Role: infer.
           INVALID_ARGUMENT    INVALID_FIELD: it names nothing, or a value is out of range
-          PERMISSION_DENIED   FORBIDDEN: all requests, from a caller who has neither a key nor the role "control"
+          UNIMPLEMENTED       SERVED_ELSEWHERE: a prefix, or all, at the main address of a server that has another address
+                              for control and no keys, because callers cannot be told apart there
         """
 
     @_abc_1.abstractmethod

@@ -93,8 +93,8 @@ class WatchLoadRequest(_message.Message):
     MAX_REQUESTS_FIELD_NUMBER: _builtins.int
     max_requests: _builtins.int
     """Fill WatchLoadResponse.requests with the oldest ones, at most this many. The list names everybody's requests.
-    Unit: outputs. Default: 0, none. Limits: 0 to 1,000. Errors: PERMISSION_DENIED FORBIDDEN above 0 for a caller
-    without the role "control".
+    Unit: outputs. Default: 0, none. Limits: 0 to 1,000. Errors: above 0 PERMISSION_DENIED FORBIDDEN for a caller
+    without the role "control", and UNIMPLEMENTED SERVED_ELSEWHERE where control has another address.
     """
     @_builtins.property
     def interval(self) -> _duration_pb2.Duration:

@@ -578,7 +578,9 @@ Global___UpdateWeightsResponse: _TypeAlias = UpdateWeightsResponse  # noqa: Y015
 
 @_typing.final
 class InFlightReport(_message.Message):
-    """What became of the requests that ran when the change came. A request counts once, whatever the number of its outputs."""
+    """What became of the requests that ran when the change came. A request counts once, whatever the number of its
+    outputs.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
