@@ -17,7 +17,6 @@ import java.io.IOException;
 import java.time.Duration;
 import java.util.ArrayList;
 import java.util.List;
-import java.util.Map;
 import java.util.Optional;
 import java.util.concurrent.TimeUnit;
 
@@ -25,8 +24,6 @@ import java.util.concurrent.TimeUnit;
 public final class ClientBuilder {
     private static final Metadata.Key<String> AUTHORIZATION =
             Metadata.Key.of("authorization", Metadata.ASCII_STRING_MARSHALLER);
-    /** Only UNAVAILABLE is tried again, and only before anything of the answer has come. */
-    private static final int ATTEMPTS = 5;
 
     private final Address address;
     private final List<ClientInterceptor> interceptors = new ArrayList<>();
@@ -81,8 +78,8 @@ public final class ClientBuilder {
 
     /**
      * Switches retries off. With them a call that ends with UNAVAILABLE before anything of its answer has come is
-     * made up to five times in all, after the time that the server asks for or else after 0.5 s, 1 s, 2 s and 4 s, each
-     * less a random part.
+     * made up to five times in all, after the time that the server asks for and a random part of 0.5 s, 1 s, 2 s and 4 s.
+     * Weight updates are never repeated, nor are calls of gRPC's own stubs.
      *
      * @return this
      */
@@ -151,25 +148,12 @@ public final class ClientBuilder {
                 .keepAliveTime(keepAlive.toNanos(), TimeUnit.NANOSECONDS)
                 .keepAliveTimeout(keepAliveTimeout.toNanos(), TimeUnit.NANOSECONDS);
         tls.flatMap(Tls::serverName).ifPresent(builder::overrideAuthority);
-        if (retries) {
-            builder.defaultServiceConfig(retryPolicy()).maxRetryAttempts(ATTEMPTS);
-        }
         ManagedChannel managed = builder.build();
         List<ClientInterceptor> all = new ArrayList<>();
         all.add(new MessageBound(maxMessageBytes));
         key.map(ClientBuilder::bearer).ifPresent(all::add);
         all.addAll(interceptors);
-        return new PenstockClient(managed, ClientInterceptors.intercept(managed, all), Optional.empty());
-    }
-
-    private static Map<String, ?> retryPolicy() {
-        Map<String, ?> policy = Map.of(
-                "maxAttempts", (double) ATTEMPTS,
-                "initialBackoff", "0.5s",
-                "maxBackoff", "30s",
-                "backoffMultiplier", 2.0,
-                "retryableStatusCodes", List.of("UNAVAILABLE"));
-        return Map.of("methodConfig", List.of(Map.of("name", List.of(Map.of()), "retryPolicy", policy)));
+        return new PenstockClient(managed, ClientInterceptors.intercept(managed, all), retries, Optional.empty());
     }
 
     private static ClientInterceptor bearer(String key) {

@@ -66,10 +66,16 @@ final class ErrorTable {
      * <p>A status UNAVAILABLE without a reason comes from gRPC: nobody answers. So does a CANCELLED that this program
      * did not ask for, before anything of the answer has come: the connection met a server that was shutting down.
      *
+     * <p>A request that cannot be sent, such as one that is too large, is CANCELLED by gRPC, with the reason as its cause.
+     *
      * @param mayBeCancelled whether CANCELLED is to be taken as such: this program cancelled, or a part of the answer
      *     has come
      */
     static PenstockException exception(StatusRuntimeException error, boolean mayBeCancelled, String updateId) {
+        if (error.getStatus().getCode() == Status.Code.CANCELLED
+                && error.getStatus().getCause() instanceof StatusRuntimeException reason) {
+            return exception(reason, mayBeCancelled, updateId);
+        }
         StatusDetails details = StatusDetails.of(error);
         Failure failure = new Failure(details, error, updateId);
         Function<Failure, PenstockException> byReason = BY_REASON.get(details.reason());

@@ -1,6 +1,7 @@
 package penstock.client;
 
 import com.google.protobuf.Message;
+import io.grpc.CallOptions;
 import io.grpc.Channel;
 import io.grpc.ManagedChannel;
 import io.grpc.MethodDescriptor;
@@ -58,11 +59,13 @@ import penstock.v1.WatchLoadResponse;
 public final class PenstockClient implements AutoCloseable {
     private final ManagedChannel managed;
     private final Channel channel;
+    private final boolean retries;
     private final Optional<Duration> timeout;
 
-    PenstockClient(ManagedChannel managed, Channel channel, Optional<Duration> timeout) {
+    PenstockClient(ManagedChannel managed, Channel channel, boolean retries, Optional<Duration> timeout) {
         this.managed = managed;
         this.channel = channel;
+        this.retries = retries;
         this.timeout = timeout;
     }
 
@@ -96,7 +99,8 @@ public final class PenstockClient implements AutoCloseable {
      * @throws IllegalArgumentException if it is not above 0
      */
     public PenstockClient withTimeout(Duration timeout) {
-        return new PenstockClient(managed, channel, Optional.of(Timeouts.checked("the timeout", timeout)));
+        return new PenstockClient(
+                managed, channel, retries, Optional.of(Timeouts.checked("the timeout", timeout)));
     }
 
     /**
@@ -345,14 +349,26 @@ public final class PenstockClient implements AutoCloseable {
     }
 
     private <Q extends Message, A extends Message> A unary(MethodDescriptor<Q, A> method, Q request) {
-        try {
-            return ClientCalls.blockingUnaryCall(channel, method, Timeouts.options(method, timeout), request);
-        } catch (StatusRuntimeException error) {
-            throw PenstockException.from(error);
+        CallOptions options = Timeouts.options(method, timeout);
+        Attempts attempts = Attempts.at(retries, Optional.ofNullable(options.getDeadline()));
+        while (true) {
+            try {
+                return ClientCalls.blockingUnaryCall(channel, method, options, request);
+            } catch (StatusRuntimeException error) {
+                PenstockException failure = PenstockException.from(error);
+                try {
+                    Thread.sleep(attempts.delayAfter(failure).orElseThrow(() -> failure).toMillis());
+                } catch (InterruptedException interrupted) {
+                    Thread.currentThread().interrupt();
+                    throw failure;
+                }
+            }
         }
     }
 
     private <Q extends Message, A extends Message> ServerStream<A> streaming(MethodDescriptor<Q, A> method, Q request) {
-        return ServerStream.start(channel, method, Timeouts.options(method, timeout), request);
+        CallOptions options = Timeouts.options(method, timeout);
+        Attempts attempts = Attempts.at(retries, Optional.ofNullable(options.getDeadline()));
+        return ServerStream.start(channel, method, options, request, attempts);
     }
 }

@@ -7,10 +7,15 @@ import io.grpc.Metadata;
 import io.grpc.MethodDescriptor;
 import io.grpc.Status;
 import io.grpc.StatusRuntimeException;
+import java.time.Duration;
 import java.util.Iterator;
 import java.util.NoSuchElementException;
+import java.util.Optional;
 import java.util.concurrent.BlockingQueue;
+import java.util.concurrent.CountDownLatch;
 import java.util.concurrent.LinkedBlockingQueue;
+import java.util.concurrent.TimeUnit;
+import java.util.function.Function;
 
 /**
  * The messages of a running call, in order. {@link #close()} ends the call: use it in a try-with-resources block, so
@@ -24,35 +29,49 @@ import java.util.concurrent.LinkedBlockingQueue;
  * }
  * </pre>
  *
- * <p>{@link #hasNext()} waits for the next message, and throws a {@link PenstockException} if the call fails. The server
- * sends no more than one message ahead of the reader besides those on the wire, so a slow reader slows the server.
- * One thread reads; any thread may close.
+ * <p>{@link #hasNext()} waits for the next message, and throws a {@link PenstockException} if the call fails. The client
+ * asks for a message when the one before was read, so a slow reader slows the server. One thread reads; any thread may
+ * close.
  *
  * @param <T> the type of the messages
  */
 public final class ServerStream<T> implements Iterator<T>, Iterable<T>, AutoCloseable {
     private final BlockingQueue<Arrival<T>> arrived = new LinkedBlockingQueue<>();
-    private final ClientCall<?, T> call;
+    private final CountDownLatch closed = new CountDownLatch(1);
+    private final Function<ClientCall.Listener<T>, ClientCall<?, T>> start;
+    private final Attempts attempts;
+    private volatile ClientCall<?, T> call;
     private boolean began;
     private Arrival<T> next;
-    private volatile boolean closedHere;
+    private PenstockException failed;
 
-    /** Either a message, or the end of the call. */
+    /** Either a message, or the end of a call. */
     private record Arrival<T>(T message, Status status, Metadata trailers) {}
 
-    private ServerStream(ClientCall<?, T> call) {
-        this.call = call;
+    private ServerStream(Function<ClientCall.Listener<T>, ClientCall<?, T>> start, Attempts attempts) {
+        this.start = start;
+        this.attempts = attempts;
+        this.call = start.apply(new Listener());
     }
 
     /** Makes the call. */
-    static <Q, A> ServerStream<A> start(Channel channel, MethodDescriptor<Q, A> method, CallOptions options, Q request) {
-        ClientCall<Q, A> call = channel.newCall(method, options);
-        ServerStream<A> stream = new ServerStream<>(call);
-        call.start(stream.new Listener(), new Metadata());
-        call.request(1);
-        call.sendMessage(request);
-        call.halfClose();
-        return stream;
+    static <Q, A> ServerStream<A> start(
+            Channel channel, MethodDescriptor<Q, A> method, CallOptions options, Q request, Attempts attempts) {
+        return new ServerStream<>(
+                listener -> {
+                    ClientCall<Q, A> call = channel.newCall(method, options);
+                    call.start(listener, new Metadata());
+                    call.request(1);
+                    try {
+                        call.sendMessage(request);
+                        call.halfClose();
+                    } catch (StatusRuntimeException error) { // it is too large
+                        call.cancel("the request cannot be sent", error);
+                        throw ErrorTable.exception(error, true, "");
+                    }
+                    return call;
+                },
+                attempts);
     }
 
     /**
@@ -63,17 +82,27 @@ public final class ServerStream<T> implements Iterator<T>, Iterable<T>, AutoClos
      */
     @Override
     public boolean hasNext() {
-        if (next == null) {
-            next = take();
+        while (failed == null) {
+            if (next == null) {
+                next = take();
+            }
+            if (next.status() == null) {
+                return true;
+            }
+            if (next.status().isOk()) {
+                return false;
+            }
+            StatusRuntimeException error = new StatusRuntimeException(next.status(), next.trailers());
+            PenstockException failure = ErrorTable.exception(error, began || isClosed(), "");
+            Optional<Duration> delay = began || isClosed() ? Optional.empty() : attempts.delayAfter(failure);
+            if (delay.isPresent() && waited(delay.get())) {
+                next = null;
+                again();
+            } else {
+                failed = failure;
+            }
         }
-        if (next.status() == null) {
-            return true;
-        }
-        if (next.status().isOk()) {
-            return false;
-        }
-        throw ErrorTable.exception(
-                new StatusRuntimeException(next.status(), next.trailers()), began || closedHere, "");
+        throw failed;
     }
 
     /**
@@ -108,16 +137,36 @@ public final class ServerStream<T> implements Iterator<T>, Iterable<T>, AutoClos
     /** Cancels the call, unless it has ended. Whoever waits for a message then finds a CancelledException. */
     @Override
     public void close() {
-        closedHere = true;
+        closed.countDown();
         call.cancel("the stream was closed", null);
+    }
+
+    private boolean isClosed() {
+        return closed.getCount() == 0;
+    }
+
+    private void again() {
+        call = start.apply(new Listener());
+        if (isClosed()) { // perhaps before the new call was there to be cancelled
+            close();
+        }
+    }
+
+    /** Waits before the next attempt. Returns false if there is to be none, because somebody has ended the stream. */
+    private boolean waited(Duration delay) {
+        try {
+            return !closed.await(delay.toNanos(), TimeUnit.NANOSECONDS);
+        } catch (InterruptedException interrupted) {
+            Thread.currentThread().interrupt();
+            return false;
+        }
     }
 
     private Arrival<T> take() {
         try {
             return arrived.take();
         } catch (InterruptedException interrupted) {
-            closedHere = true;
-            call.cancel("the thread that reads was interrupted", interrupted);
+            close();
             Thread.currentThread().interrupt();
             Status status = Status.CANCELLED
                     .withDescription("the thread that reads was interrupted")

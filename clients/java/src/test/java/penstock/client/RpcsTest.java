@@ -1,0 +1,105 @@
+package penstock.client;
+
+import static org.junit.jupiter.api.Assertions.assertEquals;
+import static org.junit.jupiter.api.Assertions.assertFalse;
+import static org.junit.jupiter.api.Assertions.assertThrows;
+import static org.junit.jupiter.api.Assertions.assertTrue;
+
+import io.grpc.MethodDescriptor;
+import java.util.Collection;
+import java.util.Set;
+import java.util.TreeSet;
+import java.util.stream.Collectors;
+import java.util.stream.Stream;
+import org.junit.jupiter.api.Test;
+import penstock.v1.AbortOutcome;
+import penstock.v1.AbortRequest;
+import penstock.v1.CommitWeightsRequest;
+import penstock.v1.ControlServiceGrpc;
+import penstock.v1.DetokenizeRequest;
+import penstock.v1.GetModelInfoRequest;
+import penstock.v1.InferenceServiceGrpc;
+import penstock.v1.PauseRequest;
+import penstock.v1.ProfileRequest;
+import penstock.v1.ProfileResponse;
+import penstock.v1.RequestIds;
+import penstock.v1.SetTracingRequest;
+import penstock.v1.StreamResponse;
+import penstock.v1.TokenizeRequest;
+import penstock.v1.TraceLevel;
+import penstock.v1.UpdateOutcome;
+import penstock.v1.UpdateWeightsBegin;
+import penstock.v1.WatchLoadRequest;
+import penstock.v1.WatchLoadResponse;
+
+class RpcsTest {
+    private static Set<String> methodsOfTheContract() {
+        return Stream.of(InferenceServiceGrpc.getServiceDescriptor(), ControlServiceGrpc.getServiceDescriptor())
+                .map(service -> service.getMethods())
+                .flatMap(Collection::stream)
+                .map(MethodDescriptor::getFullMethodName)
+                .collect(Collectors.toCollection(TreeSet::new));
+    }
+
+    @Test
+    void theClientHasAMethodForEveryRpcOfTheContract() throws Exception {
+        CalledMethods called = new CalledMethods();
+        try (PenstockClient client = PenstockClient.builder(DemoServer.shared().address())
+                .intercept(called)
+                .build()) {
+            generation(client);
+            questions(client);
+            orders(client);
+            weights(client);
+        }
+        assertEquals(methodsOfTheContract(), called.names());
+    }
+
+    private static void generation(PenstockClient client) {
+        assertEquals(3, client.generate(Requests.generate(3).build()).getUsage().getCompletionTokens());
+        try (ServerStream<StreamResponse> events = client.stream(Requests.stream(1).build())) {
+            assertTrue(events.next().hasStarted());
+        }
+        RequestIds ids = RequestIds.newBuilder().addIds("nobody").build();
+        assertEquals(
+                AbortOutcome.ABORT_OUTCOME_NOT_FOUND,
+                client.abort(AbortRequest.newBuilder().setRequestIds(ids).build()).getResults(0).getOutcome());
+    }
+
+    private static void questions(PenstockClient client) {
+        assertEquals("demo", client.modelInfo(GetModelInfoRequest.getDefaultInstance()).getModel());
+        assertTrue(client.serverInfo().getMaxRunningRequests() > 0);
+        assertTrue(client.load().getKvPagesTotal() > 0);
+        try (ServerStream<WatchLoadResponse> loads = client.watchLoad(WatchLoadRequest.getDefaultInstance())) {
+            assertTrue(loads.next().getTotals().hasSince());
+        }
+        int token = client.tokenize(TokenizeRequest.newBuilder().setText(" time").build()).getTokenIds(0);
+        assertEquals(" time", client.detokenize(DetokenizeRequest.newBuilder().addTokenIds(token).build()).getText());
+    }
+
+    private static void orders(PenstockClient client) {
+        client.pause(PauseRequest.getDefaultInstance());
+        assertTrue(client.load().getPaused());
+        client.resume();
+        assertFalse(client.load().getPaused());
+        assertEquals(0, client.flushCache().getPagesInUse());
+        assertEquals(
+                TraceLevel.TRACE_LEVEL_OFF,
+                client.setTracing(SetTracingRequest.getDefaultInstance()).getCurrent());
+        try (ServerStream<ProfileResponse> profile = client.profile(ProfileRequest.getDefaultInstance())) {
+            assertThrows(RefusedException.Unsupported.class, profile::hasNext, "it has no folder for profiles");
+        }
+    }
+
+    private static void weights(PenstockClient client) throws Exception {
+        UpdateWeightsBegin begin = UpdateWeightsBegin.newBuilder().setVersionLabel("v").setValidateOnly(true).build();
+        assertEquals(
+                UpdateOutcome.UPDATE_OUTCOME_VALIDATED,
+                client.updateWeights(DemoServer.CHECKPOINT, begin).getOutcome());
+        assertThrows(
+                RefusedException.UnknownUpdate.class,
+                () -> client.commitWeights(
+                        CommitWeightsRequest.newBuilder().setUpdateId("nothing").build()));
+        assertFalse(client.discardWeights("nothing").getDiscarded());
+    }
+}
