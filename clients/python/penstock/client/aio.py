@@ -10,13 +10,12 @@ from os import PathLike
 from typing import Self, Unpack
 
 from penstock.client.async_calls import AsyncCalls
-from penstock.client.connection.channel import Metadata, pairs
-from penstock.client.connection.retries import Attempts
+from penstock.client.connection.channel import Metadata
 from penstock.client.connection.timeouts import TEXT_TIMEOUT
 from penstock.client.replies import messages
 from penstock.client.replies.profiles import received_async
 from penstock.client.replies.server_streams import AsyncServerStream
-from penstock.client.replies.streams import AsyncCall, AsyncGenerationStream
+from penstock.client.replies.streams import AsyncGenerationStream
 from penstock.client.replies.watch_messages import load_report
 from penstock.client.requests import control_requests, generation_requests, weights_requests
 from penstock.client.requests.control_requests import TraceLevel
@@ -81,12 +80,11 @@ class AsyncClient(AsyncCalls):
         fewer and larger messages. Use the stream in an `async with` block, or close it.
         """
         request = generation_requests.stream_request(prompt, min_tokens_per_message, options)
-        sent = pairs(self.metadata, metadata)
+        sent = self._sent(metadata)
 
-        def start(left: float | None) -> AsyncCall:
-            return self.inference.Stream(request, timeout=left, metadata=sent)
-
-        return AsyncGenerationStream(start, Attempts(self._retries, self._timeouts.of(timeout)))
+        return AsyncGenerationStream(
+            lambda left: self.inference.Stream(request, timeout=left, metadata=sent), self._attempts(timeout)
+        )
 
     async def abort(
         self,
@@ -144,12 +142,7 @@ class AsyncClient(AsyncCalls):
         needs the role "control", else Forbidden. There is no default `timeout`.
         """
         request = control_requests.watch_request(interval, max_requests)
-        sent = pairs(self.metadata, metadata)
-        return AsyncServerStream(
-            lambda left: self.control.WatchLoad(request, timeout=left, metadata=sent),
-            Attempts(self._retries, self._timeouts.of(timeout)),
-            load_report,
-        )
+        return self._server_stream(self.control.WatchLoad, request, timeout, metadata, load_report)
 
     async def set_tracing(
         self,
@@ -181,11 +174,8 @@ class AsyncClient(AsyncCalls):
         """
         self._check_one_server()
         request = control_requests.profile_request(steps, max_time, send_files=folder is not None)
-        sent = pairs(self.metadata, metadata)
-        answer = AsyncServerStream(
-            lambda left: self.control.Profile(request, timeout=left, metadata=sent),
-            Attempts(self._retries, self._timeouts.of(timeout)),
-            lambda message: message,
+        answer = self._server_stream(
+            self.control.Profile, request, timeout, metadata, lambda message: message
         )
         return await received_async(answer, folder)
 
@@ -220,13 +210,13 @@ class AsyncClient(AsyncCalls):
         """
         self._check_one_server()
         update = update_of(tensors, uri, options)
-        attempts = Attempts(self._retries, self._timeouts.of(timeout))
+        attempts = self._attempts(timeout)
         chunk_bytes = 0
         if update.needs_chunks:
             info = await self.server_info(timeout=attempts.timeout(), metadata=metadata)
             chunk_bytes = chunk_bytes_of(info.max_chunk_bytes)
         update = await asyncio.to_thread(described, update)  # it reads all tensors
-        sent = pairs(self.metadata, metadata)
+        sent = self._sent(metadata)
         reply = await self._repeated(
             lambda left: async_sending.start(self.channel, left, sent),
             attempts,

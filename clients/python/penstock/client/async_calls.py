@@ -12,17 +12,19 @@ import grpc
 import grpc.aio
 
 from penstock.client.base import BaseClient
-from penstock.client.connection.channel import Metadata, pairs
+from penstock.client.connection.channel import Metadata
 from penstock.client.connection.endpoint import Endpoint
 from penstock.client.connection.readiness import AsyncReadiness
 from penstock.client.connection.retries import Attempts
 from penstock.client.connection.timeouts import INFO_TIMEOUT
 from penstock.client.error_table import from_rpc_error
-from penstock.client.replies.streams import cancelled_call, is_task_cancelled
+from penstock.client.replies.receiving import cancelled_call, is_task_cancelled
+from penstock.client.replies.server_streams import AsyncServerStream
 from penstock.v1 import control_pb2_grpc, inference_pb2_grpc
 
 RequestT = TypeVar("RequestT")
 ReplyT = TypeVar("ReplyT")
+ValueT = TypeVar("ValueT")
 CallT = TypeVar("CallT", bound=grpc.aio.Call)
 
 
@@ -49,14 +51,28 @@ class AsyncCalls(BaseClient[grpc.aio.Channel]):
         metadata: Metadata | None,
         otherwise: float | None = INFO_TIMEOUT,
     ) -> ReplyT:
-        attempts = Attempts(self._retries, self._timeouts.of(timeout, otherwise))
-        sent = pairs(self.metadata, metadata)
+        sent = self._sent(metadata)
 
         async def answer(call: grpc.aio.UnaryUnaryCall[RequestT, ReplyT]) -> ReplyT:
             return await call
 
         return await self._repeated(
-            lambda left: method(request, timeout=left, metadata=sent), attempts, answer
+            lambda left: method(request, timeout=left, metadata=sent),
+            self._attempts(timeout, otherwise),
+            answer,
+        )
+
+    def _server_stream(
+        self,
+        method: grpc.aio.UnaryStreamMultiCallable[RequestT, ReplyT],
+        request: RequestT,
+        timeout: float | None,
+        metadata: Metadata | None,
+        value_of: Callable[[ReplyT], ValueT],
+    ) -> AsyncServerStream[ValueT]:
+        sent = self._sent(metadata)
+        return AsyncServerStream(
+            lambda left: method(request, timeout=left, metadata=sent), self._attempts(timeout), value_of
         )
 
     async def _repeated(

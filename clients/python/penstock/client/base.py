@@ -11,7 +11,7 @@ from grpc_health.v1 import health_pb2_grpc
 
 from penstock.client.connection.channel import ChannelOptions, Metadata, pairs
 from penstock.client.connection.endpoint import Access, Endpoint, check_existing, endpoint
-from penstock.client.connection.retries import Retry
+from penstock.client.connection.retries import Attempts, Retry
 from penstock.client.connection.timeouts import Timeouts
 from penstock.client.connection.tls import Tls
 from penstock.v1 import control_pb2_grpc, inference_pb2_grpc
@@ -63,6 +63,14 @@ class BaseClient(ABC, Generic[ChannelT]):
         self.control: Any = control_pb2_grpc.ControlServiceStub(either)
         health: Any = health_pb2_grpc.HealthStub(either)  # its type stub lacks the methods
         self._check_health = health.Check
+
+    def _attempts(self, timeout: float | None, otherwise: float | None = None) -> Attempts:
+        """The attempts at a call whose caller gave this timeout; `otherwise` counts if nobody gave one."""
+        return Attempts(self._retries, self._timeouts.of(timeout, otherwise))
+
+    def _sent(self, metadata: Metadata | None) -> tuple[tuple[str, str | bytes], ...]:
+        """The metadata that a call sends: the client's, and then its own."""
+        return pairs(self.metadata, metadata)
 
     def _check_one_server(self) -> None:
         """Raise ValueError if calls go to several servers in turn, for a call that changes the one that it

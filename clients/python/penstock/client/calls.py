@@ -9,16 +9,18 @@ from typing import TypeVar
 import grpc
 
 from penstock.client.base import BaseClient
-from penstock.client.connection.channel import Metadata, pairs
+from penstock.client.connection.channel import Metadata
 from penstock.client.connection.endpoint import Endpoint
 from penstock.client.connection.readiness import Readiness
 from penstock.client.connection.retries import Attempts
 from penstock.client.connection.timeouts import INFO_TIMEOUT
 from penstock.client.error_table import from_rpc_error
+from penstock.client.replies.server_streams import ServerStream
 from penstock.v1 import control_pb2_grpc, inference_pb2_grpc
 
 RequestT = TypeVar("RequestT")
 ReplyT = TypeVar("ReplyT")
+ValueT = TypeVar("ValueT")
 
 
 class Calls(BaseClient[grpc.Channel]):
@@ -44,9 +46,23 @@ class Calls(BaseClient[grpc.Channel]):
         metadata: Metadata | None,
         otherwise: float | None = INFO_TIMEOUT,
     ) -> ReplyT:
-        attempts = Attempts(self._retries, self._timeouts.of(timeout, otherwise))
-        sent = pairs(self.metadata, metadata)
-        return self._repeated(lambda left: method(request, timeout=left, metadata=sent), attempts)
+        sent = self._sent(metadata)
+        return self._repeated(
+            lambda left: method(request, timeout=left, metadata=sent), self._attempts(timeout, otherwise)
+        )
+
+    def _server_stream(
+        self,
+        method: grpc.UnaryStreamMultiCallable[RequestT, ReplyT],
+        request: RequestT,
+        timeout: float | None,
+        metadata: Metadata | None,
+        value_of: Callable[[ReplyT], ValueT],
+    ) -> ServerStream[ValueT]:
+        sent = self._sent(metadata)
+        return ServerStream(
+            lambda left: method(request, timeout=left, metadata=sent), self._attempts(timeout), value_of
+        )
 
     def _repeated(
         self, attempt: Callable[[float | None], ReplyT], attempts: Attempts, update_id: str = ""

@@ -7,8 +7,7 @@ from os import PathLike
 from typing import Self, Unpack
 
 from penstock.client.calls import Calls
-from penstock.client.connection.channel import Metadata, pairs
-from penstock.client.connection.retries import Attempts
+from penstock.client.connection.channel import Metadata
 from penstock.client.connection.timeouts import TEXT_TIMEOUT
 from penstock.client.replies import messages
 from penstock.client.replies.profiles import received
@@ -90,10 +89,9 @@ class Client(Calls):
         fewer and larger messages. Use the stream in a `with` block, or close it.
         """
         request = generation_requests.stream_request(prompt, min_tokens_per_message, options)
-        sent = pairs(self.metadata, metadata)
+        sent = self._sent(metadata)
         return GenerationStream(
-            lambda left: self.inference.Stream(request, timeout=left, metadata=sent),
-            Attempts(self._retries, self._timeouts.of(timeout)),
+            lambda left: self.inference.Stream(request, timeout=left, metadata=sent), self._attempts(timeout)
         )
 
     def abort(
@@ -150,12 +148,7 @@ class Client(Calls):
         needs the role "control", else Forbidden. There is no default `timeout`.
         """
         request = control_requests.watch_request(interval, max_requests)
-        sent = pairs(self.metadata, metadata)
-        return ServerStream(
-            lambda left: self.control.WatchLoad(request, timeout=left, metadata=sent),
-            Attempts(self._retries, self._timeouts.of(timeout)),
-            load_report,
-        )
+        return self._server_stream(self.control.WatchLoad, request, timeout, metadata, load_report)
 
     def set_tracing(
         self,
@@ -187,11 +180,8 @@ class Client(Calls):
         """
         self._check_one_server()
         request = control_requests.profile_request(steps, max_time, send_files=folder is not None)
-        sent = pairs(self.metadata, metadata)
-        answer = ServerStream(
-            lambda left: self.control.Profile(request, timeout=left, metadata=sent),
-            Attempts(self._retries, self._timeouts.of(timeout)),
-            lambda message: message,
+        answer = self._server_stream(
+            self.control.Profile, request, timeout, metadata, lambda message: message
         )
         return received(answer, folder)
 
@@ -224,13 +214,13 @@ class Client(Calls):
         """
         self._check_one_server()
         update = update_of(tensors, uri, options)
-        attempts = Attempts(self._retries, self._timeouts.of(timeout))
+        attempts = self._attempts(timeout)
         chunk_bytes = 0
         if update.needs_chunks:
             info = self.server_info(timeout=attempts.timeout(), metadata=metadata)
             chunk_bytes = chunk_bytes_of(info.max_chunk_bytes)
         update = described(update)
-        sent = pairs(self.metadata, metadata)
+        sent = self._sent(metadata)
         reply = self._repeated(
             lambda left: sending.send(
                 lambda steps: self.inference.UpdateWeights.future(steps, timeout=left, metadata=sent),
