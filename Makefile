@@ -98,6 +98,7 @@ protos-check: install
 
 proto: install ## generate the Python code of protos/, the contract's page and Envoy's descriptors again, and with Go the code of clients/go
 	$(BIN)/buf generate
+	$(BIN)/python -m tools.reflected_comments
 	$(BIN)/python -m tools.site.contract
 	$(BIN)/python -m tools.descriptors
 	$(BIN)/buf generate --template buf.gen.gateways.yaml

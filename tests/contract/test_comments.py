@@ -14,6 +14,7 @@ from google.protobuf.descriptor_pb2 import DescriptorProto, FieldDescriptorProto
 from penstock.service.access.roles import RULES
 from penstock.service.errors import TABLE
 from tests.contract.test_protos import REPOSITORY, buf
+from tools import reflected_comments
 from tools.site import contract
 from tools.site.comments import FIELD, MESSAGE, METHOD, SERVICE, Comment, comments_of, parse, read_files
 
@@ -188,6 +189,10 @@ def test_each_reason_in_a_comment_is_one_that_the_server_sends_with_that_status(
 
 def test_the_page_is_what_the_files_say() -> None:
     assert contract.PAGE.read_text(encoding="utf-8") == contract.page(PROTOS), "run `make proto`"
+
+
+def test_reflection_has_the_comments_of_the_files() -> None:
+    assert reflected_comments.FILE.read_bytes() == reflected_comments.serialized(PROTOS), "run `make proto`"
 
 
 def test_a_comment_is_taken_apart() -> None:

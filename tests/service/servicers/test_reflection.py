@@ -177,6 +177,8 @@ async def test_the_bytes_of_an_answer(name: str, compiled: list[descriptor_pb2.F
     sent = {file.name: file for file in descriptor_pb2.FileDescriptorSet.FromString(body[length:]).file}
     expected = {file.name: file for file in compiled}
     ours = {name: file for name, file in sent.items() if name.startswith("penstock")}
+    for file in ours.values():
+        file.ClearField("source_code_info")  # the comments
     needed = [f"penstock/v1/{file}.proto" for file in ("inference", "types", "weights")]
     assert next(iter(sent)) == needed[0]
     assert ours == {name: expected[name] for name in needed}
@@ -226,6 +228,29 @@ def test_extensions_are_found_by_name_and_by_number() -> None:
         answer(file_by_filename="nope.proto"),
     ):
         assert missing.error_response.error_code == grpc.StatusCode.NOT_FOUND.value[0]
+
+
+async def test_the_comments_of_the_contract_come_with_it() -> None:
+    """Of messages, fields, RPCs and values, each at the place of what it is about."""
+    async with serving() as rig:
+        (answer,) = await ask(rig, V1, {"file_containing_symbol": "penstock.v1.ControlService.GetLoad"})
+    sent = files(answer)
+    paths = {
+        ("penstock/v1/types.proto", "SamplingParams", "temperature"): "0 always takes the likeliest token",
+        ("penstock/v1/control.proto", "GetLoadResponse", "paused"): "Whether the server is paused.",
+    }
+    for (name, message, field), said in paths.items():
+        kind, index = next(
+            (one, index) for index, one in enumerate(sent[name].message_type) if one.name == message
+        )
+        number = next(number for number, one in enumerate(kind.field) if one.name == field)
+        (comment,) = [
+            location.leading_comments
+            for location in sent[name].source_code_info.location
+            if list(location.path) == [4, index, 2, number]
+        ]
+        assert said in comment
+    assert not sent["google/protobuf/duration.proto"].HasField("source_code_info")
 
 
 async def test_an_error_does_not_end_the_stream() -> None:

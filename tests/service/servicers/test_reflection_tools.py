@@ -44,6 +44,8 @@ async def test_grpcurl_describes_everything_that_has_a_name() -> None:
         for symbol, line in DESCRIBED.items():
             code, said = await grpcurl(rig, "describe", symbol)
             assert (code, line in said) == (0, True), said
+        code, said = await grpcurl(rig, "describe", "penstock.v1.SamplingParams.top_p")
+        assert "1 switches it off." in said, "the comment of the field is shown"
         code, said = await grpcurl(rig, "describe", "penstock.v1.InferenceService.Nope")
     assert code != 0
     assert "Symbol not found: penstock.v1.InferenceService.Nope" in said

@@ -2,12 +2,15 @@
 
 grpcio-reflection has the messages of v1alpha, to which those of v1 are equal. So one servicer answers both,
 and the description of v1 is made from that of v1alpha. The servicer is our own, because that of
-grpcio-reflection does not find methods, which is what `grpcurl describe` and ghz ask for.
+grpcio-reflection does not find methods, which is what `grpcurl describe` and ghz ask for. It also answers
+with the contract's comments, which tools show.
 """
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator, Sequence
+import functools
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from importlib import resources
 
 import grpc
 from google.protobuf import descriptor_pb2, descriptor_pool
@@ -19,6 +22,8 @@ V1 = "grpc.reflection.v1.ServerReflection"
 V1ALPHA = "grpc.reflection.v1alpha.ServerReflection"
 NAMES = (V1, V1ALPHA)
 _FILE = "grpc/reflection/v1/reflection.proto"
+_COMMENTS = "comments.binpb"
+"""The contract's comments, written by tools/reflected_comments.py: the generated code has none."""
 
 
 def enable_reflection(services: Sequence[str], server: grpc.aio.Server) -> None:
@@ -106,8 +111,20 @@ def file_containing(pool: descriptor_pool.DescriptorPool, symbol: str) -> FileDe
 def _add_files(response: ServerReflectionResponse, file: FileDescriptor) -> None:
     """Answer with the file and then with all that it imports, each of them once."""
     response.file_descriptor_response.file_descriptor_proto.extend(
-        one.serialized_pb for one in _with_imports(file, set())
+        one.serialized_pb + _comments().get(one.name, b"") for one in _with_imports(file, set())
     )
+
+
+@functools.cache
+def _comments() -> Mapping[str, bytes]:
+    """From the name of a file of the contract to its comments: a serialized FileDescriptorProto with nothing
+    else, so that both, joined, are one message.
+    """
+    data = resources.files(__package__).joinpath(_COMMENTS).read_bytes()
+    found = {file.name: file for file in descriptor_pb2.FileDescriptorSet.FromString(data).file}
+    for file in found.values():
+        file.ClearField("name")
+    return {name: file.SerializeToString() for name, file in found.items()}
 
 
 def _with_imports(file: FileDescriptor, seen: set[str]) -> Iterator[FileDescriptor]:
