@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import shutil
 import subprocess
+import sys
+import zipfile
+from pathlib import Path
 
 import pytest
 
@@ -54,6 +59,36 @@ def test_its_user_is_not_root(lines: list[tuple[str, str]]) -> None:
     assert f"useradd --create-home --uid {user} " in " ".join(
         rest for name, rest in last_stage if name == "RUN"
     )
+
+
+@pytest.mark.sweep
+def test_what_docker_is_given_is_enough_to_build_from(tmp_path: Path) -> None:
+    """The wheels of both distributions can be built from it; here without the kernels, which take a minute."""
+    first, *names = (ROOT / ".dockerignore").read_text().splitlines()[1:]
+    assert (first, names.pop()) == ("*", "**/__pycache__")
+    context = tmp_path / "context"
+    for name in names:
+        source, target = ROOT / name.removeprefix("!"), context / name.removeprefix("!")
+        target.parent.mkdir(parents=True, exist_ok=True)
+        if source.is_dir():
+            shutil.copytree(source, target, ignore=shutil.ignore_patterns("__pycache__"))
+        else:
+            shutil.copy(source, target)
+    for project in (context / "clients" / "python", context):
+        command = [sys.executable, "-m", "build", "--wheel", "--no-isolation"]
+        done = subprocess.run(
+            [*command, "--outdir", str(tmp_path), str(project)],
+            env={**os.environ, "PATH": ""},
+            capture_output=True,
+            text=True,
+            timeout=280,
+            check=False,
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+    files = {name for wheel in tmp_path.glob("*.whl") for name in zipfile.ZipFile(wheel).namelist()}
+    wanted = {"penstock/v1/inference_pb2.py", "penstock/client/client.py", "penstock/service/server.py"}
+    assert wanted <= files
+    assert any(name.startswith("penstock/runtime/ops/native/src/") for name in files)
 
 
 def test_its_commands_are_commands_of_a_shell(lines: list[tuple[str, str]]) -> None:
