@@ -63,7 +63,7 @@ def test_its_user_is_not_root(lines: list[tuple[str, str]]) -> None:
 
 @pytest.mark.sweep
 def test_what_docker_is_given_is_enough_to_build_from(tmp_path: Path) -> None:
-    """The wheels of both distributions can be built from it; here without the kernels, which take a minute."""
+    """Both wheels can be built from it; here without the kernels, which take a minute to compile."""
     first, *names = (ROOT / ".dockerignore").read_text().splitlines()[1:]
     assert (first, names.pop()) == ("*", "**/__pycache__")
     context = tmp_path / "context"
