@@ -18,7 +18,7 @@ from penstock.service.fronts.settings import FrontSettings
 log = logging.getLogger(__name__)
 
 PROGRAM = "penstock.service.fronts.process"
-KILL_AFTER_S = 5.0
+KILL_AFTER_S = 2.5
 """A front process that has not ended so long after its grace is killed."""
 LONG_LIFE_S = 10.0
 """A front process that dies sooner than this has failed to live."""
