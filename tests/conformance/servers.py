@@ -11,6 +11,7 @@ import grpc
 
 from tests.conformance.calling import call, outcome
 from tests.conformance.table import Group, Step, for_run
+from tests.front_processes import FLAGS
 from tests.support.demo_server import running, served
 from tests.support.toolchains import ROOT
 
@@ -21,7 +22,8 @@ def server_of(group: Group) -> Iterator[str]:
     flags = [flag.replace("{root}", str(ROOT)) for flag in group.server.get("flags", ())]
     model = group.server["model"]
     if model == "fake":
-        with running("tests.service.serve_fake", "--port", "0", "--grace", "0", *flags) as (_, addr):
+        command = ["tests.service.serve_fake", "--port", "0", "--grace", "0", *FLAGS]
+        with running(*command, *flags) as (_, addr):
             yield addr
         return
     with served(model if model == "demo" else str(ROOT / model), *flags) as addr:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
@@ -23,12 +22,11 @@ from penstock.service.telemetry.metrics.push import Collector
 from penstock.service.telemetry.otlp.tracing import Tracing
 from penstock.service.usage.meter import UsageSink
 from penstock.v1 import control_pb2_grpc, inference_pb2, inference_pb2_grpc, types_pb2, weights_pb2
+from tests.front_processes import FRONT_PROCESSES
 from tests.service.codecs import byte_codec
 from tests.service.fake import FakeEngine
 
 WAIT_S = 20.0
-FRONT_PROCESSES = int(os.environ.get("PENSTOCK_TEST_FRONT_PROCESSES", "0"))
-"""How many front processes a rig's server has unless the test says (see tests/service/fronts)."""
 CODEC = byte_codec()
 
 

@@ -10,6 +10,7 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
+from tests.front_processes import FLAGS
 from tests.support.models.toy import TEST_CACHE
 
 ROOT = Path(__file__).parents[2]
@@ -27,7 +28,7 @@ def served_demo(*flags: str) -> Iterator[str]:
 def served(model: str, *flags: str) -> Iterator[str]:
     """Runs `penstock serve` with this model and these flags. Gives its address."""
     command = ["penstock.cli", "serve", model, "--compilation-cache", str(TEST_CACHE)]
-    with running(*command, "--port", "0", "--grace", "0", *flags) as (_, address):
+    with running(*command, "--port", "0", "--grace", "0", *FLAGS, *flags) as (_, address):
         yield address
 
 

@@ -9,12 +9,27 @@ from pathlib import Path
 
 import pytest
 
-SERVICE = Path(__file__).parents[1]
+from tests.front_processes import VARIABLE
+
+TESTS = Path(__file__).parents[2]
 INSIDE = (
     "test_nothing_stays_of_refused_calls",
     "test_refusals_that_nobody_takes_are_bounded",
 )
 """These look into the gRPC server, which is in the front process then."""
+
+
+def ends_well(*arguments: str) -> None:
+    """Run pytest with front processes, which must find no failure."""
+    ended = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments],
+        env={**os.environ, VARIABLE: "1"},
+        cwd=TESTS.parent,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert ended.returncode == 0, ended.stdout[-5000:]
 
 
 @pytest.mark.sweep
@@ -23,15 +38,13 @@ INSIDE = (
     "folder",
     ["access", "lifecycle", "limits", "listening", "replies", "requests", "rpcs", "servicers", "watching"],
 )
-def test_through_a_front_process(folder: str) -> None:
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "not sweep"]
-    chosen = [str(SERVICE / folder), "-k", " and ".join(f"not {name}" for name in INSIDE)]
-    ended = subprocess.run(
-        [*command, *chosen],
-        env={**os.environ, "PENSTOCK_TEST_FRONT_PROCESSES": "1"},
-        cwd=SERVICE.parents[1],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert ended.returncode == 0, ended.stdout[-5000:]
+def test_the_service_through_a_front_process(folder: str) -> None:
+    others = " and ".join(f"not {name}" for name in INSIDE)
+    ends_well(str(TESTS / "service" / folder), "-m", "not sweep", "-k", others)
+
+
+@pytest.mark.sweep
+@pytest.mark.timeout(3000)
+def test_the_table_of_calls_and_answers_through_a_front_process() -> None:
+    """By the driver for Python, all groups."""
+    ends_well(str(TESTS / "conformance" / "test_conformance.py"), "-k", "table and python")
