@@ -336,3 +336,32 @@ def test_code_of_a_checkpoint_is_never_run(tmp_path, monkeypatch):
     monkeypatch.setattr("penstock.runtime.text.codec.AutoTokenizer.from_pretrained", load)
     TextCodec.from_pretrained(tmp_path)
     assert asked == [False]
+
+
+@pytest.mark.parametrize("name", CODECS)
+@pytest.mark.parametrize("special", [False, True])
+def test_text_is_encoded_as_transformers_does(name: str, special: bool) -> None:
+    """Encoding goes past transformers where that only adds time."""
+    for text in ("", "the cat plays.", "\u00e9<|end|>\U0001f600 <a b>", "do not " * 50):
+        wanted = CODECS[name]._tokenizer.encode(text, add_special_tokens=special)
+        assert CODECS[name].encode(text, add_special_tokens=special) == wanted
+
+
+def test_a_tokenizer_that_pads_and_cuts_encodes_all_of_a_text_and_no_more() -> None:
+    """Some checkpoints' tokenizer.json has the padding and the truncation of their training."""
+    tokenizer = bytes_tokenizer()
+    tokenizer.backend_tokenizer.enable_padding(length=16, pad_id=EOS, pad_token="<|end|>")
+    tokenizer.backend_tokenizer.enable_truncation(4)
+    codec = TextCodec(tokenizer)
+    assert codec.encode("ab") == [97, 98]
+    assert codec.encode("abcdefgh") == list(b"abcdefgh")
+
+
+def test_a_tokenizer_that_encodes_in_its_own_way_is_asked() -> None:
+    class Shouting(PreTrainedTokenizerFast):
+        def _encode_plus(self, text, *args, **kwargs):
+            return super()._encode_plus(text.upper(), *args, **kwargs)
+
+    plain = bytes_tokenizer()
+    codec = TextCodec(Shouting(tokenizer_object=plain.backend_tokenizer, eos_token="<|end|>"))
+    assert codec.encode("ab") == list(b"AB")

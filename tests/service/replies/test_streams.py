@@ -10,7 +10,7 @@ from penstock.runtime.generation import switchboard
 from penstock.runtime.requests.request import Finish, FinishReason, StepOutput, StoppingParams
 from penstock.runtime.text.assembler import Assembler
 from penstock.service.errors import StalledReader
-from penstock.service.replies.readers import RequestReader, StallLog
+from penstock.service.replies.readers import SLOWEST_BYTES_PER_S, Absence, RequestReader, StallLog
 from penstock.service.replies.reply_budget import ReplyBudget
 from penstock.service.replies.reply_limits import ReplyLimits
 from penstock.service.replies.streams import Buffer, ServerSwitchboard
@@ -164,6 +164,43 @@ async def test_a_reader_that_has_taken_all_does_not_stall():
     await asyncio.sleep(0.2)
     buffer.deliver(StepOutput("", (99,), finish=Finish(FinishReason.EOS)))
     assert (await one.take())[1].text == "c"
+
+
+async def test_a_reader_that_comes_and_goes_is_given_up_only_after_the_whole_limit():
+    """One timer serves all absences: it is set in the first, and looks again when it fires in a later one."""
+    told: list[float] = []
+    loop, given_up = asyncio.get_running_loop(), asyncio.Event()
+    absence = Absence(0.2, given_up.set, lambda since_ns, seconds, gave_up: told.append(seconds))
+    absence.begin(0)
+    absence.end()
+    await asyncio.sleep(0.1)
+    began = loop.time()
+    absence.begin(0)
+    absence.begin(0)  # it is away already
+    await asyncio.wait_for(given_up.wait(), 20)
+    assert loop.time() - began >= 0.19
+    assert told[0] >= 0.19
+    assert len(told) == 1, "the first absence was too short for a stall"
+    absence.close()
+
+
+async def test_a_shorter_limit_is_not_kept_by_the_timer_of_a_longer_one():
+    """A large message may take longer, so a later one may be due before an earlier one."""
+    given_up = asyncio.Event()
+    absence = Absence(0.05, given_up.set, lambda since_ns, seconds, gave_up: None)
+    absence.begin(SLOWEST_BYTES_PER_S * 3600)
+    absence.end()
+    absence.begin(0)
+    await asyncio.wait_for(given_up.wait(), 20)
+
+
+async def test_nothing_is_given_up_after_the_end():
+    given_up = asyncio.Event()
+    absence = Absence(0.05, given_up.set, lambda since_ns, seconds, gave_up: None)
+    absence.begin(0)
+    absence.close()
+    await asyncio.sleep(0.15)
+    assert not given_up.is_set()
 
 
 async def test_outputs_after_the_loops_end_are_dropped():

@@ -22,9 +22,13 @@ from penstock.runtime.requests.request import (
 from penstock.runtime.text.codec import TextCodec, TextStream
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class Delta:
-    """What was added to an output since the delta before. The last delta has `finish` and `timing`."""
+    """What was added to an output since the delta before. The last delta has `finish` and `timing`.
+
+    It is not frozen, because there is one for each step of each output, and a frozen one takes three times as
+    long to make.
+    """
 
     index: int = 0
     """Of the output, among those of its request."""

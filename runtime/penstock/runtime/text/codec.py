@@ -7,13 +7,12 @@ The engine itself sees token ids only. Callers use this module before `submit`, 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence, Set
-from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 from tokenizers import Tokenizer
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import AutoTokenizer, PreTrainedTokenizerBase, TokenizersBackend
 from transformers.tokenization_utils_base import VERY_LARGE_INTEGER
 
 from penstock.runtime.chat.messages import Chat, ChatTurn
@@ -23,6 +22,7 @@ from penstock.runtime.errors import ConfigError
 from penstock.runtime.text.decoder import (
     IncrementalDecoder,
     PieceDecoder,
+    Pieces,
     WindowDecoder,
     decoder_state,
     piece_rule,
@@ -36,19 +36,29 @@ class TextCodec:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self._tokenizer = tokenizer
-        backend = getattr(tokenizer, "backend_tokenizer", None)
-        self._backend: Any = backend
+        backend: Any = getattr(tokenizer, "backend_tokenizer", None)
+        self._backend = backend
         self._rule = piece_rule(decoder_state(backend)) if backend is not None else None
         self._special = frozenset(
             i for i, token in tokenizer.added_tokens_decoder.items() if getattr(token, "special", True)
         )
-        self._pieces: dict[int, bytes] = {}
+        self._pieces = Pieces(self._piece)
+        self._shown: dict[frozenset[int], Pieces] = {frozenset(): self._pieces}
+        """For each set of hidden tokens the pieces of the others. There are few sets: a model's special
+        tokens, without those that a form of chat makes visible."""
         self.max_token_chars = self._longest_token()
         """No token stands for more characters than this; None if that is not known.
 
         So a prompt that is longer than the context times this number is too long, and need not be tokenized
         to see it."""
         self._sandbox = TemplateSandbox()
+        self._is_plain = _is_plain(tokenizer)
+        """Whether the backend alone encodes as the tokenizer does. What transformers does around it takes
+        twice as long as a short prompt's tokens."""
+        if self._is_plain:
+            backend.no_padding()  # as the tokenizer has it when it encodes one text
+            backend.no_truncation()
+            backend.encode_special_tokens = tokenizer.split_special_tokens
 
     def _longest_token(self) -> int | None:
         """Computed at the start, because it takes a tenth of a second, for which the first request would hold
@@ -107,8 +117,11 @@ class TextCodec:
         """The token ids of `text`. Special tokens that are spelt out in it are recognised, as Hugging Face
         does.
         """
-        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
-        return ids
+        if not self._is_plain:
+            ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
+            return ids
+        (encoding,) = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        return list(encoding.ids)
 
     @property
     def chat_template(self) -> str:
@@ -159,11 +172,7 @@ class TextCodec:
         if visible:
             hidden = hidden - {i for token, i in self.added_tokens.items() if token in visible}
         if self._rule is not None:
-            if not hidden:
-                return PieceDecoder(self._piece, self._rule.strip_leading_spaces)
-            return PieceDecoder(
-                lambda i: b"" if i in hidden else self._piece(i), self._rule.strip_leading_spaces
-            )
+            return PieceDecoder(self._pieces_without(hidden), self._rule.strip_leading_spaces)
         if not visible:
             return WindowDecoder(lambda ids: self._decode_whole(ids, skip_special_tokens))
         return WindowDecoder(lambda ids: self._decode_whole([i for i in ids if i not in hidden], False))
@@ -174,18 +183,30 @@ class TextCodec:
         )
         return cast("str", text)
 
+    def _pieces_without(self, hidden: frozenset[int]) -> Pieces:
+        shown = self._shown.get(hidden)
+        if shown is None:
+            shown = self._shown[hidden] = Pieces(lambda i: b"" if i in hidden else self._pieces[i])
+        return shown
+
     def _piece(self, token_id: int) -> bytes:
-        piece = self._pieces.get(token_id)
-        if piece is None:
-            token = self._backend.id_to_token(token_id)
-            assert self._rule is not None
-            piece = self._pieces[token_id] = b"" if token is None else self._rule.piece(token)
-        return piece
+        token = self._backend.id_to_token(token_id)
+        assert self._rule is not None
+        return b"" if token is None else self._rule.piece(token)
 
 
-@dataclass(frozen=True, slots=True)
-class TextDelta:
-    """The text that one push made certain."""
+def _is_plain(tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Whether the tokenizer is one of Hugging Face's fast ones that changes nothing of how they encode."""
+    kind = type(tokenizer)
+    return (
+        isinstance(tokenizer, TokenizersBackend)
+        and kind.encode is PreTrainedTokenizerBase.encode
+        and kind._encode_plus is TokenizersBackend._encode_plus
+    )
+
+
+class TextDelta(NamedTuple):
+    """The text that one push made certain. It is a named tuple because that is cheap to make."""
 
     text: str
     stop: str | None = None

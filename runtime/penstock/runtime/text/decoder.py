@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import codecs
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -99,16 +99,45 @@ def decoder_state(backend: Any) -> dict[str, Any] | None:
     return state
 
 
+class Pieces(dict[int, bytes]):
+    """Maps token ids to their bytes. Each is looked up when it is first asked for."""
+
+    def __init__(self, look_up: Callable[[int], bytes]) -> None:
+        super().__init__()
+        self._look_up = look_up
+
+    def __missing__(self, token_id: int) -> bytes:
+        piece = self[token_id] = self._look_up(token_id)
+        return piece
+
+
 class PieceDecoder:
     """Joins the bytes of tokens and hands out whole characters."""
 
-    def __init__(self, piece_of: Callable[[int], bytes], strip_leading_spaces: int = 0) -> None:
-        self._piece_of = piece_of
+    def __init__(self, pieces: Mapping[int, bytes], strip_leading_spaces: int = 0) -> None:
+        self._piece_of = pieces.__getitem__
         self._strip = strip_leading_spaces
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+        self._is_between = True
+        """Whether no character is unfinished."""
 
     def push(self, token_ids: Sequence[int]) -> str:
-        return self._strip_start(self._utf8.decode(b"".join(map(self._piece_of, token_ids))))
+        data = b"".join(map(self._piece_of, token_ids))
+        text = self._whole(data) if self._is_between else None
+        if text is None:
+            text = self._utf8.decode(data)
+            self._is_between = not self._utf8.getstate()[0]
+        return self._strip_start(text) if self._strip else text
+
+    @staticmethod
+    def _whole(data: bytes) -> str | None:
+        """The text of bytes that are whole characters, as nearly all are; None if they are not. This takes a
+        third of the time of the incremental decoder.
+        """
+        try:
+            return data.decode()
+        except UnicodeDecodeError:
+            return None
 
     def flush(self) -> str:
         return self._strip_start(self._utf8.decode(b"", final=True))

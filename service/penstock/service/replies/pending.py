@@ -11,7 +11,7 @@ import io
 from array import array
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from penstock.runtime.chat.messages import ToolCall
 from penstock.runtime.requests.request import Finish, RequestTiming, TokenLogprobs
@@ -30,9 +30,10 @@ _CALL_BYTES = 16
 """Bytes of the field headers of a tool call."""
 
 
-@dataclass(frozen=True, slots=True)
-class Taken:
-    """A merged delta that a reader takes. The last one of an output has `finish` and `timing`."""
+class Taken(NamedTuple):
+    """A merged delta that a reader takes. The last one of an output has `finish` and `timing`. It is a named
+    tuple because that is cheap to make.
+    """
 
     text: str
     reasoning: str
@@ -51,54 +52,80 @@ class Taken:
     """How many further deltas were merged with the first."""
 
 
+class _Joined:
+    """The text, ids and log-probabilities of several deltas, packed."""
+
+    __slots__ = ("ids", "logprobs", "reasoning", "text")
+
+    def __init__(self, first: _Merged) -> None:
+        self.ids = array("I", first.token_ids)
+        self.logprobs = bytearray(first.logprobs)
+        self.text, self.reasoning = io.StringIO(), io.StringIO()
+        self.text.write(first.text)
+        self.reasoning.write(first.reasoning)
+
+
 class _Merged:
-    """Deltas that the same weights generated, merged into one."""
+    """Deltas that the same weights generated, merged into one. Where the reader keeps up there is only one
+    delta, and nothing is packed.
+    """
 
-    def __init__(self, weights_generation: int) -> None:
-        self.weights_generation = weights_generation
-        self.num_bytes = 0
-        self._num_deltas = 0
-        self._ids = array("I")
-        self._logprobs = bytearray()
-        self._text = io.StringIO()
-        self._reasoning = io.StringIO()
-        self._calls: list[ToolCall] = []
-        self._prompt_logprobs: tuple[TokenLogprobs, ...] = ()
-        self._finish: Finish | None = None
-        self._timing: RequestTiming | None = None
+    __slots__ = (
+        "_calls", "_finish", "_joined", "_num_merged", "_prompt_logprobs", "_timing", "logprobs", "num_bytes",
+        "num_tokens", "reasoning", "text", "token_ids", "weights_generation",
+    )  # fmt: skip
 
-    @property
-    def num_tokens(self) -> int:
-        return len(self._ids)
+    def __init__(self, delta: Delta, logprobs: bytes, num_bytes: int) -> None:
+        self.weights_generation = delta.weights_generation
+        self.num_bytes = num_bytes
+        self.num_tokens = len(delta.token_ids)
+        self.text, self.reasoning, self.token_ids = delta.delta, delta.reasoning, delta.token_ids
+        """Those of the first delta."""
+        self.logprobs = logprobs
+        self._calls = delta.tool_calls
+        self._prompt_logprobs = delta.prompt_logprobs
+        self._finish, self._timing = delta.finish, delta.timing
+        self._joined: _Joined | None = None
+        """Those of all deltas, if there are several."""
+        self._num_merged = 0
 
     @property
     def is_last(self) -> bool:
         return self._finish is not None
 
     def add(self, delta: Delta, logprobs: bytes, num_bytes: int) -> None:
-        self._num_deltas += 1
-        self._ids.extend(delta.token_ids)
-        self._logprobs += logprobs
-        self._text.write(delta.delta)
-        self._reasoning.write(delta.reasoning)
+        joined = self._joined
+        if joined is None:
+            joined = self._joined = _Joined(self)
+        self._num_merged += 1
+        joined.ids.extend(delta.token_ids)
+        joined.logprobs += logprobs
+        joined.text.write(delta.delta)
+        joined.reasoning.write(delta.reasoning)
         self._calls += delta.tool_calls
         self._prompt_logprobs += delta.prompt_logprobs
         self._finish, self._timing = delta.finish, delta.timing
         self.num_bytes += num_bytes
+        self.num_tokens += len(delta.token_ids)
 
     def taken(self) -> Taken:
+        text, reasoning, logprobs = self.text, self.reasoning, self.logprobs
+        ids: Sequence[int] = self.token_ids
+        if (joined := self._joined) is not None:
+            text, reasoning, ids = joined.text.getvalue(), joined.reasoning.getvalue(), joined.ids
+            logprobs = bytes(joined.logprobs)
         return Taken(
-            self._text.getvalue(),
-            self._reasoning.getvalue(),
+            text,
+            reasoning,
             self._calls,
-            self._ids,
-            bytes(self._logprobs),
+            ids,
+            logprobs,
             self.weights_generation,
             self._finish,
             self._timing,
             self._prompt_logprobs,
             self.num_bytes,
-            self._num_deltas - 1,
+            self._num_merged,
         )
 
 
@@ -117,9 +144,10 @@ class Pending:
         """Whether there is a delta of at least `min_tokens` tokens, or one that nothing more can be merged
         into.
         """
-        if len(self._merged) > 1:
-            return True
-        return bool(self._merged) and (self._merged[0].is_last or self._merged[0].num_tokens >= min_tokens)
+        merged = self._merged
+        if not merged:
+            return False
+        return merged[0].num_tokens >= min_tokens or merged[0].is_last or len(merged) > 1
 
     def add(self, delta: Delta) -> int:
         """Add a delta. Returns about how many bytes it adds to messages.
@@ -132,13 +160,16 @@ class Pending:
         ):
             return 0
         logprobs = self._encode(delta.logprobs) if self._encode is not None and delta.logprobs else b""
-        size = _text_bytes(delta.delta) + _text_bytes(delta.reasoning)
-        size += len(logprobs) + _TOKEN_BYTES * len(delta.token_ids)
+        size = len(logprobs) + _TOKEN_BYTES * len(delta.token_ids)
+        for text in (delta.delta, delta.reasoning):
+            if text:
+                size += _text_bytes(text)
         for call in delta.tool_calls:
             size += _CALL_BYTES + sum(map(_text_bytes, (call.id, call.name, call.arguments_json)))
         if not self._merged or self._ends(self._merged[-1], delta, size):
-            self._merged.append(_Merged(delta.weights_generation))
-        self._merged[-1].add(delta, logprobs, size)
+            self._merged.append(_Merged(delta, logprobs, size))
+        else:
+            self._merged[-1].add(delta, logprobs, size)
         return size + prompt_bytes(delta.prompt_logprobs)
 
     @staticmethod
@@ -148,9 +179,9 @@ class Pending:
             return True
         return last.num_bytes + size > MAX_DELTA_BYTES and last.num_bytes > 0
 
-    def pop(self) -> Taken:
-        """Remove and return the oldest merged delta."""
-        return self._merged.popleft().taken()
+    def pop(self, min_tokens: int) -> Taken | None:
+        """Remove and return the oldest merged delta, if `has` finds one."""
+        return self._merged.popleft().taken() if self.has(min_tokens) else None
 
     def clear(self) -> None:
         """Drop everything, because nobody wants it any more."""

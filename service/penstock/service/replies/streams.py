@@ -39,8 +39,8 @@ class ServerSwitchboard(Switchboard):
 class Reader(Protocol):
     """What takes the outputs of a request, as its buffers see it."""
 
-    def noticed(self, num_bytes: int) -> None:
-        """Note that there may be something to take, and that about `num_bytes` bytes more wait."""
+    def noticed(self, num_bytes: int, *, can_take: bool) -> None:
+        """Note that about `num_bytes` bytes more wait, and whether they are enough to be taken."""
         ...
 
 
@@ -98,10 +98,10 @@ class Buffer:
             self.fail(error)
             if left := self.leave():
                 self._engine.cancel(left)
-            self._reader.noticed(0)
+            self._reader.noticed(0, can_take=True)
             return
         self._ended = output.last
-        self._reader.noticed(size)
+        self._reader.noticed(size, can_take=self.can_take)
 
     @property
     def is_waiting(self) -> bool:
@@ -110,16 +110,16 @@ class Buffer:
 
     @property
     def can_take(self) -> bool:
-        """Whether `pop` returns something."""
+        """Whether `take` returns something, or raises."""
         return self._error is not None or self._pending.has(self._min_tokens)
 
-    def pop(self) -> Taken:
-        """Return what `can_take` found: a delta of at least `min_tokens` tokens, or one that cannot get more,
-        or the last one. Raises the error if there was one.
+    def take(self) -> Taken | None:
+        """Remove and return what `can_take` finds: a delta of at least `min_tokens` tokens, or one that
+        cannot get more, or the last one; None if there is nothing yet. Raises the error if there was one.
         """
         if self._error is not None:
             raise self._error
-        return self._pending.pop()
+        return self._pending.pop(self._min_tokens)
 
     def fail(self, error: BaseException) -> None:
         """End with an error, unless there is one already. What was buffered is dropped."""

@@ -112,13 +112,13 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             sent_generations = [weights.generation] * job.n
             while waiting or not served.is_done:
                 index, taken = waiting.pop(0) if waiting else await served.take()
-                message = inference_pb2.OutputDelta(index=index)
-                messages.add_delta(message, taken, job)
+                version = None
                 if taken.token_ids and taken.weights_generation != sent_generations[index]:
-                    message.weights.CopyFrom(self._version(taken.weights_generation))
+                    version = self._version(taken.weights_generation)
                     sent_generations[index] = taken.weights_generation
-                if messages.says_something(message):
-                    yield served.sending(messages.stream_delta(message, taken.logprobs))
+                message = messages.stream_delta(index, taken, job, version)
+                if message is not None:
+                    yield served.sending(message)
                 if taken.finish is not None:
                     finished = inference_pb2.OutputFinished(index=index, finish=messages.finish(taken.finish))
                     yield inference_pb2.StreamResponse(finished=finished)
