@@ -21,7 +21,7 @@ BENCH_OUT ?= bench/out
 BENCH_ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help install run test test-all test-clients bench bench-compare docs check format-check lint types imports protos-check proto proto-go breaking format lock clean
+.PHONY: help install wheel run test test-all test-clients bench bench-compare docs check format-check lint types imports protos-check proto proto-go breaking format lock clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' Makefile
@@ -31,15 +31,22 @@ install: $(STAMP) ## create .venv and install the project with its tools
 # The pins hold on the Pythons they were tried on; another one gets the newest that pyproject.toml allows.
 CONSTRAINTS = $$($(BIN)/python -c 'import sys; print("--constraint constraints.txt" * (sys.version_info < (3, 14)))')
 
+# Without hatchling's hooks, because an editable install needs no native library inside, nor JAX to compile it.
+INSTALL = HATCH_BUILD_NO_HOOKS=true $(BIN)/python -m pip install --disable-pip-version-check --editable clients/python --editable
+
 $(STAMP): pyproject.toml clients/python/pyproject.toml constraints.txt
 	@test -n "$(PYTHON)" || { echo "no Python >= 3.11 with venv found; say make PYTHON=..." >&2; exit 1; }
 	@test -x $(BIN)/python || (set -x; $(PYTHON) -m venv $(VENV))
 	@# A file that has moved from one of the two distributions to the other would be removed with the old one.
 	$(BIN)/python -m pip uninstall --disable-pip-version-check --quiet --quiet --yes penstock penstock-client
-	$(BIN)/python -m pip install --disable-pip-version-check --editable clients/python --editable '.[dev]' $(CONSTRAINTS)
+	$(INSTALL) '.[dev]' $(CONSTRAINTS)
 	@# For the CPU kernels; where they cannot be built it says why, and everything runs on XLA.
 	$(BIN)/python -m penstock.runtime.ops.native.build
 	@touch $(STAMP)
+
+wheel: install ## build the wheels and sdists of penstock-client and penstock into dist/
+	@# auditwheel finds patchelf on PATH.
+	$(BIN)/python -m tools.wheels --out dist
 
 run: install ## serve the demo model on 127.0.0.1 and print a sample
 	@# With the caller's own PATH, so that the lines it prints work in the caller's other terminal.
@@ -70,7 +77,7 @@ docs: install $(DOCS_STAMP) ## build the site into site/, with links checked
 	@echo "the site is in site/; open site/index.html"
 
 $(DOCS_STAMP): $(STAMP)
-	$(BIN)/python -m pip install --disable-pip-version-check --editable clients/python --editable '.[dev,docs]' $(CONSTRAINTS)
+	$(INSTALL) '.[dev,docs]' $(CONSTRAINTS)
 	@touch $(DOCS_STAMP)
 
 check: format-check lint types imports protos-check docs $(if $(SKIP_TESTS),,test) ## style, types, import law, protos, the site, and the tests (SKIP_TESTS=1 leaves them out)

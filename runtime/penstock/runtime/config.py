@@ -68,8 +68,8 @@ class EngineConfig:
     """The native CPU kernels: "auto" uses them where the machine and the model can, "require" refuses to
     start unless they compute all of the model, "off" leaves everything to XLA."""
     native_folder: Path | None = None
-    """Folder of the kernels' library, which is compiled into it if it is not there; None:
-    ~/.cache/penstock/native."""
+    """Folder of the kernels' library, which is compiled into it if it is not there; None: the library that
+    came with the wheel, or else ~/.cache/penstock/native."""
     threads: int | None = None
     """CPU threads that load weights, compile programs, compute, and fill masks; half of them make the weights
     of an update, while the others serve. None: the processors that affinity mask and CPU quota allow. XLA has

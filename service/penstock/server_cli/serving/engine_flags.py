@@ -50,8 +50,8 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
         "--native-folder",
         type=path,
         metavar="DIR",
-        help="where their library is, and where it is compiled to if it is not there; default: "
-        "~/.cache/penstock/native",
+        help="where their library is, and where it is compiled to if it is not there; default: the library "
+        "that came with the wheel, or else ~/.cache/penstock/native",
     )
     engine.add_argument(
         "--threads",

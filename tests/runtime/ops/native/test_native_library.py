@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -152,6 +153,38 @@ def test_a_folder_with_a_library_needs_no_compiler(tmp_path: Path, monkeypatch: 
     assert build(tmp_path) == tmp_path / built.name
     with pytest.raises(BuildFailed, match=rf"{built.name} is not there, and no C\+\+ compiler"):
         build(tmp_path / "other")
+
+
+@needs_kernels
+def test_the_library_of_a_wheel_needs_no_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It serves where no folder is named. A named folder is where the operator wants the library to be."""
+    built = build()
+    shipped, empty = tmp_path / "shipped", tmp_path / "empty"
+    shipped.mkdir()
+    (shipped / built.name).symlink_to(built)
+    monkeypatch.setattr(builder, "SHIPPED", shipped)
+    monkeypatch.setattr(builder, "default_folder", lambda: empty)
+    monkeypatch.setattr(builder, "COMPILERS", ())
+    monkeypatch.setattr(library, "_tried", {})
+    monkeypatch.setattr(jax.ffi, "register_ffi_target", lambda *args, **kwargs: None)  # XLA has them already
+    assert build() == shipped / built.name
+    assert library.load()._name == str(shipped / built.name)
+    with pytest.raises(BuildFailed, match=rf"{empty / built.name} is not there, and no C"):
+        build(empty)
+
+
+def test_a_library_is_for_the_headers_that_it_was_compiled_with(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A jaxlib with other headers may have another binary interface."""
+    before = builder.KERNELS.digest()
+    headers = tmp_path / "include"
+    shutil.copytree(jax.ffi.include_dir(), headers)
+    monkeypatch.setattr(jax.ffi, "include_dir", lambda: str(headers))
+    assert builder.KERNELS.digest() == before
+    with (headers / "xla" / "ffi" / "api" / "c_api.h").open("a") as header:
+        header.write("// another interface\n")
+    assert builder.KERNELS.digest() != before
 
 
 @pytest.mark.usefixtures("nothing_loaded", "no_compiler")

@@ -6,6 +6,8 @@ quotes the server's reason and message; tests/clients/cli/test_cli_explain.py li
 
 from __future__ import annotations
 
+import re
+
 from penstock.client import (
     Busy,
     Cancelled,
@@ -139,7 +141,8 @@ def _again(error: PenstockClientError) -> str:
 
 def _unreachable(text: str, addr: str) -> str:
     """Explain a connection that could not be made, or broke. gRPC tells the cases apart only in words."""
-    cause = text.removesuffix(": OK").rpartition(": ")[2].rstrip("].")
+    last = text.removesuffix(": OK").rpartition(": ")[2].rstrip("].")
+    cause = re.sub(r" \(\d+\)$", "", last)  # older versions of grpcio add the system's number of the error
     proxy = _proxy(addr)
     if "CERTIFICATE_VERIFY_FAILED" in text:
         return f"the certificate of {addr} is not trusted ({cause}); name its authority with --ca"

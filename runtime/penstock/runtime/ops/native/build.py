@@ -1,9 +1,11 @@
 """Compiles `src/**/*.cc` into one shared library with the machine's own C++ compiler, once per version.
 
-Run `python -m penstock.runtime.ops.native.build` to build it now, with `--folder` for an image that is to
-have no compiler; otherwise it is built on first use. A file's instruction set is the end of its name
-(`linear/linear_amx.cc`); the rest of the library runs on any x86-64, and which of the others is called is
-decided at run time (`src/common/cpu.cc`).
+A wheel has the library in it, because hatch_build.py compiles it then; it serves every jaxlib that has
+the same headers of XLA's FFI. Otherwise it is built on first use, or now, by
+`python -m penstock.runtime.ops.native.build`, with `--folder` for an image that is to have no compiler.
+
+A file's instruction set is the end of its name (`linear/linear_amx.cc`); the rest of the library runs on
+any x86-64, and which of the others is called is decided at run time (`src/common/cpu.cc`).
 """
 
 from __future__ import annotations
@@ -23,13 +25,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import jax.ffi
-from jaxlib.version import __version__ as jaxlib_version
 
 from penstock.runtime.host.processors import available_processors
 
 log = logging.getLogger(__name__)
 
 SOURCES = Path(__file__).parent / "src"
+SHIPPED = Path(__file__).parent / "shipped"
+"""The folder of the library that came with a wheel; a clone has none."""
 COMPILERS = ("c++", "g++", "clang++")
 _COMMON = (
     "-O3",
@@ -77,12 +80,14 @@ class Recipe:
 
     def digest(self) -> str:
         """A digest of everything that the library depends on."""
-        digest = hashlib.sha256(f"{jaxlib_version} {_COMMON} {self.flags}".encode())
+        digest = hashlib.sha256(f"{_COMMON} {self.flags}".encode())
         folders = {SOURCES, *(source.parent for source in self.sources)}
         files = {file for folder in folders for file in folder.rglob("*.h")}
         for file in sorted(files | set(self.sources)):
             name = file.relative_to(SOURCES) if file.is_relative_to(SOURCES) else file.name
             digest.update(str(name).encode() + b"\0" + file.read_bytes())
+        for file in sorted(Path(jax.ffi.include_dir()).rglob("*.h")):
+            digest.update(file.name.encode() + b"\0" + file.read_bytes())
         return digest.hexdigest()[:16]
 
 
@@ -100,18 +105,22 @@ def default_folder() -> Path:
 
 
 def build(folder: Path | None = None, recipe: Recipe = KERNELS) -> Path:
-    """The path of the library of `recipe`. It is compiled now if it is not in `folder` yet (some 20 s).
+    """The path of the library of `recipe`. It is compiled now (some 20 s) if it is not in `folder`; None: in
+    neither SHIPPED nor the default folder.
 
     Raises BuildFailed if it cannot be built: another processor family, no compiler, or a compiler that fails.
     """
-    folder = folder or default_folder()
+    folders = [SHIPPED, default_folder()] if folder is None else [folder]
     if platform.machine() not in ("x86_64", "AMD64") or platform.system() != "Linux":
         raise BuildFailed(
             f"the native kernels are for Linux on x86-64, not {platform.system()} on {platform.machine()}"
         )
-    library = folder / f"{recipe.name}-{recipe.digest()}.so"
-    if library.is_file():
-        return library
+    name = f"{recipe.name}-{recipe.digest()}.so"
+    for place in folders:
+        if (place / name).is_file():
+            return place / name
+    folder = folders[-1]
+    library = folder / name
     compiler = next(filter(None, map(shutil.which, COMPILERS)), None)
     if compiler is None:
         raise BuildFailed(

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import jax.ffi
 
-from penstock.runtime.ops.native.build import BuildFailed, build, default_folder
+from penstock.runtime.ops.native.build import BuildFailed, build
 
 log = logging.getLogger(__name__)
 
@@ -40,14 +40,15 @@ class NotAvailable(Exception):
 
 
 _lock = threading.Lock()
-_tried: dict[Path, ctypes.CDLL | NotAvailable] = {}
-"""Folder to what came of it. At most one entry is a library, because XLA takes an operation's name once per
-process."""
+_tried: dict[Path | None, ctypes.CDLL | NotAvailable] = {}
+"""Folder, or None for where `build` looks without one, to what came of it. At most one entry is a
+library, because XLA takes an operation's name once per process."""
 
 
 def load(folder: Path | None = None) -> ctypes.CDLL:
     """The library, with its operations registered: the one that this process has already, else the one in
-    `folder` (None: `default_folder()`), compiled now if it is not there. Costs nothing once it is loaded.
+    `folder` (None: the one that came with the wheel, or in the default folder), compiled now if it is not
+    there. Costs nothing once it is loaded.
 
     Raises NotAvailable; the first time it also logs the reason.
     """
@@ -55,7 +56,6 @@ def load(folder: Path | None = None) -> ctypes.CDLL:
         for tried in _tried.values():
             if not isinstance(tried, NotAvailable):
                 return tried
-        folder = folder or default_folder()
         if folder not in _tried:
             try:
                 _tried[folder] = _open(folder)
@@ -68,7 +68,7 @@ def load(folder: Path | None = None) -> ctypes.CDLL:
     return found
 
 
-def _open(folder: Path) -> ctypes.CDLL:
+def _open(folder: Path | None) -> ctypes.CDLL:
     try:
         library = ctypes.CDLL(str(build(folder)))
     except (BuildFailed, OSError) as error:
