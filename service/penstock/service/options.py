@@ -51,8 +51,8 @@ class ServerOptions:
     balancers that notice it late. The grace begins afterwards.
     """
     watchdog_s: float = 60.0
-    """Seconds after which health turns NOT_SERVING if the engine's thread has work and does nothing; 0 means
-    never.
+    """Seconds after which health turns NOT_SERVING if the engine's thread has work and does nothing, and a
+    front process that does nothing is replaced; 0 means never.
     """
     connections: ConnectionOptions = field(default_factory=ConnectionOptions)
     """How long connections live."""

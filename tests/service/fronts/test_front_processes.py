@@ -72,6 +72,33 @@ async def test_a_front_process_that_is_killed_is_replaced(
     assert f"front process 1 ended with the code {-signal.SIGKILL}" in caplog.text
 
 
+async def test_a_front_process_that_hangs_is_replaced(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Here it is stopped by a signal. The limit is that of the watchdog."""
+    monkeypatch.setattr(processes, "FIRST_PAUSE_S", 0.01)
+    async with serving(front_processes=1, watchdog_s=2.0) as rig:
+        (process,) = fronts(rig).processes
+        stopped = process.pid
+        assert stopped is not None
+        os.kill(stopped, signal.SIGSTOP)
+        await until(lambda: process.pid not in (None, stopped))
+        assert await served(rig) == "z"
+    assert "front process 1 has done nothing for 2 s" in caplog.text
+
+
+async def test_a_front_process_ends_by_itself_with_its_link(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The system closes the link of an engine's process that dies."""
+    async with serving(front_processes=1) as rig:
+        (process,) = fronts(rig).processes
+        pid, link = process.pid, vars(process)["_link"]
+        assert pid is not None
+        with monkeypatch.context() as patched:
+            patched.setattr(process, "kill", lambda: None)
+            link.close()
+            await until(lambda: not is_alive(pid))
+
+
 async def test_where_front_processes_die_at_once_the_server_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(processes, "FIRST_PAUSE_S", 0.001)
     async with serving(front_processes=1) as rig:
@@ -167,6 +194,7 @@ def test_sigterm_finishes_what_runs_in_front_processes() -> None:
     assert "Traceback" not in server.output
 
 
+@pytest.mark.sweep
 def test_front_processes_end_with_the_engine_s_process() -> None:
     with fake_process("--port", "0", "--front-processes", "2") as server:
         server.wait_for("ready on")

@@ -66,8 +66,8 @@ async def test_calls_and_their_statuses() -> None:
 
 async def test_large_messages() -> None:
     """Up to the limit, both ways, and beyond it."""
-    async with serving(fake(max_model_len=3 * MIB), front_processes=1, max_receive_bytes=3 * MIB) as rig:
-        text = "a" * 2 * MIB
+    async with serving(fake(max_model_len=MIB), front_processes=1, max_receive_bytes=MIB) as rig:
+        text = "a" * (MIB * 3 // 4)
         tokens = await rig.control.Tokenize(control_pb2.TokenizeRequest(text=text))
         assert len(tokens.token_ids) == len(text)
         refused = await failure_of(rig.control.Tokenize(control_pb2.TokenizeRequest(text=2 * text)))

@@ -25,6 +25,7 @@ METADATA = st.lists(
 ).map(tuple)
 
 
+@settings(max_examples=40, deadline=None)
 @given(
     st.builds(
         Opening,
@@ -39,6 +40,7 @@ def test_openings_come_apart_as_they_were_packed(opening: Opening) -> None:
     assert Opening.of(opening.packed()) == opening
 
 
+@settings(max_examples=40, deadline=None)
 @given(
     st.builds(
         Status, code=st.integers(0, 16), details=st.text(), trailing_metadata=METADATA, reply=st.binary()
@@ -48,6 +50,7 @@ def test_statuses_come_apart_as_they_were_packed(status: Status) -> None:
     assert Status.of(status.packed()) == status
 
 
+@settings(max_examples=40, deadline=None)
 @given(st.builds(Line, level=st.integers(0, 50), logger=NAMES, text=st.text()))
 def test_lines_come_apart_as_they_were_packed(line: Line) -> None:
     assert Line.of(line.packed()) == line

@@ -97,7 +97,8 @@ def add_parser(subparsers: Subparsers) -> None:
         default=_OPTIONS.watchdog_s,
         metavar="SECONDS",
         help="health says NOT_SERVING if the engine has work and does none of it for this long; must exceed "
-        "the time of the longest step; 0: never; default: %(default)g",
+        "the time of the longest step; a front process that does nothing for this long is replaced; "
+        "0: never; default: %(default)g",
     )
     add_connection_flags(parser)
     add_limits_flags(parser)

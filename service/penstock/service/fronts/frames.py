@@ -42,6 +42,10 @@ class Kind(enum.IntEnum):
     """To the front: take no further calls, and end after so many seconds at the latest."""
     LOG = 5
     """To the engine: a line for the log."""
+    PING = 6
+    """To the front: answer this with PONG."""
+    PONG = 7
+    """To the engine: the front process is alive."""
 
     OPEN = 16
     """To the engine: a call has begun (`Opening`)."""

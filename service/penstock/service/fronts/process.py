@@ -61,6 +61,8 @@ class Program:
             self._begin(self._start(FrontSettings.of(payload)))
         elif kind == Kind.STOP:
             self._begin(self._stop(seconds_of(payload)))
+        elif kind == Kind.PING:
+            self.link.send(Kind.PONG)
         elif self._relay is not None:
             self._relay.receive(kind, call, payload)
 

@@ -26,6 +26,8 @@ MOST_FAILURES = 6
 """So many failures to live in a row mean that front processes cannot live here."""
 FIRST_PAUSE_S = 0.1
 """The pause after the first such failure, in seconds; it doubles with each."""
+_LOOKS = 4
+"""How often a front process that gives no sign of life is looked at before it is killed."""
 _LAST_MOMENT_S = 2.0
 """Seconds in which a process that has closed its link ends by itself."""
 
@@ -37,8 +39,12 @@ class FrontsLost(PenstockError):
 class FrontProcess:
     """One front process after the other, of which one lives at a time. Used on its event loop only."""
 
-    def __init__(self, number: int, settings: FrontSettings, served: Served) -> None:
+    def __init__(self, number: int, settings: FrontSettings, served: Served, hang_limit_s: float) -> None:
+        """A process that does nothing for `hang_limit_s` seconds is killed; 0: it never is."""
         self._number = number
+        self._hang_limit_s = hang_limit_s
+        self._pongs = 0
+        """How many signs of life have come."""
         self._settings, self._served = settings, served
         self._process: asyncio.subprocess.Process | None = None
         self._link: Link | None = None
@@ -143,6 +149,8 @@ class FrontProcess:
             elif kind == Kind.REFUSED:
                 refusals.append(f"cannot listen: {payload.decode()}")
                 link.close()
+            elif kind == Kind.PONG:
+                self._pongs += 1
             elif kind == Kind.LISTENING and not first.done():
                 first.set_result(None)
 
@@ -151,15 +159,32 @@ class FrontProcess:
         await asyncio.get_running_loop().create_connection(lambda: link, sock=connection)
         self._link = link
         link.send(Kind.START, 0, self._settings.packed())
+        watching = asyncio.create_task(self._watch(link))
         try:
             if self._stopping.is_set():
                 return ""
             await lost.wait()
         finally:
+            watching.cancel()
             self._link = None
             link.close()
             calls.lose()
         return "".join(refusals)
+
+    async def _watch(self, link: Link) -> None:
+        """Kill the process if it does nothing for too long, so that another one takes its place."""
+        while self._hang_limit_s:
+            pongs = self._pongs
+            link.send(Kind.PING)
+            for _ in range(_LOOKS):  # not one long wait: a suspended machine wakes both processes at once
+                await asyncio.sleep(self._hang_limit_s / _LOOKS)
+                if self._pongs != pongs:
+                    break
+            else:
+                log.error("front process %d has done nothing for %g s", self._number, self._hang_limit_s)
+                self.kill()
+                return
+            await asyncio.sleep(self._hang_limit_s / _LOOKS)
 
     def _log(self, line: Line) -> None:
         logging.getLogger(line.logger).log(line.level, "front process %d: %s", self._number, line.text)

@@ -34,10 +34,12 @@ class LinkServer:
         refuse: Refuse,
         *,
         interceptors: Sequence[grpc.aio.ServerInterceptor],
+        hang_limit_s: float = 0.0,
     ) -> None:
         """`settings` are those of each process, but for the methods. `refuse` ends calls of methods without a
-        handler.
+        handler. A process that does nothing for `hang_limit_s` seconds is replaced; 0: it never is.
         """
+        self._hang_limit_s = hang_limit_s
         self._num_processes, self._settings = num_processes, settings
         self._refuse, self._interceptors = refuse, tuple(interceptors)
         self._handlers: dict[str, grpc.RpcMethodHandler[Any, Any]] = {}
@@ -57,7 +59,8 @@ class LinkServer:
         settings = dataclasses.replace(self._settings, methods=streaming)
         served = Served(self._refuse, self._interceptors, self._handlers)
         self.processes = tuple(
-            FrontProcess(number, settings, served) for number in range(1, self._num_processes + 1)
+            FrontProcess(number, settings, served, self._hang_limit_s)
+            for number in range(1, self._num_processes + 1)
         )
         try:
             await asyncio.gather(*(process.start() for process in self.processes))
@@ -107,7 +110,13 @@ def link_server(options: ServerOptions, port: HeldPort) -> MakeServer:
         # It is one as far as the service knows.
         return cast(
             "grpc.aio.Server",
-            LinkServer(options.front_processes, settings, refuse, interceptors=interceptors),
+            LinkServer(
+                options.front_processes,
+                settings,
+                refuse,
+                interceptors=interceptors,
+                hang_limit_s=options.watchdog_s,
+            ),
         )
 
     return make
