@@ -8,7 +8,8 @@ from __future__ import annotations
 import json
 import math
 import struct
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import groupby
 from typing import Any
 
 from tests.conformance.table import Case
@@ -48,24 +49,29 @@ def _lines(value: Any) -> list[str]:
 
 
 def _merged(messages: Sequence[Any]) -> Iterator[Any]:
-    """The messages with the events of a stream sorted by their output, and consecutive deltas made one."""
-    streams: dict[int, list[Any]] = {}
-    before: list[Any] = []
-    after: list[Any] = []
+    """The messages, where events of outputs that follow one another are sorted by output, and in each output
+    deltas that follow one another are made one.
+    """
+    for are_of_outputs, run in groupby(messages, lambda message: isinstance(_of_output(message), dict)):
+        consecutive = list(run)
+        yield from _by_output(consecutive) if are_of_outputs else consecutive
+
+
+def _of_output(message: Any) -> Any:
+    return message.get("delta", message.get("finished"))
+
+
+def _by_output(messages: Iterable[Any]) -> Iterator[Any]:
+    outputs: dict[int, list[Any]] = {}
     for message in messages:
-        event = message.get("delta", message.get("finished"))
-        if not isinstance(event, dict):
-            (after if streams else before).append(message)
-            continue
-        events = streams.setdefault(event.get("index", 0), [])
+        event = _of_output(message)
+        events = outputs.setdefault(event.get("index", 0), [])
         if "delta" in message and events and "delta" in events[-1]:
             events[-1] = {"delta": _added(events[-1]["delta"], event)}
         else:
             events.append(message)
-    yield from before
-    for index in sorted(streams):
-        yield from streams[index]
-    yield from after
+    for index in sorted(outputs):
+        yield from outputs[index]
 
 
 def _added(one: Any, other: Any) -> Any:
