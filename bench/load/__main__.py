@@ -3,6 +3,7 @@
     python -m bench.load                                   # the demo model, our client
     python -m bench.load --ghz "$(go env GOPATH)/bin/ghz"  # and ghz
     python -m bench.load --tree ../other --streams 64      # the server of another commit's worktree
+    python -m bench.load --connections 16 --serve=--front-processes=2
     python -m bench.load --slow                            # what a slow reader costs 63 others
     python -m bench.load --floor                           # a bare grpc.aio server
 
@@ -85,9 +86,15 @@ async def measured(
 
 async def levels(address: str, pid: int, options: argparse.Namespace) -> None:
     """All levels, with Stream and with Generate; prints a line for each."""
-    async with grpc.aio.insecure_channel(address) as channel:
-        stub: Any = inference_pb2_grpc.InferenceServiceStub(channel)
-        answers = await streams.references(stub, options.tokens)
+    async with contextlib.AsyncExitStack() as stack:
+        # otherwise channels to the same address share a connection
+        own = [("grpc.use_local_subchannel_pool", 1)]
+        channels = [
+            await stack.enter_async_context(grpc.aio.insecure_channel(address, options=own))
+            for _ in range(options.connections)
+        ]
+        stubs: list[Any] = [inference_pb2_grpc.InferenceServiceStub(channel) for channel in channels]
+        answers = await streams.references(stubs[0], options.tokens)
         print(figures.head(), flush=True)
         ways: Sequence[tuple[str, Caller]] = [
             ("Stream", streams.stream_on),
@@ -96,7 +103,10 @@ async def levels(address: str, pid: int, options: argparse.Namespace) -> None:
         for name, caller in ways:
             for count in options.streams:
                 seen, empty = Seen(), memory(pid)
-                callers = [caller(stub, number, answers, options.tokens, seen) for number in range(count)]
+                callers = [
+                    caller(stubs[number % len(stubs)], number, answers, options.tokens, seen)
+                    for number in range(count)
+                ]
                 level = await measured(name, callers, seen, pid, options.seconds, empty)
                 print(figures.row(level), flush=True)
 
@@ -166,6 +176,14 @@ def main() -> int:
     parser.add_argument("--streams", type=int, nargs="+", default=[1, 8, 64, 256], metavar="N")
     parser.add_argument("--tokens", type=int, default=128, metavar="N", help="default: %(default)s")
     parser.add_argument("--seconds", type=float, default=8.0, metavar="S", help="default: %(default)s")
+    parser.add_argument(
+        "--connections",
+        type=int,
+        default=1,
+        metavar="N",
+        help="that the streams are spread over; each of a server's front processes takes some; "
+        "default: %(default)s",
+    )
     parser.add_argument("--rounds", type=int, default=5, metavar="N", help="of --slow; default: %(default)s")
     parser.add_argument("--slow", action="store_true", help="one of the streams is read slowly")
     parser.add_argument("--floor", action="store_true", help="a bare grpc.aio server instead of ours")

@@ -35,6 +35,7 @@ COLUMNS = (
     "p99, ms",
     "event loop, µs",
     "host, µs",
+    "front processes, µs",
     "all, µs",
     "kB per stream",
 )
@@ -51,7 +52,7 @@ def percentile(values: Sequence[float], share: float) -> float:
 def row(level: Level) -> str:
     """A line of the table. Times of the processor are for one message."""
     seen, each = level.seen, 1e6 / max(level.seen.messages, 1)
-    all_s = level.cpu.host + level.cpu.model
+    all_s = level.cpu.host + level.cpu.model + level.cpu.fronts
     figures = [
         f"{seen.messages / level.seconds:,.0f}",
         f"{seen.tokens / level.seconds:,.0f}",
@@ -60,6 +61,7 @@ def row(level: Level) -> str:
         f"{1e3 * percentile(seen.gaps, 0.99):.1f}",
         f"{level.cpu.loop * each:,.1f}",
         f"{level.cpu.host * each:,.1f}",
+        f"{level.cpu.fronts * each:,.1f}",
         f"{all_s * each:,.1f}",
         f"{level.memory_bytes / 1024:,.0f}",
     ]

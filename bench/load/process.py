@@ -6,6 +6,8 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
+_FRONT = "penstock.service.fronts.process"
+"""Is in the command line of a front process."""
 _MODEL_THREADS = "tf_XLA"
 """How the names begin of the threads that compute the model on a CPU."""
 
@@ -20,6 +22,8 @@ class Cpu:
     """Of the threads that compute the model."""
     other: float = 0.0
     """Of all other threads: the engine's own, gRPC's, the journal's."""
+    fronts: float = 0.0
+    """Of the server's front processes, if it has any."""
 
     @property
     def host(self) -> float:
@@ -27,12 +31,18 @@ class Cpu:
         return self.loop + self.other
 
     def __sub__(self, before: Cpu) -> Cpu:
-        return Cpu(self.loop - before.loop, self.model - before.model, self.other - before.other)
+        return Cpu(
+            self.loop - before.loop,
+            self.model - before.model,
+            self.other - before.other,
+            self.fronts - before.fronts,
+        )
 
 
 def cpu(pid: int) -> Cpu:
     """The processor time of a process so far. Threads that have ended do not count; a server's stay."""
     loop = model = other = 0.0
+    fronts = sum(cpu(front).host for front in _fronts(pid))
     for task in Path(f"/proc/{pid}/task").iterdir():
         try:
             name = (task / "comm").read_text()
@@ -45,7 +55,17 @@ def cpu(pid: int) -> Cpu:
             model += seconds
         else:
             other += seconds
-    return Cpu(loop, model, other)
+    return Cpu(loop, model, other, fronts)
+
+
+def _fronts(pid: int) -> list[int]:
+    """The ids of a server's front processes."""
+    children = [
+        int(child)
+        for task in Path(f"/proc/{pid}/task").iterdir()
+        for child in (task / "children").read_text().split()
+    ]
+    return [child for child in children if _FRONT in Path(f"/proc/{child}/cmdline").read_text()]
 
 
 def memory(pid: int) -> int:
