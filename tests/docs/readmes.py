@@ -1,6 +1,6 @@
 """Runs the commands of the README of a client in another language, as its readers do, from top to bottom.
 
-They run in a copy of the client's folder, beside links to what else of the repository they read, and
+They run in a copy of the client's folder, beside what else of the repository they read, and
 `penstock serve` starts real servers of the demo model (tests/docs/programs.py).
 """
 
@@ -18,7 +18,7 @@ from tests.docs import programs
 from tests.docs.pages import ROOT, blocks
 from tests.docs.shell import commands
 
-READMES = (ROOT / "clients" / "go",)
+READMES = (ROOT / "clients" / "go", ROOT / "clients" / "java")
 """The folders of such clients."""
 LIMIT_S = 900
 
@@ -45,8 +45,9 @@ def run_readme(client: Path, folder: Path, *, left_out: Sequence[str], ignored: 
     assert not unused, f"{page} has no such commands"
     root = folder / "penstock"
     shutil.copytree(client, root / client.relative_to(ROOT), ignore=shutil.ignore_patterns(*ignored))
-    for name in ("runtime", "protos"):
-        (root / name).symlink_to(ROOT / name)
+    (root / "runtime").symlink_to(ROOT / "runtime")
+    # Copied, because Maven's plugin for protobuf follows no links.
+    shutil.copytree(ROOT / "protos", root / "protos", ignore=shutil.ignore_patterns("*.py*", "__pycache__"))
     bin_folder = folder / "bin"
     bin_folder.mkdir()
     penstock = bin_folder / "penstock"

@@ -18,8 +18,8 @@ from penstock.cli.__main__ import Parser
 from penstock.v1 import inference_pb2
 from tests.docs.pages import Block, blocks
 
-CHECKED = {"sh", "python", "lark", "gbnf", "js"}
-"""Languages whose blocks tests/docs/test_blocks.py runs, or tests/deploy/envoy."""
+CHECKED = {"sh", "python", "lark", "gbnf", "js", "java", "xml"}
+"""Languages whose blocks tests/docs/test_blocks.py runs, or tests/deploy/envoy, or tests/clients/java."""
 SHOWN = {"text", "diff", "proto"}
 """Languages of printed output, or of parts of files, where there is nothing to run."""
 PARSED = {"json", "yaml", "ini", "go"}

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.docs.pages import blocks
+from tests.docs.readmes import run_readme
 from tests.support.models.toy import TEST_CACHE
 from tests.support.toolchains import require
 
@@ -59,3 +61,22 @@ def test_the_module_builds_without_warnings_and_its_tests_pass() -> None:
         },
     )
     assert "Failures: 0, Errors: 0, Skipped: 0" in said, said
+
+
+@pytest.mark.sweep
+def test_commands_of_the_readme_run(tmp_path: Path) -> None:
+    require("java", "mvn")
+    said = run_readme(MODULE, tmp_path, left_out=["mvn -B verify"], ignored=["target"])
+    assert said.count("Once upon a time") == 3, said
+    assert "DeadlineExceededException" in said
+    assert "the deadline has passed" in said
+    assert 'UPDATE_OUTCOME_COMMITTED: "again" serves as generation 2; 46 tensors' in said
+
+
+def test_the_example_of_a_project_depends_on_the_client() -> None:
+    """The README shows the same lines as the example's pom.xml, and they name this version."""
+    (shown,) = [block for block in blocks() if block.page == MODULE / "README.md" and block.language == "xml"]
+    example = (MODULE / "examples" / "pom.xml").read_text()
+    assert " ".join(shown.source.split()) in " ".join(example.split())
+    version = ET.parse(MODULE / "pom.xml").getroot().findtext(f"{POM}version")
+    assert f"<version>{version}</version>" in shown.source

@@ -1,0 +1,48 @@
+import java.io.IOException;
+import java.nio.file.Path;
+import penstock.client.PenstockClient;
+import penstock.client.PenstockException;
+import penstock.client.RefusedException;
+import penstock.v1.TensorError;
+import penstock.v1.UpdateWeightsBegin;
+import penstock.v1.UpdateWeightsResponse;
+
+/**
+ * Sends new weights to a server that goes on serving.
+ *
+ * <p>Options: --addr, --ca, --cert, --key, --label.
+ */
+public final class Update {
+    private Update() {}
+
+    public static void main(String[] arguments) throws IOException {
+        Arguments given = Arguments.of(arguments);
+        if (given.words().size() != 1) {
+            System.err.println("usage: Update [--option value]... FILE_OR_FOLDER");
+            System.exit(2);
+        }
+        UpdateWeightsBegin begin = UpdateWeightsBegin.newBuilder()
+                .setVersionLabel(given.option("label").orElse("new"))
+                .build();
+        try (PenstockClient client = given.client().build()) {
+            UpdateWeightsResponse reply = client.updateWeights(
+                    Path.of(given.words().get(0)),
+                    begin,
+                    (sent, total) -> System.out.printf("\r%d of %d bytes", sent, total));
+            System.out.printf(
+                    "%n%s: \"%s\" serves as generation %d; %d tensors%n",
+                    reply.getOutcome(),
+                    reply.getCurrent().getLabel(),
+                    reply.getCurrent().getGeneration(),
+                    reply.getTensorsUpdated());
+        } catch (RefusedException.TensorsRefused error) {
+            for (TensorError tensor : error.tensorErrors()) {
+                System.err.println(tensor.getName() + ": " + tensor.getReason());
+            }
+            System.exit(1);
+        } catch (PenstockException error) {
+            System.err.println("the update " + error.updateId() + " failed: " + error.getMessage());
+            System.exit(1);
+        }
+    }
+}
