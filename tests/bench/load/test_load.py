@@ -81,8 +81,9 @@ def test_percentiles_are_values_that_were_seen() -> None:
 
 def test_a_row_divides_the_servers_time_by_messages() -> None:
     seen = Seen(messages=100, tokens=250, gaps=[0.001, 0.002])
-    level = Level("Stream", 8, 2.0, seen, Cpu(loop=0.01, model=0.02, other=0.005), 0.0, 2048.0)
-    assert figures.row(level) == "| Stream | 8 | 50 | 125 | 2.50 | 1.0 | 2.0 | 100.0 | 150.0 | 350.0 | 2 |"
+    level = Level("Stream", 8, 2.0, seen, Cpu(0.01, 0.02, 0.005, fronts=0.004), 0.0, 2048.0)
+    row = "| Stream | 8 | 50 | 125 | 2.50 | 1.0 | 2.0 | 100.0 | 150.0 | 40.0 | 390.0 | 2 |"
+    assert figures.row(level) == row
 
 
 def test_processor_time_is_told_apart_by_thread() -> None:
@@ -144,3 +145,24 @@ def test_the_bare_server_serves() -> None:
             assert messages == [floor.MESSAGE] * floor.MESSAGES
         finally:
             process.terminate()
+
+
+def test_front_processes_are_told_apart_from_the_server_and_its_other_children() -> None:
+    busy = "import sys; sum(i * i for i in range(3_000_000)); print(flush=True); sys.stdin.read()"
+    before = cpu(os.getpid())
+    children = [
+        subprocess.Popen(
+            [sys.executable, "-c", busy, *arguments], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        )
+        for arguments in (["penstock.service.fronts.process"], ["another"])
+    ]
+    try:
+        for child in children:
+            assert child.stdout is not None
+            assert child.stdout.readline() == b"\n"
+        both, front = cpu(os.getpid()) - before, cpu(children[0].pid).host
+        assert both.fronts == pytest.approx(front, abs=0.01)
+        assert front > 0.05
+    finally:
+        for child in children:
+            child.communicate()
