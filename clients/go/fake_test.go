@@ -2,6 +2,8 @@ package penstock_test
 
 import (
 	"context"
+	"fmt"
+	"io"
 	"net"
 	"strings"
 	"sync"
@@ -147,5 +149,70 @@ func TestAnswersMayBeLargerThanWhatGRPCTakesByDefault(t *testing.T) {
 	reply, err := client.Generate(limited(t), &penstockv1.GenerateRequest{})
 	if err != nil || len(reply.Outputs[0].Text) != 5<<20 {
 		t.Error(err)
+	}
+}
+
+// taker is a server that takes weights in small chunks, and notes what it is sent.
+type taker struct {
+	penstockv1.UnimplementedInferenceServiceServer
+	penstockv1.UnimplementedControlServiceServer
+	steps []*penstockv1.UpdateWeightsRequest
+}
+
+func (*taker) GetServerInfo(context.Context, *penstockv1.GetServerInfoRequest) (*penstockv1.GetServerInfoResponse, error) {
+	return &penstockv1.GetServerInfoResponse{MaxChunkBytes: 4}, nil
+}
+
+func (f *taker) UpdateWeights(
+	from grpc.ClientStreamingServer[penstockv1.UpdateWeightsRequest, penstockv1.UpdateWeightsResponse],
+) error {
+	for {
+		step, err := from.Recv()
+		if err == io.EOF {
+			return from.SendAndClose(&penstockv1.UpdateWeightsResponse{})
+		}
+		if err != nil {
+			return err
+		}
+		f.steps = append(f.steps, step)
+	}
+}
+
+func TestAnUpdateIsSentInChunks(t *testing.T) {
+	service := &taker{}
+	listener := must[net.Listener](t)(net.Listen("tcp", "127.0.0.1:0"))
+	grpcServer := grpc.NewServer()
+	penstockv1.RegisterInferenceServiceServer(grpcServer, service)
+	penstockv1.RegisterControlServiceServer(grpcServer, service)
+	go func() { _ = grpcServer.Serve(listener) }()
+	t.Cleanup(grpcServer.Stop)
+
+	tensor := func(name string, dtype penstockv1.DataType, data string, shape ...uint64) penstock.Tensor {
+		return penstock.Tensor{Name: name, DType: dtype, Shape: shape, Data: strings.NewReader(data)}
+	}
+	_, err := dial(t, listener.Addr().String()).UpdateWeightsFromTensors(
+		limited(t), &penstockv1.UpdateWeightsBegin{VersionLabel: "x"}, []penstock.Tensor{
+			tensor("long", penstockv1.DataType_DATA_TYPE_I8, "123456789", 3, 3),
+			tensor("empty", penstockv1.DataType_DATA_TYPE_F32, "", 0),
+			tensor("odd", penstockv1.DataType_DATA_TYPE_I4, "ab", 3), // two values share a byte
+		})
+	if err != nil {
+		t.Fatal(err)
+	}
+	// The CRC32C of "123456789" is the one that every definition of it gives as its check value.
+	if long := service.steps[0].GetBegin().GetManifest().GetTensors()[0]; long.Crc32C != 0xe3069283 {
+		t.Error(long)
+	}
+	var told []string
+	for _, step := range service.steps[1:] {
+		if chunk := step.GetChunk(); chunk != nil {
+			told = append(told, fmt.Sprintf("%d@%d %s", chunk.TensorIndex, chunk.Offset, chunk.Data))
+		} else {
+			told = append(told, fmt.Sprint("commit ", step.GetCommit().GetTotalBytes()))
+		}
+	}
+	want := "0@0 1234, 0@4 5678, 0@8 9, 2@0 ab, commit 11"
+	if got := strings.Join(told, ", "); got != want {
+		t.Errorf("%s\nis not\n%s", got, want)
 	}
 }

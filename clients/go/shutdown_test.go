@@ -1,13 +1,18 @@
 package penstock_test
 
 import (
+	"context"
 	"errors"
+	"fmt"
 	"path/filepath"
+	"sync/atomic"
 	"syscall"
 	"testing"
 	"time"
 
+	"google.golang.org/grpc"
 	"google.golang.org/grpc/codes"
+	"google.golang.org/grpc/stats"
 	"google.golang.org/grpc/status"
 
 	penstock "penstock/clients/go"
@@ -20,12 +25,13 @@ func TestAShutdownEndsStreamsWholeAndTellsOthersToGo(t *testing.T) {
 	socket := filepath.Join(t.TempDir(), "demo.sock")
 	ready := make(chan error, 1)
 	go func() { // from before the server listens
-		client, err := penstock.Dial("unix:" + socket)
-		if err == nil {
-			err = client.WaitReady(t.Context())
+		err := triedAgain(t.Context(), "unix:"+socket)
+		client, failed := penstock.Dial("unix:" + socket)
+		if failed == nil {
+			failed = client.WaitReady(t.Context())
 			_ = client.Close()
 		}
-		ready <- err
+		ready <- errors.Join(err, failed)
 	}()
 	server := started(t, "--grace", "120", "--unix-socket", socket)
 	if err := <-ready; err != nil {
@@ -106,4 +112,42 @@ func turnedAway(t *testing.T, client *penstock.Client) {
 		}
 		return status.Code(err) == codes.Unavailable
 	})
+}
+
+// attempts counts those of the calls of a client.
+type attempts struct{ made atomic.Int32 }
+
+func (*attempts) TagRPC(ctx context.Context, _ *stats.RPCTagInfo) context.Context   { return ctx }
+func (*attempts) TagConn(ctx context.Context, _ *stats.ConnTagInfo) context.Context { return ctx }
+func (*attempts) HandleConn(context.Context, stats.ConnStats)                       {}
+
+func (a *attempts) HandleRPC(_ context.Context, what stats.RPCStats) {
+	if _, ok := what.(*stats.OutHeader); ok {
+		a.made.Add(1)
+	}
+}
+
+// triedAgain calls a server that is loading, and gives an error if a refused call was not made again.
+func triedAgain(ctx context.Context, addr string) error {
+	once, err := penstock.Dial(addr, penstock.WithoutRetries())
+	if err != nil {
+		return err
+	}
+	defer func() { _ = once.Close() }()
+	for !errors.Is(err, penstock.ErrNotReady) {
+		if _, err = once.Control.GetLoad(ctx, &penstockv1.GetLoadRequest{}); err == nil || ctx.Err() != nil {
+			return ctx.Err() // it is ready already
+		}
+		time.Sleep(10 * time.Millisecond)
+	}
+	counted := &attempts{}
+	client, err := penstock.Dial(addr, penstock.WithDialOptions(grpc.WithStatsHandler(counted)))
+	if err != nil {
+		return err
+	}
+	defer func() { _ = client.Close() }()
+	if _, err = client.Control.GetLoad(ctx, &penstockv1.GetLoadRequest{}); err != nil && counted.made.Load() < 2 {
+		return fmt.Errorf("not made again: %w", err)
+	}
+	return nil
 }
