@@ -3,9 +3,6 @@ package penstock_test
 import (
 	"context"
 	"errors"
-	"os"
-	"path/filepath"
-	"regexp"
 	"slices"
 	"testing"
 
@@ -128,22 +125,5 @@ func TestACallThatALeavingServerDroppedMayBeMadeAgain(t *testing.T) {
 	_, err = closed.Generate(limited(t), &penstockv1.GenerateRequest{})
 	if !errors.As(err, &failed) || failed.Retryable() {
 		t.Errorf("on a closed connection: %+v", err)
-	}
-}
-
-func TestEveryReasonOfTheContractHasAName(t *testing.T) {
-	found := func(file, pattern string) []string {
-		text := must[[]byte](t)(os.ReadFile(file))
-		var names []string
-		for _, match := range regexp.MustCompile(pattern).FindAllSubmatch(text, -1) {
-			names = append(names, string(match[1]))
-		}
-		slices.Sort(names)
-		return names
-	}
-	documented := found(filepath.Join(root(), "docs", "reference", "errors.md"), `(?m)^\| ([A-Z_]+) \| [A-Z_]+ \|`)
-	named := found("reasons.go", `Reason = "([A-Z_]+)"`)
-	if len(documented) < 30 || !slices.Equal(documented, named) {
-		t.Errorf("docs/reference/errors.md has\n%v\nand reasons.go\n%v", documented, named)
 	}
 }

@@ -21,10 +21,8 @@ ROOT = Path(__file__).parents[3]
 MODULE = ROOT / "clients" / "go"
 TESTS_S = 900
 
-pytestmark = pytest.mark.sweep
 
-
-@pytest.fixture(autouse=True)
+@pytest.fixture
 def _go() -> None:
     require("go")
 
@@ -45,6 +43,8 @@ def ran(*command: str | Path, cwd: Path = MODULE, **environment: str) -> str:
     return done.stdout
 
 
+@pytest.mark.sweep
+@pytest.mark.usefixtures("_go")
 def test_the_checked_in_stubs_are_what_the_protos_generate(tmp_path: Path) -> None:
     tools = Path(sys.executable).parent
     template = MODULE / "buf.gen.yaml"
@@ -57,12 +57,16 @@ def test_the_checked_in_stubs_are_what_the_protos_generate(tmp_path: Path) -> No
     assert (stale, unread) == ([], []), "run `make proto-go`"
 
 
+@pytest.mark.sweep
+@pytest.mark.usefixtures("_go")
 def test_the_code_is_formatted_and_go_finds_nothing_wrong_with_it() -> None:
     assert ran("gofmt", "-l", ".") == ""
     ran("go", "vet", "./...")
     assert ran("go", "mod", "tidy", "-diff") == ""
 
 
+@pytest.mark.sweep
+@pytest.mark.usefixtures("_go")
 def test_the_tests_of_the_module_pass() -> None:
     """Their servers start from this interpreter, so that they are those of this environment."""
     said = ran(
@@ -79,6 +83,15 @@ def test_the_tests_of_the_module_pass() -> None:
     assert "--- SKIP: " not in said, said
 
 
+def test_every_reason_of_the_contract_has_a_name() -> None:
+    documented = re.findall(
+        r"^\| ([A-Z_]+) \| [A-Z_]+ \|", (ROOT / "docs/reference/errors.md").read_text(), re.M
+    )
+    named = re.findall(r"\t(Err\w+) +Reason = \"([A-Z_]+)\"", (MODULE / "reasons.go").read_text())
+    assert sorted(reason for _, reason in named) == sorted(documented)
+    assert [name.upper() for name, _ in named] == [f"ERR{reason.replace('_', '')}" for _, reason in named]
+
+
 def test_programs_of_the_readme_are_those_that_the_module_tests() -> None:
     tested = (MODULE / "example_test.go").read_text()
     shown = [block for block in blocks() if block.page == MODULE / "README.md" and block.language == "go"]
@@ -89,6 +102,8 @@ def test_programs_of_the_readme_are_those_that_the_module_tests() -> None:
     assert sorted(parts) == sorted(program.strip() for program in programs)
 
 
+@pytest.mark.sweep
+@pytest.mark.usefixtures("_go")
 def test_commands_of_the_readme_run(tmp_path: Path) -> None:
     said = run_readme(MODULE, tmp_path, left_out=["go test"])
     assert said.count("Once upon a time") == 3
