@@ -128,8 +128,12 @@ func (c *Client) health(ctx context.Context) (string, error) {
 	}
 	if failed := new(Error); errors.As(err, &failed) {
 		switch failed.Code {
-		case codes.Unavailable, codes.DeadlineExceeded, codes.Canceled:
+		case codes.Unavailable, codes.DeadlineExceeded:
 			return failed.Message, nil
+		case codes.Canceled: // by a server that leaves; what was cancelled here, or closed, stays so
+			if failed.lost {
+				return failed.Message, nil
+			}
 		case codes.NotFound: // the health service answers before ours is registered
 			return "its health is not known yet", nil
 		}

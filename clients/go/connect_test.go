@@ -113,8 +113,16 @@ func TestWaitingUntilAServerIsReady(t *testing.T) {
 	ctx, cancel := context.WithTimeout(t.Context(), 200*time.Millisecond)
 	defer cancel()
 	err := dial(t, "unix:"+filepath.Join(t.TempDir(), "nobody.sock")).WaitReady(ctx)
-	if !errors.Is(err, context.DeadlineExceeded) {
-		t.Error(err)
+	if !errors.Is(err, context.DeadlineExceeded) || !strings.Contains(err.Error(), "nobody.sock: ") {
+		t.Errorf("it does not say why: %v", err)
+	}
+	closed := must[*penstock.Client](t)(penstock.Dial(demo.addr))
+	if err := closed.Close(); err != nil {
+		t.Fatal(err)
+	}
+	var failed *penstock.Error
+	if err := closed.WaitReady(limited(t)); !errors.As(err, &failed) || failed.Code != codes.Canceled {
+		t.Errorf("on a closed connection: %v", err)
 	}
 }
 
@@ -128,8 +136,24 @@ func TestWhatCannotBeDialled(t *testing.T) {
 		options []penstock.Option
 		says    string
 	}{
-		"no address":         {addr: "", says: "HOST:PORT"},
-		"a space":            {addr: " localhost:1", says: "HOST:PORT"},
+		"no address":          {addr: "", says: "HOST:PORT"},
+		"a space":             {addr: " localhost:1", says: "HOST:PORT"},
+		"a URL":               {addr: "http://localhost:50051", says: "HOST:PORT"},
+		"a URL of TLS":        {addr: "https://localhost:50051", says: "HOST:PORT"},
+		"a path":              {addr: "localhost:50051/path", says: "HOST:PORT"},
+		"a space in the name": {addr: "a b:50051", says: "HOST:PORT"},
+		"a port that is none": {addr: "localhost:http", says: "HOST:PORT"},
+		"a port that is 0":    {addr: "localhost:0", says: "HOST:PORT"},
+		"a large port":        {addr: "localhost:65536", says: "HOST:PORT"},
+		"an empty port":       {addr: "localhost:", says: "HOST:PORT"},
+		"an empty host":       {addr: ":50051", says: "HOST:PORT"},
+		"two ports":           {addr: "localhost:1:2", says: "HOST:PORT"},
+		"half a bracket":      {addr: "[::1", says: "HOST:PORT"},
+		"no path":             {addr: "unix:", says: "HOST:PORT"},
+		"no name":             {addr: "dns:///", says: "HOST:PORT"},
+		"no credentials": {
+			addr: "localhost", options: []penstock.Option{penstock.WithTransportCredentials(nil)}, says: "are nil",
+		},
 		"a key in plaintext": {addr: "models.example:50051", options: []penstock.Option{penstock.WithKey("k")}, says: "plaintext"},
 		"a key in plaintext to a name of many": {
 			addr: "dns:///localhost:50051", options: []penstock.Option{penstock.WithKey("k")}, says: "plaintext",
@@ -176,6 +200,8 @@ func TestWhatCannotBeDialled(t *testing.T) {
 	}
 	for addr, want := range map[string]string{
 		"localhost": "localhost:50051", "::1": "[::1]:50051", "[::1]": "[::1]:50051", "[::1]:7": "[::1]:7", "10.1.2.3:7": "10.1.2.3:7",
+		"unix:/run/x.sock": "unix:/run/x.sock", "unix:x.sock": "unix:x.sock",
+		"dns:///models.example:7": "dns:///models.example:7", "passthrough:///x:7": "passthrough:///x:7",
 	} {
 		if got := dial(t, addr).Conn().Target(); got != want {
 			t.Errorf("%s: %s", addr, got)

@@ -11,6 +11,8 @@ import (
 	"errors"
 	"fmt"
 	"net"
+	"net/netip"
+	"strconv"
 	"strings"
 	"time"
 
@@ -49,7 +51,8 @@ type Client struct {
 	// Health is the stub of grpc.health.v1.Health.
 	Health healthpb.HealthClient
 
-	conn *grpc.ClientConn
+	conn      *grpc.ClientConn
+	chunkRoom int // the most bytes of a tensor that a message has room for
 }
 
 // Dial makes a client. It does not connect: the first call does, or [Client.WaitReady].
@@ -57,7 +60,7 @@ type Client struct {
 // The address is HOST:PORT, unix:/PATH, or dns:///NAME:PORT for all addresses of a name, which are called in turn as
 // long as their health is SERVING. Without [WithTLS] nothing is encrypted.
 //
-// Dial returns an error for options that contradict each other, files that cannot be used, and a key that others
+// Dial returns an error for what is no address, for options that contradict each other, files that cannot be used, and a key that others
 // could read on the network.
 func Dial(addr string, options ...Option) (*Client, error) {
 	chosen := settings{
@@ -70,14 +73,15 @@ func Dial(addr string, options ...Option) (*Client, error) {
 			return nil, fmt.Errorf("penstock: %w", err)
 		}
 	}
-	if strings.TrimSpace(addr) != addr || addr == "" {
-		return nil, fmt.Errorf("penstock: an address must be HOST:PORT or unix:/PATH, not %q", addr)
-	}
-	dialing, err := chosen.dialOptions(addr)
+	to, err := target(addr)
 	if err != nil {
 		return nil, fmt.Errorf("penstock: %w", err)
 	}
-	conn, err := grpc.NewClient(target(addr), dialing...)
+	dialing, err := chosen.dialOptions(to)
+	if err != nil {
+		return nil, fmt.Errorf("penstock: %w", err)
+	}
+	conn, err := grpc.NewClient(to, dialing...)
 	if err != nil {
 		return nil, fmt.Errorf("penstock: %s: %w", addr, err)
 	}
@@ -86,6 +90,7 @@ func Dial(addr string, options ...Option) (*Client, error) {
 		Control:   penstockv1.NewControlServiceClient(conn),
 		Health:    healthpb.NewHealthClient(conn),
 		conn:      conn,
+		chunkRoom: max(chosen.maxMessageBytes-chunkOverheadBytes, 1),
 	}, nil
 }
 
@@ -127,13 +132,14 @@ func (s *settings) dialOptions(addr string) ([]grpc.DialOption, error) {
 
 // serviceConfig says that only UNAVAILABLE is tried again, and only before anything of the answer has come. The server
 // did not take such a call, or its connection broke. gRPC waits for what the server asks for in the trailer
-// grpc-retry-pushback-ms, else for a random part of the backoff.
+// grpc-retry-pushback-ms, else for a random part of the backoff. A health check is not tried again: who asks wants to
+// know how it is now, and why.
 func serviceConfig(retries, balanced bool) string {
 	var parts []string
 	if retries {
 		parts = append(parts, `"methodConfig": [{"name": [{}], "retryPolicy": {
 			"maxAttempts": 5, "initialBackoff": "0.5s", "maxBackoff": "30s", "backoffMultiplier": 2,
-			"retryableStatusCodes": ["UNAVAILABLE"]}}]`)
+			"retryableStatusCodes": ["UNAVAILABLE"]}}, {"name": [{"service": "grpc.health.v1.Health"}]}]`)
 	}
 	if balanced {
 		parts = append(parts, `"loadBalancingConfig": [{"round_robin": {}}],
@@ -142,15 +148,36 @@ func serviceConfig(retries, balanced bool) string {
 	return "{" + strings.Join(parts, ", ") + "}"
 }
 
-// target is the address in gRPC's form, with a port: gRPC would use 443.
-func target(addr string) string {
-	if hasScheme(addr) {
-		return addr
+// target is the address in gRPC's form, with a port: gRPC would use 443. It returns an error for what is no address,
+// which gRPC would take for the name of a host that nobody has.
+func target(addr string) (string, error) {
+	wrong := fmt.Errorf("an address must be HOST:PORT, unix:/PATH or dns:///NAME:PORT, not %q", addr)
+	if strings.ContainsAny(addr, " \t\r\n") || strings.HasPrefix(addr, "http://") || strings.HasPrefix(addr, "https://") {
+		return "", wrong
 	}
-	if _, _, err := net.SplitHostPort(addr); err == nil {
-		return addr
+	if scheme, rest, ok := strings.Cut(addr, ":"); ok && hasScheme(addr) {
+		if scheme == "" || strings.Trim(rest, "/") == "" {
+			return "", wrong
+		}
+		return addr, nil
 	}
-	return net.JoinHostPort(strings.Trim(addr, "[]"), DefaultPort)
+	host, port, err := net.SplitHostPort(addr)
+	if err != nil {
+		host, port = strings.Trim(addr, "[]"), DefaultPort
+		if strings.Contains(host, ":") && !isIPv6(host) || strings.HasPrefix(addr, "[") != strings.HasSuffix(addr, "]") {
+			return "", wrong
+		}
+	}
+	number, err := strconv.ParseUint(port, 10, 16)
+	if err != nil || number == 0 || host == "" || strings.ContainsAny(host, "/[]@,") {
+		return "", wrong
+	}
+	return net.JoinHostPort(host, port), nil
+}
+
+func isIPv6(host string) bool {
+	address, err := netip.ParseAddr(host)
+	return err == nil && address.Is6()
 }
 
 func hasScheme(addr string) bool {
@@ -161,15 +188,15 @@ func isSocket(addr string) bool {
 	return strings.HasPrefix(addr, "unix:") || strings.HasPrefix(addr, "unix-abstract:")
 }
 
-// isLocal says whether what is sent to the address stays on this machine.
-func isLocal(addr string) bool {
-	if isSocket(addr) {
+// isLocal says whether what is sent to the target stays on this machine.
+func isLocal(target string) bool {
+	if isSocket(target) {
 		return true
 	}
-	if hasScheme(addr) {
+	if hasScheme(target) {
 		return false
 	}
-	host, _, err := net.SplitHostPort(target(addr))
+	host, _, err := net.SplitHostPort(target)
 	if err != nil {
 		return false
 	}

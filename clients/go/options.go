@@ -63,6 +63,9 @@ func WithTLS(files TLS) Option {
 // WithTransportCredentials secures the connection by gRPC's own means, where [WithTLS] does not have what is needed.
 func WithTransportCredentials(secure credentials.TransportCredentials) Option {
 	return func(s *settings) error {
+		if secure == nil { // it must not mean plaintext
+			return errors.New("the transport credentials are nil")
+		}
 		if s.credentials != nil {
 			return errTwoCredentials
 		}

@@ -207,6 +207,9 @@ func tensorsOf(file *os.File) ([]Tensor, error) {
 	if err := json.Unmarshal(header, &entries); err != nil {
 		return nil, incomplete("its header is not JSON: %w", err)
 	}
+	if entries == nil {
+		return nil, incomplete("its header is null")
+	}
 	delete(entries, "__metadata__")
 	start := int64(size) + 8
 	places := make([]place, 0, len(entries))

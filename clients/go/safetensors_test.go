@@ -108,6 +108,7 @@ func TestDamagedFilesAreRefused(t *testing.T) {
 	path := filepath.Join(t.TempDir(), "a.safetensors")
 	for name, test := range map[string]struct{ header, data, says string }{
 		"no JSON":            {`{`, "", "its header is not JSON"},
+		"null":               {`null`, "", "its header is null"},
 		"no header":          {``, "", "its header would have 0 bytes"},
 		"too short":          {`{"a": {"dtype": "I8", "shape": [3], "data_offsets": [0, 3]}}`, "xx", "describes 71 bytes, and the file has 70"},
 		"too long":           {`{"a": {"dtype": "I8", "shape": [1], "data_offsets": [0, 1]}}`, "xx", "describes 69 bytes, and the file has 70"},

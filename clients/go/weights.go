@@ -16,8 +16,12 @@ import (
 	"penstock/clients/go/penstockv1"
 )
 
-// mostChunkBytes is the most that is sent at once. A server may take more, but that would only cost memory.
-const mostChunkBytes = 8 << 20
+const (
+	// mostChunkBytes is the most that is sent at once. A server may take more, but that would only cost memory.
+	mostChunkBytes = 8 << 20
+	// chunkOverheadBytes is what a chunk's message has besides the tensor's bytes, at most.
+	chunkOverheadBytes = 64
+)
 
 var castagnoli = crc32.MakeTable(crc32.Castagnoli)
 
@@ -112,7 +116,7 @@ func manifestOf(ctx context.Context, tensors []Tensor, checksums bool) (*penstoc
 func (c *Client) update(
 	ctx context.Context, begin *penstockv1.UpdateWeightsBegin, tensors []Tensor, options []grpc.CallOption,
 ) (*penstockv1.UpdateWeightsResponse, error) {
-	chunkBytes := mostChunkBytes
+	chunkBytes := min(mostChunkBytes, c.chunkRoom)
 	if len(tensors) > 0 {
 		info, err := c.Control.GetServerInfo(ctx, &penstockv1.GetServerInfoRequest{})
 		if err != nil {
@@ -166,6 +170,9 @@ func pieces(ctx context.Context, tensor Tensor, most int, take func(offset uint6
 	left, err := tensor.numBytes()
 	if err != nil {
 		return fmt.Errorf("penstock: %w", err)
+	}
+	if left > 0 && tensor.Data == nil {
+		return fmt.Errorf("penstock: the tensor %s has no Data", tensor.Name)
 	}
 	buffer := make([]byte, min(left, uint64(most)))
 	for offset := uint64(0); left > 0; {

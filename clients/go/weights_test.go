@@ -7,6 +7,7 @@ import (
 	"io"
 	"path/filepath"
 	"slices"
+	"strings"
 	"testing"
 
 	"google.golang.org/grpc/codes"
@@ -85,6 +86,15 @@ func TestNewWeightsServeOnceTheyAreSent(t *testing.T) {
 	}
 	if now := serving(t, client).Weights; now.Generation != before.Generation+2 {
 		t.Errorf("%v", now)
+	}
+}
+
+func TestChunksFitTheClientsOwnMessages(t *testing.T) {
+	client := dial(t, demo.addr, penstock.WithMaxMessageBytes(100_000))
+	// A whole tensor of 1 MiB and a manifest of many tensors: the one is cut, the other is small enough.
+	reply, err := client.UpdateWeights(limited(t), &penstockv1.UpdateWeightsBegin{VersionLabel: "in-pieces"}, demoWeights())
+	if err != nil || reply.Current.Label != "in-pieces" {
+		t.Errorf("%v, %v", reply, err)
 	}
 }
 
@@ -180,6 +190,12 @@ func TestAnUpdateThatGoesWrongOnItsWayChangesNothing(t *testing.T) {
 
 	norm.Data = &broken{}
 	if _, err := client.UpdateWeightsFromTensors(limited(t), begin, []penstock.Tensor{norm}); !errors.Is(err, io.ErrUnexpectedEOF) {
+		t.Error(err)
+	}
+
+	norm.Data = nil
+	_, err = client.UpdateWeightsFromTensors(limited(t), begin, []penstock.Tensor{norm})
+	if err == nil || !strings.Contains(err.Error(), "model.norm.weight has no Data") {
 		t.Error(err)
 	}
 
