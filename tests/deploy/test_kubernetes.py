@@ -148,7 +148,7 @@ def test_what_the_server_writes_and_reads_is_in_a_volume(found: Manifests) -> No
 
 def test_the_image_has_the_user_and_the_folders(found: Manifests) -> None:
     dockerfile = (ROOT / "Dockerfile").read_text()
-    assert f"USER {found.pod['securityContext']['runAsUser']}" in dockerfile
+    assert f"\nUSER {found.pod['securityContext']['runAsUser']}\n" in dockerfile
     assert str(found.serve.native_folder) in dockerfile
     assert found.container["image"].startswith("penstock:")
 
