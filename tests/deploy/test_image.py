@@ -101,7 +101,6 @@ def test_the_compose_file_uses_the_folders_that_it_has(lines: list[tuple[str, st
     commands = " ".join(rest for name, rest in lines if name == "RUN")
     service = yaml_of(PARTS / "compose.yml")["services"]["penstock"]
     said = dict(re.findall(r"--([\w-]+)=(\S+)", " ".join(service["command"])))
-    assert f"native.build --folder {said['native-folder']}" in commands
     assert said["compilation-cache"].startswith(dict(lines)["VOLUME"] + "/")
     assert [volume.split(":")[1] for volume in service["volumes"]] == [dict(lines)["VOLUME"]]
     assert f"install -d -o penstock {dict(lines)['VOLUME']}" in commands

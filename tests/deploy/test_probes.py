@@ -18,7 +18,7 @@ from tests.deploy.manifests import manifests
 from tests.support.demo_server import served_demo
 
 CERTS = ROOT / "tests" / "service" / "certs"
-ONLY_IN_A_POD = ("--host=", "--native-folder=", "--compilation-cache=", "--metrics-")
+ONLY_IN_A_POD = ("--host=", "--compilation-cache=", "--metrics-")
 
 pytestmark = pytest.mark.sweep
 
