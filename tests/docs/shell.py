@@ -68,7 +68,6 @@ NOT_RUN = (
     NotRun(r"export PATH=", "the tests have a PATH of their own", _nothing),
     NotRun(r"python -m venv ", "only a command that downloads packages needs it", _nothing),
     NotRun(r"pip install |\S*/pip install ", "it downloads packages", _nothing),
-    NotRun(r"python -m build ", "it builds in an environment that it downloads", _nothing),
     NotRun(r"docker ", "it needs a Docker daemon, and images from a registry", _nothing),
     NotRun(r"kubectl ", "it needs a cluster", _nothing),
     NotRun(r"perf |uvx py-spy |grep penstock-engine ", "they look into a process of the reader's", _nothing),

@@ -1,3 +1,4 @@
+import java.io.IOException;
 import java.nio.file.Path;
 import java.util.ArrayList;
 import java.util.HashMap;
@@ -28,7 +29,7 @@ record Arguments(Map<String, String> options, List<String> words) {
     }
 
     /** A client for --addr, --ca, --cert and --key; the key of a caller is in the variable PENSTOCK_TOKEN. */
-    ClientBuilder client() {
+    ClientBuilder client() throws IOException {
         String otherwise = Optional.ofNullable(System.getenv("PENSTOCK_ADDR")).orElse("127.0.0.1:50051");
         ClientBuilder builder = PenstockClient.builder(option("addr").orElse(otherwise));
         if (option("ca").isPresent()) {

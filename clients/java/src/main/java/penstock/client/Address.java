@@ -11,7 +11,8 @@ import java.util.regex.Pattern;
  */
 record Address(String target, boolean local) {
     private static final int DEFAULT_PORT = 50051;
-    private static final Pattern HOST_AND_PORT = Pattern.compile("(\\[[0-9a-fA-F:.%]+]|[^\\s:/\\[\\],]+)(?::(\\d{1,5}))?");
+    private static final Pattern HOST_AND_PORT =
+            Pattern.compile("(\\[[0-9a-fA-F:.%]+]|[^\\s:/\\[\\],]+)(?::(\\d{1,5}))?");
     private static final Pattern LOOPBACK = Pattern.compile("(?i)localhost|127(\\.\\d{1,3}){3}|\\[::1]");
 
     /**

@@ -11,9 +11,9 @@ import java.util.concurrent.TimeUnit;
  * The attempts at one call. It is made again only if the server did not take it: after UNAVAILABLE, or where the
  * connection was lost before anything of the answer came.
  *
- * <p>gRPC's own retries, by a service config, are not used: gRPC for Java also repeats every other status whose trailers
- * have grpc-retry-pushback-ms, so that QUEUE_FULL and RATE_LIMITED would keep the caller waiting for up to minutes
- * instead of being told.
+ * <p>gRPC's own retries, by a service config, are not used: gRPC for Java also repeats every other status whose
+ * trailers have grpc-retry-pushback-ms. QUEUE_FULL and RATE_LIMITED would then keep the caller waiting for minutes
+ * instead of being reported.
  */
 final class Attempts {
     private static final int MOST = 5;

@@ -10,6 +10,7 @@ import io.grpc.Grpc;
 import io.grpc.InsecureChannelCredentials;
 import io.grpc.ManagedChannel;
 import io.grpc.ManagedChannelBuilder;
+import io.grpc.ManagedChannelRegistry;
 import io.grpc.Metadata;
 import io.grpc.MethodDescriptor;
 import io.grpc.stub.MetadataUtils;
@@ -27,7 +28,8 @@ public final class ClientBuilder {
 
     private final Address address;
     private final List<ClientInterceptor> interceptors = new ArrayList<>();
-    private Optional<Tls> tls = Optional.empty();
+    private Optional<ChannelCredentials> credentials = Optional.empty();
+    private Optional<String> serverName = Optional.empty();
     private Optional<String> key = Optional.empty();
     private boolean plaintextKey;
     private boolean retries = true;
@@ -44,9 +46,11 @@ public final class ClientBuilder {
      *
      * @param tls whom to trust, and which certificate to show
      * @return this
+     * @throws IOException if one of its files cannot be read
      */
-    public ClientBuilder tls(Tls tls) {
-        this.tls = Optional.of(tls);
+    public ClientBuilder tls(Tls tls) throws IOException {
+        this.credentials = Optional.of(tls.credentials());
+        this.serverName = tls.serverName();
         return this;
     }
 
@@ -78,8 +82,8 @@ public final class ClientBuilder {
 
     /**
      * Switches retries off. With them a call that ends with UNAVAILABLE before anything of its answer has come is
-     * made up to five times in all, after the time that the server asks for and a random part of 0.5 s, 1 s, 2 s and 4 s.
-     * Weight updates are never repeated, nor are calls of gRPC's own stubs.
+     * made up to five times in all, each time after what the server asks for and a random part of 0.5 s, 1 s, 2 s and
+     * 4 s. Weight updates are never repeated, nor are calls of gRPC's own stubs.
      *
      * @return this
      */
@@ -133,27 +137,34 @@ public final class ClientBuilder {
      * Makes the client. It connects when it is first used.
      *
      * @return a client, to be closed
-     * @throws IOException if a file of {@link Tls} cannot be read
      * @throws IllegalStateException if the key would be sent to another machine in plaintext
+     * @throws IllegalArgumentException if a file of {@link Tls} holds no certificate, or no private key that fits it
      */
-    public PenstockClient build() throws IOException {
-        if (key.isPresent() && tls.isEmpty() && !address.local() && !plaintextKey) {
-            throw new IllegalStateException("the key would be sent to " + address.target()
-                    + " in plaintext, readable for others on the network; use tls(), or allow it with allowPlaintextKey()");
+    public PenstockClient build() {
+        if (key.isPresent() && credentials.isEmpty() && !address.local() && !plaintextKey) {
+            throw new IllegalStateException("the key would be sent to " + address.target() + " in plaintext, readable"
+                    + " for others on the network; use tls(), or allow it with allowPlaintextKey()");
         }
-        ChannelCredentials credentials =
-                tls.isPresent() ? tls.get().credentials() : InsecureChannelCredentials.create();
-        ManagedChannelBuilder<?> builder = Grpc.newChannelBuilder(address.target(), credentials)
+        ChannelCredentials used = credentials.orElseGet(InsecureChannelCredentials::create);
+        ManagedChannelBuilder<?> builder = channelBuilder(used)
                 .maxInboundMessageSize(maxMessageBytes)
                 .keepAliveTime(keepAlive.toNanos(), TimeUnit.NANOSECONDS)
                 .keepAliveTimeout(keepAliveTimeout.toNanos(), TimeUnit.NANOSECONDS);
-        tls.flatMap(Tls::serverName).ifPresent(builder::overrideAuthority);
+        serverName.ifPresent(builder::overrideAuthority);
         ManagedChannel managed = builder.build();
         List<ClientInterceptor> all = new ArrayList<>();
         all.add(new MessageBound(maxMessageBytes));
         key.map(ClientBuilder::bearer).ifPresent(all::add);
         all.addAll(interceptors);
         return new PenstockClient(managed, ClientInterceptors.intercept(managed, all), retries, Optional.empty());
+    }
+
+    private ManagedChannelBuilder<?> channelBuilder(ChannelCredentials used) {
+        try {
+            return Grpc.newChannelBuilder(address.target(), used);
+        } catch (ManagedChannelRegistry.ProviderNotFoundException error) { // which is how gRPC says it
+            throw new IllegalArgumentException("TLS cannot be used: " + error.getMessage(), error);
+        }
     }
 
     private static ClientInterceptor bearer(String key) {

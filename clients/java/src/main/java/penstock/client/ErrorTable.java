@@ -66,7 +66,7 @@ final class ErrorTable {
      * <p>A status UNAVAILABLE without a reason comes from gRPC: nobody answers. So does a CANCELLED that this program
      * did not ask for, before anything of the answer has come: the connection met a server that was shutting down.
      *
-     * <p>A request that cannot be sent, such as one that is too large, is CANCELLED by gRPC, with the reason as its cause.
+     * <p>A request that cannot be sent, such as one that is too large, is CANCELLED by gRPC, and the cause says why.
      *
      * @param mayBeCancelled whether CANCELLED is to be taken as such: this program cancelled, or a part of the answer
      *     has come

@@ -81,17 +81,6 @@ public final class PenstockClient implements AutoCloseable {
     }
 
     /**
-     * Makes a client without TLS and without a key, for a server on this machine.
-     *
-     * @param address as for {@link #builder}
-     * @return a client, to be closed
-     * @throws IOException never, as no file is read
-     */
-    public static PenstockClient plaintext(String address) throws IOException {
-        return builder(address).build();
-    }
-
-    /**
      * Gives this client another timeout for each of its calls.
      *
      * @param timeout how long a call may take, retries included
@@ -104,8 +93,9 @@ public final class PenstockClient implements AutoCloseable {
     }
 
     /**
-     * Returns the connection, for stubs of gRPC's own such as {@code InferenceServiceGrpc.newFutureStub(channel)}. Calls
-     * on it send the key. They throw gRPC's exceptions, of which {@link PenstockException#from} makes ours.
+     * Returns the connection, for stubs of gRPC's own, such as {@code InferenceServiceGrpc.newFutureStub(channel)}.
+     * Their calls send the key, too. They are not retried, and throw gRPC's exceptions, of which
+     * {@link PenstockException#from} makes ours.
      *
      * @return the channel
      */
@@ -161,8 +151,8 @@ public final class PenstockClient implements AutoCloseable {
      * can be asked for by the same call with {@link PenstockException#updateId()}.
      *
      * @param tensors the file or directory
-     * @param begin how to update; version_label is required, the source must be unset, and an update_id is made if there
-     *     is none
+     * @param begin how to update; version_label is required, the source must be unset, and an update_id is made if
+     *     there is none
      * @param progress is told after each piece
      * @return what came of the update
      * @throws IOException if a file cannot be read, or is no safetensors file; then nothing has changed
@@ -174,8 +164,8 @@ public final class PenstockClient implements AutoCloseable {
     }
 
     /**
-     * Replaces the weights as {@link #updateWeights(Path, UpdateWeightsBegin, UpdateProgress)} does, and tells nobody of
-     * its progress.
+     * Replaces the weights as {@link #updateWeights(Path, UpdateWeightsBegin, UpdateProgress)} does, and tells nobody
+     * of its progress.
      *
      * @param tensors the file or directory
      * @param begin how to update

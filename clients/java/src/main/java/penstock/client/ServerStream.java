@@ -29,9 +29,9 @@ import java.util.function.Function;
  * }
  * </pre>
  *
- * <p>{@link #hasNext()} waits for the next message, and throws a {@link PenstockException} if the call fails. The client
- * asks for a message when the one before was read, so a slow reader slows the server. One thread reads; any thread may
- * close.
+ * <p>{@link #hasNext()} waits for the next message, and throws a {@link PenstockException} if the call fails. The
+ * client asks for a message when the one before was read, so a slow reader slows the server. One thread reads; any
+ * thread may close.
  *
  * @param <T> the type of the messages
  */

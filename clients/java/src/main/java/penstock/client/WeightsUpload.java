@@ -25,7 +25,7 @@ import penstock.v1.UpdateWeightsCommit;
 import penstock.v1.UpdateWeightsRequest;
 import penstock.v1.UpdateWeightsResponse;
 
-/** One weight update: it sends the manifest with the checksums of all tensors, their bytes in chunks, and the commit. */
+/** One weight update: the manifest with the checksums of all tensors, their bytes in chunks, and the commit. */
 final class WeightsUpload {
     /** A server may take larger chunks, but that would only cost memory. */
     private static final int MOST_CHUNK_BYTES = 8 << 20;

@@ -76,8 +76,8 @@ final class DemoServer implements AutoCloseable {
         return Integer.parseInt(address.substring(address.indexOf(':') + 1));
     }
 
-    PenstockClient client() throws IOException {
-        return PenstockClient.plaintext(address);
+    PenstockClient client() {
+        return PenstockClient.builder(address).build();
     }
 
     /** Sends SIGTERM. */

@@ -103,9 +103,9 @@ class ReadmeExamplesTest {
         assertThrows(FileNotFoundException.class, () -> {
             // ---
             PenstockClient client = PenstockClient.builder("localhost:50051")
-                    .tls(Tls.trusting(Path.of("ca.pem")) // Tls.wellKnown(): the authorities that Java trusts
-                            .withCertificate(Path.of("alice.pem"), Path.of("alice.key"))) // for a server that asks for one (mTLS)
-                    .key(key) // for a server with keys
+                    .tls(Tls.trusting(Path.of("ca.pem")) // or Tls.wellKnown(): whom Java trusts
+                            .withCertificate(Path.of("alice.pem"), Path.of("alice.key"))) // where asked for (mTLS)
+                    .key(key) // where the server has keys
                     .build();
             // ---
             client.close();

@@ -52,7 +52,7 @@ class SecureTest {
         return DemoServer.run(all);
     }
 
-    private static ClientBuilder builder(String key) {
+    private static ClientBuilder builder(String key) throws IOException {
         return PenstockClient.builder(server.address()).tls(TRUSTING).key(key).withoutRetries();
     }
 
@@ -147,11 +147,13 @@ class SecureTest {
     }
 
     @Test
-    void filesThatCannotBeUsedAreRefusedBeforeAnythingIsSent() {
+    void filesThatCannotBeUsedAreRefusedBeforeAnythingIsSent() throws IOException {
         Path ca = DemoServer.CERTS.resolve("ca.pem");
         assertThrows(
                 IOException.class,
-                () -> builder(user).tls(Tls.trusting(folder.resolve("missing"))).build());
+                () -> builder(user).tls(Tls.trusting(folder.resolve("missing"))));
+        ClientBuilder noCertificates = builder(user).tls(Tls.trusting(folder.resolve("keys.json")));
+        assertThrows(IllegalArgumentException.class, noCertificates::build);
         assertThrows(
                 IllegalArgumentException.class,
                 () -> new Tls(Optional.empty(), Optional.of(ca), Optional.empty(), Optional.empty()));
