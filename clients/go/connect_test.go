@@ -101,8 +101,13 @@ func TestAUnixSocket(t *testing.T) {
 
 func TestAllAddressesOfAName(t *testing.T) {
 	_, port, _ := strings.Cut(demo.addr, ":")
-	if err := load(t, dial(t, "dns:///localhost:"+port)); err != nil {
+	client := dial(t, "dns:///localhost:"+port)
+	if err := load(t, client); err != nil {
 		t.Error(err)
+	}
+	begin := &penstockv1.UpdateWeightsBegin{VersionLabel: "x", ValidateOnly: true}
+	if _, err := client.UpdateWeights(limited(t), begin, demoWeights()); err == nil || !strings.Contains(err.Error(), "several servers") {
+		t.Errorf("one of several servers was updated: %v", err)
 	}
 }
 
@@ -154,6 +159,7 @@ func TestWhatCannotBeDialled(t *testing.T) {
 		"no credentials": {
 			addr: "localhost", options: []penstock.Option{penstock.WithTransportCredentials(nil)}, says: "are nil",
 		},
+		"two servers":        {addr: "localhost:1,localhost:2", says: "HOST:PORT"},
 		"a key in plaintext": {addr: "models.example:50051", options: []penstock.Option{penstock.WithKey("k")}, says: "plaintext"},
 		"a key in plaintext to a name of many": {
 			addr: "dns:///localhost:50051", options: []penstock.Option{penstock.WithKey("k")}, says: "plaintext",

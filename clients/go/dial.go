@@ -52,7 +52,8 @@ type Client struct {
 	Health healthpb.HealthClient
 
 	conn      *grpc.ClientConn
-	chunkRoom int // the most bytes of a tensor that a message has room for
+	balanced  bool // whether calls go to several servers in turn
+	chunkRoom int  // the most bytes of a tensor that a message has room for
 }
 
 // Dial makes a client. It does not connect: the first call does, or [Client.WaitReady].
@@ -91,6 +92,7 @@ func Dial(addr string, options ...Option) (*Client, error) {
 		Health:    healthpb.NewHealthClient(conn),
 		conn:      conn,
 		chunkRoom: max(chosen.maxMessageBytes-chunkOverheadBytes, 1),
+		balanced:  isBalanced(to),
 	}, nil
 }
 
@@ -108,7 +110,7 @@ func (s *settings) dialOptions(addr string) ([]grpc.DialOption, error) {
 	found := []grpc.DialOption{
 		grpc.WithTransportCredentials(secure),
 		grpc.WithKeepaliveParams(s.keepalive),
-		grpc.WithDefaultServiceConfig(serviceConfig(s.retries, strings.HasPrefix(addr, "dns:///"))),
+		grpc.WithDefaultServiceConfig(serviceConfig(s.retries, isBalanced(addr))),
 		grpc.WithDefaultCallOptions(
 			grpc.MaxCallRecvMsgSize(s.maxMessageBytes), grpc.MaxCallSendMsgSize(s.maxMessageBytes)),
 		// By default gRPC waits up to two minutes before it connects again, and would find a server that has just
@@ -180,6 +182,9 @@ func isIPv6(host string) bool {
 	return err == nil && address.Is6()
 }
 
+// isBalanced says whether calls go to all addresses of a name, in turn.
+func isBalanced(target string) bool { return strings.HasPrefix(target, "dns:///") }
+
 func hasScheme(addr string) bool {
 	return strings.Contains(addr, "://") || isSocket(addr) || strings.HasPrefix(addr, "dns:")
 }
@@ -190,18 +195,12 @@ func isSocket(addr string) bool {
 
 // isLocal says whether what is sent to the target stays on this machine.
 func isLocal(target string) bool {
-	if isSocket(target) {
-		return true
-	}
 	if hasScheme(target) {
-		return false
+		return isSocket(target)
 	}
 	host, _, err := net.SplitHostPort(target)
-	if err != nil {
-		return false
-	}
 	ip := net.ParseIP(host)
-	return strings.EqualFold(host, "localhost") || ip != nil && ip.IsLoopback()
+	return err == nil && (strings.EqualFold(host, "localhost") || ip != nil && ip.IsLoopback())
 }
 
 var errTwoCredentials = errors.New("WithTLS and WithTransportCredentials both secure the connection; use only one of them")

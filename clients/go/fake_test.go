@@ -13,6 +13,8 @@ import (
 	"google.golang.org/genproto/googleapis/rpc/errdetails"
 	"google.golang.org/grpc"
 	"google.golang.org/grpc/codes"
+	"google.golang.org/grpc/health"
+	healthpb "google.golang.org/grpc/health/grpc_health_v1"
 	"google.golang.org/grpc/metadata"
 	"google.golang.org/grpc/status"
 	"google.golang.org/protobuf/types/known/durationpb"
@@ -71,9 +73,15 @@ func (f *fake) Stream(_ *penstockv1.StreamRequest, to grpc.ServerStreamingServer
 // faking serves a fake, and gives its address.
 func faking(t *testing.T, service *fake) string {
 	t.Helper()
+	return served(t, func(to *grpc.Server) { penstockv1.RegisterInferenceServiceServer(to, service) })
+}
+
+// served starts a server in this process, and gives its address.
+func served(t *testing.T, register func(*grpc.Server)) string {
+	t.Helper()
 	listener := must[net.Listener](t)(net.Listen("tcp", "127.0.0.1:0"))
 	grpcServer := grpc.NewServer()
-	penstockv1.RegisterInferenceServiceServer(grpcServer, service)
+	register(grpcServer)
 	go func() { _ = grpcServer.Serve(listener) }()
 	t.Cleanup(grpcServer.Stop)
 	return listener.Addr().String()
@@ -152,6 +160,27 @@ func TestAnswersMayBeLargerThanWhatGRPCTakesByDefault(t *testing.T) {
 	}
 }
 
+func TestAServerOfSeveralThatIsNotServingIsNotCalled(t *testing.T) {
+	service := &fake{}
+	told := health.NewServer()
+	told.SetServingStatus("penstock.v1.InferenceService", healthpb.HealthCheckResponse_NOT_SERVING)
+	addr := served(t, func(to *grpc.Server) {
+		penstockv1.RegisterInferenceServiceServer(to, service)
+		healthpb.RegisterHealthServer(to, told)
+	})
+	_, port, _ := strings.Cut(addr, ":")
+	client := dial(t, "dns:///localhost:"+port, penstock.WithoutRetries())
+	_, err := client.Generate(limited(t), &penstockv1.GenerateRequest{})
+	if status.Code(err) != codes.Unavailable || service.count() != 0 {
+		t.Errorf("%d calls, %v", service.count(), err)
+	}
+	told.SetServingStatus("penstock.v1.InferenceService", healthpb.HealthCheckResponse_SERVING)
+	until(t, "it is called", func() bool {
+		_, err := client.Generate(limited(t), &penstockv1.GenerateRequest{})
+		return err == nil
+	})
+}
+
 // taker is a server that takes weights in small chunks, and notes what it is sent.
 type taker struct {
 	penstockv1.UnimplementedInferenceServiceServer
@@ -180,17 +209,14 @@ func (f *taker) UpdateWeights(
 
 func TestAnUpdateIsSentInChunks(t *testing.T) {
 	service := &taker{}
-	listener := must[net.Listener](t)(net.Listen("tcp", "127.0.0.1:0"))
-	grpcServer := grpc.NewServer()
-	penstockv1.RegisterInferenceServiceServer(grpcServer, service)
-	penstockv1.RegisterControlServiceServer(grpcServer, service)
-	go func() { _ = grpcServer.Serve(listener) }()
-	t.Cleanup(grpcServer.Stop)
-
+	addr := served(t, func(to *grpc.Server) {
+		penstockv1.RegisterInferenceServiceServer(to, service)
+		penstockv1.RegisterControlServiceServer(to, service)
+	})
 	tensor := func(name string, dtype penstockv1.DataType, data string, shape ...uint64) penstock.Tensor {
 		return penstock.Tensor{Name: name, DType: dtype, Shape: shape, Data: strings.NewReader(data)}
 	}
-	_, err := dial(t, listener.Addr().String()).UpdateWeightsFromTensors(
+	_, err := dial(t, addr).UpdateWeightsFromTensors(
 		limited(t), &penstockv1.UpdateWeightsBegin{VersionLabel: "x"}, []penstock.Tensor{
 			tensor("long", penstockv1.DataType_DATA_TYPE_I8, "123456789", 3, 3),
 			tensor("empty", penstockv1.DataType_DATA_TYPE_F32, "", 0),

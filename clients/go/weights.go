@@ -34,6 +34,9 @@ var castagnoli = crc32.MakeTable(crc32.Castagnoli)
 //
 // An update is applied once for each update_id, so a call that failed may be made again with the same one: it answers
 // UPDATE_OUTCOME_ALREADY_COMMITTED if it had been applied. Without an update_id a new one is made, which [Error] has.
+//
+// A client of several servers (dns:///) cannot update them, because they would no longer serve the same: make a client
+// for each.
 func (c *Client) UpdateWeights(
 	ctx context.Context, begin *penstockv1.UpdateWeightsBegin, path string, options ...grpc.CallOption,
 ) (*penstockv1.UpdateWeightsResponse, error) {
@@ -116,6 +119,9 @@ func manifestOf(ctx context.Context, tensors []Tensor, checksums bool) (*penstoc
 func (c *Client) update(
 	ctx context.Context, begin *penstockv1.UpdateWeightsBegin, tensors []Tensor, options []grpc.CallOption,
 ) (*penstockv1.UpdateWeightsResponse, error) {
+	if c.balanced {
+		return nil, errors.New("penstock: this client calls several servers in turn; to update them, make a client for each")
+	}
 	chunkBytes := min(mostChunkBytes, c.chunkRoom)
 	if len(tensors) > 0 {
 		info, err := c.Control.GetServerInfo(ctx, &penstockv1.GetServerInfoRequest{})
