@@ -64,11 +64,11 @@ class DeafServer(PenstockServer):
     async def start(self) -> None:
         await super().start()
         if self.early:
-            await self.front.servers[0].stop(None)
+            await self.addresses.servers[0].stop(None)
 
     async def start_engine(self) -> None:
         await super().start_engine()
-        await self.front.servers[0].stop(None)
+        await self.addresses.servers[0].stop(None)
 
 
 if __name__ == "__main__":

@@ -23,9 +23,9 @@ import grpc
 from penstock.runtime.errors import ConfigError
 from penstock.service.access.keys import Keys
 from penstock.service.access.rates import Clock
+from penstock.service.addresses import Addresses, Serve
 from penstock.service.backend import Backend
 from penstock.service.counts import show_counts
-from penstock.service.front import Front, Serve
 from penstock.service.identity import new_instance_id
 from penstock.service.lifecycle import health
 from penstock.service.lifecycle.engine_end import EngineEnd
@@ -131,7 +131,7 @@ class PenstockServer:
         self._starting = False
         self._ending: asyncio.Task[bool] | None = None
         try:
-            self.front = Front(options, self._build, self._lose_front)
+            self.addresses = Addresses(options, self._build, self._lose_address)
         except ConfigError:
             self.metrics.close()
             raise
@@ -139,12 +139,12 @@ class PenstockServer:
     @property
     def port(self) -> int | None:
         """The port that it listens on; None if it listens on a Unix socket only."""
-        return self.front.port
+        return self.addresses.port
 
     @property
     def address(self) -> str:
         """The address that takes requests: the port, or the Unix socket if there is no port."""
-        return self.front.addresses[0]
+        return self.addresses.main[0]
 
     def _build(self, interceptors: Sequence[grpc.aio.ServerInterceptor]) -> Serve:
         bounds = self._options.bounds
@@ -181,7 +181,7 @@ class PenstockServer:
         """Start to answer: health and reflection. RPCs of the contract are refused as NOT_READY."""
         grpc_log.hush()
         self.metrics.start()
-        await self.front.start()
+        await self.addresses.start()
 
     def attach(self, engine: Backend) -> None:
         """Answer with this engine. Generation is refused as NOT_READY until `start_engine` ends."""
@@ -255,7 +255,7 @@ class PenstockServer:
         self._readiness.refuse("dead")
         self._failed.set()
 
-    def _lose_front(self, error: BaseException | None) -> None:
+    def _lose_address(self, error: BaseException | None) -> None:
         log.error("gRPC stopped listening unexpectedly, so the server ends: %r", error)
         self._readiness.refuse("deaf")
         self._failed.set()
@@ -294,13 +294,13 @@ class PenstockServer:
         await self._calls.wait_settled()  # requests that gRPC has accepted are refused as DRAINING meanwhile
         # The server stops listening, and tells clients to go elsewhere. What runs goes on.
         most_s = self._options.grace_s + _LAST_REPLIES_S + _LAST_WORDS_S
-        leaving = asyncio.create_task(self.front.stop(most_s))
+        leaving = asyncio.create_task(self.addresses.stop(most_s))
         self._health.close()
         drained = draining is None or await draining
         if end is not None and not drained:
             await end.abort(self._options.grace_s)
         await self._calls.wait_idle(_LAST_REPLIES_S)
-        await self.front.stop(_LAST_WORDS_S)
+        await self.addresses.stop(_LAST_WORDS_S)
         await leaving
         self._lanes.close()
         if self._ledger is not None:

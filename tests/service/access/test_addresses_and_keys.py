@@ -30,7 +30,7 @@ async def test_nobody_controls_at_the_main_address(tmp_path: Path) -> None:
     entries = [key("boss", INFER | CONTROL), key("alice")]
     listen = ListenOptions(control_port=0)
     async with serving_keys(tmp_path / "keys", *entries, engine=fake(hold=True), listen=listen) as main:
-        address = main.server.front.control_address
+        address = main.server.addresses.control_address
         assert address is not None
         async with grpc.aio.insecure_channel(address) as channel:
             control = Rig(main.engine, main.server, channel)

@@ -112,7 +112,7 @@ async def test_at_the_main_address_control_keys_reach_only_their_own(file):
     async with serving_keys(
         file, key("alice"), key("boss", CONTROL), engine=engine, listen=ListenOptions(control_port=0)
     ) as main:
-        address = main.server.front.control_address
+        address = main.server.addresses.control_address
         assert address is not None
         async with grpc.aio.insecure_channel(address) as channel:
             control = Rig(engine, main.server, channel)

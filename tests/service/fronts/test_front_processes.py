@@ -28,7 +28,7 @@ from tests.service.tls_rig import install, listening, secure, shown
 
 
 def fronts(rig: Rig) -> LinkServer:
-    made: Any = rig.server.front.servers[0]
+    made: Any = rig.server.addresses.servers[0]
     assert isinstance(made, LinkServer)
     return made
 
@@ -106,7 +106,7 @@ async def test_where_front_processes_die_at_once_the_server_ends(monkeypatch: py
         monkeypatch.setattr(processes, "PROGRAM", "no.such.program")
         process.kill()
         await asyncio.wait_for(rig.server.wait_for_failure(), 3 * WAIT_S)
-        assert rig.server.front.port is not None
+        assert rig.server.addresses.port is not None
 
 
 async def test_a_front_process_that_cannot_listen_says_why(tmp_path: Path) -> None:

@@ -129,14 +129,14 @@ async def test_other_addresses_are_served_by_the_engine_s_process(tmp_path: Path
     """The Unix socket and the control port; what each of them refuses stays the same."""
     listen = ListenOptions(unix_socket=tmp_path / "s", control_port=0)
     async with serving(listen=listen, front_processes=1) as rig:
-        port, unix = rig.server.front.addresses
+        port, unix = rig.server.addresses.main
         assert await flushed(rig.channel) == "SERVED_ELSEWHERE"
         for address in (port, unix):
             async with grpc.aio.insecure_channel(address) as channel:
                 stub: Any = inference_pb2_grpc.InferenceServiceStub(channel)
                 assert (await stub.Generate(generate("y"))).outputs[0].text == "z"
-        assert rig.server.front.control_address is not None
-        async with grpc.aio.insecure_channel(rig.server.front.control_address) as channel:
+        assert rig.server.addresses.control_address is not None
+        async with grpc.aio.insecure_channel(rig.server.addresses.control_address) as channel:
             assert await flushed(channel) == "OK"
 
 

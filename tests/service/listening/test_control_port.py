@@ -27,7 +27,7 @@ async def both(engine: Any = None, **options: Any) -> AsyncIterator[tuple[Rig, R
     """The main address, and the address of control."""
     options = {"listen": ListenOptions(control_port=0)} | options
     async with serving(engine, **options) as main:
-        address = main.server.front.control_address
+        address = main.server.addresses.control_address
         assert address is not None
         async with grpc.aio.insecure_channel(address) as channel:
             yield main, Rig(main.engine, main.server, channel)
@@ -45,7 +45,7 @@ async def test_flush_is_at_the_control_address_only() -> None:
     async with both() as (main, control):
         failure = await failure_of(main.control.FlushCache(control_pb2.FlushCacheRequest()))
         assert (failure.code.name, failure.reason) == ("UNIMPLEMENTED", "SERVED_ELSEWHERE")
-        port = main.server.front.control_port
+        port = main.server.addresses.control_port
         assert failure.message == f"FlushCache is not served at this address, but at the control port, {port}"
         await control.control.FlushCache(control_pb2.FlushCacheRequest(), timeout=20)
 
@@ -144,7 +144,7 @@ async def test_both_end_when_the_server_stops() -> None:
 
 async def test_without_a_control_port_all_is_at_one_address() -> None:
     async with serving() as rig:
-        assert rig.server.front.control_address is None
+        assert rig.server.addresses.control_address is None
         await rig.control.FlushCache(control_pb2.FlushCacheRequest(), timeout=20)
         await rig.inference.Abort(inference_pb2.AbortRequest(all=inference_pb2.AllRequests()), timeout=20)
 
@@ -154,7 +154,7 @@ async def test_a_replaced_certificate_is_shown_at_both(tmp_path: Any) -> None:
     tls = listening(tmp_path)
     listen = ListenOptions(control_port=0, tls_cert=tls.tls_cert, tls_key=tls.tls_key)
     async with serving(listen=listen) as rig:
-        ports = (rig.server.port, rig.server.front.control_port)
+        ports = (rig.server.port, rig.server.addresses.control_port)
         assert [await shown(port) for port in ports] == ["first"] * 2
         install(tmp_path, "renewed")
         assert [await shown(port) for port in ports] == ["second"] * 2

@@ -65,7 +65,7 @@ async def test_any_path_is_refused_and_the_server_goes_on(path: bytes) -> None:
 
 async def test_a_path_that_is_no_text_at_the_control_port() -> None:
     async with serving(listen=ListenOptions(control_port=0)) as rig:
-        address = rig.server.front.control_address
+        address = rig.server.addresses.control_address
         assert address is not None
         for _ in range(2):
             async with Peer(address) as peer:
@@ -90,7 +90,7 @@ async def test_nothing_stays_of_refused_calls() -> None:
 async def test_refusals_that_nobody_takes_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(grpc_server, "MAX_REFUSING", 1)
     async with serving() as rig, Peer(rig.server.address) as peer:
-        refusing = vars(rig.server.front.servers[0])["_server"]._refusing
+        refusing = vars(rig.server.addresses.servers[0])["_server"]._refusing
         stuck = asyncio.create_task(asyncio.Event().wait())
         refusing.add(stuck)
         stream = await peer.call("/some.other.Service/Method", None, end=False)
@@ -113,7 +113,7 @@ async def test_unknown_calls_do_not_keep_the_server_from_ending() -> None:
 async def test_an_end_that_nobody_asked_for_is_a_failure(caplog: pytest.LogCaptureFixture) -> None:
     async with serving() as rig:
         assert await rig.health_of() != NOT_SERVING
-        await rig.server.front.servers[0].stop(None)
+        await rig.server.addresses.servers[0].stop(None)
         await asyncio.wait_for(rig.server.wait_for_failure(), WAIT_S)
         assert [rig.server._health._statuses[name] for name in READINESS] == [NOT_SERVING] * len(READINESS)
         assert "gRPC stopped listening" in caplog.text
@@ -152,4 +152,4 @@ def test_what_is_used_of_grpcio_beyond_its_public_names() -> None:
 
 def _refusing(rig: Rig) -> int:
     gc.collect()
-    return sum(len(vars(server)["_server"]._refusing) for server in rig.server.front.servers)
+    return sum(len(vars(server)["_server"]._refusing) for server in rig.server.addresses.servers)

@@ -42,7 +42,7 @@ def build(path: Path, **options: Any) -> PenstockServer:
 async def test_a_unix_socket_beside_the_port(tmp_path: Path, name: str) -> None:
     path = tmp_path / name
     async with serving(listen=at(path)) as rig:
-        port, unix = rig.server.front.addresses
+        port, unix = rig.server.addresses.main
         assert await text_of(port) == await text_of(unix) == "z"
         assert stat.S_IMODE(path.lstat().st_mode) == 0o600
         assert os.listdir(tmp_path) == [name], "nothing else is left"

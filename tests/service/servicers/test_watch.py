@@ -249,7 +249,7 @@ async def test_where_control_has_an_address_requests_are_listed_there_only() -> 
             failure = await failure_of(watch.read())
         assert (failure.code.name, failure.reason) == ("UNIMPLEMENTED", "SERVED_ELSEWHERE")
         assert (await look(main)).HasField("totals")
-        address = main.server.front.control_address
+        address = main.server.addresses.control_address
         assert address is not None
         async with grpc.aio.insecure_channel(address) as channel:
             assert (await look(Rig(main.engine, main.server, channel), max_requests=1)).HasField("totals")

@@ -214,9 +214,9 @@ def _tell_addresses(server: PenstockServer) -> None:
     """Print the addresses on stdout, for people and scripts."""
     if server.metrics.address is not None:
         print(f"penstock: metrics on {server.metrics.address}", flush=True)
-    if server.front.control_address is not None:
-        print(f"penstock: control on {server.front.control_address}", flush=True)
-    for address in server.front.addresses:
+    if server.addresses.control_address is not None:
+        print(f"penstock: control on {server.addresses.control_address}", flush=True)
+    for address in server.addresses.main:
         print(f"penstock: ready on {address}", flush=True)
 
 

@@ -28,7 +28,7 @@ Lost = Callable[[BaseException | None], None]
 _LOOK_S = 3600.0
 
 
-class Front:
+class Addresses:
     """Takes the addresses when it is made, and answers from `start` to `stop`."""
 
     def __init__(self, options: ServerOptions, build: Build, lost: Lost) -> None:
@@ -90,7 +90,7 @@ class Front:
             raise
 
     @property
-    def addresses(self) -> tuple[str, ...]:
+    def main(self) -> tuple[str, ...]:
         """The addresses that take requests: the port first, then the Unix socket."""
         addresses = [] if self.port is None else [tcp_address(self._options.host, self.port)]
         return tuple(addresses + ([] if self._socket is None else [self._socket.address]))
