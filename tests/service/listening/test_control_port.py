@@ -13,6 +13,7 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2
 
+from penstock.service.gateways import vllm_service
 from penstock.service.listening.listen_options import ListenOptions
 from penstock.service.rpcs.surface import CONTROLLING, GENERATING
 from penstock.v1 import control_pb2, inference_pb2, types_pb2
@@ -90,6 +91,7 @@ async def test_nothing_is_generated_at_the_control_address() -> None:
 
 
 async def test_every_rpc_is_at_one_address_at_least() -> None:
+    vllm_generate = f"/{vllm_service.SERVICE.full_name}/Generate"  # of its RPCs the only one that generates
     methods = {
         f"/{service.full_name}/{method.name}"
         for service in (
@@ -100,7 +102,7 @@ async def test_every_rpc_is_at_one_address_at_least() -> None:
     }
     everywhere = {f"/penstock.v1.ControlService/{name}" for name in READING}
     everywhere |= {"/penstock.v1.InferenceService/Abort", "/penstock.v1.ControlService/WatchLoad"}
-    assert everywhere | GENERATING | CONTROLLING == methods
+    assert everywhere | GENERATING | CONTROLLING == {*methods, vllm_generate}
     assert not GENERATING & CONTROLLING
     assert not everywhere & (GENERATING | CONTROLLING)
 
