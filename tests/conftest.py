@@ -8,6 +8,7 @@ import os
 import signal
 
 import pytest
+from hypothesis import settings
 
 PLATFORM = os.environ.get("PENSTOCK_TEST_PLATFORM", "cpu")
 
@@ -15,6 +16,10 @@ os.environ["JAX_PLATFORMS"] = PLATFORM
 os.environ["JAX_NUMPY_DTYPE_PROMOTION"] = "strict"
 os.environ["JAX_NUMPY_RANK_PROMOTION"] = "raise"
 os.environ["HF_HUB_OFFLINE"] = "1"  # nothing is downloaded: a test that tried would fail at once
+
+# An example may take any time, because the machine may be busy; hypothesis allows 200 ms otherwise.
+settings.register_profile("penstock", deadline=None)
+settings.load_profile("penstock")
 
 # If a shell starts the suite in the background, the suite ignores Ctrl-C, and so would every program that it
 # starts.
