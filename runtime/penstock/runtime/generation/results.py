@@ -154,6 +154,8 @@ def merged_timing(times: Sequence[RequestTiming]) -> RequestTiming | None:
     """
     if not times:
         return None
+    if len(times) == 1:
+        return times[0]
     scheduled = [t for t in times if t.scheduled_ns]
     first = min(scheduled, key=lambda t: (t.scheduled_ns, t.cached_prompt_tokens), default=times[0])
     return RequestTiming(

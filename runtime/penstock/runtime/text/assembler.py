@@ -122,10 +122,11 @@ class Assembler:
                 timing=output.timing,
                 weights_generation=output.weights_generation,
             )
-        if self._drops_last(output):
+        if finish is not None and self._drops_last(output, finish):
             ids, logprobs = ids[:-1], logprobs[:-1]
         if self._text is not None:
-            pushed = self._text.push(ids, final=output.last, mute_last_token=self._mutes_last(output))
+            mutes = finish is not None and self._mutes_last(output, finish)
+            pushed = self._text.push(ids, final=finish is not None, mute_last_token=mutes)
             text = pushed.text
             if pushed.stop is not None:
                 self._stop = Finish(FinishReason.STOP, stop=pushed.stop)
@@ -142,25 +143,21 @@ class Assembler:
             prompt_logprobs=output.prompt_logprobs,
         )
 
-    def _drops_last(self, output: StepOutput) -> bool:
+    def _drops_last(self, output: StepOutput, finish: Finish) -> bool:
         """Whether the last token is a stop token id that the caller did not ask to keep."""
-        finish = output.finish
         return (
-            finish is not None
-            and finish.reason is FinishReason.STOP
+            finish.reason is FinishReason.STOP
             and finish.token_id is not None
             and output.token_ids[-1:] == (finish.token_id,)
             and not self._stopping.include_stop
         )
 
-    def _mutes_last(self, output: StepOutput) -> bool:
+    def _mutes_last(self, output: StepOutput, finish: Finish) -> bool:
         """Whether the last token is an end-of-sequence token. It has no text, even if the tokenizer does not
         count it as special.
         """
-        finish = output.finish
         return (
-            finish is not None
-            and finish.reason is FinishReason.EOS
+            finish.reason is FinishReason.EOS
             and self._skip_special
             and output.token_ids[-1:] == (finish.token_id,)
         )

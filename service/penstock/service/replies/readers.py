@@ -86,6 +86,12 @@ class Absence:
         if self._timer is None:
             self._timer = self._loop.call_at(self._due, self._look)
 
+    def begin_again(self, num_bytes: int) -> None:
+        """If the reader is away, note that it is so only from now on, for a message of `num_bytes` bytes."""
+        if self._since_ns:
+            self.end()
+            self.begin(num_bytes)
+
     def end(self) -> None:
         """Note that the reader is back, or has something else to do."""
         if self._since_ns:
@@ -206,8 +212,7 @@ class RequestReader:
         """
         self._sending = num_bytes
         if self._absence is not None:
-            self._absence.end()
-            self._watch()
+            self._absence.begin_again(num_bytes)
 
     def sent_prompt(self) -> None:
         """Note that the message with the prompt's log-probabilities has been sent."""
