@@ -58,10 +58,11 @@ test: install ## run the tests, but for the long sweeps (MARK='not gpu' or PYTES
 test-all: install ## run every test, with the long sweeps
 	$(BIN)/python -m pytest $(PYTEST_ARGS) $(if $(MARK),-m '$(MARK)')
 
-# It also takes the pages, whose lines of grpcurl need Go.
+# It also takes the commands of the pages, because their lines of grpcurl need Go.
 test-clients: install ## run the tests of the clients for Go and Java, and of what all languages must agree on
 	PENSTOCK_REQUIRE_TOOLCHAINS=1 $(BIN)/python -m pytest $(PYTEST_ARGS) $(if $(MARK),-m '$(MARK)') \
-		tests/conformance tests/clients/go tests/clients/java tests/docs/test_blocks.py
+		tests/conformance tests/clients/go tests/clients/java \
+		tests/docs/test_blocks.py::test_commands_run_in_the_order_of_the_page
 
 bench: install ## measure the engine on a random checkpoint of the Qwen3-0.6B shape (bench/README.md)
 	@test -f $(BENCH_OUT)/model/model.safetensors || (set -x; $(BIN)/python -m bench.checkpoint --out $(BENCH_OUT)/model)

@@ -30,13 +30,17 @@ class Driver:
     folder: Path = ROOT
     environment: Mapping[str, str] = field(default_factory=dict)
 
-    def run(self, addr: str, calls: Sequence[Mapping[str, Any]], file: Path) -> list[dict[str, Any]]:
-        """What came of each call, in order. `file` is where the calls are written for the program."""
+    def run(
+        self, addr: str, calls: Sequence[Mapping[str, Any]], file: Path, reflection: str = ""
+    ) -> list[dict[str, Any]]:
+        """What came of each call, in order. `file` is where the calls are written for the program;
+        `reflection` is metadata that grpcurl sends when it asks for the contract, "NAME: VALUE".
+        """
         file.write_text(json.dumps(calls))
         done = subprocess.run(
             [*self.command(), "--addr", addr, "--cases", str(file)],
             cwd=self.folder,
-            env={**os.environ, **self.environment},
+            env={**os.environ, **self.environment, "CONFORMANCE_REFLECTION": reflection},
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,

@@ -9,6 +9,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from tests.support.toolchains import ROOT
+
 CASES = Path(__file__).parent / "cases"
 RUN = "{run}"
 """In the table it stands for a word that differs from run to run, so that ids are new each time."""
@@ -56,15 +58,15 @@ class Group:
 
     name: str
     server: Mapping[str, Any]
-    """`model`: "demo", "fake", or the path of a checkpoint in this repository. `flags` of penstock serve."""
+    """How it is started and stopped; README.md beside this file lists the fields."""
     cases: Sequence[Case]
     before: Sequence[Step] = ()
     after: Sequence[Step] = ()
 
 
 def for_run(value: Any, run: str) -> Any:
-    """The same with this run's word in the place of RUN."""
-    return json.loads(json.dumps(value).replace(RUN, run))
+    """The same with this run's word in the place of RUN, and the repository's path in that of "{root}"."""
+    return json.loads(json.dumps(value).replace(RUN, run).replace("{root}", str(ROOT)))
 
 
 def for_table(value: Any, run: str) -> Any:

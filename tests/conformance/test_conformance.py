@@ -6,6 +6,7 @@ with what the driver for Python prints.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,46 +14,59 @@ from typing import Any
 import pytest
 
 from tests.conformance.comparing import agrees_with_table, compact, normal
-from tests.conformance.drivers import DRIVERS, PYTHON, Driver
+from tests.conformance.drivers import DRIVERS, GO, PYTHON, Driver
 from tests.conformance.servers import prepared, server_of
 from tests.conformance.table import Group, for_run, for_table, groups
 
 QUICK = "basics"
-"""The group that `make test` runs too, by the driver for Python."""
+"""The group that `make test` runs too, with the drivers for Python and for Go, where there is Go."""
 
 
 class Rig:
     """A running server, and what each driver printed."""
 
-    def __init__(self, group: Group, addr: str, folder: Path) -> None:
+    def __init__(self, group: Group, addr: str | None, folder: Path) -> None:
         self.group, self.addr, self.folder = group, addr, folder
         self._answers: dict[str, list[dict[str, Any]]] = {}
 
     def answers(self, driver: Driver) -> list[dict[str, Any]]:
         """What the driver printed, in the form that is compared. It is run at the first call."""
         if driver.name not in self._answers:
+            driver.command()  # what is built for it is built before the group's held calls begin
             run = f"run-{driver.name}"
             calls = for_run([case.call() for case in self.group.cases], run)
-            with prepared(self.group, self.addr, run):
-                printed = driver.run(self.addr, calls, self.folder / f"{driver.name}.json")
+            file, reflection = self.folder / f"{driver.name}.json", self.group.server.get("reflection", "")
+            with self._server() as addr, prepared(self.group, addr, run):
+                printed = driver.run(addr, calls, file, reflection)
             self._answers[driver.name] = list(map(normal, self.group.cases, for_table(printed, run)))
         return self._answers[driver.name]
+
+    def _server(self) -> contextlib.AbstractContextManager[str]:
+        """The group's server, or a new one where a run leaves the server in another state."""
+        if self.addr is None:
+            return server_of(self.group, self.folder)
+        return contextlib.nullcontext(self.addr)
 
 
 @pytest.fixture(scope="module")
 def rig(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
     group: Group = request.param
-    with server_of(group) as addr:
-        yield Rig(group, addr, tmp_path_factory.mktemp(group.name))
+    folder = tmp_path_factory.mktemp(group.name)
+    if group.server.get("fresh"):
+        yield Rig(group, None, folder)
+        return
+    with server_of(group, folder) as addr:
+        yield Rig(group, addr, folder)
 
 
 def every_group(*drivers: Driver) -> list[Any]:
+    quick = [(QUICK, PYTHON), (QUICK, GO)]
     return [
         pytest.param(
             group,
             driver,
             id=f"{group.name}-{driver.name}",
-            marks=[] if (group.name, driver) == (QUICK, PYTHON) else [pytest.mark.sweep],
+            marks=[] if (group.name, driver) in quick else [pytest.mark.sweep],
         )
         for group in groups()
         for driver in drivers

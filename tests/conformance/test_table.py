@@ -2,15 +2,33 @@
 
 from __future__ import annotations
 
+import re
 from itertools import chain
 
 import pytest
 from google.protobuf import descriptor_pool, json_format, message_factory
 
+from penstock.v1 import inference_pb2
 from tests.conformance.calling import DEFINED
 from tests.conformance.table import Case, for_run, groups
+from tests.support.toolchains import ROOT
 
 CASES = [(group, case) for group in groups() for case in group.cases]
+UNREACHABLE = {
+    "EXCEEDS_KV_CAPACITY": "the context that a server offers always fits its KV cache",
+    "COSTLY_GRAMMAR": "it depends on how fast the machine is",
+    "UNAVAILABLE": "all processes that compile grammars would have to be busy",
+    "STALLED_SENDER": "a driver sends everything at once",
+    "STALLED_READER": "a driver reads everything at once",
+    "DRAINING": "a server that shuts down takes no new connections; the tests of the clients show it",
+    "DRAIN_TIMEOUT": "requests would have to run for as long as a driver takes to start",
+    "PAUSE_TAKEN_BACK": "it needs another caller while the call waits",
+    "PROFILE_FAILED": "it needs a disk that is full",
+    "GENERATION_FAILED": "it needs a fault",
+    "ENGINE_DEAD": "a server whose engine has died ends",
+    "INTERNAL": "it needs a bug",
+}
+"""Reasons that no case is answered with. Tests of the service have them."""
 SERVICES = {name: service for file in DEFINED for name, service in file.DESCRIPTOR.services_by_name.items()}
 
 
@@ -56,3 +74,18 @@ def test_every_method_is_called() -> None:
     assert (
         sorted(set(there) - called - {"grpc.health.v1.Health/List"}) == []
     )  # which grpc-java does not know yet
+
+
+def test_every_reason_of_an_error_is_in_the_table() -> None:
+    page = (ROOT / "docs" / "reference" / "errors.md").read_text()
+    explained = set(re.findall(r"^\| ([A-Z_]+) \| [A-Z_]+ \|", page, re.M))
+    details = [detail for _, case in CASES for detail in case.expect["status"]["details"]]
+    found = {detail["reason"] for detail in details if "reason" in detail}
+    assert found | UNREACHABLE.keys() == explained
+    assert found.isdisjoint(UNREACHABLE)
+
+
+def test_every_event_of_a_stream_is_in_the_table() -> None:
+    events = {name for _, case in CASES for message in case.expect.get("messages", ()) for name in message}
+    stream = inference_pb2.StreamResponse.DESCRIPTOR.oneofs_by_name["event"]
+    assert {field.json_name for field in stream.fields} <= events
