@@ -36,7 +36,18 @@ def ends_well(*arguments: str) -> None:
 @pytest.mark.timeout(3000)
 @pytest.mark.parametrize(
     "folder",
-    ["access", "lifecycle", "limits", "listening", "replies", "requests", "rpcs", "servicers", "watching"],
+    [
+        "access",
+        "lifecycle",
+        "limits",
+        "listening",
+        "replies",
+        "requests",
+        "rpcs",
+        "servicers",
+        "watching",
+        "weights",
+    ],
 )
 def test_the_service_through_a_front_process(folder: str) -> None:
     others = " and ".join(f"not {name}" for name in INSIDE)

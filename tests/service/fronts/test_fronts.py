@@ -17,7 +17,7 @@ from penstock.service.limits.bounds import Bounds
 from penstock.service.listening.listen_options import ListenOptions
 from penstock.service.options import ServerOptions
 from penstock.service.rpcs import sending
-from penstock.v1 import control_pb2, inference_pb2_grpc
+from penstock.v1 import control_pb2, inference_pb2, inference_pb2_grpc
 from tests.service.access.test_key_certificates import certificate, flushed
 from tests.service.h2peer import Peer
 from tests.service.key_rig import CONTROL, as_, key, serving_keys
@@ -95,20 +95,35 @@ async def test_a_reader_that_reads_nothing_is_given_up(monkeypatch: pytest.Monke
         await nothing_left(rig)
 
 
-async def test_one_slow_reader_holds_back_only_its_own_stream() -> None:
-    """No more than one message of it is on its way; the rest waits, merged, where memory is counted."""
+async def test_a_slow_reader_holds_back_its_own_stream_and_no_other() -> None:
+    """One message of it is under way. The rest waits in the engine's process, merged and counted."""
     async with (
-        serving(fake(max_model_len=3000), front_processes=1) as rig,
-        Peer(rig.server.address, initial_window=200) as peer,
+        serving(fake(hold=True, max_model_len=3000), front_processes=1) as rig,
+        Peer(rig.server.address) as peer,
     ):
         request = stream("a", stopping={"ignore_eos": True, "max_tokens": 2000})
         slow = await peer.call(STREAM, request.SerializeToString())
-        await until(lambda: rig.engine.seen != [] and rig.engine.load().num_running == 0)
+        await peer.until(lambda: peer.headers(slow))
+        rig.engine.step(1)
+        await until(lambda: rig.serving.budget.used > 0)
+        rig.engine.release()
         await collect(rig.inference.Stream(stream("a")))
+        await until(lambda: rig.engine.load().num_running == 0)
         await peer.open_window(0, MIB)
         await peer.open_window(slow, MIB)
         assert await peer.status(slow) == 0
-        assert rig.serving.budget.merged > 1500
+        kinds = [message.WhichOneof("event") for message in messages_of(peer.body(slow))]
+        assert kinds == ["started", "delta", "finished", "summary"]
+
+
+def messages_of(body: bytes) -> list[inference_pb2.StreamResponse]:
+    """The messages of a stream, from its bytes with gRPC's prefixes."""
+    found = []
+    while body:
+        end = 5 + int.from_bytes(body[1:5])
+        found.append(inference_pb2.StreamResponse.FromString(body[5:end]))
+        body = body[end:]
+    return found
 
 
 async def test_tls_keys_and_certificates(tmp_path: Path) -> None:
