@@ -148,15 +148,16 @@ public final class ClientBuilder {
         ChannelCredentials used = credentials.orElseGet(InsecureChannelCredentials::create);
         ManagedChannelBuilder<?> builder = channelBuilder(used)
                 .maxInboundMessageSize(maxMessageBytes)
-                .keepAliveTime(keepAlive.toNanos(), TimeUnit.NANOSECONDS)
-                .keepAliveTimeout(keepAliveTimeout.toNanos(), TimeUnit.NANOSECONDS);
+                .keepAliveTime(Timeouts.nanos(keepAlive), TimeUnit.NANOSECONDS)
+                .keepAliveTimeout(Timeouts.nanos(keepAliveTimeout), TimeUnit.NANOSECONDS);
         serverName.ifPresent(builder::overrideAuthority);
         ManagedChannel managed = builder.build();
         List<ClientInterceptor> all = new ArrayList<>();
         all.add(new MessageBound(maxMessageBytes));
         key.map(ClientBuilder::bearer).ifPresent(all::add);
         all.addAll(interceptors);
-        return new PenstockClient(managed, ClientInterceptors.intercept(managed, all), retries, Optional.empty());
+        Channel channel = ClientInterceptors.intercept(managed, all);
+        return new PenstockClient(managed, channel, retries, maxMessageBytes, Optional.empty());
     }
 
     private ManagedChannelBuilder<?> channelBuilder(ChannelCredentials used) {

@@ -60,12 +60,15 @@ public final class PenstockClient implements AutoCloseable {
     private final ManagedChannel managed;
     private final Channel channel;
     private final boolean retries;
+    private final int maxMessageBytes;
     private final Optional<Duration> timeout;
 
-    PenstockClient(ManagedChannel managed, Channel channel, boolean retries, Optional<Duration> timeout) {
+    PenstockClient(
+            ManagedChannel managed, Channel channel, boolean retries, int maxMessageBytes, Optional<Duration> timeout) {
         this.managed = managed;
         this.channel = channel;
         this.retries = retries;
+        this.maxMessageBytes = maxMessageBytes;
         this.timeout = timeout;
     }
 
@@ -88,8 +91,8 @@ public final class PenstockClient implements AutoCloseable {
      * @throws IllegalArgumentException if it is not above 0
      */
     public PenstockClient withTimeout(Duration timeout) {
-        return new PenstockClient(
-                managed, channel, retries, Optional.of(Timeouts.checked("the timeout", timeout)));
+        Duration checked = Timeouts.checked("the timeout", timeout);
+        return new PenstockClient(managed, channel, retries, maxMessageBytes, Optional.of(checked));
     }
 
     /**
@@ -160,7 +163,7 @@ public final class PenstockClient implements AutoCloseable {
      */
     public UpdateWeightsResponse updateWeights(Path tensors, UpdateWeightsBegin begin, UpdateProgress progress)
             throws IOException {
-        return new WeightsUpload(channel, timeout, begin).send(SafetensorsFile.open(tensors), progress);
+        return upload(begin).send(SafetensorsFile.open(tensors), progress);
     }
 
     /**
@@ -186,7 +189,11 @@ public final class PenstockClient implements AutoCloseable {
      * @throws IllegalArgumentException if begin has a source
      */
     public UpdateWeightsResponse updateWeights(String uri, UpdateWeightsBegin begin) {
-        return new WeightsUpload(channel, timeout, begin).send(uri);
+        return upload(begin).send(uri);
+    }
+
+    private WeightsUpload upload(UpdateWeightsBegin begin) {
+        return new WeightsUpload(channel, maxMessageBytes, timeout, begin);
     }
 
     /**
@@ -332,7 +339,7 @@ public final class PenstockClient implements AutoCloseable {
      */
     public boolean shutdown(Duration patience) throws InterruptedException {
         try {
-            return managed.shutdown().awaitTermination(patience.toNanos(), TimeUnit.NANOSECONDS);
+            return managed.shutdown().awaitTermination(Timeouts.nanos(patience), TimeUnit.NANOSECONDS);
         } finally {
             managed.shutdownNow();
         }

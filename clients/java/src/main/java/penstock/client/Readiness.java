@@ -21,7 +21,7 @@ record Readiness(ManagedChannel managed, Channel channel) {
 
     /** Returns when the server takes requests; throws an UnavailableException when patience is at its end. */
     void await(Duration patience) throws InterruptedException {
-        long end = System.nanoTime() + patience.toNanos();
+        long end = System.nanoTime() + Timeouts.nanos(patience);
         while (true) {
             StatusRuntimeException problem;
             try {
@@ -31,6 +31,9 @@ record Readiness(ManagedChannel managed, Channel channel) {
                 }
                 problem = unavailable("the server's health is " + status, null);
             } catch (StatusRuntimeException error) {
+                if (managed.isShutdown()) { // nobody opens it again
+                    throw PenstockException.from(error);
+                }
                 problem = unavailable("the server cannot be asked: " + error.getMessage(), error);
             }
             if (System.nanoTime() + BETWEEN.toNanos() >= end) {

@@ -18,6 +18,7 @@ import java.util.LinkedHashMap;
 import java.util.List;
 import java.util.Map;
 import java.util.TreeSet;
+import java.util.regex.Pattern;
 import java.util.stream.Stream;
 import java.util.stream.StreamSupport;
 import penstock.v1.DataType;
@@ -30,6 +31,9 @@ final class SafetensorsFile {
     private static final String SINGLE = "model.safetensors";
     private static final String INDEX = "model.safetensors.index.json";
     private static final long MAX_HEADER_BYTES = 100_000_000;
+    /** Not in quotes; and no file has as many bytes as a number of 19 digits, with which sums might overflow. */
+    private static final Pattern WHOLE = Pattern.compile("\\d{1,18}");
+
     private static final Map<String, DataType> DTYPES = Map.of(
             "BF16", DataType.DATA_TYPE_BF16,
             "F16", DataType.DATA_TYPE_F16,
@@ -95,15 +99,20 @@ final class SafetensorsFile {
         TreeSet<String> names = new TreeSet<>();
         try {
             JsonObject index = object(Files.readString(folder.resolve(INDEX)));
-            for (JsonElement name : index.getAsJsonObject("weight_map").asMap().values()) {
-                names.add(name.getAsString());
+            for (JsonElement name : member(index, "weight_map").getAsJsonObject().asMap().values()) {
+                names.add(text(name));
             }
-        } catch (JsonParseException | IllegalStateException | NullPointerException error) {
+        } catch (JsonParseException | IllegalStateException error) {
             throw new IOException(folder.resolve(INDEX) + " is no index of safetensors files", error);
         }
+        if (names.isEmpty()) {
+            throw new IOException(folder.resolve(INDEX) + " names no files");
+        }
         for (String name : names) {
-            if (!Path.of(name).equals(Path.of(name).getFileName())) {
-                throw new IOException(folder.resolve(INDEX) + " names a file outside its directory: " + name);
+            if (name.isEmpty() || name.equals("..") || name.indexOf('\0') >= 0
+                    || !Path.of(name).equals(Path.of(name).getFileName())) {
+                throw new IOException(folder.resolve(INDEX) + " names the file \"" + name + "\", which is not in its"
+                        + " directory");
             }
         }
         return names.stream().map(folder::resolve).toList();
@@ -134,7 +143,9 @@ final class SafetensorsFile {
             return found;
         } catch (NoSuchFileException missing) {
             throw missing;
-        } catch (JsonParseException | IllegalStateException | IOException error) {
+        } catch (JsonParseException error) {
+            throw new IOException(file + " is no complete safetensors file: its header is not JSON", error);
+        } catch (IllegalStateException | IOException error) {
             throw new IOException(file + " is no complete safetensors file: " + error.getMessage(), error);
         }
     }
@@ -144,10 +155,10 @@ final class SafetensorsFile {
         List<Long> shape;
         List<Long> offsets;
         try {
-            spelled = fields.get("dtype").getAsString();
-            shape = numbers(fields.get("shape"));
-            offsets = numbers(fields.get("data_offsets"));
-        } catch (IllegalStateException | NullPointerException | NumberFormatException error) {
+            spelled = text(member(fields, "dtype"));
+            shape = numbers(member(fields, "shape"));
+            offsets = numbers(member(fields, "data_offsets"));
+        } catch (IllegalStateException error) {
             throw new IOException("the entry of " + name + " is damaged", error);
         }
         DataType dtype = DTYPES.get(spelled);
@@ -155,17 +166,27 @@ final class SafetensorsFile {
             throw new IOException(name + " is " + spelled + ", which cannot be sent; convert it to one of "
                     + String.join(", ", new TreeSet<>(DTYPES.keySet())));
         }
-        long numBytes = itemBytes(dtype);
-        for (long length : shape) {
-            numBytes = Math.multiplyExact(numBytes, length);
-        }
-        if (offsets.size() != 2
-                || offsets.get(0) < 0
-                || shape.stream().anyMatch(length -> length < 0)
-                || offsets.get(1) - offsets.get(0) != numBytes) {
+        long numBytes = numBytes(dtype, shape);
+        if (numBytes < 0 || offsets.size() != 2 || offsets.get(1) - offsets.get(0) != numBytes) {
             throw new IOException("the shape " + shape + " of " + name + " does not fit its place " + offsets);
         }
         return new Tensor(name, dtype, shape, file, dataStart + offsets.get(0), numBytes);
+    }
+
+    /** The size of a tensor; -1 if no file can hold it. An empty one has no bytes, however large other lengths are. */
+    private static long numBytes(DataType dtype, List<Long> shape) {
+        if (shape.contains(0L)) {
+            return 0;
+        }
+        try {
+            long numBytes = itemBytes(dtype);
+            for (long length : shape) {
+                numBytes = Math.multiplyExact(numBytes, length);
+            }
+            return numBytes;
+        } catch (ArithmeticException tooLarge) {
+            return -1;
+        }
     }
 
     private static long itemBytes(DataType dtype) {
@@ -176,10 +197,32 @@ final class SafetensorsFile {
         };
     }
 
+    /** Lengths and places; throws IllegalStateException for anything but whole numbers from 0 on. */
     private static List<Long> numbers(JsonElement list) {
         return StreamSupport.stream(list.getAsJsonArray().spliterator(), false)
-                .map(JsonElement::getAsLong)
+                .map(SafetensorsFile::number)
                 .toList();
+    }
+
+    private static long number(JsonElement value) {
+        if (!value.isJsonPrimitive() || !WHOLE.matcher(value.toString()).matches()) {
+            throw new IllegalStateException(value + " is no length and no place");
+        }
+        return value.getAsLong();
+    }
+
+    private static String text(JsonElement value) {
+        if (!value.isJsonPrimitive() || !value.getAsJsonPrimitive().isString()) {
+            throw new IllegalStateException(value + " is no text");
+        }
+        return value.getAsString();
+    }
+
+    private static JsonElement member(JsonObject object, String name) {
+        if (!object.has(name)) {
+            throw new IllegalStateException(name + " is missing");
+        }
+        return object.get(name);
     }
 
     private static JsonObject object(String text) {

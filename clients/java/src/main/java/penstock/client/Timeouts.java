@@ -27,7 +27,14 @@ final class Timeouts {
             ControlServiceGrpc.getTokenizeMethod(), FOR_LONG_TEXTS,
             ControlServiceGrpc.getDetokenizeMethod(), FOR_LONG_TEXTS);
 
+    private static final Duration LONGEST = Duration.ofDays(36_500);
+
     private Timeouts() {}
+
+    /** The nanoseconds of a duration; for more than a hundred years, those of a hundred years. */
+    static long nanos(Duration duration) {
+        return (duration.compareTo(LONGEST) > 0 ? LONGEST : duration).toNanos();
+    }
 
     static Duration checked(String name, Duration duration) {
         if (duration.isNegative() || duration.isZero()) {
@@ -41,6 +48,6 @@ final class Timeouts {
         Duration timeout = asked.orElse(DEFAULTS.get(method));
         return timeout == null
                 ? CallOptions.DEFAULT
-                : CallOptions.DEFAULT.withDeadlineAfter(timeout.toNanos(), TimeUnit.NANOSECONDS);
+                : CallOptions.DEFAULT.withDeadlineAfter(nanos(timeout), TimeUnit.NANOSECONDS);
     }
 }

@@ -4,6 +4,8 @@ import com.google.protobuf.ByteString;
 import com.google.protobuf.UnsafeByteOperations;
 import io.grpc.CallOptions;
 import io.grpc.Channel;
+import io.grpc.Deadline;
+import io.grpc.Status;
 import io.grpc.StatusRuntimeException;
 import io.grpc.stub.ClientCalls;
 import java.io.IOException;
@@ -12,6 +14,7 @@ import java.time.Duration;
 import java.util.List;
 import java.util.Optional;
 import java.util.UUID;
+import java.util.concurrent.TimeUnit;
 import java.util.zip.CRC32C;
 import penstock.client.SafetensorsFile.Tensor;
 import penstock.v1.ControlServiceGrpc;
@@ -31,17 +34,22 @@ final class WeightsUpload {
     private static final int MOST_CHUNK_BYTES = 8 << 20;
 
     private static final int PIECE_BYTES = 1 << 20;
+    /** What the message of a chunk has besides the tensor's bytes, at most. */
+    private static final int CHUNK_OVERHEAD_BYTES = 64;
 
     private final Channel channel;
-    private final Optional<Duration> timeout;
+    private final int mostChunkBytes;
+    private final Optional<Deadline> deadline;
     private final UpdateWeightsBegin begin;
 
-    WeightsUpload(Channel channel, Optional<Duration> timeout, UpdateWeightsBegin begin) {
+    /** The timeout begins now, and bounds the whole update with the reading of files. */
+    WeightsUpload(Channel channel, int maxMessageBytes, Optional<Duration> timeout, UpdateWeightsBegin begin) {
         if (begin.getSourceCase() != UpdateWeightsBegin.SourceCase.SOURCE_NOT_SET) {
             throw new IllegalArgumentException("begin has a source; leave manifest and uri unset");
         }
         this.channel = channel;
-        this.timeout = timeout;
+        this.mostChunkBytes = Math.min(MOST_CHUNK_BYTES, Math.max(maxMessageBytes - CHUNK_OVERHEAD_BYTES, 1));
+        this.deadline = timeout.map(time -> Deadline.after(Timeouts.nanos(time), TimeUnit.NANOSECONDS));
         this.begin = begin.getUpdateId().isEmpty()
                 ? begin.toBuilder().setUpdateId(UUID.randomUUID().toString()).build()
                 : begin;
@@ -49,20 +57,10 @@ final class WeightsUpload {
 
     /** Sends the tensors. */
     UpdateWeightsResponse send(List<Tensor> tensors, UpdateProgress progress) throws IOException {
-        TensorManifest.Builder manifest = TensorManifest.newBuilder();
-        for (Tensor tensor : tensors) {
-            TensorSpec.Builder spec = manifest.addTensorsBuilder()
-                    .setName(tensor.name())
-                    .setDtype(tensor.dtype())
-                    .addAllShape(tensor.shape());
-            if (!begin.getValidateOnly()) {
-                spec.setCrc32C(checksum(tensor));
-            }
-        }
         List<Tensor> sent = begin.getValidateOnly() ? List.of() : tensors;
-        UpdateWeightsBegin whole = begin.toBuilder().setManifest(manifest).build();
         try {
-            int chunkBytes = sent.isEmpty() ? MOST_CHUNK_BYTES : chunkBytes();
+            UpdateWeightsBegin whole = begin.toBuilder().setManifest(manifest(tensors)).build();
+            int chunkBytes = sent.isEmpty() ? mostChunkBytes : chunkBytes();
             try (ClientStream<UpdateWeightsRequest, UpdateWeightsResponse> call = start()) {
                 if (call.send(step().setBegin(whole).build()) && sendAll(call, sent, chunkBytes, progress)) {
                     call.send(commit(totalBytes(sent)));
@@ -87,18 +85,33 @@ final class WeightsUpload {
         }
     }
 
+    private TensorManifest manifest(List<Tensor> tensors) throws IOException {
+        TensorManifest.Builder manifest = TensorManifest.newBuilder();
+        for (Tensor tensor : tensors) {
+            TensorSpec.Builder spec = manifest.addTensorsBuilder()
+                    .setName(tensor.name())
+                    .setDtype(tensor.dtype())
+                    .addAllShape(tensor.shape());
+            if (!begin.getValidateOnly()) {
+                spec.setCrc32C(checksum(tensor));
+            }
+        }
+        return manifest.build();
+    }
+
     private ClientStream<UpdateWeightsRequest, UpdateWeightsResponse> start() {
-        var method = InferenceServiceGrpc.getUpdateWeightsMethod();
-        return ClientStream.start(channel, method, Timeouts.options(method, timeout));
+        CallOptions options = deadline.map(CallOptions.DEFAULT::withDeadline).orElse(CallOptions.DEFAULT);
+        return ClientStream.start(channel, InferenceServiceGrpc.getUpdateWeightsMethod(), options);
     }
 
     private int chunkBytes() {
         var method = ControlServiceGrpc.getGetServerInfoMethod();
-        CallOptions options = Timeouts.options(method, timeout);
+        CallOptions options = deadline.map(CallOptions.DEFAULT::withDeadline)
+                .orElseGet(() -> Timeouts.options(method, Optional.empty()));
         int most = ClientCalls.blockingUnaryCall(channel, method, options, GetServerInfoRequest.getDefaultInstance())
                 .getMaxChunkBytes();
         // It is 0 for a server that takes no updates, which says so itself when one begins; uint32 may look negative.
-        return most <= 0 ? MOST_CHUNK_BYTES : Math.min(most, MOST_CHUNK_BYTES);
+        return most <= 0 ? mostChunkBytes : Math.min(most, mostChunkBytes);
     }
 
     /** Sends the chunks of all tensors. Returns false if the server has answered before it had them. */
@@ -130,10 +143,15 @@ final class WeightsUpload {
         return true;
     }
 
-    private static int checksum(Tensor tensor) throws IOException {
+    private int checksum(Tensor tensor) throws IOException {
         CRC32C crc = new CRC32C();
         try (FileChannel file = FileChannel.open(tensor.file())) {
             for (long offset = 0; offset < tensor.numBytes(); offset += PIECE_BYTES) {
+                if (deadline.map(Deadline::isExpired).orElse(false)) {
+                    throw Status.DEADLINE_EXCEEDED
+                            .withDescription("the timeout passed while tensors were read for their checksums")
+                            .asRuntimeException();
+                }
                 byte[] bytes = new byte[(int) Math.min(PIECE_BYTES, tensor.numBytes() - offset)];
                 tensor.read(file, offset, bytes);
                 crc.update(bytes, 0, bytes.length);

@@ -189,6 +189,21 @@ class FakeServerTest {
     }
 
     @Test
+    void aTimeoutMayBeLongerThanAnybodyLives() throws IOException {
+        Duration longest = Duration.ofSeconds(Long.MAX_VALUE);
+        try (PenstockClient client = builder().keepAlive(longest, longest).build()) {
+            client.withTimeout(longest).generate(Requests.generate(1).build());
+        }
+    }
+
+    @Test
+    void aClientThatIsClosedIsNotWaitedFor() throws IOException {
+        PenstockClient client = builder().build();
+        client.close();
+        assertThrows(CancelledException.class, () -> client.waitReady(Duration.ofSeconds(1)));
+    }
+
+    @Test
     void interceptorsSeeTheCalls() throws IOException {
         CalledMethods seen = new CalledMethods();
         try (PenstockClient client = builder().intercept(seen).build()) {

@@ -50,11 +50,19 @@ class SafetensorsFileTest {
     @ParameterizedTest
     @CsvSource(delimiter = '|', value = {
         "{'a': {'dtype': 'F32', 'shape': [2], 'data_offsets': [0, 4]}}          | 4  | does not fit",
-        "{'a': {'dtype': 'F32', 'shape': [-1], 'data_offsets': [4, 0]}}         | 4  | does not fit",
+        "{'a': {'dtype': 'F32', 'shape': [-1], 'data_offsets': [4, 0]}}         | 4  | damaged",
         "{'a': {'dtype': 'F64', 'shape': [1], 'data_offsets': [0, 8]}}          | 8  | F64, which cannot be sent",
         "{'a': {'dtype': 'F32', 'shape': [1], 'data_offsets': [0, 4]}}          | 3  | describes",
         "{'a': {'dtype': 'F32', 'shape': [1], 'data_offsets': [0, 4]}}          | 5  | describes",
         "{'a': {'shape': [1], 'data_offsets': [0, 4]}}                          | 4  | damaged",
+        "{'a': {'dtype': null, 'shape': [1], 'data_offsets': [0, 4]}}           | 4  | damaged",
+        "{'a': {'dtype': {}, 'shape': [1], 'data_offsets': [0, 4]}}             | 4  | damaged",
+        "{'a': {'dtype': 'F32', 'shape': [null], 'data_offsets': [0, 4]}}       | 4  | damaged",
+        "{'a': {'dtype': 'I8', 'shape': [1.5], 'data_offsets': [0, 1]}}         | 1  | damaged",
+        "{'a': {'dtype': 'I8', 'shape': ['1'], 'data_offsets': [0, 1]}}         | 1  | damaged",
+        "{'a': {'dtype': 'I8', 'shape': [4294967296, 4294967296], 'data_offsets': [0, 0]}} | 0 | does not fit",
+        "{'a': {'dtype': 'I8', 'shape': [4294967296, 4294967296], 'data_offsets': [1, 0]}} | 0 | does not fit",
+        "{'a': {'dtype': 'I8', 'shape': [1], 'data_offsets': [99999999999999, 100000000000000]}} | 0 | describes",
         "{'a': 3}                                                               | 0  | no complete",
         "[]                                                                     | 0  | no complete",
         "{'a'                                                                   | 0  | no complete",
@@ -89,10 +97,28 @@ class SafetensorsFileTest {
         assertEquals(List.of("b"), names(folder));
         Files.writeString(index, "{\"weight_map\": {\"b\": \"../2.safetensors\"}}");
         assertThrows(IOException.class, () -> names(folder));
-        Files.writeString(index, "{}");
-        assertThrows(IOException.class, () -> names(folder));
+        for (String damaged : List.of(
+                "{}",
+                "[]",
+                "{\"weight_map\": {}}",
+                "{\"weight_map\": []}",
+                "{\"weight_map\": {\"b\": null}}",
+                "{\"weight_map\": {\"b\": 2}}",
+                "{\"weight_map\": {\"b\": \"\"}}",
+                "{\"weight_map\": {\"b\": \"..\"}}",
+                "{\"weight_map\": {\"b\": \"\\u0000\"}}")) {
+            Files.writeString(index, damaged);
+            IOException error = assertThrows(IOException.class, () -> names(folder), damaged);
+            assertTrue(error.getMessage().contains(index.toString()), error.getMessage());
+        }
         file("model.safetensors", "{" + A + "}", 24);
         assertEquals(List.of("a"), names(folder));
+    }
+
+    @Test
+    void anEmptyTensorHasNoBytesHoweverLargeItsOtherLengthsAre() throws IOException {
+        String header = A.replace("[2, 3]", "[4294967296, 4294967296, 0]").replace("24", "0");
+        assertEquals(0, SafetensorsFile.open(file("x.safetensors", "{" + header + "}", 0)).get(0).numBytes());
     }
 
     @Test

@@ -9,11 +9,13 @@ import static org.junit.jupiter.api.Assertions.assertTrue;
 import com.google.gson.JsonObject;
 import com.google.gson.JsonParser;
 import java.io.IOException;
+import java.io.RandomAccessFile;
 import java.nio.ByteBuffer;
 import java.nio.ByteOrder;
 import java.nio.charset.StandardCharsets;
 import java.nio.file.Files;
 import java.nio.file.Path;
+import java.time.Duration;
 import java.util.ArrayList;
 import java.util.List;
 import org.junit.jupiter.api.AfterAll;
@@ -177,6 +179,34 @@ class WeightsTest {
                 throw new AssertionError(error);
             }
         });
+    }
+
+    @Test
+    void chunksFitTheClientsOwnMessages() throws Exception {
+        try (PenstockClient small = PenstockClient.builder(DemoServer.shared().address())
+                .maxMessageBytes(100_000)
+                .build()) {
+            UpdateWeightsResponse answer =
+                    small.updateWeights(DemoServer.CHECKPOINT, begin("in pieces").build());
+            assertEquals("in pieces", answer.getCurrent().getLabel());
+        }
+    }
+
+    @Test
+    void theTimeoutIsForTheReadingOfFilesToo() throws Exception {
+        Path large = folder.resolve("large.safetensors");
+        byte[] header = "{\"a\": {\"dtype\": \"I8\", \"shape\": [10000000000], \"data_offsets\": [0, 10000000000]}}"
+                .getBytes(StandardCharsets.UTF_8);
+        try (RandomAccessFile file = new RandomAccessFile(large.toFile(), "rw")) { // its bytes are on no disk
+            file.write(ByteBuffer.allocate(8).order(ByteOrder.LITTLE_ENDIAN).putLong(header.length).array());
+            file.write(header);
+            file.setLength(8 + header.length + 10_000_000_000L);
+        }
+        DeadlineExceededException error = assertThrows(
+                DeadlineExceededException.class,
+                () -> client.withTimeout(Duration.ofMillis(100)).updateWeights(large, begin("late").build()));
+        assertTrue(error.getMessage().contains("checksums"), error.getMessage());
+        assertFalse(error.updateId().isEmpty());
     }
 
     @Test
