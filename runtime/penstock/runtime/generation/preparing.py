@@ -73,6 +73,8 @@ def with_bad_words(
     """`sampling` that also forbids these sequences of token ids. InvalidRequest where no token is left that
     may be drawn.
     """
+    if not (words or sampling.bad_words or sampling.logit_bias):
+        return sampling  # nothing is forbidden
     sampling = dataclasses.replace(sampling, bad_words=words)
     forbidden = {token for token, bias in sampling.logit_bias if bias == float("-inf")}
     forbidden |= {word[0] for word in sampling.bad_words if len(word) == 1}

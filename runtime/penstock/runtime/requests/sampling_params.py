@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Integral, Real
@@ -46,9 +45,8 @@ class SamplingParams:
         bad = [*_number_problems(given), *_kind_problems(self)]
         if bad:
             raise InvalidRequest(bad)
-        return dataclasses.replace(
-            defaults.sampling(),
-            **given,
+        return ResolvedSampling(
+            **{name: given.get(name, getattr(defaults, name)) for name in FIELDS},
             seed=self.seed,
             logit_bias=tuple(sorted(self.logit_bias.items())),
             allowed_token_ids=tuple(dict.fromkeys(self.allowed_token_ids)),

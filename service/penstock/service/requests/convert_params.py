@@ -137,11 +137,10 @@ def sampling_params(
 
     bad.build(lambda: check_bad_words(message.bad_words))
     asked = SamplingParams(**{name: value(name) for name in (*FIELDS, "seed")})
-    return bad.build(
-        lambda: dataclasses.replace(
-            asked.resolved(info.defaults), logit_bias=biases, allowed_token_ids=allowed
-        )
-    )
+    sampling = bad.build(lambda: asked.resolved(info.defaults))
+    if sampling is None or not (biases or allowed):
+        return sampling
+    return bad.build(lambda: dataclasses.replace(sampling, logit_bias=biases, allowed_token_ids=allowed))
 
 
 def _allowed_ids(message: types_pb2.SamplingParams, vocab: int, bad: Violations) -> tuple[int, ...]:
@@ -154,7 +153,7 @@ def _allowed_ids(message: types_pb2.SamplingParams, vocab: int, bad: Violations)
 def _biases(message: types_pb2.SamplingParams, vocab: int, bad: Violations) -> tuple[tuple[int, float], ...]:
     """The biases in the order of their token ids."""
     field, biases = "sampling.logit_bias", message.logit_bias
-    if not bad.allows(field, len(biases), vocab, "tokens (the vocabulary)"):
+    if not (biases and bad.allows(field, len(biases), vocab, "tokens (the vocabulary)")):
         return ()
     # numpy sorts them, because it lets other threads run meanwhile.
     tokens: list[int] = np.sort(np.fromiter(biases, np.uint32, len(biases))).tolist()

@@ -51,6 +51,7 @@ TOKEN_COST, BIAS_COST = 2, 16
 """
 OUTPUTS_AT_ONCE = 16
 """How many outputs of one request are made, or submitted, before other tasks have a turn."""
+_NO_PROMPT, _ANY_SAMPLING = TokenPrompt(()), ResolvedSampling()
 
 
 class ServedRequest:
@@ -272,6 +273,4 @@ async def _in_turns(items: Sequence[T]) -> AsyncIterator[T]:
 
 def _without_load(job: ServedJob) -> ServedJob:
     """The job without what is no longer needed once its requests are made."""
-    return dataclasses.replace(
-        job, prompt=TokenPrompt(()), sampling=ResolvedSampling(), grammar=None, bad_words=()
-    )
+    return dataclasses.replace(job, prompt=_NO_PROMPT, sampling=_ANY_SAMPLING, grammar=None, bad_words=())
