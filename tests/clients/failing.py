@@ -25,12 +25,13 @@ class Failure:
     retry_after: Duration | None = None
     request_id: str = ""
     tensors: weights_pb2.TensorErrors | None = None
+    domain: str = "penstock"
 
     def trailing_metadata(self) -> tuple[tuple[str, bytes], ...]:
         parts: list[Any] = []
         if self.reason:
             parts.append(
-                error_details_pb2.ErrorInfo(reason=self.reason, domain="penstock", metadata=self.metadata)
+                error_details_pb2.ErrorInfo(reason=self.reason, domain=self.domain, metadata=self.metadata)
             )
         if self.violations:
             bad = error_details_pb2.BadRequest()

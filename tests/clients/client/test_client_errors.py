@@ -104,6 +104,16 @@ def test_without_a_known_reason_the_status_counts(server, failure, reason, code,
     assert caught.value.reason == reason
 
 
+def test_a_reason_of_somebody_else_is_none(server, failure):
+    """A proxy may have a QUEUE_FULL of its own, which says nothing of the server behind it."""
+    server.failure = failure(
+        Code.RESOURCE_EXHAUSTED, "QUEUE_FULL", "quota", {"limit": "9"}, domain="proxy.example"
+    )
+    with Client(server.addr) as client, pytest.raises(api.LimitExceeded, match="quota") as caught:
+        client.generate("p")
+    assert (type(caught.value), caught.value.reason, caught.value.metadata) == (api.LimitExceeded, "", {})
+
+
 @pytest.mark.parametrize("code", [Code.CANCELLED, Code.DEADLINE_EXCEEDED, Code.INTERNAL])
 async def test_status_async_in_unary_and_stream(server, failure, code):
     server.failure = failure(code, "", "told so")

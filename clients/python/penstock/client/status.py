@@ -68,6 +68,8 @@ def read_status(error: grpc.RpcError) -> StatusDetails:
     for detail in status.details:
         for kind in (info, bad, retry, request, refused):
             detail.Unpack(kind)
+    if info.domain != "penstock":  # the reasons of a proxy are its own, even where they have the same names
+        info.Clear()
     return StatusDetails(
         code=call.code(),
         message=call.details() or "",
