@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import os
 import signal
+import socket
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -128,6 +129,31 @@ async def test_a_port_that_front_processes_serve_is_taken_for_others() -> None:
             with pytest.raises(ConfigError, match="Address already in use; choose another with --port"):
                 PenstockServer(ServerOptions(port=rig.server.port, front_processes=number))
     HeldPort("127.0.0.1", rig.server.port, flag="--port").close()
+
+
+async def test_a_held_port_is_taken_for_others_while_no_front_process_listens() -> None:
+    """As before the first one does, and after the last one has died. Otherwise two servers that start at the
+    same time would share the port, and each would get some of the other's calls.
+    """
+    server = PenstockServer(ServerOptions(port=0, front_processes=1))
+    try:
+        for number in (0, 1):
+            with pytest.raises(ConfigError, match="Address already in use; choose another with --port"):
+                PenstockServer(ServerOptions(port=server.port, front_processes=number))
+    finally:
+        await server.stop()
+
+
+def test_a_port_is_held_although_connections_of_an_earlier_server_linger_there() -> None:
+    """The system keeps them for a minute, at the side that closed first. A server must be able to restart."""
+    with socket.create_server(("127.0.0.1", 0)) as earlier:
+        where = earlier.getsockname()
+        with socket.create_connection(where) as client:
+            earlier.accept()[0].close()
+            assert client.recv(1) == b""
+    with socket.socket() as plain, pytest.raises(OSError, match="Address already in use"):
+        plain.bind(where)
+    HeldPort(*where, flag="--port").close()
 
 
 async def test_a_replaced_certificate_is_shown_by_all_front_processes(tmp_path: Path) -> None:

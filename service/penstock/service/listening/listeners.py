@@ -68,7 +68,10 @@ class HeldPort:
         port is taken.
         """
         self._socket = _bound(host, port, tcp_address(host, port), flag)
-        # It is set only now, so that the port is refused to this server if another one listens on it.
+        # Both are set only now. With SO_REUSEADDR the port could be taken while nobody listens on it;
+        # without it at first, it could not be taken right after another server. With SO_REUSEPORT from the
+        # first it could be taken although the front processes of another server listen on it.
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 0)
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         self.port: int = self._socket.getsockname()[1]
         self.address = tcp_address(host, self.port)
