@@ -32,14 +32,13 @@ record StatusDetails(
     /** Unpacks the status of a failed call. Details that cannot be read are left out. */
     static StatusDetails of(StatusRuntimeException error) {
         Status status = error.getStatus();
-        String description = status.getDescription();
         com.google.rpc.Status packed = StatusProto.fromThrowable(error);
         List<Any> details = packed == null ? List.of() : packed.getDetailsList();
         ErrorInfo info = find(details, ErrorInfo.getDefaultInstance());
         TensorErrors tensors = find(details, TensorErrors.getDefaultInstance());
         return new StatusDetails(
                 status.getCode(),
-                description == null ? status.getCode().name() : description,
+                text(status),
                 info.getReason(),
                 Map.copyOf(info.getMetadataMap()),
                 find(details, BadRequest.getDefaultInstance()).getFieldViolationsList().stream()
@@ -49,6 +48,17 @@ record StatusDetails(
                 find(details, RequestInfo.getDefaultInstance()).getRequestId(),
                 tensors.getErrorsList(),
                 tensors.getTruncated());
+    }
+
+    /** The description, and what caused it: gRPC says "io exception" where nobody listens. */
+    private static String text(Status status) {
+        String text = status.getDescription() == null ? status.getCode().name() : status.getDescription();
+        Throwable cause = status.getCause();
+        while (cause != null && cause.getCause() != null) {
+            cause = cause.getCause();
+        }
+        boolean tellsMore = cause != null && cause.getMessage() != null && !text.contains(cause.getMessage());
+        return tellsMore ? text + ": " + cause.getMessage() : text;
     }
 
     private static Optional<Duration> delay(RetryInfo info) {

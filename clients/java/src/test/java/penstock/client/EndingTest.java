@@ -225,7 +225,8 @@ class EndingTest {
         }
         try (PenstockClient lost =
                 PenstockClient.builder("127.0.0.1:" + free).withoutRetries().build()) {
-            assertThrows(UnavailableException.Unreachable.class, lost::load);
+            PenstockException refused = assertThrows(UnavailableException.Unreachable.class, lost::load);
+            assertTrue(refused.getMessage().contains("Connection refused"), refused.getMessage());
             UnavailableException error =
                     assertThrows(UnavailableException.class, () -> lost.waitReady(Duration.ofMillis(300)));
             assertFalse(error.getMessage().isEmpty());
