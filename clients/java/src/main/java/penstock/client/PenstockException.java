@@ -62,7 +62,8 @@ public abstract class PenstockException extends RuntimeException {
     /**
      * Returns the reason, as docs/reference/errors.md lists it.
      *
-     * @return the reason of google.rpc.ErrorInfo, such as "QUEUE_FULL"; empty if gRPC itself failed the call
+     * @return the reason of google.rpc.ErrorInfo, such as "QUEUE_FULL"; empty if the failure is not Penstock's but
+     *     gRPC's or a proxy's
      */
     public String reason() {
         return details().reason();

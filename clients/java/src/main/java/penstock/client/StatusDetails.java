@@ -29,12 +29,16 @@ record StatusDetails(
         List<TensorError> tensorErrors,
         boolean hasMoreTensors) {
 
+    private static final String DOMAIN = "penstock";
+
     /** Unpacks the status of a failed call. Details that cannot be read are left out. */
     static StatusDetails of(StatusRuntimeException error) {
         Status status = error.getStatus();
         com.google.rpc.Status packed = StatusProto.fromThrowable(error);
         List<Any> details = packed == null ? List.of() : packed.getDetailsList();
-        ErrorInfo info = find(details, ErrorInfo.getDefaultInstance());
+        ErrorInfo found = find(details, ErrorInfo.getDefaultInstance());
+        // A proxy may have reasons of its own, with the same names.
+        ErrorInfo info = found.getDomain().equals(DOMAIN) ? found : ErrorInfo.getDefaultInstance();
         TensorErrors tensors = find(details, TensorErrors.getDefaultInstance());
         return new StatusDetails(
                 status.getCode(),

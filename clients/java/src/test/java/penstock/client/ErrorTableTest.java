@@ -42,7 +42,11 @@ class ErrorTableTest {
             Map.entry("INTERNAL", ServerException.class));
 
     private static PenstockException failure(String reason, Status.Code code) {
-        ErrorInfo info = ErrorInfo.newBuilder().setReason(reason).setDomain("penstock").build();
+        return failure("penstock", reason, code);
+    }
+
+    private static PenstockException failure(String domain, String reason, Status.Code code) {
+        ErrorInfo info = ErrorInfo.newBuilder().setReason(reason).setDomain(domain).build();
         return PenstockException.from(StatusProto.toStatusRuntimeException(com.google.rpc.Status.newBuilder()
                 .setCode(code.value())
                 .addDetails(Any.pack(info))
@@ -85,6 +89,13 @@ class ErrorTableTest {
         assertEquals(code, error.code());
         assertEquals("", error.reason());
         assertEquals(code.name(), error.getMessage());
+    }
+
+    @Test
+    void aProxysReasonIsNotTakenForPenstocks() {
+        PenstockException error = failure("proxy.example", "QUEUE_FULL", Status.Code.RESOURCE_EXHAUSTED);
+        assertEquals(LimitExceededException.class, error.getClass());
+        assertEquals("", error.reason());
     }
 
     @Test
