@@ -19,6 +19,8 @@ Receive: TypeAlias = Callable[[int, int, bytes], None]
 """Takes a frame: its kind, the number of its call, and its payload."""
 _BUFFERED_BYTES = 4 * PART_BYTES
 """No part of a large payload is sent while so much waits for the other process."""
+MOST_WAITING_BYTES = 2**21
+"""There is no room while so much waits for the other process: more than large payloads alone make wait."""
 
 
 class Link(asyncio.Protocol):
@@ -33,7 +35,9 @@ class Link(asyncio.Protocol):
         self._large: deque[tuple[int, int, memoryview]] = deque()
         """What is left of large payloads, each with the kind and the call of its frame."""
         self._is_scheduled = False
-        self._is_paused = False
+        self._may_send_parts = asyncio.Event()
+        """Cleared while no part of a large payload may be sent."""
+        self._may_send_parts.set()
         self._rest = b""
         """The beginning of a frame that has not arrived whole."""
         self._parts: dict[tuple[int, int], list[bytes]] = {}
@@ -46,6 +50,7 @@ class Link(asyncio.Protocol):
         self._transport = None
         self._out.clear()
         self._large.clear()
+        self._may_send_parts.set()
         self._lost()
 
     def close(self) -> None:
@@ -72,6 +77,12 @@ class Link(asyncio.Protocol):
             self._is_scheduled = True
             self._loop.call_soon(self._flush)
 
+    async def room(self) -> None:
+        """Wait while very much was sent that the other process has not taken."""
+        transport = self._transport
+        if transport is not None and transport.get_write_buffer_size() > MOST_WAITING_BYTES:
+            await self._may_send_parts.wait()
+
     def _flush(self) -> None:
         self._is_scheduled = False
         if self._transport is None:
@@ -79,9 +90,9 @@ class Link(asyncio.Protocol):
             self._large.clear()
             return
         if self._out:
-            self._transport.writelines(self._out)
+            self._transport.write(b"".join(self._out))  # writelines of Python 3.12.8 never pauses this end
             self._out.clear()
-        while self._large and not self._is_paused:
+        while self._large and self._may_send_parts.is_set():
             kind, call, left = self._large.popleft()
             part, left = left[:PART_BYTES], left[PART_BYTES:]
             self._transport.write(HEADER.pack(len(part), kind | (IS_PART if left else IS_LAST_PART), call))
@@ -90,10 +101,10 @@ class Link(asyncio.Protocol):
                 self._large.append((kind, call, left))
 
     def pause_writing(self) -> None:
-        self._is_paused = True
+        self._may_send_parts.clear()
 
     def resume_writing(self) -> None:
-        self._is_paused = False
+        self._may_send_parts.set()
         self._flush()
 
     # -- receiving --

@@ -3,6 +3,9 @@
 It decides nothing. A message is received from the client only when the engine's process asks for one, and
 the engine's process hears that a message was sent only when gRPC asks for more. So who is admitted, and how
 long a message may take either way, is decided in the engine's process as if gRPC ran there.
+
+The engine's process hears of a call once the link has room for it. Peers that begin and cancel calls faster
+than the engine's process can hear of them would fill the memory otherwise.
 """
 
 from __future__ import annotations
@@ -38,6 +41,8 @@ class Relay:
         self._calls: dict[int, _Call] = {}
         self._num_begun = 0
         self._ender = Ender()
+        self._turns = asyncio.Lock()
+        """Held by the call that is the next one to open."""
 
     def handler(self, method: str, *, streaming: bool) -> grpc.RpcMethodHandler[Any, Any]:
         """Make the handler of a method. `streaming`: whether it answers with a stream."""
@@ -63,6 +68,8 @@ class Relay:
         number = self._num_begun
         call = self._calls[number] = _Call(self._link, number, context)
         task.add_done_callback(lambda _: self._end(number))
+        async with self._turns:  # after those that came earlier
+            await self._link.room()
         left_s: float | None = context.time_remaining()  # None, whatever the hint says, without a deadline
         metadata: Any = context.invocation_metadata() or ()
         identity: dict[str, list[bytes]] = {}
@@ -77,6 +84,7 @@ class Relay:
             identity,
         )
         self._link.send(Kind.OPEN, number, opening.packed())
+        call.is_open = True
         status = await call.until_finished()
         if status.code or streaming:
             await call.answer(status)
@@ -85,8 +93,10 @@ class Relay:
 
     def _end(self, number: int) -> None:
         """gRPC has ended the call: its status has left, or its client is gone."""
-        self._calls.pop(number).close()
-        self._link.send(Kind.ENDED, number)
+        call = self._calls.pop(number)
+        call.close()
+        if call.is_open:
+            self._link.send(Kind.ENDED, number)
 
     async def until_idle(self) -> None:
         """Wait until the tasks of the last calls have ended, once gRPC has ended all calls."""
@@ -120,6 +130,8 @@ class _Call:
         """What the engine's process wants sent and gRPC has not been given yet."""
         self._ordered: asyncio.Future[None] | None = None
         self._reading: asyncio.Task[None] | None = None
+        self.is_open = False
+        """Whether the engine's process has been told of the call."""
 
     def take(self, kind: int, payload: bytes) -> None:
         """Take what is to be sent: INITIAL, MESSAGE or FINISH."""
