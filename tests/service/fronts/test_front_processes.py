@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import re
 import signal
 import socket
 from collections.abc import Callable
@@ -156,10 +157,17 @@ def test_a_port_is_held_although_connections_of_an_earlier_server_linger_there()
     HeldPort(*where, flag="--port").close()
 
 
-async def test_a_replaced_certificate_is_shown_by_all_front_processes(tmp_path: Path) -> None:
+async def test_a_replaced_certificate_is_shown_by_all_front_processes(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """While only half of it is replaced, the log of the engine's process tells what each of them found."""
     install(tmp_path, "server")
     async with serving(listen=listening(tmp_path), front_processes=2) as rig:
         assert {await shown(rig.server.port) for _ in range(6)} == {"first"}
+        install(tmp_path, "renewed", only="pem")
+        assert {await shown(rig.server.port) for _ in range(6)} == {"first"}
+        told = re.compile(r"^front process [12]: the TLS files changed and cannot be used")
+        await until(lambda: any(map(told.match, caplog.messages)))
         install(tmp_path, "renewed")
         assert {await shown(rig.server.port) for _ in range(6)} == {"second"}
         async with secure(rig.server.address) as channel:

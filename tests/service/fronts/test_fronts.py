@@ -12,6 +12,7 @@ import grpc
 import pytest
 
 from penstock.runtime.errors import ConfigError
+from penstock.service.fronts import server as fronts_server
 from penstock.service.limits.admission import Kind
 from penstock.service.limits.bounds import Bounds
 from penstock.service.listening.listen_options import ListenOptions
@@ -172,6 +173,23 @@ async def test_places_are_counted_over_all_front_processes() -> None:
             assert (await failure_of(second.Generate(generate("y")))).info.metadata["limit"] == "max_rpcs"
             rig.engine.release()
             assert [reply.outputs[0].text for reply in await asyncio.gather(*running)] == ["z"] * 3
+
+
+async def test_a_front_process_carries_so_many_calls_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Here two. Such a number waits only where the engine's process does not keep up."""
+    monkeypatch.setattr(fronts_server, "backlog_of", lambda bounds: 1)
+    async with serving(fake(hold=True), front_processes=1) as rig:
+        running = [asyncio.ensure_future(rig.inference.Generate(generate("y"))) for _ in range(2)]
+        await until(lambda: len(rig.engine.seen) == 2)
+        for _ in range(5):
+            failure = await failure_of(rig.inference.Generate(generate("y")))
+            assert failure.code is grpc.StatusCode.RESOURCE_EXHAUSTED
+            assert failure.message == "too many calls are under way"
+        rig.engine.release()
+        assert [reply.outputs[0].text for reply in await asyncio.gather(*running)] == ["z"] * 2
+        await nothing_left(rig)
+        assert (await rig.inference.Generate(generate("y"))).outputs[0].text == "z"
+        assert len(rig.engine.seen) == 3
 
 
 @pytest.mark.parametrize(

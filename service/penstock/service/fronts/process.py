@@ -36,6 +36,7 @@ class _LinkHandler(logging.Handler):
 
     def __init__(self, link: Link, loop: asyncio.AbstractEventLoop) -> None:
         super().__init__()
+        self.setFormatter(logging.Formatter("%(message)s"))  # the engine's process adds the rest
         self._link, self._loop = link, loop
 
     def emit(self, record: logging.LogRecord) -> None:

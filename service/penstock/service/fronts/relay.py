@@ -40,6 +40,7 @@ class Relay:
         self._tells_identity = tells_identity
         self._calls: dict[int, _Call] = {}
         self._num_begun = 0
+        self._num_refusing = 0
         self._ender = Ender()
         self._turns = asyncio.Lock()
         """Held by the call that is the next one to open."""
@@ -62,8 +63,7 @@ class Relay:
         task = asyncio.current_task()
         assert task is not None, "gRPC calls handlers in a task"
         if len(self._calls) >= self._max_calls:
-            self._ender.end(task)
-            await asyncio.Event().wait()  # waits until the task is cancelled
+            await self._turn_away(context, task)
         self._num_begun += 1
         number = self._num_begun
         call = self._calls[number] = _Call(self._link, number, context)
@@ -90,6 +90,19 @@ class Relay:
             await call.answer(status)
             return None
         return status.reply
+
+    async def _turn_away(self, context: Context, task: asyncio.Task[Any]) -> None:
+        """End a call that is one too many: with a status, unless too many of those are on their way already.
+        Always raises.
+        """
+        if self._num_refusing >= self._max_calls:
+            self._ender.end(task)
+            await asyncio.Event().wait()  # waits until the task is cancelled
+        self._num_refusing += 1
+        try:
+            await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "too many calls are under way")
+        finally:
+            self._num_refusing -= 1
 
     def _end(self, number: int) -> None:
         """gRPC has ended the call: its status has left, or its client is gone."""

@@ -28,7 +28,9 @@ class FrontSettings:
     max_connections: int
     """How many connections this process may have; 0 means any number."""
     max_calls: int
-    """How many calls this process may carry; further ones are ended without a status."""
+    """How many calls this process may carry. Further ones are refused without details, because the engine's
+    process, which gives details, does not keep up then.
+    """
     log_level: int
     """The least level of lines that are wanted for the log."""
 
