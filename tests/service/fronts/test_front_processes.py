@@ -228,6 +228,17 @@ def test_sigterm_finishes_what_runs_in_front_processes() -> None:
     assert "Traceback" not in server.output
 
 
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_to_all_processes_ends_a_server_that_starts(number: signal.Signals) -> None:
+    """Front processes are still importing modules then."""
+    with fake_process("--port", "0", "--front-processes", "1") as server:
+        wait_until(lambda: server.popen.poll() is not None or fronts_of(server.popen.pid) != [])
+        for pid in (*fronts_of(server.popen.pid), server.popen.pid):
+            os.kill(pid, number)
+        assert server.wait() == 0
+    assert "Traceback" not in server.output
+
+
 @pytest.mark.sweep
 def test_front_processes_end_with_the_engine_s_process() -> None:
     with fake_process("--port", "0", "--front-processes", "2") as server:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import signal
 import socket
 import sys
 import time
@@ -18,6 +19,10 @@ from penstock.service.fronts.settings import FrontSettings
 log = logging.getLogger(__name__)
 
 PROGRAM = "penstock.service.fronts.process"
+NOT_FOR_FRONTS = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
+"""Signals that are meant for the engine's process. A terminal and a service manager send them to all
+processes of a server.
+"""
 KILL_AFTER_S = 2.5
 """A front process that has not ended so long after its grace is killed."""
 LONG_LIFE_S = 10.0
@@ -114,6 +119,8 @@ class FrontProcess:
         """Run one process to its end, and say how it ended."""
         ours, theirs = socket.socketpair()
         with theirs:
+            # The process inherits this, so that it also ignores them until it has begun to.
+            were_blocked = signal.pthread_sigmask(signal.SIG_BLOCK, NOT_FOR_FRONTS)
             try:
                 process = await asyncio.create_subprocess_exec(
                     *(sys.executable, "-P", "-m", PROGRAM, str(theirs.fileno())),
@@ -123,6 +130,8 @@ class FrontProcess:
             except OSError as error:
                 ours.close()
                 return f"could not be started: {error.strerror}"
+            finally:
+                signal.pthread_sigmask(signal.SIG_UNBLOCK, NOT_FOR_FRONTS - were_blocked)
         self._process = process
         try:
             refusal = await self._serve(ours, first)
