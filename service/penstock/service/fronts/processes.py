@@ -31,6 +31,8 @@ MOST_FAILURES = 6
 """So many failures to live in a row mean that front processes cannot live here."""
 FIRST_PAUSE_S = 0.1
 """The pause after the first such failure, in seconds; it doubles with each."""
+LEAST_HANG_S = 2.0
+"""For less than this any process does nothing now and then, where the machine is busy."""
 _LOOKS = 4
 """How often a front process that gives no sign of life is looked at before it is killed."""
 _LAST_MOMENT_S = 2.0
@@ -45,9 +47,9 @@ class FrontProcess:
     """One front process after the other, of which one lives at a time. Used on its event loop only."""
 
     def __init__(self, number: int, settings: FrontSettings, served: Served, hang_limit_s: float) -> None:
-        """A process that does nothing for `hang_limit_s` seconds is killed; 0: it never is."""
+        """A process that does nothing for so long, or LEAST_HANG_S if that is more, is killed; 0: never."""
         self._number = number
-        self._hang_limit_s = hang_limit_s
+        self._hang_limit_s = hang_limit_s and max(hang_limit_s, LEAST_HANG_S)
         self._pongs = 0
         """How many signs of life have come."""
         self._settings, self._served = settings, served
@@ -147,7 +149,7 @@ class FrontProcess:
 
     async def _serve(self, connection: socket.socket, first: asyncio.Future[None]) -> str:
         """Run the calls of one process until its link is closed. Returns why it cannot listen, if so."""
-        lost = asyncio.Event()
+        lost, listens = asyncio.Event(), asyncio.Event()
         refusals: list[str] = []
 
         def receive(kind: int, number: int, payload: bytes) -> None:
@@ -160,15 +162,17 @@ class FrontProcess:
                 link.close()
             elif kind == Kind.PONG:
                 self._pongs += 1
-            elif kind == Kind.LISTENING and not first.done():
-                first.set_result(None)
+            elif kind == Kind.LISTENING:
+                listens.set()
+                if not first.done():
+                    first.set_result(None)
 
         link = Link(receive, lost.set)
         calls = LinkCalls(self._served, link)
         await asyncio.get_running_loop().create_connection(lambda: link, sock=connection)
         self._link = link
         link.send(Kind.START, 0, self._settings.packed())
-        watching = asyncio.create_task(self._watch(link))
+        watching = asyncio.create_task(self._watch(link, listens))
         try:
             if self._stopping.is_set():
                 return ""
@@ -180,8 +184,9 @@ class FrontProcess:
             calls.lose()
         return "".join(refusals)
 
-    async def _watch(self, link: Link) -> None:
+    async def _watch(self, link: Link, listens: asyncio.Event) -> None:
         """Kill the process if it does nothing for too long, so that another one takes its place."""
+        await listens.wait()  # until then it loads its program, which may take any time
         while self._hang_limit_s:
             pongs = self._pongs
             link.send(Kind.PING)
