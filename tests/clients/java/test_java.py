@@ -19,7 +19,7 @@ from tests.support.toolchains import require
 
 ROOT = Path(__file__).parents[3]
 MODULE = ROOT / "clients" / "java"
-TESTS_S = 900
+TESTS_S = 1100
 POM = "{http://maven.apache.org/POM/4.0.0}"
 
 
@@ -47,6 +47,7 @@ def test_the_module_has_the_version_of_the_project() -> None:
 
 
 @pytest.mark.sweep
+@pytest.mark.timeout(1200)  # Maven alone takes minutes on a busy machine
 def test_the_module_builds_without_warnings_and_its_tests_pass() -> None:
     """Its servers start from this interpreter, so that they are those of this environment."""
     require("java", "mvn")
@@ -64,6 +65,7 @@ def test_the_module_builds_without_warnings_and_its_tests_pass() -> None:
 
 
 @pytest.mark.sweep
+@pytest.mark.timeout(1200)  # Maven alone takes minutes on a busy machine
 def test_commands_of_the_readme_run(tmp_path: Path) -> None:
     require("java", "mvn")
     said = run_readme(MODULE, tmp_path, left_out=["mvn -B verify"], ignored=["target"])
