@@ -52,7 +52,8 @@ async def test_calls_that_begin_and_end_faster_than_they_are_heard_of_fill_no_me
             await peer.reset(last)
             await until(lambda: (Kind.ENDED, number) in heard)
         opened = [call for kind, call in heard if kind == Kind.OPEN]
-        assert opened == [call for kind, call in heard if kind == Kind.ENDED]
+        ended = [call for kind, call in heard if kind == Kind.ENDED]
+        assert sorted(ended) == opened  # those that the peer resets together end in any order
     finally:
         await server.stop(0)
         engine_s_transport.abort()
