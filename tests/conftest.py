@@ -27,7 +27,16 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+SWEEP_S = 1200
+"""A test of the sweep may take so long, unless it says otherwise: some build with Go or Maven, which download
+what they need first.
+"""
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.get_closest_marker("sweep") and not item.get_closest_marker("timeout"):
+            item.add_marker(pytest.mark.timeout(SWEEP_S))
     if PLATFORM == "cpu":
         for item in items:
             if item.get_closest_marker("gpu"):
