@@ -60,7 +60,7 @@ def rig(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 
 
 def every_group() -> list[Any]:
-    """Each group with each driver. The drivers of a group follow one another, so that they share its server."""
+    """Each group with each driver. The drivers of a group follow one another, and share its server."""
     quick = [(QUICK, PYTHON), (QUICK, GO)]
     return [
         pytest.param(
