@@ -36,7 +36,9 @@ def test_one_of_them_has_the_program() -> None:
     assert {"serve", "generate"} <= COMMANDS.keys()
 
 
-INDEX = re.compile(r"\b(?:pip|pipx|uvx?)[ \t][^\n`]*?(?<![\w./-])penstock(?:-client)?(?=[\s`'\"=<>~\[]|$)")
+INDEX = re.compile(
+    r"\b(?:pip|pipx|uvx?)[ \t](?!uninstall )[^\n`]*?(?<![\w./-])penstock(?:-client)?(?=[\s`'\"=<>~\[]|$)"
+)
 """A command that installs Penstock by its name, and not by a path."""
 
 
@@ -50,6 +52,7 @@ def test_the_pattern_finds_what_it_is_for() -> None:
         assert INDEX.search(wrong), wrong
     for right in (
         "pip install ./clients/python .",
+        "pip uninstall penstock penstock-client",
         "pip install --find-links dist dist/penstock-0.1.0-py3-none-any.whl",
     ):
         assert not INDEX.search(right), right
