@@ -16,7 +16,7 @@ import pytest
 from jax.profiler import ProfileData
 
 from penstock.runtime import Engine, SamplingParams, StoppingParams
-from penstock.runtime.errors import Draining, ProfileUnderWay
+from penstock.runtime.errors import Draining, ProfileFailed, ProfileUnderWay
 from penstock.runtime.loop.interface import InFlightPolicy
 from penstock.runtime.profiling.profile import Profile
 from tests.support.models.demo import demo_engine
@@ -126,7 +126,10 @@ def test_a_profile_ends_with_its_engine(tmp_path: Path) -> None:
     engine = toy_engine()
     run = engine.profile(tmp_path, timeout_s=300.0)
     engine.shutdown()
-    assert run.result(WAIT_S).steps == 0
+    try:
+        assert run.result(WAIT_S).steps == 0
+    except ProfileFailed as error:  # the engine waits a while for the trace, and not longer
+        assert "the engine was shut down" in str(error)  # noqa: PT017 -- either end is right
     with pytest.raises(Draining):
         engine.profile(tmp_path)
 

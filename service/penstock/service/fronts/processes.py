@@ -10,7 +10,7 @@ import socket
 import sys
 import time
 
-from penstock.runtime.errors import ConfigError, PenstockError
+from penstock.runtime.errors import ConfigError
 from penstock.service.fronts.calls import LinkCalls, Served
 from penstock.service.fronts.frames import Kind, Line, pack_seconds
 from penstock.service.fronts.link import Link
@@ -39,8 +39,8 @@ _LAST_MOMENT_S = 2.0
 """Seconds in which a process that has closed its link ends by itself."""
 
 
-class FrontsLost(PenstockError):
-    """Front processes die as soon as they are started."""
+class FrontsLost(Exception):
+    """Front processes die as soon as they are started. It ends the server, so it is told to no caller."""
 
 
 class FrontProcess:
