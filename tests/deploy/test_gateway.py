@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import socket
 import subprocess
 import time
 from collections.abc import Iterator
@@ -18,17 +17,11 @@ import pytest
 from penstock.client import Client
 from tests.deploy.environments import environment
 from tests.support.demo_server import served_demo
+from tests.support.prometheus import free_port
 
 pytestmark = pytest.mark.sweep
 START_S = 120.0
 PROMPT = "Once upon a time"
-
-
-def free_port() -> int:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        port: int = taken.getsockname()[1]
-        return port
 
 
 class Gateway:

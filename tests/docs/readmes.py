@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import socket
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -17,6 +16,7 @@ from pathlib import Path
 from tests.docs import programs
 from tests.docs.pages import ROOT, blocks
 from tests.docs.shell import commands
+from tests.support.prometheus import free_port
 
 READMES = (ROOT / "clients" / "go", ROOT / "clients" / "java")
 """The folders of such clients."""
@@ -53,7 +53,7 @@ def run_readme(client: Path, folder: Path, *, left_out: Sequence[str], ignored: 
     penstock = bin_folder / "penstock"
     penstock.write_text(f'#!/bin/sh\nexec {sys.executable} -m tests.docs.programs penstock "$@"\n')
     penstock.chmod(0o755)
-    port = _free_port()
+    port = str(free_port())
     try:
         done = subprocess.run(
             ["bash", "-c", "\n".join(script).replace("50051", port)],
@@ -78,10 +78,3 @@ def run_readme(client: Path, folder: Path, *, left_out: Sequence[str], ignored: 
         programs.stop_server(folder)
     assert done.returncode == 0, done.stdout
     return done.stdout
-
-
-def _free_port() -> str:
-    """A port that nobody listens on now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return str(probe.getsockname()[1])

@@ -67,9 +67,10 @@ class VllmServicer:
         self, request: vllm.GenerateRequest, context: Any
     ) -> AsyncIterator[vllm.GenerateResponse]:
         """Run a request; see `Answer` for what is sent."""
-        work = partial(to_stream_request, request, self._engine.info.max_model_len)
         async with self._serving.calls.preparing():
-            asked = await self._serving.lanes.convert(work, MESSAGE_BYTES.get())
+            asked = await self._serving.lanes.convert(
+                partial(to_stream_request, request, self._engine.info.max_model_len), MESSAGE_BYTES.get()
+            )
         answer = Answer(streams=request.stream)
         del request  # it would otherwise live as long as this RPC
         replies: Any = self._inference.Stream(asked, context)
