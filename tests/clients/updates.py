@@ -64,7 +64,8 @@ class FakeUpdates:
     ) -> weights_pb2.UpdateWeightsResponse:
         self.num_messages = 0
         self.ended.clear()
-        context.add_callback(self.ended.set)
+        if not context.add_callback(self.ended.set):
+            self.ended.set()  # the call ended before this function ran, so that nobody calls back
         begin = weights_pb2.UpdateWeightsBegin()
         tensors: dict[str, bytes] = {}
         for request in requests:

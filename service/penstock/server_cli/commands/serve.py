@@ -213,11 +213,18 @@ def _tell(engine: Engine) -> None:
 def _tell_addresses(server: PenstockServer) -> None:
     """Print the addresses on stdout, for people and scripts."""
     if server.metrics.address is not None:
-        print(f"penstock: metrics on {server.metrics.address}", flush=True)
+        _print_line(f"penstock: metrics on {server.metrics.address}")
     if server.addresses.control_address is not None:
-        print(f"penstock: control on {server.addresses.control_address}", flush=True)
+        _print_line(f"penstock: control on {server.addresses.control_address}")
     for address in server.addresses.main:
-        print(f"penstock: ready on {address}", flush=True)
+        _print_line(f"penstock: ready on {address}")
+
+
+def _print_line(text: str) -> None:
+    """Print a line in one write. `print` makes two of it where stdout has no buffer, and a line of the log could
+    come between an address and its newline.
+    """
+    print(f"{text}\n", end="", flush=True)
 
 
 def _prefix_cache(config: EngineConfig) -> str:
