@@ -221,8 +221,10 @@ def _tell_addresses(server: PenstockServer) -> None:
 
 
 def _print_line(text: str) -> None:
-    """Print a line in one write. `print` makes two of it where stdout has no buffer, and a line of the log could
-    come between an address and its newline.
+    """Print a line in one write.
+
+    `print` makes two of it where stdout has no buffer, and a line of the log could come between an address
+    and its newline.
     """
     print(f"{text}\n", end="", flush=True)
 
