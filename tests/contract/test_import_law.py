@@ -41,7 +41,15 @@ def loaded_by(name: str) -> set[str]:
     return set(subprocess.check_output([sys.executable, "-c", program], text=True).split())
 
 
-@pytest.mark.parametrize("name", [*SOURCES["client"], *SOURCES["jax-free"], *SOURCES["fronts-without-jax"]])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *SOURCES["client"],
+        *SOURCES["jax-free"],
+        *SOURCES["fronts-without-jax"],
+        *SOURCES["openai-front"],
+    ],
+)
 def test_loads_no_jax(name: str) -> None:
     assert loaded_by(name).isdisjoint({"jax", "jaxlib", "flax", "transformers", "torch"})
 

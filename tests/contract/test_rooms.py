@@ -15,6 +15,7 @@ PARTS = (
     "runtime/penstock/runtime",
     "service/penstock/service",
     "service/penstock/server_cli",
+    "service/penstock/openai",
     "clients/python/penstock/cli",
     "clients/python/penstock/client",
     "bench",

@@ -1,0 +1,1 @@
+"""From values of the client to the bodies and chunks of replies."""

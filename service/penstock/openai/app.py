@@ -1,0 +1,86 @@
+"""Puts the app together: the table of endpoints, and what is done with errors."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import ASGIApp
+
+from penstock.client import PenstockClientError, UnknownModel
+from penstock.openai.edge import Edge
+from penstock.openai.endpoints import Endpoint, mark, params_of
+from penstock.openai.failures import ApiError, error_response, of_client_error
+from penstock.openai.front import Front, front_of
+from penstock.openai.routes.health import health
+from penstock.openai.routes.metrics import metrics
+from penstock.openai.routes.models import list_models, show_model
+
+ENDPOINTS: Final = (
+    Endpoint("GET", "/v1/models", list_models, "The models that are served."),
+    Endpoint("GET", "/v1/models/{model:path}", show_model, "One model."),
+    Endpoint("GET", "/health", health, "Whether the front and its server take requests.", is_api=False),
+    Endpoint("GET", "/metrics", metrics, "What the front measures, for Prometheus.", is_api=False),
+)
+"""All endpoints, in the order in which their paths are compared."""
+
+
+def create_app(front: Front, endpoints: Sequence[Endpoint] = ENDPOINTS) -> ASGIApp:
+    """The ASGI app of a front. It does not use ASGI's lifespan."""
+    cors = Middleware(
+        CORSMiddleware,
+        allow_origins=front.settings.cors_origins,
+        allow_methods=("GET", "POST"),
+        allow_headers=("*",),
+        expose_headers=("x-request-id", "retry-after", "retry-after-ms"),
+    )
+    app = Starlette(
+        routes=[_route(endpoint) for endpoint in endpoints],
+        middleware=[cors] if front.settings.cors_origins else [],
+        exception_handlers={
+            ApiError: _tell_api_error,
+            PenstockClientError: _tell_client_error,
+            HTTPException: _tell_http_exception,
+        },
+    )
+    app.state.front = front
+    app.state.endpoints = endpoints
+    app.router.redirect_slashes = False
+    return Edge(app, front)
+
+
+def _route(endpoint: Endpoint) -> Route:
+    async def handle(request: Request) -> Response:
+        mark(request.scope, endpoint)
+        return await endpoint.handler(request)
+
+    return Route(endpoint.path, handle, methods=[endpoint.method])
+
+
+async def _tell_api_error(_: Request, error: Exception) -> Response:
+    assert isinstance(error, ApiError), "as the table of handlers says"
+    return error_response(error)
+
+
+async def _tell_client_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, PenstockClientError), "as the table of handlers says"
+    if isinstance(error, UnknownModel):
+        front_of(request).backend.forget()
+    return error_response(of_client_error(error, params_of(request.scope)))
+
+
+async def _tell_http_exception(request: Request, error: Exception) -> Response:
+    """Starlette's own: no path matches, or its method is another one."""
+    assert isinstance(error, HTTPException), "as the table of handlers says"
+    message = f"{request.method} {request.url.path[:200]}: {error.detail}"
+    code = {404: "unknown_url", 405: "method_not_allowed"}.get(error.status_code)
+    response = error_response(ApiError(error.status_code, message, code=code))
+    response.headers.update(error.headers or {})
+    return response

@@ -1,0 +1,117 @@
+"""The server behind the front: its client, and what is known of its model."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import dataclass
+from typing import Final
+
+from penstock.client import AsyncClient, ModelInfo, PenstockClientError, SamplingDefaults
+from penstock.openai.calls import Call
+from penstock.openai.settings import Settings
+
+FACTS_S: Final = 10.0
+"""For how long facts are used before they are asked for again."""
+HEALTH_S: Final = 0.5
+"""For how long an answer of the health check is used again."""
+_HEALTH_TIMEOUT_S: Final = 2.0
+_FACTS_TIMEOUT_S: Final = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFacts:
+    """What requests are made with: the served model, and what it can."""
+
+    model: str
+    features: frozenset[str]
+    """As in the client's `ModelInfo.features`."""
+    max_context_tokens: int
+    vocab_size: int
+    default_sampling: SamplingDefaults
+    created: int
+    """Since when its weights serve, in seconds of Unix time."""
+
+
+class Backend:
+    """The client of the server, for one event loop. Make it inside a coroutine."""
+
+    def __init__(self, settings: Settings) -> None:
+        """Raises ValueError for files of TLS that cannot be used, and for a token that is none."""
+        self.client = AsyncClient(
+            settings.addr, tls=settings.tls, token=settings.token, insecure=settings.insecure
+        )
+        self._started = int(time.time())
+        self._facts: ModelFacts | None = None
+        self._facts_until = 0.0
+        self._asking: dict[tuple[tuple[str, str], ...], asyncio.Task[ModelFacts]] = {}
+        self._is_ready = False
+        self._ready_until = 0.0
+        self._checking: asyncio.Task[bool] | None = None
+
+    async def facts(self, call: Call, *, fresh: bool = False) -> ModelFacts:
+        """What is known of the model, asked for with the caller's key where it is not known yet. `fresh` asks
+        the server in any case, which refuses callers that may not know it. Raises the client's errors.
+        """
+        if self._facts is not None and not fresh and time.monotonic() < self._facts_until:
+            return self._facts
+        key = tuple(pair for pair in call.metadata if pair[0] == "authorization")
+        asking = self._asking.get(key)
+        if asking is None:  # requests with the same key that come meanwhile wait for the same answer
+            asking = self._asking[key] = asyncio.create_task(self._ask(call))
+            asking.add_done_callback(lambda task: self._asked(key, task))
+        return await asyncio.shield(asking)
+
+    def forget(self) -> None:
+        """Ask for the facts again at the next request: the server has said that they are wrong."""
+        self._facts = None
+
+    async def is_ready(self) -> bool:
+        """Whether the server takes requests. Never raises."""
+        if time.monotonic() >= self._ready_until:
+            if self._checking is None:
+                self._checking = asyncio.create_task(self._check())
+                self._checking.add_done_callback(self._checked)
+            return await asyncio.shield(self._checking)
+        return self._is_ready
+
+    async def close(self) -> None:
+        """End what is under way, and close the connection."""
+        tasks = [*self._asking.values(), *([self._checking] if self._checking is not None else [])]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await self.client.close()
+
+    async def _ask(self, call: Call) -> ModelFacts:
+        info = await self.client.model_info(timeout=_FACTS_TIMEOUT_S, metadata=call.metadata)
+        self._facts = self._facts_of(info)
+        self._facts_until = time.monotonic() + FACTS_S
+        return self._facts
+
+    def _facts_of(self, info: ModelInfo) -> ModelFacts:
+        since = info.weights_since
+        return ModelFacts(
+            model=info.model,
+            features=frozenset(info.features),
+            max_context_tokens=info.max_context_tokens,
+            vocab_size=info.vocab_size,
+            default_sampling=info.default_sampling,
+            created=self._started if since is None else int(since.timestamp()),
+        )
+
+    def _asked(self, key: tuple[tuple[str, str], ...], task: asyncio.Task[ModelFacts]) -> None:
+        del self._asking[key]
+        if not task.cancelled():
+            task.exception()  # whoever waited has it; nobody may wait any more
+
+    async def _check(self) -> bool:
+        try:
+            self._is_ready = await self.client.is_ready(_HEALTH_TIMEOUT_S)
+        except PenstockClientError:  # the server answered that it has no such health, or wants another key
+            self._is_ready = False
+        self._ready_until = time.monotonic() + HEALTH_S
+        return self._is_ready
+
+    def _checked(self, task: asyncio.Task[bool]) -> None:
+        self._checking = None

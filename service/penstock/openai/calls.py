@@ -1,0 +1,80 @@
+"""What of an HTTP request goes on to the server with each RPC that is made for it."""
+
+from __future__ import annotations
+
+import re
+import time
+import uuid
+from dataclasses import dataclass
+from typing import Final
+
+from starlette.requests import Request
+from starlette.types import Scope
+
+_SANE_ID: Final = re.compile(r"[\x21-\x7e]{1,128}")
+_TRACEPARENT: Final = re.compile(
+    r"(?!ff)[0-9a-f]{2}-(?!0{32})([0-9a-f]{32})-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}"
+)
+_MAX_TRACESTATE: Final = 512
+_MAX_AUTHORIZATION: Final = 4096
+_KEY: Final = "penstock.call"
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One HTTP request, as far as the server and the log know it."""
+
+    request_id: str
+    """The caller's own X-Request-Id, or one that was made; every reply has it in its headers."""
+    number: str
+    """32 hexadecimal digits that no other request has, of which the ids of answers are made."""
+    metadata: tuple[tuple[str, str], ...]
+    """The metadata of each RPC: authorization, traceparent and tracestate, where the request brought them."""
+    created: int
+    """When the request came, in seconds of Unix time."""
+    timeout: float | None
+    """Seconds that an RPC may take; None means no limit."""
+    trace_id: str = ""
+    """The trace that the caller's traceparent names; empty without one."""
+
+    def answer_id(self, prefix: str) -> str:
+        """The id of the answer, and of its request at the server: "chatcmpl-<32 hexadecimal digits>"."""
+        return f"{prefix}-{self.number}"
+
+
+def make_call(scope: Scope, timeout_s: float) -> Call:
+    """Make the call of a request. `timeout_s` of 0 means no limit."""
+    headers: dict[bytes, bytes] = dict(reversed(scope["headers"]))  # of a repeated header, the first counts
+    given = headers.get(b"x-request-id", b"").decode("latin-1")
+    number = uuid.uuid4().hex
+    metadata = []
+    authorization = headers.get(b"authorization", b"").decode("latin-1").strip()
+    if authorization and len(authorization) <= _MAX_AUTHORIZATION and _is_ascii(authorization):
+        metadata.append(("authorization", authorization))
+    traceparent = headers.get(b"traceparent", b"").decode("latin-1").strip()
+    trace = _TRACEPARENT.match(traceparent)
+    if trace is not None:
+        metadata.append(("traceparent", trace[0]))
+        tracestate = headers.get(b"tracestate", b"").decode("latin-1").strip()
+        if tracestate and len(tracestate) <= _MAX_TRACESTATE and _is_ascii(tracestate):
+            metadata.append(("tracestate", tracestate))
+    call = Call(
+        request_id=given if _SANE_ID.fullmatch(given) else f"req-{number}",
+        number=number,
+        metadata=tuple(metadata),
+        created=int(time.time()),
+        timeout=timeout_s or None,
+        trace_id="" if trace is None else trace[1],
+    )
+    scope[_KEY] = call
+    return call
+
+
+def call_of(request: Request) -> Call:
+    """The call of a request."""
+    call: Call = request.scope[_KEY]
+    return call
+
+
+def _is_ascii(text: str) -> bool:
+    return text.isascii() and text.isprintable()

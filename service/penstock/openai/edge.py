@@ -1,0 +1,130 @@
+"""What every request passes first and last: ids, refusals while the front drains, metrics, and the access
+log.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from typing import Final
+
+from starlette.datastructures import MutableHeaders
+from starlette.responses import Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from penstock.openai.calls import Call, make_call
+from penstock.openai.endpoints import endpoint_of
+from penstock.openai.failures import ApiError, ClientGone, error_response
+from penstock.openai.front import Front
+
+log = logging.getLogger("penstock.openai")
+access = logging.getLogger("penstock.openai.access")
+
+GONE: Final = 499
+"""The status that the log and the metrics have for a client that went away."""
+_ALWAYS_SERVED: Final = frozenset({"/health", "/metrics"})
+_MAX_PATH: Final = 100
+
+
+class Edge:
+    """The outermost part of the app."""
+
+    def __init__(self, app: ASGIApp, front: Front) -> None:
+        self._app = app
+        self._front = front
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":  # of the lifespan, which is not used
+            raise RuntimeError(f"the front serves HTTP, not {scope['type']}")
+        call = make_call(scope, self._front.settings.request_timeout_s)
+        reply = _Reply(send, call.request_id)
+        meters = self._front.meters
+        meters.running.inc()
+        status = GONE
+        try:
+            with self._front.life.running():
+                await self._serve(scope, receive, reply)
+            status = reply.status
+        except ClientGone:
+            pass
+        finally:
+            meters.running.dec()
+            self._tell(scope, call, reply, status)
+
+    async def _serve(self, scope: Scope, receive: Receive, reply: _Reply) -> None:
+        life = self._front.life
+        if life.is_draining and scope["path"] not in _ALWAYS_SERVED:
+            await _refusal("the server is shutting down", 503, "draining")(scope, receive, reply.send)
+            return
+        try:
+            await self._app(scope, receive, reply.send)
+        except ClientGone:
+            raise
+        except asyncio.CancelledError:
+            if not life.is_over or reply.status:
+                raise
+            await _refusal("the server is shutting down", 503, "draining")(scope, receive, reply.send)
+        except Exception:
+            log.exception("request %s failed", reply.request_id)
+            if reply.status:
+                raise ClientGone from None  # its reply ends early, which tells the client
+            await _refusal("internal error", 500, "internal")(scope, receive, reply.send)
+
+    def _tell(self, scope: Scope, call: Call, reply: _Reply, status: int) -> None:
+        endpoint = endpoint_of(scope)
+        name = "other" if endpoint is None else endpoint.path
+        seconds = time.perf_counter() - reply.began
+        meters = self._front.meters
+        meters.requests.labels(name, str(status)).inc()
+        meters.seconds.labels(name).observe(seconds)
+        if reply.first_byte is not None:
+            meters.first_byte_seconds.labels(name).observe(reply.first_byte - reply.began)
+        if self._front.settings.access_log and (endpoint is None or endpoint.is_api):
+            access.info(
+                "%s %s: %d after %.3f s, request %s, id %s%s",
+                scope["method"],
+                scope["path"][:_MAX_PATH],
+                status,
+                seconds,
+                call.request_id,
+                call.number,
+                f", trace {call.trace_id}" if call.trace_id else "",
+            )
+
+
+def _refusal(message: str, status: int, code: str) -> Response:
+    may_retry = status != 500
+    error = ApiError(
+        status,
+        message,
+        "server_error",
+        None,
+        code,
+        retry_after=1.0 if may_retry else None,
+        may_retry=may_retry,
+    )
+    response = error_response(error)
+    response.headers["connection"] = "close"
+    return response
+
+
+class _Reply:
+    """Watches a reply on its way out, and puts the request's id into its headers."""
+
+    def __init__(self, send: Send, request_id: str) -> None:
+        self.began = time.perf_counter()
+        self.request_id = request_id
+        self.status = 0
+        """The status of HTTP; 0 until the reply has begun."""
+        self.first_byte: float | None = None
+        self._send = send
+
+    async def send(self, message: Message) -> None:
+        if self.first_byte is None:
+            if message["type"] == "http.response.start":
+                self.status = message["status"]
+                MutableHeaders(scope=message)["x-request-id"] = self.request_id
+            else:
+                self.first_byte = time.perf_counter()
+        await self._send(message)

@@ -1,0 +1,51 @@
+"""Defines what an endpoint is."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Final
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Scope
+
+from penstock.openai.schemas.base import Body
+
+_KEY: Final = "penstock.endpoint"
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """One row of the table of endpoints (app.py)."""
+
+    method: str
+    path: str
+    """In Starlette's form, such as "/v1/models/{model:path}"."""
+    handler: Callable[[Request], Awaitable[Response]]
+    summary: str
+    body: type[Body] | None = None
+    """What its requests are read as; None where they have no body."""
+    params: Mapping[str, str] = field(default_factory=dict)
+    """From paths of the contract to fields of the body, so that errors of the server name the latter."""
+    is_api: bool = True
+    """Whether it is a part of the API: it has a line in the access log, and is refused while the front
+    drains.
+    """
+
+
+def mark(scope: Scope, endpoint: Endpoint) -> None:
+    """Note which endpoint a request came to."""
+    scope[_KEY] = endpoint
+
+
+def endpoint_of(scope: Scope) -> Endpoint | None:
+    """The endpoint that a request came to; None where no path matched."""
+    found: Endpoint | None = scope.get(_KEY)
+    return found
+
+
+def params_of(scope: Scope) -> Mapping[str, str]:
+    """The names of the contract's paths at the endpoint that a request came to."""
+    endpoint = endpoint_of(scope)
+    return {} if endpoint is None else endpoint.params

@@ -1,0 +1,189 @@
+"""What a caller is told when a request fails: one table from the client's errors to HTTP, and OpenAI's
+envelope.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+import grpc
+from starlette.responses import Response
+
+from penstock.client import (
+    Cancelled,
+    Conflict,
+    DeadlineExceeded,
+    Denied,
+    DuplicateRequestId,
+    ExceedsKVCapacity,
+    Forbidden,
+    InvalidRequest,
+    LimitExceeded,
+    PenstockClientError,
+    PreconditionFailed,
+    PromptTooLong,
+    RateLimited,
+    RefusedError,
+    UnavailableError,
+    UnknownAdapter,
+    UnknownModel,
+    Unreachable,
+    Unsupported,
+)
+from penstock.openai.jsonbytes import json_bytes
+
+INVALID: Final = "invalid_request_error"
+_AT: Final = re.compile(r"[.\[]")
+_MOST_VIOLATIONS: Final = 20
+
+
+class ApiError(Exception):
+    """A request that is answered with an error."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        type: str = INVALID,
+        param: str | None = None,
+        code: str | None = None,
+        retry_after: float | None = None,
+        may_retry: bool = True,
+    ) -> None:
+        """`status` is that of HTTP, `param` the path of the bad field, `retry_after` in seconds. `may_retry`
+        is false where a client that tries again by itself would do harm.
+        """
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.type = type
+        self.param = param
+        self.code = code
+        self.retry_after = retry_after
+        self.may_retry = may_retry
+
+
+class ClientGone(Exception):
+    """The client went away before its reply was whole. Nobody is told; the log has the status 499."""
+
+
+def invalid(param: str, why: str, code: str = "invalid_value") -> ApiError:
+    """The error of a field that cannot be honoured as it is."""
+    return ApiError(400, f"{param}: {why}", INVALID, param, code)
+
+
+def unsupported(param: str, why: str) -> ApiError:
+    """The error of a field that OpenAI or vLLM has, and that is not honoured here."""
+    return invalid(param, f"this parameter is not supported: {why}", "unsupported_parameter")
+
+
+def envelope(error: ApiError) -> dict[str, Any]:
+    """The error in OpenAI's form."""
+    return {"error": {"message": error.message, "type": error.type, "param": error.param, "code": error.code}}
+
+
+def error_response(error: ApiError) -> Response:
+    """The reply of a request that failed before its reply began."""
+    headers = {}
+    if error.retry_after is not None:
+        headers["retry-after"] = str(max(1, math.ceil(error.retry_after)))
+        headers["retry-after-ms"] = str(max(1, math.ceil(error.retry_after * 1000)))
+    if not error.may_retry:
+        headers["x-should-retry"] = "false"  # OpenAI's clients obey it; they try 409 and 5xx again otherwise
+    if error.status == 401:
+        headers["www-authenticate"] = "Bearer"
+    return Response(json_bytes(envelope(error)), error.status, headers, "application/json")
+
+
+@dataclass(frozen=True, slots=True)
+class _Row:
+    """How the errors of one class are told."""
+
+    status: int
+    type: str
+    code: str | None = None
+    """None: the reason of the contract, in lower case."""
+    param: str | None = None
+    retry_after: float | None = None
+    """Seconds, where the server did not say."""
+    may_retry: bool = True
+
+
+_SERVER: Final = "server_error"
+TABLE: Final[Mapping[type[PenstockClientError], _Row]] = {
+    InvalidRequest: _Row(400, INVALID, "invalid_value"),
+    PromptTooLong: _Row(400, INVALID, "context_length_exceeded"),
+    ExceedsKVCapacity: _Row(400, INVALID, "context_length_exceeded"),
+    Unsupported: _Row(501, INVALID, "unsupported_endpoint", may_retry=False),
+    UnknownModel: _Row(404, INVALID, "model_not_found", "model"),
+    UnknownAdapter: _Row(404, INVALID, "model_not_found", "model"),
+    DuplicateRequestId: _Row(409, INVALID, "duplicate_request_id", may_retry=False),
+    PreconditionFailed: _Row(409, INVALID, may_retry=False),
+    Forbidden: _Row(403, "permission_error", "forbidden"),
+    Denied: _Row(401, INVALID, "invalid_api_key"),
+    RefusedError: _Row(400, INVALID),
+    RateLimited: _Row(429, "rate_limit_error", "rate_limit_exceeded"),
+    Unreachable: _Row(503, _SERVER, "unreachable", retry_after=1.0),
+    UnavailableError: _Row(503, _SERVER, retry_after=1.0),
+    LimitExceeded: _Row(413, INVALID, "too_large"),
+    Conflict: _Row(409, INVALID, may_retry=False),
+    DeadlineExceeded: _Row(504, _SERVER, "timeout", may_retry=False),
+    Cancelled: _Row(503, _SERVER, "cancelled", retry_after=1.0),
+}
+"""From a class of errors to how they are told. A class that is not here is told as the class that it is of.
+"""
+_OTHERWISE: Final = _Row(500, _SERVER, may_retry=False)
+_OVERLOADED: Final = _Row(429, "rate_limit_error", retry_after=1.0)
+"""For errors of the status RESOURCE_EXHAUSTED after which a later attempt may succeed."""
+_RECEIVED_TOO_SLOWLY: Final = _Row(408, INVALID)
+_BY_REASON: Final[Mapping[str, _Row]] = {
+    "STALLED_SENDER": _RECEIVED_TOO_SLOWLY,
+    "STALLED_READER": _RECEIVED_TOO_SLOWLY,
+    "RESPONSE_TOO_LARGE": _Row(400, INVALID),
+}
+
+
+def of_client_error(error: PenstockClientError, params: Mapping[str, str]) -> ApiError:
+    """The reply to a request whose RPC failed. `params` has the names of HTTP fields by the contract's paths,
+    such as {"sampling.top_p": "top_p"}.
+    """
+    row = _row_of(error)
+    reason = error.reason.lower() or row.code or error.code.name.lower()
+    message, param = str(error), row.param
+    if isinstance(error, InvalidRequest) and error.violations:
+        named = [(_named(v.field, params), v.description) for v in error.violations]
+        message = "; ".join(f"{name}: {text}" if name else text for name, text in named[:_MOST_VIOLATIONS])
+        param = named[0][0] or None
+    elif isinstance(error, Unsupported) and error.fields:
+        param = _named(error.fields[0], params)
+        row = _Row(400, INVALID, "unsupported_parameter")
+        message = f"{', '.join(_named(field, params) for field in error.fields)}: {message}"
+    retry_after = error.retry_after if error.retry_after is not None else row.retry_after
+    return ApiError(
+        row.status, message, row.type, param, row.code or reason, retry_after, may_retry=row.may_retry
+    )
+
+
+def _row_of(error: PenstockClientError) -> _Row:
+    by_reason = _BY_REASON.get(error.reason)
+    if by_reason is not None:
+        return by_reason
+    row = next((TABLE[kind] for kind in type(error).__mro__ if kind in TABLE), _OTHERWISE)
+    if isinstance(error, UnavailableError) and error.code is grpc.StatusCode.RESOURCE_EXHAUSTED:
+        return TABLE[RateLimited] if isinstance(error, RateLimited) else _OVERLOADED
+    return row
+
+
+def _named(path: str, params: Mapping[str, str]) -> str:
+    """The HTTP field's name for a path of the contract. What is below a path that has a name is kept: with
+    {"chat.messages": "messages"}, "chat.messages[3].content" becomes "messages[3].content".
+    """
+    ends = [len(path), *(match.start() for match in reversed(list(_AT.finditer(path))))]
+    for end in ends:
+        if path[:end] in params:
+            return params[path[:end]] + path[end:]
+    return path

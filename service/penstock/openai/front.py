@@ -1,0 +1,41 @@
+"""What all requests of one worker share."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+from typing import Self
+
+from starlette.requests import Request
+
+from penstock.openai.backend import Backend
+from penstock.openai.counts.incoming import Incoming
+from penstock.openai.counts.life import Life
+from penstock.openai.counts.meters import Meters
+from penstock.openai.settings import Settings
+
+
+@dataclass(frozen=True, slots=True)
+class Front:
+    """What all requests of one worker share. Make it inside a coroutine."""
+
+    settings: Settings
+    backend: Backend
+    meters: Meters
+    incoming: Incoming
+    life: Life = field(default_factory=Life)
+    heavy: asyncio.Lock = field(default_factory=asyncio.Lock)
+    """Held while a large body is parsed in a thread: one at a time, so that the event loop gets the
+    interpreter.
+    """
+
+    @classmethod
+    def made(cls, settings: Settings) -> Self:
+        """The front of these settings. Raises ValueError for TLS files and tokens that cannot be used."""
+        return cls(settings, Backend(settings), Meters(), Incoming(settings.max_waiting_body_bytes))
+
+
+def front_of(request: Request) -> Front:
+    """The front that a request came to."""
+    front: Front = request.app.state.front
+    return front

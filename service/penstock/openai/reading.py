@@ -1,0 +1,211 @@
+"""Reads the bodies of requests, within bounds on their size, their depth and the time that they take."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable, Sequence
+from typing import Any, Final, TypeVar
+
+from pydantic import ValidationError
+from pydantic_core import ErrorDetails
+from starlette.requests import ClientDisconnect, Request
+
+from penstock.openai.failures import INVALID, ApiError, ClientGone
+from penstock.openai.front import front_of
+from penstock.openai.schemas.base import Body
+from penstock.openai.settings import Settings
+
+BodyT = TypeVar("BodyT", bound=Body)
+
+MAX_DEPTH: Final = 100
+MAX_PARTS: Final = 1_000_000
+"""How many commas and brackets a body may have: parsing takes time for each, and holds up other requests."""
+INLINE_BYTES: Final = 64 << 10
+"""A body of more bytes is parsed in a thread."""
+_MOST_PROBLEMS: Final = 5
+_BIGGEST_INT_DIGITS: Final = 20
+_CODES: Final = {
+    "missing": "missing_required_parameter",
+    "extra_forbidden": "unknown_parameter",
+}
+
+
+async def read_body(request: Request, model: type[BodyT]) -> BodyT:
+    """Read a request's body as this model. Raises ApiError; its `param` is the path of the first
+    bad field.
+    """
+    front = front_of(request)
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind != "application/json" and not kind.endswith("+json"):
+        raise ApiError(415, f"the body must be application/json, not {kind!r}", code="unsupported_media_type")
+    with front.incoming.counted() as take:
+        data = await _receive(request, front.settings, take)
+        if len(data) <= INLINE_BYTES:
+            return _parsed(data, model)
+        async with front.heavy:
+            return await asyncio.to_thread(_parsed, data, model)
+
+
+async def _receive(request: Request, settings: Settings, take: Callable[[int], None]) -> bytes:
+    announced = request.headers.get("content-length", "")
+    if announced.isdecimal() and int(announced) > settings.max_body_bytes:
+        raise _too_large(settings.max_body_bytes)
+    data = bytearray()
+    try:
+        async with asyncio.timeout(settings.receive_limit_s):
+            async for part in request.stream():
+                if len(data) + len(part) > settings.max_body_bytes:
+                    raise _too_large(settings.max_body_bytes)
+                take(len(part))
+                data += part
+    except TimeoutError:
+        raise ApiError(
+            408, f"the body did not arrive within {settings.receive_limit_s:g} s", code="body_timeout"
+        ) from None
+    except ClientDisconnect:
+        raise ClientGone from None
+    return bytes(data)
+
+
+def _too_large(most: int) -> ApiError:
+    return ApiError(413, f"the body may have at most {most} bytes", code="body_too_large")
+
+
+def _parsed(data: bytes, model: type[BodyT]) -> BodyT:
+    value = _json(data)
+    try:
+        return model.model_validate(value)
+    except ValidationError as error:
+        raise _refusal(error.errors(include_url=False, include_input=False), value, model) from None
+
+
+def _json(data: bytes) -> dict[str, Any]:
+    if data.count(b",") + data.count(b"[") + data.count(b"{") > MAX_PARTS:
+        raise ApiError(413, f"the body has more than {MAX_PARTS} values", code="body_too_large")
+    try:
+        value = json.loads(
+            data.decode(),
+            object_pairs_hook=_object,
+            parse_constant=_no_constant,
+            parse_float=_float,
+            parse_int=_int,
+        )
+    except UnicodeDecodeError as error:
+        raise _not_json(f"byte {error.start} is not UTF-8") from None
+    except RecursionError:
+        raise _not_json(f"it has more than {MAX_DEPTH} levels") from None
+    except ValueError as error:
+        raise _not_json(str(error)) from None
+    if not isinstance(value, dict):
+        raise _not_json("it must be an object")
+    if data.count(b"[") + data.count(b"{") > MAX_DEPTH and _is_too_deep(value):
+        raise _not_json(f"it has more than {MAX_DEPTH} levels")
+    return value
+
+
+def _not_json(why: str) -> ApiError:
+    return ApiError(400, f"the body is not a JSON object: {why}", INVALID, code="invalid_json")
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    made = dict(pairs)
+    if len(made) != len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"the key {twice[:100]!r} stands twice in an object")
+    return made
+
+
+def _no_constant(name: str) -> Any:
+    raise ValueError(f"JSON has no {name}")
+
+
+def _float(text: str) -> float:
+    value = float(text)
+    if value in (float("inf"), float("-inf")):
+        raise ValueError(f"the number {text[:50]} is too large")
+    return value
+
+
+def _int(text: str) -> int:
+    if len(text) > _BIGGEST_INT_DIGITS:
+        raise ValueError(f"the number {text[:50]} is too large")
+    return int(text)
+
+
+def _is_too_deep(value: Any) -> bool:
+    level = [value]
+    for _ in range(MAX_DEPTH):
+        level = [
+            inner
+            for outer in level
+            for inner in (outer.values() if isinstance(outer, dict) else outer)
+            if isinstance(inner, dict | list)
+        ]
+        if not level:
+            return False
+    return True
+
+
+def _refusal(errors: Sequence[ErrorDetails], value: Any, model: type[Body]) -> ApiError:
+    """The error of a body that does not match its model, with the fields as they stand in the body."""
+    found: dict[tuple[str | int, ...], list[ErrorDetails]] = {}
+    for error in errors:
+        found.setdefault(_path(error, value), []).append(error)
+    # A value that could be one of several kinds has errors for each of them; those further inside say more.
+    paths = [path for path in found if not any(_is_above(path, other) for other in found)]
+    texts = []
+    for path in paths[:_MOST_PROBLEMS]:
+        said = " or ".join(dict.fromkeys(_said(error, path, model) for error in found[path]))
+        texts.append(f"{_written(path)}: {said}" if path else said)
+    if len(paths) > _MOST_PROBLEMS:
+        texts.append(f"and {len(paths) - _MOST_PROBLEMS} more")
+    first = found[paths[0]][0]
+    code = _CODES.get(first["type"], "invalid_type" if first["type"].endswith("_type") else "invalid_value")
+    if code == "unknown_parameter" and _why_unsupported(paths[0], model) is not None:
+        code = "unsupported_parameter"
+    return ApiError(400, "; ".join(texts), INVALID, _written(paths[0]) or None, code)
+
+
+def _path(error: ErrorDetails, value: Any) -> tuple[str | int, ...]:
+    """Where in the body an error is. pydantic's own locations also name the members of unions."""
+    path: list[str | int] = []
+    here = value
+    steps = error["loc"]
+    for number, step in enumerate(steps):
+        if (isinstance(here, dict) and step in here) or (isinstance(here, list) and isinstance(step, int)):
+            here = here[step]
+        elif not (error["type"] == "missing" and number == len(steps) - 1):
+            continue
+        path.append(step)
+    return tuple(path)
+
+
+def _is_above(path: tuple[str | int, ...], other: tuple[str | int, ...]) -> bool:
+    return len(path) < len(other) and other[: len(path)] == path
+
+
+def _written(path: tuple[str | int, ...]) -> str:
+    """The path as OpenAI writes it: "messages[0].content"."""
+    text = ""
+    for step in path:
+        text += f"[{step}]" if isinstance(step, int) else f".{step[:100]}" if text else step[:100]
+    return text
+
+
+def _said(error: ErrorDetails, path: tuple[str | int, ...], model: type[Body]) -> str:
+    if error["type"] == "extra_forbidden":
+        why = _why_unsupported(path, model)
+        if why is None:
+            return "there is no such parameter"
+        return f"this parameter is not supported: {why}"
+    if error["type"] == "missing":
+        return "this parameter is required"
+    text = error["msg"].removeprefix("Value error, ")
+    return text[:1].lower() + text[1:]
+
+
+def _why_unsupported(path: tuple[str | int, ...], model: type[Body]) -> str | None:
+    """Why the model refuses the field, by its name without the indices of lists: "messages.audio"."""
+    return model.unsupported.get(".".join(step for step in path if isinstance(step, str)))

@@ -1,0 +1,1 @@
+"""From the bodies of requests to the arguments of the client."""

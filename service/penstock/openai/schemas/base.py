@@ -1,0 +1,58 @@
+"""The base of all bodies of requests, and the fields that are taken and ignored."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar, Final, Literal
+
+from pydantic import BaseModel, ConfigDict, model_validator
+
+IGNORED: Final = frozenset(
+    {
+        "metadata",
+        "prompt_cache_key",
+        "prompt_cache_options",
+        "prompt_cache_retention",
+        "safety_identifier",
+        "service_tier",
+        "user",
+    }
+)
+"""Fields of a request's body that change nothing in what a model answers here, and that clients send anyway.
+"""
+
+
+class Body(BaseModel):
+    """An object in the body of a request. Null means that a field was left out, as in OpenAI's API. A field
+    that the model does not declare is refused.
+    """
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
+
+    ignored: ClassVar[frozenset[str]] = frozenset()
+    """Fields that are taken and ignored, whatever they hold."""
+    unsupported: ClassVar[Mapping[str, str]] = {}
+    """Fields that OpenAI or vLLM has and that are refused as such, with the reason that the caller is told.
+    """
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_nulls(cls, data: Any) -> Any:
+        if not isinstance(data, dict):
+            return data
+        known = cls.model_fields
+        return {
+            name: value
+            for name, value in data.items()
+            if name not in cls.ignored
+            and (value is not None or not (name in known or name in cls.unsupported))
+        }
+
+
+class RequestBody(Body):
+    """The body of a request to an endpoint of OpenAI's API."""
+
+    ignored: ClassVar[frozenset[str]] = IGNORED
+
+    store: Literal[False] = False
+    """Nothing is stored, so true is refused."""

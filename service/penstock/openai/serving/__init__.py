@@ -1,0 +1,1 @@
+"""How the front listens, lives and ends, in one process or several."""

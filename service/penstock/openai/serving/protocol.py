@@ -1,0 +1,204 @@
+"""uvicorn's HTTP/1.1, with bounds on what a peer may send and on how long it may take."""
+
+from __future__ import annotations
+
+import asyncio
+import enum
+import ipaddress
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+from http import HTTPStatus
+from typing import Final, cast
+
+from uvicorn.config import Config
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
+from uvicorn.server import ServerState
+
+from penstock.openai.counts.meters import Meters
+from penstock.openai.failures import INVALID, ApiError, envelope
+from penstock.openai.jsonbytes import json_bytes
+
+DRAIN_BYTES_PER_S: Final = 64 << 10
+"""The least that a client must take of a large reply, in bytes per second, once its time is over."""
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """The bounds of one worker. Times are in seconds."""
+
+    max_connections: int
+    max_connections_per_address: int
+    max_header_bytes: int
+    header_timeout_s: float
+    stall_limit_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Connections:
+    """The open connections of one worker."""
+
+    bounds: Bounds
+    meters: Meters
+    state: ServerState = field(default_factory=ServerState)
+    by_address: Counter[str] = field(default_factory=Counter)
+
+    @property
+    def protocols(self) -> list[BoundedProtocol]:
+        """One for each connection."""
+        return cast("list[BoundedProtocol]", list(self.state.connections))
+
+    def sweep(self) -> None:
+        """Close the connections whose time is over."""
+        now = time.monotonic()
+        for protocol in self.protocols:
+            protocol.check(now)
+
+
+class _Phase(enum.Enum):
+    """Where in the peer's requests the parser stands."""
+
+    HEAD = enum.auto()
+    BODY = enum.auto()
+    BETWEEN = enum.auto()
+    """After a request, before the next one's first byte."""
+
+
+class BoundedProtocol(HttpToolsProtocol):
+    """One connection."""
+
+    def __init__(self, config: Config, connections: Connections) -> None:
+        super().__init__(config, connections.state, {}, asyncio.get_running_loop())
+        self._all = connections
+        self._address = ""
+        self._phase = _Phase.HEAD
+        self._head_since = time.monotonic()
+        self._head_bytes = 0
+        self._is_refused = False
+        self._must_read_by: float | None = None
+        """Until when the peer must have taken what waits for it; None while nothing does."""
+
+    def check(self, now: float) -> None:
+        """Close the connection if the peer's time is over. Called every now and then."""
+        if self._must_read_by is not None and now > self._must_read_by:
+            self._all.meters.closed_connections.labels("stalled_reader").inc()
+            self.transport.abort()
+        elif self._phase is _Phase.HEAD and now > self._head_since + self._all.bounds.header_timeout_s:
+            self._refuse(408, "the headers of the request took too long", "header_timeout")
+
+    def stop_keeping(self) -> None:
+        """Close the connection after the request that runs; one without a request may still send one."""
+        if self._is_answering:
+            self.cycle.keep_alive = False
+
+    @property
+    def _is_answering(self) -> bool:
+        cycle: RequestResponseCycle | None = self.cycle  # uvicorn's hints leave out that there may be none
+        return cycle is not None and not cycle.response_complete
+
+    def _refuse(self, status: int, message: str, code: str) -> None:
+        """Answer with an error without asking the app, and close the connection."""
+        if self._is_refused:
+            return
+        self._is_refused = True
+        self._all.meters.closed_connections.labels(code).inc()
+        if self._is_answering:
+            self.transport.abort()  # an earlier request is being answered, and its reply must not be mixed up
+            return
+        kind = "server_error" if status >= 500 else INVALID
+        body = json_bytes(envelope(ApiError(status, message, kind, None, code)))
+        head = (
+            f"HTTP/1.1 {status} {HTTPStatus(status).phrase}\r\ncontent-type: application/json\r\n"
+            f"content-length: {len(body)}\r\nconnection: close\r\n\r\n"
+        )
+        self.transport.write(head.encode() + body)
+        self.transport.close()
+
+    # -- asyncio's --
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._address = _network(self.client[0] if self.client else "")
+        self._all.by_address[self._address] += 1
+        self._all.meters.connections.inc()
+        bounds = self._all.bounds
+        if len(self.connections) > bounds.max_connections:
+            self._refuse(503, "too many connections", "too_many_connections")
+        elif self._address and self._all.by_address[self._address] > bounds.max_connections_per_address:
+            self._refuse(503, "too many connections from your address", "too_many_connections")
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._all.by_address[self._address] -= 1
+        if not self._all.by_address[self._address]:
+            del self._all.by_address[self._address]
+        self._all.meters.connections.dec()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        if self._is_refused:
+            return
+        if self._phase is _Phase.BETWEEN:
+            self._begin_head()
+        super().data_received(data)
+        if self._phase is _Phase.HEAD:
+            self._head_bytes += len(data)
+            if self._head_bytes > self._all.bounds.max_header_bytes:
+                self._refuse_head()
+
+    def pause_writing(self) -> None:
+        waiting = self.transport.get_write_buffer_size()
+        allowed_s = self._all.bounds.stall_limit_s + waiting / DRAIN_BYTES_PER_S
+        self._must_read_by = time.monotonic() + allowed_s
+        super().pause_writing()
+
+    def resume_writing(self) -> None:
+        self._must_read_by = None
+        super().resume_writing()
+
+    # -- the parser's --
+
+    def send_400_response(self, msg: str) -> None:
+        self._refuse(400, "this is not HTTP/1.1", "invalid_http")
+
+    def on_message_begin(self) -> None:
+        if self._phase is _Phase.BETWEEN:
+            self._begin_head()
+        super().on_message_begin()
+
+    def on_headers_complete(self) -> None:
+        self._phase = _Phase.BODY
+        size = len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers)
+        if size > self._all.bounds.max_header_bytes:
+            self._refuse_head()
+        if not self._is_refused:
+            super().on_headers_complete()
+
+    def on_body(self, body: bytes) -> None:
+        if not self._is_refused:
+            super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        self._phase = _Phase.BETWEEN
+        if not self._is_refused:
+            super().on_message_complete()
+
+    def _begin_head(self) -> None:
+        self._phase = _Phase.HEAD
+        self._head_since = time.monotonic()
+        self._head_bytes = 0
+
+    def _refuse_head(self) -> None:
+        most = self._all.bounds.max_header_bytes
+        self._refuse(431, f"the headers of a request may have at most {most} bytes", "headers_too_large")
+
+
+def _network(host: str) -> str:
+    """What counts as one address: an IPv4 address, or an IPv6 /64 network. Empty for a peer without an
+    address.
+    """
+    if ":" not in host:
+        return host
+    address = ipaddress.IPv6Address(host.partition("%")[0])
+    if address.ipv4_mapped is not None:
+        return str(address.ipv4_mapped)
+    return str(ipaddress.IPv6Network((address, 64), strict=False))
