@@ -81,16 +81,35 @@ class Edge:
         if reply.first_byte is not None:
             meters.first_byte_seconds.labels(name).observe(reply.first_byte - reply.began)
         if self._front.settings.access_log and (endpoint is None or endpoint.is_api):
-            access.info(
-                "%s %s: %d after %.3f s, request %s, id %s%s",
-                scope["method"],
-                scope["path"][:_MAX_PATH],
-                status,
-                seconds,
-                call.request_id,
-                call.number,
-                f", trace {call.trace_id}" if call.trace_id else "",
-            )
+            _write_line(scope, call, status, seconds)
+
+
+def _write_line(scope: Scope, call: Call, status: int, seconds: float) -> None:
+    """A line of the access log. It has ids and numbers, and nothing that a caller or the model wrote but the
+    path.
+    """
+    fields: dict[str, object] = {
+        "method": scope["method"],
+        "path": scope["path"][:_MAX_PATH],
+        "status": status,
+        "seconds": round(seconds, 6),
+        "request_id": call.request_id,
+        "number": call.number,
+    }
+    if call.trace_id:
+        fields["trace_id"] = call.trace_id
+    number = "" if call.request_id.endswith(call.number) else f", number {call.number}"
+    access.info(
+        "%s %s: %d after %.3f s, request %r%s%s",
+        fields["method"],
+        fields["path"],
+        status,
+        seconds,
+        call.request_id,
+        number,
+        f", trace {call.trace_id}" if call.trace_id else "",
+        extra={"fields": fields},
+    )
 
 
 def _refusal(message: str, status: int, code: str) -> Response:

@@ -171,15 +171,22 @@ def _refusal(errors: Sequence[ErrorDetails], value: Any, model: type[Body]) -> A
 def _path(error: ErrorDetails, value: Any) -> tuple[str | int, ...]:
     """Where in the body an error is. pydantic's own locations also name the members of unions."""
     path: list[str | int] = []
-    here = value
+    here: Any = value
     steps = error["loc"]
     for number, step in enumerate(steps):
-        if (isinstance(here, dict) and step in here) or (isinstance(here, list) and isinstance(step, int)):
+        if _has(here, step):
             here = here[step]
         elif not (error["type"] == "missing" and number == len(steps) - 1):
             continue
         path.append(step)
     return tuple(path)
+
+
+def _has(here: Any, step: str | int) -> bool:
+    """Whether the step is an index of this list or a key of this object."""
+    if isinstance(here, dict):
+        return step in here
+    return isinstance(here, list) and isinstance(step, int)
 
 
 def _is_above(path: tuple[str | int, ...], other: tuple[str | int, ...]) -> bool:

@@ -26,6 +26,7 @@ COMMANDS = {
     "top": "watch a server's load, latencies and requests",
     "health": "say whether a server takes requests, or wait until it does",
     "bench": "measure a server's latency and throughput",
+    "openai": "speak OpenAI's HTTP API, as a client of a server",
     "keys": "make, list and revoke the keys of a server",
     "usage": "show what every key used",
     "push-weights": "replace the weights of a running server",
@@ -51,7 +52,7 @@ _CONTROL = {
     "profile",
 }
 """Commands whose modules are in `commands/control/`."""
-_SERVER = {"demo", "serve", "keys", "usage"}
+_SERVER = {"demo", "serve", "openai", "keys", "usage"}
 """Commands whose modules come with the engine, in `penstock.server_cli.commands`."""
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import ssl
 import time
 from collections.abc import Sequence
 from email.utils import formatdate
@@ -16,6 +15,7 @@ from penstock.openai.app import ENDPOINTS, create_app
 from penstock.openai.endpoints import Endpoint
 from penstock.openai.front import Front
 from penstock.openai.serving.protocol import BoundedProtocol, Bounds, Connections
+from penstock.openai.serving.tls import Certificate
 from penstock.openai.settings import Settings
 
 SWEEP_S: Final = 0.5
@@ -46,16 +46,16 @@ class HttpServer:
         self._server: asyncio.Server | None = None
         self._sweeping: asyncio.Task[None] | None = None
 
-    async def start(self, listening: socket, tls: ssl.SSLContext | None = None) -> None:
+    async def start(self, listening: socket, certificate: Certificate | None = None) -> None:
         """Accept connections of this socket, which the server closes at its end."""
         self._server = await asyncio.get_running_loop().create_server(
             lambda: BoundedProtocol(self._config, self._connections),
             sock=listening,
-            ssl=tls,
-            ssl_handshake_timeout=self._front.settings.header_timeout_s if tls is not None else None,
+            ssl=None if certificate is None else certificate.context,
+            ssl_handshake_timeout=None if certificate is None else self._front.settings.header_timeout_s,
             backlog=_BACKLOG,
         )
-        self._sweeping = asyncio.create_task(self._sweep())
+        self._sweeping = asyncio.create_task(self._sweep(certificate))
 
     async def stop(self, grace_s: float) -> None:
         """Refuse new requests, let those that run go on for at most `grace_s` seconds, and close all
@@ -81,8 +81,10 @@ class HttpServer:
         if self._sweeping is not None:
             await _cancelled([self._sweeping])
 
-    async def _sweep(self) -> None:
+    async def _sweep(self, certificate: Certificate | None) -> None:
         while True:
+            if certificate is not None:
+                certificate.refresh()
             date = formatdate(time.time(), usegmt=True).encode()
             self._connections.state.default_headers = [(b"date", date)]
             self._connections.sweep()

@@ -1,0 +1,92 @@
+"""The log of the front: lines on stderr, written by a thread of its own, so that a slow terminal holds up no
+request.
+
+What waits to be written is bounded: beyond it lines are left out, and another line says how many.
+"""
+
+from __future__ import annotations
+
+import atexit
+import datetime as dt
+import json
+import logging
+import logging.handlers
+import queue
+import sys
+from typing import Final
+
+from penstock.openai.settings import LogFormat
+
+MOST_WAITING: Final = 10_000
+"""How many lines may wait to be written."""
+_ESCAPES: Final = {i: f"\\x{i:02x}" for i in (*range(32), *range(127, 160), 0x2028, 0x2029)}
+_QUIET: Final = ("asyncio", "httpx", "uvicorn", "uvicorn.error", "uvicorn.access")
+"""Libraries whose lines at the level INFO say nothing to operators."""
+
+
+def open_logs(log_format: LogFormat) -> None:
+    """Send all that is logged in this process to stderr, in this format."""
+    target = logging.StreamHandler(sys.stderr)
+    target.setFormatter(JsonLines() if log_format == "json" else OneLine())
+    waiting: queue.Queue[logging.LogRecord] = queue.Queue(MOST_WAITING)
+    listener = logging.handlers.QueueListener(waiting, target)
+    logging.basicConfig(handlers=[_Bounded(waiting)], level=logging.INFO, force=True)
+    logging.captureWarnings(True)
+    for noisy in _QUIET:
+        logging.getLogger(noisy).setLevel(logging.WARNING)
+    listener.start()
+    atexit.register(listener.stop)
+
+
+class OneLine(logging.Formatter):
+    """Writes control characters as escapes, so that nothing that a peer sent looks like another line. Only
+    tracebacks have several lines.
+    """
+
+    def __init__(self) -> None:
+        super().__init__("%(asctime)s %(levelname)-7s %(name)s: %(message)s")
+
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        return super().formatMessage(record).translate(_ESCAPES)
+
+
+class JsonLines(logging.Formatter):
+    """Writes each record as one JSON object in ASCII. The attribute `fields` of a record is added to it."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        at = dt.datetime.fromtimestamp(record.created, dt.UTC)
+        said: dict[str, object] = {
+            "ts": at.isoformat(timespec="microseconds").replace("+00:00", "Z"),
+            "level": record.levelname,
+            "logger": record.name,
+            "message": record.getMessage(),
+        }
+        said |= getattr(record, "fields", {})
+        if record.exc_info:
+            said["exception"] = self.formatException(record.exc_info)
+        return json.dumps(said)
+
+
+class _Bounded(logging.handlers.QueueHandler):
+    """Queues records; those beyond the bound are counted."""
+
+    def __init__(self, waiting: queue.Queue[logging.LogRecord]) -> None:
+        super().__init__(waiting)
+        self._waiting = waiting
+        self._num_left_out = 0
+
+    def prepare(self, record: logging.LogRecord) -> logging.LogRecord:
+        """Fix the message, because its arguments may change. A traceback is made on the other thread."""
+        record.msg, record.args = record.getMessage(), None
+        return record
+
+    def enqueue(self, record: logging.LogRecord) -> None:
+        try:
+            self._waiting.put_nowait(record)
+        except queue.Full:
+            self._num_left_out += 1
+            return
+        if self._num_left_out and self._waiting.qsize() < MOST_WAITING // 2:
+            count, self._num_left_out = self._num_left_out, 0
+            message = f"{count} lines came faster than they could be written, and were left out"
+            self.enqueue(logging.LogRecord(__name__, logging.WARNING, __file__, 0, message, None, None))
