@@ -126,6 +126,13 @@ ROWS = (
         GRAMMARLESS,
     ),
     row(
+        f"ToolDefinition.strict {UNSUPPORTED}",
+        generate(
+            chat={"messages": [TURN], "tools": [types_pb2.ToolDefinition(name="f", strict=True)]}
+        ),
+        GRAMMARLESS,
+    ),
+    row(
         f"ChatPrompt.chat_template {UNSUPPORTED}",
         generate(chat={"messages": [TURN], "chat_template": "{{ messages }}"}),
     ),

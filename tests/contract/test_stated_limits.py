@@ -457,6 +457,15 @@ BASES: dict[str, tuple[Message, str]] = {
     "StoppingParams": (inference_pb2.StreamRequest(prompt="x", request_id="r"), "stopping."),
     "OutputOptions": (inference_pb2.StreamRequest(prompt="x", request_id="r"), "output."),
     "StreamRequest": (inference_pb2.StreamRequest(prompt="x", request_id="r"), ""),
+    "ChatPrompt": (
+        inference_pb2.StreamRequest(
+            chat=types_pb2.ChatPrompt(
+                messages=[types_pb2.ChatMessage(role="user", content="x")], tools=[tool()]
+            ),
+            request_id="r",
+        ),
+        "chat.",
+    ),
     "WatchLoadRequest": (telemetry_pb2.WatchLoadRequest(), ""),
     "ProfileRequest": (telemetry_pb2.ProfileRequest(), ""),
 }
@@ -498,7 +507,7 @@ def test_a_stated_default_is_the_default() -> None:
     assert looked_at == {
         "SamplingParams.n", "StreamRequest.min_tokens_per_message", "OutputOptions.text",
         "OutputOptions.token_ids", "OutputOptions.skip_special_tokens", "WatchLoadRequest.interval",
-        "ProfileRequest.steps", "ProfileRequest.timeout",
+        "ProfileRequest.steps", "ProfileRequest.timeout", "ChatPrompt.parallel_tool_calls",
     }  # fmt: skip
 
 

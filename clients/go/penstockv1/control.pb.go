@@ -189,8 +189,12 @@ type GetModelInfoResponse struct {
 	WeightsSince *timestamppb.Timestamp `protobuf:"bytes,11,opt,name=weights_since,json=weightsSince,proto3" json:"weights_since,omitempty"`
 	// The update that waits for CommitWeights or DiscardWeights; empty if none does.
 	StagedUpdateId string `protobuf:"bytes,12,opt,name=staged_update_id,json=stagedUpdateId,proto3" json:"staged_update_id,omitempty"`
-	unknownFields  protoimpl.UnknownFields
-	sizeCache      protoimpl.SizeCache
+	// The variables for ChatPrompt.template_options_json that the model's own chat templates read, such as
+	// "enable_thinking", in the order of the alphabet. Others have no effect on them, except for the names of the
+	// tokenizer's special tokens, such as "bos_token", which are not listed.
+	TemplateVariables []string `protobuf:"bytes,13,rep,name=template_variables,json=templateVariables,proto3" json:"template_variables,omitempty"`
+	unknownFields     protoimpl.UnknownFields
+	sizeCache         protoimpl.SizeCache
 }
 
 func (x *GetModelInfoResponse) Reset() {
@@ -305,6 +309,13 @@ func (x *GetModelInfoResponse) GetStagedUpdateId() string {
 		return x.StagedUpdateId
 	}
 	return ""
+}
+
+func (x *GetModelInfoResponse) GetTemplateVariables() []string {
+	if x != nil {
+		return x.TemplateVariables
+	}
+	return nil
 }
 
 // Asks for the server's limits. It has no fields.
@@ -1550,7 +1561,7 @@ const file_penstock_v1_control_proto_rawDesc = "" +
 	"\n" +
 	"\x19penstock/v1/control.proto\x12\vpenstock.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x1bpenstock/v1/telemetry.proto\x1a\x17penstock/v1/types.proto\x1a\x19penstock/v1/weights.proto\">\n" +
 	"\x13GetModelInfoRequest\x12'\n" +
-	"\x0finclude_tensors\x18\x01 \x01(\bR\x0eincludeTensors\"\xb7\x04\n" +
+	"\x0finclude_tensors\x18\x01 \x01(\bR\x0eincludeTensors\"\xe6\x04\n" +
 	"\x14GetModelInfoResponse\x12\x14\n" +
 	"\x05model\x18\x01 \x01(\tR\x05model\x12\"\n" +
 	"\farchitecture\x18\x02 \x01(\tR\farchitecture\x12\x1d\n" +
@@ -1565,7 +1576,8 @@ const file_penstock_v1_control_proto_rawDesc = "" +
 	"\x0eweights_digest\x18\n" +
 	" \x01(\fR\rweightsDigest\x12?\n" +
 	"\rweights_since\x18\v \x01(\v2\x1a.google.protobuf.TimestampR\fweightsSince\x12(\n" +
-	"\x10staged_update_id\x18\f \x01(\tR\x0estagedUpdateId\"\x16\n" +
+	"\x10staged_update_id\x18\f \x01(\tR\x0estagedUpdateId\x12-\n" +
+	"\x12template_variables\x18\r \x03(\tR\x11templateVariables\"\x16\n" +
 	"\x14GetServerInfoRequest\"\x9f\x03\n" +
 	"\x15GetServerInfoResponse\x12%\n" +
 	"\x0eserver_version\x18\x01 \x01(\tR\rserverVersion\x12\x1f\n" +

@@ -231,8 +231,14 @@ type ToolDefinition struct {
 	// The arguments, as a JSON Schema whose type is "object".
 	// Default: no arguments. Limits: a JSON object of at most 1,048,576 characters, 50,000 values and 100 levels.
 	ParametersJson string `protobuf:"bytes,3,opt,name=parameters_json,json=parametersJson,proto3" json:"parameters_json,omitempty"`
-	unknownFields  protoimpl.UnknownFields
-	sizeCache      protoimpl.SizeCache
+	// Calls of this function have arguments that its schema accepts, by a grammar, also where tool_choice is "auto".
+	// Every keyword of the schema is then obeyed, or the request is refused. Where the model may also answer in words,
+	// these are free, but they cannot begin a call that does not follow its schema.
+	// Default: false: "auto" checks nothing, and a call that must be made follows the schema as far as a grammar can.
+	// Errors: UNIMPLEMENTED UNSUPPORTED_FEATURE where GetModelInfo does not list FEATURE_JSON_SCHEMA.
+	Strict        bool `protobuf:"varint,4,opt,name=strict,proto3" json:"strict,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
 }
 
 func (x *ToolDefinition) Reset() {
@@ -284,6 +290,13 @@ func (x *ToolDefinition) GetParametersJson() string {
 		return x.ParametersJson
 	}
 	return ""
+}
+
+func (x *ToolDefinition) GetStrict() bool {
+	if x != nil {
+		return x.Strict
+	}
+	return false
 }
 
 // A call that the model made, in an answer; or in a turn of the assistant that is sent back as part of a
@@ -369,7 +382,11 @@ type ChatMessage struct {
 	ToolCalls []*ToolCall `protobuf:"bytes,3,rep,name=tool_calls,json=toolCalls,proto3" json:"tool_calls,omitempty"`
 	// The id of the call that this "tool" turn answers.
 	// Default: none; a "tool" turn must have it, and no other turn may. Limits: the id of a call of a turn before.
-	ToolCallId    string `protobuf:"bytes,4,opt,name=tool_call_id,json=toolCallId,proto3" json:"tool_call_id,omitempty"`
+	ToolCallId string `protobuf:"bytes,4,opt,name=tool_call_id,json=toolCallId,proto3" json:"tool_call_id,omitempty"`
+	// What the assistant thought in this turn, as Output.reasoning told it. The template sees it as the message's
+	// "reasoning_content", and decides whether the model is shown it.
+	// Default: nothing. Limits: only in a turn with the role "assistant".
+	Reasoning     string `protobuf:"bytes,5,opt,name=reasoning,proto3" json:"reasoning,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -432,6 +449,13 @@ func (x *ChatMessage) GetToolCallId() string {
 	return ""
 }
 
+func (x *ChatMessage) GetReasoning() string {
+	if x != nil {
+		return x.Reasoning
+	}
+	return ""
+}
+
 // A conversation, rendered to a prompt by the model's chat template. A model without a template, and none given here:
 // INVALID_ARGUMENT. A model without a tokenizer: UNIMPLEMENTED.
 type ChatPrompt struct {
@@ -457,8 +481,12 @@ type ChatPrompt struct {
 	// Default: none. Limits: a JSON object of at most 1,048,576 characters, 50,000 values and 100 levels, without the
 	// names that the server sets itself, such as "messages" and "tools".
 	TemplateOptionsJson string `protobuf:"bytes,5,opt,name=template_options_json,json=templateOptionsJson,proto3" json:"template_options_json,omitempty"`
-	unknownFields       protoimpl.UnknownFields
-	sizeCache           protoimpl.SizeCache
+	// Whether an output may call several tools. If not, an output ends with its first call: where a call must be made a
+	// grammar allows one, and with "auto" the server ends the output there, with FINISH_REASON_EOS.
+	// Default: true. Limits: false only with OutputOptions.text where tool_choice is "auto" and there are tools.
+	ParallelToolCalls *bool `protobuf:"varint,6,opt,name=parallel_tool_calls,json=parallelToolCalls,proto3,oneof" json:"parallel_tool_calls,omitempty"`
+	unknownFields     protoimpl.UnknownFields
+	sizeCache         protoimpl.SizeCache
 }
 
 func (x *ChatPrompt) Reset() {
@@ -524,6 +552,13 @@ func (x *ChatPrompt) GetTemplateOptionsJson() string {
 		return x.TemplateOptionsJson
 	}
 	return ""
+}
+
+func (x *ChatPrompt) GetParallelToolCalls() bool {
+	if x != nil && x.ParallelToolCalls != nil {
+		return *x.ParallelToolCalls
+	}
+	return false
 }
 
 // How the next token is drawn: penalties, then bias and what is forbidden, then temperature, top_k, top_p, min_p. An
@@ -1914,22 +1949,24 @@ const file_penstock_v1_types_proto_rawDesc = "" +
 	"\n" +
 	"\x17penstock/v1/types.proto\x12\vpenstock.v1\x1a\x1egoogle/protobuf/duration.proto\"\x1c\n" +
 	"\bTokenIds\x12\x10\n" +
-	"\x03ids\x18\x01 \x03(\rR\x03ids\"o\n" +
+	"\x03ids\x18\x01 \x03(\rR\x03ids\"\x87\x01\n" +
 	"\x0eToolDefinition\x12\x12\n" +
 	"\x04name\x18\x01 \x01(\tR\x04name\x12 \n" +
 	"\vdescription\x18\x02 \x01(\tR\vdescription\x12'\n" +
-	"\x0fparameters_json\x18\x03 \x01(\tR\x0eparametersJson\"U\n" +
+	"\x0fparameters_json\x18\x03 \x01(\tR\x0eparametersJson\x12\x16\n" +
+	"\x06strict\x18\x04 \x01(\bR\x06strict\"U\n" +
 	"\bToolCall\x12\x0e\n" +
 	"\x02id\x18\x01 \x01(\tR\x02id\x12\x12\n" +
 	"\x04name\x18\x02 \x01(\tR\x04name\x12%\n" +
-	"\x0earguments_json\x18\x03 \x01(\tR\rargumentsJson\"\x93\x01\n" +
+	"\x0earguments_json\x18\x03 \x01(\tR\rargumentsJson\"\xb1\x01\n" +
 	"\vChatMessage\x12\x12\n" +
 	"\x04role\x18\x01 \x01(\tR\x04role\x12\x18\n" +
 	"\acontent\x18\x02 \x01(\tR\acontent\x124\n" +
 	"\n" +
 	"tool_calls\x18\x03 \x03(\v2\x15.penstock.v1.ToolCallR\ttoolCalls\x12 \n" +
 	"\ftool_call_id\x18\x04 \x01(\tR\n" +
-	"toolCallId\"\xef\x01\n" +
+	"toolCallId\x12\x1c\n" +
+	"\treasoning\x18\x05 \x01(\tR\treasoning\"\xbc\x02\n" +
 	"\n" +
 	"ChatPrompt\x124\n" +
 	"\bmessages\x18\x01 \x03(\v2\x18.penstock.v1.ChatMessageR\bmessages\x121\n" +
@@ -1937,7 +1974,9 @@ const file_penstock_v1_types_proto_rawDesc = "" +
 	"\vtool_choice\x18\x03 \x01(\tR\n" +
 	"toolChoice\x12#\n" +
 	"\rchat_template\x18\x04 \x01(\tR\fchatTemplate\x122\n" +
-	"\x15template_options_json\x18\x05 \x01(\tR\x13templateOptionsJson\"\x98\x05\n" +
+	"\x15template_options_json\x18\x05 \x01(\tR\x13templateOptionsJson\x123\n" +
+	"\x13parallel_tool_calls\x18\x06 \x01(\bH\x00R\x11parallelToolCalls\x88\x01\x01B\x16\n" +
+	"\x14_parallel_tool_calls\"\x98\x05\n" +
 	"\x0eSamplingParams\x12%\n" +
 	"\vtemperature\x18\x01 \x01(\x01H\x00R\vtemperature\x88\x01\x01\x12\x18\n" +
 	"\x05top_p\x18\x02 \x01(\x01H\x01R\x04topP\x88\x01\x01\x12\x18\n" +
@@ -2150,6 +2189,7 @@ func file_penstock_v1_types_proto_init() {
 	if File_penstock_v1_types_proto != nil {
 		return
 	}
+	file_penstock_v1_types_proto_msgTypes[4].OneofWrappers = []any{}
 	file_penstock_v1_types_proto_msgTypes[5].OneofWrappers = []any{}
 	file_penstock_v1_types_proto_msgTypes[6].OneofWrappers = []any{}
 	file_penstock_v1_types_proto_msgTypes[9].OneofWrappers = []any{

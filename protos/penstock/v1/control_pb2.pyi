@@ -130,6 +130,7 @@ class GetModelInfoResponse(_message.Message):
     WEIGHTS_DIGEST_FIELD_NUMBER: _builtins.int
     WEIGHTS_SINCE_FIELD_NUMBER: _builtins.int
     STAGED_UPDATE_ID_FIELD_NUMBER: _builtins.int
+    TEMPLATE_VARIABLES_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """The name that requests may use."""
     architecture: _builtins.str
@@ -170,6 +171,13 @@ class GetModelInfoResponse(_message.Message):
     def weights_since(self) -> _timestamp_pb2.Timestamp:
         """When the weights in use went live."""
 
+    @_builtins.property
+    def template_variables(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """The variables for ChatPrompt.template_options_json that the model's own chat templates read, such as
+        "enable_thinking", in the order of the alphabet. Others have no effect on them, except for the names of the
+        tokenizer's special tokens, such as "bos_token", which are not listed.
+        """
+
     def __init__(
         self,
         *,
@@ -185,10 +193,11 @@ class GetModelInfoResponse(_message.Message):
         weights_digest: _builtins.bytes = ...,
         weights_since: _timestamp_pb2.Timestamp | None = ...,
         staged_update_id: _builtins.str = ...,
+        template_variables: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["default_sampling", b"default_sampling", "weights", b"weights", "weights_since", b"weights_since"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["architecture", b"architecture", "default_sampling", b"default_sampling", "eos_token_ids", b"eos_token_ids", "features", b"features", "max_context_tokens", b"max_context_tokens", "model", b"model", "staged_update_id", b"staged_update_id", "tensors", b"tensors", "vocab_size", b"vocab_size", "weights", b"weights", "weights_digest", b"weights_digest", "weights_since", b"weights_since"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["architecture", b"architecture", "default_sampling", b"default_sampling", "eos_token_ids", b"eos_token_ids", "features", b"features", "max_context_tokens", b"max_context_tokens", "model", b"model", "staged_update_id", b"staged_update_id", "template_variables", b"template_variables", "tensors", b"tensors", "vocab_size", b"vocab_size", "weights", b"weights", "weights_digest", b"weights_digest", "weights_since", b"weights_since"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -146,6 +146,7 @@ class ToolDefinition(_message.Message):
     NAME_FIELD_NUMBER: _builtins.int
     DESCRIPTION_FIELD_NUMBER: _builtins.int
     PARAMETERS_JSON_FIELD_NUMBER: _builtins.int
+    STRICT_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """The function's name.
     Default: none, the field is required. Limits: not empty, unique within the prompt.
@@ -158,16 +159,24 @@ class ToolDefinition(_message.Message):
     """The arguments, as a JSON Schema whose type is "object".
     Default: no arguments. Limits: a JSON object of at most 1,048,576 characters, 50,000 values and 100 levels.
     """
+    strict: _builtins.bool
+    """Calls of this function have arguments that its schema accepts, by a grammar, also where tool_choice is "auto".
+    Every keyword of the schema is then obeyed, or the request is refused. Where the model may also answer in words,
+    these are free, but they cannot begin a call that does not follow its schema.
+    Default: false: "auto" checks nothing, and a call that must be made follows the schema as far as a grammar can.
+    Errors: UNIMPLEMENTED UNSUPPORTED_FEATURE where GetModelInfo does not list FEATURE_JSON_SCHEMA.
+    """
     def __init__(
         self,
         *,
         name: _builtins.str = ...,
         description: _builtins.str = ...,
         parameters_json: _builtins.str = ...,
+        strict: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["description", b"description", "name", b"name", "parameters_json", b"parameters_json"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["description", b"description", "name", b"name", "parameters_json", b"parameters_json", "strict", b"strict"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -222,6 +231,7 @@ class ChatMessage(_message.Message):
     CONTENT_FIELD_NUMBER: _builtins.int
     TOOL_CALLS_FIELD_NUMBER: _builtins.int
     TOOL_CALL_ID_FIELD_NUMBER: _builtins.int
+    REASONING_FIELD_NUMBER: _builtins.int
     role: _builtins.str
     """Who speaks.
     Default: none, the field is required. Limits: "system", "user", "assistant" or "tool".
@@ -233,6 +243,11 @@ class ChatMessage(_message.Message):
     tool_call_id: _builtins.str
     """The id of the call that this "tool" turn answers.
     Default: none; a "tool" turn must have it, and no other turn may. Limits: the id of a call of a turn before.
+    """
+    reasoning: _builtins.str
+    """What the assistant thought in this turn, as Output.reasoning told it. The template sees it as the message's
+    "reasoning_content", and decides whether the model is shown it.
+    Default: nothing. Limits: only in a turn with the role "assistant".
     """
     @_builtins.property
     def tool_calls(self) -> _containers.RepeatedCompositeFieldContainer[Global___ToolCall]:
@@ -247,10 +262,11 @@ class ChatMessage(_message.Message):
         content: _builtins.str = ...,
         tool_calls: _abc.Iterable[Global___ToolCall] | None = ...,
         tool_call_id: _builtins.str = ...,
+        reasoning: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["content", b"content", "role", b"role", "tool_call_id", b"tool_call_id", "tool_calls", b"tool_calls"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["content", b"content", "reasoning", b"reasoning", "role", b"role", "tool_call_id", b"tool_call_id", "tool_calls", b"tool_calls"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -269,6 +285,7 @@ class ChatPrompt(_message.Message):
     TOOL_CHOICE_FIELD_NUMBER: _builtins.int
     CHAT_TEMPLATE_FIELD_NUMBER: _builtins.int
     TEMPLATE_OPTIONS_JSON_FIELD_NUMBER: _builtins.int
+    PARALLEL_TOOL_CALLS_FIELD_NUMBER: _builtins.int
     tool_choice: _builtins.str
     """Whether the model calls tools: "auto" lets it decide, "none" hides the tools from it, "required" makes it call
     one or more, and the name of a tool makes it call that one exactly once. A grammar enforces the last two, so they
@@ -286,6 +303,11 @@ class ChatPrompt(_message.Message):
     """Further variables for the template, such as {"enable_thinking": false}.
     Default: none. Limits: a JSON object of at most 1,048,576 characters, 50,000 values and 100 levels, without the
     names that the server sets itself, such as "messages" and "tools".
+    """
+    parallel_tool_calls: _builtins.bool
+    """Whether an output may call several tools. If not, an output ends with its first call: where a call must be made a
+    grammar allows one, and with "auto" the server ends the output there, with FINISH_REASON_EOS.
+    Default: true. Limits: false only with OutputOptions.text where tool_choice is "auto" and there are tools.
     """
     @_builtins.property
     def messages(self) -> _containers.RepeatedCompositeFieldContainer[Global___ChatMessage]:
@@ -307,12 +329,15 @@ class ChatPrompt(_message.Message):
         tool_choice: _builtins.str = ...,
         chat_template: _builtins.str = ...,
         template_options_json: _builtins.str = ...,
+        parallel_tool_calls: _builtins.bool | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_parallel_tool_calls", b"_parallel_tool_calls", "parallel_tool_calls", b"parallel_tool_calls"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["chat_template", b"chat_template", "messages", b"messages", "template_options_json", b"template_options_json", "tool_choice", b"tool_choice", "tools", b"tools"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_parallel_tool_calls", b"_parallel_tool_calls", "chat_template", b"chat_template", "messages", b"messages", "parallel_tool_calls", b"parallel_tool_calls", "template_options_json", b"template_options_json", "tool_choice", b"tool_choice", "tools", b"tools"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__parallel_tool_calls: _TypeAlias = _typing.Literal["parallel_tool_calls"]  # noqa: Y015
+    _WhichOneofArgType__parallel_tool_calls: _TypeAlias = _typing.Literal["_parallel_tool_calls", b"_parallel_tool_calls"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__parallel_tool_calls) -> _WhichOneofReturnType__parallel_tool_calls | None: ...
 
 Global___ChatPrompt: _TypeAlias = ChatPrompt  # noqa: Y015
 

@@ -166,6 +166,7 @@ def test_info(server, capsys):
         "  state              paused",
         "  devices            cpu:0",
         "  features           chat, feature_42",
+        "  template reads     none",
     ):
         assert line in shown.splitlines()
 

@@ -111,6 +111,15 @@ def test_tools(asked, tmp_path, value, inline):
     assert chat.tool_choice == "get_weather"
 
 
+def test_one_strict_call(asked):
+    chat = asked("--tools", json.dumps({**WEATHER, "strict": True}), "--one-tool-call").chat
+    assert chat.tools[0].strict
+    assert (chat.HasField("parallel_tool_calls"), chat.parallel_tool_calls) == (True, False)
+    chat = asked("--tools", json.dumps(WEATHER)).chat
+    assert not chat.tools[0].strict
+    assert not chat.HasField("parallel_tool_calls")
+
+
 def test_the_template_and_its_options_make_it_a_chat(asked, tmp_path):
     (tmp_path / "t.jinja").write_text("{{ messages[0].content }}")
     flags = ["--chat-template", tmp_path / "t.jinja", "--template-options", '{"thinking": false}']
@@ -155,7 +164,11 @@ WRONG = [
     ("--tools", "no-such-file", "cannot read no-such-file: No such file"),
     ("--tools", "{]", "the value is not JSON"),
     ("--tools", "[]", "must hold at least one tool"),
-    ("--tools", '[{"nme": "f"}]', "tool 0: unknown key 'nme'; a tool has name, description and parameters"),
+    (
+        "--tools",
+        '[{"nme": "f"}]',
+        "tool 0: unknown key 'nme'; a tool has name, description, parameters and strict",
+    ),
     ("--tools", '["f"]', "tool 0: must be a mapping, not str"),
     ("--tools", '[{"name": "f"}, {"name": "f"}]', "tool 1: another tool is called 'f', too"),
     ("--tools", '{"name": "f", "parameters": [1]}', "tool 0: parameters must be a JSON Schema"),

@@ -90,6 +90,12 @@ def test_turns() -> None:
     ]
 
 
+def test_only_the_assistant_thinks() -> None:
+    said = [ChatTurn(role, "x", reasoning="hm") for role in ("assistant", "user", "system")]
+    assert fields(said) == ["chat.messages[1].reasoning", "chat.messages[2].reasoning"]
+    assert Chat.parse(said[:1]).messages[0].reasoning == "hm"
+
+
 def test_calls_and_answers() -> None:
     assert fields([ChatTurn("user", "", (CALL,))]) == ["chat.messages[0].tool_calls"]
     assert fields([ChatTurn("tool", "x")]) == ["chat.messages[0].tool_call_id"]

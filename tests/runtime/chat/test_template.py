@@ -102,6 +102,66 @@ def test_it_is_what_transformers_renders(template: str) -> None:
     assert rendered(template, chat) == expected
 
 
+THINKING = """
+{%- for message in messages %}
+{{- "<|" + message.role + "|>" }}
+{%- if message.reasoning_content is string %}
+{{- "<think>" + message.reasoning_content + "</think>" }}
+{%- endif %}
+{{- message.content }}
+{%- endfor %}"""
+"""As Qwen3 shows what it thought. gpt-oss' template calls it `thinking`."""
+
+
+@pytest.mark.parametrize("template", [THINKING, THINKING.replace("reasoning_content", "thinking")])
+def test_reasoning_is_shown_as_transformers_shows_it(template: str) -> None:
+    turns = [
+        {"role": "user", "content": "2*3?"},
+        {"role": "assistant", "content": "6", "reasoning_content": "2+2+2"},
+        {"role": "assistant", "content": "Yes."},
+    ]
+    expected = bytes_tokenizer(chat_template=template).apply_chat_template(turns, tokenize=False)
+    assert expected == "<|user|>2*3?<|assistant|><think>2+2+2</think>6<|assistant|>Yes."
+    said = (ChatTurn("user", "2*3?"), ChatTurn("assistant", "6", reasoning="2+2+2"))
+    assert rendered(template, Chat((*said, ChatTurn("assistant", "Yes.")))) == expected
+
+
+OWN = """{% set a = 1 %}{% macro f(b) %}{{ a }}{{ b }}{{ c }}{% endmacro %}{% for d in messages %}
+{{ loop.index }}{{ d.e }}{% generation %}{{ f(1) }}{% endgeneration %}{% break %}{% endfor %}
+{{ raise_exception(tools) }}{{ strftime_now(add_generation_prompt) }}{{ namespace(x=1) }}"""
+
+
+@pytest.mark.parametrize(
+    ("template", "names"),
+    [
+        (None, ()),
+        ("no variables", ()),
+        (QWEN, ("enable_thinking",)),
+        (LLAMA3, ()),  # reads bos_token, a special token
+        # What the template sets itself, is given, or calls is none of the request's variables.
+        (OWN, ("c",)),
+        # What is set in each branch, in one of them, and in a loop, which it does not outlive.
+        (
+            "{% if x %}{% set a = 1 %}{% elif y %}{% set a = 2 %}{% else %}{% set a = 3 %}{% endif %}{{ a }}",
+            ("x", "y"),
+        ),
+        ("{% if tools %}{% set a = 1 %}{% elif messages %}{% set a = 2 %}{% endif %}{{ a }}", ("a",)),
+        ("{% for m in messages %}{% set a = 1 %}{{ a }}{% endfor %}", ()),
+        ("{% for m in messages %}{% set a = 1 %}{% endfor %}{{ a }}", ("a",)),
+        ("{% set a %}{{ b }}{% endset %}{{ a }}{% macro f(x=c) %}{{ f(x) }}{% endmacro %}", ("b", "c")),
+        # What it sets only where it is not given.
+        ('{% if day is not defined %}{% set day = "1 May" %}{% endif %}{{ day }}', ("day",)),
+        (
+            {"default": "{{ one }}{{ documents }}", "tool_use": "{{ two }}{{ one }}"},
+            ("documents", "one", "two"),
+        ),
+        ({"default": "{{ one }}", "broken": "{% if %}"}, ("one",)),
+    ],
+)
+def test_the_variables_that_a_template_reads(template: Any, names: tuple[str, ...]) -> None:
+    assert TextCodec(bytes_tokenizer(chat_template=template)).template_variables == names
+
+
 def test_no_tools_are_shown_under_tool_choice_none() -> None:
     for choice, shown in (("none", False), ("auto", True), ("required", True), ("get_weather", True)):
         prompt = rendered(QWEN, Chat.parse([USER], [WEATHER], choice))

@@ -60,6 +60,16 @@ async def test_model_info():
     ]
 
 
+@pytest.mark.parametrize(
+    ("template", "names"),
+    [("{{ effort }}{{ messages }}{% if thinking %}x{% endif %}", ["effort", "thinking"]), (None, [])],
+)
+async def test_the_variables_of_the_models_template_are_told(template, names):
+    async with serving(fake(codec=byte_codec(chat_template=template))) as rig:
+        info = await rig.control.GetModelInfo(control_pb2.GetModelInfoRequest())
+    assert list(info.template_variables) == names
+
+
 async def test_chat_is_no_feature_without_a_template():
     async with serving(fake(codec=byte_codec(chat_template=None))) as rig:
         info = await rig.control.GetModelInfo(control_pb2.GetModelInfoRequest())
@@ -92,6 +102,7 @@ async def test_without_a_tokenizer_there_are_neither_chats_nor_grammars():
     async with serving(fake(codec=None)) as rig:
         info = await rig.control.GetModelInfo(control_pb2.GetModelInfoRequest())
     assert list(info.features) == [control_pb2.FEATURE_PROMPT_LOGPROBS, control_pb2.FEATURE_UPDATE_WEIGHTS]
+    assert not info.template_variables
 
 
 async def test_server_info():
@@ -99,7 +110,7 @@ async def test_server_info():
         info = await rig.control.GetServerInfo(control_pb2.GetServerInfoRequest())
         assert info.instance_id == rig.server.instance_id
     assert info.server_version == version()
-    assert info.contract_revision == 3
+    assert info.contract_revision == 4
     assert info.max_chunk_bytes == 2 << 20
     assert (info.max_running_requests, info.max_queued_requests, info.max_logprobs) == (3, 5, 7)
     assert (info.kv_page_tokens, info.kv_pages_total) == (16, 3)

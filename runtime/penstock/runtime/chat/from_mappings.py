@@ -45,13 +45,14 @@ def _all(
 
 
 def _turn(value: Mapping[str, Any]) -> ChatTurn:
-    _check_keys(value, ("role", "content", "tool_calls", "tool_call_id"), needed="role")
+    _check_keys(value, ("role", "content", "tool_calls", "tool_call_id", "reasoning"), needed="role")
     calls = value.get("tool_calls") or ()
     return ChatTurn(
         role=value["role"],
         content=_text(value, "content"),  # a turn that only calls has none
         tool_calls=tuple(c if isinstance(c, ToolCall) else _call(_mapping(c)) for c in calls),
         tool_call_id=_text(value, "tool_call_id"),
+        reasoning=_text(value, "reasoning"),
     )
 
 

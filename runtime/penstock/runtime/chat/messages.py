@@ -69,6 +69,8 @@ class ChatTurn:
     """The calls that an assistant turn made."""
     tool_call_id: str = ""
     """The call that a tool turn answers."""
+    reasoning: str = ""
+    """What the assistant thought in this turn; the template decides whether the model is shown it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,6 +180,8 @@ def _check_turns(turns: Sequence[ChatTurn]) -> list[Violation]:
             bad.append(Violation(f"{at}.role", f"must be one of {', '.join(ROLES)}, not {turn.role[:40]!r}"))
         if turn.tool_calls and turn.role != "assistant":
             bad.append(Violation(f"{at}.tool_calls", "only an assistant turn has calls"))
+        if turn.reasoning and turn.role != "assistant":
+            bad.append(Violation(f"{at}.reasoning", "only an assistant turn has reasoning"))
         for j, call in enumerate(turn.tool_calls):
             bad.extend(_check_call(f"{at}.tool_calls[{j}]", call))
         if turn.role == "tool" and not turn.tool_call_id:

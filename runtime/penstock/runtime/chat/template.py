@@ -34,12 +34,15 @@ def tool_dict(tool: Tool) -> dict[str, Any]:
 def turn_dicts(turns: tuple[ChatTurn, ...]) -> list[dict[str, Any]]:
     """Messages as Hugging Face's templates expect them. Arguments are objects, and keys without content are
     left out, because templates ask whether `tool_calls` is there. A tool's turn also has the name of the
-    function.
+    function. Reasoning is `reasoning_content`, the name that most templates read; transformers adds the one
+    of gpt-oss, `thinking`.
     """
     names = {call.id: call.name for turn in turns for call in turn.tool_calls}
     dicts = []
     for turn in turns:
         message: dict[str, Any] = {"role": turn.role, "content": turn.content}
+        if turn.reasoning:
+            message["reasoning_content"] = turn.reasoning
         if turn.tool_calls:
             message["tool_calls"] = [
                 {

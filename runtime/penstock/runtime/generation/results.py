@@ -96,8 +96,10 @@ class Output:
 
     @property
     def message(self) -> ChatTurn:
-        """The assistant's turn, to go on with the conversation; without the reasoning."""
-        return ChatTurn("assistant", self.text, self.tool_calls)
+        """The assistant's turn, to go on with the conversation. Whether the model is shown its reasoning
+        again is the chat template's choice.
+        """
+        return ChatTurn("assistant", self.text, self.tool_calls, reasoning=self.reasoning)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

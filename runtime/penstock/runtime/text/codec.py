@@ -18,6 +18,7 @@ from transformers.tokenization_utils_base import VERY_LARGE_INTEGER
 from penstock.runtime.chat.messages import Chat, ChatTurn
 from penstock.runtime.chat.template import render
 from penstock.runtime.chat.template_sandbox import TemplateSandbox
+from penstock.runtime.chat.template_variables import variables_of
 from penstock.runtime.errors import ConfigError
 from penstock.runtime.text.decoder import (
     IncrementalDecoder,
@@ -130,6 +131,15 @@ class TextCodec:
         """
         template = getattr(self._tokenizer, "chat_template", None)
         return "\n".join(template.values()) if isinstance(template, dict) else template or ""
+
+    @cached_property
+    def template_variables(self) -> tuple[str, ...]:
+        """The variables that the model's templates read and a request may set, such as "enable_thinking";
+        without the names of special tokens, which it may set, too.
+        """
+        template = getattr(self._tokenizer, "chat_template", None) or ""
+        templates = template.values() if isinstance(template, dict) else [template]
+        return variables_of(templates, self._tokenizer.SPECIAL_TOKENS_ATTRIBUTES)
 
     @cached_property
     def added_tokens(self) -> Mapping[str, int]:

@@ -33,6 +33,8 @@ def chat_prompt(message: types_pb2.ChatPrompt, codec: TextCodec | None, bad: Vio
     """
     if codec is None:
         raise UnsupportedFeature(["chat"])
+    if message.HasField("parallel_tool_calls") and not message.parallel_tool_calls:
+        raise UnsupportedFeature(["chat.parallel_tool_calls"])
     if not codec.has_chat_template and not message.chat_template:
         bad.add("chat", "the model has no chat template, and the request brings none")
     if not _is_within_bounds(message, bad):
@@ -45,6 +47,7 @@ def chat_prompt(message: types_pb2.ChatPrompt, codec: TextCodec | None, bad: Vio
                     turn.content,
                     tuple(ToolCall(c.id, c.name, c.arguments_json) for c in turn.tool_calls),
                     turn.tool_call_id,
+                    turn.reasoning,
                 )
                 for turn in message.messages
             ],

@@ -39,11 +39,13 @@ _CHAT_HONOURED = frozenset(
         "chat.messages.tool_calls.name",
         "chat.messages.tool_calls.arguments_json",
         "chat.messages.tool_call_id",
+        "chat.messages.reasoning",
         "chat.tools",
         "chat.tools.name",
         "chat.tools.description",
         "chat.tools.parameters_json",
         "chat.tool_choice",
+        "chat.parallel_tool_calls",
         "chat.chat_template",
         "chat.template_options_json",
     }
@@ -103,7 +105,8 @@ _GENERATE_HONOURED = _CHAT_HONOURED | {
     "min_weights.label",
     "min_weights.generation",
 }
-_GENERATE_REFUSED: Refused = {"adapter": ()}
+_CHAT_REFUSED: Refused = {"chat.tools.strict": ()}
+_GENERATE_REFUSED: Refused = {"adapter": (), **_CHAT_REFUSED}
 _IN_FLIGHT_HONOURED = frozenset(
     {"in_flight", "drain_timeout", "drain_timeout.seconds", "drain_timeout.nanos"}
 )
@@ -164,6 +167,7 @@ REFUSED: Mapping[str, Refused] = {
     "penstock.v1.GenerateRequest": _GENERATE_REFUSED,
     "penstock.v1.StreamRequest": _GENERATE_REFUSED,
     "penstock.v1.UpdateWeightsRequest": {"begin.adapter": ()},
+    "penstock.v1.TokenizeRequest": _CHAT_REFUSED,
 }
 """From a message's name to the paths that are refused, each with the values that are accepted
 nevertheless.

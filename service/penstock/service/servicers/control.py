@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-CONTRACT_REVISION = 3
+CONTRACT_REVISION = 4
 _WATCH_LOAD = "penstock.v1.ControlService/WatchLoad"
 _TOKEN_COST = 8
 """The cost of turning one token into text, in bytes of a message (see `Lanes.convert`)."""
@@ -102,6 +102,7 @@ class ControlServicer(control_pb2_grpc.ControlServiceServicer):
             weights_digest=self._engine.updater.digest,
             weights_since=timestamp(self._engine.weights_since),
             staged_update_id=self._engine.updater.staged_update_id,
+            template_variables=() if self._engine.text is None else self._engine.text.template_variables,
         )
 
     def _features(self) -> list[control_pb2.Feature.ValueType]:

@@ -55,7 +55,9 @@ def test_shortcuts_are_those_of_output_0(client):
     answer = client.generate("p", n=2)
     assert (answer.text, answer.reasoning) == ("Let me see.", "Hm, a city.")
     assert answer.tool_calls == (rich.WEATHER_CALL,)
-    assert answer.message == ChatMessage("assistant", "Let me see.", (rich.WEATHER_CALL,))
+    assert answer.message == ChatMessage(
+        "assistant", "Let me see.", (rich.WEATHER_CALL,), reasoning="Hm, a city."
+    )
     assert answer.outputs[1].message == ChatMessage("assistant", "No idea")
     assert answer.logprobs == rich.OUTPUTS[0].logprobs
 
@@ -125,6 +127,7 @@ def test_a_tool_loop(rich_server):
         types_pb2.ChatMessage(
             role="assistant",
             content="Let me see.",
+            reasoning="Hm, a city.",
             tool_calls=[
                 types_pb2.ToolCall(id="call-1", name="get_weather", arguments_json='{"city": "Oslo"}')
             ],

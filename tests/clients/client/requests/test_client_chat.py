@@ -33,26 +33,32 @@ def test_all_of_a_conversation():
         "messages": [
             {"role": "system", "content": "be brief"},
             ChatMessage("assistant", tool_calls=(ToolCall("c1", "f", '{"a": 1}'),)),
+            {"role": "assistant", "content": "so", "reasoning": "hm"},
             ChatMessage("tool", "4", tool_call_id="c1"),
         ],
         "tools": [
             Tool("f", "adds", {"type": "object"}),
             Tool("g", parameters='{"type":"object"}'),
             Tool("h"),
+            {"name": "i", "strict": True},
         ],
         "tool_choice": "auto",
         "chat_template": "T",
         "template_options": {"enable_thinking": False},
+        "parallel_tool_calls": False,
     }
     expected = parsed(
         """
         messages { role: "system" content: "be brief" }
         messages { role: "assistant" tool_calls { id: "c1" name: "f" arguments_json: "{\\"a\\": 1}" } }
+        messages { role: "assistant" content: "so" reasoning: "hm" }
         messages { role: "tool" content: "4" tool_call_id: "c1" }
         tools { name: "f" description: "adds" parameters_json: "{\\"type\\": \\"object\\"}" }
         tools { name: "g" parameters_json: "{\\"type\\":\\"object\\"}" }
         tools { name: "h" }
+        tools { name: "i" strict: true }
         tool_choice: "auto" chat_template: "T" template_options_json: "{\\"enable_thinking\\": false}"
+        parallel_tool_calls: false
         """
     )
     assert chat_prompt(cast(ChatOptions, options)) == expected
@@ -71,6 +77,7 @@ def test_a_conversation_without_turns_is_sent_for_the_server_to_refuse():
         OPENAI_TOOL,
         OPENAI_TOOL["function"],
         {"function": OPENAI_TOOL["function"]},
+        {"name": "f", "description": "adds", "parameters": WEATHER, "strict": None},
         Tool("f", "adds", WEATHER),
     ],
 )
@@ -111,7 +118,7 @@ def test_forms_of_a_turn_that_calls(call):
             r"messages\[0\]: must be a mapping, not str",
         ),
         ({"messages": [], "tools": [{"description": "x"}]}, r"tools\[0\]: has no name; a tool has name"),
-        ({"messages": [], "tools": [{"name": "f", "strict": True}]}, r"tools\[0\]: unknown key 'strict'"),
+        ({"messages": [], "tools": [{"name": "f", "strictly": True}]}, r"tools\[0\]: unknown key 'strictly'"),
         ({"messages": [], "tools": ["f"]}, r"tools\[0\]: must be a mapping, not str"),
         (
             {"messages": [], "tools": [{"type": "web_search", "function": {"name": "f"}}]},

@@ -88,6 +88,35 @@ async def test_calls_and_what_tools_answered_stand_in_the_prompt():
     ]  # fmt: skip
 
 
+async def test_the_template_decides_what_the_model_sees_of_its_reasoning():
+    """It finds it as `reasoning_content`, and nothing where a turn has none. The model's own template, which
+    does not look for it, shows the turns as if they had none.
+    """
+    turns = [
+        USER,
+        {"role": "assistant", "content": "6", "reasoning": "2 times 3"},
+        USER,
+        {"role": "assistant", "content": "7"},
+    ]
+    template = (
+        "{% for m in messages %}{{ m.content }}"
+        "{% if m.reasoning_content is defined %}({{ m.reasoning_content }}){% endif %};{% endfor %}"
+    )
+    async with serving(qwen(), features=OWN_TEMPLATES) as rig:
+        assert await prompt_of(rig, chat(*turns, chat_template=template)) == ids("hi;6(2 times 3);hi;7;")
+        assert await prompt_of(rig, chat(*turns)) == ids("u:hi|a:6|u:hi|a:7|a:")
+
+
+async def test_calls_may_be_parallel():
+    """Saying so changes nothing. This release cannot keep an output to one call."""
+    async with serving(qwen()) as rig:
+        assert await prompt_of(rig, chat(tools=TOOLS, parallel_tool_calls=True)) == ids("T:get:put|u:hi|a:")
+        asked = generate(chat=chat(tools=TOOLS, parallel_tool_calls=False))
+        failure = await failure_of(rig.inference.Generate(asked))
+        assert (failure.code.name, failure.reason) == ("UNIMPLEMENTED", "UNSUPPORTED_FEATURE")
+        assert "chat.parallel_tool_calls" in failure.message
+
+
 async def test_a_template_of_the_requests_own():
     """It replaces the model's template, if the model has one."""
     template = "{% for m in messages %}<{{ m.content }}>{% endfor %}{{ 'go' if add_generation_prompt }}"
@@ -123,6 +152,7 @@ BAD = [
     (chat(USER, {"role": "tool", "tool_call_id": "c"}, CALLED), "chat.messages[1].tool_call_id"),
     (chat(CALLED, {"role": "user", "tool_call_id": "c"}), "chat.messages[1].tool_call_id"),
     (chat({**CALLED, "role": "user"}), "chat.messages[0].tool_calls"),
+    (chat({**USER, "reasoning": "hm"}), "chat.messages[0].reasoning"),
     (chat({**CALLED, "tool_calls": [{"id": "c", "name": "f"}]}), f"{FIRST_CALL}.arguments_json"),
     (chat({**CALLED, "tool_calls": [{"id": "c", "arguments_json": "{}"}]}), f"{FIRST_CALL}.name"),
     (chat({**CALLED, "tool_calls": [{"name": "f", "arguments_json": "{}"}]}), f"{FIRST_CALL}.id"),

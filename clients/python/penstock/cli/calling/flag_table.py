@@ -16,7 +16,7 @@ CHAT = Group(
         Flag(
             "--tools",
             "functions the model may call: a JSON file, or the JSON itself; a list of "
-            '{"name", "description", "parameters"}, bare or in the form of the OpenAI API',
+            '{"name", "description", "parameters", "strict"}, bare or in the form of the OpenAI API',
             "FILE",
             read.tools,
         ),
@@ -27,6 +27,12 @@ CHAT = Group(
             "CHOICE",
             read.words(),
             unset="auto",
+        ),
+        Flag(
+            "--one-tool-call",
+            "end the answer with its first call of a tool",
+            to="parallel_tool_calls",
+            value=False,
         ),
         Flag("--chat-template", "a Jinja template instead of the model's own", "FILE", read.read_file),
         Flag(

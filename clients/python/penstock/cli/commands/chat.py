@@ -135,7 +135,9 @@ class Chat:
                 except KeyboardInterrupt:
                     view.interrupt(" [stopped]")
                 finally:
-                    said = ChatMessage("assistant", stream.text(), stream.tool_calls())
+                    said = ChatMessage(
+                        "assistant", stream.text(), stream.tool_calls(), reasoning=stream.reasoning()
+                    )
         except PenstockClientError as error:
             view.interrupt()
             complain("chat", explain(error, self._addr))

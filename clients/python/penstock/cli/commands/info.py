@@ -83,6 +83,7 @@ def table(model: ModelInfo, server: ServerInfo, load: Load, ready: bool) -> str:
             "digest": model.weights_digest.hex() or "none; they are the weights of the start",
             "staged update": model.staged_update_id or "none",
             "features": ", ".join(model.features) or "none",
+            "template reads": ", ".join(model.template_variables) or "none",
         },
         "server": {
             "version": server.server_version,

@@ -162,6 +162,7 @@ def model_info(message: control_pb2.GetModelInfoResponse) -> server_values.Model
         weights_digest=message.weights_digest,
         weights_since=message.weights_since.ToDatetime(UTC) if message.HasField("weights_since") else None,
         staged_update_id=message.staged_update_id,
+        template_variables=tuple(message.template_variables),
     )
 
 

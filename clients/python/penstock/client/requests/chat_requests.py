@@ -30,6 +30,9 @@ def chat_prompt(chat: ChatOptions) -> types_pb2.ChatPrompt:
     if (options := chat.get("template_options")) is not None:
         with violations.of("chat.template_options_json"):
             prompt.template_options_json = json_text(dict(options))
+    if (parallel := chat.get("parallel_tool_calls")) is not None:
+        with violations.of("chat.parallel_tool_calls"):
+            prompt.parallel_tool_calls = parallel
     violations.tell()
     return prompt
 
@@ -39,7 +42,11 @@ def _turn(turn: ChatMessage) -> types_pb2.ChatMessage:
         types_pb2.ToolCall(id=c.id, name=c.name, arguments_json=c.arguments_json) for c in turn.tool_calls
     ]
     return types_pb2.ChatMessage(
-        role=turn.role, content=turn.content, tool_calls=calls, tool_call_id=turn.tool_call_id
+        role=turn.role,
+        content=turn.content,
+        tool_calls=calls,
+        tool_call_id=turn.tool_call_id,
+        reasoning=turn.reasoning,
     )
 
 
@@ -48,4 +55,5 @@ def _tool(tool: Tool) -> types_pb2.ToolDefinition:
         name=tool.name,
         description=tool.description,
         parameters_json="" if tool.parameters is None else json_text(tool.parameters),
+        strict=tool.strict,
     )

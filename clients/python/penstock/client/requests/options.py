@@ -45,6 +45,8 @@ class ChatOptions(TypedDict, total=False):
     """
     template_options: Mapping[str, Any] | None
     """Further variables for the template, such as {"enable_thinking": False}."""
+    parallel_tool_calls: bool | None
+    """Whether an output may call several tools (default true); if not, it ends with its first call."""
 
 
 class RequestOptions(ChatOptions, total=False):
@@ -161,7 +163,7 @@ FIELDS: Mapping[str, str] = {
 """From an option to the contract's dotted path, for all options but the input."""
 
 CHAT_FIELDS: Mapping[str, str] = {
-    **_paths("chat", "messages", "tools", "tool_choice", "chat_template"),
+    **_paths("chat", "messages", "tools", "tool_choice", "chat_template", "parallel_tool_calls"),
     "template_options": "chat.template_options_json",
 }
 """From an option of a conversation to the contract's dotted path."""

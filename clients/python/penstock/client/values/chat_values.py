@@ -55,6 +55,8 @@ class ChatMessage:
     """The tool calls of an assistant's turn."""
     tool_call_id: str = ""
     """The id of the call that a "tool" turn answers."""
+    reasoning: str = ""
+    """What the assistant thought in this turn; the model's chat template decides whether it is shown."""
 
     @classmethod
     def from_dict(cls, value: Mapping[str, Any]) -> Self:
@@ -68,6 +70,7 @@ class ChatMessage:
             content=checked.get("content") or "",
             tool_calls=tuple(c if isinstance(c, ToolCall) else ToolCall.from_dict(c) for c in calls),
             tool_call_id=checked.get("tool_call_id") or "",
+            reasoning=checked.get("reasoning") or "",
         )
 
 
@@ -80,13 +83,16 @@ class Tool:
     """What the function does, for the model to read."""
     parameters: Mapping[str, Any] | str | None = None
     """A JSON Schema of the arguments, as a mapping or as JSON text; None means no arguments."""
+    strict: bool = False
+    """Whether a call always has arguments that the schema accepts, also where the model need not call."""
 
     @classmethod
     def from_dict(cls, value: Mapping[str, Any]) -> Self:
-        """Make a tool from name, description and parameters, bare or in {"type": "function", "function":
-        {...}}.
+        """Make a tool from name, description, parameters and strict, bare or in {"type": "function",
+        "function": {...}}. None for strict is False, as in the OpenAI API.
         """
-        return cls(**_checked(cls, _unfolded(value), "a tool"))
+        checked = _checked(cls, _unfolded(value), "a tool")
+        return cls(**{**checked, "strict": checked.get("strict") or False})
 
 
 Turn = ChatMessage | Mapping[str, Any]

@@ -111,8 +111,10 @@ class Output:
 
     @property
     def message(self) -> ChatMessage:
-        """The assistant's turn, without the reasoning, to continue the conversation with."""
-        return ChatMessage("assistant", self.text, self.tool_calls)
+        """The assistant's turn, to continue the conversation with. Whether the model is shown its
+        reasoning again is the choice of its chat template.
+        """
+        return ChatMessage("assistant", self.text, self.tool_calls, reasoning=self.reasoning)
 
 
 @dataclass(frozen=True, slots=True)

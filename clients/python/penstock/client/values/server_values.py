@@ -94,6 +94,8 @@ class ModelInfo:
     """When the weights in use went live (UTC); None if the server did not say."""
     staged_update_id: str = ""
     """The update that waits for `commit_weights` or `discard_weights`; empty if none does."""
+    template_variables: tuple[str, ...] = ()
+    """The names for `template_options` that the model's own chat templates read."""
 
 
 @dataclass(frozen=True, slots=True)
