@@ -26,6 +26,8 @@ class ModelFacts:
     model: str
     features: frozenset[str]
     """As in the client's `ModelInfo.features`."""
+    template_variables: frozenset[str]
+    """The names that its chat template reads beside the standard ones."""
     max_context_tokens: int
     vocab_size: int
     default_sampling: SamplingDefaults
@@ -94,6 +96,7 @@ class Backend:
         return ModelFacts(
             model=info.model,
             features=frozenset(info.features),
+            template_variables=frozenset(info.template_variables),
             max_context_tokens=info.max_context_tokens,
             vocab_size=info.vocab_size,
             default_sampling=info.default_sampling,

@@ -25,6 +25,8 @@ INLINE_BYTES: Final = 64 << 10
 """A body of more bytes is parsed in a thread."""
 _MOST_PROBLEMS: Final = 5
 _BIGGEST_INT_DIGITS: Final = 20
+_UNKNOWN_KIND: Final = ("union_tag_invalid", "union_tag_not_found")
+"""pydantic's errors of an object whose `type` is none of those that are known, or is missing."""
 _CODES: Final = {
     "missing": "missing_required_parameter",
     "extra_forbidden": "unknown_parameter",
@@ -179,6 +181,9 @@ def _path(error: ErrorDetails, value: Any) -> tuple[str | int, ...]:
         elif not (error["type"] == "missing" and number == len(steps) - 1):
             continue
         path.append(step)
+    if error["type"] in _UNKNOWN_KIND and isinstance(here, dict):
+        name = str(error.get("ctx", {}).get("discriminator", ""))  # "'role'", or "function()"
+        path.append(name.strip("'") if name.startswith("'") else "type")
     return tuple(path)
 
 
@@ -209,6 +214,9 @@ def _said(error: ErrorDetails, path: tuple[str | int, ...], model: type[Body]) -
         return f"this parameter is not supported: {why}"
     if error["type"] == "missing":
         return "this parameter is required"
+    if error["type"] in _UNKNOWN_KIND:
+        tags = str(error.get("ctx", {}).get("expected_tags", "")).replace("'<", "'").replace(">'", "'")
+        return f"must be one of {tags}" if tags else "it is missing, or the value has the wrong type"
     text = error["msg"].removeprefix("Value error, ")
     return text[:1].lower() + text[1:]
 

@@ -38,6 +38,8 @@ class Settings:
     tls_cert: Path | None = None
     """A certificate chain in PEM form: the front speaks HTTPS."""
     tls_key: Path | None = None
+    client_ca: Path | None = None
+    """Authorities in PEM form: clients must show a certificate of one of them."""
     workers: int = 1
     """How many processes serve the port."""
 
@@ -108,6 +110,8 @@ class Settings:
         bad = []
         if (self.tls_cert is None) != (self.tls_key is None):
             bad.append("tls_cert: must be given together with tls_key")
+        if self.client_ca is not None and self.tls_cert is None:
+            bad.append("client_ca: needs tls_cert")
         if self.log_format not in LOG_FORMATS:
             bad.append(f"log_format: must be {' or '.join(LOG_FORMATS)}, not {self.log_format!r}")
         bad += [

@@ -8,7 +8,7 @@ import sys
 from typing import Final
 
 from penstock.openai.serving.logs import open_logs
-from penstock.openai.serving.tls import Certificate
+from penstock.openai.serving.tls import certificate_of
 from penstock.openai.serving.worker import run_worker
 from penstock.openai.serving.workers import run_workers
 from penstock.openai.settings import Settings, SettingsError
@@ -22,8 +22,7 @@ def serve(settings: Settings) -> int:
     """Serve until SIGTERM or SIGINT, and print the address on stdout once the port is open. Returns the exit
     code. Raises ValueError for settings that cannot be honoured.
     """
-    if settings.tls_cert is not None and settings.tls_key is not None:
-        Certificate(settings.tls_cert, settings.tls_key)  # so that wrong files are told here
+    certificate_of(settings)  # so that wrong files are told here, and not by each worker
     open_logs(settings.log_format)
     listening = _listening(settings)
 

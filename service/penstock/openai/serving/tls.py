@@ -7,21 +7,25 @@ import ssl
 from pathlib import Path
 from typing import NoReturn
 
-from penstock.openai.settings import SettingsError
+from penstock.openai.settings import Settings, SettingsError
 
 log = logging.getLogger("penstock.openai")
 
 
 class Certificate:
-    """A certificate chain with its key, both in PEM form."""
+    """A certificate chain with its key, and the authorities of clients' certificates, in PEM form."""
 
-    def __init__(self, cert: Path, key: Path) -> None:
-        """Read the files. Raises SettingsError if they cannot be used."""
+    def __init__(self, cert: Path, key: Path, client_ca: Path | None) -> None:
+        """Read the files. Raises SettingsError if they cannot be used. With `client_ca`, clients without a
+        certificate of such an authority are refused; that file is read once.
+        """
         self._cert, self._key = cert, key
         self._seen = self._stamp()
         self.context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         self.context.set_alpn_protocols(["http/1.1"])
         self._load(self.context)
+        if client_ca is not None:
+            self._demand(client_ca)
 
     def refresh(self) -> None:
         """Read the files again if they have changed; connections from now on get the new certificate. Files
@@ -52,6 +56,15 @@ class Certificate:
                 f"tls_cert: {self._cert} and {self._key} cannot be read: {error.strerror}"
             ) from error
 
+    def _demand(self, client_ca: Path) -> None:
+        try:
+            self.context.load_verify_locations(client_ca)
+        except ssl.SSLError as error:
+            raise SettingsError(f"client_ca: {client_ca} holds no certificate in PEM form") from error
+        except OSError as error:
+            raise SettingsError(f"client_ca: {client_ca} cannot be read: {error.strerror}") from error
+        self.context.verify_mode = ssl.CERT_REQUIRED
+
     def _refuse(self) -> NoReturn:
         """Called for a key with a password; OpenSSL would ask for it on the terminal otherwise."""
         raise SettingsError(f"tls_key: {self._key} has a password; give a key without one")
@@ -66,3 +79,10 @@ class Certificate:
             else:
                 stamps.append((status.st_ino, status.st_size, status.st_mtime_ns))
         return tuple(stamps)
+
+
+def certificate_of(settings: Settings) -> Certificate | None:
+    """The certificate that the settings name; None for plain HTTP. Raises SettingsError."""
+    if settings.tls_cert is None or settings.tls_key is None:
+        return None
+    return Certificate(settings.tls_cert, settings.tls_key, settings.client_ca)

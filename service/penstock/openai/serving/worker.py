@@ -23,7 +23,7 @@ import uvloop
 from penstock.openai.front import Front
 from penstock.openai.serving.logs import open_logs
 from penstock.openai.serving.server import HttpServer
-from penstock.openai.serving.tls import Certificate
+from penstock.openai.serving.tls import certificate_of
 from penstock.openai.settings import Settings
 
 log = logging.getLogger("penstock.openai")
@@ -51,9 +51,7 @@ async def _serve(
     if parent is not None:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal, which sends it to the parent, too
         _on_end(parent, told_to_stop)
-    certificate = None
-    if settings.tls_cert is not None and settings.tls_key is not None:
-        certificate = Certificate(settings.tls_cert, settings.tls_key)
+    certificate = certificate_of(settings)
     front = Front.made(settings)
     server = HttpServer(front)
     try:

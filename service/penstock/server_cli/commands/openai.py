@@ -90,6 +90,13 @@ def _add_listening(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--tls-key", type=path, metavar="FILE", help="private key of --tls-cert in PEM form")
     group.add_argument(
+        "--client-ca",
+        type=path,
+        metavar="FILE",
+        help="authorities of clients' certificates in PEM form; clients without such a certificate are "
+        "refused; default: clients need none",
+    )
+    group.add_argument(
         "--workers",
         type=int,
         default=_DEFAULTS.workers,
