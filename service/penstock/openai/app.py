@@ -22,11 +22,13 @@ from penstock.openai.front import Front, front_of
 from penstock.openai.routes.health import health
 from penstock.openai.routes.metrics import metrics
 from penstock.openai.routes.models import list_models, show_model
+from penstock.openai.routes.openapi import openapi
 
 ENDPOINTS: Final = (
     Endpoint("GET", "/v1/models", list_models, "The models that are served."),
     Endpoint("GET", "/v1/models/{model:path}", show_model, "One model."),
     Endpoint("GET", "/health", health, "Whether the front and its server take requests.", is_api=False),
+    Endpoint("GET", "/openapi.json", openapi, "This description.", is_api=False),
     Endpoint("GET", "/metrics", metrics, "What the front measures, for Prometheus.", is_api=False),
 )
 """All endpoints, in the order in which their paths are compared."""

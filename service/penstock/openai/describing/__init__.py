@@ -1,0 +1,1 @@
+"""Describes the front to programs: `/openapi.json`."""

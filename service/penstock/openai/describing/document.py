@@ -1,0 +1,117 @@
+"""Makes the OpenAPI document out of the table of endpoints and the models of their bodies."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from typing import Any, Final
+
+from pydantic.json_schema import models_json_schema
+
+from penstock.openai.describing.answers import ANSWERS, SCHEMAS
+from penstock.openai.endpoints import Endpoint
+from penstock.openai.failures import TABLE
+from penstock.openai.schemas.base import Body
+
+_BY_THE_FRONT: Final = (400, 404, 408, 413, 415, 500, 503)
+"""The statuses of the front's own errors."""
+_MEANINGS: Final = {
+    400: "A field is missing, wrong or not supported; `param` names it.",
+    401: "The key is missing, unknown or has expired.",
+    403: "The key does not allow this.",
+    404: "There is no such model or path.",
+    408: "The request arrived too slowly.",
+    409: "The state of the server, or another request, does not allow this.",
+    413: "The body is too large.",
+    415: "The body is not JSON.",
+    429: "Too many requests; retry-after says when to come back.",
+    500: "The server has failed.",
+    501: "This server cannot do this.",
+    503: "The server does not take requests now; retry-after says when to come back.",
+    504: "The request took longer than it may.",
+}
+_ERRORS: Final = sorted({*_BY_THE_FRONT, *(row.status for row in TABLE.values())})
+_PARAMETER: Final = re.compile(r"\{(\w+)(?::\w+)?\}")
+
+
+def document(endpoints: Iterable[Endpoint], version: str) -> dict[str, Any]:
+    """The OpenAPI document of these endpoints. Pages for people are not in it."""
+    told = [endpoint for endpoint in endpoints if endpoint.path in ANSWERS or endpoint.body is not None]
+    bodies = {endpoint.body for endpoint in told if endpoint.body is not None}
+    _, models = models_json_schema(
+        [(body, "validation") for body in sorted(bodies, key=lambda body: body.__name__)],
+        ref_template="#/components/schemas/{model}",
+    )
+    schemas = {**models.get("$defs", {}), **SCHEMAS}
+    for body in bodies:
+        _add_ignored(schemas[body.__name__], body)
+    paths: dict[str, dict[str, Any]] = {}
+    for endpoint in told:
+        path = _PARAMETER.sub(r"{\1}", endpoint.path)
+        paths.setdefault(path, {})[endpoint.method.lower()] = _operation(endpoint)
+    return {
+        "openapi": "3.1.0",
+        "info": {
+            "title": "Penstock's OpenAI front",
+            "version": version,
+            "description": "OpenAI's HTTP API for a server of penstock.v1, as docs/openai.md explains it.",
+        },
+        "paths": paths,
+        "components": {
+            "schemas": schemas,
+            "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
+        },
+        "security": [{}, {"key": []}],
+    }
+
+
+def _add_ignored(schema: dict[str, Any], body: type[Body]) -> None:
+    """Name the fields that are taken and ignored."""
+    properties = schema.setdefault("properties", {})
+    for name in sorted(body.ignored):
+        properties.setdefault(name, {"description": "Taken and ignored."})
+
+
+def _operation(endpoint: Endpoint) -> dict[str, Any]:
+    words = re.sub(r"[^a-z]+", "_", _PARAMETER.sub("one", endpoint.path))
+    made: dict[str, Any] = {
+        "operationId": f"{endpoint.method.lower()}{words}",
+        "summary": endpoint.summary,
+        "responses": {"200": _answer(endpoint.path), **_errors(endpoint)},
+    }
+    names = _PARAMETER.findall(endpoint.path)
+    if names:
+        made["parameters"] = [
+            {"name": name, "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
+            for name in names
+        ]
+    if endpoint.body is not None:
+        made["requestBody"] = {"required": True, "content": _json(endpoint.body.__name__)}
+    return made
+
+
+def _answer(path: str) -> dict[str, Any]:
+    if path not in ANSWERS:
+        return {"description": "The answer."}
+    whole, event = ANSWERS[path]
+    content = _json(whole)
+    if event is not None:
+        content |= {
+            "text/event-stream": {
+                "schema": {
+                    "type": "string",
+                    "description": f"With `stream`: server-sent events, whose data are objects of {event}.",
+                }
+            }
+        }
+    return {"description": "The answer.", "content": content}
+
+
+def _errors(endpoint: Endpoint) -> dict[str, Any]:
+    if not endpoint.is_api:
+        return {"503": {"description": _MEANINGS[503], "content": _json(ANSWERS[endpoint.path][0])}}
+    return {str(status): {"description": _MEANINGS[status], "content": _json("Error")} for status in _ERRORS}
+
+
+def _json(name: str) -> dict[str, Any]:
+    return {"application/json": {"schema": {"$ref": f"#/components/schemas/{name}"}}}

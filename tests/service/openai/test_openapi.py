@@ -1,0 +1,84 @@
+"""/openapi.json: a document that is valid, tells of every endpoint, and whose schemas are those of real
+requests and answers.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+
+from penstock.openai.app import ENDPOINTS
+from penstock.openai.describing.answers import ANSWERS, SCHEMAS
+from penstock.openai.describing.document import document
+from tests.deploy.environments import environment
+from tests.service.openai.rig import front_rig
+
+VALIDATOR = "openapi-spec-validator==0.9.0"
+
+
+@pytest.fixture
+def made() -> Any:
+    """The document, as programs read it."""
+    return json.loads(json.dumps(document(ENDPOINTS, "1.2.3")))
+
+
+def against(made: Any, name: str, value: Any) -> None:
+    """Check a value by one of the document's schemas."""
+    schema = {"$ref": f"#/components/schemas/{name}", "components": made["components"]}
+    jsonschema.Draft202012Validator(schema).validate(value)
+
+
+def test_it_tells_of_every_endpoint(made: Any) -> None:
+    told = {(method.upper(), path) for path, found in made["paths"].items() for method in found}
+    api = {(row.method, re.sub(r":\w+}", "}", row.path)) for row in ENDPOINTS if row.is_api}
+    assert told == api | {("GET", "/health")}
+
+
+def test_its_schemas_are_schemas_and_all_references_lead_somewhere(made: Any) -> None:
+    schemas = made["components"]["schemas"]
+    for schema in schemas.values():
+        jsonschema.Draft202012Validator.check_schema(schema)
+    named = set(re.findall(r'"#/components/schemas/([^"]+)"', json.dumps(made)))
+    assert named <= schemas.keys()
+    assert SCHEMAS.keys() <= schemas.keys()
+
+
+def test_bodies_are_told_as_they_are_read(made: Any) -> None:
+    for row in ENDPOINTS:
+        if row.body is not None:
+            schema = made["components"]["schemas"][row.body.__name__]
+            assert schema["additionalProperties"] is False
+            names = {field.alias or name for name, field in row.body.model_fields.items()}
+            assert schema["properties"].keys() == names | row.body.ignored
+
+
+async def test_the_front_serves_it_and_answers_as_it_says() -> None:
+    async with front_rig() as rig:
+        reply = await rig.http.get("/openapi.json")
+        made = reply.json()
+        assert made["openapi"] == "3.1.0"
+        for path in ("/v1/models", "/health"):
+            against(made, ANSWERS[path][0], (await rig.http.get(path)).json())
+        refused = await rig.http.get("/v1/models/other")
+        assert str(refused.status_code) in made["paths"]["/v1/models/{model}"]["get"]["responses"]
+        against(made, "Error", refused.json())
+
+
+@pytest.mark.sweep
+def test_a_validator_of_others_takes_it(made: Any, tmp_path: Path) -> None:
+    program = environment(VALIDATOR) / "bin" / "openapi-spec-validator"
+    file = tmp_path / "openapi.json"
+
+    def is_valid() -> bool:
+        file.write_text(json.dumps(made))
+        return subprocess.run([program, file], timeout=120, check=False).returncode == 0
+
+    assert is_valid()
+    del made["paths"]["/v1/models"]["get"]["responses"]["200"]["description"]
+    assert not is_valid()
