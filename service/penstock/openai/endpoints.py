@@ -13,6 +13,7 @@ from starlette.types import Scope
 from penstock.openai.schemas.base import Body
 
 _KEY: Final = "penstock.endpoint"
+_PARAMS: Final = "penstock.params"
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +46,17 @@ def endpoint_of(scope: Scope) -> Endpoint | None:
     return found
 
 
+def name_params(scope: Scope, make: Callable[[], Mapping[str, str]]) -> None:
+    """Note what makes the table of `Endpoint.params` for this one request, whose body decides about some
+    names. It is called if the request fails.
+    """
+    scope[_PARAMS] = make
+
+
 def params_of(scope: Scope) -> Mapping[str, str]:
-    """The names of the contract's paths at the endpoint that a request came to."""
+    """The names of the contract's paths for a request."""
+    make: Callable[[], Mapping[str, str]] | None = scope.get(_PARAMS)
+    if make is not None:
+        return make()
     endpoint = endpoint_of(scope)
     return {} if endpoint is None else endpoint.params

@@ -71,16 +71,6 @@ class ClientGone(Exception):
     """The client went away before its reply was whole. Nobody is told; the log has the status 499."""
 
 
-def invalid(param: str, why: str, code: str = "invalid_value") -> ApiError:
-    """The error of a field that cannot be honoured as it is."""
-    return ApiError(400, f"{param}: {why}", INVALID, param, code)
-
-
-def unsupported(param: str, why: str) -> ApiError:
-    """The error of a field that OpenAI or vLLM has, and that is not honoured here."""
-    return invalid(param, f"this parameter is not supported: {why}", "unsupported_parameter")
-
-
 def envelope(error: ApiError) -> dict[str, Any]:
     """The error in OpenAI's form."""
     return {"error": {"message": error.message, "type": error.type, "param": error.param, "code": error.code}}
@@ -149,22 +139,38 @@ _BY_REASON: Final[Mapping[str, _Row]] = {
 
 def of_client_error(error: PenstockClientError, params: Mapping[str, str]) -> ApiError:
     """The reply to a request whose RPC failed. `params` has the names of HTTP fields by the contract's paths,
-    such as {"sampling.top_p": "top_p"}.
+    such as {"sampling.top_p": "top_p"}, and the name of the field that the prompt was made of, as "input".
+    The messages begin as those of OpenAI's API do, because clients look for that.
     """
     row = _row_of(error)
     reason = error.reason.lower() or row.code or error.code.name.lower()
     message, param = str(error), row.param
     if isinstance(error, InvalidRequest) and error.violations:
         named = [(_named(v.field, params), v.description) for v in error.violations]
-        message = "; ".join(f"{name}: {text}" if name else text for name, text in named[:_MOST_VIOLATIONS])
+        texts = [f"Invalid value for '{name}': {text}" if name else text for name, text in named]
+        message = "; ".join(texts[:_MOST_VIOLATIONS])
         param = named[0][0] or None
     elif isinstance(error, Unsupported) and error.fields:
         param = _named(error.fields[0], params)
         row = _Row(400, INVALID, "unsupported_parameter")
-        message = f"{', '.join(_named(field, params) for field in error.fields)}: {message}"
+        names = ", ".join(f"'{_named(field, params)}'" for field in error.fields)
+        message = f"Unsupported parameter: {names}: {message}"
+    elif isinstance(error, PromptTooLong):
+        param = params.get("input")
+        message = _too_long(error)
     retry_after = error.retry_after if error.retry_after is not None else row.retry_after
     return ApiError(
         row.status, message, row.type, param, row.code or reason, retry_after, may_retry=row.may_retry
+    )
+
+
+def _too_long(error: PromptTooLong) -> str:
+    told = error.metadata
+    if not told.get("max_prompt_tokens", "").isdecimal():
+        return f"This model's maximum context length is exceeded: {error}"
+    return (
+        f"This model's maximum context length is {int(told['max_prompt_tokens']) + 1} tokens. However, your "
+        f"prompt has {told.get('prompt_tokens', 'more')} tokens, and one at least must be left to generate."
     )
 
 

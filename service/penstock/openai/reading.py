@@ -13,6 +13,7 @@ from starlette.requests import ClientDisconnect, Request
 
 from penstock.openai.failures import INVALID, ApiError, ClientGone
 from penstock.openai.front import front_of
+from penstock.openai.requests import refusing
 from penstock.openai.schemas.base import Body
 from penstock.openai.settings import Settings
 
@@ -27,10 +28,6 @@ _MOST_PROBLEMS: Final = 5
 _BIGGEST_INT_DIGITS: Final = 20
 _UNKNOWN_KIND: Final = ("union_tag_invalid", "union_tag_not_found")
 """pydantic's errors of an object whose `type` is none of those that are known, or is missing."""
-_CODES: Final = {
-    "missing": "missing_required_parameter",
-    "extra_forbidden": "unknown_parameter",
-}
 
 
 async def read_body(request: Request, model: type[BodyT]) -> BodyT:
@@ -157,17 +154,11 @@ def _refusal(errors: Sequence[ErrorDetails], value: Any, model: type[Body]) -> A
         found.setdefault(_path(error, value), []).append(error)
     # A value that could be one of several kinds has errors for each of them; those further inside say more.
     paths = [path for path in found if not any(_is_above(path, other) for other in found)]
-    texts = []
-    for path in paths[:_MOST_PROBLEMS]:
-        said = " or ".join(dict.fromkeys(_said(error, path, model) for error in found[path]))
-        texts.append(f"{_written(path)}: {said}" if path else said)
+    told = [_told(found[path], path, model) for path in paths[:_MOST_PROBLEMS]]
+    message = " ".join(error.message for error in told)
     if len(paths) > _MOST_PROBLEMS:
-        texts.append(f"and {len(paths) - _MOST_PROBLEMS} more")
-    first = found[paths[0]][0]
-    code = _CODES.get(first["type"], "invalid_type" if first["type"].endswith("_type") else "invalid_value")
-    if code == "unknown_parameter" and _why_unsupported(paths[0], model) is not None:
-        code = "unsupported_parameter"
-    return ApiError(400, "; ".join(texts), INVALID, _written(paths[0]) or None, code)
+        message += f" And {len(paths) - _MOST_PROBLEMS} more."
+    return ApiError(400, message, INVALID, told[0].param, told[0].code)
 
 
 def _path(error: ErrorDetails, value: Any) -> tuple[str | int, ...]:
@@ -206,14 +197,23 @@ def _written(path: tuple[str | int, ...]) -> str:
     return text
 
 
-def _said(error: ErrorDetails, path: tuple[str | int, ...], model: type[Body]) -> str:
-    if error["type"] == "extra_forbidden":
+def _told(errors: Sequence[ErrorDetails], path: tuple[str | int, ...], model: type[Body]) -> ApiError:
+    """The error of one field. A value that could be one of several kinds has an error for each of them."""
+    name, kind = _written(path), errors[0]["type"]
+    if kind == "extra_forbidden":
         why = _why_unsupported(path, model)
-        if why is None:
-            return "there is no such parameter"
-        return f"this parameter is not supported: {why}"
-    if error["type"] == "missing":
-        return "this parameter is required"
+        return refusing.unknown(name) if why is None else refusing.unsupported_parameter(name, f"{why}.")
+    if kind == "missing":
+        return refusing.missing(name)
+    said = " or ".join(dict.fromkeys(_said(error) for error in errors)) + "."
+    if kind == "literal_error" or kind in _UNKNOWN_KIND:
+        return refusing.unsupported_value(name, said)
+    if kind.endswith("_type"):
+        return refusing.invalid_type(name, said)
+    return refusing.invalid_value(name, said)
+
+
+def _said(error: ErrorDetails) -> str:
     if error["type"] in _UNKNOWN_KIND:
         tags = str(error.get("ctx", {}).get("expected_tags", "")).replace("'<", "'").replace(">'", "'")
         return f"must be one of {tags}" if tags else "it is missing, or the value has the wrong type"

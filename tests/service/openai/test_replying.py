@@ -129,7 +129,7 @@ async def test_an_error_before_the_reply_has_a_status(path: str) -> None:
             "max_tokens",
             "invalid_value",
         )
-        assert error["message"].startswith("max_tokens: ")
+        assert error["message"].startswith("Invalid value for 'max_tokens': ")
 
 
 async def test_an_error_after_the_reply_began_is_its_last_event() -> None:
