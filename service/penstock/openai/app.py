@@ -23,13 +23,20 @@ from penstock.openai.routes.health import health
 from penstock.openai.routes.metrics import metrics
 from penstock.openai.routes.models import list_models, show_model
 from penstock.openai.routes.openapi import openapi
+from penstock.openai.routes.page import show_page, show_page_file
 
+PAGE: Final = (
+    Endpoint("GET", "/", show_page, "The web page.", is_api=False),
+    Endpoint("GET", "/page/{name:path}", show_page_file, "A file of the web page.", is_api=False),
+)
+"""What is served only where the settings say so."""
 ENDPOINTS: Final = (
     Endpoint("GET", "/v1/models", list_models, "The models that are served."),
     Endpoint("GET", "/v1/models/{model:path}", show_model, "One model."),
     Endpoint("GET", "/health", health, "Whether the front and its server take requests.", is_api=False),
     Endpoint("GET", "/openapi.json", openapi, "This description.", is_api=False),
     Endpoint("GET", "/metrics", metrics, "What the front measures, for Prometheus.", is_api=False),
+    *PAGE,
 )
 """All endpoints, in the order in which their paths are compared."""
 
@@ -44,7 +51,7 @@ def create_app(front: Front, endpoints: Sequence[Endpoint] = ENDPOINTS) -> ASGIA
         expose_headers=("x-request-id", "retry-after", "retry-after-ms"),
     )
     app = Starlette(
-        routes=[_route(endpoint) for endpoint in endpoints],
+        routes=[_route(row) for row in endpoints if front.settings.page or row not in PAGE],
         middleware=[cors] if front.settings.cors_origins else [],
         exception_handlers={
             ApiError: _tell_api_error,

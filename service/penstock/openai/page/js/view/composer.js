@@ -1,0 +1,78 @@
+// The field for the next message, with the buttons that send it and stop the answer.
+
+/** On a telephone, Enter begins a line, because nobody can press Shift there; the button sends. */
+const TOUCH = matchMedia("(pointer: coarse)");
+
+export class Composer {
+  /** `on` has what the page does: send(text) and stop(). */
+  constructor({ form, field, send, stop, keys, editing, cancel }, on) {
+    Object.assign(this, { form, field, send, stop, editing, on });
+    this.running = false;
+    this.editTurn = null;
+    if (TOUCH.matches) {
+      keys.hidden = true;
+      field.setAttribute("enterkeyhint", "enter");
+    }
+    form.addEventListener("submit", (event) => {
+      event.preventDefault();
+      this.submit();
+    });
+    field.addEventListener("input", () => this.update());
+    field.addEventListener("keydown", (event) => {
+      // While an input method is composing, Enter chooses a word.
+      if (event.key !== "Enter" || event.isComposing || TOUCH.matches) return;
+      if (event.shiftKey && !event.ctrlKey && !event.metaKey) return;
+      event.preventDefault();
+      this.submit();
+    });
+    document.addEventListener("keydown", (event) => {
+      if (event.key !== "Escape" || event.defaultPrevented || document.querySelector("dialog:modal")) return;
+      if (this.running) on.stop();
+      else if (this.editTurn) this.edit(null);
+    });
+    stop.addEventListener("click", () => on.stop());
+    cancel.addEventListener("click", () => this.edit(null));
+    this.update();
+  }
+
+  submit() {
+    const text = this.field.value.trim();
+    if (!text || this.running || !this.on.send(text, this.editTurn)) return;
+    this.field.value = "";
+    this.editTurn = null;
+    this.editing.hidden = true;
+    this.update();
+  }
+
+  /** Puts a message of before into the field, so that it can be sent in another form; null ends this. */
+  edit(turn) {
+    this.editTurn = turn;
+    this.editing.hidden = !turn;
+    this.field.value = turn?.text ?? "";
+    this.update();
+    this.field.focus();
+  }
+
+  /** Puts a message into the field that could not be sent. */
+  fill(text) {
+    this.field.value = text;
+    this.update();
+  }
+
+  setRunning(running) {
+    const focused = document.activeElement === this.stop || document.activeElement === this.send;
+    this.running = running;
+    this.send.hidden = running;
+    this.stop.hidden = !running;
+    // The focus must not be lost with the button that had it.
+    if (focused) (running ? this.stop : this.field).focus();
+    this.update();
+  }
+
+  update() {
+    // With `aria-disabled` rather than `disabled` the button stays where the keyboard expects it.
+    this.send.setAttribute("aria-disabled", String(!this.field.value.trim()));
+    this.field.style.height = "auto";
+    this.field.style.height = `${this.field.scrollHeight}px`;
+  }
+}
