@@ -13,11 +13,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from penstock.openai.settings import Settings
 from penstock.runtime.config import EngineConfig
 from penstock.runtime.engine import Engine
 from penstock.runtime.errors import ConfigError, PenstockError
+from penstock.server_cli.processes.openai_front import OpenAIFront
 from penstock.server_cli.serving.engine_flags import engine_config
 from penstock.server_cli.serving.flag_names import with_flags
+from penstock.server_cli.serving.openai_flags import front_settings, socket_for_the_front
 from penstock.server_cli.serving.serve_flags import add_parser, server_options
 from penstock.server_cli.serving.telemetry_flags import log_options, tracing_options
 from penstock.service.identity import new_instance_id, version
@@ -40,28 +43,13 @@ _MEMORY_FRACTION = "0.95"
 
 def run(args: argparse.Namespace) -> int:
     """Serve until told to stop. Returns 0 after a graceful end, and 1 if the server cannot start, or if the
-    engine or an address is lost.
+    engine, an address or the OpenAI front is lost.
     """
     # JAX reads this when it first looks for devices. By its own default a quarter of an accelerator stays
     # unused.
     os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", _MEMORY_FRACTION)
-    try:
-        open_logs(log_options(args))
-        options = server_options(args)
-        config = engine_config(args)
-        instance_id = new_instance_id()
-        otlp, named = tracing_options(args), {"version": version(), "instance_id": instance_id}
-        collector = open_collector(options.metrics, otlp, **named)
-        tracing = open_tracing(otlp, **named)
-    except ConfigError as error:
-        _complain(error, args.flags)
-        return 2
-    raise_limit((options.bounds.max_connections or MANY) * options.num_addresses + FOR_OTHERS)
-    end = asyncio.run(_serve(args.model, config, options, tracing, collector, instance_id, args.flags))
-    if tracing is not None:
-        tracing.shutdown(0.0)  # which the server has done, unless it could not even be made
-    if collector is not None:
-        collector.exporter.close()  # likewise
+    with socket_for_the_front(args) as is_private:
+        end = _run(args, is_private)
     if end.by_force:
         logging.shutdown()
         sys.stdout.flush()
@@ -76,42 +64,97 @@ class _End:
     """A thread of the engine is busy compiling, or hangs, and would keep the process from ending."""
 
 
-async def _serve(
-    model: str,
-    config: EngineConfig,
-    options: ServerOptions,
-    tracing: Tracing | None,
-    collector: Collector | None,
-    instance_id: str,
-    flags: Mapping[str, str],
-) -> _End:
-    """Run the server until it has ended. `flags` are those that set the options, by the options' names."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Wanted:
+    """What the command line asks for."""
+
+    model: str
+    config: EngineConfig
+    options: ServerOptions
+    front: Settings | None
+    """What the OpenAI front is told."""
+    socket_is_private: bool
+    """Whether the Unix socket is for the front alone."""
+    tracing: Tracing | None
+    collector: Collector | None
+    instance_id: str
+    flags: Mapping[str, str]
+    """The flags that set the options, by the options' names."""
+
+
+def _run(args: argparse.Namespace, socket_is_private: bool) -> _End:
+    try:
+        open_logs(log_options(args))
+        options = server_options(args)
+        front = front_settings(args, options)
+        config = engine_config(args)
+        instance_id = new_instance_id()
+        otlp, named = tracing_options(args), {"version": version(), "instance_id": instance_id}
+        collector = open_collector(options.metrics, otlp, **named)
+        tracing = open_tracing(otlp, **named)
+    except ConfigError as error:
+        _complain(error, args.flags)
+        return _End(2)
+    raise_limit((options.bounds.max_connections or MANY) * options.num_addresses + FOR_OTHERS)
+    end = asyncio.run(
+        _serve(
+            _Wanted(
+                model=args.model,
+                config=config,
+                options=options,
+                front=front,
+                socket_is_private=socket_is_private,
+                tracing=tracing,
+                collector=collector,
+                instance_id=instance_id,
+                flags=args.flags,
+            )
+        )
+    )
+    if tracing is not None:
+        tracing.shutdown(0.0)  # which the server has done, unless it could not even be made
+    if collector is not None:
+        collector.exporter.close()  # likewise
+    return end
+
+
+async def _serve(wanted: _Wanted) -> _End:
+    """Run the server until it has ended."""
     told_to_stop = asyncio.Event()
     _on_signals(told_to_stop)
     stopping = asyncio.ensure_future(told_to_stop.wait())
-    server = None
+    options = wanted.options
+    server = front = None
     try:
-        server = PenstockServer(options, tracing, collector=collector, instance_id=instance_id)
+        server = PenstockServer(
+            options, wanted.tracing, collector=wanted.collector, instance_id=wanted.instance_id
+        )
+        if wanted.front is not None:
+            front = OpenAIFront(wanted.front)
         if options.metrics.is_exposed:
             log.warning(
                 "metrics are served in plaintext on %s: whoever reaches that reads them", options.metrics.host
             )
-        if options.lacking:
+        hosts = options.hosts if wanted.front is None else (*options.hosts, wanted.front.host)
+        lacking = options.listen.lacking(hosts, keys=options.keys is not None)
+        if lacking:
             log.warning(
                 "listening on %s with %s: whoever reaches that may use the model",
-                " and ".join(options.hosts),
-                " and ".join(options.lacking),
+                " and ".join(dict.fromkeys(hosts)),
+                " and ".join(lacking),
             )
         if options.keys is not None:
             _reload_on_hangup(server)
         await server.start()
-        return await _serve_with(server, model, config, options, stopping)
+        if front is not None:
+            front.start()
+        return await _serve_with(server, front, wanted, stopping)
     except PenstockError as error:
-        _complain(error, flags)
+        _complain(error, wanted.flags)
         return _End(1)
     finally:
         if server is not None:
-            await server.stop()
+            await _stop(server, front, options.drain_delay_s)
 
 
 def _complain(error: PenstockError, flags: Mapping[str, str]) -> None:
@@ -121,15 +164,15 @@ def _complain(error: PenstockError, flags: Mapping[str, str]) -> None:
 
 async def _serve_with(
     server: PenstockServer,
-    model: str,
-    config: EngineConfig,
-    options: ServerOptions,
+    front: OpenAIFront | None,
+    wanted: _Wanted,
     stopping: asyncio.Future[Any],
 ) -> _End:
     """Load the model and serve it until told to stop. `server` answers health checks meanwhile."""
-    failing = asyncio.ensure_future(server.wait_for_failure())
+    options = wanted.options
+    failing = asyncio.ensure_future(_wait_for_failure(server, front))
     ends = (stopping, failing)
-    loading = asyncio.ensure_future(in_thread(lambda: Engine.from_pretrained(model, config)))
+    loading = asyncio.ensure_future(in_thread(lambda: Engine.from_pretrained(wanted.model, wanted.config)))
     if not await _first(loading, *ends):
         return _End(int(failing.done()), by_force=True)
     engine = loading.result()
@@ -139,17 +182,38 @@ async def _serve_with(
     if not await _first(starting, *ends):
         return _End(int(failing.done()), by_force=True)
     starting.result()
-    _tell_addresses(server)
+    if front is None or await _first(asyncio.ensure_future(front.listening()), *ends):
+        _tell_addresses(server, front, wanted.socket_is_private)
     warming = in_thread(lambda: _warm_grammars(engine, options))  # while the server serves already
     has_failed = await _first(failing, stopping)
     log.info("stopping: no new requests; running ones have %g s", options.grace_s)
-    await server.stop()
+    await _stop(server, front, options.drain_delay_s)
     if server.engine_hangs:
         return _End(1, by_force=True)
     log.info("stopped")
     await warming
     engine.shutdown()  # again, because warming may have started something since
     return _End(int(has_failed))
+
+
+async def _wait_for_failure(server: PenstockServer, front: OpenAIFront | None) -> None:
+    """Wait until the server has lost its engine or an address, or cannot have an OpenAI front."""
+    waits = [asyncio.ensure_future(server.wait_for_failure())]
+    if front is not None:
+        waits.append(asyncio.ensure_future(front.wait_for_failure()))
+    await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+
+
+async def _stop(server: PenstockServer, front: OpenAIFront | None, drain_delay_s: float) -> None:
+    """Have both finish what runs within the grace. May be called again."""
+    stopping = asyncio.ensure_future(server.stop())
+    if front is not None:
+        # While health says already that the server stops, requests are still taken, over HTTP too.
+        await asyncio.wait((stopping,), timeout=drain_delay_s)
+        front.stop()
+    await stopping
+    if front is not None:
+        await front.close()
 
 
 async def _first(wanted: asyncio.Future[Any], *ends: asyncio.Future[Any]) -> bool:
@@ -210,13 +274,16 @@ def _tell(engine: Engine) -> None:
     log.info("compiled programs are kept in %s", config.compilation_cache or "memory only")
 
 
-def _tell_addresses(server: PenstockServer) -> None:
+def _tell_addresses(server: PenstockServer, front: OpenAIFront | None, socket_is_private: bool) -> None:
     """Print the addresses on stdout, for people and scripts."""
     if server.metrics.address is not None:
         _print_line(f"penstock: metrics on {server.metrics.address}")
     if server.addresses.control_address is not None:
         _print_line(f"penstock: control on {server.addresses.control_address}")
-    for address in server.addresses.main:
+    if front is not None:
+        _print_line(f"penstock: openai on {front.url}")
+    addresses = server.addresses.main
+    for address in addresses[:1] if socket_is_private else addresses:
         _print_line(f"penstock: ready on {address}")
 
 

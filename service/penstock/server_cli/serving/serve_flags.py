@@ -15,6 +15,7 @@ from penstock.server_cli.serving.flag_names import flags_of
 from penstock.server_cli.serving.keys_flags import add_keys_flags
 from penstock.server_cli.serving.limits_flags import add_limits_flags
 from penstock.server_cli.serving.network_flags import add_listen_flags
+from penstock.server_cli.serving.openai_flags import add_openai_flags
 from penstock.server_cli.serving.option_values import json_object, options_of, path, size
 from penstock.server_cli.serving.reply_flags import add_reply_flags
 from penstock.server_cli.serving.telemetry_flags import add_telemetry_flags, metrics_options
@@ -34,6 +35,7 @@ _EPILOG = """\
 examples:
   penstock serve demo
   penstock serve Qwen/Qwen3-0.6B --max-model-len 4096 --kv-cache-bytes 2G
+  penstock serve Qwen/Qwen3-0.6B --openai-port 8000
   penstock serve ./my-checkpoint --served-model-name mine --otlp-endpoint http://127.0.0.1:4317
   penstock serve demo --host 0.0.0.0 --tls-cert server.pem --tls-key server.key --client-ca clients.pem
 
@@ -100,6 +102,7 @@ def add_parser(subparsers: Subparsers) -> None:
         "the time of the longest step; a front process that does nothing for this long is replaced; "
         "0: never; default: %(default)g",
     )
+    add_openai_flags(parser)
     add_connection_flags(parser)
     add_limits_flags(parser)
     add_keys_flags(parser)

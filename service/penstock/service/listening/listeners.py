@@ -36,11 +36,13 @@ def listen_tcp(
 
 def _probe(host: str, port: int, address: str, flag: str) -> None:
     """Try the port with a plain socket first, because the system's error is clearer than gRPC's."""
-    _bound(host, port, address, flag).close()
+    bound_socket(host, port, address, flag).close()
 
 
-def _bound(host: str, port: int, address: str, flag: str) -> socket.socket:
-    """Bind a plain socket to the port. Raises ConfigError."""
+def bound_socket(host: str, port: int, address: str, flag: str) -> socket.socket:
+    """Make a plain socket that is bound to the port, or to any free one for 0. Raises ConfigError, which
+    names `flag` as the remedy if the port is taken.
+    """
     try:
         addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except OSError as error:
@@ -67,7 +69,7 @@ class HeldPort:
         """Take the port, or any free one for 0. Raises ConfigError, which names `flag` as the remedy if the
         port is taken.
         """
-        self._socket = _bound(host, port, tcp_address(host, port), flag)
+        self._socket = bound_socket(host, port, tcp_address(host, port), flag)
         # Both are set only now. With SO_REUSEADDR the port could be taken while nobody listens on it;
         # without it at first, it could not be taken right after another server. With SO_REUSEPORT from the
         # first it could be taken although the front processes of another server listen on it.
