@@ -105,6 +105,20 @@ def test_a_conversation_written_in_mappings_goes_on_as_one_of_values(engine: Eng
     assert "3" in made.text
 
 
+def test_an_output_may_be_kept_to_one_call(engine: Engine) -> None:
+    """The demo model calls once anyway, and so it calls the same."""
+    asked: dict[str, Any] = {"tools": [WEATHER], "sampling": GREEDY, "stopping": LENGTH}
+    free, kept = (
+        engine.chat([QUESTION], **asked, parallel_tool_calls=parallel) for parallel in (None, False)
+    )
+    assert [call.arguments for call in kept.tool_calls] == [{"city": "Paris"}]
+    assert kept.token_ids == free.token_ids[: len(kept.token_ids)]
+    assert kept.finish.reason is FinishReason.EOS
+    assert kept.finish.token_id is None
+    with pytest.raises(TypeError, match="parallel_tool_calls: must be bool, not int"):
+        engine.chat([QUESTION], parallel_tool_calls=0)  # type: ignore[call-overload]
+
+
 def test_a_call_may_be_required_or_forbidden(engine: Engine) -> None:
     hello = [{"role": "user", "content": "Tell me a story."}]
     hot = SamplingParams(temperature=1.5, seed=3)
@@ -169,6 +183,12 @@ async def test_chats_of_coroutines(engine: Engine) -> None:
         ([QUESTION], {"tools": [{"description": "x"}]}, 'chat.tools[0]: needs "name"'),
         ([QUESTION], {"tools": [{"type": "code", "function": {}}]}, "chat.tools[0]: \"type\" is 'code'"),
         ([QUESTION], {"tool_choice": "required"}, "chat.tool_choice: required needs at least one tool"),
+        (
+            [QUESTION],
+            {"tools": [WEATHER], "parallel_tool_calls": False, "return_text": False},
+            "chat.parallel_tool_calls: false needs return_text",
+        ),
+        ([{**QUESTION, "reasoning": "hm"}], {}, "chat.messages[0].reasoning"),
         ([QUESTION], {"chat_template": "{{ nothing() }}"}, "chat.chat_template"),
         ([QUESTION], {"template_options": {"tools": []}}, "chat.template_options_json"),
     ],
@@ -184,7 +204,7 @@ def test_what_is_no_conversation_is_refused(
 def test_parsers_are_options_of_the_engine() -> None:
     for name in ("tool_call_parser", "reasoning_parser"):
         with pytest.raises(ConfigError, match=f"{name}: must be one of auto, none, "):
-            EngineConfig(**{name: "gpt"})  # type: ignore[arg-type]
+            EngineConfig(**{name: "gpt"})  # type: ignore[call-overload]
 
 
 # -- text --

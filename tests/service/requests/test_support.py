@@ -53,7 +53,7 @@ EFFECTS = {
     "chat.tools.description": f"{CHATS}::test_a_tools_definition_reaches_the_template",
     "chat.tools.parameters_json": f"{CHATS}::test_a_tools_definition_reaches_the_template",
     "chat.tool_choice": "test_tool_calls::test_tool_choice_that_requires_a_call_enforces_it",
-    "chat.parallel_tool_calls": f"{CHATS}::test_calls_may_be_parallel",
+    "chat.parallel_tool_calls": "test_tool_calls::test_an_output_may_be_kept_to_one_call",
     "chat.chat_template": f"{CHATS}::test_a_template_of_the_requests_own",
     "chat.template_options_json": f"{CHATS}::test_options_are_variables_of_the_template",
     "sampling": f"{GENERATE}::test_sampling_reaches_the_engine",

@@ -105,6 +105,8 @@ class Chat:
     """A Jinja template that replaces the model's own."""
     options: Mapping[str, Any] = field(default_factory=dict)
     """Further variables for the template."""
+    parallel_tool_calls: bool = True
+    """Whether an output may have several calls."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "tool_choice", self.tool_choice or "auto")
@@ -126,6 +128,8 @@ class Chat:
         tool_choice: str = "",
         chat_template: str = "",
         template_options_json: str = "",
+        *,
+        parallel_tool_calls: bool = True,
     ) -> Chat:
         """Makes a chat from the contract's texts; an empty text is unset. Raises InvalidRequest with every
         violation.
@@ -139,7 +143,8 @@ class Chat:
             except ValueError as error:
                 bad.append(Violation("chat.template_options_json", str(error)))
         try:
-            chat = cls(tuple(messages), parsed, tool_choice, chat_template or None, options)
+            template = chat_template or None
+            chat = cls(tuple(messages), parsed, tool_choice, template, options, parallel_tool_calls)
         except InvalidRequest as error:
             raise InvalidRequest([*bad, *error.violations]) from None
         if bad:
@@ -157,6 +162,11 @@ class Chat:
         if self.tool_choice in ("auto", "none"):
             return ()
         return tuple(tool for tool in self.tools if self.tool_choice in ("required", tool.name))
+
+    @property
+    def ends_at_call(self) -> bool:
+        """Whether an output in which the model is free to call ends with its first call."""
+        return self.tool_choice == "auto" and bool(self.tools) and not self.parallel_tool_calls
 
 
 def _parse_tool(index: int, raw: RawTool, bad: list[Violation]) -> Tool:

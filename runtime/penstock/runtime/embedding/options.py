@@ -61,6 +61,8 @@ class ChatOptions(RequestOptions, total=False):
     """Jinja, or the name of one of the model's templates; by default the model's own."""
     template_options: Mapping[str, Any] | None
     """Further variables of the template, such as {"enable_thinking": False}."""
+    parallel_tool_calls: bool | None
+    """Whether an output may have several calls, as it may by default; if not, it ends with its first one."""
 
 
 Messages: TypeAlias = Sequence[ChatTurn | Mapping[str, Any]]
@@ -146,6 +148,10 @@ def _check(engine: TextEngine, job: Job) -> None:
         bad += _text_problems(job)
     elif job.stopping.stop and not job.return_text:
         bad.append(Violation("stopping.stop", "needs return_text: stop strings are searched in the text"))
+    if job.ends_at_call and not job.return_text:
+        bad.append(
+            Violation("chat.parallel_tool_calls", "false needs return_text: calls are found in the text")
+        )
     if bad:
         raise InvalidRequest(bad)
 
@@ -201,11 +207,12 @@ def chat_job(engine: TextEngine, messages: Messages, options: ChatOptions) -> Jo
     rest: dict[str, Any] = dict(options)
     tools = rest.pop("tools", None)
     choice, template = rest.pop("tool_choice", None), rest.pop("chat_template", None)
-    variables = rest.pop("template_options", None)
+    variables, parallel = rest.pop("template_options", None), rest.pop("parallel_tool_calls", None)
     for name, value, kind in (
         ("tool_choice", choice, str),
         ("chat_template", template, str),
         ("template_options", variables, Mapping),
+        ("parallel_tool_calls", parallel, bool),
     ):
         if value is not None and not isinstance(value, kind):
             raise TypeError(f"{name}: must be {kind.__name__}, not {type(value).__name__}")
@@ -215,5 +222,6 @@ def chat_job(engine: TextEngine, messages: Messages, options: ChatOptions) -> Jo
         choice or "auto",
         template,
         dict(variables or {}),
+        parallel_tool_calls=parallel is not False,
     )
     return job_of(engine, ChatPrompt(chat), cast(RequestOptions, rest))

@@ -63,6 +63,11 @@ class Job:
         """Whether the output must be a call of a tool, which a grammar sees to."""
         return isinstance(self.prompt, ChatPrompt) and bool(self.prompt.chat.required_tools)
 
+    @property
+    def ends_at_call(self) -> bool:
+        """Whether an output ends with its first call of a tool, without a grammar that sees to it."""
+        return isinstance(self.prompt, ChatPrompt) and self.prompt.chat.ends_at_call
+
     def request(self, prompt: Fitted, sampling: ResolvedSampling) -> Request:
         """The engine's request for one output, once the ids of the prompt and of the bad words are known."""
         return Request(

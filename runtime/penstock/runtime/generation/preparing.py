@@ -113,8 +113,9 @@ def assembler_of(
     """What makes text, reasoning and calls of tools of output `index`, which `request` asks for. `text` is
     what a conversation was rendered to.
     """
-    parser, visible = None, frozenset[str]()
+    parser, visible, ends_at_call = None, frozenset[str](), False
     if isinstance(job.prompt, ChatPrompt) and job.return_text:
+        ends_at_call = job.ends_at_call
         parser = forms.parser(job.prompt.chat, text)
         visible = forms.markers(job.prompt.chat)
     return Assembler(
@@ -124,4 +125,5 @@ def assembler_of(
         skip_special_tokens=job.skip_special_tokens,
         parser=parser,
         visible=visible,
+        ends_at_call=ends_at_call,
     )

@@ -6,8 +6,9 @@ The service calls it as outputs arrive, and so does an embedded engine, so both 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Set
+from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass
+from itertools import chain
 
 from penstock.runtime.chat.messages import ToolCall, mint_call_id
 from penstock.runtime.chat.parser import ChatParser
@@ -68,17 +69,21 @@ class Assembler:
         skip_special_tokens: bool = True,
         parser: ChatParser | None = None,
         visible: Set[str] = frozenset(),
+        ends_at_call: bool = False,
     ) -> None:
         """`codec` None: token ids only, no text and no stop strings. `parser` takes reasoning and calls out
         of the text, after stop strings were searched in all of it; `visible` are special tokens that it must
-        see.
+        see. `ends_at_call`: the output ends with the token that completes its first call.
         """
         self._index = index
+        self._ends_at_call = ends_at_call
         self._parser = parser
         self._stopping = stopping
         self._skip_special = skip_special_tokens
         self._text: TextStream | None = None
         self._stop: Finish | None = None
+        self._has_called = False
+        """Whether the call at which the output ends was found."""
         if codec is not None:
             self._text = TextStream(
                 codec,
@@ -91,24 +96,41 @@ class Assembler:
 
     @property
     def stop(self) -> Finish | None:
-        """The finish, once a stop string was found: the caller must end the request in the engine."""
+        """The finish, once a stop string was found, or the call at which the output ends: the caller must end
+        the request in the engine.
+        """
         return self._stop
 
     def add(self, output: StepOutput) -> Delta:
         """The delta of one engine output. Raises the output's error."""
-        delta = self._add(output)
         if self._parser is None:
+            return self._add(output)
+        if self._ends_at_call and len(output.token_ids) > 1:
+            # One token after the other shows which one completes the call.
+            return _joined([self._parse(part, self._parser) for part in _tokens_of(output)])
+        return self._parse(output, self._parser)
+
+    def _parse(self, output: StepOutput, parser: ChatParser) -> Delta:
+        delta = self._add(output)
+        if self._has_called:
             return delta
-        parsed = [self._parser.push(delta.delta)]
-        if delta.finish is not None:
-            parsed.append(self._parser.flush())
+        parsed = [parser.push(delta.delta)]
+        self._has_called = self._ends_at_call and bool(parsed[0].calls)
+        if delta.finish is not None and not self._has_called:
+            parsed.append(parser.flush())
+        calls = [call for part in parsed for call in part.calls]
+        finish = delta.finish
+        if self._ends_at_call:
+            del calls[1:]  # a form may tell several calls at once
+        if self._has_called:
+            self._stop = self._stop or Finish(FinishReason.EOS)
+            finish = self._stop if finish is not None else None
         return dataclasses.replace(
             delta,
             delta="".join(part.text for part in parsed),
             reasoning="".join(part.reasoning for part in parsed),
-            tool_calls=tuple(
-                ToolCall(mint_call_id(), call.name, call.arguments) for part in parsed for call in part.calls
-            ),
+            tool_calls=tuple(ToolCall(mint_call_id(), call.name, call.arguments) for call in calls),
+            finish=finish,
         )
 
     def _add(self, output: StepOutput) -> Delta:
@@ -161,3 +183,30 @@ class Assembler:
             and self._skip_special
             and output.token_ids[-1:] == (finish.token_id,)
         )
+
+
+def _tokens_of(output: StepOutput) -> Iterator[StepOutput]:
+    """The output in parts of one token each, of which the last has what tells its end."""
+    last = len(output.token_ids) - 1
+    for i, token_id in enumerate(output.token_ids):
+        yield output._replace(
+            token_ids=(token_id,),
+            logprobs=output.logprobs[i : i + 1],
+            prompt_logprobs=() if i else output.prompt_logprobs,
+            finish=output.finish if i == last else None,
+            timing=output.timing if i == last else None,
+            error=output.error if i == last else None,
+        )
+
+
+def _joined(deltas: Sequence[Delta]) -> Delta:
+    """One delta of several that follow one another in an output."""
+    return dataclasses.replace(
+        deltas[-1],
+        delta="".join(one.delta for one in deltas),
+        reasoning="".join(one.reasoning for one in deltas),
+        token_ids=tuple(chain.from_iterable(one.token_ids for one in deltas)),
+        logprobs=tuple(chain.from_iterable(one.logprobs for one in deltas)),
+        tool_calls=tuple(chain.from_iterable(one.tool_calls for one in deltas)),
+        prompt_logprobs=deltas[0].prompt_logprobs,
+    )

@@ -149,6 +149,8 @@ def to_job(message: inference_pb2.GenerateRequest | inference_pb2.StreamRequest,
     cache = bad.build(lambda: CacheParams(message.cache.cache_salt, message.cache.bypass_prefix_cache))
     if message.stopping.stop and not return_text:
         bad.add("stopping.stop", "needs output.text: stop strings are searched in the text")
+    if isinstance(prompt, ChatPrompt) and prompt.chat.ends_at_call and not return_text:
+        bad.add("chat.parallel_tool_calls", "false needs output.text: calls are found in the text")
     bad.raise_if_any()
     assert prompt is not None
     assert sampling is not None

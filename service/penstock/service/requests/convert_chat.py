@@ -33,8 +33,6 @@ def chat_prompt(message: types_pb2.ChatPrompt, codec: TextCodec | None, bad: Vio
     """
     if codec is None:
         raise UnsupportedFeature(["chat"])
-    if message.HasField("parallel_tool_calls") and not message.parallel_tool_calls:
-        raise UnsupportedFeature(["chat.parallel_tool_calls"])
     if not codec.has_chat_template and not message.chat_template:
         bad.add("chat", "the model has no chat template, and the request brings none")
     if not _is_within_bounds(message, bad):
@@ -55,6 +53,7 @@ def chat_prompt(message: types_pb2.ChatPrompt, codec: TextCodec | None, bad: Vio
             message.tool_choice,
             message.chat_template,
             message.template_options_json,
+            parallel_tool_calls=message.parallel_tool_calls or not message.HasField("parallel_tool_calls"),
         )
     )
     return None if chat is None else ChatPrompt(chat)

@@ -107,16 +107,6 @@ async def test_the_template_decides_what_the_model_sees_of_its_reasoning():
         assert await prompt_of(rig, chat(*turns)) == ids("u:hi|a:6|u:hi|a:7|a:")
 
 
-async def test_calls_may_be_parallel():
-    """Saying so changes nothing. This release cannot keep an output to one call."""
-    async with serving(qwen()) as rig:
-        assert await prompt_of(rig, chat(tools=TOOLS, parallel_tool_calls=True)) == ids("T:get:put|u:hi|a:")
-        asked = generate(chat=chat(tools=TOOLS, parallel_tool_calls=False))
-        failure = await failure_of(rig.inference.Generate(asked))
-        assert (failure.code.name, failure.reason) == ("UNIMPLEMENTED", "UNSUPPORTED_FEATURE")
-        assert "chat.parallel_tool_calls" in failure.message
-
-
 async def test_a_template_of_the_requests_own():
     """It replaces the model's template, if the model has one."""
     template = "{% for m in messages %}<{{ m.content }}>{% endfor %}{{ 'go' if add_generation_prompt }}"

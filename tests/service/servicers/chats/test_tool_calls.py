@@ -150,6 +150,46 @@ async def test_a_required_call_lets_a_good_one_be():
         assert list(output.token_ids).count(CALL) == 2, "enforced all the same"
 
 
+@pytest.mark.parametrize("tokens_per_step", [1, 3, 1000])
+async def test_an_output_may_be_kept_to_one_call(tokens_per_step):
+    """It ends with its first call, and the engine is told so. An output that calls nothing is as ever."""
+    asked = chat(parallel_tool_calls=False)
+    async with serving(qwen(f"{THOUGHT}I look.\n{CALLS}", tokens_per_step=tokens_per_step)) as rig:
+        (output,) = await both(rig, chat=asked, output={"logprobs": 0})
+        assert said(output) == ("I look.", "hm, \u00e9", [("get", ROME)])
+        assert (list(output.token_ids).count(CALL), output.token_ids[-1]) == (1, END_CALL)
+        assert len(output.logprobs.sampled) == len(output.token_ids)
+        assert (output.finish.reason, output.finish.HasField("match")) == (types_pb2.FINISH_REASON_EOS, False)
+        (output,) = await both(rig, chat=chat(parallel_tool_calls=True))
+        assert len(output.tool_calls) == 2
+    async with serving(qwen("no need", tokens_per_step=tokens_per_step)) as rig:
+        (output,) = await both(rig, chat=asked)
+        assert said(output) == ("no need", "", [])
+        assert output.finish.match.token_id == EOS
+
+
+async def test_one_call_that_must_be_made():
+    two = '<tool_call>\n{"name": "get", "arguments": {"on": true}}\n</tool_call>\n' * 2
+    async with serving(qwen(two.strip())) as rig:
+        (output,) = await both(rig, chat=chat(tool_choice="required", parallel_tool_calls=False))
+        assert said(output) == ("", "", [("get", '{"on": true}')])
+        assert output.token_ids[-1] == END_CALL
+
+
+async def test_calls_that_nobody_looks_for_cannot_be_kept_to_one():
+    """Without text there are no calls, so an output could not end with one. A grammar needs no text."""
+    for choice, refused in (("auto", True), ("required", False), ("get", False), ("none", False)):
+        async with serving(qwen(CALLS)) as rig:
+            asked = generate(chat=chat(tool_choice=choice, parallel_tool_calls=False), output={"text": False})
+            if not refused:
+                await rig.inference.Generate(asked)
+                continue
+            failure = await failure_of(rig.inference.Generate(asked))
+            assert failure.violations == {
+                "chat.parallel_tool_calls": "false needs output.text: calls are found in the text"
+            }
+
+
 async def test_a_thought_that_the_prompt_began():
     """By an option of the template the output begins inside the reasoning block."""
     options = json.dumps({"thinking": True})

@@ -33,7 +33,8 @@ _SAYS_MORE = frozenset({
 def call_grammar(forms: ChatForms, chat: Chat, prompt: str, token_ids: Mapping[str, int]) -> str | None:
     """Lark text that forces the calls which `chat.tool_choice` asks for; None if it asks for none.
 
-    "required" means one or more calls of any tools, a name exactly one call of that tool. A reasoning block
+    "required" means one or more calls of any tools, or one where they may not be parallel; a name means
+    exactly one call of that tool. A reasoning block
     may come first; if `prompt`, the rendered chat, has opened it, it must end first. `token_ids`: see `Lark`.
     InvalidRequest if the form cannot write the tools, or if there is no form.
     """
@@ -45,7 +46,8 @@ def call_grammar(forms: ChatForms, chat: Chat, prompt: str, token_ids: Mapping[s
                        "--tool-call-parser")]
         )  # fmt: skip
     g = Lark(token_ids)
-    calls = _CALLS[forms.tools.name](g, chat, chat.tool_choice == "required")
+    several = chat.tool_choice == "required" and chat.parallel_tool_calls
+    calls = _CALLS[forms.tools.name](g, chat, several)
     g.rule("start", " ".join([*_reasoning(g, forms.reasoning, prompt), calls]))
     return str(g)
 
