@@ -204,7 +204,7 @@ def test_what_is_no_conversation_is_refused(
 def test_parsers_are_options_of_the_engine() -> None:
     for name in ("tool_call_parser", "reasoning_parser"):
         with pytest.raises(ConfigError, match=f"{name}: must be one of auto, none, "):
-            EngineConfig(**{name: "gpt"})  # type: ignore[call-overload]
+            EngineConfig(**{name: "gpt"})  # type: ignore[arg-type]
 
 
 # -- text --
