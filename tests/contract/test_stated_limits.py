@@ -19,6 +19,7 @@ from penstock.runtime.errors import InvalidRequest
 from penstock.runtime.requests.sampling_defaults import FIELDS, GenerationDefaults
 from penstock.service.requests.convert import to_job
 from penstock.service.requests.convert_profile import to_profile
+from penstock.service.requests.convert_vocabulary import to_page
 from penstock.service.requests.convert_watch import to_watch
 from penstock.service.requests.convert_weights import check_discard, to_begin, to_commit, to_pause
 from penstock.service.requests.features import Features
@@ -326,6 +327,13 @@ ROWS = (
         [s(0.099), s(300.001)],
     ),
     Row(
+        "GetVocabularyRequest.max_tokens",
+        "1 to 32,768",
+        at("max_tokens", control_pb2.GetVocabularyRequest()),
+        [1, 32_768],
+        [0, 32_769],
+    ),
+    Row(
         "UpdateWeightsBegin.update_id",
         "1 to 128 characters",
         at("begin.update_id", BEGIN),
@@ -412,6 +420,7 @@ CONVERT: dict[str, Callable[[Any], object]] = {
     "AbortRequest": to_target,
     "WatchLoadRequest": to_watch,
     "ProfileRequest": to_profile,
+    "GetVocabularyRequest": lambda message: to_page(message, LIMITS.info.vocab_size),
     "UpdateWeightsRequest": to_begin,
     "PauseRequest": to_pause,
     "CommitWeightsRequest": to_commit,

@@ -1000,6 +1000,159 @@ func (x *DetokenizeResponse) GetText() string {
 	return ""
 }
 
+// Which tokens are to be told.
+type GetVocabularyRequest struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// The first token of the page.
+	// Default: 0. Limits: below GetModelInfoResponse.vocab_size.
+	FirstTokenId uint32 `protobuf:"varint,1,opt,name=first_token_id,json=firstTokenId,proto3" json:"first_token_id,omitempty"`
+	// The most tokens of the page. It may have fewer, so that its tokens have about 1 MiB at most.
+	// Unit: tokens. Default: the most. Limits: 1 to 32,768.
+	MaxTokens     *uint32 `protobuf:"varint,2,opt,name=max_tokens,json=maxTokens,proto3,oneof" json:"max_tokens,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *GetVocabularyRequest) Reset() {
+	*x = GetVocabularyRequest{}
+	mi := &file_penstock_v1_control_proto_msgTypes[11]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *GetVocabularyRequest) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*GetVocabularyRequest) ProtoMessage() {}
+
+func (x *GetVocabularyRequest) ProtoReflect() protoreflect.Message {
+	mi := &file_penstock_v1_control_proto_msgTypes[11]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use GetVocabularyRequest.ProtoReflect.Descriptor instead.
+func (*GetVocabularyRequest) Descriptor() ([]byte, []int) {
+	return file_penstock_v1_control_proto_rawDescGZIP(), []int{11}
+}
+
+func (x *GetVocabularyRequest) GetFirstTokenId() uint32 {
+	if x != nil {
+		return x.FirstTokenId
+	}
+	return 0
+}
+
+func (x *GetVocabularyRequest) GetMaxTokens() uint32 {
+	if x != nil && x.MaxTokens != nil {
+		return *x.MaxTokens
+	}
+	return 0
+}
+
+// A page of the vocabulary.
+type GetVocabularyResponse struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// The bytes of the tokens from first_token_id on, at least one. A special token has the bytes of its name, such as
+	// "<|im_end|>", and an id that the tokenizer does not have has none.
+	Tokens [][]byte `protobuf:"bytes,1,rep,name=tokens,proto3" json:"tokens,omitempty"`
+	// The special tokens among them, in rising order: what OutputOptions.skip_special_tokens leaves out of a text.
+	SpecialTokenIds []uint32 `protobuf:"varint,2,rep,packed,name=special_token_ids,json=specialTokenIds,proto3" json:"special_token_ids,omitempty"`
+	// The first token of the next page; unset in the last page.
+	NextTokenId *uint32 `protobuf:"varint,3,opt,name=next_token_id,json=nextTokenId,proto3,oneof" json:"next_token_id,omitempty"`
+	// As GetModelInfoResponse.vocab_size.
+	// Unit: tokens.
+	VocabSize uint32 `protobuf:"varint,4,opt,name=vocab_size,json=vocabSize,proto3" json:"vocab_size,omitempty"`
+	// Whether the bytes of any tokens, one after the other, are their text, as Detokenize tells it with special tokens,
+	// in UTF-8, but for what dropped_leading_spaces tells. It is so with nearly all tokenizers. With the others each
+	// token has the text that it has alone, and a text may have other spaces between its tokens.
+	IsExact bool `protobuf:"varint,5,opt,name=is_exact,json=isExact,proto3" json:"is_exact,omitempty"`
+	// How many spaces a text loses at its start, if it begins with so many.
+	// Unit: bytes.
+	DroppedLeadingSpaces uint32 `protobuf:"varint,6,opt,name=dropped_leading_spaces,json=droppedLeadingSpaces,proto3" json:"dropped_leading_spaces,omitempty"`
+	unknownFields        protoimpl.UnknownFields
+	sizeCache            protoimpl.SizeCache
+}
+
+func (x *GetVocabularyResponse) Reset() {
+	*x = GetVocabularyResponse{}
+	mi := &file_penstock_v1_control_proto_msgTypes[12]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *GetVocabularyResponse) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*GetVocabularyResponse) ProtoMessage() {}
+
+func (x *GetVocabularyResponse) ProtoReflect() protoreflect.Message {
+	mi := &file_penstock_v1_control_proto_msgTypes[12]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use GetVocabularyResponse.ProtoReflect.Descriptor instead.
+func (*GetVocabularyResponse) Descriptor() ([]byte, []int) {
+	return file_penstock_v1_control_proto_rawDescGZIP(), []int{12}
+}
+
+func (x *GetVocabularyResponse) GetTokens() [][]byte {
+	if x != nil {
+		return x.Tokens
+	}
+	return nil
+}
+
+func (x *GetVocabularyResponse) GetSpecialTokenIds() []uint32 {
+	if x != nil {
+		return x.SpecialTokenIds
+	}
+	return nil
+}
+
+func (x *GetVocabularyResponse) GetNextTokenId() uint32 {
+	if x != nil && x.NextTokenId != nil {
+		return *x.NextTokenId
+	}
+	return 0
+}
+
+func (x *GetVocabularyResponse) GetVocabSize() uint32 {
+	if x != nil {
+		return x.VocabSize
+	}
+	return 0
+}
+
+func (x *GetVocabularyResponse) GetIsExact() bool {
+	if x != nil {
+		return x.IsExact
+	}
+	return false
+}
+
+func (x *GetVocabularyResponse) GetDroppedLeadingSpaces() uint32 {
+	if x != nil {
+		return x.DroppedLeadingSpaces
+	}
+	return 0
+}
+
 // How the server is to be paused.
 type PauseRequest struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
@@ -1022,7 +1175,7 @@ type PauseRequest struct {
 
 func (x *PauseRequest) Reset() {
 	*x = PauseRequest{}
-	mi := &file_penstock_v1_control_proto_msgTypes[11]
+	mi := &file_penstock_v1_control_proto_msgTypes[13]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1034,7 +1187,7 @@ func (x *PauseRequest) String() string {
 func (*PauseRequest) ProtoMessage() {}
 
 func (x *PauseRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_penstock_v1_control_proto_msgTypes[11]
+	mi := &file_penstock_v1_control_proto_msgTypes[13]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1047,7 +1200,7 @@ func (x *PauseRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use PauseRequest.ProtoReflect.Descriptor instead.
 func (*PauseRequest) Descriptor() ([]byte, []int) {
-	return file_penstock_v1_control_proto_rawDescGZIP(), []int{11}
+	return file_penstock_v1_control_proto_rawDescGZIP(), []int{13}
 }
 
 func (x *PauseRequest) GetInFlight() InFlightPolicy {
@@ -1092,7 +1245,7 @@ type PauseResponse struct {
 
 func (x *PauseResponse) Reset() {
 	*x = PauseResponse{}
-	mi := &file_penstock_v1_control_proto_msgTypes[12]
+	mi := &file_penstock_v1_control_proto_msgTypes[14]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1104,7 +1257,7 @@ func (x *PauseResponse) String() string {
 func (*PauseResponse) ProtoMessage() {}
 
 func (x *PauseResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_penstock_v1_control_proto_msgTypes[12]
+	mi := &file_penstock_v1_control_proto_msgTypes[14]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1117,7 +1270,7 @@ func (x *PauseResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use PauseResponse.ProtoReflect.Descriptor instead.
 func (*PauseResponse) Descriptor() ([]byte, []int) {
-	return file_penstock_v1_control_proto_rawDescGZIP(), []int{12}
+	return file_penstock_v1_control_proto_rawDescGZIP(), []int{14}
 }
 
 func (x *PauseResponse) GetInFlight() *InFlightReport {
@@ -1143,7 +1296,7 @@ type ResumeRequest struct {
 
 func (x *ResumeRequest) Reset() {
 	*x = ResumeRequest{}
-	mi := &file_penstock_v1_control_proto_msgTypes[13]
+	mi := &file_penstock_v1_control_proto_msgTypes[15]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1155,7 +1308,7 @@ func (x *ResumeRequest) String() string {
 func (*ResumeRequest) ProtoMessage() {}
 
 func (x *ResumeRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_penstock_v1_control_proto_msgTypes[13]
+	mi := &file_penstock_v1_control_proto_msgTypes[15]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1168,7 +1321,7 @@ func (x *ResumeRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ResumeRequest.ProtoReflect.Descriptor instead.
 func (*ResumeRequest) Descriptor() ([]byte, []int) {
-	return file_penstock_v1_control_proto_rawDescGZIP(), []int{13}
+	return file_penstock_v1_control_proto_rawDescGZIP(), []int{15}
 }
 
 // The pause has ended. It has no fields.
@@ -1180,7 +1333,7 @@ type ResumeResponse struct {
 
 func (x *ResumeResponse) Reset() {
 	*x = ResumeResponse{}
-	mi := &file_penstock_v1_control_proto_msgTypes[14]
+	mi := &file_penstock_v1_control_proto_msgTypes[16]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1192,7 +1345,7 @@ func (x *ResumeResponse) String() string {
 func (*ResumeResponse) ProtoMessage() {}
 
 func (x *ResumeResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_penstock_v1_control_proto_msgTypes[14]
+	mi := &file_penstock_v1_control_proto_msgTypes[16]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1205,7 +1358,7 @@ func (x *ResumeResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ResumeResponse.ProtoReflect.Descriptor instead.
 func (*ResumeResponse) Descriptor() ([]byte, []int) {
-	return file_penstock_v1_control_proto_rawDescGZIP(), []int{14}
+	return file_penstock_v1_control_proto_rawDescGZIP(), []int{16}
 }
 
 // Which update is to be swapped in.
@@ -1228,7 +1381,7 @@ type CommitWeightsRequest struct {
 
 func (x *CommitWeightsRequest) Reset() {
 	*x = CommitWeightsRequest{}
-	mi := &file_penstock_v1_control_proto_msgTypes[15]
+	mi := &file_penstock_v1_control_proto_msgTypes[17]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1240,7 +1393,7 @@ func (x *CommitWeightsRequest) String() string {
 func (*CommitWeightsRequest) ProtoMessage() {}
 
 func (x *CommitWeightsRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_penstock_v1_control_proto_msgTypes[15]
+	mi := &file_penstock_v1_control_proto_msgTypes[17]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1253,7 +1406,7 @@ func (x *CommitWeightsRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use CommitWeightsRequest.ProtoReflect.Descriptor instead.
 func (*CommitWeightsRequest) Descriptor() ([]byte, []int) {
-	return file_penstock_v1_control_proto_rawDescGZIP(), []int{15}
+	return file_penstock_v1_control_proto_rawDescGZIP(), []int{17}
 }
 
 func (x *CommitWeightsRequest) GetUpdateId() string {
@@ -1298,7 +1451,7 @@ type CommitWeightsResponse struct {
 
 func (x *CommitWeightsResponse) Reset() {
 	*x = CommitWeightsResponse{}
-	mi := &file_penstock_v1_control_proto_msgTypes[16]
+	mi := &file_penstock_v1_control_proto_msgTypes[18]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1310,7 +1463,7 @@ func (x *CommitWeightsResponse) String() string {
 func (*CommitWeightsResponse) ProtoMessage() {}
 
 func (x *CommitWeightsResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_penstock_v1_control_proto_msgTypes[16]
+	mi := &file_penstock_v1_control_proto_msgTypes[18]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1323,7 +1476,7 @@ func (x *CommitWeightsResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use CommitWeightsResponse.ProtoReflect.Descriptor instead.
 func (*CommitWeightsResponse) Descriptor() ([]byte, []int) {
-	return file_penstock_v1_control_proto_rawDescGZIP(), []int{16}
+	return file_penstock_v1_control_proto_rawDescGZIP(), []int{18}
 }
 
 func (x *CommitWeightsResponse) GetCurrent() *WeightsVersion {
@@ -1380,7 +1533,7 @@ type DiscardWeightsRequest struct {
 
 func (x *DiscardWeightsRequest) Reset() {
 	*x = DiscardWeightsRequest{}
-	mi := &file_penstock_v1_control_proto_msgTypes[17]
+	mi := &file_penstock_v1_control_proto_msgTypes[19]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1392,7 +1545,7 @@ func (x *DiscardWeightsRequest) String() string {
 func (*DiscardWeightsRequest) ProtoMessage() {}
 
 func (x *DiscardWeightsRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_penstock_v1_control_proto_msgTypes[17]
+	mi := &file_penstock_v1_control_proto_msgTypes[19]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1405,7 +1558,7 @@ func (x *DiscardWeightsRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use DiscardWeightsRequest.ProtoReflect.Descriptor instead.
 func (*DiscardWeightsRequest) Descriptor() ([]byte, []int) {
-	return file_penstock_v1_control_proto_rawDescGZIP(), []int{17}
+	return file_penstock_v1_control_proto_rawDescGZIP(), []int{19}
 }
 
 func (x *DiscardWeightsRequest) GetUpdateId() string {
@@ -1426,7 +1579,7 @@ type DiscardWeightsResponse struct {
 
 func (x *DiscardWeightsResponse) Reset() {
 	*x = DiscardWeightsResponse{}
-	mi := &file_penstock_v1_control_proto_msgTypes[18]
+	mi := &file_penstock_v1_control_proto_msgTypes[20]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1438,7 +1591,7 @@ func (x *DiscardWeightsResponse) String() string {
 func (*DiscardWeightsResponse) ProtoMessage() {}
 
 func (x *DiscardWeightsResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_penstock_v1_control_proto_msgTypes[18]
+	mi := &file_penstock_v1_control_proto_msgTypes[20]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1451,7 +1604,7 @@ func (x *DiscardWeightsResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use DiscardWeightsResponse.ProtoReflect.Descriptor instead.
 func (*DiscardWeightsResponse) Descriptor() ([]byte, []int) {
-	return file_penstock_v1_control_proto_rawDescGZIP(), []int{18}
+	return file_penstock_v1_control_proto_rawDescGZIP(), []int{20}
 }
 
 func (x *DiscardWeightsResponse) GetDiscarded() bool {
@@ -1470,7 +1623,7 @@ type FlushCacheRequest struct {
 
 func (x *FlushCacheRequest) Reset() {
 	*x = FlushCacheRequest{}
-	mi := &file_penstock_v1_control_proto_msgTypes[19]
+	mi := &file_penstock_v1_control_proto_msgTypes[21]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1482,7 +1635,7 @@ func (x *FlushCacheRequest) String() string {
 func (*FlushCacheRequest) ProtoMessage() {}
 
 func (x *FlushCacheRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_penstock_v1_control_proto_msgTypes[19]
+	mi := &file_penstock_v1_control_proto_msgTypes[21]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1495,7 +1648,7 @@ func (x *FlushCacheRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use FlushCacheRequest.ProtoReflect.Descriptor instead.
 func (*FlushCacheRequest) Descriptor() ([]byte, []int) {
-	return file_penstock_v1_control_proto_rawDescGZIP(), []int{19}
+	return file_penstock_v1_control_proto_rawDescGZIP(), []int{21}
 }
 
 // What became of the cached pages.
@@ -1513,7 +1666,7 @@ type FlushCacheResponse struct {
 
 func (x *FlushCacheResponse) Reset() {
 	*x = FlushCacheResponse{}
-	mi := &file_penstock_v1_control_proto_msgTypes[20]
+	mi := &file_penstock_v1_control_proto_msgTypes[22]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1525,7 +1678,7 @@ func (x *FlushCacheResponse) String() string {
 func (*FlushCacheResponse) ProtoMessage() {}
 
 func (x *FlushCacheResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_penstock_v1_control_proto_msgTypes[20]
+	mi := &file_penstock_v1_control_proto_msgTypes[22]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1538,7 +1691,7 @@ func (x *FlushCacheResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use FlushCacheResponse.ProtoReflect.Descriptor instead.
 func (*FlushCacheResponse) Descriptor() ([]byte, []int) {
-	return file_penstock_v1_control_proto_rawDescGZIP(), []int{20}
+	return file_penstock_v1_control_proto_rawDescGZIP(), []int{22}
 }
 
 func (x *FlushCacheResponse) GetPagesFreed() uint64 {
@@ -1624,7 +1777,21 @@ const file_penstock_v1_control_proto_rawDesc = "" +
 	"\x13skip_special_tokens\x18\x02 \x01(\bH\x00R\x11skipSpecialTokens\x88\x01\x01B\x16\n" +
 	"\x14_skip_special_tokens\"(\n" +
 	"\x12DetokenizeResponse\x12\x12\n" +
-	"\x04text\x18\x01 \x01(\tR\x04text\"\xd5\x01\n" +
+	"\x04text\x18\x01 \x01(\tR\x04text\"o\n" +
+	"\x14GetVocabularyRequest\x12$\n" +
+	"\x0efirst_token_id\x18\x01 \x01(\rR\ffirstTokenId\x12\"\n" +
+	"\n" +
+	"max_tokens\x18\x02 \x01(\rH\x00R\tmaxTokens\x88\x01\x01B\r\n" +
+	"\v_max_tokens\"\x86\x02\n" +
+	"\x15GetVocabularyResponse\x12\x16\n" +
+	"\x06tokens\x18\x01 \x03(\fR\x06tokens\x12*\n" +
+	"\x11special_token_ids\x18\x02 \x03(\rR\x0fspecialTokenIds\x12'\n" +
+	"\rnext_token_id\x18\x03 \x01(\rH\x00R\vnextTokenId\x88\x01\x01\x12\x1d\n" +
+	"\n" +
+	"vocab_size\x18\x04 \x01(\rR\tvocabSize\x12\x19\n" +
+	"\bis_exact\x18\x05 \x01(\bR\aisExact\x124\n" +
+	"\x16dropped_leading_spaces\x18\x06 \x01(\rR\x14droppedLeadingSpacesB\x10\n" +
+	"\x0e_next_token_id\"\xd5\x01\n" +
 	"\fPauseRequest\x128\n" +
 	"\tin_flight\x18\x01 \x01(\x0e2\x1b.penstock.v1.InFlightPolicyR\binFlight\x12>\n" +
 	"\rdrain_timeout\x18\x02 \x01(\v2\x19.google.protobuf.DurationR\fdrainTimeout\x12\"\n" +
@@ -1670,7 +1837,7 @@ const file_penstock_v1_control_proto_rawDesc = "" +
 	"\x17FEATURE_BATCH_INVARIANT\x10\b\x12\x13\n" +
 	"\x0fFEATURE_TRACING\x10\t\x12\x13\n" +
 	"\x0fFEATURE_PROFILE\x10\n" +
-	"2\xc1\b\n" +
+	"2\x9e\t\n" +
 	"\x0eControlService\x12X\n" +
 	"\fGetModelInfo\x12 .penstock.v1.GetModelInfoRequest\x1a!.penstock.v1.GetModelInfoResponse\"\x03\x90\x02\x01\x12[\n" +
 	"\rGetServerInfo\x12!.penstock.v1.GetServerInfoRequest\x1a\".penstock.v1.GetServerInfoResponse\"\x03\x90\x02\x01\x12I\n" +
@@ -1678,7 +1845,8 @@ const file_penstock_v1_control_proto_rawDesc = "" +
 	"\tWatchLoad\x12\x1d.penstock.v1.WatchLoadRequest\x1a\x1e.penstock.v1.WatchLoadResponse\"\x03\x90\x02\x010\x01\x12L\n" +
 	"\bTokenize\x12\x1c.penstock.v1.TokenizeRequest\x1a\x1d.penstock.v1.TokenizeResponse\"\x03\x90\x02\x01\x12R\n" +
 	"\n" +
-	"Detokenize\x12\x1e.penstock.v1.DetokenizeRequest\x1a\x1f.penstock.v1.DetokenizeResponse\"\x03\x90\x02\x01\x12C\n" +
+	"Detokenize\x12\x1e.penstock.v1.DetokenizeRequest\x1a\x1f.penstock.v1.DetokenizeResponse\"\x03\x90\x02\x01\x12[\n" +
+	"\rGetVocabulary\x12!.penstock.v1.GetVocabularyRequest\x1a\".penstock.v1.GetVocabularyResponse\"\x03\x90\x02\x01\x12C\n" +
 	"\x05Pause\x12\x19.penstock.v1.PauseRequest\x1a\x1a.penstock.v1.PauseResponse\"\x03\x90\x02\x02\x12F\n" +
 	"\x06Resume\x12\x1a.penstock.v1.ResumeRequest\x1a\x1b.penstock.v1.ResumeResponse\"\x03\x90\x02\x02\x12[\n" +
 	"\rCommitWeights\x12!.penstock.v1.CommitWeightsRequest\x1a\".penstock.v1.CommitWeightsResponse\"\x03\x90\x02\x02\x12^\n" +
@@ -1703,7 +1871,7 @@ func file_penstock_v1_control_proto_rawDescGZIP() []byte {
 }
 
 var file_penstock_v1_control_proto_enumTypes = make([]protoimpl.EnumInfo, 1)
-var file_penstock_v1_control_proto_msgTypes = make([]protoimpl.MessageInfo, 21)
+var file_penstock_v1_control_proto_msgTypes = make([]protoimpl.MessageInfo, 23)
 var file_penstock_v1_control_proto_goTypes = []any{
 	(Feature)(0),                   // 0: penstock.v1.Feature
 	(*GetModelInfoRequest)(nil),    // 1: penstock.v1.GetModelInfoRequest
@@ -1717,87 +1885,91 @@ var file_penstock_v1_control_proto_goTypes = []any{
 	(*TokenizeResponse)(nil),       // 9: penstock.v1.TokenizeResponse
 	(*DetokenizeRequest)(nil),      // 10: penstock.v1.DetokenizeRequest
 	(*DetokenizeResponse)(nil),     // 11: penstock.v1.DetokenizeResponse
-	(*PauseRequest)(nil),           // 12: penstock.v1.PauseRequest
-	(*PauseResponse)(nil),          // 13: penstock.v1.PauseResponse
-	(*ResumeRequest)(nil),          // 14: penstock.v1.ResumeRequest
-	(*ResumeResponse)(nil),         // 15: penstock.v1.ResumeResponse
-	(*CommitWeightsRequest)(nil),   // 16: penstock.v1.CommitWeightsRequest
-	(*CommitWeightsResponse)(nil),  // 17: penstock.v1.CommitWeightsResponse
-	(*DiscardWeightsRequest)(nil),  // 18: penstock.v1.DiscardWeightsRequest
-	(*DiscardWeightsResponse)(nil), // 19: penstock.v1.DiscardWeightsResponse
-	(*FlushCacheRequest)(nil),      // 20: penstock.v1.FlushCacheRequest
-	(*FlushCacheResponse)(nil),     // 21: penstock.v1.FlushCacheResponse
-	(*SamplingParams)(nil),         // 22: penstock.v1.SamplingParams
-	(*WeightsVersion)(nil),         // 23: penstock.v1.WeightsVersion
-	(*TensorSpec)(nil),             // 24: penstock.v1.TensorSpec
-	(*timestamppb.Timestamp)(nil),  // 25: google.protobuf.Timestamp
-	(*LoadTotals)(nil),             // 26: penstock.v1.LoadTotals
-	(*LoadRates)(nil),              // 27: penstock.v1.LoadRates
-	(*LoadLatencies)(nil),          // 28: penstock.v1.LoadLatencies
-	(*RequestStatus)(nil),          // 29: penstock.v1.RequestStatus
-	(*ChatPrompt)(nil),             // 30: penstock.v1.ChatPrompt
-	(InFlightPolicy)(0),            // 31: penstock.v1.InFlightPolicy
-	(*durationpb.Duration)(nil),    // 32: google.protobuf.Duration
-	(*InFlightReport)(nil),         // 33: penstock.v1.InFlightReport
-	(UpdateOutcome)(0),             // 34: penstock.v1.UpdateOutcome
-	(*WatchLoadRequest)(nil),       // 35: penstock.v1.WatchLoadRequest
-	(*SetTracingRequest)(nil),      // 36: penstock.v1.SetTracingRequest
-	(*ProfileRequest)(nil),         // 37: penstock.v1.ProfileRequest
-	(*SetTracingResponse)(nil),     // 38: penstock.v1.SetTracingResponse
-	(*ProfileResponse)(nil),        // 39: penstock.v1.ProfileResponse
+	(*GetVocabularyRequest)(nil),   // 12: penstock.v1.GetVocabularyRequest
+	(*GetVocabularyResponse)(nil),  // 13: penstock.v1.GetVocabularyResponse
+	(*PauseRequest)(nil),           // 14: penstock.v1.PauseRequest
+	(*PauseResponse)(nil),          // 15: penstock.v1.PauseResponse
+	(*ResumeRequest)(nil),          // 16: penstock.v1.ResumeRequest
+	(*ResumeResponse)(nil),         // 17: penstock.v1.ResumeResponse
+	(*CommitWeightsRequest)(nil),   // 18: penstock.v1.CommitWeightsRequest
+	(*CommitWeightsResponse)(nil),  // 19: penstock.v1.CommitWeightsResponse
+	(*DiscardWeightsRequest)(nil),  // 20: penstock.v1.DiscardWeightsRequest
+	(*DiscardWeightsResponse)(nil), // 21: penstock.v1.DiscardWeightsResponse
+	(*FlushCacheRequest)(nil),      // 22: penstock.v1.FlushCacheRequest
+	(*FlushCacheResponse)(nil),     // 23: penstock.v1.FlushCacheResponse
+	(*SamplingParams)(nil),         // 24: penstock.v1.SamplingParams
+	(*WeightsVersion)(nil),         // 25: penstock.v1.WeightsVersion
+	(*TensorSpec)(nil),             // 26: penstock.v1.TensorSpec
+	(*timestamppb.Timestamp)(nil),  // 27: google.protobuf.Timestamp
+	(*LoadTotals)(nil),             // 28: penstock.v1.LoadTotals
+	(*LoadRates)(nil),              // 29: penstock.v1.LoadRates
+	(*LoadLatencies)(nil),          // 30: penstock.v1.LoadLatencies
+	(*RequestStatus)(nil),          // 31: penstock.v1.RequestStatus
+	(*ChatPrompt)(nil),             // 32: penstock.v1.ChatPrompt
+	(InFlightPolicy)(0),            // 33: penstock.v1.InFlightPolicy
+	(*durationpb.Duration)(nil),    // 34: google.protobuf.Duration
+	(*InFlightReport)(nil),         // 35: penstock.v1.InFlightReport
+	(UpdateOutcome)(0),             // 36: penstock.v1.UpdateOutcome
+	(*WatchLoadRequest)(nil),       // 37: penstock.v1.WatchLoadRequest
+	(*SetTracingRequest)(nil),      // 38: penstock.v1.SetTracingRequest
+	(*ProfileRequest)(nil),         // 39: penstock.v1.ProfileRequest
+	(*SetTracingResponse)(nil),     // 40: penstock.v1.SetTracingResponse
+	(*ProfileResponse)(nil),        // 41: penstock.v1.ProfileResponse
 }
 var file_penstock_v1_control_proto_depIdxs = []int32{
-	22, // 0: penstock.v1.GetModelInfoResponse.default_sampling:type_name -> penstock.v1.SamplingParams
-	23, // 1: penstock.v1.GetModelInfoResponse.weights:type_name -> penstock.v1.WeightsVersion
-	24, // 2: penstock.v1.GetModelInfoResponse.tensors:type_name -> penstock.v1.TensorSpec
+	24, // 0: penstock.v1.GetModelInfoResponse.default_sampling:type_name -> penstock.v1.SamplingParams
+	25, // 1: penstock.v1.GetModelInfoResponse.weights:type_name -> penstock.v1.WeightsVersion
+	26, // 2: penstock.v1.GetModelInfoResponse.tensors:type_name -> penstock.v1.TensorSpec
 	0,  // 3: penstock.v1.GetModelInfoResponse.features:type_name -> penstock.v1.Feature
-	25, // 4: penstock.v1.GetModelInfoResponse.weights_since:type_name -> google.protobuf.Timestamp
-	23, // 5: penstock.v1.GetLoadResponse.weights:type_name -> penstock.v1.WeightsVersion
-	25, // 6: penstock.v1.WatchLoadResponse.at:type_name -> google.protobuf.Timestamp
+	27, // 4: penstock.v1.GetModelInfoResponse.weights_since:type_name -> google.protobuf.Timestamp
+	25, // 5: penstock.v1.GetLoadResponse.weights:type_name -> penstock.v1.WeightsVersion
+	27, // 6: penstock.v1.WatchLoadResponse.at:type_name -> google.protobuf.Timestamp
 	6,  // 7: penstock.v1.WatchLoadResponse.load:type_name -> penstock.v1.GetLoadResponse
-	26, // 8: penstock.v1.WatchLoadResponse.totals:type_name -> penstock.v1.LoadTotals
-	27, // 9: penstock.v1.WatchLoadResponse.rates:type_name -> penstock.v1.LoadRates
-	28, // 10: penstock.v1.WatchLoadResponse.latencies:type_name -> penstock.v1.LoadLatencies
-	29, // 11: penstock.v1.WatchLoadResponse.requests:type_name -> penstock.v1.RequestStatus
-	30, // 12: penstock.v1.TokenizeRequest.chat:type_name -> penstock.v1.ChatPrompt
-	31, // 13: penstock.v1.PauseRequest.in_flight:type_name -> penstock.v1.InFlightPolicy
-	32, // 14: penstock.v1.PauseRequest.drain_timeout:type_name -> google.protobuf.Duration
-	33, // 15: penstock.v1.PauseResponse.in_flight:type_name -> penstock.v1.InFlightReport
-	31, // 16: penstock.v1.CommitWeightsRequest.in_flight:type_name -> penstock.v1.InFlightPolicy
-	32, // 17: penstock.v1.CommitWeightsRequest.drain_timeout:type_name -> google.protobuf.Duration
-	23, // 18: penstock.v1.CommitWeightsResponse.current:type_name -> penstock.v1.WeightsVersion
-	32, // 19: penstock.v1.CommitWeightsResponse.paused_for:type_name -> google.protobuf.Duration
-	23, // 20: penstock.v1.CommitWeightsResponse.previous:type_name -> penstock.v1.WeightsVersion
-	34, // 21: penstock.v1.CommitWeightsResponse.outcome:type_name -> penstock.v1.UpdateOutcome
-	33, // 22: penstock.v1.CommitWeightsResponse.in_flight:type_name -> penstock.v1.InFlightReport
+	28, // 8: penstock.v1.WatchLoadResponse.totals:type_name -> penstock.v1.LoadTotals
+	29, // 9: penstock.v1.WatchLoadResponse.rates:type_name -> penstock.v1.LoadRates
+	30, // 10: penstock.v1.WatchLoadResponse.latencies:type_name -> penstock.v1.LoadLatencies
+	31, // 11: penstock.v1.WatchLoadResponse.requests:type_name -> penstock.v1.RequestStatus
+	32, // 12: penstock.v1.TokenizeRequest.chat:type_name -> penstock.v1.ChatPrompt
+	33, // 13: penstock.v1.PauseRequest.in_flight:type_name -> penstock.v1.InFlightPolicy
+	34, // 14: penstock.v1.PauseRequest.drain_timeout:type_name -> google.protobuf.Duration
+	35, // 15: penstock.v1.PauseResponse.in_flight:type_name -> penstock.v1.InFlightReport
+	33, // 16: penstock.v1.CommitWeightsRequest.in_flight:type_name -> penstock.v1.InFlightPolicy
+	34, // 17: penstock.v1.CommitWeightsRequest.drain_timeout:type_name -> google.protobuf.Duration
+	25, // 18: penstock.v1.CommitWeightsResponse.current:type_name -> penstock.v1.WeightsVersion
+	34, // 19: penstock.v1.CommitWeightsResponse.paused_for:type_name -> google.protobuf.Duration
+	25, // 20: penstock.v1.CommitWeightsResponse.previous:type_name -> penstock.v1.WeightsVersion
+	36, // 21: penstock.v1.CommitWeightsResponse.outcome:type_name -> penstock.v1.UpdateOutcome
+	35, // 22: penstock.v1.CommitWeightsResponse.in_flight:type_name -> penstock.v1.InFlightReport
 	1,  // 23: penstock.v1.ControlService.GetModelInfo:input_type -> penstock.v1.GetModelInfoRequest
 	3,  // 24: penstock.v1.ControlService.GetServerInfo:input_type -> penstock.v1.GetServerInfoRequest
 	5,  // 25: penstock.v1.ControlService.GetLoad:input_type -> penstock.v1.GetLoadRequest
-	35, // 26: penstock.v1.ControlService.WatchLoad:input_type -> penstock.v1.WatchLoadRequest
+	37, // 26: penstock.v1.ControlService.WatchLoad:input_type -> penstock.v1.WatchLoadRequest
 	8,  // 27: penstock.v1.ControlService.Tokenize:input_type -> penstock.v1.TokenizeRequest
 	10, // 28: penstock.v1.ControlService.Detokenize:input_type -> penstock.v1.DetokenizeRequest
-	12, // 29: penstock.v1.ControlService.Pause:input_type -> penstock.v1.PauseRequest
-	14, // 30: penstock.v1.ControlService.Resume:input_type -> penstock.v1.ResumeRequest
-	16, // 31: penstock.v1.ControlService.CommitWeights:input_type -> penstock.v1.CommitWeightsRequest
-	18, // 32: penstock.v1.ControlService.DiscardWeights:input_type -> penstock.v1.DiscardWeightsRequest
-	20, // 33: penstock.v1.ControlService.FlushCache:input_type -> penstock.v1.FlushCacheRequest
-	36, // 34: penstock.v1.ControlService.SetTracing:input_type -> penstock.v1.SetTracingRequest
-	37, // 35: penstock.v1.ControlService.Profile:input_type -> penstock.v1.ProfileRequest
-	2,  // 36: penstock.v1.ControlService.GetModelInfo:output_type -> penstock.v1.GetModelInfoResponse
-	4,  // 37: penstock.v1.ControlService.GetServerInfo:output_type -> penstock.v1.GetServerInfoResponse
-	6,  // 38: penstock.v1.ControlService.GetLoad:output_type -> penstock.v1.GetLoadResponse
-	7,  // 39: penstock.v1.ControlService.WatchLoad:output_type -> penstock.v1.WatchLoadResponse
-	9,  // 40: penstock.v1.ControlService.Tokenize:output_type -> penstock.v1.TokenizeResponse
-	11, // 41: penstock.v1.ControlService.Detokenize:output_type -> penstock.v1.DetokenizeResponse
-	13, // 42: penstock.v1.ControlService.Pause:output_type -> penstock.v1.PauseResponse
-	15, // 43: penstock.v1.ControlService.Resume:output_type -> penstock.v1.ResumeResponse
-	17, // 44: penstock.v1.ControlService.CommitWeights:output_type -> penstock.v1.CommitWeightsResponse
-	19, // 45: penstock.v1.ControlService.DiscardWeights:output_type -> penstock.v1.DiscardWeightsResponse
-	21, // 46: penstock.v1.ControlService.FlushCache:output_type -> penstock.v1.FlushCacheResponse
-	38, // 47: penstock.v1.ControlService.SetTracing:output_type -> penstock.v1.SetTracingResponse
-	39, // 48: penstock.v1.ControlService.Profile:output_type -> penstock.v1.ProfileResponse
-	36, // [36:49] is the sub-list for method output_type
-	23, // [23:36] is the sub-list for method input_type
+	12, // 29: penstock.v1.ControlService.GetVocabulary:input_type -> penstock.v1.GetVocabularyRequest
+	14, // 30: penstock.v1.ControlService.Pause:input_type -> penstock.v1.PauseRequest
+	16, // 31: penstock.v1.ControlService.Resume:input_type -> penstock.v1.ResumeRequest
+	18, // 32: penstock.v1.ControlService.CommitWeights:input_type -> penstock.v1.CommitWeightsRequest
+	20, // 33: penstock.v1.ControlService.DiscardWeights:input_type -> penstock.v1.DiscardWeightsRequest
+	22, // 34: penstock.v1.ControlService.FlushCache:input_type -> penstock.v1.FlushCacheRequest
+	38, // 35: penstock.v1.ControlService.SetTracing:input_type -> penstock.v1.SetTracingRequest
+	39, // 36: penstock.v1.ControlService.Profile:input_type -> penstock.v1.ProfileRequest
+	2,  // 37: penstock.v1.ControlService.GetModelInfo:output_type -> penstock.v1.GetModelInfoResponse
+	4,  // 38: penstock.v1.ControlService.GetServerInfo:output_type -> penstock.v1.GetServerInfoResponse
+	6,  // 39: penstock.v1.ControlService.GetLoad:output_type -> penstock.v1.GetLoadResponse
+	7,  // 40: penstock.v1.ControlService.WatchLoad:output_type -> penstock.v1.WatchLoadResponse
+	9,  // 41: penstock.v1.ControlService.Tokenize:output_type -> penstock.v1.TokenizeResponse
+	11, // 42: penstock.v1.ControlService.Detokenize:output_type -> penstock.v1.DetokenizeResponse
+	13, // 43: penstock.v1.ControlService.GetVocabulary:output_type -> penstock.v1.GetVocabularyResponse
+	15, // 44: penstock.v1.ControlService.Pause:output_type -> penstock.v1.PauseResponse
+	17, // 45: penstock.v1.ControlService.Resume:output_type -> penstock.v1.ResumeResponse
+	19, // 46: penstock.v1.ControlService.CommitWeights:output_type -> penstock.v1.CommitWeightsResponse
+	21, // 47: penstock.v1.ControlService.DiscardWeights:output_type -> penstock.v1.DiscardWeightsResponse
+	23, // 48: penstock.v1.ControlService.FlushCache:output_type -> penstock.v1.FlushCacheResponse
+	40, // 49: penstock.v1.ControlService.SetTracing:output_type -> penstock.v1.SetTracingResponse
+	41, // 50: penstock.v1.ControlService.Profile:output_type -> penstock.v1.ProfileResponse
+	37, // [37:51] is the sub-list for method output_type
+	23, // [23:37] is the sub-list for method input_type
 	23, // [23:23] is the sub-list for extension type_name
 	23, // [23:23] is the sub-list for extension extendee
 	0,  // [0:23] is the sub-list for field type_name
@@ -1816,13 +1988,15 @@ func file_penstock_v1_control_proto_init() {
 		(*TokenizeRequest_Chat)(nil),
 	}
 	file_penstock_v1_control_proto_msgTypes[9].OneofWrappers = []any{}
+	file_penstock_v1_control_proto_msgTypes[11].OneofWrappers = []any{}
+	file_penstock_v1_control_proto_msgTypes[12].OneofWrappers = []any{}
 	type x struct{}
 	out := protoimpl.TypeBuilder{
 		File: protoimpl.DescBuilder{
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_penstock_v1_control_proto_rawDesc), len(file_penstock_v1_control_proto_rawDesc)),
 			NumEnums:      1,
-			NumMessages:   21,
+			NumMessages:   23,
 			NumExtensions: 0,
 			NumServices:   1,
 		},

@@ -28,6 +28,7 @@ const (
 	ControlService_WatchLoad_FullMethodName      = "/penstock.v1.ControlService/WatchLoad"
 	ControlService_Tokenize_FullMethodName       = "/penstock.v1.ControlService/Tokenize"
 	ControlService_Detokenize_FullMethodName     = "/penstock.v1.ControlService/Detokenize"
+	ControlService_GetVocabulary_FullMethodName  = "/penstock.v1.ControlService/GetVocabulary"
 	ControlService_Pause_FullMethodName          = "/penstock.v1.ControlService/Pause"
 	ControlService_Resume_FullMethodName         = "/penstock.v1.ControlService/Resume"
 	ControlService_CommitWeights_FullMethodName  = "/penstock.v1.ControlService/CommitWeights"
@@ -86,6 +87,13 @@ type ControlServiceClient interface {
 	//	RESOURCE_EXHAUSTED  RATE_LIMITED: the key's rate is used up
 	//	UNIMPLEMENTED       UNSUPPORTED_FEATURE: the model has no tokenizer
 	Detokenize(ctx context.Context, in *DetokenizeRequest, opts ...grpc.CallOption) (*DetokenizeResponse, error)
+	// Tells the bytes of the model's tokens, a page at a time, so that a caller can show log-probabilities without a
+	// tokenizer. Nothing changes them while the server runs: neither UpdateWeights, nor a pause, nor anything else. A
+	// server that was started anew, as GetServerInfoResponse.instance_id tells, may serve another model. Role: infer.
+	//
+	//	INVALID_ARGUMENT    INVALID_FIELD: a value is out of range
+	//	UNIMPLEMENTED       UNSUPPORTED_FEATURE: the model has no tokenizer
+	GetVocabulary(ctx context.Context, in *GetVocabularyRequest, opts ...grpc.CallOption) (*GetVocabularyResponse, error)
 	// Stops making tokens; new requests queue up. On a paused server it is OK, applies in_flight to the requests that
 	// the first pause has kept, and frees what it asks for in addition. Role: control.
 	//
@@ -203,6 +211,16 @@ func (c *controlServiceClient) Detokenize(ctx context.Context, in *DetokenizeReq
 	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
 	out := new(DetokenizeResponse)
 	err := c.cc.Invoke(ctx, ControlService_Detokenize_FullMethodName, in, out, cOpts...)
+	if err != nil {
+		return nil, err
+	}
+	return out, nil
+}
+
+func (c *controlServiceClient) GetVocabulary(ctx context.Context, in *GetVocabularyRequest, opts ...grpc.CallOption) (*GetVocabularyResponse, error) {
+	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
+	out := new(GetVocabularyResponse)
+	err := c.cc.Invoke(ctx, ControlService_GetVocabulary_FullMethodName, in, out, cOpts...)
 	if err != nil {
 		return nil, err
 	}
@@ -337,6 +355,13 @@ type ControlServiceServer interface {
 	//	RESOURCE_EXHAUSTED  RATE_LIMITED: the key's rate is used up
 	//	UNIMPLEMENTED       UNSUPPORTED_FEATURE: the model has no tokenizer
 	Detokenize(context.Context, *DetokenizeRequest) (*DetokenizeResponse, error)
+	// Tells the bytes of the model's tokens, a page at a time, so that a caller can show log-probabilities without a
+	// tokenizer. Nothing changes them while the server runs: neither UpdateWeights, nor a pause, nor anything else. A
+	// server that was started anew, as GetServerInfoResponse.instance_id tells, may serve another model. Role: infer.
+	//
+	//	INVALID_ARGUMENT    INVALID_FIELD: a value is out of range
+	//	UNIMPLEMENTED       UNSUPPORTED_FEATURE: the model has no tokenizer
+	GetVocabulary(context.Context, *GetVocabularyRequest) (*GetVocabularyResponse, error)
 	// Stops making tokens; new requests queue up. On a paused server it is OK, applies in_flight to the requests that
 	// the first pause has kept, and frees what it asks for in addition. Role: control.
 	//
@@ -408,6 +433,9 @@ func (UnimplementedControlServiceServer) Tokenize(context.Context, *TokenizeRequ
 }
 func (UnimplementedControlServiceServer) Detokenize(context.Context, *DetokenizeRequest) (*DetokenizeResponse, error) {
 	return nil, status.Error(codes.Unimplemented, "method Detokenize not implemented")
+}
+func (UnimplementedControlServiceServer) GetVocabulary(context.Context, *GetVocabularyRequest) (*GetVocabularyResponse, error) {
+	return nil, status.Error(codes.Unimplemented, "method GetVocabulary not implemented")
 }
 func (UnimplementedControlServiceServer) Pause(context.Context, *PauseRequest) (*PauseResponse, error) {
 	return nil, status.Error(codes.Unimplemented, "method Pause not implemented")
@@ -548,6 +576,24 @@ func _ControlService_Detokenize_Handler(srv interface{}, ctx context.Context, de
 	}
 	handler := func(ctx context.Context, req interface{}) (interface{}, error) {
 		return srv.(ControlServiceServer).Detokenize(ctx, req.(*DetokenizeRequest))
+	}
+	return interceptor(ctx, in, info, handler)
+}
+
+func _ControlService_GetVocabulary_Handler(srv interface{}, ctx context.Context, dec func(interface{}) error, interceptor grpc.UnaryServerInterceptor) (interface{}, error) {
+	in := new(GetVocabularyRequest)
+	if err := dec(in); err != nil {
+		return nil, err
+	}
+	if interceptor == nil {
+		return srv.(ControlServiceServer).GetVocabulary(ctx, in)
+	}
+	info := &grpc.UnaryServerInfo{
+		Server:     srv,
+		FullMethod: ControlService_GetVocabulary_FullMethodName,
+	}
+	handler := func(ctx context.Context, req interface{}) (interface{}, error) {
+		return srv.(ControlServiceServer).GetVocabulary(ctx, req.(*GetVocabularyRequest))
 	}
 	return interceptor(ctx, in, info, handler)
 }
@@ -697,6 +743,10 @@ var ControlService_ServiceDesc = grpc.ServiceDesc{
 		{
 			MethodName: "Detokenize",
 			Handler:    _ControlService_Detokenize_Handler,
+		},
+		{
+			MethodName: "GetVocabulary",
+			Handler:    _ControlService_GetVocabulary_Handler,
 		},
 		{
 			MethodName: "Pause",

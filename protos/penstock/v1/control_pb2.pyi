@@ -565,6 +565,95 @@ class DetokenizeResponse(_message.Message):
 Global___DetokenizeResponse: _TypeAlias = DetokenizeResponse  # noqa: Y015
 
 @_typing.final
+class GetVocabularyRequest(_message.Message):
+    """Which tokens are to be told."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    FIRST_TOKEN_ID_FIELD_NUMBER: _builtins.int
+    MAX_TOKENS_FIELD_NUMBER: _builtins.int
+    first_token_id: _builtins.int
+    """The first token of the page.
+    Default: 0. Limits: below GetModelInfoResponse.vocab_size.
+    """
+    max_tokens: _builtins.int
+    """The most tokens of the page. It may have fewer, so that its tokens have about 1 MiB at most.
+    Unit: tokens. Default: the most. Limits: 1 to 32,768.
+    """
+    def __init__(
+        self,
+        *,
+        first_token_id: _builtins.int = ...,
+        max_tokens: _builtins.int | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_max_tokens", b"_max_tokens", "max_tokens", b"max_tokens"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_tokens", b"_max_tokens", "first_token_id", b"first_token_id", "max_tokens", b"max_tokens"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__max_tokens: _TypeAlias = _typing.Literal["max_tokens"]  # noqa: Y015
+    _WhichOneofArgType__max_tokens: _TypeAlias = _typing.Literal["_max_tokens", b"_max_tokens"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__max_tokens) -> _WhichOneofReturnType__max_tokens | None: ...
+
+Global___GetVocabularyRequest: _TypeAlias = GetVocabularyRequest  # noqa: Y015
+
+@_typing.final
+class GetVocabularyResponse(_message.Message):
+    """A page of the vocabulary."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TOKENS_FIELD_NUMBER: _builtins.int
+    SPECIAL_TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    NEXT_TOKEN_ID_FIELD_NUMBER: _builtins.int
+    VOCAB_SIZE_FIELD_NUMBER: _builtins.int
+    IS_EXACT_FIELD_NUMBER: _builtins.int
+    DROPPED_LEADING_SPACES_FIELD_NUMBER: _builtins.int
+    next_token_id: _builtins.int
+    """The first token of the next page; unset in the last page."""
+    vocab_size: _builtins.int
+    """As GetModelInfoResponse.vocab_size.
+    Unit: tokens.
+    """
+    is_exact: _builtins.bool
+    """Whether the bytes of any tokens, one after the other, are their text, as Detokenize tells it with special tokens,
+    in UTF-8, but for what dropped_leading_spaces tells. It is so with nearly all tokenizers. With the others each
+    token has the text that it has alone, and a text may have other spaces between its tokens.
+    """
+    dropped_leading_spaces: _builtins.int
+    """How many spaces a text loses at its start, if it begins with so many.
+    Unit: bytes.
+    """
+    @_builtins.property
+    def tokens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
+        """The bytes of the tokens from first_token_id on, at least one. A special token has the bytes of its name, such as
+        "<|im_end|>", and an id that the tokenizer does not have has none.
+        """
+
+    @_builtins.property
+    def special_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """The special tokens among them, in rising order: what OutputOptions.skip_special_tokens leaves out of a text."""
+
+    def __init__(
+        self,
+        *,
+        tokens: _abc.Iterable[_builtins.bytes] | None = ...,
+        special_token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        next_token_id: _builtins.int | None = ...,
+        vocab_size: _builtins.int = ...,
+        is_exact: _builtins.bool = ...,
+        dropped_leading_spaces: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_next_token_id", b"_next_token_id", "next_token_id", b"next_token_id"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_next_token_id", b"_next_token_id", "dropped_leading_spaces", b"dropped_leading_spaces", "is_exact", b"is_exact", "next_token_id", b"next_token_id", "special_token_ids", b"special_token_ids", "tokens", b"tokens", "vocab_size", b"vocab_size"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__next_token_id: _TypeAlias = _typing.Literal["next_token_id"]  # noqa: Y015
+    _WhichOneofArgType__next_token_id: _TypeAlias = _typing.Literal["_next_token_id", b"_next_token_id"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__next_token_id) -> _WhichOneofReturnType__next_token_id | None: ...
+
+Global___GetVocabularyResponse: _TypeAlias = GetVocabularyResponse  # noqa: Y015
+
+@_typing.final
 class PauseRequest(_message.Message):
     """How the server is to be paused."""
 

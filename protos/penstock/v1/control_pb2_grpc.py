@@ -77,6 +77,11 @@ class ControlServiceStub:
                 request_serializer=penstock_dot_v1_dot_control__pb2.DetokenizeRequest.SerializeToString,
                 response_deserializer=penstock_dot_v1_dot_control__pb2.DetokenizeResponse.FromString,
                 _registered_method=True)
+        self.GetVocabulary = channel.unary_unary(
+                '/penstock.v1.ControlService/GetVocabulary',
+                request_serializer=penstock_dot_v1_dot_control__pb2.GetVocabularyRequest.SerializeToString,
+                response_deserializer=penstock_dot_v1_dot_control__pb2.GetVocabularyResponse.FromString,
+                _registered_method=True)
         self.Pause = channel.unary_unary(
                 '/penstock.v1.ControlService/Pause',
                 request_serializer=penstock_dot_v1_dot_control__pb2.PauseRequest.SerializeToString,
@@ -181,6 +186,17 @@ class ControlServiceServicer:
         """Tells the text of token ids. Bytes that are not valid UTF-8 become U+FFFD. Role: infer.
         INVALID_ARGUMENT    INVALID_FIELD: too many ids, or ids outside the vocabulary
         RESOURCE_EXHAUSTED  RATE_LIMITED: the key's rate is used up
+        UNIMPLEMENTED       UNSUPPORTED_FEATURE: the model has no tokenizer
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def GetVocabulary(self, request, context):
+        """Tells the bytes of the model's tokens, a page at a time, so that a caller can show log-probabilities without a
+        tokenizer. Nothing changes them while the server runs: neither UpdateWeights, nor a pause, nor anything else. A
+        server that was started anew, as GetServerInfoResponse.instance_id tells, may serve another model. Role: infer.
+        INVALID_ARGUMENT    INVALID_FIELD: a value is out of range
         UNIMPLEMENTED       UNSUPPORTED_FEATURE: the model has no tokenizer
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -293,6 +309,11 @@ def add_ControlServiceServicer_to_server(servicer, server):
                     servicer.Detokenize,
                     request_deserializer=penstock_dot_v1_dot_control__pb2.DetokenizeRequest.FromString,
                     response_serializer=penstock_dot_v1_dot_control__pb2.DetokenizeResponse.SerializeToString,
+            ),
+            'GetVocabulary': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetVocabulary,
+                    request_deserializer=penstock_dot_v1_dot_control__pb2.GetVocabularyRequest.FromString,
+                    response_serializer=penstock_dot_v1_dot_control__pb2.GetVocabularyResponse.SerializeToString,
             ),
             'Pause': grpc.unary_unary_rpc_method_handler(
                     servicer.Pause,
@@ -504,6 +525,33 @@ class ControlService:
             '/penstock.v1.ControlService/Detokenize',
             penstock_dot_v1_dot_control__pb2.DetokenizeRequest.SerializeToString,
             penstock_dot_v1_dot_control__pb2.DetokenizeResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetVocabulary(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/penstock.v1.ControlService/GetVocabulary',
+            penstock_dot_v1_dot_control__pb2.GetVocabularyRequest.SerializeToString,
+            penstock_dot_v1_dot_control__pb2.GetVocabularyResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -79,6 +79,13 @@ class ControlServiceStub:
       RESOURCE_EXHAUSTED  RATE_LIMITED: the key's rate is used up
       UNIMPLEMENTED       UNSUPPORTED_FEATURE: the model has no tokenizer
     """
+    GetVocabulary: _grpc.UnaryUnaryMultiCallable[_control_pb2.GetVocabularyRequest, _control_pb2.GetVocabularyResponse]
+    """Tells the bytes of the model's tokens, a page at a time, so that a caller can show log-probabilities without a
+    tokenizer. Nothing changes them while the server runs: neither UpdateWeights, nor a pause, nor anything else. A
+    server that was started anew, as GetServerInfoResponse.instance_id tells, may serve another model. Role: infer.
+      INVALID_ARGUMENT    INVALID_FIELD: a value is out of range
+      UNIMPLEMENTED       UNSUPPORTED_FEATURE: the model has no tokenizer
+    """
     Pause: _grpc.UnaryUnaryMultiCallable[_control_pb2.PauseRequest, _control_pb2.PauseResponse]
     """Stops making tokens; new requests queue up. On a paused server it is OK, applies in_flight to the requests that
     the first pause has kept, and frees what it asks for in addition. Role: control.
@@ -171,6 +178,13 @@ class ControlServiceAsyncStub(ControlServiceStub):
     """Tells the text of token ids. Bytes that are not valid UTF-8 become U+FFFD. Role: infer.
       INVALID_ARGUMENT    INVALID_FIELD: too many ids, or ids outside the vocabulary
       RESOURCE_EXHAUSTED  RATE_LIMITED: the key's rate is used up
+      UNIMPLEMENTED       UNSUPPORTED_FEATURE: the model has no tokenizer
+    """
+    GetVocabulary: _aio.UnaryUnaryMultiCallable[_control_pb2.GetVocabularyRequest, _control_pb2.GetVocabularyResponse]  # type: ignore[assignment]
+    """Tells the bytes of the model's tokens, a page at a time, so that a caller can show log-probabilities without a
+    tokenizer. Nothing changes them while the server runs: neither UpdateWeights, nor a pause, nor anything else. A
+    server that was started anew, as GetServerInfoResponse.instance_id tells, may serve another model. Role: infer.
+      INVALID_ARGUMENT    INVALID_FIELD: a value is out of range
       UNIMPLEMENTED       UNSUPPORTED_FEATURE: the model has no tokenizer
     """
     Pause: _aio.UnaryUnaryMultiCallable[_control_pb2.PauseRequest, _control_pb2.PauseResponse]  # type: ignore[assignment]
@@ -298,6 +312,19 @@ class ControlServiceServicer(metaclass=_abc_1.ABCMeta):
         """Tells the text of token ids. Bytes that are not valid UTF-8 become U+FFFD. Role: infer.
           INVALID_ARGUMENT    INVALID_FIELD: too many ids, or ids outside the vocabulary
           RESOURCE_EXHAUSTED  RATE_LIMITED: the key's rate is used up
+          UNIMPLEMENTED       UNSUPPORTED_FEATURE: the model has no tokenizer
+        """
+
+    @_abc_1.abstractmethod
+    def GetVocabulary(
+        self,
+        request: _control_pb2.GetVocabularyRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_control_pb2.GetVocabularyResponse, _abc.Awaitable[_control_pb2.GetVocabularyResponse]]:
+        """Tells the bytes of the model's tokens, a page at a time, so that a caller can show log-probabilities without a
+        tokenizer. Nothing changes them while the server runs: neither UpdateWeights, nor a pause, nor anything else. A
+        server that was started anew, as GetServerInfoResponse.instance_id tells, may serve another model. Role: infer.
+          INVALID_ARGUMENT    INVALID_FIELD: a value is out of range
           UNIMPLEMENTED       UNSUPPORTED_FEATURE: the model has no tokenizer
         """
 

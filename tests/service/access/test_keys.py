@@ -26,6 +26,7 @@ CALLS: dict[str, Any] = {
     "ControlService/GetLoad": control_pb2.GetLoadRequest(),
     "ControlService/Tokenize": control_pb2.TokenizeRequest(text="a"),
     "ControlService/Detokenize": control_pb2.DetokenizeRequest(token_ids=[97]),
+    "ControlService/GetVocabulary": control_pb2.GetVocabularyRequest(),
     "ControlService/Pause": control_pb2.PauseRequest(),
     "ControlService/Resume": control_pb2.ResumeRequest(),
     "ControlService/CommitWeights": control_pb2.CommitWeightsRequest(),
@@ -37,7 +38,7 @@ CALLS: dict[str, Any] = {
 }
 FOR_ALL = {
     *("Generate", "Stream", "Abort", "GetModelInfo", "GetServerInfo", "GetLoad", "Tokenize", "Detokenize"),
-    "WatchLoad",
+    *("WatchLoad", "GetVocabulary"),
 }
 
 

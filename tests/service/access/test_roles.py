@@ -24,13 +24,13 @@ EVERYBODY = {
     *("InferenceService/Generate", "InferenceService/Stream", "InferenceService/Abort"),
     *("ControlService/GetModelInfo", "ControlService/GetServerInfo", "ControlService/GetLoad"),
     "ControlService/WatchLoad",
-    *("ControlService/Tokenize", "ControlService/Detokenize"),
+    *("ControlService/Tokenize", "ControlService/Detokenize", "ControlService/GetVocabulary"),
 }
 
 
 def test_every_rpc_of_the_contract_has_a_rule():
     """An RPC that is added to the contract fails here until somebody has decided which role it needs."""
-    assert (len(CONTRACT), len(GATEWAYS)) == (17, 7)
+    assert (len(CONTRACT), len(GATEWAYS)) == (18, 7)
     assert set(RULES) == CONTRACT | GATEWAYS
 
 

@@ -20,7 +20,7 @@ from penstock.v1 import control_pb2, inference_pb2, types_pb2
 from tests.service.rig import Rig, collect, failure_of, fake, generate, joined, serving, stream, until
 from tests.service.tls_rig import install, listening, shown
 
-READING = ("GetModelInfo", "GetServerInfo", "GetLoad", "Tokenize", "Detokenize")
+READING = ("GetModelInfo", "GetServerInfo", "GetLoad", "Tokenize", "Detokenize", "GetVocabulary")
 
 
 @asynccontextmanager

@@ -269,11 +269,12 @@ async def test_detokenize():
         assert list(failure.violations) == ["token_ids[1]", "token_ids[2]"]
 
 
-@pytest.mark.parametrize("method", ["Tokenize", "Detokenize"])
+@pytest.mark.parametrize("method", ["Tokenize", "Detokenize", "GetVocabulary"])
 async def test_no_tokenizer(method):
     request = {
         "Tokenize": control_pb2.TokenizeRequest(text="a"),
         "Detokenize": control_pb2.DetokenizeRequest(token_ids=[1]),
+        "GetVocabulary": control_pb2.GetVocabularyRequest(),
     }[method]
     async with serving(fake(codec=None)) as rig:
         assert (await failure_of(getattr(rig.control, method)(request))).reason == "UNSUPPORTED_FEATURE"

@@ -28,6 +28,7 @@ from penstock.runtime.text.decoder import (
     decoder_state,
     piece_rule,
 )
+from penstock.runtime.text.token_bytes import TokenBytes
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tekken.json")
 
@@ -102,6 +103,15 @@ class TextCodec:
         ones.
         """
         return cast("Tokenizer | None", self._backend)
+
+    @property
+    def token_bytes(self) -> TokenBytes:
+        """The bytes of single tokens."""
+        if self._rule is None:
+            return TokenBytes(
+                lambda i: self._decode_whole([i], False).encode(), self._special, is_exact=False
+            )
+        return TokenBytes(self._piece, self._special, True, self._rule.strip_leading_spaces)
 
     @property
     def has_chat_template(self) -> bool:

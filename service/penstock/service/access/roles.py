@@ -36,6 +36,7 @@ RULES: Mapping[str, Rule] = {
     f"{_CONTROL}/WatchLoad": Rule(Role.INFER),  # requests are listed only with CONTROL
     f"{_CONTROL}/Tokenize": Rule(Role.INFER, counts=True),
     f"{_CONTROL}/Detokenize": Rule(Role.INFER, counts=True),
+    f"{_CONTROL}/GetVocabulary": Rule(Role.INFER),  # a client asks for it once
     f"{_CONTROL}/Pause": Rule(Role.CONTROL),
     f"{_CONTROL}/Resume": Rule(Role.CONTROL),
     f"{_CONTROL}/CommitWeights": Rule(Role.CONTROL),

@@ -153,6 +153,7 @@ HONOURED: Mapping[str, frozenset[str]] = {
     "penstock.v1.TokenizeRequest": _CHAT_HONOURED | {"text", "add_special_tokens"},
     "penstock.v1.DetokenizeRequest": frozenset({"token_ids", "skip_special_tokens"}),
     "penstock.v1.GetModelInfoRequest": frozenset({"include_tensors"}),
+    "penstock.v1.GetVocabularyRequest": frozenset({"first_token_id", "max_tokens"}),
     "penstock.v1.SetTracingRequest": frozenset({"level"}),
     "penstock.v1.ProfileRequest": frozenset(
         {"steps", "timeout", "timeout.seconds", "timeout.nanos", "include_data"}

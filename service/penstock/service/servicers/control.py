@@ -15,10 +15,12 @@ from penstock.runtime.generation.prompts import Prompt, TextPrompt
 from penstock.runtime.loop.interface import InFlightPolicy
 from penstock.service.access.roles import check_controls
 from penstock.service.replies import messages
-from penstock.service.replies.reply_budget import ID_BYTES
+from penstock.service.replies.reply_budget import ID_BYTES, Share
 from penstock.service.replies.update_messages import pause_response, timestamp
+from penstock.service.replies.vocabulary_page import PAGE_BYTES, vocabulary_page
 from penstock.service.requests.convert_chat import chat_prompt, message_cost
 from penstock.service.requests.convert_params import Violations, token_ids
+from penstock.service.requests.convert_vocabulary import to_page
 from penstock.service.requests.convert_watch import to_watch
 from penstock.service.requests.convert_weights import to_pause
 from penstock.service.requests.prompts import encode_prompt
@@ -180,10 +182,7 @@ class ControlServicer(control_pb2_grpc.ControlServiceServicer):
         Ids may take more bytes than their text, and many times that as Python objects. So a token for each
         byte of the request is counted as waiting before they are made, and until the reply has left.
         """
-        share = self._budget.hold(ID_BYTES * MESSAGE_BYTES.get())
-        task = asyncio.current_task()
-        assert task is not None, "gRPC calls handlers in a task"
-        task.add_done_callback(lambda _: share.close())
+        share = self._hold(ID_BYTES * MESSAGE_BYTES.get())
         max_model_len = self._engine.info.max_model_len
         special = request.add_special_tokens if request.HasField("add_special_tokens") else None
         async with self._calls.preparing():
@@ -232,6 +231,29 @@ class ControlServicer(control_pb2_grpc.ControlServiceServicer):
         async with self._calls.preparing():
             text = await self._lanes.convert(work, _TOKEN_COST * len(ids))
         return control_pb2.DetokenizeResponse(text=text)
+
+    async def GetVocabulary(
+        self, request: control_pb2.GetVocabularyRequest, context: Context
+    ) -> control_pb2.GetVocabularyResponse:
+        """Tell the bytes of some tokens. The codec is read only, and nothing ever replaces it."""
+        vocab_size = self._engine.info.vocab_size
+        page = to_page(request, vocab_size)
+        codec = self._engine.text
+        if codec is None:
+            raise UnsupportedFeature(["GetVocabulary"], "the model has no tokenizer")
+        self._hold(PAGE_BYTES)
+        async with self._calls.preparing():
+            return await self._lanes.convert(
+                partial(vocabulary_page, codec.token_bytes, page, vocab_size), _TOKEN_COST * len(page)
+            )
+
+    def _hold(self, num_bytes: int) -> Share:
+        """Count a reply of about so many bytes as waiting until this RPC ends. Raises Busy."""
+        share = self._budget.hold(num_bytes)
+        task = asyncio.current_task()
+        assert task is not None, "gRPC calls handlers in a task"
+        task.add_done_callback(lambda _: share.close())
+        return share
 
     async def Pause(self, request: control_pb2.PauseRequest, context: Context) -> control_pb2.PauseResponse:
         """Make no more tokens until Resume, and answer once that is so. A client that does not wait for it
