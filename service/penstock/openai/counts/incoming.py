@@ -12,7 +12,9 @@ class Incoming:
     """Bounds the bytes of bodies that are on their way in. Used on the event loop only."""
 
     def __init__(self, most: int) -> None:
-        self._left = most
+        self._most = most
+        self.held = 0
+        """How many bytes are counted now."""
 
     @contextmanager
     def counted(self) -> Iterator[Callable[[int], None]]:
@@ -23,14 +25,14 @@ class Incoming:
 
         def take(count: int) -> None:
             nonlocal held
-            if count > self._left:
+            if self.held + count > self._most:
                 raise ApiError(
                     503, "too many bodies are on their way in", "server_error", None, "busy", retry_after=1.0
                 )
-            self._left -= count
+            self.held += count
             held += count
 
         try:
             yield take
         finally:
-            self._left += held
+            self.held -= held
