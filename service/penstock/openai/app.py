@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from typing import Final
 
@@ -15,9 +16,10 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from penstock.client import PenstockClientError, UnknownModel
+from penstock.openai.calls import call_of
 from penstock.openai.edge import Edge
 from penstock.openai.endpoints import Endpoint, mark, params_of
-from penstock.openai.failures import ApiError, error_response, of_client_error
+from penstock.openai.failures import ApiError, ClientGone, error_response, of_client_error
 from penstock.openai.front import Front, front_of
 from penstock.openai.routes.health import health
 from penstock.openai.routes.metrics import metrics
@@ -30,6 +32,8 @@ PAGE: Final = (
     Endpoint("GET", "/page/{name:path}", show_page_file, "A file of the web page.", is_api=False),
 )
 """What is served only where the settings say so."""
+log = logging.getLogger("penstock.openai")
+
 ENDPOINTS: Final = (
     Endpoint("GET", "/v1/models", list_models, "The models that are served."),
     Endpoint("GET", "/v1/models/{model:path}", show_model, "One model."),
@@ -68,7 +72,15 @@ def create_app(front: Front, endpoints: Sequence[Endpoint] = ENDPOINTS) -> ASGIA
 def _route(endpoint: Endpoint) -> Route:
     async def handle(request: Request) -> Response:
         mark(request.scope, endpoint)
-        return await endpoint.handler(request)
+        try:
+            return await endpoint.handler(request)
+        except (ApiError, ClientGone, HTTPException, PenstockClientError):
+            raise
+        except Exception:  # a defect; Starlette's own reply to it would have no envelope
+            log.exception("request %r failed", call_of(request).request_id)
+            return error_response(
+                ApiError(500, "internal error", "server_error", None, "internal", may_retry=False)
+            )
 
     return Route(endpoint.path, handle, methods=[endpoint.method])
 

@@ -15,7 +15,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from penstock.openai.calls import Call, make_call
 from penstock.openai.endpoints import endpoint_of
-from penstock.openai.failures import ApiError, ClientGone, error_response
+from penstock.openai.failures import ClientGone, draining, error_response
 from penstock.openai.front import Front
 
 log = logging.getLogger("penstock.openai")
@@ -55,7 +55,7 @@ class Edge:
     async def _serve(self, scope: Scope, receive: Receive, reply: _Reply) -> None:
         life = self._front.life
         if life.is_draining and scope["path"] not in _ALWAYS_SERVED:
-            await _refusal("the server is shutting down", 503, "draining")(scope, receive, reply.send)
+            await _refusal()(scope, receive, reply.send)
             return
         try:
             await self._app(scope, receive, reply.send)
@@ -64,12 +64,10 @@ class Edge:
         except asyncio.CancelledError:
             if not life.is_over or reply.status:
                 raise
-            await _refusal("the server is shutting down", 503, "draining")(scope, receive, reply.send)
-        except Exception:
-            log.exception("request %s failed", reply.request_id)
-            if reply.status:
-                raise ClientGone from None  # its reply ends early, which tells the client
-            await _refusal("internal error", 500, "internal")(scope, receive, reply.send)
+            await _refusal()(scope, receive, reply.send)
+        except Exception:  # of Starlette itself: those of handlers are answered in app.py
+            log.exception("request %r failed", reply.request_id)
+            raise ClientGone from None  # its reply ends early, if it has begun, which tells the client
 
     def _tell(self, scope: Scope, call: Call, reply: _Reply, status: int) -> None:
         endpoint = endpoint_of(scope)
@@ -112,18 +110,9 @@ def _write_line(scope: Scope, call: Call, status: int, seconds: float) -> None:
     )
 
 
-def _refusal(message: str, status: int, code: str) -> Response:
-    may_retry = status != 500
-    error = ApiError(
-        status,
-        message,
-        "server_error",
-        None,
-        code,
-        retry_after=1.0 if may_retry else None,
-        may_retry=may_retry,
-    )
-    response = error_response(error)
+def _refusal() -> Response:
+    """The reply to a request that comes too late. It ends the connection."""
+    response = error_response(draining())
     response.headers["connection"] = "close"
     return response
 

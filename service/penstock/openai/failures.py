@@ -28,6 +28,7 @@ from penstock.client import (
     PromptTooLong,
     RateLimited,
     RefusedError,
+    ServedElsewhere,
     UnavailableError,
     UnknownAdapter,
     UnknownModel,
@@ -71,6 +72,11 @@ class ClientGone(Exception):
     """The client went away before its reply was whole. Nobody is told; the log has the status 499."""
 
 
+def draining() -> ApiError:
+    """The error of a request that comes, or still runs, when the front ends."""
+    return ApiError(503, "the server is shutting down", "server_error", None, "draining", retry_after=1.0)
+
+
 def envelope(error: ApiError) -> dict[str, Any]:
     """The error in OpenAI's form."""
     return {"error": {"message": error.message, "type": error.type, "param": error.param, "code": error.code}}
@@ -109,6 +115,7 @@ TABLE: Final[Mapping[type[PenstockClientError], _Row]] = {
     PromptTooLong: _Row(400, INVALID, "context_length_exceeded"),
     ExceedsKVCapacity: _Row(400, INVALID, "context_length_exceeded"),
     Unsupported: _Row(501, INVALID, "unsupported_endpoint", may_retry=False),
+    ServedElsewhere: _Row(501, INVALID, may_retry=False),
     UnknownModel: _Row(404, INVALID, "model_not_found", "model"),
     UnknownAdapter: _Row(404, INVALID, "model_not_found", "model"),
     DuplicateRequestId: _Row(409, INVALID, "duplicate_request_id", may_retry=False),
@@ -116,7 +123,7 @@ TABLE: Final[Mapping[type[PenstockClientError], _Row]] = {
     Forbidden: _Row(403, "permission_error", "forbidden"),
     Denied: _Row(401, INVALID, "invalid_api_key"),
     RefusedError: _Row(400, INVALID),
-    RateLimited: _Row(429, "rate_limit_error", "rate_limit_exceeded"),
+    RateLimited: _Row(429, "rate_limit_error", "rate_limit_exceeded", retry_after=1.0),
     Unreachable: _Row(503, _SERVER, "unreachable", retry_after=1.0),
     UnavailableError: _Row(503, _SERVER, retry_after=1.0),
     LimitExceeded: _Row(413, INVALID, "too_large"),

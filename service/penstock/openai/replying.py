@@ -13,7 +13,7 @@ from starlette.types import Receive, Scope, Send
 
 from penstock.client import PenstockClientError
 from penstock.openai.endpoints import params_of
-from penstock.openai.failures import ApiError, ClientGone, envelope, of_client_error
+from penstock.openai.failures import ApiError, ClientGone, draining, envelope, of_client_error
 from penstock.openai.front import Front, front_of
 from penstock.openai.jsonbytes import json_bytes
 
@@ -29,9 +29,6 @@ _HEADERS: Final = [
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),  # nginx would gather events otherwise
 ]
-_ENDED: Final = ApiError(
-    503, "the server is shutting down", "server_error", None, "draining", retry_after=1.0
-)
 
 
 def json_response(value: Any, status: int = 200) -> Response:
@@ -60,7 +57,7 @@ async def answered(request: Request, work: Coroutine[Any, Any, ValueT]) -> Value
         if not front.life.is_over:
             raise
         _uncancel()
-        raise _ENDED from None
+        raise draining() from None
     finally:
         left = [task for task in (working, gone) if not task.done()]
         for task in left:
@@ -150,7 +147,7 @@ class _EventStream(Response):
         if not self._front.life.is_over:
             raise asyncio.CancelledError
         _uncancel()
-        return self._failure(_ENDED)
+        return self._failure(draining())
 
     def _failure(self, error: ApiError | PenstockClientError) -> bytes:
         told = (

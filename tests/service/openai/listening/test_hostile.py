@@ -247,6 +247,5 @@ async def test_connections_are_bounded() -> None:
 
 
 async def test_an_address_cannot_take_all_connections() -> None:
-    settings = {"max_connections": 100, "max_connections_per_address": 1}
-    async with hostile_rig(**settings) as rig, peer(rig), peer(rig) as (reader, _):
+    async with hostile_rig(max_connections_per_address=1) as rig, peer(rig), peer(rig) as (reader, _):
         assert await told(reader) == (503, "too_many_connections")
