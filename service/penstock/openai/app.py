@@ -21,11 +21,15 @@ from penstock.openai.edge import Edge
 from penstock.openai.endpoints import Endpoint, mark, params_of
 from penstock.openai.failures import ApiError, ClientGone, error_response, of_client_error
 from penstock.openai.front import Front, front_of
+from penstock.openai.routes.chat import chat
+from penstock.openai.routes.completions import completions
 from penstock.openai.routes.health import health
 from penstock.openai.routes.metrics import metrics
 from penstock.openai.routes.models import list_models, show_model
 from penstock.openai.routes.openapi import openapi
 from penstock.openai.routes.page import show_page, show_page_file
+from penstock.openai.schemas.chat import ChatBody
+from penstock.openai.schemas.completions import CompletionBody
 
 PAGE: Final = (
     Endpoint("GET", "/", show_page, "The web page.", is_api=False),
@@ -35,6 +39,8 @@ PAGE: Final = (
 log = logging.getLogger("penstock.openai")
 
 ENDPOINTS: Final = (
+    Endpoint("POST", "/v1/chat/completions", chat, "Continues a conversation.", ChatBody),
+    Endpoint("POST", "/v1/completions", completions, "Continues texts.", CompletionBody),
     Endpoint("GET", "/v1/models", list_models, "The models that are served."),
     Endpoint("GET", "/v1/models/{model:path}", show_model, "One model."),
     Endpoint("GET", "/health", health, "Whether the front and its server take requests.", is_api=False),

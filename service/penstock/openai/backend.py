@@ -9,7 +9,9 @@ from typing import Final
 
 from penstock.client import AsyncClient, ModelInfo, PenstockClientError, SamplingDefaults
 from penstock.openai.calls import Call
+from penstock.openai.failures import ApiError
 from penstock.openai.settings import Settings
+from penstock.openai.vocabulary import Vocabulary
 
 FACTS_S: Final = 10.0
 """For how long facts are used before they are asked for again."""
@@ -63,6 +65,11 @@ class Backend:
             asking = self._asking[key] = asyncio.create_task(self._ask(call))
             asking.add_done_callback(lambda task: self._asked(key, task))
         return await asyncio.shield(asking)
+
+    async def vocabulary(self, call: Call) -> Vocabulary:
+        """What the model's tokens look like. Raises ApiError: the client cannot ask for it yet."""
+        message = "Unsupported parameter: 'logprobs': the front cannot show tokens."
+        raise ApiError(400, message, param="logprobs", code="unsupported_parameter")
 
     def forget(self) -> None:
         """Ask for the facts again at the next request: the server has said that they are wrong."""

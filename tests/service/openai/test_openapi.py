@@ -65,6 +65,18 @@ async def test_the_front_serves_it_and_answers_as_it_says() -> None:
         assert made["openapi"] == "3.1.0"
         for path in ("/v1/models", "/health"):
             against(made, ANSWERS[path][0], (await rig.http.get(path)).json())
+        prompts: dict[str, Any] = {
+            "/v1/chat/completions": {"messages": [{"role": "user", "content": "hi"}]},
+            "/v1/completions": {"prompt": "hi"},
+        }
+        for path, prompt in prompts.items():
+            body = {"model": "fake", **prompt}
+            whole, part = ANSWERS[path]
+            assert part is not None
+            against(made, whole, (await rig.http.post(path, json=body)).json())
+            events = (await rig.http.post(path, json=body | {"stream": True})).text.split("\n\n")[:-2]
+            for event in events:
+                against(made, part, json.loads(event.removeprefix("data: ")))
         refused = await rig.http.get("/v1/models/other")
         assert str(refused.status_code) in made["paths"]["/v1/models/{model}"]["get"]["responses"]
         against(made, "Error", refused.json())

@@ -1,0 +1,76 @@
+"""What of an answer is sent, and what all chunks of a stream have around their choice."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from penstock.client import Usage
+from penstock.openai.answers.jsontext import json_string
+from penstock.openai.answers.usage import usage_dict, usage_so_far
+from penstock.openai.jsonbytes import json_bytes
+from penstock.openai.schemas.sampling import StreamOptions
+from penstock.openai.vocabulary import Vocabulary
+
+DONE = b"data: [DONE]\n\n"
+"""The end of a stream."""
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """What of an answer is sent besides its text."""
+
+    reasoning: bool = True
+    token_ids: bool = False
+    vocabulary: Vocabulary | None = None
+    """What tokens look like; None unless log-probabilities were asked for."""
+
+
+@dataclass(frozen=True, slots=True)
+class UsageWanted:
+    """What of the usage a stream tells: at its end, and also in every chunk."""
+
+    at_end: bool = False
+    always: bool = False
+
+
+def usage_wanted(options: StreamOptions | None) -> UsageWanted:
+    """What `stream_options` asks for."""
+    if options is None:
+        return UsageWanted()
+    return UsageWanted(bool(options.include_usage), bool(options.continuous_usage_stats))
+
+
+class Frame:
+    """Makes the bytes of chunks. What is the same in all of them is made once."""
+
+    def __init__(self, kind: str, answer_id: str, created: int, model: str, usage: UsageWanted) -> None:
+        """`kind` is the chunks' "object", and `created` is in seconds of Unix time."""
+        self._head = (
+            f'data: {{"id":{json_string(answer_id)},"object":"{kind}","created":{created},'
+            f'"model":{json_string(model)}'
+        )
+        self._before = f'{self._head},"choices":['
+        self._after = '],"usage":null}\n\n' if usage.at_end else "]}\n\n"
+        self._counts = usage.always
+        self._prompt_tokens = 0
+        self._completion_tokens = 0
+
+    def count(self, *, prompt_tokens: int = 0, completion_tokens: int = 0) -> None:
+        """Count tokens for the chunks that tell the usage so far."""
+        if self._counts:
+            self._prompt_tokens += prompt_tokens
+            self._completion_tokens += completion_tokens
+            so_far = json_bytes(usage_so_far(self._prompt_tokens, self._completion_tokens)).decode()
+            self._after = f'],"usage":{so_far}}}\n\n'
+
+    def chunk(self, choice: str) -> bytes:
+        """A chunk with one choice, which is JSON."""
+        return f"{self._before}{choice}{self._after}".encode()
+
+    def first(self, choice: str, prompt_token_ids: str) -> bytes:
+        """A chunk that has the ids of the prompt's tokens as well, which are JSON."""
+        return f'{self._head},"prompt_token_ids":{prompt_token_ids},"choices":[{choice}{self._after}'.encode()
+
+    def end(self, usage: Usage) -> bytes:
+        """The chunk with the usage of the whole request, and no choice."""
+        return f'{self._before}],"usage":{json_bytes(usage_dict(usage)).decode()}}}\n\n'.encode()

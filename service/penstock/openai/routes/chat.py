@@ -1,0 +1,41 @@
+"""POST /v1/chat/completions."""
+
+from __future__ import annotations
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from penstock.openai.answers.chat import chat_completion
+from penstock.openai.answers.chat_chunks import chat_chunks
+from penstock.openai.answers.frames import Wanted, usage_wanted
+from penstock.openai.calls import call_of
+from penstock.openai.endpoints import name_params
+from penstock.openai.front import front_of
+from penstock.openai.reading import read_body
+from penstock.openai.replying import answered, json_response, sse
+from penstock.openai.requests.chat import chat_options, chat_params
+from penstock.openai.schemas.chat import ChatBody
+
+PREFIX = "chatcmpl"
+
+
+async def chat(request: Request) -> Response:
+    """Continue a conversation."""
+    call, body, backend = call_of(request), await read_body(request, ChatBody), front_of(request).backend
+    name_params(request.scope, lambda: chat_params(body))
+    options = chat_options(body, await backend.facts(call))
+    options["request_id"] = f"{PREFIX}-{body.request_id or call.number}"
+    needs_texts = body.logprobs or body.prompt_logprobs is not None
+    wanted = Wanted(
+        reasoning=body.include_reasoning is not False,
+        token_ids=bool(body.return_token_ids),
+        vocabulary=await backend.vocabulary(call) if needs_texts else None,
+    )
+    if body.stream:
+        stream = backend.client.stream(timeout=call.timeout, metadata=call.metadata, **options)
+        chunks = chat_chunks(stream, call.created, body.n or 1, wanted, usage_wanted(body.stream_options))
+        return await sse(request, chunks)
+    answer = await answered(
+        request, backend.client.generate(timeout=call.timeout, metadata=call.metadata, **options)
+    )
+    return json_response(chat_completion(answer, call.created, wanted))

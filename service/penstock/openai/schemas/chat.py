@@ -1,0 +1,143 @@
+"""The body of a request to /v1/chat/completions."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar, Literal
+
+from pydantic import Field
+
+from penstock.openai.schemas.base import Body
+from penstock.openai.schemas.sampling import LACKING, SamplingBody
+
+_TEXT_ONLY = "the models that are served read text"
+_OF_PARTS = {
+    "image_url": _TEXT_ONLY,
+    "input_audio": _TEXT_ONLY,
+    "file": _TEXT_ONLY,
+    "refusal": "write it as text",
+    "prompt_cache_breakpoint": "prompts are cached without breakpoints",
+}
+_OF_MESSAGES = {
+    "audio": _TEXT_ONLY,
+    "function_call": "it is deprecated: use tool_calls",
+}
+
+
+class ContentPart(Body):
+    """A part of a message's content."""
+
+    unsupported: ClassVar[Mapping[str, str]] = _OF_PARTS
+
+    type: str
+    text: str | None = None
+
+
+class FunctionCall(Body):
+    """The call of a function, as the model wrote it."""
+
+    ignored: ClassVar[frozenset[str]] = frozenset({"parsed_arguments"})
+    """What openai's client adds to the calls that it has parsed; the arguments say the same."""
+
+    name: str
+    arguments: str
+
+
+class ToolCall(Body):
+    """A call in a turn of the assistant."""
+
+    ignored: ClassVar[frozenset[str]] = frozenset({"index", "provider_specific_fields"})
+    """What openai's client and LiteLLM keep of the chunks that a call came in."""
+
+    id: str
+    type: Literal["function"] = "function"
+    function: FunctionCall
+
+
+class Message(Body):
+    """One turn of the conversation. Which fields may go with which role is checked when it is converted."""
+
+    ignored: ClassVar[frozenset[str]] = frozenset({"annotations", "parsed", "provider_specific_fields"})
+    """What clients keep of an answer and send back as a turn: its citations, and what openai's client and
+    LiteLLM made of it.
+    """
+    unsupported: ClassVar[Mapping[str, str]] = _OF_MESSAGES
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[ContentPart] | None = None
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: str | None = None
+    name: str | None = None
+    """Only of a "tool" turn: the function that was called, which the call says as well."""
+    reasoning: str | None = None
+    """What this turn of the assistant thought."""
+    reasoning_content: str | None = None
+    """An older name of `reasoning`."""
+    refusal: Literal[""] | None = None
+    """An answer's refusal, which is never there."""
+
+
+class FunctionDefinition(Body):
+    """A function that the model may call."""
+
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(Body):
+    """A tool. Functions are the only ones."""
+
+    type: Literal["function"]
+    function: FunctionDefinition
+
+
+class FunctionName(Body):
+    """The name of a function."""
+
+    name: str
+
+
+class NamedToolChoice(Body):
+    """The function that the model must call."""
+
+    type: Literal["function"]
+    function: FunctionName
+
+
+class ChatBody(SamplingBody):
+    """A conversation, and what is wanted of its continuation."""
+
+    messages: list[Message] = Field(min_length=1)
+    max_tokens: int | None = None
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = Field(default=None, ge=0)
+    tools: list[Tool] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning_effort: str | None = None
+    modalities: list[Literal["text"]] | None = None
+
+    include_reasoning: bool | None = None
+    """vLLM's: whether the answer has the reasoning (default true)."""
+    chat_template: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    unsupported: ClassVar[Mapping[str, str]] = {
+        **LACKING,
+        "functions": "it is deprecated: use tools",
+        "function_call": "it is deprecated: use tool_choice",
+        "audio": "the models that are served write text",
+        "prediction": "the server does not use predicted outputs",
+        "verbosity": "say in the prompt how long the answer shall be",
+        "web_search_options": "the server does not search the web",
+        "echo": "the answer does not repeat the prompt",
+        "add_generation_prompt": "the model always answers with a turn of its own",
+        "continue_final_message": "the model always answers with a turn of its own",
+        "documents": "put them into chat_template_kwargs",
+        "mm_processor_kwargs": "the models that are served read text",
+        **{f"messages.{name}": why for name, why in _OF_MESSAGES.items()},
+        **{f"messages.content.{name}": why for name, why in _OF_PARTS.items()},
+    }

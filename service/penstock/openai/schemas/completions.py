@@ -1,0 +1,61 @@
+"""The body of a request to /v1/completions."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import BeforeValidator, Field
+from pydantic_core import PydanticCustomError
+
+from penstock.openai.schemas.sampling import LACKING, SamplingBody
+
+MAX_PROMPTS = 256
+"""The most prompts of one request. Each is a call of its own to the server."""
+
+_SHAPE = "prompt must be a text, a list of texts, a list of token ids, or a list of lists of token ids"
+
+
+def _is_ids(value: list[Any]) -> bool:
+    return all(type(item) is int for item in value)
+
+
+def _shaped(value: Any) -> Any:
+    """Look at all items at once, for one error at most. Raises PydanticCustomError for other shapes."""
+    if isinstance(value, str):
+        return value
+    if not isinstance(value, list):
+        raise PydanticCustomError("prompt_type", _SHAPE)
+    if not value:
+        raise PydanticCustomError("prompt_empty", "prompt must not be an empty list")
+    if _is_ids(value):
+        return value
+    if not all(isinstance(item, str) for item in value) and not all(
+        isinstance(item, list) and item and _is_ids(item) for item in value
+    ):
+        raise PydanticCustomError("prompt_type", _SHAPE)
+    if len(value) > MAX_PROMPTS:
+        raise PydanticCustomError("prompt_many", f"prompt must have at most {MAX_PROMPTS} prompts")
+    return value
+
+
+Prompt = str | list[str] | list[int] | list[list[int]]
+
+
+class CompletionBody(SamplingBody):
+    """One prompt or several, and what is wanted of their continuations."""
+
+    prompt: Annotated[Any, BeforeValidator(_shaped, json_schema_input_type=Prompt)]
+    """A `Prompt`, whose shape has been checked."""
+    max_tokens: int | None = None
+    """Without it 16 tokens, as in OpenAI's API."""
+    logprobs: int | None = Field(default=None, ge=0)
+    best_of: int | None = None
+    """Only the number that `n` has, as the best of n choices are all of them."""
+    echo: Literal[False] | None = None
+
+    unsupported: ClassVar[Mapping[str, str]] = {
+        **{name: why for name, why in LACKING.items() if name != "best_of"},
+        "suffix": "the models that are served only continue a text",
+        "prompt_embeds": "a prompt is text or token ids",
+    }

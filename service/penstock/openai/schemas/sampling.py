@@ -1,0 +1,124 @@
+"""What requests that generate have in common: OpenAI's fields, and the further fields that vLLM's users know.
+
+Ranges are checked by the server, which names every bad field. What is checked here is the shape.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import Field
+
+from penstock.openai.schemas.base import Body, RequestBody
+
+
+class StreamOptions(Body):
+    """What a stream has besides the answer."""
+
+    include_usage: bool | None = None
+    """Send a last chunk with the usage, and without choices."""
+    continuous_usage_stats: bool | None = None
+    """vLLM's: send the usage so far in every chunk; only with `include_usage`."""
+    include_obfuscation: Literal[False] | None = None
+    """The front sends no obfuscation, so it can only be switched off."""
+
+
+class JsonSchemaFormat(Body):
+    """A JSON Schema and its name."""
+
+    name: str
+    schema_: dict[str, Any] = Field(alias="schema")
+    description: str | None = None
+    """What the format is for, in words. The model is not shown them: only the grammar is made of the schema.
+    """
+    strict: bool | None = None
+    """The output follows the schema in either case."""
+
+
+class ResponseFormat(Body):
+    """The form of the answer's text."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchemaFormat | None = None
+
+
+class StructuredOutputs(Body):
+    """vLLM's way to ask for a form. Exactly one of the fields."""
+
+    json_: dict[str, Any] | str | None = Field(default=None, alias="json")
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+    json_object: Literal[True] | None = None
+
+
+class GenerationBody(RequestBody):
+    """The fields of all requests that generate, also those of /v1/responses. `None` is a field that was left
+    out.
+    """
+
+    model: str
+    temperature: float | None = None
+    top_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    seed: int | None = Field(default=None, ge=-(2**63), lt=2**64)
+    stop: str | list[str] | None = None
+    logit_bias: dict[str, float] | None = None
+    """From the text of a token id to what is added to its logit."""
+    stream: bool | None = None
+
+    top_k: int | None = Field(default=None, ge=-1)
+    """As in vLLM, -1 and 0 both switch it off."""
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    min_tokens: int | None = None
+    ignore_eos: bool | None = None
+    stop_token_ids: list[int] | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
+    bad_words: list[str] | None = None
+    allowed_token_ids: list[int] | None = None
+    structured_outputs: StructuredOutputs | None = None
+    cache_salt: str | None = None
+    priority: int | None = None
+    """As in vLLM, a lower number is served first. In the contract it is the other way round."""
+    request_id: str | None = None
+    """What follows the prefix, such as "chatcmpl-", in the answer's id."""
+    time_limit: float | None = None
+    """Penstock's: seconds after which the answer ends with what it has, and the finish_reason "length"."""
+
+
+class SamplingBody(GenerationBody):
+    """The fields that chats and completions share."""
+
+    n: int | None = None
+    stream_options: StreamOptions | None = None
+    response_format: ResponseFormat | None = None
+    prompt_logprobs: int | None = Field(default=None, ge=0)
+    truncate_prompt_tokens: int | None = Field(default=None, ge=-1)
+    """Keep only so many of the prompt's last tokens; -1 keeps what the context has room for."""
+    return_token_ids: bool | None = None
+
+
+LACKING = {
+    "use_beam_search": "there is no beam search",
+    "length_penalty": "there is no beam search",
+    "best_of": "ask for n choices",
+    "logits_processors": "the server runs no code of callers",
+    "spaces_between_special_tokens": "the tokenizer decides about spaces",
+    "return_tokens_as_token_ids": "use return_token_ids",
+    "kv_transfer_params": "the server does not hand KV pages over",
+    "vllm_xargs": "the server has no such extensions",
+    "max_repetition_pattern_size": "the server does not look for repetitions",
+    "min_repetition_pattern_size": "the server does not look for repetitions",
+    "repetition_min_count": "the server does not look for repetitions",
+    "add_special_tokens": "the tokenizer adds its own to a text, and the template to a chat",
+    "guided_json": "use structured_outputs",
+    "guided_regex": "use structured_outputs",
+    "guided_choice": "use structured_outputs",
+    "guided_grammar": "use structured_outputs",
+    "guided_decoding_backend": "the server has one way to make grammars",
+    "moderation": "nothing is moderated",
+}
+"""Fields that OpenAI's API or vLLM has and that are refused, with the reason or what to use instead."""
