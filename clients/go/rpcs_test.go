@@ -5,6 +5,7 @@ import (
 	"errors"
 	"maps"
 	"slices"
+	"strings"
 	"sync"
 	"testing"
 
@@ -68,6 +69,12 @@ func TestEveryMethodOfTheContract(t *testing.T) {
 		client.Control.Detokenize(ctx, &penstockv1.DetokenizeRequest{TokenIds: split.TokenIds}))
 	if joined.Text != "Once upon a time" || len(split.TokenIds) == 0 {
 		t.Error(split, joined)
+	}
+
+	page := must[*penstockv1.GetVocabularyResponse](t)(
+		client.Control.GetVocabulary(ctx, &penstockv1.GetVocabularyRequest{FirstTokenId: split.TokenIds[0]}))
+	if !page.IsExact || !strings.HasPrefix("Once upon a time", string(page.Tokens[0])) || len(page.Tokens[0]) == 0 {
+		t.Error(page.Tokens[0])
 	}
 
 	// A request that waits on a paused server is aborted.

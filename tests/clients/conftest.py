@@ -79,6 +79,12 @@ class FakeServer(inference_pb2_grpc.InferenceServiceServicer, control_pb2_grpc.C
         self.max_chunk_bytes = MAX_CHUNK_BYTES
         self.model_info = control_pb2.GetModelInfoResponse(weights=STEP_1)
         """Merged over what GetModelInfo answers."""
+        self.vocabulary: dict[int, control_pb2.GetVocabularyResponse] = {
+            0: control_pb2.GetVocabularyResponse(
+                tokens=[b"<s>", b"\xe2\x82", b"\xac"], special_token_ids=[0], vocab_size=3, is_exact=True
+            )
+        }
+        """The pages of the vocabulary, by their first token."""
         self.health = _Health(self)
         self.addr = ""
 
@@ -223,6 +229,10 @@ class FakeServer(inference_pb2_grpc.InferenceServiceServicer, control_pb2_grpc.C
     def Detokenize(self, request, context):
         self._note(request, context)
         return control_pb2.DetokenizeResponse(text="Hello")
+
+    def GetVocabulary(self, request, context):
+        self._note(request, context)
+        return self.vocabulary[request.first_token_id]
 
     def set_health(self, serving: bool) -> None:
         status = health_pb2.HealthCheckResponse

@@ -116,6 +116,7 @@ async def test_the_other_calls(server, client):
     assert (await client.load()).kv_pages_used == 7
     assert await client.tokenize("hi") == Tokens((4, 5), 64)
     assert await client.detokenize([4]) == "Hello"
+    assert (await client.vocabulary()).tokens == (b"<s>", b"\xe2\x82", b"\xac")
     assert await client.flush_cache() == FlushedCache(12, 3)
     assert await client.set_tracing("off") == TracingStatus("steps", "off", 12, 3, 4)
     assert (await client.control.GetLoad(control_pb2.GetLoadRequest())).queued_requests == 2

@@ -89,6 +89,7 @@ from penstock.client.values.server_values import (
     TensorInfo,
     Tokens,
     TracingStatus,
+    Vocabulary,
 )
 from penstock.client.values.watch_values import (
     EndedRequests,
@@ -223,6 +224,7 @@ __all__ = [
     "UpdateUnderWay",
     "Usage",
     "Violation",
+    "Vocabulary",
     "WeightsSpan",
     "WeightsTooOld",
     "WeightsUpdate",

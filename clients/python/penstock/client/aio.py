@@ -16,6 +16,7 @@ from penstock.client.replies import messages
 from penstock.client.replies.profiles import received_async
 from penstock.client.replies.server_streams import AsyncServerStream
 from penstock.client.replies.streams import AsyncGenerationStream
+from penstock.client.replies.vocabulary_pages import VocabularyPages
 from penstock.client.replies.watch_messages import load_report
 from penstock.client.requests import control_requests, generation_requests, weights_requests
 from penstock.client.requests.control_requests import TraceLevel
@@ -31,6 +32,7 @@ from penstock.client.values.server_values import (
     ServerInfo,
     Tokens,
     TracingStatus,
+    Vocabulary,
 )
 from penstock.client.values.watch_values import LoadReport
 from penstock.client.values.weights_values import CommittedWeights, Paused, WeightsUpdate
@@ -309,6 +311,15 @@ class AsyncClient(AsyncCalls):
         """Return the text of token ids. Special tokens are left out unless `skip_special_tokens` is false."""
         request = control_requests.detokenize_request(token_ids, skip_special_tokens)
         return (await self._unary(self.control.Detokenize, request, timeout, metadata, TEXT_TIMEOUT)).text
+
+    async def vocabulary(
+        self, *, timeout: float | None = None, metadata: Metadata | None = None
+    ) -> Vocabulary:
+        """Return the bytes of all tokens. It makes a few calls, and `timeout` is that of each."""
+        pages = VocabularyPages()
+        while (request := pages.next_request()) is not None:
+            pages.add(await self._unary(self.control.GetVocabulary, request, timeout, metadata))
+        return pages.joined()
 
     async def is_ready(self, timeout: float = 1.0) -> bool:
         """Whether the server's health is SERVING now. Also false if nobody answers within

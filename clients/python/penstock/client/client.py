@@ -13,6 +13,7 @@ from penstock.client.replies import messages
 from penstock.client.replies.profiles import received
 from penstock.client.replies.server_streams import ServerStream
 from penstock.client.replies.streams import GenerationStream
+from penstock.client.replies.vocabulary_pages import VocabularyPages
 from penstock.client.replies.watch_messages import load_report
 from penstock.client.requests import control_requests, generation_requests, weights_requests
 from penstock.client.requests.control_requests import TraceLevel
@@ -28,6 +29,7 @@ from penstock.client.values.server_values import (
     ServerInfo,
     Tokens,
     TracingStatus,
+    Vocabulary,
 )
 from penstock.client.values.watch_values import LoadReport
 from penstock.client.values.weights_values import CommittedWeights, Paused, WeightsUpdate
@@ -314,6 +316,13 @@ class Client(Calls):
         """Return the text of token ids. Special tokens are left out unless `skip_special_tokens` is false."""
         request = control_requests.detokenize_request(token_ids, skip_special_tokens)
         return self._unary(self.control.Detokenize, request, timeout, metadata, TEXT_TIMEOUT).text
+
+    def vocabulary(self, *, timeout: float | None = None, metadata: Metadata | None = None) -> Vocabulary:
+        """Return the bytes of all tokens. It makes a few calls, and `timeout` is that of each."""
+        pages = VocabularyPages()
+        while (request := pages.next_request()) is not None:
+            pages.add(self._unary(self.control.GetVocabulary, request, timeout, metadata))
+        return pages.joined()
 
     def is_ready(self, timeout: float = 1.0) -> bool:
         """Whether the server's health is SERVING now. Also false if nobody answers within

@@ -273,6 +273,7 @@ TIMEOUTS = [
     ("abort", lambda client, **more: client.abort("a", **more), (0, 10)),
     ("tokenize", lambda client, **more: client.tokenize("a", **more), (10, 60)),
     ("detokenize", lambda client, **more: client.detokenize([1], **more), (10, 60)),
+    ("vocabulary", lambda client, **more: client.vocabulary(**more), (0, 10)),
 ]
 
 

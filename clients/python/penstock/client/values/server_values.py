@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
 
@@ -142,6 +142,22 @@ class Tokens:
 
     token_ids: tuple[int, ...]
     max_context_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Vocabulary:
+    """What each token of the model stands for. It stays the same as long as the server runs."""
+
+    tokens: tuple[bytes, ...] = field(repr=False)
+    """Their bytes, by token id: of a special token those of its name, and none of an id that the tokenizer
+    does not have."""
+    special_token_ids: frozenset[int] = field(repr=False)
+    """The tokens that a text leaves out unless `skip_special_tokens` is false."""
+    is_exact: bool
+    """Whether the bytes of any tokens, joined, are their text in UTF-8, but for `dropped_leading_spaces`. Else
+    a token has the text that it has alone."""
+    dropped_leading_spaces: int
+    """How many spaces a text loses at its start, if it begins with so many."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,6 +31,8 @@ import penstock.v1.GetModelInfoRequest;
 import penstock.v1.GetModelInfoResponse;
 import penstock.v1.GetServerInfoRequest;
 import penstock.v1.GetServerInfoResponse;
+import penstock.v1.GetVocabularyRequest;
+import penstock.v1.GetVocabularyResponse;
 import penstock.v1.InferenceServiceGrpc;
 import penstock.v1.PauseRequest;
 import penstock.v1.PauseResponse;
@@ -252,6 +254,16 @@ public final class PenstockClient implements AutoCloseable {
      */
     public DetokenizeResponse detokenize(DetokenizeRequest request) {
         return unary(ControlServiceGrpc.getDetokenizeMethod(), request);
+    }
+
+    /**
+     * Asks for the bytes of the model's tokens, a page at a time.
+     *
+     * @param request the first token of the page
+     * @return a page, and where the next one begins
+     */
+    public GetVocabularyResponse vocabulary(GetVocabularyRequest request) {
+        return unary(ControlServiceGrpc.getGetVocabularyMethod(), request);
     }
 
     /**

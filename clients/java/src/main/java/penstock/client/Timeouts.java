@@ -15,17 +15,18 @@ final class Timeouts {
     private static final Duration FOR_LONG_TEXTS = Duration.ofSeconds(60);
 
     /** Of the calls that only ask or order. All others may take as long as they like. */
-    private static final Map<MethodDescriptor<?, ?>, Duration> DEFAULTS = Map.of(
-            InferenceServiceGrpc.getAbortMethod(), FOR_ANSWERS,
-            ControlServiceGrpc.getGetModelInfoMethod(), FOR_ANSWERS,
-            ControlServiceGrpc.getGetServerInfoMethod(), FOR_ANSWERS,
-            ControlServiceGrpc.getGetLoadMethod(), FOR_ANSWERS,
-            ControlServiceGrpc.getResumeMethod(), FOR_ANSWERS,
-            ControlServiceGrpc.getDiscardWeightsMethod(), FOR_ANSWERS,
-            ControlServiceGrpc.getFlushCacheMethod(), FOR_ANSWERS,
-            ControlServiceGrpc.getSetTracingMethod(), FOR_ANSWERS,
-            ControlServiceGrpc.getTokenizeMethod(), FOR_LONG_TEXTS,
-            ControlServiceGrpc.getDetokenizeMethod(), FOR_LONG_TEXTS);
+    private static final Map<MethodDescriptor<?, ?>, Duration> DEFAULTS = Map.ofEntries(
+            Map.entry(InferenceServiceGrpc.getAbortMethod(), FOR_ANSWERS),
+            Map.entry(ControlServiceGrpc.getGetModelInfoMethod(), FOR_ANSWERS),
+            Map.entry(ControlServiceGrpc.getGetServerInfoMethod(), FOR_ANSWERS),
+            Map.entry(ControlServiceGrpc.getGetLoadMethod(), FOR_ANSWERS),
+            Map.entry(ControlServiceGrpc.getGetVocabularyMethod(), FOR_ANSWERS),
+            Map.entry(ControlServiceGrpc.getResumeMethod(), FOR_ANSWERS),
+            Map.entry(ControlServiceGrpc.getDiscardWeightsMethod(), FOR_ANSWERS),
+            Map.entry(ControlServiceGrpc.getFlushCacheMethod(), FOR_ANSWERS),
+            Map.entry(ControlServiceGrpc.getSetTracingMethod(), FOR_ANSWERS),
+            Map.entry(ControlServiceGrpc.getTokenizeMethod(), FOR_LONG_TEXTS),
+            Map.entry(ControlServiceGrpc.getDetokenizeMethod(), FOR_LONG_TEXTS));
 
     private static final Duration LONGEST = Duration.ofDays(36_500);
 

@@ -18,6 +18,7 @@ import penstock.v1.CommitWeightsRequest;
 import penstock.v1.ControlServiceGrpc;
 import penstock.v1.DetokenizeRequest;
 import penstock.v1.GetModelInfoRequest;
+import penstock.v1.GetVocabularyRequest;
 import penstock.v1.InferenceServiceGrpc;
 import penstock.v1.PauseRequest;
 import penstock.v1.ProfileRequest;
@@ -75,6 +76,9 @@ class RpcsTest {
         }
         int token = client.tokenize(TokenizeRequest.newBuilder().setText(" time").build()).getTokenIds(0);
         assertEquals(" time", client.detokenize(DetokenizeRequest.newBuilder().addTokenIds(token).build()).getText());
+        GetVocabularyRequest page =
+                GetVocabularyRequest.newBuilder().setFirstTokenId(token).build();
+        assertEquals(" time", client.vocabulary(page).getTokens(0).toStringUtf8());
     }
 
     private static void orders(PenstockClient client) {
