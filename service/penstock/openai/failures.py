@@ -147,7 +147,8 @@ _BY_REASON: Final[Mapping[str, _Row]] = {
 def of_client_error(error: PenstockClientError, params: Mapping[str, str]) -> ApiError:
     """The reply to a request whose RPC failed. `params` has the names of HTTP fields by the contract's paths,
     such as {"sampling.top_p": "top_p"}, and the name of the field that the prompt was made of, as "input".
-    The messages begin as those of OpenAI's API do, because clients look for that.
+    The messages begin as those of OpenAI's API do, because clients look for that: LiteLLM for the words on
+    keys and on the context's length, LangChain for "prompt is too long".
     """
     row = _row_of(error)
     reason = error.reason.lower() or row.code or error.code.name.lower()
@@ -165,6 +166,8 @@ def of_client_error(error: PenstockClientError, params: Mapping[str, str]) -> Ap
     elif isinstance(error, PromptTooLong):
         param = params.get("input")
         message = _too_long(error)
+    elif row is TABLE[Denied]:
+        message = f"Incorrect API key provided: {message}"
     retry_after = error.retry_after if error.retry_after is not None else row.retry_after
     return ApiError(
         row.status, message, row.type, param, row.code or reason, retry_after, may_retry=row.may_retry
@@ -177,7 +180,8 @@ def _too_long(error: PromptTooLong) -> str:
         return f"This model's maximum context length is exceeded: {error}"
     return (
         f"This model's maximum context length is {int(told['max_prompt_tokens']) + 1} tokens. However, your "
-        f"prompt has {told.get('prompt_tokens', 'more')} tokens, and one at least must be left to generate."
+        f"prompt is too long: it has {told.get('prompt_tokens', 'more')} tokens, and one at least must be "
+        "left to generate."
     )
 
 

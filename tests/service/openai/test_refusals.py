@@ -10,7 +10,13 @@ import pytest
 from starlette.requests import Request
 from starlette.responses import Response
 
-from penstock.client import InvalidRequest, PenstockClientError, PromptTooLong, Unsupported
+from penstock.client import (
+    InvalidRequest,
+    PenstockClientError,
+    PromptTooLong,
+    Unauthenticated,
+    Unsupported,
+)
 from penstock.client.status import StatusDetails, Violation
 from penstock.openai.endpoints import Endpoint
 from penstock.openai.failures import of_client_error
@@ -96,8 +102,8 @@ def error_of(kind: type[PenstockClientError], *violations: Violation, **metadata
             error_of(PromptTooLong, prompt_tokens="2100", max_prompt_tokens="2047"),
             "messages",
             (
-                "This model's maximum context length is 2048 tokens. However, your prompt has 2100 tokens, "
-                "and one at least must be left to generate."
+                "This model's maximum context length is 2048 tokens. However, your prompt is too long: it "
+                "has 2100 tokens, and one at least must be left to generate."
             ),
         ),
         (
@@ -118,3 +124,9 @@ def test_errors_of_the_server(error: PenstockClientError, param: str, message: s
     params = {"input": "messages", "sampling.top_p": "top_p", "chat.tools": "tools"}
     told = of_client_error(error, params)
     assert (told.status, told.param, told.message) == (400, param, message)
+
+
+def test_a_wrong_key_is_told_in_the_words_that_clients_look_for() -> None:
+    told = of_client_error(error_of(Unauthenticated), {})
+    assert (told.status, told.code) == (401, "invalid_api_key")
+    assert told.message == "Incorrect API key provided: the server's words"
