@@ -154,8 +154,8 @@ class Vocabulary:
     special_token_ids: frozenset[int] = field(repr=False)
     """The tokens that a text leaves out unless `skip_special_tokens` is false."""
     is_exact: bool
-    """Whether the bytes of any tokens, joined, are their text in UTF-8, but for `dropped_leading_spaces`. Else
-    a token has the text that it has alone."""
+    """Whether the bytes of any tokens, joined, are their text, but for `dropped_leading_spaces`. Else a token
+    has the bytes of the text that it has alone."""
     dropped_leading_spaces: int
     """How many spaces a text loses at its start, if it begins with so many."""
 
