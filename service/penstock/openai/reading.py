@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, Final, TypeVar
 
@@ -25,6 +27,9 @@ MAX_PARTS: Final = 1_000_000
 INLINE_BYTES: Final = 64 << 10
 """A body of more bytes is parsed in a thread."""
 _MOST_PROBLEMS: Final = 5
+_MOST_ERRORS: Final = 100
+"""How many of pydantic's errors are looked at."""
+_SURROGATE: Final = re.compile(rb"\\u[dD][89a-fA-F]")
 _BIGGEST_INT_DIGITS: Final = 20
 _UNKNOWN_KIND: Final = ("union_tag_invalid", "union_tag_not_found")
 """pydantic's errors of an object whose `type` is none of those that are known, or is missing."""
@@ -100,6 +105,8 @@ def _json(data: bytes) -> dict[str, Any]:
         raise _not_json("it must be an object")
     if data.count(b"[") + data.count(b"{") > MAX_DEPTH and _is_too_deep(value):
         raise _not_json(f"it has more than {MAX_DEPTH} levels")
+    if _SURROGATE.search(data) and not _is_unicode(value):
+        raise _not_json("half of a surrogate pair is no character")
     return value
 
 
@@ -110,8 +117,7 @@ def _not_json(why: str) -> ApiError:
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     made = dict(pairs)
     if len(made) != len(pairs):
-        names = [name for name, _ in pairs]
-        twice = next(name for name in names if names.count(name) > 1)
+        twice, _ = Counter(name for name, _ in pairs).most_common(1)[0]
         raise ValueError(f"the key {twice[:100]!r} stands twice in an object")
     return made
 
@@ -147,10 +153,19 @@ def _is_too_deep(value: Any) -> bool:
     return True
 
 
+def _is_unicode(value: Any) -> bool:
+    """Whether UTF-8 has all characters of the texts in this value."""
+    try:
+        json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
 def _refusal(errors: Sequence[ErrorDetails], value: Any, model: type[Body]) -> ApiError:
     """The error of a body that does not match its model, with the fields as they stand in the body."""
     found: dict[tuple[str | int, ...], list[ErrorDetails]] = {}
-    for error in errors:
+    for error in errors[:_MOST_ERRORS]:
         found.setdefault(_path(error, value), []).append(error)
     # A value that could be one of several kinds has errors for each of them; those further inside say more.
     paths = [path for path in found if not any(_is_above(path, other) for other in found)]

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar, Final, Literal
 
-from pydantic import BaseModel, ConfigDict, model_validator
+from pydantic import BaseModel, ConfigDict, GetCoreSchemaHandler, model_validator
+from pydantic_core import CoreSchema
 
 IGNORED: Final = frozenset(
     {
@@ -22,6 +23,25 @@ IGNORED: Final = frozenset(
 """
 
 
+MOST_KEYS: Final = 200
+"""Of an object whose fields are known."""
+
+
+def _end_lists_at_their_first_error(schema: Any) -> None:
+    """Change a schema of pydantic so that a list is not looked at further once an item of it is wrong: a list
+    of a million wrong items would hold up other requests for seconds.
+    """
+    if isinstance(schema, list | tuple):
+        for part in schema:
+            _end_lists_at_their_first_error(part)
+    elif isinstance(schema, dict):
+        if schema.get("type") == "list":
+            schema["fail_fast"] = True
+        for name, part in schema.items():
+            if name != "metadata":
+                _end_lists_at_their_first_error(part)
+
+
 class Body(BaseModel):
     """An object in the body of a request. Null means that a field was left out, as in OpenAI's API. A field
     that the model does not declare is refused.
@@ -35,11 +55,21 @@ class Body(BaseModel):
     """Fields that OpenAI or vLLM has and that are refused as such, with the reason that the caller is told.
     """
 
+    @classmethod
+    def __get_pydantic_core_schema__(
+        cls, source: type[BaseModel], handler: GetCoreSchemaHandler
+    ) -> CoreSchema:
+        schema = handler(source)
+        _end_lists_at_their_first_error(schema)
+        return schema
+
     @model_validator(mode="before")
     @classmethod
     def _without_nulls(cls, data: Any) -> Any:
         if not isinstance(data, dict):
             return data
+        if len(data) > MOST_KEYS:
+            raise ValueError(f"an object may have at most {MOST_KEYS} keys here")
         known = cls.model_fields
         return {
             name: value
