@@ -28,8 +28,10 @@ from penstock.openai.routes.metrics import metrics
 from penstock.openai.routes.models import list_models, show_model
 from penstock.openai.routes.openapi import openapi
 from penstock.openai.routes.page import show_page, show_page_file
+from penstock.openai.routes.responses import create_response
 from penstock.openai.schemas.chat import ChatBody
 from penstock.openai.schemas.completions import CompletionBody
+from penstock.openai.schemas.responses import ResponsesBody
 
 PAGE: Final = (
     Endpoint("GET", "/", show_page, "The web page.", is_api=False),
@@ -41,6 +43,7 @@ log = logging.getLogger("penstock.openai")
 ENDPOINTS: Final = (
     Endpoint("POST", "/v1/chat/completions", chat, "Continues a conversation.", ChatBody),
     Endpoint("POST", "/v1/completions", completions, "Continues texts.", CompletionBody),
+    Endpoint("POST", "/v1/responses", create_response, "Answers a list of items.", ResponsesBody),
     Endpoint("GET", "/v1/models", list_models, "The models that are served."),
     Endpoint("GET", "/v1/models/{model:path}", show_model, "One model."),
     Endpoint("GET", "/health", health, "Whether the front and its server take requests.", is_api=False),

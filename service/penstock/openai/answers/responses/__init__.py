@@ -1,0 +1,1 @@
+"""Answers of /v1/responses, whole and as events."""

@@ -1,0 +1,169 @@
+"""Converts the items of /v1/responses to turns of a conversation.
+
+Items are finer than turns: what the assistant thought, said and called are three items, and one turn. Items
+of the assistant that follow one another are therefore put together, as a chat template needs them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from penstock.client import ChatMessage, ToolCall
+from penstock.openai.requests.refusing import invalid_value, unsupported_value
+from penstock.openai.schemas.carried_reasoning import text_of
+from penstock.openai.schemas.response_items import (
+    FunctionCallItem,
+    FunctionCallOutputItem,
+    InputText,
+    Item,
+    MessageItem,
+    Other,
+    OutputText,
+    Part,
+    ReasoningItem,
+)
+
+_MEDIA = {"input_image": "images", "input_audio": "audio", "input_file": "files"}
+_NOT_KEPT = "items are not kept: send the item itself."
+
+
+@dataclass(slots=True)
+class _AssistantTurn:
+    """A turn of the assistant, as far as its items have been read."""
+
+    first_item: int
+    thoughts: list[str] = field(default_factory=list)
+    texts: list[str] = field(default_factory=list)
+    calls: list[ToolCall] = field(default_factory=list)
+    call_items: list[int] = field(default_factory=list)
+    """For each of the calls, the index of its item."""
+
+    def may_think(self) -> bool:
+        """Whether reasoning can belong to this turn: it comes before all else."""
+        return not (self.texts or self.calls)
+
+    def may_speak(self) -> bool:
+        """Whether a message can belong to this turn: a second one is a turn of its own, but for what the
+        model said after a call.
+        """
+        return not self.texts or bool(self.calls)
+
+    def message(self) -> ChatMessage:
+        return ChatMessage(
+            "assistant",
+            "\n".join(self.texts),
+            tuple(self.calls),
+            reasoning="\n".join(self.thoughts),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _OtherTurn:
+    """A turn that is made of one item, or of the instructions, which are no item."""
+
+    item: int | None
+    turn: ChatMessage
+
+    def message(self) -> ChatMessage:
+        return self.turn
+
+
+def turns_of(items: str | Sequence[Item], instructions: str | None) -> list[ChatMessage]:
+    """The turns of the conversation. Raises ApiError, with the field, for an item that cannot be taken."""
+    return [turn.message() for turn in _grouped(items, instructions)]
+
+
+def turn_params(items: str | Sequence[Item], instructions: str | None) -> Mapping[str, str]:
+    """From the contract's path of a part of a turn to the field that it was made of."""
+    params = {"chat.messages": "input"}
+    for i, turn in enumerate(_grouped(items, instructions)):
+        at = f"chat.messages[{i}]"
+        if isinstance(turn, _AssistantTurn):
+            params[at] = f"input[{turn.first_item}]"
+            for j, item in enumerate(turn.call_items):
+                call = f"{at}.tool_calls[{j}]"
+                params[call] = f"input[{item}]"
+                params[f"{call}.id"] = f"input[{item}].call_id"
+                params[f"{call}.arguments_json"] = f"input[{item}].arguments"
+        elif turn.item is None:
+            params[at] = "instructions" if instructions is not None and i == 0 else "input"
+        else:
+            params[at] = f"input[{turn.item}]"
+            params[f"{at}.tool_call_id"] = f"input[{turn.item}].call_id"
+    return params
+
+
+def _grouped(items: str | Sequence[Item], instructions: str | None) -> list[_AssistantTurn | _OtherTurn]:
+    turns: list[_AssistantTurn | _OtherTurn] = []
+    if instructions is not None:
+        turns.append(_OtherTurn(None, ChatMessage("system", instructions)))
+    if isinstance(items, str):
+        return [*turns, _OtherTurn(None, ChatMessage("user", items))]
+    if not items:
+        raise invalid_value("input", "it must have at least one item.")
+    for i, item in enumerate(items):
+        _add(turns, i, item)
+    return turns
+
+
+def _add(turns: list[_AssistantTurn | _OtherTurn], i: int, item: Item) -> None:
+    """Put an item into the last turn, or into a new one. `i` is its index."""
+    last = turns[-1] if turns and isinstance(turns[-1], _AssistantTurn) else None
+    match item:
+        case ReasoningItem():
+            if last is None or not last.may_think():
+                turns.append(last := _AssistantTurn(i))
+            last.thoughts.append(_thought(item, f"input[{i}]"))
+        case MessageItem(role="assistant"):
+            if last is None or not last.may_speak():
+                turns.append(last := _AssistantTurn(i))
+            last.texts.append(_text(item.content, f"input[{i}].content"))
+        case MessageItem():
+            role = "system" if item.role == "developer" else item.role
+            turns.append(_OtherTurn(i, ChatMessage(role, _text(item.content, f"input[{i}].content"))))
+        case FunctionCallItem():
+            if last is None:
+                turns.append(last := _AssistantTurn(i))
+            last.calls.append(ToolCall(item.call_id, item.name, item.arguments))
+            last.call_items.append(i)
+        case FunctionCallOutputItem():
+            output = _text(item.output, f"input[{i}].output")
+            turns.append(_OtherTurn(i, ChatMessage("tool", output, tool_call_id=item.call_id)))
+        case Other():
+            why = (
+                _NOT_KEPT
+                if item.type == "item_reference"
+                else f"items of the type {item.type[:40]!r} are not taken."
+            )
+            raise unsupported_value(f"input[{i}].type", why)
+
+
+def _text(content: str | Sequence[Part], where: str) -> str:
+    """The text of all parts, with a line break between two of them."""
+    if isinstance(content, str):
+        return content
+    texts = []
+    for i, part in enumerate(content):
+        match part:
+            case InputText() | OutputText():
+                texts.append(part.text)
+            case Other():
+                kind = _MEDIA.get(part.type, f"parts of the type {part.type[:40]!r}")
+                raise unsupported_value(f"{where}[{i}].type", f"the model does not take {kind}.")
+            case _:
+                texts.append(part.refusal)
+    return "\n".join(texts)
+
+
+def _thought(item: ReasoningItem, where: str) -> str:
+    if item.content:
+        return "\n".join(part.text for part in item.content)
+    if item.encrypted_content is not None:
+        try:
+            return text_of(item.encrypted_content)
+        except ValueError as error:
+            raise unsupported_value(
+                f"{where}.encrypted_content", f"it cannot be read, because {error}."
+            ) from error
+    return "\n".join(part.text for part in item.summary or ())

@@ -1,0 +1,165 @@
+"""Converts the body of a response to keyword arguments of the client."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from penstock.client import JsonObject, JsonSchema, RequestOptions, Tool
+from penstock.client.requests.constraints import Constraint
+from penstock.openai.backend import ModelFacts
+from penstock.openai.requests.constraints import constraint_of, constraint_params
+from penstock.openai.requests.generation import PARAMS, generation_options
+from penstock.openai.requests.refusing import invalid_value, missing, unsupported_value
+from penstock.openai.requests.response_turns import turn_params, turns_of
+from penstock.openai.requests.templates import template_options
+from penstock.openai.requests.turns import CHOICES
+from penstock.openai.schemas.response_items import Other
+from penstock.openai.schemas.responses import NamedFunction, ResponsesBody, TextFormat
+
+LOGPROBS = "message.output_text.logprobs"
+ENCRYPTED_REASONING = "reasoning.encrypted_content"
+_INCLUDABLE = (LOGPROBS, ENCRYPTED_REASONING)
+
+
+def response_options(body: ResponsesBody, facts: ModelFacts) -> RequestOptions:
+    """The keyword arguments of `generate` or `stream`. Raises ApiError, with the field, for what the front
+    can tell to be wrong; the rest is the server's to tell.
+    """
+    _check_values(body)
+    tools = _tools(body)
+    choice = _choice(body, [tool.name for tool in tools])
+    options = generation_options(body)
+    constraint = _constraint(body)
+    if constraint is not None and tools and choice != "none":
+        param = "text.format" if body.structured_outputs is None else "structured_outputs"
+        raise unsupported_value(
+            param, "it keeps the model from calling the tools; leave them out, or give tool_choice none."
+        )
+    options["constraint"] = constraint
+    options["messages"] = turns_of(body.input, body.instructions)
+    options["tools"] = tools or None
+    options["tool_choice"] = choice
+    options["parallel_tool_calls"] = body.parallel_tool_calls if tools else None
+    options["template_options"] = template_options(
+        body.reasoning.effort if body.reasoning is not None else None,
+        facts.template_variables,
+        body.chat_template_kwargs,
+        "reasoning.effort",
+    )
+    options["max_tokens"] = body.max_output_tokens
+    options["truncation"] = "left" if body.truncation == "auto" else "reject"
+    options["logprobs"] = _num_logprobs(body)
+    options["return_token_ids"] = options["logprobs"] is not None
+    return options
+
+
+def response_params(body: ResponsesBody) -> dict[str, str]:
+    """From the contract's path of a field to the name of the field of this request that it was made of."""
+    params = {
+        **PARAMS,
+        **_constraint_params(body),
+        **turn_params(body.input, body.instructions),
+        "input": "input",
+        "chat": "input",
+        "chat.tools": "tools",
+        "chat.tool_choice": "tool_choice",
+        "chat.parallel_tool_calls": "parallel_tool_calls",
+        "chat.template_options_json": "chat_template_kwargs",
+        "stopping.max_tokens": "max_output_tokens",
+        "output.logprobs": "top_logprobs",
+        "context": "truncation",
+    }
+    for i in range(len(body.tools or ())):
+        params[f"chat.tools[{i}].parameters_json"] = f"tools[{i}].parameters"
+    return params
+
+
+def is_included(body: ResponsesBody, name: str) -> bool:
+    """Whether the request includes further data of this name in the answer."""
+    return name in (body.include or ())
+
+
+def _check_values(body: ResponsesBody) -> None:
+    """Raise ApiError for values of which the front takes only some."""
+    if body.background:
+        raise unsupported_value("background", "a response is made while its caller waits; leave it out.")
+    if body.stream_options is not None and not body.stream:
+        raise invalid_value("stream_options", "it goes with stream: true.")
+    for i, name in enumerate(body.include or ()):
+        if name not in _INCLUDABLE:
+            raise unsupported_value(f"include[{i}]", f"answers can include {' and '.join(_INCLUDABLE)}.")
+    if body.text is not None and body.text.verbosity not in (None, "medium"):
+        raise unsupported_value("text.verbosity", "say in the instructions how long the answer shall be.")
+    if body.reasoning is not None and body.reasoning.summary not in (None, "auto"):
+        raise unsupported_value(
+            "reasoning.summary", "there are no summaries, because the answer has the reasoning itself."
+        )
+
+
+def _tools(body: ResponsesBody) -> list[Tool]:
+    tools = []
+    for i, tool in enumerate(body.tools or ()):
+        if isinstance(tool, Other):
+            raise unsupported_value(
+                f"tools[{i}].type", f"functions are the only tools, and this is {tool.type[:40]!r}."
+            )
+        tools.append(
+            Tool(
+                name=tool.name,
+                description=tool.description or "",
+                parameters=tool.parameters,
+                strict=bool(tool.strict),
+            )
+        )
+    return tools
+
+
+def _choice(body: ResponsesBody, names: Sequence[str]) -> str | None:
+    choice = body.tool_choice
+    if choice is None or isinstance(choice, str):
+        return choice
+    if not isinstance(choice, NamedFunction):
+        raise unsupported_value(
+            "tool_choice.type", f"the type {choice.type[:40]!r} is not taken; choose a function."
+        )
+    if choice.name not in names:
+        raise invalid_value("tool_choice.name", f"none of the tools is named {choice.name[:80]!r}.")
+    if choice.name in CHOICES:
+        raise unsupported_value("tool_choice.name", f"a tool named {choice.name!r} cannot be chosen by name.")
+    return choice.name
+
+
+def _constraint(body: ResponsesBody) -> Constraint | None:
+    of_format = (
+        _of_format(body.text.format) if body.text is not None and body.text.format is not None else None
+    )
+    of_structured = constraint_of(None, body.structured_outputs)
+    if of_format is not None and of_structured is not None:
+        raise invalid_value("structured_outputs", "it cannot go together with text.format.")
+    return of_format or of_structured
+
+
+def _of_format(form: TextFormat) -> Constraint | None:
+    if form.type == "json_schema":
+        for name, value in (("name", form.name), ("schema", form.schema_)):
+            if value is None:
+                raise missing(f"text.format.{name}")
+        return JsonSchema(form.schema_ or {})
+    for name in form.model_dump(by_alias=True, exclude={"type"}, exclude_none=True):
+        raise invalid_value(f"text.format.{name}", 'it goes with the type "json_schema".')
+    return JsonObject() if form.type == "json_object" else None
+
+
+def _constraint_params(body: ResponsesBody) -> dict[str, str]:
+    if body.structured_outputs is not None:
+        return constraint_params(None)
+    return {"constraint": "text.format", "constraint.json_schema": "text.format.schema"}
+
+
+def _num_logprobs(body: ResponsesBody) -> int | None:
+    """How many of the likeliest tokens are told beside each token; None for no log-probabilities."""
+    if is_included(body, LOGPROBS):
+        return body.top_logprobs or 0
+    if body.top_logprobs:
+        raise invalid_value("top_logprobs", f'it goes with include: ["{LOGPROBS}"].')
+    return None

@@ -1,0 +1,46 @@
+"""/v1/responses, which keeps nothing: each request brings the whole conversation."""
+
+from __future__ import annotations
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from penstock.openai.answers.responses.writing import Asked, response_events, whole_response
+from penstock.openai.calls import call_of
+from penstock.openai.endpoints import name_params
+from penstock.openai.front import front_of
+from penstock.openai.reading import read_body
+from penstock.openai.replying import answered, json_response, sse
+from penstock.openai.requests.responses import (
+    ENCRYPTED_REASONING,
+    is_included,
+    response_options,
+    response_params,
+)
+from penstock.openai.schemas.responses import ResponsesBody
+
+
+async def create_response(request: Request) -> Response:
+    """POST /v1/responses."""
+    call, backend = call_of(request), front_of(request).backend
+    body = await read_body(request, ResponsesBody)
+    name_params(request.scope, lambda: response_params(body))
+    facts = await backend.facts(call)
+    options = response_options(body, facts)
+    wants_logprobs = options["logprobs"] is not None
+    asked = Asked(
+        body=body,
+        number=body.request_id or call.number,
+        created=call.created,
+        defaults=facts.default_sampling,
+        carries_reasoning=is_included(body, ENCRYPTED_REASONING),
+        vocabulary=await backend.vocabulary(call) if wants_logprobs else None,
+    )
+    options["request_id"] = asked.response_id
+    if body.stream:
+        stream = backend.client.stream(timeout=call.timeout, metadata=call.metadata, **options)
+        return await sse(request, response_events(stream, asked, lambda: response_params(body)))
+    answer = await answered(
+        request, backend.client.generate(timeout=call.timeout, metadata=call.metadata, **options)
+    )
+    return json_response(whole_response(answer, asked))
