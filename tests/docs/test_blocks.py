@@ -29,6 +29,7 @@ from tests.support.demo_server import served_demo
 from tests.support.toolchains import go_program
 
 DEFAULT_ADDRESS = "127.0.0.1:50051"
+DEFAULT_HTTP = "127.0.0.1:8000"
 FIRST_PAGES = ("README.md", "docs/start/quickstart.md", "docs/how-to/other-languages.md")
 
 
@@ -41,9 +42,15 @@ def params(found: list[Block]) -> list[object]:
 
 
 @pytest.fixture(scope="module")
-def demo() -> Iterator[str]:
+def http_port() -> str:
+    """The port of that server's OpenAI front."""
+    return free_port()
+
+
+@pytest.fixture(scope="module")
+def demo(http_port: str) -> Iterator[str]:
     """The address of a server of the demo model."""
-    with served_demo() as address:
+    with served_demo("--openai-port", http_port) as address:
         yield address
 
 
@@ -57,9 +64,9 @@ def free_port() -> str:
 # -- Python --
 
 
-def at(source: str, addr: str) -> str:
-    """The program with the server's address in place of the default one."""
-    source = source.replace(DEFAULT_ADDRESS, addr)
+def at(source: str, addr: str, http_port: str) -> str:
+    """The program with the addresses of a server and its OpenAI front in place of the default ones."""
+    source = source.replace(DEFAULT_ADDRESS, addr).replace(DEFAULT_HTTP, f"127.0.0.1:{http_port}")
     source = re.sub(r"\b(Client)\(\)", rf'\1("{addr}")', source)
     return re.sub(r"\b(Client)\((?=\w+=)", rf'\1("{addr}", ', source)
 
@@ -71,6 +78,7 @@ def run(source: str) -> None:
 @pytest.mark.parametrize("block", params(blocks_in("python")))
 def test_programs_run_and_print(
     demo: str,
+    http_port: str,
     block: Block,
     capsys: pytest.CaptureFixture[str],
     tmp_path: Path,
@@ -78,7 +86,7 @@ def test_programs_run_and_print(
 ) -> None:
     if block.page.name != "CONTRIBUTING.md":  # whose programs run in the repository's root
         monkeypatch.chdir(tmp_path)  # some leave files where they run
-    run(at(block.source, demo))
+    run(at(block.source, demo, http_port))
     assert capsys.readouterr().out.strip()
 
 
@@ -86,18 +94,18 @@ def test_programs_ask_the_server_of_this_file() -> None:
     asking = [block for block in blocks_in("python") if "Client(" in block.source]
     assert asking
     for block in asking:
-        assert block.source.count("Client(") == at(block.source, "here:1").count('Client("here:1"'), (
+        assert block.source.count("Client(") == at(block.source, "here:1", "2").count('Client("here:1"'), (
             block.name
         )
 
 
 def test_the_loop_of_tools_ends_with_an_answer_that_has_the_result(
-    demo: str, capsys: pytest.CaptureFixture[str]
+    demo: str, http_port: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (block,) = [
         block for block in blocks_in("python") if "call.result" in block.source and "Client(" in block.source
     ]
-    run(at(block.source, demo))
+    run(at(block.source, demo, http_port))
     shown = capsys.readouterr().out
     assert "Paris" in shown
     assert "21" in shown
@@ -159,13 +167,17 @@ def needs_a_server(found: list[Block]) -> bool:
 
 @pytest.mark.parametrize(("found", "real_grpcurl"), list(shell_pages()))
 def test_commands_run_in_the_order_of_the_page(
-    demo: str, found: list[Block], real_grpcurl: bool, folder: Path
+    demo: str, http_port: str, found: list[Block], real_grpcurl: bool, folder: Path
 ) -> None:
     install_programs(folder, real_grpcurl)
     has_own = needs_a_server(found)
     port = free_port() if has_own else demo.rpartition(":")[2]
     script = (
-        script_of(found).replace("50051", port).replace("50052", free_port()).replace("9464", free_port())
+        script_of(found)
+        .replace("50051", port)
+        .replace("50052", free_port())
+        .replace("9464", free_port())
+        .replace("8000", free_port() if has_own else http_port)
     )
     done = subprocess.run(
         ["bash", "-c", script],

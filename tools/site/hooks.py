@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import re
 import sys
+from collections.abc import Callable
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -21,7 +22,8 @@ for source in ("", "protos", "service", "runtime", "clients/python"):
     sys.path.insert(0, str(ROOT / source))
 
 from penstock.cli.__main__ import Parser  # noqa: E402 -- needs the path above
-from penstock.server_cli.serving.serve_flags import add_parser  # noqa: E402
+from penstock.server_cli.commands import openai  # noqa: E402
+from penstock.server_cli.serving import serve_flags  # noqa: E402
 from tools.site import flags  # noqa: E402
 
 PROJECT = (
@@ -33,16 +35,17 @@ _FENCE = re.compile(r"^( *)```.*?^\1```$", re.M | re.S)
 _MARK = re.compile(r"<!-- generated: ([\w ]+) -->")
 
 
-def serve_parser() -> Any:
-    """The parser of `penstock serve`."""
+def parser_of(command: str, add_parser: Callable[[Any], None]) -> Any:
+    """The parser of a command."""
     parser = Parser(prog="penstock")
     subparsers: Any = parser.add_subparsers()
     add_parser(subparsers)
-    return subparsers.choices["serve"]
+    return subparsers.choices[command]
 
 
 MADE = {
-    "serve flags": lambda: flags.page(serve_parser()),
+    "serve flags": lambda: flags.page(parser_of("serve", serve_flags.add_parser)),
+    "openai flags": lambda: flags.page(parser_of("openai", openai.add_parser)),
 }
 
 

@@ -60,7 +60,7 @@ DRIVER = """
 import sys
 from penstock.server_cli.commands import demo
 from penstock.cli.__main__ import main
-demo.server_command = lambda host, port, insecure: [sys.executable, "-c", sys.argv[2], f"{host}:{port}"]
+demo.server_command = lambda host, port, *_, **__: [sys.executable, "-c", sys.argv[2], f"{host}:{port}"]
 demo.READY_LIMIT_S = 3.0 if "never ready" in sys.argv[2] else demo.READY_LIMIT_S
 sys.exit(main(["demo", "--port", sys.argv[1]]))
 """
@@ -123,9 +123,10 @@ def until_it_waits(program):
 def test_the_server_is_the_real_command():
     command = [
         sys.executable, "-P", "-m", "penstock.cli", "serve", "demo", "--host", "127.0.0.1", "--port", "5",
+        "--openai-port", "8000",
     ]  # fmt: skip
-    assert demo.server_command("127.0.0.1", 5, insecure=False) == command
-    assert demo.server_command("127.0.0.1", 5, insecure=True) == [*command, "--insecure"]
+    assert demo.server_command("127.0.0.1", 5, 8000, insecure=False) == command
+    assert demo.server_command("127.0.0.1", 5, 8000, insecure=True) == [*command, "--insecure"]
 
 
 def test_other_machines_are_let_in_only_when_that_is_said(capfd, port):

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import shlex
+import socket
 import sys
 
 import pytest
 from google.protobuf import json_format
 
+from penstock.openai.schemas.chat import ChatBody
 from penstock.server_cli.commands import demo
 from penstock.v1 import inference_pb2, types_pb2
 
@@ -42,10 +45,28 @@ def test_the_lines_to_paste_work_without_the_virtual_environment_on_path(
 
 
 def test_the_grpcurl_line_is_a_request_of_the_contract():
-    line = demo.PASTE.format(prompt=demo.PROMPT, addr="a:1", flag="", program="", python="")
+    line = demo.PASTE.format(prompt=demo.PROMPT, addr="a:1", url="", flag="", program="", python="")
     words = shlex.split(line[line.index("grpcurl") : line.index("/Stream")].replace("\\\n", ""))
     assert words[:3] == ["grpcurl", "-plaintext", "-d"]
     assert json_format.Parse(words[3], inference_pb2.StreamRequest()) == inference_pb2.StreamRequest(
         prompt="Once upon a time", stopping=types_pb2.StoppingParams(max_tokens=60)
     )
     assert words[4:] == ["a:1", "penstock.v1.InferenceService"]
+
+
+def test_the_curl_line_is_a_request_of_openais_api():
+    text = demo.PASTE.format(prompt="", addr="", url="http://a:1", flag="", program="", python="")
+    words = shlex.split(text[text.index("curl http") : text.index("\n\nor from")].replace("\\\n", ""))
+    assert words[:4] == ["curl", "http://a:1/v1/chat/completions", "-H", "content-type: application/json"]
+    ChatBody.model_validate(json.loads(words[5]))
+
+
+def test_a_taken_port_of_openais_api_is_passed_over(monkeypatch):
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        taken = other.getsockname()[1]
+        monkeypatch.setattr(demo, "OPENAI_PORT", taken)
+        assert demo.free_openai_port("127.0.0.1", 5) not in (0, taken)
+    assert demo.free_openai_port("127.0.0.1", taken) not in (0, taken)
+    assert demo.free_openai_port("127.0.0.1", 5) == taken

@@ -30,7 +30,7 @@ _MEANINGS: Final = {
     503: "The server does not take requests now; retry-after says when to come back.",
     504: "The request took longer than it may.",
 }
-_ERRORS: Final = sorted({*_BY_THE_FRONT, *(row.status for row in TABLE.values())})
+ERRORS: Final = sorted({*_BY_THE_FRONT, *(row.status for row in TABLE.values())})
 _PARAMETER: Final = re.compile(r"\{(\w+)(?::\w+)?\}")
 
 
@@ -110,7 +110,7 @@ def _answer(path: str) -> dict[str, Any]:
 def _errors(endpoint: Endpoint) -> dict[str, Any]:
     if not endpoint.is_api:
         return {"503": {"description": _MEANINGS[503], "content": _json(ANSWERS[endpoint.path][0])}}
-    return {str(status): {"description": _MEANINGS[status], "content": _json("Error")} for status in _ERRORS}
+    return {str(status): {"description": _MEANINGS[status], "content": _json("Error")} for status in ERRORS}
 
 
 def _json(name: str) -> dict[str, Any]:

@@ -8,6 +8,7 @@ takes a second signal as "stop without finishing the running requests".
 from __future__ import annotations
 
 import argparse
+import contextlib
 import errno
 import shutil
 import socket
@@ -29,6 +30,7 @@ READY_LIMIT_S = 600.0
 """Seconds until a server that runs and does not become ready is given up. A slow machine takes minutes to
 build the kernels.
 """
+OPENAI_PORT = 8000
 DIRECT = (("grpc.enable_http_proxy", 0),)
 """No proxy, because the server is on this machine, whatever --host is."""
 
@@ -42,6 +44,11 @@ Try it from another terminal:
   {program} chat{flag}
   {program} info{flag}
 
+with any program that speaks OpenAI's API:
+
+  curl {url}/v1/chat/completions -H 'content-type: application/json' \\
+    -d '{{"model": "demo", "messages": [{{"role": "user", "content": "what is 3 + 4?"}}]}}'
+
 or from Python ({python}):
 
   from penstock.client import Client
@@ -50,7 +57,7 @@ or from Python ({python}):
       for event in client.stream("{prompt}", max_tokens=60):
           print(event.delta, end="", flush=True)
 
-Serving on {addr}. Ctrl-C stops it.
+Serving on {addr}, and in a browser on {url}/. Ctrl-C stops it.
 """
 
 
@@ -67,38 +74,60 @@ def add_parser(subparsers: Subparsers) -> None:
     parser.add_argument("--host", default="127.0.0.1", help="default: %(default)s")
     parser.add_argument("--port", type=int, default=50051, help="default: %(default)s")
     parser.add_argument(
+        "--openai-port",
+        type=int,
+        metavar="N",
+        help="port of OpenAI's HTTP API and of the web page; default: 8000, or a free one if that is taken",
+    )
+    parser.add_argument(
         "--insecure",
         action="store_true",
         help="allow a --host that other machines can reach: everybody who reaches it may use the model",
     )
 
 
-def server_command(host: str, port: int, *, insecure: bool) -> list[str]:
+def server_command(host: str, port: int, openai_port: int, *, insecure: bool) -> list[str]:
     """The command line of the child."""
-    address = ["--host", host, "--port", str(port)]
+    address = ["--host", host, "--port", str(port), "--openai-port", str(openai_port)]
     command = [sys.executable, "-P", "-m", "penstock.cli", "serve", "demo", *address]
     return [*command, "--insecure"] if insecure else command
 
 
-def problem_of(host: str, port: int) -> str | None:
+def _tried(host: str, port: int) -> int:
+    """Bind a socket there for a moment, as a server would, and return its port. Raises OSError."""
+    family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    with socket.socket(family, kind) as probe:
+        # as gRPC does: a port in TIME_WAIT is free
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        probe.bind(address)
+        return int(probe.getsockname()[1])
+
+
+def free_openai_port(host: str, port: int) -> int:
+    """The usual port of OpenAI's API, or any free one if that is taken, also by `port`. Raises OSError if
+    there is none.
+    """
+    with contextlib.suppress(OSError):
+        if port != OPENAI_PORT:
+            return _tried(host, OPENAI_PORT)
+    return _tried(host, 0)
+
+
+def problem_of(host: str, port: int, flag: str = "--port") -> str | None:
     """Say why a server cannot listen there; None if it can. It is checked here because the server itself
-    notices only after it has loaded the model.
+    notices only after it has loaded the model. `flag` is what has set the port.
     """
     if not 1 <= port <= 65535:  # with 0 this process would not know the port, and could not ask the server
-        return f"--port must be from 1 to 65535, not {port}"
+        return f"{flag} must be from 1 to 65535, not {port}"
     try:
-        family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        with socket.socket(family, kind) as probe:
-            # as gRPC does: a port in TIME_WAIT is free
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            probe.bind(address)
+        _tried(host, port)
     except OSError as error:
         if error.errno != errno.EADDRINUSE:
             return f"cannot listen on {host}, port {port}: {error.strerror}"
         another = port + 1 if port < 65535 else 50051
         return (
             f"port {port} on {host} is taken, perhaps by a running demo; "
-            f"choose another: penstock demo --port {another}"
+            f"choose another: penstock demo {flag} {another}"
         )
     return None
 
@@ -114,16 +143,20 @@ def run(args: argparse.Namespace) -> int:
     failed.
     """
     problem = problem_of(args.host, args.port)
+    if problem is None and args.openai_port is not None:
+        problem = problem_of(args.host, args.openai_port, "--openai-port")
     if problem is not None:
         complain(args.command, problem)
         return 1
     addr = addr_of(args.host, args.port)
+    openai_port = args.openai_port or free_openai_port(args.host, args.port)
+    url = f"http://{addr_of(args.host, openai_port)}"
     failed = False
-    with child(server_command(args.host, args.port, insecure=args.insecure)) as server:
+    with child(server_command(args.host, args.port, openai_port, insecure=args.insecure)) as server:
         try:
             with Client(addr, options=DIRECT) as client:
                 if _wait_ready(server, client):
-                    _show(client, addr)
+                    _show(client, addr, url)
         except (GaveUp, PenstockClientError) as error:
             if server.runs() and not server.stopped:
                 failed = True
@@ -153,7 +186,7 @@ def _wait_ready(server: Child, client: Client) -> bool:
     return False
 
 
-def _show(client: Client, addr: str) -> None:
+def _show(client: Client, addr: str, url: str) -> None:
     """Stream one answer, and print how to get more."""
     with client.stream(PROMPT, max_tokens=SAMPLE_TOKENS) as stream:
         # the event `started`: what the server logs about the request appears before the answer, not within it
@@ -163,7 +196,7 @@ def _show(client: Client, addr: str) -> None:
             write(event.delta)
     flag = "" if addr == "127.0.0.1:50051" else f" --addr {addr}"
     program, python = programs()
-    write("\n" + PASTE.format(prompt=PROMPT, addr=addr, flag=flag, program=program, python=python))
+    write("\n" + PASTE.format(prompt=PROMPT, addr=addr, url=url, flag=flag, program=program, python=python))
 
 
 def programs() -> tuple[str, str]:

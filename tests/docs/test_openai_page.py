@@ -1,0 +1,121 @@
+"""What docs/openai.md says of endpoints, fields, errors and limits is what the OpenAI front does."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from typing import Any, get_args
+
+import pytest
+
+from penstock.openai.app import ENDPOINTS
+from penstock.openai.describing.document import ERRORS
+from penstock.openai.failures import TABLE
+from penstock.openai.schemas.base import IGNORED, Body
+from penstock.openai.settings import Settings
+from tests.docs.pages import ROOT, text_of
+
+PAGE = ROOT / "docs" / "openai.md"
+COMMON = {
+    "/v1/chat/completions": ("Fields of all requests that generate", "Fields of chats and completions"),
+    "/v1/completions": ("Fields of all requests that generate", "Fields of chats and completions"),
+    "/v1/responses": ("Fields of all requests that generate",),
+}
+"""The sections that list fields of several endpoints. Each endpoint has a section of its own name besides."""
+BODIES = [row for row in ENDPOINTS if row.body is not None]
+
+
+def section(heading: str) -> str:
+    """The text below a heading, down to the next one."""
+    found = re.search(rf"^#+ `?{re.escape(heading)}`?\n(.*?)(?=^#|\Z)", text_of(PAGE), re.M | re.S)
+    assert found, heading
+    return found[1]
+
+
+def rows(text: str) -> list[tuple[list[str], str]]:
+    """The rows of its tables: the code in the first column, and the rest."""
+    found = re.findall(r"^\| (.+?) \| (.+) \|$", text, re.M)
+    return [(re.findall(r"`([^`]+)`", first), rest) for first, rest in found]
+
+
+def listed(text: str) -> set[str]:
+    """The fields in the first columns, and those that the rest names as parts of them (`a.b`)."""
+    fields = {name for names, _ in rows(text) for name in names}
+    return fields | {name for _, rest in rows(text) for name in re.findall(r"`(\w+\.\w+)`", rest)}
+
+
+def fields_of(body: type[Body]) -> dict[str, Any]:
+    """The fields that the body has, by their names in JSON."""
+    return {field.alias or name: field for name, field in body.model_fields.items()}
+
+
+def inner(annotation: Any) -> list[type[Body]]:
+    """The objects that a field may hold, also in lists and unions."""
+    if isinstance(annotation, type) and issubclass(annotation, Body):
+        return [annotation]
+    return [body for part in get_args(annotation) for body in inner(part)]
+
+
+@pytest.mark.parametrize("row", BODIES, ids=lambda row: row.path)
+def test_every_field_of_a_request_is_listed_and_no_other(row: Any) -> None:
+    own, common = section(row.path), [section(heading) for heading in COMMON.get(row.path, ())]
+    body: type[Body] = row.body
+    taken = fields_of(body)
+    refused = {name for name in body.unsupported if "." not in name}
+    ours = listed(own)
+    told = ours.union(*map(listed, common))
+    assert set(taken) - {"store"} | refused <= {name.partition(".")[0].partition("[")[0] for name in told}
+    assert {re.split(r"[.\[]", name)[0] for name in ours} <= set(taken) | refused | body.ignored
+    for name in ours:
+        top, _, below = name.replace("[]", "").partition(".")
+        if below:
+            assert any(
+                below in fields_of(part) or below in part.unsupported for part in inner(taken[top].annotation)
+            ), name
+
+
+@pytest.mark.parametrize("row", BODIES, ids=lambda row: row.path)
+def test_the_reasons_of_refusals_are_those_that_callers_are_told(row: Any) -> None:
+    texts = [section(heading) for heading in (*COMMON.get(row.path, ()), row.path)]
+    told = {name: why for text in texts for names, why in rows(text) for name in names}
+    for name, why in row.body.unsupported.items():
+        if "." not in name:
+            assert told[name].replace("`", "") in (why, "refused") or "refused" in told[name], name
+
+
+def test_the_ignored_fields_are_listed() -> None:
+    assert listed(section("Fields that are ignored")) == IGNORED
+
+
+def test_every_endpoint_is_listed() -> None:
+    told = {
+        (method, path)
+        for names, _ in rows(section("Endpoints"))
+        for method, _, path in (name.partition(" ") for name in names)
+    }
+    there = {(row.method, row.path.replace("{model:path}", "MODEL")) for row in ENDPOINTS}
+    assert told == {row for row in there if not row[1].startswith("/page")}
+
+
+def test_every_error_is_listed_with_its_status_and_type() -> None:
+    said = re.findall(r"^\| ([\d, ]+) \| `(\w+)` \| (.+?) \|", section("Errors"), re.M)
+    told = {(int(status), kind) for statuses, kind, _ in said for status in statuses.split(",")}
+    assert {(row.status, row.type) for row in TABLE.values()} <= told
+    assert set(ERRORS) <= {status for status, _ in told}
+    codes = {code for _, _, text in said for code in re.findall(r"`(\w+)`", text)}
+    assert {row.code for row in TABLE.values() if row.code is not None} <= codes
+
+
+def test_every_limit_is_listed_with_its_default() -> None:
+    said = dict(re.findall(r"`--([a-z-]+)` \(([^)]+)\)", section("Limits").partition("To the server")[0]))
+    limits = {
+        field.name: field.default
+        for field in dataclasses.fields(Settings)
+        if field.name.startswith("max_") or field.name.endswith("_s")
+    }
+    assert said.keys() == {name.removesuffix("_s").replace("_", "-") for name in limits}
+    for name, default in limits.items():
+        told = said[name.removesuffix("_s").replace("_", "-")]
+        number, _, unit = told.partition(" ")
+        factor = {"": 1, "s": 1, "hour": 3600, "KiB": 1 << 10, "MiB": 1 << 20}[unit]
+        assert int(number) * factor == default, name
