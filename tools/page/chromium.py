@@ -271,12 +271,9 @@ class Tab:
         self.call("Input.dispatchKeyEvent", {"type": "keyDown", **params} | ({"text": text} if text else {}))
         self.call("Input.dispatchKeyEvent", {"type": "keyUp", **params})
 
-    def picture(self) -> bytes:
-        """What the window shows, as PNG."""
+    def save_picture(self, path: Path) -> None:
+        """Write what the window shows into a file, as WebP."""
         # Two frames later everything that was asked for has been drawn.
         self.evaluate("new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)))")
-        return base64.b64decode(self.call("Page.captureScreenshot", {"format": "png"})["data"])
-
-    def save_picture(self, path: Path) -> None:
-        """Write what the window shows into a PNG file."""
-        path.write_bytes(self.picture())
+        shot = self.call("Page.captureScreenshot", {"format": "webp", "quality": 90})
+        path.write_bytes(base64.b64decode(shot["data"]))

@@ -214,6 +214,10 @@ def test_nothing_is_cut_off_at_any_width(browser: Chromium, width: int) -> None:
         page.ends()
         page.ask("Go", Refusal(400, {"message": long, "param": long, "code": long}))
         page.ends("failed")
+        page.server.models = Refusal(401, {"message": "a key is needed, which you can ask the operator for"})
+        page.tab.evaluate("document.querySelector('#key').dispatchEvent(new Event('change'))")
+        page.tab.wait("!document.querySelector('#notice').hidden")
+        assert page.tab.each("#notice", "one.getBoundingClientRect().height")[0] < 250
         assert page.tab.evaluate("document.documentElement.scrollWidth <= innerWidth")
         right = "one.closest('pre, .hidden') ? 0 : one.getBoundingClientRect().right"
         assert max(page.tab.each(".turns *", right)) <= width

@@ -135,13 +135,9 @@ def test_the_browser_itself_refuses_what_the_page_never_does(page: Page) -> None
     page.tab.complaints.clear()
 
 
-def test_a_long_line_without_an_end_does_not_freeze_the_page(page: Page) -> None:
-    """Each of these marks opens something that is never closed."""
-    page.ask(
-        "Hello",
-        [delta(mark * 30_000 + "x") for mark in ("**a ", "`a ``b ", "*a *", "> ", "- ", "[")]
-        + [delta(finish="stop")],
-    )
+def test_marks_that_are_never_closed_do_not_freeze_the_page(page: Page) -> None:
+    """Looking for the end of each through the whole rest would take minutes."""
+    page.ask("Hello", [delta("**a " * 120_000), delta("`" * 5_000), delta(finish="stop")])
     page.ends()
     page.tab.click("#new-chat")
     assert page.tab.texts(".turn") == []

@@ -113,7 +113,7 @@ export class Chat {
     const edit = element(
       "button",
       { type: "button", class: "quiet small", "aria-label": "Edit this message", title: "Edit this message",
-        onclick: () => this.controller || this.on.edit(turn) },
+        onclick: () => this.on.edit(turn) },
       icon("edit"),
     );
     const root = element("li", { class: "turn user" },

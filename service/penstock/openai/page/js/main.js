@@ -115,12 +115,17 @@ function notice(what) {
   const { title, message, next, action } = what;
   place.append(
     icon("warning"),
-    element("div", {}, element("p", { class: "title" }, title), message ? element("p", { class: "words" }, message) : null,
-      element("p", {}, next)),
-    element("span", { class: "ways" },
-      element("button", { type: "button", class: "plain", onclick: () => void loadModels() }, "Try again"),
-      action?.kind === "field"
-        ? element("button", { type: "button", class: "plain", onclick: () => act(action) }, "Open the settings") : null),
+    element(
+      "div",
+      {},
+      element("p", { class: "title" }, title),
+      message ? element("p", { class: "words" }, message) : null,
+      element("p", {}, next),
+      element("p", { class: "ways" },
+        element("button", { type: "button", class: "plain", onclick: () => void loadModels() }, "Try again"),
+        action?.kind === "field"
+          ? element("button", { type: "button", class: "plain", onclick: () => act(action) }, "Open the settings") : null),
+    ),
   );
 }
 

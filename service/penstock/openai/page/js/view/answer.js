@@ -76,7 +76,7 @@ export class AnswerView {
     }
     this.reasoning.show(this.answer.reasoning, this.formatted);
     const over = this.answer.thought !== null || !known.running;
-    this.thought.textContent = over ? `Thought for ${seconds(known.thinking)}` : "Thinking";
+    this.thought.textContent = over ? `Thought for ${known.thinking < 100 ? "a moment" : seconds(known.thinking)}` : "Thinking";
     this.details.classList.toggle("live", !over);
     if (over && !this.touched) {
       this.details.open = !this.answer.text && !this.answer.calls.length;
