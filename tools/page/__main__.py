@@ -12,7 +12,6 @@ from pathlib import Path
 from tools.page.chromium import Chromium, Tab, find_chromium
 
 IMAGES = Path(__file__).parents[2] / "docs" / "images"
-QUESTIONS = ("Tell me a short story about a fox.", "What is the weather in Paris?")
 DONE = "document.querySelector('.turns').lastElementChild?.dataset.state === 'done'"
 
 
@@ -26,15 +25,18 @@ def main() -> None:
         parser.error("there is no chromium on the PATH")
     browser = Chromium(program)
     try:
-        with browser.tab(width=1120, height=700, scale=2) as tab:
-            _converse(tab, url)
-            tab.save_picture(IMAGES / "page-light.webp")
-        with browser.tab(width=1120, height=700, scale=2, dark=True) as tab:
+        with browser.tab(width=1120, height=740, scale=1.5) as tab:
             _open(tab, url)
-            _ask(tab, QUESTIONS[0])
+            _ask(tab, "What is 3 + 4?")
+            _ask_with_tool(tab, "What is the weather in Paris?")
+            tab.save_picture(IMAGES / "page-light.webp")
+        with browser.tab(width=1120, height=740, scale=1.5, dark=True) as tab:
+            _open(tab, url)
+            _ask(tab, "Tell me a short story.")
             tab.save_picture(IMAGES / "page-dark.webp")
-        with browser.tab(width=390, height=780, scale=2, touch=True) as tab:
-            _converse(tab, url)
+        with browser.tab(width=390, height=780, scale=1.5, touch=True) as tab:
+            _open(tab, url)
+            _ask_with_tool(tab, "What is the weather in Paris?")
             tab.save_picture(IMAGES / "page-narrow.webp")
     finally:
         browser.close()
@@ -43,24 +45,22 @@ def main() -> None:
 def _open(tab: Tab, url: str) -> None:
     tab.open(url)
     tab.wait("document.querySelector('#model').value")
-    # The same seed gives the same story in all pictures.
-    tab.evaluate("document.querySelector('#seed').value = 7")
+    tab.evaluate("document.querySelector('#seed').value = 7")  # so that a later run shows the same answers
 
 
-def _converse(tab: Tab, url: str) -> None:
-    """A sum, and a question for which the model calls a tool."""
-    _open(tab, url)
-    _ask(tab, "What is 3 + 4?")
+def _ask_with_tool(tab: Tab, question: str) -> None:
     tab.click(".toggle")
-    _ask(tab, QUESTIONS[1], answers=3)
+    _ask(tab, question, answers=2)
     assert tab.texts(".call .status") == ["returned"], "the model has called its tool"
 
 
 def _ask(tab: Tab, question: str, answers: int = 1) -> None:
+    """Ask, and wait for as many answers: a call of a tool is one, and what follows its result another."""
+    there = len(tab.texts(".answer"))
     tab.click("#question")
     tab.type(question)
     tab.click("#send")
-    tab.wait(f"document.querySelectorAll('.answer').length === {answers} && {DONE}")
+    tab.wait(f"document.querySelectorAll('.answer').length === {there + answers} && {DONE}")
     tab.evaluate("document.activeElement.blur()")
 
 

@@ -10,7 +10,7 @@ import { Panel } from "./view/panel.js";
 import { Follower } from "./view/scroll.js";
 
 const STARTERS = [
-  { text: "Tell me a short story about a fox." },
+  { text: "Tell me a short story." },
   { text: "What is 3 + 4?" },
   { text: "What is the weather in Paris?", tools: true },
 ];

@@ -105,7 +105,7 @@ export class AnswerView {
     if (rate !== null) parts.push(`${rate < 100 ? rate.toFixed(1) : count(Math.round(rate))} tokens/s`);
     if (firstToken !== null) parts.push(`first token ${seconds(firstToken)}`);
     if (promptTokens !== null) {
-      parts.push(`${count(promptTokens)} in the prompt${cachedTokens ? `, ${count(cachedTokens)} of them cached` : ""}`);
+      parts.push(`${count(promptTokens)} in the prompt${cachedTokens ? `, ${count(cachedTokens)} cached` : ""}`);
     }
     this.figures.replaceChildren(...parts.map((part) => element("span", {}, part)));
   }
