@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
 import ssl
@@ -57,6 +58,13 @@ def until_gone(pid: int) -> None:
         time.sleep(0.02)
 
 
+def text_of(line: str) -> str:
+    """The text in a line of a stream of completions."""
+    if not line.startswith("data: {"):
+        return ""
+    return "".join(choice["text"] for choice in json.loads(line.removeprefix("data: "))["choices"])
+
+
 def test_the_front_begins_and_ends_with_its_server() -> None:
     with fake_process("--port", "0", "--openai-port", "0", "--grace", "60") as server:
         url = url_of(server)
@@ -67,7 +75,15 @@ def test_the_front_begins_and_ends_with_its_server() -> None:
             os.kill(front, signal.SIGTERM)  # as a service manager does, which asks all processes to end
             assert http.get("/v1/models").json()["data"][0]["id"] == "fake"
             assert front_of(server) == front
-            server.popen.send_signal(signal.SIGTERM)
+            asked = {"model": "fake", "prompt": "a", "max_tokens": 30, "stream": True}
+            with http.stream("POST", "/v1/completions", json=asked) as stream:
+                lines = stream.iter_lines()
+                text = text_of(next(lines))
+                server.popen.send_signal(signal.SIGTERM)
+                server.wait_for("stopping")
+                assert httpx.get(f"{url}/health", timeout=WAIT_S).status_code == 503
+                text += "".join(map(text_of, lines))
+            assert text == "bcdefghijklmnopqrstuvwxyz"
             assert server.wait() == 0
         until_gone(front)
         with pytest.raises(httpx.ConnectError):

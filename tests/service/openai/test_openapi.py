@@ -82,6 +82,29 @@ async def test_the_front_serves_it_and_answers_as_it_says() -> None:
         against(made, "Error", refused.json())
 
 
+ASKED = {
+    "/v1/chat/completions": {"messages": [{"role": "user", "content": "a"}]},
+    "/v1/completions": {"prompt": "a"},
+    "/v1/responses": {"input": "a"},
+}
+"""A request to each endpoint that answers with a stream if it is asked to."""
+
+
+async def test_answers_and_the_events_of_streams_are_as_it_says() -> None:
+    async with front_rig() as rig:
+        made = (await rig.http.get("/openapi.json")).json()
+        assert ASKED.keys() == {path for path, (_, event) in ANSWERS.items() if event is not None}
+        for path, body in ASKED.items():
+            whole, event = ANSWERS[path]
+            asked = body | {"model": "fake"}
+            against(made, whole, (await rig.http.post(path, json=asked)).json())
+            stream = (await rig.http.post(path, json=asked | {"stream": True})).text
+            events = re.findall(r"^data: (\{.*)$", stream, re.M)
+            assert len(events) > 1
+            for sent in events:
+                against(made, str(event), json.loads(sent))
+
+
 @pytest.mark.sweep
 def test_a_validator_of_others_takes_it(made: Any, tmp_path: Path) -> None:
     program = environment(VALIDATOR) / "bin" / "openapi-spec-validator"
