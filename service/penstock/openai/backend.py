@@ -7,11 +7,11 @@ import time
 from dataclasses import dataclass
 from typing import Final
 
-from penstock.client import AsyncClient, ModelInfo, PenstockClientError, SamplingDefaults
+from penstock.client import AsyncClient, ModelInfo, PenstockClientError, SamplingDefaults, Unsupported
 from penstock.openai.calls import Call
 from penstock.openai.failures import ApiError
 from penstock.openai.settings import Settings
-from penstock.openai.vocabulary import Vocabulary
+from penstock.openai.vocabulary import Vocabularies, Vocabulary
 
 FACTS_S: Final = 10.0
 """For how long facts are used before they are asked for again."""
@@ -45,6 +45,7 @@ class Backend:
         self.client = AsyncClient(
             settings.addr, tls=settings.tls, token=settings.token, insecure=settings.insecure
         )
+        self._vocabularies = Vocabularies(self.client)
         self._started = int(time.time())
         self._facts: ModelFacts | None = None
         self._facts_until = 0.0
@@ -67,13 +68,19 @@ class Backend:
         return await asyncio.shield(asking)
 
     async def vocabulary(self, call: Call) -> Vocabulary:
-        """What the model's tokens look like. Raises ApiError: the client cannot ask for it yet."""
-        message = "Unsupported parameter: 'logprobs': the front cannot show tokens."
-        raise ApiError(400, message, param="logprobs", code="unsupported_parameter")
+        """What the model's tokens look like. Raises ApiError if it has no tokenizer, and the client's
+        errors.
+        """
+        try:
+            return await self._vocabularies.of(call)
+        except Unsupported:
+            message = "Unsupported parameter: 'logprobs': the served model has no tokenizer."
+            raise ApiError(400, message, param="logprobs", code="unsupported_parameter") from None
 
     def forget(self) -> None:
         """Ask for the facts again at the next request: the server has said that they are wrong."""
         self._facts = None
+        self._vocabularies.forget()
 
     async def is_ready(self) -> bool:
         """Whether the server takes requests. Never raises."""
@@ -90,6 +97,7 @@ class Backend:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        await self._vocabularies.close()
         await self.client.close()
 
     async def _ask(self, call: Call) -> ModelFacts:

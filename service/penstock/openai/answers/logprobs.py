@@ -46,7 +46,8 @@ def completion_logprobs(
         made["token_logprobs"].append(_finite(logprob))
         made["top_logprobs"].append(likeliest)
         made["text_offset"].append(text_offset)
-        text_offset += _num_characters(token_id, vocabulary)
+        dropped = 0 if text_offset else vocabulary.dropped_leading_spaces
+        text_offset += _num_characters(token_id, vocabulary, dropped)
     return made, text_offset
 
 
@@ -105,11 +106,15 @@ def _is_text(piece: bytes) -> bool:
     return True
 
 
-def _num_characters(token_id: int, vocabulary: Vocabulary) -> int:
-    """How many characters of the text begin in a token. Special tokens are not in the text."""
+def _num_characters(token_id: int, vocabulary: Vocabulary, dropped: int) -> int:
+    """How many characters of the text begin in a token, of which the text drops this many leading spaces.
+    Special tokens are not in the text.
+    """
     if token_id in vocabulary.special:
         return 0
-    return sum(byte & 0xC0 != 0x80 for byte in vocabulary.bytes_of(token_id))
+    piece = vocabulary.bytes_of(token_id)
+    spaces = len(piece) - len(piece.lstrip(b" ")) if dropped else 0
+    return sum(byte & 0xC0 != 0x80 for byte in piece) - min(dropped, spaces)
 
 
 def _finite(logprob: float) -> float:
