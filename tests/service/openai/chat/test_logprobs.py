@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 from openai.types.chat import ChatCompletionTokenLogprob
+from openai.types.chat.chat_completion_chunk import ChoiceLogprobs
 from openai.types.completion_choice import Logprobs as CompletionLogprobs
 
 from penstock.client import Logprobs
 from penstock.openai.answers.logprobs import chat_logprobs, completion_logprobs, prompt_logprobs
 from penstock.openai.vocabulary import Vocabulary
+from tests.service.codecs import EOS
 from tests.service.openai.chat import shapes
+from tests.service.openai.rig import front_rig
+from tests.service.rig import fake
 
 EURO = "€".encode()
 WORDS = Vocabulary((b"a", b" b", EURO[:2], EURO[2:], b"<|end|>"), frozenset({4}))
@@ -73,3 +78,63 @@ def test_a_prompts() -> None:
         },
         {"2": {"logprob": -0.1, "rank": 1, "decoded_token": "\ufffd"}},
     ]
+
+
+NONE = ChoiceLogprobs()
+SPELLED = [*(bytes([b]) for b in range(256)), b"<|end|>", b"", b"", b""]
+"""The vocabulary of the fake engine, whose last ids the tokenizer does not have."""
+HELLO = [*b"hey", EOS]
+MESSAGES: Any = [{"role": "user", "content": "hi"}]
+
+
+def front() -> Any:
+    return front_rig(fake(scripts={"u:hi|": HELLO, "hi": HELLO}))
+
+
+async def test_of_a_chat_over_http() -> None:
+    """They are those of the same call in gRPC, and a stream's are the same as a whole answer's."""
+    fields: Any = {"model": "fake", "messages": MESSAGES, "logprobs": True, "top_logprobs": 2}
+    async with front() as rig:
+        whole = shapes.chat_completion(
+            (await rig.openai.chat.completions.create(**fields)).to_dict(mode="json")
+        )
+        chunks = [chunk async for chunk in await rig.openai.chat.completions.create(**fields, stream=True)]
+        async with rig.openai.chat.completions.stream(**fields) as stream:
+            streamed = await stream.get_final_completion()
+        client = rig.front.backend.client
+        grpc = await client.generate(messages=MESSAGES, logprobs=2)
+    assert whole.choices[0].logprobs is not None
+    content: Any = whole.choices[0].logprobs.content
+    assert [entry.token for entry in content] == ["h", "e", "y", "<|end|>"]
+    assert grpc.logprobs is not None
+    assert [entry.logprob for entry in content] == list(grpc.logprobs.sampled)
+    for entry, top in zip(content, grpc.logprobs.top, strict=True):
+        assert [(bytes(one.bytes), one.logprob) for one in entry.top_logprobs] == [
+            (SPELLED[token], logprob) for token, logprob in top
+        ]
+    entries = [e for chunk in chunks for e in (chunk.choices[0].logprobs or NONE).content or ()]
+    assert entries == content
+    assert streamed.choices[0].logprobs is not None
+    assert streamed.choices[0].logprobs.content == content
+
+
+async def test_of_a_completion_over_http() -> None:
+    fields: Any = {"model": "fake", "prompt": "hi", "logprobs": 1}
+    async with front() as rig:
+        whole = (await rig.openai.completions.create(**fields)).choices[0].logprobs
+        chunks = [chunk async for chunk in await rig.openai.completions.create(**fields, stream=True)]
+    assert (whole.tokens, whole.text_offset) == (["h", "e", "y", "<|end|>"], [0, 1, 2, 3])
+    streamed = [chunk.choices[0].logprobs for chunk in chunks if chunk.choices[0].logprobs]
+    for name in ("tokens", "token_logprobs", "top_logprobs", "text_offset"):
+        assert [item for one in streamed for item in getattr(one, name)] == getattr(whole, name)
+
+
+async def test_of_prompts_over_http() -> None:
+    async with front() as rig:
+        body = {"model": "fake", "prompt": "hi", "prompt_logprobs": 1}
+        made = (await rig.http.post("/v1/completions", json=body)).json()["choices"][0]["prompt_logprobs"]
+        body = {"model": "fake", "messages": MESSAGES, "prompt_logprobs": 0}
+        of_chat = (await rig.http.post("/v1/chat/completions", json=body)).json()["prompt_logprobs"]
+    assert made[0] is None
+    assert made[1][str(ord("i"))]["decoded_token"] == "i"
+    assert [None if one is None else list(one) for one in of_chat] == [None, *([str(b)] for b in b":hi|")]
