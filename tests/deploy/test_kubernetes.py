@@ -12,6 +12,7 @@ import pytest
 import yaml  # type: ignore[import-untyped]  # ships no hints
 
 from penstock.runtime.errors import ConfigError
+from penstock.server_cli.serving.openai_flags import front_settings
 from penstock.server_cli.serving.serve_flags import server_options
 from tests.deploy.files import ROOT
 from tests.deploy.manifests import FOLDER, VARIANTS, Manifests, health_arguments, manifests, text_of_manifests
@@ -189,9 +190,22 @@ def test_services_budget_and_rules_choose_the_pods_and_their_ports(found: Manife
     )
 
 
-def test_one_service_names_every_pod_and_one_has_an_address(found: Manifests) -> None:
+def test_one_service_names_every_pod_and_others_have_an_address(found: Manifests) -> None:
     headless = {s["metadata"]["name"]: s["spec"].get("clusterIP") for s in found.of_kind("Service")}
-    assert headless == {"penstock": "None", "penstock-balanced": None}
+    of_http = {} if found.serve.openai_port is None else {"penstock-openai": None}
+    assert headless == {"penstock": "None", "penstock-balanced": None} | of_http
+
+
+def test_openais_api_is_had_at_the_port_that_the_service_names() -> None:
+    found = manifests("complete")
+    (port,) = (port for port in found.container["ports"] if port["name"] == "openai")
+    assert port["containerPort"] == found.serve.openai_port
+    (service,) = (s for s in found.of_kind("Service") if s["metadata"]["name"] == "penstock-openai")
+    assert [at["targetPort"] for at in service["spec"]["ports"]] == ["openai"]
+    settings = front_settings(found.serve, server_options(found.serve))
+    assert settings is not None
+    assert settings.tls_cert is not None
+    assert manifests("base").serve.openai_port is None
 
 
 def test_a_drained_node_leaves_a_server(found: Manifests) -> None:

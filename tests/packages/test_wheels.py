@@ -7,6 +7,7 @@ import re
 import subprocess
 import tarfile
 import threading
+import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -111,7 +112,18 @@ def test_the_client_brings_no_engine_and_says_what_is_missing(client: Path) -> N
 @pytest.fixture(scope="module")
 def server(engine: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, str]]:
     """The address of `penstock serve demo`, and what it logged, without a compiler or a home with caches."""
-    flags = ["--port", "0", "--native", "require", "--grace", "0", "--compilation-cache", str(TEST_CACHE)]
+    flags = [
+        "--port",
+        "0",
+        "--openai-port",
+        "0",
+        "--native",
+        "require",
+        "--grace",
+        "0",
+        "--compilation-cache",
+        str(TEST_CACHE),
+    ]
     with subprocess.Popen(
         [str(engine / "penstock"), "serve", "demo", *flags],
         stdout=subprocess.PIPE,
@@ -161,6 +173,16 @@ with Client(sys.argv[1]) as client:
     assert whole == "".join(event.delta for event in events if hasattr(event, "delta"))
     print(whole)
 """
+
+
+def test_the_wheel_has_the_page_and_the_front_that_serves_it(server: tuple[str, str]) -> None:
+    found = re.search(r"openai on (\S+)", server[1])
+    assert found, server[1]
+    with urllib.request.urlopen(f"{found[1]}/", timeout=60) as reply:
+        page = reply.read().decode()
+    for path in re.findall(r'(?:src|href)="([^"]+)"', page):
+        with urllib.request.urlopen(f"{found[1]}/{path.removeprefix('/')}", timeout=60) as reply:
+            assert reply.read(), path
 
 
 def test_both_environments_call_it_from_python(server: tuple[str, str], client: Path, engine: Path) -> None:

@@ -82,7 +82,7 @@ async def test_the_front_serves_it_and_answers_as_it_says() -> None:
         against(made, "Error", refused.json())
 
 
-ASKED = {
+ASKED: dict[str, dict[str, Any]] = {
     "/v1/chat/completions": {"messages": [{"role": "user", "content": "a"}]},
     "/v1/completions": {"prompt": "a"},
     "/v1/responses": {"input": "a"},
