@@ -180,8 +180,8 @@ def test_the_wheel_has_the_page_and_the_front_that_serves_it(server: tuple[str, 
     assert found, server[1]
     with urllib.request.urlopen(f"{found[1]}/", timeout=60) as reply:
         page = reply.read().decode()
-    for path in re.findall(r'(?:src|href)="([^"]+)"', page):
-        with urllib.request.urlopen(f"{found[1]}/{path.removeprefix('/')}", timeout=60) as reply:
+    for path in re.findall(r'(?:src|href)="(page/[^"]+)"', page):
+        with urllib.request.urlopen(f"{found[1]}/{path}", timeout=60) as reply:
             assert reply.read(), path
 
 
