@@ -21,6 +21,7 @@ from penstock.openai.edge import Edge
 from penstock.openai.endpoints import Endpoint, mark, params_of
 from penstock.openai.failures import ApiError, ClientGone, error_response, of_client_error
 from penstock.openai.front import Front, front_of
+from penstock.openai.requests.tokens import PARAMS
 from penstock.openai.routes.chat import chat
 from penstock.openai.routes.completions import completions
 from penstock.openai.routes.health import health
@@ -29,9 +30,11 @@ from penstock.openai.routes.models import list_models, show_model
 from penstock.openai.routes.openapi import openapi
 from penstock.openai.routes.page import show_page, show_page_file
 from penstock.openai.routes.responses import create_response
+from penstock.openai.routes.tokens import detokenize, embed, tokenize
 from penstock.openai.schemas.chat import ChatBody
 from penstock.openai.schemas.completions import CompletionBody
 from penstock.openai.schemas.responses import ResponsesBody
+from penstock.openai.schemas.tokens import DetokenizeBody, EmbeddingBody, TokenizeBody
 
 PAGE: Final = (
     Endpoint("GET", "/", show_page, "The web page.", is_api=False),
@@ -44,6 +47,9 @@ ENDPOINTS: Final = (
     Endpoint("POST", "/v1/chat/completions", chat, "Continues a conversation.", ChatBody),
     Endpoint("POST", "/v1/completions", completions, "Continues texts.", CompletionBody),
     Endpoint("POST", "/v1/responses", create_response, "Answers a list of items.", ResponsesBody),
+    Endpoint("POST", "/v1/embeddings", embed, "Refused: no server makes embeddings.", EmbeddingBody),
+    Endpoint("POST", "/tokenize", tokenize, "The tokens of a text or a conversation.", TokenizeBody, PARAMS),
+    Endpoint("POST", "/detokenize", detokenize, "The text of tokens.", DetokenizeBody, PARAMS),
     Endpoint("GET", "/v1/models", list_models, "The models that are served."),
     Endpoint("GET", "/v1/models/{model:path}", show_model, "One model."),
     Endpoint("GET", "/health", health, "Whether the front and its server take requests.", is_api=False),

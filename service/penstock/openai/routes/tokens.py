@@ -1,0 +1,67 @@
+"""POST /tokenize and /detokenize, in vLLM's shapes, and the refusal of /v1/embeddings."""
+
+from __future__ import annotations
+
+from typing import NoReturn
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from penstock.openai.calls import Call, call_of
+from penstock.openai.failures import ApiError
+from penstock.openai.front import Front, front_of
+from penstock.openai.reading import read_body
+from penstock.openai.replying import answered, json_response
+from penstock.openai.requests.tokens import chat_of
+from penstock.openai.schemas.tokens import DetokenizeBody, EmbeddingBody, TokenizeBody
+
+
+async def tokenize(request: Request) -> Response:
+    """Tell the tokens that the model would be given."""
+    call, body, front = call_of(request), await read_body(request, TokenizeBody), front_of(request)
+    chat = chat_of(body)
+    await _check_model(body.model, front, call)
+    asked = front.backend.client.tokenize(
+        body.prompt,
+        add_special_tokens=body.add_special_tokens,
+        timeout=call.timeout,
+        metadata=call.metadata,
+        **chat,
+    )
+    told = await answered(request, asked)
+    texts = None
+    if body.return_token_strs:
+        vocabulary = await front.backend.vocabulary(call)
+        texts = [vocabulary.bytes_of(i).decode("utf-8", "replace") for i in told.token_ids]
+    return json_response(
+        {
+            "count": len(told.token_ids),
+            "max_model_len": told.max_context_tokens,
+            "tokens": told.token_ids,
+            "token_strs": texts,
+        }
+    )
+
+
+async def detokenize(request: Request) -> Response:
+    """Tell the text of tokens, special ones included."""
+    call, body, front = call_of(request), await read_body(request, DetokenizeBody), front_of(request)
+    await _check_model(body.model, front, call)
+    asked = front.backend.client.detokenize(
+        body.tokens, skip_special_tokens=False, timeout=call.timeout, metadata=call.metadata
+    )
+    return json_response({"prompt": await answered(request, asked)})
+
+
+async def embed(request: Request) -> NoReturn:
+    """Refuse: no server has an RPC that embeds."""
+    await read_body(request, EmbeddingBody)
+    message = "the models that Penstock serves write text; they make no embeddings"
+    raise ApiError(501, message, code="unsupported_endpoint", may_retry=False)
+
+
+async def _check_model(model: str | None, front: Front, call: Call) -> None:
+    """Raise ApiError for a model that is not served: the RPCs do not ask which one is wanted."""
+    if model is not None and model != (await front.backend.facts(call)).model:
+        message = f"the model {model[:200]!r} is not served here"
+        raise ApiError(404, message, param="model", code="model_not_found")
