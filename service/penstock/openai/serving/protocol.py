@@ -77,11 +77,16 @@ class BoundedProtocol(HttpToolsProtocol):
         self._is_refused = False
         self._must_read_by: float | None = None
         """Until when the peer must have taken what waits for it; None while nothing does."""
+        self._must_send_by: float | None = None
+        """Until when the rest of a body may come that nobody reads, because its reply has been sent."""
 
     def check(self, now: float) -> None:
         """Close the connection if the peer's time is over. Called every now and then."""
         if self._must_read_by is not None and now > self._must_read_by:
             self._all.meters.closed_connections.labels("stalled_reader").inc()
+            self.transport.abort()
+        elif self._must_send_by is not None and now > self._must_send_by:
+            self._all.meters.closed_connections.labels("unread_body").inc()
             self.transport.abort()
         elif self._phase is _Phase.HEAD and now > self._head_since + self._all.bounds.header_timeout_s:
             self._refuse(408, "the headers of the request took too long", "header_timeout")
@@ -179,8 +184,18 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def on_message_complete(self) -> None:
         self._phase = _Phase.BETWEEN
+        self._must_send_by = None
         if not self._is_refused:
             super().on_message_complete()
+
+    def on_response_complete(self) -> None:
+        """Called when a reply has been written, which may be before its request's body has come: an error
+        does not wait for that. The rest is dropped, but not for ever, and not cut off at once: the client
+        would lose the reply.
+        """
+        if self._phase is _Phase.BODY:
+            self._must_send_by = time.monotonic() + self._all.bounds.header_timeout_s
+        super().on_response_complete()
 
     def _begin_head(self) -> None:
         self._phase = _Phase.HEAD

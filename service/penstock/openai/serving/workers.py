@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import pickle
@@ -25,8 +26,8 @@ log = logging.getLogger("penstock.openai")
 
 _PROGRAM: Final = "penstock.openai.serving.worker"
 _SHORT_LIFE_S: Final = 5.0
-"""A worker that lived for less than this is replaced after a pause."""
-_PAUSE_S: Final = 1.0
+"""A worker that lived for less than this is replaced after a pause, which gets longer each time."""
+_MOST_PAUSE_S: Final = 30.0
 _KILL_S: Final = CLOSE_S + 5.0
 """How long a worker may take after its grace until it is killed."""
 
@@ -48,12 +49,12 @@ class _Workers:
     async def run(self, on_ready: Callable[[], None]) -> int:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, self._stop)
+            loop.add_signal_handler(number, self._on_signal)
         stopping = asyncio.create_task(self._told_to_stop.wait())
         starting = asyncio.gather(*(self._start() for _ in range(self._settings.workers)))
         await asyncio.wait((stopping, starting), return_when=asyncio.FIRST_COMPLETED)
         if starting.done() and not all(starting.result()):
-            self._stop()
+            self._on_signal()
             await self._ended()
             return 1
         watching = []
@@ -61,10 +62,8 @@ class _Workers:
             on_ready()
             watching = [asyncio.create_task(self._watch(process)) for process in list(self._running)]
         await stopping
-        await asyncio.gather(starting, return_exceptions=True)
-        self._stop()  # those that had not started when the signal came
         await self._ended()
-        await asyncio.gather(*watching)
+        await asyncio.gather(starting, *watching)
         return 0
 
     async def _start(self) -> asyncio.subprocess.Process | None:
@@ -86,6 +85,8 @@ class _Workers:
         self._running.add(process)
         assert process.stdin is not None, "it is a pipe"
         process.stdin.write(pickle.dumps(self._settings))
+        if self._told_to_stop.is_set():  # while the process was being made
+            process.terminate()
         if await asyncio.to_thread(_read_all, ready) != READY:
             await self._reap(process)
             return None
@@ -94,16 +95,18 @@ class _Workers:
     async def _watch(self, process: asyncio.subprocess.Process) -> None:
         """Replace a worker whenever it dies, until the front is told to stop."""
         current: asyncio.subprocess.Process | None = process
-        began = time.monotonic()
-        while not self._told_to_stop.is_set():
+        began, pause_s = time.monotonic(), 0.0
+        while True:
             if current is not None:
                 await self._reap(current)
             if self._told_to_stop.is_set():
                 return
-            code = None if current is None else current.returncode
-            log.error("a worker ended by itself with %s and is replaced; its requests have failed", code)
-            if current is None or time.monotonic() < began + _SHORT_LIFE_S:
-                await asyncio.sleep(_PAUSE_S)
+            log.error("a worker ended by itself and is replaced; its requests have failed")
+            lived_s = time.monotonic() - began
+            pause_s = 0.0 if lived_s > _SHORT_LIFE_S else min(_MOST_PAUSE_S, 2 * pause_s + 1.0)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._told_to_stop.wait(), pause_s)
+                return
             began = time.monotonic()
             current = await self._start()
 
@@ -113,7 +116,7 @@ class _Workers:
             self._running.discard(process)
             multiprocess.mark_process_dead(process.pid, self._folder)  # type: ignore[no-untyped-call]  # no hints
 
-    def _stop(self) -> None:
+    def _on_signal(self) -> None:
         """Ask all workers to stop. A second signal reaches them as such, and ends them at once."""
         self._told_to_stop.set()
         for process in self._running:
@@ -122,15 +125,15 @@ class _Workers:
 
     async def _ended(self) -> None:
         """Wait until all workers have ended; those that take too long are killed."""
-        waiting = [asyncio.ensure_future(process.wait()) for process in self._running]
-        if waiting:
-            _, late = await asyncio.wait(waiting, timeout=self._settings.grace_s + _KILL_S)
-            if late:
-                log.error("%d workers did not end in time, and are killed", len(late))
-                for process in self._running:
-                    if process.returncode is None:
-                        process.kill()
-                await asyncio.wait(late)
+        give_up_at = time.monotonic() + self._settings.grace_s + _KILL_S
+        while running := [process for process in self._running if process.returncode is None]:
+            left_s = give_up_at - time.monotonic()
+            if left_s <= 0:
+                log.error("%d workers did not end in time, and are killed", len(running))
+                for process in running:
+                    process.kill()
+            waiting = [asyncio.ensure_future(process.wait()) for process in running]
+            await asyncio.wait(waiting, timeout=left_s if left_s > 0 else None)
 
 
 def _read_all(descriptor: int) -> bytes:

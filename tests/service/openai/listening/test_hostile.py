@@ -182,6 +182,19 @@ async def test_a_body_that_does_not_arrive_is_given_up() -> None:
         await serves(rig)
 
 
+async def test_a_body_that_nobody_reads_may_not_go_on_for_ever() -> None:
+    async with hostile_rig(header_timeout_s=0.3) as rig, peer(rig) as (reader, writer):
+        writer.write(b"POST /nowhere HTTP/1.1\r\nhost: x\r\ncontent-length: 1000000\r\n\r\n")
+        async with asyncio.timeout(WAIT_S):
+            assert (await reader.readuntil(b"}}")).startswith(b"HTTP/1.1 404")
+            with contextlib.suppress(ConnectionError):
+                while not reader.at_eof():
+                    writer.write(b"x")
+                    await writer.drain()
+                    await asyncio.sleep(0.05)
+        await serves(rig)
+
+
 async def test_bodies_on_their_way_are_bounded_together() -> None:
     async with hostile_rig(max_body_bytes=4096, max_waiting_body_bytes=5000) as rig, peer(rig) as (_, first):
         first.write(HEAD + b"content-length: 4096\r\n\r\n" + b" " * 4000)

@@ -130,7 +130,7 @@ def is_alive(pid: int) -> bool:
 @pytest.mark.sweep
 async def test_sigterm_lets_a_stream_end_and_a_second_signal_does_not() -> None:
     engine = fake(hold=True)
-    async with program(engine=engine) as front, httpx.AsyncClient(timeout=LIMIT_S) as http:
+    async with program("--workers", "2", engine=engine) as front, httpx.AsyncClient(timeout=LIMIT_S) as http:
         engine.step(2)
         body = {"model": "fake", "prompt": "a", "max_tokens": 5, "stream": True}
         async with http.stream("POST", f"{front.url}/v1/completions", json=body) as reply:
