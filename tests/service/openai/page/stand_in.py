@@ -19,7 +19,7 @@ import uvicorn
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
-from starlette.routing import Route
+from starlette.routing import Mount, Route
 
 from penstock.openai.routes.page import show_page, show_page_file
 
@@ -102,13 +102,14 @@ class StandIn:
         self._released.set()
 
     def app(self) -> Starlette:
+        routes = [
+            Route("/", show_page),
+            Route("/page/{name:path}", show_page_file),
+            Route("/v1/models", self._list_models),
+            Route("/v1/chat/completions", self._answer, methods=["POST"]),
+        ]
         return Starlette(
-            routes=[
-                Route("/", show_page),
-                Route("/page/{name:path}", show_page_file),
-                Route("/v1/models", self._list_models),
-                Route("/v1/chat/completions", self._answer, methods=["POST"]),
-            ]
+            routes=[Mount("/under/a-prefix", routes=routes), *routes]  # as a proxy may serve it
         )
 
     async def _list_models(self, request: Request) -> Response:

@@ -223,6 +223,17 @@ def test_an_answer_and_its_request_can_be_copied(page: Page) -> None:
     assert "secret" not in command
 
 
+def test_the_page_works_under_a_prefix(page: Page) -> None:
+    before = len(page.tab.asked)
+    page.tab.open(f"{page.server.url}under/a-prefix/")
+    page.tab.wait("document.querySelector('#model').value === 'toy'")
+    page.ask("Hello", said("Hi"))
+    page.ends()
+    asked = page.tab.asked[before:]
+    assert len(asked) > 20
+    assert [url for url in asked if not url.startswith(f"{page.server.url}under/a-prefix/")] == []
+
+
 def test_the_newest_text_stays_in_view_unless_the_reader_scrolls_away(page: Page) -> None:
     lines = [delta(f"Line {number}\n\n", tokens=number) for number in range(60)]
     page.ask("Hello", [*lines, Hold(), *lines, Hold(), *lines, delta(finish="stop")])

@@ -83,11 +83,25 @@ def test_an_event_that_is_not_complete_is_none(page: Page) -> None:
         ("1. a\n   - b\n2. c", '<ol start="1"><li>a<ul><li>b</li></ul></li><li>c</li></ol>'),
         ("> a\n> b", "<blockquote><p>a\nb</p></blockquote>"),
         ("---", "<hr>"),
+        ("# ", "<p># </p>"),
+        ("# C#", "<h2>C#</h2>"),
+        ("a | b", "<p>a | b</p>"),
+        ("a | b\n--|--|--", "<p>a | b\n--|--|--</p>"),
         ("<b>&amp;</b>", "<p>&lt;b&gt;&amp;amp;&lt;/b&gt;</p>"),
     ],
 )
 def test_markdown_becomes_elements(page: Page, text: str, html: str) -> None:
     assert page.tab.evaluate(SHOW % json.dumps(text)) == html
+
+
+def test_tables_have_a_head_rows_and_columns(page: Page) -> None:
+    shown = page.tab.evaluate(SHOW % json.dumps("| a | *b* |\n|:--|--:|\n| 1 | `x\\|y` |\n| 2 |\n\nc"))
+    assert shown == (
+        '<div class="table" tabindex="0"><table>'
+        '<thead><tr><th class="start">a</th><th class="end"><em>b</em></th></tr></thead>'
+        '<tbody><tr><td class="start">1</td><td class="end"><code>x|y</code></td></tr>'
+        '<tr><td class="start">2</td><td class="end"></td></tr></tbody></table></div><p>c</p>'
+    )
 
 
 @pytest.mark.parametrize("text", ["```py\na\n\nb\n```", "~~~py\na\n\nb\n~~~", "```py\na\n\nb"])
@@ -118,6 +132,9 @@ def test_a_text_that_grows_looks_like_one_that_came_at_once(page: Page) -> None:
         "h\n",
         "~~~",
         "   i",
+        "|",
+        "a|b\n",
+        "-|-\n",
     ]
     texts: list[Any] = ["".join(draw.choices(parts, k=draw.randint(1, 14))) for _ in range(400)]
     assert page.tab.evaluate(GROW % json.dumps(texts)) == []

@@ -61,7 +61,17 @@ def test_an_answer_as_it_was_written_is_text(page: Page) -> None:
 
 
 @pytest.mark.parametrize(
-    "form", ["```{0}\n{0}\n```", "# {0}", "- {0}", "> {0}", "**{0}**", "`{0}`", "1. {0}\n   - {0}"]
+    "form",
+    [
+        "```{0}\n{0}\n```",
+        "# {0}",
+        "- {0}",
+        "> {0}",
+        "**{0}**",
+        "`{0}`",
+        "a|b\n-|-\n{0}|{0}",
+        "1. {0}\n   - {0}",
+    ],
 )
 def test_every_kind_of_block_is_text(page: Page, form: str) -> None:
     page.ask("Hello", [delta("\n\n".join(form.format(text) for text in BAD)), delta(finish="stop")])
@@ -137,7 +147,10 @@ def test_the_browser_itself_refuses_what_the_page_never_does(page: Page) -> None
 
 def test_marks_that_are_never_closed_do_not_freeze_the_page(page: Page) -> None:
     """Looking for the end of each through the whole rest would take minutes."""
-    page.ask("Hello", [delta("**a " * 120_000), delta("`" * 5_000), delta(finish="stop")])
+    blank = " " * 200_000
+    lines = [f"# x{blank}x", f"``` {blank}`", f"- {blank}x", f"|{blank}|{blank}x", f"-{blank}x", "#" * 200_000]
+    whole = "\n\n".join(["**a " * 120_000, *lines, "x" + "`" * 5_000])
+    page.ask("Hello", [delta(whole), delta(finish="stop")])
     page.ends()
     page.tab.click("#new-chat")
     assert page.tab.texts(".turn") == []

@@ -1,11 +1,14 @@
 // Takes Markdown apart into blocks: the small part of it that models write most. What is not known stays as it is
 // written. Nothing here touches the page, and no text is ever taken for HTML.
 
-const FENCE = /^ {0,3}(`{3,}|~{3,})\s*([^\s`]*)[^`]*$/;
-const HEADING = /^ {0,3}(#{1,6})\s+(.+?)\s*#*\s*$/;
+// No pattern has two parts side by side that can match the same letters: on a long line the ways to share them out
+// would be too many to try.
+const FENCE = /^ {0,3}(`{3,}|~{3,})([^`]*)$/;
+const HEADING = /^ {0,3}(#{1,6})\s(.*)$/;
 const ITEM = /^(\s*)(?:([-*+])|(\d{1,9})[.)])\s+(.*)$/;
 const RULE = /^ {0,3}([-*_])(?:\s*\1){2,}\s*$/;
 const QUOTE = /^ {0,3}> ?(.*)$/;
+const DASHES = /^:?-+:?$/;
 
 /** The blocks of `text` from `offset` on, in order. Each has its `kind` and the offset where it begins. */
 export function blocks(text, offset = 0) {
@@ -17,7 +20,8 @@ export function blocks(text, offset = 0) {
       at += 1;
       continue;
     }
-    const [block, next] = code(lines, at) ?? single(lines, at) ?? quote(lines, at) ?? list(lines, at) ?? paragraph(lines, at);
+    const [block, next] = code(lines, at) ?? single(lines, at) ?? quote(lines, at) ?? list(lines, at)
+      ?? table(lines, at) ?? paragraph(lines, at);
     found.push({ ...block, begin: lines[at].begin });
     at = next;
   }
@@ -40,7 +44,7 @@ function code(lines, at) {
   let end = at + 1;
   while (end < lines.length && !closes(lines[end].text, fence[1])) end += 1;
   const text = lines.slice(at + 1, end).map((line) => line.text).join("\n");
-  return [{ kind: "code", language: fence[2], text }, end + 1];
+  return [{ kind: "code", language: fence[2].trim().split(/\s/)[0], text }, end + 1];
 }
 
 function closes(line, fence) {
@@ -52,8 +56,17 @@ function closes(line, fence) {
 function single(lines, at) {
   const { text } = lines[at];
   const heading = HEADING.exec(text);
-  if (heading) return [{ kind: "heading", level: heading[1].length, text: heading[2] }, at + 1];
+  if (heading?.[2].trim()) {
+    return [{ kind: "heading", level: heading[1].length, text: withoutMarks(heading[2].trim()) }, at + 1];
+  }
   return RULE.test(text) ? [{ kind: "rule" }, at + 1] : null;
+}
+
+/** The text of a heading without the marks that may close it, as in "## Title ##". */
+function withoutMarks(text) {
+  let end = text.length;
+  while (text[end - 1] === "#") end -= 1;
+  return text[end - 1] === " " ? text.slice(0, end).trimEnd() : text;
 }
 
 function quote(lines, at) {
@@ -85,6 +98,26 @@ function list(lines, at) {
     end += 1;
   }
   return [{ kind: "list", items }, end];
+}
+
+/** `rows` are lists of texts, the first of which is the head; all are as long as the head. */
+function table(lines, at) {
+  const head = cells(lines[at].text);
+  const dashes = cells(lines[at + 1]?.text ?? "");
+  if (!head || dashes?.length !== head.length || !dashes.every((cell) => DASHES.test(cell))) return null;
+  const rows = [head];
+  let end = at + 2;
+  for (let row; end < lines.length && (row = cells(lines[end].text)); end += 1) rows.push(head.map((_, i) => row[i] ?? ""));
+  const aligned = dashes.map((cell) => (!cell.endsWith(":") ? "start" : cell.startsWith(":") ? "center" : "end"));
+  return [{ kind: "table", rows, aligned }, end];
+}
+
+/** The cells of a line of a table; null for a line that has no "|". */
+function cells(line) {
+  const text = line.trim();
+  if (!text.includes("|")) return null;
+  const inner = text.slice(text.startsWith("|") ? 1 : 0, text.endsWith("|") && !text.endsWith("\\|") ? -1 : text.length);
+  return inner.split(/(?<!\\)\|/).map((cell) => cell.trim().replaceAll("\\|", "|"));
 }
 
 function paragraph(lines, at) {

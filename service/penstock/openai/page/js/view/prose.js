@@ -44,6 +44,7 @@ function shown(block) {
   if (block.kind === "code") return code(block);
   if (block.kind === "rule") return element("hr");
   if (block.kind === "list") return list(block.items);
+  if (block.kind === "table") return table(block);
   if (block.kind === "quote") return element("blockquote", {}, element("p", {}, ...spans(block.text)));
   // The page has an h1 itself, and a model's headings begin below it.
   if (block.kind === "heading") return element(`h${Math.min(block.level + 1, 6)}`, {}, ...spans(block.text));
@@ -72,6 +73,13 @@ function list(items) {
     lists.at(-1).append(element("li", {}, ...spans(item.text)));
   }
   return lists[0];
+}
+
+function table({ rows: [head, ...rows], aligned }) {
+  const row = (tag, cells) => element("tr", {}, ...cells.map((cell, at) => element(tag, { class: aligned[at] }, ...spans(cell))));
+  // A wide table scrolls by itself, so the keyboard must reach it.
+  return element("div", { class: "table", tabindex: "0" },
+    element("table", {}, element("thead", {}, row("th", head)), element("tbody", {}, ...rows.map((cells) => row("td", cells)))));
 }
 
 const TAGS = { code: "code", strong: "strong", emphasis: "em" };
