@@ -93,6 +93,29 @@ async def test_a_format_is_parsed() -> None:
             assert (await stream.get_final_response()).output_parsed == Place(city="Rome")
 
 
+async def test_logprobs_spell_the_text_and_not_the_reasoning() -> None:
+    """Every token of the fake engine is a byte. Its values are those of the same request in gRPC."""
+    fields: Any = {"include": ["message.output_text.logprobs"], "top_logprobs": 1}
+    async with front_rig(scripted({"u:hi|a:": "<think>\nHm.\n</think>\n\nHi, é."})) as rig:
+        whole = (await post(rig, **fields)).json()["output"][1]["content"][0]
+        events = events_of((await post(rig, stream=True, **fields)).text)
+        client = rig.front.backend.client
+        grpc = await client.generate(messages=[{"role": "user", "content": "hi"}], logprobs=1)
+    assert bytes(byte for entry in whole["logprobs"] for byte in entry["bytes"]) == "Hi, é.".encode()
+    assert grpc.logprobs is not None
+    values = list(grpc.logprobs.sampled)[-8:-1]  # the text is followed by the end token
+    assert [entry["logprob"] for entry in whole["logprobs"]] == values
+    assert [len(entry["top_logprobs"]) for entry in whole["logprobs"]] == [1] * 7
+    assert accumulated(events)["output"][1]["content"][0] == whole
+    sent = [
+        entry
+        for event in events
+        if event["type"].endswith("text.delta")
+        for entry in event.get("logprobs", ())
+    ]
+    assert sent == whole["logprobs"]
+
+
 @pytest.mark.parametrize("streams", [False, True])
 async def test_an_agent_calls_a_tool_and_goes_on(streams: bool) -> None:
     """All items of an answer are sent back as they came, as agents do."""
