@@ -76,6 +76,7 @@ ENDPOINTS = (Endpoint("POST", "/read", read, "Reads.", Read),)
             "unsupported_parameter",
             "Unsupported parameter: 'parts[0].audio': it is text.",
         ),
+        ({"store": 0}, "store", "invalid_type", "Invalid type for 'store': input should be a valid boolean."),
         ({"store": True}, "store", "unsupported_value", "Unsupported value: 'store': input should be False."),
     ],
 )

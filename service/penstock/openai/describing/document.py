@@ -96,15 +96,22 @@ def _answer(path: str) -> dict[str, Any]:
     whole, event = ANSWERS[path]
     content = _json(whole)
     if event is not None:
-        content |= {
-            "text/event-stream": {
-                "schema": {
-                    "type": "string",
-                    "description": f"With `stream`: server-sent events, whose data are objects of {event}.",
-                }
-            }
-        }
+        content |= {"text/event-stream": {"schema": _event(event)}}
     return {"description": "The answer.", "content": content}
+
+
+def _event(name: str) -> dict[str, Any]:
+    """An event of a stream. OpenAPI 3.1 does not say what a schema of a stream describes; programs that look
+    into streams take it for that of one event, as OpenAPI 3.2 does.
+    """
+    told = [{"$ref": f"#/components/schemas/{kind}"} for kind in (name, "Error")]
+    data = {"type": "string", "contentMediaType": "application/json", "contentSchema": {"anyOf": told}}
+    return {
+        "type": "object",
+        "description": f"With `stream`: server-sent events, whose data are objects of {name}.",
+        "required": ["data"],
+        "properties": {"data": {"anyOf": [{"const": "[DONE]"}, data]}},
+    }
 
 
 def _errors(endpoint: Endpoint) -> dict[str, Any]:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar, Final, Literal
+from typing import Annotated, Any, ClassVar, Final, Literal
 
-from pydantic import BaseModel, ConfigDict, GetCoreSchemaHandler, model_validator
-from pydantic_core import CoreSchema
+from pydantic import BaseModel, BeforeValidator, ConfigDict, GetCoreSchemaHandler, model_validator
+from pydantic_core import CoreSchema, PydanticCustomError
 
 IGNORED: Final = frozenset(
     {
@@ -22,6 +22,16 @@ IGNORED: Final = frozenset(
 """Fields of a request's body that change nothing in what a model answers here, and that clients send anyway.
 """
 
+
+def _no_number(value: Any) -> Any:
+    """The value itself. In Python 0 equals False and 1 equals True; in a body they are different things."""
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        raise PydanticCustomError("bool_type", "Input should be a valid boolean")
+    return value
+
+
+OnlyFalse = Annotated[Literal[False], BeforeValidator(_no_number)]
+OnlyTrue = Annotated[Literal[True], BeforeValidator(_no_number)]
 
 MOST_KEYS: Final = 200
 """Of an object whose fields are known."""
@@ -84,5 +94,5 @@ class RequestBody(Body):
 
     ignored: ClassVar[frozenset[str]] = IGNORED
 
-    store: Literal[False] = False
+    store: OnlyFalse | None = None
     """Nothing is stored, so true is refused."""

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar
 
 from pydantic import BeforeValidator, Field
 from pydantic_core import PydanticCustomError
 
+from penstock.openai.schemas.base import OnlyFalse
 from penstock.openai.schemas.sampling import LACKING, SamplingBody
 
 MAX_PROMPTS = 256
@@ -52,7 +53,7 @@ class CompletionBody(SamplingBody):
     logprobs: int | None = Field(default=None, ge=0)
     best_of: int | None = None
     """Only the number that `n` has, as the best of n choices are all of them."""
-    echo: Literal[False] | None = None
+    echo: OnlyFalse | None = None
 
     unsupported: ClassVar[Mapping[str, str]] = {
         **{name: why for name, why in LACKING.items() if name != "best_of"},

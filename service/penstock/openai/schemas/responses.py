@@ -7,7 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Discriminator, Field, StringConstraints, Tag
 
-from penstock.openai.schemas.base import IGNORED, Body
+from penstock.openai.schemas.base import IGNORED, Body, OnlyFalse
 from penstock.openai.schemas.response_items import Item, Other
 from penstock.openai.schemas.sampling import LACKING, GenerationBody
 
@@ -24,7 +24,7 @@ class FunctionTool(Body):
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
     """Whether calls follow the schema in any case. Left out, they need not, as opposed to OpenAI's API."""
-    defer_loading: Literal[False] | None = None
+    defer_loading: OnlyFalse | None = None
     allowed_callers: list[Literal["direct"]] | None = None
 
     unsupported: ClassVar[Mapping[str, str]] = {
@@ -101,7 +101,7 @@ class Reasoning(Body):
 class ResponseStreamOptions(Body):
     """What a stream has besides the answer."""
 
-    include_obfuscation: Literal[False] | None = None
+    include_obfuscation: OnlyFalse | None = None
     """The front sends no obfuscation, so it can only be switched off."""
 
 

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from penstock.openai.schemas.base import Body, RequestBody
+from penstock.openai.schemas.base import Body, OnlyFalse, OnlyTrue, RequestBody
 
 
 class StreamOptions(Body):
@@ -19,7 +19,7 @@ class StreamOptions(Body):
     """Send a last chunk with the usage, and without choices."""
     continuous_usage_stats: bool | None = None
     """vLLM's: send the usage so far in every chunk; only with `include_usage`."""
-    include_obfuscation: Literal[False] | None = None
+    include_obfuscation: OnlyFalse | None = None
     """The front sends no obfuscation, so it can only be switched off."""
 
 
@@ -49,7 +49,7 @@ class StructuredOutputs(Body):
     regex: str | None = None
     choice: list[str] | None = None
     grammar: str | None = None
-    json_object: Literal[True] | None = None
+    json_object: OnlyTrue | None = None
 
 
 class GenerationBody(RequestBody):
