@@ -7,12 +7,25 @@ from typing import Any
 from penstock.client import Generation, Output, ToolCall
 from penstock.openai.answers.finishing import finish_reason, stop_reason
 from penstock.openai.answers.frames import Wanted
-from penstock.openai.answers.logprobs import chat_logprobs, prompt_logprobs
+from penstock.openai.answers.large import chat_logprobs_json, prompt_logprobs_json, spliced
 from penstock.openai.answers.usage import usage_dict
+from penstock.openai.jsonbytes import json_bytes
+
+
+async def chat_answer(answer: Generation, created: int, wanted: Wanted) -> bytes:
+    """The JSON of `chat_completion`, with log-probabilities. Raises ApiError if an output was aborted."""
+    made = chat_completion(answer, created, wanted)
+    if wanted.vocabulary is None:
+        return json_bytes(made)
+    choices = [{"logprobs": await chat_logprobs_json(output, wanted.vocabulary)} for output in answer.outputs]
+    more = {}
+    if answer.prompt.logprobs is not None:
+        more["prompt_logprobs"] = await prompt_logprobs_json(answer.prompt, wanted.vocabulary)
+    return spliced(made, more, choices)
 
 
 def chat_completion(answer: Generation, created: int, wanted: Wanted) -> dict[str, Any]:
-    """The object "chat.completion". Raises ApiError if an output was aborted."""
+    """The object "chat.completion", without log-probabilities. Raises ApiError if an output was aborted."""
     made: dict[str, Any] = {
         "id": answer.request_id,
         "object": "chat.completion",
@@ -21,10 +34,6 @@ def chat_completion(answer: Generation, created: int, wanted: Wanted) -> dict[st
         "choices": [_choice(output, wanted) for output in answer.outputs],
         "usage": usage_dict(answer.usage),
     }
-    if answer.prompt.logprobs is not None and wanted.vocabulary is not None:
-        made["prompt_logprobs"] = prompt_logprobs(
-            answer.prompt.logprobs, answer.prompt.token_ids, wanted.vocabulary
-        )
     if wanted.token_ids:
         made["prompt_token_ids"] = answer.prompt.token_ids
     return made
@@ -55,9 +64,6 @@ def _choice(output: Output, wanted: Wanted) -> dict[str, Any]:
         "finish_reason": finish_reason(output.finish, has_calls=bool(calls)),
         **stop_reason(output.finish),
     }
-    if output.logprobs is not None and wanted.vocabulary is not None:
-        content = chat_logprobs(output.logprobs, output.token_ids, wanted.vocabulary)
-        choice["logprobs"] = {"content": content, "refusal": None}
     if wanted.token_ids:
         choice["token_ids"] = output.token_ids
     return choice

@@ -5,14 +5,15 @@ from __future__ import annotations
 from starlette.requests import Request
 from starlette.responses import Response
 
-from penstock.openai.answers.chat import chat_completion
+from penstock.openai.answers.chat import chat_answer
 from penstock.openai.answers.chat_chunks import chat_chunks
 from penstock.openai.answers.frames import Wanted, usage_wanted
+from penstock.openai.answers.large import Bound, read_whole
 from penstock.openai.calls import call_of
 from penstock.openai.endpoints import name_params
 from penstock.openai.front import front_of
 from penstock.openai.reading import read_body
-from penstock.openai.replying import answered, json_response, sse
+from penstock.openai.replying import answered, sse
 from penstock.openai.requests.chat import chat_options, chat_params
 from penstock.openai.schemas.chat import ChatBody
 
@@ -35,7 +36,11 @@ async def chat(request: Request) -> Response:
         stream = backend.client.stream(timeout=call.timeout, metadata=call.metadata, **options)
         chunks = chat_chunks(stream, call.created, body.n or 1, wanted, usage_wanted(body.stream_options))
         return await sse(request, chunks)
-    answer = await answered(
-        request, backend.client.generate(timeout=call.timeout, metadata=call.metadata, **options)
-    )
-    return json_response(chat_completion(answer, call.created, wanted))
+    if needs_texts:
+        stream = backend.client.stream(timeout=call.timeout, metadata=call.metadata, **options)
+        answer = await answered(request, read_whole(stream, Bound()))
+    else:
+        answer = await answered(
+            request, backend.client.generate(timeout=call.timeout, metadata=call.metadata, **options)
+        )
+    return Response(await chat_answer(answer, call.created, wanted), media_type="application/json")

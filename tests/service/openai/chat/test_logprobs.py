@@ -5,11 +5,13 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import pytest
 from openai.types.chat import ChatCompletionTokenLogprob
 from openai.types.chat.chat_completion_chunk import ChoiceLogprobs
 from openai.types.completion_choice import Logprobs as CompletionLogprobs
 
 from penstock.client import Logprobs
+from penstock.openai.answers import large
 from penstock.openai.answers.logprobs import chat_logprobs, completion_logprobs, prompt_logprobs
 from penstock.openai.vocabulary import Vocabulary
 from tests.service.codecs import EOS
@@ -138,3 +140,33 @@ async def test_of_prompts_over_http() -> None:
     assert made[0] is None
     assert made[1][str(ord("i"))]["decoded_token"] == "i"
     assert [None if one is None else list(one) for one in of_chat] == [None, *([str(b)] for b in b":hi|")]
+
+
+async def test_of_whole_answers_there_are_so_many_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four tokens of each of two choices, with two candidates each, are 24; a stream may have any number."""
+    body: Any = {"model": "fake", "messages": MESSAGES, "n": 2, "logprobs": True, "top_logprobs": 2}
+    prompts = {"model": "fake", "prompt": ["hi"] * 2, "logprobs": 2}
+    async with front() as rig:
+        for most, status in (24, 200), (23, 400):
+            monkeypatch.setattr(large.Bound.__init__, "__defaults__", (most,))
+            for path, fields in ("chat/completions", body), ("completions", prompts):
+                reply = await rig.http.post(f"/v1/{path}", json=fields)
+                assert reply.status_code == status
+                assert status == 200 or reply.json()["error"]["code"] == "response_too_large"
+                reply = await rig.http.post(f"/v1/{path}", json=fields | {"stream": True})
+                assert reply.status_code == 200
+                assert b'"error"' not in reply.content
+
+
+async def test_slices_join(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with front() as rig:
+        for path, prompt in ("chat/completions", {"messages": MESSAGES}), ("completions", {"prompt": "hi"}):
+            body: Any = {"model": "fake", "logprobs": 1, "prompt_logprobs": 1, "seed": 1, **prompt}
+            if path == "chat/completions":
+                body |= {"logprobs": True, "top_logprobs": 1}
+            made = []
+            for size in 256, 3, 1:
+                monkeypatch.setattr(large, "_SLICE", size)
+                answer = (await rig.http.post(f"/v1/{path}", json=body)).json()
+                made.append((answer["choices"], answer.get("prompt_logprobs")))
+            assert made[0] == made[1] == made[2]

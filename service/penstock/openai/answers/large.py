@@ -1,0 +1,107 @@
+"""Makes answers with log-probabilities, which may be large: within a bound, and in slices, between which the
+event loop serves others.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Mapping, Sequence
+from typing import Any, Final
+
+from penstock.client import AsyncGenerationStream, Delta, Generation, Logprobs, Output, PromptInfo, Started
+from penstock.openai.answers.logprobs import chat_logprobs, completion_logprobs, prompt_logprobs
+from penstock.openai.failures import ApiError
+from penstock.openai.jsonbytes import json_bytes
+from penstock.openai.vocabulary import Vocabulary
+
+MOST_ENTRIES: Final = 500_000
+"""How many log-probabilities an answer may have that is not a stream. Each takes about 80 bytes."""
+_SLICE: Final = 256
+"""How many tokens' log-probabilities are written without a break."""
+
+
+class Bound:
+    """How many log-probabilities an answer may still have."""
+
+    def __init__(self, left: int = MOST_ENTRIES) -> None:
+        self._left = left
+
+    def take(self, logprobs: Logprobs | None) -> None:
+        """Count these. Raises ApiError if there are too many."""
+        if logprobs is not None:
+            self._left -= len(logprobs.sampled) * (1 + (len(logprobs.top[-1]) if logprobs.top else 0))
+        if self._left < 0:
+            message = (
+                "The answer has too many log-probabilities to be sent whole: ask for fewer, or for a stream."
+            )
+            raise ApiError(400, message, code="response_too_large")
+
+
+async def read_whole(stream: AsyncGenerationStream, bound: Bound) -> Generation:
+    """Read a stream to its end. Its messages are small, so that taking them apart holds up nobody. Raises
+    ApiError if there are more log-probabilities than the bound allows.
+    """
+    async with stream:
+        async for event in stream:
+            if isinstance(event, Delta):
+                bound.take(event.logprobs)
+            elif isinstance(event, Started):
+                bound.take(event.prompt.logprobs)
+        return await stream.result()
+
+
+async def chat_logprobs_json(output: Output, vocabulary: Vocabulary) -> str:
+    """The `logprobs` of a chat's choice, as JSON."""
+    if output.logprobs is None:
+        return "null"
+    entries = [
+        json_bytes(chat_logprobs(logprobs, ids, vocabulary)).decode()[1:-1]
+        async for logprobs, ids in _slices(output.logprobs, output.token_ids)
+    ]
+    return f'{{"content":[{",".join(entries)}],"refusal":null}}'
+
+
+async def completion_logprobs_json(output: Output, vocabulary: Vocabulary) -> str:
+    """The `logprobs` of a completion's choice, as JSON."""
+    if output.logprobs is None:
+        return "null"
+    columns: dict[str, list[str]] = {}
+    offset = 0
+    async for logprobs, ids in _slices(output.logprobs, output.token_ids):
+        made, offset = completion_logprobs(logprobs, ids, vocabulary, offset)
+        for name, values in made.items():
+            columns.setdefault(name, []).append(json_bytes(values).decode()[1:-1])
+    return "{" + ",".join(f'"{name}":[{",".join(parts)}]' for name, parts in columns.items()) + "}"
+
+
+async def prompt_logprobs_json(prompt: PromptInfo, vocabulary: Vocabulary) -> str:
+    """`prompt_logprobs`, as JSON."""
+    if prompt.logprobs is None:
+        return "null"
+    entries = [
+        json_bytes(prompt_logprobs(logprobs, ids, vocabulary)).decode()[1:-1]
+        async for logprobs, ids in _slices(prompt.logprobs, prompt.token_ids)
+    ]
+    return f"[{','.join(entries)}]"
+
+
+def spliced(made: Mapping[str, Any], more: Mapping[str, str], choices: Sequence[Mapping[str, str]]) -> bytes:
+    """The JSON of an answer with `more` fields, and with further fields of its choices, which are JSON
+    already.
+    """
+    written = [_with(choice, own) for choice, own in zip(made["choices"], choices, strict=True)]
+    return _with(made, {**more, "choices": f"[{','.join(written)}]"}).encode()
+
+
+def _with(value: Mapping[str, Any], more: Mapping[str, str]) -> str:
+    kept = json_bytes({name: item for name, item in value.items() if name not in more}).decode()
+    return kept[:-1] + "".join(f',"{name}":{text}' for name, text in more.items()) + "}"
+
+
+async def _slices(
+    logprobs: Logprobs, token_ids: Sequence[int]
+) -> AsyncIterator[tuple[Logprobs, Sequence[int]]]:
+    for first in range(0, len(token_ids), _SLICE):
+        some = slice(first, first + _SLICE)
+        yield Logprobs(logprobs.sampled[some], logprobs.top[some]), token_ids[some]
+        await asyncio.sleep(0)
