@@ -9,6 +9,7 @@ from typing import Any, get_args
 import pytest
 
 from penstock.openai.app import ENDPOINTS
+from penstock.openai.counts.meters import Meters
 from penstock.openai.describing.document import ERRORS
 from penstock.openai.failures import TABLE
 from penstock.openai.schemas.base import IGNORED, Body
@@ -119,3 +120,18 @@ def test_every_limit_is_listed_with_its_default() -> None:
         number, _, unit = told.partition(" ")
         factor = {"": 1, "s": 1, "hour": 3600, "KiB": 1 << 10, "MiB": 1 << 20}[unit]
         assert int(number) * factor == default, name
+
+
+def test_every_metric_is_listed() -> None:
+    told = {name.removesuffix("_total") for name in listed(section("Metrics and log")) if "." not in name}
+    page = Meters().page().decode()
+    assert (
+        told == {name.removesuffix("_total") for name in re.findall(r"^# TYPE (\S+)", page, re.M)} - CREATED
+    )
+
+
+CREATED = {
+    f"penstock_openai_{name}_created"
+    for name in ("requests", "request_seconds", "first_byte_seconds", "closed_connections")
+}
+"""When prometheus_client first saw a metric."""
