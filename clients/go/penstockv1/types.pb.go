@@ -233,7 +233,8 @@ type ToolDefinition struct {
 	ParametersJson string `protobuf:"bytes,3,opt,name=parameters_json,json=parametersJson,proto3" json:"parameters_json,omitempty"`
 	// Calls of this function have arguments that its schema accepts, by a grammar, also where tool_choice is "auto".
 	// Every keyword of the schema is then obeyed, or the request is refused. Where the model may also answer in words,
-	// these are free, but they cannot begin a call that does not follow its schema.
+	// these are free, but they cannot begin a call that does not follow its schema. With a Constraint the output is then
+	// either calls or the answer.
 	// Default: false: "auto" checks nothing, and a call that must be made follows the schema as far as a grammar can.
 	// Errors: UNIMPLEMENTED UNSUPPORTED_FEATURE where GetModelInfo does not list FEATURE_JSON_SCHEMA.
 	Strict        bool `protobuf:"varint,4,opt,name=strict,proto3" json:"strict,omitempty"`

@@ -119,6 +119,19 @@ def test_an_output_may_be_kept_to_one_call(engine: Engine) -> None:
         engine.chat([QUESTION], parallel_tool_calls=0)  # type: ignore[call-overload]
 
 
+def test_a_strict_tool_is_called_as_its_schema_says(engine: Engine) -> None:
+    """The model would write the city's name. Written as OpenAI's agents write tools."""
+    schema = {"type": "object", "properties": {"city": {"enum": ["Oslo", "Rome"]}}, "required": ["city"]}
+    function = {"name": "get_weather", "description": "Get the weather in a city.", "parameters": schema}
+    for strict, cities in ((True, {"Oslo", "Rome"}), (False, {"Paris"}), (None, {"Paris"})):
+        tool = {"type": "function", "function": {**function, "strict": strict}}
+        made = engine.chat([QUESTION], tools=[tool], sampling=GREEDY, stopping=LENGTH)
+        (call,) = made.tool_calls
+        assert call.arguments["city"] in cities
+    with pytest.raises(InvalidRequest, match='"strict" must be true or false, not str'):
+        engine.chat([QUESTION], tools=[{**function, "strict": "yes"}])
+
+
 def test_a_call_may_be_required_or_forbidden(engine: Engine) -> None:
     hello = [{"role": "user", "content": "Tell me a story."}]
     hot = SamplingParams(temperature=1.5, seed=3)

@@ -9,9 +9,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from penstock.runtime.errors import InvalidRequest
-from penstock.runtime.grammar.json_schema import read_schema
-from penstock.runtime.grammar.narrowing import GrammarError
 from penstock.runtime.requests.grammar import Grammar
+from penstock.runtime.schemas.json_schema import read_schema
+from penstock.runtime.schemas.narrowing import GrammarError
 from tests.runtime.grammar.test_languages import accepts
 from tests.support.schemas import violations
 

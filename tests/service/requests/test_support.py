@@ -52,6 +52,7 @@ EFFECTS = {
     "chat.tools.name": f"{CHATS}::test_tools_stand_in_the_prompt",
     "chat.tools.description": f"{CHATS}::test_a_tools_definition_reaches_the_template",
     "chat.tools.parameters_json": f"{CHATS}::test_a_tools_definition_reaches_the_template",
+    "chat.tools.strict": "test_strict_tools::test_a_strict_tool_is_called_as_its_schema_says",
     "chat.tool_choice": "test_tool_calls::test_tool_choice_that_requires_a_call_enforces_it",
     "chat.parallel_tool_calls": "test_tool_calls::test_an_output_may_be_kept_to_one_call",
     "chat.chat_template": f"{CHATS}::test_a_template_of_the_requests_own",

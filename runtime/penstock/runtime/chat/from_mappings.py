@@ -68,11 +68,12 @@ def _call(value: Mapping[str, Any]) -> ToolCall:
 def _tool(value: Mapping[str, Any]) -> Tool:
     value = _unfolded(value)
     _check_keys(value, ("name", "description", "parameters", "strict"), needed="name")
-    if value.get("strict"):
-        raise ValueError('"strict" is not supported: a required call always follows the schema')
+    strict = value.get("strict")
+    if strict is not None and not isinstance(strict, bool):
+        raise ValueError(f'"strict" must be true or false, not {type(strict).__name__}')
     if value.get("parameters") is None:
-        return Tool(value["name"], _text(value, "description"))
-    return Tool(value["name"], _text(value, "description"), _mapping(value["parameters"]))
+        return Tool(value["name"], _text(value, "description"), strict=bool(strict))
+    return Tool(value["name"], _text(value, "description"), _mapping(value["parameters"]), bool(strict))
 
 
 def _mapping(value: Any) -> Mapping[str, Any]:

@@ -81,6 +81,8 @@ class Tool:
     description: str = ""
     parameters: Mapping[str, Any] = field(default_factory=lambda: dict(_NO_ARGUMENTS))
     """JSON Schema of the arguments, which are an object."""
+    strict: bool = False
+    """Whether calls always have arguments that the schema accepts, also where the model is free to call."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +92,7 @@ class RawTool:
     name: str
     description: str = ""
     parameters_json: str = ""
+    strict: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,6 +167,19 @@ class Chat:
         return tuple(tool for tool in self.tools if self.tool_choice in ("required", tool.name))
 
     @property
+    def callable_tools(self) -> tuple[Tool, ...]:
+        """The tools that an output may call: those of which one must be called, or else all."""
+        return self.required_tools or self.offered_tools
+
+    @property
+    def enforced_by(self) -> tuple[str, ...]:
+        """The contract's fields by which calls, or their arguments, need a grammar."""
+        if self.required_tools:
+            return ("chat.tool_choice",)
+        strict = [i for i, tool in enumerate(self.tools) if tool.strict and self.tool_choice != "none"]
+        return tuple(f"chat.tools[{i}].strict" for i in strict)
+
+    @property
     def ends_at_call(self) -> bool:
         """Whether an output in which the model is free to call ends with its first call."""
         return self.tool_choice == "auto" and bool(self.tools) and not self.parallel_tool_calls
@@ -171,9 +187,9 @@ class Chat:
 
 def _parse_tool(index: int, raw: RawTool, bad: list[Violation]) -> Tool:
     if not raw.parameters_json:
-        return Tool(raw.name, raw.description)
+        return Tool(raw.name, raw.description, strict=raw.strict)
     try:
-        return Tool(raw.name, raw.description, parse_object(raw.parameters_json))
+        return Tool(raw.name, raw.description, parse_object(raw.parameters_json), raw.strict)
     except ValueError as error:
         bad.append(Violation(f"chat.tools[{index}].parameters_json", str(error)))
         return Tool(raw.name, raw.description)

@@ -133,9 +133,9 @@ def _check(engine: TextEngine, job: Job) -> None:
     """Whether this engine can do it."""
     if job.priority and engine.config.scheduling_policy != "priority":
         raise UnsupportedFeature(["priority"], 'the scheduling policy is not "priority"')
-    if (job.grammar is not None or job.requires_call) and engine.grammars is None:
-        field = "chat.tool_choice" if job.grammar is None else job.grammar.field
-        raise UnsupportedFeature([field], "the model has no tokenizer that could have grammars")
+    if (job.grammar is not None or job.calls_enforced_by) and engine.grammars is None:
+        fields = job.calls_enforced_by if job.grammar is None else [job.grammar.field]
+        raise UnsupportedFeature(fields, "the model has no tokenizer that could have grammars")
     bad = []
     most = min(MAX_OUTPUTS, engine.config.max_queued_requests)
     if not 1 <= job.n <= most:

@@ -64,6 +64,11 @@ class Job:
         return isinstance(self.prompt, ChatPrompt) and bool(self.prompt.chat.required_tools)
 
     @property
+    def calls_enforced_by(self) -> tuple[str, ...]:
+        """The contract's fields by which calls of tools, or their arguments, need a grammar."""
+        return self.prompt.chat.enforced_by if isinstance(self.prompt, ChatPrompt) else ()
+
+    @property
     def ends_at_call(self) -> bool:
         """Whether an output ends with its first call of a tool, without a grammar that sees to it."""
         return isinstance(self.prompt, ChatPrompt) and self.prompt.chat.ends_at_call

@@ -7,10 +7,11 @@ gets the same error: `test_embedded_alike.py` compares them.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from penstock.runtime.chat.enforce.forced_calls import call_grammar, thinking_first
+from penstock.runtime.chat.enforce.forced_calls import call_grammar, calls_or_answer, thinking_first
+from penstock.runtime.chat.messages import Chat
 from penstock.runtime.chat.parser import ChatForms
 from penstock.runtime.errors import InvalidRequest, Violation
 from penstock.runtime.generation.interface import TextEngine
@@ -93,18 +94,35 @@ def constraints_of(
     rendered to. It may take seconds. InvalidRequest where the grammar means nothing, or the model has no form
     of calls that could be required.
     """
-    if job.grammar is None and not job.requires_call:
+    if job.grammar is None and not job.calls_enforced_by:
         return ()
     grammar = job.grammar
     if isinstance(job.prompt, ChatPrompt) and codec is not None:
-        calls = call_grammar(forms, job.prompt.chat, text, codec.added_tokens)
-        if calls is not None:
-            grammar = Grammar(GrammarKind.EBNF, calls, "chat.tool_choice")
-        elif grammar is not None:
-            grammar = dataclasses.replace(grammar, before=thinking_first(forms, text, codec.added_tokens))
-    assert grammar is not None, "a required call has a grammar"
+        grammar = _of_chat(grammar, job.prompt.chat, text, forms, codec.added_tokens)
+    assert grammar is not None, "calls that are enforced have a grammar"
     assert compiler is not None, "grammars are refused where they cannot be compiled"
     return compiler.compile(grammar).constraints(job.n, grammar.field)
+
+
+def _of_chat(
+    grammar: Grammar | None, chat: Chat, text: str, forms: ChatForms, token_ids: Mapping[str, int]
+) -> Grammar | None:
+    """The grammar of the whole output to a conversation that was rendered to `text`: of its reasoning, its
+    calls, and of the answer, for which the caller's `grammar` is.
+    """
+    if grammar is None:
+        calls = call_grammar(forms, chat, text, token_ids)
+        if calls is None:
+            return None
+        strict = [tool for tool in chat.callable_tools if tool.strict]
+        at = (
+            f"chat.tools[{chat.tools.index(strict[0])}].parameters_json" if len(strict) == 1 else "chat.tools"
+        )
+        return Grammar(GrammarKind.EBNF, calls, at if strict else "chat.tool_choice")
+    before = calls_or_answer(forms, chat, text, token_ids) if chat.enforced_by else None
+    return dataclasses.replace(
+        grammar, before=thinking_first(forms, text, token_ids) if before is None else before
+    )
 
 
 def assembler_of(

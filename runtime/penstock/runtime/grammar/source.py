@@ -16,9 +16,9 @@ from typing import Any
 from llguidance import LLMatcher
 from llguidance.gbnf_to_lark import gbnf_to_lark
 
-from penstock.runtime.grammar.json_schema import any_object, read_schema
-from penstock.runtime.grammar.narrowing import GrammarError
 from penstock.runtime.requests.grammar import ANSWER, Grammar, GrammarKind
+from penstock.runtime.schemas.json_schema import any_object, read_schema
+from penstock.runtime.schemas.narrowing import GrammarError
 
 _NO_FORCING = '\n%llguidance {"no_forcing": true}'
 _START_SCHEMA = "start: @schema" + _NO_FORCING

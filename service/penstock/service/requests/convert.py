@@ -224,8 +224,9 @@ def _grammar(
 ) -> Grammar | None:
     """The grammar that the output must match, or None."""
     required = isinstance(prompt, ChatPrompt) and bool(prompt.chat.required_tools)
-    if required and not limits.has_grammars:
-        raise UnsupportedFeature(["chat.tool_choice"], limits.why_lacking.get("chat.tool_choice", ""))
+    enforced_by = prompt.chat.enforced_by if isinstance(prompt, ChatPrompt) else ()
+    if enforced_by and not limits.has_grammars:
+        raise UnsupportedFeature(enforced_by, limits.why_lacking.get("chat.tool_choice", ""))
     kind = message.constraint.WhichOneof("kind")
     if kind is None:
         if message.HasField("constraint"):

@@ -49,7 +49,7 @@ def chat_prompt(message: types_pb2.ChatPrompt, codec: TextCodec | None, bad: Vio
                 )
                 for turn in message.messages
             ],
-            [RawTool(t.name, t.description, t.parameters_json) for t in message.tools],
+            [RawTool(t.name, t.description, t.parameters_json, t.strict) for t in message.tools],
             message.tool_choice,
             message.chat_template,
             message.template_options_json,

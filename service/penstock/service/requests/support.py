@@ -44,6 +44,7 @@ _CHAT_HONOURED = frozenset(
         "chat.tools.name",
         "chat.tools.description",
         "chat.tools.parameters_json",
+        "chat.tools.strict",
         "chat.tool_choice",
         "chat.parallel_tool_calls",
         "chat.chat_template",
@@ -105,8 +106,7 @@ _GENERATE_HONOURED = _CHAT_HONOURED | {
     "min_weights.label",
     "min_weights.generation",
 }
-_CHAT_REFUSED: Refused = {"chat.tools.strict": ()}
-_GENERATE_REFUSED: Refused = {"adapter": (), **_CHAT_REFUSED}
+_GENERATE_REFUSED: Refused = {"adapter": ()}
 _IN_FLIGHT_HONOURED = frozenset(
     {"in_flight", "drain_timeout", "drain_timeout.seconds", "drain_timeout.nanos"}
 )
@@ -168,7 +168,6 @@ REFUSED: Mapping[str, Refused] = {
     "penstock.v1.GenerateRequest": _GENERATE_REFUSED,
     "penstock.v1.StreamRequest": _GENERATE_REFUSED,
     "penstock.v1.UpdateWeightsRequest": {"begin.adapter": ()},
-    "penstock.v1.TokenizeRequest": _CHAT_REFUSED,
 }
 """From a message's name to the paths that are refused, each with the values that are accepted
 nevertheless.

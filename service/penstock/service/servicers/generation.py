@@ -164,7 +164,7 @@ class ServedRequest:
     async def _constraints(self, text: str) -> Sequence[TokenConstraint]:
         """Return one constraint for each output, if there is a grammar. The work is done in a thread."""
         job, engine = self.job, self._engine
-        if job.grammar is None and not job.requires_call:
+        if job.grammar is None and not job.calls_enforced_by:
             return ()
         self._trace.enters("grammar")
         return await self._lanes.heavy(

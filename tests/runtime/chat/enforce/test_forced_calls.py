@@ -19,7 +19,8 @@ from hypothesis import strategies as st
 from llguidance import LLMatcher, LLTokenizer
 from transformers import AutoTokenizer
 
-from penstock.runtime.chat.enforce.forced_calls import arguments_schema, call_grammar
+from penstock.runtime.chat.enforce.arguments import arguments_schema
+from penstock.runtime.chat.enforce.forced_calls import call_grammar
 from penstock.runtime.chat.forms.events import Call
 from penstock.runtime.chat.forms.tools import TOOL_FORMS
 from penstock.runtime.chat.messages import Chat, ChatTurn, Tool

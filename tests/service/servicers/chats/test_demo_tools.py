@@ -106,6 +106,48 @@ async def test_a_required_call_is_one_whatever_was_asked(engine: Any, choice: st
     assert ended >= 6
 
 
+async def test_a_strict_call_follows_its_schema_where_the_model_writes_anything(engine: Any) -> None:
+    """The model is free to call, and a bias towards the tag makes it begin a call. At this temperature it
+    writes noise, and a schema that it has never seen.
+    """
+    schema = {
+        "type": "object",
+        "properties": {
+            "kind": {"enum": ["rain", "snow"]},
+            "days": {
+                "type": "array",
+                "items": {"type": "integer", "minimum": 1, "maximum": 9},
+                "maxItems": 2,
+            },
+            "exact": {"type": "boolean"},
+        },
+        "required": ["kind", "days", "exact"],
+        "additionalProperties": False,
+    }
+    tool = types_pb2.ToolDefinition(name="forecast", parameters_json=json.dumps(schema), strict=True)
+    asked = types_pb2.ChatPrompt(messages=[ASK], tools=[tool], parallel_tool_calls=False)
+    bias = {engine.text.added_tokens["<tool_call>"]: 100.0}
+    sampling = {"temperature": 3, "seed": 7, "n": 4, "logit_bias": bias}
+    async with serving(engine) as rig:
+        outputs = await both(rig, chat=asked, sampling=sampling)
+    for output in outputs:
+        (call,) = output.tool_calls
+        assert (call.name, output.text) == ("forecast", "")
+        jsonschema.validate(json.loads(call.arguments_json), schema)
+        assert output.finish.reason == types_pb2.FINISH_REASON_EOS
+    assert len({output.tool_calls[0].arguments_json for output in outputs}) > 1, "they are not all alike"
+
+
+async def test_a_strict_tool_changes_nothing_for_a_model_that_calls_well(engine: Any) -> None:
+    strict = types_pb2.ToolDefinition()
+    strict.CopyFrom(TOOL)
+    strict.strict = True
+    async with serving(engine) as rig:
+        (free,) = await both(rig, chat=chat(ASK))
+        (kept,) = await both(rig, chat=types_pb2.ChatPrompt(messages=[ASK], tools=[strict]))
+    assert kept.token_ids == free.token_ids
+
+
 async def test_offered_none_it_calls_none(engine: Any) -> None:
     async with serving(engine) as rig:
         (output,) = await both(rig, chat=chat(ASK, tool_choice="none"))

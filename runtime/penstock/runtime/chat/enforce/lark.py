@@ -15,10 +15,14 @@ def quote(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)
 
 
+def spelt(text: str) -> str:
+    """The text as a regular expression."""
+    return "".join(f"\\x{{{ord(c):x}}}" for c in text)
+
+
 def whole_within(text: str) -> str:
     """The body of a terminal for any text that does not contain `text`."""
-    escaped = "".join(f"\\x{{{ord(c):x}}}" for c in text)
-    return f"/(?s:.*)/ & ~/(?s:.*){escaped}(?s:.*)/"
+    return f"/(?s:.*)/ & ~/(?s:.*){spelt(text)}(?s:.*)/"
 
 
 class Lark:
@@ -48,7 +52,12 @@ class Lark:
         self._rules.append(f"{name}: {body}")
         return name.partition("[")[0]
 
-    def json(self, schema: Mapping[str, Any]) -> str:
-        """Adds a rule for JSON of a schema, on one line; returns its name."""
-        laid_out = {**schema, "x-guidance": _LAYOUT}
+    def json(self, schema: Mapping[str, Any], *, exact: bool = False) -> str:
+        """Adds a rule for JSON of a schema, on one line; returns its name. `exact`: the schema is one of
+        `read_schema`, and a keyword in it that llguidance does not know is an error.
+        """
+        options: dict[str, Any] = dict(_LAYOUT)
+        if exact:
+            options |= {"lenient": False, "coerce_one_of": schema["x-guidance"]["coerce_one_of"]}
+        laid_out = {**schema, "x-guidance": options}
         return self.rule(f"json_{len(self._rules)}", f"%json {json.dumps(laid_out)}")

@@ -12,7 +12,7 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from penstock.runtime.errors import InvalidRequest
 from penstock.runtime.grammar.budget import Account, Budget
 from penstock.runtime.grammar.matcher import GrammarConstraint, TokenBits, shorten
-from penstock.runtime.grammar.narrowing import GrammarError
+from penstock.runtime.schemas.narrowing import GrammarError
 
 STEP_ITEMS = 20_000
 """Most parser items that one mask may take. An object of 300 optional properties takes 12,000 with a

@@ -19,9 +19,9 @@ from penstock.runtime.grammar.compile.costly import Costly
 from penstock.runtime.grammar.compile.timed_calls import TimedCalls
 from penstock.runtime.grammar.compile.trials import Sandbox, TrialLimits
 from penstock.runtime.grammar.matcher import GrammarConstraint, Lexer, TokenBits
-from penstock.runtime.grammar.narrowing import GrammarError
 from penstock.runtime.grammar.vocabulary import Vocabulary
 from penstock.runtime.requests.grammar import Grammar
+from penstock.runtime.schemas.narrowing import GrammarError
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,11 +18,11 @@ from penstock.runtime.grammar.compile.build_matcher import build_matcher
 from penstock.runtime.grammar.compile.timed_calls import STACK_BYTES
 from penstock.runtime.grammar.compile.trials import TrialLimits
 from penstock.runtime.grammar.matcher import TokenBits, shorten
-from penstock.runtime.grammar.narrowing import GrammarError
 from penstock.runtime.grammar.source import to_llguidance
 from penstock.runtime.grammar.vocabulary import Vocabulary
 from penstock.runtime.host import confined
 from penstock.runtime.requests.grammar import Grammar, GrammarKind
+from penstock.runtime.schemas.narrowing import GrammarError
 
 
 def serve(connection: Connection) -> None:

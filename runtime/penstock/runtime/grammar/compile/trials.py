@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from penstock.runtime.errors import UnavailableError
-from penstock.runtime.grammar.narrowing import GrammarError
 from penstock.runtime.grammar.vocabulary import Vocabulary
 from penstock.runtime.host.children import Child
 from penstock.runtime.requests.grammar import Grammar
+from penstock.runtime.schemas.narrowing import GrammarError
 
 _START_LIMIT_S = 60.0
 """Seconds in which a process imports its modules and indexes the vocabulary, which takes about two."""

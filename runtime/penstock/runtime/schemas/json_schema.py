@@ -6,7 +6,7 @@ import json
 from decimal import Decimal
 from typing import Any
 
-from penstock.runtime.grammar.narrowing import GrammarError, narrow
+from penstock.runtime.schemas.narrowing import GrammarError, narrow
 
 JSON_WHITESPACE = r" |\n[ ]{0,32}|\n\t{0,8}"
 """What may stand between the tokens of JSON: nothing, one space, or a line break with indentation. It is

@@ -1,0 +1,60 @@
+"""The schema that the arguments of a call follow.
+
+Arguments of a strict tool follow every keyword of its schema, or the request is refused. Those of another
+tool follow it as far as llguidance can express it where a call must be made, and are any object elsewhere.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from penstock.runtime.chat.enforce.lark import Lark
+from penstock.runtime.chat.messages import Chat, Tool
+from penstock.runtime.errors import InvalidRequest, Violation
+from penstock.runtime.schemas.json_schema import read_schema
+from penstock.runtime.schemas.narrowing import GrammarError
+
+_SAYS_MORE = frozenset({
+    "$ref", "$dynamicRef", "allOf", "anyOf", "oneOf", "not", "if", "dependentSchemas", "patternProperties",
+    "additionalProperties", "unevaluatedProperties",
+})  # fmt: skip
+"""Keywords that decide, beside "properties", which other properties may come."""
+
+
+def arguments_schema(tool: Tool) -> dict[str, Any]:
+    """Schema of the arguments: an object and, if the tool lists properties and does not say more, only those
+    properties.
+
+    The contract allows a model to add others, but a grammar that did so would lead it astray.
+    """
+    schema = {**tool.parameters, "type": "object"}
+    if "properties" in schema and not _SAYS_MORE & schema.keys():
+        schema["additionalProperties"] = False
+    return schema
+
+
+def arguments(g: Lark, chat: Chat, tool: Tool) -> str:
+    """Adds a rule for the arguments as a JSON object; returns its name. InvalidRequest for the schema of a
+    strict tool that cannot be obeyed.
+    """
+    if not follows_schema(chat, tool):
+        return g.json({"type": "object"})
+    return value(g, chat, tool, arguments_schema(tool))
+
+
+def value(g: Lark, chat: Chat, tool: Tool, schema: Mapping[str, Any]) -> str:
+    """As `arguments`, for a part of them with a schema of its own."""
+    if not tool.strict:
+        return g.json(schema)
+    try:
+        return g.json(read_schema(json.dumps(schema)), exact=True)
+    except GrammarError as error:
+        at = f"chat.tools[{chat.tools.index(tool)}].parameters_json"
+        raise InvalidRequest([Violation(at, str(error))]) from error
+
+
+def follows_schema(chat: Chat, tool: Tool) -> bool:
+    """Whether calls of the tool follow its schema, and not only its form."""
+    return tool.strict or bool(chat.required_tools)

@@ -1,0 +1,69 @@
+"""The grammars of calls that are written as JSON objects."""
+
+from __future__ import annotations
+
+from penstock.runtime.chat.enforce.arguments import arguments
+from penstock.runtime.chat.enforce.lark import Lark, quote
+from penstock.runtime.chat.forms import hermes, llama3_json, mistral
+from penstock.runtime.chat.messages import Chat
+
+
+def objects(g: Lark, chat: Chat, key: str) -> str:
+    """Adds a rule for a call as an object with its name and, under `key`, its arguments. Returns the rule's
+    name.
+    """
+    bodies = []
+    for tool in chat.callable_tools:
+        head = f'{{"name": {quote(tool.name)}, "{key}": '
+        bodies.append(f"{quote(head)} {arguments(g, chat, tool)} {quote('}')}")
+    return g.rule("call", " | ".join(bodies))
+
+
+def tails(g: Lark, chat: Chat) -> str:
+    """Adds a rule for what comes after `{"name": "` in a call of Llama's form; returns its name."""
+    bodies = []
+    for tool in chat.callable_tools:
+        head = f'{quote(tool.name)[1:]}, "parameters": '
+        bodies.append(f"{quote(head)} {arguments(g, chat, tool)} {quote('}')}")
+    return g.rule("tail", " | ".join(bodies))
+
+
+def hermes_body(g: Lark, chat: Chat) -> str:
+    """What comes after the opening tag of a call."""
+    return f'"\\n" {objects(g, chat, "arguments")} "\\n" {g.marker(hermes.END)}'
+
+
+def mistral_body(g: Lark, chat: Chat, several: bool) -> tuple[str, bool]:
+    """What comes after the marker, and whether each call has a marker of its own.
+
+    It is the newer form if the tokenizer has its marker and the form can spell the names, else the older one.
+    """
+    tools = chat.callable_tools
+    if g.is_token(mistral.ARGUMENTS) and all(mistral.NAME.fullmatch(tool.name) for tool in tools):
+        named = [
+            f"{quote(tool.name)} {g.marker(mistral.ARGUMENTS)} {arguments(g, chat, tool)}" for tool in tools
+        ]
+        return g.rule("call", " | ".join(named)), True
+    call = objects(g, chat, "arguments")
+    others = f' (", " {call})*' if several else ""
+    return f'" "? "[" {call}{others} "]"', False
+
+
+def hermes_calls(g: Lark, chat: Chat, several: bool) -> str:
+    """One or more calls, and nothing else."""
+    block = g.rule("block", f"{g.marker(hermes.START)} {hermes_body(g, chat)}")
+    return f'{block} ("\\n" {block})*' if several else block
+
+
+def llama3_json_calls(g: Lark, chat: Chat, several: bool) -> str:
+    """One or more calls, and nothing else."""
+    call = objects(g, chat, "parameters")
+    tag = f"{g.marker(llama3_json.TAG)}? " if g.is_token(llama3_json.TAG) else ""
+    return f'{tag}{call} ("; " {call})*' if several else f"{tag}{call}"
+
+
+def mistral_calls(g: Lark, chat: Chat, several: bool) -> str:
+    """One or more calls, and nothing else."""
+    body, each_marked = mistral_body(g, chat, several)
+    calls = f"{g.marker(mistral.START)} {body}"
+    return f"({calls})+" if several and each_marked else calls

@@ -1,0 +1,1 @@
+"""JSON Schemas of callers, made ready for llguidance."""
