@@ -23,7 +23,6 @@ ValueT = TypeVar("ValueT")
 Events = AsyncGenerator[bytes, None]
 """The events of a reply, each with its "data: " and its empty line."""
 
-DONE: Final = b"data: [DONE]\n\n"
 _HEADERS: Final = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),

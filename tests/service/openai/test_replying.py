@@ -12,12 +12,13 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from penstock.openai import app
+from penstock.openai.answers.frames import DONE
 from penstock.openai.calls import call_of
 from penstock.openai.endpoints import Endpoint
 from penstock.openai.front import front_of
 from penstock.openai.jsonbytes import json_bytes
 from penstock.openai.reading import read_body
-from penstock.openai.replying import DONE, Events, answered, event, json_response, sse
+from penstock.openai.replying import Events, answered, event, json_response, sse
 from penstock.openai.schemas.base import RequestBody
 from tests.service.openai.rig import FrontRig, front_rig
 from tests.service.rig import WAIT_S, fake, until

@@ -60,6 +60,8 @@ CASES: Any = [
         "tool_choice.type",
         "unsupported_value",
     ),
+    ({"reasoning_effort": "wild"}, "reasoning_effort", "unsupported_value"),
+    ({"reasoning_effort": "low"}, "reasoning_effort", "unsupported_value"),
     ({"n": True}, "n", "invalid_type"),
     ({"n": 1.5}, "n", "invalid_type"),
     ({"temperature": "1"}, "temperature", "invalid_type"),

@@ -148,7 +148,14 @@ def test_the_browser_itself_refuses_what_the_page_never_does(page: Page) -> None
 def test_marks_that_are_never_closed_do_not_freeze_the_page(page: Page) -> None:
     """Looking for the end of each through the whole rest would take minutes."""
     blank = " " * 200_000
-    lines = [f"# x{blank}x", f"``` {blank}`", f"- {blank}x", f"|{blank}|{blank}x", f"-{blank}x", "#" * 200_000]
+    lines = [
+        f"# x{blank}x",
+        f"``` {blank}`",
+        f"- {blank}x",
+        f"|{blank}|{blank}x",
+        f"-{blank}x",
+        "#" * 200_000,
+    ]
     whole = "\n\n".join(["**a " * 120_000, *lines, "x" + "`" * 5_000])
     page.ask("Hello", [delta(whole), delta(finish="stop")])
     page.ends()
