@@ -1,0 +1,66 @@
+"""A client that goes away frees its request at once, at every endpoint that generates: its outputs in the
+engine, its RPC at the server, and its task in the front.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from tests.service.openai.rig import FrontRig, front_rig
+from tests.service.rig import fake, until
+
+CHAT = {"model": "fake", "messages": [{"role": "user", "content": "a"}]}
+TEXT = {"model": "fake", "prompt": "a"}
+TEXTS = {"model": "fake", "prompt": ["a", "b", "c"]}
+ENDPOINTS = [
+    ("/v1/chat/completions", CHAT, 1),
+    ("/v1/chat/completions", CHAT | {"n": 3}, 3),
+    ("/v1/completions", TEXT, 1),
+    ("/v1/completions", TEXTS, 3),
+    ("/v1/responses", {"model": "fake", "input": "a"}, 1),
+]
+
+
+def is_free(rig: FrontRig) -> bool:
+    load = rig.engine.load()
+    held = load.num_running + load.num_waiting + rig.front.life.num_running
+    return not held and not rig.grpc.server._calls.num_running
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+@pytest.mark.parametrize(("path", "body", "outputs"), ENDPOINTS)
+async def test_before_the_first_token(path: str, body: dict[str, Any], outputs: int, stream: bool) -> None:
+    async with front_rig(fake(hold=True)) as rig:
+        asking = asyncio.create_task(rig.http.post(path, json=body | {"stream": stream}))
+        await until(lambda: rig.engine.load().num_running == outputs)
+        assert not is_free(rig)
+        asking.cancel()
+        await until(lambda: is_free(rig))
+        assert len(rig.engine.cancelled) == outputs
+
+
+@pytest.mark.parametrize(("path", "body", "outputs"), ENDPOINTS)
+async def test_in_the_middle_of_a_stream(path: str, body: dict[str, Any], outputs: int) -> None:
+    async with front_rig(fake(hold=True)) as rig:
+        rig.engine.step(2)
+        async with rig.http.stream("POST", path, json=body | {"stream": True}) as reply:
+            async for line in reply.aiter_lines():
+                assert line.startswith(("data: ", "event: "))
+                break
+            await until(lambda: rig.engine.load().num_running == outputs)
+        await until(lambda: is_free(rig))
+
+
+async def test_another_request_takes_the_place_of_one_that_has_gone() -> None:
+    async with front_rig(fake(hold=True, max_num_seqs=1)) as rig:
+        gone = asyncio.create_task(rig.http.post("/v1/completions", json=TEXT))
+        await until(lambda: rig.engine.load().num_running == 1)
+        waiting = asyncio.create_task(rig.http.post("/v1/completions", json=TEXT | {"max_tokens": 2}))
+        await until(lambda: rig.engine.load().num_waiting == 1)
+        gone.cancel()
+        await until(lambda: rig.engine.load().num_waiting == 0)
+        rig.engine.release()
+        assert (await waiting).json()["choices"][0]["text"] == "bc"
