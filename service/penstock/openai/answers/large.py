@@ -23,17 +23,17 @@ _SLICE: Final = 256
 class Bound:
     """How many log-probabilities an answer may still have."""
 
-    def __init__(self, left: int = MOST_ENTRIES) -> None:
+    def __init__(self, left: int = MOST_ENTRIES, *, instead: str = "ask for fewer, or for a stream") -> None:
+        """`instead` says what a caller can do who has asked for too many."""
         self._left = left
+        self._instead = instead
 
     def take(self, logprobs: Logprobs | None) -> None:
         """Count these. Raises ApiError if there are too many."""
         if logprobs is not None:
             self._left -= len(logprobs.sampled) * (1 + (len(logprobs.top[-1]) if logprobs.top else 0))
         if self._left < 0:
-            message = (
-                "The answer has too many log-probabilities to be sent whole: ask for fewer, or for a stream."
-            )
+            message = f"The answer has too many log-probabilities to be sent whole: {self._instead}."
             raise ApiError(400, message, code="response_too_large")
 
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 from starlette.requests import Request
 from starlette.responses import Response
 
-from penstock.openai.answers.responses.writing import Asked, response_events, whole_response
+from penstock.openai.answers.responses.writing import Asked, read_response, response_events, whole_response
 from penstock.openai.calls import call_of
 from penstock.openai.endpoints import name_params
 from penstock.openai.front import front_of
 from penstock.openai.reading import read_body
-from penstock.openai.replying import answered, json_response, sse
+from penstock.openai.replying import answered, sse
 from penstock.openai.requests.responses import (
     ENCRYPTED_REASONING,
     is_included,
@@ -40,7 +40,12 @@ async def create_response(request: Request) -> Response:
     if body.stream:
         stream = backend.client.stream(timeout=call.timeout, metadata=call.metadata, **options)
         return await sse(request, response_events(stream, asked, lambda: response_params(body)))
-    answer = await answered(
-        request, backend.client.generate(timeout=call.timeout, metadata=call.metadata, **options)
-    )
-    return json_response(whole_response(answer, asked))
+    if wants_logprobs:
+        stream = backend.client.stream(timeout=call.timeout, metadata=call.metadata, **options)
+        made = await answered(request, read_response(stream, asked))
+    else:
+        answer = await answered(
+            request, backend.client.generate(timeout=call.timeout, metadata=call.metadata, **options)
+        )
+        made = whole_response(answer, asked)
+    return Response(made, media_type="application/json")

@@ -12,6 +12,7 @@ import pytest
 from openai.types.responses import Response, ResponseFailedEvent, ResponseTextDeltaEvent
 from pydantic import BaseModel
 
+from penstock.openai.answers.responses import writing
 from tests.service.codecs import MARKERS, QWEN_TEMPLATE, QWEN_VOCAB, byte_codec
 from tests.service.openai.responses.sent_events import accumulated, events_of
 from tests.service.openai.rig import FrontRig, front_rig
@@ -114,6 +115,19 @@ async def test_logprobs_spell_the_text_and_not_the_reasoning() -> None:
         for entry in event.get("logprobs", ())
     ]
     assert sent == whole["logprobs"]
+
+
+async def test_too_many_logprobs_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(writing, "MOST_ENTRIES", 10)
+    fields: Any = {"include": ["message.output_text.logprobs"], "top_logprobs": 1}
+    async with front_rig(scripted({"u:hi|a:": "Hi there."})) as rig:
+        whole = await post(rig, **fields)
+        events = events_of((await post(rig, stream=True, **fields)).text)
+        enough = await post(rig, **fields, max_output_tokens=5)
+    assert (whole.status_code, whole.json()["error"]["code"]) == (400, "response_too_large")
+    assert events[-1]["type"] == "response.failed"
+    assert "ask for fewer" in accumulated(events)["error"]["message"]
+    assert len(enough.json()["output"][0]["content"][0]["logprobs"]) == 5
 
 
 @pytest.mark.parametrize("streams", [False, True])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from typing import Any
 
@@ -60,7 +61,7 @@ def whole(
 ) -> Any:
     output = Output(0, text, (), EOS, reasoning=reasoning, tool_calls=tuple(calls))
     answer = Generation("resp_x", "demo", PromptInfo(7), (output,), USAGE, TIMING)
-    return whole_response(answer, made or asked())
+    return json.loads(whole_response(answer, made or asked()))
 
 
 def test_events_come_in_openais_order() -> None:

@@ -1,12 +1,13 @@
 """Makes the items of a response out of what an output adds, and the events that tell of it.
 
 Items come one after the other: a new one begins when something of another kind comes. Usually that is
-reasoning, then a message, then calls.
+reasoning, then a message, then calls. They are kept as JSON, because several events hold the same items, and
+log-probabilities make them large.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from penstock.client import ToolCall
@@ -14,8 +15,6 @@ from penstock.openai.answers.jsontext import json_string
 from penstock.openai.answers.responses.events import EventWriter, delta_prefix, json_text
 from penstock.openai.answers.responses.text_logprobs import Entry
 from penstock.openai.schemas.carried_reasoning import carried
-
-_PART = '"content_index":0,'
 
 
 class _Text:
@@ -27,19 +26,25 @@ class _Text:
         self.item = item
         self.index = index
         self.pieces: list[str] = []
-        self.entries: list[Entry] = []
-        self.prefix = delta_prefix(item["id"], index, _PART)
+        self.logprobs: list[str] = []
+        """The JSON of log-probabilities, without the brackets of the list."""
+        self.prefix = delta_prefix(item["id"], index, '"content_index":0,')
 
-    def place(self) -> dict[str, Any]:
-        """The fields that name the item and its part in an event."""
-        return {"item_id": self.item["id"], "output_index": self.index, "content_index": 0}
+    def text(self) -> str:
+        """All text so far."""
+        return "".join(self.pieces)
 
-    def part(self) -> dict[str, Any]:
-        """The part of the item that holds the text so far."""
-        text = "".join(self.pieces)
+    def place(self) -> str:
+        """The fields that name the item and its part in an event, as JSON without braces."""
+        return f'"item_id":{json_string(self.item["id"])},"output_index":{self.index},"content_index":0'
+
+    def part(self) -> str:
+        """The JSON of the part of the item that holds the text so far."""
+        text = json_string(self.text())
         if self.kind == "reasoning_text":
-            return {"type": "reasoning_text", "text": text}
-        return {"type": "output_text", "text": text, "annotations": [], "logprobs": list(self.entries)}
+            return f'{{"type":"reasoning_text","text":{text}}}'
+        logprobs = ",".join(self.logprobs)
+        return f'{{"type":"output_text","text":{text},"annotations":[],"logprobs":[{logprobs}]}}'
 
 
 class OutputItems:
@@ -53,40 +58,41 @@ class OutputItems:
         self._events = events
         self._carries_reasoning = carries_reasoning
         self._open: _Text | None = None
-        self.items: list[dict[str, Any]] = []
-        """All items that have begun; the last may be in progress."""
+        self.items: list[str] = []
+        """The JSON of all items that have ended."""
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no item has begun."""
+        return self._open is None and not self.items
 
     def reasoning(self, text: str) -> str:
         """Add to what the model thought."""
         said = ""
         if self._open is None or self._open.kind != "reasoning_text":
             said = self.end("completed")
-            item = {
-                "id": self._id("rs"),
-                "type": "reasoning",
-                "status": "in_progress",
-                "summary": [],
-                "content": [],
-            }
+            item = {"id": self._id("rs"), "type": "reasoning", "status": "in_progress", "summary": []}
             said += self._begin("reasoning_text", item)
         assert self._open is not None
         self._open.pieces.append(text)
         return said + self._events.written("reasoning_text.delta", self._open.prefix + json_string(text))
 
     def text(self, text: str, entries: Sequence[Entry] = ()) -> str:
-        """Add to the text of a message."""
+        """Add to the text of a message. An empty text begins the message."""
         said = ""
         if self._open is None or self._open.kind != "output_text":
             said = self.end("completed")
             item = {"id": self._id("msg"), "type": "message", "status": "in_progress", "role": "assistant"}
-            said += self._begin("output_text", {**item, "content": []})
+            said += self._begin("output_text", item)
         assert self._open is not None
         if not text:
             return said
         self._open.pieces.append(text)
-        self._open.entries.extend(entries)
-        logprobs = json_text(entries) if entries else "[]"
-        fields = f'{self._open.prefix}{json_string(text)},"logprobs":{logprobs}'
+        logprobs = ""
+        if entries:
+            logprobs = json_text(entries)[1:-1]
+            self._open.logprobs.append(logprobs)
+        fields = f'{self._open.prefix}{json_string(text)},"logprobs":[{logprobs}]'
         return said + self._events.written("output_text.delta", fields)
 
     def call(self, call: ToolCall) -> str:
@@ -102,17 +108,17 @@ class OutputItems:
             "arguments": "",
         }
         place = {"item_id": item["id"], "output_index": index}
-        done = {**item, "status": "completed", "arguments": call.arguments_json}
+        done = json_text({**item, "status": "completed", "arguments": call.arguments_json})
         self.items.append(done)
         return "".join(
             (
                 said,
-                self._events.event("output_item.added", {"output_index": index, "item": item}),
+                self._item_event("added", index, json_text(item)),
                 self._events.event("function_call_arguments.delta", {**place, "delta": call.arguments_json}),
                 self._events.event(
                     "function_call_arguments.done", {**place, "arguments": call.arguments_json}
                 ),
-                self._events.event("output_item.done", {"output_index": index, "item": done}),
+                self._item_event("done", index, done),
             )
         )
 
@@ -121,31 +127,36 @@ class OutputItems:
         ended, self._open = self._open, None
         if ended is None:
             return ""
-        part = ended.part()
-        done = {**ended.item, "status": status, "content": [part]}
-        if ended.kind == "reasoning_text" and self._carries_reasoning:
-            done["encrypted_content"] = carried(part["text"])
-        self.items[ended.index] = done
-        told = {**ended.place(), "text": part["text"]}
+        place, text, part = ended.place(), ended.text(), ended.part()
+        told = f'{place},"text":{json_string(text)}'
+        more: dict[str, Any] = {"status": status}
         if ended.kind == "output_text":
-            told["logprobs"] = part["logprobs"]
+            told += f',"logprobs":[{",".join(ended.logprobs)}]'
+        elif self._carries_reasoning:
+            more["encrypted_content"] = carried(text)
+        done = _item({**ended.item, **more}, part)
+        self.items.append(done)
         return "".join(
             (
-                self._events.event(f"{ended.kind}.done", told),
-                self._events.event("content_part.done", {**ended.place(), "part": part}),
-                self._events.event("output_item.done", {"output_index": ended.index, "item": done}),
+                self._events.written(f"{ended.kind}.done", told),
+                self._events.written("content_part.done", f'{place},"part":{part}'),
+                self._item_event("done", ended.index, done),
             )
         )
 
     def _begin(self, kind: str, item: dict[str, Any]) -> str:
-        self._open = _Text(kind, item, len(self.items))
-        self.items.append(item)
-        return "".join(
-            (
-                self._events.event("output_item.added", {"output_index": self._open.index, "item": item}),
-                self._events.event("content_part.added", {**self._open.place(), "part": self._open.part()}),
-            )
+        begun = self._open = _Text(kind, item, len(self.items))
+        return self._item_event("added", begun.index, _item(item, "")) + self._events.written(
+            "content_part.added", f'{begun.place()},"part":{begun.part()}'
         )
+
+    def _item_event(self, what: str, index: int, item: str) -> str:
+        return self._events.written(f"output_item.{what}", f'"output_index":{index},"item":{item}')
 
     def _id(self, prefix: str) -> str:
         return f"{prefix}_{self._number}{len(self.items):04x}"
+
+
+def _item(fields: Mapping[str, Any], part: str) -> str:
+    """The JSON of an item with this part; with none if it is empty."""
+    return f'{json_text(fields)[:-1]},"content":[{part}]}}'

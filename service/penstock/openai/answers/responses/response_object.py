@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from penstock.client import SamplingDefaults, Usage
+from penstock.openai.answers.responses.events import json_text
 from penstock.openai.failures import ApiError
 from penstock.openai.schemas.response_items import Other
 from penstock.openai.schemas.responses import NamedFunction, ResponsesBody, TextFormat, Tool
@@ -59,31 +60,32 @@ def empty_response(
     }
 
 
-def ended_response(
-    response: dict[str, Any], items: Sequence[dict[str, Any]], usage: Usage, *, is_whole: bool, now: int
-) -> dict[str, Any]:
-    """The response after its last token. One that a limit ended is not `is_whole`."""
+def ended_response(response: Mapping[str, Any], usage: Usage, *, is_whole: bool, now: int) -> dict[str, Any]:
+    """The response after its last token, but for its items. One that a limit ended is not `is_whole`."""
     return {
         **response,
         "status": "completed" if is_whole else "incomplete",
         "completed_at": now if is_whole else None,
         "incomplete_details": None if is_whole else {"reason": "max_output_tokens"},
-        "output": list(items),
         "usage": _usage(usage),
     }
 
 
-def failed_response(
-    response: dict[str, Any], items: Sequence[dict[str, Any]], error: ApiError
-) -> dict[str, Any]:
-    """The response after it failed, with the items that it had by then."""
+def failed_response(response: Mapping[str, Any], error: ApiError) -> dict[str, Any]:
+    """The response after it failed, but for its items."""
     told = {
         "code": _ERROR_CODES.get(error.status, "server_error"),
         "message": error.message,
         "param": error.param,
         "type": error.type,
     }
-    return {**response, "status": "failed", "error": told, "output": list(items)}
+    return {**response, "status": "failed", "error": told}
+
+
+def with_items(response: Mapping[str, Any], items: Sequence[str]) -> str:
+    """The JSON of the response with these items, which are JSON already."""
+    fields = json_text({name: value for name, value in response.items() if name != "output"})
+    return f'{fields[:-1]},"output":[{",".join(items)}]}}'
 
 
 def _first(*values: float | None) -> float:

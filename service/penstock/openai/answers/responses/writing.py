@@ -6,7 +6,7 @@ import time
 from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 from penstock.client import (
     AsyncGenerationStream,
@@ -23,14 +23,23 @@ from penstock.client import (
     Usage,
 )
 from penstock.openai.answers.finishing import finish_reason
+from penstock.openai.answers.large import Bound
 from penstock.openai.answers.logprobs import chat_logprobs
 from penstock.openai.answers.responses.events import EventWriter
 from penstock.openai.answers.responses.items import OutputItems
-from penstock.openai.answers.responses.response_object import empty_response, ended_response, failed_response
+from penstock.openai.answers.responses.response_object import (
+    empty_response,
+    ended_response,
+    failed_response,
+    with_items,
+)
 from penstock.openai.answers.responses.text_logprobs import TextLogprobs
 from penstock.openai.failures import ApiError, of_client_error
 from penstock.openai.schemas.responses import ResponsesBody
 from penstock.openai.vocabulary import Vocabulary
+
+MOST_ENTRIES: Final = 125_000
+"""How many log-probabilities a response may have, also in a stream: its last four events hold all of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,14 +69,25 @@ class ResponseWriter:
         self._events = EventWriter()
         self._items = OutputItems(asked.number, self._events, carries_reasoning=asked.carries_reasoning)
         self._logprobs = TextLogprobs()
+        self._bound = Bound(MOST_ENTRIES, instead="ask for fewer")
         self._finish: Finish | None = None
-        self.response: dict[str, Any] | None = None
-        """The response as it is now; None before the server has taken the request."""
+        self._response: dict[str, Any] | None = None
+        """The response but for its items; None before the server has taken the request."""
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether the server has taken the request."""
+        return self._response is not None
+
+    def response(self) -> str:
+        """The JSON of the response, with the items that have ended."""
+        assert self._response is not None, "the request has been taken"
+        return with_items(self._response, self._items.items)
 
     def feed(self, event: StreamEvent) -> str:
         """The events that tell of one of the server's; empty where nothing is to be told.
 
-        Raises ApiError if the output was aborted.
+        Raises ApiError if the output was aborted, and for too many log-probabilities.
         """
         match event:
             case Started():
@@ -84,9 +104,8 @@ class ResponseWriter:
     def begin(self, model: str) -> str:
         """The first events, for a request that the server has taken."""
         asked = self._asked
-        self.response = empty_response(asked.body, asked.response_id, model, asked.created, asked.defaults)
-        told = {"response": self.response}
-        return self._events.event("created", told) + self._events.event("in_progress", told)
+        self._response = empty_response(asked.body, asked.response_id, model, asked.created, asked.defaults)
+        return self._told("created") + self._told("in_progress")
 
     def add(self, delta: Delta) -> str:
         """The events of what was added to the output."""
@@ -100,35 +119,39 @@ class ResponseWriter:
 
     def end(self, finish: Finish, usage: Usage) -> str:
         """The last events of an output that has ended. Raises ApiError if it was aborted."""
-        assert self.response is not None
+        assert self._response is not None, "the request has been taken"
         is_whole = finish_reason(finish) == "stop"
-        said = "" if self._items.items else self._items.text("")
-        said += self._items.end("completed" if is_whole else "incomplete")
-        self.response = ended_response(
-            self.response, self._items.items, usage, is_whole=is_whole, now=int(time.time())
-        )
-        return said + self._events.event(
-            "completed" if is_whole else "incomplete", {"response": self.response}
-        )
+        status = "completed" if is_whole else "incomplete"
+        said = self._items.text("") if self._items.is_empty else ""
+        said += self._items.end(status)
+        self._response = ended_response(self._response, usage, is_whole=is_whole, now=int(time.time()))
+        return said + self._told(status)
 
     def fail(self, error: ApiError) -> str:
         """The last events of a response that failed after it had begun."""
-        assert self.response is not None
+        assert self._response is not None, "the request has been taken"
         said = self._items.end("incomplete")
-        self.response = failed_response(self.response, self._items.items, error)
-        return said + self._events.event("failed", {"response": self.response})
+        self._response = failed_response(self._response, error)
+        return said + self._told("failed")
+
+    def _told(self, kind: str) -> str:
+        """An event that holds the response."""
+        return self._events.written(kind, f'"response":{self.response()}')
 
     def _of_text(self, delta: Delta) -> list[dict[str, Any]]:
         """The log-probabilities of the tokens that the delta's text is made of."""
         vocabulary, logprobs = self._asked.vocabulary, delta.logprobs
         if vocabulary is None:
             return []
+        self._bound.take(logprobs)
         entries = chat_logprobs(logprobs or Logprobs(), delta.token_ids, vocabulary)
         return self._logprobs.of_delta(entries, delta.reasoning, delta.delta, bool(delta.tool_calls))
 
 
-def whole_response(answer: Generation, asked: Asked) -> dict[str, Any]:
-    """The response to a request that does not stream. Raises ApiError if the output was aborted."""
+def whole_response(answer: Generation, asked: Asked) -> str:
+    """The JSON of the response to a request that does not stream. Raises ApiError if the output was
+    aborted.
+    """
     writer = ResponseWriter(asked)
     writer.begin(answer.model)
     output = answer.outputs[0]
@@ -143,8 +166,19 @@ def whole_response(answer: Generation, asked: Asked) -> dict[str, Any]:
         )
     )
     writer.end(output.finish, answer.usage)
-    assert writer.response is not None
-    return writer.response
+    return writer.response()
+
+
+async def read_response(stream: AsyncGenerationStream, asked: Asked) -> str:
+    """As `whole_response`, for an answer with log-probabilities, which may be large: it is made of a stream's
+    small messages, so that other requests are served meanwhile. Raises the client's errors too, and ApiError
+    for too many log-probabilities.
+    """
+    writer = ResponseWriter(asked)
+    async with aclosing(stream):
+        async for event in stream:
+            writer.feed(event)
+    return writer.response()
 
 
 async def response_events(
@@ -162,7 +196,7 @@ async def response_events(
                 if said := writer.feed(event):
                     yield said.encode()
         except (PenstockClientError, ApiError) as error:
-            if writer.response is None:
+            if not writer.has_begun:
                 raise
             failure = error if isinstance(error, ApiError) else of_client_error(error, params())
             yield writer.fail(failure).encode()
