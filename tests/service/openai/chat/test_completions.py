@@ -130,6 +130,16 @@ async def test_token_ids() -> None:
     assert (choice["prompt_token_ids"], choice["token_ids"]) == ([104, 105], [*b"hello", EOS])
 
 
+@pytest.mark.parametrize(("asked", "kept"), [(40, 40), (3, 3), (-1, 34), (64, 34)])
+async def test_a_prompt_is_cut_to_its_last_tokens(asked: int, kept: int) -> None:
+    """The context has 64 tokens. Where no number says how many are kept, there is room for max_tokens."""
+    text = "".join(chr(ord("A") + i % 26) for i in range(100))
+    async with front_rig(engine()) as rig:
+        fields: Any = {"truncate_prompt_tokens": asked, "max_tokens": 30, "return_token_ids": True}
+        choice = (await post(rig, prompt=text, **fields)).json()["choices"][0]
+    assert bytes(choice["prompt_token_ids"]).decode() == text[-kept:]
+
+
 @pytest.mark.parametrize(
     ("param", "fields"),
     [
