@@ -23,6 +23,8 @@ _MEDIA = {"image_url": "images", "input_audio": "audio", "file": "files", "refus
 
 def turns_of(messages: Sequence[schemas.Message]) -> list[ChatMessage]:
     """The turns of a conversation. Raises ApiError, with the field, for a turn that makes no sense."""
+    if sum(len(message.tool_calls or ()) for message in messages) > schemas.MAX_CALLS:
+        raise invalid_value("messages", f"all together have more than {schemas.MAX_CALLS} calls of tools.")
     return [_turn(message, f"messages[{i}]") for i, message in enumerate(messages)]
 
 

@@ -10,6 +10,13 @@ from pydantic import Field
 from penstock.openai.schemas.base import Body
 from penstock.openai.schemas.sampling import LACKING, SamplingBody
 
+MAX_MESSAGES = 10_000
+MAX_TOOLS = 1000
+MAX_CALLS = 10_000
+"""The server's limits, docs/reference/limits.md. What is above would take long to convert, only to be
+refused.
+"""
+
 _TEXT_ONLY = "the models that are served read text"
 _OF_PARTS = {
     "image_url": _TEXT_ONLY,
@@ -109,12 +116,12 @@ class NamedToolChoice(Body):
 class ChatBody(SamplingBody):
     """A conversation, and what is wanted of its continuation."""
 
-    messages: list[Message] = Field(min_length=1)
+    messages: list[Message] = Field(min_length=1, max_length=MAX_MESSAGES)
     max_tokens: int | None = None
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = Field(default=None, ge=0)
-    tools: list[Tool] | None = None
+    tools: list[Tool] | None = Field(default=None, max_length=MAX_TOOLS)
     tool_choice: Literal["none", "auto", "required"] | NamedToolChoice | None = None
     parallel_tool_calls: bool | None = None
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None

@@ -26,6 +26,7 @@ def tool(**function: Any) -> Any:
     return {"tools": [{"type": "function", "function": {"name": "f", **function}}]}
 
 
+CALL = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
 CASES: Any = [
     ({"foo": 1}, "foo", "unknown_parameter"),
     ({"messages": None}, "messages", "missing_required_parameter"),
@@ -60,6 +61,13 @@ CASES: Any = [
         "tool_choice.type",
         "unsupported_value",
     ),
+    ({"messages": HI * 10_001}, "messages", "invalid_value"),
+    (
+        {"messages": HI + 11 * [{"role": "assistant", "tool_calls": [CALL] * 1000}]},
+        "messages",
+        "invalid_value",
+    ),
+    ({"tools": [{"type": "function", "function": {"name": "f"}}] * 1001}, "tools", "invalid_value"),
     ({"reasoning_effort": "wild"}, "reasoning_effort", "unsupported_value"),
     ({"reasoning_effort": "low"}, "reasoning_effort", "unsupported_value"),
     ({"n": True}, "n", "invalid_type"),
