@@ -33,7 +33,7 @@ EXPECTED = Generation(
             ),
         ),
     ),
-    usage=Usage(prompt_tokens=3, cached_prompt_tokens=1, completion_tokens=4),
+    usage=Usage(prompt_tokens=3, cached_prompt_tokens=1, completion_tokens=4, reasoning_tokens=2),
     timing=Timing(queue=0.25, time_to_first_token=0.5, total=1.5, preemptions=2),
 )
 """The answer of both RPCs of the fake server, written out by hand."""
@@ -41,7 +41,7 @@ EXPECTED = Generation(
 INITIAL = types_pb2.WeightsVersion(label="initial", generation=0)
 STEP_1 = types_pb2.WeightsVersion(label="step-1", generation=1)
 _FINISH = types_pb2.Finish(reason=types_pb2.FINISH_REASON_STOP, match=types_pb2.StopMatch(stop="END"))
-_USAGE = types_pb2.Usage(prompt_tokens=3, cached_prompt_tokens=1, completion_tokens=4)
+_USAGE = types_pb2.Usage(prompt_tokens=3, cached_prompt_tokens=1, completion_tokens=4, reasoning_tokens=2)
 _TIMING = types_pb2.Timing(
     queue=Duration(nanos=250_000_000),
     time_to_first_token=Duration(nanos=500_000_000),

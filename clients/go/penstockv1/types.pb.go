@@ -1740,8 +1740,12 @@ type Usage struct {
 	// Generated tokens of all outputs, whether or not they are sent.
 	// Unit: tokens.
 	CompletionTokens uint32 `protobuf:"varint,3,opt,name=completion_tokens,json=completionTokens,proto3" json:"completion_tokens,omitempty"`
-	unknownFields    protoimpl.UnknownFields
-	sizeCache        protoimpl.SizeCache
+	// How many of those belong to Output.reasoning: all up to the one that completes its closing tag, and all of an
+	// output that ends before. 0 where no text is made.
+	// Unit: tokens.
+	ReasoningTokens uint32 `protobuf:"varint,4,opt,name=reasoning_tokens,json=reasoningTokens,proto3" json:"reasoning_tokens,omitempty"`
+	unknownFields   protoimpl.UnknownFields
+	sizeCache       protoimpl.SizeCache
 }
 
 func (x *Usage) Reset() {
@@ -1791,6 +1795,13 @@ func (x *Usage) GetCachedPromptTokens() uint32 {
 func (x *Usage) GetCompletionTokens() uint32 {
 	if x != nil {
 		return x.CompletionTokens
+	}
+	return 0
+}
+
+func (x *Usage) GetReasoningTokens() uint32 {
+	if x != nil {
+		return x.ReasoningTokens
 	}
 	return 0
 }
@@ -2082,11 +2093,12 @@ const file_penstock_v1_types_proto_rawDesc = "" +
 	"generation\"r\n" +
 	"\vWeightsSpan\x12,\n" +
 	"\x12first_output_token\x18\x01 \x01(\rR\x10firstOutputToken\x125\n" +
-	"\aversion\x18\x02 \x01(\v2\x1b.penstock.v1.WeightsVersionR\aversion\"\x8b\x01\n" +
+	"\aversion\x18\x02 \x01(\v2\x1b.penstock.v1.WeightsVersionR\aversion\"\xb6\x01\n" +
 	"\x05Usage\x12#\n" +
 	"\rprompt_tokens\x18\x01 \x01(\rR\fpromptTokens\x120\n" +
 	"\x14cached_prompt_tokens\x18\x02 \x01(\rR\x12cachedPromptTokens\x12+\n" +
-	"\x11completion_tokens\x18\x03 \x01(\rR\x10completionTokens\"\xd6\x01\n" +
+	"\x11completion_tokens\x18\x03 \x01(\rR\x10completionTokens\x12)\n" +
+	"\x10reasoning_tokens\x18\x04 \x01(\rR\x0freasoningTokens\"\xd6\x01\n" +
 	"\x06Timing\x12/\n" +
 	"\x05queue\x18\x01 \x01(\v2\x19.google.protobuf.DurationR\x05queue\x12H\n" +
 	"\x13time_to_first_token\x18\x02 \x01(\v2\x19.google.protobuf.DurationR\x10timeToFirstToken\x12/\n" +

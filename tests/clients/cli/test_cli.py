@@ -133,7 +133,12 @@ def test_generate_json(server, capsys, more):
     shown = json.loads(capsys.readouterr().out)
     assert shown["outputs"][0]["text"] == "Hello"
     assert shown["outputs"][0]["finish"] == {"reason": "stop", "stop": "END", "token_id": None, "message": ""}
-    assert shown["usage"] == {"prompt_tokens": 3, "cached_prompt_tokens": 1, "completion_tokens": 4}
+    assert shown["usage"] == {
+        "prompt_tokens": 3,
+        "cached_prompt_tokens": 1,
+        "completion_tokens": 4,
+        "reasoning_tokens": 2,
+    }
 
 
 @pytest.mark.parametrize(

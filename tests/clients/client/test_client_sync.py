@@ -65,7 +65,7 @@ def test_stream_events(server, client):
         Delta(0, "", (6,)),
         Delta(0, "lo", (7, 8), weights=step_1),
         Finished(0, Finish(FinishReason.STOP, stop="END"), "Hello"),
-        Summary(Usage(3, 1, 4), Timing(0.25, 0.5, 1.5, 2)),
+        Summary(Usage(3, 1, 4, 2), Timing(0.25, 0.5, 1.5, 2)),
     ]
     assert server.calls == [inference_pb2.StreamRequest(prompt="p", min_tokens_per_message=2)]
 

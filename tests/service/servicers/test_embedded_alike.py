@@ -138,6 +138,7 @@ async def test_the_same_request_has_the_same_answer(
     assert own.prompt.truncated_tokens == reply.prompt.truncated_tokens
     assert own.usage.prompt_tokens == reply.usage.prompt_tokens
     assert own.usage.completion_tokens == reply.usage.completion_tokens
+    assert own.usage.reasoning_tokens == reply.usage.reasoning_tokens
     assert len(own.outputs) == len(reply.outputs)
     for one, other in zip(own.outputs, reply.outputs, strict=True):
         assert (one.index, one.text, one.token_ids) == (other.index, other.text, tuple(other.token_ids))

@@ -38,8 +38,10 @@ def keeping(path: Path, clock: Clock | None = None) -> Iterator[Ledger]:
         ledger.close()
 
 
-def answered(caller: str = "alice", prompt: int = 5, cached: int = 2, completion: int = 7) -> Usage:
-    return Usage(caller, STREAM, "r", Outcome.ANSWERED, "", prompt, cached, completion)
+def answered(
+    caller: str = "alice", prompt: int = 5, cached: int = 2, completion: int = 7, reasoning: int = 0
+) -> Usage:
+    return Usage(caller, STREAM, "r", Outcome.ANSWERED, "", prompt, cached, completion, reasoning)
 
 
 def refused(caller: str, reason: str) -> Usage:
@@ -291,7 +293,28 @@ def test_a_file_of_another_version_is_left_alone(tmp_path: Path) -> None:
         Ledger(path)
 
 
-@pytest.mark.parametrize("version", [0, 1])
+OLD_TABLE = """CREATE TABLE usage (hour INTEGER NOT NULL, key TEXT NOT NULL, method TEXT NOT NULL,
+outcome TEXT NOT NULL, reason TEXT NOT NULL, requests INTEGER NOT NULL, prompt_tokens INTEGER NOT NULL,
+cached_prompt_tokens INTEGER NOT NULL, completion_tokens INTEGER NOT NULL,
+PRIMARY KEY (hour, key, method, outcome, reason)) WITHOUT ROWID"""
+
+
+async def test_a_file_without_tokens_of_reasoning_goes_on_with_them(tmp_path: Path) -> None:
+    """It can be read as it is; a server that opens it adds the column."""
+    path = tmp_path / "usage.db"
+    hour = int(NOON) // 3600 * 3600
+    with closing(sqlite3.connect(path)) as file, file:
+        file.execute(OLD_TABLE)
+        file.execute("INSERT INTO usage VALUES (?, 'alice', ?, 'answered', '', 2, 10, 4, 14)", (hour, STREAM))
+        file.execute("PRAGMA user_version = 1")
+    assert list(read_usage(path).values()) == [Counts(2, 10, 4, 14)]
+    for _ in range(2):
+        with keeping(path, Clock(NOON)) as ledger:
+            await noted(ledger, answered(reasoning=3))
+    assert list(read_usage(path).values()) == [Counts(4, 20, 8, 28, 6)]
+
+
+@pytest.mark.parametrize("version", [0, 1, 2])
 @pytest.mark.parametrize("table", ["people (name TEXT)", "usage (what TEXT)"])
 def test_the_database_of_something_else_is_left_alone(tmp_path: Path, version: int, table: str) -> None:
     path = tmp_path / "other.db"
@@ -325,11 +348,11 @@ async def filled(tmp_path: Path) -> Path:
     """A file with two keys on two days."""
     clock = Clock(NOON)
     with keeping(tmp_path / "usage.db", clock) as ledger:
-        await noted(ledger, answered("alice", prompt=1500, cached=500, completion=20))
+        await noted(ledger, answered("alice", prompt=1500, cached=500, completion=20, reasoning=6))
         ledger.record(refused("bob", "RATE_LIMITED"))
         ledger.record(refused("", "BUSY"))
         clock.now += 86_400
-        await noted(ledger, answered("alice", prompt=10, cached=0, completion=3))
+        await noted(ledger, answered("alice", prompt=10, cached=0, completion=3, reasoning=3))
     return tmp_path / "usage.db"
 
 
@@ -337,13 +360,14 @@ def test_the_command_prints_a_table_with_a_total(filled: Path, capsys: pytest.Ca
     assert main(["usage", str(filled)]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].split() == [
-        *("key", "requests", "answered", "refused", "failed", "vanished", "prompt", "cached", "completion")
+        *("key", "requests", "answered", "refused", "failed", "vanished"),
+        *("prompt", "cached", "completion", "reasoning"),
     ]
     assert [line.split() for line in lines[1:]] == [
-        ["-", "1", "0", "1", "0", "0", "0", "0", "0"],
-        ["alice", "2", "2", "0", "0", "0", "1,510", "500", "23"],
-        ["bob", "1", "0", "1", "0", "0", "0", "0", "0"],
-        ["total", "4", "2", "2", "0", "0", "1,510", "500", "23"],
+        ["-", "1", "0", "1", "0", "0", "0", "0", "0", "0"],
+        ["alice", "2", "2", "0", "0", "0", "1,510", "500", "23", "9"],
+        ["bob", "1", "0", "1", "0", "0", "0", "0", "0", "0"],
+        ["total", "4", "2", "2", "0", "0", "1,510", "500", "23", "9"],
     ]
 
 
@@ -360,11 +384,13 @@ def test_the_command_groups_and_picks(filled: Path, capsys: pytest.CaptureFixtur
 def test_the_command_writes_csv(filled: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["usage", str(filled), "--by", "key", "--by", "reason", "--format", "csv"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0] == "key,reason,requests,answered,refused,failed,vanished,prompt,cached,completion"
+    assert (
+        lines[0] == "key,reason,requests,answered,refused,failed,vanished,prompt,cached,completion,reasoning"
+    )
     assert lines[1:] == [
-        "-,BUSY,1,0,1,0,0,0,0,0",
-        "alice,-,2,2,0,0,0,1510,500,23",
-        "bob,RATE_LIMITED,1,0,1,0,0,0,0,0",
+        "-,BUSY,1,0,1,0,0,0,0,0,0",
+        "alice,-,2,2,0,0,0,1510,500,23,9",
+        "bob,RATE_LIMITED,1,0,1,0,0,0,0,0,0",
     ]
 
 

@@ -53,6 +53,16 @@ class ChatParser:
         self._reasoning = reasoning
         self._tools = tools
 
+    @property
+    def has_reasoning(self) -> bool | None:
+        """Whether the text begins with reasoning; None if that is not known yet."""
+        return False if self._reasoning is None else self._reasoning.has_block
+
+    @property
+    def is_past_reasoning(self) -> bool:
+        """Whether no more reasoning can come."""
+        return self._reasoning is None or self._reasoning.is_over
+
     def push(self, text: str) -> Parsed:
         """What this further text made certain. It does not matter how the text is split into pieces."""
         reasoning = ""

@@ -70,6 +70,10 @@ class _Sink:
     reasoning: list[str] = field(default_factory=list)
     answer: list[str] = field(default_factory=list)
     spaces: SpaceHolder = field(default_factory=SpaceHolder)
+    has_block: bool | None = None
+    """None: not known yet."""
+    is_over: bool = False
+    """Whether no more reasoning can come."""
 
     def think(self, text: str) -> None:
         self.reasoning.append(self.spaces.push(text))
@@ -89,6 +93,16 @@ class ReasoningParser:
         self._sink = _Sink()
         self._stream = Stream(lambda r: _parse(r, self._sink, form, inside))
 
+    @property
+    def has_block(self) -> bool | None:
+        """Whether the text has a block; None if that is not known yet."""
+        return self._sink.has_block
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the block is complete, or there is none."""
+        return self._sink.is_over
+
     def push(self, text: str) -> Split:
         """What this further text made certain."""
         self._stream.push(text)
@@ -104,11 +118,15 @@ def _parse(r: Reader, out: _Sink, form: ReasoningForm, inside: bool) -> Wait[Non
     r.mark()
     yield from spaces(r)
     if (yield from literal(r, form.start)) or inside:
+        out.has_block = True
         r.keep()
         yield from spaces(r)
         if (yield from text_until(r, out.think, (form.end,))):
             yield from literal(r, form.end)
+            out.is_over = True
             yield from spaces(r)
     else:
         r.back()
+        out.has_block = False
+    out.is_over = True
     yield from rest(r, out.answer.append)

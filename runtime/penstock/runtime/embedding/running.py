@@ -35,6 +35,7 @@ class OutputSoFar:
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     tool_calls: list[ToolCall] = field(default_factory=list)
+    reasoning_tokens: int = 0
     weights: list[tuple[int, int]] = field(default_factory=list)
     finish: Finish | None = None
     timing: RequestTiming | None = None
@@ -50,6 +51,7 @@ class OutputSoFar:
         self.token_ids += delta.token_ids
         self.logprobs += delta.logprobs
         self.tool_calls += delta.tool_calls
+        self.reasoning_tokens += delta.reasoning_tokens
         self.finish, self.timing = delta.finish, delta.timing
 
     def whole(self, index: int, *, has_logprobs: bool) -> Output:
@@ -160,6 +162,7 @@ class RunningRequest:
                 prompt_tokens=len(self._prompt.token_ids),
                 cached_prompt_tokens=timing.cached_prompt_tokens,
                 completion_tokens=sum(len(o.token_ids) for o in self._outputs),
+                reasoning_tokens=sum(o.reasoning_tokens for o in self._outputs),
             ),
             timing=Timing.of(timing),
         )

@@ -30,6 +30,8 @@ class Usage:
     """Of these, those that were found in the prefix cache."""
     completion_tokens: int
     """Of all outputs."""
+    reasoning_tokens: int = 0
+    """Of these, those of the reasoning, up to the one that completes its closing tag."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

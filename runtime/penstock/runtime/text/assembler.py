@@ -48,6 +48,10 @@ class Delta:
     for."""
     reasoning: str = ""
     """What the model thought; it is not in `delta`."""
+    reasoning_tokens: int = 0
+    """How many further tokens, of this delta or of those before, are known to belong to the reasoning: all up
+    to the one that completes its closing tag.
+    """
     tool_calls: tuple[ToolCall, ...] = ()
     """The calls that became complete; they are not in `delta`."""
 
@@ -82,6 +86,9 @@ class Assembler:
         self._skip_special = skip_special_tokens
         self._text: TextStream | None = None
         self._stop: Finish | None = None
+        self._undecided_tokens = 0
+        """How many tokens there are of which it is not known yet whether they belong to the reasoning."""
+        self._counts_reasoning = parser is not None and not parser.is_past_reasoning
         self._has_called = False
         """Whether the call at which the output ends was found."""
         if codec is not None:
@@ -105,8 +112,8 @@ class Assembler:
         """The delta of one engine output. Raises the output's error."""
         if self._parser is None:
             return self._add(output)
-        if self._ends_at_call and len(output.token_ids) > 1:
-            # One token after the other shows which one completes the call.
+        if (self._ends_at_call or self._counts_reasoning) and len(output.token_ids) > 1:
+            # One token after the other shows which one completes the call, or the reasoning.
             return _joined([self._parse(part, self._parser) for part in _tokens_of(output)])
         return self._parse(output, self._parser)
 
@@ -129,9 +136,21 @@ class Assembler:
             delta,
             delta="".join(part.text for part in parsed),
             reasoning="".join(part.reasoning for part in parsed),
+            reasoning_tokens=self._count(len(delta.token_ids), parser) if self._counts_reasoning else 0,
             tool_calls=tuple(ToolCall(mint_call_id(), call.name, call.arguments) for call in calls),
             finish=finish,
         )
+
+    def _count(self, num_tokens: int, parser: ChatParser) -> int:
+        """How many more tokens are known to belong to the reasoning, after the parser has had the text of so
+        many more.
+        """
+        self._undecided_tokens += num_tokens
+        if parser.has_reasoning is None:
+            return 0
+        self._counts_reasoning = not parser.is_past_reasoning
+        found, self._undecided_tokens = self._undecided_tokens, 0
+        return found if parser.has_reasoning else 0
 
     def _add(self, output: StepOutput) -> Delta:
         if output.error is not None:
@@ -205,6 +224,7 @@ def _joined(deltas: Sequence[Delta]) -> Delta:
         deltas[-1],
         delta="".join(one.delta for one in deltas),
         reasoning="".join(one.reasoning for one in deltas),
+        reasoning_tokens=sum(one.reasoning_tokens for one in deltas),
         token_ids=tuple(chain.from_iterable(one.token_ids for one in deltas)),
         logprobs=tuple(chain.from_iterable(one.logprobs for one in deltas)),
         tool_calls=tuple(chain.from_iterable(one.tool_calls for one in deltas)),

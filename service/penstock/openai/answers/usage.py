@@ -15,6 +15,7 @@ def usage_dict(usage: Usage) -> dict[str, Any]:
         "completion_tokens": usage.completion_tokens,
         "total_tokens": usage.prompt_tokens + usage.completion_tokens,
         "prompt_tokens_details": {"cached_tokens": usage.cached_prompt_tokens},
+        "completion_tokens_details": {"reasoning_tokens": usage.reasoning_tokens},
     }
 
 
@@ -34,4 +35,5 @@ def total_usage(parts: Iterable[Usage]) -> Usage:
         prompt_tokens=sum(part.prompt_tokens for part in parts),
         cached_prompt_tokens=sum(part.cached_prompt_tokens for part in parts),
         completion_tokens=sum(part.completion_tokens for part in parts),
+        reasoning_tokens=sum(part.reasoning_tokens for part in parts),
     )

@@ -49,6 +49,7 @@ SCHEMAS: Final[Mapping[str, Schema]] = {
         completion_tokens=_COUNT,
         total_tokens=_COUNT,
         prompt_tokens_details=_always(cached_tokens=_COUNT),
+        completion_tokens_details=_always(reasoning_tokens=_COUNT),
     ),
     "Model": _always(id=_TEXT, object=_word("model"), created=_COUNT, owned_by=_TEXT, max_model_len=_COUNT),
     "ModelList": _always(object=_word("list"), data=_list_of(_of("Model"))),

@@ -28,7 +28,8 @@ examples:
 
 A request is counted in the hour in which it ends (UTC), even if its client was gone. Tokens are all that the
 server computed, whether or not they were read; cached tokens are those of the prompt that were found in the
-prefix cache. "-" stands for all callers of a server without keys.
+prefix cache, and reasoning tokens those of the completion that the model thought with. "-" stands for all
+callers of a server without keys.
 """
 _GROUPS: Mapping[str, Callable[[Kind], str]] = {
     "key": lambda kind: kind.key or "-",
@@ -39,7 +40,7 @@ _GROUPS: Mapping[str, Callable[[Kind], str]] = {
     "reason": lambda kind: kind.reason or "-",
 }
 _OUTCOMES = tuple(outcome.value for outcome in Outcome)
-_TOKENS = ("prompt", "cached", "completion")
+_TOKENS = ("prompt", "cached", "completion", "reasoning")
 
 
 def add_parser(subparsers: Subparsers) -> None:
@@ -109,6 +110,7 @@ def rows_of(
         row["prompt"] += counts.prompt_tokens
         row["cached"] += counts.cached_prompt_tokens
         row["completion"] += counts.completion_tokens
+        row["reasoning"] += counts.reasoning_tokens
     return [{**dict(zip(groups, name, strict=True)), **row} for name, row in sorted(sums.items())]
 
 

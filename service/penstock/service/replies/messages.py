@@ -178,7 +178,9 @@ async def prompt_info(
     return encoded
 
 
-def usage(num_prompt_tokens: int, num_completion_tokens: int, times: RequestTiming | None) -> types_pb2.Usage:
+def usage(
+    num_prompt_tokens: int, num_completion_tokens: int, num_reasoning_tokens: int, times: RequestTiming | None
+) -> types_pb2.Usage:
     """Convert the counts of tokens. `completion_tokens` counts generated ids, whether or not they
     are sent.
     """
@@ -186,6 +188,7 @@ def usage(num_prompt_tokens: int, num_completion_tokens: int, times: RequestTimi
         prompt_tokens=num_prompt_tokens,
         cached_prompt_tokens=times.cached_prompt_tokens if times else 0,
         completion_tokens=num_completion_tokens,
+        reasoning_tokens=num_reasoning_tokens,
     )
 
 

@@ -57,10 +57,10 @@ class Buffer:
         *,
         encode: Encode | None = None,
         min_tokens: int = 1,
-        made: Callable[[int], None] = lambda tokens: None,
+        made: Callable[[int, int], None] = lambda tokens, reasoning: None,
     ) -> None:
         """`request_id` is the engine's id of this output. `encode` is as for `Pending`. `made` is told how
-        many tokens came, whether or not they are read.
+        many tokens came, and how many are known to be reasoning, whether or not they are read.
         """
         self._engine = engine
         self._switchboard = switchboard
@@ -89,7 +89,7 @@ class Buffer:
             return
         try:
             delta = self._live.add(output)
-            self._made(len(delta.token_ids))
+            self._made(len(delta.token_ids), delta.reasoning_tokens)
             size = self._pending.add(delta)
         except (KeyboardInterrupt, SystemExit):
             raise

@@ -223,6 +223,11 @@ class ServedRequest:
                 self._meter.finished(reasons, self.timing.cached_prompt_tokens if self.timing else 0)
         return index, taken
 
+    @property
+    def num_reasoning_tokens(self) -> int:
+        """Tokens of all outputs that belong to their reasoning, once all deltas were taken."""
+        return self._meter.reasoning_tokens
+
     def sending(self, message: bytes) -> bytes:
         """Return the message, and note that it is being sent until the next message is, or the next delta is
         taken.

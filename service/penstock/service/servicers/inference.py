@@ -129,7 +129,12 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             yield inference_pb2.StreamResponse(summary=summary)
 
     def _usage(self, served: ServedRequest) -> types_pb2.Usage:
-        return messages.usage(len(served.prompt.token_ids), served.num_completion_tokens, served.timing)
+        return messages.usage(
+            len(served.prompt.token_ids),
+            served.num_completion_tokens,
+            served.num_reasoning_tokens,
+            served.timing,
+        )
 
     async def Abort(
         self, request: inference_pb2.AbortRequest, context: Context

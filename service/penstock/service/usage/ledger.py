@@ -34,8 +34,10 @@ from penstock.service.usage.meter import Outcome, Usage
 log = logging.getLogger(__name__)
 
 HOUR_S = 3600
-_VERSION = 1
-"""The version of the file's tables, in PRAGMA user_version; an empty file has 0."""
+_VERSION = 2
+"""The version of the file's tables, in PRAGMA user_version; an empty file has 0. Version 1 has no column for
+tokens of the reasoning; it gets one when a server opens it.
+"""
 _BUSY_S = 5.0
 """Seconds that a transaction waits for the transaction of another server."""
 _RETRY_S = 5.0
@@ -53,16 +55,19 @@ CREATE TABLE IF NOT EXISTS usage (
   prompt_tokens INTEGER NOT NULL,
   cached_prompt_tokens INTEGER NOT NULL,
   completion_tokens INTEGER NOT NULL,
+  reasoning_tokens INTEGER NOT NULL DEFAULT 0,
   PRIMARY KEY (hour, key, method, outcome, reason)
 ) WITHOUT ROWID
 """
+_UPGRADE = "ALTER TABLE usage ADD COLUMN reasoning_tokens INTEGER NOT NULL DEFAULT 0"
 _ADD = """
-INSERT INTO usage VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)
+INSERT INTO usage VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)
 ON CONFLICT (hour, key, method, outcome, reason) DO UPDATE SET
   requests = requests + excluded.requests,
   prompt_tokens = prompt_tokens + excluded.prompt_tokens,
   cached_prompt_tokens = cached_prompt_tokens + excluded.cached_prompt_tokens,
-  completion_tokens = completion_tokens + excluded.completion_tokens
+  completion_tokens = completion_tokens + excluded.completion_tokens,
+  reasoning_tokens = reasoning_tokens + excluded.reasoning_tokens
 """
 
 
@@ -86,6 +91,8 @@ class Counts:
     prompt_tokens: int = 0
     cached_prompt_tokens: int = 0
     completion_tokens: int = 0
+    reasoning_tokens: int = 0
+    """How many of the completion's tokens belong to the reasoning."""
 
     def __add__(self, other: Counts) -> Counts:
         return Counts(
@@ -93,6 +100,7 @@ class Counts:
             self.prompt_tokens + other.prompt_tokens,
             self.cached_prompt_tokens + other.cached_prompt_tokens,
             self.completion_tokens + other.completion_tokens,
+            self.reasoning_tokens + other.reasoning_tokens,
         )
 
 
@@ -120,8 +128,7 @@ class Ledger:
             with closing(sqlite3.connect(path, timeout=_BUSY_S)) as connection:
                 _refuse_others(path, connection)
             with closing(_open(path, _BUSY_S)) as connection, connection:
-                connection.execute(_SCHEMA)
-                connection.execute(f"PRAGMA user_version = {_VERSION}")
+                _make_tables(connection)
         except sqlite3.Error as error:
             raise ConfigError(f"usage file {path} cannot be used: {error}") from error
         self._entries: queue.SimpleQueue[_Entry | None] = queue.SimpleQueue()
@@ -133,7 +140,13 @@ class Ledger:
         """Count a request. Only answered requests get a future to wait for; see `UsageSink`."""
         hour = int(self._clock()) // HOUR_S * HOUR_S
         kind = Kind(hour, usage.caller, usage.method, usage.outcome, usage.reason)
-        counts = Counts(1, usage.prompt_tokens, usage.cached_prompt_tokens, usage.completion_tokens)
+        counts = Counts(
+            1,
+            usage.prompt_tokens,
+            usage.cached_prompt_tokens,
+            usage.completion_tokens,
+            usage.reasoning_tokens,
+        )
         noted = asyncio.get_running_loop().create_future() if usage.outcome is Outcome.ANSWERED else None
         self._entries.put(_Entry(kind, counts, noted))
         if self._gone:
@@ -231,6 +244,7 @@ def _rows(kept: Mapping[Kind, Counts]) -> Iterable[tuple[str | int, ...]]:
             counts.prompt_tokens,
             counts.cached_prompt_tokens,
             counts.completion_tokens,
+            counts.reasoning_tokens,
         )
 
 
@@ -256,7 +270,7 @@ def _refuse_others(path: Path, connection: sqlite3.Connection) -> None:
     journal mode.
     """
     version = connection.execute("PRAGMA user_version").fetchone()[0]
-    if version not in (0, _VERSION):
+    if version not in (0, 1, _VERSION):
         raise ConfigError(
             f"usage file {path}: made by another version of penstock or another program ({version}); "
             "choose another name"
@@ -265,10 +279,21 @@ def _refuse_others(path: Path, connection: sqlite3.Connection) -> None:
     own = False
     if "usage" in names:
         columns = connection.execute("SELECT * FROM usage LIMIT 0").description
-        own = tuple(name for name, *_ in columns) == _COLUMNS
+        own = tuple(name for name, *_ in columns) in (_COLUMNS, _COLUMNS[:-1])
     # Two servers may start at once: then one may find the other's table, while the version is not set yet.
-    if names and not (own and (version == _VERSION or names == {"usage"})):
+    if names and not (own and (version or names == {"usage"})):
         raise ConfigError(f"usage file {path} is the database of another program; choose another name")
+
+
+def _make_tables(connection: sqlite3.Connection) -> None:
+    """Make the table, or bring that of version 1 up to date, in one transaction: two servers may start at
+    once.
+    """
+    connection.execute("BEGIN IMMEDIATE")
+    connection.execute(_SCHEMA)
+    if len(connection.execute("SELECT * FROM usage LIMIT 0").description) < len(_COLUMNS):
+        connection.execute(_UPGRADE)
+    connection.execute(f"PRAGMA user_version = {_VERSION}")
 
 
 def _open(path: Path, busy_s: float) -> sqlite3.Connection:

@@ -51,6 +51,8 @@ class Usage:
     """How many of them were found in the prefix cache; 0 if no output came to its end."""
     completion_tokens: int = 0
     """Tokens generated for all outputs, including those that were never read."""
+    reasoning_tokens: int = 0
+    """How many of those belong to the reasoning."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +115,8 @@ class Meter:
         self._prompt_tokens = 0
         self._cached_tokens = 0
         self._made_tokens = 0
+        self.reasoning_tokens = 0
+        """Tokens so far that belong to the reasoning of any output."""
         self._ended = False
         self.is_logged = False
         """Whether the call log has something about this request."""
@@ -127,8 +131,9 @@ class Meter:
         self._prompt_tokens = prompt_tokens
         self._use(prompt_tokens)
 
-    def made(self, tokens: int) -> None:
-        """Count more generated tokens, of any output."""
+    def made(self, tokens: int, reasoning: int = 0) -> None:
+        """Count more generated tokens, of any output, and more tokens that are known to be reasoning."""
+        self.reasoning_tokens += reasoning
         if self._first_token_s is None and tokens:
             self._first_token_s = time.monotonic() - self._began_s
         self._made_tokens += tokens
@@ -178,6 +183,7 @@ class Meter:
             self._prompt_tokens,
             self._cached_tokens,
             self._made_tokens,
+            self.reasoning_tokens,
         )
         if self._call_log is not None:
             seconds = time.monotonic() - self._began_s

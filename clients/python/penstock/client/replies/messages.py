@@ -69,7 +69,12 @@ def prompt_info(message: types_pb2.PromptInfo) -> results.PromptInfo:
 
 
 def usage(message: types_pb2.Usage) -> results.Usage:
-    return results.Usage(message.prompt_tokens, message.cached_prompt_tokens, message.completion_tokens)
+    return results.Usage(
+        message.prompt_tokens,
+        message.cached_prompt_tokens,
+        message.completion_tokens,
+        message.reasoning_tokens,
+    )
 
 
 def timing(message: types_pb2.Timing) -> results.Timing:

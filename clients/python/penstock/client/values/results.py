@@ -69,6 +69,8 @@ class Usage:
     cached_prompt_tokens: int
     """How many of the prompt's tokens were found in the prefix cache."""
     completion_tokens: int
+    reasoning_tokens: int = 0
+    """How many of the generated tokens belong to the reasoning, its tags included."""
 
 
 @dataclass(frozen=True, slots=True)
