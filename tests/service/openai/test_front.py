@@ -137,6 +137,7 @@ async def test_no_server_is_503_until_there_is_one() -> None:
             while (await http.get("/health")).status_code != 200:  # noqa: ASYNC110
                 await asyncio.sleep(0.1)
             assert (await http.get("/v1/models")).status_code == 200
+        assert (await http.get("/v1/models")).status_code == 503
 
 
 async def test_a_request_that_takes_too_long_is_504() -> None:

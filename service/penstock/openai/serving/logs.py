@@ -20,8 +20,10 @@ from penstock.openai.settings import LogFormat
 MOST_WAITING: Final = 10_000
 """How many lines may wait to be written."""
 _ESCAPES: Final = {i: f"\\x{i:02x}" for i in (*range(32), *range(127, 160), 0x2028, 0x2029)}
-_QUIET: Final = ("asyncio", "httpx", "uvicorn", "uvicorn.error", "uvicorn.access")
-"""Libraries whose lines at the level INFO say nothing to operators."""
+_QUIET: Final = {"asyncio": logging.WARNING, "uvicorn.error": logging.ERROR}
+"""Libraries whose lines below this level say nothing to operators; uvicorn warns of each peer that speaks no
+HTTP.
+"""
 
 
 def open_logs(log_format: LogFormat) -> None:
@@ -32,8 +34,8 @@ def open_logs(log_format: LogFormat) -> None:
     listener = logging.handlers.QueueListener(waiting, target)
     logging.basicConfig(handlers=[_Bounded(waiting)], level=logging.INFO, force=True)
     logging.captureWarnings(True)
-    for noisy in _QUIET:
-        logging.getLogger(noisy).setLevel(logging.WARNING)
+    for name, level in _QUIET.items():
+        logging.getLogger(name).setLevel(level)
     listener.start()
     atexit.register(listener.stop)
 

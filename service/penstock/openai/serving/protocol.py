@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from http import HTTPStatus
 from typing import Final, cast
 
+from uvicorn._types import ASGI3Application
 from uvicorn.config import Config
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 from uvicorn.server import ServerState
@@ -21,6 +22,9 @@ from penstock.openai.jsonbytes import json_bytes
 
 DRAIN_BYTES_PER_S: Final = 64 << 10
 """The least that a client must take of a large reply, in bytes per second, once its time is over."""
+MOST_PIPELINED: Final = 8
+"""How many requests of a connection may wait for an earlier one of it."""
+_HEADER_BYTES: Final = len(b": \r\n")
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +78,12 @@ class BoundedProtocol(HttpToolsProtocol):
         self._phase = _Phase.HEAD
         self._head_since = time.monotonic()
         self._head_bytes = 0
+        """How many bytes of the head have come; within a body, how many since the last of them that were its
+        own.
+        """
+        self._trailer_bytes = 0
+        self._answering: RequestResponseCycle | None = None
+        """The request that runs, or ran last. uvicorn's `cycle` is the newest, which may wait for it."""
         self._is_refused = False
         self._must_read_by: float | None = None
         """Until when the peer must have taken what waits for it; None while nothing does."""
@@ -93,13 +103,12 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def stop_keeping(self) -> None:
         """Close the connection after the request that runs; one without a request may still send one."""
-        if self._is_answering:
-            self.cycle.keep_alive = False
+        if self._answering is not None:
+            self._answering.keep_alive = False
 
     @property
     def _is_answering(self) -> bool:
-        cycle: RequestResponseCycle | None = self.cycle  # uvicorn's hints leave out that there may be none
-        return cycle is not None and not cycle.response_complete
+        return self._answering is not None and not self._answering.response_complete
 
     def _refuse(self, status: int, message: str, code: str) -> None:
         """Answer with an error without asking the app, and close the connection."""
@@ -137,6 +146,9 @@ class BoundedProtocol(HttpToolsProtocol):
         if not self._all.by_address[self._address]:
             del self._all.by_address[self._address]
         self._all.meters.connections.dec()
+        if self._answering is not None and not self._answering.response_complete:
+            self._answering.disconnected = True
+            self._answering.message_event.set()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
@@ -144,11 +156,10 @@ class BoundedProtocol(HttpToolsProtocol):
             return
         if self._phase is _Phase.BETWEEN:
             self._begin_head()
+        self._head_bytes += len(data)
         super().data_received(data)
-        if self._phase is _Phase.HEAD:
-            self._head_bytes += len(data)
-            if self._head_bytes > self._all.bounds.max_header_bytes:
-                self._refuse_head()
+        if self._phase is not _Phase.BETWEEN and self._head_bytes > self._all.bounds.max_header_bytes:
+            self._refuse_head()
 
     def pause_writing(self) -> None:
         waiting = self.transport.get_write_buffer_size()
@@ -170,15 +181,27 @@ class BoundedProtocol(HttpToolsProtocol):
             self._begin_head()
         super().on_message_begin()
 
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if self._phase is _Phase.BODY:  # a trailer, for which nobody has a use
+            self._trailer_bytes += len(name) + len(value) + _HEADER_BYTES
+            if self._trailer_bytes > self._all.bounds.max_header_bytes:
+                self._refuse_head()
+        else:
+            super().on_header(name, value)
+
     def on_headers_complete(self) -> None:
         self._phase = _Phase.BODY
-        size = len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers)
+        self._head_bytes = self._trailer_bytes = 0
+        if self._is_answering and len(self.pipeline) >= MOST_PIPELINED:
+            self._refuse(400, "too many requests wait for an earlier one", "pipelining")
+        size = len(self.url) + sum(len(name) + len(value) + _HEADER_BYTES for name, value in self.headers)
         if size > self._all.bounds.max_header_bytes:
             self._refuse_head()
         if not self._is_refused:
             super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
+        self._head_bytes = 0
         if not self._is_refused:
             super().on_body(body)
 
@@ -196,6 +219,10 @@ class BoundedProtocol(HttpToolsProtocol):
         if self._phase is _Phase.BODY:
             self._must_send_by = time.monotonic() + self._all.bounds.header_timeout_s
         super().on_response_complete()
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
+        self._answering = cycle
+        super()._start_asgi_task(cycle, app)
 
     def _begin_head(self) -> None:
         self._phase = _Phase.HEAD

@@ -143,6 +143,60 @@ async def test_headers_that_are_too_large_are_refused(sent: bytes) -> None:
         await serves(rig)
 
 
+async def closed(reader: asyncio.StreamReader) -> bytes:
+    """What comes until the front has closed the connection."""
+    data = b""
+    async with asyncio.timeout(WAIT_S):
+        with contextlib.suppress(ConnectionError):
+            while part := await reader.read(1 << 20):
+                data += part
+    return data
+
+
+@pytest.mark.parametrize("trailer", [b"a: b\r\n", b"a"], ids=["many", "endless"])
+async def test_trailers_that_do_not_end_are_refused(trailer: bytes) -> None:
+    async with hostile_rig(max_header_bytes=4096) as rig, peer(rig) as (reader, writer):
+        writer.write(HEAD + b"transfer-encoding: chunked\r\n\r\n1\r\n{\r\n0\r\n")
+        closing = asyncio.create_task(closed(reader))
+        with contextlib.suppress(ConnectionError):
+            while not closing.done():
+                writer.write(trailer * 500)
+                await writer.drain()
+                await asyncio.sleep(0)
+        assert b"200 OK" not in await closing
+        await until(lambda: rig.front.life.num_running == 0)
+        await serves(rig)
+
+
+async def test_requests_that_wait_for_an_earlier_one_are_bounded() -> None:
+    seen = Seen()
+    async with hostile_rig(seen) as rig, peer(rig) as (reader, writer):
+        writer.write(b"GET /flood HTTP/1.1\r\nhost: x\r\n\r\n" + b"GET /health HTTP/1.1\r\n\r\n" * 1000)
+        await closed(reader)
+        await until(lambda: seen.ended == ["flood"])
+        await serves(rig)
+
+
+async def test_a_few_requests_may_be_sent_at_once() -> None:
+    async with hostile_rig() as rig, peer(rig) as (reader, writer):
+        writer.write(b"GET /nothing HTTP/1.1\r\nhost: x\r\n\r\n" * 5)
+        async with asyncio.timeout(WAIT_S):
+            for _ in range(5):
+                assert (await reader.readuntil(b"}}")).startswith(b"HTTP/1.1 404")
+
+
+async def test_other_protocols_are_not_spoken() -> None:
+    """Neither WebSocket nor HTTP/2: the request is answered as if it had not asked for them."""
+    wanted = b"connection: upgrade\r\nupgrade: websocket\r\nsec-websocket-version: 13\r\n\r\n"
+    async with hostile_rig(header_timeout_s=0.3) as rig, peer(rig) as (reader, writer):
+        writer.write(b"GET /nothing HTTP/1.1\r\nhost: x\r\n" + wanted)
+        async with asyncio.timeout(WAIT_S):
+            assert (await reader.readuntil(b"}}")).startswith(b"HTTP/1.1 404")
+        writer.write(b"\x81\x05hello")
+        await closed(reader)
+        await serves(rig)
+
+
 async def test_what_is_not_http_is_refused() -> None:
     async with hostile_rig() as rig, peer(rig) as (reader, writer):
         writer.write(b"\x16\x03\x01 hello\r\n\r\n")
