@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from penstock.client import RequestOptions
 from penstock.openai.backend import ModelFacts
-from penstock.openai.requests.refusing import invalid_value, unsupported_value
+from penstock.openai.requests.constraints import check_beside_tools
+from penstock.openai.requests.refusing import invalid_value
 from penstock.openai.requests.sampling import params_of, sampling_options
 from penstock.openai.requests.templates import template_options
 from penstock.openai.requests.turns import choice_of, tools_of, turns_of
@@ -18,11 +19,9 @@ def chat_options(body: ChatBody, facts: ModelFacts) -> RequestOptions:
     tools = tools_of(body.tools or ())
     choice = choice_of(body.tool_choice, [tool.name for tool in tools])
     options = sampling_options(body, facts.max_context_tokens)
-    if options["constraint"] is not None and tools and choice != "none":
+    if options["constraint"] is not None:
         param = "response_format" if body.structured_outputs is None else "structured_outputs"
-        raise unsupported_value(
-            param, "it keeps the model from calling the tools; leave them out, or give tool_choice none."
-        )
+        check_beside_tools(param, tools, choice)
     options["messages"] = turns_of(body.messages)
     options["tools"] = tools or None
     options["tool_choice"] = choice

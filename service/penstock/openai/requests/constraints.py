@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from penstock.client import Choice, Ebnf, JsonObject, JsonSchema, Regex
+from collections.abc import Sequence
+
+from penstock.client import Choice, Ebnf, JsonObject, JsonSchema, Regex, Tool
 from penstock.client.requests.constraints import Constraint
-from penstock.openai.requests.refusing import invalid_value, missing
+from penstock.openai.requests.refusing import invalid_value, missing, unsupported_value
 from penstock.openai.schemas.sampling import ResponseFormat, StructuredOutputs
 
 
@@ -18,6 +20,22 @@ def constraint_of(form: ResponseFormat | None, structured: StructuredOutputs | N
     if of_form is not None and of_structured is not None:
         raise invalid_value("structured_outputs", "it cannot go together with response_format.")
     return of_form or of_structured
+
+
+def check_beside_tools(param: str, tools: Sequence[Tool], choice: str | None) -> None:
+    """Raises ApiError for a constraint, which the field `param` asks for, that would keep the model from
+    calling tools. Where it is free to call strict ones, the output is either calls or the answer.
+    """
+    if not tools or choice == "none":
+        return
+    if choice not in (None, "auto"):
+        raise unsupported_value(param, "it contradicts a tool_choice that requires a call.")
+    if not any(tool.strict for tool in tools):
+        raise unsupported_value(
+            param,
+            "it keeps the model from calling tools of which none is strict; make one strict, leave them out, "
+            "or give tool_choice none.",
+        )
 
 
 def constraint_params(form: ResponseFormat | None) -> dict[str, str]:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from penstock.client import JsonObject, JsonSchema, RequestOptions, Tool
 from penstock.client.requests.constraints import Constraint
 from penstock.openai.backend import ModelFacts
-from penstock.openai.requests.constraints import constraint_of, constraint_params
+from penstock.openai.requests.constraints import check_beside_tools, constraint_of, constraint_params
 from penstock.openai.requests.generation import PARAMS, generation_options
 from penstock.openai.requests.refusing import invalid_value, missing, unsupported_value
 from penstock.openai.requests.response_turns import turn_params, turns_of
@@ -30,10 +30,9 @@ def response_options(body: ResponsesBody, facts: ModelFacts) -> RequestOptions:
     choice = _choice(body, [tool.name for tool in tools])
     options = generation_options(body)
     constraint = _constraint(body)
-    if constraint is not None and tools and choice != "none":
-        param = "text.format" if body.structured_outputs is None else "structured_outputs"
-        raise unsupported_value(
-            param, "it keeps the model from calling the tools; leave them out, or give tool_choice none."
+    if constraint is not None:
+        check_beside_tools(
+            "text.format" if body.structured_outputs is None else "structured_outputs", tools, choice
         )
     options["constraint"] = constraint
     options["messages"] = turns_of(body.input, body.instructions)

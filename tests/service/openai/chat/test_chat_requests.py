@@ -19,6 +19,7 @@ WEATHER = {
         "strict": True,
     },
 }
+LOOSE = {"type": "function", "function": {"name": "look"}}
 CALL = {"id": "c1", "type": "function", "function": {"name": "get_weather", "arguments": '{"city": "Oslo"}'}}
 BARE = {
     "model": "m",
@@ -219,9 +220,19 @@ def test_what_the_front_refuses(param: str, fields: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("choice", [None, "auto", "required"])
 def test_a_grammar_would_keep_the_model_from_calling_tools(choice: str | None) -> None:
-    fields = {"tools": [WEATHER], "tool_choice": choice, "response_format": {"type": "json_object"}}
+    fields = {"tools": [LOOSE], "tool_choice": choice, "response_format": {"type": "json_object"}}
     assert refusal(**fields).param == "response_format"
     assert asked(**fields | {"tool_choice": "none"})["constraint"] == JsonObject()
+
+
+def test_strict_tools_may_be_called_beside_a_constraint() -> None:
+    """The output is then calls or the answer; a call that is required is no answer."""
+    fields = {"tools": [WEATHER, LOOSE], "response_format": {"type": "json_object"}}
+    options = asked(**fields)
+    assert options["constraint"] == JsonObject()
+    assert options["tools"] is not None
+    assert [isinstance(tool, Tool) and tool.strict for tool in options["tools"]] == [True, False]
+    assert refusal(**fields, tool_choice="required").param == "response_format"
 
 
 def test_fields_of_the_contract_have_their_names_in_the_body() -> None:

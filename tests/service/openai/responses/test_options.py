@@ -125,7 +125,16 @@ def test_what_agents_always_send_changes_nothing() -> None:
             "tool_choice.name",
             "unsupported_value",
         ),
-        ({"tools": [TOOL], "text": {"format": FORMAT}}, "text.format", "unsupported_value"),
+        (
+            {"tools": [{**TOOL, "strict": False}], "text": {"format": FORMAT}},
+            "text.format",
+            "unsupported_value",
+        ),
+        (
+            {"tools": [TOOL], "tool_choice": "required", "text": {"format": FORMAT}},
+            "text.format",
+            "unsupported_value",
+        ),
         (
             {"text": {"format": {"type": "json_schema", "name": "x"}}},
             "text.format.schema",
@@ -150,6 +159,12 @@ def test_what_is_not_honoured_is_refused_by_name(fields: dict[str, Any], param: 
     with pytest.raises(ApiError) as caught:
         options(**fields)
     assert (caught.value.status, caught.value.param, caught.value.code) == (400, param, code)
+
+
+def test_strict_tools_may_be_called_beside_a_format() -> None:
+    made = options(tools=[TOOL], text={"format": FORMAT})
+    assert made["constraint"] is not None
+    assert made["tools"] is not None
 
 
 def test_programs_are_told_what_is_taken() -> None:
