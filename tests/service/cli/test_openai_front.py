@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import dataclasses
 import os
+import pickle
 import signal
 import socket
 from collections.abc import AsyncIterator
@@ -106,6 +107,21 @@ async def test_fronts_that_die_again_and_again_are_a_failure(
             os.kill(last, signal.SIGKILL)
         await failing
     assert "the OpenAI front was ended by signal 9, 2 times in a row" in caplog.text
+
+
+async def test_a_defect_ends_the_server_and_is_told(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Otherwise the server would go on without its front, and nobody would know."""
+
+    def defect(settings: Settings) -> bytes:
+        raise RuntimeError("a defect")
+
+    monkeypatch.setattr(pickle, "dumps", defect)
+    async with kept() as front:
+        await front.wait_for_failure()
+        assert front.pid is None
+    assert "no OpenAI front can be kept alive, so the server ends" in caplog.text
 
 
 async def test_a_taken_port_is_told_with_the_flag() -> None:

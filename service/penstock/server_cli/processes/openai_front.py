@@ -97,6 +97,15 @@ class OpenAIFront:
         self._listener.close()
 
     async def _keep(self) -> None:
+        """Keep a front alive until `stop`."""
+        try:
+            await self._restart()
+        except Exception:
+            log.exception("no OpenAI front can be kept alive, so the server ends")
+        if not self._stopping.is_set():
+            self._failed.set()
+
+    async def _restart(self) -> None:
         """Start one front after the other until `stop`, or until it is clear that none can live."""
         failures = 0
         while not self._stopping.is_set():
@@ -106,12 +115,10 @@ class OpenAIFront:
                 return
             if not self._listens.is_set():
                 log.error("the OpenAI front %s before it took calls, so the server ends", how)
-                self._failed.set()
                 return
             failures = failures + 1 if time.monotonic() - began_s < LONG_LIFE_S else 0
             if failures >= MOST_FAILURES:
                 log.error("the OpenAI front %s, %d times in a row, so the server ends", how, failures)
-                self._failed.set()
                 return
             log.error("the OpenAI front %s; its calls are lost, another starts", how)
             if failures:
