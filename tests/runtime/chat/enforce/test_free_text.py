@@ -200,6 +200,49 @@ def test_calls_and_words_are_allowed_and_wrong_calls_are_not(tokenizer: str, for
             assert not allows(model, lark, model.codec.encode(text, add_special_tokens=False)), text
 
 
+BAD = '"parameters": {"days": 3}'
+OTHERWISE = [
+    ("llama3_json", f'{{ "name": "get_weather", {BAD}}}'),
+    ("llama3_json", f'  {{"name" : "get_weather", {BAD}}}'),
+    ("llama3_json", f'{{\n  "name": "get_weather",\n  {BAD}\n}}'),
+    ("llama3_json", f'{{"type": "function", "name": "get_weather", {BAD}}}'),
+    ("llama3_json", f'{{{BAD}, "name": "get_weather"}}'),
+    ("llama3_json", f'{{"\\u006eame": "get_weather", {BAD}}}'),
+    ("llama3_json", f'{{"id": {{}}, "\\u006eame": "get_weather", {BAD}}}'),
+    ("llama3_json", f'{{"name": "get\\u005fweather", {BAD}}}'),
+    ("llama3_json", f'{{"name": "now", "parameters": {{}}}} ; {{ "name": "get_weather", {BAD}}}'),
+    # A good call within an object that turns out to be a bad one.
+    ("llama3_json", f'{{"id":\n{{"name": "now", "parameters": {{}}}}, "name": "get_weather", {BAD}}}'),
+    ("llama3_json", f'<|python_tag|>{{"name": "get_weather", {BAD}}}'),
+    ("pythonic", "[ get_weather(days=3)]"),
+    ("pythonic", "  [\n get_weather(days=3)]"),
+    ("pythonic", "[get_weather( days=3)]"),
+    ("pythonic", "[now(), get_weather(days=3)]"),
+    ("pythonic", "[now()] [get_weather(days=3)]"),
+    ("pythonic", "<|python_start|>[get_weather(days=3)]<|python_end|>"),
+    ("pythonic", "<|tool_call_start|>[nobody()]<|tool_call_end|>"),
+    ("hermes", '<tool_call>{"arguments": {"days": 3}, "name": "get_weather"}</tool_call>'),
+    ("hermes", '<tool_call>{"name": "nobody"}</tool_call>'),
+    ("mistral", '[TOOL_CALLS]get_weather{"days": 3}'),
+    ("mistral", '[TOOL_CALLS] [{"name": "now", "arguments": {}}, {"name": "get_weather"}]'),
+]
+
+
+@pytest.mark.parametrize(("form", "text"), OTHERWISE)
+@pytest.mark.parametrize("by_bytes", [False, True])
+@pytest.mark.parametrize("tokenizer", MODELS)
+def test_a_wrong_call_in_another_spelling_is_not_allowed(
+    tokenizer: str, by_bytes: bool, form: str, text: str
+) -> None:
+    """The parser would take it for a call. No other words save it."""
+    model, forms = MODELS[tokenizer](), ChatForms(TOOL_FORMS[form])
+    for whole in (text, f"Words.\n{text}", f"{text}\nWords."):
+        calls = parsed(forms, Chat(USER, STRICT), "", whole)[2]
+        assert any(call.name != "now" for call in calls), "the parser sees it"
+        encode = plain().codec.encode if by_bytes else model.codec.encode
+        assert not allows(model, grammar(tokenizer, form), encode(whole, add_special_tokens=False))
+
+
 TEXTS = [
     'int main(void)\n{\n  return f("{");\n}',
     'As JSON:\n{"city": "Rome", "name": 3}\n[1, 2]\n{}',
