@@ -30,7 +30,9 @@ class Settings:
     token: str | None = field(default=None, repr=False)
     """The key of requests that bring none."""
     insecure: bool = False
-    """Whether keys may cross the network without TLS, on either side."""
+    """Whether keys may cross the network without TLS, on either side, and whether other machines may use
+    `token`.
+    """
 
     host: str = "127.0.0.1"
     port: int = 8000
@@ -128,6 +130,11 @@ class Settings:
                 bad.append(
                     f"host: {self.host} can be reached from other machines, and keys would cross the network "
                     "in plaintext; give tls_cert, or allow it with insecure"
+                )
+            if self.token is not None and not is_loopback(self.host):
+                bad.append(
+                    f"token: requests that bring no key would use it, and {self.host} can be reached "
+                    "from other machines; leave it out, or allow it with insecure"
                 )
             if not self.tls and not address.local:
                 bad.append(

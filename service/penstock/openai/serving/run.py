@@ -7,6 +7,7 @@ import socket
 import sys
 from typing import Final
 
+from penstock.client.connection.address import is_loopback
 from penstock.openai.serving.logs import open_logs
 from penstock.openai.serving.tls import certificate_of
 from penstock.openai.serving.worker import run_worker
@@ -32,6 +33,8 @@ def serve(settings: Settings) -> int:
         sys.stdout.flush()
 
     log.info("calling %s for %d worker%s", settings.addr, settings.workers, "s" * (settings.workers > 1))
+    for warning in _warnings(settings):
+        log.warning("listening on %s: %s", settings.host, warning)
     with listening:
         if settings.workers > 1:
             return run_workers(settings, listening, tell)
@@ -57,3 +60,15 @@ def _url(settings: Settings, listening: socket.socket) -> str:
     scheme = "http" if settings.tls_cert is None else "https"
     host = f"[{settings.host}]" if ":" in settings.host else settings.host
     return f"{scheme}://{host}:{listening.getsockname()[1]}"
+
+
+def _warnings(settings: Settings) -> list[str]:
+    """What the operator has allowed with `insecure`."""
+    if is_loopback(settings.host):
+        return []
+    found = []
+    if settings.tls_cert is None:
+        found.append("keys of callers cross the network in plaintext")
+    if settings.token is not None:
+        found.append("whoever reaches that may use the model: requests without a key get that of --token")
+    return found

@@ -39,7 +39,13 @@ def add_parser(subparsers: Subparsers) -> None:
         help="speak OpenAI's HTTP API, as a client of a server",
         description="Speak OpenAI's HTTP API, and call a gRPC server for it. Keys are those of the server.",
     )
-    add_addr(parser, timeout=False, retries=False)
+    add_addr(
+        parser,
+        timeout=False,
+        retries=False,
+        insecure="allow keys to cross the network without TLS, to the server and from callers, and let other "
+        "machines use the key of --token",
+    )
     _add_listening(parser)
     _add_limits(parser)
     _add_rest(parser)

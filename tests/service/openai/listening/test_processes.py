@@ -165,6 +165,7 @@ async def until_draining(url: str) -> None:
     [
         (("--host", "0.0.0.0"), "--host: 0.0.0.0 can be reached from other machines"),
         (("--addr", "example.org:1"), "--addr: keys would be sent to example.org:1 in plaintext"),
+        (("--host", "::", "--token", "abc"), "--token: requests that bring no key would use it"),
         (("--workers", "0"), "--workers: must be from 1 to 256"),
         (("--tls-cert", "/nothing"), "--tls-cert: must be given together with --tls-key"),
         (("--tls-cert", "/nothing", "--tls-key", "/nothing"), "cannot be read"),

@@ -27,9 +27,15 @@ class WrongConnection(Exception):
     """The flags, or files that they name, cannot work; the message says what to do."""
 
 
-def add_addr(parser: argparse.ArgumentParser, *, timeout: bool = True, retries: bool = True) -> None:
+def add_addr(
+    parser: argparse.ArgumentParser,
+    *,
+    timeout: bool = True,
+    retries: bool = True,
+    insecure: str = "allow sending the key to another machine without TLS",
+) -> None:
     """Add the flags of every command that talks to a server. A command that handles `timeout` or `retries`
-    itself leaves them out.
+    itself leaves them out. `insecure` is the help of --insecure.
     """
     default = os.environ.get("PENSTOCK_ADDR") or DEFAULT_ADDR
     group = parser.add_argument_group("connection")
@@ -57,9 +63,7 @@ def add_addr(parser: argparse.ArgumentParser, *, timeout: bool = True, retries: 
         "processes; default: $PENSTOCK_TOKEN",
     )
     token.add_argument("--token-file", metavar="FILE", help="a file whose first line is the key")
-    group.add_argument(
-        "--insecure", action="store_true", help="allow sending the key to another machine without TLS"
-    )
+    group.add_argument("--insecure", action="store_true", help=insecure)
     if retries:
         group.add_argument(
             "--retries",
