@@ -8,11 +8,21 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Discriminator, Field, StringConstraints, Tag
 
 from penstock.openai.schemas.base import IGNORED, Body, OnlyFalse
+from penstock.openai.schemas.chat import MAX_CALLS, MAX_MESSAGES, MAX_TOOLS
 from penstock.openai.schemas.response_items import Item, Other
 from penstock.openai.schemas.sampling import LACKING, GenerationBody
 
+MAX_ITEMS = MAX_MESSAGES + MAX_CALLS
+"""What is above would take long to convert. The server bounds the turns and the calls that they become."""
+
 MetadataKey = Annotated[str, StringConstraints(max_length=64)]
 MetadataValue = Annotated[str, StringConstraints(max_length=512)]
+
+
+Input = Annotated[
+    Annotated[str, Tag("<text>")] | Annotated[list[Item], Field(max_length=MAX_ITEMS), Tag("<items>")],
+    Discriminator(lambda value: "<items>" if isinstance(value, list) else "<text>"),
+]
 
 
 class FunctionTool(Body):
@@ -87,7 +97,7 @@ class TextConfig(Body):
 class Reasoning(Body):
     """How the model thinks."""
 
-    effort: str | None = None
+    effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
     summary: str | None = None
     """Only "auto": there is nothing that makes summaries, and the reasoning itself is in the answer."""
 
@@ -110,12 +120,12 @@ class ResponsesBody(GenerationBody):
     out.
     """
 
-    input: str | list[Item]
+    input: Input
     instructions: str | None = None
     max_output_tokens: int | None = None
     max_tool_calls: int | None = Field(default=None, ge=1)
     """The most calls of tools that are built into the API. There are none here, so any number holds."""
-    tools: list[Tool] | None = None
+    tools: list[Tool] | None = Field(default=None, max_length=MAX_TOOLS)
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
     text: TextConfig | None = None

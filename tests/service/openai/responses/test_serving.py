@@ -28,7 +28,7 @@ PARAMETERS = {
     "required": ["city"],
     "additionalProperties": False,
 }
-TOOL: Any = {"type": "function", "name": "get", "parameters": PARAMETERS, "strict": False}
+TOOL: Any = {"type": "function", "name": "get", "parameters": PARAMETERS, "strict": True}
 CALL = '<tool_call>\n{"name": "get", "arguments": {"city": "Rome"}}\n</tool_call>'
 
 
@@ -130,6 +130,23 @@ async def test_too_many_logprobs_are_refused(monkeypatch: pytest.MonkeyPatch) ->
     assert len(enough.json()["output"][0]["content"][0]["logprobs"]) == 5
 
 
+async def test_an_agent_with_a_form_calls_its_tool_and_then_answers_in_that_form() -> None:
+    """Agents with an output type send tools and a form together."""
+    called = '<tool_call>get{"city": "Rome"}</tool_call>'
+    scripts = {"T:get|u:hi|a:": CALL, f"T:get|u:hi|a:{called}|t:28=get|a:": '{"city": "Rome"}'}
+    async with front_rig(scripted(scripts)) as rig:
+        fields: Any = {"model": "fake", "tools": [TOOL], "text_format": Place}
+        items: list[Any] = [{"role": "user", "content": "hi"}]
+        first = await rig.openai.responses.parse(input=items, **fields)
+        (call,) = first.output
+        assert call.type == "function_call"
+        assert call.parsed_arguments == {"city": "Rome"}
+        items += first.output
+        items.append({"type": "function_call_output", "call_id": call.call_id, "output": "28"})
+        second = await rig.openai.responses.parse(input=items, **fields)
+        assert second.output_parsed == Place(city="Rome")
+
+
 @pytest.mark.parametrize("streams", [False, True])
 async def test_an_agent_calls_a_tool_and_goes_on(streams: bool) -> None:
     """All items of an answer are sent back as they came, as agents do."""
@@ -159,6 +176,9 @@ async def test_an_agent_calls_a_tool_and_goes_on(streams: bool) -> None:
 
 
 REFUSED: list[tuple[dict[str, Any], str, str]] = [
+    ({"input": [{"role": "user", "content": "x"}] * 20_001}, "input", "invalid_value"),
+    ({"tools": [TOOL] * 1001}, "tools", "invalid_value"),
+    ({"reasoning": {"effort": "huge"}}, "reasoning.effort", "unsupported_value"),
     ({"store": True}, "store", "unsupported_value"),
     ({"frobnicate": 1}, "frobnicate", "unknown_parameter"),
     ({"previous_response_id": "resp_1"}, "previous_response_id", "unsupported_parameter"),
