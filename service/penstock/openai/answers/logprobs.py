@@ -118,4 +118,4 @@ def _num_characters(token_id: int, vocabulary: Vocabulary, dropped: int) -> int:
 
 
 def _finite(logprob: float) -> float:
-    return max(logprob, LEAST)
+    return max(LEAST, logprob)  # in this order it is LEAST for NaN, which JSON does not have either

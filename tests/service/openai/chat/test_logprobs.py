@@ -42,6 +42,23 @@ def test_without_the_likeliest() -> None:
     assert entry["top_logprobs"] == []
 
 
+def test_what_json_does_not_have() -> None:
+    """The engine tells NaN where a log-probability is undefined."""
+    told = Logprobs((math.nan, -math.inf), (((0, math.nan),), ((1, -math.inf),)))
+    for entry in chat_logprobs(told, (0, 1), WORDS):
+        assert (entry["logprob"], entry["top_logprobs"][0]["logprob"]) == (-9999.0, -9999.0)
+    made, _ = completion_logprobs(told, (0, 1), WORDS, 0)
+    assert made["token_logprobs"] == [-9999.0, -9999.0]
+    assert made["top_logprobs"] == [{"a": -9999.0}, {" b": -9999.0}]
+
+
+def test_offsets_begin_after_the_spaces_that_a_text_drops() -> None:
+    """The tokens " b" and "a" are the text "ba"."""
+    dropping = Vocabulary(WORDS.pieces, WORDS.special, dropped_leading_spaces=1)
+    made, after = completion_logprobs(Logprobs((-1.0,) * 3), (1, 0, 1), dropping, 0)
+    assert (made["text_offset"], after) == ([0, 1, 2], 4)
+
+
 def test_a_completions() -> None:
     """The text is "a€ b": offsets count its characters, and the character is there with its first token."""
     ids = (0, 2, 3, 4, 1)
