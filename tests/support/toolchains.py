@@ -1,4 +1,4 @@
-"""Toolchains of other languages: Go and Java, which only the tests of their clients need.
+"""Toolchains of other languages: Go, Java and Node.js, which only the tests of their clients and tools need.
 
 Where one is missing, a test is skipped, and says what to install. With PENSTOCK_REQUIRE_TOOLCHAINS=1 it fails
 instead: so do `make test-clients` and CI.
@@ -28,6 +28,8 @@ TO_INSTALL = {
     "go": "install Go 1.26 or newer (https://go.dev/dl)",
     "java": "install a JDK, 17 or newer (Debian's package openjdk-17-jdk-headless)",
     "mvn": "install Maven 3.8 or newer (Debian's package maven)",
+    "node": "install Node.js 20 or newer (https://nodejs.org)",
+    "npm": "install npm, which comes with Node.js (https://nodejs.org)",
 }
 BUILD_S = 900
 

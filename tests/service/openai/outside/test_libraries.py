@@ -1,0 +1,50 @@
+"""OpenAI's own clients, LiteLLM, LangChain and the OpenAI Agents SDK, with the front as what they call."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from pathlib import Path
+
+import openai
+import pytest
+
+from tests.deploy.environments import environment
+from tests.service.openai.outside.demo_front import (
+    DRIVERS,
+    Endpoint,
+    finish,
+    outcomes_of,
+    python_driver,
+)
+from tests.service.openai.outside.npm import node_packages
+from tests.service.openai.outside.outcomes import judge, read
+
+pytestmark = pytest.mark.sweep
+
+
+def test_openai_for_python(endpoint: Endpoint, tmp_path: Path) -> None:
+    assert read("openai-python").version == openai.__version__, "the file tells of another version"
+    judge("openai-python", python_driver(sys.executable, "openai_checks", endpoint, tmp_path))
+
+
+def test_openai_for_node(endpoint: Endpoint, tmp_path: Path) -> None:
+    folder = node_packages(f"openai@{read('openai-node').version}", "zod@4.6.7")
+    script = folder / "openai_checks.mjs"
+    shutil.copyfile(DRIVERS / script.name, script)
+    done = finish(["node", script, endpoint.api, endpoint.model, endpoint.key], tmp_path)
+    judge("openai-node", outcomes_of(done))
+
+
+@pytest.mark.parametrize(
+    ("name", "package", "driver"),
+    [
+        ("litellm", "litellm", "litellm_checks"),
+        ("langchain", "langchain-openai", "langchain_checks"),
+        ("agents", "openai-agents", "agents_checks"),
+    ],
+    ids=["LiteLLM", "LangChain", "OpenAI Agents SDK"],
+)
+def test_library(name: str, package: str, driver: str, endpoint: Endpoint, tmp_path: Path) -> None:
+    python = environment(f"{package}=={read(name).version}") / "bin" / "python"
+    judge(name, python_driver(python, driver, endpoint, tmp_path))
