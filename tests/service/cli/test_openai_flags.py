@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import socket
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -49,6 +51,25 @@ def test_the_front_calls_the_server_through_a_socket_that_only_its_user_reaches(
     assert settings is not None
     assert (settings.addr, settings.host, settings.port) == (f"unix:{folder}/grpc", "127.0.0.1", 8000)
     assert not folder.exists()
+
+
+def test_what_killed_servers_left_is_removed_and_what_is_in_use_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    sockets = {}
+    for name in ("penstock-front-killed", "penstock-front-lives", "another"):
+        (tmp_path / name).mkdir()
+        sockets[name] = socket.socket(socket.AF_UNIX)
+        sockets[name].bind(str(tmp_path / name / "grpc"))
+    sockets["penstock-front-lives"].listen()
+    (tmp_path / "penstock-front-begins").mkdir()
+    args = parse("--openai-port", "8000")
+    with socket_for_the_front(args):
+        left = {path.name for path in tmp_path.iterdir()} - {args.unix_socket.parent.name}
+    for made in sockets.values():
+        made.close()
+    assert left == {"penstock-front-lives", "penstock-front-begins", "another"}
 
 
 def test_a_socket_of_the_operator_serves_the_front_too(tmp_path: Path) -> None:

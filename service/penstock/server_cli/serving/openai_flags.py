@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import socket
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 from penstock.openai.settings import Settings
@@ -16,6 +17,8 @@ from penstock.service.listening.listen_options import host_problems, unix_addres
 from penstock.service.options import ServerOptions
 
 _DEFAULTS = Settings()
+_FOLDER, _SOCKET = "penstock-front-", "grpc"
+"""What the names of these folders begin with, and the name of the socket within."""
 _LAST_REPLIES_S = 1.0
 """Seconds after the server's grace that callers may take for what is left of their answers."""
 
@@ -70,7 +73,7 @@ def front_settings(args: argparse.Namespace, options: ServerOptions) -> Settings
     )
 
 
-@contextmanager
+@contextlib.contextmanager
 def socket_for_the_front(args: argparse.Namespace) -> Iterator[bool]:
     """Have the server listen on a Unix socket, through which the OpenAI front calls it. Gives whether it is a
     private one that is made up here, because the command line has none.
@@ -81,6 +84,22 @@ def socket_for_the_front(args: argparse.Namespace) -> Iterator[bool]:
     if args.openai_port is None or args.unix_socket is not None:
         yield False
         return
-    with tempfile.TemporaryDirectory(prefix="penstock-") as folder:  # which only this user may enter
-        args.unix_socket = Path(folder) / "grpc"
+    _remove_left_sockets()
+    with tempfile.TemporaryDirectory(prefix=_FOLDER) as folder:  # which only this user may enter
+        args.unix_socket = Path(folder) / _SOCKET
         yield True
+
+
+def _remove_left_sockets() -> None:
+    """Remove such folders of servers that were killed, and so could not remove their own."""
+    for path in Path(tempfile.gettempdir()).glob(f"{_FOLDER}*/{_SOCKET}"):
+        with (
+            contextlib.suppress(OSError),
+            socket.socket(socket.AF_UNIX) as probe,
+        ):  # others' cannot be entered
+            probe.setblocking(False)
+            try:
+                probe.connect(str(path))
+            except ConnectionRefusedError:
+                path.unlink()
+                path.parent.rmdir()
