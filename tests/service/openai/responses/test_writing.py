@@ -35,7 +35,7 @@ from penstock.openai.schemas.carried_reasoning import text_of
 from penstock.openai.schemas.responses import ResponsesBody
 from tests.service.openai.responses.sent_events import accumulated, events_of, kinds_of
 
-USAGE = Usage(prompt_tokens=7, cached_prompt_tokens=2, completion_tokens=5)
+USAGE = Usage(prompt_tokens=7, cached_prompt_tokens=2, completion_tokens=5, reasoning_tokens=3)
 TIMING = Timing(0.0, 0.1, 0.2, 0)
 STARTED = Started("resp_x", "demo", PromptInfo(7), WeightsVersion("initial", 1))
 CALLS = (ToolCall("aaaaaaaaa", "f", '{"x": 1}'), ToolCall("bbbbbbbbb", "g", "{}"))
@@ -134,6 +134,7 @@ def test_a_whole_answer_is_openais_response() -> None:
         12,
     )
     assert response.usage.input_tokens_details.cached_tokens == 2
+    assert response.usage.output_tokens_details.reasoning_tokens == 3
 
 
 def test_an_answer_says_what_was_used() -> None:

@@ -18,8 +18,8 @@ _ERROR_CODES = {429: "rate_limit_exceeded", 400: "invalid_prompt", 413: "invalid
 def empty_response(
     body: ResponsesBody, response_id: str, model: str, created: int, defaults: SamplingDefaults
 ) -> dict[str, Any]:
-    """The response as it is before the model has written anything: what was asked for, and what is used where
-    nothing was. `created` is in seconds of Unix time.
+    """The response before the model has written anything, but for its list of items: what was asked for, and
+    what is used where nothing was. `created` is in seconds of Unix time.
     """
     return {
         "id": response_id,
@@ -34,7 +34,6 @@ def empty_response(
         "max_output_tokens": body.max_output_tokens,
         "max_tool_calls": body.max_tool_calls,
         "model": model,
-        "output": [],
         "parallel_tool_calls": body.parallel_tool_calls is not False,
         "previous_response_id": None,
         "prompt_cache_key": body.prompt_cache_key,
@@ -84,8 +83,7 @@ def failed_response(response: Mapping[str, Any], error: ApiError) -> dict[str, A
 
 def with_items(response: Mapping[str, Any], items: Sequence[str]) -> str:
     """The JSON of the response with these items, which are JSON already."""
-    fields = json_text({name: value for name, value in response.items() if name != "output"})
-    return f'{fields[:-1]},"output":[{",".join(items)}]}}'
+    return f'{json_text(response)[:-1]},"output":[{",".join(items)}]}}'
 
 
 def _first(*values: float | None) -> float:

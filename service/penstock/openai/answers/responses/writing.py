@@ -48,7 +48,9 @@ class Asked:
 
     body: ResponsesBody
     number: str
-    """32 hexadecimal digits, of which the ids of the response and of its items are made."""
+    """What the ids of the response and of its items are made of: 32 hexadecimal digits, or the caller's own
+    text.
+    """
     created: int
     """When the request came, in seconds of Unix time."""
     defaults: SamplingDefaults
