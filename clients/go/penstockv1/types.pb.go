@@ -310,7 +310,8 @@ type ToolCall struct {
 	// The name of the function that is called.
 	// Default: none, the field is required. Limits: not empty.
 	Name string `protobuf:"bytes,2,opt,name=name,proto3" json:"name,omitempty"`
-	// The arguments, a JSON object as the model wrote it. The server does not check that it fits the tool's schema.
+	// The arguments, a JSON object as the model wrote it. The server does not check that it fits the tool's schema; a
+	// grammar makes it fit where the tool is strict, and, as far as it can, where the call had to be made.
 	// Default: none, the field is required. Limits: a JSON object of at most 1,048,576 characters, 50,000 values and
 	// 100 levels.
 	ArgumentsJson string `protobuf:"bytes,3,opt,name=arguments_json,json=argumentsJson,proto3" json:"arguments_json,omitempty"`

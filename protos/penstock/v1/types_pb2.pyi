@@ -203,7 +203,8 @@ class ToolCall(_message.Message):
     Default: none, the field is required. Limits: not empty.
     """
     arguments_json: _builtins.str
-    """The arguments, a JSON object as the model wrote it. The server does not check that it fits the tool's schema.
+    """The arguments, a JSON object as the model wrote it. The server does not check that it fits the tool's schema; a
+    grammar makes it fit where the tool is strict, and, as far as it can, where the call had to be made.
     Default: none, the field is required. Limits: a JSON object of at most 1,048,576 characters, 50,000 values and
     100 levels.
     """
