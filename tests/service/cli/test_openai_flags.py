@@ -102,6 +102,7 @@ def test_a_front_has_room_for_what_the_server_takes() -> None:
     assert settings is not None
     assert settings.max_body_bytes >= 200 << 20
     assert settings.max_connections > 4096
+    assert told("--openai-port", "1", "--max-receive-bytes", "1", "--max-connections", "1") is not None
 
 
 @pytest.mark.parametrize(

@@ -53,7 +53,8 @@ def front_settings(args: argparse.Namespace, options: ServerOptions) -> Settings
     problem = listen.exposure_problem((host,), keys=options.keys is not None)
     if problem is not None:
         raise ConfigError(f"openai_{problem}")
-    most_bytes = 2 * options.max_receive_bytes  # JSON takes more bytes than the message that is made of it
+    # JSON takes more bytes than the message that is made of it.
+    most_bytes = max(2 * options.max_receive_bytes, _DEFAULTS.max_body_bytes)
     assert listen.unix_socket is not None, "socket_for_the_front has seen to it"
     return Settings(
         addr=unix_address(listen.unix_socket),
@@ -91,12 +92,11 @@ def socket_for_the_front(args: argparse.Namespace) -> Iterator[bool]:
 
 
 def _remove_left_sockets() -> None:
-    """Remove such folders of servers that were killed, and so could not remove their own."""
+    """Remove such folders of servers that were killed, and so could not remove their own. Those of other users
+    cannot be entered.
+    """
     for path in Path(tempfile.gettempdir()).glob(f"{_FOLDER}*/{_SOCKET}"):
-        with (
-            contextlib.suppress(OSError),
-            socket.socket(socket.AF_UNIX) as probe,
-        ):  # others' cannot be entered
+        with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as probe:
             probe.setblocking(False)
             try:
                 probe.connect(str(path))
