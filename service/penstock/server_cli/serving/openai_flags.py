@@ -92,8 +92,8 @@ def socket_for_the_front(args: argparse.Namespace) -> Iterator[bool]:
 
 
 def _remove_left_sockets() -> None:
-    """Remove such folders of servers that were killed, and so could not remove their own. Those of other users
-    cannot be entered.
+    """Remove such folders of servers that were killed, and so could not remove their own. Those of other
+    users cannot be entered.
     """
     for path in Path(tempfile.gettempdir()).glob(f"{_FOLDER}*/{_SOCKET}"):
         with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as probe:
