@@ -7,18 +7,23 @@ What waits to be written is bounded: beyond it lines are left out, and another l
 from __future__ import annotations
 
 import atexit
+import contextlib
 import datetime as dt
 import json
 import logging
 import logging.handlers
+import os
 import queue
-import sys
+import threading
+import time
 from typing import Final
 
 from penstock.openai.settings import LogFormat
 
 MOST_WAITING: Final = 10_000
 """How many lines may wait to be written."""
+FLUSH_S: Final = 2.0
+"""How long the end of the process waits for lines that are not written yet."""
 _ESCAPES: Final = {i: f"\\x{i:02x}" for i in (*range(32), *range(127, 160), 0x2028, 0x2029)}
 _QUIET: Final = {"asyncio": logging.WARNING, "uvicorn.error": logging.ERROR}
 """Libraries whose lines below this level say nothing to operators; uvicorn warns of each peer that speaks no
@@ -28,16 +33,36 @@ HTTP.
 
 def open_logs(log_format: LogFormat) -> None:
     """Send all that is logged in this process to stderr, in this format."""
-    target = logging.StreamHandler(sys.stderr)
-    target.setFormatter(JsonLines() if log_format == "json" else OneLine())
+    formatter = JsonLines() if log_format == "json" else OneLine()
     waiting: queue.Queue[logging.LogRecord] = queue.Queue(MOST_WAITING)
-    listener = logging.handlers.QueueListener(waiting, target)
+    # No handler writes: Python locks all of them at its end, and would wait for one that waits for a terminal.
+    threading.Thread(target=_write, args=(waiting, formatter), name="penstock-log", daemon=True).start()
     logging.basicConfig(handlers=[_Bounded(waiting)], level=logging.INFO, force=True)
     logging.captureWarnings(True)
     for name, level in _QUIET.items():
         logging.getLogger(name).setLevel(level)
-    listener.start()
-    atexit.register(listener.stop)
+    atexit.register(_wait_until_written, waiting)
+
+
+def _wait_until_written(waiting: queue.Queue[logging.LogRecord]) -> None:
+    """Wait for the lines that were logged before, but not for long: nobody may be reading them."""
+    give_up_at = time.monotonic() + FLUSH_S
+    while waiting.unfinished_tasks and time.monotonic() < give_up_at:
+        time.sleep(0.005)
+
+
+def _write(waiting: queue.Queue[logging.LogRecord], formatter: logging.Formatter) -> None:
+    """Write records to the process's stderr, without a buffer: `sys.stderr` has a lock that Python's end
+    waits for.
+    """
+    while True:
+        record = waiting.get()
+        # A closed stderr, or a record that cannot be formatted, must not end the thread.
+        with contextlib.suppress(OSError, TypeError, ValueError):
+            data = f"{formatter.format(record)}\n".encode(errors="backslashreplace")
+            while data:
+                data = data[os.write(2, data) :]
+        waiting.task_done()
 
 
 class OneLine(logging.Formatter):

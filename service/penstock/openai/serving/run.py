@@ -24,8 +24,8 @@ def serve(settings: Settings) -> int:
     code. Raises ValueError for settings that cannot be honoured.
     """
     certificate_of(settings)  # so that wrong files are told here, and not by each worker
-    open_logs(settings.log_format)
     listening = _listening(settings)
+    open_logs(settings.log_format)
 
     def tell() -> None:
         # One write: a line of the log could come between the address and its newline otherwise.
