@@ -35,7 +35,7 @@ def open_logs(log_format: LogFormat) -> None:
     """Send all that is logged in this process to stderr, in this format."""
     formatter = JsonLines() if log_format == "json" else OneLine()
     waiting: queue.Queue[logging.LogRecord] = queue.Queue(MOST_WAITING)
-    # No handler writes: Python locks all of them at its end, and would wait for one that waits for a terminal.
+    # No handler writes: Python locks all of them at its end, and would wait for one that waits itself.
     threading.Thread(target=_write, args=(waiting, formatter), name="penstock-log", daemon=True).start()
     logging.basicConfig(handlers=[_Bounded(waiting)], level=logging.INFO, force=True)
     logging.captureWarnings(True)
