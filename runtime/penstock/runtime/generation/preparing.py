@@ -96,33 +96,42 @@ def constraints_of(
     """
     if job.grammar is None and not job.calls_enforced_by:
         return ()
+    assert compiler is not None, "grammars are refused where they cannot be compiled"
     grammar = job.grammar
     if isinstance(job.prompt, ChatPrompt) and codec is not None:
-        grammar = _of_chat(grammar, job.prompt.chat, text, forms, codec.added_tokens)
+        grammar = _of_chat(grammar, job.prompt.chat, text, forms, codec.added_tokens, compiler)
     assert grammar is not None, "calls that are enforced have a grammar"
-    assert compiler is not None, "grammars are refused where they cannot be compiled"
     return compiler.compile(grammar).constraints(job.n, grammar.field)
 
 
 def _of_chat(
-    grammar: Grammar | None, chat: Chat, text: str, forms: ChatForms, token_ids: Mapping[str, int]
+    answer: Grammar | None,
+    chat: Chat,
+    text: str,
+    forms: ChatForms,
+    token_ids: Mapping[str, int],
+    compiler: GrammarCompiler,
 ) -> Grammar | None:
     """The grammar of the whole output to a conversation that was rendered to `text`: of its reasoning, its
-    calls, and of the answer, for which the caller's `grammar` is.
+    calls, and of the answer, which the caller's grammar is for.
     """
-    if grammar is None:
-        calls = call_grammar(forms, chat, text, token_ids)
-        if calls is None:
-            return None
-        strict = [tool for tool in chat.callable_tools if tool.strict]
-        at = (
-            f"chat.tools[{chat.tools.index(strict[0])}].parameters_json" if len(strict) == 1 else "chat.tools"
-        )
-        return Grammar(GrammarKind.EBNF, calls, at if strict else "chat.tool_choice")
-    before = calls_or_answer(forms, chat, text, token_ids) if chat.enforced_by else None
-    return dataclasses.replace(
-        grammar, before=thinking_first(forms, text, token_ids) if before is None else before
-    )
+    calls = call_grammar(forms, chat, text, token_ids)
+    if calls is None:
+        return answer and dataclasses.replace(answer, before=thinking_first(forms, text, token_ids))
+    of_calls = Grammar(GrammarKind.EBNF, calls, _field_of_calls(chat))
+    if answer is None:
+        return of_calls
+    before = calls_or_answer(forms, chat, text, token_ids)
+    compiler.compile(of_calls)  # else what is wrong with a tool would be told of the answer's grammar
+    return dataclasses.replace(answer, before=before)
+
+
+def _field_of_calls(chat: Chat) -> str:
+    """The contract's field that an error in the grammar of calls is told of."""
+    strict = [tool for tool in chat.callable_tools if tool.strict]
+    if not strict:
+        return "chat.tool_choice"
+    return f"chat.tools[{chat.tools.index(strict[0])}].parameters_json" if len(strict) == 1 else "chat.tools"
 
 
 def assembler_of(

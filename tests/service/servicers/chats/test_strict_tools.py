@@ -22,6 +22,7 @@ TOOLS = [
     types_pb2.ToolDefinition(name="put"),
     types_pb2.ToolDefinition(name="get", parameters_json=json.dumps(ON), strict=True),
 ]
+CONSTRAINED: dict[str, Any] = {"constraint": {"json_object": {}}}
 PROMPT = "T:put:get|u:hi|a:"
 WRONG = '<tool_call>\n{"name": "get", "arguments": {"on": 7}}\n</tool_call>'
 RIGHT = WRONG.replace("7", "true")
@@ -101,13 +102,23 @@ async def test_a_call_that_must_be_made_obeys_every_keyword_of_a_strict_tool():
             rig, chat=chat(tools=[loose], tool_choice="required", parallel_tool_calls=False)
         )
         assert len(output.tool_calls) == 1
-        for choice in ("auto", "required", "get"):
-            failure = await failure_of(
-                rig.inference.Generate(generate(chat=chat(tools=[tool], tool_choice=choice)))
-            )
+        for choice, more in (("auto", {}), ("required", {}), ("get", {}), ("auto", CONSTRAINED)):
+            asked = generate(chat=chat(tools=[tool], tool_choice=choice), **more)
+            failure = await failure_of(rig.inference.Generate(asked))
             assert failure.code.name == "INVALID_ARGUMENT"
             assert list(failure.violations) == ["chat.tools[0].parameters_json"]
             assert "not supported here: " in failure.violations["chat.tools[0].parameters_json"]
+
+
+async def test_schemas_are_bounded_as_grammars_are():
+    """Also beside a constraint, whose own size is counted apart."""
+    schema = json.dumps({"type": "object", "properties": {"a": {"enum": ["x" * 270_000]}}})
+    tools = [*TOOLS, types_pb2.ToolDefinition(name="big", parameters_json=schema, strict=True)]
+    async with serving(qwen("", PROMPT)) as rig:
+        for more in ({}, CONSTRAINED):
+            failure = await failure_of(rig.inference.Generate(generate(chat=strict(tools=tools), **more)))
+            assert list(failure.violations) == ["chat.tools"]
+            assert "at most 262144 bytes" in failure.violations["chat.tools"]
 
 
 async def test_a_server_without_grammars_refuses_strict_tools_by_name():
