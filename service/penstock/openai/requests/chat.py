@@ -18,7 +18,7 @@ def chat_options(body: ChatBody, facts: ModelFacts) -> RequestOptions:
     """
     tools = tools_of(body.tools or ())
     choice = choice_of(body.tool_choice, [tool.name for tool in tools])
-    options = sampling_options(body, facts.max_context_tokens)
+    options = sampling_options(body, facts)
     if options["constraint"] is not None:
         param = "response_format" if body.structured_outputs is None else "structured_outputs"
         check_beside_tools(param, tools, choice)

@@ -21,7 +21,7 @@ def completion_options(body: CompletionBody, facts: ModelFacts) -> RequestOption
     """
     if body.best_of is not None and body.best_of != (1 if body.n is None else body.n):
         raise unsupported_value("best_of", "the best choices are not selected; give n, or the same number.")
-    options = sampling_options(body, facts.max_context_tokens)
+    options = sampling_options(body, facts)
     options["max_tokens"] = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
     options["logprobs"] = body.logprobs
     if body.logprobs is not None:

@@ -37,11 +37,12 @@ PARAMS: Mapping[str, str] = {
 """From the contract's path of a field to the name of the field in HTTP that it was made of."""
 
 
-def generation_options(body: GenerationBody) -> RequestOptions:
+def generation_options(body: GenerationBody, vocab_size: int) -> RequestOptions:
     """The keyword arguments for how tokens are drawn and when outputs end.
 
     `structured_outputs` and `request_id` are left to others: the first may contradict another field, and the
-    second is a part of the answer's id. Raises ApiError for a key of `logit_bias` that is no token id.
+    second is a part of the answer's id. Raises ApiError for a key of `logit_bias` that is no token id, and
+    for more keys than the model has tokens.
     """
     return RequestOptions(
         model=body.model,
@@ -53,7 +54,7 @@ def generation_options(body: GenerationBody) -> RequestOptions:
         frequency_penalty=body.frequency_penalty,
         repetition_penalty=body.repetition_penalty,
         seed=None if body.seed is None else body.seed % _SEEDS,
-        logit_bias=_biases(body.logit_bias),
+        logit_bias=_biases(body.logit_bias, vocab_size),
         bad_words=body.bad_words,
         allowed_token_ids=body.allowed_token_ids,
         min_tokens=body.min_tokens,
@@ -68,9 +69,12 @@ def generation_options(body: GenerationBody) -> RequestOptions:
     )
 
 
-def _biases(biases: Mapping[str, float] | None) -> dict[int, float] | None:
+def _biases(biases: Mapping[str, float] | None, vocab_size: int) -> dict[int, float] | None:
     if biases is None:
         return None
+    if len(biases) > vocab_size:  # so many would take long to convert, only to be refused by the server
+        why = f"it has {len(biases)} token ids, and the model has {vocab_size} tokens."
+        raise invalid_value("logit_bias", why)
     for key in biases:
         if not (key.isascii() and key.isdigit() and len(key) < 11):
             raise invalid_value("logit_bias", f"its keys are token ids, and {key[:40]!r} is none.")

@@ -28,7 +28,7 @@ def response_options(body: ResponsesBody, facts: ModelFacts) -> RequestOptions:
     _check_values(body)
     tools = _tools(body)
     choice = _choice(body, [tool.name for tool in tools])
-    options = generation_options(body)
+    options = generation_options(body, facts.vocab_size)
     constraint = _constraint(body)
     if constraint is not None:
         check_beside_tools(

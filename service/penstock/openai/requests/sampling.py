@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from penstock.client import RequestOptions
+from penstock.openai.backend import ModelFacts
 from penstock.openai.requests.constraints import constraint_of, constraint_params
 from penstock.openai.requests.generation import PARAMS, generation_options
 from penstock.openai.requests.refusing import invalid_value
@@ -22,7 +23,7 @@ def params_of(body: SamplingBody) -> dict[str, str]:
     }
 
 
-def sampling_options(body: SamplingBody, max_context_tokens: int) -> RequestOptions:
+def sampling_options(body: SamplingBody, facts: ModelFacts) -> RequestOptions:
     """The keyword arguments for everything but the input, `max_tokens` and log-probabilities of the output.
 
     Raises ApiError for fields that contradict each other.
@@ -35,7 +36,7 @@ def sampling_options(body: SamplingBody, max_context_tokens: int) -> RequestOpti
     if body.prompt_logprobs is not None and body.stream:
         raise invalid_value("prompt_logprobs", "a stream has none; leave stream out.")
     wants_ids = bool(body.return_token_ids)
-    options = generation_options(body)
+    options = generation_options(body, facts.vocab_size)
     options["n"] = body.n
     options["return_token_ids"] = wants_ids or counts_tokens(body)
     options["prompt_logprobs"] = body.prompt_logprobs
@@ -43,7 +44,7 @@ def sampling_options(body: SamplingBody, max_context_tokens: int) -> RequestOpti
     options["constraint"] = constraint_of(body.response_format, body.structured_outputs)
     if body.truncate_prompt_tokens is not None:
         options["truncation"] = "left"
-        options["reserve_tokens"] = _reserved(body.truncate_prompt_tokens, max_context_tokens)
+        options["reserve_tokens"] = _reserved(body.truncate_prompt_tokens, facts.max_context_tokens)
     return options
 
 

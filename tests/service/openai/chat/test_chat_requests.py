@@ -191,6 +191,7 @@ def test_reasoning_effort(effort: str, variables: tuple[str, ...], expected: dic
         ("truncate_prompt_tokens", {"truncate_prompt_tokens": 0}),
         ("logit_bias", {"logit_bias": {"a": 1}}),
         ("logit_bias", {"logit_bias": {"-1": 1}}),
+        ("logit_bias", {"logit_bias": {str(i): 1 for i in range(261)}}),
         ("response_format.json_schema", {"response_format": {"type": "json_schema"}}),
         ("structured_outputs", {"structured_outputs": {}}),
         ("structured_outputs", {"structured_outputs": {"regex": "a", "choice": ["a"]}}),
@@ -250,3 +251,7 @@ def test_fields_of_the_contract_have_their_names_in_the_body() -> None:
     of_format = chat_params(chat_body(response_format=schema, max_tokens=1))
     assert of_format["constraint.json_schema"] == "response_format.json_schema.schema"
     assert of_format["stopping.max_tokens"] == "max_tokens"
+
+
+def test_a_bias_may_have_as_many_keys_as_the_model_has_tokens() -> None:
+    assert asked(logit_bias={str(i): 1 for i in range(260)})["logit_bias"] == dict.fromkeys(range(260), 1)
