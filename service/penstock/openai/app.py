@@ -19,7 +19,7 @@ from penstock.client import PenstockClientError, UnknownModel
 from penstock.openai.calls import call_of
 from penstock.openai.edge import Edge
 from penstock.openai.endpoints import Endpoint, mark, params_of
-from penstock.openai.failures import ApiError, ClientGone, error_response, of_client_error
+from penstock.openai.failures import ApiError, ClientGone, defect, error_response, of_client_error
 from penstock.openai.front import Front, front_of
 from penstock.openai.requests.tokens import PARAMS
 from penstock.openai.routes.chat import chat
@@ -93,9 +93,7 @@ def _route(endpoint: Endpoint) -> Route:
             raise
         except Exception:  # a defect; Starlette's own reply to it would have no envelope
             log.exception("request %r failed", call_of(request).request_id)
-            return error_response(
-                ApiError(500, "internal error", "server_error", None, "internal", may_retry=False)
-            )
+            return error_response(defect())
 
     return Route(endpoint.path, handle, methods=[endpoint.method])
 

@@ -77,6 +77,11 @@ def draining() -> ApiError:
     return ApiError(503, "the server is shutting down", "server_error", None, "draining", retry_after=1.0)
 
 
+def defect() -> ApiError:
+    """The error of a request that failed by a defect of the front. What went wrong is only in the log."""
+    return ApiError(500, "internal error", "server_error", None, "internal", may_retry=False)
+
+
 def envelope(error: ApiError) -> dict[str, Any]:
     """The error in OpenAI's form."""
     return {"error": {"message": error.message, "type": error.type, "param": error.param, "code": error.code}}

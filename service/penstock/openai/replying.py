@@ -12,8 +12,9 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from penstock.client import PenstockClientError
+from penstock.openai.calls import call_of
 from penstock.openai.endpoints import params_of
-from penstock.openai.failures import ApiError, ClientGone, draining, envelope, of_client_error
+from penstock.openai.failures import ApiError, ClientGone, defect, draining, envelope, of_client_error
 from penstock.openai.front import Front, front_of
 from penstock.openai.jsonbytes import json_bytes
 
@@ -130,8 +131,8 @@ class _EventStream(Response):
         except (ApiError, PenstockClientError) as error:
             last = self._failure(error)
         except Exception:
-            log.exception("request %s failed after its reply began", scope.get("penstock.request_id", ""))
-            last = self._failure(ApiError(500, "internal error", "server_error", None, "internal"))
+            log.exception("request %r failed after its reply began", call_of(self._request).request_id)
+            last = self._failure(defect())
         finally:
             self._has_ended = True
             watching.cancel()

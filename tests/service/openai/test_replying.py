@@ -145,6 +145,25 @@ async def test_an_error_after_the_reply_began_is_its_last_event() -> None:
             assert [data async for data in found] == []
 
 
+async def test_a_defect_after_the_reply_began_is_logged_with_the_request(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async def broken(request: Request) -> Response:
+        async def events() -> Events:
+            yield event(b"{}")
+            raise ValueError("an internal secret")
+
+        return await sse(request, events())
+
+    async with front_rig(endpoints=(*ENDPOINTS, Endpoint("POST", "/broken", broken, "Breaks."))) as rig:
+        reply = await rig.http.post("/broken", headers={"x-request-id": "mine"})
+        assert reply.status_code == 200
+        first, last = (line.removeprefix("data: ") for line in reply.text.split("\n\n") if line)
+        assert (first, json.loads(last)["error"]["code"]) == ("{}", "internal")
+    assert "secret" not in reply.text
+    assert "request 'mine' failed after its reply began" in caplog.text
+
+
 async def test_requests_that_run_are_ended_after_the_grace() -> None:
     async with front_rig(fake(hold=True), endpoints=ENDPOINTS) as rig:
         rig.engine.step(1)
