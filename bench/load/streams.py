@@ -16,7 +16,7 @@ from typing import Any
 
 from penstock.v1 import inference_pb2, types_pb2
 
-_PROMPTS = tuple(
+PROMPTS = tuple(
     f"{who} {what}"
     for who in ("Once upon a time a miller", "The lock keeper", "A barge on the canal", "Water")
     for what in ("went to", "said that")
@@ -72,7 +72,7 @@ def asked(prompt: str, tokens: int) -> dict[str, Any]:
 async def references(stub: Any, tokens: int) -> dict[str, Answer]:
     """Ask for the answer to each prompt, one after the other."""
     answers = {}
-    for prompt in _PROMPTS:
+    for prompt in PROMPTS:
         reply = await stub.Generate(inference_pb2.GenerateRequest(**asked(prompt, tokens)))
         output = reply.outputs[0]
         answers[prompt] = Answer(tuple(output.token_ids), output.text)
@@ -81,7 +81,7 @@ async def references(stub: Any, tokens: int) -> dict[str, Answer]:
 
 async def stream_on(stub: Any, number: int, answers: dict[str, Answer], tokens: int, seen: Seen) -> None:
     """Stream one request after the other until cancelled. Raises WrongAnswer."""
-    prompt = _PROMPTS[number % len(_PROMPTS)]
+    prompt = PROMPTS[number % len(PROMPTS)]
     request = inference_pb2.StreamRequest(**asked(prompt, tokens))
     while True:
         last, ids, text, counted = 0.0, [], [], 0
@@ -103,7 +103,7 @@ async def stream_on(stub: Any, number: int, answers: dict[str, Answer], tokens: 
 
 async def generate_on(stub: Any, number: int, answers: dict[str, Answer], tokens: int, seen: Seen) -> None:
     """The same with Generate."""
-    prompt = _PROMPTS[number % len(_PROMPTS)]
+    prompt = PROMPTS[number % len(PROMPTS)]
     request = inference_pb2.GenerateRequest(**asked(prompt, tokens))
     while True:
         reply = await stub.Generate(request)
@@ -117,7 +117,7 @@ async def generate_on(stub: Any, number: int, answers: dict[str, Answer], tokens
 async def read_slowly(stub: Any, seconds: float) -> None:
     """Read streams of large messages, one message in so many seconds, until cancelled."""
     request = inference_pb2.StreamRequest(
-        **asked(_PROMPTS[0], 256) | {"sampling": types_pb2.SamplingParams(temperature=0, n=4)},
+        **asked(PROMPTS[0], 256) | {"sampling": types_pb2.SamplingParams(temperature=0, n=4)},
         output=types_pb2.OutputOptions(logprobs=20),
     )
     while True:
