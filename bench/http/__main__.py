@@ -53,10 +53,10 @@ class Ask:
             request.prompt_token_ids.ids.extend(self.prompt)
         return request
 
-    def body(self) -> dict[str, Any]:
+    def body(self, model: str) -> dict[str, Any]:
         prompt = self.prompt if isinstance(self.prompt, str) else list(self.prompt)
         how = {"temperature": 0, "ignore_eos": True, "stream_options": {"include_usage": True}}
-        return {"prompt": prompt, "max_tokens": self.max_tokens, **how}
+        return {"model": model, "prompt": prompt, "max_tokens": self.max_tokens, **how}
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,10 +83,10 @@ async def over_grpc(stub: Any, ask: Ask) -> Stream:
     return Stream("".join(texts), tokens, messages, first)
 
 
-async def over_http(connection: Connection, ask: Ask) -> Stream:
+async def over_http(connection: Connection, model: str, ask: Ask) -> Stream:
     """The same over HTTP."""
     began, first, texts, tokens, messages = time.perf_counter(), 0.0, [], 0, 0
-    async for data in connection.stream(ask.body()):
+    async for data in connection.stream(ask.body(model)):
         messages += 1
         text, counted = parts_of(data)
         if text is not None:
@@ -134,7 +134,7 @@ async def callers(way: str, rig: Rig, count: int) -> AsyncIterator[list[Caller]]
         connections = [Connection(rig.host, rig.port) for _ in range(count)]
         for connection in connections:
             stack.push_async_callback(connection.close)
-        yield [lambda ask, one=connection: over_http(one, ask) for connection in connections]  # type: ignore[misc]
+        yield [lambda ask, one=connection: over_http(one, rig.model, ask) for connection in connections]  # type: ignore[misc]
 
 
 async def turn(way: str, rig: Rig, asks: Sequence[Sequence[Ask]]) -> Turn:

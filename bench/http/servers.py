@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bench.load.process import cpu
+from penstock.client import Client
 
 _SERVER_READY = "penstock: ready on "
 _FRONT_READY = "penstock: openai on "
@@ -25,6 +26,8 @@ class Rig:
     host: str
     port: int
     """Of the front."""
+    model: str
+    """The name that requests use."""
     server: int
     front: int
     """Ids of the processes."""
@@ -67,7 +70,9 @@ def running(model: str, log: Path, serve: Sequence[str] = (), front: Sequence[st
         address = _told(server, _SERVER_READY)
         client = start("openai", "--addr", address, "--port", "0", *front)
         host, _, port = _told(client, _FRONT_READY).removeprefix("http://").rstrip("/").rpartition(":")
-        yield Rig(address, host, int(port), server.pid, client.pid)
+        with Client(address) as calls:
+            name = calls.model_info().model
+        yield Rig(address, host, int(port), name, server.pid, client.pid)
 
 
 def _told(process: subprocess.Popen[str], before: str) -> str:
