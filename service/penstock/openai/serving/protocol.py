@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from http import HTTPStatus
 from typing import Final, cast
 
+import httptools
 from uvicorn._types import ASGI3Application
 from uvicorn.config import Config
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
@@ -85,6 +86,8 @@ class BoundedProtocol(HttpToolsProtocol):
         self._answering: RequestResponseCycle | None = None
         """The request that runs, or ran last. uvicorn's `cycle` is the newest, which may wait for it."""
         self._is_refused = False
+        self._offers_other = False
+        """Whether the request that is being read offers to go on in another protocol."""
         self._must_read_by: float | None = None
         """Until when the peer must have taken what waits for it; None while nothing does."""
         self._must_send_by: float | None = None
@@ -157,7 +160,7 @@ class BoundedProtocol(HttpToolsProtocol):
         if self._phase is _Phase.BETWEEN:
             self._begin_head()
         self._head_bytes += len(data)
-        super().data_received(data)
+        self._parse(data)
         if self._phase is not _Phase.BETWEEN and self._head_bytes > self._all.bounds.max_header_bytes:
             self._refuse_head()
 
@@ -172,6 +175,32 @@ class BoundedProtocol(HttpToolsProtocol):
         super().resume_writing()
 
     # -- the parser's --
+
+    def _parse(self, data: bytes) -> None:
+        """Parse what has come. A request that offers another protocol, as Java's HttpClient offers HTTP/2, is
+        parsed again without the offer, which nobody here takes: the parser stops at the end of its headers,
+        and its body would be lost.
+        """
+        self._unset_keepalive_if_required()
+        try:
+            while data:
+                try:
+                    self.parser.feed_data(data)
+                    return
+                except httptools.HttpParserUpgrade as stopped:
+                    if not self._offers_other:  # CONNECT; what follows is for somebody else
+                        self.cycle.keep_alive = False
+                        return
+                    data = self._head_without_offer() + data[stopped.args[0] :]
+        except httptools.HttpParserError:
+            self.send_400_response("")
+
+    def _head_without_offer(self) -> bytes:
+        first = b" ".join(
+            (self.parser.get_method(), self.url, b"HTTP/" + self.parser.get_http_version().encode())
+        )
+        lines = [name + b": " + value for name, value in self.headers if name != b"upgrade"]
+        return b"\r\n".join((first, *lines, b"", b""))
 
     def send_400_response(self, msg: str) -> None:
         self._refuse(400, "this is not HTTP/1.1", "invalid_http")
@@ -190,6 +219,9 @@ class BoundedProtocol(HttpToolsProtocol):
             super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
+        self._offers_other = self.parser.should_upgrade() and self.parser.get_method() != b"CONNECT"
+        if self._offers_other:
+            return
         self._phase = _Phase.BODY
         self._head_bytes = self._trailer_bytes = 0
         if self._is_answering and len(self.pipeline) >= MOST_PIPELINED:
@@ -206,6 +238,8 @@ class BoundedProtocol(HttpToolsProtocol):
             super().on_body(body)
 
     def on_message_complete(self) -> None:
+        if self._offers_other:
+            return
         self._phase = _Phase.BETWEEN
         self._must_send_by = None
         if not self._is_refused:

@@ -197,6 +197,28 @@ async def test_other_protocols_are_not_spoken() -> None:
         await serves(rig)
 
 
+@pytest.mark.parametrize("cut", [0, 40, -3], ids=["whole", "in the headers", "in the body"])
+async def test_a_request_that_offers_http_2_keeps_its_body(cut: int) -> None:
+    """Java's HttpClient offers it with the first request of each connection."""
+    offer = b"connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAMAAABkAAQCAAAA\r\n"
+    offering = HEAD + offer + b'content-length: 12\r\n\r\n{"text":"a"}'
+    plain = HEAD + b'content-length: 12\r\n\r\n{"text":"b"}'
+    async with hostile_rig() as rig, peer(rig) as (reader, writer):
+        writer.write(offering[:cut])
+        await writer.drain()
+        await asyncio.sleep(0.05)
+        writer.write(offering[cut:] + plain)
+        async with asyncio.timeout(WAIT_S):
+            for _ in range(2):
+                assert (await reader.readuntil(b'{"size":1}')).startswith(b"HTTP/1.1 200")
+
+
+async def test_a_tunnel_is_refused() -> None:
+    async with hostile_rig() as rig, peer(rig) as (reader, writer):
+        writer.write(b"CONNECT /health HTTP/1.1\r\nhost: x\r\n\r\n\x16\x03\x01")
+        assert await told(reader) == (405, "method_not_allowed")
+
+
 async def test_what_is_not_http_is_refused() -> None:
     async with hostile_rig() as rig, peer(rig) as (reader, writer):
         writer.write(b"\x16\x03\x01 hello\r\n\r\n")
