@@ -12,7 +12,7 @@ from http import HTTPStatus
 from typing import Final, cast
 
 import httptools
-from uvicorn._types import ASGI3Application
+from uvicorn._types import ASGI3Application, ASGIReceiveCallable, ASGISendCallable, ASGISendEvent, Scope
 from uvicorn.config import Config
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 from uvicorn.server import ServerState
@@ -256,7 +256,9 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
         self._answering = cycle
-        super()._start_asgi_task(cycle, app)
+        super()._start_asgi_task(
+            cycle, app if cycle.scope["http_version"] != "1.0" else _unchunked(app, cycle)
+        )
 
     def _begin_head(self) -> None:
         self._phase = _Phase.HEAD
@@ -266,6 +268,21 @@ class BoundedProtocol(HttpToolsProtocol):
     def _refuse_head(self) -> None:
         most = self._all.bounds.max_header_bytes
         self._refuse(431, f"the headers of a request may have at most {most} bytes", "headers_too_large")
+
+
+def _unchunked(app: ASGI3Application, cycle: RequestResponseCycle) -> ASGI3Application:
+    """The app for a peer that speaks HTTP/1.0, which has no chunks: a reply ends with the connection."""
+
+    async def serve(scope: Scope, receive: ASGIReceiveCallable, send: ASGISendCallable) -> None:
+        async def send_plain(message: ASGISendEvent) -> None:
+            cycle.chunked_encoding = False
+            if message["type"] == "http.response.body":
+                cycle.expected_content_length = len(message.get("body", b""))  # what uvicorn lets pass next
+            await send(message)
+
+        await app(scope, receive, send_plain)
+
+    return serve
 
 
 def _network(host: str) -> str:
