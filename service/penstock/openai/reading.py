@@ -232,7 +232,10 @@ def _said(error: ErrorDetails) -> str:
     if error["type"] in _UNKNOWN_KIND:
         tags = str(error.get("ctx", {}).get("expected_tags", "")).replace("'<", "'").replace(">'", "'")
         return f"must be one of {tags}" if tags else "it is missing, or the value has the wrong type"
-    text = error["msg"].removeprefix("Value error, ")
+    text = error["msg"].removeprefix("Value error, ").replace(" should ", " must ", 1)
+    text = text.removeprefix("Input ").replace(" after validation", "")
+    if error["type"] == "literal_error":  # pydantic writes its values as Python does, not as JSON
+        text = re.sub(r"(?<!')\b(False|True)\b", lambda match: match[0].lower(), text)
     return text[:1].lower() + text[1:]
 
 

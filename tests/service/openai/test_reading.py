@@ -8,7 +8,7 @@ from typing import Any, Literal
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from pydantic import ValidationError
+from pydantic import Field, ValidationError
 
 from penstock.openai import reading
 from penstock.openai.failures import ApiError
@@ -25,6 +25,7 @@ class Chat(RequestBody):
     content: str | list[Part] | list[int] = ""
     temperature: float | None = None
     n: int = 1
+    some: list[int] = Field(default=[1], min_length=1)
     free: dict[str, Any] | None = None
 
 
@@ -91,6 +92,13 @@ def test_fields_that_do_not_match(fields: dict[str, Any], param: str | None, cod
     error = refused(json.dumps({"model": "m"} | fields).encode())
     assert (error.status, error.param, error.code) == (400, param, code)
     assert len(error.message) < 500
+
+
+def test_messages_speak_of_json_and_not_of_how_it_is_checked() -> None:
+    assert refused(b'{"model": "m", "some": []}').message == (
+        "Invalid value for 'some': list must have at least 1 item, not 0."
+    )
+    assert refused(b'{"model": "m", "store": true}').message == "Unsupported value: 'store': must be false."
 
 
 def test_a_list_is_not_looked_at_further_once_an_item_is_wrong() -> None:

@@ -61,14 +61,14 @@ ENDPOINTS = (Endpoint("POST", "/read", read, "Reads.", Read),)
             {"num": "1"},
             "num",
             "invalid_type",
-            "Invalid type for 'num': input should be a valid integer.",
+            "Invalid type for 'num': must be a valid integer.",
         ),
-        ({"num": True}, "num", "invalid_type", "Invalid type for 'num': input should be a valid integer."),
+        ({"num": True}, "num", "invalid_type", "Invalid type for 'num': must be a valid integer."),
         (
             {"parts": [{"kind": "text"}, {"kind": "image"}]},
             "parts[1].kind",
             "unsupported_value",
-            "Unsupported value: 'parts[1].kind': input should be 'text'.",
+            "Unsupported value: 'parts[1].kind': must be 'text'.",
         ),
         (
             {"parts": [{"kind": "text", "audio": {}}]},
@@ -76,8 +76,8 @@ ENDPOINTS = (Endpoint("POST", "/read", read, "Reads.", Read),)
             "unsupported_parameter",
             "Unsupported parameter: 'parts[0].audio': it is text.",
         ),
-        ({"store": 0}, "store", "invalid_type", "Invalid type for 'store': input should be a valid boolean."),
-        ({"store": True}, "store", "unsupported_value", "Unsupported value: 'store': input should be False."),
+        ({"store": 0}, "store", "invalid_type", "Invalid type for 'store': must be a valid boolean."),
+        ({"store": True}, "store", "unsupported_value", "Unsupported value: 'store': must be false."),
     ],
 )
 async def test_bodies(fields: dict[str, Any], param: str, code: str, message: str) -> None:
