@@ -11,7 +11,7 @@ import pytest
 
 from penstock.openai.settings import Settings
 from penstock.runtime.errors import ConfigError
-from penstock.server_cli.commands import serve
+from penstock.server_cli.commands import openai, serve
 from penstock.server_cli.serving.openai_flags import front_settings, socket_for_the_front
 from penstock.server_cli.serving.serve_flags import server_options
 
@@ -126,3 +126,22 @@ def test_a_front_for_others_may_be_had_by_saying_so() -> None:
     settings = told("--openai-port", "1", "--openai-host", "0.0.0.0", "--insecure")
     assert settings is not None
     assert settings.host == "0.0.0.0"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "flags"),
+    [
+        (("--addr", "192.0.2.1:5"), ("--addr: ", "use --tls,", "with --insecure")),
+        (("--host", "0.0.0.0"), ("--host: ", "give --tls-cert,", "with --insecure")),
+        (("--stall-limit", "0"), ("--stall-limit: ",)),
+    ],
+    ids=lambda value: value[0] if isinstance(value, tuple) else None,
+)
+def test_refusals_of_penstock_openai_name_flags(
+    arguments: tuple[str, ...], flags: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    parser = argparse.ArgumentParser()
+    openai.add_parser(parser.add_subparsers())
+    assert openai.run(parser.parse_args(["openai", *arguments])) == 2
+    said = capsys.readouterr().err
+    assert all(flag in said for flag in flags), said

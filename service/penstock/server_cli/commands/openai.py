@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from penstock.cli.calling.common import add_addr, complain
@@ -59,8 +60,16 @@ def run(args: argparse.Namespace) -> int:
     try:
         return serve(settings_of(args))
     except (WrongConnection, ValueError) as error:
-        complain("openai", with_flags(str(error), args.flags))
+        complain("openai", _with_flags(str(error), args.flags))
         return 2
+
+
+def _with_flags(message: str, flags: Mapping[str, str]) -> str:
+    """The message with flags in place of settings, also of those whose names are words."""
+    told = with_flags(message, flags)
+    return told.replace("use tls,", "use --tls,").replace(
+        "allow it with insecure", "allow it with --insecure"
+    )
 
 
 def settings_of(args: argparse.Namespace) -> Settings:
