@@ -29,6 +29,11 @@ _OF_MESSAGES = {
     "audio": _TEXT_ONLY,
     "function_call": "it is deprecated: use tool_calls",
 }
+_OF_TOOLS = {
+    "tools.custom": "functions are the only tools",
+    "tool_choice.custom": "functions are the only tools",
+    "tool_choice.allowed_tools": "give only these tools",
+}
 
 
 class ContentPart(Body):
@@ -145,6 +150,7 @@ class ChatBody(SamplingBody):
         "continue_final_message": "the model always answers with a turn of its own",
         "documents": "put them into chat_template_kwargs",
         "mm_processor_kwargs": "the models that are served read text",
+        **_OF_TOOLS,
         **{f"messages.{name}": why for name, why in _OF_MESSAGES.items()},
         **{f"messages.content.{name}": why for name, why in _OF_PARTS.items()},
     }

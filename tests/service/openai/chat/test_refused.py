@@ -150,6 +150,20 @@ async def test_each_has_the_name_of_its_field() -> None:
             assert param in error["message"] or code == "context_length_exceeded", (fields, error)
 
 
+async def test_fields_of_other_kinds_of_tools_are_known() -> None:
+    """Nobody shall be told that OpenAI's API has no such field."""
+    async with front_rig() as rig:
+        for fields, name in (
+            (
+                {"tool_choice": {"type": "allowed_tools", "allowed_tools": {}}, **tool()},
+                "tool_choice.allowed_tools",
+            ),
+            ({"tools": [{"type": "custom", "custom": {}}]}, "tools[0].custom"),
+        ):
+            reply = await rig.http.post("/v1/chat/completions", json={"model": "m", "messages": HI, **fields})
+            assert f"Unsupported parameter: '{name}': " in reply.json()["error"]["message"]
+
+
 async def test_another_model() -> None:
     async with front_rig() as rig:
         with pytest.raises(openai.NotFoundError) as caught:
