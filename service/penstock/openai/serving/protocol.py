@@ -18,8 +18,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 from uvicorn.server import ServerState
 
 from penstock.openai.counts.meters import Meters
-from penstock.openai.failures import INVALID, ApiError, envelope
-from penstock.openai.jsonbytes import json_bytes
+from penstock.openai.failures import INVALID, ApiError, error_response
 
 DRAIN_BYTES_PER_S: Final = 64 << 10
 """The least that a client must take of a large reply, in bytes per second, once its time is over."""
@@ -122,13 +121,14 @@ class BoundedProtocol(HttpToolsProtocol):
         if self._is_answering:
             self.transport.abort()  # an earlier request is being answered, and its reply must not be mixed up
             return
-        kind = "server_error" if status >= 500 else INVALID
-        body = json_bytes(envelope(ApiError(status, message, kind, None, code)))
-        head = (
-            f"HTTP/1.1 {status} {HTTPStatus(status).phrase}\r\ncontent-type: application/json\r\n"
-            f"content-length: {len(body)}\r\nconnection: close\r\n\r\n"
-        )
-        self.transport.write(head.encode() + body)
+        if status == 503:
+            error = ApiError(status, message, "server_error", None, code, retry_after=1.0)
+        else:
+            error = ApiError(status, message, INVALID, None, code)
+        reply = error_response(error)
+        headers = b"".join(name + b": " + value + b"\r\n" for name, value in reply.raw_headers)
+        line = f"HTTP/1.1 {status} {HTTPStatus(status).phrase}\r\n".encode()
+        self.transport.write(line + headers + b"connection: close\r\n\r\n" + bytes(reply.body))
         self.transport.close()
 
     # -- asyncio's --

@@ -338,3 +338,12 @@ async def test_connections_are_bounded() -> None:
 async def test_an_address_cannot_take_all_connections() -> None:
     async with hostile_rig(max_connections_per_address=1) as rig, peer(rig), peer(rig) as (reader, _):
         assert await told(reader) == (503, "too_many_connections")
+
+
+async def test_a_caller_who_finds_no_connection_is_told_when_to_come_back() -> None:
+    async with hostile_rig(max_connections_per_address=1) as rig, peer(rig), peer(rig) as (reader, _):
+        async with asyncio.timeout(WAIT_S):
+            head, _, body = (await reader.read()).partition(b"\r\n\r\n")
+        headers = dict(line.split(b": ") for line in head.lower().split(b"\r\n")[1:])
+        assert (headers[b"retry-after"], headers[b"connection"]) == (b"1", b"close")
+        assert headers[b"content-length"] == str(len(body)).encode()
