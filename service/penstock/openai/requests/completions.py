@@ -55,6 +55,7 @@ def completion_params(body: CompletionBody) -> dict[str, str]:
         "input": "prompt",
         "prompt": "prompt",
         "prompt_token_ids": "prompt",
+        "prompt_token_ids.ids": "prompt",
         "stopping.max_tokens": "max_tokens",
         "output.logprobs": "logprobs",
     }

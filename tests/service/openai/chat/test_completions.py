@@ -175,3 +175,11 @@ async def test_an_error_of_a_stream_before_its_first_event_has_its_status() -> N
         with pytest.raises(openai.BadRequestError) as caught:
             await streamed(rig, prompt="x" * 100)
     assert caught.value.code == "context_length_exceeded"
+
+
+@pytest.mark.parametrize("prompt", [[-1], [2**40], [1 << 31], [[1], [-1]]], ids=str)
+async def test_ids_that_are_none_are_a_matter_of_the_prompt(prompt: list[Any]) -> None:
+    async with front_rig() as rig:
+        reply = await post(rig, prompt=prompt)
+    assert reply.status_code == 400
+    assert reply.json()["error"]["param"].partition("[")[0] == "prompt"
