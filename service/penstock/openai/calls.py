@@ -17,6 +17,10 @@ _TRACEPARENT: Final = re.compile(
 )
 _MAX_TRACESTATE: Final = 512
 _MAX_AUTHORIZATION: Final = 4096
+_NO_KEY: Final = "unreadable"
+"""What goes on instead of a header that cannot be sent on. A server with keys refuses it. If nothing went on,
+the request would be made with the front's own key.
+"""
 _KEY: Final = "penstock.call"
 
 
@@ -49,8 +53,9 @@ def make_call(scope: Scope, timeout_s: float) -> Call:
     number = uuid.uuid4().hex
     metadata = []
     authorization = headers.get(b"authorization", b"").decode("latin-1").strip()
-    if authorization and len(authorization) <= _MAX_AUTHORIZATION and _is_ascii(authorization):
-        metadata.append(("authorization", authorization))
+    if authorization:
+        can_be_sent = len(authorization) <= _MAX_AUTHORIZATION and _is_ascii(authorization)
+        metadata.append(("authorization", authorization if can_be_sent else _NO_KEY))
     traceparent = headers.get(b"traceparent", b"").decode("latin-1").strip()
     trace = _TRACEPARENT.match(traceparent)
     if trace is not None:

@@ -43,6 +43,9 @@ async def read_body(request: Request, model: type[BodyT]) -> BodyT:
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json" and not kind.endswith("+json"):
         raise ApiError(415, f"the body must be application/json, not {kind!r}", code="unsupported_media_type")
+    coding = request.headers.get("content-encoding", "identity").strip().lower()
+    if coding != "identity":
+        raise ApiError(415, f"the body must not be encoded as {coding!r}", code="unsupported_media_type")
     with front.incoming.counted() as take:
         data = await _receive(request, front.settings, take)
         if len(data) <= INLINE_BYTES:

@@ -100,6 +100,25 @@ async def test_keys_are_the_servers(tmp_path: Path) -> None:
         assert (await rig.http.get("/health")).status_code == 200
 
 
+@pytest.mark.parametrize("sent", [b"Bearer \xe9", b"Bearer " + b"a" * 5000], ids=["not ASCII", "long"])
+async def test_a_key_that_cannot_be_sent_on_is_not_replaced_by_the_fronts(
+    tmp_path: Path, sent: bytes
+) -> None:
+    keys = write(tmp_path / "keys.json", [key("one")])
+    async with front_rig(fake(), settings={"token": "psk_one"}, keys=keys) as rig:
+        assert (await rig.http.get("/v1/models")).status_code == 200
+        refused = await rig.http.get("/v1/models", headers={b"authorization": sent})
+        assert (refused.status_code, refused.json()["error"]["code"]) == (401, "invalid_api_key")
+
+
+async def test_a_body_that_is_compressed_is_refused_as_such() -> None:
+    async with front_rig(endpoints=ENDPOINTS) as rig:
+        for coding, status in (("gzip", 415), ("identity", 200)):
+            reply = await rig.http.post("/whole", json={"prompt": "a"}, headers={"content-encoding": coding})
+            assert reply.status_code == status
+            assert status == 200 or "'gzip'" in reply.json()["error"]["message"]
+
+
 async def test_pages_of_other_origins_may_call_only_if_that_is_allowed() -> None:
     asked = {
         "origin": "https://example.org",
