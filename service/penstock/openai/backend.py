@@ -67,15 +67,15 @@ class Backend:
             asking.add_done_callback(lambda task: self._asked(key, task))
         return await asyncio.shield(asking)
 
-    async def vocabulary(self, call: Call) -> Vocabulary:
-        """What the model's tokens look like. Raises ApiError if it has no tokenizer, and the client's
-        errors.
+    async def vocabulary(self, call: Call, param: str = "logprobs") -> Vocabulary:
+        """What the model's tokens look like, for the sake of this field. Raises ApiError if it has no
+        tokenizer, and the client's errors.
         """
         try:
             return await self._vocabularies.of(call)
         except Unsupported:
-            message = "Unsupported parameter: 'logprobs': the served model has no tokenizer."
-            raise ApiError(400, message, param="logprobs", code="unsupported_parameter") from None
+            message = f"Unsupported parameter: '{param}': the served model has no tokenizer."
+            raise ApiError(400, message, param=param, code="unsupported_parameter") from None
 
     def forget(self) -> None:
         """Ask for the facts again at the next request: the server has said that they are wrong."""

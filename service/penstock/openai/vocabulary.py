@@ -39,6 +39,12 @@ class Vocabulary:
         """The bytes of a token; none for an id that the tokenizer does not have."""
         return self.pieces[token_id] if token_id < len(self.pieces) else b""
 
+    def text_of(self, token_ids: Sequence[int], *, with_special: bool) -> str:
+        """The text of tokens. Special ones are left out of it unless it is told to have them."""
+        hidden = frozenset[int]() if with_special else self.special
+        text = b"".join(self.bytes_of(i) for i in token_ids if i not in hidden).decode("utf-8", "replace")
+        return text[min(self.dropped_leading_spaces, len(text) - len(text.lstrip(" "))) :]
+
 
 class Vocabularies:
     """Keeps one vocabulary. It belongs to one event loop."""

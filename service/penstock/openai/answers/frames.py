@@ -21,6 +21,8 @@ class Wanted:
 
     reasoning: bool = True
     token_ids: bool = False
+    prompt_logprobs: bool = False
+    """Whether the answer to a completion has vLLM's `prompt_logprobs`. A chat's has what the server sent."""
     vocabulary: Vocabulary | None = None
     """What tokens look like; None unless log-probabilities were asked for."""
 

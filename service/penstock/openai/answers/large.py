@@ -16,6 +16,8 @@ from penstock.openai.vocabulary import Vocabulary
 
 MOST_ENTRIES: Final = 500_000
 """How many log-probabilities an answer may have that is not a stream. Each takes about 80 bytes."""
+Columns = Mapping[str, Sequence[str]]
+"""The four lists of a completion's `logprobs`: of each the JSON of its items, in parts, without brackets."""
 _SLICE: Final = 256
 """How many tokens' log-probabilities are written without a break."""
 
@@ -28,25 +30,27 @@ class Bound:
         self._left = left
         self._instead = instead
 
-    def take(self, logprobs: Logprobs | None) -> None:
-        """Count these. Raises ApiError if there are too many."""
+    def take(self, logprobs: Logprobs | None, times: int = 1) -> None:
+        """Count these, which are sent so many times. Raises ApiError if there are too many."""
         if logprobs is not None:
-            self._left -= len(logprobs.sampled) * (1 + (len(logprobs.top[-1]) if logprobs.top else 0))
+            each = 1 + (len(logprobs.top[-1]) if logprobs.top else 0)
+            self._left -= len(logprobs.sampled) * each * times
         if self._left < 0:
             message = f"The answer has too many log-probabilities to be sent whole: {self._instead}."
             raise ApiError(400, message, code="response_too_large")
 
 
-async def read_whole(stream: AsyncGenerationStream, bound: Bound) -> Generation:
+async def read_whole(stream: AsyncGenerationStream, bound: Bound, prompt_copies: int = 1) -> Generation:
     """Read a stream to its end. Its messages are small, so that taking them apart holds up nobody. Raises
-    ApiError if there are more log-probabilities than the bound allows.
+    ApiError if there are more log-probabilities than the bound allows. Those of the prompt are in the answer
+    `prompt_copies` times.
     """
     async with stream:
         async for event in stream:
             if isinstance(event, Delta):
                 bound.take(event.logprobs)
             elif isinstance(event, Started):
-                bound.take(event.prompt.logprobs)
+                bound.take(event.prompt.logprobs, prompt_copies)
         return await stream.result()
 
 
@@ -61,17 +65,29 @@ async def chat_logprobs_json(output: Output, vocabulary: Vocabulary) -> str:
     return f'{{"content":[{",".join(entries)}],"refusal":null}}'
 
 
-async def completion_logprobs_json(output: Output, vocabulary: Vocabulary) -> str:
-    """The `logprobs` of a completion's choice, as JSON."""
-    if output.logprobs is None:
-        return "null"
+async def completion_columns(
+    logprobs: Logprobs,
+    token_ids: Sequence[int],
+    vocabulary: Vocabulary,
+    *,
+    start: int = 0,
+    prompt: str | None = None,
+) -> Columns:
+    """The `logprobs` of tokens whose text begins at `start`. Those of a prompt go with its text."""
     columns: dict[str, list[str]] = {}
-    offset = 0
-    async for logprobs, ids in _slices(output.logprobs, output.token_ids):
-        made, offset = completion_logprobs(logprobs, ids, vocabulary, offset)
+    offset = start
+    async for some, ids in _slices(logprobs, token_ids):
+        made, offset = completion_logprobs(some, ids, vocabulary, offset, start=start, prompt=prompt)
         for name, values in made.items():
             columns.setdefault(name, []).append(json_bytes(values).decode()[1:-1])
-    return "{" + ",".join(f'"{name}":[{",".join(parts)}]' for name, parts in columns.items()) + "}"
+    return columns
+
+
+def columns_json(*columns: Columns) -> str:
+    """The `logprobs` of a completion's choice, as JSON: these, one after the other."""
+    names = dict.fromkeys(name for part in columns for name in part)
+    lists = {name: ",".join(text for part in columns for text in part.get(name, ())) for name in names}
+    return "{" + ",".join(f'"{name}":[{items}]' for name, items in lists.items()) + "}"
 
 
 async def prompt_logprobs_json(prompt: PromptInfo, vocabulary: Vocabulary) -> str:

@@ -29,25 +29,40 @@ def chat_logprobs(
 
 
 def completion_logprobs(
-    logprobs: Logprobs, token_ids: Sequence[int], vocabulary: Vocabulary, text_offset: int
+    logprobs: Logprobs,
+    token_ids: Sequence[int],
+    vocabulary: Vocabulary,
+    text_offset: int,
+    *,
+    start: int = 0,
+    prompt: str | None = None,
 ) -> tuple[dict[str, Any], int]:
     """The `logprobs` of a completion's choice, and where in the text the next token begins. `text_offset` is
-    where the first of these tokens begins. The token itself is among the likeliest in any case, as in
-    OpenAI's API.
+    where the first of these tokens begins, and `start` where the output or the prompt begins that they are
+    of. The token itself is among the likeliest in any case, as in OpenAI's API.
+
+    The tokens of a prompt go with its text. The first of them has no log-probability, so it has null.
     """
     made: dict[str, Any] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
     for token_id, logprob, top in _places(logprobs, token_ids):
         name = _legacy_name(token_id, vocabulary)
+        made["tokens"].append(name)
+        made["text_offset"].append(text_offset if prompt is None else min(text_offset, len(prompt)))
+        dropped = vocabulary.dropped_leading_spaces if text_offset == start else 0
+        if prompt is not None and token_id in vocabulary.special and prompt.startswith(name, text_offset):
+            text_offset += len(name)
+        else:
+            text_offset += _num_characters(token_id, vocabulary, dropped)
+        if prompt is not None and math.isnan(logprob):
+            made["token_logprobs"].append(None)
+            made["top_logprobs"].append(None)
+            continue
         likeliest: dict[str, float] = {}
         for candidate, value in top:
             likeliest.setdefault(_legacy_name(candidate, vocabulary), _finite(value))
         likeliest.setdefault(name, _finite(logprob))
-        made["tokens"].append(name)
         made["token_logprobs"].append(_finite(logprob))
         made["top_logprobs"].append(likeliest)
-        made["text_offset"].append(text_offset)
-        dropped = 0 if text_offset else vocabulary.dropped_leading_spaces
-        text_offset += _num_characters(token_id, vocabulary, dropped)
     return made, text_offset
 
 

@@ -22,11 +22,20 @@ def completion_options(body: CompletionBody, facts: ModelFacts) -> RequestOption
     if body.best_of is not None and body.best_of != (1 if body.n is None else body.n):
         raise unsupported_value("best_of", "the best choices are not selected; give n, or the same number.")
     options = sampling_options(body, facts)
-    options["max_tokens"] = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
+    options["max_tokens"] = _max_tokens(body)
     options["logprobs"] = body.logprobs
     if body.logprobs is not None:
         options["return_token_ids"] = True
+    if body.echo:
+        options["echo_prompt_token_ids"] = True
+        if body.prompt_logprobs is None:
+            options["prompt_logprobs"] = body.logprobs
     return options
+
+
+def is_prompt_only(body: CompletionBody) -> bool:
+    """Whether the answer is the prompt alone. The server makes one token all the same, which is its least."""
+    return bool(body.echo) and body.max_tokens == 0
 
 
 def one_by_one(body: CompletionBody, options: RequestOptions, answer_id: str) -> list[PromptOptions]:
@@ -58,4 +67,11 @@ def completion_params(body: CompletionBody) -> dict[str, str]:
         "prompt_token_ids.ids": "prompt",
         "stopping.max_tokens": "max_tokens",
         "output.logprobs": "logprobs",
+        "output.prompt_logprobs": "logprobs" if body.prompt_logprobs is None else "prompt_logprobs",
     }
+
+
+def _max_tokens(body: CompletionBody) -> int:
+    if is_prompt_only(body):
+        return 1
+    return DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens

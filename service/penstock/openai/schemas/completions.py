@@ -8,7 +8,6 @@ from typing import Annotated, Any, ClassVar
 from pydantic import BeforeValidator, Field
 from pydantic_core import PydanticCustomError
 
-from penstock.openai.schemas.base import OnlyFalse
 from penstock.openai.schemas.sampling import LACKING, SamplingBody
 
 MAX_PROMPTS = 256
@@ -49,11 +48,12 @@ class CompletionBody(SamplingBody):
     prompt: Annotated[Any, BeforeValidator(_shaped, json_schema_input_type=Prompt)]
     """A `Prompt`, whose shape has been checked."""
     max_tokens: int | None = None
-    """Without it 16 tokens, as in OpenAI's API."""
+    """Without it 16 tokens, as in OpenAI's API. 0 goes with `echo` only: then the answer is the prompt."""
     logprobs: int | None = Field(default=None, ge=0)
     best_of: int | None = None
     """Only the number that `n` has, as the best of n choices are all of them."""
-    echo: OnlyFalse | None = None
+    echo: bool | None = None
+    """Whether each choice begins with the prompt, and its log-probabilities with those of the prompt."""
 
     unsupported: ClassVar[Mapping[str, str]] = {
         **{name: why for name, why in LACKING.items() if name != "best_of"},

@@ -151,7 +151,7 @@ REFUSED: Any = [
     ("prompt", {"prompt": [9999]}),
     ("prompt", {"prompt": [-1]}),
     ("best_of", {"best_of": 2}),
-    ("echo", {"echo": True}),
+    ("echo", {"echo": 1}),
     ("suffix", {"suffix": "x"}),
     ("max_tokens", {"max_tokens": 0}),
     ("logprobs", {"logprobs": -1}),
