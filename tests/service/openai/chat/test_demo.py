@@ -91,6 +91,41 @@ def test_completions_of_several_prompts_with_the_same_seed(both: Both) -> None:
     assert texts == [answer.text for answer in expected]
 
 
+def test_a_continuation_that_the_model_chose_is_scored_as_its_choice(both: Both) -> None:
+    """As lm-evaluation-harness asks: token ids of prompts with continuations, whole and as a stream. The
+    log-probabilities are those with which the tokens were chosen, and each token is the likeliest one.
+    """
+    texts = ["Once upon a time", "The weather"]
+    made: Any = both.http.completions.create(
+        model="demo",
+        prompt=texts,
+        temperature=0,
+        max_tokens=12,
+        logprobs=1,
+        extra_body={"return_token_ids": True},
+    )
+    prompts = [[*choice.prompt_token_ids, *choice.token_ids] for choice in made.choices]
+    fields: Any = {"model": "demo", "prompt": prompts, "temperature": 0, "logprobs": 1, "echo": True}
+    answer = both.http.completions.create(**fields, max_tokens=1, seed=1234)
+    for text, choice, scored in zip(texts, made.choices, answer.choices, strict=True):
+        told: Any = scored.logprobs
+        before = len(choice.prompt_token_ids)
+        assert told.token_logprobs[0] is None
+        assert told.token_logprobs[before:-1] == pytest.approx(choice.logprobs.token_logprobs, abs=1e-3)
+        for value, top in list(zip(told.token_logprobs, told.top_logprobs, strict=True))[before:-1]:
+            assert value == max(top.values())
+        assert scored.text.startswith(text + choice.text)
+        for token, offset in zip(told.tokens, told.text_offset, strict=True):
+            assert token.startswith("<|") or scored.text[offset:].startswith(token)
+    chunks = list(both.http.completions.create(**fields, max_tokens=0, stream=True))
+    parts: Any = [chunk.choices[0] for chunk in chunks if chunk.choices[0].logprobs]
+    assert [part.index for part in parts] == [0, 1] or [part.index for part in parts] == [1, 0]
+    for part in parts:
+        whole: Any = answer.choices[part.index].logprobs
+        assert part.logprobs.token_logprobs[1:] == pytest.approx(whole.token_logprobs[1:-1], abs=1e-3)
+        assert part.logprobs.tokens == whole.tokens[:-1]
+
+
 class City(BaseModel):
     name: str
     is_large: bool
