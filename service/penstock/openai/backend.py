@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from penstock.client import AsyncClient, ModelInfo, PenstockClientError, SamplingDefaults, Unsupported
-from penstock.openai.calls import Call
+from penstock.openai.calls import Call, Shared
 from penstock.openai.failures import ApiError
 from penstock.openai.settings import Settings
 from penstock.openai.vocabulary import Vocabularies, Vocabulary
@@ -49,7 +49,7 @@ class Backend:
         self._started = int(time.time())
         self._facts: ModelFacts | None = None
         self._facts_until = 0.0
-        self._asking: dict[tuple[tuple[str, str], ...], asyncio.Task[ModelFacts]] = {}
+        self._asking = Shared(self._ask)
         self._is_ready = False
         self._ready_until = 0.0
         self._checking: asyncio.Task[bool] | None = None
@@ -60,12 +60,7 @@ class Backend:
         """
         if self._facts is not None and not fresh and time.monotonic() < self._facts_until:
             return self._facts
-        key = tuple(pair for pair in call.metadata if pair[0] == "authorization")
-        asking = self._asking.get(key)
-        if asking is None:  # requests with the same key that come meanwhile wait for the same answer
-            asking = self._asking[key] = asyncio.create_task(self._ask(call))
-            asking.add_done_callback(lambda task: self._asked(key, task))
-        return await asyncio.shield(asking)
+        return await self._asking.of(call)
 
     async def vocabulary(self, call: Call, param: str = "logprobs") -> Vocabulary:
         """What the model's tokens look like, for the sake of this field. Raises ApiError if it has no
@@ -93,10 +88,10 @@ class Backend:
 
     async def close(self) -> None:
         """End what is under way, and close the connection."""
-        tasks = [*self._asking.values(), *([self._checking] if self._checking is not None else [])]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        if self._checking is not None:
+            self._checking.cancel()
+            await asyncio.gather(self._checking, return_exceptions=True)
+        await self._asking.close()
         await self._vocabularies.close()
         await self.client.close()
 
@@ -117,11 +112,6 @@ class Backend:
             default_sampling=info.default_sampling,
             created=self._started if since is None else int(since.timestamp()),
         )
-
-    def _asked(self, key: tuple[tuple[str, str], ...], task: asyncio.Task[ModelFacts]) -> None:
-        del self._asking[key]
-        if not task.cancelled():
-            task.exception()  # whoever waited has it; nobody may wait any more
 
     async def _check(self) -> bool:
         try:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 import time
 import uuid
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final, Generic, TypeVar
 
 from starlette.requests import Request
 from starlette.types import Scope
+
+ValueT = TypeVar("ValueT")
 
 _SANE_ID: Final = re.compile(r"[\x21-\x7e]{1,128}")
 _TRACEPARENT: Final = re.compile(
@@ -41,9 +45,46 @@ class Call:
     trace_id: str = ""
     """The trace that the caller's traceparent names; empty without one."""
 
+    @property
+    def key(self) -> str:
+        """What the caller sent as `authorization`; empty without it."""
+        return next((value for name, value in self.metadata if name == "authorization"), "")
+
     def answer_id(self, prefix: str) -> str:
         """The id of the answer, and of its request at the server: "chatcmpl-<32 hexadecimal digits>"."""
         return f"{prefix}-{self.number}"
+
+
+class Shared(Generic[ValueT]):
+    """Asks the server once for all calls that want to know the same at a time. Only calls with the same key
+    share an answer, as the server may refuse it to others. It belongs to one event loop.
+    """
+
+    def __init__(self, ask: Callable[[Call], Coroutine[Any, Any, ValueT]]) -> None:
+        self._ask = ask
+        self._asking: dict[str, asyncio.Task[ValueT]] = {}
+
+    async def of(self, call: Call) -> ValueT:
+        """What `ask` returns, for this call or for one that came before it and still waits. Raises what
+        `ask` raises. A caller that goes away takes the answer from nobody.
+        """
+        asking = self._asking.get(call.key)
+        if asking is None:
+            asking = self._asking[call.key] = asyncio.create_task(self._ask(call))
+            asking.add_done_callback(lambda task: self._asked(call.key, task))
+        return await asyncio.shield(asking)
+
+    async def close(self) -> None:
+        """End what is under way."""
+        tasks = list(self._asking.values())
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _asked(self, key: str, task: asyncio.Task[ValueT]) -> None:
+        del self._asking[key]
+        if not task.cancelled():
+            task.exception()  # whoever waited has it; nobody may wait any more
 
 
 def make_call(scope: Scope, timeout_s: float) -> Call:

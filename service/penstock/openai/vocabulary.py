@@ -4,14 +4,13 @@ as long as the same server runs.
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
 from penstock.client import AsyncClient
-from penstock.openai.calls import Call
+from penstock.openai.calls import Call, Shared
 
 CHECK_S: Final = 10.0
 """For how long a vocabulary is used before the server is asked whether it still runs."""
@@ -20,8 +19,6 @@ MOST_INSTANCES: Final = 64
 names several servers.
 """
 _TIMEOUT_S: Final = 10.0
-
-Key = tuple[tuple[str, str], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +54,7 @@ class Vocabularies:
         self._instances: dict[str, None] = {}
         """The starts of servers that have the kept vocabulary, the oldest ones first."""
         self._until = 0.0
-        self._asking: dict[Key, asyncio.Task[Vocabulary]] = {}
+        self._asking = Shared(self._ask)
 
     async def of(self, call: Call) -> Vocabulary:
         """The vocabulary, asked for with the caller's key where it is not known. Raises the client's
@@ -65,12 +62,7 @@ class Vocabularies:
         """
         if self._kept is not None and self._clock() < self._until:
             return self._kept
-        key = tuple(pair for pair in call.metadata if pair[0] == "authorization")
-        asking = self._asking.get(key)
-        if asking is None:  # requests with the same key that come meanwhile wait for the same answer
-            asking = self._asking[key] = asyncio.create_task(self._ask(call))
-            asking.add_done_callback(lambda task: self._asked(key, task))
-        return await asyncio.shield(asking)
+        return await self._asking.of(call)
 
     def forget(self) -> None:
         """Look at the next request whether the same server still runs."""
@@ -78,10 +70,7 @@ class Vocabularies:
 
     async def close(self) -> None:
         """End what is under way."""
-        tasks = list(self._asking.values())
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await self._asking.close()
 
     async def _ask(self, call: Call) -> Vocabulary:
         server = await self._client.server_info(timeout=_TIMEOUT_S, metadata=call.metadata)
@@ -97,8 +86,3 @@ class Vocabularies:
                 del self._instances[next(iter(self._instances))]
         self._until = self._clock() + CHECK_S
         return kept
-
-    def _asked(self, key: Key, task: asyncio.Task[Vocabulary]) -> None:
-        del self._asking[key]
-        if not task.cancelled():
-            task.exception()  # whoever waited has it; nobody may wait any more
