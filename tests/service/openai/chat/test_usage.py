@@ -1,7 +1,12 @@
-"""What the answers of the OpenAI front say of the tokens of a model's reasoning."""
+"""What answers of the OpenAI front say of tokens: those of the reasoning, and all that the ledger counts."""
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+from typing import Any
+
+from penstock.service.usage.ledger import Counts, read_usage
 from tests.service.codecs import END_THINK, EOS, QWEN_VOCAB, THINK, qwen_codec
 from tests.service.openai.rig import front_rig
 from tests.service.rig import fake, ids
@@ -31,3 +36,36 @@ async def test_every_endpoint_tells_them() -> None:
         assert usage.completion_tokens_details.reasoning_tokens == 5
     assert response.usage is not None
     assert response.usage.output_tokens_details.reasoning_tokens == 5
+
+
+async def test_usage_is_what_the_ledger_counts(tmp_path: Path) -> None:
+    """Of streams and whole answers, several choices, and several prompts."""
+    engine = fake(codec=qwen_codec(), vocab_size=QWEN_VOCAB, scripts={"u:hi|a:": WRITTEN})
+    chat = {"model": "fake", "messages": [{"role": "user", "content": "hi"}]}
+    texts = {"model": "fake", "prompt": ["a", "bcd"], "n": 2, "max_tokens": 3}
+    told: list[dict[str, Any]] = []
+    async with front_rig(engine, usage_file=tmp_path / "usage.db") as rig:
+        for path, body in (
+            ("/v1/chat/completions", chat),
+            ("/v1/chat/completions", {**chat, "n": 2}),
+            ("/v1/completions", texts),
+            ("/v1/responses", {"model": "fake", "input": "hi"}),
+        ):
+            reply = await rig.http.post(path, json=body)
+            told.append(reply.json()["usage"])
+        for path, body in (("/v1/chat/completions", chat), ("/v1/completions", texts)):
+            asked = {**body, "stream": True, "stream_options": {"include_usage": True}}
+            lines = (await rig.http.post(path, json=asked)).text.split("\n\n")
+            assert lines[-2] == "data: [DONE]"
+            told.append(json.loads(lines[-3].removeprefix("data: "))["usage"])
+    counted = sum(read_usage(tmp_path / "usage.db").values(), Counts())
+    assert counted.completion_tokens > 0
+    assert counted.requests == len(told) + 2, "each of two prompts is a request of its own"
+    assert (counted.prompt_tokens, counted.completion_tokens, counted.reasoning_tokens) == (
+        sum(usage.get("prompt_tokens", 0) + usage.get("input_tokens", 0) for usage in told),
+        sum(usage.get("completion_tokens", 0) + usage.get("output_tokens", 0) for usage in told),
+        sum(
+            (usage.get("completion_tokens_details") or usage["output_tokens_details"])["reasoning_tokens"]
+            for usage in told
+        ),
+    )

@@ -16,7 +16,7 @@ from penstock.openai.serving.server import HttpServer
 from penstock.openai.serving.tls import certificate_of
 from penstock.openai.settings import Settings, SettingsError
 from tests.service.openai.rig import listening
-from tests.service.rig import WAIT_S
+from tests.service.rig import WAIT_S, until
 from tests.service.tls_rig import CA, CERTS, install, shown
 
 
@@ -54,13 +54,15 @@ async def status(port: int, client: str | None = None) -> int:
         return (await http.get(f"https://localhost:{port}/health")).status_code
 
 
-async def test_a_renewed_certificate_is_shown_to_new_connections(tmp_path: Path) -> None:
+async def test_a_renewed_certificate_is_shown_to_new_connections(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     install(tmp_path, "server")
     async with https(settings_of(tmp_path)) as port:
         assert await status(port) == 503, "there is no server behind it"
         first = await shown(port)
         install(tmp_path, "renewed", only="pem")  # one half is no pair: the old one stays
-        await asyncio.sleep(1.0)
+        await until(lambda: "the old ones stay in force" in caplog.text)
         assert await shown(port) == first
         install(tmp_path, "renewed")
         async with asyncio.timeout(WAIT_S):
