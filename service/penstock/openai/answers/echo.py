@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -15,6 +16,9 @@ MOST_CHARACTERS: Final = 4 << 20
 """How many characters of prompts an answer may repeat, in all of its choices together. A token id counts as
 the bytes of its token.
 """
+
+_SLICE: Final = 65_536
+"""How many token ids are counted without a break."""
 
 Sent = str | Sequence[int]
 """A prompt as its caller sent it, which is a text or token ids."""
@@ -41,9 +45,19 @@ class Echo:
     is_all: bool = False
     """Whether the prompts are all that is told, so that what the server added is left out."""
 
-    def check(self, num_choices: int) -> None:
-        """Raise ApiError if all choices together would repeat too much."""
-        if num_choices * sum(self._size(prompt) for prompt in self.prompts) > MOST_CHARACTERS:
+    async def check(self, num_choices: int) -> None:
+        """Raise ApiError if all choices together would repeat too much. Token ids are counted in slices,
+        between which the event loop serves others.
+        """
+        repeated = 0
+        for prompt in self.prompts:
+            if isinstance(prompt, str):
+                repeated += len(prompt)
+                continue
+            for first in range(0, len(prompt), _SLICE):
+                repeated += self._num_bytes(prompt[first : first + _SLICE])
+                await asyncio.sleep(0)
+        if num_choices * repeated > MOST_CHARACTERS:
             message = (
                 f"The answer would repeat more than {MOST_CHARACTERS} characters of prompts: "
                 "leave echo out, or ask for fewer choices."
@@ -67,9 +81,8 @@ class Echo:
         columns = await completion_columns(prompt.logprobs, prompt.token_ids, self.vocabulary, prompt=text)
         return Repeated(text, columns)
 
-    def _size(self, sent: Sent) -> int:
-        if isinstance(sent, str):
-            return len(sent)
+    def _num_bytes(self, token_ids: Sequence[int]) -> int:
+        """How many bytes the tokens have. The server refuses ids that there are not, so they have none."""
         assert self.vocabulary is not None
         pieces = self.vocabulary.pieces
-        return sum(len(pieces[i]) for i in sent if 0 <= i < len(pieces))
+        return sum(len(pieces[i]) for i in token_ids if 0 <= i < len(pieces))

@@ -87,7 +87,7 @@ async def _echo(body: CompletionBody, prompts: Sequence[PromptOptions], backend:
         with_special=body.skip_special_tokens is False,
         is_all=is_prompt_only(body),
     )
-    echo.check(body.n or 1)
+    await echo.check(body.n or 1)
     return echo
 
 

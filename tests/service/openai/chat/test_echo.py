@@ -180,6 +180,7 @@ async def test_what_is_repeated_is_bounded(monkeypatch: pytest.MonkeyPatch) -> N
         for prompt in ["hi", "ho"], [[104, 105], [104, 111]]:
             for most, status in (8, 200), (7, 400):
                 monkeypatch.setattr(echo, "MOST_CHARACTERS", most)
+                monkeypatch.setattr(echo, "_SLICE", 1)
                 for stream in False, True:
                     body = {"model": "fake", "prompt": prompt, "n": 2, "echo": True, "stream": stream}
                     reply = await rig.http.post("/v1/completions", json=body)
