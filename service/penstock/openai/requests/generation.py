@@ -76,6 +76,7 @@ def _biases(biases: Mapping[str, float] | None, vocab_size: int) -> dict[int, fl
         why = f"it has {len(biases)} token ids, and the model has {vocab_size} tokens."
         raise invalid_value("logit_bias", why)
     for key in biases:
-        if not (key.isascii() and key.isdigit() and len(key) < 11):
+        # "01" would be a second key for the token 1.
+        if not (key.isascii() and key.isdigit() and len(key) < 11 and str(int(key)) == key):
             raise invalid_value("logit_bias", f"its keys are token ids, and {key[:40]!r} is none.")
     return {int(key): bias for key, bias in biases.items()}

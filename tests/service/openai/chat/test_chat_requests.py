@@ -191,6 +191,7 @@ def test_reasoning_effort(effort: str, variables: tuple[str, ...], expected: dic
         ("truncate_prompt_tokens", {"truncate_prompt_tokens": 0}),
         ("logit_bias", {"logit_bias": {"a": 1}}),
         ("logit_bias", {"logit_bias": {"-1": 1}}),
+        ("logit_bias", {"logit_bias": {"1": 1, "01": 2}}),
         ("logit_bias", {"logit_bias": {str(i): 1 for i in range(261)}}),
         ("response_format.json_schema", {"response_format": {"type": "json_schema"}}),
         ("structured_outputs", {"structured_outputs": {}}),
