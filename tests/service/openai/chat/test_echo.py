@@ -11,8 +11,10 @@ from typing import Any
 
 import pytest
 
-from penstock.client import Logprobs
+from penstock.client import Delta, Logprobs
 from penstock.openai.answers import echo, large
+from penstock.openai.answers.completion_chunks import CompletionChunks
+from penstock.openai.answers.frames import Frame, UsageWanted, Wanted
 from penstock.openai.answers.logprobs import completion_logprobs
 from penstock.openai.vocabulary import Vocabulary
 from tests.service.codecs import EOS
@@ -172,6 +174,20 @@ def test_offsets_follow_the_text_of_the_prompt() -> None:
         assert made["token_logprobs"] == [None, -1.0, -2.0, -3.0]
     made, after = completion_logprobs(Logprobs((-1.0, -1.0)), (0, 1), words, 5, start=5)
     assert (made["text_offset"], after) == ([5, 6], 8)
+
+
+def test_offsets_of_a_stream_go_on_where_its_prompt_ends() -> None:
+    """An output loses its leading space here, wherever in the whole text it begins."""
+    words = Vocabulary((b" a", b" b"), frozenset(), dropped_leading_spaces=1)
+    frame = Frame("text_completion", "cmpl-1", 0, "m", UsageWanted())
+    chunks = CompletionChunks(frame, 1, Wanted(vocabulary=words), is_plain=True)
+    assert b'"text":"a b"' in b"".join(chunks.repeated(0, echo.Repeated("a b", None)))
+    offsets = []
+    for text, token in ("a", 0), (" b", 1), (" a", 0):
+        made = chunks.delta(0, Delta(0, text, (token,), Logprobs((-1.0,))))
+        assert made is not None
+        offsets += json.loads(made.removeprefix(b"data: "))["choices"][0]["logprobs"]["text_offset"]
+    assert offsets == [3, 4, 6]
 
 
 async def test_what_is_repeated_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
