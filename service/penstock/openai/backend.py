@@ -7,11 +7,18 @@ import time
 from dataclasses import dataclass
 from typing import Final
 
-from penstock.client import AsyncClient, ModelInfo, PenstockClientError, SamplingDefaults, Unsupported
+from penstock.client import (
+    AsyncClient,
+    ModelInfo,
+    PenstockClientError,
+    SamplingDefaults,
+    Unsupported,
+    Vocabulary,
+)
 from penstock.openai.calls import Call, Shared
 from penstock.openai.failures import ApiError
 from penstock.openai.settings import Settings
-from penstock.openai.vocabulary import Vocabularies, Vocabulary
+from penstock.openai.vocabulary import Vocabularies
 
 FACTS_S: Final = 10.0
 """For how long facts are used before they are asked for again."""

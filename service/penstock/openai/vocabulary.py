@@ -1,15 +1,14 @@
-"""What tokens look like, so that log-probabilities can be shown without a tokenizer. It is fetched once for
-as long as the same server runs.
+"""Keeps the vocabulary, which shows what tokens look like without a tokenizer. It is fetched once for as long
+as the same server runs.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import Final
 
-from penstock.client import AsyncClient
+from penstock.client import AsyncClient, Vocabulary
 from penstock.openai.calls import Call, Shared
 
 CHECK_S: Final = 10.0
@@ -19,28 +18,6 @@ MOST_INSTANCES: Final = 64
 names several servers.
 """
 _TIMEOUT_S: Final = 10.0
-
-
-@dataclass(frozen=True, slots=True)
-class Vocabulary:
-    """The bytes of all tokens of the served model."""
-
-    pieces: Sequence[bytes]
-    """The bytes of each token, by its id. A special token has the bytes of its name."""
-    special: frozenset[int]
-    """The special tokens, which are left out of a text."""
-    dropped_leading_spaces: int = 0
-    """How many spaces a text loses at its start, if it begins with so many."""
-
-    def bytes_of(self, token_id: int) -> bytes:
-        """The bytes of a token; none for an id that the tokenizer does not have."""
-        return self.pieces[token_id] if token_id < len(self.pieces) else b""
-
-    def text_of(self, token_ids: Sequence[int], *, with_special: bool) -> str:
-        """The text of tokens. Special ones are left out of it unless it is told to have them."""
-        hidden = frozenset[int]() if with_special else self.special
-        text = b"".join(self.bytes_of(i) for i in token_ids if i not in hidden).decode("utf-8", "replace")
-        return text[min(self.dropped_leading_spaces, len(text) - len(text.lstrip(" "))) :]
 
 
 class Vocabularies:
@@ -76,8 +53,7 @@ class Vocabularies:
         server = await self._client.server_info(timeout=_TIMEOUT_S, metadata=call.metadata)
         kept = self._kept
         if kept is None or server.instance_id not in self._instances:
-            told = await self._client.vocabulary(timeout=_TIMEOUT_S, metadata=call.metadata)
-            new = Vocabulary(told.tokens, told.special_token_ids, told.dropped_leading_spaces)
+            new = await self._client.vocabulary(timeout=_TIMEOUT_S, metadata=call.metadata)
             if kept is None or new != kept:
                 kept = self._kept = new
                 self._instances.clear()

@@ -53,7 +53,7 @@ async def test_requests_that_come_together_ask_once() -> None:
     found = await asyncio.gather(*(server.known.of(call()) for _ in range(10)))
     assert server.taken() == ["instance", "vocabulary"]
     assert (found[0].bytes_of(1), found[0].bytes_of(2)) == (b"b", b"")
-    assert found[0].special == {1}
+    assert found[0].special_token_ids == {1}
     assert all(one is found[0] for one in found)
 
 
@@ -69,7 +69,7 @@ async def test_it_is_fetched_again_when_another_server_answers() -> None:
     server.instance, server.told = "two", B
     server.known.forget()
     second = await server.known.of(call())
-    assert (second.pieces, second.dropped_leading_spaces) == ((b"x",), 1)
+    assert (second.tokens, second.dropped_leading_spaces) == ((b"x",), 1)
     assert server.taken() == ["instance", "vocabulary"]
 
 
@@ -102,7 +102,7 @@ async def test_a_caller_that_goes_away_takes_it_from_nobody() -> None:
     leaving, staying = (asyncio.ensure_future(server.known.of(call())) for _ in range(2))
     await asyncio.sleep(0)
     leaving.cancel()
-    assert (await staying).pieces == A.tokens
+    assert (await staying).tokens == A.tokens
     await server.known.close()
 
 

@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from penstock.client import Generation, Output
+from penstock.client import Generation, Output, Vocabulary
 from penstock.openai.answers.echo import Echo, Repeated
 from penstock.openai.answers.finishing import finish_reason, stop_reason
 from penstock.openai.answers.frames import Wanted
 from penstock.openai.answers.large import columns_json, completion_columns, prompt_logprobs_json, spliced
 from penstock.openai.answers.usage import total_usage, usage_dict
 from penstock.openai.jsonbytes import json_bytes
-from penstock.openai.vocabulary import Vocabulary
 
 NOTHING = Repeated("", None)
 """What a choice begins with that does not repeat its prompt."""

@@ -7,10 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from penstock.client import PromptInfo
+from penstock.client import PromptInfo, Vocabulary
 from penstock.openai.answers.large import Columns, completion_columns
 from penstock.openai.failures import ApiError
-from penstock.openai.vocabulary import Vocabulary
 
 MOST_CHARACTERS: Final = 4 << 20
 """How many characters of prompts an answer may repeat, in all of its choices together. A token id counts as
@@ -84,5 +83,5 @@ class Echo:
     def _num_bytes(self, token_ids: Sequence[int]) -> int:
         """How many bytes the tokens have. The server refuses ids that there are not, so they have none."""
         assert self.vocabulary is not None
-        pieces = self.vocabulary.pieces
-        return sum(len(pieces[i]) for i in token_ids if 0 <= i < len(pieces))
+        tokens = self.vocabulary.tokens
+        return sum(len(tokens[i]) for i in token_ids if 0 <= i < len(tokens))

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from penstock.client import Usage
+from penstock.client import Usage, Vocabulary
 from penstock.openai.answers.jsontext import json_string
 from penstock.openai.answers.usage import usage_dict, usage_so_far
 from penstock.openai.jsonbytes import json_bytes
 from penstock.openai.schemas.sampling import StreamOptions
-from penstock.openai.vocabulary import Vocabulary
 
 DONE = b"data: [DONE]\n\n"
 """The end of a stream."""

@@ -8,11 +8,19 @@ import asyncio
 from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any, Final
 
-from penstock.client import AsyncGenerationStream, Delta, Generation, Logprobs, Output, PromptInfo, Started
+from penstock.client import (
+    AsyncGenerationStream,
+    Delta,
+    Generation,
+    Logprobs,
+    Output,
+    PromptInfo,
+    Started,
+    Vocabulary,
+)
 from penstock.openai.answers.logprobs import chat_logprobs, completion_logprobs, prompt_logprobs
 from penstock.openai.failures import ApiError
 from penstock.openai.jsonbytes import json_bytes
-from penstock.openai.vocabulary import Vocabulary
 
 MOST_ENTRIES: Final = 500_000
 """How many log-probabilities an answer may have that is not a stream. Each takes about 80 bytes."""

@@ -6,8 +6,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from penstock.client import Logprobs
-from penstock.openai.vocabulary import Vocabulary
+from penstock.client import Logprobs, Vocabulary
 
 LEAST = -9999.0
 """What OpenAI's API tells for a token that can hardly come; JSON has no infinity."""
@@ -49,7 +48,11 @@ def completion_logprobs(
         made["tokens"].append(name)
         made["text_offset"].append(text_offset if prompt is None else min(text_offset, len(prompt)))
         dropped = vocabulary.dropped_leading_spaces if text_offset == start else 0
-        if prompt is not None and token_id in vocabulary.special and prompt.startswith(name, text_offset):
+        if (
+            prompt is not None
+            and token_id in vocabulary.special_token_ids
+            and prompt.startswith(name, text_offset)
+        ):
             text_offset += len(name)
         else:
             text_offset += _num_characters(token_id, vocabulary, dropped)
@@ -125,7 +128,7 @@ def _num_characters(token_id: int, vocabulary: Vocabulary, dropped: int) -> int:
     """How many characters of the text begin in a token, of which the text drops this many leading spaces.
     Special tokens are not in the text.
     """
-    if token_id in vocabulary.special:
+    if token_id in vocabulary.special_token_ids:
         return 0
     piece = vocabulary.bytes_of(token_id)
     spaces = len(piece) - len(piece.lstrip(b" ")) if dropped else 0

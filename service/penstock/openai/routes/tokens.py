@@ -31,7 +31,7 @@ async def tokenize(request: Request) -> Response:
     told = await answered(request, asked)
     texts = None
     if body.return_token_strs:
-        vocabulary = await front.backend.vocabulary(call)
+        vocabulary = await front.backend.vocabulary(call, "return_token_strs")
         texts = [vocabulary.bytes_of(i).decode("utf-8", "replace") for i in told.token_ids]
     return json_response(
         {

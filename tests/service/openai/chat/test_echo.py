@@ -11,12 +11,11 @@ from typing import Any
 
 import pytest
 
-from penstock.client import Delta, Logprobs
+from penstock.client import Delta, Logprobs, Vocabulary
 from penstock.openai.answers import echo, large
 from penstock.openai.answers.completion_chunks import CompletionChunks
 from penstock.openai.answers.frames import Frame, UsageWanted, Wanted
 from penstock.openai.answers.logprobs import completion_logprobs
-from penstock.openai.vocabulary import Vocabulary
 from tests.service.codecs import EOS
 from tests.service.openai.chat import shapes
 from tests.service.openai.rig import FrontRig, front_rig
@@ -166,7 +165,7 @@ async def test_prompt_logprobs_say_how_many_are_told_of_the_prompt() -> None:
 
 def test_offsets_follow_the_text_of_the_prompt() -> None:
     """A special token counts where its name is in the text, and not where the tokenizer has added it."""
-    words = Vocabulary((b" a", b" b", b"<s>"), frozenset({2}), dropped_leading_spaces=1)
+    words = Vocabulary((b" a", b" b", b"<s>"), frozenset({2}), is_exact=True, dropped_leading_spaces=1)
     values = Logprobs((math.nan, -1.0, -2.0, -3.0))
     for prompt, offsets in ("a<s> b", [0, 0, 1, 4]), ("a b", [0, 0, 1, 1]), ("a", [0, 0, 1, 1]):
         made, _ = completion_logprobs(values, (2, 0, 2, 1), words, 0, prompt=prompt)
@@ -178,7 +177,7 @@ def test_offsets_follow_the_text_of_the_prompt() -> None:
 
 def test_offsets_of_a_stream_go_on_where_its_prompt_ends() -> None:
     """An output loses its leading space here, wherever in the whole text it begins."""
-    words = Vocabulary((b" a", b" b"), frozenset(), dropped_leading_spaces=1)
+    words = Vocabulary((b" a", b" b"), frozenset(), is_exact=True, dropped_leading_spaces=1)
     frame = Frame("text_completion", "cmpl-1", 0, "m", UsageWanted())
     chunks = CompletionChunks(frame, 1, Wanted(vocabulary=words), is_plain=True)
     assert b'"text":"a b"' in b"".join(chunks.repeated(0, echo.Repeated("a b", None)))

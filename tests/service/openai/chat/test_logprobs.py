@@ -10,17 +10,16 @@ from openai.types.chat import ChatCompletionTokenLogprob
 from openai.types.chat.chat_completion_chunk import ChoiceLogprobs
 from openai.types.completion_choice import Logprobs as CompletionLogprobs
 
-from penstock.client import Logprobs
+from penstock.client import Logprobs, Vocabulary
 from penstock.openai.answers import large
 from penstock.openai.answers.logprobs import chat_logprobs, completion_logprobs, prompt_logprobs
-from penstock.openai.vocabulary import Vocabulary
 from tests.service.codecs import EOS
 from tests.service.openai.chat import shapes
 from tests.service.openai.rig import front_rig
 from tests.service.rig import fake
 
 EURO = "€".encode()
-WORDS = Vocabulary((b"a", b" b", EURO[:2], EURO[2:], b"<|end|>"), frozenset({4}))
+WORDS = Vocabulary((b"a", b" b", EURO[:2], EURO[2:], b"<|end|>"), frozenset({4}), True, 0)
 
 
 def test_a_chats() -> None:
@@ -54,7 +53,7 @@ def test_what_json_does_not_have() -> None:
 
 def test_offsets_begin_after_the_spaces_that_a_text_drops() -> None:
     """The tokens " b" and "a" are the text "ba"."""
-    dropping = Vocabulary(WORDS.pieces, WORDS.special, dropped_leading_spaces=1)
+    dropping = Vocabulary(WORDS.tokens, WORDS.special_token_ids, is_exact=True, dropped_leading_spaces=1)
     made, after = completion_logprobs(Logprobs((-1.0,) * 3), (1, 0, 1), dropping, 0)
     assert (made["text_offset"], after) == ([0, 1, 2], 4)
 

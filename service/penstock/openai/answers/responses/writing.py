@@ -21,6 +21,7 @@ from penstock.client import (
     StreamEvent,
     Summary,
     Usage,
+    Vocabulary,
 )
 from penstock.openai.answers.finishing import finish_reason
 from penstock.openai.answers.large import Bound
@@ -36,7 +37,6 @@ from penstock.openai.answers.responses.response_object import (
 from penstock.openai.answers.responses.text_logprobs import TextLogprobs
 from penstock.openai.failures import ApiError, of_client_error
 from penstock.openai.schemas.responses import ResponsesBody
-from penstock.openai.vocabulary import Vocabulary
 
 MOST_ENTRIES: Final = 125_000
 """How many log-probabilities a response may have, also in a stream: its last four events hold all of them."""
