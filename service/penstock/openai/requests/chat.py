@@ -6,7 +6,7 @@ from penstock.client import RequestOptions
 from penstock.openai.backend import ModelFacts
 from penstock.openai.requests.constraints import check_beside_tools
 from penstock.openai.requests.refusing import invalid_value
-from penstock.openai.requests.sampling import params_of, sampling_options
+from penstock.openai.requests.sampling import sampling_options, sampling_params
 from penstock.openai.requests.templates import template_options
 from penstock.openai.requests.turns import choice_of, tools_of, turns_of
 from penstock.openai.schemas.chat import ChatBody
@@ -40,7 +40,7 @@ def chat_options(body: ChatBody, facts: ModelFacts) -> RequestOptions:
 def chat_params(body: ChatBody) -> dict[str, str]:
     """From the contract's path of a field to the name of the field of this request that it was made of."""
     by_old_name = body.max_tokens is not None
-    params = params_of(body) | {
+    params = sampling_params(body) | {
         "input": "messages",
         "chat": "messages",
         "chat.messages": "messages",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from penstock.client import RequestOptions
 from penstock.openai.backend import ModelFacts
 from penstock.openai.requests.refusing import unsupported_value
-from penstock.openai.requests.sampling import params_of, sampling_options
+from penstock.openai.requests.sampling import sampling_options, sampling_params
 from penstock.openai.schemas.completions import CompletionBody
 
 PromptOptions = tuple[str | None, RequestOptions]
@@ -60,7 +60,7 @@ def one_by_one(body: CompletionBody, options: RequestOptions, answer_id: str) ->
 
 def completion_params(body: CompletionBody) -> dict[str, str]:
     """From the contract's path of a field to the name of the field of this request that it was made of."""
-    return params_of(body) | {
+    return sampling_params(body) | {
         "input": "prompt",
         "prompt": "prompt",
         "prompt_token_ids": "prompt",

@@ -10,7 +10,7 @@ from penstock.openai.requests.refusing import invalid_value
 from penstock.openai.schemas.sampling import SamplingBody
 
 
-def params_of(body: SamplingBody) -> dict[str, str]:
+def sampling_params(body: SamplingBody) -> dict[str, str]:
     """From the contract's path of a field to the name of the field of this request that it was made of."""
     return {
         **PARAMS,
