@@ -12,7 +12,7 @@ from penstock.openai.requests.generation import PARAMS, generation_options
 from penstock.openai.requests.refusing import invalid_value, missing, unsupported_value
 from penstock.openai.requests.response_turns import turn_params, turns_of
 from penstock.openai.requests.templates import template_options
-from penstock.openai.requests.turns import CHOICES
+from penstock.openai.requests.turns import named_choice
 from penstock.openai.schemas.response_items import Other
 from penstock.openai.schemas.responses import NamedFunction, ResponsesBody, TextFormat
 
@@ -121,11 +121,7 @@ def _choice(body: ResponsesBody, names: Sequence[str]) -> str | None:
         raise unsupported_value(
             "tool_choice.type", f"the type {choice.type[:40]!r} is not taken; choose a function."
         )
-    if choice.name not in names:
-        raise invalid_value("tool_choice.name", f"none of the tools is named {choice.name[:80]!r}.")
-    if choice.name in CHOICES:
-        raise unsupported_value("tool_choice.name", f"a tool named {choice.name!r} cannot be chosen by name.")
-    return choice.name
+    return named_choice(choice.name, names, "tool_choice.name")
 
 
 def _constraint(body: ResponsesBody) -> Constraint | None:

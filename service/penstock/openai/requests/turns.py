@@ -47,13 +47,17 @@ def choice_of(choice: str | schemas.NamedToolChoice | None, names: Sequence[str]
     """
     if choice is None or isinstance(choice, str):
         return choice
-    name = choice.function.name
+    return named_choice(choice.function.name, names, "tool_choice.function.name")
+
+
+def named_choice(name: str, names: Sequence[str], param: str) -> str:
+    """The client's `tool_choice` for this function, which the field `param` names. Raises ApiError for a
+    function that is none of the tools, or that is named as a general choice is.
+    """
     if name not in names:
-        raise invalid_value("tool_choice.function.name", f"none of the tools is named {name[:80]!r}.")
+        raise invalid_value(param, f"none of the tools is named {name[:80]!r}.")
     if name in CHOICES:
-        raise unsupported_value(
-            "tool_choice.function.name", f"a tool named {name!r} cannot be chosen by name."
-        )
+        raise unsupported_value(param, f"a tool named {name!r} cannot be chosen by name.")
     return name
 
 
