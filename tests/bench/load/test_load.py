@@ -22,7 +22,7 @@ from bench.load.streams import Answer, Seen, WrongAnswer
 from penstock.v1 import inference_pb2, types_pb2
 
 _IDS, _TEXT = (5, 6, 7, 8), "abcd"
-_ANSWERS = dict.fromkeys(streams._PROMPTS, Answer(_IDS, _TEXT))
+_ANSWERS = dict.fromkeys(streams.PROMPTS, Answer(_IDS, _TEXT))
 
 
 class _Enough(Exception):
