@@ -149,7 +149,10 @@ def test_a_message_is_kept_while_there_is_no_model(page: Page) -> None:
     page.tab.open(page.server.url)
     page.tab.wait("!document.querySelector('#notice').hidden")
     assert "in a second" in page.tab.text("#notice")
+    # The page asks for models again before it sends; the new notice says that it has the answer.
+    page.tab.evaluate("document.querySelector('#notice .plain').dataset.first = 'yes'")
     page.ask("Hello")
+    page.tab.wait("document.querySelector('#notice .plain:not([data-first])')")
     assert page.tab.evaluate("document.querySelector('#question').value") == "Hello"
     page.server.models = ("toy",)
     page.tab.click("#notice .plain")
