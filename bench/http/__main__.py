@@ -17,7 +17,7 @@ import asyncio
 import contextlib
 import sys
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -57,6 +57,10 @@ class Ask:
         prompt = self.prompt if isinstance(self.prompt, str) else list(self.prompt)
         how = {"temperature": 0, "ignore_eos": True, "stream_options": {"include_usage": True}}
         return {"model": model, "prompt": prompt, "max_tokens": self.max_tokens, **how}
+
+
+Asks = Sequence[Sequence[Ask]]
+"""Lists of streams. The lists run at the same time, and the streams of a list one after the other."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,8 +141,8 @@ async def callers(way: str, rig: Rig, count: int) -> AsyncIterator[list[Caller]]
         yield [lambda ask, one=connection: over_http(one, rig.model, ask) for connection in connections]  # type: ignore[misc]
 
 
-async def turn(way: str, rig: Rig, asks: Sequence[Sequence[Ask]]) -> Turn:
-    """Run lists of streams, the lists at the same time and the streams of a list one after the other."""
+async def turn(way: str, rig: Rig, asks: Asks) -> Turn:
+    """Run these streams."""
 
     async def one(caller: Caller, mine: Sequence[Ask]) -> list[Stream]:
         return [await caller(ask) for ask in mine]
@@ -154,18 +158,19 @@ async def turn(way: str, rig: Rig, asks: Sequence[Sequence[Ask]]) -> Turn:
     return Turn(seconds, streams, server_after - server, front_after - front)
 
 
-async def compared(name: str, rig: Rig, plan: Sequence[Sequence[Sequence[Ask]]], check: bool) -> None:
-    """Run each plan by both ways, the first one unmeasured, and print a line for each way and one for the
-    difference.
+async def compared(name: str, rig: Rig, plan: Sequence[Mapping[str, Asks]], check: bool) -> None:
+    """Run the lists of both ways in turns, the first ones unmeasured, and print a line for each way and one
+    for the difference. Where `check` is set, both ways ask for the same in every turn.
     """
     answers: dict[Ask, str] = {}
     if check:
         async with callers("gRPC", rig, 1) as (caller,):
-            for ask in {ask for mine in plan[0] for ask in mine}:
+            for ask in {ask for mine in plan[0]["gRPC"] for ask in mine}:
                 answers[ask] = (await caller(ask)).text
     found: dict[str, list[Turn]] = {way: [] for way in _WAYS}
-    for number, asks in enumerate(plan):
+    for number, each in enumerate(plan):
         for way in _WAYS if number % 2 else reversed(_WAYS):
+            asks = each[way]
             took = await turn(way, rig, asks)
             for ask, stream in zip((ask for mine in asks for ask in mine), took.streams, strict=True):
                 if stream.tokens != ask.max_tokens or stream.text != answers.get(ask, stream.text):
@@ -194,13 +199,19 @@ async def measure(rig: Rig, options: argparse.Namespace) -> None:
     for count in options.streams:
         each = -(-options.requests // count)
         asks = [[Ask(PROMPTS[i % len(PROMPTS)], options.tokens)] * each for i in range(count)]
-        await compared(f"{count} at once", rig, [asks] * (1 + options.rounds), check=True)
+        await compared(
+            f"{count} at once", rig, [dict.fromkeys(_WAYS, asks)] * (1 + options.rounds), check=True
+        )
     for name in options.workloads.split(",") if options.workloads else ():
         (workload,) = select([name])
         plan = []
-        for number in range(-1, options.rounds):
-            (jobs,) = waves(workload, number, options.num_words)
-            plan.append([[Ask(job.token_ids, job.max_tokens)] for job in jobs])
+        for number in range(1 + options.rounds):
+            lists = {}
+            for way_number, way in enumerate(_WAYS):
+                # other tokens for each way: the prefix cache would have what the first one has asked for
+                (jobs,) = waves(workload, 2 * number + way_number, options.num_words)
+                lists[way] = [[Ask(job.token_ids, job.max_tokens)] for job in jobs]
+            plan.append(lists)
         await compared(name, rig, plan, check=False)
 
 
