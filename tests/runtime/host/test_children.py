@@ -144,7 +144,7 @@ def test_nothing_of_the_working_directory_runs_in_the_demos_server(littered: Pat
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         done = subprocess.run(
-            server_command(*taken.getsockname(), openai_port=0, insecure=False),
+            server_command("127.0.0.1", taken.getsockname()[1], openai_port=0, insecure=False),
             cwd=littered,
             capture_output=True,
             text=True,
