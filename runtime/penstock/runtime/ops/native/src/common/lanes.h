@@ -27,6 +27,12 @@ inline float Total(Lanes a) { return _mm512_reduce_add_ps(a.v); }
 inline Lanes Mul(Lanes a, Lanes b) { return {_mm512_mul_ps(a.v, b.v)}; }
 inline Lanes Div(Lanes a, Lanes b) { return {_mm512_div_ps(a.v, b.v)}; }
 
+// a within [low, high]. If the first operand of min or max is NaN, or the second, the result is the second; so NaN
+// stays NaN.
+inline Lanes Clip(Lanes a, float low, float high) {
+  return {_mm512_max_ps(_mm512_set1_ps(low), _mm512_min_ps(_mm512_set1_ps(high), a.v))};
+}
+
 // The larger of `size`, which is not negative, and the size of b. As integers, the bits of sizes have the same order as
 // the sizes, and NaN is the largest.
 inline Lanes LargerSize(Lanes size, Lanes b) {
@@ -123,6 +129,10 @@ inline Lanes Mul(const Lanes& a, const Lanes& b) {
 }
 inline Lanes Div(const Lanes& a, const Lanes& b) {
   return Each([&](int i) { return a.v[i] / b.v[i]; });
+}
+// NaN is neither above nor below, and stays NaN.
+inline Lanes Clip(const Lanes& a, float low, float high) {
+  return Each([&](int i) { return a.v[i] > high ? high : (a.v[i] < low ? low : a.v[i]); });
 }
 
 // The bits of a float without its sign.

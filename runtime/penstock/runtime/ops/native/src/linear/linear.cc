@@ -12,14 +12,15 @@
 #include "xla/ffi/api/ffi.h"
 
 namespace penstock {
-namespace {
 
-namespace ffi = xla::ffi;
-
-const LinearKernel* Kernel() {
+const LinearKernel* CurrentLinearKernel() {
   const auto kernel = ForCurrentIsa(LinearAvx2, LinearAvx512, UsePairs() ? LinearAvx512Bf16 : LinearAvx512, LinearAmx);
   return kernel ? &kernel() : nullptr;
 }
+
+namespace {
+
+namespace ffi = xla::ffi;
 
 // The buffer's values from place `at` on; null if it is empty.
 template <typename T, typename Buffer>
@@ -45,7 +46,7 @@ void Halve(LinearJob* job) {
 ffi::Error Linear(ffi::ThreadPool pool, ffi::Buffer<ffi::BF16> x, ffi::Buffer<ffi::S32> num_rows,
                   ffi::Buffer<ffi::BF16> norm, ffi::Buffer<ffi::BF16> residual, ffi::RemainingArgs rest,
                   ffi::Result<ffi::AnyBuffer> y, bool gate, float eps, ffi::Span<const int64_t> at) {
-  const LinearKernel* kernel = Kernel();
+  const LinearKernel* kernel = CurrentLinearKernel();
   if (!kernel) {
     return ffi::Error::Internal("no kernel for this processor");
   }
@@ -53,7 +54,7 @@ ffi::Error Linear(ffi::ThreadPool pool, ffi::Buffer<ffi::BF16> x, ffi::Buffer<ff
   const int64_t most = x.dimensions()[0];
   job.m = std::min<int64_t>(num_rows.typed_data()[0], most);
   job.k = x.dimensions()[1];
-  job.gate = gate;
+  job.activation = gate ? Activation::kSilu : Activation::kNone;
   job.num_weights = static_cast<int64_t>(rest.size()) / 3;
   if (job.num_weights < 1 || job.num_weights > kMaxWeights) {
     return ffi::Error::InvalidArgument("1 to 3 weights");
@@ -93,7 +94,8 @@ ffi::Error Linear(ffi::ThreadPool pool, ffi::Buffer<ffi::BF16> x, ffi::Buffer<ff
   const int64_t x_bytes = RoundUp(kernel->x_bytes(job.m, job.k, job.int8), kCacheLine);
   char* scratch = Scratch<struct LinearRows>(x_bytes + job.m * 4);
   float* x_scale = reinterpret_cast<float*>(scratch + x_bytes);
-  const LinearInput input{reinterpret_cast<const uint16_t*>(x.untyped_data()), From<uint16_t>(norm, at[0]), eps};
+  const LinearInput input{
+      reinterpret_cast<const uint16_t*>(x.untyped_data()), job.k, From<uint16_t>(norm, at[0]), eps, nullptr, nullptr};
   auto prepare = [&](int64_t block) {
     float* row = reinterpret_cast<float*>(Scratch<struct LinearRow>(job.k * 4));
     kernel->put_rows(input, block, job, scratch, x_scale, row);

@@ -7,6 +7,8 @@
 
 #include <cstdint>
 
+#include "common/activations.h"
+
 namespace penstock {
 
 constexpr int64_t kBlockOut = 16;  // outputs of a tile
@@ -22,28 +24,35 @@ struct PackedWeight {
   int64_t num_blocks;    // out / 16
 };
 
-// One call of the operation. The outputs of several weights lie side by side in a row of y. With `gate` there are two
-// weights of equal shape, and y = silu(x W0^T) * (x W1^T).
+// One call of the operation. The outputs of several weights lie side by side in a row of y. With an activation there
+// are two weights of equal shape, and y = act(x W0^T) * (x W1^T).
 struct LinearJob {
   const void* x;         // in the kernel's own form, see LinearKernel::put_rows
   const float* x_scale;  // int8: [m]
   int64_t m, k;
   PackedWeight weights[kMaxWeights];
   int64_t num_weights;
-  bool gate, int8;
+  Activation activation;
+  float limit;  // of the activation, see Activate
+  bool int8;
   uint16_t* y_bf16;          // [m, ldy], or null if y is float32
   float* y_f32;              // [m, ldy], if y_bf16 is null
   const uint16_t* residual;  // bf16 [m, ldy] added to y, or null
   int64_t ldy;
 
+  bool gated() const { return activation != Activation::kNone; }
   int64_t BlockBytes() const { return kBlockOut * k * (int8 ? 1 : 2); }
 };
 
-// The operation's x, bf16 [m, k]. If `norm`, bf16 [k], is not null, each row is normalised by its root mean square.
+// The operation's x: m rows of k values in bf16. If `norm`, bf16 [k], is not null, each row is normalised by its root
+// mean square.
 struct LinearInput {
   const uint16_t* x;
+  int64_t stride;  // values from one row to the next
   const uint16_t* norm;
   float eps;
+  const int32_t* rows;   // [m]: where each row stands in x, or null if they stand in order
+  const float* factors;  // [m]: each row is multiplied by its factor; or null
 };
 
 // The kernels of one instruction set. Work is divided into units of some consecutive out blocks of one weight.
@@ -60,5 +69,8 @@ const LinearKernel& LinearAvx2();
 const LinearKernel& LinearAvx512();
 const LinearKernel& LinearAvx512Bf16();
 const LinearKernel& LinearAmx();
+
+// The kernels for the instruction set in use; null if there are none.
+const LinearKernel* CurrentLinearKernel();
 
 }  // namespace penstock

@@ -127,16 +127,16 @@ void FewRows(const LinearJob& job, const UnitBlocks& unit_blocks) {
   Configure(job.m, job.m);
   const int64_t last = unit_blocks.block + unit_blocks.count;
   // Two blocks at a time (gate and up, or neighbours), so that y is written in whole cache lines.
-  for (int64_t b = unit_blocks.block; b < last; b += job.gate ? 1 : 2) {
-    const bool two = job.gate || b + 1 < last;
+  for (int64_t b = unit_blocks.block; b < last; b += job.gated() ? 1 : 2) {
+    const bool two = job.gated() || b + 1 < last;
     for (int64_t part = 0; part < (two ? 2 : 1); ++part) {
-      const int64_t weight = job.gate ? part : unit_blocks.weight, block = job.gate ? b : b + part;
+      const int64_t weight = job.gated() ? part : unit_blocks.weight, block = job.gated() ? b : b + part;
       Products<kInt8>(job, job.weights[weight].tiles + block * job.BlockBytes(), sums[part]);
       if constexpr (kInt8) {
         Dequantize(job, weight, block, 0, job.m, sums[part], false);
       }
     }
-    if (job.gate) {
+    if (job.gated()) {
       FinishGate(job, b, 0, job.m, sums[0], sums[1]);
     } else {
       Finish(job, unit_blocks.weight, b, 0, job.m, sums[0], two ? sums[1] : nullptr);
@@ -191,9 +191,9 @@ struct OutPair {
 };
 
 inline OutPair FindPair(const LinearJob& job, const UnitBlocks& unit) {
-  const bool has_second = job.gate || unit.count == 2;
-  const int64_t second_block = job.gate || !has_second ? unit.block : unit.block + 1;
-  return {{unit.weight, job.gate ? 1 : unit.weight}, {unit.block, second_block}, has_second};
+  const bool has_second = job.gated() || unit.count == 2;
+  const int64_t second_block = job.gated() || !has_second ? unit.block : unit.block + 1;
+  return {{unit.weight, job.gated() ? 1 : unit.weight}, {unit.block, second_block}, has_second};
 }
 
 // Makes the results of rows [row, row + rows) from their complete sums.
@@ -207,7 +207,7 @@ void Epilogue(const LinearJob& job, const OutPair& pair, int64_t row, int64_t ro
       Dequantize(job, pair.weight[1], pair.block[1], row, rows, second, false);
     }
   }
-  if (job.gate) {
+  if (job.gated()) {
     FinishGate(job, pair.block[0], row, rows, first, second);
   } else {
     Finish(job, pair.weight[0], pair.block[0], row, rows, first, pair.has_second ? second : nullptr);
@@ -228,7 +228,7 @@ void ManyRows(const LinearJob& job, const UnitBlocks& unit, int64_t first_row, i
   const char* tiles1 = pair.TilesOf(job, 1);
   const Tiles out_blocks[2] = {{tiles0, kTileBytes}, {tiles1, kTileBytes}};
   const int64_t row_pairs = CeilDiv(last_row - first_row, 2 * kRows);
-  const int64_t next_unit = (job.gate ? 1 : 2) * job.BlockBytes();
+  const int64_t next_unit = (job.gated() ? 1 : 2) * job.BlockBytes();
   const int64_t lines_per_step = CeilDiv(job.BlockBytes() / 64, row_pairs * steps);
   int64_t prefetched = 0;
   char* memory = Scratch<struct LinearSums>(row_pairs * 4 * kTileBytes);
@@ -279,9 +279,9 @@ int64_t RowsAtOnce(const LinearJob& job) {
 
 int64_t PerUnit(const LinearJob& job) {
   if (job.m > kRows) {
-    return job.gate ? 1 : 2;
+    return job.gated() ? 1 : 2;
   }
-  const int64_t blocks = kFewRowsUnitBytes / (job.BlockBytes() * (job.gate ? 2 : 1));
+  const int64_t blocks = kFewRowsUnitBytes / (job.BlockBytes() * (job.gated() ? 2 : 1));
   return blocks < 1 ? 1 : blocks;
 }
 

@@ -18,7 +18,7 @@ struct UnitBlocks {
 inline int64_t UnitsOf(const PackedWeight& weight, int64_t per_unit) { return CeilDiv(weight.num_blocks, per_unit); }
 
 inline int64_t CountUnits(const LinearJob& job, int64_t per_unit) {
-  if (job.gate) {
+  if (job.gated()) {
     return UnitsOf(job.weights[0], per_unit);
   }
   int64_t units = 0;
@@ -30,7 +30,7 @@ inline int64_t CountUnits(const LinearJob& job, int64_t per_unit) {
 
 inline UnitBlocks FindUnit(const LinearJob& job, int64_t unit, int64_t per_unit) {
   int64_t w = 0;
-  for (; !job.gate && unit >= UnitsOf(job.weights[w], per_unit); ++w) {
+  for (; !job.gated() && unit >= UnitsOf(job.weights[w], per_unit); ++w) {
     unit -= UnitsOf(job.weights[w], per_unit);
   }
   const int64_t block = unit * per_unit;
@@ -72,15 +72,14 @@ inline void Finish(const LinearJob& job, int64_t weight, int64_t block, int64_t 
   }
 }
 
-// Writes y = silu(gate) * up for `rows` rows, from `row` on, and one block.
+// Writes y = act(gate) * up for `rows` rows, from `row` on, and one block.
 inline void FinishGate(const LinearJob& job, int64_t block, int64_t row, int64_t rows, const float* gates,
                        const float* ups) {
   const Lanes gate_bias = BiasOf(job.weights[0], block), up_bias = BiasOf(job.weights[1], block);
   uint16_t* out = job.y_bf16 + row * job.ldy + block * kBlockOut;
   for (int64_t r = 0; r < rows; ++r, out += job.ldy) {
     const Lanes gate = Add(Load(gates + r * kBlockOut), gate_bias), up = Add(Load(ups + r * kBlockOut), up_bias);
-    const Lanes below = Add(Fill(1.0f), Exp(Mul(gate, Fill(-1.0f))));
-    StoreBf16(out, Mul(Div(gate, below), up));
+    StoreBf16(out, Activate(job.activation, job.limit, gate, up));
   }
 }
 
@@ -102,12 +101,14 @@ inline void Dequantize(const LinearJob& job, int64_t weight, int64_t block, int6
   }
 }
 
-// Reads a row of x as float32, normalised by its root mean square if there is a norm (Zhang and Sennrich 2019).
+// Reads a row of x as float32, times its factor, and normalised by its root mean square if there is a norm (Zhang and
+// Sennrich 2019).
 inline void LoadRow(const LinearInput& input, int64_t row, int64_t k, float* out) {
-  const uint16_t* x = input.x + row * k;
+  const uint16_t* x = input.x + (input.rows ? input.rows[row] : row) * input.stride;
+  const Lanes factor = Fill(input.factors ? input.factors[row] : 1.0f);
   Lanes squares = Fill(0.0f);
   for (int64_t i = 0; i < k; i += 16) {
-    const Lanes value = LoadBf16(x + i);
+    const Lanes value = Mul(LoadBf16(x + i), factor);
     squares = Add(squares, Mul(value, value));
     Store(out + i, value);
   }

@@ -82,7 +82,7 @@ struct VectorLinear {
   }
 
   static int64_t PerUnit(const LinearJob& job) {
-    const int64_t blocks = kUnitBytes / (job.BlockBytes() * (job.gate ? 2 : 1));
+    const int64_t blocks = kUnitBytes / (job.BlockBytes() * (job.gated() ? 2 : 1));
     return job.m > 64 || blocks < 1 ? 1 : blocks;
   }
 
@@ -105,15 +105,15 @@ struct VectorLinear {
     for (int64_t b = unit_blocks.block; b < unit_blocks.block + unit_blocks.count; ++b) {
       for (int64_t row = first; row < last;) {
         const int64_t rows = PanelRows(P::kRows, job.m, row);
-        for (int64_t part = 0; part < (job.gate ? 2 : 1); ++part) {
-          const int64_t weight = job.gate ? part : unit_blocks.weight;
+        for (int64_t part = 0; part < (job.gated() ? 2 : 1); ++part) {
+          const int64_t weight = job.gated() ? part : unit_blocks.weight;
           const char* tiles = job.weights[weight].tiles + b * job.BlockBytes();
           AnyBlock<P>(rows, tiles, x + row * words, tile_rows, sums[part]);
           if (job.int8) {
             Dequantize(job, weight, b, row, rows, sums[part], P::kForm == Form::kFourOffset);
           }
         }
-        if (job.gate) {
+        if (job.gated()) {
           FinishGate(job, b, row, rows, sums[0], sums[1]);
         } else {
           Finish(job, unit_blocks.weight, b, row, rows, sums[0], nullptr);

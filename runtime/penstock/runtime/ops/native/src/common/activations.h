@@ -1,0 +1,37 @@
+// The activations of gated layers: out = act(gate) * up. In an unnamed namespace, like lanes.h.
+#pragma once
+
+#include "common/lanes.h"
+
+namespace penstock {
+
+// The numbers are those of ACTIVATIONS in activations.py.
+enum class Activation : int { kNone = 0, kSilu = 1, kGeluTanh = 2, kGptOss = 3 };
+
+// Whether an operation's attribute is the number of a gated activation.
+constexpr bool IsGated(int64_t number) {
+  return number >= static_cast<int64_t>(Activation::kSilu) && number <= static_cast<int64_t>(Activation::kGptOss);
+}
+
+namespace {
+
+// x * sigmoid(slope)
+inline Lanes Gated(Lanes x, Lanes slope) { return Div(x, Add(Fill(1.0f), Exp(Mul(slope, Fill(-1.0f))))); }
+
+// The activation is not kNone. Only kGptOss reads `limit`: it bounds the gate from above, and the size of up. NaN in
+// either operand stays NaN.
+inline Lanes Activate(Activation activation, float limit, Lanes gate, Lanes up) {
+  if (activation == Activation::kGptOss) {
+    const Lanes bounded = Clip(gate, -__builtin_inff(), limit);
+    return Mul(Gated(bounded, Mul(bounded, Fill(1.702f))), Add(Clip(up, -limit, limit), Fill(1.0f)));
+  }
+  if (activation == Activation::kGeluTanh) {
+    // (1 + tanh(u)) / 2 is sigmoid(2 u), and u is sqrt(2 / pi) * (x + 0.044715 x^3).
+    const Lanes cubic = Add(Fill(1.0f), Mul(Fill(0.044715f), Mul(gate, gate)));
+    return Mul(Gated(gate, Mul(Mul(gate, Fill(1.5957691216057308f)), cubic)), up);
+  }
+  return Mul(Gated(gate, gate), up);
+}
+
+}  // namespace
+}  // namespace penstock
